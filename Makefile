@@ -1,0 +1,74 @@
+# Every target does its own set-up: a virtual environment in .venv with the versions of
+# constraints.txt, made once and again when pyproject.toml or constraints.txt changes.
+#
+#   make demo       train a tiny model with FP8 reinforcement learning (minutes, no GPU)
+#   make test       the tests that need no GPU
+#   make check      format, lint and types
+#   make test-gpu   the tests that need a Hopper GPU   (GPU_PYTHON=... for another Python)
+#   make bench      the benchmarks, on a GPU           (GPU_PYTHON=... for another Python)
+#   make clean      remove the environment and the caches
+#
+# PYTHON chooses the interpreter of the environment (3.11 to 3.13): make test PYTHON=python3.12
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+RUN_STAMP := $(VENV)/.installed-run
+DEV_STAMP := $(VENV)/.installed-dev
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+# The GPU targets run from the sources, so a machine that has torch and pytest needs no .venv.
+GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
+TESTS ?= tests
+TEST_WORKERS ?= 2
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check format test-gpu bench clean
+
+help:
+	@sed -n 's/^#   //p' Makefile
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || \
+	  { echo "error: $(PYTHON) is not Python 3.11 to 3.13; name one: make PYTHON=python3.12" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
+
+$(RUN_STAMP): pyproject.toml constraints.txt | $(BIN)/python
+	@echo "installing jetrl and what it needs into $(VENV) (once, a few minutes)"
+	$(INSTALL) -e .
+	@touch $@
+
+$(DEV_STAMP): pyproject.toml constraints.txt | $(BIN)/python
+	@echo "installing jetrl, its extras and the development tools into $(VENV) (once, a few minutes)"
+	$(INSTALL) -e '.[dev,data,reasoning-gym]'
+	@touch $@ $(RUN_STAMP)
+
+demo: $(RUN_STAMP)
+	$(BIN)/jetrl train demo
+
+test: $(DEV_STAMP)
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile $(TESTS)
+
+check: $(DEV_STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(DEV_STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+test-gpu:
+	PYTHONPATH=src $(GPU_PYTHON) -m pytest -m gpu tests/gpu
+
+# One file of src/jetrl/bench is one benchmark, run as a module; it writes JSON.
+bench:
+	@$(GPU_PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || \
+	  { echo "make bench needs an NVIDIA Hopper GPU (H100, H200) and a torch built for CUDA;" >&2; \
+	    echo "$(GPU_PYTHON) has not: run it there, or name another one with GPU_PYTHON=..." >&2; exit 1; }
+	@files=$$(cd src/jetrl/bench && ls [a-z]*.py 2>/dev/null); \
+	  test -n "$$files" || { echo "no benchmark in src/jetrl/bench yet"; exit 0; }; \
+	  for file in $$files; do PYTHONPATH=src $(GPU_PYTHON) -m jetrl.bench.$${file%.py} || exit 1; done
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache
