@@ -1,0 +1,98 @@
+"""Arithmetic whose result does not depend on the order, the batch or the machine.
+
+The CPU references have to give a row the same bits whatever else is in the batch. Libraries do not
+promise that: a GEMM sums in another order for another shape, and a vectorised exp treats the last
+few elements of an array with other code. Two devices give it by construction:
+
+* **Sums.** Values are rounded to a common power-of-two grid chosen from the row's own maximum, with
+  few enough bits that every product and every partial sum is an integer below 2**53 in units of the
+  grid. float64 then adds them without rounding, in any order: a matmul of any shape gives the same
+  bits. FP8 codes lie on such a grid as they are (18 bits); BF16 values are put on one with 18 or
+  more bits below the row's maximum, ten more than BF16 itself has.
+* **Elementwise functions.** Only IEEE operations, each rounded once: + - * / sqrt, and exp and log
+  made of them. The same bits on every machine, at every position of an array.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+_LOG2_E = 1.4426950408889634
+_LN2_HIGH = 0.693359375
+_LN2_LOW = -2.12194440e-4
+_LN2 = 0.6931471805599453
+# Minimax polynomial of (exp(r) - 1 - r) / r**2 on [-ln2/2, ln2/2] (Cephes, expf): 1 ulp of float32.
+_EXP_TERMS = (
+    1.9875691500e-4,
+    1.3981999507e-3,
+    8.3334519073e-3,
+    4.1665795894e-2,
+    1.6666665459e-1,
+    5.0000001201e-1,
+)
+_EXP_UNDERFLOW = -87.0
+
+
+def align(x: Tensor, dim: int, bits: int) -> Tensor:
+    """x (float32 or narrower) rounded to a grid of `bits` bits below its maximum along `dim`.
+
+    float64; every value is an integer times g, at most 2**bits in units of g, with g a power of two
+    that depends on the maximum of |x| along dim alone. Non-finite values stay non-finite.
+    """
+    wide = x.double()
+    exponent = torch.frexp(wide.abs().amax(dim, keepdim=True)).exponent
+    # Adding 1.5 * 2**52 grid units leaves no room for a fraction of one: rounds to nearest even.
+    magic = torch.ldexp(torch.full_like(exponent, 1.5, dtype=torch.float64), exponent + (52 - bits))
+    return (wide + magic) - magic
+
+
+def exact_matmul(a: Tensor, b: Tensor) -> Tensor:
+    """a [..., M, K] @ b [..., K, N] for values of BF16 or FP32, as float64.
+
+    Each row of a and each column of b is put on a grid first; the product is then exact, so a row's
+    result depends on that row and on b alone. The relative error against the true product is about
+    2**-bits of the largest term, bits = 23 for K = 128 and 20 for K = 8192.
+    """
+    bits = (53 - math.ceil(math.log2(max(a.shape[-1], 2)))) // 2
+    return align(a, -1, bits) @ align(b, -2, bits)
+
+
+def sum_of_squares(x: Tensor) -> Tensor:
+    """float64 [..., 1]: sum of x**2 along the last dimension, exact on a 19-bit grid."""
+    return align(x, -1, 19).square().sum(-1, keepdim=True)
+
+
+def exp_nonpositive(x: Tensor) -> Tensor:
+    """exp(x) for float32 x <= 0, within 1 ulp; 0 below -87. exp(0) is exactly 1. NaN stays NaN."""
+    clamped = x.clamp(min=_EXP_UNDERFLOW - 1)
+    n = (clamped * _LOG2_E).round_()
+    r = (clamped - n * _LN2_HIGH).sub_(n * _LN2_LOW)
+    y = torch.full_like(r, _EXP_TERMS[0])
+    for term in _EXP_TERMS[1:]:
+        y = y.mul_(r).add_(term)
+    y = y.mul_(r).mul_(r).add_(r).add_(1.0)
+    power = n.to(torch.int32).add_(127).bitwise_left_shift_(23).view(torch.float32)
+    return torch.where(clamped < _EXP_UNDERFLOW, 0.0, y.mul_(power))
+
+
+def log_positive(x: Tensor) -> Tensor:
+    """log(x) for finite float64 x > 0, within 4 ulp of float64. NaN stays NaN."""
+    mantissa, exponent = torch.frexp(x)
+    low = mantissa < math.sqrt(0.5)
+    mantissa = torch.where(low, mantissa * 2.0, mantissa)
+    exponent = torch.where(low, exponent - 1, exponent).double()
+    s = (mantissa - 1.0) / (mantissa + 1.0)
+    square = s * s
+    series = torch.full_like(s, 1.0 / 25.0)
+    for odd in range(23, 0, -2):
+        series = series * square + 1.0 / odd
+    return exponent * _LN2 + 2.0 * s * series
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """1 / (1 + exp(-x)) for float32 x, without overflow."""
+    t = exp_nonpositive(-x.abs())
+    return torch.where(x >= 0, 1.0, t) / (1.0 + t)

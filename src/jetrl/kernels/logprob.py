@@ -1,0 +1,66 @@
+"""Log-probabilities of chosen tokens, and the entropy, from float32 logits.
+
+    z = logits / temperature,  m = max z,  lse = log(sum exp(z - m)),  logp = (z[chosen] - m) - lse
+
+The sampler and the trainer both get their log-probs here. The sum is exact (kernels/exact), so a
+row's bits depend on that row alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from jetrl.kernels.exact import exp_nonpositive, log_positive
+
+_MASS_GRID = 2.0**30  # exp(z - m) is at most 1: this grid adds 2**23 of them exactly in float64
+
+
+def log_softmax_parts(logits: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """float32 logits [R, V] and temperature [R, 1] -> (z - m [R, V], exp(z - m) [R, V], lse [R, 1]),
+    all float32. The temperature is a tensor because division by a number may become a product."""
+    z = logits / temperature
+    shifted = z - z.amax(-1, keepdim=True)
+    mass = exp_nonpositive(shifted)
+    total = (mass.double() * _MASS_GRID).round_().sum(-1, keepdim=True) / _MASS_GRID
+    return shifted, mass, log_positive(total).float()
+
+
+def chosen_logprobs_ref(
+    logits: Tensor, chosen: Tensor, temperature: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The specification: (log-prob float32 [R], entropy float32 [R]) of chosen int64 [R]."""
+    shifted, mass, lse = log_softmax_parts(logits, temperature)
+    logprobs = (shifted.gather(-1, chosen[:, None]) - lse).squeeze(-1)
+    entropy = (lse - (mass * shifted.clamp(min=-1e30)).sum(-1, keepdim=True) / lse.exp()).squeeze(
+        -1
+    )
+    return logprobs, entropy
+
+
+def chosen_logprobs(logits: Tensor, chosen: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """Log-probs of chosen int64 [R] under softmax(logits [R, V] / temperature), differentiable in
+    the logits, and the entropy in nats, which is not. Both float32 [R]."""
+    per_row = logits.new_full((len(chosen), 1), temperature)
+    logprobs, entropy = _ChosenLogprobs.apply(logits, chosen, per_row)
+    return logprobs, entropy
+
+
+class _ChosenLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, chosen: Tensor, temperature: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        logprobs, entropy = chosen_logprobs_ref(logits, chosen, temperature)
+        ctx.save_for_backward(logits, chosen, temperature)
+        ctx.mark_non_differentiable(entropy)
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        logits, chosen, temperature = ctx.saved_tensors
+        gradient = -torch.softmax(logits / temperature, dim=-1)
+        gradient.scatter_add_(-1, chosen[:, None], torch.ones_like(gradient[:, :1]))
+        return gradient * (grads[0][:, None] / temperature), None, None

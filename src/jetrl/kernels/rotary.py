@@ -1,0 +1,24 @@
+"""Rotary position embedding in the half-rotation layout of Llama and Qwen.
+
+Source: Su et al., RoFormer (arXiv 2104.09864). Each row is rotated by its own position's angles, read
+from one table that both sides of the flow share.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def rotary_table(inverse_frequencies: np.ndarray, max_positions: int) -> Tensor:
+    """float32 [max_positions, 2, D/2]: cosines and sines, computed in float64."""
+    angles = np.outer(np.arange(max_positions, dtype=np.float64), inverse_frequencies)
+    return torch.from_numpy(np.stack([np.cos(angles), np.sin(angles)], axis=1).astype(np.float32))
+
+
+def rotary(x: Tensor, positions: Tensor, table: Tensor) -> Tensor:
+    """Rotate x [T, H, D] by positions int64 [T]; float32 inside, rounded once to x's dtype."""
+    cos, sin = table[positions].unsqueeze(2).unbind(1)
+    first, second = x.float().chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)

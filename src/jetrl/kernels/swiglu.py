@@ -1,0 +1,40 @@
+"""SwiGLU: silu(gate) * up, computed in float32 and rounded once.
+
+Source: Shazeer, GLU Variants Improve Transformer (arXiv 2002.05202).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from jetrl.kernels.exact import sigmoid
+
+
+def swiglu_ref(gate_up: Tensor) -> Tensor:
+    """The specification. gate_up [T, 2F], gate first -> [T, F] like it."""
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    return (gate * sigmoid(gate) * up).to(gate_up.dtype)
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up of a fused projection, differentiable. bfloat16 or float32 [T, 2F] -> [T, F]."""
+    y: Tensor = _SwiGLU.apply(gate_up)
+    return y
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_up)
+        return swiglu_ref(gate_up)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (gate_up,) = ctx.saved_tensors
+        gate, up = gate_up.float().chunk(2, dim=-1)
+        dy, gated = grads[0].float(), sigmoid(gate)
+        dgate = dy * up * gated * (1.0 + gate * (1.0 - gated))
+        return torch.cat([dgate, dy * gate * gated], dim=-1).to(gate_up.dtype)

@@ -1,0 +1,48 @@
+"""The one GEMM: Y = A @ B^T with block-scaled FP8 operands, in the canonical order.
+
+For each block of 128 along K: the sum of code products, then one float32 multiply by the two scales
+and one float32 add, K blocks in order, no split-K. FProp, DGrad and WGrad are this one function:
+
+    FProp   Y [T, N]  = X  [T, K] (1 x 128)   @  W   [N, K] (128 x 128) ^T
+    DGrad   dX [T, K] = dY [T, N] (1 x 128)   @  W^T [K, N] (128 x 128) ^T
+    WGrad   dW [N, K] = dY^T [N, T] (1 x 128) @  X^T [K, T] (1 x 128) ^T
+
+The reference below is exact: a product of two E4M3 codes has 8 significant bits, and 128 of them add
+without rounding in float64 whatever the order, so a row's bits depend on that row and on B alone.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from jetrl.kernels.exact import exact_matmul
+from jetrl.precision.plan import FP8_BLOCK
+from jetrl.precision.quantize import QTensor
+
+
+def fp8_matmul(a: QTensor, b: QTensor, out_dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """a [M, K] @ b [N, K]^T -> out_dtype [M, N].
+
+    a is grouped 1 x 128, b 1 x 128 or 128 x 128 (or K smaller than 128 and one group).
+
+    Raises:
+        ValueError: shapes that do not match, or groups other than these.
+    """
+    if a.shape[-1] != b.shape[-1] or a.codes.dim() != 2 or b.codes.dim() != 2:
+        raise ValueError(f"fp8_matmul: [M, K] and [N, K], not {a.shape} and {b.shape}")
+    if a.block != (1, FP8_BLOCK) or b.block[0] not in (1, FP8_BLOCK) or b.block[1] != FP8_BLOCK:
+        raise ValueError(f"fp8_matmul: groups 1x128 and 1x128 or 128x128, not {a.block}, {b.block}")
+    a_codes, b_codes = a.codes.double(), b.codes.double()
+    b_scales = b.scales.repeat_interleave(b.block[0], dim=0)[: b.shape[0]]
+    out = torch.zeros(a.shape[0], b.shape[0], dtype=torch.float32, device=a.codes.device)
+    for block in range(a.scales.shape[1]):
+        k = slice(block * FP8_BLOCK, (block + 1) * FP8_BLOCK)
+        partial = (a_codes[:, k] @ b_codes[:, k].mT).float()
+        out += partial * (a.scales[:, block, None] * b_scales[None, :, block])
+    return out.to(out_dtype)
+
+
+def bf16_matmul(a: Tensor, b: Tensor, out_dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """a [M, K] @ b [N, K]^T for BF16 operands -> out_dtype [M, N]; batch-invariant (kernels/exact)."""
+    return exact_matmul(a, b.mT).float().to(out_dtype)

@@ -1,0 +1,111 @@
+"""The one quantizer. Every FP8 tensor in jetrl is made by this rule; its constants live here alone.
+
+For a group of values with absolute maximum `a` (float32, from the values as they are):
+
+    a  = max(|x|), at least 2**-100      a zero group has codes 0 and a finite scale
+    s  = a / 448                         float32, IEEE division; stored
+    r  = 448 / a                         float32, IEEE division; used
+    q  = float8_e4m3fn(x * r)            float32 product, round to nearest even, saturating
+    x' = float32(q) * s
+
+`pow2` scales round s up to a power of two and use r = 1 / s. E5M2 (gradients, if a plan asks for
+it) has 57344 in place of 448. A non-finite value gets a NaN code; it is never clamped away.
+
+Groups by operand: an activation 1 x 128 along its channels; a weight 128 x 128, so that its
+transpose is a byte transpose; both operands of WGrad 128 x 1 along tokens; keys and values one
+group for each token and head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+FP8Format = Literal["e4m3", "e5m2"]
+
+_FORMATS: dict[str, tuple[torch.dtype, float]] = {
+    "e4m3": (torch.float8_e4m3fn, 448.0),
+    "e5m2": (torch.float8_e5m2, 57344.0),
+}
+_AMAX_FLOOR = 2.0**-100
+
+
+@dataclass(frozen=True)
+class QTensor:
+    """FP8 codes with their scales.
+
+    codes: float8_e4m3fn (or float8_e5m2) [..., M, K]. scales: float32 [..., ceil(M/bm), ceil(K/bk)].
+    block: (bm, bk), the group of values that shares a scale.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    block: tuple[int, int]
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.codes.shape
+
+    @property
+    def mT(self) -> QTensor:  # noqa: N802  (torch's own name for a transpose of the last two)
+        """The transpose: the same bytes and scales, nothing is rounded again."""
+        return QTensor(self.codes.mT, self.scales.mT, (self.block[1], self.block[0]))
+
+    @property
+    def num_bytes(self) -> int:
+        return self.codes.numel() + 4 * self.scales.numel()
+
+
+def quantize(
+    x: Tensor,
+    block: tuple[int, int] = (1, 128),
+    format: FP8Format = "e4m3",
+    scales: Literal["fp32", "pow2"] = "fp32",
+) -> QTensor:
+    """Quantize x [..., M, K] (bfloat16, float16 or float32) in groups of `block` over its last two
+    dimensions. M and K need not be multiples of the block: the last group is then smaller.
+
+    Raises:
+        ValueError: fewer than two dimensions, or a dtype that is not floating point.
+    """
+    if x.dim() < 2 or not x.dtype.is_floating_point or x.element_size() < 2:
+        raise ValueError(f"quantize takes [..., M, K] of bf16/fp16/fp32, not {x.dtype} {x.shape}")
+    dtype, maximum = _FORMATS[format]
+    groups = _group(x.float(), block)
+    amax = groups.abs().amax(dim=(-3, -1), keepdim=True)
+    amax = torch.maximum(amax, amax.new_tensor(_AMAX_FLOOR))
+    stored = amax / maximum
+    if scales == "pow2":
+        stored = _round_up_to_power_of_two(stored)
+        multiplier = 1.0 / stored
+    else:
+        multiplier = maximum / amax
+    codes = (groups * multiplier).clamp(-maximum, maximum)
+    codes = codes.flatten(-4, -3).flatten(-2, -1)[..., : x.shape[-2], : x.shape[-1]]
+    return QTensor(codes.to(dtype), stored.squeeze(-1).squeeze(-2), block)
+
+
+def dequantize(q: QTensor) -> Tensor:
+    """float32 [..., M, K]: each code times its group's scale, one float32 product."""
+    groups = _group(q.codes.float(), q.block)
+    values = groups * q.scales[..., :, None, :, None]
+    return values.flatten(-4, -3).flatten(-2, -1)[..., : q.shape[-2], : q.shape[-1]]
+
+
+def _group(x: Tensor, block: tuple[int, int]) -> Tensor:
+    """[..., M, K] -> [..., M/bm, bm, K/bk, bk], padded with zeros where the block does not divide."""
+    rows, columns = block
+    pad_rows, pad_columns = -x.shape[-2] % rows, -x.shape[-1] % columns
+    if pad_rows or pad_columns:
+        x = torch.nn.functional.pad(x, (0, pad_columns, 0, pad_rows))
+    return x.unflatten(-1, (-1, columns)).unflatten(-3, (-1, rows))
+
+
+def _round_up_to_power_of_two(scale: Tensor) -> Tensor:
+    mantissa, exponent = torch.frexp(scale)
+    exponent = torch.where(mantissa == 0.5, exponent - 1, exponent)
+    rounded = torch.ldexp(torch.ones_like(scale), exponent)
+    return torch.where(torch.isfinite(scale), rounded, scale)
