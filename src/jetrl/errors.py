@@ -8,8 +8,8 @@ class UserError(ValueError):
     """Bad input: the message names the key, file or line and says what to do."""
 
 
-class RunStopped(RuntimeError):
-    """A run that ended itself: not exact under an exact plan, nothing left to learn from, and so on.
+class RunStopped(RuntimeError):  # noqa: N818  (an outcome of a run, not only an error)
+    """A run that ended itself: not exact under an exact plan, nothing left to learn from.
     The last checkpoint is good; the message says why and what to do."""
 
 

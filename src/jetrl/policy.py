@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jetrl.models.tiny import random_weights
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedTokenizerBase
@@ -23,6 +22,7 @@ from jetrl.models import hf
 from jetrl.models.attention import KeyValues, PackedKeyValues
 from jetrl.models.decoder import Decoder
 from jetrl.models.families import ModelConfig
+from jetrl.models.tiny import random_weights
 from jetrl.precision.plan import PrecisionPlan
 
 _LOGITS_AT_ONCE = 2**24  # float32 logits held for one chunk of rows of the training side

@@ -7,8 +7,8 @@ a reward is what a task gave a completion, an advantage is what the algorithm ma
 A literal example of the life of one answer:
 
     prompt     = Prompt(id="train-17", text="12+7=", answer="19")
-    completion = Completion(token_ids=(21, 29, 2), logprobs=(-0.1, -0.7, -0.0), finish_reason="stop",
-                            text="19")
+    completion = Completion(token_ids=(21, 29, 2), logprobs=(-0.1, -0.7, -0.0),
+                            finish_reason="stop", text="19")
     sample     = Sample(prompt=prompt, group=0, prompt_token_ids=(21, 22, 13, 27, 31),
                         completion=completion, score=Score(1.0))
 """
@@ -49,12 +49,12 @@ class SamplingParams:
     """How completions are drawn.
 
     n: completions for each prompt. max_tokens: at most this many tokens a completion.
-    temperature: logits are divided by it; 0 means greedy (log-probs are then those of temperature 1).
+    temperature: logits are divided by it; 0 means greedy, with log-probs of temperature 1.
     top_p, top_k: keep the most probable tokens up to this mass / number (1.0 and 0 keep all). The
         log-probs reported are those of the full distribution at `temperature`, which is what the
         trainer computes; below top_p = 1 the policy gradient is therefore slightly biased.
-    stop_token_ids: a completion ends with, and includes, the first of these. stop: strings that end a
-        completion; the text is cut before the string, the tokens that spelt it stay.
+    stop_token_ids: a completion ends with, and includes, the first of these. stop: strings that end
+        a completion; the text is cut before the string, the tokens that spelt it stay.
     seed: with the prompt's tokens and the sample's number it fixes every draw, whatever else is in
         the batch.
     ignore_eos: do not add the model's own end-of-sequence ids to stop_token_ids.
@@ -130,12 +130,13 @@ class Batch:
     """Sequences packed end to end, no padding: the input of one forward and backward.
 
     token_ids: int64 [T]. cu_seqlens: int64 [S+1], starts of the sequences and T. loss_mask: bool
-    [T], True where the token was sampled (its log-prob, given the tokens before it, is trained on);
-    never True at a sequence's first token. rollout_logprobs: float32 [T], the sampler's, 0 elsewhere.
+    [T], True where the token was sampled (its log-prob, given the tokens before it, is trained on),
+    never at a sequence's first token. rollout_logprobs: float32 [T], the sampler's, 0 elsewhere.
     advantages: float32 [T], 0 elsewhere. sample_ids: int64 [S], which sample each sequence is.
 
         Batch(token_ids=[5, 6, 7, 8, 9], cu_seqlens=[0, 3, 5], loss_mask=[F, F, T, F, T],
-              rollout_logprobs=[0, 0, -0.5, 0, -0.1], advantages=[0, 0, 1, 0, -1], sample_ids=[4, 0])
+              rollout_logprobs=[0, 0, -0.5, 0, -0.1], advantages=[0, 0, 1, 0, -1],
+              sample_ids=[4, 0])
     """
 
     token_ids: np.ndarray

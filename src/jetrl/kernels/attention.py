@@ -1,8 +1,8 @@
 """Causal attention over keys and values as they are stored: the reference.
 
 One function serves decode, prefill and training: a query at position p sees keys 0..p of its own
-sequence. What differs between the callers is only where keys and values lie; here they come as dense
-arrays, gathered from pages or cut from a packed batch, with padding that cannot change a bit:
+sequence. What differs between the callers is only where keys and values lie; here they come as
+dense arrays, gathered from pages or cut from a packed batch, with padding that changes no bit:
 
     s = (q . k) * k_scale / sqrt(D)     the dot product exact, then float32
     p = exp(s - max s)                  float32, IEEE operations only
@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jetrl.kernels.exact import align, exp_nonpositive
+from jetrl.precision.exact import align, exp_nonpositive
 from jetrl.precision.quantize import QTensor, dequantize, quantize
 
-# Bits on the grids: query 24 + code 18 + 8 (D up to 256), and weight 18 + code 18 + 17 (2**17 keys),
-# both at most 53, so float64 sums are exact. An E4M3 code is an integer below 2**18 times 2**-9.
+# Bits on the grids: query 24 + code 18 + 8 (D up to 256), and weight 18 + code 18 + 17 (2**17
+# keys), both at most 53: float64 sums are exact. An E4M3 code is an integer below 2**18 over 2**9.
 _QUERY_BITS, _VALUE_BITS, _WEIGHT_BITS = 24, 18, 18
 _MASS_GRID = 2.0**30
 _MAX_SCORES = 2**23  # scores held at once; longer work is cut into pieces, with the same bits
@@ -82,7 +82,7 @@ def _as_codes(codes: Tensor, scales: Tensor | None) -> tuple[Tensor, Tensor]:
 def _attend(
     q: Tensor, k: Tensor, k_scale: Tensor, v: Tensor, v_scale: Tensor, positions: Tensor
 ) -> Tensor:
-    batch, num_queries, heads, head_dim = q.shape
+    _, num_queries, heads, head_dim = q.shape
     groups = k.shape[1]
     # [B, G, heads of the group x Q, D]: one product for each key-value head
     rows = q.unflatten(2, (groups, heads // groups)).permute(0, 2, 3, 1, 4).flatten(2, 3)
@@ -106,7 +106,7 @@ def _attend(
 
 
 def _seen(positions: Tensor, length: int) -> Tensor:
-    """[B, L]: keys that some query of the batch row sees; the rest may be anything, NaN included."""
+    """[B, L]: keys that some query of the batch row sees; the rest may be anything, even NaN."""
     return torch.arange(length, device=positions.device) <= positions.amax(1, keepdim=True)
 
 

@@ -2,7 +2,7 @@
 
     z = logits / temperature,  m = max z,  lse = log(sum exp(z - m)),  logp = (z[chosen] - m) - lse
 
-The sampler and the trainer both get their log-probs here. The sum is exact (kernels/exact), so a
+The sampler and the trainer both get their log-probs here. The sum is exact (precision/exact), so a
 row's bits depend on that row alone.
 """
 
@@ -13,14 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jetrl.kernels.exact import exp_nonpositive, log_positive
+from jetrl.precision.exact import exp_nonpositive, log_positive
 
 _MASS_GRID = 2.0**30  # exp(z - m) is at most 1: this grid adds 2**23 of them exactly in float64
 
 
 def log_softmax_parts(logits: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """float32 logits [R, V] and temperature [R, 1] -> (z - m [R, V], exp(z - m) [R, V], lse [R, 1]),
-    all float32. The temperature is a tensor because division by a number may become a product."""
+    """float32 logits [R, V], temperature [R, 1] -> (z - m [R, V], exp(z - m) [R, V], lse [R, 1]).
+
+    All float32. The temperature is a tensor because division by a number may become a product."""
     z = logits / temperature
     shifted = z - z.amax(-1, keepdim=True)
     mass = exp_nonpositive(shifted)

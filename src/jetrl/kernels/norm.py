@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jetrl.kernels.exact import sum_of_squares
+from jetrl.precision.exact import sum_of_squares
 
 
 def rms_norm_ref(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

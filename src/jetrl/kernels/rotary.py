@@ -1,7 +1,7 @@
 """Rotary position embedding in the half-rotation layout of Llama and Qwen.
 
-Source: Su et al., RoFormer (arXiv 2104.09864). Each row is rotated by its own position's angles, read
-from one table that both sides of the flow share.
+Source: Su et al., RoFormer (arXiv 2104.09864). Each row is rotated by its own position's angles,
+read from one table that both sides of the flow share.
 """
 
 from __future__ import annotations

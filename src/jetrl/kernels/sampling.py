@@ -1,9 +1,9 @@
 """Sampling that depends on nothing but the row and its counter.
 
-Random bits come from Philox 4x32-10 (Salmon et al., Parallel random numbers: as easy as 1, 2, 3, SC11)
-keyed by the seed and counted by (sequence key, position). The draw itself is integer arithmetic:
-probabilities become int64 weights, whose cumulative sums are exact in any order, so a parallel scan on
-another device picks the same token for the same weights.
+Random bits come from Philox 4x32-10 (Salmon et al., Parallel random numbers: as easy as 1, 2, 3,
+SC11) keyed by the seed and counted by (sequence key, position). The draw itself is integer
+arithmetic: probabilities become int64 weights, whose cumulative sums are exact in any order, so a
+parallel scan on another device picks the same token for the same weights.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _PHILOX_ROUNDS = 10
 
 
 def random_bits(seed: np.ndarray, sequence: np.ndarray, position: np.ndarray) -> np.ndarray:
-    """53 random bits, int64 [R] in [0, 2**53), for int64 arrays [R] of seed, sequence key, position."""
+    """int64 [R] in [0, 2**53) for int64 arrays [R] of seed, sequence key and position."""
     key0, key1 = _halves(seed)
     c0, c1 = _halves(sequence)
     c2, c3 = _halves(position)

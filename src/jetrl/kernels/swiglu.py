@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jetrl.kernels.exact import sigmoid
+from jetrl.precision.exact import sigmoid
 
 
 def swiglu_ref(gate_up: Tensor) -> Tensor:
@@ -20,7 +20,7 @@ def swiglu_ref(gate_up: Tensor) -> Tensor:
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up of a fused projection, differentiable. bfloat16 or float32 [T, 2F] -> [T, F]."""
+    """silu(gate) * up, differentiable. gate_up bfloat16 or float32 [T, 2F] -> [T, F] like it."""
     y: Tensor = _SwiGLU.apply(gate_up)
     return y
 

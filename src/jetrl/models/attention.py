@@ -15,8 +15,8 @@ class KeyValues(Protocol):
     """A source of keys and values for one forward over a flat list of T tokens."""
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q [T, H, D] attends causally, within each token's own sequence, to what the sequence holds
-        so far and to this forward's k and v [T, G, D]. Returns [T, H, D]."""
+        """q [T, H, D] attends causally, within each token's own sequence, to what the sequence
+        holds so far and to this forward's k and v [T, G, D]. Returns [T, H, D]."""
         ...
 
 

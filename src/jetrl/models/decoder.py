@@ -1,14 +1,17 @@
 """One decoder for Qwen3, Qwen2/2.5 and Llama 3, on a flat list of tokens.
 
     x = embed(tokens)
-    for each layer:   x = x + o(attention(rope(norm(q)), rope(norm(k)), v))     q, k, v = qkv(norm(x))
-                      x = x + down(silu(gate) * up)                      gate, up = gate_up(norm(x))
+    for each layer:
+        q, k, v = qkv(norm(x));    x = x + o(attention(rope(norm(q)), rope(norm(k)), v))
+        gate, up = gate_up(norm(x));    x = x + down(silu(gate) * up)
     logits = lm_head(norm(x))
 
 Both sides of the flow run this code. They differ in the `KeyValues` they pass (pages of a cache, or
 the packed batch itself) and in `side`, which picks formats from the plan. Between operations values
 are BF16 (FP32 under the fp32 plan); every operation gives a token the same bits whatever other
-tokens are in the list. Legend: T tokens, D hidden size, H query heads, G key-value heads, V vocabulary.
+tokens are in the list.
+
+Legend: T tokens, D hidden size, H query heads, G key-value heads, V vocabulary.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ and one float32 add, K blocks in order, no split-K. FProp, DGrad and WGrad are t
     DGrad   dX [T, K] = dY [T, N] (1 x 128)   @  W^T [K, N] (128 x 128) ^T
     WGrad   dW [N, K] = dY^T [N, T] (1 x 128) @  X^T [K, T] (1 x 128) ^T
 
-The reference below is exact: a product of two E4M3 codes has 8 significant bits, and 128 of them add
-without rounding in float64 whatever the order, so a row's bits depend on that row and on B alone.
+The reference below is exact: a product of two E4M3 codes has 8 significant bits, and 128 of them
+add without rounding in float64 whatever the order: a row depends on that row and on B alone.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from jetrl.kernels.exact import exact_matmul
+from jetrl.precision.exact import exact_matmul
 from jetrl.precision.plan import FP8_BLOCK
 from jetrl.precision.quantize import QTensor
 
@@ -44,5 +44,5 @@ def fp8_matmul(a: QTensor, b: QTensor, out_dtype: torch.dtype = torch.bfloat16) 
 
 
 def bf16_matmul(a: Tensor, b: Tensor, out_dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """a [M, K] @ b [N, K]^T for BF16 operands -> out_dtype [M, N]; batch-invariant (kernels/exact)."""
+    """BF16 a [M, K] @ b [N, K]^T -> out_dtype [M, N]; batch-invariant (precision/exact)."""
     return exact_matmul(a, b.mT).float().to(out_dtype)

@@ -25,7 +25,7 @@ Operand = QTensor | Tensor
 
 
 def working_copy(master: Tensor, format: Format, plan: PrecisionPlan) -> Operand:
-    """The weight [N, K] as GEMMs read it: FP8 in 128 x 128 groups, BF16, or the FP32 master itself."""
+    """The weight [N, K] as GEMMs read it: FP8 in 128 x 128 groups, BF16, or the FP32 master."""
     if format == "fp8":
         return quantize(master.detach(), (FP8_BLOCK, FP8_BLOCK), scales=plan.scales)
     return master.detach().bfloat16() if format == "bf16" else master

@@ -37,8 +37,8 @@ _AMAX_FLOOR = 2.0**-100
 class QTensor:
     """FP8 codes with their scales.
 
-    codes: float8_e4m3fn (or float8_e5m2) [..., M, K]. scales: float32 [..., ceil(M/bm), ceil(K/bk)].
-    block: (bm, bk), the group of values that shares a scale.
+    codes: float8_e4m3fn (or float8_e5m2) [..., M, K]. block: (bm, bk), the group of values that
+    shares a scale. scales: float32 [..., ceil(M/bm), ceil(K/bk)].
     """
 
     codes: Tensor
@@ -96,7 +96,7 @@ def dequantize(q: QTensor) -> Tensor:
 
 
 def _group(x: Tensor, block: tuple[int, int]) -> Tensor:
-    """[..., M, K] -> [..., M/bm, bm, K/bk, bk], padded with zeros where the block does not divide."""
+    """[..., M, K] -> [..., M/bm, bm, K/bk, bk], padded with zeros up to whole groups."""
     rows, columns = block
     pad_rows, pad_columns = -x.shape[-2] % rows, -x.shape[-1] % columns
     if pad_rows or pad_columns:
