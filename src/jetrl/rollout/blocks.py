@@ -1,0 +1,108 @@
+"""Pages of the KV cache: who uses which. No torch.
+
+A page is `page_size` slots for the keys and values of consecutive tokens, in every layer. Pages are
+counted by reference, so the samples of one prompt share the prompt's pages. A page with more than
+one user is never written: the writer gets a page of its own first, and the pair (source,
+destination) says what the cache must copy before the write. The last user of a page writes in
+place.
+
+    pages = allocator.allocate(2)          # [4, 0], a prompt of 3 tokens at page_size 2
+    other = allocator.fork(pages, 3)       # [4, 0], both pages now with two users
+    allocator.make_writable(other, 3)      # (0, 7): slot 3 is in page 0, shared; other is [4, 7]
+    allocator.make_writable(pages, 3)      # None: page 0 has one user again
+"""
+
+from __future__ import annotations
+
+
+class PageAllocator:
+    """A free list and a reference count for each page. Every call is O(1) per page it touches."""
+
+    def __init__(self, num_pages: int, page_size: int) -> None:
+        assert num_pages >= 1, f"num_pages {num_pages}"
+        assert page_size >= 1, f"page_size {page_size}"
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self._free = list(range(num_pages - 1, -1, -1))
+        self._users = [0] * num_pages
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_used(self) -> int:
+        return self.num_pages - len(self._free)
+
+    def pages_for(self, num_tokens: int) -> int:
+        """Pages that hold this many tokens."""
+        return -(-num_tokens // self.page_size)
+
+    def users(self, page: int) -> int:
+        """How many page tables name this page."""
+        return self._users[page]
+
+    def allocate(self, count: int) -> list[int]:
+        """Takes free pages; the caller has made sure that there are enough."""
+        assert 0 <= count <= len(self._free), f"{count} pages wanted, {len(self._free)} free"
+        taken = [self._free.pop() for _ in range(count)]
+        for page in taken:
+            assert self._users[page] == 0, f"free page {page} has {self._users[page]} users"
+            self._users[page] = 1
+        return taken
+
+    def fork(self, pages: list[int], num_tokens: int) -> list[int]:
+        """A second page table for the first `num_tokens` tokens of these pages; nothing is
+        copied.
+        """
+        shared = pages[: self.pages_for(num_tokens)]
+        assert len(shared) == self.pages_for(num_tokens), (
+            f"{num_tokens} tokens in {len(pages)} pages"
+        )
+        for page in shared:
+            assert self._users[page] > 0, f"page {page} is free"
+            self._users[page] += 1
+        return shared
+
+    def write_cost(self, pages: list[int], position: int) -> int:
+        """Pages that `make_writable` would take: 0 or 1."""
+        slot = position // self.page_size
+        assert slot <= len(pages), f"position {position} leaves a gap after {len(pages)} pages"
+        return int(slot == len(pages) or self._users[pages[slot]] > 1)
+
+    def make_writable(self, pages: list[int], position: int) -> tuple[int, int] | None:
+        """Makes the page of a position exist in this table and belong to it alone; may take a page.
+
+        Returns:
+            (source, destination) pages to copy before the write, or None.
+        """
+        if self.write_cost(pages, position) == 0:
+            return None
+        (fresh,) = self.allocate(1)
+        slot = position // self.page_size
+        if slot == len(pages):
+            pages.append(fresh)
+            return None
+        shared = pages[slot]
+        self._users[shared] -= 1
+        pages[slot] = fresh
+        return shared, fresh
+
+    def release(self, pages: list[int]) -> None:
+        """Gives up a page table and empties it; pages without another user become free."""
+        for page in reversed(pages):
+            assert self._users[page] > 0, f"page {page} is already free"
+            self._users[page] -= 1
+            if self._users[page] == 0:
+                self._free.append(page)
+        pages.clear()
+
+    def check(self, tables: list[list[int]]) -> None:
+        """Asserts that the counts are those of exactly these page tables. O(pages), for tests."""
+        counts = [0] * self.num_pages
+        for table in tables:
+            assert len(set(table)) == len(table), f"a page twice in one table: {table}"
+            for page in table:
+                counts[page] += 1
+        assert counts == self._users, f"counts {self._users}, in use {counts}"
+        assert sorted(self._free) == [page for page, users in enumerate(counts) if users == 0]

@@ -1,0 +1,286 @@
+"""What runs in each forward: continuous batching, chunked prefill, pre-emption. No torch.
+
+Sequences have one order, their index: the older (lower) one goes first, always. The running ones
+are the oldest unfinished ones, as many as the batch and the pages allow:
+
+    running  [0 1 2 3 | 8 9 10]   waiting [11 12 .. ]
+
+- A step holds one token of every running sequence that is decoding and, beside them, chunks of the
+  prompts of those that are not there yet, at most max_prefill_tokens together.
+- The samples of a prompt are a group. Its first sequence prefills the prompt, the others wait; from
+  the logits of the prompt's last token all of them draw their first token, and then all of them
+  have the prompt's pages. Those that the batch has no room for keep them while they wait (parked).
+- When a page is needed and none is free, the youngest sequence that holds pages loses them: parked
+  ones first, then running ones, which go back to wait. Its drawn tokens stay; when its turn comes
+  again, prompt and drawn tokens are prefilled, or only the latter where a sequence of its group
+  still holds the prompt. What is drawn does not change: a token's draw depends on its sequence
+  alone.
+
+It cannot livelock: nothing takes pages from the oldest unfinished sequence, it can take those of
+all others, and one sequence always fits (the engine refuses it otherwise), so each step brings at
+least that one forward.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jetrl.rollout.blocks import PageAllocator
+from jetrl.rollout.sequence import RunningSequence
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Consecutive tokens of one sequence in a forward.
+
+    sequence: its index. start: position of the first token. length: number of tokens, 1 in decode.
+    draws: indices of the sequences that draw their next token from the logits of the chunk's last
+    token; empty when the chunk ends before the last known token.
+    """
+
+    sequence: int
+    start: int
+    length: int
+    draws: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One forward, as data.
+
+    copies: (source, destination) pages that the cache copies before the forward, all sources being
+    read before any destination is written. num_prefill_tokens: those of the chunks that are not
+    decode. preempted: running sequences that lost computed tokens to make room for this step.
+
+        Step(chunks=(Chunk(0, 17, 1, (0,)), Chunk(4, 0, 5, (4, 5, 6, 7))), copies=((3, 9),),
+             num_prefill_tokens=5, preempted=())
+    """
+
+    chunks: tuple[Chunk, ...]
+    copies: tuple[tuple[int, int], ...]
+    num_prefill_tokens: int
+    preempted: tuple[int, ...]
+
+    @property
+    def draws(self) -> list[int]:
+        """Sequences that draw a token, in the order in which `Scheduler.complete` wants the
+        tokens.
+        """
+        return [index for chunk in self.chunks for index in chunk.draws]
+
+
+class Scheduler:
+    """Decides the steps of one call of `generate`.
+
+    Args:
+        groups: for each prompt its samples; indices count up through all groups. Every sequence
+            fits into the allocator's pages when it is alone.
+        allocator: the pages, all free.
+        max_batch_size: running sequences at most.
+        max_prefill_tokens: prefill tokens a step at most.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[Sequence[RunningSequence]],
+        allocator: PageAllocator,
+        max_batch_size: int,
+        max_prefill_tokens: int,
+    ) -> None:
+        assert max_batch_size >= 1, f"max_batch_size {max_batch_size}"
+        assert max_prefill_tokens >= 1, f"max_prefill_tokens {max_prefill_tokens}"
+        self.allocator = allocator
+        self.max_batch_size = max_batch_size
+        self.max_prefill_tokens = max_prefill_tokens
+        self.sequences = [sequence for group in groups for sequence in group]
+        self._groups = [group for group in groups for _ in group]
+        for index, sequence in enumerate(self.sequences):
+            assert sequence.index == index, f"sequence {sequence.index} at place {index}"
+            needed = allocator.pages_for(sequence.max_cached_tokens)
+            assert needed <= allocator.num_pages, f"sequence {index} needs {needed} pages"
+        self.running: list[RunningSequence] = []
+        self.waiting = deque(self.sequences)
+        self.num_preemptions = 0
+        self._parked: deque[RunningSequence] = deque()  # waiting ones that hold pages, oldest first
+        self._preempted: list[int] = []
+
+    @property
+    def done(self) -> bool:
+        return not self.running and not self.waiting
+
+    def schedule(self) -> Step:
+        """The next forward; not when `done`. Takes the pages that it needs."""
+        assert not self.done, "every sequence is finished"
+        self._preempted = []
+        self._admit()
+        chunks: list[Chunk] = []
+        copies: list[tuple[int, int]] = []
+        budget = self.max_prefill_tokens
+        place = 0
+        while place < len(self.running):
+            sequence = self.running[place]
+            place += 1
+            length, decode = self._chunk_length(sequence, budget)
+            if length == 0:
+                continue
+            start = sequence.num_computed
+            if not self._make_room(sequence):
+                continue  # the youngest of all: it gave up its own pages
+            copy = self.allocator.make_writable(sequence.pages, start)
+            if copy is not None:
+                copies.append(copy)
+            assert self.allocator.pages_for(start + length) <= len(sequence.pages)
+            if not decode:
+                budget -= length
+            ends = start + length == sequence.num_tokens
+            chunks.append(
+                Chunk(sequence.index, start, length, self._draws(sequence) if ends else ())
+            )
+        assert chunks, "a step that does nothing"
+        prefilled = self.max_prefill_tokens - budget
+        return Step(tuple(chunks), tuple(copies), prefilled, tuple(self._preempted))
+
+    def complete(self, step: Step, drawn: Sequence[tuple[int, float]]) -> None:
+        """Takes in what a step drew: (token id, log-prob) for each of `step.draws`, in that
+        order.
+        """
+        draws = step.draws
+        assert len(draws) == len(drawn), f"{len(drawn)} tokens for {len(draws)} draws"
+        for index, (token_id, logprob) in zip(draws, drawn, strict=True):
+            self.sequences[index].append(token_id, logprob)
+        youngest_running = self.running[-1].index
+        for chunk in step.chunks:
+            leader = self.sequences[chunk.sequence]
+            leader.num_computed += chunk.length
+            for index in chunk.draws:
+                if index != leader.index and not self.sequences[index].finished:
+                    self._share_prompt(leader, self.sequences[index])
+                    if index > youngest_running:
+                        self._parked.append(self.sequences[index])
+        for index in draws:
+            sequence = self.sequences[index]
+            if sequence.finished:
+                self.allocator.release(sequence.pages)
+                if index > youngest_running:
+                    self.waiting.remove(sequence)
+        self.running = [sequence for sequence in self.running if not sequence.finished]
+
+    def cancel(self) -> None:
+        """Gives back all pages. The scheduler is of no use afterwards."""
+        for sequence in self.sequences:
+            self.allocator.release(sequence.pages)
+        self.running.clear()
+        self.waiting.clear()
+        self._parked.clear()
+
+    def _chunk_length(self, sequence: RunningSequence, budget: int) -> tuple[int, bool]:
+        """How many tokens of a running sequence run now, and whether that is decode."""
+        pending = sequence.num_tokens - sequence.num_computed
+        assert pending >= 1, f"sequence {sequence.index} has nothing to compute"
+        if sequence.started:
+            return (1, True) if pending == 1 else (min(pending, budget), False)
+        return (min(pending, budget) if self._leads(sequence) else 0), False
+
+    def _leads(self, sequence: RunningSequence) -> bool:
+        return self._groups[sequence.index][0] is sequence
+
+    def _draws(self, sequence: RunningSequence) -> tuple[int, ...]:
+        if sequence.started:
+            return (sequence.index,)
+        return tuple(member.index for member in self._groups[sequence.index])
+
+    def _share_prompt(self, donor: RunningSequence, sequence: RunningSequence) -> None:
+        sequence.pages = self.allocator.fork(donor.pages, len(donor.prompt))
+        sequence.num_computed = len(donor.prompt)
+
+    def _admit(self) -> None:
+        """Moves waiting sequences to the running ones while batch and pages allow.
+
+        One page is kept free for each running sequence that may still need another: without this
+        margin a sequence would be admitted only to be pre-empted a few steps later.
+        """
+        margin = sum(self._may_grow(sequence) for sequence in self.running)
+        while self.waiting and len(self.running) < self.max_batch_size:
+            sequence = self.waiting[0]
+            needed = self._pages_to_admit(sequence)
+            if self.running:
+                if needed + margin > self.allocator.num_free:
+                    return
+            elif needed > self.allocator.num_free:
+                while self._parked and self._parked[-1] is not sequence:
+                    self._drop_pages(self._parked.pop())
+            self.waiting.popleft()
+            self._give_pages(sequence)
+            self.running.append(sequence)
+            margin += self._may_grow(sequence)
+
+    def _may_grow(self, sequence: RunningSequence) -> bool:
+        pages = sequence.pages
+        if len(pages) < self.allocator.pages_for(sequence.max_cached_tokens):
+            return True
+        return self.allocator.write_cost(pages, sequence.num_computed) > 0
+
+    def _pages_to_admit(self, sequence: RunningSequence) -> int:
+        """Free pages that it would use with the tokens that it has now."""
+        prompt = len(sequence.prompt)
+        total = self.allocator.pages_for(sequence.num_tokens)
+        if sequence.started:
+            shares_prompt = bool(sequence.pages) or self._donor(sequence) is not None
+        else:
+            shares_prompt = not self._leads(sequence)
+            total = self.allocator.pages_for(prompt + 1) if shares_prompt else total
+        return total - prompt // self.allocator.page_size if shares_prompt else total
+
+    def _donor(self, sequence: RunningSequence) -> RunningSequence | None:
+        """A sequence of the same group that holds the whole prompt."""
+        prompt = len(sequence.prompt)
+        for member in self._groups[sequence.index]:
+            if member.pages and member.num_computed >= prompt and member is not sequence:
+                return member
+        return None
+
+    def _give_pages(self, sequence: RunningSequence) -> None:
+        if sequence.pages:
+            parked = self._parked.popleft()
+            assert parked is sequence, f"parked {parked.index} is older than {sequence.index}"
+        elif sequence.started:
+            donor = self._donor(sequence)
+            if donor is not None:
+                self._share_prompt(donor, sequence)
+            self._extend(sequence)
+        elif self._leads(sequence):
+            self._extend(sequence)
+
+    def _extend(self, sequence: RunningSequence) -> None:
+        """Pages for all tokens that the sequence has, so that its prefill needs no more of them."""
+        missing = self.allocator.pages_for(sequence.num_tokens) - len(sequence.pages)
+        sequence.pages += self.allocator.allocate(missing)
+
+    def _make_room(self, sequence: RunningSequence) -> bool:
+        """Frees pages until a running sequence can write its next token, the youngest ones first.
+
+        Returns:
+            False when it had to give up its own pages instead.
+        """
+        allocator = self.allocator
+        # The cost is asked for again each time: with the other users of a page gone, it is 0.
+        while allocator.write_cost(sequence.pages, sequence.num_computed) > allocator.num_free:
+            if self._parked:
+                self._drop_pages(self._parked.pop())
+                continue
+            victim = self.running.pop()
+            assert self.running, "the oldest sequence does not fit into all the pages"
+            if victim.num_computed > 0:
+                self.num_preemptions += 1
+                self._preempted.append(victim.index)
+            self._drop_pages(victim)
+            self.waiting.appendleft(victim)
+            if victim is sequence:
+                return False
+        return True
+
+    def _drop_pages(self, sequence: RunningSequence) -> None:
+        self.allocator.release(sequence.pages)
+        sequence.num_computed = 0

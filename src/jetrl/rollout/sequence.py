@@ -1,0 +1,114 @@
+"""One sequence while it is being sampled. No torch.
+
+A sequence is a prompt and the tokens drawn for it so far. The cache holds the keys and values of
+its first `num_computed` tokens, in `pages`. The forward of the token at position p gives the
+logits that the token at position p + 1 is drawn from, so the last token drawn is never put into
+the cache: a finished sequence of T tokens used T - 1 slots.
+
+    prompt [5, 6, 7], page_size 2                         pages      num_computed  generated
+    after the prefill of the prompt                       [4, 0]     3             []
+    after the draw of its first token                     [4, 0]     3             [8]
+    after one decode step                                 [4, 0]     4             [8, 9]
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from jetrl.rollout.stopping import StopRules, TextWatch
+from jetrl.types import FinishReason
+
+
+@dataclass(eq=False, slots=True)
+class RunningSequence:
+    """State of one sample of one prompt.
+
+    index: place among all sequences of the call; lower is older, and older goes first. prompt:
+    token ids, at least one. key: of its random numbers, see `sequence_keys`. rules: when it ends.
+    generated, logprobs: same length. pages: page ids in order of position. num_computed: tokens
+    whose keys and values are in those pages. text: what a stop string left, else None.
+    """
+
+    index: int
+    prompt: tuple[int, ...]
+    key: int
+    rules: StopRules
+    generated: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    pages: list[int] = field(default_factory=list)
+    num_computed: int = 0
+    finish_reason: FinishReason | None = None
+    text: str | None = None
+    _watch: TextWatch | None = None
+
+    def __post_init__(self) -> None:
+        assert self.prompt, "a sequence has at least one prompt token"
+        assert self.rules.max_tokens >= 1, f"max_tokens {self.rules.max_tokens}"
+        self._watch = self.rules.text_watch()
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens known so far: prompt and drawn."""
+        return len(self.prompt) + len(self.generated)
+
+    @property
+    def max_cached_tokens(self) -> int:
+        """Slots of the cache that it can come to use."""
+        return len(self.prompt) + self.rules.max_tokens - 1
+
+    @property
+    def started(self) -> bool:
+        """Whether its first token is drawn."""
+        return bool(self.generated)
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+    def tokens(self, start: int, length: int) -> list[int]:
+        """Token ids at positions start to start + length."""
+        split = len(self.prompt)
+        stop = start + length
+        assert 0 <= start < stop <= self.num_tokens, f"tokens {start}:{stop} of {self.num_tokens}"
+        return [
+            *self.prompt[start:stop],
+            *self.generated[max(0, start - split) : max(0, stop - split)],
+        ]
+
+    def append(self, token_id: int, logprob: float) -> None:
+        """Adds a drawn token and decides whether the sequence ends with it."""
+        assert not self.finished, f"sequence {self.index} is finished"
+        self.generated.append(token_id)
+        self.logprobs.append(logprob)
+        if self._watch is not None:
+            self.text = self._watch.update(self.generated)
+        if token_id in self.rules.token_ids or self.text is not None:
+            self.finish_reason = "stop"
+        elif len(self.generated) == self.rules.max_tokens:
+            self.finish_reason = "length"
+
+
+def sequence_keys(prompts: Sequence[Sequence[int]], n: int) -> list[list[int]]:
+    """The random keys of n samples for each prompt, 63-bit integers.
+
+    A key is made of the prompt's tokens, of how many equal prompts came before it in this call, and
+    of the sample's number: what is drawn for a prompt does not depend on what else is in the call
+    or on the order of the prompts.
+    """
+    seen: Counter[bytes] = Counter()
+    keys = []
+    for prompt in prompts:
+        content = hashlib.blake2b(array("q", prompt).tobytes(), digest_size=32).digest()
+        keys.append([_key(content, seen[content], sample) for sample in range(n)])
+        seen[content] += 1
+    return keys
+
+
+def _key(content: bytes, occurrence: int, sample: int) -> int:
+    source = content + occurrence.to_bytes(8, "little") + sample.to_bytes(8, "little")
+    digest = hashlib.blake2b(source, digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1

@@ -1,0 +1,225 @@
+"""The scheduler alone: random loads on few pages, with tokens drawn by a stand-in for the model."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+
+import pytest
+
+from jetrl.rollout.blocks import PageAllocator
+from jetrl.rollout.scheduler import Chunk, Scheduler, Step
+from jetrl.rollout.sequence import RunningSequence
+from jetrl.rollout.stopping import StopRules
+
+STOP = 0
+
+
+def make_groups(prompt_lengths, n, max_tokens):
+    rules = StopRules(max_tokens, frozenset({STOP}))
+    groups, index = [], 0
+    for number, length in enumerate(prompt_lengths):
+        prompt = tuple(range(1000 * number, 1000 * number + length))
+        group = [RunningSequence(index + j, prompt, key=index + j, rules=rules) for j in range(n)]
+        groups.append(group)
+        index += n
+    return groups
+
+
+@dataclass
+class Simulation:
+    """Runs a scheduler, with pages that hold tokens where a cache holds keys and values.
+
+    A token drawn is a function of all tokens before it, read back through the pages: a page that is
+    shared, copied or freed wrongly changes what is drawn.
+    """
+
+    scheduler: Scheduler
+    stop_chance: float = 0.2
+    computed: Counter = field(default_factory=Counter)
+    steps: list[Step] = field(default_factory=list)
+
+    def __post_init__(self):
+        pages = self.scheduler.allocator
+        self.memory = [[None] * pages.page_size for _ in range(pages.num_pages)]
+
+    def run(self):
+        while not self.scheduler.done:
+            self.step()
+            assert len(self.steps) < 20000, "livelock"
+        return [sequence.generated for sequence in self.scheduler.sequences]
+
+    def step(self):
+        step = self.scheduler.schedule()
+        self.steps.append(step)
+        self.check(step)
+        content = [list(self.memory[source]) for source, _ in step.copies]
+        for (_, destination), slots in zip(step.copies, content, strict=True):
+            self.memory[destination] = slots
+        for chunk in step.chunks:
+            self.write(chunk)
+        drawn = []
+        for chunk in step.chunks:
+            seen = self.read(chunk.sequence, chunk.start + chunk.length)
+            drawn += [self.draw(seen, index) for index in chunk.draws]
+        self.scheduler.complete(step, drawn)
+        tables = [s.pages for s in self.scheduler.sequences if s.pages]
+        self.scheduler.allocator.check(tables)
+
+    def write(self, chunk):
+        sequence = self.scheduler.sequences[chunk.sequence]
+        size = self.scheduler.allocator.page_size
+        for position, token in enumerate(sequence.tokens(chunk.start, chunk.length), chunk.start):
+            page = sequence.pages[position // size]
+            assert self.scheduler.allocator.users(page) == 1, "a shared page is written"
+            self.memory[page][position % size] = token
+            self.computed[chunk.sequence, position] += 1
+
+    def read(self, index, length):
+        pages, size = self.scheduler.sequences[index].pages, self.scheduler.allocator.page_size
+        seen = [self.memory[pages[p // size]][p % size] for p in range(length)]
+        assert seen == self.scheduler.sequences[index].tokens(0, length)
+        return tuple(seen)
+
+    def draw(self, seen, index):
+        rng = random.Random(hash((seen, index)))
+        return (STOP if rng.random() < self.stop_chance else rng.randint(1, 99), -1.0)
+
+    def check(self, step):
+        scheduler = self.scheduler
+        assert 1 <= len(step.chunks) <= scheduler.max_batch_size
+        assert step.num_prefill_tokens <= scheduler.max_prefill_tokens
+        total = sum(chunk.length for chunk in step.chunks)
+        assert total <= step.num_prefill_tokens + len(step.chunks)
+        assert len({chunk.sequence for chunk in step.chunks}) == len(step.chunks)
+        destinations = [destination for _, destination in step.copies]
+        assert len(set(destinations)) == len(destinations)
+        order = [s.index for s in (*scheduler.running, *scheduler.waiting)]
+        assert order == sorted(order), "running sequences are the oldest"
+
+
+def simulate(
+    prompt_lengths, n=1, max_tokens=6, pages=1000, page_size=4, batch=8, prefill=64, **kwargs
+):
+    groups = make_groups(prompt_lengths, n, max_tokens)
+    scheduler = Scheduler(groups, PageAllocator(pages, page_size), batch, prefill)
+    return Simulation(scheduler, **kwargs)
+
+
+def test_one_group_literally():
+    """A prompt of 5 tokens, two samples, pages of 2: the life of a group as data."""
+    simulation = simulate([5], n=2, max_tokens=2, page_size=2, prefill=4, stop_chance=0.0)
+    simulation.run()
+    assert simulation.steps == [
+        Step((Chunk(0, 0, 4, ()),), (), 4, ()),
+        Step((Chunk(0, 4, 1, (0, 1)),), (), 1, ()),
+        Step((Chunk(0, 5, 1, (0,)), Chunk(1, 5, 1, (1,))), ((2, 3),), 0, ()),
+    ]
+
+
+def test_prompts_are_prefilled_once_for_all_samples():
+    simulation = simulate([9, 4, 30], n=5, prefill=7, batch=4)
+    simulation.run()
+    assert simulation.scheduler.num_preemptions == 0
+    for leader, length in ((0, 9), (5, 4), (10, 30)):
+        for position in range(length):
+            assert simulation.computed[leader, position] == 1
+            assert all(simulation.computed[leader + j, position] == 0 for j in range(1, 5))
+
+
+def test_every_token_is_computed_once_without_preemption():
+    simulation = simulate([3, 8, 1, 17], n=2, prefill=5, batch=3)
+    simulation.run()
+    assert set(simulation.computed.values()) == {1}
+
+
+def test_the_last_token_drawn_is_not_computed():
+    simulation = simulate([3], max_tokens=4, stop_chance=0.0)
+    simulation.run()
+    assert sorted(position for _, position in simulation.computed) == [0, 1, 2, 3, 4, 5]
+
+
+def test_decode_goes_on_beside_a_long_prefill():
+    simulation = simulate([2, 50], max_tokens=8, prefill=10, stop_chance=0.0)
+    simulation.run()
+    assert len(simulation.steps[0].chunks) == 2
+    assert all(chunk.length == 1 for step in simulation.steps[1:5] for chunk in step.chunks[:1])
+    assert len(simulation.steps) == 6 + 7, "prefill of 2 + 50 tokens in 6 steps, then 7 decodes"
+
+
+def test_batch_size_is_used_and_never_exceeded():
+    simulation = simulate([4] * 10, n=3, batch=4, max_tokens=9, stop_chance=0.0)
+    simulation.run()
+    assert max(len(step.chunks) for step in simulation.steps) == 4
+
+
+def test_the_default_pool_never_preempts_or_idles():
+    """Pages for batch x the longest sequence: the whole batch runs, and nothing is pre-empted."""
+    simulation = simulate(
+        [16] * 8, n=1, max_tokens=1 + 16, pages=8 * 8, page_size=4, batch=8, stop_chance=0.0
+    )
+    simulation.step()
+    simulation.step()
+    assert len(simulation.scheduler.running) == 8
+    simulation.run()
+    assert simulation.scheduler.num_preemptions == 0
+
+
+def test_preempted_sequences_share_the_prompt_again():
+    """Room for the prompt and little more: the second sample comes back without a second
+    prefill.
+    """
+    simulation = simulate(
+        [40], n=2, max_tokens=12, pages=13, page_size=4, prefill=64, stop_chance=0.0
+    )
+    simulation.run()
+    assert simulation.scheduler.num_preemptions >= 1
+    prompt_work = sum(count for (_, at), count in simulation.computed.items() if at < 40)
+    recomputed = sum(count - 1 for count in simulation.computed.values())
+    assert prompt_work in (40, 80)
+    assert recomputed >= 1
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_random_loads_finish_and_draw_the_same(seed):
+    """Any batch, chunk and page size, down to pages for one sequence: same tokens, all pages
+    back.
+    """
+    rng = random.Random(seed)
+    lengths = [rng.randint(1, 20) for _ in range(rng.randint(1, 7))]
+    n, max_tokens, page_size = rng.randint(1, 5), rng.randint(1, 15), rng.choice([1, 2, 4, 16])
+    chance = rng.choice([0.0, 0.05, 0.3])
+    ample = simulate(lengths, n, max_tokens, page_size=page_size, batch=99, stop_chance=chance)
+    wanted = ample.run()
+    assert ample.scheduler.num_preemptions == 0
+
+    least = -(-(max(lengths) + max_tokens - 1) // page_size)
+    tight = simulate(
+        lengths,
+        n,
+        max_tokens,
+        pages=least + rng.choice([0, 0, 1, 2, 5]),
+        page_size=page_size,
+        batch=rng.choice([1, 2, 3, 8]),
+        prefill=rng.choice([1, 2, 7, 64]),
+        stop_chance=chance,
+    )
+    assert tight.run() == wanted
+    assert tight.scheduler.allocator.num_used == 0
+
+
+def test_fewest_pages_do_preempt():
+    """The random loads above would prove little if pages never ran out in them."""
+    simulation = simulate([7, 7, 7], n=3, max_tokens=12, pages=5, page_size=4, stop_chance=0.0)
+    simulation.run()
+    assert simulation.scheduler.num_preemptions > 0
+
+
+def test_cancel_gives_back_all_pages():
+    simulation = simulate([9, 4, 30], n=5, prefill=7, batch=4)
+    for _ in range(6):
+        simulation.step()
+    assert simulation.scheduler.allocator.num_used > 0
+    simulation.scheduler.cancel()
+    assert simulation.scheduler.allocator.num_used == 0

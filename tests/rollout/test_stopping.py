@@ -1,0 +1,129 @@
+"""Stop rules: ids, length, and strings that do not respect token borders."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from jetrl.rollout.sequence import RunningSequence, sequence_keys
+from jetrl.rollout.stopping import MAX_WINDOW, StopRules
+
+
+def decode_pieces(pieces):
+    return lambda ids: "".join(pieces[i] for i in ids)
+
+
+def decode_bytes(ids):
+    return bytes(ids).decode("utf-8", errors="replace")
+
+
+def run(rules, tokens):
+    """Feeds tokens until the sequence ends."""
+    sequence = RunningSequence(index=0, prompt=(1,), key=0, rules=rules)
+    for token in tokens:
+        sequence.append(token, -1.0)
+        if sequence.finished:
+            break
+    return sequence
+
+
+def test_stop_id_is_included():
+    sequence = run(StopRules(max_tokens=9, token_ids=frozenset({7})), [5, 6, 7, 8])
+    assert (sequence.generated, sequence.finish_reason) == ([5, 6, 7], "stop")
+
+
+def test_length():
+    sequence = run(StopRules(max_tokens=3), [5, 6, 7, 8])
+    assert (sequence.generated, sequence.finish_reason) == ([5, 6, 7], "length")
+
+
+def test_a_stop_at_the_last_token_is_a_stop():
+    sequence = run(StopRules(max_tokens=3, token_ids=frozenset({7})), [5, 6, 7])
+    assert sequence.finish_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    "pieces, stop, text, num_tokens",
+    [
+        (["ab", "cd", "ef"], "c", "ab", 2),
+        (["ab", "cd", "ef"], "bcde", "a", 3),
+        (["a", "b", "a", "b", "c"], "abc", "ab", 5),
+        (["ab", "cd", "ef"], "abcdef", "", 3),
+        (["xSTOPy", "z"], "STOP", "x", 1),
+    ],
+    ids=["inside a token", "across three tokens", "after a false start", "all", "one token"],
+)
+def test_stop_string_across_tokens(pieces, stop, text, num_tokens):
+    rules = StopRules(99, strings=(stop,), decode=decode_pieces(pieces))
+    sequence = run(rules, range(len(pieces)))
+    assert sequence.text == text
+    assert len(sequence.generated) == num_tokens, "tokens that spelt the string stay"
+    assert sequence.finish_reason == "stop"
+
+
+def test_the_earliest_of_several_strings_cuts():
+    rules = StopRules(9, strings=("zz", "d", "bc"), decode=decode_pieces(["a", "bcdzz"]))
+    assert run(rules, [0, 1]).text == "a"
+
+
+def test_no_stop_string_in_the_prompt_or_across_its_border():
+    rules = StopRules(2, strings=("ab",), decode=decode_pieces(["a", "b"]))
+    sequence = RunningSequence(index=0, prompt=(0,), key=0, rules=rules)
+    sequence.append(1, -1.0)
+    assert not sequence.finished
+
+
+def test_stop_string_of_characters_spelt_by_several_tokens():
+    tokens = list("für → Ende".encode())
+    sequence = run(StopRules(99, strings=("→ E",), decode=decode_bytes), tokens)
+    assert sequence.text == "für "
+    assert bytes(sequence.generated).decode().endswith("→ E")
+
+
+def test_context_dependent_decoding():
+    """A sentencepiece-like decoder: it drops the space at the very start of what it is given."""
+    pieces = [" the", " end", " is", " near"]
+    rules = StopRules(9, strings=("end is",), decode=lambda ids: decode_pieces(pieces)(ids)[1:])
+    assert run(rules, [0, 1, 2, 3]).text == "the "
+
+
+def test_invalid_bytes_do_not_hide_a_stop_string():
+    tokens = [0xFF] * (2 * MAX_WINDOW + 3) + list(b"END")
+    sequence = run(StopRules(999, strings=("END",), decode=decode_bytes), tokens)
+    assert sequence.finish_reason == "stop"
+    assert sequence.generated == tokens
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_incremental_text_is_the_text(seed):
+    """Against decoding everything after each token, on random text of 1 to 4 byte characters."""
+    rng = random.Random(seed)
+    text = "".join(rng.choice("ab é→🙂") for _ in range(60))
+    at = rng.randrange(len(text) - 3)
+    stop = text[at : at + rng.randint(1, 3)]
+    sequence = run(StopRules(999, strings=(stop,), decode=decode_bytes), list(text.encode()))
+    assert sequence.text == text[: text.index(stop)]
+    assert bytes(sequence.generated).decode() == text[: text.index(stop) + len(stop)]
+
+
+def test_tokens_reads_across_the_end_of_the_prompt():
+    sequence = RunningSequence(index=0, prompt=(1, 2, 3), key=0, rules=StopRules(9))
+    sequence.append(4, -1.0)
+    sequence.append(5, -1.0)
+    known = [1, 2, 3, 4, 5]
+    for start in range(5):
+        for stop in range(start + 1, 6):
+            assert sequence.tokens(start, stop - start) == known[start:stop]
+
+
+def test_keys_follow_the_content_and_not_the_call():
+    a, b = [1, 2, 3], [3, 2, 1]
+    (first,) = sequence_keys([a], n=3)
+    assert sequence_keys([b, a], n=4)[1][:3] == first
+    again = sequence_keys([a, b, a], n=3)
+    assert again[0] == first
+    everything = [key for keys in again for key in keys]
+    assert len(set(everything)) == len(everything)
+    assert all(0 <= key < 2**63 for key in everything)
+    assert first[:2] == [6221666611620612040, 5910287043107986753], "keys are stable"
