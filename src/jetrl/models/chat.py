@@ -1,0 +1,122 @@
+"""From a prompt to the token ids a model is given.
+
+Text is given as it is: the tokenizer's ids for it, with the beginning-of-sequence token in front
+where the tokenizer puts one there (Llama 3 does, Qwen does not), and nothing else it may add: a
+tokenizer that closes a text with an end token would end the sequence before the answer. Text that
+already starts with that token does not get a second one.
+
+Messages go through the tokenizer's chat template with the opening of an assistant turn at the end.
+The template writes all special tokens itself, so none are added to its output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from transformers import PreTrainedTokenizerBase
+
+from jetrl.errors import UserError
+from jetrl.types import Prompt
+
+
+def encode_prompt(
+    tokenizer: PreTrainedTokenizerBase | None, prompt: Prompt, system_prompt: str | None = None
+) -> list[int]:
+    """Token ids of a prompt, at least one.
+
+    system_prompt: put before the messages of a chat prompt as a system message.
+
+    Raises:
+        UserError: no tokenizer; no chat template, or one that fails on these messages; a system
+            prompt for a text prompt or for messages that bring their own; characters the tokenizer
+            lacks; a prompt of no tokens. The message names the prompt.
+    """
+    where = f"prompt {prompt.id!r}"
+    if tokenizer is None:
+        raise UserError(
+            f"{where}: the model has no tokenizer, so it only takes token ids; set model.tokenizer "
+            "to a directory that has one"
+        )
+    if prompt.messages is not None:
+        token_ids = _encode_messages(tokenizer, prompt.messages, system_prompt, where)
+    elif system_prompt is not None:
+        raise UserError(
+            f"{where} is plain text, which a system prompt cannot be put before; unset the system "
+            "prompt or use a task whose prompts are messages"
+        )
+    else:
+        assert prompt.text is not None  # Prompt holds exactly one of text and messages
+        token_ids = encode_text(tokenizer, prompt.text, where)
+    if not token_ids:
+        raise UserError(f"{where}: no tokens; a prompt needs at least one")
+    return token_ids
+
+
+def encode_text(
+    tokenizer: PreTrainedTokenizerBase, text: str, where: str = "text", begin: bool = True
+) -> list[int]:
+    """Token ids of a text, with the beginning-of-sequence token if the tokenizer adds it.
+
+    begin: False for what continues a sequence (an answer), which gets no such token.
+
+    Raises:
+        UserError: the tokenizer has no token for some of the text; `where` says whose text.
+    """
+    try:
+        plain = tokenizer.encode(text, add_special_tokens=False)
+        bos = tokenizer.bos_token_id
+        if begin and bos is not None and plain[:1] != [bos]:
+            opened = tokenizer.encode(text, add_special_tokens=True)
+            return [bos, *plain] if opened[:1] == [bos] else plain
+    except Exception as error:  # the tokenizers library raises bare Exception
+        raise UserError(f"{where}: {_lacking(tokenizer, text) or error}") from error
+    return plain
+
+
+def decode(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> str:
+    """The text of tokens, special tokens left out, spaces as they are."""
+    text = tokenizer.decode(
+        list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+    )
+    assert isinstance(text, str)
+    return text
+
+
+def _encode_messages(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, str]],
+    system_prompt: str | None,
+    where: str,
+) -> list[int]:
+    if not tokenizer.chat_template:
+        raise UserError(
+            f"{where} is a list of messages, but the tokenizer has no chat template; use an "
+            "instruct model, put chat_template.jinja beside its tokenizer, or use a task with text "
+            "prompts"
+        )
+    conversation = [dict(message) for message in messages]
+    for message in conversation:
+        if not all(isinstance(message.get(key), str) for key in ("role", "content")):
+            raise UserError(f"{where}: message {message!r} needs a role and a content, both text")
+    if system_prompt is not None:
+        if any(message["role"] == "system" for message in conversation):
+            raise UserError(f"{where} has a system message of its own; unset the system prompt")
+        conversation.insert(0, {"role": "system", "content": system_prompt})
+    try:
+        text = tokenizer.apply_chat_template(
+            conversation, tokenize=False, add_generation_prompt=True
+        )
+    except Exception as error:  # a template is a program: what it raises is its author's choice
+        raise UserError(f"{where}: the tokenizer's chat template refuses it: {error}") from error
+    assert isinstance(text, str)
+    return encode_text(tokenizer, text, where, begin=False)
+
+
+def _lacking(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
+    """Which characters of `text` a tokenizer of single characters has no token for."""
+    vocabulary = tokenizer.get_vocab()
+    characters = sorted({character for character in text if character not in vocabulary})
+    if not characters:
+        return ""
+    shown = " ".join(repr(character) for character in characters[:10])
+    return f"the tokenizer has no token for {shown}"

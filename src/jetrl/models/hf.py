@@ -1,0 +1,293 @@
+"""Reading a Hugging Face model directory: config.json, weights, tokenizer, generation settings.
+
+Everything is local: nothing is looked up on a hub and no code from a model directory is run. What a
+directory lacks or has too much of is an error that names the file and the tensor. Weights come from
+safetensors files, mapped into memory, so that loading reads each byte once. `save_model`
+(hf_save.py) writes what is read here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from jetrl.errors import UserError
+from jetrl.models.families import ModelConfig, token_ids
+from jetrl.models.hf_names import FP8_BLOCK, SCALE_SUFFIX, StoredTensor, stored_tensors
+from jetrl.models.hf_save import save_model
+from jetrl.precision.quantize import QTensor, dequantize
+
+__all__ = [
+    "eos_token_ids",
+    "load_tokenizer",
+    "load_weights",
+    "read_config",
+    "read_generation_config",
+    "save_model",
+]
+
+_CONTENTS = (
+    "a Hugging Face model directory has config.json, model.safetensors (or "
+    "model.safetensors.index.json and its shards) and tokenizer.json"
+)
+_INDEX = "model.safetensors.index.json"
+_IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)  # buffers that old checkpoints kept; recomputed here
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def read_config(path: str | Path) -> dict[str, Any]:
+    """The contents of `path`/config.json.
+
+    Raises:
+        UserError: no such directory or file, or not a JSON object.
+    """
+    return _read_object(_directory(path) / "config.json")
+
+
+def read_generation_config(path: str | Path) -> dict[str, Any]:
+    """The contents of `path`/generation_config.json; empty when there is none."""
+    file = _directory(path) / "generation_config.json"
+    return _read_object(file) if file.exists() else {}
+
+
+def eos_token_ids(config: ModelConfig, generation_config: Mapping[str, Any]) -> tuple[int, ...]:
+    """The ids that end a text: those of generation_config.json, then any more of config.json."""
+    ids = token_ids(generation_config.get("eos_token_id"), "generation_config.json: eos_token_id")
+    return tuple(dict.fromkeys((*ids, *config.eos_token_ids)))
+
+
+def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of a local directory, by transformers' AutoTokenizer.
+
+    Raises:
+        UserError: no such directory, no tokenizer files in it, files that do not load, or a
+            tokenizer that needs code from the directory.
+    """
+    directory = _directory(path)
+    names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+    if not any((directory / name).exists() for name in names):
+        raise UserError(
+            f"{directory}: no tokenizer ({', '.join(names)}); copy the tokenizer files of the "
+            "model into it, or set model.tokenizer to a directory that has them"
+        )
+    try:
+        return AutoTokenizer.from_pretrained(
+            str(directory), local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:  # the tokenizer libraries raise bare Exception for damaged files
+        raise UserError(
+            f"{directory}: the tokenizer does not load: {_first_line(error)}"
+        ) from error
+
+
+def load_weights(path: str | Path, config: ModelConfig) -> dict[str, Tensor]:
+    """All parameters of a model directory under our names (`families.parameter_shapes`), fused.
+
+    Values keep their stored dtype (float32, bfloat16, float16, float64), except FP8 weights, which
+    are dequantized to float32 with their `weight_scale_inv` of [ceil(N / 128), ceil(K / 128)]. A
+    parameter stored as one tensor stays mapped to its file. On the CPU.
+
+    Raises:
+        UserError: missing, damaged or unexpected files and tensors, shapes that do not fit
+            config.json, an unsupported quantization; each by name.
+    """
+    directory = _directory(path)
+    _check_quantization(config.raw.get("quantization_config"))
+    files = _tensor_files(directory)
+    with ExitStack() as stack:
+        handles = {file: stack.enter_context(_open(file)) for file in sorted(set(files.values()))}
+        reader = _Reader(directory, files, handles)
+        weights = {}
+        for name, parts in stored_tensors(config).items():
+            tensors = [reader.read(part) for part in parts]
+            weights[name] = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+        if config.tie_word_embeddings:
+            reader.check_tied_head(weights["embed.weight"])
+        reader.check_all_used()
+    return weights
+
+
+class _Reader:
+    """The open files of a checkpoint; notes which tensors were read."""
+
+    def __init__(self, directory: Path, files: dict[str, Path], handles: dict[Path, Any]) -> None:
+        self.directory = directory
+        self.files = files
+        self.handles = handles
+        self.used: set[str] = set()
+
+    def read(self, part: StoredTensor) -> Tensor:
+        self._require(part)
+        tensor = self._tensor(part.name, part.shape)
+        if tensor.dtype == torch.float8_e4m3fn:
+            return self._dequantized(part, tensor)
+        if tensor.dtype not in _DTYPES:
+            raise UserError(
+                f"{self.files[part.name]}: tensor {part.name} is {tensor.dtype}; supported: "
+                "float32, bfloat16, float16, float64, and float8_e4m3fn with scales"
+            )
+        return tensor
+
+    def check_tied_head(self, embedding: Tensor) -> None:
+        """A tied checkpoint may repeat the embedding as lm_head, but not contradict it."""
+        if "lm_head.weight" not in self.files:
+            return
+        head = self._tensor("lm_head.weight", tuple(embedding.shape))
+        if head.dtype != embedding.dtype or not torch.equal(head, embedding):
+            raise UserError(
+                f"{self.files['lm_head.weight']}: lm_head.weight differs from "
+                "model.embed_tokens.weight, but config.json has tie_word_embeddings = true; set it "
+                "to false to use both"
+            )
+
+    def check_all_used(self) -> None:
+        extra = sorted(
+            name for name in set(self.files) - self.used if not name.endswith(_IGNORED_SUFFIXES)
+        )
+        if extra:
+            shown = ", ".join(extra[:5]) + (f" and {len(extra) - 5} more" if extra[5:] else "")
+            raise UserError(
+                f"{self.directory}: tensors that config.json has no place for: {shown}; are "
+                "config.json and the weights of the same model?"
+            )
+
+    def _require(self, part: StoredTensor) -> None:
+        if part.name in self.files:
+            return
+        hint = ""
+        if part.name == "lm_head.weight":
+            hint = " (if the model ties it to the embeddings, set tie_word_embeddings to true)"
+        index = self.directory / _INDEX
+        source = next(iter(self.handles)) if len(self.handles) == 1 else index
+        raise UserError(
+            f"{source}: tensor {part.name} {list(part.shape)} is missing; config.json asks for "
+            f"it{hint}"
+        )
+
+    def _tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        file = self.files[name]
+        self.used.add(name)
+        try:
+            found = tuple(self.handles[file].get_slice(name).get_shape())
+            if found != shape:
+                raise UserError(
+                    f"{file}: tensor {name} has shape {list(found)}, config.json expects "
+                    f"{list(shape)}"
+                )
+            return self.handles[file].get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise UserError(f"{file}: tensor {name} cannot be read: {error}") from error
+
+    def _dequantized(self, part: StoredTensor, codes: Tensor) -> Tensor:
+        name = part.name + SCALE_SUFFIX
+        file = self.files[part.name]
+        if len(part.shape) != 2 or name not in self.files:
+            raise UserError(f"{file}: {part.name} is float8_e4m3fn, but there is no tensor {name}")
+        grid = tuple(-(-size // block) for size, block in zip(part.shape, FP8_BLOCK, strict=True))
+        scales = self._tensor(name, grid)
+        if scales.dtype not in (torch.float32, torch.bfloat16):
+            raise UserError(f"{file}: {name} is {scales.dtype}; supported: float32, bfloat16")
+        return dequantize(QTensor(codes, scales.float(), FP8_BLOCK))
+
+
+def _check_quantization(quantization: Any) -> None:
+    if quantization is None:
+        return
+    where = "config.json: quantization_config"
+    if not isinstance(quantization, Mapping):
+        raise UserError(f"{where} = {quantization!r}: an object is expected")
+    method = quantization.get("quant_method")
+    if method != "fp8":
+        raise UserError(
+            f"{where}.quant_method = {method!r} is not supported; use a 16-bit or 32-bit "
+            "checkpoint of the model, or 'fp8' with 128 x 128 weight blocks"
+        )
+    block = quantization.get("weight_block_size")
+    if block is None or tuple(block) != FP8_BLOCK:
+        raise UserError(f"{where}.weight_block_size = {block!r}; supported: [128, 128]")
+
+
+def _tensor_files(directory: Path) -> dict[str, Path]:
+    """Tensor name -> the file that holds it, from the single file or from the index."""
+    single = directory / "model.safetensors"
+    if single.exists():
+        with _open(single) as handle:
+            return dict.fromkeys(handle.keys(), single)
+    index = directory / _INDEX
+    if not index.exists():
+        _refuse_without_weights(directory)
+    weight_map = _read_object(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise UserError(f"{index}: no weight_map; download the file again")
+    files = {str(name): directory / str(file) for name, file in weight_map.items()}
+    for file in sorted(set(files.values())):
+        if not file.exists():
+            raise UserError(f"{file}: missing, but {_INDEX} names it; download it again")
+        with _open(file) as handle:
+            stored = set(handle.keys())
+        absent = sorted(name for name, at in files.items() if at == file and name not in stored)
+        if absent:
+            raise UserError(f"{file}: tensor {absent[0]} is missing, but {_INDEX} places it there")
+        files = dict.fromkeys(stored, file) | files
+    return files
+
+
+def _refuse_without_weights(directory: Path) -> None:
+    other = sorted(file.name for file in directory.glob("*.safetensors"))
+    if other:
+        raise UserError(
+            f"{directory}: neither model.safetensors nor {_INDEX}, but {', '.join(other[:3])}; "
+            "rename a single file to model.safetensors, or add the index of the shards"
+        )
+    pickled = sorted(
+        file.name for suffix in ("bin", "pt", "pth") for file in directory.glob(f"*.{suffix}")
+    )
+    if pickled:
+        raise UserError(
+            f"{directory}: only pickled weights ({pickled[0]}); convert them to safetensors: "
+            "AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW_DIR)"
+        )
+    raise UserError(f"{directory}: no weights; {_CONTENTS}")
+
+
+def _open(file: Path) -> Any:
+    try:
+        return safe_open(str(file), framework="pt", device="cpu")
+    except (SafetensorError, OSError) as error:
+        raise UserError(
+            f"{file}: truncated or not a safetensors file ({_first_line(error)}); download or "
+            "write it again"
+        ) from error
+
+
+def _directory(path: str | Path) -> Path:
+    directory = Path(path)
+    if not directory.is_dir():
+        what = "is a file, not a directory" if directory.exists() else "no such directory"
+        raise UserError(f"{directory}: {what}; {_CONTENTS}")
+    return directory
+
+
+def _read_object(file: Path) -> dict[str, Any]:
+    try:
+        contents = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{file}: no such file; {_CONTENTS}") from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise UserError(f"{file}: not readable as JSON: {error}") from None
+    if not isinstance(contents, dict):
+        raise UserError(f"{file}: a JSON object is expected")
+    return contents
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

@@ -1,0 +1,249 @@
+"""Writing a Hugging Face model directory that transformers, vLLM and jetrl read.
+
+A directory appears whole or not at all: it is written beside its place under a hidden name and
+moved there at the end. FP8 directories hold the weights of the decoder layers' linears as
+float8_e4m3fn with one float32 scale for each 128 x 128 block (`weight_scale_inv`, the factor a code
+is multiplied by: what our quantizer stores as `scales`), all else in BF16, and say so in
+config.json.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from jetrl.errors import UserError
+from jetrl.models.families import FAMILIES, ModelConfig
+from jetrl.models.hf_names import FP8_BLOCK, SCALE_SUFFIX, StoredTensor, stored_tensors
+from jetrl.precision.quantize import quantize
+
+SaveDtype = Literal["bfloat16", "float32", "fp8"]
+
+
+def save_model(
+    path: str | Path,
+    config: ModelConfig,
+    weights: Mapping[str, Tensor],
+    dtype: SaveDtype = "bfloat16",
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    generation_config: Mapping[str, Any] | None = None,
+    max_shard_bytes: int = 5 << 30,
+    *,
+    bf16_layers: Collection[int] = (),
+    overwrite: bool = False,
+) -> None:
+    """Write a model directory: config.json, safetensors (with an index when there is more than
+    one), tokenizer and chat template, generation_config.json.
+
+    weights: every parameter of the config under our names, any floating dtype and device. dtype: of
+    the tensors written; fp8: see above. bf16_layers: decoder layers whose linears stay BF16 in an
+    FP8 directory. max_shard_bytes: a file holds at most this many bytes of tensors, unless one
+    tensor is larger. overwrite: replace a model directory that is already at `path`; it stays as it
+    was until the new one is complete.
+
+    Raises:
+        UserError: something is at `path` already, dimensions FP8 blocks do not fit, the disk
+            refuses.
+        ValueError: weights that are not the config's parameters, an unknown dtype.
+    """
+    if dtype not in ("bfloat16", "float32", "fp8"):
+        raise ValueError(f"save_model: dtype = {dtype!r}; one of bfloat16, float32, fp8")
+    _check_weights(config, weights)
+    plan = _ShardPlan(config, dtype, frozenset(bf16_layers), max_shard_bytes)
+    target = Path(path)
+    _check_target(target, overwrite)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        scratch = Path(
+            tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent)
+        )
+    except OSError as error:
+        raise UserError(f"{target}: cannot write there: {error.strerror or error}") from error
+    try:
+        plan.write(scratch, weights)
+        _write_json(scratch / "config.json", plan.config_json())
+        if tokenizer is not None:
+            tokenizer.save_pretrained(str(scratch))
+        if generation_config:
+            _write_json(scratch / "generation_config.json", dict(generation_config))
+        _publish(scratch, target)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{target}: not written: {error}") from error
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)  # gone already when it was moved into place
+
+
+class _ShardPlan:
+    """Which tensor goes to which file, decided from shapes alone."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: SaveDtype,
+        bf16_layers: frozenset[int],
+        max_shard_bytes: int,
+    ) -> None:
+        self.config = config
+        self.dtype = dtype
+        self.bf16_layers = bf16_layers
+        self.torch_dtype = torch.float32 if dtype == "float32" else torch.bfloat16
+        self.total_bytes = 0
+        # a shard: (our parameter, first row of the part in it, the part)
+        self.shards: list[list[tuple[str, int, StoredTensor]]] = [[]]
+        used = 0
+        for name, parts in stored_tensors(config).items():
+            row = 0
+            for part in parts:
+                size = self._num_bytes(part)
+                if self.shards[-1] and used + size > max_shard_bytes:
+                    self.shards.append([])
+                    used = 0
+                self.shards[-1].append((name, row, part))
+                used += size
+                self.total_bytes += size
+                row += part.shape[0]
+
+    def is_fp8(self, part: StoredTensor) -> bool:
+        return self.dtype == "fp8" and part.linear_weight and part.layer not in self.bf16_layers
+
+    def write(self, directory: Path, weights: Mapping[str, Tensor]) -> None:
+        weight_map: dict[str, str] = {}
+        for number, shard in enumerate(self.shards, start=1):
+            file = "model.safetensors"
+            if len(self.shards) > 1:
+                file = f"model-{number:05d}-of-{len(self.shards):05d}.safetensors"
+            tensors: dict[str, Tensor] = {}
+            for name, row, part in shard:
+                rows = weights[name].detach()[row : row + part.shape[0]]
+                tensors |= self._encode(part, rows)
+            save_file(tensors, str(directory / file), metadata={"format": "pt"})
+            weight_map |= dict.fromkeys(tensors, file)
+        if len(self.shards) > 1:
+            index = {"metadata": {"total_size": self.total_bytes}, "weight_map": weight_map}
+            _write_json(directory / "model.safetensors.index.json", index)
+
+    def config_json(self) -> dict[str, Any]:
+        """config.json as it was read, with these weights' dtype and, for FP8, their layout."""
+        contents = dict(self.config.raw)
+        contents["architectures"] = [FAMILIES[self.config.family][0]]
+        contents["model_type"] = self.config.family
+        contents["tie_word_embeddings"] = self.config.tie_word_embeddings
+        named = "float32" if self.dtype == "float32" else "bfloat16"
+        contents["dtype"] = contents["torch_dtype"] = named  # transformers 5 and 4
+        contents.pop("quantization_config", None)
+        if self.dtype == "fp8":
+            kept = [
+                part.name.removesuffix(".weight")
+                for parts in stored_tensors(self.config).values()
+                for part in parts
+                if part.linear_weight and part.layer in self.bf16_layers
+            ]
+            contents["quantization_config"] = {
+                "quant_method": "fp8",
+                "fmt": "e4m3",
+                "weight_block_size": list(FP8_BLOCK),
+                "activation_scheme": "dynamic",
+                "modules_to_not_convert": ["lm_head", *kept],
+            }
+        return contents
+
+    def _encode(self, part: StoredTensor, rows: Tensor) -> dict[str, Tensor]:
+        if not self.is_fp8(part):
+            # a copy: safetensors refuses tensors that share memory with each other
+            return {part.name: rows.to("cpu", self.torch_dtype, copy=True).contiguous()}
+        quantized = quantize(rows.float(), FP8_BLOCK)
+        return {
+            part.name: quantized.codes.cpu().contiguous(),
+            part.name + SCALE_SUFFIX: quantized.scales.cpu().contiguous(),
+        }
+
+    def _num_bytes(self, part: StoredTensor) -> int:
+        if not self.is_fp8(part):
+            return part.num_elements * self.torch_dtype.itemsize
+        blocks = [divmod(size, block) for size, block in zip(part.shape, FP8_BLOCK, strict=True)]
+        if any(rest for _, rest in blocks):
+            raise UserError(
+                f"{part.name} {list(part.shape)} is not made of whole 128 x 128 blocks, which FP8 "
+                "checkpoints need; save it as bfloat16"
+            )
+        return part.num_elements + 4 * blocks[0][0] * blocks[1][0]
+
+
+def _check_weights(config: ModelConfig, weights: Mapping[str, Tensor]) -> None:
+    shapes = {
+        name: (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
+        for name, parts in stored_tensors(config).items()
+    }
+    if set(shapes) != set(weights):
+        missing, extra = sorted(set(shapes) - set(weights)), sorted(set(weights) - set(shapes))
+        raise ValueError(f"save_model: missing {missing[:5]}, not of this config {extra[:5]}")
+    for name, shape in shapes.items():
+        if tuple(weights[name].shape) != shape:
+            raise ValueError(
+                f"save_model: {name} is {list(weights[name].shape)}, not {list(shape)}"
+            )
+
+
+def _check_target(target: Path, overwrite: bool) -> None:
+    if not target.exists() or (target.is_dir() and not any(target.iterdir())):
+        return
+    if not target.is_dir():
+        raise UserError(f"{target}: a file is there already; name another directory")
+    if not overwrite:
+        raise UserError(
+            f"{target}: exists and is not empty; name another directory or overwrite it"
+        )
+    if not (target / "config.json").exists():
+        raise UserError(f"{target}: not a model directory (no config.json); it is not overwritten")
+
+
+def _publish(scratch: Path, target: Path) -> None:
+    """Move the finished directory into place; the one before it goes only after that."""
+    scratch.chmod(0o777 & ~_umask())
+    for file in scratch.iterdir():
+        _sync(file)
+    _sync(scratch)
+    if not target.exists():
+        scratch.rename(target)
+    elif not any(target.iterdir()):
+        target.rmdir()
+        scratch.rename(target)
+    else:
+        before = scratch.with_name(scratch.name + ".before")
+        target.rename(before)
+        try:
+            scratch.rename(target)
+        except OSError:
+            before.rename(target)
+            raise
+        shutil.rmtree(before)
+    _sync(target.parent)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _write_json(file: Path, contents: Mapping[str, Any]) -> None:
+    file.write_text(json.dumps(contents, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

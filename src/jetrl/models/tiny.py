@@ -1,0 +1,130 @@
+"""Models from nothing: random weights, and tiny complete model directories for demos and tests.
+
+The rule for random weights, documented because runs depend on it: matrices are normal with mean 0
+and the config's `initializer_range` as standard deviation (0.02 if it has none); the two
+projections that write into the residual stream (`o`, `down`) are smaller by sqrt(2 * num_layers),
+so that the stream does not grow with depth; norm weights are 1 and biases 0. One seeded generator
+fills them in the order of `families.parameter_shapes`, so a seed and a config give the same model
+everywhere.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+
+from jetrl.errors import UserError
+from jetrl.models.families import FAMILIES, ModelConfig, parameter_shapes
+from jetrl.models.hf_save import SaveDtype, save_model
+from jetrl.models.tiny_tokenizers import PRINTABLE, character_tokenizer, train_bpe_tokenizer
+
+__all__ = ["character_tokenizer", "make_tiny", "random_weights", "train_bpe_tokenizer"]
+
+_DEFAULT_STD = 0.02
+
+
+def random_weights(config: ModelConfig, seed: int) -> dict[str, Tensor]:
+    """Every parameter under our names, float32 on the CPU, by the rule above."""
+    generator = torch.Generator().manual_seed(seed)
+    std = config.raw.get("initializer_range", _DEFAULT_STD)
+    if isinstance(std, bool) or not isinstance(std, int | float) or not std > 0:
+        raise UserError(f"config.json: initializer_range = {std!r}: a number above 0 is expected")
+    weights = {}
+    for name, shape in parameter_shapes(config).items():
+        if name.endswith("norm.weight"):
+            weights[name] = torch.ones(shape)
+        elif name.endswith(".bias"):
+            weights[name] = torch.zeros(shape)
+        else:
+            into_residual = name.endswith((".o.weight", ".down.weight"))
+            scale = std / math.sqrt(2 * config.num_layers) if into_residual else std
+            weights[name] = torch.empty(shape).normal_(0.0, scale, generator=generator)
+    return weights
+
+
+def make_tiny(
+    out: str | Path,
+    family: str = "qwen3",
+    hidden_size: int = 128,
+    num_layers: int = 2,
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
+    head_dim: int = 64,
+    intermediate_size: int = 384,
+    vocab_size: int | None = None,
+    tokenizer: Literal["characters", "bpe"] = "characters",
+    text_files: Sequence[str | Path] = (),
+    seed: int = 0,
+    *,
+    alphabet: str = PRINTABLE,
+    tie_word_embeddings: bool = True,
+    max_position_embeddings: int = 4096,
+    rope_theta: float = 10000.0,
+    initializer_range: float = _DEFAULT_STD,
+    dtype: SaveDtype = "float32",
+    overwrite: bool = False,
+) -> Path:
+    """Write a complete model directory with random weights; transformers and jetrl both load it.
+
+    Sizes are those of config.json. vocab_size: rows of the embedding, and for 'bpe' also the tokens
+    to train for; default: as many as the tokenizer has ('bpe': 4096). tokenizer: 'characters' (one
+    token for each of `alphabet`) or 'bpe' (trained on text_files, with a chat template). seed: of
+    the weights.
+
+    Returns:
+        The directory, `out`.
+
+    Raises:
+        UserError: an unknown family, sizes that do not fit, files that do not read, `out` in use.
+    """
+    if family not in FAMILIES:
+        raise UserError(f"family {family!r}: one of {', '.join(FAMILIES)}")
+    made = _make_tokenizer(tokenizer, alphabet, text_files, vocab_size)
+    if vocab_size is not None and vocab_size < len(made):
+        raise UserError(f"vocab_size = {vocab_size}: the tokenizer has {len(made)} tokens")
+    end_ids = sorted(
+        {made.eos_token_id, made.pad_token_id} if tokenizer == "bpe" else {made.eos_token_id}
+    )
+    raw: dict[str, Any] = {
+        "architectures": [FAMILIES[family][0]],
+        "model_type": family,
+        "vocab_size": vocab_size or len(made),
+        "hidden_size": hidden_size,
+        "intermediate_size": intermediate_size,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_kv_heads,
+        "head_dim": head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "rope_theta": rope_theta,
+        "max_position_embeddings": max_position_embeddings,
+        "initializer_range": initializer_range,
+        "tie_word_embeddings": tie_word_embeddings,
+        "eos_token_id": made.eos_token_id,
+        "pad_token_id": made.pad_token_id,
+        "bos_token_id": None,
+    }
+    config = ModelConfig.from_hf(raw)
+    generation_config = {"eos_token_id": end_ids, "pad_token_id": made.pad_token_id}
+    weights = random_weights(config, seed)
+    save_model(out, config, weights, dtype, made, generation_config, overwrite=overwrite)
+    return Path(out)
+
+
+def _make_tokenizer(
+    kind: str, alphabet: str, text_files: Sequence[str | Path], vocab_size: int | None
+) -> PreTrainedTokenizerFast:
+    if kind == "bpe":
+        return train_bpe_tokenizer(text_files, vocab_size or 4096)
+    if kind != "characters":
+        raise UserError(f"tokenizer {kind!r}: one of characters, bpe")
+    if text_files:
+        raise UserError("text files train a BPE tokenizer; 'characters' takes none")
+    return character_tokenizer(alphabet)

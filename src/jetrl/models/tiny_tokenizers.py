@@ -1,0 +1,136 @@
+"""Small tokenizers made on the spot: one token a character, and byte-level BPE trained on text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from jetrl.errors import UserError
+
+PRINTABLE = "\n" + "".join(map(chr, range(32, 127)))  # printable ASCII and the newline
+
+_BPE_PAD, _BPE_START, _BPE_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+_CHATML = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+
+def character_tokenizer(alphabet: str = PRINTABLE) -> PreTrainedTokenizerFast:
+    """One token a character: <pad> is 0, <eos> is 1, then the alphabet in its order.
+
+    A character outside the alphabet has no token and is an error, never an unknown token that a
+    model would be trained on. Decoding joins characters without spaces.
+
+    Raises:
+        UserError: an empty alphabet or one that repeats a character.
+    """
+    repeated = sorted({character for character in alphabet if alphabet.count(character) > 1})
+    if not alphabet or repeated:
+        raise UserError(
+            f"alphabet {alphabet!r}: " + (f"repeats {repeated}" if repeated else "empty")
+        )
+    vocabulary = {token: index for index, token in enumerate(("<pad>", "<eos>", *alphabet))}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<eos>",
+        pad_token="<pad>",
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def train_bpe_tokenizer(
+    text_files: Sequence[str | Path], vocab_size: int
+) -> PreTrainedTokenizerFast:
+    """Byte-level BPE trained on files, digits one token each, in the manner of Qwen.
+
+    Any text encodes (all 256 bytes are tokens) and decodes to itself. <|endoftext|> pads,
+    <|im_end|> ends a turn, and the chat template is ChatML. text_files: `.jsonl` files, of which
+    every string value is read, or plain text. vocab_size: at most this many tokens; fewer if the
+    text has fewer pairs to merge.
+
+    Raises:
+        UserError: no files, a file that does not read (with the line), text without content, a
+            vocabulary too small for the bytes.
+    """
+    special = [_BPE_PAD, _BPE_START, _BPE_END]
+    smallest = 256 + len(special)
+    if vocab_size < smallest:
+        raise UserError(f"vocab_size = {vocab_size}: byte-level BPE needs at least {smallest}")
+    if not text_files:
+        raise UserError("a BPE tokenizer is trained on text: give at least one text file")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=special,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    texts = [text for file in text_files for text in read_texts(file)]
+    tokenizer.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=_BPE_END,
+        pad_token=_BPE_PAD,
+        extra_special_tokens=[_BPE_START],
+        clean_up_tokenization_spaces=False,
+        chat_template=_CHATML,
+    )
+
+
+def read_texts(file: str | Path) -> list[str]:
+    """The texts of a `.jsonl` file (every string in every record, at any depth) or of a text file
+    (all of it as one text).
+
+    Raises:
+        UserError: a file that does not open or is not UTF-8, a line that is not JSON, no text at
+        all.
+    """
+    file = Path(file)
+    try:
+        contents = file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{file}: {error.strerror or error}") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{file}: not UTF-8 text ({error.reason})") from None
+    texts = list(_strings_of_lines(file, contents)) if file.suffix == ".jsonl" else [contents]
+    texts = [text for text in texts if text.strip()]
+    if not texts:
+        raise UserError(f"{file}: no text in it")
+    return texts
+
+
+def _strings_of_lines(file: Path, contents: str) -> Iterator[str]:
+    for number, line in enumerate(contents.split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise UserError(f"{file}, line {number}: not JSON: {error}") from None
+        yield from _strings(record)
+
+
+def _strings(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _strings(item)
