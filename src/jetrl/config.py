@@ -1,326 +1,358 @@
-"""The settings tree: typed, documented, without torch.
+"""Settings read and written: TOML recipes and dotted overrides (`train.lr=2e-6`) in, TOML out.
 
-A run's settings come from a TOML recipe and dotted overrides (`train.lr=2e-6`). Every key is here;
-a key that is not is an error that names the nearest one. Section names are fixed (docs/settings.md).
-Defaults are meant for a real model on a GPU; the recipes set what differs.
+What can be set is in settings.py. A key that does not exist is an error that names the nearest one
+(also where the key is right and the section is wrong), and every error says where the value came
+from: the recipe and its line, or the override. No torch here.
 """
 
 from __future__ import annotations
 
+import datetime
 import difflib
 import json
+import re
 import tomllib
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ValidationError
 
 from jetrl.errors import UserError
+from jetrl.settings import (
+    AlgorithmSettings,
+    CheckpointSettings,
+    EvalSettings,
+    LoopSettings,
+    ModelSettings,
+    PrecisionSettings,
+    Preset,
+    ReportSettings,
+    RolloutSettings,
+    RunSettings,
+    Section,
+    Settings,
+    SftSettings,
+    TaskSettings,
+    TrackerSettings,
+    TrainSettings,
+)
 
-Preset = Literal["fp32", "bf16", "mixed", "jet", "unified"]
-Positive = Annotated[int, Field(ge=1)]
-NonNegative = Annotated[int, Field(ge=0)]
-Share = Annotated[float, Field(ge=0.0, le=1.0)]
+__all__ = [
+    "AlgorithmSettings",
+    "CheckpointSettings",
+    "EvalSettings",
+    "LoopSettings",
+    "ModelSettings",
+    "PrecisionSettings",
+    "Preset",
+    "ReportSettings",
+    "RolloutSettings",
+    "RunSettings",
+    "Section",
+    "Settings",
+    "SftSettings",
+    "TaskSettings",
+    "TrackerSettings",
+    "TrainSettings",
+    "describe",
+    "find_recipe",
+    "load_config",
+    "packaged_recipes",
+    "to_toml",
+]
 
-
-class Section(BaseModel):
-    """A section of the settings: immutable, and strict about names and types."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=False, protected_namespaces=())
-
-
-class RunSettings(Section):
-    name: str | None = Field(None, description="run name; default: the recipe's name")
-    dir: str = Field("runs", description="folder that holds run directories")
-    seed: NonNegative = Field(0, description="fixes data order, sampling and initial weights")
-    max_hours: Annotated[float, Field(gt=0)] | None = Field(
-        None, description="checkpoint and stop after this many hours"
-    )
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where it can run")
-
-
-class ModelSettings(Section):
-    path: str | None = Field(None, description="a Hugging Face model directory")
-    config: dict[str, Any] | str | None = Field(
-        None, description="config.json contents (or its path): random weights from run.seed"
-    )
-    tokenizer: str | None = Field(
-        None,
-        description="tokenizer directory if not model.path; 'characters': one token a character",
-    )
-
-    @model_validator(mode="after")
-    def one_source(self) -> ModelSettings:
-        if self.path is not None and self.config is not None:
-            raise ValueError("model.path and model.config are both set: keep one of them")
-        return self
-
-
-class PrecisionSettings(Section):
-    preset: Preset = Field("unified", description="what is FP8, on which side (docs/precision.md)")
-    grad_output: Literal["e4m3", "e5m2", "bf16"] | None = Field(
-        None, description="format of output gradients in DGrad and WGrad; default: the preset's"
-    )
-    scales: Literal["fp32", "pow2"] | None = Field(None, description="default: the preset's (fp32)")
-    first_layers_bf16: NonNegative = Field(0, description="decoder layers at the start kept in BF16")
-    last_layers_bf16: NonNegative = Field(0, description="decoder layers at the end kept in BF16")
-    kv: Literal["fp8", "bf16"] | None = Field(None, description="keys and values; default: the preset's")
-    lm_head: Literal["bf16", "fp8"] | None = Field(None, description="default: the preset's (bf16)")
-
-
-class TaskSettings(Section):
-    name: str = Field(
-        "arithmetic", description="a built-in name, reasoning_gym:NAME, or file.py:Class"
-    )
-    path: str | None = Field(None, description="data file or folder, where the task reads one")
-    split: str = Field("train", description="split that is trained on")
-    eval_split: str = Field("test", description="held-out split")
-    system_prompt: str | None = Field(None, description="put before chat prompts")
-    options: dict[str, Any] = Field(default_factory=dict, description="passed to the task by name")
-    workers: NonNegative = Field(2, description="scoring processes; 0: score in this process")
-    timeout_s: Annotated[float, Field(gt=0)] = Field(
-        10.0, description="a score that takes longer counts 0 and its worker is restarted"
-    )
-
-
-class RolloutSettings(Section):
-    prompts_per_step: Positive = Field(32, description="prompts drawn each step")
-    samples_per_prompt: Positive = Field(8, description="completions a prompt (the group)")
-    max_tokens: Positive = Field(1024, description="tokens a completion at most")
-    temperature: Annotated[float, Field(ge=0)] = 1.0
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    top_k: NonNegative = Field(0, description="0: off")
-    stop: tuple[str, ...] = Field((), description="strings that end a completion, beside the task's")
-    max_batch_size: Positive = Field(256, description="sequences decoded together at most")
-    page_size: Positive = Field(64, description="tokens a KV page")
-    num_pages: Positive | None = Field(None, description="KV pages; default: what the batch can use")
-    max_prefill_tokens: Positive = Field(8192, description="prompt tokens a forward at most")
-
-
-class AlgorithmSettings(Section):
-    name: Literal["grpo"] = "grpo"
-    clip: Annotated[float, Field(gt=0)] = Field(0.2, description="ratio clipped to 1 - clip, 1 + clip")
-    clip_high: Annotated[float, Field(gt=0)] | None = Field(
-        None, description="upper clip where it differs from the lower"
-    )
-    normalize_std: bool = Field(True, description="divide a group's advantages by its std")
-    kl: Annotated[float, Field(ge=0)] = Field(0.0, description="weight of the KL to a frozen reference")
-
-
-class TrainSettings(Section):
-    lr: Annotated[float, Field(gt=0)] = Field(1e-6, description="peak learning rate of AdamW")
-    warmup_steps: NonNegative = Field(0, description="optimizer updates of linear warm-up")
-    schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="after warm-up")
-    min_lr_ratio: Share = Field(0.1, description="final lr over peak lr, for linear and cosine")
-    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.99)
-    eps: Annotated[float, Field(gt=0)] = 1e-8
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    grad_clip: Annotated[float, Field(gt=0)] = Field(1.0, description="maximum global gradient norm")
-    updates_per_step: Positive = Field(1, description="optimizer updates a step, on disjoint samples")
-    tokens_per_micro_batch: Positive = Field(16384, description="tokens a forward and backward")
-    activation_checkpointing: bool = Field(False, description="recompute layers in backward")
-
-
-class LoopSettings(Section):
-    steps: NonNegative = Field(100, description="RL steps")
-
-
-class SftSettings(Section):
-    """Supervised training on the task's own worked answers: `jetrl sft`, or before RL if steps > 0."""
-
-    steps: NonNegative = Field(0, description="optimizer updates; `jetrl train` runs them first")
-    examples_per_step: Positive = 64
-    lr: Annotated[float, Field(gt=0)] = 1e-4
-    warmup_steps: NonNegative = 0
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-
-
-class EvalSettings(Section):
-    every: NonNegative = Field(10, description="steps between evaluations; 0: never")
-    prompts: NonNegative = Field(128, description="held-out prompts, from the start; 0: all")
-    samples: Positive = Field(1, description="completions a prompt: mean@n and pass@n")
-    temperature: Annotated[float, Field(ge=0)] = Field(0.0, description="0: greedy")
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    max_tokens: Positive | None = Field(None, description="default: rollout.max_tokens")
-    threshold: float = Field(1.0, description="a reward of at least this counts as solved in pass@k")
-
-
-class CheckpointSettings(Section):
-    every: NonNegative = Field(50, description="steps between checkpoints; 0: only the last")
-    keep_last: Positive = 2
-
-
-class ReportSettings(Section):
-    enabled: bool = True
-    samples: NonNegative = Field(8, description="rollouts shown in report.html")
-
-
-class TrackerSettings(Section):
-    names: tuple[Literal["wandb", "trackio", "tensorboard"], ...] = ()
-    project: str = "jetrl"
-
-
-class Settings(Section):
-    """All settings of a run. `load_config` makes it; `to_toml` writes it back."""
-
-    run: RunSettings = RunSettings()
-    model: ModelSettings = ModelSettings()
-    precision: PrecisionSettings = PrecisionSettings()
-    task: TaskSettings = TaskSettings()
-    rollout: RolloutSettings = RolloutSettings()
-    algorithm: AlgorithmSettings = AlgorithmSettings()
-    sft: SftSettings = SftSettings()
-    train: TrainSettings = TrainSettings()
-    loop: LoopSettings = LoopSettings()
-    eval: EvalSettings = EvalSettings()
-    checkpoint: CheckpointSettings = CheckpointSettings()
-    report: ReportSettings = ReportSettings()
-    trackers: TrackerSettings = TrackerSettings()
+RECIPES = Path(__file__).parent / "recipes"
 
 
 def load_config(recipe: str | Path | None = None, overrides: Sequence[str] = ()) -> Settings:
     """Settings from a TOML recipe and `key=value` overrides, later ones winning.
 
-    A value is read as TOML where it can be (`1e-6`, `true`, `["a"]`) and as text otherwise;
-    `task=NAME` is short for `task.name=NAME`. Relative paths stay relative to the working folder.
+    `recipe` is a file or the name of a packaged recipe (`demo`); `run.name` defaults to its name.
+    An override's value is read as TOML where the setting is not text (`1e-6`, `true`, `["a"]`), as
+    it stands where it is, and `none` unsets. `task=NAME` is short for `task.name=NAME`. Relative
+    paths stay relative to the working folder.
 
     Raises:
-        UserError: no such file, TOML that does not parse, an unknown key (the nearest is named), a
-            value of the wrong type or out of range; always with the key and where it came from.
+        UserError: no such recipe, TOML that does not parse, an unknown key (the nearest is named),
+            a value of the wrong type, out of range, or at odds with another setting.
     """
     tree: dict[str, Any] = {}
-    source = "the defaults"
+    origins = _Origins()
     if recipe is not None:
-        source = str(recipe)
-        tree = _read_toml(Path(recipe))
+        path = find_recipe(recipe)
+        tree = _read_toml(path, origins)
     for override in overrides:
-        key, equals, text = override.partition("=")
-        if not equals or not key:
-            raise UserError(f"override {override!r}: write it as section.key=value")
-        if key in Settings.model_fields:
-            if key != "task":
-                raise UserError(f"override {override!r}: {key} is a section; name a key of it")
-            key = "task.name"
-        _assign(tree, key.split("."), _parse_value(text), override)
-    _reject_unknown(tree, Settings, (), source)
+        _apply_override(tree, override, origins)
+    _check_tree(tree, Settings, (), origins)
+    if recipe is not None:
+        tree.setdefault("run", {}).setdefault("name", path.stem)
     try:
-        return Settings.model_validate(tree)
+        return Settings.model_validate_json(json.dumps(tree), strict=True)
     except ValidationError as error:
-        raise UserError(_explain(error, source)) from None
+        raise UserError(_explain(error, origins)) from None
 
 
-def _read_toml(path: Path) -> dict[str, Any]:
+def packaged_recipes() -> list[str]:
+    """Names that `load_config` takes without a path."""
+    return sorted(path.stem for path in RECIPES.glob("*.toml"))
+
+
+def find_recipe(recipe: str | Path) -> Path:
+    """The file of a recipe: a path as it is, or the name of a packaged recipe.
+
+    Raises:
+        UserError: neither; the message names the nearest packaged recipe.
+    """
+    path = Path(recipe)
+    if path.is_file():
+        return path
+    name = str(recipe).removesuffix(".toml")
+    if (RECIPES / f"{name}.toml").is_file() and "/" not in name:
+        return RECIPES / f"{name}.toml"
+    if path.is_dir():
+        raise UserError(f"recipe {path}: a folder; give a TOML file")
+    known = packaged_recipes()
+    near = difflib.get_close_matches(path.stem, known, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"packaged recipes: {', '.join(known)}"
+    raise UserError(f"recipe {recipe}: no such file or packaged recipe; {hint}")
+
+
+@dataclass
+class _Origins:
+    """Where a setting came from, for error messages."""
+
+    recipe: Path | None = None
+    lines: dict[str, int] = field(default_factory=dict)
+    overrides: dict[str, str] = field(default_factory=dict)
+
+    def of(self, key: str) -> str:
+        for prefix in _prefixes(key):
+            if prefix in self.overrides:
+                return f"override {self.overrides[prefix]!r}"
+        for prefix in _prefixes(key):
+            if prefix in self.lines:
+                return f"{self.recipe}, line {self.lines[prefix]}"
+        for override_key, override in self.overrides.items():
+            if override_key.startswith(f"{key}."):
+                return f"override {override!r}"
+        return str(self.recipe) if self.recipe else "the settings"
+
+    def everywhere(self) -> str:
+        names = [str(self.recipe)] if self.recipe else []
+        if self.overrides:
+            names.append("the overrides")
+        return " and ".join(names) or "the settings"
+
+
+def _prefixes(key: str) -> Iterator[str]:
+    """a.b.c, a.b, a."""
+    parts = key.split(".")
+    for end in range(len(parts), 0, -1):
+        yield ".".join(parts[:end])
+
+
+def _read_toml(path: Path, origins: _Origins) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        tree = tomllib.loads(text)
     except OSError as error:
         raise UserError(f"recipe {path}: {error.strerror or error}") from None
     except UnicodeDecodeError as error:
         raise UserError(f"recipe {path}: not UTF-8 text ({error.reason})") from None
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"recipe {path}: not valid TOML: {error}") from None
+    origins.recipe = path
+    section = ""
+    for number, line in enumerate(text.splitlines(), start=1):
+        if header := re.match(r"\s*\[\s*([\w.\-]+)\s*\]", line):
+            section = header[1]
+            origins.lines.setdefault(section, number)
+        elif key := re.match(r"\s*([\w.\-]+)\s*=", line):
+            origins.lines.setdefault(f"{section}.{key[1]}".lstrip("."), number)
+    return tree
 
 
-def _parse_value(text: str) -> Any:
-    try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        return None if text == "none" else text
-
-
-def _assign(tree: dict[str, Any], keys: Sequence[str], value: Any, override: str) -> None:
-    for key in keys[:-1]:
-        tree = tree.setdefault(key, {})
+def _apply_override(tree: dict[str, Any], override: str, origins: _Origins) -> None:
+    key, equals, text = override.partition("=")
+    key = key.strip()
+    if not equals or not all(key.split(".")):
+        raise UserError(f"override {override!r}: write it as section.key=value")
+    if key == "task":
+        key = "task.name"
+    elif key in Settings.model_fields:
+        raise UserError(f"override {override!r}: {key} is a section; name a key of it")
+    origins.overrides[key] = override
+    *sections, last = key.split(".")
+    value = _parse_value(text, is_text=_annotation(key) in (str, str | None))
+    for section in sections:
+        tree = tree.setdefault(section, {})
         if not isinstance(tree, dict):
-            raise UserError(f"override {override!r}: {key} is not a section")
-    tree[keys[-1]] = value
+            raise UserError(f"override {override!r}: {section} is not a section")
+    tree[last] = value
 
 
-def _reject_unknown(
-    tree: Mapping[str, Any], model: type[BaseModel], path: tuple[str, ...], source: str
+def _annotation(key: str) -> Any:
+    """The type of a dotted setting; None if there is none of that name."""
+    section, _, name = key.partition(".")
+    if section not in Settings.model_fields:
+        return None
+    fields = typing.cast(type[BaseModel], Settings.model_fields[section].annotation).model_fields
+    return fields[name].annotation if name in fields else None
+
+
+def _parse_value(text: str, is_text: bool) -> Any:
+    """The value of an override: None for `none`, TOML if it parses, else the text itself."""
+    text = text.strip()
+    if text == "none":
+        return None
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+    return text if is_text and not isinstance(value, str) else value
+
+
+def _check_tree(
+    tree: Mapping[str, Any], model: type[BaseModel], path: tuple[str, ...], origins: _Origins
 ) -> None:
     for key, value in tree.items():
-        field = model.model_fields.get(key)
         full = ".".join((*path, key))
-        if field is None:
-            known = list(_all_keys(Settings)) if path == () else list(model.model_fields)
-            near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-            prefix = ".".join(path)
-            hint = f"; did you mean {prefix + '.' if prefix else ''}{near[0]}?" if near else ""
-            if not near:
-                hint = f"; known here: {', '.join(model.model_fields)}"
-            raise UserError(f"unknown setting {full} in {source} or an override{hint}")
-        section = field.annotation
+        if key not in model.model_fields:
+            hint = _nearest(key, model, path)
+            raise UserError(f"{origins.of(full)}: unknown setting {full}; {hint}")
+        section = model.model_fields[key].annotation
         if isinstance(section, type) and issubclass(section, BaseModel):
             if not isinstance(value, Mapping):
-                raise UserError(f"setting {full} in {source}: a section, not {value!r}")
-            _reject_unknown(value, section, (*path, key), source)
-
-
-def _all_keys(model: type[BaseModel]) -> Iterator[str]:
-    """Section names, then dotted keys: what a mistyped top-level name is compared with."""
-    for name, field in model.model_fields.items():
-        yield name
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            for key in field.annotation.model_fields:
-                yield f"{name}.{key}"
-
-
-def _explain(error: ValidationError, source: str) -> str:
-    lines = []
-    for item in error.errors():
-        key = ".".join(str(part) for part in item["loc"])
-        message = item["msg"].removeprefix("Value error, ")
-        if item["type"] == "value_error":
-            lines.append(message)
+                raise UserError(
+                    f"{origins.of(full)}: {full} is a section: write [{full}] and its keys below it"
+                )
+            _check_tree(value, section, (*path, key), origins)
         else:
-            lines.append(f"setting {key} = {item['input']!r}: {message}")
-    return f"in {source} or an override: " + "; ".join(lines)
+            _reject_dates(full, value, origins)
+
+
+def _nearest(key: str, model: type[BaseModel], path: tuple[str, ...]) -> str:
+    """What was probably meant: a like name here, or the same or a like name in another section."""
+    here = list(model.model_fields)
+    everywhere: dict[str, list[str]] = {}
+    for full, *_ in describe():
+        everywhere.setdefault(full.split(".")[1], []).append(full)
+    if path and key in everywhere:
+        return f"did you mean {' or '.join(everywhere[key])}?"
+    prefix = ".".join((*path, ""))
+    if near := difflib.get_close_matches(key, here, n=1, cutoff=0.6):
+        return f"did you mean {prefix}{near[0]}?"
+    if near := difflib.get_close_matches(key, everywhere, n=1, cutoff=0.75):
+        return f"did you mean {' or '.join(everywhere[near[0]])}?"
+    return f"known {'in ' + '.'.join(path) if path else 'sections'}: {', '.join(here)}"
+
+
+def _reject_dates(full: str, value: Any, origins: _Origins) -> None:
+    if isinstance(value, datetime.date | datetime.time):
+        raise UserError(f"{origins.of(full)}: {full} is a date; write it as text, in quotes")
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            _reject_dates(f"{full}.{key}", item, origins)
+    elif isinstance(value, list):
+        for item in value:
+            _reject_dates(full, item, origins)
+
+
+def _explain(error: ValidationError, origins: _Origins) -> str:
+    """One line a setting; the branches of a union are joined by `or`."""
+    messages: dict[str, list[str]] = {}
+    heads: dict[str, str] = {}
+    for item in error.errors():
+        key = ".".join(str(part) for part in item["loc"][:2])
+        message = item["msg"].removeprefix("Value error, ").removeprefix("Input ")
+        if item["type"] == "missing":
+            message = "has too few values"
+        if item["type"] == "value_error":
+            heads[key] = origins.of(key) if "." in key else origins.everywhere()
+        else:
+            heads[key] = f"{origins.of(key)}: {key} = {_toml_value(_input_of(item))}"
+        if message not in messages.setdefault(key, []):
+            messages[key].append(message)
+    return "\n".join(f"{heads[key]}: {' or '.join(texts)}" for key, texts in messages.items())
+
+
+def _input_of(item: Any) -> Any:
+    return "none" if item["input"] is None else item["input"]
 
 
 def to_toml(settings: Settings) -> str:
-    """The settings as TOML that `load_config` reads back to an equal object; unset keys are left out."""
+    """The settings as TOML that `load_config` reads back as equal; unset keys are left out."""
     lines: list[str] = []
     for name, section in settings.model_dump(mode="json", exclude_none=True).items():
+        tables = {key: value for key, value in section.items() if isinstance(value, dict)}
         lines.append(f"[{name}]")
-        lines += [f"{key} = {_toml_value(value)}" for key, value in section.items()]
+        lines += [f"{key} = {_toml_value(v)}" for key, v in section.items() if key not in tables]
+        for table, items in tables.items():
+            if items:
+                lines += ["", f"[{name}.{table}]"]
+                lines += [
+                    f"{_toml_key(key)} = {_toml_value(value)}" for key, value in items.items()
+                ]
         lines.append("")
     return "\n".join(lines)
 
 
+def _toml_key(key: str) -> str:
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else _toml_value(key)
+
+
 def _toml_value(value: Any) -> str:
     if isinstance(value, dict):
-        inside = ", ".join(
-            f"{json.dumps(str(k))} = {_toml_value(v)}" for k, v in value.items() if v is not None
-        )
-        return "{ " + inside + " }"
+        inside = ", ".join(f"{_toml_key(str(k))} = {_toml_value(v)}" for k, v in value.items())
+        return f"{{ {inside} }}" if inside else "{}"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(_toml_value(item) for item in value) + "]"
     if isinstance(value, str):
-        return json.dumps(value)  # TOML basic strings take JSON's escapes
+        # A TOML basic string takes JSON's escapes, but no surrogates and no raw DEL.
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, bool):
         return "true" if value else "false"
     return repr(value)
 
 
 def describe(model: type[BaseModel] = Settings) -> Iterator[tuple[str, str, str, str]]:
-    """Every setting as (dotted key, type, default, description): what `--help` and the docs show."""
+    """Every setting as (dotted key, type, default, description), for `--help` and the docs."""
     for name, section in model.model_fields.items():
         section_model = typing.cast(type[BaseModel], section.annotation)
-        for key, field in section_model.model_fields.items():
-            default = field.get_default(call_default_factory=True)
-            yield f"{name}.{key}", _type_name(field.annotation), str(default), field.description or ""
+        for key, setting in section_model.model_fields.items():
+            default = setting.get_default(call_default_factory=True)
+            shown = default if isinstance(default, str) else _toml_value(default)
+            yield (
+                f"{name}.{key}",
+                _type_name(setting.annotation),
+                "unset" if default is None else shown,
+                setting.description or "",
+            )
+
+
+_TYPE_NAMES: dict[Any, str] = {
+    str: "text",
+    int: "integer",
+    float: "number",
+    bool: "true | false",
+    dict: "table",
+}
 
 
 def _type_name(annotation: Any) -> str:
-    origin = typing.get_origin(annotation)
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is Annotated:
-        return _type_name(typing.get_args(annotation)[0])
+        return _type_name(arguments[0])
     if origin is Literal:
-        return " | ".join(str(value) for value in typing.get_args(annotation))
+        return " | ".join(str(value) for value in arguments)
     if origin in (typing.Union, types.UnionType):
-        parts = [a for a in typing.get_args(annotation) if a is not type(None)]
-        return " | ".join(_type_name(part) for part in parts)
-    return getattr(annotation, "__name__", str(annotation)) if origin is None else origin.__name__
+        return " | ".join(_type_name(part) for part in arguments if part is not type(None))
+    if origin is tuple:
+        if arguments[-1] is Ellipsis:
+            return f"list of {_type_name(arguments[0])}"
+        return f"[{', '.join(_type_name(part) for part in arguments)}]"
+    return _TYPE_NAMES[origin or annotation]

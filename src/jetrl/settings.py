@@ -1,0 +1,296 @@
+"""What can be set: every section and key of a run's settings, with its type, range and meaning.
+
+Section names are fixed (docs/settings.md). Defaults are meant for a real model on a GPU; the
+recipes set what differs. Reading and writing them is config.py. No torch here.
+
+A section checks its own values; `Settings` checks those that must agree across sections, with
+words: the message names the keys and says which one to change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+Preset = Literal["fp32", "bf16", "mixed", "jet", "unified"]
+Schedule = Literal["constant", "linear", "cosine"]
+Positive = Annotated[int, Field(ge=1)]
+NonNegative = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0)]
+Share = Annotated[float, Field(ge=0.0, le=1.0)]
+Mass = Annotated[float, Field(gt=0.0, le=1.0)]
+Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
+
+
+class Section(BaseModel):
+    """A section of the settings: immutable, and strict about its names."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=()
+    )
+
+
+def _without_none(value: Any) -> Any:
+    """A table without its unset keys, at any depth: TOML has no null, so unset is left out."""
+    if isinstance(value, dict):
+        return {str(key): _without_none(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list | tuple):
+        if any(item is None for item in value):
+            raise ValueError("a list must not hold null")
+        return [_without_none(item) for item in value]
+    return value
+
+
+class RunSettings(Section):
+    name: str | None = Field(None, description="name of the run's directory; unset: the recipe's")
+    dir: str = Field("runs", description="folder that holds run directories")
+    seed: NonNegative = Field(0, description="fixes data order, sampling and initial weights")
+    max_hours: PositiveFloat | None = Field(
+        None, description="checkpoint and stop after this many hours; unset: no limit"
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="auto: cuda where it can run"
+    )
+
+    @field_validator("name")
+    @classmethod
+    def one_folder_name(cls, name: str | None) -> str | None:
+        if name is not None and (not name.strip() or "/" in name or name in (".", "..")):
+            raise ValueError("a run's name is one folder name: no slash, not empty")
+        return name
+
+
+class ModelSettings(Section):
+    path: str | None = Field(None, description="a Hugging Face model directory")
+    config: dict[str, Any] | str | None = Field(
+        None, description="config.json contents, or its path: random weights from run.seed"
+    )
+    tokenizer: str | None = Field(
+        None,
+        description="tokenizer directory, where it is not model.path; 'characters': one token each",
+    )
+
+    _config = field_validator("config", mode="before")(_without_none)
+
+    @model_validator(mode="after")
+    def one_source(self) -> ModelSettings:
+        if self.path is not None and self.config is not None:
+            raise ValueError("model.path and model.config are both set: keep one of them")
+        return self
+
+
+class PrecisionSettings(Section):
+    preset: Preset = Field("unified", description="what is FP8, on which side (docs/precision.md)")
+    grad_output: Literal["e4m3", "e5m2", "bf16"] | None = Field(
+        None, description="output gradients in DGrad and WGrad; unset: the preset's"
+    )
+    scales: Literal["fp32", "pow2"] | None = Field(None, description="unset: the preset's (fp32)")
+    first_layers_bf16: NonNegative = Field(
+        0, description="decoder layers at the start kept in BF16"
+    )
+    last_layers_bf16: NonNegative = Field(0, description="decoder layers at the end kept in BF16")
+    kv: Literal["fp8", "bf16"] | None = Field(
+        None, description="keys and values; unset: the preset's"
+    )
+    lm_head: Literal["bf16", "fp8"] | None = Field(
+        None, description="output projection; unset: the preset's (bf16)"
+    )
+
+
+class TaskSettings(Section):
+    name: str = Field(
+        "arithmetic", description="a built-in name, reasoning_gym:NAME, or file.py:Class"
+    )
+    path: str | None = Field(None, description="data file or folder, where the task reads one")
+    split: str = Field("train", description="split that is trained on")
+    eval_split: str = Field("test", description="held-out split")
+    system_prompt: str | None = Field(None, description="put before chat prompts")
+    options: dict[str, Any] = Field(default_factory=dict, description="passed to the task by name")
+    workers: NonNegative = Field(2, description="scoring processes; 0: score in this process")
+    timeout_s: PositiveFloat = Field(
+        10.0, description="seconds; a score that takes longer counts 0, its worker is restarted"
+    )
+
+    _options = field_validator("options", mode="before")(_without_none)
+
+
+class RolloutSettings(Section):
+    prompts_per_step: Positive = Field(32, description="prompts drawn each step")
+    samples_per_prompt: Positive = Field(8, description="completions a prompt (the group)")
+    max_tokens: Positive = Field(1024, description="tokens a completion at most")
+    temperature: NonNegativeFloat = Field(1.0, description="logits are divided by it")
+    top_p: Mass = Field(1.0, description="keep the most probable tokens up to this mass; 1: all")
+    top_k: NonNegative = Field(0, description="keep this many most probable tokens; 0: all")
+    stop: tuple[str, ...] = Field(
+        (), description="strings that end a completion, beside the task's"
+    )
+    max_batch_size: Positive = Field(256, description="sequences decoded together at most")
+    page_size: Positive = Field(64, description="tokens a KV page")
+    num_pages: Positive | None = Field(None, description="KV pages; unset: what the batch can use")
+    max_prefill_tokens: Positive = Field(8192, description="prompt tokens a forward at most")
+
+
+class AlgorithmSettings(Section):
+    name: Literal["grpo"] = Field("grpo", description="the policy-gradient algorithm")
+    clip: Annotated[float, Field(gt=0, lt=1)] = Field(
+        0.2, description="ratio clipped to 1 - clip, 1 + clip"
+    )
+    clip_high: PositiveFloat | None = Field(
+        None, description="upper clip where it differs from the lower; unset: clip"
+    )
+    normalize_std: bool = Field(True, description="divide a group's advantages by its std")
+    kl: NonNegativeFloat = Field(0.0, description="weight of the KL to a frozen reference; 0: none")
+
+
+class TrainSettings(Section):
+    lr: PositiveFloat = Field(1e-6, description="peak learning rate of AdamW")
+    warmup_steps: NonNegative = Field(0, description="optimizer updates of linear warm-up")
+    schedule: Schedule = Field("constant", description="learning rate after warm-up")
+    min_lr_ratio: Share = Field(0.1, description="final lr over peak lr, for linear and cosine")
+    betas: tuple[Beta, Beta] = Field((0.9, 0.99), description="AdamW's decay of its two moments")
+    eps: PositiveFloat = Field(1e-8, description="AdamW's epsilon")
+    weight_decay: NonNegativeFloat = Field(0.0, description="AdamW's decoupled weight decay")
+    grad_clip: PositiveFloat = Field(1.0, description="maximum global gradient norm")
+    updates_per_step: Positive = Field(
+        1, description="optimizer updates a step, on disjoint samples"
+    )
+    tokens_per_micro_batch: Positive = Field(16384, description="tokens a forward and backward")
+    activation_checkpointing: bool = Field(
+        False, description="recompute layers in backward: less memory, a third more time"
+    )
+
+
+class LoopSettings(Section):
+    steps: NonNegative = Field(100, description="RL steps")
+
+
+class SftSettings(Section):
+    """Supervised training on the task's worked answers: `jetrl sft`, or before RL if steps > 0."""
+
+    steps: NonNegative = Field(0, description="optimizer updates; `jetrl train` runs them first")
+    examples_per_step: Positive = Field(64, description="worked answers an update")
+    lr: PositiveFloat = Field(1e-4, description="peak learning rate of AdamW")
+    warmup_steps: NonNegative = Field(0, description="optimizer updates of linear warm-up")
+    schedule: Schedule = Field("constant", description="learning rate after warm-up")
+
+
+class EvalSettings(Section):
+    every: NonNegative = Field(10, description="steps between evaluations; 0: never")
+    prompts: NonNegative = Field(128, description="held-out prompts, from the start; 0: all")
+    samples: Positive = Field(1, description="completions a prompt: mean@n and pass@n")
+    temperature: NonNegativeFloat = Field(0.0, description="0: greedy")
+    top_p: Mass = Field(1.0, description="keep the most probable tokens up to this mass; 1: all")
+    max_tokens: Positive | None = Field(
+        None, description="tokens a completion at most; unset: rollout.max_tokens"
+    )
+    threshold: float = Field(
+        1.0, description="a reward of at least this counts as solved in pass@k"
+    )
+
+
+class CheckpointSettings(Section):
+    every: NonNegative = Field(50, description="steps between checkpoints; 0: only the last")
+    keep_last: Positive = Field(2, description="older checkpoints are removed")
+
+
+class ReportSettings(Section):
+    enabled: bool = Field(True, description="write report.html and its plots")
+    samples: NonNegative = Field(8, description="rollouts shown in report.html")
+
+
+class TrackerSettings(Section):
+    names: tuple[Literal["wandb", "trackio", "tensorboard"], ...] = Field(
+        (), description="also send metrics to these (extra: trackers)"
+    )
+    project: str = Field("jetrl", description="project name at the tracker")
+
+
+class Settings(Section):
+    """All settings of a run. `jetrl.config.load_config` makes it; `to_toml` writes it back."""
+
+    run: RunSettings = RunSettings()
+    model: ModelSettings = ModelSettings()
+    precision: PrecisionSettings = PrecisionSettings()
+    task: TaskSettings = TaskSettings()
+    rollout: RolloutSettings = RolloutSettings()
+    algorithm: AlgorithmSettings = AlgorithmSettings()
+    sft: SftSettings = SftSettings()
+    train: TrainSettings = TrainSettings()
+    loop: LoopSettings = LoopSettings()
+    eval: EvalSettings = EvalSettings()
+    checkpoint: CheckpointSettings = CheckpointSettings()
+    report: ReportSettings = ReportSettings()
+    trackers: TrackerSettings = TrackerSettings()
+
+    @model_validator(mode="after")
+    def agree(self) -> Settings:
+        problems = [*self._single_problems(), *self._length_problems()]
+        if self.loop.steps > 0:
+            problems += self._learning_problems()
+        if problems:
+            raise ValueError("; ".join(problems))
+        return self
+
+    def _learning_problems(self) -> Iterator[str]:
+        rollout, train = self.rollout, self.train
+        if train.updates_per_step > rollout.prompts_per_step:
+            yield (
+                f"train.updates_per_step = {train.updates_per_step} needs as many prompts, but "
+                f"rollout.prompts_per_step = {rollout.prompts_per_step}: an update takes whole "
+                "groups"
+            )
+        updates = self.loop.steps * train.updates_per_step
+        if updates < train.warmup_steps:
+            yield (
+                f"train.warmup_steps = {train.warmup_steps} is more than the {updates} updates of "
+                "the run (loop.steps x train.updates_per_step): train.lr would never be reached"
+            )
+        if self.rollout.samples_per_prompt == 1:
+            yield (
+                "rollout.samples_per_prompt = 1: grpo compares the completions of one prompt with "
+                "each other, so every advantage would be 0; take at least 2"
+            )
+        if self.rollout.temperature == 0:
+            yield (
+                "rollout.temperature = 0 draws the same completion for a whole group, so nothing "
+                "is learnt; take 1.0 (evaluation has its own eval.temperature)"
+            )
+
+    def _single_problems(self) -> Iterator[str]:
+        if 0 < self.sft.steps < self.sft.warmup_steps:
+            yield (
+                f"sft.warmup_steps = {self.sft.warmup_steps} is more than sft.steps = "
+                f"{self.sft.steps}: sft.lr would never be reached"
+            )
+        if self.eval.samples > 1 and self.eval.temperature == 0:
+            yield (
+                f"eval.samples = {self.eval.samples} with eval.temperature = 0 draws the same "
+                "completion each time; set eval.temperature, or eval.samples = 1"
+            )
+
+    def _length_problems(self) -> Iterator[str]:
+        rollout = self.rollout
+        lengths = {"rollout.max_tokens": rollout.max_tokens}
+        if self.eval.max_tokens is not None:
+            lengths["eval.max_tokens"] = self.eval.max_tokens
+        for key, tokens in lengths.items():
+            if rollout.num_pages is not None and rollout.num_pages * rollout.page_size <= tokens:
+                yield (
+                    f"rollout.num_pages = {rollout.num_pages} x rollout.page_size = "
+                    f"{rollout.page_size} tokens cannot hold one prompt and {key} = {tokens}: "
+                    f"at least {tokens // rollout.page_size + 1} pages"
+                )
+            context = self._context()
+            if context is not None and context <= tokens:
+                yield (
+                    f"{key} = {tokens} leaves no room for a prompt in the model's context of "
+                    f"{context} (model.config.max_position_embeddings)"
+                )
+
+    def _context(self) -> int | None:
+        config = self.model.config
+        context = config.get("max_position_embeddings") if isinstance(config, dict) else None
+        return context if isinstance(context, int) else None
