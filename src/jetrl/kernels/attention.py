@@ -157,10 +157,11 @@ class _PackedAttention(torch.autograd.Function):
         do, dq = grads[0], torch.empty_like(q)
         k, v = _values(k_codes, k_scales), _values(v_codes, v_scales)
         dk, dv = torch.empty_like(k), torch.empty_like(v)
-        for tokens, positions, valid in _dense_batches(cu_seqlens):
-            parts = [x[tokens].float() for x in (q, k, v, do)]
-            parts[3] = parts[3].masked_fill(~valid[..., None, None], 0.0)
-            for total, part in zip((dq, dk, dv), _dense_backward(*parts, positions), strict=True):
+        for tokens, _, valid in _dense_batches(cu_seqlens):
+            dense_q, dense_k, dense_v, dense_do = (x[tokens].float() for x in (q, k, v, do))
+            dense_do = dense_do.masked_fill(~valid[..., None, None], 0.0)
+            parts = _dense_backward(dense_q, dense_k, dense_v, dense_do)
+            for total, part in zip((dq, dk, dv), parts, strict=True):
                 total[tokens[valid]] = part[valid].to(total.dtype)
         return dq, dk.to(q.dtype), dv.to(q.dtype), None, None, None
 
@@ -188,9 +189,7 @@ def _dense_batches(cu_seqlens: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
     return batches
 
 
-def _dense_backward(
-    q: Tensor, k: Tensor, v: Tensor, do: Tensor, positions: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+def _dense_backward(q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of causal attention, float32, from q, do [B, L, H, D] and k, v [B, L, G, D]."""
     heads_per_group = q.shape[2] // k.shape[2]
     scale = 1.0 / math.sqrt(q.shape[-1])

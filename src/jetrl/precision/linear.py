@@ -110,7 +110,8 @@ class _LinearFunction(torch.autograd.Function):
             (x,) = ctx.saved_tensors
             dx, dw = _dense_gradients(dy, x, weight)
         else:
-            x_kept = QTensor(*ctx.saved_tensors, (FP8_BLOCK, 1))
+            codes, scales = ctx.saved_tensors
+            x_kept = QTensor(codes, scales, (FP8_BLOCK, 1))
             if plan.grad_output == "bf16":
                 dx, dw = _dense_gradients(dy, dequantize(x_kept), dequantize(weight))
             else:

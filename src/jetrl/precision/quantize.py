@@ -77,12 +77,14 @@ def quantize(
     groups = _group(x.float(), block)
     amax = groups.abs().amax(dim=(-3, -1), keepdim=True)
     amax = torch.maximum(amax, amax.new_tensor(_AMAX_FLOOR))
-    stored = amax / maximum
+    # Tensor by tensor: with a Python number torch multiplies by a rounded reciprocal instead.
+    top = amax.new_tensor(maximum)
+    stored = amax / top
     if scales == "pow2":
         stored = _round_up_to_power_of_two(stored)
-        multiplier = 1.0 / stored
+        multiplier = stored.reciprocal()  # exact for a power of two
     else:
-        multiplier = maximum / amax
+        multiplier = top / amax
     codes = (groups * multiplier).clamp(-maximum, maximum)
     codes = codes.flatten(-4, -3).flatten(-2, -1)[..., : x.shape[-2], : x.shape[-1]]
     return QTensor(codes.to(dtype), stored.squeeze(-1).squeeze(-2), block)

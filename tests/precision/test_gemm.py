@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from jetrl.precision import QTensor, dequantize, quantize
+from jetrl.precision.gemm import bf16_matmul, fp8_matmul
+
+
+def operands(m: int, n: int, k: int, b_block: tuple[int, int]) -> tuple[QTensor, QTensor]:
+    g = torch.Generator().manual_seed(m)
+    return (
+        quantize(torch.randn(m, k, generator=g), (1, 128)),
+        quantize(torch.randn(n, k, generator=g), b_block),
+    )
+
+
+@pytest.mark.parametrize("b_block", [(128, 128), (1, 128)], ids=["weight", "wgrad"])
+@pytest.mark.parametrize("m,k", [(1, 128), (63, 384), (129, 512)])
+def test_equals_the_product_of_the_dequantized(m: int, k: int, b_block: tuple[int, int]) -> None:
+    a, b = operands(m, 256, k, b_block)
+    true = dequantize(a).double() @ dequantize(b).double().T
+    # Each K block: a rounded scale product, a rounded multiply and a rounded add, and the rounding
+    # of each dequantized value in the comparison: 5 roundings of 2**-24 of the absolute sum.
+    absolute = dequantize(a).double().abs() @ dequantize(b).double().abs().T
+    bound = absolute * 5 * (k // 128) * 2.0**-24
+    assert torch.all((fp8_matmul(a, b, torch.float32).double() - true).abs() <= bound)
+
+
+def test_follows_the_canonical_order() -> None:
+    """K blocks in order, one float32 multiply by the scales and one add for each."""
+    a, b = operands(3, 128, 384, (128, 128))
+    expected = torch.zeros(3, 128)
+    for block in range(3):
+        k = slice(128 * block, 128 * block + 128)
+        partial = (a.codes[:, k].double() @ b.codes[:, k].double().T).float()
+        expected = expected + partial * (a.scales[:, block, None] * b.scales[0, block])
+    assert torch.equal(fp8_matmul(a, b, torch.float32), expected)
+
+
+@pytest.mark.parametrize("product", ["fp8", "bf16"])
+def test_a_row_has_the_same_bits_at_every_batch_size(product: str) -> None:
+    g = torch.Generator().manual_seed(0)
+    x, w = (
+        torch.randn(70, 256, generator=g).bfloat16(),
+        torch.randn(128, 256, generator=g).bfloat16(),
+    )
+
+    def multiply(rows: torch.Tensor) -> torch.Tensor:
+        if product == "bf16":
+            return bf16_matmul(rows, w, torch.float32)
+        return fp8_matmul(quantize(rows), quantize(w, (128, 128)), torch.float32)
+
+    whole = multiply(x)
+    for start, size in ((0, 1), (3, 2), (10, 60), (69, 1)):
+        assert torch.equal(multiply(x[start : start + size]), whole[start : start + size])
+
+
+def test_refuses_wrong_groups_and_shapes() -> None:
+    a, b = operands(4, 128, 256, (128, 128))
+    with pytest.raises(ValueError, match="groups"):
+        fp8_matmul(b, b)
+    with pytest.raises(ValueError, match="shape|M, K"):
+        fp8_matmul(a, QTensor(b.codes[:, :128], b.scales[:, :1], b.block))

@@ -1,0 +1,49 @@
+from __future__ import annotations
+
+import pytest
+
+from jetrl.config import PrecisionSettings
+from jetrl.errors import UserError
+from jetrl.precision import PrecisionPlan
+
+TABLE = {  # design.md: rollout linears, training linears, keys and values, rest, lm_head
+    "fp32": ("fp32", "fp32", "fp32", "fp32", "fp32"),
+    "bf16": ("bf16", "bf16", "bf16", "bf16", "bf16"),
+    "mixed": ("fp8", "bf16", "bf16", "bf16", "bf16"),
+    "jet": ("fp8", "fp8", "bf16", "bf16", "bf16"),
+    "unified": ("fp8", "fp8", "fp8", "bf16", "bf16"),
+}
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_presets_are_the_table(name: str) -> None:
+    plan = PrecisionPlan.preset(name)
+    row = (plan.rollout_linear, plan.train_linear, plan.kv, plan.rest, plan.lm_head)
+    assert row == TABLE[name]
+    assert plan.exact == (name in ("jet", "unified"))
+    assert PrecisionPlan.from_dict(plan.to_dict()) == plan
+
+
+def test_unknown_preset_and_option_are_named() -> None:
+    with pytest.raises(UserError, match="'fp4'.*unified"):
+        PrecisionPlan.preset("fp4")
+    with pytest.raises(UserError, match="first_layer"):
+        PrecisionPlan.preset("jet").replace(first_layer=1)
+    with pytest.raises(UserError, match="fp32 preset takes no options"):
+        PrecisionPlan.preset("fp32").replace(kv="fp8")
+
+
+def test_layers_kept_in_bf16_are_so_on_both_sides() -> None:
+    plan = PrecisionPlan.preset("unified").replace(first_layers_bf16=1, last_layers_bf16=2)
+    formats = [[plan.linear_format(side, i, 5) for i in range(5)] for side in ("rollout", "train")]
+    assert formats == [["bf16", "fp8", "fp8", "bf16", "bf16"]] * 2
+
+
+def test_settings_override_only_what_they_name() -> None:
+    plan = PrecisionPlan.from_settings(PrecisionSettings(preset="unified", kv="bf16"))
+    assert plan == PrecisionPlan.preset("unified").replace(kv="bf16")
+
+
+def test_description_says_what_is_promised() -> None:
+    assert "bit for bit" in dict(PrecisionPlan.preset("unified").describe()).popitem()[1]
+    assert "not promised" in dict(PrecisionPlan.preset("mixed").describe()).popitem()[1]

@@ -1,0 +1,118 @@
+"""The quantizer against the rule written out by hand, value by value."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from jetrl.precision import QTensor, dequantize, quantize
+
+BLOCKS = [(1, 128), (128, 128), (128, 1)]
+
+
+def by_hand(x: torch.Tensor, block: tuple[int, int], maximum: float = 448.0) -> QTensor:
+    """The rule of docs/precision.md, one group at a time, in numpy float32."""
+    values = x.float().numpy()
+    rows, columns = block
+    shape = [-(-values.shape[0] // rows), -(-values.shape[1] // columns)]
+    scales, scaled = np.zeros(shape, np.float32), np.zeros_like(values)
+    with np.errstate(all="ignore"):
+        for i in range(shape[0]):
+            for j in range(shape[1]):
+                part = (slice(i * rows, (i + 1) * rows), slice(j * columns, (j + 1) * columns))
+                a = np.maximum(np.abs(values[part]).max(), np.float32(2.0**-100))
+                scales[i, j] = a / np.float32(maximum)
+                product = values[part] * (np.float32(maximum) / a)
+                scaled[part] = np.clip(product, -maximum, maximum)
+    codes = torch.from_numpy(scaled).to(torch.float8_e4m3fn)
+    return QTensor(codes, torch.from_numpy(scales), block)
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.dtype == torch.float8_e4m3fn:
+        return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+    return torch.equal(a.nan_to_num(nan=-1.0), b.nan_to_num(nan=-1.0))
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=str)
+@pytest.mark.parametrize("std", [1e-30, 1e-10, 1e-3, 1.0, 1e3])
+@pytest.mark.parametrize("rows", [1, 63, 129])
+def test_matches_the_rule(block: tuple[int, int], std: float, rows: int) -> None:
+    generator = torch.Generator().manual_seed(rows)
+    x = (torch.randn(rows, 256, generator=generator) * std).bfloat16()
+    x[0, :128] = 0
+    q, expected = quantize(x, block), by_hand(x, block)
+    assert same_bits(q.codes, expected.codes)
+    assert same_bits(q.scales, expected.scales)
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=str)
+def test_ragged_sizes(block: tuple[int, int]) -> None:
+    x = torch.randn(1000 % 133, 200, generator=torch.Generator().manual_seed(0))
+    q, expected = quantize(x, block), by_hand(x, block)
+    assert q.scales.shape == expected.scales.shape
+    assert same_bits(q.codes, expected.codes)
+    assert same_bits(q.scales, expected.scales)
+
+
+def test_zero_group_has_zero_codes_and_a_finite_scale() -> None:
+    q = quantize(torch.zeros(2, 128))
+    assert q.codes.float().abs().max() == 0
+    assert torch.all(q.scales == torch.tensor(2.0**-100) / 448)
+
+
+def test_nan_and_inf_give_nan_codes_never_a_clamped_value() -> None:
+    x = torch.ones(2, 256)
+    x[0, 5], x[1, 200] = torch.nan, torch.inf
+    q = quantize(x)
+    assert q.codes.float()[0, 5].isnan()
+    assert q.codes.float()[1, 200].isnan()
+    assert not q.codes.float()[0, 128:].isnan().any(), "the next group is untouched"
+    assert dequantize(q)[1, 200].isnan()
+
+
+def test_dequantize_is_within_half_a_step() -> None:
+    # E4M3 has 4 significant bits: a relative error of at most 2**-4, or half the smallest step
+    # (2**-10 codes) of the group's scale; 2**-20 covers the roundings of s and of x * r.
+    x = torch.randn(64, 512, generator=torch.Generator().manual_seed(1))
+    q = quantize(x)
+    scale = q.scales.repeat_interleave(128, dim=1)
+    bound = torch.maximum(x.abs() * 2.0**-4, scale * 2.0**-10) * (1 + 2.0**-20)
+    assert torch.all((dequantize(q) - x).abs() <= bound)
+
+
+def test_largest_value_of_a_group_comes_back() -> None:
+    x = torch.randn(16, 128, generator=torch.Generator().manual_seed(2))
+    largest = x.abs().amax(1)
+    back = dequantize(quantize(x)).abs().amax(1)
+    assert torch.all((back - largest).abs() <= largest * 2.0**-23)
+
+
+def test_pow2_scales_are_powers_of_two_and_not_smaller() -> None:
+    x = torch.randn(32, 256, generator=torch.Generator().manual_seed(3))
+    plain, rounded = quantize(x), quantize(x, scales="pow2")
+    mantissa, _ = torch.frexp(rounded.scales)
+    assert torch.all(mantissa == 0.5)
+    assert torch.all(rounded.scales >= plain.scales)
+    assert torch.all(rounded.scales < 2 * plain.scales)
+
+
+def test_e5m2_uses_its_own_maximum() -> None:
+    q = quantize(torch.full((1, 128), 3.0), format="e5m2")
+    assert q.codes.dtype == torch.float8_e5m2
+    assert q.codes.float().max() == 57344
+
+
+def test_transpose_is_the_same_bytes() -> None:
+    w = torch.randn(256, 384, generator=torch.Generator().manual_seed(4))
+    q, transposed = quantize(w, (128, 128)), quantize(w.T.contiguous(), (128, 128))
+    assert same_bits(q.mT.codes.contiguous(), transposed.codes)
+    assert same_bits(q.mT.scales, transposed.scales)
+
+
+def test_refuses_what_it_cannot_quantize() -> None:
+    with pytest.raises(ValueError, match="quantize takes"):
+        quantize(torch.zeros(128))
+    with pytest.raises(ValueError, match="int64"):
+        quantize(torch.zeros(2, 128, dtype=torch.int64))
