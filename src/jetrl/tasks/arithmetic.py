@@ -1,0 +1,114 @@
+"""Sums of small integers, made up as they are needed: the task of the demo.
+
+A prompt is `07+25=` and its answer `230`: operands padded with zeros to `digits`, and the result to
+`digits + 1`, lowest digit first, which is the order in which carries are known. Both make it a
+matter of minutes for a tiny model; `padded=False` and `reverse=False` give `7+25=` and `32`.
+
+Every problem of the chosen size exists exactly once. A seeded shuffle puts them in order, the first
+`test_share` of them are the test split and the others the training split, so no training problem
+is ever held out, and both splits are the same for the same options.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+
+from jetrl.errors import UserError
+from jetrl.tasks.base import Task
+from jetrl.types import Prompt
+
+OPERATORS = "+-"
+
+
+class Arithmetic(Task):
+    """Addition and subtraction (never below zero) of integers of up to `digits` digits.
+
+    digits: digits of an operand, 1 to 3 (3 makes a million sums).
+    operators: which of `+-` to use.
+    max_operand: largest operand; default: all that `digits` can write.
+    padded: write numbers at their full width, with leading zeros.
+    reverse: write the result lowest digit first (`07+25=` is `230`).
+    seed: which problems are held out, and the order of the rest.
+    test_share: share of the problems that are held out.
+
+    The reward is 1 for exactly the right digits (spaces around them are ignored) and 0 otherwise.
+    """
+
+    name = "arithmetic"
+    stop = ("\n",)
+
+    def __init__(
+        self,
+        digits: int = 2,
+        operators: str = "+",
+        max_operand: int | None = None,
+        padded: bool = True,
+        reverse: bool = True,
+        seed: int = 0,
+        test_share: float = 0.1,
+    ) -> None:
+        largest = 10**digits - 1 if isinstance(digits, int) and 1 <= digits <= 3 else 0
+        top = largest if max_operand is None else max_operand
+        checks = [
+            (largest > 0, f"digits = {digits!r}: give 1, 2 or 3"),
+            (
+                isinstance(operators, str) and operators and set(operators) <= set(OPERATORS),
+                f"operators = {operators!r}: give some of {OPERATORS!r}",
+            ),
+            (
+                isinstance(top, int) and 1 <= top <= largest,
+                f"max_operand = {max_operand!r}: give 1 to {largest} (what {digits} digits hold)",
+            ),
+            (
+                isinstance(test_share, float) and 0 < test_share < 1,
+                f"test_share = {test_share!r}: give a number between 0 and 1",
+            ),
+            (isinstance(seed, int), f"seed = {seed!r}: give an integer"),
+        ]
+        for holds, message in checks:
+            if not holds:
+                raise UserError(f"task.options.{message}")
+        self.digits = digits
+        self.operators = "".join(sign for sign in OPERATORS if sign in operators)
+        self.max_operand = top
+        self.padded = padded
+        self.reverse = reverse
+        self.seed = seed
+        self.test_share = test_share
+        self.alphabet = "0123456789" + self.operators + "="
+
+    def prompts(self, split: str) -> Iterable[Prompt]:
+        """`Prompt(id="7+25", text="07+25=", answer="230")` for every problem of the split."""
+        self.check_split(split)
+        problems = [
+            (left, sign, right)
+            for sign in self.operators
+            for left in range(self.max_operand + 1)
+            for right in range(self.max_operand + 1 if sign == "+" else left + 1)
+        ]
+        random.Random(self.seed).shuffle(problems)
+        num_test = min(max(1, round(len(problems) * self.test_share)), len(problems) - 1)
+        chosen = problems[:num_test] if split == "test" else problems[num_test:]
+        return [self._prompt(*problem) for problem in chosen]
+
+    def _prompt(self, left: int, sign: str, right: int) -> Prompt:
+        result = str(left + right if sign == "+" else left - right)
+        width = self.digits if self.padded else 0
+        if self.padded:
+            result = result.zfill(self.digits + 1)
+        return Prompt(
+            id=f"{left}{sign}{right}",
+            text=f"{left:0{width}d}{sign}{right:0{width}d}=",
+            answer=result[::-1] if self.reverse else result,
+        )
+
+    def score(self, prompt: Prompt, completion: str) -> float:
+        return float(completion.strip(" ") == prompt.answer)
+
+    def demonstration(self, prompt: Prompt) -> str | None:
+        return prompt.answer
+
+    def self_test(self) -> list[tuple[Prompt, str, float | None]]:
+        prompt = self._prompt(1, self.operators[0], 1)
+        return [(prompt, prompt.answer or "", 1.0), (prompt, "", 0.0), (prompt, "9" * 9, 0.0)]

@@ -1,0 +1,126 @@
+"""What a task is: prompts to answer, and a score for each answer.
+
+A task of your own is one class in one Python file: see docs/tasks.md and its example,
+examples/reverse_words.py. Scoring runs in worker processes that import neither torch nor the model,
+so keep torch out of a task file unless its score needs it.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Iterable, Mapping
+from typing import ClassVar
+
+from jetrl.errors import UserError
+from jetrl.types import Prompt, Score
+
+
+class ScoreError(UserError):
+    """A task's score is not a finite number. The scorer counts it as a failure with reward 0."""
+
+
+class Task:
+    """Base class of all tasks. Subclass it and write `prompts` and `score`.
+
+    The options of `[task.options]` become keyword arguments of `__init__`, and `task.path`, where
+    it is given, the keyword argument `path`. The constructor runs once in the main process and once
+    in each scoring worker: keep it cheap, and read data in `prompts`.
+
+    Class attributes:
+        name: what the task is called in logs and metrics (`eval/<name>/mean`).
+        splits: the names `prompts` accepts; the first is the one trained on by default.
+        stop: strings that end a completion; the text handed to `score` is cut before them.
+        alphabet: every character of prompts and answers, for a tokenizer with one token a
+            character; None where the task is made of free text.
+    """
+
+    name: str = ""
+    splits: ClassVar[tuple[str, ...]] = ("train", "test")
+    stop: tuple[str, ...] = ()
+    alphabet: str | None = None
+
+    def prompts(self, split: str) -> Iterable[Prompt]:
+        """The prompts of a split, in an order that is the same every time.
+
+        Prompt ids are unique within a split. Raise `UserError` for data that cannot be read.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no prompts(split)")
+
+    def score(self, prompt: Prompt, completion: str) -> float | Score:
+        """The reward of one completion: a finite number, or `Score(reward, parts)` with named parts
+        for the logs. Any text may come, the empty one included. It must depend on nothing but its
+        arguments: the same completion gets the same score whichever worker sees it.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no score(prompt, completion)")
+
+    def demonstration(self, prompt: Prompt) -> str | None:
+        """A worked completion of the prompt to imitate in supervised training, without the
+        end-of-sequence token; None where the task has none."""
+        return None
+
+    def self_test(self) -> Iterable[tuple[Prompt, str, float | None]]:
+        """Cases that are scored once at start, as (prompt, completion, reward expected).
+
+        A reward of None asks only that scoring works. The default is the first prompt of the first
+        split, with its demonstration if it has one and with an empty completion.
+        """
+        prompt = next(iter(self.prompts(self.splits[0])), None)
+        if prompt is None:
+            raise UserError(f"task {self.label}: split {self.splits[0]!r} has no prompts")
+        demonstration = self.demonstration(prompt)
+        cases: list[tuple[Prompt, str, float | None]] = [(prompt, "", None)]
+        if demonstration is not None:
+            cases.insert(0, (prompt, demonstration, None))
+        return cases
+
+    @property
+    def label(self) -> str:
+        """The name for messages: `name`, or the class's own."""
+        return self.name or type(self).__name__
+
+    def check_split(self, split: str) -> None:
+        """Raise `UserError` unless `split` is one of `splits`."""
+        if split not in self.splits:
+            raise UserError(
+                f"task {self.label}: no split {split!r}; it has {', '.join(map(repr, self.splits))}"
+            )
+
+
+def to_score(value: object, task: str, prompt_id: str) -> Score:
+    """`value`, as returned by a task's `score`, as a `Score` of finite Python floats.
+
+    True and False count as 1 and 0; NumPy numbers are taken.
+
+    Raises:
+        ScoreError: not a number, NaN or infinite; the message names the task and the prompt.
+    """
+    where = f"task {task}, prompt {prompt_id!r}"
+    if isinstance(value, Score):
+        if not isinstance(value.parts, Mapping):
+            raise ScoreError(
+                f"{where}: Score.parts is a mapping of names, not {_show(value.parts)}"
+            )
+        parts = {
+            str(key): _number(part, f"{where}: part {key!r} of the score")
+            for key, part in value.parts.items()
+        }
+        return Score(_number(value.reward, f"{where}: score"), parts)
+    return Score(_number(value, f"{where}: score"))
+
+
+def _number(value: object, what: str) -> float:
+    if not isinstance(value, numbers.Real) and type(value).__name__ != "bool_":
+        raise ScoreError(f"{what} returned {_show(value)}, which is not a number")
+    try:
+        number = float(value)  # type: ignore[arg-type]
+    except OverflowError:
+        raise ScoreError(f"{what} returned a number too large for a float") from None
+    if not math.isfinite(number):
+        raise ScoreError(f"{what} returned {number}, which is not a finite number")
+    return number
+
+
+def _show(value: object) -> str:
+    text = repr(value)
+    return f"{text[:80]}{'...' if len(text) > 80 else ''} ({type(value).__name__})"

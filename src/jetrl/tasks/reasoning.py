@@ -1,0 +1,121 @@
+"""Any data set of reasoning-gym as a task: `reasoning_gym:chain_sum`.
+
+reasoning-gym makes its questions up: question i of a data set with seed s is drawn from a
+generator seeded with s + i. Two data sets whose seeds are closer than their size therefore share
+questions, so the test split starts far away, at seed + TEST_OFFSET. (Where a data set has few
+possible questions, the same one may still be drawn in both.)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import re
+from collections.abc import Iterable
+from types import ModuleType
+from typing import Any
+
+from jetrl.errors import UserError
+from jetrl.tasks.base import Task
+from jetrl.tasks.registry import check_options, describe_error, nearest
+from jetrl.types import Prompt
+
+TEST_OFFSET = 1 << 30
+INSTRUCTION = "Think step by step. Give only the final answer between <answer> and </answer>."
+_ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
+
+
+class ReasoningGym(Task):
+    """One data set of reasoning-gym; its own `score_answer` gives the reward.
+
+    dataset: its name there. size: questions of the training split. test_size: of the test split.
+    seed: of the first training question. format: "chat" (messages) or "text" (the bare question).
+    instruction: what follows the question in a chat prompt; with it the answer is what stands
+        between the last <answer> and </answer>, and without it (`instruction = ""`, or format
+        "text") the whole completion, stripped. options: the data set's own configuration.
+    """
+
+    def __init__(
+        self,
+        dataset: str,
+        size: int = 10_000,
+        test_size: int = 500,
+        seed: int = 0,
+        format: str = "chat",
+        instruction: str = INSTRUCTION,
+        **options: Any,
+    ) -> None:
+        if format not in ("chat", "text"):
+            raise UserError(f"task.options.format = {format!r}: give 'chat' or 'text'")
+        for key, value in (("size", size), ("test_size", test_size), ("seed", seed)):
+            if not isinstance(value, int) or value < (0 if key == "seed" else 1):
+                raise UserError(f"task.options.{key} = {value!r}: give a whole number of 1 or more")
+        if size > TEST_OFFSET:
+            raise UserError(f"task.options.size = {size}: give at most {TEST_OFFSET}")
+        gym = _import_reasoning_gym()
+        known = gym.factory.DATASETS
+        if dataset not in known:
+            raise UserError(
+                f"reasoning-gym has no data set {dataset!r}{nearest(dataset, list(known))}"
+            )
+        own = ["size", "test_size", "seed", "format", "instruction"]
+        fields = [field.name for field in dataclasses.fields(known[dataset][1])]
+        check_options(
+            own + [f for f in fields if f not in own], options, f"reasoning_gym:{dataset}"
+        )
+        self.name = dataset
+        self.format = format
+        self.instruction = instruction if format == "chat" else ""
+        self._data: dict[str, Any] = {}
+        for split, number, start in (
+            ("train", size, seed),
+            ("test", test_size, seed + TEST_OFFSET),
+        ):
+            try:
+                self._data[split] = gym.create_dataset(dataset, size=number, seed=start, **options)
+            except Exception as error:
+                raise UserError(
+                    f"reasoning_gym:{dataset} does not take these options: {describe_error(error)}"
+                ) from error
+
+    def prompts(self, split: str) -> Iterable[Prompt]:
+        """Prompts with ids `train-0`, ...; made as they are asked for."""
+        self.check_split(split)
+        data = self._data[split]
+        return (self._prompt(f"{split}-{index}", data[index]) for index in range(len(data)))
+
+    def _prompt(self, prompt_id: str, entry: dict[str, Any]) -> Prompt:
+        question, answer = str(entry["question"]), entry["answer"]
+        content: dict[str, Any] = {"text": question}
+        if self.format == "chat":
+            text = f"{question}\n\n{self.instruction}".strip()
+            content = {"messages": ({"role": "user", "content": text},)}
+        return Prompt(
+            id=prompt_id,
+            answer=None if answer is None else str(answer),
+            metadata={"entry": entry},
+            **content,
+        )
+
+    def score(self, prompt: Prompt, completion: str) -> float:
+        answer: str | None = completion.strip()
+        if self.instruction:
+            answers = _ANSWER.findall(completion)
+            answer = answers[-1].strip() if answers else None
+        return float(self._data["train"].score_answer(answer, prompt.metadata["entry"]))
+
+    def demonstration(self, prompt: Prompt) -> str | None:
+        """The bare answer, in tags where they are asked for: there are no worked solutions."""
+        if prompt.answer is None:
+            return None
+        return f"<answer>{prompt.answer}</answer>" if self.instruction else prompt.answer
+
+
+def _import_reasoning_gym() -> ModuleType:
+    try:
+        return importlib.import_module("reasoning_gym")
+    except ImportError as error:
+        raise UserError(
+            "tasks of reasoning-gym need its package: pip install 'jetrl[reasoning-gym]' "
+            f"({type(error).__name__}: {error})"
+        ) from error

@@ -1,0 +1,170 @@
+"""From a task's name in the settings to the task itself.
+
+get_task("arithmetic", digits=2)              a built-in
+get_task("reasoning_gym:chain_sum", seed=7)   any reasoning-gym data set
+get_task("my_task.py:MyTask", path="data/")   a class in a file of yours
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import inspect
+import sys
+import traceback
+import zlib
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from jetrl.errors import UserError
+from jetrl.tasks.base import Task
+
+BUILT_IN = {
+    "arithmetic": ("jetrl.tasks.arithmetic", "Arithmetic"),
+    "gsm8k": ("jetrl.tasks.gsm8k", "Gsm8k"),
+}
+
+
+def get_task(name: str, *, path: str | Path | None = None, **options: Any) -> Task:
+    """The task called `name`, built with `options`.
+
+    Args:
+        name: a built-in name, `reasoning_gym:NAME`, or `FILE.py:CLASS`.
+        path: data file or folder, handed to tasks that read one.
+        options: keyword arguments of the task (`[task.options]` in a recipe).
+
+    Raises:
+        UserError: no such task (the nearest name is offered), an option the task does not have, a
+            file that does not import or holds no such class (with file and line), a package that is
+            not installed, data that is missing.
+    """
+    if path is not None:
+        options["path"] = str(path)
+    if name.startswith("reasoning_gym:"):
+        module = importlib.import_module("jetrl.tasks.reasoning")
+        return module.ReasoningGym(name.removeprefix("reasoning_gym:"), **options)
+    file, colon, class_name = name.rpartition(":")
+    if name.endswith(".py") or (colon and file.endswith(".py")):
+        if not colon or name.endswith(".py"):
+            raise UserError(f"task {name}: add the class, as in {name}:MyTask")
+        return _build(_load_class(Path(file), class_name), name, options)
+    if name not in BUILT_IN:
+        raise UserError(
+            f"unknown task {name!r}{nearest(name, list(BUILT_IN))} "
+            "(also possible: reasoning_gym:NAME, file.py:Class)"
+        )
+    module_name, class_name = BUILT_IN[name]
+    return _build(getattr(importlib.import_module(module_name), class_name), name, options)
+
+
+def nearest(name: str, known: list[str]) -> str:
+    """`; did you mean X?`, or the names there are."""
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    if near:
+        return f"; did you mean {near[0]}?"
+    return f"; there is: {', '.join(known[:30]) or 'none'}"
+
+
+def check_options(known: list[str], options: dict[str, Any], task: str) -> None:
+    """Raise `UserError` for an option the task does not have, offering the nearest one."""
+    for option in options:
+        if option not in known:
+            key = "task.path" if option == "path" else f"task.options.{option}"
+            raise UserError(f"{key}: task {task} has no such option{nearest(option, known)}")
+
+
+def _build(cls: type[Task], name: str, options: dict[str, Any]) -> Task:
+    parameters = inspect.signature(cls).parameters.values()
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        check_options([p.name for p in parameters if p.kind is not p.VAR_POSITIONAL], options, name)
+    for parameter in parameters:
+        required = parameter.default is parameter.empty and parameter.kind in (
+            parameter.POSITIONAL_OR_KEYWORD,
+            parameter.KEYWORD_ONLY,
+        )
+        if required and parameter.name not in options:
+            key = "task.path" if parameter.name == "path" else f"task.options.{parameter.name}"
+            raise UserError(f"task {name} needs {key}")
+    try:
+        return cls(**options)
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(
+            f"task {name}: {cls.__name__}({_arguments(options)}) raised {describe_error(error)}"
+        ) from error
+
+
+def _arguments(options: dict[str, Any]) -> str:
+    return ", ".join(f"{key}={value!r}" for key, value in options.items())
+
+
+def _load_class(file: Path, class_name: str) -> type[Task]:
+    if not file.is_file():
+        raise UserError(f"task file {file}: no such file (paths start at the working folder)")
+    module = _load_module(file.resolve())
+    cls = getattr(module, class_name, None)
+    if cls is None:
+        tasks = [
+            key
+            for key, value in vars(module).items()
+            if isinstance(value, type) and issubclass(value, Task) and value is not Task
+        ]
+        raise UserError(f"task file {file}: no class {class_name!r}{nearest(class_name, tasks)}")
+    if not (isinstance(cls, type) and issubclass(cls, Task)):
+        line = _definition_line(cls)
+        raise UserError(
+            f"{file}{line}: {class_name} is not a Task; write `class {class_name}(Task):` "
+            "with `from jetrl.tasks import Task`"
+        )
+    return cls
+
+
+def _definition_line(value: object) -> str:
+    try:
+        return f", line {inspect.getsourcelines(value)[1]}"  # type: ignore[arg-type]
+    except (OSError, TypeError):
+        return ""
+
+
+def _load_module(file: Path) -> ModuleType:
+    """Run the file as a module of its own; its folder is importable, as for `python FILE`."""
+    module_name = f"jetrl_user_task_{file.stem}_{zlib.crc32(str(file).encode()):x}"
+    changed = file.stat().st_mtime_ns
+    loaded = sys.modules.get(module_name)
+    if loaded is not None and getattr(loaded, "__jetrl_changed__", None) == changed:
+        return loaded
+    spec = importlib.util.spec_from_file_location(module_name, file)
+    if spec is None or spec.loader is None:
+        raise UserError(f"task file {file}: not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    vars(module)["__jetrl_changed__"] = changed
+    sys.modules[module_name] = module  # so that its classes can be pickled
+    if str(file.parent) not in sys.path:
+        sys.path.append(str(file.parent))
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        del sys.modules[module_name]
+        raise UserError(f"task file {_import_line(error, file)}") from error
+    return module
+
+
+def _import_line(error: BaseException, file: Path) -> str:
+    if isinstance(error, SyntaxError):
+        return f"{error.filename}, line {error.lineno}: {type(error).__name__}: {error.msg}"
+    lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == str(file)]
+    where = f"{file}, line {lines[-1]}" if lines else str(file)
+    return f"{where}: does not import: {type(error).__name__}: {error}"
+
+
+def describe_error(error: BaseException) -> str:
+    """`ValueError: text (file.py, line 3, in score)`: the exception and where it was raised."""
+    text = f"{type(error).__name__}: {error}"[:500]
+    frames = traceback.extract_tb(error.__traceback__)
+    if not frames:
+        return text
+    last = frames[-1]
+    return f"{text} ({last.filename}, line {last.lineno}, in {last.name})"
