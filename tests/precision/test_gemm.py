@@ -60,5 +60,5 @@ def test_refuses_wrong_groups_and_shapes() -> None:
     a, b = operands(4, 128, 256, (128, 128))
     with pytest.raises(ValueError, match="groups"):
         fp8_matmul(b, b)
-    with pytest.raises(ValueError, match="shape|M, K"):
+    with pytest.raises(ValueError, match="M, K"):
         fp8_matmul(a, QTensor(b.codes[:, :128], b.scales[:, :1], b.block))

@@ -56,13 +56,18 @@ def exact_matmul(a: Tensor, b: Tensor) -> Tensor:
     result depends on that row and on b alone. The relative error against the true product is about
     2**-bits of the largest term, bits = 23 for K = 128 and 20 for K = 8192.
     """
-    bits = (53 - math.ceil(math.log2(max(a.shape[-1], 2)))) // 2
+    bits = _factor_bits(a.shape[-1])
     return align(a, -1, bits) @ align(b, -2, bits)
 
 
 def sum_of_squares(x: Tensor) -> Tensor:
-    """float64 [..., 1]: sum of x**2 along the last dimension, exact on a 19-bit grid."""
-    return align(x, -1, 19).square().sum(-1, keepdim=True)
+    """float64 [..., 1]: sum of x**2 along the last dimension, on the grid of `exact_matmul`."""
+    return align(x, -1, _factor_bits(x.shape[-1])).square().sum(-1, keepdim=True)
+
+
+def _factor_bits(terms: int) -> int:
+    """Bits of each factor so that a sum of this many products stays below 2**53 grid units."""
+    return (53 - math.ceil(math.log2(max(terms, 2)))) // 2
 
 
 def exp_nonpositive(x: Tensor) -> Tensor:

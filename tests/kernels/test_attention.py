@@ -1,0 +1,133 @@
+"""The attention reference: right against float64, indifferent to batch, padding and place."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from jetrl.kernels.attention import attend_dense, attend_packed, quantize_kv
+from jetrl.precision import QTensor, dequantize
+
+FORMATS = ["fp8", "bf16", "fp32"]
+
+
+def inputs(tokens: int, heads: int, groups: int, dim: int, kv: str, seed: int = 0) -> list[Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    dtype = torch.float32 if kv == "fp32" else torch.bfloat16
+    return [torch.randn(tokens, n, dim, generator=g).to(dtype) * 2 for n in (heads, groups, groups)]
+
+
+def stored(x: Tensor, kv: str) -> Tensor:
+    """The values as the cache would give them back, float64."""
+    codes, scales = quantize_kv(x, kv)
+    if scales is None:
+        return codes.double()
+    return dequantize(QTensor(codes, scales[..., None], (1, x.shape[-1]))).double()
+
+
+def causal64(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """One sequence [L, H, D], [L, G, D] in float64."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q, k) / math.sqrt(q.shape[-1])
+    hidden = torch.ones(len(q), len(q), dtype=torch.bool).triu(1)
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
+
+
+@pytest.mark.parametrize("kv", FORMATS)
+@pytest.mark.parametrize("heads,groups,dim", [(2, 2, 64), (8, 2, 32), (5, 1, 128)])
+def test_matches_float64(kv: str, heads: int, groups: int, dim: int) -> None:
+    lengths = [1, 7, 33, 2]
+    q, k, v = inputs(sum(lengths), heads, groups, dim, kv)
+    cu = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()])
+    out = attend_packed(q, k, v, cu, kv)
+    k64, v64 = stored(k, kv), stored(v, kv)
+    for start, length in zip(cu.tolist(), lengths, strict=False):
+        s = slice(start, start + length)
+        true = causal64(q[s].double(), k64[s], v64[s])
+        # scores up to ~50 in float32 are off by 2**-24 * 4 * 50, so weights by that, relatively; the
+        # result is then rounded to q's dtype
+        rounding = 2.0**-24 if kv == "fp32" else 2.0**-8
+        bound = rounding * true.abs() + 400 * 2.0**-24 * v64[s].abs().max()
+        assert torch.all((out[s] - true).abs() <= bound)
+
+
+@pytest.mark.parametrize("kv", ["fp8", "bf16"])
+def test_bits_do_not_depend_on_batch_or_padding(kv: str) -> None:
+    lengths = [5, 40, 17, 1]
+    q, k, v = inputs(sum(lengths), 4, 2, 64, kv)
+    cu = [0, *torch.tensor(lengths).cumsum(0).tolist()]
+    together = attend_packed(q, k, v, torch.tensor(cu), kv)
+    for start, end in zip(cu, cu[1:], strict=False):
+        s = slice(start, end)
+        alone = attend_packed(q[s], k[s], v[s], torch.tensor([0, end - start]), kv)
+        assert torch.equal(alone, together[s])
+
+
+@pytest.mark.parametrize("kv", ["fp8", "bf16"])
+def test_decode_equals_the_packed_forward(kv: str) -> None:
+    """One query at a time over a longer buffer whose unused part is NaN: the same bits."""
+    length, room = 29, 64
+    q, k, v = inputs(length, 4, 2, 64, kv)
+    packed = attend_packed(q, k, v, torch.tensor([0, length]), kv)
+    buffers = []
+    for x in (k, v):
+        codes, scales = quantize_kv(x, kv)
+        buffer = torch.full((1, room, 2, 64), torch.nan).to(codes.dtype)
+        buffer[0, :length] = codes
+        scale_buffer = None
+        if scales is not None:
+            scale_buffer = torch.full((1, room, 2), torch.nan)
+            scale_buffer[0, :length] = scales
+        buffers += [buffer, scale_buffer]
+    for position in range(length):
+        one = attend_dense(q[None, position : position + 1], *buffers, torch.tensor([[position]]))
+        assert torch.equal(one[0, 0], packed[position])
+
+
+def test_long_work_is_cut_without_changing_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = inputs(60, 2, 1, 64, "fp8")
+    cu = torch.tensor([0, 10, 45, 60])
+    whole = attend_packed(q, k, v, cu, "fp8")
+    monkeypatch.setattr("jetrl.kernels.attention._MAX_SCORES", 200)
+    assert torch.equal(attend_packed(q, k, v, cu, "fp8"), whole)
+
+
+@pytest.mark.parametrize("kv", ["bf16", "fp32"])
+def test_gradients_match_float64(kv: str) -> None:
+    lengths = [6, 19]
+    tensors = [x.requires_grad_() for x in inputs(25, 4, 2, 32, kv)]
+    out = attend_packed(*tensors, torch.tensor([0, 6, 25]), kv)
+    do = torch.randn(out.shape, generator=torch.Generator().manual_seed(5)).to(out.dtype)
+    out.backward(do)
+    wide = [x.detach().double().requires_grad_() for x in tensors]
+    parts = [causal64(*(x[s] for x in wide)) for s in (slice(0, 6), slice(6, 25))]
+    torch.cat(parts).backward(do.double())
+    rounding = 2.0**-24 if kv == "fp32" else 2.0**-8
+    for narrow, true in zip(tensors, wide, strict=True):
+        bound = rounding * true.grad.abs() + 1000 * 2.0**-24 * true.grad.abs().max()
+        assert torch.all((narrow.grad - true.grad).abs() <= bound)
+
+
+def test_fp8_gradient_passes_straight_through() -> None:
+    """The gradient is that of attention over the stored values, given to the values before."""
+    q, k, v = inputs(12, 2, 1, 64, "fp8")
+    stored_k, stored_v = stored(k, "fp8"), stored(v, "fp8")
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out = attend_packed(*leaves, torch.tensor([0, 12]), "fp8")
+    out.backward(torch.ones_like(out))
+    wide = [x.detach().double().requires_grad_() for x in (q, stored_k, stored_v)]
+    causal64(*wide).sum().backward()
+    for narrow, true in zip(leaves, wide, strict=True):
+        bound = 2.0**-8 * true.grad.abs() + 1000 * 2.0**-24 * true.grad.abs().max()
+        assert torch.all((narrow.grad - true.grad).abs() <= bound)
+
+
+@pytest.mark.parametrize("std", [1e-30, 1e-6, 1e3])
+def test_any_scale_of_keys_and_values(std: float) -> None:
+    q, k, v = inputs(20, 2, 2, 64, "fp8")
+    out = attend_packed(q, k, (v * std).bfloat16(), torch.tensor([0, 20]), "fp8")
+    assert out.isfinite().all()
+    assert out.float().abs().max() > 0

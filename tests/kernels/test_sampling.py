@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from jetrl.kernels.sampling import random_bits, sample
+
+
+def draw(
+    logits: Tensor, temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0, seed: int = 0
+) -> tuple[Tensor, Tensor]:
+    count = len(logits)
+    counters = np.arange(count)
+    bits = torch.from_numpy(random_bits(np.full(count, seed), counters, np.zeros(count, np.int64)))
+    full = torch.full((count,), 1.0)
+    return sample(logits, bits, full * temperature, full * top_p, torch.full((count,), top_k))
+
+
+def test_philox_known_answer() -> None:
+    """Random123's published vectors for philox4x32-10: the first 53 of its first 64 bits."""
+    zero = np.zeros(1, np.int64)
+    assert random_bits(zero, zero, zero)[0] == (0x6627E8D5 << 32 | 0xE169C58D) >> 11
+    ones = np.array([-1])
+    assert random_bits(ones, ones, ones)[0] == (0x408F276D << 32 | 0x41C83B0E) >> 11
+    key = np.array([0x299F31D0_A4093822], dtype=np.uint64)
+    low = np.array([0x85A308D3_243F6A88], dtype=np.uint64)
+    high = np.array([0x03707344_13198A2E], dtype=np.uint64)
+    assert random_bits(key, low, high)[0] == (0xD16CFE09 << 32 | 0x94FDCCEB) >> 11
+
+
+def test_a_draw_depends_on_its_own_counter_only() -> None:
+    seeds, keys, positions = np.full(50, 3), np.arange(50) * 7, np.arange(50) % 5
+    together = random_bits(seeds, keys, positions)
+    alone = [
+        random_bits(seeds[i : i + 1], keys[i : i + 1], positions[i : i + 1])[0] for i in range(50)
+    ]
+    assert together.tolist() == alone
+    assert len(set(together.tolist())) == 50
+
+
+def test_frequencies_follow_the_distribution() -> None:
+    p = torch.tensor([0.5, 0.25, 0.125, 0.125])
+    count = 20_000
+    tokens, logprobs = draw(p.log().repeat(count, 1))
+    share = torch.bincount(tokens, minlength=4) / count
+    # five standard deviations of a binomial share
+    assert torch.all((share - p).abs() <= 5 * (p * (1 - p) / count).sqrt())
+    assert torch.allclose(logprobs, p.log()[tokens], atol=2.0**-22)
+
+
+def test_temperature_changes_the_distribution_and_the_logprobs() -> None:
+    logits = torch.tensor([[2.0, 0.0]]).repeat(10_000, 1)
+    tokens, logprobs = draw(logits, temperature=2.0)
+    p = torch.softmax(logits[0] / 2, -1)
+    assert abs((tokens == 0).float().mean() - p[0]) <= 5 * (p[0] * p[1] / 10_000).sqrt()
+    assert torch.allclose(logprobs, p.log()[tokens], atol=2.0**-22)
+
+
+def test_temperature_zero_is_greedy_with_plain_logprobs() -> None:
+    logits = torch.tensor([[1.0, 3.0, 3.0], [0.0, -1.0, -2.0]])
+    tokens, logprobs = draw(logits, temperature=0.0)
+    assert tokens.tolist() == [1, 0], "the lowest id among equals"
+    assert torch.allclose(logprobs, logits.log_softmax(-1)[[0, 1], tokens], atol=2.0**-22)
+
+
+@pytest.mark.parametrize("top_k,top_p,allowed", [(2, 1.0, {0, 1}), (0, 0.7, {0, 1}), (3, 0.5, {0})])
+def test_truncation_keeps_the_most_probable(top_k: int, top_p: float, allowed: set[int]) -> None:
+    p = torch.tensor([0.5, 0.3, 0.15, 0.05])
+    tokens, logprobs = draw(p.log().repeat(3000, 1), top_p=top_p, top_k=top_k)
+    assert set(tokens.tolist()) == allowed
+    assert torch.allclose(logprobs, p.log()[tokens], atol=2.0**-22), "of the full distribution"
+
+
+def test_equal_probabilities_keep_the_lower_id() -> None:
+    tokens, _ = draw(torch.zeros(500, 6), top_k=2)
+    assert set(tokens.tolist()) == {0, 1}
+
+
+def test_rows_may_differ_in_their_settings() -> None:
+    logits = torch.tensor([[0.0, 5.0, 0.0]] * 3)
+    bits = torch.full((3,), 2**53 - 1)
+    tokens, _ = sample(
+        logits, bits, torch.tensor([0.0, 1.0, 1.0]), torch.ones(3), torch.tensor([0, 1, 0])
+    )
+    assert tokens.tolist() == [1, 1, 2], "greedy, top-1, and the last token for the largest draw"
+
+
+def test_nan_logits_are_refused_by_row() -> None:
+    logits = torch.zeros(3, 4)
+    logits[1, 2] = torch.nan
+    with pytest.raises(FloatingPointError, match=r"rows \[1\]"):
+        draw(logits)
