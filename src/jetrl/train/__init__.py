@@ -1,0 +1,55 @@
+"""Training: samples in, updated master weights and metrics out.
+
+advantages, packing: numpy alone. losses, mismatch: pure functions. optimizer, trainer, sft:
+the updates. checkpoint: everything a run needs to go on, written so that a crash cannot spoil it.
+Names are resolved on first use, so that the parts without torch import without it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jetrl.train.advantages import group_advantages
+    from jetrl.train.checkpoint import Checkpoints
+    from jetrl.train.losses import grpo_loss
+    from jetrl.train.mismatch import StepMismatchError, mismatch_metrics
+    from jetrl.train.optimizer import Optimizer
+    from jetrl.train.packing import pack, pack_examples, split_minibatches
+    from jetrl.train.sft import SftTrainer
+    from jetrl.train.trainer import Trainer
+
+__all__ = [
+    "Checkpoints",
+    "Optimizer",
+    "SftTrainer",
+    "StepMismatchError",
+    "Trainer",
+    "group_advantages",
+    "grpo_loss",
+    "mismatch_metrics",
+    "pack",
+    "pack_examples",
+    "split_minibatches",
+]
+
+_HOME = {
+    "Checkpoints": "checkpoint",
+    "Optimizer": "optimizer",
+    "SftTrainer": "sft",
+    "StepMismatchError": "mismatch",
+    "Trainer": "trainer",
+    "group_advantages": "advantages",
+    "grpo_loss": "losses",
+    "mismatch_metrics": "mismatch",
+    "pack": "packing",
+    "pack_examples": "packing",
+    "split_minibatches": "packing",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)

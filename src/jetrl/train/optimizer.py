@@ -1,0 +1,163 @@
+"""The optimizer: AdamW on the float32 masters, with a schedule and a global gradient-norm clip.
+
+The update is `torch.optim.AdamW(fused=True)`: one pass over masters, gradients and moments, with no
+temporary the size of the model. Weight decay acts on matrices (two or more dimensions) and leaves
+norms and biases alone. State is saved by master name, never by position.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from jetrl.config import TrainSettings
+from jetrl.errors import RunStopped, UserError
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def learning_rate(update: int, settings: TrainSettings, total_updates: int) -> float:
+    """Learning rate of update 0, 1, 2 ...: linear warm-up, then the schedule.
+
+    Warm-up update u has lr * (u + 1) / warmup_steps. The first update after it has the full lr, and
+    with `linear` or `cosine` the last one (total_updates - 1) and any later has lr * min_lr_ratio.
+    """
+    if update < settings.warmup_steps:
+        return settings.lr * (update + 1) / settings.warmup_steps
+    if settings.schedule == "constant":
+        return settings.lr
+    span = max(1, total_updates - settings.warmup_steps - 1)
+    progress = min(1.0, (update - settings.warmup_steps) / span)
+    if settings.schedule == "linear":
+        share = 1.0 - progress
+    else:
+        share = 0.5 * (1.0 + math.cos(math.pi * progress))
+    return settings.lr * (settings.min_lr_ratio + (1.0 - settings.min_lr_ratio) * share)
+
+
+class Optimizer:
+    """AdamW over the masters of a policy.
+
+    Args:
+        masters: name -> float32 parameter; gradients are read from `.grad`.
+        settings: lr, warm-up, schedule, betas, eps, weight_decay, grad_clip.
+        total_updates: where the schedule ends.
+    """
+
+    def __init__(
+        self, masters: Mapping[str, nn.Parameter], settings: TrainSettings, total_updates: int
+    ) -> None:
+        self.masters = dict(masters)
+        self.settings = settings
+        self.total_updates = total_updates
+        self.num_updates = 0
+        matrices = [p for p in self.masters.values() if p.ndim >= 2]
+        others = [p for p in self.masters.values() if p.ndim < 2]
+        groups = [
+            {"params": matrices, "weight_decay": settings.weight_decay},
+            {"params": others, "weight_decay": 0.0},
+        ]
+        self._adamw = torch.optim.AdamW(
+            [group for group in groups if group["params"]],
+            lr=settings.lr,
+            betas=settings.betas,
+            eps=settings.eps,
+            fused=True,
+        )
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the next update."""
+        return learning_rate(self.num_updates, self.settings, self.total_updates)
+
+    def zero_grad(self) -> None:
+        """Forgets the gradients."""
+        self._adamw.zero_grad(set_to_none=True)
+
+    def step(self) -> float:
+        """Clips the gradients to `grad_clip`, updates the masters, forgets the gradients.
+
+        Returns:
+            The global gradient norm before the clip.
+
+        Raises:
+            RunStopped: the norm is not finite; no master was changed.
+        """
+        gradients = [p.grad for p in self.masters.values() if p.grad is not None]
+        total_norm = torch.nn.utils.get_total_norm(gradients)
+        norm = float(total_norm)
+        if not math.isfinite(norm):
+            message = self._explain_norm(norm)
+            self.zero_grad()
+            raise RunStopped(message)
+        torch.nn.utils.clip_grads_with_norm_(
+            list(self.masters.values()), self.settings.grad_clip, total_norm
+        )
+        for group in self._adamw.param_groups:
+            group["lr"] = self.lr
+        self._adamw.step()
+        self.num_updates += 1
+        self.zero_grad()
+        return norm
+
+    def state_tensors(self) -> dict[str, torch.Tensor]:
+        """The moments, float32: `exp_avg.NAME` and `exp_avg_sq.NAME`, and `step.NAME` (scalar). A
+        master that never had a gradient has none. The tensors are the live ones, not copies."""
+        tensors = {}
+        for name, master in self.masters.items():
+            state = self._adamw.state.get(master, {})
+            for key in ("step", *_MOMENTS):
+                if key in state:
+                    tensors[f"{key}.{name}"] = state[key]
+        return tensors
+
+    def load_state(self, tensors: Mapping[str, torch.Tensor], num_updates: int) -> None:
+        """Takes over what `state_tensors` gave, bit for bit, and the number of updates so far.
+
+        Raises:
+            UserError: a tensor for a master that does not exist, or of another shape. Nothing was
+                changed then.
+        """
+        states: dict[str, dict[str, torch.Tensor]] = {}
+        for full_name, tensor in tensors.items():
+            key, _, name = full_name.partition(".")
+            master = self.masters.get(name)
+            if master is None or key not in ("step", *_MOMENTS):
+                raise UserError(
+                    f"optimizer state {full_name!r} belongs to no parameter of the model"
+                )
+            expected = torch.Size() if key == "step" else master.shape
+            if tensor.shape != expected or tensor.dtype != torch.float32:
+                raise UserError(
+                    f"optimizer state {full_name!r} is {tensor.dtype} {tuple(tensor.shape)}; "
+                    f"this model needs float32 {tuple(expected)}"
+                )
+            states.setdefault(name, {})[key] = tensor.to(master.device, copy=True)
+        for name, state in states.items():
+            if len(state) != 1 + len(_MOMENTS):
+                raise UserError(f"optimizer state of {name!r} is incomplete: {sorted(state)}")
+        self._adamw.state.clear()
+        for name, state in states.items():
+            self._adamw.state[self.masters[name]] = state
+        self.num_updates = num_updates
+
+    def _explain_norm(self, norm: float) -> str:
+        bad = [
+            name
+            for name, p in self.masters.items()
+            if p.grad is not None and not bool(torch.isfinite(p.grad).all())
+        ]
+        where = (
+            f"{len(bad)} of {len(self.masters)} parameters have NaN or infinite gradients, "
+            f"first {', '.join(bad[:3])}"
+            if bad
+            else "every gradient is finite, but their norm overflows float32"
+        )
+        return (
+            f"the gradient norm of update {self.num_updates + 1} is {norm}: {where}. The update "
+            "was not applied and the last checkpoint is good. Lower train.lr or train.grad_clip, "
+            "or look for the operation with precision.preset=bf16"
+        )

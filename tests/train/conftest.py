@@ -1,0 +1,120 @@
+"""What the training tests share: samples, and a policy so small that its numbers can be checked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from jetrl.types import Completion, Prompt, Sample, Score
+
+
+def make_sample(
+    group: int,
+    prompt: Sequence[int],
+    completion: Sequence[int],
+    reward: float = 0.0,
+    logprobs: Sequence[float] | None = None,
+) -> Sample:
+    if logprobs is None:
+        logprobs = [-0.5] * len(completion)
+    return Sample(
+        prompt=Prompt(id=f"p{group}", text="?"),
+        group=group,
+        prompt_token_ids=tuple(prompt),
+        completion=Completion(tuple(completion), tuple(logprobs), "stop"),
+        score=Score(reward),
+    )
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tensors this small lose time to a second thread, a lot of it on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def sample() -> Callable[..., Sample]:
+    return make_sample
+
+
+@dataclass
+class BigramConfig:
+    vocab_size: int
+
+
+class Bigram:
+    """Logits of the next token are a row of a table: log-probs can be worked out by hand. It has
+    the calls of a policy that training uses, and none of its numerics."""
+
+    def __init__(self, exact: bool = True, vocab_size: int = 11, seed: int = 0) -> None:
+        self.device = torch.device("cpu")
+        plan = {"name": "jet" if exact else "mixed", "kv": "bf16"}
+        self.plan = SimpleNamespace(exact=exact, name=plan["name"], to_dict=lambda: dict(plan))
+        self.config = BigramConfig(vocab_size)
+        generator = torch.Generator().manual_seed(seed)
+        table = torch.randn(vocab_size, vocab_size, generator=generator)
+        self.masters = {
+            "table.weight": nn.Parameter(table),
+            "table.bias": nn.Parameter(torch.zeros(vocab_size)),
+        }
+        self.calls: list[tuple[str, object]] = []
+
+    def named_masters(self) -> dict[str, nn.Parameter]:
+        return self.masters
+
+    def requantize(self) -> None:
+        self.calls.append(("requantize", None))
+
+    def train_logprobs(
+        self,
+        token_ids: torch.Tensor,
+        cu_seqlens: torch.Tensor,
+        targets: torch.Tensor,
+        temperature: float = 1.0,
+        checkpoint_layers: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self.calls.append(("grad" if torch.is_grad_enabled() else "no_grad", checkpoint_layers))
+        assert not set(targets.tolist()) & set(cu_seqlens.tolist())
+        logits = self.masters["table.weight"][token_ids[targets - 1]] + self.masters["table.bias"]
+        logprobs = torch.log_softmax(logits / temperature, dim=-1)
+        entropy = -(logprobs.exp() * logprobs).sum(-1).detach()
+        return logprobs.gather(1, token_ids[targets, None]).squeeze(1), entropy
+
+    def draw(self, rewards: Sequence[float], groups: int = 2, temperature: float = 1.0) -> list:
+        """One sample a reward, in groups of neighbours, with this policy's own log-probs."""
+        rng = np.random.default_rng(7)
+        size = len(rewards) // groups
+        samples = []
+        for i, reward in enumerate(rewards):
+            vocab_size = self.config.vocab_size
+            prompt = rng.integers(0, vocab_size, 2 + i % 3)
+            completion = rng.integers(0, vocab_size, 1 + i % 4)
+            tokens = torch.tensor([*prompt, *completion])
+            with torch.no_grad():
+                logprobs, _ = self.train_logprobs(
+                    tokens,
+                    torch.tensor([0, len(tokens)]),
+                    torch.arange(len(prompt), len(tokens)),
+                    temperature,
+                )
+            samples.append(
+                make_sample(
+                    i // size, prompt.tolist(), completion.tolist(), reward, logprobs.tolist()
+                )
+            )
+        self.calls.clear()
+        return samples
+
+
+@pytest.fixture(scope="session")
+def bigram() -> type[Bigram]:
+    return Bigram

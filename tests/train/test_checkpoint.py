@@ -1,0 +1,339 @@
+"""Checkpoints: complete or absent, checked when read, and exact."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from jetrl.config import Settings
+from jetrl.errors import RunStopped, UserError
+from jetrl.train import checkpoint as module
+from jetrl.train.checkpoint import Checkpoints
+from jetrl.train.trainer import Trainer
+
+SETTINGS = Settings.model_validate({"train": {"lr": 0.05, "weight_decay": 0.1}})
+EXTRA = {"task": {"cursor": 17}, "best": 0.1 + 0.2, "none": None, "names": ["a", "é"]}
+FILES = ["manifest.json", "masters.safetensors", "optimizer.safetensors", "state.json"]
+
+
+@pytest.fixture
+def made(bigram):
+    """A policy and trainer after two updates."""
+    policy = bigram()
+    trainer = Trainer(policy, SETTINGS)
+    for _ in range(2):
+        trainer.step(policy.draw([1.0, 0.0, 0.0, 0.5]))
+    return policy, trainer
+
+
+def names(path):
+    return sorted(entry.name for entry in path.iterdir())
+
+
+def test_round_trip_is_bitwise(made, bigram, tmp_path):
+    policy, trainer = made
+    checkpoints = Checkpoints(tmp_path / "checkpoints")
+    path = checkpoints.save(7, policy, trainer.optimizer, EXTRA)
+    assert path == tmp_path / "checkpoints" / "step_000007"
+    assert names(path) == FILES
+    assert names(path.parent) == ["step_000007"]
+
+    fresh = bigram(seed=99)
+    other = Trainer(fresh, SETTINGS)
+    found = Checkpoints(path.parent).latest()
+    assert found.path == path
+    assert found.notes == []
+    loaded = Checkpoints(path.parent).load(path, fresh, other.optimizer)
+    assert loaded.step == 7
+    assert loaded.extra == EXTRA
+    assert fresh.calls[-1][0] == "requantize"
+    assert other.optimizer.num_updates == 2
+    # And both go on alike.
+    for p, t in ((policy, trainer), (fresh, other)):
+        t.step(p.draw([1.0, 0.0, 0.0, 0.5]))
+    for name, master in policy.named_masters().items():
+        assert torch.equal(master, fresh.named_masters()[name])
+    state = other.optimizer.state_tensors()
+    for name, tensor in trainer.optimizer.state_tensors().items():
+        assert torch.equal(tensor, state[name])
+
+
+def test_before_the_first_update(bigram, tmp_path):
+    policy = bigram()
+    path = Checkpoints(tmp_path).save(0, policy, Trainer(policy, SETTINGS).optimizer, {})
+    fresh = Trainer(bigram(seed=3), SETTINGS)
+    assert Checkpoints(tmp_path).load(path, fresh.policy, fresh.optimizer).step == 0
+    assert fresh.optimizer.num_updates == 0
+
+
+def test_keep_last_and_order(made, tmp_path):
+    policy, trainer = made
+    checkpoints = Checkpoints(tmp_path, keep_last=2)
+    for step in (9, 10, 1000000, 1000001):
+        checkpoints.save(step, policy, trainer.optimizer, {})
+    assert checkpoints.steps() == [1000000, 1000001]
+    assert checkpoints.latest().path.name == "step_1000001"
+
+
+def test_a_save_after_going_back_removes_the_left_future(made, tmp_path):
+    policy, trainer = made
+    checkpoints = Checkpoints(tmp_path, keep_last=2)
+    checkpoints.save(10, policy, trainer.optimizer, {})
+    checkpoints.save(20, policy, trainer.optimizer, {})
+    checkpoints.save(12, policy, trainer.optimizer, {})
+    assert checkpoints.steps() == [10, 12]
+
+
+def test_the_same_step_is_replaced(made, tmp_path):
+    policy, trainer = made
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(3, policy, trainer.optimizer, {"n": 1})
+    path = checkpoints.save(3, policy, trainer.optimizer, {"n": 2})
+    assert checkpoints.load(path, policy, trainer.optimizer).extra == {"n": 2}
+    assert names(tmp_path) == ["step_000003"]
+
+
+def truncate(path):
+    with open(path, "rb+") as file:
+        file.truncate(path.stat().st_size - 1)
+
+
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def reformat(path):
+    """A whole checkpoint of a later format: the sums fit, this version cannot read it."""
+    folder = path.parent
+    state = json.loads(path.read_text())
+    path.write_text(json.dumps(state | {"format": 999}))
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["state.json"] = module._fingerprint(path)
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+DAMAGE = [
+    pytest.param("masters.safetensors", truncate, "bytes instead of", id="truncated"),
+    pytest.param("masters.safetensors", flip, "does not match its checksum", id="bit-flip"),
+    pytest.param("optimizer.safetensors", os.remove, "No such file", id="missing-file"),
+    pytest.param("manifest.json", os.remove, "manifest.json: No such file", id="no-manifest"),
+    pytest.param("manifest.json", lambda p: p.write_text("{"), "not a checkpoint's", id="bad-json"),
+    pytest.param("manifest.json", lambda p: p.write_text("[]"), "not a checkpoint's", id="no-dict"),
+    pytest.param("manifest.json", lambda p: p.write_bytes(b"\xff"), "not a", id="not-text"),
+    pytest.param("state.json", truncate, "bytes instead of", id="state-truncated"),
+    pytest.param("state.json", reformat, "format 999", id="other-format"),
+]
+
+
+@pytest.mark.parametrize("file, damage, message", DAMAGE)
+def test_a_damaged_checkpoint_falls_back_to_the_last_good_one(
+    made, tmp_path, file, damage, message
+):
+    policy, trainer = made
+    checkpoints = Checkpoints(tmp_path, keep_last=3)
+    for step in (1, 2, 3):
+        checkpoints.save(step, policy, trainer.optimizer, {})
+    damage(tmp_path / "step_000003" / file)
+    found = checkpoints.latest()
+    assert found.path.name == "step_000002"
+    (note,) = found.notes
+    assert "step_000003 is damaged" in note
+    assert message in note
+    with pytest.raises(UserError, match="step_000003 is damaged"):
+        checkpoints.load(tmp_path / "step_000003", policy, trainer.optimizer)
+    damage(tmp_path / "step_000002" / file)
+    damage(tmp_path / "step_000001" / file)
+    with pytest.raises(
+        UserError, match=r"no good checkpoint .*step_000003.*step_000002.*step_000001"
+    ):
+        checkpoints.latest()
+
+
+def test_no_checkpoint_at_all(tmp_path):
+    with pytest.raises(UserError, match="no checkpoint in"):
+        Checkpoints(tmp_path / "none").latest()
+    assert Checkpoints(tmp_path / "none").steps() == []
+    assert names(tmp_path) == []
+
+
+def test_a_folder_that_cannot_be_made(made, tmp_path):
+    policy, trainer = made
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunStopped, match=r"could not be written: Not a directory"):
+        Checkpoints(tmp_path / "file" / "checkpoints").save(1, policy, trainer.optimizer, {})
+
+
+def check_disk_full(checkpoints, policy, optimizer, reason):
+    before = {
+        path: path.read_bytes() for path in checkpoints.directory.rglob("*") if path.is_file()
+    }
+    with pytest.raises(RunStopped) as caught:
+        checkpoints.save(2, policy, optimizer, {})
+    message = str(caught.value)
+    assert str(checkpoints.path(2)) in message
+    assert reason in message
+    assert "GiB free" in message
+    assert str(checkpoints.path(1)) in message
+    after = {path: path.read_bytes() for path in checkpoints.directory.rglob("*") if path.is_file()}
+    assert after == before
+    assert names(checkpoints.directory) == ["step_000001"]
+    assert checkpoints.latest().path == checkpoints.path(1)
+    checkpoints.save(2, policy, optimizer, {})
+
+
+@pytest.mark.parametrize("call", range(4))
+def test_disk_full_at_any_file_leaves_the_previous_one(made, tmp_path, monkeypatch, call):
+    policy, trainer = made
+    checkpoints = Checkpoints(tmp_path, keep_last=1)
+    checkpoints.save(1, policy, trainer.optimizer, {})
+    fsync, calls = os.fsync, []
+
+    def full_disk(handle):
+        calls.append(handle)
+        if len(calls) == call + 1:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        fsync(handle)
+
+    monkeypatch.setattr(module.os, "fsync", full_disk)
+    check_disk_full(checkpoints, policy, trainer.optimizer, "No space left on device")
+
+
+def test_failing_second_rename_brings_the_replaced_one_back(made, tmp_path, monkeypatch):
+    policy, trainer = made
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(1, policy, trainer.optimizer, {"n": 1})
+    rename = os.rename
+
+    def fails(source, target):
+        if "writing" in str(source):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        rename(source, target)
+
+    monkeypatch.setattr(module.os, "rename", fails)
+    with pytest.raises(RunStopped, match="Input/output error"):
+        checkpoints.save(1, policy, trainer.optimizer, {"n": 2})
+    assert names(tmp_path) == ["step_000001"]
+    assert checkpoints.load(tmp_path / "step_000001", policy, trainer.optimizer).extra == {"n": 1}
+
+
+def test_a_real_write_that_fails(tmp_path):
+    """The operating system refuses the bytes (a file-size limit, which fails as a full disk does),
+    inside safetensors' own writer."""
+    code = textwrap.dedent("""
+        import dataclasses, resource, sys
+        from types import SimpleNamespace
+        import torch
+        from torch import nn
+        from jetrl.config import Settings
+        from jetrl.errors import RunStopped
+        from jetrl.train import Checkpoints, Optimizer
+
+        @dataclasses.dataclass
+        class Config:
+            size: int = 1
+
+        masters = {"w": nn.Parameter(torch.ones(200, 200))}
+        policy = SimpleNamespace(config=Config(), plan=SimpleNamespace(to_dict=dict),
+                                 named_masters=lambda: masters, requantize=lambda: None)
+        optimizer = Optimizer(masters, Settings().train, 1)
+        checkpoints = Checkpoints(sys.argv[1])
+        checkpoints.save(1, policy, optimizer, {})
+        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
+        try:
+            checkpoints.save(2, policy, optimizer, {})
+        except RunStopped as error:
+            print(error)
+        assert [p.name for p in checkpoints.directory.iterdir()] == ["step_000001"]
+        assert checkpoints.latest().path == checkpoints.path(1)
+    """)
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "could not be written" in done.stdout
+    assert "File too large" in done.stdout
+    assert "GiB free" in done.stdout
+
+
+def test_an_interrupt_while_writing_leaves_nothing(made, tmp_path, monkeypatch):
+    policy, trainer = made
+    checkpoints = Checkpoints(tmp_path)
+
+    def interrupt(handle):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module.os, "fsync", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        checkpoints.save(1, policy, trainer.optimizer, {})
+    assert names(tmp_path) == []
+
+
+def test_what_a_crash_left_is_removed_or_put_back(made, tmp_path):
+    policy, trainer = made
+    checkpoints = Checkpoints(tmp_path)
+    for step in (1, 2):
+        checkpoints.save(step, policy, trainer.optimizer, {})
+    (tmp_path / ".writing-step_000003").mkdir()
+    (tmp_path / ".writing-step_000003" / "masters.safetensors").write_bytes(b"half")
+    os.rename(tmp_path / "step_000002", tmp_path / ".replaced-step_000002")
+    (tmp_path / ".replaced-step_000001").mkdir()
+    again = Checkpoints(tmp_path)
+    assert again.latest().path.name == "step_000002"
+    assert ".writing-step_000003" in names(tmp_path)  # it may be another process's, at work
+    again.save(4, policy, trainer.optimizer, {})
+    assert names(tmp_path) == ["step_000002", "step_000004"]
+
+
+def test_extra_that_is_not_json_writes_nothing(made, tmp_path):
+    policy, trainer = made
+    with pytest.raises(TypeError):
+        Checkpoints(tmp_path).save(1, policy, trainer.optimizer, {"x": object()})
+    assert names(tmp_path) == []
+
+
+def test_another_plan_or_model_is_refused_by_name(made, bigram, tmp_path):
+    policy, trainer = made
+    path = Checkpoints(tmp_path).save(1, policy, trainer.optimizer, {})
+
+    def refused(other, message):
+        before = {name: p.detach().clone() for name, p in other.named_masters().items()}
+        fresh = Trainer(other, SETTINGS)
+        with pytest.raises(UserError, match=message):
+            Checkpoints(tmp_path).load(path, other, fresh.optimizer)
+        assert all(torch.equal(p, before[n]) for n, p in other.named_masters().items())
+        assert fresh.optimizer.num_updates == 0
+
+    other_plan = bigram()
+    other_plan.plan = SimpleNamespace(
+        exact=True, name="jet", to_dict=lambda: {"name": "jet", "kv": "fp8"}
+    )
+    refused(other_plan, "precision plan kv is 'bf16' in the checkpoint and 'fp8' here")
+    refused(
+        bigram(vocab_size=12),
+        r"model vocab_size is 11 .* and 12 here; .*table\.weight is .*\(11, 11\)",
+    )
+    more = bigram()
+    more.masters["extra.weight"] = torch.nn.Parameter(torch.ones(2))
+    refused(more, r"lacks extra\.weight")
+
+
+def test_nothing_is_pickled(made, tmp_path):
+    policy, trainer = made
+    path = Checkpoints(tmp_path).save(1, policy, trainer.optimizer, EXTRA)
+    for name in ("masters.safetensors", "optimizer.safetensors"):
+        data = (path / name).read_bytes()
+        length = int.from_bytes(data[:8], "little")
+        header = json.loads(data[8 : 8 + length])
+        assert all(
+            entry["dtype"] == "F32" for key, entry in header.items() if key != "__metadata__"
+        )

@@ -1,0 +1,128 @@
+"""Packing and the split into minibatches."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from jetrl.errors import UserError
+from jetrl.train.packing import pack, pack_examples, split_minibatches, targets
+
+
+def advantages(samples):
+    return np.arange(1, len(samples) + 1, dtype=np.float32)
+
+
+def test_literal_batch(sample):
+    samples = [
+        sample(0, [5, 6], [7], logprobs=[-0.5]),
+        sample(1, [8], [9, 4], logprobs=[-0.1, -2.0]),
+    ]
+    (batch,) = pack(samples, np.float32([1, -1]), 100)
+    assert batch.token_ids.tolist() == [5, 6, 7, 8, 9, 4]
+    assert batch.token_ids.dtype == batch.cu_seqlens.dtype == batch.sample_ids.dtype == np.int64
+    assert batch.cu_seqlens.tolist() == [0, 3, 6]
+    assert batch.loss_mask.tolist() == [False, False, True, False, True, True]
+    assert batch.rollout_logprobs.dtype == batch.advantages.dtype == np.float32
+    np.testing.assert_array_equal(batch.rollout_logprobs, np.float32([0, 0, -0.5, 0, -0.1, -2]))
+    assert batch.advantages.tolist() == [0, 0, 1, 0, -1, -1]
+    assert batch.sample_ids.tolist() == [0, 1]
+    assert targets(batch).tolist() == [2, 4, 5]
+
+
+def test_budget_fills_first_fit_decreasing_and_long_ones_stand_alone(sample):
+    lengths = [3, 9, 4, 12, 6, 2]
+    samples = [sample(i, [1] * (n - 1), [2]) for i, n in enumerate(lengths)]
+    batches = pack(samples, advantages(samples), 10)
+    # By length: 12 alone, 9, then 6 + 4, then 3 + 2.
+    assert [b.sample_ids.tolist() for b in batches] == [[3], [1], [2, 4], [0, 5]]
+    assert [b.num_tokens for b in batches] == [12, 9, 10, 5]
+
+
+def test_every_sample_is_packed_once_whatever_the_budget(sample):
+    rng = np.random.default_rng(0)
+    samples = []
+    for i in range(40):
+        prompt, completion = rng.integers(1, 9, 1 + i % 5), rng.integers(1, 9, 1 + i % 7)
+        samples.append(
+            sample(i // 4, prompt, completion, logprobs=rng.normal(size=len(completion)))
+        )
+    for budget in (1, 7, 16, 1000):
+        batches = pack(samples, advantages(samples), budget)
+        assert sorted(i for b in batches for i in b.sample_ids) == list(range(40))
+        for batch in batches:
+            assert batch.num_tokens <= budget or batch.num_sequences == 1
+            assert not batch.loss_mask[batch.cu_seqlens[:-1]].any()
+            for i, start, end in zip(
+                batch.sample_ids, batch.cu_seqlens, batch.cu_seqlens[1:], strict=False
+            ):
+                s = samples[i]
+                middle = start + len(s.prompt_token_ids)
+                assert tuple(batch.token_ids[start:middle]) == s.prompt_token_ids
+                assert tuple(batch.token_ids[middle:end]) == s.completion.token_ids
+                assert not batch.loss_mask[start:middle].any()
+                assert batch.loss_mask[middle:end].all()
+                np.testing.assert_array_equal(
+                    batch.rollout_logprobs[middle:end], np.float32(s.completion.logprobs)
+                )
+                assert (batch.advantages[middle:end] == i + 1).all()
+        again = pack(samples, advantages(samples), budget)
+        assert [b.sample_ids.tolist() for b in again] == [b.sample_ids.tolist() for b in batches]
+
+
+def test_subset_keeps_sample_numbers(sample):
+    samples = [sample(i, [1, i], [2]) for i in range(6)]
+    (batch,) = pack(samples, advantages(samples), 100, sample_ids=[4, 1])
+    assert batch.sample_ids.tolist() == [1, 4]
+    assert batch.advantages.tolist() == [0, 0, 2, 0, 0, 5]
+
+
+def test_sample_without_completion_tokens_is_left_out(sample):
+    samples = [sample(0, [1], []), sample(0, [1], [2])]
+    (batch,) = pack(samples, advantages(samples), 100)
+    assert batch.sample_ids.tolist() == [1]
+    assert pack(samples[:1], advantages(samples[:1]), 100) == []
+
+
+def test_empty_prompt_is_refused(sample):
+    with pytest.raises(UserError, match=r"'p3' has no tokens"):
+        pack([sample(3, [], [1])], np.ones(1, np.float32), 100)
+
+
+@pytest.mark.parametrize("what", ["advantages", "logprobs"])
+def test_lengths_must_agree(sample, what):
+    logprobs = [0.0] if what == "logprobs" else [0.0, 0.0]
+    with pytest.raises(ValueError, match="log-probs" if what == "logprobs" else "advantages"):
+        pack(
+            [sample(0, [1], [2, 3], logprobs=logprobs)],
+            np.ones(2 if what == "advantages" else 1, np.float32),
+            100,
+        )
+
+
+def test_examples_have_advantage_one():
+    batches = pack_examples([([1, 2], [3]), ([4], [5, 6])], 3)
+    assert [b.token_ids.tolist() for b in batches] == [[1, 2, 3], [4, 5, 6]]
+    assert [b.advantages.tolist() for b in batches] == [[0, 0, 1], [0, 1, 1]]
+    with pytest.raises(UserError, match=r"example 1: its completion"):
+        pack_examples([([1], [2]), ([1], [])], 3)
+
+
+@pytest.mark.parametrize(
+    "groups, count, expected",
+    [
+        pytest.param([0, 0, 1, 1], 1, [[0, 1, 2, 3]], id="one"),
+        pytest.param([0, 0, 1, 1], 2, [[0, 1], [2, 3]], id="by-group"),
+        pytest.param([0, 1, 0, 1], 2, [[0, 2], [1, 3]], id="groups-not-neighbours"),
+        pytest.param([0, 0, 1, 1, 2, 2], 2, [[0, 1], [2, 3, 4, 5]], id="uneven-groups"),
+        pytest.param([0, 0, 0, 0], 2, [[0, 1], [2, 3]], id="one-group-is-cut"),
+        pytest.param([0, 0, 1], 3, [[0], [1], [2]], id="fewer-groups-than-updates"),
+    ],
+)
+def test_split(groups, count, expected):
+    assert split_minibatches(groups, count) == expected
+
+
+def test_split_of_too_few_samples_names_the_setting():
+    with pytest.raises(UserError, match=r"train\.updates_per_step = 4 .* 3 samples"):
+        split_minibatches([0, 0, 1], 4)
