@@ -90,7 +90,7 @@ class Task:
 def to_score(value: object, task: str, prompt_id: str) -> Score:
     """`value`, as returned by a task's `score`, as a `Score` of finite Python floats.
 
-    True and False count as 1 and 0; NumPy numbers are taken.
+    True and False count as 1 and 0; scalars of NumPy and torch are taken.
 
     Raises:
         ScoreError: not a number, NaN or infinite; the message names the task and the prompt.
@@ -110,10 +110,12 @@ def to_score(value: object, task: str, prompt_id: str) -> Score:
 
 
 def _number(value: object, what: str) -> float:
-    if not isinstance(value, numbers.Real) and type(value).__name__ != "bool_":
+    if getattr(value, "shape", None) == () and hasattr(value, "item"):
+        value = value.item()  # a scalar of NumPy or torch
+    if not isinstance(value, numbers.Real):
         raise ScoreError(f"{what} returned {_show(value)}, which is not a number")
     try:
-        number = float(value)  # type: ignore[arg-type]
+        number = float(value)
     except OverflowError:
         raise ScoreError(f"{what} returned a number too large for a float") from None
     if not math.isfinite(number):

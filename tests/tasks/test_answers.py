@@ -1,0 +1,161 @@
+"""The golden table: which answer a text gives, and whether it is right."""
+
+import time
+
+import pytest
+
+from jetrl.tasks import Scorer
+from jetrl.tasks.answers import final_answer, find_number, same_value
+from jetrl.types import Prompt
+
+GOLDEN = [
+    # completion, answer read, marked
+    ("#### 18", "18", True),
+    ("She sells 9 eggs.\n#### 18\n", "18", True),
+    ("####18", "18", True),
+    ("#### $18", "18", True),
+    ("#### -18", "-18", True),
+    ("#### -$18", "-18", True),
+    ("#### $-18", "-18", True),
+    ("#### \u221218", "-18", True),
+    ("#### 1,234,567", "1234567", True),
+    ("#### $1,200.50", "1200.50", True),
+    ("#### 18 dollars", "18", True),
+    ("#### 18.", "18", True),
+    ("#### 50%", "50", True),
+    ("#### **18**", "18", True),
+    ("#### 3/4", "3/4", True),
+    ("#### .5", ".5", True),
+    ("#### 5 apples and 3 pears", "5", True),
+    ("#### 17\nNo: \n#### 18", "18", True),
+    (r"\boxed{18}", "18", True),
+    (r"The answer is $\boxed{18}$.", "18", True),
+    (r"\boxed{\$18}", "18", True),
+    (r"\boxed{1{,}200}", "1200", True),
+    (r"\boxed{18\text{ dollars}}", "18", True),
+    (r"\boxed{18 eggs}", "18", True),
+    (r"\boxed{50\%}", "50", True),
+    (r"\boxed{x = 18}", "18", True),
+    (r"\boxed{9 + 9 = 18}", "18", True),
+    (r"\boxed{-\frac{1}{2}}", r"-\frac{1}{2}", True),
+    (r"\boxed{\dfrac{36}{2}}", r"\dfrac{36}{2}", True),
+    (r"\boxed{17} no, \boxed{18}", "18", True),
+    # precedence: the last marked answer, of either kind, before any plain number
+    (r"\boxed{17}" + "\n#### 18", "18", True),
+    ("#### 17\n" + r"so \boxed{18}", "18", True),
+    ("#### 18\nThat is 3 more than 15.", "18", True),
+    (r"\boxed{18} of the 20", "18", True),
+    ("#### Step 2: add\nThe answer is 18", "18", False),
+    ("#### Step 2: add\n" + r"\boxed{18}", "18", True),
+    # plain numbers: the last one
+    ("The answer is 18.", "18", False),
+    ("9 * 2 = $18", "18", False),
+    ("It is 1,200 dollars", "1200", False),
+    ("10-5=5", "5", False),
+    ("left with x-5", "5", False),
+    ("it fell to -3 degrees", "-3", False),
+    ("a half, 1/2", "1/2", False),
+    ("2.50 per egg", "2.50", False),
+    # marked and unreadable: no other answer is tried
+    (r"18 = \boxed{}", "", True),
+    (r"18 = \boxed{18", "", True),
+    (r"18 = \boxed{" + "1" * 1000 + "}", "", True),
+]
+
+
+@pytest.mark.parametrize("completion, answer, marked", GOLDEN)
+def test_final_answer(completion, answer, marked):
+    found = final_answer(completion)
+    assert found is not None
+    assert (found.text, found.marked) == (answer, marked)
+
+
+@pytest.mark.parametrize("completion", ["", "####", "no idea", "#### none", "?!", "$", "-", "..."])
+def test_no_answer(completion):
+    assert final_answer(completion) is None
+
+
+def test_strict_takes_marked_answers_only():
+    assert final_answer("The answer is 18", strict=True) is None
+    assert final_answer("#### 18", strict=True) is not None
+    assert final_answer(r"\boxed{18}", strict=True) is not None
+
+
+@pytest.mark.parametrize(
+    "gold, answer, same",
+    [
+        ("18", "18", True),
+        ("18", "18.0", True),
+        ("18", "18.00", True),
+        ("18", "018", True),
+        ("18", "36/2", True),
+        ("18", r"\frac{36}{2}", True),
+        ("18", r"\dfrac{36}{2}", True),
+        ("18", "9+9", True),
+        ("18", r"2 \times 9", True),
+        ("0.5", "1/2", True),
+        ("0.5", ".5", True),
+        ("-3", "-3", True),
+        ("1200.5", "1200.50", True),
+        ("1000000000", "1000000000", True),
+        ("18", "19", False),
+        ("18", "-18", False),
+        ("18", "1.8", False),
+        ("18", "180", False),
+        ("18", "18.001", False),
+        ("-3", "3", False),
+        ("0.3333", "1/3", False),
+        ("18", "", False),
+        ("18", "x", False),
+        ("18", r"\frac{1}{0}", False),
+        ("18", "1/0", False),
+        ("18", r"\text", False),
+        ("18", "18, 19", False),
+    ],
+)
+def test_same_value(gold, answer, same):
+    assert same_value(gold, answer) is same
+
+
+def test_find_number_reads_the_gold_forms():
+    assert [find_number(t) for t in (" 72", " 5,600\n", " -9", " none")] == [
+        "72",
+        "5600",
+        "-9",
+        None,
+    ]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "9" * 200_000,
+        "1," * 100_000,
+        "-$ " * 60_000,
+        "1/" * 100_000,
+        "####" * 50_000,
+        "#### " * 40_000,
+        "####" + " " * 200_000,
+        r"\boxed{" * 30_000,
+        "{" * 200_000,
+        r"\boxed{" + r"\text{" * 30_000,
+        "\x00\ud800" * 1000,
+        "\u0663\u0664",
+    ],
+    ids=lambda text: f"{text[:6]!r}x{len(text)}",
+)
+def test_any_text_is_read_in_time_about_linear_in_its_length(text):
+    start = time.perf_counter()
+    found = final_answer(text)
+    if found is not None:
+        assert same_value("18", found.text) is False
+    assert time.perf_counter() - start < 2
+
+
+def test_an_answer_that_takes_for_ever_to_evaluate_scores_0():
+    prompt = Prompt(id="0", text="?", answer="18")
+    with Scorer("gsm8k", ".", workers=1, timeout_s=0.5) as scorer:
+        tower, fine = scorer.score([(prompt, r"\boxed{9^{9^{9^{9^9}}}}"), (prompt, "#### 18")])
+    assert tower.score.reward == 0
+    assert "took longer than 0.5 s" in tower.failure
+    assert fine.score.reward == 1

@@ -1,0 +1,99 @@
+import pytest
+
+from jetrl.errors import UserError
+from jetrl.tasks import get_task
+
+
+def prompts(split, **options):
+    return list(get_task("arithmetic", **options).prompts(split))
+
+
+def test_every_problem_exactly_once_and_no_training_problem_held_out():
+    train, test = prompts("train"), prompts("test")
+    assert (len(train), len(test)) == (9000, 1000)
+    assert len({p.id for p in train + test}) == 10_000
+    assert len({p.text for p in train + test}) == 10_000
+
+
+def test_the_same_options_give_the_same_splits_and_another_seed_others():
+    assert prompts("train", seed=3) == prompts("train", seed=3)
+    assert prompts("test", seed=3) != prompts("test", seed=4)
+
+
+@pytest.mark.parametrize(
+    "options, text, answer",
+    [
+        ({}, "07+25=", "230"),
+        ({"reverse": False}, "07+25=", "032"),
+        ({"padded": False}, "7+25=", "23"),
+        ({"padded": False, "reverse": False}, "7+25=", "32"),
+        ({"digits": 3, "max_operand": 30}, "007+025=", "2300"),
+        ({"max_operand": 30}, "07+25=", "230"),
+    ],
+)
+def test_how_a_sum_is_written(options, text, answer):
+    both = prompts("train", **options) + prompts("test", **options)
+    (prompt,) = [p for p in both if p.id == "7+25"]
+    assert (prompt.text, prompt.answer) == (text, answer)
+
+
+@pytest.mark.parametrize("operators", ["+", "-", "+-", "-+"])
+@pytest.mark.parametrize("padded", [True, False])
+@pytest.mark.parametrize("reverse", [True, False])
+def test_answers_are_right_and_in_the_alphabet(operators, padded, reverse):
+    task = get_task("arithmetic", operators=operators, padded=padded, reverse=reverse, digits=1)
+    for prompt in [*task.prompts("train"), *task.prompts("test")]:
+        answer = prompt.answer or ""
+        assert int(answer[::-1] if reverse else answer) == eval(prompt.id)
+        assert set(f"{prompt.text}{answer}") <= set(task.alphabet or "")
+        assert task.demonstration(prompt) == answer
+        assert task.score(prompt, answer) == 1.0
+
+
+@pytest.mark.parametrize(
+    "completion, reward",
+    [
+        ("230", 1),
+        (" 230 ", 1),
+        ("032", 0),
+        ("23", 0),
+        ("2300", 0),
+        ("", 0),
+        ("230=", 0),
+        ("x\ud800", 0),
+    ],
+)
+def test_only_exactly_the_right_digits_count(completion, reward):
+    prompt = next(p for p in prompts("train") + prompts("test") if p.id == "7+25")
+    assert get_task("arithmetic").score(prompt, completion) == reward
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"digits": 0}, "digits = 0: give 1, 2 or 3"),
+        ({"digits": "2"}, "digits = '2'"),
+        ({"operators": "*"}, "operators = .*give some of"),
+        ({"operators": ""}, "operators = ''"),
+        ({"max_operand": 100}, "max_operand = 100: give 1 to 99"),
+        ({"test_share": 1.0}, "test_share"),
+        ({"seed": "a"}, "seed"),
+    ],
+)
+def test_bad_options(options, message):
+    with pytest.raises(UserError, match=f"task.options.{message}"):
+        get_task("arithmetic", **options)
+
+
+def test_unknown_split():
+    with pytest.raises(UserError, match="no split 'dev'; it has 'train', 'test'"):
+        prompts("dev")
+
+
+def test_the_smallest_task_still_has_both_splits():
+    assert [
+        len(prompts(s, digits=1, max_operand=1, test_share=0.01)) for s in ("train", "test")
+    ] == [
+        3,
+        1,
+    ]

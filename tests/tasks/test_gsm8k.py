@@ -1,0 +1,117 @@
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from jetrl.errors import UserError
+from jetrl.tasks import Scorer, get_task
+
+REAL = Path(__file__).parents[2] / "data" / "gsm8k"
+ROW = {"question": " How many? ", "answer": "48+24 = <<48+24=72>>72 clips.\nSo 72.\n#### 1,072"}
+
+
+def write(file, *lines):
+    file.write_text("\n".join(x if isinstance(x, str) else json.dumps(x) for x in lines))
+    return str(file)
+
+
+def prompts(path, split="train", **options):
+    return list(get_task("gsm8k", path=path, **options).prompts(split))
+
+
+def test_the_real_data_is_whole_and_its_worked_answers_score_1():
+    task = get_task("gsm8k", path=REAL)
+    splits = {split: list(task.prompts(split)) for split in ("train", "test")}
+    assert {split: len(p) for split, p in splits.items()} == {"train": 7473, "test": 1319}
+    some = splits["test"][::7]
+    with Scorer("gsm8k", REAL, workers=2) as scorer:
+        results = scorer.score([(p, task.demonstration(p) or "") for p in some])
+    assert [r.score.reward for r in results] == [1.0] * len(some)
+    assert all(r.score.parts == {"answered": 1.0} for r in results)
+    assert not any("<<" in (task.demonstration(p) or "") for p in splits["train"])
+
+
+def test_prompts_for_chat_and_for_text(tmp_path):
+    path = write(tmp_path / "rows.jsonl", ROW)
+    (chat,) = prompts(path)
+    assert chat.messages is not None
+    assert chat.messages[0]["content"].startswith("How many?\nThink step by step.")
+    (text,) = prompts(path, format="text")
+    assert text.text == "Question: How many?\nAnswer:\n"
+    assert (text.id, text.answer) == ("train-0", "1072")
+    task = get_task("gsm8k", path=path, format="text")
+    assert task.demonstration(text) == "48+24 = 72 clips.\nSo 72.\n#### 1072"
+    assert task.stop == ("\nQuestion:",)
+
+
+def test_scores_name_whether_an_answer_was_marked(tmp_path):
+    path = write(tmp_path / "rows.jsonl", ROW)
+    (prompt,) = prompts(path)
+    task, strict = get_task("gsm8k", path=path), get_task("gsm8k", path=path, strict=True)
+    for completion, reward, answered, strict_reward in [
+        ("#### 1,072", 1, 1, 1),
+        (r"\boxed{1072}", 1, 1, 1),
+        ("it is $1072.00", 1, 0, 0),
+        ("#### 1071", 0, 1, 0),
+        ("", 0, 0, 0),
+    ]:
+        score = task.score(prompt, completion)
+        assert (score.reward, score.parts["answered"]) == (reward, answered)
+        assert strict.score(prompt, completion).reward == strict_reward
+
+
+@pytest.mark.parametrize(
+    "lines, message",
+    [
+        ([ROW, "{not json"], "line 2: not JSON: .*column 2"),
+        ([ROW, "", "[1]"], "line 3: a JSON object is expected"),
+        ([{"answer": "#### 1"}], "line 1: no text field 'question'"),
+        ([ROW, {"question": "?"}], "line 2: no text field 'answer'"),
+        ([{"question": "?", "answer": 5}], "line 1: no text field 'answer'"),
+        (
+            [{"question": "?", "answer": "72"}],
+            "line 1: field 'answer' does not end with '#### NUMBER'",
+        ),
+        ([{"question": "?", "answer": "#### x"}], "line 1: field 'answer' does not end with"),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path, lines, message):
+    path = write(tmp_path / "rows.jsonl", *lines)
+    with pytest.raises(UserError, match=f"rows.jsonl, {message}"):
+        prompts(path)
+
+
+def test_an_empty_data_set_a_missing_file_and_text_that_is_not_utf8(tmp_path):
+    with pytest.raises(UserError, match="no questions in split 'train'"):
+        prompts(write(tmp_path / "empty.jsonl", "", ""))
+    with pytest.raises(UserError, match="no such file or folder"):
+        get_task("gsm8k", path=tmp_path / "none.jsonl")
+    with pytest.raises(UserError, match=r"the folder has no test.jsonl"):
+        prompts(str(tmp_path), "test")
+    (tmp_path / "latin.jsonl").write_bytes(b'{"question": "caf\xe9"}')
+    with pytest.raises(UserError, match=r"latin.jsonl: not UTF-8 text"):
+        prompts(str(tmp_path / "latin.jsonl"))
+    with pytest.raises(UserError, match="format = 'chatty'"):
+        get_task("gsm8k", path=tmp_path, format="chatty")
+
+
+def test_a_datasets_name_is_loaded_with_its_package(monkeypatch):
+    calls = []
+
+    class Datasets:
+        @staticmethod
+        def load_dataset(name, config, split):
+            calls.append((name, config, split))
+            if split == "test":
+                raise ValueError("no such split")
+            return [ROW, ROW]
+
+    monkeypatch.setitem(sys.modules, "datasets", Datasets)
+    assert [p.id for p in prompts("openai/gsm8k")] == ["train-0", "train-1"]
+    assert calls == [("openai/gsm8k", "main", "train")]
+    with pytest.raises(UserError, match=r"`datasets` cannot load it .*no such split"):
+        prompts("openai/gsm8k", "test")
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(UserError, match=r"pip install 'jetrl\[data\]'"):
+        prompts("openai/gsm8k")

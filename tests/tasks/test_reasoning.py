@@ -1,0 +1,72 @@
+import sys
+
+import pytest
+
+from jetrl.errors import UserError
+from jetrl.tasks import Scorer, get_task
+
+pytest.importorskip("reasoning_gym")
+NAME = "reasoning_gym:chain_sum"
+
+
+def test_chain_sum_by_name_with_its_options_scored_by_its_own_scorer():
+    options = {"size": 20, "max_terms": 3, "seed": 5}
+    task = get_task(NAME, **options)
+    prompts = list(task.prompts("train"))
+    assert len(prompts) == 20
+    assert all(p.metadata["entry"]["metadata"]["num_terms"] <= 3 for p in prompts)
+    assert prompts == list(get_task(NAME, **options).prompts("train"))
+    prompt = prompts[0]
+    with Scorer(NAME, options=options, workers=1) as scorer:
+        right, wrong, bare = scorer.score(
+            [
+                (prompt, f"Well, <answer>17x</answer> no: <answer> {prompt.answer} </answer>"),
+                (prompt, "<answer>no idea</answer>"),
+                (prompt, str(prompt.answer)),
+            ]
+        )
+    assert (right.score.reward, right.failure) == (1.0, "")
+    assert wrong.score.reward < 1
+    assert bare.score.reward < 1
+
+
+def test_text_prompts_are_the_bare_question_and_answer():
+    task = get_task(NAME, format="text", size=3)
+    prompt = next(iter(task.prompts("train")))
+    assert prompt.text == prompt.metadata["entry"]["question"]
+    assert task.score(prompt, f" {prompt.answer}\n") == 1.0
+    assert task.score(prompt, task.demonstration(prompt) or "") == 1.0
+
+
+def test_the_splits_share_no_question_although_neighbouring_seeds_do():
+    questions = {
+        (seed, split): {
+            p.text
+            for p in get_task(NAME, format="text", size=100, seed=seed, min_digits=4).prompts(split)
+        }
+        for seed in (0, 1)
+        for split in ("train", "test")
+    }
+    assert len(questions[0, "train"] & questions[1, "train"]) >= 90  # why the seeds lie far apart
+    assert not questions[0, "train"] & questions[0, "test"]
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"max_term": 3}, "task.options.max_term: .*did you mean max_terms?"),
+        ({"min_terms": -1}, "does not take these options: AssertionError: min_terms must be"),
+        ({"size": 0}, "task.options.size = 0"),
+        ({"format": "html"}, "task.options.format"),
+        ({"path": "x"}, "task.path: task reasoning_gym:chain_sum has no such option"),
+    ],
+)
+def test_bad_options(options, message):
+    with pytest.raises(UserError, match=message):
+        get_task(NAME, **options)
+
+
+def test_without_the_package_the_command_to_install_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    with pytest.raises(UserError, match=r"pip install 'jetrl\[reasoning-gym\]'"):
+        get_task(NAME)

@@ -1,0 +1,133 @@
+"""Finding tasks by name, and what is said about names, options and files that are wrong."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jetrl.errors import UserError
+from jetrl.tasks import ScoreError, Scorer, Task, get_task, to_score
+from jetrl.types import Score
+
+EXAMPLE = str(Path(__file__).parents[2] / "examples" / "reverse_words.py")
+AWKWARD = str(Path(__file__).with_name("awkward_task.py"))
+
+
+@pytest.mark.parametrize(
+    "name, options, message",
+    [
+        ("arithmetik", {}, "unknown task 'arithmetik'; did you mean arithmetic?"),
+        ("zzz", {}, "there is: arithmetic, gsm8k .*reasoning_gym:NAME, file.py:Class"),
+        ("arithmetic", {"digit": 2}, "task.options.digit: .* did you mean digits?"),
+        ("arithmetic", {"path": "x"}, "task.path: task arithmetic has no such option"),
+        ("gsm8k", {}, "task gsm8k needs task.path"),
+        ("reasoning_gym:chain_summ", {}, "did you mean chain_sum?"),
+        ("no_such_file.py:Mine", {}, "task file no_such_file.py: no such file"),
+        ("mine.py", {}, "add the class, as in mine.py:MyTask"),
+        (f"{EXAMPLE}:ReverseWord", {}, "no class 'ReverseWord'; did you mean ReverseWords?"),
+        (f"{EXAMPLE}:ReverseWords", {"leters": 3}, "did you mean letters?"),
+        (f"{EXAMPLE}:ReverseWords", {"seed": []}, None),
+        (f"{AWKWARD}:NotATask", {}, r"awkward_task.py, line \d+: NotATask is not a Task; write"),
+        (f"{AWKWARD}:os", {}, "os is not a Task"),
+    ],
+)
+def test_bad_names_and_options(name, options, message):
+    if message is None:
+        assert get_task(name, **options)  # the constructor does not look at it; prompts will
+        return
+    with pytest.raises(UserError, match=message):
+        get_task(name, **options)
+
+
+@pytest.mark.parametrize(
+    "source, message",
+    [
+        ("x = 1\nclass Mine(Task:\n    pass\n", "line 2: SyntaxError"),
+        ("import jetrl\nimport no_such_package\n", "line 2: does not import: ModuleNotFoundError"),
+        ("def f():\n    return 1 / 0\nf()\n", "line 2: does not import: ZeroDivisionError"),
+        ("import sys\nsys.exit(0)\n", "line 2: does not import: SystemExit"),
+    ],
+)
+def test_a_file_that_does_not_import_names_file_and_line(tmp_path, source, message):
+    file = tmp_path / "mine.py"
+    file.write_text(source)
+    with pytest.raises(UserError, match=f"{re.escape(str(file))}, {message}"):
+        get_task(f"{file}:Mine")
+
+
+def test_a_constructor_that_raises_names_file_and_line(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from jetrl.tasks import Task\nclass Mine(Task):\n"
+        "    def __init__(self, level=1):\n        self.level = int(level)\n"
+    )
+    with pytest.raises(UserError, match=r"Mine\(level='x'\) raised ValueError.*mine.py, line 4"):
+        get_task(f"{file}:Mine", level="x")
+
+
+def test_an_edited_file_is_read_again(tmp_path):
+    file = tmp_path / "mine.py"
+    body = "from jetrl.tasks import Task\nclass Mine(Task):\n    name = '{}'\n"
+    for name in ("first", "and-second"):
+        file.write_text(body.format(name))
+        assert get_task(f"{file}:Mine").name == name
+
+
+def test_a_task_file_may_import_its_neighbours_and_needs_no_constructor(tmp_path):
+    (tmp_path / "neighbour_of_mine.py").write_text("NAME = 'near'\n")
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from neighbour_of_mine import NAME\nfrom jetrl.tasks import Task\n"
+        "class Mine(Task):\n    name = NAME\n"
+    )
+    assert get_task(f"{file}:Mine").name == "near"
+
+
+def test_the_documented_example():
+    options = {"letters": 3, "size": 50}
+    task = get_task(f"{EXAMPLE}:ReverseWords", **options)
+    train, test = list(task.prompts("train")), list(task.prompts("test"))
+    assert len(train) == 50
+    assert not {p.id for p in train} & {p.id for p in test}
+    with pytest.raises(UserError, match="no split 'tset'"):
+        task.prompts("tset")
+    prompt = train[0]
+    assert set(f"{prompt.text}{prompt.answer}") <= set(task.alphabet or "")
+    with Scorer(f"{EXAMPLE}:ReverseWords", options=options, workers=1) as scorer:
+        right, wrong, none = scorer.score(
+            [(prompt, task.demonstration(prompt) or ""), (prompt, "??????"), (prompt, "")]
+        )
+    assert (right.score.reward, dict(right.score.parts)) == (1.0, {"exact": 1.0, "letters": 1.0})
+    assert (wrong.score.reward, none.score.reward) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [1, 1.0, True, np.float32(1), np.int64(1), np.bool_(True), Score(1), Score(np.float64(1))],
+)
+def test_numbers_become_scores_of_python_floats(value):
+    score = to_score(value, "t", "p")
+    assert score == Score(1.0)
+    assert type(score.reward) is float
+
+
+@pytest.mark.parametrize(
+    "value",
+    [None, "1", [1.0], 1j, float("nan"), float("inf"), 10**400, np.ones(2), Score(float("nan"))],
+)
+def test_anything_else_is_an_error_that_names_task_and_prompt(value):
+    with pytest.raises(ScoreError, match="task t, prompt 'p': score returned"):
+        to_score(value, "t", "p")
+
+
+def test_a_task_without_its_methods_says_so():
+    with pytest.raises(NotImplementedError, match=r"Task has no prompts\(split\)"):
+        Task().prompts("train")
+
+
+def test_tasks_import_no_torch():
+    program = "import sys, jetrl.tasks, jetrl.tasks.gsm8k; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
