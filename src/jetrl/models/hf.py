@@ -8,19 +8,26 @@ safetensors files, mapped into memory, so that loading reads each byte once. `sa
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from jetrl.errors import UserError
 from jetrl.models.families import ModelConfig, token_ids
+from jetrl.models.hf_files import (
+    INDEX,
+    first_line,
+    model_directory,
+    open_tensors,
+    read_object,
+    tensor_files,
+)
 from jetrl.models.hf_names import FP8_BLOCK, SCALE_SUFFIX, StoredTensor, stored_tensors
 from jetrl.models.hf_save import save_model
 from jetrl.precision.quantize import QTensor, dequantize
@@ -34,11 +41,7 @@ __all__ = [
     "save_model",
 ]
 
-_CONTENTS = (
-    "a Hugging Face model directory has config.json, model.safetensors (or "
-    "model.safetensors.index.json and its shards) and tokenizer.json"
-)
-_INDEX = "model.safetensors.index.json"
+_GENERIC_TOKENIZERS = ("None", "PreTrainedTokenizer", "TokenizersBackend")  # tokenizer.json alone
 _IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)  # buffers that old checkpoints kept; recomputed here
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -49,13 +52,13 @@ def read_config(path: str | Path) -> dict[str, Any]:
     Raises:
         UserError: no such directory or file, or not a JSON object.
     """
-    return _read_object(_directory(path) / "config.json")
+    return read_object(model_directory(path) / "config.json")
 
 
 def read_generation_config(path: str | Path) -> dict[str, Any]:
     """The contents of `path`/generation_config.json; empty when there is none."""
-    file = _directory(path) / "generation_config.json"
-    return _read_object(file) if file.exists() else {}
+    file = model_directory(path) / "generation_config.json"
+    return read_object(file) if file.exists() else {}
 
 
 def eos_token_ids(config: ModelConfig, generation_config: Mapping[str, Any]) -> tuple[int, ...]:
@@ -65,27 +68,38 @@ def eos_token_ids(config: ModelConfig, generation_config: Mapping[str, Any]) -> 
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a local directory, by transformers' AutoTokenizer.
+    """The tokenizer of a local directory.
+
+    tokenizer.json describes a tokenizer completely. transformers' AutoTokenizer nevertheless puts a
+    class of its own in place of the one a directory declares for some model types (of `qwen2` it
+    makes a Qwen2Tokenizer, which splits text in Qwen's way whatever tokenizer.json says); where it
+    does that, tokenizer.json is taken as it is.
 
     Raises:
         UserError: no such directory, no tokenizer files in it, files that do not load, or a
             tokenizer that needs code from the directory.
     """
-    directory = _directory(path)
+    directory = model_directory(path)
     names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
     if not any((directory / name).exists() for name in names):
         raise UserError(
             f"{directory}: no tokenizer ({', '.join(names)}); copy the tokenizer files of the "
             "model into it, or set model.tokenizer to a directory that has them"
         )
+    settings_file = directory / "tokenizer_config.json"
+    settings = read_object(settings_file) if settings_file.exists() else {}
+    declared = str(settings.get("tokenizer_class")).removesuffix("Fast")
+    complete = (directory / "tokenizer.json").exists()
     try:
-        return AutoTokenizer.from_pretrained(
-            str(directory), local_files_only=True, trust_remote_code=False
-        )
+        if not (complete and declared in _GENERIC_TOKENIZERS):
+            tokenizer = AutoTokenizer.from_pretrained(
+                str(directory), local_files_only=True, trust_remote_code=False
+            )
+            if not complete or type(tokenizer).__name__.removesuffix("Fast") == declared:
+                return tokenizer
+        return PreTrainedTokenizerFast.from_pretrained(str(directory), local_files_only=True)
     except Exception as error:  # the tokenizer libraries raise bare Exception for damaged files
-        raise UserError(
-            f"{directory}: the tokenizer does not load: {_first_line(error)}"
-        ) from error
+        raise UserError(f"{directory}: the tokenizer does not load: {first_line(error)}") from error
 
 
 def load_weights(path: str | Path, config: ModelConfig) -> dict[str, Tensor]:
@@ -99,11 +113,12 @@ def load_weights(path: str | Path, config: ModelConfig) -> dict[str, Tensor]:
         UserError: missing, damaged or unexpected files and tensors, shapes that do not fit
             config.json, an unsupported quantization; each by name.
     """
-    directory = _directory(path)
+    directory = model_directory(path)
     _check_quantization(config.raw.get("quantization_config"))
-    files = _tensor_files(directory)
+    files = tensor_files(directory)
     with ExitStack() as stack:
-        handles = {file: stack.enter_context(_open(file)) for file in sorted(set(files.values()))}
+        opened = sorted(set(files.values()))
+        handles = {file: stack.enter_context(open_tensors(file)) for file in opened}
         reader = _Reader(directory, files, handles)
         weights = {}
         for name, parts in stored_tensors(config).items():
@@ -165,7 +180,7 @@ class _Reader:
         hint = ""
         if part.name == "lm_head.weight":
             hint = " (if the model ties it to the embeddings, set tie_word_embeddings to true)"
-        index = self.directory / _INDEX
+        index = self.directory / INDEX
         source = next(iter(self.handles)) if len(self.handles) == 1 else index
         raise UserError(
             f"{source}: tensor {part.name} {list(part.shape)} is missing; config.json asks for "
@@ -213,81 +228,3 @@ def _check_quantization(quantization: Any) -> None:
     block = quantization.get("weight_block_size")
     if block is None or tuple(block) != FP8_BLOCK:
         raise UserError(f"{where}.weight_block_size = {block!r}; supported: [128, 128]")
-
-
-def _tensor_files(directory: Path) -> dict[str, Path]:
-    """Tensor name -> the file that holds it, from the single file or from the index."""
-    single = directory / "model.safetensors"
-    if single.exists():
-        with _open(single) as handle:
-            return dict.fromkeys(handle.keys(), single)
-    index = directory / _INDEX
-    if not index.exists():
-        _refuse_without_weights(directory)
-    weight_map = _read_object(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise UserError(f"{index}: no weight_map; download the file again")
-    files = {str(name): directory / str(file) for name, file in weight_map.items()}
-    for file in sorted(set(files.values())):
-        if not file.exists():
-            raise UserError(f"{file}: missing, but {_INDEX} names it; download it again")
-        with _open(file) as handle:
-            stored = set(handle.keys())
-        absent = sorted(name for name, at in files.items() if at == file and name not in stored)
-        if absent:
-            raise UserError(f"{file}: tensor {absent[0]} is missing, but {_INDEX} places it there")
-        files = dict.fromkeys(stored, file) | files
-    return files
-
-
-def _refuse_without_weights(directory: Path) -> None:
-    other = sorted(file.name for file in directory.glob("*.safetensors"))
-    if other:
-        raise UserError(
-            f"{directory}: neither model.safetensors nor {_INDEX}, but {', '.join(other[:3])}; "
-            "rename a single file to model.safetensors, or add the index of the shards"
-        )
-    pickled = sorted(
-        file.name for suffix in ("bin", "pt", "pth") for file in directory.glob(f"*.{suffix}")
-    )
-    if pickled:
-        raise UserError(
-            f"{directory}: only pickled weights ({pickled[0]}); convert them to safetensors: "
-            "AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW_DIR)"
-        )
-    raise UserError(f"{directory}: no weights; {_CONTENTS}")
-
-
-def _open(file: Path) -> Any:
-    try:
-        return safe_open(str(file), framework="pt", device="cpu")
-    except (SafetensorError, OSError) as error:
-        raise UserError(
-            f"{file}: truncated or not a safetensors file ({_first_line(error)}); download or "
-            "write it again"
-        ) from error
-
-
-def _directory(path: str | Path) -> Path:
-    directory = Path(path)
-    if not directory.is_dir():
-        what = "is a file, not a directory" if directory.exists() else "no such directory"
-        raise UserError(f"{directory}: {what}; {_CONTENTS}")
-    return directory
-
-
-def _read_object(file: Path) -> dict[str, Any]:
-    try:
-        contents = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"{file}: no such file; {_CONTENTS}") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise UserError(f"{file}: not readable as JSON: {error}") from None
-    if not isinstance(contents, dict):
-        raise UserError(f"{file}: a JSON object is expected")
-    return contents
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__

@@ -41,6 +41,7 @@ def save_model(
     max_shard_bytes: int = 5 << 30,
     *,
     bf16_layers: Collection[int] = (),
+    scales: Literal["fp32", "pow2"] = "fp32",
     overwrite: bool = False,
 ) -> None:
     """Write a model directory: config.json, safetensors (with an index when there is more than
@@ -48,9 +49,9 @@ def save_model(
 
     weights: every parameter of the config under our names, any floating dtype and device. dtype: of
     the tensors written; fp8: see above. bf16_layers: decoder layers whose linears stay BF16 in an
-    FP8 directory. max_shard_bytes: a file holds at most this many bytes of tensors, unless one
-    tensor is larger. overwrite: replace a model directory that is already at `path`; it stays as it
-    was until the new one is complete.
+    FP8 directory. scales: the quantizer's rule for them. max_shard_bytes: a file holds at most this
+    many bytes of tensors, unless one tensor is larger. overwrite: replace a model directory that is
+    already at `path`; it stays as it was until the new one is complete.
 
     Raises:
         UserError: something is at `path` already, dimensions FP8 blocks do not fit, the disk
@@ -60,7 +61,7 @@ def save_model(
     if dtype not in ("bfloat16", "float32", "fp8"):
         raise ValueError(f"save_model: dtype = {dtype!r}; one of bfloat16, float32, fp8")
     _check_weights(config, weights)
-    plan = _ShardPlan(config, dtype, frozenset(bf16_layers), max_shard_bytes)
+    plan = _ShardPlan(config, dtype, frozenset(bf16_layers), scales, max_shard_bytes)
     target = Path(path)
     _check_target(target, overwrite)
     try:
@@ -92,11 +93,13 @@ class _ShardPlan:
         config: ModelConfig,
         dtype: SaveDtype,
         bf16_layers: frozenset[int],
+        scales: Literal["fp32", "pow2"],
         max_shard_bytes: int,
     ) -> None:
         self.config = config
         self.dtype = dtype
         self.bf16_layers = bf16_layers
+        self.scales = scales
         self.torch_dtype = torch.float32 if dtype == "float32" else torch.bfloat16
         self.total_bytes = 0
         # a shard: (our parameter, first row of the part in it, the part)
@@ -162,7 +165,7 @@ class _ShardPlan:
         if not self.is_fp8(part):
             # a copy: safetensors refuses tensors that share memory with each other
             return {part.name: rows.to("cpu", self.torch_dtype, copy=True).contiguous()}
-        quantized = quantize(rows.float(), FP8_BLOCK)
+        quantized = quantize(rows.float(), FP8_BLOCK, scales=self.scales)
         return {
             part.name: quantized.codes.cpu().contiguous(),
             part.name + SCALE_SUFFIX: quantized.scales.cpu().contiguous(),

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase
 
 from jetrl.errors import UserError
 from jetrl.models.families import FAMILIES, ModelConfig, parameter_shapes
@@ -120,7 +120,7 @@ def make_tiny(
 
 def _make_tokenizer(
     kind: str, alphabet: str, text_files: Sequence[str | Path], vocab_size: int | None
-) -> PreTrainedTokenizerFast:
+) -> PreTrainedTokenizerBase:
     if kind == "bpe":
         return train_bpe_tokenizer(text_files, vocab_size or 4096)
     if kind != "characters":

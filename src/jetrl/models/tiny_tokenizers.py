@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer
 
 from jetrl.errors import UserError
 
@@ -49,15 +49,13 @@ def character_tokenizer(alphabet: str = PRINTABLE) -> PreTrainedTokenizerFast:
     )
 
 
-def train_bpe_tokenizer(
-    text_files: Sequence[str | Path], vocab_size: int
-) -> PreTrainedTokenizerFast:
-    """Byte-level BPE trained on files, digits one token each, in the manner of Qwen.
+def train_bpe_tokenizer(text_files: Sequence[str | Path], vocab_size: int) -> Qwen2Tokenizer:
+    """A tokenizer of Qwen's kind, byte-level BPE with digits one token each, trained on files.
 
-    Any text encodes (all 256 bytes are tokens) and decodes to itself. <|endoftext|> pads,
-    <|im_end|> ends a turn, and the chat template is ChatML. text_files: `.jsonl` files, of which
-    every string value is read, or plain text. vocab_size: at most this many tokens; fewer if the
-    text has fewer pairs to merge.
+    Any text encodes (all 256 bytes are tokens) and decodes to itself in Unicode's NFC form.
+    <|endoftext|> (0) pads, <|im_end|> (2) ends a turn, and the chat template is ChatML. text_files:
+    `.jsonl` files, of which every string value is read, or plain text. vocab_size: at most this
+    many tokens; fewer if the text has fewer pairs to merge.
 
     Raises:
         UserError: no files, a file that does not read (with the line), text without content, a
@@ -69,26 +67,23 @@ def train_bpe_tokenizer(
         raise UserError(f"vocab_size = {vocab_size}: byte-level BPE needs at least {smallest}")
     if not text_files:
         raise UserError("a BPE tokenizer is trained on text: give at least one text file")
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Digits(individual_digits=True),
-            pre_tokenizers.ByteLevel(add_prefix_space=False),
-        ]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
+    qwen = Qwen2Tokenizer().backend_tokenizer  # how it splits text; its vocabulary is empty
+    trained = Tokenizer(models.BPE())
+    trained.normalizer, trained.pre_tokenizer = qwen.normalizer, qwen.pre_tokenizer
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=special,
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    texts = [text for file in text_files for text in read_texts(file)]
-    tokenizer.train_from_iterator(texts, trainer)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
+    trained.train_from_iterator([text for file in text_files for text in read_texts(file)], trainer)
+    model = json.loads(trained.to_str())["model"]
+    return Qwen2Tokenizer(
+        vocab=model["vocab"],
+        merges=[tuple(pair) for pair in model["merges"]],
         eos_token=_BPE_END,
         pad_token=_BPE_PAD,
+        unk_token=_BPE_PAD,
         extra_special_tokens=[_BPE_START],
         clean_up_tokenization_spaces=False,
         chat_template=_CHATML,

@@ -1,0 +1,105 @@
+"""The files of a Hugging Face model directory: which there must be, and opening them.
+
+Whatever is missing or damaged is an error that names the file and says what to do.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from jetrl.errors import UserError
+
+INDEX = "model.safetensors.index.json"
+_CONTENTS = (
+    "a Hugging Face model directory has config.json, model.safetensors (or "
+    "model.safetensors.index.json and its shards) and tokenizer.json"
+)
+
+
+def tensor_files(directory: Path) -> dict[str, Path]:
+    """Tensor name -> the file that holds it, from the single file or from the index."""
+    single = directory / "model.safetensors"
+    if single.exists():
+        with open_tensors(single) as handle:
+            return dict.fromkeys(handle.keys(), single)
+    index = directory / INDEX
+    if not index.exists():
+        _refuse_without_weights(directory)
+    weight_map = read_object(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise UserError(f"{index}: no weight_map; download the file again")
+    files = {str(name): directory / str(file) for name, file in weight_map.items()}
+    for file in sorted(set(files.values())):
+        if not file.exists():
+            raise UserError(f"{file}: missing, but {INDEX} names it; download it again")
+        with open_tensors(file) as handle:
+            stored = set(handle.keys())
+        absent = sorted(name for name, at in files.items() if at == file and name not in stored)
+        if absent:
+            raise UserError(f"{file}: tensor {absent[0]} is missing, but {INDEX} places it there")
+        files = dict.fromkeys(stored, file) | files
+    return files
+
+
+def _refuse_without_weights(directory: Path) -> None:
+    other = sorted(file.name for file in directory.glob("*.safetensors"))
+    if other:
+        raise UserError(
+            f"{directory}: neither model.safetensors nor {INDEX}, but {', '.join(other[:3])}; "
+            "rename a single file to model.safetensors, or add the index of the shards"
+        )
+    pickled = sorted(
+        file.name for suffix in ("bin", "pt", "pth") for file in directory.glob(f"*.{suffix}")
+    )
+    if pickled:
+        raise UserError(
+            f"{directory}: only pickled weights ({pickled[0]}); convert them to safetensors: "
+            "AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW_DIR)"
+        )
+    raise UserError(f"{directory}: no weights; {_CONTENTS}")
+
+
+def open_tensors(file: Path) -> Any:
+    """A safetensors file opened for reading on the CPU and mapped into memory.
+
+    A context manager with `keys`, `get_slice` and `get_tensor`.
+    """
+    try:
+        return safe_open(str(file), framework="pt", device="cpu")
+    except (SafetensorError, OSError) as error:
+        raise UserError(
+            f"{file}: truncated or not a safetensors file ({first_line(error)}); download or "
+            "write it again"
+        ) from error
+
+
+def model_directory(path: str | Path) -> Path:
+    """The path, if it is a directory."""
+    directory = Path(path)
+    if not directory.is_dir():
+        what = "is a file, not a directory" if directory.exists() else "no such directory"
+        raise UserError(f"{directory}: {what}; {_CONTENTS}")
+    return directory
+
+
+def read_object(file: Path) -> dict[str, Any]:
+    """The JSON object in a file."""
+    try:
+        contents = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{file}: no such file; {_CONTENTS}") from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise UserError(f"{file}: not readable as JSON: {error}") from None
+    if not isinstance(contents, dict):
+        raise UserError(f"{file}: a JSON object is expected")
+    return contents
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, without the advice that libraries append."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

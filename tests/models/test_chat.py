@@ -1,0 +1,133 @@
+"""Prompts to token ids: text as it is, messages through the template, every refusal by name."""
+
+from __future__ import annotations
+
+import pytest
+from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerFast
+
+from jetrl.errors import UserError
+from jetrl.models.chat import decode, encode_prompt, encode_text
+from jetrl.models.tiny import character_tokenizer
+from jetrl.types import Prompt
+
+TEMPLATE = (
+    "{% for m in messages %}"
+    "{% if m['role'] == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
+    "{{ '[' + m['role'] + ':' + m['content'] + ']' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '[assistant:' }}{% endif %}"
+)
+
+
+@pytest.fixture
+def tokenizer() -> PreTrainedTokenizerFast:
+    return character_tokenizer()
+
+
+@pytest.fixture
+def chat(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+def wrapping(tokenizer: PreTrainedTokenizerFast, single: str) -> PreTrainedTokenizerFast:
+    """The tokenizer with `<pad>` in the part of a BOS token, adding special tokens as `single`."""
+    special = [("<pad>", 0), ("<eos>", 1)]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=single, special_tokens=special
+    )
+    tokenizer.bos_token = "<pad>"
+    return tokenizer
+
+
+def says(*turns: tuple[str, str]) -> Prompt:
+    return Prompt("p1", messages=tuple({"role": role, "content": text} for role, text in turns))
+
+
+def test_text_is_given_as_it_is(tokenizer: PreTrainedTokenizerFast) -> None:
+    text = "  12 + 7 = \n"
+    token_ids = encode_prompt(tokenizer, Prompt("p1", text=text))
+    assert token_ids == [tokenizer.get_vocab()[character] for character in text]
+    assert decode(tokenizer, token_ids) == text
+
+
+@pytest.mark.parametrize(
+    "single, begins",
+    [("<pad> $A", True), ("<pad> $A <eos>", True), ("$A <eos>", False), ("$A", False)],
+)
+def test_only_the_beginning_token_is_added(
+    tokenizer: PreTrainedTokenizerFast, single: str, begins: bool
+) -> None:
+    plain = tokenizer.encode("12", add_special_tokens=False)
+    wrapping(tokenizer, single)
+    begun = [0, *plain] if begins else plain
+    assert encode_prompt(tokenizer, Prompt("p1", text="12")) == begun
+    assert encode_prompt(tokenizer, Prompt("p1", text="<pad>12")) == [0, *plain]
+    assert encode_text(tokenizer, "12", begin=False) == plain
+
+
+def test_messages_go_through_the_template_which_writes_all_special_tokens(
+    chat: PreTrainedTokenizerFast,
+) -> None:
+    wrapping(chat, "<pad> $A <eos>")
+    token_ids = encode_prompt(chat, says(("user", "2+2?")))
+    assert chat.decode(token_ids) == "[user:2+2?][assistant:"
+
+
+def test_system_prompt_comes_first(chat: PreTrainedTokenizerFast) -> None:
+    token_ids = encode_prompt(chat, says(("user", "2+2?")), system_prompt="Be brief.")
+    assert decode(chat, token_ids) == "[system:Be brief.][user:2+2?][assistant:"
+
+
+def test_the_prompt_is_not_changed(chat: PreTrainedTokenizerFast) -> None:
+    prompt = says(("user", "hi"))
+    encode_prompt(chat, prompt, system_prompt="x")
+    assert prompt == says(("user", "hi"))
+
+
+def test_decode_leaves_special_tokens_out(tokenizer: PreTrainedTokenizerFast) -> None:
+    assert decode(tokenizer, [*tokenizer.encode("1 ,2"), 1, 0]) == "1 ,2"
+
+
+def test_no_tokenizer() -> None:
+    with pytest.raises(UserError, match=r"'p1': the model has no tokenizer.*model\.tokenizer"):
+        encode_prompt(None, Prompt("p1", text="1"))
+
+
+def test_no_chat_template(tokenizer: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(UserError, match=r"'p1'.*no chat template; use an instruct model"):
+        encode_prompt(tokenizer, says(("user", "hi")))
+
+
+@pytest.mark.parametrize(
+    "template, message",
+    [(TEMPLATE, "no tools"), ("{% if %}", "Expected"), ("{{ 1 / 0 }}", "division")],
+    ids=["raises", "syntax", "crashes"],
+)
+def test_failing_template(chat: PreTrainedTokenizerFast, template: str, message: str) -> None:
+    chat.chat_template = template
+    with pytest.raises(UserError, match=f"'p1': the tokenizer's chat template.*{message}"):
+        encode_prompt(chat, says(("tool", "x")))
+
+
+@pytest.mark.parametrize("message", [{"role": "user"}, {"role": "user", "content": 3}])
+def test_malformed_message(chat: PreTrainedTokenizerFast, message: dict[str, str]) -> None:
+    with pytest.raises(UserError, match="needs a role and a content"):
+        encode_prompt(chat, Prompt("p1", messages=(message,)))
+
+
+def test_system_prompt_that_cannot_be_put(chat: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(UserError, match="plain text, which a system prompt"):
+        encode_prompt(chat, Prompt("p1", text="1"), system_prompt="x")
+    with pytest.raises(UserError, match="system message of its own"):
+        encode_prompt(chat, says(("system", "a"), ("user", "b")), system_prompt="x")
+
+
+def test_characters_without_a_token_are_named(tokenizer: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(UserError, match="'p1': the tokenizer has no token for 'é' '日'"):
+        encode_prompt(tokenizer, Prompt("p1", text="日 1 é 2 é"))
+
+
+def test_empty_prompt(tokenizer: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(UserError, match="'p1': no tokens"):
+        encode_prompt(tokenizer, Prompt("p1", text=""))

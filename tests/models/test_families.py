@@ -1,0 +1,203 @@
+"""config.json -> ModelConfig: what is read, from which layout, and what is refused."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from transformers import LlamaConfig, Qwen2Config, Qwen3Config
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from jetrl.errors import UserError
+from jetrl.models.families import (
+    ModelConfig,
+    RopeScaling,
+    inverse_frequencies,
+    num_parameters,
+    parameter_shapes,
+)
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def config_json(family: str = "qwen3", **changes: object) -> dict[str, object]:
+    """A small transformers 4 config.json; a change to None removes the key."""
+    architecture = {"qwen3": "Qwen3", "qwen2": "Qwen2", "llama": "Llama"}[family]
+    config: dict[str, object] = {
+        "architectures": [f"{architecture}ForCausalLM"],
+        "model_type": family,
+        "vocab_size": 100,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": True,
+        "eos_token_id": [7, 9],
+    }
+    config |= changes
+    return {key: value for key, value in config.items() if value is not None}
+
+
+@pytest.mark.parametrize(
+    "family, qkv_bias, qk_norm",
+    [("qwen3", False, True), ("qwen2", True, False), ("llama", False, False)],
+)
+def test_each_family_has_its_switches(family: str, qkv_bias: bool, qk_norm: bool) -> None:
+    config = ModelConfig.from_hf(config_json(family))
+    assert (config.family, config.qkv_bias, config.qk_norm) == (family, qkv_bias, qk_norm)
+    assert (config.num_layers, config.num_heads, config.num_kv_heads) == (2, 4, 2)
+    assert (config.head_dim, config.rope_theta, config.rope_scaling) == (16, 1e6, None)
+    assert config.tie_word_embeddings
+    assert config.eos_token_ids == (7, 9)
+    assert config.raw == config_json(family)
+
+
+@pytest.mark.parametrize("named_by", ["architectures", "model_type"])
+def test_one_of_architectures_and_model_type_is_enough(named_by: str) -> None:
+    other = {"architectures": "model_type", "model_type": "architectures"}[named_by]
+    assert ModelConfig.from_hf(config_json("llama", **{other: None})).family == "llama"
+
+
+def test_keys_that_may_be_absent_have_the_defaults_of_transformers() -> None:
+    absent = dict.fromkeys(
+        ("num_key_value_heads", "head_dim", "rope_theta", "tie_word_embeddings", "eos_token_id")
+    )
+    config = ModelConfig.from_hf(config_json("qwen2", **absent))
+    theirs = Qwen2Config(hidden_size=64, num_attention_heads=4)
+    assert (config.num_kv_heads, config.head_dim) == (4, 16)
+    assert config.rope_theta == theirs.rope_parameters["rope_theta"]
+    assert config.tie_word_embeddings is theirs.tie_word_embeddings is False
+    assert config.eos_token_ids == ()
+    assert ModelConfig.from_hf(config_json("qwen3", head_dim=None)).head_dim == (
+        Qwen3Config().head_dim
+    )
+
+
+def test_rope_of_transformers_4_and_5_read_the_same() -> None:
+    old = config_json("llama", rope_theta=5e5, rope_scaling=LLAMA3)
+    new = config_json("llama", rope_theta=None, rope_parameters={"rope_theta": 5e5, **LLAMA3})
+    assert ModelConfig.from_hf(old) == ModelConfig.from_hf(new)
+    assert ModelConfig.from_hf(old).rope_theta == 5e5
+    assert ModelConfig.from_hf(old).rope_scaling == RopeScaling(8.0, 1.0, 4.0, 8192)
+    plain = config_json(
+        rope_theta=None, rope_parameters={"rope_theta": 1e6, "rope_type": "default"}
+    )
+    assert ModelConfig.from_hf(plain) == ModelConfig.from_hf(config_json())
+
+
+@pytest.mark.parametrize("config_class", [LlamaConfig, Qwen2Config, Qwen3Config])
+def test_configs_that_transformers_writes_are_read(config_class: type) -> None:
+    theirs = config_class(rope_theta=3e4, num_hidden_layers=3)
+    config = ModelConfig.from_hf(theirs.to_dict())
+    assert (config.rope_theta, config.num_layers) == (3e4, 3)
+    assert config.head_dim == getattr(theirs, "head_dim", 4096 // 32)
+
+
+# transformers computes in float32: theta ** (2 i / d) is exp(x log theta) with log theta < 14, so
+# an input error of half an ulp is amplified 14 times; a division, and six roundings of the scaling.
+_FLOAT32_TOLERANCE = (14 + 1 + 6) * 2.0**-24
+
+
+@pytest.mark.parametrize("head_dim", [16, 64, 128])
+@pytest.mark.parametrize("theta", [1e4, 5e5, 1e6])
+def test_llama3_frequencies_are_those_of_transformers(head_dim: int, theta: float) -> None:
+    theirs = LlamaConfig(
+        hidden_size=4 * head_dim,
+        num_attention_heads=4,
+        head_dim=head_dim,
+        rope_theta=theta,
+        rope_scaling=dict(LLAMA3),
+        max_position_embeddings=131072,
+    )
+    expected, attention_factor = ROPE_INIT_FUNCTIONS["llama3"](theirs)
+    config = ModelConfig.from_hf(theirs.to_dict() | {"architectures": ["LlamaForCausalLM"]})
+    frequencies = inverse_frequencies(config)
+    assert attention_factor == 1.0
+    assert frequencies.dtype == np.float64
+    np.testing.assert_allclose(frequencies, expected.numpy(), rtol=_FLOAT32_TOLERANCE)
+
+
+def test_llama3_scaling_keeps_fast_divides_slow_and_blends_between() -> None:
+    plain = inverse_frequencies(ModelConfig.from_hf(config_json("llama", head_dim=128)))
+    scaled = inverse_frequencies(
+        ModelConfig.from_hf(config_json("llama", head_dim=128, rope_scaling=LLAMA3))
+    )
+    ratio = scaled / plain
+    wavelengths = 2 * np.pi / plain
+    assert (ratio[wavelengths < 8192 / 4] == 1).all()
+    assert (ratio[wavelengths > 8192] == 1 / 8).all()
+    between = ratio[(wavelengths > 8192 / 4) & (wavelengths < 8192)]
+    assert len(between)
+    assert ((between > 1 / 8) & (between < 1)).all()
+
+
+def test_plain_frequencies() -> None:
+    frequencies = inverse_frequencies(ModelConfig.from_hf(config_json(rope_theta=10000.0)))
+    np.testing.assert_allclose(frequencies, 10000.0 ** (-np.arange(8) / 8), rtol=1e-15)
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_parameter_count(tied: bool) -> None:
+    config = ModelConfig.from_hf(config_json("qwen2", tie_word_embeddings=tied))
+    layer = 64 + 128 * 64 + 128 + 64 * 64 + 64 + 192 * 64 + 64 * 96
+    assert num_parameters(config) == 100 * 64 * (1 if tied else 2) + 2 * layer + 64
+    assert ("lm_head.weight" in parameter_shapes(config)) is not tied
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"architectures": ["GemmaForCausalLM"]}, "GemmaForCausalLM.*supported: qwen3"),
+        ({"architectures": None, "model_type": "mixtral"}, "'mixtral'.*LlamaForCausalLM"),
+        ({"architectures": None, "model_type": None}, "no model_type and no architectures"),
+        ({"model_type": "llama"}, "Qwen3ForCausalLM .model_type llama"),
+        ({"hidden_size": None}, "hidden_size is missing"),
+        ({"vocab_size": None}, "vocab_size is missing"),
+        ({"intermediate_size": None}, "intermediate_size is missing"),
+        ({"num_hidden_layers": None}, "num_hidden_layers is missing"),
+        ({"num_attention_heads": None}, "num_attention_heads is missing"),
+        ({"rms_norm_eps": None}, "rms_norm_eps is missing"),
+        ({"max_position_embeddings": None}, "max_position_embeddings is missing"),
+        ({"hidden_size": "64"}, "hidden_size = '64': a whole number"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers = 0"),
+        ({"rms_norm_eps": -1.0}, "rms_norm_eps = -1.0"),
+        ({"rope_theta": 0}, "rope_theta = 0"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings = 'yes': true or false"),
+        ({"eos_token_id": "</s>"}, "eos_token_id = '</s>'"),
+        ({"num_key_value_heads": 3}, "4 is not a multiple of num_key_value_heads = 3"),
+        ({"head_dim": 15}, "head_dim = 15 is odd"),
+        ({"use_sliding_window": True}, "use_sliding_window is true"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types.*sliding"),
+        ({"attention_bias": True}, "attention_bias is true"),
+        ({"mlp_bias": True}, "mlp_bias is true"),
+        ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope type 'yarn'.*llama3"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 4.0}}, "rope type 'linear'"),
+        ({"rope_scaling": LLAMA3 | {"factor": None}}, "llama3.*factor is missing"),
+        ({"rope_scaling": LLAMA3 | {"high_freq_factor": 1.0}}, "high_freq_factor must be larger"),
+        ({"rope_scaling": "llama3"}, "rope_scaling = 'llama3'"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "differs by layer type"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
+    ],
+    ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
+)
+def test_refused(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        ModelConfig.from_hf(config_json(**changes))
+
+
+def test_heads_that_do_not_divide_the_hidden_size_need_a_head_dim() -> None:
+    with pytest.raises(UserError, match="hidden_size = 64 is not a multiple of"):
+        ModelConfig.from_hf(config_json("llama", num_attention_heads=6, head_dim=None))
+    assert ModelConfig.from_hf(config_json("llama", num_attention_heads=6)).head_dim == 16
