@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -166,6 +168,14 @@ def test_the_default_pool_never_preempts_or_idles():
     assert simulation.scheduler.num_preemptions == 0
 
 
+def test_none_is_admitted_only_to_be_preempted():
+    """Each sequence has 1 page at first and comes to use 2: with 5 pages, two run at a time."""
+    simulation = simulate([4] * 6, max_tokens=5, pages=5, page_size=4, stop_chance=0.0)
+    simulation.run()
+    assert simulation.scheduler.num_preemptions == 0
+    assert max(len(step.chunks) for step in simulation.steps) == 2
+
+
 def test_preempted_sequences_share_the_prompt_again():
     """Room for the prompt and little more: the second sample comes back without a second
     prefill.
@@ -223,3 +233,11 @@ def test_cancel_gives_back_all_pages():
     assert simulation.scheduler.allocator.num_used > 0
     simulation.scheduler.cancel()
     assert simulation.scheduler.allocator.num_used == 0
+
+
+def test_it_needs_no_torch():
+    code = (
+        "import sys, jetrl.rollout.scheduler, jetrl.rollout.progress; print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"

@@ -64,6 +64,10 @@ class Step:
     preempted: tuple[int, ...]
 
     @property
+    def num_decode_tokens(self) -> int:
+        return sum(chunk.length for chunk in self.chunks) - self.num_prefill_tokens
+
+    @property
     def draws(self) -> list[int]:
         """Sequences that draw a token, in the order in which `Scheduler.complete` wants the
         tokens.
@@ -103,6 +107,8 @@ class Scheduler:
         self.running: list[RunningSequence] = []
         self.waiting = deque(self.sequences)
         self.num_preemptions = 0
+        self.num_finished = 0
+        self.finished_tokens = 0
         self._parked: deque[RunningSequence] = deque()  # waiting ones that hold pages, oldest first
         self._preempted: list[int] = []
 
@@ -162,6 +168,8 @@ class Scheduler:
         for index in draws:
             sequence = self.sequences[index]
             if sequence.finished:
+                self.num_finished += 1
+                self.finished_tokens += len(sequence.generated)
                 self.allocator.release(sequence.pages)
                 if index > youngest_running:
                     self.waiting.remove(sequence)
@@ -204,13 +212,9 @@ class Scheduler:
         margin = sum(self._may_grow(sequence) for sequence in self.running)
         while self.waiting and len(self.running) < self.max_batch_size:
             sequence = self.waiting[0]
-            needed = self._pages_to_admit(sequence)
-            if self.running:
-                if needed + margin > self.allocator.num_free:
-                    return
-            elif needed > self.allocator.num_free:
-                while self._parked and self._parked[-1] is not sequence:
-                    self._drop_pages(self._parked.pop())
+            # With none running, the first one is parked or all pages are free: it always fits.
+            if self.running and self._pages_to_admit(sequence) + margin > self.allocator.num_free:
+                return
             self.waiting.popleft()
             self._give_pages(sequence)
             self.running.append(sequence)
@@ -223,15 +227,16 @@ class Scheduler:
         return self.allocator.write_cost(pages, sequence.num_computed) > 0
 
     def _pages_to_admit(self, sequence: RunningSequence) -> int:
-        """Free pages that it would use with the tokens that it has now."""
-        prompt = len(sequence.prompt)
-        total = self.allocator.pages_for(sequence.num_tokens)
+        """Free pages that it would take for the tokens that it has now, and one more to grow."""
         if sequence.started:
             shares_prompt = bool(sequence.pages) or self._donor(sequence) is not None
         else:
             shares_prompt = not self._leads(sequence)
-            total = self.allocator.pages_for(prompt + 1) if shares_prompt else total
-        return total - prompt // self.allocator.page_size if shares_prompt else total
+        size = self.allocator.page_size
+        total = self.allocator.pages_for(
+            min(sequence.num_tokens + size, sequence.max_cached_tokens)
+        )
+        return total - len(sequence.prompt) // size if shares_prompt else total
 
     def _donor(self, sequence: RunningSequence) -> RunningSequence | None:
         """A sequence of the same group that holds the whole prompt."""

@@ -1,0 +1,213 @@
+"""The paged KV cache: the rollout's source of keys and values.
+
+One store for keys and one for values, all layers in one tensor:
+
+    codes   [layers, pages, page_size, G, D]   float8_e4m3fn under kv = fp8, else the values
+    scales  [layers, pages, page_size, G]      float32 under kv = fp8, else absent
+
+A forward runs a flat list of T tokens of many sequences. In each layer their keys and values are
+quantized and written to their slots; then the tokens attend, in parts: a part is queries of
+sequences of similar length, whose pages are gathered into one dense batch. Padding, and what else
+is in a part, cannot change a bit of a result (`attend_dense`); the parts only bound time and
+memory.
+
+Dimensions: T tokens of the forward, B items of a part, Q queries an item, P pages an item, L = P *
+page_size keys, H query heads, G key-value heads, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from jetrl.kernels.attention import attend_dense, quantize_kv
+from jetrl.models.families import ModelConfig
+from jetrl.precision.plan import PrecisionPlan
+
+_DTYPES = {"fp8": torch.float8_e4m3fn, "bf16": torch.bfloat16, "fp32": torch.float32}
+_MAX_QUERIES = 256  # queries of one item: a longer chunk is cut, so that its first queries see less
+_MAX_GATHERED = 2**24  # elements of keys gathered for one part
+
+
+@dataclass(frozen=True)
+class Span:
+    """Consecutive tokens of one sequence in a forward: rows row to row + length of its T tokens, at
+    positions start to start + length. pages: the sequence's page table."""
+
+    row: int
+    start: int
+    length: int
+    pages: list[int]
+
+
+@dataclass(frozen=True)
+class Part:
+    """Queries that attend together. rows, positions: int64 [B, Q], of the queries; padding repeats
+    an item's first. valid: bool [B, Q], False for padding. pages: int64 [B, P], padded likewise."""
+
+    rows: Tensor
+    positions: Tensor
+    valid: Tensor
+    pages: Tensor
+
+
+class PagedCache:
+    """Keys and values of all layers in pages. Which page is whose, the scheduler knows.
+
+    Args:
+        config: the model's sizes. plan: its `kv` is the stored format, its `scales` their rule.
+        num_pages, page_size: in pages and in tokens a page.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        plan: PrecisionPlan,
+        num_pages: int,
+        page_size: int,
+        device: torch.device,
+    ) -> None:
+        self.num_pages, self.page_size = num_pages, page_size
+        self._plan = plan
+        self._heads, self._head_dim = config.num_kv_heads, config.head_dim
+        shape = (config.num_layers, num_pages, page_size, config.num_kv_heads, config.head_dim)
+        self._keys = _Store(shape, plan, device)
+        self._values = _Store(shape, plan, device)
+
+    @staticmethod
+    def page_bytes(config: ModelConfig, plan: PrecisionPlan, page_size: int) -> int:
+        """Bytes of one page in all layers, keys and values, scales included."""
+        head = config.head_dim * _DTYPES[plan.kv].itemsize + (4 if plan.kv == "fp8" else 0)
+        return 2 * config.num_layers * page_size * config.num_kv_heads * head
+
+    def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copies pages (source, destination), all sources read before any destination is
+        written.
+        """
+        if pairs:
+            sources, destinations = torch.tensor(pairs, device=self._keys.codes.device).unbind(1)
+            self._keys.copy(sources, destinations)
+            self._values.copy(sources, destinations)
+
+    def key_values(self, spans: Sequence[Span]) -> PagedKeyValues:
+        """The `KeyValues` of one forward over these spans, which fill rows 0 to T in order."""
+        device = self._keys.codes.device
+        slots = [
+            span.pages[at // self.page_size] * self.page_size + at % self.page_size
+            for span in spans
+            for at in range(span.start, span.start + span.length)
+        ]
+        budget = max(1, _MAX_GATHERED // (self._heads * self._head_dim))
+        parts = [self._part(items, device) for items in group_items(spans, budget)]
+        slots_T = torch.tensor(slots, device=device)
+        return PagedKeyValues(self._keys, self._values, self._plan, slots_T, parts)
+
+    def _part(self, items: list[Span], device: torch.device) -> Part:
+        num_queries = max(item.length for item in items)
+        used = [-(-(item.start + item.length) // self.page_size) for item in items]
+        num_pages = max(used)
+        pages = [
+            item.pages[:count] + item.pages[:1] * (num_pages - count)
+            for item, count in zip(items, used, strict=True)
+        ]
+        rows = torch.tensor([item.row for item in items], device=device)
+        starts = torch.tensor([item.start for item in items], device=device)
+        lengths = torch.tensor([item.length for item in items], device=device)
+        offsets = torch.arange(num_queries, device=device).expand(len(items), num_queries)
+        valid = offsets < lengths[:, None]
+        offsets = torch.where(valid, offsets, 0)
+        return Part(
+            rows=rows[:, None] + offsets,
+            positions=starts[:, None] + offsets,
+            valid=valid,
+            pages=torch.tensor(pages, device=device),
+        )
+
+
+class PagedKeyValues:
+    """`jetrl.models.attention.KeyValues` over a `PagedCache`, for the tokens of one forward.
+
+    slots: int64 [T], page * page_size + offset, where each token's keys and values go.
+    """
+
+    def __init__(
+        self, keys: _Store, values: _Store, plan: PrecisionPlan, slots: Tensor, parts: list[Part]
+    ) -> None:
+        self._keys, self._values, self._plan = keys, values, plan
+        self._slots, self._parts = slots, parts
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Stores k, v [T, G, D]; q [T, H, D] attends to its sequence so far. Returns [T, H, D]."""
+        self._keys.write(layer, self._slots, *quantize_kv(k, self._plan.kv, self._plan.scales))
+        self._values.write(layer, self._slots, *quantize_kv(v, self._plan.kv, self._plan.scales))
+        out = torch.empty_like(q)
+        for part in self._parts:
+            k_codes, k_scales = self._keys.gather(layer, part.pages)
+            v_codes, v_scales = self._values.gather(layer, part.pages)
+            dense = attend_dense(q[part.rows], k_codes, k_scales, v_codes, v_scales, part.positions)
+            out[part.rows[part.valid]] = dense[part.valid]
+        return out
+
+
+class _Store:
+    """Keys, or values, of all layers: codes and their scales."""
+
+    def __init__(self, shape: tuple[int, ...], plan: PrecisionPlan, device: torch.device) -> None:
+        # Zeros, not what the memory held before: a slot that is only padding is read all the same.
+        self.codes = torch.zeros(shape, dtype=_DTYPES[plan.kv], device=device)
+        fp8 = plan.kv == "fp8"
+        self.scales = torch.zeros(shape[:-1], device=device) if fp8 else None
+        # Bytes of the same memory: indexing is not implemented for FP8 types on every device.
+        self._raw = self.codes.view(torch.uint8) if fp8 else self.codes
+
+    def write(self, layer: int, slots: Tensor, codes: Tensor, scales: Tensor | None) -> None:
+        assert codes.dtype == self.codes.dtype, f"{codes.dtype} into a cache of {self.codes.dtype}"
+        raw = codes.view(torch.uint8) if scales is not None else codes
+        self._raw[layer].flatten(0, 1)[slots] = raw
+        if self.scales is not None:
+            assert scales is not None, "FP8 codes without their scales"
+            self.scales[layer].flatten(0, 1)[slots] = scales
+
+    def gather(self, layer: int, pages: Tensor) -> tuple[Tensor, Tensor | None]:
+        """(codes [B, L, G, D], scales [B, L, G] or None) of page tables [B, P]."""
+        codes = self._raw[layer][pages].flatten(1, 2).view(self.codes.dtype)
+        if self.scales is None:
+            return codes, None
+        return codes, self.scales[layer][pages].flatten(1, 2)
+
+    def copy(self, sources: Tensor, destinations: Tensor) -> None:
+        self._raw[:, destinations] = self._raw[:, sources]
+        if self.scales is not None:
+            self.scales[:, destinations] = self.scales[:, sources]
+
+
+def group_items(spans: Sequence[Span], max_keys: int) -> list[list[Span]]:
+    """Cuts spans into items of at most 256 queries and groups items that waste little as a batch:
+    queries and keys within a factor of two, and at most `max_keys` keys together (or one item)."""
+    items = [
+        Span(span.row + at, span.start + at, min(_MAX_QUERIES, span.length - at), span.pages)
+        for span in spans
+        for at in range(0, span.length, _MAX_QUERIES)
+    ]
+    items.sort(key=lambda item: (item.length, item.start), reverse=True)
+    groups: list[list[Span]] = []
+    most_queries = most_keys = 0
+    for item in items:
+        keys = item.start + item.length
+        fits = (
+            groups
+            and 2 * item.length > most_queries
+            and most_keys < 2 * keys
+            and keys < 2 * most_keys
+            and max(most_keys, keys) * (len(groups[-1]) + 1) <= max_keys
+        )
+        if fits:
+            groups[-1].append(item)
+            most_keys = max(most_keys, keys)
+        else:
+            groups.append([item])
+            most_queries, most_keys = item.length, keys
+    return groups

@@ -1,0 +1,277 @@
+"""The rollout engine: prompts in, completions with their log-probs out.
+
+A call of `generate` is a loop of four: the scheduler chooses, the runner computes, the sampler
+draws, the scheduler takes in what was drawn. The engine adds what surrounds it: checks of the
+input, the size of the cache, progress, and that nothing is left behind when a call is cut short.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from jetrl.errors import UserError
+from jetrl.policy import Policy
+from jetrl.rollout.blocks import PageAllocator
+from jetrl.rollout.cache import PagedCache
+from jetrl.rollout.inputs import encode_prompts, make_groups, text_decoder
+from jetrl.rollout.progress import Progress, RolloutStats
+from jetrl.rollout.runner import Runner
+from jetrl.rollout.sampler import draw_tokens
+from jetrl.rollout.scheduler import Scheduler
+from jetrl.rollout.sequence import RunningSequence
+from jetrl.types import Completion, Prompt, SamplingParams
+
+logger = logging.getLogger(__name__)
+
+_CPU_MEMORY_SHARE = 0.25  # of the machine's memory, for the cache: a laptop runs other things too
+_GPU_MEMORY_SHARE = 0.8  # of the memory that is free when the cache is made
+
+ProgressCallback = Callable[[Progress], None]
+
+
+class RolloutEngine:
+    """Samples from a policy.
+
+    The weights are the policy's own at each call; the engine keeps none. What is drawn for a prompt
+    depends on the weights, the sampling parameters and that prompt, and on none of the arguments
+    below.
+
+    Args:
+        policy: what is sampled from.
+        max_batch_size: sequences that run together at most.
+        num_pages: pages of the KV cache. Default: what the largest batch of a call can use, within
+            a quarter of the machine's memory (CPU) or 80% of the free memory (GPU).
+        page_size: tokens a page.
+        max_prefill_tokens: prompt tokens a forward at most.
+        max_model_len: tokens of prompt and completion at most. Default: the model's context.
+
+    Raises:
+        UserError: a size below 1, or max_model_len beyond the model's context.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        max_batch_size: int = 256,
+        num_pages: int | None = None,
+        page_size: int = 64,
+        max_prefill_tokens: int = 8192,
+        max_model_len: int | None = None,
+    ) -> None:
+        context = policy.config.max_position_embeddings
+        sizes = {
+            "max_batch_size": max_batch_size,
+            "num_pages": num_pages,
+            "page_size": page_size,
+            "max_prefill_tokens": max_prefill_tokens,
+            "max_model_len": max_model_len,
+        }
+        for name, value in sizes.items():
+            if value is not None and value < 1:
+                raise UserError(f"{name} must be at least 1, not {value}")
+        if max_model_len is not None and max_model_len > context:
+            raise UserError(f"max_model_len {max_model_len}: the model's context is {context}")
+        self.policy = policy
+        self.max_batch_size = max_batch_size
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self.max_prefill_tokens = max_prefill_tokens
+        self.max_model_len = max_model_len or context
+        self._cache: PagedCache | None = None
+        self._scheduler: Scheduler | None = None
+        self._stats = RolloutStats()
+
+    @property
+    def stats(self) -> RolloutStats:
+        """Counts of the last call that came to its end."""
+        return self._stats
+
+    @property
+    def pages_in_use(self) -> int:
+        """Pages held by sequences right now: 0 between calls."""
+        return 0 if self._scheduler is None else self._scheduler.allocator.num_used
+
+    def free_cache(self) -> None:
+        """Gives the cache's memory back; the next call makes a new one."""
+        assert self._scheduler is None, "the cache is in use"
+        self._cache = None
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int] | str | Prompt],
+        params: SamplingParams,
+        progress: ProgressCallback | None = None,
+        system_prompt: str | None = None,
+    ) -> list[Completion]:
+        """Draws params.n completions for each prompt.
+
+        Args:
+            prompts: token ids, text, or `Prompt`s (chat messages go through the chat template).
+            params: the same for all prompts. Where prompt and max_tokens exceed the context,
+                max_tokens is what fits.
+            progress: called after every forward. An exception that it raises cancels the call.
+            system_prompt: put before the messages of chat prompts.
+
+        Returns:
+            Completions in the order of the prompts: those of prompt p are [p * n : (p + 1) * n].
+
+        Raises:
+            UserError: a prompt that is empty, too long or outside the vocabulary; stop strings
+                without a tokenizer; a cache that one sequence does not fit into. Nothing has run.
+
+        When it raises, KeyboardInterrupt included, all pages are free and the engine can be used
+        again.
+        """
+        assert self._scheduler is None, "generate is not to be called while it runs"
+        started = time.perf_counter()
+        encoded = encode_prompts(self.policy, prompts, self.max_model_len, system_prompt)
+        groups = make_groups(self.policy, encoded, params, self.max_model_len)
+        if not groups:
+            self._stats = RolloutStats()
+            return []
+        cache = self._ready_cache(groups)
+        allocator = PageAllocator(cache.num_pages, cache.page_size)
+        scheduler = Scheduler(groups, allocator, self.max_batch_size, self.max_prefill_tokens)
+        self._scheduler = scheduler
+        try:
+            self._stats = self._run(scheduler, cache, params, progress, started)
+        except BaseException:
+            scheduler.cancel()
+            # What failed may have left NaN in its pages: the next call starts from a clean cache.
+            self._cache = None
+            raise
+        finally:
+            self._scheduler = None
+        return self._completions(scheduler.sequences)
+
+    def _run(
+        self,
+        scheduler: Scheduler,
+        cache: PagedCache,
+        params: SamplingParams,
+        progress: ProgressCallback | None,
+        started: float,
+    ) -> RolloutStats:
+        """Runs the scheduler to its end."""
+        runner = Runner(self.policy, cache)
+        allocator = scheduler.allocator
+        drawn = prefilled = decoded = forwards = peak_pages = 0
+        while not scheduler.done:
+            step = scheduler.schedule()
+            peak_pages = max(peak_pages, allocator.num_used)
+            logits = runner.forward(step, scheduler.sequences)
+            tokens = draw_tokens(logits, step, scheduler.sequences, params)
+            scheduler.complete(step, tokens)
+            forwards += 1
+            drawn += len(tokens)
+            prefilled += step.num_prefill_tokens
+            decoded += step.num_decode_tokens
+            if progress is not None:
+                seconds = time.perf_counter() - started
+                progress(_progress(scheduler, params.max_tokens, drawn, seconds))
+        return RolloutStats(
+            prompts=len(scheduler.sequences) // params.n,
+            sequences=len(scheduler.sequences),
+            tokens_drawn=drawn,
+            tokens_prefilled=prefilled,
+            tokens_decoded=decoded,
+            preemptions=scheduler.num_preemptions,
+            forwards=forwards,
+            peak_pages=peak_pages,
+            pages_total=allocator.num_pages,
+            seconds=time.perf_counter() - started,
+        )
+
+    def _completions(self, sequences: Sequence[RunningSequence]) -> list[Completion]:
+        decode = text_decoder(self.policy)
+        completions = []
+        for sequence in sequences:
+            assert sequence.finish_reason is not None, f"sequence {sequence.index} is not finished"
+            text = sequence.text
+            if text is None:
+                text = decode(sequence.generated) if decode is not None else ""
+            completions.append(
+                Completion(
+                    token_ids=tuple(sequence.generated),
+                    logprobs=tuple(sequence.logprobs),
+                    finish_reason=sequence.finish_reason,
+                    text=text,
+                )
+            )
+        return completions
+
+    def _ready_cache(self, groups: Sequence[Sequence[RunningSequence]]) -> PagedCache:
+        """The cache for a call: the one there is if it is large enough, else a new one."""
+        longest = max((group[0] for group in groups), key=lambda s: s.max_cached_tokens)
+        needed = -(-longest.max_cached_tokens // self.page_size)
+        num_sequences = sum(len(group) for group in groups)
+        # Samples that wait for a place in the batch share one page that none of the running ones
+        # has: the prompt's last, partly filled one.
+        waiting = num_sequences > self.max_batch_size
+        wanted = needed * min(num_sequences, self.max_batch_size) + int(waiting)
+        if self.num_pages is not None:
+            wanted = self.num_pages
+        elif self._cache is None or self._cache.num_pages < wanted:
+            self._cache = None  # before its memory is measured as used
+            wanted = min(wanted, self._affordable_pages())
+        else:
+            wanted = self._cache.num_pages
+        if wanted < needed:
+            raise UserError(self._too_small(longest, needed, wanted))
+        if self._cache is None or self._cache.num_pages != wanted:
+            self._cache = None
+            config, plan, device = self.policy.config, self.policy.plan, self.policy.device
+            self._cache = PagedCache(config, plan, wanted, self.page_size, device)
+            size = wanted * PagedCache.page_bytes(config, plan, self.page_size) / 2**20
+            logger.info(
+                "KV cache: %d pages of %d tokens, %s, %.1f MiB; one sequence of this call uses up "
+                "to %d pages, and up to %d sequences run together",
+                *(wanted, self.page_size, plan.kv, size, needed),
+                min(num_sequences, self.max_batch_size),
+            )
+        return self._cache
+
+    def _affordable_pages(self) -> int:
+        """Pages that the memory share of a cache holds."""
+        if self.policy.device.type == "cuda":
+            free, _ = torch.cuda.mem_get_info(self.policy.device)
+            share = free * _GPU_MEMORY_SHARE
+        else:
+            memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+            share = memory * _CPU_MEMORY_SHARE
+        page = PagedCache.page_bytes(self.policy.config, self.policy.plan, self.page_size)
+        return int(share // page)
+
+    def _too_small(self, longest: RunningSequence, needed: int, pages: int) -> str:
+        setting = (
+            f"raise rollout.num_pages to at least {needed}"
+            if self.num_pages is not None
+            else "use a machine with more memory"
+        )
+        return (
+            f"KV cache too small for one sequence: {pages} pages of {self.page_size} tokens hold "
+            f"{pages * self.page_size}, but a prompt of {len(longest.prompt)} tokens with "
+            f"max_tokens {longest.rules.max_tokens} uses {longest.max_cached_tokens} "
+            f"({needed} pages); {setting}, or lower rollout.max_tokens"
+        )
+
+
+def _progress(scheduler: Scheduler, max_tokens: int, tokens: int, seconds: float) -> Progress:
+    total, done = len(scheduler.sequences), scheduler.num_finished
+    rate = tokens / seconds if seconds > 0 else 0.0
+    mean_length = scheduler.finished_tokens / done if done else max_tokens
+    return Progress(
+        sequences_done=done,
+        sequences_total=total,
+        tokens=tokens,
+        tokens_per_s=rate,
+        pages_in_use=scheduler.allocator.num_used,
+        pages_total=scheduler.allocator.num_pages,
+        seconds=seconds,
+        eta_s=max(0.0, mean_length * total - tokens) / rate if rate > 0 else None,
+    )

@@ -1,0 +1,106 @@
+"""From the arguments of `generate` to sequences: what a user may pass, checked before anything
+runs.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+
+from jetrl.errors import UserError
+from jetrl.models import chat, hf
+from jetrl.policy import Policy
+from jetrl.rollout.sequence import RunningSequence, sequence_keys
+from jetrl.rollout.stopping import Decode, StopRules
+from jetrl.types import Prompt, SamplingParams
+
+
+def encode_prompts(
+    policy: Policy,
+    prompts: Sequence[Sequence[int] | str | Prompt],
+    max_model_len: int,
+    system_prompt: str | None,
+) -> list[list[int]]:
+    """Token ids of each prompt, at least one, within the vocabulary, with room for a token more.
+
+    Raises:
+        UserError: naming the prompt by its place in the call.
+    """
+    if isinstance(prompts, str | Prompt):
+        raise UserError("generate takes a list of prompts; put the one prompt into a list")
+    encoded = []
+    for index, prompt in enumerate(prompts):
+        if isinstance(prompt, str):
+            prompt = Prompt(id=str(index), text=prompt)
+        if isinstance(prompt, Prompt):
+            token_ids = chat.encode_prompt(policy.tokenizer, prompt, system_prompt)
+        else:
+            token_ids = _integers(prompt, index)
+        _check_ids(token_ids, policy.config.vocab_size, f"prompt {index}")
+        if not token_ids:
+            raise UserError(f"prompt {index} is empty; a prompt needs at least one token")
+        if len(token_ids) >= max_model_len:
+            raise UserError(
+                f"prompt {index} has {len(token_ids)} tokens, which leaves no room for an answer "
+                f"in a context of {max_model_len}; shorten or drop it"
+            )
+        encoded.append(token_ids)
+    return encoded
+
+
+def make_groups(
+    policy: Policy, prompts: Sequence[list[int]], params: SamplingParams, max_model_len: int
+) -> list[list[RunningSequence]]:
+    """The sequences of a call, n for each prompt. max_tokens is limited to what the context takes.
+
+    Raises:
+        UserError: stop ids outside the vocabulary; stop strings without a tokenizer.
+    """
+    stop_ids = set(params.stop_token_ids)
+    _check_ids(params.stop_token_ids, policy.config.vocab_size, "stop_token_ids")
+    if not params.ignore_eos:
+        stop_ids |= set(hf.eos_token_ids(policy.config, policy.generation_config))
+    decode = text_decoder(policy)
+    if params.stop and decode is None:
+        raise UserError(
+            f"stop strings {list(params.stop)} need a tokenizer, and the model has none; set "
+            "model.tokenizer, or use stop_token_ids"
+        )
+    groups: list[list[RunningSequence]] = []
+    keys = sequence_keys(prompts, params.n)
+    for number, prompt in enumerate(prompts):
+        max_tokens = min(params.max_tokens, max_model_len - len(prompt))
+        rules = StopRules(max_tokens, frozenset(stop_ids), params.stop, decode)
+        first = number * params.n
+        groups.append(
+            [
+                RunningSequence(first + sample, tuple(prompt), key, rules)
+                for sample, key in enumerate(keys[number])
+            ]
+        )
+    return groups
+
+
+def text_decoder(policy: Policy) -> Decode | None:
+    """Token ids to text without special tokens, or None when the policy has no tokenizer."""
+    tokenizer = policy.tokenizer
+    if tokenizer is None:
+        return None
+    return lambda token_ids: chat.decode(tokenizer, token_ids)
+
+
+def _integers(token_ids: Iterable[int], index: int) -> list[int]:
+    try:
+        return [operator.index(token) for token in token_ids]
+    except TypeError:
+        raise UserError(
+            f"prompt {index}: {token_ids!r:.80} is not a list of token ids, a text or a Prompt"
+        ) from None
+
+
+def _check_ids(token_ids: Sequence[int], vocab_size: int, where: str) -> None:
+    for token in token_ids:
+        if not 0 <= token < vocab_size:
+            raise UserError(
+                f"{where}: token id {token} is outside the model's vocabulary [0, {vocab_size})"
+            )

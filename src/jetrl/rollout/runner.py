@@ -1,0 +1,50 @@
+"""One forward of the policy over the tokens that the scheduler chose."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from jetrl.policy import Policy
+from jetrl.rollout.cache import PagedCache, Span
+from jetrl.rollout.scheduler import Step
+from jetrl.rollout.sequence import RunningSequence
+
+
+class Runner:
+    """Runs steps. The weights are the policy's own, as they are at each call; nothing is copied."""
+
+    def __init__(self, policy: Policy, cache: PagedCache) -> None:
+        self._policy = policy
+        self._cache = cache
+
+    def forward(self, step: Step, sequences: Sequence[RunningSequence]) -> Tensor:
+        """Runs a step's tokens, filling the cache.
+
+        Returns:
+            float32 logits [R, V], a row for each chunk that draws, in the order of the chunks; R
+            is 0 when all chunks end before their sequence does.
+        """
+        self._cache.copy_pages(step.copies)
+        token_ids: list[int] = []
+        positions: list[int] = []
+        rows: list[int] = []
+        spans: list[Span] = []
+        for chunk in step.chunks:
+            sequence = sequences[chunk.sequence]
+            spans.append(Span(len(token_ids), chunk.start, chunk.length, sequence.pages))
+            token_ids += sequence.tokens(chunk.start, chunk.length)
+            positions += range(chunk.start, chunk.start + chunk.length)
+            if chunk.draws:
+                rows.append(len(token_ids) - 1)
+        device = self._policy.device
+        hidden = self._policy.rollout_forward(
+            torch.tensor(token_ids, device=device),
+            torch.tensor(positions, device=device),
+            self._cache.key_values(spans),
+        )
+        if not rows:
+            return torch.empty((0, self._policy.config.vocab_size), device=device)
+        return self._policy.rollout_logits(hidden[torch.tensor(rows, device=device)])

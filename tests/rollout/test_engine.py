@@ -1,0 +1,322 @@
+"""The engine's promises: the trainer's log-probs as bits, and draws that depend on nothing else."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from jetrl.errors import RunStopped, UserError
+from jetrl.models.attention import PackedKeyValues
+from jetrl.rollout.engine import RolloutEngine
+from jetrl.types import SamplingParams
+
+PROMPTS = [[5, 6, 7], [9] * 17, [11, 12, 13, 14], [20], [40, 41, 42, 43, 44, 45, 46, 47]]
+PARAMS = SamplingParams(n=3, max_tokens=20, temperature=0.9, stop_token_ids=(33, 34, 35), seed=7)
+
+
+@pytest.fixture(scope="module")
+def reference(policy):
+    """All prompts at once, with pages for everything."""
+    return RolloutEngine(policy, page_size=16).generate(PROMPTS, PARAMS)
+
+
+def of_prompt(completions, place, n=PARAMS.n):
+    return completions[place * n : (place + 1) * n]
+
+
+def count_different(policy, prompts, completions, n, temperature):
+    """Tokens whose log-prob is not, as bits, the trainer's."""
+    owners = [prompts[i // n] for i in range(len(completions))]
+    sequences = [p + list(c.token_ids) for p, c in zip(owners, completions, strict=True)]
+    trainer_logprobs = policy.logprobs(sequences, temperature)
+    different = 0
+    for prompt, completion, logprobs in zip(owners, completions, trainer_logprobs, strict=True):
+        mine = torch.tensor(completion.logprobs)
+        theirs = logprobs.detach()[len(prompt) - 1 :]
+        different += int((mine.view(torch.int32) != theirs.view(torch.int32)).sum())
+    return different
+
+
+def train_logits(policy, tokens):
+    """The trainer's logits of one sequence: float32 [len, V]."""
+    ids = torch.tensor(tokens)
+    kv = PackedKeyValues(torch.tensor([0, len(tokens)]), policy.plan)
+    with torch.no_grad():
+        hidden = policy.decoder(ids, torch.arange(len(tokens)), kv, "train")
+        return policy.decoder.logits(hidden, "train")
+
+
+@pytest.mark.parametrize("preset", ["unified", "jet"])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logprobs_are_the_trainers_as_bits(make_policy, preset, temperature):
+    policy = make_policy(preset)
+    engine = RolloutEngine(policy, max_batch_size=6, page_size=4, max_prefill_tokens=10)
+    params = SamplingParams(n=4, max_tokens=24, temperature=temperature, top_p=0.9, top_k=50)
+    out = engine.generate(PROMPTS, params)
+    assert sum(len(c.token_ids) for c in out) > 200
+    assert count_different(policy, PROMPTS, out, 4, temperature) == 0
+
+
+@pytest.mark.parametrize("options", [{"scales": "pow2"}, {"first_layers_bf16": 1}], ids=str)
+def test_exact_under_plan_options(make_policy, options):
+    policy = make_policy("unified", **options)
+    out = RolloutEngine(policy, page_size=4).generate(PROMPTS, PARAMS)
+    assert count_different(policy, PROMPTS, out, PARAMS.n, PARAMS.temperature) == 0
+
+
+def test_the_comparison_can_fail(make_policy):
+    """Under `mixed` the sampler is FP8 and the trainer BF16: nearly every log-prob differs."""
+    policy = make_policy("mixed")
+    out = RolloutEngine(policy).generate(PROMPTS, PARAMS)
+    total = sum(len(c.token_ids) for c in out)
+    assert count_different(policy, PROMPTS, out, PARAMS.n, PARAMS.temperature) > total / 2
+
+
+@pytest.mark.parametrize("batch", [1, 2, 16])
+def test_batch_size_changes_nothing(policy, reference, batch):
+    engine = RolloutEngine(policy, max_batch_size=batch, page_size=16)
+    assert engine.generate(PROMPTS, PARAMS) == reference
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 64])
+def test_prefill_chunks_change_nothing(policy, reference, tokens):
+    engine = RolloutEngine(policy, max_prefill_tokens=tokens, page_size=16)
+    assert engine.generate(PROMPTS, PARAMS) == reference
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 128])
+def test_page_size_changes_nothing(policy, reference, page_size):
+    assert RolloutEngine(policy, page_size=page_size).generate(PROMPTS, PARAMS) == reference
+
+
+@pytest.mark.parametrize("num_pages", [9, 12, 20])
+def test_preemption_changes_nothing(policy, reference, num_pages):
+    """9 pages of 4 hold the longest sequence, 17 + 20 - 1 tokens, and nothing else."""
+    engine = RolloutEngine(policy, num_pages=num_pages, page_size=4, max_batch_size=8)
+    assert engine.generate(PROMPTS, PARAMS) == reference
+    assert engine.stats.preemptions > 0
+    assert engine.stats.peak_pages <= num_pages
+
+
+def test_order_and_company_change_nothing(policy, reference):
+    engine = RolloutEngine(policy, max_batch_size=4, page_size=4)
+    order = [3, 0, 4, 2, 1]
+    shuffled = engine.generate([PROMPTS[i] for i in order], PARAMS)
+    for place, i in enumerate(order):
+        assert of_prompt(shuffled, place) == of_prompt(reference, i)
+    alone = engine.generate([PROMPTS[2]], PARAMS)
+    assert alone == of_prompt(reference, 2)
+
+
+def test_a_repeated_prompt_gets_other_draws(policy, reference):
+    out = RolloutEngine(policy).generate([PROMPTS[0], PROMPTS[1], PROMPTS[0]], PARAMS)
+    assert of_prompt(out, 0) == of_prompt(reference, 0)
+    assert of_prompt(out, 2) != of_prompt(reference, 0)
+
+
+def test_more_samples_keep_the_first_ones(policy, reference):
+    params = SamplingParams(
+        n=5, max_tokens=20, temperature=0.9, stop_token_ids=(33, 34, 35), seed=7
+    )
+    out = RolloutEngine(policy).generate(PROMPTS, params)
+    for place in range(len(PROMPTS)):
+        assert out[place * 5 : place * 5 + 3] == of_prompt(reference, place)
+
+
+def test_the_seed_changes_the_draws(policy, reference):
+    params = SamplingParams(n=3, max_tokens=20, temperature=0.9, seed=8)
+    assert RolloutEngine(policy).generate(PROMPTS, params) != reference
+
+
+def test_each_position_has_a_draw_of_its_own(policy):
+    """Nearly uniform over 98 tokens: 40 draws give 33 different ones in the mean, sigma below 3."""
+    params = SamplingParams(n=4, max_tokens=40, temperature=1000, ignore_eos=True)
+    for completion in RolloutEngine(policy).generate(PROMPTS, params):
+        assert len(set(completion.token_ids)) > 20
+
+
+def test_samples_of_a_prompt_differ(reference):
+    for place in range(len(PROMPTS)):
+        assert len({c.token_ids for c in of_prompt(reference, place)}) == PARAMS.n
+
+
+def test_a_prompt_is_prefilled_once_for_all_samples(policy):
+    engine = RolloutEngine(policy, max_batch_size=2)
+    out = engine.generate(PROMPTS, SamplingParams(n=6, max_tokens=5))
+    drawn = sum(len(c.token_ids) for c in out)
+    assert engine.stats.tokens_prefilled == sum(map(len, PROMPTS))
+    assert engine.stats.tokens_drawn == drawn
+    assert engine.stats.tokens_decoded == drawn - len(out), "the last token is drawn, not run"
+    assert (engine.stats.prompts, engine.stats.sequences) == (5, 30)
+
+
+def test_finish_reasons_and_stop_ids(policy, reference):
+    stops = {1, *PARAMS.stop_token_ids}
+    assert {c.finish_reason for c in reference} == {"stop", "length"}
+    for completion in reference:
+        *before, last = completion.token_ids
+        assert not stops & set(before)
+        assert (completion.finish_reason == "stop") == (last in stops)
+        assert len(completion.token_ids) == PARAMS.max_tokens or last in stops
+
+
+def test_the_models_end_id_stops_unless_ignored(policy, reference):
+    """Token 1 is the end by config.json; generation_config.json may name more."""
+    end = reference[0].token_ids[4]
+    policy.generation_config = {"eos_token_id": [end]}
+    try:
+        params = SamplingParams(n=3, max_tokens=20, temperature=0.9, seed=7)
+        (first, *_) = RolloutEngine(policy).generate(PROMPTS, params)
+        at = reference[0].token_ids.index(end)
+        assert first.token_ids == reference[0].token_ids[: at + 1]
+        params = SamplingParams(n=3, max_tokens=20, temperature=0.9, seed=7, ignore_eos=True)
+        out = RolloutEngine(policy).generate(PROMPTS, params)
+    finally:
+        policy.generation_config = {}
+    assert {len(c.token_ids) for c in out} == {20}
+
+
+def test_greedy_takes_the_most_probable(policy):
+    out = RolloutEngine(policy).generate(PROMPTS, SamplingParams(temperature=0, max_tokens=12))
+    for prompt, completion in zip(PROMPTS, out, strict=True):
+        logits = train_logits(policy, prompt + list(completion.token_ids))
+        best = logits.argmax(-1)[len(prompt) - 1 : -1]
+        assert best.tolist() == list(completion.token_ids)
+    assert count_different(policy, PROMPTS, out, 1, 1.0) == 0, "log-probs of temperature 1"
+
+
+@pytest.mark.parametrize("limits", [{"top_k": 1}, {"top_p": 1e-6}], ids=str)
+def test_the_narrowest_limits_are_greedy(policy, limits):
+    greedy = RolloutEngine(policy).generate(PROMPTS, SamplingParams(temperature=0, max_tokens=12))
+    out = RolloutEngine(policy).generate(PROMPTS, SamplingParams(max_tokens=12, **limits))
+    assert [c.token_ids for c in out] == [c.token_ids for c in greedy]
+
+
+def test_top_k_and_top_p_leave_out_the_rest(policy):
+    params = SamplingParams(n=3, max_tokens=20, temperature=1.5, top_k=6, top_p=0.6)
+    out = RolloutEngine(policy).generate(PROMPTS, params)
+    beyond_greedy = 0
+    for i, completion in enumerate(out):
+        prompt = PROMPTS[i // 3]
+        logits = train_logits(policy, prompt + list(completion.token_ids))[len(prompt) - 1 : -1]
+        for row, token in zip(logits.double() / 1.5, completion.token_ids, strict=True):
+            above = row > row[token]
+            assert above.sum() < 6
+            kept = row.topk(6).values.exp().sum()
+            # the sampler's weights have 40 bits below the largest, of 98 tokens: error < 2**-33
+            assert row[above].exp().sum() / kept < 0.6 + 2**-33
+            beyond_greedy += int(above.any())
+    assert beyond_greedy > 50
+
+
+def test_first_tokens_follow_the_distribution(policy):
+    """2000 samples of one prompt against its softmax; each frequency within 5 sigma + 1 draw."""
+    n = 2000
+    params = SamplingParams(n=n, max_tokens=1, temperature=1.3, ignore_eos=True)
+    engine = RolloutEngine(policy, max_batch_size=8)
+    out = engine.generate([PROMPTS[0]], params)
+    assert engine.stats.forwards == 1
+    p = (train_logits(policy, PROMPTS[0])[-1].double() / 1.3).softmax(-1)
+    counts = torch.bincount(torch.tensor([c.token_ids[0] for c in out]), minlength=98)
+    assert ((counts - n * p).abs() <= 5 * (n * p * (1 - p)).sqrt() + 1).all()
+    assert p.max() < 0.6, "a distribution that says something"
+
+
+def test_new_weights_are_used_at_once(make_policy):
+    policy = make_policy()
+    engine = RolloutEngine(policy, page_size=4)
+    before = engine.generate(PROMPTS, PARAMS)
+    with torch.no_grad():
+        for master in policy.named_masters().values():
+            master.mul_(1.1)
+    policy.requantize()
+    after = engine.generate(PROMPTS, PARAMS)
+    assert after != before
+    assert count_different(policy, PROMPTS, after, PARAMS.n, PARAMS.temperature) == 0
+
+
+def test_interrupted_and_used_again(policy, reference):
+    engine = RolloutEngine(policy, num_pages=12, page_size=4)
+    seen, allocators = [], set()
+
+    def interrupt(progress):
+        seen.append(progress.pages_in_use)
+        allocators.add(engine._scheduler.allocator)
+        if len(seen) == 5:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate(PROMPTS, PARAMS, progress=interrupt)
+    assert max(seen) > 0
+    assert engine.pages_in_use == 0
+    assert [allocator.num_used for allocator in allocators] == [0]
+    assert engine.generate(PROMPTS, PARAMS) == reference
+
+
+@pytest.mark.parametrize("preset", ["unified", "fp32"])
+def test_logits_that_are_not_finite_stop_the_run(make_policy, preset):
+    """And the NaN that they leave in the pages does not outlive the call."""
+    policy = make_policy(preset)
+    engine = RolloutEngine(policy)
+    before = engine.generate(PROMPTS, PARAMS)
+    master = policy.named_masters()["layers.0.input_norm.weight"]
+    with torch.no_grad():
+        master[3] = math.nan
+        with pytest.raises(RunStopped, match="not finite"):
+            engine.generate(PROMPTS, PARAMS)
+        master[3] = 1.0
+    assert engine.pages_in_use == 0
+    assert engine.generate(PROMPTS, PARAMS) == before
+
+
+def test_progress_tells_how_far_it_is(policy):
+    records = []
+    engine = RolloutEngine(policy, num_pages=40, page_size=4, max_batch_size=4)
+    out = engine.generate(PROMPTS, PARAMS, progress=records.append)
+    assert len(records) == engine.stats.forwards
+    last = records[-1]
+    assert (last.sequences_done, last.sequences_total) == (15, 15)
+    assert last.tokens == sum(len(c.token_ids) for c in out)
+    assert (last.pages_in_use, last.pages_total) == (0, 40)
+    assert last.eta_s == pytest.approx(0.0, abs=1e-6)
+    for name in ("sequences_done", "tokens", "seconds"):
+        values = [getattr(record, name) for record in records]
+        assert values == sorted(values)
+    assert max(record.pages_in_use for record in records) <= engine.stats.peak_pages <= 40
+
+
+def test_default_pages_are_what_the_batch_can_use(policy, reference, caplog):
+    engine = RolloutEngine(policy, page_size=4, max_batch_size=8)
+    with caplog.at_level("INFO", logger="jetrl.rollout.engine"):
+        assert engine.generate(PROMPTS, PARAMS) == reference
+    assert engine.stats.pages_total == 8 * 9 + 1, (
+        "8 sequences of 17 + 20 - 1 tokens, and parked ones"
+    )
+    assert engine.stats.preemptions == 0
+    assert "KV cache: 73 pages of 4 tokens, fp8" in caplog.text
+
+    engine.generate([[5, 6]], SamplingParams(max_tokens=4))
+    assert engine.stats.pages_total == 73, "a cache that is large enough stays"
+    engine.free_cache()
+    engine.generate([[5, 6]], SamplingParams(max_tokens=4))
+    assert engine.stats.pages_total == 2
+
+
+def test_little_memory_means_fewer_pages(policy, reference, monkeypatch):
+    monkeypatch.setattr(RolloutEngine, "_affordable_pages", lambda self: 10)
+    engine = RolloutEngine(policy, page_size=4)
+    assert engine.generate(PROMPTS, PARAMS) == reference
+    assert engine.stats.pages_total == 10
+    monkeypatch.setattr(RolloutEngine, "_affordable_pages", lambda self: 8)
+    with pytest.raises(UserError, match="more memory"):
+        RolloutEngine(policy, page_size=4).generate(PROMPTS, PARAMS)
+
+
+def test_the_context_limits_max_tokens(policy):
+    prompt = list(range(2, 98)) + [5] * 29  # 125 tokens of 128
+    engine = RolloutEngine(policy, page_size=16)
+    (out,) = engine.generate([prompt], SamplingParams(max_tokens=50, ignore_eos=True))
+    assert (len(out.token_ids), out.finish_reason) == (3, "length")
+    assert count_different(policy, [prompt], [out], 1, 1.0) == 0

@@ -1,0 +1,138 @@
+"""What users pass to `generate`: kinds of prompts, text in and out, and what is refused."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from jetrl.errors import UserError
+from jetrl.rollout.engine import RolloutEngine
+from jetrl.types import Prompt, SamplingParams
+
+PARAMS = SamplingParams(max_tokens=16, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def engine(policy):
+    return RolloutEngine(policy, num_pages=30, page_size=8)
+
+
+def test_no_prompts(engine):
+    assert engine.generate([], PARAMS) == []
+
+
+def test_kinds_of_prompts_are_one(engine, policy):
+    ids = policy.tokenizer.encode("12+7=", add_special_tokens=False)
+    as_ids = engine.generate([ids], PARAMS)
+    assert engine.generate(["12+7="], PARAMS) == as_ids
+    assert engine.generate([Prompt(id="q", text="12+7=")], PARAMS) == as_ids
+    assert engine.generate(np.array([ids]), PARAMS) == as_ids
+
+
+def test_text_is_the_decoded_completion(engine, policy):
+    (out,) = engine.generate(["ab"], PARAMS)
+    assert out.text == policy.tokenizer.decode(out.token_ids, skip_special_tokens=True)
+    assert len(out.text) >= 10
+
+
+def test_special_tokens_are_not_text(engine, policy):
+    """<eos> is token 1: it ends the completion, and is a token of it, but not text."""
+    for seed in range(200):
+        (out,) = engine.generate(["ab"], SamplingParams(max_tokens=30, seed=seed))
+        if out.finish_reason == "stop":
+            break
+    assert out.token_ids[-1] == 1
+    assert len(out.text) == len(out.token_ids) - 1
+
+
+@pytest.mark.parametrize("length", [1, 3])
+def test_stop_strings_cut_the_text_and_keep_the_tokens(engine, length):
+    """One token a character, so `length` is also how many tokens the string spans."""
+    (free,) = engine.generate(["ab"], PARAMS)
+    stop = free.text[6 : 6 + length]
+    at = free.text.index(stop)
+    params = SamplingParams(max_tokens=16, ignore_eos=True, stop=("never there", stop))
+    (out,) = engine.generate(["ab"], params)
+    assert out.finish_reason == "stop"
+    assert out.text == free.text[:at]
+    assert out.token_ids == free.token_ids[: len(out.token_ids)]
+    assert len(out.token_ids) < 16
+
+
+def test_text_without_its_stop_string_is_whole(engine):
+    (free,) = engine.generate(["ab"], PARAMS)
+    params = SamplingParams(max_tokens=16, ignore_eos=True, stop=("never there",))
+    assert engine.generate(["ab"], params) == [free]
+
+
+def test_without_tokenizer_there_is_no_text(make_policy, engine, policy):
+    ids = policy.tokenizer.encode("ab", add_special_tokens=False)
+    bare = RolloutEngine(make_policy(tokenizer=False), page_size=8)
+    (out,) = bare.generate([ids], PARAMS)
+    (with_text,) = engine.generate([ids], PARAMS)
+    assert out.token_ids == with_text.token_ids
+    assert out.text == ""
+
+
+@pytest.mark.parametrize(
+    "prompts, message",
+    [
+        ([[5], []], "prompt 1 is empty"),
+        ([[5], [6, 98]], r"prompt 1: token id 98 is outside .* \[0, 98\)"),
+        ([[5], [-1]], "prompt 1: token id -1"),
+        ([[5], [7] * 128], "prompt 1 has 128 tokens.*context of 128"),
+        ([5, 6], "prompt 0: 5 is not a list of token ids"),
+        ([[5], [6.5]], "prompt 1: .* is not a list of token ids"),
+        ("text", "put the one prompt into a list"),
+        (["ok", "é"], "prompt '1'.*no token for 'é'"),
+        ([Prompt(id="q7", messages=({"role": "user", "content": "a"},))], "'q7'.*chat template"),
+    ],
+    ids=str,
+)
+def test_bad_prompts_are_named(engine, prompts, message):
+    with pytest.raises(UserError, match=message):
+        engine.generate(prompts, PARAMS)
+    assert engine.pages_in_use == 0
+
+
+def test_text_needs_a_tokenizer(make_policy):
+    bare = RolloutEngine(make_policy(tokenizer=False))
+    with pytest.raises(UserError, match=r"prompt '0'.*tokenizer"):
+        bare.generate(["ab"], PARAMS)
+    with pytest.raises(UserError, match=r"stop strings .*tokenizer"):
+        bare.generate([[5]], SamplingParams(stop=("x",)))
+
+
+def test_stop_ids_are_checked(engine):
+    with pytest.raises(UserError, match="stop_token_ids: token id 98"):
+        engine.generate([[5]], SamplingParams(stop_token_ids=(98,)))
+
+
+def test_a_cache_too_small_for_one_sequence(policy):
+    engine = RolloutEngine(policy, num_pages=3, page_size=8)
+    prompts = [[5] * 4, [6] * 10]
+    assert len(engine.generate(prompts, SamplingParams(max_tokens=15))) == 2
+    message = (
+        "3 pages of 8 tokens hold 24, but a prompt of 10 tokens with max_tokens 16 uses 25 "
+        r"\(4 pages\); raise rollout.num_pages to at least 4, or lower rollout.max_tokens"
+    )
+    with pytest.raises(UserError, match=message):
+        engine.generate(prompts, PARAMS)
+
+
+@pytest.mark.parametrize(
+    "name", ["max_batch_size", "num_pages", "page_size", "max_prefill_tokens", "max_model_len"]
+)
+def test_sizes_are_at_least_one(policy, name):
+    with pytest.raises(UserError, match=f"{name} must be at least 1, not 0"):
+        RolloutEngine(policy, **{name: 0})
+
+
+def test_max_model_len(policy):
+    with pytest.raises(UserError, match="max_model_len 129: the model's context is 128"):
+        RolloutEngine(policy, max_model_len=129)
+    engine = RolloutEngine(policy, max_model_len=10)
+    (out,) = engine.generate([[5] * 8], PARAMS)
+    assert len(out.token_ids) == 2
+    with pytest.raises(UserError, match=r"prompt 0 has 10 tokens.*context of 10"):
+        engine.generate([[5] * 10], PARAMS)
