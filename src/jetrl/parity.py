@@ -24,7 +24,7 @@ from jetrl.precision import PrecisionPlan, quantize
 from jetrl.precision.gemm import bf16_matmul, fp8_matmul
 from jetrl.rollout.cache import PagedCache, Span
 from jetrl.rollout.engine import ProgressCallback, RolloutEngine
-from jetrl.train.mismatch import different, mismatch_metrics
+from jetrl.training.mismatch import different, mismatch_metrics
 from jetrl.types import SamplingParams
 
 _PAGE_SIZE = 16

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -83,7 +83,10 @@ class Policy:
         return cls(model, plan, random_weights(model, seed), device, tokenizer)
 
     def save_pretrained(
-        self, path: str | Path, dtype: str = "bfloat16", overwrite: bool = False
+        self,
+        path: str | Path,
+        dtype: Literal["bfloat16", "float32", "fp8"] = "bfloat16",
+        overwrite: bool = False,
     ) -> None:
         """Write a Hugging Face directory; dtype bfloat16, float32 or fp8 (block-scaled, as vLLM and
         transformers read it)."""
@@ -95,6 +98,13 @@ class Policy:
             dtype,
             tokenizer=self.tokenizer,
             generation_config=self.generation_config or None,
+            bf16_layers=[
+                layer
+                for layer in range(self.config.num_layers)
+                if self.plan.linear_format("train", layer, self.config.num_layers) == "bf16"
+                and self.plan.exact
+            ],
+            scales=self.plan.scales,
             overwrite=overwrite,
         )
 

@@ -28,7 +28,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from jetrl.errors import RunStopped, UserError
-from jetrl.train.optimizer import Optimizer
+from jetrl.training.optimizer import Optimizer
 
 if TYPE_CHECKING:
     from jetrl.policy import Policy

@@ -11,14 +11,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from jetrl.train.advantages import group_advantages
-    from jetrl.train.checkpoint import Checkpoints
-    from jetrl.train.losses import grpo_loss
-    from jetrl.train.mismatch import StepMismatchError, mismatch_metrics
-    from jetrl.train.optimizer import Optimizer
-    from jetrl.train.packing import pack, pack_examples, split_minibatches
-    from jetrl.train.sft import SftTrainer
-    from jetrl.train.trainer import Trainer
+    from jetrl.training.advantages import group_advantages
+    from jetrl.training.checkpoint import Checkpoints
+    from jetrl.training.losses import grpo_loss
+    from jetrl.training.mismatch import StepMismatchError, mismatch_metrics
+    from jetrl.training.optimizer import Optimizer
+    from jetrl.training.packing import pack, pack_examples, split_minibatches
+    from jetrl.training.sft import SftTrainer
+    from jetrl.training.trainer import Trainer
 
 __all__ = [
     "Checkpoints",

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from jetrl.train.packing import targets
+from jetrl.training.packing import targets
 from jetrl.types import Batch
 
 if TYPE_CHECKING:

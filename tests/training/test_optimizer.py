@@ -10,7 +10,7 @@ from torch import nn
 
 from jetrl.config import Settings
 from jetrl.errors import RunStopped, UserError
-from jetrl.train.optimizer import Optimizer, learning_rate
+from jetrl.training.optimizer import Optimizer, learning_rate
 
 
 def train_settings(**keys):

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 from jetrl.config import Settings
 from jetrl.errors import UserError
-from jetrl.train.forward import batch_logprobs
-from jetrl.train.losses import cross_entropy
-from jetrl.train.optimizer import Optimizer
-from jetrl.train.packing import pack_examples
+from jetrl.training.forward import batch_logprobs
+from jetrl.training.losses import cross_entropy
+from jetrl.training.optimizer import Optimizer
+from jetrl.training.packing import pack_examples
 
 if TYPE_CHECKING:
     from jetrl.policy import Policy

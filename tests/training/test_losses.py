@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from jetrl.train.losses import cross_entropy, grpo_loss, k3
+from jetrl.training.losses import cross_entropy, grpo_loss, k3
 
 
 def leaf(*values):

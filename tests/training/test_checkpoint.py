@@ -15,9 +15,9 @@ import torch
 
 from jetrl.config import Settings
 from jetrl.errors import RunStopped, UserError
-from jetrl.train import checkpoint as module
-from jetrl.train.checkpoint import Checkpoints
-from jetrl.train.trainer import Trainer
+from jetrl.training import checkpoint as module
+from jetrl.training.checkpoint import Checkpoints
+from jetrl.training.trainer import Trainer
 
 SETTINGS = Settings.model_validate({"train": {"lr": 0.05, "weight_decay": 0.1}})
 EXTRA = {"task": {"cursor": 17}, "best": 0.1 + 0.2, "none": None, "names": ["a", "é"]}
@@ -236,7 +236,7 @@ def test_a_real_write_that_fails(tmp_path):
         from torch import nn
         from jetrl.config import Settings
         from jetrl.errors import RunStopped
-        from jetrl.train import Checkpoints, Optimizer
+        from jetrl.training import Checkpoints, Optimizer
 
         @dataclasses.dataclass
         class Config:

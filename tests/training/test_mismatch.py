@@ -7,8 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from jetrl.train.mismatch import differences, mismatch_metrics
-from jetrl.train.packing import pack
+from jetrl.training.mismatch import differences, mismatch_metrics
+from jetrl.training.packing import pack
 
 
 def f32(*values):

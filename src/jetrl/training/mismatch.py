@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jetrl.errors import MismatchError
-from jetrl.train.packing import targets
+from jetrl.training.packing import targets
 from jetrl.types import Batch, Sample
 
 

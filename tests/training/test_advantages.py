@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jetrl.errors import UserError
-from jetrl.train.advantages import STD_EPS, group_advantages
+from jetrl.training.advantages import STD_EPS, group_advantages
 
 
 def test_without_std_is_reward_minus_group_mean():
@@ -54,7 +54,7 @@ def test_lengths_must_agree():
 
 def test_imports_without_torch():
     code = (
-        "import sys, jetrl.train.advantages, jetrl.train.packing, jetrl.train.mismatch;"
+        "import sys, jetrl.training.advantages, jetrl.training.packing, jetrl.training.mismatch;"
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -9,7 +9,7 @@ import torch
 from jetrl.config import Settings
 from jetrl.policy import Policy
 from jetrl.precision.plan import PrecisionPlan
-from jetrl.train import (
+from jetrl.training import (
     Checkpoints,
     SftTrainer,
     StepMismatchError,
@@ -17,7 +17,7 @@ from jetrl.train import (
     group_advantages,
     pack,
 )
-from jetrl.train.forward import at_targets, batch_logprobs
+from jetrl.training.forward import at_targets, batch_logprobs
 
 CONFIG = {
     "model_type": "qwen3",

@@ -11,7 +11,7 @@ import torch
 
 from jetrl.config import Settings
 from jetrl.errors import MismatchError, RunStopped, UserError
-from jetrl.train import SftTrainer, StepMismatchError, Trainer, group_advantages
+from jetrl.training import SftTrainer, StepMismatchError, Trainer, group_advantages
 
 REWARDS = [1.0, 0.0, 0.0, 1.0, 0.5, 0.0, 0.0, 2.0]
 

@@ -24,12 +24,12 @@ import torch
 
 from jetrl.config import Settings
 from jetrl.errors import RunStopped, UserError
-from jetrl.train.advantages import group_advantages
-from jetrl.train.forward import at_targets, batch_logprobs
-from jetrl.train.losses import grpo_loss
-from jetrl.train.mismatch import StepMismatchError, differences, mismatch_metrics
-from jetrl.train.optimizer import Optimizer
-from jetrl.train.packing import pack, split_minibatches, targets
+from jetrl.training.advantages import group_advantages
+from jetrl.training.forward import at_targets, batch_logprobs
+from jetrl.training.losses import grpo_loss
+from jetrl.training.mismatch import StepMismatchError, differences, mismatch_metrics
+from jetrl.training.optimizer import Optimizer
+from jetrl.training.packing import pack, split_minibatches, targets
 from jetrl.types import Batch, Sample
 
 if TYPE_CHECKING:

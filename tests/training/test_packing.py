@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jetrl.errors import UserError
-from jetrl.train.packing import pack, pack_examples, split_minibatches, targets
+from jetrl.training.packing import pack, pack_examples, split_minibatches, targets
 
 
 def advantages(samples):

@@ -1,0 +1,100 @@
+"""From settings to a policy: where its weights and tokenizer come from, and on which device."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from jetrl.config import Settings
+from jetrl.errors import UserError
+from jetrl.models import hf
+from jetrl.models.families import ModelConfig
+from jetrl.models.tiny_tokenizers import character_tokenizer
+from jetrl.policy import Policy
+from jetrl.precision import PrecisionPlan
+from jetrl.tasks import Task
+
+
+def build_policy(settings: Settings, plan: PrecisionPlan, task: Task) -> Policy:
+    """The policy that the settings describe.
+
+    Raises:
+        UserError: no model is named, or it cannot be used; says which key to set.
+    """
+    model, device = settings.model, choose_device(settings.run.device)
+    if model.path is not None:
+        policy = Policy.from_pretrained(model.path, plan, device)
+        if model.tokenizer is not None:
+            policy.tokenizer = _tokenizer(model.tokenizer, task)
+    elif model.config is not None:
+        tokenizer = None if model.tokenizer is None else _tokenizer(model.tokenizer, task)
+        config = model_config_dict(settings)
+        policy = Policy.from_config(config, plan, settings.run.seed, device, tokenizer)
+        if tokenizer is not None and tokenizer.eos_token_id is not None:
+            policy.generation_config = {"eos_token_id": tokenizer.eos_token_id}
+    else:
+        raise UserError(
+            "no model: set model.path to a Hugging Face directory (`jetrl init` makes a small "
+            "one), or model.config to the contents of a config.json"
+        )
+    if policy.tokenizer is not None and len(policy.tokenizer) > policy.config.vocab_size:
+        raise UserError(
+            f"the tokenizer has {len(policy.tokenizer)} tokens, but the model's vocab_size is "
+            f"{policy.config.vocab_size}"
+        )
+    return policy
+
+
+def build_reference(settings: Settings, policy: Policy, run_path: Path) -> Policy | None:
+    """The frozen reference of the KL term: the policy as it is when RL begins, None without KL.
+
+    It is kept in the run directory in FP32, so that a resumed run measures against the same one.
+    """
+    if settings.algorithm.kl == 0:
+        return None
+    path = run_path / "reference"
+    if not path.exists():
+        policy.save_pretrained(path, dtype="float32")
+    reference = Policy.from_pretrained(path, policy.plan, policy.device)
+    for master in reference.named_masters().values():
+        master.requires_grad_(False)
+    return reference
+
+
+def choose_device(name: str) -> str:
+    """The device of run.device; `auto` is the CPU, which is what this version runs on."""
+    return "cpu" if name == "auto" else name
+
+
+def model_config(settings: Settings) -> ModelConfig:
+    """What the model is made of, without reading its weights."""
+    if settings.model.path is not None:
+        return ModelConfig.from_hf(hf.read_config(settings.model.path))
+    return ModelConfig.from_hf(model_config_dict(settings))
+
+
+def model_config_dict(settings: Settings) -> dict[str, Any]:
+    """model.config as a dict, read from its file if it is a path."""
+    config = settings.model.config
+    if isinstance(config, dict):
+        return config
+    if config is None:
+        raise UserError("no model: set model.path or model.config")
+    try:
+        contents = json.loads(Path(config).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"model.config {config}: {error}") from None
+    if not isinstance(contents, dict):
+        raise UserError(f"model.config {config}: not a JSON object")
+    return contents
+
+
+def _tokenizer(name: str, task: Task) -> PreTrainedTokenizerBase:
+    if name == "characters":
+        return (
+            character_tokenizer() if task.alphabet is None else character_tokenizer(task.alphabet)
+        )
+    return hf.load_tokenizer(name)

@@ -1,0 +1,496 @@
+"""What a run is made of, and the verbs that the loop is written in.
+
+A session opens everything that a run needs (task, policy, engine, trainer, scorer, run directory,
+console), goes on from the last good checkpoint if asked to, and closes it all in any case, with a
+report. All randomness is counted: the prompts of a step and the draws of a completion depend on the
+seed, the step and the prompt alone, so a resumed run continues with the bits of an uncut one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import resource
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+import numpy as np
+
+from jetrl.building import build_policy, build_reference
+from jetrl.config import Settings
+from jetrl.errors import MismatchError, RunStopped, UserError
+from jetrl.evaluate import (
+    EncodedPrompt,
+    Evaluation,
+    derive_seed,
+    encode_prompts,
+    evaluate,
+    sample_prompts,
+    score_completions,
+)
+from jetrl.models.chat import encode_text
+from jetrl.parity import locate
+from jetrl.precision import PrecisionPlan
+from jetrl.rollout.engine import RolloutEngine
+from jetrl.rollout.progress import Progress
+from jetrl.runs import Console, RunDirectory, open_trackers, write_report
+from jetrl.runs.metrics import eval_metric, part_metric
+from jetrl.tasks import Scorer, get_task
+from jetrl.training import Checkpoints, SftTrainer, StepMismatchError, Trainer
+from jetrl.types import Completion, Sample, SamplingParams, StepStats
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """What a run left: its directory, report.html (None if reports are off), the last checkpoint
+    (None if none was written), the exported Hugging Face directory, and RL steps done."""
+
+    run_path: Path
+    report_path: Path | None
+    checkpoint_path: Path | None
+    model_path: Path | None
+    steps: int
+
+
+class Session:
+    """One attempt at a run. Use it as a context; see `jetrl.loop.train` for the order of calls."""
+
+    def __init__(self, settings: Settings, resume: bool = False) -> None:
+        self.settings = settings
+        self._resume = resume
+        self._stack = contextlib.ExitStack()
+        self._stop_reason = ""
+        self._step = 0
+        self._rollout_tokens = 0
+        self._timings: dict[str, float] = {}
+
+    def __enter__(self) -> Self:
+        with contextlib.ExitStack() as stack:
+            self._open(stack)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stack.__exit__(kind, error, trace)
+
+    def _open(self, stack: contextlib.ExitStack) -> None:
+        settings = self.settings
+        task = settings.task
+        self.plan = PrecisionPlan.from_settings(settings.precision)
+        options: dict[str, Any] = dict(task.options)
+        self.task = get_task(task.name, path=task.path, **options)
+        self.policy = build_policy(settings, self.plan, self.task)
+        self._prompts = self._encode(task.split)
+        self._eval_prompts = self._encode(task.eval_split) if settings.eval.every else []
+        self._scorer = stack.enter_context(
+            Scorer(task.name, task.path, options, task.workers, task.timeout_s)
+        )
+        self.run = stack.enter_context(
+            RunDirectory.create(settings, self.plan.to_dict(), resume=self._resume)
+        )
+        self._checkpoints = Checkpoints(self.run.checkpoints_dir, settings.checkpoint.keep_last)
+        stack.callback(self._write_report)  # after the attempt's end is recorded
+        self._attempt = stack.enter_context(
+            self.run.attempt(sys.argv, {"plan": self.plan.name, "device": str(self.policy.device)})
+        )
+        self._trackers = open_trackers(
+            settings.trackers.names,
+            settings.trackers.project,
+            self.run.path,
+            settings.model_dump(mode="json"),
+        )
+        stack.callback(self._trackers.close)
+        rollout = settings.rollout
+        self._engine = RolloutEngine(
+            self.policy,
+            max_batch_size=rollout.max_batch_size,
+            num_pages=rollout.num_pages,
+            page_size=rollout.page_size,
+            max_prefill_tokens=rollout.max_prefill_tokens,
+        )
+        self._began = time.monotonic() - self.run.history().elapsed_s
+        stack.enter_context(self._signals())
+        self._console: Console | None = None
+        stack.callback(self._close_console)
+        self._trainer: Trainer | None = None
+        self._load()
+
+    def _encode(self, split: str) -> list[EncodedPrompt]:
+        prompts = list(self.task.prompts(split))
+        if split == self.settings.task.eval_split:
+            prompts = prompts[: self.settings.eval.prompts or None]
+        where = f"task {self.task.label}, split {split}"
+        return encode_prompts(self.policy, prompts, where, self.settings.task.system_prompt)
+
+    # Opening, resuming
+
+    def _load(self) -> None:
+        """Go on from the last good checkpoint, if this is a resumed run that has one."""
+        if not self._resume:
+            return
+        if not self._checkpoints.steps():
+            self.run.truncate_after(-1, "sft")
+            return
+        latest = self._checkpoints.latest()
+        self._open_trainer()
+        loaded = self._checkpoints.load(latest.path, self.policy, self.trainer.optimizer)
+        self._step = loaded.step
+        self.run.truncate_after(self._step)
+        last = max((r["step"] for r in self.run.metrics("rl")), default=-1)
+        if last < self._step:  # the run was cut between the checkpoint and its line
+            self.run.write_step(StepStats(self._step, loaded.extra["metrics"]))
+        for note in (*self.run.notes, *latest.notes, f"resumed after step {self._step}"):
+            self.console.note(note)
+
+    @property
+    def trainer(self) -> Trainer:
+        assert self._trainer is not None, "the warm-up comes first"
+        return self._trainer
+
+    def _open_trainer(self) -> None:
+        """After the warm-up: the optimizer of RL starts anew, and the reference is frozen here."""
+        reference = build_reference(self.settings, self.policy, self.run.path)
+        self._trainer = Trainer(self.policy, self.settings, reference)
+
+    @property
+    def console(self) -> Console:
+        if self._console is None:
+            self._console = Console(
+                self.settings.loop.steps,
+                first_step=self._step,
+                elapsed_s=time.monotonic() - self._began,
+            )
+        return self._console
+
+    def _close_console(self) -> None:
+        if self._console is not None:
+            self._console.close()
+            self._console = None
+
+    # The verbs of the loop
+
+    def warm_up(self) -> None:
+        """Supervised training on the task's worked answers, if the settings ask for it. A resumed
+        run has it behind it when there is a checkpoint: the first one is written here."""
+        if self._trainer is not None:
+            return
+        steps = self.settings.sft.steps
+        if steps:
+            self._console = Console(steps, title="sft", samples_every=0)
+            trainer = SftTrainer(self.policy, self.settings)
+            examples = self._examples()
+            for step in range(1, steps + 1):
+                chosen = _draw(
+                    len(examples), self.settings.sft.examples_per_step, step, self._seed("sft")
+                )
+                began = time.monotonic()
+                metrics = trainer.step([examples[i] for i in chosen])
+                metrics["timing/step_s"] = time.monotonic() - began
+                stats = StepStats(step, metrics)
+                self.run.write_step(stats, "sft")
+                self._console.step(stats)
+                if self._stop_reason == "interrupted":
+                    raise KeyboardInterrupt
+            self._close_console()
+        self._open_trainer()
+
+    def evaluate_start(self) -> None:
+        """Held-out evaluation before the first step, and the checkpoint that follows a warm-up."""
+        if self._step > 0 or self.run.metrics("rl"):
+            return
+        metrics = self.evaluate(0)
+        if self.settings.sft.steps:
+            self._save_checkpoint(0, metrics)
+        if metrics:
+            stats = StepStats(0, metrics)
+            self.run.write_step(stats)
+            self.console.step(stats)
+            self._trackers.log(0, metrics)
+
+    def steps(self) -> Iterator[int]:
+        """The steps still to do, until one of them asked to stop."""
+        while self._step < self.settings.loop.steps and not self._stop_reason:
+            yield self._step + 1
+            hours = (time.monotonic() - self._began) / 3600
+            limit = self.settings.run.max_hours
+            if limit is not None and hours >= limit and not self._stop_reason:
+                self._stop_reason = f"run.max_hours = {limit} reached"
+
+    def draw_prompts(self, step: int) -> list[EncodedPrompt]:
+        """The step's prompts: each epoch is a shuffle of its own, and none is skipped."""
+        self._timings = {"step": time.monotonic()}
+        count = self.settings.rollout.prompts_per_step
+        return [
+            self._prompts[i] for i in _draw(len(self._prompts), count, step, self._seed("prompts"))
+        ]
+
+    def sample(self, prompts: Sequence[EncodedPrompt], step: int) -> list[Completion]:
+        """samples_per_prompt completions of each prompt, with their log-probs."""
+        rollout = self.settings.rollout
+        params = SamplingParams(
+            n=rollout.samples_per_prompt,
+            max_tokens=rollout.max_tokens,
+            temperature=rollout.temperature,
+            top_p=rollout.top_p,
+            top_k=rollout.top_k,
+            stop=tuple(dict.fromkeys((*rollout.stop, *self.task.stop))),
+            seed=derive_seed(self.settings.run.seed, "rollout", step),
+        )
+        with self._phase("rollout"):
+            completions = sample_prompts(self._engine, prompts, params, self._show)
+        self._rollout_tokens = sum(len(c.token_ids) for c in completions)
+        return completions
+
+    def score(
+        self, prompts: Sequence[EncodedPrompt], completions: Sequence[Completion]
+    ) -> list[Sample]:
+        """Every completion's reward.
+
+        Raises:
+            RunStopped: not one of them could be judged.
+        """
+        with self._phase("reward"):
+            samples = score_completions(self._scorer, prompts, completions)
+        failures = [s.failure for s in samples if s.failure]
+        if failures:
+            logger.warning("%d completions not judged; the first: %s", len(failures), failures[0])
+        if len(failures) == len(samples):
+            raise RunStopped(
+                f"none of the step's {len(samples)} completions could be judged by task "
+                f"{self.task.label}; the first failure: {failures[0]}"
+            )
+        return samples
+
+    def update(self, step: int, samples: Sequence[Sample]) -> dict[str, float]:
+        """Train on the samples: advantages, packing, updates, requantize. Returns metrics.
+
+        Raises:
+            MismatchError: sampler and trainer differ under an exact plan; names the operation.
+        """
+        self._phase_name("update")
+        try:
+            metrics = self.trainer.step(samples)
+        except StepMismatchError as error:
+            self.run.write_rollouts(step, samples)
+            raise MismatchError(f"step {step}: {error}; {self._locate(error)}") from None
+        self._timings |= self.trainer.timings
+        return _sample_metrics(samples) | metrics
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        """Held-out metrics of a step, if one is due: at the start, every eval.every, at the end."""
+        settings = self.settings.eval
+        due = settings.every and (step % settings.every == 0 or step == self.settings.loop.steps)
+        if not due:
+            return {}
+        params = SamplingParams(
+            n=settings.samples,
+            max_tokens=settings.max_tokens or self.settings.rollout.max_tokens,
+            temperature=settings.temperature,
+            top_p=settings.top_p,
+            stop=tuple(dict.fromkeys((*self.settings.rollout.stop, *self.task.stop))),
+            seed=derive_seed(self.settings.run.seed, "eval"),
+        )
+        with self._phase("eval"):
+            result = evaluate(
+                self._engine,
+                self._scorer,
+                self._eval_prompts,
+                params,
+                settings.threshold,
+                self._show,
+            )
+        return self._eval_metrics(result) | {"timing/eval_s": self._timings["eval"]}
+
+    def record(self, step: int, samples: Sequence[Sample], metrics: dict[str, float]) -> None:
+        """Write the step down: rollouts, checkpoint if due, metrics, console. In this order, so
+        that a checkpoint's step is always there when a run goes on from it."""
+        self.run.write_rollouts(step, samples)
+        self._step = step
+        metrics = {**metrics, **self._measured(samples)}
+        settings = self.settings
+        due = bool(settings.checkpoint.every) and step % settings.checkpoint.every == 0
+        if due or step == settings.loop.steps or self._stop_reason:
+            metrics["timing/checkpoint_s"] = self._save_checkpoint(step, metrics)
+        metrics["timing/step_s"] = time.monotonic() - self._timings["step"]
+        stats = StepStats(step, metrics, samples)
+        self.run.write_step(stats)
+        self.console.step(stats)
+        self._trackers.log(step, metrics)
+
+    def finish(self, out: str | Path | None = None) -> RunResult:
+        """Export the model, say what is where, and end.
+
+        Raises:
+            KeyboardInterrupt: the run was asked to stop by Ctrl-C.
+        """
+        if self._stop_reason:
+            saved = self._checkpoints.steps()
+            if not saved or saved[-1] < self._step:
+                self._save_checkpoint(self._step, {})
+            self.console.note(f"stopped after step {self._step}: {self._stop_reason}")
+            if self._stop_reason == "interrupted":
+                raise KeyboardInterrupt
+            self._attempt.end("stopped", self._stop_reason)
+        model = self.run.path / "model"
+        self.policy.save_pretrained(model, overwrite=True)
+        if out is not None:
+            self.policy.save_pretrained(out)
+        self._close_console()
+        steps = self._checkpoints.steps()
+        return RunResult(
+            run_path=self.run.path,
+            report_path=self.run.path / "report.html" if self.settings.report.enabled else None,
+            checkpoint_path=self._checkpoints.path(steps[-1]) if steps else None,
+            model_path=model,
+            steps=self._step,
+        )
+
+    # What the verbs are made of
+
+    def _seed(self, use: str) -> int:
+        return derive_seed(self.settings.run.seed, use)
+
+    def _examples(self) -> list[tuple[list[int], list[int]]]:
+        """(prompt ids, worked answer with its end) of the training split.
+
+        Raises:
+            UserError: the task has no worked answers, or the model no tokenizer to write them in.
+        """
+        tokenizer = self.policy.tokenizer
+        examples = []
+        for encoded in self._prompts:
+            answer = self.task.demonstration(encoded.prompt)
+            if answer is None or tokenizer is None:
+                raise UserError(
+                    f"supervised training needs worked answers, and task {self.task.label} has "
+                    f"none for prompt {encoded.prompt.id!r}; set sft.steps=0, or give the task "
+                    "a demonstration method"
+                )
+            ids = encode_text(tokenizer, answer, begin=False)
+            if tokenizer.eos_token_id is not None:
+                ids = [*ids, tokenizer.eos_token_id]
+            examples.append((list(encoded.token_ids), ids))
+        return examples
+
+    def _eval_metrics(self, result: Evaluation) -> dict[str, float]:
+        def name(what: str) -> str:
+            return eval_metric(self.task.label, what)
+
+        return {
+            name("mean"): result.mean,
+            name("pass_at_k"): result.pass_at_k[max(result.pass_at_k)],
+            name("response_length"): result.response_length,
+            name("clip_ratio"): result.clip_ratio,
+            name("failures"): float(result.failures),
+        }
+
+    def _measured(self, samples: Sequence[Sample]) -> dict[str, float]:
+        """Times, speeds and memory of the step so far."""
+        timings = self._timings
+        trained = sum(len(s.prompt_token_ids) + len(s.completion.token_ids) for s in samples)
+        return {
+            **{f"timing/{n}_s": timings[n] for n in ("rollout", "reward", "update", "requantize")},
+            "throughput/rollout_tokens_per_s": self._rollout_tokens / timings["rollout"],
+            "throughput/train_tokens_per_s": trained / timings["update"],
+            "memory/peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+        }
+
+    def _save_checkpoint(self, step: int, metrics: dict[str, float]) -> float:
+        with self._phase("checkpoint"):
+            extra = {"metrics": metrics, "seed": self.settings.run.seed}
+            self._checkpoints.save(step, self.policy, self.trainer.optimizer, extra)
+        return self._timings["checkpoint"]
+
+    def _locate(self, error: StepMismatchError) -> str:
+        sample = error.samples[error.sample_ids[0]]
+        found = locate(self.policy, sample.prompt_token_ids, sample.completion.token_ids)
+        if found is not None:
+            return str(found)
+        return "no operation differs when the sequence runs alone: it depends on the batch"
+
+    @contextlib.contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        self._phase_name(name)
+        began = time.monotonic()
+        yield
+        self._timings[name] = time.monotonic() - began
+
+    def _phase_name(self, name: str) -> None:
+        self.console.phase(name)
+
+    def _show(self, progress: Progress) -> None:
+        self.console.progress(
+            progress.sequences_done, progress.sequences_total, progress.tokens_per_s
+        )
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        """The first Ctrl-C asks the loop to stop after this step, the second one leaves at once."""
+
+        def stop(number: int, frame: FrameType | None) -> None:
+            if self._stop_reason == "interrupted":
+                raise KeyboardInterrupt
+            self._stop_reason = "interrupted"
+            self.console.note("stopping after this step; Ctrl-C again to leave at once")
+
+        try:
+            before = signal.signal(signal.SIGINT, stop)
+        except ValueError:  # not the main thread: its owner handles signals
+            yield
+            return
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+    def _write_report(self) -> None:
+        if self.settings.report.enabled:
+            write_report(self.run.path)
+
+
+def _draw(total: int, count: int, step: int, seed: int) -> list[int]:
+    """Indices of a step's items (steps count from 1): consecutive ones of endless shuffles."""
+    first = (step - 1) * count
+    epochs = range(first // total, (first + count - 1) // total + 1)
+    order = {
+        epoch: np.random.Generator(np.random.Philox(key=derive_seed(seed, epoch))).permutation(
+            total
+        )
+        for epoch in epochs
+    }
+    return [int(order[i // total][i % total]) for i in range(first, first + count)]
+
+
+def _sample_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+    """Rewards and lengths of a step."""
+    rewards = np.array([s.score.reward for s in samples])
+    groups = np.array([s.group for s in samples])
+    spreads = [np.ptp(rewards[groups == g]) for g in np.unique(groups)]
+    parts: dict[str, list[float]] = {}
+    for sample in samples:
+        for part, value in sample.score.parts.items():
+            parts.setdefault(part_metric(part), []).append(value)
+    return {
+        "reward/mean": float(rewards.mean()),
+        "reward/std": float(rewards.std()),
+        "reward/zero_std_groups": float(np.mean([spread == 0 for spread in spreads])),
+        "reward/failures": float(sum(bool(s.failure) for s in samples)),
+        **{name: float(np.mean(values)) for name, values in parts.items()},
+        "response_length/mean": float(np.mean([len(s.completion.token_ids) for s in samples])),
+        "response_length/clip_ratio": float(
+            np.mean([s.completion.finish_reason == "length" for s in samples])
+        ),
+    }
