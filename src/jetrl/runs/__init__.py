@@ -1,0 +1,28 @@
+"""What a run leaves behind and shows: its directory, metrics, console, report, trackers."""
+
+from jetrl.runs.attempts import Attempt
+from jetrl.runs.compare import RunRow, list_runs, plot_runs, runs_table, show_run
+from jetrl.runs.console import Console
+from jetrl.runs.directory import RunDirectory
+from jetrl.runs.history import RunHistory
+from jetrl.runs.metrics import eval_metric, part_metric, reproducible
+from jetrl.runs.report import write_report
+from jetrl.runs.trackers import Trackers, open_trackers
+
+__all__ = [
+    "Attempt",
+    "Console",
+    "RunDirectory",
+    "RunHistory",
+    "RunRow",
+    "Trackers",
+    "eval_metric",
+    "list_runs",
+    "open_trackers",
+    "part_metric",
+    "plot_runs",
+    "reproducible",
+    "runs_table",
+    "show_run",
+    "write_report",
+]

@@ -1,0 +1,235 @@
+"""The attempts of a run: each start of the program on a run directory, and how it ended.
+
+`attempts.jsonl` has a line when an attempt begins and one when it ends, so the state of a run can
+be read from outside: no end and nobody holds the lock means that it was killed. The lock is an
+flock on `.lock`, which the system drops when the process ends, however it ends.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import platform
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import IO, Any, Literal
+
+from jetrl.errors import RunStopped, UserError
+from jetrl.runs.jsonl import read_jsonl
+
+EndState = Literal["finished", "interrupted", "stopped", "failed"]
+State = Literal["new", "running", "finished", "interrupted", "stopped", "failed"]
+
+PACKAGES = ("jetrl", "torch", "triton", "transformers", "safetensors", "numpy", "math-verify")
+LOUD_LIBRARIES = ("transformers", "datasets", "huggingface_hub")
+LOCK_RETRIES, LOCK_WAIT_S = 5, 0.05
+
+
+@dataclass
+class Attempt:
+    """One start of the program. Times are Unix seconds; `ended` is None while it runs or if it was
+    killed. `notes` holds what the caller wanted kept, such as the device."""
+
+    started: float
+    command: str = ""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    notes: Mapping[str, str] = field(default_factory=dict)
+    ended: float | None = None
+    state: EndState | None = None
+    reason: str = ""
+
+    def end(self, state: EndState, reason: str = "") -> None:
+        """Says how the attempt ends; without it the end is `finished`, or what an exception
+        says."""
+        self.state, self.reason = state, reason
+
+
+def read_attempts(path: Path) -> list[Attempt]:
+    """The attempts of a run directory, oldest first.
+
+    Raises:
+        UserError: attempts.jsonl is damaged.
+    """
+    attempts: list[Attempt] = []
+    records, _ = read_jsonl(path / "attempts.jsonl")
+    for record in records:
+        if record.get("event") == "start":
+            attempts.append(
+                Attempt(
+                    started=float(record.get("time", 0.0)),
+                    command=str(record.get("command", "")),
+                    versions=dict(record.get("versions", {})),
+                    notes=dict(record.get("notes", {})),
+                )
+            )
+        elif record.get("event") == "end" and attempts:
+            attempts[-1].ended = float(record.get("time", 0.0))
+            attempts[-1].end(record.get("state", "failed"), str(record.get("reason", "")))
+    return attempts
+
+
+def run_state(path: Path) -> State:
+    """What a run directory is doing: `new` has not begun, `interrupted` was stopped by a signal or
+    killed, `stopped` ended itself early, `failed` ended with an error."""
+    if is_locked(path):
+        return "running"
+    attempts = read_attempts(path)
+    if not attempts:
+        return "new"
+    return attempts[-1].state or "interrupted"
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python, the system and the packages that decide results; missing ones left
+    out."""
+    found = {"python": platform.python_version(), "system": platform.platform(terse=True)}
+    for package in PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+class RunLock:
+    """The right to write a run directory, held by at most one process."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises UserError when another process holds it."""
+        self._file: IO[bytes] | None = open(path / ".lock", "ab")  # noqa: SIM115
+        for _ in range(LOCK_RETRIES):  # a listing may hold it for a moment
+            if _try_lock(self._file):
+                _held_locks.add(self)
+                return
+            time.sleep(LOCK_WAIT_S)
+        self._file.close()
+        raise UserError(
+            f"run {path.name}: another process is writing {path}; "
+            "wait for it or stop it, or choose another run.name"
+        )
+
+    def release(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+_held_locks: weakref.WeakSet[RunLock] = weakref.WeakSet()
+
+
+def _release_in_child() -> None:
+    # A forked worker shares the lock, and would keep it after this process was killed.
+    for lock in _held_locks:
+        lock.release()
+
+
+os.register_at_fork(after_in_child=_release_in_child)
+
+
+def _try_lock(file: IO[bytes]) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def is_locked(path: Path) -> bool:
+    """Whether a process is writing this run directory now."""
+    try:
+        file = open(path / ".lock", "rb")  # noqa: SIM115
+    except OSError:
+        return False
+    with file:
+        return not _try_lock(file)
+
+
+@contextmanager
+def logging_to(path: Path, attempt: Attempt, notes: Sequence[str] = ()) -> Iterator[None]:
+    """Sends Python logging (INFO and above), warnings and the loud libraries' messages to a file,
+    under a header that says what was started; puts everything back at the end."""
+    date = time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(attempt.started))
+    header = [f"==== {date}  {attempt.command}"]
+    header += [", ".join(f"{name} {version}" for name, version in attempt.versions.items())]
+    header += [f"{name}: {value}" for name, value in attempt.notes.items()]
+    with open(path, "a", encoding="utf-8", errors="backslashreplace") as file:
+        file.write("\n".join([*header, *notes]) + "\n")
+    handler = logging.FileHandler(path, encoding="utf-8", errors="backslashreplace")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    root = logging.getLogger()
+    previous_level = root.level
+    root.addHandler(handler)
+    root.setLevel(min(previous_level or logging.INFO, logging.INFO))
+    logging.captureWarnings(True)
+    quieted = [_quiet(logging.getLogger(name)) for name in LOUD_LIBRARIES]
+    try:
+        yield
+    finally:
+        for logger, propagate, handlers in quieted:
+            logger.propagate, logger.handlers = propagate, handlers
+        logging.captureWarnings(False)
+        root.setLevel(previous_level)
+        root.removeHandler(handler)
+        handler.close()
+
+
+def _quiet(logger: logging.Logger) -> tuple[logging.Logger, bool, list[logging.Handler]]:
+    before = (logger, logger.propagate, logger.handlers)
+    logger.propagate, logger.handlers = True, []
+    return before
+
+
+@contextmanager
+def attempt_logged(
+    path: Path,
+    write: Callable[[dict[str, Any]], None],
+    command: Sequence[str],
+    notes: Mapping[str, str],
+    remarks: Sequence[str],
+) -> Iterator[Attempt]:
+    """Records one attempt: its start and end through `write(record)`, its log in path/log.txt."""
+    attempt = Attempt(time.time(), " ".join(command), versions(), dict(notes))
+    write(
+        {
+            "event": "start",
+            "time": attempt.started,
+            "command": attempt.command,
+            "versions": attempt.versions,
+            "notes": attempt.notes,
+            "pid": os.getpid(),
+            "host": platform.node(),
+        }
+    )
+    with logging_to(path / "log.txt", attempt, remarks):
+        log = logging.getLogger("jetrl")
+        try:
+            yield attempt
+        except KeyboardInterrupt:
+            attempt.end("interrupted", attempt.reason or "Ctrl-C")
+            raise
+        except RunStopped as error:
+            attempt.end("stopped", str(error))
+            log.error("stopped: %s", error)
+            raise
+        except BaseException as error:
+            attempt.end("failed", f"{type(error).__name__}: {error}")
+            log.exception("failed")
+            raise
+        finally:
+            attempt.ended = time.time()
+            attempt.state = attempt.state or "finished"
+            write(
+                {
+                    "event": "end",
+                    "time": attempt.ended,
+                    "state": attempt.state,
+                    "reason": attempt.reason,
+                }
+            )
+            log.info("%s after %.1f s", attempt.state, attempt.ended - attempt.started)

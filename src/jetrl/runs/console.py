@@ -1,0 +1,214 @@
+"""What a run shows while it goes: a bar with the time left, one readable line a step, and now and
+then a table of sample completions.
+
+In a terminal the bar is live (rich). Anywhere else (a file, a pipe, CI) the same lines are plain
+text without control codes, and a long phase says every half minute how far it is. What a model
+wrote is shown with its control characters made visible, so it cannot drive the terminal.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import IO, Self
+
+import rich.console
+from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TextColumn
+from rich.table import Table
+from rich.text import Text
+
+from jetrl.runs.format import clip, count, duration, number, percent, spread, visible
+from jetrl.types import Sample, StepStats
+
+PLAIN_PROGRESS_S = 30.0
+SAMPLE_ROWS = 4
+GOOD, BAD, QUIET = "green", "bold red", "dim"
+
+Part = tuple[str, str]
+"""A piece of a line and its style."""
+
+
+class Console:
+    """The display of one stretch of a run: its RL steps, or its supervised warm-up.
+
+    Use it as a context; `close` takes the bar away and leaves the lines.
+    """
+
+    def __init__(
+        self,
+        total_steps: int,
+        *,
+        first_step: int = 0,
+        elapsed_s: float = 0.0,
+        title: str = "step",
+        samples_every: int = 10,
+        file: IO[str] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """
+        Args:
+            total_steps: the last step's number. first_step: steps done before (a resumed run).
+            elapsed_s: wall time of earlier attempts, added to what the bar shows.
+            title: what a step's line begins with. samples_every: steps between tables of
+                completions (0: none). file: default stdout. clock: seconds, for tests.
+        """
+        self._total, self._first, self._done = total_steps, first_step, first_step
+        self._title, self._samples_every = title, samples_every
+        self._file = file if file is not None else sys.stdout
+        self._clock, self._began, self._elapsed_before = clock, clock(), elapsed_s
+        self._phase, self._phase_began, self._last_plain = "", clock(), clock()
+        self._rich = rich.console.Console(file=file, highlight=False)
+        self.interactive = self._rich.is_terminal and not self._rich.is_dumb_terminal
+        self._bar: Progress | None = None
+        if self.interactive:
+            self._bar = Progress(
+                SpinnerColumn(),
+                TextColumn("{task.description}"),
+                BarColumn(bar_width=28),
+                TextColumn("{task.completed:.0f}/{task.total:.0f}"),
+                _Remaining(self._time_text),
+                TextColumn("{task.fields[phase]}", style="cyan", markup=False),
+                console=self._rich,
+                transient=True,
+            )
+            self._task = self._bar.add_task(
+                title, total=max(total_steps, 1), completed=first_step, phase=""
+            )
+            self._bar.start()
+
+    def phase(self, name: str) -> None:
+        """Says what the run is doing now: rollout, reward, update, eval, checkpoint."""
+        self._phase, self._phase_began = name, self._clock()
+        self._last_plain = self._phase_began
+        if self._bar is not None:
+            self._bar.update(self._task, phase=name)
+
+    def progress(self, done: int, total: int, tokens_per_s: float = 0.0) -> None:
+        """How far the phase is: sequences done of total, tokens sampled a second (0: not said)."""
+        speed = f", {count(tokens_per_s)} tokens/s" if tokens_per_s else ""
+        text = f"{self._phase} {count(done)}/{count(total)}{speed}"
+        now = self._clock()
+        if self._bar is not None:
+            self._bar.update(self._task, phase=text)
+        elif now - self._last_plain >= PLAIN_PROGRESS_S:
+            self._last_plain = now
+            self._print([(f"  {text} after {duration(now - self._phase_began)}", QUIET)])
+
+    def step(self, stats: StepStats) -> None:
+        """Prints the step's line, moves the bar, and now and then shows some of stats.samples."""
+        self._done = max(self._done, stats.step)
+        self._print(step_line(self._title, stats.step, self._total, stats.metrics))
+        if self._bar is not None:
+            self._bar.update(self._task, completed=self._done, phase="")
+        every = self._samples_every
+        if stats.samples and every and (stats.step % every == 0 or stats.step == self._first + 1):
+            self.samples(stats.step, stats.samples)
+
+    def samples(self, step: int, samples: Sequence[Sample]) -> None:
+        """A table of a few completions, from the lowest to the highest reward."""
+        shown = spread(sorted(samples, key=lambda s: s.score.reward), SAMPLE_ROWS)
+        rows = [(_prompt(s), s.completion.text, number(s.score.reward)) for s in shown]
+        if self._bar is None:
+            for prompt, text, reward in rows:
+                asked, answered = clip(visible(prompt), 60), clip(visible(text), 100)
+                self._print([(f"    reward {reward}  {asked}  ->  {answered}", "")])
+            return
+        table = Table(title=f"completions of step {step}", title_style=QUIET, border_style=QUIET)
+        table.add_column("reward", justify="right")
+        table.add_column("prompt", max_width=48)
+        table.add_column("completion")
+        for prompt, text, reward in rows:
+            table.add_row(reward, Text(clip(visible(prompt), 120)), Text(clip(visible(text), 300)))
+        self._rich.print(table)
+
+    def note(self, text: str) -> None:
+        """A line of its own: a checkpoint written, a warning, where the report is."""
+        self._print([(visible(text, newlines=True), "")])
+
+    def close(self) -> None:
+        """Takes the bar away; more than once is fine."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _time_text(self) -> str:
+        elapsed = self._clock() - self._began
+        text = duration(elapsed + self._elapsed_before)
+        done = self._done - self._first
+        if done > 0 and self._done < self._total:
+            left = elapsed / done * (self._total - self._done)
+            text += f" gone, {duration(left)} left"
+        return text
+
+    def _print(self, parts: Sequence[Part]) -> None:
+        if self.interactive:
+            line = Text.assemble(*parts)
+            self._rich.print(line, soft_wrap=True)
+            return
+        encoding = getattr(self._file, "encoding", None) or "utf-8"
+        text = "".join(part for part, _ in parts)
+        self._file.write(text.encode(encoding, "replace").decode(encoding) + "\n")
+        self._file.flush()
+
+
+class _Remaining(ProgressColumn):
+    """Time gone and left, from the steps of this attempt alone (earlier ones ran elsewhere)."""
+
+    def __init__(self, text: Callable[[], str]) -> None:
+        super().__init__()
+        self._text = text
+
+    def render(self, task: Task) -> Text:
+        return Text(self._text(), style=QUIET)
+
+
+def step_line(title: str, step: int, total: int, metrics: Mapping[str, float]) -> list[Part]:
+    """One step as a line, in parts with styles: only what was measured, in a fixed order."""
+    parts: list[Part] = [(f"{title} {step:>{len(str(total))}}/{total}", "bold")]
+
+    def add(label: str, name: str, form: Callable[[float], str], style: str = "") -> None:
+        if name in metrics:
+            parts.extend([(f"  {label} ", QUIET), (form(metrics[name]), style)])
+
+    add("loss", "sft/loss", lambda v: f"{v:.4f}")
+    add("reward", "reward/mean", lambda v: f"{v:.3f}")
+    for name in sorted(metrics):
+        if name.startswith("eval/") and name.endswith("/mean"):
+            add(f"eval {visible(name[5:-5])}", name, _score, "bold cyan")
+    add("length", "response_length/mean", lambda v: f"{v:.1f}")
+    add("entropy", "policy/entropy", lambda v: f"{v:.3f}")
+    if "mismatch/num_different" in metrics:
+        num_different = metrics["mismatch/num_different"]
+        of = metrics.get("mismatch/num_tokens")
+        text = f"{count(num_different)} different" + (f" of {count(of)}" if of else "")
+        parts += [("  mismatch ", QUIET), (text, GOOD if num_different == 0 else BAD)]
+    if metrics.get("reward/failures"):
+        parts.append((f"  {count(metrics['reward/failures'])} not scored", BAD))
+    if "timing/step_s" in metrics:
+        parts.append((f"  {duration(metrics['timing/step_s'])}", ""))
+    if "throughput/rollout_tokens_per_s" in metrics:
+        parts.append((f"  {count(metrics['throughput/rollout_tokens_per_s'])} tokens/s", ""))
+    return parts
+
+
+def _score(value: float) -> str:
+    return percent(value) if 0 <= value <= 1 else number(value)
+
+
+def _prompt(sample: Sample) -> str:
+    if sample.prompt.text is not None:
+        return sample.prompt.text
+    return str((sample.prompt.messages or ({},))[-1].get("content", ""))

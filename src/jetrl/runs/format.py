@@ -1,0 +1,74 @@
+"""Numbers, times and foreign text as people read them."""
+
+from __future__ import annotations
+
+import math
+import unicodedata
+from collections.abc import Sequence
+from typing import TypeVar
+
+Item = TypeVar("Item")
+
+
+def number(value: float) -> str:
+    """Three significant digits or so, no exponent where it can be avoided: 0.531, 12.3, 4,210."""
+    if not math.isfinite(value):
+        return str(value)
+    if value == int(value) and abs(value) < 1e15:
+        return f"{int(value):,}"
+    if abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.3g}"
+
+
+def count(value: float) -> str:
+    """A whole number with separators: 12,345."""
+    return f"{round(value):,}" if math.isfinite(value) else str(value)
+
+
+def percent(share: float) -> str:
+    """A share as a percentage: 0.931 is 93.1%."""
+    return f"{100 * share:.1f}%"
+
+
+def duration(seconds: float) -> str:
+    """A time span: 85 ms, 4.1 s, 3m 12s, 2h 05m, 3d 04h."""
+    if not math.isfinite(seconds):
+        return str(seconds)
+    if seconds < 0.0995:
+        return f"{1000 * max(seconds, 0.0):.0f} ms"
+    if seconds < 59.95:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    minutes, hours, days = whole // 60, whole // 3600, whole // 86400
+    if hours == 0:
+        return f"{minutes}m {whole % 60:02d}s"
+    if days == 0:
+        return f"{hours}h {minutes % 60:02d}m"
+    return f"{days}d {hours % 24:02d}h"
+
+
+def clip(text: str, width: int) -> str:
+    """The text in at most `width` characters, with ... where its end was cut off."""
+    return text if len(text) <= width else text[: width - 3] + "..."
+
+
+def visible(text: str, newlines: bool = False) -> str:
+    r"""Text that cannot drive a terminal: control and direction characters are written as escapes.
+    Line ends become \n, unless `newlines` keeps them."""
+    safe = []
+    for character in text:
+        if newlines and character == "\n":
+            safe.append(character)
+        elif unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zl", "Zp"):
+            safe.append(character.encode("unicode_escape").decode("ascii"))
+        else:
+            safe.append(character)
+    return "".join(safe)
+
+
+def spread(items: Sequence[Item], num: int) -> list[Item]:
+    """At most num items, evenly spaced from the first to the last."""
+    if len(items) <= num:
+        return list(items)
+    return [items[round(k * (len(items) - 1) / max(num - 1, 1))] for k in range(num)]

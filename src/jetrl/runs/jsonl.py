@@ -1,0 +1,98 @@
+"""Files of one JSON object a line, written so that a killed process costs at most the last line.
+
+A line goes out in one write, newline included. What a kill in the middle of it leaves behind, an
+incomplete last line, is dropped when the file is read and cut off when it is written again; a
+broken line anywhere else is damage, and is refused by file and line.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from jetrl.errors import UserError
+
+Record = dict[str, Any]
+
+
+def read_jsonl(path: Path) -> tuple[list[Record], str]:
+    """The objects of a file in order, and a note about a dropped last line ("" if there was none).
+    A file that does not exist has no objects.
+
+    Raises:
+        UserError: a line other than the last is not a JSON object, or the file cannot be read.
+    """
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except FileNotFoundError:
+        return [], ""
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror or error}") from None
+    if lines[-1] == b"":
+        lines.pop()
+    records: list[Record] = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            record = json.loads(line)
+            if not isinstance(record, dict):
+                raise ValueError("not an object")
+        except ValueError as error:
+            if number == len(lines):
+                return records, f"{path}: line {number} is incomplete and was dropped"
+            raise UserError(
+                f"{path}, line {number}: not a JSON object ({error}); the file is damaged: "
+                "repair or delete that line"
+            ) from None
+        records.append(record)
+    return records, ""
+
+
+def repair_jsonl(path: Path) -> tuple[list[Record], str]:
+    """`read_jsonl`, and makes the file end in a whole line, so that it can be appended to."""
+    records, note = read_jsonl(path)
+    if note or (records and not path.read_bytes().endswith(b"\n")):
+        write_jsonl(path, records)
+    return records, note
+
+
+def write_jsonl(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
+    """Writes the whole file atomically: readers see the old one or the new one."""
+    write_atomically(path, "".join(_line(record) for record in records))
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Writes a UTF-8 text file so that a crash or a full disk leaves the previous one in place."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(text.encode("utf-8", "surrogatepass"))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+class JsonlWriter:
+    """Appends objects to a file, each at once on its way to the disk (one write, flushed)."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = open(path, "ab", buffering=0)  # noqa: SIM115 (closed by close)
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Raises OSError when the disk is full; the incomplete line is dropped by the next
+        reader."""
+        data = memoryview(_line(record).encode("utf-8", "surrogatepass"))
+        while data:
+            data = data[self._file.write(data) :]
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _line(record: Mapping[str, Any]) -> str:
+    return json.dumps(record, ensure_ascii=False, separators=(", ", ": ")) + "\n"

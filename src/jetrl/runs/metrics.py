@@ -1,0 +1,245 @@
+"""The names of everything a run measures, each with its unit and meaning: fixed once, here.
+
+A name that is not here is refused when it is written, so a plot, a comparison or a user's script
+never has to guess. Two families have a free part in the middle: `eval/<task>/...` and
+`reward/part/<name>`; `eval_metric` and `part_metric` make those names from whatever a task is
+called. docs/metrics.md is made from it (metrics_document.py).
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+FREE = r"[^/<>\s]+"
+"""What stands for <task> or <name>: one path component without blanks or angle brackets."""
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One metric. `measured` ones (times, speeds, memory) depend on the machine; all others are the
+    same, bit for bit, when a run is repeated on the CPU. `known_as`: system -> its name there."""
+
+    name: str
+    unit: str
+    meaning: str
+    measured: bool = False
+    known_as: Mapping[str, str] = field(default_factory=dict)
+
+    def matches(self, name: str) -> bool:
+        if "<" not in self.name:
+            return name == self.name
+        pattern = re.sub(r"<\w+>", lambda _: FREE, self.name)
+        return re.fullmatch(pattern, name) is not None
+
+
+def _timing(phase: str, meaning: str, **known_as: str) -> Metric:
+    return Metric(f"timing/{phase}_s", "s", meaning, measured=True, known_as=known_as)
+
+
+METRICS: tuple[Metric, ...] = (
+    Metric(
+        "reward/mean",
+        "reward",
+        "mean reward of the step's completions",
+        known_as={"verl": "critic/score/mean", "TRL": "reward", "prime-rl": "reward/all/mean"},
+    ),
+    Metric(
+        "reward/std",
+        "reward",
+        "standard deviation of the step's rewards (population)",
+        known_as={"TRL": "reward_std"},
+    ),
+    Metric(
+        "reward/zero_std_groups",
+        "share",
+        "groups whose completions all got the same reward: they teach nothing",
+        known_as={"TRL": "frac_reward_zero_std"},
+    ),
+    Metric(
+        "reward/failures",
+        "count",
+        "completions that the scorer could not judge (error or time-out); their reward is 0",
+    ),
+    Metric("reward/part/<name>", "reward", "mean of one named part of the task's score"),
+    Metric(
+        "response_length/mean",
+        "tokens",
+        "mean length of a completion",
+        known_as={"verl": "response_length/mean", "TRL": "completions/mean_length"},
+    ),
+    Metric(
+        "response_length/clip_ratio",
+        "share",
+        "completions cut off at rollout.max_tokens",
+        known_as={"verl": "response_length/clip_ratio", "TRL": "completions/clipped_ratio"},
+    ),
+    Metric(
+        "policy/entropy",
+        "nats",
+        "mean entropy of the next-token distribution at sampled tokens",
+        known_as={"verl": "actor/entropy", "NeMo RL": "approx_entropy"},
+    ),
+    Metric("policy/kl_ref", "nats", "KL to the frozen reference (K3 estimate, mean over tokens)"),
+    Metric(
+        "policy/clip_fraction",
+        "share",
+        "tokens whose probability ratio was clipped",
+        known_as={
+            "verl": "actor/pg_clipfrac",
+            "NeMo RL": "probs_ratio_clamped (the clipped ratio itself)",
+            "TRL": "clip_ratio/*",
+        },
+    ),
+    Metric(
+        "policy/grad_norm",
+        "norm",
+        "global gradient norm before clipping (mean over the step's updates)",
+        known_as={"verl": "actor/grad_norm"},
+    ),
+    Metric("policy/loss", "loss", "policy loss (mean over the step's updates)"),
+    Metric("policy/active_fraction", "share", "sampled tokens whose advantage is not 0"),
+    Metric("policy/lr", "1/update", "learning rate of the step's last update"),
+    Metric(
+        "mismatch/num_tokens",
+        "tokens",
+        "sampled tokens whose log-probs of trainer and sampler were compared",
+    ),
+    Metric(
+        "mismatch/num_different",
+        "tokens",
+        "of these, tokens whose log-probs differ in any bit; 0 is the right answer",
+    ),
+    Metric(
+        "mismatch/mean_abs_logprob_diff",
+        "nats",
+        "mean |trainer log-prob - sampler log-prob|",
+        known_as={
+            "verl": "training/rollout_probs_diff_mean (of probabilities)",
+            "TRL": "sampling/sampling_logp_difference/mean",
+            "others": "slime train/train_rollout_logprob_abs_diff; "
+            "SkyRL policy/rollout_train_logprobs_abs_diff_mean; TitanRL bit_wise/logprob_diff/mean",
+        },
+    ),
+    Metric(
+        "mismatch/max_abs_logprob_diff",
+        "nats",
+        "largest |trainer log-prob - sampler log-prob|",
+        known_as={
+            "verl": "training/rollout_probs_diff_max (of probabilities)",
+            "TRL": "sampling/sampling_logp_difference/max",
+            "others": "TitanRL bit_wise/logprob_diff/max",
+        },
+    ),
+    Metric(
+        "mismatch/k3_kl",
+        "nats",
+        "K3 estimate of the KL between sampler and trainer",
+        known_as={
+            "verl": "rollout_corr/k3_kl",
+            "NeMo RL": "gen_kl_error",
+            "prime-rl": "mismatch_kl/all/mean",
+        },
+    ),
+    Metric(
+        "mismatch/token_mult_prob_error",
+        "ratio",
+        "mean of exp|trainer log-prob - sampler log-prob|; 1 is the right answer",
+        known_as={"NeMo RL": "token_mult_prob_error"},
+    ),
+    _timing("rollout", "drawing completions", verl="timing_s/gen"),
+    _timing("reward", "scoring completions", verl="timing_s/reward"),
+    _timing("update", "forward, backward and optimizer", verl="timing_s/update_actor"),
+    _timing("requantize", "making the FP8 working copy from the master weights"),
+    _timing("checkpoint", "writing a checkpoint", verl="timing_s/save_checkpoint"),
+    _timing("eval", "held-out evaluation", verl="timing_s/testing"),
+    _timing("step", "the whole step", verl="timing_s/step"),
+    Metric(
+        "throughput/rollout_tokens_per_s",
+        "tokens/s",
+        "sampled tokens over timing/rollout_s",
+        measured=True,
+    ),
+    Metric(
+        "throughput/train_tokens_per_s",
+        "tokens/s",
+        "tokens trained on, prompts included, over timing/update_s",
+        measured=True,
+        known_as={"verl": "perf/throughput (of the whole step, per GPU)"},
+    ),
+    Metric("memory/peak_gib", "GiB", "peak memory of the device (of the process on CPU)", True),
+    Metric(
+        "eval/<task>/mean",
+        "reward",
+        "mean reward on the held-out split, over eval.samples completions a prompt",
+        known_as={"verl": "val-core/*/mean@N", "prime-rl": "eval/<env>/avg@k"},
+    ),
+    Metric(
+        "eval/<task>/pass_at_k",
+        "share",
+        "held-out prompts with a solved one among their k = eval.samples completions",
+        known_as={"prime-rl": "eval/<env>/pass@k"},
+    ),
+    Metric("eval/<task>/response_length", "tokens", "mean length of a held-out completion"),
+    Metric("eval/<task>/clip_ratio", "share", "held-out completions cut off at the token limit"),
+    Metric("eval/<task>/failures", "count", "held-out completions that could not be judged"),
+    Metric("sft/loss", "nats", "mean next-token loss of a supervised update, on answer tokens"),
+    Metric("sft/grad_norm", "norm", "global gradient norm before clipping, supervised update"),
+    Metric("sft/lr", "1/update", "learning rate of the supervised update"),
+    Metric("sft/tokens", "tokens", "answer tokens the supervised update trained on"),
+)
+
+
+def find_metric(name: str) -> Metric | None:
+    """The registered metric that `name` is, or is an instance of; None if there is none."""
+    return next((metric for metric in METRICS if metric.matches(name)), None)
+
+
+def check_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
+    """The metrics as plain Python numbers.
+
+    Raises:
+        ValueError: a name that is not registered (the nearest is named).
+        TypeError: a value that is not a number.
+    """
+    checked: dict[str, float] = {}
+    for name, value in metrics.items():
+        if find_metric(name) is None:
+            near = difflib.get_close_matches(name, [m.name for m in METRICS], n=1, cutoff=0.4)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise ValueError(f"unknown metric {name!r}: names are fixed in runs/metrics.py{hint}")
+        if isinstance(value, bool | str) or not hasattr(value, "__float__"):
+            raise TypeError(f"metric {name}: {value!r} is not a number")
+        checked[name] = value if type(value) is int else float(value)
+    return checked
+
+
+def reproducible(metrics: Mapping[str, float]) -> dict[str, float]:
+    """The metrics that a repeated or a resumed run must give again, bit for bit (on the CPU): all
+    but times, speeds and memory. Keys that are no metrics, such as `time`, are left out."""
+    kept = {}
+    for name, value in metrics.items():
+        metric = find_metric(name)
+        if metric is not None and not metric.measured:
+            kept[name] = value
+    return kept
+
+
+def eval_metric(task: str, what: str) -> str:
+    """The name of an evaluation metric: `eval/<task>/<what>`, for any task name.
+
+    Folders are left out and odd characters become `_`: `my/tasks.py:Sum`, `mean` gives
+    `eval/tasks.py:Sum/mean`.
+    """
+    return f"eval/{_component(task.rpartition('/')[2])}/{what}"
+
+
+def part_metric(part: str) -> str:
+    """The name of the mean of `Score.parts[part]`; characters a name cannot hold become `_`."""
+    return f"reward/part/{_component(part)}"
+
+
+def _component(text: str) -> str:
+    return re.sub(r"[/<>\s]", "_", text) or "_"

@@ -1,0 +1,54 @@
+"""docs/metrics.md, made from the registry of metric names; a test compares the two.
+
+python -m jetrl.runs.metrics_document > docs/metrics.md
+"""
+
+from __future__ import annotations
+
+from jetrl.runs.metrics import METRICS
+
+SYSTEMS = ("verl", "NeMo RL", "TRL", "prime-rl", "others")
+
+
+def render_metrics_document() -> str:
+    """docs/metrics.md: what is measured, in which unit, and what other systems call it."""
+    lines = [
+        "# Metrics",
+        "",
+        "What a run writes to `metrics.jsonl`, an object a line: `step`, `time` (Unix seconds),",
+        "`phase` (`sft` in steps of the supervised warm-up, left out in RL steps), and the names",
+        "below. A step has what was measured in it: an evaluation, for one, only now and then.",
+        "Floats are written so that they read back bit-equal; not-a-number is written `NaN`,",
+        "infinity `Infinity`. This page is made from the registry by",
+        "`python -m jetrl.runs.metrics_document > docs/metrics.md`.",
+        "",
+        "| name | unit | meaning |",
+        "| --- | --- | --- |",
+        *(f"| `{m.name}` | {m.unit} | {_cell(m.meaning)} |" for m in METRICS),
+        "",
+        "`<task>` is the task's name without folders, `<name>` a part of the task's score. Times,",
+        "speeds and memory depend on the machine. Everything else is the same, bit for bit, when a",
+        "run is repeated, or cut and resumed, on the CPU.",
+        "",
+        "## Names in other systems",
+        "",
+        "The nearest name elsewhere; where it measures something slightly different, that is said.",
+        "`token_mult_prob_error` above 1.05 is NeMo RL's alarm; here, under an exact plan, any",
+        "value but 1, that is any `mismatch/num_different` but 0, stops the run.",
+        "",
+        "| jetrl | " + " | ".join(SYSTEMS) + " |",
+        "| --- |" + " --- |" * len(SYSTEMS),
+    ]
+    for metric in METRICS:
+        if metric.known_as:
+            names = (_cell(metric.known_as.get(system, "")) for system in SYSTEMS)
+            lines.append(f"| `{metric.name}` | " + " | ".join(names) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("<", "&lt;").replace(">", "&gt;").replace("*", "\\*")
+
+
+if __name__ == "__main__":
+    print(render_metrics_document(), end="")

@@ -1,0 +1,275 @@
+"""The report of a run: report.html, one file that needs nothing else, and the plots as PNGs.
+
+It is written from what is on disk, so it can be made of a run that goes on, was interrupted, or
+never got to its first step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jetrl.config import Settings
+from jetrl.errors import UserError
+from jetrl.runs.attempts import Attempt
+from jetrl.runs.directory import RunDirectory
+from jetrl.runs.format import clip, count, duration, number, percent, spread
+from jetrl.runs.history import Change, RunHistory, change_of
+from jetrl.runs.jsonl import Record, write_atomically
+from jetrl.runs.plot_style import Chart, to_png, to_svg
+from jetrl.runs.plots import charts_of
+from jetrl.runs.report_page import (
+    Html,
+    folded,
+    from_to,
+    join,
+    page,
+    section,
+    table,
+    text,
+    tile,
+)
+from jetrl.runs.rollout_records import prompt_text
+
+MAX_PROMPT, MAX_COMPLETION = 1200, 2400
+DEFAULT_SAMPLES = 8
+PLAN_ROLES = {
+    "name": "preset",
+    "rollout_linear": "linear layers, rollout",
+    "train_linear": "linear layers, training",
+    "kv": "keys and values, both sides",
+    "rest": "embeddings, norms, residual",
+    "lm_head": "lm_head, both sides",
+    "grad_output": "output gradients in DGrad and WGrad",
+    "scales": "scales",
+    "first_layers_bf16": "first layers kept in BF16",
+    "last_layers_bf16": "last layers kept in BF16",
+}
+FORMATS = {
+    "e4m3": "FP8 (e4m3)",
+    "e5m2": "FP8 (e5m2)",
+    "fp8": "FP8 (e4m3)",
+    "bf16": "BF16",
+    "fp32": "FP32",
+}
+STATE_TONES = {"finished": "good", "running": "good", "failed": "bad", "stopped": "bad"}
+
+
+def write_report(run_path: str | Path) -> Path:
+    """Writes report.html and plots/*.png into a run directory; returns the report's path.
+
+    Raises:
+        UserError: not a run directory, or its metrics are damaged.
+    """
+    run = RunDirectory.open(run_path)
+    records, attempts, history = run.metrics(), run.attempts(), run.history()
+    config, plan = run.config(), run.plan()
+    charts = charts_of(records)
+    plots = run.path / "plots"
+    plots.mkdir(exist_ok=True)
+    for old in plots.glob("*.png"):
+        old.unlink()
+    for chart in charts:
+        to_png(chart, plots / f"{chart.key}.png")
+    body = [
+        _header(run, config, history, attempts),
+        _headline(records, history, attempts),
+        _charts(charts),
+        _samples(run, config),
+        _settings(run, config),
+        section("Precision plan", table(_plan_rows(plan), ("operand", "format"))),
+        _attempts(attempts),
+        Html(
+            f"<footer>Written by jetrl on {text(_date(time.time()))} from {text(run.name)}"
+            "/metrics.jsonl. The plots are in plots/ as PNG files.</footer>"
+        ),
+    ]
+    path = run.path / "report.html"
+    write_atomically(path, page(f"{run.name} - jetrl", body))
+    return path
+
+
+def _header(
+    run: RunDirectory, config: Mapping[str, Any], history: RunHistory, attempts: list[Attempt]
+) -> Html:
+    state = run.state()
+    model = config.get("model", {})
+    source = model.get("path") or "a model with random initial weights"
+    about = [
+        f"{config.get('task', {}).get('name', 'task')} on {source}",
+        f"{config.get('precision', {}).get('preset', '')} precision",
+    ]
+    if history.started is not None:
+        about.append(f"started {_date(history.started)}")
+    reason = attempts[-1].reason if attempts and state != "running" else ""
+    reason_line = f'<p class="soft">{text(state)}: {text(reason)}</p>' if reason else ""
+    return Html(
+        '<p class="kicker">jetrl run report</p>'
+        f'<div class="title"><h1>{text(run.name)}</h1>'
+        f'<span class="pill {STATE_TONES.get(state, "")}">{text(state)}</span></div>'
+        f'<p class="soft">{text(" · ".join(about))}</p>{reason_line}'
+    )
+
+
+def _headline(records: list[Record], history: RunHistory, attempts: list[Attempt]) -> Html:
+    tiles = [_change_tile(f"Held-out {_task_of(e.name)}", e) for e in history.evals]
+    if history.reward is not None:
+        tiles.append(_change_tile("Training reward", history.reward))
+    if history.num_different is not None:
+        different = history.num_different
+        exact = different == 0
+        tokens = history.num_tokens
+        of = f"of {count(tokens)} tokens compared, " if tokens is not None else "tokens, "
+        tiles.append(
+            tile(
+                "Sampler against trainer",
+                text(f"{count(different)} different"),
+                of + ("bit for bit" if exact else "0 is the right answer of an exact plan"),
+                "good" if exact else "bad",
+            )
+        )
+    steps = f"{count(history.num_steps)} step{'s' if history.num_steps != 1 else ''}"
+    if history.num_sft_steps:
+        steps += f" after {count(history.num_sft_steps)} of supervised warm-up"
+    if len(attempts) > 1:
+        steps += f", in {len(attempts)} attempts"
+    tiles.append(tile("Wall time", text(duration(history.elapsed_s)), steps))
+    loss = change_of([r for r in records if "sft/loss" in r], "sft/loss")
+    if loss is not None and history.num_steps == 0:
+        tiles.insert(0, _change_tile("Supervised loss", loss))
+    return Html(f'<div class="tiles">{join(tiles)}</div>')
+
+
+def _change_tile(label: str, change: Change) -> Html:
+    share = change.name.startswith("eval/") and all(
+        0 <= v <= 1 for v in (change.first, change.last)
+    )
+    form = percent if share else number
+    if change.first_step == change.last_step:
+        return tile(label, text(form(change.last)), f"step {change.last_step}")
+    steps = f"step {change.first_step} to {change.last_step}"
+    return tile(label, from_to(form(change.first), form(change.last)), steps)
+
+
+def _charts(charts: list[Chart]) -> Html:
+    if not charts:
+        return section("Curves", Html('<p class="card empty">No step was finished.</p>'))
+    figures = [
+        Html(
+            f'<figure class="card chart" role="img" aria-label="{text(chart.title)}"><figcaption>'
+            f"<h3>{text(chart.title)}</h3><p>{text(chart.caption)}</p></figcaption>"
+            f"{to_svg(chart)}</figure>"
+        )
+        for chart in charts
+    ]
+    return section("Curves", Html(f'<div class="charts">{join(figures)}</div>'))
+
+
+def _samples(run: RunDirectory, config: Mapping[str, Any]) -> Html:
+    steps = run.rollout_steps()
+    num = int(config.get("report", {}).get("samples", DEFAULT_SAMPLES))
+    if not steps or num == 0:
+        return Html("")
+    chosen = [steps[0], steps[-1]] if len(steps) > 1 else [steps[0]]
+    columns = []
+    for step in chosen:
+        title = f"<h3>Step {step}</h3>"
+        try:
+            records = sorted(run.rollouts(step), key=lambda r: float(r.get("reward", 0.0)))
+        except UserError as error:
+            columns.append(Html(f'<div>{title}<p class="soft">{text(error)}</p></div>'))
+            continue
+        shown = spread(records, max(1, num // len(chosen)))
+        columns.append(Html(f"<div>{title}{join(_sample(r) for r in reversed(shown))}</div>"))
+    note = "From the highest to the lowest reward of the first and the last step."
+    return section(
+        "Completions, early and late",
+        Html(f'<p class="soft" style="margin:-8px 0 14px">{note}</p>'),
+        Html(f'<div class="columns">{join(columns)}</div>'),
+    )
+
+
+def _sample(record: Record) -> Html:
+    reward = float(record.get("reward", 0.0))
+    tone = "good" if reward > 0 else "bad" if record.get("failure") or reward < 0 else ""
+    facts = [f"{len(record.get('token_ids', ()))} tokens"]
+    if record.get("finish_reason") == "length":
+        facts.append("cut off at the limit")
+    if record.get("answer") is not None:
+        facts.append(f"answer {clip(str(record['answer']), 60)}")
+    parts = record.get("parts") or {}
+    facts += [f"{name} {number(float(value))}" for name, value in parts.items()]
+    if record.get("failure"):
+        facts.append(f"not scored: {record['failure']}")
+    return Html(
+        f'<article class="card sample"><header><span class="pill {tone}">reward '
+        f"{text(number(reward))}</span>{text(' · '.join(facts))}</header>"
+        f'<pre class="prompt">{text(_shortened(prompt_text(record), MAX_PROMPT))}</pre>'
+        f"<pre>{text(_shortened(str(record.get('completion', '')), MAX_COMPLETION))}</pre>"
+        "</article>"
+    )
+
+
+def _shortened(content: str, width: int) -> str:
+    left_out = len(content) - width
+    return content if left_out <= 0 else f"{content[:width]}\n[{count(left_out)} characters more]"
+
+
+def _settings(run: RunDirectory, config: Mapping[str, Any]) -> Html:
+    defaults = Settings().model_dump(mode="json")
+    rows = [
+        (f"{name}.{key}", clip(str(value), 300), _default(defaults, name, key))
+        for name, keys in config.items()
+        for key, value in keys.items()
+        if defaults.get(name, {}).get(key) != value
+    ]
+    whole = (run.path / "config.toml").read_text(encoding="utf-8")
+    return section(
+        "Settings",
+        table(rows, ("differs from the default", "this run", "default")) if rows else Html(""),
+        folded("All settings (config.toml)", whole),
+    )
+
+
+def _default(defaults: Mapping[str, Any], name: str, key: str) -> str:
+    value = defaults.get(name, {}).get(key)
+    return "not set" if value is None else clip(str(value), 120)
+
+
+def _plan_rows(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
+    return [
+        (PLAN_ROLES.get(key, key), FORMATS.get(str(value), str(value)))
+        for key, value in plan.items()
+        if not (key.endswith("_layers_bf16") and value == 0)
+    ]
+
+
+def _attempts(attempts: list[Attempt]) -> Html:
+    if not attempts:
+        return Html("")
+    rows = [
+        (
+            _date(a.started),
+            duration(a.ended - a.started) if a.ended is not None else "",
+            f"{a.state or 'no end recorded'}{': ' + clip(a.reason, 200) if a.reason else ''}",
+            a.command,
+        )
+        for a in attempts
+    ]
+    last = attempts[-1]
+    return section(
+        "Attempts and environment",
+        table(rows, ("started", "took", "end", "command")),
+        Html('<div style="height:12px"></div>'),
+        table([*last.notes.items(), *last.versions.items()], ("of the last attempt", "")),
+    )
+
+
+def _task_of(name: str) -> str:
+    return name.removeprefix("eval/").removesuffix("/mean")
+
+
+def _date(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))

@@ -1,0 +1,64 @@
+"""Scored completions as JSON objects, and back: what `rollouts/step_NNNNNN.jsonl` holds.
+
+Everything that a replay of the training step needs is there (token ids, log-probs, reward, group);
+a prompt's `metadata` is not, since a task may put anything in it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jetrl.types import Completion, Prompt, Sample, Score
+
+
+def record_of(step: int, sample: Sample) -> dict[str, Any]:
+    """The JSON object of one sample. Log-probs keep their bits: JSON writes a float's shortest text
+    that reads back equal."""
+    prompt, completion = sample.prompt, sample.completion
+    messages = None if prompt.messages is None else [dict(message) for message in prompt.messages]
+    return {
+        "step": step,
+        "group": sample.group,
+        "prompt_id": prompt.id,
+        "prompt": prompt.text,
+        "messages": messages,
+        "answer": prompt.answer,
+        "completion": completion.text,
+        "reward": float(sample.score.reward),
+        "parts": {str(name): float(value) for name, value in sample.score.parts.items()},
+        "finish_reason": completion.finish_reason,
+        "failure": sample.failure,
+        "prompt_token_ids": [int(token) for token in sample.prompt_token_ids],
+        "token_ids": [int(token) for token in completion.token_ids],
+        "logprobs": [float(value) for value in completion.logprobs],
+    }
+
+
+def sample_of(record: dict[str, Any]) -> Sample:
+    """The sample that `record_of` wrote, without the prompt's metadata."""
+    messages = record["messages"]
+    return Sample(
+        prompt=Prompt(
+            id=record["prompt_id"],
+            text=record["prompt"],
+            messages=None if messages is None else tuple(messages),
+            answer=record["answer"],
+        ),
+        group=record["group"],
+        prompt_token_ids=tuple(record["prompt_token_ids"]),
+        completion=Completion(
+            token_ids=tuple(record["token_ids"]),
+            logprobs=tuple(record["logprobs"]),
+            finish_reason=record["finish_reason"],
+            text=record["completion"],
+        ),
+        score=Score(record["reward"], record["parts"]),
+        failure=record["failure"],
+    )
+
+
+def prompt_text(record: dict[str, Any]) -> str:
+    """The prompt for people: its text, or its messages one after another."""
+    if record.get("messages"):
+        return "\n".join(f"{m.get('role', '')}: {m.get('content', '')}" for m in record["messages"])
+    return str(record.get("prompt") or "")

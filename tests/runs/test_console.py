@@ -1,0 +1,90 @@
+import io
+import re
+
+import pytest
+
+from jetrl.runs import Console
+from jetrl.types import StepStats
+
+
+class Terminal(io.StringIO):
+    encoding = "utf-8"
+
+    def isatty(self) -> bool:
+        return True
+
+
+def show(synthetic, file, mismatch=0, **options):
+    with Console(30, file=file, **options) as console:
+        console.phase("rollout")
+        console.progress(3, 8, 1234.5)
+        metrics = synthetic.metrics_of(5, mismatch=mismatch, evaluate=True)
+        console.step(StepStats(5, metrics, synthetic.samples_of(5)))
+        console.note("checkpoint written")
+    return file.getvalue()
+
+
+def test_plain_line_has_what_matters(synthetic):
+    first, *_ = show(synthetic, io.StringIO(), samples_every=0).splitlines()
+    expected = r"step  5/30  reward 0\.\d{3}  eval arithmetic \d\d\.\d%  length \d+\.\d  "
+    expected += r"entropy 0\.\d{3}  mismatch 0 different of 4,096  \d\.\d s  [\d,]+ tokens/s"
+    assert re.fullmatch(expected, first)
+
+
+def test_plain_output_has_no_control_codes(synthetic, monkeypatch):
+    monkeypatch.setenv("TERM", "xterm-256color")
+    text = show(synthetic, io.StringIO(), samples_every=5)
+    assert "reward 1  4+5=  ->  <script>" in text
+    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", text)
+    assert text.endswith("checkpoint written\n")
+
+
+@pytest.mark.parametrize("mismatch, style", [(0, "32m0 different"), (3, "31m15 different")])
+def test_mismatch_is_green_or_red_in_a_terminal(synthetic, monkeypatch, mismatch, style):
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert style in show(synthetic, Terminal(), mismatch)
+
+
+def test_model_text_cannot_drive_the_terminal(synthetic, monkeypatch):
+    monkeypatch.setenv("TERM", "xterm-256color")
+    text = show(synthetic, Terminal(), samples_every=5)
+    assert "completions of step 5" in text
+    assert "\x1b[31mred" not in text
+    assert "\\x1b[31mred" in text
+
+
+def test_failed_scores_are_shown(synthetic):
+    file = io.StringIO()
+    Console(3, file=file).step(StepStats(1, {"reward/mean": 0.0, "reward/failures": 2}))
+    assert file.getvalue() == "step 1/3  reward 0.000  2 not scored\n"
+
+
+def test_long_phase_speaks_every_half_minute_when_plain():
+    now, file = [0.0], io.StringIO()
+    console = Console(30, file=file, clock=lambda: now[0])
+    console.phase("rollout")
+    for done in range(1, 8):
+        now[0] += 10
+        console.progress(done, 8, 1000)
+    assert file.getvalue().splitlines() == [
+        "  rollout 3/8, 1,000 tokens/s after 30.0 s",
+        "  rollout 6/8, 1,000 tokens/s after 1m 00s",
+    ]
+
+
+def test_time_left_comes_from_this_attempt():
+    now = [0.0]
+    console = Console(30, first_step=20, elapsed_s=1000, file=Terminal(), clock=lambda: now[0])
+    now[0] = 50.0
+    console.step(StepStats(25, {}))
+    assert console._time_text() == "17m 30s gone, 50.0 s left"
+    console.close()
+    console.close()
+
+
+def test_output_that_cannot_hold_a_character_gets_a_question_mark():
+    raw = io.BytesIO()
+    console = Console(1, file=io.TextIOWrapper(raw, encoding="ascii"))
+    console.note("caf\u00e9")
+    assert raw.getvalue() == b"caf?\n"

@@ -1,0 +1,76 @@
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jetrl.runs.metrics import (
+    METRICS,
+    check_metrics,
+    eval_metric,
+    find_metric,
+    part_metric,
+    reproducible,
+)
+from jetrl.runs.metrics_document import SYSTEMS, render_metrics_document
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "metrics.md"
+
+
+def test_document_is_the_rendered_registry():
+    assert DOCUMENT.read_text(encoding="utf-8") == render_metrics_document()
+
+
+def test_every_metric_has_unit_meaning_and_known_systems():
+    assert len({metric.name for metric in METRICS}) == len(METRICS)
+    for metric in METRICS:
+        assert metric.unit, metric.name
+        assert metric.meaning, metric.name
+        assert set(metric.known_as) <= set(SYSTEMS), metric.name
+
+
+@pytest.mark.parametrize(
+    "name", ["reward/men", "rewards/mean", "eval/x/pass_at_4", "eval/a/b/mean", "reward/part/", ""]
+)
+def test_unknown_name_is_refused(name):
+    with pytest.raises(ValueError, match="unknown metric"):
+        check_metrics({name: 1.0})
+
+
+def test_refusal_names_the_nearest():
+    with pytest.raises(ValueError, match="did you mean policy/entropy"):
+        check_metrics({"policy/entropie": 1.0})
+
+
+@pytest.mark.parametrize("value", [None, "3", True, [1.0]])
+def test_value_that_is_no_number_is_refused(value):
+    with pytest.raises(TypeError, match="reward/mean"):
+        check_metrics({"reward/mean": value})
+
+
+def test_numbers_become_plain_ones():
+    checked = check_metrics({"reward/mean": np.float32(0.1), "reward/failures": 3})
+    assert checked == {"reward/mean": float(np.float32(0.1)), "reward/failures": 3}
+    assert [type(v) for v in checked.values()] == [float, int]
+
+
+@pytest.mark.parametrize(
+    "task", ["arithmetic", "reasoning_gym:chain sum", "/home/me/my tasks.py:Sum", "", "<b>"]
+)
+def test_any_task_name_makes_a_registered_name(task):
+    assert find_metric(eval_metric(task, "mean")) is not None
+    assert find_metric(part_metric(task)) is not None
+
+
+def test_task_name_loses_its_folders():
+    assert eval_metric("tasks/sum.py:Sum", "mean") == "eval/sum.py:Sum/mean"
+
+
+def test_reproducible_leaves_out_what_the_machine_decides():
+    line = {
+        "step": 1,
+        "time": 2.0,
+        "reward/mean": 0.5,
+        "timing/step_s": 3.0,
+        "memory/peak_gib": 1.0,
+    }
+    assert reproducible(line) == {"reward/mean": 0.5}
