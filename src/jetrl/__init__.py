@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from jetrl.loop import train
     from jetrl.policy import Policy
     from jetrl.precision import PrecisionPlan
-    from jetrl.rollout import RolloutEngine
+    from jetrl.rollout.engine import RolloutEngine
     from jetrl.types import Completion, Prompt, SamplingParams, Score
 
 __version__ = "0.1.0"
@@ -37,7 +37,7 @@ _HOME = {
     "Policy": "policy",
     "PrecisionPlan": "precision",
     "Prompt": "types",
-    "RolloutEngine": "rollout",
+    "RolloutEngine": "rollout.engine",
     "SamplingParams": "types",
     "Score": "types",
     "Settings": "config",
