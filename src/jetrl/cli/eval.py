@@ -1,0 +1,155 @@
+"""How well a model does on a task's held-out prompts: mean@n and pass@k.
+
+For example:
+
+    jetrl eval runs/demo --task arithmetic
+    jetrl eval models/qwen3-8b --task gsm8k --path data/gsm8k --samples 8 --temperature 0.6
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tomllib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from jetrl.cli.arguments import add_model_arguments, add_sampling_arguments, table
+from jetrl.errors import UserError
+
+if TYPE_CHECKING:
+    from jetrl.evaluate import Evaluation
+    from jetrl.types import SamplingParams
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model_arguments(parser)
+    parser.add_argument(
+        "--task", required=True, help="a built-in name, reasoning_gym:NAME, or file.py:Class"
+    )
+    parser.add_argument("--path", help="data file or folder, where the task reads one")
+    parser.add_argument(
+        "--option",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="an option of the task, as in [task.options] (repeatable)",
+    )
+    parser.add_argument("--split", default="test", help="split of the task")
+    parser.add_argument("--prompts", type=int, default=0, help="prompts, from the start; 0: all")
+    parser.add_argument("--samples", type=int, default=1, help="completions a prompt")
+    add_sampling_arguments(parser, max_tokens=1024, temperature=None)
+    parser.add_argument("--system", metavar="TEXT", help="system prompt")
+    parser.add_argument("--threshold", type=float, default=1.0, help="a reward that is solved")
+    parser.add_argument("--workers", type=int, default=2, help="scoring processes")
+    parser.add_argument("--timeout", type=float, default=10.0, help="seconds a score may take")
+    parser.add_argument("--json", action="store_true", help="a JSON object, with the completions")
+
+
+def run(args: argparse.Namespace) -> int:
+    params = sampling_params(args)
+    options = task_options(args.option)
+
+    from jetrl.cli.opening import open_policy
+    from jetrl.evaluate import evaluate_model
+    from jetrl.tasks import Scorer, get_task
+
+    task = get_task(args.task, path=args.path, **options)
+    with Scorer(args.task, args.path, options, args.workers, args.timeout) as scorer:
+        result = evaluate_model(
+            open_policy(args.model, args.plan, args.device),
+            task,
+            scorer,
+            params,
+            split=args.split,
+            num_prompts=args.prompts,
+            threshold=args.threshold,
+            system_prompt=args.system,
+        )
+    print(as_json(result) if args.json else as_text(result, args.samples))
+    return 0
+
+
+def sampling_params(args: argparse.Namespace) -> SamplingParams:
+    """Greedy for one completion a prompt, temperature 1 for more, unless --temperature says.
+
+    Raises:
+        UserError: a value out of range; several greedy completions, which would be the same.
+    """
+    from jetrl.types import SamplingParams
+
+    temperature = args.temperature
+    if temperature is None:
+        temperature = 0.0 if args.samples == 1 else 1.0
+    if temperature == 0 and args.samples > 1:
+        raise UserError(
+            f"--samples {args.samples} with --temperature 0 draws the same completion each time"
+        )
+    if args.prompts < 0:
+        raise UserError(f"--prompts {args.prompts}: 0 (all) or more")
+    try:
+        return SamplingParams(
+            n=args.samples,
+            max_tokens=args.max_tokens,
+            temperature=temperature,
+            top_p=args.top_p,
+            top_k=args.top_k,
+            seed=args.seed,
+        )
+    except ValueError as error:
+        raise UserError(str(error)) from None
+
+
+def task_options(options: Sequence[str]) -> dict[str, Any]:
+    """`KEY=VALUE` words as keyword arguments; a value is read as TOML where it can be."""
+    found: dict[str, Any] = {}
+    for option in options:
+        key, equals, text = option.partition("=")
+        if not equals or not key:
+            raise UserError(f"--option {option!r}: write it as KEY=VALUE")
+        try:
+            found[key] = tomllib.loads(f"value = {text}")["value"]
+        except tomllib.TOMLDecodeError:
+            found[key] = text
+    return found
+
+
+def as_text(result: Evaluation, samples: int) -> str:
+    num_prompts = len(result.samples) // samples
+    rows = [
+        ("prompts", str(num_prompts)),
+        (f"mean@{samples}", f"{result.mean:.4f}"),
+        *((f"pass@{k}", f"{share:.4f}") for k, share in result.pass_at_k.items()),
+        ("response length", f"{result.response_length:.1f} tokens"),
+        ("cut off", f"{100 * result.clip_ratio:.1f}%"),
+    ]
+    if result.failures:
+        rows.append(("not judged", f"{result.failures} (counted as 0)"))
+        reason = next(sample.failure for sample in result.samples if sample.failure)
+        print(f"first failure: {reason}", file=sys.stderr)
+    return table(rows)
+
+
+def as_json(result: Evaluation) -> str:
+    return json.dumps(
+        {
+            "mean": result.mean,
+            "pass_at_k": result.pass_at_k,
+            "response_length": result.response_length,
+            "clip_ratio": result.clip_ratio,
+            "failures": result.failures,
+            "samples": [
+                {
+                    "id": sample.prompt.id,
+                    "completion": sample.completion.text,
+                    "reward": sample.score.reward,
+                    "answer": sample.prompt.answer,
+                    "finish_reason": sample.completion.finish_reason,
+                    "failure": sample.failure,
+                }
+                for sample in result.samples
+            ],
+        },
+        ensure_ascii=False,
+    )

@@ -1,0 +1,103 @@
+"""`jetrl COMMAND`: finds the command's file, parses its arguments, runs it, and turns errors into
+messages and exit codes.
+
+One file a command, imported only when that command is called; the heavy imports (torch,
+transformers) are inside its `run`. So `jetrl --help` answers at once.
+
+Exit codes: 0 done; 1 a run that stopped itself, or a check that failed; 2 bad input; 130 Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+from jetrl.cli.arguments import HelpFormatter
+from jetrl.errors import RunStopped, UserError
+
+COMMANDS = {
+    "train": "reinforcement learning from a recipe; without one, the demo",
+    "sft": "supervised training on a task's worked answers",
+    "sample": "completions of prompts",
+    "eval": "mean@n and pass@k of a model on a task",
+    "parity": "compare the sampler's log-probs with the trainer's, bit by bit",
+    "doctor": "what works on this machine, and what to do about the rest",
+    "export": "write a Hugging Face directory (BF16, FP32 or FP8)",
+    "runs": "list, show and plot finished and running runs",
+    "init": "make a tiny model with random weights, to try things out",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; returns its exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        if not arguments or arguments[0] in ("-h", "--help", "help"):
+            print(usage())
+            return 0
+        if arguments[0] in ("-V", "--version"):
+            print(version())
+            return 0
+        return run(arguments[0], arguments[1:])
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except RunStopped as error:
+        print(f"stopped: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader of our output went away: `jetrl runs list | head -1`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def run(command: str, arguments: Sequence[str]) -> int:
+    """Parses the arguments of one command and runs it.
+
+    Raises:
+        UserError: no such command; the nearest one is named.
+    """
+    if command not in COMMANDS:
+        near = difflib.get_close_matches(command, COMMANDS, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"commands: {', '.join(COMMANDS)}"
+        raise UserError(f"no command {command!r}; {hint}")
+    module = importlib.import_module(f"jetrl.cli.{command}")
+    parser = argparse.ArgumentParser(
+        prog=f"jetrl {command}",
+        description=module.__doc__,
+        formatter_class=HelpFormatter,
+        allow_abbrev=False,
+    )
+    module.add_arguments(parser)
+    # Intermixed: options may stand between a recipe and its overrides.
+    code: int = module.run(parser.parse_intermixed_args(list(arguments)))
+    return code
+
+
+def usage() -> str:
+    lines = [
+        "usage: jetrl COMMAND ...",
+        "",
+        "FP8 reinforcement learning of language models in one exact flow.",
+        "",
+        *(f"  {name:8} {words}" for name, words in COMMANDS.items()),
+        "",
+        "jetrl COMMAND --help has the arguments with their defaults. To start: jetrl train",
+    ]
+    return "\n".join(lines)
+
+
+def version() -> str:
+    from jetrl import __version__
+
+    return f"jetrl {__version__}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

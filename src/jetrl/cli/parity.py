@@ -1,0 +1,82 @@
+"""Compare the sampler's log-probs with the trainer's on tokens sampled here, bit by bit.
+
+For example:
+
+    jetrl parity models/tiny --plan unified            0 tokens differ
+    jetrl parity models/tiny --plan mixed              what most systems do: a gap
+    jetrl parity models/tiny --plan unified --locate   names the first operation that differs
+
+Exit code 1 if a plan that promises equal bits (jet, unified) does not keep its promise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+
+from jetrl.cli.arguments import add_model_arguments, table
+from jetrl.errors import UserError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model_arguments(parser)
+    parser.add_argument("--prompts", type=int, default=8, help="random prompts, mixed lengths")
+    parser.add_argument("--samples", type=int, default=2, help="completions a prompt")
+    parser.add_argument("--max-tokens", type=int, default=64, help="tokens a completion")
+    parser.add_argument("--temperature", type=float, default=1.0, help="logits are divided by it")
+    parser.add_argument("--seed", type=int, default=0, help="of the prompts and the draws")
+    parser.add_argument(
+        "--locate", action="store_true", help="name the first operation that differs, if one does"
+    )
+    parser.add_argument("--json", action="store_true", help="a JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    for name in ("prompts", "samples", "max_tokens"):
+        if getattr(args, name) < 1:
+            raise UserError(f"--{name.replace('_', '-')} {getattr(args, name)}: at least 1")
+    if args.temperature < 0 or args.seed < 0:
+        raise UserError("--temperature and --seed: 0 or more")
+
+    from jetrl.cli.opening import open_policy
+    from jetrl.parity import locate, measure
+
+    policy = open_policy(args.model, args.plan, args.device)
+    room = policy.config.max_position_embeddings
+    if args.max_tokens > room - 2:
+        raise UserError(f"--max-tokens {args.max_tokens}: the model's context is {room} tokens")
+    result = measure(
+        policy,
+        num_prompts=args.prompts,
+        samples=args.samples,
+        max_tokens=args.max_tokens,
+        temperature=args.temperature,
+        seed=args.seed,
+    )
+    facts = dataclasses.asdict(result)
+    pair = facts.pop("first_different")
+    facts = {"plan": policy.plan.name, "exact_plan": policy.plan.exact, **facts}
+    if args.locate:
+        facts["located"] = "nothing differs"
+        if pair is not None:
+            found = locate(policy, *pair)
+            facts["located"] = str(found or "no operation differs when that sequence runs alone")
+    print(json.dumps(facts, indent=2) if args.json else as_text(facts))
+    return 1 if policy.plan.exact and result.different else 0
+
+
+def as_text(facts: dict[str, object]) -> str:
+    promise = "promises equal bits" if facts["exact_plan"] else "promises nothing"
+    rows = [
+        ("plan", f"{facts['plan']} ({promise})"),
+        ("tokens compared", f"{facts['tokens']}"),
+        ("tokens different", f"{facts['different']}"),
+        ("mean |log-prob difference|", f"{facts['mean_abs']:.6g} nats"),
+        ("max |log-prob difference|", f"{facts['max_abs']:.6g} nats"),
+        ("K3 KL", f"{facts['k3_kl']:.6g} nats"),
+        ("token_mult_prob_error", f"{facts['token_mult_prob_error']:.6g}"),
+    ]
+    if "located" in facts:
+        rows.append(("located", str(facts["located"])))
+    return table(rows)

@@ -1,0 +1,114 @@
+"""Completions of prompts, given as arguments or one a line on standard input.
+
+For example:
+
+    jetrl sample runs/demo "12+7="
+    jetrl sample models/qwen3-8b --chat "Why is the sky blue?" --max-tokens 400
+    jetrl sample runs/demo --n 4 --json < prompts.txt
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from jetrl.cli.arguments import add_model_arguments, add_sampling_arguments
+from jetrl.errors import UserError
+
+if TYPE_CHECKING:
+    from jetrl.types import Completion, Prompt
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model_arguments(parser)
+    parser.add_argument(
+        "prompts", nargs="*", metavar="PROMPT", help="default: the lines of standard input"
+    )
+    parser.add_argument("--n", type=int, default=1, help="completions a prompt")
+    add_sampling_arguments(parser, max_tokens=256, temperature=1.0)
+    parser.add_argument(
+        "--stop", action="append", default=[], help="a string that ends a completion"
+    )
+    parser.add_argument("--chat", action="store_true", help="through the model's chat template")
+    parser.add_argument("--system", metavar="TEXT", help="system prompt (with --chat)")
+    parser.add_argument("--json", action="store_true", help="one JSON object a completion")
+
+
+def run(args: argparse.Namespace) -> int:
+    from jetrl.types import SamplingParams
+
+    if args.system is not None and not args.chat:
+        raise UserError("--system needs --chat: plain text has no system prompt")
+    try:
+        params = SamplingParams(
+            n=args.n,
+            max_tokens=args.max_tokens,
+            temperature=args.temperature,
+            top_p=args.top_p,
+            top_k=args.top_k,
+            seed=args.seed,
+            stop=tuple(args.stop),
+        )
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    prompts = list(read_prompts(args.prompts, args.chat))
+
+    from jetrl.cli.opening import open_policy
+    from jetrl.rollout.engine import RolloutEngine
+
+    engine = RolloutEngine(open_policy(args.model, args.plan, args.device))
+    completions = engine.generate(prompts, params, system_prompt=args.system)
+    for index, completion in enumerate(completions):
+        prompt = prompts[index // params.n]
+        print(as_json(prompt, completion) if args.json else as_text(prompt, completion))
+    return 0
+
+
+def read_prompts(arguments: Sequence[str], chat: bool) -> Iterator[Prompt]:
+    """Prompts from the arguments, or from the lines of standard input that are not empty.
+
+    Raises:
+        UserError: there is none.
+    """
+    from jetrl.types import Prompt
+
+    texts = list(arguments)
+    if not texts:
+        if sys.stdin.isatty():
+            print("prompts, one a line; end with Ctrl-D", file=sys.stderr)
+        texts = [line.rstrip("\n") for line in sys.stdin if line.strip()]
+    if not texts:
+        raise UserError("no prompt: give one as an argument, or lines on standard input")
+    for number, text in enumerate(texts):
+        if chat:
+            yield Prompt(id=str(number), messages=({"role": "user", "content": text},))
+        else:
+            yield Prompt(id=str(number), text=text)
+
+
+def prompt_text(prompt: Prompt) -> str:
+    return prompt.text if prompt.text is not None else (prompt.messages or ({},))[-1]["content"]
+
+
+def as_text(prompt: Prompt, completion: Completion) -> str:
+    total = math.fsum(completion.logprobs)
+    facts = f"{len(completion.token_ids)} tokens, {completion.finish_reason}, log-prob {total:.3f}"
+    return f"{prompt_text(prompt)}{completion.text}\n  [{facts}]"
+
+
+def as_json(prompt: Prompt, completion: Completion) -> str:
+    return json.dumps(
+        {
+            "prompt": prompt_text(prompt),
+            "completion": completion.text,
+            "finish_reason": completion.finish_reason,
+            "logprob": math.fsum(completion.logprobs),
+            "token_ids": completion.token_ids,
+            "logprobs": completion.logprobs,
+        },
+        ensure_ascii=False,
+    )

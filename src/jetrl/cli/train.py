@@ -1,0 +1,150 @@
+"""Reinforcement learning from a recipe: sample, score, update, until the steps are done.
+
+For example:
+
+    jetrl train                                       the demo, on a CPU, in minutes
+    jetrl train recipes/gsm8k-smoke.toml              a recipe, by path or (packaged) by name
+    jetrl train demo run.name=mine train.lr=1e-3      with settings changed
+    jetrl train demo run.name=mine --resume           go on with a run that was cut
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import shutil
+import sys
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from jetrl.cli.arguments import table
+from jetrl.errors import UserError
+
+if TYPE_CHECKING:
+    from jetrl.config import Settings
+    from jetrl.session import RunResult
+
+DEFAULT_RECIPE = "demo"
+_MEANING = 58  # column where a setting's meaning starts
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    from jetrl.config import packaged_recipes
+
+    parser.usage = "jetrl train [RECIPE] [KEY=VALUE ...] [--resume] [--dry-run]"
+    add_recipe_arguments(parser)
+    parser.add_argument("--resume", action="store_true", help="go on from the last good checkpoint")
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="print settings, precision plan and memory plan, and stop",
+    )
+    names = ", ".join(packaged_recipes())
+    parser.epilog = f"packaged recipes: {names}\n\n{settings_help()}"
+
+
+def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:
+    """The words of a command that takes a recipe and overrides."""
+    parser.add_argument(
+        "words",
+        nargs="*",
+        metavar="RECIPE | KEY=VALUE",
+        help="a TOML file or a packaged recipe's name, then settings as section.key=value",
+    )
+
+
+def recipe_settings(words: Sequence[str]) -> Settings:
+    """The settings of `[RECIPE] [KEY=VALUE ...]`; without a recipe, the demo's.
+
+    Raises:
+        UserError: as `load_config`; a second word that is not an override.
+    """
+    from jetrl.config import load_config
+
+    overrides = [word for word in words if "=" in word]
+    recipes = [word for word in words if "=" not in word]
+    if len(recipes) > 1:
+        raise UserError(f"two recipes, {recipes[0]} and {recipes[1]}: settings are key=value")
+    return load_config(recipes[0] if recipes else DEFAULT_RECIPE, overrides)
+
+
+def settings_help() -> str:
+    """Every setting with type, default and meaning, in columns as wide as the terminal."""
+    from jetrl.config import describe
+
+    width = max(shutil.get_terminal_size((120, 24)).columns, 100)
+    lines = ["settings (type, default, meaning; lengths in tokens, times in seconds):"]
+    section = ""
+    for key, kind, default, words in describe():
+        if key.split(".")[0] != section:
+            section = key.split(".")[0]
+            lines.append("")
+        head = f"  {key:32}  {kind} [{default}]"
+        if len(head) > _MEANING - 2:
+            lines.append(head)
+            head = ""
+        lines += textwrap.wrap(
+            words, width, initial_indent=head.ljust(_MEANING), subsequent_indent=" " * _MEANING
+        )
+    return "\n".join(lines)
+
+
+def run(args: argparse.Namespace) -> int:
+    settings = recipe_settings(args.words)
+    if args.dry_run:
+        print(dry_run(settings))
+        return 0
+    from jetrl import loop
+
+    try:
+        result = loop.train(settings, resume=args.resume)
+    except KeyboardInterrupt:
+        again = shlex.join(["jetrl", "train", *args.words, "--resume"])
+        print(f"interrupted; to go on: {again}", file=sys.stderr)
+        return 130
+    print(closing_lines(result, settings))
+    return 0
+
+
+def closing_lines(result: RunResult, settings: Settings) -> str:
+    """Where the report, the checkpoint and the model are, and what to type next."""
+    paths = {
+        "run": result.run_path,
+        "report": result.report_path,
+        "checkpoint": result.checkpoint_path,
+        "model": result.model_path,
+    }
+    lines = [table([(label, str(path)) for label, path in paths.items() if path is not None])]
+    if result.model_path is not None:
+        lines.append(f"sample from it: {sample_command(result.model_path, settings)}")
+    return "\n".join(lines)
+
+
+def sample_command(model: Path, settings: Settings) -> str:
+    """A line that can be typed: with a prompt for the demo's sums, to be filled in elsewhere."""
+    prompt = "12+07=" if settings.task.name == "arithmetic" else "PROMPT"
+    return f"jetrl sample {shlex.quote(str(model))} '{prompt}'"
+
+
+def dry_run(settings: Settings) -> str:
+    """The resolved settings (TOML), the precision plan by role, and the memory plan."""
+    from jetrl.building import model_config
+    from jetrl.config import to_toml
+    from jetrl.memory import memory_plan
+    from jetrl.precision import PrecisionPlan
+
+    plan = PrecisionPlan.from_settings(settings.precision)
+    planned = memory_plan(settings, model_config(settings))
+    memory = [(what, f"{size / 2**30:9.3f} GiB") for what, size in planned]
+    return "\n".join(
+        [
+            to_toml(settings),
+            f"# precision plan: {plan.name}",
+            table(plan.describe(), indent="#   "),
+            "",
+            "# memory plan",
+            table(memory, indent="#   "),
+        ]
+    )

@@ -1,0 +1,167 @@
+"""The frame of the command line: help without torch, errors in words, exit codes."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+import pytest
+
+import jetrl.cli.export
+from jetrl.cli.arguments import table
+from jetrl.cli.main import COMMANDS, main
+from jetrl.config import describe
+from jetrl.errors import MismatchError, RunStopped, UserError
+
+PROGRAM = [sys.executable, "-m", "jetrl.cli.main"]
+
+
+def test_help_imports_neither_torch_nor_other_heavy_packages() -> None:
+    code = (
+        "import sys\n"
+        "from jetrl.cli.main import main\n"
+        "assert main(['--help']) == 0\n"
+        "heavy = {'torch', 'transformers', 'numpy', 'pydantic', 'matplotlib', 'rich'}\n"
+        "sys.exit(' '.join(heavy & set(sys.modules)) or 0)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"imported: {done.stderr}"
+
+
+def test_help_answers_at_once() -> None:
+    """Aim: 0.5 s. The best of three, since the machine may be busy with other tests."""
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        subprocess.run([*PROGRAM, "--help"], check=True, capture_output=True)
+        times.append(time.perf_counter() - start)
+    assert min(times) < 0.5
+
+
+def test_help_lists_every_command(jetrl: Callable) -> None:
+    for words in ([], ["--help"], ["-h"], ["help"]):
+        done = jetrl(*words)
+        assert done.code == 0
+        for command in COMMANDS:
+            assert f"\n  {command:8} " in done.out
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help_with_an_example(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        main([command, "--help"])
+    assert left.value.code == 0
+    out = capsys.readouterr().out
+    assert f"usage: jetrl {command}" in out
+    assert f"\n    jetrl {command}" in out
+    assert callable(importlib.import_module(f"jetrl.cli.{command}").run)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_help_of_a_command_needs_no_torch(command: str) -> None:
+    code = (
+        "import sys\n"
+        "from jetrl.cli.main import main\n"
+        "try:\n"
+        f"    main([{command!r}, '--help'])\n"
+        "finally:\n"
+        "    assert 'torch' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def test_train_help_shows_every_setting_with_its_default(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    lines = capsys.readouterr().out.splitlines()
+    for key, kind, default, _ in describe():
+        assert any(line.split()[:1] == [key] and f"{kind} [{default}]" in line for line in lines)
+
+
+def test_command_help_shows_defaults(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["parity", "--help"])
+    out = " ".join(capsys.readouterr().out.split())
+    assert "tokens a completion (default: 64)" in out
+    assert "default: None" not in out
+    assert "default: False" not in out
+
+
+def test_version(jetrl: Callable) -> None:
+    assert jetrl("--version").out.startswith("jetrl 0.")
+
+
+def test_an_unknown_command_is_refused_with_the_nearest(jetrl: Callable) -> None:
+    done = jetrl("trian")
+    assert (done.code, done.err) == (2, "error: no command 'trian'; did you mean train?\n")
+    assert "commands: train, sft" in jetrl("xyzzy").err
+
+
+def test_an_unknown_option_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["sample", "x", "--temp", "0"])  # no abbreviations: --temp is not --temperature
+    assert left.value.code == 2
+    assert "--temp" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "error, code, words",
+    [
+        (UserError("bad key"), 2, "error: bad key\n"),
+        (RunStopped("no reward"), 1, "stopped: no reward\n"),
+        (MismatchError("3 tokens differ"), 1, "stopped: 3 tokens differ\n"),
+        (KeyboardInterrupt(), 130, "interrupted\n"),
+    ],
+)
+def test_errors_become_messages_and_exit_codes(
+    error: BaseException,
+    code: int,
+    words: str,
+    jetrl: Callable,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(args: object) -> int:
+        raise error
+
+    monkeypatch.setattr(jetrl_export(), "run", fail)
+    done = jetrl("export", "a", "b")
+    assert (done.code, done.out, done.err) == (code, "", words)
+
+
+def test_a_bug_of_ours_keeps_its_traceback(
+    jetrl: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(args: object) -> int:
+        raise AssertionError("ours")
+
+    monkeypatch.setattr(jetrl_export(), "run", fail)
+    with pytest.raises(AssertionError, match="ours"):
+        jetrl("export", "a", "b")
+
+
+def test_a_closed_pipe_is_no_traceback() -> None:
+    code = f"import subprocess, sys; subprocess.run({[*PROGRAM, 'train', '--help']!r})"
+    done = subprocess.run(
+        f'"{sys.executable}" -c "{code}" | head -1'.replace("'", '\\"'),
+        shell=True,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "Traceback" not in done.stderr
+
+
+def jetrl_export() -> object:
+    return jetrl.cli.export
+
+
+def test_table_pads_all_columns_but_the_last() -> None:
+    assert table([("a", "long cell", "x"), ("bbb", "c", "")]) == "a    long cell  x\nbbb  c"
+    assert table([]) == ""

@@ -1,0 +1,284 @@
+"""The commands around a model directory, on a real tiny model: init, sample, eval, parity, export,
+doctor."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import jetrl.parity
+from jetrl.building import build_policy
+from jetrl.cli import checks
+from jetrl.cli.opening import find_model, open_policy
+from jetrl.config import load_config, to_toml
+from jetrl.errors import UserError
+from jetrl.precision import PrecisionPlan
+from jetrl.tasks import get_task
+from jetrl.training import Checkpoints, Optimizer
+
+
+def test_init_makes_a_model_of_the_asked_shape(jetrl: Callable, tmp_path: Path) -> None:
+    out = tmp_path / "m"
+    done = jetrl(
+        "init", out, "--family", "llama", "--hidden-size", 128, "--num-layers", 1, "--untied"
+    )
+    assert (done.code, done.out) == (0, f"wrote {out}\n")
+    config = json.loads((out / "config.json").read_text())
+    assert config["model_type"] == "llama"
+    assert config["num_hidden_layers"] == 1
+    assert config["tie_word_embeddings"] is False
+    done = jetrl("init", out)
+    assert done.code == 2
+    assert str(out) in done.err
+
+
+def test_init_trains_a_bpe_tokenizer(jetrl: Callable, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("the cat sat on the mat. the dog sat on the log.\n" * 20)
+    out = tmp_path / "m"
+    done = jetrl(
+        "init", out, "--tokenizer", "bpe", "--text", text, "--vocab-size", 300, "--num-layers", 1
+    )
+    assert done.code == 0, done.err
+    assert json.loads((out / "config.json").read_text())["vocab_size"] == 300
+
+
+def test_sample_prints_completions_with_their_log_probs(jetrl: Callable, tiny_model: Path) -> None:
+    done = jetrl("sample", tiny_model, "1+1=", "2+2=", "--n", 2, "--max-tokens", 3)
+    assert done.code == 0, done.err
+    assert done.out.count("[3 tokens, length, log-prob -") == 4
+    assert done.out.startswith("1+1=")
+
+
+def test_sample_as_json_is_repeatable_and_complete(jetrl: Callable, tiny_model: Path) -> None:
+    words = ("sample", tiny_model, "1+1=", "--n", 2, "--max-tokens", 3, "--json", "--seed", 7)
+    first, again = jetrl(*words), jetrl(*words)
+    assert first.out == again.out
+    records = [json.loads(line) for line in first.out.splitlines()]
+    assert len(records) == 2
+    for record in records:
+        assert record["prompt"] == "1+1="
+        assert len(record["token_ids"]) == len(record["logprobs"]) == 3
+        assert record["logprob"] == math.fsum(record["logprobs"])
+
+
+def test_sample_reads_lines_of_standard_input(
+    jetrl: Callable, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("1+1=\n\n2+2=\n"))
+    done = jetrl("sample", tiny_model, "--json", "--max-tokens", 1)
+    assert [json.loads(line)["prompt"] for line in done.out.splitlines()] == ["1+1=", "2+2="]
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    done = jetrl("sample", tiny_model)
+    assert (done.code, "no prompt" in done.err) == (2, True)
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["--n", 0], "n must be at least 1"),
+        (["--top-p", 0], "top_p must be in"),
+        (["--system", "be nice"], "--system needs --chat"),
+        (["--chat"], "chat template"),
+        (["--device", "cuda"], "cuda"),
+    ],
+)
+def test_sample_refuses_bad_input(
+    words: list[object], message: str, jetrl: Callable, tiny_model: Path
+) -> None:
+    done = jetrl("sample", tiny_model, "x", *words)
+    assert done.code == 2
+    assert message in done.err
+
+
+def test_eval_prints_mean_and_pass_at_k(jetrl: Callable, tiny_model: Path) -> None:
+    words = ("eval", tiny_model, "--task", "arithmetic", "--prompts", 3, "--samples", 2)
+    done = jetrl(*words, "--max-tokens", 2, "--workers", 0)
+    assert done.code == 0, done.err
+    assert "prompts          3\nmean@2           0." in done.out
+    assert "pass@1" in done.out
+    assert "pass@2" in done.out
+
+
+def test_eval_as_json_has_the_completions(jetrl: Callable, tiny_model: Path) -> None:
+    words = ("eval", tiny_model, "--task", "arithmetic", "--option", "digits=1", "--prompts", 2)
+    done = jetrl(*words, "--max-tokens", 2, "--workers", 0, "--json")
+    found = json.loads(done.out)
+    assert set(found["pass_at_k"]) == {"1"}
+    assert len(found["samples"]) == 2
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["--task", "arithmetik"], "arithmetic"),
+        (["--task", "arithmetic", "--split", "dev"], "no split 'dev'"),
+        (["--task", "arithmetic", "--samples", 2, "--temperature", 0], "same completion"),
+        (["--task", "arithmetic", "--option", "digits"], "KEY=VALUE"),
+        (["--task", "arithmetic", "--option", "digit=1"], "digits"),
+        (["--task", "arithmetic", "--prompts", -1], "0 (all) or more"),
+    ],
+)
+def test_eval_refuses_bad_input(
+    words: list[object], message: str, jetrl: Callable, tiny_model: Path
+) -> None:
+    done = jetrl("eval", tiny_model, *words)
+    assert done.code == 2
+    assert message in done.err
+
+
+def test_parity_is_exact_under_unified_and_not_under_mixed(
+    jetrl: Callable, tiny_model: Path
+) -> None:
+    words = ("parity", tiny_model, "--prompts", 2, "--max-tokens", 6, "--json", "--locate")
+    unified = json.loads(jetrl(*words, "--plan", "unified").out)
+    assert (unified["tokens"], unified["different"], unified["max_abs"]) == (24, 0, 0.0)
+    assert unified["located"] == "nothing differs"
+    done = jetrl(*words, "--plan", "mixed")
+    mixed = json.loads(done.out)
+    assert done.code == 0  # `mixed` promises nothing
+    assert mixed["different"] > 0
+    assert mixed["mean_abs"] > 0
+    assert "layers.0.qkv" in mixed["located"]
+
+
+def test_parity_prints_a_table(jetrl: Callable, tiny_model: Path) -> None:
+    done = jetrl("parity", tiny_model, "--prompts", 1, "--samples", 1, "--max-tokens", 2)
+    assert done.code == 0
+    lines = dict(line.split("  ", 1) for line in done.out.splitlines())
+    assert lines["plan"].strip() == "unified (promises equal bits)"
+    assert lines["tokens different"].strip() == "0"
+    assert lines["token_mult_prob_error"].strip() == "1"
+
+
+def test_parity_fails_when_an_exact_plan_is_not_exact(
+    jetrl: Callable, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measure = jetrl_parity().measure
+
+    def spoilt(*args: object, **options: object) -> object:
+        return dataclasses.replace(measure(*args, **options), different=1)
+
+    monkeypatch.setattr(jetrl_parity(), "measure", spoilt)
+    words = ("parity", tiny_model, "--prompts", 1, "--samples", 1, "--max-tokens", 2)
+    assert jetrl(*words, "--plan", "unified").code == 1
+    assert jetrl(*words, "--plan", "bf16").code == 0
+
+
+def jetrl_parity() -> object:
+    return jetrl.parity
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "fp8"])
+def test_export_writes_a_directory_that_loads(
+    dtype: str, jetrl: Callable, tiny_model: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    done = jetrl("export", tiny_model, out, "--dtype", dtype)
+    assert (done.code, done.out) == (0, f"wrote {out} ({dtype})\n")
+    config = json.loads((out / "config.json").read_text())
+    assert ("quantization_config" in config) == (dtype == "fp8")
+    assert open_policy(out, "unified", "cpu").config.hidden_size == 128
+    assert jetrl("export", tiny_model, out).code == 2
+    assert jetrl("export", tiny_model, out, "--overwrite").code == 0
+
+
+def fake_run(path: Path, model: Path | None, preset: str) -> Path:
+    path.mkdir(parents=True)
+    settings = load_config("demo")
+    (path / "config.toml").write_text(to_toml(settings))
+    (path / "plan.json").write_text(json.dumps(PrecisionPlan.preset(preset).to_dict()))
+    if model is not None:
+        (path / "model").symlink_to(model)
+    return path
+
+
+def test_a_run_directory_stands_for_its_exported_model(tiny_model: Path, tmp_path: Path) -> None:
+    run = fake_run(tmp_path / "runs" / "mine", tiny_model, "jet")
+    assert find_model(run) == (run / "model", run)
+    assert not find_model(run).is_checkpoint
+    assert find_model(run / "model") == (run / "model", run)
+    assert find_model(tiny_model) == (tiny_model, None)
+    assert open_policy(run, None, "auto").plan.name == "jet"  # the run's own plan
+    assert open_policy(run, "bf16", "auto").plan.name == "bf16"
+    assert open_policy(tiny_model, None, "auto").plan.name == "unified"
+
+
+def test_a_run_that_was_cut_stands_for_its_last_checkpoint(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    run = fake_run(tmp_path / "runs" / "cut", None, "unified")
+    task = get_task("arithmetic")
+    policy = build_policy(load_config("demo", ["run.seed=5"]), PrecisionPlan.preset("jet"), task)
+    optimizer = Optimizer(policy.named_masters(), load_config("demo").train, 1)
+    checkpoint = Checkpoints(run / "checkpoints", 2).save(3, policy, optimizer, {})
+    assert find_model(run) == (checkpoint, run)
+    for place in (run, checkpoint):
+        opened = open_policy(place, None, "auto")
+        assert opened.plan.name == "unified"
+        for name, master in opened.named_masters().items():  # not run.seed 0 of the settings
+            assert torch.equal(master, policy.named_masters()[name])
+    (checkpoint / "masters.safetensors").write_bytes(b"short")
+    with pytest.raises(UserError, match="damaged"):
+        open_policy(run, None, "auto")
+
+
+def test_what_is_no_model_is_refused_with_words(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no such model"):
+        find_model(tmp_path / "nothing")
+    with pytest.raises(UserError, match="neither a Hugging Face directory"):
+        find_model(tmp_path)
+    with pytest.raises(UserError, match="no model and no checkpoint yet"):
+        find_model(fake_run(tmp_path / "run", None, "jet"))
+
+
+def test_doctor_reports_every_check_with_a_next_step(
+    jetrl: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checks, "check_exactness", lambda: [checks.Check("OK", "exact: x", "y")])
+    monkeypatch.setattr(checks, "check_answers", lambda: 1 / 0)
+    monkeypatch.setattr(checks, "OPTIONAL", {"no-such-package": "nothing"})
+    done = jetrl("doctor")
+    assert done.code == 1  # a check that breaks is a FAIL, and the others still run
+    assert "OK    python" in done.out
+    assert "not installed (optional; for nothing)" in done.out
+    assert "FAIL  math-verify" in done.out
+    assert "ZeroDivisionError" in done.out
+    assert "next steps:\n" in done.out
+    found = json.loads(jetrl("doctor", "--json").out)
+    assert {"status", "name", "detail", "next_step"} == set(found[0])
+
+
+def test_the_fp8_check_sees_a_wrong_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert checks.check_fp8_cast()[0].status == "OK"
+    monkeypatch.setattr(checks, "dequantize", lambda q: jetrl_precision_dequantize(q) * 1.0625)
+    assert checks.check_fp8_cast()[0].status == "FAIL"
+
+
+def jetrl_precision_dequantize(q: object) -> object:
+    from jetrl.precision import dequantize
+
+    return dequantize(q)
+
+
+def test_the_exactness_and_answer_checks_pass_here() -> None:
+    assert {check.status for check in checks.check_exactness()} == {"OK"}
+    assert {check.status for check in checks.check_answers()} == {"OK"}
+
+
+def test_low_disk_and_missing_packages_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checks, "LOW_DISK_GIB", 1e9)
+    assert checks.check_disk(tmp_path).status == "WARN"
+    monkeypatch.setattr(checks, "NO_DISK_GIB", 1e9)
+    assert checks.check_disk(tmp_path).status == "FAIL"
+    missing = checks.check_core("no-such-package")
+    assert (missing.status, missing.next_step) == ("FAIL", "pip install no-such-package")

@@ -1,0 +1,74 @@
+"""`jetrl runs`: list, show and plot, on a run directory written by the real writer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from jetrl.config import load_config
+from jetrl.precision import PrecisionPlan
+from jetrl.runs.directory import RunDirectory
+from jetrl.types import StepStats
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with one run of two steps."""
+    settings = load_config("demo", [f"run.dir={tmp_path}", "run.name=first"])
+    with RunDirectory.create(settings, PrecisionPlan.preset("unified").to_dict()) as run:
+        for step, reward in ((1, 0.25), (2, 0.75)):
+            metrics = {
+                "reward/mean": reward,
+                "mismatch/num_tokens": 100.0,
+                "mismatch/num_different": 0.0,
+            }
+            run.write_step(StepStats(step, metrics))
+    return tmp_path
+
+
+def test_list(jetrl: Callable, folder: Path) -> None:
+    done = jetrl("runs", "list", "--dir", folder)
+    header, line = done.out.splitlines()
+    assert header.split()[:3] == ["name", "state", "steps"]
+    assert line.split()[0] == "first"
+    assert "0.25" in line
+    assert "0.75" in line
+    assert line.endswith("0 of 200")
+    assert jetrl("runs", "list", "--dir", folder / "none").out.startswith("no runs in")
+    assert json.loads(jetrl("runs", "list", "--dir", folder, "--json").out)[0]["steps"] == 2
+
+
+def test_show_by_name_and_by_path(jetrl: Callable, folder: Path) -> None:
+    done = jetrl("runs", "show", "first", "--dir", folder)
+    assert "reward/mean  0.25 -> 0.75" in done.out
+    assert done.out == jetrl("runs", "show", folder / "first").out
+    found = json.loads(jetrl("runs", "show", folder / "first", "--json").out)
+    assert found["last_step"]["reward/mean"] == 0.75
+
+
+def test_plot(jetrl: Callable, folder: Path, tmp_path: Path) -> None:
+    done = jetrl("runs", "plot", folder / "first", "--out", tmp_path / "png")
+    assert done.code == 0, done.err
+    for line in done.out.splitlines():
+        assert Path(line).read_bytes().startswith(b"\x89PNG")
+    assert any("reward" in line for line in done.out.splitlines())
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["show"], "needs a run"),
+        (["plot"], "needs a run"),
+        (["list", "first"], "did you mean: jetrl runs show first?"),
+        (["show", "second"], "no such run directory"),
+    ],
+)
+def test_bad_input_is_refused(
+    words: list[str], message: str, jetrl: Callable, folder: Path
+) -> None:
+    done = jetrl("runs", *words, "--dir", folder)
+    assert done.code == 2
+    assert message in done.err

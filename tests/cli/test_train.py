@@ -1,0 +1,140 @@
+"""`jetrl train` and `jetrl sft`: words to settings, what is printed, and how they end."""
+
+from __future__ import annotations
+
+import sys
+import tomllib
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jetrl.cli.train import recipe_settings
+from jetrl.config import Settings, load_config
+from jetrl.errors import RunStopped, UserError
+
+
+class FakeLoop(types.ModuleType):
+    """Stands in for the loop, to see what it is asked for and to end as told."""
+
+    def __init__(self, error: BaseException | None = None) -> None:
+        super().__init__("jetrl.loop")
+        self.error = error
+        self.calls: list[tuple[str, Settings, dict[str, Any]]] = []
+
+    def _run(self, name: str, settings: Settings, **options: Any) -> types.SimpleNamespace:
+        self.calls.append((name, settings, options))
+        if self.error is not None:
+            raise self.error
+        run = Path("runs") / str(settings.run.name)
+        return types.SimpleNamespace(
+            run_path=run,
+            report_path=run / "report.html",
+            checkpoint_path=run / "checkpoints" / "step_000060",
+            model_path=run / "model",
+            steps=60,
+        )
+
+    def train(self, settings: Settings, **options: Any) -> types.SimpleNamespace:
+        return self._run("train", settings, **options)
+
+    def sft(self, settings: Settings, **options: Any) -> types.SimpleNamespace:
+        return self._run("sft", settings, **options)
+
+
+@pytest.fixture
+def loop(monkeypatch: pytest.MonkeyPatch) -> FakeLoop:
+    fake = FakeLoop()
+    monkeypatch.setitem(sys.modules, "jetrl.loop", fake)
+    monkeypatch.setattr("jetrl.loop", fake, raising=False)
+    return fake
+
+
+def test_words_become_settings() -> None:
+    assert recipe_settings([]) == load_config("demo")
+    assert recipe_settings(["gsm8k-smoke", "loop.steps=1"]).loop.steps == 1
+    assert recipe_settings(["loop.steps=1", "gsm8k-smoke"]).run.name == "gsm8k-smoke"
+    assert recipe_settings(["loop.steps=1"]) == load_config("demo", ["loop.steps=1"])
+    with pytest.raises(UserError, match="two recipes, demo and gsm8k-smoke"):
+        recipe_settings(["demo", "gsm8k-smoke"])
+
+
+def test_train_without_a_recipe_runs_the_demo_and_says_what_next(
+    jetrl: Callable, loop: FakeLoop
+) -> None:
+    done = jetrl("train")
+    assert loop.calls == [("train", load_config("demo"), {"resume": False})]
+    assert done.code == 0
+    run = Path("runs") / "demo"
+    assert done.out.splitlines()[-5:] == [
+        f"run         {run}",
+        f"report      {run / 'report.html'}",
+        f"checkpoint  {run / 'checkpoints' / 'step_000060'}",
+        f"model       {run / 'model'}",
+        f"sample from it: jetrl sample {run / 'model'} '12+07='",
+    ]
+
+
+def test_options_may_stand_between_recipe_and_overrides(jetrl: Callable, loop: FakeLoop) -> None:
+    assert jetrl("train", "demo", "--resume", "loop.steps=3").code == 0
+    (_, settings, options) = loop.calls[0]
+    assert settings.loop.steps == 3
+    assert options == {"resume": True}
+
+
+def test_ctrl_c_says_how_to_go_on(jetrl: Callable, loop: FakeLoop) -> None:
+    loop.error = KeyboardInterrupt()
+    done = jetrl("train", "demo", "run.name=mine")
+    assert done.code == 130
+    assert done.err == "interrupted; to go on: jetrl train demo run.name=mine --resume\n"
+
+
+def test_a_run_that_stopped_itself_is_exit_code_1(jetrl: Callable, loop: FakeLoop) -> None:
+    loop.error = RunStopped("3 of 900 tokens differ")
+    done = jetrl("train", "demo")
+    assert (done.code, done.err) == (1, "stopped: 3 of 900 tokens differ\n")
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["demoo"], "recipe demoo: no such file or packaged recipe; did you mean demo?"),
+        (["demo", "train.lrr=1"], "did you mean train.lr?"),
+        (["demo", "train.lr=x"], "should be a valid number"),
+        (["demo", "lr"], "two recipes, demo and lr"),
+    ],
+)
+def test_bad_words_are_refused_before_anything_starts(
+    words: list[str], message: str, jetrl: Callable, loop: FakeLoop
+) -> None:
+    done = jetrl("train", *words)
+    assert done.code == 2
+    assert message in done.err
+    assert loop.calls == []
+
+
+def test_sft_needs_steps_and_passes_them_on(jetrl: Callable, loop: FakeLoop) -> None:
+    done = jetrl("sft", "gsm8k-smoke")
+    assert (done.code, loop.calls) == (2, [])
+    assert "sft.steps=100" in done.err
+    done = jetrl("sft", "gsm8k-smoke", "sft.steps=5", "--out", "models/warm")
+    assert done.code == 0
+    name, settings, options = loop.calls[0]
+    assert (name, settings.sft.steps, options) == ("sft", 5, {"out": "models/warm"})
+
+
+def test_dry_run_prints_settings_plan_and_memory_and_starts_nothing(
+    jetrl: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = jetrl("train", "demo", "--dry-run", "train.lr=0.125")
+    assert done.code == 0, done.err
+    assert tomllib.loads(done.out)["train"]["lr"] == 0.125  # the rest is in comments
+    (tmp_path / "again.toml").write_text(done.out)
+    assert load_config(tmp_path / "again.toml") == load_config("demo", ["train.lr=0.125"])
+    assert "# precision plan: unified" in done.out
+    assert "#   rollout linears" in done.out
+    assert "GiB" in done.out
+    assert not (tmp_path / "runs").exists()
