@@ -66,7 +66,7 @@ class Policy:
         """
         config = ModelConfig.from_hf(hf.read_config(path))
         weights = hf.load_weights(path, config)
-        tokenizer = hf.load_tokenizer(path)
+        tokenizer = hf.load_tokenizer(path) if hf.has_tokenizer(path) else None
         return cls(config, plan, weights, device, tokenizer, hf.read_generation_config(path))
 
     @classmethod

@@ -41,6 +41,7 @@ __all__ = [
     "save_model",
 ]
 
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 _GENERIC_TOKENIZERS = ("None", "PreTrainedTokenizer", "TokenizersBackend")  # tokenizer.json alone
 _IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)  # buffers that old checkpoints kept; recomputed here
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -67,6 +68,11 @@ def eos_token_ids(config: ModelConfig, generation_config: Mapping[str, Any]) -> 
     return tuple(dict.fromkeys((*ids, *config.eos_token_ids)))
 
 
+def has_tokenizer(path: str | Path) -> bool:
+    """Whether a directory holds tokenizer files."""
+    return any((model_directory(path) / name).exists() for name in _TOKENIZER_FILES)
+
+
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     """The tokenizer of a local directory.
 
@@ -80,10 +86,9 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
             tokenizer that needs code from the directory.
     """
     directory = model_directory(path)
-    names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
-    if not any((directory / name).exists() for name in names):
+    if not has_tokenizer(directory):
         raise UserError(
-            f"{directory}: no tokenizer ({', '.join(names)}); copy the tokenizer files of the "
+            f"{directory}: no tokenizer ({', '.join(_TOKENIZER_FILES)}); copy the tokenizer files of the "
             "model into it, or set model.tokenizer to a directory that has them"
         )
     settings_file = directory / "tokenizer_config.json"

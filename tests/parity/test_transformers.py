@@ -1,0 +1,110 @@
+"""Logits under the fp32 plan against transformers' own, for random tiny models of each family."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from jetrl import Policy
+from jetrl.models.attention import PackedKeyValues
+from jetrl.precision import PrecisionPlan
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 200,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+MODELS = {
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config(**SIZES, head_dim=32, tie_word_embeddings=False)),
+    "qwen3-tied": (Qwen3ForCausalLM, Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=True)),
+    "qwen2-bias": (Qwen2ForCausalLM, Qwen2Config(**SIZES, tie_word_embeddings=True)),
+    "llama": (LlamaForCausalLM, LlamaConfig(**SIZES)),
+    "llama3-rope": (LlamaForCausalLM, LlamaConfig(**SIZES, rope_parameters=LLAMA3_ROPE)),
+}
+
+
+def make(name: str, path: Path) -> Any:
+    """A random model with every kind of parameter away from its initial value, saved to path."""
+    torch.manual_seed(0)
+    kind, config = MODELS[name]
+    model = kind(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(path)
+    return model
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_agree_with_transformers(name: str, tmp_path: Path) -> None:
+    model = make(name, tmp_path / "model")
+    policy = Policy.from_pretrained(tmp_path / "model", PrecisionPlan.preset("fp32"))
+    lengths = [3, 150, 61]
+    g = torch.Generator().manual_seed(1)
+    sequences = [torch.randint(0, 200, (n,), generator=g) for n in lengths]
+    ends = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()])
+    positions = torch.cat([torch.arange(n) for n in lengths])
+    with torch.no_grad():
+        kv = PackedKeyValues(ends, policy.plan)
+        hidden = policy.decoder(torch.cat(sequences), positions, kv, "train")
+        ours = policy.decoder.logits(hidden, "train").split(lengths)
+        theirs = [model(s[None]).logits[0] for s in sequences]
+    for a, b in zip(ours, theirs, strict=True):
+        assert (a - b).norm() <= 1e-4 * b.norm()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logprobs_agree_with_transformers(name: str, tmp_path: Path) -> None:
+    model = make(name, tmp_path / "model")
+    policy = Policy.from_pretrained(tmp_path / "model", PrecisionPlan.preset("fp32"))
+    sequence = torch.randint(0, 200, (40,), generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        (ours,) = policy.logprobs([sequence.tolist()], temperature=0.8)
+        logits = model(sequence[None]).logits[0, :-1] / 0.8
+        theirs = logits.log_softmax(-1).gather(-1, sequence[1:, None])[:, 0]
+    assert (ours - theirs).norm() <= 1e-4 * theirs.norm()
+
+
+def test_gradients_agree_with_transformers(tmp_path: Path) -> None:
+    model = make("qwen3", tmp_path / "model")
+    policy = Policy.from_pretrained(tmp_path / "model", PrecisionPlan.preset("fp32"))
+    sequence = torch.randint(0, 200, (30,), generator=torch.Generator().manual_seed(3))
+    policy.logprobs([sequence.tolist()])[0].sum().backward()
+    model(sequence[None], labels=sequence[None]).loss.mul(-29).backward()
+    ours = {name: master.grad for name, master in policy.named_masters().items()}
+    theirs = dict(model.named_parameters())
+    pairs = {
+        "embed.weight": "model.embed_tokens.weight",
+        "lm_head.weight": "lm_head.weight",
+        "layers.1.o.weight": "model.layers.1.self_attn.o_proj.weight",
+        "layers.2.down.weight": "model.layers.2.mlp.down_proj.weight",
+        "layers.0.q_norm.weight": "model.layers.0.self_attn.q_norm.weight",
+        "layers.0.input_norm.weight": "model.layers.0.input_layernorm.weight",
+        "norm.weight": "model.norm.weight",
+    }
+    for name, other in pairs.items():
+        expected = theirs[other].grad
+        assert (ours[name] - expected).norm() <= 1e-4 * expected.norm(), name
