@@ -259,13 +259,13 @@ def test_interrupted_and_used_again(policy, reference):
 def test_logits_that_are_not_finite_stop_the_run(make_policy, preset):
     """And the NaN that they leave in the pages does not outlive the call."""
     policy = make_policy(preset)
-    engine = RolloutEngine(policy)
+    engine = RolloutEngine(policy, num_pages=20)
     before = engine.generate(PROMPTS, PARAMS)
     master = policy.named_masters()["layers.0.input_norm.weight"]
     with torch.no_grad():
         master[3] = math.nan
         with pytest.raises(RunStopped, match="not finite"):
-            engine.generate(PROMPTS, PARAMS)
+            engine.generate([[9] * 60] * 20, PARAMS)
         master[3] = 1.0
     assert engine.pages_in_use == 0
     assert engine.generate(PROMPTS, PARAMS) == before

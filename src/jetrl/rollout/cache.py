@@ -11,8 +11,8 @@ sequences of similar length, whose pages are gathered into one dense batch. Padd
 is in a part, cannot change a bit of a result (`attend_dense`); the parts only bound time and
 memory.
 
-Dimensions: T tokens of the forward, B items of a part, Q queries an item, P pages an item, L = P *
-page_size keys, H query heads, G key-value heads, D head size.
+Dimensions: T tokens of the forward, B items of a part, Q queries an item, P pages an item, L keys
+(at most P * page_size), H query heads, G key-value heads, D head size.
 """
 
 from __future__ import annotations
@@ -46,12 +46,14 @@ class Span:
 @dataclass(frozen=True)
 class Part:
     """Queries that attend together. rows, positions: int64 [B, Q], of the queries; padding repeats
-    an item's first. valid: bool [B, Q], False for padding. pages: int64 [B, P], padded likewise."""
+    an item's first. valid: bool [B, Q], False for padding. pages: int64 [B, P], padded likewise.
+    num_keys: L, what the longest item sees; the rest of the last page is left out."""
 
     rows: Tensor
     positions: Tensor
     valid: Tensor
     pages: Tensor
+    num_keys: int
 
 
 class PagedCache:
@@ -124,6 +126,7 @@ class PagedCache:
             positions=starts[:, None] + offsets,
             valid=valid,
             pages=torch.tensor(pages, device=device),
+            num_keys=max(item.start + item.length for item in items),
         )
 
 
@@ -145,8 +148,8 @@ class PagedKeyValues:
         self._values.write(layer, self._slots, *quantize_kv(v, self._plan.kv, self._plan.scales))
         out = torch.empty_like(q)
         for part in self._parts:
-            k_codes, k_scales = self._keys.gather(layer, part.pages)
-            v_codes, v_scales = self._values.gather(layer, part.pages)
+            k_codes, k_scales = self._keys.gather(layer, part.pages, part.num_keys)
+            v_codes, v_scales = self._values.gather(layer, part.pages, part.num_keys)
             dense = attend_dense(q[part.rows], k_codes, k_scales, v_codes, v_scales, part.positions)
             out[part.rows[part.valid]] = dense[part.valid]
         return out
@@ -171,12 +174,12 @@ class _Store:
             assert scales is not None, "FP8 codes without their scales"
             self.scales[layer].flatten(0, 1)[slots] = scales
 
-    def gather(self, layer: int, pages: Tensor) -> tuple[Tensor, Tensor | None]:
-        """(codes [B, L, G, D], scales [B, L, G] or None) of page tables [B, P]."""
-        codes = self._raw[layer][pages].flatten(1, 2).view(self.codes.dtype)
+    def gather(self, layer: int, pages: Tensor, num_keys: int) -> tuple[Tensor, Tensor | None]:
+        """(codes [B, L, G, D], scales [B, L, G] or None): the first L keys of tables [B, P]."""
+        codes = self._raw[layer][pages].flatten(1, 2)[:, :num_keys].view(self.codes.dtype)
         if self.scales is None:
             return codes, None
-        return codes, self.scales[layer][pages].flatten(1, 2)
+        return codes, self.scales[layer][pages].flatten(1, 2)[:, :num_keys]
 
     def copy(self, sources: Tensor, destinations: Tensor) -> None:
         self._raw[:, destinations] = self._raw[:, sources]
