@@ -242,12 +242,6 @@ class Settings(Section):
                 f"rollout.prompts_per_step = {rollout.prompts_per_step}: an update takes whole "
                 "groups"
             )
-        updates = self.loop.steps * train.updates_per_step
-        if updates < train.warmup_steps:
-            yield (
-                f"train.warmup_steps = {train.warmup_steps} is more than the {updates} updates of "
-                "the run (loop.steps x train.updates_per_step): train.lr would never be reached"
-            )
         if self.rollout.samples_per_prompt == 1:
             yield (
                 "rollout.samples_per_prompt = 1: grpo compares the completions of one prompt with "
@@ -260,11 +254,6 @@ class Settings(Section):
             )
 
     def _single_problems(self) -> Iterator[str]:
-        if 0 < self.sft.steps < self.sft.warmup_steps:
-            yield (
-                f"sft.warmup_steps = {self.sft.warmup_steps} is more than sft.steps = "
-                f"{self.sft.steps}: sft.lr would never be reached"
-            )
         if self.eval.samples > 1 and self.eval.temperature == 0:
             yield (
                 f"eval.samples = {self.eval.samples} with eval.temperature = 0 draws the same "
