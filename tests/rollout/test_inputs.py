@@ -6,7 +6,10 @@ import numpy as np
 import pytest
 
 from jetrl.errors import UserError
+from jetrl.models.chat import decode
+from jetrl.models.tiny import train_bpe_tokenizer
 from jetrl.rollout.engine import RolloutEngine
+from jetrl.rollout.stopping import TextWatch
 from jetrl.types import Prompt, SamplingParams
 
 PARAMS = SamplingParams(max_tokens=16, ignore_eos=True)
@@ -57,6 +60,21 @@ def test_stop_strings_cut_the_text_and_keep_the_tokens(engine, length):
     assert out.text == free.text[:at]
     assert out.token_ids == free.token_ids[: len(out.token_ids)]
     assert len(out.token_ids) < 16
+
+
+def test_stop_strings_with_a_byte_level_tokenizer(tmp_path):
+    """Tokens that hold several characters, and characters that take several tokens."""
+    text = "Step 1: 3 → 4 für 🙂🙂. Answer: 42 €\nQuestion: what? "
+    (tmp_path / "text.txt").write_text("Answer: the Question: a Step " * 20, encoding="utf-8")
+    tokenizer = train_bpe_tokenizer([tmp_path / "text.txt"], 300)
+    tokens = tokenizer.encode(text, add_special_tokens=False)
+    assert len(tokens) < len(text.encode()), "some merges"
+    for stop in ("Question", "🙂.", "→", "42 €", "nswer: 4", "ü"):
+        watch = TextWatch((stop,), lambda ids: decode(tokenizer, ids))
+        found = next(
+            cut for n in range(1, len(tokens) + 1) if (cut := watch.update(tokens[:n])) is not None
+        )
+        assert found == text[: text.index(stop)]
 
 
 def test_text_without_its_stop_string_is_whole(engine):
