@@ -2,6 +2,7 @@
 # constraints.txt, made once and again when pyproject.toml or constraints.txt changes.
 #
 #   make demo       train a tiny model with FP8 reinforcement learning (minutes, no GPU)
+#                   SETTINGS="loop.steps=10" changes settings
 #   make test       the tests that need no GPU
 #   make check      format, lint and types
 #   make test-gpu   the tests that need a Hopper GPU   (GPU_PYTHON=... for another Python)
@@ -20,6 +21,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c c
 # The GPU targets run from the sources, so a machine that has torch and pytest needs no .venv.
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 TESTS ?= tests
+SETTINGS ?=
 TEST_WORKERS ?= 2
 
 .DEFAULT_GOAL := help
@@ -43,8 +45,10 @@ $(DEV_STAMP): pyproject.toml constraints.txt | $(BIN)/python
 	$(INSTALL) -e '.[dev,data,reasoning-gym]'
 	@touch $@ $(RUN_STAMP)
 
+# A run's name is not used twice: the second demo is demo-2.
 demo: $(RUN_STAMP)
-	$(BIN)/jetrl train demo
+	@name=demo; n=1; while [ -e runs/$$name ]; do n=$$((n + 1)); name=demo-$$n; done; \
+	  set -x; $(BIN)/jetrl train demo run.name=$$name $(SETTINGS)
 
 test: $(DEV_STAMP)
 	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile $(TESTS)

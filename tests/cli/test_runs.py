@@ -31,30 +31,34 @@ def folder(tmp_path: Path) -> Path:
 
 def test_list(jetrl: Callable, folder: Path) -> None:
     done = jetrl("runs", "list", "--dir", folder)
-    header, line = done.out.splitlines()
-    assert header.split()[:3] == ["name", "state", "steps"]
+    header, line = done.out.splitlines()[:2]
+    assert header.split()[:4] == ["run", "state", "preset", "steps"]
     assert line.split()[0] == "first"
-    assert "0.25" in line
+    assert "unified" in line
     assert "0.75" in line
-    assert line.endswith("0 of 200")
-    assert jetrl("runs", "list", "--dir", folder / "none").out.startswith("no runs in")
-    assert json.loads(jetrl("runs", "list", "--dir", folder, "--json").out)[0]["steps"] == 2
+    found = json.loads(jetrl("runs", "list", "--dir", folder, "--json").out)
+    assert [(row["name"], row["history"]["num_steps"]) for row in found] == [("first", 2)]
+
+
+def test_list_of_an_empty_folder(jetrl: Callable, tmp_path: Path) -> None:
+    assert jetrl("runs", "list", "--dir", tmp_path).out == f"no runs in {tmp_path}\n"
 
 
 def test_show_by_name_and_by_path(jetrl: Callable, folder: Path) -> None:
     done = jetrl("runs", "show", "first", "--dir", folder)
-    assert "reward/mean  0.25 -> 0.75" in done.out
+    assert "0.25 -> 0.75" in done.out
+    assert "0 of 200 different" in done.out
     assert done.out == jetrl("runs", "show", folder / "first").out
     found = json.loads(jetrl("runs", "show", folder / "first", "--json").out)
-    assert found["last_step"]["reward/mean"] == 0.75
+    assert found["last_line"]["reward/mean"] == 0.75
+    assert found["num_tokens"] == 200
 
 
 def test_plot(jetrl: Callable, folder: Path, tmp_path: Path) -> None:
-    done = jetrl("runs", "plot", folder / "first", "--out", tmp_path / "png")
-    assert done.code == 0, done.err
-    for line in done.out.splitlines():
-        assert Path(line).read_bytes().startswith(b"\x89PNG")
-    assert any("reward" in line for line in done.out.splitlines())
+    out = tmp_path / "png" / "first.png"
+    done = jetrl("runs", "plot", folder / "first", "--out", out, "--metric", "reward/mean")
+    assert (done.code, done.out) == (0, f"{out}\n")
+    assert out.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(
@@ -64,6 +68,8 @@ def test_plot(jetrl: Callable, folder: Path, tmp_path: Path) -> None:
         (["plot"], "needs a run"),
         (["list", "first"], "did you mean: jetrl runs show first?"),
         (["show", "second"], "no such run directory"),
+        (["plot", "second"], "no such run directory"),
+        (["plot", "first", "--metric", "reward/men"], "metric reward/men"),
     ],
 )
 def test_bad_input_is_refused(

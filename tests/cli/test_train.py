@@ -138,3 +138,20 @@ def test_dry_run_prints_settings_plan_and_memory_and_starts_nothing(
     assert "#   rollout linears" in done.out
     assert "GiB" in done.out
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_real_run_from_the_command_line(
+    jetrl: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The demo at its smallest: one update of each kind, then a sample from what it left."""
+    monkeypatch.chdir(tmp_path)
+    words = ["demo", "sft.steps=1", "sft.examples_per_step=2", "loop.steps=1", "eval.every=0"]
+    words += ["rollout.prompts_per_step=2", "rollout.samples_per_prompt=2", "rollout.max_tokens=3"]
+    done = jetrl("train", *words)
+    assert done.code == 0, done.err
+    for line in done.out.splitlines()[-5:-1]:
+        assert Path(line.split()[1]).exists()
+    assert jetrl("sample", "runs/demo", "12+07=", "--max-tokens", 2).code == 0
+    again = jetrl("train", *words)
+    assert again.code == 2
+    assert "run.name 'demo' is in use" in again.err
