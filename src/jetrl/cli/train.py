@@ -123,9 +123,10 @@ def closing_lines(result: RunResult, settings: Settings) -> str:
 
 
 def sample_command(model: Path, settings: Settings) -> str:
-    """A line that can be typed: with a prompt for the demo's sums, to be filled in elsewhere."""
+    """A line that can be typed: with a sum for the demo's task, with a place for a prompt else."""
     prompt = "12+07=" if settings.task.name == "arithmetic" else "PROMPT"
-    return f"jetrl sample {shlex.quote(str(model))} '{prompt}'"
+    chat = " --chat" if (model / "chat_template.jinja").is_file() else ""
+    return f"jetrl sample {shlex.quote(str(model))}{chat} '{prompt}'"
 
 
 def dry_run(settings: Settings) -> str:
