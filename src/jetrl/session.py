@@ -94,7 +94,11 @@ class Session:
         self.task = get_task(task.name, path=task.path, **options)
         self.policy = build_policy(settings, self.plan, self.task)
         self._prompts = self._encode(task.split)
-        self._eval_prompts = self._encode(task.eval_split) if settings.eval.every else []
+        self._eval_prompts = (
+            self._encode(task.eval_split)
+            if settings.eval.every or settings.sft.until is not None
+            else []
+        )
         self._scorer = stack.enter_context(
             Scorer(task.name, task.path, options, task.workers, task.timeout_s)
         )
@@ -204,6 +208,8 @@ class Session:
                 self._console.step(stats)
                 if self._stop_reason == "interrupted":
                     raise KeyboardInterrupt
+                if self._warm_enough(step):
+                    break
             self._close_console()
         self._open_trainer()
 
@@ -295,23 +301,7 @@ class Session:
         due = settings.every and (step % settings.every == 0 or step == self.settings.loop.steps)
         if not due:
             return {}
-        params = SamplingParams(
-            n=settings.samples,
-            max_tokens=settings.max_tokens or self.settings.rollout.max_tokens,
-            temperature=settings.temperature,
-            top_p=settings.top_p,
-            stop=tuple(dict.fromkeys((*self.settings.rollout.stop, *self.task.stop))),
-            seed=derive_seed(self.settings.run.seed, "eval"),
-        )
-        with self._phase("eval"):
-            result = evaluate(
-                self._engine,
-                self._scorer,
-                self._eval_prompts,
-                params,
-                settings.threshold,
-                self._show,
-            )
+        result = self._held_out()
         return self._eval_metrics(result) | {"timing/eval_s": self._timings["eval"]}
 
     def record(self, step: int, samples: Sequence[Sample], metrics: dict[str, float]) -> None:
@@ -359,6 +349,36 @@ class Session:
         )
 
     # What the verbs are made of
+
+    def _held_out(self) -> Evaluation:
+        settings = self.settings.eval
+        params = SamplingParams(
+            n=settings.samples,
+            max_tokens=settings.max_tokens or self.settings.rollout.max_tokens,
+            temperature=settings.temperature,
+            top_p=settings.top_p,
+            stop=tuple(dict.fromkeys((*self.settings.rollout.stop, *self.task.stop))),
+            seed=derive_seed(self.settings.run.seed, "eval"),
+        )
+        with self._phase("eval"):
+            result = evaluate(
+                self._engine,
+                self._scorer,
+                self._eval_prompts,
+                params,
+                settings.threshold,
+                self._show,
+            )
+        return result
+
+    def _warm_enough(self, step: int) -> bool:
+        """Whether the warm-up may end here: the held-out reward has reached sft.until."""
+        sft = self.settings.sft
+        if sft.until is None or step % sft.check_every:
+            return False
+        reached = self._held_out().mean
+        self.console.note(f"held-out reward {reached:.3f} after {step} supervised updates")
+        return reached >= sft.until
 
     def _seed(self, use: str) -> int:
         return derive_seed(self.settings.run.seed, use)

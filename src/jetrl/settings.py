@@ -175,6 +175,10 @@ class SftSettings(Section):
     lr: PositiveFloat = Field(1e-4, description="peak learning rate of AdamW")
     warmup_steps: NonNegative = Field(0, description="optimizer updates of linear warm-up")
     schedule: Schedule = Field("constant", description="learning rate after warm-up")
+    until: float | None = Field(
+        None, description="end early once the held-out mean reward reaches this; unset: never"
+    )
+    check_every: Positive = Field(25, description="updates between looks at sft.until")
 
 
 class EvalSettings(Section):

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from jetrl.precision.exact import align, exp_nonpositive
-from jetrl.precision.quantize import QTensor, dequantize, quantize
+from jetrl.precision.quantize import QTensor, codes_as_float64, dequantize, quantize
 
 # Bits on the grids: query 24 + code 18 + 8 (D up to 256), and weight 18 + code 18 + 17 (2**17
 # keys), both at most 53: float64 sums are exact. An E4M3 code is an integer below 2**18 over 2**9.
@@ -75,7 +75,7 @@ def _as_codes(codes: Tensor, scales: Tensor | None) -> tuple[Tensor, Tensor]:
         scales = torch.ldexp(torch.ones_like(exponent, dtype=torch.float32), exponent)
         wide = align(codes.float() / scales[..., None], -1, _VALUE_BITS)
     else:
-        wide = codes.double()
+        wide = codes_as_float64(codes)
     return wide.transpose(1, 2), scales.transpose(1, 2).unsqueeze(2)
 
 

@@ -88,8 +88,8 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     directory = model_directory(path)
     if not has_tokenizer(directory):
         raise UserError(
-            f"{directory}: no tokenizer ({', '.join(_TOKENIZER_FILES)}); copy the tokenizer files of the "
-            "model into it, or set model.tokenizer to a directory that has them"
+            f"{directory}: no tokenizer ({', '.join(_TOKENIZER_FILES)}); copy the tokenizer files "
+            "of the model into it, or set model.tokenizer to a directory that has them"
         )
     settings_file = directory / "tokenizer_config.json"
     settings = read_object(settings_file) if settings_file.exists() else {}

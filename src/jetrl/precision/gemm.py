@@ -18,7 +18,7 @@ from torch import Tensor
 
 from jetrl.precision.exact import exact_matmul
 from jetrl.precision.plan import FP8_BLOCK
-from jetrl.precision.quantize import QTensor
+from jetrl.precision.quantize import QTensor, codes_as_float64
 
 
 def fp8_matmul(a: QTensor, b: QTensor, out_dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -33,7 +33,7 @@ def fp8_matmul(a: QTensor, b: QTensor, out_dtype: torch.dtype = torch.bfloat16) 
         raise ValueError(f"fp8_matmul: [M, K] and [N, K], not {a.shape} and {b.shape}")
     if a.block != (1, FP8_BLOCK) or b.block[0] not in (1, FP8_BLOCK) or b.block[1] != FP8_BLOCK:
         raise ValueError(f"fp8_matmul: groups 1x128 and 1x128 or 128x128, not {a.block}, {b.block}")
-    a_codes, b_codes = a.codes.double(), b.codes.double()
+    a_codes, b_codes = codes_as_float64(a.codes), codes_as_float64(b.codes)
     b_scales = b.scales.repeat_interleave(b.block[0], dim=0)[: b.shape[0]]
     out = torch.zeros(a.shape[0], b.shape[0], dtype=torch.float32, device=a.codes.device)
     for block in range(a.scales.shape[1]):
