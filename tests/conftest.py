@@ -1,5 +1,18 @@
-"""One torch thread: tiny tensors are slower with two, and test workers share the cores."""
+from __future__ import annotations
 
-import torch
+from collections.abc import Generator
+from typing import Any
 
-torch.set_num_threads(1)
+import pytest
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport() -> Generator[None, Any, None]:
+    """Tests feed text that is not valid Unicode (lone surrogates). What was captured of it is
+    escaped, since a test process (-n 2) can only report what UTF-8 can write."""
+    outcome = yield
+    report = outcome.get_result()
+    report.sections = [
+        (name, text.encode("utf-8", "backslashreplace").decode("utf-8"))
+        for name, text in report.sections
+    ]
