@@ -165,17 +165,16 @@ def test_rollouts_read_back_equal(create, synthetic):
         assert [sample_of(record) for record in run.rollouts(3)] == samples
 
 
-def test_failed_rewrite_leaves_the_old_file(create, synthetic):
+def test_failed_rewrite_leaves_the_old_file(create, synthetic, monkeypatch):
+    def full(descriptor):
+        raise OSError(28, "No space left on device")
+
     with create() as run:
         path = run.write_rollouts(1, synthetic.samples_of(1))
         before = path.read_bytes()
-
-        def failing():
-            yield synthetic.samples_of(2)[0]
-            raise OSError(28, "No space left on device")
-
+        monkeypatch.setattr("os.fsync", full)
         with pytest.raises(OSError, match="No space left"):
-            run.write_rollouts(1, failing())
+            run.write_rollouts(1, synthetic.samples_of(2))
         assert path.read_bytes() == before
         assert [p.name for p in run.rollouts_dir.iterdir()] == [path.name]
 
@@ -203,7 +202,7 @@ def test_forked_worker_does_not_keep_the_lock(create):
     run = create()
     context = multiprocessing.get_context("fork")
     leave = context.Event()
-    worker = context.Process(target=leave.wait)
+    worker = context.Process(target=leave.wait, daemon=True)
     worker.start()
     run.close()
     create(resume=True).close()

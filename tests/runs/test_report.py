@@ -44,6 +44,7 @@ def test_report_of_a_whole_run(make_run):
     assert time.process_time() - began < 5
     page = Page(report.read_text(encoding="utf-8"))
     text = " ".join(page.texts)
+    assert "0 different tokens at every step" in text
     for expected in ("42.0%", "93.1%", "0 different", "of 122,880 tokens compared", "train.lr"):
         assert expected in text, expected
     for title in ("Reward", "Held-out evaluation", "Response length", "Policy entropy"):
@@ -88,6 +89,7 @@ def test_mismatch_that_is_not_zero_is_counted(make_run):
     assert "42 different" in text  # 2 * (1 + 2 + 3 + 4 + 5 + 6)
     assert "0 is the right answer of an exact plan" in text
     assert "Mean |log-prob difference|" in text
+    assert "0 different tokens at every step" not in text
 
 
 def test_odd_values_and_a_torn_line(make_run):
