@@ -5,6 +5,8 @@
 #                   SETTINGS="loop.steps=10" changes settings
 #   make test       the tests that need no GPU
 #   make check      format, lint and types
+#   make format     what ruff can fix
+#   make docs       the tables of docs/settings.md
 #   make test-gpu   the tests that need a Hopper GPU   (GPU_PYTHON=... for another Python)
 #   make bench      the benchmarks, on a GPU           (GPU_PYTHON=... for another Python)
 #   make clean      remove the environment and the caches
@@ -25,7 +27,7 @@ SETTINGS ?=
 TEST_WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format test-gpu bench clean
+.PHONY: help demo test check format docs test-gpu bench clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -61,6 +63,10 @@ check: $(DEV_STAMP)
 format: $(DEV_STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# The tables that are made from the sources.
+docs: $(RUN_STAMP)
+	$(BIN)/python -m jetrl.settings_document docs/settings.md
 
 test-gpu:
 	PYTHONPATH=src $(GPU_PYTHON) -m pytest -m gpu tests/gpu

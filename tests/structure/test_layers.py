@@ -43,6 +43,7 @@ ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "settings": set(),
     "config": {"errors", "settings"},
+    "settings_document": {"config", "errors", "settings"},
     "precision": BASE,
     "kernels": BASE | {"precision"},
     "models": BASE | {"kernels", "precision"},

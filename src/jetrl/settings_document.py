@@ -1,0 +1,43 @@
+"""The tables of docs/settings.md, made from settings.py: `python -m jetrl.settings_document FILE`
+writes them anew and leaves the prose as it is (`make docs`); a test compares."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+from jetrl.config import describe
+from jetrl.errors import UserError
+from jetrl.settings import Settings
+
+HEAD = "| key | type | default | meaning |\n| --- | --- | --- | --- |\n"
+
+
+def table(section: str) -> str:
+    """The Markdown table of a section's keys."""
+    rows = []
+    for key, kind, default, words in describe():
+        if key.startswith(f"{section}."):
+            name, escaped = key.split(".")[1], kind.replace("|", "\\|")
+            rows.append(f"| `{name}` | {escaped} | `{default}` | {words} |\n")
+    return HEAD + "".join(rows)
+
+
+def with_tables(text: str) -> str:
+    """The document with the table of each section as settings.py has it.
+
+    Raises:
+        UserError: a section without a heading and a table in the document.
+    """
+    for section in Settings.model_fields:
+        found = re.search(rf"(\n## `{section}`\n[^|#]*)((?:\|.*\n)+)", text)
+        if found is None:
+            raise UserError(f"docs/settings.md: no heading '## `{section}`' with a table below it")
+        text = text[: found.start(2)] + table(section) + text[found.end(2) :]
+    return text
+
+
+if __name__ == "__main__":
+    document = Path(sys.argv[1])
+    document.write_text(with_tables(document.read_text(encoding="utf-8")), encoding="utf-8")
