@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from jetrl.config import Settings
 from jetrl.errors import UserError
 from jetrl.models import hf
-from jetrl.models.families import ModelConfig
+from jetrl.models.families import ModelConfig, num_parameters
 from jetrl.models.tiny_tokenizers import character_tokenizer
 from jetrl.policy import Policy
 from jetrl.precision import PrecisionPlan
 from jetrl.tasks import Task
+
+_SMALL_MODEL = 20_000_000  # parameters
 
 
 def build_policy(settings: Settings, plan: PrecisionPlan, task: Task) -> Policy:
@@ -40,6 +44,7 @@ def build_policy(settings: Settings, plan: PrecisionPlan, task: Task) -> Policy:
             "no model: set model.path to a Hugging Face directory (`jetrl init` makes a small "
             "one), or model.config to the contents of a config.json"
         )
+    limit_threads(policy.config)
     if policy.tokenizer is not None and len(policy.tokenizer) > policy.config.vocab_size:
         raise UserError(
             f"the tokenizer has {len(policy.tokenizer)} tokens, but the model's vocab_size is "
@@ -67,6 +72,14 @@ def build_reference(settings: Settings, policy: Policy, run_path: Path) -> Polic
 def choose_device(name: str) -> str:
     """The device of run.device; `auto` is the CPU, which is what this version runs on."""
     return "cpu" if name == "auto" else name
+
+
+def limit_threads(config: ModelConfig) -> None:
+    """One CPU thread for a small model: its tensors are too small to share, and threads that wait
+    for each other lose most where other programs run too (up to 30 times slower was seen).
+    OMP_NUM_THREADS, where it is set, decides instead."""
+    if "OMP_NUM_THREADS" not in os.environ and num_parameters(config) < _SMALL_MODEL:
+        torch.set_num_threads(1)
 
 
 def model_config(settings: Settings) -> ModelConfig:

@@ -9,7 +9,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from jetrl.building import build_policy, choose_device
+from jetrl.building import build_policy, choose_device, limit_threads
 from jetrl.config import load_config
 from jetrl.errors import UserError
 from jetrl.policy import Policy
@@ -51,7 +51,9 @@ def open_policy(
         plan = PrecisionPlan.preset(fallback_plan)
     if found.is_checkpoint:
         return policy_of_checkpoint(found, plan, device)
-    return Policy.from_pretrained(found.path, plan, choose_device(device))
+    policy = Policy.from_pretrained(found.path, plan, choose_device(device))
+    limit_threads(policy.config)
+    return policy
 
 
 def find_model(path: Path) -> Found:
