@@ -1,0 +1,123 @@
+"""What every benchmark shares: rotated timing in CUDA graphs, the card's own limits, JSON."""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import importlib.metadata
+import importlib.util
+import json
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+Row = dict[str, Any]
+_COPY_ELEMENTS = 2**31
+
+
+def seconds_per_call(calls: Sequence[Callable[[], Any]], replays: int = 15) -> float:
+    """Median seconds of one call, over replays of a CUDA graph that makes all of them in order.
+
+    Give as many calls, each on its own inputs, as together exceed the L2 cache; their results are
+    kept apart too, so nothing is read or written while still cached.
+    """
+    for call in calls:  # compile and warm up outside of the graph
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = [call() for call in calls]
+    times = []
+    for replay in range(replays + 2):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        if replay >= 2:
+            times.append(start.elapsed_time(end) / 1e3 / len(calls))
+    del results, graph
+    return statistics.median(times)
+
+
+def seconds_eager(function: Callable[[], Any], repeats: int = 7) -> float:
+    """Median seconds of a call outside of a graph: for milliseconds, which hide the launch."""
+    function()
+    times = []
+    for _ in range(repeats):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        function()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) / 1e3)
+    return statistics.median(times)
+
+
+@functools.cache
+def copy_bandwidth() -> float:
+    """Bytes read plus written a second by a device-to-device copy of 4 GiB.
+
+    Not in a graph: there a copy is a memory node, which was seen at two thirds of the speed.
+    """
+    source, target = (
+        torch.empty(_COPY_ELEMENTS, dtype=torch.bfloat16, device="cuda") for _ in "ab"
+    )
+    source.normal_()
+    return 4 * _COPY_ELEMENTS / seconds_eager(lambda: target.copy_(source), 15)
+
+
+def memory_row(name: str, shape: str, num_bytes: int, calls: Sequence[Callable[[], Any]]) -> Row:
+    """A row for a kernel that moves bytes: num_bytes is the least it must read and write."""
+    seconds = seconds_per_call(calls)
+    rate = num_bytes / seconds
+    return {
+        "name": name,
+        "shape": shape,
+        "microseconds": round(seconds * 1e6, 2),
+        "terabytes_per_s": round(rate / 1e12, 3),
+        "share_of_copy": round(rate / copy_bandwidth(), 3),
+    }
+
+
+def environment() -> Row:
+    """Device and versions."""
+    versions = {"torch": torch.__version__, "cuda": torch.version.cuda}
+    for package in ("triton", "sgl-deep-gemm"):
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = "not installed"
+    return {
+        "device": torch.cuda.get_device_name(),
+        "versions": versions,
+        "date": datetime.date.today().isoformat(),
+        "copy_terabytes_per_s": round(copy_bandwidth() / 1e12, 3),
+    }
+
+
+def write_results(path: str | Path, benchmark: str, command: str, rows: list[Row]) -> None:
+    """One JSON file: how, where and when it was measured, and the rows."""
+    fields = {"benchmark": benchmark, "command": command, **environment(), "rows": rows}
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_text(json.dumps(fields, indent=1) + "\n", encoding="utf-8")
+
+
+def print_table(rows: list[Row]) -> None:
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    cells = [columns, *([str(row.get(c, "")) for c in columns] for row in rows)]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
+    for line in cells:
+        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)))
+
+
+def main(benchmark: str, run: Callable[[], list[Row]]) -> None:
+    """`python -m jetrl.bench.NAME`: run, print, and write NAME.json into build/bench."""
+    rows = run()
+    write_results(
+        f"build/bench/{benchmark}.json", benchmark, f"python -m jetrl.bench.{benchmark}", rows
+    )
+    print_table(rows)

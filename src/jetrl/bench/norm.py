@@ -1,0 +1,96 @@
+"""Fused norm, SwiGLU and rotary kernels against the copy bandwidth, at Qwen3-8B's shapes."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from jetrl.bench._timing import Row, main, memory_row
+from jetrl.kernels.norm_triton import rms_norm_backward, rms_norm_quantize
+from jetrl.kernels.rotary_triton import dense_cache, qk_norm_rotary_backward, qk_norm_rotary_cache
+from jetrl.kernels.swiglu_triton import swiglu_backward_quantize, swiglu_quantize
+
+HIDDEN, INTERMEDIATE, HEADS, GROUPS, HEAD_DIM, EPS = 4096, 12288, 32, 8, 128, 1e-6
+
+
+def _random(*shape: int, sets: int = 3) -> list[torch.Tensor]:
+    return [torch.randn(*shape, device="cuda").bfloat16() for _ in range(sets)]
+
+
+def _norm_rows(tokens: int) -> list[Row]:
+    size, shape = tokens * HIDDEN, f"{tokens} x {HIDDEN}"
+    xs, deltas = _random(tokens, HIDDEN), _random(tokens, HIDDEN)
+    weight = torch.ones(HIDDEN, device="cuda").bfloat16()
+    inverse = torch.ones(tokens, device="cuda")
+    sampling = [
+        partial(rms_norm_quantize, x, weight, EPS, d) for x, d in zip(xs, deltas, strict=True)
+    ]
+    training = [
+        partial(rms_norm_quantize, x, weight, EPS, d, True) for x, d in zip(xs, deltas, strict=True)
+    ]
+    backward = [
+        partial(rms_norm_backward, x, d, weight, inverse, x)
+        for x, d in zip(xs, deltas, strict=True)
+    ]
+    return [
+        memory_row("add, norm, quantize rows", shape, 7 * size, sampling),
+        memory_row("add, norm, quantize both (least bytes)", shape, 8 * size, training),
+        memory_row("add, norm, quantize both (bytes moved)", shape, 10 * size, training),
+        memory_row("norm backward with residual", shape, 8 * size, backward),
+    ]
+
+
+def _swiglu_rows(tokens: int) -> list[Row]:
+    size, shape = tokens * INTERMEDIATE, f"{tokens} x {INTERMEDIATE}"
+    xs, dys = _random(tokens, 2 * INTERMEDIATE, sets=2), _random(tokens, INTERMEDIATE, sets=2)
+    return [
+        memory_row(
+            "swiglu, quantize rows", shape, 5 * size, [partial(swiglu_quantize, x) for x in xs]
+        ),
+        memory_row(
+            "swiglu, quantize both",
+            shape,
+            6 * size,
+            [partial(swiglu_quantize, x, True) for x in xs],
+        ),
+        memory_row(
+            "swiglu backward, quantize both",
+            shape,
+            10 * size,
+            [partial(swiglu_backward_quantize, dy, x) for dy, x in zip(dys, xs, strict=True)],
+        ),
+    ]
+
+
+def _rotary_rows(tokens: int) -> list[Row]:
+    width = (HEADS + 2 * GROUPS) * HEAD_DIM
+    shape = f"{tokens} x {width}"
+    xs = _random(tokens, width)
+    table = torch.randn(tokens, 2, HEAD_DIM // 2, device="cuda")
+    positions = torch.arange(tokens, device="cuda") % 4096
+    weights = (torch.ones(HEAD_DIM, device="cuda").bfloat16(),) * 2
+    cache = dense_cache(tokens, GROUPS, HEAD_DIM, "fp8", "cuda")
+    forward = [
+        partial(qk_norm_rotary_cache, x, positions, table, weights, EPS, HEADS, cache, None)
+        for x in xs
+    ]
+    q, k = _random(tokens, HEADS, HEAD_DIM, sets=1)[0], _random(tokens, GROUPS, HEAD_DIM, sets=1)[0]
+    backward = [
+        partial(qk_norm_rotary_backward, q, k, k, x, positions, table, weights, EPS) for x in xs
+    ]
+    written = HEADS * HEAD_DIM * 2 + 2 * GROUPS * (HEAD_DIM + 4)
+    moved = 2 * width * 2 + (HEADS + GROUPS) * HEAD_DIM * 2
+    return [
+        memory_row("qk norm, rotary, quantize kv", shape, tokens * (2 * width + written), forward),
+        memory_row("qk norm and rotary backward", shape, tokens * moved, backward),
+    ]
+
+
+def run(tokens: int = 16384) -> list[Row]:
+    """Rows for every fused kernel of a decoder layer."""
+    return [*_norm_rows(tokens), *_swiglu_rows(tokens), *_rotary_rows(tokens)]
+
+
+if __name__ == "__main__":
+    main("norm", run)

@@ -1,0 +1,335 @@
+"""The one quantizer on Hopper: the bits of `precision.quantize`, at the speed of memory.
+
+Three kernels, all with one program for a tile of 128 columns:
+
+* rows:    x -> 1 x 128 groups (activations into FProp, where nothing is kept for backward)
+* tile:    x -> 1 x 128 and 128 x 1 groups from one read of x (2 bytes read, 2 written)
+* weight:  W -> 128 x 128 groups of W and, as a byte transpose with the same scales, of W^T
+
+and the device functions of the first, which the fused norm and SwiGLU kernels share; those of a
+whole tile are in kernels/tile_triton. `/` is not IEEE
+division in Triton, so `div_rn` it is; the multiplication and the cast are single instructions. The
+maximum is taken on the bits of |x| as integers, which orders NaN above Inf above every number: a
+non-finite value makes its group's scale non-finite and its own code NaN. Layouts: precision/layout.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+# (a Triton function may annotate nothing but its compile-time constants)
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from jetrl.kernels import tile_triton as tile
+from jetrl.precision.layout import empty_row_groups, empty_token_groups, empty_weight
+from jetrl.precision.plan import FP8_BLOCK
+from jetrl.precision.quantize import AMAX_FLOOR, FORMATS, FP8Format, QTensor
+
+_FLOOR_BITS = struct.unpack("<i", struct.pack("<f", AMAX_FLOOR))[0]
+# Two programs of a tile share a multiprocessor with at most 128 registers a thread.
+TILE_OPTIONS = {"num_warps": tile.NUM_WARPS, "maxnreg": 128, "enable_fp_fusion": False}
+_ROWS = 32  # rows of a tile of the rows kernel; groups are exact, so no bit depends on it
+
+
+@triton.jit
+def abs_bits(x):
+    """int32 bits of |x|: ordered like |x|, with NaN above Inf."""
+    return x.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def round_to_bfloat16(x):
+    """float32 x rounded to the nearest bfloat16, as float32; two elements for three instructions
+    where the compiler's own conversion there and back goes through a slow pipe."""
+    return tl.inline_asm_elementwise(
+        "{ .reg .b32 t; cvt.rn.bf16x2.f32 t, $3, $2; shl.b32 $0, t, 16; and.b32 $1, t, -65536; }",
+        "=r,=r,r,r",
+        [x],
+        dtype=tl.float32,
+        is_pure=True,
+        pack=2,
+    )
+
+
+@triton.jit
+def scale_and_multiplier(
+    amax_bits, MAXIMUM: tl.constexpr, FLOOR_BITS: tl.constexpr, POW2: tl.constexpr
+):
+    """(stored scale, multiplier), float32, for the bits of a group's maximum."""
+    amax = tl.maximum(amax_bits, FLOOR_BITS).to(tl.float32, bitcast=True)
+    limit = tl.full(amax.shape, MAXIMUM, tl.float32)
+    scale = tl.math.div_rn(amax, limit)
+    if POW2:
+        bits = scale.to(tl.int32, bitcast=True)
+        rounded = (bits + 0x7FFFFF) & 0x7F800000
+        scale = tl.where(bits < 0x7F800000, rounded, bits).to(tl.float32, bitcast=True)
+        multiplier = tl.math.div_rn(tl.full(amax.shape, 1.0, tl.float32), scale)
+    else:
+        multiplier = tl.math.div_rn(limit, amax)
+    return scale, multiplier
+
+
+@triton.jit
+def store_row_groups(
+    y,
+    rows,
+    column,
+    num_rows,
+    num_columns,
+    codes_ptr,
+    scales_ptr,
+    scale_stride,
+    MAXIMUM: tl.constexpr,
+    FLOOR_BITS: tl.constexpr,
+    POW2: tl.constexpr,
+):
+    """Quantize y [R, 128] float32, columns column*128 on, as 1 x 128 groups."""
+    scale, multiplier = scale_and_multiplier(tl.max(abs_bits(y), 1), MAXIMUM, FLOOR_BITS, POW2)
+    codes = (y * multiplier[:, None]).to(codes_ptr.dtype.element_ty)
+    columns = column * 128 + tl.arange(0, 128)
+    wide_rows = rows.to(tl.int64)
+    mask = (rows < num_rows)[:, None] & (columns < num_columns)[None, :]
+    tl.store(codes_ptr + wide_rows[:, None] * num_columns + columns[None, :], codes, mask=mask)
+    tl.store(scales_ptr + column.to(tl.int64) * scale_stride + rows, scale, mask=rows < num_rows)
+
+
+@triton.jit
+def load_tile(x_ptr, rows, column, num_rows, num_columns, row_stride):
+    """x [R, 128] as float32, zeros outside."""
+    columns = column * 128 + tl.arange(0, 128)
+    mask = (rows < num_rows)[:, None] & (columns < num_columns)[None, :]
+    places = rows.to(tl.int64)[:, None] * row_stride + columns[None, :]
+    return tl.load(x_ptr + places, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _rows_kernel(
+    x_ptr,
+    codes_ptr,
+    scales_ptr,
+    num_rows,
+    num_columns,
+    row_stride,
+    scale_stride,
+    column_blocks,
+    ROWS: tl.constexpr,
+    MAXIMUM: tl.constexpr,
+    FLOOR_BITS: tl.constexpr,
+    POW2: tl.constexpr,
+):
+    block, column = tl.program_id(0) // column_blocks, tl.program_id(0) % column_blocks
+    rows = block * ROWS + tl.arange(0, ROWS)
+    y = load_tile(x_ptr, rows, column, num_rows, num_columns, row_stride)
+    store_row_groups(
+        y, rows, column, num_rows, num_columns, codes_ptr, scales_ptr, scale_stride,
+        MAXIMUM, FLOOR_BITS, POW2,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _tile_kernel(
+    x_ptr,
+    row_codes_ptr,
+    row_scales_ptr,
+    token_codes_ptr,
+    token_scales_ptr,
+    num_rows,
+    num_columns,
+    row_stride,
+    scale_stride,
+    padded_tokens,
+    column_blocks,
+    ROW_GROUPS: gl.constexpr,
+    MAXIMUM: gl.constexpr,
+    FLOOR_BITS: gl.constexpr,
+    POW2: gl.constexpr,
+):
+    block, column = gl.program_id(0) // column_blocks, gl.program_id(0) % column_blocks
+    y = tile.load_tile(x_ptr, block, column, num_rows, num_columns, row_stride).to(gl.float32)
+    if ROW_GROUPS:
+        tile.store_row_groups(
+            y, block, column, num_rows, num_columns, row_codes_ptr, row_scales_ptr, scale_stride,
+            MAXIMUM, FLOOR_BITS, POW2,
+        )  # fmt: skip
+    tile.store_token_groups(
+        y, block, column, num_columns, padded_tokens, token_codes_ptr, token_scales_ptr,
+        MAXIMUM, FLOOR_BITS, POW2,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _weight_kernel(
+    w_ptr,
+    codes_ptr,
+    scales_ptr,
+    turned_codes_ptr,
+    turned_scales_ptr,
+    num_rows,
+    num_columns,
+    scale_stride,
+    turned_scale_stride,
+    column_blocks,
+    TRANSPOSED: gl.constexpr,
+    MAXIMUM: gl.constexpr,
+    FLOOR_BITS: gl.constexpr,
+    POW2: gl.constexpr,
+):
+    block, column = gl.program_id(0) // column_blocks, gl.program_id(0) % column_blocks
+    w = tile.load_tile(w_ptr, block, column, num_rows, num_columns, num_columns).to(gl.float32)
+    amax_bits = gl.max(gl.convert_layout(gl.max(tile.abs_bits(w), 0), tile.LINE), 0)
+    line = gl.full([128], 0, gl.int32, tile.LINE) + amax_bits
+    scale, multiplier = tile.scale_and_multiplier(line, MAXIMUM, FLOOR_BITS, POW2)
+    one = gl.arange(0, 128, tile.LINE)
+    gl.store(scales_ptr + block * scale_stride + column + one, scale, mask=one == 0)
+    multiplier = gl.max(multiplier, 0)
+    rows, columns = tile.tile_rows(block), tile.tile_columns(column)
+    codes = (w * multiplier).to(codes_ptr.dtype.element_ty)
+    gl.store(codes_ptr + rows.to(gl.int64)[:, None] * num_columns + columns[None, :], codes)
+    if TRANSPOSED:
+        turned = gl.convert_layout(w, tile.TURNED, assert_trivial=True) * multiplier
+        codes = turned.to(codes_ptr.dtype.element_ty)
+        tile.store_turned(turned_codes_ptr, codes, block, column, num_columns, num_rows)
+        places = column * turned_scale_stride + block + one
+        gl.store(turned_scales_ptr + places, scale, mask=one == 0)
+
+
+def rule(format: FP8Format, scales: str) -> dict[str, Any]:
+    """The quantizer's constants as the kernels take them."""
+    if scales not in ("fp32", "pow2"):
+        raise ValueError(f"scales are fp32 or pow2, not {scales!r}")
+    return {"MAXIMUM": FORMATS[format][1], "FLOOR_BITS": _FLOOR_BITS, "POW2": scales == "pow2"}
+
+
+def check_matrix(name: str, x: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
+    """ValueError unless x is a CUDA matrix of one of `dtypes` whose rows are contiguous."""
+    if not x.is_cuda or x.dim() != 2 or x.dtype not in dtypes or x.stride(1) != 1:
+        raise ValueError(
+            f"{name}: a CUDA matrix of {', '.join(map(str, dtypes))} with contiguous rows, "
+            f"not {x.dtype} {list(x.shape)} with strides {list(x.stride())} on {x.device}"
+        )
+
+
+def quantize_rows(x: Tensor, format: FP8Format = "e4m3", scales: str = "fp32") -> QTensor:
+    """x bfloat16, float16 or float32 [T, K] -> 1 x 128 groups, as `precision.quantize(x)`."""
+    rows, _ = _quantize(x, True, False, format, scales)
+    assert rows is not None
+    return rows
+
+
+def quantize_tokens(x: Tensor, format: FP8Format = "e4m3", scales: str = "fp32") -> QTensor:
+    """x [T, K] -> 128 x 1 groups, as `quantize(x, (128, 1))`, but with rows of zeros after the
+    last token up to a multiple of 128, and stored with tokens contiguous for WGrad."""
+    _, tokens = _quantize(x, False, True, format, scales)
+    assert tokens is not None
+    return tokens
+
+
+def quantize_rows_and_tokens(
+    x: Tensor, format: FP8Format = "e4m3", scales: str = "fp32"
+) -> tuple[QTensor, QTensor]:
+    """(`quantize_rows(x)`, `quantize_tokens(x)`) from one read of x."""
+    rows, tokens = _quantize(x, True, True, format, scales)
+    assert rows is not None
+    assert tokens is not None
+    return rows, tokens
+
+
+def _quantize(
+    x: Tensor, row_groups: bool, token_groups: bool, format: FP8Format, scales: str
+) -> tuple[QTensor | None, QTensor | None]:
+    check_matrix("quantize", x, (torch.bfloat16, torch.float16, torch.float32))
+    num_rows, num_columns = x.shape
+    dtype, options = FORMATS[format][0], rule(format, scales)
+    rows = empty_row_groups(num_rows, num_columns, dtype, x.device) if row_groups else None
+    tokens = empty_token_groups(num_rows, num_columns, dtype, x.device) if token_groups else None
+    column_blocks = triton.cdiv(num_columns, FP8_BLOCK)
+    if not x.numel():
+        return rows, tokens
+    if tokens is None:
+        assert rows is not None
+        _rows_kernel[(triton.cdiv(num_rows, _ROWS) * column_blocks,)](
+            x,
+            rows.codes,
+            rows.scales,
+            num_rows,
+            num_columns,
+            x.stride(0),
+            rows.scales.stride(1),
+            column_blocks,
+            _ROWS,
+            **options,
+            num_warps=4,
+            enable_fp_fusion=False,
+        )
+        return rows, None
+    _tile_kernel[(triton.cdiv(num_rows, FP8_BLOCK) * column_blocks,)](
+        x,
+        rows.codes if rows else tokens.codes,
+        rows.scales if rows else tokens.scales,
+        tokens.codes,
+        tokens.scales,
+        num_rows,
+        num_columns,
+        x.stride(0),
+        rows.scales.stride(1) if rows else 0,
+        tokens.shape[0],
+        column_blocks,
+        row_groups,
+        **options,
+        **TILE_OPTIONS,
+    )
+    return rows, tokens
+
+
+def quantize_weight(
+    w: Tensor,
+    format: FP8Format = "e4m3",
+    scales: str = "fp32",
+    transposed: bool = True,
+    out: tuple[QTensor, QTensor | None] | None = None,
+) -> tuple[QTensor, QTensor | None]:
+    """W float32 or bfloat16 [N, K] -> (128 x 128 groups of W, the same of W^T [K, N] or None).
+
+    The first is `precision.quantize(w, (128, 128))`, the second its `.mT` with its own bytes in the
+    order that DGrad reads. out: what an earlier call returned, written in place.
+
+    Raises:
+        ValueError: a layout that the kernel does not take, or dimensions not multiples of 128.
+    """
+    check_matrix("quantize_weight", w, (torch.float32, torch.bfloat16))
+    if not w.is_contiguous():
+        raise ValueError(f"quantize_weight: contiguous, not strides {list(w.stride())}")
+    num_rows, num_columns = w.shape
+    dtype = FORMATS[format][0]
+    if out is None:
+        direct = empty_weight(num_rows, num_columns, dtype, w.device)
+        turned = empty_weight(num_columns, num_rows, dtype, w.device) if transposed else None
+    else:
+        direct, turned = out
+        if direct.shape != w.shape or (turned is None) == transposed:
+            raise ValueError(f"quantize_weight: out has shape {list(direct.shape)} for {w.shape}")
+    column_blocks = num_columns // FP8_BLOCK
+    _weight_kernel[(num_rows // FP8_BLOCK * column_blocks,)](
+        w,
+        direct.codes,
+        direct.scales,
+        turned.codes if turned else w,
+        turned.scales if turned else w,
+        num_rows,
+        num_columns,
+        direct.scales.stride(0),
+        turned.scales.stride(0) if turned else 0,
+        column_blocks,
+        transposed,
+        **rule(format, scales),
+        **TILE_OPTIONS,
+    )
+    return direct, turned

@@ -1,0 +1,240 @@
+"""The one GEMM on Hopper: `precision.gemm`'s functions on cuBLAS and DeepGEMM.
+
+Both libraries follow the canonical order (for each 128 of K: the tensor core from zero, then one
+float32 multiply-add with the two scales, K blocks in order). For a 1 x 128 operand by a 128 x 128
+weight (FProp, DGrad) they give the same bits, and a row the same bits at any number of rows;
+tests/gpu/test_gemm.py holds them to it. The one exception known is a cuBLAS choice of split K at
+few rows, so rows are padded to 64 and to a multiple of 4. For two 1 x 128 operands (WGrad) their
+last bits differ, so WGrad is cuBLAS's unless a caller names the other.
+
+cuBLAS is `torch.nn.functional.scaled_mm` (torch >= 2.11). DeepGEMM, where its package is installed,
+is faster at few rows and takes FProp and DGrad with BF16 results; its kernels compile on first use.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn.functional import ScalingType, scaled_mm
+
+from jetrl.errors import UserError
+from jetrl.precision.layout import padded_rows, round_up
+from jetrl.precision.plan import FP8_BLOCK
+from jetrl.precision.quantize import QTensor
+
+Backend = Literal["cublas", "deep_gemm"]
+
+
+def require_hopper(device: torch.device | int | None = None) -> None:
+    """UserError unless the device has block-scaled FP8 GEMMs (compute capability 9.0)."""
+    major, minor = torch.cuda.get_device_capability(device)
+    if (major, minor) != (9, 0):
+        raise UserError(
+            f"{torch.cuda.get_device_name(device)} has compute capability {major}.{minor}; FP8 on "
+            "the GPU needs a Hopper card (9.0: H100, H200); use device=cpu here"
+        )
+
+
+@functools.cache
+def deep_gemm_installed() -> bool:
+    """Whether DeepGEMM's package is there: FProp and DGrad then go to it."""
+    return importlib.util.find_spec("deep_gemm") is not None
+
+
+def backend_for(a: QTensor, b: QTensor, out_dtype: torch.dtype) -> Backend:
+    """The library that `fp8_matmul_hopper` uses for these operands when not told."""
+    takes = b.block[0] == FP8_BLOCK and out_dtype == torch.bfloat16
+    return "deep_gemm" if takes and deep_gemm_installed() else "cublas"
+
+
+def fp8_matmul_hopper(
+    a: QTensor,
+    b: QTensor,
+    out_dtype: torch.dtype = torch.bfloat16,
+    backend: Backend | None = None,
+    accumulate: Tensor | None = None,
+) -> Tensor:
+    """a [M, K] @ b [N, K]^T -> out_dtype [M, N], as `precision.gemm.fp8_matmul`.
+
+    a is grouped 1 x 128, b 1 x 128 (WGrad) or 128 x 128; codes have K contiguous. Operands made by
+    the kernels of `jetrl.kernels` are read in place; others are first copied into the layout of
+    `precision.layout`. accumulate: float32 [M, N] that the product is added to, and that is
+    returned (WGrad into a gradient).
+
+    Raises:
+        ValueError: shapes, groups, layouts or dtypes other than these, or a backend that cannot.
+    """
+    _check(a, b, out_dtype, accumulate)
+    chosen = backend or backend_for(a, b, out_dtype)
+    rows, codes, scales = _row_operand(a)
+    function = _deep_gemm if chosen == "deep_gemm" else _cublas
+    return function(rows, codes, scales, b, out_dtype, accumulate)
+
+
+def bf16_matmul_hopper(a: Tensor, b: Tensor, out_dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """BF16 a [M, K] @ b [N, K]^T -> out_dtype (bfloat16 or float32) [M, N].
+
+    A row has the same bits at any M: split K is switched off, and rows padded to 64.
+    """
+    if a.dtype != torch.bfloat16 or b.dtype != torch.bfloat16 or a.shape[-1:] != b.shape[-1:]:
+        raise ValueError(
+            f"bf16_matmul: bfloat16 [M, K] and [N, K], not {a.dtype} {list(a.shape)} and "
+            f"{b.dtype} {list(b.shape)}"
+        )
+    pin_bf16_reductions()
+    rows = a.shape[0]
+    padded = _extended(a, padded_rows(rows))
+    if out_dtype == torch.bfloat16:
+        return torch.mm(padded, b.t())[:rows]
+    return torch.mm(padded, b.t(), out_dtype=out_dtype)[:rows]
+
+
+def pin_bf16_reductions() -> None:
+    """Forbid cuBLAS to split K or to reduce in BF16, for this process: a row's bits would depend on
+    the number of rows."""
+    torch.backends.cuda.preferred_blas_library("cublaslt")  # the only one that can forbid it
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = (False, False)
+
+
+def _cublas(
+    rows: int,
+    codes: Tensor,
+    scales: Tensor,
+    b: QTensor,
+    out_dtype: torch.dtype,
+    accumulate: Tensor | None,
+) -> Tensor:
+    if b.block[0] == FP8_BLOCK:
+        b_scales, recipe = _weight_scales(b, 4), ScalingType.BlockWise128x128
+    else:
+        b_scales, recipe = _left_scales(b.scales, b.shape[0]), ScalingType.BlockWise1x128
+    out = scaled_mm(
+        codes,
+        b.codes.t(),
+        scales,
+        ScalingType.BlockWise1x128,
+        b_scales,
+        recipe,
+        output_dtype=out_dtype,
+    )[:rows]
+    return out if accumulate is None else accumulate.add_(out)
+
+
+def _deep_gemm(
+    rows: int,
+    codes: Tensor,
+    scales: Tensor,
+    b: QTensor,
+    out_dtype: torch.dtype,
+    accumulate: Tensor | None,
+) -> Tensor:
+    library = _load_deep_gemm()
+    if b.block[0] == FP8_BLOCK:
+        if out_dtype != torch.bfloat16 or accumulate is not None:
+            raise ValueError(f"DeepGEMM gives bfloat16 for a 128 x 128 weight, not {out_dtype}")
+        out = torch.empty(codes.shape[0], b.shape[0], dtype=out_dtype, device=codes.device)
+        weight = (b.codes, _weight_scales(b, 1).t())
+        library.fp8_gemm_nt((codes, scales), weight, out, recipe=(1, FP8_BLOCK, FP8_BLOCK))
+        return out[:rows]
+    if out_dtype != torch.float32 or codes.shape[0] != rows:
+        raise ValueError(f"DeepGEMM gives float32 for 1 x 128 groups, not {out_dtype}")
+    if accumulate is None:
+        accumulate = torch.zeros(rows, b.shape[0], dtype=torch.float32, device=codes.device)
+    right = (b.codes, _left_scales(b.scales, b.shape[0]))
+    library.fp8_gemm_nt((codes, scales), right, accumulate, c=accumulate, recipe=(1, 1, FP8_BLOCK))
+    return accumulate
+
+
+@functools.cache
+def _load_deep_gemm() -> Any:
+    if not deep_gemm_installed():
+        raise UserError("DeepGEMM is not installed: pip install sgl-deep-gemm apache-tvm-ffi")
+    return importlib.import_module("deep_gemm")
+
+
+def _row_operand(a: QTensor) -> tuple[int, Tensor, Tensor]:
+    """(rows, codes and scales of at least 64 rows and a multiple of 4, in place where possible)."""
+    rows = a.shape[0]
+    padded = padded_rows(rows)
+    return rows, _extended(a.codes, padded), _left_scales(a.scales, padded)
+
+
+def _extended(x: Tensor, rows: int) -> Tensor:
+    """x [M, K] as [rows, K] contiguous. What follows the last row in x's own storage serves as
+    padding, whatever it is; without that much storage, x is copied."""
+    count, columns = x.shape
+    contiguous = x.stride(1) == 1 and (x.stride(0) == columns or count == 1)
+    if contiguous and _storage_left(x) >= rows * columns:
+        return x.as_strided((rows, columns), (columns, 1))
+    out = torch.empty(rows, columns, dtype=x.dtype, device=x.device)
+    out[:count] = x
+    return out
+
+
+def _left_scales(scales: Tensor, rows: int) -> Tensor:
+    """scales [M, K/128] as [rows, K/128] with strides (1, rows), copied if they are not."""
+    blocks = scales.shape[1]
+    strided = scales.stride(0) == 1 or scales.shape[0] == 1
+    placed = scales.stride(1) == rows or blocks == 1
+    if strided and placed and _storage_left(scales) >= rows * blocks:
+        return scales.as_strided((rows, blocks), (1, rows))
+    out = torch.empty(blocks, rows, dtype=torch.float32, device=scales.device)
+    out[:, : scales.shape[0]] = scales.t()
+    return out.t()
+
+
+def _weight_scales(b: QTensor, multiple: int) -> Tensor:
+    """scales [N/128, K/128] as [L, N/128] with strides (1, L), L = K/128 up to a multiple."""
+    outer, blocks = b.scales.shape
+    length = round_up(blocks, multiple)
+    in_place = b.scales.stride(1) == 1 and b.scales.stride(0) == length
+    if in_place and _storage_left(b.scales) >= outer * length:
+        return b.scales.as_strided((length, outer), (1, length))
+    out = torch.zeros(outer, length, dtype=torch.float32, device=b.scales.device)
+    out[:, :blocks] = b.scales
+    return out.t()
+
+
+def _storage_left(x: Tensor) -> int:
+    """Elements of x's storage from x's first on."""
+    return int(x.untyped_storage().nbytes()) // x.element_size() - int(x.storage_offset())
+
+
+def _check(a: QTensor, b: QTensor, out_dtype: torch.dtype, accumulate: Tensor | None) -> None:
+    if a.codes.dim() != 2 or b.codes.dim() != 2 or a.shape[1] != b.shape[1]:
+        raise ValueError(f"fp8_matmul: [M, K] and [N, K], not {a.shape} and {b.shape}")
+    if a.block != (1, FP8_BLOCK) or b.block[0] not in (1, FP8_BLOCK) or b.block[1] != FP8_BLOCK:
+        raise ValueError(f"fp8_matmul: groups 1x128 and 1x128 or 128x128, not {a.block}, {b.block}")
+    if a.shape[1] % FP8_BLOCK or b.shape[0] % 16:
+        raise ValueError(
+            f"fp8_matmul: K a multiple of {FP8_BLOCK} and N of 16, not K={a.shape[1]} "
+            f"N={b.shape[0]}; token groups are padded by the quantizer of jetrl.kernels"
+        )
+    for name, x in {"a": a, "b": b}.items():
+        if not x.codes.is_cuda or x.codes.stride(1) != 1:
+            raise ValueError(
+                f"fp8_matmul: {name} on a CUDA device with K contiguous, not strides "
+                f"{list(x.codes.stride())} on {x.codes.device}"
+            )
+        if x.codes.dtype != torch.float8_e4m3fn:
+            raise ValueError(
+                f"fp8_matmul: {name} is {x.codes.dtype}, and no block-scaled GEMM for Hopper takes "
+                "it; use precision.grad_output=e4m3"
+            )
+    if out_dtype not in (torch.bfloat16, torch.float32):
+        raise ValueError(f"fp8_matmul: out_dtype bfloat16 or float32, not {out_dtype}")
+    if accumulate is not None and (
+        accumulate.dtype != torch.float32
+        or out_dtype != torch.float32
+        or accumulate.shape != (a.shape[0], b.shape[0])
+        or not accumulate.is_contiguous()
+    ):
+        raise ValueError(
+            f"fp8_matmul: accumulate float32 [{a.shape[0]}, {b.shape[0]}] contiguous with "
+            f"out_dtype float32, not {accumulate.dtype} {list(accumulate.shape)} and {out_dtype}"
+        )

@@ -1,0 +1,170 @@
+"""FP8 GEMM on Hopper: both libraries, one result; a row's bits at any number of rows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from jetrl.precision.gemm import fp8_matmul
+from jetrl.precision.quantize import QTensor, quantize
+
+pytestmark = pytest.mark.gpu
+
+# (N, K): the linears of Qwen3-8B, then K/128 odd (scale padding) and a small model's
+SHAPES = [(6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288), (1152, 896), (896, 4864)]
+ROWS = [
+    *range(1, 18),
+    31,
+    32,
+    33,
+    63,
+    64,
+    65,
+    100,
+    127,
+    128,
+    129,
+    200,
+    255,
+    256,
+    257,
+    384,
+    511,
+    512,
+]
+
+
+@pytest.fixture(scope="module")
+def gemm():
+    return pytest.importorskip("jetrl.precision.gemm_hopper")
+
+
+@pytest.fixture(scope="module")
+def kernels():
+    return pytest.importorskip("jetrl.kernels.quantize_triton")
+
+
+def random(rows: int, columns: int, seed: int, std: float = 1.0) -> torch.Tensor:
+    g = torch.Generator("cuda").manual_seed(seed)
+    x = torch.randn(rows, columns, generator=g, device="cuda") * std
+    return (x * (1 + 9 * (torch.rand(rows, 1, generator=g, device="cuda") > 0.9))).bfloat16()
+
+
+def backends(gemm) -> list[str]:
+    return ["cublas", "deep_gemm"] if gemm.deep_gemm_installed() else ["cublas"]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_rows_have_the_same_bits_at_every_m_and_in_both_libraries(gemm, kernels, shape) -> None:
+    n, k = shape
+    x = random(16384, k, 0)
+    weight, _ = kernels.quantize_weight(random(n, k, 1, 0.02))
+    whole = gemm.fp8_matmul_hopper(kernels.quantize_rows(x), weight, backend="cublas")
+    bad = []
+    for rows in [*ROWS, 4096, 16384]:
+        a = kernels.quantize_rows(x[:rows])
+        for backend in backends(gemm):
+            out = gemm.fp8_matmul_hopper(a, weight, backend=backend)
+            if not torch.equal(out, whole[:rows]):
+                bad.append((backend, rows, int((out != whole[:rows]).sum())))
+    assert not bad, f"(library, rows, different elements): {bad}"
+
+
+@pytest.mark.parametrize("tokens", [63, 129, 1000, 4096, 16384])
+@pytest.mark.parametrize("shape", [(4096, 4096), (1152, 896)], ids=str)
+def test_wgrad_agrees_and_accumulates(gemm, kernels, shape, tokens) -> None:
+    """The libraries multiply a block's sum by its two scales in another order: float32 roundings of
+    tokens / 128 terms, 2**-24 each, so 2e-6 of the norm at most. Each adds into a gradient with one
+    more rounding."""
+    n, k = shape
+    dy = kernels.quantize_tokens(random(tokens, n, 2))
+    x = kernels.quantize_tokens(random(tokens, k, 3))
+    first = gemm.fp8_matmul_hopper(dy.mT, x.mT, torch.float32)
+    again = gemm.fp8_matmul_hopper(dy.mT, x.mT, torch.float32, backend="cublas")
+    assert torch.equal(first, again)
+    start = torch.randn(n, k, device="cuda")
+    for backend in backends(gemm):
+        alone = gemm.fp8_matmul_hopper(dy.mT, x.mT, torch.float32, backend=backend)
+        assert (alone - first).norm() <= 2e-6 * first.norm()
+        total = start.clone()
+        gemm.fp8_matmul_hopper(dy.mT, x.mT, torch.float32, backend=backend, accumulate=total)
+        assert torch.equal(total, start + alone)
+
+
+@pytest.mark.parametrize("scales", ["fp32", "pow2"])
+@pytest.mark.parametrize("rows", [1, 63, 129])
+def test_close_to_the_exact_reference(gemm, kernels, rows: int, scales: str) -> None:
+    """Hopper's FP8 tensor core keeps about 13 bits below the largest term of each addition of 32
+    products: 4 additions for each 128 of K, so an error near 2**-13 of the sum of |terms| / sqrt
+    of the blocks, then one rounding to BF16 (2**-9): at least 40 dB."""
+    n, k = 384, 896
+    x, w = random(rows, k, 4), random(n, k, 5, 0.02)
+    a, (weight, turned) = (
+        kernels.quantize_rows(x, scales=scales),
+        kernels.quantize_weight(w, scales=scales),
+    )
+    reference = fp8_matmul(
+        quantize(x.cpu(), scales=scales), quantize(w.cpu(), (128, 128), scales=scales)
+    )
+    for backend in backends(gemm):
+        out = gemm.fp8_matmul_hopper(a, weight, backend=backend).cpu().float()
+        error = (out - reference.float()).norm() / reference.float().norm()
+        assert error < 10**-2, f"{backend}: {error}"
+    dy = random(rows, n, 6)
+    dx = gemm.fp8_matmul_hopper(kernels.quantize_rows(dy, scales=scales), turned).cpu().float()
+    expected = fp8_matmul(
+        quantize(dy.cpu(), scales=scales), quantize(w.cpu(), (128, 128), scales=scales).mT
+    ).float()
+    assert (dx - expected).norm() < 1e-2 * expected.norm()
+    wide = gemm.fp8_matmul_hopper(a, weight, torch.float32).cpu()
+    assert torch.equal(wide.bfloat16().float(), out)
+
+
+def test_any_layout_gives_the_same_bits(gemm, kernels) -> None:
+    """Operands of the plain reference quantizer are copied into place; the numbers stay."""
+    x, w = random(130, 896, 7), random(1152, 896, 8, 0.02)
+    ours = gemm.fp8_matmul_hopper(kernels.quantize_rows(x), kernels.quantize_weight(w)[0])
+    plain = gemm.fp8_matmul_hopper(quantize(x), quantize(w, (128, 128)))
+    assert torch.equal(ours, plain)
+
+
+def test_nan_reaches_the_output_row(gemm, kernels) -> None:
+    x, w = random(70, 512, 9), random(256, 512, 10, 0.02)
+    x[3, 5] = float("nan")
+    for backend in backends(gemm):
+        out = gemm.fp8_matmul_hopper(
+            kernels.quantize_rows(x), kernels.quantize_weight(w)[0], backend=backend
+        )
+        assert out[3].isnan().all()
+        assert int(out.isnan().any(1).sum()) == 1
+
+
+def test_e5m2_is_refused_with_what_to_do(gemm, kernels) -> None:
+    weight, _ = kernels.quantize_weight(random(256, 512, 12, 0.02))
+    with pytest.raises(ValueError, match="grad_output=e4m3"):
+        gemm.fp8_matmul_hopper(kernels.quantize_rows(random(64, 512, 11), "e5m2"), weight)
+
+
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("shape", [(151936, 4096), (4096, 4096), (1152, 896)], ids=str)
+def test_bf16_rows_have_the_same_bits_at_every_m(gemm, shape, out_dtype) -> None:
+    n, k = shape
+    x, w = random(2048, k, 14), random(n, k, 15, 0.02)
+    whole = gemm.bf16_matmul_hopper(x, w, out_dtype)
+    bad = []
+    for rows in (1, 2, 3, 8, 16, 17, 32, 63, 64, 65, 128, 192, 200, 256, 511, 512, 1000, 1024):
+        out = gemm.bf16_matmul_hopper(x[:rows], w, out_dtype)
+        if not torch.equal(out, whole[:rows]):
+            bad.append((rows, int((out != whole[:rows]).sum())))
+    assert not bad, f"(rows, different elements): {bad}"
+
+
+def test_bad_operands_are_refused_with_their_values(gemm) -> None:
+    a = QTensor(torch.zeros(4, 256, device="cuda").to(torch.float8_e4m3fn),
+                torch.ones(4, 2, device="cuda"), (1, 128))  # fmt: skip
+    with pytest.raises(ValueError, match=r"\[M, K\]"):
+        gemm.fp8_matmul_hopper(a, QTensor(a.codes[:, :128], a.scales, (1, 128)))
+    with pytest.raises(ValueError, match=r"not \(1, 64\)"):
+        gemm.fp8_matmul_hopper(QTensor(a.codes, a.scales, (1, 64)), a)
+    with pytest.raises(ValueError, match="N of 16"):
+        gemm.fp8_matmul_hopper(a, a)

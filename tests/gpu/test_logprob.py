@@ -1,0 +1,149 @@
+"""Log-probs and sampling on the GPU: one row, one set of bits, on both sides of the flow."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from jetrl.kernels.logprob import chosen_logprobs_ref
+from jetrl.kernels.sampling import random_bits
+from jetrl.kernels.sampling import sample as sample_ref
+
+pytestmark = pytest.mark.gpu
+
+VOCABULARY = [1000, 4096, 151936]
+
+
+@pytest.fixture(scope="module")
+def kernels():
+    return pytest.importorskip("jetrl.kernels.logprob_triton")
+
+
+@pytest.fixture(scope="module")
+def sampling():
+    return pytest.importorskip("jetrl.kernels.sampling_triton")
+
+
+def logits_and_chosen(rows: int, vocabulary: int, std: float = 3.0):
+    g = torch.Generator("cuda").manual_seed(rows + vocabulary)
+    logits = torch.randn(rows, vocabulary, generator=g, device="cuda") * std
+    logits[:, 5] += 10
+    return logits, torch.randint(0, vocabulary, (rows,), generator=g, device="cuda")
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("vocabulary", VOCABULARY)
+def test_close_to_the_reference(kernels, vocabulary: int, temperature: float) -> None:
+    """exp2 of the hardware and its float32 argument (up to 2**6 * 2**-24) give each term 2**-18,
+    the lanes' sums far less, so lse and log-probs agree to 4e-6 plus float32 of the log-prob."""
+    logits, chosen = logits_and_chosen(33, vocabulary)
+    ours = kernels.chosen_logprobs(logits, chosen, temperature)
+    reference = chosen_logprobs_ref(logits, chosen, torch.full((33, 1), temperature, device="cuda"))
+    torch.testing.assert_close(ours[0], reference[0], rtol=2**-22, atol=4e-6)
+    torch.testing.assert_close(ours[1], reference[1], rtol=1e-5, atol=1e-4)
+
+
+def test_a_row_is_independent_of_the_others(kernels) -> None:
+    logits, chosen = logits_and_chosen(300, 151936)
+    whole = kernels.chosen_logprobs(logits, chosen, 1.0)
+    for rows in (1, 2, 63, 256):
+        part = kernels.chosen_logprobs(logits[-rows:].contiguous(), chosen[-rows:], 1.0)
+        for a, b in zip(part, whole, strict=True):
+            assert torch.equal(a, b[-rows:])
+
+
+def test_gradient_of_the_logits(kernels) -> None:
+    logits, chosen = logits_and_chosen(17, 1000)
+    logits.requires_grad_()
+    upstream = torch.randn(17, device="cuda")
+    kernels.chosen_logprobs(logits, chosen, 0.7)[0].backward(upstream)
+    wide = logits.detach().double().requires_grad_()
+    picked = (wide / 0.7).log_softmax(-1).gather(1, chosen[:, None]).squeeze(1)
+    picked.backward(upstream.double())
+    assert (logits.grad - wide.grad).norm() <= 1e-5 * wide.grad.norm()
+
+
+@pytest.mark.parametrize("rows", [1, 100, 333])
+def test_head_in_chunks_equals_the_whole(kernels, rows: int) -> None:
+    """Chunk sizes change no bit of log-probs; gradients are those of float64 within BF16."""
+    vocabulary, width = 8192, 512
+    g = torch.Generator("cuda").manual_seed(rows)
+    hidden = torch.randn(rows, width, generator=g, device="cuda").bfloat16()
+    master = torch.randn(vocabulary, width, generator=g, device="cuda") * 0.1
+    weight = master.bfloat16()
+    chosen = torch.randint(0, vocabulary, (rows,), generator=g, device="cuda")
+    upstream = torch.randn(rows, generator=g, device="cuda")
+    results = []
+    for chunk in (None, 128, 64):
+        h, m = hidden.clone().requires_grad_(), master.clone().requires_grad_()
+        logprobs, entropy = kernels.lm_head_logprobs(h, m, weight, chosen, 0.9, chunk)
+        logprobs.backward(upstream)
+        results.append((logprobs, entropy, h.grad, m.grad))
+    for other in results[1:]:
+        assert torch.equal(results[0][0], other[0])
+        assert torch.equal(results[0][1], other[1])
+    wide_h, wide_w = hidden.double().requires_grad_(), weight.double().requires_grad_()
+    expected = ((wide_h @ wide_w.t()) / 0.9).log_softmax(-1).gather(1, chosen[:, None]).squeeze(1)
+    expected.backward(upstream.double())
+    logprobs, _, dhidden, dmaster = results[1]
+    torch.testing.assert_close(logprobs, expected.float(), rtol=1e-5, atol=1e-4)
+    assert (dhidden - wide_h.grad).norm() <= 2**-7 * wide_h.grad.norm()
+    assert (dmaster - wide_w.grad).norm() <= 2**-8 * wide_w.grad.norm()
+
+
+def test_nan_and_hopeless_rows(kernels, sampling) -> None:
+    logits, chosen = logits_and_chosen(4, 5000)
+    logits[1, 77] = float("nan")
+    logits[2] = -float("inf")
+    logits[3, 1:] = -float("inf")
+    chosen[3] = 0
+    logprobs, entropy = kernels.chosen_logprobs(logits, chosen, 1.0)
+    assert logprobs.isfinite().tolist() == [True, False, False, True]
+    assert logprobs[3] == 0
+    assert entropy[3] == 0
+    with pytest.raises(FloatingPointError, match=r"\[1, 2\]"):
+        draw(sampling.sample, logits, 0)
+
+
+def draw(function, logits, seed, temperature=1.0, top_p=1.0, top_k=0):
+    rows = len(logits)
+    counter = np.arange(rows)
+    bits = torch.from_numpy(random_bits(np.full(rows, seed), counter, counter)).to(logits.device)
+    return function(
+        logits,
+        bits,
+        torch.full((rows,), temperature, device=logits.device),
+        torch.full((rows,), top_p, device=logits.device),
+        torch.full((rows,), top_k, device=logits.device, dtype=torch.int64),
+    )
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"temperature": 0.6}, {"temperature": 0.0}, {"top_p": 0.8}, {"top_k": 20, "top_p": 0.9}],
+    ids=str,
+)
+@pytest.mark.parametrize("vocabulary", VOCABULARY)
+def test_sampler_draws_the_reference_token_with_the_trainer_logprob(
+    kernels, sampling, vocabulary: int, options
+) -> None:
+    """Weights may differ from the CPU's by 2**-18, so a draw may fall on the other side of a
+    border: at most one of 64 rows (none is expected). The log-prob has the trainer's bits."""
+    logits, _ = logits_and_chosen(64, vocabulary)
+    tokens, logprobs = draw(sampling.sample, logits, 3, **options)
+    expected, _ = draw(sample_ref, logits.cpu(), 3, **options)
+    assert int((tokens.cpu() != expected).sum()) <= 1
+    temperature = options.get("temperature", 1.0) or 1.0
+    trainer, _ = kernels.chosen_logprobs(logits, tokens, temperature)
+    assert torch.equal(logprobs, trainer)
+
+
+def test_draws_follow_the_distribution(sampling) -> None:
+    """20000 draws of 8 tokens: each frequency within 5 standard deviations of its probability."""
+    probabilities = torch.tensor([0.4, 0.2, 0.15, 0.1, 0.06, 0.05, 0.03, 0.01], device="cuda")
+    logits = probabilities.log().expand(20000, 8).contiguous()
+    tokens, _ = draw(sampling.sample, logits, 11)
+    frequency = torch.bincount(tokens, minlength=8) / 20000
+    deviation = (probabilities * (1 - probabilities) / 20000).sqrt()
+    assert ((frequency - probabilities).abs() < 5 * deviation).all()

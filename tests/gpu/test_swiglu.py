@@ -1,0 +1,91 @@
+"""SwiGLU on the GPU, forward and backward, with and without quantization."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from jetrl.kernels.swiglu import swiglu_ref
+from jetrl.precision.quantize import quantize
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(scope="module")
+def kernels():
+    return pytest.importorskip("jetrl.kernels.swiglu_triton")
+
+
+def gate_up(tokens: int, width: int) -> torch.Tensor:
+    g = torch.Generator().manual_seed(tokens)
+    return (4 * torch.randn(tokens, 2 * width, generator=g)).bfloat16().cuda()
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> None:
+    torch.testing.assert_close(a.float(), b.float(), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("tokens", [1, 63, 129, 1000])
+def test_values_are_within_one_unit_of_the_reference(kernels, tokens: int) -> None:
+    """exp2 and the reciprocal err by 2**-21 together at most, a 2**-13 of half a BF16 unit: few
+    values may round to the neighbour (2**-12 of them, times 4 for the product's own roundings)."""
+    x = gate_up(tokens, 384)
+    ours, reference = kernels.swiglu_forward(x).cpu(), swiglu_ref(x.cpu())
+    steps = (ours.view(torch.int16).int() - reference.view(torch.int16).int()).abs()
+    assert int(steps.max()) <= 1
+    assert int((steps > 0).sum()) <= 5 + steps.numel() * 2**-10
+
+
+@pytest.mark.parametrize("tokens", [1, 63, 129, 1000])
+def test_all_forms_make_the_same_bits(kernels, tokens: int) -> None:
+    """Sampling's and training's codes are the quantized BF16 result; rows are independent."""
+    x = gate_up(tokens, 384)
+    y = kernels.swiglu_forward(x)
+    sampled, _ = kernels.swiglu_quantize(x)
+    trained, by_token = kernels.swiglu_quantize(x, for_training=True)
+    for q in (sampled, trained):
+        same(q.codes, quantize(y).codes)
+        same(q.scales, quantize(y).scales)
+    same(by_token.codes[:tokens], quantize(y, (128, 1)).codes)
+    same(by_token.scales, quantize(y, (128, 1)).scales)
+    same(kernels.swiglu_forward(x[:1]), y[:1])
+
+
+@pytest.mark.parametrize("tokens", [1, 129])
+def test_backward(kernels, tokens: int) -> None:
+    """Against float64 autograd: one rounding to BF16, 2**-9 of each value at most."""
+    x = gate_up(tokens, 384)
+    dy = torch.randn(tokens, 384, generator=torch.Generator().manual_seed(1)).bfloat16().cuda()
+    wide = x.double().requires_grad_()
+    gate, up = wide.chunk(2, -1)
+    (torch.nn.functional.silu(gate) * up).backward(dy.double())
+    dx = kernels.swiglu_backward(dy, x)
+    assert (dx - wide.grad).norm() <= 2**-8 * wide.grad.norm()
+    for format in ("e4m3", "e5m2"):
+        rows, by_token = kernels.swiglu_backward_quantize(dy, x, format)
+        same(rows.codes, quantize(dx, format=format).codes)
+        same(rows.scales, quantize(dx, format=format).scales)
+        same(by_token.codes[:tokens], quantize(dx, (128, 1), format).codes)
+        same(by_token.scales, quantize(dx, (128, 1), format).scales)
+        assert not by_token.codes[tokens:].float().any()
+    x.requires_grad_()
+    kernels.swiglu(x).backward(dy)
+    assert torch.equal(x.grad, dx)
+
+
+def test_extreme_gates(kernels) -> None:
+    """NaN stays NaN; large gates neither overflow nor lose their sign."""
+    x = torch.zeros(4, 256, dtype=torch.bfloat16, device="cuda")
+    x[:, 128:] = 2.0
+    x[0, 0], x[1, 0], x[2, 0], x[3, 0] = float("nan"), 1e4, -1e4, float("inf")
+    ours, reference = kernels.swiglu_forward(x).cpu(), swiglu_ref(x.cpu())
+    torch.testing.assert_close(ours, reference, rtol=0, atol=0, equal_nan=True)
+    rows, _ = kernels.swiglu_quantize(x)
+    assert rows.codes[0, 0].float().isnan()
+
+
+def test_bad_layouts_are_refused(kernels) -> None:
+    with pytest.raises(ValueError, match=r"\[4, 300\]"):
+        kernels.swiglu_forward(torch.zeros(4, 300, dtype=torch.bfloat16, device="cuda"))
+    with pytest.raises(ValueError, match="float32"):
+        kernels.swiglu_forward(torch.zeros(4, 256, device="cuda"))
