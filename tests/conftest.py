@@ -4,6 +4,9 @@ from collections.abc import Generator
 from typing import Any
 
 import pytest
+import torch
+
+torch.set_num_threads(1)  # tiny tensors are slower with two, and test workers share the cores
 
 
 @pytest.hookimpl(hookwrapper=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -147,9 +146,3 @@ def with_stops(params: SamplingParams, task: Task) -> SamplingParams:
     fields = {name: getattr(params, name) for name in SamplingParams.__dataclass_fields__}
     fields["stop"] = tuple(dict.fromkeys((*params.stop, *task.stop)))
     return SamplingParams(**fields)
-
-
-def derive_seed(*parts: int | str) -> int:
-    """A seed in [0, 2**63) made of several: the same for the same parts, on every machine."""
-    text = "\0".join(str(part) for part in parts).encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1

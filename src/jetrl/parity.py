@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from jetrl.evaluate import derive_seed
 from jetrl.kernels.attention import attend_packed
 from jetrl.kernels.logprob import chosen_logprobs
 from jetrl.kernels.norm import rms_norm
@@ -22,6 +21,7 @@ from jetrl.kernels.swiglu import swiglu
 from jetrl.policy import Policy
 from jetrl.precision import PrecisionPlan, quantize
 from jetrl.precision.gemm import bf16_matmul, fp8_matmul
+from jetrl.randomness import derive_seed
 from jetrl.rollout.cache import PagedCache, Span
 from jetrl.rollout.engine import ProgressCallback, RolloutEngine
 from jetrl.training.mismatch import different, mismatch_metrics

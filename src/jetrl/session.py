@@ -20,15 +20,12 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-import numpy as np
-
 from jetrl.building import build_policy, build_reference
 from jetrl.config import Settings
 from jetrl.errors import MismatchError, RunStopped, UserError
 from jetrl.evaluate import (
     EncodedPrompt,
     Evaluation,
-    derive_seed,
     encode_prompts,
     evaluate,
     sample_prompts,
@@ -37,10 +34,11 @@ from jetrl.evaluate import (
 from jetrl.models.chat import encode_text
 from jetrl.parity import locate
 from jetrl.precision import PrecisionPlan
+from jetrl.randomness import derive_seed, draw_indices
 from jetrl.rollout.engine import RolloutEngine
 from jetrl.rollout.progress import Progress
 from jetrl.runs import Console, RunDirectory, open_trackers, write_report
-from jetrl.runs.metrics import eval_metric, part_metric
+from jetrl.step_metrics import eval_metrics, sample_metrics
 from jetrl.tasks import Scorer, get_task
 from jetrl.training import Checkpoints, SftTrainer, StepMismatchError, Trainer
 from jetrl.types import Completion, Sample, SamplingParams, StepStats
@@ -197,7 +195,7 @@ class Session:
             trainer = SftTrainer(self.policy, self.settings)
             examples = self._examples()
             for step in range(1, steps + 1):
-                chosen = _draw(
+                chosen = draw_indices(
                     len(examples), self.settings.sft.examples_per_step, step, self._seed("sft")
                 )
                 began = time.monotonic()
@@ -239,9 +237,8 @@ class Session:
         """The step's prompts: each epoch is a shuffle of its own, and none is skipped."""
         self._timings = {"step": time.monotonic()}
         count = self.settings.rollout.prompts_per_step
-        return [
-            self._prompts[i] for i in _draw(len(self._prompts), count, step, self._seed("prompts"))
-        ]
+        chosen = draw_indices(len(self._prompts), count, step, self._seed("prompts"))
+        return [self._prompts[i] for i in chosen]
 
     def sample(self, prompts: Sequence[EncodedPrompt], step: int) -> list[Completion]:
         """samples_per_prompt completions of each prompt, with their log-probs."""
@@ -293,7 +290,7 @@ class Session:
             self.run.write_rollouts(step, samples)
             raise MismatchError(f"step {step}: {error}; {self._locate(error)}") from None
         self._timings |= self.trainer.timings
-        return _sample_metrics(samples) | metrics
+        return sample_metrics(samples) | metrics
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Held-out metrics of a step, if one is due: at the start, every eval.every, at the end."""
@@ -302,7 +299,7 @@ class Session:
         if not due:
             return {}
         result = self._held_out()
-        return self._eval_metrics(result) | {"timing/eval_s": self._timings["eval"]}
+        return eval_metrics(self.task.label, result) | {"timing/eval_s": self._timings["eval"]}
 
     def record(self, step: int, samples: Sequence[Sample], metrics: dict[str, float]) -> None:
         """Write the step down: rollouts, checkpoint if due, metrics, console. In this order, so
@@ -405,18 +402,6 @@ class Session:
             examples.append((list(encoded.token_ids), ids))
         return examples
 
-    def _eval_metrics(self, result: Evaluation) -> dict[str, float]:
-        def name(what: str) -> str:
-            return eval_metric(self.task.label, what)
-
-        return {
-            name("mean"): result.mean,
-            name("pass_at_k"): result.pass_at_k[max(result.pass_at_k)],
-            name("response_length"): result.response_length,
-            name("clip_ratio"): result.clip_ratio,
-            name("failures"): float(result.failures),
-        }
-
     def _measured(self, samples: Sequence[Sample]) -> dict[str, float]:
         """Times, speeds and memory of the step so far."""
         timings = self._timings
@@ -479,38 +464,3 @@ class Session:
     def _write_report(self) -> None:
         if self.settings.report.enabled:
             write_report(self.run.path)
-
-
-def _draw(total: int, count: int, step: int, seed: int) -> list[int]:
-    """Indices of a step's items (steps count from 1): consecutive ones of endless shuffles."""
-    first = (step - 1) * count
-    epochs = range(first // total, (first + count - 1) // total + 1)
-    order = {
-        epoch: np.random.Generator(np.random.Philox(key=derive_seed(seed, epoch))).permutation(
-            total
-        )
-        for epoch in epochs
-    }
-    return [int(order[i // total][i % total]) for i in range(first, first + count)]
-
-
-def _sample_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """Rewards and lengths of a step."""
-    rewards = np.array([s.score.reward for s in samples])
-    groups = np.array([s.group for s in samples])
-    spreads = [np.ptp(rewards[groups == g]) for g in np.unique(groups)]
-    parts: dict[str, list[float]] = {}
-    for sample in samples:
-        for part, value in sample.score.parts.items():
-            parts.setdefault(part_metric(part), []).append(value)
-    return {
-        "reward/mean": float(rewards.mean()),
-        "reward/std": float(rewards.std()),
-        "reward/zero_std_groups": float(np.mean([spread == 0 for spread in spreads])),
-        "reward/failures": float(sum(bool(s.failure) for s in samples)),
-        **{name: float(np.mean(values)) for name, values in parts.items()},
-        "response_length/mean": float(np.mean([len(s.completion.token_ids) for s in samples])),
-        "response_length/clip_ratio": float(
-            np.mean([s.completion.finish_reason == "length" for s in samples])
-        ),
-    }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -47,8 +48,8 @@ def test_matches_float64(kv: str, heads: int, groups: int, dim: int) -> None:
     for start, length in zip(cu.tolist(), lengths, strict=False):
         s = slice(start, start + length)
         true = causal64(q[s].double(), k64[s], v64[s])
-        # scores up to ~50 in float32 are off by 2**-24 * 4 * 50, so weights by that, relatively; the
-        # result is then rounded to q's dtype
+        # scores up to ~50 in float32 are off by 2**-24 * 4 * 50, so weights by that, relatively;
+        # the result is then rounded to q's dtype
         rounding = 2.0**-24 if kv == "fp32" else 2.0**-8
         bound = rounding * true.abs() + 400 * 2.0**-24 * v64[s].abs().max()
         assert torch.all((out[s] - true).abs() <= bound)
@@ -60,7 +61,7 @@ def test_bits_do_not_depend_on_batch_or_padding(kv: str) -> None:
     q, k, v = inputs(sum(lengths), 4, 2, 64, kv)
     cu = [0, *torch.tensor(lengths).cumsum(0).tolist()]
     together = attend_packed(q, k, v, torch.tensor(cu), kv)
-    for start, end in zip(cu, cu[1:], strict=False):
+    for start, end in itertools.pairwise(cu):
         s = slice(start, end)
         alone = attend_packed(q[s], k[s], v[s], torch.tensor([0, end - start]), kv)
         assert torch.equal(alone, together[s])
@@ -97,7 +98,6 @@ def test_long_work_is_cut_without_changing_bits(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("kv", ["bf16", "fp32"])
 def test_gradients_match_float64(kv: str) -> None:
-    lengths = [6, 19]
     tensors = [x.requires_grad_() for x in inputs(25, 4, 2, 32, kv)]
     out = attend_packed(*tensors, torch.tensor([0, 6, 25]), kv)
     do = torch.randn(out.shape, generator=torch.Generator().manual_seed(5)).to(out.dtype)

@@ -28,8 +28,8 @@ def sqnr_db(approximate: torch.Tensor, true: torch.Tensor) -> float:
 
 
 # A value rounded to m significant bits has a relative error of at most 2**-m, with a mean square of
-# at most 2**(-2m) / 3: E4M3 (m = 4) 28.9 dB, E5M2 (m = 3) 22.8 dB. Two independent factors add their noise; 1.5 dB covers values below the normal range of
-# codes and the BF16 rounding of the result.
+# at most 2**(-2m) / 3: E4M3 (m = 4) 28.9 dB, E5M2 (m = 3) 22.8 dB. Two independent factors add up;
+# 1.5 dB covers values below the normal range of codes and the BF16 rounding of the result.
 E4M3_NOISE, E5M2_NOISE = 2.0**-8 / 3, 2.0**-6 / 3
 
 

@@ -31,6 +31,8 @@ class Arithmetic(Task):
     reverse: write the result lowest digit first (`07+25=` is `230`).
     seed: which problems are held out, and the order of the rest.
     test_share: share of the problems that are held out.
+    mistakes: share of the worked answers (`demonstration`) with one wrong digit: a careless teacher,
+        whose pupil knows the sums and errs as often, which is what reinforcement then mends.
 
     The reward is 1 for exactly the right digits (spaces around them are ignored) and 0 otherwise.
     """
@@ -47,6 +49,7 @@ class Arithmetic(Task):
         reverse: bool = True,
         seed: int = 0,
         test_share: float = 0.1,
+        mistakes: float = 0.0,
     ) -> None:
         largest = 10**digits - 1 if isinstance(digits, int) and 1 <= digits <= 3 else 0
         top = largest if max_operand is None else max_operand
@@ -64,6 +67,10 @@ class Arithmetic(Task):
                 isinstance(test_share, float) and 0 < test_share < 1,
                 f"test_share = {test_share!r}: give a number between 0 and 1",
             ),
+            (
+                isinstance(mistakes, float | int) and 0 <= mistakes <= 1,
+                f"mistakes = {mistakes!r}: give a share, 0 to 1",
+            ),
             (isinstance(seed, int), f"seed = {seed!r}: give an integer"),
         ]
         for holds, message in checks:
@@ -76,6 +83,7 @@ class Arithmetic(Task):
         self.reverse = reverse
         self.seed = seed
         self.test_share = test_share
+        self.mistakes = mistakes
         self.alphabet = "0123456789" + self.operators + "="
 
     def prompts(self, split: str) -> Iterable[Prompt]:
@@ -107,7 +115,13 @@ class Arithmetic(Task):
         return float(completion.strip(" ") == prompt.answer)
 
     def demonstration(self, prompt: Prompt) -> str | None:
-        return prompt.answer
+        answer = prompt.answer or ""
+        teacher = random.Random(f"{self.seed}:{prompt.id}")
+        if teacher.random() >= self.mistakes:
+            return answer
+        place = teacher.randrange(len(answer))
+        wrong = str((int(answer[place]) + teacher.randrange(1, 10)) % 10)
+        return answer[:place] + wrong + answer[place + 1 :]
 
     def self_test(self) -> list[tuple[Prompt, str, float | None]]:
         prompt = self._prompt(1, self.operators[0], 1)

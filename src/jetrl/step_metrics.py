@@ -1,0 +1,46 @@
+"""The metrics of a step that its samples alone decide: rewards, lengths, evaluations. Names are
+those of docs/metrics.md."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from jetrl.evaluate import Evaluation
+from jetrl.runs.metrics import eval_metric, part_metric
+from jetrl.types import Sample
+
+
+def sample_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+    """Rewards and lengths of a step."""
+    rewards = np.array([s.score.reward for s in samples])
+    groups = np.array([s.group for s in samples])
+    spreads = [np.ptp(rewards[groups == g]) for g in np.unique(groups)]
+    parts: dict[str, list[float]] = {}
+    for sample in samples:
+        for part, value in sample.score.parts.items():
+            parts.setdefault(part_metric(part), []).append(value)
+    return {
+        "reward/mean": float(rewards.mean()),
+        "reward/std": float(rewards.std()),
+        "reward/zero_std_groups": float(np.mean([spread == 0 for spread in spreads])),
+        "reward/failures": float(sum(bool(s.failure) for s in samples)),
+        **{name: float(np.mean(values)) for name, values in parts.items()},
+        "response_length/mean": float(np.mean([len(s.completion.token_ids) for s in samples])),
+        "response_length/clip_ratio": float(
+            np.mean([s.completion.finish_reason == "length" for s in samples])
+        ),
+    }
+
+
+def eval_metrics(task: str, result: Evaluation) -> dict[str, float]:
+    """What an evaluation of a task adds to its step."""
+    values = {
+        "mean": result.mean,
+        "pass_at_k": result.pass_at_k[max(result.pass_at_k)],
+        "response_length": result.response_length,
+        "clip_ratio": result.clip_ratio,
+        "failures": float(result.failures),
+    }
+    return {eval_metric(task, what): value for what, value in values.items()}
