@@ -100,11 +100,10 @@ class Session:
         self._scorer = stack.enter_context(
             Scorer(task.name, task.path, options, task.workers, task.timeout_s)
         )
-        self.run = stack.enter_context(
-            RunDirectory.create(settings, self.plan.to_dict(), resume=self._resume)
-        )
+        run = RunDirectory.create(settings, self.plan.to_dict(), resume=self._resume)
+        stack.callback(self._write_report)  # last, when the run's end is recorded
+        self.run = stack.enter_context(run)
         self._checkpoints = Checkpoints(self.run.checkpoints_dir, settings.checkpoint.keep_last)
-        stack.callback(self._write_report)  # after the attempt's end is recorded
         self._attempt = stack.enter_context(
             self.run.attempt(sys.argv, {"plan": self.plan.name, "device": str(self.policy.device)})
         )
@@ -191,7 +190,7 @@ class Session:
             return
         steps = self.settings.sft.steps
         if steps:
-            self._console = Console(steps, title="sft", samples_every=0)
+            self._console = Console(steps, title="sft", samples_every=0, lines_every=25)
             trainer = SftTrainer(self.policy, self.settings)
             examples = self._examples()
             for step in range(1, steps + 1):

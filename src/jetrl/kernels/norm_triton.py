@@ -28,12 +28,12 @@ from triton.experimental.gluon import language as gl
 
 from jetrl.kernels import tile_triton as tile
 from jetrl.kernels.quantize_triton import (
-    TILE_OPTIONS,
     abs_bits,
     check_matrix,
     round_to_bfloat16,
     rule,
     scale_and_multiplier,
+    tile_rule,
 )
 from jetrl.precision.layout import empty_row_groups, empty_token_groups
 from jetrl.precision.plan import FP8_BLOCK
@@ -148,22 +148,18 @@ def _tile_kernel(
     padded_tokens,
     column_blocks,
     MAXIMUM: gl.constexpr,
-    FLOOR_BITS: gl.constexpr,
+    FLOOR: gl.constexpr,
     POW2: gl.constexpr,
 ):
     block, column = gl.program_id(0) // column_blocks, gl.program_id(0) % column_blocks
     rows, columns = tile.tile_rows(block), tile.tile_columns(column)
-    x = tile.load_tile(x_ptr, block, column, num_rows, num_columns, num_columns).to(gl.float32)
+    x = tile.load_tile(x_ptr, block, column, num_rows, num_columns, num_columns)
     inverse = gl.load(inverse_ptr + rows, mask=rows < num_rows, other=0.0)
     weight = gl.load(weight_ptr + columns).to(gl.float32)
-    y = tile.round_to_bfloat16(x * inverse[:, None] * weight[None, :])
-    tile.store_row_groups(
+    y = tile.to_bfloat16(tile.widen(x) * inverse[:, None] * weight[None, :])
+    tile.store_groups(
         y, block, column, num_rows, num_columns, row_codes_ptr, row_scales_ptr, scale_stride,
-        MAXIMUM, FLOOR_BITS, POW2,
-    )  # fmt: skip
-    tile.store_token_groups(
-        y, block, column, num_columns, padded_tokens, token_codes_ptr, token_scales_ptr,
-        MAXIMUM, FLOOR_BITS, POW2,
+        token_codes_ptr, token_scales_ptr, padded_tokens, True, MAXIMUM, FLOOR, POW2,
     )  # fmt: skip
 
 
@@ -258,8 +254,7 @@ def rms_norm_quantize(
             rows.scales.stride(1),
             tokens.shape[0],
             column_blocks,
-            **options,
-            **TILE_OPTIONS,
+            **tile_rule("e4m3", scales),
         )
     return NormQuantized(total, inverse, rows, tokens)
 

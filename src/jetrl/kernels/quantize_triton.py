@@ -149,19 +149,14 @@ def _tile_kernel(
     column_blocks,
     ROW_GROUPS: gl.constexpr,
     MAXIMUM: gl.constexpr,
-    FLOOR_BITS: gl.constexpr,
+    FLOOR: gl.constexpr,
     POW2: gl.constexpr,
 ):
     block, column = gl.program_id(0) // column_blocks, gl.program_id(0) % column_blocks
-    y = tile.load_tile(x_ptr, block, column, num_rows, num_columns, row_stride).to(gl.float32)
-    if ROW_GROUPS:
-        tile.store_row_groups(
-            y, block, column, num_rows, num_columns, row_codes_ptr, row_scales_ptr, scale_stride,
-            MAXIMUM, FLOOR_BITS, POW2,
-        )  # fmt: skip
-    tile.store_token_groups(
-        y, block, column, num_columns, padded_tokens, token_codes_ptr, token_scales_ptr,
-        MAXIMUM, FLOOR_BITS, POW2,
+    y = tile.load_tile(x_ptr, block, column, num_rows, num_columns, row_stride)
+    tile.store_groups(
+        y, block, column, num_rows, num_columns, row_codes_ptr, row_scales_ptr, scale_stride,
+        token_codes_ptr, token_scales_ptr, padded_tokens, ROW_GROUPS, MAXIMUM, FLOOR, POW2,
     )  # fmt: skip
 
 
@@ -179,20 +174,19 @@ def _weight_kernel(
     column_blocks,
     TRANSPOSED: gl.constexpr,
     MAXIMUM: gl.constexpr,
-    FLOOR_BITS: gl.constexpr,
+    FLOOR: gl.constexpr,
     POW2: gl.constexpr,
 ):
     block, column = gl.program_id(0) // column_blocks, gl.program_id(0) % column_blocks
     w = tile.load_tile(w_ptr, block, column, num_rows, num_columns, num_columns).to(gl.float32)
-    amax_bits = gl.max(gl.convert_layout(gl.max(tile.abs_bits(w), 0), tile.LINE), 0)
-    line = gl.full([128], 0, gl.int32, tile.LINE) + amax_bits
-    scale, multiplier = tile.scale_and_multiplier(line, MAXIMUM, FLOOR_BITS, POW2)
+    amax = tile.largest(gl.convert_layout(tile.largest(w, 0), tile.LINE), 0)
+    line = gl.full([128], 0.0, gl.float32, tile.LINE) + amax
+    scale, multipliers = tile.scale_and_multiplier(line, MAXIMUM, FLOOR, POW2)
     one = gl.arange(0, 128, tile.LINE)
     gl.store(scales_ptr + block * scale_stride + column + one, scale, mask=one == 0)
-    multiplier = gl.max(multiplier, 0)
-    rows, columns = tile.tile_rows(block), tile.tile_columns(column)
+    multiplier = tile.largest(multipliers, 0)
     codes = (w * multiplier).to(codes_ptr.dtype.element_ty)
-    gl.store(codes_ptr + rows.to(gl.int64)[:, None] * num_columns + columns[None, :], codes)
+    gl.store(tile.tile_places(codes_ptr, block, column, num_columns), codes)
     if TRANSPOSED:
         turned = gl.convert_layout(w, tile.TURNED, assert_trivial=True) * multiplier
         codes = turned.to(codes_ptr.dtype.element_ty)
@@ -206,6 +200,13 @@ def rule(format: FP8Format, scales: str) -> dict[str, Any]:
     if scales not in ("fp32", "pow2"):
         raise ValueError(f"scales are fp32 or pow2, not {scales!r}")
     return {"MAXIMUM": FORMATS[format][1], "FLOOR_BITS": _FLOOR_BITS, "POW2": scales == "pow2"}
+
+
+def tile_rule(format: FP8Format, scales: str) -> dict[str, Any]:
+    """The same as the tile kernels take them, with the options of their launch."""
+    constants = rule(format, scales)
+    del constants["FLOOR_BITS"]
+    return {**constants, "FLOOR": AMAX_FLOOR, **TILE_OPTIONS}
 
 
 def check_matrix(name: str, x: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
@@ -247,7 +248,7 @@ def _quantize(
 ) -> tuple[QTensor | None, QTensor | None]:
     check_matrix("quantize", x, (torch.bfloat16, torch.float16, torch.float32))
     num_rows, num_columns = x.shape
-    dtype, options = FORMATS[format][0], rule(format, scales)
+    dtype = FORMATS[format][0]
     rows = empty_row_groups(num_rows, num_columns, dtype, x.device) if row_groups else None
     tokens = empty_token_groups(num_rows, num_columns, dtype, x.device) if token_groups else None
     column_blocks = triton.cdiv(num_columns, FP8_BLOCK)
@@ -265,7 +266,7 @@ def _quantize(
             rows.scales.stride(1),
             column_blocks,
             _ROWS,
-            **options,
+            **rule(format, scales),
             num_warps=4,
             enable_fp_fusion=False,
         )
@@ -283,8 +284,7 @@ def _quantize(
         tokens.shape[0],
         column_blocks,
         row_groups,
-        **options,
-        **TILE_OPTIONS,
+        **tile_rule(format, scales),
     )
     return rows, tokens
 
@@ -329,7 +329,6 @@ def quantize_weight(
         turned.scales.stride(0) if turned else 0,
         column_blocks,
         transposed,
-        **rule(format, scales),
-        **TILE_OPTIONS,
+        **tile_rule(format, scales),
     )
     return direct, turned

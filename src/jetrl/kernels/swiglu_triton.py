@@ -26,12 +26,12 @@ from triton.experimental.gluon import language as gl
 
 from jetrl.kernels import tile_triton as tile
 from jetrl.kernels.quantize_triton import (
-    TILE_OPTIONS,
     check_matrix,
     load_tile,
     round_to_bfloat16,
     rule,
     store_row_groups,
+    tile_rule,
 )
 from jetrl.precision.layout import empty_row_groups, empty_token_groups
 from jetrl.precision.plan import FP8_BLOCK
@@ -114,22 +114,18 @@ def _tile_kernel(
     column_blocks,
     LOG2_E: gl.constexpr,
     MAXIMUM: gl.constexpr,
-    FLOOR_BITS: gl.constexpr,
+    FLOOR: gl.constexpr,
     POW2: gl.constexpr,
 ):
     block, column = gl.program_id(0) // column_blocks, gl.program_id(0) % column_blocks
     stride = 2 * num_columns
     gate = tile.load_tile(x_ptr, block, column, num_rows, num_columns, stride)
     up = tile.load_tile(x_ptr + num_columns, block, column, num_rows, num_columns, stride)
-    gate, up = gate.to(gl.float32), up.to(gl.float32)
-    y = tile.round_to_bfloat16(gate * _tile_sigmoid(gate, LOG2_E) * up)
-    tile.store_row_groups(
+    gate, up = tile.widen(gate), tile.widen(up)
+    y = tile.to_bfloat16(gate * _tile_sigmoid(gate, LOG2_E) * up)
+    tile.store_groups(
         y, block, column, num_rows, num_columns, row_codes_ptr, row_scales_ptr, scale_stride,
-        MAXIMUM, FLOOR_BITS, POW2,
-    )  # fmt: skip
-    tile.store_token_groups(
-        y, block, column, num_columns, padded_tokens, token_codes_ptr, token_scales_ptr,
-        MAXIMUM, FLOOR_BITS, POW2,
+        token_codes_ptr, token_scales_ptr, padded_tokens, True, MAXIMUM, FLOOR, POW2,
     )  # fmt: skip
 
 
@@ -173,32 +169,25 @@ def _backward_tile_kernel(
     column_blocks,
     LOG2_E: gl.constexpr,
     MAXIMUM: gl.constexpr,
-    FLOOR_BITS: gl.constexpr,
+    FLOOR: gl.constexpr,
     POW2: gl.constexpr,
 ):
-    # The two halves of one tile are neighbours in the grid: the second finds its inputs in L2.
-    half = gl.program_id(0) % 2
-    index = gl.program_id(0) // 2
-    block, column = index // column_blocks, index % column_blocks
+    block, column = gl.program_id(0) // column_blocks, gl.program_id(0) % column_blocks
     stride = 2 * num_columns
     dy = tile.load_tile(dy_ptr, block, column, num_rows, num_columns, num_columns)
     gate = tile.load_tile(x_ptr, block, column, num_rows, num_columns, stride)
-    dy, gate = dy.to(gl.float32), gate.to(gl.float32)
-    if half == 0:
-        up = tile.load_tile(x_ptr + num_columns, block, column, num_rows, num_columns, stride)
-        share = _tile_sigmoid(gate, LOG2_E)
-        dx = dy * up.to(gl.float32) * share * (1.0 + gate * (1.0 - share))
-    else:
-        dx = dy * gate * _tile_sigmoid(gate, LOG2_E)
-    dx = tile.round_to_bfloat16(dx)
-    column += half * column_blocks
-    tile.store_row_groups(
-        dx, block, column, num_rows, stride, row_codes_ptr, row_scales_ptr, scale_stride,
-        MAXIMUM, FLOOR_BITS, POW2,
+    up = tile.load_tile(x_ptr + num_columns, block, column, num_rows, num_columns, stride)
+    dy, gate = tile.widen(dy), tile.widen(gate)
+    share = _tile_sigmoid(gate, LOG2_E)
+    dup = tile.to_bfloat16(dy * gate * share)
+    dgate = tile.to_bfloat16(dy * tile.widen(up) * share * (1.0 + gate * (1.0 - share)))
+    tile.store_groups(
+        dgate, block, column, num_rows, stride, row_codes_ptr, row_scales_ptr, scale_stride,
+        token_codes_ptr, token_scales_ptr, padded_tokens, True, MAXIMUM, FLOOR, POW2,
     )  # fmt: skip
-    tile.store_token_groups(
-        dx, block, column, stride, padded_tokens, token_codes_ptr, token_scales_ptr,
-        MAXIMUM, FLOOR_BITS, POW2,
+    tile.store_groups(
+        dup, block, column + column_blocks, num_rows, stride, row_codes_ptr, row_scales_ptr,
+        scale_stride, token_codes_ptr, token_scales_ptr, padded_tokens, True, MAXIMUM, FLOOR, POW2,
     )  # fmt: skip
 
 
@@ -231,8 +220,7 @@ def swiglu_quantize(
             tokens.shape[0],
             column_blocks,
             _LOG2_E,
-            **rule("e4m3", scales),
-            **TILE_OPTIONS,
+            **tile_rule("e4m3", scales),
         )
     return rows, tokens
 
@@ -304,7 +292,7 @@ def swiglu_backward_quantize(
     tokens = empty_token_groups(num_rows, columns, dtype, dy.device)
     column_blocks = dy.shape[1] // FP8_BLOCK
     if num_rows:
-        _backward_tile_kernel[(2 * triton.cdiv(num_rows, FP8_BLOCK) * column_blocks,)](
+        _backward_tile_kernel[(triton.cdiv(num_rows, FP8_BLOCK) * column_blocks,)](
             dy,
             gate_up,
             rows.codes,
@@ -317,8 +305,7 @@ def swiglu_backward_quantize(
             tokens.shape[0],
             column_blocks,
             _LOG2_E,
-            **rule(format, scales),
-            **TILE_OPTIONS,
+            **tile_rule(format, scales),
         )
     return rows, tokens
 

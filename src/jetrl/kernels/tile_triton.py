@@ -16,6 +16,7 @@ are bound by memory if, and only if, a tile costs few instructions, so the layou
 
 from __future__ import annotations
 
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -30,6 +31,7 @@ TILE = gl.constexpr(
 TURNED = gl.constexpr(
     gl.DistributedLinearLayout(_ALONG_COLUMN + _ALONG_ROW, _LANES, _WARPS, [], [128, 128])
 )
+_PROPAGATE_NAN = gl.constexpr(tl.PropagateNan.ALL)
 LINE = gl.constexpr(gl.BlockedLayout([1], [32], [8], [0]))
 
 
@@ -46,39 +48,75 @@ def tile_columns(column):
 
 
 @gluon.jit
-def load_tile(x_ptr, block, column, num_rows, num_columns, row_stride):
-    """x [128, 128] as stored, zeros outside."""
-    rows, columns = tile_rows(block), tile_columns(column)
-    mask = (rows < num_rows)[:, None] & (columns < num_columns)[None, :]
-    places = rows.to(gl.int64)[:, None] * row_stride + columns[None, :]
-    return gl.load(x_ptr + places, mask=mask, other=0.0)
+def tile_places(ptr, block, column, stride):
+    """Pointers [128, 128] of a tile of a matrix with rows of `stride`: an int64 address of the
+    corner, which may lie anywhere, and offsets of 31 bits inside, which spare registers."""
+    corner = ptr + (block.to(gl.int64) * 128 * stride + column * 128)
+    rows = gl.arange(0, 128, gl.SliceLayout(1, TILE))
+    columns = gl.arange(0, 128, gl.SliceLayout(0, TILE))
+    return corner + (rows[:, None] * stride + columns[None, :])
 
 
 @gluon.jit
-def round_to_bfloat16(x):
-    """float32 x rounded to the nearest bfloat16, as float32, two elements at a time."""
+def tile_mask(block, column, num_rows, num_columns):
+    rows = gl.arange(0, 128, gl.SliceLayout(1, TILE))
+    columns = gl.arange(0, 128, gl.SliceLayout(0, TILE))
+    rows_left, columns_left = num_rows - block * 128, num_columns - column * 128
+    return (rows < rows_left)[:, None] & (columns < columns_left)[None, :]
+
+
+@gluon.jit
+def load_tile(x_ptr, block, column, num_rows, num_columns, row_stride):
+    """x [128, 128] as stored, zeros outside."""
+    mask = tile_mask(block, column, num_rows, num_columns)
+    return gl.load(tile_places(x_ptr, block, column, row_stride), mask=mask, other=0.0)
+
+
+@gluon.jit
+def to_bfloat16(x):
+    """float32 rounded to the nearest bfloat16, two elements an instruction."""
     return gl.inline_asm_elementwise(
-        "{ .reg .b32 t; cvt.rn.bf16x2.f32 t, $3, $2; shl.b32 $0, t, 16; and.b32 $1, t, -65536; }",
-        "=r,=r,r,r",
+        "cvt.rn.bf16x2.f32 $0, $2, $1;",
+        "=r,r,r",
         [x],
-        dtype=gl.float32,
+        dtype=gl.bfloat16,
         is_pure=True,
         pack=2,
     )
 
 
 @gluon.jit
-def abs_bits(x):
-    """int32 bits of |x|: ordered like |x|, with NaN above Inf."""
-    return x.to(gl.float32).to(gl.int32, bitcast=True) & 0x7FFFFFFF
+def widen(x):
+    """x as float32. From bfloat16 by an instruction that the compiler may not merge with another
+    such: a tile is kept as 32 registers of pairs between its uses, not as 64 of float32."""
+    if x.dtype == gl.bfloat16:
+        return gl.inline_asm_elementwise(
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, -65536;",
+            "=r,=r,r",
+            [x],
+            dtype=gl.float32,
+            is_pure=False,
+            pack=2,
+        )
+    else:
+        return x.to(gl.float32)
 
 
 @gluon.jit
-def scale_and_multiplier(
-    amax_bits, MAXIMUM: gl.constexpr, FLOOR_BITS: gl.constexpr, POW2: gl.constexpr
-):
-    """(stored scale, multiplier), float32, for the bits of a group's maximum."""
-    amax = gl.maximum(amax_bits, FLOOR_BITS).to(gl.float32, bitcast=True)
+def _larger(a, b):
+    return gl.maximum(a, b, propagate_nan=_PROPAGATE_NAN)
+
+
+@gluon.jit
+def largest(x, axis: gl.constexpr):
+    """The maximum of |x| along an axis; NaN if any is."""
+    return gl.reduce(gl.abs(x), axis, _larger)
+
+
+@gluon.jit
+def scale_and_multiplier(amax, MAXIMUM: gl.constexpr, FLOOR: gl.constexpr, POW2: gl.constexpr):
+    """(stored scale, multiplier), float32, for a group's maximum."""
+    amax = _larger(amax, gl.full_like(amax, FLOOR))
     limit = gl.full_like(amax, MAXIMUM)
     scale = gl.div_rn(amax, limit)
     if POW2:
@@ -92,45 +130,41 @@ def scale_and_multiplier(
 
 
 @gluon.jit
-def store_row_groups(
-    y, block, column, num_rows, num_columns, codes_ptr, scales_ptr, scale_stride,
-    MAXIMUM: gl.constexpr, FLOOR_BITS: gl.constexpr, POW2: gl.constexpr,
-):  # fmt: skip
-    """Quantize y [128, 128] float32 in TILE as 1 x 128 groups."""
-    amax_bits = gl.convert_layout(gl.max(abs_bits(y), 1), LINE)
-    scale, multiplier = scale_and_multiplier(amax_bits, MAXIMUM, FLOOR_BITS, POW2)
-    line_rows = block * 128 + gl.arange(0, 128, LINE)
-    line_places = column.to(gl.int64) * scale_stride + line_rows
-    gl.store(scales_ptr + line_places, scale, mask=line_rows < num_rows)
-    multiplier = gl.convert_layout(multiplier, gl.SliceLayout(1, TILE))
-    codes = (y * multiplier[:, None]).to(codes_ptr.dtype.element_ty)
-    rows, columns = tile_rows(block), tile_columns(column)
-    mask = (rows < num_rows)[:, None] & (columns < num_columns)[None, :]
-    places = rows.to(gl.int64)[:, None] * num_columns + columns[None, :]
-    gl.store(codes_ptr + places, codes, mask=mask)
-
-
-@gluon.jit
 def store_turned(codes_ptr, codes, block, column, num_columns, padded_rows):
     """Store codes [128, 128] in TURNED at [column, row] of an array of rows of padded_rows."""
-    rows = block * 128 + gl.arange(0, 128, gl.SliceLayout(1, TURNED))
-    columns = column * 128 + gl.arange(0, 128, gl.SliceLayout(0, TURNED))
-    places = columns.to(gl.int64)[None, :] * padded_rows + rows[:, None]
-    gl.store(codes_ptr + places, codes, mask=(columns < num_columns)[None, :])
+    corner = codes_ptr + (column.to(gl.int64) * 128 * padded_rows + block * 128)
+    rows = gl.arange(0, 128, gl.SliceLayout(1, TURNED))
+    columns = gl.arange(0, 128, gl.SliceLayout(0, TURNED))
+    mask = (columns < num_columns - column * 128)[None, :]
+    gl.store(corner + (columns[None, :] * padded_rows + rows[:, None]), codes, mask=mask)
 
 
 @gluon.jit
-def store_token_groups(
-    y, block, column, num_columns, padded_tokens, codes_ptr, scales_ptr,
-    MAXIMUM: gl.constexpr, FLOOR_BITS: gl.constexpr, POW2: gl.constexpr,
+def store_groups(
+    y, block, column, num_rows, num_columns, row_codes_ptr, row_scales_ptr, scale_stride,
+    token_codes_ptr, token_scales_ptr, padded_tokens,
+    ROW_GROUPS: gl.constexpr, MAXIMUM: gl.constexpr, FLOOR: gl.constexpr, POW2: gl.constexpr,
 ):  # fmt: skip
-    """Quantize y [128, 128] float32 in TILE as 128 x 1 groups, stored with tokens contiguous."""
-    amax_bits = gl.convert_layout(gl.max(abs_bits(y), 0), LINE)
-    scale, multiplier = scale_and_multiplier(amax_bits, MAXIMUM, FLOOR_BITS, POW2)
-    line_columns = column * 128 + gl.arange(0, 128, LINE)
-    line_places = block.to(gl.int64) * num_columns + line_columns
-    gl.store(scales_ptr + line_places, scale, mask=line_columns < num_columns)
+    """Quantize y [128, 128] in TILE as 128 x 1 groups stored with tokens contiguous, and with
+    ROW_GROUPS as 1 x 128 groups too."""
+    wide = widen(y)
+    amax = gl.convert_layout(largest(wide, 0), LINE)
+    line = gl.arange(0, 128, LINE)
+    if ROW_GROUPS:
+        row_amax = gl.convert_layout(largest(wide, 1), LINE)
+        row_scale, row_multiplier = scale_and_multiplier(row_amax, MAXIMUM, FLOOR, POW2)
+        places = row_scales_ptr + (column.to(gl.int64) * scale_stride + block * 128)
+        gl.store(places + line, row_scale, mask=line < num_rows - block * 128)
+        row_multiplier = gl.convert_layout(row_multiplier, gl.SliceLayout(1, TILE))
+    scale, multiplier = scale_and_multiplier(amax, MAXIMUM, FLOOR, POW2)
+    places = token_scales_ptr + (block.to(gl.int64) * num_columns + column * 128)
+    gl.store(places + line, scale, mask=line < num_columns - column * 128)
     multiplier = gl.convert_layout(multiplier, gl.SliceLayout(0, TURNED))
-    turned = gl.convert_layout(y, TURNED, assert_trivial=True)
-    codes = (turned * multiplier[None, :]).to(codes_ptr.dtype.element_ty)
-    store_turned(codes_ptr, codes, block, column, num_columns, padded_tokens)
+    wide = widen(y)
+    if ROW_GROUPS:
+        codes = (wide * row_multiplier[:, None]).to(row_codes_ptr.dtype.element_ty)
+        mask = tile_mask(block, column, num_rows, num_columns)
+        gl.store(tile_places(row_codes_ptr, block, column, num_columns), codes, mask=mask)
+    turned = gl.convert_layout(wide, TURNED, assert_trivial=True)
+    codes = (turned * multiplier[None, :]).to(token_codes_ptr.dtype.element_ty)
+    store_turned(token_codes_ptr, codes, block, column, num_columns, padded_tokens)

@@ -44,6 +44,7 @@ class Console:
         elapsed_s: float = 0.0,
         title: str = "step",
         samples_every: int = 10,
+        lines_every: int = 1,
         file: IO[str] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -52,10 +53,11 @@ class Console:
             total_steps: the last step's number. first_step: steps done before (a resumed run).
             elapsed_s: wall time of earlier attempts, added to what the bar shows.
             title: what a step's line begins with. samples_every: steps between tables of
-                completions (0: none). file: default stdout. clock: seconds, for tests.
+                completions (0: none). lines_every: steps between printed lines. file: default
+                stdout. clock: seconds, for tests.
         """
         self._total, self._first, self._done = total_steps, first_step, first_step
-        self._title, self._samples_every = title, samples_every
+        self._title, self._samples_every, self._lines_every = title, samples_every, lines_every
         self._file = file if file is not None else sys.stdout
         self._clock, self._began, self._elapsed_before = clock, clock(), elapsed_s
         self._phase, self._phase_began, self._last_plain = "", clock(), clock()
@@ -99,7 +101,8 @@ class Console:
     def step(self, stats: StepStats) -> None:
         """Prints the step's line, moves the bar, and now and then shows some of stats.samples."""
         self._done = max(self._done, stats.step)
-        self._print(step_line(self._title, stats.step, self._total, stats.metrics))
+        if stats.step % self._lines_every == 0 or stats.step == self._total:
+            self._print(step_line(self._title, stats.step, self._total, stats.metrics))
         if self._bar is not None:
             self._bar.update(self._task, completed=self._done, phase="")
         every = self._samples_every
