@@ -1,0 +1,85 @@
+"""Attention on Hopper: one schedule of keys for decode, prefill and training, to the bit.
+
+For any token, these give the same output bits, whatever else is in the batch:
+
+    attend_decode(q_BHD, pages, block_tables, lengths, max_length)      one new token a sequence
+    attend_prefill(q_THD, pages, tiles)                                 chunks, shared prefixes
+    attend_packed(q_THD, k_TGD, v_TGD, codes, tiles)                    training, differentiable
+
+`attention_core` says why, and pins what it takes: blocks of 64 keys from the sequence's first
+token, splits every 1024 keys folded in order, mma.sync with FP16 operands (BF16 without scales) and
+one order of head_dim inside the instruction. The backward needs no agreement of bits with anything
+and uses the faster instructions; it is deterministic.
+
+Shapes: T tokens, B sequences, H query heads, G key-value heads, D head_dim (64 or 128), H / G at
+most 16, pages of 64 tokens. The CPU reference in `attention` has other bits: its sums are exact.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from jetrl.kernels.attention_backward import attention_backward
+from jetrl.kernels.attention_decode import attend_decode
+from jetrl.kernels.attention_forward import StagedKeys, attend_tiles, stage_keys
+from jetrl.kernels.attention_layout import KeyValueCodes, QueryTiles
+
+__all__ = [
+    "KeyValueCodes",
+    "QueryTiles",
+    "StagedKeys",
+    "attend_decode",
+    "attend_packed",
+    "attend_prefill",
+    "attend_tiles",
+    "stage_keys",
+]
+
+
+def attend_prefill(q: Tensor, pages: KeyValueCodes, tiles: QueryTiles) -> Tensor:
+    """Attention of prefill chunks over pages that already hold the chunks' own keys and values.
+
+    q: bfloat16 [T, H, D], rotated. pages: [P, 64, G, D]. tiles: `QueryTiles.paged`. Returns o like
+    q. Costs one pass over the contexts' keys and values besides the attention itself, so chunks of
+    a few hundred tokens or more are what it is for.
+    """
+    return attend_tiles(q, stage_keys(pages, tiles), tiles)[0]
+
+
+def attend_packed(
+    q: Tensor, k: Tensor, v: Tensor, codes: KeyValueCodes, tiles: QueryTiles
+) -> Tensor:
+    """Causal attention of packed sequences, differentiable in q, k and v.
+
+    q: bfloat16 [T, H, D], rotated. codes: keys and values as a cache would store them, [T, G, D];
+    they are what is attended to. k, v: the bfloat16 [T, G, D] they were made from, not read: the
+    gradient passes straight through to them. tiles: `QueryTiles.packed`. Returns o like q.
+    """
+    if k.shape != codes.k.shape or v.shape != codes.v.shape or len(q) != len(k):
+        raise ValueError(
+            f"q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)} do not go with codes "
+            f"{list(codes.k.shape)}"
+        )
+    o: Tensor = _PackedAttention.apply(q, k, v, codes, tiles)
+    return o
+
+
+class _PackedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, codes: KeyValueCodes, tiles: QueryTiles
+    ) -> Tensor:
+        o, lse = attend_tiles(q, stage_keys(codes, tiles), tiles)
+        ctx.save_for_backward(q, codes.k, codes.k_scales, codes.v, codes.v_scales, o, lse)
+        ctx.tiles = tiles
+        return o
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, k_scales, v, v_scales, o, lse = ctx.saved_tensors
+        codes = KeyValueCodes(k, k_scales, v, v_scales)
+        dq, dk, dv = attention_backward(grads[0].contiguous(), q, codes, o, lse, ctx.tiles)
+        return dq, dk, dv, None, None

@@ -1,0 +1,189 @@
+"""What the GPU attention kernels are given: stored keys and values, and lists of work.
+
+`KeyValueCodes` names keys and values as they are stored, packed or in pages. `QueryTiles` cuts the
+queries of a forward into tiles and names the blocks of keys they see; it is made once for a batch,
+on the CPU, from plain integers, and serves every layer.
+
+Shapes: T tokens, H query heads, G key-value heads, D head_dim, P pages.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+BLOCK_KEYS = 64  # keys of one block, and tokens of one page: the kernels read a page as a block
+TILE_ROWS = 128  # queries of a forward tile
+BACKWARD_ROWS = 128  # keys of a dK, dV tile and queries of a dQ tile
+
+
+@dataclass(frozen=True)
+class KeyValueCodes:
+    """Keys (already rotated) and values as stored.
+
+    k, v: [..., G, D], float8_e4m3fn with float32 scales k_scales, v_scales [..., G], or bfloat16
+    with None. `...` is T for a packed batch and (P, 64) for pages. Contiguous, on one device.
+    """
+
+    k: Tensor
+    k_scales: Tensor | None
+    v: Tensor
+    v_scales: Tensor | None
+
+    def __post_init__(self) -> None:
+        expected = torch.bfloat16 if self.k_scales is None else torch.float8_e4m3fn
+        for name, codes, scales in (("k", self.k, self.k_scales), ("v", self.v, self.v_scales)):
+            if codes.dtype != expected or codes.shape != self.k.shape or not codes.is_contiguous():
+                raise ValueError(
+                    f"{name}: contiguous {expected} of shape {list(self.k.shape)} expected, got "
+                    f"{codes.dtype} {list(codes.shape)} with strides {codes.stride()}"
+                )
+            if (scales is None) != (self.k_scales is None):
+                raise ValueError("keys and values must both have scales, or neither")
+            if scales is not None and (
+                scales.dtype != torch.float32
+                or scales.shape != codes.shape[:-1]
+                or not scales.is_contiguous()
+            ):
+                raise ValueError(
+                    f"{name} scales: contiguous float32 of shape {list(codes.shape[:-1])} "
+                    f"expected, got {scales.dtype} {list(scales.shape)}"
+                )
+        if self.k.shape[-1] not in (64, 128):
+            raise ValueError(f"head_dim must be 64 or 128 on the GPU, got {self.k.shape[-1]}")
+
+    @property
+    def scaled(self) -> bool:
+        """True for FP8 codes with scales."""
+        return self.k_scales is not None
+
+    @property
+    def num_heads(self) -> int:
+        """G."""
+        return self.k.shape[-2]
+
+    @property
+    def head_dim(self) -> int:
+        """D."""
+        return self.k.shape[-1]
+
+
+def check_queries(q: Tensor, codes: KeyValueCodes) -> int:
+    """H / G of queries [T, H, D] that these keys can serve; ValueError with the values if not."""
+    if q.dtype != torch.bfloat16 or q.ndim != 3 or not q.is_contiguous():
+        raise ValueError(
+            f"q: contiguous bfloat16 [T, H, D] expected, got {q.dtype} {list(q.shape)} "
+            f"with strides {q.stride()}"
+        )
+    if q.device != codes.k.device or q.device.type != "cuda":
+        raise ValueError(f"q on {q.device} and keys on {codes.k.device}: one GPU expected")
+    heads, head_dim = q.shape[1:]
+    group, rest = divmod(heads, codes.num_heads)
+    if head_dim != codes.head_dim or rest or not 1 <= group <= 16:
+        raise ValueError(
+            f"{heads} query heads of {head_dim} do not fit {codes.num_heads} key-value heads of "
+            f"{codes.head_dim}: at most 16 query heads share one, all of one size"
+        )
+    return group
+
+
+@dataclass(frozen=True)
+class QueryTiles:
+    """The work of one forward over a flat list of queries, longest tile first.
+
+    tiles: int32 [n, 4]: first query row, rows, position of the first row in its sequence, first
+        staged block of its sequence.
+    key_blocks: int32 [m, 2]: first key row (a row of the packed batch, or 64 * page), valid keys.
+    key_tiles: int32 [., 2]: first key row, end row of its sequence (backward, packed only).
+    query_tiles: int32 [., 3]: first row of the sequence, first query row, end row (likewise).
+    num_queries: rows of q. longest: keys of the longest context.
+    """
+
+    tiles: Tensor
+    key_blocks: Tensor
+    key_tiles: Tensor
+    query_tiles: Tensor
+    num_queries: int
+    longest: int
+
+    @staticmethod
+    def packed(cu_seqlens: Sequence[int], device: torch.device | str) -> QueryTiles:
+        """Whole sequences packed end to end: queries and keys are the same tokens."""
+        starts, lengths = list(cu_seqlens[:-1]), _lengths(cu_seqlens)
+        blocks = [
+            [s + b for b in range(0, n, BLOCK_KEYS)] for s, n in zip(starts, lengths, strict=True)
+        ]
+        backward = [
+            (start, start + first, start + n)
+            for start, n in zip(starts, lengths, strict=True)
+            for first in range(0, n, BACKWARD_ROWS)
+        ]
+        return _build(lengths, lengths, blocks, backward, device)
+
+    @staticmethod
+    def paged(
+        query_lengths: Sequence[int],
+        context_lengths: Sequence[int],
+        block_tables: Sequence[Sequence[int]],
+        device: torch.device | str,
+    ) -> QueryTiles:
+        """Chunks of prefill: sequence i's queries are the last query_lengths[i] tokens of its
+        context_lengths[i], all of whose keys are in pages block_tables[i] (64 tokens a page)."""
+        blocks = []
+        for i, (queries, context, table) in enumerate(
+            zip(query_lengths, context_lengths, block_tables, strict=True)
+        ):
+            pages = -(-context // BLOCK_KEYS)
+            if not 0 < queries <= context or len(table) < pages:
+                raise ValueError(
+                    f"sequence {i}: {queries} queries, {context} keys and {len(table)} pages"
+                )
+            blocks.append([page * BLOCK_KEYS for page in table[:pages]])
+        return _build(query_lengths, context_lengths, blocks, [], device)
+
+
+def _lengths(cu_seqlens: Sequence[int]) -> list[int]:
+    lengths = [b - a for a, b in itertools.pairwise(cu_seqlens)]
+    if cu_seqlens[0] != 0 or min(lengths, default=1) < 1:
+        raise ValueError(f"cu_seqlens must start at 0 and increase, got {list(cu_seqlens)[:9]}")
+    return lengths
+
+
+def _build(
+    query_lengths: Sequence[int],
+    context_lengths: Sequence[int],
+    block_rows: Sequence[Sequence[int]],
+    backward: list[tuple[int, int, int]],
+    device: torch.device | str,
+) -> QueryTiles:
+    tiles: list[tuple[int, int, int, int]] = []
+    key_blocks: list[tuple[int, int]] = []
+    row = 0
+    for queries, context, rows in zip(query_lengths, context_lengths, block_rows, strict=True):
+        for first in range(0, queries, TILE_ROWS):
+            count = min(TILE_ROWS, queries - first)
+            tiles.append((row + first, count, context - queries + first, len(key_blocks)))
+        key_blocks += [
+            (start, min(BLOCK_KEYS, context - i * BLOCK_KEYS)) for i, start in enumerate(rows)
+        ]
+        row += queries
+    tiles.sort(key=lambda t: -(t[1] + t[2]))
+    longest_keys = sorted(backward, key=lambda t: t[1] - t[2])
+    longest_queries = sorted(backward, key=lambda t: t[0] - t[1])
+
+    def upload(records: Sequence[tuple[int, ...]], width: int) -> Tensor:
+        host = torch.tensor(records, dtype=torch.int32).reshape(-1, width)
+        return host.to(device, non_blocking=True)
+
+    return QueryTiles(
+        tiles=upload(tiles, 4),
+        key_blocks=upload(key_blocks, 2),
+        key_tiles=upload([t[1:] for t in longest_keys], 2),
+        query_tiles=upload(longest_queries, 3),
+        num_queries=row,
+        longest=max(context_lengths, default=0),
+    )

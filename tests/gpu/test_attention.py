@@ -1,0 +1,389 @@
+"""Attention on the GPU: decode, prefill and training give a token the same bits."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.gpu
+
+LENGTHS = [200, 1, 63, 64, 65, 1023, 1024, 1025, 2111]
+FORMATS = ["fp8", "bf16"]
+
+
+@pytest.fixture(scope="module")
+def gpu():
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    return pytest.importorskip("jetrl.kernels.attention_gpu")
+
+
+@dataclass
+class Batch:
+    """Packed queries and codes, and the same codes scattered over pages full of NaN."""
+
+    lengths: list[int]
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    codes: object
+    pages: object
+    tables: list[list[int]]
+
+    @property
+    def starts(self) -> list[int]:
+        return [sum(self.lengths[:i]) for i in range(len(self.lengths) + 1)]
+
+
+def store(x: torch.Tensor, kv: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+    if kv == "bf16":
+        return x, None
+    amax = x.float().abs().amax(-1).clamp_min(2.0**-100)
+    return (x.float() * (448.0 / amax)[..., None]).to(torch.float8_e4m3fn), amax / 448.0
+
+
+def batch(
+    gpu, lengths: list[int], heads: int, groups: int, head_dim: int, kv: str, seed: int = 0
+) -> Batch:
+    g = torch.Generator("cuda").manual_seed(seed)
+    tokens = sum(lengths)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device="cuda", generator=g)
+
+    q = (1.5 * normal(tokens, heads, head_dim)).bfloat16()
+    k = normal(tokens, groups, head_dim).bfloat16()
+    v = (normal(tokens, groups, head_dim) * normal(tokens, groups, 1).exp2()).bfloat16()
+    (k8, ks), (v8, vs) = store(k, kv), store(v, kv)
+    codes = gpu.KeyValueCodes(k8, ks, v8, vs)
+
+    counts = [-(-n // 64) for n in lengths]
+    order = torch.randperm(sum(counts) + 3, generator=torch.Generator().manual_seed(seed)).tolist()
+    tables = [[order.pop() for _ in range(c)] for c in counts]
+    paged = []
+    for x in (k8, ks, v8, vs):
+        if x is None:
+            paged.append(None)
+            continue
+        pool = torch.full((sum(counts) + 3, 64, *x.shape[1:]), math.nan, device="cuda").to(x.dtype)
+        row = 0
+        for n, table in zip(lengths, tables, strict=True):
+            for i, page in enumerate(table):
+                part = bits(x[row + 64 * i : row + min(n, 64 * i + 64)])
+                bits(pool)[page, : len(part)] = part
+            row += n
+        paged.append(pool)
+    return Batch(lengths, q, k, v, codes, gpu.KeyValueCodes(*paged), tables)
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    return x.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[x.element_size()])
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(bits(a), bits(b))
+
+
+def packed(gpu, b: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    tiles = gpu.QueryTiles.packed(b.starts, "cuda")
+    return gpu.attend_tiles(b.q, gpu.stage_keys(b.codes, tiles), tiles)
+
+
+def decode(gpu, b: Batch, picks: list[tuple[int, int]], max_length: int = 0) -> torch.Tensor:
+    """Output of token p of sequence s, for (s, p) in picks, each as a newest token."""
+    width = max(map(len, b.tables))
+    table = torch.tensor([b.tables[s] + [0] * (width - len(b.tables[s])) for s, _ in picks])
+    rows = torch.tensor([b.starts[s] + p for s, p in picks], device="cuda")
+    lengths = torch.tensor([p + 1 for _, p in picks], dtype=torch.int32, device="cuda")
+    limit = max_length or max(b.lengths)
+    return gpu.attend_decode(b.q[rows].contiguous(), b.pages, table.int().cuda(), lengths, limit)
+
+
+def positions(lengths: list[int]) -> list[tuple[int, int]]:
+    g = torch.Generator().manual_seed(1)
+    edges = {0, 1, 62, 63, 64, 65, 127, 128, 1022, 1023, 1024, 1025, 2047, 2048}
+    picks = []
+    for s, n in enumerate(lengths):
+        chosen = (
+            {p for p in edges if p < n}
+            | {n - 1}
+            | set(torch.randint(n, (9,), generator=g).tolist())
+        )
+        picks += [(s, p) for p in sorted(chosen)]
+    return picks
+
+
+@pytest.mark.parametrize("kv", FORMATS)
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(
+    "heads, groups", [(2, 2), (4, 2), (8, 2), (10, 2), (14, 2), (8, 1), (16, 1)]
+)
+def test_decode_has_the_bits_of_training(
+    gpu, heads: int, groups: int, head_dim: int, kv: str
+) -> None:
+    b = batch(gpu, LENGTHS, heads, groups, head_dim, kv)
+    picks = positions(LENGTHS)
+    rows = torch.tensor([b.starts[s] + p for s, p in picks], device="cuda")
+    assert same_bits(decode(gpu, b, picks), packed(gpu, b)[0][rows])
+
+
+@pytest.mark.parametrize("kv", FORMATS)
+def test_contexts_up_to_40k_agree(gpu, kv: str) -> None:
+    b = batch(gpu, [40_000, 9000], 8, 2, 128, kv)
+    picks = [
+        (s, p) for s, p in [(0, 39_999), (0, 32_767), (0, 20_001), (0, 5), (1, 8191), (1, 8999)]
+    ]
+    rows = torch.tensor([b.starts[s] + p for s, p in picks], device="cuda")
+    assert same_bits(decode(gpu, b, picks), packed(gpu, b)[0][rows])
+
+
+@pytest.mark.parametrize("kv", FORMATS)
+@pytest.mark.parametrize("chunk", [1, 37, 64, 300, 1024])
+def test_prefill_has_the_bits_of_training_in_any_chunks(gpu, chunk: int, kv: str) -> None:
+    b = batch(gpu, [1300, 65, 700], 8, 2, 128, kv)
+    expected = packed(gpu, b)[0]
+    pieces = [
+        (s, first, min(first + chunk, n))
+        for s, n in enumerate(b.lengths)
+        for first in range(0, n, chunk)
+        if chunk > 1 or first % 97 == 0
+    ]
+    rows = torch.cat([torch.arange(b.starts[s] + i, b.starts[s] + j) for s, i, j in pieces]).cuda()
+    tiles = gpu.QueryTiles.paged(
+        [j - i for _, i, j in pieces],
+        [j for *_, j in pieces],
+        [b.tables[s] for s, *_ in pieces],
+        "cuda",
+    )
+    assert same_bits(gpu.attend_prefill(b.q[rows].contiguous(), b.pages, tiles), expected[rows])
+
+
+def test_a_row_is_independent_of_its_batch_and_of_the_launch(gpu) -> None:
+    b = batch(gpu, LENGTHS, 32, 8, 128, "fp8")
+    picks = positions(LENGTHS)
+    together = decode(gpu, b, picks)
+    for i in (0, len(picks) // 2, len(picks) - 1):
+        s = picks[i][0]
+        assert same_bits(decode(gpu, b, [picks[i]]), together[i : i + 1])
+        assert same_bits(decode(gpu, b, [picks[i]], len(b.tables[s]) * 64), together[i : i + 1])
+    order = torch.randperm(len(picks), generator=torch.Generator().manual_seed(3)).tolist()
+    assert same_bits(decode(gpu, b, [picks[i] for i in order]), together[order])
+    again = packed(gpu, b)
+    for other in (packed(gpu, b) for _ in range(3)):
+        assert all(same_bits(x, y) for x, y in zip(again, other, strict=True))
+
+
+def reference(q, k, v) -> tuple[torch.Tensor, torch.Tensor]:
+    """float64 attention of one sequence: q [T, H, D], k and v [T, G, D] -> o, lse [H, T]."""
+    heads, groups = q.shape[1], k.shape[1]
+    k, v = (x.double().repeat_interleave(heads // groups, 1) for x in (k, v))
+    s = torch.einsum("thd,nhd->htn", q.double(), k) / math.sqrt(q.shape[-1])
+    s = s.masked_fill(torch.ones(s.shape[1:], device=s.device).triu(1).bool(), -math.inf)
+    return torch.einsum("htn,nhd->thd", s.softmax(-1), v), s.logsumexp(-1)
+
+
+def values(codes: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
+    return codes.double() if scales is None else codes.double() * scales[..., None].double()
+
+
+def relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    return ((a.double() - b).norm() / b.norm()).item()
+
+
+@pytest.mark.parametrize("kv", FORMATS)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_output_is_close_to_float64(gpu, head_dim: int, kv: str) -> None:
+    b = batch(gpu, [1500], 8, 2, head_dim, kv)
+    o, lse = packed(gpu, b)
+    expected, expected_lse = reference(
+        b.q, values(b.codes.k, b.codes.k_scales), values(b.codes.v, b.codes.v_scales)
+    )
+    # Output rounded to BF16 (2**-9 at most, half of it typically) and, without scales, weights too.
+    assert relative(o, expected) < 2**-8
+    # float32 sums of D products, each logit below 2**5: D * 2**-24 * 2**5 at the very worst.
+    assert (lse.double() - expected_lse).abs().max() < head_dim * 2**-19
+
+
+@pytest.mark.parametrize("exponent", [-99, -60, -20, 0, 10])
+def test_value_scales_of_any_size_are_as_accurate_as_one(gpu, exponent: int) -> None:
+    b = batch(gpu, [1100], 4, 2, 128, "fp8")
+    scaled = gpu.KeyValueCodes(
+        b.codes.k, b.codes.k_scales, b.codes.v, b.codes.v_scales * 2.0**exponent
+    )
+    tiles = gpu.QueryTiles.packed(b.starts, "cuda")
+    o = gpu.attend_tiles(b.q, gpu.stage_keys(scaled, tiles), tiles)[0]
+    expected = reference(b.q, values(scaled.k, scaled.k_scales), values(scaled.v, scaled.v_scales))
+    assert relative(o, expected[0]) < 2**-8
+
+
+@pytest.mark.parametrize("exponent", [-90, 10])
+def test_key_scales_of_any_size_give_finite_averages(gpu, exponent: int) -> None:
+    b = batch(gpu, [1100], 4, 2, 128, "fp8")
+    scaled = gpu.KeyValueCodes(
+        b.codes.k, b.codes.k_scales * 2.0**exponent, b.codes.v, b.codes.v_scales
+    )
+    tiles = gpu.QueryTiles.packed(b.starts, "cuda")
+    o, lse = gpu.attend_tiles(b.q, gpu.stage_keys(scaled, tiles), tiles)
+    assert lse.isfinite().all()
+    v = values(b.codes.v, b.codes.v_scales).abs().amax()
+    assert o.abs().amax() <= v * (1 + 2**-7)
+    if exponent < 0:  # all scores equal: a plain mean
+        mean = values(b.codes.v, b.codes.v_scales).mean(0).repeat_interleave(2, 0)
+        assert relative(o[-1], mean) < 2**-7
+
+
+def test_values_of_mixed_scales_and_zero_rows(gpu) -> None:
+    b = batch(gpu, [1100], 4, 2, 128, "fp8")
+    v_scales = b.codes.v_scales.clone()
+    v_scales[::3] = 2.0**-109  # what the quantizer gives a zero vector
+    v8 = bits(b.codes.v).clone()
+    v8[::3] = 0
+    v_scales[1::5] *= 2.0**-12
+    codes = gpu.KeyValueCodes(b.codes.k, b.codes.k_scales, v8.view(b.codes.v.dtype), v_scales)
+    tiles = gpu.QueryTiles.packed(b.starts, "cuda")
+    o, lse = gpu.attend_tiles(b.q, gpu.stage_keys(codes, tiles), tiles)
+    expected, expected_lse = reference(
+        b.q, values(codes.k, codes.k_scales), values(codes.v, codes.v_scales)
+    )
+    assert relative(o[1:], expected[1:]) < 2**-8
+    assert (lse.double() - expected_lse).abs().max() < 2**-12
+    assert (o[0] == 0).all()
+
+
+@pytest.mark.parametrize("kv", FORMATS)
+def test_nan_reaches_the_output_of_its_own_rows_only(gpu, kv: str) -> None:
+    b = batch(gpu, [300, 300], 4, 2, 128, kv)
+    clean = packed(gpu, b)[0]
+    b.q[7, 1] = math.nan
+    where = b.codes.k if kv == "bf16" else b.codes.k_scales
+    where[300 + 250, 0] = math.nan
+    o = packed(gpu, b)[0]
+    assert o[7, 1].isnan().all()
+    assert o[300 + 250 :, :2].isnan().all()
+    touched = torch.zeros_like(o, dtype=torch.bool)
+    touched[7, 1] = True
+    touched[300 + 128 :, :2] = True  # rows of the NaN key's own tile may see 0 * NaN
+    assert same_bits(torch.where(touched, 0, o), torch.where(touched, 0, clean))
+
+
+def test_padding_rows_are_zero_and_too_long_contexts_are_nan(gpu) -> None:
+    b = batch(gpu, [2100], 4, 2, 128, "fp8")
+    table = torch.tensor([b.tables[0]] * 3, dtype=torch.int32, device="cuda")
+    lengths = torch.tensor([0, 700, 2100], dtype=torch.int32, device="cuda")
+    q = b.q[[0, 699, 2099]].contiguous()
+    for limit in (1024, 2048):
+        o = gpu.attend_decode(q, b.pages, table, lengths, limit)
+        assert (o[0] == 0).all()
+        assert same_bits(o[1], packed(gpu, b)[0][699])
+        assert o[2].isnan().all()
+
+
+def test_decode_runs_in_a_cuda_graph_with_new_lengths(gpu) -> None:
+    b = batch(gpu, [2111], 32, 8, 128, "fp8")
+    expected = packed(gpu, b)[0]
+    table = torch.tensor([b.tables[0]] * 4, dtype=torch.int32, device="cuda")
+    lengths = torch.ones(4, dtype=torch.int32, device="cuda")
+    q = torch.zeros(4, 32, 128, dtype=torch.bfloat16, device="cuda")
+    gpu.attend_decode(q, b.pages, table, lengths, 2111)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        o = gpu.attend_decode(q, b.pages, table, lengths, 2111)
+    for rows in ([0, 63, 64, 2110], [1024, 1023, 1500, 2]):
+        q.copy_(b.q[rows])
+        lengths.copy_(torch.tensor(rows) + 1)
+        graph.replay()
+        assert same_bits(o, expected[rows])
+
+
+def test_pages_beyond_two_to_the_31_elements(gpu) -> None:
+    b = batch(gpu, [130], 32, 8, 128, "fp8")
+    pages = 2**31 // (64 * 8 * 128) + 8
+    pool = [
+        torch.zeros(pages, *x.shape[1:], dtype=x.dtype, device="cuda")
+        for x in (b.pages.k, b.pages.k_scales, b.pages.v, b.pages.v_scales)
+    ]
+    old = (b.pages.k, b.pages.k_scales, b.pages.v, b.pages.v_scales)
+    for new, x in zip(pool, old, strict=True):
+        bits(new)[-3:] = bits(x)[b.tables[0]]
+    far = Batch(
+        b.lengths,
+        b.q,
+        b.k,
+        b.v,
+        b.codes,
+        gpu.KeyValueCodes(*pool),
+        [[pages - 3, pages - 2, pages - 1]],
+    )
+    assert same_bits(decode(gpu, far, [(0, 129), (0, 64)]), packed(gpu, b)[0][[129, 64]])
+    tiles = gpu.QueryTiles.paged([130], [130], far.tables, "cuda")
+    assert same_bits(gpu.attend_prefill(b.q, far.pages, tiles), packed(gpu, b)[0])
+
+
+@pytest.mark.parametrize("kv", FORMATS)
+@pytest.mark.parametrize("heads, groups, head_dim", [(8, 2, 128), (7, 1, 64), (2, 2, 128)])
+def test_gradients_are_close_to_float64(
+    gpu, heads: int, groups: int, head_dim: int, kv: str
+) -> None:
+    lengths = [500, 1, 63, 129, 300]
+    b = batch(gpu, lengths, heads, groups, head_dim, kv)
+    leaves = [x.clone().requires_grad_() for x in (b.q, b.k, b.v)]
+    tiles = gpu.QueryTiles.packed(b.starts, "cuda")
+    do = torch.randn_like(b.q)
+    gpu.attend_packed(*leaves, b.codes, tiles).backward(do)
+    exact = [
+        x.clone().requires_grad_()
+        for x in (
+            b.q.double(),
+            values(b.codes.k, b.codes.k_scales),
+            values(b.codes.v, b.codes.v_scales),
+        )
+    ]
+    for s, n in zip(b.starts, lengths, strict=False):
+        q, k, v = (x[s : s + n] for x in exact)
+        reference(q, k, v)[0].backward(do[s : s + n].double())
+    for ours, theirs in zip(leaves, exact, strict=True):
+        # Weights, their gradients and the result are rounded to BF16, 2**-9 at most each.
+        assert relative(ours.grad, theirs.grad) < 2**-7
+
+
+def test_gradients_are_deterministic(gpu) -> None:
+    b = batch(gpu, [700, 300], 8, 2, 128, "fp8")
+    tiles = gpu.QueryTiles.packed(b.starts, "cuda")
+    do = torch.randn_like(b.q)
+    runs = []
+    for _ in range(2):
+        leaves = [x.clone().requires_grad_() for x in (b.q, b.k, b.v)]
+        gpu.attend_packed(*leaves, b.codes, tiles).backward(do)
+        runs.append([x.grad for x in leaves])
+    assert all(same_bits(x, y) for x, y in zip(*runs, strict=True))
+
+
+def test_bad_input_is_refused_with_the_values(gpu) -> None:
+    b = batch(gpu, [200], 8, 2, 128, "fp8")
+    tiles = gpu.QueryTiles.packed([0, 200], "cuda")
+    staged = gpu.stage_keys(b.codes, tiles)
+    with pytest.raises(ValueError, match="float32"):
+        gpu.attend_tiles(b.q.float(), staged, tiles)
+    with pytest.raises(ValueError, match="199 queries"):
+        gpu.attend_tiles(b.q[1:].contiguous(), staged, tiles)
+    with pytest.raises(ValueError, match="7 query heads"):
+        gpu.attend_tiles(b.q[:, 1:].contiguous(), staged, tiles)
+    with pytest.raises(ValueError, match="head_dim"):
+        gpu.KeyValueCodes(
+            *(x[..., :32].contiguous() if x.ndim == 3 else x for x in astuple(b.codes))
+        )
+    with pytest.raises(ValueError, match="strides"):
+        gpu.KeyValueCodes(b.codes.k.transpose(0, 1), b.codes.k_scales, b.codes.v, b.codes.v_scales)
+    with pytest.raises(ValueError, match="cannot hold"):
+        decode(gpu, b, [(0, 3)], 5000)
+    with pytest.raises(ValueError, match="pages of 64"):
+        gpu.attend_decode(b.q[:1], b.codes, tiles.tiles[:, :4], tiles.tiles[:1, 0], 64)
+    with pytest.raises(ValueError, match="cu_seqlens"):
+        gpu.QueryTiles.packed([0, 5, 5], "cuda")
+
+
+def astuple(codes) -> tuple[torch.Tensor, ...]:
+    return codes.k, codes.k_scales, codes.v, codes.v_scales
