@@ -3,7 +3,7 @@
     z = logits / temperature,  m = max z,  lse = log(sum exp(z - m)),  logp = (z[chosen] - m) - lse
 
 One program a row reads its logits once. Each lane keeps its own running (max, sum, sum of e * z)
-over the columns lane, lane + BLOCK, ...; lanes are combined at the end. BLOCK and the number of
+over its quadruples of neighbouring columns; lanes are combined at the end. BLOCK and the number of
 warps are pinned, so a row's bits depend on that row alone, and the sampler, which calls the same
 `row_statistics`, gets the trainer's log-probs bit for bit. exp is the hardware's exp2 (relative
 error near 2**-22); the sum of 151936 of them is within 1e-6 of the reference's exact one.
@@ -37,27 +37,31 @@ _CHUNK_LOGITS = 2**29  # float32 logits held at once: 2 GiB
 
 @triton.jit
 def scaled_logits(row_ptr, columns, num_columns, temperature):
-    """z float32 [BLOCK], -inf outside."""
-    x = tl.load(row_ptr + columns, mask=columns < num_columns, other=float("-inf"))
-    return tl.math.div_rn(x, tl.full(x.shape, 0.0, tl.float32) + temperature)
+    """z float32, -inf outside. Temperature 1 skips a division that would change nothing."""
+    z = tl.load(row_ptr + columns, mask=columns < num_columns, other=float("-inf"))
+    if temperature != 1.0:
+        z = tl.math.div_rn(z, tl.full(z.shape, 0.0, tl.float32) + temperature)
+    return z
 
 
 @triton.jit
 def row_statistics(row_ptr, num_columns, temperature, BLOCK: tl.constexpr, LOG2_E: tl.constexpr):
-    """(max z, lse, sum of softmax * (z - max)), float32 scalars."""
-    lane_max = tl.full([BLOCK], -1e30, tl.float32)
-    lane_sum = tl.zeros([BLOCK], tl.float32)
-    lane_moment = tl.zeros([BLOCK], tl.float32)
+    """(max z, lse, mean of z - max under the softmax), float32 scalars."""
+    LANES: tl.constexpr = BLOCK // 4
+    lane_max = tl.full([LANES], -1e30, tl.float32)
+    lane_sum = tl.zeros([LANES], tl.float32)
+    lane_moment = tl.zeros([LANES], tl.float32)
+    columns = tl.arange(0, LANES)[:, None] * 4 + tl.arange(0, 4)[None, :]
     for start in range(0, num_columns, BLOCK):
-        z = scaled_logits(row_ptr, start + tl.arange(0, BLOCK), num_columns, temperature)
-        larger = tl.maximum(lane_max, z)
+        z = scaled_logits(row_ptr, start + columns, num_columns, temperature)
+        larger = tl.maximum(lane_max, tl.max(z, 1))
         step = lane_max - larger
         kept = tl.math.exp2(step * LOG2_E)
-        shifted = z - larger
+        shifted = z - larger[:, None]
         mass = tl.math.exp2(shifted * LOG2_E)
         lane_moment = kept * (lane_moment + step * lane_sum)
-        lane_moment += mass * tl.maximum(shifted, -1e30)
-        lane_sum = lane_sum * kept + mass
+        lane_moment += tl.sum(mass * tl.maximum(shifted, -1e30), 1)
+        lane_sum = lane_sum * kept + tl.sum(mass, 1)
         lane_max = larger
     row_max = tl.max(lane_max, 0)
     step = lane_max - row_max

@@ -87,12 +87,13 @@ def _store_cache(
     QUANTIZE: tl.constexpr, D: tl.constexpr,
     MAXIMUM: tl.constexpr, FLOOR_BITS: tl.constexpr, POW2: tl.constexpr,
 ):  # fmt: skip
-    base = slot * G
-    places = base * D + heads[:, None] * D + pairs[None, :]
+    scales_ptr += slot * G
+    codes_ptr += slot * G * D
+    places = heads[:, None] * D + pairs[None, :]
     if QUANTIZE:
         amax_bits = tl.maximum(tl.max(abs_bits(first), 1), tl.max(abs_bits(second), 1))
         scale, multiplier = scale_and_multiplier(amax_bits, MAXIMUM, FLOOR_BITS, POW2)
-        tl.store(scales_ptr + base + heads, scale, mask=heads < G)
+        tl.store(scales_ptr + heads, scale, mask=heads < G)
         first, second = first * multiplier[:, None], second * multiplier[:, None]
     tl.store(codes_ptr + places, first.to(codes_ptr.dtype.element_ty), mask=mask)
     tl.store(codes_ptr + places + D // 2, second.to(codes_ptr.dtype.element_ty), mask=mask)
@@ -111,8 +112,8 @@ def _forward_kernel(
     k_scales_ptr,
     v_codes_ptr,
     v_scales_ptr,
-    H,
-    G,
+    H: tl.constexpr,
+    G: tl.constexpr,
     HAS_SLOTS: tl.constexpr,
     QUANTIZE: tl.constexpr,
     NORM: tl.constexpr,
@@ -135,7 +136,8 @@ def _forward_kernel(
     mask = (heads < H)[:, None]
     first, second = _load_halves(row_ptr, heads, pairs, mask, D)
     first, second = _norm_and_rotate(first, second, cosine, sine, q_weight_ptr, pairs, NORM, D, EPS)
-    places = token * H * D + heads[:, None] * D + pairs[None, :]
+    q_ptr += token * H * D
+    places = heads[:, None] * D + pairs[None, :]
     tl.store(q_ptr + places, first.to(tl.bfloat16), mask=mask)
     tl.store(q_ptr + places + D // 2, second.to(tl.bfloat16), mask=mask)
 
@@ -186,7 +188,7 @@ def _backward_kernel(
     partial_ptr,
     num_tokens,
     tokens_per_program,
-    HEADS,
+    HEADS: tl.constexpr,
     row_heads,
     offset,
     NORM: tl.constexpr,
@@ -217,9 +219,10 @@ def _backward_kernel(
             )
             first_sum += first_part
             second_sum += second_part
-        places = place + heads[:, None] * D + pairs[None, :]
-        tl.store(dqkv_ptr + places, dfirst.to(tl.bfloat16), mask=mask)
-        tl.store(dqkv_ptr + places + D // 2, dsecond.to(tl.bfloat16), mask=mask)
+        out_ptr = dqkv_ptr + place
+        places = heads[:, None] * D + pairs[None, :]
+        tl.store(out_ptr + places, dfirst.to(tl.bfloat16), mask=mask)
+        tl.store(out_ptr + places + D // 2, dsecond.to(tl.bfloat16), mask=mask)
     if NORM:
         tl.store(partial_ptr + program * D + pairs, first_sum)
         tl.store(partial_ptr + program * D + D // 2 + pairs, second_sum)
