@@ -26,7 +26,8 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from jetrl.kernels.attention_layout import (
-    BACKWARD_ROWS,
+    BACKWARD_KEYS,
+    BACKWARD_QUERIES,
     KeyValueCodes,
     QueryTiles,
     check_queries,
@@ -291,16 +292,16 @@ def attention_backward(
     k_scales, v_scales = (delta if s is None else s for s in (codes.k_scales, codes.v_scales))
     dkdv_kernel[(groups, len(tiles.key_tiles))](
         rows(q), codes.k, codes.v, k_scales, v_scales, rows(do), lse2, delta, dk, dv,
-        tiles.key_tiles, width, scale, groups, group, head_dim, codes.scaled, _STEP, BACKWARD_ROWS,
-        num_warps=8, num_stages=2,
+        tiles.key_tiles, width, scale, groups, group, head_dim, codes.scaled, _STEP, BACKWARD_KEYS,
+        num_warps=8, num_stages=3,
     )  # fmt: skip
     if codes.scaled:
         k_scales, v_scales = (_lines(s, width) for s in (k_scales, v_scales))
     dq_kernel[(heads, len(tiles.query_tiles))](
         q, rows(codes.k.to(q.dtype)), rows(codes.v.to(q.dtype)), k_scales, v_scales, do, lse2,
         delta, dq, tiles.query_tiles, width, scale, groups, group, head_dim, codes.scaled,
-        BACKWARD_ROWS, _STEP,
-        num_warps=8, num_stages=2,
+        BACKWARD_QUERIES, _STEP,
+        num_warps=4, num_stages=2,
     )  # fmt: skip
     return dq, dk, dv
 

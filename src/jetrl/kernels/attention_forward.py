@@ -7,8 +7,9 @@ up to blocks of 64, padded with zeros, and works out the keys' factors. It costs
 and values and makes packed sequences, FP8 pages and BF16 pages the same thing to the main kernel.
 
 A program takes 128 queries of one head, four warps. Blocks arrive by the bulk copy engine, two in
-shared memory. The state of finished splits (`attention_core`) waits in global memory, one float32
-row a query: keeping it in registers would halve the tile. Longest tiles run first.
+shared memory; a block's keys and values lie together and are one copy. The state of finished splits
+(`attention_core`) waits in global memory, one float32 row a query: keeping it in registers would
+halve the tile. Longest tiles run first.
 
 What was tried and is slower, or wrong, is in docs/notes-attention.md.
 """
@@ -63,8 +64,7 @@ def stage_keys_kernel(
     ks_ptr,
     vs_ptr,
     blocks_ptr,
-    k_out,
-    v_out,
+    kv_out,
     f_out,
     num_blocks,
     G: gl.constexpr,
@@ -85,7 +85,8 @@ def stage_keys_kernel(
     d = gl.arange(0, D, gl.SliceLayout(0, layout))
     ok = (n < valid)[:, None]
     source = row0 * (G * D) + group * D + (n * (G * D))[:, None]
-    target = out_block * (BLOCK_N * D) + n[:, None] * D + d[None, :]
+    k_out = kv_out + out_block * (2 * BLOCK_N * D) + n[:, None] * D + d[None, :]
+    v_out = k_out + BLOCK_N * D
     v = gl.load(v_ptr + source + d[None, :], mask=ok, other=0.0)
     if SCALED:
         k = gl.load(k_ptr + source + channel_of_slot(d)[None, :], mask=ok, other=0.0)
@@ -97,20 +98,18 @@ def stage_keys_kernel(
         gl.store(f, a)
         gl.store(f + BLOCK_N, b)
         gl.store(f + 2 * BLOCK_N, c)
-        gl.store(k_out + target, k.to(gl.float16))
-        gl.store(v_out + target, v.to(gl.float16))
+        gl.store(k_out, k.to(gl.float16))
+        gl.store(v_out, v.to(gl.float16))
     else:
-        gl.store(k_out + target, gl.load(k_ptr + source + d[None, :], mask=ok, other=0.0))
-        gl.store(v_out + target, v)
+        gl.store(k_out, gl.load(k_ptr + source + d[None, :], mask=ok, other=0.0))
+        gl.store(v_out, v)
 
 
 @gluon.jit
 def _load_block(
-    k_desc,
-    v_desc,
+    kv_desc,
     f_desc,
-    k_smem,
-    v_smem,
+    kv_smem,
     f_smem,
     arrived,
     block,
@@ -120,15 +119,11 @@ def _load_block(
 ):
     bar = arrived.index(stage)
     if SCALED:
-        mbarrier.expect(
-            bar,
-            k_desc.block_type.nbytes + v_desc.block_type.nbytes + f_desc.block_type.nbytes,
-        )
+        mbarrier.expect(bar, kv_desc.block_type.nbytes + f_desc.block_type.nbytes)
         tma.async_copy_global_to_shared(f_desc, [block * 4, 0], bar, f_smem.index(stage))
     else:
-        mbarrier.expect(bar, k_desc.block_type.nbytes + v_desc.block_type.nbytes)
-    tma.async_copy_global_to_shared(k_desc, [block * BLOCK_N, 0], bar, k_smem.index(stage))
-    tma.async_copy_global_to_shared(v_desc, [block * BLOCK_N, 0], bar, v_smem.index(stage))
+        mbarrier.expect(bar, kv_desc.block_type.nbytes)
+    tma.async_copy_global_to_shared(kv_desc, [block * 2 * BLOCK_N, 0], bar, kv_smem.index(stage))
 
 
 @gluon.jit
@@ -138,11 +133,9 @@ def _attend_blocks(
     num_blocks,
     block0,
     q_smem,
-    k_desc,
-    v_desc,
+    kv_desc,
     f_desc,
-    k_smem,
-    v_smem,
+    kv_smem,
     f_smem,
     arrived,
     m,
@@ -163,21 +156,23 @@ def _attend_blocks(
     for b in range(first, last):
         stage = b % STAGES
         mbarrier.wait(arrived.index(stage), (b // STAGES) & 1)
+        k_smem = kv_smem.index(stage).slice(0, BLOCK_N, 0)
+        v_smem = kv_smem.index(stage).slice(BLOCK_N, BLOCK_N, 0)
         s = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, mma)
         for i in gl.static_range(D // K_STEP):
             q = q_smem.slice(i * K_STEP, K_STEP, 1).load(gl.DotOperandLayout(0, mma, 2))
-            k_part = k_smem.index(stage).slice(i * K_STEP, K_STEP, 1).permute((1, 0))
+            k_part = k_smem.slice(i * K_STEP, K_STEP, 1).permute((1, 0))
             s = mma_v2(q, k_part.load(gl.DotOperandLayout(1, mma, 2)), s)
         e, m, total, acc = softmax_block(
             s, f_smem.index(stage), m, total, acc, position, b * BLOCK_N, MASKED, SCALED,
             SCORE_SCALE, BLOCK_N, mma,
         )  # fmt: skip
-        acc = weigh_shared_values(e, v_smem.index(stage), acc, mma)
+        acc = weigh_shared_values(e, v_smem, acc, mma)
         gl.thread_barrier()  # every warp has left the stage
         if b + STAGES < num_blocks:
             _load_block(
-                k_desc, v_desc, f_desc, k_smem, v_smem, f_smem, arrived, block0 + b + STAGES,
-                stage, BLOCK_N, SCALED,
+                kv_desc, f_desc, kv_smem, f_smem, arrived, block0 + b + STAGES, stage, BLOCK_N,
+                SCALED,
             )  # fmt: skip
     return m, total, acc
 
@@ -185,8 +180,7 @@ def _attend_blocks(
 @gluon.jit
 def forward_kernel(
     q_ptr,
-    k_desc,
-    v_desc,
+    kv_desc,
     f_desc,
     o_ptr,
     lse_ptr,
@@ -207,7 +201,7 @@ def forward_kernel(
     num_warps: gl.constexpr,
 ):
     """One tile of queries of one head over all the keys it sees."""
-    dtype: gl.constexpr = k_desc.dtype
+    dtype: gl.constexpr = kv_desc.dtype
     mma: gl.constexpr = gl.NVMMADistributedLayout(
         version=[2, 0], warps_per_cta=[num_warps, 1], instr_shape=[16, 8]
     )
@@ -223,8 +217,7 @@ def forward_kernel(
     block0 = gl.load(tile + 3) + (head // GROUP) * num_key_blocks
 
     q_smem = gl.allocate_shared_memory(dtype, [BLOCK_M, D], q_shared)
-    k_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], k_desc.layout)
-    v_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], v_desc.layout)
+    kv_smem = gl.allocate_shared_memory(dtype, [STAGES, 2 * BLOCK_N, D], kv_desc.layout)
     f_smem = gl.allocate_shared_memory(gl.float32, [STAGES, 4, BLOCK_N], f_desc.layout)
     arrived = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
@@ -236,8 +229,7 @@ def forward_kernel(
     for i in gl.static_range(STAGES):
         if i < num_blocks:
             _load_block(
-                k_desc, v_desc, f_desc, k_smem, v_smem, f_smem, arrived, block0 + i, i, BLOCK_N,
-                SCALED,
+                kv_desc, f_desc, kv_smem, f_smem, arrived, block0 + i, i, BLOCK_N, SCALED,
             )  # fmt: skip
 
     r = gl.arange(0, BLOCK_M, gl.SliceLayout(1, loads))
@@ -265,14 +257,14 @@ def forward_kernel(
         last = gl.minimum(first + SPLIT, num_blocks)
         middle = gl.maximum(gl.minimum(full_blocks, last), first)
         m, total, acc = _attend_blocks(
-            first, middle, num_blocks, block0, q_smem, k_desc, v_desc, f_desc, k_smem, v_smem,
-            f_smem, arrived, m, total, acc, position, False, SCALED, SCORE_SCALE, BLOCK_M, BLOCK_N,
-            D, K_STEP, STAGES, mma,
+            first, middle, num_blocks, block0, q_smem, kv_desc, f_desc, kv_smem, f_smem, arrived,
+            m, total, acc, position, False, SCALED, SCORE_SCALE, BLOCK_M, BLOCK_N, D, K_STEP,
+            STAGES, mma,
         )  # fmt: skip
         m, total, acc = _attend_blocks(
-            middle, last, num_blocks, block0, q_smem, k_desc, v_desc, f_desc, k_smem, v_smem,
-            f_smem, arrived, m, total, acc, position, True, SCALED, SCORE_SCALE, BLOCK_M, BLOCK_N,
-            D, K_STEP, STAGES, mma,
+            middle, last, num_blocks, block0, q_smem, kv_desc, f_desc, kv_smem, f_smem, arrived,
+            m, total, acc, position, True, SCALED, SCORE_SCALE, BLOCK_M, BLOCK_N, D, K_STEP,
+            STAGES, mma,
         )  # fmt: skip
         if num_splits > 1:
             m, total, u, w = fold_weights(big_m, big_total, m, total)
@@ -299,12 +291,11 @@ def forward_kernel(
 class StagedKeys:
     """Keys and values as the forward kernel reads them, made by `stage_keys`.
 
-    k, v: float16 (bfloat16 without scales) [G * blocks * 64, D]; factors: float32
-    [G * blocks * 4, 64], rows a, b, c of `attention_core` and one unused.
+    kv: float16 (bfloat16 without scales) [G * blocks * 128, D], a block's keys, then its values;
+    factors: float32 [G * blocks * 4, 64], rows a, b, c of `attention_core` and one unused.
     """
 
-    k: Tensor
-    v: Tensor
+    kv: Tensor
     factors: Tensor
     num_blocks: int
     codes: KeyValueCodes
@@ -317,16 +308,15 @@ def stage_keys(codes: KeyValueCodes, tiles: QueryTiles) -> StagedKeys:
     groups, head_dim, num_blocks = codes.num_heads, codes.head_dim, len(tiles.key_blocks)
     dtype = torch.float16 if codes.scaled else torch.bfloat16
     rows = groups * num_blocks
-    k = codes.k.new_empty(rows * BLOCK_KEYS, head_dim, dtype=dtype)
-    v = torch.empty_like(k)
+    kv = codes.k.new_empty(rows * 2 * BLOCK_KEYS, head_dim, dtype=dtype)
     factors = codes.k.new_empty(rows * 4 if codes.scaled else 4, BLOCK_KEYS, dtype=torch.float32)
     k_scales, v_scales = (factors if s is None else s for s in (codes.k_scales, codes.v_scales))
     stage_keys_kernel[(groups, num_blocks)](
-        codes.k, codes.v, k_scales, v_scales, tiles.key_blocks, k, v, factors, num_blocks,
+        codes.k, codes.v, k_scales, v_scales, tiles.key_blocks, kv, factors, num_blocks,
         groups, head_dim, BLOCK_KEYS, codes.scaled, score_scale(head_dim, codes.scaled),
         num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
-    return StagedKeys(k, v, factors, num_blocks, codes)
+    return StagedKeys(kv, factors, num_blocks, codes)
 
 
 def attend_tiles(q: Tensor, staged: StagedKeys, tiles: QueryTiles) -> tuple[Tensor, Tensor]:
@@ -344,8 +334,7 @@ def attend_tiles(q: Tensor, staged: StagedKeys, tiles: QueryTiles) -> tuple[Tens
     scratch = q.new_empty(q.shape, dtype=torch.float32) if tiles.longest > SPLIT_KEYS else lse
     forward_kernel[(heads, len(tiles.tiles))](
         q,
-        TensorDescriptor.from_tensor(staged.k, [BLOCK_KEYS, head_dim], _TILE_LAYOUT),
-        TensorDescriptor.from_tensor(staged.v, [BLOCK_KEYS, head_dim], _TILE_LAYOUT),
+        TensorDescriptor.from_tensor(staged.kv, [2 * BLOCK_KEYS, head_dim], _TILE_LAYOUT),
         TensorDescriptor.from_tensor(staged.factors, [4, BLOCK_KEYS], _LINE_LAYOUT),
         o, lse, scratch, tiles.tiles, staged.num_blocks, num_queries,
         heads, group, head_dim, TILE_ROWS, BLOCK_KEYS, SPLIT_BLOCKS, _STAGES, staged.codes.scaled,

@@ -18,7 +18,8 @@ from torch import Tensor
 
 BLOCK_KEYS = 64  # keys of one block, and tokens of one page: the kernels read a page as a block
 TILE_ROWS = 128  # queries of a forward tile
-BACKWARD_ROWS = 128  # keys of a dK, dV tile and queries of a dQ tile
+BACKWARD_KEYS = 128  # keys of a dK, dV tile
+BACKWARD_QUERIES = 64  # queries of a dQ tile
 
 
 @dataclass(frozen=True)
@@ -117,12 +118,7 @@ class QueryTiles:
         blocks = [
             [s + b for b in range(0, n, BLOCK_KEYS)] for s, n in zip(starts, lengths, strict=True)
         ]
-        backward = [
-            (start, start + first, start + n)
-            for start, n in zip(starts, lengths, strict=True)
-            for first in range(0, n, BACKWARD_ROWS)
-        ]
-        return _build(lengths, lengths, blocks, backward, device)
+        return _build(lengths, lengths, blocks, starts, device)
 
     @staticmethod
     def paged(
@@ -143,7 +139,7 @@ class QueryTiles:
                     f"sequence {i}: {queries} queries, {context} keys and {len(table)} pages"
                 )
             blocks.append([page * BLOCK_KEYS for page in table[:pages]])
-        return _build(query_lengths, context_lengths, blocks, [], device)
+        return _build(query_lengths, context_lengths, blocks, None, device)
 
 
 def _lengths(cu_seqlens: Sequence[int]) -> list[int]:
@@ -157,7 +153,7 @@ def _build(
     query_lengths: Sequence[int],
     context_lengths: Sequence[int],
     block_rows: Sequence[Sequence[int]],
-    backward: list[tuple[int, int, int]],
+    starts: Sequence[int] | None,
     device: torch.device | str,
 ) -> QueryTiles:
     tiles: list[tuple[int, int, int, int]] = []
@@ -172,8 +168,13 @@ def _build(
         ]
         row += queries
     tiles.sort(key=lambda t: -(t[1] + t[2]))
-    longest_keys = sorted(backward, key=lambda t: t[1] - t[2])
-    longest_queries = sorted(backward, key=lambda t: t[0] - t[1])
+    key_tiles: list[tuple[int, int]] = []
+    query_tiles: list[tuple[int, int, int]] = []
+    for start, n in zip(starts or (), query_lengths, strict=starts is not None):
+        key_tiles += [(start + i, start + n) for i in range(0, n, BACKWARD_KEYS)]
+        query_tiles += [(start, start + i, start + n) for i in range(0, n, BACKWARD_QUERIES)]
+    key_tiles.sort(key=lambda t: t[0] - t[1])
+    query_tiles.sort(key=lambda t: t[0] - t[1])
 
     def upload(records: Sequence[tuple[int, ...]], width: int) -> Tensor:
         host = torch.tensor(records, dtype=torch.int32).reshape(-1, width)
@@ -182,8 +183,8 @@ def _build(
     return QueryTiles(
         tiles=upload(tiles, 4),
         key_blocks=upload(key_blocks, 2),
-        key_tiles=upload([t[1:] for t in longest_keys], 2),
-        query_tiles=upload(longest_queries, 3),
+        key_tiles=upload(key_tiles, 2),
+        query_tiles=upload(query_tiles, 3),
         num_queries=row,
         longest=max(context_lengths, default=0),
     )
