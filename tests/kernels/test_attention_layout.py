@@ -1,0 +1,87 @@
+"""The work lists of the GPU attention kernels: each query once, all key blocks of its context."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from jetrl.kernels.attention_layout import (
+    BACKWARD_KEYS,
+    BACKWARD_QUERIES,
+    TILE_ROWS,
+    KeyValueCodes,
+    QueryTiles,
+)
+
+
+def rows_of(tiles: QueryTiles) -> list[int]:
+    return sorted(r for first, n, *_ in tiles.tiles.tolist() for r in range(first, first + n))
+
+
+def test_packed_tiles_cover_each_query_once_longest_first() -> None:
+    cu = [0, 1, 130, 430, 494]
+    tiles = QueryTiles.packed(cu, "cpu")
+    assert rows_of(tiles) == list(range(494))
+    assert tiles.num_queries == 494
+    assert tiles.longest == 300
+    ends = [position + n for _, n, position, _ in tiles.tiles.tolist()]
+    assert ends == sorted(ends, reverse=True)
+    assert all(n <= TILE_ROWS for _, n, *_ in tiles.tiles.tolist())
+    # a sequence's blocks: 64 keys each from its own first row, the last one cut
+    assert tiles.key_blocks[:4].tolist() == [[0, 1], [1, 64], [65, 64], [129, 1]]
+    for first, _, position, block in tiles.tiles.tolist():
+        assert tiles.key_blocks[block, 0] == first - position
+
+
+def test_backward_tiles_cover_keys_and_queries_once() -> None:
+    tiles = QueryTiles.packed([0, 300, 301], "cpu")
+    keys = sorted(
+        r for r, end in tiles.key_tiles.tolist() for r in range(r, min(r + BACKWARD_KEYS, end))
+    )
+    queries = sorted(
+        r
+        for _, q, end in tiles.query_tiles.tolist()
+        for r in range(q, min(q + BACKWARD_QUERIES, end))
+    )
+    assert keys == queries == list(range(301))
+
+
+def test_paged_tiles_name_pages_and_positions() -> None:
+    tiles = QueryTiles.paged([3, 200], [70, 200], [[5, 9], [2, 0, 7, 1]], "cpu")
+    assert rows_of(tiles) == list(range(203))
+    assert tiles.key_blocks.tolist() == [
+        [320, 64], [576, 6], [128, 64], [0, 64], [448, 64], [64, 8],
+    ]  # fmt: skip
+    assert sorted(tiles.tiles.tolist()) == [[0, 3, 67, 0], [3, 128, 0, 2], [131, 72, 128, 2]]
+    assert not len(tiles.key_tiles)
+
+
+@pytest.mark.parametrize(
+    "queries, context, table",
+    [(0, 5, [1]), (6, 5, [1]), (1, 65, [1])],
+    ids=["none", "more", "pages"],
+)
+def test_impossible_chunks_are_refused(queries: int, context: int, table: list[int]) -> None:
+    with pytest.raises(ValueError, match="sequence 0"):
+        QueryTiles.paged([queries], [context], [table], "cpu")
+
+
+@pytest.mark.parametrize("cu", [[1, 5], [0, 5, 5], [0, 5, 3]], ids=str)
+def test_bad_boundaries_are_refused(cu: list[int]) -> None:
+    with pytest.raises(ValueError, match="cu_seqlens"):
+        QueryTiles.packed(cu, "cpu")
+
+
+def test_codes_must_agree_in_kind_and_shape() -> None:
+    codes = torch.zeros(4, 2, 128, dtype=torch.float8_e4m3fn)
+    scales = torch.ones(4, 2)
+    assert KeyValueCodes(codes, scales, codes, scales).scaled
+    with pytest.raises(ValueError, match="bfloat16"):
+        KeyValueCodes(codes, None, codes, None)
+    with pytest.raises(ValueError, match="both have scales"):
+        KeyValueCodes(codes, scales, codes, None)
+    with pytest.raises(ValueError, match=r"scales: .*\[4, 2\]"):
+        KeyValueCodes(codes, scales, codes, scales[:3])
+    wide = torch.zeros(4, 2, 256, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="head_dim"):
+        KeyValueCodes(wide, None, wide, None)
