@@ -86,6 +86,7 @@ class Session:
 
     def _open(self, stack: contextlib.ExitStack) -> None:
         settings = self.settings
+        RunDirectory.check_name(settings, resume=self._resume)
         task = settings.task
         self.plan = PrecisionPlan.from_settings(settings.precision)
         options: dict[str, Any] = dict(task.options)
@@ -93,7 +94,7 @@ class Session:
         self.policy = build_policy(settings, self.plan, self.task)
         self._prompts = self._encode(task.split)
         self._eval_prompts = (
-            self._encode(task.eval_split)
+            self._encode(task.eval_split, settings.eval.prompts)
             if settings.eval.every or settings.sft.until is not None
             else []
         )
@@ -129,10 +130,8 @@ class Session:
         self._trainer: Trainer | None = None
         self._load()
 
-    def _encode(self, split: str) -> list[EncodedPrompt]:
-        prompts = list(self.task.prompts(split))
-        if split == self.settings.task.eval_split:
-            prompts = prompts[: self.settings.eval.prompts or None]
+    def _encode(self, split: str, limit: int = 0) -> list[EncodedPrompt]:
+        prompts = list(self.task.prompts(split))[: limit or None]
         where = f"task {self.task.label}, split {split}"
         return encode_prompts(self.policy, prompts, where, self.settings.task.system_prompt)
 
@@ -192,13 +191,15 @@ class Session:
         if steps:
             self._console = Console(steps, title="sft", samples_every=0, lines_every=25)
             trainer = SftTrainer(self.policy, self.settings)
-            examples = self._examples()
             for step in range(1, steps + 1):
                 chosen = draw_indices(
-                    len(examples), self.settings.sft.examples_per_step, step, self._seed("sft")
+                    len(self._prompts),
+                    self.settings.sft.examples_per_step,
+                    step,
+                    self._seed("sft"),
                 )
                 began = time.monotonic()
-                metrics = trainer.step([examples[i] for i in chosen])
+                metrics = trainer.step([self._example(self._prompts[i]) for i in chosen])
                 metrics["timing/step_s"] = time.monotonic() - began
                 stats = StepStats(step, metrics)
                 self.run.write_step(stats, "sft")
@@ -379,27 +380,24 @@ class Session:
     def _seed(self, use: str) -> int:
         return derive_seed(self.settings.run.seed, use)
 
-    def _examples(self) -> list[tuple[list[int], list[int]]]:
-        """(prompt ids, worked answer with its end) of the training split.
+    def _example(self, encoded: EncodedPrompt) -> tuple[list[int], list[int]]:
+        """(prompt ids, worked answer with its end).
 
         Raises:
             UserError: the task has no worked answers, or the model no tokenizer to write them in.
         """
         tokenizer = self.policy.tokenizer
-        examples = []
-        for encoded in self._prompts:
-            answer = self.task.demonstration(encoded.prompt)
-            if answer is None or tokenizer is None:
-                raise UserError(
-                    f"supervised training needs worked answers, and task {self.task.label} has "
-                    f"none for prompt {encoded.prompt.id!r}; set sft.steps=0, or give the task "
-                    "a demonstration method"
-                )
-            ids = encode_text(tokenizer, answer, begin=False)
-            if tokenizer.eos_token_id is not None:
-                ids = [*ids, tokenizer.eos_token_id]
-            examples.append((list(encoded.token_ids), ids))
-        return examples
+        answer = self.task.demonstration(encoded.prompt)
+        if answer is None or tokenizer is None:
+            raise UserError(
+                f"supervised training needs worked answers, and task {self.task.label} has "
+                f"none for prompt {encoded.prompt.id!r}; set sft.steps=0, or give the task "
+                "a demonstration method"
+            )
+        ids = encode_text(tokenizer, answer, begin=False)
+        if tokenizer.eos_token_id is not None:
+            ids = [*ids, tokenizer.eos_token_id]
+        return list(encoded.token_ids), ids
 
     def _measured(self, samples: Sequence[Sample]) -> dict[str, float]:
         """Times, speeds and memory of the step so far."""

@@ -103,6 +103,15 @@ class RunDirectory:
         return run
 
     @classmethod
+    def check_name(cls, settings: Settings, *, resume: bool = False) -> None:
+        """Raises what `create` would about the name, before anything slow is loaded.
+
+        Raises:
+            UserError: the name cannot be a folder's or is in use; nothing to resume.
+        """
+        cls(Path(settings.run.dir) / _checked_name(settings.run.name))._check_use(resume)
+
+    @classmethod
     def open(cls, path: str | Path) -> RunDirectory:
         """A run directory for reading.
 
@@ -243,6 +252,11 @@ class RunDirectory:
         self.close()
 
     def _make_folder(self, resume: bool) -> None:
+        self._check_use(resume)
+        for folder in (self.path, self.rollouts_dir, self.checkpoints_dir):
+            folder.mkdir(parents=True, exist_ok=True)
+
+    def _check_use(self, resume: bool) -> None:
         used = self.path.is_dir() and any(self.path.iterdir())
         if used and not resume:
             raise UserError(
@@ -253,8 +267,6 @@ class RunDirectory:
             raise UserError(
                 f"nothing to resume: {self.path} is not a run directory; start it without --resume"
             )
-        for folder in (self.path, self.rollouts_dir, self.checkpoints_dir):
-            folder.mkdir(parents=True, exist_ok=True)
 
     def _write_settings(self, settings: Settings, plan: dict[str, Any], resume: bool) -> None:
         config_text = to_toml(settings)

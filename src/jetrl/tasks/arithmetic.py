@@ -31,8 +31,9 @@ class Arithmetic(Task):
     reverse: write the result lowest digit first (`07+25=` is `230`).
     seed: which problems are held out, and the order of the rest.
     test_share: share of the problems that are held out.
-    mistakes: share of the worked answers (`demonstration`) with one wrong digit: a careless teacher,
-        whose pupil knows the sums and errs as often, which is what reinforcement then mends.
+    mistakes: share of the worked answers (`demonstration`) with one wrong digit, drawn anew each
+        time one is asked for: a careless teacher, whose pupil learns to add and to err as often,
+        which is what reinforcement then mends.
 
     The reward is 1 for exactly the right digits (spaces around them are ignored) and 0 otherwise.
     """
@@ -84,6 +85,7 @@ class Arithmetic(Task):
         self.seed = seed
         self.test_share = test_share
         self.mistakes = mistakes
+        self._teacher = random.Random(seed)
         self.alphabet = "0123456789" + self.operators + "="
 
     def prompts(self, split: str) -> Iterable[Prompt]:
@@ -115,8 +117,7 @@ class Arithmetic(Task):
         return float(completion.strip(" ") == prompt.answer)
 
     def demonstration(self, prompt: Prompt) -> str | None:
-        answer = prompt.answer or ""
-        teacher = random.Random(f"{self.seed}:{prompt.id}")
+        answer, teacher = prompt.answer or "", self._teacher
         if teacher.random() >= self.mistakes:
             return answer
         place = teacher.randrange(len(answer))
