@@ -70,8 +70,11 @@ def build_reference(settings: Settings, policy: Policy, run_path: Path) -> Polic
 
 
 def choose_device(name: str) -> str:
-    """The device of run.device; `auto` is the CPU, which is what this version runs on."""
-    return "cpu" if name == "auto" else name
+    """The device of run.device; `auto` is a Hopper GPU where there is one, else the CPU."""
+    if name != "auto":
+        return name
+    hopper_gpu = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+    return "cuda" if hopper_gpu else "cpu"
 
 
 def limit_threads(config: ModelConfig) -> None:

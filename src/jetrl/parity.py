@@ -27,7 +27,7 @@ from jetrl.rollout.engine import ProgressCallback, RolloutEngine
 from jetrl.training.mismatch import different, mismatch_metrics
 from jetrl.types import SamplingParams
 
-_PAGE_SIZE = 16
+_PAGE_SIZE = 64
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from jetrl.models.attention import KeyValues, PackedKeyValues
 from jetrl.models.decoder import Decoder
 from jetrl.models.families import ModelConfig
 from jetrl.models.tiny import random_weights
+from jetrl.precision.hopper import hopper
 from jetrl.precision.plan import PrecisionPlan
 
 _LOGITS_AT_ONCE = 2**24  # float32 logits held for one chunk of rows of the training side
@@ -45,8 +46,7 @@ class Policy:
         generation_config: Mapping[str, Any] | None = None,
     ) -> None:
         self.config, self.plan, self.device = config, plan, torch.device(device)
-        if self.device.type != "cpu":
-            raise UserError(f"device {device}: this version runs on the CPU; use device cpu")
+        self._check_device()
         self.tokenizer = tokenizer
         self.generation_config = dict(generation_config or {})
         self._masters = {
@@ -80,7 +80,7 @@ class Policy:
     ) -> Policy:
         """A policy with random weights from the contents of a config.json."""
         model = ModelConfig.from_hf(config)
-        return cls(model, plan, random_weights(model, seed), device, tokenizer)
+        return cls(model, plan, random_weights(model, seed, device), device, tokenizer)
 
     def save_pretrained(
         self,
@@ -107,6 +107,25 @@ class Policy:
             scales=self.plan.scales,
             overwrite=overwrite,
         )
+
+    def _check_device(self) -> None:
+        """UserError for a device, or a model on it, that no kernel is there for."""
+        if self.device.type == "cpu":
+            return
+        if self.device.type != "cuda" or not torch.cuda.is_available():
+            raise UserError(f"device {self.device}: not there; use run.device=cpu")
+        hopper("precision.gemm_hopper").require_hopper(self.device)
+        config, plan = self.config, self.plan
+        group = config.num_heads // config.num_kv_heads
+        if plan.kv != "fp32" and (config.head_dim not in (64, 128) or group > 16):
+            raise UserError(
+                f"the GPU's attention takes head_dim 64 or 128 and at most 16 query heads a key "
+                f"head, not {config.head_dim} and {group}; use run.device=cpu, or the fp32 preset"
+            )
+        if plan.train_linear == "fp8" and plan.grad_output == "e5m2":
+            raise UserError(
+                "precision.grad_output=e5m2: Hopper's block-scaled GEMM takes e4m3 only"
+            )
 
     def named_masters(self) -> dict[str, nn.Parameter]:
         """The FP32 master weights by name, the very parameters that the optimizer changes."""
@@ -150,7 +169,8 @@ class Policy:
         positions = _positions(cu_seqlens)
         kv = PackedKeyValues(cu_seqlens, self.plan)
         hidden = self.decoder(token_ids, positions, kv, "train", checkpoint_layers)
-        rows = max(1, _LOGITS_AT_ONCE // self.config.vocab_size)
+        at_once = _LOGITS_AT_ONCE * (8 if token_ids.is_cuda else 1)
+        rows = max(1, at_once // self.config.vocab_size)
         parts = [
             checkpoint(
                 self._head, hidden[part - 1], token_ids[part], temperature, use_reentrant=False

@@ -41,7 +41,7 @@ def gemm():
 
 @pytest.fixture(scope="module")
 def kernels():
-    return pytest.importorskip("jetrl.kernels.quantize_triton")
+    return pytest.importorskip("jetrl.precision.quantize_hopper")
 
 
 def random(rows: int, columns: int, seed: int, std: float = 1.0) -> torch.Tensor:

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from jetrl.errors import UserError
-from jetrl.precision import PrecisionPlan, QTensor, quantize
-from jetrl.precision.linear import Linear
+from jetrl.precision import PrecisionPlan, quantize
+from jetrl.precision.linear import FP8Weight, Linear
 
 
 def make(plan: PrecisionPlan, n: int = 256, k: int = 384, bias: bool = False) -> Linear:
@@ -76,7 +76,7 @@ def test_both_sides_multiply_by_the_same_bytes() -> None:
     layer = make(PrecisionPlan.preset("unified"))
     assert layer.operand("rollout") is layer.operand("train")
     mixed = make(PrecisionPlan.preset("mixed"))
-    assert isinstance(mixed.operand("rollout"), QTensor)
+    assert isinstance(mixed.operand("rollout"), FP8Weight)
     assert mixed.operand("train").dtype == torch.bfloat16
 
 

@@ -72,6 +72,10 @@ KERNELS_MAY_IMPORT = {
     "jetrl.precision.quantize",
     "jetrl.precision.exact",
     "jetrl.precision.layout",
+    "jetrl.precision.hopper",
+    "jetrl.precision.quantize_hopper",
+    "jetrl.precision.tile_hopper",
+    "jetrl.precision.gemm_hopper",
     "jetrl.precision.plan.FP8_BLOCK",
 }
 

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from jetrl.bench._timing import Row, main, seconds_per_call
-from jetrl.kernels.quantize_triton import (
+from jetrl.precision.gemm_hopper import Backend, deep_gemm_installed, fp8_matmul_hopper
+from jetrl.precision.quantize import QTensor
+from jetrl.precision.quantize_hopper import (
     quantize_rows,
     quantize_rows_and_tokens,
     quantize_tokens,
     quantize_weight,
 )
-from jetrl.precision.gemm_hopper import Backend, deep_gemm_installed, fp8_matmul_hopper
-from jetrl.precision.quantize import QTensor
 
 # (N, K) of Qwen3-8B's linears: qkv, o, gate_up, down
 SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (24576, 4096), "down": (4096, 12288)}

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 
 from jetrl.bench._timing import Row, main, memory_row
-from jetrl.kernels.quantize_triton import (
+from jetrl.precision.quantize_hopper import (
     quantize_rows,
     quantize_rows_and_tokens,
     quantize_tokens,

@@ -5,6 +5,7 @@ and the next step to take where there is one. FAIL: jetrl does not work as promi
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import itertools
 import platform
 import shutil
@@ -89,8 +90,8 @@ def check_device() -> Check:
     if (major, minor) != (9, 0):
         step = "jetrl supports Hopper GPUs (H100, H200: sm_90); elsewhere use run.device=cpu"
         return Check("WARN", "device", detail, step)
-    step = "GPU kernels are not in this version yet: it computes on the CPU (run.device=cpu)"
-    return Check("WARN", "device", detail, step)
+    gemm = "DeepGEMM and cuBLAS" if importlib.util.find_spec("deep_gemm") else "cuBLAS"
+    return Check("OK", "device", f"{detail}; FP8 GEMM by {gemm}")
 
 
 def check_core(name: str) -> Check:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from jetrl.precision.exact import align, exp_nonpositive
+from jetrl.precision.hopper import hopper
 from jetrl.precision.quantize import QTensor, codes_as_float64, dequantize, quantize
 
 # Bits on the grids: query 24 + code 18 + 8 (D up to 256), and weight 18 + code 18 + 17 (2**17
@@ -119,15 +120,36 @@ def _attend_fp32(q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
 
 
 def attend_packed(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, kv_format: str, scales: str = "fp32"
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    kv_format: str,
+    scales: str = "fp32",
+    tiles: Any = None,
 ) -> Tensor:
     """Causal attention of sequences packed end to end, differentiable: the training side.
 
     q: [T, H, D]; k, v: [T, G, D], bfloat16 or float32, k already rotated. cu_seqlens: int64 [S+1].
-    Keys and values are quantized as the cache would store them. Returns o like q.
+    Keys and values are quantized as the cache would store them. tiles: on a GPU, `packed_tiles` of
+    cu_seqlens if there already are some. Returns o like q.
     """
+    if q.is_cuda and q.dtype == torch.bfloat16:
+        gpu = hopper("kernels.attention_gpu")
+        k_codes, k_scales = quantize_kv(k.detach(), kv_format, scales)
+        v_codes, v_scales = quantize_kv(v.detach(), kv_format, scales)
+        codes = gpu.KeyValueCodes(k_codes.contiguous(), k_scales, v_codes.contiguous(), v_scales)
+        tiles = packed_tiles(cu_seqlens) if tiles is None else tiles
+        out: Tensor = gpu.attend_packed(q.contiguous(), k, v, codes, tiles)
+        return out
     o: Tensor = _PackedAttention.apply(q, k, v, cu_seqlens, kv_format, scales)
     return o
+
+
+def packed_tiles(cu_seqlens: Tensor) -> Any:
+    """The GPU kernels' list of work for a packed batch: made once, it serves every layer."""
+    gpu = hopper("kernels.attention_gpu")
+    return gpu.QueryTiles.packed(cu_seqlens.tolist(), cu_seqlens.device)
 
 
 class _PackedAttention(torch.autograd.Function):

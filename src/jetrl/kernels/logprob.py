@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from jetrl.precision.exact import exp_nonpositive, log_positive
+from jetrl.precision.hopper import hopper
 
 _MASS_GRID = 2.0**30  # exp(z - m) is at most 1: this grid adds 2**23 of them exactly in float64
 
@@ -44,6 +45,11 @@ def chosen_logprobs_ref(
 def chosen_logprobs(logits: Tensor, chosen: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     """Log-probs of chosen int64 [R] under softmax(logits [R, V] / temperature), differentiable in
     the logits, and the entropy in nats, which is not. Both float32 [R]."""
+    if logits.is_cuda:
+        on_gpu: tuple[Tensor, Tensor] = hopper("kernels.logprob_triton").chosen_logprobs(
+            logits, chosen, temperature
+        )
+        return on_gpu
     per_row = logits.new_full((len(chosen), 1), temperature)
     logprobs, entropy = _ChosenLogprobs.apply(logits, chosen, per_row)
     return logprobs, entropy

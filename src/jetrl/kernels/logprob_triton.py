@@ -25,8 +25,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from jetrl.kernels.quantize_triton import check_matrix
 from jetrl.precision.gemm_hopper import bf16_matmul_hopper
+from jetrl.precision.quantize_hopper import check_matrix
 
 # Pinned: the bits of every log-prob depend on both.
 BLOCK = 4096

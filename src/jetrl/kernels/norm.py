@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from jetrl.precision.exact import sum_of_squares
+from jetrl.precision.hopper import hopper
 
 
 def rms_norm_ref(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -26,7 +27,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     x: bfloat16 or float32 [..., D]. weight: [D], already rounded to x's dtype (the gradient passes
     through that rounding). Result like x.
     """
-    y: Tensor = _RMSNorm.apply(x, weight, eps)
+    if x.is_cuda and x.dtype == torch.bfloat16:
+        y: Tensor = hopper("kernels.norm_triton").rms_norm(x, weight, eps)
+    else:
+        y = _RMSNorm.apply(x, weight, eps)
     return y
 
 

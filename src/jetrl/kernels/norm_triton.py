@@ -26,8 +26,11 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from jetrl.kernels import tile_triton as tile
-from jetrl.kernels.quantize_triton import (
+from jetrl.precision import tile_hopper as tile
+from jetrl.precision.layout import empty_row_groups, empty_token_groups
+from jetrl.precision.plan import FP8_BLOCK
+from jetrl.precision.quantize import FORMATS, QTensor
+from jetrl.precision.quantize_hopper import (
     abs_bits,
     check_matrix,
     round_to_bfloat16,
@@ -35,9 +38,6 @@ from jetrl.kernels.quantize_triton import (
     scale_and_multiplier,
     tile_rule,
 )
-from jetrl.precision.layout import empty_row_groups, empty_token_groups
-from jetrl.precision.plan import FP8_BLOCK
-from jetrl.precision.quantize import FORMATS, QTensor
 
 _BF16 = (torch.bfloat16,)
 _MAX_WIDTH = 16384

@@ -26,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from jetrl.kernels.norm_triton import grid_factor, grid_squares, inverse_rms_of
-from jetrl.kernels.quantize_triton import (
+from jetrl.precision.quantize_hopper import (
     abs_bits,
     check_matrix,
     round_to_bfloat16,

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from jetrl.kernels.logprob import log_softmax_parts
+from jetrl.precision.hopper import hopper
 
 _WEIGHT_ONE = 2.0**40  # weight of the most probable token; 2**22 tokens still fit an int64 sum
 _MASK32 = np.uint64(0xFFFFFFFF)
@@ -57,6 +58,11 @@ def sample(
     Raises:
         FloatingPointError: a row without a finite maximum (NaN or all -inf logits).
     """
+    if logits.is_cuda:
+        on_gpu: tuple[Tensor, Tensor] = hopper("kernels.sampling_triton").sample(
+            logits, bits, temperature, top_p, top_k
+        )
+        return on_gpu
     greedy = temperature == 0
     scale = torch.where(greedy, 1.0, temperature)[:, None]
     shifted, mass, lse = log_softmax_parts(logits, scale)

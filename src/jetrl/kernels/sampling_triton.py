@@ -21,8 +21,8 @@ import triton.language as tl
 from torch import Tensor
 
 from jetrl.kernels.logprob_triton import BLOCK, LOG2_E, NUM_WARPS, row_statistics, scaled_logits
-from jetrl.kernels.quantize_triton import check_matrix
 from jetrl.kernels.sampling import _keep_most_probable
+from jetrl.precision.quantize_hopper import check_matrix
 
 _WEIGHT_ONE = 2.0**40
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from jetrl.precision.exact import sigmoid
+from jetrl.precision.hopper import hopper
 
 
 def swiglu_ref(gate_up: Tensor) -> Tensor:
@@ -21,7 +22,10 @@ def swiglu_ref(gate_up: Tensor) -> Tensor:
 
 def swiglu(gate_up: Tensor) -> Tensor:
     """silu(gate) * up, differentiable. gate_up bfloat16 or float32 [T, 2F] -> [T, F] like it."""
-    y: Tensor = _SwiGLU.apply(gate_up)
+    if gate_up.is_cuda and gate_up.dtype == torch.bfloat16:
+        y: Tensor = hopper("kernels.swiglu_triton").swiglu(gate_up)
+    else:
+        y = _SwiGLU.apply(gate_up)
     return y
 
 

@@ -24,8 +24,11 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from jetrl.kernels import tile_triton as tile
-from jetrl.kernels.quantize_triton import (
+from jetrl.precision import tile_hopper as tile
+from jetrl.precision.layout import empty_row_groups, empty_token_groups
+from jetrl.precision.plan import FP8_BLOCK
+from jetrl.precision.quantize import FORMATS, FP8Format, QTensor
+from jetrl.precision.quantize_hopper import (
     check_matrix,
     load_tile,
     round_to_bfloat16,
@@ -33,9 +36,6 @@ from jetrl.kernels.quantize_triton import (
     store_row_groups,
     tile_rule,
 )
-from jetrl.precision.layout import empty_row_groups, empty_token_groups
-from jetrl.precision.plan import FP8_BLOCK
-from jetrl.precision.quantize import FORMATS, FP8Format, QTensor
 
 _LOG2_E = 1.4426950408889634
 _ROWS = 32  # rows of a tile where no 128 x 1 groups are made; each row's bits are its own

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
-from jetrl.kernels.attention import attend_packed
+from jetrl.kernels.attention import attend_packed, packed_tiles
 from jetrl.precision.plan import PrecisionPlan
 
 
@@ -20,12 +19,14 @@ class KeyValues(Protocol):
         ...
 
 
-@dataclass(frozen=True)
 class PackedKeyValues:
     """Training: whole sequences packed end to end, so the batch holds its own keys and values."""
 
-    cu_seqlens: Tensor
-    plan: PrecisionPlan
+    def __init__(self, cu_seqlens: Tensor, plan: PrecisionPlan) -> None:
+        self._cu_seqlens, self._plan = cu_seqlens, plan
+        on_gpu = cu_seqlens.is_cuda and plan.kv != "fp32"
+        self._tiles = packed_tiles(cu_seqlens) if on_gpu else None
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return attend_packed(q, k, v, self.cu_seqlens, self.plan.kv, self.plan.scales)
+        plan = self._plan
+        return attend_packed(q, k, v, self._cu_seqlens, plan.kv, plan.scales, self._tiles)

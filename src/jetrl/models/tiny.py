@@ -29,22 +29,26 @@ __all__ = ["character_tokenizer", "make_tiny", "random_weights", "train_bpe_toke
 _DEFAULT_STD = 0.02
 
 
-def random_weights(config: ModelConfig, seed: int) -> dict[str, Tensor]:
-    """Every parameter under our names, float32 on the CPU, by the rule above."""
-    generator = torch.Generator().manual_seed(seed)
+def random_weights(
+    config: ModelConfig, seed: int, device: str | torch.device = "cpu"
+) -> dict[str, Tensor]:
+    """Every parameter under our names, float32, by the rule above. A seed gives the same weights on
+    every CPU, and others on a GPU, where 8B parameters take a second instead of minutes."""
+    generator = torch.Generator(device).manual_seed(seed)
     std = config.raw.get("initializer_range", _DEFAULT_STD)
     if isinstance(std, bool) or not isinstance(std, int | float) or not std > 0:
         raise UserError(f"config.json: initializer_range = {std!r}: a number above 0 is expected")
     weights = {}
     for name, shape in parameter_shapes(config).items():
         if name.endswith("norm.weight"):
-            weights[name] = torch.ones(shape)
+            weights[name] = torch.ones(shape, device=device)
         elif name.endswith(".bias"):
-            weights[name] = torch.zeros(shape)
+            weights[name] = torch.zeros(shape, device=device)
         else:
             into_residual = name.endswith((".o.weight", ".down.weight"))
             scale = std / math.sqrt(2 * config.num_layers) if into_residual else std
-            weights[name] = torch.empty(shape).normal_(0.0, scale, generator=generator)
+            values = torch.empty(shape, device=device)
+            weights[name] = values.normal_(0.0, scale, generator=generator)
     return weights
 
 

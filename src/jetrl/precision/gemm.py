@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from jetrl.precision.exact import exact_matmul
+from jetrl.precision.hopper import hopper
 from jetrl.precision.plan import FP8_BLOCK
 from jetrl.precision.quantize import QTensor, codes_as_float64
 
@@ -29,6 +30,9 @@ def fp8_matmul(a: QTensor, b: QTensor, out_dtype: torch.dtype = torch.bfloat16) 
     Raises:
         ValueError: shapes that do not match, or groups other than these.
     """
+    if a.codes.is_cuda:
+        on_gpu: Tensor = hopper("precision.gemm_hopper").fp8_matmul_hopper(a, b, out_dtype)
+        return on_gpu
     if a.shape[-1] != b.shape[-1] or a.codes.dim() != 2 or b.codes.dim() != 2:
         raise ValueError(f"fp8_matmul: [M, K] and [N, K], not {a.shape} and {b.shape}")
     if a.block != (1, FP8_BLOCK) or b.block[0] not in (1, FP8_BLOCK) or b.block[1] != FP8_BLOCK:
@@ -45,4 +49,7 @@ def fp8_matmul(a: QTensor, b: QTensor, out_dtype: torch.dtype = torch.bfloat16) 
 
 def bf16_matmul(a: Tensor, b: Tensor, out_dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """BF16 a [M, K] @ b [N, K]^T -> out_dtype [M, N]; batch-invariant (precision/exact)."""
+    if a.is_cuda:
+        on_gpu: Tensor = hopper("precision.gemm_hopper").bf16_matmul_hopper(a, b, out_dtype)
+        return on_gpu
     return exact_matmul(a, b.mT).float().to(out_dtype)

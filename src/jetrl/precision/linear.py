@@ -11,6 +11,7 @@ then multiplies by the very bytes that the sampler did.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,17 +19,58 @@ from torch import Tensor, nn
 
 from jetrl.errors import UserError
 from jetrl.precision.gemm import bf16_matmul, fp8_matmul
+from jetrl.precision.hopper import hopper
 from jetrl.precision.plan import FP8_BLOCK, Format, PrecisionPlan, Side
-from jetrl.precision.quantize import QTensor, dequantize, quantize
-
-Operand = QTensor | Tensor
+from jetrl.precision.quantize import FP8Format, QTensor, dequantize, quantize
 
 
-def working_copy(master: Tensor, format: Format, plan: PrecisionPlan) -> Operand:
-    """The weight [N, K] as GEMMs read it: FP8 in 128 x 128 groups, BF16, or the FP32 master."""
-    if format == "fp8":
-        return quantize(master.detach(), (FP8_BLOCK, FP8_BLOCK), scales=plan.scales)
-    return master.detach().bfloat16() if format == "bf16" else master
+@dataclass(frozen=True)
+class FP8Weight:
+    """A weight as GEMMs read it, and its transpose as DGrad does: the same codes and scales."""
+
+    direct: QTensor
+    transposed: QTensor
+
+    @property
+    def codes(self) -> Tensor:
+        return self.direct.codes
+
+
+Operand = FP8Weight | Tensor
+
+
+def working_copy(
+    master: Tensor, format: Format, plan: PrecisionPlan, into: Operand | None = None
+) -> Operand:
+    """The weight [N, K] as GEMMs read it: FP8 in 128 x 128 groups, BF16, or the FP32 master. On a
+    GPU an earlier copy is overwritten in place, so that captured graphs stay valid."""
+    weight = master.detach()
+    if format == "fp32":
+        return master
+    if format == "bf16":
+        return into.copy_(weight) if isinstance(into, Tensor) else weight.bfloat16()
+    if weight.is_cuda:
+        before = (into.direct, into.transposed) if isinstance(into, FP8Weight) else None
+        kernel = hopper("precision.quantize_hopper").quantize_weight
+        return FP8Weight(*kernel(weight, scales=plan.scales, out=before))
+    direct = quantize(weight, (FP8_BLOCK, FP8_BLOCK), scales=plan.scales)
+    return FP8Weight(direct, direct.mT)
+
+
+def quantize_for_gemm(
+    x: Tensor, plan: PrecisionPlan, format: FP8Format = "e4m3", tokens: bool = True
+) -> tuple[QTensor, QTensor | None]:
+    """x [T, K] in groups of 1 x 128, and in groups of 128 x 1 (None unless `tokens`).
+
+    Both are made from the values as they are; on a GPU in one pass."""
+    if x.is_cuda:
+        kernels = hopper("precision.quantize_hopper")
+        if tokens:
+            both: tuple[QTensor, QTensor] = kernels.quantize_rows_and_tokens(x, format, plan.scales)
+            return both
+        return kernels.quantize_rows(x, format, plan.scales), None
+    rows = quantize(x, (1, FP8_BLOCK), format, plan.scales)
+    return rows, quantize(x, (FP8_BLOCK, 1), format, plan.scales) if tokens else None
 
 
 class Linear(nn.Module):
@@ -76,8 +118,9 @@ class Linear(nn.Module):
         """x [T, K] in the activations' dtype -> [T, N] in out_dtype."""
         if self.formats[side] == "fp32":
             return nn.functional.linear(x, self.weight, self.bias)
+        keep = torch.is_grad_enabled()
         y: Tensor = _LinearFunction.apply(
-            x, self.weight, self.operand(side), self.plan, self.out_dtype
+            x, self.weight, self.operand(side), self.plan, self.out_dtype, keep
         )
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
@@ -93,37 +136,42 @@ class _LinearFunction(torch.autograd.Function):
         weight: Operand,
         plan: PrecisionPlan,
         out_dtype: torch.dtype,
+        keep: bool,
     ) -> Tensor:
         ctx.weight, ctx.plan, ctx.x_dtype = weight, plan, x.dtype
-        if not isinstance(weight, QTensor):
+        if not isinstance(weight, FP8Weight):
             ctx.save_for_backward(x)
             return bf16_matmul(x, weight, out_dtype)
-        if master.requires_grad:
-            kept = quantize(x, (FP8_BLOCK, 1), scales=plan.scales)
+        rows, kept = quantize_for_gemm(x, plan, tokens=keep)
+        if kept is not None:
             ctx.save_for_backward(kept.codes, kept.scales)
-        return fp8_matmul(quantize(x, scales=plan.scales), weight, out_dtype)
+        return fp8_matmul(rows, weight.direct, out_dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        dy, weight, plan = grads[0].bfloat16(), ctx.weight, ctx.plan
-        if not isinstance(weight, QTensor):
+        dy, weight, plan = grads[0].bfloat16().contiguous(), ctx.weight, ctx.plan
+        if not isinstance(weight, FP8Weight):
             (x,) = ctx.saved_tensors
             dx, dw = _dense_gradients(dy, x, weight)
+            return dx.to(ctx.x_dtype), dw, None, None, None, None
+        codes, scales = ctx.saved_tensors
+        x_kept = QTensor(codes, scales, (FP8_BLOCK, 1))
+        if plan.grad_output == "bf16":
+            x = dequantize(x_kept)[: len(dy)]
+            dx, dw = _dense_gradients(dy, x, dequantize(weight.direct))
         else:
-            codes, scales = ctx.saved_tensors
-            x_kept = QTensor(codes, scales, (FP8_BLOCK, 1))
-            if plan.grad_output == "bf16":
-                dx, dw = _dense_gradients(dy, dequantize(x_kept), dequantize(weight))
-            else:
-                options = {"format": plan.grad_output, "scales": plan.scales}
-                dy_rows = quantize(dy, (1, FP8_BLOCK), **options)
-                dy_tokens = quantize(dy, (FP8_BLOCK, 1), **options)
-                dx = fp8_matmul(dy_rows, weight.mT)
-                dw = fp8_matmul(dy_tokens.mT, x_kept.mT, torch.float32)
-        return dx.to(ctx.x_dtype), dw, None, None, None
+            rows, tokens = quantize_for_gemm(dy, plan, plan.grad_output)
+            assert tokens is not None
+            dx = fp8_matmul(rows, weight.transposed)
+            dw = fp8_matmul(tokens.mT, x_kept.mT, torch.float32)
+        return dx.to(ctx.x_dtype), dw, None, None, None, None
 
 
 def _dense_gradients(dy: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """dX (BF16) and dW (FP32) by plain float32 products: gradients need no bit agreement."""
+    """dX (BF16) and dW (FP32) by plain products with float32 sums: gradients need no bit agreement.
+    dy is BF16; x and weight are BF16 or dequantized, which BF16 does not hold exactly on a GPU."""
+    if dy.is_cuda:
+        dx = dy @ weight.bfloat16()
+        return dx, torch.mm(dy.mT, x.bfloat16(), out_dtype=torch.float32)
     dy_wide = dy.float()
     return (dy_wide @ weight.float()).bfloat16(), dy_wide.mT @ x.float()

@@ -23,11 +23,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from jetrl.errors import UserError
 from jetrl.kernels.attention import attend_dense, quantize_kv
 from jetrl.models.families import ModelConfig
+from jetrl.precision.hopper import hopper
 from jetrl.precision.plan import PrecisionPlan
 
 _DTYPES = {"fp8": torch.float8_e4m3fn, "bf16": torch.bfloat16, "fp32": torch.float32}
+GPU_PAGE_SIZE = 64  # tokens: the attention kernels read a page as one block of keys
 _MAX_QUERIES = 256  # queries of one item: a longer chunk is cut, so that its first queries see less
 _MAX_GATHERED = 2**24  # elements of keys gathered for one part
 
@@ -72,7 +75,13 @@ class PagedCache:
         page_size: int,
         device: torch.device,
     ) -> None:
+        on_gpu = device.type == "cuda" and plan.kv != "fp32"
+        if on_gpu and page_size != GPU_PAGE_SIZE:
+            raise UserError(
+                f"rollout.page_size = {page_size}: the GPU reads pages of {GPU_PAGE_SIZE} tokens"
+            )
         self.num_pages, self.page_size = num_pages, page_size
+        self._on_gpu = on_gpu
         self._plan = plan
         self._heads, self._head_dim = config.num_kv_heads, config.head_dim
         shape = (config.num_layers, num_pages, page_size, config.num_kv_heads, config.head_dim)
@@ -94,7 +103,7 @@ class PagedCache:
             self._keys.copy(sources, destinations)
             self._values.copy(sources, destinations)
 
-    def key_values(self, spans: Sequence[Span]) -> PagedKeyValues:
+    def key_values(self, spans: Sequence[Span]) -> PagedKeyValues | HopperKeyValues:
         """The `KeyValues` of one forward over these spans, which fill rows 0 to T in order."""
         device = self._keys.codes.device
         slots = [
@@ -102,6 +111,9 @@ class PagedCache:
             for span in spans
             for at in range(span.start, span.start + span.length)
         ]
+        if self._on_gpu:
+            slots_T = torch.tensor(slots, device=device)
+            return HopperKeyValues(self._keys, self._values, self._plan, slots_T, spans)
         budget = max(1, _MAX_GATHERED // (self._heads * self._head_dim))
         parts = [self._part(items, device) for items in group_items(spans, budget)]
         slots_T = torch.tensor(slots, device=device)
@@ -155,6 +167,54 @@ class PagedKeyValues:
         return out
 
 
+class HopperKeyValues:
+    """The same on a GPU, where kernels read the pages in place. Forwards that add one token to each
+    sequence take the decode kernel, all others the one for chunks; a token's bits are the same."""
+
+    def __init__(
+        self,
+        keys: _Store,
+        values: _Store,
+        plan: PrecisionPlan,
+        slots: Tensor,
+        spans: Sequence[Span],
+    ) -> None:
+        self._keys, self._values, self._plan, self._slots = keys, values, plan, slots
+        self._gpu = hopper("kernels.attention_gpu")
+        lengths = [span.start + span.length for span in spans]
+        counts = [-(-length // GPU_PAGE_SIZE) for length in lengths]
+        self._tiles = None
+        if all(span.length == 1 for span in spans):
+            widest = max(counts)
+            tables = [
+                span.pages[:count] + [0] * (widest - count)
+                for span, count in zip(spans, counts, strict=True)
+            ]
+            self._tables = torch.tensor(tables, dtype=torch.int32, device=slots.device)
+            self._lengths = torch.tensor(lengths, dtype=torch.int32, device=slots.device)
+            self._longest = max(lengths)
+        else:
+            self._tiles = self._gpu.QueryTiles.paged(
+                [span.length for span in spans],
+                lengths,
+                [span.pages[:count] for span, count in zip(spans, counts, strict=True)],
+                slots.device,
+            )
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """As `PagedKeyValues.attend`."""
+        self._keys.write(layer, self._slots, *quantize_kv(k, self._plan.kv, self._plan.scales))
+        self._values.write(layer, self._slots, *quantize_kv(v, self._plan.kv, self._plan.scales))
+        pages = self._gpu.KeyValueCodes(*self._keys.layer(layer), *self._values.layer(layer))
+        if self._tiles is not None:
+            prefilled: Tensor = self._gpu.attend_prefill(q.contiguous(), pages, self._tiles)
+            return prefilled
+        decoded: Tensor = self._gpu.attend_decode(
+            q.contiguous(), pages, self._tables, self._lengths, self._longest
+        )
+        return decoded
+
+
 class _Store:
     """Keys, or values, of all layers: codes and their scales."""
 
@@ -173,6 +233,10 @@ class _Store:
         if self.scales is not None:
             assert scales is not None, "FP8 codes without their scales"
             self.scales[layer].flatten(0, 1)[slots] = scales
+
+    def layer(self, layer: int) -> tuple[Tensor, Tensor | None]:
+        """(codes [P, page_size, G, D], scales [P, page_size, G] or None), in place."""
+        return self.codes[layer], None if self.scales is None else self.scales[layer]
 
     def gather(self, layer: int, pages: Tensor, num_keys: int) -> tuple[Tensor, Tensor | None]:
         """(codes [B, L, G, D], scales [B, L, G] or None): the first L keys of tables [B, P]."""

@@ -7,7 +7,7 @@ Three kernels, all with one program for a tile of 128 columns:
 * weight:  W -> 128 x 128 groups of W and, as a byte transpose with the same scales, of W^T
 
 and the device functions of the first, which the fused norm and SwiGLU kernels share; those of a
-whole tile are in kernels/tile_triton. `/` is not IEEE
+whole tile are in tile_hopper. `/` is not IEEE
 division in Triton, so `div_rn` it is; the multiplication and the cast are single instructions. The
 maximum is taken on the bits of |x| as integers, which orders NaN above Inf above every number: a
 non-finite value makes its group's scale non-finite and its own code NaN. Layouts: precision/layout.
@@ -28,7 +28,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from jetrl.kernels import tile_triton as tile
+from jetrl.precision import tile_hopper as tile
 from jetrl.precision.layout import empty_row_groups, empty_token_groups, empty_weight
 from jetrl.precision.plan import FP8_BLOCK
 from jetrl.precision.quantize import AMAX_FLOOR, FORMATS, FP8Format, QTensor

@@ -1,0 +1,42 @@
+"""Named model shapes: config.json contents of well-known models, for random weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "rms_norm_eps": 1e-6}
+_QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "rms_norm_eps": 1e-6}
+_LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "rms_norm_eps": 1e-5}
+
+
+def _shape(
+    base: dict[str, Any],
+    hidden: int,
+    inner: int,
+    layers: int,
+    heads: int,
+    kv_heads: int,
+    vocab: int,
+) -> dict[str, Any]:
+    return {
+        **base,
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": 128,
+        "vocab_size": vocab,
+        "rope_theta": 1e6,
+        "max_position_embeddings": 40960,
+        "tie_word_embeddings": False,
+    }
+
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen3-0.6b": {**_shape(_QWEN3, 1024, 3072, 28, 16, 8, 151936), "tie_word_embeddings": True},
+    "qwen3-8b": _shape(_QWEN3, 4096, 12288, 36, 32, 8, 151936),
+    "qwen3-32b": _shape(_QWEN3, 5120, 25600, 64, 64, 8, 151936),
+    "qwen2.5-7b": _shape(_QWEN2, 3584, 18944, 28, 28, 4, 152064),
+    "llama3.1-8b": _shape(_LLAMA, 4096, 14336, 32, 32, 8, 128256),
+}
