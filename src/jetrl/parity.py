@@ -28,6 +28,7 @@ from jetrl.training.mismatch import different, mismatch_metrics
 from jetrl.types import SamplingParams
 
 _PAGE_SIZE = 64
+_TOKENS_AT_ONCE = 2**16
 
 
 @dataclass(frozen=True)
@@ -86,15 +87,18 @@ def measure(
     temperature: float = 1.0,
     seed: int = 0,
     progress: ProgressCallback | None = None,
+    max_batch_size: int = 256,
 ) -> ParityResult:
-    """Sample completions (of random prompts of mixed lengths if none are given) in one batch, run
-    the trainer's forward over all of them in another, and compare."""
+    """Sample completions (of random prompts of mixed lengths if none are given), `max_batch_size` at
+    a time, run the trainer's forward over all of them in other batches, and compare."""
     if prompts is None:
         prompts = random_prompts(policy, num_prompts, max_tokens, seed)
     params = SamplingParams(
         n=samples, max_tokens=max_tokens, temperature=temperature, seed=seed, ignore_eos=True
     )
-    completions = RolloutEngine(policy).generate(prompts, params, progress)
+    completions = RolloutEngine(policy, max_batch_size=max_batch_size).generate(
+        prompts, params, progress
+    )
     pairs = [
         (list(prompts[i // samples]), list(completion.token_ids))
         for i, completion in enumerate(completions)
@@ -128,12 +132,15 @@ def random_prompts(policy: Policy, count: int, max_tokens: int, seed: int) -> li
 def _trainer_logprobs(
     policy: Policy, pairs: Sequence[tuple[list[int], list[int]]], temperature: float
 ) -> list[np.ndarray]:
-    """float32 of each completion's tokens, from one packed forward."""
-    logprobs = policy.logprobs([prompt + answer for prompt, answer in pairs], temperature)
-    return [
-        row[len(prompt) - 1 :].cpu().numpy()
-        for (prompt, _), row in zip(pairs, logprobs, strict=True)
-    ]
+    """float32 of each completion's tokens, from packed forwards of bounded size."""
+    found: list[np.ndarray] = []
+    batch: list[list[int]] = []
+    for index, (prompt, answer) in enumerate(pairs):
+        batch.append(prompt + answer)
+        if index + 1 == len(pairs) or sum(map(len, batch)) >= _TOKENS_AT_ONCE:
+            found += [row.cpu().numpy() for row in policy.logprobs(batch, temperature)]
+            batch = []
+    return [row[len(prompt) - 1 :] for (prompt, _), row in zip(pairs, found, strict=True)]
 
 
 @torch.no_grad()
