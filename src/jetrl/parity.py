@@ -89,8 +89,8 @@ def measure(
     progress: ProgressCallback | None = None,
     max_batch_size: int = 256,
 ) -> ParityResult:
-    """Sample completions (of random prompts of mixed lengths if none are given), `max_batch_size` at
-    a time, run the trainer's forward over all of them in other batches, and compare."""
+    """Sample completions, `max_batch_size` at a time, run the trainer's forward over all of them in
+    other batches, and compare. Without prompts, random ones of mixed lengths are taken."""
     if prompts is None:
         prompts = random_prompts(policy, num_prompts, max_tokens, seed)
     params = SamplingParams(

@@ -284,6 +284,8 @@ class Session:
             MismatchError: sampler and trainer differ under an exact plan; names the operation.
         """
         self._phase_name("update")
+        if self.policy.device.type == "cuda":
+            self._engine.free_cache()  # its pages took what was free; training needs it now
         try:
             metrics = self.trainer.step(samples)
         except StepMismatchError as error:

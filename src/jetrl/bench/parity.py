@@ -1,6 +1,6 @@
-"""Parity at the shape of a real model, with random weights that give peaked distributions.
+r"""Parity at the shape of a real model, with random weights that give peaked distributions.
 
-    PYTHONPATH=src python -m jetrl.bench.parity --shape qwen3-8b --plan unified --plan jet \\
+    PYTHONPATH=src python -m jetrl.bench.parity --shape qwen3-8b --plan unified --plan jet \
         --load 512x400x4096 --load 4x64x32000 --load 1x64x100 --out parity.json
 
 A load is SEQUENCES x SAMPLED TOKENS x LONG: prompts of 1 to 400 tokens, and one in eight (the last

@@ -239,6 +239,7 @@ class RolloutEngine:
     def _affordable_pages(self) -> int:
         """Pages that the memory share of a cache holds."""
         if self.policy.device.type == "cuda":
+            torch.cuda.empty_cache()  # what torch keeps for later is free for the cache
             free, _ = torch.cuda.mem_get_info(self.policy.device)
             share = free * _GPU_MEMORY_SHARE
         else:
