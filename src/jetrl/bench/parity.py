@@ -84,8 +84,10 @@ def main() -> None:
         del policy
     if args.out is not None:
         device = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
+        words = sys.argv[1:]
+        del words[words.index("--out") : words.index("--out") + 2]
         about = {
-            "command": "python -m jetrl.bench.parity " + " ".join(sys.argv[1:]),
+            "command": " ".join(["python -m jetrl.bench.parity", *words]),
             "device": device,
             "torch": torch.__version__,
             "date": time.strftime("%Y-%m-%d"),
