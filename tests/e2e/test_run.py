@@ -29,6 +29,7 @@ TINY = [
     "eval.max_tokens=6",
     "train.updates_per_step=1",
     "train.warmup_steps=0",
+    "train.schedule=constant",
     "checkpoint.every=2",
     "report.enabled=false",
     "model.config.num_hidden_layers=1",
@@ -94,7 +95,12 @@ def test_a_repeated_run_is_the_same_bit_for_bit(tmp_path: Path) -> None:
 def test_cut_and_resumed_equals_uncut(
     where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    overrides = ["loop.steps=5", "train.updates_per_step=2", "train.schedule=linear"]
+    overrides = [
+        "loop.steps=5",
+        "train.updates_per_step=2",
+        "train.schedule=linear",
+        "train.warmup_steps=2",
+    ]
     uncut = train(settings(tmp_path, *overrides, name="uncut"))
     import jetrl.session as module
 
