@@ -310,3 +310,15 @@ def test_the_settings_document_is_current() -> None:
 def test_importing_the_settings_needs_no_torch() -> None:
     code = "import sys, jetrl.config, jetrl.types; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_another_task_sets_the_recipes_task_section_aside(tmp_path: Path) -> None:
+    recipe = tmp_path / "r.toml"
+    recipe.write_text(
+        "[task]\nname = 'gsm8k'\npath = 'data'\nworkers = 0\n[task.options]\nstrict = true\n"
+    )
+    other = load_config(recipe, ["task.options.digits=3", "task=arithmetic"]).task
+    assert other == TaskSettings(name="arithmetic", options={"digits": 3})
+    same = load_config(recipe, ["task=gsm8k", "task.timeout_s=3"]).task
+    assert (same.path, same.options, same.timeout_s) == ("data", {"strict": True}, 3.0)
+    assert load_config(recipe, ["task.split=test"]).task.path == "data"

@@ -73,8 +73,9 @@ def load_config(recipe: str | Path | None = None, overrides: Sequence[str] = ())
 
     `recipe` is a file or the name of a packaged recipe (`demo`); `run.name` defaults to its name.
     An override's value is read as TOML where the setting is not text (`1e-6`, `true`, `["a"]`), as
-    it stands where it is, and `none` unsets. `task=NAME` is short for `task.name=NAME`. Relative
-    paths stay relative to the working folder.
+    it stands where it is, and `none` unsets. `task=NAME` is short for `task.name=NAME`; where it
+    names another task than the recipe, the recipe's [task] section, which was for its own task, is
+    set aside. Relative paths stay relative to the working folder.
 
     Raises:
         UserError: no such recipe, TOML that does not parse, an unknown key (the nearest is named),
@@ -85,6 +86,7 @@ def load_config(recipe: str | Path | None = None, overrides: Sequence[str] = ())
     if recipe is not None:
         path = find_recipe(recipe)
         tree = _read_toml(path, origins)
+    _set_aside_task(tree, overrides)
     for override in overrides:
         _apply_override(tree, override, origins)
     _check_tree(tree, Settings, (), origins)
@@ -174,6 +176,19 @@ def _read_toml(path: Path, origins: _Origins) -> dict[str, Any]:
         elif key := re.match(r"\s*([\w.\-]+)\s*=", line):
             origins.lines.setdefault(f"{section}.{key[1]}".lstrip("."), number)
     return tree
+
+
+def _set_aside_task(tree: dict[str, Any], overrides: Sequence[str]) -> None:
+    """Drops the recipe's [task] if the overrides name another task: its options, path and splits
+    mean nothing to that one."""
+    names = [
+        text.strip()
+        for key, _, text in (o.partition("=") for o in overrides)
+        if key.strip() in ("task", "task.name")
+    ]
+    section = tree.get("task")
+    if names and isinstance(section, dict) and _parse_value(names[-1], True) != section.get("name"):
+        tree["task"] = {}
 
 
 def _apply_override(tree: dict[str, Any], override: str, origins: _Origins) -> None:
