@@ -12,7 +12,7 @@ from jetrl.errors import UserError
 from jetrl.models.chat import encode_prompt
 from jetrl.policy import Policy
 from jetrl.rollout.engine import ProgressCallback, RolloutEngine
-from jetrl.tasks import Scorer, Task
+from jetrl.tasks import Scorer, Task, read_prompts
 from jetrl.types import Completion, Prompt, Sample, SamplingParams
 
 
@@ -135,7 +135,7 @@ def evaluate_model(
     progress: ProgressCallback | None = None,
 ) -> Evaluation:
     """A policy on a task's split: its first num_prompts prompts, 0 for all."""
-    prompts = list(task.prompts(split))[: num_prompts or None]
+    prompts = read_prompts(task, split)[: num_prompts or None]
     encoded = encode_prompts(policy, prompts, f"task {task.label}, split {split}", system_prompt)
     params = with_stops(params, task)
     return evaluate(RolloutEngine(policy), scorer, encoded, params, threshold, progress)

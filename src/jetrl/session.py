@@ -39,7 +39,7 @@ from jetrl.rollout.engine import RolloutEngine
 from jetrl.rollout.progress import Progress
 from jetrl.runs import Console, RunDirectory, open_trackers, write_report
 from jetrl.step_metrics import eval_metrics, sample_metrics
-from jetrl.tasks import Scorer, get_task
+from jetrl.tasks import Scorer, get_task, read_prompts
 from jetrl.training import Checkpoints, SftTrainer, StepMismatchError, Trainer
 from jetrl.types import Completion, Sample, SamplingParams, StepStats
 
@@ -131,7 +131,7 @@ class Session:
         self._load()
 
     def _encode(self, split: str, limit: int = 0) -> list[EncodedPrompt]:
-        prompts = list(self.task.prompts(split))[: limit or None]
+        prompts = read_prompts(self.task, split)[: limit or None]
         where = f"task {self.task.label}, split {split}"
         return encode_prompts(self.policy, prompts, where, self.settings.task.system_prompt)
 
@@ -143,6 +143,9 @@ class Session:
             return
         if not self._checkpoints.steps():
             self.run.truncate_after(-1, "sft")
+            for note in (*self.run.notes, "no checkpoint yet: the run begins anew"):
+                self.console.note(note)
+            self._close_console()
             return
         latest = self._checkpoints.latest()
         self._open_trainer()

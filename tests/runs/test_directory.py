@@ -317,3 +317,26 @@ def test_history_adds_up_attempts(create, synthetic):
 def test_package_needs_no_torch():
     program = "import jetrl.runs, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("error", [UserError("bad setting"), RunStopped("no"), KeyboardInterrupt()])
+def test_an_attempt_that_ended_before_its_first_step_leaves_the_name_free(create, error):
+    with create() as run, pytest.raises(type(error)), run.attempt(["jetrl", "train"]):
+        raise error
+    with create("loop.steps=7") as run:
+        assert run.config()["loop"]["steps"] == 7
+        assert len(run.attempts()) == 1  # the log of the first is kept
+
+
+@pytest.mark.parametrize("left", ["metrics", "checkpoint", "rollouts"])
+def test_an_attempt_that_left_something_keeps_the_name(create, left):
+    with create() as run, run.attempt(["jetrl", "train"]) as attempt:
+        if left == "metrics":
+            run.write_step(StepStats(1, {"reward/mean": 0.5}), "sft")
+        elif left == "checkpoint":
+            (run.checkpoints_dir / "step_000001").mkdir()
+        else:
+            run.write_rollouts(1, [])
+        attempt.end("stopped", "no")
+    with pytest.raises(UserError, match="in use"):
+        create()

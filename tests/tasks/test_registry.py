@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jetrl.errors import UserError
-from jetrl.tasks import ScoreError, Scorer, Task, get_task, to_score
+from jetrl.tasks import ScoreError, Scorer, Task, get_task, read_prompts, to_score
 from jetrl.types import Score
 
 EXAMPLE = str(Path(__file__).parents[2] / "examples" / "reverse_words.py")
@@ -131,3 +131,28 @@ def test_a_task_without_its_methods_says_so():
 def test_tasks_import_no_torch():
     program = "import sys, jetrl.tasks, jetrl.tasks.gsm8k; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+class Odd(Task):
+    name = "odd"
+
+    def prompts(self, split):
+        if split == "bad":
+            raise UserError("its own words")
+        return [1 / 0] if split == "train" else ["a text"]
+
+
+@pytest.mark.parametrize(
+    "split, message",
+    [
+        (
+            "train",
+            r"task odd: prompts\('train'\) raised ZeroDivisionError.*test_registry\.py, line",
+        ),
+        ("test", r"task odd: item 0 of prompts\('test'\) is no Prompt but 'a text'"),
+        ("bad", "^its own words$"),
+    ],
+)
+def test_prompts_that_raise_or_are_none_are_named(split, message):
+    with pytest.raises(UserError, match=message):
+        read_prompts(Odd(), split)

@@ -85,8 +85,9 @@ class RunDirectory:
             plan: PrecisionPlan.to_dict().
 
         Raises:
-            UserError: the name cannot be a folder's, is in use, or is being written by another
-                process; nothing to resume; a different precision plan on resume; no permission.
+            UserError: the name cannot be a folder's, is in use (an attempt that ended before its
+                first step leaves it free), or is being written by another process; nothing to
+                resume; a different precision plan on resume; no permission.
         """
         run = cls(Path(settings.run.dir) / _checked_name(settings.run.name))
         try:
@@ -258,7 +259,7 @@ class RunDirectory:
 
     def _check_use(self, resume: bool) -> None:
         used = self.path.is_dir() and any(self.path.iterdir())
-        if used and not resume:
+        if used and not resume and not self._is_void():
             raise UserError(
                 f"run.name {self.name!r} is in use ({self.path}): choose another run.name, "
                 "or go on with that run with --resume"
@@ -267,6 +268,16 @@ class RunDirectory:
             raise UserError(
                 f"nothing to resume: {self.path} is not a run directory; start it without --resume"
             )
+
+    def _is_void(self) -> bool:
+        """Whether all that was done here are attempts that ended before their first step, as with
+        a setting that turned out wrong: the name is free to be used again, and the log goes on."""
+        left = (self.rollouts_dir, self.checkpoints_dir)
+        return (
+            self.state() in ("failed", "stopped", "interrupted")
+            and not (self.metrics_file.is_file() and self.metrics_file.stat().st_size)
+            and not any(folder.is_dir() and any(folder.iterdir()) for folder in left)
+        )
 
     def _write_settings(self, settings: Settings, plan: dict[str, Any], resume: bool) -> None:
         config_text = to_toml(settings)

@@ -20,6 +20,7 @@ from typing import Any
 
 from jetrl.errors import UserError
 from jetrl.tasks.base import Task
+from jetrl.types import Prompt
 
 BUILT_IN = {
     "arithmetic": ("jetrl.tasks.arithmetic", "Arithmetic"),
@@ -57,6 +58,30 @@ def get_task(name: str, *, path: str | Path | None = None, **options: Any) -> Ta
         )
     module_name, class_name = BUILT_IN[name]
     return _build(getattr(importlib.import_module(module_name), class_name), name, options)
+
+
+def read_prompts(task: Task, split: str) -> list[Prompt]:
+    """All prompts of a split.
+
+    Raises:
+        UserError: what the task itself raises of this kind; `prompts` raised something else (with
+            file and line), or gave something that is no Prompt.
+    """
+    try:
+        prompts = list(task.prompts(split))
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(
+            f"task {task.label}: prompts({split!r}) raised {describe_error(error)}"
+        ) from error
+    for number, prompt in enumerate(prompts):
+        if not isinstance(prompt, Prompt):
+            raise UserError(
+                f"task {task.label}: item {number} of prompts({split!r}) is no Prompt but "
+                f"{str(prompt)[:60]!r}; write Prompt(id=..., text=...), from jetrl.types"
+            )
+    return prompts
 
 
 def nearest(name: str, known: list[str]) -> str:
