@@ -7,6 +7,7 @@ import dataclasses
 import io
 import json
 import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -198,6 +199,22 @@ def fake_run(path: Path, model: Path | None, preset: str) -> Path:
     if model is not None:
         (path / "model").symlink_to(model)
     return path
+
+
+def test_eval_of_a_run_takes_the_runs_own_task(
+    jetrl: Callable, tiny_model: Path, tmp_path: Path
+) -> None:
+    run = fake_run(tmp_path / "runs" / "mine", None, "unified")
+    shutil.copytree(tiny_model, run / "model")
+    words = ("--prompts", 40, "--max-tokens", 1, "--workers", 0, "--json")
+    for place in (run, run / "model"):
+        done = jetrl("eval", place, *words)
+        assert done.code == 0, done.err
+        answers = [int(s["answer"][::-1]) for s in json.loads(done.out)["samples"]]
+        assert max(answers) <= 58  # the demo's max_operand is 29; without it sums go to 198
+    changed = jetrl("eval", run, "--option", "max_operand=4", *words)
+    assert {int(s["answer"][::-1]) for s in json.loads(changed.out)["samples"]} <= set(range(9))
+    assert "--task: name one" in jetrl("eval", tiny_model, *words).err
 
 
 def test_a_run_directory_stands_for_its_exported_model(tiny_model: Path, tmp_path: Path) -> None:

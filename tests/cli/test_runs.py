@@ -78,3 +78,10 @@ def test_bad_input_is_refused(
     done = jetrl("runs", *words, "--dir", folder)
     assert done.code == 2
     assert message in done.err
+
+
+def test_a_listing_in_a_pipe_breaks_no_name(jetrl: Callable, tmp_path: Path) -> None:
+    name = "a-name-that-is-longer-than-what-eighty-columns-leave-for-it"
+    settings = load_config("demo", [f"run.dir={tmp_path}", f"run.name={name}"])
+    RunDirectory.create(settings, PrecisionPlan.preset("unified").to_dict()).close()
+    assert name in jetrl("runs", "list", "--dir", tmp_path).out

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from jetrl.cli.train import recipe_settings
-from jetrl.config import Settings, load_config
+from jetrl.config import Settings, load_config, to_toml
 from jetrl.errors import RunStopped, UserError
 
 
@@ -155,3 +155,26 @@ def test_a_real_run_from_the_command_line(
     again = jetrl("train", *words)
     assert again.code == 2
     assert "run.name 'demo' is in use" in again.err
+
+
+def test_a_resumed_run_has_its_own_settings_and_the_overrides(
+    jetrl: Callable, loop: FakeLoop, tmp_path: Path
+) -> None:
+    started = load_config("demo", [f"run.dir={tmp_path}", "run.name=mine", "train.lr=0.25"])
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "config.toml").write_text(to_toml(started))
+    words = ["demo", f"run.dir={tmp_path}", "run.name=mine", "loop.steps=3"]
+    assert jetrl("train", *words, "--resume").code == 0
+    (_, settings, _) = loop.calls[0]
+    assert (settings.train.lr, settings.loop.steps) == (0.25, 3)
+    assert recipe_settings(words).train.lr == load_config("demo").train.lr
+
+
+def test_sft_refuses_an_out_in_use_before_it_trains(
+    jetrl: Callable, loop: FakeLoop, tmp_path: Path
+) -> None:
+    (tmp_path / "model.safetensors").write_text("")
+    done = jetrl("sft", "demo", "--out", tmp_path)
+    assert (done.code, loop.calls) == (2, [])
+    assert f"--out {tmp_path}: in use" in done.err
+    assert jetrl("sft", "demo", "--out", tmp_path / "new").code == 0

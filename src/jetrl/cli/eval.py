@@ -2,7 +2,7 @@
 
 For example:
 
-    jetrl eval runs/demo --task arithmetic
+    jetrl eval runs/demo --samples 4              the run's own task, on its held-out split
     jetrl eval models/qwen3-8b --task gsm8k --path data/gsm8k --samples 8 --temperature 0.6
 """
 
@@ -13,12 +13,14 @@ import json
 import sys
 import tomllib
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jetrl.cli.arguments import add_model_arguments, add_sampling_arguments, table
 from jetrl.errors import UserError
 
 if TYPE_CHECKING:
+    from jetrl.config import TaskSettings
     from jetrl.evaluate import Evaluation
     from jetrl.types import SamplingParams
 
@@ -26,7 +28,9 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
     parser.add_argument(
-        "--task", required=True, help="a built-in name, reasoning_gym:NAME, or file.py:Class"
+        "--task",
+        help="a built-in name, reasoning_gym:NAME, or file.py:Class (default: the run's own task, "
+        "with its path, options, held-out split and system prompt)",
     )
     parser.add_argument("--path", help="data file or folder, where the task reads one")
     parser.add_argument(
@@ -36,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="KEY=VALUE",
         help="an option of the task, as in [task.options] (repeatable)",
     )
-    parser.add_argument("--split", default="test", help="split of the task")
+    parser.add_argument("--split", help="split of the task (default: test)")
     parser.add_argument("--prompts", type=int, default=0, help="prompts, from the start; 0: all")
     parser.add_argument("--samples", type=int, default=1, help="completions a prompt")
     add_sampling_arguments(parser, max_tokens=1024, temperature=None)
@@ -49,26 +53,54 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     params = sampling_params(args)
-    options = task_options(args.option)
+    wanted = task_settings(args)
 
     from jetrl.cli.opening import open_policy
     from jetrl.evaluate import evaluate_model
     from jetrl.tasks import Scorer, get_task
 
-    task = get_task(args.task, path=args.path, **options)
-    with Scorer(args.task, args.path, options, args.workers, args.timeout) as scorer:
+    options: dict[str, Any] = dict(wanted.options)
+    task = get_task(wanted.name, path=wanted.path, **options)
+    with Scorer(wanted.name, wanted.path, options, args.workers, args.timeout) as scorer:
         result = evaluate_model(
             open_policy(args.model, args.plan, args.device),
             task,
             scorer,
             params,
-            split=args.split,
+            split=wanted.eval_split,
             num_prompts=args.prompts,
             threshold=args.threshold,
-            system_prompt=args.system,
+            system_prompt=wanted.system_prompt,
         )
     print(as_json(result) if args.json else as_text(result, args.samples))
     return 0
+
+
+def task_settings(args: argparse.Namespace) -> TaskSettings:
+    """The task that --task names, or that of the run MODEL; --path, --option, --split and --system
+    change it.
+
+    Raises:
+        UserError: no --task, and MODEL is no run.
+    """
+    from jetrl.config import TaskSettings, load_config
+
+    if args.task is not None:
+        task = TaskSettings(name=args.task)
+    elif (run := run_of(Path(args.model))) is not None:
+        task = load_config(run / "config.toml").task
+    else:
+        raise UserError(f"--task: name one; {args.model} is no run, which would have its own")
+    changes: dict[str, Any] = {"options": {**task.options, **task_options(args.option)}}
+    given = {"path": args.path, "eval_split": args.split, "system_prompt": args.system}
+    changes |= {key: value for key, value in given.items() if value is not None}
+    return task.model_copy(update=changes)
+
+
+def run_of(model: Path) -> Path | None:
+    """The run directory that a model is, or lies in: runs/NAME, its model or a checkpoint."""
+    folders = (model, *model.absolute().parents[:2])
+    return next((folder for folder in folders if (folder / "config.toml").is_file()), None)
 
 
 def sampling_params(args: argparse.Namespace) -> SamplingParams:

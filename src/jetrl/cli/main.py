@@ -42,7 +42,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments[0] in ("-V", "--version"):
             print(version())
             return 0
-        return run(arguments[0], arguments[1:])
+        code = run(arguments[0], arguments[1:])
+        sys.stdout.flush()  # here, where a closed pipe is caught, and not when Python ends
+        return code
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

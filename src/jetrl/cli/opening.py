@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from jetrl.building import build_policy, choose_device, limit_threads
@@ -16,6 +15,7 @@ from jetrl.policy import Policy
 from jetrl.precision import PrecisionPlan
 from jetrl.runs import RunDirectory
 from jetrl.tasks import get_task
+from jetrl.training import Checkpoints
 
 MASTERS = "masters.safetensors"  # of a checkpoint
 
@@ -87,13 +87,11 @@ def find_model(path: Path) -> Found:
 def policy_of_checkpoint(found: Found, plan: PrecisionPlan, device: str) -> Policy:
     """The policy of the run's settings with the checkpoint's master weights."""
     assert found.run is not None  # find_model
+    Checkpoints.check(found.path)
     settings = load_config(found.run / "config.toml", [f"run.device={choose_device(device)}"])
     task = get_task(settings.task.name, path=settings.task.path, **settings.task.options)
     policy = build_policy(settings, plan, task)
-    try:
-        tensors = load_file(found.path / MASTERS)
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"{found.path / MASTERS}: damaged ({error}); try another one") from None
+    tensors = load_file(found.path / MASTERS)
     masters = policy.named_masters()
     unequal = sorted(
         name

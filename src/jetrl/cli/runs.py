@@ -72,7 +72,10 @@ def list_command(folder: Path, as_json: bool) -> int:
     elif not rows:
         print(f"no runs in {folder}")
     else:
-        Console().print(runs_table(rows))
+        console = Console()
+        if not console.is_terminal:  # a file or a pipe is as wide as it takes
+            console.width = 1000
+        console.print(runs_table(rows))
     return 0
 
 

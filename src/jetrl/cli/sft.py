@@ -8,6 +8,7 @@ For example:
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from jetrl.cli.train import add_recipe_arguments, closing_lines, recipe_settings, settings_help
 from jetrl.errors import UserError
@@ -24,8 +25,14 @@ def run(args: argparse.Namespace) -> int:
     settings = recipe_settings(args.words)
     if settings.sft.steps == 0:
         raise UserError("sft.steps = 0: say how many updates, as in sft.steps=100")
+    if args.out is not None and Path(args.out).exists() and not _is_empty(Path(args.out)):
+        raise UserError(f"--out {args.out}: in use; name another directory")  # before the training
     from jetrl import loop
 
     result = loop.sft(settings, out=args.out)
     print(closing_lines(result, settings))
     return 0
+
+
+def _is_empty(path: Path) -> bool:
+    return path.is_dir() and not any(path.iterdir())

@@ -5,7 +5,7 @@ For example:
     jetrl train                                       the demo, on a CPU, in minutes
     jetrl train recipes/gsm8k-smoke.toml              a recipe, by path or (packaged) by name
     jetrl train demo run.name=mine train.lr=1e-3      with settings changed
-    jetrl train demo run.name=mine --resume           go on with a run that was cut
+    jetrl train demo run.name=mine --resume           go on with a run that was cut, as it was set
 """
 
 from __future__ import annotations
@@ -35,7 +35,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     parser.usage = "jetrl train [RECIPE] [KEY=VALUE ...] [--resume] [--dry-run]"
     add_recipe_arguments(parser)
-    parser.add_argument("--resume", action="store_true", help="go on from the last good checkpoint")
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on from the last good checkpoint with the run's own settings, and overrides",
+    )
     parser.add_argument(
         "--dry-run",
         action="store_true",
@@ -55,8 +59,9 @@ def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def recipe_settings(words: Sequence[str]) -> Settings:
-    """The settings of `[RECIPE] [KEY=VALUE ...]`; without a recipe, the demo's.
+def recipe_settings(words: Sequence[str], resume: bool = False) -> Settings:
+    """The settings of `[RECIPE] [KEY=VALUE ...]`; without a recipe, the demo's. With
+    `resume`, those of the run's own config.toml with the overrides: the recipe only says which run.
 
     Raises:
         UserError: as `load_config`; a second word that is not an override.
@@ -67,7 +72,9 @@ def recipe_settings(words: Sequence[str]) -> Settings:
     recipes = [word for word in words if "=" not in word]
     if len(recipes) > 1:
         raise UserError(f"two recipes, {recipes[0]} and {recipes[1]}: settings are key=value")
-    return load_config(recipes[0] if recipes else DEFAULT_RECIPE, overrides)
+    settings = load_config(recipes[0] if recipes else DEFAULT_RECIPE, overrides)
+    own = Path(settings.run.dir) / str(settings.run.name) / "config.toml"
+    return load_config(own, overrides) if resume and own.is_file() else settings
 
 
 def settings_help() -> str:
@@ -92,7 +99,7 @@ def settings_help() -> str:
 
 
 def run(args: argparse.Namespace) -> int:
-    settings = recipe_settings(args.words)
+    settings = recipe_settings(args.words, args.resume)
     if args.dry_run:
         print(dry_run(settings))
         return 0
@@ -102,6 +109,9 @@ def run(args: argparse.Namespace) -> int:
         result = loop.train(settings, resume=args.resume)
     except KeyboardInterrupt:
         again = shlex.join(["jetrl", "train", *args.words, "--resume"])
+        report = Path(settings.run.dir) / str(settings.run.name) / "report.html"
+        if report.is_file():
+            print(f"report  {report}", file=sys.stderr)
         print(f"interrupted; to go on: {again}", file=sys.stderr)
         return 130
     print(closing_lines(result, settings))

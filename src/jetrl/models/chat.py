@@ -91,8 +91,8 @@ def _encode_messages(
     if not tokenizer.chat_template:
         raise UserError(
             f"{where} is a list of messages, but the tokenizer has no chat template; use an "
-            "instruct model, put chat_template.jinja beside its tokenizer, or use a task with text "
-            "prompts"
+            "instruct model, put chat_template.jinja beside its tokenizer, or use text prompts "
+            '(task.options.format="text", where the task has it)'
         )
     conversation = [dict(message) for message in messages]
     for message in conversation:

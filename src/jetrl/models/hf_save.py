@@ -205,7 +205,8 @@ def _check_target(target: Path, overwrite: bool) -> None:
         raise UserError(f"{target}: a file is there already; name another directory")
     if not overwrite:
         raise UserError(
-            f"{target}: exists and is not empty; name another directory or overwrite it"
+            f"{target}: exists and is not empty; name another directory, or say --overwrite "
+            "(overwrite=True)"
         )
     if not (target / "config.json").exists():
         raise UserError(f"{target}: not a model directory (no config.json); it is not overwritten")

@@ -152,7 +152,10 @@ class Checkpoints:
                 return Latest(path, notes)
             notes.append(f"checkpoint {path} is damaged ({problem}) and was skipped")
         if notes:
-            raise UserError(f"no good checkpoint in {self.directory}: " + "; ".join(notes))
+            raise UserError(
+                f"no good checkpoint in {self.directory}: {'; '.join(notes)}. Put one back from a "
+                "copy, or start a new run under another run.name"
+            )
         raise UserError(f"no checkpoint in {self.directory}: the run was cut before its first one")
 
     def load(self, path: str | Path, policy: Policy, optimizer: Optimizer) -> Loaded:
@@ -164,10 +167,9 @@ class Checkpoints:
                 each difference is named. Nothing was changed then.
         """
         path = Path(path)
-        problem = None if path == self._verified else self._problem(path)
+        if path != self._verified:
+            self.check(path)
         self._verified = None
-        if problem is not None:
-            raise UserError(f"checkpoint {path} is damaged: {problem}")
         state = json.loads((path / _STATE).read_text(encoding="utf-8"))
         differences = [
             *_differences("precision plan", state["plan"], _as_json(policy.plan.to_dict())),
@@ -188,7 +190,19 @@ class Checkpoints:
         policy.requantize()
         return Loaded(state["step"], state["extra"])
 
-    def _problem(self, path: Path) -> str | None:
+    @classmethod
+    def check(cls, path: Path) -> None:
+        """Reads a checkpoint's files and compares sizes and checksums.
+
+        Raises:
+            UserError: it is damaged; the message says what is wrong.
+        """
+        problem = cls._problem(path)
+        if problem is not None:
+            raise UserError(f"checkpoint {path} is damaged: {problem}; use another one")
+
+    @staticmethod
+    def _problem(path: Path) -> str | None:
         """What is wrong with a checkpoint, None if nothing is."""
         try:
             manifest = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
