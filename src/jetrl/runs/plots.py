@@ -77,6 +77,7 @@ def _lines(
             line(axes, *series(records, name), label, COLORS[color])
         if unit in ("share", "tokens", "nats", "norm", "tokens/s"):
             axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]) if _has_negative(axes) else 0.0)
+            axes.set_ylim(top=1.03 * axes.get_ylim()[1])  # a flat line is not cut by the edge
         finish(axes, unit, len(present))
 
     form = percent if unit == "share" else number

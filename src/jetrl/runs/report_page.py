@@ -101,6 +101,7 @@ pre { margin: 0; font: 13px/1.5 ui-monospace, SFMono-Regular, Menlo, Consolas, m
 .scroll { overflow-x: auto; padding: 6px 16px; }
 table { border-collapse: collapse; width: 100%; font-size: 14px; }
 td, th { text-align: left; vertical-align: top; padding: 6px 18px 6px 0; overflow-wrap: anywhere; }
+td:last-child { min-width: 6em; }
 tr + tr > td { border-top: 1px solid var(--line); }
 th { font-size: 12.5px; color: var(--soft); font-weight: 600; }
 td:first-child { white-space: nowrap; }
