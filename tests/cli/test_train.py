@@ -125,6 +125,15 @@ def test_sft_needs_steps_and_passes_them_on(jetrl: Callable, loop: FakeLoop) -> 
     assert (name, settings.sft.steps, options) == ("sft", 5, {"out": "models/warm"})
 
 
+def test_sft_that_is_interrupted_says_that_it_is_not_resumed(
+    jetrl: Callable, loop: FakeLoop
+) -> None:
+    loop.error = KeyboardInterrupt()
+    done = jetrl("sft", "demo")
+    assert done.code == 130
+    assert "not resumed: start again, under another run.name" in done.err
+
+
 def test_dry_run_prints_settings_plan_and_memory_and_starts_nothing(
     jetrl: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

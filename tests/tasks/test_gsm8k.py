@@ -90,7 +90,7 @@ def test_an_empty_data_set_a_missing_file_and_text_that_is_not_utf8(tmp_path):
     with pytest.raises(UserError, match=r"the folder has no test.jsonl"):
         prompts(str(tmp_path), "test")
     (tmp_path / "latin.jsonl").write_bytes(b'{"question": "caf\xe9"}')
-    with pytest.raises(UserError, match=r"latin.jsonl: not UTF-8 text"):
+    with pytest.raises(UserError, match=r"latin.jsonl, line 1: not UTF-8 text"):
         prompts(str(tmp_path / "latin.jsonl"))
     with pytest.raises(UserError, match="format = 'chatty'"):
         get_task("gsm8k", path=tmp_path, format="chatty")

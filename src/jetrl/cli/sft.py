@@ -8,6 +8,7 @@ For example:
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 from jetrl.cli.train import add_recipe_arguments, closing_lines, recipe_settings, settings_help
@@ -29,7 +30,12 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"--out {args.out}: in use; name another directory")  # before the training
     from jetrl import loop
 
-    result = loop.sft(settings, out=args.out)
+    try:
+        result = loop.sft(settings, out=args.out)
+    except KeyboardInterrupt:
+        again = "it is not resumed: start again, under another run.name"
+        print(f"supervised training interrupted; {again}", file=sys.stderr)
+        return 130
     print(closing_lines(result, settings))
     return 0
 

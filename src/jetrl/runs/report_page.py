@@ -79,7 +79,7 @@ p { margin: 0; }
 .tile .note { font-size: 13px; color: var(--soft); }
 .good .value { color: var(--good); }
 .bad .value { color: var(--bad); }
-.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(440px, 100%), 1fr));
+.charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(440px, 100%), 1fr));
   gap: 14px; }
 .chart { padding: 15px 16px 8px; margin: 0; min-width: 0; }
 .chart figcaption p { font-size: 13px; color: var(--soft); margin-bottom: 6px;

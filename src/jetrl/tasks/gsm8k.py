@@ -150,11 +150,13 @@ class Gsm8k(Task):
 def _read_jsonl(file: Path) -> Iterator[tuple[Mapping[str, Any], str]]:
     """The objects of a file with where they stand; blank lines are skipped."""
     try:
-        text = file.read_text(encoding="utf-8")
+        contents = file.read_bytes()
+        text = contents.decode("utf-8")
     except OSError as error:
         raise UserError(f"{file}: {error.strerror or error}") from None
     except UnicodeDecodeError as error:
-        raise UserError(f"{file}: not UTF-8 text ({error.reason} at byte {error.start})") from None
+        line = contents.count(b"\n", 0, error.start) + 1
+        raise UserError(f"{file}, line {line}: not UTF-8 text ({error.reason})") from None
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
