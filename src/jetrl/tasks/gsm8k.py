@@ -155,8 +155,8 @@ def _read_jsonl(file: Path) -> Iterator[tuple[Mapping[str, Any], str]]:
     except OSError as error:
         raise UserError(f"{file}: {error.strerror or error}") from None
     except UnicodeDecodeError as error:
-        line = contents.count(b"\n", 0, error.start) + 1
-        raise UserError(f"{file}, line {line}: not UTF-8 text ({error.reason})") from None
+        bad = contents.count(b"\n", 0, error.start) + 1
+        raise UserError(f"{file}, line {bad}: not UTF-8 text ({error.reason})") from None
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
