@@ -1,10 +1,10 @@
 """Models from nothing: random weights, and tiny complete model directories for demos and tests.
 
-The rule for random weights, documented because runs depend on it: matrices are normal with mean 0
-and the config's `initializer_range` as standard deviation (0.02 if it has none); the two
-projections that write into the residual stream (`o`, `down`) are smaller by sqrt(2 * num_layers),
-so that the stream does not grow with depth; norm weights are 1 and biases 0. One seeded generator
-fills them in the order of `families.parameter_shapes`, so a seed and a config give the same model
+The rule for random weights, documented because runs depend on it: matrices and biases are normal
+with mean 0 and the config's `initializer_range` as standard deviation (0.02 if it has none); the
+two projections that write into the residual stream (`o`, `down`) are smaller by
+sqrt(2 * num_layers), so that the stream does not grow with depth; norm weights are 1. One seeded
+generator fills them in the order of `families.parameter_shapes`, so a seed and a config give the same model
 everywhere.
 """
 
@@ -43,7 +43,8 @@ def random_weights(
         if name.endswith("norm.weight"):
             weights[name] = torch.ones(shape, device=device)
         elif name.endswith(".bias"):
-            weights[name] = torch.zeros(shape, device=device)
+            # As trained models have them: a bias of zero would leave its code untried.
+            weights[name] = torch.empty(shape, device=device).normal_(0.0, std, generator=generator)
         else:
             into_residual = name.endswith((".o.weight", ".down.weight"))
             scale = std / math.sqrt(2 * config.num_layers) if into_residual else std
@@ -79,7 +80,7 @@ def make_tiny(
     Sizes are those of config.json. vocab_size: rows of the embedding, and for 'bpe' also the tokens
     to train for; default: as many as the tokenizer has ('bpe': 4096). tokenizer: 'characters' (one
     token for each of `alphabet`) or 'bpe' (trained on text_files, with a chat template). seed: of
-    the weights.
+    the weights. A llama has the scaled rotary frequencies of Llama 3.1.
 
     Returns:
         The directory, `out`.
@@ -115,6 +116,14 @@ def make_tiny(
         "pad_token_id": made.pad_token_id,
         "bos_token_id": None,
     }
+    if family == "llama":
+        raw["rope_scaling"] = {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": max(1, max_position_embeddings // 4),
+        }
     config = ModelConfig.from_hf(raw)
     generation_config = {"eos_token_id": end_ids, "pad_token_id": made.pad_token_id}
     weights = random_weights(config, seed)

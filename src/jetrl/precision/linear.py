@@ -97,7 +97,8 @@ class Linear(nn.Module):
         if "fp8" in formats.values() and (out_features % FP8_BLOCK or in_features % FP8_BLOCK):
             raise UserError(
                 f"layer {name}: FP8 needs dimensions that are multiples of {FP8_BLOCK}, and this "
-                f"weight is [{out_features}, {in_features}]; use precision.preset=bf16"
+                f"weight is [{out_features}, {in_features}]; use precision.preset=bf16 "
+                "(--plan bf16)"
             )
         self.name, self.plan, self.formats, self.out_dtype = name, plan, formats, out_dtype
         self.weight, self.bias = weight, bias
