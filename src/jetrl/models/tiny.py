@@ -4,8 +4,8 @@ The rule for random weights, documented because runs depend on it: matrices and 
 with mean 0 and the config's `initializer_range` as standard deviation (0.02 if it has none); the
 two projections that write into the residual stream (`o`, `down`) are smaller by
 sqrt(2 * num_layers), so that the stream does not grow with depth; norm weights are 1. One seeded
-generator fills them in the order of `families.parameter_shapes`, so a seed and a config give the same model
-everywhere.
+generator fills them in the order of `families.parameter_shapes`, so a seed and a config give the
+same model everywhere.
 """
 
 from __future__ import annotations
