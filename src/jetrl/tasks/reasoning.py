@@ -17,7 +17,7 @@ from typing import Any
 
 from jetrl.errors import UserError
 from jetrl.tasks.base import Task
-from jetrl.tasks.registry import check_options, describe_error, nearest
+from jetrl.tasks.messages import check_options, describe_error, nearest
 from jetrl.types import Prompt
 
 TEST_OFFSET = 1 << 30

@@ -7,7 +7,6 @@ get_task("my_task.py:MyTask", path="data/")   a class in a file of yours
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import importlib.util
 import inspect
@@ -20,6 +19,7 @@ from typing import Any
 
 from jetrl.errors import UserError
 from jetrl.tasks.base import Task
+from jetrl.tasks.messages import check_options, describe_error, nearest
 from jetrl.types import Prompt
 
 BUILT_IN = {
@@ -82,22 +82,6 @@ def read_prompts(task: Task, split: str) -> list[Prompt]:
                 f"{str(prompt)[:60]!r}; write Prompt(id=..., text=...), from jetrl.types"
             )
     return prompts
-
-
-def nearest(name: str, known: list[str]) -> str:
-    """`; did you mean X?`, or the names there are."""
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    if near:
-        return f"; did you mean {near[0]}?"
-    return f"; there is: {', '.join(known[:30]) or 'none'}"
-
-
-def check_options(known: list[str], options: dict[str, Any], task: str) -> None:
-    """Raise `UserError` for an option the task does not have, offering the nearest one."""
-    for option in options:
-        if option not in known:
-            key = "task.path" if option == "path" else f"task.options.{option}"
-            raise UserError(f"{key}: task {task} has no such option{nearest(option, known)}")
 
 
 def _build(cls: type[Task], name: str, options: dict[str, Any]) -> Task:
@@ -183,13 +167,3 @@ def _import_line(error: BaseException, file: Path) -> str:
     lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == str(file)]
     where = f"{file}, line {lines[-1]}" if lines else str(file)
     return f"{where}: does not import: {type(error).__name__}: {error}"
-
-
-def describe_error(error: BaseException) -> str:
-    """`ValueError: text (file.py, line 3, in score)`: the exception and where it was raised."""
-    text = f"{type(error).__name__}: {error}"[:500]
-    frames = traceback.extract_tb(error.__traceback__)
-    if not frames:
-        return text
-    last = frames[-1]
-    return f"{text} ({last.filename}, line {last.lineno}, in {last.name})"

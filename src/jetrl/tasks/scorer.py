@@ -24,8 +24,9 @@ from types import TracebackType
 from typing import Any, Self
 
 from jetrl.errors import UserError
+from jetrl.tasks.messages import describe_error
 from jetrl.tasks.process import WorkerProcess
-from jetrl.tasks.registry import describe_error, get_task
+from jetrl.tasks.registry import get_task
 from jetrl.tasks.worker import Reply, Setup, score_safely
 from jetrl.types import Prompt, Score
 

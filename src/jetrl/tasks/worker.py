@@ -28,7 +28,8 @@ from typing import Any
 
 from jetrl.errors import UserError
 from jetrl.tasks.base import ScoreError, Task, to_score
-from jetrl.tasks.registry import describe_error, get_task
+from jetrl.tasks.messages import describe_error
+from jetrl.tasks.registry import get_task
 from jetrl.types import Prompt
 
 STDERR = 2
