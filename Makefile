@@ -71,14 +71,13 @@ docs: $(RUN_STAMP)
 test-gpu:
 	PYTHONPATH=src $(GPU_PYTHON) -m pytest -m gpu tests/gpu
 
-# One file of src/jetrl/bench is one benchmark, run as a module; it writes JSON.
+# Each writes JSON into build/bench; jetrl bench NAME runs one of them.
 bench:
 	@$(GPU_PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || \
 	  { echo "make bench needs an NVIDIA Hopper GPU (H100, H200) and a torch built for CUDA;" >&2; \
 	    echo "$(GPU_PYTHON) has not: run it there, or name another one with GPU_PYTHON=..." >&2; exit 1; }
-	@files=$$(cd src/jetrl/bench && ls [a-z]*.py 2>/dev/null); \
-	  test -n "$$files" || { echo "no benchmark in src/jetrl/bench yet"; exit 0; }; \
-	  for file in $$files; do PYTHONPATH=src $(GPU_PYTHON) -m jetrl.bench.$${file%.py} || exit 1; done
+	@for name in quantize norm logprob gemm attention parity; do \
+	  PYTHONPATH=src $(GPU_PYTHON) -m jetrl.cli.main bench $$name --out build/bench/$$name.json || exit 1; done
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 
 import pytest
+import torch
 
 import jetrl.cli.export
 from jetrl.cli.arguments import table
@@ -165,3 +166,10 @@ def jetrl_export() -> object:
 def test_table_pads_all_columns_but_the_last() -> None:
     assert table([("a", "long cell", "x"), ("bbb", "c", "")]) == "a    long cell  x\nbbb  c"
     assert table([]) == ""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
+def test_bench_without_a_gpu_says_what_it_needs(jetrl: Callable) -> None:
+    result = jetrl("bench", "gemm", "--out", "x.json")
+    assert result.code == 2
+    assert "needs an NVIDIA Hopper GPU" in result.err

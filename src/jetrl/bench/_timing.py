@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import functools
 import importlib.metadata
@@ -114,10 +115,11 @@ def print_table(rows: list[Row]) -> None:
         print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)))
 
 
-def main(benchmark: str, run: Callable[[], list[Row]]) -> None:
-    """`python -m jetrl.bench.NAME`: run, print, and write NAME.json into build/bench."""
+def report(benchmark: str, run: Callable[[], list[Row]], argv: Sequence[str] | None) -> None:
+    """Run a benchmark, print its table and write its JSON: `jetrl bench NAME [--out FILE]`."""
+    parser = argparse.ArgumentParser(prog=f"jetrl bench {benchmark}")
+    parser.add_argument("--out", default=f"build/bench/{benchmark}.json", help="JSON file")
+    args = parser.parse_args(argv)
     rows = run()
-    write_results(
-        f"build/bench/{benchmark}.json", benchmark, f"python -m jetrl.bench.{benchmark}", rows
-    )
+    write_results(args.out, benchmark, f"jetrl bench {benchmark}", rows)
     print_table(rows)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jetrl.bench._timing import Row, main, seconds_per_call
+from jetrl.bench._timing import Row, report, seconds_per_call
 from jetrl.precision.gemm_hopper import Backend, deep_gemm_installed, fp8_matmul_hopper
 from jetrl.precision.quantize import QTensor
 from jetrl.precision.quantize_hopper import (
@@ -130,5 +130,10 @@ def run(tokens: int = 16384, decode_rows: tuple[int, ...] = (64, 256)) -> list[R
     return out
 
 
+def main(argv: Sequence[str] | None = None) -> None:
+    """`jetrl bench gemm`."""
+    report("gemm", run, argv)
+
+
 if __name__ == "__main__":
-    main("gemm", run)
+    main()

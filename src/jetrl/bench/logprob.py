@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from jetrl.bench._timing import Row, main, memory_row, seconds_eager
+from jetrl.bench._timing import Row, memory_row, report, seconds_eager
 from jetrl.kernels.logprob_triton import chosen_logprobs, lm_head_logprobs
 from jetrl.kernels.sampling_triton import sample_unchecked
 from jetrl.precision.gemm_hopper import bf16_matmul_hopper
@@ -80,5 +81,10 @@ def run(rows: int = 16384) -> list[Row]:
     return [*_row_kernels(), *_head_rows(rows)]
 
 
+def main(argv: Sequence[str] | None = None) -> None:
+    """`jetrl bench logprob`."""
+    report("logprob", run, argv)
+
+
 if __name__ == "__main__":
-    main("logprob", run)
+    main()

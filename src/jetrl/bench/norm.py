@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
 
-from jetrl.bench._timing import Row, main, memory_row
+from jetrl.bench._timing import Row, memory_row, report
 from jetrl.kernels.norm_triton import rms_norm_backward, rms_norm_quantize
 from jetrl.kernels.rotary_triton import dense_cache, qk_norm_rotary_backward, qk_norm_rotary_cache
 from jetrl.kernels.swiglu_triton import swiglu_backward_quantize, swiglu_quantize
@@ -92,5 +93,10 @@ def run(tokens: int = 16384) -> list[Row]:
     return [*_norm_rows(tokens), *_swiglu_rows(tokens), *_rotary_rows(tokens)]
 
 
+def main(argv: Sequence[str] | None = None) -> None:
+    """`jetrl bench norm`."""
+    report("norm", run, argv)
+
+
 if __name__ == "__main__":
-    main("norm", run)
+    main()

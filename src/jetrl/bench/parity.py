@@ -1,6 +1,6 @@
 r"""Parity at the shape of a real model, with random weights that give peaked distributions.
 
-    PYTHONPATH=src python -m jetrl.bench.parity --shape qwen3-8b --plan unified --plan jet \
+    jetrl bench parity --shape qwen3-8b --plan unified --plan jet \
         --load 512x400x4096 --load 4x64x32000 --load 1x64x100 --out parity.json
 
 A load is SEQUENCES x SAMPLED TOKENS x LONG: prompts of 1 to 400 tokens, and one in eight (the last
@@ -13,8 +13,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +65,7 @@ def run(policy: Policy, load: tuple[int, int, int]) -> dict[str, Any]:
     }
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-8b")
     parser.add_argument("--plan", action="append", help="repeatable; default: unified")
@@ -73,7 +73,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="default: the shape's")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--out", type=Path, help="JSON file")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     rows = []
     for plan in args.plan or ["unified"]:
         policy = make_policy(args.shape, plan, args.device, args.layers)
@@ -84,10 +84,11 @@ def main() -> None:
         del policy
     if args.out is not None:
         device = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
-        words = sys.argv[1:]
-        del words[words.index("--out") : words.index("--out") + 2]
+        loads = "".join(f" --load {load}" for load in args.load or [])
+        plans = "".join(f" --plan {plan}" for plan in args.plan or [])
+        layers = "" if args.layers is None else f" --layers {args.layers}"
         about = {
-            "command": " ".join(["python -m jetrl.bench.parity", *words]),
+            "command": f"jetrl bench parity --shape {args.shape}{layers}{plans}{loads}",
             "device": device,
             "torch": torch.__version__,
             "date": time.strftime("%Y-%m-%d"),

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
 
-from jetrl.bench._timing import Row, main, memory_row
+from jetrl.bench._timing import Row, memory_row, report
 from jetrl.precision.quantize_hopper import (
     quantize_rows,
     quantize_rows_and_tokens,
@@ -45,5 +46,10 @@ def run(tokens: int = 16384) -> list[Row]:
     return rows
 
 
+def main(argv: Sequence[str] | None = None) -> None:
+    """`jetrl bench quantize`."""
+    report("quantize", run, argv)
+
+
 if __name__ == "__main__":
-    main("quantize", run)
+    main()

@@ -25,6 +25,7 @@ COMMANDS = {
     "sample": "completions of prompts",
     "eval": "mean@n and pass@k of a model on a task",
     "parity": "compare the sampler's log-probs with the trainer's, bit by bit",
+    "bench": "speed of the kernels, and parity at a real model's shape, on a GPU",
     "doctor": "what works on this machine, and what to do about the rest",
     "export": "write a Hugging Face directory (BF16, FP32 or FP8)",
     "runs": "list, show and plot finished and running runs",
@@ -77,8 +78,11 @@ def run(command: str, arguments: Sequence[str]) -> int:
         allow_abbrev=False,
     )
     module.add_arguments(parser)
-    # Intermixed: options may stand between a recipe and its overrides.
-    code: int = module.run(parser.parse_intermixed_args(list(arguments)))
+    # Intermixed: options may stand between a recipe and its overrides; not where a command hands
+    # the rest of its words on.
+    foreign = getattr(module, "HANDS_WORDS_ON", False)
+    parse = parser.parse_args if foreign else parser.parse_intermixed_args
+    code: int = module.run(parse(list(arguments)))
     return code
 
 

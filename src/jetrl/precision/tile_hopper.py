@@ -11,11 +11,11 @@ are bound by memory if, and only if, a tile costs few instructions, so the layou
 * maxima are taken of pairs of bfloat16, and the tile is kept as pairs, in 32 registers a thread;
 * the divisions of a group are done once, in a line of 128 threads, and the multiplier handed back.
 
-Measured on one H200 (16384 tokens, torch 2.11, triton 3.6, 2026-11-21, `python -m jetrl.bench.norm`
-and `.quantize`): the cap of 128 registers, two programs a multiprocessor, is best wherever it costs
-no spills. 16 warps (with 64 registers) and a persistent loop that stages the next tile in shared
-memory were both slower: what they add to the instructions and the spills is more than the latency
-they hide.
+Measured on one H200 (16384 tokens, torch 2.11, triton 3.6, 2026-11-21, `jetrl bench norm` and
+`jetrl bench quantize`): the cap of 128 registers, two programs a multiprocessor, is best wherever
+it costs no spills. 16 warps (with 64 registers) and a persistent loop that stages the next tile in
+shared memory were both slower: what they add to the instructions and the spills is more than the
+latency they hide.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs

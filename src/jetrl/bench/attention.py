@@ -1,6 +1,6 @@
 """Speed of attention on one GPU: decode, training forward, prefill and backward.
 
-    python benchmarks/attention/bench_attention.py [--json PATH]
+    jetrl bench attention [--out FILE]
 
 Medians of repeated runs. Decode rotates among enough caches to exceed the L2, in a CUDA graph, and
 counts the bytes of keys, values and scales once; the rest counts the floating-point operations of
@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from triton.testing import do_bench
 
+from jetrl.kernels.attention import quantize_kv
 from jetrl.kernels.attention_backward import attention_backward
 from jetrl.kernels.attention_gpu import (
     KeyValueCodes,
@@ -43,17 +44,10 @@ def milliseconds(f: Callable[[], Any]) -> float:
     return float(do_bench(f, warmup=20, rep=100, return_mode="median"))
 
 
-def store(x: Tensor, kv: str) -> tuple[Tensor, Tensor | None]:
-    if kv == "bf16":
-        return x, None
-    amax = x.float().abs().amax(-1).clamp_min(2.0**-100)
-    return (x.float() * (448.0 / amax)[..., None]).to(torch.float8_e4m3fn), amax / 448.0
-
-
 def random_codes(rows: tuple[int, ...], kv: str, head_dim: int = HEAD_DIM) -> KeyValueCodes:
     parts: list[Any] = []
     for _ in range(2):
-        parts += store(
+        parts += quantize_kv(
             torch.randn(*rows, GROUPS, head_dim, device="cuda", dtype=torch.bfloat16), kv
         )
     return KeyValueCodes(*parts)
@@ -187,15 +181,15 @@ def show(title: str, rows: list[dict[str, Any]]) -> None:
         )
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--json", type=Path, help="write the results here as well")
-    args = parser.parse_args()
+    parser.add_argument("--out", type=Path, help="write the results here as well")
+    args = parser.parse_args(argv)
     torch.manual_seed(0)
     results: dict[str, Any] = {
-        "command": "python benchmarks/attention/bench_attention.py",
+        "command": "jetrl bench attention",
         "date": date.today().isoformat(),
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
@@ -219,9 +213,9 @@ def main() -> None:
     for key, rows in results.items():
         if isinstance(rows, list):
             show(key, rows)
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(results, indent=1) + "\n")
+    if args.out:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":

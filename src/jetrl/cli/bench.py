@@ -1,0 +1,42 @@
+"""Speed of single kernels, and parity at the shape of a real model, on a Hopper GPU.
+
+For example:
+
+    jetrl bench attention --out attention.json
+    jetrl bench parity --shape qwen3-8b --plan unified --load 512x400x4096
+
+Each prints a table and writes JSON with device, versions and date; `jetrl bench NAME --help` has
+its own arguments. Results of one H200 are in benchmarks/results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+
+from jetrl.errors import UserError
+
+HANDS_WORDS_ON = True
+BENCHMARKS = ("attention", "gemm", "logprob", "norm", "parity", "quantize")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", choices=BENCHMARKS, help="what is measured")
+    parser.add_argument(
+        "arguments", nargs=argparse.REMAINDER, help="of the benchmark, as --out FILE"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    import torch
+
+    if not torch.cuda.is_available():
+        raise UserError(
+            "jetrl bench needs an NVIDIA Hopper GPU (H100, H200) and a torch built for CUDA; here "
+            "torch sees none"
+        )
+    from jetrl.precision.gemm_hopper import require_hopper
+
+    require_hopper()
+    importlib.import_module(f"jetrl.bench.{args.name}").main(args.arguments)
+    return 0
