@@ -115,3 +115,12 @@ def test_a_datasets_name_is_loaded_with_its_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(UserError, match=r"pip install 'jetrl\[data\]'"):
         prompts("openai/gsm8k")
+
+
+def test_a_mistyped_folder_beside_others_is_no_data_set_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "data" / "gsm8k").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="no such file or folder"):
+        get_task("gsm8k", path="data/gsm8kk")

@@ -55,6 +55,7 @@ class Gsm8k(Task):
         if format not in FORMATS:
             raise UserError(f"task.options.format = {format!r}: give 'chat' or 'text'")
         local = Path(path).suffix in (".jsonl", ".json") or path.startswith((".", "/", "~"))
+        local = local or ("/" in path and Path(path).parent.is_dir())  # a mistyped data/NAME
         if not Path(path).expanduser().exists() and (local or path.count("/") > 1):
             raise UserError(
                 f"task.path = {path}: no such file or folder; give a folder with train.jsonl and "
