@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -143,6 +144,4 @@ def evaluate_model(
 
 def with_stops(params: SamplingParams, task: Task) -> SamplingParams:
     """params with the task's own stop strings added."""
-    fields = {name: getattr(params, name) for name in SamplingParams.__dataclass_fields__}
-    fields["stop"] = tuple(dict.fromkeys((*params.stop, *task.stop)))
-    return SamplingParams(**fields)
+    return dataclasses.replace(params, stop=tuple(dict.fromkeys((*params.stop, *task.stop))))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from jetrl.config import Settings
+from jetrl.models.attention import kv_bytes_per_token
 from jetrl.models.families import ModelConfig, num_parameters, parameter_shapes
 from jetrl.precision import PrecisionPlan
 from jetrl.precision.plan import FP8_BLOCK
@@ -42,16 +43,6 @@ def _working_bytes(config: ModelConfig, plan: PrecisionPlan) -> int:
         elif name == ("embed.weight" if config.tie_word_embeddings else "lm_head.weight"):
             total += copy(plan.lm_head, *shape)
     return total
-
-
-def kv_bytes_per_token(config: ModelConfig, plan: PrecisionPlan) -> int:
-    """Bytes of keys and values of one token in all layers, scales included."""
-    head = {
-        "fp8": config.head_dim + 4,
-        "bf16": 2 * config.head_dim,
-        "fp32": 4 * config.head_dim,
-    }[plan.kv]
-    return 2 * config.num_layers * config.num_kv_heads * head
 
 
 def _kv_bytes(settings: Settings, config: ModelConfig, plan: PrecisionPlan) -> int:

@@ -20,6 +20,8 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Self
 
+import torch
+
 from jetrl.building import build_policy, build_reference
 from jetrl.config import Settings
 from jetrl.errors import MismatchError, RunStopped, UserError
@@ -30,6 +32,7 @@ from jetrl.evaluate import (
     evaluate,
     sample_prompts,
     score_completions,
+    with_stops,
 )
 from jetrl.models.chat import encode_text
 from jetrl.parity import locate
@@ -252,10 +255,11 @@ class Session:
             temperature=rollout.temperature,
             top_p=rollout.top_p,
             top_k=rollout.top_k,
-            stop=tuple(dict.fromkeys((*rollout.stop, *self.task.stop))),
+            stop=rollout.stop,
             seed=derive_seed(self.settings.run.seed, "rollout", step),
         )
         with self._phase("rollout"):
+            params = with_stops(params, self.task)
             completions = sample_prompts(self._engine, prompts, params, self._show)
         self._rollout_tokens = sum(len(c.token_ids) for c in completions)
         return completions
@@ -359,7 +363,7 @@ class Session:
             max_tokens=settings.max_tokens or self.settings.rollout.max_tokens,
             temperature=settings.temperature,
             top_p=settings.top_p,
-            stop=tuple(dict.fromkeys((*self.settings.rollout.stop, *self.task.stop))),
+            stop=self.settings.rollout.stop,
             seed=derive_seed(self.settings.run.seed, "eval"),
         )
         with self._phase("eval"):
@@ -367,7 +371,7 @@ class Session:
                 self._engine,
                 self._scorer,
                 self._eval_prompts,
-                params,
+                with_stops(params, self.task),
                 settings.threshold,
                 self._show,
             )
@@ -412,8 +416,14 @@ class Session:
             **{f"timing/{n}_s": timings[n] for n in ("rollout", "reward", "update", "requantize")},
             "throughput/rollout_tokens_per_s": self._rollout_tokens / timings["rollout"],
             "throughput/train_tokens_per_s": trained / timings["update"],
-            "memory/peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+            "memory/peak_gib": self._peak_bytes() / 2**30,
         }
+
+    def _peak_bytes(self) -> int:
+        """The most memory used so far: of the GPU if the policy is on one, else of the process."""
+        if self.policy.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.policy.device)
+        return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
     def _save_checkpoint(self, step: int, metrics: dict[str, float]) -> float:
         with self._phase("checkpoint"):

@@ -82,14 +82,14 @@ def test_both_sides_multiply_by_the_same_bytes() -> None:
 
 def test_working_copy_changes_only_with_requantize() -> None:
     layer = make(PrecisionPlan.preset("unified"))
-    before = layer.operand("train").codes.clone()
+    before = layer.operand("train").direct.codes.clone()
     with torch.no_grad():
         layer.weight.mul_(-1)
-    assert torch.equal(layer.operand("train").codes.float(), before.float())
+    assert torch.equal(layer.operand("train").direct.codes.float(), before.float())
     layer.requantize()
     expected = quantize(layer.weight.detach(), (128, 128))
-    assert torch.equal(layer.operand("train").codes.float(), expected.codes.float())
-    assert torch.equal(layer.operand("train").codes.float(), -before.float())
+    assert torch.equal(layer.operand("train").direct.codes.float(), expected.codes.float())
+    assert torch.equal(layer.operand("train").direct.codes.float(), -before.float())
 
 
 def test_bias_is_added_after_rounding_and_gets_its_gradient() -> None:

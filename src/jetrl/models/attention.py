@@ -7,7 +7,14 @@ from typing import Protocol
 from torch import Tensor
 
 from jetrl.kernels.attention import attend_packed, packed_tiles
+from jetrl.models.families import ModelConfig
 from jetrl.precision.plan import PrecisionPlan
+
+
+def kv_bytes_per_token(config: ModelConfig, plan: PrecisionPlan) -> int:
+    """Bytes of keys and values of one token in all layers, scales included."""
+    sizes = {"fp8": config.head_dim + 4, "bf16": 2 * config.head_dim, "fp32": 4 * config.head_dim}
+    return 2 * config.num_layers * config.num_kv_heads * sizes[plan.kv]
 
 
 class KeyValues(Protocol):

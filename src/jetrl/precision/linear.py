@@ -31,10 +31,6 @@ class FP8Weight:
     direct: QTensor
     transposed: QTensor
 
-    @property
-    def codes(self) -> Tensor:
-        return self.direct.codes
-
 
 Operand = FP8Weight | Tensor
 

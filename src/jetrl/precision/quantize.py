@@ -18,6 +18,7 @@ group for each token and head.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Literal
 
@@ -53,10 +54,6 @@ class QTensor:
     def mT(self) -> QTensor:  # noqa: N802  (torch's own name for a transpose of the last two)
         """The transpose: the same bytes and scales, nothing is rounded again."""
         return QTensor(self.codes.mT, self.scales.mT, (self.block[1], self.block[0]))
-
-    @property
-    def num_bytes(self) -> int:
-        return self.codes.numel() + 4 * self.scales.numel()
 
 
 def quantize(
@@ -99,9 +96,14 @@ def dequantize(q: QTensor) -> Tensor:
 
 def codes_as_float64(codes: Tensor) -> Tensor:
     """The values of FP8 codes as float64, exactly; by table, eight times faster than a cast."""
-    table = torch.arange(256, dtype=torch.uint8).view(codes.dtype).double().to(codes.device)
     indices = codes.view(torch.uint8).flatten().int()
-    return table.index_select(0, indices).view(codes.shape)
+    return _values_of(codes.dtype, codes.device).index_select(0, indices).view(codes.shape)
+
+
+@functools.cache
+def _values_of(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """float64 [256]: the value of each code."""
+    return torch.arange(256, dtype=torch.uint8).view(dtype).double().to(device)
 
 
 def _group(x: Tensor, block: tuple[int, int]) -> Tensor:

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from jetrl.errors import UserError
 from jetrl.kernels.attention import attend_dense, quantize_kv
+from jetrl.models.attention import kv_bytes_per_token
 from jetrl.models.families import ModelConfig
 from jetrl.precision.hopper import hopper
 from jetrl.precision.plan import PrecisionPlan
@@ -91,8 +92,7 @@ class PagedCache:
     @staticmethod
     def page_bytes(config: ModelConfig, plan: PrecisionPlan, page_size: int) -> int:
         """Bytes of one page in all layers, keys and values, scales included."""
-        head = config.head_dim * _DTYPES[plan.kv].itemsize + (4 if plan.kv == "fp8" else 0)
-        return 2 * config.num_layers * page_size * config.num_kv_heads * head
+        return page_size * kv_bytes_per_token(config, plan)
 
     def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copies pages (source, destination), all sources read before any destination is
