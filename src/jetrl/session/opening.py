@@ -1,0 +1,101 @@
+"""Opens what a run is made of, so that a mistake is found before anything is written."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+from jetrl.building import build_policy
+from jetrl.config import Settings
+from jetrl.evaluate import EncodedPrompt, encode_prompts
+from jetrl.policy import Policy
+from jetrl.precision import PrecisionPlan
+from jetrl.rollout.engine import RolloutEngine
+from jetrl.runs import Attempt, RunDirectory, Trackers, open_trackers, write_report
+from jetrl.tasks import Scorer, Task, get_task, read_prompts
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a run is made of. prompts, eval_prompts: encoded, in the order of their split; no
+    eval_prompts where nothing is evaluated. attempt: this start of the program."""
+
+    settings: Settings
+    plan: PrecisionPlan
+    task: Task
+    policy: Policy
+    prompts: list[EncodedPrompt]
+    eval_prompts: list[EncodedPrompt]
+    scorer: Scorer
+    run: RunDirectory
+    attempt: Attempt
+    trackers: Trackers
+    engine: RolloutEngine
+
+
+def open_parts(settings: Settings, resume: bool, stack: contextlib.ExitStack) -> Parts:
+    """Opens everything; the stack closes it, and writes the report last.
+
+    Raises:
+        UserError: settings, data or a model that cannot be used.
+    """
+    RunDirectory.check_name(settings, resume=resume)
+    plan = PrecisionPlan.from_settings(settings.precision)
+    wanted = settings.task
+    options: dict[str, Any] = dict(wanted.options)
+    task = get_task(wanted.name, path=wanted.path, **options)
+    policy = build_policy(settings, plan, task)
+    prompts = _encode(settings, task, policy, wanted.split)
+    eval_prompts = (
+        _encode(settings, task, policy, wanted.eval_split, settings.eval.prompts)
+        if settings.eval.every or settings.sft.until is not None
+        else []
+    )
+    scorer = stack.enter_context(
+        Scorer(wanted.name, wanted.path, options, wanted.workers, wanted.timeout_s)
+    )
+    run = RunDirectory.create(settings, plan.to_dict(), resume=resume)
+    if settings.report.enabled:
+        stack.callback(write_report, run.path)  # last, when the run's end is recorded
+    stack.enter_context(run)
+    attempt = stack.enter_context(
+        run.attempt(sys.argv, {"plan": plan.name, "device": str(policy.device)})
+    )
+    trackers = open_trackers(
+        settings.trackers.names,
+        settings.trackers.project,
+        run.path,
+        settings.model_dump(mode="json"),
+    )
+    stack.callback(trackers.close)
+    rollout = settings.rollout
+    engine = RolloutEngine(
+        policy,
+        max_batch_size=rollout.max_batch_size,
+        num_pages=rollout.num_pages,
+        page_size=rollout.page_size,
+        max_prefill_tokens=rollout.max_prefill_tokens,
+    )
+    return Parts(
+        settings=settings,
+        plan=plan,
+        task=task,
+        policy=policy,
+        prompts=prompts,
+        eval_prompts=eval_prompts,
+        scorer=scorer,
+        run=run,
+        attempt=attempt,
+        trackers=trackers,
+        engine=engine,
+    )
+
+
+def _encode(
+    settings: Settings, task: Task, policy: Policy, split: str, limit: int = 0
+) -> list[EncodedPrompt]:
+    prompts = read_prompts(task, split)[: limit or None]
+    where = f"task {task.label}, split {split}"
+    return encode_prompts(policy, prompts, where, settings.task.system_prompt)

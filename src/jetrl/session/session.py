@@ -1,0 +1,321 @@
+"""The verbs of the loop.
+
+A session opens everything that a run needs (opening.py), goes on from the last good checkpoint if
+asked to, and closes it all in any case, with a report. All randomness is counted: the prompts of a
+step and the draws of a completion depend on the seed, the step and the prompt alone, so a resumed
+run continues with the bits of an uncut one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import resource
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import torch
+
+from jetrl.building import build_reference
+from jetrl.config import Settings
+from jetrl.errors import MismatchError, RunStopped
+from jetrl.evaluate import (
+    EncodedPrompt,
+    Evaluation,
+    evaluate,
+    sample_prompts,
+    score_completions,
+    with_stops,
+)
+from jetrl.parity import locate
+from jetrl.randomness import derive_seed, draw_indices
+from jetrl.rollout.progress import Progress
+from jetrl.session.display import Display
+from jetrl.session.opening import open_parts
+from jetrl.session.phases import Phases
+from jetrl.session.saved import Saved
+from jetrl.session.stops import Stops
+from jetrl.session.warm_up import warm_up
+from jetrl.step_metrics import eval_metrics, sample_metrics
+from jetrl.training import StepMismatchError, Trainer
+from jetrl.types import Completion, Sample, SamplingParams, StepStats
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """What a run left: its directory, report.html (None if reports are off), the last checkpoint
+    (None if none was written), the exported Hugging Face directory, and RL steps done."""
+
+    run_path: Path
+    report_path: Path | None
+    checkpoint_path: Path | None
+    model_path: Path | None
+    steps: int
+
+
+class Session:
+    """One attempt at a run. Use it as a context; see `jetrl.loop.train` for the order of calls."""
+
+    def __init__(self, settings: Settings, resume: bool = False) -> None:
+        self.settings = settings
+        self._resume = resume
+        self._stack = contextlib.ExitStack()
+        self._step = 0
+        self._rollout_tokens = 0
+        self._trainer: Trainer | None = None
+
+    def __enter__(self) -> Self:
+        with contextlib.ExitStack() as stack:
+            self._open(stack)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stack.__exit__(kind, error, trace)
+
+    def _open(self, stack: contextlib.ExitStack) -> None:
+        settings = self.settings
+        self.parts = open_parts(settings, self._resume, stack)
+        self.run = self.parts.run
+        self.stops = Stops(settings.run.max_hours, self.run.history().elapsed_s)
+        self.display = Display(settings.loop.steps, lambda: self.stops.elapsed_s)
+        self.phases = Phases()
+        self.phases.observers.append(self.display)
+        self.saved = Saved(self.run, settings.checkpoint.keep_last, settings.run.seed)
+        stack.enter_context(self.stops.signals(self.display.note))
+        stack.callback(self.display.close)
+        if self._resume:
+            self._go_on()
+
+    def _go_on(self) -> None:
+        """From the last good checkpoint, if the run has one."""
+        if self.saved.last_step is None:
+            notes = self.saved.begin_anew()
+        else:
+            self._open_trainer()
+            self._step, notes = self.saved.load(self.trainer)
+            self.display.first_step = self._step
+        for note in (*self.run.notes, *notes):
+            self.display.note(note)
+
+    @property
+    def trainer(self) -> Trainer:
+        assert self._trainer is not None, "the warm-up comes first"
+        return self._trainer
+
+    def _open_trainer(self) -> None:
+        """After the warm-up: the optimizer of RL starts anew, and the reference is frozen here."""
+        policy = self.parts.policy
+        reference = build_reference(self.settings, policy, self.run.path)
+        self._trainer = Trainer(policy, self.settings, reference)
+
+    # The verbs of the loop
+
+    def warm_up(self) -> None:
+        """Supervised training on the task's worked answers, if the settings ask for it. A resumed
+        run has it behind it when there is a checkpoint: the first one is written here."""
+        if self._trainer is not None:
+            return
+        if self.settings.sft.steps:
+            warm_up(self.parts, self.display, self.stops, lambda: self._held_out().mean)
+        self._open_trainer()
+
+    def evaluate_start(self) -> None:
+        """Held-out evaluation before the first step, and the checkpoint that follows a warm-up."""
+        if self._step > 0 or self.run.metrics("rl"):
+            return
+        metrics = self.evaluate(0)
+        if self.settings.sft.steps:
+            self._save_checkpoint(0, metrics)
+        if metrics:
+            self._show_step(StepStats(0, metrics))
+
+    def steps(self) -> Iterator[int]:
+        """The steps still to do, until one of them asked to stop."""
+        while self._step < self.settings.loop.steps and not self.stops.reason:
+            yield self._step + 1
+            self.stops.check_time()
+
+    def draw_prompts(self, step: int) -> list[EncodedPrompt]:
+        """The step's prompts: each epoch is a shuffle of its own, and none is skipped."""
+        self.phases.start_step()
+        count = self.settings.rollout.prompts_per_step
+        seed = derive_seed(self.settings.run.seed, "prompts")
+        chosen = draw_indices(len(self.parts.prompts), count, step, seed)
+        return [self.parts.prompts[i] for i in chosen]
+
+    def sample(self, prompts: Sequence[EncodedPrompt], step: int) -> list[Completion]:
+        """samples_per_prompt completions of each prompt, with their log-probs."""
+        rollout = self.settings.rollout
+        params = SamplingParams(
+            n=rollout.samples_per_prompt,
+            max_tokens=rollout.max_tokens,
+            temperature=rollout.temperature,
+            top_p=rollout.top_p,
+            top_k=rollout.top_k,
+            stop=rollout.stop,
+            seed=derive_seed(self.settings.run.seed, "rollout", step),
+        )
+        with self.phases.phase("rollout"):
+            params = with_stops(params, self.parts.task)
+            completions = sample_prompts(self.parts.engine, prompts, params, self._progress)
+        self._rollout_tokens = sum(len(c.token_ids) for c in completions)
+        return completions
+
+    def score(
+        self, prompts: Sequence[EncodedPrompt], completions: Sequence[Completion]
+    ) -> list[Sample]:
+        """Every completion's reward.
+
+        Raises:
+            RunStopped: not one of them could be judged.
+        """
+        with self.phases.phase("reward"):
+            samples = score_completions(self.parts.scorer, prompts, completions)
+        failures = [s.failure for s in samples if s.failure]
+        if failures:
+            logger.warning("%d completions not judged; the first: %s", len(failures), failures[0])
+        if len(failures) == len(samples):
+            raise RunStopped(
+                f"none of the step's {len(samples)} completions could be judged by task "
+                f"{self.parts.task.label}; the first failure: {failures[0]}"
+            )
+        return samples
+
+    def update(self, step: int, samples: Sequence[Sample]) -> dict[str, float]:
+        """Train on the samples: advantages, packing, updates, requantize. Returns metrics.
+
+        Raises:
+            MismatchError: sampler and trainer differ under an exact plan; names the operation.
+        """
+        if self.parts.policy.device.type == "cuda":
+            self.parts.engine.free_cache()  # its pages took what was free; training needs it now
+        try:
+            with self.phases.phase("update"):
+                metrics = self.trainer.step(samples)
+        except StepMismatchError as error:
+            self.run.write_rollouts(step, samples)
+            raise MismatchError(f"step {step}: {error}; {self._locate(error)}") from None
+        self.phases.timings |= self.trainer.timings
+        return sample_metrics(samples) | metrics
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        """Held-out metrics of a step, if one is due: at the start, every eval.every, at the end."""
+        settings = self.settings.eval
+        due = settings.every and (step % settings.every == 0 or step == self.settings.loop.steps)
+        if not due:
+            return {}
+        metrics = eval_metrics(self.parts.task.label, self._held_out())
+        return metrics | {"timing/eval_s": self.phases.timings["eval"]}
+
+    def record(self, step: int, samples: Sequence[Sample], metrics: dict[str, float]) -> None:
+        """Write the step down: rollouts, checkpoint if due, metrics, console. In this order, so
+        that a checkpoint's step is always there when a run goes on from it."""
+        self.run.write_rollouts(step, samples)
+        self._step = step
+        metrics = {**metrics, **self._measured(samples)}
+        settings = self.settings
+        due = bool(settings.checkpoint.every) and step % settings.checkpoint.every == 0
+        if due or step == settings.loop.steps or self.stops.reason:
+            self._save_checkpoint(step, metrics)
+            metrics["timing/checkpoint_s"] = self.phases.timings["checkpoint"]
+        metrics["timing/step_s"] = self.phases.step_s
+        self._show_step(StepStats(step, metrics, samples))
+
+    def finish(self, out: str | Path | None = None) -> RunResult:
+        """Export the model, say what is where, and end.
+
+        Raises:
+            KeyboardInterrupt: the run was asked to stop by Ctrl-C.
+        """
+        if self.stops.reason:
+            last = self.saved.last_step
+            if last is None or last < self._step:
+                self._save_checkpoint(self._step, {})
+            self.display.note(f"stopped after step {self._step}: {self.stops.reason}")
+            if self.stops.interrupted:
+                raise KeyboardInterrupt
+            self.parts.attempt.end("stopped", self.stops.reason)
+        model = self.run.path / "model"
+        self.parts.policy.save_pretrained(model, overwrite=True)
+        if out is not None:
+            self.parts.policy.save_pretrained(out)
+        self.display.close()
+        return RunResult(
+            run_path=self.run.path,
+            report_path=self.run.path / "report.html" if self.settings.report.enabled else None,
+            checkpoint_path=self.saved.last_path,
+            model_path=model,
+            steps=self._step,
+        )
+
+    # What the verbs are made of
+
+    def _held_out(self) -> Evaluation:
+        settings = self.settings.eval
+        params = SamplingParams(
+            n=settings.samples,
+            max_tokens=settings.max_tokens or self.settings.rollout.max_tokens,
+            temperature=settings.temperature,
+            top_p=settings.top_p,
+            stop=self.settings.rollout.stop,
+            seed=derive_seed(self.settings.run.seed, "eval"),
+        )
+        parts = self.parts
+        with self.phases.phase("eval"):
+            return evaluate(
+                parts.engine,
+                parts.scorer,
+                parts.eval_prompts,
+                with_stops(params, parts.task),
+                settings.threshold,
+                self._progress,
+            )
+
+    def _measured(self, samples: Sequence[Sample]) -> dict[str, float]:
+        """Times, speeds and memory of the step so far."""
+        timings = self.phases.timings
+        trained = sum(len(s.prompt_token_ids) + len(s.completion.token_ids) for s in samples)
+        return {
+            **{f"timing/{n}_s": timings[n] for n in ("rollout", "reward", "update", "requantize")},
+            "throughput/rollout_tokens_per_s": self._rollout_tokens / timings["rollout"],
+            "throughput/train_tokens_per_s": trained / timings["update"],
+            "memory/peak_gib": self._peak_bytes() / 2**30,
+        }
+
+    def _peak_bytes(self) -> int:
+        """The most memory used so far: of the GPU if the policy is on one, else of the process."""
+        device = self.parts.policy.device
+        if device.type == "cuda":
+            return torch.cuda.max_memory_allocated(device)
+        return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+    def _save_checkpoint(self, step: int, metrics: dict[str, float]) -> None:
+        with self.phases.phase("checkpoint"):
+            self.saved.save(step, self.trainer, metrics)
+
+    def _show_step(self, stats: StepStats) -> None:
+        self.run.write_step(stats)
+        self.display.step(stats)
+        self.parts.trackers.log(stats.step, stats.metrics)
+
+    def _locate(self, error: StepMismatchError) -> str:
+        sample = error.samples[error.sample_ids[0]]
+        found = locate(self.parts.policy, sample.prompt_token_ids, sample.completion.token_ids)
+        if found is not None:
+            return str(found)
+        return "no operation differs when the sequence runs alone: it depends on the batch"
+
+    def _progress(self, progress: Progress) -> None:
+        self.phases.beat()
+        self.display.progress(progress)
