@@ -39,12 +39,16 @@ class Simulation:
 
     scheduler: Scheduler
     stop_chance: float = 0.2
+    repeats: int = 1
+    ahead: int = 0  # steps that run before the draws of an earlier one are handed over
     computed: Counter = field(default_factory=Counter)
     steps: list[Step] = field(default_factory=list)
 
     def __post_init__(self):
         pages = self.scheduler.allocator
         self.memory = [[None] * pages.page_size for _ in range(pages.num_pages)]
+        self.tokens = [list(s.prompt) for s in self.scheduler.sequences]  # pending ones as well
+        self.in_flight = []
 
     def run(self):
         while not self.scheduler.done:
@@ -53,47 +57,72 @@ class Simulation:
         return [sequence.generated for sequence in self.scheduler.sequences]
 
     def step(self):
-        step = self.scheduler.schedule()
-        self.steps.append(step)
-        self.check(step)
-        content = [list(self.memory[source]) for source, _ in step.copies]
-        for (_, destination), slots in zip(step.copies, content, strict=True):
-            self.memory[destination] = slots
-        for chunk in step.chunks:
-            self.write(chunk)
-        drawn = []
-        for chunk in step.chunks:
-            seen = self.read(chunk.sequence, chunk.start + chunk.length)
-            drawn += [self.draw(seen, index) for index in chunk.draws]
-        self.scheduler.complete(step, drawn)
+        step = self.scheduler.schedule(self.repeats)
+        if step is not None:
+            self.steps.append(step)
+            self.check(step)
+            self.in_flight.append((step, self.compute(step)))
+        while self.in_flight and (
+            step is None or not step.decodes or len(self.in_flight) > self.ahead
+        ):
+            step = self.in_flight[0][0]
+            self.scheduler.complete(*self.in_flight.pop(0))
         tables = [s.pages for s in self.scheduler.sequences if s.pages]
         self.scheduler.allocator.check(tables)
 
-    def write(self, chunk):
-        sequence = self.scheduler.sequences[chunk.sequence]
+    def compute(self, step):
+        content = [list(self.memory[source]) for source, _ in step.copies]
+        for (_, destination), slots in zip(step.copies, content, strict=True):
+            self.memory[destination] = slots
+        drawn = []
+        for chunk in step.chunks:
+            if step.decodes:
+                drawn.append(self.decode(chunk))
+            else:
+                for position in range(chunk.start, chunk.start + chunk.length):
+                    self.write(chunk.sequence, position)
+                seen = self.read(chunk.sequence, chunk.start + chunk.length)
+                for index in chunk.draws:
+                    self.tokens[index].append(self.draw(seen, index))
+                    drawn.append(self.tokens[index][-1:])
+        return [(tokens, [-1.0] * len(tokens)) for tokens in drawn]
+
+    def decode(self, chunk):
+        """As the GPU does: goes on from its own last token, and stops by itself."""
+        tokens, drawn = self.tokens[chunk.sequence], []
+        for position in range(chunk.start, chunk.start + chunk.length):
+            if tokens[-1] != STOP:
+                assert position == len(tokens) - 1
+                self.write(chunk.sequence, position)
+                tokens.append(self.draw(self.read(chunk.sequence, position + 1), chunk.sequence))
+                drawn.append(tokens[-1])
+        return drawn
+
+    def write(self, index, position):
+        sequence = self.scheduler.sequences[index]
         size = self.scheduler.allocator.page_size
-        for position, token in enumerate(sequence.tokens(chunk.start, chunk.length), chunk.start):
-            page = sequence.pages[position // size]
-            assert self.scheduler.allocator.users(page) == 1, "a shared page is written"
-            self.memory[page][position % size] = token
-            self.computed[chunk.sequence, position] += 1
+        page = sequence.pages[position // size]
+        assert self.scheduler.allocator.users(page) == 1, "a shared page is written"
+        self.memory[page][position % size] = self.tokens[index][position]
+        self.computed[index, position] += 1
 
     def read(self, index, length):
         pages, size = self.scheduler.sequences[index].pages, self.scheduler.allocator.page_size
         seen = [self.memory[pages[p // size]][p % size] for p in range(length)]
-        assert seen == self.scheduler.sequences[index].tokens(0, length)
+        assert seen == self.tokens[index][:length]
         return tuple(seen)
 
     def draw(self, seen, index):
         rng = random.Random(hash((seen, index)))
-        return (STOP if rng.random() < self.stop_chance else rng.randint(1, 99), -1.0)
+        return STOP if rng.random() < self.stop_chance else rng.randint(1, 99)
 
     def check(self, step):
         scheduler = self.scheduler
         assert 1 <= len(step.chunks) <= scheduler.max_batch_size
         assert step.num_prefill_tokens <= scheduler.max_prefill_tokens
         total = sum(chunk.length for chunk in step.chunks)
-        assert total <= step.num_prefill_tokens + len(step.chunks)
+        assert total == step.num_prefill_tokens or step.num_prefill_tokens == 0
+        assert step.repeats <= (self.repeats if step.decodes else 1)
         assert len({chunk.sequence for chunk in step.chunks}) == len(step.chunks)
         destinations = [destination for _, destination in step.copies]
         assert len(set(destinations)) == len(destinations)
@@ -142,12 +171,30 @@ def test_the_last_token_drawn_is_not_computed():
     assert sorted(position for _, position in simulation.computed) == [0, 1, 2, 3, 4, 5]
 
 
-def test_decode_goes_on_beside_a_long_prefill():
+def test_prompts_go_first():
     simulation = simulate([2, 50], max_tokens=8, prefill=10, stop_chance=0.0)
     simulation.run()
     assert len(simulation.steps[0].chunks) == 2
-    assert all(chunk.length == 1 for step in simulation.steps[1:5] for chunk in step.chunks[:1])
-    assert len(simulation.steps) == 6 + 7, "prefill of 2 + 50 tokens in 6 steps, then 7 decodes"
+    assert [step.decodes for step in simulation.steps] == [False] * 6 + [True] * 7
+
+
+def test_decode_in_a_row():
+    """10 tokens each: the first from the prefill, then 4, 4 and the last one."""
+    simulation = simulate([2, 5], max_tokens=10, stop_chance=0.0, repeats=4, page_size=4)
+    simulation.run()
+    assert [step.repeats for step in simulation.steps] == [1, 4, 4, 1]
+    assert simulation.steps[1].chunks == (Chunk(0, 2, 4, (0,)), Chunk(1, 5, 4, (1,)))
+
+
+def test_steps_are_scheduled_before_the_draws_are_known():
+    simulation = simulate([2, 5], max_tokens=40, stop_chance=0.0, repeats=4, ahead=1)
+    simulation.step()
+    simulation.step()
+    simulation.step()
+    assert [s.num_pending for s in simulation.scheduler.sequences] == [4, 4]
+    assert [len(s.generated) for s in simulation.scheduler.sequences] == [5, 5]
+    simulation.run()
+    assert [len(s.generated) for s in simulation.scheduler.sequences] == [40, 40]
 
 
 def test_batch_size_is_used_and_never_exceeded():
@@ -209,6 +256,8 @@ def test_random_loads_finish_and_draw_the_same(seed):
         batch=rng.choice([1, 2, 3, 8]),
         prefill=rng.choice([1, 2, 7, 64]),
         stop_chance=chance,
+        repeats=rng.choice([1, 2, 5]),
+        ahead=rng.choice([0, 1, 2]),
     )
     assert tight.run() == wanted
     assert tight.scheduler.allocator.num_used == 0

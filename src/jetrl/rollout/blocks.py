@@ -64,29 +64,33 @@ class PageAllocator:
             self._users[page] += 1
         return shared
 
-    def write_cost(self, pages: list[int], position: int) -> int:
-        """Pages that `make_writable` would take: 0 or 1."""
-        slot = position // self.page_size
-        assert slot <= len(pages), f"position {position} leaves a gap after {len(pages)} pages"
-        return int(slot == len(pages) or self._users[pages[slot]] > 1)
+    def write_cost(self, pages: list[int], position: int, count: int = 1) -> int:
+        """Pages that `make_writable` would take."""
+        first = position // self.page_size
+        assert first <= len(pages), f"position {position} leaves a gap after {len(pages)} pages"
+        missing = (position + count - 1) // self.page_size + 1 - len(pages)
+        shared = first < len(pages) and self._users[pages[first]] > 1
+        return max(0, missing) + shared
 
-    def make_writable(self, pages: list[int], position: int) -> tuple[int, int] | None:
-        """Makes the page of a position exist in this table and belong to it alone; may take a page.
+    def make_writable(
+        self, pages: list[int], position: int, count: int = 1
+    ) -> tuple[int, int] | None:
+        """Makes the pages of `count` positions from this one on exist in this table and belong to
+        it alone; may take pages. Only the first can have other users: a table shares its beginning.
 
         Returns:
             (source, destination) pages to copy before the write, or None.
         """
-        if self.write_cost(pages, position) == 0:
-            return None
-        (fresh,) = self.allocate(1)
-        slot = position // self.page_size
-        if slot == len(pages):
-            pages.append(fresh)
-            return None
-        shared = pages[slot]
-        self._users[shared] -= 1
-        pages[slot] = fresh
-        return shared, fresh
+        fresh = self.allocate(self.write_cost(pages, position, count))
+        first = position // self.page_size
+        copy = None
+        if first < len(pages) and self._users[pages[first]] > 1:
+            copy = pages[first], fresh.pop(0)
+            self._users[copy[0]] -= 1
+            pages[first] = copy[1]
+        pages += fresh
+        assert all(self._users[page] == 1 for page in pages[first + 1 :]), "a later page is shared"
+        return copy
 
     def release(self, pages: list[int]) -> None:
         """Gives up a page table and empties it; pages without another user become free."""

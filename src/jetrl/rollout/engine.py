@@ -163,14 +163,15 @@ class RolloutEngine:
         drawn = prefilled = decoded = forwards = peak_pages = 0
         while not scheduler.done:
             step = scheduler.schedule()
+            assert step is not None, "no draw is pending here"
             peak_pages = max(peak_pages, allocator.num_used)
             logits = runner.forward(step, scheduler.sequences)
             tokens = draw_tokens(logits, step, scheduler.sequences, params)
-            scheduler.complete(step, tokens)
+            taken = scheduler.complete(step, [([token], [logprob]) for token, logprob in tokens])
             forwards += 1
-            drawn += len(tokens)
+            drawn += taken
             prefilled += step.num_prefill_tokens
-            decoded += step.num_decode_tokens
+            decoded += taken if step.decodes else 0
             if progress is not None:
                 seconds = time.perf_counter() - started
                 progress(_progress(scheduler, params.max_tokens, drawn, seconds))

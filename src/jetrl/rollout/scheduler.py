@@ -5,8 +5,10 @@ are the oldest unfinished ones, as many as the batch and the pages allow:
 
     running  [0 1 2 3 | 8 9 10]   waiting [11 12 .. ]
 
-- A step holds one token of every running sequence that is decoding and, beside them, chunks of the
-  prompts of those that are not there yet, at most max_prefill_tokens together.
+- A step is a forward over chunks of the prompts that are not there yet, at most max_prefill_tokens
+  together; when no prompt is left to prefill, it is decode: of each running sequence the next
+  token, and then the next again, up to `repeats` forwards in a row. Prompts go first: a forward of
+  few sequences takes nearly as long as one of many.
 - The samples of a prompt are a group. Its first sequence prefills the prompt, the others wait; from
   the logits of the prompt's last token all of them draw their first token, and then all of them
   have the prompt's pages. Those that the batch has no room for keep them while they wait (parked).
@@ -15,6 +17,10 @@ are the oldest unfinished ones, as many as the batch and the pages allow:
   again, prompt and drawn tokens are prefilled, or only the latter where a sequence of its group
   still holds the prompt. What is drawn does not change: a token's draw depends on its sequence
   alone.
+
+Steps may be scheduled before what the earlier ones drew is known (`complete`): lengths are known
+without it, and a sequence that turns out to have ended leaves the rest of its draws. Only
+pre-emption needs the tokens themselves: `schedule` then returns None until they are in.
 
 It cannot livelock: nothing takes pages from the oldest unfinished sequence, it can take those of
 all others, and one sequence always fits (the engine refuses it otherwise), so each step brings at
@@ -33,11 +39,12 @@ from jetrl.rollout.sequence import RunningSequence
 
 @dataclass(frozen=True)
 class Chunk:
-    """Consecutive tokens of one sequence in a forward.
+    """Consecutive tokens of one sequence in a step.
 
-    sequence: its index. start: position of the first token. length: number of tokens, 1 in decode.
-    draws: indices of the sequences that draw their next token from the logits of the chunk's last
-    token; empty when the chunk ends before the last known token.
+    sequence: its index. start: position of the first token. length: number of tokens; in decode
+    one a forward, at most the step's repeats. draws: indices of the sequences that draw their next
+    token from the logits of the chunk's last token (in decode of each token); empty when the chunk
+    ends before the last known token.
     """
 
     sequence: int
@@ -48,30 +55,31 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Step:
-    """One forward, as data.
+    """One forward over prompts, or some of decode in a row, as data.
 
     copies: (source, destination) pages that the cache copies before the forward, all sources being
-    read before any destination is written. num_prefill_tokens: those of the chunks that are not
-    decode. preempted: running sequences that lost computed tokens to make room for this step.
+    read before any destination is written. num_prefill_tokens: those of the chunks, 0 in decode.
+    preempted: running sequences that lost computed tokens to make room for this step. repeats:
+    forwards, 1 except in decode.
 
-        Step(chunks=(Chunk(0, 17, 1, (0,)), Chunk(4, 0, 5, (4, 5, 6, 7))), copies=((3, 9),),
-             num_prefill_tokens=5, preempted=())
+        Step(chunks=(Chunk(4, 0, 5, (4, 5, 6, 7)),), copies=(), num_prefill_tokens=5, preempted=())
+        Step(chunks=(Chunk(0, 17, 8, (0,)), Chunk(4, 5, 8, (4,))), copies=((3, 9),),
+             num_prefill_tokens=0, preempted=(), repeats=8)
     """
 
     chunks: tuple[Chunk, ...]
     copies: tuple[tuple[int, int], ...]
     num_prefill_tokens: int
     preempted: tuple[int, ...]
+    repeats: int = 1
 
     @property
-    def num_decode_tokens(self) -> int:
-        return sum(chunk.length for chunk in self.chunks) - self.num_prefill_tokens
+    def decodes(self) -> bool:
+        return self.num_prefill_tokens == 0
 
     @property
     def draws(self) -> list[int]:
-        """Sequences that draw a token, in the order in which `Scheduler.complete` wants the
-        tokens.
-        """
+        """Sequences that draw, in the order in which `Scheduler.complete` wants the tokens."""
         return [index for chunk in self.chunks for index in chunk.draws]
 
 
@@ -111,69 +119,93 @@ class Scheduler:
         self.finished_tokens = 0
         self._parked: deque[RunningSequence] = deque()  # waiting ones that hold pages, oldest first
         self._preempted: list[int] = []
+        self._evicted: list[RunningSequence] = []  # of this step, computed tokens or not
 
     @property
     def done(self) -> bool:
         return not self.running and not self.waiting
 
-    def schedule(self) -> Step:
-        """The next forward; not when `done`. Takes the pages that it needs."""
+    def schedule(self, repeats: int = 1) -> Step | None:
+        """The next step, of at most `repeats` forwards; not when `done`. Takes the pages that it
+        needs.
+
+        Returns:
+            None while it takes the draws of earlier steps to go on: `complete` them first.
+        """
         assert not self.done, "every sequence is finished"
         self._preempted = []
         self._admit()
+        plan = self._prefills()
+        prefills = bool(plan)
+        if not prefills:
+            plan = self._decodes(repeats)
+        if not plan or (self._waits_for_draws() and not self._fits(plan)):
+            assert self._waits_for_draws(), "a step that does nothing"
+            return None
         chunks: list[Chunk] = []
         copies: list[tuple[int, int]] = []
-        budget = self.max_prefill_tokens
-        place = 0
-        while place < len(self.running):
-            sequence = self.running[place]
-            place += 1
-            length, decode = self._chunk_length(sequence, budget)
-            if length == 0:
+        for sequence, length in plan:
+            if sequence in self._evicted:
                 continue
             start = sequence.num_computed
-            if not self._make_room(sequence):
+            if not self._make_room(sequence, length):
                 continue  # the youngest of all: it gave up its own pages
-            copy = self.allocator.make_writable(sequence.pages, start)
+            copy = self.allocator.make_writable(sequence.pages, start, length)
             if copy is not None:
                 copies.append(copy)
-            assert self.allocator.pages_for(start + length) <= len(sequence.pages)
-            if not decode:
-                budget -= length
-            ends = start + length == sequence.num_tokens
-            chunks.append(
-                Chunk(sequence.index, start, length, self._draws(sequence) if ends else ())
-            )
+            ends = start + length == len(sequence.prompt) + len(sequence.generated)
+            draws = self._draws(sequence) if ends or not prefills else ()
+            chunks.append(Chunk(sequence.index, start, length, draws))
+            sequence.num_computed += length
+            for index in draws:
+                self.sequences[index].num_pending += 1 if prefills else length
+        self._evicted.clear()
         assert chunks, "a step that does nothing"
-        prefilled = self.max_prefill_tokens - budget
-        return Step(tuple(chunks), tuple(copies), prefilled, tuple(self._preempted))
+        prefilled = sum(chunk.length for chunk in chunks) if prefills else 0
+        forwards = 1 if prefills else max(chunk.length for chunk in chunks)
+        return Step(tuple(chunks), tuple(copies), prefilled, tuple(self._preempted), forwards)
 
-    def complete(self, step: Step, drawn: Sequence[tuple[int, float]]) -> None:
-        """Takes in what a step drew: (token id, log-prob) for each of `step.draws`, in that
-        order.
+    def complete(self, step: Step, drawn: Sequence[tuple[Sequence[int], Sequence[float]]]) -> int:
+        """Takes in what a step drew: (token ids, their log-probs) for each of `step.draws`, in that
+        order; as many as it has forwards, or fewer for a sequence that ends. Steps are completed in
+        the order in which they were scheduled, one over prompts before the next is scheduled.
+
+        Returns:
+            Tokens taken; what was drawn for a sequence past its end is not.
         """
         draws = step.draws
-        assert len(draws) == len(drawn), f"{len(drawn)} tokens for {len(draws)} draws"
-        for index, (token_id, logprob) in zip(draws, drawn, strict=True):
-            self.sequences[index].append(token_id, logprob)
-        youngest_running = self.running[-1].index
+        assert len(draws) == len(drawn), f"{len(drawn)} draws for {len(draws)} sequences"
+        lengths = [
+            chunk.length if step.decodes else 1 for chunk in step.chunks for _ in chunk.draws
+        ]
+        taken = 0
+        ended: list[RunningSequence] = []
+        for index, length, (token_ids, logprobs) in zip(draws, lengths, drawn, strict=True):
+            sequence = self.sequences[index]
+            sequence.num_pending -= length
+            if not sequence.finished:
+                taken += sequence.extend(token_ids, logprobs)
+                if sequence.finished:
+                    ended.append(sequence)
+                else:
+                    assert len(token_ids) == length, f"{len(token_ids)} of {length} tokens"
+        youngest_running = self.running[-1].index if self.running else -1
         for chunk in step.chunks:
             leader = self.sequences[chunk.sequence]
-            leader.num_computed += chunk.length
             for index in chunk.draws:
                 if index != leader.index and not self.sequences[index].finished:
                     self._share_prompt(leader, self.sequences[index])
                     if index > youngest_running:
                         self._parked.append(self.sequences[index])
-        for index in draws:
-            sequence = self.sequences[index]
-            if sequence.finished:
-                self.num_finished += 1
-                self.finished_tokens += len(sequence.generated)
-                self.allocator.release(sequence.pages)
-                if index > youngest_running:
-                    self.waiting.remove(sequence)
-        self.running = [sequence for sequence in self.running if not sequence.finished]
+        for sequence in ended:
+            self.num_finished += 1
+            self.finished_tokens += len(sequence.generated)
+            self.allocator.release(sequence.pages)
+            if sequence.index > youngest_running:
+                self.waiting.remove(sequence)
+        if ended:
+            self.running = [sequence for sequence in self.running if not sequence.finished]
+        return taken
 
     def cancel(self) -> None:
         """Gives back all pages. The scheduler is of no use afterwards."""
@@ -183,13 +215,39 @@ class Scheduler:
         self.waiting.clear()
         self._parked.clear()
 
-    def _chunk_length(self, sequence: RunningSequence, budget: int) -> tuple[int, bool]:
-        """How many tokens of a running sequence run now, and whether that is decode."""
-        pending = sequence.num_tokens - sequence.num_computed
-        assert pending >= 1, f"sequence {sequence.index} has nothing to compute"
-        if sequence.started:
-            return (1, True) if pending == 1 else (min(pending, budget), False)
-        return (min(pending, budget) if self._leads(sequence) else 0), False
+    def _prefills(self) -> list[tuple[RunningSequence, int]]:
+        """(sequence, tokens) of the next forward over prompts; empty when there is none to run."""
+        budget = self.max_prefill_tokens
+        plan = []
+        for sequence in self.running:
+            if sequence.num_pending or budget == 0:
+                continue
+            uncomputed = sequence.num_tokens - sequence.num_computed
+            assert uncomputed >= 1, f"sequence {sequence.index} has nothing to compute"
+            if uncomputed > 1 if sequence.started else self._leads(sequence):
+                plan.append((sequence, min(uncomputed, budget)))
+                budget -= plan[-1][1]
+        return plan
+
+    def _decodes(self, repeats: int) -> list[tuple[RunningSequence, int]]:
+        """(sequence, forwards) of the next decode step. One forward where pages are short."""
+        plan = [
+            (sequence, min(repeats, sequence.draws_left))
+            for sequence in self.running
+            if sequence.started and sequence.draws_left
+        ]
+        if repeats > 1 and not self._fits(plan):
+            return self._decodes(1)
+        return plan
+
+    def _fits(self, plan: Sequence[tuple[RunningSequence, int]]) -> bool:
+        """Whether all of it can be written without taking pages from anyone."""
+        cost = self.allocator.write_cost
+        needed = sum(cost(sequence.pages, sequence.num_computed, n) for sequence, n in plan)
+        return needed <= self.allocator.num_free
+
+    def _waits_for_draws(self) -> bool:
+        return any(sequence.num_pending for sequence in self.running)
 
     def _leads(self, sequence: RunningSequence) -> bool:
         return self._groups[sequence.index][0] is sequence
@@ -209,6 +267,8 @@ class Scheduler:
         One page is kept free for each running sequence that may still need another: without this
         margin a sequence would be admitted only to be pre-empted a few steps later.
         """
+        if not self.waiting or len(self.running) >= self.max_batch_size:
+            return
         margin = sum(self._may_grow(sequence) for sequence in self.running)
         while self.waiting and len(self.running) < self.max_batch_size:
             sequence = self.waiting[0]
@@ -263,15 +323,16 @@ class Scheduler:
         missing = self.allocator.pages_for(sequence.num_tokens) - len(sequence.pages)
         sequence.pages += self.allocator.allocate(missing)
 
-    def _make_room(self, sequence: RunningSequence) -> bool:
-        """Frees pages until a running sequence can write its next token, the youngest ones first.
+    def _make_room(self, sequence: RunningSequence, length: int) -> bool:
+        """Frees pages until a running sequence can write its next tokens, the youngest ones first.
 
         Returns:
             False when it had to give up its own pages instead.
         """
         allocator = self.allocator
         # The cost is asked for again each time: with the other users of a page gone, it is 0.
-        while allocator.write_cost(sequence.pages, sequence.num_computed) > allocator.num_free:
+        at = sequence.num_computed
+        while allocator.write_cost(sequence.pages, at, length) > allocator.num_free:
             if self._parked:
                 self._drop_pages(self._parked.pop())
                 continue
@@ -281,6 +342,7 @@ class Scheduler:
                 self.num_preemptions += 1
                 self._preempted.append(victim.index)
             self._drop_pages(victim)
+            self._evicted.append(victim)
             self.waiting.appendleft(victim)
             if victim is sequence:
                 return False

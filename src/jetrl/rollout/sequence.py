@@ -30,7 +30,9 @@ class RunningSequence:
     index: place among all sequences of the call; lower is older, and older goes first. prompt:
     token ids, at least one. key: of its random numbers, see `sequence_keys`. rules: when it ends.
     generated, logprobs: same length. pages: page ids in order of position. num_computed: tokens
-    whose keys and values are in those pages. text: what a stop string left, else None.
+    whose keys and values are in those pages, or will be when the forwards scheduled so far have
+    run. num_pending: tokens that these forwards draw and that are not known here yet. text: what a
+    stop string left, else None.
     """
 
     index: int
@@ -41,6 +43,7 @@ class RunningSequence:
     logprobs: list[float] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
     num_computed: int = 0
+    num_pending: int = 0
     finish_reason: FinishReason | None = None
     text: str | None = None
     _watch: TextWatch | None = None
@@ -69,6 +72,11 @@ class RunningSequence:
     def finished(self) -> bool:
         return self.finish_reason is not None
 
+    @property
+    def draws_left(self) -> int:
+        """Tokens that it can still draw, beside those pending."""
+        return self.rules.max_tokens - len(self.generated) - self.num_pending
+
     def tokens(self, start: int, length: int) -> list[int]:
         """Token ids at positions start to start + length."""
         split = len(self.prompt)
@@ -78,6 +86,18 @@ class RunningSequence:
             *self.prompt[start:stop],
             *self.generated[max(0, start - split) : max(0, stop - split)],
         ]
+
+    def extend(self, token_ids: Sequence[int], logprobs: Sequence[float]) -> int:
+        """Adds drawn tokens up to the one that it ends with, and leaves the rest.
+
+        Returns:
+            How many were added: all of them unless it ended.
+        """
+        for count, (token_id, logprob) in enumerate(zip(token_ids, logprobs, strict=True), 1):
+            self.append(token_id, logprob)
+            if self.finished:
+                return count
+        return len(token_ids)
 
     def append(self, token_id: int, logprob: float) -> None:
         """Adds a drawn token and decides whether the sequence ends with it."""
