@@ -113,6 +113,9 @@ class TaskSettings(Section):
     timeout_s: PositiveFloat = Field(
         10.0, description="seconds; a score that takes longer counts 0, its worker is restarted"
     )
+    memory_mib: NonNegative = Field(
+        1024, description="MiB a score may take beyond what its task's imports hold; 0: no limit"
+    )
 
     _options = field_validator("options", mode="before")(_without_none)
 

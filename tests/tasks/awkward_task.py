@@ -2,13 +2,55 @@
 
 import ctypes
 import os
+import pickle
 import re
+import socket
+import struct
 import sys
+import threading
 import time
 from collections.abc import Iterable
 
 from jetrl.tasks import Task
 from jetrl.types import Prompt, Score
+
+
+class Touch:
+    """What a pickle can do: whoever unpickles this has a new file."""
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return open, (os.environ.get("JETRL_TEST_TOUCH", "touched"), "w")  # type: ignore[return-value]
+
+
+def socket_to_parent() -> socket.socket:
+    """The worker's own connection, as code that got control of the worker would find it."""
+    found = [n for n in os.listdir("/proc/self/fd") if "socket" in readlink(n)]
+    return socket.socket(fileno=os.dup(int(found[0])))
+
+
+def readlink(descriptor: str) -> str:
+    try:
+        return os.readlink(f"/proc/self/fd/{descriptor}")
+    except OSError:
+        return ""
+
+
+SENT = {
+    "pickle": pickle.dumps(Touch()) + b"\n",
+    "length and pickle": struct.pack("!i", 60) + pickle.dumps(Touch()) + b"\n",
+    "half a line": b'{"reward": 1.0, ',
+    "long line": b"x" * 2**20,
+    "other fields": b'{"reward": 1.0, "command": "stop"}\n',
+    "nan": b'{"reward": NaN, "parts": {}, "failure": "", "last": false, "chunk": ""}\n',
+    "bool": b'{"reward": true, "parts": {}, "failure": "", "last": false, "chunk": ""}\n',
+    "too large": b'{"reward": 1%s, "parts": {}, "failure": "", "last": false, "chunk": ""}\n'
+    % (b"0" * 400),
+    "list": b"[" * 5000 + b"]" * 5000 + b"\n",
+    "parts": b'{"reward": 1, "parts": {"a": "b"}, "failure": "", "last": false, "chunk": ""}\n',
+    "not text": b"\xff\xfe\n",
+    "many replies": b'{"reward": 1, "parts": {}, "failure": "", "last": false, "chunk": ""}\n'
+    * 500,
+}
 
 
 class Awkward(Task):
@@ -42,6 +84,21 @@ class Awkward(Task):
             return 1.0
         if word == "pid":
             return float(os.getpid())
+        if word == "memory":
+            self.held = bytearray(int(rest) << 20)
+            return 1.0
+        if word == "print-forever":
+            while True:
+                print("x" * 1_000_000)
+        if word == "send":
+            socket_to_parent().sendall(SENT[rest])
+            return 1.0
+        if word == "send-later":
+            thread = threading.Timer(0.2, socket_to_parent().sendall, [SENT["many replies"]])
+            thread.start()
+            return 1.0
+        if word == "parts":
+            return Score(1.0, {f"{k}": 1.0 for k in range(int(rest))})
         values = {"none": None, "text": "1.0", "nan": float("nan"), "inf": float("inf"), "": 0.0}
         values |= {"true": True, "part": Score(1.0, {"speed": "fast"})}  # type: ignore[dict-item]
         return values[word] if word in values else float(word)

@@ -2,8 +2,9 @@
 what it died of.
 
 The process is a fresh interpreter with a session of its own, so that Ctrl-C does not reach it and
-whatever its task started ends with it. What it prints goes to a temporary file, emptied with every
-chunk: when it dies, faulthandler's last traceback is in there.
+whatever its task started ends with it. What it prints comes over a pipe, and the last of it is kept
+until the next chunk: when it dies, faulthandler's last traceback is in there. Nothing that it sends
+or prints can block this side, fill its memory or run code here (wire.py).
 """
 
 from __future__ import annotations
@@ -11,21 +12,23 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import pickle
 import re
+import secrets
 import signal
+import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections import deque
-from multiprocessing import Pipe
-from typing import IO
+from multiprocessing.connection import wait
 
 from jetrl.errors import UserError
-from jetrl.tasks.worker import Reply, Setup
+from jetrl.tasks.wire import LineBuffer, Reply, WireError, pack_down, parse_reply, parse_started
+from jetrl.tasks.worker import Setup
 
 START_LIMIT_S = 120.0  # importing a task's packages from a cold disk
+KEPT_OUTPUT = 100_000  # bytes: a traceback of many threads
+_READ = 2**16
 _PROGRAM = """\
 import json, sys
 sys.path[:] = json.loads(sys.argv[2])
@@ -52,38 +55,50 @@ class WorkerProcess:
 
     def start(self) -> None:
         """Start the process and hand it the task's name; it answers when the task is built."""
-        self.connection, theirs = Pipe()
-        self._output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 (closed in _end)
+        self.connection, theirs = socket.socketpair()
+        self._lines, self._chunk = LineBuffer(), ""
+        self._printed = b""
+        self.output: int | None
+        self.output, write_end = os.pipe()
+        os.set_blocking(self.output, False)
         environment = dict(os.environ, OMP_NUM_THREADS="1", PYTHONHASHSEED="0")
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", _PROGRAM, str(theirs.fileno()), json.dumps(sys.path)],
                 stdin=subprocess.DEVNULL,
-                stdout=self._output,
-                stderr=self._output,
+                stdout=write_end,
+                stderr=write_end,
                 pass_fds=[theirs.fileno()],
                 env=environment,
                 start_new_session=True,
             )
         except OSError as error:
+            self.connection.close()
+            os.close(self.output)
             raise UserError(f"cannot start a scoring worker: {error}") from error
         finally:
             theirs.close()
+            os.close(write_end)
         self.ready = False
         self.deadline = time.monotonic() + START_LIMIT_S
-        self.connection.send_bytes(pickle.dumps(self.setup))
+        self._send(self.setup)
 
     def assign(self, indices: list[int], payloads: list[bytes]) -> None:
         """Give an idle worker its next chunk."""
-        os.lseek(self._output.fileno(), 0, os.SEEK_SET)  # the position is shared with the worker
-        os.ftruncate(self._output.fileno(), 0)
+        self._read_output()
+        self._printed = b""
         self.jobs.extend(indices)
         self._set_deadline()
-        try:
-            self.connection.send(payloads)
-        except OSError:  # it died while idle; no item of the chunk was begun
+        self._chunk = secrets.token_hex(8)
+        # It died or spoke while idle: no item of the chunk was begun.
+        if self._has_spoken() or not self._send((self._chunk, payloads)):
             self._end()
             self._give_back()
+
+    @property
+    def channels(self) -> list[socket.socket | int]:
+        """What to wait for: its answers, and what it prints."""
+        return [self.connection] if self.output is None else [self.connection, self.output]
 
     def receive(self) -> list[tuple[int, Reply]]:
         """The answers that have come in, as (item, reply): the last may be of an item that the
@@ -91,16 +106,27 @@ class WorkerProcess:
         replies: list[tuple[int, Reply]] = []
         if not self.running:
             return replies
+        self._read_output()
         try:
-            while self.connection.poll():
-                message = self.connection.recv()
-                if self.ready:
-                    replies.append((self.jobs.popleft(), message))
-                else:
-                    self._started(*message)
+            for line in self._read_lines():
                 self._set_deadline()
-        except (EOFError, ConnectionError):
+                if not self.ready:
+                    self._started(parse_started(line))
+                    continue
+                if not self.jobs:
+                    raise WireError("an answer that nobody asked for")
+                reply = parse_reply(line)
+                if reply.chunk != self._chunk:
+                    raise WireError("an answer to what it was not given")
+                replies.append((self.jobs.popleft(), reply))
+                if reply.last:
+                    self._end()
+                    self._give_back()
+                    return replies
+        except EOFError:
             failure = self._cause_of_death()
+        except WireError as error:
+            failure = f"score made its worker send what is no answer: {error}"
         else:
             if time.monotonic() < self.deadline:
                 return replies
@@ -111,7 +137,7 @@ class WorkerProcess:
         if not self.ready:
             raise UserError(f"task {self.setup.name}: its scoring worker did not start: {failure}")
         if self.jobs:
-            replies.append((self.jobs.popleft(), (0.0, {}, failure)))
+            replies.append((self.jobs.popleft(), Reply(0.0, {}, failure)))
         self._give_back()
         return replies
 
@@ -133,11 +159,51 @@ class WorkerProcess:
             self._end()
         self.jobs.clear()
 
-    def _started(self, kind: str, text: str) -> None:
-        if kind == "error":
+    def _started(self, error: str) -> None:
+        if error:
             self._end()
-            raise UserError(text)
+            raise UserError(error)
         self.ready = True
+
+    def _send(self, value: object) -> bool:
+        """Whether the process took it: False if it is gone, or does not read."""
+        self.connection.settimeout(max(0.0, self.deadline - time.monotonic()))
+        try:
+            self.connection.sendall(pack_down(value))
+        except OSError:
+            return False
+        return True
+
+    def _has_spoken(self) -> bool:
+        """Whether bytes wait to be read (or the end of them)."""
+        return bool(wait([self.connection], timeout=0))
+
+    def _read_lines(self) -> list[bytes]:
+        """The whole lines among the bytes that have come in; EOFError if the process is gone."""
+        self.connection.settimeout(0)
+        try:
+            data = self.connection.recv(_READ)
+        except BlockingIOError:
+            return []
+        except ConnectionError:
+            data = b""
+        if not data:
+            raise EOFError
+        return self._lines.feed(data)
+
+    def _read_output(self) -> bool:
+        """Takes in what the process printed, a bounded piece; whether there was any."""
+        if self.output is None:
+            return False
+        try:
+            data = os.read(self.output, _READ)
+        except BlockingIOError:
+            return False
+        self._printed = (self._printed + data)[-KEPT_OUTPUT:]
+        if not data:
+            os.close(self.output)
+            self.output = None
+        return bool(data)
 
     def _set_deadline(self) -> None:
         """The worker's own timer comes first; this one is for a worker that is not even running."""
@@ -159,7 +225,9 @@ class WorkerProcess:
             process.wait()
         self._process = None
         self.connection.close()
-        self._output.close()
+        if self.output is not None:
+            os.close(self.output)
+            self.output = None
 
     def _cause_of_death(self) -> str:
         assert self._process is not None
@@ -167,9 +235,10 @@ class WorkerProcess:
             code = self._process.wait(1.0)
         except subprocess.TimeoutExpired:
             return "score closed the worker's connection"
-        size = os.fstat(self._output.fileno()).st_size
-        output = os.pread(self._output.fileno(), 100_000, max(0, size - 100_000))
-        text = output.decode("utf-8", "replace")
+        for _ in range(4):  # a pipe's whole content; what escaped the process may go on writing
+            if not self._read_output():
+                break
+        text = self._printed.decode("utf-8", "replace")
         if not self.ready:
             return f"it ended with code {code}: {text.strip()[-500:] or 'no output'}"
         where = _where(text)

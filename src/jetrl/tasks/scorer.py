@@ -27,7 +27,8 @@ from jetrl.errors import UserError
 from jetrl.tasks.messages import describe_error
 from jetrl.tasks.process import WorkerProcess
 from jetrl.tasks.registry import get_task
-from jetrl.tasks.worker import Reply, Setup, score_safely
+from jetrl.tasks.wire import Reply
+from jetrl.tasks.worker import Setup, score_safely
 from jetrl.types import Prompt, Score
 
 MAX_CHUNK = 32
@@ -50,6 +51,8 @@ class Scorer:
         workers: number of processes; 0 scores in this process, without any protection from a score
             that hangs or crashes (a way to debug a task: prints and breakpoints work).
         timeout_s: seconds that one score may take.
+        memory_mib: memory that one score may take beyond what a worker has when its task is built;
+            0: no limit.
 
     On start the task's `self_test` cases are scored, so that a checker that does not work is an
     error now and not a run without reward.
@@ -67,11 +70,15 @@ class Scorer:
         options: Mapping[str, Any] | None = None,
         workers: int = 2,
         timeout_s: float = 10.0,
+        memory_mib: int = 0,
     ) -> None:
-        if workers < 0 or not (0 < timeout_s < math.inf):
-            raise UserError(f"task.workers = {workers}, task.timeout_s = {timeout_s}: out of range")
+        if workers < 0 or not (0 < timeout_s < math.inf) or memory_mib < 0:
+            raise UserError(
+                f"task.workers = {workers}, task.timeout_s = {timeout_s}, task.memory_mib = "
+                f"{memory_mib}: out of range"
+            )
         folder = None if path is None else str(path)
-        self._setup = Setup(name, folder, dict(options or {}), float(timeout_s))
+        self._setup = Setup(name, folder, dict(options or {}), float(timeout_s), memory_mib)
         self._task = get_task(name, path=folder, **self._setup.options)
         self._workers = [WorkerProcess(self._setup) for _ in range(workers)]
         try:
@@ -133,7 +140,8 @@ class Scorer:
             if not watched:
                 continue
             patience = min(worker.deadline for worker in watched) - time.monotonic()
-            wait([worker.connection for worker in watched], timeout=max(0.0, patience))
+            channels = [channel for worker in watched for channel in worker.channels]
+            wait(channels, timeout=max(0.0, patience))
             for worker in watched:
                 for index, reply in worker.receive():
                     results[index] = _scored(reply)
@@ -170,5 +178,4 @@ class Scorer:
 
 
 def _scored(reply: Reply) -> ScoredText:
-    reward, parts, failure = reply
-    return ScoredText(Score(reward, parts), failure)
+    return ScoredText(Score(reply.reward, reply.parts), reply.failure)

@@ -1,14 +1,15 @@
 """The process that scores: builds the task, then scores one completion after the other.
 
 Started by scorer.py with `python -c`, so it inherits nothing and imports neither torch nor the
-program that started it. It speaks over one socket: the set-up comes in, ("ready", "") or
-("error", text) goes out; then lists of pickled (prompt, completion) come in and one reply goes out
-for each item, in order. What the task prints goes to a file that the parent reads when the process
-dies.
+program that started it. It speaks over one socket (wire.py): the set-up comes in, and a line says
+whether the task could be built; then lists of (prompt, completion) come in and one line goes out
+for each item, in order. What the task prints goes to a pipe of which the parent keeps the end, to
+read when the process dies.
 
 It ends when the parent does: a thread waits for the other end of the socket to close. A score that
 takes too long is ended by faulthandler's timer, which needs no interpreter lock, so that it stops a
-hanging C function as well, and leaves behind where the score was.
+hanging C function as well, and leaves behind where the score was. A score that takes too much
+memory gets a MemoryError from the system's limit on the address space.
 """
 
 from __future__ import annotations
@@ -16,20 +17,23 @@ from __future__ import annotations
 import faulthandler
 import os
 import pickle
+import resource
 import select
 import signal
+import socket
 import sys
 import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from jetrl.errors import UserError
 from jetrl.tasks.base import ScoreError, Task, to_score
 from jetrl.tasks.messages import describe_error
 from jetrl.tasks.registry import get_task
+from jetrl.tasks.wire import Reply, read_down, reply_line, started_line
 from jetrl.types import Prompt
 
 STDERR = 2
@@ -37,64 +41,85 @@ STDERR = 2
 
 @dataclass(frozen=True)
 class Setup:
-    """What a worker needs to build its task, and the seconds a score may take."""
+    """What a worker needs to build its task, the seconds a score may take, and the memory in MiB
+    that it may take beyond what the process has when the task is built (0: no limit)."""
 
     name: str
     path: str | None
     options: Mapping[str, Any]
     timeout_s: float
-
-
-Reply = tuple[float, dict[str, float], str]  # reward, parts, failure
+    memory_mib: int = 0
 
 
 def main(descriptor: int) -> None:
     """Serve the socket `descriptor` until its other end closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     faulthandler.enable(file=STDERR)
-    connection = Connection(descriptor)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    connection = socket.socket(fileno=descriptor)
+    incoming = connection.makefile("rb")
     threading.Thread(target=_end_with_parent, args=(descriptor,), daemon=True).start()
-    setup: Setup = pickle.loads(connection.recv_bytes())
+    setup: Setup = read_down(incoming)
     try:
         task = get_task(setup.name, path=setup.path, **setup.options)
     except UserError as error:
-        connection.send(("error", str(error)))
+        connection.sendall(started_line(str(error)))
         return
     except Exception as error:
-        connection.send(("error", f"task {setup.name}: {describe_error(error)}"))
+        connection.sendall(started_line(f"task {setup.name}: {describe_error(error)}"))
         return
-    connection.send(("ready", ""))
+    if setup.memory_mib:
+        _limit_memory(setup.memory_mib * 2**20)
+    connection.sendall(started_line())
     while True:
         try:
-            items: list[bytes] = connection.recv()
+            chunk, items = read_down(incoming)
         except EOFError:
             return
         for item in items:
             faulthandler.dump_traceback_later(setup.timeout_s, exit=True, file=STDERR)
-            reply = _score_pickled(task, item)
+            reply = _score_pickled(task, item, setup.memory_mib)
             faulthandler.cancel_dump_traceback_later()
-            connection.send(reply)
+            connection.sendall(reply_line(reply._replace(chunk=chunk)))
+            if reply.last:
+                return
 
 
-def _score_pickled(task: Task, item: bytes) -> Reply:
+def _limit_memory(more: int) -> None:
+    """Let the process take `more` bytes beyond what it has now. What counts is address space: the
+    one measure that Linux refuses at once and without killing anybody else."""
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+    limit = pages * resource.getpagesize() + more
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    if hard != resource.RLIM_INFINITY:
+        limit = min(limit, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
+def _score_pickled(task: Task, item: bytes, memory_mib: int) -> Reply:
     try:
         prompt, completion = pickle.loads(item)
     except Exception as error:
-        return 0.0, {}, f"the prompt does not unpickle in a worker: {describe_error(error)}"
-    return score_safely(task, prompt, completion)
+        failure = f"the prompt does not unpickle in a worker: {describe_error(error)}"
+        return Reply(0.0, {}, failure)
+    return score_safely(task, prompt, completion, memory_mib)
 
 
-def score_safely(task: Task, prompt: Prompt, completion: str) -> Reply:
-    """The task's verdict; whatever it raises or wrongly returns becomes reward 0 and a text."""
+def score_safely(task: Task, prompt: Prompt, completion: str, memory_mib: int = 0) -> Reply:
+    """The task's verdict; whatever it raises or wrongly returns becomes reward 0 and a text. After
+    a MemoryError the reply is the process's last: what filled the memory may still be held."""
     try:
         score = to_score(task.score(prompt, completion), task.label, prompt.id)
     except ScoreError as error:
-        return 0.0, {}, str(error)
+        return Reply(0.0, {}, str(error))
     except KeyboardInterrupt:
         raise
+    except MemoryError as error:
+        limit = f"; task.memory_mib = {memory_mib}" if memory_mib else ""
+        return Reply(0.0, {}, f"score ran out of memory: {describe_error(error)}{limit}", last=True)
     except BaseException as error:  # SystemExit and the like are the task's failures too
-        return 0.0, {}, f"score raised {describe_error(error)}"
-    return score.reward, dict(score.parts), ""
+        return Reply(0.0, {}, f"score raised {describe_error(error)}")
+    return Reply(score.reward, dict(score.parts), "")
 
 
 def _end_with_parent(descriptor: int) -> None:

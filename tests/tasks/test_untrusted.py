@@ -1,0 +1,157 @@
+"""A worker that a model's text has taken over: whatever it sends, prints or holds, the scorer goes
+on, runs nothing of it, and says which completion it was."""
+
+import os
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+from jetrl.errors import UserError
+from jetrl.tasks import Scorer
+from jetrl.tasks.wire import (
+    MAX_LINE,
+    LineBuffer,
+    Reply,
+    WireError,
+    parse_reply,
+    parse_started,
+    reply_line,
+    started_line,
+)
+from jetrl.types import Prompt
+
+AWKWARD = f"{Path(__file__).with_name('awkward_task.py')}:Awkward"
+PROMPT = Prompt(id="p7", text="?")
+
+
+@pytest.fixture(scope="module")
+def touched(tmp_path_factory):
+    """A file that exists once somebody has unpickled what the worker sends."""
+    file = tmp_path_factory.mktemp("touch") / "touched"
+    os.environ["JETRL_TEST_TOUCH"] = str(file)
+    yield file
+    del os.environ["JETRL_TEST_TOUCH"]
+
+
+@pytest.fixture(scope="module")
+def scorer(touched):
+    with Scorer(AWKWARD, workers=1, timeout_s=0.5, memory_mib=256) as scorer:
+        yield scorer
+
+
+def score(scorer, *completions):
+    return scorer.score([(PROMPT, completion) for completion in completions])
+
+
+@pytest.mark.parametrize(
+    "what",
+    "pickle|length and pickle|long line|other fields|nan|bool|too large|list|parts|not text".split("|"),
+)
+def test_what_is_no_reply_ends_the_worker_and_runs_nothing(scorer, touched, what):
+    first, failed, last = score(scorer, "1.5", f"send {what}", "2.5")
+    assert (first.score.reward, first.failure) == (1.5, "")
+    assert (last.score.reward, last.failure) == (2.5, "")
+    assert failed.score.reward == 0.0
+    assert "made its worker send what is no answer" in failed.failure
+    assert not touched.exists()
+
+
+def test_half_a_line_does_not_block(scorer):
+    start = time.monotonic()
+    results = score(scorer, "send half a line", "2.5")
+    assert results[0].failure
+    assert results[1].score.reward == 2.5
+    assert time.monotonic() - start < 8  # twice the limit and 2 s, and a restart
+
+
+def test_nobody_answers_for_items_that_were_not_handed_out_yet(scorer):
+    """A score that has control of its worker can give its own chunk any reward: that is true of any
+    checker. What it sends later, or for others, is thrown away with the worker."""
+    pid = score(scorer, "pid")[0].score.reward
+    assert [r.score.reward for r in score(scorer, "send many replies", "2.5")] == [0.0, 2.5]
+    assert score(scorer, "send-later")[0].score.reward == 1.0
+    time.sleep(0.4)
+    assert [r.score.reward for r in score(scorer, "4.5", "5.5")] == [4.5, 5.5]
+    assert score(scorer, "pid")[0].score.reward != pid
+
+
+def test_memory_is_limited_and_the_others_are_scored(scorer):
+    first, failed, last = score(scorer, "memory 16", "memory 2048", "2.5")
+    assert (first.score.reward, last.score.reward) == (1.0, 2.5)
+    assert failed.score.reward == 0
+    assert re.search(
+        r"ran out of memory: MemoryError.*in score\); task.memory_mib = 256", failed.failure
+    )
+
+
+def test_without_a_limit_memory_is_the_machines():
+    with Scorer(AWKWARD, workers=1, timeout_s=5, memory_mib=0) as scorer:
+        assert score(scorer, "memory 400")[0].score.reward == 1.0
+
+
+def test_endless_output_costs_no_memory_and_no_disk(scorer):
+    first, last = score(scorer, "print-forever", "2.5")
+    assert re.search("took longer than 0.5 s.*in score", first.failure)
+    assert last.score.reward == 2.5
+    assert all(len(worker._printed) <= 100_000 for worker in scorer._workers)
+
+
+def test_too_many_parts_are_a_failure(scorer):
+    few, many = score(scorer, "parts 64", "parts 65")
+    assert len(few.score.parts) == 64
+    assert many.score.reward == 0
+    assert "65 parts; at most 64" in many.failure
+
+
+def test_built_in_checkers_work_under_the_default_limit():
+    from jetrl.settings import TaskSettings
+
+    with Scorer("gsm8k", path="openai/gsm8k", workers=1, memory_mib=TaskSettings().memory_mib) as s:
+        prompt = Prompt(id="x", text="?", answer="18")
+        assert s.score([(prompt, "\\boxed{\\frac{36}{2}}")])[0].score.reward == 1.0
+
+
+def test_a_worker_needs_no_network(tmp_path):
+    file = tmp_path / "offline.py"
+    file.write_text(
+        "import socket\n"
+        "from jetrl.tasks.gsm8k import Gsm8k\n"
+        "def refuse(*_): raise OSError('no network')\n"
+        "class Offline(Gsm8k):\n"
+        "    def score(self, prompt, completion):\n"
+        "        socket.socket.connect = socket.getaddrinfo = refuse\n"
+        "        return super().score(prompt, completion)\n"
+    )
+    with Scorer(f"{file}:Offline", path="openai/gsm8k", workers=1) as scorer:  # and its self-test
+        assert scorer.score([(PROMPT, "#### 1")])[0].failure == ""
+
+
+@pytest.mark.parametrize("value", [0.1, -0.0, 5e-324, 1.7976931348623157e308, 1 / 3])
+def test_rewards_keep_their_bits(value):
+    reply = Reply(value, {"part": value}, "", False)
+    read = parse_reply(reply_line(reply))
+    assert repr(read) == repr(reply)
+
+
+def test_lines_come_whole_whatever_the_pieces():
+    buffer = LineBuffer()
+    data = b"".join(reply_line(Reply(float(k), {}, "é\n")) for k in range(5))
+    lines = [line for at in range(0, len(data), 7) for line in buffer.feed(data[at : at + 7])]
+    assert [parse_reply(line).reward for line in lines] == [0, 1, 2, 3, 4]
+    with pytest.raises(WireError, match="more than"):
+        buffer.feed(b"x" * (MAX_LINE + 1))
+
+
+def test_the_first_line_says_started_or_why_not():
+    assert parse_started(started_line()) == ""
+    assert parse_started(started_line("no data")) == "no data"
+    for line in (b"{}", b'{"started": true, "error": "x"}', b'{"started": 1, "error": ""}', b"[]"):
+        with pytest.raises(WireError):
+            parse_started(line)
+
+
+def test_a_negative_limit_is_refused():
+    with pytest.raises(UserError, match="out of range"):
+        Scorer(AWKWARD, memory_mib=-1)
