@@ -47,7 +47,18 @@ def score(scorer, *completions):
 
 @pytest.mark.parametrize(
     "what",
-    "pickle|length and pickle|long line|other fields|nan|bool|too large|list|parts|not text".split("|"),
+    [
+        "pickle",
+        "length and pickle",
+        "long line",
+        "other fields",
+        "nan",
+        "bool",
+        "too large",
+        "list",
+        "parts",
+        "not text",
+    ],
 )
 def test_what_is_no_reply_ends_the_worker_and_runs_nothing(scorer, touched, what):
     first, failed, last = score(scorer, "1.5", f"send {what}", "2.5")

@@ -61,7 +61,8 @@ def run(args: argparse.Namespace) -> int:
 
     options: dict[str, Any] = dict(wanted.options)
     task = get_task(wanted.name, path=wanted.path, **options)
-    with Scorer(wanted.name, wanted.path, options, args.workers, args.timeout) as scorer:
+    limits = (args.workers, args.timeout, wanted.memory_mib)
+    with Scorer(wanted.name, wanted.path, options, *limits) as scorer:
         result = evaluate_model(
             open_policy(args.model, args.plan, args.device),
             task,

@@ -54,7 +54,14 @@ def open_parts(settings: Settings, resume: bool, stack: contextlib.ExitStack) ->
         else []
     )
     scorer = stack.enter_context(
-        Scorer(wanted.name, wanted.path, options, wanted.workers, wanted.timeout_s)
+        Scorer(
+            wanted.name,
+            wanted.path,
+            options,
+            wanted.workers,
+            wanted.timeout_s,
+            wanted.memory_mib,
+        )
     )
     run = RunDirectory.create(settings, plan.to_dict(), resume=resume)
     if settings.report.enabled:

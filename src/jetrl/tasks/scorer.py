@@ -70,7 +70,7 @@ class Scorer:
         options: Mapping[str, Any] | None = None,
         workers: int = 2,
         timeout_s: float = 10.0,
-        memory_mib: int = 0,
+        memory_mib: int = 1024,
     ) -> None:
         if workers < 0 or not (0 < timeout_s < math.inf) or memory_mib < 0:
             raise UserError(
