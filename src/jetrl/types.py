@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     import numpy as np
 
 FinishReason = Literal["stop", "length", "cancelled"]
+Reply = str | Mapping[str, str]
+"""What an environment says after a turn: text that goes on as it is (text prompts), or a message
+for the chat template."""
 
 
 @dataclass(frozen=True)
@@ -89,18 +92,44 @@ class SamplingParams:
 
 
 @dataclass(frozen=True)
+class Turn:
+    """One turn of a completion. completion: the text that the model wrote in it, without special
+    tokens and stop string. reply: what the environment said to it, None after the last turn."""
+
+    completion: str
+    reply: Reply | None = None
+
+
+@dataclass(frozen=True)
 class Completion:
     """What the sampler drew for one prompt.
 
     token_ids and logprobs have the same length: natural-log probabilities, float32 values held
     exactly as Python floats. text is the decoded completion without special tokens and without the
     stop string ("" when the engine has no tokenizer).
+
+    Of a task with turns, token_ids holds what the environment said too. environment: the spans
+    [start, end) of token_ids that it wrote; their log-probs are 0 and they are not trained on.
+    turns: the texts, one for each turn; () where there was no environment. failure: why the
+    environment could not answer, which ended the completion ("" when it always did).
+
+        Completion(token_ids=(5, 9, 7, 7, 6), logprobs=(-0.1, -0.2, 0.0, 0.0, -0.3),
+                   finish_reason="stop", text="2+3=5.", environment=((2, 4),),
+                   turns=(Turn("2+3", "=5"), Turn(".")))
     """
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     finish_reason: FinishReason
     text: str = ""
+    environment: tuple[tuple[int, int], ...] = ()
+    turns: tuple[Turn, ...] = ()
+    failure: str = ""
+
+    @property
+    def num_sampled(self) -> int:
+        """Tokens that the model drew."""
+        return len(self.token_ids) - sum(end - start for start, end in self.environment)
 
 
 @dataclass(frozen=True)

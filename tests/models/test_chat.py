@@ -7,7 +7,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from jetrl.errors import UserError
-from jetrl.models.chat import decode, encode_prompt, encode_text
+from jetrl.models.chat import decode, encode_prompt, encode_reply, encode_text
 from jetrl.models.tiny import character_tokenizer
 from jetrl.types import Prompt
 
@@ -131,3 +131,43 @@ def test_characters_without_a_token_are_named(tokenizer: PreTrainedTokenizerFast
 def test_empty_prompt(tokenizer: PreTrainedTokenizerFast) -> None:
     with pytest.raises(UserError, match="'p1': no tokens"):
         encode_prompt(tokenizer, Prompt("p1", text=""))
+
+
+QWEN = (
+    "{% for m in messages %}{{ '<im>' + m['role'] + '|' + m['content'] + '<eos>.' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<im>assistant|' }}{% endif %}"
+)
+
+
+def test_a_text_reply_is_what_follows(tokenizer: PreTrainedTokenizerFast) -> None:
+    assert decode(tokenizer, encode_reply(tokenizer, "=72", said=[5, 1])) == "=72"
+
+
+def test_a_message_continues_the_conversation_as_the_template_writes_it(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    tokenizer.chat_template = QWEN
+    prompt = encode_prompt(tokenizer, says(("user", "2+3?")))
+    said = [*encode_text(tokenizer, "call(2+3)", begin=False), tokenizer.eos_token_id]
+    reply = encode_reply(tokenizer, {"role": "tool", "content": "5"}, said)
+    whole = says(("user", "2+3?"), ("assistant", "call(2+3)"), ("tool", "5"))
+    assert prompt + said + reply == encode_prompt(tokenizer, whole)
+    cut = said[:-1]  # a stop string ended the turn: the template's end token is not there yet
+    longer = encode_reply(tokenizer, {"role": "tool", "content": "5"}, cut)
+    assert prompt + cut + longer == encode_prompt(tokenizer, whole)
+
+
+@pytest.mark.parametrize(
+    "template, message",
+    [
+        (None, "the tool's answer is made of messages, but the tokenizer has no chat template"),
+        (TEMPLATE, "the tool's answer: the tokenizer's chat template refuses it: no tools"),
+        ("{{ messages|length }}{{ messages[1].content }}", "does not write an assistant's message"),
+    ],
+)
+def test_replies_that_cannot_be_written(
+    tokenizer: PreTrainedTokenizerFast, template: str | None, message: str
+) -> None:
+    tokenizer.chat_template = template
+    with pytest.raises(UserError, match=message):
+        encode_reply(tokenizer, {"role": "tool", "content": "5"}, [7], "the tool's answer")

@@ -18,6 +18,8 @@ from transformers import PreTrainedTokenizerBase
 from jetrl.errors import UserError
 from jetrl.types import Prompt
 
+_MARK = "jetrl-marks-the-assistant"  # what a template writes around it is cut at this text
+
 
 def encode_prompt(
     tokenizer: PreTrainedTokenizerBase | None, prompt: Prompt, system_prompt: str | None = None
@@ -73,6 +75,46 @@ def encode_text(
     return plain
 
 
+def encode_reply(
+    tokenizer: PreTrainedTokenizerBase,
+    reply: str | Mapping[str, str],
+    said: Sequence[int],
+    where: str = "reply",
+) -> list[int]:
+    """Token ids that take a sequence from the end of an assistant's turn to the begin of its next.
+
+    A text is what follows as it is. A message is written by the chat template, with what the
+    template puts after an assistant's message before it (as much of it as the model has not written
+    itself) and the opening of the next assistant's turn after it.
+
+    said: token ids of the assistant's turn, the end token included if it was drawn.
+
+    Raises:
+        UserError: no chat template for a message, one that refuses it, or one that writes an
+            assistant's message otherwise when another follows it; characters the tokenizer lacks.
+    """
+    if isinstance(reply, str):
+        return encode_text(tokenizer, reply, where, begin=False)
+    before: list[Mapping[str, str]] = [
+        {"role": "user", "content": "?"},
+        {"role": "assistant", "content": _MARK},
+    ]
+    said_alone = _render(tokenizer, before, where, open_turn=False)
+    gone_on = _render(tokenizer, [*before, reply], where, open_turn=True)
+    head, mark, end = said_alone.rpartition(_MARK)
+    if not mark or not gone_on.startswith(head + mark + end):
+        raise UserError(
+            f"{where}: the tokenizer's chat template does not write an assistant's message the "
+            "same when another one follows, so a sequence cannot go on where it is; use another "
+            "template, or text prompts"
+        )
+    written = tokenizer.decode(list(said[-1:])) if said else ""
+    assert isinstance(written, str)
+    if written and end.startswith(written):
+        end = end.removeprefix(written)
+    return encode_text(tokenizer, end + gone_on[len(said_alone) :], where, begin=False)
+
+
 def decode(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> str:
     """The text of tokens, special tokens left out, spaces as they are."""
     text = tokenizer.decode(
@@ -88,28 +130,41 @@ def _encode_messages(
     system_prompt: str | None,
     where: str,
 ) -> list[int]:
+    conversation = [dict(message) for message in messages]
+    if system_prompt is not None:
+        if any(message.get("role") == "system" for message in conversation):
+            raise UserError(f"{where} has a system message of its own; unset the system prompt")
+        conversation.insert(0, {"role": "system", "content": system_prompt})
+    text = _render(tokenizer, conversation, where, open_turn=True)
+    return encode_text(tokenizer, text, where, begin=False)
+
+
+def _render(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, str]],
+    where: str,
+    open_turn: bool,
+) -> str:
+    """The text of messages by the chat template, with the opening of an assistant's turn if so."""
     if not tokenizer.chat_template:
         raise UserError(
-            f"{where} is a list of messages, but the tokenizer has no chat template; use an "
+            f"{where} is made of messages, but the tokenizer has no chat template; use an "
             "instruct model, put chat_template.jinja beside its tokenizer, or use text prompts "
             '(task.options.format="text", where the task has it)'
         )
-    conversation = [dict(message) for message in messages]
-    for message in conversation:
+    for message in messages:
         if not all(isinstance(message.get(key), str) for key in ("role", "content")):
             raise UserError(f"{where}: message {message!r} needs a role and a content, both text")
-    if system_prompt is not None:
-        if any(message["role"] == "system" for message in conversation):
-            raise UserError(f"{where} has a system message of its own; unset the system prompt")
-        conversation.insert(0, {"role": "system", "content": system_prompt})
     try:
         text = tokenizer.apply_chat_template(
-            conversation, tokenize=False, add_generation_prompt=True
+            [dict(message) for message in messages],
+            tokenize=False,
+            add_generation_prompt=open_turn,
         )
     except Exception as error:  # a template is a program: what it raises is its author's choice
         raise UserError(f"{where}: the tokenizer's chat template refuses it: {error}") from error
     assert isinstance(text, str)
-    return encode_text(tokenizer, text, where, begin=False)
+    return text
 
 
 def _lacking(tokenizer: PreTrainedTokenizerBase, text: str) -> str:

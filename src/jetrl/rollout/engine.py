@@ -24,6 +24,7 @@ from jetrl.rollout.runner import Runner
 from jetrl.rollout.sampler import draw_tokens
 from jetrl.rollout.scheduler import Scheduler
 from jetrl.rollout.sequence import RunningSequence
+from jetrl.rollout.turns import Dialogues, Environment
 from jetrl.types import Completion, Prompt, SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -107,6 +108,7 @@ class RolloutEngine:
         params: SamplingParams,
         progress: ProgressCallback | None = None,
         system_prompt: str | None = None,
+        environment: Environment | None = None,
     ) -> list[Completion]:
         """Draws params.n completions for each prompt.
 
@@ -116,6 +118,8 @@ class RolloutEngine:
                 max_tokens is what fits.
             progress: called after every forward. An exception that it raises cancels the call.
             system_prompt: put before the messages of chat prompts.
+            environment: answers when a sequence stops, for as many turns as it has; what it says is
+                part of the completion, and max_tokens counts it.
 
         Returns:
             Completions in the order of the prompts: those of prompt p are [p * n : (p + 1) * n].
@@ -123,6 +127,7 @@ class RolloutEngine:
         Raises:
             UserError: a prompt that is empty, too long or outside the vocabulary; stop strings
                 without a tokenizer; a cache that one sequence does not fit into. Nothing has run.
+                And a reply of the environment that cannot be written in tokens.
 
         When it raises, KeyboardInterrupt included, all pages are free and the engine can be used
         again.
@@ -130,7 +135,8 @@ class RolloutEngine:
         assert self._scheduler is None, "generate is not to be called while it runs"
         started = time.perf_counter()
         encoded = encode_prompts(self.policy, prompts, self.max_model_len, system_prompt)
-        groups = make_groups(self.policy, encoded, params, self.max_model_len)
+        max_turns = 1 if environment is None else environment.max_turns
+        groups = make_groups(self.policy, encoded, params, self.max_model_len, max_turns)
         if not groups:
             self._stats = RolloutStats()
             return []
@@ -138,8 +144,11 @@ class RolloutEngine:
         allocator = PageAllocator(cache.num_pages, cache.page_size)
         scheduler = Scheduler(groups, allocator, self.max_batch_size, self.max_prefill_tokens)
         self._scheduler = scheduler
+        dialogues = None
+        if environment is not None and max_turns > 1:
+            dialogues = Dialogues(self.policy, environment, scheduler)
         try:
-            self._stats = self._run(scheduler, cache, params, progress, started)
+            self._stats = self._run(scheduler, cache, params, progress, started, dialogues)
         except BaseException:
             scheduler.cancel()
             # What failed may have left NaN in its pages: the next call starts from a clean cache.
@@ -147,6 +156,10 @@ class RolloutEngine:
             raise
         finally:
             self._scheduler = None
+            if environment is not None:
+                environment.close()
+        if dialogues is not None:
+            return [dialogues.completion(sequence) for sequence in scheduler.sequences]
         return self._completions(scheduler.sequences)
 
     def _run(
@@ -156,6 +169,7 @@ class RolloutEngine:
         params: SamplingParams,
         progress: ProgressCallback | None,
         started: float,
+        dialogues: Dialogues | None = None,
     ) -> RolloutStats:
         """Runs the scheduler to its end."""
         runner = Runner(self.policy, cache)
@@ -163,11 +177,17 @@ class RolloutEngine:
         drawn = prefilled = decoded = forwards = peak_pages = 0
         while not scheduler.done:
             step = scheduler.schedule()
-            assert step is not None, "no draw is pending here"
+            if step is None:
+                assert dialogues is not None, "no draw is pending here"
+                dialogues.take_in(wait=True)
+                continue
             peak_pages = max(peak_pages, allocator.num_used)
             logits = runner.forward(step, scheduler.sequences)
             tokens = draw_tokens(logits, step, scheduler.sequences, params)
             taken = scheduler.complete(step, [([token], [logprob]) for token, logprob in tokens])
+            if dialogues is not None:
+                dialogues.ask(step)
+                dialogues.take_in(wait=False)
             forwards += 1
             drawn += taken
             prefilled += step.num_prefill_tokens

@@ -49,12 +49,17 @@ def encode_prompts(
 
 
 def make_groups(
-    policy: Policy, prompts: Sequence[list[int]], params: SamplingParams, max_model_len: int
+    policy: Policy,
+    prompts: Sequence[list[int]],
+    params: SamplingParams,
+    max_model_len: int,
+    max_turns: int = 1,
 ) -> list[list[RunningSequence]]:
     """The sequences of a call, n for each prompt. max_tokens is limited to what the context takes.
+    max_turns: above 1 where an environment answers.
 
     Raises:
-        UserError: stop ids outside the vocabulary; stop strings without a tokenizer.
+        UserError: stop ids outside the vocabulary; stop strings or turns without a tokenizer.
     """
     stop_ids = set(params.stop_token_ids)
     _check_ids(params.stop_token_ids, policy.config.vocab_size, "stop_token_ids")
@@ -66,11 +71,16 @@ def make_groups(
             f"stop strings {list(params.stop)} need a tokenizer, and the model has none; set "
             "model.tokenizer, or use stop_token_ids"
         )
+    if max_turns > 1 and decode is None:
+        raise UserError(
+            "a task with turns reads what the model writes, and the model has no tokenizer; set "
+            "model.tokenizer"
+        )
     groups: list[list[RunningSequence]] = []
     keys = sequence_keys(prompts, params.n)
     for number, prompt in enumerate(prompts):
         max_tokens = min(params.max_tokens, max_model_len - len(prompt))
-        rules = StopRules(max_tokens, frozenset(stop_ids), params.stop, decode)
+        rules = StopRules(max_tokens, frozenset(stop_ids), params.stop, decode, max_turns)
         first = number * params.n
         groups.append(
             [

@@ -12,6 +12,8 @@ are the oldest unfinished ones, as many as the batch and the pages allow:
 - The samples of a prompt are a group. Its first sequence prefills the prompt, the others wait; from
   the logits of the prompt's last token all of them draw their first token, and then all of them
   have the prompt's pages. Those that the batch has no room for keep them while they wait (parked).
+- A sequence that waits for its environment keeps its place and its pages, and nothing of it runs.
+  What the environment said is prefilled like a prompt.
 - When a page is needed and none is free, the youngest sequence that holds pages loses them: parked
   ones first, then running ones, which go back to wait. Its drawn tokens stay; when its turn comes
   again, prompt and drawn tokens are prefilled, or only the latter where a sequence of its group
@@ -130,7 +132,8 @@ class Scheduler:
         needs.
 
         Returns:
-            None while it takes the draws of earlier steps to go on: `complete` them first.
+            None while it takes the draws of earlier steps to go on: `complete` them first; or, where
+            none are pending, the environment: `reply` first.
         """
         assert not self.done, "every sequence is finished"
         self._preempted = []
@@ -140,7 +143,8 @@ class Scheduler:
         if not prefills:
             plan = self._decodes(repeats)
         if not plan or (self._waits_for_draws() and not self._fits(plan)):
-            assert self._waits_for_draws(), "a step that does nothing"
+            waits = self._waits_for_draws() or any(s.awaiting for s in self.running)
+            assert waits, "a step that does nothing"
             return None
         chunks: list[Chunk] = []
         copies: list[tuple[int, int]] = []
@@ -171,7 +175,7 @@ class Scheduler:
         the order in which they were scheduled, one over prompts before the next is scheduled.
 
         Returns:
-            Tokens taken; what was drawn for a sequence past its end is not.
+            Tokens taken; what was drawn for a sequence past its end, or its turn's, is not.
         """
         draws = step.draws
         assert len(draws) == len(drawn), f"{len(drawn)} draws for {len(draws)} sequences"
@@ -183,11 +187,11 @@ class Scheduler:
         for index, length, (token_ids, logprobs) in zip(draws, lengths, drawn, strict=True):
             sequence = self.sequences[index]
             sequence.num_pending -= length
-            if not sequence.finished:
+            if not (sequence.finished or sequence.awaiting):
                 taken += sequence.extend(token_ids, logprobs)
                 if sequence.finished:
                     ended.append(sequence)
-                else:
+                elif not sequence.awaiting:
                     assert len(token_ids) == length, f"{len(token_ids)} of {length} tokens"
         youngest_running = self.running[-1].index if self.running else -1
         for chunk in step.chunks:
@@ -198,14 +202,19 @@ class Scheduler:
                     if index > youngest_running:
                         self._parked.append(self.sequences[index])
         for sequence in ended:
-            self.num_finished += 1
-            self.finished_tokens += len(sequence.generated)
-            self.allocator.release(sequence.pages)
-            if sequence.index > youngest_running:
-                self.waiting.remove(sequence)
+            self._finish(sequence, sequence.index <= youngest_running)
         if ended:
             self.running = [sequence for sequence in self.running if not sequence.finished]
         return taken
+
+    def reply(self, index: int, token_ids: Sequence[int] | None) -> None:
+        """Takes in what the environment said to a sequence that waits for it and has no draws
+        pending; None ends it."""
+        sequence = self.sequences[index]
+        sequence.reply(token_ids)
+        if sequence.finished:
+            self._finish(sequence, sequence in self.running)
+            self.running = [s for s in self.running if not s.finished]
 
     def cancel(self) -> None:
         """Gives back all pages. The scheduler is of no use afterwards."""
@@ -215,12 +224,21 @@ class Scheduler:
         self.waiting.clear()
         self._parked.clear()
 
+    def _finish(self, sequence: RunningSequence, was_running: bool) -> None:
+        self.num_finished += 1
+        self.finished_tokens += len(sequence.generated)
+        if not was_running:
+            self.waiting.remove(sequence)
+            if sequence in self._parked:
+                self._parked.remove(sequence)
+        self.allocator.release(sequence.pages)
+
     def _prefills(self) -> list[tuple[RunningSequence, int]]:
         """(sequence, tokens) of the next forward over prompts; empty when there is none to run."""
         budget = self.max_prefill_tokens
         plan = []
         for sequence in self.running:
-            if sequence.num_pending or budget == 0:
+            if sequence.num_pending or sequence.awaiting or budget == 0:
                 continue
             uncomputed = sequence.num_tokens - sequence.num_computed
             assert uncomputed >= 1, f"sequence {sequence.index} has nothing to compute"
@@ -234,7 +252,7 @@ class Scheduler:
         plan = [
             (sequence, min(repeats, sequence.draws_left))
             for sequence in self.running
-            if sequence.started and sequence.draws_left
+            if sequence.started and sequence.draws_left and not sequence.awaiting
         ]
         if repeats > 1 and not self._fits(plan):
             return self._decodes(1)

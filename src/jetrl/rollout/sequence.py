@@ -32,7 +32,12 @@ class RunningSequence:
     generated, logprobs: same length. pages: page ids in order of position. num_computed: tokens
     whose keys and values are in those pages, or will be when the forwards scheduled so far have
     run. num_pending: tokens that these forwards draw and that are not known here yet. text: what a
-    stop string left, else None.
+    stop string left of the turn, else None.
+
+    With an environment (rules.max_turns > 1) a stop ends a turn and not yet the sequence: it is
+    `awaiting` until `reply` says how it goes on. The environment's tokens stand in `generated`
+    among the drawn ones, with log-prob 0; environment: their spans there. turn_start: where the
+    present turn begins there. Its pages stay its own all the while.
     """
 
     index: int
@@ -46,6 +51,9 @@ class RunningSequence:
     num_pending: int = 0
     finish_reason: FinishReason | None = None
     text: str | None = None
+    awaiting: bool = False
+    environment: list[tuple[int, int]] = field(default_factory=list)
+    turn_start: int = 0
     _watch: TextWatch | None = None
 
     def __post_init__(self) -> None:
@@ -88,28 +96,56 @@ class RunningSequence:
         ]
 
     def extend(self, token_ids: Sequence[int], logprobs: Sequence[float]) -> int:
-        """Adds drawn tokens up to the one that it ends with, and leaves the rest.
+        """Adds drawn tokens up to the one that it, or its turn, ends with, and leaves the rest.
 
         Returns:
             How many were added: all of them unless it ended.
         """
         for count, (token_id, logprob) in enumerate(zip(token_ids, logprobs, strict=True), 1):
             self.append(token_id, logprob)
-            if self.finished:
+            if self.finished or self.awaiting:
                 return count
         return len(token_ids)
 
     def append(self, token_id: int, logprob: float) -> None:
-        """Adds a drawn token and decides whether the sequence ends with it."""
+        """Adds a drawn token and decides whether the sequence, or its turn, ends with it."""
         assert not self.finished, f"sequence {self.index} is finished"
+        assert not self.awaiting, f"sequence {self.index} waits for its environment"
         self.generated.append(token_id)
         self.logprobs.append(logprob)
         if self._watch is not None:
-            self.text = self._watch.update(self.generated)
+            turn = self.generated[self.turn_start :] if self.turn_start else self.generated
+            self.text = self._watch.update(turn)
         if token_id in self.rules.token_ids or self.text is not None:
-            self.finish_reason = "stop"
+            if len(self.environment) + 1 < self.rules.max_turns:
+                self.awaiting = True
+            else:
+                self.finish_reason = "stop"
         elif len(self.generated) == self.rules.max_tokens:
             self.finish_reason = "length"
+
+    def reply(self, token_ids: Sequence[int] | None) -> None:
+        """Takes in what the environment said to the turn that ended; None ends the sequence.
+
+        A reply after which no token could be drawn is left out, and the sequence is cut off there.
+        """
+        assert self.awaiting, f"sequence {self.index} asked for no reply"
+        assert not self.num_pending, f"sequence {self.index} has {self.num_pending} draws pending"
+        self.awaiting = False
+        if token_ids is None:
+            self.finish_reason = "stop"
+        elif len(self.generated) + len(token_ids) >= self.rules.max_tokens:
+            self.finish_reason = "length"
+        else:
+            # What forwards scheduled ahead computed past the turn's end is not of this sequence.
+            self.num_computed = min(self.num_computed, self.num_tokens - 1)
+            start = len(self.generated)
+            self.generated += token_ids
+            self.logprobs += [0.0] * len(token_ids)
+            self.turn_start = len(self.generated)
+            self.environment.append((start, self.turn_start))
+            self.text = None
+            self._watch = self.rules.text_watch()
 
 
 def sequence_keys(prompts: Sequence[Sequence[int]], n: int) -> list[list[int]]:

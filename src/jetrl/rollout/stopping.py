@@ -26,13 +26,15 @@ class StopRules:
 
     max_tokens: at least 1. token_ids: a completion ends with, and includes, the first of these.
     strings: not empty ones; the text is cut before the first of these. decode: token ids to text
-    without special tokens, needed where there are strings.
+    without special tokens, needed where there are strings. max_turns: how often a stop may hand
+    over to an environment and be gone on from, plus one; 1 where there is no environment.
     """
 
     max_tokens: int
     token_ids: frozenset[int] = frozenset()
     strings: tuple[str, ...] = ()
     decode: Decode | None = None
+    max_turns: int = 1
 
     def text_watch(self) -> TextWatch | None:
         """A fresh watch for one completion's text, or None when there is no stop string."""
