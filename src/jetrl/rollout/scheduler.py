@@ -132,8 +132,8 @@ class Scheduler:
         needs.
 
         Returns:
-            None while it takes the draws of earlier steps to go on: `complete` them first; or, where
-            none are pending, the environment: `reply` first.
+            None while it takes the draws of earlier steps to go on: `complete` them first. Where
+            none are pending, it takes the environment: `reply` first.
         """
         assert not self.done, "every sequence is finished"
         self._preempted = []
@@ -164,7 +164,9 @@ class Scheduler:
             for index in draws:
                 self.sequences[index].num_pending += 1 if prefills else length
         self._evicted.clear()
-        assert chunks, "a step that does nothing"
+        if not chunks:  # the only ones that could run gave their pages up to those that wait
+            assert any(s.awaiting for s in self.running), "a step that does nothing"
+            return None
         prefilled = sum(chunk.length for chunk in chunks) if prefills else 0
         forwards = 1 if prefills else max(chunk.length for chunk in chunks)
         return Step(tuple(chunks), tuple(copies), prefilled, tuple(self._preempted), forwards)
