@@ -18,8 +18,8 @@ from jetrl.rollout.stopping import StopRules
 STOP = 0
 
 
-def make_groups(prompt_lengths, n, max_tokens):
-    rules = StopRules(max_tokens, frozenset({STOP}))
+def make_groups(prompt_lengths, n, max_tokens, turns=1):
+    rules = StopRules(max_tokens, frozenset({STOP}), max_turns=turns)
     groups, index = [], 0
     for number, length in enumerate(prompt_lengths):
         prompt = tuple(range(1000 * number, 1000 * number + length))
@@ -41,6 +41,7 @@ class Simulation:
     stop_chance: float = 0.2
     repeats: int = 1
     ahead: int = 0  # steps that run before the draws of an earlier one are handed over
+    late: int = 0  # steps that an environment's reply takes; by then no draw is pending
     computed: Counter = field(default_factory=Counter)
     steps: list[Step] = field(default_factory=list)
 
@@ -49,6 +50,7 @@ class Simulation:
         self.memory = [[None] * pages.page_size for _ in range(pages.num_pages)]
         self.tokens = [list(s.prompt) for s in self.scheduler.sequences]  # pending ones as well
         self.in_flight = []
+        self.asked = Counter()
 
     def run(self):
         while not self.scheduler.done:
@@ -67,8 +69,22 @@ class Simulation:
         ):
             step = self.in_flight[0][0]
             self.scheduler.complete(*self.in_flight.pop(0))
+        for sequence in self.scheduler.sequences:
+            if sequence.awaiting and not sequence.num_pending:
+                self.reply(sequence)
         tables = [s.pages for s in self.scheduler.sequences if s.pages]
         self.scheduler.allocator.check(tables)
+
+    def reply(self, sequence):
+        """What the environment says is a function of what was said before, as what is drawn."""
+        self.asked[sequence.index] += 1
+        if self.asked[sequence.index] > self.late:
+            self.asked[sequence.index] = 0
+            rng = random.Random(hash((tuple(sequence.generated), sequence.index)))
+            said = None if rng.random() < 0.2 else [100 + i for i in range(rng.randint(1, 6))]
+            self.scheduler.reply(sequence.index, said)
+            if not sequence.finished:
+                self.tokens[sequence.index] += said
 
     def compute(self, step):
         content = [list(self.memory[source]) for source, _ in step.copies]
@@ -131,9 +147,17 @@ class Simulation:
 
 
 def simulate(
-    prompt_lengths, n=1, max_tokens=6, pages=1000, page_size=4, batch=8, prefill=64, **kwargs
+    prompt_lengths,
+    n=1,
+    max_tokens=6,
+    pages=1000,
+    page_size=4,
+    batch=8,
+    prefill=64,
+    turns=1,
+    **kwargs,
 ):
-    groups = make_groups(prompt_lengths, n, max_tokens)
+    groups = make_groups(prompt_lengths, n, max_tokens, turns)
     scheduler = Scheduler(groups, PageAllocator(pages, page_size), batch, prefill)
     return Simulation(scheduler, **kwargs)
 
@@ -241,8 +265,10 @@ def test_random_loads_finish_and_draw_the_same(seed):
     rng = random.Random(seed)
     lengths = [rng.randint(1, 20) for _ in range(rng.randint(1, 7))]
     n, max_tokens, page_size = rng.randint(1, 5), rng.randint(1, 15), rng.choice([1, 2, 4, 16])
-    chance = rng.choice([0.0, 0.05, 0.3])
-    ample = simulate(lengths, n, max_tokens, page_size=page_size, batch=99, stop_chance=chance)
+    chance, turns = rng.choice([0.0, 0.05, 0.3]), rng.choice([1, 2, 9])
+    ample = simulate(
+        lengths, n, max_tokens, page_size=page_size, batch=99, turns=turns, stop_chance=chance
+    )
     wanted = ample.run()
     assert ample.scheduler.num_preemptions == 0
 
@@ -258,6 +284,8 @@ def test_random_loads_finish_and_draw_the_same(seed):
         stop_chance=chance,
         repeats=rng.choice([1, 2, 5]),
         ahead=rng.choice([0, 1, 2]),
+        late=rng.choice([0, 1, 5]),
+        turns=turns,
     )
     assert tight.run() == wanted
     assert tight.scheduler.allocator.num_used == 0

@@ -131,6 +131,7 @@ class RunningSequence:
         """
         assert self.awaiting, f"sequence {self.index} asked for no reply"
         assert not self.num_pending, f"sequence {self.index} has {self.num_pending} draws pending"
+        assert token_ids is None or len(token_ids), "a reply of no tokens"
         self.awaiting = False
         if token_ids is None:
             self.finish_reason = "stop"

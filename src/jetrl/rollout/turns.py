@@ -85,13 +85,16 @@ class Dialogues:
                 self._early.append(answer)
                 continue
             self._asked.discard(index)
-            token_ids = None
+            token_ids: list[int] | None = None
             if failure:
                 self._failures[index] = failure
             elif reply is not None:
                 said = sequence.generated[sequence.turn_start :]
                 token_ids = encode_reply(self._tokenizer, reply, said, f"the reply {reply!r:.80}")
                 text = self._text(sequence)
+                if not token_ids:
+                    token_ids = None
+                    self._failures[index] = "the environment's reply is empty"
             self._scheduler.reply(index, token_ids)
             if reply is not None and not sequence.finished:
                 self._turns[index].append(Turn(text, reply))
