@@ -207,7 +207,8 @@ class WorkerProcess:
 
     def _set_deadline(self) -> None:
         """The worker's own timer comes first; this one is for a worker that is not even running."""
-        self.deadline = time.monotonic() + 2 * self.setup.timeout_s + 2.0
+        self._began = time.monotonic()
+        self.deadline = self._began + 2 * self.setup.timeout_s + 2.0
 
     def _give_back(self) -> None:
         self._returned.extend(self.jobs)
@@ -242,7 +243,9 @@ class WorkerProcess:
         if not self.ready:
             return f"it ended with code {code}: {text.strip()[-500:] or 'no output'}"
         where = _where(text)
-        if code == 1 and "Timeout (" in text:
+        # A score that prints without end may have pushed the timer's own words out.
+        late = time.monotonic() - self._began >= self.setup.timeout_s
+        if code == 1 and (late or "Timeout (" in text):
             return f"score took longer than {self.setup.timeout_s:g} s{where}"
         if code < 0:
             return f"score crashed its worker with {signal.Signals(-code).name}{where}"
