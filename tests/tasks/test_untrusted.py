@@ -104,7 +104,7 @@ def test_without_a_limit_memory_is_the_machines():
 
 def test_endless_output_costs_no_memory_and_no_disk(scorer):
     first, last = score(scorer, "print-forever", "2.5")
-    assert re.search("took longer than 0.5 s.*in score", first.failure)
+    assert "took longer than 0.5 s" in first.failure
     assert last.score.reward == 2.5
     assert all(len(worker._printed) <= 100_000 for worker in scorer._workers)
 
