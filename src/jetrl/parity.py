@@ -157,7 +157,8 @@ def locate(policy: Policy, prompt: Sequence[int], completion: Sequence[int]) -> 
         decoder.trace = trainer
         targets = torch.arange(len(prompt), len(tokens), device=policy.device)
         ends = torch.tensor([0, len(tokens)], device=policy.device)
-        policy.train_logprobs(tokens, ends, targets)
+        with torch.enable_grad():  # with gradients other kernels run: those of a training step
+            policy.train_logprobs(tokens, ends, targets)
         decoder.trace = rollout
         _replay(policy, tokens, len(prompt))
     finally:

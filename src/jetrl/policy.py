@@ -169,6 +169,17 @@ class Policy:
         positions = _positions(cu_seqlens)
         kv = PackedKeyValues(cu_seqlens, self.plan)
         hidden = self.decoder(token_ids, positions, kv, "train", checkpoint_layers)
+        head = self.decoder.lm_head
+        if hidden.is_cuda and self.plan.lm_head == "bf16" and self.decoder.trace is None:
+            fused = hopper("kernels.logprob_triton").lm_head_logprobs
+            on_gpu: tuple[Tensor, Tensor] = fused(
+                hidden[targets - 1],
+                head.weight,
+                head.operand("train"),
+                token_ids[targets],
+                temperature,
+            )
+            return on_gpu
         at_once = _LOGITS_AT_ONCE * (8 if token_ids.is_cuda else 1)
         rows = max(1, at_once // self.config.vocab_size)
         parts = [

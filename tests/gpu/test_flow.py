@@ -104,6 +104,144 @@ def test_gradients_follow_the_reference(preset: str) -> None:
         assert (ours - true).norm() <= 0.25 * true.norm(), name
 
 
+def packed(p: Policy, lengths: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
+    """(tokens, cu_seqlens, targets) of random sequences."""
+    g = torch.Generator().manual_seed(7)
+    tokens = torch.randint(0, p.config.vocab_size, (sum(lengths),), generator=g).cuda()
+    ends = torch.tensor([0, *lengths]).cumsum(0)
+    first = set(ends.tolist())
+    targets = torch.tensor([i for i in range(sum(lengths)) if i not in first])
+    return tokens, ends.cuda(), targets.cuda()
+
+
+def unfused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The decoder's reference composition, each operation on the GPU by itself."""
+    import jetrl.models.attention as attention
+    import jetrl.models.decoder as decoder
+
+    def attend(self: Any, layer: int, qkv: torch.Tensor, rope: Any) -> torch.Tensor:
+        plan = self._plan
+        o = attention.attend_packed(
+            *rope.heads(qkv), self._cu_seqlens, plan.kv, plan.scales, self._tiles
+        )
+        return o.flatten(-2, -1)
+
+    monkeypatch.setattr(decoder, "_fuses", lambda x: False)
+    monkeypatch.setattr(attention.PackedKeyValues, "attend", attend)
+
+
+PLANS: dict[str, PrecisionPlan] = {
+    name: PrecisionPlan.preset(name) for name in ("unified", "jet", "mixed", "bf16")
+} | {
+    "grad_output=bf16": PrecisionPlan.preset("unified").replace(grad_output="bf16"),
+    "scales=pow2": PrecisionPlan.preset("unified").replace(scales="pow2"),
+    "last_layers_bf16=1": PrecisionPlan.preset("unified").replace(last_layers_bf16=1),
+}
+
+
+def gradients_of(p: Policy) -> dict[str, torch.Tensor]:
+    found = {}
+    for name, master in p.named_masters().items():
+        assert master.grad is not None, name
+        found[name] = master.grad.clone()
+        master.grad = None
+    return found
+
+
+@pytest.mark.parametrize("family", SHAPES)
+@pytest.mark.parametrize("name", PLANS)
+def test_the_fused_flow_has_the_bits_of_its_parts(
+    name: str, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Forward: fused and unfused, with and without gradients, the same bits. Gradients: the same
+    products of the same codes in float32, so they differ by what is rounded to BF16 on the way in
+    one of them only, and by the codes that then fall to a neighbour."""
+    p = policy(PLANS[name], family)
+    for master_name, master in p.named_masters().items():
+        if master_name.endswith("bias"):
+            master.data.normal_(0, 0.5)
+    p.requantize()
+    batch = packed(p, (130, 1, 7, 300, 65))
+    fused, entropy = p.train_logprobs(*batch)
+    fused.mean().backward()
+    gradients = gradients_of(p)
+    with torch.no_grad():
+        again, _ = p.train_logprobs(*batch)
+    checkpointed, _ = p.train_logprobs(*batch, checkpoint_layers=True)
+    checkpointed.mean().backward()
+    for key, gradient in gradients_of(p).items():
+        assert torch.equal(gradient, gradients[key]), f"checkpointing changes {key}"
+    unfused(monkeypatch)
+    parts, parts_entropy = p.train_logprobs(*batch)
+    parts.mean().backward()
+    assert torch.equal(fused, again)
+    assert torch.equal(fused, checkpointed)
+    assert torch.equal(fused, parts)
+    assert torch.equal(entropy, parts_entropy)
+    worst = {
+        key: float((gradients[key] - true).norm() / true.norm())
+        for key, true in gradients_of(p).items()
+    }
+    assert {k: v for k, v in worst.items() if not v <= 0.03} == {}
+
+
+@pytest.mark.parametrize("name", ["unified", "bf16"])
+def test_gradients_accumulate_and_a_graph_can_be_walked_twice(name: str) -> None:
+    p = policy(PLANS[name], "qwen2")
+    batch = packed(p, (40, 90))
+    logprobs, _ = p.train_logprobs(*batch)
+    logprobs.mean().backward(retain_graph=True)
+    once = {k: m.grad.clone() for k, m in p.named_masters().items()}
+    logprobs.mean().backward()
+    for key, master in p.named_masters().items():
+        assert torch.equal(master.grad, 2 * once[key]), key
+    logprobs, _ = p.train_logprobs(*batch)
+    logprobs.mean().backward()
+    for key, master in p.named_masters().items():
+        assert torch.equal(master.grad, 3 * once[key]), key
+
+
+@pytest.mark.parametrize("name", ["unified", "jet", "bf16"])
+def test_nan_arrives(name: str) -> None:
+    """A NaN weight reaches every later log-prob, and no other sequence's."""
+    p = policy(name)
+    bad = 17
+    p.named_masters()["embed.weight"].data[bad, 3] = torch.nan
+    p.requantize()
+    tokens = [5, 9, bad, 11, 12, 13]
+    good = [5, 9, 11, 12]
+    with torch.no_grad():
+        spoiled, clean = p.logprobs([tokens, good])
+    assert spoiled[:2].isfinite().all()
+    assert spoiled[2:].isnan().all()
+    assert clean.isfinite().all()
+
+
+def test_working_copies_stay_where_they_are() -> None:
+    """A captured CUDA graph reads them by address."""
+    p = policy("unified", "qwen2")
+
+    def addresses() -> list[int]:
+        found = []
+        for module in p.decoder.modules():
+            if hasattr(module, "_copies"):
+                for copy in module._copies.values():
+                    parts = (
+                        [copy]
+                        if isinstance(copy, torch.Tensor)
+                        else [copy.direct.codes, copy.direct.scales, copy.transposed.codes]
+                    )
+                    found += [part.data_ptr() for part in parts]
+            elif hasattr(module, "copy"):
+                found.append(module.copy.data_ptr())
+        return found
+
+    before = addresses()
+    assert len(before) > 20
+    p.requantize()
+    assert addresses() == before
+
+
 def test_sft_learns_and_stays_exact_after_updates() -> None:
     p = policy("unified")
     trainer = SftTrainer(p, load_config(None, ["sft.lr=1e-3", "sft.steps=20"]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import numpy as np
@@ -100,8 +101,8 @@ def test_locate_names_an_operation_that_is_not_exact(
     operation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An operation that treats a forward of few tokens differently, as a library might."""
-    import jetrl.models.decoder as module
-
+    where = {"rms_norm": "norm", "swiglu": "decoder", "rotary": "attention"}[operation]
+    module = importlib.import_module(f"jetrl.models.{where}")
     true_operation = getattr(module, operation)
 
     def batch_dependent(x: torch.Tensor, *rest: Any) -> torch.Tensor:

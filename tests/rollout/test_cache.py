@@ -48,7 +48,7 @@ def run_in_chunks(cache, config, layer, lengths, qkv, chunk, rng):
                 spans.append(Span(len(tokens), done[i], length, pages[i]))
                 tokens += range(starts[i] + done[i], starts[i] + done[i] + length)
                 done[i] += length
-        out[tokens] = cache.key_values(spans).attend(layer, q[tokens], k[tokens], v[tokens])
+        out[tokens] = cache.key_values(spans).attend_heads(layer, q[tokens], k[tokens], v[tokens])
     return out
 
 
@@ -73,7 +73,7 @@ def test_a_long_chunk_is_cut_with_equal_bits(config):
     wanted = attend_packed(q, k, v, cu_seqlens, "fp8")
     pages = [list(range(19)), list(range(19, 29))]
     spans = [Span(0, 0, 600, pages[0]), Span(600, 0, 300, pages[1])]
-    got = cache.key_values(spans).attend(0, q, k, v)
+    got = cache.key_values(spans).attend_heads(0, q, k, v)
     assert torch.equal(got.view(torch.int16), wanted.view(torch.int16))
 
 
@@ -86,7 +86,7 @@ def test_slots_of_no_token_may_hold_anything(config):
         tokens = cache.num_pages * cache.page_size
         dirt = [torch.full_like(x, fill) for x in random_qkv(config, tokens, torch.bfloat16)]
         whole = Span(0, 0, tokens, list(range(cache.num_pages)))
-        cache.key_values([whole]).attend(0, *dirt)
+        cache.key_values([whole]).attend_heads(0, *dirt)
         qkv = random_qkv(config, sum(lengths), torch.bfloat16)
         results.append(run_in_chunks(cache, config, 0, lengths, qkv, 3, random.Random(1)))
     assert results[1].isfinite().all()
@@ -99,7 +99,7 @@ def test_copies_read_all_sources_first(config):
     q, k, v = random_qkv(config, 2, torch.bfloat16)
     for page in range(3):
         span = Span(0, 0, 2, [page])
-        cache.key_values([span]).attend(0, q, k * (page + 1), v * (page + 1))
+        cache.key_values([span]).attend_heads(0, q, k * (page + 1), v * (page + 1))
     expected = [cache._keys.codes[0, 0].clone(), cache._keys.codes[0, 1].clone()]
     scales = [cache._values.scales[0, 0].clone(), cache._values.scales[0, 1].clone()]
     cache.copy_pages([(0, 1), (1, 2)])

@@ -264,9 +264,11 @@ def test_logits_that_are_not_finite_stop_the_run(make_policy, preset):
     master = policy.named_masters()["layers.0.input_norm.weight"]
     with torch.no_grad():
         master[3] = math.nan
+        policy.requantize()
         with pytest.raises(RunStopped, match="not finite"):
             engine.generate([[9] * 60] * 20, PARAMS)
         master[3] = 1.0
+        policy.requantize()
     assert engine.pages_in_use == 0
     assert engine.generate(PROMPTS, PARAMS) == before
 

@@ -36,6 +36,7 @@ __all__ = [
     "attend_prefill",
     "attend_tiles",
     "stage_keys",
+    "stored_values",
 ]
 
 
@@ -65,6 +66,18 @@ def attend_packed(
         )
     o: Tensor = _PackedAttention.apply(q, k, v, codes, tiles)
     return o
+
+
+def stored_values(codes: KeyValueCodes, slots: Tensor | None = None) -> Tensor:
+    """float32 [T, 2 * G * D]: what keys and values stand for, to look at. codes: [T, G, D], or
+    pages, of which int64 slots [T] are meant."""
+
+    def wide(x: Tensor, scales: Tensor | None) -> Tensor:
+        values = x.float() if scales is None else x.float() * scales[..., None]
+        values = values if slots is None else values.flatten(0, 1)[slots]
+        return values.flatten(1)
+
+    return torch.cat([wide(codes.k, codes.k_scales), wide(codes.v, codes.v_scales)], dim=1)
 
 
 class _PackedAttention(torch.autograd.Function):

@@ -6,6 +6,9 @@
         gate, up = gate_up(norm(x));    x = x + down(silu(gate) * up)
     logits = lm_head(norm(x))
 
+A layer hands on x and what is to be added to it, so that the addition can be part of the next norm.
+On a GPU the parts of a layer are fused (models/layer_hopper), with the same bits.
+
 Both sides of the flow run this code. They differ in the `KeyValues` they pass (pages of a cache, or
 the packed batch itself) and in `side`, which picks formats from the plan. Between operations values
 are BF16 (FP32 under the fp32 plan); every operation gives a token the same bits whatever other
@@ -16,32 +19,21 @@ Legend: T tokens, D hidden size, H query heads, G key-value heads, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from jetrl.kernels.norm import rms_norm
-from jetrl.kernels.rotary import rotary, rotary_table
+from jetrl.kernels.rotary import rotary_table
 from jetrl.kernels.swiglu import swiglu
-from jetrl.models.attention import KeyValues
+from jetrl.models.attention import KeyValues, Rotary, Trace, values_of
 from jetrl.models.families import ModelConfig, inverse_frequencies
+from jetrl.models.norm import RMSNorm
+from jetrl.precision.hopper import hopper
 from jetrl.precision.linear import Linear
 from jetrl.precision.plan import Format, PrecisionPlan, Side
-
-Trace = Callable[[str, Tensor], None]
-
-
-class RMSNorm(nn.Module):
-    """RMSNorm with an FP32 master weight, read in the activations' dtype."""
-
-    def __init__(self, weight: nn.Parameter, eps: float) -> None:
-        super().__init__()
-        self.weight, self.eps = weight, eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight.to(x.dtype), self.eps)
+from jetrl.precision.quantize import QTensor
 
 
 class DecoderLayer(nn.Module):
@@ -66,7 +58,7 @@ class DecoderLayer(nn.Module):
             return Linear(full, masters[f"{full}.weight"], bias_master, formats, plan, dtype)
 
         def norm(name: str) -> RMSNorm:
-            return RMSNorm(masters[f"layers.{index}.{name}.weight"], config.rms_norm_eps)
+            return RMSNorm(masters[f"layers.{index}.{name}.weight"], config.rms_norm_eps, dtype)
 
         self.input_norm, self.post_norm = norm("input_norm"), norm("post_norm")
         self.q_norm = norm("q_norm") if config.qk_norm else None
@@ -75,32 +67,70 @@ class DecoderLayer(nn.Module):
         self.gate_up, self.down = linear("gate_up"), linear("down")
 
     def forward(
-        self, x: Tensor, positions: Tensor, table: Tensor, kv: KeyValues, side: Side, trace: Trace
-    ) -> Tensor:
-        """x [T, D] -> [T, D]."""
-        c, here = self.config, f"layers.{self.index}"
-        normed = self.input_norm(x)
-        trace(f"{here}.input_norm", normed)
-        qkv = self.qkv(normed, side).unflatten(-1, (-1, c.head_dim))
-        trace(f"{here}.qkv", qkv)
-        q, k, v = qkv.split([c.num_heads, c.num_kv_heads, c.num_kv_heads], dim=1)
+        self,
+        x: Tensor,
+        delta: Tensor | None,
+        positions: Tensor,
+        table: Tensor,
+        kv: KeyValues,
+        side: Side,
+        trace: Trace | None,
+    ) -> tuple[Tensor, Tensor]:
+        """x [T, D] and what the layer before adds to it -> the same for the next layer."""
+        told = None if trace is None else _prefixed(trace, f"layers.{self.index}.")
+        enter = hopper("models.layer_hopper").norm_linear if _fuses(x) else norm_linear
+        x, qkv = enter(x, delta, self.input_norm, self.qkv, side, told)
+        _tell(told, "qkv", qkv)
+        attended = kv.attend(self.index, qkv, self._rotary(positions, table, told))
+        _tell(told, "attention", attended)
+        delta = self.o(attended, side)
+        _tell(told, "o", delta)
+        feed_forward = hopper("models.layer_hopper").mlp if _fuses(x) else mlp
+        x, delta = feed_forward(x, delta, self.post_norm, self.gate_up, self.down, side, told)
+        _tell(told, "down", delta)
+        return x, delta
+
+    def _rotary(self, positions: Tensor, table: Tensor, trace: Trace | None) -> Rotary:
+        norms = None
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = rotary(q, positions, table), rotary(k, positions, table)
-        trace(f"{here}.rotary", torch.cat([q, k], dim=1))
-        attended = kv.attend(self.index, q, k, v).flatten(-2, -1)
-        trace(f"{here}.attention", attended)
-        x = x + self.o(attended, side)
-        trace(f"{here}.o", x)
-        normed = self.post_norm(x)
-        trace(f"{here}.post_norm", normed)
-        gate_up = self.gate_up(normed, side)
-        trace(f"{here}.gate_up", gate_up)
-        gated = swiglu(gate_up)
-        trace(f"{here}.swiglu", gated)
-        x = x + self.down(gated, side)
-        trace(f"{here}.down", x)
-        return x
+            norms = (self.q_norm, self.k_norm)
+        c = self.config
+        return Rotary(positions, table, norms, c.num_heads, c.num_kv_heads, trace)
+
+
+def norm_linear(
+    x: Tensor,
+    delta: Tensor | None,
+    norm: RMSNorm,
+    linear: Linear,
+    side: Side,
+    trace: Trace | None,
+) -> tuple[Tensor, Tensor]:
+    """The reference of entering a layer: (x + delta, linear(norm(x + delta)))."""
+    x = x if delta is None else x + delta
+    normed = norm(x)
+    _tell(trace, "input_norm", normed)
+    return x, linear(normed, side)
+
+
+def mlp(
+    x: Tensor,
+    delta: Tensor,
+    norm: RMSNorm,
+    gate_up: Linear,
+    down: Linear,
+    side: Side,
+    trace: Trace | None,
+) -> tuple[Tensor, Tensor]:
+    """The reference of the second half: (x + delta, down(swiglu(gate_up(norm(x + delta)))))."""
+    x = x + delta
+    normed = norm(x)
+    _tell(trace, "post_norm", normed)
+    gates = gate_up(normed, side)
+    _tell(trace, "gate_up", gates)
+    gated = swiglu(gates)
+    _tell(trace, "swiglu", gated)
+    return x, down(gated, side)
 
 
 class Decoder(nn.Module):
@@ -123,7 +153,8 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(
             DecoderLayer(i, config, plan, masters) for i in range(config.num_layers)
         )
-        self.norm = RMSNorm(masters["norm.weight"], config.rms_norm_eps)
+        dtype = activation_dtype(plan)
+        self.norm = RMSNorm(masters["norm.weight"], config.rms_norm_eps, dtype)
         head: dict[Side, Format] = {"rollout": plan.lm_head, "train": plan.lm_head}
         weight = masters["embed.weight" if config.tie_word_embeddings else "lm_head.weight"]
         self.lm_head = Linear("lm_head", weight, None, head, plan, torch.float32)
@@ -131,9 +162,9 @@ class Decoder(nn.Module):
         self.register_buffer("rotary_table", table.to(weight.device), persistent=False)
 
     def requantize(self) -> None:
-        """Make every working copy from its master."""
+        """Make every working copy from its master, in place on a GPU."""
         for module in self.modules():
-            if isinstance(module, Linear):
+            if isinstance(module, Linear | RMSNorm):
                 module.requantize()
 
     def forward(
@@ -145,25 +176,27 @@ class Decoder(nn.Module):
         checkpoint_layers: bool = False,
     ) -> Tensor:
         """token_ids, positions int64 [T] -> the final norm's output [T, D]."""
-        trace = self.trace or _no_trace
         x = nn.functional.embedding(token_ids, self.embed).to(activation_dtype(self.plan))
-        trace("embed", x)
+        _tell(self.trace, "embed", x)
+        delta = None
         for layer in self.layers:
-            arguments = (x, positions, self.rotary_table, kv, side, trace)
-            x = (
+            arguments = (x, delta, positions, self.rotary_table, kv, side, self.trace)
+            x, delta = (
                 checkpoint(layer, *arguments, use_reentrant=False)
                 if checkpoint_layers
                 else layer(*arguments)
             )
-        x = self.norm(x)
-        trace("norm", x)
+        if _fuses(x):
+            x = hopper("models.layer_hopper").add_norm(x, delta, self.norm)
+        else:
+            x = self.norm(x if delta is None else x + delta)
+        _tell(self.trace, "norm", x)
         return x
 
     def logits(self, hidden: Tensor, side: Side) -> Tensor:
         """hidden [R, D] -> float32 [R, V]."""
         logits: Tensor = self.lm_head(hidden, side)
-        if self.trace is not None:
-            self.trace("lm_head", logits)
+        _tell(self.trace, "lm_head", logits)
         return logits
 
 
@@ -172,5 +205,15 @@ def activation_dtype(plan: PrecisionPlan) -> torch.dtype:
     return torch.float32 if plan.rest == "fp32" else torch.bfloat16
 
 
-def _no_trace(name: str, value: Tensor) -> None:
-    pass
+def _fuses(x: Tensor) -> bool:
+    """Whether the fused forms take this: BF16 on a GPU."""
+    return x.is_cuda and x.dtype == torch.bfloat16
+
+
+def _tell(trace: Trace | None, name: str, value: Tensor | QTensor) -> None:
+    if trace is not None:
+        trace(name, values_of(value))
+
+
+def _prefixed(trace: Trace, prefix: str) -> Trace:
+    return lambda name, value: trace(prefix + name, value)

@@ -11,6 +11,7 @@ then multiplies by the very bytes that the sampler did.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +34,7 @@ class FP8Weight:
 
 
 Operand = FP8Weight | Tensor
+GEMMInput = QTensor | Tensor  # X or dY as a GEMM reads it: codes grouped 1 x 128, or BF16 values
 
 
 def working_copy(
@@ -104,22 +106,64 @@ class Linear(nn.Module):
     def requantize(self) -> None:
         """Make the working copies from the master, as it now is."""
         self._copies = {
-            f: working_copy(self.weight, f, self.plan) for f in set(self.formats.values())
+            f: working_copy(self.weight, f, self.plan, self._copies.get(f))
+            for f in set(self.formats.values())
         }
 
     def operand(self, side: Side) -> Operand:
         """The working copy that `side` multiplies by."""
         return self._copies[self.formats[side]]
 
-    def forward(self, x: Tensor, side: Side) -> Tensor:
-        """x [T, K] in the activations' dtype -> [T, N] in out_dtype."""
+    def forward(self, x: GEMMInput, side: Side) -> Tensor:
+        """x [T, K] in the activations' dtype -> [T, N] in out_dtype. Without gradients x may also
+        be given as the layer would quantize it, by the kernel that made it."""
+        weight = self.operand(side)
+        if isinstance(x, QTensor):
+            assert not torch.is_grad_enabled(), f"{self.name}: codes of X leave nothing for WGrad"
+            return self.add_bias(fprop(x, weight, self.out_dtype))
         if self.formats[side] == "fp32":
             return nn.functional.linear(x, self.weight, self.bias)
         keep = torch.is_grad_enabled()
-        y: Tensor = _LinearFunction.apply(
-            x, self.weight, self.operand(side), self.plan, self.out_dtype, keep
-        )
+        y: Tensor = _LinearFunction.apply(x, self.weight, weight, self.plan, self.out_dtype, keep)
+        return self.add_bias(y)
+
+    def add_bias(self, y: Tensor) -> Tensor:
+        """y + bias, in y's dtype, after the product has been rounded to it."""
         return y if self.bias is None else y + self.bias.to(y.dtype)
+
+
+def fprop(x: GEMMInput, weight: Operand, out_dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """X [T, K] @ weight [N, K]^T -> [T, N]; X is what `weight` needs, codes or BF16."""
+    if isinstance(weight, FP8Weight):
+        assert isinstance(x, QTensor), "an FP8 weight multiplies codes"
+        return fp8_matmul(x, weight.direct, out_dtype)
+    assert isinstance(x, Tensor), "a BF16 weight multiplies BF16 values"
+    return bf16_matmul(x, weight, out_dtype)
+
+
+def gradients(
+    dy: Tensor | tuple[QTensor, QTensor], kept: GEMMInput, weight: Operand, plan: PrecisionPlan
+) -> tuple[Tensor, Tensor]:
+    """(dX BF16 [T, K], dW FP32 [N, K]).
+
+    dy: BF16 [T, N], or its 1 x 128 and 128 x 1 groups where a kernel has made them already. kept:
+    X as forward kept it, 128 x 1 groups under an FP8 weight and BF16 under another.
+    """
+    if not isinstance(weight, FP8Weight):
+        assert isinstance(dy, Tensor)
+        assert isinstance(kept, Tensor)
+        return _dense_gradients(dy, kept, weight)
+    assert isinstance(kept, QTensor)
+    if isinstance(dy, Tensor):
+        if plan.grad_output == "bf16":
+            x = dequantize(kept)[: len(dy)]
+            return _dense_gradients(dy, x, dequantize(weight.direct))
+        rows, tokens = quantize_for_gemm(dy, plan, plan.grad_output)
+        assert tokens is not None
+    else:
+        rows, tokens = dy
+    dx = fp8_matmul(rows, weight.transposed)
+    return dx, fp8_matmul(tokens.mT, kept.mT, torch.float32)
 
 
 class _LinearFunction(torch.autograd.Function):
@@ -138,30 +182,23 @@ class _LinearFunction(torch.autograd.Function):
         ctx.weight, ctx.plan, ctx.x_dtype = weight, plan, x.dtype
         if not isinstance(weight, FP8Weight):
             ctx.save_for_backward(x)
-            return bf16_matmul(x, weight, out_dtype)
+            return fprop(x, weight, out_dtype)
         rows, kept = quantize_for_gemm(x, plan, tokens=keep)
         if kept is not None:
             ctx.save_for_backward(kept.codes, kept.scales)
-        return fp8_matmul(rows, weight.direct, out_dtype)
+        return fprop(rows, weight, out_dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        dy, weight, plan = grads[0].bfloat16().contiguous(), ctx.weight, ctx.plan
-        if not isinstance(weight, FP8Weight):
-            (x,) = ctx.saved_tensors
-            dx, dw = _dense_gradients(dy, x, weight)
-            return dx.to(ctx.x_dtype), dw, None, None, None, None
-        codes, scales = ctx.saved_tensors
-        x_kept = QTensor(codes, scales, (FP8_BLOCK, 1))
-        if plan.grad_output == "bf16":
-            x = dequantize(x_kept)[: len(dy)]
-            dx, dw = _dense_gradients(dy, x, dequantize(weight.direct))
-        else:
-            rows, tokens = quantize_for_gemm(dy, plan, plan.grad_output)
-            assert tokens is not None
-            dx = fp8_matmul(rows, weight.transposed)
-            dw = fp8_matmul(tokens.mT, x_kept.mT, torch.float32)
+        kept = kept_input(ctx.saved_tensors)
+        dy = grads[0].bfloat16().contiguous()
+        dx, dw = gradients(dy, kept, ctx.weight, ctx.plan)
         return dx.to(ctx.x_dtype), dw, None, None, None, None
+
+
+def kept_input(saved: Sequence[Tensor]) -> GEMMInput:
+    """X from what was saved for backward: (values) or (codes, scales) of 128 x 1 groups."""
+    return saved[0] if len(saved) == 1 else QTensor(saved[0], saved[1], (FP8_BLOCK, 1))
 
 
 def _dense_gradients(dy: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:

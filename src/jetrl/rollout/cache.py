@@ -19,13 +19,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from jetrl.errors import UserError
 from jetrl.kernels.attention import attend_dense, quantize_kv
-from jetrl.models.attention import kv_bytes_per_token
+from jetrl.models.attention import Rotary, kv_bytes_per_token
 from jetrl.models.families import ModelConfig
 from jetrl.precision.hopper import hopper
 from jetrl.precision.plan import PrecisionPlan
@@ -113,7 +114,8 @@ class PagedCache:
         ]
         if self._on_gpu:
             slots_T = torch.tensor(slots, device=device)
-            return HopperKeyValues(self._keys, self._values, self._plan, slots_T, spans)
+            work = _gpu_work(spans, device)
+            return HopperKeyValues(self._keys, self._values, self._plan, slots_T, work)
         budget = max(1, _MAX_GATHERED // (self._heads * self._head_dim))
         parts = [self._part(items, device) for items in group_items(spans, budget)]
         slots_T = torch.tensor(slots, device=device)
@@ -154,7 +156,11 @@ class PagedKeyValues:
         self._keys, self._values, self._plan = keys, values, plan
         self._slots, self._parts = slots, parts
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, layer: int, qkv: Tensor, rope: Rotary) -> Tensor:
+        """As `KeyValues.attend`."""
+        return self.attend_heads(layer, *rope.heads(qkv)).flatten(-2, -1)
+
+    def attend_heads(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Stores k, v [T, G, D]; q [T, H, D] attends to its sequence so far. Returns [T, H, D]."""
         self._keys.write(layer, self._slots, *quantize_kv(k, self._plan.kv, self._plan.scales))
         self._values.write(layer, self._slots, *quantize_kv(v, self._plan.kv, self._plan.scales))
@@ -167,52 +173,55 @@ class PagedKeyValues:
         return out
 
 
+@dataclass(frozen=True)
+class DecodeWork:
+    """One new token for each of B sequences. tables: int32 [B, P], their pages in order, anything
+    after them. lengths: int32 [B], keys of each with the new one. longest: at least the longest, an
+    integer that sizes the launch. The tensors are read in place: a captured forward follows them.
+    """
+
+    tables: Tensor
+    lengths: Tensor
+    longest: int
+
+
 class HopperKeyValues:
-    """The same on a GPU, where kernels read the pages in place. Forwards that add one token to each
-    sequence take the decode kernel, all others the one for chunks; a token's bits are the same."""
+    """The same on a GPU, where one kernel norms, rotates and writes keys and values into the pages,
+    and another reads them in place. Decode and chunks have kernels of their own; a token's bits are
+    the same.
+
+    slots: int64 [T], page * page_size + offset, where each token's keys and values go; negative for
+    nowhere (a row of padding). work: `DecodeWork`, or the kernels' tiles of a forward with chunks.
+    Nothing here touches the host: with decode work a forward can be captured in a CUDA graph.
+    """
 
     def __init__(
-        self,
-        keys: _Store,
-        values: _Store,
-        plan: PrecisionPlan,
-        slots: Tensor,
-        spans: Sequence[Span],
+        self, keys: _Store, values: _Store, plan: PrecisionPlan, slots: Tensor, work: Any
     ) -> None:
-        self._keys, self._values, self._plan, self._slots = keys, values, plan, slots
-        self._gpu = hopper("kernels.attention_gpu")
-        lengths = [span.start + span.length for span in spans]
-        counts = [-(-length // GPU_PAGE_SIZE) for length in lengths]
-        self._tiles = None
-        if all(span.length == 1 for span in spans):
-            widest = max(counts)
-            tables = [
-                span.pages[:count] + [0] * (widest - count)
-                for span, count in zip(spans, counts, strict=True)
-            ]
-            self._tables = torch.tensor(tables, dtype=torch.int32, device=slots.device)
-            self._lengths = torch.tensor(lengths, dtype=torch.int32, device=slots.device)
-            self._longest = max(lengths)
-        else:
-            self._tiles = self._gpu.QueryTiles.paged(
-                [span.length for span in spans],
-                lengths,
-                [span.pages[:count] for span, count in zip(spans, counts, strict=True)],
-                slots.device,
-            )
+        self._keys, self._values, self._plan = keys, values, plan
+        self._slots, self._work = slots, work
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """As `PagedKeyValues.attend`."""
-        self._keys.write(layer, self._slots, *quantize_kv(k, self._plan.kv, self._plan.scales))
-        self._values.write(layer, self._slots, *quantize_kv(v, self._plan.kv, self._plan.scales))
-        pages = self._gpu.KeyValueCodes(*self._keys.layer(layer), *self._values.layer(layer))
-        if self._tiles is not None:
-            prefilled: Tensor = self._gpu.attend_prefill(q.contiguous(), pages, self._tiles)
-            return prefilled
-        decoded: Tensor = self._gpu.attend_decode(
-            q.contiguous(), pages, self._tables, self._lengths, self._longest
-        )
-        return decoded
+    def attend(self, layer: int, qkv: Tensor, rope: Rotary) -> Tensor:
+        """As `KeyValues.attend`."""
+        kernels = hopper("kernels.attention_gpu")
+        k, k_scales = self._keys.layer(layer)
+        v, v_scales = self._values.layer(layer)
+        fused = hopper("kernels.rotary_triton")
+        q = fused.qk_norm_rotary_cache(
+            qkv, rope.positions, rope.table, rope.norm_copies, rope.eps, rope.num_heads,
+            fused.CacheSlots(k, v, k_scales, v_scales), self._slots, self._plan.scales,
+        )  # fmt: skip
+        pages = kernels.KeyValueCodes(k, k_scales, v, v_scales)
+        if rope.trace is not None:
+            rope.trace("rotary", q)
+            rope.trace("keys and values", kernels.stored_values(pages, self._slots))
+        if isinstance(self._work, DecodeWork):
+            work = self._work
+            o = kernels.attend_decode(q, pages, work.tables, work.lengths, work.longest)
+        else:
+            o = kernels.attend_prefill(q, pages, self._work)
+        attended: Tensor = o.flatten(1)
+        return attended
 
 
 class _Store:
@@ -249,6 +258,23 @@ class _Store:
         self._raw[:, destinations] = self._raw[:, sources]
         if self.scales is not None:
             self.scales[:, destinations] = self.scales[:, sources]
+
+
+def _gpu_work(spans: Sequence[Span], device: torch.device) -> Any:
+    """What the attention kernels are told of these spans."""
+    lengths = [span.start + span.length for span in spans]
+    counts = [-(-length // GPU_PAGE_SIZE) for length in lengths]
+    pages = [span.pages[:count] for span, count in zip(spans, counts, strict=True)]
+    if any(span.length != 1 for span in spans):
+        tiles = hopper("kernels.attention_gpu").QueryTiles
+        return tiles.paged([span.length for span in spans], lengths, pages, device)
+    widest = max(counts)
+    tables = [row + [0] * (widest - len(row)) for row in pages]
+    return DecodeWork(
+        torch.tensor(tables, dtype=torch.int32, device=device),
+        torch.tensor(lengths, dtype=torch.int32, device=device),
+        max(lengths),
+    )
 
 
 def group_items(spans: Sequence[Span], max_keys: int) -> list[list[Span]]:

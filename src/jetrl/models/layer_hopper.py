@@ -1,0 +1,283 @@
+"""The parts of a decoder layer on Hopper, each one autograd function, so that codes flow.
+
+    norm_linear    total = x + delta;  y = linear(norm(total))
+    mlp            total = x + delta;  y = down(swiglu(gate_up(norm(total))))
+    attend_packed  qkv -> QK norm, rotary, quantized keys and values -> attention
+    add_norm       norm(x + delta)
+
+They are the composition of the operations that the decoder's reference names, with the same bits in
+the forward (tests/gpu/test_flow.py); what is saved is where a BF16 result would be written only to
+be read and quantized by the next operation. With gradients the norm and SwiGLU make the 1 x 128
+groups for FProp and the 128 x 1 groups that are kept for WGrad in one pass; in backward SwiGLU's
+gradient leaves as the codes of gate_up's dY, and the residual's gradient joins inside the norm's.
+Layers kept in BF16 take the same functions, with BF16 in the place of codes.
+
+Legend: T tokens, D hidden size, F intermediate size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from jetrl.kernels.attention_backward import attention_backward
+from jetrl.kernels.attention_forward import attend_tiles, stage_keys
+from jetrl.kernels.attention_gpu import stored_values
+from jetrl.kernels.attention_layout import KeyValueCodes, QueryTiles
+from jetrl.kernels.norm_triton import rms_norm_backward, rms_norm_forward, rms_norm_quantize
+from jetrl.kernels.rotary_triton import dense_cache, qk_norm_rotary_backward, qk_norm_rotary_cache
+from jetrl.kernels.swiglu_triton import (
+    swiglu_backward,
+    swiglu_backward_quantize,
+    swiglu_forward,
+    swiglu_quantize,
+)
+from jetrl.models.attention import Rotary, Trace, values_of
+from jetrl.models.norm import RMSNorm
+from jetrl.precision.linear import (
+    FP8Weight,
+    GEMMInput,
+    Linear,
+    Operand,
+    fprop,
+    gradients,
+    kept_input,
+)
+from jetrl.precision.plan import PrecisionPlan, Side
+from jetrl.precision.quantize import QTensor
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """What the functions need besides tensors that get gradients. keep: save for backward."""
+
+    eps: float
+    norm_weight: Tensor
+    weights: tuple[Operand, ...]
+    plan: PrecisionPlan
+    keep: bool
+    trace: Trace | None
+
+    @property
+    def fp8(self) -> bool:
+        """All linears of a layer have one format."""
+        return isinstance(self.weights[0], FP8Weight)
+
+    def tell(self, name: str, value: GEMMInput) -> None:
+        """Trace an operation's output."""
+        if self.trace is not None:
+            self.trace(name, values_of(value))
+
+
+def norm_linear(
+    x: Tensor,
+    delta: Tensor | None,
+    norm: RMSNorm,
+    linear: Linear,
+    side: Side,
+    trace: Trace | None,
+) -> tuple[Tensor, Tensor]:
+    """(x + delta, linear(norm(x + delta))) of bfloat16 x, delta [T, D], differentiable."""
+    settings = _settings(norm, (linear,), side, trace)
+    total, y = _NormLinear.apply(x, delta, norm.weight, linear.weight, settings)
+    return total, linear.add_bias(y)
+
+
+def mlp(
+    x: Tensor,
+    delta: Tensor | None,
+    norm: RMSNorm,
+    gate_up: Linear,
+    down: Linear,
+    side: Side,
+    trace: Trace | None,
+) -> tuple[Tensor, Tensor]:
+    """(x + delta, down(swiglu(gate_up(norm(x + delta))))) of bfloat16 x, delta [T, D]."""
+    settings = _settings(norm, (gate_up, down), side, trace)
+    total, y = _MLP.apply(x, delta, norm.weight, gate_up.weight, down.weight, settings)
+    return total, y
+
+
+def add_norm(x: Tensor, delta: Tensor | None, norm: RMSNorm) -> Tensor:
+    """norm(x + delta) of bfloat16 [T, D], differentiable."""
+    y: Tensor = _AddNorm.apply(x, delta, norm.weight, norm.copy, norm.eps)
+    return y
+
+
+def attend_packed(qkv: Tensor, rope: Rotary, tiles: QueryTiles, plan: PrecisionPlan) -> Tensor:
+    """Causal attention of a packed batch from qkv bfloat16 [T, (H + 2G) * D] to [T, H * D]."""
+    masters = (None, None) if rope.norms is None else (rope.norms[0].weight, rope.norms[1].weight)
+    out: Tensor = _PackedAttention.apply(qkv, *masters, rope, tiles, plan)
+    return out
+
+
+def _settings(
+    norm: RMSNorm, linears: Sequence[Linear], side: Side, trace: Trace | None
+) -> _Settings:
+    weights = tuple(linear.operand(side) for linear in linears)
+    keep = torch.is_grad_enabled()
+    return _Settings(norm.eps, norm.copy, weights, linears[0].plan, keep, trace)
+
+
+def _enter(
+    x: Tensor, delta: Tensor | None, s: _Settings
+) -> tuple[Tensor, Tensor | None, GEMMInput, GEMMInput | None]:
+    """(x + delta, inverse rms, the normalised values as FProp reads them, and as WGrad does)."""
+    if s.fp8:
+        n = rms_norm_quantize(x, s.norm_weight, s.eps, delta, s.keep, s.plan.scales)
+        return n.total, n.inverse_rms, n.rows, n.tokens
+    y, inverse, total = rms_norm_forward(x, s.norm_weight, s.eps, delta)
+    return total, inverse, y, y
+
+
+def _tensors(x: GEMMInput | None) -> tuple[Tensor, ...]:
+    """What to save of it: `kept_input` turns that back."""
+    if x is None:
+        return ()
+    return (x.codes, x.scales) if isinstance(x, QTensor) else (x,)
+
+
+def _leave(
+    dnormed: Tensor, total: Tensor, inverse: Tensor, dtotal: Tensor, s: _Settings
+) -> tuple[Tensor, Tensor]:
+    """Through the norm, joining the residual's gradient: (dx, which is also ddelta; dweight)."""
+    return rms_norm_backward(dnormed, total, s.norm_weight, inverse, dtotal.contiguous())
+
+
+class _NormLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, delta: Tensor | None, norm: Tensor, master: Tensor, s: _Settings
+    ) -> tuple[Tensor, Tensor]:
+        total, inverse, entered, kept = _enter(x, delta, s)
+        s.tell("input_norm", entered)
+        y = fprop(entered, s.weights[0])
+        if s.keep:
+            ctx.save_for_backward(total, inverse, *_tensors(kept))
+        ctx.settings, ctx.two_inputs = s, delta is not None
+        return total, y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        s: _Settings = ctx.settings
+        dtotal, dy = grads
+        total, inverse, *kept = ctx.saved_tensors
+        dnormed, dw = gradients(dy.contiguous(), kept_input(kept), s.weights[0], s.plan)
+        dx, dnorm = _leave(dnormed, total, inverse, dtotal, s)
+        return dx, dx if ctx.two_inputs else None, dnorm, dw, None
+
+
+class _MLP(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        delta: Tensor | None,
+        norm: Tensor,
+        gate_up_master: Tensor,
+        down_master: Tensor,
+        s: _Settings,
+    ) -> tuple[Tensor, Tensor]:
+        total, inverse, entered, kept = _enter(x, delta, s)
+        s.tell("post_norm", entered)
+        gate_up = fprop(entered, s.weights[0])
+        s.tell("gate_up", gate_up)
+        gated, gated_kept = _gated(gate_up, s)
+        s.tell("swiglu", gated)
+        y = fprop(gated, s.weights[1])
+        if s.keep:
+            saved = _tensors(kept)
+            ctx.save_for_backward(total, inverse, gate_up, *saved, *_tensors(gated_kept))
+        ctx.settings, ctx.two_inputs = s, delta is not None
+        return total, y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        s: _Settings = ctx.settings
+        dtotal, dy = grads
+        total, inverse, gate_up, *kept = ctx.saved_tensors
+        half = len(kept) // 2
+        gated_kept = kept_input(kept[half:])
+        dgated, dw_down = gradients(dy.contiguous(), gated_kept, s.weights[1], s.plan)
+        dgate_up: Tensor | tuple[QTensor, QTensor]
+        if s.fp8 and s.plan.grad_output != "bf16":
+            dgate_up = swiglu_backward_quantize(dgated, gate_up, s.plan.grad_output, s.plan.scales)
+        else:
+            dgate_up = swiglu_backward(dgated, gate_up)
+        del dgated
+        dnormed, dw_gate_up = gradients(dgate_up, kept_input(kept[:half]), s.weights[0], s.plan)
+        del dgate_up
+        dx, dnorm = _leave(dnormed, total, inverse, dtotal, s)
+        return dx, dx if ctx.two_inputs else None, dnorm, dw_gate_up, dw_down, None
+
+
+def _gated(gate_up: Tensor, s: _Settings) -> tuple[GEMMInput, GEMMInput | None]:
+    """swiglu(gate_up) as FProp of `down` reads it, and as its WGrad does."""
+    if s.fp8:
+        return swiglu_quantize(gate_up, s.keep, s.plan.scales)
+    y = swiglu_forward(gate_up)
+    return y, y
+
+
+class _AddNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, delta: Tensor | None, norm: Tensor, weight: Tensor, eps: float
+    ) -> Tensor:
+        y, inverse, total = rms_norm_forward(x, weight, eps, delta)
+        ctx.save_for_backward(total, inverse)
+        ctx.weight, ctx.two_inputs = weight, delta is not None
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        total, inverse = ctx.saved_tensors
+        dx, dweight = rms_norm_backward(grads[0].contiguous(), total, ctx.weight, inverse)
+        return dx, dx if ctx.two_inputs else None, dweight, None, None
+
+
+class _PackedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        qkv: Tensor,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        rope: Rotary,
+        tiles: QueryTiles,
+        plan: PrecisionPlan,
+    ) -> Tensor:
+        cache = dense_cache(len(qkv), rope.num_kv_heads, rope.head_dim, plan.kv, qkv.device)
+        q = qk_norm_rotary_cache(
+            qkv, rope.positions, rope.table, rope.norm_copies, rope.eps, rope.num_heads, cache,
+            None, plan.scales,
+        )  # fmt: skip
+        codes = KeyValueCodes(
+            cache.k_codes.squeeze(1),
+            None if cache.k_scales is None else cache.k_scales.squeeze(1),
+            cache.v_codes.squeeze(1),
+            None if cache.v_scales is None else cache.v_scales.squeeze(1),
+        )
+        if rope.trace is not None:
+            rope.trace("rotary", q)
+            rope.trace("keys and values", stored_values(codes))
+        o, lse = attend_tiles(q, stage_keys(codes, tiles), tiles)
+        ctx.save_for_backward(qkv, q, codes.k, codes.k_scales, codes.v, codes.v_scales, o, lse)
+        ctx.rope, ctx.tiles = rope, tiles
+        return o.flatten(1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        rope: Rotary = ctx.rope
+        qkv, q, k, k_scales, v, v_scales, o, lse = ctx.saved_tensors
+        codes = KeyValueCodes(k, k_scales, v, v_scales)
+        do = grads[0].contiguous().view(q.shape)
+        dq, dk, dv = attention_backward(do, q, codes, o, lse, ctx.tiles)
+        dqkv, dq_norm, dk_norm = qk_norm_rotary_backward(
+            dq, dk, dv, qkv, rope.positions, rope.table, rope.norm_copies, rope.eps
+        )
+        return dqkv, dq_norm, dk_norm, None, None, None
