@@ -136,7 +136,6 @@ class Scheduler:
             none are pending, it takes the environment: `reply` first.
         """
         assert not self.done, "every sequence is finished"
-        self._preempted = []
         self._admit()
         plan = self._prefills()
         prefills = bool(plan)
@@ -164,12 +163,12 @@ class Scheduler:
             for index in draws:
                 self.sequences[index].num_pending += 1 if prefills else length
         self._evicted.clear()
-        if not chunks:  # the only ones that could run gave their pages up to those that wait
-            assert any(s.awaiting for s in self.running), "a step that does nothing"
-            return None
+        if not chunks:  # a reply had no room: its sequence gave up its pages, others go on
+            return self.schedule(repeats)
         prefilled = sum(chunk.length for chunk in chunks) if prefills else 0
         forwards = 1 if prefills else max(chunk.length for chunk in chunks)
-        return Step(tuple(chunks), tuple(copies), prefilled, tuple(self._preempted), forwards)
+        preempted, self._preempted = tuple(self._preempted), []
+        return Step(tuple(chunks), tuple(copies), prefilled, preempted, forwards)
 
     def complete(self, step: Step, drawn: Sequence[tuple[Sequence[int], Sequence[float]]]) -> int:
         """Takes in what a step drew: (token ids, their log-probs) for each of `step.draws`, in that
