@@ -1,5 +1,11 @@
-"""Errors that a user causes. The command line prints their message, without a traceback, and exits
-with code 2 (1 for a run that stopped). Bugs of ours stay AssertionError and show a traceback."""
+"""Errors that a user causes, and ends of a run. The command line prints their message, without a
+traceback. Bugs of ours stay AssertionError and show a traceback.
+
+Exit codes: 0 done; 1 a run that stopped itself for another reason than these, or a check that
+failed; 2 bad input; 3 sampler and trainer differ; 4 numbers that are not finite; 5 a phase hung;
+6 a file could not be written; 75 run.max_hours reached (go on with --resume); 130 Ctrl-C; 143
+SIGTERM.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +18,33 @@ class RunStopped(RuntimeError):  # noqa: N818  (an outcome of a run, not only an
     """A run that ended itself: not exact under an exact plan, nothing left to learn from.
     The last checkpoint is good; the message says why and what to do."""
 
+    exit_code = 1
+
 
 class MismatchError(RunStopped):
     """The trainer's log-probs differ from the sampler's under a plan that promises they do not."""
+
+    exit_code = 3
+
+
+class NonFiniteError(RunStopped):
+    """A loss, a gradient or a weight is NaN or infinite."""
+
+    exit_code = 4
+
+
+class StorageError(RunStopped):
+    """A file of the run could not be written: a full disk, a quota, a file system that went away.
+    What was written before is whole."""
+
+    exit_code = 6
+
+
+class Terminated(BaseException):
+    """SIGTERM. Like KeyboardInterrupt it is no Exception, so that nothing in between keeps it."""
+
+    exit_code = 143
+
+
+EXIT_HANG = 5
+EXIT_TIME_LIMIT = 75

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 from jetrl.config import Settings
 from jetrl.models.attention import kv_bytes_per_token
 from jetrl.models.families import ModelConfig, num_parameters, parameter_shapes
@@ -23,6 +26,16 @@ def memory_plan(settings: Settings, config: ModelConfig) -> list[tuple[str, int]
         ("activations kept for backward", _activation_bytes(settings, config, plan)),
     ]
     return [*rows, ("total", sum(size for _, size in rows))]
+
+
+def available_bytes() -> int | None:
+    """CPU memory that can be had without swapping; None where the system does not say."""
+    try:
+        text = Path("/proc/meminfo").read_text(encoding="ascii")
+    except OSError:
+        return None
+    found = re.search(r"^MemAvailable:\s+(\d+) kB", text, re.MULTILINE)
+    return None if found is None else 1024 * int(found[1])
 
 
 def _working_bytes(config: ModelConfig, plan: PrecisionPlan) -> int:

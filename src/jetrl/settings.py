@@ -199,8 +199,16 @@ class EvalSettings(Section):
 
 
 class CheckpointSettings(Section):
-    every: NonNegative = Field(50, description="steps between checkpoints; 0: only the last")
+    every: NonNegative = Field(
+        50, description="steps, or supervised updates, between checkpoints; 0: only the last"
+    )
     keep_last: Positive = Field(2, description="older checkpoints are removed")
+    keep_best: NonNegative = Field(
+        0, description="this many with the highest held-out mean (else reward) are kept as well"
+    )
+    background: bool = Field(
+        True, description="copy to CPU memory and write while training goes on; false: write first"
+    )
 
 
 class ReportSettings(Section):

@@ -15,7 +15,14 @@ import jetrl.cli.export
 from jetrl.cli.arguments import table
 from jetrl.cli.main import COMMANDS, main
 from jetrl.config import describe
-from jetrl.errors import MismatchError, RunStopped, UserError
+from jetrl.errors import (
+    MismatchError,
+    NonFiniteError,
+    RunStopped,
+    StorageError,
+    Terminated,
+    UserError,
+)
 
 PROGRAM = [sys.executable, "-m", "jetrl.cli.main"]
 
@@ -117,8 +124,11 @@ def test_an_unknown_option_is_refused(capsys: pytest.CaptureFixture[str]) -> Non
     [
         (UserError("bad key"), 2, "error: bad key\n"),
         (RunStopped("no reward"), 1, "stopped: no reward\n"),
-        (MismatchError("3 tokens differ"), 1, "stopped: 3 tokens differ\n"),
+        (MismatchError("3 tokens differ"), 3, "stopped: 3 tokens differ\n"),
+        (NonFiniteError("NaN"), 4, "stopped: NaN\n"),
+        (StorageError("disk full"), 6, "stopped: disk full\n"),
         (KeyboardInterrupt(), 130, "interrupted\n"),
+        (Terminated(), 143, "terminated\n"),
     ],
 )
 def test_errors_become_messages_and_exit_codes(

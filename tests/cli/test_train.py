@@ -13,7 +13,7 @@ import pytest
 
 from jetrl.cli.train import recipe_settings
 from jetrl.config import Settings, load_config, to_toml
-from jetrl.errors import RunStopped, UserError
+from jetrl.errors import RunStopped, Terminated, UserError
 
 
 class FakeLoop(types.ModuleType):
@@ -122,16 +122,25 @@ def test_sft_needs_steps_and_passes_them_on(jetrl: Callable, loop: FakeLoop) -> 
     done = jetrl("sft", "gsm8k-smoke", "sft.steps=5", "--out", "models/warm")
     assert done.code == 0
     name, settings, options = loop.calls[0]
-    assert (name, settings.sft.steps, options) == ("sft", 5, {"out": "models/warm"})
+    assert (name, settings.sft.steps, options) == (
+        "sft",
+        5,
+        {"out": "models/warm", "resume": False},
+    )
 
 
-def test_sft_that_is_interrupted_says_that_it_is_not_resumed(
-    jetrl: Callable, loop: FakeLoop
+@pytest.mark.parametrize(
+    "end, code, word",
+    [(KeyboardInterrupt(), 130, "interrupted"), (Terminated(), 143, "terminated")],
+)
+def test_sft_that_is_stopped_by_a_signal_says_how_to_go_on(
+    end: BaseException, code: int, word: str, jetrl: Callable, loop: FakeLoop
 ) -> None:
-    loop.error = KeyboardInterrupt()
-    done = jetrl("sft", "demo")
-    assert done.code == 130
-    assert "not resumed: start again, under another run.name" in done.err
+    loop.error = end
+    done = jetrl("sft", "demo", "run.name=a b", "--out", "models/warm")
+    assert done.code == code
+    again = "jetrl sft demo 'run.name=a b' --out models/warm --resume"
+    assert f"{word}; to go on: {again}\n" in done.err
 
 
 def test_dry_run_prints_settings_plan_and_memory_and_starts_nothing(

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from jetrl import Policy, load_config, train
-from jetrl.errors import MismatchError, RunStopped, UserError
+from jetrl.errors import MismatchError, RunStopped, StorageError, UserError
 from jetrl.precision import PrecisionPlan
 from jetrl.runs import RunDirectory, reproducible
 
@@ -145,6 +145,58 @@ def test_cut_before_the_first_checkpoint(tmp_path: Path, monkeypatch: pytest.Mon
             train(settings(tmp_path, "loop.steps=1", name="cut"))
     resumed = train(settings(tmp_path, "loop.steps=1", name="cut"), resume=True)
     assert metrics(resumed.run_path) == metrics(uncut.run_path)
+
+
+def test_cut_in_the_warm_up_and_resumed_equals_uncut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    overrides = ["sft.steps=7", "sft.until=2.0", "sft.check_every=2", "loop.steps=1"]
+    uncut = train(settings(tmp_path, *overrides, name="uncut"))
+    from jetrl.training import SftTrainer
+
+    updates = SftTrainer.step
+
+    def cut_at_update_6(self: SftTrainer, examples: Any) -> dict[str, float]:
+        if self.optimizer.num_updates == 5:
+            raise RuntimeError("cut during the warm-up")
+        return updates(self, examples)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SftTrainer, "step", cut_at_update_6)
+        with pytest.raises(RuntimeError, match="warm-up"):
+            train(settings(tmp_path, *overrides, name="cut"))
+    saved = tmp_path / "cut" / "checkpoints" / "sft"
+    assert sorted(path.name for path in saved.iterdir()) == ["step_000002", "step_000004"]
+    capsys.readouterr()
+    resumed = train(settings(tmp_path, *overrides, name="cut"), resume=True)
+    assert "resumed after supervised update 4" in capsys.readouterr().out
+    assert metrics(resumed.run_path) == metrics(uncut.run_path)
+    assert masters(resumed.checkpoint_path) == masters(uncut.checkpoint_path)
+    assert not saved.exists(), "the warm-up is over"
+
+
+def test_a_checkpoint_that_cannot_be_written_stops_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In another thread, so the step's own lines are whole; and the run goes on afterwards."""
+    uncut = train(settings(tmp_path, "loop.steps=5", name="uncut"))
+    import jetrl.training.checkpoint as module
+
+    write = module.write_tensors
+
+    def full_disk(path: Path, tensors: Any) -> None:
+        if "step_000004" in str(path):
+            raise OSError(28, "No space left on device")
+        write(path, tensors)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "write_tensors", full_disk)
+        with pytest.raises(StorageError, match=r"step_000004 could not be written: No space left"):
+            train(settings(tmp_path, "loop.steps=5", name="full"))
+    assert RunDirectory.open(tmp_path / "full").state() == "stopped"
+    resumed = train(settings(tmp_path, "loop.steps=5", name="full"), resume=True)
+    assert metrics(resumed.run_path) == metrics(uncut.run_path)
+    assert masters(resumed.checkpoint_path) == masters(uncut.checkpoint_path)
 
 
 def test_a_damaged_checkpoint_falls_back_to_the_one_before(

@@ -17,6 +17,7 @@ from jetrl.config import Settings
 from jetrl.errors import RunStopped, UserError
 from jetrl.training import checkpoint as module
 from jetrl.training.checkpoint import Checkpoints
+from jetrl.training.checkpoint_files import fingerprint
 from jetrl.training.trainer import Trainer
 
 SETTINGS = Settings.model_validate({"train": {"lr": 0.05, "weight_decay": 0.1}})
@@ -118,7 +119,7 @@ def reformat(path):
     state = json.loads(path.read_text())
     path.write_text(json.dumps(state | {"format": 999}))
     manifest = json.loads((folder / "manifest.json").read_text())
-    manifest["state.json"] = module._fingerprint(path)
+    manifest["state.json"] = fingerprint(path)
     (folder / "manifest.json").write_text(json.dumps(manifest))
 
 
@@ -131,7 +132,6 @@ DAMAGE = [
     pytest.param("manifest.json", lambda p: p.write_text("[]"), "not a checkpoint's", id="no-dict"),
     pytest.param("manifest.json", lambda p: p.write_bytes(b"\xff"), "not a", id="not-text"),
     pytest.param("state.json", truncate, "bytes instead of", id="state-truncated"),
-    pytest.param("state.json", reformat, "format 999", id="other-format"),
 ]
 
 
@@ -157,6 +157,54 @@ def test_a_damaged_checkpoint_falls_back_to_the_last_good_one(
         UserError, match=r"no good checkpoint .*step_000003.*step_000002.*step_000001"
     ):
         checkpoints.latest()
+
+
+def test_another_format_is_refused_and_no_older_one_taken(made, tmp_path):
+    policy, trainer = made
+    checkpoints = Checkpoints(tmp_path)
+    for step in (1, 2):
+        checkpoints.save(step, policy, trainer.optimizer, {})
+    reformat(tmp_path / "step_000002" / "state.json")
+    for read in (checkpoints.latest, lambda: checkpoints.check(tmp_path / "step_000002")):
+        with pytest.raises(UserError, match=r"step_000002 has format 999.* reads format 2"):
+            read()
+
+
+def test_the_best_are_kept_beside_the_last(made, tmp_path):
+    policy, trainer = made
+    checkpoints = Checkpoints(tmp_path, keep_last=1, keep_best=2)
+    scores = {1: 0.5, 2: 0.9, 3: None, 4: 0.9, 5: 0.1, 6: 0.2}
+    kept = []
+    for step, score in scores.items():
+        checkpoints.save(step, policy, trainer.optimizer, {}, score)
+        kept.append(checkpoints.steps())
+    assert kept == [[1], [1, 2], [1, 2, 3], [2, 4], [2, 4, 5], [2, 4, 6]]
+
+
+def test_tensors_of_other_parts_come_back(made, tmp_path):
+    policy, trainer = made
+    checkpoints = Checkpoints(tmp_path)
+    critic = {"critic": {"head.weight": torch.randn(3, 5), "step": torch.tensor(2.0)}}
+    path = checkpoints.write(
+        checkpoints.snapshot(1, policy, trainer.optimizer, {}, others=critic).copied()
+    )
+    tensors = checkpoints.load(path, policy, trainer.optimizer).tensors
+    assert tensors.keys() == critic.keys()
+    assert torch.equal(tensors["critic"]["head.weight"], critic["critic"]["head.weight"])
+    flip(path / "critic.safetensors")
+    with pytest.raises(UserError, match=r"critic.safetensors does not match its checksum"):
+        checkpoints.check(path)
+
+
+def test_a_copy_is_not_touched_by_later_updates(made, tmp_path):
+    policy, trainer = made
+    checkpoints = Checkpoints(tmp_path)
+    at_once = checkpoints.save(1, policy, trainer.optimizer, {})
+    snapshot = checkpoints.snapshot(2, policy, trainer.optimizer, {}).copied()
+    trainer.step(policy.draw([1.0, 0.0, 0.0, 0.5]))
+    later = checkpoints.write(snapshot)
+    for name in ("masters.safetensors", "optimizer.safetensors"):
+        assert (at_once / name).read_bytes() == (later / name).read_bytes()
 
 
 def test_no_checkpoint_at_all(tmp_path):

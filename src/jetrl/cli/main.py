@@ -4,7 +4,7 @@ messages and exit codes.
 One file a command, imported only when that command is called; the heavy imports (torch,
 transformers) are inside its `run`. So `jetrl --help` answers at once.
 
-Exit codes: 0 done; 1 a run that stopped itself, or a check that failed; 2 bad input; 130 Ctrl-C.
+Exit codes are those of jetrl.errors.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import sys
 from collections.abc import Sequence
 
 from jetrl.cli.arguments import HelpFormatter
-from jetrl.errors import RunStopped, UserError
+from jetrl.errors import RunStopped, Terminated, UserError
 
 COMMANDS = {
     "train": "reinforcement learning from a recipe; without one, the demo",
@@ -51,10 +51,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except RunStopped as error:
         print(f"stopped: {error}", file=sys.stderr)
-        return 1
+        return error.exit_code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+    except Terminated:
+        print("terminated", file=sys.stderr)
+        return Terminated.exit_code
     except BrokenPipeError:  # the reader of our output went away: `jetrl runs list | head -1`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1

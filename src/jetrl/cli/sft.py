@@ -8,22 +8,29 @@ For example:
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
-from jetrl.cli.train import add_recipe_arguments, closing_lines, recipe_settings, settings_help
-from jetrl.errors import UserError
+from jetrl.cli.train import (
+    add_recipe_arguments,
+    add_resume_argument,
+    closing_lines,
+    recipe_settings,
+    say_how_to_go_on,
+    settings_help,
+)
+from jetrl.errors import Terminated, UserError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "jetrl sft [RECIPE] [KEY=VALUE ...] [--out DIR]"
+    parser.usage = "jetrl sft [RECIPE] [KEY=VALUE ...] [--out DIR] [--resume]"
     add_recipe_arguments(parser)
     parser.add_argument("--out", metavar="DIR", help="also write the model here")
+    add_resume_argument(parser)
     parser.epilog = settings_help()
 
 
 def run(args: argparse.Namespace) -> int:
-    settings = recipe_settings(args.words)
+    settings = recipe_settings(args.words, args.resume)
     if settings.sft.steps == 0:
         raise UserError("sft.steps = 0: say how many updates, as in sft.steps=100")
     if args.out is not None and Path(args.out).exists() and not _is_empty(Path(args.out)):
@@ -31,11 +38,9 @@ def run(args: argparse.Namespace) -> int:
     from jetrl import loop
 
     try:
-        result = loop.sft(settings, out=args.out)
-    except KeyboardInterrupt:
-        again = "it is not resumed: start again, under another run.name"
-        print(f"supervised training interrupted; {again}", file=sys.stderr)
-        return 130
+        result = loop.sft(settings, out=args.out, resume=args.resume)
+    except (KeyboardInterrupt, Terminated) as end:
+        return say_how_to_go_on(end, "sft", args, settings)
     print(closing_lines(result, settings))
     return 0
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jetrl.cli.arguments import table
-from jetrl.errors import UserError
+from jetrl.errors import Terminated, UserError
 
 if TYPE_CHECKING:
     from jetrl.config import Settings
@@ -35,11 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     parser.usage = "jetrl train [RECIPE] [KEY=VALUE ...] [--resume] [--dry-run]"
     add_recipe_arguments(parser)
-    parser.add_argument(
-        "--resume",
-        action="store_true",
-        help="go on from the last good checkpoint with the run's own settings, and overrides",
-    )
+    add_resume_argument(parser)
     parser.add_argument(
         "--dry-run",
         action="store_true",
@@ -56,6 +52,14 @@ def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="*",
         metavar="RECIPE | KEY=VALUE",
         help="a TOML file or a packaged recipe's name, then settings as section.key=value",
+    )
+
+
+def add_resume_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on from the last good checkpoint with the run's own settings, and overrides",
     )
 
 
@@ -107,15 +111,24 @@ def run(args: argparse.Namespace) -> int:
 
     try:
         result = loop.train(settings, resume=args.resume)
-    except KeyboardInterrupt:
-        again = shlex.join(["jetrl", "train", *args.words, "--resume"])
-        report = Path(settings.run.dir) / str(settings.run.name) / "report.html"
-        if report.is_file():
-            print(f"report  {report}", file=sys.stderr)
-        print(f"interrupted; to go on: {again}", file=sys.stderr)
-        return 130
+    except (KeyboardInterrupt, Terminated) as end:
+        return say_how_to_go_on(end, "train", args, settings)
     print(closing_lines(result, settings))
     return 0
+
+
+def say_how_to_go_on(
+    end: BaseException, command: str, args: argparse.Namespace, settings: Settings
+) -> int:
+    """After a signal: where the report is and the command that goes on. Returns the exit code."""
+    out = ["--out", args.out] if getattr(args, "out", None) else []
+    again = shlex.join(["jetrl", command, *args.words, *out, "--resume"])
+    report = Path(settings.run.dir) / str(settings.run.name) / "report.html"
+    if report.is_file():
+        print(f"report  {report}", file=sys.stderr)
+    what, code = ("terminated", 143) if isinstance(end, Terminated) else ("interrupted", 130)
+    print(f"{what}; to go on: {again}", file=sys.stderr)
+    return code
 
 
 def closing_lines(result: RunResult, settings: Settings) -> str:

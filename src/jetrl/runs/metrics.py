@@ -153,7 +153,11 @@ METRICS: tuple[Metric, ...] = (
     _timing("reward", "scoring completions", verl="timing_s/reward"),
     _timing("update", "forward, backward and optimizer", verl="timing_s/update_actor"),
     _timing("requantize", "making the FP8 working copy from the master weights"),
-    _timing("checkpoint", "writing a checkpoint", verl="timing_s/save_checkpoint"),
+    _timing(
+        "checkpoint",
+        "waiting for a checkpoint to be copied, and for the one before",
+        verl="timing_s/save_checkpoint",
+    ),
     _timing("eval", "held-out evaluation", verl="timing_s/testing"),
     _timing("step", "the whole step", verl="timing_s/step"),
     Metric(

@@ -22,9 +22,12 @@ class Display:
         self._elapsed_s = elapsed_s
         self._console: Console | None = None
 
-    def open_warm_up(self, steps: int) -> None:
+    def open_warm_up(self, steps: int, first_step: int) -> None:
+        """Opens the console of the warm-up: its updates, and those that were done before."""
         self.close()
-        self._console = Console(steps, title="sft", samples_every=0, lines_every=25)
+        self._console = Console(
+            steps, first_step=first_step, title="sft", samples_every=0, lines_every=25
+        )
 
     def close(self) -> None:
         """Takes the bar away; the next line opens the console of the steps."""

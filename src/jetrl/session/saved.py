@@ -2,17 +2,36 @@
 
 Whatever is not a function of (seed, step) and must outlive a crash is registered here by name: its
 `state()` goes into every checkpoint, and comes back through `load_state` when the run is resumed.
+Tensors go through `register_tensors` in the same way.
+
+A checkpoint is copied to CPU memory and written by another thread while training goes on; there is
+at most one on its way. A run that is cut before it is complete goes on from the one before, and
+writes the lines since then again with the same bits, so nothing waits for the disk.
+
+    checkpoints/step_000050     after 50 RL steps; step_000000 is the end of the warm-up
+    checkpoints/sft/step_000050 after 50 updates of the warm-up; removed when it has ended
 """
 
 from __future__ import annotations
 
+import logging
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
+
+from jetrl.config import Settings
+from jetrl.memory import available_bytes
+from jetrl.policy import Policy
 from jetrl.runs import RunDirectory
-from jetrl.training import Checkpoints, Trainer
+from jetrl.training import Checkpoints, Optimizer, SftTrainer, Trainer
+from jetrl.training.background import Background
+from jetrl.training.checkpoint import Snapshot
 from jetrl.types import StepStats
+
+logger = logging.getLogger(__name__)
 
 
 class Stateful(Protocol):
@@ -23,51 +42,131 @@ class Stateful(Protocol):
     def load_state(self, state: Any) -> None: ...
 
 
+class StatefulTensors(Protocol):
+    """A part of a run with tensors of its own: a critic, its optimizer."""
+
+    def state_tensors(self) -> Mapping[str, torch.Tensor]: ...
+
+    def load_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None: ...
+
+
 class Saved:
-    """What a run has saved.
+    """What a run has saved, and what it saves."""
 
-    Args:
-        run: its directory. keep_last: checkpoints kept. seed: noted in them.
-    """
-
-    def __init__(self, run: RunDirectory, keep_last: int, seed: int) -> None:
-        self._run, self._seed = run, seed
-        self._checkpoints = Checkpoints(run.checkpoints_dir, keep_last)
-        self._parts: dict[str, Stateful] = {}
+    def __init__(self, run: RunDirectory, settings: Settings) -> None:
+        self._run, self._settings = run, settings.checkpoint
+        self._seed = settings.run.seed
+        self._evaluates = settings.eval.every > 0
+        keep_last, keep_best = self._settings.keep_last, self._settings.keep_best
+        self._steps = Checkpoints(run.checkpoints_dir, keep_last, keep_best)
+        self._warm_up = Checkpoints(run.checkpoints_dir / "sft", keep_last)
+        self._background = Background()
+        self._states: dict[str, Stateful] = {}
+        self._tensors: dict[str, StatefulTensors] = {}
 
     def register(self, name: str, part: Stateful) -> None:
-        """Puts a part's state into every checkpoint, under a name of its own."""
-        assert name not in self._parts, name
-        self._parts[name] = part
+        """Puts a part's state into every checkpoint of a step, under a name of its own."""
+        assert name not in self._states, name
+        self._states[name] = part
+
+    def register_tensors(self, name: str, part: StatefulTensors) -> None:
+        """Puts a part's tensors into every checkpoint of a step, into NAME.safetensors."""
+        assert name not in self._tensors, name
+        self._tensors[name] = part
+
+    def is_due(self, step: int) -> bool:
+        """Whether a checkpoint is due after a step, or after an update of the warm-up."""
+        return bool(self._settings.every) and step % self._settings.every == 0
 
     def save(self, step: int, trainer: Trainer, metrics: Mapping[str, float]) -> None:
-        """The checkpoint after a step, with the metrics of that step's line, which is written
-        after it.
+        """The checkpoint after a step, with the metrics of that step's line. It may be complete
+        only later: `wait` says when.
 
         Raises:
-            RunStopped: it could not be written.
+            StorageError: it could not be written, or the one before could not.
         """
+        self._background.wait()  # before memory is taken for the next copy
         extra = {
             "metrics": dict(metrics),
             "seed": self._seed,
-            "states": {name: part.state() for name, part in self._parts.items()},
+            "states": {name: part.state() for name, part in self._states.items()},
         }
-        self._checkpoints.save(step, trainer.policy, trainer.optimizer, extra)
+        others = {name: part.state_tensors() for name, part in self._tensors.items()}
+        snapshot = self._steps.snapshot(
+            step, trainer.policy, trainer.optimizer, extra, self._score(metrics), others
+        )
+        self._write(self._steps, snapshot)
+
+    def save_warm_up(self, update: int, policy: Policy, optimizer: Optimizer) -> None:
+        """The checkpoint after an update of the warm-up.
+
+        Raises:
+            StorageError: as `save`.
+        """
+        self._background.wait()
+        snapshot = self._warm_up.snapshot(update, policy, optimizer, {"seed": self._seed})
+        self._write(self._warm_up, snapshot)
+
+    def _score(self, metrics: Mapping[str, float]) -> float | None:
+        """What keep_best goes by: the held-out mean reward (of several tasks, their mean) of a step
+        that measured one; the step's own reward in a run that never does."""
+        if not self._evaluates:
+            return metrics.get("reward/mean")
+        means = [metrics[n] for n in metrics if n.startswith("eval/") and n.endswith("/mean")]
+        return sum(means) / len(means) if means else None
+
+    def _write(self, checkpoints: Checkpoints, snapshot: Snapshot) -> None:
+        available = available_bytes()
+        fits = available is None or snapshot.num_bytes < 0.8 * available
+        if self._settings.background and not fits:
+            logger.warning(
+                "the checkpoint of step %d is written before training goes on: a copy of %.1f GiB "
+                "does not fit in the %.1f GiB of CPU memory that are free",
+                *(snapshot.step, snapshot.num_bytes / 2**30, (available or 0) / 2**30),
+            )
+        if self._settings.background and fits:
+            snapshot = snapshot.copied()
+            self._background.start(lambda: self._finish(checkpoints, snapshot), "checkpoint")
+        else:
+            self._finish(checkpoints, snapshot)
+
+    def _finish(self, checkpoints: Checkpoints, snapshot: Snapshot) -> None:
+        checkpoints.write(snapshot)
+        if checkpoints is self._steps:
+            shutil.rmtree(self._warm_up.directory, ignore_errors=True)
+
+    def check(self) -> None:
+        """Raises what went wrong with a checkpoint on its way, without waiting for it."""
+        self._background.check()
+
+    def wait(self) -> None:
+        """Returns when the checkpoint on its way is complete.
+
+        Raises:
+            StorageError: it could not be written.
+        """
+        self._background.wait()
 
     @property
     def last_step(self) -> int | None:
         """The step of the newest checkpoint, good or damaged; None if there is none."""
-        steps = self._checkpoints.steps()
+        steps = self._steps.steps()
         return steps[-1] if steps else None
 
     @property
     def last_path(self) -> Path | None:
         step = self.last_step
-        return None if step is None else self._checkpoints.path(step)
+        return None if step is None else self._steps.path(step)
+
+    @property
+    def in_warm_up(self) -> bool:
+        """Whether the run was cut in its warm-up, after a checkpoint."""
+        return self.last_step is None and bool(self._warm_up.steps())
 
     def begin_anew(self) -> list[str]:
         """Forgets a run that has no checkpoint. Returns notes."""
         self._run.truncate_after(-1, "sft")
+        shutil.rmtree(self._run.path / "reference", ignore_errors=True)
         return ["no checkpoint yet: the run begins anew"]
 
     def load(self, trainer: Trainer) -> tuple[int, list[str]]:
@@ -80,13 +179,27 @@ class Saved:
         Raises:
             UserError: every checkpoint is damaged, or it does not fit the settings.
         """
-        latest = self._checkpoints.latest()
-        loaded = self._checkpoints.load(latest.path, trainer.policy, trainer.optimizer)
-        for name, part in self._parts.items():
+        latest = self._steps.latest()
+        loaded = self._steps.load(latest.path, trainer.policy, trainer.optimizer)
+        for name, part in self._states.items():
             if name in loaded.extra["states"]:
                 part.load_state(loaded.extra["states"][name])
+        for name, owner in self._tensors.items():
+            if name in loaded.tensors:
+                owner.load_tensors(loaded.tensors[name])
         self._run.truncate_after(loaded.step)
         last = max((r["step"] for r in self._run.metrics("rl")), default=-1)
-        if last < loaded.step:  # the run was cut between the checkpoint and its line
-            self._run.write_step(StepStats(loaded.step, loaded.extra["metrics"]))
+        metrics = loaded.extra["metrics"]
+        if last < loaded.step and metrics:  # cut between the checkpoint and its line
+            self._run.write_step(StepStats(loaded.step, metrics))
         return loaded.step, [*latest.notes, f"resumed after step {loaded.step}"]
+
+    def load_warm_up(self, trainer: SftTrainer) -> tuple[int, list[str]]:
+        """Goes on in the warm-up, as `load`; 0 updates if it has no checkpoint."""
+        if not self.in_warm_up:
+            return 0, []
+        latest = self._warm_up.latest()
+        loaded = self._warm_up.load(latest.path, trainer.policy, trainer.optimizer)
+        self._run.truncate_after(loaded.step, "sft")
+        shutil.rmtree(self._run.path / "reference", ignore_errors=True)
+        return loaded.step, [*latest.notes, f"resumed after supervised update {loaded.step}"]

@@ -91,7 +91,7 @@ class Session:
         self.display = Display(settings.loop.steps, lambda: self.stops.elapsed_s)
         self.phases = Phases()
         self.phases.observers.append(self.display)
-        self.saved = Saved(self.run, settings.checkpoint.keep_last, settings.run.seed)
+        self.saved = Saved(self.run, settings)
         stack.enter_context(self.stops.signals(self.display.note))
         stack.callback(self.display.close)
         if self._resume:
@@ -99,12 +99,13 @@ class Session:
 
     def _go_on(self) -> None:
         """From the last good checkpoint, if the run has one."""
-        if self.saved.last_step is None:
-            notes = self.saved.begin_anew()
-        else:
+        notes: list[str] = []
+        if self.saved.last_step is not None:
             self._open_trainer()
             self._step, notes = self.saved.load(self.trainer)
             self.display.first_step = self._step
+        elif not (self.saved.in_warm_up and self.settings.sft.steps):
+            notes = self.saved.begin_anew()
         for note in (*self.run.notes, *notes):
             self.display.note(note)
 
@@ -123,11 +124,12 @@ class Session:
 
     def warm_up(self) -> None:
         """Supervised training on the task's worked answers, if the settings ask for it. A resumed
-        run has it behind it when there is a checkpoint: the first one is written here."""
+        run goes on in the middle of it, or has it behind it."""
         if self._trainer is not None:
             return
         if self.settings.sft.steps:
-            warm_up(self.parts, self.display, self.stops, lambda: self._held_out().mean)
+            held_out = lambda: self._held_out().mean  # noqa: E731
+            warm_up(self.parts, self.display, self.stops, self.saved, held_out)
         self._open_trainer()
 
     def evaluate_start(self) -> None:
@@ -219,14 +221,16 @@ class Session:
         return metrics | {"timing/eval_s": self.phases.timings["eval"]}
 
     def record(self, step: int, samples: Sequence[Sample], metrics: dict[str, float]) -> None:
-        """Write the step down: rollouts, checkpoint if due, metrics, console. In this order, so
-        that a checkpoint's step is always there when a run goes on from it."""
+        """Write the step down: rollouts, checkpoint if due, metrics, console.
+
+        Raises:
+            StorageError: one of them, or the checkpoint before, could not be written.
+        """
         self.run.write_rollouts(step, samples)
         self._step = step
         metrics = {**metrics, **self._measured(samples)}
-        settings = self.settings
-        due = bool(settings.checkpoint.every) and step % settings.checkpoint.every == 0
-        if due or step == settings.loop.steps or self.stops.reason:
+        self.saved.check()
+        if self.saved.is_due(step) or step == self.settings.loop.steps or self.stops.reason:
             self._save_checkpoint(step, metrics)
             metrics["timing/checkpoint_s"] = self.phases.timings["checkpoint"]
         metrics["timing/step_s"] = self.phases.step_s
@@ -239,9 +243,11 @@ class Session:
             KeyboardInterrupt: the run was asked to stop by Ctrl-C.
         """
         if self.stops.reason:
+            self.saved.wait()
             last = self.saved.last_step
             if last is None or last < self._step:
                 self._save_checkpoint(self._step, {})
+                self.saved.wait()
             self.display.note(f"stopped after step {self._step}: {self.stops.reason}")
             if self.stops.interrupted:
                 raise KeyboardInterrupt
@@ -250,6 +256,7 @@ class Session:
         self.parts.policy.save_pretrained(model, overwrite=True)
         if out is not None:
             self.parts.policy.save_pretrained(out)
+        self.saved.wait()
         self.display.close()
         return RunResult(
             run_path=self.run.path,

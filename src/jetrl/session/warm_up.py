@@ -5,45 +5,71 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from jetrl.config import Settings
 from jetrl.errors import UserError
 from jetrl.evaluate import EncodedPrompt
 from jetrl.models.chat import encode_text
 from jetrl.randomness import derive_seed, draw_indices
 from jetrl.session.display import Display
 from jetrl.session.opening import Parts
+from jetrl.session.saved import Saved
 from jetrl.session.stops import Stops
 from jetrl.training import SftTrainer
 from jetrl.types import StepStats
 
 
-def warm_up(parts: Parts, display: Display, stops: Stops, held_out: Callable[[], float]) -> None:
+def warm_up(
+    parts: Parts, display: Display, stops: Stops, saved: Saved, held_out: Callable[[], float]
+) -> None:
     """`sft.steps` updates, or fewer when `held_out`, the held-out mean reward, reaches `sft.until`.
+    A run that was cut in its warm-up goes on from its last checkpoint.
 
     Raises:
         UserError: the task has no worked answers.
-        KeyboardInterrupt: Ctrl-C; the update was finished.
+        KeyboardInterrupt: Ctrl-C; the update was finished, and its checkpoint is written.
     """
     settings = parts.settings
-    sft, steps = settings.sft, settings.sft.steps
-    display.open_warm_up(steps)
+    sft, last = settings.sft, settings.sft.steps
     trainer = SftTrainer(parts.policy, settings)
+    step, notes = saved.load_warm_up(trainer)
+    display.open_warm_up(last, step)
+    for note in notes:
+        display.note(note)
     seed = derive_seed(settings.run.seed, "sft")
-    for step in range(1, steps + 1):
-        chosen = draw_indices(len(parts.prompts), sft.examples_per_step, step, seed)
+
+    def examples(update: int) -> list[tuple[list[int], list[int]]]:
+        chosen = draw_indices(len(parts.prompts), sft.examples_per_step, update, seed)
+        return [_example(parts, parts.prompts[i]) for i in chosen]
+
+    for update in range(1, step + 1):
+        examples(update)  # a task may give another answer each time: it counts them from the start
+    while not _is_enough(settings, step, display, held_out) and step < last:
+        step += 1
         began = time.monotonic()
-        metrics = trainer.step([_example(parts, parts.prompts[i]) for i in chosen])
+        metrics = trainer.step(examples(step))
         metrics["timing/step_s"] = time.monotonic() - began
         stats = StepStats(step, metrics)
         parts.run.write_step(stats, "sft")
         display.step(stats)
+        if saved.is_due(step) or stops.interrupted:
+            saved.save_warm_up(step, parts.policy, trainer.optimizer)
         if stops.interrupted:
+            saved.wait()
             raise KeyboardInterrupt
-        if sft.until is not None and step % sft.check_every == 0:
-            reached = held_out()
-            display.note(f"held-out reward {reached:.3f} after {step} supervised updates")
-            if reached >= sft.until:
-                break
     display.close()
+
+
+def _is_enough(
+    settings: Settings, step: int, display: Display, held_out: Callable[[], float]
+) -> bool:
+    """Whether the held-out mean reward has reached `sft.until`. Looked at before an update, so that
+    a run resumed between an update and the look does not miss it."""
+    sft = settings.sft
+    if sft.until is None or step == 0 or step % sft.check_every:
+        return False
+    reached = held_out()
+    display.note(f"held-out reward {reached:.3f} after {step} supervised updates")
+    return reached >= sft.until
 
 
 def _example(parts: Parts, encoded: EncodedPrompt) -> tuple[list[int], list[int]]:

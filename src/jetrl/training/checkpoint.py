@@ -3,42 +3,75 @@
     checkpoints/step_000050/
         masters.safetensors     the float32 masters, by internal name
         optimizer.safetensors   AdamW's moments, by master
-        state.json              format, step, updates, plan, model, and what the loop added
+        NAME.safetensors        tensors of other parts of the run, if it has any
+        state.json              format, step, updates, plan, model, score, and what the loop added
         manifest.json           size and SHA-256 of each of the other files
 
 A checkpoint is written into a folder whose name starts with a dot, every file is flushed to the
 disk, and the folder is then renamed: under its real name it is complete or it does not exist. Older
 ones are removed after that, never before. Nothing is pickled, so a checkpoint cannot run code.
+
+`snapshot` and `write` are `save` in two parts: what `snapshot` copied can be written by another
+thread while training goes on.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import os
 import re
 import shutil
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
-from jetrl.errors import RunStopped, UserError
+from jetrl.errors import StorageError, UserError
+from jetrl.training.checkpoint_files import (
+    as_json,
+    differences,
+    fingerprint,
+    sync_directory,
+    tensor_differences,
+    write_tensors,
+    write_text,
+)
 from jetrl.training.optimizer import Optimizer
 
 if TYPE_CHECKING:
     from jetrl.policy import Policy
 
-FORMAT = 1
-_MASTERS, _OPTIMIZER = "masters.safetensors", "optimizer.safetensors"
+FORMAT = 2
+_MASTERS, _OPTIMIZER = "masters", "optimizer"
 _STATE, _MANIFEST = "state.json", "manifest.json"
-_FILES = (_MASTERS, _OPTIMIZER, _STATE)
 _NAME = re.compile(r"step_(\d{6,})")
 _WRITING, _REPLACED = ".writing-", ".replaced-"
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A checkpoint before it is written. state: of state.json. tensors: by file, then by name."""
+
+    step: int
+    state: str
+    tensors: Mapping[str, Mapping[str, torch.Tensor]]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(t.nbytes for tensors in self.tensors.values() for t in tensors.values())
+
+    def copied(self) -> Snapshot:
+        """The same in CPU memory of its own: training may go on while it is written."""
+        tensors = {
+            file: {name: t.to("cpu", copy=True) for name, t in named.items()}
+            for file, named in self.tensors.items()
+        }
+        return dataclasses.replace(self, tensors=tensors)
 
 
 class Latest(NamedTuple):
@@ -49,10 +82,12 @@ class Latest(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """step: the steps done. extra: what `save` was given, as JSON reads it back."""
+    """step: the steps done. extra: what `save` was given, as JSON reads it back. tensors: those of
+    other parts, by part."""
 
     step: int
     extra: dict[str, Any]
+    tensors: dict[str, dict[str, torch.Tensor]]
 
 
 class Checkpoints:
@@ -60,14 +95,15 @@ class Checkpoints:
 
     Args:
         directory: made by the first `save`.
-        keep_last: how many `save` leaves.
+        keep_last: how many of the newest `save` leaves.
+        keep_best: how many of those with the highest score it leaves as well.
     """
 
-    def __init__(self, directory: str | Path, keep_last: int = 2) -> None:
+    def __init__(self, directory: str | Path, keep_last: int = 2, keep_best: int = 0) -> None:
         if keep_last < 1:
             raise ValueError(f"keep_last must be at least 1, not {keep_last}")
         self.directory = Path(directory)
-        self.keep_last = keep_last
+        self.keep_last, self.keep_best = keep_last, keep_best
         self._verified: Path | None = (
             None  # by the last call of latest: load need not read it twice
         )
@@ -87,21 +123,34 @@ class Checkpoints:
         return self.directory / f"step_{step:06d}"
 
     def save(
-        self, step: int, policy: Policy, optimizer: Optimizer, extra: Mapping[str, Any]
+        self,
+        step: int,
+        policy: Policy,
+        optimizer: Optimizer,
+        extra: Mapping[str, Any],
+        score: float | None = None,
     ) -> Path:
-        """Writes the checkpoint of a step and then removes all but the `keep_last` newest up to it.
-        What an interrupted write left behind is removed first.
+        """Writes the checkpoint of a step: `write(snapshot(...))`."""
+        return self.write(self.snapshot(step, policy, optimizer, extra, score))
 
-        A checkpoint of the same step is replaced; later ones belong to a future that this run has
-        left (it resumed from an earlier one) and go too.
+    def snapshot(
+        self,
+        step: int,
+        policy: Policy,
+        optimizer: Optimizer,
+        extra: Mapping[str, Any],
+        score: float | None = None,
+        others: Mapping[str, Mapping[str, torch.Tensor]] | None = None,
+    ) -> Snapshot:
+        """What is to be written. The tensors are the live ones until it is `copied`.
 
         Args:
             step: steps done. extra: what else is needed to go on; JSON values (floats survive
-                exactly), under string keys.
+                exactly), under string keys. score: for keep_best; higher is better. others: tensors
+                of other parts of the run, by part (a file name) and name.
 
         Raises:
-            RunStopped: it could not be written (a full disk): the path and the free space are
-                named, what was written is removed and the older checkpoints are as they were.
+            TypeError: extra holds what JSON cannot say.
         """
         state = {
             "format": FORMAT,
@@ -109,31 +158,46 @@ class Checkpoints:
             "num_updates": optimizer.num_updates,
             "plan": policy.plan.to_dict(),
             "model": _model_dict(policy),
+            "score": score,
             "extra": dict(extra),
         }
-        text = json.dumps(state, indent=1)
         masters = {name: p.detach() for name, p in policy.named_masters().items()}
-        target = self.path(step)
+        assert not {_MASTERS, _OPTIMIZER} & set(others or {}), "names of the policy's own files"
+        tensors = {_MASTERS: masters, _OPTIMIZER: optimizer.state_tensors(), **(others or {})}
+        return Snapshot(step, json.dumps(state, indent=1), tensors)
+
+    def write(self, snapshot: Snapshot) -> Path:
+        """Writes a checkpoint and then removes all but the newest and best up to its step. What an
+        interrupted write left behind is removed first.
+
+        A checkpoint of the same step is replaced; later ones belong to a future that this run has
+        left (it resumed from an earlier one) and go too.
+
+        Raises:
+            StorageError: it could not be written (a full disk): the path and the free space are
+                named, what was written is removed and the older checkpoints are as they were.
+        """
+        target = self.path(snapshot.step)
         writing = self.directory / f"{_WRITING}{target.name}"
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             self._put_back()
             self._clean()
             writing.mkdir()
-            _write_tensors(writing / _MASTERS, masters)
-            _write_tensors(writing / _OPTIMIZER, optimizer.state_tensors())
-            _write_text(writing / _STATE, text)
-            manifest = {name: _fingerprint(writing / name) for name in _FILES}
-            _write_text(writing / _MANIFEST, json.dumps(manifest, indent=1))
-            _sync(writing)
+            for name, tensors in snapshot.tensors.items():
+                write_tensors(writing / f"{name}.safetensors", tensors)
+            write_text(writing / _STATE, snapshot.state)
+            manifest = {path.name: fingerprint(path) for path in sorted(writing.iterdir())}
+            write_text(writing / _MANIFEST, json.dumps(manifest, indent=1))
+            sync_directory(writing)
             self._put_in_place(writing, target)
         except (OSError, SafetensorError) as error:
             shutil.rmtree(writing, ignore_errors=True)
-            raise RunStopped(self._explain_failure(target, error)) from None
+            raise StorageError(self._explain_failure(target, error)) from None
         except BaseException:
             shutil.rmtree(writing, ignore_errors=True)
             raise
-        self._prune(step)
+        self._prune(snapshot.step)
         return target
 
     def latest(self) -> Latest:
@@ -141,6 +205,7 @@ class Checkpoints:
 
         Raises:
             UserError: there is none; says whether there were damaged ones and how each is damaged.
+                Or it is of another format: an older one is not taken in its place.
         """
         self._put_back()
         notes: list[str] = []
@@ -148,6 +213,7 @@ class Checkpoints:
             path = self.path(step)
             problem = self._problem(path)
             if problem is None:
+                self._state(path)
                 self._verified = path
                 return Latest(path, notes)
             notes.append(f"checkpoint {path} is damaged ({problem}) and was skipped")
@@ -170,57 +236,73 @@ class Checkpoints:
         if path != self._verified:
             self.check(path)
         self._verified = None
-        state = json.loads((path / _STATE).read_text(encoding="utf-8"))
-        differences = [
-            *_differences("precision plan", state["plan"], _as_json(policy.plan.to_dict())),
-            *_differences("model", state["model"], _model_dict(policy)),
+        state = self._state(path)
+        found = [
+            *differences("precision plan", state["plan"], as_json(policy.plan.to_dict())),
+            *differences("model", state["model"], _model_dict(policy)),
         ]
         masters = policy.named_masters()
-        tensors = load_file(path / _MASTERS)
-        differences += _tensor_differences(tensors, masters)
-        if differences:
+        files = {file.stem: file for file in path.glob("*.safetensors")}
+        tensors = load_file(files.pop(_MASTERS))
+        found += tensor_differences(tensors, masters)
+        if found:
             raise UserError(
-                f"checkpoint {path} does not fit this run: {'; '.join(differences)}. Resume with "
+                f"checkpoint {path} does not fit this run: {'; '.join(found)}. Resume with "
                 "the settings it was made with"
             )
-        optimizer.load_state(load_file(path / _OPTIMIZER), state["num_updates"])
+        optimizer.load_state(load_file(files.pop(_OPTIMIZER)), state["num_updates"])
         with torch.no_grad():
             for name, master in masters.items():
                 master.copy_(tensors[name])
         policy.requantize()
-        return Loaded(state["step"], state["extra"])
+        others = {name: load_file(file) for name, file in files.items()}
+        return Loaded(state["step"], state["extra"], others)
 
     @classmethod
     def check(cls, path: Path) -> None:
         """Reads a checkpoint's files and compares sizes and checksums.
 
         Raises:
-            UserError: it is damaged; the message says what is wrong.
+            UserError: it is damaged, or of another format; the message says what is wrong.
         """
         problem = cls._problem(path)
         if problem is not None:
             raise UserError(f"checkpoint {path} is damaged: {problem}; use another one")
+        cls._state(path)
 
     @staticmethod
     def _problem(path: Path) -> str | None:
-        """What is wrong with a checkpoint, None if nothing is."""
+        """How a checkpoint is damaged, None if it is not."""
         try:
             manifest = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
-            for name in _FILES:
+            for name in {f"{_MASTERS}.safetensors", f"{_OPTIMIZER}.safetensors", _STATE, *manifest}:
                 size = (path / name).stat().st_size
                 expected = manifest[name]
                 if size != expected["bytes"]:
                     return f"{name} has {size} bytes instead of {expected['bytes']}"
-                if _fingerprint(path / name) != expected:
+                if fingerprint(path / name) != expected:
                     return f"{name} does not match its checksum"
-            state = json.loads((path / _STATE).read_text(encoding="utf-8"))
-            if state["format"] != FORMAT:
-                return f"format {state['format']}, this version reads {FORMAT}"
         except OSError as error:
             return f"{Path(error.filename or path).name}: {error.strerror or error}"
         except (ValueError, KeyError, TypeError):
             return f"{_MANIFEST} is not a checkpoint's manifest"
         return None
+
+    @staticmethod
+    def _state(path: Path) -> dict[str, Any]:
+        """The contents of state.json of an undamaged checkpoint.
+
+        Raises:
+            UserError: another format.
+        """
+        state: dict[str, Any] = json.loads((path / _STATE).read_text(encoding="utf-8"))
+        if state["format"] != FORMAT:
+            raise UserError(
+                f"checkpoint {path} has format {state['format']}, and this version of jetrl reads "
+                f"format {FORMAT}: go on with the version that wrote it (log.txt of the run names "
+                "it), or start a new run from an exported model"
+            )
+        return state
 
     def _put_in_place(self, writing: Path, target: Path) -> None:
         replaced = self.directory / f"{_REPLACED}{target.name}"
@@ -232,7 +314,7 @@ class Checkpoints:
             if replaced.exists():
                 os.rename(replaced, target)
             raise
-        _sync(self.directory)
+        sync_directory(self.directory)
         shutil.rmtree(replaced, ignore_errors=True)
 
     def _put_back(self) -> None:
@@ -251,10 +333,22 @@ class Checkpoints:
 
     def _prune(self, saved: int) -> None:
         steps = self.steps()
-        kept = [step for step in steps if step <= saved][-self.keep_last :]
+        past = [step for step in steps if step <= saved]
+        scores = [(score, step) for step in past if (score := self._score(step)) is not None]
+        best = [step for _, step in sorted(scores, reverse=True)[: self.keep_best]]
         for step in steps:
-            if step not in kept:
+            if step not in past[-self.keep_last :] and step not in best:
                 shutil.rmtree(self.path(step), ignore_errors=True)
+
+    def _score(self, step: int) -> float | None:
+        """The score of a checkpoint; None if it has none, or is too damaged to say."""
+        if not self.keep_best:
+            return None
+        try:
+            state = json.loads((self.path(step) / _STATE).read_text(encoding="utf-8"))
+            return None if state["score"] is None else float(state["score"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
 
     def _explain_failure(self, target: Path, error: Exception) -> str:
         try:
@@ -270,60 +364,7 @@ class Checkpoints:
         )
 
 
-def _write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    save_file({name: t.cpu().contiguous() for name, t in tensors.items()}, path)
-    with open(path, "rb+") as file:
-        os.fsync(file.fileno())
-
-
-def _write_text(path: Path, text: str) -> None:
-    with open(path, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync(directory: Path) -> None:
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _fingerprint(path: Path) -> dict[str, Any]:
-    with open(path, "rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-        return {"bytes": file.tell(), "sha256": digest}
-
-
-def _as_json(value: Any) -> Any:
-    return json.loads(json.dumps(value))
-
-
 def _model_dict(policy: Policy) -> dict[str, Any]:
     config = dataclasses.asdict(policy.config)
     config.pop("raw", None)  # the source's config.json; what matters of it is in the other fields
-    return _as_json(config)
-
-
-def _differences(what: str, saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
-    return [
-        f"{what} {key} is {saved.get(key)!r} in the checkpoint and {current.get(key)!r} here"
-        for key in sorted({*saved, *current})
-        if saved.get(key) != current.get(key)
-    ]
-
-
-def _tensor_differences(
-    tensors: Mapping[str, torch.Tensor], masters: Mapping[str, torch.Tensor]
-) -> list[str]:
-    found = [f"the checkpoint lacks {name}" for name in masters if name not in tensors]
-    found += [f"this model has no {name}" for name in tensors if name not in masters]
-    found += [
-        f"{name} is {t.dtype} {tuple(t.shape)} there and {masters[name].dtype} "
-        f"{tuple(masters[name].shape)} here"
-        for name, t in tensors.items()
-        if name in masters and (t.shape != masters[name].shape or t.dtype != masters[name].dtype)
-    ]
-    return found
+    return as_json(config)

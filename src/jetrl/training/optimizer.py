@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from jetrl.config import TrainSettings
-from jetrl.errors import RunStopped, UserError
+from jetrl.errors import NonFiniteError, UserError
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -84,7 +84,7 @@ class Optimizer:
             The global gradient norm before the clip.
 
         Raises:
-            RunStopped: the norm is not finite; no master was changed.
+            NonFiniteError: the norm is not finite; no master was changed.
         """
         gradients = [p.grad for p in self.masters.values() if p.grad is not None]
         total_norm = torch.nn.utils.get_total_norm(gradients)
@@ -92,7 +92,7 @@ class Optimizer:
         if not math.isfinite(norm):
             message = self._explain_norm(norm)
             self.zero_grad()
-            raise RunStopped(message)
+            raise NonFiniteError(message)
         torch.nn.utils.clip_grads_with_norm_(
             list(self.masters.values()), self.settings.grad_clip, total_norm
         )

@@ -1,0 +1,34 @@
+"""One job at a time, and no error is lost."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from jetrl.training.background import Background
+
+
+def test_the_owner_goes_on_and_the_next_job_waits() -> None:
+    background, gate, done = Background(), threading.Event(), []
+    background.start(lambda: (gate.wait(10), done.append(1)), "first")
+    background.check()
+    assert done == []
+    gate.set()
+    background.start(lambda: done.append(2), "second")
+    background.wait()
+    assert done == [1, 2]
+
+
+@pytest.mark.parametrize("call", ["wait", "start", "check"])
+def test_an_error_surfaces_once(call: str) -> None:
+    def fail() -> None:
+        raise OSError("disk full")
+
+    background = Background()
+    background.start(fail, "fails")
+    assert background._thread is not None
+    background._thread.join()
+    with pytest.raises(OSError, match="disk full"):
+        background.start(lambda: None, "next") if call == "start" else getattr(background, call)()
+    background.wait()
