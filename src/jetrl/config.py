@@ -66,6 +66,7 @@ __all__ = [
 ]
 
 RECIPES = Path(__file__).parent / "recipes"
+_NO_TOML = (ValueError, RecursionError)  # also a number of 5,000 digits, or 1,000 brackets
 
 
 def load_config(recipe: str | Path | None = None, overrides: Sequence[str] = ()) -> Settings:
@@ -165,7 +166,7 @@ def _read_toml(path: Path, origins: _Origins) -> dict[str, Any]:
         raise UserError(f"recipe {path}: {error.strerror or error}") from None
     except UnicodeDecodeError as error:
         raise UserError(f"recipe {path}: not UTF-8 text ({error.reason})") from None
-    except tomllib.TOMLDecodeError as error:
+    except _NO_TOML as error:
         raise UserError(f"recipe {path}: not valid TOML: {error}") from None
     origins.recipe = path
     section = ""
@@ -226,7 +227,7 @@ def _parse_value(text: str, is_text: bool) -> Any:
         return None
     try:
         value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except _NO_TOML:
         return text
     return text if is_text and not isinstance(value, str) else value
 

@@ -159,8 +159,10 @@ def as_text(result: Evaluation, samples: int) -> str:
     ]
     if result.failures:
         rows.append(("not judged", f"{result.failures} (counted as 0)"))
+        from jetrl.runs.format import visible
+
         reason = next(sample.failure for sample in result.samples if sample.failure)
-        print(f"first failure: {reason}", file=sys.stderr)
+        print(f"first failure: {visible(reason, newlines=True)}", file=sys.stderr)
     return table(rows)
 
 

@@ -47,10 +47,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()  # here, where a closed pipe is caught, and not when Python ends
         return code
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {shown(error)}", file=sys.stderr)
         return 2
     except RunStopped as error:
-        print(f"stopped: {error}", file=sys.stderr)
+        print(f"stopped: {shown(error)}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -87,6 +87,13 @@ def run(command: str, arguments: Sequence[str]) -> int:
     parse = parser.parse_args if foreign else parser.parse_intermixed_args
     code: int = module.run(parse(list(arguments)))
     return code
+
+
+def shown(error: BaseException) -> str:
+    """Its message without control characters: it may quote a file, or what a model wrote."""
+    from jetrl.runs.format import visible
+
+    return visible(str(error), newlines=True)
 
 
 def usage() -> str:

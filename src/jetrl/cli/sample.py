@@ -97,7 +97,12 @@ def prompt_text(prompt: Prompt) -> str:
 def as_text(prompt: Prompt, completion: Completion) -> str:
     total = math.fsum(completion.logprobs)
     facts = f"{len(completion.token_ids)} tokens, {completion.finish_reason}, log-prob {total:.3f}"
-    return f"{prompt_text(prompt)}{completion.text}\n  [{facts}]"
+    from jetrl.runs.format import visible
+
+    said = f"{prompt_text(prompt)}{completion.text}"
+    if sys.stdout.isatty():  # a file gets the text as it is, a terminal no control characters
+        said = visible(said, newlines=True)
+    return f"{said}\n  [{facts}]"
 
 
 def as_json(prompt: Prompt, completion: Completion) -> str:

@@ -32,7 +32,10 @@ def tensor_files(directory: Path) -> dict[str, Path]:
     weight_map = read_object(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise UserError(f"{index}: no weight_map; download the file again")
-    files = {str(name): directory / str(file) for name, file in weight_map.items()}
+    for file in weight_map.values():
+        if not isinstance(file, str) or file in ("", ".", "..") or "/" in file or "\0" in file:
+            raise UserError(f"{index}: {str(file)[:80]!r} is not the name of a file beside it")
+    files = {str(name): directory / file for name, file in weight_map.items()}
     for file in sorted(set(files.values())):
         if not file.exists():
             raise UserError(f"{file}: missing, but {INDEX} names it; download it again")
@@ -92,7 +95,7 @@ def read_object(file: Path) -> dict[str, Any]:
         contents = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"{file}: no such file; {_CONTENTS}") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{file}: not readable as JSON: {error}") from None
     if not isinstance(contents, dict):
         raise UserError(f"{file}: a JSON object is expected")

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 from jetrl.errors import RunStopped, UserError
+from jetrl.runs.format import visible
 from jetrl.runs.jsonl import read_jsonl
 
 EndState = Literal["finished", "interrupted", "stopped", "failed"]
@@ -150,6 +151,13 @@ def is_locked(path: Path) -> bool:
         return not _try_lock(file)
 
 
+class _Visible(logging.Formatter):
+    """Log lines that can be shown in a terminal, whatever text of a model they quote."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return visible(super().format(record), newlines=True)
+
+
 @contextmanager
 def logging_to(path: Path, attempt: Attempt, notes: Sequence[str] = ()) -> Iterator[None]:
     """Sends Python logging (INFO and above), warnings and the loud libraries' messages to a file,
@@ -161,7 +169,7 @@ def logging_to(path: Path, attempt: Attempt, notes: Sequence[str] = ()) -> Itera
     with open(path, "a", encoding="utf-8", errors="backslashreplace") as file:
         file.write("\n".join([*header, *notes]) + "\n")
     handler = logging.FileHandler(path, encoding="utf-8", errors="backslashreplace")
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    handler.setFormatter(_Visible("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     root = logging.getLogger()
     previous_level = root.level
     root.addHandler(handler)

@@ -258,6 +258,11 @@ class RunDirectory:
             folder.mkdir(parents=True, exist_ok=True)
 
     def _check_use(self, resume: bool) -> None:
+        if self.path.is_symlink():
+            raise UserError(
+                f"run directory {self.path} is a link to {self.path.resolve()}: a run writes into "
+                "run.dir only; set run.dir to the other folder, or choose another run.name"
+            )
         used = self.path.is_dir() and any(self.path.iterdir())
         if used and not resume and not self._is_void():
             raise UserError(

@@ -39,7 +39,7 @@ def read_jsonl(path: Path) -> tuple[list[Record], str]:
             record = json.loads(line)
             if not isinstance(record, dict):
                 raise ValueError("not an object")
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             if number == len(lines):
                 return records, f"{path}: line {number} is incomplete and was dropped"
             raise UserError(

@@ -166,6 +166,8 @@ def _read_jsonl(file: Path) -> Iterator[tuple[Mapping[str, Any], str]]:
             row = json.loads(line)
         except json.JSONDecodeError as error:
             raise UserError(f"{where}: not JSON: {error.msg} (column {error.colno})") from None
+        except (ValueError, RecursionError) as error:  # a number of 5,000 digits, 1,000 brackets
+            raise UserError(f"{where}: not JSON that can be read: {error}") from None
         if not isinstance(row, dict):
             raise UserError(f"{where}: a JSON object is expected, not {line[:40]!r}")
         yield row, where

@@ -1,0 +1,58 @@
+"""Answers out of any text: no exception, bounded time, and the same answer each time."""
+
+import random
+import time
+
+import pytest
+
+from jetrl.tasks.answers import final_answer, find_number, same_value
+from jetrl.tasks.wire import Reply, WireError, parse_reply, parse_started, reply_line
+
+TEXTS = [
+    "So 48+24 = 72 clips.\n#### 72",
+    "The answer is \\boxed{\\frac{36}{2}} dollars",
+    "it costs $1,200.00, that is **-3/4** of -1,600",
+    "#### Step 2\nthen .5 * 4 = 2.0\n#### $ 2.0 %",
+]
+
+
+@pytest.mark.parametrize("text", TEXTS, ids=range(len(TEXTS)))
+def test_damaged_answers(mutate, text):
+    for seed in range(400):
+        damaged = mutate(text.encode(), seed).decode("utf-8", "surrogateescape")
+        for strict in (False, True):
+            answer = final_answer(damaged, strict=strict)
+            assert answer == final_answer(damaged, strict=strict)
+            assert answer is None or isinstance(answer.text, str)
+        find_number(damaged)
+
+
+@pytest.mark.parametrize(
+    "piece",
+    ["1", "1,", "1,000,", "$", "- ", "1/", "{", "\\boxed{", "#### ", "####", "\\text{", "="],
+)
+def test_long_texts_take_linear_time(piece):
+    """A regular expression that backtracks would take minutes for 200,000 characters."""
+    began = time.process_time()
+    final_answer(piece * (200_000 // len(piece)))
+    final_answer("\\boxed{" + piece * (200_000 // len(piece)))
+    assert time.process_time() - began < 2
+
+
+def test_comparisons_do_not_raise(mutate):
+    """What math-verify itself raises is the scorer's to catch; plain damage must not reach that."""
+    rng = random.Random(2)
+    for seed in range(60):
+        damaged = mutate(b"\\frac{36}{2}", seed).decode("utf-8", "replace")
+        assert same_value(rng.choice(["18", "1/2", "-3"]), damaged) in (True, False)
+
+
+def test_damaged_replies_of_a_worker(mutate):
+    line = reply_line(Reply(0.5, {"format": 1.0}, "", chunk="ab"))
+    for seed in range(2000):
+        for parse in (parse_reply, parse_started):
+            try:
+                found = parse(mutate(line, seed))
+            except WireError:
+                continue
+            assert isinstance(found, Reply | str)

@@ -1,0 +1,49 @@
+"""Data sets and run files in JSON lines: damage is a UserError with its place, never a crash."""
+
+import json
+
+import pytest
+
+from jetrl.runs.jsonl import read_jsonl
+from jetrl.tasks import get_task
+from jetrl.types import Prompt
+
+ROWS = [
+    {
+        "question": "Nat\u00e1lia has 48 clips and half as many. How many?",
+        "answer": "48+24 #### 72",
+    },
+    {"question": "1 + 1?", "answer": "2 is it\n#### 2"},
+    {"question": 'Price of "two" at $1,200?', "answer": "<<2*1200=2400>>\n#### 2,400"},
+]
+TEXT = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ROWS).encode()
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_damaged_data_sets(mutate, attempt, part, tmp_path):
+    file = tmp_path / "data.jsonl"
+    task = None
+    read = 0
+    for seed in range(300 * part, 300 * (part + 1)):
+        file.write_bytes(mutate(TEXT, seed))
+        task = task or get_task("gsm8k", path=str(file))
+        prompts, problem = attempt(lambda: list(task.prompts("train")))  # noqa: B023
+        if problem:
+            assert str(file) in problem, seed
+            continue
+        read += 1
+        assert all(isinstance(prompt, Prompt) and prompt.answer for prompt in prompts)
+        assert all(isinstance(task.demonstration(prompt), str) for prompt in prompts)
+    assert 0 < read < 300
+
+
+def test_damaged_run_files(mutate, attempt, tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    text = b"".join(b'{"step": %d, "reward/mean": 0.5}\n' % step for step in range(5))
+    for seed in range(400):
+        file.write_bytes(mutate(text, seed))
+        found, problem = attempt(read_jsonl, file)
+        if problem:
+            assert f"{file}, line " in problem, seed
+            continue
+        assert all(isinstance(record, dict) for record in found[0])

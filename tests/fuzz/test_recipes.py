@@ -1,0 +1,111 @@
+"""Recipes and overrides: anything that is not settings is a UserError, and what is comes back from
+TOML as it was."""
+
+import random
+from pathlib import Path
+
+import pytest
+
+from jetrl.config import RECIPES, describe, load_config, to_toml
+from jetrl.errors import UserError
+from jetrl.runs import RunDirectory
+
+RECIPE = b"""
+[run]
+name = "fuzz"
+seed = 3
+[model.config]
+vocab_size = 32
+architectures = ["Qwen3ForCausalLM"]
+[rollout]
+stop = ["a", "b"]
+temperature = 0.7
+[train]
+lr = 1e-3
+betas = [0.9, 0.95]
+[task.options]
+digits = 2
+"""
+VALUES = [
+    *("", "none", "true", "-1", "1e400", "nan", "inf", "9" * 5000, "[" * 2000, "{a=1}", "'''"),
+    *('"\\u0000"', "1979-05-27", "[1, 'a', none]", "\x1b[2J", "\udc80", "../x", "0x7fffffffffffff"),
+    *("[[[]]]", "{}", "'a'='b'", "1_000", "[none]", "0.5", "3", "abc", "=", "a.b"),
+]
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_damaged_recipes(mutate, attempt, part, tmp_path):
+    file = tmp_path / "fuzz.toml"
+    good = 0
+    for seed in range(150 * part, 150 * (part + 1)):
+        file.write_bytes(mutate(RECIPE, seed))
+        settings, problem = attempt(load_config, file)
+        if problem:
+            assert str(file) in problem, seed
+            continue
+        good += 1
+        round_trip(settings, file)
+    assert good < 150  # otherwise nothing was damaged
+
+
+def round_trip(settings, file):
+    file.write_text(to_toml(settings), encoding="utf-8")
+    assert load_config(file) == settings
+
+
+def test_random_overrides(attempt, tmp_path):
+    rng = random.Random(5)
+    keys = [key for key, *_ in describe()]
+    accepted = 0
+    for _ in range(1500):
+        key = rng.choice(keys)
+        if rng.random() < 0.2:
+            key = rng.choice([f"{key}.x", key.partition(".")[2], f".{key}", key.upper(), key[:-1]])
+        settings, problem = attempt(load_config, "demo", [f"{key}={rng.choice(VALUES)}"])
+        if problem:
+            continue
+        accepted += 1
+        round_trip(settings, tmp_path / "demo.toml")
+    assert 50 < accepted < 1400
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in RECIPES.glob("*.toml")))
+def test_packaged_recipes_come_back_from_toml(name, tmp_path):
+    round_trip(load_config(RECIPES / name), tmp_path / name)
+
+
+NAMES = [
+    "../x",
+    "/tmp/x",
+    "a/b",
+    "..",
+    ".",
+    "a\\b",
+    "a/../../b",
+    " a",
+    "a\n",
+    "a\0b",
+    "\x1b[2J",
+    "",
+]
+
+
+@pytest.mark.parametrize("name", [*NAMES, "x" * 200])
+def test_a_run_name_is_one_folder(name, tmp_path):
+    """Whether it comes from a recipe or from Python, which may leave the settings' check out."""
+    settings = load_config("demo", [f"run.dir={tmp_path}/runs"])
+    run = settings.run.model_copy(update={"name": name})
+    with pytest.raises(UserError, match=r"run\.name"):
+        RunDirectory.create(settings.model_copy(update={"run": run}), {})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_directory_that_is_a_link_is_refused(tmp_path):
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "linked").symlink_to(outside)
+    settings = load_config("demo", [f"run.dir={tmp_path}/runs", "run.name=linked"])
+    with pytest.raises(UserError, match="is a link to"):
+        RunDirectory.create(settings, {})
+    assert list(Path(outside).iterdir()) == []

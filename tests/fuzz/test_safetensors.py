@@ -1,0 +1,152 @@
+"""Model directories with damaged safetensors files: a UserError that names the file, never a crash,
+and never tensors of another shape than the model's."""
+
+import json
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from jetrl.errors import UserError
+from jetrl.models import hf
+from jetrl.models.families import ModelConfig, parameter_shapes
+from jetrl.models.tiny import random_weights
+
+CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 16,
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 16,
+    "tie_word_embeddings": True,
+}
+MODEL = ModelConfig.from_hf(CONFIG)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("model") / "tiny"
+    hf.save_model(folder, MODEL, random_weights(MODEL, 0, "cpu"), "float32")
+    return folder
+
+
+@pytest.fixture
+def file(directory):
+    path = directory / "model.safetensors"
+    whole = path.read_bytes()
+    yield path
+    path.write_bytes(whole)
+
+
+def load(directory):
+    weights = hf.load_weights(directory, MODEL)
+    assert {name: tuple(w.shape) for name, w in weights.items()} == parameter_shapes(MODEL)
+    for weight in weights.values():
+        weight.double().sum()  # every byte of it can be read
+
+
+def split(whole):
+    length = struct.unpack("<Q", whole[:8])[0]
+    return json.loads(whole[8 : 8 + length]), whole[8 + length :]
+
+
+def joined(header, data, length=None):
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(text) if length is None else length) + text + data
+
+
+def first_tensor(header):
+    return next(entry for name, entry in header.items() if name != "__metadata__")
+
+
+@pytest.mark.parametrize("length", [0, 1, 7, 2**31, 2**63, 2**64 - 1])
+def test_a_header_length_that_is_not_there(directory, file, length):
+    header, data = split(file.read_bytes())
+    file.write_bytes(joined(header, data, length))
+    with pytest.raises(UserError, match=r"model\.safetensors: truncated or not a safetensors"):
+        load(directory)
+
+
+@pytest.mark.parametrize("keep", [0, 4, 8, 60, -1, -1000])
+def test_truncated_files(directory, file, keep):
+    file.write_bytes(file.read_bytes()[:keep])
+    with pytest.raises(UserError, match=r"model\.safetensors: truncated"):
+        load(directory)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda t: t.update(data_offsets=[0, 2**40]),
+        lambda t: t.update(data_offsets=[8, 0]),
+        lambda t: t.update(data_offsets=[-4, 28]),
+        lambda t: t.update(data_offsets=[t["data_offsets"][0] + 4, t["data_offsets"][1] + 4]),
+        lambda t: t.update(data_offsets=[0]),
+        lambda t: t.update(dtype="F99"),
+        lambda t: t.update(dtype="I32"),
+        lambda t: t.update(dtype="F16"),
+        lambda t: t.update(shape=[2**62, 2**62]),
+        lambda t: t.update(shape=[*t["shape"], 1]),
+        lambda t: t.update(shape=[]),
+        lambda t: t.update(shape="all"),
+        lambda t: t.pop("dtype"),
+    ],
+    ids=range(13),
+)
+def test_entries_that_lie(directory, file, change):
+    header, data = split(file.read_bytes())
+    change(first_tensor(header))
+    file.write_bytes(joined(header, data))
+    with pytest.raises(UserError, match=r"model\.safetensors"):
+        load(directory)
+
+
+def test_overlapping_tensors(directory, file):
+    header, data = split(file.read_bytes())
+    entries = [entry for name, entry in header.items() if name != "__metadata__"]
+    same = [e for e in entries if e["shape"] == entries[-1]["shape"]]
+    same[0]["data_offsets"] = entries[-1]["data_offsets"] if same[0] is not entries[-1] else [0, 4]
+    file.write_bytes(joined(header, data))
+    with pytest.raises(UserError, match=r"model\.safetensors"):
+        load(directory)
+
+
+@pytest.mark.parametrize("part", range(3))
+def test_random_damage(mutate, attempt, directory, file, part):
+    """Of the header mostly: the data are numbers, any of which may be right."""
+    whole = file.read_bytes()
+    end = 8 + struct.unpack("<Q", whole[:8])[0]
+    refused = 0
+    for seed in range(150 * part, 150 * (part + 1)):
+        file.write_bytes(mutate(whole[:end], seed) + whole[end:])
+        _, problem = attempt(load, directory)
+        refused += bool(problem)
+        assert str(directory) in problem or not problem, seed
+    assert refused > 100
+
+
+@pytest.mark.parametrize(
+    "name", ["../secret.safetensors", "/etc/passwd", "a/b.safetensors", "..", ""]
+)
+def test_an_index_stays_in_its_directory(tmp_path, name):
+    save_file({"x": torch.zeros(1)}, tmp_path / "secret.safetensors")
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": name}}))
+    with pytest.raises(UserError, match=r"index\.json: .* is not the name of a file beside it"):
+        hf.load_weights(folder, MODEL)
+
+
+def test_damaged_config_json(mutate, attempt, tmp_path):
+    text = json.dumps(CONFIG).encode()
+    for seed in range(300):
+        (tmp_path / "config.json").write_bytes(mutate(text, seed))
+        attempt(lambda: ModelConfig.from_hf(hf.read_config(tmp_path)))

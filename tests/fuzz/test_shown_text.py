@@ -1,0 +1,149 @@
+"""What a model wrote, shown: on a page it is text and never markup, in a terminal it is never a
+control sequence; and decoded piece by piece it is what it is decoded at once."""
+
+import io
+import random
+import re
+import unicodedata
+from html.parser import HTMLParser
+
+import pytest
+
+from jetrl.rollout.stopping import StopRules
+from jetrl.runs.console import Console
+from jetrl.runs.format import visible
+from jetrl.runs.report_page import folded, page, section, table, text
+from jetrl.types import Completion, Prompt, Sample, Score, StepStats
+
+ALPHABET = (
+    "<>&\"'`=/-!?[]{}\\ \n\t\r\0\x07\x08\x1b\x7f\x9b\u00ad\u200b\u200f\u2028\u202e\u2066"
+    "\ufeff\ud800"
+    "\ue000\U000e0001abz019é漢😀"
+)
+PIECES = ["<script>", "</pre>", "<!--", "-->", "]]>", "&lt;", "&#60;", "javascript:", "\x1b[2J"]
+PIECES += [
+    "\x1b]0;t\x07",
+    "</style>",
+    '" onload="x',
+    "<svg onload=x>",
+    "&NotExists;",
+    "\x1b]8;;u\x07",
+]
+
+
+def texts(seed, count):
+    rng = random.Random(seed)
+    for _ in range(count):
+        yield "".join(
+            rng.choice(PIECES) if rng.random() < 0.2 else rng.choice(ALPHABET)
+            for _ in range(rng.randint(0, 40))
+        )
+
+
+class Reader(HTMLParser):
+    def __init__(self, source):
+        super().__init__(convert_charrefs=True)
+        self.tags, self.data, self.attributes = [], "", []
+        self.feed(source)
+        self.close()
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += attrs
+
+    def handle_data(self, data):
+        self.data += data
+
+    def handle_comment(self, data):
+        raise AssertionError(f"a comment: {data!r}")
+
+
+def test_text_of_a_page_is_text():
+    for source in texts(1, 1500):
+        read = Reader(f"<pre>{text(source)}</pre>")
+        assert read.tags == ["pre"]
+        assert read.data == visible(source, newlines=True)
+        quoted = Reader(f'<a title="{text(source)}">')
+        assert quoted.tags == ["a"]
+        assert len(quoted.attributes) == 1
+
+
+def test_pieces_of_a_page_hold_any_text():
+    sources = list(texts(2, 200))
+    expected = Reader(page("x", [section("x", table([("x", "x")], ("x", "x"))), folded("x", "x")]))
+    for a, b, c in zip(sources, sources[1:], sources[2:], strict=False):
+        body = [section(a, table([(a, b)], (b, c))), folded(c, a)]
+        read = Reader(page(b, body))
+        assert read.tags == expected.tags
+        page(b, body).encode("utf-8")
+
+
+def control_characters(shown):
+    return [c for c in shown if unicodedata.category(c) in ("Cc", "Cf", "Cs") and c != "\n"]
+
+
+def test_text_of_a_terminal_is_text():
+    for source in texts(3, 1500):
+        assert not control_characters(visible(source, newlines=True))
+        assert "\n" not in visible(source)
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_the_console_shows_any_completion(encoding):
+    raw = io.BytesIO()
+    console = Console(10, file=io.TextIOWrapper(raw, encoding=encoding, write_through=True))
+    for number, source in enumerate(texts(4, 100), start=1):
+        sample = Sample(
+            Prompt(id="p", text=source),
+            0,
+            (1,),
+            Completion((1,), (-1.0,), "stop", source),
+            Score(0),
+        )
+        console.samples(number, [sample])
+        console.note(source)
+        console.step(StepStats(number, {"reward/mean": 0.5, "eval/arithmetic/mean": 1.0}))
+    console.close()
+    assert not control_characters(raw.getvalue().decode(encoding))
+
+
+def bytes_decoder(tokens):
+    """A tokenizer of bytes, with invalid ones shown as the replacement character."""
+    return bytes(tokens).decode("utf-8", "replace")
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_stop_strings_cut_where_the_whole_text_says(seed):
+    """Token by token against the specification: the text before the first stop string, as soon as
+    it is complete in the text decoded at once."""
+    rng = random.Random(seed)
+    alphabet = ["a", "b", "\n", "é", "漢", "😀", "END", "</s>", " "]
+    stops = ("END", "\n\n", "漢é", "ab")
+    for number in range(200):
+        said = "".join(rng.choice(alphabet) for _ in range(rng.randint(1, 30))).encode()
+        if rng.random() < 0.3:  # bytes that are no text
+            said = bytes(rng.choice(said + b"\xff\xc3\xf0") for _ in said)
+        watch = StopRules(max_tokens=1000, strings=stops, decode=bytes_decoder).text_watch()
+        tokens, cut = [], None
+        for byte in said:
+            tokens.append(byte)
+            cut = watch.update(tokens)
+            if cut is not None:
+                break
+        shown = bytes_decoder(tokens)
+        found = min((at for at in map(shown.find, stops) if at >= 0), default=None)
+        assert (cut is None) == (found is None), (seed, number, said)
+        if found is not None:
+            assert cut == shown[:found], (seed, number, said)
+
+
+def test_any_reply_text_is_cut_at_its_first_stop_string():
+    for source in texts(5, 300):
+        whole = source.encode("utf-8", "replace")
+        watch = StopRules(max_tokens=9999, strings=("<", "\x1b"), decode=bytes_decoder).text_watch()
+        cut = None
+        for end in range(1, len(whole) + 1):
+            cut = watch.update(list(whole[:end]))
+            if cut is not None:
+                break
+        assert (cut is None) == (re.search("[<\x1b]", source) is None)

@@ -1,0 +1,76 @@
+"""What is read from disk runs no code, and what a model wrote reaches no interpreter: calls that
+could do it, by name, with file and line."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[2] / "src" / "jetrl"
+FILES = sorted(SOURCE.rglob("*.py"))
+
+# The one place that unpickles: a scoring worker, what the scorer that started it sent.
+MAY_UNPICKLE = {"tasks/wire.py": {"pickle.loads"}, "tasks/worker.py": {"pickle.loads"}}
+# torch.load and its kind unpickle; safetensors and JSON are what is read instead.
+FORBIDDEN_CALLS = {
+    *("pickle.load", "pickle.loads", "pickle.Unpickler", "torch.load", "torch.hub.load"),
+    *("marshal.load", "marshal.loads", "shelve.open", "dill.load", "dill.loads", "joblib.load"),
+    *("cloudpickle.load", "cloudpickle.loads", "pandas.read_pickle", "pd.read_pickle"),
+    *("yaml.load", "yaml.unsafe_load", "eval", "exec", "compile", "os.system", "os.popen"),
+    *("numpy.load", "np.load"),  # without allow_pickle it is safe; nothing here needs it
+}
+FORBIDDEN_METHODS = {"recv"}  # of a multiprocessing connection; a socket's takes a size
+
+
+def offences(tree: ast.AST, allowed: frozenset[str] = frozenset()) -> Iterator[tuple[int, str]]:
+    """(line, what) of each call that must not be there."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call):
+            continue
+        name = ast.unparse(node.func)
+        if name in FORBIDDEN_CALLS and name not in allowed:
+            yield node.lineno, name
+        if name.rpartition(".")[2] in FORBIDDEN_METHODS and "." in name and not node.args:
+            yield node.lineno, name
+        for keyword in node.keywords:
+            value = ast.unparse(keyword.value)
+            if keyword.arg == "trust_remote_code" and value != "False":
+                yield node.lineno, f"trust_remote_code={value}"
+            if keyword.arg == "shell" and value != "False":
+                yield node.lineno, f"shell={value}"
+            if keyword.arg in ("allow_pickle", "weights_only"):
+                yield node.lineno, keyword.arg
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
+def test_nothing_read_runs_code(path: Path) -> None:
+    name = str(path.relative_to(SOURCE))
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    found = offences(tree, frozenset(MAY_UNPICKLE.get(name, ())))
+    assert [f"{name}:{line}: {what}" for line, what in found] == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "state = torch.load(path)",
+        "pickle.load(file)",
+        "x = pickle.loads(data)",
+        "message = connection.recv()",
+        "AutoTokenizer.from_pretrained(path, trust_remote_code=True)",
+        "AutoTokenizer.from_pretrained(path, trust_remote_code=settings.trust)",
+        "np.load(path)",
+        "np.lib.load(path, allow_pickle=True)",
+        "eval(answer)",
+        "subprocess.run(command, shell=True)",
+    ],
+)
+def test_the_check_sees_it(text: str) -> None:
+    assert len(list(offences(ast.parse(text)))) == 1
+
+
+def test_a_sockets_recv_is_not_a_connections() -> None:
+    assert list(offences(ast.parse("data = socket.recv(65536)"))) == []
