@@ -21,9 +21,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ValidationError
 
+from jetrl.algorithm_settings import AlgorithmSettings
 from jetrl.errors import UserError
+from jetrl.section import Section
 from jetrl.settings import (
-    AlgorithmSettings,
     CheckpointSettings,
     EvalSettings,
     LoopSettings,
@@ -33,7 +34,6 @@ from jetrl.settings import (
     ReportSettings,
     RolloutSettings,
     RunSettings,
-    Section,
     Settings,
     SftSettings,
     TaskSettings,

@@ -10,38 +10,25 @@ words: the message names the keys and says which one to change.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
+
+from jetrl.algorithm_settings import AlgorithmSettings
+from jetrl.section import (
+    Beta,
+    Mass,
+    NonNegative,
+    NonNegativeFloat,
+    Positive,
+    PositiveFloat,
+    Section,
+    Share,
+    without_none,
+)
 
 Preset = Literal["fp32", "bf16", "mixed", "jet", "unified"]
 Schedule = Literal["constant", "linear", "cosine"]
-Positive = Annotated[int, Field(ge=1)]
-NonNegative = Annotated[int, Field(ge=0)]
-PositiveFloat = Annotated[float, Field(gt=0)]
-NonNegativeFloat = Annotated[float, Field(ge=0)]
-Share = Annotated[float, Field(ge=0.0, le=1.0)]
-Mass = Annotated[float, Field(gt=0.0, le=1.0)]
-Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
-
-
-class Section(BaseModel):
-    """A section of the settings: immutable, and strict about its names."""
-
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=()
-    )
-
-
-def _without_none(value: Any) -> Any:
-    """A table without its unset keys, at any depth: TOML has no null, so unset is left out."""
-    if isinstance(value, dict):
-        return {str(key): _without_none(item) for key, item in value.items() if item is not None}
-    if isinstance(value, list | tuple):
-        if any(item is None for item in value):
-            raise ValueError("a list must not hold null")
-        return [_without_none(item) for item in value]
-    return value
 
 
 class RunSettings(Section):
@@ -73,7 +60,7 @@ class ModelSettings(Section):
         description="tokenizer directory, where it is not model.path; 'characters': one token each",
     )
 
-    _config = field_validator("config", mode="before")(_without_none)
+    _config = field_validator("config", mode="before")(without_none)
 
     @model_validator(mode="after")
     def one_source(self) -> ModelSettings:
@@ -117,7 +104,7 @@ class TaskSettings(Section):
         1024, description="MiB a score may take beyond what its task's imports hold; 0: no limit"
     )
 
-    _options = field_validator("options", mode="before")(_without_none)
+    _options = field_validator("options", mode="before")(without_none)
 
 
 class RolloutSettings(Section):
@@ -134,18 +121,6 @@ class RolloutSettings(Section):
     page_size: Positive = Field(64, description="tokens a KV page")
     num_pages: Positive | None = Field(None, description="KV pages; unset: what the batch can use")
     max_prefill_tokens: Positive = Field(8192, description="prompt tokens a forward at most")
-
-
-class AlgorithmSettings(Section):
-    name: Literal["grpo"] = Field("grpo", description="the policy-gradient algorithm")
-    clip: Annotated[float, Field(gt=0, lt=1)] = Field(
-        0.2, description="ratio clipped to 1 - clip, 1 + clip"
-    )
-    clip_high: PositiveFloat | None = Field(
-        None, description="upper clip where it differs from the lower; unset: clip"
-    )
-    normalize_std: bool = Field(True, description="divide a group's advantages by its std")
-    kl: NonNegativeFloat = Field(0.0, description="weight of the KL to a frozen reference; 0: none")
 
 
 class TrainSettings(Section):
@@ -257,10 +232,10 @@ class Settings(Section):
                 f"rollout.prompts_per_step = {rollout.prompts_per_step}: an update takes whole "
                 "groups"
             )
-        if self.rollout.samples_per_prompt == 1:
+        if rollout.samples_per_prompt == 1 and self.algorithm.record.compares_group:
             yield (
-                "rollout.samples_per_prompt = 1: grpo compares the completions of one prompt with "
-                "each other, so every advantage would be 0; take at least 2"
+                f"rollout.samples_per_prompt = 1: {self.algorithm.name} compares the completions "
+                "of one prompt with each other, so every advantage would be 0; take at least 2"
             )
         if self.rollout.temperature == 0:
             yield (

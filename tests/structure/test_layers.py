@@ -20,7 +20,7 @@ import pytest
 SOURCE = Path(__file__).parents[2] / "src" / "jetrl"
 FILES = sorted(SOURCE.rglob("*.py"))
 
-BASE = {"types", "config", "errors"}
+BASE = {"types", "config", "errors", "algorithms", "algorithm_settings"}
 BELOW_POLICY = {"models", "kernels", "precision"}
 PARTS = {"rollout", "training", "tasks", "runs"}
 EVERYTHING = (
@@ -43,8 +43,11 @@ EVERYTHING = (
 ALLOWED: dict[str, set[str]] = {
     "types": set(),
     "errors": set(),
-    "settings": set(),
-    "config": {"errors", "settings"},
+    "algorithms": set(),
+    "section": set(),
+    "algorithm_settings": {"algorithms", "section"},
+    "settings": {"algorithm_settings", "section"},
+    "config": {"algorithm_settings", "errors", "section", "settings"},
     "settings_document": {"config", "errors", "settings"},
     "precision": BASE,
     "kernels": BASE | {"precision"},

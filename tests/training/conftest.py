@@ -89,6 +89,17 @@ class Bigram:
         entropy = -(logprobs.exp() * logprobs).sum(-1).detach()
         return logprobs.gather(1, token_ids[targets, None]).squeeze(1), entropy
 
+    def logprob_of(self, sample: Sample) -> float:
+        """The sum of the log-probs of a sample's completion, as this policy sees it now."""
+        tokens = torch.tensor([*sample.prompt_token_ids, *sample.completion.token_ids])
+        start, end = len(sample.prompt_token_ids), len(tokens)
+        with torch.no_grad():
+            logprobs, _ = self.train_logprobs(
+                tokens, torch.tensor([0, end]), torch.arange(start, end)
+            )
+        self.calls.clear()
+        return float(logprobs.double().sum())
+
     def draw(self, rewards: Sequence[float], groups: int = 2, temperature: float = 1.0) -> list:
         """One sample a reward, in groups of neighbours, with this policy's own log-probs."""
         rng = np.random.default_rng(7)

@@ -9,7 +9,13 @@ import numpy as np
 import pytest
 
 from jetrl.errors import UserError
-from jetrl.training.advantages import STD_EPS, group_advantages
+from jetrl.training.advantages import (
+    ESTIMATORS,
+    STD_EPS,
+    StepRewards,
+    group_advantages,
+    overlong_penalties,
+)
 
 
 def test_without_std_is_reward_minus_group_mean():
@@ -58,3 +64,93 @@ def test_imports_without_torch():
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# Four sequences of 3, 2, 1 and 3 tokens. VERL: verl 0.9.1, verl/trainer/ppo/core_algos.py, called
+# on them (padded to 3 tokens there) and its results typed in.
+REWARDS, GROUPS, LENGTHS = [1.0, 0.0, 0.5, 2.0], [0, 0, 1, 1], [3, 2, 1, 3]
+VALUES = [[0.5, 0.25, 0.75], [0.1, 0.2], [0.3], [1.0, 0.5, 1.5]]
+DIGITS = 1.5e-7  # half a digit of theirs, and a float32 rounding near 2
+
+
+def step(penalties=None, values=None):
+    zeros = [np.zeros(n) for n in LENGTHS]
+    return StepRewards(np.array(REWARDS), np.array(GROUPS), penalties or zeros, values)
+
+
+def same_everywhere(*values):
+    return [[value] * n for value, n in zip(values, LENGTHS, strict=True)]
+
+
+def close(got, expected, tolerance=DIGITS):
+    assert [len(part) for part in got] == LENGTHS
+    assert all(part.dtype == np.float32 for part in got)
+    np.testing.assert_allclose(
+        np.concatenate(got), np.concatenate(expected), atol=tolerance, rtol=0
+    )
+
+
+@pytest.mark.parametrize(
+    "name, options, verl",
+    [
+        ("group", {}, (0.7071058, -0.7071058, -0.7071062, 0.7071062)),
+        ("group", {"normalize_std": False}, (0.5, -0.5, -0.75, 0.75)),
+        ("leave_one_out", {}, (1.0, -1.0, -1.5, 1.5)),
+        ("global", {}, (-0.0687614, -1.3064669, -0.6876142, 1.168944)),
+        ("group_global", {}, (0.4494666, -1.1686131, -1.573133, 0.8539865)),
+    ],
+)
+def test_estimators_against_verl(name, options, verl):
+    close(ESTIMATORS[name](step(), **options).advantages, same_everywhere(*verl))
+
+
+def test_gae_against_verl():
+    values = [np.float32(v) for v in VALUES]
+    found = ESTIMATORS["gae"](step(values=values), gamma=0.9, gae_lambda=0.8)
+    verl = [[-0.4132251, 0.6617942, -0.1969632], [-0.9565403, -1.2855291], [-0.317915]]
+    verl += [[-0.0247281, 2.1253107, 0.4077956]]
+    close(found.advantages, verl, 5e-7)  # they round every step to float32
+    returns = [[0.6606, 0.855, 1.0], [0.036, 0.0], [0.5], [1.3212, 1.71, 2.0]]
+    close(found.returns, returns, 3e-7)
+
+
+def test_gae_by_hand():
+    # lambda = 1 and gamma = 1: reward to go minus the value; here with a penalty at each token.
+    rewards = StepRewards(
+        np.array([1.0, 0.0]),
+        np.array([0, 1]),
+        [np.array([0.25, 0.5]), np.zeros(1)],
+        [np.float32([0.5, 0.75]), np.float32([0.25])],
+    )
+    found = ESTIMATORS["gae"](rewards, gamma=1.0, gae_lambda=1.0)
+    assert [part.tolist() for part in found.returns] == [[0.25, 0.5], [0.0]]
+    # -1/4, -1/4 and -1/4 before the normalisation: nothing stands out.
+    assert not np.concatenate(found.advantages).any()
+
+
+def test_penalties_count_from_their_token_on():
+    penalties = [np.zeros(3), np.array([0.5, 0.25]), np.zeros(1), np.zeros(3)]
+    togo = [[1, 1, 1], [-0.75, -0.25], [0.5], [2, 2, 2]]
+    flat = np.concatenate([np.array(v, dtype=float) for v in togo])
+    scale = np.sqrt(flat.var(ddof=1) + 1e-8)
+    close(
+        ESTIMATORS["global"](step(penalties)).advantages,
+        [(np.array(v) - flat.mean()) / scale for v in togo],
+    )
+    # A group sees the sum of them: 1 and -0.75.
+    got = ESTIMATORS["group"](step(penalties), normalize_std=False).advantages
+    close(got, same_everywhere(0.875, -0.875, -0.75, 0.75))
+
+
+@pytest.mark.parametrize("name", ["group", "leave_one_out", "global", "group_global"])
+def test_equal_rewards_teach_nothing(name):
+    zeros = [np.zeros(2)] * 3
+    rewards = StepRewards(np.full(3, 0.1), np.zeros(3, dtype=int), zeros)
+    assert not np.concatenate(ESTIMATORS[name](rewards).advantages).any()
+
+
+def test_overlong_penalties_by_hand():
+    # Limit 20, buffer 4: nothing up to 16, a quarter a token after it.
+    got = overlong_penalties(np.array([3, 16, 17, 18, 20]), 20, 4)
+    assert got.tolist() == [0, 0, 0.25, 0.5, 1.0]
+    assert not overlong_penalties(np.array([20]), 20, 0).any()

@@ -69,7 +69,7 @@ def test_differences_say_where(sample):
         sample(0, [1, 2, 3], [4, 5], logprobs=[-1.0, -2.0]),
         sample(0, [1], [6, 7, 8], logprobs=[-3.0, -4.0, -5.0]),
     ]
-    (batch,) = pack(samples, np.ones(2, np.float32), 100)
+    (batch,) = pack(samples, 100)
     trainer = f32(-1.0, -2.0, -3.0, -4.0, -5.5)
     (found,) = differences(batch, trainer)
     assert (found.sample, found.token, found.trainer, found.rollout) == (1, 2, -5.5, -5.0)

@@ -6,11 +6,21 @@ import numpy as np
 import pytest
 
 from jetrl.errors import UserError
-from jetrl.training.packing import pack, pack_examples, split_minibatches, targets
+from jetrl.training.packing import (
+    by_batch,
+    by_sample,
+    pack,
+    pack_examples,
+    split_minibatches,
+    targets,
+    trained_lengths,
+    with_advantages,
+)
 
 
 def advantages(samples):
-    return np.arange(1, len(samples) + 1, dtype=np.float32)
+    """Sample i has the advantage i + 1 at each of its tokens."""
+    return [np.full(len(s.completion.token_ids), i + 1, np.float32) for i, s in enumerate(samples)]
 
 
 def test_literal_batch(sample):
@@ -18,7 +28,9 @@ def test_literal_batch(sample):
         sample(0, [5, 6], [7], logprobs=[-0.5]),
         sample(1, [8], [9, 4], logprobs=[-0.1, -2.0]),
     ]
-    (batch,) = pack(samples, np.float32([1, -1]), 100)
+    (batch,) = pack(samples, 100)
+    assert not batch.advantages.any()
+    batch = with_advantages(batch, [np.float32([1]), np.float32([-1, -1])])
     assert batch.token_ids.tolist() == [5, 6, 7, 8, 9, 4]
     assert batch.token_ids.dtype == batch.cu_seqlens.dtype == batch.sample_ids.dtype == np.int64
     assert batch.cu_seqlens.tolist() == [0, 3, 6]
@@ -33,7 +45,7 @@ def test_literal_batch(sample):
 def test_budget_fills_first_fit_decreasing_and_long_ones_stand_alone(sample):
     lengths = [3, 9, 4, 12, 6, 2]
     samples = [sample(i, [1] * (n - 1), [2]) for i, n in enumerate(lengths)]
-    batches = pack(samples, advantages(samples), 10)
+    batches = pack(samples, 10)
     # By length: 12 alone, 9, then 6 + 4, then 3 + 2.
     assert [b.sample_ids.tolist() for b in batches] == [[3], [1], [2, 4], [0, 5]]
     assert [b.num_tokens for b in batches] == [12, 9, 10, 5]
@@ -48,7 +60,7 @@ def test_every_sample_is_packed_once_whatever_the_budget(sample):
             sample(i // 4, prompt, completion, logprobs=rng.normal(size=len(completion)))
         )
     for budget in (1, 7, 16, 1000):
-        batches = pack(samples, advantages(samples), budget)
+        batches = pack(samples, budget)
         assert sorted(i for b in batches for i in b.sample_ids) == list(range(40))
         for batch in batches:
             assert batch.num_tokens <= budget or batch.num_sequences == 1
@@ -65,45 +77,54 @@ def test_every_sample_is_packed_once_whatever_the_budget(sample):
                 np.testing.assert_array_equal(
                     batch.rollout_logprobs[middle:end], np.float32(s.completion.logprobs)
                 )
-                assert (batch.advantages[middle:end] == i + 1).all()
-        again = pack(samples, advantages(samples), budget)
+                filled = with_advantages(batch, advantages(samples))
+                assert (filled.advantages[middle:end] == i + 1).all()
+                assert not filled.advantages[start:middle].any()
+        again = pack(samples, budget)
         assert [b.sample_ids.tolist() for b in again] == [b.sample_ids.tolist() for b in batches]
 
 
 def test_subset_keeps_sample_numbers(sample):
     samples = [sample(i, [1, i], [2]) for i in range(6)]
-    (batch,) = pack(samples, advantages(samples), 100, sample_ids=[4, 1])
+    (batch,) = pack(samples, 100, sample_ids=[4, 1])
     assert batch.sample_ids.tolist() == [1, 4]
-    assert batch.advantages.tolist() == [0, 0, 2, 0, 0, 5]
+    filled = with_advantages(batch, advantages(samples))
+    assert filled.advantages.tolist() == [0, 0, 2, 0, 0, 5]
 
 
 def test_sample_without_completion_tokens_is_left_out(sample):
     samples = [sample(0, [1], []), sample(0, [1], [2])]
-    (batch,) = pack(samples, advantages(samples), 100)
+    (batch,) = pack(samples, 100)
     assert batch.sample_ids.tolist() == [1]
-    assert pack(samples[:1], advantages(samples[:1]), 100) == []
+    assert pack(samples[:1], 100) == []
 
 
 def test_empty_prompt_is_refused(sample):
     with pytest.raises(UserError, match=r"'p3' has no tokens"):
-        pack([sample(3, [], [1])], np.ones(1, np.float32), 100)
+        pack([sample(3, [], [1])], 100)
 
 
-@pytest.mark.parametrize("what", ["advantages", "logprobs"])
-def test_lengths_must_agree(sample, what):
-    logprobs = [0.0] if what == "logprobs" else [0.0, 0.0]
-    with pytest.raises(ValueError, match="log-probs" if what == "logprobs" else "advantages"):
-        pack(
-            [sample(0, [1], [2, 3], logprobs=logprobs)],
-            np.ones(2 if what == "advantages" else 1, np.float32),
-            100,
-        )
+def test_values_of_samples_and_of_batches(sample):
+    samples = [sample(i, [1] * (1 + i % 2), [2] * (i % 4)) for i in range(9)]
+    batches = pack(samples, 5)
+    assert [trained_lengths(b).tolist() for b in batches] == [
+        [len(samples[i].completion.token_ids) for i in b.sample_ids] for b in batches
+    ]
+    numbers = [10.0 * i + np.arange(i % 4) for i in range(9)]
+    values = [by_batch(batch, numbers) for batch in batches]
+    back = by_sample(batches, values, len(samples))
+    assert [v.tolist() for v in back] == [v.tolist() for v in numbers]
 
 
-def test_examples_have_advantage_one():
+def test_lengths_must_agree(sample):
+    with pytest.raises(ValueError, match="log-probs"):
+        pack([sample(0, [1], [2, 3], logprobs=[0.0])], 100)
+
+
+def test_examples():
     batches = pack_examples([([1, 2], [3]), ([4], [5, 6])], 3)
     assert [b.token_ids.tolist() for b in batches] == [[1, 2, 3], [4, 5, 6]]
-    assert [b.advantages.tolist() for b in batches] == [[0, 0, 1], [0, 1, 1]]
+    assert [b.loss_mask.tolist() for b in batches] == [[0, 0, 1], [0, 1, 1]]
     with pytest.raises(UserError, match=r"example 1: its completion"):
         pack_examples([([1], [2]), ([1], [])], 3)
 

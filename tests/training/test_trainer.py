@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from jetrl.algorithms import ALGORITHMS
 from jetrl.config import Settings
 from jetrl.errors import MismatchError, RunStopped, UserError
 from jetrl.training import SftTrainer, StepMismatchError, Trainer, group_advantages
@@ -17,7 +18,10 @@ REWARDS = [1.0, 0.0, 0.0, 1.0, 0.5, 0.0, 0.0, 2.0]
 
 
 def settings(**sections):
-    return Settings.model_validate({"train": {"lr": 0.01, "tokens_per_micro_batch": 9}} | sections)
+    """GRPO by the mean over tokens, whose numbers are the easiest to work out."""
+    chosen = {"train": {"lr": 0.01, "tokens_per_micro_batch": 9}} | sections
+    chosen["algorithm"] = {"aggregation": "token_mean"} | chosen.get("algorithm", {})
+    return Settings.model_validate(chosen)
 
 
 def train(**keys):
@@ -239,6 +243,87 @@ def test_reference_equal_to_the_policy_has_zero_kl(bigram):
 def test_kl_without_reference_is_refused(bigram):
     with pytest.raises(UserError, match=r"algorithm\.kl = 0\.1 needs a reference"):
         Trainer(bigram(), settings(algorithm={"kl": 0.1}))
+
+
+@pytest.mark.parametrize("name", [n for n in ALGORITHMS if not ALGORITHMS[n].needs_critic])
+def test_every_algorithm_pushes_towards_the_reward(bigram, name):
+    """The update raises the mean log-prob of the best completion of each group, against that of
+    the worst."""
+    policy = bigram()
+    samples = policy.draw(REWARDS, groups=2)
+    if name in ("dapo", "gspo"):  # nothing may be cut off or clipped here
+        options = {"overlong_buffer": 0} if name == "dapo" else {}
+    else:
+        options = {}
+    run_settings = settings(algorithm={"name": name, "aggregation": None, **options})
+
+    def gap():
+        logprobs = [policy.logprob_of(s) for s in samples]
+        return sum(logprobs[i] for i in (0, 3, 7)) - sum(logprobs[i] for i in (1, 2, 5, 6))
+
+    before = gap()
+    metrics = Trainer(policy, run_settings).step(samples)
+    assert gap() > before
+    assert metrics["policy/grad_norm"] > 0
+
+
+def test_kl_in_the_reward_is_taken_from_the_advantages(bigram):
+    """RLOO with a k1 penalty: the same gradient as without, on rewards from which it was taken."""
+    policy, reference = bigram(), bigram(seed=5)
+    samples = policy.draw(REWARDS)
+    penalised = []
+    for s in samples:
+        own = math.fsum(s.completion.logprobs)
+        penalty = 0.5 * (own - reference.logprob_of(s))
+        score = dataclasses.replace(s.score, reward=s.score.reward - penalty)
+        penalised.append(dataclasses.replace(s, score=score))
+    rloo = {"name": "rloo", "aggregation": None}
+    (seen,), metrics = gradients_of_step(
+        policy, settings(algorithm=rloo | {"kl": 0.5}), samples, reference
+    )
+    (expected,), _ = gradients_of_step(bigram(), settings(algorithm=rloo), penalised)
+    taken = np.mean(
+        [a.score.reward - b.score.reward for a, b in zip(samples, penalised, strict=True)]
+    )
+    # Log-probs are float32 numbers below 8, up to 4 of them a sample: 4 roundings of 2^-22 each.
+    assert metrics["reward/kl_penalty"] == pytest.approx(taken, abs=4 * 2**-22)
+    assert torch.allclose(seen["table.weight"], expected["table.weight"], atol=16 * 2**-22)
+
+
+def test_overlong_answers_lose_reward(bigram, sample):
+    policy = bigram()
+    samples = policy.draw(REWARDS)
+    limit = {"rollout": {"max_tokens": 4}}
+    algorithm = {"name": "dapo", "overlong_buffer": 2}
+    metrics = Trainer(policy, settings(algorithm=algorithm, **limit)).step(samples)
+    # Lengths 1, 2, 3, 4, 1, 2, 3, 4: penalties 0, 0, 1/2, 1.
+    assert metrics["reward/overlong_penalty"] == 0.375
+
+
+def test_a_correction_weighs_by_the_mismatch(bigram):
+    policy = bigram(exact=False)
+    samples = policy.draw(REWARDS)
+    value = samples[3].completion.logprobs[0]
+    shifted = with_logprob(samples, 3, 0, value - 1.0)  # the sampler saw it e times less likely
+    algorithm = {"correction": "tis"}
+    plain, _ = gradients_of_step(bigram(exact=False), settings(), shifted)
+    seen, metrics = gradients_of_step(policy, settings(algorithm=algorithm), shifted)
+    num_tokens = metrics["mismatch/num_tokens"]
+    assert metrics["correction/weight_max"] == 2
+    assert metrics["correction/ratio_max"] == pytest.approx(math.e, rel=1e-6)
+    assert metrics["correction/touched_fraction"] == pytest.approx(1 / num_tokens)
+    assert metrics["correction/weight_mean"] == pytest.approx(1 + 1 / num_tokens)
+    assert not torch.equal(seen[0]["table.weight"], plain[0]["table.weight"])
+
+
+def test_a_correction_of_an_exact_flow_changes_no_bit(bigram):
+    samples = bigram().draw(REWARDS)
+    algorithm = {"correction": "tis", "correction_under_exact_plan": True}
+    (plain,), _ = gradients_of_step(bigram(), settings(), samples)
+    (seen,), metrics = gradients_of_step(bigram(), settings(algorithm=algorithm), samples)
+    assert all(torch.equal(seen[name], plain[name]) for name in plain)
+    assert metrics["correction/weight_mean"] == pytest.approx(1.0, abs=1e-12)
+    assert metrics["correction/touched_fraction"] == 0
 
 
 def test_a_step_without_tokens_stops(bigram, sample):

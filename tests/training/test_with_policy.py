@@ -18,6 +18,7 @@ from jetrl.training import (
     pack,
 )
 from jetrl.training.forward import at_targets, batch_logprobs
+from jetrl.training.packing import with_advantages
 
 CONFIG = {
     "model_type": "qwen3",
@@ -42,7 +43,18 @@ def make_policy(preset, seed=0):
 
 def make_settings(preset="unified", **train):
     keys = {"lr": 1e-2, "tokens_per_micro_batch": 24} | train
-    return Settings.model_validate({"train": keys, "precision": {"preset": preset}})
+    algorithm = {"aggregation": "token_mean"}
+    return Settings.model_validate(
+        {"train": keys, "precision": {"preset": preset}, "algorithm": algorithm}
+    )
+
+
+def packed(samples, advantages, budget):
+    per_token = [
+        np.full(len(s.completion.token_ids), advantage)
+        for s, advantage in zip(samples, advantages, strict=True)
+    ]
+    return [with_advantages(batch, per_token) for batch in pack(samples, budget)]
 
 
 def draw(policy, sample, seed, count=8):
@@ -105,7 +117,7 @@ def test_micro_batches_change_the_gradient_by_rounding_alone(sample):
     # Each sequence's own part of the gradient, to know what was added up.
     policy = make_policy("fp32")
     advantages = group_advantages([s.score.reward for s in samples], [s.group for s in samples])
-    batches = pack(samples, advantages, 1)
+    batches = packed(samples, advantages, 1)
     num_targets = sum(int(batch.loss_mask.sum()) for batch in batches)
     added_up = {name: torch.zeros_like(p) for name, p in policy.named_masters().items()}
     for batch in batches:
@@ -151,7 +163,7 @@ def test_at_ratio_one_grpo_is_the_policy_gradient(sample, preset):
     seen, metrics = gradients(policy, settings, samples)
     assert metrics["policy/clip_fraction"] == 0
     advantages = group_advantages([s.score.reward for s in samples], [s.group for s in samples])
-    (batch,) = pack(samples, advantages, 999)
+    (batch,) = packed(samples, advantages, 999)
     logprobs, _ = batch_logprobs(other, batch)
     (-(at_targets(batch.advantages, batch, "cpu") * logprobs).sum() / len(logprobs)).backward()
     for name, master in other.named_masters().items():

@@ -65,6 +65,17 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric("reward/part/<name>", "reward", "mean of one named part of the task's score"),
     Metric(
+        "reward/overlong_penalty",
+        "reward",
+        "taken from rewards of completions near the limit (algorithm.overlong_buffer), mean",
+    ),
+    Metric(
+        "reward/kl_penalty",
+        "reward",
+        "taken from rewards for the KL to the reference (algorithm.kl_in = reward), mean a sample",
+        known_as={"TRL": "objective/non_score_reward (its negative)"},
+    ),
+    Metric(
         "response_length/mean",
         "tokens",
         "mean length of a completion",
@@ -102,6 +113,25 @@ METRICS: tuple[Metric, ...] = (
     Metric("policy/loss", "loss", "policy loss (mean over the step's updates)"),
     Metric("policy/active_fraction", "share", "sampled tokens whose advantage is not 0"),
     Metric("policy/lr", "1/update", "learning rate of the step's last update"),
+    Metric(
+        "correction/weight_mean",
+        "ratio",
+        "mean importance weight of algorithm.correction, after its bounds",
+        known_as={"verl": "rollout_corr/rollout_is_mean", "TRL": "importance_sampling_ratio/mean"},
+    ),
+    Metric(
+        "correction/weight_max",
+        "ratio",
+        "largest importance weight after the bounds",
+        known_as={"TRL": "importance_sampling_ratio/max"},
+    ),
+    Metric("correction/ratio_max", "ratio", "largest importance ratio before the bounds"),
+    Metric(
+        "correction/touched_fraction",
+        "share",
+        "trained tokens whose weight the bounds changed or set to 0",
+        known_as={"verl": "rollout_corr/rollout_rs_masked_fraction (of the masks)"},
+    ),
     Metric(
         "mismatch/num_tokens",
         "tokens",

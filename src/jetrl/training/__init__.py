@@ -1,7 +1,8 @@
 """Training: samples in, updated master weights and metrics out.
 
-advantages, packing: numpy alone. losses, mismatch: pure functions. optimizer, trainer, sft:
-the updates. checkpoint: everything a run needs to go on, written so that a crash cannot spoil it.
+advantages, packing: numpy alone. losses, objectives, corrections, mismatch: pure functions.
+optimizer, trainer, sft: the updates. checkpoint: everything a run needs to go on, written so that a
+crash cannot spoil it.
 Names are resolved on first use, so that the parts without torch import without it.
 """
 
@@ -13,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jetrl.training.advantages import group_advantages
     from jetrl.training.checkpoint import Checkpoints
-    from jetrl.training.losses import grpo_loss
     from jetrl.training.mismatch import StepMismatchError, mismatch_metrics
+    from jetrl.training.objectives import Objective
     from jetrl.training.optimizer import Optimizer
     from jetrl.training.packing import pack, pack_examples, split_minibatches
     from jetrl.training.sft import SftTrainer
@@ -22,12 +23,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Checkpoints",
+    "Objective",
     "Optimizer",
     "SftTrainer",
     "StepMismatchError",
     "Trainer",
     "group_advantages",
-    "grpo_loss",
     "mismatch_metrics",
     "pack",
     "pack_examples",
@@ -41,7 +42,7 @@ _HOME = {
     "StepMismatchError": "mismatch",
     "Trainer": "trainer",
     "group_advantages": "advantages",
-    "grpo_loss": "losses",
+    "Objective": "objectives",
     "mismatch_metrics": "mismatch",
     "pack": "packing",
     "pack_examples": "packing",

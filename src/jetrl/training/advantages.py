@@ -1,20 +1,131 @@
-"""Advantages: what the algorithm makes of the rewards of a group.
+"""Advantages: what an algorithm makes of the rewards of a step. No torch.
 
-GRPO (Shao et al. 2024, "DeepSeekMath", equation 21) compares the completions of one prompt with
-each other: advantage = (reward - mean of the group) / (standard deviation of the group + eps).
-The deviation is that of a sample (n - 1), as in TRL and verl. A group whose rewards are all equal
-says nothing, and its advantages are exactly 0, not the rounding error of a mean.
+An estimator takes the step's rewards (`StepRewards`) and gives every trained token its advantage:
+
+    group          reward minus the group's mean, over its standard deviation    GRPO, DAPO, ...
+    leave_one_out  reward minus the mean of the group's other rewards            RLOO
+    global         reward to go, normalised over all tokens of the step          REINFORCE++
+    group_global   reward minus the group's mean, normalised over all tokens     the same, baseline
+    gae            temporal differences against a critic, normalised             PPO
+
+Everything is computed in float64 and rounded once. A group whose rewards are all equal says
+nothing, and its advantages are exactly 0, not the rounding error of a mean.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from jetrl.errors import UserError
 
-STD_EPS = 1e-6
+STD_EPS = 1e-6  # as TRL and verl
+_VARIANCE_EPS = 1e-8  # of the normalisation over tokens, as verl
+
+
+@dataclass(frozen=True)
+class StepRewards:
+    """The rewards of a step's S samples.
+
+    rewards: float64 [S]. groups: int64 [S], samples of one prompt share a number. penalties: what
+    is taken from the reward at each trained token (a weighted KL), float64 [n] for each sample.
+    values: the critic's estimate before each trained token, float32 [n] for each sample; None
+    without a critic.
+
+        StepRewards(rewards=[1, 0], groups=[0, 0], penalties=[[0, 0, 0], [0]], values=None)
+    """
+
+    rewards: np.ndarray
+    groups: np.ndarray
+    penalties: Sequence[np.ndarray]
+    values: Sequence[np.ndarray] | None = None
+
+    @property
+    def scores(self) -> np.ndarray:
+        """float64 [S]: each sample's reward less all of its penalties."""
+        return self.rewards - np.array([penalty.sum() for penalty in self.penalties])
+
+    def at_tokens(self, per_sample: np.ndarray) -> list[np.ndarray]:
+        """A number [S] at each token of its sample: float32 [n] for each sample."""
+        return [
+            np.full(len(penalty), value, dtype=np.float32)
+            for value, penalty in zip(per_sample, self.penalties, strict=True)
+        ]
+
+
+@dataclass(frozen=True)
+class Advantages:
+    """advantages: float32 [n] for each sample. returns: what the critic learns, float32 [n] for
+    each sample; None without a critic."""
+
+    advantages: list[np.ndarray]
+    returns: list[np.ndarray] | None = None
+
+
+Estimator = Callable[..., Advantages]
+
+
+def group(step: StepRewards, normalize_std: bool = True) -> Advantages:
+    """GRPO's: see `group_advantages` (Shao et al. 2024, "DeepSeekMath", sec. 4.1.2; without the
+    standard deviation: Liu et al. 2025, "Dr. GRPO")."""
+    return Advantages(step.at_tokens(group_advantages(step.scores, step.groups, normalize_std)))
+
+
+def leave_one_out(step: StepRewards) -> Advantages:
+    """A_i = r_i - mean of the group's other rewards (Ahmadian et al. 2024, "RLOO", eq. 8). A group
+    of one has advantage 0."""
+    advantage_S = np.zeros(len(step.rewards))
+    for members, reward in _groups(step.scores, step.groups):
+        count = len(members)
+        if count > 1 and not _constant(reward):
+            advantage_S[members] = (reward - reward.mean()) * (count / (count - 1))
+    return Advantages(step.at_tokens(advantage_S))
+
+
+def global_normalized(step: StepRewards) -> Advantages:
+    """A_t = normalised (r - sum of the penalties from t on), over all tokens of the step (Hu 2025,
+    "REINFORCE++", with discount 1)."""
+    return Advantages(_normalized(_rewards_to_go(step)))
+
+
+def group_global(step: StepRewards) -> Advantages:
+    """Reward minus its group's mean, then normalised over all tokens of the step (Hu 2025,
+    "REINFORCE++ with baseline")."""
+    centred = group_advantages(step.scores, step.groups, normalize_std=False)
+    return Advantages(_normalized(step.at_tokens(centred)))
+
+
+def gae(step: StepRewards, gamma: float = 1.0, gae_lambda: float = 0.95) -> Advantages:
+    """Generalised advantage estimation (Schulman et al. 2015, eq. 16), normalised over all tokens
+    of the step: delta_t = r_t + gamma V_{t+1} - V_t and A_t = delta_t + gamma lambda A_{t+1}, with
+    the reward at the last token, the penalties at theirs, and V = 0 after the end. The returns are
+    A_t + V_t before the normalisation."""
+    assert step.values is not None, "gae needs a critic's values"
+    advantages, returns = [], []
+    for reward, penalty, value in zip(step.rewards, step.penalties, step.values, strict=True):
+        rewards = -penalty.astype(np.float64)
+        rewards[-1:] += reward
+        values = value.astype(np.float64)
+        advantage = np.zeros(len(rewards))
+        following, next_value = 0.0, 0.0
+        for t in reversed(range(len(rewards))):
+            delta = rewards[t] + gamma * next_value - values[t]
+            following = delta + gamma * gae_lambda * following
+            advantage[t], next_value = following, values[t]
+        advantages.append(advantage)
+        returns.append((advantage + values).astype(np.float32))
+    return Advantages(_normalized(advantages), returns)
+
+
+ESTIMATORS: dict[str, Estimator] = {
+    "group": group,
+    "leave_one_out": leave_one_out,
+    "global": global_normalized,
+    "group_global": group_global,
+    "gae": gae,
+}
 
 
 def group_advantages(
@@ -22,7 +133,8 @@ def group_advantages(
     groups: Sequence[int] | np.ndarray,
     normalize_std: bool = True,
 ) -> np.ndarray:
-    """The advantage of each sample within its group.
+    """The advantage of each sample within its group: (reward - mean) / (standard deviation + eps).
+    The deviation is that of a sample (n - 1), as in TRL and verl.
 
     Args:
         rewards: [N], one number a sample.
@@ -31,6 +143,27 @@ def group_advantages(
 
     Returns:
         float32 [N]. A group of one has advantage 0. Computed in float64 and rounded once.
+
+    Raises:
+        UserError: a reward that is not finite, named by its sample.
+        ValueError: rewards and groups differ in length.
+    """
+    reward_N, group_N = check_rewards(rewards, groups)
+    advantage_N = np.zeros(len(reward_N), dtype=np.float32)
+    for members, reward in _groups(reward_N, group_N):
+        if _constant(reward):
+            continue
+        advantage = reward - reward.mean()
+        if normalize_std:
+            advantage = advantage / (reward.std(ddof=1) + STD_EPS)
+        advantage_N[members] = advantage
+    return advantage_N
+
+
+def check_rewards(
+    rewards: Sequence[float] | np.ndarray, groups: Sequence[int] | np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Rewards as float64 [N] and groups as int64 [N].
 
     Raises:
         UserError: a reward that is not finite, named by its sample.
@@ -46,14 +179,43 @@ def group_advantages(
             f"the reward of sample {first} (group {group_N[first]}) is {reward_N[first]}: "
             "a task's score must be a finite number"
         )
-    advantage_N = np.zeros(len(reward_N), dtype=np.float32)
-    for group in np.unique(group_N):
-        members = np.flatnonzero(group_N == group)
-        reward = reward_N[members]
-        if (reward == reward[0]).all():
-            continue
-        advantage = reward - reward.mean()
-        if normalize_std:
-            advantage = advantage / (reward.std(ddof=1) + STD_EPS)
-        advantage_N[members] = advantage
-    return advantage_N
+    return reward_N, group_N
+
+
+def overlong_penalties(lengths: np.ndarray, max_tokens: int, buffer: int) -> np.ndarray:
+    """What is taken from the reward of a completion that nears the limit (Yu et al. 2025, "DAPO",
+    eq. 13): 0 up to max_tokens - buffer tokens, 1 at max_tokens, a straight line between.
+
+    lengths: int64 [S], sampled tokens. Returns float64 [S]; zeros for buffer = 0.
+    """
+    if buffer == 0:
+        return np.zeros(len(lengths))
+    return np.clip((lengths - (max_tokens - buffer)) / buffer, 0.0, 1.0)
+
+
+def _groups(rewards: np.ndarray, groups: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
+    """(members, their rewards) of each group."""
+    members = [np.flatnonzero(groups == number) for number in np.unique(groups)]
+    return [(ids, rewards[ids]) for ids in members]
+
+
+def _constant(values: np.ndarray) -> bool:
+    return bool((values == values[0]).all())
+
+
+def _rewards_to_go(step: StepRewards) -> list[np.ndarray]:
+    """float64 [n] for each sample: its reward, less the penalties from each token on."""
+    return [
+        reward - np.cumsum(penalty[::-1])[::-1]
+        for reward, penalty in zip(step.rewards, step.penalties, strict=True)
+    ]
+
+
+def _normalized(values: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Mean 0 and variance 1 over all tokens together (n - 1): float32 [n] for each sample."""
+    everything = np.concatenate([np.asarray(part, dtype=np.float64) for part in values])
+    if len(everything) < 2 or _constant(everything):
+        return [np.zeros(len(part), dtype=np.float32) for part in values]
+    scale = 1.0 / np.sqrt(everything.var(ddof=1) + _VARIANCE_EPS)
+    mean = everything.mean()
+    return [((part - mean) * scale).astype(np.float32) for part in values]

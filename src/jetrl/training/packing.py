@@ -9,6 +9,7 @@ the same samples give the same batches.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Sequence
 
@@ -20,7 +21,6 @@ from jetrl.types import Batch, Sample
 
 def pack(
     samples: Sequence[Sample],
-    advantages: np.ndarray,
     tokens_per_micro_batch: int,
     sample_ids: Sequence[int] | None = None,
 ) -> list[Batch]:
@@ -28,20 +28,18 @@ def pack(
 
     Args:
         samples: of one step.
-        advantages: float32 [len(samples)], each goes to all completion tokens of its sample.
         tokens_per_micro_batch: prompt and completion tokens a micro-batch.
         sample_ids: which of the samples to pack; default all.
 
     Returns:
-        Batches whose loss_mask is True at exactly the completion tokens. A sample without a
-        completion token is left out: there is nothing to train on. May be empty.
+        Batches whose loss_mask is True at exactly the completion tokens, with advantages of 0
+        (`with_advantages` sets them). A sample without a completion token is left out: there is
+        nothing to train on. May be empty.
 
     Raises:
         UserError: a sample with an empty prompt: its first token would have no log-prob.
         ValueError: lengths that do not agree.
     """
-    if len(advantages) != len(samples):
-        raise ValueError(f"{len(advantages)} advantages for {len(samples)} samples")
     chosen = range(len(samples)) if sample_ids is None else sample_ids
     for i in chosen:
         sample = samples[i]
@@ -60,7 +58,6 @@ def pack(
         [sample.prompt_token_ids for sample in samples],
         [sample.completion.token_ids for sample in samples],
         [sample.completion.logprobs for sample in samples],
-        advantages,
         tokens_per_micro_batch,
     )
 
@@ -70,7 +67,7 @@ def pack_examples(
 ) -> list[Batch]:
     """Supervised examples, (prompt token ids, completion token ids), as micro-batches.
 
-    As `pack`; rollout_logprobs are 0 and advantages 1 at the completion tokens.
+    As `pack`; rollout_logprobs are 0.
 
     Raises:
         UserError: an example with an empty prompt or completion.
@@ -84,7 +81,6 @@ def pack_examples(
         [prompt for prompt, _ in examples],
         [completion for _, completion in examples],
         [[0.0] * len(completion) for _, completion in examples],
-        np.ones(len(examples), dtype=np.float32),
         tokens_per_micro_batch,
     )
 
@@ -126,12 +122,43 @@ def targets(batch: Batch) -> np.ndarray:
     return np.flatnonzero(batch.loss_mask)
 
 
+def trained_lengths(batch: Batch) -> np.ndarray:
+    """Tokens of each sequence that are trained on: int64 [S]."""
+    return np.add.reduceat(batch.loss_mask, batch.cu_seqlens[:-1], dtype=np.int64)
+
+
+def by_sample(
+    batches: Sequence[Batch], values: Sequence[np.ndarray], num_samples: int
+) -> list[np.ndarray]:
+    """Values at the trained tokens of batches, [N] each, as [n] for each sample of the step: empty
+    where a sample has no token."""
+    found: list[np.ndarray] = [np.zeros(0, dtype=v.dtype) for v in values[:1]] * num_samples
+    for batch, value in zip(batches, values, strict=True):
+        ends = np.cumsum(trained_lengths(batch))
+        for i, part in zip(batch.sample_ids, np.split(value, ends[:-1]), strict=True):
+            found[i] = part
+    return found
+
+
+def by_batch(batch: Batch, values: Sequence[np.ndarray]) -> np.ndarray:
+    """Values of each sample's trained tokens, [n] for each sample of the step, as the [N] of a
+    batch: what `by_sample` took apart."""
+    return np.concatenate([values[i] for i in batch.sample_ids])
+
+
+def with_advantages(batch: Batch, advantages: Sequence[np.ndarray]) -> Batch:
+    """The batch with the advantages of its trained tokens, float32 [n] for each sample of the
+    step."""
+    advantage_T = np.zeros(batch.num_tokens, dtype=np.float32)
+    advantage_T[targets(batch)] = by_batch(batch, advantages)
+    return dataclasses.replace(batch, advantages=advantage_T)
+
+
 def _pack(
     chosen: Sequence[int],
     prompts: Sequence[Sequence[int]],
     completions: Sequence[Sequence[int]],
     logprobs: Sequence[Sequence[float]],
-    advantages: np.ndarray,
     tokens_per_micro_batch: int,
 ) -> list[Batch]:
     if tokens_per_micro_batch < 1:
@@ -144,21 +171,19 @@ def _pack(
         token_ids = np.empty(num_tokens, dtype=np.int64)
         loss_mask = np.zeros(num_tokens, dtype=np.bool_)
         rollout_logprobs = np.zeros(num_tokens, dtype=np.float32)
-        advantage_T = np.zeros(num_tokens, dtype=np.float32)
         for i, start, end in zip(ids, cu_seqlens, cu_seqlens[1:], strict=False):
             first = start + len(prompts[i])
             token_ids[start:first] = prompts[i]
             token_ids[first:end] = completions[i]
             loss_mask[first:end] = True
             rollout_logprobs[first:end] = logprobs[i]
-            advantage_T[first:end] = advantages[i]
         batches.append(
             Batch(
                 token_ids=token_ids,
                 cu_seqlens=cu_seqlens,
                 loss_mask=loss_mask,
                 rollout_logprobs=rollout_logprobs,
-                advantages=advantage_T,
+                advantages=np.zeros(num_tokens, dtype=np.float32),
                 sample_ids=np.asarray(ids, dtype=np.int64),
             )
         )

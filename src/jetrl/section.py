@@ -1,0 +1,34 @@
+"""What a section of the settings is made of: the base class, and numbers with a range. No torch."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Positive = Annotated[int, Field(ge=1)]
+NonNegative = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0)]
+Share = Annotated[float, Field(ge=0.0, le=1.0)]
+Mass = Annotated[float, Field(gt=0.0, le=1.0)]
+Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
+
+
+class Section(BaseModel):
+    """A section of the settings: immutable, and strict about its names."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=()
+    )
+
+
+def without_none(value: Any) -> Any:
+    """A table without its unset keys, at any depth: TOML has no null, so unset is left out."""
+    if isinstance(value, dict):
+        return {str(key): without_none(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list | tuple):
+        if any(item is None for item in value):
+            raise ValueError("a list must not hold null")
+        return [without_none(item) for item in value]
+    return value

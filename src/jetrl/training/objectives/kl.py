@@ -1,0 +1,26 @@
+"""Estimates of the KL to a reference for tokens drawn from the policy (Schulman 2020,
+"Approximating KL divergence"). float32 [N] in and out."""
+
+from __future__ import annotations
+
+import torch
+
+
+def k1(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
+    """log p - log ref: unbiased, of any sign. Its expected gradient is zero, so it belongs into the
+    reward, not into the loss."""
+    return logprobs - ref_logprobs
+
+
+def k2(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
+    """(log p - log ref)^2 / 2: biased, but its gradient is, in expectation, that of the KL."""
+    return 0.5 * (logprobs - ref_logprobs).square()
+
+
+def k3(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
+    """exp(d) - d - 1 with d = log ref - log p: never negative, unbiased."""
+    difference = ref_logprobs - logprobs
+    return torch.expm1(difference) - difference
+
+
+ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3}

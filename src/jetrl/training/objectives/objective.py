@@ -1,0 +1,186 @@
+"""The objective of a run: an algorithm's pieces, put together as the settings say."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from jetrl.algorithm_settings import AlgorithmSettings
+from jetrl.algorithms import Aggregation, Algorithm
+from jetrl.errors import UserError
+from jetrl.training.advantages import ESTIMATORS, Advantages, StepRewards
+from jetrl.training.corrections import Correction
+from jetrl.training.objectives import kl
+from jetrl.training.objectives.aggregation import UpdateSize, token_weights
+from jetrl.training.objectives.clipped_ratio import clipped_ratio
+from jetrl.training.objectives.detached_ratio import detached_ratio
+from jetrl.training.objectives.ratio import ratio
+from jetrl.training.objectives.sequence_ratio import sequence_ratio
+from jetrl.training.objectives.tokens import TokenLoss, Tokens
+from jetrl.training.objectives.users import load_algorithm
+
+LOSSES: dict[str, Callable[..., TokenLoss]] = {
+    "clipped_ratio": clipped_ratio,
+    "sequence_ratio": sequence_ratio,
+    "detached_ratio": detached_ratio,
+    "ratio": ratio,
+}
+
+
+@dataclass(frozen=True)
+class Loss:
+    """loss: float32 scalar, differentiable. metrics: float64 scalars without gradient, by their
+    full names: shares of the update's mean, to be added over its micro-batches. peaks: likewise,
+    of which the largest counts."""
+
+    loss: torch.Tensor
+    metrics: dict[str, torch.Tensor]
+    peaks: dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What a run optimizes.
+
+    Args:
+        name: as in the settings. algorithm: its record. settings: `[algorithm]`. max_tokens:
+            rollout.max_tokens.
+
+    Raises:
+        UserError: a user's file that does not import, or options that its function does not have.
+    """
+
+    name: str
+    algorithm: Algorithm
+    settings: AlgorithmSettings
+    max_tokens: int
+
+    @classmethod
+    def from_settings(cls, settings: AlgorithmSettings, max_tokens: int) -> Objective:
+        name = settings.name
+        algorithm = load_algorithm(name) if ":" in name else settings.record
+        objective = cls(name, algorithm, settings, max_tokens)
+        objective._arguments(objective._loss)  # a missing or unknown option is an error at start
+        objective._arguments(objective._estimator)
+        return objective
+
+    @property
+    def aggregation(self) -> Aggregation:
+        return self.settings.aggregation or self.algorithm.aggregation
+
+    @property
+    def overlong_buffer(self) -> int:
+        """Tokens before the limit in which the reward falls; 0: off."""
+        buffer = self._option("overlong_buffer")
+        return self.max_tokens // 5 if buffer is None else int(buffer)
+
+    @property
+    def correction(self) -> Correction | None:
+        return Correction.from_settings(self.settings)
+
+    def advantages(self, step: StepRewards) -> Advantages:
+        """The advantages of a step, by the algorithm's estimator."""
+        found = self._estimator(step, **self._arguments(self._estimator))
+        return found if isinstance(found, Advantages) else Advantages(list(found))
+
+    @property
+    def kl_in_reward(self) -> bool:
+        return self.settings.kl > 0 and self.settings.kl_term[1] == "reward"
+
+    def penalty(self, logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
+        """What a KL in the reward takes from each token's: float32 [N]."""
+        return self.settings.kl * kl.ESTIMATORS[self.settings.kl_term[0]](logprobs, ref_logprobs)
+
+    def __call__(
+        self,
+        tokens: Tokens,
+        size: UpdateSize,
+        rollout_logprobs: torch.Tensor,
+        ref_logprobs: torch.Tensor | None = None,
+    ) -> Loss:
+        """The loss of a micro-batch of N trained tokens: its share of the update's.
+
+        Args:
+            size: of the whole update.
+            rollout_logprobs: float32 [N], the sampler's. ref_logprobs: float32 [N] of the frozen
+                reference, or None.
+
+        Returns:
+            Loss with metrics policy/clip_fraction; policy/kl_ref (mean k3, nats a token) with a
+            reference; correction/* with a correction.
+        """
+        share = 1.0 / size.tokens
+        found = self._token_loss(tokens)
+        loss = found.loss
+        metrics = {"policy/clip_fraction": found.clipped.double().sum() * share}
+        peaks = {}
+        if self.correction is not None:
+            bounded = self.correction(tokens, rollout_logprobs)
+            loss = loss * bounded.weights
+            metrics["correction/weight_mean"] = bounded.weights.double().sum() * share
+            metrics["correction/touched_fraction"] = bounded.touched.double().sum() * share
+            peaks["correction/weight_max"] = bounded.weights.double().max()
+            peaks["correction/ratio_max"] = bounded.ratio.double().max()
+        if ref_logprobs is not None:
+            with torch.no_grad():
+                measured = kl.k3(tokens.trainer_logprobs, ref_logprobs)
+            metrics["policy/kl_ref"] = measured.double().sum() * share
+            if self.settings.kl and not self.kl_in_reward:
+                estimate = kl.ESTIMATORS[self.settings.kl_term[0]]
+                term = estimate(tokens.trainer_logprobs, ref_logprobs)
+                loss = loss + self.settings.kl * term
+        weights = token_weights(tokens.lengths, size, self.aggregation)
+        return Loss((loss * weights).sum(), metrics, peaks)
+
+    def _token_loss(self, tokens: Tokens) -> TokenLoss:
+        found = self._loss(tokens, **self._arguments(self._loss))
+        if isinstance(found, torch.Tensor):
+            found = TokenLoss(found, torch.zeros_like(found, dtype=torch.bool))
+        if not isinstance(found, TokenLoss) or found.loss.shape != tokens.advantages.shape:
+            shape = list(found.loss.shape) if isinstance(found, TokenLoss) else type(found).__name__
+            raise UserError(
+                f"algorithm.name = {self.name}: it must return one loss for each of the "
+                f"{len(tokens.advantages)} tokens, not {shape}"
+            )
+        return found
+
+    @property
+    def _loss(self) -> Callable[..., Any]:
+        loss = self.algorithm.loss
+        return LOSSES[loss] if isinstance(loss, str) else loss
+
+    @property
+    def _estimator(self) -> Callable[..., Any]:
+        estimator = self.algorithm.advantages
+        return ESTIMATORS[estimator] if isinstance(estimator, str) else estimator
+
+    def _option(self, key: str) -> Any:
+        own = getattr(self.settings, key)
+        return self.algorithm.options.get(key) if own is None else own
+
+    def _arguments(self, function: Callable[..., Any]) -> Mapping[str, Any]:
+        """The settings that a piece has a parameter for."""
+        own = self.settings.options
+        known = {key: self._option(key) for key in self.algorithm.options}
+        known["clip_high"] = known.get("clip_high") or known.get("clip")
+        parameters = list(inspect.signature(function).parameters.values())[1:]
+        if function is self._loss:
+            names = [parameter.name for parameter in parameters]
+            for key in own.keys() - set(names):
+                raise UserError(
+                    f"algorithm.options.{key}: {self.name} has no such argument; it has "
+                    f"{', '.join(names) or 'none'}"
+                )
+            known |= own
+        missing = [
+            p.name
+            for p in parameters
+            if p.name not in known and p.default is inspect.Parameter.empty
+        ]
+        if missing:
+            raise UserError(f"{self.name} needs algorithm.options.{missing[0]}")
+        return {p.name: known[p.name] for p in parameters if p.name in known}

@@ -1,0 +1,460 @@
+"""The losses, weights and KL estimates against hand-worked values, and against verl's.
+
+VERL: verl 0.9.1, verl/trainer/ppo/core_algos.py and rollout_corr_helper.py, called on the sequences
+below (padded to 3 tokens there) and its results typed in, with as many digits as are compared.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from jetrl.algorithm_settings import AlgorithmSettings
+from jetrl.algorithms import ALGORITHMS
+from jetrl.errors import UserError
+from jetrl.training.corrections import Correction
+from jetrl.training.losses import cross_entropy
+from jetrl.training.objectives import Objective, TokenLoss, Tokens, UpdateSize
+from jetrl.training.objectives.aggregation import token_weights
+from jetrl.training.objectives.clipped_ratio import clipped_ratio
+from jetrl.training.objectives.detached_ratio import detached_ratio
+from jetrl.training.objectives.kl import k1, k2, k3
+from jetrl.training.objectives.ratio import ratio
+from jetrl.training.objectives.sequence_ratio import sequence_ratio
+
+OLD = [-1.0, -0.5, -2.0, -0.3, -1.2, -0.7, -1.5, -0.2, -0.9]
+NEW = [-0.6, -0.6, -2.1, -0.2, -1.6, -0.7, -1.1, -0.25, -1.0]
+ADVANTAGES = [1.0, 1, 1, -1, -1, 0.5, -2, -2, -2]
+LENGTHS = [3, 2, 1, 3]
+SIZE = UpdateSize(tokens=9, sequences=4, max_tokens=3)
+DIGITS = 2e-7  # verl's values have 7 decimals and are float32 near 1: half a digit and an ulp
+
+
+def leaf(*values):
+    return torch.tensor(values, dtype=torch.float32, requires_grad=True)
+
+
+def verl_tokens():
+    return Tokens(leaf(*NEW), torch.tensor(OLD), torch.tensor(ADVANTAGES), torch.tensor(LENGTHS))
+
+
+def one(logprob_difference, advantage):
+    return Tokens(
+        leaf(logprob_difference), torch.zeros(1), torch.tensor([advantage]), torch.tensor([1])
+    )
+
+
+def objective(max_tokens=3, **algorithm):
+    return Objective.from_settings(AlgorithmSettings(**algorithm), max_tokens)
+
+
+def evaluated(**algorithm):
+    """(loss, clip fraction, gradient) of an algorithm on verl's sequences."""
+    tokens = verl_tokens()
+    loss = objective(**algorithm)(tokens, SIZE, torch.tensor(OLD))
+    loss.loss.backward()
+    return (
+        loss.loss.item(),
+        loss.metrics["policy/clip_fraction"].item(),
+        tokens.trainer_logprobs.grad.tolist(),
+    )
+
+
+VERL_CLIPPED = {
+    "token_mean": (
+        0.5568088,
+        [0, -0.1005375, -0.1005375, 0.1227968, 0, -0.0555556, 0.3315166, 0.2113843, 0.201075],
+    ),
+    "sequence_mean": (
+        0.4136554,
+        [0, -0.0754031, -0.0754031, 0.1381464, 0, -0.125, 0.2486374, 0.1585383, 0.1508062],
+    ),
+    "sequence_sum": (
+        1.2528198,
+        [0, -0.2262093, -0.2262094, 0.2762927, 0, -0.125, 0.7459123, 0.4756147, 0.4524187],
+    ),
+    "constant": (
+        0.4176066,
+        [0, -0.0754031, -0.0754031, 0.0920976, 0, -0.0416667, 0.2486374, 0.1585383, 0.1508062],
+    ),
+}
+
+
+class TestAgainstVerl:
+    @pytest.mark.parametrize("aggregation", VERL_CLIPPED)
+    def test_clipped_ratio(self, aggregation):
+        expected, gradient = VERL_CLIPPED[aggregation]
+        loss, clipped, seen = evaluated(name="grpo", clip_high=0.28, aggregation=aggregation)
+        assert loss == pytest.approx(expected, abs=DIGITS)
+        assert clipped == pytest.approx(2 / 9)
+        assert seen == pytest.approx(gradient, abs=DIGITS)
+
+    def test_gspo(self):
+        loss, clipped, seen = evaluated(name="gspo", clip=0.05, clip_high=0.1)
+        assert loss == pytest.approx(0.3887172, abs=DIGITS)
+        assert clipped == pytest.approx(2 / 9)
+        gradient = [-0.0890783] * 3 + [0, 0, -0.125] + [0.1811507] * 3
+        assert seen == pytest.approx(gradient, abs=DIGITS)
+
+    def test_cispo(self):
+        loss, clipped, seen = evaluated(name="cispo", clip_high=0.4)
+        assert loss == pytest.approx(-0.3361972, abs=DIGITS)
+        assert clipped == pytest.approx(2 / 9)
+        gradient = [-0.1555556, -0.1005375, -0.1005375, 0.1227968, 0.07448, -0.0555556]
+        gradient += [0.3111111, 0.2113843, 0.201075]
+        assert seen == pytest.approx(gradient, abs=DIGITS)
+
+    @pytest.mark.parametrize(
+        "estimate, expected",
+        [
+            (k1, [0.4, -0.1, -0.1, 0.1, -0.4, 0, 0.4, -0.05, -0.1]),
+            (k2, [0.08, 0.005, 0.005, 0.005, 0.08, 0, 0.08, 0.00125, 0.005]),
+            (
+                k3,
+                [
+                    *(0.07032, 0.0051709, 0.0051709, 0.0048374, 0.0918247),
+                    *(0, 0.07032, 0.0012711, 0.0051709),
+                ],
+            ),
+        ],
+    )
+    def test_kl(self, estimate, expected):
+        got = estimate(torch.tensor(NEW), torch.tensor(OLD)).tolist()
+        # Logarithms near 2 are float32: their difference is off by an ulp, 2.4e-7.
+        assert got == pytest.approx(expected, abs=DIGITS + 2.4e-7)
+
+    @pytest.mark.parametrize(
+        "level, expected",
+        [
+            ("token", [1.3, 0.9048374, 0.9048375, 1.105171, 0.67032, 1, 1.3, 0.9512295, 0.9048374]),
+            ("sequence", [1.2214028] * 3 + [0.7408183] * 2 + [1] + [1.2840253] * 3),
+        ],
+    )
+    def test_tis(self, level, expected):
+        tokens = Tokens(
+            leaf(*NEW), torch.tensor(NEW), torch.tensor(ADVANTAGES), torch.tensor(LENGTHS)
+        )
+        weights = Correction("tis", level, 0.0, 1.3)(tokens, torch.tensor(OLD)).weights
+        assert weights.tolist() == pytest.approx(expected, abs=4 * DIGITS)
+
+
+class TestClippedRatio:
+    def test_at_ratio_one_the_gradient_is_the_policy_gradient(self):
+        # d/dlogp of -ratio * A / N at ratio 1 is -A / N, exactly.
+        logprobs = leaf(-0.5, -1.0, -2.0, -0.1)
+        tokens = Tokens(
+            logprobs, logprobs.detach(), torch.tensor([1.0, -2.0, 0.0, 0.5]), torch.tensor([4])
+        )
+        found = objective(aggregation="token_mean")(
+            tokens, UpdateSize(8, 2, 4), tokens.behavior_logprobs
+        )
+        found.loss.backward()
+        assert logprobs.grad.tolist() == [-0.125, 0.25, 0.0, -0.0625]
+        assert found.loss.item() == pytest.approx(0.5 / 8)
+        assert found.metrics["policy/clip_fraction"] == 0
+
+    @pytest.mark.parametrize(
+        "value, advantage, loss, gradient, clipped",
+        [
+            pytest.param(1.5, 1.0, -1.3, 0.0, 1, id="too-high-good"),
+            pytest.param(1.5, -1.0, 1.5, 1.5, 0, id="too-high-bad"),
+            pytest.param(0.5, 1.0, -0.5, -0.5, 0, id="too-low-good"),
+            pytest.param(0.5, -1.0, 0.8, 0.0, 1, id="too-low-bad"),
+            pytest.param(1.25, 2.0, -2.5, -2.5, 0, id="inside-the-higher-clip"),
+        ],
+    )
+    def test_clip(self, value, advantage, loss, gradient, clipped):
+        tokens = one(math.log(value), advantage)
+        found = clipped_ratio(tokens, 0.2, 0.3)
+        found.loss.sum().backward()
+        # log(ratio) rounds once (2^-24 relative of at most 1.7) and exp once more: 1e-6 is
+        # ten ulps.
+        assert found.loss.item() == pytest.approx(loss, rel=1e-6)
+        assert tokens.trainer_logprobs.grad.item() == pytest.approx(gradient, rel=1e-6)
+        assert found.clipped.item() == bool(clipped)
+
+
+class TestSequenceRatio:
+    def test_by_hand(self):
+        # Log-ratios 0.3 and 0.1: s = exp(0.2); its gradient is s A / 2 for each token's log-prob.
+        logprobs = leaf(0.3, 0.1)
+        tokens = Tokens(logprobs, torch.zeros(2), torch.ones(2), torch.tensor([2]))
+        found = sequence_ratio(tokens, 0.5, 0.5)
+        assert found.loss.tolist() == pytest.approx([-math.exp(0.2)] * 2, rel=1e-6)
+        (found.loss * token_weights(tokens.lengths, UpdateSize(2, 1, 9), "sequence_mean")).sum()
+        found.loss.mean().backward()
+        assert logprobs.grad.tolist() == pytest.approx([-math.exp(0.2) / 2] * 2, rel=1e-6)
+
+    def test_a_clipped_sequence_has_no_gradient_anywhere(self):
+        logprobs = leaf(0.3, 0.1, 0.0)
+        tokens = Tokens(logprobs, torch.zeros(3), torch.ones(3), torch.tensor([2, 1]))
+        found = sequence_ratio(tokens, 0.1, 0.1)
+        found.loss.sum().backward()
+        assert found.clipped.tolist() == [True, True, False]
+        assert logprobs.grad.tolist() == [0, 0, -1]
+
+
+class TestDetachedRatio:
+    @pytest.mark.parametrize("value, weight, cut", [(3.0, 1.5, True), (0.25, 0.25, False)])
+    def test_the_weight_is_capped_and_no_gradient_is_lost(self, value, weight, cut):
+        tokens = one(math.log(value), 2.0)
+        found = detached_ratio(tokens, 0.5)
+        found.loss.sum().backward()
+        assert tokens.trainer_logprobs.grad.item() == pytest.approx(-2 * weight, rel=1e-6)
+        assert found.clipped.item() == cut
+
+
+def test_ratio_is_reinforce_at_one():
+    tokens = one(0.0, -3.0)
+    found = ratio(tokens)
+    found.loss.sum().backward()
+    assert tokens.trainer_logprobs.grad.item() == 3.0
+    assert not found.clipped.any()
+
+
+def test_weights_of_tokens_by_hand():
+    lengths, size = torch.tensor([2, 1]), UpdateSize(tokens=6, sequences=4, max_tokens=10)
+    expected = {
+        "token_mean": [1 / 6] * 3,
+        "sequence_mean": [1 / 8, 1 / 8, 1 / 4],
+        "sequence_sum": [1 / 4] * 3,
+        "constant": [1 / 40] * 3,
+    }
+    for aggregation, weights in expected.items():
+        got = token_weights(lengths, size, aggregation)
+        assert got.tolist() == torch.tensor(weights, dtype=torch.float32).tolist()
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_micro_batches_add_up(name):
+    settings = {"kl": 0.1} | ({"kl_in": "loss", "kl_estimator": "k3"})
+    chosen = objective(name=name, correction="tis", **settings)
+    generator = torch.Generator().manual_seed(0)
+    logprobs, behavior, rollout, ref = torch.randn(4, 12, generator=generator) * 0.1 - 1
+    advantages = torch.randn(12, generator=generator)
+    size = UpdateSize(12, 5, 7)
+
+    def part(tokens, lengths):
+        where = Tokens(
+            logprobs[tokens], behavior[tokens], advantages[tokens], torch.tensor(lengths)
+        )
+        return chosen(where, size, rollout[tokens], ref[tokens])
+
+    whole = part(slice(0, 12), [2, 3, 1, 4, 2])
+    parts = [part(slice(0, 5), [2, 3]), part(slice(5, 12), [1, 4, 2])]
+    # Sums of 12 float32 of magnitude below 4, in another order: 11 roundings of 2^-24 each.
+    assert sum(p.loss.item() for p in parts) == pytest.approx(
+        whole.loss.item(), abs=4 * 11 * 2**-24
+    )
+    for key, value in whole.metrics.items():
+        assert sum(p.metrics[key].item() for p in parts) == pytest.approx(value.item(), rel=1e-12)
+    for key, value in whole.peaks.items():
+        assert max(p.peaks[key].item() for p in parts) == value.item()
+
+
+class TestKl:
+    def test_is_zero_for_the_same_policy_and_has_no_gradient_there(self):
+        logprobs = leaf(-0.5, -3.0)
+        assert k3(logprobs, logprobs.detach()).tolist() == [0.0, 0.0]
+        tokens = Tokens(logprobs, logprobs.detach(), torch.zeros(2), torch.tensor([2]))
+        found = objective(kl=1.0)(tokens, UpdateSize(2, 1, 2), logprobs.detach(), logprobs.detach())
+        found.loss.backward()
+        assert found.metrics["policy/kl_ref"] == 0
+        assert logprobs.grad.tolist() == [0.0, 0.0]
+
+    @pytest.mark.parametrize("estimator, exact", [("k2", 0.0), ("k3", None)])
+    def test_gradient(self, estimator, exact):
+        # k2: log p - log ref. k3: 1 - exp(log ref - log p).
+        logprobs = leaf(-1.0)
+        tokens = Tokens(logprobs, logprobs.detach(), torch.zeros(1), torch.tensor([1]))
+        chosen = objective(kl=0.5, kl_estimator=estimator)
+        chosen(tokens, UpdateSize(1, 1, 1), logprobs.detach(), torch.tensor([-0.6])).loss.backward()
+        expected = -0.4 if estimator == "k2" else 1 - math.exp(0.4)
+        assert logprobs.grad.item() == pytest.approx(0.5 * expected, rel=1e-6)
+
+    def test_k1_in_the_loss_is_refused(self):
+        with pytest.raises(ValueError, match="expected gradient of k1 is zero"):
+            AlgorithmSettings(kl=0.1, kl_estimator="k1")
+
+    def test_where_it_counts_by_default(self):
+        assert AlgorithmSettings(kl=0.1).kl_term == ("k3", "loss")
+        assert AlgorithmSettings(kl=0.1, kl_in="reward").kl_term == ("k1", "reward")
+        assert AlgorithmSettings(name="ppo", kl=0.1).kl_term == ("k1", "reward")
+        assert AlgorithmSettings(name="ppo", kl=0.1, kl_in="loss").kl_term == ("k3", "loss")
+        assert AlgorithmSettings(name="reinforce_pp_baseline", kl=0.1).kl_term == ("k2", "loss")
+
+
+class TestCorrections:
+    TOKENS = Tokens(
+        leaf(0.0, 0.0, 0.0),
+        torch.tensor([math.log(4.0), math.log(0.5), math.log(1.5)]),
+        torch.ones(3),
+        torch.tensor([2, 1]),
+    )
+
+    @pytest.mark.parametrize(
+        "settings, weights, touched",
+        [
+            pytest.param({"correction": "tis"}, [2, 0.5, 1.5], [1, 0, 0], id="tis"),
+            pytest.param(
+                {"correction": "tis", "correction_level": "sequence"},
+                [2, 2, 1.5],
+                [0, 0, 0],
+                id="tis-sequence",
+            ),
+            pytest.param({"correction": "mis"}, [0, 0.5, 1.5], [1, 0, 0], id="mis"),
+            pytest.param(
+                {"correction": "mis", "correction_level": "sequence", "correction_high": 1.9},
+                [0, 0, 1.5],
+                [1, 1, 0],
+                id="mis-sequence",
+            ),
+            pytest.param(
+                {"correction": "mis", "correction_level": "geometric", "correction_high": 1.45},
+                [2**0.5, 2**0.5, 0],
+                [0, 0, 1],
+                id="mis-geometric",
+            ),
+            pytest.param({"correction": "icepop"}, [4, 0.5, 1.5], [0, 0, 0], id="icepop"),
+            pytest.param(
+                {"correction": "icepop", "correction_low": 0.6},
+                [4, 0, 1.5],
+                [0, 1, 0],
+                id="icepop-low",
+            ),
+            pytest.param(
+                {"correction": "sequence_mask", "correction_high": 1.45},
+                [1, 1, 0],
+                [0, 0, 1],
+                id="sequence-mask",
+            ),
+            pytest.param({"correction": "sequence_mask"}, [0, 0, 0], [1, 1, 1], id="strict"),
+        ],
+    )
+    def test_by_hand(self, settings, weights, touched):
+        # Ratios 4 and 1/2 in one sequence (product 2, geometric mean sqrt 2), 3/2 in another.
+        correction = Correction.from_settings(AlgorithmSettings(**settings))
+        found = correction(self.TOKENS, torch.zeros(3))
+        assert found.weights.tolist() == pytest.approx(weights, rel=1e-6)
+        assert found.touched.tolist() == [bool(t) for t in touched]
+
+    def test_metrics_and_loss(self):
+        chosen = objective(correction="tis", aggregation="token_mean")
+        behavior = torch.tensor([math.log(4.0), 0.0])
+        logprobs = behavior.clone().requires_grad_()
+        tokens = Tokens(logprobs, behavior, torch.tensor([1.0, -1.0]), torch.tensor([2]))
+        found = chosen(tokens, UpdateSize(2, 1, 2), torch.zeros(2))
+        found.loss.backward()
+        assert logprobs.grad.tolist() == [-1.0, 0.5]  # weights 2 and 1, halved
+        assert found.metrics["correction/weight_mean"] == 1.5
+        assert found.metrics["correction/touched_fraction"] == 0.5
+        assert found.peaks["correction/weight_max"] == 2
+        assert found.peaks["correction/ratio_max"] == pytest.approx(4)
+
+    def test_equal_log_probs_weigh_exactly_one(self):
+        values = torch.tensor([-0.3, -7.7, -1e-3])
+        tokens = Tokens(leaf(0, 0, 0), values, torch.ones(3), torch.tensor([3]))
+        for settings in (
+            {"correction": "tis"},
+            {"correction": "mis", "correction_level": "geometric"},
+            {"correction": "icepop"},
+            {"correction": "sequence_mask"},
+        ):
+            found = Correction.from_settings(AlgorithmSettings(**settings))(tokens, values)
+            assert found.weights.tolist() == [1, 1, 1]
+            assert not found.touched.any()
+
+
+class TestUsers:
+    def write(self, tmp_path, text):
+        file = tmp_path / "mine.py"
+        file.write_text(text)
+        return file
+
+    def test_a_function_is_an_algorithm(self, tmp_path):
+        file = self.write(
+            tmp_path,
+            "def push(tokens, strength):\n"
+            "    return -strength * tokens.advantages * tokens.trainer_logprobs\n",
+        )
+        chosen = objective(name=f"{file}:push", options={"strength": 2.0})
+        tokens = one(0.0, 3.0)
+        chosen(tokens, UpdateSize(1, 1, 1), torch.zeros(1)).loss.backward()
+        assert tokens.trainer_logprobs.grad.item() == -6.0
+
+    def test_a_record_chooses_the_other_pieces(self, tmp_path):
+        file = self.write(
+            tmp_path,
+            "from jetrl.algorithms import Algorithm\n"
+            "mine = Algorithm('mine', '', 'leave_one_out', 'ratio', 'sequence_sum')\n",
+        )
+        assert objective(name=f"{file}:mine").aggregation == "sequence_sum"
+
+    @pytest.mark.parametrize(
+        "text, member, message",
+        [
+            ("x = 1\n1 / 0\n", "f", "line 2: ZeroDivisionError"),
+            ("def f(:\n", "f", "line 1: SyntaxError"),
+            ("def g(tokens): pass\n", "f", "'f' is no function"),
+            ("def f(tokens, tau): pass\n", "f", r"needs algorithm\.options\.tau"),
+        ],
+    )
+    def test_bad_files_are_named(self, tmp_path, text, member, message):
+        file = self.write(tmp_path, text)
+        with pytest.raises(UserError, match=message):
+            objective(name=f"{file}:{member}")
+
+    def test_an_unknown_option_is_named(self, tmp_path):
+        file = self.write(tmp_path, "def f(tokens, tau=1.0): pass\n")
+        with pytest.raises(UserError, match=r"algorithm\.options\.ta: .* it has tau"):
+            objective(name=f"{file}:f", options={"ta": 1})
+
+    def test_a_missing_file(self):
+        with pytest.raises(UserError, match="no such file"):
+            objective(name="nowhere.py:f")
+
+    def test_a_result_of_another_shape(self, tmp_path):
+        file = self.write(tmp_path, "def f(tokens): return tokens.advantages.mean()\n")
+        with pytest.raises(UserError, match="one loss for each of the 1 tokens"):
+            objective(name=f"{file}:f")(one(0.0, 1.0), UpdateSize(1, 1, 1), torch.zeros(1))
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"name": "dapoo"}, "did you mean dapo"),
+        ({"name": "rloo", "clip": 0.1}, "algorithm.clip means nothing to rloo"),
+        ({"name": "grpo", "gamma": 0.9}, "algorithm.gamma means nothing to grpo"),
+        ({"name": "ppo", "dynamic_sampling": True}, "means nothing to ppo"),
+        ({"kl_estimator": "k2"}, "algorithm.kl = 0"),
+        ({"correction_high": 3.0}, "correction = none"),
+        ({"correction": "tis", "correction_low": 0.5}, "upper bound alone"),
+        ({"correction": "icepop", "correction_level": "sequence"}, "icepop has token"),
+        ({"correction": "mis", "correction_low": 3.0}, "not below"),
+        ({"options": {"a": 1}}, "file.py:function"),
+    ],
+)
+def test_settings_that_mean_nothing_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        AlgorithmSettings(**settings)
+
+
+def test_every_algorithm_has_its_pieces():
+    for name, record in ALGORITHMS.items():
+        chosen = objective(name=name)
+        assert isinstance(chosen._token_loss(verl_tokens()), TokenLoss)
+        assert record.title
+        assert "arXiv" in record.paper
+
+
+def test_overlong_buffer():
+    assert objective(100, name="dapo").overlong_buffer == 20
+    assert objective(100, name="dapo", overlong_buffer=0).overlong_buffer == 0
+    assert objective(100, name="grpo").overlong_buffer == 0
+
+
+def test_cross_entropy_by_hand():
+    loss = cross_entropy(torch.tensor([-0.5, -1.0]), 4)
+    assert loss.item() == 0.375
