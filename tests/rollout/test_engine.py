@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -98,6 +99,27 @@ def test_preemption_changes_nothing(policy, reference, num_pages):
     assert engine.generate(PROMPTS, PARAMS) == reference
     assert engine.stats.preemptions > 0
     assert engine.stats.peak_pages <= num_pages
+
+
+@pytest.mark.parametrize("num_pages", [None, 12])
+@pytest.mark.parametrize("repeats, ahead", [(4, 0), (4, 1), (3, 2)])
+def test_decode_in_a_row_and_ahead_changes_nothing(policy, reference, num_pages, repeats, ahead):
+    engine = RolloutEngine(policy, num_pages=num_pages, page_size=4, max_batch_size=4)
+    engine._repeats, engine._ahead = repeats, ahead
+    assert engine.generate(PROMPTS, PARAMS) == reference
+    assert engine.generate(PROMPTS, PARAMS) == reference, "the second call on the same state"
+    assert engine.stats.tokens_drawn == sum(len(c.token_ids) for c in reference)
+
+
+def test_stop_strings_end_what_runs_ahead(policy, reference):
+    """The device knows of stop ids alone: what it draws past a stop string is dropped."""
+    text = reference[0].text
+    params = replace(PARAMS, stop=(text[3:5],))
+    wanted = RolloutEngine(policy, page_size=4).generate(PROMPTS, params)
+    assert wanted[0].text == text[: text.index(text[3:5])]
+    engine = RolloutEngine(policy, page_size=4, max_batch_size=4)
+    engine._repeats, engine._ahead = 5, 1
+    assert engine.generate(PROMPTS, params) == wanted
 
 
 def test_order_and_company_change_nothing(policy, reference):

@@ -17,7 +17,7 @@ import importlib
 from jetrl.errors import UserError
 
 HANDS_WORDS_ON = True
-BENCHMARKS = ("attention", "gemm", "logprob", "norm", "parity", "quantize")
+BENCHMARKS = ("attention", "gemm", "logprob", "norm", "parity", "quantize", "rollout")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

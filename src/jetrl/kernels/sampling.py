@@ -58,27 +58,43 @@ def sample(
     Raises:
         FloatingPointError: a row without a finite maximum (NaN or all -inf logits).
     """
+    tokens, logprobs, lse = sample_unchecked(logits, bits, temperature, top_p, top_k)
+    broken = ~torch.isfinite(lse)
+    if broken.any():
+        rows = broken.nonzero().flatten().tolist()
+        raise FloatingPointError(f"logits of rows {rows[:8]} have no finite softmax")
+    return tokens, logprobs
+
+
+def sample_unchecked(
+    logits: Tensor,
+    bits: Tensor,
+    temperature: Tensor,
+    top_p: Tensor,
+    top_k: Tensor,
+    filtered: bool | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`sample` for a device that is not waited for: (token ids, log-probs, lse float32 [R]).
+
+    A row whose lse is not finite has no draw. filtered: whether any row uses top_p or top_k; None
+    looks, and so waits. bits of -1 draw some token."""
     if logits.is_cuda:
-        on_gpu: tuple[Tensor, Tensor] = hopper("kernels.sampling_triton").sample(
-            logits, bits, temperature, top_p, top_k
+        on_gpu: tuple[Tensor, Tensor, Tensor] = hopper("kernels.sampling_triton").sample_unchecked(
+            logits, bits, temperature, top_p, top_k, filtered
         )
         return on_gpu
     greedy = temperature == 0
     scale = torch.where(greedy, 1.0, temperature)[:, None]
     shifted, mass, lse = log_softmax_parts(logits, scale)
-    broken = ~torch.isfinite(lse).squeeze(-1)
-    if broken.any():
-        rows = broken.nonzero().flatten().tolist()
-        raise FloatingPointError(f"logits of rows {rows[:8]} have no finite softmax")
     weights = (mass.double() * _WEIGHT_ONE).round_().long()
-    if bool((top_p < 1).any()) or bool((top_k > 0).any()):
+    if filtered or (filtered is None and bool(((top_p < 1) | (top_k > 0)).any())):
         weights = _keep_most_probable(weights, top_p, top_k)
     cumulative = weights.cumsum(-1)
     total = cumulative[:, -1:]
     target = ((bits[:, None].double() * 2.0**-53) * total.double()).long()
     drawn = (cumulative <= torch.minimum(target, total - 1)).sum(-1)
-    tokens = torch.where(greedy, logits.argmax(-1), drawn)
-    return tokens, (shifted.gather(-1, tokens[:, None]) - lse).squeeze(-1)
+    tokens = torch.where(greedy, logits.argmax(-1), drawn).clamp(max=logits.shape[-1] - 1)
+    return tokens, (shifted.gather(-1, tokens[:, None]) - lse).squeeze(-1), lse.squeeze(-1)
 
 
 def _keep_most_probable(weights: Tensor, top_p: Tensor, top_k: Tensor) -> Tensor:

@@ -102,19 +102,6 @@ def _sample_kernel(
     tl.store(logprobs_ptr + row, (z - row_max) - lse)
 
 
-def sample(
-    logits: Tensor, bits: Tensor, temperature: Tensor, top_p: Tensor, top_k: Tensor
-) -> tuple[Tensor, Tensor]:
-    """`kernels.sampling.sample` on Hopper: the same arguments, results and errors, tensors on the
-    GPU. The check for rows without a softmax waits for the device; `sample_unchecked` does not."""
-    tokens, logprobs, lse = sample_unchecked(logits, bits, temperature, top_p, top_k)
-    broken = ~torch.isfinite(lse)
-    if broken.any():
-        rows = broken.nonzero().flatten().tolist()
-        raise FloatingPointError(f"logits of rows {rows[:8]} have no finite softmax")
-    return tokens, logprobs
-
-
 def sample_unchecked(
     logits: Tensor,
     bits: Tensor,
@@ -123,10 +110,7 @@ def sample_unchecked(
     top_k: Tensor,
     filtered: bool | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(token ids, log-probs, lse float32 [R]); an lse that is not finite marks a broken row.
-
-    filtered: whether any row uses top_p or top_k; None looks, which waits for the device.
-    """
+    """`kernels.sampling.sample_unchecked` on Hopper: the same arguments and results."""
     check_matrix("sample", logits, (torch.float32,))
     rows, vocabulary = logits.shape
     for name, x, dtype in (

@@ -95,6 +95,11 @@ class PagedCache:
         """Bytes of one page in all layers, keys and values, scales included."""
         return page_size * kv_bytes_per_token(config, plan)
 
+    @property
+    def reads_pages_in_place(self) -> bool:
+        """Whether attention reads pages where they lie: on a Hopper GPU, not in FP32."""
+        return self._on_gpu
+
     def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copies pages (source, destination), all sources read before any destination is
         written.
@@ -120,6 +125,11 @@ class PagedCache:
         parts = [self._part(items, device) for items in group_items(spans, budget)]
         slots_T = torch.tensor(slots, device=device)
         return PagedKeyValues(self._keys, self._values, self._plan, slots_T, parts)
+
+    def decode_key_values(self, slots: Tensor, work: DecodeWork) -> HopperKeyValues:
+        """The `KeyValues` of a forward of one token a sequence, from tensors on the device; slots:
+        int64 [B], as `HopperKeyValues` takes them."""
+        return HopperKeyValues(self._keys, self._values, self._plan, slots, work)
 
     def _part(self, items: list[Span], device: torch.device) -> Part:
         num_queries = max(item.length for item in items)

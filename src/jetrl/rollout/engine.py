@@ -1,8 +1,7 @@
 """The rollout engine: prompts in, completions with their log-probs out.
 
-A call of `generate` is a loop of four: the scheduler chooses, the runner computes, the sampler
-draws, the scheduler takes in what was drawn. The engine adds what surrounds it: checks of the
-input, the size of the cache, progress, and that nothing is left behind when a call is cut short.
+A call of `generate` is a `RolloutRun`. The engine adds what surrounds it: checks of the input, the
+size of the cache, and that nothing is left behind when a call is cut short.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -18,10 +17,11 @@ from jetrl.errors import UserError
 from jetrl.policy import Policy
 from jetrl.rollout.blocks import PageAllocator
 from jetrl.rollout.cache import PagedCache
+from jetrl.rollout.decode import DecodeBatch
 from jetrl.rollout.inputs import encode_prompts, make_groups, text_decoder
-from jetrl.rollout.progress import Progress, RolloutStats
+from jetrl.rollout.progress import RolloutStats
+from jetrl.rollout.run import ProgressCallback, RolloutRun
 from jetrl.rollout.runner import Runner
-from jetrl.rollout.sampler import draw_tokens
 from jetrl.rollout.scheduler import Scheduler
 from jetrl.rollout.sequence import RunningSequence
 from jetrl.rollout.turns import Dialogues, Environment
@@ -31,8 +31,8 @@ logger = logging.getLogger(__name__)
 
 _CPU_MEMORY_SHARE = 0.25  # of the machine's memory, for the cache: a laptop runs other things too
 _GPU_MEMORY_SHARE = 0.8  # of the memory that is free when the cache is made
-
-ProgressCallback = Callable[[Progress], None]
+# Of decode on a GPU: forwards a step, and steps launched ahead of what is known.
+_GPU_REPEATS, _GPU_AHEAD = 8, 1
 
 
 class RolloutEngine:
@@ -83,7 +83,10 @@ class RolloutEngine:
         self.page_size = page_size
         self.max_prefill_tokens = max_prefill_tokens
         self.max_model_len = max_model_len or context
+        on_gpu = policy.device.type == "cuda"
+        self._repeats, self._ahead = (_GPU_REPEATS, _GPU_AHEAD) if on_gpu else (1, 0)
         self._cache: PagedCache | None = None
+        self._decode: DecodeBatch | None = None  # of that cache
         self._scheduler: Scheduler | None = None
         self._stats = RolloutStats()
 
@@ -100,7 +103,7 @@ class RolloutEngine:
     def free_cache(self) -> None:
         """Gives the cache's memory back; the next call makes a new one."""
         assert self._scheduler is None, "the cache is in use"
-        self._cache = None
+        self._cache = self._decode = None
 
     def generate(
         self,
@@ -109,6 +112,7 @@ class RolloutEngine:
         progress: ProgressCallback | None = None,
         system_prompt: str | None = None,
         environment: Environment | None = None,
+        max_tokens: Sequence[int] | None = None,
     ) -> list[Completion]:
         """Draws params.n completions for each prompt.
 
@@ -120,6 +124,7 @@ class RolloutEngine:
             system_prompt: put before the messages of chat prompts.
             environment: answers when a sequence stops, for as many turns as it has; what it says is
                 part of the completion, and max_tokens counts it.
+            max_tokens: a limit for each completion, in their order, instead of params.max_tokens.
 
         Returns:
             Completions in the order of the prompts: those of prompt p are [p * n : (p + 1) * n].
@@ -136,7 +141,9 @@ class RolloutEngine:
         started = time.perf_counter()
         encoded = encode_prompts(self.policy, prompts, self.max_model_len, system_prompt)
         max_turns = 1 if environment is None else environment.max_turns
-        groups = make_groups(self.policy, encoded, params, self.max_model_len, max_turns)
+        groups = make_groups(
+            self.policy, encoded, params, self.max_model_len, max_turns, max_tokens
+        )
         if not groups:
             self._stats = RolloutStats()
             return []
@@ -148,11 +155,23 @@ class RolloutEngine:
         if environment is not None and max_turns > 1:
             dialogues = Dialogues(self.policy, environment, scheduler)
         try:
-            self._stats = self._run(scheduler, cache, params, progress, started, dialogues)
+            decode = self._ready_decode(cache)
+            decode.begin(params, groups[0][0].rules.token_ids)
+            run = RolloutRun(
+                scheduler,
+                Runner(self.policy, cache),
+                decode,
+                params,
+                dialogues,
+                progress,
+                self._repeats,
+                self._ahead,
+            )
+            self._stats = run.run(started)
         except BaseException:
             scheduler.cancel()
             # What failed may have left NaN in its pages: the next call starts from a clean cache.
-            self._cache = None
+            self._cache = self._decode = None
             raise
         finally:
             self._scheduler = None
@@ -161,52 +180,6 @@ class RolloutEngine:
         if dialogues is not None:
             return [dialogues.completion(sequence) for sequence in scheduler.sequences]
         return self._completions(scheduler.sequences)
-
-    def _run(
-        self,
-        scheduler: Scheduler,
-        cache: PagedCache,
-        params: SamplingParams,
-        progress: ProgressCallback | None,
-        started: float,
-        dialogues: Dialogues | None = None,
-    ) -> RolloutStats:
-        """Runs the scheduler to its end."""
-        runner = Runner(self.policy, cache)
-        allocator = scheduler.allocator
-        drawn = prefilled = decoded = forwards = peak_pages = 0
-        while not scheduler.done:
-            step = scheduler.schedule()
-            if step is None:
-                assert dialogues is not None, "no draw is pending here"
-                dialogues.take_in(wait=True)
-                continue
-            peak_pages = max(peak_pages, allocator.num_used)
-            logits = runner.forward(step, scheduler.sequences)
-            tokens = draw_tokens(logits, step, scheduler.sequences, params)
-            taken = scheduler.complete(step, [([token], [logprob]) for token, logprob in tokens])
-            if dialogues is not None:
-                dialogues.ask(step)
-                dialogues.take_in(wait=False)
-            forwards += 1
-            drawn += taken
-            prefilled += step.num_prefill_tokens
-            decoded += taken if step.decodes else 0
-            if progress is not None:
-                seconds = time.perf_counter() - started
-                progress(_progress(scheduler, params.max_tokens, drawn, seconds))
-        return RolloutStats(
-            prompts=len(scheduler.sequences) // params.n,
-            sequences=len(scheduler.sequences),
-            tokens_drawn=drawn,
-            tokens_prefilled=prefilled,
-            tokens_decoded=decoded,
-            preemptions=scheduler.num_preemptions,
-            forwards=forwards,
-            peak_pages=peak_pages,
-            pages_total=allocator.num_pages,
-            seconds=time.perf_counter() - started,
-        )
 
     def _completions(self, sequences: Sequence[RunningSequence]) -> list[Completion]:
         decode = text_decoder(self.policy)
@@ -226,9 +199,15 @@ class RolloutEngine:
             )
         return completions
 
+    def _ready_decode(self, cache: PagedCache) -> DecodeBatch:
+        """The decode batch over a cache; graphs are captured once and used in later calls."""
+        if self._decode is None:
+            self._decode = DecodeBatch(self.policy, cache, self.max_batch_size, self.max_model_len)
+        return self._decode
+
     def _ready_cache(self, groups: Sequence[Sequence[RunningSequence]]) -> PagedCache:
         """The cache for a call: the one there is if it is large enough, else a new one."""
-        longest = max((group[0] for group in groups), key=lambda s: s.max_cached_tokens)
+        longest = max((s for group in groups for s in group), key=lambda s: s.max_cached_tokens)
         needed = -(-longest.max_cached_tokens // self.page_size)
         num_sequences = sum(len(group) for group in groups)
         # Samples that wait for a place in the batch share one page that none of the running ones
@@ -238,14 +217,14 @@ class RolloutEngine:
         if self.num_pages is not None:
             wanted = self.num_pages
         elif self._cache is None or self._cache.num_pages < wanted:
-            self._cache = None  # before its memory is measured as used
+            self._cache = self._decode = None  # before its memory is measured as used
             wanted = min(wanted, self._affordable_pages())
         else:
             wanted = self._cache.num_pages
         if wanted < needed:
             raise UserError(self._too_small(longest, needed, wanted))
         if self._cache is None or self._cache.num_pages != wanted:
-            self._cache = None
+            self._cache = self._decode = None
             config, plan, device = self.policy.config, self.policy.plan, self.policy.device
             self._cache = PagedCache(config, plan, wanted, self.page_size, device)
             size = wanted * PagedCache.page_bytes(config, plan, self.page_size) / 2**20
@@ -281,19 +260,3 @@ class RolloutEngine:
             f"max_tokens {longest.rules.max_tokens} uses {longest.max_cached_tokens} "
             f"({needed} pages); {setting}, or lower rollout.max_tokens"
         )
-
-
-def _progress(scheduler: Scheduler, max_tokens: int, tokens: int, seconds: float) -> Progress:
-    total, done = len(scheduler.sequences), scheduler.num_finished
-    rate = tokens / seconds if seconds > 0 else 0.0
-    mean_length = scheduler.finished_tokens / done if done else max_tokens
-    return Progress(
-        sequences_done=done,
-        sequences_total=total,
-        tokens=tokens,
-        tokens_per_s=rate,
-        pages_in_use=scheduler.allocator.num_used,
-        pages_total=scheduler.allocator.num_pages,
-        seconds=seconds,
-        eta_s=max(0.0, mean_length * total - tokens) / rate if rate > 0 else None,
-    )

@@ -54,12 +54,15 @@ def make_groups(
     params: SamplingParams,
     max_model_len: int,
     max_turns: int = 1,
+    max_tokens: Sequence[int] | None = None,
 ) -> list[list[RunningSequence]]:
     """The sequences of a call, n for each prompt. max_tokens is limited to what the context takes.
-    max_turns: above 1 where an environment answers.
+    max_turns: above 1 where an environment answers. max_tokens: of each sequence, where they have
+    limits of their own.
 
     Raises:
-        UserError: stop ids outside the vocabulary; stop strings or turns without a tokenizer.
+        UserError: limits that are not one for each sequence, or below 1; stop ids outside the
+            vocabulary; stop strings or turns without a tokenizer.
     """
     stop_ids = set(params.stop_token_ids)
     _check_ids(params.stop_token_ids, policy.config.vocab_size, "stop_token_ids")
@@ -76,18 +79,24 @@ def make_groups(
             "a task with turns reads what the model writes, and the model has no tokenizer; set "
             "model.tokenizer"
         )
+    if max_tokens is None:
+        max_tokens = [params.max_tokens] * (params.n * len(prompts))
+    if len(max_tokens) != params.n * len(prompts) or min(max_tokens, default=1) < 1:
+        raise UserError(
+            f"max_tokens: {params.n * len(prompts)} numbers of at least 1, one for each "
+            f"completion, not {len(max_tokens)} with {min(max_tokens, default=1)} among them"
+        )
     groups: list[list[RunningSequence]] = []
     keys = sequence_keys(prompts, params.n)
+    stops = frozenset(stop_ids)
     for number, prompt in enumerate(prompts):
-        max_tokens = min(params.max_tokens, max_model_len - len(prompt))
-        rules = StopRules(max_tokens, frozenset(stop_ids), params.stop, decode, max_turns)
-        first = number * params.n
-        groups.append(
-            [
-                RunningSequence(first + sample, tuple(prompt), key, rules)
-                for sample, key in enumerate(keys[number])
-            ]
-        )
+        group = []
+        for sample, key in enumerate(keys[number]):
+            index = number * params.n + sample
+            limit = min(max_tokens[index], max_model_len - len(prompt))
+            rules = StopRules(limit, stops, params.stop, decode, max_turns)
+            group.append(RunningSequence(index, tuple(prompt), key, rules))
+        groups.append(group)
     return groups
 
 

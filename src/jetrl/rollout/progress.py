@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Progress:
-    """Given to the progress callback after every forward.
+    """Given to the progress callback after every step: a forward, or some of decode in a row.
 
     tokens: drawn so far. seconds: since the start. eta_s: seconds left, None while unknown; from
     the mean length of the finished sequences, or max_tokens before the first.
@@ -34,7 +34,8 @@ class RolloutStats:
     a prompt, and again after a pre-emption; a prompt counts once for all its samples.
     tokens_decoded: run one at a time, each to draw the next. preemptions: sequences that lost
     their pages for a time. forwards: calls of the model. peak_pages: most pages in use, of
-    pages_total. seconds: of wall time.
+    pages_total. seconds: of wall time; prefill_s: of these, in forwards over prompts and their
+    draws. device_idle_s: a GPU's, from the end of a decode step to the start of the next.
     """
 
     prompts: int = 0
@@ -47,6 +48,8 @@ class RolloutStats:
     peak_pages: int = 0
     pages_total: int = 0
     seconds: float = 0.0
+    prefill_s: float = 0.0
+    device_idle_s: float = 0.0
 
     @property
     def tokens_per_s(self) -> float:

@@ -20,14 +20,18 @@ class Runner:
         self._policy = policy
         self._cache = cache
 
+    def copy_pages(self, step: Step) -> None:
+        """The copies that come before a step's forwards."""
+        self._cache.copy_pages(step.copies)
+
     def forward(self, step: Step, sequences: Sequence[RunningSequence]) -> Tensor:
-        """Runs a step's tokens, filling the cache.
+        """Runs the tokens of a step over prompts, filling the cache.
 
         Returns:
             float32 logits [R, V], a row for each chunk that draws, in the order of the chunks; R
             is 0 when all chunks end before their sequence does.
         """
-        self._cache.copy_pages(step.copies)
+        assert not step.decodes, "decode is the decode batch's"
         token_ids: list[int] = []
         positions: list[int] = []
         rows: list[int] = []

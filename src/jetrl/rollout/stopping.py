@@ -22,7 +22,7 @@ MAX_WINDOW = 64
 
 @dataclass(frozen=True)
 class StopRules:
-    """What ends a completion; the same object serves all samples of a prompt.
+    """What ends a completion.
 
     max_tokens: at least 1. token_ids: a completion ends with, and includes, the first of these.
     strings: not empty ones; the text is cut before the first of these. decode: token ids to text

@@ -30,11 +30,10 @@ from jetrl.evaluate import (
     score_completions,
     with_stops,
 )
-from jetrl.parity import check_correction, locate
+from jetrl.parity import locate
 from jetrl.randomness import derive_seed, draw_indices
 from jetrl.rollout.progress import Progress
 from jetrl.session.display import Display
-from jetrl.session.dynamic_sampling import Refilled, refill
 from jetrl.session.opening import open_parts
 from jetrl.session.phases import Phases
 from jetrl.session.saved import Saved
@@ -87,7 +86,6 @@ class Session:
     def _open(self, stack: contextlib.ExitStack) -> None:
         settings = self.settings
         self.parts = open_parts(settings, self._resume, stack)
-        check_correction(settings.algorithm, self.parts.policy)
         self.run = self.parts.run
         self.stops = Stops(settings.run.max_hours, self.run.history().elapsed_s)
         self.display = Display(settings.loop.steps, lambda: self.stops.elapsed_s)
@@ -153,17 +151,13 @@ class Session:
     def draw_prompts(self, step: int) -> list[EncodedPrompt]:
         """The step's prompts: each epoch is a shuffle of its own, and none is skipped."""
         self.phases.start_step()
-        self._rollout_tokens = 0
         count = self.settings.rollout.prompts_per_step
         seed = derive_seed(self.settings.run.seed, "prompts")
         chosen = draw_indices(len(self.parts.prompts), count, step, seed)
         return [self.parts.prompts[i] for i in chosen]
 
-    def sample(
-        self, prompts: Sequence[EncodedPrompt], step: int, again: int = 0
-    ) -> list[Completion]:
-        """samples_per_prompt completions of each prompt, with their log-probs. again: which round
-        of dynamic sampling, 0 for the step's own prompts."""
+    def sample(self, prompts: Sequence[EncodedPrompt], step: int) -> list[Completion]:
+        """samples_per_prompt completions of each prompt, with their log-probs."""
         rollout = self.settings.rollout
         params = SamplingParams(
             n=rollout.samples_per_prompt,
@@ -172,12 +166,12 @@ class Session:
             top_p=rollout.top_p,
             top_k=rollout.top_k,
             stop=rollout.stop,
-            seed=derive_seed(self.settings.run.seed, "rollout", step, *([again] if again else [])),
+            seed=derive_seed(self.settings.run.seed, "rollout", step),
         )
         with self.phases.phase("rollout"):
             params = with_stops(params, self.parts.task)
             completions = sample_prompts(self.parts.engine, prompts, params, self._progress)
-        self._rollout_tokens += sum(len(c.token_ids) for c in completions)
+        self._rollout_tokens = sum(len(c.token_ids) for c in completions)
         return completions
 
     def score(
@@ -200,20 +194,6 @@ class Session:
             )
         return samples
 
-    def refill(self, step: int, samples: list[Sample]) -> list[Sample]:
-        """Dynamic sampling, if the algorithm asks for it: more prompts are drawn, sampled and
-        scored in place of groups whose rewards are all equal."""
-        self._drawn = Refilled(samples, samples, rounds=1, dropped=0)
-        if self.settings.algorithm.value("dynamic_sampling"):
-            self._drawn = refill(
-                samples,
-                wanted=self.settings.rollout.prompts_per_step,
-                at_least=self.settings.train.updates_per_step,
-                max_rounds=self.settings.algorithm.dynamic_sampling_rounds,
-                draw=lambda again, count: self._draw_again(step, again, count),
-            )
-        return self._drawn.samples
-
     def update(self, step: int, samples: Sequence[Sample]) -> dict[str, float]:
         """Train on the samples: advantages, packing, updates, requantize. Returns metrics.
 
@@ -229,10 +209,7 @@ class Session:
             self.run.write_rollouts(step, samples)
             raise MismatchError(f"step {step}: {error}; {self._locate(error)}") from None
         self.phases.timings |= self.trainer.timings
-        if self.settings.algorithm.value("dynamic_sampling"):
-            metrics["dynamic_sampling/rounds"] = float(self._drawn.rounds)
-            metrics["dynamic_sampling/dropped_groups"] = float(self._drawn.dropped)
-        return sample_metrics(self._drawn.drawn) | metrics
+        return sample_metrics(samples) | metrics
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Held-out metrics of a step, if one is due: at the start, every eval.every, at the end."""
@@ -290,17 +267,6 @@ class Session:
         )
 
     # What the verbs are made of
-
-    def _draw_again(self, step: int, again: int, count: int) -> list[Sample]:
-        """Samples of further prompts, of an order of their own; their times are added."""
-        before = dict(self.phases.timings)
-        seed = derive_seed(self.settings.run.seed, "prompts again", step, again)
-        chosen = draw_indices(len(self.parts.prompts), count, 1, seed)
-        prompts = [self.parts.prompts[i] for i in chosen]
-        samples = self.score(prompts, self.sample(prompts, step, again))
-        for phase in ("rollout", "reward"):
-            self.phases.timings[phase] += before[phase]
-        return samples
 
     def _held_out(self) -> Evaluation:
         settings = self.settings.eval

@@ -1,0 +1,262 @@
+r"""The rollout engine on one GPU, at the shape of a real model with random weights.
+
+    jetrl bench rollout --shape qwen3-8b --plan unified --plan bf16 \
+        --case 256x128x512 --case 64x8192x128 --out rollout.json
+    jetrl bench rollout --shape qwen3-8b --load grpo
+
+A case is SEQUENCES x PROMPT TOKENS x RESPONSE TOKENS: all prompts different, end-of-sequence
+ignored, log-probs on. A decode step is timed from one to the next as the engine makes them, host
+included; the median is reported. Its floor is what it must read, the weights and the keys and
+values of the mean context, over the card's measured copy bandwidth. The first sequences' log-probs
+are compared with the trainer's, as bits.
+
+The load `grpo` is 64 prompts of 256 tokens with 8 samples each, whose lengths are drawn from a
+log-normal distribution (sigma 0.8 of the logarithm, mean 1500, at most 8192): it has a tail.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from jetrl.bench._timing import Row, copy_bandwidth, print_table, write_results
+from jetrl.bench.parity import make_policy
+from jetrl.bench.shapes import SHAPES
+from jetrl.models.attention import kv_bytes_per_token
+from jetrl.policy import Policy
+from jetrl.precision.linear import FP8Weight, Linear
+from jetrl.rollout.engine import RolloutEngine
+from jetrl.rollout.progress import Progress
+from jetrl.types import Completion, SamplingParams
+
+GRPO_PROMPTS, GRPO_SAMPLES, GRPO_PROMPT, GRPO_MEAN, GRPO_MAX, GRPO_SIGMA = (
+    64,
+    8,
+    256,
+    1500,
+    8192,
+    0.8,
+)
+CHECKED_TOKENS = 40_000  # of the exactness check
+
+
+def weight_bytes(policy: Policy) -> int:
+    """What one decode forward reads of the weights."""
+    total = 0
+    for module in policy.decoder.modules():
+        if isinstance(module, Linear):
+            operand = module.operand("rollout")
+            parts = (
+                [operand.direct.codes, operand.direct.scales]
+                if isinstance(operand, FP8Weight)
+                else [operand]
+            )
+            total += sum(part.numel() * part.element_size() for part in parts)
+    return total
+
+
+class _Watch:
+    """A progress callback that keeps when each step was taken in, and profiles some of them."""
+
+    def __init__(self, profiled: int = 0) -> None:
+        self.records: list[tuple[float, Progress]] = []
+        self._profiled = profiled
+        self.profiler: Any = None
+        self.profiled_tokens = 0
+
+    def __call__(self, progress: Progress) -> None:
+        if self._profiled and progress.tokens >= 4 * progress.sequences_total:
+            if self.profiler is None:
+                self.profiler = torch.profiler.profile(
+                    activities=[torch.profiler.ProfilerActivity.CUDA]
+                )
+                self.profiler.start()
+                self._first = progress.tokens
+            elif progress.tokens - self._first >= self._profiled * progress.sequences_total:
+                torch.cuda.synchronize()
+                self.profiler.stop()
+                self._profiled = 0
+        self.records.append((time.perf_counter(), progress))
+
+    def seconds_per_step(self, full: int) -> float:
+        """Median, over steps in which `full` sequences drew from each forward."""
+        times = []
+        for (before, a), (after, b) in zip(self.records, self.records[1:], strict=False):
+            forwards, rest = divmod(b.tokens - a.tokens, full)
+            if forwards > 0 and rest == 0:
+                times += [(after - before) / forwards] * forwards
+        return statistics.median(times[len(times) // 10 :])
+
+
+def run_case(policy: Policy, batch: int, prompt: int, response: int, profiled: int) -> Row:
+    """One case: warmed up by its own sizes, then timed."""
+    generator = np.random.default_rng(0)
+    prompts = generator.integers(0, policy.config.vocab_size, (batch, prompt)).tolist()
+    engine = RolloutEngine(policy, max_batch_size=batch)
+    params = SamplingParams(max_tokens=response, ignore_eos=True, seed=1)
+    began = time.perf_counter()
+    engine.generate(prompts, params)
+    first = time.perf_counter() - began
+    torch.cuda.reset_peak_memory_stats()
+    watch = _Watch()
+    completions = engine.generate(prompts, params, progress=watch)
+    stats = engine.stats
+    step = watch.seconds_per_step(batch)
+    context = prompt + response / 2
+    floor = weight_bytes(policy)
+    floor += int(batch * context * kv_bytes_per_token(policy.config, policy.plan))
+    row: Row = {
+        "plan": policy.plan.name,
+        "sequences": batch,
+        "prompt": prompt,
+        "response": response,
+        "decode_ms": round(step * 1e3, 3),
+        "floor_ms": round(floor / copy_bandwidth() * 1e3, 3),
+        "share_of_floor": round(floor / copy_bandwidth() / step, 3),
+        "decode_tokens_per_s": round(batch / step),
+        "tokens_per_s": round(stats.tokens_per_s),
+        "prefill_tokens_per_s": round(stats.tokens_prefilled / stats.prefill_s),
+        "idle_share": round(stats.device_idle_s / (stats.seconds - stats.prefill_s), 4),
+        "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 1),
+        "first_call_s": round(first, 1),
+        "seconds": round(stats.seconds, 2),
+        **check(policy, prompts, completions),
+    }
+    if profiled:
+        watch = _Watch(profiled)
+        engine.generate(prompts, params, progress=watch)
+        row["profile"] = profile_rows(watch.profiler)
+    return row
+
+
+def run_grpo(policy: Policy) -> Row:
+    """The load with a tail."""
+    generator = np.random.default_rng(0)
+    prompts = generator.integers(0, policy.config.vocab_size, (GRPO_PROMPTS, GRPO_PROMPT)).tolist()
+    count = GRPO_PROMPTS * GRPO_SAMPLES
+    center = np.log(GRPO_MEAN) - GRPO_SIGMA**2 / 2
+    lengths = np.exp(generator.normal(center, GRPO_SIGMA, count)).round().clip(1, GRPO_MAX)
+    max_tokens = [int(n) for n in lengths]
+    engine = RolloutEngine(policy, max_batch_size=count)
+    params = SamplingParams(n=GRPO_SAMPLES, max_tokens=GRPO_MAX, ignore_eos=True, seed=1)
+    engine.generate(prompts, params, max_tokens=[min(40, n) for n in max_tokens])
+    torch.cuda.reset_peak_memory_stats()
+    completions = engine.generate(prompts, params, max_tokens=max_tokens)
+    stats = engine.stats
+    per_token = kv_bytes_per_token(policy.config, policy.plan)
+    running = np.sort(lengths)[::-1]
+    steps = int(running[0])
+    alive = np.searchsorted(-running, -np.arange(1, steps + 1), side="right")
+    kv = float((lengths * (lengths + 1) / 2 + lengths * GRPO_PROMPT).sum()) * per_token
+    floor = (steps * weight_bytes(policy) + kv) / copy_bandwidth()
+    owners = [prompts[i // GRPO_SAMPLES] for i in range(count)]
+    return {
+        "plan": policy.plan.name,
+        "load": "grpo",
+        "sequences": count,
+        "tokens": stats.tokens_drawn,
+        "mean_length": round(float(lengths.mean())),
+        "longest": steps,
+        "mean_running": round(float(alive.mean()), 1),
+        "tokens_per_s": round(stats.tokens_per_s),
+        "seconds": round(stats.seconds, 2),
+        "floor_s": round(floor, 2),
+        "share_of_floor": round(floor / stats.seconds, 3),
+        "idle_share": round(stats.device_idle_s / (stats.seconds - stats.prefill_s), 4),
+        "preemptions": stats.preemptions,
+        "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 1),
+        **check(policy, owners, completions),
+    }
+
+
+@torch.no_grad()
+def check(policy: Policy, prompts: Sequence[list[int]], completions: Sequence[Completion]) -> Row:
+    """Tokens of the first completions whose log-prob is not, as bits, the trainer's."""
+    compared = different = 0
+    for prompt, completion in zip(prompts, completions, strict=True):
+        size = len(prompt) + len(completion.token_ids)
+        if compared and compared + size > CHECKED_TOKENS:
+            break
+        (trainer,) = policy.logprobs([[*prompt, *completion.token_ids]])
+        ours = torch.tensor(completion.logprobs)
+        theirs = trainer[len(prompt) - 1 :].cpu()
+        different += int((ours.view(torch.int32) != theirs.view(torch.int32)).sum())
+        compared += size
+    return {"checked_tokens": compared, "different": different if policy.plan.exact else "-"}
+
+
+def profile_rows(profiler: Any) -> list[Row]:
+    """Microseconds and launches a forward, by kernel; the number of forwards is that of the kernel
+    that takes the draws in."""
+    times: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
+    for event in profiler.events():
+        times[event.name] += event.device_time
+        counts[event.name] += 1
+    forwards = counts["_take_kernel"]
+    return [
+        {
+            "kernel": name[:70],
+            "us_a_forward": round(time / forwards, 1),
+            "launches": round(counts[name] / forwards, 2),
+            "us_each": round(time / counts[name], 2),
+        }
+        for name, time in times.most_common(24)
+    ]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="jetrl bench rollout",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-8b")
+    parser.add_argument("--plan", action="append", help="repeatable; default: unified")
+    parser.add_argument("--case", action="append", help="BxPxR, repeatable; instead of:")
+    parser.add_argument("--batch", type=int, default=64, help="sequences (default 64)")
+    parser.add_argument("--prompt", type=int, default=128, help="tokens (default 128)")
+    parser.add_argument("--response", type=int, default=512, help="tokens (default 512)")
+    parser.add_argument("--load", choices=["grpo"], help="lengths with a tail, instead of a case")
+    parser.add_argument("--layers", type=int, help="default: the shape's")
+    parser.add_argument("--profile", action="store_true", help="time by kernel, a case at a time")
+    parser.add_argument("--out", default="build/bench/rollout.json", type=Path, help="JSON file")
+    args = parser.parse_args(argv)
+    cases = args.case or ([] if args.load else [f"{args.batch}x{args.prompt}x{args.response}"])
+    rows: list[Row] = []
+    for plan in args.plan or ["unified"]:
+        policy = make_policy(args.shape, plan, "cuda", args.layers)
+        for case in cases:
+            batch, prompt, response = (int(part) for part in case.split("x"))
+            row = run_case(policy, batch, prompt, response, 24 if args.profile else 0)
+            profile = row.pop("profile", None)
+            rows.append({"shape": args.shape, **row})
+            print_table([rows[-1]])
+            if profile is not None:
+                print_table(profile)
+                rows[-1]["profile"] = profile
+        if args.load:
+            rows.append({"shape": args.shape, **run_grpo(policy)})
+            print_table([rows[-1]])
+        del policy
+        torch.cuda.empty_cache()
+    command = " ".join(
+        ["jetrl bench rollout --shape", args.shape]
+        + [f"--plan {plan}" for plan in args.plan or []]
+        + [f"--case {case}" for case in cases]
+        + ([f"--load {args.load}"] if args.load else [])
+        + (["--profile"] if args.profile else [])
+    )
+    write_results(args.out, "rollout", command, rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,176 @@
+"""One decode forward over device state: embed, layers, logits, draw, next token.
+
+Where the cache's pages are read in place (a Hopper GPU), the forward is a CUDA graph, one for each
+size of batch and of context that comes up: `GraphForwards`. Elsewhere it is called as it is:
+`EagerForwards`. What a row computes is the same in both, and in every size.
+"""
+
+from __future__ import annotations
+
+import bisect
+import logging
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from jetrl.kernels.decode import DecodeState, Drawn, next_inputs, take_draws
+from jetrl.kernels.sampling import sample_unchecked
+from jetrl.policy import Policy
+from jetrl.rollout.cache import DecodeWork, PagedCache, Span
+
+logger = logging.getLogger(__name__)
+
+_ROWS = [8, 16, 32, 64, 96, 128, 192, 256, *range(384, 4097, 128)]  # sizes of graphs
+_SPLIT_TOKENS = 1024  # contexts are rounded up to this times a power of two
+_LOGITS_AT_ONCE = 2**23  # of an eager forward; sampling makes several arrays of this size
+
+
+@dataclass(frozen=True)
+class DecodeBuffers:
+    """Tensors that forwards read and write, always the same memory. rows: int64 [R], the slot of
+    each row. tables: int32 [R, W], their page tables. temperature, top_p: float32 [R]. top_k: int64
+    [R]. idle_slot: one that never holds a sequence, for rows that fill a size up."""
+
+    state: DecodeState
+    rows: Tensor
+    tables: Tensor
+    temperature: Tensor
+    top_p: Tensor
+    top_k: Tensor
+    out: Drawn
+    idle_slot: int
+
+    @staticmethod
+    def empty(slots: int, repeats: int, width: int, device: torch.device) -> DecodeBuffers:
+        """For `slots` sequences of at most `width` pages, `repeats` forwards in a row."""
+        rows = padded_batch(slots)
+        return DecodeBuffers(
+            state=DecodeState.empty(slots + 1, width, device),
+            rows=torch.full((rows,), slots, device=device),
+            tables=torch.zeros(rows, width, dtype=torch.int32, device=device),
+            temperature=torch.ones(rows, device=device),
+            top_p=torch.ones(rows, device=device),
+            top_k=torch.zeros(rows, dtype=torch.int64, device=device),
+            out=Drawn(
+                torch.zeros(repeats, rows, dtype=torch.int32, device=device),
+                torch.zeros(repeats, rows, device=device),
+                torch.zeros(1, dtype=torch.int32, device=device),
+            ),
+            idle_slot=slots,
+        )
+
+
+def padded_batch(count: int) -> int:
+    """The size of graph that runs `count` rows."""
+    at = bisect.bisect_left(_ROWS, count)
+    return _ROWS[at] if at < len(_ROWS) else count
+
+
+class EagerForwards:
+    """Forwards over gathered pages, for the rows that are active; Python sees their lengths."""
+
+    def __init__(self, policy: Policy, cache: PagedCache, buffers: DecodeBuffers) -> None:
+        self._policy, self._cache, self._buffers = policy, cache, buffers
+        self.page_size = cache.page_size
+
+    def prepare(self, count: int, longest: int, filtered: bool) -> None:
+        """Nothing to prepare."""
+
+    def run(self, count: int, longest: int, filtered: bool) -> None:
+        """One forward of the first `count` rows."""
+        buffers, policy = self._buffers, self._policy
+        rows = buffers.rows[:count]
+        inputs = next_inputs(buffers.state, rows, self.page_size)
+        live = (inputs.lengths > 0).nonzero().flatten()
+        tokens, logprobs = torch.zeros_like(inputs.token_ids), buffers.temperature.new_zeros(count)
+        lse = torch.zeros_like(logprobs)
+        if len(live):
+            lengths, tables = inputs.lengths[live].tolist(), buffers.tables[:count][live].tolist()
+            spans = [
+                Span(row, length - 1, 1, table)
+                for row, (length, table) in enumerate(zip(lengths, tables, strict=True))
+            ]
+            hidden = policy.rollout_forward(
+                inputs.token_ids[live], inputs.positions[live], self._cache.key_values(spans)
+            )
+            logits = policy.rollout_logits(hidden)
+            for part in torch.arange(len(live), device=live.device).split(
+                max(1, _LOGITS_AT_ONCE // logits.shape[1])
+            ):
+                at = live[part]
+                tokens[at], logprobs[at], lse[at] = sample_unchecked(
+                    logits[part],
+                    inputs.bits[at],
+                    buffers.temperature[at],
+                    buffers.top_p[at],
+                    buffers.top_k[at],
+                    filtered,
+                )
+        take_draws(buffers.state, rows, tokens, logprobs, lse, buffers.out)
+
+
+class GraphForwards:
+    """Forwards as CUDA graphs, captured when a size first comes up. The weights are the policy's
+    own memory: graphs stay good when their values change."""
+
+    def __init__(self, policy: Policy, cache: PagedCache, buffers: DecodeBuffers) -> None:
+        self._policy, self._cache, self._buffers = policy, cache, buffers
+        self.page_size = cache.page_size
+        self._longest = buffers.tables.shape[1] * cache.page_size
+        self._graphs: dict[tuple[int, int, bool], torch.cuda.CUDAGraph] = {}
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def prepare(self, count: int, longest: int, filtered: bool) -> None:
+        """Capture the graph of this size if there is none. The rows are idle afterwards."""
+        size = self._size(count, longest, filtered)
+        if size not in self._graphs:
+            self._graphs[size] = self._capture(*size)
+
+    def run(self, count: int, longest: int, filtered: bool) -> None:
+        """One forward of the first `count` rows, whose contexts are at most `longest` tokens at the
+        end of their step."""
+        self._graphs[self._size(count, longest, filtered)].replay()
+
+    def once(self, count: int, longest: int, filtered: bool) -> None:
+        """What is captured."""
+        buffers = self._buffers
+        rows = buffers.rows[:count]
+        inputs = next_inputs(buffers.state, rows, self.page_size)
+        work = DecodeWork(buffers.tables[:count], inputs.lengths, longest)
+        kv = self._cache.decode_key_values(inputs.slots, work)
+        hidden = self._policy.rollout_forward(inputs.token_ids, inputs.positions, kv)
+        tokens, logprobs, lse = sample_unchecked(
+            self._policy.rollout_logits(hidden),
+            inputs.bits,
+            buffers.temperature[:count],
+            buffers.top_p[:count],
+            buffers.top_k[:count],
+            filtered,
+        )
+        take_draws(buffers.state, rows, tokens, logprobs, lse, buffers.out)
+
+    def _size(self, count: int, longest: int, filtered: bool) -> tuple[int, int, bool]:
+        tokens = _SPLIT_TOKENS
+        while tokens < longest:
+            tokens *= 2
+        return padded_batch(count), min(tokens, self._longest), filtered
+
+    def _capture(self, count: int, longest: int, filtered: bool) -> torch.cuda.CUDAGraph:
+        began = time.perf_counter()
+        buffers = self._buffers
+        kept = buffers.rows.clone()
+        buffers.rows.fill_(buffers.idle_slot)  # the forwards below change no sequence
+        buffers.out.count.zero_()
+        self.once(count, longest, filtered)  # compiles what this size needs
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            self.once(count, longest, filtered)
+        buffers.rows.copy_(kept)
+        logger.debug(
+            "decode graph: %d rows, contexts to %d tokens, %.2f s",
+            *(count, longest, time.perf_counter() - began),
+        )
+        return graph

@@ -1,0 +1,135 @@
+"""One call of `generate` as it runs: steps are scheduled, launched and taken in.
+
+    schedule ─▶ prompts: forward, draw, take in                       (the host waits for the draws)
+             └▶ decode: launch ─▶ ... the next steps ... ─▶ take in   (the host is ahead)
+
+On a GPU decode steps have several forwards, and one is launched while the one before still runs, so
+that the device never waits for Python. None of it changes a token.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+
+from jetrl.rollout.decode import DecodeBatch, InFlight
+from jetrl.rollout.progress import Progress, RolloutStats
+from jetrl.rollout.runner import Runner
+from jetrl.rollout.sampler import draw_tokens
+from jetrl.rollout.scheduler import Scheduler, Step
+from jetrl.rollout.turns import Dialogues
+from jetrl.types import SamplingParams
+
+ProgressCallback = Callable[[Progress], None]
+
+
+class RolloutRun:
+    """The steps of one call, to its end.
+
+    Args:
+        repeats: forwards of a decode step at most. ahead: decode steps that are launched before the
+            draws of an earlier one are taken in.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        decode: DecodeBatch,
+        params: SamplingParams,
+        dialogues: Dialogues | None,
+        progress: ProgressCallback | None,
+        repeats: int,
+        ahead: int,
+    ) -> None:
+        self._scheduler, self._runner, self._decode = scheduler, runner, decode
+        self._params, self._dialogues, self._progress = params, dialogues, progress
+        self._repeats, self._ahead = repeats, ahead
+        self._in_flight: deque[InFlight] = deque()
+        self._drawn = self._prefilled = self._decoded = self._forwards = self._peak_pages = 0
+        self._started = time.perf_counter()
+        self._prefill_s = 0.0
+
+    def run(self, started: float) -> RolloutStats:
+        """Everything. started: `time.perf_counter` when the call began."""
+        self._started = started
+        scheduler = self._scheduler
+        while not scheduler.done:
+            step = scheduler.schedule(self._repeats)
+            if step is not None:
+                self._peak_pages = max(self._peak_pages, scheduler.allocator.num_used)
+                self._start(step)
+            elif self._in_flight:
+                self._take_in_oldest()
+            else:
+                assert self._dialogues is not None, "nothing to wait for"
+                self._dialogues.take_in(wait=True)
+        # Steps that are still in flight are of sequences that have all ended.
+        return self._stats()
+
+    def _start(self, step: Step) -> None:
+        self._runner.copy_pages(step)
+        self._decode.forget(step)
+        if step.decodes:
+            self._in_flight.append(self._decode.launch(step, self._scheduler.sequences))
+            if len(self._in_flight) > self._ahead:
+                self._take_in_oldest()
+            return
+        began = time.perf_counter()
+        logits = self._runner.forward(step, self._scheduler.sequences)
+        drawn = draw_tokens(logits, step, self._scheduler.sequences, self._params)
+        while drawn and self._in_flight:
+            self._take_in_oldest()
+        self._prefill_s += time.perf_counter() - began
+        self._take_in(step, [([token], [logprob]) for token, logprob in drawn])
+
+    def _take_in_oldest(self) -> None:
+        launched = self._in_flight.popleft()
+        self._take_in(launched.step, self._decode.collect(launched))
+
+    def _take_in(self, step: Step, drawn: list[tuple[list[int], list[float]]]) -> None:
+        taken = self._scheduler.complete(step, drawn)
+        if self._dialogues is not None:
+            self._dialogues.ask(step)
+            self._dialogues.take_in(wait=False)
+        self._forwards += step.repeats
+        self._drawn += taken
+        self._prefilled += step.num_prefill_tokens
+        self._decoded += taken if step.decodes else 0
+        if self._progress is not None:
+            self._progress(self._progress_now())
+
+    def _progress_now(self) -> Progress:
+        scheduler, tokens = self._scheduler, self._drawn
+        seconds = time.perf_counter() - self._started
+        total, done = len(scheduler.sequences), scheduler.num_finished
+        rate = tokens / seconds if seconds > 0 else 0.0
+        mean_length = scheduler.finished_tokens / done if done else self._params.max_tokens
+        return Progress(
+            sequences_done=done,
+            sequences_total=total,
+            tokens=tokens,
+            tokens_per_s=rate,
+            pages_in_use=scheduler.allocator.num_used,
+            pages_total=scheduler.allocator.num_pages,
+            seconds=seconds,
+            eta_s=max(0.0, mean_length * total - tokens) / rate if rate > 0 else None,
+        )
+
+    def _stats(self) -> RolloutStats:
+        scheduler = self._scheduler
+        return RolloutStats(
+            prompts=len(scheduler.sequences) // self._params.n,
+            sequences=len(scheduler.sequences),
+            tokens_drawn=self._drawn,
+            tokens_prefilled=self._prefilled,
+            tokens_decoded=self._decoded,
+            preemptions=scheduler.num_preemptions,
+            forwards=self._forwards,
+            peak_pages=self._peak_pages,
+            pages_total=scheduler.allocator.num_pages,
+            seconds=time.perf_counter() - self._started,
+            prefill_s=self._prefill_s,
+            device_idle_s=self._decode.idle_s,
+        )
