@@ -107,6 +107,20 @@ class TaskSettings(Section):
     _options = field_validator("options", mode="before")(without_none)
 
 
+class DataSettings(Section):
+    """In which order prompts come (docs/data.md)."""
+
+    order: Literal["shuffle", "pass_rate"] = Field(
+        "shuffle",
+        description="pass_rate: prompts that are solved about half of the time come more often",
+    )
+    explore: Mass = Field(
+        0.1,
+        description="under pass_rate: least weight of a prompt, where one solved half of the time "
+        "has 1",
+    )
+
+
 class RolloutSettings(Section):
     prompts_per_step: Positive = Field(32, description="prompts drawn each step")
     samples_per_prompt: Positive = Field(8, description="completions a prompt (the group)")
@@ -205,6 +219,7 @@ class Settings(Section):
     model: ModelSettings = ModelSettings()
     precision: PrecisionSettings = PrecisionSettings()
     task: TaskSettings = TaskSettings()
+    data: DataSettings = DataSettings()
     rollout: RolloutSettings = RolloutSettings()
     algorithm: AlgorithmSettings = AlgorithmSettings()
     sft: SftSettings = SftSettings()

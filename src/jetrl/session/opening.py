@@ -14,7 +14,7 @@ from jetrl.policy import Policy
 from jetrl.precision import PrecisionPlan
 from jetrl.rollout.engine import RolloutEngine
 from jetrl.runs import Attempt, RunDirectory, Trackers, open_trackers, write_report
-from jetrl.tasks import Scorer, Task, get_task, read_prompts
+from jetrl.tasks import Scorer, Task, get_task
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,9 @@ def open_parts(settings: Settings, resume: bool, stack: contextlib.ExitStack) ->
     options: dict[str, Any] = dict(wanted.options)
     task = get_task(wanted.name, path=wanted.path, **options)
     policy = build_policy(settings, plan, task)
-    prompts = _encode(settings, task, policy, wanted.split)
+    prompts = encode_prompts(policy, task, wanted.split, system_prompt=wanted.system_prompt)
     eval_prompts = (
-        _encode(settings, task, policy, wanted.eval_split, settings.eval.prompts)
+        encode_prompts(policy, task, wanted.eval_split, settings.eval.prompts, wanted.system_prompt)
         if settings.eval.every or settings.sft.until is not None
         else []
     )
@@ -98,11 +98,3 @@ def open_parts(settings: Settings, resume: bool, stack: contextlib.ExitStack) ->
         trackers=trackers,
         engine=engine,
     )
-
-
-def _encode(
-    settings: Settings, task: Task, policy: Policy, split: str, limit: int = 0
-) -> list[EncodedPrompt]:
-    prompts = read_prompts(task, split)[: limit or None]
-    where = f"task {task.label}, split {split}"
-    return encode_prompts(policy, prompts, where, settings.task.system_prompt)

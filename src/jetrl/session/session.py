@@ -28,12 +28,12 @@ from jetrl.evaluate import (
     evaluate,
     sample_prompts,
     score_completions,
-    with_stops,
 )
 from jetrl.parity import locate
-from jetrl.randomness import derive_seed, draw_indices
+from jetrl.randomness import derive_seed
 from jetrl.rollout.progress import Progress
 from jetrl.session.display import Display
+from jetrl.session.drawing import Drawing
 from jetrl.session.opening import open_parts
 from jetrl.session.phases import Phases
 from jetrl.session.saved import Saved
@@ -92,6 +92,8 @@ class Session:
         self.phases = Phases()
         self.phases.observers.append(self.display)
         self.saved = Saved(self.run, settings)
+        self.drawing = Drawing(settings, self.parts.prompts, self.parts.task.weights)
+        self.saved.register("prompts", self.drawing)
         stack.enter_context(self.stops.signals(self.display.note))
         stack.callback(self.display.close)
         if self._resume:
@@ -149,12 +151,9 @@ class Session:
             self.stops.check_time()
 
     def draw_prompts(self, step: int) -> list[EncodedPrompt]:
-        """The step's prompts: each epoch is a shuffle of its own, and none is skipped."""
+        """The step's prompts, in the order that data.order names."""
         self.phases.start_step()
-        count = self.settings.rollout.prompts_per_step
-        seed = derive_seed(self.settings.run.seed, "prompts")
-        chosen = draw_indices(len(self.parts.prompts), count, step, seed)
-        return [self.parts.prompts[i] for i in chosen]
+        return self.drawing.draw(step, self.settings.rollout.prompts_per_step)
 
     def sample(self, prompts: Sequence[EncodedPrompt], step: int) -> list[Completion]:
         """samples_per_prompt completions of each prompt, with their log-probs."""
@@ -169,7 +168,6 @@ class Session:
             seed=derive_seed(self.settings.run.seed, "rollout", step),
         )
         with self.phases.phase("rollout"):
-            params = with_stops(params, self.parts.task)
             completions = sample_prompts(self.parts.engine, prompts, params, self._progress)
         self._rollout_tokens = sum(len(c.token_ids) for c in completions)
         return completions
@@ -227,6 +225,7 @@ class Session:
             StorageError: one of them, or the checkpoint before, could not be written.
         """
         self.run.write_rollouts(step, samples)
+        self.drawing.observe(samples)
         self._step = step
         metrics = {**metrics, **self._measured(samples)}
         self.saved.check()
@@ -284,7 +283,7 @@ class Session:
                 parts.engine,
                 parts.scorer,
                 parts.eval_prompts,
-                with_stops(params, parts.task),
+                params,
                 settings.threshold,
                 self._progress,
             )

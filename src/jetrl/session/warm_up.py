@@ -9,8 +9,8 @@ from jetrl.config import Settings
 from jetrl.errors import UserError
 from jetrl.evaluate import EncodedPrompt
 from jetrl.models.chat import encode_text
-from jetrl.randomness import derive_seed, draw_indices
 from jetrl.session.display import Display
+from jetrl.session.drawing import Drawing
 from jetrl.session.opening import Parts
 from jetrl.session.saved import Saved
 from jetrl.session.stops import Stops
@@ -35,11 +35,11 @@ def warm_up(
     display.open_warm_up(last, step)
     for note in notes:
         display.note(note)
-    seed = derive_seed(settings.run.seed, "sft")
+    drawing = Drawing(settings, parts.prompts, parts.task.weights, use="sft")
 
     def examples(update: int) -> list[tuple[list[int], list[int]]]:
-        chosen = draw_indices(len(parts.prompts), sft.examples_per_step, update, seed)
-        return [_example(parts, parts.prompts[i]) for i in chosen]
+        chosen = drawing.draw(update, sft.examples_per_step)
+        return [_example(parts, encoded) for encoded in chosen]
 
     for update in range(1, step + 1):
         examples(update)  # a task may give another answer each time: it counts them from the start
