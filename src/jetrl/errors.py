@@ -40,11 +40,13 @@ class StorageError(RunStopped):
     exit_code = 6
 
 
+class TimeLimitReached(RunStopped):
+    """run.max_hours ended the run in its warm-up. It can go on with resume."""
+
+    exit_code = 75
+
+
 class Terminated(BaseException):
     """SIGTERM. Like KeyboardInterrupt it is no Exception, so that nothing in between keeps it."""
 
     exit_code = 143
-
-
-EXIT_HANG = 5
-EXIT_TIME_LIMIT = 75

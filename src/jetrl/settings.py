@@ -36,7 +36,8 @@ class RunSettings(Section):
     dir: str = Field("runs", description="folder that holds run directories")
     seed: NonNegative = Field(0, description="fixes data order, sampling and initial weights")
     max_hours: PositiveFloat | None = Field(
-        None, description="checkpoint and stop after this many hours; unset: no limit"
+        None,
+        description="this attempt ends, with a checkpoint, within these hours; unset: no limit",
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto", description="auto: cuda where it can run"

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import resource
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,7 @@ import torch
 
 from jetrl.building import build_reference
 from jetrl.config import Settings
-from jetrl.errors import MismatchError, RunStopped
+from jetrl.errors import MismatchError, RunStopped, StorageError, Terminated
 from jetrl.evaluate import (
     EncodedPrompt,
     Evaluation,
@@ -49,13 +50,15 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class RunResult:
     """What a run left: its directory, report.html (None if reports are off), the last checkpoint
-    (None if none was written), the exported Hugging Face directory, and RL steps done."""
+    (None if none was written), the exported Hugging Face directory, and RL steps done. stopped: why
+    it ended before its last step, "" if it did not."""
 
     run_path: Path
     report_path: Path | None
     checkpoint_path: Path | None
     model_path: Path | None
     steps: int
+    stopped: str = ""
 
 
 class Session:
@@ -94,8 +97,9 @@ class Session:
         self.saved = Saved(self.run, settings)
         self.drawing = Drawing(settings, self.parts.prompts, self.parts.task.weights)
         self.saved.register("prompts", self.drawing)
-        stack.enter_context(self.stops.signals(self.display.note))
+        stack.enter_context(self.stops.signals())
         stack.callback(self.display.close)
+        stack.push(self._save_at_exit)
         if self._resume:
             self._go_on()
 
@@ -147,8 +151,9 @@ class Session:
     def steps(self) -> Iterator[int]:
         """The steps still to do, until one of them asked to stop."""
         while self._step < self.settings.loop.steps and not self.stops.reason:
+            began = time.monotonic()
             yield self._step + 1
-            self.stops.check_time()
+            self.stops.check_time(time.monotonic() - began)
 
     def draw_prompts(self, step: int) -> list[EncodedPrompt]:
         """The step's prompts, in the order that data.order names."""
@@ -167,7 +172,7 @@ class Session:
             stop=rollout.stop,
             seed=derive_seed(self.settings.run.seed, "rollout", step),
         )
-        with self.phases.phase("rollout"):
+        with self.stops.giving_up(), self.phases.phase("rollout"):
             completions = sample_prompts(self.parts.engine, prompts, params, self._progress)
         self._rollout_tokens = sum(len(c.token_ids) for c in completions)
         return completions
@@ -180,7 +185,7 @@ class Session:
         Raises:
             RunStopped: not one of them could be judged.
         """
-        with self.phases.phase("reward"):
+        with self.stops.giving_up(), self.phases.phase("reward"):
             samples = score_completions(self.parts.scorer, prompts, completions)
         failures = [s.failure for s in samples if s.failure]
         if failures:
@@ -239,17 +244,11 @@ class Session:
         """Export the model, say what is where, and end.
 
         Raises:
-            KeyboardInterrupt: the run was asked to stop by Ctrl-C.
+            KeyboardInterrupt, Terminated: a signal asked the run to stop.
         """
         if self.stops.reason:
-            self.saved.wait()
-            last = self.saved.last_step
-            if last is None or last < self._step:
-                self._save_checkpoint(self._step, {})
-                self.saved.wait()
-            self.display.note(f"stopped after step {self._step}: {self.stops.reason}")
-            if self.stops.interrupted:
-                raise KeyboardInterrupt
+            self._save_stopped()
+            self.stops.raise_signal()
             self.parts.attempt.end("stopped", self.stops.reason)
         model = self.run.path / "model"
         self.parts.policy.save_pretrained(model, overwrite=True)
@@ -263,6 +262,7 @@ class Session:
             checkpoint_path=self.saved.last_path,
             model_path=model,
             steps=self._step,
+            stopped=self.stops.reason,
         )
 
     # What the verbs are made of
@@ -305,6 +305,34 @@ class Session:
         if device.type == "cuda":
             return torch.cuda.max_memory_allocated(device)
         return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+    def _save_stopped(self) -> None:
+        """A checkpoint of the last whole step, if that has none."""
+        if self._trainer is None:  # the warm-up saves itself
+            return
+        self.saved.wait()
+        last = self.saved.last_step
+        if last is None or last < self._step:
+            self._save_checkpoint(self._step, {})
+            self.saved.wait()
+        self.display.note(f"stopped after step {self._step}: {self.stops.reason}")
+
+    def _save_at_exit(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """After a step that was given up, its checkpoint; after an error, the one on its way."""
+        if error is None or self.stops.at_once:
+            return
+        if isinstance(error, Terminated):
+            self._save_stopped()
+            return
+        try:
+            self.saved.wait()
+        except StorageError as failure:
+            logger.warning("%s", failure)  # what ended the run is what to say
 
     def _save_checkpoint(self, step: int, metrics: dict[str, float]) -> None:
         with self.phases.phase("checkpoint"):

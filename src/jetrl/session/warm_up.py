@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 from jetrl.config import Settings
-from jetrl.errors import UserError
+from jetrl.errors import TimeLimitReached, UserError
 from jetrl.evaluate import EncodedPrompt
 from jetrl.models.chat import encode_text
 from jetrl.session.display import Display
@@ -26,7 +26,8 @@ def warm_up(
 
     Raises:
         UserError: the task has no worked answers.
-        KeyboardInterrupt: Ctrl-C; the update was finished, and its checkpoint is written.
+        KeyboardInterrupt, Terminated: a signal; the update was finished, its checkpoint written.
+        TimeLimitReached: run.max_hours; likewise.
     """
     settings = parts.settings
     sft, last = settings.sft, settings.sft.steps
@@ -51,11 +52,13 @@ def warm_up(
         stats = StepStats(step, metrics)
         parts.run.write_step(stats, "sft")
         display.step(stats)
-        if saved.is_due(step) or stops.interrupted:
+        stops.check_time(metrics["timing/step_s"])
+        if saved.is_due(step) or stops.reason:
             saved.save_warm_up(step, parts.policy, trainer.optimizer)
-        if stops.interrupted:
+        if stops.reason:
             saved.wait()
-            raise KeyboardInterrupt
+            stops.raise_signal()
+            raise TimeLimitReached(f"{stops.reason}; go on with --resume")
     display.close()
 
 
