@@ -28,7 +28,7 @@ def train(settings: Settings, resume: bool = False) -> RunResult:
         for step in session.steps():
             prompts = session.draw_prompts(step)
             completions = session.sample(prompts, step)
-            samples = session.score(prompts, completions)
+            samples = session.refill(step, session.score(prompts, completions))
             metrics = session.update(step, samples)
             metrics |= session.evaluate(step)
             session.record(step, samples, metrics)

@@ -77,6 +77,18 @@ METRICS: tuple[Metric, ...] = (
         known_as={"TRL": "objective/non_score_reward (its negative)"},
     ),
     Metric(
+        "dynamic_sampling/rounds",
+        "count",
+        "draws of prompts in the step (algorithm.dynamic_sampling), the first included",
+        known_as={"verl": "train/num_gen_batches"},
+    ),
+    Metric(
+        "dynamic_sampling/dropped_groups",
+        "count",
+        "groups drawn and not trained on: equal rewards, or more than were needed; reward/* and "
+        "response_length/* count them",
+    ),
+    Metric(
         "response_length/mean",
         "tokens",
         "mean length of a completion",

@@ -30,11 +30,12 @@ from jetrl.evaluate import (
     sample_prompts,
     score_completions,
 )
-from jetrl.parity import locate
+from jetrl.parity import check_correction, locate
 from jetrl.randomness import derive_seed
 from jetrl.rollout.progress import Progress
 from jetrl.session.display import Display
 from jetrl.session.drawing import Drawing
+from jetrl.session.dynamic_sampling import Refilled, refill
 from jetrl.session.opening import open_parts
 from jetrl.session.phases import Phases
 from jetrl.session.saved import Saved
@@ -89,6 +90,7 @@ class Session:
     def _open(self, stack: contextlib.ExitStack) -> None:
         settings = self.settings
         self.parts = open_parts(settings, self._resume, stack)
+        check_correction(settings.algorithm, self.parts.policy)
         self.run = self.parts.run
         self.stops = Stops(settings.run.max_hours, self.run.history().elapsed_s)
         self.display = Display(settings.loop.steps, lambda: self.stops.elapsed_s)
@@ -158,10 +160,14 @@ class Session:
     def draw_prompts(self, step: int) -> list[EncodedPrompt]:
         """The step's prompts, in the order that data.order names."""
         self.phases.start_step()
+        self._rollout_tokens = 0
         return self.drawing.draw(step, self.settings.rollout.prompts_per_step)
 
-    def sample(self, prompts: Sequence[EncodedPrompt], step: int) -> list[Completion]:
-        """samples_per_prompt completions of each prompt, with their log-probs."""
+    def sample(
+        self, prompts: Sequence[EncodedPrompt], step: int, again: int = 0
+    ) -> list[Completion]:
+        """samples_per_prompt completions of each prompt, with their log-probs. again: which round
+        of dynamic sampling, 0 for the step's own prompts."""
         rollout = self.settings.rollout
         params = SamplingParams(
             n=rollout.samples_per_prompt,
@@ -170,11 +176,11 @@ class Session:
             top_p=rollout.top_p,
             top_k=rollout.top_k,
             stop=rollout.stop,
-            seed=derive_seed(self.settings.run.seed, "rollout", step),
+            seed=derive_seed(self.settings.run.seed, "rollout", step, *([again] if again else [])),
         )
         with self.stops.giving_up(), self.phases.phase("rollout"):
             completions = sample_prompts(self.parts.engine, prompts, params, self._progress)
-        self._rollout_tokens = sum(len(c.token_ids) for c in completions)
+        self._rollout_tokens += sum(len(c.token_ids) for c in completions)
         return completions
 
     def score(
@@ -197,6 +203,20 @@ class Session:
             )
         return samples
 
+    def refill(self, step: int, samples: list[Sample]) -> list[Sample]:
+        """Dynamic sampling, if the algorithm asks for it: more prompts are drawn, sampled and
+        scored in place of groups whose rewards are all equal."""
+        self._drawn = Refilled(samples, samples, rounds=1, dropped=0)
+        if self.settings.algorithm.value("dynamic_sampling"):
+            self._drawn = refill(
+                samples,
+                wanted=self.settings.rollout.prompts_per_step,
+                at_least=self.settings.train.updates_per_step,
+                max_rounds=self.settings.algorithm.dynamic_sampling_rounds,
+                draw=lambda again, count: self._draw_again(step, again, count),
+            )
+        return self._drawn.samples
+
     def update(self, step: int, samples: Sequence[Sample]) -> dict[str, float]:
         """Train on the samples: advantages, packing, updates, requantize. Returns metrics.
 
@@ -212,7 +232,10 @@ class Session:
             self.run.write_rollouts(step, samples)
             raise MismatchError(f"step {step}: {error}; {self._locate(error)}") from None
         self.phases.timings |= self.trainer.timings
-        return sample_metrics(samples) | metrics
+        if self.settings.algorithm.value("dynamic_sampling"):
+            metrics["dynamic_sampling/rounds"] = float(self._drawn.rounds)
+            metrics["dynamic_sampling/dropped_groups"] = float(self._drawn.dropped)
+        return sample_metrics(self._drawn.drawn) | metrics
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Held-out metrics of a step, if one is due: at the start, every eval.every, at the end."""
@@ -230,7 +253,7 @@ class Session:
             StorageError: one of them, or the checkpoint before, could not be written.
         """
         self.run.write_rollouts(step, samples)
-        self.drawing.observe(samples)
+        self.drawing.observe(self._drawn.drawn)
         self._step = step
         metrics = {**metrics, **self._measured(samples)}
         self.saved.check()
@@ -266,6 +289,17 @@ class Session:
         )
 
     # What the verbs are made of
+
+    def _draw_again(self, step: int, again: int, count: int) -> list[Sample]:
+        """Samples of further prompts, of an order of their own; their times are added."""
+        before = dict(self.phases.timings)
+        parts = self.parts
+        order = f"prompts again {step} {again}"
+        prompts = Drawing(self.settings, parts.prompts, parts.task.weights, order).draw(1, count)
+        samples = self.score(prompts, self.sample(prompts, step, again))
+        for phase in ("rollout", "reward"):
+            self.phases.timings[phase] += before[phase]
+        return samples
 
     def _held_out(self) -> Evaluation:
         settings = self.settings.eval
