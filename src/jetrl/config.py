@@ -26,7 +26,6 @@ from jetrl.errors import UserError
 from jetrl.section import Section
 from jetrl.settings import (
     CheckpointSettings,
-    DataSettings,
     EvalSettings,
     LoopSettings,
     ModelSettings,
@@ -45,7 +44,6 @@ from jetrl.settings import (
 __all__ = [
     "AlgorithmSettings",
     "CheckpointSettings",
-    "DataSettings",
     "EvalSettings",
     "LoopSettings",
     "ModelSettings",

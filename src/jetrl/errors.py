@@ -3,8 +3,8 @@ traceback. Bugs of ours stay AssertionError and show a traceback.
 
 Exit codes: 0 done; 1 a run that stopped itself for another reason than these, or a check that
 failed; 2 bad input; 3 sampler and trainer differ; 4 numbers that are not finite; 5 a phase hung;
-6 a file could not be written; 75 run.max_hours reached (go on with --resume); 130 Ctrl-C; 143
-SIGTERM.
+6 a file could not be written; 7 memory ran out and nothing can be made smaller; 75 run.max_hours
+reached (go on with --resume); 130 Ctrl-C; 143 SIGTERM.
 """
 
 from __future__ import annotations
@@ -40,13 +40,17 @@ class StorageError(RunStopped):
     exit_code = 6
 
 
-class TimeLimitReached(RunStopped):
-    """run.max_hours ended the run in its warm-up. It can go on with resume."""
+class OutOfMemoryStop(RunStopped):
+    """Memory ran out, and what was running cannot be made any smaller. No weight was changed."""
 
-    exit_code = 75
+    exit_code = 7
 
 
 class Terminated(BaseException):
     """SIGTERM. Like KeyboardInterrupt it is no Exception, so that nothing in between keeps it."""
 
     exit_code = 143
+
+
+EXIT_HANG = 5
+EXIT_TIME_LIMIT = 75

@@ -36,8 +36,7 @@ class RunSettings(Section):
     dir: str = Field("runs", description="folder that holds run directories")
     seed: NonNegative = Field(0, description="fixes data order, sampling and initial weights")
     max_hours: PositiveFloat | None = Field(
-        None,
-        description="this attempt ends, with a checkpoint, within these hours; unset: no limit",
+        None, description="checkpoint and stop after this many hours; unset: no limit"
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto", description="auto: cuda where it can run"
@@ -108,20 +107,6 @@ class TaskSettings(Section):
     _options = field_validator("options", mode="before")(without_none)
 
 
-class DataSettings(Section):
-    """In which order prompts come (docs/data.md)."""
-
-    order: Literal["shuffle", "pass_rate"] = Field(
-        "shuffle",
-        description="pass_rate: prompts that are solved about half of the time come more often",
-    )
-    explore: Mass = Field(
-        0.1,
-        description="under pass_rate: least weight of a prompt, where one solved half of the time "
-        "has 1",
-    )
-
-
 class RolloutSettings(Section):
     prompts_per_step: Positive = Field(32, description="prompts drawn each step")
     samples_per_prompt: Positive = Field(8, description="completions a prompt (the group)")
@@ -151,6 +136,9 @@ class TrainSettings(Section):
         1, description="optimizer updates a step, on disjoint samples"
     )
     tokens_per_micro_batch: Positive = Field(16384, description="tokens a forward and backward")
+    on_nonfinite: Literal["stop", "skip"] = Field(
+        "stop", description="what an update with a NaN or infinite loss or gradient does to the run"
+    )
     activation_checkpointing: bool = Field(
         False, description="recompute layers in backward: less memory, a third more time"
     )
@@ -220,7 +208,6 @@ class Settings(Section):
     model: ModelSettings = ModelSettings()
     precision: PrecisionSettings = PrecisionSettings()
     task: TaskSettings = TaskSettings()
-    data: DataSettings = DataSettings()
     rollout: RolloutSettings = RolloutSettings()
     algorithm: AlgorithmSettings = AlgorithmSettings()
     sft: SftSettings = SftSettings()

@@ -71,6 +71,9 @@ class Bigram:
     def named_masters(self) -> dict[str, nn.Parameter]:
         return self.masters
 
+    def weight_scales(self) -> dict[str, torch.Tensor]:
+        return {}
+
     def requantize(self) -> None:
         self.calls.append(("requantize", None))
 

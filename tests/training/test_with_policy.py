@@ -72,13 +72,13 @@ def draw(policy, sample, seed, count=8):
 
 def gradients(policy, settings, samples, reference=None):
     trainer = Trainer(policy, settings, reference)
-    seen, step = {}, trainer.optimizer.step
+    seen, apply = {}, trainer.optimizer.apply
 
-    def record():
+    def record(total_norm):
         seen.update({name: p.grad.clone() for name, p in policy.named_masters().items()})
-        return step()
+        apply(total_norm)
 
-    trainer.optimizer.step = record
+    trainer.optimizer.apply = record
     return seen, trainer.step(samples)
 
 

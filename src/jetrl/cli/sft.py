@@ -14,7 +14,6 @@ from jetrl.cli.train import (
     add_recipe_arguments,
     add_resume_argument,
     closing_lines,
-    exit_code,
     recipe_settings,
     say_how_to_go_on,
     settings_help,
@@ -43,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     except (KeyboardInterrupt, Terminated) as end:
         return say_how_to_go_on(end, "sft", args, settings)
     print(closing_lines(result, settings))
-    return exit_code(result)
+    return 0
 
 
 def _is_empty(path: Path) -> bool:

@@ -11,8 +11,7 @@ then multiplies by the very bytes that the sampler did.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,25 +110,14 @@ class Linear(nn.Module):
             for f in set(self.formats.values())
         }
 
-    def release_master(self) -> None:
-        """Forget the master: its shape stays, its memory goes. Not under fp32, which reads it."""
-        if "fp32" not in self.formats.values():
-            shape, device = self.weight.shape, self.weight.device
-            empty = torch.empty((), device=device).expand(shape)
-            self.weight = nn.Parameter(empty, requires_grad=False)
-
-    def move(self, to: Callable[[Tensor], Tensor]) -> None:
-        """Replace the working copies by what `to` makes of their tensors."""
-        self._copies = {
-            format: to(copy)
-            if isinstance(copy, Tensor)
-            else FP8Weight(_moved(copy.direct, to), _moved(copy.transposed, to))
-            for format, copy in self._copies.items()
-        }
-
     def operand(self, side: Side) -> Operand:
         """The working copy that `side` multiplies by."""
         return self._copies[self.formats[side]]
+
+    def weight_scales(self) -> list[Tensor]:
+        """The scales of its FP8 working copy, if it has one."""
+        copies = [copy for copy in self._copies.values() if isinstance(copy, FP8Weight)]
+        return [copy.direct.scales for copy in copies]
 
     def forward(self, x: GEMMInput, side: Side) -> Tensor:
         """x [T, K] in the activations' dtype -> [T, N] in out_dtype. Without gradients x may also
@@ -147,10 +135,6 @@ class Linear(nn.Module):
     def add_bias(self, y: Tensor) -> Tensor:
         """y + bias, in y's dtype, after the product has been rounded to it."""
         return y if self.bias is None else y + self.bias.to(y.dtype)
-
-
-def _moved(q: QTensor, to: Callable[[Tensor], Tensor]) -> QTensor:
-    return dataclasses.replace(q, codes=to(q.codes), scales=to(q.scales))
 
 
 def fprop(x: GEMMInput, weight: Operand, out_dtype: torch.dtype = torch.bfloat16) -> Tensor:

@@ -64,7 +64,6 @@ METRICS: tuple[Metric, ...] = (
         "completions that the scorer could not judge (error or time-out); their reward is 0",
     ),
     Metric("reward/part/<name>", "reward", "mean of one named part of the task's score"),
-    Metric("reward/task/<task>", "reward", "mean reward of one of the tasks that are mixed"),
     Metric(
         "reward/overlong_penalty",
         "reward",
@@ -77,18 +76,6 @@ METRICS: tuple[Metric, ...] = (
         known_as={"TRL": "objective/non_score_reward (its negative)"},
     ),
     Metric(
-        "dynamic_sampling/rounds",
-        "count",
-        "draws of prompts in the step (algorithm.dynamic_sampling), the first included",
-        known_as={"verl": "train/num_gen_batches"},
-    ),
-    Metric(
-        "dynamic_sampling/dropped_groups",
-        "count",
-        "groups drawn and not trained on: equal rewards, or more than were needed; reward/* and "
-        "response_length/* count them",
-    ),
-    Metric(
         "response_length/mean",
         "tokens",
         "mean length of a completion",
@@ -99,11 +86,6 @@ METRICS: tuple[Metric, ...] = (
         "share",
         "completions cut off at rollout.max_tokens",
         known_as={"verl": "response_length/clip_ratio", "TRL": "completions/clipped_ratio"},
-    ),
-    Metric(
-        "response_length/task/<task>",
-        "tokens",
-        "mean length of a completion of one of the tasks that are mixed",
     ),
     Metric(
         "policy/entropy",
@@ -131,6 +113,17 @@ METRICS: tuple[Metric, ...] = (
     Metric("policy/loss", "loss", "policy loss (mean over the step's updates)"),
     Metric("policy/active_fraction", "share", "sampled tokens whose advantage is not 0"),
     Metric("policy/lr", "1/update", "learning rate of the step's last update"),
+    Metric(
+        "policy/skipped_updates",
+        "count",
+        "updates with a NaN or infinite loss or gradient that were left out; absent where none was",
+    ),
+    Metric(
+        "policy/anomalies",
+        "count",
+        "what went out of bounds with this step (loss, gradient norm, entropy; docs/reliability.md "
+        "has the rules); absent where nothing did",
+    ),
     Metric(
         "correction/weight_mean",
         "ratio",
@@ -223,6 +216,18 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric("memory/peak_gib", "GiB", "peak memory of the device (of the process on CPU)", True),
     Metric(
+        "memory/rollout_retries",
+        "count",
+        "times that sampling began anew with a smaller batch because memory ran out; else absent",
+        True,
+    ),
+    Metric(
+        "memory/train_retries",
+        "count",
+        "times that an update began anew with micro-batches of half the tokens; else absent",
+        True,
+    ),
+    Metric(
         "eval/<task>/mean",
         "reward",
         "mean reward on the held-out split, over eval.samples completions a prompt",
@@ -286,11 +291,6 @@ def eval_metric(task: str, what: str) -> str:
     `eval/tasks.py:Sum/mean`.
     """
     return f"eval/{_component(task.rpartition('/')[2])}/{what}"
-
-
-def task_metric(what: str, task: str) -> str:
-    """The name of a metric of one of several mixed tasks: `reward/task/<task>`."""
-    return f"{what}/task/{_component(task.rpartition('/')[2])}"
 
 
 def part_metric(part: str) -> str:

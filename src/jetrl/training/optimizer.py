@@ -16,6 +16,10 @@ from torch import nn
 from jetrl.config import TrainSettings
 from jetrl.errors import NonFiniteError, UserError
 
+ADVICE = (
+    "the weights, gradients and AdamW's moments take 16 bytes a parameter (jetrl train --dry-run "
+    "has the memory plan): use a GPU with more memory, or a smaller model. No weight was changed"
+)
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -36,6 +40,15 @@ def learning_rate(update: int, settings: TrainSettings, total_updates: int) -> f
     else:
         share = 0.5 * (1.0 + math.cos(math.pi * progress))
     return settings.lr * (settings.min_lr_ratio + (1.0 - settings.min_lr_ratio) * share)
+
+
+def nonfinite_gradients(masters: Mapping[str, nn.Parameter]) -> list[str]:
+    """The masters whose gradient holds a NaN or an infinity, in their order."""
+    return [
+        name
+        for name, master in masters.items()
+        if master.grad is not None and not bool(torch.isfinite(master.grad).all())
+    ]
 
 
 class Optimizer:
@@ -77,8 +90,13 @@ class Optimizer:
         """Forgets the gradients."""
         self._adamw.zero_grad(set_to_none=True)
 
+    def gradient_norm(self) -> torch.Tensor:
+        """The global gradient norm, a float32 scalar on the device."""
+        gradients = [p.grad for p in self.masters.values() if p.grad is not None]
+        return torch.nn.utils.get_total_norm(gradients)
+
     def step(self) -> float:
-        """Clips the gradients to `grad_clip`, updates the masters, forgets the gradients.
+        """`apply` of a norm that is looked at here.
 
         Returns:
             The global gradient norm before the clip.
@@ -86,13 +104,20 @@ class Optimizer:
         Raises:
             NonFiniteError: the norm is not finite; no master was changed.
         """
-        gradients = [p.grad for p in self.masters.values() if p.grad is not None]
-        total_norm = torch.nn.utils.get_total_norm(gradients)
+        total_norm = self.gradient_norm()
         norm = float(total_norm)
         if not math.isfinite(norm):
             message = self._explain_norm(norm)
             self.zero_grad()
             raise NonFiniteError(message)
+        self.apply(total_norm)
+        return norm
+
+    def apply(self, total_norm: torch.Tensor) -> None:
+        """Clips the gradients to `grad_clip`, updates the masters, forgets the gradients.
+
+        total_norm: of `gradient_norm`; the caller knows that it is finite.
+        """
         torch.nn.utils.clip_grads_with_norm_(
             list(self.masters.values()), self.settings.grad_clip, total_norm
         )
@@ -101,7 +126,6 @@ class Optimizer:
         self._adamw.step()
         self.num_updates += 1
         self.zero_grad()
-        return norm
 
     def state_tensors(self) -> dict[str, torch.Tensor]:
         """The moments, float32: `exp_avg.NAME` and `exp_avg_sq.NAME`, and `step.NAME` (scalar). A
@@ -145,11 +169,7 @@ class Optimizer:
         self.num_updates = num_updates
 
     def _explain_norm(self, norm: float) -> str:
-        bad = [
-            name
-            for name, p in self.masters.items()
-            if p.grad is not None and not bool(torch.isfinite(p.grad).all())
-        ]
+        bad = nonfinite_gradients(self.masters)
         where = (
             f"{len(bad)} of {len(self.masters)} parameters have NaN or infinite gradients, "
             f"first {', '.join(bad[:3])}"

@@ -26,11 +26,14 @@ import torch
 
 from jetrl.config import Settings
 from jetrl.errors import RunStopped, UserError
+from jetrl.out_of_memory import explained, within_memory
 from jetrl.training.advantages import StepRewards, check_rewards, overlong_penalties
 from jetrl.training.forward import at_targets, batch_logprobs
+from jetrl.training.guard import Guard, NonFiniteUpdate
+from jetrl.training.micro_batches import MicroBatch, MicroBatchSize
 from jetrl.training.mismatch import StepMismatchError, differences, mismatch_metrics
 from jetrl.training.objectives import Objective, Tokens, UpdateSize
-from jetrl.training.optimizer import Optimizer
+from jetrl.training.optimizer import ADVICE, Optimizer, nonfinite_gradients
 from jetrl.training.packing import (
     by_sample,
     pack,
@@ -45,17 +48,6 @@ if TYPE_CHECKING:
     from jetrl.policy import Policy
 
 
-@dataclass(frozen=True)
-class _MicroBatch:
-    """A batch, and what of its N trained tokens was known before the step's first update. before:
-    the trainer's log-probs, None in the first minibatch. ref_logprobs: the reference's, None
-    without one. Both float32 [N], without gradient."""
-
-    batch: Batch
-    before: torch.Tensor | None
-    ref_logprobs: torch.Tensor | None
-
-
 @dataclass
 class _Pass:
     """What the forwards (and backwards) of a minibatch gave. logprobs: float32 [N] of each of its
@@ -65,9 +57,26 @@ class _Pass:
     sums: dict[str, torch.Tensor]
     peaks: dict[str, torch.Tensor]
 
+
+@dataclass(frozen=True)
+class _Numbers:
+    """What was measured of an update: the means over its trained tokens, the largest values, and
+    what the guard watches beside them."""
+
+    tokens: int
+    means: dict[str, float]
+    peaks: dict[str, float]
+    grad_norm: float
+    weight_scales: float
+
     @property
-    def means(self) -> dict[str, float]:
-        return {name: float(value) for name, value in self.sums.items()}
+    def watched(self) -> dict[str, float]:
+        return {
+            "policy/loss": self.means["policy/loss"],
+            "policy/entropy": self.means["policy/entropy"],
+            "policy/grad_norm": self.grad_norm,
+            "norm of the FP8 scales": self.weight_scales,
+        }
 
 
 class Trainer:
@@ -77,6 +86,8 @@ class Trainer:
         policy: its masters are updated in place and requantized after every update.
         settings: `algorithm`, `train`, and rollout.{temperature, max_tokens} and loop.steps.
         reference: the frozen policy of the KL term; policy/kl_ref is measured when it is given.
+        micro_batch_size: of train.tokens_per_micro_batch, or less once memory ran out.
+        guard: refuses updates that are not finite. Both are the run's; by default the trainer's.
 
     Attributes:
         objective: what is optimized.
@@ -87,7 +98,14 @@ class Trainer:
         UserError: algorithm.kl is positive without a reference; an algorithm that cannot be used.
     """
 
-    def __init__(self, policy: Policy, settings: Settings, reference: Policy | None = None) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        settings: Settings,
+        reference: Policy | None = None,
+        micro_batch_size: MicroBatchSize | None = None,
+        guard: Guard | None = None,
+    ) -> None:
         if settings.algorithm.kl > 0 and reference is None:
             raise UserError(
                 f"algorithm.kl = {settings.algorithm.kl} needs a reference policy; give one, or "
@@ -104,6 +122,8 @@ class Trainer:
             settings.train,
             total_updates=settings.loop.steps * settings.train.updates_per_step,
         )
+        self.micro_batch_size = micro_batch_size or MicroBatchSize.of(settings.train)
+        self.guard = guard or Guard(settings.train.on_nonfinite)
         self.timings = {"update": 0.0, "requantize": 0.0}
         # Greedy sampling reports the log-probs of temperature 1 (types.SamplingParams).
         self._temperature = settings.rollout.temperature or 1.0
@@ -117,48 +137,109 @@ class Trainer:
             before the clip. policy/lr: of the last update. policy/active_fraction: trained tokens
             whose advantage is not 0 (0: every group had equal rewards, and the policy gradient is
             zero). correction/* with a correction. And the `mismatch/*` of all trained tokens.
+            Where it happened, policy/skipped_updates (which are in none of the means) and
+            memory/train_retries.
 
         Raises:
             StepMismatchError: sampler and trainer differ under an exact plan; no weight changed.
-            RunStopped: no sample has a token, or a gradient is not finite (that update is not
-                applied).
+            RunStopped: no sample has a token.
+            NonFiniteError: a loss or a gradient is not finite, and train.on_nonfinite is "stop" or
+                too many were in a row; that update was not applied.
+            OutOfMemoryStop: memory ran out with one sequence in a micro-batch.
             UserError: fewer samples than updates, an empty prompt, a reward that is not finite.
         """
         start = time.perf_counter()
-        minibatches, metrics = self._prepare(samples)
-        num_tokens = [_size_of(batches, 1).tokens for batches in minibatches]
+        minibatches, metrics = within_memory(
+            lambda: self._prepare(samples), lambda problem: self._shrink(samples, problem)
+        )
         requantize_seconds = 0.0
-        for k, batches in enumerate(minibatches):
-            self.optimizer.zero_grad()
-            done = self._accumulate(batches)
+        applied: list[_Numbers] = []
+        for k in range(len(minibatches)):
+            done = self._accumulate_within_memory(minibatches, k)
             if k == 0:
                 metrics |= self._measure_mismatch(samples, minibatches, done.logprobs)
+            total_norm = self.optimizer.gradient_norm()
+            numbers = self._read(minibatches[k], done, total_norm)
+            if not self.guard.passes(numbers.watched):
+                self._refuse(k, numbers, minibatches[k])
+                continue
             metrics["policy/lr"] = self.optimizer.lr
-            norm = self.optimizer.step()
-            requantize_seconds += self._requantize()
-            share = num_tokens[k] / sum(num_tokens)
-            for name, value in done.means.items():
-                metrics[name] = metrics.get(name, 0.0) + share * value
-            for name, peak in done.peaks.items():
-                metrics[name] = max(metrics.get(name, 0.0), float(peak))
-            metrics["policy/grad_norm"] = metrics.get("policy/grad_norm", 0.0) + norm / len(
-                minibatches
-            )
+            with explained("the optimizer", ADVICE):
+                self.optimizer.apply(total_norm)
+                requantize_seconds += self._requantize()
+            applied.append(numbers)
         self.timings = {
             "update": time.perf_counter() - start - requantize_seconds,
             "requantize": requantize_seconds,
         }
-        return metrics
+        return metrics | _metrics(applied) | self._events(len(minibatches) - len(applied))
+
+    def accumulate(self, micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
+        """Forward and backward of one update, whose gradients stay: for the repetition of one.
+        Returns the metrics of an update."""
+        self.optimizer.zero_grad()
+        done = self._accumulate(micro_batches)
+        numbers = self._read(micro_batches, done, self.optimizer.gradient_norm())
+        return _metrics([numbers])
+
+    def _read(
+        self, micro_batches: Sequence[MicroBatch], done: _Pass, total_norm: torch.Tensor
+    ) -> _Numbers:
+        """The numbers of an update: the one time that it waits for the device."""
+        scales = torch.nn.utils.get_total_norm(list(self.policy.weight_scales().values()))
+        values = [*done.sums.values(), *done.peaks.values(), total_norm, scales]
+        read = torch.stack([v.detach().double().to(total_norm.device) for v in values]).tolist()
+        peaks = read[len(done.sums) : -2]
+        return _Numbers(
+            _size_of(micro_batches, 1).tokens,
+            means=dict(zip(done.sums, read, strict=False)),
+            peaks=dict(zip(done.peaks, peaks, strict=True)),
+            grad_norm=read[-2],
+            weight_scales=read[-1],
+        )
+
+    def _refuse(self, k: int, numbers: _Numbers, micro_batches: list[MicroBatch]) -> None:
+        def repeat() -> None:
+            self.accumulate(micro_batches)
+            self.optimizer.zero_grad()
+
+        bad = nonfinite_gradients(self.policy.named_masters())
+        self.optimizer.zero_grad()
+        self.guard.refuse(NonFiniteUpdate(k, numbers.watched, bad, micro_batches, repeat))
+
+    def _events(self, num_skipped: int) -> dict[str, float]:
+        """What went on in the step that does not usually."""
+        retries = self.micro_batch_size.take_retries()
+        events = {"policy/skipped_updates": num_skipped, "memory/train_retries": retries}
+        return {name: float(count) for name, count in events.items() if count}
+
+    def _shrink(self, samples: Sequence[Sample], problem: str) -> None:
+        self.micro_batch_size.halve(list(chain(*self._pack(samples))), problem)
+
+    def _accumulate_within_memory(self, minibatches: list[list[MicroBatch]], k: int) -> _Pass:
+        """Forward and backward of update k; where memory runs out its micro-batches are split and
+        it is begun anew."""
+
+        def attempt() -> _Pass:
+            self.optimizer.zero_grad()
+            return self._accumulate(minibatches[k])
+
+        def shrink(problem: str) -> None:
+            self.optimizer.zero_grad()
+            self.micro_batch_size.halve([m.batch for m in minibatches[k]], problem)
+            minibatches[k] = self.micro_batch_size.split(minibatches[k])
+
+        return within_memory(attempt, shrink)
 
     def _prepare(
         self, samples: Sequence[Sample]
-    ) -> tuple[list[list[_MicroBatch]], dict[str, float]]:
+    ) -> tuple[list[list[MicroBatch]], dict[str, float]]:
         """The micro-batches of each update, with their advantages and all that must be known
         before the first update; metrics of the rewards."""
         reference = self.reference
         prepared = [
             [
-                _MicroBatch(
+                MicroBatch(
                     batch,
                     before=self._forward(self.policy, batch) if k else None,
                     ref_logprobs=None if reference is None else self._forward(reference, batch),
@@ -179,7 +260,7 @@ class Trainer:
         train = self.settings.train
         groups = [sample.group for sample in samples]
         minibatches = [
-            pack(samples, train.tokens_per_micro_batch, sample_ids)
+            pack(samples, self.micro_batch_size.tokens, sample_ids)
             for sample_ids in split_minibatches(groups, train.updates_per_step)
         ]
         minibatches = [batches for batches in minibatches if batches]
@@ -191,7 +272,7 @@ class Trainer:
         return minibatches
 
     def _rewards(
-        self, samples: Sequence[Sample], micro_batches: Sequence[_MicroBatch]
+        self, samples: Sequence[Sample], micro_batches: Sequence[MicroBatch]
     ) -> tuple[StepRewards, dict[str, float]]:
         """What the advantages are made of, and the means of what was taken from the rewards."""
         objective, metrics = self.objective, {}
@@ -209,7 +290,7 @@ class Trainer:
             metrics["reward/kl_penalty"] = sum(float(p.sum()) for p in penalties) / len(samples)
         return StepRewards(reward_S, group_S, penalties), metrics
 
-    def _penalty(self, micro: _MicroBatch) -> np.ndarray:
+    def _penalty(self, micro: MicroBatch) -> np.ndarray:
         """What the KL takes from the reward of each trained token: float64 [N]."""
         batch, ref_logprobs = micro.batch, micro.ref_logprobs
         if ref_logprobs is None or not self.objective.kl_in_reward:
@@ -221,7 +302,7 @@ class Trainer:
     def _forward(self, policy: Policy, batch: Batch) -> torch.Tensor:
         return batch_logprobs(policy, batch, self._temperature)[0]
 
-    def _accumulate(self, batches: Sequence[_MicroBatch]) -> _Pass:
+    def _accumulate(self, batches: Sequence[MicroBatch]) -> _Pass:
         """Forward and backward of one update."""
         size = _size_of(batches, self.settings.rollout.max_tokens)
         done = _Pass([], {}, {})
@@ -229,7 +310,7 @@ class Trainer:
             self._backward(batch, size, done)
         return done
 
-    def _backward(self, micro: _MicroBatch, size: UpdateSize, done: _Pass) -> None:
+    def _backward(self, micro: MicroBatch, size: UpdateSize, done: _Pass) -> None:
         """One micro-batch: its gradients, and its part of `done`."""
         batch, device = micro.batch, self.policy.device
         logprobs, entropy = batch_logprobs(
@@ -261,12 +342,15 @@ class Trainer:
     def _measure_mismatch(
         self,
         samples: Sequence[Sample],
-        minibatches: Sequence[Sequence[_MicroBatch]],
+        minibatches: Sequence[Sequence[MicroBatch]],
         first: Sequence[torch.Tensor],
     ) -> dict[str, float]:
-        """Of all minibatches; first: the trainer's log-probs of the first one's batches."""
+        """Of all minibatches; first: the trainer's log-probs of the first one's batches. Nothing if
+        the trainer's are not finite: that is the guard's to deal with."""
         later = [micro.before for micro in chain(*minibatches[1:]) if micro.before is not None]
         trainer_logprobs = [part.cpu().numpy() for part in (*first, *later)]
+        if not all(np.isfinite(part).all() for part in trainer_logprobs):
+            return {}
         batches = [micro.batch for micro in chain(*minibatches)]
         rollout_logprobs = [batch.rollout_logprobs[targets(batch)] for batch in batches]
         metrics = mismatch_metrics(
@@ -297,7 +381,23 @@ class Trainer:
         return time.perf_counter() - start
 
 
-def _size_of(batches: Sequence[_MicroBatch], max_tokens: int) -> UpdateSize:
+def _metrics(updates: Sequence[_Numbers]) -> dict[str, float]:
+    """Of a step's updates: the means over all their tokens, the mean of the gradient norms, the
+    largest of the peaks."""
+    metrics: dict[str, float] = {}
+    total = sum(update.tokens for update in updates)
+    for update in updates:
+        for name, value in update.means.items():
+            metrics[name] = metrics.get(name, 0.0) + update.tokens / total * value
+        for name, peak in update.peaks.items():
+            metrics[name] = max(metrics.get(name, 0.0), peak)
+        metrics["policy/grad_norm"] = metrics.get("policy/grad_norm", 0.0) + (
+            update.grad_norm / len(updates)
+        )
+    return metrics
+
+
+def _size_of(batches: Sequence[MicroBatch], max_tokens: int) -> UpdateSize:
     return UpdateSize(
         tokens=sum(int(micro.batch.loss_mask.sum()) for micro in batches),
         sequences=sum(micro.batch.num_sequences for micro in batches),

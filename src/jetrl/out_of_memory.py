@@ -1,0 +1,69 @@
+"""Out of memory: telling it from other errors, trying again with less, saying what to change."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+import torch
+
+from jetrl.errors import OutOfMemoryStop
+
+Result = TypeVar("Result")
+
+_CPU_ALLOCATOR = "DefaultCPUAllocator: can't allocate memory"
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory ran out, of the GPU or of the CPU."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and _CPU_ALLOCATOR in str(error)
+
+
+def within_memory(attempt: Callable[[], Result], shrink: Callable[[str], None]) -> Result:
+    """What `attempt` returns, once it fits: when memory runs out, `shrink` is told how (a line),
+    makes the next attempt need less, or raises because it cannot."""
+    while True:
+        try:
+            return attempt()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            problem = _first_line(error)
+        # Not earlier: until the handler has ended, the traceback holds what the attempt had made.
+        release()
+        shrink(problem)
+
+
+@contextlib.contextmanager
+def explained(phase: str, advice: str) -> Iterator[None]:
+    """Where nothing can be made smaller: running out of memory ends the run, with words.
+
+    Raises:
+        OutOfMemoryStop: names the phase and what to change.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        problem = _first_line(error)
+    else:
+        return
+    raise OutOfMemoryStop(f"out of memory in {phase} ({problem}); {advice}")
+
+
+def release() -> None:
+    """Gives back what nothing refers to, also what torch keeps for later."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def _first_line(error: BaseException) -> str:
+    """Of torch's message of a page: how much was wanted, and how much there is."""
+    text = str(error).strip() or type(error).__name__
+    return ". ".join(text.splitlines()[0].split(". ")[:3])

@@ -1,0 +1,111 @@
+"""Numbers of a run that went out of bounds: spikes of loss and gradient, entropy that collapses or
+explodes. Each is measured against the steps just before it, so there is nothing to tune to a model.
+
+A spike is a value far outside of what the last `WINDOW` steps did: SPIKE robust standard deviations
+(1.4826 times the median absolute deviation) from their median, and well beyond it in size. Entropy
+is compared over a longer way, the newest RECENT steps with the older half of the window, and only
+where the reward did not rise: a policy that has learnt its task is sure of itself, and rightly.
+
+What is seen is a function of the steps' metrics alone, so a resumed run sees the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from statistics import fmean, median
+
+from jetrl.runs.format import number
+
+WINDOW = 32  # steps
+ENOUGH = 12  # steps that must be known before anything is said
+RECENT = 4  # steps
+SPIKE = 10.0  # robust standard deviations
+SPIKE_RATIO = 4.0  # of a gradient norm to the median
+SPIKE_LOSS = 0.1  # a policy loss is a mean of advantages of size 1: smaller jumps mean nothing
+COLLAPSED, EXPLODED = 0.25, 2.0  # of the entropy before
+EXPLOSION_NATS = 0.5
+SAME_REWARD = 0.05  # of the rewards' range in the window: less is no rise
+
+
+class Anomalies:
+    """Watches a run. history: the metrics of the RL steps so far, in order."""
+
+    def __init__(self, history: Iterable[Mapping[str, float]] = ()) -> None:
+        self._steps: deque[Mapping[str, float]] = deque(maxlen=WINDOW)
+        self._going_on: set[str] = set()
+        for metrics in history:
+            self.see(metrics)
+
+    def see(self, metrics: Mapping[str, float]) -> list[str]:
+        """Takes in a step. Returns what went out of bounds with it, in words; what goes on being
+        so is said once."""
+        checks: dict[str, Callable[[Mapping[str, float]], str]] = {
+            "gradient": self._gradient_spike,
+            "loss": self._loss_spike,
+            "entropy": self._entropy,
+        }
+        found = {name: check(metrics) for name, check in checks.items()}
+        new = [text for name, text in found.items() if text and name not in self._going_on]
+        self._going_on = {name for name, text in found.items() if text}
+        self._steps.append(metrics)
+        return new
+
+    def _values(self, name: str) -> list[float]:
+        values = [float(step[name]) for step in self._steps if name in step]
+        return [value for value in values if math.isfinite(value)]
+
+    def _gradient_spike(self, metrics: Mapping[str, float]) -> str:
+        norm = metrics.get("policy/grad_norm", 0.0)
+        before = [value for value in self._values("policy/grad_norm") if value > 0]
+        if len(before) < ENOUGH:
+            return ""
+        usual = median(before)
+        if norm <= SPIKE_RATIO * usual or norm - usual <= SPIKE * _spread(before):
+            return ""
+        return (
+            f"gradient norm {number(norm)}, {number(norm / usual)} times the median of the last "
+            f"{len(before)} steps ({number(usual)}); train.grad_clip limits what one such step "
+            "does, if it comes again lower train.lr"
+        )
+
+    def _loss_spike(self, metrics: Mapping[str, float]) -> str:
+        loss, before = metrics.get("policy/loss", 0.0), self._values("policy/loss")
+        if len(before) < ENOUGH:
+            return ""
+        usual = median(before)
+        if abs(loss - usual) <= max(SPIKE * _spread(before), SPIKE_LOSS):
+            return ""
+        return (
+            f"policy loss {number(loss)}, where the median of the last {len(before)} steps is "
+            f"{number(usual)}; look at this step's rewards and ratios (policy/clip_fraction)"
+        )
+
+    def _entropy(self, metrics: Mapping[str, float]) -> str:
+        entropies = [*self._values("policy/entropy"), metrics.get("policy/entropy", math.nan)]
+        rewards = [*self._values("reward/mean"), metrics.get("reward/mean", math.nan)]
+        if len(entropies) < WINDOW or len(rewards) < WINDOW or not math.isfinite(entropies[-1]):
+            return ""
+        old, new = median(entropies[: WINDOW // 2]), fmean(entropies[-RECENT:])
+        rise = fmean(rewards[-RECENT:]) - median(rewards[: WINDOW // 2])
+        if rise > SAME_REWARD * max(map(abs, rewards)):
+            return ""
+        went = f"from {number(old)} to {number(new)} nats in {WINDOW} steps without a higher reward"
+        if new < COLLAPSED * old:
+            return (
+                f"entropy collapses, {went}: the samples of a group become alike and teach "
+                "nothing; lower train.lr, raise algorithm.clip_high, or go back to a checkpoint"
+            )
+        if new > EXPLODED * old and new - old > EXPLOSION_NATS:
+            return (
+                f"entropy explodes, {went}: the policy turns to noise; lower train.lr, set "
+                "algorithm.kl, or go back to a checkpoint"
+            )
+        return ""
+
+
+def _spread(values: list[float]) -> float:
+    """Robust standard deviation: 1.4826 times the median absolute deviation."""
+    middle = median(values)
+    return 1.4826 * median(abs(value - middle) for value in values)
