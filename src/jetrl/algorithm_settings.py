@@ -23,6 +23,7 @@ from jetrl.section import (
     Mass,
     NonNegative,
     NonNegativeFloat,
+    Positive,
     PositiveFloat,
     Section,
     Share,
@@ -65,6 +66,9 @@ class AlgorithmSettings(Section):
     dynamic_sampling: bool | None = Field(
         None,
         description="draw more prompts in place of groups with equal rewards; unset: dapo alone",
+    )
+    dynamic_sampling_rounds: Positive = Field(
+        4, description="draws a step at most, the first included, with dynamic_sampling"
     )
     overlong_buffer: NonNegative | None = Field(
         None,

@@ -26,6 +26,7 @@ from jetrl.errors import UserError
 from jetrl.section import Section
 from jetrl.settings import (
     CheckpointSettings,
+    DataSettings,
     EvalSettings,
     LoopSettings,
     ModelSettings,
@@ -44,6 +45,7 @@ from jetrl.settings import (
 __all__ = [
     "AlgorithmSettings",
     "CheckpointSettings",
+    "DataSettings",
     "EvalSettings",
     "LoopSettings",
     "ModelSettings",

@@ -40,6 +40,12 @@ class StorageError(RunStopped):
     exit_code = 6
 
 
+class TimeLimitReached(RunStopped):
+    """run.max_hours ended the run in its warm-up. It can go on with resume."""
+
+    exit_code = 75
+
+
 class OutOfMemoryStop(RunStopped):
     """Memory ran out, and what was running cannot be made any smaller. No weight was changed."""
 
@@ -50,7 +56,3 @@ class Terminated(BaseException):
     """SIGTERM. Like KeyboardInterrupt it is no Exception, so that nothing in between keeps it."""
 
     exit_code = 143
-
-
-EXIT_HANG = 5
-EXIT_TIME_LIMIT = 75

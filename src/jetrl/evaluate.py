@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -19,10 +20,12 @@ from jetrl.types import Completion, Prompt, Sample, SamplingParams
 
 @dataclass(frozen=True)
 class EncodedPrompt:
-    """A prompt with the token ids that the model reads."""
+    """A prompt with the token ids that the model reads, and the task's strings that end an
+    answer."""
 
     prompt: Prompt
     token_ids: tuple[int, ...]
+    stop: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,8 @@ class Evaluation:
     mean: mean reward over all completions (mean@n). pass_at_k: {k: share of prompts solved by one
     of k completions}, k = 1, 2, 4, ... and n, by the unbiased estimator of Chen et al. (arXiv
     2107.03374). response_length: tokens. clip_ratio: share cut off at max_tokens. failures:
-    completions that the scorer could not judge."""
+    completions that the scorer could not judge. by_task: of each task where several are mixed, by
+    `Prompt.task`; {} else."""
 
     mean: float
     pass_at_k: dict[int, float]
@@ -40,21 +44,29 @@ class Evaluation:
     clip_ratio: float
     failures: int
     samples: tuple[Sample, ...]
+    by_task: Mapping[str, Evaluation] = field(default_factory=dict)
 
 
 def encode_prompts(
-    policy: Policy, prompts: Sequence[Prompt], where: str, system_prompt: str | None = None
+    policy: Policy, task: Task, split: str, limit: int = 0, system_prompt: str | None = None
 ) -> list[EncodedPrompt]:
-    """Prompts as token ids, each with room for an answer in the model's context.
+    """The prompts of a task's split as token ids, each with room for an answer in the model's
+    context. limit: take this many from the start (of each task, where several are mixed); 0: all.
 
     Raises:
         UserError: no prompts; a prompt that fills the context, by id, and how many do.
     """
-    if not prompts:
+    where = f"task {task.label}, split {split}"
+    seen: Counter[str] = Counter()
+    encoded = []
+    for prompt in read_prompts(task, split):
+        seen[prompt.task] += 1
+        if limit and seen[prompt.task] > limit:
+            continue
+        token_ids = encode_prompt(policy.tokenizer, prompt, system_prompt)
+        encoded.append(EncodedPrompt(prompt, tuple(token_ids), tuple(task.stops(prompt))))
+    if not encoded:
         raise UserError(f"{where} has no prompts")
-    encoded = [
-        EncodedPrompt(p, tuple(encode_prompt(policy.tokenizer, p, system_prompt))) for p in prompts
-    ]
     context = policy.config.max_position_embeddings
     long = [e for e in encoded if len(e.token_ids) >= context]
     if long:
@@ -72,8 +84,17 @@ def sample_prompts(
     params: SamplingParams,
     progress: ProgressCallback | None = None,
 ) -> list[Completion]:
-    """params.n completions for each prompt, in order."""
-    return engine.generate([list(p.token_ids) for p in prompts], params, progress)
+    """params.n completions for each prompt, in order. A completion ends at params.stop and at the
+    prompt's own stop strings; prompts that share these are sampled together."""
+    found: dict[int, Completion] = {}
+    for stop in dict.fromkeys(prompt.stop for prompt in prompts):
+        members = [i for i, prompt in enumerate(prompts) if prompt.stop == stop]
+        both = dataclasses.replace(params, stop=tuple(dict.fromkeys((*params.stop, *stop))))
+        drawn = engine.generate([list(prompts[i].token_ids) for i in members], both, progress)
+        for place, completion in enumerate(drawn):
+            member, number = divmod(place, params.n)
+            found[members[member] * params.n + number] = completion
+    return [found[i] for i in range(len(found))]
 
 
 def score_completions(
@@ -107,12 +128,23 @@ def evaluate(
 ) -> Evaluation:
     """Sample and score params.n completions of each prompt; a reward >= threshold is a solution."""
     samples = score_completions(scorer, prompts, sample_prompts(engine, prompts, params, progress))
-    rewards = np.array([s.score.reward for s in samples]).reshape(len(prompts), params.n)
+    tasks = dict.fromkeys(sample.prompt.task for sample in samples)
+    parts = {
+        task: _judge([s for s in samples if s.prompt.task == task], params.n, threshold)
+        for task in tasks
+    }
+    whole = _judge(samples, params.n, threshold)
+    return dataclasses.replace(whole, by_task=parts) if set(parts) != {""} else whole
+
+
+def _judge(samples: Sequence[Sample], n: int, threshold: float) -> Evaluation:
+    """What the samples, n of each prompt in turn, say."""
+    rewards = np.array([s.score.reward for s in samples]).reshape(-1, n)
     solved = (rewards >= threshold).sum(1)
-    ks = sorted({2**i for i in range(params.n.bit_length()) if 2**i <= params.n} | {params.n})
+    ks = sorted({2**i for i in range(n.bit_length()) if 2**i <= n} | {n})
     return Evaluation(
         mean=float(rewards.mean()),
-        pass_at_k={k: _pass_at_k(solved, params.n, k) for k in ks},
+        pass_at_k={k: _pass_at_k(solved, n, k) for k in ks},
         response_length=float(np.mean([len(s.completion.token_ids) for s in samples])),
         clip_ratio=float(np.mean([s.completion.finish_reason == "length" for s in samples])),
         failures=sum(bool(s.failure) for s in samples),
@@ -136,12 +168,5 @@ def evaluate_model(
     progress: ProgressCallback | None = None,
 ) -> Evaluation:
     """A policy on a task's split: its first num_prompts prompts, 0 for all."""
-    prompts = read_prompts(task, split)[: num_prompts or None]
-    encoded = encode_prompts(policy, prompts, f"task {task.label}, split {split}", system_prompt)
-    params = with_stops(params, task)
+    encoded = encode_prompts(policy, task, split, num_prompts, system_prompt)
     return evaluate(RolloutEngine(policy), scorer, encoded, params, threshold, progress)
-
-
-def with_stops(params: SamplingParams, task: Task) -> SamplingParams:
-    """params with the task's own stop strings added."""
-    return dataclasses.replace(params, stop=tuple(dict.fromkeys((*params.stop, *task.stop))))

@@ -19,8 +19,8 @@ def train(settings: Settings, resume: bool = False) -> RunResult:
     Raises:
         UserError: settings, data or a model that cannot be used, before anything is trained.
         RunStopped: the run ended itself; its report says why. MismatchError is one of these.
-        KeyboardInterrupt: Ctrl-C. The step was finished, the checkpoint and report are written; a
-            second Ctrl-C leaves at once, with the last checkpoint good.
+        KeyboardInterrupt, Terminated: Ctrl-C, SIGTERM (session/stops.py). The checkpoint and report
+            are written; a second signal leaves at once, with the last checkpoint good.
     """
     with Session(settings, resume) as session:
         session.warm_up()
@@ -28,7 +28,7 @@ def train(settings: Settings, resume: bool = False) -> RunResult:
         for step in session.steps():
             prompts = session.draw_prompts(step)
             completions = session.sample(prompts, step)
-            samples = session.score(prompts, completions)
+            samples = session.refill(step, session.score(prompts, completions))
             metrics = session.update(step, samples)
             metrics |= session.evaluate(step)
             session.record(step, samples, metrics)

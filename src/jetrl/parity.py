@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from jetrl.algorithm_settings import AlgorithmSettings
+from jetrl.errors import UserError
 from jetrl.kernels.attention import attend_packed
 from jetrl.kernels.logprob import chosen_logprobs
 from jetrl.kernels.norm import rms_norm
@@ -117,6 +119,25 @@ def measure(
         k3_kl=metrics["mismatch/k3_kl"],
         token_mult_prob_error=metrics["mismatch/token_mult_prob_error"],
         first_different=first,
+    )
+
+
+def check_correction(algorithm: AlgorithmSettings, policy: Policy) -> None:
+    """Refuses a correction of a mismatch that is not there, with the mismatch as measured here.
+
+    Raises:
+        UserError: a correction under an exact plan that was not asked for by name.
+    """
+    wanted = algorithm.correction
+    if wanted == "none" or not policy.plan.exact or algorithm.correction_under_exact_plan:
+        return
+    found = measure(policy, num_prompts=4, samples=2, max_tokens=16)
+    raise UserError(
+        f"algorithm.correction = {wanted} corrects nothing under the exact plan "
+        f"{policy.plan.name!r}: {found.different} of {found.tokens} tokens sampled just now differ "
+        f"from the trainer's (largest difference {found.max_abs:.3g} nats), so that every weight "
+        "is 1, and each step checks all of its tokens. Leave it out, or set "
+        "algorithm.correction_under_exact_plan=true"
     )
 
 

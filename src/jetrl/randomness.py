@@ -18,7 +18,11 @@ def derive_seed(*parts: int | str) -> int:
 
 def draw_indices(total: int, count: int, step: int, seed: int) -> list[int]:
     """Indices of a step's items (steps count from 1): consecutive ones of endless shuffles."""
-    first = (step - 1) * count
+    return draw_range(total, (step - 1) * count, count, seed)
+
+
+def draw_range(total: int, first: int, count: int, seed: int) -> list[int]:
+    """`count` indices below `total`, from place `first` on, of endless shuffles."""
     epochs = range(first // total, (first + count - 1) // total + 1)
     order = {
         epoch: np.random.Generator(np.random.Philox(key=derive_seed(seed, epoch))).permutation(

@@ -36,7 +36,8 @@ class RunSettings(Section):
     dir: str = Field("runs", description="folder that holds run directories")
     seed: NonNegative = Field(0, description="fixes data order, sampling and initial weights")
     max_hours: PositiveFloat | None = Field(
-        None, description="checkpoint and stop after this many hours; unset: no limit"
+        None,
+        description="this attempt ends, with a checkpoint, within these hours; unset: no limit",
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto", description="auto: cuda where it can run"
@@ -105,6 +106,20 @@ class TaskSettings(Section):
     )
 
     _options = field_validator("options", mode="before")(without_none)
+
+
+class DataSettings(Section):
+    """In which order prompts come (docs/data.md)."""
+
+    order: Literal["shuffle", "pass_rate"] = Field(
+        "shuffle",
+        description="pass_rate: prompts that are solved about half of the time come more often",
+    )
+    explore: Mass = Field(
+        0.1,
+        description="under pass_rate: least weight of a prompt, where one solved half of the time "
+        "has 1",
+    )
 
 
 class RolloutSettings(Section):
@@ -208,6 +223,7 @@ class Settings(Section):
     model: ModelSettings = ModelSettings()
     precision: PrecisionSettings = PrecisionSettings()
     task: TaskSettings = TaskSettings()
+    data: DataSettings = DataSettings()
     rollout: RolloutSettings = RolloutSettings()
     algorithm: AlgorithmSettings = AlgorithmSettings()
     sft: SftSettings = SftSettings()

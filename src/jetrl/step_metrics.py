@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from jetrl.evaluate import Evaluation
-from jetrl.runs.metrics import eval_metric, part_metric
+from jetrl.runs.metrics import eval_metric, part_metric, task_metric
 from jetrl.types import Sample
 
 
@@ -21,12 +21,26 @@ def sample_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     for sample in samples:
         for part, value in sample.score.parts.items():
             parts.setdefault(part_metric(part), []).append(value)
+    by_task: dict[str, list[Sample]] = {}
+    for sample in samples:
+        if sample.prompt.task:
+            by_task.setdefault(sample.prompt.task, []).append(sample)
     return {
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std()),
         "reward/zero_std_groups": float(np.mean([spread == 0 for spread in spreads])),
         "reward/failures": float(sum(bool(s.failure) for s in samples)),
         **{name: float(np.mean(values)) for name, values in parts.items()},
+        **{
+            task_metric("reward", task): float(np.mean([s.score.reward for s in own]))
+            for task, own in by_task.items()
+        },
+        **{
+            task_metric("response_length", task): float(
+                np.mean([len(s.completion.token_ids) for s in own])
+            )
+            for task, own in by_task.items()
+        },
         "response_length/mean": float(np.mean([len(s.completion.token_ids) for s in samples])),
         "response_length/clip_ratio": float(
             np.mean([s.completion.finish_reason == "length" for s in samples])
@@ -35,7 +49,14 @@ def sample_metrics(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def eval_metrics(task: str, result: Evaluation) -> dict[str, float]:
-    """What an evaluation of a task adds to its step."""
+    """What an evaluation of a task, and of the tasks that it is mixed of, adds to its step."""
+    metrics = _eval_metrics(task, result)
+    for part, own in result.by_task.items():
+        metrics |= _eval_metrics(part, own)
+    return metrics
+
+
+def _eval_metrics(task: str, result: Evaluation) -> dict[str, float]:
     values = {
         "mean": result.mean,
         "pass_at_k": result.pass_at_k[max(result.pass_at_k)],

@@ -33,7 +33,8 @@ class Prompt:
     """One question. Exactly one of `text` and `messages` is given.
 
     `text` is sent to the model as it is; `messages` (role and content) go through the tokenizer's
-    chat template. `answer` and `metadata` are for the task's `score` alone.
+    chat template. `answer` and `metadata` are for the task's `score` alone. `task` names the task
+    that it is of, where several are mixed; "" else.
     """
 
     id: str
@@ -41,6 +42,7 @@ class Prompt:
     messages: tuple[Mapping[str, str], ...] | None = None
     answer: str | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    task: str = ""
 
     def __post_init__(self) -> None:
         if (self.text is None) == (self.messages is None):

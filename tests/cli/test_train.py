@@ -35,6 +35,7 @@ class FakeLoop(types.ModuleType):
             checkpoint_path=run / "checkpoints" / "step_000060",
             model_path=run / "model",
             steps=60,
+            stopped="",
         )
 
     def train(self, settings: Settings, **options: Any) -> types.SimpleNamespace:

@@ -154,3 +154,24 @@ def test_max_model_len(policy):
     assert len(out.token_ids) == 2
     with pytest.raises(UserError, match=r"prompt 0 has 10 tokens.*context of 10"):
         engine.generate([[5] * 10], PARAMS)
+
+
+def test_more_pages_than_memory_are_refused(policy):
+    engine = RolloutEngine(policy, num_pages=10**12, page_size=8)
+    with pytest.raises(UserError, match=r"rollout.num_pages = 1000000000000: .* GiB are free"):
+        engine.generate([[5, 6]], SamplingParams(max_tokens=4))
+    assert engine.pages_in_use == 0
+
+
+def test_a_limit_for_each_completion(policy):
+    engine = RolloutEngine(policy, page_size=8)
+    params = SamplingParams(n=2, max_tokens=50, ignore_eos=True)
+    out = engine.generate([[5, 6], [7]], params, max_tokens=[3, 1, 9, 2])
+    assert [len(c.token_ids) for c in out] == [3, 1, 9, 2]
+    whole = engine.generate([[5, 6], [7]], params)
+    assert all(
+        w.token_ids[: len(c.token_ids)] == c.token_ids for w, c in zip(whole, out, strict=True)
+    )
+    for wrong in ([3, 1, 9], [3, 0, 9, 2]):
+        with pytest.raises(UserError, match="max_tokens: 4 numbers"):
+            engine.generate([[5, 6], [7]], params, max_tokens=wrong)

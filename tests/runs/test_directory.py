@@ -8,7 +8,7 @@ import warnings
 import pytest
 
 from jetrl.config import load_config
-from jetrl.errors import RunStopped, UserError
+from jetrl.errors import RunStopped, StorageError, UserError
 from jetrl.runs import RunDirectory
 from jetrl.runs.rollout_records import sample_of
 from jetrl.types import StepStats
@@ -173,7 +173,7 @@ def test_failed_rewrite_leaves_the_old_file(create, synthetic, monkeypatch):
         path = run.write_rollouts(1, synthetic.samples_of(1))
         before = path.read_bytes()
         monkeypatch.setattr("os.fsync", full)
-        with pytest.raises(OSError, match="No space left"):
+        with pytest.raises(StorageError, match="No space left"):
             run.write_rollouts(1, synthetic.samples_of(2))
         assert path.read_bytes() == before
         assert [p.name for p in run.rollouts_dir.iterdir()] == [path.name]

@@ -20,7 +20,11 @@ AWKWARD = str(Path(__file__).with_name("awkward_task.py"))
     "name, options, message",
     [
         ("arithmetik", {}, "unknown task 'arithmetik'; did you mean arithmetic?"),
-        ("zzz", {}, "there is: arithmetic, gsm8k .*reasoning_gym:NAME, file.py:Class"),
+        (
+            "zzz",
+            {},
+            "there is: arithmetic, dataset, gsm8k, mix .*reasoning_gym:NAME, file.py:Class",
+        ),
         ("arithmetic", {"digit": 2}, "task.options.digit: .* did you mean digits?"),
         ("arithmetic", {"path": "x"}, "task.path: task arithmetic has no such option"),
         ("gsm8k", {}, "task gsm8k needs task.path"),

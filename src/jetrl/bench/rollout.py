@@ -45,7 +45,8 @@ GRPO_PROMPTS, GRPO_SAMPLES, GRPO_PROMPT, GRPO_MEAN, GRPO_MAX, GRPO_SIGMA = (
     8192,
     0.8,
 )
-CHECKED_TOKENS = 40_000  # of the exactness check
+CHECKED_TOKENS = 20_000  # of the exactness check
+_WARM_TOKENS = 2**16  # of prompts that are all run before the timing
 
 
 def weight_bytes(policy: Policy) -> int:
@@ -96,14 +97,18 @@ class _Watch:
         return statistics.median(times[len(times) // 10 :])
 
 
-def run_case(policy: Policy, batch: int, prompt: int, response: int, profiled: int) -> Row:
-    """One case: warmed up by its own sizes, then timed."""
+def run_case(policy: Policy, batch: int, prompt: int, response: int, profiled: bool) -> Row:
+    """One case, timed after a short one of its sizes (two of the prompts, where all are long)."""
     generator = np.random.default_rng(0)
     prompts = generator.integers(0, policy.config.vocab_size, (batch, prompt)).tolist()
-    engine = RolloutEngine(policy, max_batch_size=batch)
+    pages = batch * -(-(prompt + response) // 64)  # of the timed call, so that its graphs are warm
+    engine = RolloutEngine(policy, max_batch_size=batch, num_pages=pages)
     params = SamplingParams(max_tokens=response, ignore_eos=True, seed=1)
+    short = SamplingParams(max_tokens=min(response, 40), ignore_eos=True, seed=1)
+    all_at_once = batch * prompt <= _WARM_TOKENS
+    warm = _Watch(24 if profiled and all_at_once else 0)
     began = time.perf_counter()
-    engine.generate(prompts, params)
+    engine.generate(prompts if all_at_once else prompts[:2], short, progress=warm)
     first = time.perf_counter() - began
     torch.cuda.reset_peak_memory_stats()
     watch = _Watch()
@@ -130,10 +135,8 @@ def run_case(policy: Policy, batch: int, prompt: int, response: int, profiled: i
         "seconds": round(stats.seconds, 2),
         **check(policy, prompts, completions),
     }
-    if profiled:
-        watch = _Watch(profiled)
-        engine.generate(prompts, params, progress=watch)
-        row["profile"] = profile_rows(watch.profiler)
+    if warm.profiler is not None:
+        row["profile"] = profile_rows(warm.profiler)
     return row
 
 
@@ -147,7 +150,7 @@ def run_grpo(policy: Policy) -> Row:
     max_tokens = [int(n) for n in lengths]
     engine = RolloutEngine(policy, max_batch_size=count)
     params = SamplingParams(n=GRPO_SAMPLES, max_tokens=GRPO_MAX, ignore_eos=True, seed=1)
-    engine.generate(prompts, params, max_tokens=[min(40, n) for n in max_tokens])
+    engine.generate(prompts, params, max_tokens=[min(24, n) for n in max_tokens])
     torch.cuda.reset_peak_memory_stats()
     completions = engine.generate(prompts, params, max_tokens=max_tokens)
     stats = engine.stats
@@ -231,23 +234,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", default="build/bench/rollout.json", type=Path, help="JSON file")
     args = parser.parse_args(argv)
     cases = args.case or ([] if args.load else [f"{args.batch}x{args.prompt}x{args.response}"])
-    rows: list[Row] = []
-    for plan in args.plan or ["unified"]:
-        policy = make_policy(args.shape, plan, "cuda", args.layers)
-        for case in cases:
-            batch, prompt, response = (int(part) for part in case.split("x"))
-            row = run_case(policy, batch, prompt, response, 24 if args.profile else 0)
-            profile = row.pop("profile", None)
-            rows.append({"shape": args.shape, **row})
-            print_table([rows[-1]])
-            if profile is not None:
-                print_table(profile)
-                rows[-1]["profile"] = profile
-        if args.load:
-            rows.append({"shape": args.shape, **run_grpo(policy)})
-            print_table([rows[-1]])
-        del policy
-        torch.cuda.empty_cache()
     command = " ".join(
         ["jetrl bench rollout --shape", args.shape]
         + [f"--plan {plan}" for plan in args.plan or []]
@@ -255,7 +241,26 @@ def main(argv: Sequence[str] | None = None) -> None:
         + ([f"--load {args.load}"] if args.load else [])
         + (["--profile"] if args.profile else [])
     )
-    write_results(args.out, "rollout", command, rows)
+    rows: list[Row] = []
+
+    def add(row: Row) -> None:
+        profile = row.pop("profile", None)
+        rows.append({"shape": args.shape, **row})
+        print_table([rows[-1]])
+        if profile is not None:
+            print_table(profile)
+            rows[-1]["profile"] = profile
+        write_results(args.out, "rollout", command, rows)  # each time: a later case may fail
+
+    for plan in args.plan or ["unified"]:
+        policy = make_policy(args.shape, plan, "cuda", args.layers)
+        for case in cases:
+            batch, prompt, response = (int(part) for part in case.split("x"))
+            add(run_case(policy, batch, prompt, response, args.profile))
+        if args.load:
+            add(run_grpo(policy))
+        del policy
+        torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":

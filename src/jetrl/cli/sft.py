@@ -14,6 +14,7 @@ from jetrl.cli.train import (
     add_recipe_arguments,
     add_resume_argument,
     closing_lines,
+    exit_code,
     recipe_settings,
     say_how_to_go_on,
     settings_help,
@@ -42,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
     except (KeyboardInterrupt, Terminated) as end:
         return say_how_to_go_on(end, "sft", args, settings)
     print(closing_lines(result, settings))
-    return 0
+    return exit_code(result)
 
 
 def _is_empty(path: Path) -> bool:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jetrl.cli.arguments import table
-from jetrl.errors import Terminated, UserError
+from jetrl.errors import Terminated, TimeLimitReached, UserError
 
 if TYPE_CHECKING:
     from jetrl.config import Settings
@@ -114,7 +114,12 @@ def run(args: argparse.Namespace) -> int:
     except (KeyboardInterrupt, Terminated) as end:
         return say_how_to_go_on(end, "train", args, settings)
     print(closing_lines(result, settings))
-    return 0
+    return exit_code(result)
+
+
+def exit_code(result: RunResult) -> int:
+    """0, or that of the time limit, for a queue to start the run again."""
+    return TimeLimitReached.exit_code if result.stopped else 0
 
 
 def say_how_to_go_on(

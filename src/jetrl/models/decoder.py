@@ -139,25 +139,46 @@ class Decoder(nn.Module):
     trace, when set, is called with (operation name, output) after each operation: how
     `jetrl parity --locate` finds the first one that differs.
 
+    frozen: no master is kept: a layer's are forgotten before the next layer's are asked for.
+    config.head: `logits` are there for "lm", `scores` for "score".
+
     Raises:
         UserError: a linear layer that FP8 cannot take.
     """
 
+    rotary_table: Tensor
+
     def __init__(
-        self, config: ModelConfig, plan: PrecisionPlan, masters: Mapping[str, nn.Parameter]
+        self,
+        config: ModelConfig,
+        plan: PrecisionPlan,
+        masters: Mapping[str, nn.Parameter],
+        frozen: bool = False,
     ) -> None:
         super().__init__()
         self.config, self.plan = config, plan
         self.trace: Trace | None = None
-        self.embed = masters["embed.weight"]
-        self.layers = nn.ModuleList(
-            DecoderLayer(i, config, plan, masters) for i in range(config.num_layers)
-        )
         dtype = activation_dtype(plan)
+        weight = self.embed = masters["embed.weight"]
+        if frozen:
+            self.embed = nn.Parameter(weight.to(dtype), requires_grad=False)
+        self.layers = nn.ModuleList()
+        for i in range(config.num_layers):
+            self.layers.append(DecoderLayer(i, config, plan, masters))
+            if frozen:
+                _release_masters(self.layers[-1])
         self.norm = RMSNorm(masters["norm.weight"], config.rms_norm_eps, dtype)
-        head: dict[Side, Format] = {"rollout": plan.lm_head, "train": plan.lm_head}
-        weight = masters["embed.weight" if config.tie_word_embeddings else "lm_head.weight"]
-        self.lm_head = Linear("lm_head", weight, None, head, plan, torch.float32)
+        if config.head == "score":
+            self.score = masters["score.weight"]
+        else:
+            head: dict[Side, Format] = {"rollout": plan.lm_head, "train": plan.lm_head}
+            if not config.tie_word_embeddings:
+                weight = masters["lm_head.weight"]
+            elif frozen and plan.lm_head == "bf16":
+                weight = self.embed  # rounded already: one copy for both
+            self.lm_head = Linear("lm_head", weight, None, head, plan, torch.float32)
+        if frozen:
+            _release_masters(self)
         table = rotary_table(inverse_frequencies(config), config.max_position_embeddings)
         self.register_buffer("rotary_table", table.to(weight.device), persistent=False)
 
@@ -166,6 +187,33 @@ class Decoder(nn.Module):
         for module in self.modules():
             if isinstance(module, Linear | RMSNorm):
                 module.requantize()
+
+    def move(self, device: torch.device) -> None:
+        """Put a frozen decoder's weights on a device: every storage is copied once, with layout."""
+        storages: dict[int, torch.UntypedStorage] = {}
+
+        def moved(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in storages:
+                copied = torch.empty(storage.nbytes(), dtype=torch.uint8, device=device)
+                source = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+                storages[storage.data_ptr()] = copied.copy_(source).untyped_storage()
+            empty = torch.empty(0, dtype=tensor.dtype, device=device)
+            return empty.set_(
+                storages[storage.data_ptr()],
+                tensor.storage_offset(),
+                tensor.shape,
+                tensor.stride(),
+            )
+
+        for module in self.modules():
+            if isinstance(module, Linear):
+                module.move(moved)
+            elif isinstance(module, RMSNorm):
+                module.copy = moved(module.copy)
+        for parameter in self.parameters():
+            parameter.data = moved(parameter.data)
+        self.rotary_table = moved(self.rotary_table)
 
     def forward(
         self,
@@ -198,6 +246,18 @@ class Decoder(nn.Module):
         logits: Tensor = self.lm_head(hidden, side)
         _tell(self.trace, "lm_head", logits)
         return logits
+
+    def scores(self, hidden: Tensor) -> Tensor:
+        """hidden [R, D] -> float32 [R], in FP32 throughout."""
+        scores = (hidden.float() * self.score).sum(-1)
+        _tell(self.trace, "score", scores)
+        return scores
+
+
+def _release_masters(module: nn.Module) -> None:
+    for part in module.modules():
+        if isinstance(part, Linear):
+            part.release_master()
 
 
 def activation_dtype(plan: PrecisionPlan) -> torch.dtype:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -31,6 +31,11 @@ FAMILIES: dict[str, tuple[str, bool, bool]] = {
     "qwen2": ("Qwen2ForCausalLM", True, False),
     "llama": ("LlamaForCausalLM", False, False),
 }
+Head = Literal["lm", "score"]
+"""What the decoder ends in: logits of tokens (ForCausalLM), or one number
+(ForSequenceClassification with one label)."""
+
+_LM, _SCORE = "ForCausalLM", "ForSequenceClassification"  # endings of an architecture's name
 _DEFAULT_THETA = 10000.0  # of every family here when config.json names none, as in transformers
 _QWEN3_HEAD_DIM = 128  # of Qwen3 when config.json names none, as in transformers
 
@@ -73,6 +78,13 @@ class ModelConfig:
     max_position_embeddings: int
     eos_token_ids: tuple[int, ...]
     raw: Mapping[str, Any] = field(repr=False, compare=False)
+    head: Head = "lm"
+
+    @property
+    def architecture(self) -> str:
+        """Of config.json."""
+        causal = FAMILIES[self.family][0]
+        return causal if self.head == "lm" else causal.removesuffix(_LM) + _SCORE
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> ModelConfig:
@@ -82,7 +94,7 @@ class ModelConfig:
             UserError: an architecture or option this decoder does not compute, a missing key, a
                 value of the wrong type, head counts that do not divide; the message names the key.
         """
-        family = _family(config)
+        family, head = _family(config)
         _refuse_unsupported(config, family)
         _, qkv_bias, qk_norm = FAMILIES[family]
         hidden_size = _integer(config, "hidden_size")
@@ -107,12 +119,13 @@ class ModelConfig:
             rms_norm_eps=_positive(config, "rms_norm_eps"),
             rope_theta=rope_theta,
             rope_scaling=rope_scaling,
-            tie_word_embeddings=_flag(config, "tie_word_embeddings"),
+            tie_word_embeddings=head == "lm" and _flag(config, "tie_word_embeddings"),
             qkv_bias=qkv_bias,
             qk_norm=qk_norm,
             max_position_embeddings=max_position_embeddings,
             eos_token_ids=token_ids(config.get("eos_token_id"), "config.json: eos_token_id"),
             raw=dict(config),
+            head=head,
         )
 
 
@@ -161,7 +174,9 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         shapes[f"{prefix}.gate_up.weight"] = (2 * inner, hidden)
         shapes[f"{prefix}.down.weight"] = (hidden, inner)
     shapes["norm.weight"] = (hidden,)
-    if not config.tie_word_embeddings:
+    if config.head == "score":
+        shapes["score.weight"] = (1, hidden)
+    elif not config.tie_word_embeddings:
         shapes["lm_head.weight"] = (config.vocab_size, hidden)
     return shapes
 
@@ -184,7 +199,7 @@ def token_ids(value: Any, where: str) -> tuple[int, ...]:
     return tuple(values)
 
 
-def _family(config: Mapping[str, Any]) -> str:
+def _family(config: Mapping[str, Any]) -> tuple[str, Head]:
     supported = ", ".join(f"{name} ({entry[0]})" for name, entry in FAMILIES.items())
     model_type = config.get("model_type")
     architectures = config.get("architectures") or []
@@ -192,18 +207,33 @@ def _family(config: Mapping[str, Any]) -> str:
         raise UserError(f"config.json: no model_type and no architectures; supported: {supported}")
     by_architecture = {entry[0]: name for name, entry in FAMILIES.items()}
     if architectures:
-        family = by_architecture.get(architectures[0])
+        architecture = str(architectures[0])
+        scores = architecture.endswith(_SCORE)
+        causal = architecture.removesuffix(_SCORE) + _LM if scores else architecture
+        family = by_architecture.get(causal)
         if family is None or model_type not in (None, family):
             raise UserError(
-                f"config.json: architecture {architectures[0]} (model_type {model_type}) is not "
+                f"config.json: architecture {architecture} (model_type {model_type}) is not "
                 f"supported; supported: {supported}"
             )
-        return family
+        if scores:
+            _check_one_label(config)
+        return family, "score" if scores else "lm"
     if model_type not in FAMILIES:
         raise UserError(
             f"config.json: model_type {model_type!r} is not supported; supported: {supported}"
         )
-    return str(model_type)
+    return str(model_type), "lm"
+
+
+def _check_one_label(config: Mapping[str, Any]) -> None:
+    labels = config.get("id2label")
+    count = len(labels) if isinstance(labels, Mapping) else config.get("num_labels", 2)
+    if count != 1:
+        raise UserError(
+            f"config.json: {count} labels; a reward model or critic has one (num_labels = 1, or an "
+            "id2label of one entry)"
+        )
 
 
 def _refuse_unsupported(config: Mapping[str, Any], family: str) -> None:

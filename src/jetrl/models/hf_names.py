@@ -22,6 +22,7 @@ _WHOLE = {
     "embed.weight": "model.embed_tokens.weight",
     "norm.weight": "model.norm.weight",
     "lm_head.weight": "lm_head.weight",
+    "score.weight": "score.weight",
 }
 _IN_LAYER = {
     "input_norm": ("input_layernorm",),

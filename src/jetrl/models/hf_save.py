@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from jetrl.errors import UserError
-from jetrl.models.families import FAMILIES, ModelConfig
+from jetrl.models.families import ModelConfig
 from jetrl.models.hf_names import FP8_BLOCK, SCALE_SUFFIX, StoredTensor, stored_tensors
 from jetrl.precision.quantize import quantize
 
@@ -139,12 +139,14 @@ class _ShardPlan:
     def config_json(self) -> dict[str, Any]:
         """config.json as it was read, with these weights' dtype and, for FP8, their layout."""
         contents = dict(self.config.raw)
-        contents["architectures"] = [FAMILIES[self.config.family][0]]
+        contents["architectures"] = [self.config.architecture]
         contents["model_type"] = self.config.family
         contents["tie_word_embeddings"] = self.config.tie_word_embeddings
         named = "float32" if self.dtype == "float32" else "bfloat16"
         contents["dtype"] = contents["torch_dtype"] = named  # transformers 5 and 4
         contents.pop("quantization_config", None)
+        if self.config.head == "score":
+            contents |= {"num_labels": 1, "id2label": {"0": "score"}, "label2id": {"score": 0}}
         if self.dtype == "fp8":
             kept = [
                 part.name.removesuffix(".weight")

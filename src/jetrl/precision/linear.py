@@ -11,7 +11,8 @@ then multiplies by the very bytes that the sampler did.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,6 +111,22 @@ class Linear(nn.Module):
             for f in set(self.formats.values())
         }
 
+    def release_master(self) -> None:
+        """Forget the master: its shape stays, its memory goes. Not under fp32, which reads it."""
+        if "fp32" not in self.formats.values():
+            shape, device = self.weight.shape, self.weight.device
+            empty = torch.empty((), device=device).expand(shape)
+            self.weight = nn.Parameter(empty, requires_grad=False)
+
+    def move(self, to: Callable[[Tensor], Tensor]) -> None:
+        """Replace the working copies by what `to` makes of their tensors."""
+        self._copies = {
+            format: to(copy)
+            if isinstance(copy, Tensor)
+            else FP8Weight(_moved(copy.direct, to), _moved(copy.transposed, to))
+            for format, copy in self._copies.items()
+        }
+
     def operand(self, side: Side) -> Operand:
         """The working copy that `side` multiplies by."""
         return self._copies[self.formats[side]]
@@ -135,6 +152,10 @@ class Linear(nn.Module):
     def add_bias(self, y: Tensor) -> Tensor:
         """y + bias, in y's dtype, after the product has been rounded to it."""
         return y if self.bias is None else y + self.bias.to(y.dtype)
+
+
+def _moved(q: QTensor, to: Callable[[Tensor], Tensor]) -> QTensor:
+    return dataclasses.replace(q, codes=to(q.codes), scales=to(q.scales))
 
 
 def fprop(x: GEMMInput, weight: Operand, out_dtype: torch.dtype = torch.bfloat16) -> Tensor:

@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -112,19 +113,23 @@ class PagedCache:
     def key_values(self, spans: Sequence[Span]) -> PagedKeyValues | HopperKeyValues:
         """The `KeyValues` of one forward over these spans, which fill rows 0 to T in order."""
         device = self._keys.codes.device
-        slots = [
-            span.pages[at // self.page_size] * self.page_size + at % self.page_size
-            for span in spans
-            for at in range(span.start, span.start + span.length)
-        ]
+        slots_T = torch.from_numpy(self._slots(spans)).to(device)
         if self._on_gpu:
-            slots_T = torch.tensor(slots, device=device)
             work = _gpu_work(spans, device)
             return HopperKeyValues(self._keys, self._values, self._plan, slots_T, work)
         budget = max(1, _MAX_GATHERED // (self._heads * self._head_dim))
         parts = [self._part(items, device) for items in group_items(spans, budget)]
-        slots_T = torch.tensor(slots, device=device)
         return PagedKeyValues(self._keys, self._values, self._plan, slots_T, parts)
+
+    def _slots(self, spans: Sequence[Span]) -> np.ndarray:
+        """int64 [T]: page * page_size + offset of each token."""
+        slots = []
+        for span in spans:
+            at = np.arange(span.start, span.start + span.length)
+            first = span.start // self.page_size
+            used = np.array(span.pages[first : at[-1] // self.page_size + 1])
+            slots.append(used[at // self.page_size - first] * self.page_size + at % self.page_size)
+        return np.concatenate(slots)
 
     def decode_key_values(self, slots: Tensor, work: DecodeWork) -> HopperKeyValues:
         """The `KeyValues` of a forward of one token a sequence, from tensors on the device; slots:

@@ -87,6 +87,7 @@ class RolloutEngine:
         self._repeats, self._ahead = (_GPU_REPEATS, _GPU_AHEAD) if on_gpu else (1, 0)
         self._cache: PagedCache | None = None
         self._decode: DecodeBatch | None = None  # of that cache
+        self._all_memory = False  # whether the cache is smaller than the largest batch could use
         self._scheduler: Scheduler | None = None
         self._stats = RolloutStats()
 
@@ -216,37 +217,58 @@ class RolloutEngine:
         wanted = needed * min(num_sequences, self.max_batch_size) + int(waiting)
         if self.num_pages is not None:
             wanted = self.num_pages
-        elif self._cache is None or self._cache.num_pages < wanted:
-            self._cache = self._decode = None  # before its memory is measured as used
-            wanted = min(wanted, self._affordable_pages())
-        else:
+        elif self._cache is not None and (self._all_memory or self._cache.num_pages >= wanted):
             wanted = self._cache.num_pages
+        else:
+            self._cache = self._decode = None  # before its memory is measured as used
+            affordable = self._affordable_pages()
+            self._all_memory = affordable < wanted
+            wanted = min(wanted, affordable)
         if wanted < needed:
             raise UserError(self._too_small(longest, needed, wanted))
         if self._cache is None or self._cache.num_pages != wanted:
             self._cache = self._decode = None
-            config, plan, device = self.policy.config, self.policy.plan, self.policy.device
-            self._cache = PagedCache(config, plan, wanted, self.page_size, device)
-            size = wanted * PagedCache.page_bytes(config, plan, self.page_size) / 2**20
+            self._cache = self._make_cache(wanted)
             logger.info(
-                "KV cache: %d pages of %d tokens, %s, %.1f MiB; one sequence of this call uses up "
-                "to %d pages, and up to %d sequences run together",
-                *(wanted, self.page_size, plan.kv, size, needed),
-                min(num_sequences, self.max_batch_size),
+                "one sequence of this call uses up to %d pages, and up to %d sequences run "
+                "together%s",
+                *(needed, min(num_sequences, self.max_batch_size)),
+                "; more than the pages hold at their longest: the youngest wait"
+                if self._all_memory
+                else "",
             )
         return self._cache
 
+    def _make_cache(self, pages: int) -> PagedCache:
+        config, plan, device = self.policy.config, self.policy.plan, self.policy.device
+        page, free = PagedCache.page_bytes(config, plan, self.page_size), self._free_bytes()
+        if pages * page > free:
+            raise UserError(
+                f"rollout.num_pages = {pages}: pages of {self.page_size} tokens take "
+                f"{page / 2**20:.1f} MiB each, {pages * page / 2**30:.1f} GiB in all, and "
+                f"{free / 2**30:.1f} GiB are free; at most {free // page}, or leave it unset"
+            )
+        cache = PagedCache(config, plan, pages, self.page_size, device)
+        logger.info(
+            "KV cache: %d pages of %d tokens, %s, %.1f MiB of the %.1f GiB that were free",
+            *(pages, self.page_size, plan.kv, pages * page / 2**20, free / 2**30),
+        )
+        return cache
+
     def _affordable_pages(self) -> int:
         """Pages that the memory share of a cache holds."""
+        on_gpu = self.policy.device.type == "cuda"
+        share = self._free_bytes() * (_GPU_MEMORY_SHARE if on_gpu else _CPU_MEMORY_SHARE)
+        page = PagedCache.page_bytes(self.policy.config, self.policy.plan, self.page_size)
+        return int(share // page)
+
+    def _free_bytes(self) -> int:
+        """Free memory of the GPU, or the machine's memory."""
         if self.policy.device.type == "cuda":
             torch.cuda.empty_cache()  # what torch keeps for later is free for the cache
             free, _ = torch.cuda.mem_get_info(self.policy.device)
-            share = free * _GPU_MEMORY_SHARE
-        else:
-            memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-            share = memory * _CPU_MEMORY_SHARE
-        page = PagedCache.page_bytes(self.policy.config, self.policy.plan, self.page_size)
-        return int(share // page)
+            return int(free)
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
     def _too_small(self, longest: RunningSequence, needed: int, pages: int) -> str:
         setting = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -33,20 +34,20 @@ class Runner:
         """
         assert not step.decodes, "decode is the decode batch's"
         token_ids: list[int] = []
-        positions: list[int] = []
+        positions: list[np.ndarray] = []
         rows: list[int] = []
         spans: list[Span] = []
         for chunk in step.chunks:
             sequence = sequences[chunk.sequence]
             spans.append(Span(len(token_ids), chunk.start, chunk.length, sequence.pages))
             token_ids += sequence.tokens(chunk.start, chunk.length)
-            positions += range(chunk.start, chunk.start + chunk.length)
+            positions.append(np.arange(chunk.start, chunk.start + chunk.length))
             if chunk.draws:
                 rows.append(len(token_ids) - 1)
         device = self._policy.device
         hidden = self._policy.rollout_forward(
             torch.tensor(token_ids, device=device),
-            torch.tensor(positions, device=device),
+            torch.from_numpy(np.concatenate(positions)).to(device),
             self._cache.key_values(spans),
         )
         if not rows:

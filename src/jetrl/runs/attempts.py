@@ -20,7 +20,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import IO, Any, Literal
 
-from jetrl.errors import RunStopped, UserError
+from jetrl.errors import RunStopped, StorageError, Terminated, UserError
 from jetrl.runs.format import visible
 from jetrl.runs.jsonl import read_jsonl
 
@@ -218,8 +218,9 @@ def attempt_logged(
         log = logging.getLogger("jetrl")
         try:
             yield attempt
-        except KeyboardInterrupt:
-            attempt.end("interrupted", attempt.reason or "Ctrl-C")
+        except (KeyboardInterrupt, Terminated) as error:
+            signal = "SIGTERM" if isinstance(error, Terminated) else "Ctrl-C"
+            attempt.end("interrupted", attempt.reason or signal)
             raise
         except RunStopped as error:
             attempt.end("stopped", str(error))
@@ -232,12 +233,16 @@ def attempt_logged(
         finally:
             attempt.ended = time.time()
             attempt.state = attempt.state or "finished"
-            write(
-                {
-                    "event": "end",
-                    "time": attempt.ended,
-                    "state": attempt.state,
-                    "reason": attempt.reason,
-                }
-            )
+            end = {
+                "event": "end",
+                "time": attempt.ended,
+                "state": attempt.state,
+                "reason": attempt.reason,
+            }
+            try:
+                write(end)
+            except StorageError as error:
+                if attempt.state == "finished":
+                    raise
+                log.error("%s", error)  # on top of what ended the run, which is what to say
             log.info("%s after %.1f s", attempt.state, attempt.ended - attempt.started)

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import time
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
@@ -40,6 +41,7 @@ from jetrl.runs.jsonl import (
 )
 from jetrl.runs.metrics import check_metrics
 from jetrl.runs.rollout_records import record_of
+from jetrl.runs.storing import storing
 from jetrl.types import Sample, StepStats
 
 Phase = Literal["sft", "rl"]
@@ -94,6 +96,7 @@ class RunDirectory:
             run._make_folder(resume)
             run._lock = RunLock(run.path)
             try:
+                run._sweep()
                 run._write_settings(settings, dict(plan), resume)
                 run._open_metrics()
             except BaseException:
@@ -139,6 +142,7 @@ class RunDirectory:
         """Appends a step's metrics; once this returns, a killed process does not lose them.
 
         Raises:
+            StorageError: the disk is full.
             ValueError: an unregistered metric name, or a step that does not come after the last
             one.
         """
@@ -153,7 +157,8 @@ class RunDirectory:
             record["phase"] = phase
         record.update(check_metrics(stats.metrics))
         assert self._metrics_writer is not None
-        self._metrics_writer.write(record)
+        with storing(self.metrics_file):
+            self._metrics_writer.write(record)
         self._last = place
 
     def metrics(self, phase: Phase | None = None) -> list[Record]:
@@ -170,10 +175,15 @@ class RunDirectory:
         return [r for r in records if phase is None or _phase(r) == phase]
 
     def write_rollouts(self, step: int, samples: Iterable[Sample]) -> Path:
-        """Writes the samples of a step, atomically; returns the file."""
+        """Writes the samples of a step, atomically; returns the file.
+
+        Raises:
+            StorageError: the disk is full.
+        """
         self._check_writable()
         path = self.rollouts_dir / f"step_{step:06d}.jsonl"
-        write_jsonl(path, (record_of(step, sample) for sample in samples))
+        with storing(path):
+            write_jsonl(path, (record_of(step, sample) for sample in samples))
         return path
 
     def rollout_steps(self) -> list[int]:
@@ -257,6 +267,13 @@ class RunDirectory:
         for folder in (self.path, self.rollouts_dir, self.checkpoints_dir):
             folder.mkdir(parents=True, exist_ok=True)
 
+    def _sweep(self) -> None:
+        """Removes what a killed attempt was writing: files and models that had no name yet."""
+        for folder in (self.path, self.rollouts_dir):
+            for pattern in (".*.tmp", ".*.tmp.before"):
+                for left in folder.glob(pattern):
+                    shutil.rmtree(left) if left.is_dir() else left.unlink()
+
     def _check_use(self, resume: bool) -> None:
         if self.path.is_symlink():
             raise UserError(
@@ -278,8 +295,16 @@ class RunDirectory:
         """Whether all that was done here are attempts that ended before their first step, as with
         a setting that turned out wrong: the name is free to be used again, and the log goes on."""
         left = (self.rollouts_dir, self.checkpoints_dir)
+        # Killed between making the folder and its settings: nothing in it is anybody else's.
+        killed_at_once = {path.name for path in self.path.iterdir()} <= {
+            ".lock",
+            ".plan.json.tmp",
+            "plan.json",
+            ".config.toml.tmp",
+            *(folder.name for folder in left),
+        }
         return (
-            self.state() in ("failed", "stopped", "interrupted")
+            (killed_at_once or self.state() in ("failed", "stopped", "interrupted"))
             and not (self.metrics_file.is_file() and self.metrics_file.stat().st_size)
             and not any(folder.is_dir() and any(folder.iterdir()) for folder in left)
         )
@@ -317,10 +342,13 @@ class RunDirectory:
 
     def _write_attempt(self, record: Record) -> None:
         path = self.path / "attempts.jsonl"
-        repair_jsonl(path)
-        writer = JsonlWriter(path)
-        writer.write(record)
-        writer.close()
+        with storing(path):
+            repair_jsonl(path)
+            writer = JsonlWriter(path)
+            try:
+                writer.write(record)
+            finally:
+                writer.close()
 
     def _check_writable(self) -> None:
         if self._lock is None:

@@ -64,6 +64,7 @@ METRICS: tuple[Metric, ...] = (
         "completions that the scorer could not judge (error or time-out); their reward is 0",
     ),
     Metric("reward/part/<name>", "reward", "mean of one named part of the task's score"),
+    Metric("reward/task/<task>", "reward", "mean reward of one of the tasks that are mixed"),
     Metric(
         "reward/overlong_penalty",
         "reward",
@@ -76,6 +77,18 @@ METRICS: tuple[Metric, ...] = (
         known_as={"TRL": "objective/non_score_reward (its negative)"},
     ),
     Metric(
+        "dynamic_sampling/rounds",
+        "count",
+        "draws of prompts in the step (algorithm.dynamic_sampling), the first included",
+        known_as={"verl": "train/num_gen_batches"},
+    ),
+    Metric(
+        "dynamic_sampling/dropped_groups",
+        "count",
+        "groups drawn and not trained on: equal rewards, or more than were needed; reward/* and "
+        "response_length/* count them",
+    ),
+    Metric(
         "response_length/mean",
         "tokens",
         "mean length of a completion",
@@ -86,6 +99,11 @@ METRICS: tuple[Metric, ...] = (
         "share",
         "completions cut off at rollout.max_tokens",
         known_as={"verl": "response_length/clip_ratio", "TRL": "completions/clipped_ratio"},
+    ),
+    Metric(
+        "response_length/task/<task>",
+        "tokens",
+        "mean length of a completion of one of the tasks that are mixed",
     ),
     Metric(
         "policy/entropy",
@@ -291,6 +309,11 @@ def eval_metric(task: str, what: str) -> str:
     `eval/tasks.py:Sum/mean`.
     """
     return f"eval/{_component(task.rpartition('/')[2])}/{what}"
+
+
+def task_metric(what: str, task: str) -> str:
+    """The name of a metric of one of several mixed tasks: `reward/task/<task>`."""
+    return f"{what}/task/{_component(task.rpartition('/')[2])}"
 
 
 def part_metric(part: str) -> str:

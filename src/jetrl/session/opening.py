@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import sys
 from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from jetrl.building import build_policy
 from jetrl.config import Settings
+from jetrl.errors import StorageError
 from jetrl.evaluate import EncodedPrompt, encode_prompts
 from jetrl.policy import Policy
 from jetrl.precision import PrecisionPlan
 from jetrl.rollout.engine import RolloutEngine
 from jetrl.runs import Attempt, RunDirectory, Trackers, open_trackers, write_report
-from jetrl.tasks import Scorer, Task, get_task, read_prompts
+from jetrl.runs.storing import storing
+from jetrl.tasks import Scorer, Task, get_task
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -47,9 +54,9 @@ def open_parts(settings: Settings, resume: bool, stack: contextlib.ExitStack) ->
     options: dict[str, Any] = dict(wanted.options)
     task = get_task(wanted.name, path=wanted.path, **options)
     policy = build_policy(settings, plan, task)
-    prompts = _encode(settings, task, policy, wanted.split)
+    prompts = encode_prompts(policy, task, wanted.split, system_prompt=wanted.system_prompt)
     eval_prompts = (
-        _encode(settings, task, policy, wanted.eval_split, settings.eval.prompts)
+        encode_prompts(policy, task, wanted.eval_split, settings.eval.prompts, wanted.system_prompt)
         if settings.eval.every or settings.sft.until is not None
         else []
     )
@@ -65,7 +72,7 @@ def open_parts(settings: Settings, resume: bool, stack: contextlib.ExitStack) ->
     )
     run = RunDirectory.create(settings, plan.to_dict(), resume=resume)
     if settings.report.enabled:
-        stack.callback(write_report, run.path)  # last, when the run's end is recorded
+        stack.push(_Reporting(run.path))  # last, when the run's end is recorded
     stack.enter_context(run)
     attempt = stack.enter_context(
         run.attempt(sys.argv, {"plan": plan.name, "device": str(policy.device)})
@@ -100,9 +107,22 @@ def open_parts(settings: Settings, resume: bool, stack: contextlib.ExitStack) ->
     )
 
 
-def _encode(
-    settings: Settings, task: Task, policy: Policy, split: str, limit: int = 0
-) -> list[EncodedPrompt]:
-    prompts = read_prompts(task, split)[: limit or None]
-    where = f"task {task.label}, split {split}"
-    return encode_prompts(policy, prompts, where, settings.task.system_prompt)
+class _Reporting(contextlib.AbstractContextManager[None]):
+    """Writes the report at the end, however the run ended."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            with storing(self._path / "report.html"):
+                write_report(self._path)
+        except StorageError as failure:
+            if error is None:
+                raise
+            logger.warning("%s", failure)  # what ended the run is what to say

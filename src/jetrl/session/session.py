@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import resource
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,19 +22,20 @@ import torch
 
 from jetrl.building import build_reference
 from jetrl.config import Settings
-from jetrl.errors import MismatchError, RunStopped
+from jetrl.errors import MismatchError, RunStopped, StorageError, Terminated
 from jetrl.evaluate import (
     EncodedPrompt,
     Evaluation,
     evaluate,
     sample_prompts,
     score_completions,
-    with_stops,
 )
-from jetrl.parity import locate
-from jetrl.randomness import derive_seed, draw_indices
+from jetrl.parity import check_correction, locate
+from jetrl.randomness import derive_seed
 from jetrl.rollout.progress import Progress
 from jetrl.session.display import Display
+from jetrl.session.drawing import Drawing
+from jetrl.session.dynamic_sampling import Refilled, refill
 from jetrl.session.opening import open_parts
 from jetrl.session.phases import Phases
 from jetrl.session.saved import Saved
@@ -49,13 +51,15 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class RunResult:
     """What a run left: its directory, report.html (None if reports are off), the last checkpoint
-    (None if none was written), the exported Hugging Face directory, and RL steps done."""
+    (None if none was written), the exported Hugging Face directory, and RL steps done. stopped: why
+    it ended before its last step, "" if it did not."""
 
     run_path: Path
     report_path: Path | None
     checkpoint_path: Path | None
     model_path: Path | None
     steps: int
+    stopped: str = ""
 
 
 class Session:
@@ -86,14 +90,18 @@ class Session:
     def _open(self, stack: contextlib.ExitStack) -> None:
         settings = self.settings
         self.parts = open_parts(settings, self._resume, stack)
+        check_correction(settings.algorithm, self.parts.policy)
         self.run = self.parts.run
         self.stops = Stops(settings.run.max_hours, self.run.history().elapsed_s)
         self.display = Display(settings.loop.steps, lambda: self.stops.elapsed_s)
         self.phases = Phases()
         self.phases.observers.append(self.display)
         self.saved = Saved(self.run, settings)
-        stack.enter_context(self.stops.signals(self.display.note))
+        self.drawing = Drawing(settings, self.parts.prompts, self.parts.task.weights)
+        self.saved.register("prompts", self.drawing)
+        stack.enter_context(self.stops.signals())
         stack.callback(self.display.close)
+        stack.push(self._save_at_exit)
         if self._resume:
             self._go_on()
 
@@ -145,19 +153,21 @@ class Session:
     def steps(self) -> Iterator[int]:
         """The steps still to do, until one of them asked to stop."""
         while self._step < self.settings.loop.steps and not self.stops.reason:
+            began = time.monotonic()
             yield self._step + 1
-            self.stops.check_time()
+            self.stops.check_time(time.monotonic() - began)
 
     def draw_prompts(self, step: int) -> list[EncodedPrompt]:
-        """The step's prompts: each epoch is a shuffle of its own, and none is skipped."""
+        """The step's prompts, in the order that data.order names."""
         self.phases.start_step()
-        count = self.settings.rollout.prompts_per_step
-        seed = derive_seed(self.settings.run.seed, "prompts")
-        chosen = draw_indices(len(self.parts.prompts), count, step, seed)
-        return [self.parts.prompts[i] for i in chosen]
+        self._rollout_tokens = 0
+        return self.drawing.draw(step, self.settings.rollout.prompts_per_step)
 
-    def sample(self, prompts: Sequence[EncodedPrompt], step: int) -> list[Completion]:
-        """samples_per_prompt completions of each prompt, with their log-probs."""
+    def sample(
+        self, prompts: Sequence[EncodedPrompt], step: int, again: int = 0
+    ) -> list[Completion]:
+        """samples_per_prompt completions of each prompt, with their log-probs. again: which round
+        of dynamic sampling, 0 for the step's own prompts."""
         rollout = self.settings.rollout
         params = SamplingParams(
             n=rollout.samples_per_prompt,
@@ -166,12 +176,11 @@ class Session:
             top_p=rollout.top_p,
             top_k=rollout.top_k,
             stop=rollout.stop,
-            seed=derive_seed(self.settings.run.seed, "rollout", step),
+            seed=derive_seed(self.settings.run.seed, "rollout", step, *([again] if again else [])),
         )
-        with self.phases.phase("rollout"):
-            params = with_stops(params, self.parts.task)
+        with self.stops.giving_up(), self.phases.phase("rollout"):
             completions = sample_prompts(self.parts.engine, prompts, params, self._progress)
-        self._rollout_tokens = sum(len(c.token_ids) for c in completions)
+        self._rollout_tokens += sum(len(c.token_ids) for c in completions)
         return completions
 
     def score(
@@ -182,7 +191,7 @@ class Session:
         Raises:
             RunStopped: not one of them could be judged.
         """
-        with self.phases.phase("reward"):
+        with self.stops.giving_up(), self.phases.phase("reward"):
             samples = score_completions(self.parts.scorer, prompts, completions)
         failures = [s.failure for s in samples if s.failure]
         if failures:
@@ -193,6 +202,20 @@ class Session:
                 f"{self.parts.task.label}; the first failure: {failures[0]}"
             )
         return samples
+
+    def refill(self, step: int, samples: list[Sample]) -> list[Sample]:
+        """Dynamic sampling, if the algorithm asks for it: more prompts are drawn, sampled and
+        scored in place of groups whose rewards are all equal."""
+        self._drawn = Refilled(samples, samples, rounds=1, dropped=0)
+        if self.settings.algorithm.value("dynamic_sampling"):
+            self._drawn = refill(
+                samples,
+                wanted=self.settings.rollout.prompts_per_step,
+                at_least=self.settings.train.updates_per_step,
+                max_rounds=self.settings.algorithm.dynamic_sampling_rounds,
+                draw=lambda again, count: self._draw_again(step, again, count),
+            )
+        return self._drawn.samples
 
     def update(self, step: int, samples: Sequence[Sample]) -> dict[str, float]:
         """Train on the samples: advantages, packing, updates, requantize. Returns metrics.
@@ -209,7 +232,10 @@ class Session:
             self.run.write_rollouts(step, samples)
             raise MismatchError(f"step {step}: {error}; {self._locate(error)}") from None
         self.phases.timings |= self.trainer.timings
-        return sample_metrics(samples) | metrics
+        if self.settings.algorithm.value("dynamic_sampling"):
+            metrics["dynamic_sampling/rounds"] = float(self._drawn.rounds)
+            metrics["dynamic_sampling/dropped_groups"] = float(self._drawn.dropped)
+        return sample_metrics(self._drawn.drawn) | metrics
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Held-out metrics of a step, if one is due: at the start, every eval.every, at the end."""
@@ -227,6 +253,7 @@ class Session:
             StorageError: one of them, or the checkpoint before, could not be written.
         """
         self.run.write_rollouts(step, samples)
+        self.drawing.observe(self._drawn.drawn)
         self._step = step
         metrics = {**metrics, **self._measured(samples)}
         self.saved.check()
@@ -240,17 +267,11 @@ class Session:
         """Export the model, say what is where, and end.
 
         Raises:
-            KeyboardInterrupt: the run was asked to stop by Ctrl-C.
+            KeyboardInterrupt, Terminated: a signal asked the run to stop.
         """
         if self.stops.reason:
-            self.saved.wait()
-            last = self.saved.last_step
-            if last is None or last < self._step:
-                self._save_checkpoint(self._step, {})
-                self.saved.wait()
-            self.display.note(f"stopped after step {self._step}: {self.stops.reason}")
-            if self.stops.interrupted:
-                raise KeyboardInterrupt
+            self._save_stopped()
+            self.stops.raise_signal()
             self.parts.attempt.end("stopped", self.stops.reason)
         model = self.run.path / "model"
         self.parts.policy.save_pretrained(model, overwrite=True)
@@ -264,9 +285,21 @@ class Session:
             checkpoint_path=self.saved.last_path,
             model_path=model,
             steps=self._step,
+            stopped=self.stops.reason,
         )
 
     # What the verbs are made of
+
+    def _draw_again(self, step: int, again: int, count: int) -> list[Sample]:
+        """Samples of further prompts, of an order of their own; their times are added."""
+        before = dict(self.phases.timings)
+        parts = self.parts
+        order = f"prompts again {step} {again}"
+        prompts = Drawing(self.settings, parts.prompts, parts.task.weights, order).draw(1, count)
+        samples = self.score(prompts, self.sample(prompts, step, again))
+        for phase in ("rollout", "reward"):
+            self.phases.timings[phase] += before[phase]
+        return samples
 
     def _held_out(self) -> Evaluation:
         settings = self.settings.eval
@@ -284,7 +317,7 @@ class Session:
                 parts.engine,
                 parts.scorer,
                 parts.eval_prompts,
-                with_stops(params, parts.task),
+                params,
                 settings.threshold,
                 self._progress,
             )
@@ -306,6 +339,34 @@ class Session:
         if device.type == "cuda":
             return torch.cuda.max_memory_allocated(device)
         return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+    def _save_stopped(self) -> None:
+        """A checkpoint of the last whole step, if that has none."""
+        if self._trainer is None:  # the warm-up saves itself
+            return
+        self.saved.wait()
+        last = self.saved.last_step
+        if last is None or last < self._step:
+            self._save_checkpoint(self._step, {})
+            self.saved.wait()
+        self.display.note(f"stopped after step {self._step}: {self.stops.reason}")
+
+    def _save_at_exit(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """After a step that was given up, its checkpoint; after an error, the one on its way."""
+        if error is None or self.stops.at_once:
+            return
+        if isinstance(error, Terminated):
+            self._save_stopped()
+            return
+        try:
+            self.saved.wait()
+        except StorageError as failure:
+            logger.warning("%s", failure)  # what ended the run is what to say
 
     def _save_checkpoint(self, step: int, metrics: dict[str, float]) -> None:
         with self.phases.phase("checkpoint"):

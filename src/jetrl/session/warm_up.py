@@ -6,11 +6,11 @@ import time
 from collections.abc import Callable
 
 from jetrl.config import Settings
-from jetrl.errors import UserError
+from jetrl.errors import TimeLimitReached, UserError
 from jetrl.evaluate import EncodedPrompt
 from jetrl.models.chat import encode_text
-from jetrl.randomness import derive_seed, draw_indices
 from jetrl.session.display import Display
+from jetrl.session.drawing import Drawing
 from jetrl.session.opening import Parts
 from jetrl.session.saved import Saved
 from jetrl.session.stops import Stops
@@ -26,7 +26,8 @@ def warm_up(
 
     Raises:
         UserError: the task has no worked answers.
-        KeyboardInterrupt: Ctrl-C; the update was finished, and its checkpoint is written.
+        KeyboardInterrupt, Terminated: a signal; the update was finished, its checkpoint written.
+        TimeLimitReached: run.max_hours; likewise.
     """
     settings = parts.settings
     sft, last = settings.sft, settings.sft.steps
@@ -35,11 +36,11 @@ def warm_up(
     display.open_warm_up(last, step)
     for note in notes:
         display.note(note)
-    seed = derive_seed(settings.run.seed, "sft")
+    drawing = Drawing(settings, parts.prompts, parts.task.weights, use="sft")
 
     def examples(update: int) -> list[tuple[list[int], list[int]]]:
-        chosen = draw_indices(len(parts.prompts), sft.examples_per_step, update, seed)
-        return [_example(parts, parts.prompts[i]) for i in chosen]
+        chosen = drawing.draw(update, sft.examples_per_step)
+        return [_example(parts, encoded) for encoded in chosen]
 
     for update in range(1, step + 1):
         examples(update)  # a task may give another answer each time: it counts them from the start
@@ -51,11 +52,13 @@ def warm_up(
         stats = StepStats(step, metrics)
         parts.run.write_step(stats, "sft")
         display.step(stats)
-        if saved.is_due(step) or stops.interrupted:
+        stops.check_time(metrics["timing/step_s"])
+        if saved.is_due(step) or stops.reason:
             saved.save_warm_up(step, parts.policy, trainer.optimizer)
-        if stops.interrupted:
+        if stops.reason:
             saved.wait()
-            raise KeyboardInterrupt
+            stops.raise_signal()
+            raise TimeLimitReached(f"{stops.reason}; go on with --resume")
     display.close()
 
 

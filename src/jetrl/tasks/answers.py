@@ -67,6 +67,16 @@ def final_answer(text: str, strict: bool = False) -> Answer | None:
     return Answer(_plain(numbers[-1]), marked=False) if numbers else None
 
 
+def gold_answer(text: str) -> str:
+    """The answer that a data set gives: what it marks, else the whole of it, as a plain number
+    where it is one and as LaTeX where it is not."""
+    marked = final_answer(text, strict=True)
+    if marked is not None:
+        return marked.text
+    cleaned = _clean(text).strip(" .")
+    return _plain(cleaned) if _NUMBER.fullmatch(cleaned) else cleaned.strip("$")
+
+
 def find_number(text: str) -> str | None:
     """The first number of a text, as a plain number; None where it has none."""
     return _first_number(_clean(text))

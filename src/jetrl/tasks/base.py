@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Iterable, Mapping
-from typing import ClassVar
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 from jetrl.errors import UserError
-from jetrl.types import Prompt, Score
+from jetrl.types import Prompt, Reply, Score, Turn
 
 
 class ScoreError(UserError):
@@ -33,12 +33,16 @@ class Task:
         stop: strings that end a completion; the text handed to `score` is cut before them.
         alphabet: every character of prompts and answers, for a tokenizer with one token a
             character; None where the task is made of free text.
+        max_turns: turns that a completion may have; above 1 where `step` answers.
+        weights: of a task made of several: {Prompt.task: share of the prompts}; {} else.
     """
 
     name: str = ""
-    splits: ClassVar[tuple[str, ...]] = ("train", "test")
+    splits: tuple[str, ...] = ("train", "test")
     stop: tuple[str, ...] = ()
     alphabet: str | None = None
+    max_turns: int = 1
+    weights: Mapping[str, float] = MappingProxyType({})
 
     def prompts(self, split: str) -> Iterable[Prompt]:
         """The prompts of a split, in an order that is the same every time.
@@ -53,6 +57,25 @@ class Task:
         arguments: the same completion gets the same score whichever worker sees it.
         """
         raise NotImplementedError(f"{type(self).__name__} has no score(prompt, completion)")
+
+    def step(self, prompt: Prompt, turns: Sequence[Turn], completion: str) -> Reply | None:
+        """What the environment says when the model has stopped: a text that goes on right there
+        (text prompts), or a message such as `{"role": "tool", "content": "72"}` (chat prompts);
+        None to end. For tasks with `max_turns` above 1.
+
+        turns: those before. completion: what the model wrote now, without the stop string. Like
+        `score` it depends on its arguments alone, runs in a process that can be killed, and may be
+        asked about any text. What it says is shown to the model and not trained on.
+        """
+        return None
+
+    def score_turns(self, prompt: Prompt, turns: Sequence[Turn]) -> float | Score:
+        """The reward of a completion with turns: that of its last one alone, unless overridden."""
+        return self.score(prompt, turns[-1].completion)
+
+    def stops(self, prompt: Prompt) -> tuple[str, ...]:
+        """Strings that end a completion (or a turn) of this prompt: `stop`, unless overridden."""
+        return self.stop
 
     def demonstration(self, prompt: Prompt) -> str | None:
         """A worked completion of the prompt to imitate in supervised training, without the

@@ -12,7 +12,9 @@ import importlib.util
 import inspect
 import sys
 import traceback
+import typing
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -24,7 +26,9 @@ from jetrl.types import Prompt
 
 BUILT_IN = {
     "arithmetic": ("jetrl.tasks.arithmetic", "Arithmetic"),
+    "dataset": ("jetrl.tasks.dataset", "Dataset"),
     "gsm8k": ("jetrl.tasks.gsm8k", "Gsm8k"),
+    "mix": ("jetrl.tasks.mix", "Mix"),
 }
 
 
@@ -108,6 +112,22 @@ def _build(cls: type[Task], name: str, options: dict[str, Any]) -> Task:
 
 def _arguments(options: dict[str, Any]) -> str:
     return ", ".join(f"{key}={value!r}" for key, value in options.items())
+
+
+def load_function(file: Path, name: str) -> Callable[..., Any]:
+    """A function of a file of the user's.
+
+    Raises:
+        UserError: no such file, one that does not import (with its line), no such function in it.
+    """
+    if not file.is_file():
+        raise UserError(f"{file}: no such file (paths start at the working folder)")
+    module = _load_module(file.resolve())
+    function = getattr(module, name, None)
+    if not callable(function):
+        known = [key for key, value in vars(module).items() if inspect.isfunction(value)]
+        raise UserError(f"{file}: no function {name!r}{nearest(name, known)}")
+    return typing.cast(Callable[..., Any], function)
 
 
 def _load_class(file: Path, class_name: str) -> type[Task]:

@@ -1,0 +1,90 @@
+r"""Checkers by name: what says whether a completion gives a prompt's answer.
+
+    math                math-verify on the answer that the completion marks, or on its last number
+                        (answers.py); `strict` takes marked answers only
+    exact               the whole completion, spaces around it aside
+    regex               the first group of the last match of `pattern`, spaces around it aside;
+                        where the prompt has no answer, that there is a match
+    file.py:function    function(prompt, completion) of a file of yours: a number or a Score
+
+The first three give 1 or 0. `math` and `regex` have a part `answered`: 1 where the completion holds
+an answer in the form that is looked for.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from jetrl.errors import UserError
+from jetrl.tasks.answers import final_answer, gold_answer, same_value
+from jetrl.tasks.messages import nearest
+from jetrl.tasks.registry import load_function
+from jetrl.types import Prompt, Score
+
+Checker = Callable[[Prompt, str], float | Score]
+NAMES = ("math", "exact", "regex")
+
+
+def get_checker(name: str, pattern: str | None = None, strict: bool = False) -> Checker:
+    """The checker called `name`.
+
+    Raises:
+        UserError: no such checker, file or function; a pattern that is missing, is none, or that
+            nothing would use.
+    """
+    file, colon, function = name.rpartition(":")
+    if pattern is not None and name != "regex":
+        raise UserError("task.options.pattern: only the checker 'regex' has one")
+    if strict and name != "math":
+        raise UserError("task.options.strict: only the checker 'math' takes it")
+    if colon and file.endswith(".py"):
+        return load_function(Path(file), function)
+    if name == "math":
+        return lambda prompt, completion: check_math(prompt.answer or "", completion, strict)
+    if name == "exact":
+        return check_exact
+    if name == "regex":
+        return _regex(pattern)
+    raise UserError(
+        f"task.options.checker = {name!r}{nearest(name, list(NAMES))} (also possible: "
+        "file.py:function)"
+    )
+
+
+def check_math(gold: str, completion: str, strict: bool = False) -> Score:
+    """1 for the value of `gold`, which is a number, LaTeX, or a text that marks its answer."""
+    answer = final_answer(completion, strict=strict)
+    if answer is None:
+        return Score(0.0, {"answered": 0.0})
+    right = same_value(gold_answer(gold), answer.text)
+    return Score(float(right), {"answered": float(answer.marked)})
+
+
+def check_exact(prompt: Prompt, completion: str) -> float:
+    """1 for the prompt's answer and nothing else."""
+    return float(completion.strip() == (prompt.answer or "").strip())
+
+
+def _regex(pattern: str | None) -> Checker:
+    if pattern is None:
+        raise UserError(
+            "task.options.pattern: the checker 'regex' needs one, such as '<answer>(.*?)</answer>'"
+        )
+    try:
+        compiled = re.compile(pattern, re.DOTALL)
+    except re.error as error:
+        raise UserError(
+            f"task.options.pattern = {pattern!r}: not a regular expression: {error}"
+        ) from None
+
+    def check(prompt: Prompt, completion: str) -> Score:
+        found = list(compiled.finditer(completion))
+        if not found:
+            return Score(0.0, {"answered": 0.0})
+        said = found[-1].group(1 if compiled.groups else 0) or ""
+        right = prompt.answer is None or said.strip() == prompt.answer.strip()
+        return Score(float(right), {"answered": 1.0})
+
+    return check

@@ -1,0 +1,178 @@
+"""Prompts from your own data: JSONL, Parquet, or whatever the `datasets` package loads.
+
+A row is an object with fields; which of them is the prompt and which the answer is said by name,
+and a checker says what a completion is worth (checkers.py).
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from jetrl.errors import UserError
+from jetrl.tasks.base import Task
+from jetrl.tasks.checkers import get_checker
+from jetrl.tasks.messages import nearest
+from jetrl.tasks.rows import Row, check_place, read_rows, splits_of
+from jetrl.types import Prompt, Score
+
+
+class Dataset(Task):
+    """Rows of a file, a folder or a data set's name, each one a prompt.
+
+    path: a folder with `train.jsonl` and `test.jsonl` (or .parquet); one such file; a folder that
+        `datasets` saved; or a name that it loads, such as openai/gsm8k.
+    prompt: the field that is asked: a text, or a list of messages with role and content.
+    answer: the field that is right; a number is taken as its text. "" where the data has none.
+    demonstration: the field with a worked completion for supervised training; "": none.
+    id: the field that names a row; "": its split and number.
+    template: the text that is asked, with `{field}` for each field that it takes from the row;
+        default: the prompt field alone.
+    checker: math, exact, regex or file.py:function (checkers.py). pattern: of regex. strict: of
+        math.
+    format: "chat" makes a user message of a text, "text" asks it as it stands.
+    stop: strings that end a completion.
+    test_share, seed: where the data has no splits of its own, the share of its rows that is held
+        out as `test`, and which.
+    config: the data set's configuration, for a name.
+    """
+
+    name = "dataset"
+
+    def __init__(
+        self,
+        path: str,
+        prompt: str = "prompt",
+        answer: str = "answer",
+        demonstration: str = "",
+        id: str = "",
+        template: str | None = None,
+        checker: str = "math",
+        pattern: str | None = None,
+        strict: bool = False,
+        format: str = "chat",
+        stop: Iterable[str] = (),
+        test_share: float = 0.1,
+        seed: int = 0,
+        config: str | None = None,
+    ) -> None:
+        if format not in ("chat", "text"):
+            raise UserError(f"task.options.format = {format!r}: give 'chat' or 'text'")
+        if not 0 < test_share < 1:
+            raise UserError(f"task.options.test_share = {test_share!r}: a number between 0 and 1")
+        if isinstance(stop, str) or not all(isinstance(item, str) and item for item in stop):
+            raise UserError(f"task.options.stop = {stop!r}: give a list of texts, none empty")
+        if not answer and checker in ("math", "exact"):
+            raise UserError(
+                f"task.options.answer is empty, but the checker {checker!r} compares with it: name "
+                "the field, or use the checker regex or file.py:function"
+            )
+        check_place(path)
+        self.path, self.config = path, config
+        self.fields = {"prompt": prompt, "answer": answer, "demonstration": demonstration, "id": id}
+        self.template, self.format = template, format
+        self.test_share, self.seed = test_share, seed
+        self.stop = tuple(stop)
+        self._check = get_checker(checker, pattern, strict)
+        self._own_splits = splits_of(path)
+        if self._own_splits:
+            self.splits = tuple(self._own_splits)
+
+    def prompts(self, split: str) -> Iterable[Prompt]:
+        """The rows of the split, in the order of the data."""
+        if self._own_splits != []:  # the splits of a name are for `datasets` to know
+            self.check_split(split)
+        rows = list(read_rows(self.path, split, self.config))
+        if self._own_splits is None:
+            rows = self._part(rows, split)
+        if not rows:
+            raise UserError(f"task dataset: no rows in split {split!r} of {self.path}")
+        prompts = [self._prompt(f"{split}-{n}", row, where) for n, (row, where) in enumerate(rows)]
+        seen: dict[str, str] = {}
+        for prompt, (_, where) in zip(prompts, rows, strict=True):
+            if prompt.id in seen:
+                raise UserError(f"{where}: id {prompt.id!r} is also that of {seen[prompt.id]}")
+            seen[prompt.id] = where
+        return prompts
+
+    def score(self, prompt: Prompt, completion: str) -> float | Score:
+        return self._check(prompt, completion)
+
+    def demonstration(self, prompt: Prompt) -> str | None:
+        worked = prompt.metadata.get(self.fields["demonstration"])
+        return None if worked is None else str(worked)
+
+    def _part(self, rows: list[tuple[Row, str]], split: str) -> list[tuple[Row, str]]:
+        """The rows of a split of data that has none of its own, in the order of the data."""
+        order = list(range(len(rows)))
+        random.Random(self.seed).shuffle(order)
+        num_test = min(max(1, round(len(rows) * self.test_share)), len(rows) - 1)
+        held_out = set(order[:num_test])
+        return [row for n, row in enumerate(rows) if (n in held_out) == (split == "test")]
+
+    def _prompt(self, number: str, row: Row, where: str) -> Prompt:
+        asked = self._field(row, "prompt", where) if self.template is None else None
+        if self.template is not None:
+            asked = re.sub(r"\{(\w+)\}", lambda m: self._fill(row, m[1], where), self.template)
+        answer = self._text(row, "answer", where)
+        self._text(row, "demonstration", where)
+        prompt_id = self._text(row, "id", where) or number
+        if isinstance(asked, list | tuple):
+            messages = tuple(_message(item, self.fields["prompt"], where) for item in asked)
+            if self.format == "text" or not messages:
+                raise UserError(
+                    f"{where}: field {self.fields['prompt']!r} is a list of messages"
+                    + (", and task.options.format is 'text'" if messages else " and empty")
+                )
+            return Prompt(id=prompt_id, messages=messages, answer=answer, metadata=dict(row))
+        if not isinstance(asked, str) or not asked:
+            raise UserError(
+                f"{where}: field {self.fields['prompt']!r} is {asked!r:.60}, not a text or a list "
+                "of messages"
+            )
+        if self.format == "text":
+            return Prompt(id=prompt_id, text=asked, answer=answer, metadata=dict(row))
+        message = {"role": "user", "content": asked}
+        return Prompt(id=prompt_id, messages=(message,), answer=answer, metadata=dict(row))
+
+    def _text(self, row: Row, role: str, where: str) -> str | None:
+        """A field that is a text, or a number as its text; None where no field plays the role."""
+        if not self.fields[role]:
+            return None
+        value = self._field(row, role, where)
+        if isinstance(value, bool) or not isinstance(value, str | int | float):
+            raise UserError(
+                f"{where}: field {self.fields[role]!r} (the {role}) is {value!r:.60}, not a text "
+                "or a number"
+            )
+        return str(value)
+
+    def _field(self, row: Row, role: str, where: str) -> Any:
+        field = self.fields[role]
+        if row.get(field) is None:
+            raise UserError(
+                f"{where}: no field {field!r}{nearest(field, list(row))} (task.options.{role} "
+                "names it)"
+            )
+        return row[field]
+
+    def _fill(self, row: Row, field: str, where: str) -> str:
+        if row.get(field) is None:
+            raise UserError(
+                f"{where}: no field {field!r}{nearest(field, list(row))} (task.options.template "
+                "takes it)"
+            )
+        return str(row[field])
+
+
+def _message(item: object, field: str, where: str) -> Mapping[str, str]:
+    if not isinstance(item, Mapping) or not all(
+        isinstance(item.get(key), str) for key in ("role", "content")
+    ):
+        raise UserError(
+            f"{where}: field {field!r} has the message {item!r:.60}, which needs a role and a "
+            "content, both text"
+        )
+    return dict(item)

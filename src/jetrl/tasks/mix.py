@@ -1,0 +1,136 @@
+"""Several tasks as one: prompts drawn by weight, each judged by its own task.
+
+    [task]
+    name = "mix"
+
+    [[task.options.tasks]]
+    name = "gsm8k"
+    path = "data/gsm8k"
+    weight = 3
+
+    [[task.options.tasks]]
+    name = "reasoning_gym:chain_sum"
+    options = { num_terms = 3 }
+
+A prompt carries its task's name (`Prompt.task`), and metrics are kept for each.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from jetrl.errors import UserError
+from jetrl.tasks.base import Task
+from jetrl.tasks.messages import nearest
+from jetrl.tasks.registry import get_task, read_prompts
+from jetrl.types import Prompt, Reply, Score, Turn
+
+KEYS = ("name", "path", "weight", "label", "system_prompt", "options")
+
+
+class Mix(Task):
+    """Tasks mixed by weight.
+
+    tasks: a table for each, with `name` and, where needed, `path` and `options` as in [task];
+        `weight` (default 1), its share of the prompts of a step; `label`, what it is called in
+        metrics (default: the task's own); `system_prompt`, put before its chat prompts.
+
+    A step's prompts are shared out by weight, to within one prompt; over the steps the shares are
+    exact. Held-out prompts are taken from the start of each task's split, as many of each.
+    """
+
+    name = "mix"
+
+    def __init__(self, tasks: Sequence[Mapping[str, Any]]) -> None:
+        if not isinstance(tasks, Sequence) or not tasks or isinstance(tasks, str):
+            raise UserError("task.options.tasks: give one [[task.options.tasks]] table or more")
+        self.tasks: dict[str, Task] = {}
+        self.weights: dict[str, float] = {}
+        self._system_prompts: dict[str, str | None] = {}
+        for number, entry in enumerate(tasks):
+            self._add(number, entry)
+        if sum(self.weights.values()) <= 0:
+            raise UserError("task.options.tasks: all weights are 0; at least one must be more")
+        parts = list(self.tasks.values())
+        splits = [split for split in parts[0].splits if all(split in p.splits for p in parts)]
+        self.splits = tuple(splits)
+        self.max_turns = max(part.max_turns for part in parts)
+        alphabets = [part.alphabet for part in parts if part.alphabet is not None]
+        if len(alphabets) == len(parts):
+            self.alphabet = "".join(dict.fromkeys("".join(alphabets)))
+
+    def _add(self, number: int, entry: Mapping[str, Any]) -> None:
+        where = f"task.options.tasks[{number}]"
+        if not isinstance(entry, Mapping) or not isinstance(entry.get("name"), str):
+            raise UserError(f"{where}: a table with at least the `name` of a task is expected")
+        for key in entry:
+            if key not in KEYS:
+                raise UserError(f"{where}.{key}: no such key{nearest(str(key), list(KEYS))}")
+        weight = entry.get("weight", 1)
+        if isinstance(weight, bool) or not isinstance(weight, int | float):
+            raise UserError(f"{where}.weight = {weight!r}: give a number")
+        if not 0 <= weight < math.inf:
+            raise UserError(f"{where}.weight = {weight}: give 0 or more")
+        if entry["name"] == "mix":
+            raise UserError(f"{where}: a mix in a mix; list its tasks here")
+        try:
+            task = get_task(entry["name"], path=entry.get("path"), **entry.get("options", {}))
+        except UserError as error:
+            raise UserError(f"{where}: {error}") from error
+        label = str(entry.get("label", task.label))
+        if label in self.tasks:
+            raise UserError(
+                f"{where}: a second task called {label!r}; give one a `label` of its own"
+            )
+        self.tasks[label] = task
+        self.weights[label] = float(weight)
+        self._system_prompts[label] = entry.get("system_prompt")
+
+    def prompts(self, split: str) -> Iterable[Prompt]:
+        """Every task's prompts, one task after the other; ids are `label/id`."""
+        self.check_split(split)
+        for label, task in self.tasks.items():
+            for prompt in read_prompts(task, split):
+                yield self._mixed(label, prompt)
+
+    def _mixed(self, label: str, prompt: Prompt) -> Prompt:
+        messages, system = prompt.messages, self._system_prompts[label]
+        if system is not None:
+            if messages is None or any(message.get("role") == "system" for message in messages):
+                what = "is plain text" if messages is None else "has a system message of its own"
+                raise UserError(f"{label} has a system_prompt, but its prompt {prompt.id!r} {what}")
+            messages = ({"role": "system", "content": system}, *messages)
+        return replace(prompt, id=f"{label}/{prompt.id}", messages=messages, task=label)
+
+    def _own(self, prompt: Prompt) -> tuple[Task, Prompt]:
+        """The task of a prompt, and the prompt as that task knows it (a system prompt aside)."""
+        task = self.tasks[prompt.task]
+        return task, replace(prompt, id=prompt.id.removeprefix(f"{prompt.task}/"), task="")
+
+    def stops(self, prompt: Prompt) -> tuple[str, ...]:
+        task, own = self._own(prompt)
+        return task.stops(own)
+
+    def score(self, prompt: Prompt, completion: str) -> float | Score:
+        task, own = self._own(prompt)
+        return task.score(own, completion)
+
+    def score_turns(self, prompt: Prompt, turns: Sequence[Turn]) -> float | Score:
+        task, own = self._own(prompt)
+        return task.score_turns(own, turns)
+
+    def step(self, prompt: Prompt, turns: Sequence[Turn], completion: str) -> Reply | None:
+        task, own = self._own(prompt)
+        return task.step(own, turns, completion) if len(turns) + 1 < task.max_turns else None
+
+    def demonstration(self, prompt: Prompt) -> str | None:
+        task, own = self._own(prompt)
+        return task.demonstration(own)
+
+    def self_test(self) -> Iterable[tuple[Prompt, str, float | None]]:
+        for label, task in self.tasks.items():
+            for prompt, completion, expected in task.self_test():
+                yield self._mixed(label, prompt), completion, expected

@@ -1,0 +1,137 @@
+"""Rows of data: objects with fields, from JSONL, Parquet, a `datasets` directory or a `datasets`
+name. Each row comes with where it stands, for messages."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from jetrl.errors import UserError
+
+Row = Mapping[str, Any]
+SUFFIXES = (".jsonl", ".parquet")
+FORMS = (
+    "give a folder with train.jsonl and test.jsonl (or .parquet), one such file, a folder that "
+    "`datasets` has saved, or the name of a data set such as openai/gsm8k"
+)
+_SAVED = ("dataset_dict.json", "state.json")  # of save_to_disk: a dictionary of splits, or one
+
+
+def check_place(path: str) -> None:
+    """Raise `UserError` for a path that names nothing here and cannot be a data set's name."""
+    place = Path(path).expanduser()
+    local = place.suffix in (".json", *SUFFIXES) or path.startswith((".", "/", "~"))
+    local = local or ("/" in path and place.parent.is_dir())  # a mistyped data/NAME
+    if not place.exists() and (local or path.count("/") > 1):
+        raise UserError(f"task.path = {path}: no such file or folder; {FORMS}")
+
+
+def splits_of(path: str) -> list[str] | None:
+    """The splits that a folder holds; None for a single file or set of rows, which has none of its
+    own, and [] for a name, whose splits are not known without loading it."""
+    place = Path(path).expanduser()
+    if place.is_file() or (place / "state.json").is_file():
+        return None
+    if (place / "dataset_dict.json").is_file():
+        contents = json.loads((place / "dataset_dict.json").read_text(encoding="utf-8"))
+        return [str(split) for split in contents["splits"]]
+    if place.is_dir():
+        return sorted({file.stem for file in place.iterdir() if file.suffix in SUFFIXES})
+    return []
+
+
+def read_rows(path: str, split: str, config: str | None = None) -> Iterator[tuple[Row, str]]:
+    """The rows of a split, each with where it stands (`data/train.jsonl, line 7`).
+
+    path: see `FORMS`. split: which part of a folder or of a name; a single file has no parts.
+    config: the data set's configuration, for a name.
+
+    Raises:
+        UserError: what cannot be read, with file and line; a package that is not installed.
+    """
+    place = Path(path).expanduser()
+    if place.is_dir() and any((place / name).is_file() for name in _SAVED):
+        return _saved_rows(place, split)
+    if place.is_dir():
+        files = [place / f"{split}{suffix}" for suffix in SUFFIXES]
+        found = [file for file in files if file.is_file()]
+        if not found:
+            raise UserError(f"task.path = {path}: the folder has no {split}.jsonl or .parquet")
+        place = found[0]
+    if place.is_file():
+        return _parquet_rows(place) if place.suffix == ".parquet" else read_jsonl(place)
+    return _named_rows(path, split, config)
+
+
+def read_jsonl(file: Path) -> Iterator[tuple[Row, str]]:
+    """The objects of a file with where they stand; blank lines are skipped."""
+    try:
+        contents = file.read_bytes()
+        text = contents.decode("utf-8")
+    except OSError as error:
+        raise UserError(f"{file}: {error.strerror or error}") from None
+    except UnicodeDecodeError as error:
+        bad = contents.count(b"\n", 0, error.start) + 1
+        raise UserError(f"{file}, line {bad}: not UTF-8 text ({error.reason})") from None
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        where = f"{file}, line {number}"
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise UserError(f"{where}: not JSON: {error.msg} (column {error.colno})") from None
+        except (ValueError, RecursionError) as error:  # a number of 5,000 digits, 1,000 brackets
+            raise UserError(f"{where}: not JSON that can be read: {error}") from None
+        if not isinstance(row, dict):
+            raise UserError(f"{where}: a JSON object is expected, not {line[:40]!r}")
+        yield row, where
+
+
+def _parquet_rows(file: Path) -> Iterator[tuple[Row, str]]:
+    parquet = _package("pyarrow.parquet", f"to read {file}")
+    try:
+        batches = parquet.ParquetFile(file).iter_batches()
+        rows = [row for batch in batches for row in batch.to_pylist()]
+    except Exception as error:  # pyarrow's errors share no base with each other
+        raise UserError(f"{file}: not a Parquet file that can be read: {error}") from error
+    return ((row, f"{file}, row {number}") for number, row in enumerate(rows))
+
+
+def _saved_rows(folder: Path, split: str) -> Iterator[tuple[Row, str]]:
+    datasets = _package("datasets", f"to read {folder}")
+    try:
+        data = datasets.load_from_disk(str(folder))
+    except Exception as error:  # its errors come from five packages and have no common base
+        raise UserError(f"{folder}: `datasets` cannot load it: {error}") from error
+    if isinstance(data, dict):
+        if split not in data:
+            known = ", ".join(map(str, data))
+            raise UserError(f"task.path = {folder}: no split {split!r}; it has {known}")
+        data = data[split]
+    return ((row, f"{folder}, {split} row {number}") for number, row in enumerate(data))
+
+
+def _named_rows(name: str, split: str, config: str | None) -> Iterator[tuple[Row, str]]:
+    datasets = _package("datasets", f"task.path = {name}: not a file or folder here, and to load")
+    try:
+        rows = datasets.load_dataset(name, config, split=split)
+    except Exception as error:  # its errors come from five packages and have no common base
+        raise UserError(
+            f"task.path = {name}: not a file or folder here, and `datasets` cannot load it "
+            f"(config {config!r}, split {split!r}): {type(error).__name__}: {error}"
+        ) from error
+    return ((row, f"{name}, {split} row {number}") for number, row in enumerate(rows))
+
+
+def _package(name: str, why: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise UserError(
+            f"{why}: the package `{name.partition('.')[0]}` is needed: pip install 'jetrl[data]'"
+        ) from error

@@ -1,0 +1,75 @@
+"""Algorithms and corrections in whole runs on the CPU, a few steps of a tiny model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jetrl import load_config, train
+from jetrl.errors import UserError
+from jetrl.runs import RunDirectory
+
+TINY = [
+    "task.options.max_operand=1",  # four sums: some of them are right at times
+    "task.options.digits=1",
+    "sft.steps=40",
+    "sft.until=none",
+    "sft.examples_per_step=8",
+    "rollout.prompts_per_step=3",
+    "rollout.samples_per_prompt=4",
+    "rollout.max_tokens=6",
+    "eval.every=0",
+    "train.updates_per_step=2",
+    "train.warmup_steps=0",
+    "checkpoint.every=0",
+    "report.enabled=false",
+    "model.config.num_hidden_layers=1",
+    "loop.steps=2",
+    "algorithm.aggregation=none",
+]
+
+
+def run(path: Path, *overrides: str) -> list[dict[str, Any]]:
+    settings = load_config("demo", [*TINY, f"run.dir={path}", "run.name=run", *overrides])
+    return RunDirectory.open(train(settings).run_path).metrics("rl")
+
+
+def test_dapo_draws_again_and_counts_what_it_dropped(tmp_path: Path) -> None:
+    learnt = ["sft.steps=100", "task.options.mistakes=0.0"]  # most groups are right throughout
+    lines = run(tmp_path, *learnt, "algorithm.name=dapo", "algorithm.dynamic_sampling_rounds=3")
+    assert any(line["dynamic_sampling/rounds"] > 1 for line in lines)
+    assert any(line["dynamic_sampling/dropped_groups"] > 0 for line in lines)
+    assert all("reward/overlong_penalty" in line for line in lines)
+    assert all(line["mismatch/num_different"] == 0 for line in lines)
+
+
+def test_a_correction_of_the_mixed_flow(tmp_path: Path) -> None:
+    lines = run(tmp_path, "precision.preset=mixed", "algorithm.correction=tis")
+    for line in lines:
+        assert line["mismatch/num_different"] > 0
+        assert line["correction/weight_max"] <= 2
+        assert line["correction/weight_mean"] != 1
+
+
+def test_a_correction_of_an_exact_flow_is_refused_with_its_mismatch(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"exact plan 'unified': 0 of 128 tokens .* differ"):
+        run(tmp_path, "algorithm.correction=tis")
+
+
+def test_asked_for_by_name_it_weighs_one(tmp_path: Path) -> None:
+    name = "algorithm.correction_under_exact_plan=true"
+    lines = run(tmp_path, "algorithm.correction=icepop", name)
+    assert all(line["correction/weight_max"] == 1 for line in lines)
+    assert all(line["correction/touched_fraction"] == 0 for line in lines)
+
+
+def test_a_loss_of_the_user(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "def push(tokens, strength):\n"
+        "    return -strength * tokens.advantages * tokens.trainer_logprobs\n"
+    )
+    lines = run(tmp_path, f"algorithm.name={file}:push", "algorithm.options.strength=0.5")
+    assert all(line["policy/grad_norm"] >= 0 for line in lines)

@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jetrl import load_config
+from jetrl.runs import RunDirectory, reproducible
+
+SMALL = [
+    "sft.steps=0",
+    "rollout.prompts_per_step=4",
+    "rollout.samples_per_prompt=4",
+    "rollout.max_tokens=6",
+    "eval.every=0",
+    "train.updates_per_step=1",
+    "train.warmup_steps=0",
+    "checkpoint.every=2",
+    "loop.steps=5",
+    "report.enabled=false",
+    "model.config.num_hidden_layers=1",
+    "model.config.max_position_embeddings=64",
+]
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Callable[..., Any]:
+    """Settings of a run of well under a second."""
+
+    def make(*overrides: str, name: str = "run") -> Any:
+        return load_config("demo", [*SMALL, f"run.dir={tmp_path}", f"run.name={name}", *overrides])
+
+    return make
+
+
+def same_results(one: Path, other: Path) -> bool:
+    """Whether two runs have the same metrics, but for times, and the same last weights, as bits."""
+
+    def of(run: Path) -> Any:
+        last = max((run / "checkpoints").glob("step_*"))
+        lines = RunDirectory.open(run).metrics()
+        return (
+            [{"step": line["step"], **reproducible(line)} for line in lines],
+            (last / "masters.safetensors").read_bytes(),
+        )
+
+    return bool(of(one) == of(other))
+
+
+@pytest.fixture
+def same() -> Callable[[Path, Path], bool]:
+    return same_results

@@ -1,0 +1,116 @@
+"""Kills at chosen moments of a run, for a child process to bring on itself.
+
+A point is a place in the sources; the n-th time a run comes by, the process ends by SIGKILL: no
+handler runs, nothing is flushed. Where a file is being written, half of it is on the disk by then.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jetrl.runs.directory
+import jetrl.runs.jsonl
+import jetrl.session.session
+import jetrl.training.checkpoint
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def half_a_line(writer: Any, record: Any) -> None:
+    """A metrics line of which the disk got the first half."""
+    data = jetrl.runs.jsonl._line(record).encode()
+    writer._file.write(data[: len(data) // 2])
+
+
+def half_a_file(path: Path, *rest: Any) -> None:
+    """A checkpoint's file of which the disk got the first bytes."""
+    Path(path).write_bytes(b"\x40\x00\x00\x00")
+
+
+BEFORE, AFTER = "before", "after"
+
+# name: (module, attribute, BEFORE | AFTER | what is done before the kill)
+POINTS: dict[str, tuple[str, str, str | Callable[..., None]]] = {
+    "sampling, before a forward": ("jetrl.rollout.runner", "Runner.forward", BEFORE),
+    "sampling, before a draw": ("jetrl.rollout.engine", "draw_tokens", BEFORE),
+    "scoring": ("jetrl.tasks.scorer", "Scorer.score", BEFORE),
+    "before the backward": ("torch", "Tensor.backward", BEFORE),
+    "after the backward": ("torch", "Tensor.backward", AFTER),
+    "before AdamW": ("torch.optim", "AdamW.step", BEFORE),
+    "between AdamW and requantize": ("torch.optim", "AdamW.step", AFTER),
+    "after requantize": ("jetrl.policy", "Policy.requantize", AFTER),
+    "in the held-out evaluation": ("jetrl.session.session", "evaluate", BEFORE),
+    "in a supervised update": ("jetrl.training.sft", "SftTrainer.step", BEFORE),
+    "after a supervised update": ("jetrl.training.sft", "SftTrainer.step", AFTER),
+    "before a rollouts file": ("jetrl.runs.directory", "write_jsonl", BEFORE),
+    "after a rollouts file": ("jetrl.runs.directory", "write_jsonl", AFTER),
+    "in the middle of a metrics line": ("jetrl.runs.jsonl", "JsonlWriter.write", half_a_line),
+    "after a metrics line": ("jetrl.runs.jsonl", "JsonlWriter.write", AFTER),
+    "checkpoint, half a file": ("jetrl.training.checkpoint", "write_tensors", half_a_file),
+    "checkpoint, after a file": ("jetrl.training.checkpoint", "write_tensors", AFTER),
+    "checkpoint, before the manifest": ("jetrl.training.checkpoint", "fingerprint", BEFORE),
+    "checkpoint, before its rename": ("jetrl.training.checkpoint", "sync_directory", BEFORE),
+    "checkpoint, after its rename": (
+        "jetrl.training.checkpoint",
+        "Checkpoints._put_in_place",
+        AFTER,
+    ),
+    "checkpoint, before older ones go": (
+        "jetrl.training.checkpoint",
+        "Checkpoints._prune",
+        BEFORE,
+    ),
+    "checkpoint, while it is copied": ("jetrl.training.checkpoint", "Snapshot.copied", BEFORE),
+    "resuming, after the weights": ("jetrl.training.checkpoint", "Checkpoints.load", AFTER),
+    "resuming, while lines are cut off": (
+        "jetrl.runs.directory",
+        "RunDirectory.truncate_after",
+        AFTER,
+    ),
+    "making the run directory": ("jetrl.runs.directory", "RunDirectory._make_folder", AFTER),
+    "writing its settings": ("jetrl.runs.directory", "write_atomically", AFTER),
+    "exporting the model": ("jetrl.models.hf_save", "_publish", BEFORE),
+    "writing the report": ("jetrl.session.opening", "write_report", BEFORE),
+}
+
+# Points that a start of the program comes by once; the others are met later in a run as well.
+ONCE = {
+    "resuming, after the weights",
+    "resuming, while lines are cut off",
+    "making the run directory",
+    "writing its settings",
+    "exporting the model",
+    "writing the report",
+}
+
+
+def arm(point: str, occurrence: int) -> None:
+    """This process ends when it comes by a point for the n-th time (from 1)."""
+    module, path, moment = POINTS[point]
+    owner: Any = importlib.import_module(module)
+    *outer, name = path.split(".")
+    for part in outer:
+        owner = getattr(owner, part)
+    original = getattr(owner, name)
+    seen = 0
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        nonlocal seen
+        seen += 1
+        if seen == occurrence and moment != AFTER:
+            if callable(moment):
+                moment(*args)
+            die()
+        result = original(*args, **kwargs)
+        if seen == occurrence:
+            die()
+        return result
+
+    setattr(owner, name, wrapped)

@@ -1,0 +1,198 @@
+"""Kills runs of a small demo at random moments and resumes them: the result must be that of a run
+nobody touched, bit for bit: metrics (but for times), rollouts, last checkpoint, exported model.
+
+    python tests/reliability/kill_and_resume.py --kills 60 --seed 1
+
+Each attempt is a fork of this process, which has imported everything and computed nothing, and runs
+`jetrl train` as the command line does. Most kills are at a named point of faults.py, so that rare
+moments (half a line written, a rename not yet done) are met as often as long ones; the others come
+from outside, at a random time. With --device cuda each attempt is a program of its own, killed from
+outside.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import faults
+import torch
+import torch._dynamo  # torch's optimizers import it: here, once, and not in every fork
+
+from jetrl.cli.main import main as jetrl
+from jetrl.runs import RunDirectory, plots, reproducible  # noqa: F401 (plots: as above)
+
+SMALL = [
+    "sft.steps=5",
+    "sft.until=2.0",
+    "sft.check_every=2",
+    "sft.examples_per_step=8",
+    "rollout.prompts_per_step=4",
+    "rollout.samples_per_prompt=4",
+    "rollout.max_tokens=6",
+    "eval.prompts=8",
+    "eval.every=2",
+    "train.warmup_steps=2",
+    "checkpoint.every=2",
+    "checkpoint.keep_best=1",
+    "loop.steps=7",
+    "model.config.max_position_embeddings=64",
+    "model.config.num_hidden_layers=1",
+]
+FROM_OUTSIDE = "from outside, at a random time"
+
+
+@dataclass
+class Attempt:
+    """How one start of the program ended: killed, and the exit code if it was not."""
+
+    killed: bool
+    code: int = 0
+
+
+def forked(arguments: list[str], log: Path, point: str, occurrence: int, after_s: float) -> Attempt:
+    """`jetrl ARGUMENTS` in a fork of this process, killed at a point or after some seconds."""
+    child = os.fork()
+    if child == 0:
+        try:
+            torch.set_num_threads(1)
+            if point in faults.POINTS:
+                faults.arm(point, occurrence)
+            with open(log, "a", encoding="utf-8") as output:
+                os.dup2(output.fileno(), 2)  # a traceback
+                with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+                    code = jetrl(arguments)
+            os._exit(code)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(99)
+    if point == FROM_OUTSIDE:
+        time.sleep(after_s)
+        os.kill(child, signal.SIGKILL)
+    _, status = os.waitpid(child, 0)
+    if os.WIFSIGNALED(status):
+        return Attempt(killed=os.WTERMSIG(status) == signal.SIGKILL, code=-os.WTERMSIG(status))
+    return Attempt(killed=False, code=os.WEXITSTATUS(status))
+
+
+def spawned(arguments: list[str], log: Path, after_s: float | None) -> Attempt:
+    """`jetrl ARGUMENTS` as a program of its own, killed so many seconds after its first line."""
+    with open(log, "ab") as output:
+        began = output.tell()
+        process = subprocess.Popen(
+            [sys.executable, "-m", "jetrl.cli.main", *arguments], stdout=output, stderr=output
+        )
+        if after_s is not None:
+            while process.poll() is None and log.stat().st_size == began:
+                time.sleep(0.01)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(after_s)
+            process.kill()
+        code = process.wait()
+    return Attempt(killed=code == -signal.SIGKILL, code=code)
+
+
+def fingerprint(run: Path) -> dict[str, object]:
+    """All that an uncut run must have in common with a resumed one."""
+    directory = RunDirectory.open(run)
+    last = max((run / "checkpoints").glob("step_*"))
+    return {
+        "metrics": [{"step": r["step"], **reproducible(r)} for r in directory.metrics()],
+        "rollouts": [path.read_bytes() for path in sorted((run / "rollouts").iterdir())],
+        "checkpoints": sorted(path.name for path in (run / "checkpoints").iterdir()),
+        "masters": (last / "masters.safetensors").read_bytes(),
+        "optimizer": (last / "optimizer.safetensors").read_bytes(),
+        "model": (run / "model" / "model.safetensors").read_bytes(),
+        "report": (run / "report.html").is_file(),
+        "left over": sorted(p.name for p in run.rglob(".*") if p.name != ".lock"),
+    }
+
+
+def check_same(name: str, found: dict[str, object], expected: dict[str, object]) -> None:
+    different = [key for key in expected if found[key] != expected[key]]
+    if different:
+        raise SystemExit(f"run {name} differs from the uncut one in: {', '.join(different)}")
+
+
+def kill_and_resume(
+    folder: Path, kills: int, seed: int, device: str, overrides: list[str]
+) -> Counter[str]:
+    """Kills, resumes and compares until there were so many kills. Returns kills by point.
+
+    Raises:
+        SystemExit: a resumed run differs from the uncut one, or fails.
+    """
+    rng = random.Random(seed)
+    log = folder / "output.txt"
+    base = ["train", "demo", *SMALL, f"run.device={device}", f"run.dir={folder}", *overrides]
+    in_fork = device == "cpu"
+
+    def attempt(name: str, resume: bool, point: str = "", after_s: float = 0.0) -> Attempt:
+        arguments = [*base, f"run.name={name}", *(["--resume"] if resume else [])]
+        if in_fork:
+            occurrence = 1 if point in faults.ONCE else rng.choice((1, 1, 2, 3, 5, 8))
+            return forked(arguments, log, point, occurrence, after_s)
+        return spawned(arguments, log, after_s if point else None)
+
+    began = time.monotonic()
+    if attempt("uncut", resume=False).code != 0:
+        raise SystemExit(f"the uncut run failed:\n{log.read_text()[-2000:]}")
+    took = time.monotonic() - began
+    expected = fingerprint(folder / "uncut")
+    done: Counter[str] = Counter()
+    points = [FROM_OUTSIDE] * 4 + list(faults.POINTS) if in_fork else [FROM_OUTSIDE]
+    queue: list[str] = []
+    runs = 0
+    while done.total() < kills:
+        runs += 1
+        name = f"cut-{runs}"
+        # A few kills a run, then it may come to its end.
+        for number in range(rng.randint(2, 5) + 1):
+            if not queue:
+                queue = rng.sample(points, len(points))
+            last = number > 0 and done.total() >= kills
+            point = "" if last else queue.pop()
+            resume = (folder / name / "config.toml").is_file()
+            ended = attempt(name, resume, point, rng.uniform(0.0, took))
+            if ended.killed:
+                done[point] += 1
+            if not ended.killed:
+                break
+        while ended.killed:
+            resume = (folder / name / "config.toml").is_file()
+            ended = attempt(name, resume)
+        if ended.code != 0:
+            raise SystemExit(f"run {name} ended with {ended.code}:\n{log.read_text()[-3000:]}")
+        check_same(name, fingerprint(folder / name), expected)
+    print(f"{done.total()} kills in {runs} runs; every run ended as the uncut one, bit for bit")
+    return done
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--kills", type=int, default=30)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        done = kill_and_resume(Path(folder), args.kills, args.seed, args.device, args.overrides)
+    for point, count in sorted(done.items()):
+        print(f"  {count:3}  {point}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,160 @@
+"""Ctrl-C, SIGTERM and the time limit: what is finished, what is given up, and how the run ends."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jetrl import train
+from jetrl.cli.main import main as jetrl
+from jetrl.errors import Terminated, TimeLimitReached
+from jetrl.runs import RunDirectory
+from jetrl.session import session as verbs
+from jetrl.session import stops as module
+from jetrl.session.stops import Stops
+from jetrl.training import Checkpoints, SftTrainer, Trainer
+
+
+@contextlib.contextmanager
+def raised_in(
+    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, call: int, *numbers: int
+) -> Iterator[None]:
+    """Signals that arrive within the n-th call (from 1) of a method."""
+    original, calls = getattr(owner, name), 0
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == call:
+            for number in numbers:
+                signal.raise_signal(number)
+        return original(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, wrapped)
+        yield
+
+
+def saved(run: Path) -> list[int]:
+    checkpoints = Checkpoints(run / "checkpoints")
+    for step in checkpoints.steps():
+        checkpoints.check(checkpoints.path(step))
+    return checkpoints.steps()
+
+
+@pytest.mark.parametrize(
+    "number, owner, name, done",
+    [
+        (signal.SIGTERM, verbs, "sample_prompts", 2),
+        (signal.SIGTERM, verbs, "score_completions", 2),
+        (signal.SIGTERM, Trainer, "step", 3),
+        (signal.SIGINT, verbs, "sample_prompts", 3),
+        (signal.SIGINT, Trainer, "step", 3),
+    ],
+    ids=["term-sample", "term-score", "term-update", "int-sample", "int-update"],
+)
+def test_one_signal_leaves_a_checkpoint_and_the_run_goes_on(
+    number: int,
+    owner: Any,
+    name: str,
+    done: int,
+    small: Callable,
+    same: Callable,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In the third step."""
+    uncut = train(small(name="uncut"))
+    end = Terminated if number == signal.SIGTERM else KeyboardInterrupt
+    with raised_in(monkeypatch, owner, name, 3, number), pytest.raises(end):
+        train(small("report.enabled=true"))
+    run = RunDirectory.open(tmp_path / "run")
+    assert [line["step"] for line in run.metrics("rl")] == list(range(1, done + 1))
+    assert run.rollout_steps() == list(range(1, done + 1))
+    assert saved(run.path)[-1] == done
+    attempt = run.attempts()[-1]
+    assert (attempt.state, run.state()) == ("interrupted", "interrupted")
+    assert attempt.reason == ("SIGTERM" if number == signal.SIGTERM else "Ctrl-C")
+    assert (run.path / "report.html").is_file()
+    resumed = train(small(), resume=True)
+    assert same(resumed.run_path, uncut.run_path)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_leaves_at_once(
+    number: int,
+    small: Callable,
+    same: Callable,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    uncut = train(small(name="uncut"))
+    end = Terminated if number == signal.SIGTERM else KeyboardInterrupt
+    with raised_in(monkeypatch, Trainer, "step", 4, number, number), pytest.raises(end):
+        train(small())
+    assert saved(tmp_path / "run") == [2], "no other checkpoint was begun"
+    assert RunDirectory.open(tmp_path / "run").state() == "interrupted"
+    resumed = train(small(), resume=True)
+    assert same(resumed.run_path, uncut.run_path)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_in_the_warm_up(
+    number: int,
+    small: Callable,
+    same: Callable,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    warm = ["sft.steps=7", "sft.until=none", "loop.steps=1", "sft.examples_per_step=4"]
+    uncut = train(small(*warm, name="uncut"))
+    end = Terminated if number == signal.SIGTERM else KeyboardInterrupt
+    with raised_in(monkeypatch, SftTrainer, "step", 3, number), pytest.raises(end):
+        train(small(*warm))
+    assert Checkpoints(tmp_path / "run" / "checkpoints" / "sft").steps() == [2, 3]
+    resumed = train(small(*warm), resume=True)
+    assert same(resumed.run_path, uncut.run_path)
+
+
+def test_the_time_limit_leaves_a_checkpoint_and_says_so(
+    small: Callable, same: Callable, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    uncut = train(small(name="uncut"))
+    cut = train(small("run.max_hours=1e-9"))
+    assert cut.steps == 1
+    assert "run.max_hours" in cut.stopped
+    assert saved(cut.run_path) == [1]
+    words = ["train", "demo", f"run.dir={tmp_path}", "run.name=run", "--resume"]
+    assert jetrl([*words, "run.max_hours=1e-9"]) == 75
+    assert jetrl([*words, "run.max_hours=none"]) == 0
+    assert same(tmp_path / "run", uncut.run_path)
+
+
+def test_the_time_limit_in_the_warm_up(small: Callable, tmp_path: Path) -> None:
+    warm = ["sft.steps=9", "sft.until=none", "loop.steps=1", "run.max_hours=1e-9"]
+    with pytest.raises(TimeLimitReached, match="go on with --resume"):
+        train(small(*warm))
+    checkpoints = Checkpoints(tmp_path / "run" / "checkpoints" / "sft")
+    assert checkpoints.steps() == [1]
+    assert jetrl(["train", "demo", f"run.dir={tmp_path}", "run.name=run", "--resume"]) == 75
+    assert checkpoints.steps() == [1, 2]
+
+
+def test_a_step_that_would_not_fit_is_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr(module.time, "monotonic", lambda: now)
+    stops = Stops(max_hours=1.0, elapsed_s=7200.0)  # the attempts before have their own limit
+    for took in (900.0, 300.0, 300.0):
+        now += took
+        stops.check_time(took)
+        assert stops.reason == ""
+    now += 1300.0
+    stops.check_time(1300.0)
+    assert stops.reason == "run.max_hours = 1.0: 800 s are left, and a step took up to 1300 s"
+    assert stops.elapsed_s == 7200.0 + 2800.0
+    assert not stops.signalled

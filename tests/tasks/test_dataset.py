@@ -1,0 +1,221 @@
+"""Prompts from the user's own rows: which field is what, and every way in which data is wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from jetrl.errors import UserError
+from jetrl.tasks import get_task, read_prompts
+from jetrl.types import Prompt, Score
+
+ROWS = [{"prompt": f"{i}+1=?", "answer": str(i + 1)} for i in range(20)]
+
+
+def write(path: Path, *rows: object) -> str:
+    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return str(path)
+
+
+def test_a_file_of_questions_and_answers(tmp_path: Path) -> None:
+    task = get_task("dataset", path=write(tmp_path / "sums.jsonl", *ROWS))
+    train, test = read_prompts(task, "train"), read_prompts(task, "test")
+    assert (len(train), len(test)) == (18, 2)
+    assert not {p.messages[0]["content"] for p in train} & {p.messages[0]["content"] for p in test}
+    assert read_prompts(task, "train") == train
+    prompt = train[0]
+    assert prompt.messages == ({"role": "user", "content": prompt.metadata["prompt"]},)
+    assert task.score(prompt, f"#### {prompt.answer}") == Score(1.0, {"answered": 1.0})
+    assert task.score(prompt, "#### 99") == Score(0.0, {"answered": 1.0})
+    assert task.score(prompt, "no idea") == Score(0.0, {"answered": 0.0})
+
+
+def test_fields_template_and_text(tmp_path: Path) -> None:
+    row = {"q": "2+3", "gold": 5, "worked": "2+3 = 5", "key": "a", "unit": "apples {}"}
+    path = write(tmp_path / "rows.jsonl", row, {**row, "key": "b"})
+    task = get_task(
+        "dataset",
+        path=path,
+        answer="gold",
+        demonstration="worked",
+        id="key",
+        template="{q} in {unit}?\nA:",
+        format="text",
+        stop=["\n"],
+        checker="exact",
+    )
+    (prompt,) = read_prompts(task, "test")
+    assert (prompt.text, prompt.answer) == ("2+3 in apples {}?\nA:", "5")
+    assert prompt.id in "ab"
+    assert task.demonstration(prompt) == "2+3 = 5"
+    assert task.stops(prompt) == ("\n",)
+    assert [task.score(prompt, text) for text in (" 5 ", "5.0", "")] == [1.0, 0.0, 0.0]
+
+
+def test_messages_are_taken_as_they_are(tmp_path: Path) -> None:
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+3?"}]
+    path = write(tmp_path / "train.jsonl", {"messages": messages, "answer": "5"})
+    task = get_task("dataset", path=str(tmp_path), prompt="messages")
+    assert read_prompts(task, "train")[0].messages == tuple(messages)
+    assert task.splits == ("train",)
+    with pytest.raises(UserError, match=r"format is 'text'"):
+        read_prompts(get_task("dataset", path=path, prompt="messages", format="text"), "train")
+
+
+def test_parquet_and_saved_data_sets_are_the_same_rows(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    data = datasets.Dataset.from_list(ROWS)
+    (tmp_path / "files").mkdir()
+    data.to_parquet(str(tmp_path / "files" / "train.parquet"))
+    data.save_to_disk(str(tmp_path / "saved"))
+    datasets.DatasetDict({"train": data, "held": data.select(range(3))}).save_to_disk(
+        str(tmp_path / "dict")
+    )
+    lines = get_task("dataset", path=write(tmp_path / "rows.jsonl", *ROWS))
+    wanted = read_prompts(lines, "train")
+    assert read_prompts(get_task("dataset", path=tmp_path / "saved"), "train") == wanted
+    parquet = get_task("dataset", path=tmp_path / "files")
+    splits = get_task("dataset", path=tmp_path / "dict")
+    assert (parquet.splits, splits.splits) == (("train",), ("train", "held"))
+    assert read_prompts(parquet, "train") == read_prompts(splits, "train")
+    assert [p.answer for p in read_prompts(splits, "held")] == ["1", "2", "3"]
+    with pytest.raises(UserError, match="no split 'test'"):
+        read_prompts(splits, "test")
+    (tmp_path / "files" / "train.parquet").write_bytes(b"PAR1 and nothing else")
+    with pytest.raises(UserError, match=r"train.parquet: not a Parquet file"):
+        read_prompts(parquet, "train")
+
+
+REGEX = {"checker": "regex", "pattern": r"<answer>\s*(.*?)</answer>"}
+
+
+@pytest.mark.parametrize(
+    "options, answer, completion, score",
+    [
+        ({}, r"\frac{1}{2}", r"so \boxed{0.5}", Score(1.0, {"answered": 1.0})),
+        ({}, "... so it is\n#### 1,200", "it costs 1200", Score(1.0, {"answered": 0.0})),
+        ({"strict": True}, "7", "it is 7", Score(0.0, {"answered": 0.0})),
+        (
+            REGEX,
+            "blue",
+            "<answer>red</answer> no, <answer> blue </answer>",
+            Score(1.0, {"answered": 1.0}),
+        ),
+        (REGEX, "blue", "<answer>red</answer>", Score(0.0, {"answered": 1.0})),
+        (REGEX, "blue", "blue", Score(0.0, {"answered": 0.0})),
+        (
+            {"checker": "regex", "pattern": "b.ue", "answer": ""},
+            None,
+            "a blue sky",
+            Score(1.0, {"answered": 1.0}),
+        ),
+    ],
+)
+def test_checkers(tmp_path, options, answer, completion, score) -> None:
+    task = get_task("dataset", path=write(tmp_path / "rows.jsonl", *ROWS), **options)
+    assert task.score(Prompt(id="0", text="?", answer=answer), completion) == score
+
+
+def test_a_checker_of_ones_own(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "def length(prompt, completion):\n    return len(completion) - prompt.metadata['limit']\n"
+    )
+    path = write(
+        tmp_path / "rows.jsonl", {"prompt": "be long", "limit": 3}, {"prompt": "?", "limit": 9}
+    )
+    options = {"path": path, "answer": "", "checker": f"{file}:length"}
+    task = get_task("dataset", **options)
+    by_text = {p.messages[0]["content"]: p for s in task.splits for p in read_prompts(task, s)}
+    assert task.score(by_text["be long"], "12345") == 2
+    for checker, message in (
+        (f"{file}:lenght", r"no function 'lenght'; did you mean length\?"),
+        (f"{tmp_path}/none.py:length", "no such file"),
+        ("maths", r"checker = 'maths'; did you mean math\?"),
+    ):
+        with pytest.raises(UserError, match=message):
+            get_task("dataset", **{**options, "checker": checker})
+
+
+@pytest.mark.parametrize(
+    "rows, options, message",
+    [
+        ([ROWS[0], "{not json"], {}, r"rows.jsonl, line 2: not JSON: .*column 2"),
+        (
+            [ROWS[0], {"promt": "?", "answer": "1"}],
+            {},
+            r"rows.jsonl, line 2: no field 'prompt'; did you mean promt\? \(task.options.prompt",
+        ),
+        ([ROWS[0], {"prompt": "?"}], {}, r"line 2: no field 'answer'; there is: prompt"),
+        (
+            [ROWS[0], {"prompt": "?", "answer": [1]}],
+            {},
+            r"line 2: field 'answer' .*not a text or a number",
+        ),
+        (
+            [ROWS[0], {"prompt": 5, "answer": "1"}],
+            {},
+            r"line 2: field 'prompt' is 5, not a text or a list",
+        ),
+        (
+            [ROWS[0], {"prompt": [{"role": "user"}], "answer": "1"}],
+            {},
+            r"line 2: .*needs a role and a content",
+        ),
+        (
+            [ROWS[0], ROWS[1]],
+            {"template": "{queston}"},
+            r"line 1: no field 'queston'.*task.options.template",
+        ),
+        ([ROWS[0], ROWS[1]], {"id": "prompt", "template": "x"}, None),
+        (
+            [{**ROWS[0], "id": 1}, {**ROWS[1], "id": 1}, ROWS[2] | {"id": 2}],
+            {"id": "id"},
+            r"line 2: id '1' is also that of .*line 1",
+        ),
+        ([], {}, r"no rows in split 'train'"),
+        ([ROWS[0], {"prompt": "", "answer": "1"}], {}, r"line 2: field 'prompt' is ''"),
+    ],
+)
+def test_bad_rows_are_named_by_file_and_line(tmp_path, rows, options, message) -> None:
+    (tmp_path / "train").mkdir()
+    write(tmp_path / "train" / "train.jsonl", *rows)
+    (tmp_path / "train" / "train.jsonl").rename(tmp_path / "train" / "rows.jsonl")
+    task = get_task("dataset", path=str(tmp_path / "train"), **options)
+    assert task.splits == ("rows",)
+    if message is None:
+        assert len(read_prompts(task, "rows")) == 2
+        return
+    with pytest.raises(UserError, match=message.replace("'train'", "'rows'")):
+        read_prompts(task, "rows")
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"path": "none.jsonl"}, "no such file or folder; give a folder with train.jsonl"),
+        ({"format": "chatty"}, "format = 'chatty'"),
+        ({"test_share": 1.0}, "test_share = 1.0"),
+        ({"answer": ""}, "checker 'math' compares with it"),
+        ({"checker": "regex"}, "the checker 'regex' needs one"),
+        ({"checker": "regex", "pattern": "("}, "not a regular expression: missing"),
+        ({"pattern": "x"}, "only the checker 'regex'"),
+        ({"checker": "exact", "strict": True}, "only the checker 'math'"),
+        ({"stop": "\n"}, "give a list of texts"),
+        ({"promt": "q"}, r"did you mean prompt\?"),
+    ],
+)
+def test_bad_options(tmp_path, options, message) -> None:
+    path = write(tmp_path / "rows.jsonl", *ROWS)
+    with pytest.raises(UserError, match=message):
+        get_task("dataset", **{"path": path, **options})
+
+
+def test_the_packages_are_named_where_they_are_missing(tmp_path, monkeypatch) -> None:
+    (tmp_path / "train.parquet").write_bytes(b"")
+    monkeypatch.setitem(__import__("sys").modules, "pyarrow.parquet", None)
+    with pytest.raises(UserError, match=r"`pyarrow` is needed: pip install 'jetrl\[data\]'"):
+        read_prompts(get_task("dataset", path=tmp_path), "train")
