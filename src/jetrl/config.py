@@ -40,6 +40,7 @@ from jetrl.settings import (
     TaskSettings,
     TrackerSettings,
     TrainSettings,
+    WatchdogSettings,
 )
 
 __all__ = [
@@ -60,6 +61,7 @@ __all__ = [
     "TaskSettings",
     "TrackerSettings",
     "TrainSettings",
+    "WatchdogSettings",
     "describe",
     "find_recipe",
     "load_config",

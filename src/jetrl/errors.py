@@ -52,6 +52,9 @@ class OutOfMemoryStop(RunStopped):
     exit_code = 7
 
 
+EXIT_HANG = 5
+
+
 class Terminated(BaseException):
     """SIGTERM. Like KeyboardInterrupt it is no Exception, so that nothing in between keeps it."""
 

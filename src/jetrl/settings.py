@@ -10,7 +10,7 @@ words: the message names the keys and says which one to change.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -204,6 +204,17 @@ class CheckpointSettings(Section):
     )
 
 
+class WatchdogSettings(Section):
+    enabled: bool = Field(True, description="end a run that hangs, with hang.txt, exit code 5")
+    factor: Annotated[float, Field(ge=1.0)] = Field(
+        10.0, description="times the longest silence of a phase so far that is a hang"
+    )
+    min_s: PositiveFloat = Field(300.0, description="seconds of silence that are never a hang")
+    first_s: PositiveFloat = Field(
+        3600.0, description="seconds that are a hang in a phase that has not ended before"
+    )
+
+
 class ReportSettings(Section):
     enabled: bool = Field(True, description="write report.html and its plots")
     samples: NonNegative = Field(8, description="rollouts shown in report.html")
@@ -231,6 +242,7 @@ class Settings(Section):
     loop: LoopSettings = LoopSettings()
     eval: EvalSettings = EvalSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
+    watchdog: WatchdogSettings = WatchdogSettings()
     report: ReportSettings = ReportSettings()
     trackers: TrackerSettings = TrackerSettings()
 

@@ -97,6 +97,12 @@ class RolloutEngine:
         return self._stats
 
     @property
+    def sequences(self) -> Sequence[RunningSequence]:
+        """Those of the call that runs now; none between calls."""
+        scheduler = self._scheduler
+        return () if scheduler is None else scheduler.sequences
+
+    @property
     def pages_in_use(self) -> int:
         """Pages held by sequences right now: 0 between calls."""
         return 0 if self._scheduler is None else self._scheduler.allocator.num_used

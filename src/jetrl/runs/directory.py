@@ -8,6 +8,8 @@
       checkpoints/                  written by the trainer
       log.txt                       Python logging, a header for each attempt
       attempts.jsonl                when the program was started on it, and how that ended
+      status.json                   what it is doing, or was when it was killed
+      hang.txt                      where it hung, if it did (session/watchdog.py)
       report.html, plots/           written by `write_report`
 
 `create` makes one or, with resume, goes on with one, and holds a lock until `close`; `open` reads
@@ -137,6 +139,12 @@ class RunDirectory:
         or failed. The context's value has `.end(state, reason)` for ends without an exception."""
         self._check_writable()
         return attempt_logged(self.path, self._write_attempt, command, notes or {}, self.notes)
+
+    def end_attempt_for_hang(self, reason: str) -> None:
+        """Notes that the attempt failed, from another thread, when its own will not come to it."""
+        self._write_attempt(
+            {"event": "end", "time": time.time(), "state": "failed", "reason": reason}
+        )
 
     def write_step(self, stats: StepStats, phase: Phase = "rl") -> None:
         """Appends a step's metrics; once this returns, a killed process does not lose them.

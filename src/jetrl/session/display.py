@@ -46,7 +46,7 @@ class Display:
             progress.sequences_done, progress.sequences_total, progress.tokens_per_s
         )
 
-    def begin(self, phase: str) -> None:
+    def begin(self, phase: str, step: int) -> None:
         self._opened().phase(phase)
 
     def beat(self) -> None:

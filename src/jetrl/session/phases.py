@@ -15,7 +15,7 @@ from typing import Protocol
 class PhaseObserver(Protocol):
     """Who wants to know what a run is doing."""
 
-    def begin(self, phase: str) -> None: ...
+    def begin(self, phase: str, step: int) -> None: ...
 
     def beat(self) -> None: ...
 
@@ -23,15 +23,18 @@ class PhaseObserver(Protocol):
 
 
 class Phases:
-    """`timings`: seconds of each phase of the step so far, by name. `observers`: told in order."""
+    """`timings`: seconds of each phase of the step so far, by name. `observers`: told in order.
+    `step`: the one that runs, 0 before the first."""
 
     def __init__(self) -> None:
         self.timings: dict[str, float] = {}
         self.observers: list[PhaseObserver] = []
+        self.step = 0
         self._step_began = time.monotonic()
 
-    def start_step(self) -> None:
+    def start_step(self, step: int) -> None:
         """Forgets the timings of the step before."""
+        self.step = step
         self.timings.clear()
         self._step_began = time.monotonic()
 
@@ -43,7 +46,7 @@ class Phases:
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         for observer in self.observers:
-            observer.begin(name)
+            observer.begin(name, self.step)
         began = time.monotonic()
         yield
         self.timings[name] = time.monotonic() - began

@@ -33,14 +33,17 @@ from jetrl.evaluate import (
 from jetrl.parity import check_correction, locate
 from jetrl.randomness import derive_seed
 from jetrl.rollout.progress import Progress
+from jetrl.runs.status import StatusFile
 from jetrl.session.display import Display
 from jetrl.session.drawing import Drawing
 from jetrl.session.dynamic_sampling import Refilled, refill
+from jetrl.session.hang_state import hang_state
 from jetrl.session.opening import open_parts
 from jetrl.session.phases import Phases
 from jetrl.session.saved import Saved
 from jetrl.session.stops import Stops
 from jetrl.session.warm_up import warm_up
+from jetrl.session.watchdog import Watchdog
 from jetrl.step_metrics import eval_metrics, sample_metrics
 from jetrl.training import StepMismatchError, Trainer
 from jetrl.types import Completion, Sample, SamplingParams, StepStats
@@ -95,7 +98,16 @@ class Session:
         self.stops = Stops(settings.run.max_hours, self.run.history().elapsed_s)
         self.display = Display(settings.loop.steps, lambda: self.stops.elapsed_s)
         self.phases = Phases()
-        self.phases.observers.append(self.display)
+        status = StatusFile(self.run.path)
+        stack.callback(status.close)
+        watchdog = Watchdog(
+            settings.watchdog,
+            self.run.path / "hang.txt",
+            lambda: hang_state(self.parts.engine, self.parts.policy),
+            self.run.end_attempt_for_hang,
+        )
+        stack.enter_context(watchdog)
+        self.phases.observers += [self.display, status, watchdog]
         self.saved = Saved(self.run, settings)
         self.drawing = Drawing(settings, self.parts.prompts, self.parts.task.weights)
         self.saved.register("prompts", self.drawing)
@@ -137,7 +149,7 @@ class Session:
             return
         if self.settings.sft.steps:
             held_out = lambda: self._held_out().mean  # noqa: E731
-            warm_up(self.parts, self.display, self.stops, self.saved, held_out)
+            warm_up(self.parts, self.display, self.phases, self.stops, self.saved, held_out)
         self._open_trainer()
 
     def evaluate_start(self) -> None:
@@ -159,7 +171,7 @@ class Session:
 
     def draw_prompts(self, step: int) -> list[EncodedPrompt]:
         """The step's prompts, in the order that data.order names."""
-        self.phases.start_step()
+        self.phases.start_step(step)
         self._rollout_tokens = 0
         return self.drawing.draw(step, self.settings.rollout.prompts_per_step)
 
@@ -274,10 +286,11 @@ class Session:
             self.stops.raise_signal()
             self.parts.attempt.end("stopped", self.stops.reason)
         model = self.run.path / "model"
-        self.parts.policy.save_pretrained(model, overwrite=True)
-        if out is not None:
-            self.parts.policy.save_pretrained(out)
-        self.saved.wait()
+        with self.phases.phase("export"):
+            self.parts.policy.save_pretrained(model, overwrite=True)
+            if out is not None:
+                self.parts.policy.save_pretrained(out)
+            self.saved.wait()
         self.display.close()
         return RunResult(
             run_path=self.run.path,

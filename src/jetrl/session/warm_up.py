@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 from jetrl.config import Settings
@@ -12,6 +11,7 @@ from jetrl.models.chat import encode_text
 from jetrl.session.display import Display
 from jetrl.session.drawing import Drawing
 from jetrl.session.opening import Parts
+from jetrl.session.phases import Phases
 from jetrl.session.saved import Saved
 from jetrl.session.stops import Stops
 from jetrl.training import SftTrainer
@@ -19,7 +19,12 @@ from jetrl.types import StepStats
 
 
 def warm_up(
-    parts: Parts, display: Display, stops: Stops, saved: Saved, held_out: Callable[[], float]
+    parts: Parts,
+    display: Display,
+    phases: Phases,
+    stops: Stops,
+    saved: Saved,
+    held_out: Callable[[], float],
 ) -> None:
     """`sft.steps` updates, or fewer when `held_out`, the held-out mean reward, reaches `sft.until`.
     A run that was cut in its warm-up goes on from its last checkpoint.
@@ -46,9 +51,9 @@ def warm_up(
         examples(update)  # a task may give another answer each time: it counts them from the start
     while not _is_enough(settings, step, display, held_out) and step < last:
         step += 1
-        began = time.monotonic()
-        metrics = trainer.step(examples(step))
-        metrics["timing/step_s"] = time.monotonic() - began
+        with phases.phase("sft"):
+            metrics = trainer.step(examples(step))
+        metrics["timing/step_s"] = phases.timings["sft"]
         stats = StepStats(step, metrics)
         parts.run.write_step(stats, "sft")
         display.step(stats)

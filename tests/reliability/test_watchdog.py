@@ -1,0 +1,141 @@
+"""A run that hangs is ended, in Python and inside C code, and leaves where it was."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+from jetrl import train
+from jetrl.config import WatchdogSettings
+from jetrl.runs import RunDirectory
+from jetrl.runs.status import StatusFile, read_status
+from jetrl.session.watchdog import Watchdog
+
+TASK = """
+import ctypes
+from jetrl.tasks import Task
+from jetrl.types import Prompt
+
+class Hangs(Task):
+    alphabet = "0123456789+="
+    scored = 0
+
+    def prompts(self, split):
+        return [Prompt(id=str(i), text=f"{i}+{i}=", answer=str(2 * i)) for i in range(20)]
+
+    def self_test(self):
+        return []
+
+    def score(self, prompt, completion):
+        Hangs.scored += 1
+        if Hangs.scored > 40:
+            HANG
+        return float(len(completion) % 3)
+"""
+SMALL = [
+    "sft.steps=0",
+    "rollout.prompts_per_step=4",
+    "rollout.samples_per_prompt=4",
+    "rollout.max_tokens=6",
+    "eval.every=0",
+    "checkpoint.every=1",
+    "loop.steps=9",
+    "report.enabled=false",
+    "model.config.num_hidden_layers=1",
+    "task.workers=0",
+    "watchdog.min_s=2.0",
+    "watchdog.first_s=30.0",
+]
+
+
+def run_that_hangs(folder: Path, how: str, last_words_s: float = 20.0) -> tuple[int, str, Path]:
+    """(exit code, standard error, run directory) of a run whose third step hangs in scoring."""
+    task = folder / "mine.py"
+    task.write_text(TASK.replace("HANG", how))
+    program = (
+        "import sys, jetrl.session.watchdog as w; "
+        f"w.LAST_WORDS_S = {last_words_s}; "
+        "from jetrl.cli.main import main; sys.exit(main())"
+    )
+    command = [sys.executable, "-c", program, "train", "demo", *SMALL]
+    command += [f"task={task}:Hangs", f"run.dir={folder}", "run.name=run"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    return done.returncode, done.stderr, folder / "run"
+
+
+def test_a_hang_in_c_code_is_ended_and_written_down(tmp_path: Path) -> None:
+    code, errors, run = run_that_hangs(tmp_path, "ctypes.CDLL(None).sleep(1000)")
+    assert code == 5, errors
+    assert "stopped: hang in reward of step 3: no sign of life for" in errors
+    text = (run / "hang.txt").read_text()
+    assert "hang in reward of step 3" in text
+    assert 'mine.py", line 19 in score' in text
+    assert "session.py" in text
+    assert "sequences: 0, of these 0 finished" in text
+    opened = RunDirectory.open(run)
+    assert opened.state() == "failed"
+    assert "hang in reward of step 3" in opened.attempts()[-1].reason
+    status = read_status(run)
+    assert (status.phase, status.step) == ("reward", 3)
+    assert (run / "checkpoints" / "step_000002" / "manifest.json").is_file()
+
+
+def test_a_hang_that_keeps_the_interpreter_to_itself(tmp_path: Path) -> None:
+    """No thread of Python runs any more: faulthandler's timer ends it."""
+    code, _, run = run_that_hangs(tmp_path, "ctypes.PyDLL(None).sleep(1000)", last_words_s=1.0)
+    assert code == 1
+    assert 'mine.py", line 19 in score' in (run / "hang.txt").read_text()
+    assert RunDirectory.open(run).state() == "interrupted", "it could not say how it ended"
+
+
+def test_a_quiet_run_leaves_no_file(small: Callable) -> None:
+    result = train(small("loop.steps=1"))
+    assert not (result.run_path / "hang.txt").exists()
+    status = json.loads((result.run_path / "status.json").read_text())
+    assert (status["phase"], status["step"], status["pid"]) == ("", 1, os.getpid())
+
+
+def test_the_limit_is_learnt_from_phases_that_ended(tmp_path: Path, monkeypatch) -> None:
+    now = 0.0
+    clock = SimpleNamespace(monotonic=lambda: now)
+    monkeypatch.setattr("jetrl.session.watchdog.time", clock)
+    settings = WatchdogSettings(enabled=False, factor=4.0, min_s=10.0, first_s=100.0)
+    watchdog = Watchdog(settings, tmp_path / "hang.txt", list, print)
+    assert watchdog.limit_s("rollout") == 100.0
+    for silences in ([2.0, 1.0], [5.0, 0.5], [0.1]):  # between signs of life
+        watchdog.begin("rollout", 1)
+        for silence in silences:
+            now += silence
+            watchdog.beat()
+        assert watchdog.limit_s("update") == 100.0
+        watchdog.end("rollout", sum(silences))
+    assert watchdog.limit_s("rollout") == 20.0
+    watchdog.begin("update", 1)
+    now += 0.5
+    watchdog.end("update", 0.5)
+    assert watchdog.limit_s("update") == 10.0
+
+
+def test_status_is_overwritten_in_place(tmp_path: Path) -> None:
+    assert read_status(tmp_path) is None
+    file = StatusFile(tmp_path)
+    size = None
+    for step, phase in enumerate(["rollout", "a-rather-long-phase-name", "x"]):
+        began = time.time()
+        file.begin(phase, step)
+        status = read_status(tmp_path)
+        assert (status.phase, status.step, status.pid) == (phase, step, os.getpid())
+        assert began <= status.time <= time.time()
+        assert size in (None, (tmp_path / "status.json").stat().st_size)
+        size = (tmp_path / "status.json").stat().st_size
+    file.end("x", 1.0)
+    assert (read_status(tmp_path).phase, read_status(tmp_path).step) == ("", 2)
+    file.close()
+    (tmp_path / "status.json").write_text("{")
+    assert read_status(tmp_path) is None
