@@ -101,6 +101,11 @@ class TaskSettings(Section):
     timeout_s: PositiveFloat = Field(
         10.0, description="seconds; a score that takes longer counts 0, its worker is restarted"
     )
+    max_lost_s: NonNegativeFloat = Field(
+        120.0,
+        description="seconds a worker that hanging or crashing scores may cost a step; "
+        "then the rest of its completions get no verdict",
+    )
     memory_mib: NonNegative = Field(
         1024, description="MiB a score may take beyond what its task's imports hold; 0: no limit"
     )

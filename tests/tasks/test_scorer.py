@@ -201,3 +201,19 @@ def test_ctrl_c_stops_scoring_at_once_and_leaves_a_scorer_that_works():
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
         assert [item.score.reward for item in score(scorer, "1", "2")] == [1.0, 2.0]
+
+
+@pytest.mark.parametrize("bad", ["hang", "exit 3"])
+def test_a_batch_of_nothing_but_hangs_or_crashes_is_given_up(bad, caplog):
+    with Scorer(AWKWARD, workers=2, timeout_s=0.3, max_lost_s=1.0) as scorer:
+        began = time.monotonic()
+        results = score(scorer, "1", *[bad] * 512, "1")
+        took = time.monotonic() - began
+        # Two workers lose a second each, and each may be at one more score or start by then.
+        assert took < 1.0 + 20.0, "one after the other they would take minutes"
+        assert results[0].score.reward == score(scorer, "1")[0].score.reward == 1.0
+        assert all(result.failure for result in results[1:-1])
+        assert re.search(
+            r"not judged: others .* \(task.max_lost_s = 1 s a worker\)", results[-1].failure
+        )
+        assert "of 514 completions get no verdict" in caplog.text

@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
 
     options: dict[str, Any] = dict(wanted.options)
     task = get_task(wanted.name, path=wanted.path, **options)
-    limits = (args.workers, args.timeout, wanted.memory_mib)
+    limits = (args.workers, args.timeout, wanted.memory_mib, wanted.max_lost_s)
     with Scorer(wanted.name, wanted.path, options, *limits) as scorer:
         result = evaluate_model(
             open_policy(args.model, args.plan, args.device),

@@ -68,6 +68,7 @@ def open_parts(settings: Settings, resume: bool, stack: contextlib.ExitStack) ->
             wanted.workers,
             wanted.timeout_s,
             wanted.memory_mib,
+            wanted.max_lost_s,
         )
     )
     run = RunDirectory.create(settings, plan.to_dict(), resume=resume)

@@ -46,6 +46,8 @@ class WorkerProcess:
         self.ready = False
         self.deadline = 0.0
         self._returned: list[int] = []
+        self._lost_s = 0.0
+        self._starts = 0
         self._process: subprocess.Popen[bytes] | None = None
         self.start()
 
@@ -80,7 +82,9 @@ class WorkerProcess:
             theirs.close()
             os.close(write_end)
         self.ready = False
-        self.deadline = time.monotonic() + START_LIMIT_S
+        self._starts += 1
+        self._began = time.monotonic()
+        self.deadline = self._began + START_LIMIT_S
         self._send(self.setup)
 
     def assign(self, indices: list[int], payloads: list[bytes]) -> None:
@@ -109,9 +113,11 @@ class WorkerProcess:
         self._read_output()
         try:
             for line in self._read_lines():
+                took = time.monotonic() - self._began
                 self._set_deadline()
                 if not self.ready:
                     self._started(parse_started(line))
+                    self._lost_s += took if self._starts > 1 else 0.0
                     continue
                 if not self.jobs:
                     raise WireError("an answer that nobody asked for")
@@ -120,6 +126,7 @@ class WorkerProcess:
                     raise WireError("an answer to what it was not given")
                 replies.append((self.jobs.popleft(), reply))
                 if reply.last:
+                    self._lost_s += took
                     self._end()
                     self._give_back()
                     return replies
@@ -137,6 +144,7 @@ class WorkerProcess:
         if not self.ready:
             raise UserError(f"task {self.setup.name}: its scoring worker did not start: {failure}")
         if self.jobs:
+            self._lost_s += time.monotonic() - self._began
             replies.append((self.jobs.popleft(), Reply(0.0, {}, failure)))
         self._give_back()
         return replies
@@ -145,6 +153,11 @@ class WorkerProcess:
         """Items that a worker left unanswered through no fault of theirs."""
         returned, self._returned = self._returned, []
         return returned
+
+    def take_lost_s(self) -> float:
+        """Seconds since the last call that went to a score it died of, or to starting again."""
+        lost, self._lost_s = self._lost_s, 0.0
+        return lost
 
     def hang_up(self) -> None:
         """Tell the process to end; it does so at once when idle."""

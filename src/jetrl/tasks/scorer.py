@@ -12,6 +12,7 @@ Results come in the order of the items and depend on the task alone, not on the 
 
 from __future__ import annotations
 
+import logging
 import math
 import pickle
 import time
@@ -30,6 +31,8 @@ from jetrl.tasks.registry import get_task
 from jetrl.tasks.wire import Reply
 from jetrl.tasks.worker import Setup, score_safely
 from jetrl.types import Prompt, Score
+
+logger = logging.getLogger(__name__)
 
 MAX_CHUNK = 32
 
@@ -53,6 +56,9 @@ class Scorer:
         timeout_s: seconds that one score may take.
         memory_mib: memory that one score may take beyond what a worker has when its task is built;
             0: no limit.
+        max_lost_s: seconds a worker that one call of `score` may lose to scores that hang or crash,
+            and to starting workers again. Past it, what has no verdict yet gets none: a batch of
+            nothing but hanging scores cannot hold a step up for hours.
 
     On start the task's `self_test` cases are scored, so that a checker that does not work is an
     error now and not a run without reward.
@@ -71,12 +77,14 @@ class Scorer:
         workers: int = 2,
         timeout_s: float = 10.0,
         memory_mib: int = 1024,
+        max_lost_s: float = 120.0,
     ) -> None:
-        if workers < 0 or not (0 < timeout_s < math.inf) or memory_mib < 0:
+        if workers < 0 or not (0 < timeout_s < math.inf) or memory_mib < 0 or max_lost_s < 0:
             raise UserError(
                 f"task.workers = {workers}, task.timeout_s = {timeout_s}, task.memory_mib = "
-                f"{memory_mib}: out of range"
+                f"{memory_mib}, task.max_lost_s = {max_lost_s}: out of range"
             )
+        self._max_lost_s = max_lost_s
         folder = None if path is None else str(path)
         self._setup = Setup(name, folder, dict(options or {}), float(timeout_s), memory_mib)
         self._task = get_task(name, path=folder, **self._setup.options)
@@ -109,7 +117,7 @@ class Scorer:
     def score(self, items: Sequence[tuple[Prompt, str]]) -> list[ScoredText]:
         """The scores of (prompt, completion) pairs, in their order.
 
-        Takes at most about `timeout_s` per item and never blocks on one.
+        Never blocks on one, and loses at most about `max_lost_s` to those that hang or crash.
 
         Raises:
             UserError: a prompt that cannot be pickled, or a worker that cannot be started again.
@@ -127,7 +135,10 @@ class Scorer:
     def _score_in_workers(self, payloads: list[bytes]) -> list[ScoredText]:
         results: dict[int, ScoredText] = {}
         pending = deque(range(len(payloads)))
+        lost_s = 0.0
         while len(results) < len(payloads):
+            if lost_s > self._max_lost_s * len(self._workers):
+                return self._without_the_rest(results, len(payloads), lost_s)
             for worker in self._workers:
                 if not worker.running:
                     worker.start()
@@ -145,8 +156,29 @@ class Scorer:
             for worker in watched:
                 for index, reply in worker.receive():
                     results[index] = _scored(reply)
+                lost_s += worker.take_lost_s()
                 pending.extendleft(reversed(worker.take_back()))
         return [results[index] for index in range(len(payloads))]
+
+    def _without_the_rest(
+        self, results: dict[int, ScoredText], total: int, lost_s: float
+    ) -> list[ScoredText]:
+        """The verdicts there are; a failure for each that there is not."""
+        for worker in self._workers:
+            if worker.jobs:
+                worker.stop()
+        last = next((r.failure for r in reversed(results.values()) if r.failure), "")
+        logger.warning(
+            "%d of %d completions get no verdict: scores that hung or crashed took %.0f s, the "
+            "last of them: %s",
+            *(total - len(results), total, lost_s, last),
+        )
+        rest = ScoredText(
+            Score(0.0),
+            f"not judged: others of the batch hung or crashed for {lost_s:.0f} s "
+            f"(task.max_lost_s = {self._max_lost_s:g} s a worker); one of them: {last}",
+        )
+        return [results.get(index, rest) for index in range(total)]
 
     def _pickled(self, prompt: Prompt, completion: str) -> bytes:
         try:
