@@ -176,6 +176,34 @@ def test_a_row_is_independent_of_its_batch_and_of_the_launch(gpu) -> None:
         assert all(same_bits(x, y) for x, y in zip(again, other, strict=True))
 
 
+@pytest.mark.parametrize("scales", ["fp32", "pow2"])
+@pytest.mark.parametrize("kv", FORMATS)
+@pytest.mark.parametrize("heads, groups, head_dim", [(32, 8, 128), (7, 1, 128), (14, 2, 64)])
+def test_decode_quantizes_as_the_quantizer_does(
+    gpu, heads: int, groups: int, head_dim: int, kv: str, scales: str
+) -> None:
+    """Rows of one split and of several, an empty context (zeros), and NaN in one query's row."""
+    from jetrl.precision.quantize_hopper import quantize_rows
+
+    b = batch(gpu, [200, 1, 65, 2111, 1024], heads, groups, head_dim, kv)
+    width = max(map(len, b.tables))
+    table = torch.tensor([t + [0] * (width - len(t)) for t in [*b.tables, b.tables[0]]])
+    table = table.int().cuda()
+    lengths = torch.tensor([*b.lengths, 0], dtype=torch.int32, device="cuda")
+    q = b.q[:6].contiguous()
+    q[2, 0, 0] = math.nan
+    for count, limit in ((6, width * 64), (3, 1024)):  # of several splits and of one
+        arguments = (q[:count], b.pages, table[:count], lengths[:count], limit)
+        o = gpu.attend_decode(*arguments)
+        rows = gpu.attend_decode_quantized(*arguments, scales)
+        expected = quantize_rows(o.flatten(1), scales=scales)
+        assert rows.codes.shape == expected.codes.shape
+        assert rows.scales.stride() == expected.scales.stride()
+        assert torch.isnan(rows.codes[2, :head_dim].float()).all()
+        for ours, theirs in ((rows.codes, expected.codes), (rows.scales, expected.scales)):
+            torch.testing.assert_close(ours.float(), theirs.float(), rtol=0, atol=0, equal_nan=True)
+
+
 def reference(q, k, v) -> tuple[torch.Tensor, torch.Tensor]:
     """float64 attention of one sequence: q [T, H, D], k and v [T, G, D] -> o, lse [H, T]."""
     heads, groups = q.shape[1], k.shape[1]

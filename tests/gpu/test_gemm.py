@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from jetrl.bench.shapes import SHAPES as MODELS
 from jetrl.precision.gemm import fp8_matmul
 from jetrl.precision.quantize import QTensor, quantize
 
@@ -70,6 +71,67 @@ def test_rows_have_the_same_bits_at_every_m_and_in_both_libraries(gemm, kernels,
     assert not bad, f"(library, rows, different elements): {bad}"
 
 
+def layers() -> list[tuple[int, int]]:
+    """(N, K) of the linears of all families."""
+    found = {(4608, 3584), (1024, 2048), (10240, 5120), (5120, 8192), (51200, 5120), (5120, 25600)}
+    for m in MODELS.values():
+        hidden, inner, size = m["hidden_size"], m["intermediate_size"], m["head_dim"]
+        heads, groups = m["num_attention_heads"], m["num_key_value_heads"]
+        found |= {((heads + 2 * groups) * size, hidden), (hidden, heads * size)}
+        found |= {(2 * inner, hidden), (hidden, inner)}
+    return sorted(found)
+
+
+@pytest.mark.parametrize("shape", [*layers(), (1152, 896), (896, 4864), (128, 128)], ids=str)
+def test_few_rows_have_the_bits_of_the_library(gemm, kernels, shape) -> None:
+    """Ours at every number of rows of a decode step against cuBLAS at 128, eagerly and replayed."""
+    n, k = shape
+    x = random(128, k, 20)
+    weight, _ = kernels.quantize_weight(random(n, k, 21, 0.02))
+    whole = gemm.fp8_matmul_hopper(kernels.quantize_rows(x), weight, backend="cublas")
+    bad = []
+    for rows in [*range(1, 65), 65, 100, 128]:
+        out = gemm.fp8_matmul_hopper(kernels.quantize_rows(x[:rows]), weight, backend="triton")
+        if not torch.equal(out, whole[:rows]):
+            bad.append((rows, int((out != whole[:rows]).sum())))
+    assert not bad, f"(rows, different elements): {bad}"
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outs = [gemm.fp8_matmul_hopper(kernels.quantize_rows(x[:33]), weight) for _ in range(4)]
+    for _ in range(3):
+        for out in outs:
+            out.fill_(float("nan"))
+        graph.replay()
+        assert all(torch.equal(out, whole[:33]) for out in outs)
+
+
+@pytest.mark.parametrize("codes", ["any", "subnormal", "mostly zero"])
+@pytest.mark.parametrize("shape", [(6144, 4096), (4096, 12288), (24576, 4096)], ids=str)
+def test_few_rows_of_any_codes_and_scales(gemm, kernels, shape, codes: str) -> None:
+    """Every finite code, and scales over 2**40: all backends accumulate and round alike."""
+    n, k = shape
+    g = torch.Generator("cuda").manual_seed(3)
+
+    def fill(q: QTensor) -> None:
+        drawn = torch.randint(256, q.shape, generator=g, device="cuda", dtype=torch.uint8)
+        drawn = torch.where(drawn & 127 == 127, drawn ^ 1, drawn)
+        if codes == "subnormal":
+            drawn &= 0x87
+        if codes == "mostly zero":
+            drawn *= torch.rand(q.shape, generator=g, device="cuda") > 0.9
+        q.codes.copy_(drawn.view(torch.float8_e4m3fn))
+        power = torch.randint(-20, 20, q.scales.shape, generator=g, device="cuda").float()
+        q.scales.copy_(power.exp2() * (1 + torch.rand(power.shape, generator=g, device="cuda")))
+
+    a = kernels.quantize_rows(random(64, k, 22))
+    weight, _ = kernels.quantize_weight(random(n, k, 23))
+    fill(a)
+    fill(weight)
+    expected = gemm.fp8_matmul_hopper(a, weight, backend="triton")
+    for backend in backends(gemm):
+        assert torch.equal(gemm.fp8_matmul_hopper(a, weight, backend=backend), expected)
+
+
 @pytest.mark.parametrize("tokens", [63, 129, 1000, 4096, 16384])
 @pytest.mark.parametrize("shape", [(4096, 4096), (1152, 896)], ids=str)
 def test_wgrad_agrees_and_accumulates(gemm, kernels, shape, tokens) -> None:
@@ -131,7 +193,7 @@ def test_any_layout_gives_the_same_bits(gemm, kernels) -> None:
 def test_nan_reaches_the_output_row(gemm, kernels) -> None:
     x, w = random(70, 512, 9), random(256, 512, 10, 0.02)
     x[3, 5] = float("nan")
-    for backend in backends(gemm):
+    for backend in [*backends(gemm), "triton"]:
         out = gemm.fp8_matmul_hopper(
             kernels.quantize_rows(x), kernels.quantize_weight(w)[0], backend=backend
         )

@@ -91,7 +91,7 @@ def check_device() -> Check:
         step = "jetrl supports Hopper GPUs (H100, H200: sm_90); elsewhere use run.device=cpu"
         return Check("WARN", "device", detail, step)
     gemm = "DeepGEMM and cuBLAS" if importlib.util.find_spec("deep_gemm") else "cuBLAS"
-    return Check("OK", "device", f"{detail}; FP8 GEMM by {gemm}")
+    return Check("OK", "device", f"{detail}; FP8 GEMM by {gemm}, of few rows by Triton")
 
 
 def check_core(name: str) -> Check:

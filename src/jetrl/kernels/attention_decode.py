@@ -10,6 +10,9 @@ FP8 codes are widened in registers. Keys are read as the words the tensor core's
 asks for, which permutes head_dim (`channel_of_slot`). Values are read 16 bytes at a time, so that a
 thread holds neighbouring channels of a key; which channels share a tensor-core tile does not matter
 to a sum over keys, so the accumulator's columns are simply named differently when they are stored.
+
+With head_dim 128 a head's output is one 1 x 128 group of the output projection's input:
+`attend_decode_quantized` writes the codes and scales that `quantize_rows` would make of the rows.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -36,6 +39,16 @@ from jetrl.kernels.attention_core import (
     weigh_values,
 )
 from jetrl.kernels.attention_layout import BLOCK_KEYS, KeyValueCodes, check_queries
+from jetrl.precision import tile_hopper as tile
+from jetrl.precision.launch_hopper import (
+    OVERLAPPED,
+    gluon_let_next_start,
+    gluon_wait_for_previous,
+)
+from jetrl.precision.layout import empty_row_groups
+from jetrl.precision.plan import FP8_BLOCK
+from jetrl.precision.quantize import AMAX_FLOOR, FORMATS, QTensor
+from jetrl.precision.quantize_hopper import quantize_rows
 
 _STAGES = 2  # pages in shared memory: 2 beat 3 and 4 on an H200, by letting in more warps
 
@@ -154,6 +167,27 @@ def _attend_page(
 
 
 @gluon.jit
+def _store_heads(
+    o, seq, group, o_ptr, scales_ptr, scale_stride,
+    H: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, SCALED: gl.constexpr,
+    QUANTIZE: gl.constexpr, MAXIMUM: gl.constexpr, FLOOR: gl.constexpr, POW2: gl.constexpr,
+):  # fmt: skip
+    """Rows [16, D] of finished outputs, the first GROUP of them heads of `group`."""
+    if SCALED:  # the values' order of channels back to head_dim's: renames registers
+        o = o.reshape([16, D // 8, 8]).permute((0, 2, 1)).reshape([16, D])
+    heads = group * GROUP + gl.arange(0, 16, gl.SliceLayout(1, o.type.layout))
+    ok = gl.arange(0, 16, gl.SliceLayout(1, o.type.layout)) < GROUP
+    cols = gl.arange(0, D, gl.SliceLayout(0, o.type.layout))
+    places = o_ptr + seq.to(gl.int64) * (H * D) + heads[:, None] * D + cols[None, :]
+    if QUANTIZE:
+        wide = o.to(gl.float32)
+        scale, multiplier = tile.scale_and_multiplier(tile.largest(wide, 1), MAXIMUM, FLOOR, POW2)
+        o = wide * multiplier[:, None]
+        gl.store(scales_ptr + heads.to(gl.int64) * scale_stride + seq, scale, mask=ok)
+    gl.store(places, o.to(o_ptr.dtype.element_ty), mask=ok[:, None])
+
+
+@gluon.jit
 def decode_kernel(
     q_ptr,
     k_ptr,
@@ -163,9 +197,11 @@ def decode_kernel(
     pages_ptr,
     lengths_ptr,
     o_ptr,
+    scales_ptr,
     part_ptr,
     state_ptr,
     table_stride,
+    scale_stride,
     max_splits,
     G: gl.constexpr,
     GROUP: gl.constexpr,
@@ -175,6 +211,10 @@ def decode_kernel(
     STAGES: gl.constexpr,
     SCALED: gl.constexpr,
     SCORE_SCALE: gl.constexpr,
+    QUANTIZE: gl.constexpr,
+    MAXIMUM: gl.constexpr,
+    FLOOR: gl.constexpr,
+    POW2: gl.constexpr,
 ):
     """One warp for (group, sequence, split): a finished row, or the split's state."""
     mma: gl.constexpr = gl.NVMMADistributedLayout(
@@ -195,6 +235,8 @@ def decode_kernel(
     group = gl.program_id(0)
     seq = gl.program_id(1)
     split = gl.program_id(2)
+    gluon_wait_for_previous()
+    gluon_let_next_start()
     length = gl.load(lengths_ptr + seq)
     all_blocks = (length + BLOCK_N - 1) // BLOCK_N
     first = split * SPLIT
@@ -272,8 +314,10 @@ def decode_kernel(
             # A context longer than the launch was told of is NaN, not a truncated answer.
             total = gl.where(all_blocks > max_splits * SPLIT, float("nan"), total)
             o = normalize(acc, inverse(total)[:, None], SCALED).to(gl.bfloat16)
-            o_ptrs = o_ptr + seq.to(gl.int64) * (H * D) + heads[:, None] * D + cols[None, :]
-            gl.store(o_ptrs, o, mask=ok[:, None])
+            _store_heads(
+                o, seq, group, o_ptr, scales_ptr, scale_stride, H, GROUP, D, SCALED, QUANTIZE,
+                MAXIMUM, FLOOR, POW2,
+            )  # fmt: skip
         else:
             base = (seq.to(gl.int64) * max_splits + split) * H
             gl.store(
@@ -289,17 +333,25 @@ def combine_kernel(
     state_ptr,
     lengths_ptr,
     o_ptr,
+    scales_ptr,
+    scale_stride,
     max_splits,
     H: gl.constexpr,
     D: gl.constexpr,
     SPLIT_LENGTH: gl.constexpr,
     SCALED: gl.constexpr,
     CHUNK: gl.constexpr,
+    QUANTIZE: gl.constexpr,
+    MAXIMUM: gl.constexpr,
+    FLOOR: gl.constexpr,
+    POW2: gl.constexpr,
 ):
     """Fold the splits of one (head, sequence) in order, CHUNK of them loaded at a time."""
     layout: gl.constexpr = gl.BlockedLayout([D // 32], [32], [1], [0])
     head = gl.program_id(0)
     seq = gl.program_id(1)
+    gluon_wait_for_previous()
+    gluon_let_next_start()
     num_splits = (gl.load(lengths_ptr + seq) + SPLIT_LENGTH - 1) // SPLIT_LENGTH
     if (num_splits > 1) & (num_splits <= max_splits):
         d = gl.arange(0, D, layout)
@@ -322,8 +374,14 @@ def combine_kernel(
                 # Splits past the last are empty states: folding them changes nothing.
                 big_m, big_total, u, w = fold_weights(big_m, big_total, ms[i], totals[i])
                 out = gl.fma(accs[i], w, out * u)
-        o = normalize(out, inverse(big_total), SCALED)
-        gl.store(o_ptr + (seq.to(gl.int64) * H + head) * D + d, o.to(gl.bfloat16))
+        o = normalize(out, inverse(big_total), SCALED).to(gl.bfloat16).to(gl.float32)
+        if QUANTIZE:
+            amax = gl.zeros([D], gl.float32, layout) + tile.largest(o, 0)
+            scale, multiplier = tile.scale_and_multiplier(amax, MAXIMUM, FLOOR, POW2)
+            o = o * multiplier
+            gl.store(scales_ptr + head.to(gl.int64) * scale_stride + seq + d, scale, mask=d == 0)
+        places = o_ptr + (seq.to(gl.int64) * H + head) * D + d
+        gl.store(places, o.to(o_ptr.dtype.element_ty))
 
 
 def attend_decode(
@@ -341,6 +399,44 @@ def attend_decode(
     gives a row of zeros. max_length: at least the longest length; it sizes the launch and never the
     arithmetic (a longer context comes out as NaN). Returns o like q.
     """
+    o = torch.empty_like(q)
+    _launch(q, pages, block_tables, lengths, max_length, o, None, "fp32")
+    return o
+
+
+def attend_decode_quantized(
+    q: Tensor,
+    pages: KeyValueCodes,
+    block_tables: Tensor,
+    lengths: Tensor,
+    max_length: int,
+    scales: str = "fp32",
+) -> QTensor:
+    """`quantize_rows(attend_decode(...).flatten(1))`, the same bits: 1 x 128 groups of [B, H * D].
+
+    With head_dim 128 the BF16 rows are never written; with 64 a group is two heads, which may
+    belong to two warps, and the quantizer runs after.
+    """
+    batch, heads, head_dim = q.shape
+    if head_dim != FP8_BLOCK:
+        o = attend_decode(q, pages, block_tables, lengths, max_length)
+        return quantize_rows(o.view(batch, heads * head_dim), scales=scales)
+    rows = empty_row_groups(batch, heads * head_dim, FORMATS["e4m3"][0], q.device)
+    _launch(q, pages, block_tables, lengths, max_length, rows.codes, rows.scales, scales)
+    return rows
+
+
+def _launch(
+    q: Tensor,
+    pages: KeyValueCodes,
+    block_tables: Tensor,
+    lengths: Tensor,
+    max_length: int,
+    o: Tensor,
+    o_scales: Tensor | None,
+    scales: str,
+) -> None:
+    """Into o: bfloat16 [B, H, D], or codes with o_scales [B, H] of any column stride."""
     group = check_queries(q, pages)
     batch, heads, head_dim = q.shape
     if pages.k.ndim != 4 or pages.k.shape[1] != BLOCK_KEYS:
@@ -358,22 +454,22 @@ def attend_decode(
     if block_tables.shape[1] * BLOCK_KEYS < max_length or max_length < 1:
         raise ValueError(f"{block_tables.shape[1]} pages a row cannot hold {max_length} tokens")
     splits = -(-max_length // SPLIT_KEYS)
-    o = torch.empty_like(q)
     part = state = o
     if splits > 1:
         part = q.new_empty(batch, splits, heads, head_dim, dtype=torch.float32)
         state = q.new_empty(batch, splits, heads, 2, dtype=torch.float32)
     k_scales, v_scales = (o if s is None else s for s in (pages.k_scales, pages.v_scales))
+    out = (o, o, 0) if o_scales is None else (o, o_scales, o_scales.stride(1))
+    rule = (o_scales is not None, FORMATS["e4m3"][1], AMAX_FLOOR, scales == "pow2")
     decode_kernel[(pages.num_heads, batch, splits)](
-        q, pages.k, pages.v, k_scales, v_scales, block_tables, lengths, o, part, state,
-        block_tables.stride(0), splits,
+        q, pages.k, pages.v, k_scales, v_scales, block_tables, lengths, *out[:2], part, state,
+        block_tables.stride(0), out[2], splits,
         pages.num_heads, group, head_dim, BLOCK_KEYS, SPLIT_BLOCKS, _STAGES, pages.scaled,
-        score_scale(head_dim, pages.scaled),
-        num_warps=1, enable_fp_fusion=False,
+        score_scale(head_dim, pages.scaled), *rule,
+        num_warps=1, enable_fp_fusion=False, **OVERLAPPED,
     )  # fmt: skip
     if splits > 1:
         combine_kernel[(heads, batch)](
-            part, state, lengths, o, splits, heads, head_dim, SPLIT_KEYS, pages.scaled, 8,
-            num_warps=1, enable_fp_fusion=False,
+            part, state, lengths, *out, splits, heads, head_dim, SPLIT_KEYS, pages.scaled, 8, *rule,
+            num_warps=1, enable_fp_fusion=False, **OVERLAPPED,
         )  # fmt: skip
-    return o

@@ -52,7 +52,7 @@ from jetrl.kernels.attention_layout import (
 )
 
 _STAGES = 2
-_K_STEP = 32  # channels read at a time for the scores; more would not fit the registers
+_K_STEP = 64  # channels read at a time for the scores
 _TILE_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 _LINE_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 

@@ -3,6 +3,7 @@
 For any token, these give the same output bits, whatever else is in the batch:
 
     attend_decode(q_BHD, pages, block_tables, lengths, max_length)      one new token a sequence
+    attend_decode_quantized(...)                                        the same, as FP8 rows
     attend_prefill(q_THD, pages, tiles)                                 chunks, shared prefixes
     attend_packed(q_THD, k_TGD, v_TGD, codes, tiles)                    training, differentiable
 
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor
 
 from jetrl.kernels.attention_backward import attention_backward
-from jetrl.kernels.attention_decode import attend_decode
+from jetrl.kernels.attention_decode import attend_decode, attend_decode_quantized
 from jetrl.kernels.attention_forward import StagedKeys, attend_tiles, stage_keys
 from jetrl.kernels.attention_layout import KeyValueCodes, QueryTiles
 
@@ -32,6 +33,7 @@ __all__ = [
     "QueryTiles",
     "StagedKeys",
     "attend_decode",
+    "attend_decode_quantized",
     "attend_packed",
     "attend_prefill",
     "attend_tiles",

@@ -27,6 +27,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from jetrl.precision import tile_hopper as tile
+from jetrl.precision.launch_hopper import OVERLAPPED, let_next_start, wait_for_previous
 from jetrl.precision.layout import empty_row_groups, empty_token_groups
 from jetrl.precision.plan import FP8_BLOCK
 from jetrl.precision.quantize import FORMATS, QTensor
@@ -41,6 +42,7 @@ from jetrl.precision.quantize_hopper import (
 
 _BF16 = (torch.bfloat16,)
 _MAX_WIDTH = 16384
+_FEW_ROWS = 256
 _BACKWARD_PROGRAMS = 512  # fixed, so that dW has the same bits on every card
 
 
@@ -101,7 +103,11 @@ def _row_kernel(
     columns = tl.arange(0, PADDED)
     mask = columns < WIDTH
     places = row.to(tl.int64) * WIDTH + columns
+    wait_for_previous()
+    let_next_start()
     x = tl.load(x_ptr + places, mask=mask, other=0.0).to(tl.float32)
+    if WRITE_Y or QUANTIZE:
+        weight = tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
     if HAS_DELTA:
         x = x + tl.load(delta_ptr + places, mask=mask, other=0.0).to(tl.float32)
         x = round_to_bfloat16(x)
@@ -112,7 +118,6 @@ def _row_kernel(
     if WRITE_INVERSE:
         tl.store(inverse_ptr + row, inverse)
     if WRITE_Y or QUANTIZE:
-        weight = tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
         y = round_to_bfloat16(x * inverse * weight)
         if WRITE_Y:
             tl.store(y_ptr + places, y.to(tl.bfloat16), mask=mask)
@@ -303,8 +308,9 @@ def _launch_rows(
         padded,
         eps,
         **options,
-        num_warps=_warps(padded),
+        num_warps=_row_warps(num_rows, padded),
         enable_fp_fusion=False,
+        **OVERLAPPED,
     )
 
 
@@ -366,6 +372,11 @@ class _RMSNorm(torch.autograd.Function):
         dy = grads[0].to(torch.bfloat16).reshape(x.shape).contiguous()
         dx, dweight = rms_norm_backward(dy, x, weight, inverse)
         return dx.view(grads[0].shape), dweight.to(weight.dtype), None
+
+
+def _row_warps(num_rows: int, padded: int) -> int:
+    """More warps a row when rows are few and latency is all there is; no bit depends on it."""
+    return min(16, 2 * _warps(padded)) if num_rows <= _FEW_ROWS else _warps(padded)
 
 
 def _warps(padded: int) -> int:

@@ -1,10 +1,11 @@
 """From a layer's qkv to attention on Hopper: QK norm, rotary embedding, quantized keys and values.
 
-One program a token reads its row of qkv once, and writes the rotated queries and, at the token's
-slot, its keys and values as the cache stores them: FP8 codes with one scale for each head, or
-BF16. The slots of sampling are places in the pages; of training, 0..T-1 of a dense array: the same
-kernel makes the same bytes for both. The bits are the reference's throughout (`rms_norm`,
-`rotary`, `quantize_kv`): exact integer sums of squares, IEEE operations, no fusion.
+A program takes eight heads of a token. Together they read its row of qkv once, and write the
+rotated queries and, at the token's slot, its keys and values as the cache stores them: FP8 codes
+with one scale for each head, or BF16. The slots of sampling are places in the pages; of training,
+0..T-1 of a dense array: the same kernel makes the same bytes for both. The bits are the reference's
+throughout (`rms_norm`, `rotary`, `quantize_kv`): exact integer sums of squares, IEEE operations, no
+fusion.
 
 Pages: codes [pages, page_size, G, D], scales [pages, page_size, G]; a slot is page * page_size +
 the place in the page.
@@ -26,6 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from jetrl.kernels.norm_triton import grid_factor, grid_squares, inverse_rms_of
+from jetrl.precision.launch_hopper import OVERLAPPED, let_next_start, wait_for_previous
 from jetrl.precision.quantize_hopper import (
     abs_bits,
     check_matrix,
@@ -34,7 +36,11 @@ from jetrl.precision.quantize_hopper import (
     scale_and_multiplier,
 )
 
-_BACKWARD_PROGRAMS = 1024  # fixed, so that the weights' gradients have the same bits everywhere
+_HEADS = 8  # heads of a program; no bit depends on it
+_FEW_TOKENS = 256
+# Tokens of a program of the backward: fixed, so that the weights' gradients have the same bits on
+# every card.
+_BACKWARD_TOKENS = 16
 
 
 @dataclass(frozen=True)
@@ -64,6 +70,13 @@ def _load_halves(row_ptr, heads, pairs, mask, D: tl.constexpr):
     first = tl.load(row_ptr + places, mask=mask, other=0.0).to(tl.float32)
     second = tl.load(row_ptr + places + D // 2, mask=mask, other=0.0).to(tl.float32)
     return first, second
+
+
+@triton.jit
+def _angles(table_ptr, position, pairs, D: tl.constexpr):
+    """Cosines and sines [1, D/2] of a position."""
+    places = table_ptr + position * D + pairs
+    return tl.load(places)[None, :], tl.load(places + D // 2)[None, :]
 
 
 @triton.jit
@@ -118,114 +131,158 @@ def _forward_kernel(
     QUANTIZE: tl.constexpr,
     NORM: tl.constexpr,
     D: tl.constexpr,
-    Q_HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
+    HEADS: tl.constexpr,
     EPS: tl.constexpr,
     MAXIMUM: tl.constexpr,
     FLOOR_BITS: tl.constexpr,
     POW2: tl.constexpr,
 ):
-    token = tl.program_id(0).to(tl.int64)
+    """HEADS heads of one token: of its queries, its keys or its values."""
+    Q_PARTS: tl.constexpr = (H + HEADS - 1) // HEADS
+    KV_PARTS: tl.constexpr = (G + HEADS - 1) // HEADS
+    PARTS: tl.constexpr = Q_PARTS + 2 * KV_PARTS
+    token = (tl.program_id(0) // PARTS).to(tl.int64)
+    part = tl.program_id(0) % PARTS
     pairs = tl.arange(0, D // 2)
-    angles_ptr = table_ptr + tl.load(positions_ptr + token) * D
-    cosine = tl.load(angles_ptr + pairs)[None, :]
-    sine = tl.load(angles_ptr + D // 2 + pairs)[None, :]
-    row_ptr = qkv_ptr + token * (H + 2 * G) * D
-
-    heads = tl.arange(0, Q_HEADS)
-    mask = (heads < H)[:, None]
-    first, second = _load_halves(row_ptr, heads, pairs, mask, D)
-    first, second = _norm_and_rotate(first, second, cosine, sine, q_weight_ptr, pairs, NORM, D, EPS)
-    q_ptr += token * H * D
-    places = heads[:, None] * D + pairs[None, :]
-    tl.store(q_ptr + places, first.to(tl.bfloat16), mask=mask)
-    tl.store(q_ptr + places + D // 2, second.to(tl.bfloat16), mask=mask)
-
+    wait_for_previous()
+    let_next_start()
+    position = tl.load(positions_ptr + token)
     slot = token
     if HAS_SLOTS:
         slot = tl.load(slots_ptr + token)
-    if slot >= 0:
-        groups = tl.arange(0, KV_HEADS)
-        kv_mask = (groups < G)[:, None]
-        k_first, k_second = _load_halves(row_ptr + H * D, groups, pairs, kv_mask, D)
-        k_first, k_second = _norm_and_rotate(
-            k_first, k_second, cosine, sine, k_weight_ptr, pairs, NORM, D, EPS
+    row_ptr = qkv_ptr + token * (H + 2 * G) * D
+    if part < Q_PARTS:
+        heads = part * HEADS + tl.arange(0, HEADS)
+        mask = (heads < H)[:, None]
+        first, second = _load_halves(row_ptr, heads, pairs, mask, D)
+        cosine, sine = _angles(table_ptr, position, pairs, D)
+        first, second = _norm_and_rotate(
+            first, second, cosine, sine, q_weight_ptr, pairs, NORM, D, EPS
         )
-        _store_cache(
-            k_first, k_second, slot, groups, pairs, kv_mask, k_codes_ptr, k_scales_ptr, G,
-            QUANTIZE, D, MAXIMUM, FLOOR_BITS, POW2,
-        )  # fmt: skip
-        v_first, v_second = _load_halves(row_ptr + (H + G) * D, groups, pairs, kv_mask, D)
-        _store_cache(
-            v_first, v_second, slot, groups, pairs, kv_mask, v_codes_ptr, v_scales_ptr, G,
-            QUANTIZE, D, MAXIMUM, FLOOR_BITS, POW2,
-        )  # fmt: skip
+        places = q_ptr + token * H * D + (heads[:, None] * D + pairs[None, :])
+        tl.store(places, first.to(tl.bfloat16), mask=mask)
+        tl.store(places + D // 2, second.to(tl.bfloat16), mask=mask)
+    elif slot >= 0:
+        if part < Q_PARTS + KV_PARTS:
+            heads = (part - Q_PARTS) * HEADS + tl.arange(0, HEADS)
+            mask = (heads < G)[:, None]
+            first, second = _load_halves(row_ptr + H * D, heads, pairs, mask, D)
+            cosine, sine = _angles(table_ptr, position, pairs, D)
+            first, second = _norm_and_rotate(
+                first, second, cosine, sine, k_weight_ptr, pairs, NORM, D, EPS
+            )
+            _store_cache(
+                first, second, slot, heads, pairs, mask, k_codes_ptr, k_scales_ptr, G,
+                QUANTIZE, D, MAXIMUM, FLOOR_BITS, POW2,
+            )  # fmt: skip
+        else:
+            heads = (part - Q_PARTS - KV_PARTS) * HEADS + tl.arange(0, HEADS)
+            mask = (heads < G)[:, None]
+            first, second = _load_halves(row_ptr + (H + G) * D, heads, pairs, mask, D)
+            _store_cache(
+                first, second, slot, heads, pairs, mask, v_codes_ptr, v_scales_ptr, G,
+                QUANTIZE, D, MAXIMUM, FLOOR_BITS, POW2,
+            )  # fmt: skip
 
 
 @triton.jit
 def _norm_backward(
     dfirst, dsecond, first, second, weight_ptr, pairs, D: tl.constexpr, EPS: tl.constexpr
 ):
-    """(dx halves, normed * dy halves) of a head-wise RMSNorm."""
-    inverse = _head_inverse_rms(first, second, D, EPS)[:, None]
+    """(dx halves, normed * dy halves) of a head-wise RMSNorm; gradients need no exact sums."""
+    mean_square = (tl.sum(first * first, 1) + tl.sum(second * second, 1)) / D
+    inverse = tl.math.rsqrt(mean_square + EPS)[:, None]
     first, second = first * inverse, second * inverse
     first_scaled = dfirst * tl.load(weight_ptr + pairs).to(tl.float32)[None, :]
     second_scaled = dsecond * tl.load(weight_ptr + pairs + D // 2).to(tl.float32)[None, :]
     mean = (tl.sum(first_scaled * first, 1) + tl.sum(second_scaled * second, 1))[:, None] / D
     dx_first = inverse * (first_scaled - first * mean)
     dx_second = inverse * (second_scaled - second * mean)
-    return dx_first, dx_second, tl.sum(dfirst * first, 0), tl.sum(dsecond * second, 0)
+    return dx_first, dx_second, dfirst * first, dsecond * second
 
 
 @triton.jit
-def _backward_kernel(
-    grad_ptr,
-    qkv_ptr,
-    dqkv_ptr,
-    positions_ptr,
-    table_ptr,
-    weight_ptr,
-    partial_ptr,
-    num_tokens,
-    tokens_per_program,
-    HEADS: tl.constexpr,
-    row_heads,
-    offset,
-    NORM: tl.constexpr,
-    D: tl.constexpr,
-    PADDED: tl.constexpr,
-    EPS: tl.constexpr,
-):
-    program = tl.program_id(0)
+def _backward_heads(
+    grad_ptr, x_ptr, out_ptr, positions_ptr, table_ptr, weight_ptr, partial_ptr,
+    first_token, last_token, first_head, grad_stride, row_stride, COUNT: tl.constexpr,
+    HEADS: tl.constexpr, NORM: tl.constexpr, D: tl.constexpr, EPS: tl.constexpr,
+):  # fmt: skip
+    """HEADS query or key heads of some tokens; their share of the norm weight's gradient."""
     pairs = tl.arange(0, D // 2)
-    heads = tl.arange(0, PADDED)
-    mask = (heads < HEADS)[:, None]
-    first_sum = tl.zeros([D // 2], tl.float32)
-    second_sum = tl.zeros([D // 2], tl.float32)
-    start = program * tokens_per_program
-    for index in range(start, tl.minimum(start + tokens_per_program, num_tokens)):
+    heads = first_head + tl.arange(0, HEADS)
+    mask = (heads < COUNT)[:, None]
+    first_sum = tl.zeros([HEADS, D // 2], tl.float32)
+    second_sum = tl.zeros([HEADS, D // 2], tl.float32)
+    for index in tl.range(first_token, last_token, num_stages=2):
         token = tl.cast(index, tl.int64)
-        angles_ptr = table_ptr + tl.load(positions_ptr + token) * D
-        cosine = tl.load(angles_ptr + pairs)[None, :]
-        sine = tl.load(angles_ptr + D // 2 + pairs)[None, :]
-        first, second = _load_halves(grad_ptr + token * HEADS * D, heads, pairs, mask, D)
+        first, second = _load_halves(grad_ptr + token * grad_stride, heads, pairs, mask, D)
+        cosine, sine = _angles(table_ptr, tl.load(positions_ptr + token), pairs, D)
         dfirst = first * cosine + second * sine
         dsecond = second * cosine - first * sine
-        place = (token * row_heads + offset) * D
         if NORM:
-            first, second = _load_halves(qkv_ptr + place, heads, pairs, mask, D)
+            first, second = _load_halves(x_ptr + token * row_stride, heads, pairs, mask, D)
             dfirst, dsecond, first_part, second_part = _norm_backward(
                 dfirst, dsecond, first, second, weight_ptr, pairs, D, EPS
             )
             first_sum += first_part
             second_sum += second_part
-        out_ptr = dqkv_ptr + place
-        places = heads[:, None] * D + pairs[None, :]
-        tl.store(out_ptr + places, dfirst.to(tl.bfloat16), mask=mask)
-        tl.store(out_ptr + places + D // 2, dsecond.to(tl.bfloat16), mask=mask)
+        places = out_ptr + token * row_stride + (heads[:, None] * D + pairs[None, :])
+        tl.store(places, dfirst.to(tl.bfloat16), mask=mask)
+        tl.store(places + D // 2, dsecond.to(tl.bfloat16), mask=mask)
     if NORM:
-        tl.store(partial_ptr + program * D + pairs, first_sum)
-        tl.store(partial_ptr + program * D + D // 2 + pairs, second_sum)
+        tl.store(partial_ptr + pairs, tl.sum(first_sum, 0))
+        tl.store(partial_ptr + D // 2 + pairs, tl.sum(second_sum, 0))
+
+
+@triton.jit
+def _backward_kernel(
+    dq_ptr,
+    dk_ptr,
+    dv_ptr,
+    qkv_ptr,
+    dqkv_ptr,
+    positions_ptr,
+    table_ptr,
+    q_weight_ptr,
+    k_weight_ptr,
+    partial_ptr,
+    num_tokens,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    TOKENS: tl.constexpr,
+    HEADS: tl.constexpr,
+    NORM: tl.constexpr,
+    D: tl.constexpr,
+    EPS: tl.constexpr,
+):
+    """TOKENS tokens and HEADS heads: of queries, keys or values (whose gradient is copied)."""
+    Q_PARTS: tl.constexpr = (H + HEADS - 1) // HEADS
+    KV_PARTS: tl.constexpr = (G + HEADS - 1) // HEADS
+    PARTS: tl.constexpr = Q_PARTS + 2 * KV_PARTS
+    ROW: tl.constexpr = (H + 2 * G) * D
+    chunk = tl.program_id(0) // PARTS
+    part = tl.program_id(0) % PARTS
+    first = chunk * TOKENS
+    last = tl.minimum(first + TOKENS, num_tokens)
+    partial_ptr += (chunk.to(tl.int64) * (Q_PARTS + KV_PARTS) + part) * D
+    if part < Q_PARTS:
+        _backward_heads(
+            dq_ptr, qkv_ptr, dqkv_ptr, positions_ptr, table_ptr, q_weight_ptr, partial_ptr,
+            first, last, part * HEADS, H * D, ROW, H, HEADS, NORM, D, EPS,
+        )  # fmt: skip
+    elif part < Q_PARTS + KV_PARTS:
+        _backward_heads(
+            dk_ptr, qkv_ptr + H * D, dqkv_ptr + H * D, positions_ptr, table_ptr, k_weight_ptr,
+            partial_ptr, first, last, (part - Q_PARTS) * HEADS, G * D, ROW, G, HEADS, NORM, D, EPS,
+        )  # fmt: skip
+    else:
+        columns = (part - Q_PARTS - KV_PARTS) * HEADS * D + tl.arange(0, HEADS * D)
+        for start in range(0, TOKENS, 4):
+            tokens = (first + start + tl.arange(0, 4)).to(tl.int64)[:, None]
+            mask = (tokens < num_tokens) & (columns < G * D)[None, :]
+            dv = tl.load(dv_ptr + tokens * (G * D) + columns[None, :], mask=mask)
+            places = dqkv_ptr + (H + G) * D + tokens * ROW + columns[None, :]
+            tl.store(places, dv, mask=mask)
 
 
 def qk_norm_rotary_cache(
@@ -256,7 +313,8 @@ def qk_norm_rotary_cache(
     if not tokens:
         return q
     q_weight, k_weight = norm_weights or (qkv, qkv)
-    _forward_kernel[(tokens,)](
+    parts = triton.cdiv(num_heads, _HEADS) + 2 * triton.cdiv(groups, _HEADS)
+    _forward_kernel[(tokens * parts,)](
         qkv,
         positions,
         table,
@@ -274,12 +332,12 @@ def qk_norm_rotary_cache(
         cache.k_scales is not None,
         norm_weights is not None,
         head_dim,
-        triton.next_power_of_2(num_heads),
-        triton.next_power_of_2(groups),
+        _HEADS,
         eps,
         **rule("e4m3", scales),
-        num_warps=4,
+        num_warps=4 if tokens <= _FEW_TOKENS else 2,
         enable_fp_fusion=False,
+        **OVERLAPPED,
     )
     return q
 
@@ -305,36 +363,38 @@ def qk_norm_rotary_backward(
                              f"strides {list(x.stride())} on {x.device}")  # fmt: skip
     tokens, num_heads, head_dim = dq.shape
     groups = dk.shape[1]
-    row_heads = num_heads + 2 * groups
     dqkv = torch.empty_like(qkv)
-    per_program = max(1, triton.cdiv(tokens, _BACKWARD_PROGRAMS))
-    programs = triton.cdiv(tokens, per_program)
-    sums: list[Tensor | None] = []
-    for index, (grad, heads, offset) in enumerate([(dq, num_heads, 0), (dk, groups, num_heads)]):
-        partial = torch.empty(programs, head_dim, dtype=torch.float32, device=dq.device)
-        if tokens:
-            _backward_kernel[(programs,)](
-                grad,
-                qkv,
-                dqkv,
-                positions,
-                table,
-                qkv if norm_weights is None else norm_weights[index],
-                partial,
-                tokens,
-                per_program,
-                heads,
-                row_heads,
-                offset,
-                norm_weights is not None,
-                head_dim,
-                triton.next_power_of_2(heads),
-                eps,
-                num_warps=4,
-            )
-        sums.append(partial.sum(0) if norm_weights is not None else None)
-    dqkv.view(tokens, row_heads, head_dim)[:, num_heads + groups :].copy_(dv)
-    return dqkv, sums[0], sums[1]
+    q_parts, kv_parts = triton.cdiv(num_heads, _HEADS), triton.cdiv(groups, _HEADS)
+    chunks = triton.cdiv(tokens, _BACKWARD_TOKENS)
+    partial = torch.empty(
+        chunks, q_parts + kv_parts, head_dim, dtype=torch.float32, device=dq.device
+    )
+    q_weight, k_weight = norm_weights or (qkv, qkv)
+    if tokens:
+        _backward_kernel[(chunks * (q_parts + 2 * kv_parts),)](
+            dq,
+            dk,
+            dv,
+            qkv,
+            dqkv,
+            positions,
+            table,
+            q_weight,
+            k_weight,
+            partial,
+            tokens,
+            num_heads,
+            groups,
+            _BACKWARD_TOKENS,
+            _HEADS,
+            norm_weights is not None,
+            head_dim,
+            eps,
+            num_warps=2,
+        )
+    if norm_weights is None:
+        return dqkv, None, None
+    return dqkv, partial[:, :q_parts].sum((0, 1)), partial[:, q_parts:].sum((0, 1))
 
 
 def dense_cache(

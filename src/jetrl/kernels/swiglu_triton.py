@@ -25,6 +25,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from jetrl.precision import tile_hopper as tile
+from jetrl.precision.launch_hopper import OVERLAPPED, let_next_start, wait_for_previous
 from jetrl.precision.layout import empty_row_groups, empty_token_groups
 from jetrl.precision.plan import FP8_BLOCK
 from jetrl.precision.quantize import FORMATS, FP8Format, QTensor
@@ -34,11 +35,12 @@ from jetrl.precision.quantize_hopper import (
     round_to_bfloat16,
     rule,
     store_row_groups,
+    tile_rows,
     tile_rule,
 )
 
 _LOG2_E = 1.4426950408889634
-_ROWS = 32  # rows of a tile where no 128 x 1 groups are made; each row's bits are its own
+_ROWS = 32  # rows of a tile of the plain backward; each row's bits are its own
 _BF16 = (torch.bfloat16,)
 
 
@@ -74,6 +76,8 @@ def _rows_kernel(
 ):
     block, column = tl.program_id(0) // column_blocks, tl.program_id(0) % column_blocks
     rows = block * ROWS + tl.arange(0, ROWS)
+    wait_for_previous()
+    let_next_start()
     gate = load_tile(x_ptr, rows, column, num_rows, num_columns, 2 * num_columns)
     up = load_tile(x_ptr + num_columns, rows, column, num_rows, num_columns, 2 * num_columns)
     y = round_to_bfloat16(gate * sigmoid(gate, LOG2_E) * up)
@@ -240,7 +244,7 @@ def _launch_rows(
     column_blocks = width // FP8_BLOCK
     if not num_rows:
         return
-    _rows_kernel[(triton.cdiv(num_rows, _ROWS) * column_blocks,)](
+    _rows_kernel[(triton.cdiv(num_rows, tile_rows(num_rows)) * column_blocks,)](
         gate_up,
         gate_up if y is None else y,
         rows.codes if rows else gate_up,
@@ -249,12 +253,13 @@ def _launch_rows(
         width,
         rows.scales.stride(1) if rows else 0,
         column_blocks,
-        _ROWS,
+        tile_rows(num_rows),
         rows is not None,
         _LOG2_E,
         **options,
         num_warps=4,
         enable_fp_fusion=False,
+        **OVERLAPPED,
     )
 
 

@@ -1,6 +1,6 @@
-"""The one GEMM on Hopper: `precision.gemm`'s functions on cuBLAS and DeepGEMM.
+"""The one GEMM on Hopper: `precision.gemm`'s functions on cuBLAS, DeepGEMM and a kernel of ours.
 
-Both libraries follow the canonical order (for each 128 of K: the tensor core from zero, then one
+All follow the canonical order (for each 128 of K: the tensor core from zero, then one
 float32 multiply-add with the two scales, K blocks in order). For a 1 x 128 operand by a 128 x 128
 weight (FProp, DGrad) they give the same bits, and a row the same bits at any number of rows;
 tests/gpu/test_gemm.py holds them to it. The one exception known is a cuBLAS choice of split K at
@@ -9,6 +9,7 @@ last bits differ, so WGrad is cuBLAS's unless a caller names the other.
 
 cuBLAS is `torch.nn.functional.scaled_mm` (torch >= 2.11). DeepGEMM, where its package is installed,
 is faster at few rows and takes FProp and DGrad with BF16 results; its kernels compile on first use.
+`gemm_rows_hopper` is faster still at the rows of a decode step.
 """
 
 from __future__ import annotations
@@ -23,11 +24,13 @@ from torch import Tensor
 from torch.nn.functional import ScalingType, scaled_mm
 
 from jetrl.errors import UserError
+from jetrl.precision.gemm_rows_hopper import rows_matmul
 from jetrl.precision.layout import padded_rows, round_up
 from jetrl.precision.plan import FP8_BLOCK
 from jetrl.precision.quantize import QTensor
 
-Backend = Literal["cublas", "deep_gemm"]
+Backend = Literal["cublas", "deep_gemm", "triton"]
+_FEW_ROWS, _WIDE = 64, 16896
 
 
 def require_hopper(device: torch.device | int | None = None) -> None:
@@ -47,9 +50,13 @@ def deep_gemm_installed() -> bool:
 
 
 def backend_for(a: QTensor, b: QTensor, out_dtype: torch.dtype) -> Backend:
-    """The library that `fp8_matmul_hopper` uses for these operands when not told."""
-    takes = b.block[0] == FP8_BLOCK and out_dtype == torch.bfloat16
-    return "deep_gemm" if takes and deep_gemm_installed() else "cublas"
+    """What `fp8_matmul_hopper` uses for these operands when not told; they agree to the bit."""
+    if b.block[0] != FP8_BLOCK or out_dtype != torch.bfloat16:
+        return "cublas"
+    rows, wide = a.shape[0], b.shape[0] > _WIDE
+    if rows <= _FEW_ROWS or (rows <= 2 * _FEW_ROWS and (wide or not deep_gemm_installed())):
+        return "triton"
+    return "deep_gemm" if deep_gemm_installed() else "cublas"
 
 
 def fp8_matmul_hopper(
@@ -72,6 +79,10 @@ def fp8_matmul_hopper(
     _check(a, b, out_dtype, accumulate)
     chosen = backend or backend_for(a, b, out_dtype)
     rows, codes, scales = _row_operand(a)
+    if chosen == "triton":
+        if b.block[0] != FP8_BLOCK or out_dtype != torch.bfloat16 or accumulate is not None:
+            raise ValueError(f"triton gives bfloat16 for a 128 x 128 weight, not {out_dtype}")
+        return rows_matmul(rows, codes, scales, b)
     function = _deep_gemm if chosen == "deep_gemm" else _cublas
     return function(rows, codes, scales, b, out_dtype, accumulate)
 

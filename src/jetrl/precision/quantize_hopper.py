@@ -29,6 +29,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from jetrl.precision import tile_hopper as tile
+from jetrl.precision.launch_hopper import OVERLAPPED, let_next_start, wait_for_previous
 from jetrl.precision.layout import empty_row_groups, empty_token_groups, empty_weight
 from jetrl.precision.plan import FP8_BLOCK
 from jetrl.precision.quantize import AMAX_FLOOR, FORMATS, FP8Format, QTensor
@@ -36,7 +37,7 @@ from jetrl.precision.quantize import AMAX_FLOOR, FORMATS, FP8Format, QTensor
 _FLOOR_BITS = struct.unpack("<i", struct.pack("<f", AMAX_FLOOR))[0]
 # Two programs of a tile share a multiprocessor with at most 128 registers a thread.
 TILE_OPTIONS = {"num_warps": tile.NUM_WARPS, "maxnreg": 128, "enable_fp_fusion": False}
-_ROWS = 32  # rows of a tile of the rows kernel; groups are exact, so no bit depends on it
+_FEW_ROWS = 256
 
 
 @triton.jit
@@ -127,6 +128,8 @@ def _rows_kernel(
 ):
     block, column = tl.program_id(0) // column_blocks, tl.program_id(0) % column_blocks
     rows = block * ROWS + tl.arange(0, ROWS)
+    wait_for_previous()
+    let_next_start()
     y = load_tile(x_ptr, rows, column, num_rows, num_columns, row_stride)
     store_row_groups(
         y, rows, column, num_rows, num_columns, codes_ptr, scales_ptr, scale_stride,
@@ -209,6 +212,12 @@ def tile_rule(format: FP8Format, scales: str) -> dict[str, Any]:
     return {**constants, "FLOOR": AMAX_FLOOR, **TILE_OPTIONS}
 
 
+def tile_rows(num_rows: int) -> int:
+    """Rows of a tile of 128 columns with 1 x 128 groups only: few for a decode step, where latency
+    is all there is. Groups are exact, so no bit depends on it."""
+    return 8 if num_rows <= _FEW_ROWS else 32
+
+
 def check_matrix(name: str, x: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
     """ValueError unless x is a CUDA matrix of one of `dtypes` whose rows are contiguous."""
     if not x.is_cuda or x.dim() != 2 or x.dtype not in dtypes or x.stride(1) != 1:
@@ -256,7 +265,7 @@ def _quantize(
         return rows, tokens
     if tokens is None:
         assert rows is not None
-        _rows_kernel[(triton.cdiv(num_rows, _ROWS) * column_blocks,)](
+        _rows_kernel[(triton.cdiv(num_rows, tile_rows(num_rows)) * column_blocks,)](
             x,
             rows.codes,
             rows.scales,
@@ -265,10 +274,11 @@ def _quantize(
             x.stride(0),
             rows.scales.stride(1),
             column_blocks,
-            _ROWS,
+            tile_rows(num_rows),
             **rule(format, scales),
             num_warps=4,
             enable_fp_fusion=False,
+            **OVERLAPPED,
         )
         return rows, None
     _tile_kernel[(triton.cdiv(num_rows, FP8_BLOCK) * column_blocks,)](

@@ -1,0 +1,51 @@
+"""Programmatic dependent launch: a kernel of decode starts while the one before it ends.
+
+Decode is a chain of kernels of a few microseconds, and a launch costs one of them. A kernel that is
+launched with `OVERLAPPED` may start as soon as every program of the one before has called
+`let_next_start`, or ended. It may then set itself up and read weights; it calls
+`wait_for_previous` before it reads or writes anything else, and `let_next_start` only after that.
+So whatever a kernel reads before its wait was written before the kernel before it began: weights
+must not be written by a kernel that calls `let_next_start`.
+
+Without the launch attribute, or behind a kernel that never calls it, both are no-operations.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+# (a Triton function may annotate nothing but its compile-time constants)
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+OVERLAPPED = {"launch_pdl": True}
+
+
+@triton.jit
+def wait_for_previous():
+    tl.inline_asm_elementwise(
+        "griddepcontrol.wait; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def let_next_start():
+    tl.inline_asm_elementwise(
+        "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def gluon_wait_for_previous():
+    gl.inline_asm_elementwise(
+        "griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def gluon_let_next_start():
+    gl.inline_asm_elementwise(
+        "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
