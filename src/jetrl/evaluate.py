@@ -10,12 +10,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from jetrl.environment import TaskEnvironment, turns_of
 from jetrl.errors import UserError
 from jetrl.models.chat import encode_prompt
 from jetrl.policy import Policy
 from jetrl.rollout.engine import ProgressCallback, RolloutEngine
-from jetrl.tasks import Scorer, Task, read_prompts
-from jetrl.types import Completion, Prompt, Sample, SamplingParams
+from jetrl.tasks import ScoredText, Scorer, Task, read_prompts
+from jetrl.types import Completion, Prompt, Sample, SamplingParams, Score
 
 
 @dataclass(frozen=True)
@@ -80,17 +81,25 @@ def encode_prompts(
 
 def sample_prompts(
     engine: RolloutEngine,
+    scorer: Scorer,
     prompts: Sequence[EncodedPrompt],
     params: SamplingParams,
+    max_turns: int = 1,
     progress: ProgressCallback | None = None,
 ) -> list[Completion]:
     """params.n completions for each prompt, in order. A completion ends at params.stop and at the
-    prompt's own stop strings; prompts that share these are sampled together."""
+    prompt's own stop strings; prompts that share these are sampled together. With max_turns above 1
+    it goes on from there for as long as the task's `step` says so."""
     found: dict[int, Completion] = {}
     for stop in dict.fromkeys(prompt.stop for prompt in prompts):
         members = [i for i, prompt in enumerate(prompts) if prompt.stop == stop]
         both = dataclasses.replace(params, stop=tuple(dict.fromkeys((*params.stop, *stop))))
-        drawn = engine.generate([list(prompts[i].token_ids) for i in members], both, progress)
+        environment = None
+        if max_turns > 1:
+            asked = [prompts[i].prompt for i in members]
+            environment = TaskEnvironment(scorer, asked, params.n, max_turns)
+        token_ids = [list(prompts[i].token_ids) for i in members]
+        drawn = engine.generate(token_ids, both, progress, environment=environment)
         for place, completion in enumerate(drawn):
             member, number = divmod(place, params.n)
             found[members[member] * params.n + number] = completion
@@ -100,21 +109,27 @@ def sample_prompts(
 def score_completions(
     scorer: Scorer, prompts: Sequence[EncodedPrompt], completions: Sequence[Completion]
 ) -> list[Sample]:
-    """Samples of `len(completions) / len(prompts)` completions a prompt, grouped by prompt."""
+    """Samples of `len(completions) / len(prompts)` completions a prompt, grouped by prompt. What an
+    environment broke down at is not scored: its failure is the sample's, and the reward 0."""
     each = len(completions) // len(prompts)
-    pairs = [(prompts[i // each].prompt, c.text) for i, c in enumerate(completions)]
+    judged = [i for i, completion in enumerate(completions) if not completion.failure]
+    pairs = [
+        (prompts[i // each].prompt, completions[i].turns or completions[i].text) for i in judged
+    ]
+    verdicts = dict(zip(judged, scorer.score(pairs), strict=True))
+    for i, completion in enumerate(completions):
+        if completion.failure:
+            verdicts[i] = ScoredText(Score(0.0), completion.failure)
     return [
         Sample(
             prompt=prompts[i // each].prompt,
             group=i // each,
             prompt_token_ids=prompts[i // each].token_ids,
             completion=completion,
-            score=verdict.score,
-            failure=verdict.failure,
+            score=verdicts[i].score,
+            failure=verdicts[i].failure,
         )
-        for i, (completion, verdict) in enumerate(
-            zip(completions, scorer.score(pairs), strict=True)
-        )
+        for i, completion in enumerate(completions)
     ]
 
 
@@ -124,10 +139,12 @@ def evaluate(
     prompts: Sequence[EncodedPrompt],
     params: SamplingParams,
     threshold: float = 1.0,
+    max_turns: int = 1,
     progress: ProgressCallback | None = None,
 ) -> Evaluation:
     """Sample and score params.n completions of each prompt; a reward >= threshold is a solution."""
-    samples = score_completions(scorer, prompts, sample_prompts(engine, prompts, params, progress))
+    completions = sample_prompts(engine, scorer, prompts, params, max_turns, progress)
+    samples = score_completions(scorer, prompts, completions)
     tasks = dict.fromkeys(sample.prompt.task for sample in samples)
     parts = {
         task: _judge([s for s in samples if s.prompt.task == task], params.n, threshold)
@@ -165,8 +182,11 @@ def evaluate_model(
     num_prompts: int = 0,
     threshold: float = 1.0,
     system_prompt: str | None = None,
+    max_turns: int | None = None,
     progress: ProgressCallback | None = None,
 ) -> Evaluation:
-    """A policy on a task's split: its first num_prompts prompts, 0 for all."""
+    """A policy on a task's split: its first num_prompts prompts, 0 for all. max_turns: default the
+    task's own."""
     encoded = encode_prompts(policy, task, split, num_prompts, system_prompt)
-    return evaluate(RolloutEngine(policy), scorer, encoded, params, threshold, progress)
+    turns = turns_of(task, max_turns)
+    return evaluate(RolloutEngine(policy), scorer, encoded, params, threshold, turns, progress)

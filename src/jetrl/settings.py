@@ -97,6 +97,9 @@ class TaskSettings(Section):
     eval_split: str = Field("test", description="held-out split")
     system_prompt: str | None = Field(None, description="put before chat prompts")
     options: dict[str, Any] = Field(default_factory=dict, description="passed to the task by name")
+    max_turns: Positive | None = Field(
+        None, description="turns of a completion at most; unset: the task's own (1 for most)"
+    )
     workers: NonNegative = Field(2, description="scoring processes; 0: score in this process")
     timeout_s: PositiveFloat = Field(
         10.0, description="seconds; a score that takes longer counts 0, its worker is restarted"

@@ -42,9 +42,19 @@ def sample_metrics(samples: Sequence[Sample]) -> dict[str, float]:
             for task, own in by_task.items()
         },
         "response_length/mean": float(np.mean([len(s.completion.token_ids) for s in samples])),
+        **_turn_metrics(samples),
         "response_length/clip_ratio": float(
             np.mean([s.completion.finish_reason == "length" for s in samples])
         ),
+    }
+
+
+def _turn_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+    if not any(s.completion.turns for s in samples):
+        return {}
+    return {
+        "response_length/turns": float(np.mean([len(s.completion.turns) for s in samples])),
+        "response_length/sampled": float(np.mean([s.completion.num_sampled for s in samples])),
     }
 
 

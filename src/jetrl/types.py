@@ -157,6 +157,16 @@ class Sample:
 
 
 @dataclass(frozen=True)
+class Example:
+    """A worked answer to imitate, as token ids. environment: as in `Completion`; what it spans is
+    not imitated."""
+
+    prompt: Sequence[int]
+    completion: Sequence[int]
+    environment: Sequence[tuple[int, int]] = ()
+
+
+@dataclass(frozen=True)
 class Batch:
     """Sequences packed end to end, no padding: the input of one forward and backward.
 

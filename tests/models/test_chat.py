@@ -7,9 +7,9 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from jetrl.errors import UserError
-from jetrl.models.chat import decode, encode_prompt, encode_reply, encode_text
+from jetrl.models.chat import decode, encode_prompt, encode_reply, encode_text, encode_turns
 from jetrl.models.tiny import character_tokenizer
-from jetrl.types import Prompt
+from jetrl.types import Prompt, Turn
 
 TEMPLATE = (
     "{% for m in messages %}"
@@ -155,6 +155,27 @@ def test_a_message_continues_the_conversation_as_the_template_writes_it(
     cut = said[:-1]  # a stop string ended the turn: the template's end token is not there yet
     longer = encode_reply(tokenizer, {"role": "tool", "content": "5"}, cut)
     assert prompt + cut + longer == encode_prompt(tokenizer, whole)
+
+
+def test_a_worked_answer_of_turns_is_the_sequence_that_sampling_gives(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    eos = tokenizer.eos_token_id
+    plain = encode_turns(tokenizer, [7], [Turn("<<2+3>>", "=5"), Turn("5")])
+    assert plain.environment == [(7, 9)]
+    assert plain.completion[-1] == eos
+    assert decode(tokenizer, plain.completion) == "<<2+3>>=55"
+    assert eos not in plain.completion[:-1]
+    tokenizer.chat_template = QWEN
+    turns = [Turn("call(2+3)", {"role": "tool", "content": "5"}), Turn("it is 5")]
+    prompt = encode_prompt(tokenizer, says(("user", "2+3?")))
+    example = encode_turns(tokenizer, prompt, turns)
+    whole = says(("user", "2+3?"), ("assistant", "call(2+3)"), ("tool", "5"))
+    wanted = encode_prompt(tokenizer, whole) + encode_text(tokenizer, "it is 5", begin=False)
+    assert [*example.prompt, *example.completion] == [*wanted, eos]
+    ((start, end),) = example.environment
+    assert example.completion[start - 1] == eos
+    assert decode(tokenizer, example.completion[end:]) == "it is 5"
 
 
 @pytest.mark.parametrize(

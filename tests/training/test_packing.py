@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -16,6 +18,7 @@ from jetrl.training.packing import (
     trained_lengths,
     with_advantages,
 )
+from jetrl.types import Example
 
 
 def advantages(samples):
@@ -122,11 +125,22 @@ def test_lengths_must_agree(sample):
 
 
 def test_examples():
-    batches = pack_examples([([1, 2], [3]), ([4], [5, 6])], 3)
+    batches = pack_examples([Example([1, 2], [3]), Example([4], [5, 6])], 3)
     assert [b.token_ids.tolist() for b in batches] == [[1, 2, 3], [4, 5, 6]]
     assert [b.loss_mask.tolist() for b in batches] == [[0, 0, 1], [0, 1, 1]]
     with pytest.raises(UserError, match=r"example 1: its completion"):
-        pack_examples([([1], [2]), ([1], [])], 3)
+        pack_examples([Example([1], [2]), Example([1], [])], 3)
+
+
+def test_what_an_environment_said_is_no_target(sample):
+    plain = sample(0, [1, 2], [3, 4, 5, 6, 7], logprobs=[-1.0, -2.0, 0.0, 0.0, -3.0])
+    completion = dataclasses.replace(plain.completion, environment=((2, 4),))
+    (batch,) = pack([dataclasses.replace(plain, completion=completion)], 100)
+    assert batch.loss_mask.tolist() == [0, 0, 1, 1, 0, 0, 1]
+    assert batch.rollout_logprobs.tolist() == [0, 0, -1, -2, 0, 0, -3]
+    assert trained_lengths(batch).tolist() == [3]
+    (batch,) = pack_examples([Example([1], [2, 3, 4], [(1, 2)])], 100)
+    assert batch.loss_mask.tolist() == [0, 1, 0, 1]
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from jetrl.algorithms import ALGORITHMS
 from jetrl.config import Settings
 from jetrl.errors import MismatchError, RunStopped, UserError
 from jetrl.training import SftTrainer, StepMismatchError, Trainer, group_advantages
+from jetrl.types import Example
 
 REWARDS = [1.0, 0.0, 0.0, 1.0, 0.5, 0.0, 0.0, 2.0]
 
@@ -371,7 +372,7 @@ def test_what_is_rewarded_becomes_likelier(bigram, sample):
 
 
 class TestSft:
-    EXAMPLES = (([1, 2], [3, 4]), ([5], [6]), ([2, 2, 2], [3, 0, 1]))
+    EXAMPLES = (Example([1, 2], [3, 4]), Example([5], [6]), Example([2, 2, 2], [3, 0, 1]))
 
     def test_loss_is_the_token_mean_and_falls(self, bigram):
         policy = bigram()

@@ -19,6 +19,7 @@ from jetrl.training import (
 )
 from jetrl.training.forward import at_targets, batch_logprobs
 from jetrl.training.packing import with_advantages
+from jetrl.types import Example
 
 CONFIG = {
     "model_type": "qwen3",
@@ -207,6 +208,6 @@ def test_sft_learns_one_answer():
         update={"sft": make_settings().sft.model_copy(update={"lr": 1e-2, "steps": 20})}
     )
     trainer = SftTrainer(policy, settings)
-    examples = [([1, 2, 3], [4, 5, 6]), ([3, 2, 1], [6, 5, 4])]
+    examples = [Example([1, 2, 3], [4, 5, 6]), Example([3, 2, 1], [6, 5, 4])]
     losses = [trainer.step(examples)["sft/loss"] for _ in range(20)]
     assert losses[-1] < 0.1 * losses[0]

@@ -72,6 +72,7 @@ def run(args: argparse.Namespace) -> int:
             num_prompts=args.prompts,
             threshold=args.threshold,
             system_prompt=wanted.system_prompt,
+            max_turns=wanted.max_turns,
         )
     print(as_json(result) if args.json else as_text(result, args.samples))
     return 0

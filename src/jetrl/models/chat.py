@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from transformers import PreTrainedTokenizerBase
 
 from jetrl.errors import UserError
-from jetrl.types import Prompt
+from jetrl.types import Example, Prompt, Turn
 
 _MARK = "jetrl-marks-the-assistant"  # what a template writes around it is cut at this text
 
@@ -113,6 +113,35 @@ def encode_reply(
     if written and end.startswith(written):
         end = end.removeprefix(written)
     return encode_text(tokenizer, end + gone_on[len(said_alone) :], where, begin=False)
+
+
+def encode_turns(
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: Sequence[int],
+    turns: Sequence[Turn],
+    where: str = "answer",
+) -> Example:
+    """A worked answer as the sequence that sampling it would have been.
+
+    prompt: its token ids. turns: at least one; the last one ends with the end-of-sequence token,
+    if the tokenizer has one, and so does a turn that a message follows. A turn that a text follows
+    is written as it is: the task's stop string is part of it.
+
+    Raises:
+        UserError: as `encode_text` and `encode_reply`.
+    """
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    completion: list[int] = []
+    environment = []
+    for turn in turns:
+        said = encode_text(tokenizer, turn.completion, where, begin=False)
+        said += [] if isinstance(turn.reply, str) else end
+        completion += said
+        if turn.reply is not None:
+            start = len(completion)
+            completion += encode_reply(tokenizer, turn.reply, said, where)
+            environment.append((start, len(completion)))
+    return Example(prompt, completion, environment)
 
 
 def decode(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> str:

@@ -100,6 +100,12 @@ METRICS: tuple[Metric, ...] = (
         "completions cut off at rollout.max_tokens",
         known_as={"verl": "response_length/clip_ratio", "TRL": "completions/clipped_ratio"},
     ),
+    Metric("response_length/turns", "turns", "mean number of turns, of a task that has turns"),
+    Metric(
+        "response_length/sampled",
+        "tokens",
+        "mean tokens that the model drew, of a task that has turns: without the environment's",
+    ),
     Metric(
         "response_length/task/<task>",
         "tokens",

@@ -195,6 +195,8 @@ def _sample(record: Record) -> Html:
     reward = float(record.get("reward", 0.0))
     tone = "good" if reward > 0 else "bad" if record.get("failure") or reward < 0 else ""
     facts = [f"{len(record.get('token_ids', ()))} tokens"]
+    if len(record.get("turns") or ()) > 1:
+        facts.append(f"{len(record['turns'])} turns")
     if record.get("finish_reason") == "length":
         facts.append("cut off at the limit")
     if record.get("answer") is not None:
@@ -207,9 +209,26 @@ def _sample(record: Record) -> Html:
         f'<article class="card sample"><header><span class="pill {tone}">reward '
         f"{text(number(reward))}</span>{text(' · '.join(facts))}</header>"
         f'<pre class="prompt">{text(_shortened(prompt_text(record), MAX_PROMPT))}</pre>'
-        f"<pre>{text(_shortened(str(record.get('completion', '')), MAX_COMPLETION))}</pre>"
-        "</article>"
+        f"{_completion(record)}</article>"
     )
+
+
+def _completion(record: Record) -> Html:
+    """The completion's text; of one with turns, turn by turn, with what the environment said."""
+    turns = record.get("turns")
+    if not isinstance(turns, list) or not turns:
+        content = _shortened(str(record.get("completion", "")), MAX_COMPLETION)
+        return Html(f"<pre>{text(content)}</pre>")
+    pieces = []
+    for turn in turns:
+        said, reply = str(turn.get("completion", "")), turn.get("reply")
+        pieces.append(Html(f"<pre>{text(_shortened(said, MAX_COMPLETION))}</pre>"))
+        if reply is not None:
+            role = reply.get("role", "reply") if isinstance(reply, dict) else "reply"
+            content = reply.get("content", "") if isinstance(reply, dict) else reply
+            shown = f"{role}: {_shortened(str(content), MAX_COMPLETION)}"
+            pieces.append(Html(f'<pre class="reply">{text(shown)}</pre>'))
+    return join(pieces)
 
 
 def _shortened(content: str, width: int) -> str:

@@ -98,6 +98,8 @@ pre { margin: 0; font: 13px/1.5 ui-monospace, SFMono-Regular, Menlo, Consolas, m
 .sample pre { padding: 8px 10px; border-radius: 8px; background: var(--code); margin-top: 6px;
   max-height: 320px; overflow: auto; }
 .sample pre.prompt { background: none; padding: 0 2px; color: var(--soft); }
+.sample pre.reply { background: none; border-left: 3px solid var(--line); border-radius: 0;
+  margin-left: 14px; padding: 2px 10px; color: var(--soft); }
 .scroll { overflow-x: auto; padding: 6px 16px; }
 table { border-collapse: collapse; width: 100%; font-size: 14px; }
 td, th { text-align: left; vertical-align: top; padding: 6px 18px 6px 0; overflow-wrap: anywhere; }

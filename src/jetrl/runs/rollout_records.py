@@ -6,9 +6,10 @@ a prompt's `metadata` is not, since a task may put anything in it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from jetrl.types import Completion, Prompt, Sample, Score
+from jetrl.types import Completion, Prompt, Sample, Score, Turn
 
 
 def record_of(step: int, sample: Sample) -> dict[str, Any]:
@@ -31,6 +32,7 @@ def record_of(step: int, sample: Sample) -> dict[str, Any]:
         "prompt_token_ids": [int(token) for token in sample.prompt_token_ids],
         "token_ids": [int(token) for token in completion.token_ids],
         "logprobs": [float(value) for value in completion.logprobs],
+        **_turns_of(completion),
     }
 
 
@@ -51,10 +53,26 @@ def sample_of(record: dict[str, Any]) -> Sample:
             logprobs=tuple(record["logprobs"]),
             finish_reason=record["finish_reason"],
             text=record["completion"],
+            environment=tuple((start, end) for start, end in record.get("environment", ())),
+            turns=tuple(Turn(t["completion"], t["reply"]) for t in record.get("turns", ())),
         ),
         score=Score(record["reward"], record["parts"]),
         failure=record["failure"],
     )
+
+
+def _turns_of(completion: Completion) -> dict[str, Any]:
+    """What a completion with turns has beside its text: who wrote what, and which tokens."""
+    if not completion.turns:
+        return {}
+    turns = [
+        {
+            "completion": turn.completion,
+            "reply": dict(turn.reply) if isinstance(turn.reply, Mapping) else turn.reply,
+        }
+        for turn in completion.turns
+    ]
+    return {"turns": turns, "environment": [list(span) for span in completion.environment]}
 
 
 def prompt_text(record: dict[str, Any]) -> str:

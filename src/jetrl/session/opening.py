@@ -12,6 +12,7 @@ from typing import Any
 
 from jetrl.building import build_policy
 from jetrl.config import Settings
+from jetrl.environment import turns_of
 from jetrl.errors import StorageError
 from jetrl.evaluate import EncodedPrompt, encode_prompts
 from jetrl.policy import Policy
@@ -27,11 +28,13 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class Parts:
     """What a run is made of. prompts, eval_prompts: encoded, in the order of their split; no
-    eval_prompts where nothing is evaluated. attempt: this start of the program."""
+    eval_prompts where nothing is evaluated. max_turns: of a completion. attempt: this start of the
+    program."""
 
     settings: Settings
     plan: PrecisionPlan
     task: Task
+    max_turns: int
     policy: Policy
     prompts: list[EncodedPrompt]
     eval_prompts: list[EncodedPrompt]
@@ -53,6 +56,7 @@ def open_parts(settings: Settings, resume: bool, stack: contextlib.ExitStack) ->
     wanted = settings.task
     options: dict[str, Any] = dict(wanted.options)
     task = get_task(wanted.name, path=wanted.path, **options)
+    max_turns = turns_of(task, wanted.max_turns)
     policy = build_policy(settings, plan, task)
     prompts = encode_prompts(policy, task, wanted.split, system_prompt=wanted.system_prompt)
     eval_prompts = (
@@ -97,6 +101,7 @@ def open_parts(settings: Settings, resume: bool, stack: contextlib.ExitStack) ->
         settings=settings,
         plan=plan,
         task=task,
+        max_turns=max_turns,
         policy=policy,
         prompts=prompts,
         eval_prompts=eval_prompts,

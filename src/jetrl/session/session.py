@@ -190,9 +190,12 @@ class Session:
             stop=rollout.stop,
             seed=derive_seed(self.settings.run.seed, "rollout", step, *([again] if again else [])),
         )
+        parts = self.parts
         with self.stops.giving_up(), self.phases.phase("rollout"):
-            completions = sample_prompts(self.parts.engine, prompts, params, self._progress)
-        self._rollout_tokens += sum(len(c.token_ids) for c in completions)
+            completions = sample_prompts(
+                parts.engine, parts.scorer, prompts, params, parts.max_turns, self._progress
+            )
+        self._rollout_tokens += sum(c.num_sampled for c in completions)
         return completions
 
     def score(
@@ -332,6 +335,7 @@ class Session:
                 parts.eval_prompts,
                 params,
                 settings.threshold,
+                parts.max_turns,
                 self._progress,
             )
 

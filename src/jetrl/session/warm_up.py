@@ -7,7 +7,7 @@ from collections.abc import Callable
 from jetrl.config import Settings
 from jetrl.errors import TimeLimitReached, UserError
 from jetrl.evaluate import EncodedPrompt
-from jetrl.models.chat import encode_text
+from jetrl.models.chat import encode_turns
 from jetrl.session.display import Display
 from jetrl.session.drawing import Drawing
 from jetrl.session.opening import Parts
@@ -15,7 +15,7 @@ from jetrl.session.phases import Phases
 from jetrl.session.saved import Saved
 from jetrl.session.stops import Stops
 from jetrl.training import SftTrainer
-from jetrl.types import StepStats
+from jetrl.types import Example, StepStats, Turn
 
 
 def warm_up(
@@ -43,7 +43,7 @@ def warm_up(
         display.note(note)
     drawing = Drawing(settings, parts.prompts, parts.task.weights, use="sft")
 
-    def examples(update: int) -> list[tuple[list[int], list[int]]]:
+    def examples(update: int) -> list[Example]:
         chosen = drawing.draw(update, sft.examples_per_step)
         return [_example(parts, encoded) for encoded in chosen]
 
@@ -80,8 +80,8 @@ def _is_enough(
     return reached >= sft.until
 
 
-def _example(parts: Parts, encoded: EncodedPrompt) -> tuple[list[int], list[int]]:
-    """(prompt ids, worked answer with its end).
+def _example(parts: Parts, encoded: EncodedPrompt) -> Example:
+    """A prompt's worked answer, with its end.
 
     Raises:
         UserError: the task has no worked answers, or the model no tokenizer to write them in.
@@ -94,7 +94,5 @@ def _example(parts: Parts, encoded: EncodedPrompt) -> tuple[list[int], list[int]
             f"none for prompt {encoded.prompt.id!r}; set sft.steps=0, or give the task "
             "a demonstration method"
         )
-    ids = encode_text(tokenizer, answer, begin=False)
-    if tokenizer.eos_token_id is not None:
-        ids = [*ids, tokenizer.eos_token_id]
-    return list(encoded.token_ids), ids
+    turns = [Turn(answer)] if isinstance(answer, str) else list(answer)
+    return encode_turns(tokenizer, encoded.token_ids, turns, f"prompt {encoded.prompt.id!r}")

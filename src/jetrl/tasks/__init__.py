@@ -2,6 +2,15 @@
 
 from jetrl.tasks.base import ScoreError, Task, to_score
 from jetrl.tasks.registry import get_task, read_prompts
-from jetrl.tasks.scorer import ScoredText, Scorer
+from jetrl.tasks.scorer import ScoredText, Scorer, StepAnswer
 
-__all__ = ["ScoreError", "ScoredText", "Scorer", "Task", "get_task", "read_prompts", "to_score"]
+__all__ = [
+    "ScoreError",
+    "ScoredText",
+    "Scorer",
+    "StepAnswer",
+    "Task",
+    "get_task",
+    "read_prompts",
+    "to_score",
+]

@@ -77,9 +77,10 @@ class Task:
         """Strings that end a completion (or a turn) of this prompt: `stop`, unless overridden."""
         return self.stop
 
-    def demonstration(self, prompt: Prompt) -> str | None:
+    def demonstration(self, prompt: Prompt) -> str | Sequence[Turn] | None:
         """A worked completion of the prompt to imitate in supervised training, without the
-        end-of-sequence token; None where the task has none."""
+        end-of-sequence token; of several turns, these, each with the stop string that ends it and
+        what the environment says; None where the task has none."""
         return None
 
     def self_test(self) -> Iterable[tuple[Prompt, str, float | None]]:
@@ -94,7 +95,8 @@ class Task:
         demonstration = self.demonstration(prompt)
         cases: list[tuple[Prompt, str, float | None]] = [(prompt, "", None)]
         if demonstration is not None:
-            cases.insert(0, (prompt, demonstration, None))
+            last = demonstration if isinstance(demonstration, str) else demonstration[-1].completion
+            cases.insert(0, (prompt, last, None))
         return cases
 
     @property
@@ -108,6 +110,26 @@ class Task:
             raise UserError(
                 f"task {self.label}: no split {split!r}; it has {', '.join(map(repr, self.splits))}"
             )
+
+
+def to_reply(value: object, prompt: Prompt, task: str) -> Reply | None:
+    """`value`, as returned by a task's `step`, as what follows a turn of the prompt.
+
+    Raises:
+        ScoreError: it cannot follow; the message names the task and the prompt.
+    """
+    where = f"task {task}, prompt {prompt.id!r}: step returned {_show(value)}"
+    if value is None:
+        return None
+    if isinstance(value, str) and prompt.text is not None:
+        return str(value)
+    if isinstance(value, Mapping) and prompt.messages is not None:
+        message = {str(key): item for key, item in value.items()}
+        if all(isinstance(message.get(key), str) for key in ("role", "content")):
+            return {key: str(item) for key, item in message.items()}
+        raise ScoreError(f"{where}, which needs a role and a content, both text")
+    wanted = "a text, since the prompt is one" if prompt.text is not None else "a message"
+    raise ScoreError(f"{where}; give {wanted}, or None to end")
 
 
 def to_score(value: object, task: str, prompt_id: str) -> Score:

@@ -126,7 +126,7 @@ class Mix(Task):
         task, own = self._own(prompt)
         return task.step(own, turns, completion) if len(turns) + 1 < task.max_turns else None
 
-    def demonstration(self, prompt: Prompt) -> str | None:
+    def demonstration(self, prompt: Prompt) -> str | Sequence[Turn] | None:
         task, own = self._own(prompt)
         return task.demonstration(own)
 

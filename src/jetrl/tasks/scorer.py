@@ -12,9 +12,11 @@ Results come in the order of the items and depend on the task alone, not on the 
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import pickle
+import re
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -29,8 +31,9 @@ from jetrl.tasks.messages import describe_error
 from jetrl.tasks.process import WorkerProcess
 from jetrl.tasks.registry import get_task
 from jetrl.tasks.wire import Reply
-from jetrl.tasks.worker import Setup, score_safely
-from jetrl.types import Prompt, Score
+from jetrl.tasks.worker import Item, Setup, score_safely
+from jetrl.types import Prompt, Score, Turn
+from jetrl.types import Reply as Said
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +49,16 @@ class ScoredText:
     failure: str = ""
 
 
+@dataclass(frozen=True)
+class StepAnswer:
+    """What a task says to a turn. ticket: of the `ask`. reply: None ends the completion; failure
+    says why where the task gave no answer, and is "" when it did."""
+
+    ticket: int
+    reply: Said | None
+    failure: str = ""
+
+
 class Scorer:
     """Scores (prompt, completion) pairs with a task, in processes that can be killed.
 
@@ -56,9 +69,10 @@ class Scorer:
         timeout_s: seconds that one score may take.
         memory_mib: memory that one score may take beyond what a worker has when its task is built;
             0: no limit.
-        max_lost_s: seconds a worker that one call of `score` may lose to scores that hang or crash,
-            and to starting workers again. Past it, what has no verdict yet gets none: a batch of
-            nothing but hanging scores cannot hold a step up for hours.
+        max_lost_s: seconds a worker that one call of `score`, or the turns of one rollout, may lose
+            to scores that hang or crash, and to starting workers again. Past it, what has no
+            verdict yet gets none: a batch of nothing but hanging scores cannot hold a step up for
+            hours.
 
     On start the task's `self_test` cases are scored, so that a checker that does not work is an
     error now and not a run without reward.
@@ -85,10 +99,15 @@ class Scorer:
                 f"{memory_mib}, task.max_lost_s = {max_lost_s}: out of range"
             )
         self._max_lost_s = max_lost_s
+        self._lost_s = 0.0
         folder = None if path is None else str(path)
         self._setup = Setup(name, folder, dict(options or {}), float(timeout_s), memory_mib)
         self._task = get_task(name, path=folder, **self._setup.options)
         self._workers = [WorkerProcess(self._setup) for _ in range(workers)]
+        self._tickets = itertools.count()
+        self._payloads: dict[int, bytes] = {}  # of items without a reply
+        self._pending: deque[int] = deque()  # of these, those that no worker has
+        self._replies: dict[int, Reply] = {}  # that nobody has taken yet
         try:
             self._self_test()
         except BaseException:
@@ -114,79 +133,125 @@ class Scorer:
         for worker in self._workers:
             worker.stop(deadline)
 
-    def score(self, items: Sequence[tuple[Prompt, str]]) -> list[ScoredText]:
-        """The scores of (prompt, completion) pairs, in their order.
+    def score(self, items: Sequence[tuple[Prompt, str | tuple[Turn, ...]]]) -> list[ScoredText]:
+        """The scores of (prompt, completion) pairs, in their order. A completion is its text, or
+        its turns where it has some.
 
         Never blocks on one, and loses at most about `max_lost_s` to those that hang or crash.
 
         Raises:
             UserError: a prompt that cannot be pickled, or a worker that cannot be started again.
         """
-        if not self._workers:
-            return [_scored(score_safely(self._task, *item)) for item in items]
+        assert not self._payloads, "score is not to be called while turns are asked about"
+        self._lost_s = 0.0
         try:
-            return self._score_in_workers([self._pickled(*item) for item in items])
+            tickets = [self._submit(Item(prompt, completion)) for prompt, completion in items]
+            while self._payloads:
+                self._pump(wait_for_one=True)
         except BaseException:  # Ctrl-C and errors: no worker may be left with half a chunk
-            for worker in self._workers:
-                if worker.jobs:
-                    worker.stop()
+            self.drop()
             raise
+        return [_scored(self._replies.pop(ticket)) for ticket in tickets]
 
-    def _score_in_workers(self, payloads: list[bytes]) -> list[ScoredText]:
-        results: dict[int, ScoredText] = {}
-        pending = deque(range(len(payloads)))
-        lost_s = 0.0
-        while len(results) < len(payloads):
-            if lost_s > self._max_lost_s * len(self._workers):
-                return self._without_the_rest(results, len(payloads), lost_s)
-            for worker in self._workers:
-                if not worker.running:
-                    worker.start()
-                if worker.ready and not worker.jobs and pending:
-                    size = min(MAX_CHUNK, math.ceil(len(pending) / (2 * len(self._workers))))
-                    chunk = [pending.popleft() for _ in range(size)]
-                    worker.assign(chunk, [payloads[index] for index in chunk])
-                pending.extendleft(reversed(worker.take_back()))
-            watched = [w for w in self._workers if w.running and (w.jobs or not w.ready)]
-            if not watched:
-                continue
-            patience = min(worker.deadline for worker in watched) - time.monotonic()
-            channels = [channel for worker in watched for channel in worker.channels]
-            wait(channels, timeout=max(0.0, patience))
-            for worker in watched:
-                for index, reply in worker.receive():
-                    results[index] = _scored(reply)
-                lost_s += worker.take_lost_s()
-                pending.extendleft(reversed(worker.take_back()))
-        return [results[index] for index in range(len(payloads))]
+    def ask(self, prompt: Prompt, turns: Sequence[Turn], completion: str) -> int:
+        """Begin to find out what the task says to a turn (`Task.step`). Returns a ticket.
 
-    def _without_the_rest(
-        self, results: dict[int, ScoredText], total: int, lost_s: float
-    ) -> list[ScoredText]:
-        """The verdicts there are; a failure for each that there is not."""
+        Raises:
+            UserError: as `score`.
+        """
+        return self._submit(Item(prompt, (*turns, Turn(completion)), step=True))
+
+    def answers(self, wait_for_one: bool) -> list[StepAnswer]:
+        """What has been said to the turns asked about; with `wait_for_one`, at least one answer if
+        any is due. A step that hangs or crashes is an answer with a failure, as for a score."""
+        try:
+            if self._payloads:
+                self._pump(wait_for_one=False)
+            while wait_for_one and self._payloads and not self._replies:
+                self._pump(wait_for_one=True)
+        except BaseException:
+            self.drop()
+            raise
+        replies, self._replies = self._replies, {}
+        return [
+            StepAnswer(ticket, reply.said, re.sub("^score ", "step ", reply.failure))
+            for ticket, reply in replies.items()
+        ]
+
+    def drop(self) -> None:
+        """Forget what was asked and not answered; a worker that is at it is ended."""
         for worker in self._workers:
             if worker.jobs:
                 worker.stop()
-        last = next((r.failure for r in reversed(results.values()) if r.failure), "")
+            worker.take_back()
+        self._payloads.clear()
+        self._pending.clear()
+        self._replies.clear()
+        self._lost_s = 0.0
+
+    def _submit(self, item: Item) -> int:
+        ticket = next(self._tickets)
+        if self._workers:
+            self._payloads[ticket] = self._pickled(item)
+            self._pending.append(ticket)
+        else:
+            self._replies[ticket] = score_safely(self._task, item)
+        return ticket
+
+    def _pump(self, wait_for_one: bool) -> None:
+        """Hands out what is pending and takes in what has come, after waiting for something to
+        come if so."""
+        pending = self._pending
+        for worker in self._workers:
+            if not worker.running:
+                worker.start()
+            if worker.ready and not worker.jobs and pending:
+                size = min(MAX_CHUNK, math.ceil(len(pending) / (2 * len(self._workers))))
+                chunk = [pending.popleft() for _ in range(size)]
+                worker.assign(chunk, [self._payloads[ticket] for ticket in chunk])
+            pending.extendleft(reversed(worker.take_back()))
+        watched = [w for w in self._workers if w.running and (w.jobs or not w.ready)]
+        if wait_for_one and watched:
+            patience = min(worker.deadline for worker in watched) - time.monotonic()
+            channels = [channel for worker in watched for channel in worker.channels]
+            wait(channels, timeout=max(0.0, patience))
+        for worker in watched:
+            for ticket, reply in worker.receive():
+                self._replies[ticket] = reply
+                del self._payloads[ticket]
+            self._lost_s += worker.take_lost_s()
+            pending.extendleft(reversed(worker.take_back()))
+        if self._payloads and self._lost_s > self._max_lost_s * len(self._workers):
+            self._give_up_the_rest()
+
+    def _give_up_the_rest(self) -> None:
+        """Makes a failure of each item that has no reply yet."""
+        for worker in self._workers:
+            if worker.jobs:
+                worker.stop()
+        last = next((r.failure for r in reversed(self._replies.values()) if r.failure), "")
         logger.warning(
             "%d of %d completions get no verdict: scores that hung or crashed took %.0f s, the "
             "last of them: %s",
-            *(total - len(results), total, lost_s, last),
+            *(len(self._payloads), len(self._payloads) + len(self._replies), self._lost_s, last),
         )
-        rest = ScoredText(
-            Score(0.0),
-            f"not judged: others of the batch hung or crashed for {lost_s:.0f} s "
-            f"(task.max_lost_s = {self._max_lost_s:g} s a worker); one of them: {last}",
+        failure = (
+            f"not judged: others of the batch hung or crashed for {self._lost_s:.0f} s "
+            f"(task.max_lost_s = {self._max_lost_s:g} s a worker); one of them: {last}"
         )
-        return [results.get(index, rest) for index in range(total)]
+        for ticket in self._payloads:
+            self._replies[ticket] = Reply(0.0, {}, failure)
+        self._payloads.clear()
+        self._pending.clear()
 
-    def _pickled(self, prompt: Prompt, completion: str) -> bytes:
+    def _pickled(self, item: Item) -> bytes:
         try:
-            return pickle.dumps((prompt, completion))
+            return pickle.dumps(item)
         except Exception as error:
             raise UserError(
-                f"task {self._task.label}, prompt {prompt.id!r}: its metadata cannot be sent to a "
-                f"scoring worker ({describe_error(error)}); use plain data there, or task.workers=0"
+                f"task {self._task.label}, prompt {item.prompt.id!r}: its metadata cannot be sent "
+                f"to a scoring worker ({describe_error(error)}); use plain data there, or "
+                "task.workers=0"
             ) from error
 
     def _self_test(self) -> None:
@@ -197,6 +262,8 @@ class Scorer:
             raise
         except Exception as error:
             raise UserError(f"task {label}: its prompts fail: {describe_error(error)}") from error
+        if self._task.max_turns > 1:
+            self._test_steps([(prompt, completion) for prompt, completion, _ in cases])
         scored = self.score([(prompt, completion) for prompt, completion, _ in cases])
         for (prompt, completion, expected), result in zip(cases, scored, strict=True):
             what = f"completion {completion[:60]!r} of prompt {prompt.id!r}"
@@ -207,6 +274,17 @@ class Scorer:
                     f"task {label} gives {what} a reward of {result.score.reward}, not the "
                     f"{expected} it is known to be worth: its checker does not work here"
                 )
+
+    def _test_steps(self, cases: Sequence[tuple[Prompt, str]]) -> None:
+        asked = {self.ask(prompt, (), completion): prompt for prompt, completion in cases}
+        while asked:
+            for answer in self.answers(wait_for_one=True):
+                prompt = asked.pop(answer.ticket)
+                if answer.failure:
+                    raise UserError(
+                        f"task {self._task.label} cannot answer a turn of prompt {prompt.id!r}: "
+                        f"{answer.failure}"
+                    )
 
 
 def _scored(reply: Reply) -> ScoredText:

@@ -18,6 +18,7 @@ MAX_LINE = 2**16  # bytes of one line from a worker
 MAX_FAILURE = 2000  # characters
 MAX_PARTS = 64
 MAX_PART_NAME = 200  # characters
+MAX_SAID = 5000  # characters of what an environment says: a line holds them, however escaped
 _LENGTH = struct.Struct("!Q")
 
 
@@ -28,13 +29,15 @@ class WireError(ValueError):
 class Reply(NamedTuple):
     """A worker's answer to one item. failure: why there is no verdict, "" if there is one. last:
     the worker ends after this one and wants no blame for what it did not begin. chunk: the number
-    that came with the items; nobody can answer a chunk before it was handed out."""
+    that came with the items; nobody can answer a chunk before it was handed out. said: of a turn,
+    what the environment says to it; None ends the completion."""
 
     reward: float
     parts: dict[str, float]
     failure: str
     last: bool = False
     chunk: str = ""
+    said: str | dict[str, str] | None = None
 
 
 def pack_down(value: object) -> bytes:
@@ -96,12 +99,17 @@ def parse_reply(line: bytes) -> Reply:
     texts = isinstance(reply.failure, str) and isinstance(reply.chunk, str)
     if not texts or not isinstance(reply.last, bool):
         raise WireError("a field of another type than a reply's")
+    if not isinstance(reply.said, str | dict | None):
+        raise WireError("a turn's answer that is neither text nor a message")
+    if isinstance(reply.said, dict) and not all(isinstance(v, str) for v in reply.said.values()):
+        raise WireError("a message with something else than text in it")
     return Reply(
         _finite(reply.reward),
         {name[:MAX_PART_NAME]: _finite(value) for name, value in reply.parts.items()},
         reply.failure[:MAX_FAILURE],
         reply.last,
         reply.chunk,
+        reply.said,
     )
 
 

@@ -30,11 +30,11 @@ from pathlib import Path
 from typing import Any
 
 from jetrl.errors import UserError
-from jetrl.tasks.base import ScoreError, Task, to_score
+from jetrl.tasks.base import ScoreError, Task, to_reply, to_score
 from jetrl.tasks.messages import describe_error
 from jetrl.tasks.registry import get_task
-from jetrl.tasks.wire import Reply, read_down, reply_line, started_line
-from jetrl.types import Prompt
+from jetrl.tasks.wire import MAX_SAID, Reply, read_down, reply_line, started_line
+from jetrl.types import Prompt, Turn
 
 STDERR = 2
 
@@ -49,6 +49,16 @@ class Setup:
     options: Mapping[str, Any]
     timeout_s: float
     memory_mib: int = 0
+
+
+@dataclass(frozen=True)
+class Item:
+    """What a worker is asked. completion: the text to score; or, of a task with turns, all turns to
+    score, the last without a reply. step: answer that last turn instead of scoring."""
+
+    prompt: Prompt
+    completion: str | tuple[Turn, ...]
+    step: bool = False
 
 
 def main(descriptor: int) -> None:
@@ -98,18 +108,19 @@ def _limit_memory(more: int) -> None:
 
 def _score_pickled(task: Task, item: bytes, memory_mib: int) -> Reply:
     try:
-        prompt, completion = pickle.loads(item)
+        found: Item = pickle.loads(item)
     except Exception as error:
         failure = f"the prompt does not unpickle in a worker: {describe_error(error)}"
         return Reply(0.0, {}, failure)
-    return score_safely(task, prompt, completion, memory_mib)
+    return score_safely(task, found, memory_mib)
 
 
-def score_safely(task: Task, prompt: Prompt, completion: str, memory_mib: int = 0) -> Reply:
-    """The task's verdict; whatever it raises or wrongly returns becomes reward 0 and a text. After
-    a MemoryError the reply is the process's last: what filled the memory may still be held."""
+def score_safely(task: Task, item: Item, memory_mib: int = 0) -> Reply:
+    """The task's verdict, or what it says to a turn; whatever it raises or wrongly returns becomes
+    reward 0 and a text. After a MemoryError the reply is the process's last: what filled the memory
+    may still be held."""
     try:
-        score = to_score(task.score(prompt, completion), task.label, prompt.id)
+        return _ask(task, item)
     except ScoreError as error:
         return Reply(0.0, {}, str(error))
     except KeyboardInterrupt:
@@ -119,6 +130,26 @@ def score_safely(task: Task, prompt: Prompt, completion: str, memory_mib: int = 
         return Reply(0.0, {}, f"score ran out of memory: {describe_error(error)}{limit}", last=True)
     except BaseException as error:  # SystemExit and the like are the task's failures too
         return Reply(0.0, {}, f"score raised {describe_error(error)}")
+
+
+def _ask(task: Task, item: Item) -> Reply:
+    prompt, completion = item.prompt, item.completion
+    if item.step:
+        assert not isinstance(completion, str)  # Scorer.ask
+        *turns, last = completion
+        said = to_reply(task.step(prompt, tuple(turns), last.completion), prompt, task.label)
+        text = "".join(said.values()) if isinstance(said, Mapping) else said or ""
+        if len(text) > MAX_SAID:
+            raise ScoreError(
+                f"task {task.label}, prompt {prompt.id!r}: step returned {len(text)} characters; "
+                f"at most {MAX_SAID}"
+            )
+        return Reply(0.0, {}, "", said=dict(said) if isinstance(said, Mapping) else said)
+    if isinstance(completion, str):
+        value = task.score(prompt, completion)
+    else:
+        value = task.score_turns(prompt, completion)
+    score = to_score(value, task.label, prompt.id)
     return Reply(score.reward, dict(score.parts), "")
 
 

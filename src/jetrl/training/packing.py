@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from jetrl.errors import UserError
-from jetrl.types import Batch, Sample
+from jetrl.types import Batch, Example, Sample
 
 
 def pack(
@@ -58,29 +58,29 @@ def pack(
         [sample.prompt_token_ids for sample in samples],
         [sample.completion.token_ids for sample in samples],
         [sample.completion.logprobs for sample in samples],
+        [sample.completion.environment for sample in samples],
         tokens_per_micro_batch,
     )
 
 
-def pack_examples(
-    examples: Sequence[tuple[Sequence[int], Sequence[int]]], tokens_per_micro_batch: int
-) -> list[Batch]:
-    """Supervised examples, (prompt token ids, completion token ids), as micro-batches.
+def pack_examples(examples: Sequence[Example], tokens_per_micro_batch: int) -> list[Batch]:
+    """Supervised examples as micro-batches.
 
     As `pack`; rollout_logprobs are 0.
 
     Raises:
         UserError: an example with an empty prompt or completion.
     """
-    for i, (prompt, completion) in enumerate(examples):
-        for part, name in ((prompt, "prompt"), (completion, "completion")):
+    for i, example in enumerate(examples):
+        for part, name in ((example.prompt, "prompt"), (example.completion, "completion")):
             if not len(part):
                 raise UserError(f"supervised example {i}: its {name} has no tokens")
     return _pack(
         range(len(examples)),
-        [prompt for prompt, _ in examples],
-        [completion for _, completion in examples],
-        [[0.0] * len(completion) for _, completion in examples],
+        [example.prompt for example in examples],
+        [example.completion for example in examples],
+        [[0.0] * len(example.completion) for example in examples],
+        [example.environment for example in examples],
         tokens_per_micro_batch,
     )
 
@@ -159,6 +159,7 @@ def _pack(
     prompts: Sequence[Sequence[int]],
     completions: Sequence[Sequence[int]],
     logprobs: Sequence[Sequence[float]],
+    environment: Sequence[Sequence[tuple[int, int]]],
     tokens_per_micro_batch: int,
 ) -> list[Batch]:
     if tokens_per_micro_batch < 1:
@@ -176,6 +177,8 @@ def _pack(
             token_ids[start:first] = prompts[i]
             token_ids[first:end] = completions[i]
             loss_mask[first:end] = True
+            for said, until in environment[i]:
+                loss_mask[first + said : first + until] = False
             rollout_logprobs[first:end] = logprobs[i]
         batches.append(
             Batch(

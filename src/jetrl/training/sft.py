@@ -17,6 +17,7 @@ from jetrl.training.losses import cross_entropy
 from jetrl.training.micro_batches import MicroBatch, MicroBatchSize
 from jetrl.training.optimizer import ADVICE, Optimizer, nonfinite_gradients
 from jetrl.training.packing import pack_examples
+from jetrl.types import Example
 
 if TYPE_CHECKING:
     from jetrl.policy import Policy
@@ -49,8 +50,8 @@ class SftTrainer:
         )
         self.optimizer = Optimizer(policy.named_masters(), train, total_updates=sft.steps)
 
-    def step(self, examples: Sequence[tuple[Sequence[int], Sequence[int]]]) -> dict[str, float]:
-        """One optimizer update on (prompt token ids, completion token ids) pairs, all of them.
+    def step(self, examples: Sequence[Example]) -> dict[str, float]:
+        """One optimizer update on worked answers, all of them.
 
         Returns:
             sft/loss (nats a completion token, before the update), sft/grad_norm, sft/lr, sft/tokens
