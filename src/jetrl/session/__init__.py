@@ -1,10 +1,12 @@
 """A run while it is open: what it is made of, and the verbs that the loop is written in.
 
 opening: everything a run needs.  stops: signals and the time limit.  phases: what runs now, and how
-long it took.  display: the console.  saved: checkpoints, and going on from one.  warm_up: the
-supervised updates before the first step.  session: the verbs.
+long it took.  display: the console.  watchdog, hang_state: hangs.  saved: checkpoints, and going on
+from one.  warm_up: the supervised updates before the first step.  measured: times, speeds, memory.
+ending: the last checkpoint, the exported model.  session: the verbs.
 """
 
-from jetrl.session.session import RunResult, Session
+from jetrl.session.ending import RunResult
+from jetrl.session.session import Session
 
 __all__ = ["RunResult", "Session"]

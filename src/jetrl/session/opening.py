@@ -19,7 +19,11 @@ from jetrl.policy import Policy
 from jetrl.precision import PrecisionPlan
 from jetrl.rollout.engine import RolloutEngine
 from jetrl.runs import Attempt, RunDirectory, Trackers, open_trackers, write_report
+from jetrl.runs.status import StatusFile
 from jetrl.runs.storing import storing
+from jetrl.session.hang_state import hang_state
+from jetrl.session.phases import PhaseObserver
+from jetrl.session.watchdog import Watchdog
 from jetrl.tasks import Scorer, Task, get_task
 
 logger = logging.getLogger(__name__)
@@ -111,6 +115,19 @@ def open_parts(settings: Settings, resume: bool, stack: contextlib.ExitStack) ->
         trackers=trackers,
         engine=engine,
     )
+
+
+def open_observers(parts: Parts, stack: contextlib.ExitStack) -> list[PhaseObserver]:
+    """Who is told of the run's phases: its status file and its watchdog."""
+    status = StatusFile(parts.run.path)
+    stack.callback(status.close)
+    watchdog = Watchdog(
+        parts.settings.watchdog,
+        parts.run.path / "hang.txt",
+        lambda: hang_state(parts.engine, parts.policy),
+        parts.run.end_attempt_for_hang,
+    )
+    return [status, stack.enter_context(watchdog)]
 
 
 class _Reporting(contextlib.AbstractContextManager[None]):

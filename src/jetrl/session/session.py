@@ -10,19 +10,15 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import resource
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-import torch
-
 from jetrl.building import build_reference
 from jetrl.config import Settings
-from jetrl.errors import MismatchError, RunStopped, StorageError, Terminated
+from jetrl.errors import MismatchError, RunStopped
 from jetrl.evaluate import (
     EncodedPrompt,
     Evaluation,
@@ -33,36 +29,21 @@ from jetrl.evaluate import (
 from jetrl.parity import check_correction, locate
 from jetrl.randomness import derive_seed
 from jetrl.rollout.progress import Progress
-from jetrl.runs.status import StatusFile
 from jetrl.session.display import Display
 from jetrl.session.drawing import Drawing
 from jetrl.session.dynamic_sampling import Refilled, refill
-from jetrl.session.hang_state import hang_state
-from jetrl.session.opening import open_parts
+from jetrl.session.ending import Ending, RunResult
+from jetrl.session.measured import measured
+from jetrl.session.opening import open_observers, open_parts
 from jetrl.session.phases import Phases
 from jetrl.session.saved import Saved
 from jetrl.session.stops import Stops
 from jetrl.session.warm_up import warm_up
-from jetrl.session.watchdog import Watchdog
 from jetrl.step_metrics import eval_metrics, sample_metrics
 from jetrl.training import StepMismatchError, Trainer
 from jetrl.types import Completion, Sample, SamplingParams, StepStats
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class RunResult:
-    """What a run left: its directory, report.html (None if reports are off), the last checkpoint
-    (None if none was written), the exported Hugging Face directory, and RL steps done. stopped: why
-    it ended before its last step, "" if it did not."""
-
-    run_path: Path
-    report_path: Path | None
-    checkpoint_path: Path | None
-    model_path: Path | None
-    steps: int
-    stopped: str = ""
 
 
 class Session:
@@ -98,22 +79,14 @@ class Session:
         self.stops = Stops(settings.run.max_hours, self.run.history().elapsed_s)
         self.display = Display(settings.loop.steps, lambda: self.stops.elapsed_s)
         self.phases = Phases()
-        status = StatusFile(self.run.path)
-        stack.callback(status.close)
-        watchdog = Watchdog(
-            settings.watchdog,
-            self.run.path / "hang.txt",
-            lambda: hang_state(self.parts.engine, self.parts.policy),
-            self.run.end_attempt_for_hang,
-        )
-        stack.enter_context(watchdog)
-        self.phases.observers += [self.display, status, watchdog]
+        self.phases.observers += [self.display, *open_observers(self.parts, stack)]
         self.saved = Saved(self.run, settings)
         self.drawing = Drawing(settings, self.parts.prompts, self.parts.task.weights)
         self.saved.register("prompts", self.drawing)
         stack.enter_context(self.stops.signals())
         stack.callback(self.display.close)
-        stack.push(self._save_at_exit)
+        self.ending = Ending(self.parts, self.saved, self.stops, self.phases, self.display)
+        stack.push(lambda _, error, __: self.ending.cut(error, self._step, self._trainer))
         if self._resume:
             self._go_on()
 
@@ -270,7 +243,8 @@ class Session:
         self.run.write_rollouts(step, samples)
         self.drawing.observe(self._drawn.drawn)
         self._step = step
-        metrics = {**metrics, **self._measured(samples)}
+        device = self.parts.policy.device
+        metrics |= measured(self.phases.timings, samples, self._rollout_tokens, device)
         self.saved.check()
         if self.saved.is_due(step) or step == self.settings.loop.steps or self.stops.reason:
             self._save_checkpoint(step, metrics)
@@ -285,24 +259,10 @@ class Session:
             KeyboardInterrupt, Terminated: a signal asked the run to stop.
         """
         if self.stops.reason:
-            self._save_stopped()
+            self.ending.stop(self._step, self._trainer)
             self.stops.raise_signal()
             self.parts.attempt.end("stopped", self.stops.reason)
-        model = self.run.path / "model"
-        with self.phases.phase("export"):
-            self.parts.policy.save_pretrained(model, overwrite=True)
-            if out is not None:
-                self.parts.policy.save_pretrained(out)
-            self.saved.wait()
-        self.display.close()
-        return RunResult(
-            run_path=self.run.path,
-            report_path=self.run.path / "report.html" if self.settings.report.enabled else None,
-            checkpoint_path=self.saved.last_path,
-            model_path=model,
-            steps=self._step,
-            stopped=self.stops.reason,
-        )
+        return self.ending.export(self._step, out)
 
     # What the verbs are made of
 
@@ -338,52 +298,6 @@ class Session:
                 parts.max_turns,
                 self._progress,
             )
-
-    def _measured(self, samples: Sequence[Sample]) -> dict[str, float]:
-        """Times, speeds and memory of the step so far."""
-        timings = self.phases.timings
-        trained = sum(len(s.prompt_token_ids) + len(s.completion.token_ids) for s in samples)
-        return {
-            **{f"timing/{n}_s": timings[n] for n in ("rollout", "reward", "update", "requantize")},
-            "throughput/rollout_tokens_per_s": self._rollout_tokens / timings["rollout"],
-            "throughput/train_tokens_per_s": trained / timings["update"],
-            "memory/peak_gib": self._peak_bytes() / 2**30,
-        }
-
-    def _peak_bytes(self) -> int:
-        """The most memory used so far: of the GPU if the policy is on one, else of the process."""
-        device = self.parts.policy.device
-        if device.type == "cuda":
-            return torch.cuda.max_memory_allocated(device)
-        return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-
-    def _save_stopped(self) -> None:
-        """A checkpoint of the last whole step, if that has none."""
-        if self._trainer is None:  # the warm-up saves itself
-            return
-        self.saved.wait()
-        last = self.saved.last_step
-        if last is None or last < self._step:
-            self._save_checkpoint(self._step, {})
-            self.saved.wait()
-        self.display.note(f"stopped after step {self._step}: {self.stops.reason}")
-
-    def _save_at_exit(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """After a step that was given up, its checkpoint; after an error, the one on its way."""
-        if error is None or self.stops.at_once:
-            return
-        if isinstance(error, Terminated):
-            self._save_stopped()
-            return
-        try:
-            self.saved.wait()
-        except StorageError as failure:
-            logger.warning("%s", failure)  # what ended the run is what to say
 
     def _save_checkpoint(self, step: int, metrics: dict[str, float]) -> None:
         with self.phases.phase("checkpoint"):
