@@ -7,6 +7,8 @@ working copies anew, in the one place where a weight is rounded.
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 from collections.abc import Sequence
 
 import torch
@@ -25,6 +27,14 @@ class Policy(Model):
     """A language model under a precision plan: what is sampled from, and trained."""
 
     head = "lm"
+
+    def first_layers(self, count: int) -> Policy:
+        """This policy cut to its first `count` layers, on the same masters and working copies: for
+        checks of the machine on its own shapes."""
+        part = copy.copy(self)
+        part.config = dataclasses.replace(self.config, num_layers=count)
+        part.decoder = self.decoder.first_layers(count)
+        return part
 
     @torch.no_grad()
     def rollout_forward(self, token_ids: Tensor, positions: Tensor, kv: KeyValues) -> Tensor:

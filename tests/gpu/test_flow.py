@@ -190,6 +190,35 @@ def test_the_fused_flow_has_the_bits_of_its_parts(
     assert {k: v for k, v in worst.items() if not v <= limit} == {}
 
 
+@pytest.mark.parametrize("name", ["bf16", "mixed"])
+def test_equal_lengths_without_a_promise_take_the_library(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """cuDNN's attention against ours: two BF16 forms of one function, both rounding the weights
+    and the output to BF16 (2**-9 each, a handful of times a layer, three layers)."""
+    import jetrl.models.attention as attention
+
+    p = policy(name)
+    batch = packed(p, (96, 96, 96))
+    library, _ = p.train_logprobs(*batch)
+    library.mean().backward()
+    gradients = gradients_of(p)
+    init = attention.PackedKeyValues.__init__
+
+    def ragged(self: Any, *arguments: Any) -> None:
+        init(self, *arguments)
+        assert self._length == 96
+        self._length = None
+
+    monkeypatch.setattr(attention.PackedKeyValues, "__init__", ragged)
+    ours, _ = p.train_logprobs(*batch)
+    ours.mean().backward()
+    assert not torch.equal(library, ours)
+    assert (library - ours).norm() <= 15 * 2**-9 * ours.norm()
+    for key, true in gradients_of(p).items():
+        assert (gradients[key] - true).norm() <= 15 * 2**-9 * true.norm(), key
+
+
 @pytest.mark.parametrize("name", ["unified", "bf16"])
 def test_gradients_accumulate_and_a_graph_can_be_walked_twice(name: str) -> None:
     p = policy(PLANS[name], "qwen2")

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from jetrl import Policy, RolloutEngine, SamplingParams
-from jetrl.parity import locate, measure, random_prompts, self_check
+from jetrl.parity import check_policy, locate, measure, random_prompts, self_check
 from jetrl.precision import PrecisionPlan
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -122,10 +122,29 @@ def test_locate_names_an_operation_that_is_not_exact(
 def test_self_check_passes_and_sees_a_broken_operation(monkeypatch: pytest.MonkeyPatch) -> None:
     checks = self_check()
     assert [c.operation for c in checks if not c.ok] == []
-    import jetrl.parity as module
+    import jetrl.parity.checks as module
 
     monkeypatch.setattr(module, "swiglu", lambda x: x * (1 + len(x) * 2.0**-8))
     assert [c.operation for c in self_check() if not c.ok] == ["SwiGLU"]
+
+
+def test_a_policys_own_shapes_are_checked_by_its_first_layers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    p = policy("unified")
+    before = {name: master.clone() for name, master in p.named_masters().items()}
+    checks = check_policy(p)
+    assert [c for c in checks if not c.ok] == []
+    assert {"layers.0.qkv", "layers.0.down", "lm_head"} <= {c.operation for c in checks}
+    assert all(torch.equal(master, before[name]) for name, master in p.named_masters().items())
+    import jetrl.models.decoder as module
+
+    true_operation = module.swiglu
+    monkeypatch.setattr(
+        module, "swiglu", lambda x: true_operation(x) * (1 + 2.0**-7 * (len(x) == 3))
+    )
+    broken = [c for c in check_policy(p) if not c.ok]
+    assert [c.operation for c in broken] == ["sampling, 3 sequences at a time"]
 
 
 def test_logprobs_are_float32_values_as_python_floats() -> None:

@@ -3,6 +3,7 @@
 For example:
 
     jetrl bench attention --out attention.json
+    jetrl bench layer --shape qwen3-8b
     jetrl bench parity --shape qwen3-8b --plan unified --load 512x400x4096
 
 Each prints a table and writes JSON with device, versions and date; `jetrl bench NAME --help` has
@@ -17,7 +18,7 @@ import importlib
 from jetrl.errors import UserError
 
 HANDS_WORDS_ON = True
-BENCHMARKS = ("attention", "gemm", "logprob", "norm", "parity", "quantize", "rollout")
+BENCHMARKS = ("attention", "gemm", "layer", "logprob", "norm", "parity", "quantize", "rollout")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -94,13 +94,15 @@ class PackedKeyValues:
         self._cu_seqlens, self._plan = cu_seqlens, plan
         on_gpu = cu_seqlens.is_cuda and plan.kv != "fp32"
         self._tiles = packed_tiles(cu_seqlens) if on_gpu else None
+        lengths = set(cu_seqlens.diff().tolist())
+        self._length = lengths.pop() if len(lengths) == 1 else None
 
     def attend(self, layer: int, qkv: Tensor, rope: Rotary) -> Tensor:
         """As `KeyValues.attend`, differentiable."""
         plan = self._plan
         if self._tiles is not None:
             fused = hopper("models.layer_hopper").attend_packed
-            on_gpu: Tensor = fused(qkv, rope, self._tiles, plan)
+            on_gpu: Tensor = fused(qkv, rope, self._tiles, plan, self._length)
             return on_gpu
         q, k, v = rope.heads(qkv)
         return attend_packed(q, k, v, self._cu_seqlens, plan.kv, plan.scales).flatten(-2, -1)

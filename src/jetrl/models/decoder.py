@@ -19,6 +19,7 @@ Legend: T tokens, D hidden size, H query heads, G key-value heads, V vocabulary.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 
 import torch
@@ -214,6 +215,13 @@ class Decoder(nn.Module):
         for parameter in self.parameters():
             parameter.data = moved(parameter.data)
         self.rotary_table = moved(self.rotary_table)
+
+    def first_layers(self, count: int) -> Decoder:
+        """This decoder cut to its first layers, sharing all weights."""
+        part = copy.copy(self)
+        part._modules = dict(self._modules)
+        part.layers = nn.ModuleList(list(self.layers)[:count])
+        return part
 
     def forward(
         self,

@@ -28,6 +28,10 @@ from jetrl.kernels.attention_backward import attention_backward
 from jetrl.kernels.attention_forward import attend_tiles, stage_keys
 from jetrl.kernels.attention_gpu import stored_values
 from jetrl.kernels.attention_layout import KeyValueCodes, QueryTiles
+from jetrl.kernels.attention_library import (
+    attend_equal_lengths,
+    attend_equal_lengths_backward,
+)
 from jetrl.kernels.norm_triton import rms_norm_backward, rms_norm_forward, rms_norm_quantize
 from jetrl.kernels.rotary_triton import dense_cache, qk_norm_rotary_backward, qk_norm_rotary_cache
 from jetrl.kernels.swiglu_triton import (
@@ -108,10 +112,20 @@ def add_norm(x: Tensor, delta: Tensor | None, norm: RMSNorm) -> Tensor:
     return y
 
 
-def attend_packed(qkv: Tensor, rope: Rotary, tiles: QueryTiles, plan: PrecisionPlan) -> Tensor:
-    """Causal attention of a packed batch from qkv bfloat16 [T, (H + 2G) * D] to [T, H * D]."""
+def attend_packed(
+    qkv: Tensor, rope: Rotary, tiles: QueryTiles, plan: PrecisionPlan, length: int | None
+) -> Tensor:
+    """Causal attention of a packed batch from qkv bfloat16 [T, (H + 2G) * D] to [T, H * D].
+
+    length: that of every sequence, or None where they differ. A plan that promises no bits takes
+    cuDNN for sequences of one length, and for others the exact kernels: they are faster than
+    torch's FlashAttention-2, the library's only other form for packed sequences.
+    """
     masters = (None, None) if rope.norms is None else (rope.norms[0].weight, rope.norms[1].weight)
-    out: Tensor = _PackedAttention.apply(qkv, *masters, rope, tiles, plan)
+    if length is not None and plan.kv == "bf16" and not plan.exact:
+        out: Tensor = _LibraryAttention.apply(qkv, *masters, rope, plan, length)
+    else:
+        out = _PackedAttention.apply(qkv, *masters, rope, tiles, plan)
     return out
 
 
@@ -155,7 +169,7 @@ class _NormLinear(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         total, inverse, entered, kept = _enter(x, delta, s)
         s.tell("input_norm", entered)
-        y = fprop(entered, s.weights[0])
+        y = fprop(entered, s.weights[0], s.plan)
         if s.keep:
             ctx.save_for_backward(total, inverse, *_tensors(kept))
         ctx.settings, ctx.two_inputs = s, delta is not None
@@ -184,11 +198,11 @@ class _MLP(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         total, inverse, entered, kept = _enter(x, delta, s)
         s.tell("post_norm", entered)
-        gate_up = fprop(entered, s.weights[0])
+        gate_up = fprop(entered, s.weights[0], s.plan)
         s.tell("gate_up", gate_up)
         gated, gated_kept = _gated(gate_up, s)
         s.tell("swiglu", gated)
-        y = fprop(gated, s.weights[1])
+        y = fprop(gated, s.weights[1], s.plan)
         if s.keep:
             saved = _tensors(kept)
             ctx.save_for_backward(total, inverse, gate_up, *saved, *_tensors(gated_kept))
@@ -240,6 +254,35 @@ class _AddNorm(torch.autograd.Function):
         return dx, dx if ctx.two_inputs else None, dweight, None, None
 
 
+def _heads(qkv: Tensor, rope: Rotary, plan: PrecisionPlan) -> tuple[Tensor, KeyValueCodes]:
+    """Rotated queries [T, H, D], and keys and values as stored, [T, G, D]."""
+    cache = dense_cache(len(qkv), rope.num_kv_heads, rope.head_dim, plan.kv, qkv.device)
+    q = qk_norm_rotary_cache(
+        qkv, rope.positions, rope.table, rope.norm_copies, rope.eps, rope.num_heads, cache, None,
+        plan.scales,
+    )  # fmt: skip
+    codes = KeyValueCodes(
+        cache.k_codes.squeeze(1),
+        None if cache.k_scales is None else cache.k_scales.squeeze(1),
+        cache.v_codes.squeeze(1),
+        None if cache.v_scales is None else cache.v_scales.squeeze(1),
+    )
+    if rope.trace is not None:
+        rope.trace("rotary", q)
+        rope.trace("keys and values", stored_values(codes))
+    return q, codes
+
+
+def _into_qkv(
+    heads: tuple[Tensor, Tensor, Tensor], qkv: Tensor, rope: Rotary
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Through rotation and QK norm: (dqkv, gradients of the norms' weights)."""
+    gradients: tuple[Tensor, Tensor | None, Tensor | None] = qk_norm_rotary_backward(
+        *heads, qkv, rope.positions, rope.table, rope.norm_copies, rope.eps
+    )
+    return gradients
+
+
 class _PackedAttention(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -251,20 +294,7 @@ class _PackedAttention(torch.autograd.Function):
         tiles: QueryTiles,
         plan: PrecisionPlan,
     ) -> Tensor:
-        cache = dense_cache(len(qkv), rope.num_kv_heads, rope.head_dim, plan.kv, qkv.device)
-        q = qk_norm_rotary_cache(
-            qkv, rope.positions, rope.table, rope.norm_copies, rope.eps, rope.num_heads, cache,
-            None, plan.scales,
-        )  # fmt: skip
-        codes = KeyValueCodes(
-            cache.k_codes.squeeze(1),
-            None if cache.k_scales is None else cache.k_scales.squeeze(1),
-            cache.v_codes.squeeze(1),
-            None if cache.v_scales is None else cache.v_scales.squeeze(1),
-        )
-        if rope.trace is not None:
-            rope.trace("rotary", q)
-            rope.trace("keys and values", stored_values(codes))
+        q, codes = _heads(qkv, rope, plan)
         o, lse = attend_tiles(q, stage_keys(codes, tiles), tiles)
         ctx.save_for_backward(qkv, q, codes.k, codes.k_scales, codes.v, codes.v_scales, o, lse)
         ctx.rope, ctx.tiles = rope, tiles
@@ -272,12 +302,33 @@ class _PackedAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        rope: Rotary = ctx.rope
         qkv, q, k, k_scales, v, v_scales, o, lse = ctx.saved_tensors
         codes = KeyValueCodes(k, k_scales, v, v_scales)
         do = grads[0].contiguous().view(q.shape)
-        dq, dk, dv = attention_backward(do, q, codes, o, lse, ctx.tiles)
-        dqkv, dq_norm, dk_norm = qk_norm_rotary_backward(
-            dq, dk, dv, qkv, rope.positions, rope.table, rope.norm_copies, rope.eps
-        )
-        return dqkv, dq_norm, dk_norm, None, None, None
+        heads = attention_backward(do, q, codes, o, lse, ctx.tiles)
+        return (*_into_qkv(heads, qkv, ctx.rope), None, None, None)
+
+
+class _LibraryAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        qkv: Tensor,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        rope: Rotary,
+        plan: PrecisionPlan,
+        length: int,
+    ) -> Tensor:
+        q, codes = _heads(qkv, rope, plan)
+        o, *rest = attend_equal_lengths(q, codes.k, codes.v, length)
+        ctx.save_for_backward(qkv, q, codes.k, codes.v, o, *rest)
+        ctx.rope, ctx.length = rope, length
+        return o.flatten(1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        qkv, q, k, v, o, *rest = ctx.saved_tensors
+        do = grads[0].contiguous().view(q.shape)
+        heads = attend_equal_lengths_backward(do, q, k, v, o, tuple(rest), ctx.length)
+        return (*_into_qkv(heads, qkv, ctx.rope), None, None, None)

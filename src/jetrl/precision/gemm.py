@@ -47,9 +47,14 @@ def fp8_matmul(a: QTensor, b: QTensor, out_dtype: torch.dtype = torch.bfloat16) 
     return out.to(out_dtype)
 
 
-def bf16_matmul(a: Tensor, b: Tensor, out_dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """BF16 a [M, K] @ b [N, K]^T -> out_dtype [M, N]; batch-invariant (precision/exact)."""
+def bf16_matmul(
+    a: Tensor, b: Tensor, out_dtype: torch.dtype = torch.bfloat16, exact: bool = True
+) -> Tensor:
+    """BF16 a [M, K] @ b [N, K]^T -> out_dtype [M, N]; batch-invariant (precision/exact). exact:
+    False leaves a GPU's library free to choose what is fastest for the number of rows."""
     if a.is_cuda:
-        on_gpu: Tensor = hopper("precision.gemm_hopper").bf16_matmul_hopper(a, b, out_dtype)
+        kernels = hopper("precision.gemm_hopper")
+        function = kernels.bf16_matmul_hopper if exact else kernels.bf16_matmul_free
+        on_gpu: Tensor = function(a, b, out_dtype)
         return on_gpu
     return exact_matmul(a, b.mT).float().to(out_dtype)

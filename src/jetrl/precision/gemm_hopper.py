@@ -14,9 +14,11 @@ is faster at few rows and takes FProp and DGrad with BF16 results; its kernels c
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import importlib.util
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
@@ -97,19 +99,37 @@ def bf16_matmul_hopper(a: Tensor, b: Tensor, out_dtype: torch.dtype = torch.bflo
             f"bf16_matmul: bfloat16 [M, K] and [N, K], not {a.dtype} {list(a.shape)} and "
             f"{b.dtype} {list(b.shape)}"
         )
-    pin_bf16_reductions()
     rows = a.shape[0]
     padded = _extended(a, padded_rows(rows))
+    with pinned_bf16_reductions():
+        return bf16_matmul_free(padded, b, out_dtype)[:rows]
+
+
+def bf16_matmul_free(a: Tensor, b: Tensor, out_dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """The same product by whatever algorithm the library likes best: for plans that promise no
+    bits."""
     if out_dtype == torch.bfloat16:
-        return torch.mm(padded, b.t())[:rows]
-    return torch.mm(padded, b.t(), out_dtype=out_dtype)[:rows]
+        return torch.mm(a, b.t())
+    return torch.mm(a, b.t(), out_dtype=out_dtype)
 
 
-def pin_bf16_reductions() -> None:
-    """Forbid cuBLAS to split K or to reduce in BF16, for this process: a row's bits would depend on
-    the number of rows."""
-    torch.backends.cuda.preferred_blas_library("cublaslt")  # the only one that can forbid it
-    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = (False, False)
+@contextlib.contextmanager
+def pinned_bf16_reductions() -> Iterator[None]:
+    """Within, cuBLAS may not split K or reduce in BF16: a row's bits would depend on the number of
+    rows. Outside the process's own settings hold, since this costs other products their speed."""
+    matmul, library = torch.backends.cuda.matmul, torch.backends.cuda.preferred_blas_library
+    before = library()
+    reductions = (
+        matmul.allow_bf16_reduced_precision_reduction,
+        matmul.allow_bf16_reduced_precision_reduction_split_k,
+    )
+    library("cublaslt")  # the only one that can forbid it
+    matmul.allow_bf16_reduced_precision_reduction = (False, False)
+    try:
+        yield
+    finally:
+        library(before)
+        matmul.allow_bf16_reduced_precision_reduction = reductions
 
 
 def _cublas(

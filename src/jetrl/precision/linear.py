@@ -142,7 +142,7 @@ class Linear(nn.Module):
         weight = self.operand(side)
         if isinstance(x, QTensor):
             assert not torch.is_grad_enabled(), f"{self.name}: codes of X leave nothing for WGrad"
-            return self.add_bias(fprop(x, weight, self.out_dtype))
+            return self.add_bias(fprop(x, weight, self.plan, self.out_dtype))
         if self.formats[side] == "fp32":
             return nn.functional.linear(x, self.weight, self.bias)
         keep = torch.is_grad_enabled()
@@ -158,13 +158,15 @@ def _moved(q: QTensor, to: Callable[[Tensor], Tensor]) -> QTensor:
     return dataclasses.replace(q, codes=to(q.codes), scales=to(q.scales))
 
 
-def fprop(x: GEMMInput, weight: Operand, out_dtype: torch.dtype = torch.bfloat16) -> Tensor:
+def fprop(
+    x: GEMMInput, weight: Operand, plan: PrecisionPlan, out_dtype: torch.dtype = torch.bfloat16
+) -> Tensor:
     """X [T, K] @ weight [N, K]^T -> [T, N]; X is what `weight` needs, codes or BF16."""
     if isinstance(weight, FP8Weight):
         assert isinstance(x, QTensor), "an FP8 weight multiplies codes"
         return fp8_matmul(x, weight.direct, out_dtype)
     assert isinstance(x, Tensor), "a BF16 weight multiplies BF16 values"
-    return bf16_matmul(x, weight, out_dtype)
+    return bf16_matmul(x, weight, out_dtype, plan.exact)
 
 
 def gradients(
@@ -208,11 +210,11 @@ class _LinearFunction(torch.autograd.Function):
         ctx.weight, ctx.plan, ctx.x_dtype = weight, plan, x.dtype
         if not isinstance(weight, FP8Weight):
             ctx.save_for_backward(x)
-            return fprop(x, weight, out_dtype)
+            return fprop(x, weight, plan, out_dtype)
         rows, kept = quantize_for_gemm(x, plan, tokens=keep)
         if kept is not None:
             ctx.save_for_backward(kept.codes, kept.scales)
-        return fprop(rows, weight, out_dtype)
+        return fprop(rows, weight, plan, out_dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

@@ -15,6 +15,7 @@ from jetrl.config import Settings
 from jetrl.environment import turns_of
 from jetrl.errors import StorageError
 from jetrl.evaluate import EncodedPrompt, encode_prompts
+from jetrl.parity import require_exact
 from jetrl.policy import Policy
 from jetrl.precision import PrecisionPlan
 from jetrl.rollout.engine import RolloutEngine
@@ -62,6 +63,7 @@ def open_parts(settings: Settings, resume: bool, stack: contextlib.ExitStack) ->
     task = get_task(wanted.name, path=wanted.path, **options)
     max_turns = turns_of(task, wanted.max_turns)
     policy = build_policy(settings, plan, task)
+    require_exact(policy)
     prompts = encode_prompts(policy, task, wanted.split, system_prompt=wanted.system_prompt)
     eval_prompts = (
         encode_prompts(policy, task, wanted.eval_split, settings.eval.prompts, wanted.system_prompt)

@@ -1,0 +1,268 @@
+"""One decoder layer, forward and backward: FP8 against BF16, and what exactness costs.
+
+    jetrl bench layer [--shape qwen3-8b] [--tokens 16384] [--length 4096] [--out FILE]
+
+Rows: `bf16` (the strongest BF16 form: plain GEMMs, the fastest attention of torch, fused norms),
+`mixed`, `jet`, `unified`, and `unified, fastest attention`: the same flow with the attention of the
+`bf16` row, which keeps no promise. That row against `unified` is the price of exactness. Every
+row's bits with and without gradients are compared first.
+
+Times are medians over layer passes that follow each other without a pause, between CUDA events;
+weights and activations together are far larger than the cache. FLOPs: 2 for each multiply and add
+of the linears, forward and twice backward, and of the causal half of attention, 1 + 2.5 times.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import jetrl.models.layer_hopper as fused
+import jetrl.precision.linear as linear
+from jetrl.bench._timing import Row, print_table, write_results
+from jetrl.bench.shapes import SHAPES
+from jetrl.models.attention import PackedKeyValues
+from jetrl.models.decoder import DecoderLayer
+from jetrl.policy import Policy
+from jetrl.precision.plan import PrecisionPlan
+
+ROWS = {  # name: (plan of the layer, plan of its attention)
+    "bf16": ("bf16", "bf16"),
+    "mixed": ("mixed", "mixed"),
+    "jet": ("jet", "jet"),
+    "unified": ("unified", "unified"),
+    "unified, fastest attention": ("unified", "bf16"),
+}
+LINEARS = ("qkv", "o", "gate_up", "down")
+
+# Where operations are called by name, for the shares of time.
+OPERATIONS = {
+    fused: (
+        "fprop", "gradients", "rms_norm_quantize", "rms_norm_forward", "rms_norm_backward",
+        "swiglu_quantize", "swiglu_forward", "swiglu_backward", "swiglu_backward_quantize",
+        "qk_norm_rotary_cache", "qk_norm_rotary_backward", "stage_keys", "attend_tiles",
+        "attention_backward", "attend_equal_lengths", "attend_equal_lengths_backward",
+    ),
+    linear: ("fprop", "gradients", "quantize_for_gemm"),
+}  # fmt: skip
+
+
+class LayerBench:
+    """A layer of a shape under a plan, with its inputs."""
+
+    def __init__(self, shape: str, plan: str, attention: str, tokens: int, length: int) -> None:
+        config = {**SHAPES[shape], "num_hidden_layers": 1, "vocab_size": 256}
+        self.policy = Policy.from_config(config, PrecisionPlan.preset(plan), 0, "cuda")
+        layer = self.policy.decoder.layers[0]
+        assert isinstance(layer, DecoderLayer)
+        self.layer, self.tokens, self.length = layer, tokens, length
+        ends = torch.arange(0, tokens + 1, length, device="cuda")
+        self.kv = PackedKeyValues(ends, PrecisionPlan.preset(attention))
+        self.positions = torch.arange(tokens, device="cuda") % length
+        g = torch.Generator(device="cuda").manual_seed(0)
+        self.x, self.delta, self.dx, self.ddelta = (
+            torch.randn(tokens, self.policy.config.hidden_size, device="cuda", generator=g)
+            .bfloat16()
+            .requires_grad_(i < 2)
+            for i in range(4)
+        )
+
+    def forward(self) -> tuple[Tensor, Tensor]:
+        """(x, delta) [T, D] after the layer."""
+        table = self.policy.decoder.rotary_table
+        out: tuple[Tensor, Tensor] = self.layer(
+            self.x, self.delta, self.positions, table, self.kv, "train", None
+        )
+        return out
+
+    def backward(self, out: tuple[Tensor, Tensor]) -> None:
+        torch.autograd.backward(out, (self.dx, self.ddelta))
+
+    def clear(self) -> None:
+        for tensor in (self.x, self.delta, *self.policy.named_masters().values()):
+            tensor.grad = None
+
+    def flops(self) -> dict[str, float]:
+        """Of the forward, and of the backward."""
+        c = self.policy.config
+        weights = sum(getattr(self.layer, name).weight.numel() for name in LINEARS)
+        attention = 2 * self.tokens * self.length * c.num_heads * c.head_dim
+        products = 2 * self.tokens * weights
+        return {"forward": products + attention, "backward": 2 * products + 2.5 * attention}
+
+
+def different_without_gradients(bench: LayerBench) -> int:
+    """Elements of the layer's outputs that differ between a forward with and without gradients."""
+    with_gradients = bench.forward()
+    with torch.no_grad():
+        without = bench.forward()
+    return sum(int((a != b).sum()) for a, b in zip(with_gradients, without, strict=True))
+
+
+def milliseconds(bench: LayerBench, accumulate: bool, repeats: int = 12) -> tuple[float, float]:
+    """(forward, backward). accumulate: onto gradients that are there, as from the second
+    micro-batch on."""
+    marks = []
+    for _ in range(repeats):
+        if not accumulate:
+            bench.clear()
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
+        events[0].record()
+        out = bench.forward()
+        events[1].record()
+        bench.backward(out)
+        events[2].record()
+        del out
+        marks.append(events)
+    torch.cuda.synchronize()
+    bench.clear()
+    measured = [(a.elapsed_time(b), b.elapsed_time(c)) for a, b, c in marks[2:]]
+    return tuple(statistics.median(column) for column in zip(*measured, strict=True))
+
+
+@contextlib.contextmanager
+def watched(log: list[tuple[str, Any, Any]]) -> Iterator[None]:
+    """Records CUDA events around every operation of OPERATIONS."""
+
+    def watch(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            result = function(*args, **kwargs)
+            end.record()
+            log.append((name, start, end))
+            return result
+
+        return call
+
+    originals = [
+        (module, name, getattr(module, name))
+        for module, names in OPERATIONS.items()
+        for name in names
+    ]
+    for module, name, function in originals:
+        setattr(module, name, watch(name, function))
+    try:
+        yield
+    finally:
+        for module, name, function in originals:
+            setattr(module, name, function)
+
+
+def shares(bench: LayerBench, repeats: int = 5) -> dict[str, float]:
+    """Milliseconds of each operation in a pass. `gradients` holds the quantization of dY that it
+    does itself; what the layer does outside of named operations is `other`."""
+    totals: dict[str, float] = defaultdict(float)
+    for _ in range(repeats):
+        bench.clear()
+        log: list[tuple[str, Any, Any]] = []
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(20_000_000)  # the host runs ahead, so that no launch is waited for
+        start.record()
+        with watched(log):
+            bench.backward(bench.forward())
+        end.record()
+        torch.cuda.synchronize()
+        for name, a, b in log:
+            totals[name] += a.elapsed_time(b) / repeats
+        totals["all"] += start.elapsed_time(end) / repeats
+    named = sum(ms for name, ms in totals.items() if name not in ("all", "quantize_for_gemm"))
+    totals["other"] = totals["all"] - named
+    return {name: round(ms, 3) for name, ms in totals.items()}
+
+
+def saved_bytes(bench: LayerBench) -> tuple[int, int]:
+    """Bytes kept for backward: (by the linears alone, by the whole layer). Storages count once."""
+
+    def kept(function: Callable[[], Any]) -> int:
+        found: dict[int, int] = {}
+
+        def pack(x: Tensor) -> Tensor:
+            found[x.data_ptr()] = x.numel() * x.element_size()
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            result = function()
+        del result
+        return sum(found.values())
+
+    alone = 0
+    for name in LINEARS:
+        one = getattr(bench.layer, name)
+        x = torch.zeros(bench.tokens, one.weight.shape[1], device="cuda", dtype=torch.bfloat16)
+        alone += kept(lambda one=one, x=x: one(x, "train"))  # type: ignore[misc]
+    return alone, kept(bench.forward)
+
+
+def measure(name: str, shape: str, tokens: int, length: int) -> Row:
+    bench = LayerBench(shape, *ROWS[name], tokens, length)
+    different = different_without_gradients(bench)
+    forward, backward = milliseconds(bench, accumulate=False)
+    accumulating = milliseconds(bench, accumulate=True)[1]
+    flops = bench.flops()
+    linears, everything = saved_bytes(bench)
+    return {
+        "name": name,
+        "forward_ms": round(forward, 3),
+        "backward_ms": round(backward, 3),
+        "total_ms": round(forward + backward, 3),
+        "backward_accumulating_ms": round(accumulating, 3),
+        "teraflops": round(sum(flops.values()) / (forward + backward) / 1e9),
+        "saved_mib_linears": round(linears / 2**20, 1),
+        "saved_mib_layer": round(everything / 2**20, 1),
+        "bits_different": different,
+        "operations_ms": shares(bench),
+    }
+
+
+def run(shape: str, tokens: int, length: int, names: Sequence[str]) -> list[Row]:
+    """The rows, each with its ratio to the first (bf16) and to the row of the fastest attention."""
+    rows = [measure(name, shape, tokens, length) for name in names]
+    times = {row["name"]: row["total_ms"] for row in rows}
+    for row in rows:
+        if "bf16" in times:
+            row["times_bf16"] = round(times["bf16"] / row["total_ms"], 3)
+        if "unified, fastest attention" in times:
+            price = row["total_ms"] / times["unified, fastest attention"] - 1
+            row["above_fastest_attention"] = round(price, 4)
+    return rows
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """`jetrl bench layer`."""
+    parser = argparse.ArgumentParser(
+        prog="jetrl bench layer",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-8b")
+    parser.add_argument("--tokens", type=int, default=16384)
+    parser.add_argument("--length", type=int, default=4096, help="tokens a sequence")
+    parser.add_argument("--row", action="append", choices=ROWS, help="repeatable; default: all")
+    parser.add_argument("--out", default="build/bench/layer.json", help="JSON file")
+    args = parser.parse_args(argv)
+    rows = run(args.shape, args.tokens, args.length, args.row or list(ROWS))
+    command = f"jetrl bench layer --shape {args.shape} --tokens {args.tokens}"
+    write_results(args.out, "layer", f"{command} --length {args.length}", rows)
+    tables = [row.pop("operations_ms") for row in rows]
+    print_table(rows)
+    print("\nmilliseconds an operation")
+    names = sorted({name for table in tables for name in table})
+    print_table(
+        [
+            {"operation": name}
+            | {row["name"]: table.get(name, "") for row, table in zip(rows, tables, strict=True)}
+            for name in names
+        ]
+    )
+
+
+if __name__ == "__main__":
+    main()

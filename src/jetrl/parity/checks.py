@@ -1,0 +1,157 @@
+"""Proofs at start: the properties exactness rests on, and the promise for a run's own shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from jetrl.errors import MismatchError
+from jetrl.kernels.attention import attend_packed
+from jetrl.kernels.logprob import chosen_logprobs
+from jetrl.kernels.norm import rms_norm
+from jetrl.kernels.swiglu import swiglu
+from jetrl.parity.locating import locate
+from jetrl.parity.measuring import ParityResult, measure
+from jetrl.policy import Policy
+from jetrl.precision import PrecisionPlan, quantize
+from jetrl.precision.gemm import bf16_matmul, fp8_matmul
+from jetrl.precision.linear import Linear
+from jetrl.randomness import derive_seed
+
+# Rows of a linear layer that are multiplied alone and must have the bits of the whole batch.
+_PARTS = (slice(0, 1), slice(3, 10), slice(5, 69), slice(0, 256))
+_ROWS = 1000
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the self-check."""
+
+    operation: str
+    ok: bool
+    detail: str
+
+
+def require_exact(policy: Policy) -> None:
+    """Prove an exact plan's promise on this GPU before a run relies on it (`check_policy`). On the
+    CPU there is nothing to prove: its references are exact by construction.
+
+    Raises:
+        MismatchError: the operations that broke it.
+    """
+    if not policy.plan.exact or policy.device.type != "cuda":
+        return
+    broken = [f"{c.operation}: {c.detail}" for c in check_policy(policy) if not c.ok]
+    if broken:
+        raise MismatchError(
+            f"this GPU does not keep what the {policy.plan.name} plan promises for this model: "
+            + "; ".join(broken)
+            + ". Please report it with `jetrl doctor --json`; precision.preset=bf16 promises "
+            "nothing and runs"
+        )
+
+
+@torch.no_grad()
+def check_policy(policy: Policy) -> list[Check]:
+    """The promise on a policy's own weights and shapes, by its first two layers: every linear gives
+    a row the same bits at any number of rows, and what is sampled (short and long contexts, large
+    and small batches) is what the training forward computes, with gradients as in a step."""
+    part = policy.first_layers(min(2, policy.config.num_layers))
+    linears = [m for m in part.decoder.layers[0].modules() if isinstance(m, Linear)]
+    checks = [_rows_check(linear, policy.device) for linear in [*linears, part.decoder.lm_head]]
+    generator = np.random.Generator(np.random.Philox(derive_seed("check", 0)))
+    room = policy.config.max_position_embeddings - 24
+    lengths = [n for n in (1, 5, 63, 64, 65, 130, 300, 2100) if n < room]
+    prompts = [generator.integers(0, policy.config.vocab_size, n).tolist() for n in lengths]
+    for batch in (64, 3):
+        result = measure(
+            part, prompts, samples=2, max_tokens=24, max_batch_size=batch, gradients=True
+        )
+        checks.append(_flow_result(f"sampling, {batch} sequences at a time", part, result))
+    return checks
+
+
+def _rows_check(linear: Linear, device: torch.device) -> Check:
+    generator = torch.Generator(device).manual_seed(0)
+    x = torch.randn(_ROWS, linear.weight.shape[1], generator=generator, device=device).bfloat16()
+    whole = linear(x, "train")
+    bad = [s for s in _PARTS if not torch.equal(linear(x[s], "rollout"), whole[s])]
+    detail = f"rows {bad[0].start}-{bad[0].stop} differ" if bad else "same bits in any batch"
+    return Check(linear.name, not bad, detail)
+
+
+def _flow_result(name: str, policy: Policy, result: ParityResult) -> Check:
+    detail = f"{result.different} of {result.tokens} sampled tokens differ"
+    if result.first_different is not None:
+        detail += f"; {locate(policy, *result.first_different) or 'no operation differs alone'}"
+    return Check(name, result.different == 0, detail)
+
+
+def self_check(device: str | torch.device = "cpu") -> list[Check]:
+    """Each property that exactness rests on, tested by itself: a row's bits do not depend on the
+    batch, the quantizer divides as IEEE says, and a tiny model samples what it trains."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).bfloat16().to(device)
+
+    x, weight, bf16_weight = (
+        normal(70, 256),
+        quantize(normal(128, 256), (128, 128)),
+        normal(96, 256),
+    )
+    cu = torch.tensor([0, 30, 70], device=device)
+    q, k, v = normal(70, 4, 64), normal(70, 2, 64), normal(70, 2, 64)
+    logits, chosen = normal(70, 999).float() * 4, torch.arange(70, device=device)
+    norm_weight = normal(256)
+    by_rows: dict[str, Callable[[slice], Tensor]] = {
+        "FP8 GEMM": lambda s: fp8_matmul(quantize(x[s]), weight, torch.float32),
+        "BF16 GEMM": lambda s: bf16_matmul(x[s], bf16_weight, torch.float32),
+        "RMSNorm": lambda s: rms_norm(x[s], norm_weight, 1e-6),
+        "SwiGLU": lambda s: swiglu(x[s]),
+        "log-probs": lambda s: chosen_logprobs(logits[s], chosen[s], 0.7)[0],
+    }
+    checks = [_quantizer_check(device)]
+    for name, operation in by_rows.items():
+        whole = operation(slice(None))
+        parts = [(s, operation(s)) for s in (slice(0, 1), slice(3, 10), slice(5, 69))]
+        bad = [s for s, part in parts if not torch.equal(part, whole[s])]
+        detail = f"rows {bad[0].start}-{bad[0].stop} differ" if bad else "same bits in any batch"
+        checks.append(Check(name, not bad, detail))
+    together = attend_packed(q, k, v, cu, "fp8")
+    alone = attend_packed(q[30:], k[30:], v[30:], cu[1:] - 30, "fp8")
+    same = torch.equal(together[30:], alone)
+    checks.append(Check("attention", same, "same bits in any batch" if same else "rows differ"))
+    return [*checks, *(_flow_check(name, device) for name in ("jet", "unified"))]
+
+
+def _quantizer_check(device: str | torch.device) -> Check:
+    x = (torch.randn(64, 128, generator=torch.Generator().manual_seed(1)) * 1e-3).to(device)
+    q, values = quantize(x), x.cpu().numpy()
+    scales = np.abs(values).max(1, keepdims=True) / np.float32(torch.finfo(q.codes.dtype).max)
+    ok = bool(np.array_equal(q.scales.cpu().numpy(), scales))
+    return Check("quantizer", ok, "IEEE division" if ok else "scales are not the IEEE quotient")
+
+
+def _flow_check(preset: str, device: str | torch.device) -> Check:
+    config = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "vocab_size": 256,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 256,
+        "tie_word_embeddings": True,
+    }
+    policy = Policy.from_config(config, PrecisionPlan.preset(preset), seed=0, device=device)
+    result = measure(policy, num_prompts=6, samples=2, max_tokens=16)
+    return _flow_result(f"flow {preset}", policy, result)
