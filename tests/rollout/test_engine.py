@@ -8,9 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from jetrl.errors import RunStopped, UserError
+from jetrl.errors import UserError
 from jetrl.models.attention import PackedKeyValues
 from jetrl.rollout.engine import RolloutEngine
+from jetrl.rollout.sequence import NonFiniteLogits
 from jetrl.types import SamplingParams
 
 PROMPTS = [[5, 6, 7], [9] * 17, [11, 12, 13, 14], [20], [40, 41, 42, 43, 44, 45, 46, 47]]
@@ -287,8 +288,9 @@ def test_logits_that_are_not_finite_stop_the_run(make_policy, preset):
     with torch.no_grad():
         master[3] = math.nan
         policy.requantize()
-        with pytest.raises(RunStopped, match="not finite"):
+        with pytest.raises(NonFiniteLogits, match="not finite") as caught:
             engine.generate([[9] * 60] * 20, PARAMS)
+        assert caught.value.token_ids[:60] == (9,) * 60
         master[3] = 1.0
         policy.requantize()
     assert engine.pages_in_use == 0

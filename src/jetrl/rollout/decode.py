@@ -17,21 +17,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from jetrl.errors import RunStopped
 from jetrl.kernels.decode import BROKEN, MAX_STOP_IDS, NOT_DRAWN
 from jetrl.policy import Policy
 from jetrl.rollout.cache import PagedCache
 from jetrl.rollout.decode_forward import DecodeBuffers, EagerForwards, GraphForwards
 from jetrl.rollout.scheduler import Step
-from jetrl.rollout.sequence import RunningSequence
+from jetrl.rollout.sequence import NonFiniteLogits, RunningSequence
 from jetrl.types import SamplingParams
 
 MAX_REPEATS = 16  # forwards of one step at most
-
-_NOT_FINITE = (
-    "sampling met logits that are not finite: the weights have diverged or the checkpoint is "
-    "damaged; go back to an earlier one, with a lower train.lr"
-)
 
 
 @dataclass(frozen=True)
@@ -133,7 +127,7 @@ class DecodeBatch:
         `Scheduler.complete` takes them.
 
         Raises:
-            RunStopped: logits without a finite softmax.
+            NonFiniteLogits: logits without a finite softmax.
         """
         if launched.ready is not None:
             launched.ready.synchronize()
@@ -141,8 +135,9 @@ class DecodeBatch:
                 self.idle_s += launched.after.elapsed_time(launched.began) / 1e3
         chunks = launched.step.chunks
         tokens = launched.tokens[:, : len(chunks)].numpy()
-        if (tokens[: launched.step.repeats] == BROKEN).any():
-            raise RunStopped(_NOT_FINITE)
+        broken = (tokens[: launched.step.repeats] == BROKEN).any(0)
+        if broken.any():
+            raise NonFiniteLogits(chunks[int(broken.argmax())].sequence)
         drawn = []
         logprobs = launched.logprobs[:, : len(chunks)].t().tolist()
         for row, (ids, chunk) in enumerate(zip(tokens.T.tolist(), chunks, strict=True)):

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import time
 from collections.abc import Sequence
 
 import torch
 
 from jetrl.errors import UserError
+from jetrl.out_of_memory import within_memory
 from jetrl.policy import Policy
 from jetrl.rollout.blocks import PageAllocator
 from jetrl.rollout.cache import PagedCache
@@ -23,7 +25,8 @@ from jetrl.rollout.progress import RolloutStats
 from jetrl.rollout.run import ProgressCallback, RolloutRun
 from jetrl.rollout.runner import Runner
 from jetrl.rollout.scheduler import Scheduler
-from jetrl.rollout.sequence import RunningSequence
+from jetrl.rollout.sequence import NonFiniteLogits, RunningSequence
+from jetrl.rollout.sizes import RolloutSizes, Sizes
 from jetrl.rollout.turns import Dialogues, Environment
 from jetrl.types import Completion, Prompt, SamplingParams
 
@@ -78,18 +81,24 @@ class RolloutEngine:
         if max_model_len is not None and max_model_len > context:
             raise UserError(f"max_model_len {max_model_len}: the model's context is {context}")
         self.policy = policy
-        self.max_batch_size = max_batch_size
+        self.sizes = RolloutSizes(Sizes(max_batch_size, max_prefill_tokens, num_pages))
         self.num_pages = num_pages
         self.page_size = page_size
-        self.max_prefill_tokens = max_prefill_tokens
         self.max_model_len = max_model_len or context
         on_gpu = policy.device.type == "cuda"
         self._repeats, self._ahead = (_GPU_REPEATS, _GPU_AHEAD) if on_gpu else (1, 0)
         self._cache: PagedCache | None = None
         self._decode: DecodeBatch | None = None  # of that cache
         self._all_memory = False  # whether the cache is smaller than the largest batch could use
+        self._pages: int | None = None  # of the cache that was last asked for
+        self._needed = 1  # pages of the longest sequence of the last call
         self._scheduler: Scheduler | None = None
         self._stats = RolloutStats()
+
+    @property
+    def max_batch_size(self) -> int:
+        """Sequences that run together at most, as it is now."""
+        return self.sizes.now.max_batch_size
 
     @property
     def stats(self) -> RolloutStats:
@@ -141,9 +150,29 @@ class RolloutEngine:
                 without a tokenizer; a cache that one sequence does not fit into. Nothing has run.
                 And a reply of the environment that cannot be written in tokens.
 
+            NonFiniteLogits: logits without a finite softmax.
+            OutOfMemoryStop: memory ran out with one sequence at a time. Before that, `sizes` are
+                halved and the call begins anew, with the same draws.
+
         When it raises, KeyboardInterrupt included, all pages are free and the engine can be used
         again.
         """
+        arguments = (prompts, params, progress, system_prompt, environment, max_tokens)
+        return within_memory(
+            lambda: self._generate(*arguments),
+            lambda problem: self.sizes.halve(self._pages, self._needed, problem),
+        )
+
+    def _generate(
+        self,
+        prompts: Sequence[Sequence[int] | str | Prompt],
+        params: SamplingParams,
+        progress: ProgressCallback | None,
+        system_prompt: str | None,
+        environment: Environment | None,
+        max_tokens: Sequence[int] | None,
+    ) -> list[Completion]:
+        """`generate`, in the memory that there is."""
         assert self._scheduler is None, "generate is not to be called while it runs"
         started = time.perf_counter()
         encoded = encode_prompts(self.policy, prompts, self.max_model_len, system_prompt)
@@ -156,7 +185,8 @@ class RolloutEngine:
             return []
         cache = self._ready_cache(groups)
         allocator = PageAllocator(cache.num_pages, cache.page_size)
-        scheduler = Scheduler(groups, allocator, self.max_batch_size, self.max_prefill_tokens)
+        max_prefill = self.sizes.now.max_prefill_tokens
+        scheduler = Scheduler(groups, allocator, self.max_batch_size, max_prefill)
         self._scheduler = scheduler
         dialogues = None
         if environment is not None and max_turns > 1:
@@ -175,7 +205,10 @@ class RolloutEngine:
                 self._ahead,
             )
             self._stats = run.run(started)
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, NonFiniteLogits):
+                sequence = scheduler.sequences[error.sequence]
+                error.token_ids = (*sequence.prompt, *sequence.generated)
             scheduler.cancel()
             # What failed may have left NaN in its pages: the next call starts from a clean cache.
             self._cache = self._decode = None
@@ -221,15 +254,17 @@ class RolloutEngine:
         # has: the prompt's last, partly filled one.
         waiting = num_sequences > self.max_batch_size
         wanted = needed * min(num_sequences, self.max_batch_size) + int(waiting)
-        if self.num_pages is not None:
-            wanted = self.num_pages
+        limit = self.sizes.now.max_pages
+        if self.num_pages is not None and limit is not None:
+            wanted = limit
         elif self._cache is not None and (self._all_memory or self._cache.num_pages >= wanted):
             wanted = self._cache.num_pages
         else:
             self._cache = self._decode = None  # before its memory is measured as used
-            affordable = self._affordable_pages()
+            affordable = min(self._affordable_pages(), limit or sys.maxsize)
             self._all_memory = affordable < wanted
             wanted = min(wanted, affordable)
+        self._pages, self._needed = wanted, needed
         if wanted < needed:
             raise UserError(self._too_small(longest, needed, wanted))
         if self._cache is None or self._cache.num_pages != wanted:

@@ -12,10 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from jetrl.errors import RunStopped
 from jetrl.kernels.sampling import random_bits, sample
 from jetrl.rollout.scheduler import Step
-from jetrl.rollout.sequence import RunningSequence
+from jetrl.rollout.sequence import NonFiniteLogits, RunningSequence
 from jetrl.types import SamplingParams
 
 _LOGITS_AT_ONCE = 2**23  # logits handled together; sampling makes several arrays of this size
@@ -32,7 +31,7 @@ def draw_tokens(
         (token id, its log-prob under the full distribution at the temperature) for each draw.
 
     Raises:
-        RunStopped: logits without a finite softmax.
+        NonFiniteLogits: logits without a finite softmax.
     """
     drawing = [chunk.draws for chunk in step.chunks if chunk.draws]
     assert len(drawing) == len(logits), f"{len(logits)} logits rows for {len(drawing)} chunks"
@@ -57,9 +56,7 @@ def draw_tokens(
                 torch.full((len(chosen),), params.top_k, device=logits.device, dtype=torch.int64),
             )
         except FloatingPointError as error:
-            raise RunStopped(
-                f"sampling met logits that are not finite ({error}): the weights have diverged or "
-                "the checkpoint is damaged; go back to an earlier one, with a lower train.lr"
-            ) from error
+            broken = ~torch.isfinite(logits[chosen].amax(-1))
+            raise NonFiniteLogits(drawers[start + int(broken.int().argmax())].index) from error
         drawn += zip(token_ids.tolist(), logprobs.tolist(), strict=True)
     return drawn

@@ -19,8 +19,22 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from jetrl.errors import NonFiniteError
 from jetrl.rollout.stopping import StopRules, TextWatch
 from jetrl.types import FinishReason
+
+
+class NonFiniteLogits(NonFiniteError):  # noqa: N818  (an end of a run, as its base)
+    """Logits without a finite softmax. sequence: its index in the call of `generate`. token_ids:
+    the sequence so far, once it is known."""
+
+    def __init__(self, sequence: int) -> None:
+        self.sequence = sequence
+        self.token_ids: tuple[int, ...] = ()
+        super().__init__(
+            "sampling met logits that are not finite: the weights have diverged or the checkpoint "
+            "is damaged; go back to an earlier one, with a lower train.lr"
+        )
 
 
 @dataclass(eq=False, slots=True)
