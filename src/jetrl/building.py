@@ -12,11 +12,13 @@ from transformers import PreTrainedTokenizerBase
 
 from jetrl.config import Settings
 from jetrl.errors import UserError
+from jetrl.model import Model
 from jetrl.models import hf
 from jetrl.models.families import ModelConfig, num_parameters
 from jetrl.models.tiny_tokenizers import character_tokenizer
 from jetrl.policy import Policy
 from jetrl.precision import PrecisionPlan
+from jetrl.scalar_model import ScalarModel, check_same_tokenizer
 from jetrl.tasks import Task
 
 _SMALL_MODEL = 20_000_000  # parameters
@@ -54,19 +56,56 @@ def build_policy(settings: Settings, plan: PrecisionPlan, task: Task) -> Policy:
 
 
 def build_reference(settings: Settings, policy: Policy, run_path: Path) -> Policy | None:
-    """The frozen reference of the KL term: the policy as it is when RL begins, None without KL.
+    """The frozen reference of the KL term: reference.path, or the policy as it is when RL begins;
+    None without either. It has working copies alone, in the policy's formats.
 
-    It is kept in the run directory in FP32, so that a resumed run measures against the same one.
+    The policy as it was is kept in the run directory in FP32, so that a resumed run measures
+    against the same one.
+
+    Raises:
+        UserError: reference.path cannot be used, or means other tokens.
     """
-    if settings.algorithm.kl == 0:
+    wanted = settings.reference
+    if settings.algorithm.kl == 0 and wanted.path is None:
         return None
-    path = run_path / "reference"
-    if not path.exists():
+    path = run_path / "reference" if wanted.path is None else Path(wanted.path)
+    if wanted.path is None and not path.exists():
         policy.save_pretrained(path, dtype="float32")
-    reference = Policy.from_pretrained(path, policy.plan, policy.device)
-    for master in reference.named_masters().values():
-        master.requires_grad_(False)
+    reference = Policy.from_pretrained(path, policy.plan, policy.device, frozen=True)
+    if wanted.path is not None:
+        _check_vocabulary(policy, reference, f"reference.path = {path}")
+    if wanted.offload:
+        reference.offload()
     return reference
+
+
+def build_critic(settings: Settings, policy: Policy) -> ScalarModel | None:
+    """The value model that critic.path names, None without one.
+
+    Raises:
+        UserError: it cannot be used, or means other tokens.
+    """
+    path = settings.critic.path
+    if path is None:
+        return None
+    if path == "policy":
+        weights = policy.named_masters()
+        return ScalarModel.with_new_head(
+            policy.config, weights, policy.plan, policy.device, policy.tokenizer
+        )
+    critic = ScalarModel.from_language_model(path, policy.plan, policy.device)
+    _check_vocabulary(policy, critic, f"critic.path = {path}")
+    return critic
+
+
+def _check_vocabulary(policy: Policy, other: Model, where: str) -> None:
+    if policy.tokenizer is not None or other.tokenizer is not None:
+        check_same_tokenizer(policy.tokenizer, other.tokenizer, where)
+    if other.config.vocab_size < policy.config.vocab_size:
+        raise UserError(
+            f"{where}: its vocab_size {other.config.vocab_size} is below the policy's "
+            f"{policy.config.vocab_size}"
+        )
 
 
 def choose_device(name: str) -> str:

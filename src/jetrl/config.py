@@ -23,6 +23,7 @@ from pydantic import BaseModel, ValidationError
 
 from jetrl.algorithm_settings import AlgorithmSettings
 from jetrl.errors import UserError
+from jetrl.judge_settings import CriticSettings, ReferenceSettings, RewardSettings
 from jetrl.section import Section
 from jetrl.settings import (
     CheckpointSettings,
@@ -46,13 +47,16 @@ from jetrl.settings import (
 __all__ = [
     "AlgorithmSettings",
     "CheckpointSettings",
+    "CriticSettings",
     "DataSettings",
     "EvalSettings",
     "LoopSettings",
     "ModelSettings",
     "PrecisionSettings",
     "Preset",
+    "ReferenceSettings",
     "ReportSettings",
+    "RewardSettings",
     "RolloutSettings",
     "RunSettings",
     "Section",

@@ -7,6 +7,7 @@ parameter, where masters take four.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
@@ -51,6 +52,7 @@ class Model:
         self.tokenizer = tokenizer
         self.generation_config = dict(generation_config or {})
         self.frozen = frozen
+        self._offloaded = False
         self._masters: dict[str, nn.Parameter] = {}
         if frozen:
             self.decoder = Decoder(config, plan, _Passing(weights, self.device), frozen=True)
@@ -159,6 +161,23 @@ class Model:
         assert not self.frozen, "a frozen model has no masters to round"
         with torch.no_grad():
             self.decoder.requantize()
+
+    @contextlib.contextmanager
+    def used(self) -> Iterator[None]:
+        """While it is used, an offloaded model is on its device; else in CPU memory."""
+        if self._offloaded:
+            self.move(self.device)
+        try:
+            yield
+        finally:
+            if self._offloaded:
+                self.move("cpu")
+
+    def offload(self) -> None:
+        """Keeps a frozen model in CPU memory from now on, but while it is `used`."""
+        self._offloaded = self.device.type != "cpu"
+        if self._offloaded:
+            self.move("cpu")
 
     def move(self, device: str | torch.device) -> None:
         """Puts the weights of a frozen model elsewhere, with the same bits: to the CPU between two

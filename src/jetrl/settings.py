@@ -15,6 +15,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from jetrl.algorithm_settings import AlgorithmSettings
+from jetrl.algorithms import ALGORITHMS
+from jetrl.judge_settings import CriticSettings, ReferenceSettings, RewardSettings
 from jetrl.section import (
     Beta,
     Mass,
@@ -245,6 +247,9 @@ class Settings(Section):
     data: DataSettings = DataSettings()
     rollout: RolloutSettings = RolloutSettings()
     algorithm: AlgorithmSettings = AlgorithmSettings()
+    reference: ReferenceSettings = ReferenceSettings()
+    critic: CriticSettings = CriticSettings()
+    reward: RewardSettings = RewardSettings()
     sft: SftSettings = SftSettings()
     train: TrainSettings = TrainSettings()
     loop: LoopSettings = LoopSettings()
@@ -281,6 +286,18 @@ class Settings(Section):
                 "rollout.temperature = 0 draws the same completion for a whole group, so nothing "
                 "is learnt; take 1.0 (evaluation has its own eval.temperature)"
             )
+
+        name, needs_critic = self.algorithm.name, self.algorithm.record.needs_critic
+        if needs_critic and self.critic.path is None:
+            yield (
+                f"algorithm.name = {name} needs a critic, and none is configured: set "
+                "critic.path=policy (a copy of the policy's decoder with a new head), or a model "
+                "directory"
+            )
+        if self.critic.path is not None and name in ALGORITHMS and not needs_critic:
+            yield f"critic.path is set, but algorithm.name = {name} has no critic; leave it out"
+        if self.reference.offload and not self.algorithm.kl and self.reference.path is None:
+            yield "reference.offload is set, but there is no reference: algorithm.kl = 0"
 
     def _single_problems(self) -> Iterator[str]:
         if self.eval.samples > 1 and self.eval.temperature == 0:

@@ -9,7 +9,8 @@ import pytest
 
 from jetrl import load_config, train
 from jetrl.errors import UserError
-from jetrl.runs import RunDirectory
+from jetrl.models.tiny import make_tiny
+from jetrl.runs import RunDirectory, reproducible
 
 TINY = [
     "task.options.max_operand=1",  # four sums: some of them are right at times
@@ -63,6 +64,43 @@ def test_asked_for_by_name_it_weighs_one(tmp_path: Path) -> None:
     lines = run(tmp_path, "algorithm.correction=icepop", name)
     assert all(line["correction/weight_max"] == 1 for line in lines)
     assert all(line["correction/touched_fraction"] == 0 for line in lines)
+
+
+PPO = ["algorithm.name=ppo", "critic.path=policy", "critic.lr=1e-3"]
+
+
+def test_ppo_resumes_with_its_critic(tmp_path: Path) -> None:
+    overrides = [*TINY, *PPO, f"run.dir={tmp_path}", "algorithm.kl=0.01"]
+    overrides += ["checkpoint.every=1", "train.schedule=constant"]
+    uncut = train(load_config("demo", [*overrides, "run.name=uncut", "loop.steps=3"]))
+    train(load_config("demo", [*overrides, "run.name=cut", "loop.steps=2"]))
+    resumed = train(load_config("demo", [*overrides, "run.name=cut", "loop.steps=3"]), resume=True)
+    lines = [
+        reproducible(RunDirectory.open(result.run_path).metrics("rl")[-1])
+        for result in (uncut, resumed)
+    ]
+    assert lines[0] == lines[1]
+    assert lines[0]["critic/grad_norm"] > 0
+    assert lines[0]["mismatch/num_different"] == 0
+
+
+def test_ppo_without_a_critic_is_refused() -> None:
+    with pytest.raises(UserError, match=r"ppo needs a critic, .* critic\.path=policy"):
+        load_config("demo", ["algorithm.name=ppo", "algorithm.aggregation=none"])
+    with pytest.raises(UserError, match="grpo has no critic"):
+        load_config("demo", ["critic.path=policy"])
+
+
+def test_a_reference_of_ones_own_measures(tmp_path: Path) -> None:
+    train(load_config("demo", [*TINY, f"run.dir={tmp_path}", "run.name=first"]))
+    lines = run(tmp_path, f"reference.path={tmp_path / 'first' / 'model'}")
+    assert all(line["policy/kl_ref"] > 0 for line in lines)
+
+
+def test_a_reference_with_another_tokenizer_is_refused(tmp_path: Path) -> None:
+    other = make_tiny(tmp_path / "other", vocab_size=128, alphabet="abc")
+    with pytest.raises(UserError, match=r"reference\.path = .* its tokenizer is not the policy's"):
+        run(tmp_path, f"reference.path={other}")
 
 
 def test_a_loss_of_the_user(tmp_path: Path) -> None:

@@ -167,6 +167,33 @@ METRICS: tuple[Metric, ...] = (
         "trained tokens whose weight the bounds changed or set to 0",
         known_as={"verl": "rollout_corr/rollout_rs_masked_fraction (of the masks)"},
     ),
+    Metric("critic/loss", "reward^2", "half the squared error of the critic, mean over tokens"),
+    Metric(
+        "critic/clip_fraction",
+        "share",
+        "tokens whose value's move was clipped",
+        known_as={"verl": "critic/vf_clipfrac"},
+    ),
+    Metric(
+        "critic/grad_norm",
+        "norm",
+        "global gradient norm of the critic before clipping (mean over the step's updates)",
+        known_as={"verl": "critic/grad_norm"},
+    ),
+    Metric("critic/lr", "1/update", "learning rate of the critic (mean over the step's updates)"),
+    Metric(
+        "critic/value_mean",
+        "reward",
+        "mean value before the step",
+        known_as={"verl": "critic/values/mean"},
+    ),
+    Metric("critic/return_mean", "reward", "mean return", known_as={"verl": "critic/returns/mean"}),
+    Metric(
+        "critic/explained_variance",
+        "share",
+        "1 - var(return - value) / var(return); 1 is a perfect critic",
+        known_as={"verl": "critic/vf_explained_var"},
+    ),
     Metric(
         "mismatch/num_tokens",
         "tokens",

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from jetrl.building import build_reference
+from jetrl.building import build_critic, build_reference
 from jetrl.config import Settings
 from jetrl.errors import MismatchError, RunStopped
 from jetrl.evaluate import (
@@ -40,7 +40,7 @@ from jetrl.session.saved import Saved
 from jetrl.session.stops import Stops
 from jetrl.session.warm_up import warm_up
 from jetrl.step_metrics import eval_metrics, sample_metrics
-from jetrl.training import StepMismatchError, Trainer
+from jetrl.training import Critic, StepMismatchError, Trainer
 from jetrl.types import Completion, Sample, SamplingParams, StepStats
 
 logger = logging.getLogger(__name__)
@@ -111,7 +111,11 @@ class Session:
         """After the warm-up: the optimizer of RL starts anew, and the reference is frozen here."""
         policy = self.parts.policy
         reference = build_reference(self.settings, policy, self.run.path)
-        self._trainer = Trainer(policy, self.settings, reference)
+        value_model = build_critic(self.settings, policy)
+        critic = None if value_model is None else Critic(value_model, self.settings)
+        if critic is not None:
+            self.saved.register_tensors("critic", critic)
+        self._trainer = Trainer(policy, self.settings, reference, critic)
 
     # The verbs of the loop
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jetrl.training.advantages import group_advantages
     from jetrl.training.checkpoint import Checkpoints
+    from jetrl.training.critic import Critic
     from jetrl.training.mismatch import StepMismatchError, mismatch_metrics
     from jetrl.training.objectives import Objective
     from jetrl.training.optimizer import Optimizer
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Checkpoints",
+    "Critic",
     "Objective",
     "Optimizer",
     "SftTrainer",
@@ -37,6 +39,7 @@ __all__ = [
 
 _HOME = {
     "Checkpoints": "checkpoint",
+    "Critic": "critic",
     "Optimizer": "optimizer",
     "SftTrainer": "sft",
     "StepMismatchError": "mismatch",

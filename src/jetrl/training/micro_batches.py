@@ -30,11 +30,14 @@ logger = logging.getLogger(__name__)
 class MicroBatch:
     """A batch, and what of its N trained tokens was known before the step's first update. before:
     the trainer's log-probs, None in the first minibatch. ref_logprobs: the reference's, None
-    without one. Both float32 [N], without gradient."""
+    without one. values, returns: the critic's, and what it should have said; None without one. All
+    float32 [N], without gradient."""
 
     batch: Batch
     before: torch.Tensor | None = None
     ref_logprobs: torch.Tensor | None = None
+    values: torch.Tensor | None = None
+    returns: torch.Tensor | None = None
 
     def part(self, sequences: range) -> MicroBatch:
         """Some consecutive sequences of it."""

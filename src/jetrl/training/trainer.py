@@ -16,8 +16,8 @@ What is optimized is an `Objective` (objectives/), made of the pieces that the s
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -25,24 +25,18 @@ import numpy as np
 import torch
 
 from jetrl.config import Settings
-from jetrl.errors import RunStopped, UserError
+from jetrl.errors import UserError
 from jetrl.out_of_memory import explained, within_memory
-from jetrl.training.advantages import StepRewards, check_rewards, overlong_penalties
+from jetrl.training.critic import Critic
 from jetrl.training.forward import at_targets, batch_logprobs
 from jetrl.training.guard import Guard, NonFiniteUpdate
 from jetrl.training.micro_batches import MicroBatch, MicroBatchSize
 from jetrl.training.mismatch import StepMismatchError, differences, mismatch_metrics
 from jetrl.training.objectives import Objective, Tokens, UpdateSize
 from jetrl.training.optimizer import ADVICE, Optimizer, nonfinite_gradients
-from jetrl.training.packing import (
-    by_sample,
-    pack,
-    split_minibatches,
-    targets,
-    trained_lengths,
-    with_advantages,
-)
-from jetrl.types import Batch, Sample
+from jetrl.training.packing import targets, trained_lengths
+from jetrl.training.preparation import Preparation
+from jetrl.types import Sample
 
 if TYPE_CHECKING:
     from jetrl.policy import Policy
@@ -60,14 +54,15 @@ class _Pass:
 
 @dataclass(frozen=True)
 class _Numbers:
-    """What was measured of an update: the means over its trained tokens, the largest values, and
-    what the guard watches beside them."""
+    """What was measured of an update: the means over its trained tokens, the largest values, what
+    the guard watches beside them, and the critic's own metrics."""
 
     tokens: int
     means: dict[str, float]
     peaks: dict[str, float]
     grad_norm: float
     weight_scales: float
+    critic: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def watched(self) -> dict[str, float]:
@@ -86,11 +81,12 @@ class Trainer:
         policy: its masters are updated in place and requantized after every update.
         settings: `algorithm`, `train`, and rollout.{temperature, max_tokens} and loop.steps.
         reference: the frozen policy of the KL term; policy/kl_ref is measured when it is given.
+        critic: the value model of an algorithm that needs one, updated beside the policy.
         micro_batch_size: of train.tokens_per_micro_batch, or less once memory ran out.
         guard: refuses updates that are not finite. Both are the run's; by default the trainer's.
 
     Attributes:
-        objective: what is optimized.
+        objective: what is optimized. preparation: what is made of samples before the first update.
         optimizer: goes into checkpoints.
         timings: seconds of the last step: `update` (forward, backward, AdamW), `requantize`.
 
@@ -103,6 +99,7 @@ class Trainer:
         policy: Policy,
         settings: Settings,
         reference: Policy | None = None,
+        critic: Critic | None = None,
         micro_batch_size: MicroBatchSize | None = None,
         guard: Guard | None = None,
     ) -> None:
@@ -113,10 +110,12 @@ class Trainer:
             )
         self.policy = policy
         self.settings = settings
-        self.reference = reference
+        self.critic = critic
         self.objective = Objective.from_settings(settings.algorithm, settings.rollout.max_tokens)
-        if self.objective.algorithm.needs_critic:
-            raise UserError(f"algorithm.name = {settings.algorithm.name} needs a critic")
+        if self.objective.algorithm.needs_critic and critic is None:
+            raise UserError(
+                f"algorithm.name = {settings.algorithm.name} needs a critic: set critic.path"
+            )
         self.optimizer = Optimizer(
             policy.named_masters(),
             settings.train,
@@ -127,6 +126,15 @@ class Trainer:
         self.timings = {"update": 0.0, "requantize": 0.0}
         # Greedy sampling reports the log-probs of temperature 1 (types.SamplingParams).
         self._temperature = settings.rollout.temperature or 1.0
+        self.preparation = Preparation(
+            policy,
+            self.objective,
+            reference,
+            critic,
+            self.micro_batch_size,
+            settings.train.updates_per_step,
+            self._temperature,
+        )
 
     def step(self, samples: Sequence[Sample]) -> dict[str, float]:
         """`train.updates_per_step` updates on the samples of one step.
@@ -150,7 +158,7 @@ class Trainer:
         """
         start = time.perf_counter()
         minibatches, metrics = within_memory(
-            lambda: self._prepare(samples), lambda problem: self._shrink(samples, problem)
+            lambda: self.preparation(samples), lambda problem: self._shrink(samples, problem)
         )
         requantize_seconds = 0.0
         applied: list[_Numbers] = []
@@ -167,7 +175,7 @@ class Trainer:
             with explained("the optimizer", ADVICE):
                 self.optimizer.apply(total_norm)
                 requantize_seconds += self._requantize()
-            applied.append(numbers)
+            applied.append(replace(numbers, critic=self._teach_critic(minibatches, k)))
         self.timings = {
             "update": time.perf_counter() - start - requantize_seconds,
             "requantize": requantize_seconds,
@@ -214,7 +222,7 @@ class Trainer:
         return {name: float(count) for name, count in events.items() if count}
 
     def _shrink(self, samples: Sequence[Sample], problem: str) -> None:
-        self.micro_batch_size.halve(list(chain(*self._pack(samples))), problem)
+        self.micro_batch_size.halve(list(chain(*self.preparation.pack(samples))), problem)
 
     def _accumulate_within_memory(self, minibatches: list[list[MicroBatch]], k: int) -> _Pass:
         """Forward and backward of update k; where memory runs out its micro-batches are split and
@@ -224,83 +232,21 @@ class Trainer:
             self.optimizer.zero_grad()
             return self._accumulate(minibatches[k])
 
-        def shrink(problem: str) -> None:
-            self.optimizer.zero_grad()
-            self.micro_batch_size.halve([m.batch for m in minibatches[k]], problem)
-            minibatches[k] = self.micro_batch_size.split(minibatches[k])
+        return within_memory(attempt, lambda problem: self._split(minibatches, k, problem))
 
-        return within_memory(attempt, shrink)
+    def _split(self, minibatches: list[list[MicroBatch]], k: int, problem: str) -> None:
+        self.optimizer.zero_grad()
+        self.micro_batch_size.halve([m.batch for m in minibatches[k]], problem)
+        minibatches[k] = self.micro_batch_size.split(minibatches[k])
 
-    def _prepare(
-        self, samples: Sequence[Sample]
-    ) -> tuple[list[list[MicroBatch]], dict[str, float]]:
-        """The micro-batches of each update, with their advantages and all that must be known
-        before the first update; metrics of the rewards."""
-        reference = self.reference
-        prepared = [
-            [
-                MicroBatch(
-                    batch,
-                    before=self._forward(self.policy, batch) if k else None,
-                    ref_logprobs=None if reference is None else self._forward(reference, batch),
-                )
-                for batch in batches
-            ]
-            for k, batches in enumerate(self._pack(samples))
-        ]
-        rewards, metrics = self._rewards(samples, list(chain(*prepared)))
-        found = self.objective.advantages(rewards)
-        return [
-            [replace(m, batch=with_advantages(m.batch, found.advantages)) for m in micro_batches]
-            for micro_batches in prepared
-        ], metrics
-
-    def _pack(self, samples: Sequence[Sample]) -> list[list[Batch]]:
-        """The batches of each update. An update without a trained token is left out."""
-        train = self.settings.train
-        groups = [sample.group for sample in samples]
-        minibatches = [
-            pack(samples, self.micro_batch_size.tokens, sample_ids)
-            for sample_ids in split_minibatches(groups, train.updates_per_step)
-        ]
-        minibatches = [batches for batches in minibatches if batches]
-        if not minibatches:
-            raise RunStopped(
-                f"none of the step's {len(samples)} samples has a completion token: there is "
-                "nothing to train on; look at the prompts and stop strings"
-            )
-        return minibatches
-
-    def _rewards(
-        self, samples: Sequence[Sample], micro_batches: Sequence[MicroBatch]
-    ) -> tuple[StepRewards, dict[str, float]]:
-        """What the advantages are made of, and the means of what was taken from the rewards."""
-        objective, metrics = self.objective, {}
-        reward_S, group_S = check_rewards(
-            [sample.score.reward for sample in samples], [sample.group for sample in samples]
+    def _teach_critic(self, minibatches: list[list[MicroBatch]], k: int) -> dict[str, float]:
+        critic = self.critic
+        if critic is None:
+            return {}
+        return within_memory(
+            lambda: critic.update(minibatches[k]),
+            lambda problem: self._split(minibatches, k, problem),
         )
-        if objective.overlong_buffer:
-            lengths = np.array([sample.completion.num_sampled for sample in samples])
-            overlong = overlong_penalties(lengths, objective.max_tokens, objective.overlong_buffer)
-            reward_S = reward_S - overlong
-            metrics["reward/overlong_penalty"] = float(overlong.mean())
-        batches = [micro.batch for micro in micro_batches]
-        penalties = by_sample(batches, [self._penalty(m) for m in micro_batches], len(samples))
-        if objective.kl_in_reward:
-            metrics["reward/kl_penalty"] = sum(float(p.sum()) for p in penalties) / len(samples)
-        return StepRewards(reward_S, group_S, penalties), metrics
-
-    def _penalty(self, micro: MicroBatch) -> np.ndarray:
-        """What the KL takes from the reward of each trained token: float64 [N]."""
-        batch, ref_logprobs = micro.batch, micro.ref_logprobs
-        if ref_logprobs is None or not self.objective.kl_in_reward:
-            return np.zeros(int(batch.loss_mask.sum()))
-        logprobs = at_targets(batch.rollout_logprobs, batch, self.policy.device)
-        return self.objective.penalty(logprobs, ref_logprobs).double().cpu().numpy()
-
-    @torch.no_grad()
-    def _forward(self, policy: Policy, batch: Batch) -> torch.Tensor:
-        return batch_logprobs(policy, batch, self._temperature)[0]
 
     def _accumulate(self, batches: Sequence[MicroBatch]) -> _Pass:
         """Forward and backward of one update."""
@@ -382,8 +328,8 @@ class Trainer:
 
 
 def _metrics(updates: Sequence[_Numbers]) -> dict[str, float]:
-    """Of a step's updates: the means over all their tokens, the mean of the gradient norms, the
-    largest of the peaks."""
+    """Of a step's updates: the means over all their tokens, the largest of the peaks, and the mean
+    over updates of the gradient norms and of what the critic says."""
     metrics: dict[str, float] = {}
     total = sum(update.tokens for update in updates)
     for update in updates:
@@ -391,9 +337,8 @@ def _metrics(updates: Sequence[_Numbers]) -> dict[str, float]:
             metrics[name] = metrics.get(name, 0.0) + update.tokens / total * value
         for name, peak in update.peaks.items():
             metrics[name] = max(metrics.get(name, 0.0), peak)
-        metrics["policy/grad_norm"] = metrics.get("policy/grad_norm", 0.0) + (
-            update.grad_norm / len(updates)
-        )
+        for name, value in {"policy/grad_norm": update.grad_norm, **update.critic}.items():
+            metrics[name] = metrics.get(name, 0.0) + value / len(updates)
     return metrics
 
 

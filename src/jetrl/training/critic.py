@@ -1,0 +1,136 @@
+"""The critic of PPO: a scalar model that learns the return to be expected before each token.
+
+It reads the policy's packed batches under the policy's precision plan, with masters, optimizer and
+learning rate of its own. What it knows goes into checkpoints through `state_tensors`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+
+from jetrl.config import Settings
+from jetrl.errors import UserError
+from jetrl.scalar_model import ScalarModel
+from jetrl.training.losses import value_loss
+from jetrl.training.micro_batches import MicroBatch
+from jetrl.training.optimizer import Optimizer
+from jetrl.training.packing import targets
+from jetrl.types import Batch
+
+
+class Critic:
+    """A value model and its optimizer.
+
+    Args:
+        model: its masters are updated in place and requantized after every update.
+        settings: `critic`, `train`, loop.steps.
+    """
+
+    def __init__(self, model: ScalarModel, settings: Settings) -> None:
+        self.model = model
+        self._clip = settings.critic.clip
+        self._checkpoint_layers = settings.train.activation_checkpointing
+        self.optimizer = Optimizer(
+            model.named_masters(),
+            settings.train.model_copy(update={"lr": settings.critic.lr}),
+            total_updates=settings.loop.steps * settings.train.updates_per_step,
+        )
+
+    @torch.no_grad()
+    def values(self, batch: Batch) -> torch.Tensor:
+        """The return expected before each of the N trained tokens: float32 [N]."""
+        return self._forward(batch)
+
+    def update(self, micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
+        """One optimizer update on the micro-batches of one update of the policy, by their values
+        and returns.
+
+        Returns:
+            critic/loss (before the update), critic/clip_fraction: means over tokens;
+            critic/grad_norm, critic/lr.
+
+        Raises:
+            NonFiniteError: the gradient is not finite; the critic was not changed.
+        """
+        num_tokens = sum(int(micro.batch.loss_mask.sum()) for micro in micro_batches)
+        self.optimizer.zero_grad()
+        loss, clipped = 0.0, 0.0
+        for micro in micro_batches:
+            assert micro.values is not None
+            assert micro.returns is not None, "the algorithm gives a critic no returns"
+            device = self.model.device
+            found = value_loss(
+                self._forward(micro.batch),
+                micro.values.to(device),
+                micro.returns.to(device),
+                num_tokens,
+                self._clip,
+            )
+            found.loss.backward()
+            loss += float(found.loss.detach())
+            clipped += float(found.clip_fraction)
+        metrics = {
+            "critic/loss": loss,
+            "critic/clip_fraction": clipped,
+            "critic/lr": self.optimizer.lr,
+        }
+        metrics["critic/grad_norm"] = self.optimizer.step()
+        self.model.requantize()
+        return metrics
+
+    def state_tensors(self) -> dict[str, torch.Tensor]:
+        """Masters, moments and the number of updates: the live tensors, not copies."""
+        masters = {f"master.{n}": p.detach() for n, p in self.model.named_masters().items()}
+        moments = {f"adamw.{n}": t for n, t in self.optimizer.state_tensors().items()}
+        return masters | moments | {"updates": torch.tensor(self.optimizer.num_updates)}
+
+    def load_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Takes over what `state_tensors` gave, bit for bit.
+
+        Raises:
+            UserError: tensors of another model; nothing was changed then.
+        """
+        masters = self.model.named_masters()
+        saved = {n.removeprefix("master."): t for n, t in tensors.items() if n.startswith("master")}
+        if {n: t.shape for n, t in saved.items()} != {n: p.shape for n, p in masters.items()}:
+            raise UserError(
+                "the checkpoint's critic is of another model: resume with the settings "
+                "it was made with"
+            )
+        moments = {n.removeprefix("adamw."): t for n, t in tensors.items() if n.startswith("adamw")}
+        self.optimizer.load_state(moments, int(tensors["updates"]))
+        with torch.no_grad():
+            for name, master in masters.items():
+                master.copy_(saved[name])
+        self.model.requantize()
+
+    def _forward(self, batch: Batch) -> torch.Tensor:
+        device = self.model.device
+        return self.model.values(
+            torch.from_numpy(batch.token_ids).to(device),
+            torch.from_numpy(batch.cu_seqlens).to(device),
+            torch.from_numpy(targets(batch) - 1).to(device),
+            self._checkpoint_layers,
+        )
+
+
+def value_metrics(values: Sequence[np.ndarray], returns: Sequence[np.ndarray]) -> dict[str, float]:
+    """critic/{value_mean, return_mean, explained_variance} of a step's tokens, [n] a sample."""
+    said, true = np.concatenate(values), np.concatenate(returns)
+    return {
+        "critic/value_mean": float(said.mean(dtype=np.float64)),
+        "critic/return_mean": float(true.mean(dtype=np.float64)),
+        "critic/explained_variance": explained_variance(said, true),
+    }
+
+
+def explained_variance(values: np.ndarray, returns: np.ndarray) -> float:
+    """1 - var(returns - values) / var(returns): 1 for a perfect critic, 0 for one that says the
+    same of everything; 0 where all returns are equal."""
+    variance = float(np.var(returns, dtype=np.float64))
+    if variance == 0:
+        return 0.0
+    return 1.0 - float(np.var(returns - values, dtype=np.float64)) / variance

@@ -1,0 +1,132 @@
+"""The critic: its loss by hand and against verl's, its learning, its state."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from jetrl.config import Settings
+from jetrl.errors import UserError
+from jetrl.models.families import ModelConfig
+from jetrl.models.tiny import random_weights
+from jetrl.precision import PrecisionPlan
+from jetrl.scalar_model import ScalarModel
+from jetrl.training import Critic, pack
+from jetrl.training.critic import explained_variance
+from jetrl.training.losses import value_loss
+from jetrl.training.micro_batches import MicroBatch
+
+CONFIG = {
+    "architectures": ["Qwen3ForSequenceClassification"],
+    "model_type": "qwen3",
+    "num_labels": 1,
+    "vocab_size": 16,
+    "hidden_size": 128,
+    "intermediate_size": 128,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 64,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 32,
+}
+
+
+def critic(seed=0, lr=3e-3):
+    config = ModelConfig.from_hf(CONFIG)
+    weights = random_weights(config, seed)
+    weights["score.weight"] = torch.zeros(1, 128)
+    model = ScalarModel(config, PrecisionPlan.preset("unified"), weights)
+    keys = {"critic": {"path": "policy", "lr": lr}, "algorithm": {"name": "ppo"}}
+    return Critic(model, Settings.model_validate(keys | {"train": {"grad_clip": 10.0}}))
+
+
+def lessons(sample, student, count=12):
+    """The return is the share of even tokens of the completion."""
+    rng = np.random.default_rng(0)
+    samples = [
+        sample(i, rng.integers(0, 16, 2), rng.integers(0, 16, 1 + i % 4)) for i in range(count)
+    ]
+    found = []
+    for batch in pack(samples, 24):
+        returns = np.concatenate(
+            [
+                np.full(len(ids), np.mean([t % 2 == 0 for t in ids]), dtype=np.float32)
+                for ids in (samples[i].completion.token_ids for i in batch.sample_ids)
+            ]
+        )
+        values = student.values(batch)
+        found.append(MicroBatch(batch, values=values, returns=torch.from_numpy(returns)))
+    return found
+
+
+def test_value_loss_by_hand():
+    values = torch.tensor([1.0, 0.5], requires_grad=True)
+    # The first moved by 1 from 0 and may by 0.2: max((1 - 0.8)^2, (0.2 - 0.8)^2) = 0.36. The second
+    # stayed within: (0.5 - 1)^2.
+    found = value_loss(values, torch.tensor([0.0, 0.4]), torch.tensor([0.8, 1.0]), 2, 0.2)
+    assert found.loss.item() == pytest.approx(0.5 * (0.36 + 0.25) / 2, rel=1e-6)
+    assert found.clip_fraction.item() == 0.5
+    found.loss.backward()
+    assert values.grad.tolist() == [0.0, -0.25]
+    unlimited = value_loss(values, torch.zeros(2), torch.tensor([0.8, 1.0]), 2, 0.0)
+    assert unlimited.loss.item() == pytest.approx(0.5 * (0.04 + 0.25) / 2, rel=1e-6)
+
+
+def test_value_loss_against_verl():
+    # verl 0.9.1, compute_value_loss with cliprange_value 0.2: 0.1910 and 0.1111, as it prints them.
+    values = torch.tensor([0.6, 0.1, 0.7, 0.5, 0.2, 0.3, 1.4, 0.5, 1.0])
+    before = torch.tensor([0.5, 0.25, 0.75, 0.1, 0.2, 0.3, 1.0, 0.5, 1.5])
+    returns = torch.tensor([0.6606, 0.855, 1.0, 0.036, 0.0, 0.5, 1.3212, 1.71, 2.0])
+    found = value_loss(values, before, returns, 9, 0.2)
+    assert found.loss.item() == pytest.approx(0.1910, abs=5e-5)
+    assert found.clip_fraction.item() == pytest.approx(0.1111, abs=5e-5)
+
+
+def test_it_learns_the_returns(sample):
+    student = critic()
+    first = lessons(sample, student)
+    assert all(not lesson.values.any() for lesson in first), "a new head says 0"
+    losses = [student.update(lessons(sample, student))["critic/loss"] for _ in range(40)]
+    assert losses[-1] < 0.25 * losses[0]
+    after = lessons(sample, student)
+    said = torch.cat([lesson.values for lesson in after])
+    true = torch.cat([lesson.returns for lesson in after])
+    assert explained_variance(said.numpy(), true.numpy()) > 0.5
+
+
+def test_a_value_looks_at_what_precedes_its_token_alone(sample):
+    student = critic()
+    with torch.no_grad():
+        student.model.named_masters()["score.weight"].normal_()
+    one, other = sample(0, [1, 2], [3, 4, 5]), sample(0, [1, 2], [3, 4, 9])
+    (batch,), (changed,) = pack([one], 24), pack([other], 24)
+    assert torch.equal(student.values(batch), student.values(changed))
+
+
+def test_state_is_taken_over_bit_for_bit(sample):
+    whole, cut = critic(), critic()
+    for student in (whole, cut):
+        student.update(lessons(sample, student))
+    resumed = critic(seed=5)
+    saved = {name: t.clone() for name, t in cut.state_tensors().items()}
+    resumed.load_tensors(saved)
+    for student in (whole, resumed):
+        student.update(lessons(sample, student))
+    a, b = whole.state_tensors(), resumed.state_tensors()
+    assert a.keys() == b.keys()
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_another_models_state_is_refused():
+    saved = critic().state_tensors()
+    del saved["master.score.weight"]
+    with pytest.raises(UserError, match="critic is of another model"):
+        critic().load_tensors(saved)
+
+
+def test_explained_variance():
+    assert explained_variance(np.float32([1, 2]), np.float32([1, 2])) == 1
+    assert explained_variance(np.float32([5, 5]), np.float32([1, 2])) == 0
+    assert explained_variance(np.float32([5, 6]), np.float32([2, 2])) == 0
