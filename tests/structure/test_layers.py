@@ -37,6 +37,7 @@ EVERYTHING = (
         "ordering",
         "environment",
         "step_metrics",
+        "preflight",
         "session",
         "loop",
     }
@@ -71,6 +72,7 @@ ALLOWED: dict[str, set[str]] = {
     "randomness": set(),
     "ordering": {"randomness"},
     "step_metrics": BASE | {"evaluate", "runs"},
+    "preflight": EVERYTHING - {"loop", "session"},
     "session": EVERYTHING - {"loop"},
     "loop": BASE | {"session"},
     "cli": EVERYTHING | {"cli", "bench"},

@@ -11,6 +11,7 @@ For example:
 from __future__ import annotations
 
 import argparse
+import itertools
 import shlex
 import shutil
 import sys
@@ -25,6 +26,7 @@ from jetrl.errors import Terminated, TimeLimitReached, UserError
 if TYPE_CHECKING:
     from jetrl.config import Settings
     from jetrl.session import RunResult
+    from jetrl.types import Prompt, Sample
 
 DEFAULT_RECIPE = "demo"
 _MEANING = 58  # column where a setting's meaning starts
@@ -33,13 +35,18 @@ _MEANING = 58  # column where a setting's meaning starts
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     from jetrl.config import packaged_recipes
 
-    parser.usage = "jetrl train [RECIPE] [KEY=VALUE ...] [--resume] [--dry-run]"
+    parser.usage = "jetrl train [RECIPE] [KEY=VALUE ...] [--resume] [--dry-run | --preflight]"
     add_recipe_arguments(parser)
     add_resume_argument(parser)
     parser.add_argument(
         "--dry-run",
         action="store_true",
         help="print settings, precision plan and memory plan, and stop",
+    )
+    parser.add_argument(
+        "--preflight",
+        action="store_true",
+        help="sample a few prompts, show what they are worth, and stop: exit code 1 with a warning",
     )
     names = ", ".join(packaged_recipes())
     parser.epilog = f"packaged recipes: {names}\n\n{settings_help()}"
@@ -107,6 +114,8 @@ def run(args: argparse.Namespace) -> int:
     if args.dry_run:
         print(dry_run(settings))
         return 0
+    if args.preflight:
+        return run_preflight(settings)
     from jetrl import loop
 
     try:
@@ -134,6 +143,54 @@ def say_how_to_go_on(
     what, code = ("terminated", 143) if isinstance(end, Terminated) else ("interrupted", 130)
     print(f"{what}; to go on: {again}", file=sys.stderr)
     return code
+
+
+def run_preflight(settings: Settings) -> int:
+    """Prints a few prompts with what the model answers and what that is worth, then warnings."""
+    from jetrl.preflight import preflight
+
+    found = preflight(settings)
+    for _, samples in itertools.groupby(found.samples, key=lambda sample: sample.group):
+        group = list(samples)
+        lines = [line for sample in group for line in sample_lines(sample)]
+        print("\n".join([*prompt_lines(group[0].prompt), *lines, ""]))
+    if settings.sft.steps:
+        print(f"the model is as it is before its {settings.sft.steps} supervised updates")
+    for warning in found.warnings:
+        print(f"warning: {warning}")
+    if not found.warnings:
+        print("nothing to warn of")
+    return 1 if found.warnings else 0
+
+
+def sample_lines(sample: Sample) -> list[str]:
+    """A completion: its reward and what else is known of it, and its text."""
+    from jetrl.runs.format import number, visible
+
+    completion = sample.completion
+    facts = [f"reward {number(sample.score.reward)}"]
+    facts += [f"{part} {number(value)}" for part, value in sample.score.parts.items()]
+    facts.append(f"{len(completion.token_ids)} tokens")
+    if len(completion.turns) > 1:
+        facts.append(f"{len(completion.turns)} turns")
+    if completion.finish_reason == "length":
+        facts.append("cut off")
+    if sample.failure:
+        facts.append(f"not judged: {sample.failure}")
+    text = visible(completion.text, newlines=True)
+    return ["  " + visible(", ".join(facts)), textwrap.indent(text or "(nothing)", "    ")]
+
+
+def prompt_lines(prompt: Prompt) -> list[str]:
+    """A prompt: its name and the right answer, and what the model is asked."""
+    from jetrl.runs.format import visible
+
+    asked = prompt.text or ""
+    if prompt.messages is not None:
+        asked = "\n".join(f"{m['role']}: {m['content']}" for m in prompt.messages)
+    answer = "" if prompt.answer is None else f", answer {prompt.answer}"
+    head = visible(f"prompt {prompt.id}{answer}")
+    return [head, textwrap.indent(visible(asked, newlines=True).rstrip(), "    ")]
 
 
 def closing_lines(result: RunResult, settings: Settings) -> str:

@@ -5,6 +5,7 @@ from jetrl.runs.compare import RunRow, list_runs, plot_runs, runs_table, show_ru
 from jetrl.runs.console import Console
 from jetrl.runs.directory import RunDirectory
 from jetrl.runs.history import RunHistory
+from jetrl.runs.learning import Learning, problems
 from jetrl.runs.metrics import eval_metric, part_metric, reproducible
 from jetrl.runs.report import write_report
 from jetrl.runs.trackers import Trackers, open_trackers
@@ -12,6 +13,7 @@ from jetrl.runs.trackers import Trackers, open_trackers
 __all__ = [
     "Attempt",
     "Console",
+    "Learning",
     "RunDirectory",
     "RunHistory",
     "RunRow",
@@ -21,6 +23,7 @@ __all__ = [
     "open_trackers",
     "part_metric",
     "plot_runs",
+    "problems",
     "reproducible",
     "runs_table",
     "show_run",

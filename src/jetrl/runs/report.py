@@ -13,11 +13,13 @@ from typing import Any
 
 from jetrl.config import Settings
 from jetrl.errors import UserError
+from jetrl.runs.anomalies import Anomalies
 from jetrl.runs.attempts import Attempt
 from jetrl.runs.directory import RunDirectory
 from jetrl.runs.format import clip, count, duration, number, percent, spread
 from jetrl.runs.history import Change, RunHistory, change_of
 from jetrl.runs.jsonl import Record, write_atomically
+from jetrl.runs.learning import Learning
 from jetrl.runs.plot_style import Chart, to_png, to_svg
 from jetrl.runs.plots import charts_of
 from jetrl.runs.report_page import (
@@ -76,6 +78,7 @@ def write_report(run_path: str | Path) -> Path:
     body = [
         _header(run, config, history, attempts),
         _headline(records, history, attempts),
+        _warnings(records),
         _charts(charts),
         _samples(run, config),
         _settings(run, config),
@@ -151,6 +154,17 @@ def _change_tile(label: str, change: Change) -> Html:
         return tile(label, text(form(change.last)), f"step {change.last_step}")
     steps = f"step {change.first_step} to {change.last_step}"
     return tile(label, from_to(form(change.first), form(change.last)), steps)
+
+
+def _warnings(records: list[Record]) -> Html:
+    """What the run was warned of, with the step at which it began; nothing where all was well."""
+    learning, anomalies = Learning(), Anomalies()
+    rows = []
+    for record in (r for r in records if r.get("phase", "rl") == "rl"):
+        metrics = {n: v for n, v in record.items() if isinstance(v, int | float)}
+        found = [*learning.see(metrics), *anomalies.see(metrics)]
+        rows += [(f"step {record['step']}", warning) for warning in found]
+    return section("Warnings", table(rows, ("from", ""))) if rows else Html("")
 
 
 def _charts(charts: list[Chart]) -> Html:

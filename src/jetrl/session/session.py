@@ -29,6 +29,7 @@ from jetrl.evaluate import (
 from jetrl.parity import check_correction, locate
 from jetrl.randomness import derive_seed
 from jetrl.rollout.progress import Progress
+from jetrl.runs import Learning
 from jetrl.session.display import Display
 from jetrl.session.drawing import Drawing
 from jetrl.session.dynamic_sampling import Refilled, refill
@@ -89,6 +90,7 @@ class Session:
         stack.push(lambda _, error, __: self.ending.cut(error, self._step, self._trainer))
         if self._resume:
             self._go_on()
+        self.learning = Learning(self.run.metrics("rl"))
 
     def _go_on(self) -> None:
         """From the last good checkpoint, if the run has one."""
@@ -255,6 +257,9 @@ class Session:
             metrics["timing/checkpoint_s"] = self.phases.timings["checkpoint"]
         metrics["timing/step_s"] = self.phases.step_s
         self._show_step(StepStats(step, metrics, samples))
+        for warning in self.learning.see(metrics):
+            logger.warning("step %d: %s", step, warning)
+            self.display.note(f"warning: {warning}")
 
     def finish(self, out: str | Path | None = None) -> RunResult:
         """Export the model, say what is where, and end.

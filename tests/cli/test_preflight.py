@@ -1,0 +1,70 @@
+"""`jetrl train --preflight`: what it shows, what it warns of, and that nothing is written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+WORDS = ["demo", "sft.steps=0", "rollout.prompts_per_step=2", "rollout.max_tokens=4"]
+
+TASK = """
+from jetrl.tasks import Task
+from jetrl.types import Prompt, Score
+
+class Mine(Task):
+    alphabet = "0123456789+="
+
+    def prompts(self, split):
+        return [Prompt(id=f"p{i}", text=f"{i}+{i}=", answer=str(2 * i)) for i in range(9)]
+
+    def score(self, prompt, completion):
+        return BODY
+"""
+
+
+def preflight(jetrl: Callable, tmp_path: Path, body: str, *words: str):
+    file = tmp_path / "mine.py"
+    file.write_text(TASK.replace("BODY", body))
+    return jetrl("train", *WORDS, f"task={file}:Mine", "task.workers=0", "--preflight", *words)
+
+
+def test_it_shows_prompts_completions_and_rewards_and_writes_nothing(
+    jetrl: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    body = "Score(len(set(completion)) / 4, {'letters': float(len(completion))})"
+    done = preflight(jetrl, tmp_path, body, "task.options={}")
+    lines = done.out.splitlines()
+    assert sum(line.startswith("prompt p") for line in lines) == 2
+    assert sum(line.startswith("  reward ") for line in lines) == 8
+    assert any(", answer " in line for line in lines if line.startswith("prompt p"))
+    assert all(", letters " in line and " tokens" in line for line in lines if "  reward" in line)
+    assert "4 tokens, cut off" in done.out
+    assert not (tmp_path / "runs").exists()
+    # Random weights seldom end on their own, so the cut-off completions are warned of.
+    assert done.code == 1
+    assert "8 completions: " in done.out
+    assert "raise it, or see to it that completions end" in done.out
+
+
+def test_a_reward_that_is_always_zero_is_warned_of(jetrl: Callable, tmp_path: Path) -> None:
+    done = preflight(jetrl, tmp_path, "Score(0.0, {'answered': 0.0})")
+    assert done.code == 1
+    assert "warning: 8 completions: every completion got the reward 0" in done.out
+    assert "hold an answer in the form that the task looks for: look at them above" in done.out
+
+
+def test_a_score_that_fails_is_told(jetrl: Callable, tmp_path: Path) -> None:
+    done = preflight(jetrl, tmp_path, "float(completion[:1] or 0)")
+    assert done.code == 1
+    assert "completions could not be judged: score raised ValueError" in done.out
+    assert "not judged: score raised ValueError" in done.out
+
+
+def test_all_well_is_exit_code_0(jetrl: Callable, tmp_path: Path) -> None:
+    body = "float(completion > '5')"
+    done = preflight(jetrl, tmp_path, body, "rollout.stop=['1','2','3','4','5','6','7','8','9']",
+                     "rollout.max_tokens=60")  # fmt: skip
+    assert (done.code, done.out.splitlines()[-1]) == (0, "nothing to warn of"), done.out
