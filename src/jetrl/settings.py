@@ -130,6 +130,11 @@ class DataSettings(Section):
         description="under pass_rate: least weight of a prompt, where one solved half of the time "
         "has 1",
     )
+    batch: Literal["all", "shuffle_r1"] = Field(
+        "all",
+        description="shuffle_r1: updates draw the pairs of a group whose advantages differ most",
+    )
+    keep_pairs: Mass = Field(0.5, description="under shuffle_r1: share of a group's pairs kept")
 
 
 class RolloutSettings(Section):

@@ -61,7 +61,9 @@ ALLOWED: dict[str, set[str]] = {
     "policy": BASE | BELOW_POLICY | {"model"},
     "scalar_model": BASE | BELOW_POLICY | {"model"},
     "rollout": BASE | BELOW_POLICY | {"out_of_memory", "policy"},
-    "training": BASE | BELOW_POLICY | {"out_of_memory", "policy", "scalar_model"},
+    "training": BASE
+    | BELOW_POLICY
+    | {"ordering", "randomness", "out_of_memory", "policy", "scalar_model"},
     "tasks": BASE,
     "runs": BASE,
     "environment": BASE | {"rollout", "tasks"},
@@ -114,6 +116,7 @@ WITHOUT_TORCH = [
     "jetrl.rollout.blocks",
     "jetrl.rollout.sequence",
     "jetrl.training.advantages",
+    "jetrl.training.batch_policy",
     "jetrl.training.packing",
     "jetrl.tasks",
     "jetrl.runs",

@@ -5,7 +5,7 @@ of the critic)."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -24,7 +24,7 @@ from jetrl.training.critic import Critic, value_metrics
 from jetrl.training.forward import at_targets, batch_logprobs
 from jetrl.training.micro_batches import MicroBatch, MicroBatchSize
 from jetrl.training.objectives import Objective
-from jetrl.training.packing import by_batch, by_sample, pack, split_minibatches, with_advantages
+from jetrl.training.packing import by_batch, by_sample, pack, with_advantages
 from jetrl.types import Batch, Sample
 
 if TYPE_CHECKING:
@@ -36,8 +36,8 @@ class Preparation:
 
     Args:
         reference: frozen, for the KL; None without one. critic: None without one.
-        size: what a micro-batch may have now. updates: train.updates_per_step. temperature: of the
-            log-probs.
+        size: what a micro-batch may have now. minibatches: the samples of each update of a step.
+            temperature: of the log-probs.
     """
 
     def __init__(
@@ -47,12 +47,12 @@ class Preparation:
         reference: Policy | None,
         critic: Critic | None,
         size: MicroBatchSize,
-        updates: int,
+        minibatches: Callable[[Sequence[Sample]], list[list[int]]],
         temperature: float,
     ) -> None:
         self._policy, self._objective = policy, objective
         self._reference, self._critic = reference, critic
-        self._size, self._updates, self._temperature = size, updates, temperature
+        self._size, self._minibatches, self._temperature = size, minibatches, temperature
 
     def __call__(
         self, samples: Sequence[Sample]
@@ -77,10 +77,9 @@ class Preparation:
 
     def pack(self, samples: Sequence[Sample]) -> list[list[Batch]]:
         """The batches of each update. An update without a trained token is left out."""
-        groups = [sample.group for sample in samples]
         minibatches = [
             pack(samples, self._size.tokens, sample_ids)
-            for sample_ids in split_minibatches(groups, self._updates)
+            for sample_ids in self._minibatches(samples)
         ]
         minibatches = [batches for batches in minibatches if batches]
         if not minibatches:

@@ -27,6 +27,7 @@ import torch
 from jetrl.config import Settings
 from jetrl.errors import UserError
 from jetrl.out_of_memory import explained, within_memory
+from jetrl.training.batch_policy import choose_minibatches
 from jetrl.training.critic import Critic
 from jetrl.training.forward import at_targets, batch_logprobs
 from jetrl.training.guard import Guard, NonFiniteUpdate
@@ -132,7 +133,7 @@ class Trainer:
             reference,
             critic,
             self.micro_batch_size,
-            settings.train.updates_per_step,
+            lambda samples: choose_minibatches(samples, settings, self.optimizer.num_updates),
             self._temperature,
         )
 
