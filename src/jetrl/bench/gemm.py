@@ -22,6 +22,8 @@ from jetrl.precision.quantize_hopper import (
 # (N, K) of Qwen3-8B's linears: qkv, o, gate_up, down
 SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (24576, 4096), "down": (4096, 12288)}
 
+_MORE_THAN_CACHED = 2**28  # bytes; the L2 cache has 50 MB
+
 
 def backends() -> list[Backend]:
     return ["cublas", "deep_gemm"] if deep_gemm_installed() else ["cublas"]
@@ -41,22 +43,33 @@ def _row(
     }
 
 
-def _forward_rows(layer: str, rows: int, xs: list[Tensor], weight: Tensor) -> list[Row]:
-    """FProp of `layer`, or its DGrad when weight is the transpose."""
-    flops = 2 * rows * weight.numel()
-    base = seconds_per_call([partial(torch.mm, x, weight.t()) for x in xs])
-    w, _ = quantize_weight(weight, transposed=False)
-    operands = [quantize_rows(x) for x in xs]
+def _forward_rows(layer: str, xs: list[Tensor], weights: list[Tensor]) -> list[Row]:
+    """FProp of `layer`, or its DGrad when the weights are transposes. Calls go round the inputs and
+    the weights, so that neither is still cached when it is read again."""
+    rows = len(xs[0])
+    turns = [(xs[i % len(xs)], i % len(weights)) for i in range(max(len(xs), len(weights)))]
+    flops = 2 * rows * weights[0].numel()
+    base = seconds_per_call([partial(torch.mm, x, weights[i].t()) for x, i in turns])
+    quantized = [quantize_weight(w, transposed=False)[0] for w in weights]
+    operands = [quantize_rows(x) for x, _ in turns]
     out = [_row("bf16", layer, rows, flops, base, [])]
-    for backend in backends():
-        alone = [partial(fp8_matmul_hopper, a, w, torch.bfloat16, backend) for a in operands]
+    few: list[Backend] = ["triton"] if rows <= 256 else []
+    for backend in [*backends(), *few]:
+        alone = [
+            partial(fp8_matmul_hopper, a, quantized[i], torch.bfloat16, backend)
+            for a, (_, i) in zip(operands, turns, strict=True)
+        ]
         out.append(_row(f"fp8 {backend}", layer, rows, flops, base, alone))
 
-    def with_input(x: Tensor) -> Tensor:
+    def with_input(x: Tensor, w: QTensor) -> Tensor:
         return fp8_matmul_hopper(quantize_rows(x), w)
 
-    calls = [partial(with_input, x) for x in xs]
+    calls = [partial(with_input, x, quantized[i]) for x, i in turns]
     out.append(_row("fp8 with quantization", layer, rows, flops, base, calls))
+    if rows <= 256:  # bound by reading the weight
+        for row, size in zip(out, (2, *[1] * len(out)), strict=False):
+            seconds = row["microseconds"] / 1e6
+            row["terabytes_per_s"] = round(size * weights[0].numel() / seconds / 1e12, 2)
     return out
 
 
@@ -115,17 +128,18 @@ def _backward_row(
     return _row("fp8 with quantization of dY", name, rows, 4 * rows * n * k, base, calls)
 
 
-def run(tokens: int = 16384, decode_rows: tuple[int, ...] = (64, 256)) -> list[Row]:
+def run(tokens: int = 16384, decode_rows: tuple[int, ...] = (8, 64, 256)) -> list[Row]:
     """Rows for FProp, DGrad and WGrad at `tokens`, and FProp at decode sizes."""
     out: list[Row] = []
     for layer, (n, k) in SHAPES.items():
-        weight = (torch.randn(n, k, device="cuda") * 0.02).bfloat16()
+        copies = 1 + _MORE_THAN_CACHED // (n * k)
+        weights = [(torch.randn(n, k, device="cuda") * 0.02).bfloat16() for _ in range(copies)]
         for rows in (tokens, *decode_rows):
             xs = [torch.randn(rows, k, device="cuda").bfloat16() for _ in range(3)]
-            out += _forward_rows(layer, rows, xs, weight)
+            out += _forward_rows(layer, xs, weights if rows <= 256 else weights[:1])
         dys = [torch.randn(tokens, n, device="cuda").bfloat16() for _ in range(2)]
-        out += _forward_rows(f"{layer} dgrad", tokens, dys, weight.t().contiguous())
-        del xs, dys, weight
+        out += _forward_rows(f"{layer} dgrad", dys, [weights[0].t().contiguous()])
+        del xs, dys, weights
         out += _weight_gradient_rows(layer, tokens, n, k)
     return out
 

@@ -27,7 +27,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from jetrl.precision import tile_hopper as tile
-from jetrl.precision.launch_hopper import OVERLAPPED, let_next_start, wait_for_previous
+from jetrl.precision.launch_hopper import (
+    OVERLAPPED,
+    gluon_let_next_start,
+    gluon_wait_for_previous,
+    let_next_start,
+    wait_for_previous,
+)
 from jetrl.precision.layout import empty_row_groups, empty_token_groups
 from jetrl.precision.plan import FP8_BLOCK
 from jetrl.precision.quantize import FORMATS, QTensor
@@ -99,17 +105,21 @@ def _row_kernel(
     FLOOR_BITS: tl.constexpr,
     POW2: tl.constexpr,
 ):
-    row = tl.program_id(0)
+    # From the last row back: what the kernel before wrote last is still in the L2 cache.
+    row = tl.num_programs(0) - 1 - tl.program_id(0)
     columns = tl.arange(0, PADDED)
     mask = columns < WIDTH
     places = row.to(tl.int64) * WIDTH + columns
     wait_for_previous()
     let_next_start()
-    x = tl.load(x_ptr + places, mask=mask, other=0.0).to(tl.float32)
+    # What is read here is read once; the sum is read again soon, and may stay in the L2 cache.
+    x = tl.load(x_ptr + places, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
     if WRITE_Y or QUANTIZE:
         weight = tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
     if HAS_DELTA:
-        x = x + tl.load(delta_ptr + places, mask=mask, other=0.0).to(tl.float32)
+        x = x + tl.load(delta_ptr + places, mask=mask, other=0.0, eviction_policy="evict_first").to(
+            tl.float32
+        )
         x = round_to_bfloat16(x)
         tl.store(total_ptr + places, x.to(tl.bfloat16), mask=mask)
     amax_bits = tl.max(abs_bits(x), 0)
@@ -158,6 +168,8 @@ def _tile_kernel(
 ):
     block, column = gl.program_id(0) // column_blocks, gl.program_id(0) % column_blocks
     rows, columns = tile.tile_rows(block), tile.tile_columns(column)
+    gluon_wait_for_previous()
+    gluon_let_next_start()
     x = tile.load_tile(x_ptr, block, column, num_rows, num_columns, num_columns)
     inverse = gl.load(inverse_ptr + rows, mask=rows < num_rows, other=0.0)
     weight = gl.load(weight_ptr + columns).to(gl.float32)
@@ -260,6 +272,7 @@ def rms_norm_quantize(
             tokens.shape[0],
             column_blocks,
             **tile_rule("e4m3", scales),
+            **OVERLAPPED,
         )
     return NormQuantized(total, inverse, rows, tokens)
 

@@ -121,7 +121,7 @@ def _tile_kernel(
     FLOOR: gl.constexpr,
     POW2: gl.constexpr,
 ):
-    block, column = gl.program_id(0) // column_blocks, gl.program_id(0) % column_blocks
+    block, column = tile.place(column_blocks)
     stride = 2 * num_columns
     gate = tile.load_tile(x_ptr, block, column, num_rows, num_columns, stride)
     up = tile.load_tile(x_ptr + num_columns, block, column, num_rows, num_columns, stride)
@@ -176,7 +176,7 @@ def _backward_tile_kernel(
     FLOOR: gl.constexpr,
     POW2: gl.constexpr,
 ):
-    block, column = gl.program_id(0) // column_blocks, gl.program_id(0) % column_blocks
+    block, column = tile.place(column_blocks)
     stride = 2 * num_columns
     dy = tile.load_tile(dy_ptr, block, column, num_rows, num_columns, num_columns)
     gate = tile.load_tile(x_ptr, block, column, num_rows, num_columns, stride)

@@ -1,14 +1,14 @@
-"""The FP8 GEMM of few rows on Hopper: decode, where a weight is read once for some 64 rows.
+"""The FP8 GEMM of few rows on Hopper: decode, where a weight is read for at most 256 rows.
 
 The bits of the libraries (`gemm_hopper`): for each 128 of K the tensor core from zero (four wgmma
 of 64 rows, 32 deep), then one float32 multiply-add with the product of the two scales, K blocks in
 order. How the weight is cut into tiles changes no bit.
 
-All that counts is to keep reading the weight: a program takes 16 to 192 of its rows over the whole
-of K, one warp asks for tiles by bulk copy into up to 16 stages of shared memory, four warps
-multiply. In a captured graph the first tiles are asked for before the kernel in front has ended
-(`launch_hopper`). Rows of X past the last are not read: what lies in their place in shared memory
-makes rows of the result that are not written.
+All that counts is to keep reading: a program takes 16 to 192 rows of the weight over the whole of
+K, one warp asks for tiles by bulk copy into up to 16 stages of shared memory, and four or eight
+warps multiply. In a captured graph the first tiles of the weight are asked for before the kernel in
+front has ended (`launch_hopper`). Rows of X past the last need not be read: what lies in their
+place in shared memory makes rows of the result that are not written.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -38,16 +38,16 @@ from jetrl.precision.launch_hopper import (
 from jetrl.precision.plan import FP8_BLOCK
 from jetrl.precision.quantize import QTensor
 
-_BLOCK_M = 64
 _CODES_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
 _SCALES_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """How a weight is cut: a program has `parts` tiles of `block_n` of its rows; `rounds` groups of
-    `group` blocks of K are in flight."""
+    """How a product is cut: a program has `block_m` rows of X and `parts` tiles of `block_n` rows
+    of the weight; `rounds` groups of `group` blocks of K are in flight."""
 
+    block_m: int
     parts: int
     block_n: int
     rounds: int
@@ -247,20 +247,27 @@ def rows_gemm_kernel(
     )  # fmt: skip
 
 
-def tiles_for(n: int) -> Tiles:
-    """The cut of a weight of n rows that was fastest at 8 to 64 rows of X, so that all programs are
-    resident at once on 132 multiprocessors: one each, or two where tiles are small."""
+def tiles_for(rows: int, n: int) -> Tiles:
+    """The cut of a weight of n rows: so that all programs are resident at once on 132
+    multiprocessors (up to 64 rows of X one each, or two where tiles are small), or fill them evenly
+    (with more rows, where reading X again for every tile is what takes the time)."""
+    if rows > 64:
+        programs = -(-rows // 128)
+        for tiles in (Tiles(128, 1, 32, 5, 2), Tiles(128, 1, 64, 4, 2), Tiles(128, 3, 32, 7, 1)):
+            if programs * -(-n // (tiles.parts * tiles.block_n)) <= 132:
+                return tiles
+        return Tiles(128, 3, 64, 5, 1)
     if n <= 2112:
-        return Tiles(1, 16, 4, 4)
+        return Tiles(64, 1, 16, 4, 4)
     if n <= 4224:
-        return Tiles(1, 32, 4, 4)
+        return Tiles(64, 1, 32, 4, 4)
     if n <= 8448:
-        return Tiles(1, 32, 4, 2)
+        return Tiles(64, 1, 32, 4, 2)
     if n <= 16896:
-        return Tiles(1, 64, 3, 2)
+        return Tiles(64, 1, 64, 3, 2)
     if n <= 25344:
-        return Tiles(3, 64, 6, 1)
-    return Tiles(2, 64, 4, 1)
+        return Tiles(64, 3, 64, 6, 1)
+    return Tiles(64, 2, 64, 4, 1)
 
 
 def rows_matmul(
@@ -269,23 +276,27 @@ def rows_matmul(
     """The first `rows` rows of a [padded, K] times b [N, K]^T -> bfloat16 [rows, N].
 
     codes: float8_e4m3fn [padded, K] contiguous. scales: float32 [padded, K/128] with strides
-    (1, padded), padded a multiple of 64. b: 128 x 128 groups. tiles: for measurements.
+    (1, padded), padded at least 64. b: 128 x 128 groups. tiles: for measurements.
 
     Captured in a graph, it must not directly follow the kernel that writes b.
     """
     padded, k = codes.shape
     n = b.shape[0]
-    tiles = tiles or tiles_for(n)
+    tiles = tiles or tiles_for(rows, n)
     b_scales = b.scales if b.scales.stride(1) == 1 else b.scales.contiguous()
-    box = min(_BLOCK_M, max(16, 1 << (rows - 1).bit_length()))
+    box = min(tiles.block_m, max(16, 1 << (rows - 1).bit_length()))
     out = torch.empty(rows, n, dtype=torch.bfloat16, device=codes.device)
     if not rows:
         return out
-    grid = (-(-rows // _BLOCK_M), -(-n // (tiles.parts * tiles.block_n)))
+    grid = (-(-rows // tiles.block_m), -(-n // (tiles.parts * tiles.block_n)))
     rows_gemm_kernel[grid](
         TensorDescriptor(codes, [padded, k], [k, 1], [box, FP8_BLOCK], _CODES_LAYOUT),
         TensorDescriptor(
-            scales, [k // FP8_BLOCK, padded], [scales.stride(1), 1], [1, _BLOCK_M], _SCALES_LAYOUT
+            scales,
+            [k // FP8_BLOCK, padded],
+            [scales.stride(1), 1],
+            [1, tiles.block_m],
+            _SCALES_LAYOUT,
         ),
         TensorDescriptor(
             b.codes, [n, k], [b.codes.stride(0), 1], [tiles.block_n, FP8_BLOCK], _CODES_LAYOUT
@@ -299,12 +310,13 @@ def rows_matmul(
         k // FP8_BLOCK,
         tiles.parts,
         box,
-        _BLOCK_M,
+        tiles.block_m,
         tiles.block_n,
         tiles.rounds,
         tiles.group,
-        num_warps=4,
-        maxnreg=128,  # of all eight warps; the four that multiply take over the others' registers
+        num_warps=tiles.block_m // 16,
+        # Of all warps: those that multiply take over most registers of the four that load.
+        maxnreg=128 if tiles.block_m == 64 else 168,
         enable_fp_fusion=False,
         **OVERLAPPED,
     )

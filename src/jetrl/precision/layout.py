@@ -25,8 +25,11 @@ MIN_ROWS = 64
 
 
 def padded_rows(rows: int) -> int:
-    """Rows that a GEMM is launched with: at least 64, and a multiple of 4."""
-    return max(MIN_ROWS, round_up(rows, 4))
+    """Rows that a GEMM is launched with: whole tiles where rows are few, since a bulk copy is slow
+    past the end of an array; otherwise a multiple of 4."""
+    if rows <= MIN_ROWS:
+        return MIN_ROWS
+    return round_up(rows, 128) if rows <= 256 else round_up(rows, 4)
 
 
 def round_up(value: int, multiple: int) -> int:

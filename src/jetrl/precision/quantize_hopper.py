@@ -155,7 +155,7 @@ def _tile_kernel(
     FLOOR: gl.constexpr,
     POW2: gl.constexpr,
 ):
-    block, column = gl.program_id(0) // column_blocks, gl.program_id(0) % column_blocks
+    block, column = tile.place(column_blocks)
     y = tile.load_tile(x_ptr, block, column, num_rows, num_columns, row_stride)
     tile.store_groups(
         y, block, column, num_rows, num_columns, row_codes_ptr, row_scales_ptr, scale_stride,

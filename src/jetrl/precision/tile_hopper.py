@@ -43,6 +43,14 @@ LINE = gl.constexpr(gl.BlockedLayout([1], [32], [8], [0]))
 
 
 @gluon.jit
+def place(column_blocks):
+    """(row block, column block) of this program: from the last rows back, since what the kernel
+    before wrote last is still in the L2 cache."""
+    program = gl.num_programs(0) - 1 - gl.program_id(0)
+    return program // column_blocks, program % column_blocks
+
+
+@gluon.jit
 def tile_rows(block):
     """Row numbers of a tile, for addresses along its rows."""
     return block * 128 + gl.arange(0, 128, gl.SliceLayout(1, TILE))

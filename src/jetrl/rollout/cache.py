@@ -31,6 +31,7 @@ from jetrl.models.attention import Rotary, kv_bytes_per_token
 from jetrl.models.families import ModelConfig
 from jetrl.precision.hopper import hopper
 from jetrl.precision.plan import PrecisionPlan
+from jetrl.precision.quantize import QTensor
 
 _DTYPES = {"fp8": torch.float8_e4m3fn, "bf16": torch.bfloat16, "fp32": torch.float32}
 GPU_PAGE_SIZE = 64  # tokens: the attention kernels read a page as one block of keys
@@ -216,8 +217,8 @@ class HopperKeyValues:
         self._keys, self._values, self._plan = keys, values, plan
         self._slots, self._work = slots, work
 
-    def attend(self, layer: int, qkv: Tensor, rope: Rotary) -> Tensor:
-        """As `KeyValues.attend`."""
+    def attend(self, layer: int, qkv: Tensor, rope: Rotary) -> Tensor | QTensor:
+        """As `KeyValues.attend`; of decode, the codes that the next linear reads, if it is FP8."""
         kernels = hopper("kernels.attention_gpu")
         k, k_scales = self._keys.layer(layer)
         v, v_scales = self._values.layer(layer)
@@ -231,8 +232,12 @@ class HopperKeyValues:
             rope.trace("rotary", q)
             rope.trace("keys and values", kernels.stored_values(pages, self._slots))
         if isinstance(self._work, DecodeWork):
-            work = self._work
-            o = kernels.attend_decode(q, pages, work.tables, work.lengths, work.longest)
+            work = (self._work.tables, self._work.lengths, self._work.longest)
+            format = self._plan.linear_format("rollout", layer, len(self._keys.codes))
+            if format == "fp8" and rope.trace is None:
+                codes: QTensor = kernels.attend_decode_quantized(q, pages, *work, self._plan.scales)
+                return codes
+            o = kernels.attend_decode(q, pages, *work)
         else:
             o = kernels.attend_prefill(q, pages, self._work)
         attended: Tensor = o.flatten(1)
