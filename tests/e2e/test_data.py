@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -97,3 +99,38 @@ def test_a_run_that_learns_nothing_is_told_so(
     page = (done.run_path / "report.html").read_text()
     assert "<h2>Warnings</h2>" in page
     assert words in page
+
+
+def test_trackers_get_settings_steps_and_summary_and_a_failing_one_stops_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[tuple[str, Any]] = []
+
+    class Wandb:
+        summary = types.SimpleNamespace(update=lambda values: calls.append(("summary", values)))
+
+        def __init__(self, **arguments: Any) -> None:
+            calls.append(("config", arguments["config"]))
+
+        def define_metric(self, *_: Any, **__: Any) -> None: ...
+
+        def log(self, metrics: dict[str, float]) -> None:
+            calls.append(("log", metrics))
+
+        def finish(self) -> None:
+            calls.append(("finish", None))
+
+    def broken(*_: Any, **__: Any) -> None:
+        raise ConnectionError("the dashboard is gone")
+
+    trackio = types.SimpleNamespace(init=lambda **_: None, log=broken, finish=broken)
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=Wandb))
+    monkeypatch.setitem(sys.modules, "trackio", trackio)
+    done = run(tmp_path, "tracked", "loop.steps=2", 'trackers.names=["wandb", "trackio"]')
+    assert done.steps == 2
+    assert [name for name, _ in calls] == ["config", "log", "log", "summary", "finish"]
+    assert calls[0][1]["loop"]["steps"] == 2
+    assert [logged["step"] for name, logged in calls if name == "log"] == [1, 2]
+    last = RunDirectory.open(done.run_path).metrics()[-1]
+    assert calls[3][1]["summary/reward/mean/last"] == last["reward/mean"]
+    assert (done.run_path / "log.txt").read_text().count("tracker trackio could not") == 1

@@ -10,7 +10,7 @@ from jetrl.runs import open_trackers
 
 class FakeRun:
     def __init__(self, fails=False):
-        self.fails, self.logged, self.finished = fails, [], 0
+        self.fails, self.logged, self.finished, self.summary = fails, [], 0, {}
 
     def log(self, metrics, step=None):
         if self.fails:
@@ -41,9 +41,10 @@ def test_wandb_gets_run_and_metrics(monkeypatch, tmp_path):
     fake_wandb(monkeypatch, run)
     trackers = open_trackers(["wandb"], "project", tmp_path, {"train": {"lr": 1e-3}})
     trackers.log(3, {"reward/mean": 0.5})
-    trackers.close()
+    trackers.close(lambda: {"reward/mean/last": 0.5})
     trackers.close()
     assert run.logged == [(None, {"reward/mean": 0.5, "step": 3})]
+    assert run.summary == {"summary/reward/mean/last": 0.5}
     assert run.finished == 1
     first_id = run.arguments["id"]
     open_trackers(["wandb"], "project", tmp_path, {"train": {"lr": 1e-3}})
@@ -70,9 +71,9 @@ def test_trackio_and_tensorboard(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "tensorboard", types.ModuleType("tensorboard"))
     trackers = open_trackers(["trackio", "tensorboard"], "p", tmp_path, {})
     trackers.log(1, {"reward/mean": 0.5})
-    trackers.close()
-    assert trackio.logged == [(1, {"reward/mean": 0.5})]
-    assert scalars == [("reward/mean", 0.5, 1), "closed"]
+    trackers.close(lambda: {"steps": 1})
+    assert trackio.logged == [(1, {"reward/mean": 0.5}), (1, {"summary/steps": 1})]
+    assert scalars == [("reward/mean", 0.5, 1), ("summary/steps", 1, 1), "closed"]
 
 
 @pytest.mark.parametrize("name", ["wandb", "trackio", "tensorboard"])
@@ -106,3 +107,13 @@ def test_failing_tracker_is_logged_once_and_stops_nothing(monkeypatch, tmp_path,
     assert [record.getMessage()[:50] for record in caplog.records] == [
         "tracker wandb could not take the metrics of step 1"
     ]
+
+
+def test_a_summary_that_fails_still_closes_the_tracker(monkeypatch, tmp_path, caplog):
+    run = FakeRun()
+    fake_wandb(monkeypatch, run)
+    trackers = open_trackers(["wandb"], "p", tmp_path, {})
+    with caplog.at_level(logging.WARNING):
+        trackers.close(lambda: {}["lost"])
+    assert run.finished == 1
+    assert "could not take the summary (KeyError: 'lost')" in caplog.text

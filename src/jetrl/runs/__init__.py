@@ -4,7 +4,7 @@ from jetrl.runs.attempts import Attempt
 from jetrl.runs.compare import RunRow, list_runs, plot_runs, runs_table, show_run
 from jetrl.runs.console import Console
 from jetrl.runs.directory import RunDirectory
-from jetrl.runs.history import RunHistory
+from jetrl.runs.history import RunHistory, summary_of
 from jetrl.runs.learning import Learning, problems
 from jetrl.runs.metrics import eval_metric, part_metric, reproducible
 from jetrl.runs.report import write_report
@@ -27,5 +27,6 @@ __all__ = [
     "reproducible",
     "runs_table",
     "show_run",
+    "summary_of",
     "write_report",
 ]

@@ -62,6 +62,19 @@ def history_of(records: Sequence[dict[str, Any]], attempts: Sequence[Attempt] = 
     )
 
 
+def summary_of(history: RunHistory) -> dict[str, float]:
+    """A run in a few numbers, for trackers: rewards at its begin and end, and the last of each
+    evaluation, by their metric's names; steps, and whether sampler and trainer agreed."""
+    found: dict[str, float] = {"steps": history.num_steps, "wall_time_s": history.elapsed_s}
+    if history.num_different is not None:
+        found["mismatch/num_different"] = history.num_different
+    for change in (history.reward, *history.evals):
+        if change is not None:
+            found[f"{change.name}/first"] = change.first
+            found[f"{change.name}/last"] = change.last
+    return found
+
+
 def change_of(records: Sequence[dict[str, Any]], name: str) -> Change | None:
     """First and last value of a metric; None if it was never measured."""
     having = [r for r in records if name in r]

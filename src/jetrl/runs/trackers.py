@@ -21,9 +21,12 @@ log = logging.getLogger("jetrl.runs.trackers")
 
 
 class Tracker(Protocol):
-    """Where metrics go. `close` is called once."""
+    """Where metrics go. `summarize` gets the run in a few numbers, after the last step it saw;
+    `close` is called once."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def summarize(self, step: int, summary: Mapping[str, float]) -> None: ...
 
     def close(self) -> None: ...
 
@@ -34,18 +37,25 @@ class Trackers:
     def __init__(self, trackers: Mapping[str, Tracker]) -> None:
         self._trackers = dict(trackers)
         self._failed: set[str] = set()
+        self._last_step = 0
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Sends a step's metrics to every tracker."""
+        self._last_step = max(self._last_step, step)
         for name, tracker in self._trackers.items():
             try:
                 tracker.log(step, metrics)
             except Exception as error:  # whatever a tracker raises, training goes on
                 self._report(name, f"could not take the metrics of step {step}", error)
 
-    def close(self) -> None:
-        """Finishes every tracker; more than once is fine."""
+    def close(self, summary: Callable[[], Mapping[str, float]] | None = None) -> None:
+        """Finishes every tracker, with a summary of the run if given; more than once is fine."""
         for name, tracker in self._trackers.items():
+            try:
+                if summary is not None:
+                    tracker.summarize(self._last_step, summary())
+            except Exception as error:  # whatever a tracker raises, the run ends well
+                self._report(name, "could not take the summary", error)
             try:
                 tracker.close()
             except Exception as error:  # whatever a tracker raises, the run ends well
@@ -132,6 +142,9 @@ class _Wandb:
         # resumed run repeats the steps after its checkpoint.
         self._run.log({**metrics, "step": step})
 
+    def summarize(self, step: int, summary: Mapping[str, float]) -> None:
+        self._run.summary.update({f"summary/{name}": value for name, value in summary.items()})
+
     def close(self) -> None:
         self._run.finish()
 
@@ -145,6 +158,10 @@ class _Trackio:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._trackio.log(dict(metrics), step=step)
+
+    def summarize(self, step: int, summary: Mapping[str, float]) -> None:
+        values = {f"summary/{name}": value for name, value in summary.items()}
+        self._trackio.log(values, step=step)
 
     def close(self) -> None:
         self._trackio.finish()
@@ -160,6 +177,9 @@ class _TensorBoard:
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
+
+    def summarize(self, step: int, summary: Mapping[str, float]) -> None:
+        self.log(step, {f"summary/{name}": value for name, value in summary.items()})
 
     def close(self) -> None:
         self._writer.close()

@@ -19,7 +19,14 @@ from jetrl.parity import require_exact
 from jetrl.policy import Policy
 from jetrl.precision import PrecisionPlan
 from jetrl.rollout.engine import RolloutEngine
-from jetrl.runs import Attempt, RunDirectory, Trackers, open_trackers, write_report
+from jetrl.runs import (
+    Attempt,
+    RunDirectory,
+    Trackers,
+    open_trackers,
+    summary_of,
+    write_report,
+)
 from jetrl.runs.status import StatusFile
 from jetrl.runs.storing import storing
 from jetrl.session.hang_state import hang_state
@@ -94,7 +101,7 @@ def open_parts(settings: Settings, resume: bool, stack: contextlib.ExitStack) ->
         run.path,
         settings.model_dump(mode="json"),
     )
-    stack.callback(trackers.close)
+    stack.callback(lambda: trackers.close(lambda: summary_of(run.history())))
     rollout = settings.rollout
     engine = RolloutEngine(
         policy,
