@@ -65,7 +65,7 @@ class Saved:
         self._tensors: dict[str, StatefulTensors] = {}
 
     def register(self, name: str, part: Stateful) -> None:
-        """Puts a part's state into every checkpoint of a step, under a name of its own."""
+        """Puts a part's state into every checkpoint, under a name of its own."""
         assert name not in self._states, name
         self._states[name] = part
 
@@ -89,7 +89,7 @@ class Saved:
         extra = {
             "metrics": dict(metrics),
             "seed": self._seed,
-            "states": {name: part.state() for name, part in self._states.items()},
+            "states": self._state(),
         }
         others = {name: part.state_tensors() for name, part in self._tensors.items()}
         snapshot = self._steps.snapshot(
@@ -104,8 +104,22 @@ class Saved:
             StorageError: as `save`.
         """
         self._background.wait()
-        snapshot = self._warm_up.snapshot(update, policy, optimizer, {"seed": self._seed})
+        extra = {"seed": self._seed, "states": self._state()}
+        snapshot = self._warm_up.snapshot(update, policy, optimizer, extra)
         self._write(self._warm_up, snapshot)
+
+    def masters_after(self, step: int, rl: bool) -> Path | None:
+        """The file with the weights after a step (of RL, or of the warm-up), if it is saved."""
+        path = (self._steps if rl else self._warm_up).path(step) / "masters.safetensors"
+        return path if path.is_file() else None
+
+    def _state(self) -> dict[str, Any]:
+        return {name: part.state() for name, part in self._states.items()}
+
+    def _load_state(self, states: Mapping[str, Any]) -> None:
+        for name, part in self._states.items():
+            if name in states:
+                part.load_state(states[name])
 
     def _score(self, metrics: Mapping[str, float]) -> float | None:
         """What keep_best goes by: the held-out mean reward (of several tasks, their mean) of a step
@@ -181,9 +195,7 @@ class Saved:
         """
         latest = self._steps.latest()
         loaded = self._steps.load(latest.path, trainer.policy, trainer.optimizer)
-        for name, part in self._states.items():
-            if name in loaded.extra["states"]:
-                part.load_state(loaded.extra["states"][name])
+        self._load_state(loaded.extra["states"])
         for name, owner in self._tensors.items():
             if name in loaded.tensors:
                 owner.load_tensors(loaded.tensors[name])
@@ -200,6 +212,7 @@ class Saved:
             return 0, []
         latest = self._warm_up.latest()
         loaded = self._warm_up.load(latest.path, trainer.policy, trainer.optimizer)
+        self._load_state(loaded.extra["states"])
         self._run.truncate_after(loaded.step, "sft")
         shutil.rmtree(self._run.path / "reference", ignore_errors=True)
         return loaded.step, [*latest.notes, f"resumed after supervised update {loaded.step}"]

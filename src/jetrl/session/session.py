@@ -37,6 +37,7 @@ from jetrl.session.ending import Ending, RunResult
 from jetrl.session.measured import measured
 from jetrl.session.opening import open_observers, open_parts
 from jetrl.session.phases import Phases
+from jetrl.session.safeguards import Safeguards
 from jetrl.session.saved import Saved
 from jetrl.session.stops import Stops
 from jetrl.session.warm_up import warm_up
@@ -84,6 +85,7 @@ class Session:
         self.saved = Saved(self.run, settings)
         self.drawing = Drawing(settings, self.parts.prompts, self.parts.task.weights)
         self.saved.register("prompts", self.drawing)
+        self.safeguards = Safeguards(self.parts, self.saved, self.display.note, self.phases.beat)
         stack.enter_context(self.stops.signals())
         stack.callback(self.display.close)
         self.ending = Ending(self.parts, self.saved, self.stops, self.phases, self.display)
@@ -117,7 +119,10 @@ class Session:
         critic = None if value_model is None else Critic(value_model, self.settings)
         if critic is not None:
             self.saved.register_tensors("critic", critic)
-        self._trainer = Trainer(policy, self.settings, reference, critic)
+        safe = self.safeguards
+        self._trainer = Trainer(
+            policy, self.settings, reference, critic, safe.micro_batch_size, safe.guard
+        )
 
     # The verbs of the loop
 
@@ -128,7 +133,15 @@ class Session:
             return
         if self.settings.sft.steps:
             held_out = lambda: self._held_out().mean  # noqa: E731
-            warm_up(self.parts, self.display, self.phases, self.stops, self.saved, held_out)
+            warm_up(
+                self.parts,
+                self.display,
+                self.phases,
+                self.stops,
+                self.saved,
+                self.safeguards,
+                held_out,
+            )
         self._open_trainer()
 
     def evaluate_start(self) -> None:
@@ -170,7 +183,7 @@ class Session:
             seed=derive_seed(self.settings.run.seed, "rollout", step, *([again] if again else [])),
         )
         parts = self.parts
-        with self.stops.giving_up(), self.phases.phase("rollout"):
+        with self.stops.giving_up(), self.phases.phase("rollout"), self.safeguards.sampling(step):
             completions = sample_prompts(
                 parts.engine, parts.scorer, prompts, params, parts.max_turns, self._progress
             )
@@ -216,11 +229,12 @@ class Session:
 
         Raises:
             MismatchError: sampler and trainer differ under an exact plan; names the operation.
+            NonFiniteError, OutOfMemoryStop: as the trainer's step; what it was is kept.
         """
         if self.parts.policy.device.type == "cuda":
             self.parts.engine.free_cache()  # its pages took what was free; training needs it now
         try:
-            with self.phases.phase("update"):
+            with self.phases.phase("update"), self.safeguards.update(step, samples):
                 metrics = self.trainer.step(samples)
         except StepMismatchError as error:
             self.run.write_rollouts(step, samples)
@@ -229,7 +243,8 @@ class Session:
         if self.settings.algorithm.value("dynamic_sampling"):
             metrics["dynamic_sampling/rounds"] = float(self._drawn.rounds)
             metrics["dynamic_sampling/dropped_groups"] = float(self._drawn.dropped)
-        return sample_metrics(self._drawn.drawn) | metrics
+        metrics = sample_metrics(self._drawn.drawn) | metrics
+        return metrics | self.safeguards.take_in(step, metrics)
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Held-out metrics of a step, if one is due: at the start, every eval.every, at the end."""
@@ -297,7 +312,7 @@ class Session:
             seed=derive_seed(self.settings.run.seed, "eval"),
         )
         parts = self.parts
-        with self.phases.phase("eval"):
+        with self.phases.phase("eval"), self.safeguards.sampling(self._step):
             return evaluate(
                 parts.engine,
                 parts.scorer,

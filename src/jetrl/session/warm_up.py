@@ -12,6 +12,7 @@ from jetrl.session.display import Display
 from jetrl.session.drawing import Drawing
 from jetrl.session.opening import Parts
 from jetrl.session.phases import Phases
+from jetrl.session.safeguards import Safeguards
 from jetrl.session.saved import Saved
 from jetrl.session.stops import Stops
 from jetrl.training import SftTrainer
@@ -24,6 +25,7 @@ def warm_up(
     phases: Phases,
     stops: Stops,
     saved: Saved,
+    safeguards: Safeguards,
     held_out: Callable[[], float],
 ) -> None:
     """`sft.steps` updates, or fewer when `held_out`, the held-out mean reward, reaches `sft.until`.
@@ -36,7 +38,7 @@ def warm_up(
     """
     settings = parts.settings
     sft, last = settings.sft, settings.sft.steps
-    trainer = SftTrainer(parts.policy, settings)
+    trainer = SftTrainer(parts.policy, settings, safeguards.micro_batch_size, safeguards.guard)
     step, notes = saved.load_warm_up(trainer)
     display.open_warm_up(last, step)
     for note in notes:
@@ -51,7 +53,7 @@ def warm_up(
         examples(update)  # a task may give another answer each time: it counts them from the start
     while not _is_enough(settings, step, display, held_out) and step < last:
         step += 1
-        with phases.phase("sft"):
+        with phases.phase("sft"), safeguards.update(step):
             metrics = trainer.step(examples(step))
         metrics["timing/step_s"] = phases.timings["sft"]
         stats = StepStats(step, metrics)

@@ -1,0 +1,326 @@
+"""Bad numbers and too little memory in whole runs on the CPU: what is said, kept and done."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import jetrl.models.decoder as decoder
+import jetrl.precision.linear as linear
+from jetrl import load_config, train
+from jetrl.cli.main import main
+from jetrl.errors import NonFiniteError, UserError
+from jetrl.reproduction import replay
+from jetrl.runs import RunDirectory, reproducible
+from jetrl.session import Session
+from jetrl.training.optimizer import Optimizer
+
+TINY = [
+    "sft.steps=0",
+    "rollout.prompts_per_step=4",
+    "rollout.samples_per_prompt=4",
+    "rollout.max_tokens=5",
+    "eval.every=0",
+    "train.updates_per_step=1",
+    "train.warmup_steps=0",
+    "train.lr=1e-3",
+    "checkpoint.every=1",
+    "report.enabled=false",
+    "model.config.num_hidden_layers=2",
+    "model.config.max_position_embeddings=32",
+]
+TASK = """
+from jetrl.tasks import Task
+from jetrl.types import Prompt
+
+class Sum(Task):
+    alphabet = "0123456789+="
+
+    def prompts(self, split):
+        return [Prompt(id=str(i), text=f"{i}+{i}=", answer=str(2 * i)) for i in range(20)]
+
+    def score(self, prompt, completion):
+        return float(sum(map(ord, completion)) % 3)  # so that groups differ at once
+
+    def demonstration(self, prompt):
+        return prompt.answer
+"""
+
+
+def settings(path: Path, *overrides: str, name: str = "run") -> Any:
+    file = path / "sums.py"
+    file.write_text(TASK)
+    where = [f"task={file}:Sum", f"run.dir={path}", f"run.name={name}"]
+    return load_config("demo", [*TINY, *where, *overrides])
+
+
+def lines(path: Path) -> list[dict[str, float]]:
+    return [{"step": r["step"], **reproducible(r)} for r in RunDirectory.open(path).metrics("rl")]
+
+
+def masters(path: Path) -> bytes:
+    return (path / "masters.safetensors").read_bytes()
+
+
+@pytest.fixture
+def bad_at(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Switches a fault on for the updates of some steps."""
+    state = {"on": False}
+    update = Session.update
+
+    def choose(*steps: int) -> dict[str, bool]:
+        def wrapped(session: Session, step: int, samples: Any) -> Any:
+            state["on"] = step in steps
+            try:
+                return update(session, step, samples)
+            finally:
+                state["on"] = False
+
+        monkeypatch.setattr(Session, "update", wrapped)
+        return state
+
+    return choose
+
+
+@pytest.fixture
+def bad_swiglu(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The forward of the second layer's SwiGLU gives a NaN where gradients are wanted."""
+
+    def install(state: dict[str, bool]) -> None:
+        swiglu, calls = decoder.swiglu, []
+
+        def faulty(gates: torch.Tensor) -> torch.Tensor:
+            out = swiglu(gates)
+            if state["on"] and torch.is_grad_enabled():
+                calls.append(1)
+                if len(calls) % 2 == 0:
+                    out = out.clone()
+                    out[3, 5] = math.nan
+            return out
+
+        monkeypatch.setattr(decoder, "swiglu", faulty)
+
+    return install
+
+
+def test_a_nan_forward_stops_the_run_names_the_operation_and_can_be_replayed(
+    tmp_path: Path, bad_at: Any, bad_swiglu: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state = bad_at(2)
+    bad_swiglu(state)
+    with pytest.raises(
+        NonFiniteError, match=r"output of layers\.1\.swiglu, first in row 3"
+    ) as stop:
+        train(settings(tmp_path, "loop.steps=2"))
+    assert stop.value.exit_code == 4
+    run = tmp_path / "run"
+    folder = run / "nonfinite" / "step_000002"
+    assert f"jetrl replay {folder}" in str(stop.value)
+    assert [r["step"] for r in lines(run)] == [1]
+    assert masters(folder) == masters(run / "checkpoints" / "step_000001")
+    assert (folder / "masters.safetensors").stat().st_nlink == 2  # no second copy on the disk
+    assert len((folder / "samples.jsonl").read_text().splitlines()) == 16
+    facts = json.loads((folder / "reproduction.json").read_text())
+    assert (facts["kind"], facts["step"], facts["seed"]) == ("update", 2, 0)
+
+    state["on"] = True  # the fault is still there: it happens again
+    assert main(["replay", str(folder)]) == 4
+    text = capsys.readouterr().out
+    assert "first, now" in text
+    assert "output of layers.1.swiglu" in text
+    assert "policy/loss" in text
+    assert main(["replay", str(folder / "reproduction.json"), "--json"]) == 4
+    assert json.loads(capsys.readouterr().out)["finite"] is False
+    state["on"] = False  # and with the fault mended it does not
+    assert main(["replay", str(folder)]) == 0
+    assert "every value is finite" in capsys.readouterr().out
+    assert main(["replay", str(folder), "--plan", "bf16"]) == 0
+
+
+def test_a_nan_on_the_way_back_is_named_too(
+    tmp_path: Path, bad_at: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state, gradients = bad_at(2), linear.gradients
+    calls: list[int] = []
+
+    def faulty(*args: Any) -> Any:
+        dx, dw = gradients(*args)
+        calls.append(1)
+        # Backward comes to lm_head, then down, gate_up, o and qkv of the last layer.
+        return (dx * math.nan if state["on"] and len(calls) % 9 == 3 else dx), dw
+
+    monkeypatch.setattr(linear, "gradients", faulty)
+    train(settings(tmp_path, "loop.steps=1", name="count"))
+    assert len(calls) % 9 == 0, "one micro-batch of 9 linear layers an update"
+    with pytest.raises(NonFiniteError, match=r"gradient of (the output of )?layers\.1\.post_norm"):
+        train(settings(tmp_path, "loop.steps=3"))
+
+
+def test_skipped_updates_leave_no_trace_and_the_run_goes_on(
+    tmp_path: Path, bad_at: Any, bad_swiglu: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bad_swiglu(bad_at(2, 3))
+    result = train(settings(tmp_path, "loop.steps=4", "train.on_nonfinite=skip"))
+    found = lines(result.run_path)
+    assert [r["step"] for r in found] == [1, 2, 3, 4]
+    assert [r.get("policy/skipped_updates", 0) for r in found] == [0, 1, 1, 0]
+    assert ["policy/loss" in r for r in found] == [True, False, False, True]
+    checkpoints = result.run_path / "checkpoints"
+    assert masters(checkpoints / "step_000003") != masters(checkpoints / "step_000004")
+    assert RunDirectory.open(result.run_path).state() == "finished"
+    kept = sorted(path.name for path in (result.run_path / "nonfinite").iterdir())
+    assert kept == ["step_000002", "step_000003"]
+    assert "step 2: 1 update not finite and skipped" in capsys.readouterr().out
+    assert "layers.1.swiglu" in (result.run_path / "log.txt").read_text()
+
+
+def test_a_run_resumed_after_a_skipped_update_is_the_uncut_one(
+    tmp_path: Path, bad_at: Any, bad_swiglu: Any
+) -> None:
+    bad_swiglu(bad_at(2, 3))
+    skip = "train.on_nonfinite=skip"
+    uncut = train(settings(tmp_path, "loop.steps=4", skip, name="uncut"))
+    train(settings(tmp_path, "loop.steps=2", skip, name="cut"))
+    resumed = train(settings(tmp_path, "loop.steps=4", skip, name="cut"), resume=True)
+    assert lines(resumed.run_path) == lines(uncut.run_path)
+    assert masters(resumed.checkpoint_path) == masters(uncut.checkpoint_path)
+
+
+def test_a_bad_weight_is_found_when_it_is_sampled_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    apply = Optimizer.apply
+
+    def spoiling(optimizer: Optimizer, total_norm: torch.Tensor) -> None:
+        apply(optimizer, total_norm)
+        with torch.no_grad():
+            optimizer.masters["layers.1.down.weight"][7, 3] = math.inf
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Optimizer, "apply", spoiling)
+        with pytest.raises(
+            NonFiniteError, match=r"step 2: .*master weight layers\.1\.down\.weight"
+        ):
+            train(settings(tmp_path, "loop.steps=3"))
+    folder = tmp_path / "run" / "nonfinite" / "step_000002"
+    assert main(["replay", str(folder)]) == 4
+    assert "master weight layers.1.down.weight, first in row 7 (1 of" in capsys.readouterr().out
+
+
+def test_the_warm_up_is_guarded_and_kept(
+    tmp_path: Path, bad_swiglu: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state = {"on": True}
+    bad_swiglu(state)
+    with pytest.raises(NonFiniteError, match=r"sft/grad_norm is nan.*layers\.1\.swiglu"):
+        train(settings(tmp_path, "sft.steps=2", "sft.examples_per_step=4"))
+    folder = tmp_path / "run" / "nonfinite" / "sft_step_000001"
+    assert main(["replay", str(folder)]) == 4
+    assert "sft/loss" in capsys.readouterr().out
+
+
+def test_no_more_than_a_few_are_kept(tmp_path: Path, bad_at: Any, bad_swiglu: Any) -> None:
+    bad_swiglu(bad_at(1, 2, 3, 4))
+    skip = "train.on_nonfinite=skip"
+    result = train(settings(tmp_path, "loop.steps=4", skip, "checkpoint.every=0"))
+    assert len(list((result.run_path / "nonfinite").iterdir())) == 3
+    assert "Not kept" in (result.run_path / "log.txt").read_text()
+
+
+@pytest.mark.parametrize(
+    "damage, words",
+    [
+        (lambda f: (f / "reproduction.json").unlink(), "no reproduction"),
+        (lambda f: (f / "reproduction.json").write_text("[" * 5000), "not a reproduction's"),
+        (lambda f: (f / "reproduction.json").write_text('{"kind": 1}'), "not a reproduction's"),
+        (
+            lambda f: (f / "masters.safetensors").write_bytes(b"\x40"),
+            "masters.safetensors: missing",
+        ),
+        (lambda f: (f / "tokens.json").write_text("{}"), "tokens.json"),
+    ],
+    ids=["none", "deep", "other", "weights", "tokens"],
+)
+def test_a_damaged_reproduction_is_refused_by_file(tmp_path: Path, damage: Any, words: str) -> None:
+    folder = tmp_path / "run" / "nonfinite" / "step_000001"
+    with Session(settings(tmp_path, "loop.steps=1")) as session:
+        with torch.no_grad():
+            session.parts.policy.named_masters()["norm.weight"][0] = math.nan
+        session.parts.policy.requantize()
+        session.warm_up()
+        prompts = session.draw_prompts(1)
+        with pytest.raises(NonFiniteError, match=r"master weight norm\.weight"):
+            session.sample(prompts, 1)
+    damage(folder)
+    with pytest.raises(UserError, match=words):
+        replay(folder)
+
+
+def test_too_little_memory_costs_time_and_not_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Both sides run out in the first step; the next attempt starts with the sizes found."""
+    from jetrl.policy import Policy
+    from jetrl.rollout.runner import Runner
+
+    plain = train(settings(tmp_path, "loop.steps=1", name="plain"))
+    forward, logprobs = Runner.forward, Policy.train_logprobs
+
+    def small_forward(runner: Any, step: Any, sequences: Any) -> Any:
+        if sum(chunk.length for chunk in step.chunks) > 12:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return forward(runner, step, sequences)
+
+    def small_logprobs(policy: Any, token_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if len(token_ids) > 64:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.00 GiB.")
+        return logprobs(policy, token_ids, *args, **kwargs)
+
+    monkeypatch.setattr(Runner, "forward", small_forward)
+    monkeypatch.setattr(Policy, "train_logprobs", small_logprobs)
+    prefill = "rollout.max_prefill_tokens=20"
+    result = train(settings(tmp_path, "loop.steps=2", prefill, name="small"))
+    records = RunDirectory.open(result.run_path).metrics("rl")
+    assert records[0]["memory/rollout_retries"] >= 1
+    assert records[0]["memory/train_retries"] >= 1
+    assert "memory/rollout_retries" not in records[1]
+    assert "memory/train_retries" not in records[1]
+    assert all(r["mismatch/num_different"] == 0 for r in records)
+    first = [path / "rollouts/step_000001.jsonl" for path in (plain.run_path, result.run_path)]
+    assert first[0].read_bytes() == first[1].read_bytes()
+    said = capsys.readouterr().out
+    assert "step 1: out of memory in rollout" in said
+    assert "step 1: out of memory in training" in said
+    log = (result.run_path / "log.txt").read_text()
+    assert "gradients are the same up to the order of sums" in log
+
+    resumed = train(settings(tmp_path, "loop.steps=3", prefill, name="small"), resume=True)
+    last = RunDirectory.open(resumed.run_path).metrics("rl")[-1]
+    assert last["step"] == 3
+    assert "memory/rollout_retries" not in last
+    assert "memory/train_retries" not in last
+
+
+def test_anomalies_are_said_and_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import jetrl.runs.anomalies as module
+
+    monkeypatch.setattr(module, "ENOUGH", 2)
+    monkeypatch.setattr(module, "SPIKE", 1.0)
+    step = Optimizer.gradient_norm
+    calls: list[int] = []
+
+    def spiking(optimizer: Optimizer) -> torch.Tensor:
+        calls.append(1)
+        return step(optimizer) * (1e4 if len(calls) == 4 else 1)
+
+    monkeypatch.setattr(Optimizer, "gradient_norm", spiking)
+    result = train(settings(tmp_path, "loop.steps=5"))
+    assert [r.get("policy/anomalies", 0) for r in lines(result.run_path)] == [0, 0, 0, 1, 0]
+    assert "step 4: gradient norm" in capsys.readouterr().out
