@@ -12,6 +12,7 @@ from jetrl.config import Settings
 from jetrl.errors import NonFiniteError
 from jetrl.training import SftTrainer, Trainer
 from jetrl.training.guard import MOST_IN_A_ROW, Guard, NonFiniteUpdate
+from jetrl.types import Example
 
 REWARDS = [1.0, 0.0, 0.0, 1.0, 0.5, 0.0, 0.0, 2.0]
 
@@ -149,11 +150,11 @@ def test_supervised_updates_are_guarded_too(poisoned):
     policy = poisoned(4)
     before = snapshot(policy)
     trainer = SftTrainer(policy, settings())
-    metrics = trainer.step([([1, 2], [3, 4])])
+    metrics = trainer.step([Example([1, 2], [3, 4])])
     assert set(metrics) == {"policy/skipped_updates", "sft/lr", "sft/tokens"}
     assert same(policy, before)
     with pytest.raises(NonFiniteError, match="sft/loss is nan"):
-        SftTrainer(policy, settings(on_nonfinite="stop")).step([([1, 2], [3, 4])])
+        SftTrainer(policy, settings(on_nonfinite="stop")).step([Example([1, 2], [3, 4])])
     assert same(policy, before)
 
 

@@ -14,6 +14,7 @@ from jetrl.out_of_memory import is_out_of_memory, within_memory
 from jetrl.training import SftTrainer, Trainer
 from jetrl.training.micro_batches import MicroBatch, MicroBatchSize
 from jetrl.training.packing import pack
+from jetrl.types import Example
 
 REWARDS = [1.0, 0.0, 0.0, 1.0, 0.5, 0.0, 0.0, 2.0]
 ERRORS = {
@@ -150,7 +151,7 @@ def test_other_errors_are_not_taken_for_it(bigram):
 
 
 def test_supervised_updates_shrink_too(bigram):
-    examples = [([1, 2], [3, 4]), ([5], [6]), ([2, 2, 2], [3, 0, 1])]
+    examples = [Example([1, 2], [3, 4]), Example([5], [6]), Example([2, 2, 2], [3, 0, 1])]
     expected = SftTrainer(bigram(), settings()).step(examples)
     policy = limited(bigram(), 6)
     trainer = SftTrainer(policy, settings())
