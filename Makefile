@@ -4,6 +4,7 @@
 #   make demo       train a tiny model with FP8 reinforcement learning (minutes, no GPU)
 #                   SETTINGS="loop.steps=10" changes settings
 #   make test       the tests that need no GPU
+#   make soak       1000 steps with faults at random, and runs killed at 60 moments (minutes)
 #   make check      format, lint and types
 #   make format     what ruff can fix
 #   make docs       the tables of docs/settings.md
@@ -27,7 +28,7 @@ SETTINGS ?=
 TEST_WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format docs test-gpu bench clean
+.PHONY: help demo test soak check format docs test-gpu bench clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -54,6 +55,11 @@ demo: $(RUN_STAMP)
 
 test: $(DEV_STAMP)
 	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile $(TESTS)
+
+# Each compares what it ends with, bit for bit, with a run that nobody disturbed.
+soak: $(DEV_STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/reliability/kill_and_resume.py --kills 60
+	OMP_NUM_THREADS=1 $(BIN)/python tests/reliability/soak.py --steps 1000
 
 check: $(DEV_STAMP)
 	$(BIN)/ruff check .

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from jetrl import load_config
+from jetrl import load_config, train
 from jetrl.runs import RunDirectory, reproducible
 
 SMALL = [
@@ -52,3 +52,11 @@ def same_results(one: Path, other: Path) -> bool:
 @pytest.fixture
 def same() -> Callable[[Path, Path], bool]:
     return same_results
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small run that came to its end, with checkpoints of steps 2 and 3."""
+    folder = tmp_path_factory.mktemp("runs")
+    words = [*SMALL, f"run.dir={folder}", "run.name=run", "loop.steps=3"]
+    return train(load_config("demo", words)).run_path

@@ -6,6 +6,7 @@ handler runs, nothing is flushed. Where a file is being written, half of it is o
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import signal
@@ -90,10 +91,59 @@ ONCE = {
     "writing the report",
 }
 
+DISK_POINTS: dict[str, tuple[str, str, str | Callable[..., None]]] = {
+    "disk full in a metrics line": ("jetrl.runs.jsonl", "JsonlWriter.write", half_a_line),
+    "disk full in a rollouts file": ("jetrl.runs.directory", "write_jsonl", BEFORE),
+    "disk full in a checkpoint": ("jetrl.training.checkpoint", "write_tensors", half_a_file),
+}
+
+
+def fill_disk(point: str, occurrence: int) -> None:
+    """From its n-th time at a point on, this process finds the disk full there."""
+    _wrap(
+        DISK_POINTS[point],
+        lambda seen: seen >= occurrence,
+        lambda: _raise(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))),
+    )
+
+
+def _raise(error: Exception) -> None:
+    raise error
+
+
+def poison(every: int, offset: int) -> None:
+    """One gradient is NaN in the steps with step % every == offset."""
+    from jetrl.session import Session
+    from jetrl.training import Optimizer
+
+    update, gradient_norm = Session.update, Optimizer.gradient_norm
+    now = 0
+
+    def noted(self: Any, step: int, samples: Any) -> Any:
+        nonlocal now
+        now = step
+        return update(self, step, samples)
+
+    def poisoned(self: Any) -> Any:
+        if now % every == offset:
+            next(p for p in self.masters.values() if p.grad is not None).grad.fill_(float("nan"))
+        return gradient_norm(self)
+
+    Session.update, Optimizer.gradient_norm = noted, poisoned  # type: ignore[method-assign]
+
 
 def arm(point: str, occurrence: int) -> None:
     """This process ends when it comes by a point for the n-th time (from 1)."""
-    module, path, moment = POINTS[point]
+    _wrap(POINTS[point], lambda seen: seen == occurrence, die)
+
+
+def _wrap(
+    place: tuple[str, str, str | Callable[..., None]],
+    now: Callable[[int], bool],
+    fault: Callable[[], None],
+) -> None:
+    """Brings a fault on at a place in the sources, when `now` says so of its count of calls."""
+    module, path, moment = place
     owner: Any = importlib.import_module(module)
     *outer, name = path.split(".")
     for part in outer:
@@ -104,13 +154,13 @@ def arm(point: str, occurrence: int) -> None:
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         nonlocal seen
         seen += 1
-        if seen == occurrence and moment != AFTER:
+        if moment != AFTER and now(seen):
             if callable(moment):
                 moment(*args)
-            die()
+            fault()
         result = original(*args, **kwargs)
-        if seen == occurrence:
-            die()
+        if moment == AFTER and now(seen):
+            fault()
         return result
 
     setattr(owner, name, wrapped)

@@ -23,6 +23,7 @@ import tempfile
 import time
 import traceback
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,14 +64,19 @@ class Attempt:
     code: int = 0
 
 
-def forked(arguments: list[str], log: Path, point: str, occurrence: int, after_s: float) -> Attempt:
-    """`jetrl ARGUMENTS` in a fork of this process, killed at a point or after some seconds."""
+def forked(
+    arguments: list[str],
+    log: Path,
+    prepare: Callable[[], None] = lambda: None,
+    kill_after_s: float | None = None,
+) -> Attempt:
+    """`jetrl ARGUMENTS` in a fork of this process, which `prepare`s itself first, and may be killed
+    after some seconds."""
     child = os.fork()
     if child == 0:
         try:
             torch.set_num_threads(1)
-            if point in faults.POINTS:
-                faults.arm(point, occurrence)
+            prepare()
             with open(log, "a", encoding="utf-8") as output:
                 os.dup2(output.fileno(), 2)  # a traceback
                 with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
@@ -79,8 +85,8 @@ def forked(arguments: list[str], log: Path, point: str, occurrence: int, after_s
         except BaseException:
             traceback.print_exc()
             os._exit(99)
-    if point == FROM_OUTSIDE:
-        time.sleep(after_s)
+    if kill_after_s is not None:
+        time.sleep(kill_after_s)
         os.kill(child, signal.SIGKILL)
     _, status = os.waitpid(child, 0)
     if os.WIFSIGNALED(status):
@@ -144,7 +150,9 @@ def kill_and_resume(
         arguments = [*base, f"run.name={name}", *(["--resume"] if resume else [])]
         if in_fork:
             occurrence = 1 if point in faults.ONCE else rng.choice((1, 1, 2, 3, 5, 8))
-            return forked(arguments, log, point, occurrence, after_s)
+            if point in faults.POINTS:
+                return forked(arguments, log, lambda: faults.arm(point, occurrence))
+            return forked(arguments, log, kill_after_s=after_s if point else None)
         return spawned(arguments, log, after_s if point else None)
 
     began = time.monotonic()

@@ -1,27 +1,39 @@
-"""What works on this machine: versions, devices, self-checks, each with the next step to take.
+"""What works on this machine, or what became of a run: each finding with the next step to take.
 
 For example:
 
     jetrl doctor
     jetrl doctor --json        for a bug report
+    jetrl doctor runs/demo     how that run ended, what is whole, how it goes on
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from pathlib import Path
 
 from jetrl.cli.arguments import table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "run", nargs="?", metavar="RUN", help="a run's name or directory (default: this machine)"
+    )
+    parser.add_argument("--dir", default="runs", help="folder that holds run directories")
     parser.add_argument("--json", action="store_true", help="a JSON list of the checks")
 
 
 def run(args: argparse.Namespace) -> int:
-    from jetrl.cli.checks import all_checks
+    if args.run is None:
+        from jetrl.cli.checks import all_checks
 
-    checks = all_checks()
+        checks = all_checks()
+    else:
+        from jetrl.cli.run_checks import run_checks
+        from jetrl.cli.runs import find_run
+
+        checks = run_checks(find_run(args.run, Path(args.dir)))
     if args.json:
         print(json.dumps([check._asdict() for check in checks], indent=2))
     else:

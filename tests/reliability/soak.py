@@ -1,0 +1,209 @@
+"""The soak: a long run with everything going wrong in it, beside one in which only the checker and
+the gradients do. Both must end with the same bits.
+
+    python tests/reliability/soak.py --steps 1000 --seed 0
+
+Faults of both runs, at places that depend on the data alone: a checker that crashes (one completion
+in 600) and hangs (one in 3000), and NaN in a gradient (every 97th step; train.on_nonfinite=skip).
+Faults of the one run, at random: SIGKILL, from outside and at the points of faults.py; a full disk
+in a metrics line, a rollouts file, a checkpoint; SIGTERM and Ctrl-C; the time limit. After each it
+is resumed.
+
+Checked at the end: every step is there once, with its metrics and rollouts; metrics, rollouts and
+weights of the two runs are the same, bit for bit; and the memory of the run that nobody cut did not
+grow, by the slope of its resident size over its last two thirds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import faults
+import numpy as np
+from kill_and_resume import Attempt, check_same, fingerprint, forked
+
+from jetrl.runs import RunDirectory
+from jetrl.session import Session
+
+POISON_EVERY, POISON_AT = 97, 13
+MAX_GROWTH_MIB = 16.0  # over all steps looked at: less than one copy of the run's tensors
+SETTINGS = [
+    "sft.steps=60",
+    "sft.until=none",
+    "sft.examples_per_step=16",
+    "rollout.prompts_per_step=4",
+    "rollout.samples_per_prompt=4",
+    "rollout.max_tokens=6",
+    "eval.prompts=8",
+    "eval.every=50",
+    "train.on_nonfinite=skip",
+    "checkpoint.every=10",
+    "checkpoint.keep_best=1",
+    "model.config.max_position_embeddings=64",
+    "model.config.num_hidden_layers=1",
+    "task.workers=1",
+    "task.timeout_s=5",  # far from what a sum takes, on a busy machine as well
+    "run.device=cpu",
+]
+OUTCOMES = {0: "finished", 6: "disk full", 75: "time limit", 130: "Ctrl-C", 143: "SIGTERM"}
+
+
+def note_memory(file: Path) -> None:
+    """This process writes its resident size after every step."""
+    record = Session.record
+
+    def noted(self: Any, step: int, *rest: Any) -> None:
+        record(self, step, *rest)
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        with open(file, "a", encoding="ascii") as lines:
+            lines.write(f"{step} {pages * os.sysconf('SC_PAGE_SIZE')}\n")
+
+    Session.record = noted  # type: ignore[method-assign]
+
+
+def memory_growth_mib(file: Path) -> float:
+    """Growth over the last two thirds of the steps, by the slope of a straight line."""
+    steps, sizes = np.loadtxt(file).T
+    later = steps > steps[-1] / 3
+    slope = np.polyfit(steps[later], sizes[later], 1)[0]
+    return float(slope * (steps[-1] - steps[-1] / 3) / 2**20)
+
+
+class Chaos:
+    """Attempts at a run, each with a fault of its own."""
+
+    def __init__(self, base: list[str], folder: Path, seed: int, pace_s: float) -> None:
+        self._base, self._log = base, folder / "chaos.txt"
+        self._run = folder / "chaos"
+        self._rng = random.Random(seed)
+        self._pace_s = pace_s  # seconds that an attempt may go on undisturbed
+        self.ends: Counter[str] = Counter()
+
+    def finish(self) -> None:
+        """Starts the run again and again until it comes to its end."""
+        fault = ""
+        while True:
+            resume = (self._run / "config.toml").is_file()
+            fault = self._rng.choice(["kill", "kill", "point", "disk", "signal", "time"])
+            words = [*self._base, "run.name=chaos", *(["--resume"] if resume else [])]
+            ended = getattr(self, f"_{fault}")(words)
+            if ended.killed:
+                self.ends["SIGKILL"] += 1
+            elif ended.code not in OUTCOMES:
+                text = self._log.read_text(encoding="utf-8")[-3000:]
+                raise SystemExit(
+                    f"an attempt with fault {fault!r} ended with {ended.code}:\n{text}"
+                )
+            else:
+                self.ends[OUTCOMES[ended.code]] += 1
+            if ended.code == 0 and not ended.killed:
+                return
+
+    def _start(self, words: list[str], *prepare: Any, kill_after_s: float | None = None) -> Attempt:
+        def all_of_it() -> None:
+            faults.poison(POISON_EVERY, POISON_AT)
+            for call in prepare:
+                call()
+
+        return forked(words, self._log, all_of_it, kill_after_s)
+
+    def _kill(self, words: list[str]) -> Attempt:
+        return self._start(words, kill_after_s=self._rng.uniform(0, 2 * self._pace_s))
+
+    def _point(self, words: list[str]) -> Attempt:
+        point, occurrence = self._rng.choice(list(faults.POINTS)), self._rng.randint(1, 200)
+        occurrence = 1 if point in faults.ONCE else occurrence
+        return self._start(words, lambda: faults.arm(point, occurrence))
+
+    def _disk(self, words: list[str]) -> Attempt:
+        point, occurrence = self._rng.choice(list(faults.DISK_POINTS)), self._rng.randint(1, 40)
+        return self._start(words, lambda: faults.fill_disk(point, occurrence))
+
+    def _signal(self, words: list[str]) -> Attempt:
+        number = self._rng.choice([signal.SIGTERM, signal.SIGINT])
+        after = self._rng.uniform(0.5 * self._pace_s, 2 * self._pace_s)
+
+        def send() -> None:
+            timer = threading.Timer(after, os.kill, (os.getpid(), number))
+            timer.daemon = True
+            timer.start()
+
+        return self._start(words, send)
+
+    def _time(self, words: list[str]) -> Attempt:
+        return self._start([*words, f"run.max_hours={self._pace_s / 3600}"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--pace", type=float, default=8.0, metavar="S", help="seconds an attempt")
+    args = parser.parse_args()
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        task = Path(__file__).with_name("soak_task.py")
+        base = ["train", "demo", *SETTINGS, f"task.name={task}:Soak", f"run.dir={folder}"]
+        base += ["task.options={max_operand = 29, test_share = 0.2, mistakes = 0.55}"]
+        base += [f"loop.steps={args.steps}", "run.max_hours=none"]
+        memory = folder / "memory.txt"
+        quiet = os.fork()
+        if quiet == 0:
+
+            def prepare() -> None:
+                faults.poison(POISON_EVERY, POISON_AT)
+                note_memory(memory)
+
+            ended = forked([*base, "run.name=quiet"], folder / "quiet.txt", prepare)
+            os._exit(ended.code & 0xFF)
+        chaos = Chaos(base, folder, args.seed, args.pace)
+        chaos.finish()
+        _, status = os.waitpid(quiet, 0)
+        if status:
+            text = (folder / "quiet.txt").read_text(encoding="utf-8")[-3000:]
+            raise SystemExit(
+                f"the undisturbed run ended with {os.waitstatus_to_exitcode(status)}:\n{text}"
+            )
+        check(folder, args.steps)
+        growth = memory_growth_mib(memory)
+        lines = RunDirectory.open(folder / "quiet").metrics("rl")
+        totals = {
+            "not judged": sum(line.get("reward/failures", 0) for line in lines),
+            "updates skipped": sum(line.get("policy/skipped_updates", 0) for line in lines),
+        }
+    print(f"{args.steps} steps, {time.monotonic() - began:.0f} s; the two runs have the same bits")
+    for what, count in totals.items():
+        print(f"  {count:6.0f}  {what}, in both runs")
+    for end, count in sorted(chaos.ends.items()):
+        print(f"  {count:6}  attempts that ended with: {end}")
+    print(f"memory of the undisturbed run: {growth:+.1f} MiB over its last two thirds")
+    if growth > MAX_GROWTH_MIB:
+        raise SystemExit(f"memory grows: more than {MAX_GROWTH_MIB:g} MiB")
+
+
+def check(folder: Path, steps: int) -> None:
+    """Nothing is missing from the run that was cut, and nothing differs from the other."""
+    run = RunDirectory.open(folder / "chaos")
+    found = [line["step"] for line in run.metrics("rl")]
+    if found != list(range(steps + 1)):
+        raise SystemExit(f"steps of metrics.jsonl: {len(found)}, {found[:3]} ... {found[-3:]}")
+    if run.rollout_steps() != list(range(1, steps + 1)):
+        raise SystemExit(f"{len(run.rollout_steps())} files of rollouts")
+    check_same("chaos", fingerprint(folder / "chaos"), fingerprint(folder / "quiet"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,167 @@
+"""`jetrl doctor RUN`: what it says of runs that ended in every way."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from jetrl.cli.main import main as jetrl
+from jetrl.runs import RunDirectory
+from jetrl.runs.status import StatusFile
+
+
+@pytest.fixture
+def run(finished: Path, tmp_path: Path) -> Path:
+    copy = tmp_path / "run"
+    shutil.copytree(finished, copy)
+    return copy
+
+
+def doctor(path: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    capsys.readouterr()
+    code = jetrl(["doctor", str(path)])
+    return code, re.sub(" {2,}", "  ", capsys.readouterr().out)  # columns
+
+
+def without_end(run: Path) -> None:
+    lines = (run / "attempts.jsonl").read_text().splitlines()
+    (run / "attempts.jsonl").write_text(lines[0] + "\n")
+
+
+def ended(run: Path, state: str, reason: str) -> None:
+    without_end(run)
+    end = {"event": "end", "time": time.time(), "state": state, "reason": reason}
+    with open(run / "attempts.jsonl", "a") as file:
+        file.write(json.dumps(end) + "\n")
+
+
+def in_phase(run: Path, phase: str, step: int) -> None:
+    file = StatusFile(run)
+    file.begin(phase, step)
+    file.close()
+
+
+def test_a_finished_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, text = doctor(run, capsys)
+    assert code == 0, text
+    assert "OK  end  finished" in text
+    assert "3 of 3 steps" in text
+    assert "whole: 2, 3" in text
+    assert "to go on" not in text
+
+
+def test_a_killed_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    without_end(run)
+    in_phase(run, "update", 3)
+    shutil.rmtree(run / "checkpoints" / "step_000003")
+    code, text = doctor(run, capsys)
+    assert code == 1
+    assert "FAIL  end  killed in update of step 3, which began" in text
+    assert "whole: 2; 1 steps after it would be done again" in text
+    assert f"to go on  jetrl train {run}/config.toml --resume" in text
+    assert "out-of-memory killer" in text
+
+
+def test_the_command_that_it_names_goes_on(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.rmtree(run / "checkpoints" / "step_000003")
+    without_end(run)
+    _, text = doctor(run, capsys)
+    words = text.split("to go on  jetrl ")[1].splitlines()[0].split()
+    # The copy's settings name the folder that it was copied from.
+    assert jetrl([*words, f"run.dir={run.parent}"]) == 0
+    assert RunDirectory.open(run).state() == "finished"
+
+
+@pytest.mark.parametrize(
+    "state, reason, level",
+    [
+        ("stopped", "step 3: 4 of 92 log-probs differ", "WARN"),
+        ("interrupted", "SIGTERM", "WARN"),
+        ("failed", "RuntimeError: an odd thing", "FAIL"),
+    ],
+)
+def test_a_run_that_said_how_it_ended(
+    state: str, reason: str, level: str, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    in_phase(run, "rollout", 3)
+    ended(run, state, reason)
+    code, text = doctor(run, capsys)
+    assert code == (1 if level == "FAIL" else 0)
+    assert f"{level}  end  {state} after" in text
+    assert "in rollout of step 3, which began" in text
+    assert f": {reason}; attempt 1" in text
+    assert ("log.txt has the traceback" in text) == (level == "FAIL")
+
+
+def test_damaged_checkpoints(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = run / "checkpoints" / "step_000003" / "masters.safetensors"
+    file.write_bytes(file.read_bytes()[:-3])
+    code, text = doctor(run, capsys)
+    assert code == 1
+    assert "FAIL  checkpoint 3" in text
+    assert "bytes instead of" in text
+    assert "whole: 2; 1 steps" in text
+
+
+def test_a_hang_and_odd_numbers(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run / "hang.txt").write_text(
+        "==== 2026-01-01 00:00:00 +0000  hang in reward of step 3: no sign of life for 301.0 s\n"
+        'Thread 0x1 (most recent call first):\n  File "w.py", line 3 in wait\n\n'
+        'Thread 0x2 (most recent call first):\n  File "mine.py", line 9 in score\n'
+    )
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines[-1] |= {"reward/failures": 4, "mismatch/num_different": 2, "policy/skipped_updates": 1}
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    code, text = doctor(run, capsys)
+    assert code == 1
+    assert "hang in reward of step 3: no sign of life for 301.0 s" in text
+    assert "the main thread was in score (mine.py, line 9)" in text
+    assert "2 tokens differ between sampler and trainer" in text
+    assert "4 completions could not be judged" in text
+    assert "1 updates were not finite and were skipped" in text
+
+
+def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert jetrl(["doctor", str(tmp_path)]) == 2
+    assert "not a run directory" in capsys.readouterr().err
+
+
+def test_as_json(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
+    assert jetrl(["doctor", str(run), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {"status": "OK", "name": "checkpoints"}.items() <= found[2].items()
+
+
+DAMAGE = {
+    "truncated": lambda p: p.write_bytes(p.read_bytes()[:-1]),
+    "flipped": lambda p: p.write_bytes(p.read_bytes()[:-1] + bytes([p.read_bytes()[-1] ^ 1])),
+    "empty": lambda p: p.write_bytes(b""),
+    "gone": lambda p: p.unlink(),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize(
+    "file", ["masters.safetensors", "optimizer.safetensors", "state.json", "manifest.json"]
+)
+def test_a_resume_skips_a_damaged_checkpoint_and_ends_with_the_same_bits(
+    file: str,
+    damage: str,
+    finished: Path,
+    run: Path,
+    same: Callable,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    DAMAGE[damage](run / "checkpoints" / "step_000003" / file)
+    assert jetrl(["train", str(run / "config.toml"), f"run.dir={run.parent}", "--resume"]) == 0
+    text = capsys.readouterr().out
+    assert "step_000003 is damaged" in text
+    assert "resumed after step 2" in text
+    assert same(run, finished)

@@ -1,0 +1,118 @@
+"""A disk that is full: the run says so, loses nothing that was written, and goes on afterwards.
+
+The disk is a small tmpfs in a mount namespace of its own, where the system lets us make one.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jetrl import train
+from jetrl.errors import StorageError
+from jetrl.runs import RunDirectory
+
+PROGRAM = """
+import os, subprocess, sys
+from pathlib import Path
+from jetrl.cli.main import main
+from jetrl.runs import RunDirectory, reproducible
+
+disk, case = Path(sys.argv[1]), sys.argv[2]
+words = sys.argv[3:]
+mount = ["mount", "-t", "tmpfs", "none", str(disk), "-o"]
+subprocess.run([*mount, "size=6m" if case == "checkpoint" else "size=64m"], check=True)
+
+def lines(name):
+    found = RunDirectory.open(disk / name).metrics()
+    return [{"step": line["step"], **reproducible(line)} for line in found]
+
+run = ["train", "demo", *words, f"run.dir={disk}"]
+if case == "lines":  # room for a few steps
+    (disk / "ballast").write_bytes(b"x" * (64 * 2**20 - 60 * 2**10))
+code = main([*run, "run.name=full"])
+assert code == 6, code
+before = lines("full")
+assert 0 < len(before) < int(words[-1].removeprefix("loop.steps=")), len(before)
+(disk / "ballast").unlink(missing_ok=True)
+subprocess.run([*mount, "remount,size=64m"], check=True)
+assert main([*run, "run.name=full", "--resume"]) == 0
+assert main([*run, "run.name=uncut"]) == 0
+assert lines("full") == lines("uncut")
+assert lines("full")[:len(before)] == before
+masters = [max((disk / n / "checkpoints").glob("step_*")) for n in ("full", "uncut")]
+masters = [(path / "masters.safetensors").read_bytes() for path in masters]
+assert masters[0] == masters[1]
+print("same bits")
+"""
+WORDS = [
+    "sft.steps=0",
+    "rollout.prompts_per_step=4",
+    "rollout.samples_per_prompt=4",
+    "rollout.max_tokens=6",
+    "eval.every=0",
+    "report.enabled=false",
+    "model.config.num_hidden_layers=1",
+]
+
+
+@pytest.fixture(scope="module")
+def namespace() -> list[str]:
+    """The command that runs another one where it may mount."""
+    command = ["unshare", "--map-root-user", "--mount"]
+    try:
+        subprocess.run([*command, "true"], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("this system makes no mount namespaces")
+    return command
+
+
+@pytest.mark.parametrize(
+    "case, words, message",
+    [
+        ("checkpoint", ["checkpoint.every=1", "loop.steps=4"], "could not be written"),
+        ("lines", ["checkpoint.every=0", "loop.steps=9"], "could not be written: No space left"),
+    ],
+)
+def test_a_real_full_disk(
+    case: str, words: list[str], message: str, namespace: list[str], tmp_path: Path
+) -> None:
+    program = [sys.executable, "-c", textwrap.dedent(PROGRAM), str(tmp_path), case]
+    command = [*namespace, *program, *WORDS, *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert message in done.stderr
+    assert "go on with --resume" in done.stderr
+    assert done.stdout.rstrip().endswith("same bits")
+
+
+def test_the_first_error_is_the_one_that_is_said(
+    small: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither the end of the attempt nor the report can be written either."""
+    import jetrl.runs.directory as module
+
+    settings = small("report.enabled=true")
+
+    class Full(module.JsonlWriter):
+        def write(self, record: Any) -> None:
+            if record.get("step", 0) >= 3 or record.get("event") == "end":
+                raise OSError(28, "No space left on device")
+            super().write(record)
+
+    def no_report(path: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(module, "JsonlWriter", Full)
+    monkeypatch.setattr("jetrl.session.opening.write_report", no_report)
+    with pytest.raises(StorageError, match=r"metrics.jsonl could not be written.*--resume"):
+        train(settings)
+    run = RunDirectory.open(tmp_path / "run")
+    assert [line["step"] for line in run.metrics("rl")] == [1, 2]
+    assert run.state() == "interrupted", "how it ended could not be written"
