@@ -7,8 +7,8 @@ the squares add in int64. So no reduction order exists to depend on, and a row i
 others whatever the tiling. The rest is the reference's IEEE operations, with fusion switched off.
 
 Sampling (one kernel, a program a row): reads x and delta, writes their sum and the codes.
-Training (two): the same without codes, then a tile kernel that reads the sum again and writes both
-groupings; a 128 x 1 group needs 128 rows at once, which no multiprocessor can hold.
+Training (two): the same, then a tile kernel that reads the sum again, in part from the cache, and
+writes the 128 x 1 groups; such a group needs 128 rows at once, which no multiprocessor can hold.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -153,13 +153,10 @@ def _tile_kernel(
     x_ptr,
     weight_ptr,
     inverse_ptr,
-    row_codes_ptr,
-    row_scales_ptr,
     token_codes_ptr,
     token_scales_ptr,
     num_rows,
     num_columns,
-    scale_stride,
     padded_tokens,
     column_blocks,
     MAXIMUM: gl.constexpr,
@@ -175,8 +172,8 @@ def _tile_kernel(
     weight = gl.load(weight_ptr + columns).to(gl.float32)
     y = tile.to_bfloat16(tile.widen(x) * inverse[:, None] * weight[None, :])
     tile.store_groups(
-        y, block, column, num_rows, num_columns, row_codes_ptr, row_scales_ptr, scale_stride,
-        token_codes_ptr, token_scales_ptr, padded_tokens, True, MAXIMUM, FLOOR, POW2,
+        y, block, column, num_rows, num_columns, token_codes_ptr, token_scales_ptr, 0,
+        token_codes_ptr, token_scales_ptr, padded_tokens, False, MAXIMUM, FLOOR, POW2,
     )  # fmt: skip
 
 
@@ -254,7 +251,7 @@ def rms_norm_quantize(
         _launch_rows(x, weight, eps, delta, total, None, None, rows, options)
         return NormQuantized(total, None, rows, None)
     inverse = torch.empty(num_rows, dtype=torch.float32, device=x.device)
-    _launch_rows(x, weight, eps, delta, total, None, inverse, None, options)
+    _launch_rows(x, weight, eps, delta, total, None, inverse, rows, options)
     tokens = empty_token_groups(num_rows, width, dtype, x.device)
     column_blocks = width // FP8_BLOCK
     if num_rows:
@@ -262,13 +259,10 @@ def rms_norm_quantize(
             total,
             weight,
             inverse,
-            rows.codes,
-            rows.scales,
             tokens.codes,
             tokens.scales,
             num_rows,
             width,
-            rows.scales.stride(1),
             tokens.shape[0],
             column_blocks,
             **tile_rule("e4m3", scales),
