@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from jetrl.config import Settings
 from jetrl.errors import UserError
+from jetrl.judge import Judge
 from jetrl.model import Model
 from jetrl.models import hf
 from jetrl.models.families import ModelConfig, num_parameters
@@ -55,6 +56,23 @@ def build_policy(settings: Settings, plan: PrecisionPlan, task: Task) -> Policy:
     return policy
 
 
+def build_scalar_model(settings: Settings, plan: PrecisionPlan, task: Task) -> ScalarModel:
+    """The reward model that is to be trained: [model]'s decoder with a new head, or its own.
+
+    Raises:
+        UserError: as `build_policy`.
+    """
+    path = settings.model.path
+    if path is not None and ModelConfig.from_hf(hf.read_config(path)).head == "score":
+        model = ScalarModel.from_pretrained(path, plan, choose_device(settings.run.device))
+        if settings.model.tokenizer is not None:
+            model.tokenizer = _tokenizer(settings.model.tokenizer, task)
+        return model
+    policy = build_policy(settings, plan, task)
+    weights = policy.named_masters()
+    return ScalarModel.with_new_head(policy.config, weights, plan, policy.device, policy.tokenizer)
+
+
 def build_reference(settings: Settings, policy: Policy, run_path: Path) -> Policy | None:
     """The frozen reference of the KL term: reference.path, or the policy as it is when RL begins;
     None without either. It has working copies alone, in the policy's formats.
@@ -77,6 +95,23 @@ def build_reference(settings: Settings, policy: Policy, run_path: Path) -> Polic
     if wanted.offload:
         reference.offload()
     return reference
+
+
+def build_judge(settings: Settings, policy: Policy) -> Judge | None:
+    """What makes the rewards of [reward]; None where the reward is the task's own score.
+
+    Raises:
+        UserError: reward.model_path cannot be used, or means other tokens.
+    """
+    if settings.reward.model_path is None and settings.reward.rule == 1:
+        return None
+    return Judge(
+        settings.reward,
+        policy,
+        policy.plan,
+        settings.rollout.max_tokens,
+        settings.train.tokens_per_micro_batch,
+    )
 
 
 def build_critic(settings: Settings, policy: Policy) -> ScalarModel | None:

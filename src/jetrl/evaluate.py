@@ -12,6 +12,7 @@ import numpy as np
 
 from jetrl.environment import TaskEnvironment, turns_of
 from jetrl.errors import UserError
+from jetrl.model import Model
 from jetrl.models.chat import encode_prompt
 from jetrl.policy import Policy
 from jetrl.rollout.engine import ProgressCallback, RolloutEngine
@@ -49,7 +50,7 @@ class Evaluation:
 
 
 def encode_prompts(
-    policy: Policy, task: Task, split: str, limit: int = 0, system_prompt: str | None = None
+    policy: Model, task: Task, split: str, limit: int = 0, system_prompt: str | None = None
 ) -> list[EncodedPrompt]:
     """The prompts of a task's split as token ids, each with room for an answer in the model's
     context. limit: take this many from the start (of each task, where several are mixed); 0: all.

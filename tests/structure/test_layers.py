@@ -41,7 +41,11 @@ EVERYTHING = (
         "step_metrics",
         "preflight",
         "session",
+        "judge",
+        "model",
+        "scalar_model",
         "loop",
+        "reward_training",
     }
 )
 
@@ -69,9 +73,10 @@ ALLOWED: dict[str, set[str]] = {
     "tasks": BASE,
     "runs": BASE,
     "environment": BASE | {"rollout", "tasks"},
-    "evaluate": BASE | BELOW_POLICY | {"environment", "policy", "rollout", "tasks"},
+    "evaluate": BASE | BELOW_POLICY | {"environment", "model", "policy", "rollout", "tasks"},
     "parity": BASE | BELOW_POLICY | {"policy", "rollout", "training", "randomness"},
-    "building": BASE | BELOW_POLICY | {"model", "policy", "scalar_model", "tasks"},
+    "judge": BASE | BELOW_POLICY | {"model", "scalar_model"},
+    "building": BASE | BELOW_POLICY | {"judge", "model", "policy", "scalar_model", "tasks"},
     "reproduction": BASE | BELOW_POLICY | {"building", "policy", "runs", "tasks", "training"},
     "memory": BASE | BELOW_POLICY,
     "randomness": set(),
@@ -80,6 +85,7 @@ ALLOWED: dict[str, set[str]] = {
     "preflight": EVERYTHING - {"loop", "session"},
     "session": EVERYTHING - {"loop"},
     "loop": BASE | {"session"},
+    "reward_training": EVERYTHING - {"loop"},
     "cli": EVERYTHING | {"cli", "bench"},
     "bench": EVERYTHING | {"cli", "bench"},
     "": EVERYTHING,  # jetrl/__init__.py: public names, resolved on first use

@@ -187,6 +187,8 @@ def step_line(title: str, step: int, total: int, metrics: Mapping[str, float]) -
             parts.extend([(f"  {label} ", QUIET), (form(metrics[name]), style)])
 
     add("loss", "sft/loss", lambda v: f"{v:.4f}")
+    add("right", "reward_model/accuracy", percent)
+    add("held out", "reward_model/eval_accuracy", percent, "bold cyan")
     add("reward", "reward/mean", lambda v: f"{v:.3f}")
     for name in sorted(metrics):
         if name.startswith("eval/") and name.endswith("/mean"):

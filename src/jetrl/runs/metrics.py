@@ -293,10 +293,28 @@ METRICS: tuple[Metric, ...] = (
     Metric("eval/<task>/response_length", "tokens", "mean length of a held-out completion"),
     Metric("eval/<task>/clip_ratio", "share", "held-out completions cut off at the token limit"),
     Metric("eval/<task>/failures", "count", "held-out completions that could not be judged"),
-    Metric("sft/loss", "nats", "mean next-token loss of a supervised update, on answer tokens"),
+    Metric(
+        "sft/loss",
+        "nats",
+        "mean next-token loss of a supervised update, on answer tokens; of a reward model, mean "
+        "Bradley-Terry loss of a pair",
+    ),
     Metric("sft/grad_norm", "norm", "global gradient norm before clipping, supervised update"),
     Metric("sft/lr", "1/update", "learning rate of the supervised update"),
     Metric("sft/tokens", "tokens", "answer tokens the supervised update trained on"),
+    Metric(
+        "reward_model/accuracy",
+        "share",
+        "pairs of an update in which the better completion scored higher, before the update",
+        known_as={"TRL": "accuracy"},
+    ),
+    Metric(
+        "reward_model/margin",
+        "score",
+        "mean score of the better less that of the worse completion",
+        known_as={"TRL": "margin"},
+    ),
+    Metric("reward_model/eval_accuracy", "share", "held-out pairs in the right order"),
 )
 
 

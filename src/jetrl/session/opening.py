@@ -10,11 +10,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from jetrl.building import build_policy
+from jetrl.building import build_judge, build_policy
 from jetrl.config import Settings
 from jetrl.environment import turns_of
 from jetrl.errors import StorageError
 from jetrl.evaluate import EncodedPrompt, encode_prompts
+from jetrl.judge import Judge
 from jetrl.parity import require_exact
 from jetrl.policy import Policy
 from jetrl.precision import PrecisionPlan
@@ -41,7 +42,7 @@ logger = logging.getLogger(__name__)
 class Parts:
     """What a run is made of. prompts, eval_prompts: encoded, in the order of their split; no
     eval_prompts where nothing is evaluated. max_turns: of a completion. attempt: this start of the
-    program."""
+    program. judge: None where the reward is the task's score."""
 
     settings: Settings
     plan: PrecisionPlan
@@ -55,6 +56,7 @@ class Parts:
     attempt: Attempt
     trackers: Trackers
     engine: RolloutEngine
+    judge: Judge | None
 
 
 def open_parts(settings: Settings, resume: bool, stack: contextlib.ExitStack) -> Parts:
@@ -71,6 +73,7 @@ def open_parts(settings: Settings, resume: bool, stack: contextlib.ExitStack) ->
     max_turns = turns_of(task, wanted.max_turns)
     policy = build_policy(settings, plan, task)
     require_exact(policy)
+    judge = build_judge(settings, policy)
     prompts = encode_prompts(policy, task, wanted.split, system_prompt=wanted.system_prompt)
     eval_prompts = (
         encode_prompts(policy, task, wanted.eval_split, settings.eval.prompts, wanted.system_prompt)
@@ -123,6 +126,7 @@ def open_parts(settings: Settings, resume: bool, stack: contextlib.ExitStack) ->
         attempt=attempt,
         trackers=trackers,
         engine=engine,
+        judge=judge,
     )
 
 

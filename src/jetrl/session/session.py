@@ -200,6 +200,8 @@ class Session:
         """
         with self.stops.giving_up(), self.phases.phase("reward"):
             samples = score_completions(self.parts.scorer, prompts, completions)
+            if self.parts.judge is not None:
+                samples = self.parts.judge(samples)
         failures = [s.failure for s in samples if s.failure]
         if failures:
             logger.warning("%d completions not judged; the first: %s", len(failures), failures[0])

@@ -118,10 +118,16 @@ class Arithmetic(Task):
 
     def demonstration(self, prompt: Prompt) -> str | None:
         answer, teacher = prompt.answer or "", self._teacher
-        if teacher.random() >= self.mistakes:
-            return answer
-        place = teacher.randrange(len(answer))
-        wrong = str((int(answer[place]) + teacher.randrange(1, 10)) % 10)
+        return answer if teacher.random() >= self.mistakes else self._wrong(answer)
+
+    def preference(self, prompt: Prompt) -> tuple[str, str]:
+        """The answer, and one with a wrong digit, drawn anew each time."""
+        answer = prompt.answer or ""
+        return answer, self._wrong(answer)
+
+    def _wrong(self, answer: str) -> str:
+        place = self._teacher.randrange(len(answer))
+        wrong = str((int(answer[place]) + self._teacher.randrange(1, 10)) % 10)
         return answer[:place] + wrong + answer[place + 1 :]
 
     def self_test(self) -> list[tuple[Prompt, str, float | None]]:

@@ -83,6 +83,12 @@ class Task:
         what the environment says; None where the task has none."""
         return None
 
+    def preference(self, prompt: Prompt) -> tuple[str, str] | None:
+        """Two completions of the prompt, the better one first, for a reward model to learn from
+        (`jetrl sft --task reward`), without the end-of-sequence token; None where the task has
+        none."""
+        return None
+
     def self_test(self) -> Iterable[tuple[Prompt, str, float | None]]:
         """Cases that are scored once at start, as (prompt, completion, reward expected).
 

@@ -27,6 +27,7 @@ class Dataset(Task):
     prompt: the field that is asked: a text, or a list of messages with role and content.
     answer: the field that is right; a number is taken as its text. "" where the data has none.
     demonstration: the field with a worked completion for supervised training; "": none.
+    chosen, rejected: the fields with a better and a worse completion, for a reward model; "": none.
     id: the field that names a row; "": its split and number.
     template: the text that is asked, with `{field}` for each field that it takes from the row;
         default: the prompt field alone.
@@ -47,6 +48,8 @@ class Dataset(Task):
         prompt: str = "prompt",
         answer: str = "answer",
         demonstration: str = "",
+        chosen: str = "",
+        rejected: str = "",
         id: str = "",
         template: str | None = None,
         checker: str = "math",
@@ -72,6 +75,7 @@ class Dataset(Task):
         check_place(path)
         self.path, self.config = path, config
         self.fields = {"prompt": prompt, "answer": answer, "demonstration": demonstration, "id": id}
+        self.fields |= {"chosen": chosen, "rejected": rejected}
         self.template, self.format = template, format
         self.test_share, self.seed = test_share, seed
         self.stop = tuple(stop)
@@ -104,6 +108,10 @@ class Dataset(Task):
         worked = prompt.metadata.get(self.fields["demonstration"])
         return None if worked is None else str(worked)
 
+    def preference(self, prompt: Prompt) -> tuple[str, str] | None:
+        better, worse = (prompt.metadata.get(self.fields[n]) for n in ("chosen", "rejected"))
+        return None if better is None or worse is None else (str(better), str(worse))
+
     def _part(self, rows: list[tuple[Row, str]], split: str) -> list[tuple[Row, str]]:
         """The rows of a split of data that has none of its own, in the order of the data."""
         order = list(range(len(rows)))
@@ -117,7 +125,8 @@ class Dataset(Task):
         if self.template is not None:
             asked = re.sub(r"\{(\w+)\}", lambda m: self._fill(row, m[1], where), self.template)
         answer = self._text(row, "answer", where)
-        self._text(row, "demonstration", where)
+        for name in ("demonstration", "chosen", "rejected"):
+            self._text(row, name, where)
         prompt_id = self._text(row, "id", where) or number
         if isinstance(asked, list | tuple):
             messages = tuple(_message(item, self.fields["prompt"], where) for item in asked)

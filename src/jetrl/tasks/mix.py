@@ -130,6 +130,10 @@ class Mix(Task):
         task, own = self._own(prompt)
         return task.demonstration(own)
 
+    def preference(self, prompt: Prompt) -> tuple[str, str] | None:
+        task, own = self._own(prompt)
+        return task.preference(own)
+
     def self_test(self) -> Iterable[tuple[Prompt, str, float | None]]:
         for label, task in self.tasks.items():
             for prompt, completion, expected in task.self_test():

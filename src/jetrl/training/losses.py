@@ -41,3 +41,10 @@ def value_loss(
     return ValueLoss(
         0.5 * squares.sum() / num_update_tokens, clipped.double().sum() / num_update_tokens
     )
+
+
+def preference_loss(better: torch.Tensor, worse: torch.Tensor, num_pairs: int) -> torch.Tensor:
+    """-log sigmoid(score of the better - score of the worse), share of the mean over an update's
+    pairs: the Bradley-Terry model (Bradley and Terry 1952; Ouyang et al. 2022, "InstructGPT",
+    eq. 1). float32 [P] each."""
+    return -torch.nn.functional.logsigmoid(better - worse).sum() / num_pairs

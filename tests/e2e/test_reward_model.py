@@ -1,0 +1,104 @@
+"""A reward model from the command line into a run: trained, written, loaded back, weighed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from jetrl import load_config, train
+from jetrl.cli.main import main
+from jetrl.errors import UserError
+from jetrl.models.tiny import make_tiny
+from jetrl.precision import PrecisionPlan
+from jetrl.runs import RunDirectory
+from jetrl.scalar_model import ScalarModel
+
+TINY = [
+    "task.options.max_operand=4",
+    "task.options.digits=1",
+    "model.config.num_hidden_layers=1",
+    "sft.until=none",
+    "sft.examples_per_step=16",
+    "rollout.prompts_per_step=3",
+    "rollout.samples_per_prompt=4",
+    "rollout.max_tokens=6",
+    "eval.every=0",
+    "eval.prompts=8",
+    "train.updates_per_step=1",
+    "checkpoint.every=0",
+    "report.enabled=false",
+    "loop.steps=1",
+]
+
+
+@pytest.fixture(scope="module")
+def judge(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("judge")
+    words = ["demo", *TINY, "sft.steps=60", f"run.dir={path}", "run.name=judge"]
+    assert main(["sft", *words, "--task", "reward", "--out", str(path / "out")]) == 0
+    return path
+
+
+def test_it_learns_and_is_written(judge: Path) -> None:
+    lines = RunDirectory.open(judge / "judge").metrics()
+    assert lines[0]["reward_model/accuracy"] == 0
+    assert lines[-1]["reward_model/eval_accuracy"] > 0.6
+    assert lines[-1]["sft/loss"] < lines[0]["sft/loss"]
+    plan = PrecisionPlan.preset("unified")
+    model = ScalarModel.from_pretrained(judge / "out", plan, frozen=True)
+    assert model.tokenizer is not None
+
+
+def test_its_score_is_weighed_into_the_reward(judge: Path, tmp_path: Path) -> None:
+    reward = ["reward.rule=2.0", "reward.model=0.5", f"reward.model_path={judge / 'out'}"]
+    words = [*TINY, "sft.steps=2", *reward, f"run.dir={tmp_path}", "run.name=run"]
+    run = RunDirectory.open(train(load_config("demo", words)).run_path)
+    line = run.metrics("rl")[-1]
+    expected = 2 * line["reward/part/rule"] + 0.5 * line["reward/part/model"]
+    assert line["reward/mean"] == pytest.approx(expected, rel=1e-12)
+    assert line["reward/part/model"] != 0
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["reward.rule=0.0"], "both 0"),
+        (["reward.model=0.5"], "needs reward.model_path"),
+        (["reward.model_path=x"], "reward.model = 0"),
+    ],
+)
+def test_weights_that_mean_nothing_are_refused(words: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        load_config("demo", words)
+
+
+def test_another_tokenizer_is_refused(judge: Path, tmp_path: Path) -> None:
+    other = make_tiny(tmp_path / "other", vocab_size=128, alphabet="0123456789+=ab")
+    reward = ["reward.model=0.5", f"reward.model_path={judge / 'out'}"]
+    words = [*TINY, "sft.steps=2", *reward, f"run.dir={tmp_path}", f"model.path={other}"]
+    words += ["model.config=none", "model.tokenizer=none"]
+    with pytest.raises(UserError, match=r"reward\.model_path = .* its tokenizer is not the policy"):
+        train(load_config("demo", words))
+
+
+def test_a_policy_as_reward_model_is_refused(judge: Path, tmp_path: Path) -> None:
+    policy = make_tiny(tmp_path / "policy")
+    reward = ["reward.model=0.5", f"reward.model_path={policy}"]
+    with pytest.raises(UserError, match="Qwen3ForCausalLM has a head for tokens"):
+        train(load_config("demo", [*TINY, "sft.steps=2", *reward, f"run.dir={tmp_path}"]))
+
+
+def test_a_task_without_pairs_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    file = tmp_path / "plain.py"
+    file.write_text(
+        "from jetrl.tasks import Task\nfrom jetrl.types import Prompt\n"
+        "class Plain(Task):\n"
+        "    alphabet = '01'\n"
+        "    def prompts(self, split): return [Prompt(id='0', text='0', answer='1')]\n"
+        "    def score(self, prompt, completion): return 1.0\n"
+    )
+    words = ["demo", *TINY, "sft.steps=2", f"run.dir={tmp_path}", f"task={file}:Plain"]
+    words = [word for word in words if not word.startswith("task.options")]
+    assert main(["sft", *words, "--task", "reward"]) == 2
+    assert "has none for prompt '0'" in capsys.readouterr().err
