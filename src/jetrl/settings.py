@@ -151,6 +151,11 @@ class RolloutSettings(Section):
     page_size: Positive = Field(64, description="tokens a KV page")
     num_pages: Positive | None = Field(None, description="KV pages; unset: what the batch can use")
     max_prefill_tokens: Positive = Field(8192, description="prompt tokens a forward at most")
+    keep_every: Positive = Field(
+        1,
+        description="steps between files of a step's completions with their log-probs; the first "
+        "and the last step's are kept in any case",
+    )
 
 
 class TrainSettings(Section):

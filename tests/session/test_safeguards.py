@@ -306,6 +306,11 @@ def test_too_little_memory_costs_time_and_not_tokens(
     assert "memory/train_retries" not in last
 
 
+def test_rollouts_of_some_steps_are_kept(tmp_path: Path) -> None:
+    result = train(settings(tmp_path, "loop.steps=5", "rollout.keep_every=2"))
+    assert RunDirectory.open(result.run_path).rollout_steps() == [1, 2, 4, 5]
+
+
 def test_anomalies_are_said_and_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

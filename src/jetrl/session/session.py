@@ -263,13 +263,15 @@ class Session:
         Raises:
             StorageError: one of them, or the checkpoint before, could not be written.
         """
-        self.run.write_rollouts(step, samples)
+        last = step == self.settings.loop.steps or bool(self.stops.reason)
+        if step % self.settings.rollout.keep_every == 0 or step == 1 or last:
+            self.run.write_rollouts(step, samples)
         self.drawing.observe(self._drawn.drawn)
         self._step = step
         device = self.parts.policy.device
         metrics |= measured(self.phases.timings, samples, self._rollout_tokens, device)
         self.saved.check()
-        if self.saved.is_due(step) or step == self.settings.loop.steps or self.stops.reason:
+        if self.saved.is_due(step) or last:
             self._save_checkpoint(step, metrics)
             metrics["timing/checkpoint_s"] = self.phases.timings["checkpoint"]
         metrics["timing/step_s"] = self.phases.step_s
