@@ -150,7 +150,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--pace", type=float, default=4.0, metavar="S", help="seconds an attempt goes on")
+    parser.add_argument(
+        "--pace", type=float, default=4.0, metavar="S", help="seconds an attempt goes on"
+    )
     args = parser.parse_args()
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as name:

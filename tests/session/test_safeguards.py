@@ -204,7 +204,7 @@ def test_a_bad_weight_is_found_when_it_is_sampled_from(
     with monkeypatch.context() as patch:
         patch.setattr(Optimizer, "apply", spoiling)
         with pytest.raises(
-            NonFiniteError, match=r"step 2: .*master weight layers\.1\.down\.weight"
+            NonFiniteError, match=r"In step 2, .*master weight layers\.1\.down\.weight"
         ):
             train(settings(tmp_path, "loop.steps=3"))
     folder = tmp_path / "run" / "nonfinite" / "step_000002"

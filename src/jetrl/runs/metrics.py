@@ -145,7 +145,7 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "policy/anomalies",
         "count",
-        "what went out of bounds with this step (loss, gradient norm, entropy; docs/reliability.md "
+        "what went out of bounds with this step (loss, gradient norm, entropy; docs/numbers.md "
         "has the rules); absent where nothing did",
     ),
     Metric(

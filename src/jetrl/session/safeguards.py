@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 FOLDER = "nonfinite"
 MOST_KEPT = 3  # reproductions of a run: each holds the weights
 _NOT_AGAIN = (
-    "It did not happen again when it was repeated at once: an operation that does not give the "
+    "and it did not happen again when it was repeated at once: an operation that does not give the "
     "same result each time, or a fault of the device"
 )
 
@@ -111,7 +111,7 @@ class Safeguards:
                     folder, facts, self._parts.settings, policy, token_ids=token_ids
                 ),
             )
-            raise NonFiniteError(f"step {step}: {error}. {told}") from None
+            raise NonFiniteError(f"{error}. {told}") from None
 
     def take_in(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
         """Says what was unusual about a step, and returns it as metrics.
@@ -150,7 +150,8 @@ class Safeguards:
 
     def _keep(self, facts: Facts, write: Callable[[Path], None]) -> str:
         """Keeps a reproduction if there is room; returns what is known, in words."""
-        first = f"The first such value is the {facts.first}" if facts.first else _NOT_AGAIN
+        first = f"the first such value is the {facts.first}" if facts.first else _NOT_AGAIN
+        first = f"In step {facts.step}, {first}"
         parent = self._parts.run.path / FOLDER
         name = {"supervised update": "sft_"}.get(facts.kind, "") + f"step_{facts.step:06d}"
         folder = parent / (f"{name}_update_{facts.update + 1}" if facts.update else name)

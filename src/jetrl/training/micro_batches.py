@@ -3,7 +3,7 @@
 The size is `train.tokens_per_micro_batch`, halved when memory runs out.
 
 Gradients of the micro-batches of an update are added, so how it is split changes nothing but the
-order of sums. The size is kept for the rest of the run, also across a resume: the bits of a resumed
+order of sums, and under an FP8 plan which 128 tokens share a scale in WGrad. The size is kept for the rest of the run, also across a resume: the bits of a resumed
 run depend on it.
 """
 
@@ -121,7 +121,8 @@ class MicroBatchSize:
         self._retries += 1
         logger.warning(
             "out of memory in training (%s): from now on at most %d tokens a micro-batch instead "
-            "of train.tokens_per_micro_batch = %d; gradients are the same up to the order of sums",
+            "of train.tokens_per_micro_batch = %d; gradients are the same up to the order of sums "
+            "(under an FP8 plan also up to how WGrad groups the tokens)",
             *(problem, self.tokens, self._setting),
         )
 
