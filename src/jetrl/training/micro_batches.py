@@ -1,10 +1,9 @@
 """Micro-batches: what a forward and backward is given, and how large it may be.
 
-The size is `train.tokens_per_micro_batch`, halved when memory runs out.
-
-Gradients of the micro-batches of an update are added, so how it is split changes nothing but the
-order of sums, and under an FP8 plan which 128 tokens share a scale in WGrad. The size is kept for the rest of the run, also across a resume: the bits of a resumed
-run depend on it.
+The size is `train.tokens_per_micro_batch`, halved when memory runs out. Gradients of the
+micro-batches of an update are added, so how it is split changes nothing but the order of sums, and
+under an FP8 plan which 128 tokens share a scale in WGrad. The size is kept for the rest of the run,
+also across a resume: the bits of a resumed run depend on it.
 """
 
 from __future__ import annotations
