@@ -14,6 +14,7 @@ from jetrl.errors import UserError
 from jetrl.parity import locate, measure, random_prompts, self_check
 from jetrl.precision import PrecisionPlan
 from jetrl.training import SftTrainer
+from jetrl.types import Example
 
 pytestmark = pytest.mark.gpu
 
@@ -280,7 +281,7 @@ def test_sft_learns_and_stays_exact_after_updates() -> None:
     trainer = SftTrainer(p, load_config(None, ["sft.lr=1e-3", "sft.steps=20"]))
     g = torch.Generator().manual_seed(5)
     examples = [
-        (row[:1], row[1:]) for row in torch.randint(0, 1024, (32, 40), generator=g).tolist()
+        Example(row[:1], row[1:]) for row in torch.randint(0, 1024, (32, 40), generator=g).tolist()
     ]
     losses = [trainer.step(examples)["sft/loss"] for _ in range(20)]
     assert losses[-1] < 0.8 * losses[0]

@@ -47,9 +47,10 @@ class Scripted:
         self.closed += 1
 
 
-def generate(policy, environment, max_tokens=40, n=3, seed=3, **sizes):
+def generate(policy, environment, max_tokens=40, n=3, seed=3, repeats=1, ahead=0, **sizes):
     params = SamplingParams(n=n, max_tokens=max_tokens, seed=seed, stop_token_ids=STOP_IDS)
     engine = RolloutEngine(policy, **sizes)
+    engine._repeats, engine._ahead = repeats, ahead  # as on a GPU
     out = engine.generate(PROMPTS, params, environment=environment)
     assert engine.pages_in_use == 0
     return out, engine
@@ -89,6 +90,8 @@ def test_nothing_depends_on_batch_pages_chunks_or_when_answers_come(policy):
             num_pages=17 + sizes.choice([0, 1, 3, 9]),
             max_batch_size=sizes.choice([1, 2, 5, 12]),
             max_prefill_tokens=sizes.choice([1, 3, 64]),
+            repeats=sizes.choice([1, 4]),
+            ahead=sizes.choice([0, 1, 2]),
         )
         assert out == wanted
         preempted += engine.stats.preemptions
@@ -120,10 +123,13 @@ def test_turns_texts_and_spans_tell_the_same_story(policy):
         assert completion.text == "".join(t.completion + (t.reply or "") for t in completion.turns)
 
 
-def test_a_stop_string_ends_a_turn_and_is_cut_from_its_text(policy):
+@pytest.mark.parametrize("repeats, ahead", [(1, 0), (5, 2)])
+def test_a_stop_string_ends_a_turn_and_is_cut_from_its_text(policy, repeats, ahead):
     params = SamplingParams(n=8, max_tokens=60, seed=1, stop=("e", "#"), ignore_eos=True)
     environment = Scripted(max_turns=2, reply=lambda s, n: "[reply]")
-    out = RolloutEngine(policy).generate(PROMPTS, params, environment=environment)
+    engine = RolloutEngine(policy)
+    engine._repeats, engine._ahead = repeats, ahead
+    out = engine.generate(PROMPTS, params, environment=environment)
     gone_on = [c for c in out if c.environment]
     assert gone_on
     for completion in gone_on:

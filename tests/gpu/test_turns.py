@@ -1,0 +1,94 @@
+"""Turns on a Hopper GPU: what the environment says comes in between graphs, and the bits agree."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from jetrl import Policy, RolloutEngine, SamplingParams
+from jetrl.models.tiny import character_tokenizer
+from jetrl.precision import PrecisionPlan
+from jetrl.rollout.turns import Answer
+from jetrl.types import Completion, Turn
+
+pytestmark = pytest.mark.gpu
+
+CONFIG: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "head_dim": 128,
+    "vocab_size": 128,
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.1,
+}
+PROMPTS = ["12+30=", "what is it?", "a", "the last of the four prompts"]
+
+
+class Scripted:
+    """Answers up to three turns of a sequence with a text of its own, at once or late."""
+
+    max_turns = 4
+
+    def __init__(self, late: bool) -> None:
+        self.late, self.open = late, list[tuple[int, int]]()
+
+    def ask(self, sequence: int, turns: Sequence[Turn], completion: str) -> None:
+        self.open.append((sequence, len(turns)))
+
+    def answers(self, wait: bool) -> list[Answer]:
+        if self.late and not wait:
+            return []
+        ready, self.open = self.open, []
+        return [
+            Answer(s, "=" * (1 + 40 * (s % 3)) + str(n) if n <= s % 4 else None) for s, n in ready
+        ]
+
+    def close(self) -> None:
+        self.open.clear()
+
+
+def generate(policy: Policy, late: bool, stop: tuple[str, ...] = (), **sizes: int) -> Any:
+    params = SamplingParams(
+        n=6, max_tokens=400, seed=3, stop_token_ids=tuple(range(5, 15)), stop=stop
+    )
+    return RolloutEngine(policy, **sizes).generate(PROMPTS, params, environment=Scripted(late))
+
+
+def different(policy: Policy, completions: Sequence[Completion]) -> int:
+    assert policy.tokenizer is not None
+    prompts = [policy.tokenizer.encode(PROMPTS[i // 6]) for i in range(len(completions))]
+    pairs = list(zip(prompts, completions, strict=True))
+    with torch.no_grad():
+        found = policy.logprobs([[*prompt, *c.token_ids] for prompt, c in pairs])
+    count = 0
+    for (prompt, completion), trainer in zip(pairs, found, strict=True):
+        told = {i for start, end in completion.environment for i in range(start, end)}
+        own = trainer[len(prompt) - 1 :].cpu()
+        sampler = torch.tensor(completion.logprobs)
+        count += sum(bool(own[i] != sampler[i]) for i in range(len(sampler)) if i not in told)
+    return count
+
+
+@pytest.mark.parametrize("preset", ["unified", "jet"])
+@pytest.mark.parametrize("stop", [(), ("e", "#")], ids=["stop ids", "stop strings"])
+def test_exact_across_turns_whenever_answers_come(preset: str, stop: tuple[str, ...]) -> None:
+    plan = PrecisionPlan.preset(preset)
+    policy = Policy.from_config(
+        CONFIG, plan, seed=0, device="cuda", tokenizer=character_tokenizer()
+    )
+    wanted = generate(policy, late=False, stop=stop)
+    assert sum(len(c.environment) for c in wanted) > 12
+    assert different(policy, wanted) == 0
+    assert generate(policy, late=True, stop=stop) == wanted
+    tight = generate(policy, late=True, stop=stop, num_pages=20, max_batch_size=5)
+    assert tight == wanted
