@@ -6,8 +6,9 @@ and the one block in which the cumulative sum passes the target. Integer sums ar
 order, so for the same weights this picks the reference's token. The weights themselves come from
 the hardware's exp2, so they may differ from the CPU's in the last bits.
 
-top_k and top_p need the row sorted: their weights are written out, and the rest is the reference's
-own integer code on the GPU.
+top_k and top_p keep the weights above a threshold, and of those equal to it the first ones. The
+threshold is the largest x for which enough weights, or weights of enough mass, are at least x,
+found two bits at a time, a reading of the row each, and not by sorting.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -21,10 +22,10 @@ import triton.language as tl
 from torch import Tensor
 
 from jetrl.kernels.logprob_triton import BLOCK, LOG2_E, NUM_WARPS, row_statistics, scaled_logits
-from jetrl.kernels.sampling import _keep_most_probable
 from jetrl.precision.quantize_hopper import check_matrix
 
 _WEIGHT_ONE = 2.0**40
+_TOP_BITS = 40  # of the largest weight
 
 
 @triton.jit
@@ -48,10 +49,8 @@ def _sample_kernel(
     max_ptr,
     lse_ptr,
     sums_ptr,
-    weights_ptr,
     num_columns,
     num_blocks,
-    WRITE_WEIGHTS: tl.constexpr,
     BLOCK: tl.constexpr,
     LOG2_E: tl.constexpr,
     ONE: tl.constexpr,
@@ -70,9 +69,6 @@ def _sample_kernel(
     for block in range(0, num_blocks):
         columns = block * BLOCK + tl.arange(0, BLOCK)
         weights = _weights(row_ptr, columns, num_columns, temperature, row_max, LOG2_E, ONE)
-        if WRITE_WEIGHTS:
-            places = weights_ptr + row.to(tl.int64) * num_columns + columns
-            tl.store(places, weights, mask=columns < num_columns)
         if greedy:
             z = scaled_logits(row_ptr, columns, num_columns, temperature)
             best = tl.minimum(best, tl.min(tl.where(z == row_max, columns, num_columns), 0))
@@ -102,6 +98,154 @@ def _sample_kernel(
     tl.store(logprobs_ptr + row, (z - row_max) - lse)
 
 
+@triton.jit
+def _largest_bound(
+    row_ptr, num_columns, num_blocks, temperature, row_max, needed, enabled,
+    MASS: tl.constexpr, TOP: tl.constexpr, BLOCK: tl.constexpr,
+    LOG2_E: tl.constexpr, ONE: tl.constexpr,
+):  # fmt: skip
+    """The largest int64 x such that the weights >= x are `needed` (float64) or more, in number or
+    in mass; 0 unless enabled."""
+    found = tl.zeros([], tl.int64)
+    shift = tl.zeros([], tl.int64) + TOP
+    while enabled & (shift >= 0):
+        step = tl.zeros([], tl.int64) + 1 << shift
+        first, second, third = found + step, found + 2 * step, found + 3 * step
+        reach_1 = tl.zeros([], tl.int64)
+        reach_2 = tl.zeros([], tl.int64)
+        reach_3 = tl.zeros([], tl.int64)
+        for block in range(0, num_blocks):
+            columns = block * BLOCK + tl.arange(0, BLOCK)
+            weights = _weights(row_ptr, columns, num_columns, temperature, row_max, LOG2_E, ONE)
+            value = weights if MASS else tl.full(weights.shape, 1, tl.int64)
+            reach_1 += tl.sum(tl.where(weights >= first, value, 0), 0)
+            reach_2 += tl.sum(tl.where(weights >= second, value, 0), 0)
+            reach_3 += tl.sum(tl.where(weights >= third, value, 0), 0)
+        if reach_3.to(tl.float64) >= needed:
+            found = third
+        elif reach_2.to(tl.float64) >= needed:
+            found = second
+        elif reach_1.to(tl.float64) >= needed:
+            found = first
+        shift -= 2
+    return found
+
+
+@triton.jit
+def _above(
+    row_ptr, num_columns, num_blocks, temperature, row_max, bound,
+    BLOCK: tl.constexpr, LOG2_E: tl.constexpr, ONE: tl.constexpr,
+):  # fmt: skip
+    """(number, mass) of the weights above a bound, and the mass of all, int64."""
+    count = tl.zeros([], tl.int64)
+    mass = tl.zeros([], tl.int64)
+    total = tl.zeros([], tl.int64)
+    for block in range(0, num_blocks):
+        columns = block * BLOCK + tl.arange(0, BLOCK)
+        weights = _weights(row_ptr, columns, num_columns, temperature, row_max, LOG2_E, ONE)
+        above = weights > bound
+        count += tl.sum(above.to(tl.int64), 0)
+        mass += tl.sum(tl.where(above, weights, 0), 0)
+        total += tl.sum(weights, 0)
+    return count, mass, total
+
+
+@triton.jit
+def _kept(weights, columns, num_columns, bound, ties_before, limit, mass_above, needed):
+    """(weights with those left out at 0, which equal the bound): the first `limit` of these are
+    kept, as long as what comes before them is less than `needed`."""
+    ties = (weights == bound) & (columns < num_columns)
+    rank = ties_before + tl.cumsum(ties.to(tl.int64), 0) - 1
+    before = (mass_above + rank * bound).to(tl.float64)
+    keep = (weights > bound) | (ties & (rank < limit) & (before < needed))
+    return tl.where(keep, weights, 0), ties
+
+
+@triton.jit
+def _filtered_kernel(
+    logits_ptr,
+    bits_ptr,
+    temperature_ptr,
+    top_p_ptr,
+    top_k_ptr,
+    tokens_ptr,
+    logprobs_ptr,
+    max_ptr,
+    lse_ptr,
+    sums_ptr,
+    ties_ptr,
+    num_columns,
+    num_blocks,
+    TOP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LOG2_E: tl.constexpr,
+    ONE: tl.constexpr,
+):
+    """Draws again, among what top_k and top_p keep, for rows with temperature above 0."""
+    row = tl.program_id(0)
+    row_ptr = logits_ptr + row.to(tl.int64) * num_columns
+    temperature = tl.load(temperature_ptr + row)
+    row_max = tl.load(max_ptr + row)
+    top_p = tl.load(top_p_ptr + row).to(tl.float64)
+    top_k = tl.load(top_k_ptr + row)
+    if temperature != 0.0:
+        by_count = (top_k > 0) & (top_k < num_columns)
+        bound = _largest_bound(
+            row_ptr, num_columns, num_blocks, temperature, row_max, top_k.to(tl.float64), by_count,
+            False, TOP, BLOCK, LOG2_E, ONE,
+        )  # fmt: skip
+        count, mass, total = _above(
+            row_ptr, num_columns, num_blocks, temperature, row_max, bound, BLOCK, LOG2_E, ONE
+        )
+        limit = tl.where(by_count, top_k - count, num_columns)
+        total = tl.where(by_count, mass + limit * bound, total)
+        needed = tl.where(top_p < 1.0, top_p * total.to(tl.float64), float("inf"))
+        by_mass = _largest_bound(
+            row_ptr, num_columns, num_blocks, temperature, row_max, needed, top_p < 1.0,
+            True, TOP, BLOCK, LOG2_E, ONE,
+        )  # fmt: skip
+        if by_mass > bound:
+            bound = by_mass
+            limit = num_columns.to(tl.int64)
+            _, mass, _ = _above(
+                row_ptr, num_columns, num_blocks, temperature, row_max, bound, BLOCK, LOG2_E, ONE
+            )
+
+        total = tl.zeros([], tl.int64)
+        ties_before = tl.zeros([], tl.int64)
+        for block in range(0, num_blocks):
+            columns = block * BLOCK + tl.arange(0, BLOCK)
+            weights = _weights(row_ptr, columns, num_columns, temperature, row_max, LOG2_E, ONE)
+            kept, ties = _kept(
+                weights, columns, num_columns, bound, ties_before, limit, mass, needed
+            )
+            part = tl.sum(kept, 0)
+            tl.store(sums_ptr + row * num_blocks + block, part)
+            tl.store(ties_ptr + row * num_blocks + block, ties_before)
+            total += part
+            ties_before += tl.sum(ties.to(tl.int64), 0)
+        tl.debug_barrier()
+        wanted = tl.load(bits_ptr + row).to(tl.float64) * (2.0**-53) * total.to(tl.float64)
+        target = tl.minimum(wanted.to(tl.int64), total - 1)
+        before = tl.zeros([], tl.int64)
+        place = 0
+        for block in range(0, num_blocks):
+            part = tl.load(sums_ptr + row * num_blocks + block)
+            skip = (before + part <= target) & (block == place)
+            before += tl.where(skip, part, 0)
+            place += tl.where(skip, 1, 0)
+        columns = place * BLOCK + tl.arange(0, BLOCK)
+        weights = _weights(row_ptr, columns, num_columns, temperature, row_max, LOG2_E, ONE)
+        # Past the last block only for a row without a softmax, which draws nothing.
+        ties_before = tl.load(ties_ptr + row * num_blocks + tl.minimum(place, num_blocks - 1))
+        kept, _ = _kept(weights, columns, num_columns, bound, ties_before, limit, mass, needed)
+        passed = (before + tl.cumsum(kept, 0) <= target) & (columns < num_columns)
+        token = tl.minimum(place * BLOCK + tl.sum(passed.to(tl.int32), 0), num_columns - 1)
+        z = tl.math.div_rn(tl.load(row_ptr + token), temperature)
+        tl.store(tokens_ptr + row, token.to(tl.int64))
+        tl.store(logprobs_ptr + row, (z - row_max) - tl.load(lse_ptr + row))
+
+
 def sample_unchecked(
     logits: Tensor,
     bits: Tensor,
@@ -127,7 +271,6 @@ def sample_unchecked(
     tokens = torch.empty(rows, dtype=torch.int64, device=device)
     logprobs, row_max, lse = torch.empty(3, rows, dtype=torch.float32, device=device)
     sums = torch.empty(rows, blocks, dtype=torch.int64, device=device)
-    weights = torch.empty(logits.shape if filtered else (1,), dtype=torch.int64, device=device)
     if rows:
         _sample_kernel[(rows,)](
             logits,
@@ -138,28 +281,34 @@ def sample_unchecked(
             row_max,
             lse,
             sums,
-            weights,
             vocabulary,
             blocks,
-            filtered,
             BLOCK,
             LOG2_E,
             _WEIGHT_ONE,
             num_warps=NUM_WARPS,
             enable_fp_fusion=False,
         )
-    if filtered:
-        drawn = _draw_filtered(weights, bits, top_p, top_k)
-        tokens = torch.where(temperature == 0, tokens, drawn)
-        scale = torch.where(temperature == 0, 1.0, temperature)
-        z = logits.gather(1, tokens[:, None]).squeeze(1) / scale
-        logprobs = (z - row_max) - lse
+    if filtered and rows:
+        _filtered_kernel[(rows,)](
+            logits,
+            bits,
+            temperature,
+            top_p,
+            top_k,
+            tokens,
+            logprobs,
+            row_max,
+            lse,
+            sums,
+            torch.empty_like(sums),
+            vocabulary,
+            blocks,
+            _TOP_BITS,
+            BLOCK,
+            LOG2_E,
+            _WEIGHT_ONE,
+            num_warps=NUM_WARPS,
+            enable_fp_fusion=False,
+        )
     return tokens, logprobs, lse
-
-
-def _draw_filtered(weights: Tensor, bits: Tensor, top_p: Tensor, top_k: Tensor) -> Tensor:
-    """The reference's draw from int64 weights [R, V]: token ids int64 [R]."""
-    cumulative = _keep_most_probable(weights, top_p, top_k).cumsum(-1)
-    total = cumulative[:, -1:]
-    target = ((bits[:, None].double() * 2.0**-53) * total.double()).long()
-    return (cumulative <= torch.minimum(target, total - 1)).sum(-1)
