@@ -115,6 +115,9 @@ class Completion:
     turns: the texts, one for each turn; () where there was no environment. failure: why the
     environment could not answer, which ended the completion ("" when it always did).
 
+    versions: of one that was cut off ("cancelled") or gone on with, the version of the policy that
+    drew each token; () of any other.
+
         Completion(token_ids=(5, 9, 7, 7, 6), logprobs=(-0.1, -0.2, 0.0, 0.0, -0.3),
                    finish_reason="stop", text="2+3=5.", environment=((2, 4),),
                    turns=(Turn("2+3", "=5"), Turn(".")))
@@ -127,11 +130,22 @@ class Completion:
     environment: tuple[tuple[int, int], ...] = ()
     turns: tuple[Turn, ...] = ()
     failure: str = ""
+    versions: tuple[int, ...] = ()
 
     @property
     def num_sampled(self) -> int:
         """Tokens that the model drew."""
         return len(self.token_ids) - sum(end - start for start, end in self.environment)
+
+
+@dataclass(frozen=True)
+class Unfinished:
+    """A completion that was cut off, and what it takes to go on with it. key: of its random
+    numbers. completion: with finish_reason "cancelled"; of no tokens if it had not begun."""
+
+    prompt_token_ids: tuple[int, ...]
+    key: int
+    completion: Completion
 
 
 @dataclass(frozen=True)

@@ -147,6 +147,11 @@ class DecodeBatch:
             drawn.append((ids, logprobs[row][: len(ids)]))
         return drawn
 
+    def wait(self) -> None:
+        """Until the device has nothing of it left to do, of steps that nobody took in either."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
     def _run(self, step: Step, longest: int) -> None:
         for _ in range(step.repeats):
             self._forwards.run(len(step.chunks), longest, self._filtered)

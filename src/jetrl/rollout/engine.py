@@ -20,7 +20,8 @@ from jetrl.policy import Policy
 from jetrl.rollout.blocks import PageAllocator
 from jetrl.rollout.cache import PagedCache
 from jetrl.rollout.decode import DecodeBatch
-from jetrl.rollout.inputs import encode_prompts, make_groups, text_decoder
+from jetrl.rollout.inputs import encode_prompts, make_groups, resumed_groups, text_decoder
+from jetrl.rollout.partial import Partial, left_over, versions_of
 from jetrl.rollout.progress import RolloutStats
 from jetrl.rollout.run import ProgressCallback, RolloutRun
 from jetrl.rollout.runner import Runner
@@ -28,7 +29,7 @@ from jetrl.rollout.scheduler import Scheduler
 from jetrl.rollout.sequence import NonFiniteLogits, RunningSequence
 from jetrl.rollout.sizes import RolloutSizes, Sizes
 from jetrl.rollout.turns import Dialogues, Environment
-from jetrl.types import Completion, Prompt, SamplingParams
+from jetrl.types import Completion, Prompt, SamplingParams, Unfinished
 
 logger = logging.getLogger(__name__)
 
@@ -94,6 +95,7 @@ class RolloutEngine:
         self._needed = 1  # pages of the longest sequence of the last call
         self._scheduler: Scheduler | None = None
         self._stats = RolloutStats()
+        self._unfinished: dict[int, Unfinished] = {}
 
     @property
     def max_batch_size(self) -> int:
@@ -104,6 +106,11 @@ class RolloutEngine:
     def stats(self) -> RolloutStats:
         """Counts of the last call that came to its end."""
         return self._stats
+
+    @property
+    def unfinished(self) -> dict[int, Unfinished]:
+        """What the last call cut off, by its index among the completions."""
+        return self._unfinished
 
     @property
     def sequences(self) -> Sequence[RunningSequence]:
@@ -119,6 +126,8 @@ class RolloutEngine:
     def free_cache(self) -> None:
         """Gives the cache's memory back; the next call makes a new one."""
         assert self._scheduler is None, "the cache is in use"
+        if self._decode is not None:
+            self._decode.wait()
         self._cache = self._decode = None
 
     def generate(
@@ -129,6 +138,7 @@ class RolloutEngine:
         system_prompt: str | None = None,
         environment: Environment | None = None,
         max_tokens: Sequence[int] | None = None,
+        partial: Partial | None = None,
     ) -> list[Completion]:
         """Draws params.n completions for each prompt.
 
@@ -141,6 +151,8 @@ class RolloutEngine:
             environment: answers when a sequence stops, for as many turns as it has; what it says is
                 part of the completion, and max_tokens counts it.
             max_tokens: a limit for each completion, in their order, instead of params.max_tokens.
+            partial: what to go on with, and after how many complete prompts to end; those cut off
+                come with finish_reason "cancelled", and `unfinished` says how to go on with them.
 
         Returns:
             Completions in the order of the prompts: those of prompt p are [p * n : (p + 1) * n].
@@ -157,7 +169,9 @@ class RolloutEngine:
         When it raises, KeyboardInterrupt included, all pages are free and the engine can be used
         again.
         """
-        arguments = (prompts, params, progress, system_prompt, environment, max_tokens)
+        if partial is not None and (environment is not None or max_tokens is not None):
+            raise UserError("a partial rollout takes neither an environment nor limits of its own")
+        arguments = (prompts, params, progress, system_prompt, environment, max_tokens, partial)
         return within_memory(
             lambda: self._generate(*arguments),
             lambda problem: self.sizes.halve(self._pages, self._needed, problem),
@@ -171,15 +185,20 @@ class RolloutEngine:
         system_prompt: str | None,
         environment: Environment | None,
         max_tokens: Sequence[int] | None,
+        partial: Partial | None,
     ) -> list[Completion]:
         """`generate`, in the memory that there is."""
         assert self._scheduler is None, "generate is not to be called while it runs"
         started = time.perf_counter()
         encoded = encode_prompts(self.policy, prompts, self.max_model_len, system_prompt)
         max_turns = 1 if environment is None else environment.max_turns
+        first = 0 if partial is None else partial.num_resumed
         groups = make_groups(
-            self.policy, encoded, params, self.max_model_len, max_turns, max_tokens
+            self.policy, encoded, params, self.max_model_len, max_turns, max_tokens, first
         )
+        if partial is not None:
+            groups[:0] = resumed_groups(self.policy, partial.resume, params, self.max_model_len)
+        self._unfinished = {}
         if not groups:
             self._stats = RolloutStats()
             return []
@@ -203,6 +222,7 @@ class RolloutEngine:
                 progress,
                 self._repeats,
                 self._ahead,
+                len(groups) if partial is None else partial.enough,
             )
             self._stats = run.run(started)
         except BaseException as error:
@@ -219,13 +239,16 @@ class RolloutEngine:
                 environment.close()
         if dialogues is not None:
             return [dialogues.completion(sequence) for sequence in scheduler.sequences]
-        return self._completions(scheduler.sequences)
+        version = 0 if partial is None else partial.version
+        completions = self._completions(scheduler.sequences, version)
+        self._unfinished = left_over(scheduler.sequences, completions)
+        scheduler.cancel()
+        return completions
 
-    def _completions(self, sequences: Sequence[RunningSequence]) -> list[Completion]:
+    def _completions(self, sequences: Sequence[RunningSequence], version: int) -> list[Completion]:
         decode = text_decoder(self.policy)
         completions = []
         for sequence in sequences:
-            assert sequence.finish_reason is not None, f"sequence {sequence.index} is not finished"
             text = sequence.text
             if text is None:
                 text = decode(sequence.generated) if decode is not None else ""
@@ -233,8 +256,9 @@ class RolloutEngine:
                 Completion(
                     token_ids=tuple(sequence.generated),
                     logprobs=tuple(sequence.logprobs),
-                    finish_reason=sequence.finish_reason,
+                    finish_reason=sequence.finish_reason or "cancelled",
                     text=text,
+                    versions=versions_of(sequence, version),
                 )
             )
         return completions

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Sequence
 from jetrl.errors import UserError
 from jetrl.models import chat, hf
 from jetrl.policy import Policy
-from jetrl.rollout.sequence import RunningSequence, sequence_keys
+from jetrl.rollout.sequence import RunningSequence, resumed_key, sequence_keys
 from jetrl.rollout.stopping import Decode, StopRules
-from jetrl.types import Prompt, SamplingParams
+from jetrl.types import Prompt, SamplingParams, Unfinished
 
 
 def encode_prompts(
@@ -55,19 +55,18 @@ def make_groups(
     max_model_len: int,
     max_turns: int = 1,
     max_tokens: Sequence[int] | None = None,
+    first: int = 0,
 ) -> list[list[RunningSequence]]:
     """The sequences of a call, n for each prompt. max_tokens is limited to what the context takes.
     max_turns: above 1 where an environment answers. max_tokens: of each sequence, where they have
-    limits of their own.
+    limits of their own. first: index of the first.
 
     Raises:
         UserError: limits that are not one for each sequence, or below 1; stop ids outside the
             vocabulary; stop strings or turns without a tokenizer.
     """
-    stop_ids = set(params.stop_token_ids)
     _check_ids(params.stop_token_ids, policy.config.vocab_size, "stop_token_ids")
-    if not params.ignore_eos:
-        stop_ids |= set(hf.eos_token_ids(policy.config, policy.generation_config))
+    stops = _stop_ids(policy, params)
     decode = text_decoder(policy)
     if params.stop and decode is None:
         raise UserError(
@@ -88,16 +87,61 @@ def make_groups(
         )
     groups: list[list[RunningSequence]] = []
     keys = sequence_keys(prompts, params.n)
-    stops = frozenset(stop_ids)
     for number, prompt in enumerate(prompts):
         group = []
         for sample, key in enumerate(keys[number]):
             index = number * params.n + sample
             limit = min(max_tokens[index], max_model_len - len(prompt))
             rules = StopRules(limit, stops, params.stop, decode, max_turns)
-            group.append(RunningSequence(index, tuple(prompt), key, rules))
+            group.append(RunningSequence(first + index, tuple(prompt), key, rules))
         groups.append(group)
     return groups
+
+
+def resumed_groups(
+    policy: Policy,
+    resume: Sequence[Sequence[Unfinished]],
+    params: SamplingParams,
+    max_model_len: int,
+) -> list[list[RunningSequence]]:
+    """The sequences that go on with what an earlier call left, in its groups.
+
+    Raises:
+        UserError: one with no room for another token.
+    """
+    groups: list[list[RunningSequence]] = []
+    index = 0
+    decode, stops = text_decoder(policy), _stop_ids(policy, params)
+    for members in resume:
+        group = []
+        for cut in members:
+            done = cut.completion
+            limit = min(params.max_tokens, max_model_len - len(cut.prompt_token_ids))
+            if len(done.token_ids) >= limit:
+                raise UserError(
+                    f"a completion to go on with has {len(done.token_ids)} tokens, and this call "
+                    f"allows {limit}: raise max_tokens"
+                )
+            sequence = RunningSequence(
+                index,
+                cut.prompt_token_ids,
+                resumed_key(cut.key, len(done.token_ids)),
+                StopRules(limit, stops, params.stop, decode),
+                generated=list(done.token_ids),
+                logprobs=list(done.logprobs),
+                versions=done.versions,
+            )
+            group.append(sequence)
+            index += 1
+        groups.append(group)
+    return groups
+
+
+def _stop_ids(policy: Policy, params: SamplingParams) -> frozenset[int]:
+    stop_ids = set(params.stop_token_ids)
+    if not params.ignore_eos:
+        stop_ids |= set(hf.eos_token_ids(policy.config, policy.generation_config))
+    return frozenset(stop_ids)
 
 
 def text_decoder(policy: Policy) -> Decode | None:

@@ -29,7 +29,7 @@ class RolloutRun:
 
     Args:
         repeats: forwards of a decode step at most. ahead: decode steps that are launched before the
-            draws of an earlier one are taken in.
+            draws of an earlier one are taken in. enough: groups that end the call once complete.
     """
 
     def __init__(
@@ -42,20 +42,21 @@ class RolloutRun:
         progress: ProgressCallback | None,
         repeats: int,
         ahead: int,
+        enough: int,
     ) -> None:
         self._scheduler, self._runner, self._decode = scheduler, runner, decode
         self._params, self._dialogues, self._progress = params, dialogues, progress
-        self._repeats, self._ahead = repeats, ahead
+        self._repeats, self._ahead, self._enough = repeats, ahead, enough
         self._in_flight: deque[InFlight] = deque()
         self._drawn = self._prefilled = self._decoded = self._forwards = self._peak_pages = 0
         self._started = time.perf_counter()
         self._prefill_s = 0.0
 
     def run(self, started: float) -> RolloutStats:
-        """Everything. started: `time.perf_counter` when the call began."""
+        """All of it. started: `time.perf_counter` when the call began."""
         self._started = started
         scheduler = self._scheduler
-        while not scheduler.done:
+        while not scheduler.done and scheduler.num_complete_groups < self._enough:
             step = scheduler.schedule(self._repeats)
             if step is not None:
                 self._peak_pages = max(self._peak_pages, scheduler.allocator.num_used)
@@ -65,7 +66,7 @@ class RolloutRun:
             else:
                 assert self._dialogues is not None, "nothing to wait for"
                 self._dialogues.take_in(wait=True)
-        # Steps that are still in flight are of sequences that have all ended.
+        # What is still in flight is of sequences that have ended, or are cut off here.
         return self._stats()
 
     def _start(self, step: Step) -> None:
@@ -120,7 +121,7 @@ class RolloutRun:
     def _stats(self) -> RolloutStats:
         scheduler = self._scheduler
         return RolloutStats(
-            prompts=len(scheduler.sequences) // self._params.n,
+            prompts=scheduler.num_groups,
             sequences=len(scheduler.sequences),
             tokens_drawn=self._drawn,
             tokens_prefilled=self._prefilled,

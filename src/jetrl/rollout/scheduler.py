@@ -110,6 +110,7 @@ class Scheduler:
         self.max_prefill_tokens = max_prefill_tokens
         self.sequences = [sequence for group in groups for sequence in group]
         self._groups = [group for group in groups for _ in group]
+        self._unfinished = {id(group): len(group) for group in groups}
         for index, sequence in enumerate(self.sequences):
             assert sequence.index == index, f"sequence {sequence.index} at place {index}"
             needed = allocator.pages_for(sequence.max_cached_tokens)
@@ -119,9 +120,14 @@ class Scheduler:
         self.num_preemptions = 0
         self.num_finished = 0
         self.finished_tokens = 0
+        self.num_complete_groups = 0  # of which every sequence is finished
         self._parked: deque[RunningSequence] = deque()  # waiting ones that hold pages, oldest first
         self._preempted: list[int] = []
         self._evicted: list[RunningSequence] = []  # of this step, computed tokens or not
+
+    @property
+    def num_groups(self) -> int:
+        return len(self._unfinished)
 
     @property
     def done(self) -> bool:
@@ -228,6 +234,9 @@ class Scheduler:
     def _finish(self, sequence: RunningSequence, was_running: bool) -> None:
         self.num_finished += 1
         self.finished_tokens += len(sequence.generated)
+        group = self._groups[sequence.index]
+        self._unfinished[id(group)] -= 1
+        self.num_complete_groups += self._unfinished[id(group)] == 0
         if not was_running:
             self.waiting.remove(sequence)
             if sequence in self._parked:

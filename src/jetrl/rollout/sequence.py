@@ -52,6 +52,9 @@ class RunningSequence:
     `awaiting` until `reply` says how it goes on. The environment's tokens stand in `generated`
     among the drawn ones, with log-prob 0; environment: their spans there. turn_start: where the
     present turn begins there. Its pages stay its own all the while.
+
+    One that an earlier call cut off begins with the tokens that it had; versions: of the policies
+    that drew these.
     """
 
     index: int
@@ -68,6 +71,7 @@ class RunningSequence:
     awaiting: bool = False
     environment: list[tuple[int, int]] = field(default_factory=list)
     turn_start: int = 0
+    versions: tuple[int, ...] = ()
     _watch: TextWatch | None = None
 
     def __post_init__(self) -> None:
@@ -177,6 +181,12 @@ def sequence_keys(prompts: Sequence[Sequence[int]], n: int) -> list[list[int]]:
         keys.append([_key(content, seen[content], sample) for sample in range(n)])
         seen[content] += 1
     return keys
+
+
+def resumed_key(key: int, num_tokens: int) -> int:
+    """The key of a sequence that is gone on with after `num_tokens`: its draws are not those that a
+    fresh sample of its prompt gets at the same place."""
+    return _key(key.to_bytes(8, "little"), num_tokens, 0)
 
 
 def _key(content: bytes, occurrence: int, sample: int) -> int:

@@ -1,0 +1,101 @@
+"""Partial rollouts: cut off when enough is complete, gone on with under other weights."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from jetrl.errors import UserError
+from jetrl.rollout.engine import RolloutEngine
+from jetrl.rollout.partial import Partial
+from jetrl.types import SamplingParams
+
+PROMPTS = [[5, 6, 7], [9] * 17, [11, 12, 13, 14], [20], [40, 41, 42, 43]]
+PARAMS = SamplingParams(n=3, max_tokens=30, temperature=0.9, stop_token_ids=(33, 34, 35), seed=7)
+
+
+def groups_of(left, n=PARAMS.n):
+    """The unfinished ones by the prompt they belong to."""
+    groups = {}
+    for index, cut in left.items():
+        groups.setdefault(index // n, []).append(cut)
+    return list(groups.values())
+
+
+@pytest.fixture
+def cut(make_policy):
+    """(policy, engine, completions, unfinished) of a call that ended with two prompts complete."""
+    policy = make_policy()
+    engine = RolloutEngine(policy, page_size=4, max_batch_size=7)
+    out = engine.generate(PROMPTS, PARAMS, partial=Partial(enough=2, version=4))
+    return policy, engine, out, engine.unfinished
+
+
+def test_a_call_ends_when_enough_is_complete(cut):
+    policy, engine, out, left = cut
+    assert engine.pages_in_use == 0
+    complete = [
+        p
+        for p in range(len(PROMPTS))
+        if all(c.finish_reason != "cancelled" for c in out[p * 3 : p * 3 + 3])
+    ]
+    assert len(complete) == 2
+    assert sorted(left) == [i for i, c in enumerate(out) if c.finish_reason == "cancelled"]
+    whole = RolloutEngine(policy).generate(PROMPTS, PARAMS)
+    for index, (mine, theirs) in enumerate(zip(out, whole, strict=True)):
+        assert mine.token_ids == theirs.token_ids[: len(mine.token_ids)]
+        assert (mine.versions == ()) == (index not in left)
+        if index in left:
+            assert mine.versions == (4,) * len(mine.token_ids)
+        else:
+            assert mine == theirs
+
+
+@pytest.mark.parametrize("sizes", [{}, {"num_pages": 16, "max_batch_size": 3}], ids=str)
+def test_it_goes_on_under_new_weights(cut, sizes):
+    policy, _, _, left = cut
+    with torch.no_grad():
+        for master in policy.named_masters().values():
+            master.mul_(1.1)
+    policy.requantize()
+    resume = groups_of(left)
+    engine = RolloutEngine(policy, page_size=4, **sizes)
+    partial = Partial(enough=len(resume) + 1, resume=resume, version=5)
+    out = engine.generate([[60, 61]], PARAMS, partial=partial)
+    assert len(out) == len(left) + 3
+    assert not engine.unfinished
+    fresh = RolloutEngine(policy).generate([[60, 61]], PARAMS)
+    assert out[len(left) :] == fresh, "a new prompt draws what it draws alone"
+    for cut_off, done in zip((c for group in resume for c in group), out, strict=False):
+        old = cut_off.completion
+        count = len(old.token_ids)
+        assert done.token_ids[:count] == old.token_ids
+        assert done.logprobs[:count] == old.logprobs
+        assert done.versions == (4,) * count + (5,) * (len(done.token_ids) - count)
+        assert done.finish_reason in ("stop", "length")
+        prompt = list(cut_off.prompt_token_ids)
+        (trainer,) = policy.logprobs([prompt + list(done.token_ids)], PARAMS.temperature)
+        theirs = trainer.detach()[len(prompt) - 1 + count :]
+        mine = torch.tensor(done.logprobs[count:])
+        assert torch.equal(mine.view(torch.int32), theirs.view(torch.int32))
+    assert sum(bool(cut_off.completion.token_ids) for cut_off in left.values()) >= 3
+
+
+def test_what_had_not_begun_goes_on_too(policy):
+    """With a batch of 2 the last prompts are never reached."""
+    engine = RolloutEngine(policy, page_size=4, max_batch_size=2)
+    engine.generate(PROMPTS, PARAMS, partial=Partial(enough=1))
+    left = groups_of(engine.unfinished)
+    assert left[-1][0].completion.token_ids == ()
+    out = engine.generate([], PARAMS, partial=Partial(len(left), left, version=1))
+    assert all(c.finish_reason in ("stop", "length") for c in out)
+    assert out[-1].versions == (), "all of one version"
+
+
+def test_bad_partial_calls(cut):
+    _, engine, _, left = cut
+    few = SamplingParams(n=3, max_tokens=2)
+    with pytest.raises(UserError, match="raise max_tokens"):
+        engine.generate([], few, partial=Partial(1, groups_of(left)))
+    with pytest.raises(UserError, match="partial rollout"):
+        engine.generate(PROMPTS, PARAMS, max_tokens=[5] * 15, partial=Partial(1))
