@@ -27,7 +27,7 @@ def train(settings: Settings, resume: bool = False) -> RunResult:
         session.evaluate_start()
         for step in session.steps():
             prompts = session.draw_prompts(step)
-            completions = session.sample(prompts, step)
+            prompts, completions = session.sample(prompts, step)
             samples = session.refill(step, session.score(prompts, completions))
             metrics = session.update(step, samples)
             metrics |= session.evaluate(step)

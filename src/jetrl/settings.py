@@ -156,6 +156,11 @@ class RolloutSettings(Section):
         description="steps between files of a step's completions with their log-probs; the first "
         "and the last step's are kept in any case",
     )
+    oversample: NonNegativeFloat = Field(
+        0.0,
+        description="prompts on their way beside prompts_per_step, as a share of it: sampling ends "
+        "when prompts_per_step are complete, and the others go on in the next step",
+    )
 
 
 class TrainSettings(Section):

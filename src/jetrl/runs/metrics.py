@@ -89,6 +89,17 @@ METRICS: tuple[Metric, ...] = (
         "response_length/* count them",
     ),
     Metric(
+        "partial_rollout/unfinished",
+        "count",
+        "completions that go on in the next step (rollout.oversample)",
+    ),
+    Metric(
+        "partial_rollout/earlier_tokens",
+        "share",
+        "of the trained tokens, those drawn by the policy of an earlier step; mismatch/* leaves "
+        "them out. Only where there are any",
+    ),
+    Metric(
         "response_length/mean",
         "tokens",
         "mean length of a completion",

@@ -32,6 +32,7 @@ def record_of(step: int, sample: Sample) -> dict[str, Any]:
         "prompt_token_ids": [int(token) for token in sample.prompt_token_ids],
         "token_ids": [int(token) for token in completion.token_ids],
         "logprobs": [float(value) for value in completion.logprobs],
+        **({"versions": list(completion.versions)} if completion.versions else {}),
         **_turns_of(completion),
     }
 
@@ -55,6 +56,7 @@ def sample_of(record: dict[str, Any]) -> Sample:
             text=record["completion"],
             environment=tuple((start, end) for start, end in record.get("environment", ())),
             turns=tuple(Turn(t["completion"], t["reply"]) for t in record.get("turns", ())),
+            versions=tuple(record.get("versions", ())),
         ),
         score=Score(record["reward"], record["parts"]),
         failure=record["failure"],

@@ -30,6 +30,7 @@ from jetrl.parity import check_correction, locate
 from jetrl.randomness import derive_seed
 from jetrl.rollout.progress import Progress
 from jetrl.runs import Learning
+from jetrl.session.carrying import Carrying
 from jetrl.session.display import Display
 from jetrl.session.drawing import Drawing
 from jetrl.session.dynamic_sampling import Refilled, refill
@@ -85,6 +86,11 @@ class Session:
         self.saved = Saved(self.run, settings)
         self.drawing = Drawing(settings, self.parts.prompts, self.parts.task.weights)
         self.saved.register("prompts", self.drawing)
+        self.carrying = Carrying(
+            settings, self.parts.policy, self.parts.prompts, self.parts.max_turns
+        )
+        if self.carrying.on:
+            self.saved.register("partial rollouts", self.carrying)
         self.safeguards = Safeguards(self.parts, self.saved, self.display.note, self.phases.beat)
         stack.enter_context(self.stops.signals())
         stack.callback(self.display.close)
@@ -165,13 +171,16 @@ class Session:
         """The step's prompts, in the order that data.order names."""
         self.phases.start_step(step)
         self._rollout_tokens = 0
-        return self.drawing.draw(step, self.settings.rollout.prompts_per_step)
+        prompts = self.drawing.draw(step, self.settings.rollout.prompts_per_step)
+        extra = self.carrying.num_extra(step)
+        return [*prompts, *(self._other_order("oversample").draw(1, extra) if extra else [])]
 
     def sample(
-        self, prompts: Sequence[EncodedPrompt], step: int, again: int = 0
-    ) -> list[Completion]:
-        """samples_per_prompt completions of each prompt, with their log-probs. again: which round
-        of dynamic sampling, 0 for the step's own prompts."""
+        self, prompts: list[EncodedPrompt], step: int, again: int = 0
+    ) -> tuple[list[EncodedPrompt], list[Completion]]:
+        """samples_per_prompt completions of each prompt, with their log-probs: (the prompts,
+        theirs in order). With partial rollouts it is those that are complete, of these prompts and
+        of earlier ones. again: which round of dynamic sampling, 0 for the step's own prompts."""
         rollout = self.settings.rollout
         params = SamplingParams(
             n=rollout.samples_per_prompt,
@@ -184,11 +193,17 @@ class Session:
         )
         parts = self.parts
         with self.stops.giving_up(), self.phases.phase("rollout"), self.safeguards.sampling(step):
-            completions = sample_prompts(
-                parts.engine, parts.scorer, prompts, params, parts.max_turns, self._progress
-            )
-        self._rollout_tokens += sum(c.num_sampled for c in completions)
-        return completions
+            if self.carrying.on:
+                prompts, completions = self.carrying.sample(
+                    parts.engine, prompts, params, step, self._progress
+                )
+                self._rollout_tokens += parts.engine.stats.tokens_drawn
+            else:
+                completions = sample_prompts(
+                    parts.engine, parts.scorer, prompts, params, parts.max_turns, self._progress
+                )
+                self._rollout_tokens += sum(c.num_sampled for c in completions)
+        return prompts, completions
 
     def score(
         self, prompts: Sequence[EncodedPrompt], completions: Sequence[Completion]
@@ -237,7 +252,7 @@ class Session:
             self.parts.engine.free_cache()  # its pages took what was free; training needs it now
         try:
             with self.phases.phase("update"), self.safeguards.update(step, samples):
-                metrics = self.trainer.step(samples)
+                metrics = self.trainer.step(samples, step)
         except StepMismatchError as error:
             self.run.write_rollouts(step, samples)
             raise MismatchError(f"step {step}: {error}; {self._locate(error)}") from None
@@ -245,6 +260,8 @@ class Session:
         if self.settings.algorithm.value("dynamic_sampling"):
             metrics["dynamic_sampling/rounds"] = float(self._drawn.rounds)
             metrics["dynamic_sampling/dropped_groups"] = float(self._drawn.dropped)
+        if self.carrying.on:
+            metrics["partial_rollout/unfinished"] = float(self.carrying.num_unfinished)
         metrics = sample_metrics(self._drawn.drawn) | metrics
         return metrics | self.safeguards.take_in(step, metrics)
 
@@ -297,13 +314,14 @@ class Session:
     def _draw_again(self, step: int, again: int, count: int) -> list[Sample]:
         """Samples of further prompts, of an order of their own; their times are added."""
         before = dict(self.phases.timings)
-        parts = self.parts
-        order = f"prompts again {step} {again}"
-        prompts = Drawing(self.settings, parts.prompts, parts.task.weights, order).draw(1, count)
-        samples = self.score(prompts, self.sample(prompts, step, again))
+        prompts = self._other_order(f"prompts again {step} {again}").draw(1, count)
+        samples = self.score(*self.sample(prompts, step, again))
         for phase in ("rollout", "reward"):
             self.phases.timings[phase] += before[phase]
         return samples
+
+    def _other_order(self, use: str) -> Drawing:
+        return Drawing(self.settings, self.parts.prompts, self.parts.task.weights, use)
 
     def _held_out(self) -> Evaluation:
         settings = self.settings.eval

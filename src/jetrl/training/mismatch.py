@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jetrl.errors import MismatchError
-from jetrl.training.packing import targets
+from jetrl.training.packing import targets, trained_lengths
 from jetrl.types import Batch, Sample
 
 
@@ -98,6 +98,16 @@ def mismatch_metrics(
         }
 
 
+def present_tokens(batch: Batch, samples: Sequence[Sample], version: int) -> np.ndarray:
+    """bool [N], one for each True of batch.loss_mask: drawn by the present policy, not by one of
+    an earlier step (`Completion.versions`). samples: of the step. version: the present one."""
+    parts = []
+    for index, count in zip(batch.sample_ids, trained_lengths(batch), strict=True):
+        versions = samples[index].completion.versions
+        parts.append(np.array(versions) == version if versions else np.ones(count, dtype=np.bool_))
+    return np.concatenate(parts)
+
+
 def different(trainer_logprobs: np.ndarray, rollout_logprobs: np.ndarray) -> np.ndarray:
     """bool [N]: the float32 bits differ, or either is NaN."""
     trainer, rollout = _float32(trainer_logprobs), _float32(rollout_logprobs)
@@ -105,14 +115,16 @@ def different(trainer_logprobs: np.ndarray, rollout_logprobs: np.ndarray) -> np.
     return bits_differ | np.isnan(trainer) | np.isnan(rollout)
 
 
-def differences(batch: Batch, trainer_logprobs: np.ndarray) -> list[Difference]:
+def differences(
+    batch: Batch, trainer_logprobs: np.ndarray, compared: np.ndarray | bool = True
+) -> list[Difference]:
     """The tokens of a batch whose log-probs differ, in batch order. trainer_logprobs: float32, one
-    for each True of batch.loss_mask."""
+    for each True of batch.loss_mask; compared: bool likewise, whether to look at it."""
     target = targets(batch)
     rollout = batch.rollout_logprobs[target]
     end = batch.cu_seqlens[1:]
     found = []
-    for k in np.flatnonzero(different(trainer_logprobs, rollout)):
+    for k in np.flatnonzero(different(trainer_logprobs, rollout) & compared):
         sequence = int(np.searchsorted(end, target[k], side="right"))
         start = int(batch.cu_seqlens[sequence])
         first = start + int(np.argmax(batch.loss_mask[start : end[sequence]]))

@@ -32,7 +32,12 @@ from jetrl.training.critic import Critic
 from jetrl.training.forward import at_targets, batch_logprobs
 from jetrl.training.guard import Guard, NonFiniteUpdate
 from jetrl.training.micro_batches import MicroBatch, MicroBatchSize
-from jetrl.training.mismatch import StepMismatchError, differences, mismatch_metrics
+from jetrl.training.mismatch import (
+    StepMismatchError,
+    differences,
+    mismatch_metrics,
+    present_tokens,
+)
 from jetrl.training.objectives import Objective, Tokens, UpdateSize
 from jetrl.training.optimizer import ADVICE, Optimizer, nonfinite_gradients
 from jetrl.training.packing import targets, trained_lengths
@@ -137,8 +142,9 @@ class Trainer:
             self._temperature,
         )
 
-    def step(self, samples: Sequence[Sample]) -> dict[str, float]:
-        """`train.updates_per_step` updates on the samples of one step.
+    def step(self, samples: Sequence[Sample], version: int = 0) -> dict[str, float]:
+        """`train.updates_per_step` updates on the samples of one step. version: of the policy, for
+        samples with tokens that earlier ones drew: these are exempt from the comparison.
 
         Returns:
             policy/loss, policy/entropy (nats), policy/clip_fraction, policy/kl_ref (with a
@@ -166,7 +172,7 @@ class Trainer:
         for k in range(len(minibatches)):
             done = self._accumulate_within_memory(minibatches, k)
             if k == 0:
-                metrics |= self._measure_mismatch(samples, minibatches, done.logprobs)
+                metrics |= self._measure_mismatch(samples, version, minibatches, done.logprobs)
             total_norm = self.optimizer.gradient_norm()
             numbers = self._read(minibatches[k], done, total_norm)
             if not self.guard.passes(numbers.watched):
@@ -289,6 +295,7 @@ class Trainer:
     def _measure_mismatch(
         self,
         samples: Sequence[Sample],
+        version: int,
         minibatches: Sequence[Sequence[MicroBatch]],
         first: Sequence[torch.Tensor],
     ) -> dict[str, float]:
@@ -300,15 +307,20 @@ class Trainer:
             return {}
         batches = [micro.batch for micro in chain(*minibatches)]
         rollout_logprobs = [batch.rollout_logprobs[targets(batch)] for batch in batches]
-        metrics = mismatch_metrics(
-            np.concatenate(trainer_logprobs), np.concatenate(rollout_logprobs)
+        present = [present_tokens(batch, samples, version) for batch in batches]
+        compared = np.concatenate(present)
+        earlier = {} if compared.all() else {"partial_rollout/earlier_tokens": 1 - compared.mean()}
+        if not compared.any():
+            return earlier
+        metrics = earlier | mismatch_metrics(
+            np.concatenate(trainer_logprobs)[compared], np.concatenate(rollout_logprobs)[compared]
         )
         if self.policy.plan.exact and metrics["mismatch/num_different"]:
             self.optimizer.zero_grad()
             found = [
                 difference
-                for batch, part in zip(batches, trainer_logprobs, strict=True)
-                for difference in differences(batch, part)
+                for batch, part, kept in zip(batches, trainer_logprobs, present, strict=True)
+                for difference in differences(batch, part, kept)
             ]
             raise StepMismatchError(
                 self.policy.plan.name,

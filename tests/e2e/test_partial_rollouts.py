@@ -1,0 +1,95 @@
+"""Runs with rollout.oversample: completions cross steps, stay exact where they can be, resume."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jetrl import load_config, train
+from jetrl.errors import UserError
+from jetrl.runs import RunDirectory, reproducible
+
+TINY = [
+    "sft.steps=0",
+    "rollout.prompts_per_step=3",
+    "rollout.samples_per_prompt=4",
+    "rollout.max_tokens=10",
+    "rollout.max_batch_size=9",  # the last prompts begin late, and are cut off
+    "rollout.oversample=1.0",
+    "eval.every=0",
+    "train.warmup_steps=0",
+    "train.schedule=constant",
+    "train.lr=1e-3",
+    "checkpoint.every=2",
+    "report.enabled=false",
+    "model.config.num_hidden_layers=1",
+    "model.config.max_position_embeddings=64",
+    "loop.steps=4",
+]
+
+
+def settings(path: Path, *overrides: str, name: str = "run") -> Any:
+    return load_config("demo", [*TINY, f"run.dir={path}", f"run.name={name}", *overrides])
+
+
+def test_completions_cross_steps_and_the_new_tokens_are_exact(tmp_path: Path) -> None:
+    result = train(settings(tmp_path))
+    run = RunDirectory.open(result.run_path)
+    steps = run.metrics("rl")
+    assert [r["step"] for r in steps] == [1, 2, 3, 4]
+    assert all(r["mismatch/num_different"] == 0 for r in steps)
+    assert sum(r["partial_rollout/unfinished"] > 0 for r in steps) >= 3
+    assert sum(r.get("partial_rollout/earlier_tokens", 0.0) > 0 for r in steps) >= 2
+    mixed = 0
+    for step in run.rollout_steps():
+        records = run.rollouts(step)
+        assert len(records) == 12
+        assert all(r["finish_reason"] in ("stop", "length") for r in records)
+        for record in records:
+            versions = record.get("versions", [])
+            assert len(versions) in (0, len(record["token_ids"]))
+            assert versions == sorted(versions)
+            assert all(1 <= version <= step for version in versions)
+            mixed += len(set(versions)) > 1
+    assert mixed, "a completion of two policies"
+
+
+def test_cut_and_resumed_equals_uncut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    uncut = train(settings(tmp_path, name="uncut"))
+    from jetrl.session import Session
+
+    original = Session.update
+
+    def cut_at_step_4(self: Session, step: int, samples: Any) -> Any:
+        if step == 4:
+            raise RuntimeError("cut")
+        return original(self, step, samples)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Session, "update", cut_at_step_4)
+        with pytest.raises(RuntimeError, match="cut"):
+            train(settings(tmp_path, name="cut"))
+    resumed = train(settings(tmp_path, name="cut"), resume=True)
+
+    def rows(path: Path) -> Any:
+        run = RunDirectory.open(path)
+        return [
+            [reproducible(r) for r in run.metrics("rl")],
+            [json.dumps(run.rollouts(step)) for step in run.rollout_steps()],
+        ]
+
+    assert rows(resumed.run_path) == rows(uncut.run_path)
+    left, right = (r.checkpoint_path / "masters.safetensors" for r in (resumed, uncut))
+    assert left.read_bytes() == right.read_bytes()
+
+
+@pytest.mark.parametrize(
+    "override, message",
+    [("precision.preset=mixed", "unified or jet"), ("algorithm.name=dapo", "dynamic sampling")],
+)
+def test_what_does_not_go_with_it_is_refused(override: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=message):
+        train(settings(tmp_path, override))
