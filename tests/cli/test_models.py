@@ -108,6 +108,18 @@ def test_eval_prints_mean_and_pass_at_k(jetrl: Callable, tiny_model: Path) -> No
     assert "pass@2" in done.out
 
 
+def test_eval_of_a_mix_tells_each_task(jetrl: Callable, tiny_model: Path) -> None:
+    tasks = '[{name = "arithmetic"}, {name = "arithmetic", label = "minus", weight = 2}]'
+    words = ("eval", tiny_model, "--task", "mix", "--option", f"tasks={tasks}", "--prompts", 2)
+    done = jetrl(*words, "--max-tokens", 2, "--workers", 0)
+    assert done.code == 0, done.err
+    assert "prompts             4\n" in done.out
+    assert "arithmetic: mean@1  0." in done.out
+    assert "minus: mean@1       0." in done.out
+    done = jetrl(*words, "--max-tokens", 2, "--workers", 0, "--json")
+    assert set(json.loads(done.out)["tasks"]) == {"arithmetic", "minus"}
+
+
 def test_eval_as_json_has_the_completions(jetrl: Callable, tiny_model: Path) -> None:
     words = ("eval", tiny_model, "--task", "arithmetic", "--option", "digits=1", "--prompts", 2)
     done = jetrl(*words, "--max-tokens", 2, "--workers", 0, "--json")

@@ -158,6 +158,10 @@ def as_text(result: Evaluation, samples: int) -> str:
         ("response length", f"{result.response_length:.1f} tokens"),
         ("cut off", f"{100 * result.clip_ratio:.1f}%"),
     ]
+    for task, own in result.by_task.items():
+        rows.append((f"{task}: mean@{samples}", f"{own.mean:.4f}"))
+        if samples > 1:
+            rows.append((f"{task}: pass@{samples}", f"{own.pass_at_k[samples]:.4f}"))
     if result.failures:
         rows.append(("not judged", f"{result.failures} (counted as 0)"))
         from jetrl.runs.format import visible
@@ -175,6 +179,16 @@ def as_json(result: Evaluation) -> str:
             "response_length": result.response_length,
             "clip_ratio": result.clip_ratio,
             "failures": result.failures,
+            "tasks": {
+                task: {
+                    "mean": own.mean,
+                    "pass_at_k": own.pass_at_k,
+                    "response_length": own.response_length,
+                    "clip_ratio": own.clip_ratio,
+                    "failures": own.failures,
+                }
+                for task, own in result.by_task.items()
+            },
             "samples": [
                 {
                     "id": sample.prompt.id,

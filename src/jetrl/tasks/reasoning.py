@@ -18,7 +18,7 @@ from typing import Any
 from jetrl.errors import UserError
 from jetrl.tasks.base import Task
 from jetrl.tasks.messages import check_options, describe_error, nearest
-from jetrl.types import Prompt
+from jetrl.types import Prompt, Score
 
 TEST_OFFSET = 1 << 30
 INSTRUCTION = "Think step by step. Give only the final answer between <answer> and </answer>."
@@ -97,12 +97,17 @@ class ReasoningGym(Task):
             **content,
         )
 
-    def score(self, prompt: Prompt, completion: str) -> float:
+    def score(self, prompt: Prompt, completion: str) -> Score:
+        """The data set's own score; with an instruction the part `answered` is 1 where the
+        completion has tags around an answer."""
         answer: str | None = completion.strip()
+        parts = {}
         if self.instruction:
             answers = _ANSWER.findall(completion)
             answer = answers[-1].strip() if answers else None
-        return float(self._data["train"].score_answer(answer, prompt.metadata["entry"]))
+            parts["answered"] = float(bool(answers))
+        reward = float(self._data["train"].score_answer(answer, prompt.metadata["entry"]))
+        return Score(reward, parts)
 
     def demonstration(self, prompt: Prompt) -> str | None:
         """The bare answer, in tags where they are asked for: there are no worked solutions."""
