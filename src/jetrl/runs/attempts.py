@@ -22,13 +22,22 @@ from typing import IO, Any, Literal
 
 from jetrl.errors import RunStopped, StorageError, Terminated, UserError
 from jetrl.runs.format import visible
-from jetrl.runs.jsonl import read_jsonl
+from jetrl.runs.jsonl import check_fields, read_jsonl
 
 EndState = Literal["finished", "interrupted", "stopped", "failed"]
 State = Literal["new", "running", "finished", "interrupted", "stopped", "failed"]
 
 PACKAGES = ("jetrl", "torch", "triton", "transformers", "safetensors", "numpy", "math-verify")
 LOUD_LIBRARIES = ("transformers", "datasets", "huggingface_hub")
+_FIELDS: dict[str, tuple[type, ...]] = {
+    "event": (str,),
+    "time": (int, float),
+    "command": (str,),
+    "versions": (dict,),
+    "notes": (dict,),
+    "state": (str,),
+    "reason": (str,),
+}
 LOCK_RETRIES, LOCK_WAIT_S = 5, 0.05
 
 
@@ -58,7 +67,9 @@ def read_attempts(path: Path) -> list[Attempt]:
         UserError: attempts.jsonl is damaged.
     """
     attempts: list[Attempt] = []
-    records, _ = read_jsonl(path / "attempts.jsonl")
+    file = path / "attempts.jsonl"
+    records, _ = read_jsonl(file)
+    check_fields(file, records, _FIELDS)
     for record in records:
         if record.get("event") == "start":
             attempts.append(

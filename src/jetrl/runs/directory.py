@@ -36,13 +36,14 @@ from jetrl.runs.history import RunHistory, history_of
 from jetrl.runs.jsonl import (
     JsonlWriter,
     Record,
+    check_fields,
     read_jsonl,
     repair_jsonl,
     write_atomically,
     write_jsonl,
 )
 from jetrl.runs.metrics import check_metrics
-from jetrl.runs.rollout_records import record_of
+from jetrl.runs.rollout_records import FIELDS, is_whole, record_of
 from jetrl.runs.storing import storing
 from jetrl.types import Sample, StepStats
 
@@ -177,8 +178,9 @@ class RunDirectory:
             UserError: a damaged line (an incomplete last one is dropped).
         """
         records, _ = read_jsonl(self.metrics_file)
+        check_fields(self.metrics_file, records, {"step": (int,), "phase": (str,)}, (int, float))
         for number, record in enumerate(records, start=1):
-            if not isinstance(record.get("step"), int):
+            if "step" not in record:
                 raise UserError(f"{self.metrics_file}, line {number}: no step number")
         return [r for r in records if phase is None or _phase(r) == phase]
 
@@ -201,8 +203,18 @@ class RunDirectory:
         return sorted(int(match[1]) for match in found if match)
 
     def rollouts(self, step: int) -> list[Record]:
-        """The samples of a step as dicts (`rollout_records.sample_of` makes a Sample of one)."""
-        return read_jsonl(self.rollouts_dir / f"step_{step:06d}.jsonl")[0]
+        """The samples of a step as dicts (`rollout_records.sample_of` makes a Sample of one).
+
+        Raises:
+            UserError: a damaged line (an incomplete last one is dropped).
+        """
+        path = self.rollouts_dir / f"step_{step:06d}.jsonl"
+        records, _ = read_jsonl(path)
+        check_fields(path, records, FIELDS)
+        for number, record in enumerate(records, start=1):
+            if not is_whole(record):
+                raise UserError(f"{path}, line {number}: no sample of a run; the file is damaged")
+        return records
 
     def truncate_after(self, step: int, phase: Phase = "rl") -> None:
         """Forgets what comes after a step, in metrics and rollouts: a resumed run writes it again.
@@ -238,7 +250,7 @@ class RunDirectory:
         """
         try:
             return tomllib.loads((self.path / "config.toml").read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise UserError(f"{self.path / 'config.toml'}: {error}") from None
 
     def plan(self) -> dict[str, Any]:
@@ -249,7 +261,7 @@ class RunDirectory:
         """
         try:
             return dict(json.loads((self.path / "plan.json").read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError) as error:
+        except (OSError, ValueError, TypeError, RecursionError) as error:
             raise UserError(f"{self.path / 'plan.json'}: {error}") from None
 
     def close(self) -> None:

@@ -50,6 +50,30 @@ def read_jsonl(path: Path) -> tuple[list[Record], str]:
     return records, ""
 
 
+def check_fields(
+    path: Path,
+    records: Iterable[Record],
+    types: Mapping[str, tuple[type, ...]],
+    others: tuple[type, ...] = (object,),
+) -> None:
+    """That fields have the types they are written with: `types` by name, `others` for the rest.
+    A bool is no number, and a number fits a float.
+
+    Raises:
+        UserError: one has not; names file and line.
+    """
+    for number, record in enumerate(records, start=1):
+        for key, value in record.items():
+            allowed = types.get(key, others)
+            plain = not isinstance(value, bool) or bool in allowed or object in allowed
+            fits = not isinstance(value, int) or abs(value) < 2**63 or object in allowed
+            if not (isinstance(value, allowed) and plain and fits):
+                raise UserError(
+                    f"{path}, line {number}: {key[:60]!r} is {str(value)[:60]!r}, which is nothing "
+                    "that jetrl writes there; the file is damaged: repair or delete that line"
+                )
+
+
 def repair_jsonl(path: Path) -> tuple[list[Record], str]:
     """`read_jsonl`, and makes the file end in a whole line, so that it can be appended to."""
     records, note = read_jsonl(path)

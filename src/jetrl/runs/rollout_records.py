@@ -11,6 +11,35 @@ from typing import Any
 
 from jetrl.types import Completion, Prompt, Sample, Score, Turn
 
+FIELDS: dict[str, tuple[type, ...]] = {
+    "step": (int,),
+    "group": (int,),
+    "prompt_id": (str,),
+    "prompt": (str, type(None)),
+    "messages": (list, type(None)),
+    "answer": (str, type(None)),
+    "completion": (str,),
+    "reward": (int, float),
+    "parts": (dict,),
+    "finish_reason": (str,),
+    "failure": (str,),
+    "prompt_token_ids": (list,),
+    "token_ids": (list,),
+    "logprobs": (list,),
+    "environment": (list,),
+    "turns": (list,),
+}
+"""What a record's fields are, where it has them."""
+
+
+def is_whole(record: Mapping[str, Any]) -> bool:
+    """Whether what is inside a record's fields is of its type as well."""
+    dicts = [*(record.get("messages") or ()), *record.get("turns", ())]
+    numbers = [*record.get("parts", {}).values(), *record.get("logprobs", ())]
+    return all(isinstance(item, dict) for item in dicts) and all(
+        isinstance(value, int | float) for value in numbers
+    )
+
 
 def record_of(step: int, sample: Sample) -> dict[str, Any]:
     """The JSON object of one sample. Log-probs keep their bits: JSON writes a float's shortest text
