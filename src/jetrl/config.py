@@ -10,6 +10,7 @@ from __future__ import annotations
 import datetime
 import difflib
 import json
+import math
 import re
 import tomllib
 import types
@@ -256,7 +257,7 @@ def _check_tree(
                 )
             _check_tree(value, section, (*path, key), origins)
         else:
-            _reject_dates(full, value, origins)
+            _reject_unwritable(full, value, origins)
 
 
 def _nearest(key: str, model: type[BaseModel], path: tuple[str, ...]) -> str:
@@ -275,15 +276,18 @@ def _nearest(key: str, model: type[BaseModel], path: tuple[str, ...]) -> str:
     return f"known {'in ' + '.'.join(path) if path else 'sections'}: {', '.join(here)}"
 
 
-def _reject_dates(full: str, value: Any, origins: _Origins) -> None:
+def _reject_unwritable(full: str, value: Any, origins: _Origins) -> None:
+    """What TOML has and the settings' JSON has not."""
     if isinstance(value, datetime.date | datetime.time):
         raise UserError(f"{origins.of(full)}: {full} is a date; write it as text, in quotes")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise UserError(f"{origins.of(full)}: {full} = {value}: a finite number is expected")
     if isinstance(value, Mapping):
         for key, item in value.items():
-            _reject_dates(f"{full}.{key}", item, origins)
+            _reject_unwritable(f"{full}.{key}", item, origins)
     elif isinstance(value, list):
         for item in value:
-            _reject_dates(full, item, origins)
+            _reject_unwritable(full, item, origins)
 
 
 def _explain(error: ValidationError, origins: _Origins) -> str:
