@@ -9,7 +9,12 @@ import pytest
 from jetrl import load_config, train
 from jetrl.runs import RunDirectory, reproducible
 
+TASK = Path(__file__).with_name("soak_task.py")
 SMALL = [
+    f"task.name={TASK}:Digits",
+    "task.options={max_operand = 29, test_share = 0.2, mistakes = 0.55}",
+    "task.workers=0",
+    "train.lr=3e-3",
     "sft.steps=0",
     "rollout.prompts_per_step=4",
     "rollout.samples_per_prompt=4",

@@ -40,7 +40,11 @@ BEFORE, AFTER = "before", "after"
 # name: (module, attribute, BEFORE | AFTER | what is done before the kill)
 POINTS: dict[str, tuple[str, str, str | Callable[..., None]]] = {
     "sampling, before a forward": ("jetrl.rollout.runner", "Runner.forward", BEFORE),
-    "sampling, before a draw": ("jetrl.rollout.engine", "draw_tokens", BEFORE),
+    "sampling, before a draw is taken in": (
+        "jetrl.rollout.scheduler",
+        "Scheduler.complete",
+        BEFORE,
+    ),
     "scoring": ("jetrl.tasks.scorer", "Scorer.score", BEFORE),
     "before the backward": ("torch", "Tensor.backward", BEFORE),
     "after the backward": ("torch", "Tensor.backward", AFTER),

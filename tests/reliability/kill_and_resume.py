@@ -36,7 +36,12 @@ import torch._dynamo  # torch's optimizers import it: here, once, and not in eve
 from jetrl.cli.main import main as jetrl
 from jetrl.runs import RunDirectory, plots, reproducible  # noqa: F401 (plots: as above)
 
+TASK = Path(__file__).with_name("soak_task.py")
 SMALL = [
+    f"task.name={TASK}:Digits",
+    "task.options={max_operand = 29, test_share = 0.2, mistakes = 0.55}",
+    "task.workers=0",
+    "train.lr=3e-3",
     "sft.steps=5",
     "sft.until=2.0",
     "sft.check_every=2",

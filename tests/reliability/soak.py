@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import faults
 import numpy as np
-from kill_and_resume import Attempt, check_same, fingerprint, forked
+from kill_and_resume import TASK, Attempt, check_same, fingerprint, forked
 
 from jetrl.runs import RunDirectory
 from jetrl.session import Session
@@ -40,6 +40,8 @@ from jetrl.session import Session
 POISON_EVERY, POISON_AT = 97, 13
 MAX_GROWTH_MIB = 16.0  # over all steps looked at: less than one copy of the run's tensors
 SETTINGS = [
+    f"task.name={TASK}:Soak",
+    "task.options={max_operand = 29, test_share = 0.2, mistakes = 0.55}",
     "sft.steps=60",
     "sft.until=none",
     "sft.examples_per_step=16",
@@ -157,9 +159,7 @@ def main() -> None:
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        task = Path(__file__).with_name("soak_task.py")
-        base = ["train", "demo", *SETTINGS, f"task.name={task}:Soak", f"run.dir={folder}"]
-        base += ["task.options={max_operand = 29, test_share = 0.2, mistakes = 0.55}"]
+        base = ["train", "demo", *SETTINGS, f"run.dir={folder}"]
         base += [f"loop.steps={args.steps}", "run.max_hours=none"]
         memory = folder / "memory.txt"
         quiet = os.fork()

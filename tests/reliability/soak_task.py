@@ -1,4 +1,5 @@
-"""Sums whose checker crashes or hangs on a few completions: the same ones in every run."""
+"""Sums with a reward that an untrained model gets some of, so that every update has a gradient; and
+the same with a checker that crashes or hangs on a few completions, the same ones in every run."""
 
 from __future__ import annotations
 
@@ -12,7 +13,20 @@ from jetrl.types import Prompt
 CRASHES, HANGS = 1 / 600, 1 / 3000  # share of completions
 
 
-class Soak(Arithmetic):
+class Digits(Arithmetic):
+    name = "digits"
+
+    def score(self, prompt: Prompt, completion: str) -> float:
+        """The share of digits that are right, and something for an even length."""
+        answer = prompt.answer or ""
+        right = sum(a == b for a, b in zip(answer, completion, strict=False))
+        return right / len(answer) + 0.25 * (len(completion) % 2 == 0)
+
+    def self_test(self) -> list[tuple[Prompt, str, float | None]]:
+        return [(prompt, text, None) for prompt, text, _ in super().self_test()]
+
+
+class Soak(Digits):
     name = "soak"
 
     def score(self, prompt: Prompt, completion: str) -> float:

@@ -118,8 +118,10 @@ def test_a_hang_and_odd_numbers(run: Path, capsys: pytest.CaptureFixture[str]) -
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     lines[-1] |= {"reward/failures": 4, "mismatch/num_different": 2, "policy/skipped_updates": 1}
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (run / "nonfinite" / "step_000002").mkdir(parents=True)
     code, text = doctor(run, capsys)
     assert code == 1
+    assert f"not finite: jetrl replay {run}/nonfinite/step_000002" in text
     assert "hang in reward of step 3: no sign of life for 301.0 s" in text
     assert "the main thread was in score (mine.py, line 9)" in text
     assert "2 tokens differ between sampler and trainer" in text

@@ -51,7 +51,11 @@ masters = [(path / "masters.safetensors").read_bytes() for path in masters]
 assert masters[0] == masters[1]
 print("same bits")
 """
+TASK = Path(__file__).with_name("soak_task.py")
 WORDS = [
+    f"task.name={TASK}:Digits",
+    "task.options={max_operand = 29, test_share = 0.2}",
+    "task.workers=0",
     "sft.steps=0",
     "rollout.prompts_per_step=4",
     "rollout.samples_per_prompt=4",
@@ -73,6 +77,7 @@ def namespace() -> list[str]:
     return command
 
 
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     "case, words, message",
     [
@@ -85,7 +90,7 @@ def test_a_real_full_disk(
 ) -> None:
     program = [sys.executable, "-c", textwrap.dedent(PROGRAM), str(tmp_path), case]
     command = [*namespace, *program, *WORDS, *words]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=380)
     assert done.returncode == 0, done.stdout + done.stderr
     assert message in done.stderr
     assert "go on with --resume" in done.stderr

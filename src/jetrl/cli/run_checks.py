@@ -30,6 +30,7 @@ def run_checks(path: Path) -> list[Check]:
         *check_checkpoints(run),
         *check_hang(run),
         *check_numbers(run),
+        *check_nonfinite(run),
         check_disk(path),
     ]
     if run.state() not in ("running", "finished"):
@@ -152,6 +153,16 @@ def check_numbers(run: RunDirectory) -> list[Check]:
         if total and (name != "mismatch/num_different" or exact):
             found.append(Check(level, name, f"{total:g} {words}", step))
     return found
+
+
+def check_nonfinite(run: RunDirectory) -> list[Check]:
+    """What was kept of updates that were not finite."""
+    folders = sorted((run.path / "nonfinite").glob("step_*"))
+    if not folders:
+        return []
+    again = shlex.join(["jetrl", "replay", str(folders[-1])])
+    names = ", ".join(folder.name for folder in folders)
+    return [Check("WARN", "not finite", f"kept to be run again: {names}", again)]
 
 
 def how_to_go_on(run: RunDirectory) -> Check:
