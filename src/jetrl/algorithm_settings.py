@@ -57,6 +57,11 @@ class AlgorithmSettings(Section):
     clip_high: PositiveFloat | None = Field(
         None, description="upper clip; unset: the algorithm's, or clip"
     )
+    calibrate_clip_every: NonNegative = Field(
+        0,
+        description="steps between calibrations of the clips against a BF16 forward, under jet and "
+        "unified with train.updates_per_step > 1; 0: never (the paper: 20)",
+    )
     normalize_std: bool | None = Field(
         None, description="divide a group's advantages by its std; unset: the algorithm's"
     )
@@ -139,6 +144,8 @@ class AlgorithmSettings(Section):
                     f"algorithm.{key} means nothing to {self.name}; it reads "
                     f"{', '.join(sorted(read)) or 'none of these'}"
                 )
+        if self.calibrate_clip_every and self.record.loss != "clipped_ratio":
+            yield f"algorithm.calibrate_clip_every: {self.name} has no token-level clips to calibrate"
         if not self.kl:
             for key in ("kl_estimator", "kl_in"):
                 if getattr(self, key) is not None:

@@ -302,6 +302,16 @@ class Settings(Section):
                 "is learnt; take 1.0 (evaluation has its own eval.temperature)"
             )
 
+        if self.algorithm.calibrate_clip_every and train.updates_per_step == 1:
+            yield (
+                "algorithm.calibrate_clip_every needs train.updates_per_step of at least 2: with "
+                "one update a step every ratio is 1, and nothing is clipped"
+            )
+        if self.algorithm.calibrate_clip_every and self.precision.preset not in ("jet", "unified"):
+            yield (
+                "algorithm.calibrate_clip_every is for FP8 on both sides: precision.preset = "
+                f"{self.precision.preset} has no FP8 ratios to calibrate"
+            )
         name, needs_critic = self.algorithm.name, self.algorithm.record.needs_critic
         if needs_critic and self.critic.path is None:
             yield (

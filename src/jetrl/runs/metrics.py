@@ -140,6 +140,18 @@ METRICS: tuple[Metric, ...] = (
         },
     ),
     Metric(
+        "policy/clip_low",
+        "ratio",
+        "lower bound of the ratio, as calibrated (algorithm.calibrate_clip_every)",
+    ),
+    Metric("policy/clip_high", "ratio", "upper bound of the ratio, as calibrated"),
+    Metric(
+        "policy/over_clipped",
+        "share",
+        "tokens with a negative advantage that the uncalibrated lower bound cuts off by their FP8 "
+        "ratio and not by their BF16 ratio, in steps that calibrate",
+    ),
+    Metric(
         "policy/grad_norm",
         "norm",
         "global gradient norm before clipping (mean over the step's updates)",

@@ -129,6 +129,8 @@ class Session:
         self._trainer = Trainer(
             policy, self.settings, reference, critic, safe.micro_batch_size, safe.guard
         )
+        if self._trainer.calibration is not None:
+            self.saved.register("clip", self._trainer.calibration)
 
     # The verbs of the loop
 

@@ -28,6 +28,7 @@ from jetrl.config import Settings
 from jetrl.errors import UserError
 from jetrl.out_of_memory import explained, within_memory
 from jetrl.training.batch_policy import choose_minibatches
+from jetrl.training.calibration import Bounds, ClipCalibration
 from jetrl.training.critic import Critic
 from jetrl.training.forward import at_targets, batch_logprobs
 from jetrl.training.guard import Guard, NonFiniteUpdate
@@ -132,6 +133,7 @@ class Trainer:
         self.timings = {"update": 0.0, "requantize": 0.0}
         # Greedy sampling reports the log-probs of temperature 1 (types.SamplingParams).
         self._temperature = settings.rollout.temperature or 1.0
+        self.calibration = self._calibration()
         self.preparation = Preparation(
             policy,
             self.objective,
@@ -167,12 +169,16 @@ class Trainer:
         minibatches, metrics = within_memory(
             lambda: self.preparation(samples), lambda problem: self._shrink(samples, problem)
         )
+        if self.calibration is not None:
+            self.calibration.begin(minibatches)
         requantize_seconds = 0.0
         applied: list[_Numbers] = []
         for k in range(len(minibatches)):
             done = self._accumulate_within_memory(minibatches, k)
             if k == 0:
                 metrics |= self._measure_mismatch(samples, version, minibatches, done.logprobs)
+            if k == len(minibatches) - 1:
+                metrics |= self._calibrate(minibatches[k], done)
             total_norm = self.optimizer.gradient_norm()
             numbers = self._read(minibatches[k], done, total_norm)
             if not self.guard.passes(numbers.watched):
@@ -246,6 +252,21 @@ class Trainer:
         self.micro_batch_size.halve([m.batch for m in minibatches[k]], problem)
         minibatches[k] = self.micro_batch_size.split(minibatches[k])
 
+    def _calibration(self) -> ClipCalibration | None:
+        every = self.settings.algorithm.calibrate_clip_every
+        if not every:
+            return None
+        clip, clip_high = self.objective.clip_arguments
+        reference = Bounds(1 - clip, 1 + clip_high)
+        return ClipCalibration(self.policy, reference, every, self._temperature)
+
+    def _calibrate(self, micro_batches: Sequence[MicroBatch], done: _Pass) -> dict[str, float]:
+        if self.calibration is None:
+            return {}
+        metrics = self.calibration.end(micro_batches, done.logprobs)
+        bounds = self.calibration.bounds
+        return metrics | {"policy/clip_low": bounds.low, "policy/clip_high": bounds.high}
+
     def _teach_critic(self, minibatches: list[list[MicroBatch]], k: int) -> dict[str, float]:
         critic = self.critic
         if critic is None:
@@ -278,7 +299,11 @@ class Trainer:
         advantages = at_targets(batch.advantages, batch, device)
         lengths = torch.from_numpy(trained_lengths(batch)).to(device)
         tokens = Tokens(logprobs, behavior, advantages, lengths)
-        loss = self.objective(tokens, size, rollout_logprobs, micro.ref_logprobs)
+        objective = self.objective
+        if self.calibration is not None:
+            bounds = self.calibration.bounds
+            objective = replace(objective, clips=(1 - bounds.low, bounds.high - 1))
+        loss = objective(tokens, size, rollout_logprobs, micro.ref_logprobs)
         loss.loss.backward()
         shares = {
             "policy/loss": loss.loss.detach().double(),

@@ -48,7 +48,7 @@ class Objective:
 
     Args:
         name: as in the settings. algorithm: its record. settings: `[algorithm]`. max_tokens:
-            rollout.max_tokens.
+            rollout.max_tokens. clips: in place of clip and clip_high, as calibrated.
 
     Raises:
         UserError: a user's file that does not import, or options that its function does not have.
@@ -58,6 +58,7 @@ class Objective:
     algorithm: Algorithm
     settings: AlgorithmSettings
     max_tokens: int
+    clips: tuple[float, float] | None = None
 
     @classmethod
     def from_settings(cls, settings: AlgorithmSettings, max_tokens: int) -> Objective:
@@ -81,6 +82,12 @@ class Objective:
     @property
     def correction(self) -> Correction | None:
         return Correction.from_settings(self.settings)
+
+    @property
+    def clip_arguments(self) -> tuple[float, float]:
+        """clip and clip_high, of a loss that has both."""
+        arguments = self._arguments(self._loss)
+        return arguments["clip"], arguments["clip_high"]
 
     def advantages(self, step: StepRewards) -> Advantages:
         """The advantages of a step, by the algorithm's estimator."""
@@ -167,6 +174,8 @@ class Objective:
         own = self.settings.options
         known = {key: self._option(key) for key in self.algorithm.options}
         known["clip_high"] = known.get("clip_high") or known.get("clip")
+        if self.clips is not None:
+            known["clip"], known["clip_high"] = self.clips
         parameters = list(inspect.signature(function).parameters.values())[1:]
         if function is self._loss:
             names = [parameter.name for parameter in parameters]

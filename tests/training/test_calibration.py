@@ -1,0 +1,122 @@
+"""Calibrated clipping on ratios that are given, and in the trainer."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from jetrl.config import load_config
+from jetrl.errors import UserError
+from jetrl.policy import Policy
+from jetrl.precision import PrecisionPlan
+from jetrl.training import Trainer
+from jetrl.training.calibration import Bounds, calibrated, moved, over_clipped
+
+REFERENCE = Bounds(0.8, 1.2)
+
+
+def noisy(noise: float, count: int = 4000) -> tuple[np.ndarray, ...]:
+    """(FP8 ratios, BF16 ratios, advantages, probabilities): the FP8 ones have more noise."""
+    rng = np.random.default_rng(0)
+    log_ratio = rng.normal(0, 0.1, count)
+    advantages = np.where(rng.random(count) < 0.5, 1.0, -1.0)
+    probabilities = rng.uniform(0.1, 1, count)
+    fp8 = np.exp(log_ratio + rng.normal(0, noise, count))
+    return fp8, np.exp(log_ratio), advantages, probabilities
+
+
+def test_without_noise_the_bounds_stay() -> None:
+    fp8, bf16, advantages, probabilities = noisy(0.0)
+    found = calibrated(fp8, bf16, advantages, probabilities, REFERENCE)
+    assert found is not None
+    assert abs(found.low - 0.8) <= 0.02, "a step of the grid"
+    assert abs(found.high - 1.2) <= 0.02
+
+
+def test_noise_lowers_the_lower_bound_to_cut_off_as_much_as_bf16() -> None:
+    fp8, bf16, advantages, probabilities = noisy(0.15)
+    negative = advantages < 0
+    wanted = (bf16[negative] <= 0.8).mean()
+    assert (fp8[negative] <= 0.8).mean() > 3 * wanted, "the over-clipping that is to be mended"
+    found = calibrated(fp8, bf16, advantages, probabilities, REFERENCE)
+    assert found is not None
+    step = (fp8[negative] <= found.low + 0.02).mean() - (fp8[negative] <= found.low).mean()
+    assert abs((fp8[negative] <= found.low).mean() - wanted) <= step
+    assert found.low < 0.76
+
+
+def test_the_upper_bound_keeps_the_balance() -> None:
+    fp8, bf16, advantages, probabilities = noisy(0.15)
+    found = calibrated(fp8, bf16, advantages, probabilities, REFERENCE)
+    assert found is not None
+
+    def balance(ratios: np.ndarray, low: float, high: float) -> float:
+        terms = probabilities * ratios * advantages
+        up = terms[(advantages > 0) & (ratios < high)].sum()
+        return abs(up / terms[(advantages < 0) & (ratios > low)].sum())
+
+    target = balance(bf16, 0.8, 1.2)
+    gap = abs(balance(fp8, found.low, found.high) - target)
+    for other in (found.high - 0.02, found.high + 0.02):
+        if 1.2 <= other <= 2.0:
+            assert gap <= abs(balance(fp8, found.low, other) - target) + 1e-12
+
+
+def test_one_sided_advantages_say_nothing() -> None:
+    ones = np.ones(4)
+    assert calibrated(ones, ones, ones, ones, REFERENCE) is None
+    assert calibrated(ones, ones, -ones, ones, REFERENCE) is None
+
+
+def test_bounds_move_half_of_the_way_and_not_far() -> None:
+    found = moved(Bounds(0.8, 1.2), Bounds(0.76, 1.3))
+    assert (found.low, found.high) == (pytest.approx(0.78), pytest.approx(1.25))
+    found = moved(Bounds(0.8, 1.2), Bounds(0.5, 2.0))
+    assert (found.low, found.high) == (pytest.approx(0.75), pytest.approx(1.3))
+
+
+def test_over_clipped_by_hand() -> None:
+    fp8, bf16 = np.array([0.7, 0.7, 0.9, 0.7]), np.array([0.9, 0.7, 0.7, 0.9])
+    assert over_clipped(fp8, bf16, np.array([-1.0, -1, -1, 1]), 0.8) == pytest.approx(1 / 3)
+
+
+def test_in_the_trainer(sample) -> None:
+    words = ["algorithm.calibrate_clip_every=2", "train.lr=1e-2", "algorithm.clip=0.05"]
+    settings = load_config("demo", words)
+    config = settings.model.config
+    assert isinstance(config, dict)
+    policy = Policy.from_config(config | {"num_hidden_layers": 1}, PrecisionPlan.preset("unified"))
+    trainer = Trainer(policy, settings)
+    rng = np.random.default_rng(0)
+    sequences = [rng.integers(0, 128, 8).tolist() for _ in range(16)]
+    lines = []
+    for _ in range(2):
+        logprobs = policy.logprobs(sequences)
+        samples = [
+            sample(i // 4, s[:3], s[3:], float(i % 4 == 0), p[2:].tolist())
+            for i, (s, p) in enumerate(zip(sequences, logprobs, strict=True))
+        ]
+        lines.append(trainer.step(samples))
+    assert "policy/over_clipped" not in lines[0]
+    assert (lines[0]["policy/clip_low"], lines[0]["policy/clip_high"]) == (0.95, 1.05)
+    assert 0 <= lines[1]["policy/over_clipped"] <= 1
+    assert lines[1]["policy/clip_low"] != 0.95
+    assert trainer.calibration is not None
+    state = trainer.calibration.state()
+    resumed = Trainer(policy, settings)
+    assert resumed.calibration is not None
+    resumed.calibration.load_state(state)
+    assert resumed.calibration.bounds == trainer.calibration.bounds
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["train.updates_per_step=1"], "nothing is clipped"),
+        (["precision.preset=mixed"], "no FP8 ratios"),
+        (["algorithm.name=gspo"], "no token-level clips"),
+    ],
+)
+def test_where_it_means_nothing_it_is_refused(words, message) -> None:
+    with pytest.raises(UserError, match=message):
+        load_config("demo", ["algorithm.calibrate_clip_every=20", *words])
