@@ -284,7 +284,7 @@ class Checkpoints:
                     return f"{name} does not match its checksum"
         except OSError as error:
             return f"{Path(error.filename or path).name}: {error.strerror or error}"
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             return f"{_MANIFEST} is not a checkpoint's manifest"
         return None
 
@@ -347,7 +347,7 @@ class Checkpoints:
         try:
             state = json.loads((self.path(step) / _STATE).read_text(encoding="utf-8"))
             return None if state["score"] is None else float(state["score"])
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return None
 
     def _explain_failure(self, target: Path, error: Exception) -> str:

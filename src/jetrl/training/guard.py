@@ -42,8 +42,9 @@ class NonFiniteUpdate:
         if not self.parameters:
             return f"{bad}; every gradient is finite"
         names = ", ".join(self.parameters[:3]) + (", ..." if self.parameters[3:] else "")
-        many = "gradients are" if len(self.parameters) > 1 else "gradient is"
-        return f"{bad}; {len(self.parameters)} parameters' {many} not finite ({names})"
+        if len(self.parameters) == 1:
+            return f"{bad}; the gradient of {names} is not finite"
+        return f"{bad}; the gradients of {len(self.parameters)} parameters are not finite ({names})"
 
 
 class Guard:
