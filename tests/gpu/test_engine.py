@@ -122,13 +122,13 @@ def test_state_moves_as_the_reference_says() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"temperature": 0.7}, {"temperature": 0.0}, {"top_p": 0.8, "top_k": 50}],
+    [{"temperature": 0.7}, {"temperature": 0.0}, {"top_p": 0.8, "top_k": 50}],
     ids=str,
 )
 def test_graphs_are_eager_forwards_are_the_trainers(
     policy: Policy, prompts: Any, options: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    params = SamplingParams(n=3, max_tokens=150, seed=1, **options)
+    params = SamplingParams(n=3, max_tokens=70, seed=1, **options)
     graphs = RolloutEngine(policy).generate(prompts, params)
     assert count_different(policy, prompts, graphs, 3, params.temperature or 1.0) == 0
     monkeypatch.setattr(GraphForwards, "prepare", lambda *_: None)
@@ -140,10 +140,10 @@ def test_graphs_are_eager_forwards_are_the_trainers(
     assert outcome(RolloutEngine(policy).generate(prompts, params)) == outcome(graphs)
 
 
-@pytest.mark.parametrize("preset", ["jet", "bf16", "mixed"])
+@pytest.mark.parametrize("preset", ["jet", "bf16"])
 def test_other_plans_decode_in_graphs(preset: str, prompts: Any) -> None:
     policy = make_policy(preset)
-    params = SamplingParams(n=2, max_tokens=60, seed=1)
+    params = SamplingParams(n=2, max_tokens=30, seed=1)
     out = RolloutEngine(policy).generate(prompts, params)
     different = count_different(policy, prompts, out, 2, 1.0)
     assert different == 0 if policy.plan.exact else different >= 0

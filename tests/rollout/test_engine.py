@@ -112,6 +112,13 @@ def test_decode_in_a_row_and_ahead_changes_nothing(policy, reference, num_pages,
     assert engine.stats.tokens_drawn == sum(len(c.token_ids) for c in reference)
 
 
+def test_stop_ids_that_the_device_has_no_room_for_are_the_hosts(policy, reference, monkeypatch):
+    monkeypatch.setattr("jetrl.rollout.decode.MAX_STOP_IDS", 1)
+    engine = RolloutEngine(policy, page_size=4, max_batch_size=4)
+    engine._repeats, engine._ahead = 4, 1
+    assert engine.generate(PROMPTS, PARAMS) == reference
+
+
 def test_stop_strings_end_what_runs_ahead(policy, reference):
     """The device knows of stop ids alone: what it draws past a stop string is dropped."""
     text = reference[0].text

@@ -25,6 +25,7 @@ from jetrl.precision.hopper import hopper
 NOT_DRAWN = -1  # in `Drawn.tokens`: the sequence had ended before
 BROKEN = -2  # in `Drawn.tokens`: the logits have no finite softmax
 MAX_STOP_IDS = 256
+MAX_ROWS = 4096  # of a forward on a GPU: one program takes the draws of all
 
 
 @dataclass(frozen=True)

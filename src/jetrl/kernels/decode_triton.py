@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from jetrl.kernels.decode import BROKEN, NOT_DRAWN, DecodeInputs, DecodeState, Drawn
+from jetrl.kernels.decode import BROKEN, MAX_ROWS, NOT_DRAWN, DecodeInputs, DecodeState, Drawn
 
 
 @triton.jit
@@ -114,6 +114,8 @@ def take_draws(
 
 def _check_rows(rows: Tensor) -> int:
     count = len(rows)
-    if rows.dtype != torch.int64 or not rows.is_contiguous() or not 1 <= count <= 4096:
-        raise ValueError(f"rows: contiguous int64 [1 to 4096], not {rows.dtype} {list(rows.shape)}")
+    if rows.dtype != torch.int64 or not rows.is_contiguous() or not 1 <= count <= MAX_ROWS:
+        raise ValueError(
+            f"rows: contiguous int64 [1 to {MAX_ROWS}], not {rows.dtype} {list(rows.shape)}"
+        )
     return count

@@ -166,7 +166,8 @@ class GraphForwards:
         self.once(count, longest, filtered)  # compiles what this size needs
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        # Other threads may ask the driver something meanwhile: a watchdog, a checkpoint's writer.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             self.once(count, longest, filtered)
         buffers.rows.copy_(kept)
         logger.debug(

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import torch
 
 from jetrl.errors import UserError
+from jetrl.kernels.decode import MAX_ROWS
 from jetrl.out_of_memory import within_memory
 from jetrl.policy import Policy
 from jetrl.rollout.blocks import PageAllocator
@@ -81,12 +82,14 @@ class RolloutEngine:
                 raise UserError(f"{name} must be at least 1, not {value}")
         if max_model_len is not None and max_model_len > context:
             raise UserError(f"max_model_len {max_model_len}: the model's context is {context}")
+        on_gpu = policy.device.type == "cuda"
+        if on_gpu and max_batch_size > MAX_ROWS:
+            raise UserError(f"max_batch_size {max_batch_size}: a GPU decodes {MAX_ROWS} at most")
         self.policy = policy
         self.sizes = RolloutSizes(Sizes(max_batch_size, max_prefill_tokens, num_pages))
         self.num_pages = num_pages
         self.page_size = page_size
         self.max_model_len = max_model_len or context
-        on_gpu = policy.device.type == "cuda"
         self._repeats, self._ahead = (_GPU_REPEATS, _GPU_AHEAD) if on_gpu else (1, 0)
         self._cache: PagedCache | None = None
         self._decode: DecodeBatch | None = None  # of that cache
