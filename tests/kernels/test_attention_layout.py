@@ -36,7 +36,7 @@ def test_packed_tiles_cover_each_query_once_longest_first() -> None:
 def test_backward_tiles_cover_keys_and_queries_once() -> None:
     tiles = QueryTiles.packed([0, 300, 301], "cpu")
     keys = sorted(
-        r for r, end in tiles.key_tiles.tolist() for r in range(r, min(r + BACKWARD_KEYS, end))
+        r for r, end, _ in tiles.key_tiles.tolist() for r in range(r, min(r + BACKWARD_KEYS, end))
     )
     queries = sorted(
         r
@@ -44,6 +44,30 @@ def test_backward_tiles_cover_keys_and_queries_once() -> None:
         for r in range(q, min(q + BACKWARD_QUERIES, end))
     )
     assert keys == queries == list(range(301))
+
+
+@pytest.mark.parametrize("cu", [[0, 300, 301], [0, 64], [0, 65, 193, 1000], [0, 128]], ids=str)
+def test_tiles_of_ds_are_written_once_and_found_again(cu: list[int]) -> None:
+    """Written from a block of keys on, i tiles after its first; read by formula from the sequence's
+    first."""
+    tiles = QueryTiles.packed(cu, "cpu")
+    written = {}
+    for row, end, first_tile in tiles.key_tiles.tolist():
+        for i in range(-(-(end - row) // BACKWARD_QUERIES)):
+            tile = first_tile + i
+            assert tile not in written
+            written[tile] = (row, row + i * BACKWARD_QUERIES)
+    assert sorted(written) == list(range(tiles.stored_tiles))
+    read = set()
+    for first, row, end, base in tiles.stored_query_tiles.tolist():
+        blocks = -(-(end - first) // BACKWARD_QUERIES)
+        for m in range((row - first) // BACKWARD_QUERIES, blocks)[:2]:
+            for j in range((row - first) // BACKWARD_KEYS + 1):
+                tile = base + j * (blocks - j - 1) + m
+                place = (first + j * BACKWARD_KEYS, first + m * BACKWARD_QUERIES)
+                assert written[tile] == place
+                read.add(tile)
+    assert read == set(written)
 
 
 def test_paged_tiles_name_pages_and_positions() -> None:

@@ -6,10 +6,11 @@ BF16) and recomputes the weights P from the log-sum-exp:
     dV = P^T dO        dP = dO V^T        dS = P * (dP - delta)        delta = sum_d O * dO
     dQ = scale * dS K                     dK = scale * dS^T Q
 
-Key and value codes are exact in BF16; their scales multiply the float32 scores, dP and dS. Two
-kernels, one owning blocks of keys (dK, dV, over all query heads of the group), one owning blocks of
-queries (dQ): 7 products where 5 would do with atomic additions, but every sum has one order, so the
-gradients are deterministic.
+Key and value codes are exact in BF16; their scales multiply the float32 scores, dP and dS. One
+kernel owns blocks of keys (dK, dV, over all query heads of the group) and writes dS, in BF16 as it
+multiplies it; another owns blocks of queries and multiplies dS by the keys (`attention_dq`). Where
+dS would take too much memory (one sequence of some 20,000 tokens), the second computes P and dS
+anew: 7 products for 5. Every sum has one order, so the gradients are deterministic.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -25,6 +26,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from jetrl.kernels.attention_dq import dq_of_stored, scaled_keys
 from jetrl.kernels.attention_layout import (
     BACKWARD_KEYS,
     BACKWARD_QUERIES,
@@ -34,6 +36,8 @@ from jetrl.kernels.attention_layout import (
 )
 
 _STEP = 64  # rows of the inner loops
+_TILE_BYTES = BACKWARD_KEYS * _STEP * 2  # of a tile of dS
+_STORED_BYTES = 5 * 2**29  # dS kept at once, at most; 4 x 4096 tokens of 32 heads take 2.06 GiB
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -67,6 +71,8 @@ def delta_kernel(
 def _dkdv_step(
     q_desc,
     do_desc,
+    ds_desc,
+    ds_row,
     lse_ptr,
     delta_ptr,
     line_stride,
@@ -84,6 +90,7 @@ def _dkdv_step(
     SCALED: tl.constexpr,
     D: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    STORE: tl.constexpr,
 ):
     row = q0 + tl.arange(0, BLOCK_M)
     q = q_desc.load([q0, head * D])
@@ -97,8 +104,10 @@ def _dkdv_step(
     dv = tl.dot(p.to(tl.bfloat16), do, dv)
     if SCALED:
         dp = dp * vs[:, None]
-    ds = p * (dp - tl.load(delta_ptr + line)[None, :])
-    dk = tl.dot(ds.to(tl.bfloat16), q, dk)
+    ds = (p * (dp - tl.load(delta_ptr + line)[None, :])).to(tl.bfloat16)
+    if STORE:
+        ds_desc.store([ds_row, 0], ds)
+    dk = tl.dot(ds, q, dk)
     return dk, dv
 
 
@@ -110,6 +119,7 @@ def dkdv_kernel(
     ks_ptr,
     vs_ptr,
     do_desc,
+    ds_desc,
     lse_ptr,
     delta_ptr,
     dk_ptr,
@@ -117,17 +127,22 @@ def dkdv_kernel(
     tiles_ptr,
     line_stride,
     scale,
+    first_group,
+    head_tiles,
     G: tl.constexpr,
     GROUP: tl.constexpr,
     D: tl.constexpr,
     SCALED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    STORE: tl.constexpr,
 ):
-    """dK and dV of one block of keys: over the query heads of its group and the queries."""
-    group = tl.program_id(0)
-    row0 = tl.load(tiles_ptr + tl.program_id(1) * 2)
-    end = tl.load(tiles_ptr + tl.program_id(1) * 2 + 1)
+    """dK and dV of one block of keys: over the query heads of its group and the queries. STORE: the
+    tiles of dS [BLOCK_N, BLOCK_M] are written to ds_desc, for dQ."""
+    group = first_group + tl.program_id(0)
+    row0 = tl.load(tiles_ptr + tl.program_id(1) * 3)
+    end = tl.load(tiles_ptr + tl.program_id(1) * 3 + 1)
+    stored = tl.load(tiles_ptr + tl.program_id(1) * 3 + 2) + tl.program_id(0) * GROUP * head_tiles
     key = row0 + tl.arange(0, BLOCK_N)
     ok = key < end
     at = key.to(tl.int64)[:, None] * (G * D) + group * D + tl.arange(0, D)[None, :]
@@ -148,18 +163,19 @@ def dkdv_kernel(
     whole = tl.maximum((end - row0) // BLOCK_M, diagonal)
     edges = diagonal + num_blocks - whole
     for t in range(edges * GROUP):
-        i = t % edges
-        q0 = row0 + tl.where(i < diagonal, i, whole) * BLOCK_M
+        i = tl.where(t % edges < diagonal, t % edges, whole)
         dk, dv = _dkdv_step(
-            q_desc, do_desc, lse_ptr, delta_ptr, line_stride, q0, end, group * GROUP + t // edges,
-            k, v, a, vs, dk, dv, key, True, SCALED, D, BLOCK_M,
+            q_desc, do_desc, ds_desc, (stored + t // edges * head_tiles + i) * BLOCK_N, lse_ptr,
+            delta_ptr, line_stride, row0 + i * BLOCK_M, end, group * GROUP + t // edges,
+            k, v, a, vs, dk, dv, key, True, SCALED, D, BLOCK_M, STORE,
         )  # fmt: skip
     steps = whole - diagonal
     for t in range(steps * GROUP):
-        q0 = row0 + (diagonal + t % steps) * BLOCK_M
+        i = diagonal + t % steps
         dk, dv = _dkdv_step(
-            q_desc, do_desc, lse_ptr, delta_ptr, line_stride, q0, end, group * GROUP + t // steps,
-            k, v, a, vs, dk, dv, key, False, SCALED, D, BLOCK_M,
+            q_desc, do_desc, ds_desc, (stored + t // steps * head_tiles + i) * BLOCK_N, lse_ptr,
+            delta_ptr, line_stride, row0 + i * BLOCK_M, end, group * GROUP + t // steps,
+            k, v, a, vs, dk, dv, key, False, SCALED, D, BLOCK_M, STORE,
         )  # fmt: skip
     tl.store(dk_ptr + at, (dk * scale).to(tl.bfloat16), mask=ok[:, None])
     tl.store(dv_ptr + at, dv.to(tl.bfloat16), mask=ok[:, None])
@@ -290,20 +306,55 @@ def attention_backward(
         return TensorDescriptor.from_tensor(x.view(tokens, -1), [_STEP, head_dim])
 
     k_scales, v_scales = (delta if s is None else s for s in (codes.k_scales, codes.v_scales))
-    dkdv_kernel[(groups, len(tiles.key_tiles))](
-        rows(q), codes.k, codes.v, k_scales, v_scales, rows(do), lse2, delta, dk, dv,
-        tiles.key_tiles, width, scale, groups, group, head_dim, codes.scaled, _STEP, BACKWARD_KEYS,
-        num_warps=8, num_stages=3,
-    )  # fmt: skip
-    if codes.scaled:
-        k_scales, v_scales = (_lines(s, width) for s in (k_scales, v_scales))
+    at_once = _STORED_BYTES // (group * tiles.stored_tiles * _TILE_BYTES)
+    store, count = at_once > 0, min(groups, max(1, at_once)) if at_once else groups
+    q_rows, do_rows, ds_rows = rows(q), rows(do), None
+    if store:
+        keys = scaled_keys(codes)
+        stored = q.new_empty(count * group * tiles.stored_tiles * BACKWARD_KEYS, _STEP)
+        ds_rows = TensorDescriptor.from_tensor(stored, [BACKWARD_KEYS, _STEP])
+    for first in range(0, groups, count):
+        here = min(count, groups - first)
+        dkdv_kernel[(here, len(tiles.key_tiles))](
+            q_rows, codes.k, codes.v, k_scales, v_scales, do_rows, ds_rows or q_rows, lse2, delta,
+            dk, dv, tiles.key_tiles, width, scale, first, tiles.stored_tiles, groups, group,
+            head_dim, codes.scaled, _STEP, BACKWARD_KEYS, store,
+            num_warps=8, num_stages=3,
+        )  # fmt: skip
+        if store:
+            dq_of_stored(stored, keys, dq, tiles, scale, first, here, group)
+    if not store:
+        _dq_anew(q, do, codes, lse2, delta, dq, tiles, width, scale, group)
+    return dq, dk, dv
+
+
+def _dq_anew(
+    q: Tensor,
+    do: Tensor,
+    codes: KeyValueCodes,
+    lse2: Tensor,
+    delta: Tensor,
+    dq: Tensor,
+    tiles: QueryTiles,
+    width: int,
+    scale: float,
+    group: int,
+) -> None:
+    """dQ with P and dS computed once more, where they would take too much memory to keep."""
+    tokens, heads, head_dim = q.shape
+
+    def rows(x: Tensor) -> TensorDescriptor:
+        return TensorDescriptor.from_tensor(x.view(tokens, -1), [_STEP, head_dim])
+
+    k_scales, v_scales = (
+        delta if s is None else _lines(s, width) for s in (codes.k_scales, codes.v_scales)
+    )
     dq_kernel[(heads, len(tiles.query_tiles))](
         q, rows(codes.k.to(q.dtype)), rows(codes.v.to(q.dtype)), k_scales, v_scales, do, lse2,
-        delta, dq, tiles.query_tiles, width, scale, groups, group, head_dim, codes.scaled,
+        delta, dq, tiles.query_tiles, width, scale, codes.num_heads, group, head_dim, codes.scaled,
         BACKWARD_QUERIES, _STEP,
         num_warps=4, num_stages=2,
     )  # fmt: skip
-    return dq, dk, dv
 
 
 def _lines(scales: Tensor, width: int) -> Tensor:

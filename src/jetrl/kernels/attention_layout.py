@@ -99,8 +99,12 @@ class QueryTiles:
     tiles: int32 [n, 4]: first query row, rows, position of the first row in its sequence, first
         staged block of its sequence.
     key_blocks: int32 [m, 2]: first key row (a row of the packed batch, or 64 * page), valid keys.
-    key_tiles: int32 [., 2]: first key row, end row of its sequence (backward, packed only).
+    key_tiles: int32 [., 3]: first key row, end row of its sequence, its first tile of dS (backward,
+        packed only).
     query_tiles: int32 [., 3]: first row of the sequence, first query row, end row (likewise).
+    stored_query_tiles: int32 [., 4]: the same for 128 queries, and the sequence's first tile of dS.
+    stored_tiles: tiles of dS, 128 keys x 64 queries, of one head: of a sequence with n blocks of
+        queries, tile j * (n - j - 1) + m for block of keys j and of queries m.
     num_queries: rows of q. longest: keys of the longest context.
     """
 
@@ -108,6 +112,8 @@ class QueryTiles:
     key_blocks: Tensor
     key_tiles: Tensor
     query_tiles: Tensor
+    stored_query_tiles: Tensor
+    stored_tiles: int
     num_queries: int
     longest: int
 
@@ -168,13 +174,23 @@ def _build(
         ]
         row += queries
     tiles.sort(key=lambda t: -(t[1] + t[2]))
-    key_tiles: list[tuple[int, int]] = []
+    key_tiles: list[tuple[int, int, int]] = []
     query_tiles: list[tuple[int, int, int]] = []
+    stored_query_tiles: list[tuple[int, int, int, int]] = []
+    stored = 0
     for start, n in zip(starts or (), query_lengths, strict=starts is not None):
-        key_tiles += [(start + i, start + n) for i in range(0, n, BACKWARD_KEYS)]
-        query_tiles += [(start, start + i, start + n) for i in range(0, n, BACKWARD_QUERIES)]
+        end, blocks = start + n, -(-n // BACKWARD_QUERIES)
+        per_key = BACKWARD_KEYS // BACKWARD_QUERIES
+        for j, first_row in enumerate(range(start, end, BACKWARD_KEYS)):
+            first_tile = stored + j * (blocks - j - 1) + per_key * j
+            key_tiles.append((first_row, end, first_tile))
+            stored_query_tiles.append((start, first_row, end, stored))
+        query_tiles += [(start, i, end) for i in range(start, end, BACKWARD_QUERIES)]
+        tall = -(-n // BACKWARD_KEYS)
+        stored += tall * blocks - (tall - 1) * tall
     key_tiles.sort(key=lambda t: t[0] - t[1])
     query_tiles.sort(key=lambda t: t[0] - t[1])
+    stored_query_tiles.sort(key=lambda t: t[0] - t[1])
 
     def upload(records: Sequence[tuple[int, ...]], width: int) -> Tensor:
         host = torch.tensor(records, dtype=torch.int32).reshape(-1, width)
@@ -183,8 +199,10 @@ def _build(
     return QueryTiles(
         tiles=upload(tiles, 4),
         key_blocks=upload(key_blocks, 2),
-        key_tiles=upload(key_tiles, 2),
+        key_tiles=upload(key_tiles, 3),
         query_tiles=upload(query_tiles, 3),
+        stored_query_tiles=upload(stored_query_tiles, 4),
+        stored_tiles=stored,
         num_queries=row,
         longest=max(context_lengths, default=0),
     )
