@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from jetrl.errors import MismatchError
+
 Row = dict[str, Any]
 _COPY_ELEMENTS = 2**31
 
@@ -115,11 +117,25 @@ def print_table(rows: list[Row]) -> None:
         print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)))
 
 
-def report(benchmark: str, run: Callable[[], list[Row]], argv: Sequence[str] | None) -> None:
-    """Run a benchmark, print its table and write its JSON: `jetrl bench NAME [--out FILE]`."""
+def report(
+    benchmark: str,
+    run: Callable[[], list[Row]],
+    argv: Sequence[str] | None,
+    differences: Callable[[], int],
+) -> None:
+    """Check the bits, run a benchmark, print its table and write its JSON: `jetrl bench NAME [--out
+    FILE]`.
+
+    Raises:
+        MismatchError: elements that differ where they must not (`bench/_bits`).
+    """
     parser = argparse.ArgumentParser(prog=f"jetrl bench {benchmark}")
     parser.add_argument("--out", default=f"build/bench/{benchmark}.json", help="JSON file")
     args = parser.parse_args(argv)
+    torch.manual_seed(0)
+    found = differences()
+    if found:
+        raise MismatchError(f"jetrl bench {benchmark}: {found} elements differ; nothing measured")
     rows = run()
     write_results(args.out, benchmark, f"jetrl bench {benchmark}", rows)
     print_table(rows)

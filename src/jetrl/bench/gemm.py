@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from jetrl.bench._bits import gemms
 from jetrl.bench._timing import Row, report, seconds_per_call
 from jetrl.precision.gemm_hopper import Backend, deep_gemm_installed, fp8_matmul_hopper
 from jetrl.precision.quantize import QTensor
@@ -146,7 +147,7 @@ def run(tokens: int = 16384, decode_rows: tuple[int, ...] = (8, 64, 256)) -> lis
 
 def main(argv: Sequence[str] | None = None) -> None:
     """`jetrl bench gemm`."""
-    report("gemm", run, argv)
+    report("gemm", run, argv, gemms)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from jetrl.bench._bits import logprobs
 from jetrl.bench._timing import Row, memory_row, report, seconds_eager
 from jetrl.kernels.logprob_triton import chosen_logprobs, lm_head_logprobs
 from jetrl.kernels.sampling_triton import sample_unchecked
@@ -83,7 +84,7 @@ def run(rows: int = 16384) -> list[Row]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """`jetrl bench logprob`."""
-    report("logprob", run, argv)
+    report("logprob", run, argv, logprobs)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from functools import partial
 
 import torch
 
+from jetrl.bench._bits import fused
 from jetrl.bench._timing import Row, memory_row, report
 from jetrl.kernels.norm_triton import rms_norm_backward, rms_norm_quantize
 from jetrl.kernels.rotary_triton import dense_cache, qk_norm_rotary_backward, qk_norm_rotary_cache
@@ -98,7 +99,7 @@ def run(tokens: int = 16384, decode_rows: tuple[int, ...] = (8, 64, 256)) -> lis
 
 def main(argv: Sequence[str] | None = None) -> None:
     """`jetrl bench norm`."""
-    report("norm", run, argv)
+    report("norm", run, argv, fused)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from functools import partial
 
 import torch
 
+from jetrl.bench._bits import quantizers
 from jetrl.bench._timing import Row, memory_row, report
 from jetrl.precision.quantize_hopper import (
     quantize_rows,
@@ -48,7 +49,7 @@ def run(tokens: int = 16384) -> list[Row]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """`jetrl bench quantize`."""
-    report("quantize", run, argv)
+    report("quantize", run, argv, quantizers)
 
 
 if __name__ == "__main__":

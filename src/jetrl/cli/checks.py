@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from jetrl.precision import dequantize, quantize
+from jetrl.precision import PrecisionPlan, dequantize, quantize
 
 Status = Literal["OK", "WARN", "FAIL"]
 
@@ -159,15 +159,25 @@ def check_fp8_cast() -> list[Check]:
 
 
 def check_exactness() -> list[Check]:
-    """Each operation gives a row the same bits whatever else is in the batch."""
-    from jetrl.parity import self_check
+    """Each operation gives a row the same bits whatever else is in the batch; on a GPU also the
+    promise at a real model's shapes, as a run proves it at its start."""
+    from jetrl.parity import check_policy, self_check
 
+    found = [("exact", check) for check in self_check()]
+    if torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0):
+        from jetrl.bench.shapes import SHAPES
+        from jetrl.policy import Policy
+
+        found += [("exact on the GPU", check) for check in self_check("cuda")]
+        shape = {**SHAPES["qwen3-0.6b"], "num_hidden_layers": 2}
+        policy = Policy.from_config(shape, PrecisionPlan.preset("unified"), 0, "cuda")
+        found += [("exact at qwen3-0.6b's shapes", check) for check in check_policy(policy)]
     step = "exact plans will stop; report it with `jetrl doctor --json`"
     return [
-        Check("OK", f"exact: {found.operation}", found.detail)
-        if found.ok
-        else Check("FAIL", f"exact: {found.operation}", found.detail, step)
-        for found in self_check()
+        Check("OK", f"{where}: {check.operation}", check.detail)
+        if check.ok
+        else Check("FAIL", f"{where}: {check.operation}", check.detail, step)
+        for where, check in found
     ]
 
 
