@@ -356,7 +356,7 @@ def test_gradients_do_not_depend_on_how_much_of_ds_is_kept(
 ) -> None:
     """All of dS at once, one key-value head at a time: the same bits, run after run. None of it: dQ
     from dS computed anew, which rounds the scaled dS where the other rounds the scaled keys, both
-    to BF16 (2**-9)."""
+    to BF16 (2**-9); dK and dV by the same products, compiled apart."""
     import jetrl.kernels.attention_backward as module
 
     lengths = [500, 1, 63, 129, 300, 1100]
@@ -373,9 +373,8 @@ def test_gradients_do_not_depend_on_how_much_of_ds_is_kept(
     one_head = 4 * tiles.stored_tiles * 128 * 64 * 2
     for other in (gradients(2**31), gradients(one_head)):
         assert all(same_bits(x, y) for x, y in zip(whole, other, strict=True))
-    dq, *dkv = gradients(0)
-    assert all(same_bits(x, y) for x, y in zip(whole[1:], dkv, strict=True))
-    assert (whole[0].double() - dq.double()).norm() <= 2**-7 * dq.double().norm()
+    for stored, anew in zip(whole, gradients(0), strict=True):
+        assert (stored.double() - anew.double()).norm() <= 2**-7 * anew.double().norm()
 
 
 @pytest.mark.parametrize("kv", FORMATS)

@@ -224,7 +224,10 @@ def measure(name: str, shape: str, tokens: int, length: int) -> Row:
 
 def run(shape: str, tokens: int, length: int, names: Sequence[str]) -> list[Row]:
     """The rows, each with its ratio to the first (bf16) and to the row of the fastest attention."""
-    rows = [measure(name, shape, tokens, length) for name in names]
+    rows = []
+    for name in names:
+        rows.append(measure(name, shape, tokens, length))
+        print(f"{name}: {rows[-1]['total_ms']} ms", flush=True)
     times = {row["name"]: row["total_ms"] for row in rows}
     for row in rows:
         if "bf16" in times:
