@@ -73,7 +73,7 @@ def test_rows_have_the_same_bits_at_every_m_and_in_both_libraries(gemm, kernels,
 
 def layers() -> list[tuple[int, int]]:
     """(N, K) of the linears of all families."""
-    found = {(4608, 3584), (1024, 2048), (10240, 5120), (5120, 8192), (51200, 5120), (5120, 25600)}
+    found = set()
     for m in MODELS.values():
         hidden, inner, size = m["hidden_size"], m["intermediate_size"], m["head_dim"]
         heads, groups = m["num_attention_heads"], m["num_key_value_heads"]

@@ -105,21 +105,15 @@ def _row_kernel(
     FLOOR_BITS: tl.constexpr,
     POW2: tl.constexpr,
 ):
-    # From the last row back: what the kernel before wrote last is still in the L2 cache.
-    row = tl.num_programs(0) - 1 - tl.program_id(0)
+    row = tl.program_id(0)
     columns = tl.arange(0, PADDED)
     mask = columns < WIDTH
     places = row.to(tl.int64) * WIDTH + columns
     wait_for_previous()
     let_next_start()
-    # What is read here is read once; the sum is read again soon, and may stay in the L2 cache.
-    x = tl.load(x_ptr + places, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
-    if WRITE_Y or QUANTIZE:
-        weight = tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + places, mask=mask, other=0.0).to(tl.float32)
     if HAS_DELTA:
-        x = x + tl.load(delta_ptr + places, mask=mask, other=0.0, eviction_policy="evict_first").to(
-            tl.float32
-        )
+        x = x + tl.load(delta_ptr + places, mask=mask, other=0.0).to(tl.float32)
         x = round_to_bfloat16(x)
         tl.store(total_ptr + places, x.to(tl.bfloat16), mask=mask)
     amax_bits = tl.max(abs_bits(x), 0)
@@ -128,6 +122,7 @@ def _row_kernel(
     if WRITE_INVERSE:
         tl.store(inverse_ptr + row, inverse)
     if WRITE_Y or QUANTIZE:
+        weight = tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
         y = round_to_bfloat16(x * inverse * weight)
         if WRITE_Y:
             tl.store(y_ptr + places, y.to(tl.bfloat16), mask=mask)
@@ -163,7 +158,7 @@ def _tile_kernel(
     FLOOR: gl.constexpr,
     POW2: gl.constexpr,
 ):
-    block, column = gl.program_id(0) // column_blocks, gl.program_id(0) % column_blocks
+    block, column = tile.place(column_blocks)
     rows, columns = tile.tile_rows(block), tile.tile_columns(column)
     gluon_wait_for_previous()
     gluon_let_next_start()

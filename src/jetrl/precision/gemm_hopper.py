@@ -9,7 +9,8 @@ last bits differ, so WGrad is cuBLAS's unless a caller names the other.
 
 cuBLAS is `torch.nn.functional.scaled_mm` (torch >= 2.11). DeepGEMM, where its package is installed,
 is faster at few rows and takes FProp and DGrad with BF16 results; its kernels compile on first use.
-`gemm_rows_hopper` is faster still at the rows of a decode step.
+`gemm_rows_hopper` is faster still at the rows of a decode step: 64, and 128 where the weight is
+wide (DeepGEMM 0.1.4 needs 88 microseconds for 96 to 128 rows by 24576 x 4096, and 44 for 256).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The FP8 GEMM of few rows on Hopper: decode, where a weight is read for at most 256 rows.
+"""The FP8 GEMM of few rows on Hopper: decode, where a weight is read for at most 128 rows.
 
 The bits of the libraries (`gemm_hopper`): for each 128 of K the tensor core from zero (four wgmma
 of 64 rows, 32 deep), then one float32 multiply-add with the product of the two scales, K blocks in
@@ -249,12 +249,10 @@ def rows_gemm_kernel(
 
 def tiles_for(rows: int, n: int) -> Tiles:
     """The cut of a weight of n rows: so that all programs are resident at once on 132
-    multiprocessors (up to 64 rows of X one each, or two where tiles are small), or fill them evenly
-    (with more rows, where reading X again for every tile is what takes the time)."""
+    multiprocessors, one each or, where tiles are small, two."""
     if rows > 64:
-        programs = -(-rows // 128)
         for tiles in (Tiles(128, 1, 32, 5, 2), Tiles(128, 1, 64, 4, 2), Tiles(128, 3, 32, 7, 1)):
-            if programs * -(-n // (tiles.parts * tiles.block_n)) <= 132:
+            if -(-n // (tiles.parts * tiles.block_n)) <= 132:
                 return tiles
         return Tiles(128, 3, 64, 5, 1)
     if n <= 2112:

@@ -29,7 +29,7 @@ def padded_rows(rows: int) -> int:
     past the end of an array; otherwise a multiple of 4."""
     if rows <= MIN_ROWS:
         return MIN_ROWS
-    return round_up(rows, 128) if rows <= 256 else round_up(rows, 4)
+    return 2 * MIN_ROWS if rows <= 2 * MIN_ROWS else round_up(rows, 4)
 
 
 def round_up(value: int, multiple: int) -> int:
