@@ -73,6 +73,18 @@ def test_long_phase_speaks_every_half_minute_when_plain():
     ]
 
 
+def test_progress_says_pages_and_what_is_left(capsys):
+    now = [0.0]
+    with Console(4, clock=lambda: now[0]) as console:
+        console.phase("rollout")
+        now[0] = 40.0
+        console.progress(3, 8, 1000, pages=(30, 120), eta_s=75)
+    text = capsys.readouterr().out
+    assert (
+        "rollout 3/8, 1,000 tokens/s, 25% of the KV pages, about 1m 15s left after 40.0 s" in text
+    )
+
+
 def test_time_left_comes_from_this_attempt():
     now = [0.0]
     console = Console(30, first_step=20, elapsed_s=1000, file=Terminal(), clock=lambda: now[0])

@@ -87,10 +87,23 @@ class Console:
         if self._bar is not None:
             self._bar.update(self._task, phase=name)
 
-    def progress(self, done: int, total: int, tokens_per_s: float = 0.0) -> None:
-        """How far the phase is: sequences done of total, tokens sampled a second (0: not said)."""
-        speed = f", {count(tokens_per_s)} tokens/s" if tokens_per_s else ""
-        text = f"{self._phase} {count(done)}/{count(total)}{speed}"
+    def progress(
+        self,
+        done: int,
+        total: int,
+        tokens_per_s: float = 0.0,
+        pages: tuple[int, int] | None = None,
+        eta_s: float | None = None,
+    ) -> None:
+        """How far the phase is: sequences done of total, tokens sampled a second (0: not said), KV
+        pages in use of all, seconds left."""
+        text = f"{self._phase} {count(done)}/{count(total)}"
+        if tokens_per_s:
+            text += f", {count(tokens_per_s)} tokens/s"
+        if pages is not None:
+            text += f", {100 * pages[0] / pages[1]:.0f}% of the KV pages"
+        if eta_s is not None:
+            text += f", about {duration(eta_s)} left"
         now = self._clock()
         if self._bar is not None:
             self._bar.update(self._task, phase=text)

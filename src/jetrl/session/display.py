@@ -43,7 +43,11 @@ class Display:
 
     def progress(self, progress: Progress) -> None:
         self._opened().progress(
-            progress.sequences_done, progress.sequences_total, progress.tokens_per_s
+            progress.sequences_done,
+            progress.sequences_total,
+            progress.tokens_per_s,
+            (progress.pages_in_use, progress.pages_total),
+            progress.eta_s,
         )
 
     def begin(self, phase: str, step: int) -> None:
