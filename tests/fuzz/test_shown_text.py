@@ -2,6 +2,7 @@
 control sequence; and decoded piece by piece it is what it is decoded at once."""
 
 import io
+import json
 import random
 import re
 import unicodedata
@@ -12,8 +13,10 @@ import pytest
 from jetrl.rollout.stopping import StopRules
 from jetrl.runs.console import Console
 from jetrl.runs.format import visible
+from jetrl.runs.report import _sample
 from jetrl.runs.report_page import folded, page, section, table, text
-from jetrl.types import Completion, Prompt, Sample, Score, StepStats
+from jetrl.runs.rollout_records import record_of
+from jetrl.types import Completion, Prompt, Sample, Score, StepStats, Turn
 
 ALPHABET = (
     "<>&\"'`=/-!?[]{}\\ \n\t\r\0\x07\x08\x1b\x7f\x9b\u00ad\u200b\u200f\u2028\u202e\u2066"
@@ -76,6 +79,22 @@ def test_pieces_of_a_page_hold_any_text():
         read = Reader(page(b, body))
         assert read.tags == expected.tags
         page(b, body).encode("utf-8")
+
+
+def sample_of(a, b, c):
+    said = Completion((1,), (-1.0,), "length", a, ((0, 1),), (Turn(b, c), Turn(c, None)), b)
+    prompt = Prompt(id=a, messages=({"role": b, "content": c},), answer=b)
+    return Sample(prompt, 0, (1,), said, Score(0.5, {a: 1.0}), failure=c)
+
+
+def test_samples_of_a_report_are_text():
+    """Whatever prompt, turns, answers, parts and failures say."""
+    sources = list(texts(6, 300))
+    tags = {tuple(Reader(_sample(record_of(1, sample_of("x", "x", "x")))).tags)}
+    for a, b, c in zip(sources, sources[1:], sources[2:], strict=False):
+        record = json.loads(json.dumps(record_of(1, sample_of(a or "-", b or "-", c or "-"))))
+        tags.add(tuple(Reader(_sample(record)).tags))
+    assert len(tags) == 1
 
 
 def control_characters(shown):

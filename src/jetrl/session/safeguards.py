@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from jetrl.errors import NonFiniteError
+from jetrl.out_of_memory import is_out_of_memory
 from jetrl.reproduction import Facts, Kind, forward_again, keep
 from jetrl.rollout.sequence import NonFiniteLogits
 from jetrl.runs.anomalies import Anomalies
@@ -28,7 +29,7 @@ logger = logging.getLogger(__name__)
 FOLDER = "nonfinite"
 MOST_KEPT = 3  # reproductions of a run: each holds the weights
 _NOT_AGAIN = (
-    "and it did not happen again when it was repeated at once: an operation that does not give the "
+    "and it was not met again when it was repeated at once: an operation that does not give the "
     "same result each time, or a fault of the device"
 )
 
@@ -64,10 +65,7 @@ class Safeguards:
         """While a trainer updates: of RL on samples, of the warm-up without."""
 
         def report(refused: NonFiniteUpdate) -> str:
-            self._beat()
-            with watch(self._parts.policy) as seen:
-                refused.repeat()
-            first = "" if seen.first is None else str(seen.first)
+            first = self._first(refused.repeat)
             kind: Kind = "update" if samples else "supervised update"
             facts = self._facts(kind, step, refused.index, str(refused), first)
             # The weights of a step's first update are those of the checkpoint before it.
@@ -98,12 +96,8 @@ class Safeguards:
         try:
             yield
         except NonFiniteLogits as error:
-            self._beat()
-            token_ids = error.token_ids
-            policy = self._parts.policy
-            with watch(policy) as seen:
-                forward_again(policy, token_ids)
-            first = "" if seen.first is None else str(seen.first)
+            token_ids, policy = error.token_ids, self._parts.policy
+            first = self._first(lambda: forward_again(policy, token_ids))
             facts = self._facts("sampling", step, 0, str(error), first)
             told = self._keep(
                 facts,
@@ -143,6 +137,20 @@ class Safeguards:
                 "micro-batch now"
             )
         return {name: float(count) for name, count in events.items() if count}
+
+    def _first(self, repeat: Callable[[], object]) -> str:
+        """Repeats what was not finite under observation. Returns the first such value, in words;
+        "" if there is none now."""
+        self._beat()
+        seen = None
+        try:
+            with watch(self._parts.policy) as seen:
+                repeat()
+        except Exception as error:
+            if not is_out_of_memory(error):  # to look takes some; the update itself had enough
+                raise
+            logger.warning("no memory to look at all of what was not finite: %s", error)
+        return "" if seen is None or seen.first is None else str(seen.first)
 
     def _facts(self, kind: Kind, step: int, update: int, what: str, first: str) -> Facts:
         policy, seed = self._parts.policy, self._parts.settings.run.seed
