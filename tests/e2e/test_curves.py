@@ -8,6 +8,7 @@ import numpy as np
 from jetrl import Policy, load_config
 from jetrl.precision import PrecisionPlan
 from jetrl.training import SftTrainer
+from jetrl.types import Example
 
 STEPS, WINDOW = 90, 10
 CONFIG = {
@@ -26,7 +27,7 @@ CONFIG = {
 }
 
 
-def chains(seed: int) -> list[list[tuple[list[int], list[int]]]]:
+def chains(seed: int) -> list[list[Example]]:
     """Batches of noisy walks over a fixed random permutation of the vocabulary: the next token is
     the permuted one nine times in ten."""
     successor = np.random.default_rng(0).permutation(64)
@@ -39,7 +40,7 @@ def chains(seed: int) -> list[list[tuple[list[int], list[int]]]]:
             for _ in range(15):
                 noisy = rng.random() < 0.1
                 walk.append(int(rng.integers(64)) if noisy else int(successor[walk[-1]]))
-            batch.append((walk[:1], walk[1:]))
+            batch.append(Example(walk[:1], walk[1:]))
         batches.append(batch)
     return batches
 
