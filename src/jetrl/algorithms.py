@@ -63,7 +63,7 @@ ALGORITHMS: dict[str, Algorithm] = {
     ),
     "dr_grpo": Algorithm(
         title="Dr. GRPO",
-        paper="Liu et al. 2025, arXiv 2503.20783, sec. 3.2",
+        paper="Liu et al. 2025, arXiv 2503.20783",
         advantages="group",
         loss="clipped_ratio",
         aggregation="constant",
@@ -102,7 +102,7 @@ ALGORITHMS: dict[str, Algorithm] = {
     ),
     "rloo": Algorithm(
         title="RLOO",
-        paper="Ahmadian et al. 2024, arXiv 2402.14740, eq. 8",
+        paper="Ahmadian et al. 2024, arXiv 2402.14740",
         advantages="leave_one_out",
         loss="ratio",
         aggregation="sequence_sum",
@@ -112,7 +112,7 @@ ALGORITHMS: dict[str, Algorithm] = {
     ),
     "reinforce_pp": Algorithm(
         title="REINFORCE++",
-        paper="Hu 2025, arXiv 2501.03262, sec. 3",
+        paper="Hu 2025, arXiv 2501.03262",
         advantages="global",
         loss="clipped_ratio",
         aggregation="token_mean",
@@ -123,7 +123,7 @@ ALGORITHMS: dict[str, Algorithm] = {
     ),
     "reinforce_pp_baseline": Algorithm(
         title="REINFORCE++ with baseline",
-        paper="Hu 2025, arXiv 2501.03262, sec. 3 (w/ baseline)",
+        paper="Hu 2025, arXiv 2501.03262 (with baseline)",
         advantages="group_global",
         loss="clipped_ratio",
         aggregation="token_mean",

@@ -25,7 +25,26 @@ def memory_plan(settings: Settings, config: ModelConfig) -> list[tuple[str, int]
         ("KV pages of a full batch", _kv_bytes(settings, config, plan)),
         ("activations kept for backward", _activation_bytes(settings, config, plan)),
     ]
+    rows += _beside_the_policy(settings, config, plan)
     return [*rows, ("total", sum(size for _, size in rows))]
+
+
+def _beside_the_policy(
+    settings: Settings, config: ModelConfig, plan: PrecisionPlan
+) -> list[tuple[str, int]]:
+    """Rows of the reference and the critic where they are copies of the policy; the size of a model
+    in another directory is not known here."""
+    copies = _working_bytes(config, plan)
+    rows = []
+    reference = settings.reference
+    if settings.algorithm.kl > 0 and reference.path is None and not reference.offload:
+        shared = config.tie_word_embeddings and plan.lm_head == "bf16"
+        embedding = 0 if shared else 2 * config.vocab_size * config.hidden_size
+        rows.append(("reference: working copies alone", copies + embedding))
+    if settings.critic.path == "policy":
+        own = 16 * num_parameters(config)
+        rows.append(("critic: masters, moments, gradients, copies", own + copies))
+    return rows
 
 
 def available_bytes() -> int | None:

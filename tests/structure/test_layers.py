@@ -60,6 +60,7 @@ ALLOWED: dict[str, set[str]] = {
     "settings": {"algorithm_settings", "algorithms", "judge_settings", "section"},
     "config": {"algorithm_settings", "errors", "judge_settings", "section", "settings"},
     "settings_document": {"config", "errors", "settings"},
+    "algorithms_document": {"algorithms"},
     "precision": BASE,
     "kernels": BASE | {"precision"},
     "models": BASE | {"kernels", "precision"},

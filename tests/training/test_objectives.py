@@ -14,11 +14,11 @@ import torch
 from jetrl.algorithm_settings import AlgorithmSettings
 from jetrl.algorithms import ALGORITHMS
 from jetrl.errors import UserError
-from jetrl.training.corrections import Correction
 from jetrl.training.losses import cross_entropy
 from jetrl.training.objectives import Objective, TokenLoss, Tokens, UpdateSize
 from jetrl.training.objectives.aggregation import token_weights
 from jetrl.training.objectives.clipped_ratio import clipped_ratio
+from jetrl.training.objectives.corrections import Correction
 from jetrl.training.objectives.detached_ratio import detached_ratio
 from jetrl.training.objectives.kl import k1, k2, k3
 from jetrl.training.objectives.ratio import ratio

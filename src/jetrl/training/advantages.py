@@ -74,7 +74,7 @@ def group(step: StepRewards, normalize_std: bool = True) -> Advantages:
 
 
 def leave_one_out(step: StepRewards) -> Advantages:
-    """A_i = r_i - mean of the group's other rewards (Ahmadian et al. 2024, "RLOO", eq. 8). A group
+    """A_i = r_i - mean of the group's other rewards (Ahmadian et al. 2024, "RLOO"). A group
     of one has advantage 0."""
     advantage_S = np.zeros(len(step.rewards))
     for members, reward in _groups(step.scores, step.groups):

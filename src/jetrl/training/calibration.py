@@ -6,8 +6,8 @@ collapse although sampler and trainer agree (Chen et al. 2026, "Towards Full Pip
 Reinforcement Learning for LLMs", arXiv 2609.22870, sec. 4; read in published summaries of it, which
 give these equations).
 
-Every so many steps the last minibatch of a step is forwarded in BF16 as well, from the same masters,
-before the step and at its last update. With F the distribution of the ratios of tokens whose
+Every so many steps the last minibatch of a step is forwarded in BF16 as well, from the same
+masters, before the step and at its last update. With F the distribution of the ratios of tokens whose
 advantage is negative:
 
     low:   L with F_fp8(L) = F_bf16(1 - clip)

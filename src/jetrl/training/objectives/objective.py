@@ -13,10 +13,10 @@ from jetrl.algorithm_settings import AlgorithmSettings
 from jetrl.algorithms import Aggregation, Algorithm
 from jetrl.errors import UserError
 from jetrl.training.advantages import ESTIMATORS, Advantages, StepRewards
-from jetrl.training.corrections import Correction
 from jetrl.training.objectives import kl
 from jetrl.training.objectives.aggregation import UpdateSize, token_weights
 from jetrl.training.objectives.clipped_ratio import clipped_ratio
+from jetrl.training.objectives.corrections import Correction
 from jetrl.training.objectives.detached_ratio import detached_ratio
 from jetrl.training.objectives.ratio import ratio
 from jetrl.training.objectives.sequence_ratio import sequence_ratio

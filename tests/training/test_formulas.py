@@ -1,0 +1,212 @@
+"""docs/algorithms.md says what the code does: its formulas, read from there and evaluated on random
+numbers, give what the functions give."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from jetrl.algorithm_settings import AlgorithmSettings
+from jetrl.algorithms import ALGORITHMS, CORRECTIONS
+from jetrl.algorithms_document import with_table
+from jetrl.training.advantages import ESTIMATORS, StepRewards, overlong_penalties
+from jetrl.training.losses import preference_loss, value_loss
+from jetrl.training.objectives import Tokens, UpdateSize, kl
+from jetrl.training.objectives.aggregation import token_weights
+from jetrl.training.objectives.corrections import Correction
+from jetrl.training.objectives.objective import LOSSES
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "algorithms.md"
+TEXT = DOCUMENT.read_text(encoding="utf-8")
+NAMES = {
+    "min": min,
+    "max": max,
+    "sum": sum,
+    "exp": math.exp,
+    "log": math.log,
+    "mean": np.mean,
+    "std": lambda values: np.std(values, ddof=1),
+    "clip": lambda value, low, high: min(max(value, low), high),
+}
+LENGTHS = [3, 1, 4, 2]
+RNG = np.random.default_rng(0)
+LOGP = RNG.normal(-1, 0.3, 10)
+BEFORE = LOGP - RNG.normal(0, 0.3, 10)
+A = RNG.normal(0, 1, 10)
+
+
+def formulas(heading: str) -> dict[str, str]:
+    section = re.split(r"\n#+ ", TEXT.split(f"### {heading}\n")[1])[0]
+    return dict(re.findall(r"^\| `(\w+)` \| `([^`]+)` \|", section, re.MULTILINE))
+
+
+def evaluate(formula: str, **values: object) -> float:
+    # `clip` is a setting, and a function where it is called: the call is renamed.
+    return eval(re.sub(r"\bclip\(", "held(", formula), {**NAMES, "held": NAMES["clip"]}, values)
+
+
+def tokens() -> Tokens:
+    def t(values: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(values.astype(np.float32))
+
+    return Tokens(t(LOGP), t(BEFORE), t(A), torch.tensor(LENGTHS))
+
+
+def sequence_of(token: int) -> slice:
+    ends = np.cumsum(LENGTHS)
+    i = int(np.searchsorted(ends, token, side="right"))
+    return slice(int(ends[i] - LENGTHS[i]), int(ends[i]))
+
+
+# float32 numbers of magnitude below 8 and a few operations: 16 ulps.
+CLOSE = {"abs": 16 * 2**-22}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses(name: str) -> None:
+    settings = {"clip": 0.2, "clip_high": 0.28}
+    function = LOSSES[name]
+    wanted = {k: v for k, v in settings.items() if k in function.__annotations__}
+    got = function(tokens(), **wanted).loss.tolist()
+    log_ratio = LOGP - BEFORE
+    for t, value in enumerate(got):
+        ratio, s = math.exp(log_ratio[t]), math.exp(np.mean(log_ratio[sequence_of(t)]))
+        expected = evaluate(
+            formulas("Losses")[name], ratio=ratio, s=s, A=A[t], logp=LOGP[t], **settings
+        )
+        assert value == pytest.approx(expected, **CLOSE)
+
+
+@pytest.mark.parametrize("name", ["token_mean", "sequence_mean", "sequence_sum", "constant"])
+def test_aggregation(name) -> None:
+    size = UpdateSize(tokens=17, sequences=6, max_tokens=9)
+    got = token_weights(torch.tensor(LENGTHS), size, name).tolist()
+    for t, value in enumerate(got):
+        where = sequence_of(t)
+        expected = evaluate(
+            formulas("Aggregation")[name],
+            tokens=17,
+            sequences=6,
+            max_tokens=9,
+            length=where.stop - where.start,
+        )
+        assert value == pytest.approx(expected, rel=2**-23)
+
+
+def test_kl() -> None:
+    written = formulas("KL to the reference")
+    assert written.keys() == kl.ESTIMATORS.keys()
+    for name, formula in written.items():
+        got = kl.ESTIMATORS[name](tokens().trainer_logprobs, tokens().behavior_logprobs).tolist()
+        for t, value in enumerate(got):
+            expected = evaluate(formula, logp=LOGP[t], logq=BEFORE[t])
+            assert value == pytest.approx(expected, **CLOSE)
+
+
+def test_corrections() -> None:
+    written = formulas("Corrections")
+    assert written.keys() == CORRECTIONS.keys()
+    rollout = torch.from_numpy((BEFORE - RNG.normal(0, 0.8, 10)).astype(np.float32))
+    for name, formula in written.items():
+        for level in CORRECTIONS[name].levels:
+            settings = AlgorithmSettings(correction=name, correction_level=level)
+            correction = Correction.from_settings(settings)
+            assert correction is not None
+            got = correction(tokens(), rollout)
+            difference = BEFORE - rollout.double().numpy()
+            for t, value in enumerate(got.weights.tolist()):
+                part = difference[sequence_of(t)]
+                log_ratio = {
+                    "token": difference[t],
+                    "sequence": part.sum(),
+                    "geometric": part.mean(),
+                }
+                w = math.exp(log_ratio[level])
+                expected = evaluate(formula, w=w, low=correction.low, high=correction.high)
+                assert value == pytest.approx(expected, rel=1e-5)
+
+
+def test_bounds_are_those_of_the_table() -> None:
+    section = TEXT.split("### Corrections\n")[1]
+    for name, bounds in CORRECTIONS.items():
+        low = "" if bounds.low is None else f"{bounds.low:g} to "
+        expected = f"{', '.join(bounds.levels)}; {low}{bounds.high:g} |"
+        assert re.search(rf"^\| `{name}` \|.*\| {re.escape(expected)}", section, re.MULTILINE)
+
+
+REWARDS = np.array([1.0, 0.25, -0.5, 2.0])
+GROUPS = np.array([0, 1, 0, 1])
+PENALTIES = [RNG.uniform(0, 0.2, n) for n in LENGTHS]
+VALUES = [RNG.normal(0, 1, n).astype(np.float32) for n in LENGTHS]
+
+
+def normalized(values: list[np.ndarray]) -> list[np.ndarray]:
+    everything = np.concatenate(values)
+    return [(v - everything.mean()) / np.sqrt(everything.var(ddof=1) + 1e-8) for v in values]
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_advantages(name: str) -> None:
+    formula = formulas("Advantages")[name]
+    scores = REWARDS - np.array([p.sum() for p in PENALTIES])
+    expected = []
+    for i, length in enumerate(LENGTHS):
+        members = np.flatnonzero(GROUPS[i] == GROUPS)
+        of_sample = {"r": scores[i], "group": scores[members]}
+        of_sample["others"] = scores[members[members != i]]
+        if name == "global":
+            of_sample |= {"r": REWARDS[i], "penalties": list(PENALTIES[i])}
+        if name == "gae":
+            expected.append(recursion(formula, i))
+        else:
+            expected.append(np.array([evaluate(formula, t=t, **of_sample) for t in range(length)]))
+    if name in ("global", "group_global", "gae"):
+        expected = normalized(expected)
+    got = ESTIMATORS[name](StepRewards(REWARDS, GROUPS, PENALTIES, VALUES)).advantages
+    np.testing.assert_allclose(np.concatenate(got), np.concatenate(expected), rtol=2e-6)
+
+
+def recursion(formula: str, i: int) -> np.ndarray:
+    found = re.search(r"`delta\[t\]` is `([^`]+)`", TEXT)
+    assert found is not None
+    length = LENGTHS[i]
+    reward = -PENALTIES[i]
+    reward[-1] += REWARDS[i]
+    options = {"gamma": 1.0, "gae_lambda": 0.95}
+    V, advantages = [*VALUES[i].tolist(), 0.0], [0.0] * (length + 1)
+    delta = [evaluate(found[1], reward=reward, V=V, t=t, **options) for t in range(length)]
+    for t in reversed(range(length)):
+        advantages[t] = evaluate(formula, delta=delta, A=advantages, t=t, **options)
+    return np.array(advantages[:length])
+
+
+def test_rewards_critic_and_reward_model() -> None:
+    written = formulas("Rewards, critic, reward model")
+    for length in (3, 16, 17, 20):
+        expected = evaluate(written["overlong"], length=length, max_tokens=20, buffer=4)
+        assert overlong_penalties(np.array([length]), 20, 4)[0] == expected
+    for V, V_old, R in RNG.normal(0, 1, (9, 3)):
+        expected = evaluate(written["value_loss"], V=V, V_old=V_old, R=R, c=0.2)
+        values = (torch.tensor([x]) for x in (V, V_old, R))
+        assert value_loss(*values, 1, 0.2).loss.item() == pytest.approx(expected, rel=1e-5)
+        expected = evaluate(written["preference_loss"], better=V, worse=R)
+        got = preference_loss(torch.tensor([V]), torch.tensor([R]), 1).item()
+        assert got == pytest.approx(expected, rel=1e-5)
+
+
+def test_every_piece_has_its_formula() -> None:
+    assert formulas("Losses").keys() == LOSSES.keys()
+    assert formulas("Advantages").keys() == ESTIMATORS.keys()
+    for record in ALGORITHMS.values():
+        assert record.advantages in formulas("Advantages")
+        assert record.loss in formulas("Losses")
+        assert record.aggregation in formulas("Aggregation")
+
+
+def test_the_table_of_algorithms_is_that_of_the_records() -> None:
+    assert with_table(TEXT) == TEXT, "python -m jetrl.algorithms_document docs/algorithms.md"
