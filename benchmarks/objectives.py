@@ -1,10 +1,10 @@
 """Every objective on the demo's task, from one warm start: the tables of docs/recipes.md.
 
-    python benchmarks/objectives.py --out build/objectives            all of it (an hour of one core)
+    python benchmarks/objectives.py --out build/objectives          all of it
     python benchmarks/objectives.py --out build/objectives --only ppo --seeds 0
 
-The warm start is `jetrl sft demo`, made once. Each run then is `jetrl train demo` with `STEPS` steps
-from it; a run that is there already is not repeated. Prints Markdown.
+The warm start is `jetrl sft demo`, made once. Each run then is `jetrl train demo` with `STEPS`
+steps from it; a run that is there already is not repeated. Prints Markdown.
 """
 
 from __future__ import annotations
