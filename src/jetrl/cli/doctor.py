@@ -37,8 +37,11 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps([check._asdict() for check in checks], indent=2))
     else:
-        print(table([(check.status, check.name, check.detail) for check in checks]))
+        from jetrl.runs.format import visible
+
+        lines = [table([(check.status, check.name, check.detail) for check in checks])]
         steps = [f"  {check.name}: {check.next_step}" for check in checks if check.next_step]
         if steps:
-            print("\n".join(["", "next steps:", *steps]))
+            lines += ["", "next steps:", *steps]
+        print(visible("\n".join(lines), newlines=True))  # a run's end may quote what a model wrote
     return 1 if any(check.status == "FAIL" for check in checks) else 0

@@ -37,9 +37,10 @@ def run(args: argparse.Namespace) -> int:
     from pathlib import Path
 
     from jetrl.reproduction import replay
+    from jetrl.runs.format import visible
 
     found = replay(Path(args.path), args.plan, args.device)
-    print(as_json(found) if args.json else as_text(found))
+    print(as_json(found) if args.json else visible(as_text(found), newlines=True))
     return 0 if found.finite else NonFiniteError.exit_code
 
 
