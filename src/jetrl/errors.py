@@ -47,7 +47,7 @@ class TimeLimitReached(RunStopped):
 
 
 class OutOfMemoryStop(RunStopped):
-    """Memory ran out, and what was running cannot be made any smaller. No weight was changed."""
+    """Memory ran out, and what was running cannot be made any smaller."""
 
     exit_code = 7
 
