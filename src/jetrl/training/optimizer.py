@@ -18,7 +18,8 @@ from jetrl.errors import NonFiniteError, UserError
 
 ADVICE = (
     "the weights, gradients and AdamW's moments take 16 bytes a parameter (jetrl train --dry-run "
-    "has the memory plan): use a GPU with more memory, or a smaller model. The last checkpoint is good"
+    "has the memory plan): use a GPU with more memory, or a smaller model. The last checkpoint is "
+    "good"
 )
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
