@@ -61,8 +61,9 @@ def preflight(settings: Settings) -> Preflight:
         stop=rollout.stop,
         seed=derive_seed(settings.run.seed, "rollout", 1),
     )
-    limits = (wanted.workers, wanted.timeout_s, wanted.memory_mib)
-    with Scorer(wanted.name, wanted.path, options, *limits) as scorer:
+    if settings.eval.every:  # only to find what is wrong with it
+        encode_prompts(policy, task, wanted.eval_split, settings.eval.prompts, wanted.system_prompt)
+    with Scorer.from_settings(wanted) as scorer:
         engine = RolloutEngine(policy, rollout.max_batch_size, page_size=rollout.page_size)
         completions = sample_prompts(engine, scorer, chosen, params, max_turns)
         samples = score_completions(scorer, chosen, completions)

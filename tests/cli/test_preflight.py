@@ -63,6 +63,15 @@ def test_a_score_that_fails_is_told(jetrl: Callable, tmp_path: Path) -> None:
     assert "not judged: score raised ValueError" in done.out
 
 
+def test_what_is_wrong_with_the_held_out_split_is_found_too(
+    jetrl: Callable, tmp_path: Path
+) -> None:
+    words = ["demo", *WORDS[1:], "--preflight", "task.eval_split=dev"]
+    done = jetrl("train", *words)
+    assert done.code == 2
+    assert "no split 'dev'" in done.err
+
+
 def test_all_well_is_exit_code_0(jetrl: Callable, tmp_path: Path) -> None:
     body = "float(completion > '5')"
     done = preflight(jetrl, tmp_path, body, "rollout.stop=['1','2','3','4','5','6','7','8','9']",

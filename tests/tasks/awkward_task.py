@@ -99,7 +99,14 @@ class Awkward(Task):
             return 1.0
         if word == "parts":
             return Score(1.0, {f"{k}": 1.0 for k in range(int(rest))})
-        values = {"none": None, "text": "1.0", "nan": float("nan"), "inf": float("inf"), "": 0.0}
+        values = {
+            "none": None,
+            "text": "1.0",
+            "several": [1.0, 0.0],
+            "nan": float("nan"),
+            "inf": float("inf"),
+            "": 0.0,
+        }
         values |= {"true": True, "part": Score(1.0, {"speed": "fast"})}  # type: ignore[dict-item]
         return values[word] if word in values else float(word)
 

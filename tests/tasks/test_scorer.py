@@ -43,6 +43,7 @@ def scorer():
         ("leave", "score raised SystemExit: 3"),
         ("none", "task awkward, prompt 'p7': score returned None"),
         ("text", r"score returned '1.0' \(str\), which is not a number"),
+        ("several", r"score returned \[1.0, 0.0\] \(list\), which is not a number"),
         ("nan", "score returned nan"),
         ("inf", "score returned inf"),
         ("part", "part 'speed' of the score returned 'fast'"),

@@ -183,12 +183,12 @@ def sample_lines(sample: Sample) -> list[str]:
 
 def prompt_lines(prompt: Prompt) -> list[str]:
     """A prompt: its name and the right answer, and what the model is asked."""
-    from jetrl.runs.format import visible
+    from jetrl.runs.format import clip, visible
 
     asked = prompt.text or ""
     if prompt.messages is not None:
         asked = "\n".join(f"{m['role']}: {m['content']}" for m in prompt.messages)
-    answer = "" if prompt.answer is None else f", answer {prompt.answer}"
+    answer = "" if prompt.answer is None else f", answer {clip(prompt.answer, 80)}"
     head = visible(f"prompt {prompt.id}{answer}")
     return [head, textwrap.indent(visible(asked, newlines=True).rstrip(), "    ")]
 

@@ -80,17 +80,7 @@ def open_parts(settings: Settings, resume: bool, stack: contextlib.ExitStack) ->
         if settings.eval.every or settings.sft.until is not None
         else []
     )
-    scorer = stack.enter_context(
-        Scorer(
-            wanted.name,
-            wanted.path,
-            options,
-            wanted.workers,
-            wanted.timeout_s,
-            wanted.memory_mib,
-            wanted.max_lost_s,
-        )
-    )
+    scorer = stack.enter_context(Scorer.from_settings(wanted))
     run = RunDirectory.create(settings, plan.to_dict(), resume=resume)
     if settings.report.enabled:
         stack.push(_Reporting(run.path))  # last, when the run's end is recorded

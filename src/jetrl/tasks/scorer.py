@@ -26,6 +26,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from jetrl.config import TaskSettings
 from jetrl.errors import UserError
 from jetrl.tasks.messages import describe_error
 from jetrl.tasks.process import WorkerProcess
@@ -113,6 +114,12 @@ class Scorer:
         except BaseException:
             self.close()
             raise
+
+    @classmethod
+    def from_settings(cls, task: TaskSettings) -> Self:
+        """The scorer that the settings of a run describe."""
+        limits = (task.workers, task.timeout_s, task.memory_mib, task.max_lost_s)
+        return cls(task.name, task.path, task.options, *limits)
 
     def __enter__(self) -> Self:
         return self
