@@ -181,6 +181,18 @@ def test_the_best_are_kept_beside_the_last(made, tmp_path):
     assert kept == [[1], [1, 2], [1, 2, 3], [2, 4], [2, 4, 5], [2, 4, 6]]
 
 
+def test_what_a_crash_kept_from_going_goes_when_the_run_is_resumed(made, tmp_path, monkeypatch):
+    policy, trainer = made
+    checkpoints = Checkpoints(tmp_path, keep_last=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(Checkpoints, "_prune", lambda *_: None)  # killed before
+        for step in (1, 2, 3):
+            checkpoints.save(step, policy, trainer.optimizer, {})
+    (tmp_path / ".writing-step_000004").mkdir()
+    checkpoints.tidy(2)  # the third was damaged
+    assert names(tmp_path) == ["step_000002", "step_000003"]
+
+
 def test_tensors_of_other_parts_come_back(made, tmp_path):
     policy, trainer = made
     checkpoints = Checkpoints(tmp_path)

@@ -199,6 +199,7 @@ class Saved:
         for name, owner in self._tensors.items():
             if name in loaded.tensors:
                 owner.load_tensors(loaded.tensors[name])
+        self._steps.tidy(loaded.step)
         self._run.truncate_after(loaded.step)
         last = max((r["step"] for r in self._run.metrics("rl")), default=-1)
         metrics = loaded.extra["metrics"]

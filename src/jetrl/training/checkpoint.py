@@ -22,7 +22,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -197,7 +197,7 @@ class Checkpoints:
         except BaseException:
             shutil.rmtree(writing, ignore_errors=True)
             raise
-        self._prune(snapshot.step)
+        self._prune(snapshot.step, self.steps())
         return target
 
     def latest(self) -> Latest:
@@ -331,9 +331,17 @@ class Checkpoints:
     def _hidden(self, prefix: str) -> list[Path]:
         return list(self.directory.glob(f"{prefix}step_*"))
 
-    def _prune(self, saved: int) -> None:
-        steps = self.steps()
-        past = [step for step in steps if step <= saved]
+    def tidy(self, step: int) -> None:
+        """Removes what a crash kept `write` from removing, up to the step that is resumed from."""
+        self._clean()
+        self._prune(step, self._until(step))
+
+    def _until(self, step: int) -> list[int]:
+        return [s for s in self.steps() if s <= step]
+
+    def _prune(self, saved: int, steps: Sequence[int]) -> None:
+        """Removes those of `steps` that are neither among the last nor the best up to `saved`."""
+        past = self._until(saved)
         scores = [(score, step) for step in past if (score := self._score(step)) is not None]
         best = [step for _, step in sorted(scores, reverse=True)[: self.keep_best]]
         for step in steps:
