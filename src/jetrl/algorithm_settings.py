@@ -145,7 +145,7 @@ class AlgorithmSettings(Section):
                     f"{', '.join(sorted(read)) or 'none of these'}"
                 )
         if self.calibrate_clip_every and self.record.loss != "clipped_ratio":
-            yield f"algorithm.calibrate_clip_every: {self.name} has no token-level clips to calibrate"
+            yield f"algorithm.calibrate_clip_every: {self.name} has no token-level clips"
         if not self.kl:
             for key in ("kl_estimator", "kl_in"):
                 if getattr(self, key) is not None:

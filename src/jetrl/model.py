@@ -30,8 +30,8 @@ class Model:
     """A decoder with its weights; `Policy` and `ScalarModel` say what is read from it.
 
     config: what the decoder is made of. plan: what is FP8. tokenizer, generation_config: as in the
-    Hugging Face directory, or None and {}. frozen: no masters are kept, and nothing can be trained
-    or saved (under the fp32 plan the masters are what both sides read, and stay).
+    Hugging Face directory, or None and {}. frozen: what the training side's forward reads is kept
+    alone; nothing can be trained, sampled or saved.
     """
 
     head: ClassVar[Head]

@@ -112,11 +112,18 @@ class Linear(nn.Module):
         }
 
     def release_master(self) -> None:
-        """Forget the master: its shape stays, its memory goes. Not under fp32, which reads it."""
-        if "fp32" not in self.formats.values():
-            shape, device = self.weight.shape, self.weight.device
-            empty = torch.empty((), device=device).expand(shape)
-            self.weight = nn.Parameter(empty, requires_grad=False)
+        """Keep what a forward of the training side reads, alone: the master's shape stays, its
+        memory goes (not under fp32, which reads it), and so do the rollout side's own copy and the
+        transpose that DGrad reads."""
+        if "fp32" in self.formats.values():
+            return
+        shape, device = self.weight.shape, self.weight.device
+        empty = torch.empty((), device=device).expand(shape)
+        self.weight = nn.Parameter(empty, requires_grad=False)
+        kept = self.operand("train")
+        if isinstance(kept, FP8Weight):
+            kept = FP8Weight(kept.direct, kept.direct.mT)
+        self._copies = {self.formats["train"]: kept}
 
     def move(self, to: Callable[[Tensor], Tensor]) -> None:
         """Replace the working copies by what `to` makes of their tensors."""

@@ -1,14 +1,14 @@
 """Calibrated clipping: bounds that cut off as much in FP8 as the given ones would in BF16.
 
-A ratio of two FP8 probabilities is noisier than one of BF16 probabilities, so a bound on it cuts off
-more tokens; at the lower bound, which holds back the push away from bad answers, that can let a run
-collapse although sampler and trainer agree (Chen et al. 2026, "Towards Full Pipeline FP8
+A ratio of two FP8 probabilities is noisier than one of BF16 probabilities, so a bound on it cuts
+off more tokens. At the lower bound, which holds back the push away from bad answers, that can let a
+run collapse although sampler and trainer agree (Chen et al. 2026, "Towards Full Pipeline FP8
 Reinforcement Learning for LLMs", arXiv 2609.22870, sec. 4; read in published summaries of it, which
 give these equations).
 
 Every so many steps the last minibatch of a step is forwarded in BF16 as well, from the same
-masters, before the step and at its last update. With F the distribution of the ratios of tokens whose
-advantage is negative:
+masters, before the step and at its last update. With F the distribution of the ratios of tokens
+whose advantage is negative:
 
     low:   L with F_fp8(L) = F_bf16(1 - clip)
     high:  H with balance_fp8(L, H) = balance_bf16(1 - clip, 1 + clip_high),

@@ -1,0 +1,97 @@
+"""Frozen and scalar models on a Hopper GPU: the same bits, less memory, there and back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from jetrl.models.families import ModelConfig, parameter_shapes
+from jetrl.models.tiny import random_weights
+from jetrl.parity import random_prompts
+from jetrl.policy import Policy
+from jetrl.precision import PrecisionPlan
+from jetrl.scalar_model import ScalarModel
+
+pytestmark = pytest.mark.gpu
+
+PRESETS = ["unified", "jet", "mixed", "bf16"]
+
+
+def config(score: bool, **changes: Any) -> ModelConfig:
+    return ModelConfig.from_hf(
+        {
+            "architectures": ["Qwen3ForSequenceClassification" if score else "Qwen3ForCausalLM"],
+            "model_type": "qwen3",
+            "num_labels": 1,
+            "vocab_size": 1024,
+            "hidden_size": 1024,
+            "intermediate_size": 2048,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 2,
+            "head_dim": 128,
+            "rms_norm_eps": 1e-6,
+            "max_position_embeddings": 2048,
+            "tie_word_embeddings": False,
+            "initializer_range": 0.1,
+            **changes,
+        }
+    )
+
+
+def make(cls: type, preset: str, frozen: bool = False, **changes: Any) -> Any:
+    model = config(cls is ScalarModel, **changes)
+    weights = random_weights(model, 0)
+    return cls(model, PrecisionPlan.preset(preset), weights, "cuda", frozen=frozen)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_frozen_policy_has_the_same_bits_there_and_back(preset: str, tied: bool) -> None:
+    policy = make(Policy, preset, tie_word_embeddings=tied)
+    prompts = random_prompts(policy, 6, 80, seed=1)
+    frozen = make(Policy, preset, frozen=True, tie_word_embeddings=tied)
+    with torch.no_grad():
+        expected = policy.logprobs(prompts)
+        seen = frozen.logprobs(prompts)
+        frozen.offload()
+        with frozen.used():
+            again = frozen.logprobs(prompts)
+    assert all(torch.equal(a, b) for a, b in zip(expected, seen, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(expected, again, strict=True))
+
+
+def test_a_frozen_policy_takes_a_byte_a_weight_of_its_layers() -> None:
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    frozen = make(Policy, "unified", frozen=True)
+    torch.cuda.synchronize()
+    taken = torch.cuda.memory_allocated() - before
+    shapes = parameter_shapes(frozen.config)
+    layers = sum(s[0] * s[1] for n, s in shapes.items() if len(s) == 2 and n.startswith("layers"))
+    outside = 2 * 2 * 1024 * 1024  # embedding and lm_head, BF16
+    rotary = 2048 * 128 * 4 * 2
+    # Scales are 1/4096 of the codes; the allocator rounds each of some 40 tensors up to 512 bytes.
+    assert taken <= 1.01 * (layers + outside + rotary) + 40 * 2 * 512
+    frozen.offload()
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated() - before < 0.02 * taken
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_scores_do_not_depend_on_the_batch_and_gradients_are_there(preset: str) -> None:
+    model = make(ScalarModel, preset)
+    prompts = random_prompts(make(Policy, preset), 8, 80, seed=2)
+    together = model.scores(prompts, 10**6)
+    if model.plan.exact:
+        assert torch.equal(together, model.scores(prompts, 1))
+    frozen = make(ScalarModel, preset, frozen=True)
+    assert torch.equal(together, frozen.scores(prompts, 10**6))
+    tokens = torch.tensor(prompts[0], device="cuda")
+    ends = torch.tensor([0, len(tokens)], device="cuda")
+    values = model.values(tokens, ends, torch.arange(len(tokens), device="cuda"))
+    values.square().sum().backward()
+    masters = model.named_masters()
+    assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in masters.values())
