@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from jetrl.kernels.logprob import chosen_logprobs_ref
-from jetrl.kernels.sampling import random_bits
-from jetrl.kernels.sampling import sample as sample_ref
+from jetrl.kernels.sampling import random_bits, sample
 
 pytestmark = pytest.mark.gpu
 
@@ -18,11 +17,6 @@ VOCABULARY = [1000, 4096, 151936]
 @pytest.fixture(scope="module")
 def kernels():
     return pytest.importorskip("jetrl.kernels.logprob_triton")
-
-
-@pytest.fixture(scope="module")
-def sampling():
-    return pytest.importorskip("jetrl.kernels.sampling_triton")
 
 
 def logits_and_chosen(rows: int, vocabulary: int, std: float = 3.0):
@@ -92,7 +86,7 @@ def test_head_in_chunks_equals_the_whole(kernels, rows: int) -> None:
     assert (dmaster - wide_w.grad).norm() <= 2**-8 * wide_w.grad.norm()
 
 
-def test_nan_and_hopeless_rows(kernels, sampling) -> None:
+def test_nan_and_hopeless_rows(kernels) -> None:
     logits, chosen = logits_and_chosen(4, 5000)
     logits[1, 77] = float("nan")
     logits[2] = -float("inf")
@@ -103,14 +97,14 @@ def test_nan_and_hopeless_rows(kernels, sampling) -> None:
     assert logprobs[3] == 0
     assert entropy[3] == 0
     with pytest.raises(FloatingPointError, match=r"\[1, 2\]"):
-        draw(sampling.sample, logits, 0)
+        draw(logits, 0)
 
 
-def draw(function, logits, seed, temperature=1.0, top_p=1.0, top_k=0):
+def draw(logits, seed, temperature=1.0, top_p=1.0, top_k=0):
     rows = len(logits)
     counter = np.arange(rows)
     bits = torch.from_numpy(random_bits(np.full(rows, seed), counter, counter)).to(logits.device)
-    return function(
+    return sample(
         logits,
         bits,
         torch.full((rows,), temperature, device=logits.device),
@@ -126,24 +120,24 @@ def draw(function, logits, seed, temperature=1.0, top_p=1.0, top_k=0):
 )
 @pytest.mark.parametrize("vocabulary", VOCABULARY)
 def test_sampler_draws_the_reference_token_with_the_trainer_logprob(
-    kernels, sampling, vocabulary: int, options
+    kernels, vocabulary: int, options
 ) -> None:
     """Weights may differ from the CPU's by 2**-18, so a draw may fall on the other side of a
     border: at most one of 64 rows (none is expected). The log-prob has the trainer's bits."""
     logits, _ = logits_and_chosen(64, vocabulary)
-    tokens, logprobs = draw(sampling.sample, logits, 3, **options)
-    expected, _ = draw(sample_ref, logits.cpu(), 3, **options)
+    tokens, logprobs = draw(logits, 3, **options)
+    expected, _ = draw(logits.cpu(), 3, **options)
     assert int((tokens.cpu() != expected).sum()) <= 1
     temperature = options.get("temperature", 1.0) or 1.0
     trainer, _ = kernels.chosen_logprobs(logits, tokens, temperature)
     assert torch.equal(logprobs, trainer)
 
 
-def test_draws_follow_the_distribution(sampling) -> None:
+def test_draws_follow_the_distribution() -> None:
     """20000 draws of 8 tokens: each frequency within 5 standard deviations of its probability."""
     probabilities = torch.tensor([0.4, 0.2, 0.15, 0.1, 0.06, 0.05, 0.03, 0.01], device="cuda")
     logits = probabilities.log().expand(20000, 8).contiguous()
-    tokens, _ = draw(sampling.sample, logits, 11)
+    tokens, _ = draw(logits, 11)
     frequency = torch.bincount(tokens, minlength=8) / 20000
     deviation = (probabilities * (1 - probabilities) / 20000).sqrt()
     assert ((frequency - probabilities).abs() < 5 * deviation).all()
