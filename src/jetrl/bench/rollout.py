@@ -196,23 +196,54 @@ def check(policy: Policy, prompts: Sequence[list[int]], completions: Sequence[Co
     return {"checked_tokens": compared, "different": different if policy.plan.exact else "-"}
 
 
+# What a kernel's name says of its kind; the first that is found in it counts.
+_KINDS = {
+    "deep_gemm": "linears, FP8 (DeepGEMM)",
+    "rows_gemm_kernel": "linears, FP8 (few rows)",
+    "cutlass": "linears (cuBLAS)",
+    "nvjet_sm90_tss": "lm_head, BF16 (cuBLAS)",
+    "nvjet": "linears, BF16 (cuBLAS)",
+    "combine_kernel": "attention: splits put together",
+    "decode_kernel": "attention",
+    "_row_kernel": "norms, with quantization",
+    "_rows_kernel": "SwiGLU with quantization, and quantization",
+    "_forward_kernel": "QK norm, rotary, keys and values to their pages",
+    "_sample_kernel": "log-probs and draw",
+    "_filtered_kernel": "top_k and top_p",
+    "_take_kernel": "what was drawn",
+    "_inputs_kernel": "inputs and random bits",
+}
+_LISTED = 20  # kernels of a profile
+
+
+def kind_of(kernel: str) -> str:
+    """What a kernel does in a decode forward."""
+    return next((kind for part, kind in _KINDS.items() if part in kernel), "other")
+
+
 def profile_rows(profiler: Any) -> list[Row]:
-    """Microseconds and launches a forward, by kernel; the number of forwards is that of the kernel
-    that takes the draws in."""
+    """Microseconds and launches a forward by kind of kernel, then by kernel. The number of forwards
+    is that of the kernel that takes the draws in."""
     times: Counter[str] = Counter()
     counts: Counter[str] = Counter()
     for event in profiler.events():
-        times[event.name] += event.device_time
-        counts[event.name] += 1
+        if event.device_time > 0:
+            for name in (event.name, f"= {kind_of(event.name)}"):
+                times[name] += event.device_time
+                counts[name] += 1
     forwards = counts["_take_kernel"]
+    total = sum(time for name, time in times.items() if name.startswith("= "))
+    kinds = [name for name, _ in times.most_common() if name.startswith("= ")]
+    kernels = [name for name, _ in times.most_common() if not name.startswith("= ")]
     return [
         {
-            "kernel": name[:70],
-            "us_a_forward": round(time / forwards, 1),
+            "kernel": name[:60],
+            "us_a_forward": round(times[name] / forwards, 1),
+            "share": round(times[name] / total, 3),
             "launches": round(counts[name] / forwards, 2),
-            "us_each": round(time / counts[name], 2),
+            "us_each": round(times[name] / counts[name], 2),
         }
-        for name, time in times.most_common(24)
+        for name in (*kinds, *kernels[:_LISTED])
     ]
 
 
