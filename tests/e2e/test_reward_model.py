@@ -50,6 +50,29 @@ def test_it_learns_and_is_written(judge: Path) -> None:
     assert model.tokenizer is not None
 
 
+def test_its_fp8_scores_are_within_the_noise_of_their_roundings(judge: Path) -> None:
+    """As in tests/models/test_scalar_model.py the hidden state is off by |dh| <= 2 sqrt(12 layers) r
+    |h|, r = 2^-4 / sqrt(3) / 1.5. A trained head looks in the directions in which hidden states
+    differ, so the error is not of any direction: the score w.h is off by at most |w| |dh|."""
+    exact, rounded = (
+        ScalarModel.from_pretrained(judge / "out", PrecisionPlan.preset(preset))
+        for preset in ("fp32", "unified")
+    )
+    tokenizer = exact.tokenizer
+    assert tokenizer is not None
+    texts = [f"{a}+{b}={c}" for a in range(5) for b in range(5) for c in ("00", "40")]
+    sequences = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+    error = rounded.scores(sequences, 99) - exact.scores(sequences, 99)
+    masters = exact.named_masters()
+    weight = float(masters["score.weight"].detach().norm())
+    hidden = float(masters["norm.weight"].detach().norm())  # |h| after the norm
+    r = 2**-4 / 3**0.5 / 1.5
+    bound = weight * 2 * (12 * exact.config.num_layers) ** 0.5 * r * hidden
+    assert 0 < float(error.abs().max()) <= bound
+    spread = float(exact.scores(sequences, 99).std())
+    print(f"largest error {float(error.abs().max()):.3f}, bound {bound:.3f}, spread {spread:.3f}")
+
+
 def test_its_score_is_weighed_into_the_reward(judge: Path, tmp_path: Path) -> None:
     reward = ["reward.rule=2.0", "reward.model=0.5", f"reward.model_path={judge / 'out'}"]
     words = [*TINY, "sft.steps=2", *reward, f"run.dir={tmp_path}", "run.name=run"]

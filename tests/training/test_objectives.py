@@ -7,6 +7,7 @@ below (padded to 3 tokens there) and its results typed in, with as many digits a
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -383,6 +384,16 @@ class TestUsers:
         tokens = one(0.0, 3.0)
         chosen(tokens, UpdateSize(1, 1, 1), torch.zeros(1)).loss.backward()
         assert tokens.trainer_logprobs.grad.item() == -6.0
+
+    def test_the_example_of_the_document(self, tmp_path):
+        document = Path(__file__).parents[2] / "docs" / "algorithms.md"
+        code = document.read_text().split("```python\n")[1].split("```")[0]
+        file = self.write(tmp_path, code)
+        chosen = objective(name=f"{file}:soft", options={"tau": 0.5})
+        tokens = one(0.0, 3.0)
+        chosen(tokens, UpdateSize(1, 1, 1), torch.zeros(1)).loss.backward()
+        # d/dlogp of -A tau log(1 + ratio / tau) at ratio 1: -A / (1 + 1 / tau).
+        assert tokens.trainer_logprobs.grad.item() == pytest.approx(-3 / 3)
 
     def test_a_record_chooses_the_other_pieces(self, tmp_path):
         file = self.write(
