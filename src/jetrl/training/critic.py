@@ -57,7 +57,8 @@ class Critic:
         """
         num_tokens = sum(int(micro.batch.loss_mask.sum()) for micro in micro_batches)
         self.optimizer.zero_grad()
-        loss, clipped = 0.0, 0.0
+        # Read once, when all micro-batches are done: the host does not wait for each.
+        sums = torch.zeros(2, dtype=torch.float64, device=self.model.device)
         for micro in micro_batches:
             assert micro.values is not None
             assert micro.returns is not None, "the algorithm gives a critic no returns"
@@ -70,8 +71,8 @@ class Critic:
                 self._clip,
             )
             found.loss.backward()
-            loss += float(found.loss.detach())
-            clipped += float(found.clip_fraction)
+            sums += torch.stack([found.loss.detach().double(), found.clip_fraction.double()])
+        loss, clipped = sums.tolist()
         metrics = {
             "critic/loss": loss,
             "critic/clip_fraction": clipped,
