@@ -90,10 +90,16 @@ def forked(
         except BaseException:
             traceback.print_exc()
             os._exit(99)
+    ended, status = 0, 0
     if kill_after_s is not None:
-        time.sleep(kill_after_s)
-        os.kill(child, signal.SIGKILL)
-    _, status = os.waitpid(child, 0)
+        deadline = time.monotonic() + kill_after_s
+        while not ended and time.monotonic() < deadline:
+            ended, status = os.waitpid(child, os.WNOHANG)
+            time.sleep(0.002)
+        if not ended:
+            os.kill(child, signal.SIGKILL)
+    if not ended:
+        _, status = os.waitpid(child, 0)
     if os.WIFSIGNALED(status):
         return Attempt(killed=os.WTERMSIG(status) == signal.SIGKILL, code=-os.WTERMSIG(status))
     return Attempt(killed=False, code=os.WEXITSTATUS(status))

@@ -127,7 +127,9 @@ class Chaos:
     def _point(self, words: list[str]) -> Attempt:
         point, occurrence = self._rng.choice(list(faults.POINTS)), self._rng.randint(1, 200)
         occurrence = 1 if point in faults.ONCE else occurrence
-        return self._start(words, lambda: faults.arm(point, occurrence))
+        # It may never come by there: then it is killed where it is.
+        after = self._rng.uniform(self._pace_s, 3 * self._pace_s)
+        return self._start(words, lambda: faults.arm(point, occurrence), kill_after_s=after)
 
     def _disk(self, words: list[str]) -> Attempt:
         point, occurrence = self._rng.choice(list(faults.DISK_POINTS)), self._rng.randint(1, 40)

@@ -124,6 +124,9 @@ def test_the_limit_is_learnt_from_phases_that_ended(tmp_path: Path, monkeypatch)
     now += 0.5
     watchdog.end("update", 0.5)
     assert watchdog.limit_s("update") == 10.0
+    watchdog.begin("checkpoint", 1)
+    watchdog.end("checkpoint", 0.0)
+    assert watchdog.limit_s("checkpoint") == 100.0, "a disk may be slower the next time"
 
 
 def test_status_is_overwritten_in_place(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 Every phase begins, may show signs of life (each forward of the sampler is one), and ends. The
 longest silence of a phase that came to its end is what it is judged by: `watchdog.factor` times
 that, and at least `watchdog.min_s`, is a hang. Before a phase has ended once (kernels are compiled
-then) the limit is `watchdog.first_s`.
+then), and always where a phase waits for a disk, the limit is `watchdog.first_s`.
 
 On a hang, hang.txt of the run directory gets the phase and step, the stack of every Python thread,
 the sequences being sampled and the memory of the GPU; the attempt is noted as failed, and the
@@ -29,6 +29,7 @@ from jetrl.config import WatchdogSettings
 from jetrl.errors import EXIT_HANG
 
 BETWEEN = "between phases"
+DISK_PHASES = ("checkpoint", "export")  # one that took no time says nothing about the next
 TICK_S = 1.0
 LAST_WORDS_S = 20.0  # for what may itself hang: the state of a GPU, a file system
 
@@ -74,7 +75,7 @@ class Watchdog:
 
     def limit_s(self, phase: str) -> float:
         """Seconds of silence that are a hang in a phase."""
-        if phase not in self._longest:
+        if phase not in self._longest or phase in DISK_PHASES:
             return self._settings.first_s
         return max(self._settings.min_s, self._settings.factor * self._longest[phase])
 
