@@ -174,3 +174,17 @@ def test_no_committed_file_names_a_path_of_some_machine() -> None:
 def test_generated_folders_are_not_committed() -> None:
     folders = {path.relative_to(ROOT).parts[0] for path in committed_files()}
     assert not folders & {"runs", "models", "build", "dist", ".venv"}
+
+
+def test_no_merge_was_left_undone() -> None:
+    marks = tuple(7 * mark + " " for mark in "<>")  # not spelt out here
+    found = [
+        f"{path.relative_to(ROOT)}:{number}"
+        for path in committed_files()
+        if path.is_file() and path.suffix in (".md", ".py", ".toml", ".txt", ".json", "")
+        for number, line in enumerate(
+            path.read_text(encoding="utf-8", errors="replace").splitlines(), start=1
+        )
+        if line.startswith(marks)
+    ]
+    assert found == []
