@@ -6,6 +6,9 @@ For example:
     jetrl train recipes/gsm8k-smoke.toml              a recipe, by path or (packaged) by name
     jetrl train demo run.name=mine train.lr=1e-3      with settings changed
     jetrl train demo run.name=mine --resume           go on with a run that was cut, as it was set
+
+Ctrl-C and SIGTERM leave a checkpoint and a report; a second one leaves at once. Exit codes: 0 done,
+1 stopped, 2 bad input, 75 run.max_hours, 130 Ctrl-C, 143 SIGTERM; all of them: docs/reliability.md.
 """
 
 from __future__ import annotations
