@@ -21,8 +21,6 @@ from jetrl.precision.hopper import hopper
 from jetrl.precision.plan import FP8_BLOCK
 from jetrl.precision.quantize import QTensor, codes_as_float64
 
-_FEW_OUTPUTS = 16
-
 
 def fp8_matmul(a: QTensor, b: QTensor, out_dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """a [M, K] @ b [N, K]^T -> out_dtype [M, N].
@@ -53,11 +51,8 @@ def bf16_matmul(
     a: Tensor, b: Tensor, out_dtype: torch.dtype = torch.bfloat16, exact: bool = True
 ) -> Tensor:
     """BF16 a [M, K] @ b [N, K]^T -> out_dtype [M, N]; batch-invariant (precision/exact). exact:
-    False leaves a GPU's library free to choose what is fastest for the number of rows.
-
-    A head of a few outputs stays with the reference on a GPU too: what the library takes for it
-    sums in an order that depends on the number of rows (seen at N = 1), and it costs nothing."""
-    if a.is_cuda and not (exact and b.shape[0] < _FEW_OUTPUTS):
+    False leaves a GPU's library free to choose what is fastest for the number of rows."""
+    if a.is_cuda:
         kernels = hopper("precision.gemm_hopper")
         function = kernels.bf16_matmul_hopper if exact else kernels.bf16_matmul_free
         on_gpu: Tensor = function(a, b, out_dtype)
