@@ -47,8 +47,8 @@ def kernels():
 
 def random(rows: int, columns: int, seed: int, std: float = 1.0) -> torch.Tensor:
     g = torch.Generator("cuda").manual_seed(seed)
-    x = torch.randn(rows, columns, generator=g, device="cuda") * std
-    return (x * (1 + 9 * (torch.rand(rows, 1, generator=g, device="cuda") > 0.9))).bfloat16()
+    x = torch.randn(rows, columns, generator=g, device="cuda").mul_(std)
+    return x.mul_(1 + 9 * (torch.rand(rows, 1, generator=g, device="cuda") > 0.9)).bfloat16()
 
 
 def backends(gemm) -> list[str]:

@@ -89,12 +89,15 @@ def _rotary_rows(tokens: int) -> list[Row]:
     ]
 
 
+def _decode_rows(tokens: int) -> list[Row]:
+    return [_norm_rows(tokens)[0], _swiglu_rows(tokens)[0], _rotary_rows(tokens)[0]]
+
+
 def run(tokens: int = 16384, decode_rows: tuple[int, ...] = (8, 64, 256)) -> list[Row]:
     """Rows for every fused kernel of a decoder layer; of those that sample also at decode sizes,
     where inputs come from the cache and the time of a launch is most of what is measured."""
-    few = [row for n in decode_rows for row in (_norm_rows(n)[0], _swiglu_rows(n)[0])]
-    rotary = [_rotary_rows(n)[0] for n in decode_rows]
-    return [*_norm_rows(tokens), *_swiglu_rows(tokens), *_rotary_rows(tokens), *few, *rotary]
+    few = [row for n in decode_rows for row in _decode_rows(n)]
+    return [*_norm_rows(tokens), *_swiglu_rows(tokens), *_rotary_rows(tokens), *few]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
