@@ -31,6 +31,7 @@ from jetrl.kernels.swiglu import swiglu
 from jetrl.models.attention import KeyValues, Rotary, Trace, values_of
 from jetrl.models.families import ModelConfig, inverse_frequencies
 from jetrl.models.norm import RMSNorm
+from jetrl.precision.exact import exact_matmul
 from jetrl.precision.hopper import hopper
 from jetrl.precision.linear import Linear
 from jetrl.precision.plan import Format, PrecisionPlan, Side
@@ -256,8 +257,12 @@ class Decoder(nn.Module):
         return logits
 
     def scores(self, hidden: Tensor) -> Tensor:
-        """hidden [R, D] -> float32 [R], in FP32 throughout."""
-        scores = (hidden.float() * self.score).sum(-1)
+        """hidden [R, D] -> float32 [R], no rounding but FP32's. A GPU adds in an order that depends
+        on the number of rows, so its sum is made exact."""
+        if hidden.is_cuda:
+            scores = exact_matmul(hidden, self.score[:, None]).squeeze(-1).float()
+        else:
+            scores = (hidden.float() * self.score).sum(-1)
         _tell(self.trace, "score", scores)
         return scores
 
