@@ -14,6 +14,8 @@ from collections.abc import Iterable
 from jetrl.tasks import Task
 from jetrl.types import Prompt, Score
 
+LEAKED: list[bytearray] = []
+
 
 class Touch:
     """What a pickle can do: whoever unpickles this has a new file."""
@@ -86,6 +88,9 @@ class Awkward(Task):
             return float(os.getpid())
         if word == "memory":
             self.held = bytearray(int(rest) << 20)
+            return 1.0
+        if word == "leak":
+            LEAKED.append(bytearray(int(rest) << 20))
             return 1.0
         if word == "print-forever":
             while True:

@@ -97,6 +97,11 @@ def test_memory_is_limited_and_the_others_are_scored(scorer):
     )
 
 
+def test_what_earlier_items_left_behind_is_not_held_against_a_later_one(scorer):
+    results = score(scorer, *["leak 100"] * 6)
+    assert [(item.score.reward, item.failure) for item in results] == [(1.0, "")] * 6
+
+
 def test_without_a_limit_memory_is_the_machines():
     with Scorer(AWKWARD, workers=1, timeout_s=5, memory_mib=0) as scorer:
         assert score(scorer, "memory 400")[0].score.reward == 1.0

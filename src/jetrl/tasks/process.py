@@ -82,6 +82,7 @@ class WorkerProcess:
             theirs.close()
             os.close(write_end)
         self.ready = False
+        self._answered = 0
         self._starts += 1
         self._began = time.monotonic()
         self.deadline = self._began + START_LIMIT_S
@@ -124,12 +125,17 @@ class WorkerProcess:
                 reply = parse_reply(line)
                 if reply.chunk != self._chunk:
                     raise WireError("an answer to what it was not given")
-                replies.append((self.jobs.popleft(), reply))
                 if reply.last:
+                    # What filled the memory may have been left by the items before: a fresh
+                    # process decides.
+                    if self._answered == 0:
+                        replies.append((self.jobs.popleft(), reply))
                     self._lost_s += took
                     self._end()
                     self._give_back()
                     return replies
+                replies.append((self.jobs.popleft(), reply))
+                self._answered += 1
         except EOFError:
             failure = self._cause_of_death()
         except WireError as error:
