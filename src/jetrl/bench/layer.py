@@ -253,7 +253,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     rows = run(args.shape, args.tokens, args.length, args.row or list(ROWS))
     command = f"jetrl bench layer --shape {args.shape} --tokens {args.tokens}"
-    write_results(args.out, "layer", f"{command} --length {args.length}", rows)
+    chosen = "".join(f' --row "{name}"' for name in args.row or [])
+    write_results(args.out, "layer", f"{command} --length {args.length}{chosen}", rows)
     tables = [row.pop("operations_ms") for row in rows]
     print_table(rows)
     print("\nmilliseconds an operation")
