@@ -94,7 +94,7 @@ def flows(out: Path) -> None:
         if "correction/weight_max" in steps[0]:
             weight = max(line["correction/weight_max"] for line in steps)
             touched = sum(line["correction/touched_fraction"] for line in steps) / len(steps)
-            cells[2:] = [f"{weight:.4g}", f"{100 * touched:.2f}%"]
+            cells[2:] = [f"{weight:.4g}", f"{100 * touched:.2g}%"]
         print(f"| `{name}` | {accuracy(lines[-1])} | " + " | ".join(cells) + " |")
 
 
