@@ -56,6 +56,16 @@ def test_a_recipe_of_a_mix_reads_back_as_it_was(tmp_path: Path) -> None:
     assert load_config(tmp_path / "again.toml").task == settings.task
 
 
+def test_a_task_without_prompts_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "empty.py"
+    file.write_text(
+        "from jetrl.tasks import Task\n\n\nclass Empty(Task):\n"
+        "    def prompts(self, split):\n        return []\n"
+    )
+    with pytest.raises(UserError, match="Empty has no prompts in split 'train'"):
+        read_prompts(get_task("mix", tasks=[SUMS, {"name": f"{file}:Empty"}]), "train")
+
+
 @pytest.mark.parametrize(
     "tasks, message",
     [

@@ -93,7 +93,10 @@ class Mix(Task):
         """Every task's prompts, one task after the other; ids are `label/id`."""
         self.check_split(split)
         for label, task in self.tasks.items():
-            for prompt in read_prompts(task, split):
+            prompts = read_prompts(task, split)
+            if not prompts:
+                raise UserError(f"task.options.tasks: {label} has no prompts in split {split!r}")
+            for prompt in prompts:
                 yield self._mixed(label, prompt)
 
     def _mixed(self, label: str, prompt: Prompt) -> Prompt:
