@@ -214,24 +214,6 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(
     assert metrics(resumed.run_path)[-1] == metrics(uncut.run_path)[-1]
 
 
-def test_killed_outright_and_resumed(tmp_path: Path) -> None:
-    """SIGKILL at a moment nobody chose; the report and metrics are whole afterwards."""
-    overrides = [*TINY, f"run.dir={tmp_path}", "loop.steps=6"]
-    uncut = train(load_config("demo", [*overrides, "run.name=uncut"]))
-    command = [sys.executable, "-m", "jetrl.cli.main", "train", "demo", *overrides, "run.name=cut"]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env={**os.environ})
-    log = tmp_path / "cut" / "metrics.jsonl"
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline and process.poll() is None:
-        if log.exists() and '"step": 3' in log.read_text():
-            break
-        time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    resumed = train(load_config("demo", [*overrides, "run.name=cut"]), resume=True)
-    assert metrics(resumed.run_path) == metrics(uncut.run_path)
-
-
 def test_ctrl_c_finishes_the_step_and_leaves_a_report(tmp_path: Path) -> None:
     overrides = [*TINY, f"run.dir={tmp_path}", "run.name=stop", "loop.steps=10000"]
     command = [sys.executable, "-m", "jetrl.cli.main", "train", "demo", *overrides]
