@@ -85,6 +85,24 @@ def test_one_signal_leaves_a_checkpoint_and_the_run_goes_on(
     assert same(resumed.run_path, uncut.run_path)
 
 
+@pytest.mark.parametrize(
+    "words",
+    [["rollout.oversample=0.5"], ["data.order=pass_rate"], ["algorithm.name=dapo"]],
+    ids=lambda words: words[0],
+)
+def test_a_step_given_up_leaves_nothing_in_what_is_carried_from_step_to_step(
+    words: list[str], small: Callable, same: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uncut = train(small(*words, name="uncut"))
+    """In the fourth step: the third has no checkpoint yet."""
+    with (
+        raised_in(monkeypatch, verbs, "score_completions", 4, signal.SIGTERM),
+        pytest.raises(Terminated),
+    ):
+        train(small(*words))
+    assert same(train(small(*words), resume=True).run_path, uncut.run_path)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_second_signal_leaves_at_once(
     number: int,

@@ -194,7 +194,11 @@ class Session:
             seed=derive_seed(self.settings.run.seed, "rollout", step, *([again] if again else [])),
         )
         parts = self.parts
-        with self.stops.giving_up(), self.phases.phase("rollout"), self.safeguards.sampling(step):
+        with (
+            self.stops.giving_up(self.carrying.on),
+            self.phases.phase("rollout"),
+            self.safeguards.sampling(step),
+        ):
             if self.carrying.on:
                 prompts, completions = self.carrying.sample(
                     parts.engine, prompts, params, step, self._progress
@@ -215,7 +219,7 @@ class Session:
         Raises:
             RunStopped: not one of them could be judged.
         """
-        with self.stops.giving_up(), self.phases.phase("reward"):
+        with self.stops.giving_up(self.carrying.on), self.phases.phase("reward"):
             samples = score_completions(self.parts.scorer, prompts, completions)
             if self.parts.judge is not None:
                 samples = self.parts.judge(samples)

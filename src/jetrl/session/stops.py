@@ -3,8 +3,10 @@
 | | during sampling and scoring of a step | else |
 | --- | --- | --- |
 | Ctrl-C | the step is finished | the step is finished |
-| SIGTERM | the step is given up: nothing has changed yet | the step is finished |
+| SIGTERM | the step is given up: nothing has changed yet [1] | the step is finished |
 | a second one | leaves at once | leaves at once |
+
+[1] With partial rollouts (rollout.oversample) something has: the step is finished.
 
 Then the checkpoint and the report are written. Who leaves at once leaves the last checkpoint as it
 is: it is complete, or it has another name.
@@ -80,9 +82,11 @@ class Stops:
             )
 
     @contextlib.contextmanager
-    def giving_up(self) -> Iterator[None]:
-        """Work that SIGTERM may cut, by Terminated: nothing in it lasts."""
-        self._may_give_up = True
+    def giving_up(self, lasting: bool = False) -> Iterator[None]:
+        """Work that SIGTERM may cut, by Terminated. lasting: it may not, since something of the
+        work stays for the next step (partial rollouts), and a checkpoint of the step before must
+        not know of it."""
+        self._may_give_up = not lasting
         try:
             yield
         finally:
