@@ -19,8 +19,8 @@ from jetrl.config import (
     packaged_recipes,
     to_toml,
 )
+from jetrl.documents.settings import with_tables
 from jetrl.errors import UserError
-from jetrl.settings_document import with_tables
 
 ROOT = Path(__file__).parents[1]
 

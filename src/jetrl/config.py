@@ -1,8 +1,8 @@
 """Settings read and written: TOML recipes and dotted overrides (`train.lr=2e-6`) in, TOML out.
 
-What can be set is in settings.py. A key that does not exist is an error that names the nearest one
-(also where the key is right and the section is wrong), and every error says where the value came
-from: the recipe and its line, or the override. No torch here.
+What can be set is in `jetrl.settings`. A key that does not exist is an error that names the nearest
+one (also where the key is right and the section is wrong), and every error says where the value
+came from: the recipe and its line, or the override. No torch here.
 """
 
 from __future__ import annotations
@@ -22,21 +22,23 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ValidationError
 
-from jetrl.algorithm_settings import AlgorithmSettings
 from jetrl.errors import UserError
-from jetrl.judge_settings import CriticSettings, ReferenceSettings, RewardSettings
-from jetrl.section import Section
 from jetrl.settings import (
+    AlgorithmSettings,
     CheckpointSettings,
+    CriticSettings,
     DataSettings,
     EvalSettings,
     LoopSettings,
     ModelSettings,
     PrecisionSettings,
     Preset,
+    ReferenceSettings,
     ReportSettings,
+    RewardSettings,
     RolloutSettings,
     RunSettings,
+    Section,
     Settings,
     SftSettings,
     TaskSettings,

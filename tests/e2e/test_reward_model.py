@@ -51,8 +51,8 @@ def test_it_learns_and_is_written(judge: Path) -> None:
 
 
 def test_its_fp8_scores_are_within_the_noise_of_their_roundings(judge: Path) -> None:
-    """As in tests/models/test_scalar_model.py the hidden state is off by |dh| <= 2 sqrt(12 layers) r
-    |h|, r = 2^-4 / sqrt(3) / 1.5. A trained head looks in the directions in which hidden states
+    """As in tests/models/test_scalar_model.py the hidden state is off by |dh| <= 2 sqrt(12 layers)
+    r |h|, r = 2^-4 / sqrt(3) / 1.5. A trained head looks in the directions in which hidden states
     differ, so the error is not of any direction: the score w.h is off by at most |w| |dh|."""
     exact, rounded = (
         ScalarModel.from_pretrained(judge / "out", PrecisionPlan.preset(preset))

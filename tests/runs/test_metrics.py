@@ -3,6 +3,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from jetrl.documents.metrics import SYSTEMS, render_metrics_document
 from jetrl.runs.metrics import (
     METRICS,
     check_metrics,
@@ -11,7 +12,6 @@ from jetrl.runs.metrics import (
     part_metric,
     reproducible,
 )
-from jetrl.runs.metrics_document import SYSTEMS, render_metrics_document
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "metrics.md"
 

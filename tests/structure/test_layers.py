@@ -1,10 +1,12 @@
 """Who may import whom, read from the sources: a failure names file, line and import.
 
-    cli -> loop -> session -> {building, evaluate, parity, memory}
-        -> {rollout, training, tasks, runs} -> policy -> models -> {kernels, precision}
+    cli -> loop -> session -> reproduction
+        -> {evaluate, environment, parity, building, judge, memory}
+        -> {rollout, training, tasks, runs} -> {policy, scalar_model} -> model -> models
+        -> {kernels, precision}
 
-and everyone may use types, config and errors. rollout and training never import each other; tasks
-and runs know neither the model nor torch.
+and everyone may use types, settings, config, errors and algorithms. rollout and training never
+import each other; tasks and runs know neither the model nor torch.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import pytest
 SOURCE = Path(__file__).parents[2] / "src" / "jetrl"
 FILES = sorted(SOURCE.rglob("*.py"))
 
-BASE = {"types", "config", "errors", "algorithms", "algorithm_settings"}
+BASE = {"types", "config", "errors", "algorithms", "settings"}
 BELOW_POLICY = {"models", "kernels", "precision"}
 PARTS = {"rollout", "training", "tasks", "runs"}
 EVERYTHING = (
@@ -53,14 +55,10 @@ ALLOWED: dict[str, set[str]] = {
     "types": set(),
     "errors": set(),
     "algorithms": set(),
-    "section": set(),
-    "algorithm_settings": {"algorithms", "section"},
     "out_of_memory": {"errors"},
-    "judge_settings": {"section"},
-    "settings": {"algorithm_settings", "algorithms", "judge_settings", "section"},
-    "config": {"algorithm_settings", "errors", "judge_settings", "section", "settings"},
-    "settings_document": {"config", "errors", "settings"},
-    "algorithms_document": {"algorithms"},
+    "settings": {"algorithms"},
+    "config": {"errors", "settings"},
+    "documents": BASE | {"runs"},
     "precision": BASE,
     "kernels": BASE | {"precision"},
     "models": BASE | {"kernels", "precision"},

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from jetrl.algorithm_settings import AlgorithmSettings
 from jetrl.algorithms import ALGORITHMS, CORRECTIONS
-from jetrl.algorithms_document import with_table
+from jetrl.documents.algorithms import with_table
+from jetrl.settings import AlgorithmSettings
 from jetrl.training.advantages import ESTIMATORS, StepRewards, overlong_penalties
 from jetrl.training.losses import preference_loss, value_loss
 from jetrl.training.objectives import Tokens, UpdateSize, kl
@@ -209,4 +209,4 @@ def test_every_piece_has_its_formula() -> None:
 
 
 def test_the_table_of_algorithms_is_that_of_the_records() -> None:
-    assert with_table(TEXT) == TEXT, "python -m jetrl.algorithms_document docs/algorithms.md"
+    assert with_table(TEXT) == TEXT, "make docs"

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from jetrl.algorithm_settings import AlgorithmSettings
 from jetrl.algorithms import ALGORITHMS
 from jetrl.errors import UserError
+from jetrl.settings import AlgorithmSettings
 from jetrl.training.losses import cross_entropy
 from jetrl.training.objectives import Objective, TokenLoss, Tokens, UpdateSize
 from jetrl.training.objectives.aggregation import token_weights

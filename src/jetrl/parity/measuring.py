@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from jetrl.algorithm_settings import AlgorithmSettings
 from jetrl.errors import UserError
 from jetrl.policy import Policy
 from jetrl.randomness import derive_seed
 from jetrl.rollout.engine import ProgressCallback, RolloutEngine
+from jetrl.settings import AlgorithmSettings
 from jetrl.training.mismatch import different, mismatch_metrics
 from jetrl.types import SamplingParams
 

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 
 import torch
 
-from jetrl.algorithm_settings import AlgorithmSettings
 from jetrl.algorithms import CORRECTIONS, Level
+from jetrl.settings import AlgorithmSettings
 from jetrl.training.objectives.tokens import Tokens
 
 

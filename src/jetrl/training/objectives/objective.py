@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from jetrl.algorithm_settings import AlgorithmSettings
 from jetrl.algorithms import Aggregation, Algorithm
 from jetrl.errors import UserError
+from jetrl.settings import AlgorithmSettings
 from jetrl.training.advantages import ESTIMATORS, Advantages, StepRewards
 from jetrl.training.objectives import kl
 from jetrl.training.objectives.aggregation import UpdateSize, token_weights

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field, model_validator
 
-from jetrl.section import NonNegativeFloat, PositiveFloat, Section
+from jetrl.settings.section import NonNegativeFloat, PositiveFloat, Section
 
 
 class ReferenceSettings(Section):

@@ -14,10 +14,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from jetrl.algorithm_settings import AlgorithmSettings
 from jetrl.algorithms import ALGORITHMS
-from jetrl.judge_settings import CriticSettings, ReferenceSettings, RewardSettings
-from jetrl.section import (
+from jetrl.settings.algorithm import AlgorithmSettings
+from jetrl.settings.models import CriticSettings, ReferenceSettings, RewardSettings
+from jetrl.settings.section import (
     Beta,
     Mass,
     NonNegative,

@@ -1,7 +1,4 @@
-"""docs/metrics.md, made from the registry of metric names; a test compares the two.
-
-python -m jetrl.runs.metrics_document > docs/metrics.md
-"""
+"""docs/metrics.md, made whole from the registry of metric names."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ def render_metrics_document() -> str:
         "below. A step has what was measured in it: an evaluation, for one, only now and then.",
         "Floats are written so that they read back bit-equal; not-a-number is written `NaN`,",
         "infinity `Infinity`. This page is made from the registry by",
-        "`python -m jetrl.runs.metrics_document > docs/metrics.md`.",
+        "`make docs`.",
         "",
         "| name | unit | meaning |",
         "| --- | --- | --- |",
@@ -48,7 +45,3 @@ def render_metrics_document() -> str:
 
 def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("<", "&lt;").replace(">", "&gt;").replace("*", "\\*")
-
-
-if __name__ == "__main__":
-    print(render_metrics_document(), end="")

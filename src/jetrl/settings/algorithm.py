@@ -19,7 +19,7 @@ from jetrl.algorithms import (
     KlPlace,
     Level,
 )
-from jetrl.section import (
+from jetrl.settings.section import (
     Mass,
     NonNegative,
     NonNegativeFloat,

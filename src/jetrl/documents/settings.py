@@ -1,11 +1,8 @@
-"""The tables of docs/settings.md, made from settings.py: `python -m jetrl.settings_document FILE`
-writes them anew and leaves the prose as it is (`make docs`); a test compares."""
+"""The tables of docs/settings.md, made from `jetrl.settings`; the prose stays as it is."""
 
 from __future__ import annotations
 
 import re
-import sys
-from pathlib import Path
 
 from jetrl.config import describe
 from jetrl.errors import UserError
@@ -25,7 +22,7 @@ def table(section: str) -> str:
 
 
 def with_tables(text: str) -> str:
-    """The document with the table of each section as settings.py has it.
+    """The document with the table of each section as `jetrl.settings` has it.
 
     Raises:
         UserError: a section without a heading and a table in the document.
@@ -36,8 +33,3 @@ def with_tables(text: str) -> str:
             raise UserError(f"docs/settings.md: no heading '## `{section}`' with a table below it")
         text = text[: found.start(2)] + table(section) + text[found.end(2) :]
     return text
-
-
-if __name__ == "__main__":
-    document = Path(sys.argv[1])
-    document.write_text(with_tables(document.read_text(encoding="utf-8")), encoding="utf-8")

@@ -1,12 +1,6 @@
-"""The table of algorithms in docs/algorithms.md, made from their records; a test compares the two.
-
-python -m jetrl.algorithms_document docs/algorithms.md
-"""
+"""The table of algorithms in docs/algorithms.md, made from their records; the prose stays."""
 
 from __future__ import annotations
-
-import sys
-from pathlib import Path
 
 from jetrl.algorithms import ALGORITHMS, Algorithm
 
@@ -51,8 +45,3 @@ def _value(value: float | bool | None) -> str:
     if value is None:
         return "a fifth of `rollout.max_tokens`"
     return str(value).lower() if isinstance(value, bool) else f"{value:g}"
-
-
-if __name__ == "__main__":
-    document = Path(sys.argv[1])
-    document.write_text(with_table(document.read_text(encoding="utf-8")), encoding="utf-8")
