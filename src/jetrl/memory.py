@@ -12,29 +12,32 @@ from jetrl.precision import PrecisionPlan
 from jetrl.precision.plan import FP8_BLOCK
 
 
-def memory_plan(settings: Settings, config: ModelConfig) -> list[tuple[str, int]]:
+def memory_plan(
+    settings: Settings, config: ModelConfig, on_gpu: bool = False
+) -> list[tuple[str, int]]:
     """Rows (what, bytes): weights and their copies, optimizer, gradients, the KV pages that a full
-    batch of the longest sequences would fill, and the saved activations of one micro-batch."""
+    batch of the longest sequences would fill, and the saved activations of one micro-batch. on_gpu:
+    FP8 weights have a transpose of their own there, for DGrad."""
     plan = PrecisionPlan.from_settings(settings.precision)
     parameters = num_parameters(config)
     rows = [
         ("master weights, FP32", 4 * parameters),
         ("AdamW moments, FP32", 8 * parameters),
         ("gradients, FP32", 4 * parameters),
-        ("working copies for sampling and training", _working_bytes(config, plan)),
+        ("working copies for sampling and training", _working_bytes(config, plan, on_gpu)),
         ("KV pages of a full batch", _kv_bytes(settings, config, plan)),
         ("activations kept for backward", _activation_bytes(settings, config, plan)),
     ]
-    rows += _beside_the_policy(settings, config, plan)
+    rows += _beside_the_policy(settings, config, plan, on_gpu)
     return [*rows, ("total", sum(size for _, size in rows))]
 
 
 def _beside_the_policy(
-    settings: Settings, config: ModelConfig, plan: PrecisionPlan
+    settings: Settings, config: ModelConfig, plan: PrecisionPlan, on_gpu: bool
 ) -> list[tuple[str, int]]:
     """Rows of the reference and the critic where they are copies of the policy; the size of a model
     in another directory is not known here."""
-    copies = _working_bytes(config, plan)
+    copies = _working_bytes(config, plan, transposes=False)
     rows = []
     reference = settings.reference
     if settings.algorithm.kl > 0 and reference.path is None and not reference.offload:
@@ -43,7 +46,8 @@ def _beside_the_policy(
         rows.append(("reference: working copies alone", copies + embedding))
     if settings.critic.path == "policy":
         own = 16 * num_parameters(config)
-        rows.append(("critic: masters, moments, gradients, copies", own + copies))
+        trained = _working_bytes(config, plan, on_gpu)
+        rows.append(("critic: masters, moments, gradients, copies", own + trained))
     return rows
 
 
@@ -57,11 +61,12 @@ def available_bytes() -> int | None:
     return None if found is None else 1024 * int(found[1])
 
 
-def _working_bytes(config: ModelConfig, plan: PrecisionPlan) -> int:
+def _working_bytes(config: ModelConfig, plan: PrecisionPlan, transposes: bool) -> int:
     def copy(format: str, rows: int, columns: int) -> int:
         elements = rows * columns
         scales = 4 * -(-rows // FP8_BLOCK) * -(-columns // FP8_BLOCK)
-        return {"fp8": elements + scales, "bf16": 2 * elements, "fp32": 0}[format]
+        fp8 = (elements + scales) * (2 if transposes else 1)
+        return {"fp8": fp8, "bf16": 2 * elements, "fp32": 0}[format]
 
     total = 0
     for name, shape in parameter_shapes(config).items():

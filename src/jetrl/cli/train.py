@@ -219,13 +219,14 @@ def sample_command(model: Path, settings: Settings) -> str:
 
 def dry_run(settings: Settings) -> str:
     """The resolved settings (TOML), the precision plan by role, and the memory plan."""
-    from jetrl.building import model_config
+    from jetrl.building import choose_device, model_config
     from jetrl.config import to_toml
     from jetrl.memory import memory_plan
     from jetrl.precision import PrecisionPlan
 
     plan = PrecisionPlan.from_settings(settings.precision)
-    planned = memory_plan(settings, model_config(settings))
+    on_gpu = choose_device(settings.run.device) != "cpu"
+    planned = memory_plan(settings, model_config(settings), on_gpu)
     memory = [(what, f"{size / 2**30:9.3f} GiB") for what, size in planned]
     return "\n".join(
         [
