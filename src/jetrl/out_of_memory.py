@@ -20,6 +20,8 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that memory ran out, of the GPU or of the CPU."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
+    if isinstance(error, OutOfMemoryStop):  # quotes the allocator, and is not to be tried again
+        return False
     return isinstance(error, RuntimeError) and _CPU_ALLOCATOR in str(error)
 
 

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from jetrl.config import Settings
-from jetrl.errors import UserError
+from jetrl.errors import OutOfMemoryStop, UserError
 from jetrl.models.families import ModelConfig
 from jetrl.models.tiny import random_weights
+from jetrl.out_of_memory import within_memory
 from jetrl.precision import PrecisionPlan
 from jetrl.scalar_model import ScalarModel
 from jetrl.training import Critic, pack
@@ -117,6 +118,18 @@ def test_state_is_taken_over_bit_for_bit(sample):
     a, b = whole.state_tensors(), resumed.state_tensors()
     assert a.keys() == b.keys()
     assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_an_optimizer_without_room_is_not_begun_anew(sample):
+    """Its masters may have changed by then: a second attempt would update them twice."""
+    student = critic()
+
+    def apply(total_norm):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 64")
+
+    student.optimizer.apply = apply
+    with pytest.raises(OutOfMemoryStop, match=r"in the critic's optimizer .*to allocate 64"):
+        within_memory(lambda: student.update(lessons(sample, student)), pytest.fail)
 
 
 def test_another_models_state_is_refused():

@@ -13,10 +13,11 @@ import torch
 
 from jetrl.config import Settings
 from jetrl.errors import UserError
+from jetrl.out_of_memory import explained
 from jetrl.scalar_model import ScalarModel
 from jetrl.training.losses import value_loss
 from jetrl.training.micro_batches import MicroBatch
-from jetrl.training.optimizer import Optimizer
+from jetrl.training.optimizer import ADVICE, Optimizer
 from jetrl.training.packing import targets
 from jetrl.types import Batch
 
@@ -54,6 +55,8 @@ class Critic:
 
         Raises:
             NonFiniteError: the gradient is not finite; the critic was not changed.
+            OutOfMemoryStop: the optimizer has no room. A plain error of memory comes from forward
+                and backward alone, before anything changed: the update can be begun anew then.
         """
         num_tokens = sum(int(micro.batch.loss_mask.sum()) for micro in micro_batches)
         self.optimizer.zero_grad()
@@ -78,8 +81,9 @@ class Critic:
             "critic/clip_fraction": clipped,
             "critic/lr": self.optimizer.lr,
         }
-        metrics["critic/grad_norm"] = self.optimizer.step()
-        self.model.requantize()
+        with explained("the critic's optimizer", ADVICE):
+            metrics["critic/grad_norm"] = self.optimizer.step()
+            self.model.requantize()
         return metrics
 
     def state_tensors(self) -> dict[str, torch.Tensor]:
