@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
 from jetrl.config import load_config
 from jetrl.errors import UserError
 from jetrl.policy import Policy
 from jetrl.precision import PrecisionPlan
-from jetrl.training import Trainer
-from jetrl.training.calibration import Bounds, calibrated, moved, over_clipped
+from jetrl.training import Trainer, pack
+from jetrl.training.calibration import (
+    Bounds,
+    ClipCalibration,
+    calibrated,
+    moved,
+    over_clipped,
+)
+from jetrl.training.micro_batches import MicroBatch
+from jetrl.training.packing import with_advantages
 
 REFERENCE = Bounds(0.8, 1.2)
 
@@ -107,6 +116,24 @@ def test_in_the_trainer(sample) -> None:
     assert resumed.calibration is not None
     resumed.calibration.load_state(state)
     assert resumed.calibration.bounds == trainer.calibration.bounds
+
+
+def test_an_update_that_is_not_finite_moves_no_bound(sample) -> None:
+    config = load_config("demo").model.config
+    assert isinstance(config, dict)
+    policy = Policy.from_config(config | {"num_hidden_layers": 1}, PrecisionPlan.preset("unified"))
+    sequence = list(range(8))
+    (logprobs,) = policy.logprobs([sequence])
+    samples = [sample(0, sequence[:3], sequence[3:], 1.0, logprobs[2:].tolist())] * 2
+    micro = []
+    for batch in pack(samples, 8):  # one sample each
+        advantages = np.full(5, (-1.0) ** len(micro), dtype=np.float32)
+        micro.append(MicroBatch(with_advantages(batch, [advantages] * 2)))
+    for value, moves in ((0.5, True), (float("nan"), False)):
+        calibration = ClipCalibration(policy, REFERENCE, every=1, temperature=1.0)
+        calibration.begin([micro, micro])
+        found = calibration.end(micro, [torch.full((5,), value)] * 2)
+        assert bool(found) == (calibration.bounds != REFERENCE) == moves
 
 
 @pytest.mark.parametrize(

@@ -83,8 +83,13 @@ class ClipCalibration:
         self, micro_batches: Sequence[MicroBatch], logprobs: Sequence[torch.Tensor]
     ) -> dict[str, float]:
         """At the last update of the step, before it is applied. logprobs: the trainer's of its
-        batches, float32 [N] each. Returns the metrics of a calibration, nothing without one."""
+        batches, float32 [N] each. Returns the metrics of a calibration; nothing without one, or of
+        an update that is not finite, which the guard refuses."""
         if self._shadow is None:
+            return {}
+        now = np.concatenate([part.detach().cpu().numpy() for part in logprobs])
+        if not np.isfinite(now).all():
+            self._shadow = None
             return {}
         self._shadow.requantize()
         after = self._forward(micro_batches)
@@ -92,7 +97,6 @@ class ClipCalibration:
         batches = [micro.batch for micro in micro_batches]
         rollout = np.concatenate([b.rollout_logprobs[targets(b)] for b in batches])
         advantages = np.concatenate([b.advantages[targets(b)] for b in batches])
-        now = np.concatenate([part.detach().cpu().numpy() for part in logprobs])
         fp8 = np.exp(now - rollout)
         bf16 = np.exp(np.concatenate(after) - np.concatenate(self._before))
         wanted = calibrated(fp8, bf16, advantages, np.exp(rollout), self._reference)
