@@ -67,12 +67,14 @@ def test_one_signal_leaves_a_checkpoint_and_the_run_goes_on(
     same: Callable,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """In the third step."""
     uncut = train(small(name="uncut"))
     end = Terminated if number == signal.SIGTERM else KeyboardInterrupt
     with raised_in(monkeypatch, owner, name, 3, number), pytest.raises(end):
         train(small("report.enabled=true"))
+    assert capsys.readouterr().out.count(f"stopped after step {done}: ") == 1
     run = RunDirectory.open(tmp_path / "run")
     assert [line["step"] for line in run.metrics("rl")] == list(range(1, done + 1))
     assert run.rollout_steps() == list(range(1, done + 1))
@@ -93,8 +95,8 @@ def test_one_signal_leaves_a_checkpoint_and_the_run_goes_on(
 def test_a_step_given_up_leaves_nothing_in_what_is_carried_from_step_to_step(
     words: list[str], small: Callable, same: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    uncut = train(small(*words, name="uncut"))
     """In the fourth step: the third has no checkpoint yet."""
+    uncut = train(small(*words, name="uncut"))
     with (
         raised_in(monkeypatch, verbs, "score_completions", 4, signal.SIGTERM),
         pytest.raises(Terminated),
@@ -175,4 +177,4 @@ def test_a_step_that_would_not_fit_is_not_begun(monkeypatch: pytest.MonkeyPatch)
     stops.check_time(1300.0)
     assert stops.reason == "run.max_hours = 1.0: 800 s are left, and a step took up to 1300 s"
     assert stops.elapsed_s == 7200.0 + 2800.0
-    assert not stops.signalled
+    stops.raise_signal()  # none did: it returns

@@ -39,14 +39,15 @@ class Ending:
     ) -> None:
         self._parts, self._saved, self._stops = parts, saved, stops
         self._phases, self._display = phases, display
+        self._stopped = False
 
     def stop(self, step: int, trainer: Trainer | None) -> None:
-        """A checkpoint of the last whole step, if that has none.
+        """A checkpoint of the last whole step, if that has none. Once: a second call does nothing.
 
         Args:
             step: the last whole one. trainer: None in the warm-up, which saves itself.
         """
-        if trainer is None:
+        if trainer is None or self._stopped:
             return
         with self._phases.phase("checkpoint"):
             self._saved.wait()
@@ -55,6 +56,7 @@ class Ending:
                 self._saved.save(step, trainer, {})
                 self._saved.wait()
         self._display.note(f"stopped after step {step}: {self._stops.reason}")
+        self._stopped = True
 
     def cut(self, error: BaseException | None, step: int, trainer: Trainer | None) -> None:
         """What is still done when the run is left: after a step that was given up, its checkpoint;

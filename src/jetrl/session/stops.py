@@ -54,11 +54,6 @@ class Stops:
         """Wall time over all attempts."""
         return self._elapsed_before + time.monotonic() - self._began
 
-    @property
-    def signalled(self) -> bool:
-        """Whether a signal asked to stop, and not the time limit."""
-        return self._end is not None
-
     def raise_signal(self) -> None:
         """KeyboardInterrupt or Terminated, if a signal asked to stop."""
         if self._end is not None:
