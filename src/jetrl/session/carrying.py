@@ -119,9 +119,20 @@ class Carrying:
         ]
 
     def load_state(self, state: Any) -> None:
+        """Goes on with what `state` gave.
+
+        Raises:
+            UserError: one of its prompts is no longer there.
+        """
         self._groups = []
         for prompt_id, members in state:
-            prompt = self._by_id[prompt_id]
+            prompt = self._by_id.get(prompt_id)
+            if prompt is None:
+                raise UserError(
+                    f"the checkpoint has unfinished completions of prompt {prompt_id!r}, which the "
+                    "task does not have now: put its data back as it was, or start a new run "
+                    "under another run.name"
+                )
             self._groups.append(Group(prompt, tuple(_member(prompt, m) for m in members)))
 
 

@@ -1,0 +1,35 @@
+"""What partial rollouts leave in a checkpoint, taken up again."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from jetrl import load_config
+from jetrl.errors import UserError
+from jetrl.evaluate import EncodedPrompt
+from jetrl.precision import PrecisionPlan
+from jetrl.session.carrying import Carrying
+from jetrl.types import Prompt
+
+STATE = [["b", [[5, [1, 2], [-0.5, -0.25], "cancelled", "", [1, 1]]]]]
+
+
+def carrying(*ids: str) -> Carrying:
+    prompts = [EncodedPrompt(Prompt(id=i, text=i), (1,)) for i in ids]
+    policy = SimpleNamespace(plan=PrecisionPlan.preset("unified"))
+    return Carrying(load_config("demo", ["rollout.oversample=0.5"]), policy, prompts, 1)
+
+
+def test_the_state_comes_back() -> None:
+    resumed = carrying("a", "b")
+    resumed.load_state(json.loads(json.dumps(STATE)))
+    assert resumed.num_unfinished == 1
+    assert json.loads(json.dumps(resumed.state())) == STATE
+
+
+def test_a_prompt_that_is_gone_is_named() -> None:
+    with pytest.raises(UserError, match=r"prompt 'b'.* does not have now"):
+        carrying("a").load_state(STATE)
