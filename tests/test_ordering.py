@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jetrl.ordering import PassRates, PromptOrder, shares, weighted_draw
-from jetrl.randomness import draw_indices, draw_range
+from jetrl.randomness import draw_range
 
 
 @pytest.mark.parametrize("weights", [[1.0], [1, 1], [3, 1], [0.2, 0.3, 0.5], [5, 0, 1], [1e-3, 1]])
@@ -27,7 +27,7 @@ def test_shares_are_off_by_less_than_one_in_a_step_and_exact_in_the_long_run(wei
 
 
 def test_consecutive_ranges_make_whole_epochs():
-    drawn = [i for step in range(1, 8) for i in draw_indices(5, 3, step, seed=1)]
+    drawn = [i for step in range(7) for i in draw_range(5, 3 * step, 3, seed=1)]
     assert drawn == draw_range(5, 0, 21, seed=1)
     for start in (0, 5, 10, 15):
         assert sorted(drawn[start : start + 5]) == [0, 1, 2, 3, 4]
@@ -51,7 +51,7 @@ def order(explore=None, tasks=("",) * 12, weights=None, seed=5):
 
 def test_one_task_shuffled_is_the_plain_shuffle():
     assert [order().draw(step, 5) for step in (1, 2, 9)] == [
-        draw_indices(12, 5, step, seed=5) for step in (1, 2, 9)
+        draw_range(12, 5 * (step - 1), 5, seed=5) for step in (1, 2, 9)
     ]
 
 

@@ -16,11 +16,6 @@ def derive_seed(*parts: int | str) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
 
 
-def draw_indices(total: int, count: int, step: int, seed: int) -> list[int]:
-    """Indices of a step's items (steps count from 1): consecutive ones of endless shuffles."""
-    return draw_range(total, (step - 1) * count, count, seed)
-
-
 def draw_range(total: int, first: int, count: int, seed: int) -> list[int]:
     """`count` indices below `total`, from place `first` on, of endless shuffles."""
     epochs = range(first // total, (first + count - 1) // total + 1)
