@@ -105,6 +105,25 @@ def test_a_step_given_up_leaves_nothing_in_what_is_carried_from_step_to_step(
     assert same(train(small(*words), resume=True).run_path, uncut.run_path)
 
 
+def test_a_damaged_checkpoint_is_none_of_the_step_that_a_run_ends_with(
+    small: Callable, same: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That of step 3 is damaged; the resumed run does step 3 again and is stopped in step 4."""
+    uncut = train(small(name="uncut"))
+    with raised_in(monkeypatch, Trainer, "step", 3, signal.SIGTERM), pytest.raises(Terminated):
+        train(small())
+    run = tmp_path / "run"
+    assert saved(run) == [2, 3]
+    (Checkpoints(run / "checkpoints").path(3) / "masters.safetensors").write_bytes(b"")
+    with (
+        raised_in(monkeypatch, verbs, "sample_prompts", 2, signal.SIGTERM),
+        pytest.raises(Terminated),
+    ):
+        train(small(), resume=True)
+    assert saved(run) == [2, 3], "each is good"
+    assert same(train(small(), resume=True).run_path, uncut.run_path)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_second_signal_leaves_at_once(
     number: int,

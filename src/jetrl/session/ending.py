@@ -51,7 +51,7 @@ class Ending:
             return
         with self._phases.phase("checkpoint"):
             self._saved.wait()
-            last = self._saved.last_step
+            last = self._saved.good_step
             if last is None or last < step:
                 self._saved.save(step, trainer, {})
                 self._saved.wait()

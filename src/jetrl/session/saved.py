@@ -61,6 +61,7 @@ class Saved:
         self._steps = Checkpoints(run.checkpoints_dir, keep_last, keep_best)
         self._warm_up = Checkpoints(run.checkpoints_dir / "sft", keep_last)
         self._background = Background()
+        self._good_step: int | None = None
         self._states: dict[str, Stateful] = {}
         self._tensors: dict[str, StatefulTensors] = {}
 
@@ -147,6 +148,7 @@ class Saved:
     def _finish(self, checkpoints: Checkpoints, snapshot: Snapshot) -> None:
         checkpoints.write(snapshot)
         if checkpoints is self._steps:
+            self._good_step = snapshot.step
             shutil.rmtree(self._warm_up.directory, ignore_errors=True)
 
     def check(self) -> None:
@@ -166,6 +168,12 @@ class Saved:
         """The step of the newest checkpoint, good or damaged; None if there is none."""
         steps = self._steps.steps()
         return steps[-1] if steps else None
+
+    @property
+    def good_step(self) -> int | None:
+        """The step of the newest checkpoint that this attempt has loaded or written, None if it did
+        neither. A newer one can be there, damaged."""
+        return self._good_step
 
     @property
     def last_path(self) -> Path | None:
@@ -199,6 +207,7 @@ class Saved:
         for name, owner in self._tensors.items():
             if name in loaded.tensors:
                 owner.load_tensors(loaded.tensors[name])
+        self._good_step = loaded.step
         self._steps.tidy(loaded.step)
         self._run.truncate_after(loaded.step)
         last = max((r["step"] for r in self._run.metrics("rl")), default=-1)
