@@ -73,21 +73,30 @@ def build_scalar_model(settings: Settings, plan: PrecisionPlan, task: Task) -> S
     return ScalarModel.with_new_head(policy.config, weights, plan, policy.device, policy.tokenizer)
 
 
-def build_reference(settings: Settings, policy: Policy, run_path: Path) -> Policy | None:
+def build_reference(
+    settings: Settings, policy: Policy, run_path: Path, begun: bool = False
+) -> Policy | None:
     """The frozen reference of the KL term: reference.path, or the policy as it is when RL begins;
     None without either. It has working copies alone, in the policy's formats.
 
     The policy as it was is kept in the run directory in FP32, so that a resumed run measures
-    against the same one.
+    against the same one. begun: RL has begun, in an earlier attempt.
 
     Raises:
-        UserError: reference.path cannot be used, or means other tokens.
+        UserError: reference.path cannot be used, or means other tokens; or the policy as it was
+            after a warm-up was not kept.
     """
     wanted = settings.reference
     if settings.algorithm.kl == 0 and wanted.path is None:
         return None
     path = run_path / "reference" if wanted.path is None else Path(wanted.path)
     if wanted.path is None and not path.exists():
+        if begun and settings.sft.steps:
+            raise UserError(
+                f"algorithm.kl = {settings.algorithm.kl} measures against the policy as the "
+                "warm-up left it, and this run began without algorithm.kl and did not keep that: "
+                "set reference.path, or algorithm.kl=0"
+            )
         policy.save_pretrained(path, dtype="float32")
     reference = Policy.from_pretrained(path, policy.plan, policy.device, frozen=True)
     if wanted.path is not None:

@@ -269,6 +269,15 @@ def test_kl_to_a_reference_is_zero_at_first_and_survives_a_resume(tmp_path: Path
     assert metrics(resumed.run_path)[-1]["policy/kl_ref"] == kl[2]
 
 
+def test_kl_that_a_resumed_run_turns_on_after_a_warm_up_is_refused(tmp_path: Path) -> None:
+    """The policy as the warm-up left it is not there any more, and the initial one is another."""
+    words = ["sft.steps=1", "eval.every=0"]
+    train(settings(tmp_path, *words, "loop.steps=1"))
+    with pytest.raises(UserError, match=r"as the warm-up left it.*set reference\.path"):
+        train(settings(tmp_path, *words, "loop.steps=2", "algorithm.kl=0.1"), resume=True)
+    assert train(settings(tmp_path, *words, "loop.steps=2"), resume=True).steps == 2
+
+
 @pytest.mark.parametrize(
     "body,message",
     [("raise KeyError('lost')", "KeyError"), ("return 'good'", "not a number|number")],

@@ -104,7 +104,7 @@ class Session:
         """From the last good checkpoint, if the run has one."""
         notes: list[str] = []
         if self.saved.last_step is not None:
-            self._open_trainer()
+            self._open_trainer(begun=True)
             self._step, notes = self.saved.load(self.trainer)
             self.display.first_step = self._step
         elif not (self.saved.in_warm_up and self.settings.sft.steps):
@@ -117,10 +117,11 @@ class Session:
         assert self._trainer is not None, "the warm-up comes first"
         return self._trainer
 
-    def _open_trainer(self) -> None:
-        """After the warm-up: the optimizer of RL starts anew, and the reference is frozen here."""
+    def _open_trainer(self, begun: bool = False) -> None:
+        """After the warm-up: the optimizer of RL starts anew, and the reference is frozen here.
+        begun: an earlier attempt did so."""
         policy = self.parts.policy
-        reference = build_reference(self.settings, policy, self.run.path)
+        reference = build_reference(self.settings, policy, self.run.path, begun)
         value_model = build_critic(self.settings, policy)
         critic = None if value_model is None else Critic(value_model, self.settings)
         if critic is not None:
