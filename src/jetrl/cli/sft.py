@@ -69,13 +69,14 @@ def _reward(args: argparse.Namespace, settings: Settings) -> int:
     from jetrl.reward_training import train_reward_model
 
     result = train_reward_model(settings, args.out)
+    model = args.out or str(result.model_path)
     rows = [
         ("run", str(result.run_path)),
-        ("model", str(result.model_path)),
+        ("model", model),
         ("held out", f"{result.accuracy:.1%} of {result.pairs} pairs in the right order"),
     ]
     print(table(rows))
-    print(f"use it: jetrl train ... reward.model=1.0 reward.model_path={result.model_path}")
+    print(f"use it: jetrl train ... reward.model=1.0 reward.model_path={model}")
     return 0
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from jetrl.building import build_judge, build_policy
+from jetrl.building import build_judge, build_policy, check_directories
 from jetrl.config import Settings
 from jetrl.environment import turns_of
 from jetrl.errors import StorageError
@@ -34,6 +34,7 @@ from jetrl.session.hang_state import hang_state
 from jetrl.session.phases import PhaseObserver
 from jetrl.session.watchdog import Watchdog
 from jetrl.tasks import Scorer, Task, get_task
+from jetrl.training.objectives import Objective
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +68,8 @@ def open_parts(settings: Settings, resume: bool, stack: contextlib.ExitStack) ->
     """
     RunDirectory.check_name(settings, resume=resume)
     plan = PrecisionPlan.from_settings(settings.precision)
+    Objective.from_settings(settings.algorithm, settings.rollout.max_tokens)  # a user's file runs
+    check_directories(settings)
     wanted = settings.task
     options: dict[str, Any] = dict(wanted.options)
     task = get_task(wanted.name, path=wanted.path, **options)

@@ -99,7 +99,7 @@ def _build(cls: type[Task], name: str, options: dict[str, Any]) -> Task:
         )
         if required and parameter.name not in options:
             key = "task.path" if parameter.name == "path" else f"task.options.{parameter.name}"
-            raise UserError(f"task {name} needs {key}")
+            raise UserError(f"task {name} needs {key}; docs/tasks.md says what it is")
     try:
         return cls(**options)
     except UserError:
