@@ -9,10 +9,7 @@ from pathlib import Path
 import pytest
 
 from jetrl.config import (
-    ModelSettings,
-    RolloutSettings,
     Settings,
-    TaskSettings,
     describe,
     find_recipe,
     load_config,
@@ -21,6 +18,7 @@ from jetrl.config import (
 )
 from jetrl.documents.settings import with_tables
 from jetrl.errors import UserError
+from jetrl.settings import ModelSettings, RolloutSettings, TaskSettings
 
 ROOT = Path(__file__).parents[1]
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from jetrl.config import RewardSettings
 from jetrl.errors import UserError
 from jetrl.model import Model
 from jetrl.precision.plan import PrecisionPlan
 from jetrl.scalar_model import ScalarModel, check_same_tokenizer
+from jetrl.settings import RewardSettings
 from jetrl.types import Sample, Score
 
 

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from jetrl.config import PrecisionSettings
 from jetrl.errors import UserError
 from jetrl.precision import PrecisionPlan
+from jetrl.settings import PrecisionSettings
 
 TABLE = {  # design.md: rollout linears, training linears, keys and values, rest, lm_head
     "fp32": ("fp32", "fp32", "fp32", "fp32", "fp32"),

@@ -61,7 +61,7 @@ POINTS: dict[str, tuple[str, str, str | Callable[..., None]]] = {
     "checkpoint, half a file": ("jetrl.training.checkpoint", "write_tensors", half_a_file),
     "checkpoint, after a file": ("jetrl.training.checkpoint", "write_tensors", AFTER),
     "checkpoint, before the manifest": ("jetrl.training.checkpoint", "fingerprint", BEFORE),
-    "checkpoint, before its rename": ("jetrl.training.checkpoint", "sync_directory", BEFORE),
+    "checkpoint, before its rename": ("jetrl.training.checkpoint", "sync", BEFORE),
     "checkpoint, after its rename": (
         "jetrl.training.checkpoint",
         "Checkpoints._put_in_place",

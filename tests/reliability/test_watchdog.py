@@ -14,10 +14,10 @@ from types import SimpleNamespace
 import pytest
 
 from jetrl import train
-from jetrl.config import WatchdogSettings
 from jetrl.runs import RunDirectory
 from jetrl.runs.status import StatusFile, read_status
 from jetrl.session.watchdog import Watchdog
+from jetrl.settings import WatchdogSettings
 
 TASK = """
 import ctypes

@@ -20,8 +20,8 @@ from jetrl.cli.arguments import add_model_arguments, add_sampling_arguments, tab
 from jetrl.errors import UserError
 
 if TYPE_CHECKING:
-    from jetrl.config import TaskSettings
     from jetrl.evaluate import Evaluation
+    from jetrl.settings import TaskSettings
     from jetrl.types import SamplingParams
 
 
@@ -85,7 +85,8 @@ def task_settings(args: argparse.Namespace) -> TaskSettings:
     Raises:
         UserError: no --task, and MODEL is no run.
     """
-    from jetrl.config import TaskSettings, load_config
+    from jetrl.config import load_config
+    from jetrl.settings import TaskSettings
 
     if args.task is not None:
         task = TaskSettings(name=args.task)

@@ -1,4 +1,5 @@
-"""The files of a Hugging Face model directory: which there must be, and opening them.
+"""The files of a Hugging Face model directory: which there must be, opening them, and putting
+files on the disk.
 
 Whatever is missing or damaged is an error that names the file and says what to do.
 """
@@ -6,6 +7,7 @@ Whatever is missing or damaged is an error that names the file and says what to 
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -106,3 +108,12 @@ def first_line(error: BaseException) -> str:
     """What an error says, without the advice that libraries append."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
+
+
+def sync(path: Path) -> None:
+    """Puts the contents of a file, or the names in a directory, on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -25,6 +25,7 @@ from transformers import PreTrainedTokenizerBase
 
 from jetrl.errors import UserError
 from jetrl.models.families import ModelConfig
+from jetrl.models.hf_files import sync
 from jetrl.models.hf_names import FP8_BLOCK, SCALE_SUFFIX, StoredTensor, stored_tensors
 from jetrl.precision.quantize import quantize
 
@@ -218,8 +219,8 @@ def _publish(scratch: Path, target: Path) -> None:
     """Move the finished directory into place; the one before it goes only after that."""
     scratch.chmod(0o777 & ~_umask())
     for file in scratch.iterdir():
-        _sync(file)
-    _sync(scratch)
+        sync(file)
+    sync(scratch)
     if not target.exists():
         scratch.rename(target)
     elif not any(target.iterdir()):
@@ -234,15 +235,7 @@ def _publish(scratch: Path, target: Path) -> None:
             before.rename(target)
             raise
         shutil.rmtree(before)
-    _sync(target.parent)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync(target.parent)
 
 
 def _umask() -> int:

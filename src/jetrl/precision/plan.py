@@ -12,8 +12,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from jetrl.config import PrecisionSettings
 from jetrl.errors import UserError
+from jetrl.settings import PrecisionSettings
 
 Format = Literal["fp32", "bf16", "fp8"]
 Side = Literal["rollout", "train"]

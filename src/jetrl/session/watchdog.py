@@ -25,8 +25,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
 
-from jetrl.config import WatchdogSettings
 from jetrl.errors import EXIT_HANG
+from jetrl.settings import WatchdogSettings
 
 BETWEEN = "between phases"
 DISK_PHASES = ("checkpoint", "export")  # one that took no time says nothing about the next

@@ -26,8 +26,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from jetrl.config import TaskSettings
 from jetrl.errors import UserError
+from jetrl.settings import TaskSettings
 from jetrl.tasks.messages import describe_error
 from jetrl.tasks.process import WorkerProcess
 from jetrl.tasks.registry import get_task

@@ -32,11 +32,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from jetrl.errors import StorageError, UserError
+from jetrl.models.hf_files import sync
 from jetrl.training.checkpoint_files import (
     as_json,
     differences,
     fingerprint,
-    sync_directory,
     tensor_differences,
     write_tensors,
     write_text,
@@ -189,7 +189,7 @@ class Checkpoints:
             write_text(writing / _STATE, snapshot.state)
             manifest = {path.name: fingerprint(path) for path in sorted(writing.iterdir())}
             write_text(writing / _MANIFEST, json.dumps(manifest, indent=1))
-            sync_directory(writing)
+            sync(writing)
             self._put_in_place(writing, target)
         except (OSError, SafetensorError) as error:
             shutil.rmtree(writing, ignore_errors=True)
@@ -314,7 +314,7 @@ class Checkpoints:
             if replaced.exists():
                 os.rename(replaced, target)
             raise
-        sync_directory(self.directory)
+        sync(self.directory)
         shutil.rmtree(replaced, ignore_errors=True)
 
     def _put_back(self) -> None:

@@ -28,15 +28,6 @@ def write_text(path: Path, text: str) -> None:
         os.fsync(file.fileno())
 
 
-def sync_directory(directory: Path) -> None:
-    """Puts the names in a directory on the disk."""
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 def fingerprint(path: Path) -> dict[str, Any]:
     """{"bytes": size, "sha256": of the contents}."""
     with open(path, "rb") as file:

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from jetrl.config import TrainSettings
 from jetrl.errors import OutOfMemoryStop
+from jetrl.settings import TrainSettings
 from jetrl.training.packing import trained_lengths
 from jetrl.types import Batch
 

@@ -13,8 +13,8 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from jetrl.config import TrainSettings
 from jetrl.errors import NonFiniteError, UserError
+from jetrl.settings import TrainSettings
 
 ADVICE = (
     "the weights, gradients and AdamW's moments take 16 bytes a parameter (jetrl train --dry-run "
