@@ -86,6 +86,33 @@ def test_cut_and_resumed_equals_uncut(tmp_path: Path, monkeypatch: pytest.Monkey
     assert left.read_bytes() == right.read_bytes()
 
 
+def test_turned_on_and_off_where_a_run_goes_on(tmp_path: Path) -> None:
+    """On, the next step fills the stock; off, the next one begins so many prompts fewer and ends
+    what is on its way."""
+
+    def go_on(steps: int, share: float, resume: bool = True) -> tuple[Any, list[int]]:
+        words = [f"loop.steps={steps}", f"rollout.oversample={share}", "checkpoint.every=1"]
+        run = RunDirectory.open(train(settings(tmp_path, *words), resume=resume).run_path)
+        state = json.loads((run.checkpoints_dir / f"step_{steps:06d}" / "state.json").read_text())
+        groups = state["extra"]["states"]["partial rollouts"]
+        return run, [len(members) for _, members in groups]
+
+    _, waiting = go_on(1, 0.0, resume=False)
+    assert waiting == []
+    run, waiting = go_on(3, 1.0)
+    assert waiting == [4, 4, 4], "prompts on their way beside the three of a step"
+    cut_off = run.metrics("rl")[-1]["partial_rollout/unfinished"]
+    assert cut_off > 0
+    _, waiting = go_on(4, 2 / 3)
+    assert waiting == [4, 4]
+    run, waiting = go_on(6, 0.0)
+    assert waiting == []
+    assert all(r["mismatch/num_different"] == 0 for r in run.metrics("rl"))
+    last = run.metrics("rl")[-2:]
+    assert [r.get("partial_rollout/unfinished") for r in last] == [0, None]
+    assert all(len(run.rollouts(step)) == 12 for step in run.rollout_steps())
+
+
 @pytest.mark.parametrize(
     "override, message",
     [("precision.preset=mixed", "unified or jet"), ("algorithm.name=dapo", "dynamic sampling")],

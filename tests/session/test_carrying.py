@@ -17,10 +17,12 @@ from jetrl.types import Prompt
 STATE = [["b", [[5, [1, 2], [-0.5, -0.25], "cancelled", "", [1, 1]]]]]
 
 
-def carrying(*ids: str) -> Carrying:
+def carrying(*ids: str, oversample: float = 0.5, words: tuple[str, ...] = ()) -> Carrying:
     prompts = [EncodedPrompt(Prompt(id=i, text=i), (1,)) for i in ids]
     policy = SimpleNamespace(plan=PrecisionPlan.preset("unified"))
-    return Carrying(load_config("demo", ["rollout.oversample=0.5"]), policy, prompts, 1)
+    return Carrying(
+        load_config("demo", [f"rollout.oversample={oversample}", *words]), policy, prompts, 1
+    )
 
 
 def test_the_state_comes_back() -> None:
@@ -33,3 +35,18 @@ def test_the_state_comes_back() -> None:
 def test_a_prompt_that_is_gone_is_named() -> None:
     with pytest.raises(UserError, match=r"prompt 'b'.* does not have now"):
         carrying("a").load_state(STATE)
+
+
+@pytest.mark.parametrize("oversample, more", [(0.5, 31), (1 / 64, 0), (0.0, -1)])
+def test_a_step_draws_what_the_stock_lacks(oversample: float, more: int) -> None:
+    resumed = carrying("a", "b", oversample=oversample)
+    resumed.load_state(STATE)
+    assert resumed.start_step() == more  # the demo has 64 prompts a step
+    assert resumed.on, "the prompt on its way is not lost"
+
+
+def test_what_is_on_its_way_does_not_go_with_dynamic_sampling() -> None:
+    resumed = carrying("b", oversample=0.0, words=("algorithm.name=dapo",))
+    resumed.load_state([])
+    with pytest.raises(UserError, match=r"unfinished completions, .*dynamic_sampling=false"):
+        resumed.load_state(STATE)

@@ -2,10 +2,11 @@
 trains on, sampling ends when enough of them are complete, and the others go on in the next step.
 
 Every step draws prompts_per_step prompts and trains on as many complete ones, the oldest first, so
-the number of prompts on their way stays what the first step made it. A completion that took several
-steps was drawn by several policies: `Completion.versions` says which token is whose. Tokens of the
-present one are exactly the trainer's, and checked; the others keep the log-probs that they were
-drawn with, and are off-policy by as many steps.
+the number of prompts on their way stays what the first step made it. Where a resumed run has
+another rollout.oversample, its first step draws more to fill up, or fewer. A completion that took
+several steps was drawn by several policies: `Completion.versions` says which token is whose. Tokens
+of the present one are exactly the trainer's, and checked; the others keep the log-probs that they
+were drawn with, and are off-policy by as many steps.
 """
 
 from __future__ import annotations
@@ -39,6 +40,10 @@ class Group:
 class Carrying:
     """The groups on their way between two steps.
 
+    Attributes:
+        on: whether this step's sampling goes through `sample`: rollout.oversample is set, or there
+            is something left of a time when it was.
+
     Raises:
         UserError: settings that do not go with rollout.oversample.
     """
@@ -54,21 +59,21 @@ class Carrying:
         self._share = settings.rollout.oversample
         self._by_id = {encoded.prompt.id: encoded for encoded in prompts}
         self._groups: list[Group] = []
-        if self.on:
-            _check(settings, policy, prompts, max_turns)
-
-    @property
-    def on(self) -> bool:
-        return self._share > 0
+        self._problem = _problem(settings, policy, prompts, max_turns)
+        self.on = self._share > 0
+        if self.on and self._problem:
+            raise UserError(f"rollout.oversample = {self._share}: {self._problem}")
 
     @property
     def num_unfinished(self) -> int:
         """Completions that go on in the next step."""
         return sum(not _done(member) for group in self._groups for member in group.members)
 
-    def num_extra(self, step: int) -> int:
-        """Prompts that a step draws beside its own: the first one fills the stock."""
-        return math.ceil(self._share * self._wanted) if step == 1 else 0
+    def start_step(self) -> int:
+        """Prompts that the step draws beside its own: what the stock lacks, in the first step all
+        of it. Negative where it has more than it should: so many fewer are begun."""
+        self.on = self._share > 0 or bool(self._groups)
+        return max(math.ceil(self._share * self._wanted) - len(self._groups), -self._wanted)
 
     def sample(
         self,
@@ -84,7 +89,8 @@ class Carrying:
         resume = [[m for m in group.members if not _done(m)] for group in old]
         resume = [members for members in resume if members]
         enough = self._wanted - sum(group.complete for group in old)
-        stop = tuple(dict.fromkeys((*params.stop, *prompts[0].stop)))
+        some = prompts[0] if prompts else old[0].prompt
+        stop = tuple(dict.fromkeys((*params.stop, *some.stop)))
         completions = engine.generate(
             [list(prompt.token_ids) for prompt in prompts],
             replace(params, stop=stop),
@@ -122,8 +128,13 @@ class Carrying:
         """Goes on with what `state` gave.
 
         Raises:
-            UserError: one of its prompts is no longer there.
+            UserError: one of its prompts is no longer there, or settings that do not go with it.
         """
+        if state and self._problem:
+            raise UserError(
+                "the checkpoint has unfinished completions, of a time when rollout.oversample was "
+                f"set: {self._problem}"
+            )
         self._groups = []
         for prompt_id, members in state:
             prompt = self._by_id.get(prompt_id)
@@ -136,25 +147,24 @@ class Carrying:
             self._groups.append(Group(prompt, tuple(_member(prompt, m) for m in members)))
 
 
-def _check(
+def _problem(
     settings: Settings, policy: Policy, prompts: Sequence[EncodedPrompt], max_turns: int
-) -> None:
-    wrong = ""
+) -> str:
+    """Why completions of this run cannot cross steps, "" if they can."""
     if not policy.plan.exact:
-        wrong = (
+        return (
             f"the plan {policy.plan.name!r} does not know the policy that drew an old token to the "
             "bit; use precision.preset=unified or jet"
         )
-    elif settings.algorithm.value("dynamic_sampling"):
-        wrong = "dynamic sampling draws prompts again; set algorithm.dynamic_sampling=false"
-    elif max_turns > 1:
-        wrong = "an environment's turns cannot be cut off; set task.max_turns=1"
-    elif len({prompt.stop for prompt in prompts}) > 1:
-        wrong = "the prompts end at different stop strings, and are not sampled in one call"
-    elif len({prompt.prompt.id for prompt in prompts}) < len(prompts):
-        wrong = "two prompts have the same id"
-    if wrong:
-        raise UserError(f"rollout.oversample = {settings.rollout.oversample}: {wrong}")
+    if settings.algorithm.value("dynamic_sampling"):
+        return "dynamic sampling draws prompts again; set algorithm.dynamic_sampling=false"
+    if max_turns > 1:
+        return "an environment's turns cannot be cut off; set task.max_turns=1"
+    if len({prompt.stop for prompt in prompts}) > 1:
+        return "the prompts end at different stop strings, and are not sampled in one call"
+    if len({prompt.prompt.id for prompt in prompts}) < len(prompts):
+        return "two prompts have the same id"
+    return ""
 
 
 def _done(member: Unfinished) -> bool:

@@ -89,8 +89,7 @@ class Session:
         self.carrying = Carrying(
             settings, self.parts.policy, self.parts.prompts, self.parts.max_turns
         )
-        if self.carrying.on:
-            self.saved.register("partial rollouts", self.carrying)
+        self.saved.register("partial rollouts", self.carrying)
         self.safeguards = Safeguards(self.parts, self.saved, self.display.note, self.phases.beat)
         stack.enter_context(self.stops.signals())
         stack.callback(self.display.close)
@@ -175,8 +174,10 @@ class Session:
         self.phases.start_step(step)
         self._rollout_tokens = 0
         prompts = self.drawing.draw(step, self.settings.rollout.prompts_per_step)
-        extra = self.carrying.num_extra(step)
-        return [*prompts, *(self._other_order("oversample").draw(1, extra) if extra else [])]
+        more = self.carrying.start_step()
+        if more > 0:
+            prompts += self._other_order("oversample").draw(step, more)
+        return prompts[: len(prompts) + min(more, 0)]
 
     def sample(
         self, prompts: list[EncodedPrompt], step: int, again: int = 0
