@@ -51,7 +51,7 @@ FLOWS: dict[str, list[str]] = {
 
 
 def jetrl(*words: str) -> None:
-    command = [sys.executable, "-m", "jetrl.cli.main", *words]
+    command = [sys.executable, "-m", "jetrl", *words]
     subprocess.run(command, check=True, stdout=sys.stderr)
 
 

@@ -214,6 +214,9 @@ def test_packaged_recipes_are_valid_and_round_trip(name: str, tmp_path: Path) ->
             ["model.config={max_position_embeddings = 64}", "rollout.max_tokens=64"],
             "rollout.max_tokens = 64 leaves no room for a prompt in the model's context of 64",
         ),
+        (["data.keep_pairs=0.3"], "set data.batch=shuffle_r1"),
+        (["data.explore=0.3"], "data.explore = 0.3 means nothing with data.order = shuffle"),
+        (["reward.offload=true"], "there is no reward model"),
         (["model.path=a", "model.config=b"], "model.path and model.config are both set"),
     ],
 )

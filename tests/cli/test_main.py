@@ -24,7 +24,7 @@ from jetrl.errors import (
     UserError,
 )
 
-PROGRAM = [sys.executable, "-m", "jetrl.cli.main"]
+PROGRAM = [sys.executable, "-m", "jetrl"]
 
 
 def test_help_imports_neither_torch_nor_other_heavy_packages() -> None:

@@ -6,7 +6,9 @@ import pytest
 
 from jetrl.config import load_config
 from jetrl.errors import UserError
+from jetrl.loop import sft
 from jetrl.session.session import Session
+from jetrl.tasks import get_task
 
 
 @pytest.mark.parametrize(
@@ -24,3 +26,35 @@ def test_what_is_built_after_the_warm_up_is_checked_before(
     with pytest.raises(UserError, match="nowhere"), Session(settings):
         pass
     assert not list(tmp_path.iterdir())
+
+
+def test_a_task_without_worked_answers_is_refused_before_the_run_directory(tmp_path: Path) -> None:
+    file = tmp_path / "plain.py"
+    file.write_text(
+        "from jetrl.tasks import Task\nfrom jetrl.types import Prompt\n"
+        "class Plain(Task):\n"
+        "    alphabet = '01'\n"
+        "    def prompts(self, split): return [Prompt(id='0', text='0', answer='1')]\n"
+        "    def score(self, prompt, completion): return 1.0\n"
+    )
+    words = [f"task={file}:Plain", "sft.steps=2", f"run.dir={tmp_path / 'runs'}"]
+    with pytest.raises(UserError, match=r"worked answers, and task Plain has none for prompt '0'"):
+        sft(load_config("demo", words))
+    assert not (tmp_path / "runs").exists()
+
+
+def test_to_look_for_worked_answers_draws_none_of_the_runs(tmp_path: Path) -> None:
+    """The demo's teacher errs at random: its answers of a run are those it would give anyway."""
+    words = [
+        "sft.steps=1",
+        "sft.until=none",
+        "eval.every=0",
+        "loop.steps=0",
+        "report.enabled=false",
+    ]
+    settings = load_config("demo", [*words, f"run.dir={tmp_path}", "run.name=run"])
+    with Session(settings) as session:
+        task = get_task("arithmetic", **dict(settings.task.options))
+        for encoded in session.parts.prompts[:50]:
+            theirs = session.parts.task.demonstration(encoded.prompt)
+            assert theirs == task.demonstration(encoded.prompt)

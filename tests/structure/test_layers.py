@@ -87,6 +87,7 @@ ALLOWED: dict[str, set[str]] = {
     "reward_training": EVERYTHING - {"loop"},
     "cli": EVERYTHING | {"cli", "bench"},
     "bench": EVERYTHING | {"cli", "bench"},
+    "__main__": {"cli"},
     "": EVERYTHING,  # jetrl/__init__.py: public names, resolved on first use
 }
 

@@ -2,9 +2,9 @@
 
 opening: everything a run needs.  stops: signals and the time limit.  phases: what runs now, and how
 long it took.  display: the console.  watchdog, hang_state: hangs.  saved: checkpoints, and going on
-from one.  carrying: completions that go on in the next step.  warm_up: supervised updates before
-the first step.  measured: times, speeds, memory.  ending: the last checkpoint, the exported model.
-session: the verbs.
+from one.  carrying: completions that go on in the next step.  warm_up, worked_answers: supervised
+updates before the first step.  measured: times, speeds, memory.  ending: the last checkpoint, the
+exported model.  session: the verbs.
 """
 
 from jetrl.session.ending import RunResult

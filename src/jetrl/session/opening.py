@@ -33,6 +33,7 @@ from jetrl.runs.storing import storing
 from jetrl.session.hang_state import hang_state
 from jetrl.session.phases import PhaseObserver
 from jetrl.session.watchdog import Watchdog
+from jetrl.session.worked_answers import check_worked_answers
 from jetrl.tasks import Scorer, Task, get_task
 from jetrl.training.objectives import Objective
 
@@ -71,13 +72,14 @@ def open_parts(settings: Settings, resume: bool, stack: contextlib.ExitStack) ->
     Objective.from_settings(settings.algorithm, settings.rollout.max_tokens)  # a user's file runs
     check_directories(settings)
     wanted = settings.task
-    options: dict[str, Any] = dict(wanted.options)
-    task = get_task(wanted.name, path=wanted.path, **options)
+    task = _task(settings)
     max_turns = turns_of(task, wanted.max_turns)
     policy = build_policy(settings, plan, task)
     require_exact(policy)
     judge = build_judge(settings, policy)
     prompts = encode_prompts(policy, task, wanted.split, system_prompt=wanted.system_prompt)
+    if settings.sft.steps:
+        check_worked_answers(_task(settings), policy, prompts)
     eval_prompts = (
         encode_prompts(policy, task, wanted.eval_split, settings.eval.prompts, wanted.system_prompt)
         if settings.eval.every or settings.sft.until is not None
@@ -121,6 +123,12 @@ def open_parts(settings: Settings, resume: bool, stack: contextlib.ExitStack) ->
         engine=engine,
         judge=judge,
     )
+
+
+def _task(settings: Settings) -> Task:
+    wanted = settings.task
+    options: dict[str, Any] = dict(wanted.options)
+    return get_task(wanted.name, path=wanted.path, **options)
 
 
 def open_observers(parts: Parts, stack: contextlib.ExitStack) -> list[PhaseObserver]:

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from jetrl.config import Settings
-from jetrl.errors import TimeLimitReached, UserError
-from jetrl.evaluate import EncodedPrompt
-from jetrl.models.chat import encode_turns
+from jetrl.errors import TimeLimitReached
 from jetrl.session.display import Display
 from jetrl.session.drawing import Drawing
 from jetrl.session.opening import Parts
@@ -15,8 +13,9 @@ from jetrl.session.phases import Phases
 from jetrl.session.safeguards import Safeguards
 from jetrl.session.saved import Saved
 from jetrl.session.stops import Stops
+from jetrl.session.worked_answers import worked_answer
 from jetrl.training import SftTrainer
-from jetrl.types import Example, StepStats, Turn
+from jetrl.types import Example, StepStats
 
 
 def warm_up(
@@ -47,7 +46,7 @@ def warm_up(
 
     def examples(update: int) -> list[Example]:
         chosen = drawing.draw(update, sft.examples_per_step)
-        return [_example(parts, encoded) for encoded in chosen]
+        return [worked_answer(parts.task, parts.policy, encoded) for encoded in chosen]
 
     for update in range(1, step + 1):
         examples(update)  # a task may give another answer each time: it counts them from the start
@@ -80,21 +79,3 @@ def _is_enough(
     reached = held_out()
     display.note(f"held-out reward {reached:.3f} after {step} supervised updates")
     return reached >= sft.until
-
-
-def _example(parts: Parts, encoded: EncodedPrompt) -> Example:
-    """A prompt's worked answer, with its end.
-
-    Raises:
-        UserError: the task has no worked answers, or the model no tokenizer to write them in.
-    """
-    tokenizer = parts.policy.tokenizer
-    answer = parts.task.demonstration(encoded.prompt)
-    if answer is None or tokenizer is None:
-        raise UserError(
-            f"supervised training needs worked answers, and task {parts.task.label} has "
-            f"none for prompt {encoded.prompt.id!r}; set sft.steps=0, or give the task "
-            "a demonstration method"
-        )
-    turns = [Turn(answer)] if isinstance(answer, str) else list(answer)
-    return encode_turns(tokenizer, encoded.token_ids, turns, f"prompt {encoded.prompt.id!r}")

@@ -56,4 +56,6 @@ class RewardSettings(Section):
             )
         if self.model_path is not None and not self.model:
             raise ValueError("reward.model_path is set, but reward.model = 0: give it a weight")
+        if self.offload and self.model_path is None:
+            raise ValueError("reward.offload is set, but there is no reward model")
         return self

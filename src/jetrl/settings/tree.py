@@ -136,6 +136,18 @@ class DataSettings(Section):
     )
     keep_pairs: Mass = Field(0.5, description="under shuffle_r1: share of a group's pairs kept")
 
+    @model_validator(mode="after")
+    def read_by_something(self) -> DataSettings:
+        readers = {"explore": ("order", "pass_rate"), "keep_pairs": ("batch", "shuffle_r1")}
+        for key, (other, reader) in readers.items():
+            value, default = getattr(self, key), type(self).model_fields[key].default
+            if value != default and getattr(self, other) != reader:
+                raise ValueError(
+                    f"data.{key} = {value} means nothing with data.{other} = "
+                    f"{getattr(self, other)}: set data.{other}={reader}, or leave it out"
+                )
+        return self
+
 
 class RolloutSettings(Section):
     prompts_per_step: Positive = Field(32, description="prompts drawn each step")
