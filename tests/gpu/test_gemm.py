@@ -59,7 +59,7 @@ def backends(gemm) -> list[str]:
 def test_rows_have_the_same_bits_at_every_m_and_in_both_libraries(gemm, kernels, shape) -> None:
     n, k = shape
     x = random(16384, k, 0)
-    weight, _ = kernels.quantize_weight(random(n, k, 1, 0.02))
+    weight = kernels.quantize_weight(random(n, k, 1, 0.02))
     whole = gemm.fp8_matmul_hopper(kernels.quantize_rows(x), weight, backend="cublas")
     bad = []
     for rows in [*ROWS, 4096, 16384]:
@@ -87,7 +87,7 @@ def test_few_rows_have_the_bits_of_the_library(gemm, kernels, shape) -> None:
     """Ours at every number of rows of a decode step against cuBLAS at 128, eagerly and replayed."""
     n, k = shape
     x = random(128, k, 20)
-    weight, _ = kernels.quantize_weight(random(n, k, 21, 0.02))
+    weight = kernels.quantize_weight(random(n, k, 21, 0.02))
     whole = gemm.fp8_matmul_hopper(kernels.quantize_rows(x), weight, backend="cublas")
     bad = []
     for rows in [*range(1, 65), 65, 100, 128]:
@@ -124,7 +124,7 @@ def test_few_rows_of_any_codes_and_scales(gemm, kernels, shape, codes: str) -> N
         q.scales.copy_(power.exp2() * (1 + torch.rand(power.shape, generator=g, device="cuda")))
 
     a = kernels.quantize_rows(random(64, k, 22))
-    weight, _ = kernels.quantize_weight(random(n, k, 23))
+    weight = kernels.quantize_weight(random(n, k, 23))
     fill(a)
     fill(weight)
     expected = gemm.fp8_matmul_hopper(a, weight, backend="triton")
@@ -161,10 +161,8 @@ def test_close_to_the_exact_reference(gemm, kernels, rows: int, scales: str) -> 
     of the blocks, then one rounding to BF16 (2**-9): at least 40 dB."""
     n, k = 384, 896
     x, w = random(rows, k, 4), random(n, k, 5, 0.02)
-    a, (weight, turned) = (
-        kernels.quantize_rows(x, scales=scales),
-        kernels.quantize_weight(w, scales=scales),
-    )
+    a, weight = kernels.quantize_rows(x, scales=scales), kernels.quantize_weight(w, scales=scales)
+    turned = kernels.turned_weight(weight)
     reference = fp8_matmul(
         quantize(x.cpu(), scales=scales), quantize(w.cpu(), (128, 128), scales=scales)
     )
@@ -185,7 +183,7 @@ def test_close_to_the_exact_reference(gemm, kernels, rows: int, scales: str) -> 
 def test_any_layout_gives_the_same_bits(gemm, kernels) -> None:
     """Operands of the plain reference quantizer are copied into place; the numbers stay."""
     x, w = random(130, 896, 7), random(1152, 896, 8, 0.02)
-    ours = gemm.fp8_matmul_hopper(kernels.quantize_rows(x), kernels.quantize_weight(w)[0])
+    ours = gemm.fp8_matmul_hopper(kernels.quantize_rows(x), kernels.quantize_weight(w))
     plain = gemm.fp8_matmul_hopper(quantize(x), quantize(w, (128, 128)))
     assert torch.equal(ours, plain)
 
@@ -195,14 +193,14 @@ def test_nan_reaches_the_output_row(gemm, kernels) -> None:
     x[3, 5] = float("nan")
     for backend in [*backends(gemm), "triton"]:
         out = gemm.fp8_matmul_hopper(
-            kernels.quantize_rows(x), kernels.quantize_weight(w)[0], backend=backend
+            kernels.quantize_rows(x), kernels.quantize_weight(w), backend=backend
         )
         assert out[3].isnan().all()
         assert int(out.isnan().any(1).sum()) == 1
 
 
 def test_e5m2_is_refused_with_what_to_do(gemm, kernels) -> None:
-    weight, _ = kernels.quantize_weight(random(256, 512, 12, 0.02))
+    weight = kernels.quantize_weight(random(256, 512, 12, 0.02))
     with pytest.raises(ValueError, match="grad_output=e4m3"):
         gemm.fp8_matmul_hopper(kernels.quantize_rows(random(64, 512, 11), "e5m2"), weight)
 

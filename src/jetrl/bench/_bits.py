@@ -19,6 +19,7 @@ from jetrl.precision.quantize_hopper import (
     quantize_rows,
     quantize_rows_and_tokens,
     quantize_weight,
+    turned_weight,
 )
 
 _PARTS = (slice(0, 1), slice(3, 10), slice(5, 69), slice(0, 200))
@@ -47,21 +48,20 @@ def quantizers() -> int:
     """Kernels against `precision.quantize`."""
     x, w = _random(_ROWS, 512), torch.randn(256, 384, device="cuda")
     rows, tokens = quantize_rows_and_tokens(x)
-    direct, turned = quantize_weight(w)
-    assert turned is not None
+    direct = quantize_weight(w)
     true = quantize(w, (128, 128))
     return (
         _groups_apart(rows, quantize(x, (1, 128)))
         + _groups_apart(quantize_rows(x), quantize(x, (1, 128)))
         + _groups_apart(tokens, quantize(x, (128, 1)))
         + _groups_apart(direct, true)
-        + _groups_apart(turned, true.mT)
+        + _groups_apart(turned_weight(direct), true.mT)
     )
 
 
 def gemms() -> int:
     """Rows alone against the batch, and the libraries against each other."""
-    x, (w, _) = _random(_ROWS, 4096), quantize_weight(_random(4096, 4096))
+    x, w = _random(_ROWS, 4096), quantize_weight(_random(4096, 4096))
     whole = fp8_matmul_hopper(quantize_rows(x), w)
     names: list[Backend | None] = [None, "cublas"]
     if deep_gemm_installed():

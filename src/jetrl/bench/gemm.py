@@ -18,6 +18,7 @@ from jetrl.precision.quantize_hopper import (
     quantize_rows_and_tokens,
     quantize_tokens,
     quantize_weight,
+    turned_weight,
 )
 
 # (N, K) of Qwen3-8B's linears: qkv, o, gate_up, down
@@ -51,7 +52,7 @@ def _forward_rows(layer: str, xs: list[Tensor], weights: list[Tensor]) -> list[R
     turns = [(xs[i % len(xs)], i % len(weights)) for i in range(max(len(xs), len(weights)))]
     flops = 2 * rows * weights[0].numel()
     base = seconds_per_call([partial(torch.mm, x, weights[i].t()) for x, i in turns])
-    quantized = [quantize_weight(w, transposed=False)[0] for w in weights]
+    quantized = [quantize_weight(w) for w in weights]
     operands = [quantize_rows(x) for x, _ in turns]
     out = [_row("bf16", layer, rows, flops, base, [])]
     few: list[Backend] = ["triton"] if rows <= 256 else []
@@ -112,8 +113,7 @@ def _backward_row(
     """DGrad and WGrad together with the one pass that quantizes dY both ways."""
     weight = torch.randn(n, k, device="cuda").bfloat16()
     x = torch.randn(rows, k, device="cuda").bfloat16()
-    _, turned = quantize_weight(weight)
-    assert turned is not None
+    quantized = quantize_weight(weight)
 
     def bf16(dy: Tensor) -> tuple[Tensor, Tensor]:
         return torch.mm(dy, weight), torch.mm(dy.t(), x)
@@ -121,7 +121,7 @@ def _backward_row(
     def fp8(dy: Tensor, x_kept: QTensor) -> tuple[Tensor, Tensor]:
         by_row, by_token = quantize_rows_and_tokens(dy)
         dw = fp8_matmul_hopper(by_token.mT, x_kept.mT, torch.float32)
-        return fp8_matmul_hopper(by_row, turned), dw
+        return fp8_matmul_hopper(by_row, turned_weight(quantized)), dw
 
     base = seconds_per_call([partial(bf16, dy) for dy in dys])
     calls = [partial(fp8, dy, x_kept) for dy, x_kept in zip(dys, kept, strict=True)]

@@ -14,6 +14,7 @@ from jetrl.precision.quantize_hopper import (
     quantize_rows_and_tokens,
     quantize_tokens,
     quantize_weight,
+    turned_weight,
 )
 
 WIDTHS = (4096, 12288, 24576)
@@ -38,10 +39,19 @@ def run(tokens: int = 16384) -> list[Row]:
         weights = [torch.randn(n, k, device="cuda") for _ in range(3)]
         rows.append(
             memory_row(
-                "weight and transpose, from FP32",
+                "weight, from FP32",
                 f"{n} x {k}",
-                6 * n * k,
+                5 * n * k,
                 [partial(quantize_weight, w) for w in weights],
+            )
+        )
+        codes = [quantize_weight(w) for w in weights * 3]
+        rows.append(
+            memory_row(
+                "weight turned for DGrad",
+                f"{n} x {k}",
+                2 * n * k,
+                [partial(turned_weight, q) for q in codes],
             )
         )
     return rows

@@ -28,10 +28,19 @@ from jetrl.precision.quantize import FP8Format, QTensor, dequantize, quantize
 
 @dataclass(frozen=True)
 class FP8Weight:
-    """A weight as GEMMs read it, and its transpose as DGrad does: the same codes and scales."""
+    """A weight [N, K] as GEMMs read it: FP8 in 128 x 128 groups."""
 
     direct: QTensor
-    transposed: QTensor
+
+    @property
+    def transposed(self) -> QTensor:
+        """[K, N] as DGrad reads it: the same codes and scales. A GPU's GEMM wants the bytes in that
+        order, so there they are turned when asked for and live for one product: kept, they would
+        take as much memory as the weights."""
+        if self.direct.codes.is_cuda:
+            turned: QTensor = hopper("precision.quantize_hopper").turned_weight(self.direct)
+            return turned
+        return self.direct.mT
 
 
 Operand = FP8Weight | Tensor
@@ -49,11 +58,10 @@ def working_copy(
     if format == "bf16":
         return into.copy_(weight) if isinstance(into, Tensor) else weight.bfloat16()
     if weight.is_cuda:
-        before = (into.direct, into.transposed) if isinstance(into, FP8Weight) else None
+        before = into.direct if isinstance(into, FP8Weight) else None
         kernel = hopper("precision.quantize_hopper").quantize_weight
-        return FP8Weight(*kernel(weight, scales=plan.scales, out=before))
-    direct = quantize(weight, (FP8_BLOCK, FP8_BLOCK), scales=plan.scales)
-    return FP8Weight(direct, direct.mT)
+        return FP8Weight(kernel(weight, scales=plan.scales, out=before))
+    return FP8Weight(quantize(weight, (FP8_BLOCK, FP8_BLOCK), scales=plan.scales))
 
 
 def quantize_for_gemm(
@@ -113,24 +121,18 @@ class Linear(nn.Module):
 
     def release_master(self) -> None:
         """Keep what a forward of the training side reads, alone: the master's shape stays, its
-        memory goes (not under fp32, which reads it), and so do the rollout side's own copy and the
-        transpose that DGrad reads."""
+        memory goes (not under fp32, which reads it), and so does the rollout side's own copy."""
         if "fp32" in self.formats.values():
             return
         shape, device = self.weight.shape, self.weight.device
         empty = torch.empty((), device=device).expand(shape)
         self.weight = nn.Parameter(empty, requires_grad=False)
-        kept = self.operand("train")
-        if isinstance(kept, FP8Weight):
-            kept = FP8Weight(kept.direct, kept.direct.mT)
-        self._copies = {self.formats["train"]: kept}
+        self._copies = {self.formats["train"]: self.operand("train")}
 
     def move(self, to: Callable[[Tensor], Tensor]) -> None:
         """Replace the working copies by what `to` makes of their tensors."""
         self._copies = {
-            format: to(copy)
-            if isinstance(copy, Tensor)
-            else FP8Weight(_moved(copy.direct, to), _moved(copy.transposed, to))
+            format: to(copy) if isinstance(copy, Tensor) else FP8Weight(_moved(copy.direct, to))
             for format, copy in self._copies.items()
         }
 

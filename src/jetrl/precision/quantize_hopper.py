@@ -1,10 +1,11 @@
 """The one quantizer on Hopper: the bits of `precision.quantize`, at the speed of memory.
 
-Three kernels, all with one program for a tile of 128 columns:
+Four kernels, all with one program for a tile of 128 columns:
 
 * rows:    x -> 1 x 128 groups (activations into FProp, where nothing is kept for backward)
 * tile:    x -> 1 x 128 and 128 x 1 groups from one read of x (2 bytes read, 2 written)
-* weight:  W -> 128 x 128 groups of W and, as a byte transpose with the same scales, of W^T
+* weight:  W -> 128 x 128 groups
+* turn:    a weight's groups -> those of W^T: the same codes and scales, in the order DGrad reads
 
 and the device functions of the first, which the fused norm and SwiGLU kernels share; those of a
 whole tile are in tile_hopper. `/` is not IEEE
@@ -168,14 +169,10 @@ def _weight_kernel(
     w_ptr,
     codes_ptr,
     scales_ptr,
-    turned_codes_ptr,
-    turned_scales_ptr,
     num_rows,
     num_columns,
     scale_stride,
-    turned_scale_stride,
     column_blocks,
-    TRANSPOSED: gl.constexpr,
     MAXIMUM: gl.constexpr,
     FLOOR: gl.constexpr,
     POW2: gl.constexpr,
@@ -187,15 +184,30 @@ def _weight_kernel(
     scale, multipliers = tile.scale_and_multiplier(line, MAXIMUM, FLOOR, POW2)
     one = gl.arange(0, 128, tile.LINE)
     gl.store(scales_ptr + block * scale_stride + column + one, scale, mask=one == 0)
-    multiplier = tile.largest(multipliers, 0)
-    codes = (w * multiplier).to(codes_ptr.dtype.element_ty)
+    codes = (w * tile.largest(multipliers, 0)).to(codes_ptr.dtype.element_ty)
     gl.store(tile.tile_places(codes_ptr, block, column, num_columns), codes)
-    if TRANSPOSED:
-        turned = gl.convert_layout(w, tile.TURNED, assert_trivial=True) * multiplier
-        codes = turned.to(codes_ptr.dtype.element_ty)
-        tile.store_turned(turned_codes_ptr, codes, block, column, num_columns, num_rows)
-        places = column * turned_scale_stride + block + one
-        gl.store(turned_scales_ptr + places, scale, mask=one == 0)
+
+
+@gluon.jit
+def _turn_kernel(
+    codes_ptr,
+    scales_ptr,
+    turned_codes_ptr,
+    turned_scales_ptr,
+    num_rows,
+    num_columns,
+    scale_stride,
+    turned_scale_stride,
+    column_blocks,
+):
+    block, column = gl.program_id(0) // column_blocks, gl.program_id(0) % column_blocks
+    codes = gl.load(tile.tile_places(codes_ptr, block, column, num_columns))
+    turned = gl.convert_layout(codes, tile.TURNED, assert_trivial=True)
+    tile.store_turned(turned_codes_ptr, turned, block, column, num_columns, num_rows)
+    one = gl.arange(0, 128, tile.LINE)
+    scale = gl.load(scales_ptr + block * scale_stride + column + 0 * one)
+    places = column * turned_scale_stride + block + one
+    gl.store(turned_scales_ptr + places, scale, mask=one == 0)
 
 
 def rule(format: FP8Format, scales: str) -> dict[str, Any]:
@@ -303,13 +315,10 @@ def quantize_weight(
     w: Tensor,
     format: FP8Format = "e4m3",
     scales: str = "fp32",
-    transposed: bool = True,
-    out: tuple[QTensor, QTensor | None] | None = None,
-) -> tuple[QTensor, QTensor | None]:
-    """W float32 or bfloat16 [N, K] -> (128 x 128 groups of W, the same of W^T [K, N] or None).
-
-    The first is `precision.quantize(w, (128, 128))`, the second its `.mT` with its own bytes in the
-    order that DGrad reads. out: what an earlier call returned, written in place.
+    out: QTensor | None = None,
+) -> QTensor:
+    """W float32 or bfloat16 [N, K] -> its 128 x 128 groups, as `precision.quantize(w, (128, 128))`.
+    out: what an earlier call returned, written in place.
 
     Raises:
         ValueError: a layout that the kernel does not take, or dimensions not multiples of 128.
@@ -318,27 +327,41 @@ def quantize_weight(
     if not w.is_contiguous():
         raise ValueError(f"quantize_weight: contiguous, not strides {list(w.stride())}")
     num_rows, num_columns = w.shape
-    dtype = FORMATS[format][0]
-    if out is None:
-        direct = empty_weight(num_rows, num_columns, dtype, w.device)
-        turned = empty_weight(num_columns, num_rows, dtype, w.device) if transposed else None
-    else:
-        direct, turned = out
-        if direct.shape != w.shape or (turned is None) == transposed:
-            raise ValueError(f"quantize_weight: out has shape {list(direct.shape)} for {w.shape}")
+    q = empty_weight(num_rows, num_columns, FORMATS[format][0], w.device) if out is None else out
+    if q.shape != w.shape:
+        raise ValueError(f"quantize_weight: out has shape {list(q.shape)} for {list(w.shape)}")
     column_blocks = num_columns // FP8_BLOCK
     _weight_kernel[(num_rows // FP8_BLOCK * column_blocks,)](
         w,
-        direct.codes,
-        direct.scales,
-        turned.codes if turned else w,
-        turned.scales if turned else w,
+        q.codes,
+        q.scales,
         num_rows,
         num_columns,
-        direct.scales.stride(0),
-        turned.scales.stride(0) if turned else 0,
+        q.scales.stride(0),
         column_blocks,
-        transposed,
         **tile_rule(format, scales),
     )
-    return direct, turned
+    return q
+
+
+def turned_weight(q: QTensor) -> QTensor:
+    """`q.mT` of a weight's 128 x 128 groups [N, K], with its own bytes [K, N] in the order that
+    DGrad reads: 2 bytes of traffic an element."""
+    num_rows, num_columns = q.shape
+    if q.block != (FP8_BLOCK, FP8_BLOCK) or not q.codes.is_contiguous():
+        raise ValueError(f"turned_weight: contiguous codes of 128 x 128 groups, not {q.block}")
+    turned = empty_weight(num_columns, num_rows, q.codes.dtype, q.codes.device)
+    column_blocks = num_columns // FP8_BLOCK
+    _turn_kernel[(num_rows // FP8_BLOCK * column_blocks,)](
+        q.codes.view(torch.uint8),
+        q.scales,
+        turned.codes.view(torch.uint8),
+        turned.scales,
+        num_rows,
+        num_columns,
+        q.scales.stride(0),
+        turned.scales.stride(0),
+        column_blocks,
+        **TILE_OPTIONS,
+    )
+    return turned
