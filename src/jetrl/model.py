@@ -220,10 +220,3 @@ class _Passing(Mapping[str, nn.Parameter]):
 
     def __len__(self) -> int:
         return len(self._weights)
-
-
-def token_positions(cu_seqlens: Tensor) -> Tensor:
-    """int64 [T]: each token's place in its own sequence."""
-    lengths = cu_seqlens.diff()
-    starts = cu_seqlens[:-1].repeat_interleave(lengths)
-    return torch.arange(int(cu_seqlens[-1]), device=cu_seqlens.device) - starts

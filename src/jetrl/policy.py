@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from jetrl.kernels.logprob import chosen_logprobs
-from jetrl.model import Model, token_positions
+from jetrl.model import Model
 from jetrl.models.attention import KeyValues, PackedKeyValues
+from jetrl.models.packed import token_positions, upload
 from jetrl.precision.hopper import hopper
 
 _LOGITS_AT_ONCE = 2**24  # float32 logits held for one chunk of rows of the training side
@@ -60,14 +61,16 @@ class Policy(Model):
 
         token_ids: int64 [T], sequences end to end. cu_seqlens: int64 [S+1]. targets: int64 [R],
         indices into token_ids, never a sequence's first. checkpoint_layers: recompute layers in
-        backward.
+        backward. The three may be on the CPU: with cu_seqlens there the host waits for nothing.
 
         Returns (log-prob of each target given what precedes it, float32 [R], differentiable;
         entropy of that distribution in nats, float32 [R], not differentiable). Full logits are held
         for a chunk of rows at a time only.
         """
-        positions = token_positions(cu_seqlens)
-        kv = PackedKeyValues(cu_seqlens, self.plan)
+        device = self.device
+        kv = PackedKeyValues(cu_seqlens, self.plan, device)
+        positions = upload(token_positions(cu_seqlens), device)
+        token_ids, targets = upload(token_ids, device), upload(targets, device)
         hidden = self.decoder(token_ids, positions, kv, "train", checkpoint_layers)
         head = self.decoder.lm_head
         if hidden.is_cuda and self.plan.lm_head == "bf16" and self.decoder.trace is None:

@@ -16,10 +16,11 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from jetrl.errors import UserError
-from jetrl.model import Model, token_positions
+from jetrl.model import Model
 from jetrl.models import hf
 from jetrl.models.attention import PackedKeyValues
 from jetrl.models.families import ModelConfig
+from jetrl.models.packed import token_positions, upload
 from jetrl.precision.plan import PrecisionPlan
 
 
@@ -71,12 +72,15 @@ class ScalarModel(Model):
         """The numbers that the model gives after chosen tokens of a packed batch.
 
         token_ids: int64 [T], sequences end to end. cu_seqlens: int64 [S+1]. rows: int64 [R],
-        indices into token_ids. Returns float32 [R], differentiable in the masters.
+        indices into token_ids. The three may be on the CPU, as in `Policy.train_logprobs`. Returns
+        float32 [R], differentiable in the masters.
         """
-        kv = PackedKeyValues(cu_seqlens, self.plan)
-        positions = token_positions(cu_seqlens)
+        device = self.device
+        kv = PackedKeyValues(cu_seqlens, self.plan, device)
+        positions = upload(token_positions(cu_seqlens), device)
+        token_ids = upload(token_ids, device)
         hidden = self.decoder(token_ids, positions, kv, "train", checkpoint_layers)
-        return self.decoder.scores(hidden[rows])
+        return self.decoder.scores(hidden[upload(rows, device)])
 
     @torch.no_grad()
     def scores(self, sequences: Sequence[Sequence[int]], tokens_at_once: int) -> Tensor:

@@ -74,6 +74,20 @@ def copy_bandwidth() -> float:
     return 4 * _COPY_ELEMENTS / seconds_eager(lambda: target.copy_(source), 15)
 
 
+@functools.cache
+def matrix_limit() -> float:
+    """FLOP a second of a large BF16 product: the fastest of the shapes of an 8B model's layers, on
+    random values, 8192 rows."""
+    best = 0.0
+    for n, k in ((4096, 4096), (24576, 4096), (4096, 12288)):
+        x, weight = (
+            torch.randn(rows, k, device="cuda", dtype=torch.bfloat16) for rows in (8192, n)
+        )
+        call = functools.partial(torch.nn.functional.linear, x, weight)
+        best = max(best, 2 * 8192 * n * k / seconds_per_call([call] * 4))
+    return best
+
+
 def memory_row(name: str, shape: str, num_bytes: int, calls: Sequence[Callable[[], Any]]) -> Row:
     """A row for a kernel that moves bytes: num_bytes is the least it must read and write. Calls of
     a few microseconds are made more than once a graph, whose own launch would count otherwise."""
@@ -104,9 +118,11 @@ def environment() -> Row:
     }
 
 
-def write_results(path: str | Path, benchmark: str, command: str, rows: list[Row]) -> None:
-    """One JSON file: how, where and when it was measured, and the rows."""
-    fields = {"benchmark": benchmark, "command": command, **environment(), "rows": rows}
+def write_results(
+    path: str | Path, benchmark: str, command: str, rows: list[Row], **facts: Any
+) -> None:
+    """One JSON file: how, where and when it was measured, further facts, and the rows."""
+    fields = {"benchmark": benchmark, "command": command, **environment(), **facts, "rows": rows}
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_text(json.dumps(fields, indent=1) + "\n", encoding="utf-8")
 

@@ -18,7 +18,18 @@ import importlib
 from jetrl.errors import UserError
 
 HANDS_WORDS_ON = True
-BENCHMARKS = ("attention", "gemm", "layer", "logprob", "norm", "parity", "quantize", "rollout")
+BENCHMARKS = (
+    "attention",
+    "gemm",
+    "layer",
+    "logprob",
+    "norm",
+    "parity",
+    "quantize",
+    "rollout",
+    "step",
+    "train",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -139,17 +139,17 @@ def attend_packed(
         k_codes, k_scales = quantize_kv(k.detach(), kv_format, scales)
         v_codes, v_scales = quantize_kv(v.detach(), kv_format, scales)
         codes = gpu.KeyValueCodes(k_codes.contiguous(), k_scales, v_codes.contiguous(), v_scales)
-        tiles = packed_tiles(cu_seqlens) if tiles is None else tiles
+        tiles = packed_tiles(cu_seqlens, q.device) if tiles is None else tiles
         out: Tensor = gpu.attend_packed(q.contiguous(), k, v, codes, tiles)
         return out
     o: Tensor = _PackedAttention.apply(q, k, v, cu_seqlens, kv_format, scales)
     return o
 
 
-def packed_tiles(cu_seqlens: Tensor) -> Any:
+def packed_tiles(cu_seqlens: Tensor, device: torch.device) -> Any:
     """The GPU kernels' list of work for a packed batch: made once, it serves every layer."""
     gpu = hopper("kernels.attention_gpu")
-    return gpu.QueryTiles.packed(cu_seqlens.tolist(), cu_seqlens.device)
+    return gpu.QueryTiles.packed(cu_seqlens.tolist(), device)
 
 
 class _PackedAttention(torch.autograd.Function):

@@ -88,12 +88,20 @@ class KeyValues(Protocol):
 
 
 class PackedKeyValues:
-    """Training: whole sequences packed end to end, so the batch holds its own keys and values."""
+    """Training: whole sequences packed end to end, so the batch holds its own keys and values.
 
-    def __init__(self, cu_seqlens: Tensor, plan: PrecisionPlan) -> None:
-        self._cu_seqlens, self._plan = cu_seqlens, plan
-        on_gpu = cu_seqlens.is_cuda and plan.kv != "fp32"
-        self._tiles = packed_tiles(cu_seqlens) if on_gpu else None
+    cu_seqlens: int64 [S+1], on the CPU (then nothing waits) or the device. device: of the batch;
+    default: that of cu_seqlens.
+    """
+
+    def __init__(
+        self, cu_seqlens: Tensor, plan: PrecisionPlan, device: torch.device | None = None
+    ) -> None:
+        device = cu_seqlens.device if device is None else device
+        on_gpu = device.type == "cuda" and plan.kv != "fp32"
+        self._plan = plan
+        self._cu_seqlens = cu_seqlens if on_gpu else cu_seqlens.to(device)
+        self._tiles = packed_tiles(cu_seqlens, device) if on_gpu else None
         lengths = set(cu_seqlens.diff().tolist())
         self._length = lengths.pop() if len(lengths) == 1 else None
 

@@ -239,7 +239,7 @@ class Decoder(nn.Module):
         for layer in self.layers:
             arguments = (x, delta, positions, self.rotary_table, kv, side, self.trace)
             x, delta = (
-                checkpoint(layer, *arguments, use_reentrant=False)
+                checkpoint(layer, *arguments, use_reentrant=False, preserve_rng_state=False)
                 if checkpoint_layers
                 else layer(*arguments)
             )

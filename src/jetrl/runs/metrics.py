@@ -267,6 +267,7 @@ METRICS: tuple[Metric, ...] = (
     _timing("rollout", "drawing completions", verl="timing_s/gen"),
     _timing("reward", "scoring completions", verl="timing_s/reward"),
     _timing("update", "forward, backward and optimizer", verl="timing_s/update_actor"),
+    _timing("optimizer", "AdamW on the master weights; part of timing/update_s"),
     _timing("requantize", "making the FP8 working copy from the master weights"),
     _timing(
         "checkpoint",

@@ -9,6 +9,8 @@ import torch
 
 from jetrl.types import Sample
 
+PHASES = ("rollout", "reward", "update", "optimizer", "requantize")
+
 
 def measured(
     timings: Mapping[str, float],
@@ -23,7 +25,7 @@ def measured(
     """
     trained = sum(len(s.prompt_token_ids) + len(s.completion.token_ids) for s in samples)
     return {
-        **{f"timing/{n}_s": timings[n] for n in ("rollout", "reward", "update", "requantize")},
+        **{f"timing/{n}_s": timings[n] for n in PHASES},
         "throughput/rollout_tokens_per_s": rollout_tokens / timings["rollout"],
         "throughput/train_tokens_per_s": trained / timings["update"],
         "memory/peak_gib": _peak_bytes(device) / 2**30,

@@ -113,11 +113,10 @@ class Critic:
         self.model.requantize()
 
     def _forward(self, batch: Batch) -> torch.Tensor:
-        device = self.model.device
         return self.model.values(
-            torch.from_numpy(batch.token_ids).to(device),
-            torch.from_numpy(batch.cu_seqlens).to(device),
-            torch.from_numpy(targets(batch) - 1).to(device),
+            torch.from_numpy(batch.token_ids),
+            torch.from_numpy(batch.cu_seqlens),
+            torch.from_numpy(targets(batch) - 1),
             self._checkpoint_layers,
         )
 

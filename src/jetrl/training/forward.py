@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from jetrl.models.packed import upload
 from jetrl.training.packing import targets
 from jetrl.types import Batch
 
@@ -23,9 +24,9 @@ def batch_logprobs(
         (log-probs, float32 [N], differentiable unless under no_grad; entropy in nats, float32 [N]).
     """
     return policy.train_logprobs(
-        torch.from_numpy(batch.token_ids).to(policy.device),
-        torch.from_numpy(batch.cu_seqlens).to(policy.device),
-        torch.from_numpy(targets(batch)).to(policy.device),
+        torch.from_numpy(batch.token_ids),
+        torch.from_numpy(batch.cu_seqlens),
+        torch.from_numpy(targets(batch)),
         temperature,
         checkpoint_layers=checkpoint_layers,
     )
@@ -33,4 +34,4 @@ def batch_logprobs(
 
 def at_targets(values: np.ndarray, batch: Batch, device: torch.device | str) -> torch.Tensor:
     """Values [T] of a batch at its N trained tokens, as a tensor [N] of the same dtype."""
-    return torch.from_numpy(values[targets(batch)]).to(device)
+    return upload(torch.from_numpy(values[targets(batch)]), torch.device(device))

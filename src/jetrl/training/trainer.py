@@ -16,8 +16,9 @@ What is optimized is an `Objective` (objectives/), made of the pieces that the s
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -26,6 +27,7 @@ import torch
 
 from jetrl.config import Settings
 from jetrl.errors import UserError
+from jetrl.models.packed import upload
 from jetrl.out_of_memory import explained, within_memory
 from jetrl.training.batch_policy import choose_minibatches
 from jetrl.training.calibration import Bounds, ClipCalibration
@@ -95,7 +97,8 @@ class Trainer:
     Attributes:
         objective: what is optimized. preparation: what is made of samples before the first update.
         optimizer: goes into checkpoints.
-        timings: seconds of the last step: `update` (forward, backward, AdamW), `requantize`.
+        timings: seconds of the last step: `update` (forward, backward, AdamW), of these `optimizer`
+            (AdamW), and `requantize`.
 
     Raises:
         UserError: algorithm.kl is positive without a reference; an algorithm that cannot be used.
@@ -130,7 +133,7 @@ class Trainer:
         )
         self.micro_batch_size = micro_batch_size or MicroBatchSize.of(settings.train)
         self.guard = guard or Guard(settings.train.on_nonfinite)
-        self.timings = {"update": 0.0, "requantize": 0.0}
+        self.timings = {"update": 0.0, "optimizer": 0.0, "requantize": 0.0}
         # Greedy sampling reports the log-probs of temperature 1 (types.SamplingParams).
         self._temperature = settings.rollout.temperature or 1.0
         self.calibration = self._calibration()
@@ -171,26 +174,27 @@ class Trainer:
         )
         if self.calibration is not None:
             self.calibration.begin(minibatches)
-        requantize_seconds = 0.0
+        optimizer_seconds = requantize_seconds = 0.0
         applied: list[_Numbers] = []
         for k in range(len(minibatches)):
             done = self._accumulate_within_memory(minibatches, k)
+            total_norm = self.optimizer.gradient_norm()  # before the host waits for log-probs
             if k == 0:
                 metrics |= self._measure_mismatch(samples, version, minibatches, done.logprobs)
             if k == len(minibatches) - 1:
                 metrics |= self._calibrate(minibatches[k], done)
-            total_norm = self.optimizer.gradient_norm()
             numbers = self._read(minibatches[k], done, total_norm)
             if not self.guard.passes(numbers.watched):
                 self._refuse(k, numbers, minibatches[k])
                 continue
             metrics["policy/lr"] = self.optimizer.lr
             with explained("the optimizer", ADVICE):
-                self.optimizer.apply(total_norm)
-                requantize_seconds += self._requantize()
+                optimizer_seconds += self._seconds(partial(self.optimizer.apply, total_norm))
+                requantize_seconds += self._seconds(self.policy.requantize)
             applied.append(replace(numbers, critic=self._teach_critic(minibatches, k)))
         self.timings = {
             "update": time.perf_counter() - start - requantize_seconds,
+            "optimizer": optimizer_seconds,
             "requantize": requantize_seconds,
         }
         return metrics | _metrics(applied) | self._events(len(minibatches) - len(applied))
@@ -297,7 +301,7 @@ class Trainer:
         else:
             behavior = detached if micro.before is None else micro.before
         advantages = at_targets(batch.advantages, batch, device)
-        lengths = torch.from_numpy(trained_lengths(batch)).to(device)
+        lengths = upload(torch.from_numpy(trained_lengths(batch)), device)
         tokens = Tokens(logprobs, behavior, advantages, lengths)
         objective = self.objective
         if self.calibration is not None:
@@ -356,10 +360,10 @@ class Trainer:
             )
         return metrics
 
-    def _requantize(self) -> float:
-        """Seconds it took."""
+    def _seconds(self, work: Callable[[], object]) -> float:
+        """Seconds it took, on a device that had nothing left to do."""
         start = time.perf_counter()
-        self.policy.requantize()
+        work()
         if self.policy.device.type == "cuda":
             torch.cuda.synchronize(self.policy.device)
         return time.perf_counter() - start

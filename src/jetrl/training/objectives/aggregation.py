@@ -29,9 +29,13 @@ class UpdateSize:
 
 
 def token_weights(
-    lengths: torch.Tensor, size: UpdateSize, aggregation: Aggregation
+    lengths: torch.Tensor,
+    size: UpdateSize,
+    aggregation: Aggregation,
+    num_tokens: int | None = None,
 ) -> torch.Tensor:
-    """float32 [N] for sequences of int64 [S] trained tokens: the weight of each token's loss."""
+    """float32 [N] for sequences of int64 [S] trained tokens: the weight of each token's loss.
+    num_tokens: N; without it the host waits for a GPU to say."""
     if aggregation == "token_mean":
         weights = torch.full_like(lengths, 1.0 / size.tokens, dtype=torch.float32)
     elif aggregation == "sequence_mean":
@@ -41,4 +45,4 @@ def token_weights(
     else:
         each = 1.0 / (size.sequences * size.max_tokens)
         weights = torch.full_like(lengths, each, dtype=torch.float32)
-    return weights.repeat_interleave(lengths)
+    return weights.repeat_interleave(lengths, output_size=num_tokens)

@@ -140,7 +140,7 @@ class Objective:
                 estimate = kl.ESTIMATORS[self.settings.kl_term[0]]
                 term = estimate(tokens.trainer_logprobs, ref_logprobs)
                 loss = loss + self.settings.kl * term
-        weights = token_weights(tokens.lengths, size, self.aggregation)
+        weights = token_weights(tokens.lengths, size, self.aggregation, len(loss))
         return Loss((loss * weights).sum(), metrics, peaks)
 
     def _token_loss(self, tokens: Tokens) -> TokenLoss:

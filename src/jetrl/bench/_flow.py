@@ -1,0 +1,214 @@
+"""A policy with what samples from it and what trains it, at the shape of a real model.
+
+The parts are those of a run: `RolloutEngine`, `Trainer`, and between them the cache that is given
+back before an update. Memory decides how large a micro-batch may be: the most whole sequences, up
+to 16384 tokens, with which two micro-batches (the second adds to gradients that are there) run
+beside the optimizer's states. Where not even one sequence fits, layers are recomputed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
+
+import torch
+
+from jetrl.bench._load import Load, make_samples
+from jetrl.bench._timing import Row
+from jetrl.bench.parity import make_policy
+from jetrl.config import Settings
+from jetrl.errors import OutOfMemoryStop
+from jetrl.out_of_memory import release
+from jetrl.policy import Policy
+from jetrl.precision.linear import FP8Weight, Linear
+from jetrl.rollout.engine import RolloutEngine
+from jetrl.training import Trainer, pack
+from jetrl.training.forward import batch_logprobs
+from jetrl.training.micro_batches import MicroBatchSize
+from jetrl.types import Batch, Completion, Sample, SamplingParams
+
+MOST_TOKENS = 16384  # of a micro-batch
+_WARM_TOKENS = 24  # of each completion of the rollout that warms up
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What is fixed for all plans of a benchmark. learning_rate: large enough that FP8 codes
+    change. tokens_per_micro_batch: None: what fits. max_batch_size: sequences sampled together;
+    None: all. train: further settings of [train]."""
+
+    shape: str
+    device: str
+    layers: int | None
+    learning_rate: float
+    tokens_per_micro_batch: int | None
+    max_batch_size: int | None
+    train: dict[str, Any]
+
+
+class _Fixed(MicroBatchSize):
+    """One that is not made smaller: what does not fit is an answer here."""
+
+    def halve(self, batches: Sequence[Batch], problem: str) -> NoReturn:
+        raise OutOfMemoryStop(problem)
+
+
+class Flow:
+    """A plan's sampler and trainer under a load.
+
+    Attributes:
+        chosen: the settings that were found to fit, for a table. peaks: GiB by phase.
+    """
+
+    def __init__(self, plan: str, load: Load, choices: Choices) -> None:
+        self.load, self._choices = load, choices
+        self.policy = make_policy(choices.shape, plan, choices.device, choices.layers)
+        self.vocabulary = self.policy.config.vocab_size
+        batch_size = choices.max_batch_size or load.sequences
+        self.engine = RolloutEngine(self.policy, max_batch_size=batch_size)
+        self.peaks: dict[str, float] = {}
+        self.trainer: Trainer
+        self.chosen: Row = {"max_batch_size": batch_size, **choices.train}
+
+    # The phases of a step
+
+    def sample(self, seed: int, response_length: int | None = None) -> list[Sample]:
+        """Completions of random prompts, to their full length, with random rewards."""
+        prompts = self.load.random_prompts(self.vocabulary, seed)
+        params = SamplingParams(
+            n=self.load.samples,
+            max_tokens=response_length or self.load.response_length,
+            ignore_eos=True,
+            seed=seed,
+        )
+        return make_samples(prompts, self.engine.generate(prompts, params), seed)
+
+    @torch.no_grad()
+    def old_logprobs(self, samples: Sequence[Sample]) -> list[list[float]]:
+        """The trainer's log-probs of each sample's completion, by a forward without gradients: the
+        pass of a flow whose sampler's log-probs are not its trainer's."""
+        found: list[list[float]] = [[] for _ in samples]
+        batches = pack(samples, max(MOST_TOKENS, self.load.length))
+        parts = [batch_logprobs(self.policy, batch)[0] for batch in batches]
+        for batch, part in zip(batches, parts, strict=True):
+            lengths = [len(samples[i].completion.token_ids) for i in batch.sample_ids]
+            for i, values in zip(batch.sample_ids, part.cpu().split(lengths), strict=True):
+                found[i] = values.tolist()
+        return found
+
+    def update(self, samples: Sequence[Sample]) -> dict[str, float]:
+        """The trainer's step; its metrics."""
+        if self.policy.device.type == "cuda":
+            self.engine.free_cache()
+        return self.trainer.step(samples)
+
+    # What comes before they are measured
+
+    def warm_up(self) -> None:
+        """Everything runs once, kernels are compiled, and the weights have moved."""
+        self.fit()
+        self.sample(seed=0, response_length=min(_WARM_TOKENS, self.load.response_length))
+
+    def synthetic(self, sequences: int, seed: int) -> list[Sample]:
+        """Samples of the load's lengths that nobody drew, without log-probs: one group."""
+        load = self.load
+        sizes = (load.prompt_length, load.response_length)
+        prompts, answers = (
+            Load(sequences, 1, size, 0).random_prompts(self.vocabulary, seed + place)
+            for place, size in enumerate(sizes)
+        )
+        zeros = (0.0,) * load.response_length
+        completions = [Completion(tuple(answer), zeros, "length") for answer in answers]
+        return [replace(sample, group=0) for sample in make_samples(prompts, completions, seed)]
+
+    def fit(self) -> None:
+        """A trainer with the largest micro-batch that fits; it has made an update or two."""
+        asked, length = self._choices.tokens_per_micro_batch, self.load.length
+        most = max(1, (asked or MOST_TOKENS) // length)
+        counts = [most] if asked else range(min(most, self.load.sequences), 0, -1)
+        for checkpointing in (False, True):
+            for count in counts:
+                if self._fits(count, checkpointing):
+                    return
+        raise OutOfMemoryStop(
+            f"{self.policy.plan.name}: not even {counts[-1]} sequences of {length} tokens fit, "
+            "with layers recomputed"
+        )
+
+    def _fits(self, count: int, checkpointing: bool) -> bool:
+        tokens = count * self.load.length
+        self.chosen |= {"micro_batch_tokens": tokens, "activation_checkpointing": checkpointing}
+        settings = self._settings(tokens, checkpointing)
+        trainer = Trainer(self.policy, settings, micro_batch_size=_Fixed(tokens))
+        samples = self.synthetic(2 * count, seed=1)
+        try:
+            for part in (samples[:1], samples):
+                # Of an exact plan's sampler the trainer expects its own, and here there was none.
+                exact = self.policy.plan.exact
+                trainer.step(with_logprobs(part, self.old_logprobs(part)) if exact else part)
+        except OutOfMemoryStop:
+            fits = False
+        else:
+            fits, self.trainer = True, trainer
+        if not fits:
+            for master in self.policy.named_masters().values():
+                master.grad = None
+            del trainer
+            release()
+        return fits
+
+    def _settings(self, tokens: int, checkpointing: bool) -> Settings:
+        choices = self._choices
+        train = {
+            "lr": choices.learning_rate,
+            "tokens_per_micro_batch": tokens,
+            "activation_checkpointing": checkpointing,
+            **choices.train,
+        }
+        rollout = {"max_tokens": self.load.response_length}
+        return Settings.model_validate({"train": train, "rollout": rollout})
+
+    # Measuring
+
+    def timed(self, phase: str, work: Callable[[], Any]) -> tuple[float, Any]:
+        """(seconds, what it gave); its peak goes to `peaks`."""
+        on_gpu = self.policy.device.type == "cuda"
+        if on_gpu:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+        began = time.perf_counter()
+        result = work()
+        if on_gpu:
+            torch.cuda.synchronize()
+            self.peaks[phase] = round(torch.cuda.max_memory_allocated() / 2**30, 1)
+        return time.perf_counter() - began, result
+
+
+def with_logprobs(samples: Sequence[Sample], logprobs: Sequence[Sequence[float]]) -> list[Sample]:
+    """The samples with these log-probs of their completions."""
+    return [
+        replace(sample, completion=replace(sample.completion, logprobs=tuple(values)))
+        for sample, values in zip(samples, logprobs, strict=True)
+    ]
+
+
+def codes_of(policy: Policy, every: int = 4) -> dict[str, torch.Tensor]:
+    """Copies of the working weights of every fourth layer, as bytes (FP8) or half words (BF16)."""
+    found = {}
+    for layer in list(policy.decoder.layers)[::every]:
+        for linear in layer.modules():
+            if isinstance(linear, Linear):
+                operand = linear.operand("train")
+                if isinstance(operand, FP8Weight):
+                    found[linear.name] = operand.direct.codes.view(torch.uint8).clone()
+                else:
+                    found[linear.name] = operand.view(torch.int16).clone()
+    return found
+
+
+def share_changed(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> float:
+    """Share of the elements that differ."""
+    different = sum(int((after[name] != bits).sum()) for name, bits in before.items())
+    return different / sum(bits.numel() for bits in before.values())

@@ -1,0 +1,114 @@
+"""The load of a training step, and the floating-point operations that a model needs for it.
+
+FLOPs are the model's, not the machine's: 2 for each multiply and add of the linear layers, of the
+output projection at sampled tokens alone, and of the causal half of attention; backward takes twice
+the forward of a product and 2.5 times that of attention. What is done twice (recomputed layers,
+logits made again) counts once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from jetrl.models.families import ModelConfig, parameter_shapes
+from jetrl.types import Completion, Prompt, Sample, Score
+
+
+@dataclass(frozen=True)
+class Load:
+    """prompts of prompt_length tokens, each with `samples` completions of response_length."""
+
+    prompts: int
+    samples: int
+    prompt_length: int
+    response_length: int
+
+    @property
+    def sequences(self) -> int:
+        return self.prompts * self.samples
+
+    @property
+    def length(self) -> int:
+        """Tokens of a sequence."""
+        return self.prompt_length + self.response_length
+
+    @property
+    def tokens(self) -> int:
+        """Prompts and completions: what is trained on."""
+        return self.sequences * self.length
+
+    @property
+    def drawn(self) -> int:
+        return self.sequences * self.response_length
+
+    def __str__(self) -> str:
+        return (
+            f"{self.prompts} prompts x {self.samples} samples, {self.prompt_length} + "
+            f"{self.response_length} tokens"
+        )
+
+    def random_prompts(self, vocabulary: int, seed: int) -> list[list[int]]:
+        """Token ids of the prompts."""
+        shape = (self.prompts, self.prompt_length)
+        prompts: list[list[int]] = (
+            np.random.default_rng(seed).integers(0, vocabulary, shape).tolist()
+        )
+        return prompts
+
+
+def make_samples(
+    prompts: Sequence[Sequence[int]], completions: Sequence[Completion], seed: int
+) -> list[Sample]:
+    """Completions, as many of each prompt, with random rewards between 0 and 1."""
+    each = len(completions) // len(prompts)
+    rewards = np.random.default_rng(seed).random(len(completions))
+    return [
+        Sample(
+            prompt=Prompt(id=str(i // each), text="?"),
+            group=i // each,
+            prompt_token_ids=tuple(prompts[i // each]),
+            completion=completion,
+            score=Score(float(reward)),
+        )
+        for i, (completion, reward) in enumerate(zip(completions, rewards, strict=True))
+    ]
+
+
+def flops(config: ModelConfig, load: Load) -> dict[str, float]:
+    """Of a step by phase: `rollout` (a prompt counts once for its samples), `old_logprobs` (a
+    forward) and `update` (forward and backward)."""
+    shapes = parameter_shapes(config)
+    layers = sum(
+        math.prod(shape)
+        for name, shape in shapes.items()
+        if len(shape) == 2 and name.startswith("layers.")
+    )
+    head = config.vocab_size * config.hidden_size
+    heads = 2 * config.num_layers * config.num_heads * config.head_dim
+    square, prompt_square = load.length**2, load.prompt_length**2
+    forward = 2 * (layers * load.tokens + head * load.drawn)
+    attention = heads * square * load.sequences
+    prompts = load.prompts * load.prompt_length
+    return {
+        "rollout": 2 * (layers * (prompts + load.drawn) + head * load.drawn)
+        + heads * (prompt_square * load.prompts + (square - prompt_square) * load.sequences),
+        "old_logprobs": forward + attention,
+        "update": 3 * forward + 3.5 * attention,
+    }
+
+
+def add_load_arguments(parser: argparse.ArgumentParser, prompts: int, samples: int) -> None:
+    """--prompts, --samples, --prompt-length, --response-length."""
+    parser.add_argument("--prompts", type=int, default=prompts, help=f"default {prompts}")
+    parser.add_argument("--samples", type=int, default=samples, help=f"a prompt, default {samples}")
+    parser.add_argument("--prompt-length", type=int, default=256, help="tokens (default 256)")
+    parser.add_argument("--response-length", type=int, default=2048, help="tokens (default 2048)")
+
+
+def load_of(args: argparse.Namespace) -> Load:
+    return Load(args.prompts, args.samples, args.prompt_length, args.response_length)

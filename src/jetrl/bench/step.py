@@ -1,0 +1,187 @@
+r"""A whole step of reinforcement learning on one GPU, at the shape of a real model: BF16 and FP8.
+
+    jetrl bench step --shape qwen3-8b --prompts 32 --samples 8 --prompt-length 256 \
+        --response-length 2048 --out step.json
+
+For each plan: a policy with random weights, a warm-up in which every kernel is compiled and the
+weights move (training, then sampling with few tokens), and one step that is measured:
+
+    rollout        the engine draws every completion to its full length, log-probs on, the capture
+                   of its graphs included
+    old log-probs  of a plan that is not exact: the trainer's log-probs of all completions, by a
+                   forward without gradients. The update does not read them (with one update a step
+                   it uses its own); it is the pass that a flow with two engines needs. The ratios
+                   are given with it and without it.
+    update         `Trainer.step`: packing, forward, comparison with the sampler, backward
+    optimizer      AdamW
+    requantize     the working copies
+
+Rewards are random numbers. Each plan has the largest micro-batch that fits beside the same
+optimizer (`_flow`), and samples all sequences together; where memory has no room for their pages
+the youngest wait. MFU is the model's FLOPs (`_load`) over the time and over the rate of a large
+BF16 product, measured in the same run; so too under an FP8 plan.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jetrl.bench._flow import Choices, Flow, codes_of, share_changed
+from jetrl.bench._load import Load, add_load_arguments, flops, load_of
+from jetrl.bench._timing import Row, matrix_limit, print_table, write_results
+from jetrl.bench.shapes import SHAPES
+from jetrl.out_of_memory import release
+
+PARTS = ("rollout", "old_logprobs", "update", "optimizer", "requantize")
+
+
+def measure(plan: str, load: Load, choices: Choices, limit: float) -> Row:
+    """One plan's row. limit: FLOP/s that MFU is of."""
+    flow = Flow(plan, load, choices)
+    before = codes_of(flow.policy)
+    flow.warm_up()
+    changed = share_changed(before, codes_of(flow.policy))
+    del before
+    seconds: dict[str, float] = {}
+    seconds["rollout"], samples = flow.timed("rollout", lambda: flow.sample(seed=1))
+    stats = flow.engine.stats
+    if not flow.policy.plan.exact:
+        flow.engine.free_cache()
+        work = lambda: flow.old_logprobs(samples)  # noqa: E731
+        seconds["old_logprobs"] = flow.timed("old_logprobs", work)[0]
+    whole, metrics = flow.timed("update", lambda: flow.update(samples))
+    timings = flow.trainer.timings
+    seconds |= {name: timings[name] for name in ("optimizer", "requantize")}
+    seconds["update"] = whole - timings["optimizer"] - timings["requantize"]
+    needed = flops(flow.policy.config, load)
+    rates = {
+        "rollout": (load.drawn, seconds["rollout"]),
+        "old_logprobs": (load.tokens, seconds.get("old_logprobs")),
+        "update": (load.tokens, whole),
+    }
+    return {
+        "plan": plan,
+        "settings": flow.chosen,
+        "seconds": {name: round(seconds[name], 3) for name in PARTS if name in seconds},
+        "step_s": round(sum(seconds.values()), 2),
+        "training_s": round(whole, 2),
+        "tokens_per_s": {n: round(t / s) for n, (t, s) in rates.items() if s is not None},
+        "mfu": {n: round(needed[n] / s / limit, 3) for n, (_, s) in rates.items() if s is not None},
+        "peak_gib": flow.peaks,
+        "compared_tokens": int(metrics["mismatch/num_tokens"]),
+        "different": int(metrics["mismatch/num_different"]),
+        "mean_abs_logprob_diff": metrics["mismatch/mean_abs_logprob_diff"],
+        "weights_changed": round(changed, 5),
+        "preemptions": stats.preemptions,
+        "rollout_idle_share": round(stats.device_idle_s / stats.seconds, 4),
+    }
+
+
+def compare(row: Row, base: Row) -> Row:
+    """How many times as fast as `base` a plan is, and its memory over that of `base`."""
+    extra = base["seconds"].get("old_logprobs", 0.0)
+    peaks = {n: g / base["peak_gib"][n] for n, g in row["peak_gib"].items()}
+    return {
+        "rollout": round(base["seconds"]["rollout"] / row["seconds"]["rollout"], 3),
+        "training": round(base["training_s"] / row["training_s"], 3),
+        "step": round(base["step_s"] / row["step_s"], 3),
+        "step_without_old_logprobs": round((base["step_s"] - extra) / row["step_s"], 3),
+        "peak_memory": {name: round(share, 3) for name, share in peaks.items()},
+    }
+
+
+def table(rows: Sequence[Row]) -> list[Row]:
+    """A line for each plan, of what is read first."""
+    lines = []
+    for row in rows:
+        line = {"plan": row["plan"]}
+        line |= {f"{name} s": row["seconds"].get(name, "") for name in PARTS}
+        line |= {"step s": row["step_s"]}
+        line |= {f"{name} tok/s": rate for name, rate in row["tokens_per_s"].items()}
+        line |= {f"{name} MFU": share for name, share in row["mfu"].items()}
+        line |= {f"{name} GiB": size for name, size in row["peak_gib"].items()}
+        line |= {"different": f"{row['different']} of {row['compared_tokens']}"}
+        lines.append(line)
+    return lines
+
+
+def add_arguments(parser: argparse.ArgumentParser, plans: Sequence[str]) -> None:
+    """What `bench step` and `bench train` share, without the load."""
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-8b")
+    parser.add_argument("--plan", action="append", help=f"repeatable; default: {' '.join(plans)}")
+    parser.add_argument("--layers", type=int, help="default: the shape's")
+    parser.add_argument("--learning-rate", type=float, default=1e-4, help="default 1e-4")
+    parser.add_argument(
+        "--tokens-per-micro-batch", type=int, help="default: the largest that fits, up to 16384"
+    )
+    parser.add_argument(
+        "--train", action="append", default=[], metavar="KEY=VALUE", help="a setting of [train]"
+    )
+    parser.add_argument("--device", default="cuda", help="cpu: to try it out, nothing is written")
+
+
+def choices_of(args: argparse.Namespace, max_batch_size: int | None = None) -> Choices:
+    train: dict[str, Any] = dict(setting.split("=", 1) for setting in args.train)
+    return Choices(
+        shape=args.shape,
+        device=args.device,
+        layers=args.layers,
+        learning_rate=args.learning_rate,
+        tokens_per_micro_batch=args.tokens_per_micro_batch,
+        max_batch_size=max_batch_size,
+        train=train,
+    )
+
+
+def limit_of(device: str) -> float:
+    """FLOP/s of a large BF16 product; 1e12 on a CPU, where nothing is measured."""
+    return matrix_limit() if device == "cuda" else 1e12
+
+
+def command_of(name: str, args: argparse.Namespace, load: Load) -> str:
+    """The command line that measures this again."""
+    words = ["jetrl bench", name, "--shape", args.shape]
+    words += [f"--plan {plan}" for plan in args.plan or []]
+    words += [f"--layers {args.layers}"] if args.layers else []
+    words += [f"--prompts {load.prompts} --samples {load.samples}"]
+    words += [f"--prompt-length {load.prompt_length} --response-length {load.response_length}"]
+    if args.tokens_per_micro_batch:
+        words.append(f"--tokens-per-micro-batch {args.tokens_per_micro_batch}")
+    return " ".join([*words, *(f"--train {setting}" for setting in args.train)])
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """`jetrl bench step`."""
+    parser = argparse.ArgumentParser(
+        prog="jetrl bench step",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_arguments(parser, ("bf16", "unified"))
+    add_load_arguments(parser, prompts=32, samples=8)
+    parser.add_argument("--max-batch-size", type=int, help="sequences together; default: all")
+    parser.add_argument("--out", default="build/bench/step.json", type=Path, help="JSON file")
+    args = parser.parse_args(argv)
+    load, choices = load_of(args), choices_of(args, args.max_batch_size)
+    limit = limit_of(args.device)
+    rows: list[Row] = []
+    for plan in args.plan or ["bf16", "unified"]:
+        row = measure(plan, load, choices, limit)
+        if rows and rows[0]["plan"] == "bf16":
+            row["times_bf16"] = compare(row, rows[0])
+        rows.append({"shape": args.shape, "load": str(load), **row})
+        release()
+        print_table(table(rows))
+        print(f"settings: {row['settings']}; working weights changed: {row['weights_changed']:.3%}")
+        if "times_bf16" in row:
+            print(f"times bf16: {row['times_bf16']}", flush=True)
+        if args.device == "cuda":
+            facts = {"bf16_matrix_teraflops": round(limit / 1e12, 1)}
+            write_results(args.out, "step", command_of("step", args, load), rows, **facts)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,217 @@
+r"""The training phase of a step on one GPU, at the shape of a real model: BF16 beside FP8.
+
+    jetrl bench train --shape qwen3-8b --prompts 4 --samples 8 --prompt-length 256 \
+        --response-length 2048 --profile --out train.json
+
+For each plan: `Trainer.step` on random tokens that nobody sampled. Their log-probs, which an exact
+plan's trainer compares with its own, come from a forward of the trainer without gradients, which is
+timed as well: it is the pass over old log-probs that other flows make. So `different` compares the
+forward without gradients with the one with them.
+
+`parts_ms`, of an update like the measured one: between CUDA events around forward (without the
+output projection), lm_head (both directions), backward (without it), gradient norm, optimizer and
+requantize; `rest` is what lies between them. With --profile a third update runs under
+torch.profiler: the device's idle share while the micro-batches ran, and the kernels by time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import jetrl.training.trainer as trainer_module
+from jetrl.bench._flow import Choices, Flow, with_logprobs
+from jetrl.bench._load import Load, add_load_arguments, flops, load_of
+from jetrl.bench._timing import Row, print_table, write_results
+from jetrl.bench.step import add_arguments, choices_of, command_of, limit_of
+from jetrl.out_of_memory import release
+from jetrl.precision.hopper import hopper
+from jetrl.types import Sample
+
+_LISTED = 25  # kernels of a profile
+
+
+def measure(plan: str, load: Load, choices: Choices, limit: float, profiled: bool) -> Row:
+    """One plan's row. limit: FLOP/s that MFU is of."""
+    flow = Flow(plan, load, choices)
+    flow.fit()
+    samples = flow.synthetic(load.sequences, seed=2)
+    old, logprobs = flow.timed("old_logprobs", lambda: flow.old_logprobs(samples))
+    given = with_logprobs(samples, logprobs)
+    whole, metrics = flow.timed("update", lambda: flow.update(given))
+    timings = flow.trainer.timings
+    passes = whole - timings["optimizer"] - timings["requantize"]
+    needed = flops(flow.policy.config, load)
+    row: Row = {
+        "plan": plan,
+        "settings": flow.chosen,
+        "training_s": round(whole, 3),
+        "tokens_per_s": round(load.tokens / whole),
+        "passes_tokens_per_s": round(load.tokens / passes),
+        "mfu": round(needed["update"] / whole / limit, 3),
+        "passes_mfu": round(needed["update"] / passes / limit, 3),
+        "optimizer_ms": round(1e3 * timings["optimizer"], 1),
+        "requantize_ms": round(1e3 * timings["requantize"], 1),
+        "old_logprobs_s": round(old, 3),
+        "old_logprobs_mfu": round(needed["old_logprobs"] / old / limit, 3),
+        "peak_gib": flow.peaks,
+        "different": int(metrics["mismatch/num_different"]),
+        "compared_tokens": int(metrics["mismatch/num_tokens"]),
+    }
+    if flow.policy.device.type == "cuda":
+        row["parts_ms"] = parts(flow, again(flow, samples))
+        if profiled:
+            row |= profile(flow, again(flow, samples))
+    return row
+
+
+def again(flow: Flow, samples: Sequence[Sample]) -> list[Sample]:
+    """The samples with the log-probs that the policy gives them now."""
+    return with_logprobs(samples, flow.old_logprobs(samples))
+
+
+def parts(flow: Flow, samples: Sequence[Sample]) -> dict[str, float]:
+    """Milliseconds of an update by part."""
+    log: list[tuple[str, Any, Any]] = []
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    start.record()
+    with watched(flow, log):
+        flow.update(samples)
+    end.record()
+    torch.cuda.synchronize()
+    found: dict[str, float] = defaultdict(float)
+    for name, a, b in log:
+        found[name] += a.elapsed_time(b)
+    found["forward"] -= found["lm_head forward"]
+    found["backward"] -= found["lm_head backward"]
+    found["rest"] = start.elapsed_time(end) - sum(found.values())
+    return {name: round(ms, 1) for name, ms in found.items()}
+
+
+@contextlib.contextmanager
+def watched(flow: Flow, log: list[tuple[str, Any, Any]]) -> Iterator[None]:
+    """Records CUDA events around the parts of an update."""
+
+    def watch(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            result = function(*args, **kwargs)
+            end.record()
+            log.append((name, start, end))
+            return result
+
+        return call
+
+    head = hopper("kernels.logprob_triton")._HeadLogprobs
+    optimizer = flow.trainer.optimizer
+    places = [
+        (trainer_module, "batch_logprobs", "forward", False),
+        (torch.Tensor, "backward", "backward", False),
+        (head, "forward", "lm_head forward", True),
+        (head, "backward", "lm_head backward", True),
+        (optimizer, "gradient_norm", "gradient norm", False),
+        (optimizer, "apply", "optimizer", False),
+        (flow.policy, "requantize", "requantize", False),
+    ]
+    with contextlib.ExitStack() as stack:
+        for owner, name, part, static in places:
+            original = getattr(owner, name)
+            wrapped = watch(part, original)
+            setattr(owner, name, staticmethod(wrapped) if static else wrapped)
+            kept = staticmethod(original) if static else original
+            stack.callback(setattr, owner, name, kept)
+        yield
+
+
+def profile(flow: Flow, samples: Sequence[Sample]) -> Row:
+    """The share of an update's time in which the device did nothing, and the kernels by time."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        flow.update(samples)
+        torch.cuda.synchronize()
+    spans, times, counts = [], Counter[str](), Counter[str]()
+    for event in profiler.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            spans.append((event.time_range.start, event.time_range.end))
+            times[event.name] += event.time_range.elapsed_us()
+            counts[event.name] += 1
+    spans.sort()
+    busy, reached, gaps = 0.0, spans[0][0], []
+    for start, end in spans:
+        if start > reached:
+            gaps.append(start - reached)
+        busy += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    total = reached - spans[0][0]
+    gaps.sort(reverse=True)
+    return {
+        "idle_share": round(1 - busy / total, 4),
+        "launches": len(spans),
+        "longest_gaps_ms": [round(gap / 1e3, 2) for gap in gaps[:8]],
+        "gaps_above_20us_ms": round(sum(gap for gap in gaps if gap > 20) / 1e3, 1),
+        "kernels": [
+            {
+                "kernel": name[:80],
+                "ms": round(time / 1e3, 1),
+                "share": round(time / total, 4),
+                "launches": counts[name],
+            }
+            for name, time in times.most_common(_LISTED)
+        ],
+    }
+
+
+def compare(row: Row, base: Row) -> Row:
+    """How many times as fast as `base` a plan is, and its memory over that of `base`."""
+    return {
+        "training": round(base["training_s"] / row["training_s"], 3),
+        "passes": round(row["passes_tokens_per_s"] / base["passes_tokens_per_s"], 3),
+        "old_logprobs": round(base["old_logprobs_s"] / row["old_logprobs_s"], 3),
+        "training_with_old_logprobs": round(
+            (base["training_s"] + base["old_logprobs_s"]) / row["training_s"], 3
+        ),
+        "peak_memory": {n: round(g / base["peak_gib"][n], 3) for n, g in row["peak_gib"].items()},
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """`jetrl bench train`."""
+    parser = argparse.ArgumentParser(
+        prog="jetrl bench train",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_arguments(parser, ("bf16", "unified"))
+    add_load_arguments(parser, prompts=8, samples=8)
+    parser.add_argument("--profile", action="store_true", help="idle share, and time by kernel")
+    parser.add_argument("--out", default="build/bench/train.json", type=Path, help="JSON file")
+    args = parser.parse_args(argv)
+    load, choices = load_of(args), choices_of(args)
+    limit = limit_of(args.device)
+    rows: list[Row] = []
+    for plan in args.plan or ["bf16", "unified"]:
+        row = measure(plan, load, choices, limit, args.profile)
+        if rows and rows[0]["plan"] == "bf16":
+            row["times_bf16"] = compare(row, rows[0])
+        rows.append({"shape": args.shape, "load": str(load), **row})
+        release()
+        if args.device == "cuda":
+            facts = {"bf16_matrix_teraflops": round(limit / 1e12, 1)}
+            command = command_of("train", args, load) + (" --profile" if args.profile else "")
+            write_results(args.out, "train", command, rows, **facts)
+        print_table(row.pop("kernels", []) or [])
+        for name in ("settings", "parts_ms", "times_bf16"):
+            if name in row:
+                print(f"{plan} {name}: {row.pop(name)}")
+        print_table([row])
+
+
+if __name__ == "__main__":
+    main()
