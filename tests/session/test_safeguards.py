@@ -18,6 +18,7 @@ from jetrl.errors import NonFiniteError, UserError
 from jetrl.reproduction import replay
 from jetrl.runs import RunDirectory, reproducible
 from jetrl.session import Session
+from jetrl.training.critic import Critic
 from jetrl.training.optimizer import Optimizer
 
 TINY = [
@@ -177,6 +178,43 @@ def test_skipped_updates_leave_no_trace_and_the_run_goes_on(
     assert kept == ["step_000002", "step_000003"]
     assert "step 2: 1 update not finite and skipped" in capsys.readouterr().out
     assert "layers.1.swiglu" in (result.run_path / "log.txt").read_text()
+
+
+@pytest.mark.parametrize("action", ["skip", "stop"])
+def test_a_critic_that_goes_wrong_is_named_and_the_policy_goes_on(
+    action: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    update = Critic.update
+
+    def spoiled(critic: Critic, index: int, micro_batches: Any) -> Any:
+        if critic.optimizer.num_updates != 1 or spoilt:
+            return update(critic, index, micro_batches)
+        spoilt.append(1)
+        scores = critic.model.decoder.scores
+        monkeypatch.setattr(
+            critic.model.decoder, "scores", lambda hidden: scores(hidden) * math.inf
+        )
+        try:
+            return update(critic, index, micro_batches)
+        finally:
+            monkeypatch.setattr(critic.model.decoder, "scores", scores)
+
+    spoilt: list[int] = []
+    monkeypatch.setattr(Critic, "update", spoiled)
+    ppo = ["algorithm.name=ppo", "critic.path=policy", f"train.on_nonfinite={action}"]
+    wanted = settings(tmp_path, "loop.steps=3", *ppo)
+    if action == "stop":
+        with pytest.raises(NonFiniteError, match=r"critic/loss is .*Lower critic\.lr"):
+            train(wanted)
+        assert [r["step"] for r in lines(tmp_path / "run")] == [1]
+        return
+    found = lines(train(wanted).run_path)
+    assert [r.get("critic/skipped_updates", 0) for r in found] == [0, 1, 0]
+    assert ["critic/loss" in r for r in found] == [True, False, True]
+    assert all("policy/loss" in r and "policy/skipped_updates" not in r for r in found)
+    assert "step 2: 1 update of the critic not finite and skipped" in capsys.readouterr().out
+    log = (tmp_path / "run" / "log.txt").read_text()
+    assert "the first such value is the gradient of the output of score" in log
 
 
 def test_a_run_resumed_after_a_skipped_update_is_the_uncut_one(

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from jetrl.config import load_config
-from jetrl.errors import UserError
+from jetrl.errors import OutOfMemoryStop, UserError
 from jetrl.policy import Policy
 from jetrl.precision import PrecisionPlan
 from jetrl.training import Trainer, pack
@@ -18,7 +18,7 @@ from jetrl.training.calibration import (
     moved,
     over_clipped,
 )
-from jetrl.training.micro_batches import MicroBatch
+from jetrl.training.micro_batches import MicroBatch, MicroBatchSize
 from jetrl.training.packing import with_advantages
 
 REFERENCE = Bounds(0.8, 1.2)
@@ -118,6 +118,65 @@ def test_in_the_trainer(sample) -> None:
     assert resumed.calibration.bounds == trainer.calibration.bounds
 
 
+@pytest.fixture
+def calibrating(sample):
+    """(trainer that calibrates at its first step, samples of 8 tokens)."""
+    words = ["algorithm.calibrate_clip_every=1", "train.lr=1e-2", "algorithm.clip=0.05"]
+    settings = load_config("demo", words)
+    config = settings.model.config
+    assert isinstance(config, dict)
+    policy = Policy.from_config(config | {"num_hidden_layers": 1}, PrecisionPlan.preset("unified"))
+    rng = np.random.default_rng(0)
+    sequences = [rng.integers(0, 128, 8).tolist() for _ in range(8)]
+    samples = [
+        sample(i // 4, s[:3], s[3:], float(i % 4 == 0), p[2:].tolist())
+        for i, (s, p) in enumerate(zip(sequences, policy.logprobs(sequences), strict=True))
+    ]
+    return Trainer(policy, settings), samples
+
+
+def short_of_memory(monkeypatch: pytest.MonkeyPatch, limit: int) -> list[int]:
+    """BF16 forwards of more than `limit` tokens do not fit. Returns the sizes of those that did."""
+    forward, sizes = Policy.train_logprobs, []
+
+    def train_logprobs(policy, token_ids, *args, **kwargs):
+        if policy.plan.name == "bf16":
+            if len(token_ids) > limit:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+            sizes.append(len(token_ids))
+        return forward(policy, token_ids, *args, **kwargs)
+
+    monkeypatch.setattr(Policy, "train_logprobs", train_logprobs)
+    return sizes
+
+
+@pytest.mark.parametrize("limit", [16, 32])
+def test_its_forwards_are_divided_where_memory_runs_out(calibrating, monkeypatch, limit) -> None:
+    trainer, samples = calibrating
+    sizes = short_of_memory(monkeypatch, limit)
+    metrics = trainer.step(samples)
+    assert "policy/over_clipped" in metrics
+    assert max(sizes) == limit
+    assert sum(sizes) == 2 * 4 * 8, "before the step and at its end, the last minibatch's samples"
+    assert trainer.optimizer.num_updates == 2, "with the gradients that it had"
+    assert metrics.get("memory/train_retries", 0) == {16: 1, 32: 0}[limit]
+
+
+def test_without_room_for_its_weights_the_run_ends_with_words(calibrating, monkeypatch) -> None:
+    trainer, samples = calibrating
+    make = Policy.__init__
+
+    def no_room(policy, config, plan, *args, **kwargs):
+        if plan.name == "bf16":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 16.00 GiB.")
+        make(policy, config, plan, *args, **kwargs)
+
+    monkeypatch.setattr(Policy, "__init__", no_room)
+    with pytest.raises(OutOfMemoryStop, match=r"calibrated clipping .*calibrate_clip_every=0"):
+        trainer.step(samples)
+    assert trainer.optimizer.num_updates == 0
+
+
 def test_an_update_that_is_not_finite_moves_no_bound(sample) -> None:
     config = load_config("demo").model.config
     assert isinstance(config, dict)
@@ -130,9 +189,9 @@ def test_an_update_that_is_not_finite_moves_no_bound(sample) -> None:
         advantages = np.full(5, (-1.0) ** len(micro), dtype=np.float32)
         micro.append(MicroBatch(with_advantages(batch, [advantages] * 2)))
     for value, moves in ((0.5, True), (float("nan"), False)):
-        calibration = ClipCalibration(policy, REFERENCE, every=1, temperature=1.0)
+        calibration = ClipCalibration(policy, REFERENCE, 1, 1.0, MicroBatchSize(8))
         calibration.begin([micro, micro])
-        found = calibration.end(micro, [torch.full((5,), value)] * 2)
+        found = calibration.end([micro, micro], [torch.full((5,), value)] * 2)
         assert bool(found) == (calibration.bounds != REFERENCE) == moves
 
 

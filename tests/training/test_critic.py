@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
 
 from jetrl.config import Settings
-from jetrl.errors import OutOfMemoryStop, UserError
+from jetrl.errors import NonFiniteError, OutOfMemoryStop, UserError
 from jetrl.models.families import ModelConfig
 from jetrl.models.tiny import random_weights
 from jetrl.out_of_memory import within_memory
@@ -34,13 +36,14 @@ CONFIG = {
 }
 
 
-def critic(seed=0, lr=3e-3):
+def critic(seed=0, lr=3e-3, action="stop"):
     config = ModelConfig.from_hf(CONFIG)
     weights = random_weights(config, seed)
     weights["score.weight"] = torch.zeros(1, 128)
     model = ScalarModel(config, PrecisionPlan.preset("unified"), weights)
     keys = {"critic": {"path": "policy", "lr": lr}, "algorithm": {"name": "ppo"}}
-    return Critic(model, Settings.model_validate(keys | {"train": {"grad_clip": 10.0}}))
+    train = {"grad_clip": 10.0, "on_nonfinite": action}
+    return Critic(model, Settings.model_validate(keys | {"train": train}))
 
 
 def lessons(sample, student, count=12):
@@ -89,7 +92,7 @@ def test_it_learns_the_returns(sample):
     student = critic()
     first = lessons(sample, student)
     assert all(not lesson.values.any() for lesson in first), "a new head says 0"
-    losses = [student.update(lessons(sample, student))["critic/loss"] for _ in range(40)]
+    losses = [student.update(0, lessons(sample, student))["critic/loss"] for _ in range(40)]
     assert losses[-1] < 0.25 * losses[0]
     after = lessons(sample, student)
     said = torch.cat([lesson.values for lesson in after])
@@ -109,12 +112,12 @@ def test_a_value_looks_at_what_precedes_its_token_alone(sample):
 def test_state_is_taken_over_bit_for_bit(sample):
     whole, cut = critic(), critic()
     for student in (whole, cut):
-        student.update(lessons(sample, student))
+        student.update(0, lessons(sample, student))
     resumed = critic(seed=5)
     saved = {name: t.clone() for name, t in cut.state_tensors().items()}
     resumed.load_tensors(saved)
     for student in (whole, resumed):
-        student.update(lessons(sample, student))
+        student.update(0, lessons(sample, student))
     a, b = whole.state_tensors(), resumed.state_tensors()
     assert a.keys() == b.keys()
     assert all(torch.equal(a[name], b[name]) for name in a)
@@ -129,7 +132,31 @@ def test_an_optimizer_without_room_is_not_begun_anew(sample):
 
     student.optimizer.apply = apply
     with pytest.raises(OutOfMemoryStop, match=r"in the critic's optimizer .*to allocate 64"):
-        within_memory(lambda: student.update(lessons(sample, student)), pytest.fail)
+        within_memory(lambda: student.update(0, lessons(sample, student)), pytest.fail)
+
+
+@pytest.mark.parametrize("action", ["stop", "skip"])
+def test_an_update_that_is_not_finite_changes_nothing(sample, action):
+    student = critic(action=action)
+    student.update(0, lessons(sample, student))
+    before = {name: t.clone() for name, t in student.state_tensors().items()}
+    bad = lessons(sample, student)
+    bad[0].returns[0] = math.inf
+    reported = []
+    student.guard.report = lambda update: reported.append(update) or "found"
+    if action == "stop":
+        with pytest.raises(NonFiniteError, match=r"critic/loss is inf.*found.*Lower critic\.lr"):
+            student.update(1, bad)
+    else:
+        assert student.update(1, bad) == {}
+    after = student.state_tensors()
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    (update,) = reported
+    assert (update.index, update.model) == (1, student.model)
+    assert update.parameters
+    update.repeat()
+    assert all(p.grad is None for p in student.model.named_masters().values())
+    assert student.update(2, lessons(sample, student))["critic/loss"] > 0
 
 
 def test_another_models_state_is_refused():

@@ -138,9 +138,9 @@ def test_a_run_that_does_not_come_out_of_it_stops(poisoned):
         resumed.step(samples)
 
 
-def test_good_updates_between_end_the_row():
+def test_good_updates_between_end_the_row(bigram):
     guard = Guard("skip")
-    bad = NonFiniteUpdate(0, {"policy/loss": math.nan}, [], [], lambda: None)
+    bad = NonFiniteUpdate(0, bigram(), {"policy/loss": math.nan}, [], [], lambda: None)
     for _ in range(3 * MOST_IN_A_ROW):
         guard.refuse(bad)
         assert guard.passes({"policy/loss": 0.0})

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from jetrl.config import Settings
-from jetrl.errors import UserError
+from jetrl.errors import NonFiniteError, OutOfMemoryStop, UserError
 from jetrl.models.families import ModelConfig
 from jetrl.models.tiny import random_weights
 from jetrl.precision import PrecisionPlan
@@ -32,11 +32,12 @@ CONFIG = {
 }
 
 
-def trainer(preset="unified", tokens=1000):
+def trainer(preset="unified", tokens=1000, action="stop"):
     config = ModelConfig.from_hf(CONFIG)
     weights = random_weights(config, 0) | {"score.weight": torch.zeros(1, 128)}
     model = ScalarModel(config, PrecisionPlan.preset(preset), weights)
-    keys = {"sft": {"lr": 3e-3, "steps": 30}, "train": {"tokens_per_micro_batch": tokens}}
+    train = {"tokens_per_micro_batch": tokens, "on_nonfinite": action}
+    keys = {"sft": {"lr": 3e-3, "steps": 30}, "train": train}
     return RewardTrainer(model, Settings.model_validate(keys))
 
 
@@ -81,6 +82,46 @@ def test_micro_batches_do_not_matter():
     a, b = whole.step(pairs(seed=1)), parts.step(pairs(seed=1))
     assert a["sft/loss"] == pytest.approx(b["sft/loss"], rel=96 * 2**-24)
     assert a["reward_model/margin"] == pytest.approx(b["reward_model/margin"], rel=1e-3)
+
+
+def test_too_little_memory_makes_micro_batches_smaller(monkeypatch):
+    whole, small = trainer("fp32"), trainer("fp32")
+    values = ScalarModel.values
+    sizes = []
+
+    def limited(model, token_ids, *args):
+        if model is small.model:
+            if len(token_ids) > 40:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+            sizes.append(len(token_ids))
+        return values(model, token_ids, *args)
+
+    monkeypatch.setattr(ScalarModel, "values", limited)
+    expected, found = whole.step(pairs()), small.step(pairs())
+    assert found.pop("memory/train_retries") >= 1
+    assert sum(sizes) == found["sft/tokens"]
+    assert found["sft/loss"] == pytest.approx(expected["sft/loss"], rel=96 * 2**-24)
+    assert "memory/train_retries" not in small.step(pairs()), "the size is kept"
+    long = [([1] * 30, [2] * 30)]
+    with pytest.raises(OutOfMemoryStop, match=r"with one pair in a micro-batch.*has 60 tokens"):
+        small.step(long)
+
+
+@pytest.mark.parametrize("action", ["stop", "skip"])
+def test_an_update_that_is_not_finite_changes_nothing(action):
+    student = trainer(action=action)
+    with torch.no_grad():
+        student.model.named_masters()["score.weight"][0, 0] = math.inf
+    student.model.requantize()
+    before = {n: p.detach().clone() for n, p in student.model.named_masters().items()}
+    if action == "stop":
+        with pytest.raises(NonFiniteError, match=r"sft/loss is nan.*Lower sft\.lr"):
+            student.step(pairs())
+    else:
+        metrics = student.step(pairs())
+        assert set(metrics) == {"sft/lr", "sft/tokens", "reward_model/skipped_updates"}
+    assert all(torch.equal(p, before[n]) for n, p in student.model.named_masters().items())
+    assert student.optimizer.num_updates == 0
 
 
 def test_no_pairs():

@@ -205,6 +205,12 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric("critic/lr", "1/update", "learning rate of the critic (mean over the step's updates)"),
     Metric(
+        "critic/skipped_updates",
+        "count",
+        "updates of the critic with a NaN or infinite loss or gradient that were left out; absent "
+        "where none was",
+    ),
+    Metric(
         "critic/value_mean",
         "reward",
         "mean value before the step",
@@ -337,6 +343,11 @@ METRICS: tuple[Metric, ...] = (
         "score",
         "mean score of the better less that of the worse completion",
         known_as={"TRL": "margin"},
+    ),
+    Metric(
+        "reward_model/skipped_updates",
+        "count",
+        "1 where the update had a NaN or infinite loss or gradient and was left out",
     ),
     Metric("reward_model/eval_accuracy", "share", "held-out pairs in the right order"),
 )

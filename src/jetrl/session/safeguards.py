@@ -13,12 +13,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from jetrl.errors import NonFiniteError
+from jetrl.model import Model
 from jetrl.out_of_memory import is_out_of_memory
 from jetrl.reproduction import Facts, Kind, forward_again, keep
 from jetrl.rollout.sequence import NonFiniteLogits
 from jetrl.runs.anomalies import Anomalies
 from jetrl.session.opening import Parts
 from jetrl.session.saved import Saved
+from jetrl.training.critic import LR
 from jetrl.training.first_nonfinite import watch
 from jetrl.training.guard import Guard, NonFiniteUpdate
 from jetrl.training.micro_batches import MicroBatchSize
@@ -41,7 +43,7 @@ class Safeguards:
         note: shows a line to the user. beat: a sign of life, before what may take long.
 
     Attributes:
-        micro_batch_size, guard: for the trainers of the run.
+        micro_batch_size, guard, critic_guard: for the trainers of the run, and its critic.
     """
 
     def __init__(
@@ -55,8 +57,10 @@ class Safeguards:
         train = parts.settings.train
         self.micro_batch_size = MicroBatchSize.of(train)
         self.guard = Guard(train.on_nonfinite)
+        self.critic_guard = Guard(train.on_nonfinite, LR)
         saved.register("micro_batches", self.micro_batch_size)
         saved.register("guard", self.guard)
+        saved.register("critic_guard", self.critic_guard)
         saved.register("rollout_sizes", parts.engine.sizes)
         self._anomalies: Anomalies | None = None
 
@@ -65,7 +69,9 @@ class Safeguards:
         """While a trainer updates: of RL on samples, of the warm-up without."""
 
         def report(refused: NonFiniteUpdate) -> str:
-            first = self._first(refused.repeat)
+            first = self._first(refused.repeat, refused.model)
+            if refused.model is not self._parts.policy:  # `jetrl replay` is for the policy
+                return _where(step, first)
             kind: Kind = "update" if samples else "supervised update"
             facts = self._facts(kind, step, refused.index, str(refused), first)
             # The weights of a step's first update are those of the checkpoint before it.
@@ -83,7 +89,7 @@ class Safeguards:
                 ),
             )
 
-        self.guard.report = report
+        self.guard.report = self.critic_guard.report = report
         yield
 
     @contextlib.contextmanager
@@ -97,7 +103,7 @@ class Safeguards:
             yield
         except NonFiniteLogits as error:
             token_ids, policy = error.token_ids, self._parts.policy
-            first = self._first(lambda: forward_again(policy, token_ids))
+            first = self._first(lambda: forward_again(policy, token_ids), policy)
             facts = self._facts("sampling", step, 0, str(error), first)
             told = self._keep(
                 facts,
@@ -123,6 +129,12 @@ class Safeguards:
         for text in found:
             logger.warning("step %d: %s", step, text)
             self._note(f"step {step}: {text}")
+        untaught = int(metrics.get("critic/skipped_updates", 0))
+        if untaught:
+            self._note(
+                f"step {step}: {untaught} update{'s' * (untaught > 1)} of the critic not finite "
+                "and skipped; log.txt says more"
+            )
         skipped = int(metrics.get("policy/skipped_updates", 0))
         if skipped:
             self._note(
@@ -138,13 +150,13 @@ class Safeguards:
             )
         return {name: float(count) for name, count in events.items() if count}
 
-    def _first(self, repeat: Callable[[], object]) -> str:
-        """Repeats what was not finite under observation. Returns the first such value, in words;
-        "" if there is none now."""
+    def _first(self, repeat: Callable[[], object], model: Model) -> str:
+        """Repeats what was not finite while the model is watched. Returns the first such value, in
+        words; "" if there is none now."""
         self._beat()
         seen = None
         try:
-            with watch(self._parts.policy) as seen:
+            with watch(model) as seen:
                 repeat()
         except Exception as error:
             if not is_out_of_memory(error):  # to look takes some; the update itself had enough
@@ -158,8 +170,7 @@ class Safeguards:
 
     def _keep(self, facts: Facts, write: Callable[[Path], None]) -> str:
         """Keeps a reproduction if there is room; returns what is known, in words."""
-        first = f"the first such value is the {facts.first}" if facts.first else _NOT_AGAIN
-        first = f"In step {facts.step}, {first}"
+        first = _where(facts.step, facts.first)
         parent = self._parts.run.path / FOLDER
         name = {"supervised update": "sft_"}.get(facts.kind, "") + f"step_{facts.step:06d}"
         folder = parent / (f"{name}_update_{facts.update + 1}" if facts.update else name)
@@ -171,3 +182,9 @@ class Safeguards:
         except OSError as error:
             return f"{first}. It could not be kept in {folder}: {error.strerror or error}"
         return f"{first}. Kept for `jetrl replay {folder}`"
+
+
+def _where(step: int, first: str) -> str:
+    """In words; first: "" if such a value was not met again."""
+    found = f"the first such value is the {first}" if first else _NOT_AGAIN
+    return f"In step {step}, {found}"

@@ -28,9 +28,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from jetrl.out_of_memory import explained, within_memory
 from jetrl.precision.plan import PrecisionPlan
 from jetrl.training.forward import batch_logprobs
-from jetrl.training.micro_batches import MicroBatch
+from jetrl.training.micro_batches import MicroBatch, MicroBatchSize
 from jetrl.training.packing import targets
 
 if TYPE_CHECKING:
@@ -39,6 +40,10 @@ if TYPE_CHECKING:
 GRID_LOW = np.round(np.arange(0.5, 0.9 + 1e-9, 0.02), 2)
 GRID_HIGH = np.round(np.arange(1.2, 2.0 + 1e-9, 0.02), 2)
 MOST_LOW, MOST_HIGH = 0.05, 0.1  # that a bound moves at once
+_ADVICE = (
+    "it holds a BF16 copy of the weights, 2 bytes a parameter, for a step: set "
+    "algorithm.calibrate_clip_every=0, or use a GPU with more memory. The last checkpoint is good"
+)
 
 
 @dataclass(frozen=True)
@@ -54,47 +59,68 @@ class ClipCalibration:
 
     Args:
         policy: whose masters the BF16 forwards read. reference: the bounds that are meant in BF16.
-        every: steps from one calibration to the next. temperature: of the log-probs.
+        every: steps from one calibration to the next. temperature: of the log-probs. size: what a
+            micro-batch may have, less once a forward here ran out of memory.
 
     Attributes:
         bounds: what ratios are clipped to now. They go into checkpoints.
     """
 
-    def __init__(self, policy: Policy, reference: Bounds, every: int, temperature: float) -> None:
-        self._policy, self._temperature = policy, temperature
+    def __init__(
+        self,
+        policy: Policy,
+        reference: Bounds,
+        every: int,
+        temperature: float,
+        size: MicroBatchSize,
+    ) -> None:
+        self._policy, self._temperature, self._size = policy, temperature, size
         self._reference, self._every = reference, every
         self.bounds = reference
         self._steps = 0
         self._shadow: Policy | None = None
         self._before: list[np.ndarray] = []
 
-    def begin(self, minibatches: Sequence[Sequence[MicroBatch]]) -> None:
+    def begin(self, minibatches: list[list[MicroBatch]]) -> None:
         """Before the first update of a step. With one update every ratio is 1, and there is nothing
-        to look at."""
+        to look at.
+
+        minibatches: the last is divided further where memory runs out.
+
+        Raises:
+            OutOfMemoryStop: no room for the BF16 weights, or for one sequence in a micro-batch.
+        """
         self._steps += 1
         if self._steps % self._every == 0 and len(minibatches) > 1:
             policy = self._policy
             masters = {name: p.detach() for name, p in policy.named_masters().items()}
             plan = PrecisionPlan.preset("bf16")
-            self._shadow = type(policy)(policy.config, plan, masters, policy.device)
-            self._before = self._forward(minibatches[-1])
+            with explained("calibrated clipping", _ADVICE):
+                self._shadow = type(policy)(policy.config, plan, masters, policy.device)
+            self._before = self._forward(minibatches)
 
     def end(
-        self, micro_batches: Sequence[MicroBatch], logprobs: Sequence[torch.Tensor]
+        self, minibatches: list[list[MicroBatch]], logprobs: Sequence[torch.Tensor]
     ) -> dict[str, float]:
-        """At the last update of the step, before it is applied. logprobs: the trainer's of its
-        batches, float32 [N] each. Returns the metrics of a calibration; nothing without one, or of
-        an update that is not finite, which the guard refuses."""
+        """At the last update of the step, before it is applied. minibatches: as in `begin`.
+        logprobs: the trainer's of the last one's batches, float32 [N] each. Returns the metrics of
+        a calibration; nothing without one, or of an update that is not finite, which the guard
+        refuses.
+
+        Raises:
+            OutOfMemoryStop: as `begin`.
+        """
         if self._shadow is None:
             return {}
         now = np.concatenate([part.detach().cpu().numpy() for part in logprobs])
         if not np.isfinite(now).all():
             self._shadow = None
             return {}
-        self._shadow.requantize()
-        after = self._forward(micro_batches)
+        with explained("calibrated clipping", _ADVICE):
+            self._shadow.requantize()
+        after = self._forward(minibatches)
         self._shadow = None
-        batches = [micro.batch for micro in micro_batches]
+        batches = [micro.batch for micro in minibatches[-1]]
         rollout = np.concatenate([b.rollout_logprobs[targets(b)] for b in batches])
         advantages = np.concatenate([b.advantages[targets(b)] for b in batches])
         fp8 = np.exp(now - rollout)
@@ -104,8 +130,16 @@ class ClipCalibration:
             self.bounds = moved(self.bounds, wanted)
         return {"policy/over_clipped": over_clipped(fp8, bf16, advantages, self._reference.low)}
 
+    def _forward(self, minibatches: list[list[MicroBatch]]) -> list[np.ndarray]:
+        """The BF16 log-probs of the last minibatch."""
+        last = len(minibatches) - 1
+        return within_memory(
+            lambda: self._logprobs(minibatches[last]),
+            lambda problem: self._size.shrink(minibatches, last, problem),
+        )
+
     @torch.no_grad()
-    def _forward(self, micro_batches: Sequence[MicroBatch]) -> list[np.ndarray]:
+    def _logprobs(self, micro_batches: Sequence[MicroBatch]) -> list[np.ndarray]:
         assert self._shadow is not None
         return [
             batch_logprobs(self._shadow, micro.batch, self._temperature)[0].cpu().numpy()

@@ -15,11 +15,15 @@ from jetrl.config import Settings
 from jetrl.errors import UserError
 from jetrl.out_of_memory import explained
 from jetrl.scalar_model import ScalarModel
+from jetrl.training.guard import Guard, NonFiniteUpdate
 from jetrl.training.losses import value_loss
 from jetrl.training.micro_batches import MicroBatch
-from jetrl.training.optimizer import ADVICE, Optimizer
+from jetrl.training.optimizer import ADVICE, Optimizer, nonfinite_gradients
 from jetrl.training.packing import targets
 from jetrl.types import Batch
+
+LR = "critic.lr"
+_WATCHED = ("critic/loss", "critic/grad_norm")
 
 
 class Critic:
@@ -28,10 +32,12 @@ class Critic:
     Args:
         model: its masters are updated in place and requantized after every update.
         settings: `critic`, `train`, loop.steps.
+        guard: refuses updates that are not finite; the run's, or by default its own.
     """
 
-    def __init__(self, model: ScalarModel, settings: Settings) -> None:
+    def __init__(self, model: ScalarModel, settings: Settings, guard: Guard | None = None) -> None:
         self.model = model
+        self.guard = guard or Guard(settings.train.on_nonfinite, LR)
         self._clip = settings.critic.clip
         self._checkpoint_layers = settings.train.activation_checkpointing
         self.optimizer = Optimizer(
@@ -45,19 +51,49 @@ class Critic:
         """The return expected before each of the N trained tokens: float32 [N]."""
         return self._forward(batch)
 
-    def update(self, micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
+    def update(self, index: int, micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
         """One optimizer update on the micro-batches of one update of the policy, by their values
-        and returns.
+        and returns. index: its number in the step, from 0.
+
+        The policy's update is made by then, and stays: it depends on the values of before the step
+        alone, and was finite itself.
 
         Returns:
             critic/loss (before the update), critic/clip_fraction: means over tokens;
-            critic/grad_norm, critic/lr.
+            critic/grad_norm, critic/lr. Nothing of an update that was skipped.
 
         Raises:
-            NonFiniteError: the gradient is not finite; the critic was not changed.
+            NonFiniteError: the loss or gradient is not finite, and train.on_nonfinite is "stop" or
+                too many were in a row; the critic was not changed.
             OutOfMemoryStop: the optimizer has no room. A plain error of memory comes from forward
                 and backward alone, before anything changed: the update can be begun anew then.
         """
+        total_norm, metrics = self._accumulate(micro_batches)
+        watched = {name: metrics[name] for name in _WATCHED}
+        if not self.guard.passes(watched):
+            self._refuse(index, watched, micro_batches)
+            return {}
+        with explained("the critic's optimizer", ADVICE):
+            self.optimizer.apply(total_norm)
+            self.model.requantize()
+        return metrics
+
+    def _refuse(
+        self, index: int, watched: dict[str, float], micro_batches: Sequence[MicroBatch]
+    ) -> None:
+        def repeat() -> None:
+            self._accumulate(micro_batches)
+            self.optimizer.zero_grad()
+
+        bad = nonfinite_gradients(self.model.named_masters())
+        self.optimizer.zero_grad()
+        refused = NonFiniteUpdate(index, self.model, watched, bad, micro_batches, repeat)
+        self.guard.refuse(refused)
+
+    def _accumulate(
+        self, micro_batches: Sequence[MicroBatch]
+    ) -> tuple[torch.Tensor, dict[str, float]]:
+        """Forward and backward of an update: the gradient norm, and the metrics."""
         num_tokens = sum(int(micro.batch.loss_mask.sum()) for micro in micro_batches)
         self.optimizer.zero_grad()
         # Read once, when all micro-batches are done: the host does not wait for each.
@@ -75,16 +111,14 @@ class Critic:
             )
             found.loss.backward()
             sums += torch.stack([found.loss.detach().double(), found.clip_fraction.double()])
-        loss, clipped = sums.tolist()
-        metrics = {
+        total_norm = self.optimizer.gradient_norm()
+        loss, clipped, norm = torch.cat([sums, total_norm.double()[None]]).tolist()
+        return total_norm, {
             "critic/loss": loss,
             "critic/clip_fraction": clipped,
             "critic/lr": self.optimizer.lr,
+            "critic/grad_norm": norm,
         }
-        with explained("the critic's optimizer", ADVICE):
-            metrics["critic/grad_norm"] = self.optimizer.step()
-            self.model.requantize()
-        return metrics
 
     def state_tensors(self) -> dict[str, torch.Tensor]:
         """Masters, moments and the number of updates: the live tensors, not copies."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from jetrl.policy import Policy
+    from jetrl.model import Model
 
 
 @dataclass(frozen=True)
@@ -38,17 +38,17 @@ class NonFiniteValue:
 class Watch:
     """first: the first value that was not finite, in the order in which things were computed."""
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, model: Model) -> None:
         self.first: NonFiniteValue | None = None
-        self._policy = policy
+        self._model = model
         self._seen: set[str] = set()
         self._in_backward = False
 
     def weights(self) -> None:
         """Looks at the masters and at the FP8 copies of them."""
-        for name, master in self._policy.named_masters().items():
+        for name, master in self._model.named_masters().items():
             self._look(f"master weight {name}", master)
-        for name, scales in self._policy.weight_scales().items():
+        for name, scales in self._model.weight_scales().items():
             self._look(f"FP8 scales of {name}", scales)
 
     def output(self, name: str, value: Tensor) -> None:
@@ -81,14 +81,14 @@ class Watch:
 
 
 @contextlib.contextmanager
-def watch(policy: Policy) -> Iterator[Watch]:
-    """While it is open, everything that the policy computes is looked at."""
-    seen = Watch(policy)
+def watch(model: Model) -> Iterator[Watch]:
+    """While it is open, everything that the model computes is looked at."""
+    seen = Watch(model)
     seen.weights()
-    decoder = policy.decoder
+    decoder = model.decoder
     hooks = [
         master.register_hook(partial(seen.gradient_of_master, name))
-        for name, master in policy.named_masters().items()
+        for name, master in model.named_masters().items()
         if master.requires_grad
     ]
     decoder.trace = seen.output

@@ -12,10 +12,13 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from jetrl.errors import NonFiniteError
 from jetrl.training.micro_batches import MicroBatch
+
+if TYPE_CHECKING:
+    from jetrl.model import Model
 
 logger = logging.getLogger(__name__)
 
@@ -26,12 +29,14 @@ MOST_IN_A_ROW = 5  # skipped updates; after that something else than bad luck is
 class NonFiniteUpdate:
     """An update that was not applied.
 
-    index: its number in the step, from 0. values: the watched numbers, by name. parameters: masters
-    with a gradient that is not finite. micro_batches: what it was made of. repeat: runs its
-    forwards and backwards again, and forgets the gradients.
+    index: its number in the step, from 0. model: what it was to change. values: the watched
+    numbers, by name. parameters: masters with a gradient that is not finite. micro_batches: what it
+    was made of (of a reward model's pairs none). repeat: runs its forwards and backwards again, and
+    forgets the gradients.
     """
 
     index: int
+    model: Model
     values: dict[str, float]
     parameters: list[str]
     micro_batches: Sequence[MicroBatch]
@@ -51,15 +56,15 @@ class Guard:
     """Decides what becomes of an update.
 
     Args:
-        action: train.on_nonfinite.
+        action: train.on_nonfinite. lr: the setting of the learning rate that such updates have.
 
     Attributes:
         report: called with each refused update before anything is forgotten; returns what it found
             and saved, in words.
     """
 
-    def __init__(self, action: Literal["stop", "skip"]) -> None:
-        self._action = action
+    def __init__(self, action: Literal["stop", "skip"], lr: str = "train.lr") -> None:
+        self._action, self._lr = action, lr
         self._in_a_row = 0
         self.report: Callable[[NonFiniteUpdate], str] = lambda refused: ""
 
@@ -81,14 +86,14 @@ class Guard:
         if self._action == "stop":
             raise NonFiniteError(
                 f"{found}. The update was not applied and the last checkpoint is good. Lower "
-                "train.lr or train.grad_clip, or leave such updates out with "
+                f"{self._lr} or train.grad_clip, or leave such updates out with "
                 "train.on_nonfinite=skip"
             )
         if self._in_a_row >= MOST_IN_A_ROW:
             raise NonFiniteError(
                 f"{found}. This was update {self._in_a_row} in a row that was skipped: the run "
                 "does not come out of it by itself; go back to an earlier checkpoint, with a "
-                "lower train.lr"
+                f"lower {self._lr}"
             )
         logger.warning("update skipped: %s", found)
 

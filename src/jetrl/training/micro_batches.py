@@ -79,6 +79,11 @@ class MicroBatch:
         return cls(batch, **{n: t.to(device) for n, t in tensors.items() if n not in names})
 
 
+def sizes_of(batch: Batch) -> tuple[int, int]:
+    """Its tokens and sequences."""
+    return batch.num_tokens, batch.num_sequences
+
+
 def _known(micro: MicroBatch) -> dict[str, torch.Tensor | None]:
     """Its tensors [N] by name."""
     return {
@@ -101,20 +106,23 @@ class MicroBatchSize:
     def of(cls, settings: TrainSettings) -> MicroBatchSize:
         return cls(settings.tokens_per_micro_batch)
 
-    def halve(self, batches: Sequence[Batch], problem: str) -> None:
+    def halve(self, sizes: Sequence[tuple[int, int]], problem: str, of: str = "sequence") -> None:
         """Makes the next micro-batches smaller than the largest of these, which were too large.
 
+        Args:
+            sizes: tokens of each, and how many it has of what cannot be divided. of: what that is.
+
         Raises:
-            OutOfMemoryStop: each of them is one sequence.
+            OutOfMemoryStop: each of them has one.
         """
-        shared = [batch.num_tokens for batch in batches if batch.num_sequences > 1]
+        shared = [tokens for tokens, parts in sizes if parts > 1]
         if not shared:
-            longest = max(batch.num_tokens for batch in batches)
+            longest = max(tokens for tokens, _ in sizes)
             raise OutOfMemoryStop(
-                f"out of memory in training ({problem}) with one sequence in a micro-batch; the "
+                f"out of memory in training ({problem}) with one {of} in a micro-batch; the "
                 f"longest has {longest} tokens. Set train.activation_checkpointing=true if it is "
-                "not, lower rollout.max_tokens, or use a GPU with more memory. No weight of this "
-                "update was changed and the last checkpoint is good"
+                "not, train on shorter ones (rollout.max_tokens), or use a GPU with more memory. "
+                "No weight of this update was changed and the last checkpoint is good"
             )
         self.tokens = max(1, min(self.tokens, max(shared)) // 2)
         self._retries += 1
@@ -141,6 +149,15 @@ class MicroBatchSize:
                 start, total = i, 0
             total += length
         return [*found, range(start, len(lengths))]
+
+    def shrink(self, minibatches: list[list[MicroBatch]], k: int, problem: str) -> None:
+        """`halve` for one of a step's minibatches, which is divided accordingly.
+
+        Raises:
+            OutOfMemoryStop: each of its micro-batches is one sequence.
+        """
+        self.halve([sizes_of(micro.batch) for micro in minibatches[k]], problem)
+        minibatches[k] = self.split(minibatches[k])
 
     def split(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
         """The same sequences in micro-batches of the size that holds now."""

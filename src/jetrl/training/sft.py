@@ -14,7 +14,7 @@ from jetrl.out_of_memory import explained, within_memory
 from jetrl.training.forward import batch_logprobs
 from jetrl.training.guard import Guard, NonFiniteUpdate
 from jetrl.training.losses import cross_entropy
-from jetrl.training.micro_batches import MicroBatch, MicroBatchSize
+from jetrl.training.micro_batches import MicroBatch, MicroBatchSize, sizes_of
 from jetrl.training.optimizer import ADVICE, Optimizer, nonfinite_gradients
 from jetrl.training.packing import pack_examples
 from jetrl.types import Example
@@ -70,7 +70,7 @@ class SftTrainer:
         def shrink(problem: str) -> None:
             nonlocal micro_batches
             self.optimizer.zero_grad()
-            size.halve([micro.batch for micro in micro_batches], problem)
+            size.halve([sizes_of(micro.batch) for micro in micro_batches], problem)
             micro_batches = size.split(micro_batches)
 
         total_norm, metrics = within_memory(lambda: self._accumulate(micro_batches), shrink)
@@ -126,5 +126,5 @@ class SftTrainer:
         values = {name: metrics.pop(name) for name in _WATCHED}
         bad = nonfinite_gradients(self.policy.named_masters())
         self.optimizer.zero_grad()
-        self.guard.refuse(NonFiniteUpdate(0, values, bad, micro_batches, repeat))
+        self.guard.refuse(NonFiniteUpdate(0, self.policy, values, bad, micro_batches, repeat))
         return metrics | {"policy/skipped_updates": 1.0}

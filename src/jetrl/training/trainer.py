@@ -34,7 +34,7 @@ from jetrl.training.calibration import Bounds, ClipCalibration
 from jetrl.training.critic import Critic
 from jetrl.training.forward import at_targets, batch_logprobs
 from jetrl.training.guard import Guard, NonFiniteUpdate
-from jetrl.training.micro_batches import MicroBatch, MicroBatchSize
+from jetrl.training.micro_batches import MicroBatch, MicroBatchSize, sizes_of
 from jetrl.training.mismatch import (
     StepMismatchError,
     differences,
@@ -64,7 +64,7 @@ class _Pass:
 @dataclass(frozen=True)
 class _Numbers:
     """What was measured of an update: the means over its trained tokens, the largest values, what
-    the guard watches beside them, and the critic's own metrics."""
+    the guard watches beside them, and the critic's own metrics, none where it was not updated."""
 
     tokens: int
     means: dict[str, float]
@@ -157,14 +157,14 @@ class Trainer:
             before the clip. policy/lr: of the last update. policy/active_fraction: trained tokens
             whose advantage is not 0 (0: every group had equal rewards, and the policy gradient is
             zero). correction/* with a correction. And the `mismatch/*` of all trained tokens.
-            Where it happened, policy/skipped_updates (which are in none of the means) and
-            memory/train_retries.
+            Where it happened, policy/skipped_updates and critic/skipped_updates (which are in none
+            of the means) and memory/train_retries.
 
         Raises:
             StepMismatchError: sampler and trainer differ under an exact plan; no weight changed.
             RunStopped: no sample has a token.
-            NonFiniteError: a loss or a gradient is not finite, and train.on_nonfinite is "stop" or
-                too many were in a row; that update was not applied.
+            NonFiniteError: a loss or a gradient, of the policy or of the critic, is not finite, and
+                train.on_nonfinite is "stop" or too many were in a row; that update was not applied.
             OutOfMemoryStop: memory ran out with one sequence in a micro-batch.
             UserError: fewer samples than updates, an empty prompt, a reward that is not finite.
         """
@@ -182,7 +182,7 @@ class Trainer:
             if k == 0:
                 metrics |= self._measure_mismatch(samples, version, minibatches, done.logprobs)
             if k == len(minibatches) - 1:
-                metrics |= self._calibrate(minibatches[k], done)
+                metrics |= self._calibrate(minibatches, done)
             numbers = self._read(minibatches[k], done, total_norm)
             if not self.guard.passes(numbers.watched):
                 self._refuse(k, numbers, minibatches[k])
@@ -197,7 +197,7 @@ class Trainer:
             "optimizer": optimizer_seconds,
             "requantize": requantize_seconds,
         }
-        return metrics | _metrics(applied) | self._events(len(minibatches) - len(applied))
+        return metrics | _metrics(applied) | self._events(len(minibatches), applied)
 
     def accumulate(self, micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
         """Forward and backward of one update, whose gradients stay: for the repetition of one.
@@ -230,16 +230,22 @@ class Trainer:
 
         bad = nonfinite_gradients(self.policy.named_masters())
         self.optimizer.zero_grad()
-        self.guard.refuse(NonFiniteUpdate(k, numbers.watched, bad, micro_batches, repeat))
+        refused = NonFiniteUpdate(k, self.policy, numbers.watched, bad, micro_batches, repeat)
+        self.guard.refuse(refused)
 
-    def _events(self, num_skipped: int) -> dict[str, float]:
+    def _events(self, num_updates: int, applied: Sequence[_Numbers]) -> dict[str, float]:
         """What went on in the step that does not usually."""
-        retries = self.micro_batch_size.take_retries()
-        events = {"policy/skipped_updates": num_skipped, "memory/train_retries": retries}
+        untaught = 0 if self.critic is None else sum(not update.critic for update in applied)
+        events = {
+            "policy/skipped_updates": num_updates - len(applied),
+            "critic/skipped_updates": untaught,
+            "memory/train_retries": self.micro_batch_size.take_retries(),
+        }
         return {name: float(count) for name, count in events.items() if count}
 
     def _shrink(self, samples: Sequence[Sample], problem: str) -> None:
-        self.micro_batch_size.halve(list(chain(*self.preparation.pack(samples))), problem)
+        batches = chain(*self.preparation.pack(samples))
+        self.micro_batch_size.halve([sizes_of(batch) for batch in batches], problem)
 
     def _accumulate_within_memory(self, minibatches: list[list[MicroBatch]], k: int) -> _Pass:
         """Forward and backward of update k; where memory runs out its micro-batches are split and
@@ -253,8 +259,7 @@ class Trainer:
 
     def _split(self, minibatches: list[list[MicroBatch]], k: int, problem: str) -> None:
         self.optimizer.zero_grad()
-        self.micro_batch_size.halve([m.batch for m in minibatches[k]], problem)
-        minibatches[k] = self.micro_batch_size.split(minibatches[k])
+        self.micro_batch_size.shrink(minibatches, k, problem)
 
     def _calibration(self) -> ClipCalibration | None:
         every = self.settings.algorithm.calibrate_clip_every
@@ -262,12 +267,14 @@ class Trainer:
             return None
         clip, clip_high = self.objective.clip_arguments
         reference = Bounds(1 - clip, 1 + clip_high)
-        return ClipCalibration(self.policy, reference, every, self._temperature)
+        return ClipCalibration(
+            self.policy, reference, every, self._temperature, self.micro_batch_size
+        )
 
-    def _calibrate(self, micro_batches: Sequence[MicroBatch], done: _Pass) -> dict[str, float]:
+    def _calibrate(self, minibatches: list[list[MicroBatch]], done: _Pass) -> dict[str, float]:
         if self.calibration is None:
             return {}
-        metrics = self.calibration.end(micro_batches, done.logprobs)
+        metrics = self.calibration.end(minibatches, done.logprobs)
         bounds = self.calibration.bounds
         return metrics | {"policy/clip_low": bounds.low, "policy/clip_high": bounds.high}
 
@@ -276,8 +283,8 @@ class Trainer:
         if critic is None:
             return {}
         return within_memory(
-            lambda: critic.update(minibatches[k]),
-            lambda problem: self._split(minibatches, k, problem),
+            lambda: critic.update(k, minibatches[k]),
+            lambda problem: self.micro_batch_size.shrink(minibatches, k, problem),
         )
 
     def _accumulate(self, batches: Sequence[MicroBatch]) -> _Pass:
@@ -379,9 +386,16 @@ def _metrics(updates: Sequence[_Numbers]) -> dict[str, float]:
             metrics[name] = metrics.get(name, 0.0) + update.tokens / total * value
         for name, peak in update.peaks.items():
             metrics[name] = max(metrics.get(name, 0.0), peak)
-        for name, value in {"policy/grad_norm": update.grad_norm, **update.critic}.items():
-            metrics[name] = metrics.get(name, 0.0) + value / len(updates)
-    return metrics
+    norms = [{"policy/grad_norm": update.grad_norm} for update in updates]
+    taught = [update.critic for update in updates if update.critic]
+    return metrics | _means(norms) | _means(taught)
+
+
+def _means(lines: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The mean of each number over lines that all have it."""
+    return (
+        {name: sum(line[name] for line in lines) / len(lines) for name in lines[0]} if lines else {}
+    )
 
 
 def _size_of(batches: Sequence[MicroBatch], max_tokens: int) -> UpdateSize:
