@@ -9,21 +9,24 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from jetrl.building import build_scalar_model
 from jetrl.config import Settings
-from jetrl.errors import UserError
+from jetrl.errors import TimeLimitReached, UserError
 from jetrl.evaluate import EncodedPrompt, encode_prompts
 from jetrl.models.chat import encode_turns
 from jetrl.precision import PrecisionPlan
 from jetrl.runs import Console, RunDirectory
 from jetrl.scalar_model import ScalarModel
 from jetrl.session.drawing import Drawing
+from jetrl.session.opening import open_observers
+from jetrl.session.phases import Phases
+from jetrl.session.saved import Saved
+from jetrl.session.stops import Stops
 from jetrl.tasks import Task, get_task
 from jetrl.training.reward import Pair, RewardTrainer
 from jetrl.types import StepStats, Turn
@@ -40,15 +43,22 @@ class RewardResult:
     pairs: int
 
 
-def train_reward_model(settings: Settings, out: str | Path | None = None) -> RewardResult:
+def train_reward_model(
+    settings: Settings, out: str | Path | None = None, resume: bool = False
+) -> RewardResult:
     """`sft.steps` updates of `sft.examples_per_step` pairs, or fewer when the accuracy on held-out
     pairs reaches `sft.until`, looked at every `sft.check_every`. Writes RUN/model, and `out`.
 
+    resume: goes on from the last checkpoint, with the bits of an uncut training.
+
     Raises:
         UserError: settings, data or a model that cannot be used; a task without pairs.
-        NonFiniteError: the gradient is not finite.
+        NonFiniteError: the loss or gradient is not finite (train.on_nonfinite).
+        OutOfMemoryStop: memory ran out with one pair in a micro-batch.
+        KeyboardInterrupt, Terminated: a signal; the update was finished, its checkpoint written.
+        TimeLimitReached: run.max_hours; likewise.
     """
-    RunDirectory.check_name(settings, resume=False)
+    RunDirectory.check_name(settings, resume=resume)
     plan = PrecisionPlan.from_settings(settings.precision)
     wanted, sft = settings.task, settings.sft
     options: dict[str, Any] = dict(wanted.options)
@@ -63,32 +73,93 @@ def train_reward_model(settings: Settings, out: str | Path | None = None) -> Rew
     ]
     trainer = RewardTrainer(model, settings)
     drawing = Drawing(settings, prompts, task.weights, use="sft")
+
+    def pairs(update: int) -> list[Pair]:
+        chosen = drawing.draw(update, sft.examples_per_step)
+        return [_pair(model, task, encoded) for encoded in chosen]
+
+    def held_out_accuracy() -> float:
+        return accuracy(model, held_out, settings.train.tokens_per_micro_batch)
+
     with contextlib.ExitStack() as stack:
-        run = stack.enter_context(RunDirectory.create(settings, plan.to_dict(), resume=False))
+        run = stack.enter_context(RunDirectory.create(settings, plan.to_dict(), resume=resume))
         notes = {"plan": plan.name, "device": str(model.device)}
         stack.enter_context(run.attempt(sys.argv, notes))
-        console = Console(sft.steps, title="reward model", samples_every=0, lines_every=25)
-        stack.callback(console.close)
-        for step in range(1, sft.steps + 1):
-            began = time.monotonic()
-            chosen = drawing.draw(step, sft.examples_per_step)
-            metrics = trainer.step([_pair(model, task, encoded) for encoded in chosen])
-            metrics["timing/step_s"] = time.monotonic() - began
-            last = step == sft.steps
-            if last or (sft.until is not None and step % sft.check_every == 0):
-                reached = accuracy(model, held_out, settings.train.tokens_per_micro_batch)
-                metrics["reward_model/eval_accuracy"] = reached
-                last = last or (sft.until is not None and reached >= sft.until)
-            stats = StepStats(step, metrics)
-            run.write_step(stats, "sft")
-            console.step(stats)
-            if last:
-                break
+        training = _Training(settings, run, trainer, pairs, held_out_accuracy)
+        reached = _train(training, resume, stack)
         target = run.path / "model"
         model.save_pretrained(target, dtype="float32", overwrite=True)
         if out is not None:
             model.save_pretrained(out, dtype="float32")
         return RewardResult(run.path, target, reached, len(held_out))
+
+
+@dataclass(frozen=True)
+class _Training:
+    """What the updates are made of. pairs: of an update, from 1. accuracy: on held-out pairs."""
+
+    settings: Settings
+    run: RunDirectory
+    trainer: RewardTrainer
+    pairs: Callable[[int], list[Pair]]
+    accuracy: Callable[[], float]
+
+
+def _train(training: _Training, resume: bool, stack: contextlib.ExitStack) -> float:
+    """The updates that are still to do, with their lines and checkpoints. Returns the accuracy."""
+    settings, run, trainer = training.settings, training.run, training.trainer
+    sft = settings.sft
+    stops = Stops(settings.run.max_hours, run.history().elapsed_s)
+    stack.enter_context(stops.signals())
+    saved = Saved(run, settings)
+    saved.register("micro_batches", trainer.micro_batch_size)
+    saved.register("guard", trainer.guard)
+    step, notes = saved.load_warm_up(trainer.model, trainer.optimizer)
+    if resume and step == 0:
+        notes = saved.begin_anew()
+    console = Console(
+        sft.steps, first_step=step, title="reward model", samples_every=0, lines_every=25
+    )
+    stack.callback(console.close)
+    for note in (*run.notes, *notes):
+        console.note(note)
+    phases = Phases()
+    phases.observers += open_observers(settings, run, stack)
+
+    def look(step: int) -> float | None:
+        """The accuracy, where it is to be looked at."""
+        due = sft.until is not None and step and step % sft.check_every == 0
+        return training.accuracy() if due or step >= sft.steps else None
+
+    def is_over(step: int, reached: float | None) -> bool:
+        enough = sft.until is not None and reached is not None and reached >= sft.until
+        return enough or step >= sft.steps
+
+    for update in range(1, step + 1):
+        training.pairs(update)  # a task may give others each time: it counts them from the start
+    reached = look(step)
+    while not is_over(step, reached):
+        step += 1
+        phases.start_step(step)
+        with phases.phase("sft"):
+            metrics = trainer.step(training.pairs(step))
+        metrics["timing/step_s"] = phases.timings["sft"]
+        reached = look(step)
+        if reached is not None:
+            metrics["reward_model/eval_accuracy"] = reached
+        stats = StepStats(step, metrics)
+        run.write_step(stats, "sft")
+        console.step(stats)
+        stops.check_time(metrics["timing/step_s"])
+        if saved.is_due(step) or stops.reason or is_over(step, reached):
+            saved.save_warm_up(step, trainer.model, trainer.optimizer)
+        if stops.reason:
+            saved.wait()
+            stops.raise_signal()
+            raise TimeLimitReached(f"{stops.reason}; go on with --resume")
+    saved.wait()
+    assert reached is not None, "what ends it is looked at"
+    return reached
 
 
 def accuracy(model: ScalarModel, pairs: Sequence[Pair], tokens_at_once: int) -> float:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,8 +13,9 @@ from jetrl.cli.main import main
 from jetrl.errors import UserError
 from jetrl.models.tiny import make_tiny
 from jetrl.precision import PrecisionPlan
-from jetrl.runs import RunDirectory
+from jetrl.runs import RunDirectory, reproducible
 from jetrl.scalar_model import ScalarModel
+from jetrl.training.reward import RewardTrainer
 
 TINY = [
     "task.options.max_operand=4",
@@ -48,6 +51,47 @@ def test_it_learns_and_is_written(judge: Path) -> None:
     plan = PrecisionPlan.preset("unified")
     model = ScalarModel.from_pretrained(judge / "out", plan, frozen=True)
     assert model.tokenizer is not None
+
+
+def test_cut_and_resumed_equals_uncut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*TINY, "sft.steps=7", "sft.check_every=3", "checkpoint.every=2", f"run.dir={tmp_path}"]
+    words[words.index("sft.until=none")] = "sft.until=1.1"  # it is looked at, and never reached
+
+    def train_it(name: str, *more: str) -> int:
+        return main(["sft", "demo", *words, f"run.name={name}", "--task", "reward", *more])
+
+    assert train_it("uncut") == 0
+    step = RewardTrainer.step
+
+    def killed(trainer: RewardTrainer, pairs: Any) -> Any:
+        if trainer.optimizer.num_updates == 5:
+            raise RuntimeError("killed")
+        if trainer.optimizer.num_updates == 2 and not (tmp_path / "stopped.txt").exists():
+            (tmp_path / "stopped.txt").touch()
+            signal.raise_signal(signal.SIGTERM)
+        return step(trainer, pairs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RewardTrainer, "step", killed)
+        assert train_it("cut") == 143, "the update is finished and saved"
+        assert "--task reward --resume" in capsys.readouterr().err
+        with pytest.raises(RuntimeError, match="killed"):
+            train_it("cut", "--resume")
+    assert train_it("cut", "--resume") == 0
+    uncut, cut = tmp_path / "uncut", tmp_path / "cut"
+    a, b = (
+        [reproducible(line) for line in RunDirectory.open(path).metrics()] for path in (uncut, cut)
+    )
+    assert a == b
+    assert [i + 1 for i, line in enumerate(a) if "reward_model/eval_accuracy" in line] == [3, 6, 7]
+    model = Path("model") / "model.safetensors"
+    assert (uncut / model).read_bytes() == (cut / model).read_bytes()
+    assert train_it("cut", "--resume") == 0, "a finished one has nothing to do"
+    assert len(RunDirectory.open(cut).metrics()) == 7
+    assert train_it("cut", "--resume", "sft.steps=8") == 0, "or goes on for longer"
+    assert len(RunDirectory.open(cut).metrics()) == 8
 
 
 def test_its_fp8_scores_are_within_the_noise_of_their_roundings(judge: Path) -> None:

@@ -68,7 +68,7 @@ ALLOWED: dict[str, set[str]] = {
     "rollout": BASE | BELOW_POLICY | {"out_of_memory", "policy"},
     "training": BASE
     | BELOW_POLICY
-    | {"ordering", "randomness", "out_of_memory", "policy", "scalar_model"},
+    | {"ordering", "randomness", "out_of_memory", "model", "policy", "scalar_model"},
     "tasks": BASE,
     "runs": BASE,
     "environment": BASE | {"rollout", "tasks"},

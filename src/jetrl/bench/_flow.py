@@ -27,7 +27,7 @@ from jetrl.rollout.engine import RolloutEngine
 from jetrl.training import Trainer, pack
 from jetrl.training.forward import batch_logprobs
 from jetrl.training.micro_batches import MicroBatchSize
-from jetrl.types import Batch, Completion, Sample, SamplingParams
+from jetrl.types import Completion, Sample, SamplingParams
 
 MOST_TOKENS = 16384  # of a micro-batch
 _WARM_TOKENS = 24  # of each completion of the rollout that warms up
@@ -51,7 +51,9 @@ class Choices:
 class _Fixed(MicroBatchSize):
     """One that is not made smaller: what does not fit is an answer here."""
 
-    def halve(self, batches: Sequence[Batch], problem: str) -> NoReturn:
+    def halve(
+        self, sizes: Sequence[tuple[int, int]], problem: str, of: str = "sequence"
+    ) -> NoReturn:
         raise OutOfMemoryStop(problem)
 
 

@@ -5,6 +5,7 @@ For example:
 
     jetrl sft recipes/gsm8k-smoke.toml sft.steps=100 run.name=warm --out models/warm
     jetrl sft demo --task reward sft.until=none sft.steps=400 run.name=judge --out models/judge
+    jetrl sft demo --task reward run.name=judge --resume
 """
 
 from __future__ import annotations
@@ -64,11 +65,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _reward(args: argparse.Namespace, settings: Settings) -> int:
-    if args.resume:
-        raise UserError("--resume: the training of a reward model does not go on; start it again")
     from jetrl.reward_training import train_reward_model
 
-    result = train_reward_model(settings, args.out)
+    try:
+        result = train_reward_model(settings, args.out, args.resume)
+    except (KeyboardInterrupt, Terminated) as end:
+        return say_how_to_go_on(end, "sft", args, settings)
     model = args.out or str(result.model_path)
     rows = [
         ("run", str(result.run_path)),

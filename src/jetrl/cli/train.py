@@ -138,8 +138,9 @@ def say_how_to_go_on(
     end: BaseException, command: str, args: argparse.Namespace, settings: Settings
 ) -> int:
     """After a signal: where the report is and the command that goes on. Returns the exit code."""
-    out = ["--out", args.out] if getattr(args, "out", None) else []
-    again = shlex.join(["jetrl", command, *args.words, *out, "--resume"])
+    options = ["--task", "reward"] if getattr(args, "task", None) == "reward" else []
+    options += ["--out", args.out] if getattr(args, "out", None) else []
+    again = shlex.join(["jetrl", command, *args.words, *options, "--resume"])
     report = Path(settings.run.dir) / str(settings.run.name) / "report.html"
     if report.is_file():
         print(f"report  {report}", file=sys.stderr)

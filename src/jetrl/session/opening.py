@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -30,7 +31,6 @@ from jetrl.runs import (
 )
 from jetrl.runs.status import StatusFile
 from jetrl.runs.storing import storing
-from jetrl.session.hang_state import hang_state
 from jetrl.session.phases import PhaseObserver
 from jetrl.session.watchdog import Watchdog
 from jetrl.session.worked_answers import check_worked_answers
@@ -131,16 +131,17 @@ def _task(settings: Settings) -> Task:
     return get_task(wanted.name, path=wanted.path, **options)
 
 
-def open_observers(parts: Parts, stack: contextlib.ExitStack) -> list[PhaseObserver]:
-    """Who is told of the run's phases: its status file and its watchdog."""
-    status = StatusFile(parts.run.path)
+def open_observers(
+    settings: Settings,
+    run: RunDirectory,
+    stack: contextlib.ExitStack,
+    state: Callable[[], list[str]] = list,
+) -> list[PhaseObserver]:
+    """Who is told of the run's phases: its status file and its watchdog. state: more lines for
+    hang.txt."""
+    status = StatusFile(run.path)
     stack.callback(status.close)
-    watchdog = Watchdog(
-        parts.settings.watchdog,
-        parts.run.path / "hang.txt",
-        lambda: hang_state(parts.engine, parts.policy),
-        parts.run.end_attempt_for_hang,
-    )
+    watchdog = Watchdog(settings.watchdog, run.path / "hang.txt", state, run.end_attempt_for_hang)
     return [status, stack.enter_context(watchdog)]
 
 

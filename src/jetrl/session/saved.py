@@ -10,6 +10,7 @@ writes the lines since then again with the same bits, so nothing waits for the d
 
     checkpoints/step_000050     after 50 RL steps; step_000000 is the end of the warm-up
     checkpoints/sft/step_000050 after 50 updates of the warm-up; removed when it has ended
+                                (of a reward model: they stay)
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ import torch
 
 from jetrl.config import Settings
 from jetrl.memory import available_bytes
-from jetrl.policy import Policy
+from jetrl.model import Model
 from jetrl.runs import RunDirectory
-from jetrl.training import Checkpoints, Optimizer, SftTrainer, Trainer
+from jetrl.training import Checkpoints, Optimizer, Trainer
 from jetrl.training.background import Background
 from jetrl.training.checkpoint import Snapshot
 from jetrl.types import StepStats
@@ -98,15 +99,15 @@ class Saved:
         )
         self._write(self._steps, snapshot)
 
-    def save_warm_up(self, update: int, policy: Policy, optimizer: Optimizer) -> None:
-        """The checkpoint after an update of the warm-up.
+    def save_warm_up(self, update: int, model: Model, optimizer: Optimizer) -> None:
+        """The checkpoint after an update of the warm-up, or of a reward model.
 
         Raises:
             StorageError: as `save`.
         """
         self._background.wait()
         extra = {"seed": self._seed, "states": self._state()}
-        snapshot = self._warm_up.snapshot(update, policy, optimizer, extra)
+        snapshot = self._warm_up.snapshot(update, model, optimizer, extra)
         self._write(self._warm_up, snapshot)
 
     def masters_after(self, step: int, rl: bool) -> Path | None:
@@ -216,12 +217,12 @@ class Saved:
             self._run.write_step(StepStats(loaded.step, metrics))
         return loaded.step, [*latest.notes, f"resumed after step {loaded.step}"]
 
-    def load_warm_up(self, trainer: SftTrainer) -> tuple[int, list[str]]:
+    def load_warm_up(self, model: Model, optimizer: Optimizer) -> tuple[int, list[str]]:
         """Goes on in the warm-up, as `load`; 0 updates if it has no checkpoint."""
         if not self.in_warm_up:
             return 0, []
         latest = self._warm_up.latest()
-        loaded = self._warm_up.load(latest.path, trainer.policy, trainer.optimizer)
+        loaded = self._warm_up.load(latest.path, model, optimizer)
         self._load_state(loaded.extra["states"])
         self._run.truncate_after(loaded.step, "sft")
         shutil.rmtree(self._run.path / "reference", ignore_errors=True)

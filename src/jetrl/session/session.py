@@ -35,6 +35,7 @@ from jetrl.session.display import Display
 from jetrl.session.drawing import Drawing
 from jetrl.session.dynamic_sampling import Refilled, refill
 from jetrl.session.ending import Ending, RunResult
+from jetrl.session.hang_state import hang_state
 from jetrl.session.measured import measured
 from jetrl.session.opening import open_observers, open_parts
 from jetrl.session.phases import Phases
@@ -82,7 +83,9 @@ class Session:
         self.stops = Stops(settings.run.max_hours, self.run.history().elapsed_s)
         self.display = Display(settings.loop.steps, lambda: self.stops.elapsed_s)
         self.phases = Phases()
-        self.phases.observers += [self.display, *open_observers(self.parts, stack)]
+        parts = self.parts
+        state = lambda: hang_state(parts.engine, parts.policy)  # noqa: E731
+        self.phases.observers += [self.display, *open_observers(settings, self.run, stack, state)]
         self.saved = Saved(self.run, settings)
         self.drawing = Drawing(settings, self.parts.prompts, self.parts.task.weights)
         self.saved.register("prompts", self.drawing)
@@ -122,10 +125,11 @@ class Session:
         policy = self.parts.policy
         reference = build_reference(self.settings, policy, self.run.path, begun)
         value_model = build_critic(self.settings, policy)
-        critic = None if value_model is None else Critic(value_model, self.settings)
-        if critic is not None:
-            self.saved.register_tensors("critic", critic)
         safe = self.safeguards
+        critic = None
+        if value_model is not None:
+            critic = Critic(value_model, self.settings, safe.critic_guard)
+            self.saved.register_tensors("critic", critic)
         self._trainer = Trainer(
             policy, self.settings, reference, critic, safe.micro_batch_size, safe.guard
         )

@@ -44,7 +44,7 @@ from jetrl.training.checkpoint_files import (
 from jetrl.training.optimizer import Optimizer
 
 if TYPE_CHECKING:
-    from jetrl.policy import Policy
+    from jetrl.model import Model
 
 FORMAT = 2
 _MASTERS, _OPTIMIZER = "masters", "optimizer"
@@ -125,7 +125,7 @@ class Checkpoints:
     def save(
         self,
         step: int,
-        policy: Policy,
+        policy: Model,
         optimizer: Optimizer,
         extra: Mapping[str, Any],
         score: float | None = None,
@@ -136,7 +136,7 @@ class Checkpoints:
     def snapshot(
         self,
         step: int,
-        policy: Policy,
+        policy: Model,
         optimizer: Optimizer,
         extra: Mapping[str, Any],
         score: float | None = None,
@@ -224,8 +224,8 @@ class Checkpoints:
             )
         raise UserError(f"no checkpoint in {self.directory}: the run was cut before its first one")
 
-    def load(self, path: str | Path, policy: Policy, optimizer: Optimizer) -> Loaded:
-        """Puts a checkpoint's masters and optimizer state, bit for bit, into a policy made from
+    def load(self, path: str | Path, policy: Model, optimizer: Optimizer) -> Loaded:
+        """Puts a checkpoint's masters and optimizer state, bit for bit, into a model made from
         the same settings, and requantizes it.
 
         Raises:
@@ -372,7 +372,7 @@ class Checkpoints:
         )
 
 
-def _model_dict(policy: Policy) -> dict[str, Any]:
+def _model_dict(policy: Model) -> dict[str, Any]:
     config = dataclasses.asdict(policy.config)
     config.pop("raw", None)  # the source's config.json; what matters of it is in the other fields
     return as_json(config)
