@@ -108,7 +108,7 @@ class Model:
         overwrite: bool = False,
     ) -> None:
         """Write a Hugging Face directory; dtype bfloat16, float32 or fp8 (block-scaled, as vLLM and
-        transformers read it)."""
+        transformers read it; the layers that the plan keeps in BF16 are BF16 there too)."""
         assert not self.frozen, "a frozen model has no masters to save"
         weights = {name: master.detach() for name, master in self._masters.items()}
         hf.save_model(
@@ -121,8 +121,7 @@ class Model:
             bf16_layers=[
                 layer
                 for layer in range(self.config.num_layers)
-                if self.plan.linear_format("train", layer, self.config.num_layers) == "bf16"
-                and self.plan.exact
+                if self.plan.keeps_bf16(layer, self.config.num_layers)
             ],
             scales=self.plan.scales,
             overwrite=overwrite,

@@ -19,6 +19,8 @@ from jetrl.models.families import ModelConfig
 from jetrl.models.hf import load_weights, read_config, save_model
 from jetrl.models.hf_names import stored_tensors
 from jetrl.models.tiny import random_weights
+from jetrl.policy import Policy
+from jetrl.precision import PrecisionPlan
 from jetrl.precision.quantize import dequantize, quantize
 
 SIZES = {
@@ -138,6 +140,26 @@ def test_fp8_with_layers_kept_bf16_names_them(tmp_path: Path) -> None:
     back = read_model(tmp_path / "m")[1]
     assert back["layers.0.down.weight"].dtype == torch.float32
     assert torch.equal(back["layers.1.down.weight"], weights["layers.1.down.weight"].bfloat16())
+
+
+@pytest.mark.parametrize("preset", ["bf16", "mixed", "unified"])
+def test_the_layers_that_a_plan_keeps_in_bf16_are_so_in_an_fp8_directory(
+    preset: str, tmp_path: Path
+) -> None:
+    """Whether they would be FP8 on both sides, in the rollout alone, or on none."""
+    plan = PrecisionPlan.preset(preset).replace(last_layers_bf16=1)
+    config = our_config("qwen3", **FP8_SIZES)
+    policy = Policy(config, plan, random_weights(config, seed=0))
+    policy.save_pretrained(tmp_path / "m", dtype="fp8")
+    said = read_config(tmp_path / "m")["quantization_config"]
+    parts = [part for named in stored_tensors(config).values() for part in named]
+    layer_1 = [p.name.removesuffix(".weight") for p in parts if p.linear_weight and p.layer == 1]
+    assert said["modules_to_not_convert"] == ["lm_head", *layer_1]
+    assert said["ignored_layers"] == layer_1
+    stored = load_file(tmp_path / "m" / "model.safetensors")
+    for part in parts:
+        wanted = torch.float8_e4m3fn if part.linear_weight and part.layer == 0 else torch.bfloat16
+        assert stored[part.name].dtype == wanted, part.name
 
 
 def test_fp8_checkpoints_of_ragged_size_are_read(tmp_path: Path) -> None:

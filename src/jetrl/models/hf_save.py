@@ -162,6 +162,8 @@ class _ShardPlan:
                 "activation_scheme": "dynamic",
                 "modules_to_not_convert": ["lm_head", *kept],
             }
+            if kept:  # what vLLM calls it: there are versions of it that read no other name
+                contents["quantization_config"]["ignored_layers"] = kept
         return contents
 
     def _encode(self, part: StoredTensor, rows: Tensor) -> dict[str, Tensor]:

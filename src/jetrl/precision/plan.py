@@ -77,9 +77,12 @@ class PrecisionPlan:
 
     def linear_format(self, side: Side, layer: int, num_layers: int) -> Format:
         """The format of decoder layer `layer`'s linears on one side."""
-        kept = layer < self.first_layers_bf16 or layer >= num_layers - self.last_layers_bf16
         chosen = self.rollout_linear if side == "rollout" else self.train_linear
-        return "bf16" if kept and chosen == "fp8" else chosen
+        return "bf16" if chosen == "fp8" and self.keeps_bf16(layer, num_layers) else chosen
+
+    def keeps_bf16(self, layer: int, num_layers: int) -> bool:
+        """Whether decoder layer `layer` is one of those whose linears are never FP8."""
+        return layer < self.first_layers_bf16 or layer >= num_layers - self.last_layers_bf16
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
