@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from small_models import FAMILIES, config
 
 from jetrl import Policy, RolloutEngine, SamplingParams
 from jetrl.config import load_config
@@ -18,36 +19,17 @@ from jetrl.types import Example
 
 pytestmark = pytest.mark.gpu
 
-SHAPES: dict[str, dict[str, Any]] = {
-    "qwen3": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 128},
-    "qwen2": {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"},
-    "llama": {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "head_dim": 64},
-}
-
 
 def policy(plan: PrecisionPlan | str, family: str = "qwen3", device: str = "cuda") -> Policy:
-    config = {
-        "vocab_size": 1024,
-        "hidden_size": 512,
-        "intermediate_size": 1024,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 2,
-        "rms_norm_eps": 1e-6,
-        "max_position_embeddings": 4096,
-        "tie_word_embeddings": family == "qwen2",
-        "initializer_range": 0.1,
-        **SHAPES[family],
-    }
     plan = PrecisionPlan.preset(plan) if isinstance(plan, str) else plan
-    return Policy.from_config(config, plan, seed=0, device=device)
+    return Policy.from_config(config(family), plan, seed=0, device=device)
 
 
 def test_self_check() -> None:
     assert [(c.operation, c.detail) for c in self_check("cuda") if not c.ok] == []
 
 
-@pytest.mark.parametrize("family", SHAPES)
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("preset", ["unified", "jet"])
 def test_sampled_logprobs_are_the_trainers(preset: str, family: str) -> None:
     p = policy(preset, family)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import small_models
 import torch
 
 from jetrl.models.families import ModelConfig, parameter_shapes
@@ -20,25 +21,9 @@ PRESETS = ["unified", "jet", "mixed", "bf16"]
 
 
 def config(score: bool, **changes: Any) -> ModelConfig:
-    return ModelConfig.from_hf(
-        {
-            "architectures": ["Qwen3ForSequenceClassification" if score else "Qwen3ForCausalLM"],
-            "model_type": "qwen3",
-            "num_labels": 1,
-            "vocab_size": 1024,
-            "hidden_size": 1024,
-            "intermediate_size": 2048,
-            "num_hidden_layers": 3,
-            "num_attention_heads": 8,
-            "num_key_value_heads": 2,
-            "head_dim": 128,
-            "rms_norm_eps": 1e-6,
-            "max_position_embeddings": 2048,
-            "tie_word_embeddings": False,
-            "initializer_range": 0.1,
-            **changes,
-        }
-    )
+    sizes = {"hidden_size": 1024, "intermediate_size": 2048, "max_position_embeddings": 2048}
+    head = {"architectures": ["Qwen3ForSequenceClassification"], "num_labels": 1} if score else {}
+    return ModelConfig.from_hf(small_models.config(**sizes, **head, **changes))
 
 
 def make(cls: type, preset: str, frozen: bool = False, **changes: Any) -> Any:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from small_models import config
 
 from jetrl import Policy, RolloutEngine, SamplingParams
 from jetrl.config import Settings
@@ -22,21 +23,7 @@ from jetrl.types import Prompt, Sample, Score
 
 pytestmark = pytest.mark.gpu
 
-CONFIG: dict[str, Any] = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "head_dim": 128,
-    "vocab_size": 5000,
-    "hidden_size": 512,
-    "intermediate_size": 1024,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "rms_norm_eps": 1e-6,
-    "max_position_embeddings": 8192,
-    "tie_word_embeddings": False,
-    "initializer_range": 0.1,
-}
+CONFIG = config(vocab_size=5000, max_position_embeddings=8192)
 
 
 def make_policy() -> Policy:

@@ -1,0 +1,34 @@
+"""The models of the GPU tests: small, with sizes that every kernel takes, and with weights so large
+that the layers do something."""
+
+from __future__ import annotations
+
+from typing import Any
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 128},
+    "qwen2": {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "tie_word_embeddings": True,
+    },
+    "llama": {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "head_dim": 64},
+}
+
+
+def config(family: str = "qwen3", **changes: Any) -> dict[str, Any]:
+    """The contents of a config.json."""
+    return {
+        "vocab_size": 1024,
+        "hidden_size": 512,
+        "intermediate_size": 1024,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": False,
+        "initializer_range": 0.1,
+        **FAMILIES[family],
+        **changes,
+    }
