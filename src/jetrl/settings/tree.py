@@ -183,6 +183,11 @@ class TrainSettings(Section):
     betas: tuple[Beta, Beta] = Field((0.9, 0.99), description="AdamW's decay of its two moments")
     eps: PositiveFloat = Field(1e-8, description="AdamW's epsilon")
     weight_decay: NonNegativeFloat = Field(0.0, description="AdamW's decoupled weight decay")
+    optimizer_states: Literal["fp32", "compact"] = Field(
+        "fp32",
+        description="AdamW's two moments: 8 bytes a parameter, or compact: 3, for a model of "
+        "billions (docs/optimizer.md)",
+    )
     grad_clip: PositiveFloat = Field(1.0, description="maximum global gradient norm")
     updates_per_step: Positive = Field(
         1, description="optimizer updates a step, on disjoint samples"
@@ -194,6 +199,24 @@ class TrainSettings(Section):
     activation_checkpointing: bool = Field(
         False, description="recompute layers in backward: less memory, a third more time"
     )
+
+    @model_validator(mode="after")
+    def compact_states_have_bounds(self) -> TrainSettings:
+        """What three bytes can hold: a first moment bounded by the root of the second, and roots
+        up to 2**14."""
+        if self.optimizer_states == "compact":
+            if self.betas[0] ** 2 >= self.betas[1]:
+                raise ValueError(
+                    f"optimizer_states=compact needs betas[0]**2 below betas[1], not betas = "
+                    f"{list(self.betas)}; change train.betas, or set train.optimizer_states=fp32"
+                )
+            if self.grad_clip > 2**14:
+                raise ValueError(
+                    f"optimizer_states=compact holds gradients up to {2**14}, and train.grad_clip "
+                    f"= {self.grad_clip:g} lets larger ones pass; lower it, or set "
+                    "train.optimizer_states=fp32"
+                )
+        return self
 
 
 class LoopSettings(Section):

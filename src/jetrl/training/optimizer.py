@@ -1,8 +1,9 @@
 """The optimizer: AdamW on the float32 masters, with a schedule and a global gradient-norm clip.
 
-The update is `torch.optim.AdamW(fused=True)`: one pass over masters, gradients and moments, with no
-temporary the size of the model. Weight decay acts on matrices (two or more dimensions) and leaves
-norms and biases alone. State is saved by master name, never by position.
+With float32 states the update is `torch.optim.AdamW(fused=True)`. With compact ones matrices have
+`CompactAdamW`, whose one pass over masters, gradients and moments applies the clip as well; norms
+and biases keep float32. Weight decay acts on matrices (two or more dimensions) and leaves norms and
+biases alone. State is saved by master name, never by position.
 """
 
 from __future__ import annotations
@@ -14,14 +15,19 @@ import torch
 from torch import nn
 
 from jetrl.errors import NonFiniteError, UserError
+from jetrl.kernels.adamw import is_compact
 from jetrl.settings import TrainSettings
+from jetrl.training.compact_adamw import KEYS, CompactAdamW
 
 ADVICE = (
-    "the weights, gradients and AdamW's moments take 16 bytes a parameter (jetrl train --dry-run "
-    "has the memory plan): use a GPU with more memory, or a smaller model. The last checkpoint is "
-    "good"
+    "the weights, gradients and AdamW's moments take 16 bytes a parameter, or 11 with "
+    "train.optimizer_states=compact (jetrl train --dry-run has the memory plan): use that, a GPU "
+    "with more memory, or a smaller model. The last checkpoint is good"
 )
-_MOMENTS = ("exp_avg", "exp_avg_sq")
+_LAYOUTS = {
+    "fp32": {"exp_avg": torch.float32, "exp_avg_sq": torch.float32},
+    "compact": KEYS,
+}
 
 
 def learning_rate(update: int, settings: TrainSettings, total_updates: int) -> float:
@@ -68,14 +74,23 @@ class Optimizer:
         self.settings = settings
         self.total_updates = total_updates
         self.num_updates = 0
-        matrices = [p for p in self.masters.values() if p.ndim >= 2]
-        others = [p for p in self.masters.values() if p.ndim < 2]
+        kinds = {
+            name: "compact" if is_compact(p.ndim, settings.optimizer_states) else "fp32"
+            for name, p in self.masters.items()
+        }
+        self._kinds = kinds
+        compact = {name: p for name, p in self.masters.items() if kinds[name] == "compact"}
+        self._compact = CompactAdamW(compact, settings)
+        self._wide = [p for name, p in self.masters.items() if kinds[name] == "fp32"]
         groups = [
-            {"params": matrices, "weight_decay": settings.weight_decay},
-            {"params": others, "weight_decay": 0.0},
+            {
+                "params": [p for p in self._wide if p.ndim >= 2],
+                "weight_decay": settings.weight_decay,
+            },
+            {"params": [p for p in self._wide if p.ndim < 2], "weight_decay": 0.0},
         ]
         self._adamw = torch.optim.AdamW(
-            [group for group in groups if group["params"]],
+            groups,
             lr=settings.lr,
             betas=settings.betas,
             eps=settings.eps,
@@ -85,11 +100,15 @@ class Optimizer:
     @property
     def lr(self) -> float:
         """Learning rate of the next update."""
-        return learning_rate(self.num_updates, self.settings, self.total_updates)
+        return self._lr(0)
+
+    def _lr(self, later: int) -> float:
+        return learning_rate(self.num_updates + later, self.settings, self.total_updates)
 
     def zero_grad(self) -> None:
         """Forgets the gradients."""
-        self._adamw.zero_grad(set_to_none=True)
+        for master in self.masters.values():
+            master.grad = None
 
     def gradient_norm(self) -> torch.Tensor:
         """The global gradient norm, a float32 scalar on the device."""
@@ -119,22 +138,26 @@ class Optimizer:
 
         total_norm: of `gradient_norm`; the caller knows that it is finite.
         """
-        torch.nn.utils.clip_grads_with_norm_(
-            list(self.masters.values()), self.settings.grad_clip, total_norm
-        )
+        torch.nn.utils.clip_grads_with_norm_(self._wide, self.settings.grad_clip, total_norm)
         for group in self._adamw.param_groups:
             group["lr"] = self.lr
         self._adamw.step()
+        clip = (self.settings.grad_clip / (total_norm + 1e-6)).clamp(max=1.0)  # as torch's
+        self._compact.step(clip, self._lr)
         self.num_updates += 1
         self.zero_grad()
 
     def state_tensors(self) -> dict[str, torch.Tensor]:
-        """The moments, float32: `exp_avg.NAME` and `exp_avg_sq.NAME`, and `step.NAME` (scalar). A
-        master that never had a gradient has none. The tensors are the live ones, not copies."""
+        """The moments: float32 `exp_avg.NAME` and `exp_avg_sq.NAME`, or compact `ratio.NAME` and
+        `root.NAME` (kernels/adamw.py), and `step.NAME` (float32 scalar). A master that never had a
+        gradient has none. The tensors are the live ones, not copies."""
         tensors = {}
         for name, master in self.masters.items():
-            state = self._adamw.state.get(master, {})
-            for key in ("step", *_MOMENTS):
+            if self._kinds[name] == "compact":
+                state = self._compact.state(name)
+            else:
+                state = self._adamw.state.get(master, {})
+            for key in ("step", *_LAYOUTS[self._kinds[name]]):
                 if key in state:
                     tensors[f"{key}.{name}"] = state[key]
         return tensors
@@ -143,31 +166,44 @@ class Optimizer:
         """Takes over what `state_tensors` gave, bit for bit, and the number of updates so far.
 
         Raises:
-            UserError: a tensor for a master that does not exist, or of another shape. Nothing was
-                changed then.
+            UserError: states of the other kind, a tensor for a master that does not exist, or of
+                another shape. Nothing was changed then.
         """
         states: dict[str, dict[str, torch.Tensor]] = {}
         for full_name, tensor in tensors.items():
             key, _, name = full_name.partition(".")
-            master = self.masters.get(name)
-            if master is None or key not in ("step", *_MOMENTS):
-                raise UserError(
-                    f"optimizer state {full_name!r} belongs to no parameter of the model"
-                )
-            expected = torch.Size() if key == "step" else master.shape
-            if tensor.shape != expected or tensor.dtype != torch.float32:
-                raise UserError(
-                    f"optimizer state {full_name!r} is {tensor.dtype} {tuple(tensor.shape)}; "
-                    f"this model needs float32 {tuple(expected)}"
-                )
-            states.setdefault(name, {})[key] = tensor.to(master.device, copy=True)
+            self._check_state(full_name, tensor)
+            states.setdefault(name, {})[key] = tensor.to(self.masters[name].device, copy=True)
         for name, state in states.items():
-            if len(state) != 1 + len(_MOMENTS):
+            if len(state) != 1 + len(_LAYOUTS[self._kinds[name]]):
                 raise UserError(f"optimizer state of {name!r} is incomplete: {sorted(state)}")
         self._adamw.state.clear()
         for name, state in states.items():
-            self._adamw.state[self.masters[name]] = state
+            if self._kinds[name] == "fp32":
+                self._adamw.state[self.masters[name]] = state
+        self._compact.load({n: s for n, s in states.items() if self._kinds[n] == "compact"})
         self.num_updates = num_updates
+
+    def _check_state(self, full_name: str, tensor: torch.Tensor) -> None:
+        key, _, name = full_name.partition(".")
+        master = self.masters.get(name)
+        saved = next((kind for kind, keys in _LAYOUTS.items() if key in keys), None)
+        if master is None or (saved is None and key != "step"):
+            raise UserError(f"optimizer state {full_name!r} belongs to no parameter of the model")
+        kind = self._kinds[name]
+        if saved not in (None, kind):
+            raise UserError(
+                f"the checkpoint has {saved} optimizer states, and train.optimizer_states is "
+                f"{self.settings.optimizer_states} here: resume with train.optimizer_states={saved}"
+            )
+        shape = torch.Size() if key == "step" else master.shape
+        dtype = torch.float32 if key == "step" else _LAYOUTS[kind][key]
+        if tensor.shape != shape or tensor.dtype != dtype:
+            expected = str(dtype).removeprefix("torch.")
+            raise UserError(
+                f"optimizer state {full_name!r} is {tensor.dtype} {tuple(tensor.shape)}; "
+                f"this model needs {expected} {tuple(shape)}"
+            )
 
     def _explain_norm(self, norm: float) -> str:
         bad = nonfinite_gradients(self.masters)

@@ -1,0 +1,173 @@
+"""AdamW in one pass, with both moments in three bytes a parameter.
+
+    ratio  uint8   c: the first moment is  +-(c / 255)**2 * bound * root,  bound = sup |m| / sqrt(v)
+    root   int16   sqrt(v): 6 bits of exponent, 9 of mantissa, and in the highest bit the sign of m
+
+No groups and no scales: m is bounded by sqrt(v) (Cauchy-Schwarz), so its own element's root scales
+it. Rounding a state at every step goes wrong in two ways, and both are met here:
+
+* An error of m goes on to move the weight, at beta1 = 0.9 by nine times what it moved it in its
+  own step, and the errors of all steps add up as a random walk. What an error is going to add is
+  known, so it is taken out of the master at once (`carry`): the sum of all updates is AdamW's, and
+  a weight is off by the last rounding alone. (For a constant sqrt(v) that is exact: heavy ball's
+  auxiliary sequence W - carry * m / sqrt(v) moves as if m had never been rounded.)
+* sqrt(v) moves by a part of 1 - beta2 a step, less than half a unit of its last place where beta2
+  = 0.999: rounded to nearest it would stand still. A dither in [0, 1) units is added before the
+  last bits are cut: a Weyl sequence of element and step, so drifts of any size are followed, and a
+  resumed run makes the same bits.
+
+Measured beside other formats: docs/optimizer.md.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from jetrl.precision.hopper import hopper
+
+CODES = 255
+ROOT_SHIFT = 14  # bits of a float32's mantissa that are cut
+ROOT_BIAS = (127 - 50) << 23  # the bits of the smallest root, 2**-50; the largest is 2**14
+ROOT_MAX = (1 << 15) - 1
+# The golden ratio for steps, so that one element's dithers fill [0, 1) evenly, and for elements the
+# plastic number's inverse.
+_STEP_STRIDE, ELEMENT_STRIDE = 0x9E3779B9, 0xC13FA9A9
+_NEGLIGIBLE = 1e-4
+
+
+def state_bytes(shape: Sequence[int], states: str) -> int:
+    """Bytes of the moments of a parameter of a shape under `train.optimizer_states`: 3 an element
+    for a matrix with "compact", 8 else."""
+    return (3 if is_compact(len(shape), states) else 8) * math.prod(shape)
+
+
+def is_compact(ndim: int, states: str) -> bool:
+    """Matrices alone: norms and biases are a ten-thousandth of a model, and keep float32."""
+    return states == "compact" and ndim >= 2
+
+
+class AdamWScalars(NamedTuple):
+    """What a step needs beside the tensors. Floats are values of float32."""
+
+    beta1: float
+    rest1: float  # 1 - beta1
+    beta2: float
+    rest2: float  # 1 - beta2
+    rate: float  # lr / (1 - beta1**t)
+    unbias: float  # 1 / sqrt(1 - beta2**t)
+    eps: float
+    decay: float  # 1 - lr * weight_decay
+    carry: float  # what one unit of m will add to rate * m over the steps to come
+    before: float  # bound / 255**2 of the step before
+    now: float  # and of this one
+    encode: float  # its inverse
+    salt: int  # of the dither, 32 bits
+
+
+def adamw_scalars(
+    step: int,
+    lr: Callable[[int], float],
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+) -> AdamWScalars:
+    """Of step 1, 2, 3 ... lr(k): the learning rate k steps later, 0 being now."""
+    beta1, beta2 = betas
+    bound = _bound(step, beta1, beta2)
+    return AdamWScalars(
+        beta1=_float32(beta1),
+        rest1=_float32(1 - beta1),
+        beta2=_float32(beta2),
+        rest2=_float32(1 - beta2),
+        rate=_float32(lr(0) / (1 - beta1**step)),
+        unbias=_float32(1 / math.sqrt(1 - beta2**step)),
+        eps=_float32(eps),
+        decay=_float32(1 - lr(0) * weight_decay),
+        carry=_float32(_carry(step, lr, beta1)),
+        before=_float32(_bound(step - 1, beta1, beta2) / CODES**2),
+        now=_float32(bound / CODES**2),
+        encode=_float32(CODES**2 / bound),
+        salt=step * _STEP_STRIDE % 2**32,
+    )
+
+
+def adamw_(
+    master: Tensor, grad: Tensor, ratio: Tensor, root: Tensor, clip: Tensor, scalars: AdamWScalars
+) -> None:
+    """One step of AdamW (Loshchilov and Hutter, arXiv 1711.05101) in place.
+
+    Args:
+        master: float32, contiguous. grad: float32 of its shape.
+        ratio, root: uint8 and int16 of its shape, zeros before the first step.
+        clip: float32 scalar on the device; the gradient is multiplied by it.
+    """
+    if master.is_cuda:
+        hopper("kernels.adamw_triton").adamw_(master, grad, ratio, root, clip, scalars)
+    else:
+        adamw_ref_(master, grad, ratio, root, clip, scalars)
+
+
+def adamw_ref_(
+    master: Tensor, grad: Tensor, ratio: Tensor, root: Tensor, clip: Tensor, s: AdamWScalars
+) -> None:
+    """The specification: float32, each operation rounded once, in this order."""
+    g = grad * clip
+    old_root = _decode_root(root)
+    m = s.beta1 * _decode_ratio(ratio, root < 0, s.before, old_root) + s.rest1 * g
+    v = s.beta2 * (old_root * old_root) + s.rest2 * (g * g)
+    exact_root = v.sqrt()
+    code = _encode_root(exact_root, s.salt)
+    negative = m < 0
+    new_root = _decode_root(code)
+    new_ratio = ((m.abs() / new_root * s.encode).sqrt() + 0.5).clamp(max=CODES).to(torch.uint8)
+    kept = _decode_ratio(new_ratio, negative, s.now, new_root)
+    update = (s.rate * m - s.carry * (kept - m)) / (exact_root * s.unbias + s.eps)
+    master.copy_(master * s.decay - update)
+    ratio.copy_(new_ratio)
+    root.copy_((code - (negative.int() << 15)).to(torch.int16))
+
+
+def _decode_root(root: Tensor) -> Tensor:
+    bits = ((root.int() & ROOT_MAX) << ROOT_SHIFT) + ROOT_BIAS
+    return bits.view(torch.float32)
+
+
+def _encode_root(exact_root: Tensor, salt: int) -> Tensor:
+    elements = torch.arange(exact_root.numel(), device=exact_root.device).view(exact_root.shape)
+    dither = ((elements * ELEMENT_STRIDE + salt) & 0xFFFFFFFF) >> (32 - ROOT_SHIFT)
+    bits = exact_root.view(torch.int32) - ROOT_BIAS + dither.int()
+    return (bits >> ROOT_SHIFT).clamp(0, ROOT_MAX)
+
+
+def _decode_ratio(ratio: Tensor, negative: Tensor, unit: float, root: Tensor) -> Tensor:
+    codes = ratio.float()
+    size = codes * codes * unit * root
+    return torch.where(negative, -size, size)
+
+
+def _float32(x: float) -> float:
+    return float(np.float32(x))
+
+
+def _bound(step: int, beta1: float, beta2: float) -> float:
+    """sup |m| / sqrt(v) after `step` steps: m = sum_k (1 - beta1) beta1**k g_k and v = sum_k
+    (1 - beta2) beta2**k g_k**2, so m**2 <= sum_k (1 - beta1)**2 / (1 - beta2) (beta1**2 /
+    beta2)**k * v."""
+    q = beta1 * beta1 / beta2
+    assert q < 1, "the first moment has no bound"
+    return (1 - beta1) * math.sqrt((1 - q**step) / ((1 - q) * (1 - beta2)))
+
+
+def _carry(step: int, lr: Callable[[int], float], beta1: float) -> float:
+    """sum over k >= 1 of lr(k) beta1**k / (1 - beta1**(step + k)): what a unit of m will add."""
+    total, k, weight = 0.0, 1, beta1
+    while weight > _NEGLIGIBLE:
+        total += lr(k) * weight / (1 - beta1 ** (step + k))
+        k, weight = k + 1, weight * beta1
+    return total

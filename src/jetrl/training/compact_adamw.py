@@ -1,0 +1,73 @@
+"""AdamW whose moments take three bytes a parameter: the states of kernels/adamw.py, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from jetrl.kernels.adamw import AdamWScalars, adamw_, adamw_scalars
+from jetrl.settings import TrainSettings
+
+KEYS = {"ratio": torch.uint8, "root": torch.int16}
+
+
+@dataclass
+class _State:
+    ratio: torch.Tensor
+    root: torch.Tensor
+    step: int = 0
+
+
+class CompactAdamW:
+    """AdamW over named matrices.
+
+    Args:
+        masters: name -> float32 matrix; gradients are read from `.grad`.
+        settings: betas, eps, weight_decay.
+    """
+
+    def __init__(self, masters: Mapping[str, nn.Parameter], settings: TrainSettings) -> None:
+        self._masters = dict(masters)
+        self._settings = settings
+        self._states: dict[str, _State] = {}
+
+    @torch.no_grad()
+    def step(self, clip: torch.Tensor, lr: Callable[[int], float]) -> None:
+        """One update. clip: float32 scalar on the device, times which the gradients are taken.
+        lr(k): the learning rate k updates later."""
+        settings = self._settings
+        scalars: dict[int, AdamWScalars] = {}  # by step: all masters have the same one, as a rule
+        for name, master in self._masters.items():
+            if master.grad is None:
+                continue
+            state = self._states.get(name)
+            if state is None:
+                ratio, root = (torch.zeros_like(master, dtype=dtype) for dtype in KEYS.values())
+                state = _State(ratio, root)
+                self._states[name] = state
+            state.step += 1
+            if state.step not in scalars:
+                scalars[state.step] = adamw_scalars(
+                    state.step, lr, settings.betas, settings.eps, settings.weight_decay
+                )
+            gradient = master.grad.contiguous()
+            adamw_(master.detach(), gradient, state.ratio, state.root, clip, scalars[state.step])
+
+    def state(self, name: str) -> dict[str, torch.Tensor]:
+        """ratio, root (live) and step (float32 scalar) of a master; nothing before its first
+        gradient."""
+        state = self._states.get(name)
+        if state is None:
+            return {}
+        step = torch.tensor(float(state.step))
+        return {"step": step, "ratio": state.ratio, "root": state.root}
+
+    def load(self, states: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+        """Takes over what `state` gave, by name; the tensors become its own."""
+        self._states = {
+            name: _State(state["ratio"], state["root"], int(state["step"]))
+            for name, state in states.items()
+        }
