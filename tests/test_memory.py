@@ -1,16 +1,24 @@
-"""The memory plan counts what a policy really holds."""
+"""The memory plan counts what a policy really holds, and says what fits."""
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 
+from jetrl.bench.shapes import SHAPES
 from jetrl.config import load_config
-from jetrl.memory import memory_plan
+from jetrl.errors import UserError
+from jetrl.memory import Load, MemoryPlan, OtherModels, check_fits, memory_plan
 from jetrl.models.families import ModelConfig
+from jetrl.models.tiny import make_tiny
 from jetrl.policy import Policy
 from jetrl.precision import PrecisionPlan
 from jetrl.precision.linear import FP8Weight, Linear
+from jetrl.scalar_model import ScalarModel
 
+GIB = 2**30
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
@@ -25,6 +33,16 @@ CONFIG = {
     "rope_theta": 10000.0,
     "max_position_embeddings": 128,
 }
+LARGE = ModelConfig.from_hf(SHAPES["qwen3-8b"])
+
+
+def row(plan: MemoryPlan, what: str, moment: str = "rollout") -> int:
+    [found] = [r for r in plan.rows if r.what.startswith(what)]
+    return found.bytes.get(moment, 0)  # type: ignore[call-overload, no-any-return]
+
+
+def settings(*overrides: str) -> Any:
+    return load_config("demo", ["sft.steps=0", "eval.every=0", *overrides])
 
 
 @pytest.mark.parametrize("preset", ["bf16", "mixed", "jet", "unified"])
@@ -32,19 +50,116 @@ CONFIG = {
 def test_masters_and_working_copies_are_those_of_a_policy(preset: str, tied: bool) -> None:
     config = {**CONFIG, "tie_word_embeddings": tied}
     policy = Policy.from_config(config, PrecisionPlan.preset(preset))
-    settings = load_config("demo", [f"precision.preset={preset}"])
-    rows = dict(memory_plan(settings, ModelConfig.from_hf(config)))
-    on_gpu = dict(memory_plan(settings, ModelConfig.from_hf(config), on_gpu=True))
+    plan = memory_plan(settings(f"precision.preset={preset}"), ModelConfig.from_hf(config))
     masters = sum(4 * p.numel() for p in policy.named_masters().values())
-    assert rows["master weights, FP32"] == masters
-    fp8 = other = 0
+    assert row(plan, "master weights") == masters
+    copies = policy.decoder.rotary_table.nbytes
     for module in policy.decoder.modules():
         if isinstance(module, Linear):
             for operand in {id(o): o for o in map(module.operand, ("rollout", "train"))}.values():
                 if isinstance(operand, FP8Weight):
-                    fp8 += operand.direct.codes.nbytes + operand.direct.scales.nbytes
+                    copies += operand.direct.codes.nbytes + operand.direct.scales.nbytes
                 else:
-                    other += operand.nbytes
-    what = "working copies for sampling and training"
-    assert rows[what] == fp8 + other
-    assert on_gpu[what] == 2 * fp8 + other
+                    copies += operand.nbytes
+        elif hasattr(module, "copy"):
+            copies += module.copy.nbytes
+    assert row(plan, "working copies") == copies
+
+
+def test_a_moment_is_the_sum_of_its_rows_and_the_peak_the_highest() -> None:
+    plan = memory_plan(settings(), LARGE, load=Load(64, 512, 64))
+    for moment in ("rollout", "backward", "optimizer"):
+        assert plan.at(moment) == sum(r.bytes.get(moment, 0) for r in plan.rows)
+    assert plan.update == max(plan.at("backward"), plan.at("optimizer"))
+    assert plan.peak == max(plan.rollout, plan.update)
+    assert row(plan, "KV pages", "backward") == 0
+    assert row(plan, "gradients", "rollout") == 0
+    *_, last = plan.table()
+    assert last[0] == "all"
+    assert float(last[1]) == pytest.approx(plan.rollout / GIB, abs=1e-3)
+
+
+def test_one_micro_batch_has_no_other_gradients_beside_its_activations() -> None:
+    small, large = (
+        memory_plan(settings(f"train.tokens_per_micro_batch={tokens}"), LARGE, load=Load(8, 512, 8))
+        for tokens in (4096, 1024)
+    )
+    assert not small.micro_batch.several
+    assert large.micro_batch.several
+    assert row(small, "gradients", "backward") == 4 * LARGE.vocab_size * LARGE.hidden_size
+    assert row(large, "gradients", "backward") == row(large, "gradients", "optimizer")
+    assert row(small, "gradients", "optimizer") == row(large, "gradients", "optimizer")
+
+
+def test_recomputed_layers_keep_their_inputs() -> None:
+    wanted = "train.tokens_per_micro_batch=8192"
+    load = Load(256, 512, 256)
+    kept = memory_plan(settings(wanted), LARGE, load=load)
+    again = memory_plan(settings(wanted, "train.activation_checkpointing=true"), LARGE, load=load)
+    inputs = 36 * 2 * 2 * 4096 * 8192
+    assert inputs < row(again, "activations", "backward") < inputs + 2 * GIB
+    assert row(kept, "activations", "backward") > 4 * row(again, "activations", "backward")
+
+
+def test_pages_take_what_is_left() -> None:
+    load = Load(256, 9000, 256)
+    whole = memory_plan(settings(), LARGE, load=load)
+    part = memory_plan(settings(), LARGE, load=load, free=150 * GIB)
+    assert row(whole, "KV pages") == 256 * 141 * 64 * 76032
+    held = sum(row(part, what) for what in ("master", "optimizer", "working"))
+    assert row(part, "KV pages") == pytest.approx(150 * GIB - held - 4 * GIB, abs=64 * 76032)
+
+
+def test_a_micro_batch_takes_the_tokens_that_there_is_room_for() -> None:
+    load, others = Load(256, 512, 256), OtherModels()
+    wanted = settings("train.tokens_per_micro_batch=16384")
+    roomy = check_fits(wanted, LARGE, others, load, "cuda", 400 * GIB)
+    assert roomy.tokens == 16384
+    tight = check_fits(wanted, LARGE, others, load, "cuda", 170 * GIB)
+    assert 1024 <= tight.tokens < 16384
+    assert tight.tokens % 1024 == 0
+    assert tight.plan.peak < 170 * GIB
+    more = memory_plan(wanted, LARGE, others, load, 170 * GIB, tight.tokens + 1024)
+    assert more.peak > 168 * GIB
+
+
+def test_what_does_not_fit_is_refused_with_the_plan_and_what_would() -> None:
+    load = Load(256, 4096, 256)
+    with pytest.raises(UserError) as error:
+        check_fits(settings(), LARGE, OtherModels(), load, "cuda", 145 * GIB)
+    text = str(error.value)
+    assert "145.0 GiB are free" in text
+    assert "master weights, FP32" in text
+    assert "it fits with train.activation_checkpointing=true" in text
+    with pytest.raises(UserError, match="no setting makes it fit"):
+        check_fits(settings(), LARGE, OtherModels(), load, "cuda", 40 * GIB)
+    with pytest.raises(UserError, match="does not fit in CPU memory"):
+        check_fits(settings(), LARGE, OtherModels(), load, "cpu", 40 * GIB)
+
+
+def test_a_reference_that_can_wait_elsewhere_is_the_first_thing_to_move() -> None:
+    load = Load(256, 512, 256)
+    with_kl = settings("algorithm.kl=0.1", "train.activation_checkpointing=true")
+    without = settings("train.activation_checkpointing=true")
+    least = memory_plan(without, LARGE, None, load, tokens=1024).peak + 2 * GIB
+    with pytest.raises(UserError, match=r"it fits with reference\.offload=true"):
+        check_fits(with_kl, LARGE, OtherModels(), load, "cuda", least)
+
+
+def test_models_of_other_directories_count_with_their_own_sizes(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_layers": 3, "head_dim": 64}
+    path = make_tiny(tmp_path / "other", **sizes)
+    one = settings("algorithm.name=ppo", f"critic.path={path}", f"reference.path={path}")
+    others = OtherModels.of(one)
+    assert others.critic is not None
+    assert others.critic.num_layers == 3
+    plan = memory_plan(one, ModelConfig.from_hf({**CONFIG, "tie_word_embeddings": True}), others)
+    critic = ScalarModel.from_language_model(path, PrecisionPlan.preset("unified"))
+    masters = sum(4 * p.numel() for p in critic.named_masters().values())
+    assert row(plan, "critic: masters") > 3 * masters
+    assert row(plan, "critic: gradients", "critic") > 0
+    reference = Policy.from_pretrained(path, PrecisionPlan.preset("unified"), frozen=True)
+    held = sum(b.nbytes for b in {id(p): p for p in reference.decoder.buffers()}.values())
+    assert row(plan, "reference") > held
+    with pytest.raises(UserError, match="no such directory"):
+        OtherModels.of(settings("algorithm.kl=0.1", "reference.path=/nowhere"))

@@ -73,18 +73,6 @@ def build_scalar_model(settings: Settings, plan: PrecisionPlan, task: Task) -> S
     return ScalarModel.with_new_head(policy.config, weights, plan, policy.device, policy.tokenizer)
 
 
-def check_directories(settings: Settings) -> None:
-    """Reads the config.json of the models that are built after the warm-up, the reference and the
-    critic, so that a wrong path is found before it.
-
-    Raises:
-        UserError: a directory cannot be read, or holds a model of another kind.
-    """
-    for path in (settings.reference.path, settings.critic.path):
-        if path is not None and path != "policy":
-            ModelConfig.from_hf(hf.read_config(path))
-
-
 def build_reference(
     settings: Settings, policy: Policy, run_path: Path, begun: bool = False
 ) -> Policy | None:

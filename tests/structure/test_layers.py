@@ -77,7 +77,7 @@ ALLOWED: dict[str, set[str]] = {
     "judge": BASE | BELOW_POLICY | {"model", "scalar_model"},
     "building": BASE | BELOW_POLICY | {"judge", "model", "policy", "scalar_model", "tasks"},
     "reproduction": BASE | BELOW_POLICY | {"building", "policy", "runs", "tasks", "training"},
-    "memory": BASE | BELOW_POLICY,
+    "memory": BASE | BELOW_POLICY | {"rollout"},
     "randomness": set(),
     "ordering": {"randomness"},
     "step_metrics": BASE | {"evaluate", "runs"},

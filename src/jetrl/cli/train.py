@@ -219,23 +219,27 @@ def sample_command(model: Path, settings: Settings) -> str:
 
 
 def dry_run(settings: Settings) -> str:
-    """The resolved settings (TOML), the precision plan by role, and the memory plan."""
+    """The resolved settings (TOML), the precision plan by role, and the memory plan.
+
+    Raises:
+        UserError: the run would not fit on this machine.
+    """
     from jetrl.building import choose_device, model_config
     from jetrl.config import to_toml
-    from jetrl.memory import memory_plan
+    from jetrl.memory import Load, OtherModels, check_fits, free_bytes, shown
     from jetrl.precision import PrecisionPlan
 
-    plan = PrecisionPlan.from_settings(settings.precision)
-    on_gpu = choose_device(settings.run.device) != "cpu"
-    planned = memory_plan(settings, model_config(settings), on_gpu)
-    memory = [(what, f"{size / 2**30:9.3f} GiB") for what, size in planned]
+    plan, config = PrecisionPlan.from_settings(settings.precision), model_config(settings)
+    device, load = choose_device(settings.run.device), Load.of(settings, config)
+    free = free_bytes(device)
+    fitted = check_fits(settings, config, OtherModels.of(settings), load, device, free)
     return "\n".join(
         [
             to_toml(settings),
             f"# precision plan: {plan.name}",
             table(plan.describe(), indent="#   "),
             "",
-            "# memory plan",
-            table(memory, indent="#   "),
+            "# memory plan, with prompts as long as answers",
+            shown(fitted.plan, indent="#   "),
         ]
     )

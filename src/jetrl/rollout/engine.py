@@ -28,14 +28,13 @@ from jetrl.rollout.run import ProgressCallback, RolloutRun
 from jetrl.rollout.runner import Runner
 from jetrl.rollout.scheduler import Scheduler
 from jetrl.rollout.sequence import NonFiniteLogits, RunningSequence
-from jetrl.rollout.sizes import RolloutSizes, Sizes
+from jetrl.rollout.sizes import RolloutSizes, Sizes, gpu_pages_room
 from jetrl.rollout.turns import Dialogues, Environment
 from jetrl.types import Completion, Prompt, SamplingParams, Unfinished
 
 logger = logging.getLogger(__name__)
 
 _CPU_MEMORY_SHARE = 0.25  # of the machine's memory, for the cache: a laptop runs other things too
-_GPU_MEMORY_SHARE = 0.8  # of the memory that is free when the cache is made
 # Of decode on a GPU: forwards a step, and steps launched ahead of what is known.
 _GPU_REPEATS, _GPU_AHEAD = 8, 1
 
@@ -51,7 +50,7 @@ class RolloutEngine:
         policy: what is sampled from.
         max_batch_size: sequences that run together at most.
         num_pages: pages of the KV cache. Default: what the largest batch of a call can use, within
-            a quarter of the machine's memory (CPU) or 80% of the free memory (GPU).
+            a quarter of the machine's memory (CPU) or all but 4 GiB of what is free (GPU).
         page_size: tokens a page.
         max_prefill_tokens: prompt tokens a forward at most.
         max_model_len: tokens of prompt and completion at most. Default: the model's context.
@@ -325,10 +324,10 @@ class RolloutEngine:
 
     def _affordable_pages(self) -> int:
         """Pages that the memory share of a cache holds."""
-        on_gpu = self.policy.device.type == "cuda"
-        share = self._free_bytes() * (_GPU_MEMORY_SHARE if on_gpu else _CPU_MEMORY_SHARE)
+        on_gpu, free = self.policy.device.type == "cuda", self._free_bytes()
+        room = gpu_pages_room(free) if on_gpu else int(_CPU_MEMORY_SHARE * free)
         page = PagedCache.page_bytes(self.policy.config, self.policy.plan, self.page_size)
-        return int(share // page)
+        return room // page
 
     def _free_bytes(self) -> int:
         """Free memory of the GPU, or the machine's memory."""

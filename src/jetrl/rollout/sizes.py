@@ -16,6 +16,14 @@ from jetrl.errors import OutOfMemoryStop
 logger = logging.getLogger(__name__)
 
 _LEAST_PREFILL = 16  # tokens a forward: less saves no memory worth having
+# Of what is free on a GPU, left to prompts' forwards and decode's graphs.
+_GPU_LEFT, _GPU_LEFT_SHARE = 4 * 2**30, 0.2
+
+
+def gpu_pages_room(free: int) -> int:
+    """Bytes that KV pages may take of a GPU's free memory: all but 4 GiB, or but a fifth where
+    that is less."""
+    return free - min(_GPU_LEFT, int(_GPU_LEFT_SHARE * free))
 
 
 @dataclass(frozen=True)

@@ -296,6 +296,8 @@ METRICS: tuple[Metric, ...] = (
         known_as={"verl": "perf/throughput (of the whole step, per GPU)"},
     ),
     Metric("memory/peak_gib", "GiB", "peak memory of the device (of the process on CPU)", True),
+    Metric("memory/rollout_peak_gib", "GiB", "peak memory while sampling (GPU)", True),
+    Metric("memory/update_peak_gib", "GiB", "peak memory while training (GPU)", True),
     Metric(
         "memory/rollout_retries",
         "count",

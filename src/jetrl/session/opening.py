@@ -11,12 +11,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from jetrl.building import build_judge, build_policy, check_directories
+from jetrl.building import build_judge, build_policy, choose_device, model_config
 from jetrl.config import Settings
 from jetrl.environment import turns_of
 from jetrl.errors import StorageError
 from jetrl.evaluate import EncodedPrompt, encode_prompts
 from jetrl.judge import Judge
+from jetrl.memory import Fitted, Load, OtherModels, check_fits, free_bytes
+from jetrl.out_of_memory import explained
 from jetrl.parity import require_exact
 from jetrl.policy import Policy
 from jetrl.precision import PrecisionPlan
@@ -44,7 +46,7 @@ logger = logging.getLogger(__name__)
 class Parts:
     """What a run is made of. prompts, eval_prompts: encoded, in the order of their split; no
     eval_prompts where nothing is evaluated. max_turns: of a completion. attempt: this start of the
-    program. judge: None where the reward is the task's score."""
+    program. judge: None where the reward is the task's score. memory: what they will hold."""
 
     settings: Settings
     plan: PrecisionPlan
@@ -59,6 +61,7 @@ class Parts:
     trackers: Trackers
     engine: RolloutEngine
     judge: Judge | None
+    memory: Fitted
 
 
 def open_parts(settings: Settings, resume: bool, stack: contextlib.ExitStack) -> Parts:
@@ -70,13 +73,17 @@ def open_parts(settings: Settings, resume: bool, stack: contextlib.ExitStack) ->
     RunDirectory.check_name(settings, resume=resume)
     plan = PrecisionPlan.from_settings(settings.precision)
     Objective.from_settings(settings.algorithm, settings.rollout.max_tokens)  # a user's file runs
-    check_directories(settings)
+    config, others = model_config(settings), OtherModels.of(settings)
+    device = choose_device(settings.run.device)
+    free = free_bytes(device)
+    check_fits(settings, config, others, Load.of(settings, config), device, free)
     wanted = settings.task
     task = _task(settings)
     max_turns = turns_of(task, wanted.max_turns)
-    policy = build_policy(settings, plan, task)
-    require_exact(policy)
-    judge = build_judge(settings, policy)
+    with explained("loading the model", "`jetrl train --dry-run` prints what a run holds"):
+        policy = build_policy(settings, plan, task)
+        require_exact(policy)
+        judge = build_judge(settings, policy)
     prompts = encode_prompts(policy, task, wanted.split, system_prompt=wanted.system_prompt)
     if settings.sft.steps:
         check_worked_answers(_task(settings), policy, prompts)
@@ -85,6 +92,9 @@ def open_parts(settings: Settings, resume: bool, stack: contextlib.ExitStack) ->
         if settings.eval.every or settings.sft.until is not None
         else []
     )
+    longest = max(len(prompt.token_ids) for prompt in (*prompts, *eval_prompts))
+    load = Load.of(settings, config, longest)
+    memory = check_fits(settings, config, others, load, device, free)
     scorer = stack.enter_context(Scorer.from_settings(wanted))
     run = RunDirectory.create(settings, plan.to_dict(), resume=resume)
     if settings.report.enabled:
@@ -122,6 +132,7 @@ def open_parts(settings: Settings, resume: bool, stack: contextlib.ExitStack) ->
         trackers=trackers,
         engine=engine,
         judge=judge,
+        memory=memory,
     )
 
 

@@ -55,7 +55,7 @@ class Safeguards:
     ) -> None:
         self._parts, self._saved, self._note, self._beat = parts, saved, note, beat
         train = parts.settings.train
-        self.micro_batch_size = MicroBatchSize.of(train)
+        self.micro_batch_size = MicroBatchSize.of(train, parts.memory.tokens)
         self.guard = Guard(train.on_nonfinite)
         self.critic_guard = Guard(train.on_nonfinite, LR)
         saved.register("micro_batches", self.micro_batch_size)

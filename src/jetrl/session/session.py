@@ -37,6 +37,7 @@ from jetrl.session.dynamic_sampling import Refilled, refill
 from jetrl.session.ending import Ending, RunResult
 from jetrl.session.hang_state import hang_state
 from jetrl.session.measured import measured
+from jetrl.session.memory_peaks import MemoryPeaks, plan_notes
 from jetrl.session.opening import open_observers, open_parts
 from jetrl.session.phases import Phases
 from jetrl.session.safeguards import Safeguards
@@ -83,9 +84,11 @@ class Session:
         self.stops = Stops(settings.run.max_hours, self.run.history().elapsed_s)
         self.display = Display(settings.loop.steps, lambda: self.stops.elapsed_s)
         self.phases = Phases()
+        self.memory_peaks = MemoryPeaks(self.parts.policy.device)
         parts = self.parts
         state = lambda: hang_state(parts.engine, parts.policy)  # noqa: E731
-        self.phases.observers += [self.display, *open_observers(settings, self.run, stack, state)]
+        self.phases.observers += [self.display, self.memory_peaks]
+        self.phases.observers += open_observers(settings, self.run, stack, state)
         self.saved = Saved(self.run, settings)
         self.drawing = Drawing(settings, self.parts.prompts, self.parts.task.weights)
         self.saved.register("prompts", self.drawing)
@@ -98,9 +101,17 @@ class Session:
         stack.callback(self.display.close)
         self.ending = Ending(self.parts, self.saved, self.stops, self.phases, self.display)
         stack.push(lambda _, error, __: self.ending.cut(error, self._step, self._trainer))
+        self._tell_memory_plan()
         if self._resume:
             self._go_on()
         self.learning = Learning(self.run.metrics("rl"))
+
+    def _tell_memory_plan(self) -> None:
+        lines = plan_notes(self.parts.memory, self.settings.train.tokens_per_micro_batch)
+        logger.info("%s", "\n".join(lines))
+        if self.parts.policy.device.type == "cuda":
+            for line in lines:
+                self.display.note(line)
 
     def _go_on(self) -> None:
         """From the last good checkpoint, if the run has one."""
@@ -297,8 +308,8 @@ class Session:
             self.run.write_rollouts(step, samples)
         self.drawing.observe(self._drawn.drawn)
         self._step = step
-        device = self.parts.policy.device
-        metrics |= measured(self.phases.timings, samples, self._rollout_tokens, device)
+        metrics |= measured(self.phases.timings, samples, self._rollout_tokens)
+        metrics |= self.memory_peaks.take_metrics()
         self.saved.check()
         if self.saved.is_due(step) or last:
             self._save_checkpoint(step, metrics)

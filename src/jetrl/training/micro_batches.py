@@ -1,9 +1,9 @@
 """Micro-batches: what a forward and backward is given, and how large it may be.
 
-The size is `train.tokens_per_micro_batch`, halved when memory runs out. Gradients of the
-micro-batches of an update are added, so how it is split changes nothing but the order of sums, and
-under an FP8 plan which 128 tokens share a scale in WGrad. The size is kept for the rest of the run,
-also across a resume: the bits of a resumed run depend on it.
+The size is `train.tokens_per_micro_batch`, or what the memory plan has room for, and halved when
+memory runs out. Gradients of the micro-batches of an update are added, so how it is split changes
+nothing but the order of sums, and under an FP8 plan which 128 tokens share a scale in WGrad. The
+size is kept for the rest of the run, also across a resume: the bits of a resumed run depend on it.
 """
 
 from __future__ import annotations
@@ -103,8 +103,12 @@ class MicroBatchSize:
         self._retries = 0
 
     @classmethod
-    def of(cls, settings: TrainSettings) -> MicroBatchSize:
-        return cls(settings.tokens_per_micro_batch)
+    def of(cls, settings: TrainSettings, planned: int | None = None) -> MicroBatchSize:
+        """planned: tokens that the memory plan has room for, where that is less."""
+        size = cls(settings.tokens_per_micro_batch)
+        if planned is not None:
+            size.tokens = min(size.tokens, planned)
+        return size
 
     def halve(self, sizes: Sequence[tuple[int, int]], problem: str, of: str = "sequence") -> None:
         """Makes the next micro-batches smaller than the largest of these, which were too large.

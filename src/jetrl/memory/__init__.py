@@ -1,0 +1,19 @@
+"""The memory plan: what a run will hold and when, from its settings and config.json alone, before
+anything is loaded; and whether it fits."""
+
+from jetrl.memory.fitting import Fitted, check_fits, shown
+from jetrl.memory.machine import available_bytes, free_bytes
+from jetrl.memory.plan import Load, MemoryPlan, OtherModels, Row, memory_plan
+
+__all__ = [
+    "Fitted",
+    "Load",
+    "MemoryPlan",
+    "OtherModels",
+    "Row",
+    "available_bytes",
+    "check_fits",
+    "free_bytes",
+    "memory_plan",
+    "shown",
+]

@@ -1,0 +1,114 @@
+"""Bytes of activations: what a forward with gradients keeps, and what comes on top while it runs.
+
+Counted from the sizes of models/layer_hopper and kernels/logprob_triton, whose names are used here;
+tests/gpu/test_memory.py compares. The CPU's references keep a little more.
+
+Shapes: T tokens, D hidden size, H query heads, G key-value heads, d head size, F intermediate size,
+V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jetrl.models.attention import kv_bytes_per_token
+from jetrl.models.families import ModelConfig
+from jetrl.precision.plan import FP8_BLOCK, Format, PrecisionPlan
+
+_HEAD_LOGITS = 2**29  # of a chunk: logprob_triton._CHUNK_LOGITS
+_STORED_DS = 5 * 2**29  # bytes of dS kept at once: attention_backward._STORED_BYTES
+_TILE_KEYS, _TILE_QUERIES = 128, 64  # of dS
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """tokens: of it. longest: of its sequences. several: an update has more than one."""
+
+    tokens: int
+    longest: int
+    several: bool
+
+
+def kept_bytes(
+    config: ModelConfig, plan: PrecisionPlan, tokens: int, recomputed: bool = False
+) -> int:
+    """What a forward of `tokens` keeps for backward, lm_head included. recomputed: layers keep
+    their two inputs alone, and all of one layer is there while it is made again."""
+    wide = _wide(plan)
+    layers = [
+        _layer_bytes(config, plan, plan.linear_format("train", i, config.num_layers), tokens)
+        for i in range(config.num_layers)
+    ]
+    inputs = 2 * wide * config.hidden_size * tokens
+    kept = config.num_layers * inputs + max(layers) if recomputed else sum(layers)
+    last_norm = (wide * config.hidden_size + 4) * tokens
+    return kept + last_norm + wide * config.hidden_size * tokens  # and the rows that lm_head reads
+
+
+def head_bytes(config: ModelConfig, batch: MicroBatch) -> int:
+    """On top, while lm_head's gradient is made: a chunk of float32 logits and its bfloat16
+    gradient, the gradient of the hidden states, and that of the weight where it is to be added to
+    one that is there."""
+    if config.head == "score":
+        return 0
+    rows = min(batch.tokens, max(64, _HEAD_LOGITS // config.vocab_size // 64 * 64))
+    weight = 4 * config.vocab_size * config.hidden_size if batch.several else 0
+    return 6 * rows * config.vocab_size + 2 * batch.tokens * config.hidden_size + weight
+
+
+def layer_bytes(config: ModelConfig, plan: PrecisionPlan, batch: MicroBatch) -> int:
+    """On top, at most, in one layer's backward: the gradients of the MLP's activations and of a
+    weight, or those of the heads and dS."""
+    tokens, hidden, inner = batch.tokens, config.hidden_size, config.intermediate_size
+    fp8 = plan.train_linear == "fp8"
+    wide = 4 * inner  # of gate_up, in bfloat16
+    both = 2 * _codes(2 * inner, tokens) if fp8 else wide * tokens
+    mlp = (6 * hidden + wide // 2) * tokens + both + 4 * 2 * inner * hidden
+    mlp += 2 * inner * hidden if fp8 else 0  # the weight with its bytes turned
+    heads = 2 * (3 * config.num_heads + 4 * config.num_kv_heads) * config.head_dim * tokens
+    sequences = -(-tokens // batch.longest)
+    across = -(-batch.longest // _TILE_QUERIES) * -(-batch.longest // _TILE_KEYS)
+    tile = 2 * _TILE_KEYS * _TILE_QUERIES
+    ds = min(_STORED_DS, config.num_heads * sequences * (across // 2 + 1) * tile)
+    return max(mlp, heads + ds)
+
+
+def last_bytes(config: ModelConfig, batch: MicroBatch) -> int:
+    """On top, at the end of backward: the embedding's gradient where it is to be added to one that
+    is there, and what it is made of."""
+    weight = 4 * config.vocab_size * config.hidden_size if batch.several else 0
+    return weight + 6 * batch.tokens * config.hidden_size
+
+
+def forward_bytes(config: ModelConfig, plan: PrecisionPlan, tokens: int) -> int:
+    """Of a forward without gradients over `tokens`, without its logits."""
+    wide = _wide(plan)
+    hidden, inner = config.hidden_size, config.intermediate_size
+    return tokens * (5 * wide * hidden + 3 * wide * inner)
+
+
+def _layer_bytes(config: ModelConfig, plan: PrecisionPlan, linear: Format, tokens: int) -> int:
+    wide, hidden = _wide(plan), config.hidden_size
+    heads, groups = config.num_heads, config.num_kv_heads
+
+    def linear_input(columns: int) -> int:
+        return _codes(columns, tokens) if linear == "fp8" else wide * columns * tokens
+
+    entered = (wide * hidden + 4) * tokens + linear_input(hidden)  # residual, inverse rms, normed
+    qkv = wide * (heads + 2 * groups) * config.head_dim
+    attended = 2 * wide * heads * config.head_dim + 4 * heads  # queries, output, log-sum-exp
+    stored = kv_bytes_per_token(config, plan) // config.num_layers
+    o = linear_input(heads * config.head_dim) if linear == "fp8" else 0
+    gates = 2 * wide * config.intermediate_size * tokens
+    attention = (qkv + attended + stored) * tokens + o
+    return 2 * entered + attention + gates + linear_input(config.intermediate_size)
+
+
+def _codes(columns: int, tokens: int) -> int:
+    """FP8 codes in 128 x 1 groups with their scales; whole groups of tokens."""
+    padded = -(-tokens // FP8_BLOCK) * FP8_BLOCK
+    return columns * (padded + 4 * padded // FP8_BLOCK)
+
+
+def _wide(plan: PrecisionPlan) -> int:
+    return 4 if plan.rest == "fp32" else 2

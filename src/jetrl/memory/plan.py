@@ -1,0 +1,306 @@
+"""The memory plan: rows of what is held, in bytes at each moment that can be a run's highest.
+
+    rollout    sampling: weights, optimizer states, KV pages, decode's graphs
+    backward   where a micro-batch's activations are all there and its backward begins
+    optimizer  the end of backward and the optimizer's step: all gradients
+    critic     the critic's own backward, where there is a critic
+
+The peak of the update is the highest of the last three. Gradients live from the first backward of
+an update to its optimizer step; KV pages from the step's first rollout to its update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from jetrl.config import Settings
+from jetrl.memory import activations
+from jetrl.memory.activations import MicroBatch
+from jetrl.models import hf
+from jetrl.models.attention import kv_bytes_per_token
+from jetrl.models.families import ModelConfig, num_parameters, parameter_shapes
+from jetrl.precision.plan import FP8_BLOCK, PrecisionPlan
+from jetrl.rollout.sizes import gpu_pages_room
+
+Moment = Literal["rollout", "backward", "optimizer", "critic"]
+MOMENTS: tuple[Moment, ...] = ("rollout", "backward", "optimizer", "critic")
+GIB = 2**30
+# cuBLAS's workspaces, DeepGEMM's and Triton's scratch; measured with torch 2.11.
+_LIBRARIES = 128 * 2**20
+
+
+@dataclass(frozen=True)
+class Row:
+    """what: in words. bytes: by moment; none where it is left out."""
+
+    what: str
+    bytes: Mapping[Moment, int]
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """micro_batch: what an update is cut into, as planned here."""
+
+    rows: tuple[Row, ...]
+    micro_batch: MicroBatch
+
+    def at(self, moment: Moment) -> int:
+        """Bytes held at a moment."""
+        return sum(row.bytes.get(moment, 0) for row in self.rows)
+
+    @property
+    def rollout(self) -> int:
+        """Bytes at most while sampling."""
+        return self.at("rollout")
+
+    @property
+    def update(self) -> int:
+        """Bytes at most while training."""
+        return max(self.at(moment) for moment in MOMENTS[1:])
+
+    @property
+    def peak(self) -> int:
+        return max(self.rollout, self.update)
+
+    def table(self) -> list[tuple[str, ...]]:
+        """Lines of cells, in GiB: a head, the rows, the sums."""
+        moments = [m for m in MOMENTS if m != "critic" or self.at(m)]
+
+        def cells(what: str, sizes: Mapping[Moment, int]) -> tuple[str, ...]:
+            shown = (f"{sizes[m] / GIB:9.3f}" if sizes.get(m) else " " * 9 for m in moments)
+            return (what, *shown)
+
+        head = ("GiB", *(f"{moment:>9}" for moment in moments))
+        rows = [cells(row.what, row.bytes) for row in self.rows]
+        return [head, *rows, cells("all", {moment: self.at(moment) for moment in moments})]
+
+
+@dataclass(frozen=True)
+class OtherModels:
+    """What the models beside the policy are made of, those that are not copies of it. None: not
+    there, or like the policy."""
+
+    reference: ModelConfig | None = None
+    critic: ModelConfig | None = None
+    reward: ModelConfig | None = None
+
+    @staticmethod
+    def of(settings: Settings) -> OtherModels:
+        """Read from their directories' config.json.
+
+        Raises:
+            UserError: a directory cannot be read, or holds a model of another kind.
+        """
+
+        def read(path: str | None) -> ModelConfig | None:
+            own = path is None or path == "policy"
+            return None if own else ModelConfig.from_hf(hf.read_config(str(path)))
+
+        paths = (settings.reference.path, settings.critic.path, settings.reward.model_path)
+        return OtherModels(*map(read, paths))
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a step asks for. sequences: completions sampled at once at most. tokens: of a sequence
+    at most, prompt included. trained: sequences of one update."""
+
+    sequences: int
+    tokens: int
+    trained: int
+
+    @staticmethod
+    def of(settings: Settings, config: ModelConfig, longest_prompt: int | None = None) -> Load:
+        """longest_prompt: in tokens; None: not known, and taken to be as long as an answer."""
+        rollout, held_out = settings.rollout, settings.eval
+        most = rollout.prompts_per_step * rollout.samples_per_prompt
+        answer, sequences = rollout.max_tokens, most
+        if held_out.every:
+            answer = max(answer, held_out.max_tokens or 0)
+            sequences = max(sequences, (held_out.prompts or most) * held_out.samples)
+        prompt = answer if longest_prompt is None else longest_prompt
+        tokens = min(config.max_position_embeddings, prompt + answer)
+        trained = -(-most // settings.train.updates_per_step)
+        return Load(min(sequences, rollout.max_batch_size), tokens, trained)
+
+
+def memory_plan(
+    settings: Settings,
+    config: ModelConfig,
+    others: OtherModels | None = None,
+    load: Load | None = None,
+    free: int | None = None,
+    tokens: int | None = None,
+    device: str = "cuda",
+) -> MemoryPlan:
+    """The plan of a run.
+
+    Args:
+        config: of the policy. others: of the models beside it; default: none but copies of it.
+        load: of a step; default: `Load.of` the settings.
+        free: bytes of the device before anything is loaded, which bound the KV pages on a GPU;
+            None: as many pages as the load can use.
+        tokens: of a micro-batch; default: train.tokens_per_micro_batch.
+        device: cpu or cuda, whose libraries have memory of their own.
+    """
+    plan = PrecisionPlan.from_settings(settings.precision)
+    load, others = load or Load.of(settings, config), others or OtherModels()
+    wanted = settings.train.tokens_per_micro_batch if tokens is None else tokens
+    batch = _micro_batch(wanted, load)
+    held = _held(settings, config, others, plan)
+    resident = sum(row.bytes["rollout"] for row in held)
+    room = None if free is None else gpu_pages_room(max(0, free - resident))
+    rows = [
+        *held,
+        *_rollout(settings, config, plan, load, room),
+        *_training("", "backward", config, plan, batch, settings),
+    ]
+    if device != "cpu":
+        rows.append(_always(settings, "libraries", _LIBRARIES))
+    if settings.critic.path is not None:
+        critic = others.critic or config
+        rows += _training("critic: ", "critic", critic, plan, batch, settings)
+    return MemoryPlan(tuple(row for row in rows if any(row.bytes.values())), batch)
+
+
+def _micro_batch(wanted: int, load: Load) -> MicroBatch:
+    """The largest that packing makes: whole sequences up to `wanted` tokens, or one longer one."""
+    together = max(1, min(load.trained, wanted // load.tokens)) * load.tokens
+    whole = load.trained * load.tokens
+    tokens = min(max(wanted, load.tokens), whole)
+    return MicroBatch(max(tokens, together), load.tokens, several=whole > tokens)
+
+
+def _always(settings: Settings, what: str, size: int) -> Row:
+    """A row of what is there at every moment."""
+    return Row(what, dict.fromkeys(MOMENTS if settings.critic.path else MOMENTS[:3], size))
+
+
+def _held(
+    settings: Settings, config: ModelConfig, others: OtherModels, plan: PrecisionPlan
+) -> list[Row]:
+    """What is there at every moment."""
+    rows = [
+        _always(settings, "master weights, FP32", 4 * num_parameters(config)),
+        _always(settings, f"optimizer states, {_states(settings)}", state_bytes(settings, config)),
+        _always(settings, "working copies for sampling and training", working_bytes(config, plan)),
+    ]
+    reference = settings.reference
+    if (settings.algorithm.kl > 0 or reference.path is not None) and not reference.offload:
+        of = others.reference or config
+        rows.append(_always(settings, "reference: working copies alone", frozen_bytes(of, plan)))
+    if settings.critic.path is not None:
+        of = others.critic or config
+        size = 4 * num_parameters(of) + state_bytes(settings, of) + working_bytes(of, plan)
+        rows.append(_always(settings, "critic: masters, optimizer states, copies", size))
+    if others.reward is not None and not settings.reward.offload:
+        rows.append(
+            _always(
+                settings, "reward model: working copies alone", frozen_bytes(others.reward, plan)
+            )
+        )
+    return rows
+
+
+def _rollout(
+    settings: Settings, config: ModelConfig, plan: PrecisionPlan, load: Load, room: int | None
+) -> list[Row]:
+    rollout = settings.rollout
+    page = rollout.page_size * kv_bytes_per_token(config, plan)
+    needed = -(-load.tokens // rollout.page_size)
+    pages = rollout.num_pages or needed * load.sequences
+    if room is not None and rollout.num_pages is None:
+        pages = max(needed, min(pages, room // page))
+    what = f"KV pages: {pages} of {rollout.page_size} tokens"
+    prompts = min(rollout.max_prefill_tokens, load.sequences * load.tokens)
+    logits = 4 * load.sequences * config.vocab_size
+    # Decode's graphs keep what a forward of the largest batch makes; its logits are also made once
+    # outside, before the capture.
+    decode = activations.forward_bytes(config, plan, load.sequences) + 2 * logits
+    prefill = activations.forward_bytes(config, plan, prompts)
+    return [
+        Row(what, {"rollout": pages * page}),
+        Row("decode's graphs and logits", {"rollout": decode}),
+        Row(f"a forward of {prompts} prompt tokens", {"rollout": prefill}),
+    ]
+
+
+def _training(
+    whose: str,
+    moment: Moment,
+    config: ModelConfig,
+    plan: PrecisionPlan,
+    batch: MicroBatch,
+    settings: Settings,
+) -> list[Row]:
+    """Gradients and activations of one model's update. With one micro-batch nothing but lm_head's
+    gradient is there when its activations are."""
+    end: Moment = "optimizer" if moment == "backward" else moment
+    gradients = 4 * num_parameters(config)
+    first = gradients if batch.several else 4 * config.vocab_size * config.hidden_size
+    recomputed = settings.train.activation_checkpointing
+    kept = activations.kept_bytes(config, plan, batch.tokens, recomputed)
+    on_top = max(
+        activations.head_bytes(config, batch), activations.layer_bytes(config, plan, batch)
+    )
+    last = activations.last_bytes(config, batch)
+    if end == moment:  # one column: the higher of begin and end
+        if not batch.several and gradients + last > first + kept + on_top:
+            first, kept, on_top = gradients, 0, last
+        sizes = {moment: first}, {moment: kept}, {moment: on_top}
+    else:
+        sizes = (
+            {moment: first, end: gradients},
+            {moment: kept},
+            {moment: on_top, end: last},
+        )
+    names = ("gradients, FP32", f"activations of {batch.tokens} tokens", "while gradients are made")
+    return [Row(whose + name, size) for name, size in zip(names, sizes, strict=True)]
+
+
+def state_bytes(settings: Settings, config: ModelConfig) -> int:
+    """Of the optimizer's states."""
+    return 8 * num_parameters(config)
+
+
+def _states(settings: Settings) -> str:
+    return "FP32"
+
+
+def frozen_bytes(config: ModelConfig, plan: PrecisionPlan) -> int:
+    """Of a model without masters: what its forward reads."""
+    copies = working_bytes(config, plan, sides=("train",))
+    if config.head == "score":
+        return copies
+    shared = config.tie_word_embeddings and plan.lm_head == "bf16"
+    return copies + (0 if shared else 2 * config.vocab_size * config.hidden_size)
+
+
+def working_bytes(
+    config: ModelConfig,
+    plan: PrecisionPlan,
+    sides: tuple[Literal["rollout", "train"], ...] = ("rollout", "train"),
+) -> int:
+    """Of the copies that GEMMs and norms read, and of the table of rotations."""
+
+    def copy(format: str, rows: int, columns: int) -> int:
+        elements = rows * columns
+        scales = 4 * -(-rows // FP8_BLOCK) * -(-columns // FP8_BLOCK)
+        return {"fp8": elements + scales, "bf16": 2 * elements, "fp32": 0}[format]
+
+    lm_head = "embed.weight" if config.tie_word_embeddings else "lm_head.weight"
+    total = 4 * config.max_position_embeddings * config.head_dim
+    wide = 4 if plan.rest == "fp32" else 2
+    for name, shape in parameter_shapes(config).items():
+        parts = name.split(".")
+        if len(shape) == 2 and parts[0] == "layers":
+            layer = int(parts[1])
+            formats = {plan.linear_format(s, layer, config.num_layers) for s in sides}
+            total += sum(copy(format, *shape) for format in formats)
+        elif name.endswith("norm.weight"):
+            total += wide * shape[0]
+        elif config.head == "lm" and name == lm_head:
+            total += copy(plan.lm_head, *shape)
+    return total
