@@ -121,6 +121,8 @@ def _remedies(settings: Settings) -> Iterator[tuple[str, str, object]]:
         yield "reference", "offload", True
     if settings.reward.model_path is not None and not settings.reward.offload:
         yield "reward", "offload", True
+    if train.optimizer_states == "fp32":
+        yield "train", "optimizer_states", "compact"
     if not train.activation_checkpointing:
         yield "train", "activation_checkpointing", True
 

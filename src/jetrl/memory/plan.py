@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from jetrl.config import Settings
+from jetrl.kernels.adamw import state_bytes
 from jetrl.memory import activations
 from jetrl.memory.activations import MicroBatch
 from jetrl.models import hf
@@ -184,7 +185,11 @@ def _held(
     """What is there at every moment."""
     rows = [
         _always(settings, "master weights, FP32", 4 * num_parameters(config)),
-        _always(settings, f"optimizer states, {_states(settings)}", state_bytes(settings, config)),
+        _always(
+            settings,
+            f"optimizer states, {settings.train.optimizer_states}",
+            _state_bytes(settings, config),
+        ),
         _always(settings, "working copies for sampling and training", working_bytes(config, plan)),
     ]
     reference = settings.reference
@@ -193,7 +198,7 @@ def _held(
         rows.append(_always(settings, "reference: working copies alone", frozen_bytes(of, plan)))
     if settings.critic.path is not None:
         of = others.critic or config
-        size = 4 * num_parameters(of) + state_bytes(settings, of) + working_bytes(of, plan)
+        size = 4 * num_parameters(of) + _state_bytes(settings, of) + working_bytes(of, plan)
         rows.append(_always(settings, "critic: masters, optimizer states, copies", size))
     if others.reward is not None and not settings.reward.offload:
         rows.append(
@@ -260,13 +265,9 @@ def _training(
     return [Row(whose + name, size) for name, size in zip(names, sizes, strict=True)]
 
 
-def state_bytes(settings: Settings, config: ModelConfig) -> int:
-    """Of the optimizer's states."""
-    return 8 * num_parameters(config)
-
-
-def _states(settings: Settings) -> str:
-    return "FP32"
+def _state_bytes(settings: Settings, config: ModelConfig) -> int:
+    states = settings.train.optimizer_states
+    return sum(state_bytes(shape, states) for shape in parameter_shapes(config).values())
 
 
 def frozen_bytes(config: ModelConfig, plan: PrecisionPlan) -> int:
