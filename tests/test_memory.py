@@ -10,7 +10,7 @@ import pytest
 from jetrl.bench.shapes import SHAPES
 from jetrl.config import load_config
 from jetrl.errors import UserError
-from jetrl.memory import Load, MemoryPlan, OtherModels, check_fits, memory_plan
+from jetrl.memory import Load, MemoryPlan, OtherModels, check_fits, machine, memory_plan
 from jetrl.models.families import ModelConfig
 from jetrl.models.tiny import make_tiny
 from jetrl.policy import Policy
@@ -168,3 +168,16 @@ def test_models_of_other_directories_count_with_their_own_sizes(tmp_path: Path) 
     assert row(plan, "reference") > held
     with pytest.raises(UserError, match="no such directory"):
         OtherModels.of(settings("algorithm.kl=0.1", "reference.path=/nowhere"))
+
+
+def test_a_containers_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "meminfo").write_text("MemTotal: 900 kB\nMemAvailable:   800 kB\n")
+    monkeypatch.setattr(machine, "_MACHINE", tmp_path / "meminfo")
+    monkeypatch.setattr(machine, "_GROUP", tmp_path)
+    assert machine.available_bytes() == 800 * 1024
+    (tmp_path / "memory.max").write_text("600000\n")
+    (tmp_path / "memory.current").write_text("500000\n")
+    (tmp_path / "memory.stat").write_text("anon 200000\nfile 300000\nshmem 100000\n")
+    assert machine.available_bytes() == 600000 - 500000 + 200000, "but for what is in no file"
+    (tmp_path / "memory.max").write_text("max\n")
+    assert machine.available_bytes() == 800 * 1024

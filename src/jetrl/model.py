@@ -83,10 +83,10 @@ class Model:
                 f"{path}: {config.architecture} has a head for {_HEADS[config.head]}, and one for "
                 f"{_HEADS[cls.head]} is needed here"
             )
-        weights = hf.load_weights(path, config)
         tokenizer = hf.load_tokenizer(path) if hf.has_tokenizer(path) else None
         generation_config = hf.read_generation_config(path)
-        return cls(config, plan, weights, device, tokenizer, generation_config, frozen)
+        with hf.open_weights(path, config, device) as weights:
+            return cls(config, plan, weights, device, tokenizer, generation_config, frozen)
 
     @classmethod
     def from_config(

@@ -43,8 +43,8 @@ class ScalarModel(Model):
         if config.head == "score":
             return cls.from_pretrained(path, plan, device)
         tokenizer = hf.load_tokenizer(path) if hf.has_tokenizer(path) else None
-        weights = hf.load_weights(path, config)
-        return cls.with_new_head(config, weights, plan, device, tokenizer)
+        with hf.open_weights(path, config, device) as weights:
+            return cls.with_new_head(config, weights, plan, device, tokenizer)
 
     @classmethod
     def with_new_head(
@@ -57,8 +57,12 @@ class ScalarModel(Model):
     ) -> ScalarModel:
         """The decoder of a language model (its weights by our names, which are copied) with a new
         head of zeros: it starts by saying 0 of everything."""
-        body = {name: w.detach().clone() for name, w in weights.items() if name != "lm_head.weight"}
-        body["score.weight"] = torch.zeros(1, config.hidden_size, device=body["norm.weight"].device)
+        body = {
+            name: weights[name].detach().to(device, torch.float32, copy=True)
+            for name in weights
+            if name != "lm_head.weight"
+        }
+        body["score.weight"] = torch.zeros(1, config.hidden_size, device=device)
         scalar = dataclasses.replace(config, head="score", tie_word_embeddings=False)
         return cls(scalar, plan, body, device, tokenizer)
 

@@ -22,6 +22,7 @@ from jetrl.models.hf import (
     eos_token_ids,
     load_tokenizer,
     load_weights,
+    open_weights,
     read_config,
     read_generation_config,
     save_model,
@@ -244,6 +245,20 @@ def test_unexpected_tensors_are_named(tmp_path: Path) -> None:
     rewrite(tmp_path / "m", lambda tensors: tensors.update({extra: torch.ones(64)}))
     with pytest.raises(UserError, match=f"no place for: {extra}"):
         read_model(tmp_path / "m")
+
+
+def test_weights_are_read_when_they_are_asked_for(tmp_path: Path) -> None:
+    write_qwen3(tmp_path / "m")
+    config, loaded = read_model(tmp_path / "m")
+    rewrite(
+        tmp_path / "m",
+        lambda tensors: tensors.update({"model.norm.weight": torch.ones(3)}),
+    )
+    with open_weights(tmp_path / "m", config) as weights:
+        assert list(weights) == list(loaded)
+        assert torch.equal(weights["layers.0.qkv.weight"], loaded["layers.0.qkv.weight"])
+        with pytest.raises(UserError, match=r"model\.norm\.weight has shape \[3\]"):
+            weights["norm.weight"]
 
 
 def test_shape_mismatch_says_found_and_expected(tmp_path: Path) -> None:

@@ -204,6 +204,15 @@ def test_other_quantizations_are_refused(quantization: Any, message: str, tmp_pa
         read_model(tmp_path / "m")
 
 
+def test_scales_beside_a_weight_that_is_not_fp8_are_refused(tmp_path: Path) -> None:
+    config = our_config(**FP8_SIZES)
+    save_model(tmp_path / "m", config, random_weights(config, 0))
+    extra = "model.layers.0.mlp.down_proj.weight_scale_inv"
+    rewrite(tmp_path / "m", lambda tensors: tensors.update({extra: torch.ones(1, 2)}))
+    with pytest.raises(UserError, match=r"down_proj\.weight is torch\.bfloat16, and .*scale_inv"):
+        read_model(tmp_path / "m")
+
+
 def test_fp8_without_scales_or_with_a_wrong_grid_is_refused(tmp_path: Path) -> None:
     config = our_config("qwen3", **FP8_SIZES)
     save_model(tmp_path / "m", config, random_weights(config, seed=0), "fp8")

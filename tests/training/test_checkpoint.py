@@ -12,10 +12,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from jetrl.config import Settings
 from jetrl.errors import RunStopped, UserError
 from jetrl.training import checkpoint as module
+from jetrl.training import checkpoint_files
 from jetrl.training.checkpoint import Checkpoints
 from jetrl.training.checkpoint_files import fingerprint
 from jetrl.training.trainer import Trainer
@@ -287,8 +289,8 @@ def test_failing_second_rename_brings_the_replaced_one_back(made, tmp_path, monk
 
 
 def test_a_real_write_that_fails(tmp_path):
-    """The operating system refuses the bytes (a file-size limit, which fails as a full disk does),
-    inside safetensors' own writer."""
+    """The operating system refuses the bytes (a file-size limit, which fails as a full disk
+    does)."""
     code = textwrap.dedent("""
         import dataclasses, resource, sys
         from types import SimpleNamespace
@@ -323,6 +325,29 @@ def test_a_real_write_that_fails(tmp_path):
     assert "could not be written" in done.stdout
     assert "File too large" in done.stdout
     assert "GiB free" in done.stdout
+
+
+def test_files_are_those_of_the_library_through_a_small_buffer(tmp_path, monkeypatch):
+    """All types, odd sizes, scalars and empty tensors, strided ones too."""
+    monkeypatch.setattr(checkpoint_files, "_BUFFER", 64)
+    monkeypatch.setattr(checkpoint_files, "_FLUSHED", 100)
+    g = torch.Generator().manual_seed(0)
+    tensors = {
+        "odd": torch.randint(0, 255, (7, 3), dtype=torch.uint8, generator=g),
+        "float": torch.randn(33, 5, generator=g),
+        "step": torch.tensor(3.0),
+        "turned": torch.randn(4, 6, generator=g).t(),
+        "half": torch.randn(9, generator=g).bfloat16(),
+        "short": torch.arange(-5, 6, dtype=torch.int16),
+        "long": torch.tensor([2**40, -1]),
+        "none": torch.zeros(0, 4),
+    }
+    checkpoint_files.write_tensors(tmp_path / "ours", tensors)
+    found = load_file(tmp_path / "ours")
+    assert found.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name], tensor), name
 
 
 def test_an_interrupt_while_writing_leaves_nothing(made, tmp_path, monkeypatch):

@@ -2,14 +2,16 @@
 
 Everything is local: nothing is looked up on a hub and no code from a model directory is run. What a
 directory lacks or has too much of is an error that names the file and the tensor. Weights come from
-safetensors files, mapped into memory, so that loading reads each byte once. `save_model`
+safetensors files, mapped into memory and read tensor by tensor, so that loading reads each byte
+once and holds little. `save_model`
 (hf_save.py) writes what is read here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,7 @@ __all__ = [
     "eos_token_ids",
     "load_tokenizer",
     "load_weights",
+    "open_weights",
     "read_config",
     "read_generation_config",
     "save_model",
@@ -108,15 +111,27 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
 
 
 def load_weights(path: str | Path, config: ModelConfig) -> dict[str, Tensor]:
-    """All parameters of a model directory under our names (`families.parameter_shapes`), fused.
+    """All parameters of a model directory on the CPU, as `open_weights` reads them."""
+    with open_weights(path, config) as weights:
+        return dict(weights)
+
+
+@contextmanager
+def open_weights(
+    path: str | Path, config: ModelConfig, device: str | torch.device = "cpu"
+) -> Iterator[Mapping[str, Tensor]]:
+    """The parameters of a model directory under our names (`families.parameter_shapes`), fused.
+    Each is read when it is asked for, straight to the device, and not kept: a model is never whole
+    in CPU memory on its way to a GPU.
 
     Values keep their stored dtype (float32, bfloat16, float16, float64), except FP8 weights, which
-    are dequantized to float32 with their `weight_scale_inv` of [ceil(N / 128), ceil(K / 128)]. A
-    parameter stored as one tensor stays mapped to its file. On the CPU.
+    are dequantized to float32 with their `weight_scale_inv` of [ceil(N / 128), ceil(K / 128)]. On
+    the CPU a parameter stored as one tensor stays mapped to its file.
 
     Raises:
         UserError: missing, damaged or unexpected files and tensors, shapes that do not fit
-            config.json, an unsupported quantization; each by name.
+            config.json, an unsupported quantization; each by name. Of what a tensor holds, when it
+            is read.
     """
     directory = model_directory(path)
     _check_quantization(config.raw.get("quantization_config"))
@@ -124,28 +139,50 @@ def load_weights(path: str | Path, config: ModelConfig) -> dict[str, Tensor]:
     with ExitStack() as stack:
         opened = sorted(set(files.values()))
         handles = {file: stack.enter_context(open_tensors(file)) for file in opened}
-        reader = _Reader(directory, files, handles)
-        weights = {}
-        for name, parts in stored_tensors(config).items():
-            tensors = [reader.read(part) for part in parts]
-            weights[name] = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
-        if config.tie_word_embeddings:
-            reader.check_tied_head(weights["embed.weight"])
-        reader.check_all_used()
-    return weights
+        reader = _Reader(directory, files, handles, torch.device(device))
+        parts = stored_tensors(config)
+        for part in chain(*parts.values()):
+            reader.require(part)
+        reader.check_all_used(tied=config.tie_word_embeddings)
+        yield _StoredWeights(reader, parts, config.tie_word_embeddings)
+
+
+class _StoredWeights(Mapping[str, Tensor]):
+    """Parameters by our names, read when they are asked for."""
+
+    def __init__(
+        self, reader: _Reader, parts: Mapping[str, Sequence[StoredTensor]], tied: bool
+    ) -> None:
+        self._reader, self._parts, self._tied = reader, parts, tied
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensors = [self._reader.read(part) for part in self._parts[name]]
+        weight = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+        if self._tied and name == "embed.weight":
+            self._reader.check_tied_head(weight)
+        return weight
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._parts)
+
+    def __len__(self) -> int:
+        return len(self._parts)
 
 
 class _Reader:
-    """The open files of a checkpoint; notes which tensors were read."""
+    """The open files of a checkpoint, and the device that tensors are put on."""
 
-    def __init__(self, directory: Path, files: dict[str, Path], handles: dict[Path, Any]) -> None:
-        self.directory = directory
-        self.files = files
-        self.handles = handles
+    def __init__(
+        self,
+        directory: Path,
+        files: dict[str, Path],
+        handles: dict[Path, Any],
+        device: torch.device,
+    ) -> None:
+        self.directory, self.files, self.handles, self.device = directory, files, handles, device
         self.used: set[str] = set()
 
     def read(self, part: StoredTensor) -> Tensor:
-        self._require(part)
         tensor = self._tensor(part.name, part.shape)
         if tensor.dtype == torch.float8_e4m3fn:
             return self._dequantized(part, tensor)
@@ -153,6 +190,11 @@ class _Reader:
             raise UserError(
                 f"{self.files[part.name]}: tensor {part.name} is {tensor.dtype}; supported: "
                 "float32, bfloat16, float16, float64, and float8_e4m3fn with scales"
+            )
+        if part.name + SCALE_SUFFIX in self.files:
+            raise UserError(
+                f"{self.files[part.name]}: tensor {part.name} is {tensor.dtype}, and "
+                f"{part.name}{SCALE_SUFFIX} beside it is for FP8 weights"
             )
         return tensor
 
@@ -168,9 +210,11 @@ class _Reader:
                 "to false to use both"
             )
 
-    def check_all_used(self) -> None:
+    def check_all_used(self, tied: bool) -> None:
+        """Nothing is there that no parameter needs. tied: the embedding may be there twice."""
+        used = self.used | ({"lm_head.weight"} if tied else set())
         extra = sorted(
-            name for name in set(self.files) - self.used if not name.endswith(_IGNORED_SUFFIXES)
+            name for name in set(self.files) - used if not name.endswith(_IGNORED_SUFFIXES)
         )
         if extra:
             shown = ", ".join(extra[:5]) + (f" and {len(extra) - 5} more" if extra[5:] else "")
@@ -179,8 +223,10 @@ class _Reader:
                 "config.json and the weights of the same model?"
             )
 
-    def _require(self, part: StoredTensor) -> None:
+    def require(self, part: StoredTensor) -> None:
+        """It is there, as far as the files' lists of contents say."""
         if part.name in self.files:
+            self.used |= {part.name, part.name + SCALE_SUFFIX}
             return
         hint = ""
         if part.name == "lm_head.weight":
@@ -194,7 +240,6 @@ class _Reader:
 
     def _tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
         file = self.files[name]
-        self.used.add(name)
         try:
             found = tuple(self.handles[file].get_slice(name).get_shape())
             if found != shape:
@@ -202,7 +247,8 @@ class _Reader:
                     f"{file}: tensor {name} has shape {list(found)}, config.json expects "
                     f"{list(shape)}"
                 )
-            return self.handles[file].get_tensor(name)
+            found_tensor: Tensor = self.handles[file].get_tensor(name)
+            return found_tensor.to(self.device)
         except (SafetensorError, OSError) as error:
             raise UserError(f"{file}: tensor {name} cannot be read: {error}") from error
 

@@ -168,8 +168,9 @@ class _ShardPlan:
 
     def _encode(self, part: StoredTensor, rows: Tensor) -> dict[str, Tensor]:
         if not self.is_fp8(part):
-            # a copy: safetensors refuses tensors that share memory with each other
-            return {part.name: rows.to("cpu", self.torch_dtype, copy=True).contiguous()}
+            # a copy: safetensors refuses tensors that share memory with each other; rounded where
+            # the weights are, so that half the bytes travel
+            return {part.name: rows.to(self.torch_dtype, copy=True).cpu().contiguous()}
         quantized = quantize(rows.float(), FP8_BLOCK, scales=self.scales)
         return {
             part.name: quantized.codes.cpu().contiguous(),

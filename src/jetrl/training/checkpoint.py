@@ -28,7 +28,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from jetrl.errors import StorageError, UserError
@@ -36,7 +35,7 @@ from jetrl.models.hf_files import sync
 from jetrl.training.checkpoint_files import (
     as_json,
     differences,
-    fingerprint,
+    fingerprints,
     tensor_differences,
     write_tensors,
     write_text,
@@ -187,11 +186,11 @@ class Checkpoints:
             for name, tensors in snapshot.tensors.items():
                 write_tensors(writing / f"{name}.safetensors", tensors)
             write_text(writing / _STATE, snapshot.state)
-            manifest = {path.name: fingerprint(path) for path in sorted(writing.iterdir())}
+            manifest = fingerprints(sorted(writing.iterdir()))
             write_text(writing / _MANIFEST, json.dumps(manifest, indent=1))
             sync(writing)
             self._put_in_place(writing, target)
-        except (OSError, SafetensorError) as error:
+        except OSError as error:
             shutil.rmtree(writing, ignore_errors=True)
             raise StorageError(self._explain_failure(target, error)) from None
         except BaseException:
@@ -275,12 +274,14 @@ class Checkpoints:
         """How a checkpoint is damaged, None if it is not."""
         try:
             manifest = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
-            for name in {f"{_MASTERS}.safetensors", f"{_OPTIMIZER}.safetensors", _STATE, *manifest}:
+            needed = {f"{_MASTERS}.safetensors", f"{_OPTIMIZER}.safetensors", _STATE, *manifest}
+            for name in needed:
                 size = (path / name).stat().st_size
                 expected = manifest[name]
                 if size != expected["bytes"]:
                     return f"{name} has {size} bytes instead of {expected['bytes']}"
-                if fingerprint(path / name) != expected:
+            for name, found in fingerprints([path / name for name in sorted(needed)]).items():
+                if found != manifest[name]:
                     return f"{name} does not match its checksum"
         except OSError as error:
             return f"{Path(error.filename or path).name}: {error.strerror or error}"
