@@ -37,6 +37,7 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    _set_allocator()
     try:
         if not arguments or arguments[0] in ("-h", "--help", "help"):
             print(usage())
@@ -62,6 +63,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output went away: `jetrl runs list | head -1`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+
+
+def _set_allocator() -> None:
+    """Segments that grow, before torch is imported: what one phase gives back (KV pages, gradients,
+    activations) serves the next one whatever its sizes, where fixed segments would be left with
+    holes. A user's own choice stays."""
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 
 def run(command: str, arguments: Sequence[str]) -> int:

@@ -11,6 +11,10 @@ import time
 from collections.abc import Iterator
 from typing import Protocol
 
+from jetrl.out_of_memory import explained
+
+_ADVICE = "`jetrl train --dry-run` prints what is held and when. The last checkpoint is good"
+
 
 class PhaseObserver(Protocol):
     """Who wants to know what a run is doing."""
@@ -45,10 +49,16 @@ class Phases:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
+        """While a phase runs.
+
+        Raises:
+            OutOfMemoryStop: memory ran out where no part of the phase could make do with less.
+        """
         for observer in self.observers:
             observer.begin(name, self.step)
         began = time.monotonic()
-        yield
+        with explained(f"the phase {name}", _ADVICE):
+            yield
         self.timings[name] = time.monotonic() - began
         for observer in self.observers:
             observer.end(name, self.timings[name])
