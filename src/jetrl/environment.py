@@ -33,7 +33,7 @@ class TaskEnvironment:
 
     def close(self) -> None:
         self._sequences.clear()
-        self._scorer.drop()
+        self._scorer.drop_turns()
 
 
 def turns_of(task: Task, wanted: int | None) -> int:

@@ -16,6 +16,7 @@ from jetrl.model import Model
 from jetrl.models.chat import encode_prompt
 from jetrl.policy import Policy
 from jetrl.rollout.engine import ProgressCallback, RolloutEngine
+from jetrl.rollout.progress import Progress
 from jetrl.tasks import ScoredText, Scorer, Task, read_prompts
 from jetrl.types import Completion, Prompt, Sample, SamplingParams, Score
 
@@ -80,58 +81,110 @@ def encode_prompts(
     return encoded
 
 
+class Scoring:
+    """The scores of completions, each begun when it is finished, while others are still drawn.
+
+    scorer: in whose processes; one without scores when it is asked for the samples. prompts: of the
+    completions, `each` of every one, in order.
+    """
+
+    def __init__(self, scorer: Scorer, prompts: Sequence[EncodedPrompt], each: int) -> None:
+        self.scorer, self.prompts, self.each = scorer, prompts, each
+        self._begun: dict[int, tuple[int, Completion]] = {}  # tickets, and what they are of
+
+    def finished(self, index: int, completion: Completion) -> None:
+        """A completion has come to its end; `samples` is given the same one later."""
+        if self.scorer.has_workers and not completion.failure:
+            self._begin(index, completion)
+
+    def attend(self) -> None:
+        """Keeps the scorer's processes busy; does not wait."""
+        self.scorer.attend()
+
+    def samples(self, completions: Sequence[Completion]) -> list[Sample]:
+        """The completions with their scores, grouped by prompt, when all are there. What an
+        environment broke down at is not scored: its failure is the sample's, and the reward 0."""
+        judged = [i for i, completion in enumerate(completions) if not completion.failure]
+        tickets = [self._begin(i, completions[i]) for i in judged]
+        verdicts = dict(zip(judged, self.scorer.finish(tickets), strict=True))
+        self._begun.clear()
+        for i, completion in enumerate(completions):
+            if completion.failure:
+                verdicts[i] = ScoredText(Score(0.0), completion.failure)
+        return [
+            Sample(
+                prompt=self.prompts[i // self.each].prompt,
+                group=i // self.each,
+                prompt_token_ids=self.prompts[i // self.each].token_ids,
+                completion=completion,
+                score=verdicts[i].score,
+                failure=verdicts[i].failure,
+            )
+            for i, completion in enumerate(completions)
+        ]
+
+    def drop(self) -> None:
+        """Forgets what was begun."""
+        self.scorer.drop()
+        self._begun.clear()
+
+    def _begin(self, index: int, completion: Completion) -> int:
+        """The ticket of a completion; the one it has if it was begun as it is now. (Where memory
+        ran out the sampling began anew, with other turns if its environment is not deterministic.)
+        """
+        ticket, known = self._begun.get(index, (0, None))
+        if known != completion:
+            prompt = self.prompts[index // self.each].prompt
+            ticket = self.scorer.begin(prompt, completion.turns or completion.text)
+            self._begun[index] = ticket, completion
+        return ticket
+
+
 def sample_prompts(
     engine: RolloutEngine,
-    scorer: Scorer,
-    prompts: Sequence[EncodedPrompt],
+    scoring: Scoring,
     params: SamplingParams,
     max_turns: int = 1,
     progress: ProgressCallback | None = None,
 ) -> list[Completion]:
-    """params.n completions for each prompt, in order. A completion ends at params.stop and at the
-    prompt's own stop strings; prompts that share these are sampled together. With max_turns above 1
-    it goes on from there for as long as the task's `step` says so."""
+    """params.n completions for each prompt of `scoring`, in order, which begins with those that are
+    finished. A completion ends at params.stop and at the prompt's own stop strings; prompts that
+    share these are sampled together. With max_turns above 1 it goes on from there for as long as
+    the task's `step` says so."""
+    assert params.n == scoring.each, f"{params.n} completions a prompt, {scoring.each} to be scored"
+    prompts = scoring.prompts
     found: dict[int, Completion] = {}
-    for stop in dict.fromkeys(prompt.stop for prompt in prompts):
-        members = [i for i, prompt in enumerate(prompts) if prompt.stop == stop]
-        both = dataclasses.replace(params, stop=tuple(dict.fromkeys((*params.stop, *stop))))
-        environment = None
-        if max_turns > 1:
-            asked = [prompts[i].prompt for i in members]
-            environment = TaskEnvironment(scorer, asked, params.n, max_turns)
-        token_ids = [list(prompts[i].token_ids) for i in members]
-        drawn = engine.generate(token_ids, both, progress, environment=environment)
-        for place, completion in enumerate(drawn):
-            member, number = divmod(place, params.n)
-            found[members[member] * params.n + number] = completion
+    places: list[int] = []
+
+    def attend(state: Progress) -> None:
+        scoring.attend()
+        if progress is not None:
+            progress(state)
+
+    def finished(index: int, completion: Completion) -> None:
+        scoring.finished(places[index], completion)
+
+    try:
+        for stop in dict.fromkeys(prompt.stop for prompt in prompts):
+            members = [i for i, prompt in enumerate(prompts) if prompt.stop == stop]
+            both = dataclasses.replace(params, stop=tuple(dict.fromkeys((*params.stop, *stop))))
+            places = [member * params.n + k for member in members for k in range(params.n)]
+            environment = None
+            if max_turns > 1:
+                asked = [prompts[i].prompt for i in members]
+                environment = TaskEnvironment(scoring.scorer, asked, params.n, max_turns)
+            drawn = engine.generate(
+                [list(prompts[i].token_ids) for i in members],
+                both,
+                attend,
+                environment=environment,
+                finished=finished,
+            )
+            found |= zip(places, drawn, strict=True)
+    except BaseException:  # what was begun is of completions that nobody will have
+        scoring.drop()
+        raise
     return [found[i] for i in range(len(found))]
-
-
-def score_completions(
-    scorer: Scorer, prompts: Sequence[EncodedPrompt], completions: Sequence[Completion]
-) -> list[Sample]:
-    """Samples of `len(completions) / len(prompts)` completions a prompt, grouped by prompt. What an
-    environment broke down at is not scored: its failure is the sample's, and the reward 0."""
-    each = len(completions) // len(prompts)
-    judged = [i for i, completion in enumerate(completions) if not completion.failure]
-    pairs = [
-        (prompts[i // each].prompt, completions[i].turns or completions[i].text) for i in judged
-    ]
-    verdicts = dict(zip(judged, scorer.score(pairs), strict=True))
-    for i, completion in enumerate(completions):
-        if completion.failure:
-            verdicts[i] = ScoredText(Score(0.0), completion.failure)
-    return [
-        Sample(
-            prompt=prompts[i // each].prompt,
-            group=i // each,
-            prompt_token_ids=prompts[i // each].token_ids,
-            completion=completion,
-            score=verdicts[i].score,
-            failure=verdicts[i].failure,
-        )
-        for i, completion in enumerate(completions)
-    ]
 
 
 def evaluate(
@@ -144,8 +197,8 @@ def evaluate(
     progress: ProgressCallback | None = None,
 ) -> Evaluation:
     """Sample and score params.n completions of each prompt; a reward >= threshold is a solution."""
-    completions = sample_prompts(engine, scorer, prompts, params, max_turns, progress)
-    samples = score_completions(scorer, prompts, completions)
+    scoring = Scoring(scorer, prompts, params.n)
+    samples = scoring.samples(sample_prompts(engine, scoring, params, max_turns, progress))
     tasks = dict.fromkeys(sample.prompt.task for sample in samples)
     parts = {
         task: _judge([s for s in samples if s.prompt.task == task], params.n, threshold)

@@ -27,8 +27,8 @@ def train(settings: Settings, resume: bool = False) -> RunResult:
         session.evaluate_start()
         for step in session.steps():
             prompts = session.draw_prompts(step)
-            prompts, completions = session.sample(prompts, step)
-            samples = session.refill(step, session.score(prompts, completions))
+            completions = session.sample(prompts, step)
+            samples = session.refill(step, session.score(completions))
             metrics = session.update(step, samples)
             metrics |= session.evaluate(step)
             session.record(step, samples, metrics)

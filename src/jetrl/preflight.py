@@ -11,7 +11,7 @@ from typing import Any
 from jetrl.building import build_policy
 from jetrl.config import Settings
 from jetrl.environment import turns_of
-from jetrl.evaluate import encode_prompts, sample_prompts, score_completions
+from jetrl.evaluate import Scoring, encode_prompts, sample_prompts
 from jetrl.ordering import PromptOrder
 from jetrl.precision import PrecisionPlan
 from jetrl.randomness import derive_seed
@@ -65,8 +65,8 @@ def preflight(settings: Settings) -> Preflight:
         encode_prompts(policy, task, wanted.eval_split, settings.eval.prompts, wanted.system_prompt)
     with Scorer.from_settings(wanted) as scorer:
         engine = RolloutEngine(policy, rollout.max_batch_size, page_size=rollout.page_size)
-        completions = sample_prompts(engine, scorer, chosen, params, max_turns)
-        samples = score_completions(scorer, chosen, completions)
+        scoring = Scoring(scorer, chosen, params.n)
+        samples = scoring.samples(sample_prompts(engine, scoring, params, max_turns))
     metrics = sample_metrics(samples)
     found = problems([metrics], f"{len(samples)} completions", "look at them above")
     failures = [sample.failure for sample in samples if sample.failure]

@@ -353,3 +353,20 @@ def test_the_context_limits_max_tokens(policy):
     (out,) = engine.generate([prompt], SamplingParams(max_tokens=50, ignore_eos=True))
     assert (len(out.token_ids), out.finish_reason) == (3, "length")
     assert count_different(policy, [prompt], [out], 1, 1.0) == 0
+
+
+def test_completions_are_told_as_they_finish_and_returned_as_told(policy):
+    engine = RolloutEngine(policy, max_batch_size=3)
+    told, running = {}, []
+
+    def finished(index, completion):
+        assert index not in told
+        told[index] = completion
+        running.append(sum(not sequence.finished for sequence in engine.sequences))
+
+    lengths = [5, 1, 9, 3]
+    out = engine.generate(
+        [[5, 6, 7], [8]], SamplingParams(n=2), max_tokens=lengths, finished=finished
+    )
+    assert [told[i] is completion for i, completion in enumerate(out)] == [True] * 4
+    assert running == [3, 2, 1, 0]

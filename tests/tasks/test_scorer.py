@@ -218,3 +218,33 @@ def test_a_batch_of_nothing_but_hangs_or_crashes_is_given_up(bad, caplog):
             r"not judged: others .* \(task.max_lost_s = 1 s a worker\)", results[-1].failure
         )
         assert "of 514 completions get no verdict" in caplog.text
+
+
+def test_what_is_begun_is_scored_while_the_caller_does_something_else(scorer):
+    tickets = [scorer.begin(PROMPT, f"slow 0.{i % 2}5") for i in range(6)]
+    deadline = time.monotonic() + 20
+    while len(scorer._replies) < 6 and time.monotonic() < deadline:
+        scorer.attend()
+        time.sleep(0.01)  # a forward
+    began = time.monotonic()
+    assert [item.score.reward for item in scorer.finish(tickets)] == [1.0] * 6
+    assert time.monotonic() - began < 0.02  # nothing was left to do: one score sleeps 0.05 s
+
+
+def test_the_time_that_nobody_looked_is_not_counted_as_lost():
+    with Scorer(AWKWARD, workers=1, timeout_s=0.1, max_lost_s=4.0) as scorer:
+        tickets = [scorer.begin(PROMPT, completion) for completion in ("hang", "1")]
+        scorer.attend()
+        time.sleep(4.5)  # a forward that is compiled first: the worker ended itself after 0.1 s
+        hung, scored = scorer.finish(tickets)
+    assert "took longer than 0.1 s" in hung.failure
+    assert scored.failure == ""  # about 2.2 s of 4 were lost
+
+
+def test_what_is_begun_and_dropped_is_forgotten(scorer):
+    for completion in ("hang", "1", "slow 0.1"):
+        scorer.begin(PROMPT, completion)
+    scorer.attend()
+    scorer.drop()
+    assert [item.score.reward for item in score(scorer, "2", "3")] == [2.0, 3.0]
+    assert not scorer._replies

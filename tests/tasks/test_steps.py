@@ -88,6 +88,17 @@ def test_what_is_dropped_is_forgotten_and_the_scorer_works_on(scorer):
     assert [scored.score.reward for scored in scorer.score([(TEXT, "four")])] == [4.0]
 
 
+def test_scores_go_on_when_turns_are_dropped(scorer):
+    scores = [scorer.begin(TEXT, "x" * n) for n in range(1, 9)]
+    scorer.attend()
+    for completion in ("hang", "1", "2"):
+        scorer.ask(TEXT, (), completion)
+    scorer.answers(wait_for_one=True)
+    scorer.drop_turns()
+    assert scorer.answers(wait_for_one=True) == []
+    assert [scored.score.reward for scored in scorer.finish(scores)] == list(range(1, 9))
+
+
 def test_turns_are_scored_by_the_last_one_unless_the_task_says_otherwise(scorer):
     turns = (Turn("a long first turn", "!"), Turn("two"))
     assert scorer.score([(TEXT, turns)])[0].score.reward == 3.0

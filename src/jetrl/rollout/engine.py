@@ -10,7 +10,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -33,6 +33,8 @@ from jetrl.rollout.turns import Dialogues, Environment
 from jetrl.types import Completion, Prompt, SamplingParams, Unfinished
 
 logger = logging.getLogger(__name__)
+
+FinishedCallback = Callable[[int, Completion], None]
 
 _CPU_MEMORY_SHARE = 0.25  # of the machine's memory, for the cache: a laptop runs other things too
 # Of decode on a GPU: forwards a step, and steps launched ahead of what is known.
@@ -141,6 +143,7 @@ class RolloutEngine:
         environment: Environment | None = None,
         max_tokens: Sequence[int] | None = None,
         partial: Partial | None = None,
+        finished: FinishedCallback | None = None,
     ) -> list[Completion]:
         """Draws params.n completions for each prompt.
 
@@ -155,6 +158,8 @@ class RolloutEngine:
             max_tokens: a limit for each completion, in their order, instead of params.max_tokens.
             partial: what to go on with, and after how many complete prompts to end; those cut off
                 come with finish_reason "cancelled", and `unfinished` says how to go on with them.
+            finished: called with each completion that comes to its end, and its index, while others
+                are still drawn; again with the same ones where the call begins anew.
 
         Returns:
             Completions in the order of the prompts: those of prompt p are [p * n : (p + 1) * n].
@@ -175,7 +180,7 @@ class RolloutEngine:
             raise UserError("a partial rollout takes neither an environment nor limits of its own")
         arguments = (prompts, params, progress, system_prompt, environment, max_tokens, partial)
         return within_memory(
-            lambda: self._generate(*arguments),
+            lambda: self._generate(*arguments, finished),
             lambda problem: self.sizes.halve(self._pages, self._needed, problem),
         )
 
@@ -188,6 +193,7 @@ class RolloutEngine:
         environment: Environment | None,
         max_tokens: Sequence[int] | None,
         partial: Partial | None,
+        finished: FinishedCallback | None,
     ) -> list[Completion]:
         """`generate`, in the memory that there is."""
         assert self._scheduler is None, "generate is not to be called while it runs"
@@ -212,6 +218,15 @@ class RolloutEngine:
         dialogues = None
         if environment is not None and max_turns > 1:
             dialogues = Dialogues(self.policy, environment, scheduler)
+        version = 0 if partial is None else partial.version
+        complete = self._completer(version) if dialogues is None else dialogues.completion
+        done: dict[int, Completion] = {}
+
+        def ended(index: int) -> None:
+            done[index] = complete(scheduler.sequences[index])
+            if finished is not None:
+                finished(index, done[index])
+
         try:
             decode = self._ready_decode(cache)
             decode.begin(params, groups[0][0].rules.token_ids)
@@ -222,6 +237,7 @@ class RolloutEngine:
                 params,
                 dialogues,
                 progress,
+                ended,
                 self._repeats,
                 self._ahead,
                 len(groups) if partial is None else partial.enough,
@@ -239,31 +255,28 @@ class RolloutEngine:
             self._scheduler = None
             if environment is not None:
                 environment.close()
-        if dialogues is not None:
-            return [dialogues.completion(sequence) for sequence in scheduler.sequences]
-        version = 0 if partial is None else partial.version
-        completions = self._completions(scheduler.sequences, version)
+        completions = [done.get(s.index) or complete(s) for s in scheduler.sequences]
         self._unfinished = left_over(scheduler.sequences, completions)
         scheduler.cancel()
         return completions
 
-    def _completions(self, sequences: Sequence[RunningSequence], version: int) -> list[Completion]:
+    def _completer(self, version: int) -> Callable[[RunningSequence], Completion]:
+        """What makes a sequence a completion. version: of the policy."""
         decode = text_decoder(self.policy)
-        completions = []
-        for sequence in sequences:
+
+        def complete(sequence: RunningSequence) -> Completion:
             text = sequence.text
             if text is None:
                 text = decode(sequence.generated) if decode is not None else ""
-            completions.append(
-                Completion(
-                    token_ids=tuple(sequence.generated),
-                    logprobs=tuple(sequence.logprobs),
-                    finish_reason=sequence.finish_reason or "cancelled",
-                    text=text,
-                    versions=versions_of(sequence, version),
-                )
+            return Completion(
+                token_ids=tuple(sequence.generated),
+                logprobs=tuple(sequence.logprobs),
+                finish_reason=sequence.finish_reason or "cancelled",
+                text=text,
+                versions=versions_of(sequence, version),
             )
-        return completions
+
+        return complete
 
     def _ready_decode(self, cache: PagedCache) -> DecodeBatch:
         """The decode batch over a cache; graphs are captured once and used in later calls."""

@@ -28,8 +28,9 @@ class RolloutRun:
     """The steps of one call, to its end.
 
     Args:
-        repeats: forwards of a decode step at most. ahead: decode steps that are launched before the
-            draws of an earlier one are taken in. enough: groups that end the call once complete.
+        ended: told of each sequence that finishes. repeats: forwards of a decode step at most.
+            ahead: decode steps that are launched before the draws of an earlier one are taken in.
+            enough: groups that end the call once complete.
     """
 
     def __init__(
@@ -40,12 +41,14 @@ class RolloutRun:
         params: SamplingParams,
         dialogues: Dialogues | None,
         progress: ProgressCallback | None,
+        ended: Callable[[int], None],
         repeats: int,
         ahead: int,
         enough: int,
     ) -> None:
         self._scheduler, self._runner, self._decode = scheduler, runner, decode
         self._params, self._dialogues, self._progress = params, dialogues, progress
+        self._ended = ended
         self._repeats, self._ahead, self._enough = repeats, ahead, enough
         self._in_flight: deque[InFlight] = deque()
         self._drawn = self._prefilled = self._decoded = self._forwards = self._peak_pages = 0
@@ -66,6 +69,7 @@ class RolloutRun:
             else:
                 assert self._dialogues is not None, "nothing to wait for"
                 self._dialogues.take_in(wait=True)
+                self._tell_ended()
         # What is still in flight is of sequences that have ended, or are cut off here.
         return self._stats()
 
@@ -98,8 +102,13 @@ class RolloutRun:
         self._drawn += taken
         self._prefilled += step.num_prefill_tokens
         self._decoded += taken if step.decodes else 0
+        self._tell_ended()
         if self._progress is not None:
             self._progress(self._progress_now())
+
+    def _tell_ended(self) -> None:
+        for index in self._scheduler.take_ended():
+            self._ended(index)
 
     def _progress_now(self) -> Progress:
         scheduler, tokens = self._scheduler, self._drawn

@@ -124,6 +124,7 @@ class Scheduler:
         self._parked: deque[RunningSequence] = deque()  # waiting ones that hold pages, oldest first
         self._preempted: list[int] = []
         self._evicted: list[RunningSequence] = []  # of this step, computed tokens or not
+        self._ended: list[int] = []  # sequences that nobody has been told of
 
     @property
     def num_groups(self) -> int:
@@ -223,6 +224,11 @@ class Scheduler:
             self._finish(sequence, sequence in self.running)
             self.running = [s for s in self.running if not s.finished]
 
+    def take_ended(self) -> list[int]:
+        """The sequences that have finished since the last call."""
+        ended, self._ended = self._ended, []
+        return ended
+
     def cancel(self) -> None:
         """Gives back all pages. The scheduler is of no use afterwards."""
         for sequence in self.sequences:
@@ -233,6 +239,7 @@ class Scheduler:
 
     def _finish(self, sequence: RunningSequence, was_running: bool) -> None:
         self.num_finished += 1
+        self._ended.append(sequence.index)
         self.finished_tokens += len(sequence.generated)
         group = self._groups[sequence.index]
         self._unfinished[id(group)] -= 1

@@ -271,7 +271,11 @@ METRICS: tuple[Metric, ...] = (
         known_as={"NeMo RL": "token_mult_prob_error"},
     ),
     _timing("rollout", "drawing completions", verl="timing_s/gen"),
-    _timing("reward", "scoring completions", verl="timing_s/reward"),
+    _timing(
+        "reward",
+        "scoring completions, without what of it was done while others were drawn",
+        verl="timing_s/reward",
+    ),
     _timing("update", "forward, backward and optimizer", verl="timing_s/update_actor"),
     _timing("optimizer", "AdamW on the master weights; part of timing/update_s"),
     _timing("requantize", "making the FP8 working copy from the master weights"),

@@ -22,9 +22,9 @@ from jetrl.errors import MismatchError, RunStopped
 from jetrl.evaluate import (
     EncodedPrompt,
     Evaluation,
+    Scoring,
     evaluate,
     sample_prompts,
-    score_completions,
 )
 from jetrl.parity import check_correction, locate
 from jetrl.randomness import derive_seed
@@ -61,6 +61,7 @@ class Session:
         self._step = 0
         self._rollout_tokens = 0
         self._trainer: Trainer | None = None
+        self._scoring: Scoring | None = None  # of the completions that were sampled last
 
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as stack:
@@ -194,12 +195,11 @@ class Session:
             prompts += self._other_order("oversample").draw(step, more)
         return prompts[: len(prompts) + min(more, 0)]
 
-    def sample(
-        self, prompts: list[EncodedPrompt], step: int, again: int = 0
-    ) -> tuple[list[EncodedPrompt], list[Completion]]:
-        """samples_per_prompt completions of each prompt, with their log-probs: (the prompts,
-        theirs in order). With partial rollouts it is those that are complete, of these prompts and
-        of earlier ones. again: which round of dynamic sampling, 0 for the step's own prompts."""
+    def sample(self, prompts: list[EncodedPrompt], step: int, again: int = 0) -> list[Completion]:
+        """samples_per_prompt completions of each prompt, with their log-probs, in order. Each
+        begins to be scored when it is finished, while others are drawn. With partial rollouts it is
+        those that are complete, of these prompts and of earlier ones, and scored later. again:
+        which round of dynamic sampling, 0 for the step's own prompts."""
         rollout = self.settings.rollout
         params = SamplingParams(
             n=rollout.samples_per_prompt,
@@ -221,23 +221,24 @@ class Session:
                     parts.engine, prompts, params, step, self._progress
                 )
                 self._rollout_tokens += parts.engine.stats.tokens_drawn
+                self._scoring = Scoring(parts.scorer, prompts, params.n)
             else:
+                self._scoring = Scoring(parts.scorer, prompts, params.n)
                 completions = sample_prompts(
-                    parts.engine, parts.scorer, prompts, params, parts.max_turns, self._progress
+                    parts.engine, self._scoring, params, parts.max_turns, self._progress
                 )
                 self._rollout_tokens += sum(c.num_sampled for c in completions)
-        return prompts, completions
+        return completions
 
-    def score(
-        self, prompts: Sequence[EncodedPrompt], completions: Sequence[Completion]
-    ) -> list[Sample]:
-        """Every completion's reward.
+    def score(self, completions: Sequence[Completion]) -> list[Sample]:
+        """Every completion's reward, those of the last `sample`.
 
         Raises:
             RunStopped: not one of them could be judged.
         """
         with self.stops.giving_up(self.carrying.on), self.phases.phase("reward"):
-            samples = score_completions(self.parts.scorer, prompts, completions)
+            assert self._scoring is not None, "nothing was sampled"
+            samples = self._scoring.samples(completions)
             if self.parts.judge is not None:
                 samples = self.parts.judge(samples)
         failures = [s.failure for s in samples if s.failure]
@@ -338,7 +339,7 @@ class Session:
         """Samples of further prompts, of an order of their own; their times are added."""
         before = dict(self.phases.timings)
         prompts = self._other_order(f"prompts again {step} {again}").draw(1, count)
-        samples = self.score(*self.sample(prompts, step, again))
+        samples = self.score(self.sample(prompts, step, again))
         for phase in ("rollout", "reward"):
             self.phases.timings[phase] += before[phase]
         return samples

@@ -150,7 +150,8 @@ class WorkerProcess:
         if not self.ready:
             raise UserError(f"task {self.setup.name}: its scoring worker did not start: {failure}")
         if self.jobs:
-            self._lost_s += time.monotonic() - self._began
+            # Who reads may be late; the process's own timer was not.
+            self._lost_s += min(time.monotonic(), self.deadline) - self._began
             replies.append((self.jobs.popleft(), Reply(0.0, {}, failure)))
         self._give_back()
         return replies

@@ -70,8 +70,8 @@ class Scorer:
         timeout_s: seconds that one score may take.
         memory_mib: memory that one score may take beyond what a worker has when its task is built;
             0: no limit.
-        max_lost_s: seconds a worker that one call of `score`, or the turns of one rollout, may lose
-            to scores that hang or crash, and to starting workers again. Past it, what has no
+        max_lost_s: seconds a worker that the scores of one step, with the turns of its rollout, may
+            lose to what hangs or crashes, and to starting workers again. Past it, what has no
             verdict yet gets none: a batch of nothing but hanging scores cannot hold a step up for
             hours.
 
@@ -109,6 +109,7 @@ class Scorer:
         self._payloads: dict[int, bytes] = {}  # of items without a reply
         self._pending: deque[int] = deque()  # of these, those that no worker has
         self._replies: dict[int, Reply] = {}  # that nobody has taken yet
+        self._turns: set[int] = set()  # items that are turns, not scores, without an answer
         try:
             self._self_test()
         except BaseException:
@@ -149,11 +150,42 @@ class Scorer:
         Raises:
             UserError: a prompt that cannot be pickled, or a worker that cannot be started again.
         """
-        assert not self._payloads, "score is not to be called while turns are asked about"
-        self._lost_s = 0.0
+        return self.finish([self.begin(prompt, completion) for prompt, completion in items])
+
+    @property
+    def has_workers(self) -> bool:
+        """Whether what is begun goes on by itself; else it is scored at once."""
+        return bool(self._workers)
+
+    def begin(self, prompt: Prompt, completion: str | tuple[Turn, ...]) -> int:
+        """Begin to score a completion. Returns a ticket for `finish`.
+
+        Raises:
+            UserError: as `score`.
+        """
         try:
-            tickets = [self._submit(Item(prompt, completion)) for prompt, completion in items]
-            while self._payloads:
+            return self._submit(Item(prompt, completion))
+        except BaseException:
+            self.drop()
+            raise
+
+    def attend(self) -> None:
+        """Keep the workers busy with what was begun; does not wait."""
+        try:
+            if self._payloads:
+                self._pump(wait_for_one=False)
+        except BaseException:
+            self.drop()
+            raise
+
+    def finish(self, tickets: Sequence[int]) -> list[ScoredText]:
+        """Wait for the verdicts of what was begun, in the order of the tickets.
+
+        Raises:
+            UserError: as `score`.
+        """
+        try:
+            while not self._payloads.keys().isdisjoint(tickets):
                 self._pump(wait_for_one=True)
         except BaseException:  # Ctrl-C and errors: no worker may be left with half a chunk
             self.drop()
@@ -166,7 +198,9 @@ class Scorer:
         Raises:
             UserError: as `score`.
         """
-        return self._submit(Item(prompt, (*turns, Turn(completion)), step=True))
+        ticket = self._submit(Item(prompt, (*turns, Turn(completion)), step=True))
+        self._turns.add(ticket)
+        return ticket
 
     def answers(self, wait_for_one: bool) -> list[StepAnswer]:
         """What has been said to the turns asked about; with `wait_for_one`, at least one answer if
@@ -174,33 +208,48 @@ class Scorer:
         try:
             if self._payloads:
                 self._pump(wait_for_one=False)
-            while wait_for_one and self._payloads and not self._replies:
+            while wait_for_one and self._turns and self._turns.isdisjoint(self._replies):
                 self._pump(wait_for_one=True)
         except BaseException:
             self.drop()
             raise
-        replies, self._replies = self._replies, {}
+        answered = [ticket for ticket in self._replies if ticket in self._turns]
+        self._turns.difference_update(answered)
+        replies = [(ticket, self._replies.pop(ticket)) for ticket in answered]
         return [
             StepAnswer(ticket, reply.said, re.sub("^score ", "step ", reply.failure))
-            for ticket, reply in replies.items()
+            for ticket, reply in replies
         ]
 
     def drop(self) -> None:
-        """Forget what was asked and not answered; a worker that is at it is ended."""
+        """Forget what was begun and asked; a worker that is at it is ended."""
+        self._forget({*self._payloads, *self._replies})
+
+    def drop_turns(self) -> None:
+        """Forget the turns that were asked about; a worker that is at one is ended, and the scores
+        that it had go to another."""
+        self._forget(set(self._turns))
+
+    def _forget(self, tickets: set[int]) -> None:
         for worker in self._workers:
-            if worker.jobs:
+            self._pending.extendleft(reversed(worker.take_back()))
+            if not tickets.isdisjoint(worker.jobs):
+                self._pending.extendleft(reversed(worker.jobs))
                 worker.stop()
-            worker.take_back()
-        self._payloads.clear()
-        self._pending.clear()
-        self._replies.clear()
-        self._lost_s = 0.0
+        self._pending = deque(ticket for ticket in self._pending if ticket not in tickets)
+        for ticket in tickets:
+            self._payloads.pop(ticket, None)
+            self._replies.pop(ticket, None)
+        self._turns -= tickets
 
     def _submit(self, item: Item) -> int:
+        if not (self._payloads or self._replies):  # a step's first
+            self._lost_s = 0.0
         ticket = next(self._tickets)
         if self._workers:
             self._payloads[ticket] = self._pickled(item)
-            self._pending.append(ticket)
+            # A sequence waits for its turn's answer; nothing waits for one score.
+            (self._pending.appendleft if item.step else self._pending.append)(ticket)
         else:
             self._replies[ticket] = score_safely(self._task, item)
         return ticket
