@@ -68,6 +68,17 @@ def test_a_killed_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "out-of-memory killer" in text
 
 
+def test_a_killed_training_of_a_reward_model(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    without_end(run)
+    file = run / "attempts.jsonl"
+    start = json.loads(file.read_text().splitlines()[0])
+    start["command"] = "/bin/jetrl sft demo --task reward --out x"
+    file.write_text(json.dumps(start) + "\n")
+    _, text = doctor(run, capsys)
+    assert f"to go on  jetrl sft {run}/config.toml --task reward --resume" in text
+    assert "of 3 steps" not in text
+
+
 def test_the_command_that_it_names_goes_on(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.rmtree(run / "checkpoints" / "step_000003")
     without_end(run)
@@ -117,6 +128,7 @@ def test_a_hang_and_odd_numbers(run: Path, capsys: pytest.CaptureFixture[str]) -
     )
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     lines[-1] |= {"reward/failures": 4, "mismatch/num_different": 2, "policy/skipped_updates": 1}
+    lines[-1] |= {"critic/skipped_updates": 2}
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (run / "nonfinite" / "step_000002").mkdir(parents=True)
     code, text = doctor(run, capsys)
@@ -127,6 +139,7 @@ def test_a_hang_and_odd_numbers(run: Path, capsys: pytest.CaptureFixture[str]) -
     assert "2 tokens differ between sampler and trainer" in text
     assert "4 completions could not be judged" in text
     assert "1 updates were not finite and were skipped" in text
+    assert "2 updates of the critic were not finite and were skipped" in text
 
 
 def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

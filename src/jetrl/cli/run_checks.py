@@ -73,11 +73,14 @@ def check_progress(run: RunDirectory) -> Check:
         history = run.history()
     except UserError as error:
         return Check("FAIL", "progress", str(error), "repair or delete that line")
-    sft = f"{history.num_sft_steps} supervised updates, " if history.num_sft_steps else ""
+    parts = [f"{history.num_sft_steps} supervised updates"] if history.num_sft_steps else []
+    if _command(run) == "train":
+        parts.append(f"{max(history.last_step, 0)} of {total} steps")
     reward = history.reward
-    words = f", reward {reward.first:.3f} to {reward.last:.3f}" if reward is not None else ""
-    detail = f"{sft}{max(history.last_step, 0)} of {total} steps{words}"
-    return Check("OK", "progress", f"{detail}, {duration(history.elapsed_s)} in all")
+    if reward is not None:
+        parts.append(f"reward {reward.first:.3f} to {reward.last:.3f}")
+    parts.append(f"{duration(history.elapsed_s)} in all")
+    return Check("OK", "progress", ", ".join(parts))
 
 
 def check_checkpoints(run: RunDirectory) -> list[Check]:
@@ -139,13 +142,18 @@ def check_numbers(run: RunDirectory) -> list[Check]:
             "updates were not finite and were skipped",
             "log.txt names operation and layer",
         ),
+        "critic/skipped_updates": (
+            "WARN",
+            "updates of the critic were not finite and were skipped",
+            "log.txt names operation and layer",
+        ),
         "reward/failures": (
             "WARN",
             "completions could not be judged and got reward 0",
             "log.txt says why, for the first of each step",
         ),
     }
-    lines = run.metrics("rl")
+    lines = run.metrics()
     exact = run.plan().get("name") in ("unified", "jet")
     found = []
     for name, (level, words, step) in names.items():
@@ -157,7 +165,7 @@ def check_numbers(run: RunDirectory) -> list[Check]:
 
 def check_nonfinite(run: RunDirectory) -> list[Check]:
     """What was kept of updates that were not finite."""
-    folders = sorted((run.path / "nonfinite").glob("step_*"))
+    folders = sorted((run.path / "nonfinite").glob("*step_*"))
     if not folders:
         return []
     again = shlex.join(["jetrl", "replay", str(folders[-1])])
@@ -167,11 +175,18 @@ def check_nonfinite(run: RunDirectory) -> list[Check]:
 
 def how_to_go_on(run: RunDirectory) -> Check:
     """The command that resumes the run with its own settings."""
-    attempts = run.attempts()
-    words = attempts[-1].command.split() if attempts else []
-    command = "sft" if "sft" in words[:3] else "train"
-    again = shlex.join(["jetrl", command, str(run.path / "config.toml"), "--resume"])
+    command, *options = _command(run).split()
+    again = shlex.join(["jetrl", command, str(run.path / "config.toml"), *options, "--resume"])
     return Check("OK", "to go on", again)
+
+
+def _command(run: RunDirectory) -> str:
+    """What it was started with: train, sft, or sft --task reward."""
+    attempts = run.attempts()
+    text = attempts[-1].command if attempts else ""
+    if "sft" not in text.split()[:3]:
+        return "train"
+    return "sft --task reward" if re.search("--task[ =]reward", text) else "sft"
 
 
 def _where(status: RunStatus | None, attempt: Attempt) -> str:
