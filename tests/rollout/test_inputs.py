@@ -157,10 +157,8 @@ def test_max_model_len(policy):
 
 
 def test_more_pages_than_memory_are_refused(policy):
-    engine = RolloutEngine(policy, num_pages=10**12, page_size=8)
     with pytest.raises(UserError, match=r"rollout.num_pages = 1000000000000: .* GiB are free"):
-        engine.generate([[5, 6]], SamplingParams(max_tokens=4))
-    assert engine.pages_in_use == 0
+        RolloutEngine(policy, num_pages=10**12, page_size=8)
 
 
 def test_a_limit_for_each_completion(policy):

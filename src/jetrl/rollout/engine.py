@@ -58,7 +58,8 @@ class RolloutEngine:
         max_model_len: tokens of prompt and completion at most. Default: the model's context.
 
     Raises:
-        UserError: a size below 1, or max_model_len beyond the model's context.
+        UserError: a size below 1, max_model_len beyond the model's context, or more pages than
+            there is memory for.
     """
 
     def __init__(
@@ -90,6 +91,8 @@ class RolloutEngine:
         self.sizes = RolloutSizes(Sizes(max_batch_size, max_prefill_tokens, num_pages))
         self.num_pages = num_pages
         self.page_size = page_size
+        if num_pages is not None:
+            self._check_room(num_pages, self._free_bytes())
         self.max_model_len = max_model_len or context
         self._repeats, self._ahead = (_GPU_REPEATS, _GPU_AHEAD) if on_gpu else (1, 0)
         self._cache: PagedCache | None = None
@@ -321,19 +324,29 @@ class RolloutEngine:
 
     def _make_cache(self, pages: int) -> PagedCache:
         config, plan, device = self.policy.config, self.policy.plan, self.policy.device
-        page, free = PagedCache.page_bytes(config, plan, self.page_size), self._free_bytes()
-        if pages * page > free:
-            raise UserError(
-                f"rollout.num_pages = {pages}: pages of {self.page_size} tokens take "
-                f"{page / 2**20:.1f} MiB each, {pages * page / 2**30:.1f} GiB in all, and "
-                f"{free / 2**30:.1f} GiB are free; at most {free // page}, or leave it unset"
-            )
+        free = self._free_bytes()
+        page = self._check_room(pages, free)
         cache = PagedCache(config, plan, pages, self.page_size, device)
         logger.info(
             "KV cache: %d pages of %d tokens, %s, %.1f MiB of the %.1f GiB that were free",
             *(pages, self.page_size, plan.kv, pages * page / 2**20, free / 2**30),
         )
         return cache
+
+    def _check_room(self, pages: int, free: int) -> int:
+        """Bytes of a page.
+
+        Raises:
+            UserError: so many do not fit in the bytes that are free.
+        """
+        page = PagedCache.page_bytes(self.policy.config, self.policy.plan, self.page_size)
+        if pages * page > free:
+            raise UserError(
+                f"rollout.num_pages = {pages}: pages of {self.page_size} tokens take "
+                f"{page / 2**20:.1f} MiB each, {pages * page / 2**30:.1f} GiB in all, and "
+                f"{free / 2**30:.1f} GiB are free; at most {free // page}, or leave it unset"
+            )
+        return page
 
     def _affordable_pages(self) -> int:
         """Pages that the memory share of a cache holds."""

@@ -95,6 +95,14 @@ def open_parts(settings: Settings, resume: bool, stack: contextlib.ExitStack) ->
     longest = max(len(prompt.token_ids) for prompt in (*prompts, *eval_prompts))
     load = Load.of(settings, config, longest)
     memory = check_fits(settings, config, others, load, device, free)
+    rollout = settings.rollout
+    engine = RolloutEngine(
+        policy,
+        max_batch_size=rollout.max_batch_size,
+        num_pages=rollout.num_pages,
+        page_size=rollout.page_size,
+        max_prefill_tokens=rollout.max_prefill_tokens,
+    )
     scorer = stack.enter_context(Scorer.from_settings(wanted))
     run = RunDirectory.create(settings, plan.to_dict(), resume=resume)
     if settings.report.enabled:
@@ -110,14 +118,6 @@ def open_parts(settings: Settings, resume: bool, stack: contextlib.ExitStack) ->
         settings.model_dump(mode="json"),
     )
     stack.callback(lambda: trackers.close(lambda: summary_of(run.history())))
-    rollout = settings.rollout
-    engine = RolloutEngine(
-        policy,
-        max_batch_size=rollout.max_batch_size,
-        num_pages=rollout.num_pages,
-        page_size=rollout.page_size,
-        max_prefill_tokens=rollout.max_prefill_tokens,
-    )
     return Parts(
         settings=settings,
         plan=plan,
