@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from jetrl.errors import UserError
+from jetrl.kernels.decode import take_draws
 from jetrl.models.attention import PackedKeyValues
 from jetrl.rollout.engine import RolloutEngine
 from jetrl.rollout.sequence import NonFiniteLogits
@@ -128,6 +129,29 @@ def test_stop_strings_end_what_runs_ahead(policy, reference):
     engine = RolloutEngine(policy, page_size=4, max_batch_size=4)
     engine._repeats, engine._ahead = 5, 1
     assert engine.generate(PROMPTS, params) == wanted
+
+
+@pytest.mark.parametrize("past", [True, False])
+def test_logits_that_are_not_finite_past_the_end_are_nothing(policy, reference, monkeypatch, past):
+    """What runs ahead of a stop string is dropped, whatever it is; before the end it is the end."""
+    text = reference[0].text
+    params = replace(PARAMS, n=1, stop=(text[3:5],))
+    first_bad = len(PROMPTS[0]) + text.index(text[3:5]) + (2 if past else 1)  # one token a letter
+
+    def broken(state, rows, tokens, logprobs, lse, out):
+        bad = state.active[rows].bool() & (state.position[rows] + 1 >= first_bad)
+        take_draws(state, rows, tokens, logprobs, lse.masked_fill(bad, math.nan), out)
+
+    wanted = RolloutEngine(policy, page_size=4).generate(PROMPTS[:1], params)
+    monkeypatch.setattr("jetrl.rollout.decode_forward.take_draws", broken)
+    engine = RolloutEngine(policy, page_size=4)
+    engine._repeats, engine._ahead = 5, 1
+    if past:
+        assert engine.generate(PROMPTS[:1], params) == wanted
+    else:
+        with pytest.raises(NonFiniteLogits) as caught:
+            engine.generate(PROMPTS[:1], params)
+        assert caught.value.token_ids == (*PROMPTS[0], *wanted[0].token_ids[:-1])
 
 
 def test_order_and_company_change_nothing(policy, reference):

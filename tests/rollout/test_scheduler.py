@@ -64,9 +64,7 @@ class Simulation:
             self.steps.append(step)
             self.check(step)
             self.in_flight.append((step, self.compute(step)))
-        while self.in_flight and (
-            step is None or not step.decodes or len(self.in_flight) > self.ahead
-        ):
+        while self.in_flight and (step is None or len(self.in_flight) > self.ahead):
             step = self.in_flight[0][0]
             self.scheduler.complete(*self.in_flight.pop(0))
         for sequence in self.scheduler.sequences:
@@ -212,13 +210,25 @@ def test_decode_in_a_row():
 
 def test_steps_are_scheduled_before_the_draws_are_known():
     simulation = simulate([2, 5], max_tokens=40, stop_chance=0.0, repeats=4, ahead=1)
-    simulation.step()
-    simulation.step()
-    simulation.step()
+    for _ in range(4):  # prompts; their draws are waited for; decode, twice
+        simulation.step()
+    assert [step.decodes for step in simulation.steps] == [False, True, True]
     assert [s.num_pending for s in simulation.scheduler.sequences] == [4, 4]
     assert [len(s.generated) for s in simulation.scheduler.sequences] == [5, 5]
     simulation.run()
     assert [len(s.generated) for s in simulation.scheduler.sequences] == [40, 40]
+
+
+def test_prompts_are_scheduled_before_the_draws_of_others_are_known():
+    """And no sequence decodes before all of them have their first token."""
+    simulation = simulate([6] * 3, max_tokens=4, prefill=6, stop_chance=0.0, ahead=5)
+    for _ in range(3):
+        simulation.step()
+    assert [step.num_prefill_tokens for step in simulation.steps] == [6, 6, 6]
+    assert [s.num_pending for s in simulation.scheduler.sequences] == [1, 1, 1]
+    assert simulation.scheduler.schedule() is None
+    simulation.run()
+    assert [len(step.chunks) for step in simulation.steps] == [1, 1, 1, 3, 3, 3]
 
 
 def test_batch_size_is_used_and_never_exceeded():

@@ -194,7 +194,8 @@ def _build(
 
     def upload(records: Sequence[tuple[int, ...]], width: int) -> Tensor:
         host = torch.tensor(records, dtype=torch.int32).reshape(-1, width)
-        return host.to(device, non_blocking=True)
+        on_gpu = torch.device(device).type == "cuda"
+        return (host.pin_memory() if on_gpu else host).to(device, non_blocking=True)
 
     return QueryTiles(
         tiles=upload(tiles, 4),

@@ -40,6 +40,22 @@ def _weights(
 
 
 @triton.jit
+def _find_block(sums_ptr, num_blocks, total, bits):
+    """(target, block, sum before it): the target is `bits` (of 2**53) of the total, and the block
+    the one in which the cumulative sum passes it."""
+    wanted = bits.to(tl.float64) * (2.0**-53) * total.to(tl.float64)
+    target = tl.minimum(wanted.to(tl.int64), total - 1)
+    before = tl.zeros([], tl.int64)
+    place = 0
+    for block in range(0, num_blocks):
+        part = tl.load(sums_ptr + block)
+        skip = (before + part <= target) & (block == place)
+        before += tl.where(skip, part, 0)
+        place += tl.where(skip, 1, 0)
+    return target, place, before
+
+
+@triton.jit
 def _sample_kernel(
     logits_ptr,
     bits_ptr,
@@ -79,15 +95,9 @@ def _sample_kernel(
     token = best
     if not greedy:
         tl.debug_barrier()
-        wanted = tl.load(bits_ptr + row).to(tl.float64) * (2.0**-53) * total.to(tl.float64)
-        target = tl.minimum(wanted.to(tl.int64), total - 1)
-        before = tl.zeros([], tl.int64)
-        place = 0
-        for block in range(0, num_blocks):
-            part = tl.load(sums_ptr + row * num_blocks + block)
-            skip = (before + part <= target) & (block == place)
-            before += tl.where(skip, part, 0)
-            place += tl.where(skip, 1, 0)
+        target, place, before = _find_block(
+            sums_ptr + row * num_blocks, num_blocks, total, tl.load(bits_ptr + row)
+        )
         columns = place * BLOCK + tl.arange(0, BLOCK)
         weights = _weights(row_ptr, columns, num_columns, temperature, row_max, LOG2_E, ONE)
         passed = (before + tl.cumsum(weights, 0) <= target) & (columns < num_columns)
@@ -225,15 +235,9 @@ def _filtered_kernel(
             total += part
             ties_before += tl.sum(ties.to(tl.int64), 0)
         tl.debug_barrier()
-        wanted = tl.load(bits_ptr + row).to(tl.float64) * (2.0**-53) * total.to(tl.float64)
-        target = tl.minimum(wanted.to(tl.int64), total - 1)
-        before = tl.zeros([], tl.int64)
-        place = 0
-        for block in range(0, num_blocks):
-            part = tl.load(sums_ptr + row * num_blocks + block)
-            skip = (before + part <= target) & (block == place)
-            before += tl.where(skip, part, 0)
-            place += tl.where(skip, 1, 0)
+        target, place, before = _find_block(
+            sums_ptr + row * num_blocks, num_blocks, total, tl.load(bits_ptr + row)
+        )
         columns = place * BLOCK + tl.arange(0, BLOCK)
         weights = _weights(row_ptr, columns, num_columns, temperature, row_max, LOG2_E, ONE)
         # Past the last block only for a row without a softmax, which draws nothing.

@@ -32,6 +32,7 @@ from jetrl.models.families import ModelConfig
 from jetrl.precision.hopper import hopper
 from jetrl.precision.plan import PrecisionPlan
 from jetrl.precision.quantize import QTensor
+from jetrl.rollout.in_flight import to_device
 
 _DTYPES = {"fp8": torch.float8_e4m3fn, "bf16": torch.bfloat16, "fp32": torch.float32}
 GPU_PAGE_SIZE = 64  # tokens: the attention kernels read a page as one block of keys
@@ -107,14 +108,14 @@ class PagedCache:
         written.
         """
         if pairs:
-            sources, destinations = torch.tensor(pairs, device=self._keys.codes.device).unbind(1)
+            sources, destinations = to_device(pairs, self._keys.codes.device).unbind(1)
             self._keys.copy(sources, destinations)
             self._values.copy(sources, destinations)
 
     def key_values(self, spans: Sequence[Span]) -> PagedKeyValues | HopperKeyValues:
         """The `KeyValues` of one forward over these spans, which fill rows 0 to T in order."""
         device = self._keys.codes.device
-        slots_T = torch.from_numpy(self._slots(spans)).to(device)
+        slots_T = to_device(self._slots(spans), device)
         if self._on_gpu:
             work = _gpu_work(spans, device)
             return HopperKeyValues(self._keys, self._values, self._plan, slots_T, work)
@@ -291,8 +292,8 @@ def _gpu_work(spans: Sequence[Span], device: torch.device) -> Any:
     widest = max(counts)
     tables = [row + [0] * (widest - len(row)) for row in pages]
     return DecodeWork(
-        torch.tensor(tables, dtype=torch.int32, device=device),
-        torch.tensor(lengths, dtype=torch.int32, device=device),
+        to_device(np.array(tables, dtype=np.int32), device),
+        to_device(np.array(lengths, dtype=np.int32), device),
         max(lengths),
     )
 

@@ -3,9 +3,8 @@
 `DecodeBatch` keeps the running sequences' last tokens, places and page tables on the device
 (`kernels.decode`), a slot for each. A decode step of the scheduler becomes: write what is new
 (sequences that come in, pages that were added), run the forwards, copy what they drew to the host.
-Nothing waits, so the host schedules the next step while the device runs this one; `collect` waits
-for the copy. A sequence that ends in between does nothing more on the device, and the scheduler
-drops what lies past its end.
+Nothing waits, so the host schedules the next step while the device runs this one. A sequence that
+ends in between does nothing more on the device, and the scheduler drops what lies past its end.
 """
 
 from __future__ import annotations
@@ -13,33 +12,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
-from torch import Tensor
 
-from jetrl.kernels.decode import BROKEN, MAX_STOP_IDS, NOT_DRAWN
+from jetrl.kernels.decode import MAX_STOP_IDS
 from jetrl.policy import Policy
 from jetrl.rollout.cache import PagedCache
 from jetrl.rollout.decode_forward import DecodeBuffers, EagerForwards, GraphForwards
+from jetrl.rollout.in_flight import InFlight, mark, to_device, to_host
 from jetrl.rollout.scheduler import Step
-from jetrl.rollout.sequence import NonFiniteLogits, RunningSequence
+from jetrl.rollout.sequence import RunningSequence
 from jetrl.types import SamplingParams
 
 MAX_REPEATS = 16  # forwards of one step at most
-
-
-@dataclass(frozen=True)
-class InFlight:
-    """A step that was launched. tokens, logprobs: [MAX_REPEATS, rows] on the host, not to be read
-    before `ready` (None: at once). began: when the device came to its forwards. after: `ready` of
-    the step before, if nothing but decode lies between."""
-
-    step: Step
-    tokens: Tensor
-    logprobs: Tensor
-    ready: torch.cuda.Event | None = None
-    began: torch.cuda.Event | None = None
-    after: torch.cuda.Event | None = None
 
 
 @dataclass
@@ -70,8 +54,6 @@ class DecodeBatch:
         self._free = list(range(max_batch_size))
         self._resident: dict[int, _Resident] = {}
         self._rows: list[int] = []
-        self._last_ready: torch.cuda.Event | None = None
-        self.idle_s = 0.0  # of this call: the device's, between steps of decode
 
     def begin(self, params: SamplingParams, stop_ids: frozenset[int]) -> None:
         """Forget all sequences and take the parameters of a call. Stop ids beyond MAX_STOP_IDS are
@@ -80,7 +62,6 @@ class DecodeBatch:
         self._free += [resident.slot for resident in self._resident.values()]
         self._resident.clear()
         self._rows = []
-        self._last_ready, self.idle_s = None, 0.0
         buffers.state.active.zero_()
         buffers.state.seed.fill_(params.seed)
         buffers.state.stops[: 1 + len(stops)] = torch.tensor([len(stops), *stops])
@@ -93,7 +74,6 @@ class DecodeBatch:
         """A step that is not decode has run, or sequences lost their pages for one: what the device
         knows of those is old."""
         prefilled = [] if step.decodes else [chunk.sequence for chunk in step.chunks]
-        self._last_ready = self._last_ready if step.decodes else None
         for index in (*step.preempted, *prefilled):
             resident = self._resident.pop(index, None)
             if resident is not None:
@@ -108,53 +88,16 @@ class DecodeBatch:
         self._place(step, sequences)
         out = self._buffers.out
         out.count.zero_()
-        if self._device.type != "cuda":
-            self._run(step, longest)
-            return InFlight(step, out.tokens.clone(), out.logprobs.clone())
-        began, ready = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        began.record()
-        self._run(step, longest)
-        tokens = torch.empty(out.tokens.shape, dtype=out.tokens.dtype, pin_memory=True)
-        logprobs = torch.empty(out.logprobs.shape, dtype=out.logprobs.dtype, pin_memory=True)
-        tokens.copy_(out.tokens, non_blocking=True)
-        logprobs.copy_(out.logprobs, non_blocking=True)
-        ready.record()
-        after, self._last_ready = self._last_ready, ready
-        return InFlight(step, tokens, logprobs, ready, began, after)
-
-    def collect(self, launched: InFlight) -> list[tuple[list[int], list[float]]]:
-        """Wait for a step: (token ids, log-probs) of each of its sequences, as
-        `Scheduler.complete` takes them.
-
-        Raises:
-            NonFiniteLogits: logits without a finite softmax.
-        """
-        if launched.ready is not None:
-            launched.ready.synchronize()
-            if launched.after is not None and launched.began is not None:
-                self.idle_s += launched.after.elapsed_time(launched.began) / 1e3
-        chunks = launched.step.chunks
-        tokens = launched.tokens[:, : len(chunks)].numpy()
-        broken = (tokens[: launched.step.repeats] == BROKEN).any(0)
-        if broken.any():
-            raise NonFiniteLogits(chunks[int(broken.argmax())].sequence)
-        drawn = []
-        logprobs = launched.logprobs[:, : len(chunks)].t().tolist()
-        for row, (ids, chunk) in enumerate(zip(tokens.T.tolist(), chunks, strict=True)):
-            ids = ids[: chunk.length]
-            if ids[-1] == NOT_DRAWN:
-                ids = ids[: ids.index(NOT_DRAWN)]
-            drawn.append((ids, logprobs[row][: len(ids)]))
-        return drawn
+        began = mark(self._device)
+        for _ in range(step.repeats):
+            self._forwards.run(len(step.chunks), longest, self._filtered)
+        tokens, logprobs = to_host(out.tokens), to_host(out.logprobs)
+        return InFlight(step, tokens, logprobs, began, mark(self._device))
 
     def wait(self) -> None:
         """Until the device has nothing of it left to do, of steps that nobody took in either."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-
-    def _run(self, step: Step, longest: int) -> None:
-        for _ in range(step.repeats):
-            self._forwards.run(len(step.chunks), longest, self._filtered)
 
     def _place(self, step: Step, sequences: Sequence[RunningSequence]) -> None:
         """Make the step's sequences rows 0 to B, with all that the device does not know of them."""
@@ -180,18 +123,18 @@ class DecodeBatch:
             rows.append(resident.slot)
         state = self._buffers.state
         if coming:
-            slots, token_ids, positions, limits, keys = self._upload(coming).unbind(1)
+            slots, token_ids, positions, limits, keys = to_device(coming, self._device).unbind(1)
             state.token[slots] = token_ids.int()
             state.position[slots] = positions.int()
             state.limit[slots] = limits.int()
             state.key[slots] = keys
             state.active[slots] = 1
         if pages:
-            places, numbers = self._upload(pages).unbind(1)
+            places, numbers = to_device(pages, self._device).unbind(1)
             state.tables.view(-1)[places] = numbers.int()
         if rows != self._rows:
             self._buffers.rows.fill_(self._buffers.idle_slot)
-            self._buffers.rows[: len(rows)] = self._upload(rows)
+            self._buffers.rows[: len(rows)] = to_device(rows, self._device)
         if pages or rows != self._rows:
             torch.index_select(state.tables, 0, self._buffers.rows, out=self._buffers.tables)
         self._rows = rows
@@ -208,10 +151,3 @@ class DecodeBatch:
         resident.pages = list(pages)
         base = resident.slot * self._width
         return [(base + at, pages[at]) for at in range(first, len(pages))]
-
-    def _upload(self, rows: Sequence[int] | Sequence[tuple[int, ...]]) -> Tensor:
-        """int64 on the device, by way of pinned memory so that nothing waits."""
-        host = torch.from_numpy(np.array(rows, dtype=np.int64))
-        if self._device.type != "cuda":
-            return host
-        return host.pin_memory().to(self._device, non_blocking=True)

@@ -35,7 +35,7 @@ class RolloutStats:
     tokens_decoded: run one at a time, each to draw the next. preemptions: sequences that lost
     their pages for a time. forwards: calls of the model. peak_pages: most pages in use, of
     pages_total. seconds: of wall time; prefill_s: of these, in forwards over prompts and their
-    draws. device_idle_s: a GPU's, from the end of a decode step to the start of the next.
+    draws. device_idle_s: a GPU's, from the end of a step to the start of the next.
     """
 
     prompts: int = 0

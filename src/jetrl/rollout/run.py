@@ -1,23 +1,27 @@
 """One call of `generate` as it runs: steps are scheduled, launched and taken in.
 
-    schedule ─▶ prompts: forward, draw, take in                       (the host waits for the draws)
-             └▶ decode: launch ─▶ ... the next steps ... ─▶ take in   (the host is ahead)
+    schedule ─▶ prompts: forward, draw ─▶ ... the next steps ... ─▶ take in
+             └▶ decode: forwards       ─▶
 
-On a GPU decode steps have several forwards, and one is launched while the one before still runs, so
-that the device never waits for Python. None of it changes a token.
+On a GPU a step is launched while the one before still runs, and decode steps have several forwards,
+so that the device does not wait for Python. None of it changes a token.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from jetrl.rollout.decode import DecodeBatch, InFlight
+import torch
+
+from jetrl.rollout.decode import DecodeBatch
+from jetrl.rollout.in_flight import InFlight, mark, to_host
 from jetrl.rollout.progress import Progress, RolloutStats
 from jetrl.rollout.runner import Runner
 from jetrl.rollout.sampler import draw_tokens
 from jetrl.rollout.scheduler import Scheduler, Step
+from jetrl.rollout.sequence import RunningSequence
 from jetrl.rollout.turns import Dialogues
 from jetrl.types import SamplingParams
 
@@ -29,7 +33,7 @@ class RolloutRun:
 
     Args:
         ended: told of each sequence that finishes. repeats: forwards of a decode step at most.
-            ahead: decode steps that are launched before the draws of an earlier one are taken in.
+            ahead: steps that are launched before the draws of an earlier one are taken in.
             enough: groups that end the call once complete.
     """
 
@@ -53,7 +57,8 @@ class RolloutRun:
         self._in_flight: deque[InFlight] = deque()
         self._drawn = self._prefilled = self._decoded = self._forwards = self._peak_pages = 0
         self._started = time.perf_counter()
-        self._prefill_s = 0.0
+        self._prefill_s = self._idle_s = 0.0
+        self._last_ready: torch.cuda.Event | None = None
 
     def run(self, started: float) -> RolloutStats:
         """All of it. started: `time.perf_counter` when the call began."""
@@ -76,22 +81,32 @@ class RolloutRun:
     def _start(self, step: Step) -> None:
         self._runner.copy_pages(step)
         self._decode.forget(step)
-        if step.decodes:
-            self._in_flight.append(self._decode.launch(step, self._scheduler.sequences))
-            if len(self._in_flight) > self._ahead:
-                self._take_in_oldest()
-            return
-        began = time.perf_counter()
-        logits = self._runner.forward(step, self._scheduler.sequences)
-        drawn = draw_tokens(logits, step, self._scheduler.sequences, self._params)
-        while drawn and self._in_flight:
+        sequences = self._scheduler.sequences
+        launch = self._decode.launch if step.decodes else self._launch_prompts
+        self._in_flight.append(launch(step, sequences))
+        if len(self._in_flight) > self._ahead:
             self._take_in_oldest()
-        self._prefill_s += time.perf_counter() - began
-        self._take_in(step, [([token], [logprob]) for token, logprob in drawn])
+
+    def _launch_prompts(self, step: Step, sequences: Sequence[RunningSequence]) -> InFlight:
+        device = self._runner.device
+        began, called = mark(device), time.perf_counter()
+        logits = self._runner.forward(step, sequences)
+        drawn = draw_tokens(logits, step, sequences, self._params)
+        tokens, logprobs = (to_host(x[None]) for x in drawn)
+        if began is None:
+            self._prefill_s += time.perf_counter() - called
+        return InFlight(step, tokens, logprobs, began, mark(device))
 
     def _take_in_oldest(self) -> None:
         launched = self._in_flight.popleft()
-        self._take_in(launched.step, self._decode.collect(launched))
+        drawn = launched.drawn()
+        if launched.began is not None and launched.ready is not None:
+            after = self._last_ready or launched.began
+            self._idle_s += max(0.0, after.elapsed_time(launched.began)) / 1e3
+            if not launched.step.decodes:
+                self._prefill_s += after.elapsed_time(launched.ready) / 1e3
+            self._last_ready = launched.ready
+        self._take_in(launched.step, drawn)
 
     def _take_in(self, step: Step, drawn: list[tuple[list[int], list[float]]]) -> None:
         taken = self._scheduler.complete(step, drawn)
@@ -141,5 +156,5 @@ class RolloutRun:
             pages_total=scheduler.allocator.num_pages,
             seconds=time.perf_counter() - self._started,
             prefill_s=self._prefill_s,
-            device_idle_s=self._decode.idle_s,
+            device_idle_s=self._idle_s,
         )

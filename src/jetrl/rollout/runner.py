@@ -10,6 +10,7 @@ from torch import Tensor
 
 from jetrl.policy import Policy
 from jetrl.rollout.cache import PagedCache, Span
+from jetrl.rollout.in_flight import to_device
 from jetrl.rollout.scheduler import Step
 from jetrl.rollout.sequence import RunningSequence
 
@@ -20,6 +21,10 @@ class Runner:
     def __init__(self, policy: Policy, cache: PagedCache) -> None:
         self._policy = policy
         self._cache = cache
+
+    @property
+    def device(self) -> torch.device:
+        return self._policy.device
 
     def copy_pages(self, step: Step) -> None:
         """The copies that come before a step's forwards."""
@@ -46,10 +51,10 @@ class Runner:
                 rows.append(len(token_ids) - 1)
         device = self._policy.device
         hidden = self._policy.rollout_forward(
-            torch.tensor(token_ids, device=device),
-            torch.from_numpy(np.concatenate(positions)).to(device),
+            to_device(token_ids, device),
+            to_device(np.concatenate(positions), device),
             self._cache.key_values(spans),
         )
         if not rows:
             return torch.empty((0, self._policy.config.vocab_size), device=device)
-        return self._policy.rollout_logits(hidden[torch.tensor(rows, device=device)])
+        return self._policy.rollout_logits(hidden[to_device(rows, device)])

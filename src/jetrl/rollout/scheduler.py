@@ -21,8 +21,9 @@ are the oldest unfinished ones, as many as the batch and the pages allow:
   alone.
 
 Steps may be scheduled before what the earlier ones drew is known (`complete`): lengths are known
-without it, and a sequence that turns out to have ended leaves the rest of its draws. Only
-pre-emption needs the tokens themselves: `schedule` then returns None until they are in.
+without it, and a sequence that turns out to have ended leaves the rest of its draws. Only two need
+the tokens themselves, pre-emption, and decode after prompts, which goes on from their draws:
+`schedule` then returns None until they are in.
 
 It cannot livelock: nothing takes pages from the oldest unfinished sequence, it can take those of
 all others, and one sequence always fits (the engine refuses it otherwise), so each step brings at
@@ -125,6 +126,7 @@ class Scheduler:
         self._preempted: list[int] = []
         self._evicted: list[RunningSequence] = []  # of this step, computed tokens or not
         self._ended: list[int] = []  # sequences that nobody has been told of
+        self._prompts_pending = 0  # steps over prompts whose draws are not in
 
     @property
     def num_groups(self) -> int:
@@ -147,7 +149,7 @@ class Scheduler:
         plan = self._prefills()
         prefills = bool(plan)
         if not prefills:
-            plan = self._decodes(repeats)
+            plan = [] if self._prompts_pending else self._decodes(repeats)
         if not plan or (self._waits_for_draws() and not self._fits(plan)):
             waits = self._waits_for_draws() or any(s.awaiting for s in self.running)
             assert waits, "a step that does nothing"
@@ -175,18 +177,24 @@ class Scheduler:
         prefilled = sum(chunk.length for chunk in chunks) if prefills else 0
         forwards = 1 if prefills else max(chunk.length for chunk in chunks)
         preempted, self._preempted = tuple(self._preempted), []
-        return Step(tuple(chunks), tuple(copies), prefilled, preempted, forwards)
+        step = Step(tuple(chunks), tuple(copies), prefilled, preempted, forwards)
+        self._prompts_pending += prefills and bool(step.draws)
+        return step
 
     def complete(self, step: Step, drawn: Sequence[tuple[Sequence[int], Sequence[float]]]) -> int:
         """Takes in what a step drew: (token ids, their log-probs) for each of `step.draws`, in that
         order; as many as it has forwards, or fewer for a sequence that ends. Steps are completed in
-        the order in which they were scheduled, one over prompts before the next is scheduled.
+        the order in which they were scheduled.
 
         Returns:
             Tokens taken; what was drawn for a sequence past its end, or its turn's, is not.
+
+        Raises:
+            NonFiniteLogits: as `RunningSequence.extend`.
         """
         draws = step.draws
         assert len(draws) == len(drawn), f"{len(drawn)} draws for {len(draws)} sequences"
+        self._prompts_pending -= not step.decodes and bool(draws)
         lengths = [
             chunk.length if step.decodes else 1 for chunk in step.chunks for _ in chunk.draws
         ]

@@ -118,8 +118,14 @@ class RunningSequence:
 
         Returns:
             How many were added: all of them unless it ended.
+
+        Raises:
+            NonFiniteLogits: an id below 0, which stands for logits that are not finite, comes
+                before the end.
         """
         for count, (token_id, logprob) in enumerate(zip(token_ids, logprobs, strict=True), 1):
+            if token_id < 0:
+                raise NonFiniteLogits(self.index)
             self.append(token_id, logprob)
             if self.finished or self.awaiting:
                 return count
