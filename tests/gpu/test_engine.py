@@ -160,6 +160,8 @@ def test_new_weights_are_used_by_old_graphs(prompts: Any) -> None:
     params = SamplingParams(n=2, max_tokens=40, seed=2)
     engine = RolloutEngine(policy)
     before = outcome(engine.generate(prompts, params))
+    assert engine.stats.graphs > 0
+    assert 0 < engine.stats.capture_s < engine.stats.seconds
     graphs = engine._decode
     with torch.no_grad():
         for master in policy.named_masters().values():
@@ -167,6 +169,7 @@ def test_new_weights_are_used_by_old_graphs(prompts: Any) -> None:
     policy.requantize()
     after = outcome(engine.generate(prompts, params))
     assert engine._decode is graphs
+    assert engine.stats.graphs == 0
     assert after != before
     assert after == outcome(RolloutEngine(policy).generate(prompts, params))
 

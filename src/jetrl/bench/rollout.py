@@ -110,6 +110,7 @@ def run_case(policy: Policy, batch: int, prompt: int, response: int, profiled: b
     began = time.perf_counter()
     engine.generate(prompts if all_at_once else prompts[:2], short, progress=warm)
     first = time.perf_counter() - began
+    graphs, capture_s = engine.stats.graphs, engine.stats.capture_s
     torch.cuda.reset_peak_memory_stats()
     watch = _Watch()
     completions = engine.generate(prompts, params, progress=watch)
@@ -129,9 +130,11 @@ def run_case(policy: Policy, batch: int, prompt: int, response: int, profiled: b
         "decode_tokens_per_s": round(batch / step),
         "tokens_per_s": round(stats.tokens_per_s),
         "prefill_tokens_per_s": round(stats.tokens_prefilled / stats.prefill_s),
-        "idle_share": round(stats.device_idle_s / (stats.seconds - stats.prefill_s), 4),
+        "idle_share": round(stats.device_idle_s / stats.seconds, 4),
         "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 1),
         "first_call_s": round(first, 1),
+        "graphs": graphs + stats.graphs,
+        "capture_s": round(capture_s + stats.capture_s, 2),
         "seconds": round(stats.seconds, 2),
         **check(policy, prompts, completions),
     }
@@ -151,6 +154,7 @@ def run_grpo(policy: Policy) -> Row:
     engine = RolloutEngine(policy, max_batch_size=count)
     params = SamplingParams(n=GRPO_SAMPLES, max_tokens=GRPO_MAX, ignore_eos=True, seed=1)
     engine.generate(prompts, params, max_tokens=[min(24, n) for n in max_tokens])
+    graphs, capture_s = engine.stats.graphs, engine.stats.capture_s
     torch.cuda.reset_peak_memory_stats()
     completions = engine.generate(prompts, params, max_tokens=max_tokens)
     stats = engine.stats
@@ -173,8 +177,10 @@ def run_grpo(policy: Policy) -> Row:
         "seconds": round(stats.seconds, 2),
         "floor_s": round(floor, 2),
         "share_of_floor": round(floor / stats.seconds, 3),
-        "idle_share": round(stats.device_idle_s / (stats.seconds - stats.prefill_s), 4),
+        "idle_share": round(stats.device_idle_s / stats.seconds, 4),
         "preemptions": stats.preemptions,
+        "graphs": graphs + stats.graphs,
+        "capture_s": round(capture_s + stats.capture_s, 2),
         "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 1),
         **check(policy, owners, completions),
     }

@@ -25,6 +25,7 @@ BENCHMARKS = (
     "logprob",
     "norm",
     "parity",
+    "partial",
     "quantize",
     "rollout",
     "step",

@@ -54,6 +54,13 @@ class DecodeBatch:
         self._free = list(range(max_batch_size))
         self._resident: dict[int, _Resident] = {}
         self._rows: list[int] = []
+        self._before = (0, 0.0)  # graphs and their seconds, before this call
+
+    @property
+    def captured(self) -> tuple[int, float]:
+        """(graphs that this call captured, seconds that it took)."""
+        forwards, (graphs, seconds) = self._forwards, self._before
+        return forwards.num_graphs - graphs, forwards.capture_s - seconds
 
     def begin(self, params: SamplingParams, stop_ids: frozenset[int]) -> None:
         """Forget all sequences and take the parameters of a call. Stop ids beyond MAX_STOP_IDS are
@@ -62,6 +69,7 @@ class DecodeBatch:
         self._free += [resident.slot for resident in self._resident.values()]
         self._resident.clear()
         self._rows = []
+        self._before = (self._forwards.num_graphs, self._forwards.capture_s)
         buffers.state.active.zero_()
         buffers.state.seed.fill_(params.seed)
         buffers.state.stops[: 1 + len(stops)] = torch.tensor([len(stops), *stops])

@@ -71,6 +71,8 @@ def padded_batch(count: int) -> int:
 class EagerForwards:
     """Forwards over gathered pages, for the rows that are active; Python sees their lengths."""
 
+    num_graphs, capture_s = 0, 0.0
+
     def __init__(self, policy: Policy, cache: PagedCache, buffers: DecodeBuffers) -> None:
         self._policy, self._cache, self._buffers = policy, cache, buffers
         self.page_size = cache.page_size
@@ -121,6 +123,12 @@ class GraphForwards:
         self._longest = buffers.tables.shape[1] * cache.page_size
         self._graphs: dict[tuple[int, int, bool], torch.cuda.CUDAGraph] = {}
         self._pool = torch.cuda.graph_pool_handle()
+        self.capture_s = 0.0
+
+    @property
+    def num_graphs(self) -> int:
+        """Captured so far."""
+        return len(self._graphs)
 
     def prepare(self, count: int, longest: int, filtered: bool) -> None:
         """Capture the graph of this size if there is none. The rows are idle afterwards."""
@@ -170,8 +178,9 @@ class GraphForwards:
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             self.once(count, longest, filtered)
         buffers.rows.copy_(kept)
+        seconds = time.perf_counter() - began
+        self.capture_s += seconds
         logger.debug(
-            "decode graph: %d rows, contexts to %d tokens, %.2f s",
-            *(count, longest, time.perf_counter() - began),
+            "decode graph: %d rows, contexts to %d tokens, %.2f s", count, longest, seconds
         )
         return graph

@@ -245,7 +245,9 @@ class RolloutEngine:
                 self._ahead,
                 len(groups) if partial is None else partial.enough,
             )
-            self._stats = run.run(started)
+            self._stats = stats = run.run(started)
+            if stats.graphs:
+                logger.info("%d graphs of decode captured in %.1f s", stats.graphs, stats.capture_s)
         except BaseException as error:
             if isinstance(error, NonFiniteLogits):
                 sequence = scheduler.sequences[error.sequence]

@@ -36,6 +36,8 @@ class RolloutStats:
     their pages for a time. forwards: calls of the model. peak_pages: most pages in use, of
     pages_total. seconds: of wall time; prefill_s: of these, in forwards over prompts and their
     draws. device_idle_s: a GPU's, from the end of a step to the start of the next.
+    graphs: CUDA graphs of decode that the call captured; capture_s: seconds of that, compilation of
+    kernels included.
     """
 
     prompts: int = 0
@@ -50,6 +52,8 @@ class RolloutStats:
     seconds: float = 0.0
     prefill_s: float = 0.0
     device_idle_s: float = 0.0
+    graphs: int = 0
+    capture_s: float = 0.0
 
     @property
     def tokens_per_s(self) -> float:

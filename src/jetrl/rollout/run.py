@@ -144,6 +144,7 @@ class RolloutRun:
 
     def _stats(self) -> RolloutStats:
         scheduler = self._scheduler
+        graphs, capture_s = self._decode.captured
         return RolloutStats(
             prompts=scheduler.num_groups,
             sequences=len(scheduler.sequences),
@@ -157,4 +158,6 @@ class RolloutRun:
             seconds=time.perf_counter() - self._started,
             prefill_s=self._prefill_s,
             device_idle_s=self._idle_s,
+            graphs=graphs,
+            capture_s=capture_s,
         )

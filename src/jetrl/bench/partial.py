@@ -1,0 +1,138 @@
+r"""Partial rollouts against whole ones, on one GPU: what `rollout.oversample` does to a load with a
+tail.
+
+    jetrl bench partial --shape qwen3-8b --layers 9 --oversample 0 --oversample 0.25 \
+        --out partial.json
+
+Each step draws prompts of 256 random tokens with 8 samples each and hands over as many complete
+ones, as a run does. Completions end by chance: as many stop ids as give one end in --mean tokens
+under a uniform choice, or at 8192 tokens; so their lengths are about geometric, and a step has a
+tail. Random weights; they stay the same, which changes no work: what is carried over is prefilled
+again all the same. Log-probs on. The first step captures the graphs of decode and fills the stock:
+the rate is that of the steps after it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from jetrl.bench._timing import Row, print_table, write_results
+from jetrl.bench.parity import make_policy
+from jetrl.bench.rollout import GRPO_MAX, GRPO_MEAN, GRPO_PROMPT, GRPO_SAMPLES
+from jetrl.bench.shapes import SHAPES
+from jetrl.config import load_config
+from jetrl.evaluate import EncodedPrompt
+from jetrl.policy import Policy
+from jetrl.rollout.engine import RolloutEngine
+from jetrl.session.carrying import Carrying
+from jetrl.types import Completion, Prompt, SamplingParams
+
+
+def run(policy: Policy, share: float, steps: int, prompts_per_step: int, mean: int) -> list[Row]:
+    """A row for each step and one for all but the first."""
+    generator = np.random.default_rng(0)
+    vocabulary = policy.config.vocab_size
+    stops = generator.choice(vocabulary, round(vocabulary / mean), replace=False).tolist()
+    words = [f"rollout.prompts_per_step={prompts_per_step}", f"rollout.oversample={share}"]
+    encoded = [
+        EncodedPrompt(Prompt(str(i), text=""), tuple(ids))
+        for i, ids in enumerate(
+            generator.integers(0, vocabulary, (3 * steps * prompts_per_step, GRPO_PROMPT)).tolist()
+        )
+    ]
+    carrying = Carrying(load_config("demo", words), policy, encoded, 1)
+    sequences = GRPO_SAMPLES * (prompts_per_step + math.ceil(share * prompts_per_step))
+    engine = RolloutEngine(policy, max_batch_size=sequences)
+    params = SamplingParams(
+        n=GRPO_SAMPLES, max_tokens=GRPO_MAX, ignore_eos=True, stop_token_ids=tuple(stops), seed=1
+    )
+    rows: list[Row] = []
+    at = 0
+    for step in range(1, steps + 1):
+        count = prompts_per_step + carrying.start_step()
+        drawn, at = encoded[at : at + count], at + count
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        if carrying.on:
+            completions = carrying.sample(engine, drawn, params, step, lambda progress: None)[1]
+        else:
+            completions = engine.generate([list(p.token_ids) for p in drawn], params)
+        rows.append(_row(share, step, time.perf_counter() - began, completions, engine))
+    later = rows[1:]
+    seconds = sum(row["seconds"] for row in later)
+    tokens = sum(row["tokens"] for row in later)
+    rows.append(
+        {
+            "oversample": share,
+            "step": f"2 to {steps}",
+            "seconds": round(seconds, 2),
+            "tokens": tokens,
+            "tokens_per_s": round(tokens / seconds),
+        }
+    )
+    return rows
+
+
+def _row(
+    share: float,
+    step: int,
+    seconds: float,
+    completions: Sequence[Completion],
+    engine: RolloutEngine,
+) -> Row:
+    lengths = [len(completion.token_ids) for completion in completions]
+    return {
+        "oversample": share,
+        "step": step,
+        "seconds": round(seconds, 2),
+        "tokens": sum(lengths),  # of the completions that are handed over
+        "tokens_per_s": round(sum(lengths) / seconds),
+        "drawn": engine.stats.tokens_drawn,
+        "prefilled": engine.stats.tokens_prefilled,
+        "mean_length": round(float(np.mean(lengths))),
+        "longest": max(lengths),
+        "capture_s": round(engine.stats.capture_s, 2),
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="jetrl bench partial",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-8b")
+    parser.add_argument("--layers", type=int, help="default: the shape's")
+    parser.add_argument("--steps", type=int, default=3, help="2 or more (default 3)")
+    parser.add_argument("--prompts", type=int, default=64, help="a step (default 64)")
+    parser.add_argument(
+        "--mean", type=int, default=GRPO_MEAN, help=f"length in tokens (default {GRPO_MEAN})"
+    )
+    parser.add_argument(
+        "--oversample", type=float, action="append", help="repeatable; default: 0 and 0.25"
+    )
+    parser.add_argument("--out", default="build/bench/partial.json", type=Path, help="JSON file")
+    args = parser.parse_args(argv)
+    shares = args.oversample or [0.0, 0.25]
+    policy = make_policy(args.shape, "unified", "cuda", args.layers)
+    rows: list[Row] = []
+    for share in shares:
+        found = run(policy, share, args.steps, args.prompts, args.mean)
+        print_table(found)
+        rows += [{"shape": args.shape, "layers": policy.config.num_layers, **row} for row in found]
+    words = ["jetrl bench partial --shape", args.shape, f"--steps {args.steps}"]
+    words += [] if args.layers is None else [f"--layers {args.layers}"]
+    words += [f"--prompts {args.prompts} --mean {args.mean}"]
+    words += [f"--oversample {share}" for share in shares]
+    write_results(args.out, "partial", " ".join(words), rows)
+
+
+if __name__ == "__main__":
+    main()
