@@ -183,10 +183,10 @@ def test_a_checkpoint_that_cannot_be_written_stops_the_run(
 
     write = module.write_tensors
 
-    def full_disk(path: Path, tensors: Any) -> None:
+    def full_disk(path: Path, tensors: Any) -> Any:
         if "step_000004" in str(path):
             raise OSError(28, "No space left on device")
-        write(path, tensors)
+        return write(path, tensors)
 
     with monkeypatch.context() as patch:
         patch.setattr(module, "write_tensors", full_disk)

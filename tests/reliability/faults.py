@@ -60,7 +60,7 @@ POINTS: dict[str, tuple[str, str, str | Callable[..., None]]] = {
     "after a metrics line": ("jetrl.runs.jsonl", "JsonlWriter.write", AFTER),
     "checkpoint, half a file": ("jetrl.training.checkpoint", "write_tensors", half_a_file),
     "checkpoint, after a file": ("jetrl.training.checkpoint", "write_tensors", AFTER),
-    "checkpoint, before the manifest": ("jetrl.training.checkpoint", "fingerprints", BEFORE),
+    "checkpoint, before the manifest": ("jetrl.training.checkpoint", "fingerprint", BEFORE),
     "checkpoint, before its rename": ("jetrl.training.checkpoint", "sync", BEFORE),
     "checkpoint, after its rename": (
         "jetrl.training.checkpoint",

@@ -342,7 +342,8 @@ def test_files_are_those_of_the_library_through_a_small_buffer(tmp_path, monkeyp
         "long": torch.tensor([2**40, -1]),
         "none": torch.zeros(0, 4),
     }
-    checkpoint_files.write_tensors(tmp_path / "ours", tensors)
+    made = checkpoint_files.write_tensors(tmp_path / "ours", tensors)
+    assert made == fingerprint(tmp_path / "ours")
     found = load_file(tmp_path / "ours")
     assert found.keys() == tensors.keys()
     for name, tensor in tensors.items():

@@ -35,6 +35,7 @@ from jetrl.models.hf_files import sync
 from jetrl.training.checkpoint_files import (
     as_json,
     differences,
+    fingerprint,
     fingerprints,
     tensor_differences,
     write_tensors,
@@ -183,11 +184,7 @@ class Checkpoints:
             self._put_back()
             self._clean()
             writing.mkdir()
-            for name, tensors in snapshot.tensors.items():
-                write_tensors(writing / f"{name}.safetensors", tensors)
-            write_text(writing / _STATE, snapshot.state)
-            manifest = fingerprints(sorted(writing.iterdir()))
-            write_text(writing / _MANIFEST, json.dumps(manifest, indent=1))
+            self._write_files(writing, snapshot)
             sync(writing)
             self._put_in_place(writing, target)
         except OSError as error:
@@ -198,6 +195,17 @@ class Checkpoints:
             raise
         self._prune(snapshot.step, self.steps())
         return target
+
+    @staticmethod
+    def _write_files(folder: Path, snapshot: Snapshot) -> None:
+        """The files of a checkpoint, the manifest last."""
+        manifest = {
+            f"{name}.safetensors": write_tensors(folder / f"{name}.safetensors", tensors)
+            for name, tensors in snapshot.tensors.items()
+        }
+        write_text(folder / _STATE, snapshot.state)
+        manifest[_STATE] = fingerprint(folder / _STATE)
+        write_text(folder / _MANIFEST, json.dumps(manifest, indent=1))
 
     def latest(self) -> Latest:
         """The newest good checkpoint: every file is read and compared with its checksum.

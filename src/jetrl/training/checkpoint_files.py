@@ -8,6 +8,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from pathlib import Path
 from typing import IO, Any
 
@@ -29,22 +30,26 @@ _BUFFER = 2**26  # bytes of a tensor that are in CPU memory at once
 _FLUSHED = 2**30  # bytes between flushes: the system need not hold a whole file for the disk
 
 
-def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """A safetensors file, on the disk when this returns. Tensors go from where they are, a GPU or
     the CPU, through a buffer of 64 MiB: safetensors' own writer takes as much CPU memory as the
-    file once more."""
+    file once more. Returns the file's `fingerprint`, made on the way."""
     # The widest types first: every tensor begins at a multiple of its element.
     ordered = dict(sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])))
-    with open(path, "wb") as file:
-        file.write(_header(ordered))
-        written = 0
-        for tensor in ordered.values():
-            for piece in _pieces(tensor):
-                written += file.write(piece)
-                if written >= _FLUSHED:
-                    _flush(file)
-                    written = 0
+    digest = hashlib.sha256()
+    with open(path, "wb") as file, ThreadPoolExecutor(max_workers=1) as beside:
+        written = flushed = 0
+        pieces: Iterator[bytes | memoryview]
+        pieces = chain([_header(ordered)], *map(_pieces, ordered.values()))
+        for piece in pieces:
+            digested = beside.submit(digest.update, piece)
+            written += file.write(piece)
+            if written - flushed >= _FLUSHED:
+                _flush(file)
+                flushed = written
+            digested.result()
         _flush(file)
+    return {"bytes": written, "sha256": digest.hexdigest()}
 
 
 def _header(tensors: Mapping[str, torch.Tensor]) -> bytes:

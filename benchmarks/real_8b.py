@@ -1,0 +1,229 @@
+r"""A real run of an 8B model on one GPU, from a Hugging Face directory to an export.
+
+    python benchmarks/real_8b.py --shape qwen3-8b --work /dev/shm/jetrl --checkpoints /tmp/jetrl \
+        --out benchmarks/results/h200/train_8b.json
+
+Random weights are written as a directory (BF16). Then, each a program of its own: `jetrl train` for
+a step and its checkpoint, `jetrl train --resume` for a second one, which is killed while its
+checkpoint is being written, and `jetrl export` to FP8. The JSON has the seconds of each part, the
+CPU memory that each took at most, and the planned against the measured peak of GPU memory in
+rollout and in update. --checkpoints: a folder on another file system, where one checkpoint of 57 GB
+has room (8B).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from jetrl.bench.parity import make_policy
+from jetrl.bench.shapes import SHAPES
+from jetrl.building import model_config
+from jetrl.config import load_config
+from jetrl.memory import Load, OtherModels, check_fits, free_bytes
+from jetrl.models.tiny_tokenizers import character_tokenizer
+from jetrl.out_of_memory import release
+from jetrl.policy import Policy
+from jetrl.precision import PrecisionPlan
+from jetrl.tasks import get_task, read_prompts
+
+GIB = 2**30
+CLI = (sys.executable, "-u", "-m", "jetrl.cli.main")
+
+
+class Program:
+    """A command that runs, watched: `seconds` to its end, `anonymous_gib`: CPU memory of its own at
+    most, without pages of files. A line of its output is printed with its second."""
+
+    def __init__(self, arguments: Sequence[str]) -> None:
+        self.command = "jetrl " + " ".join(arguments)
+        print(f"$ {self.command}", flush=True)
+        self._began = time.perf_counter()
+        self._process = subprocess.Popen(
+            [*CLI, *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=dict(os.environ, COLUMNS="120"),
+        )
+        assert self._process.stdout is not None
+        os.set_blocking(self._process.stdout.fileno(), False)
+        self.anonymous_gib, self.lines = 0.0, []  # type: ignore[var-annotated]
+
+    def run(self, until: Any = lambda: False) -> dict[str, Any]:
+        """To its end, or until it is killed because `until()` is true."""
+        killed = False
+        while self._process.poll() is None:
+            self._look()
+            if until():
+                self._process.send_signal(signal.SIGKILL)
+                self._process.wait()
+                killed = True
+            time.sleep(0.1)
+        seconds = time.perf_counter() - self._began
+        self._look()
+        code = self._process.returncode
+        assert killed or code == 0, f"{self.command} ended with {code}"
+        return {
+            "command": self.command,
+            "seconds": round(seconds, 1),
+            "cpu_memory_gib": round(self.anonymous_gib, 1),
+            **({"killed": True} if killed else {}),
+        }
+
+    def second_of(self, text: str) -> float | None:
+        """When a line with `text` came."""
+        return next((at for at, line in self.lines if text in line), None)
+
+    def _look(self) -> None:
+        assert self._process.stdout is not None
+        now = time.perf_counter() - self._began
+        for line in (self._process.stdout.read() or b"").decode(errors="replace").splitlines():
+            self.lines.append((round(now, 1), line))
+            print(f"{now:7.1f}  {line}", flush=True)
+        try:
+            status = Path(f"/proc/{self._process.pid}/status").read_text()
+        except OSError:
+            return
+        found = re.search(r"RssAnon:\s+(\d+) kB", status)
+        if found:
+            self.anonymous_gib = max(self.anonymous_gib, int(found[1]) / 2**20)
+
+
+def make_directory(shape: str, path: Path, device: str) -> dict[str, float]:
+    """Seconds to write the directory, and to load it again."""
+    began = time.perf_counter()
+    policy = make_policy(shape, "unified", device, None)
+    policy.tokenizer = character_tokenizer()
+    policy.generation_config = {"eos_token_id": policy.tokenizer.eos_token_id}
+    policy.save_pretrained(path)
+    made = time.perf_counter() - began
+    del policy
+    release()
+    began = time.perf_counter()
+    policy = Policy.from_pretrained(path, PrecisionPlan.preset("unified"), device)
+    if device == "cuda":
+        torch.cuda.synchronize()
+    loaded = time.perf_counter() - began
+    del policy
+    release()
+    return {"make_s": round(made, 1), "load_s": round(loaded, 1)}
+
+
+def metrics_of(run: Path) -> list[dict[str, Any]]:
+    file = run / "metrics.jsonl"
+    if not file.exists():
+        return []
+    lines = [json.loads(line) for line in file.read_text().splitlines() if line.endswith("}")]
+    return [line for line in lines if "timing/step_s" in line and line["step"] > 0]
+
+
+def planned(words: Sequence[str], device: str) -> dict[str, Any]:
+    """What the run plans for itself."""
+    settings = load_config(words[0], list(words[1:]))
+    config = model_config(settings)
+    tokenizer = character_tokenizer()
+    prompts = read_prompts(get_task(settings.task.name, **settings.task.options), "train")
+    longest = max(len(tokenizer.encode(prompt.text or "")) for prompt in prompts)
+    load = Load.of(settings, config, longest)
+    fitted = check_fits(settings, config, OtherModels(), load, device, free_bytes(device))
+    return {
+        "tokens_per_micro_batch": fitted.plan.micro_batch.tokens,
+        "rollout_gib": round(fitted.plan.rollout / GIB, 2),
+        "update_gib": round(fitted.plan.update / GIB, 2),
+        "rows": [list(map(str.strip, cells)) for cells in fitted.plan.table()],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-8b")
+    parser.add_argument("--work", type=Path, required=True, help="for models and the run")
+    parser.add_argument("--checkpoints", type=Path, required=True, help="for the checkpoints")
+    parser.add_argument("--prompts", type=int, default=32)
+    parser.add_argument("--samples", type=int, default=8)
+    parser.add_argument("--max-tokens", type=int, default=512)
+    parser.add_argument("--states", default="compact")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--out", type=Path, required=True, help="JSON file")
+    args = parser.parse_args()
+    model, run = args.work / "model", args.work / "runs" / "real"
+    shutil.rmtree(args.work, ignore_errors=True)
+    shutil.rmtree(args.checkpoints, ignore_errors=True)
+    run.parent.mkdir(parents=True)
+    args.checkpoints.mkdir(parents=True)
+    found: dict[str, Any] = {"directory": make_directory(args.shape, model, args.device)}
+    print(json.dumps(found), flush=True)
+    recipe = args.work / "real.toml"
+    recipe.write_text("")
+    words = [
+        *(str(recipe), "run.name=real", f"run.dir={run.parent}", f"run.device={args.device}"),
+        *(f"model.path={model}", "task.name=arithmetic", "eval.every=0"),
+        *(f"rollout.prompts_per_step={args.prompts}", f"rollout.samples_per_prompt={args.samples}"),
+        *(f"rollout.max_tokens={args.max_tokens}", "rollout.max_batch_size=256"),
+        *("train.lr=1e-6", "train.warmup_steps=0", "train.tokens_per_micro_batch=16384"),
+        *(f"train.optimizer_states={args.states}", "loop.steps=1", "checkpoint.keep_last=1"),
+        "checkpoint.background=false",
+    ]
+    found["planned"] = planned(words, args.device)
+    first = Program(["train", *words])
+    at = {"made": False}
+
+    def place() -> bool:
+        """The run's checkpoints go to the other file system."""
+        folder = run / "checkpoints"
+        if not at["made"] and run.is_dir() and not folder.exists():
+            folder.symlink_to(args.checkpoints, target_is_directory=True)
+            at["made"] = True
+        return False
+
+    found["train"] = first.run(place)
+    found["train"]["plan_printed_s"] = first.second_of("memory plan")
+    again = ["train", *words[:3], "loop.steps=2", "checkpoint.background=true", "--resume"]
+    second = Program(again)
+    found["resume"] = second.run(lambda: len(metrics_of(run)) > 1)
+    found["resume"]["resumed_s"] = second.second_of("resumed after")
+    steps = metrics_of(run)
+    assert [step["step"] for step in steps] == [1, 2], steps
+    found["steps"] = steps
+    out = args.work / "fp8"
+    export = ["export", str(model), str(out), "--dtype", "fp8", "--device", args.device]
+    found["export"] = Program(export).run()
+    found["bytes"] = {
+        str(path.relative_to(args.work)): sum(f.stat().st_size for f in path.glob("*"))
+        for path in (model, out, *run.glob("checkpoints/step_*"))
+    }
+    peaks = {
+        name: max(step.get(f"memory/{name}_peak_gib", 0.0) for step in steps)
+        for name in ("rollout", "update")
+    }
+    found["measured"] = {f"{name}_gib": round(peak, 2) for name, peak in peaks.items()}
+    found["planned_over_measured"] = {
+        name: round(found["planned"][f"{name}_gib"] / peak, 4)
+        for name, peak in peaks.items()
+        if peak
+    }
+    about = {
+        "command": "python " + " ".join(sys.argv),
+        "device": torch.cuda.get_device_name() if args.device == "cuda" else "cpu",
+        "torch": torch.__version__,
+        "date": time.strftime("%Y-%m-%d"),
+    }
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps({**about, **found}, indent=1) + "\n")
+    print(json.dumps({k: v for k, v in found.items() if k not in ("steps", "planned")}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

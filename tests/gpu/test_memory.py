@@ -1,0 +1,97 @@
+"""The memory plan's activations are those that the GPU's kernels keep, and a run's peaks are the
+planned ones."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from jetrl.config import load_config
+from jetrl.loop import train
+from jetrl.memory import Load, OtherModels, activations, check_fits, free_bytes
+from jetrl.memory.activations import MicroBatch
+from jetrl.models.families import ModelConfig
+from jetrl.policy import Policy
+from jetrl.precision import PrecisionPlan
+
+pytestmark = pytest.mark.gpu
+
+CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 8192,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+}
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+@pytest.mark.parametrize("preset", ["unified", "jet", "bf16"])
+@pytest.mark.parametrize("lengths", [[700, 300, 1000], [1000, 1000]], ids=["ragged", "equal"])
+def test_activations(preset: str, lengths: list[int], recomputed: bool) -> None:
+    policy = Policy.from_config(CONFIG, PrecisionPlan.preset(preset), device="cuda")
+    config, plan, tokens = policy.config, policy.plan, sum(lengths)
+    ends = torch.tensor([0, *lengths], device="cuda").cumsum(0)
+    ids = torch.randint(0, config.vocab_size, (tokens,), device="cuda")
+    targets = torch.cat(
+        [torch.arange(int(a) + 1, int(b), device="cuda") for a, b in ends.unfold(0, 2, 1)]
+    )
+    for _ in range(2):  # the first time compiles, and leaves gradients
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        logprobs, _ = policy.train_logprobs(ids, ends, targets, checkpoint_layers=recomputed)
+        kept = torch.cuda.memory_allocated() - before
+        torch.cuda.reset_peak_memory_stats()
+        logprobs.sum().backward()
+        peak = torch.cuda.max_memory_allocated() - before
+        del logprobs
+    planned = activations.kept_bytes(config, plan, tokens, recomputed)
+    one_layer = activations.kept_bytes(config, plan, tokens) / config.num_layers
+    if recomputed:  # the plan counts the layer that is made again, which is not there yet
+        planned -= int(one_layer)
+    assert kept == pytest.approx(planned, rel=0.05, abs=2**20)
+    batch = MicroBatch(tokens, max(lengths), several=True)
+    on_top = max(
+        activations.head_bytes(config, batch), activations.layer_bytes(config, plan, batch)
+    )
+    planned = activations.kept_bytes(config, plan, tokens, recomputed) + on_top
+    # Small models: what lies between two kernels is a larger part than at 8B.
+    assert peak == pytest.approx(planned, rel=0.15, abs=2**25)
+
+
+def test_a_run_holds_what_was_planned(tmp_path: Path) -> None:
+    """Within 5% of the measured peak, in rollout and in update."""
+    recipe = tmp_path / "r.toml"
+    recipe.write_text("")
+    settings = load_config(
+        recipe,
+        [
+            *("run.name=r", f"run.dir={tmp_path}", "task.name=arithmetic", "run.device=cuda"),
+            *("model.tokenizer=characters", "rollout.max_tokens=1024", "eval.every=0"),
+            *("rollout.prompts_per_step=8", "rollout.samples_per_prompt=8", "loop.steps=2"),
+            *("train.tokens_per_micro_batch=16384", "checkpoint.every=0", "report.enabled=false"),
+        ],
+    )
+    model = settings.model.model_copy(update={"config": {**CONFIG, "vocab_size": 65536}})
+    settings = settings.model_copy(update={"model": model})
+    config = ModelConfig.from_hf(model.config)
+    load = Load.of(settings, config, 8)
+    torch.cuda.empty_cache()
+    plan = check_fits(settings, config, OtherModels(), load, "cuda", free_bytes("cuda")).plan
+    result = train(settings)
+    lines = (result.run_path / "metrics.jsonl").read_text().splitlines()
+    last = [json.loads(line) for line in lines if "memory/update_peak_gib" in line][-1]
+    gib = 2**30
+    print(plan.rollout / gib, plan.update / gib, {k: v for k, v in last.items() if "peak" in k})
+    assert plan.update / gib == pytest.approx(last["memory/update_peak_gib"], rel=0.05)
+    assert plan.rollout / gib == pytest.approx(last["memory/rollout_peak_gib"], rel=0.05)
