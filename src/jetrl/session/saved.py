@@ -26,7 +26,9 @@ import torch
 from jetrl.config import Settings
 from jetrl.memory import available_bytes
 from jetrl.model import Model
+from jetrl.models.hf_files import sync
 from jetrl.runs import RunDirectory
+from jetrl.runs.storing import storing
 from jetrl.training import Checkpoints, Optimizer, Trainer
 from jetrl.training.background import Background
 from jetrl.training.checkpoint import Snapshot
@@ -147,6 +149,10 @@ class Saved:
             self._finish(checkpoints, snapshot)
 
     def _finish(self, checkpoints: Checkpoints, snapshot: Snapshot) -> None:
+        # What a resume from it does not write again must outlive a power cut as it does.
+        for path in (self._run.metrics_file, self._run.rollouts_dir, self._run.path):
+            with storing(path):
+                sync(path)
         checkpoints.write(snapshot)
         if checkpoints is self._steps:
             self._good_step = snapshot.step

@@ -180,7 +180,9 @@ class Checkpoints:
         target = self.path(snapshot.step)
         writing = self.directory / f"{_WRITING}{target.name}"
         try:
-            self.directory.mkdir(parents=True, exist_ok=True)
+            if not self.directory.is_dir():
+                self.directory.mkdir(parents=True)
+                sync(self.directory.parent)
             self._put_back()
             self._clean()
             writing.mkdir()
