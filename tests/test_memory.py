@@ -67,7 +67,7 @@ def test_masters_and_working_copies_are_those_of_a_policy(preset: str, tied: boo
 
 
 def test_a_moment_is_the_sum_of_its_rows_and_the_peak_the_highest() -> None:
-    plan = memory_plan(settings(), LARGE, load=Load(64, 512, 64))
+    plan = memory_plan(settings(), LARGE, load=Load(64, 512, 64, 8192))
     for moment in ("rollout", "backward", "optimizer"):
         assert plan.at(moment) == sum(r.bytes.get(moment, 0) for r in plan.rows)
     assert plan.update == max(plan.at("backward"), plan.at("optimizer"))
@@ -81,7 +81,9 @@ def test_a_moment_is_the_sum_of_its_rows_and_the_peak_the_highest() -> None:
 
 def test_one_micro_batch_has_no_other_gradients_beside_its_activations() -> None:
     small, large = (
-        memory_plan(settings(f"train.tokens_per_micro_batch={tokens}"), LARGE, load=Load(8, 512, 8))
+        memory_plan(
+            settings(f"train.tokens_per_micro_batch={tokens}"), LARGE, load=Load(8, 512, 8, 8192)
+        )
         for tokens in (4096, 1024)
     )
     assert not small.micro_batch.several
@@ -93,7 +95,7 @@ def test_one_micro_batch_has_no_other_gradients_beside_its_activations() -> None
 
 def test_recomputed_layers_keep_their_inputs() -> None:
     wanted = "train.tokens_per_micro_batch=8192"
-    load = Load(256, 512, 256)
+    load = Load(256, 512, 256, 8192)
     kept = memory_plan(settings(wanted), LARGE, load=load)
     again = memory_plan(settings(wanted, "train.activation_checkpointing=true"), LARGE, load=load)
     inputs = 36 * 2 * 2 * 4096 * 8192
@@ -101,8 +103,20 @@ def test_recomputed_layers_keep_their_inputs() -> None:
     assert row(kept, "activations", "backward") > 4 * row(again, "activations", "backward")
 
 
+def test_prompts_are_counted_once_for_their_completions() -> None:
+    one = settings(
+        "rollout.prompts_per_step=4", "rollout.samples_per_prompt=16", "train.updates_per_step=1"
+    )
+    assert Load.of(one, LARGE, longest_prompt=100) == Load(
+        sequences=64, tokens=100 + one.rollout.max_tokens, trained=64, prompts=400
+    )
+    held_out = settings("eval.every=1", "eval.prompts=200", "rollout.max_batch_size=50")
+    assert Load.of(held_out, LARGE, 10).sequences == 50
+    assert Load.of(held_out, LARGE, 10).prompts == 2000
+
+
 def test_pages_take_what_is_left() -> None:
-    load = Load(256, 9000, 256)
+    load = Load(256, 9000, 256, 8192)
     whole = memory_plan(settings(), LARGE, load=load)
     part = memory_plan(settings(), LARGE, load=load, free=150 * GIB)
     assert row(whole, "KV pages") == 256 * 141 * 64 * 76032
@@ -111,7 +125,7 @@ def test_pages_take_what_is_left() -> None:
 
 
 def test_a_micro_batch_takes_the_tokens_that_there_is_room_for() -> None:
-    load, others = Load(256, 512, 256), OtherModels()
+    load, others = Load(256, 512, 256, 8192), OtherModels()
     wanted = settings("train.tokens_per_micro_batch=16384")
     roomy = check_fits(wanted, LARGE, others, load, "cuda", 400 * GIB)
     assert roomy.tokens == 16384
@@ -124,7 +138,7 @@ def test_a_micro_batch_takes_the_tokens_that_there_is_room_for() -> None:
 
 
 def test_what_does_not_fit_is_refused_with_the_plan_and_what_would() -> None:
-    load = Load(256, 4096, 256)
+    load = Load(256, 4096, 256, 8192)
     with pytest.raises(UserError) as error:
         check_fits(settings(), LARGE, OtherModels(), load, "cuda", 139 * GIB)
     text = str(error.value)
@@ -143,7 +157,7 @@ def test_what_does_not_fit_is_refused_with_the_plan_and_what_would() -> None:
 
 
 def test_a_reference_that_can_wait_elsewhere_is_the_first_thing_to_move() -> None:
-    load = Load(256, 512, 256)
+    load = Load(256, 512, 256, 8192)
     with_kl = settings("algorithm.kl=0.1", "train.activation_checkpointing=true")
     without = settings("train.activation_checkpointing=true")
     least = memory_plan(without, LARGE, None, load, tokens=1024).peak + 2 * GIB

@@ -14,10 +14,13 @@ from jetrl.loop import train
 from jetrl.memory import Load, OtherModels, activations, check_fits, free_bytes
 from jetrl.memory.activations import MicroBatch
 from jetrl.models.families import ModelConfig
+from jetrl.out_of_memory import release
 from jetrl.policy import Policy
 from jetrl.precision import PrecisionPlan
 
 pytestmark = pytest.mark.gpu
+
+GIB = 2**30
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -86,12 +89,13 @@ def test_a_run_holds_what_was_planned(tmp_path: Path) -> None:
     settings = settings.model_copy(update={"model": model})
     config = ModelConfig.from_hf(model.config)
     load = Load.of(settings, config, 8)
-    torch.cuda.empty_cache()
+    release()
+    before = torch.cuda.memory_allocated() / GIB
     plan = check_fits(settings, config, OtherModels(), load, "cuda", free_bytes("cuda")).plan
     result = train(settings)
     lines = (result.run_path / "metrics.jsonl").read_text().splitlines()
     last = [json.loads(line) for line in lines if "memory/update_peak_gib" in line][-1]
-    gib = 2**30
-    print(plan.rollout / gib, plan.update / gib, {k: v for k, v in last.items() if "peak" in k})
-    assert plan.update / gib == pytest.approx(last["memory/update_peak_gib"], rel=0.05)
-    assert plan.rollout / gib == pytest.approx(last["memory/rollout_peak_gib"], rel=0.05)
+    for phase, planned in (("rollout", plan.rollout), ("update", plan.update)):
+        measured = last[f"memory/{phase}_peak_gib"] - before
+        print(phase, planned / GIB, measured)
+        assert planned / GIB == pytest.approx(measured, rel=0.05)

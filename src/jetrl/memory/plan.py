@@ -106,25 +106,31 @@ class OtherModels:
 @dataclass(frozen=True)
 class Load:
     """What a step asks for. sequences: completions sampled at once at most. tokens: of a sequence
-    at most, prompt included. trained: sequences of one update."""
+    at most, prompt included. trained: sequences of one update. prompts: tokens of all prompts that
+    a call samples, each counted once for its completions."""
 
     sequences: int
     tokens: int
     trained: int
+    prompts: int
 
     @staticmethod
     def of(settings: Settings, config: ModelConfig, longest_prompt: int | None = None) -> Load:
         """longest_prompt: in tokens; None: not known, and taken to be as long as an answer."""
         rollout, held_out = settings.rollout, settings.eval
         most = rollout.prompts_per_step * rollout.samples_per_prompt
-        answer, sequences = rollout.max_tokens, most
+        answer, sequences, prompts = rollout.max_tokens, most, rollout.prompts_per_step
         if held_out.every:
             answer = max(answer, held_out.max_tokens or 0)
             sequences = max(sequences, (held_out.prompts or most) * held_out.samples)
+            prompts = max(prompts, held_out.prompts or most)
         prompt = answer if longest_prompt is None else longest_prompt
-        tokens = min(config.max_position_embeddings, prompt + answer)
-        trained = -(-most // settings.train.updates_per_step)
-        return Load(min(sequences, rollout.max_batch_size), tokens, trained)
+        return Load(
+            sequences=min(sequences, rollout.max_batch_size),
+            tokens=min(config.max_position_embeddings, prompt + answer),
+            trained=-(-most // settings.train.updates_per_step),
+            prompts=prompts * prompt,
+        )
 
 
 def memory_plan(
@@ -219,7 +225,7 @@ def _rollout(
     if room is not None and rollout.num_pages is None:
         pages = max(needed, min(pages, room // page))
     what = f"KV pages: {pages} of {rollout.page_size} tokens"
-    prompts = min(rollout.max_prefill_tokens, load.sequences * load.tokens)
+    prompts = min(rollout.max_prefill_tokens, load.prompts)
     logits = 4 * load.sequences * config.vocab_size
     # Decode's graphs keep what a forward of the largest batch makes; its logits are also made once
     # outside, before the capture.
