@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from transformers import PreTrainedTokenizerBase
 
 from jetrl.config import Settings
@@ -20,7 +22,7 @@ from jetrl.models.tiny_tokenizers import character_tokenizer
 from jetrl.policy import Policy
 from jetrl.precision import PrecisionPlan
 from jetrl.scalar_model import ScalarModel, check_same_tokenizer
-from jetrl.tasks import Task
+from jetrl.tasks import Task, build_task
 
 _SMALL_MODEL = 20_000_000  # parameters
 
@@ -53,6 +55,32 @@ def build_policy(settings: Settings, plan: PrecisionPlan, task: Task) -> Policy:
             f"the tokenizer has {len(policy.tokenizer)} tokens, but the model's vocab_size is "
             f"{policy.config.vocab_size}"
         )
+    return policy
+
+
+def policy_of_masters(settings: Settings, plan: PrecisionPlan, file: Path) -> Policy:
+    """The policy of a run's settings with the masters that were kept of it.
+
+    Raises:
+        UserError: as `build_policy`; the file is damaged, or of another model.
+    """
+    policy = build_policy(settings, plan, build_task(settings.task))
+    masters = policy.named_masters()
+    try:
+        tensors = load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{file}: missing or damaged: {error}") from None
+    wrong = sorted(
+        name
+        for name in tensors.keys() | masters.keys()
+        if name not in tensors or name not in masters or tensors[name].shape != masters[name].shape
+    )
+    if wrong:
+        raise UserError(f"{file}: not of the run's model: {', '.join(wrong[:5])}")
+    with torch.no_grad():
+        for name, master in masters.items():
+            master.copy_(tensors[name])
+    policy.requantize()
     return policy
 
 

@@ -6,7 +6,6 @@ Nothing is written and nothing is trained. The model is as it is before the supe
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from jetrl.building import build_policy
 from jetrl.config import Settings
@@ -18,7 +17,7 @@ from jetrl.randomness import derive_seed
 from jetrl.rollout.engine import RolloutEngine
 from jetrl.runs import problems
 from jetrl.step_metrics import sample_metrics
-from jetrl.tasks import Scorer, get_task
+from jetrl.tasks import Scorer, build_task
 from jetrl.types import Sample, SamplingParams
 
 PROMPTS = 4
@@ -40,8 +39,7 @@ def preflight(settings: Settings) -> Preflight:
         UserError: settings, data or a model that cannot be used.
     """
     wanted, rollout = settings.task, settings.rollout
-    options: dict[str, Any] = dict(wanted.options)
-    task = get_task(wanted.name, path=wanted.path, **options)
+    task = build_task(wanted)
     max_turns = turns_of(task, wanted.max_turns)
     policy = build_policy(settings, PrecisionPlan.from_settings(settings.precision), task)
     prompts = encode_prompts(policy, task, wanted.split, system_prompt=wanted.system_prompt)

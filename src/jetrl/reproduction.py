@@ -27,14 +27,13 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from jetrl.building import build_critic, build_policy
+from jetrl.building import build_critic, policy_of_masters
 from jetrl.config import Settings, load_config, to_toml
 from jetrl.errors import UserError
 from jetrl.policy import Policy
 from jetrl.precision import PrecisionPlan
 from jetrl.runs.jsonl import write_atomically, write_jsonl
 from jetrl.runs.rollout_records import record_of
-from jetrl.tasks import get_task
 from jetrl.training import Critic, SftTrainer, Trainer
 from jetrl.training.first_nonfinite import Watch, watch
 from jetrl.training.micro_batches import MicroBatch
@@ -142,7 +141,7 @@ def replay(path: Path, preset: str | None = None, device: str | None = None) -> 
         if preset is None
         else PrecisionPlan.preset(preset)
     )
-    policy = _policy(folder, settings, plan)
+    policy = policy_of_masters(settings, plan, folder / MASTERS)
     if facts.kind == "sampling":
         tokens = _token_ids(folder)
         with watch(policy) as seen:
@@ -211,24 +210,6 @@ def _read_facts(folder: Path) -> Facts:
     if facts.format != FORMAT:
         raise UserError(f"{file}: format {facts.format}; this version reads {FORMAT}")
     return facts
-
-
-def _policy(folder: Path, settings: Settings, plan: PrecisionPlan) -> Policy:
-    task = get_task(settings.task.name, path=settings.task.path, **settings.task.options)
-    policy = build_policy(settings, plan, task)
-    tensors, masters = _load(folder / MASTERS), policy.named_masters()
-    wrong = sorted(
-        name
-        for name in tensors.keys() | masters.keys()
-        if name not in tensors or name not in masters or tensors[name].shape != masters[name].shape
-    )
-    if wrong:
-        raise UserError(f"{folder / MASTERS}: not of the model in {CONFIG}: {', '.join(wrong[:5])}")
-    with torch.no_grad():
-        for name, master in masters.items():
-            master.copy_(tensors[name])
-    policy.requantize()
-    return policy
 
 
 def _micro_batches(folder: Path, device: torch.device) -> list[MicroBatch]:

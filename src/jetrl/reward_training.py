@@ -12,7 +12,6 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from jetrl.building import build_scalar_model
 from jetrl.config import Settings
@@ -27,7 +26,7 @@ from jetrl.session.opening import open_observers
 from jetrl.session.phases import Phases
 from jetrl.session.saved import Saved
 from jetrl.session.stops import Stops
-from jetrl.tasks import Task, get_task
+from jetrl.tasks import Task, build_task
 from jetrl.training.reward import Pair, RewardTrainer
 from jetrl.types import StepStats, Turn
 
@@ -61,8 +60,7 @@ def train_reward_model(
     RunDirectory.check_name(settings, resume=resume)
     plan = PrecisionPlan.from_settings(settings.precision)
     wanted, sft = settings.task, settings.sft
-    options: dict[str, Any] = dict(wanted.options)
-    task = get_task(wanted.name, path=wanted.path, **options)
+    task = build_task(wanted)
     model = build_scalar_model(settings, plan, task)
     system = wanted.system_prompt
     prompts = encode_prompts(model, task, wanted.split, system_prompt=system)

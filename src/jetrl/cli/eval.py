@@ -57,12 +57,11 @@ def run(args: argparse.Namespace) -> int:
 
     from jetrl.cli.opening import open_policy
     from jetrl.evaluate import evaluate_model
-    from jetrl.tasks import Scorer, get_task
+    from jetrl.tasks import Scorer, build_task
 
-    options: dict[str, Any] = dict(wanted.options)
-    task = get_task(wanted.name, path=wanted.path, **options)
-    limits = (args.workers, args.timeout, wanted.memory_mib, wanted.max_lost_s)
-    with Scorer(wanted.name, wanted.path, options, *limits) as scorer:
+    task = build_task(wanted)
+    limits = {"workers": args.workers, "timeout_s": args.timeout}
+    with Scorer.from_settings(wanted.model_copy(update=limits)) as scorer:
         result = evaluate_model(
             open_policy(args.model, args.plan, args.device),
             task,

@@ -5,16 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-from safetensors.torch import load_file
-
-from jetrl.building import build_policy, choose_device, limit_threads
+from jetrl.building import choose_device, limit_threads, policy_of_masters
 from jetrl.config import load_config
 from jetrl.errors import UserError
 from jetrl.policy import Policy
 from jetrl.precision import PrecisionPlan
 from jetrl.runs import RunDirectory
-from jetrl.tasks import get_task
 from jetrl.training import Checkpoints
 
 MASTERS = "masters.safetensors"  # of a checkpoint
@@ -89,21 +85,4 @@ def policy_of_checkpoint(found: Found, plan: PrecisionPlan, device: str) -> Poli
     assert found.run is not None  # find_model
     Checkpoints.check(found.path)
     settings = load_config(found.run / "config.toml", [f"run.device={choose_device(device)}"])
-    task = get_task(settings.task.name, path=settings.task.path, **settings.task.options)
-    policy = build_policy(settings, plan, task)
-    tensors = load_file(found.path / MASTERS)
-    masters = policy.named_masters()
-    unequal = sorted(
-        name
-        for name in tensors.keys() | masters.keys()
-        if name not in tensors or name not in masters or tensors[name].shape != masters[name].shape
-    )
-    if unequal:
-        raise UserError(
-            f"{found.path}: not of the model in {found.run / 'config.toml'}: {', '.join(unequal)}"
-        )
-    with torch.no_grad():
-        for name, master in masters.items():
-            master.copy_(tensors[name])
-    policy.requantize()
-    return policy
+    return policy_of_masters(settings, plan, found.path / MASTERS)

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 from jetrl.building import build_judge, build_policy, choose_device, model_config
 from jetrl.config import Settings
@@ -36,7 +35,7 @@ from jetrl.runs.storing import storing
 from jetrl.session.phases import PhaseObserver
 from jetrl.session.watchdog import Watchdog
 from jetrl.session.worked_answers import check_worked_answers
-from jetrl.tasks import Scorer, Task, get_task
+from jetrl.tasks import Scorer, Task, build_task
 from jetrl.training.objectives import Objective
 
 logger = logging.getLogger(__name__)
@@ -78,7 +77,7 @@ def open_parts(settings: Settings, resume: bool, stack: contextlib.ExitStack) ->
     free = free_bytes(device)
     check_fits(settings, config, others, Load.of(settings, config), device, free)
     wanted = settings.task
-    task = _task(settings)
+    task = build_task(wanted)
     max_turns = turns_of(task, wanted.max_turns)
     with explained("loading the model", "`jetrl train --dry-run` prints what a run holds"):
         policy = build_policy(settings, plan, task)
@@ -86,7 +85,7 @@ def open_parts(settings: Settings, resume: bool, stack: contextlib.ExitStack) ->
         judge = build_judge(settings, policy)
     prompts = encode_prompts(policy, task, wanted.split, system_prompt=wanted.system_prompt)
     if settings.sft.steps:
-        check_worked_answers(_task(settings), policy, prompts)
+        check_worked_answers(build_task(wanted), policy, prompts)
     eval_prompts = (
         encode_prompts(policy, task, wanted.eval_split, settings.eval.prompts, wanted.system_prompt)
         if settings.eval.every or settings.sft.until is not None
@@ -134,12 +133,6 @@ def open_parts(settings: Settings, resume: bool, stack: contextlib.ExitStack) ->
         judge=judge,
         memory=memory,
     )
-
-
-def _task(settings: Settings) -> Task:
-    wanted = settings.task
-    options: dict[str, Any] = dict(wanted.options)
-    return get_task(wanted.name, path=wanted.path, **options)
 
 
 def open_observers(

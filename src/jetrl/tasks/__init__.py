@@ -1,7 +1,7 @@
 """Tasks: prompts to answer and scores for the answers."""
 
 from jetrl.tasks.base import ScoreError, Task, to_score
-from jetrl.tasks.registry import get_task, read_prompts
+from jetrl.tasks.registry import build_task, get_task, read_prompts
 from jetrl.tasks.scorer import ScoredText, Scorer, StepAnswer
 
 __all__ = [
@@ -10,6 +10,7 @@ __all__ = [
     "Scorer",
     "StepAnswer",
     "Task",
+    "build_task",
     "get_task",
     "read_prompts",
     "to_score",

@@ -20,6 +20,7 @@ from types import ModuleType
 from typing import Any
 
 from jetrl.errors import UserError
+from jetrl.settings import TaskSettings
 from jetrl.tasks.base import Task
 from jetrl.tasks.messages import check_options, describe_error, nearest
 from jetrl.types import Prompt
@@ -62,6 +63,16 @@ def get_task(name: str, *, path: str | Path | None = None, **options: Any) -> Ta
         )
     module_name, class_name = BUILT_IN[name]
     return _build(getattr(importlib.import_module(module_name), class_name), name, options)
+
+
+def build_task(settings: TaskSettings) -> Task:
+    """The task that the settings of a run describe.
+
+    Raises:
+        UserError: as `get_task`.
+    """
+    options: dict[str, Any] = dict(settings.options)
+    return get_task(settings.name, path=settings.path, **options)
 
 
 def read_prompts(task: Task, split: str) -> list[Prompt]:
