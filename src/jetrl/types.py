@@ -48,6 +48,13 @@ class Prompt:
         if (self.text is None) == (self.messages is None):
             raise ValueError(f"Prompt {self.id!r}: give exactly one of text and messages")
 
+    @property
+    def asked(self) -> str:
+        """What is asked, for people: the text, or what the last message says."""
+        if self.text is not None:
+            return self.text
+        return str((self.messages or ({},))[-1].get("content", ""))
+
 
 @dataclass(frozen=True)
 class SamplingParams:

@@ -1,10 +1,13 @@
 import io
 
+import numpy as np
 import pytest
+from matplotlib.figure import Figure
 from rich.console import Console as RichConsole
 
 from jetrl.errors import UserError
 from jetrl.runs import list_runs, plot_runs, runs_table, show_run
+from jetrl.runs.plot_style import line
 
 
 def test_listing_has_good_and_damaged_runs(make_run):
@@ -50,6 +53,36 @@ def test_plot_overlays_runs(make_run, tmp_path):
     out = plot_runs(runs, (), tmp_path / "plots" / "all.png")
     assert out.read_bytes().startswith(b"\x89PNG")
     assert plot_runs(runs[:1], ["reward/mean", "eval"], tmp_path / "two.png").is_file()
+
+
+def test_a_supervised_run_is_plotted_from_its_own_lines(make_run, tmp_path, monkeypatch):
+    import jetrl.runs.compare as module
+
+    drawn, line = [], module.line
+
+    def noted(axes, steps, values, label, color):
+        drawn.append((axes, list(steps)))
+        line(axes, steps, values, label, color)
+
+    monkeypatch.setattr(module, "line", noted)
+    warm = make_run("warm", steps=0, sft=3, evaluate=False)
+    plot_runs([warm], (), tmp_path / "warm.png")
+    assert drawn
+    assert all(len(steps) == 3 for _, steps in drawn)
+    drawn.clear()
+    plot_runs([make_run("rl", steps=5, sft=3)], ["timing/step_s"], tmp_path / "rl.png")
+    assert [len(steps) for _, steps in drawn] == [5], "not those of its warm-up"
+
+
+def test_a_constant_is_one_straight_line():
+    """A moving mean of equal numbers differs from them in the last place, and an axis shows it."""
+    axes = Figure().subplots()
+    steps = np.arange(300.0)
+    line(axes, steps, np.full(300, 1e-3), "lr", "blue")
+    (only,) = axes.lines
+    assert np.unique(only.get_ydata()).tolist() == [1e-3]
+    line(axes, steps, steps % 7, "noisy", "blue")
+    assert len(axes.lines) == 3
 
 
 @pytest.mark.parametrize("metric", ["policy/kl_ref", "nonsense"])

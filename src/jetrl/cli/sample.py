@@ -90,16 +90,12 @@ def read_prompts(arguments: Sequence[str], chat: bool) -> Iterator[Prompt]:
             yield Prompt(id=str(number), text=text)
 
 
-def prompt_text(prompt: Prompt) -> str:
-    return prompt.text if prompt.text is not None else (prompt.messages or ({},))[-1]["content"]
-
-
 def as_text(prompt: Prompt, completion: Completion) -> str:
     total = math.fsum(completion.logprobs)
     facts = f"{len(completion.token_ids)} tokens, {completion.finish_reason}, log-prob {total:.3f}"
     from jetrl.runs.format import visible
 
-    said = f"{prompt_text(prompt)}{completion.text}"
+    said = f"{prompt.asked}{completion.text}"
     if sys.stdout.isatty():  # a file gets the text as it is, a terminal no control characters
         said = visible(said, newlines=True)
     return f"{said}\n  [{facts}]"
@@ -108,7 +104,7 @@ def as_text(prompt: Prompt, completion: Completion) -> str:
 def as_json(prompt: Prompt, completion: Completion) -> str:
     return json.dumps(
         {
-            "prompt": prompt_text(prompt),
+            "prompt": prompt.asked,
             "completion": completion.text,
             "finish_reason": completion.finish_reason,
             "logprob": math.fsum(completion.logprobs),

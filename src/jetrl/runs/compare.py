@@ -29,6 +29,12 @@ DEFAULT_METRICS = (
     "mismatch/mean_abs_logprob_diff",
     "timing/step_s",
 )
+SUPERVISED_METRICS = (
+    "sft/loss",
+    "reward_model/accuracy",
+    "reward_model/eval_accuracy",
+    "sft/grad_norm",
+)
 PANEL_INCHES = (5.2, 2.9)
 
 
@@ -134,7 +140,9 @@ def plot_runs(
         UserError: not a run directory, an unknown metric, or one that no run has.
     """
     runs = {_label(Path(path), paths): RunDirectory.open(path).metrics() for path in paths}
-    names = _chosen(metrics or DEFAULT_METRICS, runs, strict=bool(metrics))
+    in_rl = any(r.get("phase", "rl") == "rl" for records in runs.values() for r in records)
+    usual = DEFAULT_METRICS if in_rl else SUPERVISED_METRICS
+    names = _chosen(metrics or usual, runs, strict=bool(metrics))
     num_columns = 1 if len(names) == 1 else 2
     num_rows = math.ceil(len(names) / num_columns)
     width, height = PANEL_INCHES
@@ -187,8 +195,9 @@ def _chosen(wanted: Sequence[str], runs: dict[str, list[Record]], strict: bool) 
 
 
 def _phase_of(records: list[Record], name: str) -> list[Record]:
-    phase = "sft" if name.startswith("sft/") else "rl"
-    return [r for r in records if r.get("phase", "rl") == phase]
+    """The RL lines, or the supervised ones where no RL line has the metric."""
+    rl = [r for r in records if r.get("phase", "rl") == "rl"]
+    return rl if any(name in r for r in rl) else [r for r in records if r.get("phase") == "sft"]
 
 
 def _label(path: Path, paths: Sequence[str | Path]) -> str:

@@ -125,7 +125,7 @@ class Console:
     def samples(self, step: int, samples: Sequence[Sample]) -> None:
         """A table of a few completions, from the lowest to the highest reward."""
         shown = spread(sorted(samples, key=lambda s: s.score.reward), SAMPLE_ROWS)
-        rows = [(_prompt(s), s.completion.text, number(s.score.reward)) for s in shown]
+        rows = [(s.prompt.asked, s.completion.text, number(s.score.reward)) for s in shown]
         if self._bar is None:
             for prompt, text, reward in rows:
                 asked, answered = clip(visible(prompt), 60), clip(visible(text), 100)
@@ -224,9 +224,3 @@ def step_line(title: str, step: int, total: int, metrics: Mapping[str, float]) -
 
 def _score(value: float) -> str:
     return percent(value) if 0 <= value <= 1 else number(value)
-
-
-def _prompt(sample: Sample) -> str:
-    if sample.prompt.text is not None:
-        return sample.prompt.text
-    return str((sample.prompt.messages or ({},))[-1].get("content", ""))

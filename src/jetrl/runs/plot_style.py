@@ -121,7 +121,7 @@ def series(records: Records, name: str) -> tuple[np.ndarray, np.ndarray]:
 def line(axes: Axes, steps: np.ndarray, values: np.ndarray, label: str, color: str) -> None:
     """A line through a metric: thinned if it is very long, with a moving mean if it is long."""
     steps, values = thin(steps, values)
-    if len(steps) >= SMOOTH_FROM:
+    if len(steps) >= SMOOTH_FROM and len(np.unique(values)) > 1:  # a mean of equals has noise
         axes.plot(steps, values, color=color, alpha=0.28, linewidth=1.0)
         axes.plot(steps, moving_mean(values, max(2, len(steps) // 32)), color=color, label=label)
     else:
