@@ -84,6 +84,11 @@ def test_head_in_chunks_equals_the_whole(kernels, rows: int) -> None:
     torch.testing.assert_close(logprobs, expected.float(), rtol=1e-5, atol=1e-4)
     assert (dhidden - wide_h.grad).norm() <= 2**-7 * wide_h.grad.norm()
     assert (dmaster - wide_w.grad).norm() <= 2**-8 * wide_w.grad.norm()
+    m = master.clone().requires_grad_()
+    m.grad = there = torch.ones_like(m)
+    kernels.lm_head_logprobs(hidden, m, weight, chosen, 0.9, 128)[0].backward(upstream)
+    assert m.grad is there, "added to in place"
+    torch.testing.assert_close(there - 1, dmaster, rtol=1e-3, atol=1e-5)
 
 
 def test_nan_and_hopeless_rows(kernels) -> None:

@@ -138,7 +138,9 @@ def lm_head_logprobs(
     """(log-prob, entropy) float32 [R] of chosen int64 [R] given hidden bfloat16 [R, D].
 
     weight: bfloat16 [V, D], the working copy of master float32 [V, D], which only receives the
-    gradient. Differentiable in hidden and master; entropy is not. chunk_rows: rows whose logits are
+    gradient. Differentiable in hidden and master; entropy is not. A gradient that the master has
+    already is added to in place: a second one would be 2.3 GiB at the moment of the highest memory
+    (8B). chunk_rows: rows whose logits are
     held at a time; changes no bit of the results.
     """
     check_matrix("lm_head_logprobs", hidden, (torch.bfloat16,))
@@ -243,7 +245,7 @@ class _HeadLogprobs(torch.autograd.Function):
                 whole[part] = piece
         logprobs, entropy, row_max, lse = results
         ctx.save_for_backward(hidden, weight, chosen, row_max, lse)
-        ctx.temperature, ctx.chunk_rows = temperature, chunk_rows
+        ctx.temperature, ctx.chunk_rows, ctx.master = temperature, chunk_rows, master
         ctx.needs = (hidden.requires_grad, master.requires_grad)
         ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
@@ -253,9 +255,12 @@ class _HeadLogprobs(torch.autograd.Function):
         hidden, weight, chosen, row_max, lse = ctx.saved_tensors
         grad = grads[0].float().contiguous()
         dhidden = torch.empty_like(hidden) if ctx.needs[0] else None
-        dweight = None
+        dweight = there = None
         if ctx.needs[1]:
-            dweight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+            there = ctx.master.grad if not ctx.master._backward_hooks else None
+            dweight = there
+            if there is None:
+                dweight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
         for start in range(0, len(chosen), ctx.chunk_rows):
             part = slice(start, start + ctx.chunk_rows)
             logits = bf16_matmul_hopper(hidden[part], weight, torch.float32)
@@ -270,4 +275,4 @@ class _HeadLogprobs(torch.autograd.Function):
                 torch.ops.aten.addmm.dtype_out(
                     dweight, gradient.t(), hidden[part], torch.float32, out=dweight
                 )
-        return dhidden, dweight, None, None, None, None
+        return dhidden, dweight if there is None else None, None, None, None, None

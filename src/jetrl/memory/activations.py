@@ -47,13 +47,12 @@ def kept_bytes(
 
 def head_bytes(config: ModelConfig, batch: MicroBatch) -> int:
     """On top, while lm_head's gradient is made: a chunk of float32 logits and its bfloat16
-    gradient, the gradient of the hidden states, and that of the weight where it is to be added to
-    one that is there."""
+    gradient, and the gradient of the hidden states. The weight's is added to the one that is there,
+    if one is, and is counted with the gradients."""
     if config.head == "score":
         return 0
     rows = min(batch.tokens, max(64, _HEAD_LOGITS // config.vocab_size // 64 * 64))
-    weight = 4 * config.vocab_size * config.hidden_size if batch.several else 0
-    return 6 * rows * config.vocab_size + 2 * batch.tokens * config.hidden_size + weight
+    return 6 * rows * config.vocab_size + 2 * batch.tokens * config.hidden_size
 
 
 def layer_bytes(config: ModelConfig, plan: PrecisionPlan, batch: MicroBatch) -> int:
