@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import re
 import shutil
@@ -22,7 +23,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from jetrl.bench.parity import make_policy
 from jetrl.bench.shapes import SHAPES
 from jetrl.building import model_config
 from jetrl.config import load_config
-from jetrl.memory import Load, OtherModels, check_fits, free_bytes
+from jetrl.memory import Load, OtherModels, check_fits
 from jetrl.models.tiny_tokenizers import character_tokenizer
 from jetrl.out_of_memory import release
 from jetrl.policy import Policy
@@ -59,9 +60,10 @@ class Program:
         )
         assert self._process.stdout is not None
         os.set_blocking(self._process.stdout.fileno(), False)
-        self.anonymous_gib, self.lines = 0.0, []  # type: ignore[var-annotated]
+        self.anonymous_gib = 0.0
+        self.lines: list[tuple[float, str]] = []
 
-    def run(self, until: Any = lambda: False) -> dict[str, Any]:
+    def run(self, until: Callable[[], bool] = lambda: False) -> dict[str, Any]:
         """To its end, or until it is killed because `until()` is true."""
         killed = False
         while self._process.poll() is None:
@@ -129,20 +131,88 @@ def metrics_of(run: Path) -> list[dict[str, Any]]:
     return [line for line in lines if "timing/step_s" in line and line["step"] > 0]
 
 
-def planned(words: Sequence[str], device: str) -> dict[str, Any]:
-    """What the run plans for itself."""
+def planned(words: Sequence[str], device: str, program: Program) -> dict[str, Any]:
+    """What the run planned for itself: from its settings, and from what it found free."""
     settings = load_config(words[0], list(words[1:]))
     config = model_config(settings)
     tokenizer = character_tokenizer()
     prompts = read_prompts(get_task(settings.task.name, **settings.task.options), "train")
     longest = max(len(tokenizer.encode(prompt.text or "")) for prompt in prompts)
     load = Load.of(settings, config, longest)
-    fitted = check_fits(settings, config, OtherModels(), load, device, free_bytes(device))
+    said = [re.search(r"of ([0-9.]+) GiB that were free", line) for _, line in program.lines]
+    free = next((int(float(found[1]) * GIB) for found in said if found), None)
+    fitted = check_fits(settings, config, OtherModels(), load, device, free)
     return {
+        "free_gib": free and round(free / GIB, 1),
         "tokens_per_micro_batch": fitted.plan.micro_batch.tokens,
         "rollout_gib": round(fitted.plan.rollout / GIB, 2),
         "update_gib": round(fitted.plan.update / GIB, 2),
         "rows": [list(map(str.strip, cells)) for cells in fitted.plan.table()],
+    }
+
+
+def device_name() -> str:
+    query = ("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
+    return subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip()
+
+
+class Results:
+    """The JSON, written after every part: what was measured stays if a later part is cut."""
+
+    def __init__(self, path: Path, device: str) -> None:
+        self._path = path
+        self.found: dict[str, Any] = {
+            "command": "python " + " ".join(sys.argv),
+            "device": device_name() if device == "cuda" else "cpu",
+            "torch": torch.__version__,
+            "date": time.strftime("%Y-%m-%d"),
+        }
+
+    def add(self, name: str, value: Any) -> None:
+        self.found[name] = value
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._path.write_text(json.dumps(self.found, indent=1) + "\n")
+        print(f"{name}: {json.dumps(value)}", flush=True)
+
+
+def on_other_disk(run: Path, checkpoints: Path) -> Callable[[], bool]:
+    """Has the run's checkpoints go to another folder, as soon as the run has its own."""
+
+    def place() -> bool:
+        folder = run / "checkpoints"
+        if run.is_dir() and not folder.exists():
+            folder.symlink_to(checkpoints, target_is_directory=True)
+        return False
+
+    return place
+
+
+def recipe_words(args: argparse.Namespace, model: Path, run: Path) -> list[str]:
+    """What `jetrl train` is called with."""
+    recipe = args.work / "real.toml"
+    recipe.write_text("")
+    return [
+        *(str(recipe), f"run.name={run.name}", f"run.dir={run.parent}"),
+        *(f"run.device={args.device}", f"model.path={model}", "task.name=arithmetic"),
+        *(f"rollout.prompts_per_step={args.prompts}", f"rollout.samples_per_prompt={args.samples}"),
+        *(f"rollout.max_tokens={args.max_tokens}", "rollout.max_batch_size=256", "eval.every=0"),
+        *("train.lr=1e-6", "train.warmup_steps=0", "train.tokens_per_micro_batch=16384"),
+        *(f"train.optimizer_states={args.states}", "loop.steps=1", "checkpoint.keep_last=1"),
+        "checkpoint.background=false",
+    ]
+
+
+def compared(steps: Sequence[dict[str, Any]], planned: dict[str, Any]) -> dict[str, Any]:
+    """The measured peaks of the phases, and the planned ones over them."""
+    peaks = {
+        name: max(step.get(f"memory/{name}_peak_gib", 0.0) for step in steps)
+        for name in ("rollout", "update")
+    }
+    return {
+        "measured_gib": {name: round(peak, 2) for name, peak in peaks.items()},
+        "planned_over_measured": {
+            name: round(planned[f"{name}_gib"] / peak, 4) for name, peak in peaks.items() if peak
+        },
     }
 
 
@@ -154,75 +224,44 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--samples", type=int, default=8)
     parser.add_argument("--max-tokens", type=int, default=512)
-    parser.add_argument("--states", default="compact")
+    parser.add_argument("--states", default="compact", help="train.optimizer_states")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--out", type=Path, required=True, help="JSON file")
     args = parser.parse_args()
     model, run = args.work / "model", args.work / "runs" / "real"
-    shutil.rmtree(args.work, ignore_errors=True)
-    shutil.rmtree(args.checkpoints, ignore_errors=True)
-    run.parent.mkdir(parents=True)
-    args.checkpoints.mkdir(parents=True)
-    found: dict[str, Any] = {"directory": make_directory(args.shape, model, args.device)}
-    print(json.dumps(found), flush=True)
-    recipe = args.work / "real.toml"
-    recipe.write_text("")
-    words = [
-        *(str(recipe), "run.name=real", f"run.dir={run.parent}", f"run.device={args.device}"),
-        *(f"model.path={model}", "task.name=arithmetic", "eval.every=0"),
-        *(f"rollout.prompts_per_step={args.prompts}", f"rollout.samples_per_prompt={args.samples}"),
-        *(f"rollout.max_tokens={args.max_tokens}", "rollout.max_batch_size=256"),
-        *("train.lr=1e-6", "train.warmup_steps=0", "train.tokens_per_micro_batch=16384"),
-        *(f"train.optimizer_states={args.states}", "loop.steps=1", "checkpoint.keep_last=1"),
-        "checkpoint.background=false",
-    ]
-    found["planned"] = planned(words, args.device)
+    for folder in (args.work, args.checkpoints):
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+    results = Results(args.out, args.device)
+    # In a process of its own: one that has touched the GPU keeps memory of it.
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        made = pool.apply(make_directory, (args.shape, model, args.device))
+    results.add("directory", made)
+    words = recipe_words(args, model, run)
+
     first = Program(["train", *words])
-    at = {"made": False}
+    done = first.run(on_other_disk(run, args.checkpoints))
+    results.add("train", {**done, "plan_printed_s": first.second_of("memory plan")})
+    results.add("planned", planned(words, args.device, first))
 
-    def place() -> bool:
-        """The run's checkpoints go to the other file system."""
-        folder = run / "checkpoints"
-        if not at["made"] and run.is_dir() and not folder.exists():
-            folder.symlink_to(args.checkpoints, target_is_directory=True)
-            at["made"] = True
-        return False
+    again = [*words[:3], "loop.steps=2", "checkpoint.background=true", "--resume"]
+    second = Program(["train", *again])
+    done = second.run(lambda: len(metrics_of(run)) > 1)
+    results.add("resume", {**done, "resumed_s": second.second_of("resumed after")})
 
-    found["train"] = first.run(place)
-    found["train"]["plan_printed_s"] = first.second_of("memory plan")
-    again = ["train", *words[:3], "loop.steps=2", "checkpoint.background=true", "--resume"]
-    second = Program(again)
-    found["resume"] = second.run(lambda: len(metrics_of(run)) > 1)
-    found["resume"]["resumed_s"] = second.second_of("resumed after")
     steps = metrics_of(run)
     assert [step["step"] for step in steps] == [1, 2], steps
-    found["steps"] = steps
-    out = args.work / "fp8"
-    export = ["export", str(model), str(out), "--dtype", "fp8", "--device", args.device]
-    found["export"] = Program(export).run()
-    found["bytes"] = {
-        str(path.relative_to(args.work)): sum(f.stat().st_size for f in path.glob("*"))
-        for path in (model, out, *run.glob("checkpoints/step_*"))
+    results.add("steps", steps)
+    results.add("memory", compared(steps, results.found["planned"]))
+    folders = (model, run / "model", *run.glob("checkpoints/step_*"))
+    sizes = {
+        str(path.relative_to(args.work)): sum(file.stat().st_size for file in path.glob("*"))
+        for path in folders
     }
-    peaks = {
-        name: max(step.get(f"memory/{name}_peak_gib", 0.0) for step in steps)
-        for name in ("rollout", "update")
-    }
-    found["measured"] = {f"{name}_gib": round(peak, 2) for name, peak in peaks.items()}
-    found["planned_over_measured"] = {
-        name: round(found["planned"][f"{name}_gib"] / peak, 4)
-        for name, peak in peaks.items()
-        if peak
-    }
-    about = {
-        "command": "python " + " ".join(sys.argv),
-        "device": torch.cuda.get_device_name() if args.device == "cuda" else "cpu",
-        "torch": torch.__version__,
-        "date": time.strftime("%Y-%m-%d"),
-    }
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps({**about, **found}, indent=1) + "\n")
-    print(json.dumps({k: v for k, v in found.items() if k not in ("steps", "planned")}, indent=1))
+    results.add("bytes", sizes)
+    out = str(args.work / "fp8")
+    export = ["export", str(model), out, "--dtype", "fp8", "--device", args.device]
+    results.add("export", Program(export).run())
 
 
 if __name__ == "__main__":
