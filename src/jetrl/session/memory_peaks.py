@@ -54,10 +54,10 @@ class MemoryPeaks:
         return {"memory/peak_gib": self._highest / GIB, **phases}
 
 
-def plan_notes(memory: Fitted, wanted: int) -> list[str]:
-    """The memory plan in lines. wanted: train.tokens_per_micro_batch."""
+def plan_notes(memory: Fitted, wanted: int, load_s: float) -> list[str]:
+    """The memory plan in lines. wanted: train.tokens_per_micro_batch. load_s: of the models."""
     plan = memory.plan
-    lines = ["memory plan", *shown(plan).splitlines()]
+    lines = [f"models loaded in {load_s:.1f} s; memory plan", *shown(plan).splitlines()]
     if memory.free is not None:
         lines.append(f"  of {memory.free / GIB:.1f} GiB that were free")
     if memory.tokens < wanted:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,7 +46,8 @@ logger = logging.getLogger(__name__)
 class Parts:
     """What a run is made of. prompts, eval_prompts: encoded, in the order of their split; no
     eval_prompts where nothing is evaluated. max_turns: of a completion. attempt: this start of the
-    program. judge: None where the reward is the task's score. memory: what they will hold."""
+    program. judge: None where the reward is the task's score. memory: what they will hold.
+    load_s: seconds that it took to load the models."""
 
     settings: Settings
     plan: PrecisionPlan
@@ -61,6 +63,7 @@ class Parts:
     engine: RolloutEngine
     judge: Judge | None
     memory: Fitted
+    load_s: float
 
 
 def open_parts(settings: Settings, resume: bool, stack: contextlib.ExitStack) -> Parts:
@@ -79,10 +82,12 @@ def open_parts(settings: Settings, resume: bool, stack: contextlib.ExitStack) ->
     wanted = settings.task
     task = build_task(wanted)
     max_turns = turns_of(task, wanted.max_turns)
+    began = time.monotonic()
     with explained("loading the model", "`jetrl train --dry-run` prints what a run holds"):
         policy = build_policy(settings, plan, task)
-        require_exact(policy)
         judge = build_judge(settings, policy)
+        load_s = time.monotonic() - began
+        require_exact(policy)
     prompts = encode_prompts(policy, task, wanted.split, system_prompt=wanted.system_prompt)
     if settings.sft.steps:
         check_worked_answers(build_task(wanted), policy, prompts)
@@ -132,6 +137,7 @@ def open_parts(settings: Settings, resume: bool, stack: contextlib.ExitStack) ->
         engine=engine,
         judge=judge,
         memory=memory,
+        load_s=load_s,
     )
 
 

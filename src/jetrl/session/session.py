@@ -108,7 +108,8 @@ class Session:
         self.learning = Learning(self.run.metrics("rl"))
 
     def _tell_memory_plan(self) -> None:
-        lines = plan_notes(self.parts.memory, self.settings.train.tokens_per_micro_batch)
+        wanted = self.settings.train.tokens_per_micro_batch
+        lines = plan_notes(self.parts.memory, wanted, self.parts.load_s)
         logger.info("%s", "\n".join(lines))
         if self.parts.policy.device.type == "cuda":
             for line in lines:
