@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
-from jetrl.precision.exact import align, exact_matmul, exp_nonpositive, log_positive, sigmoid
+from jetrl.precision.exact import (
+    align,
+    exact_matmul,
+    exp_nonpositive,
+    log_positive,
+    sigmoid,
+    square_root,
+)
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -67,3 +75,11 @@ def test_elementwise_results_do_not_depend_on_the_place_in_an_array(function) ->
     whole = function(x)
     for start, size in ((0, 1), (1, 7), (500, 33), (17, 986)):
         assert torch.equal(function(x[start : start + size]), whole[start : start + size])
+
+
+def test_square_root_is_rounded_to_nearest() -> None:
+    """NumPy's is the processor's instruction, which IEEE 754 demands to be right."""
+    bits = torch.randint(0, 0x7F800001, (200_000,), generator=generator(), dtype=torch.int32)
+    x = bits.view(torch.float32)
+    assert np.array_equal(square_root(x).numpy(), np.sqrt(x.numpy()))
+    assert torch.equal(square_root(x[3:5]), square_root(x)[3:5])

@@ -24,6 +24,7 @@ BENCHMARKS = (
     "layer",
     "logprob",
     "norm",
+    "optimizer",
     "parity",
     "partial",
     "quantize",

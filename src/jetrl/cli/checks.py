@@ -118,7 +118,8 @@ def check_disk(folder: Path) -> Check:
     free = shutil.disk_usage(folder).free / 2**30
     detail = f"{free:.1f} GiB free in {folder}"
     step = (
-        "a checkpoint holds weights and optimizer: 12 bytes a parameter; make room, or set run.dir"
+        "a checkpoint holds weights and optimizer: 12 bytes a parameter, 7 with "
+        "train.optimizer_states=compact; make room, or set run.dir"
     )
     if free < NO_DISK_GIB:
         return Check("FAIL", "disk", detail, step)

@@ -29,6 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from jetrl.precision.exact import square_root
 from jetrl.precision.hopper import hopper
 
 CODES = 255
@@ -121,11 +122,12 @@ def adamw_ref_(
     old_root = _decode_root(root)
     m = s.beta1 * _decode_ratio(ratio, root < 0, s.before, old_root) + s.rest1 * g
     v = s.beta2 * (old_root * old_root) + s.rest2 * (g * g)
-    exact_root = v.sqrt()
+    exact_root = square_root(v)
     code = _encode_root(exact_root, s.salt)
     negative = m < 0
     new_root = _decode_root(code)
-    new_ratio = ((m.abs() / new_root * s.encode).sqrt() + 0.5).clamp(max=CODES).to(torch.uint8)
+    share = square_root(m.abs() / new_root * s.encode) + 0.5
+    new_ratio = share.clamp(max=CODES).to(torch.uint8)
     kept = _decode_ratio(new_ratio, negative, s.now, new_root)
     update = (s.rate * m - s.carry * (kept - m)) / (exact_root * s.unbias + s.eps)
     master.copy_(master * s.decay - update)
