@@ -108,7 +108,9 @@ def requantize_bytes(policy: Policy) -> int:
 
 
 def run(shape: str, states: Sequence[str], layers: int | None) -> list[Row]:
-    """The rows. FP32 states, gradients and masters are 16 bytes a parameter."""
+    """The rows. With FP32 states 16 bytes a parameter are held, beside the working copies."""
+    copy_bandwidth()  # while there is room for what it copies
+    release()
     policy = make_policy(shape, "unified", "cuda", layers)
     masters = policy.named_masters()
     gradients = {name: 1e-5 * torch.randn_like(p) for name, p in masters.items()}

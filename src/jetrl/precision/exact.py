@@ -99,8 +99,8 @@ def log_positive(x: Tensor) -> Tensor:
 
 def square_root(x: Tensor) -> Tensor:
     """sqrt(x) of float32 x, rounded to nearest. torch's own in float32 is off by a unit of the last
-    place for one value in six (2.13, x86). A root of a float32 is never so near to the middle of two
-    that float64's error of a unit decides."""
+    place for one value in six (2.13, x86). A root of a float32 is never so near to the middle of
+    two that float64's error of a unit decides."""
     return x.double().sqrt().float()
 
 
