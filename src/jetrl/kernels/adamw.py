@@ -11,7 +11,7 @@ it. Rounding a state at every step goes wrong in two ways, and both are met here
   known, so it is taken out of the master at once (`carry`): the sum of all updates is AdamW's, and
   a weight is off by the last rounding alone. (For a constant sqrt(v) that is exact: heavy ball's
   auxiliary sequence W - carry * m / sqrt(v) moves as if m had never been rounded.)
-* sqrt(v) moves by a part of 1 - beta2 a step, less than half a unit of its last place where beta2
+* sqrt(v) moves by a part of 1 - beta2 a step, half a unit of its last place or less where beta2
   = 0.999: rounded to nearest it would stand still. A dither in [0, 1) units is added before the
   last bits are cut: a Weyl sequence of element and step, so drifts of any size are followed, and a
   resumed run makes the same bits.
