@@ -21,7 +21,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from jetrl.bench._timing import Row, print_table, write_results
 from jetrl.bench.parity import make_policy
@@ -58,7 +57,6 @@ def run(policy: Policy, share: float, steps: int, prompts_per_step: int, mean: i
     for step in range(1, steps + 1):
         count = prompts_per_step + carrying.start_step()
         drawn, at = encoded[at : at + count], at + count
-        torch.cuda.synchronize()
         began = time.perf_counter()
         if carrying.on:
             completions = carrying.sample(engine, drawn, params, step, lambda progress: None)[1]
