@@ -81,6 +81,7 @@ class Policy(Model):
                 head.operand("train"),
                 token_ids[targets],
                 temperature,
+                recompute=checkpoint_layers,
             )
             return on_gpu
         at_once = _LOGITS_AT_ONCE * (8 if token_ids.is_cuda else 1)

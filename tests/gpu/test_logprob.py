@@ -69,9 +69,9 @@ def test_head_in_chunks_equals_the_whole(kernels, rows: int) -> None:
     chosen = torch.randint(0, vocabulary, (rows,), generator=g, device="cuda")
     upstream = torch.randn(rows, generator=g, device="cuda")
     results = []
-    for chunk in (None, 128, 64):
+    for chunk, again in ((None, False), (128, True), (64, True), (64, False)):
         h, m = hidden.clone().requires_grad_(), master.clone().requires_grad_()
-        logprobs, entropy = kernels.lm_head_logprobs(h, m, weight, chosen, 0.9, chunk)
+        logprobs, entropy = kernels.lm_head_logprobs(h, m, weight, chosen, 0.9, chunk, again)
         logprobs.backward(upstream)
         results.append((logprobs, entropy, h.grad, m.grad))
     for other in results[1:]:
@@ -80,10 +80,10 @@ def test_head_in_chunks_equals_the_whole(kernels, rows: int) -> None:
     wide_h, wide_w = hidden.double().requires_grad_(), weight.double().requires_grad_()
     expected = ((wide_h @ wide_w.t()) / 0.9).log_softmax(-1).gather(1, chosen[:, None]).squeeze(1)
     expected.backward(upstream.double())
-    logprobs, _, dhidden, dmaster = results[1]
-    torch.testing.assert_close(logprobs, expected.float(), rtol=1e-5, atol=1e-4)
-    assert (dhidden - wide_h.grad).norm() <= 2**-7 * wide_h.grad.norm()
-    assert (dmaster - wide_w.grad).norm() <= 2**-8 * wide_w.grad.norm()
+    for logprobs, _, dhidden, dmaster in results:
+        torch.testing.assert_close(logprobs, expected.float(), rtol=1e-5, atol=1e-4)
+        assert (dhidden - wide_h.grad).norm() <= 2**-7 * wide_h.grad.norm()
+        assert (dmaster - wide_w.grad).norm() <= 2**-8 * wide_w.grad.norm()
     m = master.clone().requires_grad_()
     m.grad = there = torch.ones_like(m)
     kernels.lm_head_logprobs(hidden, m, weight, chosen, 0.9, 128)[0].backward(upstream)

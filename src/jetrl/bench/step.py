@@ -118,13 +118,18 @@ def add_arguments(parser: argparse.ArgumentParser, plans: Sequence[str]) -> None
         "--tokens-per-micro-batch", type=int, help="default: the largest that fits, up to 16384"
     )
     parser.add_argument(
-        "--train", action="append", default=[], metavar="KEY=VALUE", help="a setting of [train]"
+        "--train",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="a setting of [train]; optimizer_states=compact unless given",
     )
     parser.add_argument("--device", default="cuda", help="cpu: to try it out, nothing is written")
 
 
 def choices_of(args: argparse.Namespace, max_batch_size: int | None = None) -> Choices:
-    train: dict[str, Any] = dict(setting.split("=", 1) for setting in args.train)
+    train: dict[str, Any] = {"optimizer_states": "compact"}
+    train |= dict(setting.split("=", 1) for setting in args.train)
     return Choices(
         shape=args.shape,
         device=args.device,

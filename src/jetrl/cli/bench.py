@@ -1,9 +1,10 @@
-"""Speed of single kernels, and parity at the shape of a real model, on a Hopper GPU.
+"""Speed on a Hopper GPU: of kernels, a layer, sampling, training and a whole step; and parity.
 
 For example:
 
     jetrl bench attention --out attention.json
     jetrl bench layer --shape qwen3-8b
+    jetrl bench step --shape qwen3-8b --response-length 2048
     jetrl bench parity --shape qwen3-8b --plan unified --load 512x400x4096
 
 Each prints a table and writes JSON with device, versions and date; `jetrl bench NAME --help` has

@@ -8,9 +8,11 @@ warps are pinned, so a row's bits depend on that row alone, and the sampler, whi
 `row_statistics`, gets the trainer's log-probs bit for bit. exp is the hardware's exp2 (relative
 error near 2**-22); the sum of 151936 of them is within 1e-6 of the reference's exact one.
 
-`lm_head_logprobs` never holds more logits than one chunk of rows: forward makes a chunk's logits
-and reduces them; backward makes them again, turns them into their BF16 gradient, and feeds two
-GEMMs. Chunks change no bit of a row either (`bf16_matmul_hopper`).
+`lm_head_logprobs` never holds more float32 logits than one chunk of rows. Forward makes a chunk's
+logits and reduces them; for backward it turns them into the gradient of each row's log-prob, in
+BF16, while they are there. Backward has two GEMMs then, on rows that the incoming gradient scales.
+With `recompute` nothing is kept, and backward makes the logits again: a third GEMM. Chunks change
+no bit of a row either (`bf16_matmul_hopper`).
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -33,6 +35,7 @@ BLOCK = 4096
 NUM_WARPS = 8
 LOG2_E = 1.4426950408889634
 _CHUNK_LOGITS = 2**29  # float32 logits held at once: 2 GiB
+_CHUNK_GRADIENTS = 2**30  # of their gradients, BF16, that one GEMM reads
 
 
 @triton.jit
@@ -134,19 +137,21 @@ def lm_head_logprobs(
     chosen: Tensor,
     temperature: float,
     chunk_rows: int | None = None,
+    recompute: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """(log-prob, entropy) float32 [R] of chosen int64 [R] given hidden bfloat16 [R, D].
 
     weight: bfloat16 [V, D], the working copy of master float32 [V, D], which only receives the
-    gradient. Differentiable in hidden and master; entropy is not. A gradient that the master has
-    already is added to in place: a second one would be 2.3 GiB at the moment of the highest memory
-    (8B). chunk_rows: rows whose logits are
-    held at a time; changes no bit of the results.
+    gradient; where there is one already backward adds to it in place (but where a hook wants to see
+    it). Differentiable in hidden and master; entropy is not. chunk_rows: rows whose logits are held
+    at a time; changes no bit of the results. recompute: do not keep the 2 R V bytes that spare
+    backward one of three products.
     """
     check_matrix("lm_head_logprobs", hidden, (torch.bfloat16,))
     rows = chunk_rows or max(64, _CHUNK_LOGITS // weight.shape[0] // 64 * 64)
+    keep = torch.is_grad_enabled() and not recompute
     logprobs, entropy = _HeadLogprobs.apply(
-        hidden, master, weight.detach(), chosen, temperature, rows
+        hidden, master, weight.detach(), chosen, temperature, rows, keep
     )
     return logprobs, entropy
 
@@ -182,9 +187,9 @@ def _logit_gradient(
     lse: Tensor,
     grad: Tensor,
     temperature: float,
-    dtype: torch.dtype,
+    out: Tensor,
 ) -> Tensor:
-    out = torch.empty(logits.shape, dtype=dtype, device=logits.device)
+    """The gradient of the logits in `out` [R, V], given that of the log-probs: float32 [R]."""
     blocks = triton.cdiv(logits.shape[1], BLOCK)
     if len(chosen):
         _backward_kernel[(len(chosen) * blocks,)](
@@ -220,7 +225,7 @@ class _ChosenLogprobs(torch.autograd.Function):
         logits, chosen, row_max, lse = ctx.saved_tensors
         grad = grads[0].float().contiguous()
         gradient = _logit_gradient(
-            logits, chosen, row_max, lse, grad, ctx.temperature, torch.float32
+            logits, chosen, row_max, lse, grad, ctx.temperature, torch.empty_like(logits)
         )
         return gradient, None, None
 
@@ -235,44 +240,57 @@ class _HeadLogprobs(torch.autograd.Function):
         chosen: Tensor,
         temperature: float,
         chunk_rows: int,
+        keep: bool,
     ) -> tuple[Tensor, Tensor]:
         results = torch.empty(4, len(chosen), dtype=torch.float32, device=hidden.device)
+        kept = hidden.new_empty(len(chosen), len(weight)) if keep else None
+        ones = torch.ones_like(results[0])
         for start in range(0, len(chosen), chunk_rows):
             part = slice(start, start + chunk_rows)
             logits = bf16_matmul_hopper(hidden[part], weight, torch.float32)
             parts = _reduce(logits, chosen[part], temperature)
             for whole, piece in zip(results, parts, strict=True):
                 whole[part] = piece
+            if kept is not None:
+                _, _, row_max, lse = parts
+                _logit_gradient(
+                    logits, chosen[part], row_max, lse, ones[part], temperature, kept[part]
+                )
+            del logits
         logprobs, entropy, row_max, lse = results
-        ctx.save_for_backward(hidden, weight, chosen, row_max, lse)
+        ctx.save_for_backward(hidden, weight, chosen, row_max, lse, kept)
         ctx.temperature, ctx.chunk_rows, ctx.master = temperature, chunk_rows, master
-        ctx.needs = (hidden.requires_grad, master.requires_grad)
         ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, chosen, row_max, lse = ctx.saved_tensors
+        hidden, weight, chosen, row_max, lse, kept = ctx.saved_tensors
         grad = grads[0].float().contiguous()
-        dhidden = torch.empty_like(hidden) if ctx.needs[0] else None
-        dweight = there = None
-        if ctx.needs[1]:
-            there = ctx.master.grad if not ctx.master._backward_hooks else None
-            dweight = there
-            if there is None:
-                dweight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
-        for start in range(0, len(chosen), ctx.chunk_rows):
-            part = slice(start, start + ctx.chunk_rows)
-            logits = bf16_matmul_hopper(hidden[part], weight, torch.float32)
-            gradient = _logit_gradient(
-                logits, chosen[part], row_max[part], lse[part], grad[part], ctx.temperature,
-                torch.bfloat16,
-            )  # fmt: skip
-            del logits
+        dhidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        total = dweight = None
+        if ctx.needs_input_grad[1]:
+            total = None if ctx.master._backward_hooks else ctx.master.grad
+            dweight = torch.zeros_like(ctx.master) if total is None else total
+        ones = torch.ones_like(grad)
+        rows = ctx.chunk_rows if kept is None else max(1, _CHUNK_GRADIENTS // len(weight))
+        for start in range(0, len(chosen), rows):
+            part = slice(start, start + rows)
+            if kept is not None:
+                gradient = kept[part]
+            else:
+                logits = bf16_matmul_hopper(hidden[part], weight, torch.float32)
+                gradient = _logit_gradient(
+                    logits, chosen[part], row_max[part], lse[part], ones[part], ctx.temperature,
+                    torch.empty_like(logits, dtype=torch.bfloat16),
+                )  # fmt: skip
+                del logits
+            scale = grad[part, None]
             if dhidden is not None:
-                torch.mm(gradient, weight, out=dhidden[part])
+                torch.mul(torch.mm(gradient, weight), scale, out=dhidden[part])
             if dweight is not None:
+                scaled = (hidden[part] * scale).bfloat16()
                 torch.ops.aten.addmm.dtype_out(
-                    dweight, gradient.t(), hidden[part], torch.float32, out=dweight
+                    dweight, gradient.t(), scaled, torch.float32, out=dweight
                 )
-        return dhidden, dweight if there is None else None, None, None, None, None
+        return dhidden, dweight if total is None else None, None, None, None, None, None

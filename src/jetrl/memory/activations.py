@@ -45,14 +45,24 @@ def kept_bytes(
     return kept + last_norm + wide * config.hidden_size * tokens  # and the rows that lm_head reads
 
 
-def head_bytes(config: ModelConfig, batch: MicroBatch) -> int:
-    """On top, while lm_head's gradient is made: a chunk of float32 logits and its bfloat16
-    gradient, and the gradient of the hidden states. The weight's is added to the one that is there,
-    if one is, and is counted with the gradients."""
+def on_top_bytes(
+    config: ModelConfig, plan: PrecisionPlan, batch: MicroBatch, recomputed: bool = False
+) -> int:
+    """On top, at most, at the end of the forward and in backward: in lm_head or in a layer."""
+    return max(head_bytes(config, batch, recomputed), layer_bytes(config, plan, batch))
+
+
+def head_bytes(config: ModelConfig, batch: MicroBatch, recomputed: bool) -> int:
+    """On top, in lm_head: the gradient of the logits, in bfloat16, of all rows or of the chunk
+    where they are made again; with it a chunk of float32 logits, or in backward the gradient of the
+    hidden states, and these scaled. The weight's is added to the one that is there."""
     if config.head == "score":
         return 0
     rows = min(batch.tokens, max(64, _HEAD_LOGITS // config.vocab_size // 64 * 64))
-    return 6 * rows * config.vocab_size + 2 * batch.tokens * config.hidden_size
+    logits, hidden = 4 * rows * config.vocab_size, 10 * batch.tokens * config.hidden_size
+    if recomputed:
+        return logits + logits // 2 + hidden
+    return 2 * batch.tokens * config.vocab_size + max(logits, hidden)
 
 
 def layer_bytes(config: ModelConfig, plan: PrecisionPlan, batch: MicroBatch) -> int:
@@ -73,10 +83,9 @@ def layer_bytes(config: ModelConfig, plan: PrecisionPlan, batch: MicroBatch) -> 
 
 
 def last_bytes(config: ModelConfig, batch: MicroBatch) -> int:
-    """On top, at the end of backward: the embedding's gradient where it is to be added to one that
-    is there, and what it is made of."""
-    weight = 4 * config.vocab_size * config.hidden_size if batch.several else 0
-    return weight + 6 * batch.tokens * config.hidden_size
+    """On top, at the end of backward: what is added to the embedding's gradient, and sorted by
+    token for it."""
+    return 14 * batch.tokens * config.hidden_size
 
 
 def forward_bytes(config: ModelConfig, plan: PrecisionPlan, tokens: int) -> int:

@@ -253,9 +253,7 @@ def _training(
     first = gradients if batch.several else 4 * config.vocab_size * config.hidden_size
     recomputed = settings.train.activation_checkpointing
     kept = activations.kept_bytes(config, plan, batch.tokens, recomputed)
-    on_top = max(
-        activations.head_bytes(config, batch), activations.layer_bytes(config, plan, batch)
-    )
+    on_top = activations.on_top_bytes(config, plan, batch, recomputed)
     last = activations.last_bytes(config, batch)
     if end == moment:  # one column: the higher of begin and end
         if not batch.several and gradients + last > first + kept + on_top:

@@ -233,7 +233,11 @@ class Decoder(nn.Module):
         checkpoint_layers: bool = False,
     ) -> Tensor:
         """token_ids, positions int64 [T] -> the final norm's output [T, D]."""
-        x = nn.functional.embedding(token_ids, self.embed).to(activation_dtype(self.plan))
+        dtype = activation_dtype(self.plan)
+        if token_ids.is_cuda and dtype == torch.bfloat16 and self.embed.dtype == torch.float32:
+            x = hopper("models.embedding_hopper").embed(token_ids, self.embed)
+        else:
+            x = nn.functional.embedding(token_ids, self.embed).to(dtype)
         _tell(self.trace, "embed", x)
         delta = None
         for layer in self.layers:

@@ -60,6 +60,16 @@ def charts_of(records: Records) -> list[Chart]:
                 "throughput/train_tokens_per_s": "training",
             },
         ),
+        _lines(
+            rl,
+            "memory",
+            "Peak memory of the GPU",
+            "GiB",
+            {
+                "memory/rollout_peak_gib": "rollout",
+                "memory/update_peak_gib": "update",
+            },
+        ),
         _lines(sft, "sft_loss", "Supervised warm-up", "nats", {"sft/loss": "loss"}),
     ]
     return [chart for chart in made if chart is not None]
@@ -75,7 +85,7 @@ def _lines(
     def draw(axes: Axes) -> None:
         for (name, label), color in zip(present.items(), LINES, strict=False):
             line(axes, *series(records, name), label, COLORS[color])
-        if unit in ("share", "tokens", "nats", "norm", "tokens/s"):
+        if unit in ("share", "tokens", "nats", "norm", "tokens/s", "GiB"):
             axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]) if _has_negative(axes) else 0.0)
             axes.set_ylim(top=1.03 * axes.get_ylim()[1])  # a flat line is not cut by the edge
         finish(axes, unit, len(present))

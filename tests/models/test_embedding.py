@@ -1,0 +1,28 @@
+"""The embedding that adds to its master's gradient itself: it runs on the CPU as well."""
+
+import torch
+from torch import nn
+
+from jetrl.models.embedding_hopper import embed
+
+
+def test_rows_and_gradients_are_those_of_torch():
+    g = torch.Generator().manual_seed(0)
+    ours, theirs = (nn.Parameter(torch.randn(50, 8, generator=g)) for _ in "ab")
+    theirs.data.copy_(ours.data)
+    for _ in range(2):  # the second time there is a gradient to add to
+        token_ids = torch.randint(0, 20, (64,), generator=g)
+        upstream = torch.randn(64, 8, generator=g).bfloat16()
+        rows = embed(token_ids, ours)
+        expected = nn.functional.embedding(token_ids, theirs).bfloat16()
+        assert torch.equal(rows, expected)
+        rows.backward(upstream)
+        expected.backward(upstream)
+    assert ours.grad is not None
+    # At most 2 * 64 terms of a token are added in another order: 128 roundings of 2**-24 each.
+    torch.testing.assert_close(ours.grad, theirs.grad, rtol=128 * 2**-24, atol=128 * 2**-24 * 8)
+
+
+def test_a_frozen_master_gets_no_gradient():
+    master = nn.Parameter(torch.randn(5, 8), requires_grad=False)
+    assert not embed(torch.tensor([1, 2]), master).requires_grad
