@@ -16,7 +16,7 @@ Compact states' bits are compared with the reference's first.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -107,23 +107,19 @@ def requantize_bytes(policy: Policy) -> int:
     return total
 
 
-def run(shape: str, states: Sequence[str], layers: int | None) -> list[Row]:
+def run(shape: str, states: Sequence[str], layers: int | None) -> Iterator[Row]:
     """The rows. With FP32 states 16 bytes a parameter are held, beside the working copies."""
     copy_bandwidth()  # while there is room for what it copies
     release()
     policy = make_policy(shape, "unified", "cuda", layers)
-    masters = policy.named_masters()
-    gradients = {name: 1e-5 * torch.randn_like(p) for name, p in masters.items()}
+    gradients = {name: 1e-5 * torch.randn_like(p) for name, p in policy.named_masters().items()}
     listed = list(gradients.values())
-    parameters = sum(g.numel() for g in listed)
-    rows = [
-        timed("gradient norm", 4 * parameters, lambda: torch.nn.utils.get_total_norm(listed)),
-        timed("requantize", requantize_bytes(policy), policy.requantize),
-    ]
+    num_bytes = sum(g.nbytes for g in listed)
+    yield timed("gradient norm", num_bytes, lambda: torch.nn.utils.get_total_norm(listed))
+    yield timed("requantize", requantize_bytes(policy), policy.requantize)
     for kind in states:
         release()
-        rows.append(step_row(policy, gradients, kind))
-    return [{"shape": shape, "parameters": parameters, **row} for row in rows]
+        yield step_row(policy, gradients, kind)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -144,11 +140,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     found = different()
     if found:
         raise MismatchError(f"jetrl bench optimizer: {found} elements differ; nothing measured")
-    rows = run(args.shape, args.states or STATES, args.layers)
     command = f"jetrl bench optimizer --shape {args.shape}"
     command += f" --layers {args.layers}" if args.layers else ""
     command += "".join(f" --states {kind}" for kind in args.states or [])
-    write_results(args.out, "optimizer", command, rows)
+    rows: list[Row] = []
+    for row in run(args.shape, args.states or STATES, args.layers):
+        rows.append({"shape": args.shape, **row})
+        write_results(args.out, "optimizer", command, rows)
     print_table(rows)
 
 
