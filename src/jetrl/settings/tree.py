@@ -192,7 +192,11 @@ class TrainSettings(Section):
     updates_per_step: Positive = Field(
         1, description="optimizer updates a step, on disjoint samples"
     )
-    tokens_per_micro_batch: Positive = Field(16384, description="tokens a forward and backward")
+    tokens_per_micro_batch: Positive = Field(
+        16384,
+        description="tokens a forward and backward at most; fewer on a GPU where the memory plan "
+        "has no room (docs/memory.md)",
+    )
     on_nonfinite: Literal["stop", "skip"] = Field(
         "stop", description="what an update with a NaN or infinite loss or gradient does to the run"
     )
