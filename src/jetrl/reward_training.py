@@ -22,7 +22,7 @@ from jetrl.precision import PrecisionPlan
 from jetrl.runs import Console, RunDirectory
 from jetrl.scalar_model import ScalarModel
 from jetrl.session.drawing import Drawing
-from jetrl.session.opening import open_observers
+from jetrl.session.opening import Reporting, open_observers
 from jetrl.session.phases import Phases
 from jetrl.session.saved import Saved
 from jetrl.session.stops import Stops
@@ -80,7 +80,10 @@ def train_reward_model(
         return accuracy(model, held_out, settings.train.tokens_per_micro_batch)
 
     with contextlib.ExitStack() as stack:
-        run = stack.enter_context(RunDirectory.create(settings, plan.to_dict(), resume=resume))
+        run = RunDirectory.create(settings, plan.to_dict(), resume=resume)
+        if settings.report.enabled:
+            stack.push(Reporting(run.path))  # last, when the run's end is recorded
+        stack.enter_context(run)
         notes = {"plan": plan.name, "device": str(model.device)}
         stack.enter_context(run.attempt(sys.argv, notes))
         training = _Training(settings, run, trainer, pairs, held_out_accuracy)

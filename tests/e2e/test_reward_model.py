@@ -90,7 +90,12 @@ def test_cut_and_resumed_equals_uncut(
     assert (uncut / model).read_bytes() == (cut / model).read_bytes()
     assert train_it("cut", "--resume") == 0, "a finished one has nothing to do"
     assert len(RunDirectory.open(cut).metrics()) == 7
-    assert train_it("cut", "--resume", "sft.steps=8") == 0, "or goes on for longer"
+    assert not (cut / "report.html").exists()
+    longer = ["--resume", "sft.steps=8", "report.enabled=true"]
+    assert train_it("cut", *longer) == 0, "or goes on for longer"
+    page = (cut / "report.html").read_text()
+    assert "8 supervised updates" in page
+    assert "Pairs in the right order" in page
     assert len(RunDirectory.open(cut).metrics()) == 8
 
 

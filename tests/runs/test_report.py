@@ -49,7 +49,7 @@ def test_report_of_a_whole_run(make_run):
         assert expected in text, expected
     for title in ("Reward", "Held-out evaluation", "Response length", "Policy entropy"):
         assert title in text, title
-    for title in ("Sampler against trainer", "Time per step", "Supervised warm-up", "Step 30"):
+    for title in ("Sampler against trainer", "Time per step", "Supervised updates", "Step 30"):
         assert title in text, title
     pngs = sorted(p.name for p in (path / "plots").iterdir())
     assert len(pngs) == page.tags.count("svg") == 10

@@ -72,8 +72,10 @@ def _reward(args: argparse.Namespace, settings: Settings) -> int:
     except (KeyboardInterrupt, Terminated) as end:
         return say_how_to_go_on(end, "sft", args, settings)
     model = args.out or str(result.model_path)
+    report = result.run_path / "report.html"
     rows = [
         ("run", str(result.run_path)),
+        *([("report", str(report))] if settings.report.enabled else []),
         ("model", model),
         ("held out", f"{result.accuracy:.1%} of {result.pairs} pairs in the right order"),
     ]

@@ -70,7 +70,14 @@ def charts_of(records: Records) -> list[Chart]:
                 "memory/update_peak_gib": "update",
             },
         ),
-        _lines(sft, "sft_loss", "Supervised warm-up", "nats", {"sft/loss": "loss"}),
+        _lines(sft, "sft_loss", "Supervised updates", "nats", {"sft/loss": "loss"}),
+        _lines(
+            sft,
+            "pairs",
+            "Pairs in the right order",
+            "share",
+            {"reward_model/accuracy": "of the update", "reward_model/eval_accuracy": "held out"},
+        ),
     ]
     return [chart for chart in made if chart is not None]
 

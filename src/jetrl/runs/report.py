@@ -134,7 +134,9 @@ def _headline(records: list[Record], history: RunHistory, attempts: list[Attempt
             )
         )
     steps = f"{count(history.num_steps)} step{'s' if history.num_steps != 1 else ''}"
-    if history.num_sft_steps:
+    if history.num_sft_steps and not history.num_steps:
+        steps = f"{count(history.num_sft_steps)} supervised updates"
+    elif history.num_sft_steps:
         steps += f" after {count(history.num_sft_steps)} of supervised warm-up"
     if len(attempts) > 1:
         steps += f", in {len(attempts)} attempts"

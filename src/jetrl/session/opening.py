@@ -110,7 +110,7 @@ def open_parts(settings: Settings, resume: bool, stack: contextlib.ExitStack) ->
     scorer = stack.enter_context(Scorer.from_settings(wanted))
     run = RunDirectory.create(settings, plan.to_dict(), resume=resume)
     if settings.report.enabled:
-        stack.push(_Reporting(run.path))  # last, when the run's end is recorded
+        stack.push(Reporting(run.path))  # last, when the run's end is recorded
     stack.enter_context(run)
     attempt = stack.enter_context(
         run.attempt(sys.argv, {"plan": plan.name, "device": str(policy.device)})
@@ -155,7 +155,7 @@ def open_observers(
     return [status, stack.enter_context(watchdog)]
 
 
-class _Reporting(contextlib.AbstractContextManager[None]):
+class Reporting(contextlib.AbstractContextManager[None]):
     """Writes the report at the end, however the run ended."""
 
     def __init__(self, path: Path) -> None:
