@@ -3,7 +3,8 @@
 The parts are those of a run: `RolloutEngine`, `Trainer`, and between them the cache that is given
 back before an update. Memory decides how large a micro-batch may be: the most whole sequences, up
 to 16384 tokens, with which two micro-batches (the second adds to gradients that are there) run
-beside the optimizer's states. Where not even one sequence fits, layers are recomputed.
+beside the optimizer's states and a GiB that stays free. Where not even one sequence fits, layers
+are recomputed.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -30,6 +31,7 @@ from jetrl.training.micro_batches import MicroBatchSize
 from jetrl.types import Completion, Sample, SamplingParams
 
 MOST_TOKENS = 16384  # of a micro-batch
+_SPARE_BYTES = 2**30  # for what a longer update holds beside what was tried
 _WARM_TOKENS = 24  # of each completion of the rollout that warms up
 
 
@@ -48,13 +50,15 @@ class Choices:
     train: dict[str, Any]
 
 
-class _Fixed(MicroBatchSize):
-    """One that is not made smaller: what does not fit is an answer here."""
+class _Tried(MicroBatchSize):
+    """While it is tried, what does not fit is an answer, and it is not made smaller."""
 
-    def halve(
-        self, sizes: Sequence[tuple[int, int]], problem: str, of: str = "sequence"
-    ) -> NoReturn:
-        raise OutOfMemoryStop(problem)
+    tried = True
+
+    def halve(self, sizes: Sequence[tuple[int, int]], problem: str, of: str = "sequence") -> None:
+        if self.tried:
+            raise OutOfMemoryStop(problem)
+        super().halve(sizes, problem, of)
 
 
 class Flow:
@@ -110,8 +114,9 @@ class Flow:
 
     def warm_up(self) -> None:
         """Everything runs once, kernels are compiled, and the weights have moved."""
-        self.fit()
         self.sample(seed=0, response_length=min(_WARM_TOKENS, self.load.response_length))
+        self.engine.free_cache()
+        self.fit()
 
     def synthetic(self, sequences: int, seed: int) -> list[Sample]:
         """Samples of the load's lengths that nobody drew, without log-probs: one group."""
@@ -143,7 +148,9 @@ class Flow:
         tokens = count * self.load.length
         self.chosen |= {"micro_batch_tokens": tokens, "activation_checkpointing": checkpointing}
         settings = self._settings(tokens, checkpointing)
-        trainer = Trainer(self.policy, settings, micro_batch_size=_Fixed(tokens))
+        size = _Tried(tokens)
+        trainer = Trainer(self.policy, settings, micro_batch_size=size)
+        spare = torch.empty(_SPARE_BYTES, dtype=torch.uint8, device=self.policy.device)
         samples = self.synthetic(2 * count, seed=1)
         try:
             for part in (samples[:1], samples):
@@ -153,7 +160,8 @@ class Flow:
         except OutOfMemoryStop:
             fits = False
         else:
-            fits, self.trainer = True, trainer
+            fits, self.trainer, size.tried = True, trainer, False
+        del spare
         if not fits:
             for master in self.policy.named_masters().values():
                 master.grad = None
@@ -196,17 +204,18 @@ def with_logprobs(samples: Sequence[Sample], logprobs: Sequence[Sequence[float]]
     ]
 
 
-def codes_of(policy: Policy, every: int = 4) -> dict[str, torch.Tensor]:
-    """Copies of the working weights of every fourth layer, as bytes (FP8) or half words (BF16)."""
+def codes_of(policy: Policy, every: int = 12) -> dict[str, torch.Tensor]:
+    """Copies, in CPU memory, of every twelfth layer's working weights: bytes (FP8) or half words
+    (BF16)."""
     found = {}
     for layer in list(policy.decoder.layers)[::every]:
         for linear in layer.modules():
             if isinstance(linear, Linear):
                 operand = linear.operand("train")
                 if isinstance(operand, FP8Weight):
-                    found[linear.name] = operand.direct.codes.view(torch.uint8).clone()
+                    found[linear.name] = operand.direct.codes.view(torch.uint8).to("cpu", copy=True)
                 else:
-                    found[linear.name] = operand.view(torch.int16).clone()
+                    found[linear.name] = operand.view(torch.int16).to("cpu", copy=True)
     return found
 
 

@@ -76,6 +76,7 @@ def measure(plan: str, load: Load, choices: Choices, limit: float) -> Row:
         "mean_abs_logprob_diff": metrics["mismatch/mean_abs_logprob_diff"],
         "weights_changed": round(changed, 5),
         "preemptions": stats.preemptions,
+        "train_retries": int(metrics.get("memory/train_retries", 0)),
         "rollout_idle_share": round(stats.device_idle_s / stats.seconds, 4),
     }
 
