@@ -101,7 +101,7 @@ def movement(masters, steps, **keys):
     for gradients in steps:
         for name, p in parameters.items():
             p.grad = gradients[name].clone()
-        optimizer.step()
+        optimizer.apply(optimizer.gradient_norm())
     return {n: p.detach().double() - masters[n].double() for n, p in parameters.items()}
 
 
@@ -206,7 +206,7 @@ def run(optimizer, updates):
         for name, p in optimizer.masters.items():
             gradient = torch.randn(p.shape, generator=g)
             p.grad = None if (name, u) == ("b.weight", 1) else gradient
-        optimizer.step()
+        optimizer.apply(optimizer.gradient_norm())
 
 
 def test_state_goes_on_bit_for_bit():

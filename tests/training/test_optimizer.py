@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from jetrl.config import Settings
-from jetrl.errors import RunStopped, UserError
+from jetrl.errors import UserError
 from jetrl.training.optimizer import Optimizer, learning_rate
 
 
@@ -26,6 +26,13 @@ def make(gradient=1.0, **keys):
     for p in masters.values():
         p.grad = torch.full_like(p, gradient)
     return optimizer, masters
+
+
+def update(optimizer):
+    """Applies the gradients; returns their norm."""
+    total_norm = optimizer.gradient_norm()
+    optimizer.apply(total_norm)
+    return float(total_norm)
 
 
 @pytest.mark.parametrize(
@@ -57,7 +64,7 @@ def test_schedule(keys, expected):
 def test_first_update_moves_by_the_learning_rate():
     # Adam's first step is lr * g / (|g| + eps): lr in size, whatever the gradient.
     optimizer, masters = make(gradient=3.0)
-    norm = optimizer.step()
+    norm = update(optimizer)
     assert norm == pytest.approx(3.0 * math.sqrt(7), rel=1e-6)
     for p in masters.values():
         assert p.detach().flatten().tolist() == pytest.approx([0.9] * p.numel(), rel=1e-6)
@@ -67,7 +74,7 @@ def test_first_update_moves_by_the_learning_rate():
 
 def test_decay_acts_on_matrices_alone():
     optimizer, masters = make(gradient=0.0, weight_decay=0.5)
-    optimizer.step()
+    update(optimizer)
     assert torch.equal(masters["n.weight"], torch.ones(3))
     # 1 - lr * decay = 0.95, rounded in float32 once or twice.
     assert masters["w.weight"][0, 0].item() == pytest.approx(0.95, rel=2**-22)
@@ -75,7 +82,7 @@ def test_decay_acts_on_matrices_alone():
 
 def test_gradient_is_clipped_to_the_global_norm():
     optimizer, masters = make(gradient=3.0, grad_clip=0.5)
-    norm = optimizer.step()
+    norm = update(optimizer)
     assert norm == pytest.approx(3.0 * math.sqrt(7), rel=1e-6)
     first_moment = optimizer.state_tensors()["exp_avg.w.weight"]
     # exp_avg = (1 - beta1) * clipped gradient; the clip divides by norm + 1e-6 (torch).
@@ -84,31 +91,13 @@ def test_gradient_is_clipped_to_the_global_norm():
     assert masters["w.weight"][0, 0] < 1
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_norm_that_is_not_finite_stops_and_changes_nothing(bad):
-    optimizer, masters = make()
-    before = {name: p.detach().clone() for name, p in masters.items()}
-    masters["n.weight"].grad[1] = bad
-    with pytest.raises(RunStopped, match=r"update 1 is (nan|inf): 1 of 2 .* first n\.weight\."):
-        optimizer.step()
-    assert all(torch.equal(p, before[name]) for name, p in masters.items())
-    assert optimizer.num_updates == 0
-    assert not optimizer.state_tensors()
-
-
-def test_a_norm_that_overflows_says_so():
-    optimizer, _ = make(gradient=3e38)
-    with pytest.raises(RunStopped, match="every gradient is finite"):
-        optimizer.step()
-
-
 def test_state_goes_on_bit_for_bit():
     def run(optimizer, masters, updates):
         for u in updates:
             generator = torch.Generator().manual_seed(u)
             for p in masters.values():
                 p.grad = torch.randn(p.shape, generator=generator)
-            optimizer.step()
+            update(optimizer)
 
     keys = {"weight_decay": 0.1, "schedule": "cosine", "warmup_steps": 2}
     optimizer, masters = make(**keys)
@@ -141,7 +130,7 @@ def test_state_goes_on_bit_for_bit():
 )
 def test_state_that_does_not_fit_is_refused(change, message):
     optimizer, _ = make()
-    optimizer.step()
+    update(optimizer)
     state = {name: t.clone() for name, t in optimizer.state_tensors().items()} | change
     state = {name: t for name, t in state.items() if t is not None}
     before = optimizer.state_tensors()

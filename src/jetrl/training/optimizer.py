@@ -14,7 +14,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from jetrl.errors import NonFiniteError, UserError
+from jetrl.errors import UserError
 from jetrl.kernels.adamw import is_compact
 from jetrl.settings import TrainSettings
 from jetrl.training.compact_adamw import KEYS, CompactAdamW
@@ -115,24 +115,6 @@ class Optimizer:
         gradients = [p.grad for p in self.masters.values() if p.grad is not None]
         return torch.nn.utils.get_total_norm(gradients)
 
-    def step(self) -> float:
-        """`apply` of a norm that is looked at here.
-
-        Returns:
-            The global gradient norm before the clip.
-
-        Raises:
-            NonFiniteError: the norm is not finite; no master was changed.
-        """
-        total_norm = self.gradient_norm()
-        norm = float(total_norm)
-        if not math.isfinite(norm):
-            message = self._explain_norm(norm)
-            self.zero_grad()
-            raise NonFiniteError(message)
-        self.apply(total_norm)
-        return norm
-
     def apply(self, total_norm: torch.Tensor) -> None:
         """Clips the gradients to `grad_clip`, updates the masters, forgets the gradients.
 
@@ -204,17 +186,3 @@ class Optimizer:
                 f"optimizer state {full_name!r} is {tensor.dtype} {tuple(tensor.shape)}; "
                 f"this model needs {expected} {tuple(shape)}"
             )
-
-    def _explain_norm(self, norm: float) -> str:
-        bad = nonfinite_gradients(self.masters)
-        where = (
-            f"{len(bad)} of {len(self.masters)} parameters have NaN or infinite gradients, "
-            f"first {', '.join(bad[:3])}"
-            if bad
-            else "every gradient is finite, but their norm overflows float32"
-        )
-        return (
-            f"the gradient norm of update {self.num_updates + 1} is {norm}: {where}. The update "
-            "was not applied and the last checkpoint is good. Lower train.lr or train.grad_clip, "
-            "or look for the operation with precision.preset=bf16"
-        )
