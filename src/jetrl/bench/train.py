@@ -8,6 +8,8 @@ plan's trainer compares with its own, come from a forward of the trainer without
 timed as well: it is the pass over old log-probs that other flows make. So `different` compares the
 forward without gradients with the one with them.
 
+After the first plan, `equal_update` is the peak of memory with that plan's micro-batches.
+
 `parts_ms`, of an update like the measured one: between CUDA events around forward (without the
 output projection), lm_head (both directions), backward (without it), gradient norm, optimizer and
 requantize; `rest` is what lies between them. With --profile a third update runs under
@@ -37,8 +39,11 @@ from jetrl.types import Sample
 _LISTED = 25  # kernels of a profile
 
 
-def measure(plan: str, load: Load, choices: Choices, limit: float, profiled: bool) -> Row:
-    """One plan's row. limit: FLOP/s that MFU is of."""
+def measure(
+    plan: str, load: Load, choices: Choices, limit: float, profiled: bool, equal: int | None = None
+) -> Row:
+    """One plan's row. limit: FLOP/s that MFU is of. equal: tokens of the micro-batches of another
+    plan, for memory at an equal batch."""
     flow = Flow(plan, load, choices)
     flow.fit()
     samples = flow.synthetic(load.sequences, seed=2)
@@ -64,6 +69,11 @@ def measure(plan: str, load: Load, choices: Choices, limit: float, profiled: boo
         "different": int(metrics["mismatch/num_different"]),
         "compared_tokens": int(metrics["mismatch/num_tokens"]),
     }
+    if equal is not None:
+        flow.trainer.micro_batch_size.tokens = equal
+        few = again(flow, flow.synthetic(2 * equal // load.length, seed=3))
+        flow.timed("equal_update", lambda: flow.update(few))
+        flow.trainer.micro_batch_size.tokens = flow.chosen["micro_batch_tokens"]
     if flow.policy.device.type == "cuda":
         row["parts_ms"] = parts(flow, again(flow, samples))
         if profiled:
@@ -169,7 +179,9 @@ def profile(flow: Flow, samples: Sequence[Sample]) -> Row:
 
 
 def compare(row: Row, base: Row) -> Row:
-    """How many times as fast as `base` a plan is, and its memory over that of `base`."""
+    """How many times as fast as `base` a plan is, and its memory over that of `base`; of
+    `equal_update` with the micro-batches of `base`."""
+    peaks = base["peak_gib"] | {"equal_update": base["peak_gib"].get("update")}
     return {
         "training": round(base["training_s"] / row["training_s"], 3),
         "passes": round(row["passes_tokens_per_s"] / base["passes_tokens_per_s"], 3),
@@ -177,7 +189,7 @@ def compare(row: Row, base: Row) -> Row:
         "training_with_old_logprobs": round(
             (base["training_s"] + base["old_logprobs_s"]) / row["training_s"], 3
         ),
-        "peak_memory": {n: round(g / base["peak_gib"][n], 3) for n, g in row["peak_gib"].items()},
+        "peak_memory": {n: round(g / peaks[n], 3) for n, g in row["peak_gib"].items()},
     }
 
 
@@ -197,7 +209,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     limit = limit_of(args.device)
     rows: list[Row] = []
     for plan in args.plan or ["bf16", "unified"]:
-        row = measure(plan, load, choices, limit, args.profile)
+        equal = rows[0]["settings"]["micro_batch_tokens"] if rows else None
+        row = measure(plan, load, choices, limit, args.profile, equal)
         if rows and rows[0]["plan"] == "bf16":
             row["times_bf16"] = compare(row, rows[0])
         rows.append({"shape": args.shape, "load": str(load), **row})
