@@ -104,7 +104,7 @@ def decode(gpu, b: Batch, picks: list[tuple[int, int]], max_length: int = 0) -> 
 
 def positions(lengths: list[int]) -> list[tuple[int, int]]:
     g = torch.Generator().manual_seed(1)
-    edges = {0, 1, 62, 63, 64, 65, 127, 128, 1022, 1023, 1024, 1025, 2047, 2048}
+    edges = {0, 1, 62, 63, 64, 65, 127, 128, 191, 192, 1022, 1023, 1024, 1025, 2047, 2048}
     picks = []
     for s, n in enumerate(lengths):
         chosen = (

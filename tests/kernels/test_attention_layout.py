@@ -76,7 +76,7 @@ def test_paged_tiles_name_pages_and_positions() -> None:
     assert tiles.key_blocks.tolist() == [
         [320, 64], [576, 6], [128, 64], [0, 64], [448, 64], [64, 8],
     ]  # fmt: skip
-    assert sorted(tiles.tiles.tolist()) == [[0, 3, 67, 0], [3, 128, 0, 2], [131, 72, 128, 2]]
+    assert sorted(tiles.tiles.tolist()) == [[0, 3, 67, 0], [3, 192, 0, 2], [195, 8, 192, 2]]
     assert not len(tiles.key_tiles)
 
 

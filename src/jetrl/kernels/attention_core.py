@@ -1,8 +1,9 @@
 """The arithmetic of one attention row, shared by every GPU attention kernel.
 
 Decode, prefill and training must give a query row the same bits. They do because they run the
-functions of this file, and nothing else, on the same blocks of keys in the same order, with the
-same tensor-core instruction (mma.sync m16n8k16); tiles differ only in how many rows they hold.
+functions of this file, and nothing else, on the same blocks of keys in the same order, with tensor
+cores that add 16 products at a time. Decode does so by mma.sync m16n8k16, the others by wgmma
+(m64n64k16, m64n128k16): on Hopper the two give the same bits (measured: docs/notes-attention.md).
 
 For one query row with raw scores `r_j` (the tensor core's float32 sum over head_dim of the 16-bit
 query and key codes), per-key factors and a running state, a block of BLOCK_KEYS keys does:
@@ -31,9 +32,9 @@ The output is O * 2**-15 * (1 / L), the log-sum-exp (M + log2 L) * ln 2. A key t
 see has x_j = -inf and changes no bit of the state, so a row is independent of its tile; and a row
 with one split needs no fold, because folding into the empty state is exact.
 
-Three things are pinned for these bits: BLOCK_KEYS and SPLIT_KEYS, the order of head_dim inside a
-tensor-core instruction (see `channel_of_slot`), and `enable_fp_fusion=False` at every launch, so
-that the only fused multiply-adds are those written here.
+Three things are pinned for these bits: BLOCK_KEYS and SPLIT_KEYS, which channels of head_dim a
+tensor-core instruction adds (see `channel_of_slot`), and `enable_fp_fusion=False` at every launch,
+so that the only fused multiply-adds are those written here.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -45,7 +46,6 @@ import math
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from jetrl.kernels.attention_layout import BLOCK_KEYS
 
@@ -73,14 +73,21 @@ def channel_of_slot(slot):
     """Channel held by slot `slot` of the permuted head_dim used with FP8 keys.
 
     A thread of the decode kernel reads 4 neighbouring FP8 codes as one word and widens them to two
-    FP16 pairs, which lands channels in another place of the m16n8k16 instruction than FP16 keys
-    read in order would. The tensor core's sum depends on the place, so keys that are widened before
-    the kernel (prefill, training) are stored in this order, and their queries are read in it.
+    FP16 pairs. That lands channels in another one of the two instructions of 16 than FP16 keys read
+    in order would. So keys that are widened before the kernel (prefill, training) are stored in
+    this order, and their queries too: `slots_of_channels`.
     """
     word = (slot // 32) * 32
     return (
         word + ((slot >> 3) & 1) * 16 + ((slot >> 1) & 3) * 4 + ((slot >> 4) & 1) * 2 + (slot & 1)
     )
+
+
+@gluon.jit
+def slots_of_channels(q):
+    """Rows [M, D] with columns in the order of `channel_of_slot`: renames registers."""
+    parts = q.reshape([q.shape[0], q.shape[1] // 32, 8, 2, 2]).permute((0, 1, 3, 2, 4))
+    return parts.reshape([q.shape[0], q.shape[1]])
 
 
 @gluon.jit
@@ -122,7 +129,6 @@ def softmax_block(
     factors,
     m,
     total,
-    acc,
     position,
     first_key,
     MASKED: gl.constexpr,
@@ -131,10 +137,11 @@ def softmax_block(
     BLOCK_N: gl.constexpr,
     mma: gl.constexpr,
 ):
-    """One block's softmax: raw scores [M, N] and state -> (weights e [M, N], m, total, acc).
+    """One block's softmax: raw scores [M, N], m and sum -> (weights e [M, N], m, sum, decay [M]).
 
-    `factors` is shared memory [4, N] with rows a, b, c (unused without scales). `position` [M] is
-    the last visible key of each row; it is looked at only when MASKED.
+    The caller multiplies its rows of acc by decay before it adds e @ v. `factors` is shared memory
+    [4, N] with rows a, b, c (unused without scales). `position` [M] is the last visible key of each
+    row; it is looked at only when MASKED.
     """
     if SCALED:
         s = gl.fma(s, factors.slice(0, 1, 0).load(mma), factors.slice(1, 1, 0).load(mma))
@@ -154,32 +161,13 @@ def softmax_block(
     else:
         e = gl.exp2(gl.fma(s, SCORE_SCALE, (0.0 - safe)[:, None]))
         part = gl.sum(e, axis=1)
-    return e, new_m, gl.fma(total, decay, part), acc * decay[:, None]
+    return e, new_m, gl.fma(total, decay, part), decay
 
 
 @gluon.jit
-def weigh_values(e, v, acc, mma: gl.constexpr):
-    """acc + FP16(e) @ v: one chain of m16n8k16 over the block's keys, in order."""
-    p = gl.convert_layout(e.to(v.dtype), gl.DotOperandLayout(0, mma, 2), assert_trivial=True)
-    return mma_v2(p, v, acc)
-
-
-@gluon.jit
-def weigh_shared_values(e, v_smem, acc, mma: gl.constexpr):
-    """`weigh_values` from shared memory [64, D], 16 keys at a time to hold few value registers."""
-    p01, p23 = _halves(e.to(v_smem.dtype))
-    p0, p1 = _halves(p01)
-    p2, p3 = _halves(p23)
-    acc = _weigh_slice(p0, v_smem.slice(0, 16, 0), acc, mma)
-    acc = _weigh_slice(p1, v_smem.slice(16, 16, 0), acc, mma)
-    acc = _weigh_slice(p2, v_smem.slice(32, 16, 0), acc, mma)
-    return _weigh_slice(p3, v_smem.slice(48, 16, 0), acc, mma)
-
-
-@gluon.jit
-def _weigh_slice(p, v_smem, acc, mma: gl.constexpr):
-    p = gl.convert_layout(p, gl.DotOperandLayout(0, mma, 2))
-    return mma_v2(p, v_smem.load(gl.DotOperandLayout(1, mma, 2)), acc)
+def value_weights(e, dtype: gl.constexpr, mma: gl.constexpr):
+    """The 16-bit weights as the left operand of their product with the values: moves nothing."""
+    return gl.convert_layout(e.to(dtype), gl.DotOperandLayout(0, mma, 2), assert_trivial=True)
 
 
 @gluon.jit

@@ -36,7 +36,7 @@ from jetrl.kernels.attention_core import (
     query_codes,
     score_scale,
     softmax_block,
-    weigh_values,
+    value_weights,
 )
 from jetrl.kernels.attention_layout import BLOCK_KEYS, KeyValueCodes, check_queries
 from jetrl.precision import tile_hopper as tile
@@ -156,14 +156,14 @@ def _attend_page(
     else:
         k = k_smem.index(stage).permute((1, 0)).load(gl.DotOperandLayout(1, mma, 2))
     s = mma_v2(q, k, gl.zeros([16, BLOCK_N], gl.float32, mma))
-    e, m, total, acc = softmax_block(
-        s, f_smem, m, total, acc, position, first_key, MASKED, SCALED, SCORE_SCALE, BLOCK_N, mma
+    e, m, total, decay = softmax_block(
+        s, f_smem, m, total, position, first_key, MASKED, SCALED, SCORE_SCALE, BLOCK_N, mma
     )
     if SCALED:
         v = _fp8_values(v_smem.index(stage), BLOCK_N, D, mma)
     else:
         v = v_smem.index(stage).load(gl.DotOperandLayout(1, mma, 2))
-    return m, total, weigh_values(e, v, acc, mma)
+    return m, total, mma_v2(value_weights(e, v.dtype, mma), v, acc * decay[:, None])
 
 
 @gluon.jit

@@ -8,9 +8,9 @@ For any token, these give the same output bits, whatever else is in the batch:
     attend_packed(q_THD, k_TGD, v_TGD, codes, tiles)                    training, differentiable
 
 `attention_core` says why, and pins what it takes: blocks of 64 keys from the sequence's first
-token, splits every 1024 keys folded in order, mma.sync with FP16 operands (BF16 without scales) and
-one order of head_dim inside the instruction. The backward needs no agreement of bits with anything
-and uses the faster instructions; it is deterministic.
+token, splits every 1024 keys folded in order, tensor cores that add 16 products at a time with FP16
+operands (BF16 without scales), and one order of head_dim. The backward needs no agreement of bits
+with anything; it is deterministic.
 
 Shapes: T tokens, B sequences, H query heads, G key-value heads, D head_dim (64 or 128), H / G at
 most 16, pages of 64 tokens. The CPU reference in `attention` has other bits: its sums are exact.
@@ -25,8 +25,9 @@ from torch import Tensor
 
 from jetrl.kernels.attention_backward import attention_backward
 from jetrl.kernels.attention_decode import attend_decode, attend_decode_quantized
-from jetrl.kernels.attention_forward import StagedKeys, attend_tiles, stage_keys
+from jetrl.kernels.attention_forward import attend_tiles
 from jetrl.kernels.attention_layout import KeyValueCodes, QueryTiles
+from jetrl.kernels.attention_stage import StagedKeys, stage_keys
 
 __all__ = [
     "KeyValueCodes",

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 BLOCK_KEYS = 64  # keys of one block, and tokens of one page: the kernels read a page as a block
-TILE_ROWS = 128  # queries of a forward tile
+TILE_ROWS = 192  # queries of a forward tile
 BACKWARD_KEYS = 128  # keys of a dK, dV tile
 BACKWARD_QUERIES = 64  # queries of a dQ tile
 

@@ -25,13 +25,14 @@ import torch
 from torch import Tensor
 
 from jetrl.kernels.attention_backward import attention_backward
-from jetrl.kernels.attention_forward import attend_tiles, stage_keys
+from jetrl.kernels.attention_forward import attend_tiles
 from jetrl.kernels.attention_gpu import stored_values
 from jetrl.kernels.attention_layout import KeyValueCodes, QueryTiles
 from jetrl.kernels.attention_library import (
     attend_equal_lengths,
     attend_equal_lengths_backward,
 )
+from jetrl.kernels.attention_stage import stage_keys
 from jetrl.kernels.norm_triton import rms_norm_backward, rms_norm_forward, rms_norm_quantize
 from jetrl.kernels.rotary_triton import dense_cache, qk_norm_rotary_backward, qk_norm_rotary_cache
 from jetrl.kernels.swiglu_triton import (
