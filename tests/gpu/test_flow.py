@@ -12,6 +12,7 @@ from small_models import FAMILIES, config
 from jetrl import Policy, RolloutEngine, SamplingParams
 from jetrl.config import load_config
 from jetrl.errors import UserError
+from jetrl.models.attention import PackedKeyValues
 from jetrl.parity import locate, measure, random_prompts, self_check
 from jetrl.precision import PrecisionPlan
 from jetrl.training import SftTrainer
@@ -219,6 +220,49 @@ def test_gradients_accumulate_and_a_graph_can_be_walked_twice(name: str) -> None
     logprobs.mean().backward()
     for key, master in p.named_masters().items():
         assert torch.equal(master.grad, 3 * once[key]), key
+
+
+@pytest.mark.parametrize("name", ["unified", "bf16"])
+def test_hooks_see_every_gradient_and_frozen_masters_get_none(name: str) -> None:
+    p = policy(PLANS[name])
+    batch = packed(p, (40, 90))
+    masters = p.named_masters()
+    frozen, watched = masters["layers.1.down.weight"], masters["layers.1.qkv.weight"]
+    frozen.requires_grad_(False)
+    p.train_logprobs(*batch)[0].mean().backward()
+    once = watched.grad.clone()
+    assert frozen.grad is None
+    seen = []
+    with_hook = watched.register_hook(seen.append)
+    p.train_logprobs(*batch)[0].mean().backward()
+    with_hook.remove()
+    assert len(seen) == 1
+    assert torch.equal(seen[0], once)
+    assert torch.equal(watched.grad, 2 * once)
+
+
+def test_fp8_linears_keep_nothing_of_their_own() -> None:
+    """What is kept of a layer for backward, storage by storage: norms, attention and SwiGLU need
+    each of them whatever the format of the linears."""
+    p = policy("unified")
+    tokens, hidden, inner, heads, keys = 200, 512, 1024, 8 * 128, 2 * 128
+    kept: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    batch = packed(p, (130, 70))
+    x, delta = (torch.randn(tokens, hidden, device="cuda").bfloat16() for _ in range(2))
+    positions = torch.cat([torch.arange(130), torch.arange(70)]).cuda()
+    kv = PackedKeyValues(batch[1], p.plan)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        out = p.decoder.layers[1](x, delta, positions, p.decoder.rotary_table, kv, "train", None)
+    del out
+    bfloat16 = 2 * hidden + (heads + 2 * keys) + 2 * heads + 2 * inner
+    small = 2 * 4 + 8 * 4 + 2 * (keys + 2 * 4)  # inverse rms, log-sum-exp, keys and values
+    assert sum(kept.values()) == tokens * (2 * bfloat16 + small)
 
 
 @pytest.mark.parametrize("name", ["unified", "jet", "bf16"])

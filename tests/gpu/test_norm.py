@@ -48,8 +48,9 @@ def test_norm_and_codes_have_the_bits_of_the_reference(
     train = kernels.rms_norm_quantize(x.cuda(), weight.cuda(), EPS, delta.cuda(), True)
     assert torch.equal(train.inverse_rms.cpu(), inverse.squeeze(-1))
     assert_same(train.rows, quantize(y))
-    assert_same(train.tokens, quantize(y, (128, 1)))
-    assert not train.tokens.codes[tokens:].float().any()
+    again = kernels.rms_norm_squares(train.total, weight.cuda(), train.inverse_rms)
+    assert_same(again, quantize(y, (128, 128)))
+    assert not again.codes[tokens:].float().any()
     plain, _, _ = kernels.rms_norm_forward(total.cuda(), weight.cuda(), EPS)
     assert torch.equal(plain.cpu(), y)
 

@@ -50,6 +50,9 @@ def test_activations_have_the_bits_of_the_reference(kernels, tokens: int, std: f
         assert_same_bits(by_token, quantize(x, (128, 1)), f"tokens {columns}")
         assert_same_bits(kernels.quantize_rows(x.cuda()), quantize(x), f"rows alone {columns}")
         assert_same_bits(kernels.quantize_tokens(x.cuda()), quantize(x, (128, 1)), "tokens alone")
+        squares = kernels.quantize_squares(x.cuda())
+        assert_same_bits(squares, quantize(x, (128, 128)), f"squares {columns}")
+        assert squares.codes.mT.is_contiguous()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -60,6 +63,9 @@ def test_formats_scales_and_dtypes(kernels, dtype, format: str, scales: str) -> 
     rows, by_token = kernels.quantize_rows_and_tokens(x.cuda(), format, scales)
     assert_same_bits(rows, quantize(x, (1, 128), format, scales))
     assert_same_bits(by_token, quantize(x, (128, 1), format, scales))
+    x = x.bfloat16()
+    squares = kernels.quantize_squares(x.cuda(), scales)
+    assert_same_bits(squares, quantize(x, (128, 128), scales=scales))
 
 
 @pytest.mark.parametrize("scales", ["fp32", "pow2"])
@@ -78,6 +84,7 @@ def test_a_bad_value_stays_in_its_groups(kernels, bad: float) -> None:
     rows, by_token = kernels.quantize_rows_and_tokens(x.cuda())
     assert_same_bits(rows, quantize(x))
     assert_same_bits(by_token, quantize(x, (128, 1)))
+    assert_same_bits(kernels.quantize_squares(x.cuda()), quantize(x, (128, 128)))
     assert rows.codes[5, 200].float().isnan()
     assert int(rows.codes.float().isnan().any(1).sum()) == 1
 
@@ -108,6 +115,10 @@ def test_more_than_two_to_the_31_elements(kernels) -> None:
     last = rows // 128 * 128
     reference = quantize(x[last:].cpu(), (128, 1))
     assert_same_bits(QTensor(by_token.codes[last:], by_token.scales[-1:], (128, 1)), reference)
+    del by_row, by_token
+    squares = kernels.quantize_squares(x)
+    reference = quantize(x[last:].cpu(), (128, 128))
+    assert_same_bits(QTensor(squares.codes[last:], squares.scales[-1:], (128, 128)), reference)
 
 
 def test_bad_layouts_are_refused_with_their_values(kernels) -> None:

@@ -38,17 +38,20 @@ def test_values_are_within_one_unit_of_the_reference(kernels, tokens: int) -> No
 
 @pytest.mark.parametrize("tokens", [1, 63, 129, 1000])
 def test_all_forms_make_the_same_bits(kernels, tokens: int) -> None:
-    """Sampling's and training's codes are the quantized BF16 result; rows are independent."""
+    """The codes of forward, and those that backward makes of y again, are the quantized BF16
+    result; rows are independent."""
     x = gate_up(tokens, 384)
     y = kernels.swiglu_forward(x)
-    sampled, _ = kernels.swiglu_quantize(x)
-    trained, by_token = kernels.swiglu_quantize(x, for_training=True)
-    for q in (sampled, trained):
-        same(q.codes, quantize(y).codes)
-        same(q.scales, quantize(y).scales)
-    same(by_token.codes[:tokens], quantize(y, (128, 1)).codes)
-    same(by_token.scales, quantize(y, (128, 1)).scales)
+    rows = kernels.swiglu_quantize(x)
+    same(rows.codes, quantize(y).codes)
+    same(rows.scales, quantize(y).scales)
     same(kernels.swiglu_forward(x[:1]), y[:1])
+    dy = torch.randn(tokens, 384, device="cuda").bfloat16()
+    for scales in ("fp32", "pow2"):
+        again = kernels.swiglu_backward_quantize(dy, x, scales=scales)[2]
+        same(again.codes[:tokens], quantize(y, (128, 128), scales=scales).codes)
+        same(again.scales, quantize(y, (128, 128), scales=scales).scales)
+        assert not again.codes[tokens:].float().any()
 
 
 @pytest.mark.parametrize("tokens", [1, 129])
@@ -62,7 +65,8 @@ def test_backward(kernels, tokens: int) -> None:
     dx = kernels.swiglu_backward(dy, x)
     assert (dx - wide.grad).norm() <= 2**-8 * wide.grad.norm()
     for format in ("e4m3", "e5m2"):
-        rows, by_token = kernels.swiglu_backward_quantize(dy, x, format)
+        rows, by_token, y = kernels.swiglu_backward_quantize(dy, x, format)
+        assert y.codes.dtype == torch.float8_e4m3fn
         same(rows.codes, quantize(dx, format=format).codes)
         same(rows.scales, quantize(dx, format=format).scales)
         same(by_token.codes[:tokens], quantize(dx, (128, 1), format).codes)
@@ -80,7 +84,7 @@ def test_extreme_gates(kernels) -> None:
     x[0, 0], x[1, 0], x[2, 0], x[3, 0] = float("nan"), 1e4, -1e4, float("inf")
     ours, reference = kernels.swiglu_forward(x).cpu(), swiglu_ref(x.cpu())
     torch.testing.assert_close(ours, reference, rtol=0, atol=0, equal_nan=True)
-    rows, _ = kernels.swiglu_quantize(x)
+    rows = kernels.swiglu_quantize(x)
     assert rows.codes[0, 0].float().isnan()
 
 

@@ -56,7 +56,8 @@ def test_gradients_stay_above_the_floor(grad_output: str, tokens: int) -> None:
     assert sqnr_db(layer.weight.grad, w32.grad) > floor_db(gradient_noise, E4M3_NOISE)
 
 
-def test_saved_activations_are_one_byte_an_element() -> None:
+def test_a_linear_keeps_its_input_and_nothing_else() -> None:
+    """The very tensor that it was given, which whoever made it may keep too."""
     layer = make(PrecisionPlan.preset("unified"))
     kept: list[torch.Tensor] = []
 
@@ -67,9 +68,31 @@ def test_saved_activations_are_one_byte_an_element() -> None:
     x = torch.randn(256, 384).bfloat16().requires_grad_()
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         layer(x, "train")
-    saved = sum(t.numel() * t.element_size() for t in kept)
-    assert saved == 256 * 384 + 4 * 2 * 384, "codes, and a scale for 128 tokens of each channel"
-    assert saved < 0.52 * 256 * 384 * 2, "about half of BF16"
+    assert [t.data_ptr() for t in kept] == [x.data_ptr()]
+
+
+@pytest.mark.parametrize("preset", ["unified", "bf16"])
+def test_gradients_add_up_in_the_master(preset: str) -> None:
+    """From the second backward on in place. A hook sees each; a frozen master gets none."""
+    layer = make(PrecisionPlan.preset(preset))
+    x, dy = torch.randn(130, 384).bfloat16().requires_grad_(), torch.randn(130, 256).bfloat16()
+    layer(x, "train").backward(dy)
+    total = layer.weight.grad
+    once = total.clone()
+    assert once.dtype == torch.float32
+    layer(x, "train").backward(dy)
+    assert layer.weight.grad is total
+    assert torch.equal(total, 2 * once)
+    seen: list[torch.Tensor] = []
+    hook = layer.weight.register_hook(seen.append)
+    layer(x, "train").backward(dy)
+    hook.remove()
+    assert torch.equal(seen[0], once)
+    assert torch.equal(layer.weight.grad, 2 * once + once)
+    layer.weight.grad = None
+    layer.weight.requires_grad_(False)
+    layer(x, "train").backward(dy)
+    assert layer.weight.grad is None
 
 
 def test_both_sides_multiply_by_the_same_bytes() -> None:

@@ -11,11 +11,13 @@ from torch import Tensor
 
 from jetrl.bench._bits import gemms
 from jetrl.bench._timing import Row, report, seconds_per_call
+from jetrl.precision.add_hopper import add_product
 from jetrl.precision.gemm_hopper import Backend, deep_gemm_installed, fp8_matmul_hopper
 from jetrl.precision.quantize import QTensor
 from jetrl.precision.quantize_hopper import (
     quantize_rows,
     quantize_rows_and_tokens,
+    quantize_squares,
     quantize_tokens,
     quantize_weight,
     turned_weight,
@@ -75,58 +77,66 @@ def _forward_rows(layer: str, xs: list[Tensor], weights: list[Tensor]) -> list[R
     return out
 
 
-def _weight_gradient_rows(layer: str, rows: int, n: int, k: int) -> list[Row]:
-    dys = [torch.randn(rows, n, device="cuda").bfloat16() for _ in range(2)]
-    xs = [torch.randn(rows, k, device="cuda").bfloat16() for _ in range(2)]
-    flops = 2 * rows * n * k
+def _wide_product(dy: Tensor, x: Tensor) -> Tensor:
+    return torch.mm(dy.t(), x, out_dtype=torch.float32)
+
+
+def _backward_rows(layer: str, dys: list[Tensor], weight: Tensor, k: int) -> list[Row]:
+    """WGrad, DGrad, and both as backward makes them, where they share the pass that quantizes dY;
+    with all passes that make their inputs, against BF16 products with FP32 gradients. From the
+    second micro-batch on WGrad adds to a gradient."""
+    rows, n = dys[0].shape
+    xs = [torch.randn(rows, k, device="cuda").bfloat16() for _ in dys]
+    flops, name = 2 * rows * n * k, f"{layer} wgrad"
     pairs = list(zip(dys, xs, strict=True))
-    base = seconds_per_call([partial(torch.mm, dy.t(), x) for dy, x in pairs])
-    base32 = seconds_per_call([partial(torch.mm, dy.t(), x, out_dtype=torch.float32)
-                               for dy, x in pairs])  # fmt: skip
-    kept = [quantize_tokens(x) for x in xs]
-    operands = [quantize_tokens(dy) for dy in dys]
-    name = f"{layer} wgrad"
-    out = [
-        _row("bf16", name, rows, flops, base, []),
-        {**_row("bf16, fp32 out", name, rows, flops, base32, []),
-         "times_bf16": round(base / base32, 2)},
-    ]  # fmt: skip
+    total = torch.zeros(n, k, device="cuda")
+    base = seconds_per_call([partial(_wide_product, dy, x) for dy, x in pairs])
+    accumulate = torch.ops.aten.addmm.dtype_out
+    base_adding = seconds_per_call(
+        [partial(accumulate, total, dy.t(), x, torch.float32, out=total) for dy, x in pairs]
+    )
+    operands = [(quantize_tokens(dy).mT, quantize_squares(x).mT) for dy, x in pairs]
+    out = [_row("bf16, fp32 out", name, rows, flops, base, [])]
     for backend in backends():
-        calls = [
-            partial(fp8_matmul_hopper, a.mT, b.mT, torch.float32, backend)
-            for a, b in zip(operands, kept, strict=True)
-        ]
-        out.append(_row(f"fp8 {backend}, fp32 out", name, rows, flops, base, calls))
-    if deep_gemm_installed():
-        gradient = torch.zeros(n, k, device="cuda")
-        calls = [
-            partial(fp8_matmul_hopper, a.mT, b.mT, torch.float32, "deep_gemm", gradient)
-            for a, b in zip(operands, kept, strict=True)
-        ]
-        out.append(_row("fp8 deep_gemm, accumulating", name, rows, flops, base, calls))
-    return [*out, _backward_row(layer, rows, n, k, dys, kept)]
+        alone = [partial(fp8_matmul_hopper, a, b, torch.bfloat16, backend) for a, b in operands]
+        out.append(_row(f"fp8 {backend}", name, rows, flops, base, alone))
 
+    def fp8(a: QTensor, x: Tensor, into: Tensor | None) -> Tensor:
+        return add_product(fp8_matmul_hopper(a, quantize_squares(x).mT), into)
 
-def _backward_row(
-    layer: str, rows: int, n: int, k: int, dys: list[Tensor], kept: list[QTensor]
-) -> Row:
-    """DGrad and WGrad together with the one pass that quantizes dY both ways."""
-    weight = torch.randn(n, k, device="cuda").bfloat16()
-    x = torch.randn(rows, k, device="cuda").bfloat16()
+    inputs = [(a, x) for (a, _), x in zip(operands, xs, strict=True)]
+    calls = [partial(fp8, a, x, None) for a, x in inputs]
+    out.append(_row("fp8 with quantization of X, fp32 out", name, rows, flops, base, calls))
+    out.append({**_row("bf16, adding", name, rows, flops, base_adding, []),
+                "times_bf16": round(base / base_adding, 2)})  # fmt: skip
+    calls = [partial(fp8, a, x, total) for a, x in inputs]
+    out.append(_row("fp8 with quantization of X, adding", name, rows, flops, base_adding, calls))
+    del operands, inputs, calls
     quantized = quantize_weight(weight)
 
-    def bf16(dy: Tensor) -> tuple[Tensor, Tensor]:
-        return torch.mm(dy, weight), torch.mm(dy.t(), x)
+    def dgrad(dy: Tensor) -> Tensor:
+        return fp8_matmul_hopper(quantize_rows(dy), turned_weight(quantized))
 
-    def fp8(dy: Tensor, x_kept: QTensor) -> tuple[Tensor, Tensor]:
+    base = seconds_per_call([partial(torch.mm, dy, weight) for dy in dys])
+    calls = [partial(dgrad, dy) for dy in dys]
+    form = "fp8 with quantization of dY, turning of W"
+    out.append(_row(form, f"{layer} dgrad", rows, flops, base, calls))
+
+    def bf16_both(dy: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.mm(dy, weight), _wide_product(dy, x)
+
+    def fp8_both(dy: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         by_row, by_token = quantize_rows_and_tokens(dy)
-        dw = fp8_matmul_hopper(by_token.mT, x_kept.mT, torch.float32)
-        return fp8_matmul_hopper(by_row, turned_weight(quantized)), dw
+        dx = fp8_matmul_hopper(by_row, turned_weight(quantized))
+        return dx, fp8(by_token.mT, x, None)
 
-    base = seconds_per_call([partial(bf16, dy) for dy in dys])
-    calls = [partial(fp8, dy, x_kept) for dy, x_kept in zip(dys, kept, strict=True)]
+    base = seconds_per_call([partial(bf16_both, dy, x) for dy, x in pairs])
+    both = [partial(fp8_both, dy, x) for dy, x in pairs]
     name = f"{layer} dgrad + wgrad"
-    return _row("fp8 with quantization of dY", name, rows, 4 * rows * n * k, base, calls)
+    return [
+        *out,
+        _row("fp8 with quantization, turning, fp32 out", name, rows, 2 * flops, base, both),
+    ]
 
 
 def run(tokens: int = 16384, decode_rows: tuple[int, ...] = (8, 64, 256)) -> list[Row]:
@@ -140,8 +150,8 @@ def run(tokens: int = 16384, decode_rows: tuple[int, ...] = (8, 64, 256)) -> lis
             out += _forward_rows(layer, xs, weights if rows <= 256 else weights[:1])
         dys = [torch.randn(tokens, n, device="cuda").bfloat16() for _ in range(2)]
         out += _forward_rows(f"{layer} dgrad", dys, [weights[0].t().contiguous()])
-        del xs, dys, weights
-        out += _weight_gradient_rows(layer, tokens, n, k)
+        del xs
+        out += _backward_rows(layer, dys, weights[0], k)
     return out
 
 

@@ -45,12 +45,16 @@ LINEARS = ("qkv", "o", "gate_up", "down")
 # Where operations are called by name, for the shares of time.
 OPERATIONS = {
     fused: (
-        "fprop", "gradients", "rms_norm_quantize", "rms_norm_forward", "rms_norm_backward",
+        "fprop", "dgrad", "wgrad", "quantize_output_gradient", "quantize_for_wgrad",
+        "rms_norm_quantize", "rms_norm_squares", "rms_norm_forward", "rms_norm_backward",
         "swiglu_quantize", "swiglu_forward", "swiglu_backward", "swiglu_backward_quantize",
         "qk_norm_rotary_cache", "qk_norm_rotary_backward", "stage_keys", "attend_tiles",
         "attention_backward", "attend_equal_lengths", "attend_equal_lengths_backward",
     ),
-    linear: ("fprop", "gradients", "quantize_for_gemm"),
+    linear: (
+        "fprop", "dgrad", "wgrad", "quantize_input", "quantize_output_gradient",
+        "quantize_for_wgrad",
+    ),
 }  # fmt: skip
 
 
@@ -64,7 +68,8 @@ class LayerBench:
         assert isinstance(layer, DecoderLayer)
         self.layer, self.tokens, self.length = layer, tokens, length
         ends = torch.arange(0, tokens + 1, length, device="cuda")
-        self.kv = PackedKeyValues(ends, PrecisionPlan.preset(attention))
+        self.attention = PrecisionPlan.preset(attention)
+        self.kv = PackedKeyValues(ends, self.attention)
         self.positions = torch.arange(tokens, device="cuda") % length
         g = torch.Generator(device="cuda").manual_seed(0)
         self.x, self.delta, self.dx, self.ddelta = (
@@ -157,8 +162,8 @@ def watched(log: list[tuple[str, Any, Any]]) -> Iterator[None]:
 
 
 def shares(bench: LayerBench, repeats: int = 5) -> dict[str, float]:
-    """Milliseconds of each operation in a pass. `gradients` holds the quantization of dY that it
-    does itself; what the layer does outside of named operations is `other`."""
+    """Milliseconds of each operation in a pass; what the layer does outside of named operations is
+    `other`."""
     totals: dict[str, float] = defaultdict(float)
     for _ in range(repeats):
         bench.clear()
@@ -173,32 +178,36 @@ def shares(bench: LayerBench, repeats: int = 5) -> dict[str, float]:
         for name, a, b in log:
             totals[name] += a.elapsed_time(b) / repeats
         totals["all"] += start.elapsed_time(end) / repeats
-    named = sum(ms for name, ms in totals.items() if name not in ("all", "quantize_for_gemm"))
+    named = sum(ms for name, ms in totals.items() if name != "all")
     totals["other"] = totals["all"] - named
     return {name: round(ms, 3) for name, ms in totals.items()}
 
 
-def saved_bytes(bench: LayerBench) -> tuple[int, int]:
-    """Bytes kept for backward: (by the linears alone, by the whole layer). Storages count once."""
+def saved_bytes(bench: LayerBench) -> int:
+    """Bytes that a layer keeps for backward. Storages count once."""
+    found: dict[int, int] = {}
 
-    def kept(function: Callable[[], Any]) -> int:
-        found: dict[int, int] = {}
+    def pack(x: Tensor) -> Tensor:
+        storage = x.untyped_storage()
+        found[storage.data_ptr()] = storage.nbytes()
+        return x
 
-        def pack(x: Tensor) -> Tensor:
-            found[x.data_ptr()] = x.numel() * x.element_size()
-            return x
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        result = bench.forward()
+    del result
+    return sum(found.values())
 
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-            result = function()
-        del result
-        return sum(found.values())
 
-    alone = 0
-    for name in LINEARS:
-        one = getattr(bench.layer, name)
-        x = torch.zeros(bench.tokens, one.weight.shape[1], device="cuda", dtype=torch.bfloat16)
-        alone += kept(lambda one=one, x=x: one(x, "train"))  # type: ignore[misc]
-    return alone, kept(bench.forward)
+def saved_bytes_of_others(bench: LayerBench) -> int:
+    """Of these, what norms, rotary, attention and SwiGLU keep for their own gradients, linears or
+    not, bfloat16 but for codes and scales of keys and values: the two residual streams, qkv and the
+    rotated queries, keys and values as stored, the attention's output with its log-sum-exp, gate
+    and up, and the norms' inverse rms. The rest is what linears keep."""
+    c = bench.policy.config
+    heads, fp8 = c.num_heads * c.head_dim, bench.attention.kv == "fp8"
+    keys_and_values = 2 * c.num_kv_heads * (c.head_dim + 4 if fp8 else 2 * c.head_dim)
+    wide = 2 * c.hidden_size + 3 * heads + 2 * c.num_kv_heads * c.head_dim + 2 * c.intermediate_size
+    return bench.tokens * (2 * wide + keys_and_values + 4 * c.num_heads + 2 * 4)
 
 
 def measure(name: str, shape: str, tokens: int, length: int) -> Row:
@@ -207,7 +216,8 @@ def measure(name: str, shape: str, tokens: int, length: int) -> Row:
     forward, backward = milliseconds(bench, accumulate=False)
     accumulating = milliseconds(bench, accumulate=True)[1]
     flops = bench.flops()
-    linears, everything = saved_bytes(bench)
+    everything = saved_bytes(bench)
+    linears = everything - saved_bytes_of_others(bench)
     return {
         "name": name,
         "forward_ms": round(forward, 3),

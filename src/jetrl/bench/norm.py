@@ -9,7 +9,7 @@ import torch
 
 from jetrl.bench._bits import fused
 from jetrl.bench._timing import Row, memory_row, report
-from jetrl.kernels.norm_triton import rms_norm_backward, rms_norm_quantize
+from jetrl.kernels.norm_triton import rms_norm_backward, rms_norm_quantize, rms_norm_squares
 from jetrl.kernels.rotary_triton import dense_cache, qk_norm_rotary_backward, qk_norm_rotary_cache
 from jetrl.kernels.swiglu_triton import swiglu_backward_quantize, swiglu_quantize
 
@@ -25,20 +25,17 @@ def _norm_rows(tokens: int) -> list[Row]:
     xs, deltas = _random(tokens, HIDDEN), _random(tokens, HIDDEN)
     weight = torch.ones(HIDDEN, device="cuda").bfloat16()
     inverse = torch.ones(tokens, device="cuda")
-    sampling = [
+    forward = [
         partial(rms_norm_quantize, x, weight, EPS, d) for x, d in zip(xs, deltas, strict=True)
     ]
-    training = [
-        partial(rms_norm_quantize, x, weight, EPS, d, True) for x, d in zip(xs, deltas, strict=True)
-    ]
+    again = [partial(rms_norm_squares, x, weight, inverse) for x in (*xs, *deltas)]
     backward = [
         partial(rms_norm_backward, x, d, weight, inverse, x)
         for x, d in zip(xs, deltas, strict=True)
     ]
     return [
-        memory_row("add, norm, quantize rows", shape, 7 * size, sampling),
-        memory_row("add, norm, quantize both (least bytes)", shape, 8 * size, training),
-        memory_row("add, norm, quantize both (bytes moved)", shape, 10 * size, training),
+        memory_row("add, norm, quantize", shape, 7 * size, forward),
+        memory_row("norm, quantize for WGrad", shape, 3 * size, again),
         memory_row("norm backward with residual", shape, 8 * size, backward),
     ]
 
@@ -47,19 +44,11 @@ def _swiglu_rows(tokens: int) -> list[Row]:
     size, shape = tokens * INTERMEDIATE, f"{tokens} x {INTERMEDIATE}"
     xs, dys = _random(tokens, 2 * INTERMEDIATE, sets=2), _random(tokens, INTERMEDIATE, sets=2)
     return [
+        memory_row("swiglu, quantize", shape, 5 * size, [partial(swiglu_quantize, x) for x in xs]),
         memory_row(
-            "swiglu, quantize rows", shape, 5 * size, [partial(swiglu_quantize, x) for x in xs]
-        ),
-        memory_row(
-            "swiglu, quantize both",
+            "swiglu backward, quantize both, and y",
             shape,
-            6 * size,
-            [partial(swiglu_quantize, x, True) for x in xs],
-        ),
-        memory_row(
-            "swiglu backward, quantize both",
-            shape,
-            10 * size,
+            11 * size,
             [partial(swiglu_backward_quantize, dy, x) for dy, x in zip(dys, xs, strict=True)],
         ),
     ]

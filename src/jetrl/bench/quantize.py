@@ -12,6 +12,7 @@ from jetrl.bench._timing import Row, memory_row, report
 from jetrl.precision.quantize_hopper import (
     quantize_rows,
     quantize_rows_and_tokens,
+    quantize_squares,
     quantize_tokens,
     quantize_weight,
     turned_weight,
@@ -31,6 +32,7 @@ def run(tokens: int = 16384) -> list[Row]:
         for name, function, num_bytes in (
             ("rows", quantize_rows, 3 * size + scales),
             ("tokens", quantize_tokens, 3 * size + scales),
+            ("squares, turned", quantize_squares, 3 * size),
             ("rows and tokens", quantize_rows_and_tokens, 4 * size + 2 * scales),
         ):
             rows.append(memory_row(name, shape, num_bytes, [partial(function, x) for x in xs]))

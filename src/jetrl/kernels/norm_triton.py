@@ -6,9 +6,9 @@ x * 2**(19 - e) rounds to that very grid and leaves the integer in the low bits 
 the squares add in int64. So no reduction order exists to depend on, and a row is independent of the
 others whatever the tiling. The rest is the reference's IEEE operations, with fusion switched off.
 
-Sampling (one kernel, a program a row): reads x and delta, writes their sum and the codes.
-Training (two): the same, then a tile kernel that reads the sum again, in part from the cache, and
-writes the 128 x 1 groups; such a group needs 128 rows at once, which no multiprocessor can hold.
+Forward (one kernel, a program a row): reads x and delta, writes their sum and the codes; the same
+for sampling and for training, which also keeps the row's inverse rms. In backward a tile kernel
+makes the 128 x 128 groups that WGrad reads from the sum and the inverse rms, which are kept anyway.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -27,14 +27,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from jetrl.precision import tile_hopper as tile
-from jetrl.precision.launch_hopper import (
-    OVERLAPPED,
-    gluon_let_next_start,
-    gluon_wait_for_previous,
-    let_next_start,
-    wait_for_previous,
-)
-from jetrl.precision.layout import empty_row_groups, empty_token_groups
+from jetrl.precision.launch_hopper import OVERLAPPED, let_next_start, wait_for_previous
+from jetrl.precision.layout import empty_row_groups, empty_turned_squares
 from jetrl.precision.plan import FP8_BLOCK
 from jetrl.precision.quantize import FORMATS, QTensor
 from jetrl.precision.quantize_hopper import (
@@ -148,11 +142,12 @@ def _tile_kernel(
     x_ptr,
     weight_ptr,
     inverse_ptr,
-    token_codes_ptr,
-    token_scales_ptr,
+    codes_ptr,
+    scales_ptr,
     num_rows,
     num_columns,
-    padded_tokens,
+    scale_stride,
+    padded_rows,
     column_blocks,
     MAXIMUM: gl.constexpr,
     FLOOR: gl.constexpr,
@@ -160,15 +155,13 @@ def _tile_kernel(
 ):
     block, column = tile.place(column_blocks)
     rows, columns = tile.tile_rows(block), tile.tile_columns(column)
-    gluon_wait_for_previous()
-    gluon_let_next_start()
     x = tile.load_tile(x_ptr, block, column, num_rows, num_columns, num_columns)
     inverse = gl.load(inverse_ptr + rows, mask=rows < num_rows, other=0.0)
     weight = gl.load(weight_ptr + columns).to(gl.float32)
     y = tile.to_bfloat16(tile.widen(x) * inverse[:, None] * weight[None, :])
-    tile.store_groups(
-        y, block, column, num_rows, num_columns, token_codes_ptr, token_scales_ptr, 0,
-        token_codes_ptr, token_scales_ptr, padded_tokens, False, MAXIMUM, FLOOR, POW2,
+    tile.store_square_turned(
+        y, block, column, num_columns, codes_ptr, scales_ptr, scale_stride, padded_rows,
+        MAXIMUM, FLOOR, POW2,
     )  # fmt: skip
 
 
@@ -213,13 +206,12 @@ class NormQuantized:
     """What the entrance of a block makes.
 
     total: bfloat16 [T, D], x + delta (x itself without delta): the residual stream. inverse_rms:
-    float32 [T]. rows: 1 x 128 groups of the normalised values. tokens: their 128 x 1 groups.
+    float32 [T], for training. rows: 1 x 128 groups of the normalised values.
     """
 
     total: Tensor
     inverse_rms: Tensor | None
     rows: QTensor
-    tokens: QTensor | None
 
 
 def rms_norm_quantize(
@@ -233,37 +225,44 @@ def rms_norm_quantize(
     """quantize(rms_norm(x + delta)), the BF16 result never written.
 
     x, delta: bfloat16 [T, D] contiguous; their sum is rounded to bfloat16. weight: bfloat16 [D].
-    for_training: also the 128 x 1 groups for WGrad and the inverse rms for backward.
+    for_training: also the inverse rms, for backward.
     """
     _check("rms_norm_quantize", x, weight, delta)
     num_rows, width = x.shape
     if width % FP8_BLOCK:
         raise ValueError(f"rms_norm_quantize: D a multiple of {FP8_BLOCK}, not {width}")
-    options, dtype = rule("e4m3", scales), FORMATS["e4m3"][0]
-    rows = empty_row_groups(num_rows, width, dtype, x.device)
-    total = x if delta is None else torch.empty_like(x)
-    if not for_training:
-        _launch_rows(x, weight, eps, delta, total, None, None, rows, options)
-        return NormQuantized(total, None, rows, None)
-    inverse = torch.empty(num_rows, dtype=torch.float32, device=x.device)
-    _launch_rows(x, weight, eps, delta, total, None, inverse, rows, options)
-    tokens = empty_token_groups(num_rows, width, dtype, x.device)
+    rows = empty_row_groups(num_rows, width, FORMATS["e4m3"][0], x.device)
+    total, inverse = x if delta is None else torch.empty_like(x), None
+    if for_training:
+        inverse = torch.empty(num_rows, dtype=torch.float32, device=x.device)
+    _launch_rows(x, weight, eps, delta, total, None, inverse, rows, rule("e4m3", scales))
+    return NormQuantized(total, inverse, rows)
+
+
+def rms_norm_squares(
+    total: Tensor, weight: Tensor, inverse_rms: Tensor, scales: str = "fp32"
+) -> QTensor:
+    """The normalised values of `rms_norm_quantize` once more, as WGrad reads them: 128 x 128 groups
+    of [T up to a multiple of 128, D], tokens contiguous, from what it returned."""
+    _check("rms_norm_squares", total, weight, None)
+    num_rows, width = total.shape
+    out = empty_turned_squares(num_rows, width, FORMATS["e4m3"][0], total.device)
     column_blocks = width // FP8_BLOCK
     if num_rows:
         _tile_kernel[(triton.cdiv(num_rows, FP8_BLOCK) * column_blocks,)](
             total,
             weight,
-            inverse,
-            tokens.codes,
-            tokens.scales,
+            inverse_rms,
+            out.codes,
+            out.scales,
             num_rows,
             width,
-            tokens.shape[0],
+            out.scales.stride(1),
+            out.shape[0],
             column_blocks,
             **tile_rule("e4m3", scales),
-            **OVERLAPPED,
         )
-    return NormQuantized(total, inverse, rows, tokens)
+    return out
 
 
 def rms_norm_forward(

@@ -2,10 +2,12 @@
 
     y = g * (1 / (1 + exp2(-g * log2 e))) * u    float32, rounded once to bfloat16
 
-One program makes a tile of 128 columns: any number of rows when only 1 x 128 groups are wanted
-(sampling), 128 rows when both groupings are (training). The bytes are those of the inputs and of
-the results; nothing in between is written. exp2 and the reciprocal are the hardware's (relative
-errors near 2**-22 and 2**-23), so y may differ from the reference by a unit of bfloat16, rarely.
+One program makes a tile of 128 columns: in forward, which is the same for sampling and training,
+some rows; in backward 128, for the groups of WGrad. Backward makes those of y as well, from the
+gate and up that it reads anyway, so that forward keeps nothing of y. The bytes are those of the
+inputs and of the results; nothing in between is written. exp2 and the reciprocal are the hardware's
+(relative errors near 2**-22 and 2**-23), so y may differ from the reference by a unit of bfloat16,
+rarely.
 What must agree, the sampler's y and the trainer's, does: every kernel here does these operations in
 this order, with fused multiply-adds switched off.
 """
@@ -26,7 +28,11 @@ from triton.experimental.gluon import language as gl
 
 from jetrl.precision import tile_hopper as tile
 from jetrl.precision.launch_hopper import OVERLAPPED, let_next_start, wait_for_previous
-from jetrl.precision.layout import empty_row_groups, empty_token_groups
+from jetrl.precision.layout import (
+    empty_row_groups,
+    empty_token_groups,
+    empty_turned_squares,
+)
 from jetrl.precision.plan import FP8_BLOCK
 from jetrl.precision.quantize import FORMATS, FP8Format, QTensor
 from jetrl.precision.quantize_hopper import (
@@ -104,35 +110,6 @@ def _tile_sigmoid(gate, LOG2_E: gl.constexpr):
     )
 
 
-@gluon.jit
-def _tile_kernel(
-    x_ptr,
-    row_codes_ptr,
-    row_scales_ptr,
-    token_codes_ptr,
-    token_scales_ptr,
-    num_rows,
-    num_columns,
-    scale_stride,
-    padded_tokens,
-    column_blocks,
-    LOG2_E: gl.constexpr,
-    MAXIMUM: gl.constexpr,
-    FLOOR: gl.constexpr,
-    POW2: gl.constexpr,
-):
-    block, column = tile.place(column_blocks)
-    stride = 2 * num_columns
-    gate = tile.load_tile(x_ptr, block, column, num_rows, num_columns, stride)
-    up = tile.load_tile(x_ptr + num_columns, block, column, num_rows, num_columns, stride)
-    gate, up = tile.widen(gate), tile.widen(up)
-    y = tile.to_bfloat16(gate * _tile_sigmoid(gate, LOG2_E) * up)
-    tile.store_groups(
-        y, block, column, num_rows, num_columns, row_codes_ptr, row_scales_ptr, scale_stride,
-        token_codes_ptr, token_scales_ptr, padded_tokens, True, MAXIMUM, FLOOR, POW2,
-    )  # fmt: skip
-
-
 @triton.jit
 def _backward_rows_kernel(
     dy_ptr,
@@ -166,13 +143,17 @@ def _backward_tile_kernel(
     row_scales_ptr,
     token_codes_ptr,
     token_scales_ptr,
+    y_codes_ptr,
+    y_scales_ptr,
     num_rows,
     num_columns,
     scale_stride,
+    y_scale_stride,
     padded_tokens,
     column_blocks,
     LOG2_E: gl.constexpr,
     MAXIMUM: gl.constexpr,
+    Y_MAXIMUM: gl.constexpr,
     FLOOR: gl.constexpr,
     POW2: gl.constexpr,
 ):
@@ -183,8 +164,13 @@ def _backward_tile_kernel(
     up = tile.load_tile(x_ptr + num_columns, block, column, num_rows, num_columns, stride)
     dy, gate = tile.widen(dy), tile.widen(gate)
     share = _tile_sigmoid(gate, LOG2_E)
+    y = tile.to_bfloat16(gate * share * tile.widen(up))
     dup = tile.to_bfloat16(dy * gate * share)
     dgate = tile.to_bfloat16(dy * tile.widen(up) * share * (1.0 + gate * (1.0 - share)))
+    tile.store_square_turned(
+        y, block, column, num_columns, y_codes_ptr, y_scales_ptr, y_scale_stride, padded_tokens,
+        Y_MAXIMUM, FLOOR, POW2,
+    )  # fmt: skip
     tile.store_groups(
         dgate, block, column, num_rows, stride, row_codes_ptr, row_scales_ptr, scale_stride,
         token_codes_ptr, token_scales_ptr, padded_tokens, True, MAXIMUM, FLOOR, POW2,
@@ -195,38 +181,15 @@ def _backward_tile_kernel(
     )  # fmt: skip
 
 
-def swiglu_quantize(
-    gate_up: Tensor, for_training: bool = False, scales: str = "fp32"
-) -> tuple[QTensor, QTensor | None]:
+def swiglu_quantize(gate_up: Tensor, scales: str = "fp32") -> QTensor:
     """quantize(swiglu(gate_up)), the BF16 result never written.
 
-    gate_up: bfloat16 [T, 2F], gate first. Returns (1 x 128 groups of [T, F], for training also the
-    128 x 1 groups with zero rows up to a multiple of 128).
+    gate_up: bfloat16 [T, 2F], gate first. Returns 1 x 128 groups of [T, F].
     """
     num_rows, width = _check("swiglu_quantize", gate_up)
-    dtype = FORMATS["e4m3"][0]
-    rows = empty_row_groups(num_rows, width, dtype, gate_up.device)
-    if not for_training:
-        _launch_rows(gate_up, None, rows, rule("e4m3", scales))
-        return rows, None
-    tokens = empty_token_groups(num_rows, width, dtype, gate_up.device)
-    column_blocks = width // FP8_BLOCK
-    if num_rows:
-        _tile_kernel[(triton.cdiv(num_rows, FP8_BLOCK) * column_blocks,)](
-            gate_up,
-            rows.codes,
-            rows.scales,
-            tokens.codes,
-            tokens.scales,
-            num_rows,
-            width,
-            rows.scales.stride(1),
-            tokens.shape[0],
-            column_blocks,
-            _LOG2_E,
-            **tile_rule("e4m3", scales),
-        )
-    return rows, tokens
+    rows = empty_row_groups(num_rows, width, FORMATS["e4m3"][0], gate_up.device)
+    _launch_rows(gate_up, None, rows, rule("e4m3", scales))
+    return rows
 
 
 def swiglu_forward(gate_up: Tensor) -> Tensor:
@@ -287,14 +250,17 @@ def swiglu_backward(dy: Tensor, gate_up: Tensor) -> Tensor:
 
 def swiglu_backward_quantize(
     dy: Tensor, gate_up: Tensor, format: FP8Format = "e4m3", scales: str = "fp32"
-) -> tuple[QTensor, QTensor]:
-    """The gradient of gate_up as DGrad and WGrad of the layer before read it: (1 x 128 groups of
-    [T, 2F], 128 x 1 groups with zero rows up to a multiple of 128), the BF16 never written."""
+) -> tuple[QTensor, QTensor, QTensor]:
+    """Backward as the GEMMs around it read it, the BF16 never written: (the gradient of gate_up in
+    1 x 128 groups of [T, 2F]; in 128 x 1 groups with zero rows up to a multiple of 128; y itself,
+    [T, F] of `swiglu_quantize`, in 128 x 128 groups with the same rows)."""
     _check_backward("swiglu_backward_quantize", dy, gate_up)
     num_rows, columns = gate_up.shape
     dtype = FORMATS[format][0]
     rows = empty_row_groups(num_rows, columns, dtype, dy.device)
     tokens = empty_token_groups(num_rows, columns, dtype, dy.device)
+    y_dtype, y_maximum = FORMATS["e4m3"]
+    y = empty_turned_squares(num_rows, dy.shape[1], y_dtype, dy.device)
     column_blocks = dy.shape[1] // FP8_BLOCK
     if num_rows:
         _backward_tile_kernel[(triton.cdiv(num_rows, FP8_BLOCK) * column_blocks,)](
@@ -304,15 +270,19 @@ def swiglu_backward_quantize(
             rows.scales,
             tokens.codes,
             tokens.scales,
+            y.codes,
+            y.scales,
             num_rows,
             dy.shape[1],
             rows.scales.stride(1),
+            y.scales.stride(1),
             tokens.shape[0],
             column_blocks,
             _LOG2_E,
+            Y_MAXIMUM=y_maximum,
             **tile_rule(format, scales),
         )
-    return rows, tokens
+    return rows, tokens, y
 
 
 def swiglu(gate_up: Tensor) -> Tensor:

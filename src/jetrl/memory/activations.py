@@ -73,7 +73,8 @@ def layer_bytes(config: ModelConfig, plan: PrecisionPlan, batch: MicroBatch) -> 
     wide = 4 * inner  # of gate_up, in bfloat16
     both = 2 * _codes(2 * inner, tokens) if fp8 else wide * tokens
     mlp = (6 * hidden + wide // 2) * tokens + both + 4 * 2 * inner * hidden
-    mlp += 2 * inner * hidden if fp8 else 0  # the weight with its bytes turned
+    if fp8:  # X's codes for WGrad; the weight with its bytes turned is gone before dW is made
+        mlp += (inner + hidden) * tokens
     heads = 2 * (3 * config.num_heads + 4 * config.num_kv_heads) * config.head_dim * tokens
     sequences = -(-tokens // batch.longest)
     across = -(-batch.longest // _TILE_QUERIES) * -(-batch.longest // _TILE_KEYS)
@@ -100,15 +101,15 @@ def _layer_bytes(config: ModelConfig, plan: PrecisionPlan, linear: Format, token
     heads, groups = config.num_heads, config.num_kv_heads
 
     def linear_input(columns: int) -> int:
-        return _codes(columns, tokens) if linear == "fp8" else wide * columns * tokens
+        """X of a linear: FP8 makes its codes again from what is kept for other operations."""
+        return 0 if linear == "fp8" else wide * columns * tokens
 
     entered = (wide * hidden + 4) * tokens + linear_input(hidden)  # residual, inverse rms, normed
     qkv = wide * (heads + 2 * groups) * config.head_dim
     attended = 2 * wide * heads * config.head_dim + 4 * heads  # queries, output, log-sum-exp
     stored = kv_bytes_per_token(config, plan) // config.num_layers
-    o = linear_input(heads * config.head_dim) if linear == "fp8" else 0
     gates = 2 * wide * config.intermediate_size * tokens
-    attention = (qkv + attended + stored) * tokens + o
+    attention = (qkv + attended + stored) * tokens
     return 2 * entered + attention + gates + linear_input(config.intermediate_size)
 
 

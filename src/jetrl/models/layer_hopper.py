@@ -7,10 +7,11 @@
 
 They are the composition of the operations that the decoder's reference names, with the same bits in
 the forward (tests/gpu/test_flow.py); what is saved is where a BF16 result would be written only to
-be read and quantized by the next operation. With gradients the norm and SwiGLU make the 1 x 128
-groups for FProp and the 128 x 1 groups that are kept for WGrad in one pass; in backward SwiGLU's
-gradient leaves as the codes of gate_up's dY, and the residual's gradient joins inside the norm's.
-Layers kept in BF16 take the same functions, with BF16 in the place of codes.
+be read and quantized by the next operation: the norm and SwiGLU make the codes that FProp reads.
+For WGrad nothing of them is kept: in backward the norm's are made anew from the residual stream,
+and SwiGLU's in the pass that makes its gradient, which leaves as the codes of gate_up's dY. The
+residual's gradient joins inside the norm's. Layers kept in BF16 take the same functions, with BF16
+in the place of codes; they keep what FProp read, which had to be written anyway.
 
 Legend: T tokens, D hidden size, F intermediate size.
 """
@@ -33,7 +34,12 @@ from jetrl.kernels.attention_library import (
     attend_equal_lengths_backward,
 )
 from jetrl.kernels.attention_stage import stage_keys
-from jetrl.kernels.norm_triton import rms_norm_backward, rms_norm_forward, rms_norm_quantize
+from jetrl.kernels.norm_triton import (
+    rms_norm_backward,
+    rms_norm_forward,
+    rms_norm_quantize,
+    rms_norm_squares,
+)
 from jetrl.kernels.rotary_triton import dense_cache, qk_norm_rotary_backward, qk_norm_rotary_cache
 from jetrl.kernels.swiglu_triton import (
     swiglu_backward,
@@ -48,12 +54,14 @@ from jetrl.precision.linear import (
     GEMMInput,
     Linear,
     Operand,
+    OutputGradient,
+    dgrad,
     fprop,
-    gradients,
-    kept_input,
+    quantize_for_wgrad,
+    quantize_output_gradient,
+    wgrad,
 )
 from jetrl.precision.plan import PrecisionPlan, Side
-from jetrl.precision.quantize import QTensor
 
 
 @dataclass(frozen=True)
@@ -140,20 +148,20 @@ def _settings(
 
 def _enter(
     x: Tensor, delta: Tensor | None, s: _Settings
-) -> tuple[Tensor, Tensor | None, GEMMInput, GEMMInput | None]:
-    """(x + delta, inverse rms, the normalised values as FProp reads them, and as WGrad does)."""
+) -> tuple[Tensor, Tensor | None, GEMMInput]:
+    """(x + delta, inverse rms, the normalised values as FProp reads them)."""
     if s.fp8:
         n = rms_norm_quantize(x, s.norm_weight, s.eps, delta, s.keep, s.plan.scales)
-        return n.total, n.inverse_rms, n.rows, n.tokens
+        return n.total, n.inverse_rms, n.rows
     y, inverse, total = rms_norm_forward(x, s.norm_weight, s.eps, delta)
-    return total, inverse, y, y
+    return total, inverse, y
 
 
-def _tensors(x: GEMMInput | None) -> tuple[Tensor, ...]:
-    """What to save of it: `kept_input` turns that back."""
-    if x is None:
-        return ()
-    return (x.codes, x.scales) if isinstance(x, QTensor) else (x,)
+def _entered(total: Tensor, inverse: Tensor, kept: Sequence[Tensor], s: _Settings) -> GEMMInput:
+    """The normalised values as WGrad reads them: BF16 that was kept, or codes made anew."""
+    if s.fp8:
+        return rms_norm_squares(total, s.norm_weight, inverse, s.plan.scales)
+    return kept[0]
 
 
 def _leave(
@@ -168,12 +176,13 @@ class _NormLinear(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, delta: Tensor | None, norm: Tensor, master: Tensor, s: _Settings
     ) -> tuple[Tensor, Tensor]:
-        total, inverse, entered, kept = _enter(x, delta, s)
+        total, inverse, entered = _enter(x, delta, s)
         s.tell("input_norm", entered)
         y = fprop(entered, s.weights[0], s.plan)
         if s.keep:
-            ctx.save_for_backward(total, inverse, *_tensors(kept))
-        ctx.settings, ctx.two_inputs = s, delta is not None
+            kept = (entered,) if isinstance(entered, Tensor) else ()
+            ctx.save_for_backward(total, inverse, *kept)
+        ctx.settings, ctx.two_inputs, ctx.master = s, delta is not None, master
         return total, y
 
     @staticmethod
@@ -181,7 +190,11 @@ class _NormLinear(torch.autograd.Function):
         s: _Settings = ctx.settings
         dtotal, dy = grads
         total, inverse, *kept = ctx.saved_tensors
-        dnormed, dw = gradients(dy.contiguous(), kept_input(kept), s.weights[0], s.plan)
+        operands = quantize_output_gradient(dy.contiguous(), s.weights[0], s.plan)
+        dnormed = dgrad(operands, s.weights[0])
+        dw = None
+        if ctx.needs_input_grad[3]:
+            dw = wgrad(operands, _entered(total, inverse, kept, s), ctx.master)
         dx, dnorm = _leave(dnormed, total, inverse, dtotal, s)
         return dx, dx if ctx.two_inputs else None, dnorm, dw, None
 
@@ -197,17 +210,18 @@ class _MLP(torch.autograd.Function):
         down_master: Tensor,
         s: _Settings,
     ) -> tuple[Tensor, Tensor]:
-        total, inverse, entered, kept = _enter(x, delta, s)
+        total, inverse, entered = _enter(x, delta, s)
         s.tell("post_norm", entered)
         gate_up = fprop(entered, s.weights[0], s.plan)
         s.tell("gate_up", gate_up)
-        gated, gated_kept = _gated(gate_up, s)
+        gated = swiglu_quantize(gate_up, s.plan.scales) if s.fp8 else swiglu_forward(gate_up)
         s.tell("swiglu", gated)
         y = fprop(gated, s.weights[1], s.plan)
         if s.keep:
-            saved = _tensors(kept)
-            ctx.save_for_backward(total, inverse, gate_up, *saved, *_tensors(gated_kept))
+            kept = [value for value in (entered, gated) if isinstance(value, Tensor)]
+            ctx.save_for_backward(total, inverse, gate_up, *kept)
         ctx.settings, ctx.two_inputs = s, delta is not None
+        ctx.masters = gate_up_master, down_master
         return total, y
 
     @staticmethod
@@ -215,27 +229,35 @@ class _MLP(torch.autograd.Function):
         s: _Settings = ctx.settings
         dtotal, dy = grads
         total, inverse, gate_up, *kept = ctx.saved_tensors
-        half = len(kept) // 2
-        gated_kept = kept_input(kept[half:])
-        dgated, dw_down = gradients(dy.contiguous(), gated_kept, s.weights[1], s.plan)
-        dgate_up: Tensor | tuple[QTensor, QTensor]
-        if s.fp8 and s.plan.grad_output != "bf16":
-            dgate_up = swiglu_backward_quantize(dgated, gate_up, s.plan.grad_output, s.plan.scales)
-        else:
-            dgate_up = swiglu_backward(dgated, gate_up)
-        del dgated
-        dnormed, dw_gate_up = gradients(dgate_up, kept_input(kept[:half]), s.weights[0], s.plan)
+        operands = quantize_output_gradient(dy.contiguous(), s.weights[1], s.plan)
+        dgate_up, gated = _swiglu_backward(dgrad(operands, s.weights[1]), gate_up, kept[1:], s)
+        dw_gate_up = dw_down = None
+        if ctx.needs_input_grad[4]:
+            dw_down = wgrad(operands, gated, ctx.masters[1])
+        del operands, gated
+        dnormed = dgrad(dgate_up, s.weights[0])
+        if ctx.needs_input_grad[3]:
+            entered = _entered(total, inverse, kept, s)
+            dw_gate_up = wgrad(dgate_up, entered, ctx.masters[0])
+            del entered
         del dgate_up
         dx, dnorm = _leave(dnormed, total, inverse, dtotal, s)
         return dx, dx if ctx.two_inputs else None, dnorm, dw_gate_up, dw_down, None
 
 
-def _gated(gate_up: Tensor, s: _Settings) -> tuple[GEMMInput, GEMMInput | None]:
-    """swiglu(gate_up) as FProp of `down` reads it, and as its WGrad does."""
-    if s.fp8:
-        return swiglu_quantize(gate_up, s.keep, s.plan.scales)
-    y = swiglu_forward(gate_up)
-    return y, y
+def _swiglu_backward(
+    dgated: Tensor, gate_up: Tensor, kept: Sequence[Tensor], s: _Settings
+) -> tuple[OutputGradient, GEMMInput]:
+    """(dY of gate_up, swiglu(gate_up) as WGrad of `down` reads it)."""
+    plan = s.plan
+    if s.fp8 and plan.grad_output != "bf16":
+        rows, tokens, gated = swiglu_backward_quantize(
+            dgated, gate_up, plan.grad_output, plan.scales
+        )
+        return OutputGradient(rows, tokens), gated
+    dgate_up = swiglu_backward(dgated, gate_up)
+    y = quantize_for_wgrad(swiglu_forward(gate_up), plan) if s.fp8 else kept[0]
+    return OutputGradient(dgate_up, dgate_up), y
 
 
 class _AddNorm(torch.autograd.Function):

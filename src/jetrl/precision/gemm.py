@@ -5,7 +5,7 @@ and one float32 add, K blocks in order, no split-K. FProp, DGrad and WGrad are t
 
     FProp   Y [T, N]  = X  [T, K] (1 x 128)   @  W   [N, K] (128 x 128) ^T
     DGrad   dX [T, K] = dY [T, N] (1 x 128)   @  W^T [K, N] (128 x 128) ^T
-    WGrad   dW [N, K] = dY^T [N, T] (1 x 128) @  X^T [K, T] (1 x 128) ^T
+    WGrad   dW [N, K] = dY^T [N, T] (1 x 128) @  X^T [K, T] (128 x 128) ^T
 
 The reference below is exact: a product of two E4M3 codes has 8 significant bits, and 128 of them
 add without rounding in float64 whatever the order: a row depends on that row and on B alone.
@@ -25,7 +25,7 @@ from jetrl.precision.quantize import QTensor, codes_as_float64
 def fp8_matmul(a: QTensor, b: QTensor, out_dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """a [M, K] @ b [N, K]^T -> out_dtype [M, N].
 
-    a is grouped 1 x 128, b 1 x 128 or 128 x 128 (or K smaller than 128 and one group).
+    a is grouped 1 x 128, b 128 x 128; the last groups may be smaller.
 
     Raises:
         ValueError: shapes that do not match, or groups other than these.
@@ -35,10 +35,10 @@ def fp8_matmul(a: QTensor, b: QTensor, out_dtype: torch.dtype = torch.bfloat16) 
         return on_gpu
     if a.shape[-1] != b.shape[-1] or a.codes.dim() != 2 or b.codes.dim() != 2:
         raise ValueError(f"fp8_matmul: [M, K] and [N, K], not {a.shape} and {b.shape}")
-    if a.block != (1, FP8_BLOCK) or b.block[0] not in (1, FP8_BLOCK) or b.block[1] != FP8_BLOCK:
-        raise ValueError(f"fp8_matmul: groups 1x128 and 1x128 or 128x128, not {a.block}, {b.block}")
+    if a.block != (1, FP8_BLOCK) or b.block != (FP8_BLOCK, FP8_BLOCK):
+        raise ValueError(f"fp8_matmul: groups 1x128 and 128x128, not {a.block} and {b.block}")
     a_codes, b_codes = codes_as_float64(a.codes), codes_as_float64(b.codes)
-    b_scales = b.scales.repeat_interleave(b.block[0], dim=0)[: b.shape[0]]
+    b_scales = b.scales.repeat_interleave(FP8_BLOCK, dim=0)[: b.shape[0]]
     out = torch.zeros(a.shape[0], b.shape[0], dtype=torch.float32, device=a.codes.device)
     for block in range(a.scales.shape[1]):
         k = slice(block * FP8_BLOCK, (block + 1) * FP8_BLOCK)

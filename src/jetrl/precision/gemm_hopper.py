@@ -1,14 +1,12 @@
 """The one GEMM on Hopper: `precision.gemm`'s functions on cuBLAS, DeepGEMM and a kernel of ours.
 
 All follow the canonical order (for each 128 of K: the tensor core from zero, then one
-float32 multiply-add with the two scales, K blocks in order). For a 1 x 128 operand by a 128 x 128
-weight (FProp, DGrad) they give the same bits, and a row the same bits at any number of rows;
-tests/gpu/test_gemm.py holds them to it. The one exception known is a cuBLAS choice of split K at
-few rows, so rows are padded to 64 and to a multiple of 4. For two 1 x 128 operands (WGrad) their
-last bits differ, so WGrad is cuBLAS's unless a caller names the other.
+float32 multiply-add with the two scales, K blocks in order). They give the same bits, and a row the
+same bits at any number of rows; tests/gpu/test_gemm.py holds them to it. The one exception known is
+a cuBLAS choice of split K at few rows, so rows are padded to 64 and to a multiple of 4.
 
 cuBLAS is `torch.nn.functional.scaled_mm` (torch >= 2.11). DeepGEMM, where its package is installed,
-is faster at few rows and takes FProp and DGrad with BF16 results; its kernels compile on first use.
+is faster and takes what has BF16 results; its kernels compile on first use.
 `gemm_rows_hopper` is faster still at the rows of a decode step: 64, and 128 where the weight is
 wide (DeepGEMM 0.1.4 needs 88 microseconds for 96 to 128 rows by 24576 x 4096, and 44 for 256).
 """
@@ -48,13 +46,13 @@ def require_hopper(device: torch.device | int | None = None) -> None:
 
 @functools.cache
 def deep_gemm_installed() -> bool:
-    """Whether DeepGEMM's package is there: FProp and DGrad then go to it."""
+    """Whether DeepGEMM's package is there: BF16 results then come from it."""
     return importlib.util.find_spec("deep_gemm") is not None
 
 
 def backend_for(a: QTensor, b: QTensor, out_dtype: torch.dtype) -> Backend:
     """What `fp8_matmul_hopper` uses for these operands when not told; they agree to the bit."""
-    if b.block[0] != FP8_BLOCK or out_dtype != torch.bfloat16:
+    if out_dtype != torch.bfloat16:
         return "cublas"
     rows, wide = a.shape[0], b.shape[0] > _WIDE
     if rows <= _FEW_ROWS or (rows <= 2 * _FEW_ROWS and (wide or not deep_gemm_installed())):
@@ -67,27 +65,26 @@ def fp8_matmul_hopper(
     b: QTensor,
     out_dtype: torch.dtype = torch.bfloat16,
     backend: Backend | None = None,
-    accumulate: Tensor | None = None,
 ) -> Tensor:
     """a [M, K] @ b [N, K]^T -> out_dtype [M, N], as `precision.gemm.fp8_matmul`.
 
-    a is grouped 1 x 128, b 1 x 128 (WGrad) or 128 x 128; codes have K contiguous. Operands made by
-    the kernels of `jetrl.kernels` are read in place; others are first copied into the layout of
-    `precision.layout`. accumulate: float32 [M, N] that the product is added to, and that is
-    returned (WGrad into a gradient).
+    a is grouped 1 x 128, b 128 x 128; codes have K contiguous. Operands made by the kernels of
+    `jetrl.kernels` are read in place; others are first copied into the layout of
+    `precision.layout`.
 
     Raises:
         ValueError: shapes, groups, layouts or dtypes other than these, or a backend that cannot.
     """
-    _check(a, b, out_dtype, accumulate)
+    _check(a, b, out_dtype)
     chosen = backend or backend_for(a, b, out_dtype)
+    if chosen != "cublas" and out_dtype != torch.bfloat16:
+        raise ValueError(f"{chosen} gives bfloat16, not {out_dtype}")
     rows, codes, scales = _row_operand(a)
     if chosen == "triton":
-        if b.block[0] != FP8_BLOCK or out_dtype != torch.bfloat16 or accumulate is not None:
-            raise ValueError(f"triton gives bfloat16 for a 128 x 128 weight, not {out_dtype}")
         return rows_matmul(rows, codes, scales, b)
-    function = _deep_gemm if chosen == "deep_gemm" else _cublas
-    return function(rows, codes, scales, b, out_dtype, accumulate)
+    if chosen == "deep_gemm":
+        return _deep_gemm(codes, scales, b)[:rows]
+    return _cublas(codes, scales, b, out_dtype)[:rows]
 
 
 def bf16_matmul_hopper(a: Tensor, b: Tensor, out_dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -133,53 +130,24 @@ def pinned_bf16_reductions() -> Iterator[None]:
         matmul.allow_bf16_reduced_precision_reduction = reductions
 
 
-def _cublas(
-    rows: int,
-    codes: Tensor,
-    scales: Tensor,
-    b: QTensor,
-    out_dtype: torch.dtype,
-    accumulate: Tensor | None,
-) -> Tensor:
-    if b.block[0] == FP8_BLOCK:
-        b_scales, recipe = _weight_scales(b, 4), ScalingType.BlockWise128x128
-    else:
-        b_scales, recipe = _left_scales(b.scales, b.shape[0]), ScalingType.BlockWise1x128
-    out = scaled_mm(
+def _cublas(codes: Tensor, scales: Tensor, b: QTensor, out_dtype: torch.dtype) -> Tensor:
+    out: Tensor = scaled_mm(
         codes,
         b.codes.t(),
         scales,
         ScalingType.BlockWise1x128,
-        b_scales,
-        recipe,
+        _weight_scales(b, 4),
+        ScalingType.BlockWise128x128,
         output_dtype=out_dtype,
-    )[:rows]
-    return out if accumulate is None else accumulate.add_(out)
+    )
+    return out
 
 
-def _deep_gemm(
-    rows: int,
-    codes: Tensor,
-    scales: Tensor,
-    b: QTensor,
-    out_dtype: torch.dtype,
-    accumulate: Tensor | None,
-) -> Tensor:
-    library = _load_deep_gemm()
-    if b.block[0] == FP8_BLOCK:
-        if out_dtype != torch.bfloat16 or accumulate is not None:
-            raise ValueError(f"DeepGEMM gives bfloat16 for a 128 x 128 weight, not {out_dtype}")
-        out = torch.empty(codes.shape[0], b.shape[0], dtype=out_dtype, device=codes.device)
-        weight = (b.codes, _weight_scales(b, 1).t())
-        library.fp8_gemm_nt((codes, scales), weight, out, recipe=(1, FP8_BLOCK, FP8_BLOCK))
-        return out[:rows]
-    if out_dtype != torch.float32 or codes.shape[0] != rows:
-        raise ValueError(f"DeepGEMM gives float32 for 1 x 128 groups, not {out_dtype}")
-    if accumulate is None:
-        accumulate = torch.zeros(rows, b.shape[0], dtype=torch.float32, device=codes.device)
-    right = (b.codes, _left_scales(b.scales, b.shape[0]))
-    library.fp8_gemm_nt((codes, scales), right, accumulate, c=accumulate, recipe=(1, 1, FP8_BLOCK))
-    return accumulate
+def _deep_gemm(codes: Tensor, scales: Tensor, b: QTensor) -> Tensor:
+    out = torch.empty(codes.shape[0], b.shape[0], dtype=torch.bfloat16, device=codes.device)
+    weight = (b.codes, _weight_scales(b, 1).t())
+    _load_deep_gemm().fp8_gemm_nt((codes, scales), weight, out, recipe=(1, FP8_BLOCK, FP8_BLOCK))
+    return out
 
 
 @functools.cache
@@ -237,11 +205,11 @@ def _storage_left(x: Tensor) -> int:
     return int(x.untyped_storage().nbytes()) // x.element_size() - int(x.storage_offset())
 
 
-def _check(a: QTensor, b: QTensor, out_dtype: torch.dtype, accumulate: Tensor | None) -> None:
+def _check(a: QTensor, b: QTensor, out_dtype: torch.dtype) -> None:
     if a.codes.dim() != 2 or b.codes.dim() != 2 or a.shape[1] != b.shape[1]:
         raise ValueError(f"fp8_matmul: [M, K] and [N, K], not {a.shape} and {b.shape}")
-    if a.block != (1, FP8_BLOCK) or b.block[0] not in (1, FP8_BLOCK) or b.block[1] != FP8_BLOCK:
-        raise ValueError(f"fp8_matmul: groups 1x128 and 1x128 or 128x128, not {a.block}, {b.block}")
+    if a.block != (1, FP8_BLOCK) or b.block != (FP8_BLOCK, FP8_BLOCK):
+        raise ValueError(f"fp8_matmul: groups 1x128 and 128x128, not {a.block} and {b.block}")
     if a.shape[1] % FP8_BLOCK or b.shape[0] % 16:
         raise ValueError(
             f"fp8_matmul: K a multiple of {FP8_BLOCK} and N of 16, not K={a.shape[1]} "
@@ -260,13 +228,3 @@ def _check(a: QTensor, b: QTensor, out_dtype: torch.dtype, accumulate: Tensor | 
             )
     if out_dtype not in (torch.bfloat16, torch.float32):
         raise ValueError(f"fp8_matmul: out_dtype bfloat16 or float32, not {out_dtype}")
-    if accumulate is not None and (
-        accumulate.dtype != torch.float32
-        or out_dtype != torch.float32
-        or accumulate.shape != (a.shape[0], b.shape[0])
-        or not accumulate.is_contiguous()
-    ):
-        raise ValueError(
-            f"fp8_matmul: accumulate float32 [{a.shape[0]}, {b.shape[0]}] contiguous with "
-            f"out_dtype float32, not {accumulate.dtype} {list(accumulate.shape)} and {out_dtype}"
-        )

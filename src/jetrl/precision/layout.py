@@ -6,7 +6,8 @@ cuBLAS (`torch.nn.functional.scaled_mm`) and DeepGEMM read without another copy:
 | operand | codes | scales |
 | --- | --- | --- |
 | rows, 1 x 128 | [M, K] row-major, storage for `padded_rows(M)` | [M, K/128], stride (1, padded) |
-| tokens, 128 x 1 | [T', K], stored as [K, T'], T' = T up to 128s, then zeros | [T'/128, K] |
+| tokens, 128 x 1 | [T', N], stored as [N, T'], T' = T up to 128s, then zeros | [T'/128, N] |
+| X of WGrad, 128 x 128 | [T', K], stored as [K, T'] | as a weight's, of [K, T'] |
 | weight, 128 x 128 | [N, K] row-major | [N/128, K/128], stride (ceil4(K/128), 1) |
 
 Padding rows are never read back: a row of a GEMM depends on that row of the left operand alone.
@@ -50,12 +51,24 @@ def empty_row_groups(
 def empty_token_groups(
     tokens: int, columns: int, dtype: torch.dtype, device: torch.device | str
 ) -> QTensor:
-    """Uninitialised 128 x 1 groups of [tokens up to a multiple of 128, columns]: WGrad's operands,
-    whose `.mT` is [columns, tokens] with tokens contiguous."""
+    """Uninitialised 128 x 1 groups of [tokens up to a multiple of 128, columns]: dY as WGrad reads
+    it, whose `.mT` is [columns, tokens] with tokens contiguous."""
     padded = round_up(tokens, FP8_BLOCK)
     codes = torch.empty(columns, padded, dtype=dtype, device=device)
     scales = torch.empty(padded // FP8_BLOCK, columns, dtype=torch.float32, device=device)
     return QTensor(codes.mT, scales, (FP8_BLOCK, 1))
+
+
+def empty_turned_squares(
+    tokens: int, columns: int, dtype: torch.dtype, device: torch.device | str
+) -> QTensor:
+    """Uninitialised 128 x 128 groups of [tokens up to a multiple of 128, columns] whose `.mT` lies
+    in memory as a weight does: X as WGrad reads it.
+
+    Raises:
+        ValueError: columns that are not a multiple of 128.
+    """
+    return empty_weight(columns, round_up(tokens, FP8_BLOCK), dtype, device).mT
 
 
 def empty_weight(

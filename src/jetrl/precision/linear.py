@@ -1,9 +1,10 @@
 """The linear layer: an FP32 master, its working copies, and three GEMMs in the plan's formats.
 
-Forward in FP8 quantizes X in groups of 1 x 128 and multiplies by the FP8 weight. What it keeps for
-backward is X in groups of 128 x 1 along tokens, made from the same BF16 values: one byte an element
-and rounded once. Backward quantizes dY both ways, for DGrad and for WGrad. Gradients leave as BF16
-(dX) and FP32 (dW, straight into the master). The quantizers are passed straight through.
+Forward in FP8 quantizes X in groups of 1 x 128 and multiplies by the FP8 weight. Backward quantizes
+dY both ways, for DGrad and for WGrad, and X once more, from the same BF16 values: in groups of
+128 x 128, as the right operand of any product here is. So a linear keeps nothing that its input's
+maker does not keep anyway. Gradients leave as BF16 (dX) and, added up in FP32, in the master's
+`.grad` (dW). The quantizers are passed straight through.
 
 A layer has at most two working copies, and one where both sides use the same format: the trainer
 then multiplies by the very bytes that the sampler did.
@@ -12,7 +13,7 @@ then multiplies by the very bytes that the sampler did.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +24,7 @@ from jetrl.errors import UserError
 from jetrl.precision.gemm import bf16_matmul, fp8_matmul
 from jetrl.precision.hopper import hopper
 from jetrl.precision.plan import FP8_BLOCK, Format, PrecisionPlan, Side
-from jetrl.precision.quantize import FP8Format, QTensor, dequantize, quantize
+from jetrl.precision.quantize import QTensor, dequantize, quantize
 
 
 @dataclass(frozen=True)
@@ -64,20 +65,41 @@ def working_copy(
     return FP8Weight(quantize(weight, (FP8_BLOCK, FP8_BLOCK), scales=plan.scales))
 
 
-def quantize_for_gemm(
-    x: Tensor, plan: PrecisionPlan, format: FP8Format = "e4m3", tokens: bool = True
-) -> tuple[QTensor, QTensor | None]:
-    """x [T, K] in groups of 1 x 128, and in groups of 128 x 1 (None unless `tokens`).
+@dataclass(frozen=True)
+class OutputGradient:
+    """dY [T, N] as DGrad reads it and as WGrad does: 1 x 128 and 128 x 1 groups of the same BF16
+    values, or twice those themselves."""
 
-    Both are made from the values as they are; on a GPU in one pass."""
+    rows: GEMMInput
+    tokens: GEMMInput
+
+
+def quantize_input(x: Tensor, plan: PrecisionPlan) -> QTensor:
+    """X [T, K] as FProp reads it: groups of 1 x 128."""
     if x.is_cuda:
+        on_gpu: QTensor = hopper("precision.quantize_hopper").quantize_rows(x, "e4m3", plan.scales)
+        return on_gpu
+    return quantize(x, (1, FP8_BLOCK), "e4m3", plan.scales)
+
+
+def quantize_for_wgrad(x: Tensor, plan: PrecisionPlan) -> QTensor:
+    """X [T, K] as WGrad reads it: groups of 128 x 128; on a GPU with zeros up to whole groups."""
+    if x.is_cuda:
+        on_gpu: QTensor = hopper("precision.quantize_hopper").quantize_squares(x, plan.scales)
+        return on_gpu
+    return quantize(x, (FP8_BLOCK, FP8_BLOCK), "e4m3", plan.scales)
+
+
+def quantize_output_gradient(dy: Tensor, weight: Operand, plan: PrecisionPlan) -> OutputGradient:
+    """dY BF16 [T, N] as the GEMMs of backward read it; on a GPU in one pass."""
+    format = plan.grad_output
+    if not isinstance(weight, FP8Weight) or format == "bf16":
+        return OutputGradient(dy, dy)
+    if dy.is_cuda:
         kernels = hopper("precision.quantize_hopper")
-        if tokens:
-            both: tuple[QTensor, QTensor] = kernels.quantize_rows_and_tokens(x, format, plan.scales)
-            return both
-        return kernels.quantize_rows(x, format, plan.scales), None
-    rows = quantize(x, (1, FP8_BLOCK), format, plan.scales)
-    return rows, quantize(x, (FP8_BLOCK, 1), format, plan.scales) if tokens else None
+        return OutputGradient(*kernels.quantize_rows_and_tokens(dy, format, plan.scales))
+    rows = quantize(dy, (1, FP8_BLOCK), format, plan.scales)
+    return OutputGradient(rows, quantize(dy, (FP8_BLOCK, 1), format, plan.scales))
 
 
 class Linear(nn.Module):
@@ -154,8 +176,7 @@ class Linear(nn.Module):
             return self.add_bias(fprop(x, weight, self.plan, self.out_dtype))
         if self.formats[side] == "fp32":
             return nn.functional.linear(x, self.weight, self.bias)
-        keep = torch.is_grad_enabled()
-        y: Tensor = _LinearFunction.apply(x, self.weight, weight, self.plan, self.out_dtype, keep)
+        y: Tensor = _LinearFunction.apply(x, self.weight, weight, self.plan, self.out_dtype)
         return self.add_bias(y)
 
     def add_bias(self, y: Tensor) -> Tensor:
@@ -178,29 +199,57 @@ def fprop(
     return bf16_matmul(x, weight, out_dtype, plan.exact)
 
 
-def gradients(
-    dy: Tensor | tuple[QTensor, QTensor], kept: GEMMInput, weight: Operand, plan: PrecisionPlan
-) -> tuple[Tensor, Tensor]:
-    """(dX BF16 [T, K], dW FP32 [N, K]).
+def dgrad(dy: OutputGradient, weight: Operand) -> Tensor:
+    """dX BF16 [T, K]. A product of BF16 values has float32 sums in any order: gradients need no
+    agreement of bits."""
+    rows = dy.rows
+    if isinstance(rows, QTensor):
+        assert isinstance(weight, FP8Weight), "codes of dY multiply an FP8 weight"
+        return fp8_matmul(rows, weight.transposed)
+    w = dequantize(weight.direct) if isinstance(weight, FP8Weight) else weight
+    if rows.is_cuda:
+        return rows @ w.bfloat16()
+    return (rows.float() @ w.float()).bfloat16()
 
-    dy: BF16 [T, N], or its 1 x 128 and 128 x 1 groups where a kernel has made them already. kept:
-    X as forward kept it, 128 x 1 groups under an FP8 weight and BF16 under another.
+
+def wgrad(dy: OutputGradient, x: GEMMInput, master: Tensor) -> Tensor | None:
+    """dW [N, K] for autograd to hand to the master, or None where it has been added to the
+    gradient that the master already has.
+
+    x: X [T, K] in 128 x 128 groups under an FP8 weight, BF16 values under another. A product of
+    codes is rounded to BF16; the gradient and its sum are FP32. So a master's gradient is for
+    `backward()`: `torch.autograd.grad` finds none once there is a `.grad`. A master with a hook
+    gets every gradient from autograd, so that the hook sees it.
     """
-    if not isinstance(weight, FP8Weight):
-        assert isinstance(dy, Tensor)
-        assert isinstance(kept, Tensor)
-        return _dense_gradients(dy, kept, weight)
-    assert isinstance(kept, QTensor)
-    if isinstance(dy, Tensor):
-        if plan.grad_output == "bf16":
-            x = dequantize(kept)[: len(dy)]
-            return _dense_gradients(dy, x, dequantize(weight.direct))
-        rows, tokens = quantize_for_gemm(dy, plan, plan.grad_output)
-        assert tokens is not None
+    total = master.grad if not master._backward_hooks else None
+    tokens = dy.tokens
+    if isinstance(tokens, QTensor):
+        assert isinstance(x, QTensor), "codes of dY multiply codes of X"
+        gradient = _add_product(fp8_matmul(tokens.mT, x.mT), total)
     else:
-        rows, tokens = dy
-    dx = fp8_matmul(rows, weight.transposed)
-    return dx, fp8_matmul(tokens.mT, kept.mT, torch.float32)
+        values = dequantize(x)[: len(tokens)] if isinstance(x, QTensor) else x
+        gradient = _dense_wgrad(tokens, values, total)
+    return gradient if total is None else None
+
+
+def _add_product(product: Tensor, total: Tensor | None) -> Tensor:
+    """total + product, in place; FP32 [N, K] of a BF16 product."""
+    if product.is_cuda:
+        on_gpu: Tensor = hopper("precision.add_hopper").add_product(product, total)
+        return on_gpu
+    return product.float() if total is None else total.add_(product)
+
+
+def _dense_wgrad(dy: Tensor, x: Tensor, total: Tensor | None) -> Tensor:
+    """total + dY^T X, in place, FP32. x: BF16 or dequantized, which BF16 does not hold exactly on a
+    GPU."""
+    if dy.is_cuda:
+        x = x.bfloat16()
+        if total is None:
+            return torch.mm(dy.mT, x, out_dtype=torch.float32)
+        return torch.ops.aten.addmm.dtype_out(total, dy.mT, x, torch.float32, out=total)
+    product = dy.float().mT @ x.float()
+    return product if total is None else total.add_(product)
 
 
 class _LinearFunction(torch.autograd.Function):
@@ -214,35 +263,20 @@ class _LinearFunction(torch.autograd.Function):
         weight: Operand,
         plan: PrecisionPlan,
         out_dtype: torch.dtype,
-        keep: bool,
     ) -> Tensor:
-        ctx.weight, ctx.plan, ctx.x_dtype = weight, plan, x.dtype
-        if not isinstance(weight, FP8Weight):
-            ctx.save_for_backward(x)
-            return fprop(x, weight, plan, out_dtype)
-        rows, kept = quantize_for_gemm(x, plan, tokens=keep)
-        if kept is not None:
-            ctx.save_for_backward(kept.codes, kept.scales)
-        return fprop(rows, weight, plan, out_dtype)
+        ctx.save_for_backward(x)
+        ctx.master, ctx.weight, ctx.plan = master, weight, plan
+        entered = quantize_input(x, plan) if isinstance(weight, FP8Weight) else x
+        return fprop(entered, weight, plan, out_dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        kept = kept_input(ctx.saved_tensors)
-        dy = grads[0].bfloat16().contiguous()
-        dx, dw = gradients(dy, kept, ctx.weight, ctx.plan)
-        return dx.to(ctx.x_dtype), dw, None, None, None, None
-
-
-def kept_input(saved: Sequence[Tensor]) -> GEMMInput:
-    """X from what was saved for backward: (values) or (codes, scales) of 128 x 1 groups."""
-    return saved[0] if len(saved) == 1 else QTensor(saved[0], saved[1], (FP8_BLOCK, 1))
-
-
-def _dense_gradients(dy: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """dX (BF16) and dW (FP32) by plain products with float32 sums: gradients need no bit agreement.
-    dy is BF16; x and weight are BF16 or dequantized, which BF16 does not hold exactly on a GPU."""
-    if dy.is_cuda:
-        dx = dy @ weight.bfloat16()
-        return dx, torch.mm(dy.mT, x.bfloat16(), out_dtype=torch.float32)
-    dy_wide = dy.float()
-    return (dy_wide @ weight.float()).bfloat16(), dy_wide.mT @ x.float()
+        (x,) = ctx.saved_tensors
+        weight, plan = ctx.weight, ctx.plan
+        dy = quantize_output_gradient(grads[0].bfloat16().contiguous(), weight, plan)
+        dx = dgrad(dy, weight).to(x.dtype) if ctx.needs_input_grad[0] else None
+        dw = None
+        if ctx.needs_input_grad[1]:
+            entered = quantize_for_wgrad(x, plan) if isinstance(weight, FP8Weight) else x
+            dw = wgrad(dy, entered, ctx.master)
+        return dx, dw, None, None, None

@@ -98,9 +98,7 @@ class PrecisionPlan:
         gradient = "BF16" if self.grad_output == "bf16" else f"FP8 {self.grad_output}"
         training = names[self.train_linear]
         if self.train_linear == "fp8":
-            training += (
-                f" (FProp, DGrad, WGrad; output gradients {gradient}; saved activations FP8)"
-            )
+            training += f" (FProp, DGrad, WGrad; output gradients {gradient})"
         rows = [
             ("rollout linears", names[self.rollout_linear]),
             ("training linears", training),

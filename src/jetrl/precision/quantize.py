@@ -11,9 +11,9 @@ For a group of values with absolute maximum `a` (float32, from the values as the
 `pow2` scales round s up to a power of two and use r = 1 / s. E5M2 (gradients, if a plan asks for
 it) has 57344 in place of 448. A non-finite value gets a NaN code; it is never clamped away.
 
-Groups by operand: an activation 1 x 128 along its channels; a weight 128 x 128, so that its
-transpose is a byte transpose; both operands of WGrad 128 x 1 along tokens; keys and values one
-group for each token and head.
+Groups by operand of a product along K: the left one 1 x 128 (X in FProp, dY in DGrad, and dY along
+tokens, 128 x 1, in WGrad), the right one 128 x 128 (the weight, whose transpose is then a byte
+transpose, and X in WGrad). Keys and values: one group for each token and head.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """The one quantizer on Hopper: the bits of `precision.quantize`, at the speed of memory.
 
-Four kernels, all with one program for a tile of 128 columns:
+Five kernels, all with one program for a tile of 128 columns:
 
-* rows:    x -> 1 x 128 groups (activations into FProp, where nothing is kept for backward)
-* tile:    x -> 1 x 128 and 128 x 1 groups from one read of x (2 bytes read, 2 written)
+* rows:    X -> 1 x 128 groups (FProp)
+* tile:    dY -> 1 x 128 and 128 x 1 groups from one read (2 bytes read, 2 written)
+* square:  X -> 128 x 128 groups, transposed (WGrad)
 * weight:  W -> 128 x 128 groups
 * turn:    a weight's groups -> those of W^T: the same codes and scales, in the order DGrad reads
 
@@ -31,7 +32,12 @@ from triton.experimental.gluon import language as gl
 
 from jetrl.precision import tile_hopper as tile
 from jetrl.precision.launch_hopper import OVERLAPPED, let_next_start, wait_for_previous
-from jetrl.precision.layout import empty_row_groups, empty_token_groups, empty_weight
+from jetrl.precision.layout import (
+    empty_row_groups,
+    empty_token_groups,
+    empty_turned_squares,
+    empty_weight,
+)
 from jetrl.precision.plan import FP8_BLOCK
 from jetrl.precision.quantize import AMAX_FLOOR, FORMATS, FP8Format, QTensor
 
@@ -165,6 +171,19 @@ def _tile_kernel(
 
 
 @gluon.jit
+def _square_kernel(
+    x_ptr, codes_ptr, scales_ptr, num_rows, num_columns, row_stride, scale_stride, padded_rows,
+    column_blocks, MAXIMUM: gl.constexpr, FLOOR: gl.constexpr, POW2: gl.constexpr,
+):  # fmt: skip
+    block, column = tile.place(column_blocks)
+    y = tile.load_tile(x_ptr, block, column, num_rows, num_columns, row_stride)
+    tile.store_square_turned(
+        y, block, column, num_columns, codes_ptr, scales_ptr, scale_stride, padded_rows,
+        MAXIMUM, FLOOR, POW2,
+    )  # fmt: skip
+
+
+@gluon.jit
 def _weight_kernel(
     w_ptr,
     codes_ptr,
@@ -262,6 +281,29 @@ def quantize_rows_and_tokens(
     assert rows is not None
     assert tokens is not None
     return rows, tokens
+
+
+def quantize_squares(x: Tensor, scales: str = "fp32") -> QTensor:
+    """X [T, K] as WGrad reads it: `quantize(x, (128, 128))`, but with rows of zeros after the last
+    token up to a multiple of 128, and stored with tokens contiguous. K a multiple of 128."""
+    check_matrix("quantize_squares", x, (torch.bfloat16,))
+    num_rows, num_columns = x.shape
+    out = empty_turned_squares(num_rows, num_columns, FORMATS["e4m3"][0], x.device)
+    column_blocks = num_columns // FP8_BLOCK
+    if num_rows:
+        _square_kernel[(triton.cdiv(num_rows, FP8_BLOCK) * column_blocks,)](
+            x,
+            out.codes,
+            out.scales,
+            num_rows,
+            num_columns,
+            x.stride(0),
+            out.scales.stride(1),
+            out.shape[0],
+            column_blocks,
+            **tile_rule("e4m3", scales),
+        )
+    return out
 
 
 def _quantize(

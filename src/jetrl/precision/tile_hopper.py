@@ -230,3 +230,20 @@ def store_groups(
     turned = gl.convert_layout(wide, TURNED, assert_trivial=True)
     codes = (turned * multiplier[None, :]).to(token_codes_ptr.dtype.element_ty)
     store_turned(token_codes_ptr, codes, block, column, num_columns, padded_tokens)
+
+
+@gluon.jit
+def store_square_turned(
+    y, block, column, num_columns, codes_ptr, scales_ptr, scale_stride, padded_rows,
+    MAXIMUM: gl.constexpr, FLOOR: gl.constexpr, POW2: gl.constexpr,
+):  # fmt: skip
+    """Quantize y [128, 128] in TILE as one group, stored at [column, row] as a weight is."""
+    amax = gl.reduce(gl.convert_layout(column_maxima(y), LINE), 0, _larger)
+    amax = gl.full([128], 0.0, gl.float32, LINE) + amax
+    scale, multipliers = scale_and_multiplier(amax, MAXIMUM, FLOOR, POW2)
+    line = gl.arange(0, 128, LINE)
+    place = scales_ptr + (column.to(gl.int64) * scale_stride + block)
+    gl.store(place + line, scale, mask=line == 0)
+    turned = gl.convert_layout(widen(y), TURNED, assert_trivial=True)
+    codes = (turned * gl.reduce(multipliers, 0, _larger)).to(codes_ptr.dtype.element_ty)
+    store_turned(codes_ptr, codes, block, column, num_columns, padded_rows)
