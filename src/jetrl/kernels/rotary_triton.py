@@ -90,8 +90,7 @@ def _norm_and_rotate(
         second_weight = tl.load(weight_ptr + pairs + D // 2).to(tl.float32)[None, :]
         first = round_to_bfloat16(first * inverse * first_weight)
         second = round_to_bfloat16(second * inverse * second_weight)
-    turned = round_to_bfloat16(first * cosine - second * sine)
-    return turned, round_to_bfloat16(second * cosine + first * sine)
+    return first * cosine - second * sine, second * cosine + first * sine
 
 
 @triton.jit
@@ -171,6 +170,7 @@ def _forward_kernel(
             first, second = _norm_and_rotate(
                 first, second, cosine, sine, k_weight_ptr, pairs, NORM, D, EPS
             )
+            first, second = round_to_bfloat16(first), round_to_bfloat16(second)
             _store_cache(
                 first, second, slot, heads, pairs, mask, k_codes_ptr, k_scales_ptr, G,
                 QUANTIZE, D, MAXIMUM, FLOOR_BITS, POW2,
