@@ -24,6 +24,7 @@ TINY = [
     "rollout.max_tokens=24",
     "eval.prompts=4",
     "train.updates_per_step=1",
+    "train.schedule=constant",  # of any number of steps: a run cut short has the rates of the uncut
     "checkpoint.every=1",
     "model.config.num_hidden_layers=1",
     "report.enabled=true",
