@@ -175,7 +175,14 @@ def test_models_of_other_directories_count_with_their_own_sizes(tmp_path: Path) 
     plan = memory_plan(one, ModelConfig.from_hf({**CONFIG, "tie_word_embeddings": True}), others)
     critic = ScalarModel.from_language_model(path, PrecisionPlan.preset("unified"))
     masters = sum(4 * p.numel() for p in critic.named_masters().values())
-    assert row(plan, "critic: masters") > 3 * masters
+    copies = sum(
+        operand.direct.codes.nbytes + operand.direct.scales.nbytes
+        for module in critic.decoder.modules()
+        if isinstance(module, Linear) and isinstance(operand := module.operand("train"), FP8Weight)
+    )
+    norms = sum(m.copy.nbytes for m in critic.decoder.modules() if hasattr(m, "copy"))
+    table = critic.decoder.rotary_table.nbytes
+    assert row(plan, "critic: masters") == 3 * masters + copies + norms + table
     assert row(plan, "critic: gradients", "critic") > 0
     reference = Policy.from_pretrained(path, PrecisionPlan.preset("unified"), frozen=True)
     held = sum(b.nbytes for b in {id(p): p for p in reference.decoder.buffers()}.values())

@@ -11,6 +11,7 @@ an update to its optimizer step; KV pages from the step's first rollout to its u
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -167,7 +168,7 @@ def memory_plan(
     if device != "cpu":
         rows.append(_always(settings, "libraries", _LIBRARIES))
     if settings.critic.path is not None:
-        critic = others.critic or config
+        critic = _scalar(others.critic or config)
         rows += _training("critic: ", "critic", critic, plan, batch, settings)
     return MemoryPlan(tuple(row for row in rows if any(row.bytes.values())), batch)
 
@@ -203,7 +204,7 @@ def _held(
         of = others.reference or config
         rows.append(_always(settings, "reference: working copies alone", frozen_bytes(of, plan)))
     if settings.critic.path is not None:
-        of = others.critic or config
+        of = _scalar(others.critic or config)
         size = 4 * num_parameters(of) + _state_bytes(settings, of) + working_bytes(of, plan)
         rows.append(_always(settings, "critic: masters, optimizer states, copies", size))
     if others.reward is not None and not settings.reward.offload:
@@ -250,7 +251,8 @@ def _training(
     gradient is there when its activations are."""
     end: Moment = "optimizer" if moment == "backward" else moment
     gradients = 4 * num_parameters(config)
-    first = gradients if batch.several else 4 * config.vocab_size * config.hidden_size
+    head = 1 if config.head == "score" else config.vocab_size
+    first = gradients if batch.several else 4 * head * config.hidden_size
     recomputed = settings.train.activation_checkpointing
     kept = activations.kept_bytes(config, plan, batch.tokens, recomputed)
     on_top = activations.on_top_bytes(config, plan, batch, recomputed)
@@ -267,6 +269,11 @@ def _training(
         )
     names = ("gradients, FP32", f"activations of {batch.tokens} tokens", "while gradients are made")
     return [Row(whose + name, size) for name, size in zip(names, sizes, strict=True)]
+
+
+def _scalar(config: ModelConfig) -> ModelConfig:
+    """The decoder with a scalar head, as a critic has it."""
+    return dataclasses.replace(config, head="score", tie_word_embeddings=False)
 
 
 def _state_bytes(settings: Settings, config: ModelConfig) -> int:
