@@ -69,12 +69,15 @@ def layer_bytes(config: ModelConfig, plan: PrecisionPlan, batch: MicroBatch) -> 
     """On top, at most, in one layer's backward: the gradients of the MLP's activations and of a
     weight, or those of the heads and dS."""
     tokens, hidden, inner = batch.tokens, config.hidden_size, config.intermediate_size
-    fp8 = plan.train_linear == "fp8"
-    wide = 4 * inner  # of gate_up, in bfloat16
-    both = 2 * _codes(2 * inner, tokens) if fp8 else wide * tokens
-    mlp = (6 * hidden + wide // 2) * tokens + both + 4 * 2 * inner * hidden
-    if fp8:  # X's codes for WGrad; the weight with its bytes turned is gone before dW is made
-        mlp += (inner + hidden) * tokens
+    gradient = 0 if batch.several else 4 * 2 * inner * hidden  # of gate_up, or added where it is
+    if plan.train_linear == "fp8":
+        # Where dY of gate_up is made: beside it dY of down as codes, that of SwiGLU, and y's codes.
+        swiglu = (2 * hidden + 3 * inner) * tokens
+        # Where dW of gate_up is: dX, X's codes, and the product in bfloat16.
+        wgrad = 3 * hidden * tokens + 2 * 2 * inner * hidden + gradient
+        mlp = 2 * hidden * tokens + 2 * _codes(2 * inner, tokens) + max(swiglu, wgrad)
+    else:
+        mlp = (6 * hidden + 6 * inner) * tokens + gradient
     heads = 2 * (3 * config.num_heads + 4 * config.num_kv_heads) * config.head_dim * tokens
     sequences = -(-tokens // batch.longest)
     across = -(-batch.longest // _TILE_QUERIES) * -(-batch.longest // _TILE_KEYS)
