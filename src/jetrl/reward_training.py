@@ -18,6 +18,7 @@ from jetrl.config import Settings
 from jetrl.errors import TimeLimitReached, UserError
 from jetrl.evaluate import EncodedPrompt, encode_prompts
 from jetrl.models.chat import encode_turns
+from jetrl.out_of_memory import explained
 from jetrl.precision import PrecisionPlan
 from jetrl.runs import Console, RunDirectory
 from jetrl.scalar_model import ScalarModel
@@ -61,7 +62,8 @@ def train_reward_model(
     plan = PrecisionPlan.from_settings(settings.precision)
     wanted, sft = settings.task, settings.sft
     task = build_task(wanted)
-    model = build_scalar_model(settings, plan, task)
+    with explained("loading the model", "use a smaller one, or a device with more memory"):
+        model = build_scalar_model(settings, plan, task)
     system = wanted.system_prompt
     prompts = encode_prompts(model, task, wanted.split, system_prompt=system)
     limit = settings.eval.prompts
@@ -77,7 +79,7 @@ def train_reward_model(
         return [_pair(model, task, encoded) for encoded in chosen]
 
     def held_out_accuracy() -> float:
-        return accuracy(model, held_out, settings.train.tokens_per_micro_batch)
+        return accuracy(model, held_out, trainer.micro_batch_size.tokens)
 
     with contextlib.ExitStack() as stack:
         run = RunDirectory.create(settings, plan.to_dict(), resume=resume)
@@ -86,12 +88,14 @@ def train_reward_model(
         stack.enter_context(run)
         notes = {"plan": plan.name, "device": str(model.device)}
         stack.enter_context(run.attempt(sys.argv, notes))
-        training = _Training(settings, run, trainer, pairs, held_out_accuracy)
+        phases = Phases()
+        training = _Training(settings, run, trainer, pairs, held_out_accuracy, phases)
         reached = _train(training, resume, stack)
         target = run.path / "model"
-        model.save_pretrained(target, dtype="float32", overwrite=True)
-        if out is not None:
-            model.save_pretrained(out, dtype="float32")
+        with phases.phase("export"):
+            model.save_pretrained(target, dtype="float32", overwrite=True)
+            if out is not None:
+                model.save_pretrained(out, dtype="float32")
         return RewardResult(run.path, target, reached, len(held_out))
 
 
@@ -104,12 +108,13 @@ class _Training:
     trainer: RewardTrainer
     pairs: Callable[[int], list[Pair]]
     accuracy: Callable[[], float]
+    phases: Phases
 
 
 def _train(training: _Training, resume: bool, stack: contextlib.ExitStack) -> float:
     """The updates that are still to do, with their lines and checkpoints. Returns the accuracy."""
     settings, run, trainer = training.settings, training.run, training.trainer
-    sft = settings.sft
+    sft, phases = settings.sft, training.phases
     stops = Stops(settings.run.max_hours, run.history().elapsed_s)
     stack.enter_context(stops.signals())
     saved = Saved(run, settings)
@@ -124,13 +129,15 @@ def _train(training: _Training, resume: bool, stack: contextlib.ExitStack) -> fl
     stack.callback(console.close)
     for note in (*run.notes, *notes):
         console.note(note)
-    phases = Phases()
     phases.observers += open_observers(settings, run, stack)
 
     def look(step: int) -> float | None:
         """The accuracy, where it is to be looked at."""
         due = sft.until is not None and step and step % sft.check_every == 0
-        return training.accuracy() if due or step >= sft.steps else None
+        if not due and step < sft.steps:
+            return None
+        with phases.phase("eval"):
+            return training.accuracy()
 
     def is_over(step: int, reached: float | None) -> bool:
         enough = sft.until is not None and reached is not None and reached >= sft.until
@@ -152,9 +159,11 @@ def _train(training: _Training, resume: bool, stack: contextlib.ExitStack) -> fl
         run.write_step(stats, "sft")
         console.step(stats)
         stops.check_time(metrics["timing/step_s"])
-        if saved.is_due(step) or stops.reason or is_over(step, reached):
-            saved.save_warm_up(step, trainer.model, trainer.optimizer)
-        if stops.reason:
+        over = is_over(step, reached)
+        if saved.is_due(step) or stops.reason or over:
+            with phases.phase("checkpoint"):
+                saved.save_warm_up(step, trainer.model, trainer.optimizer)
+        if stops.reason and not over:
             saved.wait()
             stops.raise_signal()
             raise TimeLimitReached(f"{stops.reason}; go on with --resume")
