@@ -7,6 +7,7 @@ learning rate of its own. What it knows goes into checkpoints through `state_ten
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -18,7 +19,7 @@ from jetrl.scalar_model import ScalarModel
 from jetrl.training.guard import Guard, NonFiniteUpdate
 from jetrl.training.losses import value_loss
 from jetrl.training.micro_batches import MicroBatch
-from jetrl.training.optimizer import ADVICE, Optimizer, nonfinite_gradients
+from jetrl.training.optimizer import ADVICE, Optimizer
 from jetrl.training.packing import targets
 from jetrl.types import Batch
 
@@ -71,24 +72,16 @@ class Critic:
         total_norm, metrics = self._accumulate(micro_batches)
         watched = {name: metrics[name] for name in _WATCHED}
         if not self.guard.passes(watched):
-            self._refuse(index, watched, micro_batches)
+            again = partial(self._accumulate, micro_batches)
+            refused = NonFiniteUpdate.of(
+                index, self.model, self.optimizer, watched, again, micro_batches
+            )
+            self.guard.refuse(refused)
             return {}
         with explained("the critic's optimizer", ADVICE):
             self.optimizer.apply(total_norm)
             self.model.requantize()
         return metrics
-
-    def _refuse(
-        self, index: int, watched: dict[str, float], micro_batches: Sequence[MicroBatch]
-    ) -> None:
-        def repeat() -> None:
-            self._accumulate(micro_batches)
-            self.optimizer.zero_grad()
-
-        bad = nonfinite_gradients(self.model.named_masters())
-        self.optimizer.zero_grad()
-        refused = NonFiniteUpdate(index, self.model, watched, bad, micro_batches, repeat)
-        self.guard.refuse(refused)
 
     def _accumulate(
         self, micro_batches: Sequence[MicroBatch]

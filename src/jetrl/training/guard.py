@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from jetrl.errors import NonFiniteError
 from jetrl.training.micro_batches import MicroBatch
+from jetrl.training.optimizer import Optimizer, nonfinite_gradients
 
 if TYPE_CHECKING:
     from jetrl.model import Model
@@ -41,6 +42,27 @@ class NonFiniteUpdate:
     parameters: list[str]
     micro_batches: Sequence[MicroBatch]
     repeat: Callable[[], None]
+
+    @classmethod
+    def of(
+        cls,
+        index: int,
+        model: Model,
+        optimizer: Optimizer,
+        values: dict[str, float],
+        accumulate: Callable[[], object],
+        micro_batches: Sequence[MicroBatch] = (),
+    ) -> NonFiniteUpdate:
+        """The update whose gradients are there now, which are forgotten. accumulate: its forwards
+        and backwards."""
+        bad = nonfinite_gradients(model.named_masters())
+        optimizer.zero_grad()
+
+        def repeat() -> None:
+            accumulate()
+            optimizer.zero_grad()
+
+        return cls(index, model, values, bad, micro_batches, repeat)
 
     def __str__(self) -> str:
         bad = ", ".join(f"{n} is {v}" for n, v in self.values.items() if not math.isfinite(v))

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
+from jetrl.config import Settings
 from jetrl.errors import UserError
 from jetrl.kernels.adamw import is_compact
 from jetrl.settings import TrainSettings
@@ -186,3 +187,12 @@ class Optimizer:
                 f"optimizer state {full_name!r} is {tensor.dtype} {tuple(tensor.shape)}; "
                 f"this model needs {expected} {tuple(shape)}"
             )
+
+
+def supervised_optimizer(masters: Mapping[str, nn.Parameter], settings: Settings) -> Optimizer:
+    """With lr, warm-up and schedule of `settings.sft`, and the rest of `settings.train`."""
+    sft = settings.sft
+    train = settings.train.model_copy(
+        update={"lr": sft.lr, "warmup_steps": sft.warmup_steps, "schedule": sft.schedule}
+    )
+    return Optimizer(masters, train, total_updates=sft.steps)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
@@ -13,7 +14,7 @@ from jetrl.scalar_model import ScalarModel
 from jetrl.training.guard import Guard, NonFiniteUpdate
 from jetrl.training.losses import preference_loss
 from jetrl.training.micro_batches import MicroBatchSize
-from jetrl.training.optimizer import ADVICE, Optimizer, nonfinite_gradients
+from jetrl.training.optimizer import ADVICE, supervised_optimizer
 
 Pair = tuple[Sequence[int], Sequence[int]]
 """Token ids of the better and of the worse sequence, prompts included."""
@@ -35,11 +36,7 @@ class RewardTrainer:
         self.micro_batch_size = MicroBatchSize.of(settings.train)
         self.guard = Guard(settings.train.on_nonfinite, "sft.lr")
         self._checkpoint_layers = settings.train.activation_checkpointing
-        sft = settings.sft
-        train = settings.train.model_copy(
-            update={"lr": sft.lr, "warmup_steps": sft.warmup_steps, "schedule": sft.schedule}
-        )
-        self.optimizer = Optimizer(model.named_masters(), train, total_updates=sft.steps)
+        self.optimizer = supervised_optimizer(model.named_masters(), settings)
 
     def step(self, pairs: Sequence[Pair]) -> dict[str, float]:
         """One optimizer update on all of the pairs.
@@ -71,7 +68,9 @@ class RewardTrainer:
         if retries:
             metrics["memory/train_retries"] = float(retries)
         if not self.guard.passes({name: found[name] for name in _WATCHED}):
-            self._refuse(found, pairs)
+            again = partial(self._accumulate, pairs)
+            watched = {name: found[name] for name in _WATCHED}
+            self.guard.refuse(NonFiniteUpdate.of(0, self.model, self.optimizer, watched, again))
             return metrics | {"reward_model/skipped_updates": 1.0}
         with explained("the optimizer", ADVICE):
             self.optimizer.apply(total_norm)
@@ -99,16 +98,6 @@ class RewardTrainer:
         parts = _micro_batches(pairs, self.micro_batch_size.tokens)
         sizes = [(sum(map(_num_tokens, part)), len(part)) for part in parts]
         self.micro_batch_size.halve(sizes, problem, "pair")
-
-    def _refuse(self, found: dict[str, float], pairs: Sequence[Pair]) -> None:
-        def repeat() -> None:
-            self._accumulate(pairs)
-            self.optimizer.zero_grad()
-
-        watched = {name: found[name] for name in _WATCHED}
-        bad = nonfinite_gradients(self.model.named_masters())
-        self.optimizer.zero_grad()
-        self.guard.refuse(NonFiniteUpdate(0, self.model, watched, bad, [], repeat))
 
     def _scores(self, pairs: Sequence[Pair]) -> tuple[torch.Tensor, torch.Tensor]:
         """The scores of the better and of the worse sequences, float32 [P], differentiable."""

@@ -4,6 +4,7 @@ same forward (and the same FP8) as reinforcement learning."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,7 +16,7 @@ from jetrl.training.forward import batch_logprobs
 from jetrl.training.guard import Guard, NonFiniteUpdate
 from jetrl.training.losses import cross_entropy
 from jetrl.training.micro_batches import MicroBatch, MicroBatchSize, sizes_of
-from jetrl.training.optimizer import ADVICE, Optimizer, nonfinite_gradients
+from jetrl.training.optimizer import ADVICE, supervised_optimizer
 from jetrl.training.packing import pack_examples
 from jetrl.types import Example
 
@@ -44,11 +45,7 @@ class SftTrainer:
         self.settings = settings
         self.micro_batch_size = micro_batch_size or MicroBatchSize.of(settings.train)
         self.guard = guard or Guard(settings.train.on_nonfinite)
-        sft = settings.sft
-        train = settings.train.model_copy(
-            update={"lr": sft.lr, "warmup_steps": sft.warmup_steps, "schedule": sft.schedule}
-        )
-        self.optimizer = Optimizer(policy.named_masters(), train, total_updates=sft.steps)
+        self.optimizer = supervised_optimizer(policy.named_masters(), settings)
 
     def step(self, examples: Sequence[Example]) -> dict[str, float]:
         """One optimizer update on worked answers, all of them.
@@ -118,13 +115,9 @@ class SftTrainer:
         self, metrics: dict[str, float], micro_batches: Sequence[MicroBatch]
     ) -> dict[str, float]:
         """The metrics of an update that is skipped; raises if it is not to be."""
-
-        def repeat() -> None:
-            self.accumulate(micro_batches)
-            self.optimizer.zero_grad()
-
         values = {name: metrics.pop(name) for name in _WATCHED}
-        bad = nonfinite_gradients(self.policy.named_masters())
-        self.optimizer.zero_grad()
-        self.guard.refuse(NonFiniteUpdate(0, self.policy, values, bad, micro_batches, repeat))
+        again = partial(self.accumulate, micro_batches)
+        self.guard.refuse(
+            NonFiniteUpdate.of(0, self.policy, self.optimizer, values, again, micro_batches)
+        )
         return metrics | {"policy/skipped_updates": 1.0}

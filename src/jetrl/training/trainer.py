@@ -42,7 +42,7 @@ from jetrl.training.mismatch import (
     present_tokens,
 )
 from jetrl.training.objectives import Objective, Tokens, UpdateSize
-from jetrl.training.optimizer import ADVICE, Optimizer, nonfinite_gradients
+from jetrl.training.optimizer import ADVICE, Optimizer
 from jetrl.training.packing import targets, trained_lengths
 from jetrl.training.preparation import Preparation
 from jetrl.types import Sample
@@ -224,14 +224,11 @@ class Trainer:
         )
 
     def _refuse(self, k: int, numbers: _Numbers, micro_batches: list[MicroBatch]) -> None:
-        def repeat() -> None:
-            self.accumulate(micro_batches)
-            self.optimizer.zero_grad()
-
-        bad = nonfinite_gradients(self.policy.named_masters())
-        self.optimizer.zero_grad()
-        refused = NonFiniteUpdate(k, self.policy, numbers.watched, bad, micro_batches, repeat)
-        self.guard.refuse(refused)
+        again = partial(self.accumulate, micro_batches)
+        values = numbers.watched
+        self.guard.refuse(
+            NonFiniteUpdate.of(k, self.policy, self.optimizer, values, again, micro_batches)
+        )
 
     def _events(self, num_updates: int, applied: Sequence[_Numbers]) -> dict[str, float]:
         """What went on in the step that does not usually."""
