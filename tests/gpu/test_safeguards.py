@@ -15,10 +15,13 @@ from small_models import config
 from jetrl import Policy, RolloutEngine, SamplingParams
 from jetrl.config import Settings
 from jetrl.errors import NonFiniteError, OutOfMemoryStop
+from jetrl.models.families import ModelConfig
 from jetrl.parity import random_prompts
 from jetrl.precision import PrecisionPlan
+from jetrl.scalar_model import ScalarModel
 from jetrl.training import Trainer
 from jetrl.training.first_nonfinite import Watch
+from jetrl.training.reward import RewardTrainer
 from jetrl.types import Prompt, Sample, Score
 
 pytestmark = pytest.mark.gpu
@@ -159,3 +162,27 @@ def test_the_first_operation_is_named(samples: list[Sample]) -> None:
     seen.first = None
     seen.weights()
     assert seen.first.what == "master weight layers.1.post_norm.weight"
+
+
+def test_a_reward_model_learns_and_leaves_out_what_is_not_finite() -> None:
+    model = ScalarModel.with_new_head(
+        ModelConfig.from_hf(CONFIG),
+        make_policy().named_masters(),
+        PrecisionPlan.preset("unified"),
+        "cuda",
+        None,
+    )
+    trainer = RewardTrainer(model, settings(on_nonfinite="skip"))
+    pairs = [([1, 2, 3, 100 + i], [1, 2, 3, 200 + i]) for i in range(8)]
+    first = trainer.step(pairs)
+    assert first["sft/loss"] == pytest.approx(math.log(2), rel=1e-6), "a new head says 0"
+    assert trainer.step(pairs)["sft/loss"] < first["sft/loss"]
+    weight = model.named_masters()["score.weight"]
+    with torch.no_grad():
+        weight[0, 0] = math.inf
+    model.requantize()
+    before = weight.detach().clone()
+    found = trainer.step(pairs)
+    assert found["reward_model/skipped_updates"] == 1
+    assert torch.equal(weight, before)
+    assert trainer.optimizer.num_updates == 2
