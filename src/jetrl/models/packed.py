@@ -16,6 +16,6 @@ def token_positions(cu_seqlens: Tensor) -> Tensor:
 def upload(host: Tensor, device: torch.device) -> Tensor:
     """A tensor on the device; it may be there already. To a GPU it goes by way of pinned memory, so
     that the host does not wait for what the device still does."""
-    if host.device == device or device.type == "cpu":
+    if host.is_cuda or device.type == "cpu":
         return host.to(device)
     return host.pin_memory().to(device, non_blocking=True)
