@@ -190,7 +190,7 @@ def recipe_words(args: argparse.Namespace, model: Path, run: Path) -> list[str]:
         *(f"rollout.max_tokens={args.max_tokens}", "rollout.max_batch_size=256", "eval.every=0"),
         *("train.lr=1e-6", "train.warmup_steps=0", "train.tokens_per_micro_batch=16384"),
         *(f"train.optimizer_states={args.states}", "loop.steps=1", "checkpoint.keep_last=1"),
-        "checkpoint.background=false",
+        *("checkpoint.background=false", "report.enabled=false"),
     ]
 
 
