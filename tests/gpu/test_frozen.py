@@ -48,21 +48,24 @@ def test_a_frozen_policy_has_the_same_bits_there_and_back(preset: str, tied: boo
     assert all(torch.equal(a, b) for a, b in zip(expected, again, strict=True))
 
 
+def requested() -> int:
+    """Bytes of the tensors that are there; what the allocator counts depends on the holes that they
+    lie in."""
+    bytes_now: int = torch.cuda.memory_stats()["requested_bytes.all.current"]
+    return bytes_now
+
+
 def test_a_frozen_policy_takes_a_byte_a_weight_of_its_layers() -> None:
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
+    before = requested()
     frozen = make(Policy, "unified", frozen=True)
-    torch.cuda.synchronize()
-    taken = torch.cuda.memory_allocated() - before
+    taken = requested() - before
     shapes = parameter_shapes(frozen.config)
     layers = sum(s[0] * s[1] for n, s in shapes.items() if len(s) == 2 and n.startswith("layers"))
     outside = 2 * 2 * 1024 * 1024  # embedding and lm_head, BF16
     rotary = 2048 * 128 * 4 * 2
-    # Scales are 1/4096 of the codes; the allocator rounds each of some 40 tensors up to 512 bytes.
-    assert taken <= 1.01 * (layers + outside + rotary) + 40 * 2 * 512
+    assert taken <= 1.01 * (layers + outside + rotary), "scales are 1/4096 of the codes"
     frozen.offload()
-    torch.cuda.synchronize()
-    assert torch.cuda.memory_allocated() - before < 0.02 * taken
+    assert requested() - before < 0.02 * taken
 
 
 @pytest.mark.parametrize("preset", PRESETS)

@@ -39,8 +39,8 @@ def kept_bytes(
         _layer_bytes(config, plan, plan.linear_format("train", i, config.num_layers), tokens)
         for i in range(config.num_layers)
     ]
-    inputs = 2 * wide * config.hidden_size * tokens
-    kept = config.num_layers * inputs + max(layers) if recomputed else sum(layers)
+    inputs = (2 * config.num_layers - 1) * wide * config.hidden_size * tokens  # the first has one
+    kept = inputs + max(layers) if recomputed else sum(layers)
     last_norm = (wide * config.hidden_size + 4) * tokens
     return kept + last_norm + wide * config.hidden_size * tokens  # and the rows that lm_head reads
 
