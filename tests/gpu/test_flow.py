@@ -213,13 +213,17 @@ def test_gradients_accumulate_and_a_graph_can_be_walked_twice(name: str) -> None
     logprobs, _ = p.train_logprobs(*batch)
     logprobs.mean().backward(retain_graph=True)
     once = {k: m.grad.clone() for k, m in p.named_masters().items()}
+    # Of the embedding lm_head's part and the rows of equal tokens are added one after the other to
+    # what is there: a few roundings of 2**-24 of sums that may be larger than their result.
+    tied = once.pop("embed.weight")
     logprobs.mean().backward()
-    for key, master in p.named_masters().items():
-        assert torch.equal(master.grad, 2 * once[key]), key
-    logprobs, _ = p.train_logprobs(*batch)
-    logprobs.mean().backward()
-    for key, master in p.named_masters().items():
-        assert torch.equal(master.grad, 3 * once[key]), key
+    for times in (2, 3):
+        for key, gradient in once.items():
+            assert torch.equal(p.named_masters()[key].grad, times * gradient), key
+        embedding = p.named_masters()["embed.weight"].grad
+        assert (embedding - times * tied).norm() <= 2**-20 * (times * tied).norm()
+        if times == 2:
+            p.train_logprobs(*batch)[0].mean().backward()
 
 
 @pytest.mark.parametrize("name", ["unified", "bf16"])
