@@ -236,5 +236,8 @@ def test_bad_operands_are_refused_with_their_values(gemm) -> None:
         gemm.fp8_matmul_hopper(a, QTensor(a.codes[:, :128], a.scales, (1, 128)))
     with pytest.raises(ValueError, match=r"not \(1, 64\)"):
         gemm.fp8_matmul_hopper(QTensor(a.codes, a.scales, (1, 64)), a)
-    with pytest.raises(ValueError, match="N of 16"):
+    with pytest.raises(ValueError, match="groups 1x128 and 128x128"):
         gemm.fp8_matmul_hopper(a, a)
+    few = QTensor(a.codes, torch.ones(1, 2, device="cuda"), (128, 128))
+    with pytest.raises(ValueError, match="N of 16"):
+        gemm.fp8_matmul_hopper(a, few)

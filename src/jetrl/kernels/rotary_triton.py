@@ -57,10 +57,10 @@ class CacheSlots:
 @triton.jit
 def _head_inverse_rms(first, second, D: tl.constexpr, EPS: tl.constexpr):
     """float32 [heads] of float32 halves [heads, D/2]."""
-    amax_bits = tl.maximum(tl.max(abs_bits(first), 1), tl.max(abs_bits(second), 1))
+    amax_bits = tl.max(tl.maximum(abs_bits(first), abs_bits(second)), 1)
     factor = grid_factor(amax_bits)
-    total = tl.sum(grid_squares(first, factor[:, None] + tl.zeros_like(first)), 1)
-    total += tl.sum(grid_squares(second, factor[:, None] + tl.zeros_like(second)), 1)
+    each = factor[:, None] + tl.zeros_like(first)
+    total = tl.sum(grid_squares(first, each) + grid_squares(second, each), 1)
     return inverse_rms_of(total, factor, amax_bits, D, EPS)
 
 
@@ -103,7 +103,7 @@ def _store_cache(
     codes_ptr += slot * G * D
     places = heads[:, None] * D + pairs[None, :]
     if QUANTIZE:
-        amax_bits = tl.maximum(tl.max(abs_bits(first), 1), tl.max(abs_bits(second), 1))
+        amax_bits = tl.max(tl.maximum(abs_bits(first), abs_bits(second)), 1)
         scale, multiplier = scale_and_multiplier(amax_bits, MAXIMUM, FLOOR_BITS, POW2)
         tl.store(scales_ptr + heads, scale, mask=heads < G)
         first, second = first * multiplier[:, None], second * multiplier[:, None]
@@ -189,13 +189,16 @@ def _forward_kernel(
 def _norm_backward(
     dfirst, dsecond, first, second, weight_ptr, pairs, D: tl.constexpr, EPS: tl.constexpr
 ):
-    """(dx halves, normed * dy halves) of a head-wise RMSNorm; gradients need no exact sums."""
-    mean_square = (tl.sum(first * first, 1) + tl.sum(second * second, 1)) / D
-    inverse = tl.math.rsqrt(mean_square + EPS)[:, None]
-    first, second = first * inverse, second * inverse
+    """(dx halves, normed * dy halves) of a head-wise RMSNorm; gradients need no exact sums. The two
+    sums over a head do not wait for each other."""
     first_scaled = dfirst * tl.load(weight_ptr + pairs).to(tl.float32)[None, :]
     second_scaled = dsecond * tl.load(weight_ptr + pairs + D // 2).to(tl.float32)[None, :]
-    mean = (tl.sum(first_scaled * first, 1) + tl.sum(second_scaled * second, 1))[:, None] / D
+    mean_square = tl.sum(first * first + second * second, 1) / D
+    mean_product = tl.sum(first_scaled * first + second_scaled * second, 1) / D
+    inverse = tl.math.rsqrt(mean_square + EPS)
+    mean = (inverse * mean_product)[:, None]
+    inverse = inverse[:, None]
+    first, second = first * inverse, second * inverse
     dx_first = inverse * (first_scaled - first * mean)
     dx_second = inverse * (second_scaled - second * mean)
     return dx_first, dx_second, dfirst * first, dsecond * second
@@ -336,6 +339,7 @@ def qk_norm_rotary_cache(
         eps,
         **rule("e4m3", scales),
         num_warps=4 if tokens <= _FEW_TOKENS else 1,  # one: a quarter fewer instructions an element
+        maxnreg=88,  # without it 96: two programs fewer a multiprocessor
         enable_fp_fusion=False,
         **OVERLAPPED,
     )
@@ -391,6 +395,7 @@ def qk_norm_rotary_backward(
             head_dim,
             eps,
             num_warps=2,
+            maxnreg=80,  # without it 95: two programs fewer a multiprocessor
         )
     if norm_weights is None:
         return dqkv, None, None

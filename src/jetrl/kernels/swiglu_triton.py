@@ -127,12 +127,13 @@ def _backward_rows_kernel(
     gate = load_tile(x_ptr, rows, column, num_rows, num_columns, 2 * num_columns)
     up = load_tile(x_ptr + num_columns, rows, column, num_rows, num_columns, 2 * num_columns)
     share = sigmoid(gate, LOG2_E)
-    dgate = dy * up * share * (1.0 + gate * (1.0 - share))
+    silu = gate * share
+    dgate = dy * up * (share + silu * (1.0 - share))
     columns = column * 128 + tl.arange(0, 128)
     places = rows.to(tl.int64)[:, None] * 2 * num_columns + columns[None, :]
     mask = (rows < num_rows)[:, None]
     tl.store(dx_ptr + places, dgate.to(tl.bfloat16), mask=mask)
-    tl.store(dx_ptr + places + num_columns, (dy * gate * share).to(tl.bfloat16), mask=mask)
+    tl.store(dx_ptr + places + num_columns, (dy * silu).to(tl.bfloat16), mask=mask)
 
 
 @gluon.jit
@@ -164,9 +165,10 @@ def _backward_tile_kernel(
     up = tile.load_tile(x_ptr + num_columns, block, column, num_rows, num_columns, stride)
     dy, gate = tile.widen(dy), tile.widen(gate)
     share = _tile_sigmoid(gate, LOG2_E)
-    y = tile.to_bfloat16(gate * share * tile.widen(up))
-    dup = tile.to_bfloat16(dy * gate * share)
-    dgate = tile.to_bfloat16(dy * tile.widen(up) * share * (1.0 + gate * (1.0 - share)))
+    silu = gate * share
+    y = tile.to_bfloat16(silu * tile.widen(up))
+    dup = tile.to_bfloat16(dy * silu)
+    dgate = tile.to_bfloat16(dy * tile.widen(up) * (share + silu * (1.0 - share)))
     tile.store_square_turned(
         y, block, column, num_columns, y_codes_ptr, y_scales_ptr, y_scale_stride, padded_tokens,
         Y_MAXIMUM, FLOOR, POW2,

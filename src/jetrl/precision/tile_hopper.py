@@ -177,18 +177,31 @@ def row_maxima(x):
 
 
 @gluon.jit
+def tile_maximum(x):
+    """The maximum of |x| of a tile of bfloat16, a float32 scalar: a thread's 64 values by pairs,
+    then threads and warps at once."""
+    a, b = _split_rows(_magnitudes(x), 128)
+    a, b = _split_rows(_larger_pairs(a, b), 64)
+    a, b = _split_rows(_larger_pairs(a, b), 32)
+    quadruples = gl.reshape(_larger_pairs(a, b), [16, 16, 2, 2, 2])
+    a, b = gl.split(gl.permute(quadruples, [0, 1, 3, 4, 2]))
+    a, b = gl.split(gl.permute(_larger_pairs(a, b), [0, 1, 3, 2]))
+    pairs = gl.reshape(_larger_pairs(a, b), [512])
+    return gl.reduce(pairs.to(gl.float32), 0, _larger)
+
+
+@gluon.jit
 def scale_and_multiplier(amax, MAXIMUM: gl.constexpr, FLOOR: gl.constexpr, POW2: gl.constexpr):
-    """(stored scale, multiplier), float32, for a group's maximum."""
-    amax = _larger(amax, gl.full_like(amax, FLOOR))
-    limit = gl.full_like(amax, MAXIMUM)
-    scale = gl.div_rn(amax, limit)
+    """(stored scale, multiplier), float32, for a group's maximum, or for those of many."""
+    amax = _larger(amax, FLOOR)
+    scale = gl.div_rn(amax, MAXIMUM)
     if POW2:
         bits = scale.to(gl.int32, bitcast=True)
         rounded = (bits + 0x7FFFFF) & 0x7F800000
         scale = gl.where(bits < 0x7F800000, rounded, bits).to(gl.float32, bitcast=True)
-        multiplier = gl.div_rn(gl.full_like(scale, 1.0), scale)
+        multiplier = gl.div_rn(1.0, scale)
     else:
-        multiplier = gl.div_rn(limit, amax)
+        multiplier = gl.div_rn(MAXIMUM, amax)
     return scale, multiplier
 
 
@@ -237,13 +250,10 @@ def store_square_turned(
     y, block, column, num_columns, codes_ptr, scales_ptr, scale_stride, padded_rows,
     MAXIMUM: gl.constexpr, FLOOR: gl.constexpr, POW2: gl.constexpr,
 ):  # fmt: skip
-    """Quantize y [128, 128] in TILE as one group, stored at [column, row] as a weight is."""
-    amax = gl.reduce(gl.convert_layout(column_maxima(y), LINE), 0, _larger)
-    amax = gl.full([128], 0.0, gl.float32, LINE) + amax
-    scale, multipliers = scale_and_multiplier(amax, MAXIMUM, FLOOR, POW2)
-    line = gl.arange(0, 128, LINE)
-    place = scales_ptr + (column.to(gl.int64) * scale_stride + block)
-    gl.store(place + line, scale, mask=line == 0)
+    """Quantize bfloat16 y [128, 128] in TILE as one group, stored at [column, row] as a weight is.
+    Each thread divides for itself: a scale handed round would cost the warps another meeting."""
+    scale, multiplier = scale_and_multiplier(tile_maximum(y), MAXIMUM, FLOOR, POW2)
+    gl.store(scales_ptr + (column.to(gl.int64) * scale_stride + block), scale)
     turned = gl.convert_layout(widen(y), TURNED, assert_trivial=True)
-    codes = (turned * gl.reduce(multipliers, 0, _larger)).to(codes_ptr.dtype.element_ty)
+    codes = (turned * multiplier).to(codes_ptr.dtype.element_ty)
     store_turned(codes_ptr, codes, block, column, num_columns, padded_rows)
