@@ -1,11 +1,9 @@
 """The stacked bars of a step, BF16 beside FP8, from the files of `jetrl bench step`.
 
-    python benchmarks/step_picture.py benchmarks/results/h200/step_2048.json \
-        benchmarks/results/h200/step_8192.json --out docs/images/step.png
+    python benchmarks/step_picture.py benchmarks/results/h200/step.json --out docs/images/step.png
 
-A bar for each row of each file: how long each phase of the step took. What is said of a file (its
-load) stands above its bars, and to the right of each bar its whole time and, against the first bar
-of the file, how many times as fast it is.
+A bar for each row of the files: how long each phase of the step took, by load. To the right of each
+bar stands its whole time and, against BF16's of the same load, how many times as fast it is.
 """
 
 from __future__ import annotations
@@ -33,9 +31,8 @@ BAR = 0.62
 NAMED_SHARE = 0.045  # of the longest bar: a narrower part has no room for its seconds
 
 
-def draw(axes: Axes, results: dict[str, Any]) -> set[str]:
-    """One file's bars; returns the phases that it has."""
-    rows = results["rows"]
+def draw(axes: Axes, rows: Sequence[dict[str, Any]]) -> set[str]:
+    """One load's bars; returns the phases that it has."""
     longest = max(row["step_s"] for row in rows)
     seen = set()
     for place, row in enumerate(rows):
@@ -72,12 +69,15 @@ def draw(axes: Axes, results: dict[str, Any]) -> set[str]:
 
 def picture(files: Sequence[dict[str, Any]], out: Path) -> None:
     """Writes the PNG."""
+    loads: dict[str, list[dict[str, Any]]] = {}
+    for row in (row for file in files for row in file["rows"]):
+        loads.setdefault(row["load"], []).append(row)
     with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(8.6, 0.9 + 1.45 * len(files)), layout="constrained")
-        parts = figure.subplots(len(files), 1, squeeze=False)[:, 0]
+        figure = Figure(figsize=(8.6, 0.9 + 1.45 * len(loads)), layout="constrained")
+        parts = figure.subplots(len(loads), 1, squeeze=False)[:, 0]
         seen: set[str] = set()
-        for axes, results in zip(parts, files, strict=True):
-            seen |= draw(axes, results)
+        for axes, rows in zip(parts, loads.values(), strict=True):
+            seen |= draw(axes, rows)
         parts[-1].set_xlabel("seconds")
         shape = files[0]["rows"][0]["shape"]
         figure.suptitle(

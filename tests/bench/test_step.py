@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from jetrl.bench._flow import Choices, Flow
+from jetrl.bench._flow import Choices, Flow, policy_of
 from jetrl.bench._load import Load, flops
 from jetrl.bench.shapes import SHAPES
 from jetrl.bench.step import compare, measure
@@ -32,7 +32,9 @@ def test_flops_of_a_step_by_hand() -> None:
 
 
 def test_a_step_of_both_plans() -> None:
-    base, row = (measure(plan, LOAD, CHOICES, limit=1e12) for plan in ("bf16", "unified"))
+    base, row = (
+        measure(policy_of(plan, CHOICES), LOAD, CHOICES, limit=1e12) for plan in ("bf16", "unified")
+    )
     assert (row["different"], row["compared_tokens"]) == (0, 48)
     assert row["weights_changed"] > 0
     assert "old_logprobs" in base["seconds"]
@@ -45,13 +47,14 @@ def test_a_step_of_both_plans() -> None:
 
 
 def test_the_training_phase_compares_all_tokens() -> None:
-    row = measure_training("unified", LOAD, CHOICES, limit=1e12, profiled=False)
+    policy = policy_of("unified", CHOICES)
+    row = measure_training(policy, LOAD, CHOICES, limit=1e12, profiled=False)
     assert (row["different"], row["compared_tokens"]) == (0, 48)
 
 
 def test_a_micro_batch_holds_the_sequences_that_were_asked_for() -> None:
     choices = Choices("tiny", "cpu", 1, 1e-3, 70, None, {"updates_per_step": 1})
-    flow = Flow("bf16", LOAD, choices)
+    flow = Flow(policy_of("bf16", choices), LOAD, choices)
     flow.fit()
     assert flow.chosen["micro_batch_tokens"] == 64
     assert flow.trainer.micro_batch_size.tokens == 64

@@ -3,7 +3,7 @@
 The parts are those of a run: `RolloutEngine`, `Trainer`, and between them the cache that is given
 back before an update. Memory decides how large a micro-batch may be: the most whole sequences, up
 to 16384 tokens, with which two micro-batches (the second adds to gradients that are there) run
-beside the optimizer's states and a GiB that stays free. Where not even one sequence fits, layers
+beside the optimizer's states and 256 MiB that stay free. Where not even one sequence fits, layers
 are recomputed.
 """
 
@@ -31,7 +31,7 @@ from jetrl.training.micro_batches import MicroBatchSize
 from jetrl.types import Completion, Sample, SamplingParams
 
 MOST_TOKENS = 16384  # of a micro-batch
-_SPARE_BYTES = 2**30  # for what a longer update holds beside what was tried
+_SPARE_BYTES = 2**28  # for what a longer update holds beside what was tried
 _WARM_TOKENS = 24  # of each completion of the rollout that warms up
 
 
@@ -50,6 +50,11 @@ class Choices:
     train: dict[str, Any]
 
 
+def policy_of(plan: str, choices: Choices) -> Policy:
+    """One with random weights."""
+    return make_policy(choices.shape, plan, choices.device, choices.layers)
+
+
 class _Tried(MicroBatchSize):
     """While it is tried, what does not fit is an answer, and it is not made smaller."""
 
@@ -62,16 +67,15 @@ class _Tried(MicroBatchSize):
 
 
 class Flow:
-    """A plan's sampler and trainer under a load.
+    """A policy's sampler and trainer under a load.
 
     Attributes:
         chosen: the settings that were found to fit, for a table. peaks: GiB by phase.
     """
 
-    def __init__(self, plan: str, load: Load, choices: Choices) -> None:
-        self.load, self._choices = load, choices
-        self.policy = make_policy(choices.shape, plan, choices.device, choices.layers)
-        self.vocabulary = self.policy.config.vocab_size
+    def __init__(self, policy: Policy, load: Load, choices: Choices) -> None:
+        self.policy, self.load, self._choices = policy, load, choices
+        self.vocabulary = policy.config.vocab_size
         batch_size = choices.max_batch_size or load.sequences
         self.engine = RolloutEngine(self.policy, max_batch_size=batch_size)
         self.peaks: dict[str, float] = {}

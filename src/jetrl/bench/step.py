@@ -29,18 +29,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jetrl.bench._flow import Choices, Flow, codes_of, share_changed
+from jetrl.bench._flow import Choices, Flow, codes_of, policy_of, share_changed
 from jetrl.bench._load import Load, add_load_arguments, flops, load_of
-from jetrl.bench._timing import Row, matrix_limit, print_table, write_results
+from jetrl.bench._timing import Row, copy_bandwidth, matrix_limit, print_table, write_results
 from jetrl.bench.shapes import SHAPES
 from jetrl.out_of_memory import release
+from jetrl.policy import Policy
 
 PARTS = ("rollout", "old_logprobs", "update", "optimizer", "requantize")
 
 
-def measure(plan: str, load: Load, choices: Choices, limit: float) -> Row:
-    """One plan's row. limit: FLOP/s that MFU is of."""
-    flow = Flow(plan, load, choices)
+def measure(policy: Policy, load: Load, choices: Choices, limit: float) -> Row:
+    """One plan's row under a load. limit: FLOP/s that MFU is of."""
+    flow = Flow(policy, load, choices)
     before = codes_of(flow.policy)
     flow.warm_up()
     changed = share_changed(before, codes_of(flow.policy))
@@ -63,7 +64,8 @@ def measure(plan: str, load: Load, choices: Choices, limit: float) -> Row:
         "update": (load.tokens, whole),
     }
     return {
-        "plan": plan,
+        "plan": policy.plan.name,
+        "load": str(load),
         "settings": flow.chosen,
         "seconds": {name: round(seconds[name], 3) for name in PARTS if name in seconds},
         "step_s": round(sum(seconds.values()), 2),
@@ -95,10 +97,10 @@ def compare(row: Row, base: Row) -> Row:
 
 
 def table(rows: Sequence[Row]) -> list[Row]:
-    """A line for each plan, of what is read first."""
+    """A line for each row, of what is read first."""
     lines = []
     for row in rows:
-        line = {"plan": row["plan"]}
+        line = {"plan": row["plan"], "load": row["load"]}
         line |= {f"{name} s": row["seconds"].get(name, "") for name in PARTS}
         line |= {"step s": row["step_s"]}
         line |= {f"{name} tok/s": rate for name, rate in row["tokens_per_s"].items()}
@@ -168,25 +170,42 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     add_arguments(parser, ("bf16", "unified"))
     add_load_arguments(parser, prompts=32, samples=8)
+    parser.add_argument(
+        "--load",
+        action="append",
+        default=[],
+        metavar="PxSxLxR",
+        help="another load with the same policy, as 8x8x256x8192: prompts, samples of each, prompt "
+        "and response tokens; repeatable",
+    )
     parser.add_argument("--max-batch-size", type=int, help="sequences together; default: all")
     parser.add_argument("--out", default="build/bench/step.json", type=Path, help="JSON file")
     args = parser.parse_args(argv)
-    load, choices = load_of(args), choices_of(args, args.max_batch_size)
+    choices = choices_of(args, args.max_batch_size)
+    loads = [load_of(args), *(Load(*map(int, text.split("x"))) for text in args.load)]
+    command = command_of("step", args, loads[0]) + "".join(f" --load {text}" for text in args.load)
     limit = limit_of(args.device)
+    facts = {"bf16_matrix_teraflops": round(limit / 1e12, 1)}
+    if args.device == "cuda":
+        copy_bandwidth()  # the results name it, and it is measured once, while memory is free
     rows: list[Row] = []
     for plan in args.plan or ["bf16", "unified"]:
-        row = measure(plan, load, choices, limit)
-        if rows and rows[0]["plan"] == "bf16":
-            row["times_bf16"] = compare(row, rows[0])
-        rows.append({"shape": args.shape, "load": str(load), **row})
+        policy = policy_of(plan, choices)
+        for load in loads:
+            row = {"shape": args.shape, **measure(policy, load, choices, limit)}
+            release()
+            base = next((r for r in rows if (r["plan"], r["load"]) == ("bf16", str(load))), None)
+            if base is not None:
+                row["times_bf16"] = compare(row, base)
+            rows.append(row)
+            print_table(table(rows))
+            changed = f"working weights changed: {row['weights_changed']:.3%}"
+            print(f"{plan}: {row['settings']}; {changed}")
+            print(f"times bf16: {row.get('times_bf16', '-')}", flush=True)
+            if args.device == "cuda":
+                write_results(args.out, "step", command, rows, **facts)
+        del policy
         release()
-        print_table(table(rows))
-        print(f"settings: {row['settings']}; working weights changed: {row['weights_changed']:.3%}")
-        if "times_bf16" in row:
-            print(f"times bf16: {row['times_bf16']}", flush=True)
-        if args.device == "cuda":
-            facts = {"bf16_matrix_teraflops": round(limit / 1e12, 1)}
-            write_results(args.out, "step", command_of("step", args, load), rows, **facts)
 
 
 if __name__ == "__main__":

@@ -28,11 +28,12 @@ from typing import Any
 import torch
 
 import jetrl.training.trainer as trainer_module
-from jetrl.bench._flow import Choices, Flow, with_logprobs
+from jetrl.bench._flow import Choices, Flow, policy_of, with_logprobs
 from jetrl.bench._load import Load, add_load_arguments, flops, load_of
 from jetrl.bench._timing import Row, print_table, write_results
 from jetrl.bench.step import add_arguments, choices_of, command_of, limit_of
 from jetrl.out_of_memory import release
+from jetrl.policy import Policy
 from jetrl.precision.hopper import hopper
 from jetrl.types import Sample
 
@@ -40,11 +41,16 @@ _LISTED = 25  # kernels of a profile
 
 
 def measure(
-    plan: str, load: Load, choices: Choices, limit: float, profiled: bool, equal: int | None = None
+    policy: Policy,
+    load: Load,
+    choices: Choices,
+    limit: float,
+    profiled: bool,
+    equal: int | None = None,
 ) -> Row:
     """One plan's row. limit: FLOP/s that MFU is of. equal: tokens of the micro-batches of another
     plan, for memory at an equal batch."""
-    flow = Flow(plan, load, choices)
+    flow = Flow(policy, load, choices)
     flow.fit()
     samples = flow.synthetic(load.sequences, seed=2)
     old, logprobs = flow.timed("old_logprobs", lambda: flow.old_logprobs(samples))
@@ -54,7 +60,8 @@ def measure(
     passes = whole - timings["optimizer"] - timings["requantize"]
     needed = flops(flow.policy.config, load)
     row: Row = {
-        "plan": plan,
+        "plan": policy.plan.name,
+        "load": str(load),
         "settings": flow.chosen,
         "training_s": round(whole, 3),
         "tokens_per_s": round(load.tokens / whole),
@@ -210,11 +217,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows: list[Row] = []
     for plan in args.plan or ["bf16", "unified"]:
         equal = rows[0]["settings"]["micro_batch_tokens"] if rows else None
-        row = measure(plan, load, choices, limit, args.profile, equal)
+        policy = policy_of(plan, choices)
+        row = measure(policy, load, choices, limit, args.profile, equal)
+        del policy
+        release()
         if rows and rows[0]["plan"] == "bf16":
             row["times_bf16"] = compare(row, rows[0])
-        rows.append({"shape": args.shape, "load": str(load), **row})
-        release()
+        rows.append({"shape": args.shape, **row})
         if args.device == "cuda":
             facts = {"bf16_matrix_teraflops": round(limit / 1e12, 1)}
             command = command_of("train", args, load) + (" --profile" if args.profile else "")
