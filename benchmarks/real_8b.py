@@ -1,7 +1,7 @@
 r"""A real run of an 8B model on one GPU, from a Hugging Face directory to an export.
 
     python benchmarks/real_8b.py --shape qwen3-8b --work /dev/shm/jetrl --checkpoints /tmp/jetrl \
-        --out benchmarks/results/h200/train_8b.json
+        --out benchmarks/results/h200/real_8b.json
 
 Random weights are written as a directory (BF16). Then, each a program of its own: `jetrl train` for
 a step, its checkpoint and the export that ends a run; `jetrl train --resume` for a second step, cut
