@@ -74,8 +74,9 @@ def test_activations(preset: str, lengths: list[int], recomputed: bool) -> None:
     # Backward begins behind the chunk of logits.
     on_top = max(logits, activations.layer_bytes(config, plan, batch))
     planned = activations.kept_bytes(config, plan, tokens, recomputed) + on_top
-    # Small models: what lies between two kernels is a larger part than at 8B.
-    assert peak == pytest.approx(planned, rel=0.15, abs=2**25)
+    # Small models: what lies between two kernels is a larger part than at 8B, and a layer that is
+    # made again has freed some of it when most is needed.
+    assert peak == pytest.approx(planned, rel=0.25 if recomputed else 0.15, abs=2**25)
 
 
 def test_a_run_holds_what_was_planned(tmp_path: Path) -> None:

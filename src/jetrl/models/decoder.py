@@ -264,7 +264,7 @@ class Decoder(nn.Module):
         """hidden [R, D] -> float32 [R], no rounding but FP32's. A GPU adds in an order that depends
         on the number of rows, so its sum is made exact."""
         if hidden.is_cuda:
-            scores = exact_matmul(hidden, self.score[:, None]).squeeze(-1).float()
+            scores = exact_matmul(hidden, self.score.t()).squeeze(-1).float()
         else:
             scores = (hidden.float() * self.score).sum(-1)
         _tell(self.trace, "score", scores)
