@@ -5,8 +5,8 @@
 Medians of repeated runs. Decode rotates among enough caches to exceed the L2, in a CUDA graph, and
 counts the bytes of keys, values and scales once; the rest counts the floating-point operations of
 causal attention (4 T^2 H D / 2 forward, 2.5 times that backward). The bits of decode and training
-are compared first. torch's own kernels, BF16, stand beside ours. A first run spends most of its time
-compiling, one kernel after the other: parts started side by side fill the cache sooner.
+are compared first. torch's own kernels, BF16, stand beside ours. A first run mostly compiles, one
+kernel after the other: parts started side by side fill the cache sooner.
 """
 
 from __future__ import annotations
