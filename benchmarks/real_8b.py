@@ -6,7 +6,8 @@ r"""A real run of an 8B model on one GPU, from a Hugging Face directory to an ex
 Random weights are written as a directory (BF16). Then, each a program of its own: `jetrl train` for
 a step, its checkpoint and the export that ends a run; `jetrl train --resume` for a second step, cut
 after it; and `jetrl export` to FP8. The JSON has the seconds of each part, the CPU memory that each
-took at most, and the planned against the measured peak of GPU memory in rollout and in update.
+took at most, and the planned against the measured peak of GPU memory in rollout and in update. It
+is written as parts end and steps come, so what was measured stays if a later part is cut.
 --checkpoints: a folder where one checkpoint has room (57 GB at 8B; --work takes 33 GB, and 8 more
 for the FP8 export).
 """
@@ -149,7 +150,7 @@ def device_name() -> str:
 
 
 class Results:
-    """The JSON, written after every part: what was measured stays if a later part is cut."""
+    """The JSON, written with every addition."""
 
     def __init__(self, path: Path, device: str) -> None:
         self._path = path
@@ -208,7 +209,7 @@ def compared(steps: Sequence[dict[str, Any]], planned: dict[str, Any]) -> dict[s
     }
 
 
-def main() -> None:
+def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-8b")
     parser.add_argument("--work", type=Path, required=True, help="for models and the run")
@@ -219,9 +220,16 @@ def main() -> None:
     parser.add_argument("--states", default="compact", help="train.optimizer_states")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--layers", type=int, help="default: the shape's")
-    parser.add_argument("--no-fp8", action="store_true", help="without the FP8 export")
+    parser.add_argument("--until", choices=("train", "resume", "export"), default="export")
+    parser.add_argument(
+        "--cut-first", action="store_true", help="the first run ends after its step, unexported"
+    )
     parser.add_argument("--out", type=Path, required=True, help="JSON file")
-    args = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse()
     model, run = args.work / "model", args.work / "runs" / "real"
     for folder in (args.work, args.checkpoints):
         shutil.rmtree(folder, ignore_errors=True)
@@ -232,31 +240,37 @@ def main() -> None:
         made = pool.apply(make_directory, (args.shape, model, args.device, args.layers))
     results.add("directory", made)
     words = recipe_words(args, model, run)
+    place = on_other_disk(run, args.checkpoints)
+
+    def take_in(program: Program) -> int:
+        """Steps so far; a new one is written down with its peaks."""
+        place()
+        steps = metrics_of(run)
+        if len(steps) > len(results.found.get("steps", ())):
+            results.add("steps", steps)
+            if "planned" not in results.found:
+                results.add("planned", planned(words, args.device, program))
+            results.add("memory", compared(steps, results.found["planned"]))
+        return len(steps)
 
     first = Program(["train", *words])
-    done = first.run(on_other_disk(run, args.checkpoints))
+    done = first.run(lambda: take_in(first) > 0 and args.cut_first)
+    take_in(first)
     loaded = first.match(r"models loaded in ([0-9.]+) s")
     told = {"load_s": float(loaded or 0), "plan_printed_s": first.second_of("memory plan")}
     results.add("train", {**done, **told})
-    results.add("planned", planned(words, args.device, first))
-
-    again = [*words[:3], "loop.steps=3", "checkpoint.every=0", "--resume"]
-    second = Program(["train", *again])
-    done = second.run(lambda: len(metrics_of(run)) > 1)
-    results.add("resume", {**done, "resumed_s": second.second_of("resumed after")})
-
-    steps = metrics_of(run)
-    assert [step["step"] for step in steps][:2] == [1, 2], steps
-    results.add("steps", steps)
-    results.add("memory", compared(steps, results.found["planned"]))
     folders = (model, run / "model", *run.glob("checkpoints/step_*"))
-    sizes = {
-        str(path.relative_to(args.work)): sum(file.stat().st_size for file in path.glob("*"))
-        for path in folders
-    }
+    sizes = {path.name: sum(f.stat().st_size for f in path.glob("*")) for path in folders}
     results.add("bytes", sizes)
-    if args.no_fp8:
+    if args.until == "train":
         return
+
+    second = Program(["train", *words[:3], "loop.steps=3", "checkpoint.every=0", "--resume"])
+    done = second.run(lambda: take_in(second) > 1)
+    results.add("resume", {**done, "resumed_s": second.second_of("resumed after")})
+    if args.until == "resume":
+        return
+
     out = str(args.work / "fp8")
     export = ["export", str(model), out, "--dtype", "fp8", "--device", args.device]
     results.add("export", Program(export).run())

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -208,8 +209,14 @@ class Saved:
         Raises:
             UserError: every checkpoint is damaged, or it does not fit the settings.
         """
+        began = time.monotonic()
         latest = self._steps.latest()
+        checked = time.monotonic()
         loaded = self._steps.load(latest.path, trainer.policy, trainer.optimizer)
+        logger.info(
+            "%s: checksums compared in %.1f s, read in %.1f s",
+            *(latest.path, checked - began, time.monotonic() - checked),
+        )
         self._load_state(loaded.extra["states"])
         for name, owner in self._tensors.items():
             if name in loaded.tensors:
