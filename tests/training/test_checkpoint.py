@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import subprocess
@@ -342,13 +343,25 @@ def test_files_are_those_of_the_library_through_a_small_buffer(tmp_path, monkeyp
         "long": torch.tensor([2**40, -1]),
         "none": torch.zeros(0, 4),
     }
-    made = checkpoint_files.write_tensors(tmp_path / "ours", tensors)
-    assert made == fingerprint(tmp_path / "ours")
+    checkpoint_files.write_tensors(tmp_path / "ours", tensors)
     found = load_file(tmp_path / "ours")
     assert found.keys() == tensors.keys()
     for name, tensor in tensors.items():
         assert found[name].dtype == tensor.dtype
         assert torch.equal(found[name], tensor), name
+
+
+@pytest.mark.parametrize("size", [0, 99, 100, 101, 1000, 1234])
+def test_a_large_files_fingerprint_is_that_of_its_pieces(tmp_path, monkeypatch, size):
+    data = torch.randint(0, 255, (size,), dtype=torch.uint8).numpy().tobytes()
+    (tmp_path / "file").write_bytes(data)
+    whole = hashlib.sha256(data).hexdigest()
+    assert fingerprint(tmp_path / "file") == {"bytes": size, "sha256": whole}
+    monkeypatch.setattr(checkpoint_files, "_PIECE", 100)
+    monkeypatch.setattr(checkpoint_files, "_READ", 30)
+    pieces = [hashlib.sha256(data[i : i + 100]).digest() for i in range(0, size, 100)]
+    expected = hashlib.sha256(b"".join(pieces)).hexdigest() if len(pieces) > 1 else whole
+    assert fingerprint(tmp_path / "file") == {"bytes": size, "sha256": expected}
 
 
 def test_an_interrupt_while_writing_leaves_nothing(made, tmp_path, monkeypatch):

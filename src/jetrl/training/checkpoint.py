@@ -36,7 +36,6 @@ from jetrl.training.checkpoint_files import (
     as_json,
     differences,
     fingerprint,
-    fingerprints,
     tensor_differences,
     write_tensors,
     write_text,
@@ -201,12 +200,10 @@ class Checkpoints:
     @staticmethod
     def _write_files(folder: Path, snapshot: Snapshot) -> None:
         """The files of a checkpoint, the manifest last."""
-        manifest = {
-            f"{name}.safetensors": write_tensors(folder / f"{name}.safetensors", tensors)
-            for name, tensors in snapshot.tensors.items()
-        }
+        for name, tensors in snapshot.tensors.items():
+            write_tensors(folder / f"{name}.safetensors", tensors)
         write_text(folder / _STATE, snapshot.state)
-        manifest[_STATE] = fingerprint(folder / _STATE)
+        manifest = {path.name: fingerprint(path) for path in sorted(folder.iterdir())}
         write_text(folder / _MANIFEST, json.dumps(manifest, indent=1))
 
     def latest(self) -> Latest:
@@ -290,8 +287,8 @@ class Checkpoints:
                 expected = manifest[name]
                 if size != expected["bytes"]:
                     return f"{name} has {size} bytes instead of {expected['bytes']}"
-            for name, found in fingerprints([path / name for name in sorted(needed)]).items():
-                if found != manifest[name]:
+            for name in sorted(needed):
+                if fingerprint(path / name) != manifest[name]:
                     return f"{name} does not match its checksum"
         except OSError as error:
             return f"{Path(error.filename or path).name}: {error.strerror or error}"

@@ -6,7 +6,7 @@ import functools
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from pathlib import Path
@@ -28,28 +28,23 @@ _DTYPES = {
 }
 _BUFFER = 2**26  # bytes of a tensor that are in CPU memory at once
 _FLUSHED = 2**30  # bytes between flushes: the system need not hold a whole file for the disk
+_PIECE, _READ = 2**30, 2**22  # bytes of a file's pieces for its fingerprint, and read at once
 
 
-def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     """A safetensors file, on the disk when this returns. Tensors go from where they are, a GPU or
     the CPU, through a buffer of 64 MiB: safetensors' own writer takes as much CPU memory as the
-    file once more. Returns the file's `fingerprint`, made on the way."""
+    file once more."""
     # The widest types first: every tensor begins at a multiple of its element.
     ordered = dict(sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])))
-    digest = hashlib.sha256()
-    with open(path, "wb") as file, ThreadPoolExecutor(max_workers=1) as beside:
-        written = flushed = 0
-        pieces: Iterator[bytes | memoryview]
-        pieces = chain([_header(ordered)], *map(_pieces, ordered.values()))
-        for piece in pieces:
-            digested = beside.submit(digest.update, piece)
+    with open(path, "wb") as file:
+        written = flushed = file.write(_header(ordered))
+        for piece in chain.from_iterable(map(_pieces, ordered.values())):
             written += file.write(piece)
             if written - flushed >= _FLUSHED:
                 _flush(file)
                 flushed = written
-            digested.result()
         _flush(file)
-    return {"bytes": written, "sha256": digest.hexdigest()}
 
 
 def _header(tensors: Mapping[str, torch.Tensor]) -> bytes:
@@ -97,16 +92,26 @@ def write_text(path: Path, text: str) -> None:
 
 
 def fingerprint(path: Path) -> dict[str, Any]:
-    """{"bytes": size, "sha256": of the contents}."""
+    """{"bytes": size, "sha256": of the contents; of a file above 1 GiB, the SHA-256 of those of its
+    pieces of 1 GiB, which are worked out side by side}."""
+    size = path.stat().st_size
+    begins = range(0, max(1, size), _PIECE)
+    if len(begins) == 1:
+        return {"bytes": size, "sha256": _digest(path, 0).hex()}
+    with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
+        digests = list(pool.map(functools.partial(_digest, path), begins))
+    return {"bytes": size, "sha256": hashlib.sha256(b"".join(digests)).hexdigest()}
+
+
+def _digest(path: Path, begin: int) -> bytes:
+    """The SHA-256 of the piece that begins there."""
+    digest, left = hashlib.sha256(), _PIECE
     with open(path, "rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-        return {"bytes": file.tell(), "sha256": digest}
-
-
-def fingerprints(paths: Sequence[Path]) -> dict[str, dict[str, Any]]:
-    """By file name, several files at a time."""
-    with ThreadPoolExecutor(max_workers=4) as pool:
-        return dict(zip((path.name for path in paths), pool.map(fingerprint, paths), strict=True))
+        file.seek(begin)
+        while left and (part := file.read(min(left, _READ))):
+            digest.update(part)
+            left -= len(part)
+    return digest.digest()
 
 
 def as_json(value: Any) -> Any:
