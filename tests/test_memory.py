@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ CONFIG = {
     "rope_theta": 10000.0,
     "max_position_embeddings": 128,
 }
+RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "h200"
 LARGE = ModelConfig.from_hf(SHAPES["qwen3-8b"])
 
 
@@ -189,6 +191,25 @@ def test_models_of_other_directories_count_with_their_own_sizes(tmp_path: Path) 
     assert row(plan, "reference") > held
     with pytest.raises(UserError, match="no such directory"):
         OtherModels.of(settings("algorithm.kl=0.1", "reference.path=/nowhere"))
+
+
+def test_the_plan_is_within_5_percent_of_what_an_h200_held_at_8b() -> None:
+    """`jetrl bench train`, whose load is 24 sequences of 2304 tokens."""
+    measured = json.loads((RESULTS / "train_8b.json").read_text())
+    assert (
+        "--prompts 3 --samples 8 --prompt-length 256 --response-length 2048"
+        in (measured["command"])
+    )
+    for case in measured["rows"]:
+        chosen = case["settings"]
+        states = f"train.optimizer_states={chosen['optimizer_states']}"
+        plan = memory_plan(
+            settings(f"precision.preset={case['plan']}", states),
+            LARGE,
+            load=Load(24, 2304, 24, 768),
+            tokens=chosen["micro_batch_tokens"],
+        )
+        assert plan.update / GIB == pytest.approx(case["peak_gib"]["update"], rel=0.05)
 
 
 def test_a_containers_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
