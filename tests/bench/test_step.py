@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 from jetrl.bench._flow import Choices, Flow, policy_of
 from jetrl.bench._load import Load, flops
 from jetrl.bench.shapes import SHAPES
-from jetrl.bench.step import compare, measure
+from jetrl.bench.step import compare, main, measure
 from jetrl.bench.train import measure as measure_training
+from jetrl.errors import UserError
 from jetrl.models.families import ModelConfig
 
 LOAD = Load(prompts=2, samples=2, prompt_length=20, response_length=12)
@@ -44,6 +49,21 @@ def test_a_step_of_both_plans() -> None:
         sum(row["seconds"][part] for part in ("update", "optimizer", "requantize")), abs=0.01
     )
     assert compare(base, base)["step"] == 1.0
+
+
+def test_a_row_of_an_earlier_run_is_compared_with(tmp_path: Path, capsys: Any) -> None:
+    base = measure(policy_of("bf16", CHOICES), LOAD, CHOICES, limit=1e12)
+    earlier = {"benchmark": "step", "device": "a card", "command": "jetrl bench step"}
+    file = tmp_path / "bf16.json"
+    file.write_text(json.dumps({**earlier, "date": "2026-11-21", "rows": [base]}))
+    words = "--shape tiny --device cpu --plan unified --prompts 2 --samples 2 --prompt-length 20"
+    main([*words.split(), "--response-length", "12", "--beside", str(file)])
+    out = capsys.readouterr().out
+    assert [line.split()[0] for line in out.splitlines()[1:3]] == ["bf16", "unified"]
+    assert "times bf16: {'rollout':" in out
+    file.write_text(json.dumps({"benchmark": "train", "device": "a card"}))
+    with pytest.raises(UserError, match="jetrl bench step on a"):
+        main(["--device", "cpu", "--beside", str(file)])
 
 
 def test_the_training_phase_compares_all_tokens() -> None:

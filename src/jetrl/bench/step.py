@@ -20,19 +20,26 @@ Rewards are random numbers. Each plan has the largest micro-batch that fits besi
 optimizer (`_flow`), and samples all sequences together; where memory has no room for their pages
 the youngest wait. MFU is the model's FLOPs (`_load`) over the time and over the rate of a large
 BF16 product, measured in the same run; so too under an FP8 plan.
+
+A run of both plans takes minutes. `--plan bf16 --out a.json`, then `--plan unified --beside a.json
+--out b.json` is the same in two.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from jetrl.bench._flow import Choices, Flow, codes_of, policy_of, share_changed
 from jetrl.bench._load import Load, add_load_arguments, flops, load_of
 from jetrl.bench._timing import Row, copy_bandwidth, matrix_limit, print_table, write_results
 from jetrl.bench.shapes import SHAPES
+from jetrl.errors import UserError
 from jetrl.out_of_memory import release
 from jetrl.policy import Policy
 
@@ -111,6 +118,22 @@ def table(rows: Sequence[Row]) -> list[Row]:
     return lines
 
 
+def earlier_rows(path: Path | None) -> list[Row]:
+    """The rows of an earlier run, each with the command and the date that it is of.
+
+    Raises:
+        UserError: not the JSON of `jetrl bench step` on this card.
+    """
+    if path is None:
+        return []
+    results = json.loads(path.read_text(encoding="utf-8"))
+    here = torch.cuda.get_device_name() if torch.cuda.is_available() else results.get("device")
+    if results.get("benchmark") != "step" or results["device"] != here:
+        raise UserError(f"--beside {path}: give the JSON of jetrl bench step on a {here}")
+    of = {"command": results["command"], "date": results["date"]}
+    return [{**of, **row} for row in results["rows"]]
+
+
 def add_arguments(parser: argparse.ArgumentParser, plans: Sequence[str]) -> None:
     """What `bench step` and `bench train` share, without the load."""
     parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-8b")
@@ -178,6 +201,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         help="another load with the same policy, as 8x8x256x8192: prompts, samples of each, prompt "
         "and response tokens; repeatable",
     )
+    parser.add_argument(
+        "--beside",
+        type=Path,
+        help="JSON of an earlier run on such a card: its rows come first, and are compared with",
+    )
     parser.add_argument("--max-batch-size", type=int, help="sequences together; default: all")
     parser.add_argument("--out", default="build/bench/step.json", type=Path, help="JSON file")
     args = parser.parse_args(argv)
@@ -188,7 +216,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     facts = {"bf16_matrix_teraflops": round(limit / 1e12, 1)}
     if args.device == "cuda":
         copy_bandwidth()  # the results name it, and it is measured once, while memory is free
-    rows: list[Row] = []
+    rows = earlier_rows(args.beside)
     for plan in args.plan or ["bf16", "unified"]:
         policy = policy_of(plan, choices)
         for load in loads:
