@@ -159,6 +159,19 @@ def test_dry_run_prints_settings_plan_and_memory_and_starts_nothing(
     assert not (tmp_path / "runs").exists()
 
 
+def test_dry_run_of_what_does_not_fit_says_so_last(
+    jetrl: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("jetrl.memory.free_bytes", lambda device: 2**10)
+    done = jetrl("train", "demo", "--dry-run", "run.device=cpu")
+    assert done.code == 2
+    assert tomllib.loads(done.out)["run"]["device"] == "cpu"
+    assert "# precision plan: unified" in done.out
+    assert "does not fit in CPU memory" in done.err
+    assert "master weights" in done.err
+
+
 def test_a_real_run_from_the_command_line(
     jetrl: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,7 +19,7 @@ import shlex
 import shutil
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -115,7 +115,8 @@ def settings_help() -> str:
 def run(args: argparse.Namespace) -> int:
     settings = recipe_settings(args.words, args.resume)
     if args.dry_run:
-        print(dry_run(settings))
+        for part in dry_run(settings):
+            print(part)
         return 0
     if args.preflight:
         return run_preflight(settings)
@@ -218,11 +219,11 @@ def sample_command(model: Path, settings: Settings) -> str:
     return f"jetrl sample {shlex.quote(str(model))}{chat} '{prompt}'"
 
 
-def dry_run(settings: Settings) -> str:
+def dry_run(settings: Settings) -> Iterator[str]:
     """The resolved settings (TOML), the precision plan by role, and the memory plan.
 
     Raises:
-        UserError: the run would not fit on this machine.
+        UserError: the run would not fit on this machine, after what comes before it.
     """
     from jetrl.building import choose_device, model_config
     from jetrl.config import to_toml
@@ -230,16 +231,11 @@ def dry_run(settings: Settings) -> str:
     from jetrl.precision import PrecisionPlan
 
     plan, config = PrecisionPlan.from_settings(settings.precision), model_config(settings)
+    yield to_toml(settings)
+    yield f"# precision plan: {plan.name}"
+    yield table(plan.describe(), indent="#   ") + "\n"
     device, load = choose_device(settings.run.device), Load.of(settings, config)
     free = free_bytes(device)
     fitted = check_fits(settings, config, OtherModels.of(settings), load, device, free)
-    return "\n".join(
-        [
-            to_toml(settings),
-            f"# precision plan: {plan.name}",
-            table(plan.describe(), indent="#   "),
-            "",
-            "# memory plan, with prompts as long as answers",
-            shown(fitted.plan, indent="#   "),
-        ]
-    )
+    yield "# memory plan, with prompts as long as answers"
+    yield shown(fitted.plan, indent="#   ")
