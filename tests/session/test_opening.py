@@ -1,12 +1,14 @@
 """Mistakes are found before anything is written: no run directory, no warm-up."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from jetrl.config import load_config
 from jetrl.errors import UserError
 from jetrl.loop import sft
+from jetrl.session import opening
 from jetrl.session.session import Session
 from jetrl.tasks import get_task
 
@@ -65,3 +67,21 @@ def test_to_look_for_worked_answers_draws_none_of_the_runs(tmp_path: Path) -> No
         for encoded in session.parts.prompts[:50]:
             theirs = session.parts.task.demonstration(encoded.prompt)
             assert theirs == task.demonstration(encoded.prompt)
+
+
+def test_a_run_is_not_refused_for_prompts_that_it_does_not_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is planned before the prompts are read is the least that any prompts would take."""
+    check, loads = opening.check_fits, []
+
+    def seen(*arguments: Any) -> Any:
+        loads.append(arguments[3])
+        return check(*arguments)
+
+    monkeypatch.setattr(opening, "check_fits", seen)
+    words = ["sft.steps=0", "loop.steps=0", "report.enabled=false", f"run.dir={tmp_path}"]
+    with Session(load_config("demo", words)):
+        first, second = loads
+    assert first.tokens < second.tokens
+    assert first.prompts < second.prompts

@@ -223,7 +223,8 @@ def dry_run(settings: Settings) -> Iterator[str]:
     """The resolved settings (TOML), the precision plan by role, and the memory plan.
 
     Raises:
-        UserError: the run would not fit on this machine, after what comes before it.
+        UserError: with prompts as long as answers the run would not fit on this machine; after what
+            comes before it.
     """
     from jetrl.building import choose_device, model_config
     from jetrl.config import to_toml
@@ -236,6 +237,9 @@ def dry_run(settings: Settings) -> Iterator[str]:
     yield table(plan.describe(), indent="#   ") + "\n"
     device, load = choose_device(settings.run.device), Load.of(settings, config)
     free = free_bytes(device)
-    fitted = check_fits(settings, config, OtherModels.of(settings), load, device, free)
+    try:
+        fitted = check_fits(settings, config, OtherModels.of(settings), load, device, free)
+    except UserError as error:
+        raise UserError(f"with prompts as long as answers, {error}") from None
     yield "# memory plan, with prompts as long as answers"
     yield shown(fitted.plan, indent="#   ")

@@ -59,7 +59,8 @@ def check_fits(
     fitted = _largest(settings, config, others, load, free)
     if fitted is not None:
         return fitted
-    least = memory_plan(settings, config, others, load, free, tokens=STEP)
+    wanted = min(STEP, wanted)
+    least = memory_plan(settings, config, others, load, free, tokens=wanted)
     raise UserError(
         f"the model does not fit on the GPU: even with micro-batches of {least.micro_batch.tokens} "
         f"tokens it needs {(least.peak + MARGIN) / GIB:.1f} GiB, and {free / GIB:.1f} GiB are "

@@ -175,10 +175,9 @@ def memory_plan(
 
 def _micro_batch(wanted: int, load: Load) -> MicroBatch:
     """The largest that packing makes: whole sequences up to `wanted` tokens, or one longer one."""
-    together = max(1, min(load.trained, wanted // load.tokens)) * load.tokens
     whole = load.trained * load.tokens
     tokens = min(max(wanted, load.tokens), whole)
-    return MicroBatch(max(tokens, together), load.tokens, several=whole > tokens)
+    return MicroBatch(tokens, load.tokens, several=whole > tokens)
 
 
 def _always(settings: Settings, what: str, size: int) -> Row:

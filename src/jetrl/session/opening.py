@@ -78,7 +78,8 @@ def open_parts(settings: Settings, resume: bool, stack: contextlib.ExitStack) ->
     config, others = model_config(settings), OtherModels.of(settings)
     device = choose_device(settings.run.device)
     free = free_bytes(device)
-    check_fits(settings, config, others, Load.of(settings, config), device, free)
+    # With the shortest prompts there are: what does not fit now fits with none.
+    check_fits(settings, config, others, Load.of(settings, config, 1), device, free)
     wanted = settings.task
     task = build_task(wanted)
     max_turns = turns_of(task, wanted.max_turns)
