@@ -118,6 +118,13 @@ def _train(training: _Training, resume: bool, stack: contextlib.ExitStack) -> fl
     stops = Stops(settings.run.max_hours, run.history().elapsed_s)
     stack.enter_context(stops.signals())
     saved = Saved(run, settings)
+
+    def cut(kind: object, error: BaseException | None, trace: object) -> None:
+        """After an error the checkpoint on its way is still written."""
+        if error is not None and not stops.at_once:
+            saved.settle()
+
+    stack.push(cut)
     saved.register("micro_batches", trainer.micro_batch_size)
     saved.register("guard", trainer.guard)
     step, notes = saved.load_warm_up(trainer.model, trainer.optimizer)

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from pathlib import Path
 
-from jetrl.errors import StorageError, Terminated
+from jetrl.errors import Terminated
 from jetrl.session.display import Display
 from jetrl.session.opening import Parts
 from jetrl.session.phases import Phases
 from jetrl.session.saved import Saved
 from jetrl.session.stops import Stops
 from jetrl.training import Trainer
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -66,10 +63,7 @@ class Ending:
         if isinstance(error, Terminated):
             self.stop(step, trainer)
             return
-        try:
-            self._saved.wait()
-        except StorageError as failure:
-            logger.warning("%s", failure)  # what ended the run is what to say
+        self._saved.settle()
 
     def export(self, step: int, out: str | Path | None) -> RunResult:
         """The model as a Hugging Face directory, in the run and at `out` if given."""

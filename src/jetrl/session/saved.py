@@ -25,6 +25,7 @@ from typing import Any, Protocol
 import torch
 
 from jetrl.config import Settings
+from jetrl.errors import StorageError
 from jetrl.memory import available_bytes
 from jetrl.model import Model
 from jetrl.models.hf_files import sync
@@ -170,6 +171,14 @@ class Saved:
             StorageError: it could not be written.
         """
         self._background.wait()
+
+    def settle(self) -> None:
+        """`wait`, where something else has ended the run: that is what to say, and what goes wrong
+        with the checkpoint is logged."""
+        try:
+            self.wait()
+        except StorageError as failure:
+            logger.warning("%s", failure)
 
     @property
     def last_step(self) -> int | None:
