@@ -255,7 +255,8 @@ def test_the_warm_up_is_guarded_and_kept(
 ) -> None:
     state = {"on": True}
     bad_swiglu(state)
-    with pytest.raises(NonFiniteError, match=r"sft/grad_norm is nan.*layers\.1\.swiglu"):
+    message = r"sft/grad_norm is nan.*layers\.1\.swiglu.*Lower sft\.lr"
+    with pytest.raises(NonFiniteError, match=message):
         train(settings(tmp_path, "sft.steps=2", "sft.examples_per_step=4"))
     folder = tmp_path / "run" / "nonfinite" / "sft_step_000001"
     assert main(["replay", str(folder)]) == 4

@@ -43,7 +43,8 @@ class Safeguards:
         note: shows a line to the user. beat: a sign of life, before what may take long.
 
     Attributes:
-        micro_batch_size, guard, critic_guard: for the trainers of the run, and its critic.
+        micro_batch_size: for the trainers of the run. guard, sft_guard, critic_guard: for that of
+            RL, that of the warm-up, and the critic.
     """
 
     def __init__(
@@ -57,9 +58,11 @@ class Safeguards:
         train = parts.settings.train
         self.micro_batch_size = MicroBatchSize.of(train, parts.memory.tokens)
         self.guard = Guard(train.on_nonfinite)
+        self.sft_guard = Guard(train.on_nonfinite, "sft.lr")
         self.critic_guard = Guard(train.on_nonfinite, LR)
         saved.register("micro_batches", self.micro_batch_size)
         saved.register("guard", self.guard)
+        saved.register("sft_guard", self.sft_guard)
         saved.register("critic_guard", self.critic_guard)
         saved.register("rollout_sizes", parts.engine.sizes)
         self._anomalies: Anomalies | None = None
@@ -89,7 +92,8 @@ class Safeguards:
                 ),
             )
 
-        self.guard.report = self.critic_guard.report = report
+        for guard in (self.guard, self.sft_guard, self.critic_guard):
+            guard.report = report
         yield
 
     @contextlib.contextmanager

@@ -37,7 +37,7 @@ def warm_up(
     """
     settings = parts.settings
     sft, last = settings.sft, settings.sft.steps
-    trainer = SftTrainer(parts.policy, settings, safeguards.micro_batch_size, safeguards.guard)
+    trainer = SftTrainer(parts.policy, settings, safeguards.micro_batch_size, safeguards.sft_guard)
     step, notes = saved.load_warm_up(parts.policy, trainer.optimizer)
     display.open_warm_up(last, step)
     for note in notes:

@@ -44,7 +44,7 @@ class SftTrainer:
         self.policy = policy
         self.settings = settings
         self.micro_batch_size = micro_batch_size or MicroBatchSize.of(settings.train)
-        self.guard = guard or Guard(settings.train.on_nonfinite)
+        self.guard = guard or Guard(settings.train.on_nonfinite, "sft.lr")
         self.optimizer = supervised_optimizer(policy.named_masters(), settings)
 
     def step(self, examples: Sequence[Example]) -> dict[str, float]:
