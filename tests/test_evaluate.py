@@ -73,6 +73,8 @@ def test_rewards_are_there_when_sampling_ends_and_are_those_of_their_completions
 
 def test_a_completion_that_was_drawn_anew_is_scored_anew(scorer):
     assert rewards(scorer, Engine(changes=True)) == EXPECTED
+    assert not scorer._payloads
+    assert not scorer._replies, "the next step's losses are not added to this one's"
 
 
 def test_without_workers_nothing_is_scored_while_others_are_drawn():

@@ -107,7 +107,7 @@ class Scoring:
         judged = [i for i, completion in enumerate(completions) if not completion.failure]
         tickets = [self._begin(i, completions[i]) for i in judged]
         verdicts = dict(zip(judged, self.scorer.finish(tickets), strict=True))
-        self._begun.clear()
+        self.drop()  # what was begun of completions that were drawn anew
         for i, completion in enumerate(completions):
             if completion.failure:
                 verdicts[i] = ScoredText(Score(0.0), completion.failure)
