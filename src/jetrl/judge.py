@@ -51,6 +51,11 @@ class Judge:
             model.offload()
         self._model = model
 
+    @property
+    def has_model(self) -> bool:
+        """Whether a reward model runs; else the task's score is weighted alone."""
+        return self._model is not None
+
     def __call__(self, samples: Sequence[Sample]) -> list[Sample]:
         """The samples with their weighted rewards; the parts `rule` and `model` say what each of
         the two gave."""

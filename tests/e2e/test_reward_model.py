@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import signal
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from jetrl import load_config, train
 from jetrl.cli.main import main
-from jetrl.errors import UserError
+from jetrl.errors import NonFiniteError, UserError
 from jetrl.models.tiny import make_tiny
 from jetrl.precision import PrecisionPlan
+from jetrl.reward_training import train_reward_model
 from jetrl.runs import RunDirectory, reproducible
 from jetrl.scalar_model import ScalarModel
+from jetrl.session.session import Session
+from jetrl.training import Checkpoints
+from jetrl.training.checkpoint import Snapshot
 from jetrl.training.reward import RewardTrainer
 
 TINY = [
@@ -99,6 +106,30 @@ def test_cut_and_resumed_equals_uncut(
     assert len(RunDirectory.open(cut).metrics()) == 8
 
 
+def test_after_an_error_the_checkpoint_on_its_way_is_still_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, write, fails = RewardTrainer.step, Checkpoints.write, threading.Event()
+
+    def failing(trainer: RewardTrainer, pairs: Any) -> Any:
+        if trainer.optimizer.num_updates == 2:
+            fails.set()
+            raise NonFiniteError("the last checkpoint is good")
+        return step(trainer, pairs)
+
+    def late(checkpoints: Checkpoints, snapshot: Snapshot) -> Path:
+        assert fails.wait(60)
+        time.sleep(0.2)
+        return write(checkpoints, snapshot)
+
+    monkeypatch.setattr(RewardTrainer, "step", failing)
+    monkeypatch.setattr(Checkpoints, "write", late)
+    words = [*TINY, "sft.steps=4", "checkpoint.every=2", f"run.dir={tmp_path}", "run.name=judge"]
+    with pytest.raises(NonFiniteError):
+        train_reward_model(load_config("demo", words))
+    assert (tmp_path / "judge" / "checkpoints" / "sft" / "step_000002").is_dir()
+
+
 def test_its_fp8_scores_are_within_the_noise_of_their_roundings(judge: Path) -> None:
     """As in tests/models/test_scalar_model.py the hidden state is off by |dh| <= 2 sqrt(12 layers)
     r |h|, r = 2^-4 / sqrt(3) / 1.5. A trained head looks in the directions in which hidden states
@@ -174,3 +205,23 @@ def test_a_task_without_pairs_is_refused(tmp_path: Path, capsys: pytest.CaptureF
     words = [word for word in words if not word.startswith("task.options")]
     assert main(["sft", *words, "--task", "reward"]) == 2
     assert "has none for prompt '0'" in capsys.readouterr().err
+
+
+def test_kv_pages_of_a_gpu_make_room_for_the_reward_model(
+    judge: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reward = [f"reward.model_path={judge / 'out'}", "reward.model=0.5"]
+    words = [*TINY, "sft.steps=0", *reward, f"run.dir={tmp_path}", "run.name=run"]
+    scores, order = ScalarModel.scores, []
+
+    def seen(model: ScalarModel, *arguments: Any) -> torch.Tensor:
+        order.append("scores")
+        return scores(model, *arguments)
+
+    monkeypatch.setattr(ScalarModel, "scores", seen)
+    with Session(load_config("demo", words)) as session:
+        completions = session.sample(session.draw_prompts(1), 1)
+        monkeypatch.setattr(session.parts.policy, "device", torch.device("cuda"))
+        monkeypatch.setattr(session.parts.engine, "free_cache", lambda: order.append("free"))
+        session.score(completions)
+    assert order == ["free", "scores"]

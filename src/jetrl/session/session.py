@@ -241,6 +241,8 @@ class Session:
             assert self._scoring is not None, "nothing was sampled"
             samples = self._scoring.samples(completions)
             if self.parts.judge is not None:
+                if self.parts.judge.has_model:
+                    self._free_cache()
                 samples = self.parts.judge(samples)
         failures = [s.failure for s in samples if s.failure]
         if failures:
@@ -273,8 +275,7 @@ class Session:
             MismatchError: sampler and trainer differ under an exact plan; names the operation.
             NonFiniteError, OutOfMemoryStop: as the trainer's step; what it was is kept.
         """
-        if self.parts.policy.device.type == "cuda":
-            self.parts.engine.free_cache()  # its pages took what was free; training needs it now
+        self._free_cache()
         try:
             with self.phases.phase("update"), self.safeguards.update(step, samples):
                 metrics = self.trainer.step(samples, step)
@@ -373,6 +374,11 @@ class Session:
     def _save_checkpoint(self, step: int, metrics: dict[str, float]) -> None:
         with self.phases.phase("checkpoint"):
             self.saved.save(step, self.trainer, metrics)
+
+    def _free_cache(self) -> None:
+        """Gives back the KV pages, which took what was free of a GPU: other models need it now."""
+        if self.parts.policy.device.type == "cuda":
+            self.parts.engine.free_cache()
 
     def _show_step(self, stats: StepStats) -> None:
         self.run.write_step(stats)
