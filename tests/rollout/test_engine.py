@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import replace
 
 import pytest
@@ -111,6 +112,31 @@ def test_decode_in_a_row_and_ahead_changes_nothing(policy, reference, num_pages,
     assert engine.generate(PROMPTS, PARAMS) == reference
     assert engine.generate(PROMPTS, PARAMS) == reference, "the second call on the same state"
     assert engine.stats.tokens_drawn == sum(len(c.token_ids) for c in reference)
+
+
+class _HostEvent:
+    """A CUDA event of a device that does everything at once: milliseconds."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.at = 1e3 * time.perf_counter()
+
+    def elapsed_time(self, later: _HostEvent) -> float:
+        return later.at - self.at
+
+    def synchronize(self) -> None:
+        pass
+
+
+def test_time_between_steps_is_idle_and_no_prefill(policy, monkeypatch):
+    monkeypatch.setattr("jetrl.rollout.run.mark", _HostEvent)
+    monkeypatch.setattr("jetrl.rollout.decode.mark", _HostEvent)
+    engine = RolloutEngine(policy, page_size=4, max_prefill_tokens=8)
+    params = replace(PARAMS, n=1, max_tokens=1)  # steps over prompts alone
+    engine.generate(PROMPTS, params, progress=lambda _: time.sleep(0.05))
+    stats = engine.stats
+    assert stats.prefill_s > 0
+    assert stats.device_idle_s >= 0.05 * (stats.forwards - 1)
+    assert stats.prefill_s + stats.device_idle_s <= stats.seconds
 
 
 def test_stop_ids_that_the_device_has_no_room_for_are_the_hosts(policy, reference, monkeypatch):

@@ -52,7 +52,8 @@ class RolloutEngine:
         policy: what is sampled from.
         max_batch_size: sequences that run together at most.
         num_pages: pages of the KV cache. Default: what the largest batch of a call can use, within
-            a quarter of the machine's memory (CPU) or all but 4 GiB of what is free (GPU).
+            a quarter of the machine's memory (CPU) or all but 4 GiB of what is free (GPU; but a
+            fifth where that is less).
         page_size: tokens a page.
         max_prefill_tokens: prompt tokens a forward at most.
         max_model_len: tokens of prompt and completion at most. Default: the model's context.

@@ -68,6 +68,6 @@ def to_host(x: Tensor) -> Tensor:
 def to_device(
     values: np.ndarray | Sequence[int] | Sequence[tuple[int, ...]], device: torch.device
 ) -> Tensor:
-    """Values on the device, integers as int64."""
+    """Values on the device; integers of Python as int64."""
     host = torch.from_numpy(np.asarray(values))
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host

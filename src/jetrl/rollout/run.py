@@ -104,7 +104,7 @@ class RolloutRun:
             after = self._last_ready or launched.began
             self._idle_s += max(0.0, after.elapsed_time(launched.began)) / 1e3
             if not launched.step.decodes:
-                self._prefill_s += after.elapsed_time(launched.ready) / 1e3
+                self._prefill_s += launched.began.elapsed_time(launched.ready) / 1e3
             self._last_ready = launched.ready
         self._take_in(launched.step, drawn)
 
