@@ -78,3 +78,17 @@ def test_a_micro_batch_holds_the_sequences_that_were_asked_for() -> None:
     flow.fit()
     assert flow.chosen["micro_batch_tokens"] == 64
     assert flow.trainer.micro_batch_size.tokens == 64
+
+
+def test_words_that_do_not_fit_are_named(tmp_path: Path, capsys: Any) -> None:
+    line = "--shape tiny --device cpu --layers 1 --plan bf16 --prompts 1 --response-length 8"
+    words = line.split()
+    with pytest.raises(UserError, match=r"train\.nosuch"):
+        main([*words, "--train", "nosuch=1"])
+    with pytest.raises(UserError, match=r"train\.lr"):
+        main([*words, "--train", "lr"])
+    with pytest.raises(UserError, match="no such file"):
+        main([*words, "--beside", str(tmp_path / "none.json")])
+    with pytest.raises(SystemExit):
+        main([*words, "--load", "8x8x256"])
+    assert "--load: invalid" in capsys.readouterr().err

@@ -19,7 +19,7 @@ import torch
 from jetrl.bench._load import Load, make_samples
 from jetrl.bench._timing import Row
 from jetrl.bench.parity import make_policy
-from jetrl.config import Settings
+from jetrl.config import Settings, load_config
 from jetrl.errors import OutOfMemoryStop
 from jetrl.out_of_memory import release
 from jetrl.policy import Policy
@@ -178,11 +178,11 @@ class Flow:
         train = {
             "lr": choices.learning_rate,
             "tokens_per_micro_batch": tokens,
-            "activation_checkpointing": checkpointing,
+            "activation_checkpointing": str(checkpointing).lower(),
             **choices.train,
         }
-        rollout = {"max_tokens": self.load.response_length}
-        return Settings.model_validate({"train": train, "rollout": rollout})
+        words = [f"train.{key}={value}" for key, value in train.items()]
+        return load_config(None, [f"rollout.max_tokens={self.load.response_length}", *words])
 
     # Measuring
 

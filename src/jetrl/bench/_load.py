@@ -110,5 +110,10 @@ def add_load_arguments(parser: argparse.ArgumentParser, prompts: int, samples: i
     parser.add_argument("--response-length", type=int, default=2048, help="tokens (default 2048)")
 
 
+def load_text(text: str) -> Load:
+    """PxSxLxR of a command line: prompts, samples of each, prompt and response tokens."""
+    return Load(*map(int, text.split("x")))
+
+
 def load_of(args: argparse.Namespace) -> Load:
     return Load(args.prompts, args.samples, args.prompt_length, args.response_length)

@@ -118,6 +118,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--out", default="build/bench/partial.json", type=Path, help="JSON file")
     args = parser.parse_args(argv)
+    if args.steps < 2:
+        parser.error(f"--steps {args.steps}: 2 or more, since the first is not counted")
     shares = args.oversample or [0.0, 0.25]
     policy = make_policy(args.shape, "unified", "cuda", args.layers)
     rows: list[Row] = []

@@ -30,13 +30,14 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from jetrl.bench._flow import Choices, Flow, codes_of, policy_of, share_changed
-from jetrl.bench._load import Load, add_load_arguments, flops, load_of
+from jetrl.bench._load import Load, add_load_arguments, flops, load_of, load_text
 from jetrl.bench._timing import Row, copy_bandwidth, matrix_limit, print_table, write_results
 from jetrl.bench.shapes import SHAPES
 from jetrl.errors import UserError
@@ -126,6 +127,8 @@ def earlier_rows(path: Path | None) -> list[Row]:
     """
     if path is None:
         return []
+    if not path.is_file():
+        raise UserError(f"--beside {path}: no such file")
     results = json.loads(path.read_text(encoding="utf-8"))
     here = torch.cuda.get_device_name() if torch.cuda.is_available() else results.get("device")
     if results.get("benchmark") != "step" or results["device"] != here:
@@ -155,7 +158,7 @@ def add_arguments(parser: argparse.ArgumentParser, plans: Sequence[str]) -> None
 
 def choices_of(args: argparse.Namespace, max_batch_size: int | None = None) -> Choices:
     train: dict[str, Any] = {"optimizer_states": "compact"}
-    train |= dict(setting.split("=", 1) for setting in args.train)
+    train |= {key: value for key, _, value in (word.partition("=") for word in args.train)}
     return Choices(
         shape=args.shape,
         device=args.device,
@@ -196,6 +199,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--load",
         action="append",
+        type=load_text,
         default=[],
         metavar="PxSxLxR",
         help="another load with the same policy, as 8x8x256x8192: prompts, samples of each, prompt "
@@ -210,8 +214,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", default="build/bench/step.json", type=Path, help="JSON file")
     args = parser.parse_args(argv)
     choices = choices_of(args, args.max_batch_size)
-    loads = [load_of(args), *(Load(*map(int, text.split("x"))) for text in args.load)]
-    command = command_of("step", args, loads[0]) + "".join(f" --load {text}" for text in args.load)
+    loads = [load_of(args), *args.load]
+    command = command_of("step", args, loads[0])
+    command += "".join(f" --load {'x'.join(map(str, astuple(more)))}" for more in args.load)
     limit = limit_of(args.device)
     facts = {"bf16_matrix_teraflops": round(limit / 1e12, 1)}
     if args.device == "cuda":

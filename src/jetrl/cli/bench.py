@@ -19,6 +19,7 @@ import importlib
 from jetrl.errors import UserError
 
 HANDS_WORDS_ON = True
+CPU_TOO = ("step", "train")  # with --device cpu: to try them out
 BENCHMARKS = (
     "attention",
     "gemm",
@@ -43,6 +44,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    words = " ".join(args.arguments).replace("=", " ")
+    if args.name not in CPU_TOO or "--device cpu" not in words:
+        _require_gpu()
+    importlib.import_module(f"jetrl.bench.{args.name}").main(args.arguments)
+    return 0
+
+
+def _require_gpu() -> None:
     import torch
 
     if not torch.cuda.is_available():
@@ -53,5 +62,3 @@ def run(args: argparse.Namespace) -> int:
     from jetrl.precision.gemm_hopper import require_hopper
 
     require_hopper()
-    importlib.import_module(f"jetrl.bench.{args.name}").main(args.arguments)
-    return 0
