@@ -175,3 +175,18 @@ def test_one_wait_for_the_device_an_update(bigram, monkeypatch):
         monkeypatch.setattr(torch.Tensor, name, counted)
     trainer.step(samples)
     assert calls == ["tolist"]
+
+
+def test_a_repetition_that_breaks_off_leaves_no_gradients(bigram):
+    """To look at every value takes memory, and may run out of it."""
+    trainer = Trainer(bigram(), settings())
+
+    def accumulate():
+        for master in trainer.optimizer.masters.values():
+            master.grad = torch.ones_like(master)
+        raise torch.OutOfMemoryError
+
+    refused = NonFiniteUpdate.of(0, trainer.policy, trainer.optimizer, {}, accumulate)
+    with pytest.raises(torch.OutOfMemoryError):
+        refused.repeat()
+    assert all(master.grad is None for master in trainer.optimizer.masters.values())

@@ -59,8 +59,10 @@ class NonFiniteUpdate:
         optimizer.zero_grad()
 
         def repeat() -> None:
-            accumulate()
-            optimizer.zero_grad()
+            try:
+                accumulate()
+            finally:
+                optimizer.zero_grad()
 
         return cls(index, model, values, bad, micro_batches, repeat)
 
