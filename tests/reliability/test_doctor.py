@@ -128,7 +128,7 @@ def test_a_hang_and_odd_numbers(run: Path, capsys: pytest.CaptureFixture[str]) -
     )
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     lines[-1] |= {"reward/failures": 4, "mismatch/num_different": 2, "policy/skipped_updates": 1}
-    lines[-1] |= {"critic/skipped_updates": 2}
+    lines[-1] |= {"critic/skipped_updates": 2, "reward_model/skipped_updates": 3}
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (run / "nonfinite" / "step_000002").mkdir(parents=True)
     code, text = doctor(run, capsys)
@@ -140,6 +140,7 @@ def test_a_hang_and_odd_numbers(run: Path, capsys: pytest.CaptureFixture[str]) -
     assert "4 completions could not be judged" in text
     assert "1 updates were not finite and were skipped" in text
     assert "2 updates of the critic were not finite and were skipped" in text
+    assert "3 updates of the reward model were not finite and were skipped" in text
 
 
 def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -147,6 +147,11 @@ def check_numbers(run: RunDirectory) -> list[Check]:
             "updates of the critic were not finite and were skipped",
             "log.txt names operation and layer",
         ),
+        "reward_model/skipped_updates": (
+            "WARN",
+            "updates of the reward model were not finite and were skipped",
+            "log.txt names the parameters",
+        ),
         "reward/failures": (
             "WARN",
             "completions could not be judged and got reward 0",
