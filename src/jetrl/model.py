@@ -48,7 +48,7 @@ class Model:
     ) -> None:
         assert config.head == self.head, f"{type(self).__name__} has a head for {self.head}"
         self.config, self.plan, self.device = config, plan, torch.device(device)
-        self._check_device()
+        check_device(config, plan, self.device)
         self.tokenizer = tokenizer
         self.generation_config = dict(generation_config or {})
         self.frozen = frozen
@@ -99,6 +99,7 @@ class Model:
     ) -> Self:
         """A model with random weights from the contents of a config.json."""
         model = ModelConfig.from_hf(config)
+        check_device(model, plan, torch.device(device))  # where the weights are made
         return cls(model, plan, random_weights(model, seed, device), device, tokenizer)
 
     def save_pretrained(
@@ -126,25 +127,6 @@ class Model:
             scales=self.plan.scales,
             overwrite=overwrite,
         )
-
-    def _check_device(self) -> None:
-        """UserError for a device, or a model on it, that no kernel is there for."""
-        if self.device.type == "cpu":
-            return
-        if self.device.type != "cuda" or not torch.cuda.is_available():
-            raise UserError(f"device {self.device}: not there; use run.device=cpu")
-        hopper("precision.gemm_hopper").require_hopper(self.device)
-        config, plan = self.config, self.plan
-        group = config.num_heads // config.num_kv_heads
-        if plan.kv != "fp32" and (config.head_dim not in (64, 128) or group > 16):
-            raise UserError(
-                f"the GPU's attention takes head_dim 64 or 128 and at most 16 query heads a key "
-                f"head, not {config.head_dim} and {group}; use run.device=cpu, or the fp32 preset"
-            )
-        if plan.train_linear == "fp8" and plan.grad_output == "e5m2":
-            raise UserError(
-                "precision.grad_output=e5m2: Hopper's block-scaled GEMM takes e4m3 only"
-            )
 
     def named_masters(self) -> dict[str, nn.Parameter]:
         """The FP32 master weights by name, the very parameters that the optimizer changes."""
@@ -195,6 +177,23 @@ class Model:
             if min(sequence) < 0 or max(sequence) >= vocabulary:
                 bad = next(t for t in sequence if not 0 <= t < vocabulary)
                 raise UserError(f"sequence {index}: token id {bad} is outside [0, {vocabulary})")
+
+
+def check_device(config: ModelConfig, plan: PrecisionPlan, device: torch.device) -> None:
+    """UserError for a device, or a model on it, that no kernel is there for."""
+    if device.type == "cpu":
+        return
+    if device.type != "cuda" or not torch.cuda.is_available():
+        raise UserError(f"device {device}: not there; use run.device=cpu")
+    hopper("precision.gemm_hopper").require_hopper(device)
+    group = config.num_heads // config.num_kv_heads
+    if plan.kv != "fp32" and (config.head_dim not in (64, 128) or group > 16):
+        raise UserError(
+            f"the GPU's attention takes head_dim 64 or 128 and at most 16 query heads a key "
+            f"head, not {config.head_dim} and {group}; use run.device=cpu, or the fp32 preset"
+        )
+    if plan.train_linear == "fp8" and plan.grad_output == "e5m2":
+        raise UserError("precision.grad_output=e5m2: Hopper's block-scaled GEMM takes e4m3 only")
 
 
 _HEADS: dict[Head, str] = {

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from jetrl.errors import UserError
-from jetrl.model import Model
+from jetrl.model import Model, check_device
 from jetrl.models import hf
 from jetrl.models.attention import PackedKeyValues
 from jetrl.models.families import ModelConfig
@@ -57,6 +57,7 @@ class ScalarModel(Model):
     ) -> ScalarModel:
         """The decoder of a language model (its weights by our names, which are copied) with a new
         head of zeros: it starts by saying 0 of everything."""
+        check_device(config, plan, torch.device(device))
         body = {
             name: weights[name].detach().to(device, torch.float32, copy=True)
             for name in weights
