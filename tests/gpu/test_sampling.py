@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from jetrl.kernels.sampling import _keep_most_probable, sample_unchecked
+from jetrl.kernels.sampling import _keep_most_probable, sample
 
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
@@ -62,9 +62,9 @@ def test_draws_among_what_the_reference_keeps(vocabulary: int, spread: str) -> N
     total = cumulative[:, -1:]
     target = ((bits[:, None].double() * 2.0**-53) * total.double()).long()
     wanted = (cumulative <= torch.minimum(target, total - 1)).sum(-1)
-    tokens, logprobs, lse = sample_unchecked(logits, bits, temperature, top_p, top_k, True)
+    tokens, logprobs, lse = sample(logits, bits, temperature, top_p, top_k, True)
     assert torch.equal(tokens, wanted)
     assert torch.isfinite(lse).all()
-    free, whole, _ = sample_unchecked(logits, bits, temperature, top_p, top_k, False)
+    free, whole, _ = sample(logits, bits, temperature, top_p, top_k, False)
     same = tokens == free  # whatever is kept, the log-prob is of the full distribution
     assert torch.equal(logprobs[same], whole[same])

@@ -12,7 +12,7 @@ from torch import Tensor
 from jetrl.bench._bits import logprobs
 from jetrl.bench._timing import Row, memory_row, report, seconds_eager
 from jetrl.kernels.logprob_triton import chosen_logprobs, lm_head_logprobs
-from jetrl.kernels.sampling_triton import sample_unchecked
+from jetrl.kernels.sampling_triton import sample
 from jetrl.precision.gemm_hopper import bf16_matmul_hopper
 
 HIDDEN, VOCABULARY = 4096, 151936
@@ -68,7 +68,7 @@ def _row_kernels() -> list[Row]:
                 continue
             bits = torch.randint(0, 2**53, (rows,), device="cuda")
             one, none = torch.ones(rows, device="cuda"), torch.zeros_like(chosen)
-            draws = [partial(sample_unchecked, x, bits, one, one, none, False) for x in logits]
+            draws = [partial(sample, x, bits, one, one, none, False) for x in logits]
             out.append(memory_row("sample", shape, size, draws))
             hidden = torch.randn(rows, HIDDEN, device="cuda").bfloat16()
             head = torch.randn(VOCABULARY, HIDDEN, device="cuda").bfloat16()

@@ -44,42 +44,22 @@ def _halves(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def sample(
-    logits: Tensor, bits: Tensor, temperature: Tensor, top_p: Tensor, top_k: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Draw one token a row.
-
-    logits: float32 [R, V]. bits: int64 [R] from `random_bits`. temperature, top_p: float32 [R].
-    top_k: int64 [R], 0 for off. Temperature 0 takes the most probable token (the lowest id among
-    equals), with log-probs of temperature 1. top_k and top_p keep the most probable tokens; among
-    equals the lower id goes first.
-
-    Returns (token ids int64 [R], log-probs float32 [R] under the full distribution).
-
-    Raises:
-        FloatingPointError: a row without a finite maximum (NaN or all -inf logits).
-    """
-    tokens, logprobs, lse = sample_unchecked(logits, bits, temperature, top_p, top_k)
-    broken = ~torch.isfinite(lse)
-    if broken.any():
-        rows = broken.nonzero().flatten().tolist()
-        raise FloatingPointError(f"logits of rows {rows[:8]} have no finite softmax")
-    return tokens, logprobs
-
-
-def sample_unchecked(
-    logits: Tensor,
-    bits: Tensor,
-    temperature: Tensor,
-    top_p: Tensor,
-    top_k: Tensor,
-    filtered: bool | None = None,
+    logits: Tensor, bits: Tensor, temperature: Tensor, top_p: Tensor, top_k: Tensor, filtered: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`sample` for a device that is not waited for: (token ids, log-probs, lse float32 [R]).
+    """Draw one token a row, without waiting for the device.
 
-    A row whose lse is not finite has no draw. filtered: whether any row uses top_p or top_k; None
-    looks, and so waits. bits of -1 draw some token."""
+    logits: float32 [R, V]. bits: int64 [R] from `random_bits`; -1 draws some token. temperature,
+    top_p: float32 [R]. top_k: int64 [R], 0 for off. filtered: whether any row uses top_p or top_k.
+    Temperature 0 takes the most probable token (the lowest id among equals), with log-probs of
+    temperature 1. top_k and top_p keep the most probable tokens; among equals the lower id goes
+    first.
+
+    Returns (token ids int64 [R], log-probs float32 [R] under the full distribution, its log-sum-exp
+    above the largest logit float32 [R]). A row whose last is not finite (NaN or all -inf logits)
+    has no draw.
+    """
     if logits.is_cuda:
-        on_gpu: tuple[Tensor, Tensor, Tensor] = hopper("kernels.sampling_triton").sample_unchecked(
+        on_gpu: tuple[Tensor, Tensor, Tensor] = hopper("kernels.sampling_triton").sample(
             logits, bits, temperature, top_p, top_k, filtered
         )
         return on_gpu
@@ -87,7 +67,7 @@ def sample_unchecked(
     scale = torch.where(greedy, 1.0, temperature)[:, None]
     shifted, mass, lse = log_softmax_parts(logits, scale)
     weights = (mass.double() * _WEIGHT_ONE).round_().long()
-    if filtered or (filtered is None and bool(((top_p < 1) | (top_k > 0)).any())):
+    if filtered:
         weights = _keep_most_probable(weights, top_p, top_k)
     cumulative = weights.cumsum(-1)
     total = cumulative[:, -1:]

@@ -250,15 +250,10 @@ def _filtered_kernel(
         tl.store(logprobs_ptr + row, (z - row_max) - tl.load(lse_ptr + row))
 
 
-def sample_unchecked(
-    logits: Tensor,
-    bits: Tensor,
-    temperature: Tensor,
-    top_p: Tensor,
-    top_k: Tensor,
-    filtered: bool | None = None,
+def sample(
+    logits: Tensor, bits: Tensor, temperature: Tensor, top_p: Tensor, top_k: Tensor, filtered: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`kernels.sampling.sample_unchecked` on Hopper: the same arguments and results."""
+    """`kernels.sampling.sample` on Hopper: the same arguments and results."""
     check_matrix("sample", logits, (torch.float32,))
     rows, vocabulary = logits.shape
     for name, x, dtype in (
@@ -269,8 +264,6 @@ def sample_unchecked(
     ):
         if x.shape != (rows,) or x.dtype != dtype or not x.is_contiguous():
             raise ValueError(f"{name}: {dtype} [{rows}], not {x.dtype} {list(x.shape)}")
-    if filtered is None:
-        filtered = bool((top_p < 1).any()) or bool((top_k > 0).any())
     device, blocks = logits.device, triton.cdiv(vocabulary, BLOCK)
     tokens = torch.empty(rows, dtype=torch.int64, device=device)
     logprobs, row_max, lse = torch.empty(3, rows, dtype=torch.float32, device=device)

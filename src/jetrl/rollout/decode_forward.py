@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from jetrl.kernels.decode import DecodeState, Drawn, next_inputs, take_draws
-from jetrl.kernels.sampling import sample_unchecked
+from jetrl.kernels.sampling import sample
 from jetrl.policy import Policy
 from jetrl.rollout.cache import DecodeWork, PagedCache, Span
 
@@ -102,7 +102,7 @@ class EagerForwards:
                 max(1, _LOGITS_AT_ONCE // logits.shape[1])
             ):
                 at = live[part]
-                tokens[at], logprobs[at], lse[at] = sample_unchecked(
+                tokens[at], logprobs[at], lse[at] = sample(
                     logits[part],
                     inputs.bits[at],
                     buffers.temperature[at],
@@ -149,7 +149,7 @@ class GraphForwards:
         work = DecodeWork(buffers.tables[:count], inputs.lengths, longest)
         kv = self._cache.decode_key_values(inputs.slots, work)
         hidden = self._policy.rollout_forward(inputs.token_ids, inputs.positions, kv)
-        tokens, logprobs, lse = sample_unchecked(
+        tokens, logprobs, lse = sample(
             self._policy.rollout_logits(hidden),
             inputs.bits,
             buffers.temperature[:count],

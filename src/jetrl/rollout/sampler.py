@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from jetrl.kernels.decode import BROKEN
-from jetrl.kernels.sampling import random_bits, sample_unchecked
+from jetrl.kernels.sampling import random_bits, sample
 from jetrl.rollout.in_flight import to_device
 from jetrl.rollout.scheduler import Step
 from jetrl.rollout.sequence import RunningSequence
@@ -50,7 +50,7 @@ def draw_tokens(
     for start in range(0, len(rows), at_once):
         part = slice(start, start + at_once)
         count = len(rows[part])
-        drawn, logprobs[part], lse = sample_unchecked(
+        drawn, logprobs[part], lse = sample(
             logits[to_device(rows[part], device)],
             to_device(bits[part], device),
             torch.full((count,), params.temperature, device=device),
