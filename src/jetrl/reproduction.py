@@ -35,6 +35,7 @@ from jetrl.precision import PrecisionPlan
 from jetrl.runs.jsonl import write_atomically, write_jsonl
 from jetrl.runs.rollout_records import record_of
 from jetrl.training import Critic, SftTrainer, Trainer
+from jetrl.training.checkpoint_files import write_tensors
 from jetrl.training.first_nonfinite import Watch, watch
 from jetrl.training.micro_batches import MicroBatch
 from jetrl.types import Sample
@@ -102,8 +103,7 @@ def keep(
     try:
         linked = saved_masters is not None and _link(saved_masters, folder / MASTERS)
         if not linked:
-            masters = policy.named_masters()
-            save_file({n: p.detach().cpu() for n, p in masters.items()}, folder / MASTERS)
+            write_tensors(folder / MASTERS, policy.named_masters())
         if micro_batches:
             tensors = {
                 f"{number}.{name}": tensor
