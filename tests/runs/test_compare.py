@@ -48,6 +48,14 @@ def test_show_says_what_happened(make_run):
     assert "interrupted" in text
 
 
+def test_show_names_the_newest_checkpoint_of_rl_or_of_supervised_training(make_run):
+    run = make_run(steps=2)
+    for name, shown in (("sft/step_000050", "sft/step_000050"), ("step_000000", "step_000000")):
+        (run / "checkpoints" / name).mkdir(parents=True)
+        line = next(x for x in show_run(run).splitlines() if x.startswith("last checkpoint"))
+        assert line.split()[-1] == shown
+
+
 def test_plot_overlays_runs(make_run, tmp_path):
     runs = [make_run("a", steps=4), make_run("b", steps=60), make_run("c", steps=0)]
     out = plot_runs(runs, (), tmp_path / "plots" / "all.png")

@@ -119,8 +119,11 @@ def show_run(path: str | Path) -> str:
         rows.append((change.name, f"{ends}  (step {change.first_step} to {change.last_step})"))
     if history.num_different is not None:
         rows.append(("mismatch", f"{_mismatch(history)} different"))
-    checkpoints = sorted(p.name for p in run.checkpoints_dir.glob("step_*") if p.is_dir())
-    rows.append(("last checkpoint", checkpoints[-1] if checkpoints else "none"))
+    found = [
+        p for where in ("sft/step_*", "step_*") for p in sorted(run.checkpoints_dir.glob(where))
+    ]
+    last = str(found[-1].relative_to(run.checkpoints_dir)) if found else "none"
+    rows.append(("last checkpoint", last))
     report = run.path / "report.html"
     rows.append(("report", str(report) if report.is_file() else "none"))
     width = max(len(label) for label, _ in rows)
