@@ -106,9 +106,7 @@ def unfused(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def attend(self: Any, layer: int, qkv: torch.Tensor, rope: Any) -> torch.Tensor:
         plan = self._plan
-        o = attention.attend_packed(
-            *rope.heads(qkv), self._cu_seqlens, plan.kv, plan.scales, self._tiles
-        )
+        o = attention.attend_packed(*rope.heads(qkv), self._cu_seqlens, plan.kv, plan.scales)
         return o.flatten(-2, -1)
 
     monkeypatch.setattr(decoder, "_fuses", lambda x: False)

@@ -126,20 +126,18 @@ def attend_packed(
     cu_seqlens: Tensor,
     kv_format: str,
     scales: str = "fp32",
-    tiles: Any = None,
 ) -> Tensor:
     """Causal attention of sequences packed end to end, differentiable: the training side.
 
     q: [T, H, D]; k, v: [T, G, D], bfloat16 or float32, k already rotated. cu_seqlens: int64 [S+1].
-    Keys and values are quantized as the cache would store them. tiles: on a GPU, `packed_tiles` of
-    cu_seqlens if there already are some. Returns o like q.
+    Keys and values are quantized as the cache would store them. Returns o like q.
     """
     if q.is_cuda and q.dtype == torch.bfloat16:
         gpu = hopper("kernels.attention_gpu")
         k_codes, k_scales = quantize_kv(k.detach(), kv_format, scales)
         v_codes, v_scales = quantize_kv(v.detach(), kv_format, scales)
         codes = gpu.KeyValueCodes(k_codes.contiguous(), k_scales, v_codes.contiguous(), v_scales)
-        tiles = packed_tiles(cu_seqlens, q.device) if tiles is None else tiles
+        tiles = packed_tiles(cu_seqlens, q.device)
         out: Tensor = gpu.attend_packed(q.contiguous(), k, v, codes, tiles)
         return out
     o: Tensor = _PackedAttention.apply(q, k, v, cu_seqlens, kv_format, scales)
