@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,3 +20,17 @@ def pytest_runtest_makereport() -> Generator[None, Any, None]:
         (name, text.encode("utf-8", "backslashreplace").decode("utf-8"))
         for name, text in report.sections
     ]
+
+
+@pytest.fixture
+def plain_task(tmp_path: Path) -> str:
+    """`task`: a file's task of one prompt, with a score and nothing else."""
+    file = tmp_path / "plain.py"
+    file.write_text(
+        "from jetrl.tasks import Task\nfrom jetrl.types import Prompt\n"
+        "class Plain(Task):\n"
+        "    alphabet = '01'\n"
+        "    def prompts(self, split): return [Prompt(id='0', text='0', answer='1')]\n"
+        "    def score(self, prompt, completion): return 1.0\n"
+    )
+    return f"{file}:Plain"

@@ -183,6 +183,8 @@ def test_bench_without_a_gpu_says_what_it_needs(jetrl: Callable) -> None:
     result = jetrl("bench", "gemm", "--out", "x.json")
     assert result.code == 2
     assert "needs an NVIDIA Hopper GPU" in result.err
+    with pytest.raises(SystemExit, match=r"^0$"):  # as argparse ends once help is printed
+        jetrl("bench", "step", "--help")
     words = "--shape tiny --layers 1 --plan bf16 --prompts 1 --prompt-length 4 --response-length 4"
     tried = jetrl("bench", "train", "--device", "cpu", *words.split())
     assert tried.code == 0, tried.err

@@ -192,16 +192,10 @@ def test_a_policy_as_reward_model_is_refused(judge: Path, tmp_path: Path) -> Non
         train(load_config("demo", [*TINY, "sft.steps=2", *reward, f"run.dir={tmp_path}"]))
 
 
-def test_a_task_without_pairs_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    file = tmp_path / "plain.py"
-    file.write_text(
-        "from jetrl.tasks import Task\nfrom jetrl.types import Prompt\n"
-        "class Plain(Task):\n"
-        "    alphabet = '01'\n"
-        "    def prompts(self, split): return [Prompt(id='0', text='0', answer='1')]\n"
-        "    def score(self, prompt, completion): return 1.0\n"
-    )
-    words = ["demo", *TINY, "sft.steps=2", f"run.dir={tmp_path}", f"task={file}:Plain"]
+def test_a_task_without_pairs_is_refused(
+    plain_task: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    words = ["demo", *TINY, "sft.steps=2", f"run.dir={tmp_path}", f"task={plain_task}"]
     words = [word for word in words if not word.startswith("task.options")]
     assert main(["sft", *words, "--task", "reward"]) == 2
     assert "has none for prompt '0'" in capsys.readouterr().err

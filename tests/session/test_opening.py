@@ -37,16 +37,10 @@ def test_more_pages_than_there_is_memory_for_are_refused_before_the_warm_up(tmp_
     assert not list(tmp_path.iterdir())
 
 
-def test_a_task_without_worked_answers_is_refused_before_the_run_directory(tmp_path: Path) -> None:
-    file = tmp_path / "plain.py"
-    file.write_text(
-        "from jetrl.tasks import Task\nfrom jetrl.types import Prompt\n"
-        "class Plain(Task):\n"
-        "    alphabet = '01'\n"
-        "    def prompts(self, split): return [Prompt(id='0', text='0', answer='1')]\n"
-        "    def score(self, prompt, completion): return 1.0\n"
-    )
-    words = [f"task={file}:Plain", "sft.steps=2", f"run.dir={tmp_path / 'runs'}"]
+def test_a_task_without_worked_answers_is_refused_before_the_run_directory(
+    plain_task: str, tmp_path: Path
+) -> None:
+    words = [f"task={plain_task}", "sft.steps=2", f"run.dir={tmp_path / 'runs'}"]
     with pytest.raises(UserError, match=r"worked answers, and task Plain has none for prompt '0'"):
         sft(load_config("demo", words))
     assert not (tmp_path / "runs").exists()

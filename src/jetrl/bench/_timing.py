@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import functools
 import importlib.metadata
 import importlib.util
 import json
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,35 @@ def seconds_eager(function: Callable[[], Any], repeats: int = 7) -> float:
         torch.cuda.synchronize()
         times.append(start.elapsed_time(end) / 1e3)
     return statistics.median(times)
+
+
+@contextlib.contextmanager
+def watched(
+    places: Iterable[tuple[Any, str, str, bool]], log: list[tuple[str, Any, Any]]
+) -> Iterator[None]:
+    """Records CUDA events around functions: (label, start, end) of each call goes to log.
+
+    places: (owner, attribute, label, whether it is a static method of a class).
+    """
+
+    def watch(label: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            result = function(*args, **kwargs)
+            end.record()
+            log.append((label, start, end))
+            return result
+
+        return call
+
+    with contextlib.ExitStack() as stack:
+        for owner, name, label, static in places:
+            original = getattr(owner, name)
+            wrapped = watch(label, original)
+            setattr(owner, name, staticmethod(wrapped) if static else wrapped)
+            stack.callback(setattr, owner, name, staticmethod(original) if static else original)
+        yield
 
 
 @functools.cache
@@ -133,6 +163,15 @@ def print_table(rows: list[Row]) -> None:
     widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
     for line in cells:
         print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)))
+
+
+def bench_parser(benchmark: str, description: str | None) -> argparse.ArgumentParser:
+    """The parser of `jetrl bench NAME`, whose help is the benchmark's own document."""
+    return argparse.ArgumentParser(
+        prog=f"jetrl bench {benchmark}",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
 
 
 def report(

@@ -11,7 +11,6 @@ kernel after the other: parts started side by side fill the cache sooner.
 
 from __future__ import annotations
 
-import argparse
 import json
 import platform
 from collections.abc import Callable, Sequence
@@ -25,6 +24,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from triton.testing import do_bench
 
+from jetrl.bench._timing import bench_parser
 from jetrl.kernels.attention import quantize_kv
 from jetrl.kernels.attention_backward import attention_backward
 from jetrl.kernels.attention_gpu import (
@@ -186,9 +186,7 @@ def show(title: str, rows: list[dict[str, Any]]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = bench_parser("attention", __doc__)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="all unless named")
     parser.add_argument(
         "--kv", nargs="+", choices=KV, default=KV, help="formats of keys and values"

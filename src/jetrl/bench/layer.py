@@ -14,11 +14,9 @@ of the linears, forward and twice backward, and of the causal half of attention,
 
 from __future__ import annotations
 
-import argparse
-import contextlib
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,7 +24,7 @@ from torch import Tensor
 
 import jetrl.models.layer_hopper as fused
 import jetrl.precision.linear as linear
-from jetrl.bench._timing import Row, print_table, write_results
+from jetrl.bench._timing import Row, bench_parser, print_table, watched, write_results
 from jetrl.bench.shapes import SHAPES
 from jetrl.models.attention import PackedKeyValues
 from jetrl.models.decoder import DecoderLayer
@@ -132,38 +130,10 @@ def milliseconds(bench: LayerBench, accumulate: bool, repeats: int = 12) -> tupl
     return tuple(statistics.median(column) for column in zip(*measured, strict=True))
 
 
-@contextlib.contextmanager
-def watched(log: list[tuple[str, Any, Any]]) -> Iterator[None]:
-    """Records CUDA events around every operation of OPERATIONS."""
-
-    def watch(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            result = function(*args, **kwargs)
-            end.record()
-            log.append((name, start, end))
-            return result
-
-        return call
-
-    originals = [
-        (module, name, getattr(module, name))
-        for module, names in OPERATIONS.items()
-        for name in names
-    ]
-    for module, name, function in originals:
-        setattr(module, name, watch(name, function))
-    try:
-        yield
-    finally:
-        for module, name, function in originals:
-            setattr(module, name, function)
-
-
 def shares(bench: LayerBench, repeats: int = 5) -> dict[str, float]:
     """Milliseconds of each operation in a pass; what the layer does outside of named operations is
     `other`."""
+    places = [(module, name, name, False) for module, names in OPERATIONS.items() for name in names]
     totals: dict[str, float] = defaultdict(float)
     for _ in range(repeats):
         bench.clear()
@@ -171,7 +141,7 @@ def shares(bench: LayerBench, repeats: int = 5) -> dict[str, float]:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda._sleep(20_000_000)  # the host runs ahead, so that no launch is waited for
         start.record()
-        with watched(log):
+        with watched(places, log):
             bench.backward(bench.forward())
         end.record()
         torch.cuda.synchronize()
@@ -250,11 +220,7 @@ def run(shape: str, tokens: int, length: int, names: Sequence[str]) -> list[Row]
 
 def main(argv: Sequence[str] | None = None) -> None:
     """`jetrl bench layer`."""
-    parser = argparse.ArgumentParser(
-        prog="jetrl bench layer",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = bench_parser("layer", __doc__)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-8b")
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--length", type=int, default=4096, help="tokens a sequence")

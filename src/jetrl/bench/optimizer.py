@@ -15,13 +15,19 @@ Compact states' bits are compared with the reference's first.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
-from jetrl.bench._timing import Row, copy_bandwidth, print_table, seconds_eager, write_results
+from jetrl.bench._timing import (
+    Row,
+    bench_parser,
+    copy_bandwidth,
+    print_table,
+    seconds_eager,
+    write_results,
+)
 from jetrl.bench.parity import make_policy
 from jetrl.bench.shapes import SHAPES
 from jetrl.errors import MismatchError
@@ -124,11 +130,7 @@ def run(shape: str, states: Sequence[str], layers: int | None) -> Iterator[Row]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """`jetrl bench optimizer`."""
-    parser = argparse.ArgumentParser(
-        prog="jetrl bench optimizer",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = bench_parser("optimizer", __doc__)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-8b")
     parser.add_argument("--layers", type=int, help="default: the shape's")
     parser.add_argument(

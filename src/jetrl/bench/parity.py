@@ -10,7 +10,6 @@ others, and every token is compared.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import time
@@ -21,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from jetrl.bench._timing import bench_parser
 from jetrl.bench.shapes import SHAPES
 from jetrl.parity import locate, measure
 from jetrl.policy import Policy
@@ -66,7 +66,7 @@ def run(policy: Policy, load: tuple[int, int, int]) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = bench_parser("parity", __doc__)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-8b")
     parser.add_argument("--plan", action="append", help="repeatable; default: unified")
     parser.add_argument("--load", action="append", help="repeatable; default: 128x128x4096")

@@ -14,7 +14,6 @@ the rate is that of the steps after it.
 
 from __future__ import annotations
 
-import argparse
 import math
 import time
 from collections.abc import Sequence
@@ -22,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jetrl.bench._timing import Row, print_table, write_results
+from jetrl.bench._timing import Row, bench_parser, print_table, write_results
 from jetrl.bench.parity import make_policy
 from jetrl.bench.rollout import GRPO_MAX, GRPO_MEAN, GRPO_PROMPT, GRPO_SAMPLES
 from jetrl.bench.shapes import SHAPES
@@ -101,11 +100,7 @@ def _row(
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="jetrl bench partial",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = bench_parser("partial", __doc__)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-8b")
     parser.add_argument("--layers", type=int, help="default: the shape's")
     parser.add_argument("--steps", type=int, default=3, help="2 or more (default 3)")

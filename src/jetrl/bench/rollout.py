@@ -16,7 +16,6 @@ log-normal distribution (sigma 0.8 of the logarithm, mean 1500, at most 8192): i
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections import Counter
@@ -27,7 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from jetrl.bench._timing import Row, copy_bandwidth, print_table, write_results
+from jetrl.bench._timing import Row, bench_parser, copy_bandwidth, print_table, write_results
 from jetrl.bench.parity import make_policy
 from jetrl.bench.shapes import SHAPES
 from jetrl.models.attention import kv_bytes_per_token
@@ -254,11 +253,7 @@ def profile_rows(profiler: Any) -> list[Row]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="jetrl bench rollout",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = bench_parser("rollout", __doc__)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-8b")
     parser.add_argument("--plan", action="append", help="repeatable; default: unified")
     parser.add_argument("--case", action="append", help="BxPxR, repeatable; instead of:")

@@ -38,7 +38,14 @@ import torch
 
 from jetrl.bench._flow import Choices, Flow, codes_of, policy_of, share_changed
 from jetrl.bench._load import Load, add_load_arguments, flops, load_of, load_text
-from jetrl.bench._timing import Row, copy_bandwidth, matrix_limit, print_table, write_results
+from jetrl.bench._timing import (
+    Row,
+    bench_parser,
+    copy_bandwidth,
+    matrix_limit,
+    print_table,
+    write_results,
+)
 from jetrl.bench.shapes import SHAPES
 from jetrl.errors import UserError
 from jetrl.out_of_memory import release
@@ -189,11 +196,7 @@ def command_of(name: str, args: argparse.Namespace, load: Load) -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """`jetrl bench step`."""
-    parser = argparse.ArgumentParser(
-        prog="jetrl bench step",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = bench_parser("step", __doc__)
     add_arguments(parser, ("bf16", "unified"))
     add_load_arguments(parser, prompts=32, samples=8)
     parser.add_argument(

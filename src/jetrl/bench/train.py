@@ -18,10 +18,8 @@ torch.profiler: the device's idle share while the micro-batches ran, and the ker
 
 from __future__ import annotations
 
-import argparse
-import contextlib
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +28,7 @@ import torch
 import jetrl.training.trainer as trainer_module
 from jetrl.bench._flow import Choices, Flow, policy_of, with_logprobs
 from jetrl.bench._load import Load, add_load_arguments, flops, load_of
-from jetrl.bench._timing import Row, print_table, write_results
+from jetrl.bench._timing import Row, bench_parser, print_table, watched, write_results
 from jetrl.bench.step import add_arguments, choices_of, command_of, limit_of
 from jetrl.out_of_memory import release
 from jetrl.policy import Policy
@@ -95,38 +93,6 @@ def again(flow: Flow, samples: Sequence[Sample]) -> list[Sample]:
 
 def parts(flow: Flow, samples: Sequence[Sample]) -> dict[str, float]:
     """Milliseconds of an update by part."""
-    log: list[tuple[str, Any, Any]] = []
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize()
-    start.record()
-    with watched(flow, log):
-        flow.update(samples)
-    end.record()
-    torch.cuda.synchronize()
-    found: dict[str, float] = defaultdict(float)
-    for name, a, b in log:
-        found[name] += a.elapsed_time(b)
-    found["forward"] -= found["lm_head forward"]
-    found["backward"] -= found["lm_head backward"]
-    found["rest"] = start.elapsed_time(end) - sum(found.values())
-    return {name: round(ms, 1) for name, ms in found.items()}
-
-
-@contextlib.contextmanager
-def watched(flow: Flow, log: list[tuple[str, Any, Any]]) -> Iterator[None]:
-    """Records CUDA events around the parts of an update."""
-
-    def watch(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            result = function(*args, **kwargs)
-            end.record()
-            log.append((name, start, end))
-            return result
-
-        return call
-
     head = hopper("kernels.logprob_triton")._HeadLogprobs
     optimizer = flow.trainer.optimizer
     places = [
@@ -138,14 +104,21 @@ def watched(flow: Flow, log: list[tuple[str, Any, Any]]) -> Iterator[None]:
         (optimizer, "apply", "optimizer", False),
         (flow.policy, "requantize", "requantize", False),
     ]
-    with contextlib.ExitStack() as stack:
-        for owner, name, part, static in places:
-            original = getattr(owner, name)
-            wrapped = watch(part, original)
-            setattr(owner, name, staticmethod(wrapped) if static else wrapped)
-            kept = staticmethod(original) if static else original
-            stack.callback(setattr, owner, name, kept)
-        yield
+    log: list[tuple[str, Any, Any]] = []
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    start.record()
+    with watched(places, log):
+        flow.update(samples)
+    end.record()
+    torch.cuda.synchronize()
+    found: dict[str, float] = defaultdict(float)
+    for name, a, b in log:
+        found[name] += a.elapsed_time(b)
+    found["forward"] -= found["lm_head forward"]
+    found["backward"] -= found["lm_head backward"]
+    found["rest"] = start.elapsed_time(end) - sum(found.values())
+    return {name: round(ms, 1) for name, ms in found.items()}
 
 
 def profile(flow: Flow, samples: Sequence[Sample]) -> Row:
@@ -202,11 +175,7 @@ def compare(row: Row, base: Row) -> Row:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """`jetrl bench train`."""
-    parser = argparse.ArgumentParser(
-        prog="jetrl bench train",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = bench_parser("train", __doc__)
     add_arguments(parser, ("bf16", "unified"))
     add_load_arguments(parser, prompts=8, samples=8)
     parser.add_argument("--profile", action="store_true", help="idle share, and time by kernel")

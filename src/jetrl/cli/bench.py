@@ -44,10 +44,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    words = " ".join(args.arguments).replace("=", " ")
-    if args.name not in CPU_TOO or "--device cpu" not in words:
+    try:
+        benchmark = importlib.import_module(f"jetrl.bench.{args.name}")
+    except ModuleNotFoundError:  # Triton, which comes with a torch for GPUs
         _require_gpu()
-    importlib.import_module(f"jetrl.bench.{args.name}").main(args.arguments)
+        raise
+    words = " ".join(args.arguments).replace("=", " ")
+    on_cpu = args.name in CPU_TOO and "--device cpu" in words
+    if not on_cpu and not {"-h", "--help"} & set(args.arguments):
+        _require_gpu()
+    benchmark.main(args.arguments)
     return 0
 
 

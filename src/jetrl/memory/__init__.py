@@ -3,9 +3,10 @@ anything is loaded; and whether it fits."""
 
 from jetrl.memory.fitting import Fitted, check_fits, shown
 from jetrl.memory.machine import available_bytes, free_bytes
-from jetrl.memory.plan import Load, MemoryPlan, OtherModels, Row, memory_plan
+from jetrl.memory.plan import GIB, Load, MemoryPlan, OtherModels, Row, memory_plan
 
 __all__ = [
+    "GIB",
     "Fitted",
     "Load",
     "MemoryPlan",

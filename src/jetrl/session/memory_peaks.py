@@ -6,9 +6,7 @@ import resource
 
 import torch
 
-from jetrl.memory import Fitted, shown
-
-GIB = 2**30
+from jetrl.memory import GIB, Fitted, shown
 
 
 class MemoryPeaks:
