@@ -341,7 +341,8 @@ def _attend_rows(
             gl.thread_barrier()
 
 
-@gluon.jit
+# Sizes change from batch to batch, and what they are divisible by is of no use here.
+@gluon.jit(do_not_specialize=["num_items", "num_key_blocks", "lse_stride"])
 def forward_kernel(
     q_ptr,
     kv_desc,

@@ -21,7 +21,7 @@ from jetrl.kernels.attention_core import channel_of_slot, key_factors, score_sca
 from jetrl.kernels.attention_layout import BLOCK_KEYS, KeyValueCodes, QueryTiles
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["num_blocks"])
 def stage_keys_kernel(
     k_ptr,
     v_ptr,
