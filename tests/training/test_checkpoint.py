@@ -20,7 +20,7 @@ from jetrl.errors import RunStopped, UserError
 from jetrl.training import checkpoint as module
 from jetrl.training import checkpoint_files
 from jetrl.training.checkpoint import Checkpoints
-from jetrl.training.checkpoint_files import fingerprint
+from jetrl.training.checkpoint_files import fingerprint, is_known_by
 from jetrl.training.trainer import Trainer
 
 SETTINGS = Settings.model_validate({"train": {"lr": 0.05, "weight_decay": 0.1}})
@@ -354,14 +354,43 @@ def test_files_are_those_of_the_library_through_a_small_buffer(tmp_path, monkeyp
 @pytest.mark.parametrize("size", [0, 99, 100, 101, 1000, 1234])
 def test_a_large_files_fingerprint_is_that_of_its_pieces(tmp_path, monkeypatch, size):
     data = torch.randint(0, 255, (size,), dtype=torch.uint8).numpy().tobytes()
-    (tmp_path / "file").write_bytes(data)
-    whole = hashlib.sha256(data).hexdigest()
-    assert fingerprint(tmp_path / "file") == {"bytes": size, "sha256": whole}
+    file = tmp_path / "file"
+    file.write_bytes(data)
+    whole = {"bytes": size, "sha256": hashlib.sha256(data).hexdigest()}
+    assert fingerprint(file) == whole
     monkeypatch.setattr(checkpoint_files, "_PIECE", 100)
     monkeypatch.setattr(checkpoint_files, "_READ", 30)
     pieces = [hashlib.sha256(data[i : i + 100]).digest() for i in range(0, size, 100)]
-    expected = hashlib.sha256(b"".join(pieces)).hexdigest() if len(pieces) > 1 else whole
-    assert fingerprint(tmp_path / "file") == {"bytes": size, "sha256": expected}
+    of_pieces = hashlib.sha256(b"".join(pieces)).hexdigest()
+    now = {"bytes": size, "sha256_of_gib_pieces": of_pieces} if size > 100 else whole
+    assert fingerprint(file) == now
+    older = [whole, {"bytes": size, "sha256": of_pieces}] if size > 100 else [whole]
+    for known in (now, *older):
+        assert is_known_by(file, known)
+    if size:
+        file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+        for known in (now, *older):
+            assert not is_known_by(file, known)
+    with pytest.raises(KeyError):
+        is_known_by(file, {"bytes": size, "md5": ""})
+
+
+def test_a_checkpoint_whose_large_files_have_an_older_checksum_is_whole(
+    made, tmp_path, monkeypatch
+):
+    policy, trainer = made
+    path = Checkpoints(tmp_path).save(1, policy, trainer.optimizer, {})
+    monkeypatch.setattr(checkpoint_files, "_PIECE", 100)
+    Checkpoints.check(path)
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest["masters.safetensors"] = fingerprint(path / "masters.safetensors")
+    assert "sha256_of_gib_pieces" in manifest["masters.safetensors"]
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    Checkpoints.check(path)
+    manifest["masters.safetensors"]["sha256_of_gib_pieces"] = "0"
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(UserError, match=r"masters\.safetensors does not match its checksum"):
+        Checkpoints.check(path)
 
 
 def test_an_interrupt_while_writing_leaves_nothing(made, tmp_path, monkeypatch):

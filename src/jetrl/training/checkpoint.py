@@ -36,6 +36,7 @@ from jetrl.training.checkpoint_files import (
     as_json,
     differences,
     fingerprint,
+    is_known_by,
     tensor_differences,
     write_tensors,
     write_text,
@@ -288,7 +289,7 @@ class Checkpoints:
                 if size != expected["bytes"]:
                     return f"{name} has {size} bytes instead of {expected['bytes']}"
             for name in sorted(needed):
-                if fingerprint(path / name) != manifest[name]:
+                if not is_known_by(path / name, manifest[name]):
                     return f"{name} does not match its checksum"
         except OSError as error:
             return f"{Path(error.filename or path).name}: {error.strerror or error}"

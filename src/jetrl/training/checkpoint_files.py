@@ -29,6 +29,7 @@ _DTYPES = {
 _BUFFER = 2**26  # bytes of a tensor that are in CPU memory at once
 _FLUSHED = 2**30  # bytes between flushes: the system need not hold a whole file for the disk
 _PIECE, _READ = 2**30, 2**22  # bytes of a file's pieces for its fingerprint, and read at once
+_WHOLE, _PIECES = "sha256", "sha256_of_gib_pieces"
 
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -92,20 +93,40 @@ def write_text(path: Path, text: str) -> None:
 
 
 def fingerprint(path: Path) -> dict[str, Any]:
-    """{"bytes": size, "sha256": of the contents; of a file above 1 GiB, the SHA-256 of those of its
-    pieces of 1 GiB, which are worked out side by side}."""
+    """What a file is known by: "bytes", its size, and "sha256" of the contents; of a file above
+    1 GiB instead "sha256_of_gib_pieces", the SHA-256 of those of its pieces of 1 GiB, which are
+    worked out side by side."""
     size = path.stat().st_size
-    begins = range(0, max(1, size), _PIECE)
-    if len(begins) == 1:
-        return {"bytes": size, "sha256": _digest(path, 0).hex()}
+    if size <= _PIECE:
+        return {"bytes": size, _WHOLE: _digest(path).hex()}
+    return {"bytes": size, _PIECES: _digest_of_pieces(path, size)}
+
+
+def is_known_by(path: Path, expected: Mapping[str, Any]) -> bool:
+    """Whether the contents are those of a fingerprint. Of a large file it may be an older one,
+    which says "sha256" of the whole or of the pieces.
+
+    Raises:
+        KeyError: it says neither.
+    """
+    if _PIECES in expected:
+        return _digest_of_pieces(path, path.stat().st_size) == str(expected[_PIECES])
+    known = str(expected[_WHOLE])
+    size = path.stat().st_size
+    if size > _PIECE and _digest_of_pieces(path, size) == known:
+        return True
+    return _digest(path, size=size).hex() == known
+
+
+def _digest_of_pieces(path: Path, size: int) -> str:
     with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
-        digests = list(pool.map(functools.partial(_digest, path), begins))
-    return {"bytes": size, "sha256": hashlib.sha256(b"".join(digests)).hexdigest()}
+        digests = list(pool.map(functools.partial(_digest, path), range(0, size, _PIECE)))
+    return hashlib.sha256(b"".join(digests)).hexdigest()
 
 
-def _digest(path: Path, begin: int) -> bytes:
-    """The SHA-256 of the piece that begins there."""
-    digest, left = hashlib.sha256(), _PIECE
+def _digest(path: Path, begin: int = 0, size: int | None = None) -> bytes:
+    """The SHA-256 of `size` bytes (of a piece) from a place on."""
+    digest, left = hashlib.sha256(), _PIECE if size is None else size
     with open(path, "rb") as file:
         file.seek(begin)
         while left and (part := file.read(min(left, _READ))):
