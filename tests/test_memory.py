@@ -193,6 +193,53 @@ def test_models_of_other_directories_count_with_their_own_sizes(tmp_path: Path) 
         OtherModels.of(settings("algorithm.kl=0.1", "reference.path=/nowhere"))
 
 
+def test_a_reward_models_forward_has_a_column(tmp_path: Path) -> None:
+    path = make_tiny(tmp_path / "policy")
+    ScalarModel.from_language_model(path, PrecisionPlan.preset("unified")).save_pretrained(
+        tmp_path / "judge"
+    )
+    reward = ["reward.model=0.5", f"reward.model_path={tmp_path / 'judge'}"]
+    load = Load(64, 512, 64, 8192)
+    plans = {}
+    for offload in (False, True):
+        one = settings(*reward, f"reward.offload={str(offload).lower()}")
+        plans[offload] = memory_plan(one, LARGE, OtherModels.of(one), load)
+    held, offloaded = plans[False], plans[True]
+    forward = row(held, "reward model: a forward of 4096 tokens", "reward")
+    copies = row(held, "reward model: working", "reward")
+    assert forward > 0
+    assert copies > 0
+    assert row(held, "reward model: working", "optimizer") == copies
+    assert row(offloaded, "reward model: working", "optimizer") == 0
+    assert held.at("reward") == offloaded.at("reward")
+    weights = sum(row(held, what, "reward") for what in ("master", "optimizer st", "working"))
+    assert held.at("reward") - row(held, "libraries", "reward") == weights + copies + forward
+    assert "reward" in held.table()[0][2]
+    assert memory_plan(settings(), LARGE, load=load).at("reward") == 0
+
+
+def test_a_reward_models_training_has_a_plan_of_its_own() -> None:
+    config = ModelConfig.from_hf(CONFIG).with_scalar_head()
+    model = ScalarModel.from_config(
+        {**CONFIG, "architectures": ["Qwen3ForSequenceClassification"], "num_labels": 1},
+        PrecisionPlan.preset("unified"),
+    )
+    assert model.config == config
+    one = settings("algorithm.kl=0.1", "sft.examples_per_step=8", "train.tokens_per_micro_batch=32")
+    plan = memory_plan(one, config, load=Load.of_pairs(one, 100))
+    masters = sum(master.nbytes for master in model.named_masters().values())
+    assert row(plan, "master weights", "backward") == masters
+    assert row(plan, "optimizer states", "backward") == 2 * masters
+    assert row(plan, "gradients", "optimizer") == masters
+    assert plan.micro_batch.tokens == 200, "a pair is not divided"
+    assert plan.micro_batch.several
+    assert [line[0] for line in plan.table()][1:3] == [
+        "master weights, FP32",
+        "optimizer states, fp32",
+    ]
+    assert [cell.strip() for cell in plan.table()[0]] == ["GiB", "backward", "optimizer"]
+
+
 def test_the_plan_is_within_5_percent_of_what_an_h200_held_at_8b() -> None:
     """`jetrl bench train`, whose load is 24 sequences of 2304 tokens."""
     measured = json.loads((RESULTS / "train_8b.json").read_text())

@@ -134,21 +134,16 @@ def build_reference(
     return reference
 
 
-def build_judge(settings: Settings, policy: Policy) -> Judge | None:
+def build_judge(settings: Settings, policy: Policy, tokens_at_once: int) -> Judge | None:
     """What makes the rewards of [reward]; None where the reward is the task's own score.
+    tokens_at_once: of a reward model's forward.
 
     Raises:
         UserError: reward.model_path cannot be used, or means other tokens.
     """
     if settings.reward.model_path is None and settings.reward.rule == 1:
         return None
-    return Judge(
-        settings.reward,
-        policy,
-        policy.plan,
-        settings.rollout.max_tokens,
-        settings.train.tokens_per_micro_batch,
-    )
+    return Judge(settings.reward, policy, policy.plan, settings.rollout.max_tokens, tokens_at_once)
 
 
 def build_critic(settings: Settings, policy: Policy) -> ScalarModel | None:

@@ -9,27 +9,34 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from jetrl.building import build_scalar_model
+from jetrl.building import build_scalar_model, choose_device, model_config
 from jetrl.config import Settings
-from jetrl.errors import TimeLimitReached, UserError
+from jetrl.errors import TimeLimitReached
 from jetrl.evaluate import EncodedPrompt, encode_prompts
-from jetrl.models.chat import encode_turns
+from jetrl.memory import Fitted, Load, OtherModels, check_fits, free_bytes
+from jetrl.models.chat import decode
 from jetrl.out_of_memory import explained
 from jetrl.precision import PrecisionPlan
 from jetrl.runs import Console, RunDirectory
 from jetrl.scalar_model import ScalarModel
 from jetrl.session.drawing import Drawing
+from jetrl.session.memory_peaks import size_notes, tell_plan
 from jetrl.session.opening import Reporting, open_observers
+from jetrl.session.pairs import PairFacts, look_at_pairs, preference_pair
 from jetrl.session.phases import Phases
 from jetrl.session.saved import Saved
 from jetrl.session.stops import Stops
 from jetrl.tasks import Task, build_task
+from jetrl.training.micro_batches import MicroBatchSize
 from jetrl.training.reward import Pair, RewardTrainer
-from jetrl.types import StepStats, Turn
+from jetrl.types import Prompt, StepStats
+
+PROMPTS = 4  # of which a preflight shows the pairs
 
 
 @dataclass(frozen=True)
@@ -59,44 +66,140 @@ def train_reward_model(
         TimeLimitReached: run.max_hours; likewise.
     """
     RunDirectory.check_name(settings, resume=resume)
-    plan = PrecisionPlan.from_settings(settings.precision)
-    wanted, sft = settings.task, settings.sft
-    task = build_task(wanted)
-    with explained("loading the model", "use a smaller one, or a device with more memory"):
-        model = build_scalar_model(settings, plan, task)
-    system = wanted.system_prompt
-    prompts = encode_prompts(model, task, wanted.split, system_prompt=system)
-    limit = settings.eval.prompts
-    held_out = [
-        _pair(model, task, encoded)
-        for encoded in encode_prompts(model, task, wanted.eval_split, limit, system)
-    ]
-    trainer = RewardTrainer(model, settings)
-    drawing = Drawing(settings, prompts, task.weights, use="sft")
+    parts = _open(settings)
+    task, model, sft = parts.task, parts.model, settings.sft
+    size = MicroBatchSize.of(settings.train, parts.memory.tokens)
+    trainer = RewardTrainer(model, settings, size)
+    drawing = Drawing(settings, parts.prompts, task.weights, use="sft")
 
     def pairs(update: int) -> list[Pair]:
         chosen = drawing.draw(update, sft.examples_per_step)
-        return [_pair(model, task, encoded) for encoded in chosen]
+        return [preference_pair(task, model, encoded) for encoded in chosen]
 
     def held_out_accuracy() -> float:
-        return accuracy(model, held_out, trainer.micro_batch_size.tokens)
+        return accuracy(model, parts.held_out, trainer.micro_batch_size.tokens)
 
     with contextlib.ExitStack() as stack:
-        run = RunDirectory.create(settings, plan.to_dict(), resume=resume)
+        run = RunDirectory.create(settings, model.plan.to_dict(), resume=resume)
         if settings.report.enabled:
             stack.push(Reporting(run.path))  # last, when the run's end is recorded
         stack.enter_context(run)
-        notes = {"plan": plan.name, "device": str(model.device)}
+        notes = {"plan": model.plan.name, "device": str(model.device)}
         stack.enter_context(run.attempt(sys.argv, notes))
         phases = Phases()
-        training = _Training(settings, run, trainer, pairs, held_out_accuracy, phases)
+        training = _Training(settings, run, trainer, parts, pairs, held_out_accuracy, phases)
         reached = _train(training, resume, stack)
         target = run.path / "model"
         with phases.phase("export"):
             model.save_pretrained(target, dtype="float32", overwrite=True)
             if out is not None:
                 model.save_pretrained(out, dtype="float32")
-        return RewardResult(run.path, target, reached, len(held_out))
+        return RewardResult(run.path, target, reached, len(parts.held_out))
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """What a training is made of. prompts: to be trained on, encoded. held_out: pairs. facts: of
+    the pairs that are trained on. memory: what it will hold. load_s: seconds that it took to load
+    the model."""
+
+    task: Task
+    model: ScalarModel
+    prompts: list[EncodedPrompt]
+    held_out: list[Pair]
+    facts: PairFacts
+    memory: Fitted
+    load_s: float
+
+
+def _open(settings: Settings) -> _Parts:
+    """All that can be wrong with settings, data and model is found here, before anything is
+    written."""
+    plan, wanted = PrecisionPlan.from_settings(settings.precision), settings.task
+    device = choose_device(settings.run.device)
+    free = free_bytes(device)
+    planned_memory(settings, 1, device, free)  # what does not fit so fits with no pairs
+    task = build_task(wanted)
+    began = time.monotonic()
+    with explained("loading the model", "`jetrl sft --task reward --dry-run` prints what it holds"):
+        model = build_scalar_model(settings, plan, task)
+    load_s = time.monotonic() - began
+    system = wanted.system_prompt
+    prompts = encode_prompts(model, task, wanted.split, system_prompt=system)
+    held_out = [
+        preference_pair(task, model, encoded)
+        for encoded in encode_prompts(model, task, wanted.eval_split, settings.eval.prompts, system)
+    ]
+    facts = look_at_pairs(build_task(wanted), model, prompts)
+    longest = max(facts.longest, *(len(sequence) for pair in held_out for sequence in pair))
+    memory = planned_memory(settings, longest, device, free)
+    return _Parts(task, model, prompts, held_out, facts, memory, load_s)
+
+
+def planned_memory(settings: Settings, longest: int, device: str, free: int | None) -> Fitted:
+    """The memory plan of a training on sequences of at most `longest` tokens.
+
+    Raises:
+        UserError: as `memory.check_fits`.
+    """
+    config, load = model_config(settings).with_scalar_head(), Load.of_pairs(settings, longest)
+    return check_fits(settings, config, OtherModels(), load, device, free)
+
+
+@dataclass(frozen=True)
+class ShownCompletion:
+    """A completion as the model reads it, its tokens, and its score before training."""
+
+    text: str
+    tokens: int
+    score: float
+
+
+@dataclass(frozen=True)
+class ShownPair:
+    """A prompt and its two completions, the better one first."""
+
+    prompt: Prompt
+    completions: tuple[ShownCompletion, ...]
+
+
+@dataclass(frozen=True)
+class Preflight:
+    """pairs: the first of the first update. facts: of all. warnings: what would keep a model from
+    learning, in words."""
+
+    pairs: tuple[ShownPair, ...]
+    facts: PairFacts
+    warnings: tuple[str, ...]
+
+
+def preflight(settings: Settings) -> Preflight:
+    """A look at a training before it begins. Nothing is written and nothing is trained.
+
+    Raises:
+        UserError: as `train_reward_model`.
+    """
+    parts = _open(settings)
+    model, facts, tokenizer = parts.model, parts.facts, parts.model.tokenizer
+    assert tokenizer is not None, "pairs were encoded"
+    drawing = Drawing(settings, parts.prompts, parts.task.weights, use="sft")
+    shown: list[ShownPair] = []
+    for encoded in drawing.draw(1, min(PROMPTS, settings.sft.examples_per_step)):
+        pair = preference_pair(parts.task, model, encoded)
+        answers = [sequence[len(encoded.token_ids) :] for sequence in pair]
+        scores = model.scores(pair, parts.memory.tokens).tolist()
+        completions = tuple(
+            ShownCompletion(decode(tokenizer, answer), len(answer), score)
+            for answer, score in zip(answers, scores, strict=True)
+        )
+        shown.append(ShownPair(encoded.prompt, completions))
+    warnings = []
+    if facts.equal:
+        warnings.append(
+            f"{facts.equal} of {facts.count} pairs are the same completion twice: nothing is "
+            "learnt from them"
+        )
+    return Preflight(tuple(shown), facts, tuple(warnings))
 
 
 @dataclass(frozen=True)
@@ -106,6 +209,7 @@ class _Training:
     settings: Settings
     run: RunDirectory
     trainer: RewardTrainer
+    parts: _Parts
     pairs: Callable[[int], list[Pair]]
     accuracy: Callable[[], float]
     phases: Phases
@@ -134,6 +238,9 @@ def _train(training: _Training, resume: bool, stack: contextlib.ExitStack) -> fl
         sft.steps, first_step=step, title="reward model", samples_every=0, lines_every=25
     )
     stack.callback(console.close)
+    parts, wanted = training.parts, settings.train.tokens_per_micro_batch
+    tell_plan(parts.memory, parts.load_s, trainer.model.device, console.note)
+    notes += size_notes(parts.memory, trainer.micro_batch_size.tokens, wanted)
     for note in (*run.notes, *notes):
         console.note(note)
     phases.observers += open_observers(settings, run, stack)
@@ -183,20 +290,3 @@ def accuracy(model: ScalarModel, pairs: Sequence[Pair], tokens_at_once: int) -> 
     """Share of the pairs whose better sequence scores higher."""
     scores = model.scores([sequence for pair in pairs for sequence in pair], tokens_at_once)
     return float((scores[0::2] > scores[1::2]).double().mean())
-
-
-def _pair(model: ScalarModel, task: Task, encoded: EncodedPrompt) -> Pair:
-    """The task's two completions of a prompt as whole sequences, each with its end."""
-    found = task.preference(encoded.prompt)
-    if found is None or model.tokenizer is None:
-        raise UserError(
-            f"a reward model learns from pairs of completions, and task {task.label} has none for "
-            f"prompt {encoded.prompt.id!r}; give the task a preference method, or the data set's "
-            "fields in task.options.chosen and task.options.rejected"
-        )
-    where = f"prompt {encoded.prompt.id!r}"
-    examples = [
-        encode_turns(model.tokenizer, encoded.token_ids, [Turn(text)], where) for text in found
-    ]
-    better, worse = ((*example.prompt, *example.completion) for example in examples)
-    return better, worse

@@ -7,7 +7,6 @@ head is one row of FP32, multiplied in FP32. In a Hugging Face directory it is a
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -64,8 +63,7 @@ class ScalarModel(Model):
             if name != "lm_head.weight"
         }
         body["score.weight"] = torch.zeros(1, config.hidden_size, device=device)
-        scalar = dataclasses.replace(config, head="score", tie_word_embeddings=False)
-        return cls(scalar, plan, body, device, tokenizer)
+        return cls(config.with_scalar_head(), plan, body, device, tokenizer)
 
     def values(
         self,

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from jetrl import load_config, train
+from jetrl import load_config, reward_training, train
 from jetrl.cli.main import main
 from jetrl.errors import NonFiniteError, UserError
 from jetrl.models.tiny import make_tiny
@@ -199,6 +199,87 @@ def test_a_task_without_pairs_is_refused(
     words = [word for word in words if not word.startswith("task.options")]
     assert main(["sft", *words, "--task", "reward"]) == 2
     assert "has none for prompt '0'" in capsys.readouterr().err
+
+
+PAIRS = """
+from jetrl.tasks import Task
+from jetrl.types import Prompt
+
+class Pairs(Task):
+    alphabet = "0123456789+="
+
+    def prompts(self, split):
+        return [Prompt(id=f"p{i}", text=f"{i}+{i}=") for i in range(9)]
+
+    def preference(self, prompt):
+        return BODY
+
+    def self_test(self):
+        return []
+
+    def score(self, prompt, completion):
+        return 0.0
+"""
+
+
+def with_pairs(tmp_path: Path, body: str) -> list[str]:
+    file = tmp_path / "pairs.py"
+    file.write_text(PAIRS.replace("BODY", body))
+    words = [word for word in TINY if not word.startswith("task.options")]
+    words += ["sft.steps=2", "eval.prompts=2", f"task={file}:Pairs", f"run.dir={tmp_path / 'runs'}"]
+    return ["sft", "demo", *words, "--task", "reward"]
+
+
+def test_preflight_shows_pairs_and_what_is_odd_and_writes_nothing(
+    judge: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    words = with_pairs(tmp_path, "('1', '1' if prompt.id == 'p3' else '123')")
+    own = [f"model.path={judge / 'out'}", "model.config=none", "model.tokenizer=none"]
+    assert main([*words, *own, "--preflight"]) == 1
+    out = capsys.readouterr().out
+    lines = out.splitlines()
+    assert sum(line.startswith("prompt p") for line in lines) == 4
+    scores = [float(line.split()[-1]) for line in lines if line.startswith(("  better", "  worse"))]
+    assert len(scores) == 8
+    assert all(scores), "the model's own head has learnt something"
+    assert sum(line == "    123" for line in lines) >= 3
+    assert "9 pairs; the longest sequence has 8 tokens" in out
+    assert "the better completion has more tokens in 0.0%" in out
+    assert "warning: 1 of 9 pairs are the same completion twice" in out
+    assert main([*words[:-2], "--preflight"]) == 2
+    assert "it goes with --task reward" in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    "body, message",
+    [
+        (
+            "('1', '1' * (5000 if prompt.id == 'p7' else 1))",
+            "prompt 'p7' and its longer completion",
+        ),
+        ("None if prompt.id == 'p8' else ('1', '2')", "has none for prompt 'p8'"),
+        ("'12'", "its preference is not two texts"),
+    ],
+)
+def test_every_pair_is_looked_at_before_the_run_directory(
+    tmp_path: Path, capsys: pytest.CaptureFixture, body: str, message: str
+) -> None:
+    assert main(with_pairs(tmp_path, body)) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_its_training_is_planned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    words = with_pairs(tmp_path, "('1', '2')")
+    assert main([*words, "--dry-run"]) == 0
+    assert "decode" not in capsys.readouterr().out.split("# memory plan")[1]
+    monkeypatch.setattr(reward_training, "free_bytes", lambda device: 10_000)
+    assert main(words) == 2
+    assert "the model does not fit in CPU memory" in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
 
 
 def test_kv_pages_of_a_gpu_make_room_for_the_reward_model(

@@ -17,6 +17,7 @@ from jetrl.models.families import ModelConfig
 from jetrl.out_of_memory import release
 from jetrl.policy import Policy
 from jetrl.precision import PrecisionPlan
+from jetrl.scalar_model import ScalarModel
 
 pytestmark = pytest.mark.gpu
 
@@ -77,6 +78,22 @@ def test_activations(preset: str, lengths: list[int], recomputed: bool) -> None:
     # Small models: what lies between two kernels is a larger part than at 8B, and a layer that is
     # made again has freed some of it when most is needed.
     assert peak == pytest.approx(planned, rel=0.25 if recomputed else 0.15, abs=2**25)
+
+
+@pytest.mark.parametrize("preset", ["unified", "bf16"])
+def test_a_reward_models_forward(preset: str) -> None:
+    """At most what is planned, and not much less."""
+    config = {**CONFIG, "architectures": ["Qwen3ForSequenceClassification"], "num_labels": 1}
+    model = ScalarModel.from_config(config, PrecisionPlan.preset(preset), device="cuda")
+    sequences = [torch.randint(0, 8192, (1000,)).tolist() for _ in range(8)]
+    for _ in range(2):  # the first time compiles
+        before = requested("current")
+        torch.cuda.reset_peak_memory_stats()
+        model.scores(sequences, 8000)
+        taken = requested("peak") - before
+    planned = activations.forward_bytes(model.config, model.plan, 8000)
+    print(preset, planned / 2**20, taken / 2**20)
+    assert 0.6 * planned < taken <= 1.02 * planned
 
 
 def test_a_run_holds_what_was_planned(tmp_path: Path) -> None:

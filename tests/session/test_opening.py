@@ -1,5 +1,7 @@
 """Mistakes are found before anything is written: no run directory, no warm-up."""
 
+import contextlib
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +9,7 @@ import pytest
 
 from jetrl.config import load_config
 from jetrl.errors import UserError
-from jetrl.loop import sft
+from jetrl.loop import sft, train
 from jetrl.session import opening
 from jetrl.session.session import Session
 from jetrl.tasks import get_task
@@ -79,3 +81,38 @@ def test_a_run_is_not_refused_for_prompts_that_it_does_not_have(
         first, second = loads
     assert first.tokens < second.tokens
     assert first.prompts < second.prompts
+
+
+@pytest.mark.parametrize("words", [["sft.steps=0"], ["sft.steps=2", "checkpoint.every=1"]])
+def test_a_resumed_run_says_the_micro_batches_that_it_takes(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+) -> None:
+    """They are the checkpoint's, also where less memory is free now than was then."""
+    words = [*words, "sft.until=none", "eval.every=0", "loop.steps=1", "report.enabled=false"]
+    words += [f"run.dir={tmp_path}", "run.name=run", "sft.examples_per_step=4"]
+    words += ["rollout.prompts_per_step=4", "rollout.samples_per_prompt=2", "rollout.max_tokens=4"]
+    if "sft.steps=0" in words:
+        train(load_config("demo", words))
+    else:
+        monkeypatch.setattr(Session, "_open_trainer", lambda *_: 1 / 0)  # behind the warm-up
+        with pytest.raises(ZeroDivisionError):
+            train(load_config("demo", words))
+    check = opening.check_fits
+
+    def tight(*arguments: Any) -> Any:
+        fitted = check(*arguments)
+        return dataclasses.replace(fitted, tokens=fitted.tokens // 4)
+
+    monkeypatch.setattr(opening, "check_fits", tight)
+    capsys.readouterr()
+    with contextlib.suppress(ZeroDivisionError):
+        train(load_config("demo", [*words, "loop.steps=2"]), resume=True)
+    said = capsys.readouterr().out
+    assert "micro-batches of up to 4096 tokens, as before the run was cut" in said
+    assert "the memory plan is for 1024" in said
+    assert "no room" not in said
+    with Session(load_config("demo", [*words, "run.name=another"])):
+        assert "micro-batches of up to 1024 tokens: there is no room" in capsys.readouterr().out

@@ -6,22 +6,28 @@ For example:
     jetrl sft recipes/gsm8k-smoke.toml sft.steps=100 run.name=warm --out models/warm
     jetrl sft demo --task reward sft.until=none sft.steps=400 run.name=judge --out models/judge
     jetrl sft demo --task reward run.name=judge --resume
+    jetrl sft demo --task reward --preflight          a few pairs first, and what is odd about them
 """
 
 from __future__ import annotations
 
 import argparse
+import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jetrl.cli.arguments import table
 from jetrl.cli.train import (
+    add_dry_run_argument,
     add_recipe_arguments,
     add_resume_argument,
     closing_lines,
+    dry_run,
     exit_code,
+    prompt_lines,
     recipe_settings,
     say_how_to_go_on,
+    say_warnings,
     settings_help,
 )
 from jetrl.errors import Terminated, UserError
@@ -32,7 +38,8 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = (
-        "jetrl sft [RECIPE] [KEY=VALUE ...] [--task answers|reward] [--out DIR] [--resume]"
+        "jetrl sft [RECIPE] [KEY=VALUE ...] [--task answers|reward] [--out DIR] [--resume] "
+        "[--dry-run | --preflight]"
     )
     add_recipe_arguments(parser)
     parser.add_argument(
@@ -43,6 +50,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--out", metavar="DIR", help="also write the model here")
     add_resume_argument(parser)
+    add_dry_run_argument(parser)
+    parser.add_argument(
+        "--preflight",
+        action="store_true",
+        help="with --task reward: show a few pairs and the model's scores, and stop: exit code 1 "
+        "with a warning",
+    )
     parser.epilog = settings_help()
 
 
@@ -50,6 +64,14 @@ def run(args: argparse.Namespace) -> int:
     settings = recipe_settings(args.words, args.resume)
     if settings.sft.steps == 0:
         raise UserError("sft.steps = 0: say how many updates, as in sft.steps=100")
+    if args.dry_run:
+        for part in dry_run(settings, pairs=args.task == "reward"):
+            print(part)
+        return 0
+    if args.preflight:
+        if args.task != "reward":
+            raise UserError("--preflight looks at pairs: it goes with --task reward")
+        return _preflight(settings)
     if args.out is not None and Path(args.out).exists() and not _is_empty(Path(args.out)):
         raise UserError(f"--out {args.out}: in use; name another directory")  # before the training
     if args.task == "reward":
@@ -82,6 +104,26 @@ def _reward(args: argparse.Namespace, settings: Settings) -> int:
     print(table(rows))
     print(f"use it: jetrl train ... reward.model=1.0 reward.model_path={model}")
     return 0
+
+
+def _preflight(settings: Settings) -> int:
+    """Prints a few pairs with the model's scores, what is known of all, then warnings."""
+    from jetrl.reward_training import preflight
+    from jetrl.runs.format import number, percent, visible
+
+    found = preflight(settings)
+    for pair in found.pairs:
+        print("\n".join(prompt_lines(pair.prompt)))
+        for which, said in zip(("better", "worse"), pair.completions, strict=True):
+            print(f"  {which}, {said.tokens} tokens, score {number(said.score)}")
+            print(textwrap.indent(visible(said.text, newlines=True) or "(nothing)", "    "))
+        print()
+    facts = found.facts
+    print(
+        f"{facts.count} pairs; the longest sequence has {facts.longest} tokens; the better "
+        f"completion has more tokens in {percent(facts.longer / facts.count)}"
+    )
+    return say_warnings(found.warnings)
 
 
 def _is_empty(path: Path) -> bool:

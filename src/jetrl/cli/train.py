@@ -41,11 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "jetrl train [RECIPE] [KEY=VALUE ...] [--resume] [--dry-run | --preflight]"
     add_recipe_arguments(parser)
     add_resume_argument(parser)
-    parser.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="print settings, precision plan and memory plan, and stop",
-    )
+    add_dry_run_argument(parser)
     parser.add_argument(
         "--preflight",
         action="store_true",
@@ -70,6 +66,14 @@ def add_resume_argument(parser: argparse.ArgumentParser) -> None:
         "--resume",
         action="store_true",
         help="go on from the last good checkpoint with the run's own settings, and overrides",
+    )
+
+
+def add_dry_run_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="print settings, precision plan and memory plan, and stop",
     )
 
 
@@ -161,11 +165,16 @@ def run_preflight(settings: Settings) -> int:
         print("\n".join([*prompt_lines(group[0].prompt), *lines, ""]))
     if settings.sft.steps:
         print(f"the model is as it is before its {settings.sft.steps} supervised updates")
-    for warning in found.warnings:
+    return say_warnings(found.warnings)
+
+
+def say_warnings(warnings: Sequence[str]) -> int:
+    """At the end of a preflight. Returns the exit code."""
+    for warning in warnings:
         print(f"warning: {warning}")
-    if not found.warnings:
+    if not warnings:
         print("nothing to warn of")
-    return 1 if found.warnings else 0
+    return 1 if warnings else 0
 
 
 def sample_lines(sample: Sample) -> list[str]:
@@ -219,8 +228,9 @@ def sample_command(model: Path, settings: Settings) -> str:
     return f"jetrl sample {shlex.quote(str(model))}{chat} '{prompt}'"
 
 
-def dry_run(settings: Settings) -> Iterator[str]:
-    """The resolved settings (TOML), the precision plan by role, and the memory plan.
+def dry_run(settings: Settings, pairs: bool = False) -> Iterator[str]:
+    """The resolved settings (TOML), the precision plan by role, and the memory plan. pairs: of a
+    reward model's training.
 
     Raises:
         UserError: with prompts as long as answers the run would not fit on this machine; after what
@@ -230,6 +240,7 @@ def dry_run(settings: Settings) -> Iterator[str]:
     from jetrl.config import to_toml
     from jetrl.memory import Load, OtherModels, check_fits, free_bytes, shown
     from jetrl.precision import PrecisionPlan
+    from jetrl.reward_training import planned_memory
 
     plan, config = PrecisionPlan.from_settings(settings.precision), model_config(settings)
     yield to_toml(settings)
@@ -238,7 +249,10 @@ def dry_run(settings: Settings) -> Iterator[str]:
     device, load = choose_device(settings.run.device), Load.of(settings, config)
     free = free_bytes(device)
     try:
-        fitted = check_fits(settings, config, OtherModels.of(settings), load, device, free)
+        if pairs:
+            fitted = planned_memory(settings, load.tokens, device, free)
+        else:
+            fitted = check_fits(settings, config, OtherModels.of(settings), load, device, free)
     except UserError as error:
         raise UserError(f"with prompts as long as answers, {error}") from None
     yield "# memory plan, with prompts as long as answers"

@@ -108,10 +108,8 @@ def _advice(
                     f"it fits with {words}: {fitted.plan.peak / GIB:.1f} GiB, in micro-batches of "
                     f"up to {fitted.plan.micro_batch.tokens} tokens"
                 )
-    return (
-        "no setting makes it fit: take a smaller model or a GPU with more memory, or lower "
-        "rollout.max_tokens"
-    )
+    shorter = ", or lower rollout.max_tokens" if load.sequences else ""
+    return f"no setting makes it fit: take a smaller model or a GPU with more memory{shorter}"
 
 
 def _remedies(settings: Settings) -> Iterator[tuple[str, str, object]]:

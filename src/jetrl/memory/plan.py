@@ -1,33 +1,33 @@
 """The memory plan: rows of what is held, in bytes at each moment that can be a run's highest.
 
     rollout    sampling: weights, optimizer states, KV pages, decode's graphs
+    reward     a reward model's forward, where there is one
     backward   where a micro-batch's activations are all there and its backward begins
     optimizer  the end of backward and the optimizer's step: all gradients
     critic     the critic's own backward, where there is a critic
 
 The peak of the update is the highest of the last three. Gradients live from the first backward of
-an update to its optimizer step; KV pages from the step's first rollout to its update.
+an update to its optimizer step; KV pages from the step's first rollout to what follows it.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from jetrl.config import Settings
-from jetrl.kernels.adamw import state_bytes
 from jetrl.memory import activations
 from jetrl.memory.activations import MicroBatch
+from jetrl.memory.weights import frozen_bytes, optimizer_bytes, working_bytes
 from jetrl.models import hf
 from jetrl.models.attention import kv_bytes_per_token
-from jetrl.models.families import ModelConfig, num_parameters, parameter_shapes
-from jetrl.precision.plan import FP8_BLOCK, PrecisionPlan
+from jetrl.models.families import ModelConfig, num_parameters
+from jetrl.precision.plan import PrecisionPlan
 from jetrl.rollout.sizes import gpu_pages_room
 
-Moment = Literal["rollout", "backward", "optimizer", "critic"]
-MOMENTS: tuple[Moment, ...] = ("rollout", "backward", "optimizer", "critic")
+Moment = Literal["rollout", "reward", "backward", "optimizer", "critic"]
+MOMENTS: tuple[Moment, ...] = ("rollout", "reward", "backward", "optimizer", "critic")
 GIB = 2**30
 # cuBLAS's workspaces, DeepGEMM's and Triton's scratch; measured with torch 2.11.
 _LIBRARIES = 128 * 2**20
@@ -60,15 +60,15 @@ class MemoryPlan:
     @property
     def update(self) -> int:
         """Bytes at most while training."""
-        return max(self.at(moment) for moment in MOMENTS[1:])
+        return max(self.at(moment) for moment in MOMENTS[2:])
 
     @property
     def peak(self) -> int:
-        return max(self.rollout, self.update)
+        return max(map(self.at, MOMENTS))
 
     def table(self) -> list[tuple[str, ...]]:
         """Lines of cells, in GiB: a head, the rows, the sums."""
-        moments = [m for m in MOMENTS if m != "critic" or self.at(m)]
+        moments = [moment for moment in MOMENTS if self.at(moment)]
 
         def cells(what: str, sizes: Mapping[Moment, int]) -> tuple[str, ...]:
             shown = (f"{sizes[m] / GIB:9.3f}" if sizes.get(m) else " " * 9 for m in moments)
@@ -106,14 +106,16 @@ class OtherModels:
 
 @dataclass(frozen=True)
 class Load:
-    """What a step asks for. sequences: completions sampled at once at most. tokens: of a sequence
-    at most, prompt included. trained: sequences of one update. prompts: tokens of all prompts that
-    a call samples, each counted once for its completions."""
+    """What a step asks for. sequences: completions sampled at once at most; 0: nothing is sampled,
+    and no other model is beside the one that is trained. tokens: of a sequence at most, prompt
+    included. trained: sequences of one update. prompts: tokens of all prompts that a call samples,
+    each counted once for its completions. together: sequences that no micro-batch divides."""
 
     sequences: int
     tokens: int
     trained: int
     prompts: int
+    together: int = 1
 
     @staticmethod
     def of(settings: Settings, config: ModelConfig, longest_prompt: int | None = None) -> Load:
@@ -133,6 +135,11 @@ class Load:
             prompts=prompts * prompt,
         )
 
+    @staticmethod
+    def of_pairs(settings: Settings, longest: int) -> Load:
+        """Of a reward model's training. longest: tokens of a sequence."""
+        return Load(0, longest, 2 * settings.sft.examples_per_step, 0, together=2)
+
 
 def memory_plan(
     settings: Settings,
@@ -146,7 +153,8 @@ def memory_plan(
     """The plan of a run.
 
     Args:
-        config: of the policy. others: of the models beside it; default: none but copies of it.
+        config: of the policy, or of a reward model that is trained. others: of the models beside
+            it; default: none but copies of it.
         load: of a step; default: `Load.of` the settings.
         free: bytes of the device before anything is loaded, which bound the KV pages on a GPU;
             None: as many pages as the load can use.
@@ -157,62 +165,92 @@ def memory_plan(
     load, others = load or Load.of(settings, config), others or OtherModels()
     wanted = settings.train.tokens_per_micro_batch if tokens is None else tokens
     batch = _micro_batch(wanted, load)
-    held = _held(settings, config, others, plan)
-    resident = sum(row.bytes["rollout"] for row in held)
-    room = None if free is None else gpu_pages_room(max(0, free - resident))
-    rows = [
-        *held,
-        *_rollout(settings, config, plan, load, room),
-        *_training("", "backward", config, plan, batch, settings),
-    ]
+    moments = _moments(settings, others, load)
+    rows = _trained_model(settings, config, plan, moments)
+    if load.sequences:
+        rows += _others(settings, config, others, plan, moments)
+        resident = sum(row.bytes.get("rollout", 0) for row in rows)
+        room = None if free is None else gpu_pages_room(max(0, free - resident))
+        rows += _rollout(settings, config, plan, load, room)
+        rows += _reward(settings, others.reward, plan, load, wanted)
+    rows += _training("", "backward", config, plan, batch, settings)
     if device != "cpu":
-        rows.append(_always(settings, "libraries", _LIBRARIES))
-    if settings.critic.path is not None:
-        critic = _scalar(others.critic or config)
+        rows.append(_always(moments, "libraries", _LIBRARIES))
+    if "critic" in moments:
+        critic = (others.critic or config).with_scalar_head()
         rows += _training("critic: ", "critic", critic, plan, batch, settings)
     return MemoryPlan(tuple(row for row in rows if any(row.bytes.values())), batch)
 
 
+def _moments(settings: Settings, others: OtherModels, load: Load) -> tuple[Moment, ...]:
+    """Those that there are."""
+    there: dict[Moment, bool] = {
+        "rollout": load.sequences > 0,
+        "reward": load.sequences > 0 and others.reward is not None,
+        "critic": load.sequences > 0 and settings.critic.path is not None,
+    }
+    return tuple(moment for moment in MOMENTS if there.get(moment, True))
+
+
 def _micro_batch(wanted: int, load: Load) -> MicroBatch:
-    """The largest that packing makes: whole sequences up to `wanted` tokens, or one longer one."""
+    """The largest that packing makes: whole sequences up to `wanted` tokens, or one longer one (a
+    longer pair)."""
     whole = load.trained * load.tokens
-    tokens = min(max(wanted, load.tokens), whole)
+    tokens = min(max(wanted, load.together * load.tokens), whole)
     return MicroBatch(tokens, load.tokens, several=whole > tokens)
 
 
-def _always(settings: Settings, what: str, size: int) -> Row:
+def _always(moments: tuple[Moment, ...], what: str, size: int) -> Row:
     """A row of what is there at every moment."""
-    return Row(what, dict.fromkeys(MOMENTS if settings.critic.path else MOMENTS[:3], size))
+    return Row(what, dict.fromkeys(moments, size))
 
 
-def _held(
-    settings: Settings, config: ModelConfig, others: OtherModels, plan: PrecisionPlan
+def _trained_model(
+    settings: Settings, config: ModelConfig, plan: PrecisionPlan, moments: tuple[Moment, ...]
 ) -> list[Row]:
-    """What is there at every moment."""
-    rows = [
-        _always(settings, "master weights, FP32", 4 * num_parameters(config)),
-        _always(
-            settings,
-            f"optimizer states, {settings.train.optimizer_states}",
-            _state_bytes(settings, config),
-        ),
-        _always(settings, "working copies for sampling and training", working_bytes(config, plan)),
+    states = f"optimizer states, {settings.train.optimizer_states}"
+    copies = "working copies for sampling and training" if config.head == "lm" else "working copies"
+    return [
+        _always(moments, "master weights, FP32", 4 * num_parameters(config)),
+        _always(moments, states, optimizer_bytes(settings, config)),
+        _always(moments, copies, working_bytes(config, plan)),
     ]
+
+
+def _others(
+    settings: Settings,
+    config: ModelConfig,
+    others: OtherModels,
+    plan: PrecisionPlan,
+    moments: tuple[Moment, ...],
+) -> list[Row]:
+    """The models beside the policy, but for their forward and backward."""
+    rows = []
     reference = settings.reference
     if (settings.algorithm.kl > 0 or reference.path is not None) and not reference.offload:
-        of = others.reference or config
-        rows.append(_always(settings, "reference: working copies alone", frozen_bytes(of, plan)))
+        size = frozen_bytes(others.reference or config, plan)
+        rows.append(_always(moments, "reference: working copies alone", size))
     if settings.critic.path is not None:
-        of = _scalar(others.critic or config)
-        size = 4 * num_parameters(of) + _state_bytes(settings, of) + working_bytes(of, plan)
-        rows.append(_always(settings, "critic: masters, optimizer states, copies", size))
-    if others.reward is not None and not settings.reward.offload:
-        rows.append(
-            _always(
-                settings, "reward model: working copies alone", frozen_bytes(others.reward, plan)
-            )
-        )
+        of = (others.critic or config).with_scalar_head()
+        size = 4 * num_parameters(of) + optimizer_bytes(settings, of) + working_bytes(of, plan)
+        rows.append(_always(moments, "critic: masters, optimizer states, copies", size))
+    if others.reward is not None:
+        there: tuple[Moment, ...] = ("reward",) if settings.reward.offload else moments
+        size = frozen_bytes(others.reward, plan)
+        rows.append(_always(there, "reward model: working copies alone", size))
     return rows
+
+
+def _reward(
+    settings: Settings, config: ModelConfig | None, plan: PrecisionPlan, load: Load, wanted: int
+) -> list[Row]:
+    """A reward model's forwards, which are of as many tokens as a micro-batch."""
+    if config is None:
+        return []
+    completions = settings.rollout.prompts_per_step * settings.rollout.samples_per_prompt
+    tokens = min(max(wanted, load.tokens), completions * load.tokens)
+    size = activations.forward_bytes(config, plan, tokens)
+    return [Row(f"reward model: a forward of {tokens} tokens", {"reward": size})]
 
 
 def _rollout(
@@ -268,50 +306,3 @@ def _training(
         )
     names = ("gradients, FP32", f"activations of {batch.tokens} tokens", "while gradients are made")
     return [Row(whose + name, size) for name, size in zip(names, sizes, strict=True)]
-
-
-def _scalar(config: ModelConfig) -> ModelConfig:
-    """The decoder with a scalar head, as a critic has it."""
-    return dataclasses.replace(config, head="score", tie_word_embeddings=False)
-
-
-def _state_bytes(settings: Settings, config: ModelConfig) -> int:
-    states = settings.train.optimizer_states
-    return sum(state_bytes(shape, states) for shape in parameter_shapes(config).values())
-
-
-def frozen_bytes(config: ModelConfig, plan: PrecisionPlan) -> int:
-    """Of a model without masters: what its forward reads."""
-    copies = working_bytes(config, plan, sides=("train",))
-    if config.head == "score":
-        return copies
-    shared = config.tie_word_embeddings and plan.lm_head == "bf16"
-    return copies + (0 if shared else 2 * config.vocab_size * config.hidden_size)
-
-
-def working_bytes(
-    config: ModelConfig,
-    plan: PrecisionPlan,
-    sides: tuple[Literal["rollout", "train"], ...] = ("rollout", "train"),
-) -> int:
-    """Of the copies that GEMMs and norms read, and of the table of rotations."""
-
-    def copy(format: str, rows: int, columns: int) -> int:
-        elements = rows * columns
-        scales = 4 * -(-rows // FP8_BLOCK) * -(-columns // FP8_BLOCK)
-        return {"fp8": elements + scales, "bf16": 2 * elements, "fp32": 0}[format]
-
-    lm_head = "embed.weight" if config.tie_word_embeddings else "lm_head.weight"
-    total = 4 * config.max_position_embeddings * config.head_dim
-    wide = 4 if plan.rest == "fp32" else 2
-    for name, shape in parameter_shapes(config).items():
-        parts = name.split(".")
-        if len(shape) == 2 and parts[0] == "layers":
-            layer = int(parts[1])
-            formats = {plan.linear_format(s, layer, config.num_layers) for s in sides}
-            total += sum(copy(format, *shape) for format in formats)
-        elif name.endswith("norm.weight"):
-            total += wide * shape[0]
-        elif config.head == "lm" and name == lm_head:
-            total += copy(plan.lm_head, *shape)
-    return total

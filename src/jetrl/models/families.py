@@ -16,6 +16,7 @@ initialisation are ignored. No torch in this file.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -85,6 +86,10 @@ class ModelConfig:
         """Of config.json."""
         causal = FAMILIES[self.family][0]
         return causal if self.head == "lm" else causal.removesuffix(_LM) + _SCORE
+
+    def with_scalar_head(self) -> ModelConfig:
+        """The same decoder with one number for a head."""
+        return dataclasses.replace(self, head="score", tie_word_embeddings=False)
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> ModelConfig:

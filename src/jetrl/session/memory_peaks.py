@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import resource
+from collections.abc import Callable
 
 import torch
 
 from jetrl.memory import GIB, Fitted, shown
+
+logger = logging.getLogger(__name__)
 
 
 class MemoryPeaks:
@@ -52,15 +56,32 @@ class MemoryPeaks:
         return {"memory/peak_gib": self._highest / GIB, **phases}
 
 
-def plan_notes(memory: Fitted, wanted: int, load_s: float) -> list[str]:
-    """The memory plan in lines. wanted: train.tokens_per_micro_batch. load_s: of the models."""
-    plan = memory.plan
-    lines = [f"models loaded in {load_s:.1f} s; memory plan", *shown(plan).splitlines()]
+def tell_plan(
+    memory: Fitted, load_s: float, device: torch.device, note: Callable[[str], None]
+) -> None:
+    """The memory plan in lines, to the log; of a GPU to the user too. load_s: of the models."""
+    lines = [f"models loaded in {load_s:.1f} s; memory plan", *shown(memory.plan).splitlines()]
     if memory.free is not None:
         lines.append(f"  of {memory.free / GIB:.1f} GiB that were free")
-    if memory.tokens < wanted:
-        lines.append(
-            f"micro-batches of up to {memory.tokens} tokens: there is no room for "
+    logger.info("%s", "\n".join(lines))
+    if device.type == "cuda":
+        for line in lines:
+            note(line)
+
+
+def size_notes(memory: Fitted, tokens: int, wanted: int) -> list[str]:
+    """What to say of the size of micro-batches where it is not train.tokens_per_micro_batch.
+
+    tokens: what holds, after a resume has taken over the checkpoint's. wanted: the setting.
+    """
+    if tokens != memory.tokens:
+        return [
+            f"micro-batches of up to {tokens} tokens, as before the run was cut, since its bits "
+            f"depend on it; the memory plan is for {memory.tokens}"
+        ]
+    if tokens < wanted:
+        return [
+            f"micro-batches of up to {tokens} tokens: there is no room for "
             f"train.tokens_per_micro_batch = {wanted}"
-        )
-    return lines
+        ]
+    return []

@@ -41,6 +41,8 @@ from jetrl.training.objectives import Objective
 
 logger = logging.getLogger(__name__)
 
+_ADVICE = "`jetrl train --dry-run` prints what a run holds"
+
 
 @dataclass(frozen=True)
 class Parts:
@@ -84,9 +86,8 @@ def open_parts(settings: Settings, resume: bool, stack: contextlib.ExitStack) ->
     task = build_task(wanted)
     max_turns = turns_of(task, wanted.max_turns)
     began = time.monotonic()
-    with explained("loading the model", "`jetrl train --dry-run` prints what a run holds"):
+    with explained("loading the model", _ADVICE):
         policy = build_policy(settings, plan, task)
-        judge = build_judge(settings, policy)
         load_s = time.monotonic() - began
         require_exact(policy)
     prompts = encode_prompts(policy, task, wanted.split, system_prompt=wanted.system_prompt)
@@ -100,6 +101,10 @@ def open_parts(settings: Settings, resume: bool, stack: contextlib.ExitStack) ->
     longest = max(len(prompt.token_ids) for prompt in (*prompts, *eval_prompts))
     load = Load.of(settings, config, longest)
     memory = check_fits(settings, config, others, load, device, free)
+    began = time.monotonic()
+    with explained("loading the reward model", _ADVICE):
+        judge = build_judge(settings, policy, memory.tokens)
+        load_s += time.monotonic() - began
     rollout = settings.rollout
     engine = RolloutEngine(
         policy,

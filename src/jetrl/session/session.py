@@ -37,7 +37,7 @@ from jetrl.session.dynamic_sampling import Refilled, refill
 from jetrl.session.ending import Ending, RunResult
 from jetrl.session.hang_state import hang_state
 from jetrl.session.measured import measured
-from jetrl.session.memory_peaks import MemoryPeaks, plan_notes
+from jetrl.session.memory_peaks import MemoryPeaks, size_notes, tell_plan
 from jetrl.session.opening import open_observers, open_parts
 from jetrl.session.phases import Phases
 from jetrl.session.safeguards import Safeguards
@@ -102,18 +102,14 @@ class Session:
         stack.callback(self.display.close)
         self.ending = Ending(self.parts, self.saved, self.stops, self.phases, self.display)
         stack.push(lambda _, error, __: self.ending.cut(error, self._step, self._trainer))
-        self._tell_memory_plan()
+        tell_plan(parts.memory, parts.load_s, parts.policy.device, self.display.note)
         if self._resume:
             self._go_on()
+        if not self.saved.in_warm_up:
+            size = self.safeguards.micro_batch_size.tokens
+            for note in size_notes(parts.memory, size, settings.train.tokens_per_micro_batch):
+                self.display.note(note)
         self.learning = Learning(self.run.metrics("rl"))
-
-    def _tell_memory_plan(self) -> None:
-        wanted = self.settings.train.tokens_per_micro_batch
-        lines = plan_notes(self.parts.memory, wanted, self.parts.load_s)
-        logger.info("%s", "\n".join(lines))
-        if self.parts.policy.device.type == "cuda":
-            for line in lines:
-                self.display.note(line)
 
     def _go_on(self) -> None:
         """From the last good checkpoint, if the run has one."""

@@ -8,6 +8,7 @@ from jetrl.config import Settings
 from jetrl.errors import TimeLimitReached
 from jetrl.session.display import Display
 from jetrl.session.drawing import Drawing
+from jetrl.session.memory_peaks import size_notes
 from jetrl.session.opening import Parts
 from jetrl.session.phases import Phases
 from jetrl.session.safeguards import Safeguards
@@ -39,6 +40,9 @@ def warm_up(
     sft, last = settings.sft, settings.sft.steps
     trainer = SftTrainer(parts.policy, settings, safeguards.micro_batch_size, safeguards.sft_guard)
     step, notes = saved.load_warm_up(parts.policy, trainer.optimizer)
+    if notes:  # it goes on with the sizes that it had
+        wanted = settings.train.tokens_per_micro_batch
+        notes += size_notes(parts.memory, trainer.micro_batch_size.tokens, wanted)
     display.open_warm_up(last, step)
     for note in notes:
         display.note(note)

@@ -27,13 +27,15 @@ class RewardTrainer:
     `settings.sft`, the rest from `settings.train`.
 
     Attributes:
-        micro_batch_size: of train.tokens_per_micro_batch, or less once memory ran out.
+        micro_batch_size: what a micro-batch may have now.
         guard: refuses updates that are not finite. optimizer: its state goes into checkpoints.
     """
 
-    def __init__(self, model: ScalarModel, settings: Settings) -> None:
+    def __init__(
+        self, model: ScalarModel, settings: Settings, size: MicroBatchSize | None = None
+    ) -> None:
         self.model = model
-        self.micro_batch_size = MicroBatchSize.of(settings.train)
+        self.micro_batch_size = size or MicroBatchSize.of(settings.train)
         self.guard = Guard(settings.train.on_nonfinite, "sft.lr")
         self._checkpoint_layers = settings.train.activation_checkpointing
         self.optimizer = supervised_optimizer(model.named_masters(), settings)

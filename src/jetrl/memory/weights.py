@@ -1,0 +1,53 @@
+"""Bytes of what a model holds beside its masters: optimizer states, working copies."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from jetrl.config import Settings
+from jetrl.kernels.adamw import state_bytes
+from jetrl.models.families import ModelConfig, parameter_shapes
+from jetrl.precision.plan import FP8_BLOCK, PrecisionPlan
+
+
+def optimizer_bytes(settings: Settings, config: ModelConfig) -> int:
+    """Of its states, by train.optimizer_states."""
+    states = settings.train.optimizer_states
+    return sum(state_bytes(shape, states) for shape in parameter_shapes(config).values())
+
+
+def frozen_bytes(config: ModelConfig, plan: PrecisionPlan) -> int:
+    """Of a model without masters: what its forward reads."""
+    copies = working_bytes(config, plan, sides=("train",))
+    if config.head == "score":
+        return copies
+    shared = config.tie_word_embeddings and plan.lm_head == "bf16"
+    return copies + (0 if shared else 2 * config.vocab_size * config.hidden_size)
+
+
+def working_bytes(
+    config: ModelConfig,
+    plan: PrecisionPlan,
+    sides: tuple[Literal["rollout", "train"], ...] = ("rollout", "train"),
+) -> int:
+    """Of the copies that GEMMs and norms read, and of the table of rotations."""
+
+    def copy(format: str, rows: int, columns: int) -> int:
+        elements = rows * columns
+        scales = 4 * -(-rows // FP8_BLOCK) * -(-columns // FP8_BLOCK)
+        return {"fp8": elements + scales, "bf16": 2 * elements, "fp32": 0}[format]
+
+    lm_head = "embed.weight" if config.tie_word_embeddings else "lm_head.weight"
+    total = 4 * config.max_position_embeddings * config.head_dim
+    wide = 4 if plan.rest == "fp32" else 2
+    for name, shape in parameter_shapes(config).items():
+        parts = name.split(".")
+        if len(shape) == 2 and parts[0] == "layers":
+            layer = int(parts[1])
+            formats = {plan.linear_format(s, layer, config.num_layers) for s in sides}
+            total += sum(copy(format, *shape) for format in formats)
+        elif name.endswith("norm.weight"):
+            total += wide * shape[0]
+        elif config.head == "lm" and name == lm_head:
+            total += copy(plan.lm_head, *shape)
+    return total
