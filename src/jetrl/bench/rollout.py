@@ -142,14 +142,20 @@ def run_case(policy: Policy, batch: int, prompt: int, response: int, profiled: b
     return row
 
 
-def run_grpo(policy: Policy) -> Row:
-    """The load with a tail."""
+def grpo_load(vocabulary: int) -> tuple[list[list[int]], list[int]]:
+    """The prompts, and the number of tokens of each sample (those of a prompt side by side)."""
     generator = np.random.default_rng(0)
-    prompts = generator.integers(0, policy.config.vocab_size, (GRPO_PROMPTS, GRPO_PROMPT)).tolist()
+    prompts = generator.integers(0, vocabulary, (GRPO_PROMPTS, GRPO_PROMPT)).tolist()
     count = GRPO_PROMPTS * GRPO_SAMPLES
     center = np.log(GRPO_MEAN) - GRPO_SIGMA**2 / 2
     lengths = np.exp(generator.normal(center, GRPO_SIGMA, count)).round().clip(1, GRPO_MAX)
-    max_tokens = [int(n) for n in lengths]
+    return prompts, [int(n) for n in lengths]
+
+
+def run_grpo(policy: Policy) -> Row:
+    """The load with a tail."""
+    prompts, max_tokens = grpo_load(policy.config.vocab_size)
+    lengths, count = np.array(max_tokens), len(max_tokens)
     engine = RolloutEngine(policy, max_batch_size=count)
     params = SamplingParams(n=GRPO_SAMPLES, max_tokens=GRPO_MAX, ignore_eos=True, seed=1)
     engine.generate(prompts, params, max_tokens=[min(24, n) for n in max_tokens])

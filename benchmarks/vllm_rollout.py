@@ -1,0 +1,150 @@
+"""vLLM on the load of `jetrl bench rollout --load grpo`: the same prompts, the same lengths.
+
+    python benchmarks/vllm_rollout.py --quantization fp8
+    jetrl bench rollout --shape qwen3-8b --plan unified --load grpo
+
+Needs vLLM (0.26.0 was used) beside jetrl, and the GPU for itself: run the two one after the other.
+64 prompts x 8 samples, each sample a request with its length as max_tokens and end-of-sequence
+ignored; log-probs of the drawn tokens are on; prompts are token ids, so no tokenizer runs. Weights
+are random: only the shape counts. Whole-phase tokens/s are of one `generate` call, the tail
+included, after a warm-up that compiles and captures what it uses.
+
+vLLM runs as it does by default (its compiler, CUDA graphs, asynchronous scheduling, prefix caching,
+its own choice of kernels), but for --max-num-seqs and for what spares it work: no detokenizer, flat
+log-probs, and one process, so that no token is sent to another. `fp8` is its online quantization of
+the linears with an FP8 cache of keys and values; `fp8_per_block` has blocks of 128 x 128 as jetrl
+has; `none` is BF16. Which kernels it chose is in its log; what it says of its layers, in the row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import re
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jetrl.bench._timing import Row, print_table, write_results
+from jetrl.bench.rollout import GRPO_MAX, GRPO_PROMPT, grpo_load
+from jetrl.bench.shapes import SHAPES
+
+ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+SHORTEST, ALONE = 8, 64  # tokens of the warm-up's first and last sequence to end
+
+
+def warm_lengths(count: int) -> list[int]:
+    """Lengths of the warm-up: sequences end a few at a time, so that batches of all sizes run, and
+    at last one runs alone."""
+    return [ALONE, *(SHORTEST + place // 15 for place in range(count - 1))]
+
+
+def model_folder(shape: str, folder: str) -> str:
+    """Writes the config.json of a named shape; there are no weights beside it."""
+    config = {**SHAPES[shape], "torch_dtype": "bfloat16"}
+    Path(folder, "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return folder
+
+
+def generate(llm: Any, prompts: list[list[int]], lengths: list[int]) -> float:
+    """Seconds of one call that draws `lengths` tokens after the prompts, each prompt's samples side
+    by side.
+
+    Raises:
+        AssertionError: a completion of another length, or without log-probs.
+    """
+    from vllm import SamplingParams
+
+    requests = [
+        {"prompt_token_ids": p} for p in prompts for _ in range(len(lengths) // len(prompts))
+    ]
+    fixed = {"ignore_eos": True, "logprobs": 0, "flat_logprobs": True, "detokenize": False}
+    params = [SamplingParams(temperature=1.0, max_tokens=length, **fixed) for length in lengths]
+    began = time.perf_counter()
+    outputs = llm.generate(requests, params, use_tqdm=False)
+    seconds = time.perf_counter() - began
+    for output, length in zip(outputs, lengths, strict=True):
+        drawn = output.outputs[0]
+        assert len(drawn.token_ids) == len(drawn.logprobs) == length, (output.request_id, length)
+    return seconds
+
+
+def run(shape: str, quantization: str, max_num_seqs: int, gpu_memory_utilization: float) -> Row:
+    from vllm import LLM
+
+    prompts, lengths = grpo_load(SHAPES[shape]["vocab_size"])
+    began = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        llm = LLM(
+            model=model_folder(shape, folder),
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            generation_config="vllm",
+            quantization=None if quantization == "none" else quantization,
+            kv_cache_dtype="auto" if quantization == "none" else "fp8",
+            max_model_len=GRPO_PROMPT + GRPO_MAX,
+            max_num_seqs=max_num_seqs,
+            gpu_memory_utilization=gpu_memory_utilization,
+            enable_prefix_caching=True,
+        )
+        started = time.perf_counter() - began
+        warm = generate(llm, prompts, warm_lengths(len(lengths)))
+        print(f"vLLM: started in {started:.1f} s, warmed up in {warm:.1f} s", flush=True)
+        llm.reset_prefix_cache()
+        seconds = generate(llm, prompts, lengths)
+        config = llm.llm_engine.vllm_config
+        row = {
+            "shape": shape,
+            "engine": "vLLM",
+            "quantization": quantization,
+            "load": "grpo",
+            "sequences": len(lengths),
+            "tokens": sum(lengths),
+            "longest": max(lengths),
+            "tokens_per_s": round(sum(lengths) / seconds),
+            "seconds": round(seconds, 2),
+            "started_s": round(started, 1),
+            "max_num_seqs": max_num_seqs,
+            "kv_cache_dtype": config.cache_config.cache_dtype,
+            "cudagraph_mode": config.compilation_config.cudagraph_mode.name,
+            "async_scheduling": config.scheduler_config.async_scheduling,
+        }
+        print_table([row])  # before anything else can fail
+        row["layers"] = sorted(set(re.findall(r"\b(?:quant|backend)=(\w+)", repr(llm))))
+        llm.llm_engine.engine_core.shutdown()
+    return row
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-8b")
+    parser.add_argument(
+        "--quantization",
+        choices=["none", "fp8", "fp8_per_block", "fp8_per_channel"],
+        default="fp8",
+        help="of the linears (default fp8: a scale per weight and one per token)",
+    )
+    parser.add_argument("--max-num-seqs", type=int, default=512, help="at once (default 512: all)")
+    parser.add_argument("--gpu-memory-utilization", type=float, default=0.9)
+    parser.add_argument(
+        "--out", default="build/bench/rollout_vllm.json", type=Path, help="JSON file"
+    )
+    args = parser.parse_args(argv)
+    for name, value in ENVIRONMENT.items():  # read when vLLM is imported
+        os.environ.setdefault(name, value)
+    row = run(args.shape, args.quantization, args.max_num_seqs, args.gpu_memory_utilization)
+    command = (
+        f"python benchmarks/vllm_rollout.py --shape {args.shape} --quantization "
+        f"{args.quantization} --max-num-seqs {args.max_num_seqs}"
+    )
+    write_results(args.out, "rollout_vllm", command, [row], vllm=importlib.metadata.version("vllm"))
+
+
+if __name__ == "__main__":
+    main()
