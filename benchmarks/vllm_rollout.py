@@ -12,8 +12,9 @@ included, after a warm-up that compiles and captures what it uses.
 vLLM runs as it does by default (its compiler, CUDA graphs, asynchronous scheduling, prefix caching,
 its own choice of kernels), but for --max-num-seqs and for what spares it work: no detokenizer, flat
 log-probs, and one process, so that no token is sent to another. `fp8` is its online quantization of
-the linears with an FP8 cache of keys and values; `fp8_per_block` has blocks of 128 x 128 as jetrl
-has; `none` is BF16. Which kernels it chose is in its log; what it says of its layers, in the row.
+the linears; `fp8_per_block` has blocks of 128 x 128 as jetrl has; `none` is BF16. Which kernels it
+chose is in its log; what it says of its layers, in the row. Half the bytes of keys and values need
+not be faster there on Hopper: try --kv-cache-dtype auto (BF16) as well.
 """
 
 from __future__ import annotations
@@ -73,7 +74,14 @@ def generate(llm: Any, prompts: list[list[int]], lengths: list[int]) -> float:
     return seconds
 
 
-def run(shape: str, quantization: str, max_num_seqs: int, gpu_memory_utilization: float) -> Row:
+def run(
+    shape: str,
+    quantization: str,
+    kv_cache_dtype: str,
+    max_num_seqs: int,
+    gpu_memory_utilization: float,
+) -> Row:
+    """The load on vLLM; started_s is its start, compilation and capture of graphs included."""
     from vllm import LLM
 
     prompts, lengths = grpo_load(SHAPES[shape]["vocab_size"])
@@ -85,7 +93,7 @@ def run(shape: str, quantization: str, max_num_seqs: int, gpu_memory_utilization
             skip_tokenizer_init=True,
             generation_config="vllm",
             quantization=None if quantization == "none" else quantization,
-            kv_cache_dtype="auto" if quantization == "none" else "fp8",
+            kv_cache_dtype=kv_cache_dtype,
             max_model_len=GRPO_PROMPT + GRPO_MAX,
             max_num_seqs=max_num_seqs,
             gpu_memory_utilization=gpu_memory_utilization,
@@ -130,6 +138,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         default="fp8",
         help="of the linears (default fp8: a scale per weight and one per token)",
     )
+    parser.add_argument(
+        "--kv-cache-dtype", choices=["fp8", "auto"], help="default: fp8, but auto (BF16) for none"
+    )
     parser.add_argument("--max-num-seqs", type=int, default=512, help="at once (default 512: all)")
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.9)
     parser.add_argument(
@@ -138,10 +149,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     for name, value in ENVIRONMENT.items():  # read when vLLM is imported
         os.environ.setdefault(name, value)
-    row = run(args.shape, args.quantization, args.max_num_seqs, args.gpu_memory_utilization)
+    kv = args.kv_cache_dtype or ("auto" if args.quantization == "none" else "fp8")
+    row = run(args.shape, args.quantization, kv, args.max_num_seqs, args.gpu_memory_utilization)
     command = (
         f"python benchmarks/vllm_rollout.py --shape {args.shape} --quantization "
-        f"{args.quantization} --max-num-seqs {args.max_num_seqs}"
+        f"{args.quantization} --kv-cache-dtype {kv} --max-num-seqs {args.max_num_seqs}"
     )
     write_results(args.out, "rollout_vllm", command, [row], vllm=importlib.metadata.version("vllm"))
 
