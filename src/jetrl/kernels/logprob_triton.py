@@ -55,7 +55,7 @@ def row_statistics(row_ptr, num_columns, temperature, BLOCK: tl.constexpr, LOG2_
     lane_sum = tl.zeros([LANES], tl.float32)
     lane_moment = tl.zeros([LANES], tl.float32)
     columns = tl.arange(0, LANES)[:, None] * 4 + tl.arange(0, 4)[None, :]
-    for start in range(0, num_columns, BLOCK):
+    for start in tl.range(0, num_columns, BLOCK, num_stages=3):
         z = scaled_logits(row_ptr, start + columns, num_columns, temperature)
         larger = tl.maximum(lane_max, tl.max(z, 1))
         step = lane_max - larger

@@ -92,6 +92,7 @@ def _row_kernel(
     WRITE_Y: tl.constexpr,
     WRITE_INVERSE: tl.constexpr,
     QUANTIZE: tl.constexpr,
+    FEW: tl.constexpr,
     WIDTH: tl.constexpr,
     PADDED: tl.constexpr,
     EPS: tl.constexpr,
@@ -103,6 +104,8 @@ def _row_kernel(
     columns = tl.arange(0, PADDED)
     mask = columns < WIDTH
     places = row.to(tl.int64) * WIDTH + columns
+    if FEW:  # with many rows, registers count for more than what a program waits for
+        weight = tl.load(weight_ptr + columns, mask=mask, other=0.0)
     wait_for_previous()
     let_next_start()
     x = tl.load(x_ptr + places, mask=mask, other=0.0).to(tl.float32)
@@ -116,8 +119,9 @@ def _row_kernel(
     if WRITE_INVERSE:
         tl.store(inverse_ptr + row, inverse)
     if WRITE_Y or QUANTIZE:
-        weight = tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
-        y = round_to_bfloat16(x * inverse * weight)
+        if not FEW:
+            weight = tl.load(weight_ptr + columns, mask=mask, other=0.0)
+        y = round_to_bfloat16(x * inverse * weight.to(tl.float32))
         if WRITE_Y:
             tl.store(y_ptr + places, y.to(tl.bfloat16), mask=mask)
         if QUANTIZE:
@@ -305,6 +309,7 @@ def _launch_rows(
         y is not None,
         inverse is not None,
         rows is not None,
+        num_rows <= _FEW_ROWS,
         width,
         padded,
         eps,

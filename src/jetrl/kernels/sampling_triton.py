@@ -82,7 +82,7 @@ def _sample_kernel(
 
     total = tl.zeros([], tl.int64)
     best = num_columns
-    for block in range(0, num_blocks):
+    for block in tl.range(0, num_blocks, num_stages=3):
         columns = block * BLOCK + tl.arange(0, BLOCK)
         weights = _weights(row_ptr, columns, num_columns, temperature, row_max, LOG2_E, ONE)
         if greedy:

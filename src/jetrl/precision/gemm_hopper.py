@@ -154,7 +154,9 @@ def _deep_gemm(codes: Tensor, scales: Tensor, b: QTensor) -> Tensor:
 def _load_deep_gemm() -> Any:
     if not deep_gemm_installed():
         raise UserError("DeepGEMM is not installed: pip install sgl-deep-gemm apache-tvm-ffi")
-    return importlib.import_module("deep_gemm")
+    library = importlib.import_module("deep_gemm")
+    library.set_pdl(True)  # its kernels set themselves up while the one in front ends, and wait
+    return library
 
 
 def _row_operand(a: QTensor) -> tuple[int, Tensor, Tensor]:
