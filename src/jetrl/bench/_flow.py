@@ -117,10 +117,20 @@ class Flow:
     # What comes before they are measured
 
     def warm_up(self) -> None:
-        """Everything runs once, kernels are compiled, and the weights have moved."""
-        self.sample(seed=0, response_length=min(_WARM_TOKENS, self.load.response_length))
+        """Everything runs once, kernels are compiled, and the weights have moved. Kernels of long
+        contexts and of the last, smaller micro-batch are others."""
+        load = self.load
+        few = min(_WARM_TOKENS, load.response_length)
+        self.sample(seed=0, response_length=few)
+        longest = Load(1, 1, load.length - few, few)
+        self.engine.generate(
+            longest.random_prompts(self.vocabulary, seed=0),
+            SamplingParams(max_tokens=few, ignore_eos=True),
+        )
         self.engine.free_cache()
         self.fit()
+        if rest := load.sequences % (self.chosen["micro_batch_tokens"] // load.length):
+            self._train_on(self.synthetic(rest, seed=2), self.trainer)
 
     def synthetic(self, sequences: int, seed: int) -> list[Sample]:
         """Samples of the load's lengths that nobody drew, without log-probs: one group."""
@@ -158,9 +168,7 @@ class Flow:
         samples = self.synthetic(2 * count, seed=1)
         try:
             for part in (samples[:1], samples):
-                # Of an exact plan's sampler the trainer expects its own, and here there was none.
-                exact = self.policy.plan.exact
-                trainer.step(with_logprobs(part, self.old_logprobs(part)) if exact else part)
+                self._train_on(part, trainer)
         except OutOfMemoryStop:
             fits = False
         else:
@@ -172,6 +180,13 @@ class Flow:
             del trainer
             release()
         return fits
+
+    def _train_on(self, samples: Sequence[Sample], trainer: Trainer) -> None:
+        """A step on samples that nobody drew. Of an exact plan's sampler the trainer expects its
+        own log-probs."""
+        if self.policy.plan.exact:
+            samples = with_logprobs(samples, self.old_logprobs(samples))
+        trainer.step(samples)
 
     def _settings(self, tokens: int, checkpointing: bool) -> Settings:
         choices = self._choices
