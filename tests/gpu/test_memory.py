@@ -96,6 +96,24 @@ def test_a_reward_models_forward(preset: str) -> None:
     assert 0.6 * planned < taken <= 1.02 * planned
 
 
+def test_tied_embeddings_have_one_gradient() -> None:
+    """The head's and the embedding's part are added in one buffer, in an update's first backward
+    too: beside the gradients there is nothing of the size of the embedding."""
+    config = {**CONFIG, "vocab_size": 65536, "tie_word_embeddings": True}
+    policy = Policy.from_config(config, PrecisionPlan.preset("unified"), device="cuda")
+    ids = torch.randint(0, 65536, (256,), device="cuda")
+    ends, targets = torch.tensor([0, 256], device="cuda"), torch.arange(1, 256, device="cuda")
+    gradients = sum(master.nbytes for master in policy.named_masters().values())
+    for _ in range(2):  # the first time compiles
+        for master in policy.named_masters().values():
+            master.grad = None
+        before = requested("current")
+        torch.cuda.reset_peak_memory_stats()
+        policy.train_logprobs(ids, ends, targets)[0].sum().backward()
+        on_top = requested("peak") - before - gradients
+    assert on_top < policy.named_masters()["embed.weight"].nbytes / 2
+
+
 def test_a_run_holds_what_was_planned(tmp_path: Path) -> None:
     """Within 5% of the measured peak, in rollout and in update."""
     recipe = tmp_path / "r.toml"

@@ -1,5 +1,6 @@
 """The embedding that adds to its master's gradient itself: it runs on the CPU as well."""
 
+import pytest
 import torch
 from torch import nn
 
@@ -26,3 +27,27 @@ def test_rows_and_gradients_are_those_of_torch():
 def test_a_frozen_master_gets_no_gradient():
     master = nn.Parameter(torch.randn(5, 8), requires_grad=False)
     assert not embed(torch.tensor([1, 2]), master).requires_grad
+
+
+def test_uses_in_one_backward_share_one_gradient(monkeypatch: pytest.MonkeyPatch):
+    """As those of tied embeddings: no second matrix of the vocabulary's size is ever there."""
+    master = nn.Parameter(torch.randn(5, 8))
+    made = []
+    zeros_like = torch.zeros_like
+    monkeypatch.setattr(torch, "zeros_like", lambda x: made.append(x.shape) or zeros_like(x))
+    loss = embed(torch.tensor([1, 2]), master).sum() + embed(torch.tensor([2, 3]), master).sum()
+    loss.backward()
+    assert made == [master.shape]
+    assert master.grad is not None
+    assert master.grad[:, 0].tolist() == [0, 1, 2, 1, 0]
+
+
+def test_a_hook_sees_each_gradient():
+    master = nn.Parameter(torch.randn(5, 8))
+    seen: list[float] = []
+    master.register_hook(lambda gradient: seen.append(float(gradient.sum())))
+    for _ in range(2):
+        embed(torch.tensor([1, 2]), master).sum().backward()
+    assert seen == [16.0, 16.0]
+    assert master.grad is not None
+    assert master.grad[:, 0].tolist() == [0, 2, 2, 0, 0]

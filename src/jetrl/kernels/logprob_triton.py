@@ -27,6 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from jetrl.kernels.master_gradient import gradient_to_add_to
 from jetrl.precision.gemm_hopper import bf16_matmul_hopper
 from jetrl.precision.quantize_hopper import check_matrix
 
@@ -142,8 +143,8 @@ def lm_head_logprobs(
     """(log-prob, entropy) float32 [R] of chosen int64 [R] given hidden bfloat16 [R, D].
 
     weight: bfloat16 [V, D], the working copy of master float32 [V, D], which only receives the
-    gradient; where there is one already backward adds to it in place (but where a hook wants to see
-    it). Differentiable in hidden and master; entropy is not. chunk_rows: rows whose logits are held
+    gradient, added to the one that is there in place (but where a hook wants to see it).
+    Differentiable in hidden and master; entropy is not. chunk_rows: rows whose logits are held
     at a time; changes no bit of the results. recompute: do not keep the 2 R V bytes that spare
     backward one of three products.
     """
@@ -268,10 +269,9 @@ class _HeadLogprobs(torch.autograd.Function):
         hidden, weight, chosen, row_max, lse, kept = ctx.saved_tensors
         grad = grads[0].float().contiguous()
         dhidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        total = dweight = None
+        dweight = returned = None
         if ctx.needs_input_grad[1]:
-            total = None if ctx.master._backward_hooks else ctx.master.grad
-            dweight = torch.zeros_like(ctx.master) if total is None else total
+            dweight, returned = gradient_to_add_to(ctx.master)
         ones = torch.ones_like(grad)
         rows = ctx.chunk_rows if kept is None else max(1, _CHUNK_GRADIENTS // len(weight))
         for start in range(0, len(chosen), rows):
@@ -293,4 +293,4 @@ class _HeadLogprobs(torch.autograd.Function):
                 torch.ops.aten.addmm.dtype_out(
                     dweight, gradient.t(), scaled, torch.float32, out=dweight
                 )
-        return dhidden, dweight if total is None else None, None, None, None, None, None
+        return dhidden, returned, None, None, None, None, None

@@ -12,11 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from jetrl.kernels.master_gradient import gradient_to_add_to
+
 
 def embed(token_ids: Tensor, master: Tensor) -> Tensor:
-    """bfloat16 [T, D]: rows token_ids int64 [T] of master float32 [V, D]. Where there is a gradient
-    of the master already, backward adds to it in place (but where a hook wants to see it); equal
-    tokens in order, so that the bits are the same each time."""
+    """bfloat16 [T, D]: rows token_ids int64 [T] of master float32 [V, D]. Backward adds to the
+    master's gradient in place (but where a hook wants to see it); equal tokens in order, so that
+    the bits are the same each time."""
     rows: Tensor = _Embed.apply(token_ids, master)
     return rows
 
@@ -31,7 +33,6 @@ class _Embed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor | None]:
         (token_ids,) = ctx.saved_tensors
-        total = None if ctx.master._backward_hooks else ctx.master.grad
-        gradient = torch.zeros_like(ctx.master) if total is None else total
-        gradient.index_put_((token_ids,), grads[0].float(), accumulate=True)
-        return None, gradient if total is None else None
+        total, returned = gradient_to_add_to(ctx.master)
+        total.index_put_((token_ids,), grads[0].float(), accumulate=True)
+        return None, returned
