@@ -350,6 +350,46 @@ def test_pages_beyond_two_to_the_31_elements(gpu) -> None:
     assert same_bits(gpu.attend_prefill(b.q, far.pages, tiles), packed(gpu, b)[0])
 
 
+MOST_BLOCKS = 65535  # of a grid's second and third dimension
+
+
+def test_a_step_over_more_key_blocks_than_a_grid_is_high(gpu) -> None:
+    b = batch(gpu, [256], 1, 1, 64, "fp8")
+    b.tables[0] *= (MOST_BLOCKS + 5) // 4
+    keys = 64 * len(b.tables[0])
+    b.lengths[0] = keys
+    tiles = gpu.QueryTiles.paged([1], [keys], b.tables, "cuda")
+    assert len(tiles.key_blocks) > MOST_BLOCKS
+    table = torch.tensor(b.tables, dtype=torch.int32, device="cuda")
+    length = torch.tensor([keys], dtype=torch.int32, device="cuda")
+    q = b.q[:1].contiguous()
+    expected = gpu.attend_decode(q, b.pages, table, length, keys)
+    assert same_bits(gpu.attend_prefill(q, b.pages, tiles), expected)
+
+
+@pytest.mark.parametrize("limit", [2**31, 0], ids=["stored", "anew"])
+def test_gradients_of_more_blocks_than_a_grid_is_high(
+    gpu, limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many copies of one short sequence: each has the gradients of the first alone."""
+    import jetrl.kernels.attention_backward as module
+
+    monkeypatch.setattr(module, "_STORED_BYTES", limit)
+    one = batch(gpu, [64], 1, 1, 64, "bf16")
+    do = torch.randn_like(one.q)
+
+    def gradients(copies: int) -> list[torch.Tensor]:
+        tiles = gpu.QueryTiles.packed(range(0, 64 * copies + 1, 64), "cuda")
+        assert len(tiles.key_tiles) == len(tiles.query_tiles) == copies
+        q, k, v, grad = (x.repeat(copies, 1, 1) for x in (one.q, one.k, one.v, do))
+        codes = gpu.KeyValueCodes(k, None, v, None)
+        o, lse = gpu.attend_tiles(q, gpu.stage_keys(codes, tiles), tiles)
+        return list(module.attention_backward(grad, q, codes, o, lse, tiles))
+
+    for alone, many in zip(gradients(1), gradients(MOST_BLOCKS + 1), strict=True):
+        assert same_bits(many.view(-1, *alone.shape), alone.expand(MOST_BLOCKS + 1, *alone.shape))
+
+
 @pytest.mark.parametrize("kv", FORMATS)
 def test_gradients_do_not_depend_on_how_much_of_ds_is_kept(
     gpu, kv: str, monkeypatch: pytest.MonkeyPatch

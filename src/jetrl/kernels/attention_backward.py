@@ -128,6 +128,7 @@ def dkdv_kernel(
     line_stride,
     scale,
     first_group,
+    num_groups,
     head_tiles,
     G: tl.constexpr,
     GROUP: tl.constexpr,
@@ -139,10 +140,11 @@ def dkdv_kernel(
 ):
     """dK and dV of one block of keys: over the query heads of its group and the queries. STORE: the
     tiles of dS [BLOCK_N, BLOCK_M] are written to ds_desc, for dQ."""
-    group = first_group + tl.program_id(0)
-    row0 = tl.load(tiles_ptr + tl.program_id(1) * 3)
-    end = tl.load(tiles_ptr + tl.program_id(1) * 3 + 1)
-    stored = tl.load(tiles_ptr + tl.program_id(1) * 3 + 2) + tl.program_id(0) * GROUP * head_tiles
+    group_here = tl.program_id(0) % num_groups
+    group = first_group + group_here
+    record = tiles_ptr + tl.program_id(0) // num_groups * 3
+    row0, end = tl.load(record), tl.load(record + 1)
+    stored = tl.load(record + 2) + group_here * GROUP * head_tiles
     key = row0 + tl.arange(0, BLOCK_N)
     ok = key < end
     at = key.to(tl.int64)[:, None] * (G * D) + group * D + tl.arange(0, D)[None, :]
@@ -243,10 +245,9 @@ def dq_kernel(
 ):
     """dQ of one block of queries of one head, over the keys it sees."""
     H: tl.constexpr = G * GROUP
-    head = tl.program_id(0)
-    first = tl.load(tiles_ptr + tl.program_id(1) * 3)
-    row0 = tl.load(tiles_ptr + tl.program_id(1) * 3 + 1)
-    end = tl.load(tiles_ptr + tl.program_id(1) * 3 + 2)
+    head = tl.program_id(0) % H
+    record = tiles_ptr + tl.program_id(0) // H * 3
+    first, row0, end = tl.load(record), tl.load(record + 1), tl.load(record + 2)
     group = head // GROUP
     row = row0 + tl.arange(0, BLOCK_M)
     ok = row < end
@@ -315,9 +316,9 @@ def attention_backward(
         ds_rows = TensorDescriptor.from_tensor(stored, [BACKWARD_KEYS, _STEP])
     for first in range(0, groups, count):
         here = min(count, groups - first)
-        dkdv_kernel[(here, len(tiles.key_tiles))](
+        dkdv_kernel[(here * len(tiles.key_tiles),)](
             q_rows, codes.k, codes.v, k_scales, v_scales, do_rows, ds_rows or q_rows, lse2, delta,
-            dk, dv, tiles.key_tiles, width, scale, first, tiles.stored_tiles, groups, group,
+            dk, dv, tiles.key_tiles, width, scale, first, here, tiles.stored_tiles, groups, group,
             head_dim, codes.scaled, _STEP, BACKWARD_KEYS, store,
             num_warps=8, num_stages=3,
         )  # fmt: skip
@@ -349,7 +350,7 @@ def _dq_anew(
     k_scales, v_scales = (
         delta if s is None else _lines(s, width) for s in (codes.k_scales, codes.v_scales)
     )
-    dq_kernel[(heads, len(tiles.query_tiles))](
+    dq_kernel[(heads * len(tiles.query_tiles),)](
         q, rows(codes.k.to(q.dtype)), rows(codes.v.to(q.dtype)), k_scales, v_scales, do, lse2,
         delta, dq, tiles.query_tiles, width, scale, codes.num_heads, group, head_dim, codes.scaled,
         BACKWARD_QUERIES, _STEP,

@@ -36,6 +36,7 @@ def dq_stored_kernel(
     tiles_ptr,
     scale,
     first_group,
+    num_heads,
     head_tiles,
     H: tl.constexpr,
     GROUP: tl.constexpr,
@@ -44,13 +45,14 @@ def dq_stored_kernel(
     BLOCK_N: tl.constexpr,
 ):
     """dQ of two neighbouring blocks of BLOCK_M queries of one head."""
-    head = first_group * GROUP + tl.program_id(0)
-    record = tiles_ptr + tl.program_id(1) * 4
+    head_here = tl.program_id(0) % num_heads
+    head = first_group * GROUP + head_here
+    record = tiles_ptr + tl.program_id(0) // num_heads * 4
     first, row0 = tl.load(record), tl.load(record + 1)
     end = tl.load(record + 2)
     blocks = tl.cdiv(end - first, BLOCK_M)
     m = (row0 - first) // BLOCK_M
-    tile0 = tl.load(record + 3) + tl.program_id(0) * head_tiles + m
+    tile0 = tl.load(record + 3) + head_here * head_tiles + m
     low = tl.zeros([BLOCK_M, D], tl.float32)
     high = tl.zeros([BLOCK_M, D], tl.float32)
     for j in range(0, (row0 - first) // BLOCK_N + 1):
@@ -88,10 +90,11 @@ def dq_of_stored(
     [T, H, D]. group: query heads a key-value head.
     """
     tokens, heads, head_dim = dq.shape
-    dq_stored_kernel[(num_groups * group, len(tiles.stored_query_tiles))](
+    heads_here = num_groups * group
+    dq_stored_kernel[(heads_here * len(tiles.stored_query_tiles),)](
         TensorDescriptor.from_tensor(stored, [BACKWARD_KEYS, BACKWARD_QUERIES]),
         TensorDescriptor.from_tensor(keys.view(tokens, -1), [BACKWARD_KEYS, head_dim]),
-        dq, tiles.stored_query_tiles, scale, first_group, tiles.stored_tiles,
+        dq, tiles.stored_query_tiles, scale, first_group, heads_here, tiles.stored_tiles,
         heads, group, head_dim, BACKWARD_QUERIES, BACKWARD_KEYS,
         num_warps=4, num_stages=3,
     )  # fmt: skip

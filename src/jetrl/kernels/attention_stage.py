@@ -40,8 +40,8 @@ def stage_keys_kernel(
     """One block of one key-value head: 16-bit keys (channels permuted) and values, and factors."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     line: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    group = gl.program_id(0)
-    block = gl.program_id(1)
+    group = gl.program_id(0) % G
+    block = gl.program_id(0) // G
     row0 = gl.load(blocks_ptr + block * 2).to(gl.int64)
     valid = gl.load(blocks_ptr + block * 2 + 1)
     out_block = group.to(gl.int64) * num_blocks + block
@@ -93,7 +93,7 @@ def stage_keys(codes: KeyValueCodes, tiles: QueryTiles) -> StagedKeys:
     kv = codes.k.new_empty(rows * 2 * BLOCK_KEYS, head_dim, dtype=dtype)
     factors = codes.k.new_empty(rows * 4 if codes.scaled else 4, BLOCK_KEYS, dtype=torch.float32)
     k_scales, v_scales = (factors if s is None else s for s in (codes.k_scales, codes.v_scales))
-    stage_keys_kernel[(groups, num_blocks)](
+    stage_keys_kernel[(rows,)](
         codes.k, codes.v, k_scales, v_scales, tiles.key_blocks, kv, factors, num_blocks,
         groups, head_dim, BLOCK_KEYS, codes.scaled, score_scale(head_dim, codes.scaled),
         num_warps=4, enable_fp_fusion=False,
