@@ -85,10 +85,14 @@ class Scoring:
     """The scores of completions, each begun when it is finished, while others are still drawn.
 
     scorer: in whose processes; one without scores when it is asked for the samples. prompts: of the
-    completions, `each` of every one, in order.
+    completions, `each` of every one, in order. goes_on: in a step that has scored others.
     """
 
-    def __init__(self, scorer: Scorer, prompts: Sequence[EncodedPrompt], each: int) -> None:
+    def __init__(
+        self, scorer: Scorer, prompts: Sequence[EncodedPrompt], each: int, goes_on: bool = False
+    ) -> None:
+        if not goes_on:
+            scorer.begin_step()
         self.scorer, self.prompts, self.each = scorer, prompts, each
         self._begun: dict[int, tuple[int, Completion]] = {}  # tickets, and what they are of
 

@@ -123,3 +123,20 @@ def test_turns_of_a_task_without_any_are_refused():
     assert turns_of(get_task("arithmetic"), None) == 1
     with pytest.raises(UserError, match="max_turns = 2, but task arithmetic has no turns"):
         turns_of(get_task("arithmetic"), 2)
+
+
+def test_what_hanging_turns_may_cost_is_of_a_step_and_not_of_a_turn() -> None:
+    """Each turn is answered before the next is asked, as in a rollout."""
+    with Scorer(f"{FILE}:Turns", workers=1, timeout_s=0.2, max_lost_s=0.5) as scorer:
+        scorer.begin_step()
+        said = [ask(scorer, "hang")[0].failure for _ in range(6)]
+        assert "took longer" in said[0]
+        assert "not judged: others of the batch hung" in said[-1]
+        assert "one of them: score took longer than 0.2 s" in said[-1]
+        starts = [worker._starts for worker in scorer._workers]
+        assert "not judged" in ask(scorer, "1")[0].failure
+        assert "not judged" in scorer.finish([scorer.begin(TEXT, "1")])[0].failure
+        assert starts == [worker._starts for worker in scorer._workers], "none for them"
+        scorer.begin_step()
+        assert ask(scorer, "x")[0].reply == "0:x"
+        assert scorer.finish([scorer.begin(TEXT, "123")])[0].score.reward == 3.0

@@ -220,7 +220,7 @@ class Session:
                 self._rollout_tokens += parts.engine.stats.tokens_drawn
                 self._scoring = Scoring(parts.scorer, prompts, params.n)
             else:
-                self._scoring = Scoring(parts.scorer, prompts, params.n)
+                self._scoring = Scoring(parts.scorer, prompts, params.n, goes_on=again > 0)
                 completions = sample_prompts(
                     parts.engine, self._scoring, params, parts.max_turns, self._progress
                 )

@@ -72,8 +72,8 @@ class Scorer:
             0: no limit.
         max_lost_s: seconds a worker that the scores of one step, with the turns of its rollout, may
             lose to what hangs or crashes, and to starting workers again. Past it, what has no
-            verdict yet gets none: a batch of nothing but hanging scores cannot hold a step up for
-            hours.
+            verdict yet gets none, nor what comes until the next `begin_step`: a batch of nothing
+            but hanging scores cannot hold a step up for hours.
 
     On start the task's `self_test` cases are scored, so that a checker that does not work is an
     error now and not a run without reward.
@@ -100,7 +100,7 @@ class Scorer:
                 f"{memory_mib}, task.max_lost_s = {max_lost_s}: out of range"
             )
         self._max_lost_s = max_lost_s
-        self._lost_s = 0.0
+        self._lost_s, self._last_failure, self._given_up = 0.0, "", ""
         folder = None if path is None else str(path)
         self._setup = Setup(name, folder, dict(options or {}), float(timeout_s), memory_mib)
         self._task = get_task(name, path=folder, **self._setup.options)
@@ -150,12 +150,17 @@ class Scorer:
         Raises:
             UserError: a prompt that cannot be pickled, or a worker that cannot be started again.
         """
+        self.begin_step()
         return self.finish([self.begin(prompt, completion) for prompt, completion in items])
 
     @property
     def has_workers(self) -> bool:
         """Whether what is begun goes on by itself; else it is scored at once."""
         return bool(self._workers)
+
+    def begin_step(self) -> None:
+        """What is lost to scores that hang or crash counts anew from here: a step begins."""
+        self._lost_s, self._given_up = 0.0, ""
 
     def begin(self, prompt: Prompt, completion: str | tuple[Turn, ...]) -> int:
         """Begin to score a completion. Returns a ticket for `finish`.
@@ -243,10 +248,10 @@ class Scorer:
         self._turns -= tickets
 
     def _submit(self, item: Item) -> int:
-        if not (self._payloads or self._replies):  # a step's first
-            self._lost_s = 0.0
         ticket = next(self._tickets)
-        if self._workers:
+        if self._given_up:
+            self._replies[ticket] = Reply(0.0, {}, self._given_up)
+        elif self._workers:
             self._payloads[ticket] = self._pickled(item)
             # A sequence waits for its turn's answer; nothing waits for one score.
             (self._pending.appendleft if item.step else self._pending.append)(ticket)
@@ -274,6 +279,7 @@ class Scorer:
         for worker in watched:
             for ticket, reply in worker.receive():
                 self._replies[ticket] = reply
+                self._last_failure = reply.failure or self._last_failure
                 del self._payloads[ticket]
             self._lost_s += worker.take_lost_s()
             pending.extendleft(reversed(worker.take_back()))
@@ -285,18 +291,18 @@ class Scorer:
         for worker in self._workers:
             if worker.jobs:
                 worker.stop()
-        last = next((r.failure for r in reversed(self._replies.values()) if r.failure), "")
+        last = self._last_failure
         logger.warning(
             "%d of %d completions get no verdict: scores that hung or crashed took %.0f s, the "
             "last of them: %s",
             *(len(self._payloads), len(self._payloads) + len(self._replies), self._lost_s, last),
         )
-        failure = (
+        self._given_up = (
             f"not judged: others of the batch hung or crashed for {self._lost_s:.0f} s "
             f"(task.max_lost_s = {self._max_lost_s:g} s a worker); one of them: {last}"
         )
         for ticket in self._payloads:
-            self._replies[ticket] = Reply(0.0, {}, failure)
+            self._replies[ticket] = Reply(0.0, {}, self._given_up)
         self._payloads.clear()
         self._pending.clear()
 
