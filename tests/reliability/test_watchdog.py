@@ -16,6 +16,7 @@ import pytest
 from jetrl import train
 from jetrl.runs import RunDirectory
 from jetrl.runs.status import StatusFile, read_status
+from jetrl.session.exit_timer import ExitTimer
 from jetrl.session.watchdog import Watchdog
 from jetrl.settings import WatchdogSettings
 
@@ -52,7 +53,7 @@ SMALL = [
     "model.config.num_hidden_layers=1",
     "task.workers=0",
     "watchdog.min_s=4.0",
-    "watchdog.first_s=30.0",
+    "watchdog.first_s=15.0",
 ]
 
 
@@ -62,7 +63,7 @@ def run_that_hangs(folder: Path, how: str, last_words_s: float = 20.0) -> tuple[
     task.write_text(TASK.replace("HANG", how))
     program = (
         "import sys, jetrl.session.watchdog as w; "
-        f"w.LAST_WORDS_S = {last_words_s}; "
+        f"w.LAST_WORDS_S, w.STACKS_S = {last_words_s}, 2.0; "
         "from jetrl.cli.main import main; sys.exit(main())"
     )
     command = [sys.executable, "-c", program, "train", "demo", *SMALL]
@@ -91,11 +92,28 @@ def test_a_hang_in_c_code_is_ended_and_written_down(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(400)
 def test_a_hang_that_keeps_the_interpreter_to_itself(tmp_path: Path) -> None:
-    """No thread of Python runs any more: faulthandler's timer ends it."""
+    """No thread of Python runs any more: timers that need none write the stacks and end it."""
     code, _, run = run_that_hangs(tmp_path, "ctypes.PyDLL(None).sleep(1000)", last_words_s=1.0)
-    assert code == 1
+    assert code == (5 if ExitTimer.is_there() else 1)
     assert 'mine.py", line 19 in score' in (run / "hang.txt").read_text()
     assert RunDirectory.open(run).state() == "interrupted", "it could not say how it ended"
+
+
+@pytest.mark.timeout(400)
+def test_last_words_that_hang_are_cut_off(tmp_path: Path) -> None:
+    """What is said of a hang may itself hang, with the interpreter's lock or without."""
+    program = (
+        "import sys, time, jetrl.session.watchdog as w; from pathlib import Path; "
+        "from jetrl.settings import WatchdogSettings; w.LAST_WORDS_S, w.STACKS_S = 0.5, 0.5; "
+        "settings = WatchdogSettings(min_s=0.2, first_s=0.2); "
+        "file = Path(sys.argv[1]) / 'hang.txt'; "
+        "w.Watchdog(settings, file, list, lambda why: time.sleep(1000)).__enter__(); "
+        "time.sleep(1000)"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    code = subprocess.run(command, check=False, timeout=380).returncode
+    assert code == (5 if ExitTimer.is_there() else 1)
+    assert "hang in between phases of step 0" in (tmp_path / "hang.txt").read_text()
 
 
 def test_a_quiet_run_leaves_no_file(small: Callable) -> None:

@@ -9,8 +9,8 @@ On a hang, hang.txt of the run directory gets the phase and step, the stack of e
 the sequences being sampled and the memory of the GPU; the attempt is noted as failed, and the
 process ends with exit code 5. Nothing of the main thread is needed for it: that may be inside C
 code that never returns. Should it hold the interpreter's lock as well, so that no other thread of
-Python runs, a timer of faulthandler, which needs none, writes the stacks and ends the process with
-exit code 1.
+Python runs, a timer of faulthandler, which needs none, writes the stacks, and one of the system
+ends the process with the same exit code (where there is none: faulthandler's, with 1).
 """
 
 from __future__ import annotations
@@ -26,12 +26,14 @@ from types import TracebackType
 from typing import IO, Self
 
 from jetrl.errors import EXIT_HANG
+from jetrl.session.exit_timer import ExitTimer
 from jetrl.settings import WatchdogSettings
 
 BETWEEN = "between phases"
 DISK_PHASES = ("checkpoint", "export")  # one that took no time says nothing about the next
 TICK_S = 1.0
 LAST_WORDS_S = 20.0  # for what may itself hang: the state of a GPU, a file system
+STACKS_S = 5.0  # for the stacks that faulthandler writes
 
 
 class Watchdog:
@@ -58,6 +60,7 @@ class Watchdog:
         self._longest: dict[str, float] = {}  # of each phase that has ended once
         self._over = threading.Event()
         self._file: IO[str] | None = None
+        self._exit: ExitTimer | None = None
 
     def begin(self, phase: str, step: int) -> None:
         self._change(phase, step)
@@ -82,6 +85,7 @@ class Watchdog:
     def __enter__(self) -> Self:
         if self._settings.enabled:
             self._file = open(self._path, "a", encoding="utf-8")
+            self._exit = ExitTimer(EXIT_HANG) if ExitTimer.is_there() else None
             threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
         return self
 
@@ -96,6 +100,8 @@ class Watchdog:
         with self._lock:
             self._over.set()
             faulthandler.cancel_dump_traceback_later()
+            if self._exit is not None:
+                self._exit.delete()
             self._file.close()
         if self._path.stat().st_size == 0:
             self._path.unlink()
@@ -116,17 +122,22 @@ class Watchdog:
                 limit = self.limit_s(phase)
                 assert self._file is not None
                 # Should this thread not come by again in time, the interpreter's lock is held.
-                later = max(limit - silent, 0.0) + LAST_WORDS_S
-                faulthandler.dump_traceback_later(later, exit=True, file=self._file)
+                self._end_later(max(limit - silent, 0.0) + LAST_WORDS_S, self._file)
             if silent > limit:
                 self._end_process(phase, step, silent, limit)
+
+    def _end_later(self, seconds: float, file: IO[str]) -> None:
+        """Writes the stacks and ends the process, unless it is put off before."""
+        faulthandler.dump_traceback_later(seconds, exit=self._exit is None, file=file)
+        if self._exit is not None:
+            self._exit.set(seconds + STACKS_S)
 
     def _end_process(self, phase: str, step: int, silent: float, limit: float) -> None:
         file = self._file
         assert file is not None
         why = f"hang in {phase} of step {step}: no sign of life for {silent:.1f} s"
         try:
-            faulthandler.dump_traceback_later(LAST_WORDS_S, exit=True, file=file)
+            self._end_later(LAST_WORDS_S, file)
             date = time.strftime("%Y-%m-%d %H:%M:%S %z")
             learnt = self._longest.get(phase)
             longest = "it had not ended before" if learnt is None else f"{learnt:.1f} s before"
