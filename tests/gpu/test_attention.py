@@ -374,7 +374,7 @@ def test_gradients_of_more_blocks_than_a_grid_is_high(
     """Many copies of one short sequence: each has the gradients of the first alone."""
     import jetrl.kernels.attention_backward as module
 
-    monkeypatch.setattr(module, "_STORED_BYTES", limit)
+    monkeypatch.setattr(module, "STORED_DS_BYTES", limit)
     one = batch(gpu, [64], 1, 1, 64, "bf16")
     do = torch.randn_like(one.q)
 
@@ -406,7 +406,7 @@ def test_gradients_do_not_depend_on_how_much_of_ds_is_kept(
     do = torch.randn_like(b.q)
 
     def gradients(limit: int) -> tuple[torch.Tensor, ...]:
-        monkeypatch.setattr(module, "_STORED_BYTES", limit)
+        monkeypatch.setattr(module, "STORED_DS_BYTES", limit)
         return module.attention_backward(do, b.q, b.codes, o, lse, tiles)
 
     whole = gradients(2**31)

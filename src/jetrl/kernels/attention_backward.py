@@ -30,14 +30,14 @@ from jetrl.kernels.attention_dq import dq_of_stored, scaled_keys
 from jetrl.kernels.attention_layout import (
     BACKWARD_KEYS,
     BACKWARD_QUERIES,
+    DS_TILE_BYTES,
+    STORED_DS_BYTES,
     KeyValueCodes,
     QueryTiles,
     check_queries,
 )
 
 _STEP = 64  # rows of the inner loops
-_TILE_BYTES = BACKWARD_KEYS * _STEP * 2  # of a tile of dS
-_STORED_BYTES = 5 * 2**29  # dS kept at once, at most; 4 x 4096 tokens of 32 heads take 2.06 GiB
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -307,7 +307,7 @@ def attention_backward(
         return TensorDescriptor.from_tensor(x.view(tokens, -1), [_STEP, head_dim])
 
     k_scales, v_scales = (delta if s is None else s for s in (codes.k_scales, codes.v_scales))
-    at_once = _STORED_BYTES // (group * tiles.stored_tiles * _TILE_BYTES)
+    at_once = STORED_DS_BYTES // (group * tiles.stored_tiles * DS_TILE_BYTES)
     store, count = at_once > 0, min(groups, max(1, at_once)) if at_once else groups
     q_rows, do_rows, ds_rows = rows(q), rows(do), None
     if store:

@@ -20,6 +20,8 @@ BLOCK_KEYS = 64  # keys of one block, and tokens of one page: the kernels read a
 TILE_ROWS = 192  # queries of a forward tile
 BACKWARD_KEYS = 128  # keys of a dK, dV tile
 BACKWARD_QUERIES = 64  # queries of a dQ tile
+DS_TILE_BYTES = BACKWARD_KEYS * BACKWARD_QUERIES * 2
+STORED_DS_BYTES = 5 * 2**29  # kept at once, at most; 4 x 4096 tokens of 32 heads take 2.06 GiB
 
 
 @dataclass(frozen=True)

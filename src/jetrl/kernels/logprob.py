@@ -17,6 +17,13 @@ from jetrl.precision.exact import exp_nonpositive, log_positive
 from jetrl.precision.hopper import hopper
 
 _MASS_GRID = 2.0**30  # exp(z - m) is at most 1: this grid adds 2**23 of them exactly in float64
+_CHUNK_LOGITS = 2**29  # float32 logits held at once on a GPU: 2 GiB
+
+
+def rows_at_once(vocabulary: int) -> int:
+    """Rows whose float32 logits a GPU holds at a time while it makes log-probs from hidden states:
+    a multiple of 64."""
+    return max(64, _CHUNK_LOGITS // vocabulary // 64 * 64)
 
 
 def log_softmax_parts(logits: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor, Tensor]:

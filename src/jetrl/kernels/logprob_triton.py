@@ -27,6 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from jetrl.kernels.logprob import rows_at_once
 from jetrl.kernels.master_gradient import gradient_to_add_to
 from jetrl.precision.gemm_hopper import bf16_matmul_hopper
 from jetrl.precision.quantize_hopper import check_matrix
@@ -35,7 +36,6 @@ from jetrl.precision.quantize_hopper import check_matrix
 BLOCK = 4096
 NUM_WARPS = 8
 LOG2_E = 1.4426950408889634
-_CHUNK_LOGITS = 2**29  # float32 logits held at once: 2 GiB
 _CHUNK_GRADIENTS = 2**30  # of their gradients, BF16, that one GEMM reads
 
 
@@ -149,7 +149,7 @@ def lm_head_logprobs(
     backward one of three products.
     """
     check_matrix("lm_head_logprobs", hidden, (torch.bfloat16,))
-    rows = chunk_rows or max(64, _CHUNK_LOGITS // weight.shape[0] // 64 * 64)
+    rows = chunk_rows or rows_at_once(weight.shape[0])
     keep = torch.is_grad_enabled() and not recompute
     logprobs, entropy = _HeadLogprobs.apply(
         hidden, master, weight.detach(), chosen, temperature, rows, keep

@@ -1,7 +1,7 @@
 """Bytes of activations: what a forward with gradients keeps, and what comes on top while it runs.
 
-Counted from the sizes of models/layer_hopper and kernels/logprob_triton, whose names are used here;
-tests/gpu/test_memory.py compares. The CPU's references keep a little more.
+Counted from the sizes of models/layer_hopper and kernels/logprob_triton, whose names are used
+here; tests/gpu/test_memory.py compares. The CPU's references keep a little more.
 
 Shapes: T tokens, D hidden size, H query heads, G key-value heads, d head size, F intermediate size,
 V vocabulary.
@@ -11,13 +11,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from jetrl.kernels.attention_layout import (
+    BACKWARD_KEYS,
+    BACKWARD_QUERIES,
+    DS_TILE_BYTES,
+    STORED_DS_BYTES,
+)
+from jetrl.kernels.logprob import rows_at_once
 from jetrl.models.attention import kv_bytes_per_token
 from jetrl.models.families import ModelConfig
 from jetrl.precision.plan import FP8_BLOCK, Format, PrecisionPlan
-
-_HEAD_LOGITS = 2**29  # of a chunk: logprob_triton._CHUNK_LOGITS
-_STORED_DS = 5 * 2**29  # bytes of dS kept at once: attention_backward._STORED_BYTES
-_TILE_KEYS, _TILE_QUERIES = 128, 64  # of dS
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,7 @@ def head_bytes(config: ModelConfig, batch: MicroBatch, recomputed: bool) -> int:
     hidden states, and these scaled. The weight's is added to the one that is there."""
     if config.head == "score":
         return 0
-    rows = min(batch.tokens, max(64, _HEAD_LOGITS // config.vocab_size // 64 * 64))
+    rows = min(batch.tokens, rows_at_once(config.vocab_size))
     logits, hidden = 4 * rows * config.vocab_size, 10 * batch.tokens * config.hidden_size
     if recomputed:
         return logits + logits // 2 + hidden
@@ -80,10 +83,9 @@ def layer_bytes(config: ModelConfig, plan: PrecisionPlan, batch: MicroBatch) -> 
         mlp = (6 * hidden + 6 * inner) * tokens + gradient
     heads = 2 * (3 * config.num_heads + 4 * config.num_kv_heads) * config.head_dim * tokens
     sequences = -(-tokens // batch.longest)
-    across = -(-batch.longest // _TILE_QUERIES) * -(-batch.longest // _TILE_KEYS)
-    tile = 2 * _TILE_KEYS * _TILE_QUERIES
-    ds = min(_STORED_DS, config.num_heads * sequences * (across // 2 + 1) * tile)
-    return max(mlp, heads + ds)
+    across = -(-batch.longest // BACKWARD_QUERIES) * -(-batch.longest // BACKWARD_KEYS)
+    ds = config.num_heads * sequences * (across // 2 + 1) * DS_TILE_BYTES
+    return max(mlp, heads + min(ds, STORED_DS_BYTES))
 
 
 def last_bytes(config: ModelConfig, batch: MicroBatch) -> int:
