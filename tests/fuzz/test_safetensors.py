@@ -47,7 +47,8 @@ def file(directory):
 
 
 def load(directory):
-    weights = hf.load_weights(directory, MODEL)
+    with hf.open_weights(directory, MODEL) as stored:
+        weights = dict(stored)
     assert {name: tuple(w.shape) for name, w in weights.items()} == parameter_shapes(MODEL)
     for weight in weights.values():
         weight.double().sum()  # every byte of it can be read
@@ -142,7 +143,7 @@ def test_an_index_stays_in_its_directory(tmp_path, name):
     folder.mkdir()
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": name}}))
     with pytest.raises(UserError, match=r"index\.json: .* is not the name of a file beside it"):
-        hf.load_weights(folder, MODEL)
+        load(folder)
 
 
 def test_damaged_config_json(mutate, attempt, tmp_path):

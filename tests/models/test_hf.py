@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from stored_weights import load_weights
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -21,7 +22,6 @@ from jetrl.models.families import FAMILIES, ModelConfig, parameter_shapes
 from jetrl.models.hf import (
     eos_token_ids,
     load_tokenizer,
-    load_weights,
     open_weights,
     read_config,
     read_generation_config,

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from stored_weights import load_weights
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
@@ -16,7 +17,7 @@ from transformers.utils.quantization_config import FineGrainedFP8Config
 
 from jetrl.errors import UserError
 from jetrl.models.families import ModelConfig
-from jetrl.models.hf import load_weights, read_config, save_model
+from jetrl.models.hf import read_config, save_model
 from jetrl.models.hf_names import stored_tensors
 from jetrl.models.tiny import random_weights
 from jetrl.policy import Policy

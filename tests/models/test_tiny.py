@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from stored_weights import load_weights
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from jetrl.errors import UserError
 from jetrl.models.chat import decode, encode_prompt, encode_text
 from jetrl.models.families import FAMILIES, ModelConfig, num_parameters, parameter_shapes
-from jetrl.models.hf import load_tokenizer, load_weights, read_config, read_generation_config
+from jetrl.models.hf import load_tokenizer, read_config, read_generation_config
 from jetrl.models.hf_names import stored_tensors
 from jetrl.models.tiny import (
     character_tokenizer,

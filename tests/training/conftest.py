@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,6 +15,8 @@ import torch
 from torch import nn
 
 from jetrl.types import Completion, Prompt, Sample, Score
+
+sys.path.insert(0, str(Path(__file__).parent))  # one_layer.py
 
 
 def make_sample(

@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from one_layer import config
 from torch import nn
 
 from jetrl.config import load_config
@@ -21,20 +22,7 @@ from jetrl.types import Example
 
 STEPS = 100
 BETAS = [pytest.param((0.9, 0.99), id="0.99"), pytest.param((0.9, 0.999), id="0.999")]
-TINY = {
-    "model_type": "qwen3",
-    "vocab_size": 48,
-    "hidden_size": 128,
-    "intermediate_size": 128,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 64,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "max_position_embeddings": 64,
-    "tie_word_embeddings": True,
-}
+TINY = config(vocab_size=48)
 
 
 def language_model_gradients():

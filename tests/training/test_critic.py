@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from one_layer import scalar_config
 
 from jetrl.config import Settings
 from jetrl.errors import NonFiniteError, OutOfMemoryStop, UserError
@@ -20,24 +21,9 @@ from jetrl.training.critic import explained_variance
 from jetrl.training.losses import value_loss
 from jetrl.training.micro_batches import MicroBatch
 
-CONFIG = {
-    "architectures": ["Qwen3ForSequenceClassification"],
-    "model_type": "qwen3",
-    "num_labels": 1,
-    "vocab_size": 16,
-    "hidden_size": 128,
-    "intermediate_size": 128,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 64,
-    "rms_norm_eps": 1e-6,
-    "max_position_embeddings": 32,
-}
-
 
 def critic(seed=0, lr=3e-3, action="stop"):
-    config = ModelConfig.from_hf(CONFIG)
+    config = ModelConfig.from_hf(scalar_config())
     weights = random_weights(config, seed)
     weights["score.weight"] = torch.zeros(1, 128)
     model = ScalarModel(config, PrecisionPlan.preset("unified"), weights)

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from one_layer import scalar_config
 
 from jetrl.config import Settings
 from jetrl.errors import NonFiniteError, OutOfMemoryStop, UserError
@@ -16,24 +17,9 @@ from jetrl.scalar_model import ScalarModel
 from jetrl.training.losses import preference_loss
 from jetrl.training.reward import RewardTrainer
 
-CONFIG = {
-    "architectures": ["Qwen3ForSequenceClassification"],
-    "model_type": "qwen3",
-    "num_labels": 1,
-    "vocab_size": 16,
-    "hidden_size": 128,
-    "intermediate_size": 128,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 64,
-    "rms_norm_eps": 1e-6,
-    "max_position_embeddings": 32,
-}
-
 
 def trainer(preset="unified", tokens=1000, action="stop"):
-    config = ModelConfig.from_hf(CONFIG)
+    config = ModelConfig.from_hf(scalar_config())
     weights = random_weights(config, 0) | {"score.weight": torch.zeros(1, 128)}
     model = ScalarModel(config, PrecisionPlan.preset(preset), weights)
     train = {"tokens_per_micro_batch": tokens, "on_nonfinite": action}

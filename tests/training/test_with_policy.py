@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from one_layer import config
 
 from jetrl.config import Settings
 from jetrl.policy import Policy
@@ -21,21 +22,7 @@ from jetrl.training.forward import at_targets, batch_logprobs
 from jetrl.training.packing import with_advantages
 from jetrl.types import Example
 
-CONFIG = {
-    "model_type": "qwen3",
-    "vocab_size": 32,
-    "hidden_size": 128,
-    "intermediate_size": 128,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 64,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "max_position_embeddings": 64,
-    "tie_word_embeddings": True,
-    "initializer_range": 0.1,
-}
+CONFIG = config(vocab_size=32, initializer_range=0.1)
 
 
 def make_policy(preset, seed=0):

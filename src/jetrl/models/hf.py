@@ -37,7 +37,6 @@ from jetrl.precision.quantize import QTensor, dequantize
 __all__ = [
     "eos_token_ids",
     "load_tokenizer",
-    "load_weights",
     "open_weights",
     "read_config",
     "read_generation_config",
@@ -108,12 +107,6 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
         return PreTrainedTokenizerFast.from_pretrained(str(directory), local_files_only=True)
     except Exception as error:  # the tokenizer libraries raise bare Exception for damaged files
         raise UserError(f"{directory}: the tokenizer does not load: {first_line(error)}") from error
-
-
-def load_weights(path: str | Path, config: ModelConfig) -> dict[str, Tensor]:
-    """All parameters of a model directory on the CPU, as `open_weights` reads them."""
-    with open_weights(path, config) as weights:
-        return dict(weights)
 
 
 @contextmanager
