@@ -118,14 +118,15 @@ def build_reference(
     if settings.algorithm.kl == 0 and wanted.path is None:
         return None
     path = run_path / "reference" if wanted.path is None else Path(wanted.path)
-    if wanted.path is None and not path.exists():
+    if wanted.path is None and not (begun and path.exists()):
         if begun and settings.sft.steps:
             raise UserError(
                 f"algorithm.kl = {settings.algorithm.kl} measures against the policy as the "
                 "warm-up left it, and this run began without algorithm.kl and did not keep that: "
                 "set reference.path, or algorithm.kl=0"
             )
-        policy.save_pretrained(path, dtype="float32")
+        # One that is there all the same is of an attempt that did not come to its first step.
+        policy.save_pretrained(path, dtype="float32", overwrite=True)
     reference = Policy.from_pretrained(path, policy.plan, policy.device, frozen=True)
     if wanted.path is not None:
         _check_vocabulary(policy, reference, f"reference.path = {path}")

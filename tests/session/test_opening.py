@@ -10,6 +10,7 @@ import pytest
 from jetrl.config import load_config
 from jetrl.errors import UserError
 from jetrl.loop import sft, train
+from jetrl.runs import RunDirectory
 from jetrl.session import opening
 from jetrl.session.session import Session
 from jetrl.tasks import get_task
@@ -116,3 +117,20 @@ def test_a_resumed_run_says_the_micro_batches_that_it_takes(
     assert "no room" not in said
     with Session(load_config("demo", [*words, "run.name=another"])):
         assert "micro-batches of up to 1024 tokens: there is no room" in capsys.readouterr().out
+
+
+def test_the_reference_is_never_of_an_attempt_before_the_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An attempt that fails at once leaves its name free, also for another model."""
+    words = ["sft.steps=0", "eval.every=0", "loop.steps=1", "algorithm.kl=0.1"]
+    words += ["rollout.prompts_per_step=4", "rollout.samples_per_prompt=2", "rollout.max_tokens=4"]
+    words += [f"run.dir={tmp_path}", "run.name=run", "report.enabled=false"]
+    with monkeypatch.context() as patch:
+        patch.setattr(Session, "sample", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            train(load_config("demo", words))
+    assert (tmp_path / "run" / "reference").is_dir()
+    result = train(load_config("demo", [*words, "run.seed=7"]))
+    [line] = RunDirectory.open(result.run_path).metrics()
+    assert line["policy/kl_ref"] == 0, "before the first update it is the policy"

@@ -205,7 +205,6 @@ class Saved:
     def begin_anew(self) -> list[str]:
         """Forgets a run that has no checkpoint. Returns notes."""
         self._run.truncate_after(-1, "sft")
-        shutil.rmtree(self._run.path / "reference", ignore_errors=True)
         return ["no checkpoint yet: the run begins anew"]
 
     def load(self, trainer: Trainer) -> tuple[int, list[str]]:
@@ -247,5 +246,4 @@ class Saved:
         loaded = self._warm_up.load(latest.path, model, optimizer)
         self._load_state(loaded.extra["states"])
         self._run.truncate_after(loaded.step, "sft")
-        shutil.rmtree(self._run.path / "reference", ignore_errors=True)
         return loaded.step, [*latest.notes, f"resumed after supervised update {loaded.step}"]
