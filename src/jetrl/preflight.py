@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from jetrl.building import build_policy
+from jetrl.building import build_judge, build_policy
 from jetrl.config import Settings
 from jetrl.environment import turns_of
 from jetrl.evaluate import Scoring, encode_prompts, sample_prompts
@@ -42,6 +42,7 @@ def preflight(settings: Settings) -> Preflight:
     task = build_task(wanted)
     max_turns = turns_of(task, wanted.max_turns)
     policy = build_policy(settings, PrecisionPlan.from_settings(settings.precision), task)
+    judge = build_judge(settings, policy, settings.train.tokens_per_micro_batch)
     prompts = encode_prompts(policy, task, wanted.split, system_prompt=wanted.system_prompt)
     order = PromptOrder(
         [encoded.prompt.task for encoded in prompts],
@@ -65,6 +66,9 @@ def preflight(settings: Settings) -> Preflight:
         engine = RolloutEngine(policy, rollout.max_batch_size, page_size=rollout.page_size)
         scoring = Scoring(scorer, chosen, params.n)
         samples = scoring.samples(sample_prompts(engine, scoring, params, max_turns))
+    if judge is not None:
+        engine.free_cache()
+        samples = judge(samples)
     metrics = sample_metrics(samples)
     found = problems([metrics], f"{len(samples)} completions", "look at them above")
     failures = [sample.failure for sample in samples if sample.failure]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from stored_weights import load_weights
+from stored_weights import SIZES, load_weights, read_model
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -29,17 +29,6 @@ from jetrl.models.hf import (
 )
 from jetrl.models.tiny import character_tokenizer, random_weights
 
-SIZES = {
-    "vocab_size": 40,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 64,
-}
-
 
 def our_config(family: str = "qwen3", tied: bool = False, **sizes: Any) -> ModelConfig:
     raw = SIZES | sizes | {"model_type": family, "rms_norm_eps": 1e-6, "tie_word_embeddings": tied}
@@ -55,11 +44,6 @@ def their_model(family: str, tied: bool = False) -> PreTrainedModel:
         for parameter in model.parameters():
             parameter.normal_(0.0, 0.1)
     return model
-
-
-def read_model(path: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
-    config = ModelConfig.from_hf(read_config(path))
-    return config, load_weights(path, config)
 
 
 def write_qwen3(path: Path, **options: Any) -> dict[str, Tensor]:

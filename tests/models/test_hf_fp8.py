@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from stored_weights import load_weights
+from stored_weights import SIZES, read_model
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
@@ -24,16 +24,6 @@ from jetrl.policy import Policy
 from jetrl.precision import PrecisionPlan
 from jetrl.precision.quantize import dequantize, quantize
 
-SIZES = {
-    "vocab_size": 40,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 64,
-}
 # at least one 128 x 128 block for each linear, as stored
 FP8_SIZES = SIZES | {"hidden_size": 128, "intermediate_size": 256, "head_dim": 64}
 
@@ -41,11 +31,6 @@ FP8_SIZES = SIZES | {"hidden_size": 128, "intermediate_size": 256, "head_dim": 6
 def our_config(family: str = "qwen3", **sizes: Any) -> ModelConfig:
     raw = SIZES | sizes | {"model_type": family, "rms_norm_eps": 1e-6}
     return ModelConfig.from_hf(raw)
-
-
-def read_model(path: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
-    config = ModelConfig.from_hf(read_config(path))
-    return config, load_weights(path, config)
 
 
 def rewrite(path: Path, change: Any, file: str = "model.safetensors") -> None:

@@ -1,3 +1,4 @@
+import contextlib
 import io
 import re
 
@@ -15,7 +16,7 @@ class Terminal(io.StringIO):
 
 
 def show(synthetic, file, mismatch=0, **options):
-    with Console(30, file=file, **options) as console:
+    with contextlib.closing(Console(30, file=file, **options)) as console:
         console.phase("rollout")
         console.progress(3, 8, 1234.5)
         metrics = synthetic.metrics_of(5, mismatch=mismatch, evaluate=True)
@@ -75,7 +76,7 @@ def test_long_phase_speaks_every_half_minute_when_plain():
 
 def test_progress_says_pages_and_what_is_left(capsys):
     now = [0.0]
-    with Console(4, clock=lambda: now[0]) as console:
+    with contextlib.closing(Console(4, clock=lambda: now[0])) as console:
         console.phase("rollout")
         now[0] = 40.0
         console.progress(3, 8, 1000, pages=(30, 120), eta_s=75)

@@ -1,3 +1,4 @@
+import fcntl
 import json
 import logging
 import multiprocessing
@@ -11,6 +12,7 @@ from jetrl.config import load_config
 from jetrl.errors import RunStopped, StorageError, UserError
 from jetrl.runs import RunDirectory
 from jetrl.runs.rollout_records import sample_of
+from jetrl.runs.status import StatusFile
 from jetrl.types import StepStats
 
 
@@ -187,6 +189,34 @@ def test_open_is_for_reading(tmp_path, create):
         RunDirectory.open(tmp_path / "other")
     with pytest.raises(UserError, match="not a run directory"):
         RunDirectory.open(tmp_path)
+
+
+def test_who_asks_at_the_same_moment_is_no_writer(create):
+    with create() as run:
+        path = run.path
+    with open(path / ".lock", "rb") as asking:
+        fcntl.flock(asking, fcntl.LOCK_SH)
+        assert RunDirectory.open(path).state() == "new"
+
+
+def test_a_disk_that_is_full_when_a_run_goes_on_is_said_so(create, monkeypatch):
+    def full(*arguments):
+        raise OSError(28, "No space left on device")
+
+    with create() as run:
+        for step in (1, 2):
+            run.write_step(StepStats(step, {}))
+    with create(resume=True) as run, monkeypatch.context() as patch:
+        patch.setattr("os.fsync", full)
+        with pytest.raises(StorageError, match=r"metrics\.jsonl could not be written: No space"):
+            run.truncate_after(1)
+    assert [line["step"] for line in run.metrics()] == [1, 2]
+    with monkeypatch.context() as patch:
+        status = StatusFile(run.path)
+        patch.setattr("os.pwrite", full)
+        with pytest.raises(StorageError, match=r"status\.json could not be written: No space"):
+            status.begin("rollout", 1)
+        status.close()
 
 
 def test_second_writer_is_refused_while_the_first_lives(create):

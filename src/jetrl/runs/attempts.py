@@ -116,7 +116,7 @@ class RunLock:
         """Raises UserError when another process holds it."""
         self._file: IO[bytes] | None = open(path / ".lock", "ab")  # noqa: SIM115
         for _ in range(LOCK_RETRIES):  # a listing may hold it for a moment
-            if _try_lock(self._file):
+            if _try_lock(self._file, fcntl.LOCK_EX):
                 _held_locks.add(self)
                 return
             time.sleep(LOCK_WAIT_S)
@@ -144,22 +144,22 @@ def _release_in_child() -> None:
 os.register_at_fork(after_in_child=_release_in_child)
 
 
-def _try_lock(file: IO[bytes]) -> bool:
+def _try_lock(file: IO[bytes], kind: int) -> bool:
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     return True
 
 
 def is_locked(path: Path) -> bool:
-    """Whether a process is writing this run directory now."""
+    """Whether a process is writing this run directory now. Who asks at the same moment is none."""
     try:
         file = open(path / ".lock", "rb")  # noqa: SIM115
     except OSError:
         return False
     with file:
-        return not _try_lock(file)
+        return not _try_lock(file, fcntl.LOCK_SH)
 
 
 class _Visible(logging.Formatter):

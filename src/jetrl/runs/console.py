@@ -11,8 +11,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
-from typing import IO, Self
+from typing import IO
 
 import rich.console
 from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TextColumn
@@ -33,7 +32,7 @@ Part = tuple[str, str]
 class Console:
     """The display of one stretch of a run: its RL steps, or its supervised warm-up.
 
-    Use it as a context; `close` takes the bar away and leaves the lines.
+    `close` takes the bar away and leaves the lines.
     """
 
     def __init__(
@@ -148,17 +147,6 @@ class Console:
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def _time_text(self) -> str:
         elapsed = self._clock() - self._began

@@ -218,14 +218,19 @@ class RunDirectory:
 
     def truncate_after(self, step: int, phase: Phase = "rl") -> None:
         """Forgets what comes after a step, in metrics and rollouts: a resumed run writes it again.
-        With phase "sft", everything of the RL phase is after it."""
+        With phase "sft", everything of the RL phase is after it.
+
+        Raises:
+            StorageError: the disk is full; all is as it was.
+        """
         self._check_writable()
         limit = (PHASE_ORDER[phase], step)
         records = self.metrics()
         kept = [r for r in records if _place(r) <= limit]
         if len(kept) < len(records):
             self._close_metrics()
-            write_jsonl(self.metrics_file, kept)
+            with storing(self.metrics_file):
+                write_jsonl(self.metrics_file, kept)
             self._open_metrics()
         for written in self.rollout_steps():
             if (PHASE_ORDER["rl"], written) > limit:

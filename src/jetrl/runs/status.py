@@ -10,6 +10,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from jetrl.runs.storing import storing
+
 _LENGTH = 256
 NAME = "status.json"
 
@@ -29,11 +31,13 @@ class StatusFile:
     """Keeps `status.json` of a run directory, as an observer of its phases."""
 
     def __init__(self, run_path: Path) -> None:
-        self._handle = os.open(run_path / NAME, os.O_WRONLY | os.O_CREAT, 0o666)
+        self._path = run_path / NAME
+        self._handle = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o666)
 
     def begin(self, phase: str, step: int) -> None:
         status = {"phase": phase, "step": step, "time": time.time(), "pid": os.getpid()}
-        os.pwrite(self._handle, json.dumps(status).ljust(_LENGTH - 1).encode() + b"\n", 0)
+        with storing(self._path):
+            os.pwrite(self._handle, json.dumps(status).ljust(_LENGTH - 1).encode() + b"\n", 0)
         self._step = step
 
     def beat(self) -> None:
