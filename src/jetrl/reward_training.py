@@ -65,6 +65,7 @@ def train_reward_model(
         KeyboardInterrupt, Terminated: a signal; the update was finished, its checkpoint written.
         TimeLimitReached: run.max_hours; likewise.
     """
+    began = time.monotonic()
     RunDirectory.check_name(settings, resume=resume)
     parts = _open(settings)
     task, model, sft = parts.task, parts.model, settings.sft
@@ -87,7 +88,7 @@ def train_reward_model(
         notes = {"plan": model.plan.name, "device": str(model.device)}
         stack.enter_context(run.attempt(sys.argv, notes))
         phases = Phases()
-        training = _Training(settings, run, trainer, parts, pairs, held_out_accuracy, phases)
+        training = _Training(settings, run, trainer, parts, began, pairs, held_out_accuracy, phases)
         reached = _train(training, resume, stack)
         target = run.path / "model"
         with phases.phase("export"):
@@ -204,12 +205,14 @@ def preflight(settings: Settings) -> Preflight:
 
 @dataclass(frozen=True)
 class _Training:
-    """What the updates are made of. pairs: of an update, from 1. accuracy: on held-out pairs."""
+    """What the updates are made of. began: the attempt, by time.monotonic. pairs: of an update,
+    from 1. accuracy: on held-out pairs."""
 
     settings: Settings
     run: RunDirectory
     trainer: RewardTrainer
     parts: _Parts
+    began: float
     pairs: Callable[[int], list[Pair]]
     accuracy: Callable[[], float]
     phases: Phases
@@ -219,7 +222,7 @@ def _train(training: _Training, resume: bool, stack: contextlib.ExitStack) -> fl
     """The updates that are still to do, with their lines and checkpoints. Returns the accuracy."""
     settings, run, trainer = training.settings, training.run, training.trainer
     sft, phases = settings.sft, training.phases
-    stops = Stops(settings.run.max_hours, run.history().elapsed_s)
+    stops = Stops(settings.run.max_hours, run.history().elapsed_s, training.began)
     stack.enter_context(stops.signals())
     saved = Saved(run, settings)
 
@@ -272,7 +275,7 @@ def _train(training: _Training, resume: bool, stack: contextlib.ExitStack) -> fl
         stats = StepStats(step, metrics)
         run.write_step(stats, "sft")
         console.step(stats)
-        stops.check_time(metrics["timing/step_s"])
+        stops.check_time(metrics["timing/step_s"], saved.ending_s)
         over = is_over(step, reached)
         if saved.is_due(step) or stops.reason or over:
             with phases.phase("checkpoint"):

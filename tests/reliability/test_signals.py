@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from jetrl.session import session as verbs
 from jetrl.session import stops as module
 from jetrl.session.stops import Stops
 from jetrl.training import Checkpoints, SftTrainer, Trainer
+from jetrl.training.checkpoint import Snapshot
 
 
 @contextlib.contextmanager
@@ -177,6 +179,25 @@ def test_the_time_limit_leaves_a_checkpoint_and_says_so(
     assert same(tmp_path / "run", uncut.run_path)
 
 
+def test_the_time_limit_counts_what_a_checkpoint_takes_to_write(
+    small: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, check, seen = Checkpoints.write, Stops.check_time, []
+
+    def slow(checkpoints: Checkpoints, snapshot: Snapshot) -> Path:
+        time.sleep(0.2)
+        return write(checkpoints, snapshot)
+
+    def told(stops: Stops, step_s: float, ending_s: float) -> None:
+        seen.append(ending_s)
+        check(stops, step_s, ending_s)
+
+    monkeypatch.setattr(Checkpoints, "write", slow)
+    monkeypatch.setattr(Stops, "check_time", told)
+    train(small("checkpoint.every=1", "checkpoint.background=false", "loop.steps=2"))
+    assert seen[-1] > 0.4, "the last checkpoint and the export"
+
+
 def test_the_time_limit_in_the_warm_up(small: Callable, tmp_path: Path) -> None:
     warm = ["sft.steps=9", "sft.until=none", "loop.steps=1", "run.max_hours=1e-9"]
     with pytest.raises(TimeLimitReached, match="go on with --resume"):
@@ -190,13 +211,20 @@ def test_the_time_limit_in_the_warm_up(small: Callable, tmp_path: Path) -> None:
 def test_a_step_that_would_not_fit_is_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
     monkeypatch.setattr(module.time, "monotonic", lambda: now)
-    stops = Stops(max_hours=1.0, elapsed_s=7200.0)  # the attempts before have their own limit
-    for took in (900.0, 300.0, 300.0):
+    # The attempts before have their own limit; this one took 100 s to load its model.
+    stops, other = (Stops(max_hours=1.0, elapsed_s=7200.0, began=900.0) for _ in "ab")
+    for took in (800.0, 300.0, 300.0):
         now += took
-        stops.check_time(took)
+        stops.check_time(took, 0.0)
+        other.check_time(took, 0.0)
         assert stops.reason == ""
+    other.check_time(300.0, 1301.0)
+    assert other.reason == (
+        "run.max_hours = 1.0: 2100 s are left, and a step took up to 800 s, and to write the model "
+        "1301 s"
+    )
     now += 1300.0
-    stops.check_time(1300.0)
+    stops.check_time(1300.0, 0.0)
     assert stops.reason == "run.max_hours = 1.0: 800 s are left, and a step took up to 1300 s"
     assert stops.elapsed_s == 7200.0 + 2800.0
     stops.raise_signal()  # none did: it returns

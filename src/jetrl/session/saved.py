@@ -67,6 +67,7 @@ class Saved:
         self._warm_up = Checkpoints(run.checkpoints_dir / "sft", keep_last)
         self._background = Background()
         self._good_step: int | None = None
+        self._longest_write_s = 0.0
         self._states: dict[str, Stateful] = {}
         self._tensors: dict[str, StatefulTensors] = {}
 
@@ -150,12 +151,20 @@ class Saved:
         else:
             self._finish(checkpoints, snapshot)
 
+    @property
+    def ending_s(self) -> float:
+        """Seconds that the last checkpoint and the export may take, by the longest that the writing
+        of a checkpoint has taken; 0 before the first."""
+        return 2 * self._longest_write_s
+
     def _finish(self, checkpoints: Checkpoints, snapshot: Snapshot) -> None:
+        began = time.monotonic()
         # What a resume from it does not write again must outlive a power cut as it does.
         for path in (self._run.metrics_file, self._run.rollouts_dir, self._run.path):
             with storing(path):
                 sync(path)
         checkpoints.write(snapshot)
+        self._longest_write_s = max(self._longest_write_s, time.monotonic() - began)
         if checkpoints is self._steps:
             self._good_step = snapshot.step
             shutil.rmtree(self._warm_up.directory, ignore_errors=True)

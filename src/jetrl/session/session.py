@@ -57,6 +57,7 @@ class Session:
     def __init__(self, settings: Settings, resume: bool = False) -> None:
         self.settings = settings
         self._resume = resume
+        self._began = time.monotonic()
         self._stack = contextlib.ExitStack()
         self._step = 0
         self._rollout_tokens = 0
@@ -82,7 +83,8 @@ class Session:
         self.parts = open_parts(settings, self._resume, stack)
         check_correction(settings.algorithm, self.parts.policy)
         self.run = self.parts.run
-        self.stops = Stops(settings.run.max_hours, self.run.history().elapsed_s)
+        before = self.run.history().elapsed_s
+        self.stops = Stops(settings.run.max_hours, before, self._began)
         self.display = Display(settings.loop.steps, lambda: self.stops.elapsed_s)
         self.phases = Phases()
         self.memory_peaks = MemoryPeaks(self.parts.policy.device)
@@ -180,7 +182,7 @@ class Session:
         while self._step < self.settings.loop.steps and not self.stops.reason:
             began = time.monotonic()
             yield self._step + 1
-            self.stops.check_time(time.monotonic() - began)
+            self.stops.check_time(time.monotonic() - began, self.saved.ending_s)
 
     def draw_prompts(self, step: int) -> list[EncodedPrompt]:
         """The step's prompts, in the order that data.order names."""

@@ -37,16 +37,17 @@ class Stops:
     Args:
         max_hours: wall time that this attempt may take; None: no limit.
         elapsed_s: wall time of the attempts before this one.
+        began: when this one did, by time.monotonic: before its models were loaded.
     """
 
-    def __init__(self, max_hours: float | None, elapsed_s: float) -> None:
+    def __init__(self, max_hours: float | None, elapsed_s: float, began: float) -> None:
         self.reason = ""
         self.at_once = False
         self._end: type[KeyboardInterrupt] | type[Terminated] | None = None
         self._may_give_up = False
         self._max_hours = max_hours
         self._elapsed_before = elapsed_s
-        self._began = time.monotonic()
+        self._began = began
         self._step_times: deque[float] = deque(maxlen=_STEPS_LOOKED_AT)
 
     @property
@@ -59,21 +60,24 @@ class Stops:
         if self._end is not None:
             raise self._end
 
-    def check_time(self, step_s: float) -> None:
-        """Asks to stop when a step as long as the longest of the last ones would not end in time.
+    def check_time(self, step_s: float, ending_s: float) -> None:
+        """Asks to stop when a step as long as the longest of the last ones, and what follows the
+        last one, would not end in time.
 
         Args:
-            step_s: seconds of the step that just ended.
+            step_s: seconds of the step that just ended. ending_s: of the last checkpoint and the
+                export; 0: not known yet.
         """
         self._step_times.append(step_s)
         if self._max_hours is None or self.reason:
             return
         longest = max(self._step_times)
         left = 3600 * self._max_hours - (time.monotonic() - self._began)
-        if longest > left:
+        if longest + ending_s > left:
+            ending = f", and to write the model {ending_s:.0f} s" if ending_s >= 1 else ""
             self.reason = (
                 f"run.max_hours = {self._max_hours}: {max(left, 0):.0f} s are left, and a step "
-                f"took up to {longest:.0f} s"
+                f"took up to {longest:.0f} s{ending}"
             )
 
     @contextlib.contextmanager

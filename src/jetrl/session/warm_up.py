@@ -62,7 +62,7 @@ def warm_up(
         stats = StepStats(step, metrics)
         parts.run.write_step(stats, "sft")
         display.step(stats)
-        stops.check_time(metrics["timing/step_s"])
+        stops.check_time(metrics["timing/step_s"], saved.ending_s)
         if saved.is_due(step) or stops.reason:
             saved.save_warm_up(step, parts.policy, trainer.optimizer)
         if stops.reason:
