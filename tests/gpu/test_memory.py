@@ -82,10 +82,10 @@ def test_activations(preset: str, lengths: list[int], recomputed: bool) -> None:
 
 @pytest.mark.parametrize("preset", ["unified", "bf16"])
 def test_a_reward_models_forward(preset: str) -> None:
-    """At most what is planned, and not much less."""
+    """At most what is planned, beside a GEMM's workspace of 32 MiB, and not much less."""
     config = {**CONFIG, "architectures": ["Qwen3ForSequenceClassification"], "num_labels": 1}
     model = ScalarModel.from_config(config, PrecisionPlan.preset(preset), device="cuda")
-    sequences = [torch.randint(0, 8192, (1000,)).tolist() for _ in range(8)]
+    sequences = [torch.randint(0, 8192, (2000,)).tolist() for _ in range(4)]
     for _ in range(2):  # the first time compiles
         before = requested("current")
         torch.cuda.reset_peak_memory_stats()
@@ -93,7 +93,7 @@ def test_a_reward_models_forward(preset: str) -> None:
         taken = requested("peak") - before
     planned = activations.forward_bytes(model.config, model.plan, 8000)
     print(preset, planned / 2**20, taken / 2**20)
-    assert 0.6 * planned < taken <= 1.02 * planned
+    assert 0.7 * planned < taken <= 1.02 * planned + 2**25
 
 
 def test_tied_embeddings_have_one_gradient() -> None:

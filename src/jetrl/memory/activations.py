@@ -95,10 +95,13 @@ def last_bytes(config: ModelConfig, batch: MicroBatch) -> int:
 
 
 def forward_bytes(config: ModelConfig, plan: PrecisionPlan, tokens: int) -> int:
-    """Of a forward without gradients over `tokens`, without its logits."""
+    """Of a forward without gradients over `tokens`, without its logits: what is there in the MLP,
+    or in attention, with the staged keys and values and the state of finished splits."""
     wide = _wide(plan)
-    hidden, inner = config.hidden_size, config.intermediate_size
-    return tokens * (5 * wide * hidden + 3 * wide * inner)
+    hidden, heads, groups = config.hidden_size, config.num_heads, config.num_kv_heads
+    mlp = wide * (7 * hidden + 3 * config.intermediate_size)
+    attention = wide * (3 * hidden + (3 * heads + 6 * groups) * config.head_dim)
+    return tokens * max(mlp, attention + 4 * heads * config.head_dim)
 
 
 def _layer_bytes(config: ModelConfig, plan: PrecisionPlan, linear: Format, tokens: int) -> int:

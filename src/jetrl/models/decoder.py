@@ -85,8 +85,10 @@ class DecoderLayer(nn.Module):
         _tell(told, "qkv", qkv)
         attended = kv.attend(self.index, qkv, self._rotary(positions, table, told))
         _tell(told, "attention", attended)
+        del qkv  # nor the heads below: what follows is where a forward holds most
         delta = self.o(attended, side)
         _tell(told, "o", delta)
+        del attended
         feed_forward = hopper("models.layer_hopper").mlp if _fuses(x) else mlp
         x, delta = feed_forward(x, delta, self.post_norm, self.gate_up, self.down, side, told)
         _tell(told, "down", delta)
