@@ -8,7 +8,8 @@ A case is SEQUENCES x PROMPT TOKENS x RESPONSE TOKENS: all prompts different, en
 ignored, log-probs on. A decode step is timed from one to the next as the engine makes them, host
 included; the median is reported. Its floor is what it must read, the weights and the keys and
 values of the mean context, over the card's measured copy bandwidth. The first sequences' log-probs
-are compared with the trainer's, as bits.
+are compared with the trainer's, as bits. `--profile` says where the time of a forward goes, of
+decode and of prefill, by kernel.
 
 The load `grpo` is 64 prompts of 256 tokens with 8 samples each, whose lengths are drawn from a
 log-normal distribution (sigma 0.8 of the logarithm, mean 1500, at most 8192): it has a tail.
@@ -26,6 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from jetrl.bench._prefill import prefill_profile
 from jetrl.bench._timing import Row, bench_parser, copy_bandwidth, print_table, write_results
 from jetrl.bench.parity import make_policy
 from jetrl.bench.shapes import SHAPES
@@ -139,6 +141,8 @@ def run_case(policy: Policy, batch: int, prompt: int, response: int, profiled: b
     }
     if warm.profiler is not None:
         row["profile"] = profile_rows(warm.profiler)
+    if profiled:
+        row["prefill_profile"] = prefill_profile(engine, prompts, kind_of)
     return row
 
 
@@ -219,6 +223,8 @@ _KINDS = {
     "_row_kernel": "norms, with quantization",
     "_rows_kernel": "SwiGLU with quantization, and quantization",
     "_forward_kernel": "QK norm, rotary, keys and values to their pages",
+    "forward_kernel": "attention",
+    "stage_keys_kernel": "keys and values widened for attention",
     "_sample_kernel": "log-probs and draw",
     "_filtered_kernel": "top_k and top_p",
     "_take_kernel": "what was drawn",
@@ -282,12 +288,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows: list[Row] = []
 
     def add(row: Row) -> None:
-        profile = row.pop("profile", None)
+        profiles = {key: row.pop(key) for key in ("profile", "prefill_profile") if key in row}
         rows.append({"shape": args.shape, **row})
         print_table([rows[-1]])
-        if profile is not None:
+        for key, profile in profiles.items():
             print_table(profile)
-            rows[-1]["profile"] = profile
+            rows[-1][key] = profile
         write_results(args.out, "rollout", command, rows)  # each time: a later case may fail
 
     for plan in args.plan or ["unified"]:
