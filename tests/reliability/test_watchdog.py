@@ -116,6 +116,18 @@ def test_last_words_that_hang_are_cut_off(tmp_path: Path) -> None:
     assert "hang in between phases of step 0" in (tmp_path / "hang.txt").read_text()
 
 
+def test_where_the_system_gives_no_timer_the_run_begins_all_the_same(
+    small: Callable, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def none_left(timer: ExitTimer, code: int) -> None:
+        raise OSError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(ExitTimer, "__init__", none_left)
+    monkeypatch.setattr(ExitTimer, "is_there", lambda: True)
+    train(small("loop.steps=1"))
+    assert "would end with code 1: [Errno 11]" in (tmp_path / "run" / "log.txt").read_text()
+
+
 def test_a_quiet_run_leaves_no_file(small: Callable) -> None:
     result = train(small("loop.steps=1"))
     assert not (result.run_path / "hang.txt").exists()

@@ -9,6 +9,7 @@ timer (timer_create with SIGEV_THREAD); it costs a thread of the C library, whic
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
 import time
 
@@ -71,4 +72,4 @@ class ExitTimer:
     def _check(self, result: int) -> None:
         if result != 0:
             error = ctypes.get_errno()
-            raise OSError(error, f"the system's timers: {error}")
+            raise OSError(error, f"a timer of the system: {os.strerror(error)}")

@@ -16,6 +16,7 @@ ends the process with the same exit code (where there is none: faulthandler's, w
 from __future__ import annotations
 
 import faulthandler
+import logging
 import os
 import sys
 import threading
@@ -28,6 +29,8 @@ from typing import IO, Self
 from jetrl.errors import EXIT_HANG
 from jetrl.session.exit_timer import ExitTimer
 from jetrl.settings import WatchdogSettings
+
+logger = logging.getLogger(__name__)
 
 BETWEEN = "between phases"
 DISK_PHASES = ("checkpoint", "export")  # one that took no time says nothing about the next
@@ -85,7 +88,7 @@ class Watchdog:
     def __enter__(self) -> Self:
         if self._settings.enabled:
             self._file = open(self._path, "a", encoding="utf-8")
-            self._exit = ExitTimer(EXIT_HANG) if ExitTimer.is_there() else None
+            self._exit = _exit_timer()
             threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
         return self
 
@@ -153,3 +156,13 @@ class Watchdog:
             print(f"stopped: {why}; see {self._path}", file=sys.__stderr__, flush=True)
         finally:
             os._exit(EXIT_HANG)
+
+
+def _exit_timer() -> ExitTimer | None:
+    if not ExitTimer.is_there():
+        return None
+    try:
+        return ExitTimer(EXIT_HANG)
+    except OSError as error:  # a container may allow none
+        logger.warning("a hang that holds the interpreter's lock would end with code 1: %s", error)
+        return None
