@@ -134,3 +134,18 @@ def test_the_reference_is_never_of_an_attempt_before_the_first_step(
     result = train(load_config("demo", [*words, "run.seed=7"]))
     [line] = RunDirectory.open(result.run_path).metrics()
     assert line["policy/kl_ref"] == 0, "before the first update it is the policy"
+
+
+def test_a_resume_that_is_refused_leaves_the_settings_of_the_run(tmp_path: Path) -> None:
+    words = ["sft.steps=0", "eval.every=0", "loop.steps=1", "report.enabled=false"]
+    words += ["rollout.prompts_per_step=4", "rollout.samples_per_prompt=2", "rollout.max_tokens=4"]
+    words += [f"run.dir={tmp_path}", "run.name=run"]
+    train(load_config("demo", words))
+    own = tmp_path / "run" / "config.toml"
+    before = own.read_text()
+    other = ["loop.steps=2", "train.optimizer_states=compact"]
+    with pytest.raises(UserError, match="the checkpoint has fp32 optimizer states"):
+        train(load_config(own, other), resume=True)
+    assert own.read_text() == before
+    assert train(load_config(own, ["loop.steps=2"]), resume=True).steps == 2
+    assert "steps = 2" in own.read_text()

@@ -71,6 +71,7 @@ class RunDirectory:
         self._lock: RunLock | None = None
         self._metrics_writer: JsonlWriter | None = None
         self._last: tuple[int, int] = (-1, -1)
+        self._new_config = ""  # of a resume, before it goes on
 
     @property
     def name(self) -> str:
@@ -82,8 +83,9 @@ class RunDirectory:
     ) -> RunDirectory:
         """Makes settings.run.dir / settings.run.name, or with `resume` opens it for going on.
 
-        Resuming drops an incomplete last line of metrics.jsonl, writes the new settings and reports
-        those that changed; the caller then calls `truncate_after` with its checkpoint's step.
+        Resuming drops an incomplete last line of metrics.jsonl and reports the settings that
+        changed; the caller then calls `truncate_after` with its checkpoint's step, which writes
+        them. A checkpoint that does not fit them leaves those that it was made with.
 
         Args:
             settings: resolved settings; run.name must be set.
@@ -218,12 +220,15 @@ class RunDirectory:
 
     def truncate_after(self, step: int, phase: Phase = "rl") -> None:
         """Forgets what comes after a step, in metrics and rollouts: a resumed run writes it again.
-        With phase "sft", everything of the RL phase is after it.
+        With phase "sft", everything of the RL phase is after it. Writes the settings of the resume.
 
         Raises:
-            StorageError: the disk is full; all is as it was.
+            StorageError: the disk is full; no metrics are lost.
         """
         self._check_writable()
+        if self._new_config:
+            with storing(self.path / "config.toml"):
+                write_atomically(self.path / "config.toml", self._new_config)
         limit = (PHASE_ORDER[phase], step)
         records = self.metrics()
         kept = [r for r in records if _place(r) <= limit]
@@ -350,6 +355,8 @@ class RunDirectory:
                 f"changed on resume: {key}: {old} -> {new}"
                 for key, (old, new) in self.changed_settings.items()
             ]
+            self._new_config = config_text
+            return
         write_atomically(self.path / "plan.json", json.dumps(plan, indent=2) + "\n")
         write_atomically(self.path / "config.toml", config_text)
 
