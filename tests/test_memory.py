@@ -218,6 +218,24 @@ def test_a_reward_models_forward_has_a_column(tmp_path: Path) -> None:
     assert memory_plan(settings(), LARGE, load=load).at("reward") == 0
 
 
+def test_a_reference_that_waits_elsewhere_is_there_when_it_is_asked(tmp_path: Path) -> None:
+    """One that is much larger than the policy makes that the highest moment."""
+    load, small = Load(8, 512, 8, 512), ModelConfig.from_hf({**CONFIG, "vocab_size": 151936})
+    others = OtherModels(reference=LARGE)
+    near, far = (
+        memory_plan(
+            settings("algorithm.kl=0.1", f"reference.offload={offload}"), small, others, load
+        )
+        for offload in ("false", "true")
+    )
+    assert near.at("reference") == 0
+    assert row(near, "reference: working", "optimizer") > 8 * GIB
+    assert row(far, "reference: working", "optimizer") == 0
+    weights = row(far, "reference: working", "reference")
+    assert far.at("reference") > weights + 4 * 4096 * 151936, "and its logits"
+    assert far.peak == far.update == far.at("reference")
+
+
 def test_a_reward_models_training_has_a_plan_of_its_own() -> None:
     config = ModelConfig.from_hf(CONFIG).with_scalar_head()
     model = ScalarModel.from_config(

@@ -61,11 +61,15 @@ def head_bytes(config: ModelConfig, batch: MicroBatch, recomputed: bool) -> int:
     hidden states, and these scaled. The weight's is added to the one that is there."""
     if config.head == "score":
         return 0
-    rows = min(batch.tokens, rows_at_once(config.vocab_size))
-    logits, hidden = 4 * rows * config.vocab_size, 10 * batch.tokens * config.hidden_size
+    logits, hidden = chunk_bytes(config, batch.tokens), 10 * batch.tokens * config.hidden_size
     if recomputed:
         return logits + logits // 2 + hidden
     return 2 * batch.tokens * config.vocab_size + max(logits, hidden)
+
+
+def chunk_bytes(config: ModelConfig, tokens: int) -> int:
+    """Of the float32 logits that are there at once."""
+    return 4 * min(tokens, rows_at_once(config.vocab_size)) * config.vocab_size
 
 
 def layer_bytes(config: ModelConfig, plan: PrecisionPlan, batch: MicroBatch) -> int:

@@ -2,11 +2,12 @@
 
     rollout    sampling: weights, optimizer states, KV pages, decode's graphs
     reward     a reward model's forward, where there is one
+    reference  the forward of a reference that is elsewhere else (reference.offload)
     backward   where a micro-batch's activations are all there and its backward begins
     optimizer  the end of backward and the optimizer's step: all gradients
     critic     the critic's own backward, where there is a critic
 
-The peak of the update is the highest of the last three. Gradients live from the first backward of
+The peak of the update is the highest of the last four. Gradients live from the first backward of
 an update to its optimizer step; KV pages from the step's first rollout to what follows it.
 """
 
@@ -26,8 +27,10 @@ from jetrl.models.families import ModelConfig, num_parameters
 from jetrl.precision.plan import PrecisionPlan
 from jetrl.rollout.sizes import gpu_pages_room
 
-Moment = Literal["rollout", "reward", "backward", "optimizer", "critic"]
-MOMENTS: tuple[Moment, ...] = ("rollout", "reward", "backward", "optimizer", "critic")
+Moment = Literal["rollout", "reward", "reference", "backward", "optimizer", "critic"]
+MOMENTS: tuple[Moment, ...] = (
+    "rollout", "reward", "reference", "backward", "optimizer", "critic",
+)  # fmt: skip
 GIB = 2**30
 # cuBLAS's workspaces, DeepGEMM's and Triton's scratch; measured with torch 2.11.
 _LIBRARIES = 128 * 2**20
@@ -172,7 +175,7 @@ def memory_plan(
         resident = sum(row.bytes.get("rollout", 0) for row in rows)
         room = None if free is None else gpu_pages_room(max(0, free - resident))
         rows += _rollout(settings, config, plan, load, room)
-        rows += _reward(settings, others.reward, plan, load, wanted)
+        rows += _forwards(settings, config, others, plan, load, wanted, moments)
     rows += _training("", "backward", config, plan, batch, settings)
     if device != "cpu":
         rows.append(_always(moments, "libraries", _LIBRARIES))
@@ -187,9 +190,15 @@ def _moments(settings: Settings, others: OtherModels, load: Load) -> tuple[Momen
     there: dict[Moment, bool] = {
         "rollout": load.sequences > 0,
         "reward": load.sequences > 0 and others.reward is not None,
+        "reference": load.sequences > 0 and _measures(settings) and settings.reference.offload,
         "critic": load.sequences > 0 and settings.critic.path is not None,
     }
     return tuple(moment for moment in MOMENTS if there.get(moment, True))
+
+
+def _measures(settings: Settings) -> bool:
+    """Whether there is a reference."""
+    return settings.algorithm.kl > 0 or settings.reference.path is not None
 
 
 def _micro_batch(wanted: int, load: Load) -> MicroBatch:
@@ -226,31 +235,43 @@ def _others(
 ) -> list[Row]:
     """The models beside the policy, but for their forward and backward."""
     rows = []
-    reference = settings.reference
-    if (settings.algorithm.kl > 0 or reference.path is not None) and not reference.offload:
+    there: tuple[Moment, ...]
+    if _measures(settings):
+        there = ("reference",) if settings.reference.offload else moments
         size = frozen_bytes(others.reference or config, plan)
-        rows.append(_always(moments, "reference: working copies alone", size))
+        rows.append(_always(there, "reference: working copies alone", size))
     if settings.critic.path is not None:
         of = (others.critic or config).with_scalar_head()
         size = 4 * num_parameters(of) + optimizer_bytes(settings, of) + working_bytes(of, plan)
         rows.append(_always(moments, "critic: masters, optimizer states, copies", size))
     if others.reward is not None:
-        there: tuple[Moment, ...] = ("reward",) if settings.reward.offload else moments
+        there = ("reward",) if settings.reward.offload else moments
         size = frozen_bytes(others.reward, plan)
         rows.append(_always(there, "reward model: working copies alone", size))
     return rows
 
 
-def _reward(
-    settings: Settings, config: ModelConfig | None, plan: PrecisionPlan, load: Load, wanted: int
+def _forwards(
+    settings: Settings,
+    config: ModelConfig,
+    others: OtherModels,
+    plan: PrecisionPlan,
+    load: Load,
+    wanted: int,
+    moments: tuple[Moment, ...],
 ) -> list[Row]:
-    """A reward model's forwards, which are of as many tokens as a micro-batch."""
-    if config is None:
-        return []
+    """Of a reward model and a reference, without gradients, of as many tokens as a micro-batch."""
     completions = settings.rollout.prompts_per_step * settings.rollout.samples_per_prompt
     tokens = min(max(wanted, load.tokens), completions * load.tokens)
-    size = activations.forward_bytes(config, plan, tokens)
-    return [Row(f"reward model: a forward of {tokens} tokens", {"reward": size})]
+    rows = []
+    if others.reward is not None:
+        size = activations.forward_bytes(others.reward, plan, tokens)
+        rows.append(Row(f"reward model: a forward of {tokens} tokens", {"reward": size}))
+    if "reference" in moments:
+        of = others.reference or config
+        size = activations.forward_bytes(of, plan, tokens) + activations.chunk_bytes(of, tokens)
+        rows.append(Row(f"reference: a forward of {tokens} tokens", {"reference": size}))
+    return rows
 
 
 def _rollout(
