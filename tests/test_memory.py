@@ -95,6 +95,18 @@ def test_one_micro_batch_has_no_other_gradients_beside_its_activations() -> None
     assert row(small, "gradients", "optimizer") == row(large, "gradients", "optimizer")
 
 
+def test_an_fp8_head_tied_to_the_embedding_has_a_gradient_of_its_own_for_a_moment() -> None:
+    plans = [
+        memory_plan(
+            settings(f"precision.lm_head={head}"),
+            ModelConfig.from_hf({**CONFIG, "tie_word_embeddings": True}),
+        )
+        for head in ("bf16", "fp8")
+    ]
+    one, two = (row(plan, "while gradients", "optimizer") for plan in plans)
+    assert two - one == 4 * 512 * 256
+
+
 def test_recomputed_layers_keep_their_inputs() -> None:
     wanted = "train.tokens_per_micro_batch=8192"
     load = Load(256, 512, 256, 8192)

@@ -92,10 +92,12 @@ def layer_bytes(config: ModelConfig, plan: PrecisionPlan, batch: MicroBatch) -> 
     return max(mlp, heads + min(ds, STORED_DS_BYTES))
 
 
-def last_bytes(config: ModelConfig, batch: MicroBatch) -> int:
+def last_bytes(config: ModelConfig, plan: PrecisionPlan, batch: MicroBatch) -> int:
     """On top, at the end of backward: what is added to the embedding's gradient, and sorted by
-    token for it."""
-    return 14 * batch.tokens * config.hidden_size
+    token for it; and the gradient of an FP8 lm_head that is tied to it, until they are added."""
+    tied = config.tie_word_embeddings and plan.lm_head == "fp8"
+    head = 4 * config.vocab_size * config.hidden_size if tied else 0
+    return 14 * batch.tokens * config.hidden_size + head
 
 
 def forward_bytes(config: ModelConfig, plan: PrecisionPlan, tokens: int) -> int:

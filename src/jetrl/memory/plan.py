@@ -314,7 +314,7 @@ def _training(
     recomputed = settings.train.activation_checkpointing
     kept = activations.kept_bytes(config, plan, batch.tokens, recomputed)
     on_top = activations.on_top_bytes(config, plan, batch, recomputed)
-    last = activations.last_bytes(config, batch)
+    last = activations.last_bytes(config, plan, batch)
     if end == moment:  # one column: the higher of begin and end
         if not batch.several and gradients + last > first + kept + on_top:
             first, kept, on_top = gradients, 0, last

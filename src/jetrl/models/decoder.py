@@ -85,7 +85,7 @@ class DecoderLayer(nn.Module):
         _tell(told, "qkv", qkv)
         attended = kv.attend(self.index, qkv, self._rotary(positions, table, told))
         _tell(told, "attention", attended)
-        del qkv  # nor the heads below: what follows is where a forward holds most
+        del qkv  # like the heads below: the MLP, where a forward holds most, needs neither
         delta = self.o(attended, side)
         _tell(told, "o", delta)
         del attended
