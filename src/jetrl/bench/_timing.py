@@ -23,29 +23,39 @@ _COPY_ELEMENTS = 2**31
 _SHORT_BYTES = 2**26
 
 
-def seconds_per_call(calls: Sequence[Callable[[], Any]], replays: int = 15) -> float:
-    """Median seconds of one call, over replays of a CUDA graph that makes all of them in order.
+def seconds_in_turn(forms: Sequence[Sequence[Callable[[], Any]]], replays: int = 15) -> list[float]:
+    """Median seconds of one call of each form, over replays of a CUDA graph that makes all of the
+    form's calls in order. The forms' graphs are replayed in turn: a card that is warm, or may draw
+    no more power, is slower, and none of them should find it cooler than another.
 
     Give as many calls, each on its own inputs, as together exceed the L2 cache; their results are
     kept apart too, so nothing is read or written while still cached.
     """
-    for call in calls:  # compile and warm up outside of the graph
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = [call() for call in calls]
-    times = []
-    for replay in range(replays + 2):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
+    graphs, results = [], []
+    for calls in forms:
+        for call in calls:  # compile and warm up outside of the graph
+            call()
         torch.cuda.synchronize()
-        if replay >= 2:
-            times.append(start.elapsed_time(end) / 1e3 / len(calls))
-    del results, graph
-    return statistics.median(times)
+        graphs.append(torch.cuda.CUDAGraph())
+        with torch.cuda.graph(graphs[-1]):
+            results.append([call() for call in calls])
+    times: list[list[float]] = [[] for _ in forms]
+    for replay in range(replays + 2):
+        for graph, calls, taken in zip(graphs, forms, times, strict=True):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            graph.replay()
+            end.record()
+            torch.cuda.synchronize()
+            if replay >= 2:
+                taken.append(start.elapsed_time(end) / 1e3 / len(calls))
+    del results, graphs
+    return [statistics.median(taken) for taken in times]
+
+
+def seconds_per_call(calls: Sequence[Callable[[], Any]], replays: int = 15) -> float:
+    """`seconds_in_turn` of one form."""
+    return seconds_in_turn([calls], replays)[0]
 
 
 def seconds_eager(function: Callable[[], Any], repeats: int = 7) -> float:

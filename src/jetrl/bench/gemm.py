@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from jetrl.bench._bits import gemms
-from jetrl.bench._timing import Row, report, seconds_per_call
+from jetrl.bench._timing import Row, report, seconds_in_turn
 from jetrl.precision.add_hopper import add_product
 from jetrl.precision.gemm_hopper import Backend, deep_gemm_installed, fp8_matmul_hopper
 from jetrl.precision.quantize import QTensor
@@ -33,18 +33,22 @@ def backends() -> list[Backend]:
     return ["cublas", "deep_gemm"] if deep_gemm_installed() else ["cublas"]
 
 
-def _row(
-    name: str, layer: str, rows: int, flops: int, base: float, calls: Sequence[Callable[[], Any]]
-) -> Row:
-    seconds = seconds_per_call(calls) if calls else base
-    return {
-        "name": name,
-        "layer": layer,
-        "rows": rows,
-        "microseconds": round(seconds * 1e6, 1),
-        "teraflops": round(flops / seconds / 1e12),
-        "times_bf16": round(base / seconds, 2),
-    }
+def _rows(
+    layer: str, rows: int, flops: int, forms: dict[str, list[Callable[[], Any]]]
+) -> list[Row]:
+    """A row for each form, measured in turn; the first one is what BF16 does."""
+    seconds = seconds_in_turn(list(forms.values()))
+    return [
+        {
+            "name": name,
+            "layer": layer,
+            "rows": rows,
+            "microseconds": round(each * 1e6, 1),
+            "teraflops": round(flops / each / 1e12),
+            "times_bf16": round(seconds[0] / each, 2),
+        }
+        for name, each in zip(forms, seconds, strict=True)
+    ]
 
 
 def _forward_rows(layer: str, xs: list[Tensor], weights: list[Tensor]) -> list[Row]:
@@ -52,24 +56,23 @@ def _forward_rows(layer: str, xs: list[Tensor], weights: list[Tensor]) -> list[R
     the weights, so that neither is still cached when it is read again."""
     rows = len(xs[0])
     turns = [(xs[i % len(xs)], i % len(weights)) for i in range(max(len(xs), len(weights)))]
-    flops = 2 * rows * weights[0].numel()
-    base = seconds_per_call([partial(torch.mm, x, weights[i].t()) for x, i in turns])
     quantized = [quantize_weight(w) for w in weights]
     operands = [quantize_rows(x) for x, _ in turns]
-    out = [_row("bf16", layer, rows, flops, base, [])]
+    forms: dict[str, list[Callable[[], Any]]] = {
+        "bf16": [partial(torch.mm, x, weights[i].t()) for x, i in turns]
+    }
     few: list[Backend] = ["triton"] if rows <= 256 else []
     for backend in [*backends(), *few]:
-        alone = [
+        forms[f"fp8 {backend}"] = [
             partial(fp8_matmul_hopper, a, quantized[i], torch.bfloat16, backend)
             for a, (_, i) in zip(operands, turns, strict=True)
         ]
-        out.append(_row(f"fp8 {backend}", layer, rows, flops, base, alone))
 
     def with_input(x: Tensor, w: QTensor) -> Tensor:
         return fp8_matmul_hopper(quantize_rows(x), w)
 
-    calls = [partial(with_input, x, quantized[i]) for x, i in turns]
-    out.append(_row("fp8 with quantization", layer, rows, flops, base, calls))
+    forms["fp8 with quantization"] = [partial(with_input, x, quantized[i]) for x, i in turns]
+    out = _rows(layer, rows, 2 * rows * weights[0].numel(), forms)
     if rows <= 256:  # bound by reading the weight
         for row, size in zip(out, (2, *[1] * len(out)), strict=False):
             seconds = row["microseconds"] / 1e6
@@ -87,40 +90,20 @@ def _backward_rows(layer: str, dys: list[Tensor], weight: Tensor, k: int) -> lis
     second micro-batch on WGrad adds to a gradient."""
     rows, n = dys[0].shape
     xs = [torch.randn(rows, k, device="cuda").bfloat16() for _ in dys]
-    flops, name = 2 * rows * n * k, f"{layer} wgrad"
+    flops, quantized = 2 * rows * n * k, quantize_weight(weight)
     pairs = list(zip(dys, xs, strict=True))
     total = torch.zeros(n, k, device="cuda")
-    base = seconds_per_call([partial(_wide_product, dy, x) for dy, x in pairs])
-    accumulate = torch.ops.aten.addmm.dtype_out
-    base_adding = seconds_per_call(
-        [partial(accumulate, total, dy.t(), x, torch.float32, out=total) for dy, x in pairs]
-    )
     operands = [(quantize_tokens(dy).mT, quantize_squares(x).mT) for dy, x in pairs]
-    out = [_row("bf16, fp32 out", name, rows, flops, base, [])]
-    for backend in backends():
-        alone = [partial(fp8_matmul_hopper, a, b, torch.bfloat16, backend) for a, b in operands]
-        out.append(_row(f"fp8 {backend}", name, rows, flops, base, alone))
+    inputs = [(a, x) for (a, _), x in zip(operands, xs, strict=True)]
 
-    def fp8(a: QTensor, x: Tensor, into: Tensor | None) -> Tensor:
+    def wgrad(a: QTensor, x: Tensor, into: Tensor | None) -> Tensor:
         return add_product(fp8_matmul_hopper(a, quantize_squares(x).mT), into)
 
-    inputs = [(a, x) for (a, _), x in zip(operands, xs, strict=True)]
-    calls = [partial(fp8, a, x, None) for a, x in inputs]
-    out.append(_row("fp8 with quantization of X, fp32 out", name, rows, flops, base, calls))
-    out.append({**_row("bf16, adding", name, rows, flops, base_adding, []),
-                "times_bf16": round(base / base_adding, 2)})  # fmt: skip
-    calls = [partial(fp8, a, x, total) for a, x in inputs]
-    out.append(_row("fp8 with quantization of X, adding", name, rows, flops, base_adding, calls))
-    del operands, inputs, calls
-    quantized = quantize_weight(weight)
+    def bf16_adding(dy: Tensor, x: Tensor) -> Tensor:
+        return torch.ops.aten.addmm.dtype_out(total, dy.t(), x, torch.float32, out=total)
 
     def dgrad(dy: Tensor) -> Tensor:
         return fp8_matmul_hopper(quantize_rows(dy), turned_weight(quantized))
-
-    base = seconds_per_call([partial(torch.mm, dy, weight) for dy in dys])
-    calls = [partial(dgrad, dy) for dy in dys]
-    form = "fp8 with quantization of dY, turning of W"
-    out.append(_row(form, f"{layer} dgrad", rows, flops, base, calls))
 
     def bf16_both(dy: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         return torch.mm(dy, weight), _wide_product(dy, x)
@@ -128,15 +111,34 @@ def _backward_rows(layer: str, dys: list[Tensor], weight: Tensor, k: int) -> lis
     def fp8_both(dy: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         by_row, by_token = quantize_rows_and_tokens(dy)
         dx = fp8_matmul_hopper(by_row, turned_weight(quantized))
-        return dx, fp8(by_token.mT, x, None)
+        return dx, wgrad(by_token.mT, x, None)
 
-    base = seconds_per_call([partial(bf16_both, dy, x) for dy, x in pairs])
-    both = [partial(fp8_both, dy, x) for dy, x in pairs]
-    name = f"{layer} dgrad + wgrad"
-    return [
-        *out,
-        _row("fp8 with quantization, turning, fp32 out", name, rows, 2 * flops, base, both),
-    ]
+    alone: dict[str, list[Callable[[], Any]]] = {
+        f"fp8 {b}": [partial(fp8_matmul_hopper, *pair, torch.bfloat16, b) for pair in operands]
+        for b in backends()
+    }
+    products: dict[str, list[Callable[[], Any]]] = {
+        "bf16, fp32 out": [partial(_wide_product, *pair) for pair in pairs],
+        **alone,
+        "fp8 with quantization of X, fp32 out": [partial(wgrad, a, x, None) for a, x in inputs],
+    }
+    adding: dict[str, list[Callable[[], Any]]] = {
+        "bf16, adding": [partial(bf16_adding, *pair) for pair in pairs],
+        "fp8 with quantization of X, adding": [partial(wgrad, a, x, total) for a, x in inputs],
+    }
+    out = _rows(f"{layer} wgrad", rows, flops, products)
+    out += _rows(f"{layer} wgrad", rows, flops, adding)
+    del operands, inputs, products, alone, adding
+    through: dict[str, list[Callable[[], Any]]] = {
+        "bf16, W as it lies": [partial(torch.mm, dy, weight) for dy in dys],
+        "fp8 with quantization of dY, turning of W": [partial(dgrad, dy) for dy in dys],
+    }
+    both: dict[str, list[Callable[[], Any]]] = {
+        "bf16, fp32 out": [partial(bf16_both, *pair) for pair in pairs],
+        "fp8 with quantization, turning, fp32 out": [partial(fp8_both, *pair) for pair in pairs],
+    }
+    out += _rows(f"{layer} dgrad", rows, flops, through)
+    return out + _rows(f"{layer} dgrad + wgrad", rows, 2 * flops, both)
 
 
 def run(tokens: int = 16384, decode_rows: tuple[int, ...] = (8, 64, 256)) -> list[Row]:
