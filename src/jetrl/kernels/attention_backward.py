@@ -41,7 +41,7 @@ _STEP = 64  # rows of the inner loops
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def delta_kernel(
     o_ptr,
     do_ptr,
@@ -111,7 +111,7 @@ def _dkdv_step(
     return dk, dv
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_group", "head_tiles"])
 def dkdv_kernel(
     q_desc,
     k_ptr,

@@ -28,7 +28,7 @@ from jetrl.kernels.attention_layout import (
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_group", "head_tiles"])
 def dq_stored_kernel(
     ds_desc,
     k_desc,

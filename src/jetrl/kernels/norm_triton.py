@@ -77,7 +77,7 @@ def inverse_rms_of(total, factor, amax_bits, WIDTH: tl.constexpr, EPS: tl.conste
     return tl.where(amax_bits >= 0x7F800000, special, inverse)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["scale_stride"])
 def _row_kernel(
     x_ptr,
     delta_ptr,
@@ -141,7 +141,7 @@ def _row_kernel(
             )
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["num_rows", "scale_stride"])
 def _tile_kernel(
     x_ptr,
     weight_ptr,
@@ -169,7 +169,7 @@ def _tile_kernel(
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "rows_per_program"])
 def _backward_kernel(
     dy_ptr,
     x_ptr,

@@ -63,7 +63,7 @@ def sigmoid(gate, LOG2_E: tl.constexpr):
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "scale_stride"])
 def _rows_kernel(
     x_ptr,
     y_ptr,
@@ -110,7 +110,7 @@ def _tile_sigmoid(gate, LOG2_E: gl.constexpr):
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _backward_rows_kernel(
     dy_ptr,
     x_ptr,
@@ -136,7 +136,7 @@ def _backward_rows_kernel(
     tl.store(dx_ptr + places + num_columns, (dy * silu).to(tl.bfloat16), mask=mask)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["num_rows", "scale_stride", "y_scale_stride"])
 def _backward_tile_kernel(
     dy_ptr,
     x_ptr,

@@ -118,7 +118,7 @@ def load_tile(x_ptr, rows, column, num_rows, num_columns, row_stride):
     return tl.load(x_ptr + places, mask=mask, other=0.0).to(tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "scale_stride"])
 def _rows_kernel(
     x_ptr,
     codes_ptr,
@@ -144,7 +144,7 @@ def _rows_kernel(
     )  # fmt: skip
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["num_rows", "scale_stride"])
 def _tile_kernel(
     x_ptr,
     row_codes_ptr,
@@ -170,7 +170,7 @@ def _tile_kernel(
     )  # fmt: skip
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["num_rows", "scale_stride"])
 def _square_kernel(
     x_ptr, codes_ptr, scales_ptr, num_rows, num_columns, row_stride, scale_stride, padded_rows,
     column_blocks, MAXIMUM: gl.constexpr, FLOOR: gl.constexpr, POW2: gl.constexpr,
