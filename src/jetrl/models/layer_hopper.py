@@ -40,7 +40,8 @@ from jetrl.kernels.norm_triton import (
     rms_norm_quantize,
     rms_norm_squares,
 )
-from jetrl.kernels.rotary_triton import dense_cache, qk_norm_rotary_backward, qk_norm_rotary_cache
+from jetrl.kernels.rotary_backward_triton import qk_norm_rotary_backward
+from jetrl.kernels.rotary_triton import dense_cache, qk_norm_rotary_cache
 from jetrl.kernels.swiglu_triton import (
     swiglu_backward,
     swiglu_backward_quantize,

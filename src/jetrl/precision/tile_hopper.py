@@ -117,18 +117,18 @@ def widen(x):
 
 
 @gluon.jit
-def _larger(a, b):
+def larger(a, b):
     return gl.maximum(a, b, propagate_nan=_PROPAGATE_NAN)
 
 
 @gluon.jit
 def largest(x, axis: gl.constexpr):
     """The maximum of |x| along an axis; NaN if any is."""
-    return gl.reduce(gl.abs(x), axis, _larger)
+    return gl.reduce(gl.abs(x), axis, larger)
 
 
 @gluon.jit
-def _larger_pairs(a, b):
+def larger_pairs(a, b):
     """max of two bfloat16, NaN if either is, two elements an instruction."""
     return gl.inline_asm_elementwise(
         "max.NaN.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=gl.bfloat16, is_pure=True, pack=2
@@ -136,7 +136,7 @@ def _larger_pairs(a, b):
 
 
 @gluon.jit
-def _magnitudes(x):
+def magnitudes(x):
     """|x| of bfloat16, two elements an instruction."""
     return gl.inline_asm_elementwise(
         "and.b32 $0, $1, 0x7fff7fff;", "=r,r", [x], dtype=gl.bfloat16, is_pure=True, pack=2
@@ -144,7 +144,7 @@ def _magnitudes(x):
 
 
 @gluon.jit
-def _split_rows(x, ROWS: gl.constexpr):
+def split_rows(x, ROWS: gl.constexpr):
     """Two halves of x [ROWS, 128] by the parity of the row: registers of the same thread."""
     pairs = gl.reshape(x, [ROWS // 2, 2, 128])
     return gl.split(gl.permute(pairs, [0, 2, 1]))
@@ -155,10 +155,10 @@ def column_maxima(x):
     """float32 [128]: maxima of |x| of the columns of a tile. Of bfloat16 by pairs of columns, the
     eight rows of a thread first."""
     if x.dtype == gl.bfloat16:
-        a, b = _split_rows(_magnitudes(x), 128)
-        a, b = _split_rows(_larger_pairs(a, b), 64)
-        a, b = _split_rows(_larger_pairs(a, b), 32)
-        return gl.reduce(_larger_pairs(a, b).to(gl.float32), 0, _larger)
+        a, b = split_rows(magnitudes(x), 128)
+        a, b = split_rows(larger_pairs(a, b), 64)
+        a, b = split_rows(larger_pairs(a, b), 32)
+        return gl.reduce(larger_pairs(a, b).to(gl.float32), 0, larger)
     else:
         return largest(x.to(gl.float32), 0)
 
@@ -167,11 +167,11 @@ def column_maxima(x):
 def row_maxima(x):
     """float32 [128]: maxima of |x| of the rows. Of bfloat16 by pairs, a thread's four first."""
     if x.dtype == gl.bfloat16:
-        quadruples = gl.reshape(_magnitudes(x), [128, 16, 2, 2, 2])
+        quadruples = gl.reshape(magnitudes(x), [128, 16, 2, 2, 2])
         a, b = gl.split(gl.permute(quadruples, [0, 1, 3, 4, 2]))
-        a, b = gl.split(gl.permute(_larger_pairs(a, b), [0, 1, 3, 2]))
-        pairs = gl.reshape(_larger_pairs(a, b), [128, 32])
-        return gl.reduce(pairs.to(gl.float32), 1, _larger)
+        a, b = gl.split(gl.permute(larger_pairs(a, b), [0, 1, 3, 2]))
+        pairs = gl.reshape(larger_pairs(a, b), [128, 32])
+        return gl.reduce(pairs.to(gl.float32), 1, larger)
     else:
         return largest(x.to(gl.float32), 1)
 
@@ -180,20 +180,20 @@ def row_maxima(x):
 def tile_maximum(x):
     """The maximum of |x| of a tile of bfloat16, a float32 scalar: a thread's 64 values by pairs,
     then threads and warps at once."""
-    a, b = _split_rows(_magnitudes(x), 128)
-    a, b = _split_rows(_larger_pairs(a, b), 64)
-    a, b = _split_rows(_larger_pairs(a, b), 32)
-    quadruples = gl.reshape(_larger_pairs(a, b), [16, 16, 2, 2, 2])
+    a, b = split_rows(magnitudes(x), 128)
+    a, b = split_rows(larger_pairs(a, b), 64)
+    a, b = split_rows(larger_pairs(a, b), 32)
+    quadruples = gl.reshape(larger_pairs(a, b), [16, 16, 2, 2, 2])
     a, b = gl.split(gl.permute(quadruples, [0, 1, 3, 4, 2]))
-    a, b = gl.split(gl.permute(_larger_pairs(a, b), [0, 1, 3, 2]))
-    pairs = gl.reshape(_larger_pairs(a, b), [512])
-    return gl.reduce(pairs.to(gl.float32), 0, _larger)
+    a, b = gl.split(gl.permute(larger_pairs(a, b), [0, 1, 3, 2]))
+    pairs = gl.reshape(larger_pairs(a, b), [512])
+    return gl.reduce(pairs.to(gl.float32), 0, larger)
 
 
 @gluon.jit
 def scale_and_multiplier(amax, MAXIMUM: gl.constexpr, FLOOR: gl.constexpr, POW2: gl.constexpr):
     """(stored scale, multiplier), float32, for a group's maximum, or for those of many."""
-    amax = _larger(amax, FLOOR)
+    amax = larger(amax, FLOOR)
     scale = gl.div_rn(amax, MAXIMUM)
     if POW2:
         bits = scale.to(gl.int32, bitcast=True)
