@@ -5,8 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
+
+from jetrl.kernels.rotary import rotary_table
 
 pytestmark = pytest.mark.gpu
 
@@ -324,6 +327,49 @@ def test_decode_runs_in_a_cuda_graph_with_new_lengths(gpu) -> None:
         lengths.copy_(torch.tensor(rows) + 1)
         graph.replay()
         assert same_bits(o, expected[rows])
+
+
+@pytest.mark.parametrize("kv", FORMATS)
+def test_decode_in_a_cuda_graph_waits_for_the_newest_key(gpu, kv: str) -> None:
+    """In a graph older pages are asked for while the kernel in front, which writes the newest keys
+    and values, still runs; not the page that they belong to."""
+    rotary = pytest.importorskip("jetrl.kernels.rotary_triton")
+    contexts = [1, 2, 63, 64, 65, 66, 127, 128, 129, 192, 193, 700, 1024, 1025, 1089, 1200] * 8
+    b = batch(gpu, contexts, 8, 2, 128, kv)
+    width = max(map(len, b.tables))
+    padded = [table + [0] * (width - len(table)) for table in b.tables]
+    tables = torch.tensor(padded, dtype=torch.int32, device="cuda")
+    newest = [table[-1] * 64 + (n - 1) % 64 for table, n in zip(b.tables, contexts, strict=True)]
+    slots = torch.tensor(newest, device="cuda")
+    lengths = torch.tensor(contexts, dtype=torch.int32, device="cuda")
+    g = torch.Generator("cuda").manual_seed(5)
+    qkv = torch.randn(len(contexts), 12 * 128, device="cuda", generator=g).bfloat16()
+    angles = rotary_table(1e6 ** (-np.arange(64) / 64), max(contexts)).cuda()
+    stored = (b.pages.k, b.pages.v, b.pages.k_scales, b.pages.v_scales)
+
+    def forward() -> torch.Tensor:
+        cache = rotary.CacheSlots(*stored)
+        q = rotary.qk_norm_rotary_cache(
+            qkv, lengths.long() - 1, angles, None, 1e-6, 8, cache, slots
+        )
+        return gpu.attend_decode(q, b.pages, tables, lengths, max(contexts))
+
+    def spoil() -> None:
+        for x in stored:
+            if x is not None:
+                nan = torch.full((1,), math.nan, device="cuda").to(x.dtype)
+                bits(x).flatten(0, 1)[slots] = bits(nan)
+
+    spoil()
+    expected = forward()
+    assert expected.isfinite().all()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        o = forward()
+    for _ in range(20):
+        spoil()
+        graph.replay()
+        assert same_bits(o, expected)
 
 
 def test_pages_beyond_two_to_the_31_elements(gpu) -> None:

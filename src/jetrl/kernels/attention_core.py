@@ -2,8 +2,9 @@
 
 Decode, prefill and training must give a query row the same bits. They do because they run the
 functions of this file, and nothing else, on the same blocks of keys in the same order, with tensor
-cores that add 16 products at a time. Decode does so by mma.sync m16n8k16, the others by wgmma
-(m64n64k16, m64n128k16): on Hopper the two give the same bits (measured: docs/notes-attention.md).
+cores that add 16 products at a time. Decode does so by mma.sync m16n8k16, with keys and queries
+turned (`softmax_turned_block`), the others by wgmma (m64n64k16, m64n128k16): on Hopper the two give
+the same bits (measured: docs/notes-attention.md).
 
 For one query row with raw scores `r_j` (the tensor core's float32 sum over head_dim of the 16-bit
 query and key codes), per-key factors and a running state, a block of BLOCK_KEYS keys does:
@@ -20,7 +21,8 @@ The value scale lives in the exponent, next to the score. So what is rounded to 
 contribution to the *output*, relative to the row's largest, and everything down to 2**-39 of it is
 represented: no scale overflows it, and scales from 2**-109 (the quantizer's floor) to 2**20 are all
 as accurate as 1. Without scales (BF16 keys and values) the products are BF16,
-m' = max(m, scale * max_j r_j), e_j = exp2(fma(r_j, scale, -m')), and sum adds e_j.
+m' = max(m, scale * max_j r_j), e_j = exp2(fma(r_j, scale, -m')), and sum adds e_j, in the same
+order.
 
 A row's context is cut into splits of SPLIT_KEYS keys at fixed positions. Each split starts from
 (m, sum, acc) = (-inf, 0, 0); splits are folded in order into (M, L, O), from (-inf, 0, 0):
@@ -124,6 +126,16 @@ def _weighted_row_sum(e, c):
 
 
 @gluon.jit
+def _row_sum(e):
+    """sum_j e_j per row, in the same order."""
+    e01, e23 = _halves(e)
+    e0, e1 = _halves(e01)
+    e2, e3 = _halves(e23)
+    t = e3 + (e2 + (e1 + e0))
+    return gl.convert_layout(gl.sum(t, axis=1), gl.SliceLayout(1, e.type.layout))
+
+
+@gluon.jit
 def softmax_block(
     s,
     factors,
@@ -160,8 +172,69 @@ def softmax_block(
         part = _weighted_row_sum(e, factors.slice(2, 1, 0).load(mma))
     else:
         e = gl.exp2(gl.fma(s, SCORE_SCALE, (0.0 - safe)[:, None]))
-        part = gl.sum(e, axis=1)
+        part = _row_sum(e)
     return e, new_m, gl.fma(total, decay, part), decay
+
+
+@gluon.jit
+def _upper_lower(x):
+    """Rows [0, N/2) and [N/2, N) of x [N, M]; names registers, moves nothing."""
+    return x.reshape([2, x.shape[0] // 2, x.shape[1]]).permute((1, 2, 0)).split()
+
+
+@gluon.jit
+def _turned_tree(t, mma: gl.constexpr):
+    """The sums of t's 16 rows, [M], in the order in which a sum along 16 columns adds: thread i has
+    columns 2i, 2i + 1, 2i + 8, 2i + 9 there, one after the other, then threads i and i + 2, then
+    both pairs. Here these are rows of two threads, and zeros stand in for the other's."""
+    low, high = _upper_lower(t)  # rows j and j + 8 of a thread
+    low = low.reshape([4, 2, t.shape[1]])
+    high = high.reshape([4, 2, t.shape[1]])
+    odd = (
+        gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(2, high.type.layout)))[None, :, None] == 1
+    )
+    total = gl.sum(low, axis=1)
+    total = total + gl.sum(gl.where(odd, 0.0, high), axis=1)
+    total = total + gl.sum(gl.where(odd, high, 0.0), axis=1)
+    return gl.convert_layout(gl.sum(total, axis=0), gl.SliceLayout(0, mma))
+
+
+@gluon.jit
+def softmax_turned_block(
+    s, factors, m, total, position, first_key, MASKED: gl.constexpr, SCALED: gl.constexpr,
+    SCORE_SCALE: gl.constexpr, BLOCK_N: gl.constexpr, mma: gl.constexpr,
+):  # fmt: skip
+    """`softmax_block`, the same bits, of scores [N, M]: a key a row, a query a column. `factors` is
+    shared memory [3, N]; `position` a scalar, the last visible key of all columns."""
+    row: gl.constexpr = gl.SliceLayout(1, mma)
+    if SCALED:
+        a, b = factors.index(0).load(row), factors.index(1).load(row)
+        s = gl.fma(s, a[:, None], b[:, None])
+    if MASKED:
+        visible = first_key + gl.arange(0, BLOCK_N, row) <= position
+        s = gl.where(visible[:, None], s, float("-inf"))
+    top = gl.max(s, axis=0)
+    if SCALED:
+        new_m = gl.maximum(m, top)
+    else:
+        new_m = gl.maximum(m, top * SCORE_SCALE)
+    safe = gl.where(new_m == float("-inf"), 0.0, new_m)
+    decay = gl.exp2(m - safe)
+    if SCALED:
+        e = gl.exp2(s - (safe - _SHIFT)[None, :])
+        c01, c23 = _upper_lower(factors.index(2).load(row)[:, None].broadcast_to(e.shape))
+        c0, c1 = _upper_lower(c01)
+        c2, c3 = _upper_lower(c23)
+    else:
+        e = gl.exp2(gl.fma(s, SCORE_SCALE, (0.0 - safe)[None, :]))
+    e01, e23 = _upper_lower(e)
+    e0, e1 = _upper_lower(e01)
+    e2, e3 = _upper_lower(e23)
+    if SCALED:
+        t = gl.fma(e3, c3, gl.fma(e2, c2, gl.fma(e1, c1, e0 * c0)))
+    else:
+        t = e3 + (e2 + (e1 + e0))
+    return e, new_m, gl.fma(total, decay, _turned_tree(t, mma)), decay
 
 
 @gluon.jit

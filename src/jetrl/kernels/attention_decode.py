@@ -1,15 +1,21 @@
 """Attention of one new token per sequence over pages of keys and values (decode).
 
 Memory-bound: a token's FP8 key and value are read once, 2 * (D + 4) bytes for each key-value head.
-One warp owns (sequence, key-value head, split): the query heads of the group are its 16 rows, the
-pages of the split stream through shared memory, and each page is one block of `attention_core`.
-Several such warps share a multiprocessor, so that there are always loads in flight. A second kernel
-folds the splits of long contexts in order.
+One warp owns (sequence, key-value head, split): the pages of the split stream through shared
+memory, and each page is one block of `attention_core`. Several such warps share a multiprocessor,
+so that there are always loads in flight: two pages of each, one of them multiplied. In a captured
+graph the first pages are asked for while the kernel in front, which writes the newest key and
+value, still runs (`launch_hopper`). A second kernel folds the splits of long contexts in order
+(`attention_combine`).
+
+Everything is turned: scores are [keys, queries] = K Q^T and outputs [channels, queries] = V^T E, so
+the query heads of a group are the 8 columns of a tensor-core instruction (16 for larger groups) and
+not its 16 rows, most of which would be padding. A product does not know which operand is left.
 
 FP8 codes are widened in registers. Keys are read as the words the tensor core's operand layout
 asks for, which permutes head_dim (`channel_of_slot`). Values are read 16 bytes at a time, so that a
 thread holds neighbouring channels of a key; which channels share a tensor-core tile does not matter
-to a sum over keys, so the accumulator's columns are simply named differently when they are stored.
+to a sum over keys, so the accumulator's rows are simply named differently when they are stored.
 
 With head_dim 128 a head's output is one 1 x 128 group of the output projection's input:
 `attend_decode_quantized` writes the codes and scales that `quantize_rows` would make of the rows.
@@ -26,17 +32,16 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
+from jetrl.kernels.attention_combine import combine_kernel
 from jetrl.kernels.attention_core import (
     SPLIT_BLOCKS,
     SPLIT_KEYS,
-    fold_weights,
     inverse,
     key_factors,
     normalize,
     query_codes,
     score_scale,
-    softmax_block,
-    value_weights,
+    softmax_turned_block,
 )
 from jetrl.kernels.attention_layout import BLOCK_KEYS, KeyValueCodes, check_queries
 from jetrl.precision import tile_hopper as tile
@@ -49,8 +54,6 @@ from jetrl.precision.layout import empty_row_groups
 from jetrl.precision.plan import FP8_BLOCK
 from jetrl.precision.quantize import AMAX_FLOOR, FORMATS, QTensor
 from jetrl.precision.quantize_hopper import quantize_rows
-
-_STAGES = 2  # pages in shared memory: 2 beat 3 and 4 on an H200, by letting in more warps
 
 
 @gluon.jit
@@ -93,8 +96,21 @@ def _load_page(
 
 
 @gluon.jit
+def _load_queries(
+    q_ptr, GROUP: gl.constexpr, D: gl.constexpr, COLUMNS: gl.constexpr, SCALED: gl.constexpr,
+    mma: gl.constexpr,
+):  # fmt: skip
+    """The GROUP queries from q_ptr on as a tensor-core operand [D, COLUMNS], zeros after them."""
+    layout: gl.constexpr = gl.DotOperandLayout(1, mma, 4 if SCALED else 2)
+    column = gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
+    channel = gl.arange(0, D, gl.SliceLayout(1, layout))
+    places = q_ptr + column[None, :] * D + channel[:, None]
+    return query_codes(gl.load(places, mask=(column < GROUP)[None, :], other=0.0), SCALED)
+
+
+@gluon.jit
 def _fp8_values(v_smem, BLOCK_N: gl.constexpr, D: gl.constexpr, mma: gl.constexpr):
-    """FP16 values as a tensor-core operand; column 8 j + g is channel (D / 8) g + j."""
+    """FP16 values [D, BLOCK_N] as a tensor-core operand; row 8 j + g is channel (D / 8) g + j."""
     if D == 128:
         wide: gl.constexpr = gl.DistributedLinearLayout(
             reg_bases=[[0, 1], [0, 2], [0, 4], [0, 8], [1, 0], [8, 0], [16, 0], [32, 0]],
@@ -113,81 +129,106 @@ def _fp8_values(v_smem, BLOCK_N: gl.constexpr, D: gl.constexpr, mma: gl.constexp
             shape=[BLOCK_N, D],
         )
         v = v_smem.load(narrow).to(gl.float16)
-    v = v.reshape([BLOCK_N, 8, D // 8]).permute((0, 2, 1)).reshape([BLOCK_N, D])
-    return gl.convert_layout(v, gl.DotOperandLayout(1, mma, 2))
+    v = v.reshape([BLOCK_N, 8, D // 8]).permute((2, 1, 0)).reshape([D, BLOCK_N])
+    return gl.convert_layout(v, gl.DotOperandLayout(0, mma, 2), assert_trivial=True)
 
 
 @gluon.jit
 def _attend_page(
-    q,
-    k_smem,
-    v_smem,
-    s_smem,
-    f_smem,
-    stage,
-    m,
-    total,
-    acc,
-    position,
-    first_key,
-    MASKED: gl.constexpr,
-    SCALED: gl.constexpr,
-    SCORE_SCALE: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    D: gl.constexpr,
-    mma: gl.constexpr,
-    key_layout: gl.constexpr,
-):
-    """One page against the 16 rows; `position` is the context's last key, in every row."""
+    q, k_smem, v_smem, s_smem, f_smem, e_smem, stage, m, total, acc, position, first_key,
+    MASKED: gl.constexpr, SCALED: gl.constexpr, SCORE_SCALE: gl.constexpr, BLOCK_N: gl.constexpr,
+    COLUMNS: gl.constexpr, D: gl.constexpr, mma: gl.constexpr, key_layout: gl.constexpr,
+):  # fmt: skip
+    """One page against the queries [D, COLUMNS]; `position` is the context's last key."""
     if SCALED:
         ks = s_smem.index(stage * 2).load(key_layout)
         vs = s_smem.index(stage * 2 + 1).load(key_layout)
         if MASKED:
             # Scales past the context arrived as zeros, whose factors are not finite.
-            ok = first_key + gl.arange(0, BLOCK_N, key_layout) <= gl.max(position, axis=0)
+            ok = first_key + gl.arange(0, BLOCK_N, key_layout) <= position
             ks = gl.where(ok, ks, 1.0)
             vs = gl.where(ok, vs, 1.0)
         a, b, c = key_factors(ks, vs, SCORE_SCALE)
-        f_smem.slice(0, 1, 0).store(a[None, :])
-        f_smem.slice(1, 1, 0).store(b[None, :])
-        f_smem.slice(2, 1, 0).store(c[None, :])
-        k8 = k_smem.index(stage).permute((1, 0)).load(gl.DotOperandLayout(1, mma, 4))
-        k = k8.to(gl.float16)
+        f_smem.index(0).store(a)
+        f_smem.index(1).store(b)
+        f_smem.index(2).store(c)
+        k = k_smem.index(stage).load(gl.DotOperandLayout(0, mma, 4)).to(gl.float16)
     else:
-        k = k_smem.index(stage).permute((1, 0)).load(gl.DotOperandLayout(1, mma, 2))
-    s = mma_v2(q, k, gl.zeros([16, BLOCK_N], gl.float32, mma))
-    e, m, total, decay = softmax_block(
+        k = k_smem.index(stage).load(gl.DotOperandLayout(0, mma, 2))
+    s = mma_v2(k, q, gl.zeros([BLOCK_N, COLUMNS], gl.float32, mma))
+    e, m, total, decay = softmax_turned_block(
         s, f_smem, m, total, position, first_key, MASKED, SCALED, SCORE_SCALE, BLOCK_N, mma
     )
+    e_smem.store(e.to(e_smem.dtype))
     if SCALED:
         v = _fp8_values(v_smem.index(stage), BLOCK_N, D, mma)
     else:
-        v = v_smem.index(stage).load(gl.DotOperandLayout(1, mma, 2))
-    return m, total, mma_v2(value_weights(e, v.dtype, mma), v, acc * decay[:, None])
+        v = v_smem.index(stage).permute((1, 0)).load(gl.DotOperandLayout(0, mma, 2))
+    weights = e_smem.load(gl.DotOperandLayout(1, mma, 2))
+    return m, total, mma_v2(v, weights, acc * decay[None, :])
+
+
+@gluon.jit
+def _by_channels(
+    o, D: gl.constexpr, COLUMNS: gl.constexpr, SCALED: gl.constexpr, mma: gl.constexpr
+):
+    """o [D, COLUMNS] with D / 8 neighbouring channels of a column in a thread, which makes codes in
+    pairs and stores 8 or 16 at a time. With FP8 values, whose channels come in the order of
+    `_fp8_values`, this renames registers."""
+    SPAN: gl.constexpr = D // 8  # channels
+    spans: gl.constexpr = [[SPAN, 0], [2 * SPAN, 0], [4 * SPAN, 0]]
+    within: gl.constexpr = [[1, 0], [2, 0], [4, 0]] if D == 64 else [[1, 0], [2, 0], [4, 0], [8, 0]]
+    columns: gl.constexpr = [[0, 1]] if COLUMNS == 8 else [[0, 1], [0, 8]]
+    layout: gl.constexpr = gl.DistributedLinearLayout(
+        reg_bases=within + columns,
+        lane_bases=[[0, 2], [0, 4]] + spans,  # noqa: RUF005
+        warp_bases=[],
+        block_bases=[],
+        shape=[D, COLUMNS],
+    )
+    if SCALED:
+        o = o.reshape([D // 8, 8, COLUMNS]).permute((1, 0, 2)).reshape([D, COLUMNS])
+    return gl.convert_layout(o, layout, assert_trivial=SCALED)
 
 
 @gluon.jit
 def _store_heads(
     o, seq, group, o_ptr, scales_ptr, scale_stride,
-    H: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, SCALED: gl.constexpr,
+    H: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, COLUMNS: gl.constexpr,
     QUANTIZE: gl.constexpr, MAXIMUM: gl.constexpr, FLOOR: gl.constexpr, POW2: gl.constexpr,
 ):  # fmt: skip
-    """Rows [16, D] of finished outputs, the first GROUP of them heads of `group`."""
-    if SCALED:  # the values' order of channels back to head_dim's: renames registers
-        o = o.reshape([16, D // 8, 8]).permute((0, 2, 1)).reshape([16, D])
-    heads = group * GROUP + gl.arange(0, 16, gl.SliceLayout(1, o.type.layout))
-    ok = gl.arange(0, 16, gl.SliceLayout(1, o.type.layout)) < GROUP
-    cols = gl.arange(0, D, gl.SliceLayout(0, o.type.layout))
-    places = o_ptr + seq.to(gl.int64) * (H * D) + heads[:, None] * D + cols[None, :]
+    """Columns of finished outputs, the first GROUP of them heads of `group`."""
+    column = gl.arange(0, COLUMNS, gl.SliceLayout(0, o.type.layout))
+    channel = gl.arange(0, D, gl.SliceLayout(1, o.type.layout))
+    ok = column < GROUP
+    head = group * GROUP + column
+    places = o_ptr + seq.to(gl.int64) * (H * D) + head[None, :] * D + channel[:, None]
+    o = tile.to_bfloat16(o)
     if QUANTIZE:
-        wide = o.to(gl.float32)
-        scale, multiplier = tile.scale_and_multiplier(tile.largest(wide, 1), MAXIMUM, FLOOR, POW2)
-        o = wide * multiplier[:, None]
-        gl.store(scales_ptr + heads.to(gl.int64) * scale_stride + seq, scale, mask=ok)
-    gl.store(places, o.to(o_ptr.dtype.element_ty), mask=ok[:, None])
+        wide = tile.widen(o)
+        scale, multiplier = tile.scale_and_multiplier(tile.largest(wide, 0), MAXIMUM, FLOOR, POW2)
+        o = wide * multiplier[None, :]
+        gl.store(scales_ptr + head.to(gl.int64) * scale_stride + seq, scale, mask=ok)
+    gl.store(places, o.to(o_ptr.dtype.element_ty), mask=ok[None, :])
 
 
 @gluon.jit
+def _store_state(
+    o, m, total, seq, split, group, part_ptr, state_ptr, max_splits,
+    H: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, COLUMNS: gl.constexpr,
+):  # fmt: skip
+    """The state of one of several splits, for `combine_kernel`."""
+    base = (seq.to(gl.int64) * max_splits + split) * H + group * GROUP
+    column = gl.arange(0, COLUMNS, gl.SliceLayout(0, o.type.layout))
+    channel = gl.arange(0, D, gl.SliceLayout(1, o.type.layout))
+    places = part_ptr + (base + column)[None, :] * D + channel[:, None]
+    gl.store(places, o, mask=(column < GROUP)[None, :])
+    column = gl.arange(0, COLUMNS, m.type.layout)
+    gl.store(state_ptr + (base + column) * 2, m, mask=column < GROUP)
+    gl.store(state_ptr + (base + column) * 2 + 1, total, mask=column < GROUP)
+
+
+@gluon.jit(do_not_specialize=["early"])
 def decode_kernel(
     q_ptr,
     k_ptr,
@@ -201,14 +242,15 @@ def decode_kernel(
     part_ptr,
     state_ptr,
     table_stride,
+    table_width,
     scale_stride,
     max_splits,
+    early,
     G: gl.constexpr,
     GROUP: gl.constexpr,
     D: gl.constexpr,
     BLOCK_N: gl.constexpr,
     SPLIT: gl.constexpr,
-    STAGES: gl.constexpr,
     SCALED: gl.constexpr,
     SCORE_SCALE: gl.constexpr,
     QUANTIZE: gl.constexpr,
@@ -216,172 +258,121 @@ def decode_kernel(
     FLOOR: gl.constexpr,
     POW2: gl.constexpr,
 ):
-    """One warp for (group, sequence, split): a finished row, or the split's state."""
+    """One warp for (group, sequence, split): a finished row, or the split's state. With `early`,
+    pages are asked for while the kernel in front still runs."""
     mma: gl.constexpr = gl.NVMMADistributedLayout(
         version=[2, 0], warps_per_cta=[1, 1], instr_shape=[16, 8]
     )
     VEC: gl.constexpr = 16 if SCALED else 8  # 16 bytes
     CHUNKS: gl.constexpr = D // VEC
     PHASES: gl.constexpr = 8 if CHUNKS >= 8 else CHUNKS
-    H: gl.constexpr = G * GROUP
+    COLUMNS: gl.constexpr = 8 if GROUP <= 8 else 16
     tile_layout: gl.constexpr = gl.BlockedLayout([1, VEC], [32 // CHUNKS, CHUNKS], [1, 1], [1, 0])
     key_layout: gl.constexpr = gl.SliceLayout(0, gl.BlockedLayout([1, 1], [1, 32], [1, 1], [1, 0]))
     swizzled: gl.constexpr = gl.SwizzledSharedLayout(VEC, 8 // PHASES, PHASES, [1, 0])
     line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    lines: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    q_layout: gl.constexpr = gl.DotOperandLayout(0, mma, 4 if SCALED else 2)
-    row: gl.constexpr = gl.SliceLayout(1, mma)
+    lines: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 1, [1, 0])
+    column_layout: gl.constexpr = gl.SliceLayout(0, mma)
 
     group = gl.program_id(0)
     seq = gl.program_id(1)
     split = gl.program_id(2)
-    gluon_wait_for_previous()
-    gluon_let_next_start()
-    length = gl.load(lengths_ptr + seq)
-    all_blocks = (length + BLOCK_N - 1) // BLOCK_N
+    if early == 0:
+        gluon_wait_for_previous()
     first = split * SPLIT
+    table = pages_ptr + seq.to(gl.int64) * table_stride
+    length = gl.load(lengths_ptr + seq)
+    page_0 = gl.load(table + first)
+    page_1 = gl.load(table + gl.minimum(first + 1, table_width - 1))
+    all_blocks = (length + BLOCK_N - 1) // BLOCK_N
     last = gl.minimum(first + SPLIT, all_blocks)
     if (first < last) | (split == 0):
-        k_smem = gl.allocate_shared_memory(k_ptr.dtype.element_ty, [STAGES, BLOCK_N, D], swizzled)
-        v_smem = gl.allocate_shared_memory(k_ptr.dtype.element_ty, [STAGES, BLOCK_N, D], swizzled)
-        s_smem = gl.allocate_shared_memory(gl.float32, [STAGES * 2, BLOCK_N], line)
-        f_smem = gl.allocate_shared_memory(gl.float32, [4, BLOCK_N], lines)
+        k_smem = gl.allocate_shared_memory(k_ptr.dtype.element_ty, [2, BLOCK_N, D], swizzled)
+        v_smem = gl.allocate_shared_memory(k_ptr.dtype.element_ty, [2, BLOCK_N, D], swizzled)
+        s_smem = gl.allocate_shared_memory(gl.float32, [4, BLOCK_N], line)
+        f_smem = gl.allocate_shared_memory(gl.float32, [3, BLOCK_N], line)
+        e_dtype: gl.constexpr = gl.float16 if SCALED else gl.bfloat16
+        e_smem = gl.allocate_shared_memory(e_dtype, [BLOCK_N, COLUMNS], lines)
         n = gl.arange(0, BLOCK_N, gl.SliceLayout(1, tile_layout))
         d = gl.arange(0, D, gl.SliceLayout(0, tile_layout))
         tile_offsets = (n * (G * D) + group * D)[:, None] + d[None, :]
         key_offsets = gl.arange(0, BLOCK_N, key_layout) * G + group
-        table = pages_ptr + seq.to(gl.int64) * table_stride
-        for i in gl.static_range(STAGES - 1):
-            if first + i < last:
+        # The kernel in front writes the newest key and value, and nothing of the pages before.
+        newest = (length - 1) // BLOCK_N
+        for i in range(2):
+            if (first + i < last) & (first + i < newest):
                 _load_page(
                     k_smem, v_smem, s_smem, k_ptr, v_ptr, ks_ptr, vs_ptr,
-                    gl.load(table + first + i), i, tile_offsets, key_offsets,
+                    gl.where(i == 0, page_0, page_1), i, tile_offsets, key_offsets,
                     length - (first + i) * BLOCK_N, G, D, BLOCK_N, SCALED, tile_layout, key_layout,
                 )  # fmt: skip
             async_copy.commit_group()
+        gluon_wait_for_previous()
+        gluon_let_next_start()
+        late = newest - first
+        if (newest < last) & (late >= 0) & (late < 2):
+            _load_page(
+                k_smem, v_smem, s_smem, k_ptr, v_ptr, ks_ptr, vs_ptr,
+                gl.where(late == 0, page_0, page_1), late, tile_offsets, key_offsets,
+                length - newest * BLOCK_N, G, D, BLOCK_N, SCALED, tile_layout, key_layout,
+            )  # fmt: skip
+        async_copy.commit_group()
 
-        head = gl.arange(0, 16, gl.SliceLayout(1, q_layout))
-        channel = gl.arange(0, D, gl.SliceLayout(0, q_layout))
-        q_base = q_ptr + seq.to(gl.int64) * (H * D) + group * (GROUP * D)
-        q = gl.load(
-            q_base + head[:, None] * D + channel[None, :],
-            mask=(head < GROUP)[:, None],
-            other=0.0,
-        )
-        q = query_codes(q, SCALED)
-
-        m = gl.full([16], float("-inf"), gl.float32, row)
-        total = gl.zeros([16], gl.float32, row)
-        acc = gl.zeros([16, D], gl.float32, mma)
-        position = gl.full([16], 0, gl.int32, row) + (length - 1)
+        q_base = q_ptr + (seq.to(gl.int64) * G + group) * (GROUP * D)
+        q = _load_queries(q_base, GROUP, D, COLUMNS, SCALED, mma)
+        m = gl.full([COLUMNS], float("-inf"), gl.float32, column_layout)
+        total = gl.zeros([COLUMNS], gl.float32, column_layout)
+        acc = gl.zeros([D, COLUMNS], gl.float32, mma)
         # A page number is read one step before its page is copied.
         end = gl.maximum(all_blocks - 1, 0)
-        ahead = gl.load(table + gl.minimum(first + STAGES - 1, end))
+        ahead = gl.load(table + gl.minimum(first + 2, end))
         whole = length // BLOCK_N
+        if first >= newest:
+            async_copy.wait_group(0)
         for b in range(first, last):
-            stage = (b - first) % STAGES
-            async_copy.wait_group(STAGES - 2)
+            stage = (b - first) % 2
+            if b == first:
+                async_copy.wait_group(2)
+            else:
+                async_copy.wait_group(1)
             gl.thread_barrier()
-            coming = b + STAGES - 1
-            page = ahead
-            ahead = gl.load(table + gl.minimum(coming + 1, end))
-            if coming < last:
-                _load_page(
-                    k_smem, v_smem, s_smem, k_ptr, v_ptr, ks_ptr, vs_ptr,
-                    page, (coming - first) % STAGES, tile_offsets, key_offsets,
-                    length - coming * BLOCK_N, G, D, BLOCK_N, SCALED, tile_layout, key_layout,
-                )  # fmt: skip
-            async_copy.commit_group()
             if b < whole:
                 m, total, acc = _attend_page(
-                    q, k_smem, v_smem, s_smem, f_smem, stage, m, total, acc, position, b * BLOCK_N,
-                    False, SCALED, SCORE_SCALE, BLOCK_N, D, mma, key_layout,
+                    q, k_smem, v_smem, s_smem, f_smem, e_smem, stage, m, total, acc, length - 1,
+                    b * BLOCK_N, False, SCALED, SCORE_SCALE, BLOCK_N, COLUMNS, D, mma, key_layout,
                 )  # fmt: skip
             else:
                 m, total, acc = _attend_page(
-                    q, k_smem, v_smem, s_smem, f_smem, stage, m, total, acc, position, b * BLOCK_N,
-                    True, SCALED, SCORE_SCALE, BLOCK_N, D, mma, key_layout,
+                    q, k_smem, v_smem, s_smem, f_smem, e_smem, stage, m, total, acc, length - 1,
+                    b * BLOCK_N, True, SCALED, SCORE_SCALE, BLOCK_N, COLUMNS, D, mma, key_layout,
                 )  # fmt: skip
+            gl.thread_barrier()
+            page = ahead
+            ahead = gl.load(table + gl.minimum(b + 3, end))
+            if b + 2 < last:
+                _load_page(
+                    k_smem, v_smem, s_smem, k_ptr, v_ptr, ks_ptr, vs_ptr,
+                    page, stage, tile_offsets, key_offsets, length - (b + 2) * BLOCK_N,
+                    G, D, BLOCK_N, SCALED, tile_layout, key_layout,
+                )  # fmt: skip
+            async_copy.commit_group()
         async_copy.wait_group(0)
 
-        rows = gl.arange(0, 16, row)
-        cols = gl.arange(0, D, gl.SliceLayout(0, mma))
-        if SCALED:
-            cols = (cols % 8) * (D // 8) + cols // 8
-        heads = group * GROUP + rows
-        ok = rows < GROUP
         if (all_blocks <= SPLIT) | (all_blocks > max_splits * SPLIT):
             # A context longer than the launch was told of is NaN, not a truncated answer.
             total = gl.where(all_blocks > max_splits * SPLIT, float("nan"), total)
-            o = normalize(acc, inverse(total)[:, None], SCALED).to(gl.bfloat16)
+            o = _by_channels(
+                normalize(acc, inverse(total)[None, :], SCALED), D, COLUMNS, SCALED, mma
+            )
             _store_heads(
-                o, seq, group, o_ptr, scales_ptr, scale_stride, H, GROUP, D, SCALED, QUANTIZE,
-                MAXIMUM, FLOOR, POW2,
+                o, seq, group, o_ptr, scales_ptr, scale_stride, G * GROUP, GROUP, D, COLUMNS,
+                QUANTIZE, MAXIMUM, FLOOR, POW2,
             )  # fmt: skip
         else:
-            base = (seq.to(gl.int64) * max_splits + split) * H
-            gl.store(
-                part_ptr + base * D + heads[:, None] * D + cols[None, :], acc, mask=ok[:, None]
-            )
-            gl.store(state_ptr + (base + heads) * 2, m, mask=ok)
-            gl.store(state_ptr + (base + heads) * 2 + 1, total, mask=ok)
-
-
-@gluon.jit
-def combine_kernel(
-    part_ptr,
-    state_ptr,
-    lengths_ptr,
-    o_ptr,
-    scales_ptr,
-    scale_stride,
-    max_splits,
-    H: gl.constexpr,
-    D: gl.constexpr,
-    SPLIT_LENGTH: gl.constexpr,
-    SCALED: gl.constexpr,
-    CHUNK: gl.constexpr,
-    QUANTIZE: gl.constexpr,
-    MAXIMUM: gl.constexpr,
-    FLOOR: gl.constexpr,
-    POW2: gl.constexpr,
-):
-    """Fold the splits of one (head, sequence) in order, CHUNK of them loaded at a time."""
-    layout: gl.constexpr = gl.BlockedLayout([D // 32], [32], [1], [0])
-    head = gl.program_id(0)
-    seq = gl.program_id(1)
-    gluon_wait_for_previous()
-    gluon_let_next_start()
-    num_splits = (gl.load(lengths_ptr + seq) + SPLIT_LENGTH - 1) // SPLIT_LENGTH
-    if (num_splits > 1) & (num_splits <= max_splits):
-        d = gl.arange(0, D, layout)
-        zero = gl.zeros([D], gl.int32, layout)
-        big_m = gl.full([D], float("-inf"), gl.float32, layout)
-        big_total = gl.zeros([D], gl.float32, layout)
-        out = gl.zeros([D], gl.float32, layout)
-        for start in range(0, num_splits, CHUNK):
-            accs = ()
-            ms = ()
-            totals = ()
-            for i in gl.static_range(CHUNK):
-                line = (seq.to(gl.int64) * max_splits + start + i) * H + head
-                ok = (zero + (start + i)) < num_splits
-                state = state_ptr + line * 2 + zero
-                accs += (gl.load(part_ptr + line * D + d, mask=ok, other=0.0),)  # type: ignore[assignment]
-                ms += (gl.load(state, mask=ok, other=float("-inf")),)  # type: ignore[assignment]
-                totals += (gl.load(state + 1, mask=ok, other=0.0),)  # type: ignore[assignment]
-            for i in gl.static_range(CHUNK):
-                # Splits past the last are empty states: folding them changes nothing.
-                big_m, big_total, u, w = fold_weights(big_m, big_total, ms[i], totals[i])
-                out = gl.fma(accs[i], w, out * u)
-        o = normalize(out, inverse(big_total), SCALED).to(gl.bfloat16).to(gl.float32)
-        if QUANTIZE:
-            amax = gl.zeros([D], gl.float32, layout) + tile.largest(o, 0)
-            scale, multiplier = tile.scale_and_multiplier(amax, MAXIMUM, FLOOR, POW2)
-            o = o * multiplier
-            gl.store(scales_ptr + head.to(gl.int64) * scale_stride + seq + d, scale, mask=d == 0)
-        places = o_ptr + (seq.to(gl.int64) * H + head) * D + d
-        gl.store(places, o.to(o_ptr.dtype.element_ty))
+            _store_state(
+                _by_channels(acc, D, COLUMNS, SCALED, mma), m, total, seq, split, group,
+                part_ptr, state_ptr, max_splits, G * GROUP, GROUP, D, COLUMNS,
+            )  # fmt: skip
 
 
 def attend_decode(
@@ -398,6 +389,9 @@ def attend_decode(
     context are not used. lengths: int32 [B], keys of each context, the query's own included; 0
     gives a row of zeros. max_length: at least the longest length; it sizes the launch and never the
     arithmetic (a longer context comes out as NaN). Returns o like q.
+
+    Captured in a graph, the kernel in front may write q and the newest key and value of each
+    context, but nothing else that is read here.
     """
     o = torch.empty_like(q)
     _launch(q, pages, block_tables, lengths, max_length, o, None, "fp32")
@@ -463,8 +457,9 @@ def _launch(
     rule = (o_scales is not None, FORMATS["e4m3"][1], AMAX_FLOOR, scales == "pow2")
     decode_kernel[(pages.num_heads, batch, splits)](
         q, pages.k, pages.v, k_scales, v_scales, block_tables, lengths, *out[:2], part, state,
-        block_tables.stride(0), out[2], splits,
-        pages.num_heads, group, head_dim, BLOCK_KEYS, SPLIT_BLOCKS, _STAGES, pages.scaled,
+        block_tables.stride(0), block_tables.shape[1], out[2], splits,
+        int(torch.cuda.is_current_stream_capturing()),
+        pages.num_heads, group, head_dim, BLOCK_KEYS, SPLIT_BLOCKS, pages.scaled,
         score_scale(head_dim, pages.scaled), *rule,
         num_warps=1, enable_fp_fusion=False, **OVERLAPPED,
     )  # fmt: skip
