@@ -16,7 +16,7 @@ from jetrl.precision import tile_hopper as tile
 from jetrl.precision.launch_hopper import gluon_let_next_start, gluon_wait_for_previous
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["scale_stride", "max_splits"])
 def combine_kernel(
     part_ptr,
     state_ptr,

@@ -228,7 +228,7 @@ def _store_state(
     gl.store(state_ptr + (base + column) * 2 + 1, total, mask=column < GROUP)
 
 
-@gluon.jit(do_not_specialize=["early"])
+@gluon.jit(do_not_specialize=["table_stride", "table_width", "scale_stride", "max_splits", "early"])
 def decode_kernel(
     q_ptr,
     k_ptr,
@@ -448,10 +448,10 @@ def _launch(
     if block_tables.shape[1] * BLOCK_KEYS < max_length or max_length < 1:
         raise ValueError(f"{block_tables.shape[1]} pages a row cannot hold {max_length} tokens")
     splits = -(-max_length // SPLIT_KEYS)
-    part = state = o
-    if splits > 1:
-        part = q.new_empty(batch, splits, heads, head_dim, dtype=torch.float32)
-        state = q.new_empty(batch, splits, heads, 2, dtype=torch.float32)
+    # One split leaves no state; the kernel is the same, so that it is not compiled anew for more.
+    states = splits if splits > 1 else 0
+    part = q.new_empty(batch, states, heads, head_dim, dtype=torch.float32)
+    state = q.new_empty(batch, states, heads, 2, dtype=torch.float32)
     k_scales, v_scales = (o if s is None else s for s in (pages.k_scales, pages.v_scales))
     out = (o, o, 0) if o_scales is None else (o, o_scales, o_scales.stride(1))
     rule = (o_scales is not None, FORMATS["e4m3"][1], AMAX_FLOOR, scales == "pow2")
