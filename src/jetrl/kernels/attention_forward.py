@@ -4,7 +4,7 @@ Bound by the tensor cores, with the softmax close behind. Keys and values come s
 (`attention_stage`). A program takes 192 queries of one head: three warpgroups of 64 rows, and a
 warp that loads blocks of keys and values by the bulk copy engine, five in shared memory. The
 warpgroups share the blocks and nothing else, so that one multiplies while another is in its
-softmax. Products are wgmma: the scores of a block go with the values of the one before it.
+softmax (`attention_blocks`).
 
 One program a multiprocessor takes tiles until none is left, longest first, in a snake: the
 loading warp is at the next tile while the others store this one. The state of finished splits
@@ -27,11 +27,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from jetrl.kernels.attention_blocks import (
+    ROWS,
+    attend_cut_blocks,
+    attend_whole_blocks,
+    attend_whole_blocks_in_turn,
+    release_block,
+    wait_for_block,
+)
 from jetrl.kernels.attention_core import (
     SPLIT_BLOCKS,
     SPLIT_KEYS,
@@ -42,14 +48,11 @@ from jetrl.kernels.attention_core import (
     query_codes,
     score_scale,
     slots_of_channels,
-    softmax_block,
-    value_weights,
 )
 from jetrl.kernels.attention_layout import BLOCK_KEYS, TILE_ROWS, QueryTiles, check_queries
 from jetrl.kernels.attention_stage import StagedKeys
 
 _STAGES = 5  # blocks in shared memory, 33 KB each with FP8 keys: as many as fit
-_ROWS = gl.constexpr(64)  # queries of a warpgroup: what one wgmma takes
 _TILE_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 _LINE_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 
@@ -107,121 +110,6 @@ def _load_blocks(
 
 
 @gluon.jit
-def _wait_for_block(full, b, STAGES: gl.constexpr):
-    mbarrier.wait(full.index(b % STAGES), (b // STAGES) & 1)
-
-
-@gluon.jit
-def _release(empty, stage):
-    """Every warp of the warpgroup has read the stage."""
-    gl.thread_barrier()
-    mbarrier.arrive(empty.index(stage), count=1)
-
-
-@gluon.jit
-def _start_scores(q_smem, k_smem, zero):
-    return warpgroup_mma(q_smem, k_smem.permute((1, 0)), zero, use_acc=False, is_async=True)
-
-
-@gluon.jit
-def _rescale(acc, decay):
-    layout: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
-    return acc * gl.convert_layout(decay, layout, assert_trivial=True)[:, None]
-
-
-@gluon.jit
-def _attend_whole_blocks(
-    first,
-    last,
-    q_smem,
-    k_smem,
-    v_smem,
-    f_smem,
-    full,
-    empty,
-    m,
-    total,
-    acc,
-    SCALED: gl.constexpr,
-    SCORE_SCALE: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr,
-    scores: gl.constexpr,
-    outputs: gl.constexpr,
-):
-    """Blocks that every row sees whole; first and last count the program's blocks."""
-    dtype: gl.constexpr = k_smem.dtype
-    zero = gl.zeros([_ROWS, BLOCK_N], gl.float32, scores)
-    if first < last:
-        stage = first % STAGES
-        _wait_for_block(full, first, STAGES)
-        s = warpgroup_mma_wait(0, deps=(_start_scores(q_smem, k_smem.index(stage), zero),))
-        e, m, total, decay = softmax_block(
-            s, f_smem.index(stage), m, total, m, 0, False, SCALED, SCORE_SCALE, BLOCK_N, scores
-        )
-        acc = _rescale(acc, decay)
-        p = value_weights(e, dtype, outputs)
-        for b in range(first + 1, last):
-            before = stage
-            stage = b % STAGES
-            _wait_for_block(full, b, STAGES)
-            coming = _start_scores(q_smem, k_smem.index(stage), zero)
-            sums = warpgroup_mma(p, v_smem.index(before), acc, is_async=True)
-            s = warpgroup_mma_wait(1, deps=(coming,))
-            e, m, total, decay = softmax_block(
-                s, f_smem.index(stage), m, total, m, 0, False, SCALED, SCORE_SCALE, BLOCK_N, scores
-            )
-            acc, p = warpgroup_mma_wait(0, deps=(sums, p))
-            _release(empty, before)
-            acc = _rescale(acc, decay)
-            p = value_weights(e, dtype, outputs)
-        sums = warpgroup_mma(p, v_smem.index(stage), acc, is_async=True)
-        acc = warpgroup_mma_wait(0, deps=(sums,))
-        _release(empty, stage)
-    return m, total, acc
-
-
-@gluon.jit
-def _attend_cut_blocks(
-    base,
-    first,
-    last,
-    q_smem,
-    k_smem,
-    v_smem,
-    f_smem,
-    full,
-    empty,
-    m,
-    total,
-    acc,
-    position,
-    SCALED: gl.constexpr,
-    SCORE_SCALE: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr,
-    scores: gl.constexpr,
-    outputs: gl.constexpr,
-):
-    """Blocks of the tile that some row sees in part; base: the program's blocks before the tile."""
-    zero = gl.zeros([_ROWS, BLOCK_N], gl.float32, scores)
-    for b in range(first, last):
-        stage = (base + b) % STAGES
-        _wait_for_block(full, base + b, STAGES)
-        s = warpgroup_mma_wait(0, deps=(_start_scores(q_smem, k_smem.index(stage), zero),))
-        e, m, total, decay = softmax_block(
-            s, f_smem.index(stage), m, total, position, b * BLOCK_N, True, SCALED, SCORE_SCALE,
-            BLOCK_N, scores,
-        )  # fmt: skip
-        acc = _rescale(acc, decay)
-        p = value_weights(e, k_smem.dtype, outputs)
-        sums = warpgroup_mma(p, v_smem.index(stage), acc, is_async=True)
-        acc = warpgroup_mma_wait(0, deps=(sums,))
-        _release(empty, stage)
-    return m, total, acc
-
-
-@gluon.jit
 def _attend_rows(
     part,
     q_smem,
@@ -255,9 +143,9 @@ def _attend_rows(
     row: gl.constexpr = gl.SliceLayout(1, scores)
     output_row: gl.constexpr = gl.SliceLayout(1, outputs)
     wide: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
-    r = gl.arange(0, _ROWS, gl.SliceLayout(1, wide))
+    r = gl.arange(0, ROWS, gl.SliceLayout(1, wide))
     d = gl.arange(0, D, gl.SliceLayout(0, wide))
-    skip = part * _ROWS
+    skip = part * ROWS
     base = 0
     for turn in range(0, (num_items + gl.num_programs(0) - 1) // gl.num_programs(0)):
         item = _item_of_turn(turn)
@@ -268,7 +156,7 @@ def _attend_rows(
             num_rows = gl.load(tile + 1) - skip  # none is left for the last parts of a short tile
             first_position = gl.load(tile + 2) + skip
             all_blocks = (first_position + num_rows + BLOCK_N - 1) // BLOCK_N
-            seen = (first_position + gl.minimum(num_rows, _ROWS) + BLOCK_N - 1) // BLOCK_N
+            seen = (first_position + gl.minimum(num_rows, ROWS) + BLOCK_N - 1) // BLOCK_N
             num_blocks = gl.where(num_rows > 0, seen, 0)
             full_blocks = gl.minimum((first_position + 1) // BLOCK_N, num_blocks)
 
@@ -283,25 +171,31 @@ def _attend_rows(
             fence_async_shared()
             gl.thread_barrier()
 
-            position = first_position + gl.arange(0, _ROWS, row)
-            big_m = gl.full([_ROWS], float("-inf"), gl.float32, row)
-            big_total = gl.zeros([_ROWS], gl.float32, row)
+            position = first_position + gl.arange(0, ROWS, row)
+            big_m = gl.full([ROWS], float("-inf"), gl.float32, row)
+            big_total = gl.zeros([ROWS], gl.float32, row)
             m = big_m
             total = big_total
-            acc = gl.zeros([_ROWS, D], gl.float32, outputs)
+            acc = gl.zeros([ROWS, D], gl.float32, outputs)
             num_splits = (num_blocks + SPLIT - 1) // SPLIT
             for j in range(0, num_splits):
-                m = gl.full([_ROWS], float("-inf"), gl.float32, row)
-                total = gl.zeros([_ROWS], gl.float32, row)
-                acc = gl.zeros([_ROWS, D], gl.float32, outputs)
+                m = gl.full([ROWS], float("-inf"), gl.float32, row)
+                total = gl.zeros([ROWS], gl.float32, row)
+                acc = gl.zeros([ROWS, D], gl.float32, outputs)
                 first = j * SPLIT
                 last = gl.minimum(first + SPLIT, num_blocks)
                 middle = gl.maximum(gl.minimum(full_blocks, last), first)
-                m, total, acc = _attend_whole_blocks(
-                    base + first, base + middle, q_smem, k_smem, v_smem, f_smem, full, empty,
-                    m, total, acc, SCALED, SCORE_SCALE, BLOCK_N, STAGES, scores, outputs,
-                )  # fmt: skip
-                m, total, acc = _attend_cut_blocks(
+                if SCALED:
+                    m, total, acc = attend_whole_blocks_in_turn(
+                        base + first, base + middle, q_smem, k_smem, v_smem, f_smem, full, empty,
+                        m, total, acc, SCALED, SCORE_SCALE, BLOCK_N, STAGES, scores, outputs,
+                    )  # fmt: skip
+                else:
+                    m, total, acc = attend_whole_blocks(
+                        base + first, base + middle, q_smem, k_smem, v_smem, f_smem, full, empty,
+                        m, total, acc, SCALED, SCORE_SCALE, BLOCK_N, STAGES, scores, outputs,
+                    )  # fmt: skip
+                m, total, acc = attend_cut_blocks(
                     base, middle, last, q_smem, k_smem, v_smem, f_smem, full, empty,
                     m, total, acc, position, SCALED, SCORE_SCALE, BLOCK_N, STAGES, scores, outputs,
                 )  # fmt: skip
@@ -309,7 +203,7 @@ def _attend_rows(
                     m, total, u, w = fold_weights(big_m, big_total, m, total)
                     u = gl.convert_layout(u, output_row, assert_trivial=True)
                     w = gl.convert_layout(w, output_row, assert_trivial=True)
-                    rows = gl.arange(0, _ROWS, output_row)
+                    rows = gl.arange(0, ROWS, output_row)
                     cols = gl.arange(0, D, gl.SliceLayout(0, outputs))
                     start = (gl.load(tile, volatile=True) + skip).to(gl.int64) * (H * D) + head * D
                     finished = scratch_ptr + start + rows[:, None] * (H * D) + cols[None, :]
@@ -320,20 +214,20 @@ def _attend_rows(
                     big_m = m
                     big_total = total
             for b in range(base + num_blocks, base + all_blocks):
-                _wait_for_block(full, b, STAGES)
-                _release(empty, b % STAGES)
+                wait_for_block(full, b, STAGES)
+                release_block(empty, b % STAGES)
             base += all_blocks
 
             inv = gl.convert_layout(inverse(total), output_row, assert_trivial=True)
             o = normalize(acc, inv[:, None], SCALED).to(gl.bfloat16)
             # Through the queries' memory, so that what is written is 16 bytes a thread.
-            o_smem = q_smem._reinterpret(gl.bfloat16, [_ROWS, D], q_smem.layout)
+            o_smem = q_smem._reinterpret(gl.bfloat16, [ROWS, D], q_smem.layout)
             gl.thread_barrier()
             o_smem.store(o)
             gl.thread_barrier()
             row0 = gl.load(tile, volatile=True) + skip
             left = gl.load(tile + 1, volatile=True) - skip
-            rows = gl.arange(0, _ROWS, row)
+            rows = gl.arange(0, ROWS, row)
             lse_ptrs = lse_ptr + head.to(gl.int64) * lse_stride + row0 + rows
             gl.store(lse_ptrs, log_sum_exp(m, total), mask=rows < left)
             at = (row0 + r).to(gl.int64)[:, None] * (H * D) + (head * D + d)[None, :]
@@ -365,7 +259,7 @@ def forward_kernel(
 ):
     """Tiles of 192 queries of one head over all the keys they see; an item is (tile, head)."""
     dtype: gl.constexpr = kv_desc.dtype
-    q_smem = gl.allocate_shared_memory(dtype, [3, _ROWS, D], kv_desc.layout)
+    q_smem = gl.allocate_shared_memory(dtype, [3, ROWS, D], kv_desc.layout)
     k_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], kv_desc.layout)
     v_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], kv_desc.layout)
     f_smem = gl.allocate_shared_memory(gl.float32, [STAGES, 4, BLOCK_N], f_desc.layout)
