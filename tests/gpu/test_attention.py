@@ -207,6 +207,32 @@ def test_decode_quantizes_as_the_quantizer_does(
             torch.testing.assert_close(ours.float(), theirs.float(), rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize("scales", ["fp32", "pow2"])
+@pytest.mark.parametrize("kv", FORMATS)
+@pytest.mark.parametrize("heads, groups, head_dim", [(32, 8, 128), (7, 1, 128), (14, 2, 64)])
+def test_prefill_quantizes_as_the_quantizer_does(
+    gpu, heads: int, groups: int, head_dim: int, kv: str, scales: str
+) -> None:
+    """Chunks of odd sizes, contexts of one split and of several, and NaN in one query's row."""
+    from jetrl.precision.quantize_hopper import quantize_rows
+
+    b = batch(gpu, [200, 1, 65, 2111, 1024], heads, groups, head_dim, kv)
+    chunks = [200, 1, 63, 1000, 129]
+    rows = [
+        torch.arange(s + n - c, s + n) for s, n, c in zip(b.starts, b.lengths, chunks, strict=False)
+    ]
+    tiles = gpu.QueryTiles.paged(chunks, b.lengths, b.tables, "cuda")
+    q = b.q[torch.cat(rows).cuda()].contiguous()
+    q[2, 0, 0] = math.nan
+    expected = quantize_rows(gpu.attend_prefill(q, b.pages, tiles).flatten(1), scales=scales)
+    codes = gpu.attend_prefill_quantized(q, b.pages, tiles, scales)
+    assert codes.codes.shape == expected.codes.shape
+    assert codes.scales.stride() == expected.scales.stride()
+    assert torch.isnan(codes.codes[2, :head_dim].float()).all()
+    for ours, theirs in ((codes.codes, expected.codes), (codes.scales, expected.scales)):
+        torch.testing.assert_close(ours.float(), theirs.float(), rtol=0, atol=0, equal_nan=True)
+
+
 def reference(q, k, v) -> tuple[torch.Tensor, torch.Tensor]:
     """float64 attention of one sequence: q [T, H, D], k and v [T, G, D] -> o, lse [H, T]."""
     heads, groups = q.shape[1], k.shape[1]

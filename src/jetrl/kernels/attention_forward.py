@@ -4,7 +4,7 @@ Bound by the tensor cores, with the softmax close behind. Keys and values come s
 (`attention_stage`). A program takes 192 queries of one head: three warpgroups of 64 rows, and a
 warp that loads blocks of keys and values by the bulk copy engine, five in shared memory. The
 warpgroups share the blocks and nothing else, so that one multiplies while another is in its
-softmax (`attention_blocks`).
+softmax (`attention_blocks`). Outputs leave in BF16, or as the codes that an FP8 linear reads.
 
 One program a multiprocessor takes tiles until none is left, longest first, in a snake: the
 loading warp is at the next tile while the others store this one. The state of finished splits
@@ -51,9 +51,15 @@ from jetrl.kernels.attention_core import (
 )
 from jetrl.kernels.attention_layout import BLOCK_KEYS, TILE_ROWS, QueryTiles, check_queries
 from jetrl.kernels.attention_stage import StagedKeys
+from jetrl.precision import tile_hopper
+from jetrl.precision.layout import empty_row_groups
+from jetrl.precision.plan import FP8_BLOCK
+from jetrl.precision.quantize import AMAX_FLOOR, FORMATS, QTensor
+from jetrl.precision.quantize_hopper import quantize_rows
 
 _STAGES = 5  # blocks in shared memory, 33 KB each with FP8 keys: as many as fit
 _TILE_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+_CODES = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2))
 _LINE_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 
 
@@ -115,6 +121,7 @@ def _attend_rows(
     q_smem,
     q_ptr,
     o_ptr,
+    o_scales_ptr,
     lse_ptr,
     scratch_ptr,
     tiles_ptr,
@@ -125,6 +132,7 @@ def _attend_rows(
     empty,
     num_items,
     lse_stride,
+    scale_stride,
     H: gl.constexpr,
     D: gl.constexpr,
     BLOCK_N: gl.constexpr,
@@ -132,6 +140,10 @@ def _attend_rows(
     STAGES: gl.constexpr,
     SCALED: gl.constexpr,
     SCORE_SCALE: gl.constexpr,
+    QUANTIZE: gl.constexpr,
+    MAXIMUM: gl.constexpr,
+    FLOOR: gl.constexpr,
+    POW2: gl.constexpr,
 ):
     """One warpgroup: rows [64 part, 64 part + 64) of each of the program's tiles."""
     scores: gl.constexpr = gl.NVMMADistributedLayout(
@@ -220,13 +232,21 @@ def _attend_rows(
 
             inv = gl.convert_layout(inverse(total), output_row, assert_trivial=True)
             o = normalize(acc, inv[:, None], SCALED).to(gl.bfloat16)
-            # Through the queries' memory, so that what is written is 16 bytes a thread.
-            o_smem = q_smem._reinterpret(gl.bfloat16, [ROWS, D], q_smem.layout)
+            row0 = gl.load(tile, volatile=True) + skip
+            left = gl.load(tile + 1, volatile=True) - skip
+            if QUANTIZE:
+                rounded = o.to(gl.float32)
+                amax = tile_hopper.largest(rounded, 1)
+                scale, factor = tile_hopper.scale_and_multiplier(amax, MAXIMUM, FLOOR, POW2)
+                o = (rounded * factor[:, None]).to(o_ptr.dtype.element_ty)
+                rows = gl.arange(0, ROWS, output_row)
+                scale_ptrs = o_scales_ptr + head.to(gl.int64) * scale_stride + row0 + rows
+                gl.store(scale_ptrs, scale, mask=rows < left)
+            # Through the queries' memory, so that what is written is 16 (8) bytes a thread.
+            o_smem = q_smem._reinterpret(o.dtype, [ROWS, D], _CODES if QUANTIZE else q_smem.layout)
             gl.thread_barrier()
             o_smem.store(o)
             gl.thread_barrier()
-            row0 = gl.load(tile, volatile=True) + skip
-            left = gl.load(tile + 1, volatile=True) - skip
             rows = gl.arange(0, ROWS, row)
             lse_ptrs = lse_ptr + head.to(gl.int64) * lse_stride + row0 + rows
             gl.store(lse_ptrs, log_sum_exp(m, total), mask=rows < left)
@@ -236,18 +256,20 @@ def _attend_rows(
 
 
 # Sizes change from batch to batch, and what they are divisible by is of no use here.
-@gluon.jit(do_not_specialize=["num_items", "num_key_blocks", "lse_stride"])
+@gluon.jit(do_not_specialize=["num_items", "num_key_blocks", "lse_stride", "scale_stride"])
 def forward_kernel(
     q_ptr,
     kv_desc,
     f_desc,
     o_ptr,
+    o_scales_ptr,
     lse_ptr,
     scratch_ptr,
     tiles_ptr,
     num_items,
     num_key_blocks,
     lse_stride,
+    scale_stride,
     H: gl.constexpr,
     GROUP: gl.constexpr,
     D: gl.constexpr,
@@ -256,6 +278,10 @@ def forward_kernel(
     STAGES: gl.constexpr,
     SCALED: gl.constexpr,
     SCORE_SCALE: gl.constexpr,
+    QUANTIZE: gl.constexpr,
+    MAXIMUM: gl.constexpr,
+    FLOOR: gl.constexpr,
+    POW2: gl.constexpr,
 ):
     """Tiles of 192 queries of one head over all the keys they see; an item is (tile, head)."""
     dtype: gl.constexpr = kv_desc.dtype
@@ -274,19 +300,19 @@ def forward_kernel(
     gl.warp_specialize(
         [
             (_attend_rows, (
-                0, q_smem.index(0), q_ptr, o_ptr, lse_ptr, scratch_ptr, tiles_ptr, k_smem, v_smem,
-                f_smem, full, empty, num_items, lse_stride, H, D, BLOCK_N, SPLIT, STAGES, SCALED,
-                SCORE_SCALE,
+                0, q_smem.index(0), q_ptr, o_ptr, o_scales_ptr, lse_ptr, scratch_ptr, tiles_ptr,
+                k_smem, v_smem, f_smem, full, empty, num_items, lse_stride, scale_stride, H, D,
+                BLOCK_N, SPLIT, STAGES, SCALED, SCORE_SCALE, QUANTIZE, MAXIMUM, FLOOR, POW2,
             )),
             (_attend_rows, (
-                1, q_smem.index(1), q_ptr, o_ptr, lse_ptr, scratch_ptr, tiles_ptr, k_smem, v_smem,
-                f_smem, full, empty, num_items, lse_stride, H, D, BLOCK_N, SPLIT, STAGES, SCALED,
-                SCORE_SCALE,
+                1, q_smem.index(1), q_ptr, o_ptr, o_scales_ptr, lse_ptr, scratch_ptr, tiles_ptr,
+                k_smem, v_smem, f_smem, full, empty, num_items, lse_stride, scale_stride, H, D,
+                BLOCK_N, SPLIT, STAGES, SCALED, SCORE_SCALE, QUANTIZE, MAXIMUM, FLOOR, POW2,
             )),
             (_attend_rows, (
-                2, q_smem.index(2), q_ptr, o_ptr, lse_ptr, scratch_ptr, tiles_ptr, k_smem, v_smem,
-                f_smem, full, empty, num_items, lse_stride, H, D, BLOCK_N, SPLIT, STAGES, SCALED,
-                SCORE_SCALE,
+                2, q_smem.index(2), q_ptr, o_ptr, o_scales_ptr, lse_ptr, scratch_ptr, tiles_ptr,
+                k_smem, v_smem, f_smem, full, empty, num_items, lse_stride, scale_stride, H, D,
+                BLOCK_N, SPLIT, STAGES, SCALED, SCORE_SCALE, QUANTIZE, MAXIMUM, FLOOR, POW2,
             )),
             (_load_blocks, (
                 kv_desc, f_desc, tiles_ptr, k_smem, v_smem, f_smem, full, empty, num_items,
@@ -304,23 +330,55 @@ def attend_tiles(q: Tensor, staged: StagedKeys, tiles: QueryTiles) -> tuple[Tens
     q: bfloat16 [T, H, D], rotated, rows as `tiles` counts them. Returns o like q and the natural
     log-sum-exp, float32 [H, T].
     """
+    o = torch.empty_like(q)
+    return o, _launch(q, staged, tiles, o, None, "fp32")
+
+
+def attend_tiles_quantized(
+    q: Tensor, staged: StagedKeys, tiles: QueryTiles, scales: str = "fp32"
+) -> QTensor:
+    """`quantize_rows(attend_tiles(...)[0].flatten(1))`, the same bits: 1 x 128 groups [T, H * D].
+
+    With head_dim 128 the BF16 rows are never written; with 64 a group is two heads, and the
+    quantizer runs after.
+    """
+    tokens, heads, head_dim = q.shape
+    if head_dim != FP8_BLOCK:
+        return quantize_rows(attend_tiles(q, staged, tiles)[0].flatten(1), scales=scales)
+    rows = empty_row_groups(tokens, heads * head_dim, FORMATS["e4m3"][0], q.device)
+    _launch(q, staged, tiles, rows.codes, rows.scales, scales)
+    return rows
+
+
+def _launch(
+    q: Tensor,
+    staged: StagedKeys,
+    tiles: QueryTiles,
+    o: Tensor,
+    o_scales: Tensor | None,
+    scales: str,
+) -> Tensor:
+    """Into o: bfloat16 [T, H, D], or codes [T, H * D] with o_scales [T, H] of any column stride.
+    Returns the log-sum-exp."""
     group = check_queries(q, staged.codes)
     num_queries, heads, head_dim = q.shape
     if num_queries != tiles.num_queries:
         raise ValueError(f"{num_queries} queries, but the tiles are cut for {tiles.num_queries}")
     assert TILE_ROWS == 3 * 64, "the kernel has three warpgroups of 64 rows"
-    o = torch.empty_like(q)
     lse = q.new_empty(heads, num_queries, dtype=torch.float32)
     scratch = q.new_empty(q.shape, dtype=torch.float32) if tiles.longest > SPLIT_KEYS else lse
     items = heads * len(tiles.tiles)
     programs = torch.cuda.get_device_properties(q.device).multi_processor_count
+    out_scales, scale_stride = (lse, 0) if o_scales is None else (o_scales, o_scales.stride(1))
+    rule = (o_scales is not None, FORMATS["e4m3"][1], AMAX_FLOOR, scales == "pow2")
     forward_kernel[(min(items, programs),)](
         q,
         TensorDescriptor.from_tensor(staged.kv, [BLOCK_KEYS, head_dim], _TILE_LAYOUT),
         TensorDescriptor.from_tensor(staged.factors, [4, BLOCK_KEYS], _LINE_LAYOUT),
-        o, lse, scratch, tiles.tiles, items, staged.num_blocks, num_queries,
+        o, out_scales, lse, scratch, tiles.tiles, items, staged.num_blocks, num_queries,
+        scale_stride,
         heads, group, head_dim, BLOCK_KEYS, SPLIT_BLOCKS, _STAGES, staged.codes.scaled,
-        score_scale(head_dim, staged.codes.scaled),
+        score_scale(head_dim, staged.codes.scaled), *rule,
         num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
-    return o, lse
+    return lse

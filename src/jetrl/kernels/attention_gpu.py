@@ -5,6 +5,7 @@ For any token, these give the same output bits, whatever else is in the batch:
     attend_decode(q_BHD, pages, block_tables, lengths, max_length)      one new token a sequence
     attend_decode_quantized(...)                                        the same, as FP8 rows
     attend_prefill(q_THD, pages, tiles)                                 chunks, shared prefixes
+    attend_prefill_quantized(...)                                       the same, as FP8 rows
     attend_packed(q_THD, k_TGD, v_TGD, codes, tiles)                    training, differentiable
 
 `attention_core` says why, and pins what it takes: blocks of 64 keys from the sequence's first
@@ -25,9 +26,10 @@ from torch import Tensor
 
 from jetrl.kernels.attention_backward import attention_backward
 from jetrl.kernels.attention_decode import attend_decode, attend_decode_quantized
-from jetrl.kernels.attention_forward import attend_tiles
+from jetrl.kernels.attention_forward import attend_tiles, attend_tiles_quantized
 from jetrl.kernels.attention_layout import KeyValueCodes, QueryTiles
 from jetrl.kernels.attention_stage import StagedKeys, stage_keys
+from jetrl.precision.quantize import QTensor
 
 __all__ = [
     "KeyValueCodes",
@@ -37,6 +39,7 @@ __all__ = [
     "attend_decode_quantized",
     "attend_packed",
     "attend_prefill",
+    "attend_prefill_quantized",
     "attend_tiles",
     "stage_keys",
     "stored_values",
@@ -51,6 +54,13 @@ def attend_prefill(q: Tensor, pages: KeyValueCodes, tiles: QueryTiles) -> Tensor
     a few hundred tokens or more are what it is for.
     """
     return attend_tiles(q, stage_keys(pages, tiles), tiles)[0]
+
+
+def attend_prefill_quantized(
+    q: Tensor, pages: KeyValueCodes, tiles: QueryTiles, scales: str = "fp32"
+) -> QTensor:
+    """`quantize_rows(attend_prefill(...).flatten(1))`, the same bits: 1 x 128 groups [T, H * D]."""
+    return attend_tiles_quantized(q, stage_keys(pages, tiles), tiles, scales)
 
 
 def attend_packed(

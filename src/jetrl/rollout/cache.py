@@ -219,7 +219,7 @@ class HopperKeyValues:
         self._slots, self._work = slots, work
 
     def attend(self, layer: int, qkv: Tensor, rope: Rotary) -> Tensor | QTensor:
-        """As `KeyValues.attend`; of decode, the codes that the next linear reads, if it is FP8."""
+        """As `KeyValues.attend`: the codes that the next linear reads, if it is FP8."""
         kernels = hopper("kernels.attention_gpu")
         k, k_scales = self._keys.layer(layer)
         v, v_scales = self._values.layer(layer)
@@ -232,16 +232,16 @@ class HopperKeyValues:
         if rope.trace is not None:
             rope.trace("rotary", q)
             rope.trace("keys and values", kernels.stored_values(pages, self._slots))
+        attend, quantized = kernels.attend_prefill, kernels.attend_prefill_quantized
+        work: tuple[Any, ...] = (self._work,)
         if isinstance(self._work, DecodeWork):
+            attend, quantized = kernels.attend_decode, kernels.attend_decode_quantized
             work = (self._work.tables, self._work.lengths, self._work.longest)
-            format = self._plan.linear_format("rollout", layer, len(self._keys.codes))
-            if format == "fp8" and rope.trace is None:
-                codes: QTensor = kernels.attend_decode_quantized(q, pages, *work, self._plan.scales)
-                return codes
-            o = kernels.attend_decode(q, pages, *work)
-        else:
-            o = kernels.attend_prefill(q, pages, self._work)
-        attended: Tensor = o.flatten(1)
+        format = self._plan.linear_format("rollout", layer, len(self._keys.codes))
+        if format == "fp8" and rope.trace is None:
+            codes: QTensor = quantized(q, pages, *work, self._plan.scales)
+            return codes
+        attended: Tensor = attend(q, pages, *work).flatten(1)
         return attended
 
 
