@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import importlib.util
 import json
 import os
 import re
@@ -149,6 +150,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     for name, value in ENVIRONMENT.items():  # read when vLLM is imported
         os.environ.setdefault(name, value)
+    if importlib.util.find_spec("flashinfer") is None:  # vLLM takes it for granted
+        os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     kv = args.kv_cache_dtype or ("auto" if args.quantization == "none" else "fp8")
     row = run(args.shape, args.quantization, kv, args.max_num_seqs, args.gpu_memory_utilization)
     command = (

@@ -136,7 +136,9 @@ def _backward_rows_kernel(
     tl.store(dx_ptr + places + num_columns, (dy * silu).to(tl.bfloat16), mask=mask)
 
 
-@gluon.jit(do_not_specialize=["num_rows", "scale_stride", "y_scale_stride"])
+# Specialized on what sizes are divisible by: without it, 903 microseconds instead of 802 at 16384
+# tokens of Qwen3-8B (one H200, 2026-11-21, `jetrl bench norm`).
+@gluon.jit
 def _backward_tile_kernel(
     dy_ptr,
     x_ptr,
