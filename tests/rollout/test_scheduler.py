@@ -136,6 +136,9 @@ class Simulation:
         assert step.num_prefill_tokens <= scheduler.max_prefill_tokens
         total = sum(chunk.length for chunk in step.chunks)
         assert total == step.num_prefill_tokens or step.num_prefill_tokens == 0
+        contexts = sum(chunk.start + chunk.length for chunk in step.chunks)
+        if not step.decodes and len(step.chunks) > 1:
+            assert contexts <= 64 * scheduler.max_prefill_tokens
         assert step.repeats <= (self.repeats if step.decodes else 1)
         assert len({chunk.sequence for chunk in step.chunks}) == len(step.chunks)
         destinations = [destination for _, destination in step.copies]
@@ -299,6 +302,23 @@ def test_random_loads_finish_and_draw_the_same(seed):
     )
     assert tight.run() == wanted
     assert tight.scheduler.allocator.num_used == 0
+
+
+def test_short_replies_to_long_conversations_share_a_forward_as_their_contexts_allow():
+    """Ten conversations of 200 tokens and a stop are answered at once, with a token each: 16 tokens
+    a forward would take eight of them, 64 times 16 tokens of contexts take five."""
+    simulation = simulate([200] * 10, batch=10, prefill=16, turns=2, stop_chance=1.0, late=10**6)
+    scheduler = simulation.scheduler
+    while not all(
+        sequence.awaiting and not sequence.num_pending for sequence in scheduler.sequences
+    ):
+        simulation.step()
+    for sequence in scheduler.sequences:
+        scheduler.reply(sequence.index, [101])
+        simulation.tokens[sequence.index].append(101)
+    before = len(simulation.steps)
+    simulation.run()
+    assert [len(step.chunks) for step in simulation.steps[before : before + 2]] == [5, 5]
 
 
 def test_fewest_pages_do_preempt():

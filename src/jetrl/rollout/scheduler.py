@@ -6,9 +6,11 @@ are the oldest unfinished ones, as many as the batch and the pages allow:
     running  [0 1 2 3 | 8 9 10]   waiting [11 12 .. ]
 
 - A step is a forward over chunks of the prompts that are not there yet, at most max_prefill_tokens
-  together; when no prompt is left to prefill, it is decode: of each running sequence the next
-  token, and then the next again, up to `repeats` forwards in a row. Prompts go first: a forward of
-  few sequences takes nearly as long as one of many.
+  together, with contexts of at most 64 times as many: attention widens the keys and values of all
+  that it reads (short replies to long conversations). When no prompt is left to prefill, it is
+  decode: of each running sequence the next token, and then the next again, up to `repeats`
+  forwards in a row. Prompts go first: a forward of few sequences takes nearly as long as one of
+  many.
 - The samples of a prompt are a group. Its first sequence prefills the prompt, the others wait; from
   the logits of the prompt's last token all of them draw their first token, and then all of them
   have the prompt's pages. Those that the batch has no room for keep them while they wait (parked).
@@ -38,6 +40,8 @@ from dataclasses import dataclass
 
 from jetrl.rollout.blocks import PageAllocator
 from jetrl.rollout.sequence import RunningSequence
+
+_CONTEXT_TOKENS = 64  # of a prefill step's contexts, for each of max_prefill_tokens
 
 
 @dataclass(frozen=True)
@@ -261,15 +265,20 @@ class Scheduler:
     def _prefills(self) -> list[tuple[RunningSequence, int]]:
         """(sequence, tokens) of the next forward over prompts; empty when there is none to run."""
         budget = self.max_prefill_tokens
-        plan = []
+        keys = _CONTEXT_TOKENS * budget
+        plan: list[tuple[RunningSequence, int]] = []
         for sequence in self.running:
             if sequence.num_pending or sequence.awaiting or budget == 0:
                 continue
             uncomputed = sequence.num_tokens - sequence.num_computed
             assert uncomputed >= 1, f"sequence {sequence.index} has nothing to compute"
             if uncomputed > 1 if sequence.started else self._leads(sequence):
-                plan.append((sequence, min(uncomputed, budget)))
-                budget -= plan[-1][1]
+                length = min(uncomputed, budget)
+                budget -= length
+                keys -= sequence.num_computed + length
+                if plan and keys < 0:
+                    break
+                plan.append((sequence, length))
         return plan
 
     def _decodes(self, repeats: int) -> list[tuple[RunningSequence, int]]:
