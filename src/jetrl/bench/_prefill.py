@@ -6,12 +6,12 @@ logits), in as many forwards as a few of the case's prompts take.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from jetrl.bench._profile import idle_pieces, kernel_rows, totals
 from jetrl.bench._timing import Row
 from jetrl.rollout.engine import RolloutEngine
 from jetrl.types import SamplingParams
@@ -36,38 +36,8 @@ def prefill_profile(
 
 def profile_rows(events: Sequence[Any], forwards: int, kind_of: Callable[[str], str]) -> list[Row]:
     """The rows of a profiler's events."""
-    times: dict[str, float] = defaultdict(float)
-    counts: dict[str, int] = defaultdict(int)
-    spans = []
-    for event in events:
-        if event.device_time > 0:
-            spans.append((event.time_range.start, event.time_range.end))
-            for name in (f"= {kind_of(event.name)}", event.name):
-                times[name] += event.device_time
-                counts[name] += 1
-    times["= idle"], counts["= idle"] = idle_microseconds(spans)
-    total = sum(time for name, time in times.items() if name.startswith("= "))
-    names = sorted(times, key=lambda name: -times[name])
-    kinds = [name for name in names if name.startswith("= ")]
-    kernels = [name for name in names if not name.startswith("= ")]
-    return [
-        {
-            "kernel of prefill": name[:60],
-            "us_a_forward": round(times[name] / forwards, 1),
-            "share": round(times[name] / total, 3),
-            "launches": round(counts[name] / forwards, 2),
-            "us_each": round(times[name] / max(1, counts[name]), 2),
-        }
-        for name in (*kinds, *kernels[:_LISTED])
-    ]
-
-
-def idle_microseconds(spans: Sequence[tuple[float, float]]) -> tuple[float, int]:
-    """(time between the first start and the last end that no span covers, pieces of it)."""
-    idle, pieces, end = 0.0, 0, float("inf")
-    for start, stop in sorted(spans):
-        if start > end:
-            idle += start - end
-            pieces += 1
-        end = stop if end == float("inf") else max(end, stop)
-    return idle, pieces
+    times, counts = totals(events, kind_of)
+    ran = [event.time_range for event in events if event.device_time > 0]
+    idle = idle_pieces([(span.start, span.end) for span in ran])
+    times["= idle"], counts["= idle"] = sum(idle), len(idle)
+    return kernel_rows("kernel of prefill", times, counts, forwards, _LISTED)

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ import numpy as np
 import torch
 
 from jetrl.bench._prefill import prefill_profile
+from jetrl.bench._profile import kernel_rows, totals
 from jetrl.bench._timing import Row, bench_parser, copy_bandwidth, print_table, write_results
 from jetrl.bench.parity import make_policy
 from jetrl.bench.shapes import SHAPES
@@ -242,27 +242,8 @@ def kind_of(kernel: str) -> str:
 def profile_rows(profiler: Any) -> list[Row]:
     """Microseconds and launches a forward by kind of kernel, then by kernel. The number of forwards
     is that of the kernel that takes the draws in."""
-    times: Counter[str] = Counter()
-    counts: Counter[str] = Counter()
-    for event in profiler.events():
-        if event.device_time > 0:
-            for name in (event.name, f"= {kind_of(event.name)}"):
-                times[name] += event.device_time
-                counts[name] += 1
-    forwards = counts["_take_kernel"]
-    total = sum(time for name, time in times.items() if name.startswith("= "))
-    kinds = [name for name, _ in times.most_common() if name.startswith("= ")]
-    kernels = [name for name, _ in times.most_common() if not name.startswith("= ")]
-    return [
-        {
-            "kernel": name[:60],
-            "us_a_forward": round(times[name] / forwards, 1),
-            "share": round(times[name] / total, 3),
-            "launches": round(counts[name] / forwards, 2),
-            "us_each": round(times[name] / counts[name], 2),
-        }
-        for name in (*kinds, *kernels[:_LISTED])
-    ]
+    times, counts = totals(profiler.events(), kind_of)
+    return kernel_rows("kernel", times, counts, counts["_take_kernel"], _LISTED)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

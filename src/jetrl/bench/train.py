@@ -28,6 +28,7 @@ import torch
 import jetrl.training.trainer as trainer_module
 from jetrl.bench._flow import Choices, Flow, policy_of, with_logprobs
 from jetrl.bench._load import Load, add_load_arguments, flops, load_of
+from jetrl.bench._profile import idle_pieces
 from jetrl.bench._timing import Row, bench_parser, print_table, watched, write_results
 from jetrl.bench.step import add_arguments, choices_of, command_of, limit_of
 from jetrl.out_of_memory import release
@@ -132,17 +133,10 @@ def profile(flow: Flow, samples: Sequence[Sample]) -> Row:
             spans.append((event.time_range.start, event.time_range.end))
             times[event.name] += event.time_range.elapsed_us()
             counts[event.name] += 1
-    spans.sort()
-    busy, reached, gaps = 0.0, spans[0][0], []
-    for start, end in spans:
-        if start > reached:
-            gaps.append(start - reached)
-        busy += max(0.0, end - max(start, reached))
-        reached = max(reached, end)
-    total = reached - spans[0][0]
-    gaps.sort(reverse=True)
+    total = max(end for _, end in spans) - min(start for start, _ in spans)
+    gaps = sorted(idle_pieces(spans), reverse=True)
     return {
-        "idle_share": round(1 - busy / total, 4),
+        "idle_share": round(sum(gaps) / total, 4),
         "launches": len(spans),
         "longest_gaps_ms": [round(gap / 1e3, 2) for gap in gaps[:8]],
         "gaps_above_20us_ms": round(sum(gap for gap in gaps if gap > 20) / 1e3, 1),

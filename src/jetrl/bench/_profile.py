@@ -1,0 +1,56 @@
+"""What a profiler recorded of a device: time and launches by kernel, and the time in between."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jetrl.bench._timing import Row
+
+
+def totals(
+    events: Sequence[Any], kind_of: Callable[[str], str]
+) -> tuple[dict[str, float], dict[str, int]]:
+    """(microseconds, launches) by kernel, and by kind of kernel as `= kind`."""
+    times: dict[str, float] = defaultdict(float)
+    counts: dict[str, int] = defaultdict(int)
+    for event in events:
+        if event.device_time > 0:
+            for name in (event.name, f"= {kind_of(event.name)}"):
+                times[name] += event.device_time
+                counts[name] += 1
+    return times, counts
+
+
+def kernel_rows(
+    heading: str, times: dict[str, float], counts: dict[str, int], forwards: int, listed: int
+) -> list[Row]:
+    """A row for each kind, then for as many kernels as are listed, those that took longest first.
+    forwards: over which the times and launches were counted."""
+    total = sum(time for name, time in times.items() if name.startswith("= "))
+    names = sorted(times, key=lambda name: -times[name])
+    kinds = [name for name in names if name.startswith("= ")]
+    kernels = [name for name in names if not name.startswith("= ")]
+    return [
+        {
+            heading: name[:60],
+            "us_a_forward": round(times[name] / forwards, 1),
+            "share": round(times[name] / total, 3),
+            "launches": round(counts[name] / forwards, 2),
+            "us_each": round(times[name] / max(1, counts[name]), 2),
+        }
+        for name in (*kinds, *kernels[:listed])
+    ]
+
+
+def idle_pieces(spans: Sequence[tuple[float, float]]) -> list[float]:
+    """How long it was, each time, that no span covered, between the first start and the last end;
+    in the order of time."""
+    pieces: list[float] = []
+    end = float("inf")
+    for start, stop in sorted(spans):
+        if start > end:
+            pieces.append(start - end)
+        end = stop if end == float("inf") else max(end, stop)
+    return pieces
