@@ -117,8 +117,8 @@ class Flow:
     # What comes before they are measured
 
     def warm_up(self) -> None:
-        """Everything runs once, kernels are compiled, and the weights have moved. Kernels of long
-        contexts and of the last, smaller micro-batch are others."""
+        """Everything runs once, kernels are compiled (long contexts have their own), and the
+        weights have moved."""
         load = self.load
         few = min(_WARM_TOKENS, load.response_length)
         self.sample(seed=0, response_length=few)
@@ -129,8 +129,6 @@ class Flow:
         )
         self.engine.free_cache()
         self.fit()
-        if rest := load.sequences % (self.chosen["micro_batch_tokens"] // load.length):
-            self._train_on(self.synthetic(rest, seed=2), self.trainer)
 
     def synthetic(self, sequences: int, seed: int) -> list[Sample]:
         """Samples of the load's lengths that nobody drew, without log-probs: one group."""
@@ -145,13 +143,16 @@ class Flow:
         return [replace(sample, group=0) for sample in make_samples(prompts, completions, seed)]
 
     def fit(self) -> None:
-        """A trainer with the largest micro-batch that fits; it has made an update or two."""
+        """A trainer with the largest micro-batch that fits; it has made an update or two, with the
+        load's last, smaller micro-batch too, which may have kernels of its own."""
         asked, length = self._choices.tokens_per_micro_batch, self.load.length
         most = max(1, (asked or MOST_TOKENS) // length)
         counts = [most] if asked else range(min(most, self.load.sequences), 0, -1)
         for checkpointing in (False, True):
             for count in counts:
                 if self._fits(count, checkpointing):
+                    if rest := self.load.sequences % count:
+                        self._train_on(self.synthetic(rest, seed=2), self.trainer)
                     return
         raise OutOfMemoryStop(
             f"{self.policy.plan.name}: not even {counts[-1]} sequences of {length} tokens fit, "
