@@ -196,7 +196,7 @@ def report(
     Raises:
         MismatchError: elements that differ where they must not (`bench/_bits`).
     """
-    parser = argparse.ArgumentParser(prog=f"jetrl bench {benchmark}")
+    parser = bench_parser(benchmark, None)
     parser.add_argument("--out", default=f"build/bench/{benchmark}.json", help="JSON file")
     args = parser.parse_args(argv)
     torch.manual_seed(0)

@@ -69,9 +69,9 @@ class RewardTrainer:
         retries = self.micro_batch_size.take_retries()
         if retries:
             metrics["memory/train_retries"] = float(retries)
-        if not self.guard.passes({name: found[name] for name in _WATCHED}):
+        watched = {name: found[name] for name in _WATCHED}
+        if not self.guard.passes(watched):
             again = partial(self._accumulate, pairs)
-            watched = {name: found[name] for name in _WATCHED}
             self.guard.refuse(NonFiniteUpdate.of(0, self.model, self.optimizer, watched, again))
             return metrics | {"reward_model/skipped_updates": 1.0}
         with explained("the optimizer", ADVICE):
