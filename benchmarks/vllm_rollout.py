@@ -1,13 +1,15 @@
-"""vLLM on the load of `jetrl bench rollout --load grpo`: the same prompts, the same lengths.
+"""vLLM on the loads of `jetrl bench rollout`: the same prompts, the same lengths.
 
     python benchmarks/vllm_rollout.py --quantization fp8
     jetrl bench rollout --shape qwen3-8b --plan unified --load grpo
+    jetrl bench rollout --shape qwen3-8b --plan unified --case 64x8192x128
 
 Needs vLLM (0.26.0 was used) beside jetrl, and the GPU for itself: run the two one after the other.
 64 prompts x 8 samples, each sample a request with its length as max_tokens and end-of-sequence
 ignored; log-probs of the drawn tokens are on; prompts are token ids, so no tokenizer runs. Weights
 are random: only the shape counts. Whole-phase tokens/s are of one `generate` call, the tail
-included, after a warm-up that compiles and captures what it uses.
+included, after a warm-up that compiles and captures what it uses. Then prefill alone: 64 prompts of
+8192 tokens, one token drawn after each, to stand beside `jetrl bench rollout --case 64x8192x128`.
 
 vLLM runs as it does by default (its compiler, CUDA graphs, asynchronous scheduling, prefix caching,
 its own choice of kernels), but for --max-num-seqs and for what spares it work: no detokenizer, flat
@@ -31,12 +33,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from jetrl.bench._timing import Row, print_table, write_results
 from jetrl.bench.rollout import GRPO_MAX, GRPO_PROMPT, grpo_load
 from jetrl.bench.shapes import SHAPES
 
 ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 SHORTEST, ALONE = 8, 64  # tokens of the warm-up's first and last sequence to end
+PREFILL_PROMPTS, PREFILL_PROMPT = 64, 8192
 
 
 def warm_lengths(count: int) -> list[int]:
@@ -75,17 +80,24 @@ def generate(llm: Any, prompts: list[list[int]], lengths: list[int]) -> float:
     return seconds
 
 
+def prefill_load(vocabulary: int) -> tuple[list[list[int]], list[int]]:
+    """Prompts that share nothing, and one token after each."""
+    shape = (PREFILL_PROMPTS, PREFILL_PROMPT)
+    return np.random.default_rng(1).integers(0, vocabulary, shape).tolist(), [1] * PREFILL_PROMPTS
+
+
 def run(
     shape: str,
     quantization: str,
     kv_cache_dtype: str,
     max_num_seqs: int,
     gpu_memory_utilization: float,
-) -> Row:
-    """The load on vLLM; started_s is its start, compilation and capture of graphs included."""
+) -> list[Row]:
+    """Both loads on one vLLM; started_s is its start, compilation and captures included."""
     from vllm import LLM
 
-    prompts, lengths = grpo_load(SHAPES[shape]["vocab_size"])
+    vocabulary = SHAPES[shape]["vocab_size"]
+    prompts, lengths = grpo_load(vocabulary)
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         llm = LLM(
@@ -103,29 +115,44 @@ def run(
         started = time.perf_counter() - began
         warm = generate(llm, prompts, warm_lengths(len(lengths)))
         print(f"vLLM: started in {started:.1f} s, warmed up in {warm:.1f} s", flush=True)
-        llm.reset_prefix_cache()
-        seconds = generate(llm, prompts, lengths)
         config = llm.llm_engine.vllm_config
-        row = {
+        engine = {
             "shape": shape,
             "engine": "vLLM",
             "quantization": quantization,
+            "started_s": round(started, 1),
+            "max_num_seqs": max_num_seqs,
+            "max_num_batched_tokens": config.scheduler_config.max_num_batched_tokens,
+            "kv_cache_dtype": config.cache_config.cache_dtype,
+            "cudagraph_mode": config.compilation_config.cudagraph_mode.name,
+            "async_scheduling": config.scheduler_config.async_scheduling,
+        }
+        llm.reset_prefix_cache()
+        seconds = generate(llm, prompts, lengths)
+        grpo = {
             "load": "grpo",
             "sequences": len(lengths),
             "tokens": sum(lengths),
             "longest": max(lengths),
             "tokens_per_s": round(sum(lengths) / seconds),
             "seconds": round(seconds, 2),
-            "started_s": round(started, 1),
-            "max_num_seqs": max_num_seqs,
-            "kv_cache_dtype": config.cache_config.cache_dtype,
-            "cudagraph_mode": config.compilation_config.cudagraph_mode.name,
-            "async_scheduling": config.scheduler_config.async_scheduling,
         }
-        print_table([row])  # before anything else can fail
-        row["layers"] = sorted(set(re.findall(r"\b(?:quant|backend)=(\w+)", repr(llm))))
+        print_table([grpo | engine])  # before anything else can fail
+        llm.reset_prefix_cache()
+        prompts, lengths = prefill_load(vocabulary)
+        seconds = generate(llm, prompts, lengths)
+        tokens = PREFILL_PROMPTS * PREFILL_PROMPT
+        prefill = {
+            "load": "prefill",
+            "sequences": PREFILL_PROMPTS,
+            "prompt": PREFILL_PROMPT,
+            "prefill_tokens_per_s": round(tokens / seconds),
+            "seconds": round(seconds, 2),
+        }
+        print_table([prefill | engine])
+        engine["layers"] = sorted(set(re.findall(r"\b(?:quant|backend)=(\w+)", repr(llm))))
         llm.llm_engine.engine_core.shutdown()
-    return row
+    return [grpo | engine, prefill | engine]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -153,12 +180,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     if importlib.util.find_spec("flashinfer") is None:  # vLLM takes it for granted
         os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     kv = args.kv_cache_dtype or ("auto" if args.quantization == "none" else "fp8")
-    row = run(args.shape, args.quantization, kv, args.max_num_seqs, args.gpu_memory_utilization)
+    rows = run(args.shape, args.quantization, kv, args.max_num_seqs, args.gpu_memory_utilization)
     command = (
         f"python benchmarks/vllm_rollout.py --shape {args.shape} --quantization "
         f"{args.quantization} --kv-cache-dtype {kv} --max-num-seqs {args.max_num_seqs}"
     )
-    write_results(args.out, "rollout_vllm", command, [row], vllm=importlib.metadata.version("vllm"))
+    write_results(args.out, "rollout_vllm", command, rows, vllm=importlib.metadata.version("vllm"))
 
 
 if __name__ == "__main__":

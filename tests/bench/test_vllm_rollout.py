@@ -71,3 +71,12 @@ def test_the_warm_up_ends_with_one_sequence_alone(script: Any) -> None:
     assert len(lengths) == GRPO_PROMPTS * GRPO_SAMPLES
     assert lengths[-1] > lengths[-2]
     assert len(set(lengths)) > 30
+
+
+def test_prompts_of_prefill_share_nothing_and_fit_the_model(script: Any) -> None:
+    prompts, lengths = script.prefill_load(SHAPES["qwen3-8b"]["vocab_size"])
+    assert len(prompts) == len(lengths) == 64
+    assert {len(p) for p in prompts} == {8192}
+    assert set(lengths) == {1}
+    assert len({tuple(p[:16]) for p in prompts}) == 64
+    assert GRPO_PROMPT + GRPO_MAX >= 8192 + 1
