@@ -36,6 +36,7 @@ from jetrl.kernels.attention_layout import (
     QueryTiles,
     check_queries,
 )
+from jetrl.precision.layout import cdiv, round_up
 
 _STEP = 64  # rows of the inner loops
 _LOG2_E = tl.constexpr(1.4426950408889634)
@@ -296,9 +297,9 @@ def attention_backward(
     groups = codes.num_heads
     scale = 1.0 / math.sqrt(head_dim)
     # Lines are padded so that the inner loops read them without a mask.
-    width = -(-tokens // _STEP) * _STEP + _STEP
+    width = round_up(tokens, _STEP) + _STEP
     delta, lse2 = (q.new_empty(heads, width, dtype=torch.float32) for _ in range(2))
-    delta_kernel[(triton.cdiv(width, 64), heads)](
+    delta_kernel[(cdiv(width, 64), heads)](
         o, do, lse, delta, lse2, tokens, width, heads, head_dim, 64
     )
     dq, dk, dv = torch.empty_like(q), q.new_empty(codes.k.shape), q.new_empty(codes.v.shape)

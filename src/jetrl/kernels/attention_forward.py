@@ -19,6 +19,8 @@ What was tried and is slower, or wrong, is in docs/notes-attention.md.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -350,6 +352,11 @@ def attend_tiles_quantized(
     return rows
 
 
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 def _launch(
     q: Tensor,
     staged: StagedKeys,
@@ -368,7 +375,7 @@ def _launch(
     lse = q.new_empty(heads, num_queries, dtype=torch.float32)
     scratch = q.new_empty(q.shape, dtype=torch.float32) if tiles.longest > SPLIT_KEYS else lse
     items = heads * len(tiles.tiles)
-    programs = torch.cuda.get_device_properties(q.device).multi_processor_count
+    programs = _multiprocessors(q.device)
     out_scales, scale_stride = (lse, 0) if o_scales is None else (o_scales, o_scales.stride(1))
     rule = (o_scales is not None, FORMATS["e4m3"][1], AMAX_FLOOR, scales == "pow2")
     forward_kernel[(min(items, programs),)](

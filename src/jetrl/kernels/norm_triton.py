@@ -28,7 +28,7 @@ from triton.experimental.gluon import language as gl
 
 from jetrl.precision import tile_hopper as tile
 from jetrl.precision.launch_hopper import OVERLAPPED, let_next_start, wait_for_previous
-from jetrl.precision.layout import empty_row_groups, empty_turned_squares
+from jetrl.precision.layout import cdiv, empty_row_groups, empty_turned_squares
 from jetrl.precision.plan import FP8_BLOCK
 from jetrl.precision.quantize import FORMATS, QTensor
 from jetrl.precision.quantize_hopper import (
@@ -253,7 +253,7 @@ def rms_norm_squares(
     out = empty_turned_squares(num_rows, width, FORMATS["e4m3"][0], total.device)
     column_blocks = width // FP8_BLOCK
     if num_rows:
-        _tile_kernel[(triton.cdiv(num_rows, FP8_BLOCK) * column_blocks,)](
+        _tile_kernel[(cdiv(num_rows, FP8_BLOCK) * column_blocks,)](
             total,
             weight,
             inverse_rms,
@@ -294,7 +294,7 @@ def _launch_rows(
     num_rows, width = x.shape
     if not num_rows:
         return
-    padded = triton.next_power_of_2(width)
+    padded = _padded(width)
     _row_kernel[(num_rows,)](
         x,
         x if delta is None else delta,
@@ -334,9 +334,9 @@ def rms_norm_backward(
     if x.shape != dy.shape or inverse_rms.shape != dy.shape[:1]:
         raise ValueError(f"rms_norm_backward: dy {dy.shape}, x {x.shape}, {inverse_rms.shape}")
     num_rows, width = x.shape
-    padded = triton.next_power_of_2(width)
-    per_program = max(1, triton.cdiv(num_rows, _BACKWARD_PROGRAMS))
-    programs = triton.cdiv(num_rows, per_program)
+    padded = _padded(width)
+    per_program = max(1, cdiv(num_rows, _BACKWARD_PROGRAMS))
+    programs = cdiv(num_rows, per_program)
     dx = torch.empty_like(x)
     partial = torch.empty(programs, width, dtype=torch.float32, device=x.device)
     if num_rows:
@@ -383,6 +383,11 @@ class _RMSNorm(torch.autograd.Function):
 def _row_warps(num_rows: int, padded: int) -> int:
     """More warps a row when rows are few and latency is all there is; no bit depends on it."""
     return min(16, 2 * _warps(padded)) if num_rows <= _FEW_ROWS else _warps(padded)
+
+
+def _padded(width: int) -> int:
+    """Up to a power of two."""
+    return 1 << (width - 1).bit_length()
 
 
 def _warps(padded: int) -> int:

@@ -32,6 +32,7 @@ from jetrl.kernels.rotary_triton import (
     store_halves,
 )
 from jetrl.precision import tile_hopper as tile
+from jetrl.precision.layout import cdiv
 
 # Tokens of a program: fixed, so that the weights' gradients have the same bits on every card.
 _TOKENS = 16
@@ -202,8 +203,8 @@ def qk_norm_rotary_backward(
     tokens, num_heads, head_dim = dq.shape
     groups = dk.shape[1]
     dqkv = torch.empty_like(qkv)
-    q_parts, kv_parts = triton.cdiv(num_heads, HEADS), triton.cdiv(groups, HEADS)
-    chunks = triton.cdiv(tokens, _TOKENS)
+    q_parts, kv_parts = cdiv(num_heads, HEADS), cdiv(groups, HEADS)
+    chunks = cdiv(tokens, _TOKENS)
     parts = q_parts + kv_parts
     partial = torch.empty(chunks, parts, head_dim, dtype=torch.float32, device=dq.device)
     q_weight, k_weight = norm_weights or (qkv, qkv)
@@ -233,7 +234,7 @@ def qk_norm_rotary_backward(
     if norm_weights is None:
         return dqkv, None, None
     sums = torch.empty(2, head_dim, dtype=torch.float32, device=dq.device)
-    _sum_kernel[(triton.cdiv(head_dim, _SUM_COLUMNS), 2)](
+    _sum_kernel[(cdiv(head_dim, _SUM_COLUMNS), 2)](
         partial, sums, chunks, q_parts, parts, head_dim, _SUM_COLUMNS, _SUM_ROWS, num_warps=16
     )
     return dqkv, sums[0], sums[1]

@@ -29,7 +29,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -40,6 +39,7 @@ from jetrl.precision.launch_hopper import (
     gluon_let_next_start,
     gluon_wait_for_previous,
 )
+from jetrl.precision.layout import cdiv
 from jetrl.precision.quantize import AMAX_FLOOR
 from jetrl.precision.quantize_hopper import check_matrix, rule
 
@@ -325,7 +325,7 @@ def qk_norm_rotary_cache(
         return q
     q_weight, k_weight = norm_weights or (qkv, qkv)
     num_warps, rounds = (4, 1) if tokens <= _FEW_TOKENS else (1, 2)
-    parts = triton.cdiv(num_heads, HEADS * rounds) + (3 - rounds) * triton.cdiv(groups, HEADS)
+    parts = cdiv(num_heads, HEADS * rounds) + (3 - rounds) * cdiv(groups, HEADS)
     constants = rule("e4m3", scales)
     del constants["FLOOR_BITS"]
     _forward_kernel[(tokens * parts,)](

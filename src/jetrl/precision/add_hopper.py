@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from jetrl.precision.layout import cdiv
+
 _BLOCK = 4096
 
 
@@ -52,5 +54,5 @@ def add_product(product: Tensor, total: Tensor | None) -> Tensor:
         )
     size = product.numel()
     if size:
-        _add_kernel[(triton.cdiv(size, _BLOCK),)](product, total, size, add, _BLOCK, num_warps=8)
+        _add_kernel[(cdiv(size, _BLOCK),)](product, total, size, add, _BLOCK, num_warps=8)
     return total

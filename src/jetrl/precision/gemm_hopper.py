@@ -26,7 +26,7 @@ from torch.nn.functional import ScalingType, scaled_mm
 
 from jetrl.errors import UserError
 from jetrl.precision.gemm_rows_hopper import rows_matmul
-from jetrl.precision.layout import padded_rows, round_up
+from jetrl.precision.layout import first_rows, padded_rows, round_up
 from jetrl.precision.plan import FP8_BLOCK
 from jetrl.precision.quantize import QTensor
 
@@ -83,8 +83,8 @@ def fp8_matmul_hopper(
     if chosen == "triton":
         return rows_matmul(rows, codes, scales, b)
     if chosen == "deep_gemm":
-        return _deep_gemm(codes, scales, b)[:rows]
-    return _cublas(codes, scales, b, out_dtype)[:rows]
+        return first_rows(_deep_gemm(codes, scales, b), rows)
+    return first_rows(_cublas(codes, scales, b, out_dtype), rows)
 
 
 def bf16_matmul_hopper(a: Tensor, b: Tensor, out_dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -136,7 +136,7 @@ def _cublas(codes: Tensor, scales: Tensor, b: QTensor, out_dtype: torch.dtype) -
         b.codes.t(),
         scales,
         ScalingType.BlockWise1x128,
-        _weight_scales(b, 4),
+        _weight_scales(b, 4).t(),
         ScalingType.BlockWise128x128,
         output_dtype=out_dtype,
     )
@@ -145,7 +145,7 @@ def _cublas(codes: Tensor, scales: Tensor, b: QTensor, out_dtype: torch.dtype) -
 
 def _deep_gemm(codes: Tensor, scales: Tensor, b: QTensor) -> Tensor:
     out = torch.empty(codes.shape[0], b.shape[0], dtype=torch.bfloat16, device=codes.device)
-    weight = (b.codes, _weight_scales(b, 1).t())
+    weight = (b.codes, _weight_scales(b, 1))
     _load_deep_gemm().fp8_gemm_nt((codes, scales), weight, out, recipe=(1, FP8_BLOCK, FP8_BLOCK))
     return out
 
@@ -170,6 +170,8 @@ def _extended(x: Tensor, rows: int) -> Tensor:
     """x [M, K] as [rows, K] contiguous. What follows the last row in x's own storage serves as
     padding, whatever it is; without that much storage, x is copied."""
     count, columns = x.shape
+    if count == rows and x.is_contiguous():
+        return x
     contiguous = x.stride(1) == 1 and (x.stride(0) == columns or count == 1)
     if contiguous and _storage_left(x) >= rows * columns:
         return x.as_strided((rows, columns), (columns, 1))
@@ -180,6 +182,8 @@ def _extended(x: Tensor, rows: int) -> Tensor:
 
 def _left_scales(scales: Tensor, rows: int) -> Tensor:
     """scales [M, K/128] as [rows, K/128] with strides (1, rows), copied if they are not."""
+    if scales.shape[0] == rows and scales.stride() == (1, rows):
+        return scales
     blocks = scales.shape[1]
     strided = scales.stride(0) == 1 or scales.shape[0] == 1
     placed = scales.stride(1) == rows or blocks == 1
@@ -191,15 +195,17 @@ def _left_scales(scales: Tensor, rows: int) -> Tensor:
 
 
 def _weight_scales(b: QTensor, multiple: int) -> Tensor:
-    """scales [N/128, K/128] as [L, N/128] with strides (1, L), L = K/128 up to a multiple."""
+    """scales [N/128, K/128] as [N/128, L] contiguous, L = K/128 up to a multiple."""
     outer, blocks = b.scales.shape
     length = round_up(blocks, multiple)
-    in_place = b.scales.stride(1) == 1 and b.scales.stride(0) == length
-    if in_place and _storage_left(b.scales) >= outer * length:
-        return b.scales.as_strided((length, outer), (1, length))
+    if b.scales.stride() == (length, 1):
+        if length == blocks:
+            return b.scales
+        if _storage_left(b.scales) >= outer * length:
+            return b.scales.as_strided((outer, length), (length, 1))
     out = torch.zeros(outer, length, dtype=torch.float32, device=b.scales.device)
     out[:, :blocks] = b.scales
-    return out.t()
+    return out
 
 
 def _storage_left(x: Tensor) -> int:
@@ -208,24 +214,25 @@ def _storage_left(x: Tensor) -> int:
 
 
 def _check(a: QTensor, b: QTensor, out_dtype: torch.dtype) -> None:
-    if a.codes.dim() != 2 or b.codes.dim() != 2 or a.shape[1] != b.shape[1]:
-        raise ValueError(f"fp8_matmul: [M, K] and [N, K], not {a.shape} and {b.shape}")
+    a_shape, b_shape = a.shape, b.shape
+    if len(a_shape) != 2 or len(b_shape) != 2 or a_shape[1] != b_shape[1]:
+        raise ValueError(f"fp8_matmul: [M, K] and [N, K], not {a_shape} and {b_shape}")
     if a.block != (1, FP8_BLOCK) or b.block != (FP8_BLOCK, FP8_BLOCK):
         raise ValueError(f"fp8_matmul: groups 1x128 and 128x128, not {a.block} and {b.block}")
-    if a.shape[1] % FP8_BLOCK or b.shape[0] % 16:
+    if a_shape[1] % FP8_BLOCK or b_shape[0] % 16:
         raise ValueError(
-            f"fp8_matmul: K a multiple of {FP8_BLOCK} and N of 16, not K={a.shape[1]} "
-            f"N={b.shape[0]}; token groups are padded by the quantizer of jetrl.kernels"
+            f"fp8_matmul: K a multiple of {FP8_BLOCK} and N of 16, not K={a_shape[1]} "
+            f"N={b_shape[0]}; token groups are padded by the quantizer of jetrl.kernels"
         )
-    for name, x in {"a": a, "b": b}.items():
-        if not x.codes.is_cuda or x.codes.stride(1) != 1:
+    for name, codes in (("a", a.codes), ("b", b.codes)):
+        if not codes.is_cuda or codes.stride(1) != 1:
             raise ValueError(
                 f"fp8_matmul: {name} on a CUDA device with K contiguous, not strides "
-                f"{list(x.codes.stride())} on {x.codes.device}"
+                f"{list(codes.stride())} on {codes.device}"
             )
-        if x.codes.dtype != torch.float8_e4m3fn:
+        if codes.dtype != torch.float8_e4m3fn:
             raise ValueError(
-                f"fp8_matmul: {name} is {x.codes.dtype}, and no block-scaled GEMM for Hopper takes "
+                f"fp8_matmul: {name} is {codes.dtype}, and no block-scaled GEMM for Hopper takes "
                 "it; use precision.grad_output=e4m3"
             )
     if out_dtype not in (torch.bfloat16, torch.float32):

@@ -7,10 +7,11 @@ cuBLAS (`torch.nn.functional.scaled_mm`) and DeepGEMM read without another copy:
 | --- | --- | --- |
 | rows, 1 x 128 | [M, K] row-major, storage for `padded_rows(M)` | [M, K/128], stride (1, padded) |
 | tokens, 128 x 1 | [T', N], stored as [N, T'], T' = T up to 128s, then zeros | [T'/128, N] |
-| X of WGrad, 128 x 128 | [T', K], stored as [K, T'] | as a weight's, of [K, T'] |
+| X of WGrad, 128 x 128 | [T', K], stored as [K, T'] | [T'/128, K/128], stored as [K/128, T'/128] |
 | weight, 128 x 128 | [N, K] row-major | [N/128, K/128], stride (ceil4(K/128), 1) |
 
 Padding rows are never read back: a row of a GEMM depends on that row of the left operand alone.
+Weights' scales are padded for cuBLAS; X's, whose T' is of any size, lie as DeepGEMM reads them.
 """
 
 from __future__ import annotations
@@ -33,8 +34,19 @@ def padded_rows(rows: int) -> int:
     return 2 * MIN_ROWS if rows <= 2 * MIN_ROWS else round_up(rows, 4)
 
 
+def cdiv(value: int, size: int) -> int:
+    """How many groups of `size` hold `value`. `triton.cdiv`, which kernels use as well, costs the
+    host more than a microsecond a call."""
+    return -(-value // size)
+
+
 def round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
+    return cdiv(value, multiple) * multiple
+
+
+def first_rows(x: torch.Tensor, rows: int) -> torch.Tensor:
+    """x[:rows], or x itself where it has no more."""
+    return x if x.shape[0] == rows else x[:rows]
 
 
 def empty_row_groups(
@@ -42,10 +54,10 @@ def empty_row_groups(
 ) -> QTensor:
     """Uninitialised 1 x 128 groups of [rows, columns]: the left operand of FProp and DGrad."""
     padded = padded_rows(rows)
-    codes = torch.empty(padded, columns, dtype=dtype, device=device)[:rows]
-    blocks = -(-columns // FP8_BLOCK)
-    scales = torch.empty(blocks, padded, dtype=torch.float32, device=device)
-    return QTensor(codes, scales.mT[:rows], (1, FP8_BLOCK))
+    codes = torch.empty(padded, columns, dtype=dtype, device=device)
+    shape, strides = (padded, cdiv(columns, FP8_BLOCK)), (1, padded)
+    scales = torch.empty_strided(shape, strides, dtype=torch.float32, device=device)
+    return QTensor(first_rows(codes, rows), first_rows(scales, rows), (1, FP8_BLOCK))
 
 
 def empty_token_groups(
@@ -62,13 +74,18 @@ def empty_token_groups(
 def empty_turned_squares(
     tokens: int, columns: int, dtype: torch.dtype, device: torch.device | str
 ) -> QTensor:
-    """Uninitialised 128 x 128 groups of [tokens up to a multiple of 128, columns] whose `.mT` lies
-    in memory as a weight does: X as WGrad reads it.
+    """Uninitialised 128 x 128 groups of [tokens up to a multiple of 128, columns], stored with
+    tokens contiguous: X as WGrad reads it.
 
     Raises:
         ValueError: columns that are not a multiple of 128.
     """
-    return empty_weight(columns, round_up(tokens, FP8_BLOCK), dtype, device).mT
+    if columns % FP8_BLOCK:
+        raise ValueError(f"X of WGrad needs columns in multiples of {FP8_BLOCK}, not {columns}")
+    blocks = cdiv(tokens, FP8_BLOCK)
+    codes = torch.empty(columns, blocks * FP8_BLOCK, dtype=dtype, device=device)
+    scales = torch.empty(columns // FP8_BLOCK, blocks, dtype=torch.float32, device=device)
+    return QTensor(codes.mT, scales.mT, (FP8_BLOCK, FP8_BLOCK))
 
 
 def empty_weight(
@@ -82,6 +99,9 @@ def empty_weight(
     if rows % FP8_BLOCK or columns % FP8_BLOCK:
         raise ValueError(f"an FP8 weight needs multiples of {FP8_BLOCK}, not [{rows}, {columns}]")
     blocks = columns // FP8_BLOCK
-    scales = torch.zeros(rows // FP8_BLOCK, round_up(blocks, 4), device=device)
+    padded = round_up(blocks, 4)
+    scales = torch.empty(rows // FP8_BLOCK, padded, dtype=torch.float32, device=device)
+    if padded > blocks:
+        scales.zero_()
     codes = torch.empty(rows, columns, dtype=dtype, device=device)
     return QTensor(codes, scales[:, :blocks], (FP8_BLOCK, FP8_BLOCK))

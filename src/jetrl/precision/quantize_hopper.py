@@ -33,6 +33,7 @@ from triton.experimental.gluon import language as gl
 from jetrl.precision import tile_hopper as tile
 from jetrl.precision.launch_hopper import OVERLAPPED, let_next_start, wait_for_previous
 from jetrl.precision.layout import (
+    cdiv,
     empty_row_groups,
     empty_token_groups,
     empty_turned_squares,
@@ -291,7 +292,7 @@ def quantize_squares(x: Tensor, scales: str = "fp32") -> QTensor:
     out = empty_turned_squares(num_rows, num_columns, FORMATS["e4m3"][0], x.device)
     column_blocks = num_columns // FP8_BLOCK
     if num_rows:
-        _square_kernel[(triton.cdiv(num_rows, FP8_BLOCK) * column_blocks,)](
+        _square_kernel[(cdiv(num_rows, FP8_BLOCK) * column_blocks,)](
             x,
             out.codes,
             out.scales,
@@ -314,12 +315,12 @@ def _quantize(
     dtype = FORMATS[format][0]
     rows = empty_row_groups(num_rows, num_columns, dtype, x.device) if row_groups else None
     tokens = empty_token_groups(num_rows, num_columns, dtype, x.device) if token_groups else None
-    column_blocks = triton.cdiv(num_columns, FP8_BLOCK)
+    column_blocks = cdiv(num_columns, FP8_BLOCK)
     if not x.numel():
         return rows, tokens
     if tokens is None:
         assert rows is not None
-        _rows_kernel[(triton.cdiv(num_rows, tile_rows(num_rows)) * column_blocks,)](
+        _rows_kernel[(cdiv(num_rows, tile_rows(num_rows)) * column_blocks,)](
             x,
             rows.codes,
             rows.scales,
@@ -335,7 +336,7 @@ def _quantize(
             **OVERLAPPED,
         )
         return rows, None
-    _tile_kernel[(triton.cdiv(num_rows, FP8_BLOCK) * column_blocks,)](
+    _tile_kernel[(cdiv(num_rows, FP8_BLOCK) * column_blocks,)](
         x,
         rows.codes if rows else tokens.codes,
         rows.scales if rows else tokens.scales,
