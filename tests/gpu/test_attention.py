@@ -489,6 +489,18 @@ def test_gradients_do_not_depend_on_how_much_of_ds_is_kept(
         assert (stored.double() - anew.double()).norm() <= 2**-7 * anew.double().norm()
 
 
+@pytest.mark.parametrize("tokens", [1, 63, 129, 1000])
+@pytest.mark.parametrize("groups, head_dim", [(1, 64), (3, 128), (8, 128)])
+def test_scaled_keys_are_the_product_rounded_once(
+    gpu, groups: int, head_dim: int, tokens: int
+) -> None:
+    from jetrl.kernels.attention_dq import scaled_keys
+
+    codes = batch(gpu, [tokens], groups, groups, head_dim, "fp8").codes
+    expected = (codes.k.float() * codes.k_scales[..., None]).bfloat16()
+    assert same_bits(scaled_keys(codes), expected)
+
+
 @pytest.mark.parametrize("kv", FORMATS)
 @pytest.mark.parametrize("heads, groups, head_dim", [(8, 2, 128), (7, 1, 64), (2, 2, 128)])
 def test_gradients_are_close_to_float64(

@@ -26,6 +26,9 @@ from jetrl.kernels.attention_layout import (
     KeyValueCodes,
     QueryTiles,
 )
+from jetrl.precision.layout import cdiv
+
+_LINES = 64  # of a program: 8 KB of codes, 16 KB written
 
 
 @triton.jit(do_not_specialize=["first_group", "head_tiles"])
@@ -67,11 +70,27 @@ def dq_stored_kernel(
     tl.store(dq_ptr + at, (high * scale).to(tl.bfloat16), mask=(row + BLOCK_M < end)[:, None])
 
 
+@triton.jit(do_not_specialize=["num_lines"])
+def scaled_keys_kernel(k_ptr, scales_ptr, out_ptr, num_lines, D: tl.constexpr, LINES: tl.constexpr):
+    """Lines are (token, head) pairs, [num_lines, D]."""
+    line = tl.program_id(0).to(tl.int64) * LINES + tl.arange(0, LINES)
+    ok = line < num_lines
+    at = line[:, None] * D + tl.arange(0, D)[None, :]
+    k = tl.load(k_ptr + at, mask=ok[:, None], other=0.0).to(tl.float32)
+    k *= tl.load(scales_ptr + line, mask=ok, other=0.0)[:, None]
+    tl.store(out_ptr + at, k.to(tl.bfloat16), mask=ok[:, None])
+
+
 def scaled_keys(codes: KeyValueCodes) -> Tensor:
-    """The keys [T, G, D] as bfloat16, scales included."""
+    """The keys [T, G, D] as bfloat16, scales included: the float32 product, rounded once."""
     if codes.k_scales is None:
         return codes.k
-    return codes.k.to(torch.bfloat16).mul_(codes.k_scales[..., None])
+    out = torch.empty_like(codes.k, dtype=torch.bfloat16)
+    lines = codes.k_scales.numel()
+    scaled_keys_kernel[(cdiv(lines, _LINES),)](
+        codes.k, codes.k_scales, out, lines, codes.head_dim, _LINES, num_warps=4
+    )
+    return out
 
 
 def dq_of_stored(
