@@ -12,7 +12,8 @@ from jetrl.bench._timing import Row, memory_row, report
 from jetrl.kernels.norm_triton import rms_norm_backward, rms_norm_quantize, rms_norm_squares
 from jetrl.kernels.rotary_backward_triton import qk_norm_rotary_backward
 from jetrl.kernels.rotary_triton import dense_cache, qk_norm_rotary_cache
-from jetrl.kernels.swiglu_triton import swiglu_backward_quantize, swiglu_quantize
+from jetrl.kernels.swiglu_backward_triton import swiglu_backward_quantize
+from jetrl.kernels.swiglu_triton import swiglu_quantize
 
 HIDDEN, INTERMEDIATE, HEADS, GROUPS, HEAD_DIM, EPS = 4096, 12288, 32, 8, 128, 1e-6
 

@@ -19,8 +19,6 @@ What was tried and is slower, or wrong, is in docs/notes-attention.md.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -54,6 +52,7 @@ from jetrl.kernels.attention_core import (
 from jetrl.kernels.attention_layout import BLOCK_KEYS, TILE_ROWS, QueryTiles, check_queries
 from jetrl.kernels.attention_stage import StagedKeys
 from jetrl.precision import tile_hopper
+from jetrl.precision.launch_hopper import multiprocessors
 from jetrl.precision.layout import empty_row_groups
 from jetrl.precision.plan import FP8_BLOCK
 from jetrl.precision.quantize import AMAX_FLOOR, FORMATS, QTensor
@@ -352,11 +351,6 @@ def attend_tiles_quantized(
     return rows
 
 
-@functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 def _launch(
     q: Tensor,
     staged: StagedKeys,
@@ -375,7 +369,7 @@ def _launch(
     lse = q.new_empty(heads, num_queries, dtype=torch.float32)
     scratch = q.new_empty(q.shape, dtype=torch.float32) if tiles.longest > SPLIT_KEYS else lse
     items = heads * len(tiles.tiles)
-    programs = _multiprocessors(q.device)
+    programs = multiprocessors(q.device)
     out_scales, scale_stride = (lse, 0) if o_scales is None else (o_scales, o_scales.stride(1))
     rule = (o_scales is not None, FORMATS["e4m3"][1], AMAX_FLOOR, scales == "pow2")
     forward_kernel[(min(items, programs),)](

@@ -1,10 +1,9 @@
-"""SwiGLU on Hopper, fused with the quantization after it; backward fused with the one of dY.
+"""SwiGLU on Hopper, fused with the quantization after it; its backward in BF16.
 
     y = g * (1 / (1 + exp2(-g * log2 e))) * u    float32, rounded once to bfloat16
 
-One program makes a tile of 128 columns: in forward, which is the same for sampling and training,
-some rows; in backward 128, for the groups of WGrad. Backward makes those of y as well, from the
-gate and up that it reads anyway, so that forward keeps nothing of y. The bytes are those of the
+One program makes some rows of 128 columns; forward is the same for sampling and training. Backward
+in BF16 is here, backward with quantization in `swiglu_backward_triton`. The bytes are those of the
 inputs and of the results; nothing in between is written. exp2 and the reciprocal are the hardware's
 (relative errors near 2**-22 and 2**-23), so y may differ from the reference by a unit of bfloat16,
 rarely.
@@ -23,18 +22,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
 
-from jetrl.precision import tile_hopper as tile
 from jetrl.precision.launch_hopper import OVERLAPPED, let_next_start, wait_for_previous
-from jetrl.precision.layout import (
-    empty_row_groups,
-    empty_token_groups,
-    empty_turned_squares,
-)
+from jetrl.precision.layout import empty_row_groups
 from jetrl.precision.plan import FP8_BLOCK
-from jetrl.precision.quantize import FORMATS, FP8Format, QTensor
+from jetrl.precision.quantize import FORMATS, QTensor
 from jetrl.precision.quantize_hopper import (
     check_matrix,
     load_tile,
@@ -42,10 +34,9 @@ from jetrl.precision.quantize_hopper import (
     rule,
     store_row_groups,
     tile_rows,
-    tile_rule,
 )
 
-_LOG2_E = 1.4426950408889634
+LOG2_E = 1.4426950408889634
 _ROWS = 32  # rows of a tile of the plain backward; each row's bits are its own
 _BF16 = (torch.bfloat16,)
 
@@ -98,18 +89,6 @@ def _rows_kernel(
         tl.store(y_ptr + places, y.to(tl.bfloat16), mask=(rows < num_rows)[:, None])
 
 
-@gluon.jit
-def _tile_sigmoid(gate, LOG2_E: gl.constexpr):
-    return gl.inline_asm_elementwise(
-        "rcp.approx.ftz.f32 $0, $1;",
-        "=r,r",
-        [1.0 + gl.exp2(gate * -LOG2_E)],
-        dtype=gl.float32,
-        is_pure=True,
-        pack=1,
-    )
-
-
 @triton.jit(do_not_specialize=["num_rows"])
 def _backward_rows_kernel(
     dy_ptr,
@@ -134,55 +113,6 @@ def _backward_rows_kernel(
     mask = (rows < num_rows)[:, None]
     tl.store(dx_ptr + places, dgate.to(tl.bfloat16), mask=mask)
     tl.store(dx_ptr + places + num_columns, (dy * silu).to(tl.bfloat16), mask=mask)
-
-
-# Specialized on what sizes are divisible by: without it, 903 microseconds instead of 802 at 16384
-# tokens of Qwen3-8B (one H200, 2026-11-21, `jetrl bench norm`).
-@gluon.jit
-def _backward_tile_kernel(
-    dy_ptr,
-    x_ptr,
-    row_codes_ptr,
-    row_scales_ptr,
-    token_codes_ptr,
-    token_scales_ptr,
-    y_codes_ptr,
-    y_scales_ptr,
-    num_rows,
-    num_columns,
-    scale_stride,
-    y_scale_stride,
-    padded_tokens,
-    column_blocks,
-    LOG2_E: gl.constexpr,
-    MAXIMUM: gl.constexpr,
-    Y_MAXIMUM: gl.constexpr,
-    FLOOR: gl.constexpr,
-    POW2: gl.constexpr,
-):
-    block, column = tile.place(column_blocks)
-    stride = 2 * num_columns
-    dy = tile.load_tile(dy_ptr, block, column, num_rows, num_columns, num_columns)
-    gate = tile.load_tile(x_ptr, block, column, num_rows, num_columns, stride)
-    up = tile.load_tile(x_ptr + num_columns, block, column, num_rows, num_columns, stride)
-    dy, gate = tile.widen(dy), tile.widen(gate)
-    share = _tile_sigmoid(gate, LOG2_E)
-    silu = gate * share
-    y = tile.to_bfloat16(silu * tile.widen(up))
-    dup = tile.to_bfloat16(dy * silu)
-    dgate = tile.to_bfloat16(dy * tile.widen(up) * (share + silu * (1.0 - share)))
-    tile.store_square_turned(
-        y, block, column, num_columns, y_codes_ptr, y_scales_ptr, y_scale_stride, padded_tokens,
-        Y_MAXIMUM, FLOOR, POW2,
-    )  # fmt: skip
-    tile.store_groups(
-        dgate, block, column, num_rows, stride, row_codes_ptr, row_scales_ptr, scale_stride,
-        token_codes_ptr, token_scales_ptr, padded_tokens, True, MAXIMUM, FLOOR, POW2,
-    )  # fmt: skip
-    tile.store_groups(
-        dup, block, column + column_blocks, num_rows, stride, row_codes_ptr, row_scales_ptr,
-        scale_stride, token_codes_ptr, token_scales_ptr, padded_tokens, True, MAXIMUM, FLOOR, POW2,
-    )  # fmt: skip
 
 
 def swiglu_quantize(gate_up: Tensor, scales: str = "fp32") -> QTensor:
@@ -222,7 +152,7 @@ def _launch_rows(
         column_blocks,
         tile_rows(num_rows),
         rows is not None,
-        _LOG2_E,
+        LOG2_E,
         **options,
         num_warps=4,
         enable_fp_fusion=False,
@@ -232,7 +162,7 @@ def _launch_rows(
 
 def swiglu_backward(dy: Tensor, gate_up: Tensor) -> Tensor:
     """The gradient of gate_up, bfloat16 [T, 2F], from dy bfloat16 [T, F]."""
-    _check_backward("swiglu_backward", dy, gate_up)
+    check_backward("swiglu_backward", dy, gate_up)
     dx = torch.empty_like(gate_up)
     num_rows, width = dy.shape
     column_blocks = width // FP8_BLOCK
@@ -245,48 +175,11 @@ def swiglu_backward(dy: Tensor, gate_up: Tensor) -> Tensor:
             width,
             column_blocks,
             _ROWS,
-            _LOG2_E,
+            LOG2_E,
             num_warps=4,
             enable_fp_fusion=False,
         )
     return dx
-
-
-def swiglu_backward_quantize(
-    dy: Tensor, gate_up: Tensor, format: FP8Format = "e4m3", scales: str = "fp32"
-) -> tuple[QTensor, QTensor, QTensor]:
-    """Backward as the GEMMs around it read it, the BF16 never written: (the gradient of gate_up in
-    1 x 128 groups of [T, 2F]; in 128 x 1 groups with zero rows up to a multiple of 128; y itself,
-    [T, F] of `swiglu_quantize`, in 128 x 128 groups with the same rows)."""
-    _check_backward("swiglu_backward_quantize", dy, gate_up)
-    num_rows, columns = gate_up.shape
-    dtype = FORMATS[format][0]
-    rows = empty_row_groups(num_rows, columns, dtype, dy.device)
-    tokens = empty_token_groups(num_rows, columns, dtype, dy.device)
-    y_dtype, y_maximum = FORMATS["e4m3"]
-    y = empty_turned_squares(num_rows, dy.shape[1], y_dtype, dy.device)
-    column_blocks = dy.shape[1] // FP8_BLOCK
-    if num_rows:
-        _backward_tile_kernel[(triton.cdiv(num_rows, FP8_BLOCK) * column_blocks,)](
-            dy,
-            gate_up,
-            rows.codes,
-            rows.scales,
-            tokens.codes,
-            tokens.scales,
-            y.codes,
-            y.scales,
-            num_rows,
-            dy.shape[1],
-            rows.scales.stride(1),
-            y.scales.stride(1),
-            tokens.shape[0],
-            column_blocks,
-            _LOG2_E,
-            Y_MAXIMUM=y_maximum,
-            **tile_rule(format, scales),
-        )
-    return rows, tokens, y
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
@@ -318,7 +211,7 @@ def _check(name: str, gate_up: Tensor) -> tuple[int, int]:
     return gate_up.shape[0], gate_up.shape[1] // 2
 
 
-def _check_backward(name: str, dy: Tensor, gate_up: Tensor) -> None:
+def check_backward(name: str, dy: Tensor, gate_up: Tensor) -> None:
     shape = _check(name, gate_up)
     check_matrix(name, dy, _BF16)
     if tuple(dy.shape) != shape or not dy.is_contiguous():

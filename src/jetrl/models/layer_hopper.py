@@ -42,12 +42,8 @@ from jetrl.kernels.norm_triton import (
 )
 from jetrl.kernels.rotary_backward_triton import qk_norm_rotary_backward
 from jetrl.kernels.rotary_triton import dense_cache, qk_norm_rotary_cache
-from jetrl.kernels.swiglu_triton import (
-    swiglu_backward,
-    swiglu_backward_quantize,
-    swiglu_forward,
-    swiglu_quantize,
-)
+from jetrl.kernels.swiglu_backward_triton import swiglu_backward_quantize
+from jetrl.kernels.swiglu_triton import swiglu_backward, swiglu_forward, swiglu_quantize
 from jetrl.models.attention import Rotary, Trace, values_of
 from jetrl.models.norm import RMSNorm
 from jetrl.precision.linear import (

@@ -1,4 +1,5 @@
-"""Programmatic dependent launch: a kernel of decode starts while the one before it ends.
+"""How kernels are launched: overlapped (programmatic dependent launch), so that a kernel of decode
+starts while the one before it ends.
 
 Decode is a chain of kernels of a few microseconds, and a launch costs one of them. A kernel that is
 launched with `OVERLAPPED` may start as soon as every program of the one before has called
@@ -16,12 +17,21 @@ Without the launch attribute, or behind a kernel that never calls it, both are n
 
 from __future__ import annotations
 
+import functools
+
+import torch
 import triton
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 OVERLAPPED = {"launch_pdl": True}
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """Of a GPU: as many programs run side by side where each fills one."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @triton.jit
