@@ -36,18 +36,11 @@ from typing import Any
 import numpy as np
 
 from jetrl.bench._timing import Row, print_table, write_results
-from jetrl.bench.rollout import GRPO_MAX, GRPO_PROMPT, grpo_load
+from jetrl.bench.rollout import GRPO_MAX, GRPO_PROMPT, grpo_load, warm_lengths
 from jetrl.bench.shapes import SHAPES
 
 ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-SHORTEST, ALONE = 8, 64  # tokens of the warm-up's first and last sequence to end
 PREFILL_PROMPTS, PREFILL_PROMPT = 64, 8192
-
-
-def warm_lengths(count: int) -> list[int]:
-    """Lengths of the warm-up: sequences end a few at a time, so that batches of all sizes run, and
-    at last one runs alone."""
-    return [ALONE, *(SHORTEST + place // 15 for place in range(count - 1))]
 
 
 def model_folder(shape: str, folder: str) -> str:

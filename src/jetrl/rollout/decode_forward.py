@@ -68,6 +68,14 @@ def padded_batch(count: int) -> int:
     return _ROWS[at] if at < len(_ROWS) else count
 
 
+def padded_context(tokens: int) -> int:
+    """The size of graph that runs contexts of up to so many tokens."""
+    size = _SPLIT_TOKENS
+    while size < tokens:
+        size *= 2
+    return size
+
+
 class EagerForwards:
     """Forwards over gathered pages, for the rows that are active; Python sees their lengths."""
 
@@ -160,10 +168,7 @@ class GraphForwards:
         take_draws(buffers.state, rows, tokens, logprobs, lse, buffers.out)
 
     def _size(self, count: int, longest: int, filtered: bool) -> tuple[int, int, bool]:
-        tokens = _SPLIT_TOKENS
-        while tokens < longest:
-            tokens *= 2
-        return padded_batch(count), min(tokens, self._longest), filtered
+        return padded_batch(count), min(padded_context(longest), self._longest), filtered
 
     def _capture(self, count: int, longest: int, filtered: bool) -> torch.cuda.CUDAGraph:
         began = time.perf_counter()
