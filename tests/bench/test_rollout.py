@@ -9,19 +9,24 @@ import pytest
 
 pytest.importorskip("torch")
 
-from jetrl.bench.rollout import GRPO_MAX, GRPO_PROMPT, capture_graphs, warm_lengths
+from jetrl.bench.rollout import capture_graphs, warm_lengths
 from jetrl.rollout.decode_forward import padded_batch, padded_context
 
 
 class Engine:
-    """Captures what a call of these sizes needs, as `GraphForwards` does."""
+    """Captures what a call of these sizes needs, as `GraphForwards` does, and loses it when a call
+    needs a larger cache."""
 
     def __init__(self) -> None:
         self.sizes: set[tuple[int, int]] = set()
+        self.tokens = 0
 
     def generate(self, prompts: list[list[int]], params: Any, max_tokens: list[int]) -> None:
         (prompt,) = prompts
         assert params.n == len(max_tokens)
+        if params.n * (len(prompt) + max(max_tokens)) > self.tokens:
+            self.tokens = params.n * (len(prompt) + max(max_tokens))
+            self.sizes.clear()
         before = len(self.sizes)
         for step in range(1, max(max_tokens)):
             running = sum(length > step for length in max_tokens)
@@ -29,12 +34,14 @@ class Engine:
         self.stats = SimpleNamespace(graphs=len(self.sizes) - before, capture_s=0.5)
 
 
-def test_every_size_of_the_load_with_a_tail_is_captured_before() -> None:
+@pytest.mark.parametrize("shortest, longest", [(256, 256 + 8192), (256, 2304), (1020, 1030)])
+def test_every_size_of_a_load_is_captured_before(shortest: int, longest: int) -> None:
     engine = Engine()
-    graphs, seconds = capture_graphs(engine, 512, GRPO_PROMPT + GRPO_MAX)  # type: ignore[arg-type]
+    graphs, seconds = capture_graphs(engine, 512, shortest, longest)  # type: ignore[arg-type]
     batches = {padded_batch(count) for count in range(1, 513)}
-    contexts = {padded_context(tokens) for tokens in range(GRPO_PROMPT, GRPO_PROMPT + GRPO_MAX)}
+    contexts = {padded_context(tokens) for tokens in range(shortest + 1, longest)}
     assert engine.sizes == {(batch, context) for batch in batches for context in contexts}
+    assert engine.tokens >= 512 * longest, "what is measured needs no larger cache"
     assert graphs == len(engine.sizes)
     assert seconds == 0.5 * len(contexts)
 

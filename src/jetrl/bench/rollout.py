@@ -167,20 +167,23 @@ def warm_lengths(count: int) -> list[int]:
     return [longest - -(-place // _TOGETHER) for place in range(count)]
 
 
-def capture_graphs(engine: RolloutEngine, count: int, longest: int) -> tuple[int, float]:
-    """(graphs, seconds) of having every graph that `count` sequences of up to `longest` tokens
-    need: samples of one prompt, anew where a context has doubled."""
-    graphs, seconds, prompt = 0, 0.0, GRPO_PROMPT
-    lengths = warm_lengths(count)
+def capture_graphs(
+    engine: RolloutEngine, count: int, shortest: int, longest: int
+) -> tuple[int, float]:
+    """(graphs, seconds) of having every graph that `count` sequences need, from prompts of
+    `shortest` tokens to sequences of `longest`: samples of one prompt, anew for each size of
+    context. The longest first: a call that needs more pages makes a new cache, without graphs."""
+    graphs, seconds, lengths = 0, 0.0, warm_lengths(count)
     params = SamplingParams(n=count, max_tokens=lengths[0], ignore_eos=True, seed=1)
-    while True:
+    size, first = padded_context(longest), padded_context(shortest + 1)
+    prompt = max(1 if size == padded_context(1) else size // 2 + 1, longest - lengths[0])
+    while size >= first:
         engine.generate([[1] * prompt], params, max_tokens=lengths)
         graphs += engine.stats.graphs
         seconds += engine.stats.capture_s
-        size = padded_context(prompt + lengths[0])
-        if size >= longest:
-            return graphs, seconds
-        prompt = size + 1
+        size //= 2
+        prompt = size - lengths[0]
+    return graphs, seconds
 
 
 def run_grpo(policy: Policy) -> Row:
@@ -189,7 +192,7 @@ def run_grpo(policy: Policy) -> Row:
     lengths, count = np.array(max_tokens), len(max_tokens)
     engine = RolloutEngine(policy, max_batch_size=count)
     params = SamplingParams(n=GRPO_SAMPLES, max_tokens=GRPO_MAX, ignore_eos=True, seed=1)
-    graphs, capture_s = capture_graphs(engine, count, GRPO_PROMPT + GRPO_MAX)
+    graphs, capture_s = capture_graphs(engine, count, GRPO_PROMPT, GRPO_PROMPT + GRPO_MAX)
     torch.cuda.reset_peak_memory_stats()
     completions = engine.generate(prompts, params, max_tokens=max_tokens)
     stats, peak = engine.stats, torch.cuda.max_memory_allocated()
