@@ -12,6 +12,8 @@ faster (docs/notes-attention.md).
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -25,21 +27,55 @@ from jetrl.kernels.attention_core import softmax_block, value_weights
 ROWS = gl.constexpr(64)  # queries of a warpgroup: what one wgmma takes
 
 
-@gluon.jit
-def wait_for_block(full, b, STAGES: gl.constexpr):
-    mbarrier.wait(full.index(b % STAGES), (b // STAGES) & 1)
+class Ring(NamedTuple):
+    """The program's blocks in shared memory, block b in stage b % STAGES.
+
+    k, v: 16-bit [STAGES, BLOCK_N, D]. factors: float32 [STAGES, 4, BLOCK_N] (`softmax_block`).
+    full, empty: barriers [STAGES, 1], of the loading warp and of the warpgroups.
+    """
+
+    k: gl.shared_memory_descriptor
+    v: gl.shared_memory_descriptor
+    factors: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+
+
+@gluon.constexpr_function
+def accumulator(columns):
+    """The layout of a product [ROWS, columns]."""
+    return gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16]
+    )
 
 
 @gluon.jit
-def release_block(empty, stage):
+def wait_for_block(ring, b):
+    """Returns the stage that holds block b, when it is there."""
+    stages: gl.constexpr = ring.k.shape[0]
+    stage = b % stages
+    mbarrier.wait(ring.full.index(stage), (b // stages) & 1)
+    return stage
+
+
+@gluon.jit
+def release_block(ring, stage):
     """Every warp of the warpgroup has read the stage."""
     gl.thread_barrier()
-    mbarrier.arrive(empty.index(stage), count=1)
+    mbarrier.arrive(ring.empty.index(stage), count=1)
 
 
 @gluon.jit
-def _start_scores(q_smem, k_smem, zero):
-    return warpgroup_mma(q_smem, k_smem.permute((1, 0)), zero, use_acc=False, is_async=True)
+def _start_scores(q, ring, stage):
+    keys: gl.constexpr = ring.k.shape[1]
+    zero = gl.zeros([ROWS, keys], gl.float32, accumulator(keys))
+    k = ring.k.index(stage).permute((1, 0))
+    return warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _scores(q, ring, stage):
+    return warpgroup_mma_wait(0, deps=(_start_scores(q, ring, stage),))
 
 
 @gluon.jit
@@ -49,143 +85,96 @@ def _rescale(acc, decay):
 
 
 @gluon.jit
-def attend_whole_blocks(
-    first,
-    last,
-    q_smem,
-    k_smem,
-    v_smem,
-    f_smem,
-    full,
-    empty,
-    m,
-    total,
-    acc,
-    SCALED: gl.constexpr,
+def _start_sums(acc, p, ring, stage):
+    return warpgroup_mma(p, ring.v.index(stage), acc, is_async=True)
+
+
+@gluon.jit
+def _sums(acc, p, ring, stage):
+    return warpgroup_mma_wait(0, deps=(_start_sums(acc, p, ring, stage),))
+
+
+@gluon.jit
+def _softmax(
+    s, ring, stage, m, total, position, first_key, MASKED: gl.constexpr, SCALED: gl.constexpr,
     SCORE_SCALE: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr,
-    scores: gl.constexpr,
-    outputs: gl.constexpr,
-):
+):  # fmt: skip
+    factors = ring.factors.index(stage)
+    return softmax_block(s, factors, m, total, position, first_key, MASKED, SCALED, SCORE_SCALE, 1)
+
+
+@gluon.jit
+def attend_whole_blocks(
+    first, last, q, ring, m, total, acc, SCALED: gl.constexpr, SCORE_SCALE: gl.constexpr
+):  # fmt: skip
     """Blocks that every row sees whole; first and last count the program's blocks."""
-    dtype: gl.constexpr = k_smem.dtype
-    zero = gl.zeros([ROWS, BLOCK_N], gl.float32, scores)
     if first < last:
-        stage = first % STAGES
-        wait_for_block(full, first, STAGES)
-        s = warpgroup_mma_wait(0, deps=(_start_scores(q_smem, k_smem.index(stage), zero),))
-        e, m, total, decay = softmax_block(
-            s, f_smem.index(stage), m, total, m, 0, False, SCALED, SCORE_SCALE, BLOCK_N, scores
-        )
+        stage = wait_for_block(ring, first)
+        s = _scores(q, ring, stage)
+        e, m, total, decay = _softmax(s, ring, stage, m, total, m, 0, False, SCALED, SCORE_SCALE)
         acc = _rescale(acc, decay)
-        p = value_weights(e, dtype, outputs)
+        p = value_weights(e, acc, ring.k.dtype)
         for b in range(first + 1, last):
             before = stage
-            stage = b % STAGES
-            wait_for_block(full, b, STAGES)
-            coming = _start_scores(q_smem, k_smem.index(stage), zero)
-            sums = warpgroup_mma(p, v_smem.index(before), acc, is_async=True)
+            stage = wait_for_block(ring, b)
+            coming = _start_scores(q, ring, stage)
+            sums = _start_sums(acc, p, ring, before)
             s = warpgroup_mma_wait(1, deps=(coming,))
-            e, m, total, decay = softmax_block(
-                s, f_smem.index(stage), m, total, m, 0, False, SCALED, SCORE_SCALE, BLOCK_N, scores
+            e, m, total, decay = _softmax(
+                s, ring, stage, m, total, m, 0, False, SCALED, SCORE_SCALE
             )
             acc, p = warpgroup_mma_wait(0, deps=(sums, p))
-            release_block(empty, before)
+            release_block(ring, before)
             acc = _rescale(acc, decay)
-            p = value_weights(e, dtype, outputs)
-        sums = warpgroup_mma(p, v_smem.index(stage), acc, is_async=True)
-        acc = warpgroup_mma_wait(0, deps=(sums,))
-        release_block(empty, stage)
+            p = value_weights(e, acc, ring.k.dtype)
+        acc = _sums(acc, p, ring, stage)
+        release_block(ring, stage)
     return m, total, acc
 
 
 @gluon.jit
 def attend_whole_blocks_in_turn(
-    first,
-    last,
-    q_smem,
-    k_smem,
-    v_smem,
-    f_smem,
-    full,
-    empty,
-    m,
-    total,
-    acc,
-    SCALED: gl.constexpr,
-    SCORE_SCALE: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr,
-    scores: gl.constexpr,
-    outputs: gl.constexpr,
-):
+    first, last, q, ring, m, total, acc, SCALED: gl.constexpr, SCORE_SCALE: gl.constexpr
+):  # fmt: skip
     """The same with one product at a time: a block's values, then the scores of the next."""
-    zero = gl.zeros([ROWS, BLOCK_N], gl.float32, scores)
     if first < last:
-        stage = first % STAGES
-        wait_for_block(full, first, STAGES)
-        s = warpgroup_mma_wait(0, deps=(_start_scores(q_smem, k_smem.index(stage), zero),))
+        stage = wait_for_block(ring, first)
+        s = _scores(q, ring, stage)
         for b in range(first + 1, last):
             before = stage
-            stage = b % STAGES
-            e, m, total, decay = softmax_block(
-                s, f_smem.index(before), m, total, m, 0, False, SCALED, SCORE_SCALE, BLOCK_N, scores
+            e, m, total, decay = _softmax(
+                s, ring, before, m, total, m, 0, False, SCALED, SCORE_SCALE
             )
-            p = value_weights(e, k_smem.dtype, outputs)
+            p = value_weights(e, acc, ring.k.dtype)
             acc = _rescale(acc, decay)
-            wait_for_block(full, b, STAGES)
-            sums = warpgroup_mma(p, v_smem.index(before), acc, is_async=True)
-            acc = warpgroup_mma_wait(0, deps=(sums,))
-            coming = _start_scores(q_smem, k_smem.index(stage), zero)
-            release_block(empty, before)
+            stage = wait_for_block(ring, b)
+            acc = _sums(acc, p, ring, before)
+            coming = _start_scores(q, ring, stage)
+            release_block(ring, before)
             s = warpgroup_mma_wait(0, deps=(coming,))
-        e, m, total, decay = softmax_block(
-            s, f_smem.index(stage), m, total, m, 0, False, SCALED, SCORE_SCALE, BLOCK_N, scores
-        )
-        p = value_weights(e, k_smem.dtype, outputs)
+        e, m, total, decay = _softmax(s, ring, stage, m, total, m, 0, False, SCALED, SCORE_SCALE)
+        p = value_weights(e, acc, ring.k.dtype)
         acc = _rescale(acc, decay)
-        sums = warpgroup_mma(p, v_smem.index(stage), acc, is_async=True)
-        acc = warpgroup_mma_wait(0, deps=(sums,))
-        release_block(empty, stage)
+        acc = _sums(acc, p, ring, stage)
+        release_block(ring, stage)
     return m, total, acc
 
 
 @gluon.jit
 def attend_cut_blocks(
-    base,
-    first,
-    last,
-    q_smem,
-    k_smem,
-    v_smem,
-    f_smem,
-    full,
-    empty,
-    m,
-    total,
-    acc,
-    position,
-    SCALED: gl.constexpr,
+    base, first, last, q, ring, m, total, acc, position, SCALED: gl.constexpr,
     SCORE_SCALE: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr,
-    scores: gl.constexpr,
-    outputs: gl.constexpr,
-):
+):  # fmt: skip
     """Blocks of the tile that some row sees in part; base: the program's blocks before the tile."""
-    zero = gl.zeros([ROWS, BLOCK_N], gl.float32, scores)
+    BLOCK_N: gl.constexpr = ring.k.shape[1]
     for b in range(first, last):
-        stage = (base + b) % STAGES
-        wait_for_block(full, base + b, STAGES)
-        s = warpgroup_mma_wait(0, deps=(_start_scores(q_smem, k_smem.index(stage), zero),))
-        e, m, total, decay = softmax_block(
-            s, f_smem.index(stage), m, total, position, b * BLOCK_N, True, SCALED, SCORE_SCALE,
-            BLOCK_N, scores,
-        )  # fmt: skip
+        stage = wait_for_block(ring, base + b)
+        s = _scores(q, ring, stage)
+        e, m, total, decay = _softmax(
+            s, ring, stage, m, total, position, b * BLOCK_N, True, SCALED, SCORE_SCALE
+        )
         acc = _rescale(acc, decay)
-        p = value_weights(e, k_smem.dtype, outputs)
-        sums = warpgroup_mma(p, v_smem.index(stage), acc, is_async=True)
-        acc = warpgroup_mma_wait(0, deps=(sums,))
-        release_block(empty, stage)
+        p = value_weights(e, acc, ring.k.dtype)
+        acc = _sums(acc, p, ring, stage)
+        release_block(ring, stage)
     return m, total, acc

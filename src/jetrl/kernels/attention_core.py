@@ -3,8 +3,8 @@
 Decode, prefill and training must give a query row the same bits. They do because they run the
 functions of this file, and nothing else, on the same blocks of keys in the same order, with tensor
 cores that add 16 products at a time. Decode does so by mma.sync m16n8k16, with keys and queries
-turned (`softmax_turned_block`), the others by wgmma (m64n64k16, m64n128k16): on Hopper the two give
-the same bits (measured: docs/notes-attention.md).
+turned, the others by wgmma (m64n64k16, m64n128k16): on Hopper the two give the same bits (measured:
+docs/notes-attention.md).
 
 For one query row with raw scores `r_j` (the tensor core's float32 sum over head_dim of the 16-bit
 query and key codes), per-key factors and a running state, a block of BLOCK_KEYS keys does:
@@ -107,87 +107,28 @@ def query_codes(q, SCALED: gl.constexpr):
 
 
 @gluon.jit
-def _halves(x):
-    """Columns [0, N/2) and [N/2, N) of x [M, N]; names registers, moves nothing."""
-    return x.reshape([x.shape[0], 2, x.shape[1] // 2]).permute((0, 2, 1)).split()
-
-
-@gluon.jit
-def _weighted_row_sum(e, c):
-    """sum_j e_j * c_j per row: columns j, j + 16, j + 32, j + 48 as one chain of fused steps."""
-    c01, c23 = _halves(c.broadcast_to(e.shape))
-    e01, e23 = _halves(e)
-    c0, c1 = _halves(c01)
-    c2, c3 = _halves(c23)
-    e0, e1 = _halves(e01)
-    e2, e3 = _halves(e23)
-    t = gl.fma(e3, c3, gl.fma(e2, c2, gl.fma(e1, c1, e0 * c0)))
-    return gl.convert_layout(gl.sum(t, axis=1), gl.SliceLayout(1, e.type.layout))
-
-
-@gluon.jit
-def _row_sum(e):
-    """sum_j e_j per row, in the same order."""
-    e01, e23 = _halves(e)
-    e0, e1 = _halves(e01)
-    e2, e3 = _halves(e23)
-    t = e3 + (e2 + (e1 + e0))
-    return gl.convert_layout(gl.sum(t, axis=1), gl.SliceLayout(1, e.type.layout))
-
-
-@gluon.jit
-def softmax_block(
-    s,
-    factors,
-    m,
-    total,
-    position,
-    first_key,
-    MASKED: gl.constexpr,
-    SCALED: gl.constexpr,
-    SCORE_SCALE: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    mma: gl.constexpr,
-):
-    """One block's softmax: raw scores [M, N], m and sum -> (weights e [M, N], m, sum, decay [M]).
-
-    The caller multiplies its rows of acc by decay before it adds e @ v. `factors` is shared memory
-    [4, N] with rows a, b, c (unused without scales). `position` [M] is the last visible key of each
-    row; it is looked at only when MASKED.
-    """
-    if SCALED:
-        s = gl.fma(s, factors.slice(0, 1, 0).load(mma), factors.slice(1, 1, 0).load(mma))
-    if MASKED:
-        keys = first_key + gl.arange(0, BLOCK_N, gl.SliceLayout(0, mma))
-        s = gl.where(keys[None, :] <= position[:, None], s, float("-inf"))
-    top = gl.max(s, axis=1)
-    if SCALED:
-        new_m = gl.maximum(m, top)
+def _halves(x, axis: gl.constexpr):
+    """x [A, B] in two along an axis; names registers, moves nothing."""
+    if axis == 0:
+        x = x.reshape([2, x.shape[0] // 2, x.shape[1]]).permute((1, 2, 0))
     else:
-        new_m = gl.maximum(m, top * SCORE_SCALE)
-    safe = gl.where(new_m == float("-inf"), 0.0, new_m)
-    decay = gl.exp2(m - safe)
-    if SCALED:
-        e = gl.exp2(s - (safe - _SHIFT)[:, None])
-        part = _weighted_row_sum(e, factors.slice(2, 1, 0).load(mma))
-    else:
-        e = gl.exp2(gl.fma(s, SCORE_SCALE, (0.0 - safe)[:, None]))
-        part = _row_sum(e)
-    return e, new_m, gl.fma(total, decay, part), decay
+        x = x.reshape([x.shape[0], 2, x.shape[1] // 2]).permute((0, 2, 1))
+    return x.split()
 
 
 @gluon.jit
-def _upper_lower(x):
-    """Rows [0, N/2) and [N/2, N) of x [N, M]; names registers, moves nothing."""
-    return x.reshape([2, x.shape[0] // 2, x.shape[1]]).permute((1, 2, 0)).split()
+def _quarters(x, axis: gl.constexpr):
+    """Along an axis of 64: what the others hold of j is j + 16, j + 32, j + 48."""
+    low, high = _halves(x, axis)
+    return _halves(low, axis) + _halves(high, axis)
 
 
 @gluon.jit
-def _turned_tree(t, mma: gl.constexpr):
-    """The sums of t's 16 rows, [M], in the order in which a sum along 16 columns adds: thread i has
+def _sum_down(t):
+    """The sums of t's 16 rows in the order in which a sum along 16 columns adds: thread i has
     columns 2i, 2i + 1, 2i + 8, 2i + 9 there, one after the other, then threads i and i + 2, then
     both pairs. Here these are rows of two threads, and zeros stand in for the other's."""
-    low, high = _upper_lower(t)  # rows j and j + 8 of a thread
+    low, high = _halves(t, 0)  # rows j and j + 8 of a thread
     low = low.reshape([4, 2, t.shape[1]])
     high = high.reshape([4, 2, t.shape[1]])
     odd = (
@@ -196,59 +137,74 @@ def _turned_tree(t, mma: gl.constexpr):
     total = gl.sum(low, axis=1)
     total = total + gl.sum(gl.where(odd, 0.0, high), axis=1)
     total = total + gl.sum(gl.where(odd, high, 0.0), axis=1)
-    return gl.convert_layout(gl.sum(total, axis=0), gl.SliceLayout(0, mma))
+    return gl.sum(total, axis=0)
 
 
 @gluon.jit
-def softmax_turned_block(
-    s, factors, m, total, position, first_key, MASKED: gl.constexpr, SCALED: gl.constexpr,
-    SCORE_SCALE: gl.constexpr, BLOCK_N: gl.constexpr, mma: gl.constexpr,
-):  # fmt: skip
-    """`softmax_block`, the same bits, of scores [N, M]: a key a row, a query a column. `factors` is
-    shared memory [3, N]; `position` a scalar, the last visible key of all columns."""
-    row: gl.constexpr = gl.SliceLayout(1, mma)
-    if SCALED:
-        a, b = factors.index(0).load(row), factors.index(1).load(row)
-        s = gl.fma(s, a[:, None], b[:, None])
-    if MASKED:
-        visible = first_key + gl.arange(0, BLOCK_N, row) <= position
-        s = gl.where(visible[:, None], s, float("-inf"))
-    top = gl.max(s, axis=0)
-    if SCALED:
-        new_m = gl.maximum(m, top)
+def _factor(factors, i: gl.constexpr, s, KEYS: gl.constexpr):
+    """Line i of shared memory [., N], broadcast to the scores s."""
+    mma: gl.constexpr = s.type.layout
+    if KEYS == 0:
+        return factors.index(i).load(gl.SliceLayout(1, mma))[:, None]
     else:
-        new_m = gl.maximum(m, top * SCORE_SCALE)
+        return factors.slice(i, 1, 0).load(mma)
+
+
+@gluon.jit
+def _raise_maximum(m, top):
+    """The larger one m', what is subtracted for it (0 where no key was seen), and exp2(m - m')."""
+    new_m = gl.maximum(m, top)
     safe = gl.where(new_m == float("-inf"), 0.0, new_m)
-    decay = gl.exp2(m - safe)
+    return new_m, safe, gl.exp2(m - safe)
+
+
+@gluon.jit
+def softmax_block(
+    s, factors, m, total, position, first_key,
+    MASKED: gl.constexpr, SCALED: gl.constexpr, SCORE_SCALE: gl.constexpr, KEYS: gl.constexpr,
+):  # fmt: skip
+    """One block's softmax: raw scores, m and sum -> (weights e, m, sum, decay).
+
+    The caller multiplies its rows of acc by decay before it adds e @ v. Scores and e are [M, N],
+    keys along axis KEYS = 1, or turned [N, M], KEYS = 0, with the same bits. `factors` is shared
+    memory with lines a, b, c [N] (unused without scales). `position` [M] is the last visible key of
+    each query; it is looked at only when MASKED.
+    """
     if SCALED:
-        e = gl.exp2(s - (safe - _SHIFT)[None, :])
-        c01, c23 = _upper_lower(factors.index(2).load(row)[:, None].broadcast_to(e.shape))
-        c0, c1 = _upper_lower(c01)
-        c2, c3 = _upper_lower(c23)
-    else:
-        e = gl.exp2(gl.fma(s, SCORE_SCALE, (0.0 - safe)[None, :]))
-    e01, e23 = _upper_lower(e)
-    e0, e1 = _upper_lower(e01)
-    e2, e3 = _upper_lower(e23)
+        s = gl.fma(s, _factor(factors, 0, s, KEYS), _factor(factors, 1, s, KEYS))
+    if MASKED:
+        line: gl.constexpr = gl.SliceLayout(1 - KEYS, s.type.layout)
+        key = gl.expand_dims(first_key + gl.arange(0, s.shape[KEYS], line), 1 - KEYS)
+        s = gl.where(key <= gl.expand_dims(position, KEYS), s, float("-inf"))
+    top = gl.max(s, axis=KEYS)
+    if not SCALED:
+        top *= SCORE_SCALE
+    new_m, safe, decay = _raise_maximum(m, top)
     if SCALED:
+        e = gl.exp2(s - gl.expand_dims(safe - _SHIFT, KEYS))
+        c = _factor(factors, 2, s, KEYS).broadcast_to(e.shape)
+        c0, c1, c2, c3 = _quarters(c, KEYS)
+        e0, e1, e2, e3 = _quarters(e, KEYS)
         t = gl.fma(e3, c3, gl.fma(e2, c2, gl.fma(e1, c1, e0 * c0)))
     else:
+        e = gl.exp2(gl.fma(s, SCORE_SCALE, gl.expand_dims(0.0 - safe, KEYS)))
+        e0, e1, e2, e3 = _quarters(e, KEYS)
         t = e3 + (e2 + (e1 + e0))
-    return e, new_m, gl.fma(total, decay, _turned_tree(t, mma)), decay
+    part = _sum_down(t) if KEYS == 0 else gl.sum(t, axis=1)
+    return e, new_m, gl.fma(total, decay, gl.convert_layout(part, m.type.layout)), decay
 
 
 @gluon.jit
-def value_weights(e, dtype: gl.constexpr, mma: gl.constexpr):
-    """The 16-bit weights as the left operand of their product with the values: moves nothing."""
-    return gl.convert_layout(e.to(dtype), gl.DotOperandLayout(0, mma, 2), assert_trivial=True)
+def value_weights(e, acc, dtype: gl.constexpr):
+    """The 16-bit weights as the left operand of what is added to acc: moves nothing."""
+    layout: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
+    return gl.convert_layout(e.to(dtype), layout, assert_trivial=True)
 
 
 @gluon.jit
 def fold_weights(big_m, big_total, m, total):
     """Fold a split's (m, sum) into (M, L): returns (M', L', u, w)."""
-    new_m = gl.maximum(big_m, m)
-    safe = gl.where(new_m == float("-inf"), 0.0, new_m)
-    u = gl.exp2(big_m - safe)
+    new_m, safe, u = _raise_maximum(big_m, m)
     w = gl.exp2(m - safe)
     return new_m, gl.fma(total, w, big_total * u), u, w
 

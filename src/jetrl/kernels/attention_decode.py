@@ -41,7 +41,7 @@ from jetrl.kernels.attention_core import (
     normalize,
     query_codes,
     score_scale,
-    softmax_turned_block,
+    softmax_block,
 )
 from jetrl.kernels.attention_layout import BLOCK_KEYS, KeyValueCodes, check_queries
 from jetrl.precision import tile_hopper as tile
@@ -156,8 +156,9 @@ def _attend_page(
     else:
         k = k_smem.index(stage).load(gl.DotOperandLayout(0, mma, 2))
     s = mma_v2(k, q, gl.zeros([BLOCK_N, COLUMNS], gl.float32, mma))
-    e, m, total, decay = softmax_turned_block(
-        s, f_smem, m, total, position, first_key, MASKED, SCALED, SCORE_SCALE, BLOCK_N, mma
+    last = gl.full([COLUMNS], position, gl.int32, m.type.layout)
+    e, m, total, decay = softmax_block(
+        s, f_smem, m, total, last, first_key, MASKED, SCALED, SCORE_SCALE, 0
     )
     e_smem.store(e.to(e_smem.dtype))
     if SCALED:

@@ -32,6 +32,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from jetrl.kernels.attention_blocks import (
     ROWS,
+    Ring,
+    accumulator,
     attend_cut_blocks,
     attend_whole_blocks,
     attend_whole_blocks_in_turn,
@@ -77,20 +79,16 @@ def _load_blocks(
     kv_desc,
     f_desc,
     tiles_ptr,
-    k_smem,
-    v_smem,
-    f_smem,
-    full,
-    empty,
+    ring,
     num_items,
     num_key_blocks,
     H: gl.constexpr,
     GROUP: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr,
     SCALED: gl.constexpr,
 ):
     """The loading warp: the blocks of all of the program's tiles, as stages become free."""
+    STAGES: gl.constexpr = ring.k.shape[0]
+    BLOCK_N: gl.constexpr = ring.k.shape[1]
     base = 0
     for turn in range(0, (num_items + gl.num_programs(0) - 1) // gl.num_programs(0)):
         item = _item_of_turn(turn)
@@ -100,18 +98,18 @@ def _load_blocks(
             block0 = gl.load(tile + 3) + (item % H // GROUP) * num_key_blocks
             for b in range(0, num_blocks):
                 stage = (base + b) % STAGES
-                mbarrier.wait(empty.index(stage), (((base + b) // STAGES) & 1) ^ 1)
-                bar = full.index(stage)
+                mbarrier.wait(ring.empty.index(stage), (((base + b) // STAGES) & 1) ^ 1)
+                bar = ring.full.index(stage)
                 row = (block0 + b) * 2 * BLOCK_N
                 if SCALED:
                     mbarrier.expect(bar, 2 * kv_desc.block_type.nbytes + f_desc.block_type.nbytes)
-                    factors = f_smem.index(stage)
+                    factors = ring.factors.index(stage)
                     tma.async_copy_global_to_shared(f_desc, [(block0 + b) * 4, 0], bar, factors)
                 else:
                     mbarrier.expect(bar, 2 * kv_desc.block_type.nbytes)
-                tma.async_copy_global_to_shared(kv_desc, [row, 0], bar, k_smem.index(stage))
+                tma.async_copy_global_to_shared(kv_desc, [row, 0], bar, ring.k.index(stage))
                 tma.async_copy_global_to_shared(
-                    kv_desc, [row + BLOCK_N, 0], bar, v_smem.index(stage)
+                    kv_desc, [row + BLOCK_N, 0], bar, ring.v.index(stage)
                 )
             base += num_blocks
 
@@ -126,19 +124,13 @@ def _attend_rows(
     lse_ptr,
     scratch_ptr,
     tiles_ptr,
-    k_smem,
-    v_smem,
-    f_smem,
-    full,
-    empty,
+    ring,
     num_items,
     lse_stride,
     scale_stride,
     H: gl.constexpr,
     D: gl.constexpr,
-    BLOCK_N: gl.constexpr,
     SPLIT: gl.constexpr,
-    STAGES: gl.constexpr,
     SCALED: gl.constexpr,
     SCORE_SCALE: gl.constexpr,
     QUANTIZE: gl.constexpr,
@@ -147,13 +139,9 @@ def _attend_rows(
     POW2: gl.constexpr,
 ):
     """One warpgroup: rows [64 part, 64 part + 64) of each of the program's tiles."""
-    scores: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16]
-    )
-    outputs: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16]
-    )
-    row: gl.constexpr = gl.SliceLayout(1, scores)
+    BLOCK_N: gl.constexpr = ring.k.shape[1]
+    outputs: gl.constexpr = accumulator(D)
+    row: gl.constexpr = gl.SliceLayout(1, accumulator(BLOCK_N))
     output_row: gl.constexpr = gl.SliceLayout(1, outputs)
     wide: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     r = gl.arange(0, ROWS, gl.SliceLayout(1, wide))
@@ -200,18 +188,17 @@ def _attend_rows(
                 middle = gl.maximum(gl.minimum(full_blocks, last), first)
                 if SCALED:
                     m, total, acc = attend_whole_blocks_in_turn(
-                        base + first, base + middle, q_smem, k_smem, v_smem, f_smem, full, empty,
-                        m, total, acc, SCALED, SCORE_SCALE, BLOCK_N, STAGES, scores, outputs,
+                        base + first, base + middle, q_smem, ring, m, total, acc, SCALED,
+                        SCORE_SCALE,
                     )  # fmt: skip
                 else:
                     m, total, acc = attend_whole_blocks(
-                        base + first, base + middle, q_smem, k_smem, v_smem, f_smem, full, empty,
-                        m, total, acc, SCALED, SCORE_SCALE, BLOCK_N, STAGES, scores, outputs,
+                        base + first, base + middle, q_smem, ring, m, total, acc, SCALED,
+                        SCORE_SCALE,
                     )  # fmt: skip
                 m, total, acc = attend_cut_blocks(
-                    base, middle, last, q_smem, k_smem, v_smem, f_smem, full, empty,
-                    m, total, acc, position, SCALED, SCORE_SCALE, BLOCK_N, STAGES, scores, outputs,
-                )  # fmt: skip
+                    base, middle, last, q_smem, ring, m, total, acc, position, SCALED, SCORE_SCALE
+                )
                 if num_splits > 1:
                     m, total, u, w = fold_weights(big_m, big_total, m, total)
                     u = gl.convert_layout(u, output_row, assert_trivial=True)
@@ -227,8 +214,7 @@ def _attend_rows(
                     big_m = m
                     big_total = total
             for b in range(base + num_blocks, base + all_blocks):
-                wait_for_block(full, b, STAGES)
-                release_block(empty, b % STAGES)
+                release_block(ring, wait_for_block(ring, b))
             base += all_blocks
 
             inv = gl.convert_layout(inverse(total), output_row, assert_trivial=True)
@@ -297,27 +283,27 @@ def forward_kernel(
         mbarrier.init(empty.index(i), count=3)
     fence_async_shared()
     gl.thread_barrier()
+    ring = Ring(k_smem, v_smem, f_smem, full, empty)
     # A compile-time constant does not survive a tuple that has a name: each list is written out.
     gl.warp_specialize(
         [
             (_attend_rows, (
                 0, q_smem.index(0), q_ptr, o_ptr, o_scales_ptr, lse_ptr, scratch_ptr, tiles_ptr,
-                k_smem, v_smem, f_smem, full, empty, num_items, lse_stride, scale_stride, H, D,
-                BLOCK_N, SPLIT, STAGES, SCALED, SCORE_SCALE, QUANTIZE, MAXIMUM, FLOOR, POW2,
+                ring, num_items, lse_stride, scale_stride, H, D, SPLIT, SCALED, SCORE_SCALE,
+                QUANTIZE, MAXIMUM, FLOOR, POW2,
             )),
             (_attend_rows, (
                 1, q_smem.index(1), q_ptr, o_ptr, o_scales_ptr, lse_ptr, scratch_ptr, tiles_ptr,
-                k_smem, v_smem, f_smem, full, empty, num_items, lse_stride, scale_stride, H, D,
-                BLOCK_N, SPLIT, STAGES, SCALED, SCORE_SCALE, QUANTIZE, MAXIMUM, FLOOR, POW2,
+                ring, num_items, lse_stride, scale_stride, H, D, SPLIT, SCALED, SCORE_SCALE,
+                QUANTIZE, MAXIMUM, FLOOR, POW2,
             )),
             (_attend_rows, (
                 2, q_smem.index(2), q_ptr, o_ptr, o_scales_ptr, lse_ptr, scratch_ptr, tiles_ptr,
-                k_smem, v_smem, f_smem, full, empty, num_items, lse_stride, scale_stride, H, D,
-                BLOCK_N, SPLIT, STAGES, SCALED, SCORE_SCALE, QUANTIZE, MAXIMUM, FLOOR, POW2,
+                ring, num_items, lse_stride, scale_stride, H, D, SPLIT, SCALED, SCORE_SCALE,
+                QUANTIZE, MAXIMUM, FLOOR, POW2,
             )),
             (_load_blocks, (
-                kv_desc, f_desc, tiles_ptr, k_smem, v_smem, f_smem, full, empty, num_items,
-                num_key_blocks, H, GROUP, BLOCK_N, STAGES, SCALED,
+                kv_desc, f_desc, tiles_ptr, ring, num_items, num_key_blocks, H, GROUP, SCALED,
             )),
         ],
         [4, 4, 1],
