@@ -11,7 +11,7 @@ import pytest
 from jetrl.bench.shapes import SHAPES
 from jetrl.config import load_config
 from jetrl.errors import UserError
-from jetrl.memory import Load, MemoryPlan, OtherModels, check_fits, machine, memory_plan
+from jetrl.memory import Load, MemoryPlan, OtherModels, check_fits, memory_plan
 from jetrl.models.families import ModelConfig
 from jetrl.models.tiny import make_tiny
 from jetrl.policy import Policy
@@ -287,16 +287,3 @@ def test_the_plan_is_within_5_percent_of_what_an_h200_held_at_8b() -> None:
             tokens=chosen["micro_batch_tokens"],
         )
         assert plan.update / GIB == pytest.approx(case["peak_gib"]["update"], rel=0.05)
-
-
-def test_a_containers_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "meminfo").write_text("MemTotal: 900 kB\nMemAvailable:   800 kB\n")
-    monkeypatch.setattr(machine, "_MACHINE", tmp_path / "meminfo")
-    monkeypatch.setattr(machine, "_GROUP", tmp_path)
-    assert machine.available_bytes() == 800 * 1024
-    (tmp_path / "memory.max").write_text("600000\n")
-    (tmp_path / "memory.current").write_text("500000\n")
-    (tmp_path / "memory.stat").write_text("anon 200000\nfile 300000\nshmem 100000\n")
-    assert machine.available_bytes() == 600000 - 500000 + 200000, "but for what is in no file"
-    (tmp_path / "memory.max").write_text("max\n")
-    assert machine.available_bytes() == 800 * 1024

@@ -12,6 +12,7 @@ import torch
 from jetrl.errors import UserError
 from jetrl.kernels.decode import take_draws
 from jetrl.models.attention import PackedKeyValues
+from jetrl.rollout.cache import PagedCache
 from jetrl.rollout.engine import RolloutEngine
 from jetrl.rollout.sequence import NonFiniteLogits
 from jetrl.types import SamplingParams
@@ -387,12 +388,18 @@ def test_default_pages_are_what_the_batch_can_use(policy, reference, caplog):
     assert engine.stats.pages_total == 2
 
 
-def test_little_memory_means_fewer_pages(policy, reference, monkeypatch):
-    monkeypatch.setattr(RolloutEngine, "_affordable_pages", lambda self: 10)
+def test_little_memory_means_fewer_pages(policy, reference, monkeypatch, caplog):
+    page = PagedCache.page_bytes(policy.config, policy.plan, 4)
+    free = 4 * 10 * page
+    monkeypatch.setattr("jetrl.rollout.engine.available_bytes", lambda: free)
     engine = RolloutEngine(policy, page_size=4)
-    assert engine.generate(PROMPTS, PARAMS) == reference
+    with caplog.at_level("INFO", logger="jetrl.rollout.engine"):
+        assert engine.generate(PROMPTS, PARAMS) == reference
     assert engine.stats.pages_total == 10
-    monkeypatch.setattr(RolloutEngine, "_affordable_pages", lambda self: 8)
+    assert f"MiB of the {free / 2**30:.1f} GiB that were free" in caplog.text
+    with pytest.raises(UserError, match="at most 40, or leave it unset"):
+        RolloutEngine(policy, page_size=4, num_pages=41)
+    free = 4 * 8 * page
     with pytest.raises(UserError, match="more memory"):
         RolloutEngine(policy, page_size=4).generate(PROMPTS, PARAMS)
 

@@ -37,6 +37,7 @@ EVERYTHING = (
         "parity",
         "reproduction",
         "out_of_memory",
+        "cpu_memory",
         "randomness",
         "ordering",
         "environment",
@@ -56,6 +57,7 @@ ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "algorithms": set(),
     "out_of_memory": {"errors"},
+    "cpu_memory": set(),
     "settings": {"algorithms"},
     "config": {"errors", "settings"},
     "documents": BASE | {"runs"},
@@ -65,7 +67,7 @@ ALLOWED: dict[str, set[str]] = {
     "model": BASE | BELOW_POLICY,
     "policy": BASE | BELOW_POLICY | {"model"},
     "scalar_model": BASE | BELOW_POLICY | {"model"},
-    "rollout": BASE | BELOW_POLICY | {"out_of_memory", "policy"},
+    "rollout": BASE | BELOW_POLICY | {"cpu_memory", "out_of_memory", "policy"},
     "training": BASE
     | BELOW_POLICY
     | {"ordering", "randomness", "out_of_memory", "model", "policy", "scalar_model"},
@@ -77,7 +79,7 @@ ALLOWED: dict[str, set[str]] = {
     "judge": BASE | BELOW_POLICY | {"model", "scalar_model"},
     "building": BASE | BELOW_POLICY | {"judge", "model", "policy", "scalar_model", "tasks"},
     "reproduction": BASE | BELOW_POLICY | {"building", "policy", "runs", "tasks", "training"},
-    "memory": BASE | BELOW_POLICY | {"rollout"},
+    "memory": BASE | BELOW_POLICY | {"cpu_memory", "rollout"},
     "randomness": set(),
     "ordering": {"randomness"},
     "step_metrics": BASE | {"evaluate", "runs"},

@@ -2,7 +2,7 @@
 anything is loaded; and whether it fits."""
 
 from jetrl.memory.fitting import Fitted, check_fits, shown
-from jetrl.memory.machine import available_bytes, free_bytes
+from jetrl.memory.machine import free_bytes
 from jetrl.memory.plan import GIB, Load, MemoryPlan, OtherModels, Row, memory_plan
 
 __all__ = [
@@ -12,7 +12,6 @@ __all__ = [
     "MemoryPlan",
     "OtherModels",
     "Row",
-    "available_bytes",
     "check_fits",
     "free_bytes",
     "memory_plan",

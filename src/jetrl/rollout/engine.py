@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from jetrl.cpu_memory import available_bytes
 from jetrl.errors import UserError
 from jetrl.kernels.decode import MAX_ROWS
 from jetrl.out_of_memory import within_memory
@@ -36,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 FinishedCallback = Callable[[int, Completion], None]
 
-_CPU_MEMORY_SHARE = 0.25  # of the machine's memory, for the cache: a laptop runs other things too
+_CPU_MEMORY_SHARE = 0.25  # of what is free, for the cache: a laptop runs other things too
 # Of decode on a GPU: forwards a step, and steps launched ahead of what is known.
 _GPU_REPEATS, _GPU_AHEAD = 8, 1
 
@@ -52,7 +53,7 @@ class RolloutEngine:
         policy: what is sampled from.
         max_batch_size: sequences that run together at most.
         num_pages: pages of the KV cache. Default: what the largest batch of a call can use, within
-            a quarter of the machine's memory (CPU) or all but 4 GiB of what is free (GPU; but a
+            a quarter of what is free (CPU) or all but 4 GiB of what is free (GPU; but a
             fifth where that is less).
         page_size: tokens a page.
         max_prefill_tokens: prompt tokens a forward at most.
@@ -359,12 +360,15 @@ class RolloutEngine:
         return room // page
 
     def _free_bytes(self) -> int:
-        """Free memory of the GPU, or the machine's memory."""
+        """Free memory of the device; all of the machine's where the system does not say."""
         if self.policy.device.type == "cuda":
             torch.cuda.empty_cache()  # what torch keeps for later is free for the cache
             free, _ = torch.cuda.mem_get_info(self.policy.device)
             return int(free)
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        available = available_bytes()
+        if available is None:
+            return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return available
 
     def _too_small(self, longest: RunningSequence, needed: int, pages: int) -> str:
         setting = (

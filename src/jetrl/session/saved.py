@@ -25,8 +25,8 @@ from typing import Any, Protocol
 import torch
 
 from jetrl.config import Settings
+from jetrl.cpu_memory import available_bytes
 from jetrl.errors import StorageError
-from jetrl.memory import available_bytes
 from jetrl.model import Model
 from jetrl.models.hf_files import sync
 from jetrl.runs import RunDirectory

@@ -1,0 +1,71 @@
+"""What CPU memory there is: the machine's, within the limits of the groups that a process is in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from jetrl import cpu_memory
+
+STAT = "anon 200000\nfile 300000\nshmem 100000\n"
+STAT_V1 = "cache 1\nshmem 1\ntotal_cache 300000\ntotal_shmem 100000\n"
+
+
+class Machine:
+    """Files as Linux shows them: 800 kB are available, and in a group without a limit."""
+
+    def __init__(self, root: Path, group: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.groups = root / "cgroup"
+        self.meminfo = root / "meminfo"
+        self.meminfo.write_text("MemTotal: 900 kB\nMemAvailable:   800 kB\n")
+        (root / "self").write_text(f"9:cpuset:/elsewhere\n{group}\n")
+        monkeypatch.setattr(cpu_memory, "_MACHINE", self.meminfo)
+        monkeypatch.setattr(cpu_memory, "_GROUPS", root / "self")
+        monkeypatch.setattr(cpu_memory, "_HIERARCHIES", self.groups)
+
+    def limit(self, group: str, **files: str) -> None:
+        folder = self.groups / group
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in files.items():
+            (folder / f"memory.{name}").write_text(text)
+
+
+def test_a_containers_limit_counts_but_not_what_it_caches_of_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = Machine(tmp_path, "0::/", monkeypatch)
+    assert cpu_memory.available_bytes() == 800 * 1024
+    machine.limit("", max="600000\n", current="500000\n", stat=STAT)
+    assert cpu_memory.available_bytes() == 600000 - 500000 + 200000
+    machine.limit("", max="max\n")
+    assert cpu_memory.available_bytes() == 800 * 1024
+    machine.limit("", max="90000000\n")
+    assert cpu_memory.available_bytes() == 800 * 1024, "the machine's own is the smaller one"
+
+
+def test_a_limit_further_up_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(tmp_path, "0::/user.slice/job", monkeypatch)
+    machine.limit("user.slice/job", max="max\n", current="400000\n", stat=STAT)
+    machine.limit("user.slice", max="700000\n", current="600000\n", stat=STAT)
+    assert cpu_memory.available_bytes() == 300000
+    machine.limit("user.slice/job", max="450000\n")
+    assert cpu_memory.available_bytes() == 250000
+
+
+@pytest.mark.parametrize("shown", ["memory", "memory/docker/1234"])
+def test_limits_of_version_1(shown: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a container sees its own groups only, its path is not among them."""
+    machine = Machine(tmp_path, "4:memory:/docker/1234", monkeypatch)
+    machine.limit(shown, limit_in_bytes="600000\n", usage_in_bytes="500000\n", stat=STAT_V1)
+    assert cpu_memory.available_bytes() == 600000 - 500000 + 200000
+    machine.limit(shown, limit_in_bytes="9223372036854771712\n")
+    assert cpu_memory.available_bytes() == 800 * 1024
+
+
+def test_a_system_that_does_not_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(tmp_path, "0::/", monkeypatch)
+    machine.meminfo.unlink()
+    assert cpu_memory.available_bytes() is None
+    (tmp_path / "self").unlink()
+    assert cpu_memory.available_bytes() is None
