@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from jetrl.bench.shapes import SHAPES
 from jetrl.config import load_config
 from jetrl.errors import UserError
+from jetrl.kernels.attention_layout import KeyValueCodes, QueryTiles
 from jetrl.memory import Load, MemoryPlan, OtherModels, check_fits, memory_plan
+from jetrl.models.attention import staged_bytes_per_token
 from jetrl.models.families import ModelConfig
 from jetrl.models.tiny import make_tiny
 from jetrl.policy import Policy
@@ -20,6 +25,7 @@ from jetrl.precision.linear import FP8Weight, Linear
 from jetrl.scalar_model import ScalarModel
 
 GIB = 2**30
+STAGED = 8 * (2 * 128 * 2 + 4 * 4)  # bytes of a token, of 8 heads of 128
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
@@ -135,7 +141,45 @@ def test_pages_take_what_is_left() -> None:
     part = memory_plan(settings(), LARGE, load=load, free=150 * GIB)
     assert row(whole, "KV pages") == 256 * 141 * 64 * 76032
     held = sum(row(part, what) for what in ("master", "optimizer", "working"))
-    assert row(part, "KV pages") == pytest.approx(150 * GIB - held - 4 * GIB, abs=64 * 76032)
+    staged = 64 * 8192 * STAGED
+    left = 150 * GIB - held - 4 * GIB - staged
+    assert row(part, "KV pages") == pytest.approx(left, abs=64 * 76032)
+    # Sequences that lose their pages are prefilled again, behind the prompt that their group has.
+    assert row(part, "a forward of 8192 prompt tokens, contexts of 524288") > staged
+
+
+@pytest.mark.parametrize("where", ["task.max_turns=4", "rollout.oversample=0.5", "the task's own"])
+def test_contexts_are_staged_where_prompts_go_on(where: str) -> None:
+    one = settings() if where == "the task's own" else settings(where)
+    assert not Load.of(settings(), LARGE, 96).goes_on
+    found = Load.of(one, LARGE, 96, max_turns=4 if where == "the task's own" else None)
+    assert found.goes_on
+
+    def forward(load: Load, what: str) -> int:
+        return row(memory_plan(one, LARGE, load=load), f"a forward of {what}")
+
+    load = replace(found, sequences=256, tokens=4096, prompts=3200)
+    plain = forward(replace(load, goes_on=False), "3200 prompt tokens")
+    bound = forward(load, "8192 prompt tokens, contexts of 524288")
+    assert bound > plain + 1.5 * GIB
+    fewer = forward(replace(load, sequences=100), "8192 prompt tokens, contexts of 409600")
+    assert bound - fewer == (524288 - 409600) * STAGED
+    assert forward(replace(load, sequences=1), "4096 prompt tokens, contexts of 4096") < plain * 2
+
+
+@pytest.mark.parametrize("kv", ["fp8", "bf16"])
+def test_staged_keys_take_what_is_counted(kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = pytest.importorskip("jetrl.kernels.attention_stage", exc_type=ImportError)
+    monkeypatch.setattr(stage, "stage_keys_kernel", defaultdict(lambda: lambda *a, **k: None))
+    config, plan = ModelConfig.from_hf(CONFIG), PrecisionPlan.preset("unified").replace(kv=kv)
+    dtype = torch.float8_e4m3fn if kv == "fp8" else torch.bfloat16
+    codes = torch.zeros(10, 64, 2, 64, dtype=dtype)
+    scales = torch.ones(10, 64, 2) if kv == "fp8" else None
+    tiles = QueryTiles.paged([3], [640], [list(range(10))], "cpu")
+    staged = stage.stage_keys(KeyValueCodes(codes, scales, codes, scales), tiles)
+    unused = 0 if kv == "fp8" else staged.factors.nbytes
+    counted = 640 * staged_bytes_per_token(config, plan)
+    assert staged.kv.nbytes + staged.factors.nbytes - unused == counted
 
 
 def test_a_micro_batch_takes_the_tokens_that_there_is_room_for() -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from jetrl.errors import OutOfMemoryStop
+from jetrl.models.attention import staged_bytes_per_token
+from jetrl.rollout.cache import PagedCache
 from jetrl.rollout.engine import RolloutEngine
 from jetrl.rollout.runner import Runner
-from jetrl.rollout.sizes import RolloutSizes, Sizes
+from jetrl.rollout.sizes import RolloutSizes, Sizes, gpu_pages_room, most_contexts
 from jetrl.types import SamplingParams
 
 PROMPTS = [[5, 6, 7], [9] * 17, [11, 12, 13, 14], [20], [40, 41, 42, 43, 44, 45, 46, 47]]
@@ -91,3 +94,23 @@ def test_sizes_go_through_a_checkpoint_unless_the_settings_changed():
     changed = RolloutSizes(Sizes(64, 8192, None))
     changed.load_state(sizes.state())
     assert changed.now == Sizes(64, 8192, None)
+
+
+def test_a_gpu_has_room_for_contexts_beside_the_pages(policy):
+    gib = 2**30
+    assert gpu_pages_room(100 * gib, 0) == 96 * gib
+    assert gpu_pages_room(10 * gib, gib) == 7 * gib
+    assert gpu_pages_room(gib, gib) == 0
+    assert most_contexts(8192, 256, 4096) == 64 * 8192
+    assert most_contexts(8192, 100, 4096) == 100 * 4096
+    assert most_contexts(16, 10, 4096) == 4096, "one sequence is read whatever its length"
+    engine = SimpleNamespace(
+        policy=SimpleNamespace(config=policy.config, plan=policy.plan, device=torch.device("cuda")),
+        page_size=64,
+        _free_bytes=lambda: 2**20,
+    )
+    staged = 1000 * staged_bytes_per_token(policy.config, policy.plan)
+    page = PagedCache.page_bytes(policy.config, policy.plan, 64)
+    pages = RolloutEngine._affordable_pages(engine, 1000)
+    assert pages == (2**20 - 2**20 // 5 - staged) // page
+    assert 0 < pages < RolloutEngine._affordable_pages(engine, 0)

@@ -18,7 +18,7 @@ from jetrl.kernels.attention_layout import (
     STORED_DS_BYTES,
 )
 from jetrl.kernels.logprob import rows_at_once
-from jetrl.models.attention import kv_bytes_per_token
+from jetrl.models.attention import kv_bytes_per_token, staged_bytes_per_token
 from jetrl.models.families import ModelConfig
 from jetrl.precision.plan import FP8_BLOCK, Format, PrecisionPlan
 
@@ -100,14 +100,17 @@ def last_bytes(config: ModelConfig, plan: PrecisionPlan, batch: MicroBatch) -> i
     return 14 * batch.tokens * config.hidden_size + head
 
 
-def forward_bytes(config: ModelConfig, plan: PrecisionPlan, tokens: int) -> int:
+def forward_bytes(config: ModelConfig, plan: PrecisionPlan, tokens: int, contexts: int = 0) -> int:
     """Of a forward without gradients over `tokens`, without its logits: what is there in the MLP,
-    or in attention, with the staged keys and values and the state of finished splits."""
+    or in attention, with the staged keys and values and the state of finished splits. contexts:
+    tokens whose keys it reads, its own included; default: none but its own."""
     wide = _wide(plan)
     hidden, heads, groups = config.hidden_size, config.num_heads, config.num_kv_heads
     mlp = wide * (7 * hidden + 3 * config.intermediate_size)
     attention = wide * (3 * hidden + (3 * heads + 6 * groups) * config.head_dim)
-    return tokens * max(mlp, attention + 4 * heads * config.head_dim)
+    attention += 4 * heads * config.head_dim
+    others = max(0, contexts - tokens) * staged_bytes_per_token(config, plan)
+    return max(tokens * mlp, tokens * attention + others)
 
 
 def _layer_bytes(config: ModelConfig, plan: PrecisionPlan, linear: Format, tokens: int) -> int:

@@ -22,10 +22,10 @@ from jetrl.memory import activations
 from jetrl.memory.activations import MicroBatch
 from jetrl.memory.weights import frozen_bytes, optimizer_bytes, working_bytes
 from jetrl.models import hf
-from jetrl.models.attention import kv_bytes_per_token
+from jetrl.models.attention import kv_bytes_per_token, staged_bytes_per_token
 from jetrl.models.families import ModelConfig, num_parameters
 from jetrl.precision.plan import PrecisionPlan
-from jetrl.rollout.sizes import gpu_pages_room
+from jetrl.rollout.sizes import gpu_pages_room, most_contexts
 
 Moment = Literal["rollout", "reward", "reference", "backward", "optimizer", "critic"]
 MOMENTS: tuple[Moment, ...] = (
@@ -112,17 +112,26 @@ class Load:
     """What a step asks for. sequences: completions sampled at once at most; 0: nothing is sampled,
     and no other model is beside the one that is trained. tokens: of a sequence at most, prompt
     included. trained: sequences of one update. prompts: tokens of all prompts that a call samples,
-    each counted once for its completions. together: sequences that no micro-batch divides."""
+    each counted once for its completions. together: sequences that no micro-batch divides. goes_on:
+    forwards over prompts read what came before: replies of an environment, and completions that the
+    step before cut off."""
 
     sequences: int
     tokens: int
     trained: int
     prompts: int
     together: int = 1
+    goes_on: bool = False
 
     @staticmethod
-    def of(settings: Settings, config: ModelConfig, longest_prompt: int | None = None) -> Load:
-        """longest_prompt: in tokens; None: not known, and taken to be as long as an answer."""
+    def of(
+        settings: Settings,
+        config: ModelConfig,
+        longest_prompt: int | None = None,
+        max_turns: int | None = None,
+    ) -> Load:
+        """longest_prompt: in tokens; None: not known, and taken to be as long as an answer.
+        max_turns: of a completion; None: not known but from the settings."""
         rollout, held_out = settings.rollout, settings.eval
         most = rollout.prompts_per_step * rollout.samples_per_prompt
         answer, sequences, prompts = rollout.max_tokens, most, rollout.prompts_per_step
@@ -136,6 +145,7 @@ class Load:
             tokens=min(config.max_position_embeddings, prompt + answer),
             trained=-(-most // settings.train.updates_per_step),
             prompts=prompts * prompt,
+            goes_on=(max_turns or settings.task.max_turns or 1) > 1 or rollout.oversample > 0,
         )
 
     @staticmethod
@@ -173,8 +183,8 @@ def memory_plan(
     if load.sequences:
         rows += _others(settings, config, others, plan, moments)
         resident = sum(row.bytes.get("rollout", 0) for row in rows)
-        room = None if free is None else gpu_pages_room(max(0, free - resident))
-        rows += _rollout(settings, config, plan, load, room)
+        left = None if free is None else max(0, free - resident)
+        rows += _rollout(settings, config, plan, load, left)
         rows += _forwards(settings, config, others, plan, load, wanted, moments)
     rows += _training("", "backward", config, plan, batch, settings)
     if device != "cpu":
@@ -275,25 +285,32 @@ def _forwards(
 
 
 def _rollout(
-    settings: Settings, config: ModelConfig, plan: PrecisionPlan, load: Load, room: int | None
+    settings: Settings, config: ModelConfig, plan: PrecisionPlan, load: Load, left: int | None
 ) -> list[Row]:
+    """left: bytes of the device beside what is there in any case; None: as many as it takes."""
     rollout = settings.rollout
+    contexts = most_contexts(rollout.max_prefill_tokens, load.sequences, load.tokens)
     page = rollout.page_size * kv_bytes_per_token(config, plan)
     needed = -(-load.tokens // rollout.page_size)
     pages = rollout.num_pages or needed * load.sequences
-    if room is not None and rollout.num_pages is None:
+    if left is not None and rollout.num_pages is None:
+        room = gpu_pages_room(left, contexts * staged_bytes_per_token(config, plan))
         pages = max(needed, min(pages, room // page))
     what = f"KV pages: {pages} of {rollout.page_size} tokens"
-    prompts = min(rollout.max_prefill_tokens, load.prompts)
+    # Where pages are short, sequences lose theirs, and go on like completions that were cut off.
+    goes_on = load.goes_on or pages < needed * load.sequences
+    read = load.sequences * load.tokens if goes_on else load.prompts
+    prompts = min(rollout.max_prefill_tokens, read)
     logits = 4 * load.sequences * config.vocab_size
     # Decode's graphs keep what a forward of the largest batch makes; its logits are also made once
     # outside, before the capture.
     decode = activations.forward_bytes(config, plan, load.sequences) + 2 * logits
-    prefill = activations.forward_bytes(config, plan, prompts)
+    prefill = activations.forward_bytes(config, plan, prompts, contexts if goes_on else 0)
+    over = f", contexts of {contexts}" if goes_on else ""
     return [
         Row(what, {"rollout": pages * page}),
         Row("decode's graphs and logits", {"rollout": decode}),
-        Row(f"a forward of {prompts} prompt tokens", {"rollout": prefill}),
+        Row(f"a forward of {prompts} prompt tokens{over}", {"rollout": prefill}),
     ]
 
 

@@ -77,6 +77,13 @@ def kv_bytes_per_token(config: ModelConfig, plan: PrecisionPlan) -> int:
     return 2 * config.num_layers * config.num_kv_heads * sizes[plan.kv]
 
 
+def staged_bytes_per_token(config: ModelConfig, plan: PrecisionPlan) -> int:
+    """Bytes of a token's key and value in one layer as attention over prompts reads them on a GPU:
+    in 16 bits, and the factors of FP8 keys."""
+    factors = 4 * 4 if plan.kv == "fp8" else 0
+    return config.num_kv_heads * (2 * 2 * config.head_dim + factors)
+
+
 class KeyValues(Protocol):
     """A source of keys and values for one forward over a flat list of T tokens."""
 

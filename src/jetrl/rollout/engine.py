@@ -17,6 +17,7 @@ import torch
 from jetrl.cpu_memory import available_bytes
 from jetrl.errors import UserError
 from jetrl.kernels.decode import MAX_ROWS
+from jetrl.models.attention import staged_bytes_per_token
 from jetrl.out_of_memory import within_memory
 from jetrl.policy import Policy
 from jetrl.rollout.blocks import PageAllocator
@@ -29,7 +30,7 @@ from jetrl.rollout.run import ProgressCallback, RolloutRun
 from jetrl.rollout.runner import Runner
 from jetrl.rollout.scheduler import Scheduler
 from jetrl.rollout.sequence import NonFiniteLogits, RunningSequence
-from jetrl.rollout.sizes import RolloutSizes, Sizes, gpu_pages_room
+from jetrl.rollout.sizes import RolloutSizes, Sizes, gpu_pages_room, most_contexts
 from jetrl.rollout.turns import Dialogues, Environment
 from jetrl.types import Completion, Prompt, SamplingParams, Unfinished
 
@@ -54,7 +55,7 @@ class RolloutEngine:
         max_batch_size: sequences that run together at most.
         num_pages: pages of the KV cache. Default: what the largest batch of a call can use, within
             a quarter of what is free (CPU) or all but 4 GiB of what is free (GPU; but a
-            fifth where that is less).
+            fifth where that is less) and of what contexts of prompts take.
         page_size: tokens a page.
         max_prefill_tokens: prompt tokens a forward at most.
         max_model_len: tokens of prompt and completion at most. Default: the model's context.
@@ -299,7 +300,8 @@ class RolloutEngine:
         # Samples that wait for a place in the batch share one page that none of the running ones
         # has: the prompt's last, partly filled one.
         waiting = num_sequences > self.max_batch_size
-        wanted = needed * min(num_sequences, self.max_batch_size) + int(waiting)
+        together = min(num_sequences, self.max_batch_size)
+        wanted = needed * together + int(waiting)
         limit = self.sizes.now.max_pages
         if self.num_pages is not None and limit is not None:
             wanted = limit
@@ -307,7 +309,10 @@ class RolloutEngine:
             wanted = self._cache.num_pages
         else:
             self._cache = self._decode = None  # before its memory is measured as used
-            affordable = min(self._affordable_pages(), limit or sys.maxsize)
+            contexts = most_contexts(
+                self.sizes.now.max_prefill_tokens, together, longest.max_cached_tokens
+            )
+            affordable = min(self._affordable_pages(contexts), limit or sys.maxsize)
             self._all_memory = affordable < wanted
             wanted = min(wanted, affordable)
         self._pages, self._needed = wanted, needed
@@ -319,7 +324,7 @@ class RolloutEngine:
             logger.info(
                 "one sequence of this call uses up to %d pages, and up to %d sequences run "
                 "together%s",
-                *(needed, min(num_sequences, self.max_batch_size)),
+                *(needed, together),
                 "; more than the pages hold at their longest: the youngest wait"
                 if self._all_memory
                 else "",
@@ -352,12 +357,13 @@ class RolloutEngine:
             )
         return page
 
-    def _affordable_pages(self) -> int:
-        """Pages that the memory share of a cache holds."""
+    def _affordable_pages(self, contexts: int) -> int:
+        """Pages that the memory share of a cache holds. contexts: `most_contexts`."""
+        config, plan = self.policy.config, self.policy.plan
         on_gpu, free = self.policy.device.type == "cuda", self._free_bytes()
-        room = gpu_pages_room(free) if on_gpu else int(_CPU_MEMORY_SHARE * free)
-        page = PagedCache.page_bytes(self.policy.config, self.policy.plan, self.page_size)
-        return room // page
+        staged = contexts * staged_bytes_per_token(config, plan)
+        room = gpu_pages_room(free, staged) if on_gpu else int(_CPU_MEMORY_SHARE * free)
+        return room // PagedCache.page_bytes(config, plan, self.page_size)
 
     def _free_bytes(self) -> int:
         """Free memory of the device; all of the machine's where the system does not say."""

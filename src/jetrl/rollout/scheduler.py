@@ -40,8 +40,7 @@ from dataclasses import dataclass
 
 from jetrl.rollout.blocks import PageAllocator
 from jetrl.rollout.sequence import RunningSequence
-
-_CONTEXT_TOKENS = 64  # of a prefill step's contexts, for each of max_prefill_tokens
+from jetrl.rollout.sizes import CONTEXT_TOKENS
 
 
 @dataclass(frozen=True)
@@ -265,7 +264,7 @@ class Scheduler:
     def _prefills(self) -> list[tuple[RunningSequence, int]]:
         """(sequence, tokens) of the next forward over prompts; empty when there is none to run."""
         budget = self.max_prefill_tokens
-        keys = _CONTEXT_TOKENS * budget
+        keys = CONTEXT_TOKENS * budget
         plan: list[tuple[RunningSequence, int]] = []
         for sequence in self.running:
             if sequence.num_pending or sequence.awaiting or budget == 0:

@@ -99,7 +99,7 @@ def open_parts(settings: Settings, resume: bool, stack: contextlib.ExitStack) ->
         else []
     )
     longest = max(len(prompt.token_ids) for prompt in (*prompts, *eval_prompts))
-    load = Load.of(settings, config, longest)
+    load = Load.of(settings, config, longest, max_turns)
     memory = check_fits(settings, config, others, load, device, free)
     began = time.monotonic()
     with explained("loading the reward model", _ADVICE):
