@@ -31,7 +31,7 @@ from jetrl.precision.layout import cdiv
 _LINES = 64  # of a program: 8 KB of codes, 16 KB written
 
 
-@triton.jit(do_not_specialize=["first_group", "head_tiles"])
+@triton.jit(do_not_specialize=["first_group", "num_heads", "head_tiles"])
 def dq_stored_kernel(
     ds_desc,
     k_desc,
