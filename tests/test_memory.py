@@ -81,6 +81,12 @@ def test_a_moment_is_the_sum_of_its_rows_and_the_peak_the_highest() -> None:
     assert plan.update == max(plan.at("backward"), plan.at("optimizer"))
     assert plan.peak == max(plan.rollout, plan.update)
     assert row(plan, "KV pages", "backward") == 0
+    logits = 4 * 64 * LARGE.vocab_size
+    graphs = row(plan, "decode's graphs", "backward")
+    assert graphs > logits
+    assert row(plan, "decode's graphs") == graphs + logits
+    on_cpu = memory_plan(settings(), LARGE, load=Load(64, 512, 64, 8192), device="cpu")
+    assert row(on_cpu, "decode's graphs", "optimizer") == 0
     assert row(plan, "gradients", "rollout") == 0
     *_, last = plan.table()
     assert last[0] == "all"
@@ -269,7 +275,8 @@ def test_a_reward_models_forward_has_a_column(tmp_path: Path) -> None:
     assert row(offloaded, "reward model: working", "optimizer") == 0
     assert held.at("reward") == offloaded.at("reward")
     weights = sum(row(held, what, "reward") for what in ("master", "optimizer st", "working"))
-    assert held.at("reward") - row(held, "libraries", "reward") == weights + copies + forward
+    other = sum(row(held, what, "reward") for what in ("libraries", "decode's graphs"))
+    assert held.at("reward") - other == weights + copies + forward
     assert "reward" in held.table()[0][2]
     assert memory_plan(settings(), LARGE, load=load).at("reward") == 0
 

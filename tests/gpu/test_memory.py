@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from jetrl.config import load_config
+from jetrl.device_memory import beside_tensors
 from jetrl.loop import train
 from jetrl.memory import Load, OtherModels, activations, check_fits, free_bytes
 from jetrl.memory.activations import MicroBatch
@@ -132,9 +133,10 @@ def test_a_run_holds_what_was_planned(tmp_path: Path) -> None:
     config = ModelConfig.from_hf(model.config)
     load = Load.of(settings, config, 8)
     release()
-    before = torch.cuda.memory_allocated() / GIB
+    before = (torch.cuda.memory_allocated() + beside_tensors()) / GIB
     plan = check_fits(settings, config, OtherModels(), load, "cuda", free_bytes("cuda")).plan
     result = train(settings)
+    assert "KV cache: its" in (result.run_path / "log.txt").read_text(), "the second step's pages"
     lines = (result.run_path / "metrics.jsonl").read_text().splitlines()
     last = [json.loads(line) for line in lines if "memory/update_peak_gib" in line][-1]
     for phase, planned in (("rollout", plan.rollout), ("update", plan.update)):

@@ -373,7 +373,7 @@ def test_progress_tells_how_far_it_is(policy):
 
 def test_default_pages_are_what_the_batch_can_use(policy, reference, caplog):
     engine = RolloutEngine(policy, page_size=4, max_batch_size=8)
-    with caplog.at_level("INFO", logger="jetrl.rollout.engine"):
+    with caplog.at_level("INFO", logger="jetrl.rollout.kept_cache"):
         assert engine.generate(PROMPTS, PARAMS) == reference
     assert engine.stats.pages_total == 8 * 9 + 1, (
         "8 sequences of 17 + 20 - 1 tokens, and parked ones"
@@ -391,9 +391,9 @@ def test_default_pages_are_what_the_batch_can_use(policy, reference, caplog):
 def test_little_memory_means_fewer_pages(policy, reference, monkeypatch, caplog):
     page = PagedCache.page_bytes(policy.config, policy.plan, 4)
     free = 4 * 10 * page
-    monkeypatch.setattr("jetrl.rollout.engine.available_bytes", lambda: free)
+    monkeypatch.setattr("jetrl.rollout.kept_cache.available_bytes", lambda: free)
     engine = RolloutEngine(policy, page_size=4)
-    with caplog.at_level("INFO", logger="jetrl.rollout.engine"):
+    with caplog.at_level("INFO", logger="jetrl.rollout.kept_cache"):
         assert engine.generate(PROMPTS, PARAMS) == reference
     assert engine.stats.pages_total == 10
     assert f"MiB of the {free / 2**30:.1f} GiB that were free" in caplog.text

@@ -12,6 +12,7 @@ from jetrl.errors import OutOfMemoryStop
 from jetrl.models.attention import staged_bytes_per_token
 from jetrl.rollout.cache import PagedCache
 from jetrl.rollout.engine import RolloutEngine
+from jetrl.rollout.kept_cache import KeptCache
 from jetrl.rollout.runner import Runner
 from jetrl.rollout.sizes import RolloutSizes, Sizes, gpu_pages_room, most_contexts
 from jetrl.types import SamplingParams
@@ -55,7 +56,7 @@ def test_the_call_begins_anew_and_draws_the_same(policy, expected, monkeypatch, 
 
 
 def test_a_cache_that_does_not_fit_is_made_smaller(policy, expected, monkeypatch):
-    import jetrl.rollout.engine as module
+    import jetrl.rollout.kept_cache as module
 
     made, cache = [], module.PagedCache
 
@@ -104,13 +105,19 @@ def test_a_gpu_has_room_for_contexts_beside_the_pages(policy):
     assert most_contexts(8192, 256, 4096) == 64 * 8192
     assert most_contexts(8192, 100, 4096) == 100 * 4096
     assert most_contexts(16, 10, 4096) == 4096, "one sequence is read whatever its length"
-    engine = SimpleNamespace(
-        policy=SimpleNamespace(config=policy.config, plan=policy.plan, device=torch.device("cuda")),
-        page_size=64,
+    page = PagedCache.page_bytes(policy.config, policy.plan, 64)
+    kept = SimpleNamespace(
+        _policy=SimpleNamespace(device=torch.device("cuda")),
+        _page_bytes=page,
         _free_bytes=lambda: 2**20,
     )
     staged = 1000 * staged_bytes_per_token(policy.config, policy.plan)
-    page = PagedCache.page_bytes(policy.config, policy.plan, 64)
-    pages = RolloutEngine._affordable_pages(engine, 1000)
+    pages = KeptCache._affordable_pages(kept, staged)
     assert pages == (2**20 - 2**20 // 5 - staged) // page
-    assert 0 < pages < RolloutEngine._affordable_pages(engine, 0)
+    assert 0 < pages < KeptCache._affordable_pages(kept, 0)
+
+
+def test_pages_that_were_given_back_may_take_a_little_more():
+    gib = 2**30
+    assert gpu_pages_room(100 * gib, gib, again=True) == 97 * gib
+    assert gpu_pages_room(10 * gib, gib, again=True) == 8 * gib

@@ -38,6 +38,7 @@ EVERYTHING = (
         "reproduction",
         "out_of_memory",
         "cpu_memory",
+        "device_memory",
         "randomness",
         "ordering",
         "environment",
@@ -58,6 +59,7 @@ ALLOWED: dict[str, set[str]] = {
     "algorithms": set(),
     "out_of_memory": {"errors"},
     "cpu_memory": set(),
+    "device_memory": set(),
     "settings": {"algorithms"},
     "config": {"errors", "settings"},
     "documents": BASE | {"runs"},
@@ -67,7 +69,7 @@ ALLOWED: dict[str, set[str]] = {
     "model": BASE | BELOW_POLICY,
     "policy": BASE | BELOW_POLICY | {"model"},
     "scalar_model": BASE | BELOW_POLICY | {"model"},
-    "rollout": BASE | BELOW_POLICY | {"cpu_memory", "out_of_memory", "policy"},
+    "rollout": BASE | BELOW_POLICY | {"cpu_memory", "device_memory", "out_of_memory", "policy"},
     "training": BASE
     | BELOW_POLICY
     | {"ordering", "randomness", "out_of_memory", "model", "policy", "scalar_model"},

@@ -19,7 +19,9 @@ import torch
 from jetrl.bench._load import Load, make_samples
 from jetrl.bench._timing import Row
 from jetrl.bench.parity import make_policy
+from jetrl.bench.rollout import capture_graphs
 from jetrl.config import Settings, load_config
+from jetrl.device_memory import peak_bytes, reset_peak
 from jetrl.errors import OutOfMemoryStop
 from jetrl.out_of_memory import release
 from jetrl.policy import Policy
@@ -70,7 +72,8 @@ class Flow:
     """A policy's sampler and trainer under a load.
 
     Attributes:
-        chosen: the settings that were found to fit, for a table. peaks: GiB by phase.
+        chosen: the settings that were found to fit, for a table. peaks: GiB by phase. captured:
+            (graphs, seconds) of the warm-up.
     """
 
     def __init__(self, policy: Policy, load: Load, choices: Choices) -> None:
@@ -79,6 +82,7 @@ class Flow:
         batch_size = choices.max_batch_size or load.sequences
         self.engine = RolloutEngine(self.policy, max_batch_size=batch_size)
         self.peaks: dict[str, float] = {}
+        self.captured = (0, 0.0)
         self.trainer: Trainer
         self.chosen: Row = {"max_batch_size": batch_size, **choices.train}
 
@@ -117,18 +121,22 @@ class Flow:
     # What comes before they are measured
 
     def warm_up(self) -> None:
-        """Everything runs once, kernels are compiled (long contexts have their own), and the
-        weights have moved."""
-        load = self.load
-        few = min(_WARM_TOKENS, load.response_length)
-        self.sample(seed=0, response_length=few)
-        longest = Load(1, 1, load.length - few, few)
-        self.engine.generate(
-            longest.random_prompts(self.vocabulary, seed=0),
-            SamplingParams(max_tokens=few, ignore_eos=True),
-        )
+        """Everything runs once: kernels are compiled, decode's graphs are captured, and the
+        weights have moved. Then all is as after the update of a step."""
+        self._capture()
+        self.sample(seed=0, response_length=min(_WARM_TOKENS, self.load.response_length))
         self.engine.free_cache()
         self.fit()
+        self._capture()  # anew where the optimizer's states leave fewer pages
+        self.engine.free_cache()
+
+    def _capture(self) -> None:
+        """The graphs of the load, in a cache of as many pages as it takes."""
+        engine, load = self.engine, self.load
+        count = min(load.sequences, engine.max_batch_size)
+        shared = engine.page_size if count < load.sequences else 0  # with those that wait
+        graphs, seconds = capture_graphs(engine, count, load.prompt_length, load.length + shared)
+        self.captured = (self.captured[0] + graphs, self.captured[1] + seconds)
 
     def synthetic(self, sequences: int, seed: int) -> list[Sample]:
         """Samples of the load's lengths that nobody drew, without log-probs: one group."""
@@ -207,12 +215,12 @@ class Flow:
         on_gpu = self.policy.device.type == "cuda"
         if on_gpu:
             torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
+            reset_peak()
         began = time.perf_counter()
         result = work()
         if on_gpu:
             torch.cuda.synchronize()
-            self.peaks[phase] = round(torch.cuda.max_memory_allocated() / 2**30, 1)
+            self.peaks[phase] = round(peak_bytes() / 2**30, 1)
         return time.perf_counter() - began, result
 
 

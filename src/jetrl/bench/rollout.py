@@ -33,6 +33,7 @@ from jetrl.bench._profile import kernel_rows, totals
 from jetrl.bench._timing import Row, bench_parser, copy_bandwidth, print_table, write_results
 from jetrl.bench.parity import make_policy
 from jetrl.bench.shapes import SHAPES
+from jetrl.device_memory import peak_bytes, reset_peak
 from jetrl.models.attention import kv_bytes_per_token
 from jetrl.policy import Policy
 from jetrl.precision.linear import FP8Weight, Linear
@@ -116,7 +117,7 @@ def run_case(policy: Policy, batch: int, prompt: int, response: int, profiled: b
     engine.generate(prompts if all_at_once else prompts[:2], short, progress=warm)
     first = time.perf_counter() - began
     graphs, capture_s = engine.stats.graphs, engine.stats.capture_s
-    torch.cuda.reset_peak_memory_stats()
+    reset_peak()
     watch = _Watch()
     completions = engine.generate(prompts, params, progress=watch)
     stats = engine.stats
@@ -136,7 +137,7 @@ def run_case(policy: Policy, batch: int, prompt: int, response: int, profiled: b
         "tokens_per_s": round(stats.tokens_per_s),
         "prefill_tokens_per_s": round(stats.tokens_prefilled / stats.prefill_s),
         "idle_share": round(stats.device_idle_s / stats.seconds, 4),
-        "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 1),
+        "peak_gib": round(peak_bytes() / 2**30, 1),
         "first_call_s": round(first, 1),
         "graphs": graphs + stats.graphs,
         "capture_s": round(capture_s + stats.capture_s, 2),
@@ -193,9 +194,9 @@ def run_grpo(policy: Policy) -> Row:
     engine = RolloutEngine(policy, max_batch_size=count)
     params = SamplingParams(n=GRPO_SAMPLES, max_tokens=GRPO_MAX, ignore_eos=True, seed=1)
     graphs, capture_s = capture_graphs(engine, count, GRPO_PROMPT, GRPO_PROMPT + GRPO_MAX)
-    torch.cuda.reset_peak_memory_stats()
+    reset_peak()
     completions = engine.generate(prompts, params, max_tokens=max_tokens)
-    stats, peak = engine.stats, torch.cuda.max_memory_allocated()
+    stats, peak = engine.stats, peak_bytes()
     engine.free_cache()  # it has all the memory that the check needs
     per_token = kv_bytes_per_token(policy.config, policy.plan)
     running = np.sort(lengths)[::-1]

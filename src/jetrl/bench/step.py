@@ -4,10 +4,10 @@ r"""A whole step of reinforcement learning on one GPU, at the shape of a real mo
         --response-length 2048 --out step.json
 
 For each plan: a policy with random weights, a warm-up in which every kernel is compiled and the
-weights move (training, then sampling with few tokens), and one step that is measured:
+weights move (sampling with few tokens, then training), and one step that is measured:
 
-    rollout        the engine draws every completion to its full length, log-probs on, the capture
-                   of its graphs included
+    rollout        the engine draws every completion to its full length, log-probs on, memory for
+                   its pages included; the graphs of decode are there, as in a run's later steps
     old log-probs  of a plan that is not exact: the trainer's log-probs of all completions, by a
                    forward without gradients. The update does not read them (with one update a step
                    it uses its own); it is the pass that a flow with two engines needs. The ratios
@@ -92,6 +92,9 @@ def measure(policy: Policy, load: Load, choices: Choices, limit: float) -> Row:
         "different": int(metrics["mismatch/num_different"]),
         "mean_abs_logprob_diff": metrics["mismatch/mean_abs_logprob_diff"],
         "weights_changed": round(changed, 5),
+        "graphs": flow.captured[0],
+        "capture_s": round(flow.captured[1], 2),
+        "graphs_captured_late": stats.graphs,
         "preemptions": stats.preemptions,
         "train_retries": int(metrics.get("memory/train_retries", 0)),
         "rollout_idle_share": round(stats.device_idle_s / stats.seconds, 4),

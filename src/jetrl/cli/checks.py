@@ -25,6 +25,7 @@ OPTIONAL = {
     "datasets": "data sets by name: pip install 'jetrl[data]'",
     "reasoning-gym": "tasks of reasoning-gym: pip install 'jetrl[reasoning-gym]'",
     "triton": "GPU kernels; it comes with a CUDA build of torch",
+    "cuda-bindings": "pages of keys and values on a GPU; it comes with a CUDA build of torch",
     "wandb": "a tracker: pip install wandb",
     "trackio": "a tracker: pip install trackio",
     "tensorboard": "a tracker: pip install tensorboard",

@@ -8,7 +8,8 @@
     critic     the critic's own backward, where there is a critic
 
 The peak of the update is the highest of the last four. Gradients live from the first backward of
-an update to its optimizer step; KV pages from the step's first rollout to what follows it.
+an update to its optimizer step; KV pages from the step's first rollout to what follows it. On a GPU
+decode's graphs stay, with the memory that their forwards work in.
 """
 
 from __future__ import annotations
@@ -184,7 +185,8 @@ def memory_plan(
         rows += _others(settings, config, others, plan, moments)
         resident = sum(row.bytes.get("rollout", 0) for row in rows)
         left = None if free is None else max(0, free - resident)
-        rows += _rollout(settings, config, plan, load, left)
+        there: tuple[Moment, ...] = ("rollout",) if device == "cpu" else moments
+        rows += _rollout(settings, config, plan, load, left, there)
         rows += _forwards(settings, config, others, plan, load, wanted, moments)
     rows += _training("", "backward", config, plan, batch, settings)
     if device != "cpu":
@@ -285,9 +287,15 @@ def _forwards(
 
 
 def _rollout(
-    settings: Settings, config: ModelConfig, plan: PrecisionPlan, load: Load, left: int | None
+    settings: Settings,
+    config: ModelConfig,
+    plan: PrecisionPlan,
+    load: Load,
+    left: int | None,
+    moments: tuple[Moment, ...],
 ) -> list[Row]:
-    """left: bytes of the device beside what is there in any case; None: as many as it takes."""
+    """left: bytes of the device beside what is there in any case; None: as many as it takes.
+    moments: those when decode's graphs are there."""
     rollout = settings.rollout
     contexts = most_contexts(rollout.max_prefill_tokens, load.sequences, load.tokens)
     page = rollout.page_size * kv_bytes_per_token(config, plan)
@@ -304,12 +312,13 @@ def _rollout(
     logits = 4 * load.sequences * config.vocab_size
     # Decode's graphs keep what a forward of the largest batch makes; its logits are also made once
     # outside, before the capture.
-    decode = activations.forward_bytes(config, plan, load.sequences) + 2 * logits
+    graphs = activations.forward_bytes(config, plan, load.sequences) + logits
+    decode = dict.fromkeys(moments, graphs) | {"rollout": graphs + logits}
     prefill = activations.forward_bytes(config, plan, prompts, contexts if goes_on else 0)
     over = f", contexts of {contexts}" if goes_on else ""
     return [
         Row(what, {"rollout": pages * page}),
-        Row("decode's graphs and logits", {"rollout": decode}),
+        Row("decode's graphs and logits", decode),
         Row(f"a forward of {prompts} prompt tokens{over}", {"rollout": prefill}),
     ]
 

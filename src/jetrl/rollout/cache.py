@@ -5,6 +5,9 @@ One store for keys and one for values, all layers in one tensor:
     codes   [layers, pages, page_size, G, D]   float8_e4m3fn under kv = fp8, else the values
     scales  [layers, pages, page_size, G]      float32 under kv = fp8, else absent
 
+They lie in one range of memory. Where decode's graphs read it, on a GPU, it can be given back and
+come again at the same addresses (`mapped_memory`).
+
 A forward runs a flat list of T tokens of many sequences. In each layer their keys and values are
 quantized and written to their slots; then the tokens attend, in parts: a part is queries of
 sequences of similar length, whose pages are gathered into one dense batch. Padding, and what else
@@ -17,6 +20,7 @@ Dimensions: T tokens of the forward, B items of a part, Q queries an item, P pag
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -89,9 +93,17 @@ class PagedCache:
         self._on_gpu = on_gpu
         self._plan = plan
         self._heads, self._head_dim = config.num_kv_heads, config.head_dim
+        self.num_bytes = num_pages * self.page_bytes(config, plan, page_size)
+        self._memory: Any = None
+        if on_gpu:
+            self._memory = hopper("rollout.mapped_memory").MappedMemory(self.num_bytes, device)
+            self._memory.map()
+            self._bytes = self._memory.tensor()
+        else:
+            self._bytes = torch.empty(self.num_bytes, dtype=torch.uint8, device=device)
+        self._clear()
         shape = (config.num_layers, num_pages, page_size, config.num_kv_heads, config.head_dim)
-        self._keys = _Store(shape, plan, device)
-        self._values = _Store(shape, plan, device)
+        self._keys, self._values = _stores(self._bytes, shape, plan)
 
     @staticmethod
     def page_bytes(config: ModelConfig, plan: PrecisionPlan, page_size: int) -> int:
@@ -102,6 +114,33 @@ class PagedCache:
     def reads_pages_in_place(self) -> bool:
         """Whether attention reads pages where they lie: on a Hopper GPU, not in FP32."""
         return self._on_gpu
+
+    @property
+    def keeps_addresses(self) -> bool:
+        """Whether pages can be given back and taken again where they were."""
+        return self._memory is not None
+
+    @property
+    def ready(self) -> bool:
+        """Whether there is memory for the pages."""
+        return self._memory is None or bool(self._memory.mapped)
+
+    def give_back(self) -> None:
+        """Gives the pages' memory back, and what is in them; their addresses stay."""
+        self._memory.unmap()
+
+    def take_again(self) -> None:
+        """Takes memory again for pages that were given back, empty.
+
+        Raises:
+            torch.OutOfMemoryError: there is none.
+        """
+        self._memory.map()
+        self._clear()
+
+    def _clear(self) -> None:
+        # Not what the memory held before: a slot that is only padding is read all the same.
+        self._bytes.zero_()
 
     def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copies pages (source, destination), all sources read before any destination is
@@ -114,6 +153,7 @@ class PagedCache:
 
     def key_values(self, spans: Sequence[Span]) -> PagedKeyValues | HopperKeyValues:
         """The `KeyValues` of one forward over these spans, which fill rows 0 to T in order."""
+        assert self.ready, "the pages' memory has been given back"
         device = self._keys.codes.device
         slots_T = to_device(self._slots(spans), device)
         if self._on_gpu:
@@ -248,13 +288,10 @@ class HopperKeyValues:
 class _Store:
     """Keys, or values, of all layers: codes and their scales."""
 
-    def __init__(self, shape: tuple[int, ...], plan: PrecisionPlan, device: torch.device) -> None:
-        # Zeros, not what the memory held before: a slot that is only padding is read all the same.
-        self.codes = torch.zeros(shape, dtype=_DTYPES[plan.kv], device=device)
-        fp8 = plan.kv == "fp8"
-        self.scales = torch.zeros(shape[:-1], device=device) if fp8 else None
+    def __init__(self, codes: Tensor, scales: Tensor | None) -> None:
+        self.codes, self.scales = codes, scales
         # Bytes of the same memory: indexing is not implemented for FP8 types on every device.
-        self._raw = self.codes.view(torch.uint8) if fp8 else self.codes
+        self._raw = codes if scales is None else codes.view(torch.uint8)
 
     def write(self, layer: int, slots: Tensor, codes: Tensor, scales: Tensor | None) -> None:
         assert codes.dtype == self.codes.dtype, f"{codes.dtype} into a cache of {self.codes.dtype}"
@@ -279,6 +316,17 @@ class _Store:
         self._raw[:, destinations] = self._raw[:, sources]
         if self.scales is not None:
             self.scales[:, destinations] = self.scales[:, sources]
+
+
+def _stores(memory: Tensor, shape: tuple[int, ...], plan: PrecisionPlan) -> tuple[_Store, _Store]:
+    """Keys and values of codes of this shape, in these bytes: all scales, then all codes."""
+    if plan.kv != "fp8":
+        codes = memory.view(_DTYPES[plan.kv]).view(2, *shape)
+        return _Store(codes[0], None), _Store(codes[1], None)
+    scales_size = 2 * 4 * math.prod(shape[:-1])
+    scales = memory[:scales_size].view(torch.float32).view(2, *shape[:-1])
+    codes = memory[scales_size:].view(_DTYPES["fp8"]).view(2, *shape)
+    return _Store(codes[0], scales[0]), _Store(codes[1], scales[1])
 
 
 def _gpu_work(spans: Sequence[Span], device: torch.device) -> Any:

@@ -102,11 +102,6 @@ class DecodeBatch:
         tokens, logprobs = to_host(out.tokens), to_host(out.logprobs)
         return InFlight(step, tokens, logprobs, began, mark(self._device))
 
-    def wait(self) -> None:
-        """Until the device has nothing of it left to do, of steps that nobody took in either."""
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-
     def _place(self, step: Step, sequences: Sequence[RunningSequence]) -> None:
         """Make the step's sequences rows 0 to B, with all that the device does not know of them."""
         here = {chunk.sequence for chunk in step.chunks}

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from jetrl.device_memory import Held
 from jetrl.kernels.decode import DecodeState, Drawn, next_inputs, take_draws
 from jetrl.kernels.sampling import sample
 from jetrl.policy import Policy
@@ -122,8 +123,8 @@ class EagerForwards:
 
 
 class GraphForwards:
-    """Forwards as CUDA graphs, captured when a size first comes up. The weights are the policy's
-    own memory: graphs stay good when their values change."""
+    """Forwards as CUDA graphs, captured when a size first comes up. They stay good when weights
+    change their values, which they do in place, and while the cache's pages are given back."""
 
     def __init__(self, policy: Policy, cache: PagedCache, buffers: DecodeBuffers) -> None:
         self._policy, self._cache, self._buffers = policy, cache, buffers
@@ -131,6 +132,7 @@ class GraphForwards:
         self._longest = buffers.tables.shape[1] * cache.page_size
         self._graphs: dict[tuple[int, int, bool], torch.cuda.CUDAGraph] = {}
         self._pool = torch.cuda.graph_pool_handle()
+        self._held = Held(buffers.rows.device)  # what the forwards work in
         self.capture_s = 0.0
 
     @property
@@ -147,6 +149,7 @@ class GraphForwards:
     def run(self, count: int, longest: int, filtered: bool) -> None:
         """One forward of the first `count` rows, whose contexts are at most `longest` tokens at the
         end of their step."""
+        assert self._cache.ready, "the pages' memory has been given back"
         self._graphs[self._size(count, longest, filtered)].replay()
 
     def once(self, count: int, longest: int, filtered: bool) -> None:
@@ -181,7 +184,9 @@ class GraphForwards:
         graph = torch.cuda.CUDAGraph()
         # Other threads may ask the driver something meanwhile: a watchdog, a checkpoint's writer.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            before = _without_tensors(buffers.rows.device)
             self.once(count, longest, filtered)
+        self._held.bytes += _without_tensors(buffers.rows.device) - before
         buffers.rows.copy_(kept)
         seconds = time.perf_counter() - began
         self.capture_s += seconds
@@ -189,3 +194,8 @@ class GraphForwards:
             "decode graph: %d rows, contexts to %d tokens, %.2f s", count, longest, seconds
         )
         return graph
+
+
+def _without_tensors(device: torch.device) -> int:
+    """Bytes that torch has of the device and that no tensor uses."""
+    return torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

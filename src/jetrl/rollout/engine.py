@@ -7,30 +7,23 @@ size of the cache, and that nothing is left behind when a call is cut short.
 from __future__ import annotations
 
 import logging
-import os
-import sys
 import time
 from collections.abc import Callable, Sequence
 
-import torch
-
-from jetrl.cpu_memory import available_bytes
 from jetrl.errors import UserError
 from jetrl.kernels.decode import MAX_ROWS
-from jetrl.models.attention import staged_bytes_per_token
 from jetrl.out_of_memory import within_memory
 from jetrl.policy import Policy
 from jetrl.rollout.blocks import PageAllocator
-from jetrl.rollout.cache import PagedCache
-from jetrl.rollout.decode import DecodeBatch
 from jetrl.rollout.inputs import encode_prompts, make_groups, resumed_groups, text_decoder
+from jetrl.rollout.kept_cache import KeptCache
 from jetrl.rollout.partial import Partial, left_over, versions_of
 from jetrl.rollout.progress import RolloutStats
 from jetrl.rollout.run import ProgressCallback, RolloutRun
 from jetrl.rollout.runner import Runner
 from jetrl.rollout.scheduler import Scheduler
 from jetrl.rollout.sequence import NonFiniteLogits, RunningSequence
-from jetrl.rollout.sizes import RolloutSizes, Sizes, gpu_pages_room, most_contexts
+from jetrl.rollout.sizes import RolloutSizes, Sizes
 from jetrl.rollout.turns import Dialogues, Environment
 from jetrl.types import Completion, Prompt, SamplingParams, Unfinished
 
@@ -38,7 +31,6 @@ logger = logging.getLogger(__name__)
 
 FinishedCallback = Callable[[int, Completion], None]
 
-_CPU_MEMORY_SHARE = 0.25  # of what is free, for the cache: a laptop runs other things too
 # Of decode on a GPU: forwards a step, and steps launched ahead of what is known.
 _GPU_REPEATS, _GPU_AHEAD = 8, 1
 
@@ -92,17 +84,10 @@ class RolloutEngine:
             raise UserError(f"max_batch_size {max_batch_size}: a GPU decodes {MAX_ROWS} at most")
         self.policy = policy
         self.sizes = RolloutSizes(Sizes(max_batch_size, max_prefill_tokens, num_pages))
-        self.num_pages = num_pages
         self.page_size = page_size
-        if num_pages is not None:
-            self._check_room(num_pages, self._free_bytes())
         self.max_model_len = max_model_len or context
+        self._kept = KeptCache(policy, self.sizes, num_pages, page_size, self.max_model_len)
         self._repeats, self._ahead = (_GPU_REPEATS, _GPU_AHEAD) if on_gpu else (1, 0)
-        self._cache: PagedCache | None = None
-        self._decode: DecodeBatch | None = None  # of that cache
-        self._all_memory = False  # whether the cache is smaller than the largest batch could use
-        self._pages: int | None = None  # of the cache that was last asked for
-        self._needed = 1  # pages of the longest sequence of the last call
         self._scheduler: Scheduler | None = None
         self._stats = RolloutStats()
         self._unfinished: dict[int, Unfinished] = {}
@@ -134,11 +119,10 @@ class RolloutEngine:
         return 0 if self._scheduler is None else self._scheduler.allocator.num_used
 
     def free_cache(self) -> None:
-        """Gives the cache's memory back; the next call makes a new one."""
+        """Gives the pages' memory back. On a GPU the next call goes on with the same pages, and
+        with the graphs of decode, if there is room for them again; else it makes a new cache."""
         assert self._scheduler is None, "the cache is in use"
-        if self._decode is not None:
-            self._decode.wait()
-        self._cache = self._decode = None
+        self._kept.give_back()
 
     def generate(
         self,
@@ -187,7 +171,7 @@ class RolloutEngine:
         arguments = (prompts, params, progress, system_prompt, environment, max_tokens, partial)
         return within_memory(
             lambda: self._generate(*arguments, finished),
-            lambda problem: self.sizes.halve(self._pages, self._needed, problem),
+            lambda problem: self.sizes.halve(self._kept.pages, self._kept.needed, problem),
         )
 
     def _generate(
@@ -216,7 +200,7 @@ class RolloutEngine:
         if not groups:
             self._stats = RolloutStats()
             return []
-        cache = self._ready_cache(groups)
+        cache = self._kept.cache_for(groups)
         allocator = PageAllocator(cache.num_pages, cache.page_size)
         max_prefill = self.sizes.now.max_prefill_tokens
         scheduler = Scheduler(groups, allocator, self.max_batch_size, max_prefill)
@@ -234,7 +218,7 @@ class RolloutEngine:
                 finished(index, done[index])
 
         try:
-            decode = self._ready_decode(cache)
+            decode = self._kept.decode_batch()
             decode.begin(params, groups[0][0].rules.token_ids)
             run = RolloutRun(
                 scheduler,
@@ -257,7 +241,7 @@ class RolloutEngine:
                 error.token_ids = (*sequence.prompt, *sequence.generated)
             scheduler.cancel()
             # What failed may have left NaN in its pages: the next call starts from a clean cache.
-            self._cache = self._decode = None
+            self._kept.drop()
             raise
         finally:
             self._scheduler = None
@@ -285,106 +269,3 @@ class RolloutEngine:
             )
 
         return complete
-
-    def _ready_decode(self, cache: PagedCache) -> DecodeBatch:
-        """The decode batch over a cache; graphs are captured once and used in later calls."""
-        if self._decode is None:
-            self._decode = DecodeBatch(self.policy, cache, self.max_batch_size, self.max_model_len)
-        return self._decode
-
-    def _ready_cache(self, groups: Sequence[Sequence[RunningSequence]]) -> PagedCache:
-        """The cache for a call: the one there is if it is large enough, else a new one."""
-        longest = max((s for group in groups for s in group), key=lambda s: s.max_cached_tokens)
-        needed = -(-longest.max_cached_tokens // self.page_size)
-        num_sequences = sum(len(group) for group in groups)
-        # Samples that wait for a place in the batch share one page that none of the running ones
-        # has: the prompt's last, partly filled one.
-        waiting = num_sequences > self.max_batch_size
-        together = min(num_sequences, self.max_batch_size)
-        wanted = needed * together + int(waiting)
-        limit = self.sizes.now.max_pages
-        if self.num_pages is not None and limit is not None:
-            wanted = limit
-        elif self._cache is not None and (self._all_memory or self._cache.num_pages >= wanted):
-            wanted = self._cache.num_pages
-        else:
-            self._cache = self._decode = None  # before its memory is measured as used
-            contexts = most_contexts(
-                self.sizes.now.max_prefill_tokens, together, longest.max_cached_tokens
-            )
-            affordable = min(self._affordable_pages(contexts), limit or sys.maxsize)
-            self._all_memory = affordable < wanted
-            wanted = min(wanted, affordable)
-        self._pages, self._needed = wanted, needed
-        if wanted < needed:
-            raise UserError(self._too_small(longest, needed, wanted))
-        if self._cache is None or self._cache.num_pages != wanted:
-            self._cache = self._decode = None
-            self._cache = self._make_cache(wanted)
-            logger.info(
-                "one sequence of this call uses up to %d pages, and up to %d sequences run "
-                "together%s",
-                *(needed, together),
-                "; more than the pages hold at their longest: the youngest wait"
-                if self._all_memory
-                else "",
-            )
-        return self._cache
-
-    def _make_cache(self, pages: int) -> PagedCache:
-        config, plan, device = self.policy.config, self.policy.plan, self.policy.device
-        free = self._free_bytes()
-        page = self._check_room(pages, free)
-        cache = PagedCache(config, plan, pages, self.page_size, device)
-        logger.info(
-            "KV cache: %d pages of %d tokens, %s, %.1f MiB of the %.1f GiB that were free",
-            *(pages, self.page_size, plan.kv, pages * page / 2**20, free / 2**30),
-        )
-        return cache
-
-    def _check_room(self, pages: int, free: int) -> int:
-        """Bytes of a page.
-
-        Raises:
-            UserError: so many do not fit in the bytes that are free.
-        """
-        page = PagedCache.page_bytes(self.policy.config, self.policy.plan, self.page_size)
-        if pages * page > free:
-            raise UserError(
-                f"rollout.num_pages = {pages}: pages of {self.page_size} tokens take "
-                f"{page / 2**20:.1f} MiB each, {pages * page / 2**30:.1f} GiB in all, and "
-                f"{free / 2**30:.1f} GiB are free; at most {free // page}, or leave it unset"
-            )
-        return page
-
-    def _affordable_pages(self, contexts: int) -> int:
-        """Pages that the memory share of a cache holds. contexts: `most_contexts`."""
-        config, plan = self.policy.config, self.policy.plan
-        on_gpu, free = self.policy.device.type == "cuda", self._free_bytes()
-        staged = contexts * staged_bytes_per_token(config, plan)
-        room = gpu_pages_room(free, staged) if on_gpu else int(_CPU_MEMORY_SHARE * free)
-        return room // PagedCache.page_bytes(config, plan, self.page_size)
-
-    def _free_bytes(self) -> int:
-        """Free memory of the device; all of the machine's where the system does not say."""
-        if self.policy.device.type == "cuda":
-            torch.cuda.empty_cache()  # what torch keeps for later is free for the cache
-            free, _ = torch.cuda.mem_get_info(self.policy.device)
-            return int(free)
-        available = available_bytes()
-        if available is None:
-            return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        return available
-
-    def _too_small(self, longest: RunningSequence, needed: int, pages: int) -> str:
-        setting = (
-            f"raise rollout.num_pages to at least {needed}"
-            if self.num_pages is not None
-            else "use a machine with more memory"
-        )
-        return (
-            f"KV cache too small for one sequence: {pages} pages of {self.page_size} tokens hold "
-            f"{pages * self.page_size}, but a prompt of {len(longest.prompt)} tokens with "
-            f"max_tokens {longest.rules.max_tokens} uses {longest.max_cached_tokens} "
-            f"({needed} pages); {setting}, or lower rollout.max_tokens"
-        )

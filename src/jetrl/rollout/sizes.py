@@ -28,10 +28,13 @@ def most_contexts(max_prefill_tokens: int, sequences: int, longest: int) -> int:
     return min(max(CONTEXT_TOKENS * max_prefill_tokens, longest), sequences * longest)
 
 
-def gpu_pages_room(free: int, staged: int) -> int:
+def gpu_pages_room(free: int, staged: int, again: bool = False) -> int:
     """Bytes that KV pages may take of a GPU's free memory: all but 4 GiB, or but a fifth where
-    that is less, and but what contexts take when they are staged."""
-    return max(0, free - min(_GPU_LEFT, int(_GPU_LEFT_SHARE * free)) - staged)
+    that is less, and but what contexts take when they are staged. again: pages that were given
+    back, whose graphs are there, and whose number had better stay the same though no two updates
+    leave the same memory free: all but half of the 4 GiB."""
+    left = min(_GPU_LEFT, int(_GPU_LEFT_SHARE * free))
+    return max(0, free - (left // 2 if again else left) - staged)
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from jetrl.device_memory import beside_tensors
 from jetrl.policy import Policy
 from jetrl.rollout.engine import RolloutEngine
 from jetrl.rollout.sequence import RunningSequence
@@ -17,6 +18,7 @@ def hang_state(engine: RolloutEngine, policy: Policy) -> list[str]:
     lines += [_line(sequence) for sequence in sequences if not sequence.finished]
     if policy.device.type == "cuda":
         lines += ["", torch.cuda.memory_summary(policy.device)]
+        lines.append(f"KV pages and graphs, beside it: {beside_tensors() / 2**30:.2f} GiB")
     return lines
 
 

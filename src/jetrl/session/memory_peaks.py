@@ -8,14 +8,15 @@ from collections.abc import Callable
 
 import torch
 
+from jetrl.device_memory import peak_bytes, reset_peak
 from jetrl.memory import GIB, Fitted, shown
 
 logger = logging.getLogger(__name__)
 
 
 class MemoryPeaks:
-    """The most memory of each phase, as an observer of phases. On a GPU: of tensors. The CPU knows
-    the process's peak alone."""
+    """The most memory of each phase, as an observer of phases. On a GPU: of tensors, pages and what
+    graphs work in. The CPU knows the process's peak alone."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device if device.type == "cuda" else None
@@ -25,7 +26,7 @@ class MemoryPeaks:
     def begin(self, phase: str, step: int) -> None:
         self._take()
         if self._device is not None:
-            torch.cuda.reset_peak_memory_stats(self._device)
+            reset_peak(self._device)
 
     def beat(self) -> None:
         """Nothing: a peak is kept until it is read."""
@@ -37,7 +38,7 @@ class MemoryPeaks:
     def _take(self) -> int:
         if self._device is None:
             return 0
-        peak = torch.cuda.max_memory_allocated(self._device)
+        peak = peak_bytes(self._device)
         self._highest = max(self._highest, peak)
         return peak
 

@@ -1,0 +1,154 @@
+"""GPU memory that can be given back while its addresses stay.
+
+A CUDA graph reads and writes where it did when it was captured. Tensors of torch's allocator come
+back elsewhere, so whoever frees the KV pages for an update has to capture all graphs anew. Here the
+addresses are reserved once, and memory is put behind them and taken away (CUDA's virtual memory
+management): the graphs stay good. They must not run in between.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from jetrl.device_memory import Held
+from jetrl.errors import UserError
+from jetrl.out_of_memory import release
+
+try:
+    from cuda.bindings import driver
+except ModuleNotFoundError as error:
+    raise UserError(
+        f"sampling on a GPU needs the package cuda-bindings ({error}), which torch's CUDA packages "
+        "for Linux bring along: pip install cuda-bindings"
+    ) from error
+
+
+@dataclass
+class _Range:
+    """Addresses, with memory behind them or not."""
+
+    address: int
+    size: int
+    device: torch.device
+    mapped: bool = False
+
+
+class MappedMemory:
+    """Addresses of a GPU for `num_bytes`, without memory until `map`.
+
+    Raises:
+        RuntimeError: what the driver says.
+    """
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        index = torch.cuda.current_device() if device.index is None else device.index
+        device = torch.device("cuda", index)
+        torch.cuda.synchronize(device)  # there is a context from here on
+        self.num_bytes = num_bytes
+        self._kind = driver.CUmemAllocationProp()
+        self._kind.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        self._kind.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        self._kind.location.id = index
+        recommended = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
+        unit = _checked(driver.cuMemGetAllocationGranularity(self._kind, recommended))
+        size = -(-num_bytes // unit) * unit
+        address = int(_checked(driver.cuMemAddressReserve(size, 0, 0, 0)))
+        self._range = _Range(address, size, device)
+        self._held = Held(device)
+        # Not at exit: the process gives everything back, and the driver may be gone before.
+        weakref.finalize(self, _give_up, self._range).atexit = False
+
+    @property
+    def mapped(self) -> bool:
+        """Whether there is memory: else nothing may touch the addresses."""
+        return self._range.mapped
+
+    def map(self) -> None:
+        """Puts memory behind the addresses; what it holds is undefined.
+
+        Raises:
+            torch.OutOfMemoryError: so much is not free.
+        """
+        where = self._range
+        assert not where.mapped, "mapped twice"
+        handle = self._memory()
+        try:
+            _checked(driver.cuMemMap(where.address, where.size, 0, handle, 0))
+        finally:
+            # From here on the mapping keeps the memory, and without one it is free.
+            _checked(driver.cuMemRelease(handle))
+        where.mapped = True
+        access = driver.CUmemAccessDesc()
+        access.location = self._kind.location
+        access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        try:
+            _checked(driver.cuMemSetAccess(where.address, where.size, [access], 1))
+        except BaseException:
+            _unmap(where)
+            raise
+        self._held.bytes = where.size
+
+    def unmap(self) -> None:
+        """Gives the memory back, once the device is done with what it was told to do."""
+        if self._range.mapped:
+            _unmap(self._range)
+            self._held.bytes = 0
+
+    def tensor(self) -> Tensor:
+        """uint8 [num_bytes] over the addresses, to be made and used while there is memory. It keeps
+        the addresses reserved."""
+        assert self._range.mapped, "nothing is mapped"
+        return torch.as_tensor(self, device=self._range.device)
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return {
+            "shape": (self.num_bytes,),
+            "typestr": "|u1",
+            "data": (self._range.address, False),
+            "version": 3,
+        }
+
+    def _memory(self) -> Any:
+        """A handle of memory for the whole range."""
+        size = self._range.size
+        found, *handle = driver.cuMemCreate(size, self._kind, 0)
+        if found == driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
+            release()
+            found, *handle = driver.cuMemCreate(size, self._kind, 0)
+        if found == driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
+            free, _ = torch.cuda.mem_get_info(self._range.device)
+            raise torch.OutOfMemoryError(
+                f"CUDA out of memory. Tried to map {size / 2**30:.2f} GiB. "
+                f"{free / 2**30:.2f} GiB are free"
+            )
+        return _checked((found, *handle))
+
+
+def _unmap(where: _Range) -> None:
+    torch.cuda.synchronize(where.device)
+    _checked(driver.cuMemUnmap(where.address, where.size))
+    where.mapped = False
+
+
+def _give_up(where: _Range) -> None:
+    if where.mapped:
+        _unmap(where)
+    _checked(driver.cuMemAddressFree(where.address, where.size))
+
+
+def _checked(result: tuple[Any, ...]) -> Any:
+    """What a call of the driver gave, if it gave anything."""
+    found, *values = result
+    if found == driver.CUresult.CUDA_SUCCESS:
+        return values[0] if values else None
+    _, words = driver.cuGetErrorString(found)
+    said = words.decode() if words else "unknown"
+    if found == driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
+        raise torch.OutOfMemoryError(f"CUDA out of memory. The driver's {found.name}: {said}")
+    raise RuntimeError(f"the CUDA driver refused: {found.name}, {said}")

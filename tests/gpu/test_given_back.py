@@ -1,0 +1,143 @@
+"""Pages whose memory is given back for an update: the addresses stay, and with them the graphs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from small_models import config
+
+from jetrl import Policy, RolloutEngine, SamplingParams
+from jetrl.config import Settings
+from jetrl.device_memory import beside_tensors
+from jetrl.parity import random_prompts
+from jetrl.precision import PrecisionPlan
+from jetrl.rollout.mapped_memory import MappedMemory
+from jetrl.training import Trainer
+from jetrl.types import Completion, Prompt, Sample, Score
+
+pytestmark = pytest.mark.gpu
+
+CONFIG = config(vocab_size=5000, max_position_embeddings=8192)
+PAGES = 512
+
+
+def make_policy(**options: Any) -> Policy:
+    plan = PrecisionPlan.preset("unified").replace(**options)
+    return Policy.from_config(CONFIG, plan, seed=0, device="cuda")
+
+
+def outcome(completions: list[Completion]) -> list[Any]:
+    return [(c.token_ids, c.logprobs, c.finish_reason) for c in completions]
+
+
+def test_memory_comes_again_at_its_addresses() -> None:
+    size = 2**31 + 2**20 + 3  # offsets beyond 32 bits with a sign
+    memory = MappedMemory(size, torch.device("cuda"))
+    before = beside_tensors()
+    addresses, freed = set(), []
+    for turn in range(3):
+        assert not memory.mapped
+        memory.map()
+        bytes = memory.tensor()
+        assert bytes.shape == (size,)
+        assert beside_tensors() >= before + size
+        addresses.add(bytes.data_ptr())
+        bytes.fill_(turn)
+        assert bytes[-1].item() == turn
+        torch.cuda.synchronize()
+        while_mapped, _ = torch.cuda.mem_get_info()
+        memory.unmap()
+        memory.unmap()  # nothing is left to do
+        freed.append(torch.cuda.mem_get_info()[0] - while_mapped)
+    assert len(addresses) == 1
+    assert max(freed) >= size, "beside other processes on the card one of three would show it"
+    memory.map()
+    del memory
+    bytes.zero_()  # which keeps it
+    assert bytes[-1].item() == 0
+    assert beside_tensors() > before
+    del bytes
+    assert beside_tensors() == before
+
+
+def test_too_much_is_out_of_memory() -> None:
+    before = beside_tensors()
+    memory = MappedMemory(2**38, torch.device("cuda"))
+    for _ in range(2):
+        with pytest.raises(torch.OutOfMemoryError, match=r"Tried to map 256\.00 GiB"):
+            memory.map()
+        assert not memory.mapped
+    assert beside_tensors() == before
+
+
+@pytest.mark.parametrize("kv", ["fp8", "bf16"])
+@pytest.mark.parametrize("options", [{}, {"top_p": 0.8}], ids=str)
+def test_after_an_update_the_graphs_are_the_same(kv: str, options: dict[str, Any]) -> None:
+    """Two updates of the masters; in between a trainer's forward and backward use the memory."""
+    policy = make_policy(kv=kv)
+    prompts = [*random_prompts(policy, 10, 100, seed=3), [5] * 1500]
+    params = SamplingParams(n=3, max_tokens=60, seed=1, **options)
+    settings = {"train": {"lr": 1e-3}, "algorithm": {"aggregation": "token_mean"}}
+    trainer = Trainer(policy, Settings.model_validate(settings))
+    engine = RolloutEngine(policy, num_pages=PAGES)
+    completions = engine.generate(prompts, params)
+    assert engine.stats.graphs > 0
+    for _ in range(2):
+        before = beside_tensors()
+        assert engine._kept._cache is not None
+        engine.free_cache()
+        assert beside_tensors() <= before - engine._kept._cache.num_bytes
+        samples = [
+            Sample(
+                prompt=Prompt(id=str(i // 3), text="?"),
+                group=i // 3,
+                prompt_token_ids=tuple(prompts[i // 3]),
+                completion=completion,
+                score=Score(float(i % 2)),
+            )
+            for i, completion in enumerate(completions)
+        ]
+        metrics = trainer.step(samples)
+        assert metrics["mismatch/num_different"] == 0
+        last, completions = completions, engine.generate(prompts, params)
+        assert engine.stats.graphs == 0
+        assert outcome(completions) != outcome(last)
+        fresh = RolloutEngine(policy, num_pages=PAGES)
+        assert outcome(fresh.generate(prompts, params)) == outcome(completions)
+        assert fresh.stats.graphs > 0
+
+
+def test_no_memory_for_the_pages_halves_the_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = make_policy()
+    prompts = random_prompts(policy, 10, 100, seed=3)
+    params = SamplingParams(n=2, max_tokens=40, seed=1)
+    engine = RolloutEngine(policy, max_batch_size=16)
+    expected = outcome(engine.generate(prompts, params))
+    engine.free_cache()
+    really, refused = MappedMemory.map, []
+
+    def map(self: MappedMemory) -> None:
+        if not refused:
+            refused.append(self)
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to map it")
+        really(self)
+
+    monkeypatch.setattr(MappedMemory, "map", map)
+    assert outcome(engine.generate(prompts, params)) == expected
+    assert engine.sizes.take_retries() == 1
+    assert engine.stats.graphs > 0, "of the smaller batch"
+    engine.free_cache()
+    assert outcome(engine.generate(prompts, params)) == expected
+    assert engine.stats.graphs == 0
+
+
+def test_an_engine_that_goes_leaves_nothing() -> None:
+    policy = make_policy()
+    before = beside_tensors()
+    engine = RolloutEngine(policy, num_pages=PAGES)
+    engine.generate([[1, 2, 3]], SamplingParams(max_tokens=9, ignore_eos=True))
+    assert beside_tensors() > before
+    del engine
+    assert beside_tensors() == before
