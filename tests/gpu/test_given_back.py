@@ -13,7 +13,7 @@ from jetrl.config import Settings
 from jetrl.device_memory import beside_tensors
 from jetrl.parity import random_prompts
 from jetrl.precision import PrecisionPlan
-from jetrl.rollout.mapped_memory import MappedMemory
+from jetrl.precision.hopper import hopper
 from jetrl.training import Trainer
 from jetrl.types import Completion, Prompt, Sample, Score
 
@@ -28,13 +28,19 @@ def make_policy(**options: Any) -> Policy:
     return Policy.from_config(CONFIG, plan, seed=0, device="cuda")
 
 
+@pytest.fixture(scope="module")
+def mapped() -> Any:
+    """The class, of a module that only a GPU's installation can import."""
+    return hopper("rollout.mapped_memory").MappedMemory
+
+
 def outcome(completions: list[Completion]) -> list[Any]:
     return [(c.token_ids, c.logprobs, c.finish_reason) for c in completions]
 
 
-def test_memory_comes_again_at_its_addresses() -> None:
+def test_memory_comes_again_at_its_addresses(mapped: Any) -> None:
     size = 2**31 + 2**20 + 3  # offsets beyond 32 bits with a sign
-    memory = MappedMemory(size, torch.device("cuda"))
+    memory = mapped(size, torch.device("cuda"))
     before = beside_tensors()
     addresses, freed = set(), []
     for turn in range(3):
@@ -62,9 +68,9 @@ def test_memory_comes_again_at_its_addresses() -> None:
     assert beside_tensors() == before
 
 
-def test_too_much_is_out_of_memory() -> None:
+def test_too_much_is_out_of_memory(mapped: Any) -> None:
     before = beside_tensors()
-    memory = MappedMemory(2**38, torch.device("cuda"))
+    memory = mapped(2**38, torch.device("cuda"))
     for _ in range(2):
         with pytest.raises(torch.OutOfMemoryError, match=r"Tried to map 256\.00 GiB"):
             memory.map()
@@ -109,22 +115,24 @@ def test_after_an_update_the_graphs_are_the_same(kv: str, options: dict[str, Any
         assert fresh.stats.graphs > 0
 
 
-def test_no_memory_for_the_pages_halves_the_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_memory_for_the_pages_halves_the_sizes(
+    mapped: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     policy = make_policy()
     prompts = random_prompts(policy, 10, 100, seed=3)
     params = SamplingParams(n=2, max_tokens=40, seed=1)
     engine = RolloutEngine(policy, max_batch_size=16)
     expected = outcome(engine.generate(prompts, params))
     engine.free_cache()
-    really, refused = MappedMemory.map, []
+    really, refused = mapped.map, []
 
-    def map(self: MappedMemory) -> None:
+    def map(self: Any) -> None:
         if not refused:
             refused.append(self)
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to map it")
         really(self)
 
-    monkeypatch.setattr(MappedMemory, "map", map)
+    monkeypatch.setattr(mapped, "map", map)
     assert outcome(engine.generate(prompts, params)) == expected
     assert engine.sizes.take_retries() == 1
     assert engine.stats.graphs > 0, "of the smaller batch"
