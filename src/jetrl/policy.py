@@ -39,8 +39,8 @@ class Policy(Model):
 
     @torch.no_grad()
     def rollout_forward(self, token_ids: Tensor, positions: Tensor, kv: KeyValues) -> Tensor:
-        """The sampler's forward: int64 [T] tokens and positions -> hidden [T, D]. Keys and values
-        come from, and go to, `kv`."""
+        """The sampler's forward: int64 [T] tokens and positions -> hidden [T, D], or of `kv.rows`.
+        Keys and values come from, and go to, `kv`."""
         hidden: Tensor = self.decoder(token_ids, positions, kv, "rollout")
         return hidden
 

@@ -104,7 +104,7 @@ def unfused(monkeypatch: pytest.MonkeyPatch) -> None:
     import jetrl.models.attention as attention
     import jetrl.models.decoder as decoder
 
-    def attend(self: Any, layer: int, qkv: torch.Tensor, rope: Any) -> torch.Tensor:
+    def attend(self: Any, layer: int, qkv: torch.Tensor, rope: Any, last: bool) -> torch.Tensor:
         plan = self._plan
         o = attention.attend_packed(*rope.heads(qkv), self._cu_seqlens, plan.kv, plan.scales)
         return o.flatten(-2, -1)

@@ -77,6 +77,23 @@ def test_a_long_chunk_is_cut_with_equal_bits(config):
     assert torch.equal(got.view(torch.int16), wanted.view(torch.int16))
 
 
+def test_the_last_layer_attends_for_the_ends_alone(config):
+    """The same bits as when all attend, and every token's keys and values are stored."""
+    lengths, starts = [7, 1, 300], [3, 20, 0]
+    caches = [make_cache(config, num_pages=40, page_size=16) for _ in range(2)]
+    pages, layer = [[0], [1, 2], list(range(3, 22))], config.num_layers - 1
+    q, k, v = random_qkv(config, sum(lengths), torch.bfloat16)
+    spans = [Span(sum(lengths[:i]), starts[i], lengths[i], pages[i]) for i in range(len(lengths))]
+    every = caches[0].key_values(spans).attend_heads(layer, q, k, v)
+    ends = caches[1].key_values(spans, ends=True)
+    assert ends.rows.tolist() == [6, 7, 307]
+    got = ends.attend_heads(layer, q, k, v, last=True)
+    assert torch.equal(got.view(torch.int16), every[ends.rows].view(torch.int16))
+    for a, b in zip(*((c._keys, c._values) for c in caches), strict=True):
+        assert torch.equal(a.codes.view(torch.uint8), b.codes.view(torch.uint8))
+        assert torch.equal(a.scales, b.scales)
+
+
 def test_slots_of_no_token_may_hold_anything(config):
     """Old NaN in the rest of a page and in other pages does not reach a result."""
     lengths = [5, 9, 2]

@@ -71,6 +71,18 @@ def test_exact_under_plan_options(make_policy, options):
     assert count_different(policy, PROMPTS, out, PARAMS.n, PARAMS.temperature) == 0
 
 
+def test_of_prompts_the_last_layer_computes_the_ends_alone(make_policy):
+    policy = make_policy("unified")
+    rows: dict[str, list[int]] = {}
+    policy.decoder.trace = lambda name, x: rows.setdefault(name, []).append(len(x))
+    params = SamplingParams(max_tokens=1, ignore_eos=True)
+    RolloutEngine(policy, max_prefill_tokens=22).generate(PROMPTS, params)
+    last = policy.config.num_layers - 1
+    assert rows["layers.0.down"] == rows[f"layers.{last}.qkv"] == [22, 11]  # tokens
+    assert rows[f"layers.{last}.attention"] == rows[f"layers.{last}.down"] == [3, 3]  # chunks
+    assert rows["lm_head"] == [2, 3]  # draws: a prompt is cut
+
+
 def test_the_comparison_can_fail(make_policy):
     """Under `mixed` the sampler is FP8 and the trainer BF16: nearly every log-prob differs."""
     policy = make_policy("mixed")

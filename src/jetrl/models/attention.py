@@ -85,12 +85,20 @@ def staged_bytes_per_token(config: ModelConfig, plan: PrecisionPlan) -> int:
 
 
 class KeyValues(Protocol):
-    """A source of keys and values for one forward over a flat list of T tokens."""
+    """A source of keys and values for one forward over a flat list of T tokens.
 
-    def attend(self, layer: int, qkv: Tensor, rope: Rotary) -> Tensor | QTensor:
+    rows: int64 [R], the tokens whose output is asked for: the last layer takes the others no
+    further than their keys and values. None: all T.
+    """
+
+    @property
+    def rows(self) -> Tensor | None: ...
+
+    def attend(self, layer: int, qkv: Tensor, rope: Rotary, last: bool) -> Tensor | QTensor:
         """qkv [T, (H + 2G) * D], not yet rotated. Each query attends causally, within its own
         sequence, to what the sequence holds so far and to this forward's keys and values. Returns
-        [T, H * D], or its 1 x 128 groups as the next linear would make them."""
+        [T, H * D], or its 1 x 128 groups as the next linear would make them; of the last layer
+        `rows` alone."""
         ...
 
 
@@ -111,8 +119,9 @@ class PackedKeyValues:
         self._tiles = packed_tiles(cu_seqlens, device) if on_gpu else None
         lengths = set(cu_seqlens.diff().tolist())
         self._length = lengths.pop() if len(lengths) == 1 else None
+        self.rows = None
 
-    def attend(self, layer: int, qkv: Tensor, rope: Rotary) -> Tensor:
+    def attend(self, layer: int, qkv: Tensor, rope: Rotary, last: bool) -> Tensor:
         """As `KeyValues.attend`, differentiable."""
         plan = self._plan
         if self._tiles is not None:

@@ -77,14 +77,18 @@ class DecoderLayer(nn.Module):
         kv: KeyValues,
         side: Side,
         trace: Trace | None,
+        last: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """x [T, D] and what the layer before adds to it -> the same for the next layer."""
+        """x [T, D] and what the layer before adds to it -> the same for the next layer, or of the
+        last one for `kv.rows`."""
         told = None if trace is None else _prefixed(trace, f"layers.{self.index}.")
         enter = hopper("models.layer_hopper").norm_linear if _fuses(x) else norm_linear
         x, qkv = enter(x, delta, self.input_norm, self.qkv, side, told)
         _tell(told, "qkv", qkv)
-        attended = kv.attend(self.index, qkv, self._rotary(positions, table, told))
+        attended = kv.attend(self.index, qkv, self._rotary(positions, table, told), last)
         _tell(told, "attention", attended)
+        if last and kv.rows is not None:
+            x = x[kv.rows]
         del qkv  # like the heads below: the MLP, where a forward holds most, needs neither
         delta = self.o(attended, side)
         _tell(told, "o", delta)
@@ -234,7 +238,7 @@ class Decoder(nn.Module):
         side: Side,
         checkpoint_layers: bool = False,
     ) -> Tensor:
-        """token_ids, positions int64 [T] -> the final norm's output [T, D]."""
+        """token_ids, positions int64 [T] -> the final norm's output [T, D], or of `kv.rows`."""
         dtype = activation_dtype(self.plan)
         if token_ids.is_cuda and dtype == torch.bfloat16 and self.embed.dtype == torch.float32:
             x = hopper("models.embedding_hopper").embed(token_ids, self.embed)
@@ -243,7 +247,8 @@ class Decoder(nn.Module):
         _tell(self.trace, "embed", x)
         delta = None
         for layer in self.layers:
-            arguments = (x, delta, positions, self.rotary_table, kv, side, self.trace)
+            last = layer is self.layers[-1]
+            arguments = (x, delta, positions, self.rotary_table, kv, side, self.trace, last)
             x, delta = (
                 checkpoint(layer, *arguments, use_reentrant=False, preserve_rng_state=False)
                 if checkpoint_layers

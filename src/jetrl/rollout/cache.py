@@ -151,17 +151,32 @@ class PagedCache:
             self._keys.copy(sources, destinations)
             self._values.copy(sources, destinations)
 
-    def key_values(self, spans: Sequence[Span]) -> PagedKeyValues | HopperKeyValues:
-        """The `KeyValues` of one forward over these spans, which fill rows 0 to T in order."""
+    def key_values(
+        self, spans: Sequence[Span], ends: bool = False
+    ) -> PagedKeyValues | HopperKeyValues:
+        """The `KeyValues` of one forward over these spans, which fill rows 0 to T in order. ends:
+        the last token of each span is all whose output is asked for."""
         assert self.ready, "the pages' memory has been given back"
         device = self._keys.codes.device
         slots_T = to_device(self._slots(spans), device)
+        source = HopperKeyValues if self._on_gpu else PagedKeyValues
+        last = None
+        if ends:
+            rows = to_device([span.row + span.length - 1 for span in spans], device)
+            alone = [
+                Span(row, span.start + span.length - 1, 1, span.pages)
+                for row, span in enumerate(spans)
+            ]
+            last = LastLayer(rows, self._work(alone))
+        return source(self._keys, self._values, self._plan, slots_T, self._work(spans), last)
+
+    def _work(self, spans: Sequence[Span]) -> Any:
+        """What attention is told of these spans: `Part`s, or what the GPU's kernels take."""
+        device = self._keys.codes.device
         if self._on_gpu:
-            work = _gpu_work(spans, device)
-            return HopperKeyValues(self._keys, self._values, self._plan, slots_T, work)
+            return _gpu_work(spans, device)
         budget = max(1, _MAX_GATHERED // (self._heads * self._head_dim))
-        parts = [self._part(items, device) for items in group_items(spans, budget)]
-        return PagedKeyValues(self._keys, self._values, self._plan, slots_T, parts)
+        return [self._part(items, device) for items in group_items(spans, budget)]
 
     def _slots(self, spans: Sequence[Span]) -> np.ndarray:
         """int64 [T]: page * page_size + offset of each token."""
@@ -201,28 +216,51 @@ class PagedCache:
         )
 
 
+@dataclass(frozen=True)
+class LastLayer:
+    """What the last layer attends for. rows: int64 [R], of the T tokens. work: the `Part`s, or the
+    GPU's work, of these tokens alone, in rows 0 to R."""
+
+    rows: Tensor
+    work: Any
+
+
 class PagedKeyValues:
     """`jetrl.models.attention.KeyValues` over a `PagedCache`, for the tokens of one forward.
 
-    slots: int64 [T], page * page_size + offset, where each token's keys and values go.
+    slots: int64 [T], page * page_size + offset, where each token's keys and values go. last: where
+    not every token's output is asked for.
     """
 
     def __init__(
-        self, keys: _Store, values: _Store, plan: PrecisionPlan, slots: Tensor, parts: list[Part]
+        self,
+        keys: _Store,
+        values: _Store,
+        plan: PrecisionPlan,
+        slots: Tensor,
+        parts: list[Part],
+        last: LastLayer | None = None,
     ) -> None:
         self._keys, self._values, self._plan = keys, values, plan
-        self._slots, self._parts = slots, parts
+        self._slots, self._parts, self._last = slots, parts, last
+        self.rows = None if last is None else last.rows
 
-    def attend(self, layer: int, qkv: Tensor, rope: Rotary) -> Tensor:
+    def attend(self, layer: int, qkv: Tensor, rope: Rotary, last: bool) -> Tensor:
         """As `KeyValues.attend`."""
-        return self.attend_heads(layer, *rope.heads(qkv)).flatten(-2, -1)
+        return self.attend_heads(layer, *rope.heads(qkv), last).flatten(-2, -1)
 
-    def attend_heads(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Stores k, v [T, G, D]; q [T, H, D] attends to its sequence so far. Returns [T, H, D]."""
+    def attend_heads(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, last: bool = False
+    ) -> Tensor:
+        """Stores k, v [T, G, D]; q [T, H, D] attends to its sequence so far. Returns [T, H, D], of
+        the last layer for `rows`."""
         self._keys.write(layer, self._slots, *quantize_kv(k, self._plan.kv, self._plan.scales))
         self._values.write(layer, self._slots, *quantize_kv(v, self._plan.kv, self._plan.scales))
+        parts = self._parts
+        if last and self._last is not None:
+            q, parts = q[self._last.rows], self._last.work
         out = torch.empty_like(q)
-        for part in self._parts:
+        for part in parts:
             k_codes, k_scales = self._keys.gather(layer, part.pages, part.num_keys)
             v_codes, v_scales = self._values.gather(layer, part.pages, part.num_keys)
             dense = attend_dense(q[part.rows], k_codes, k_scales, v_codes, v_scales, part.positions)
@@ -249,16 +287,24 @@ class HopperKeyValues:
 
     slots: int64 [T], page * page_size + offset, where each token's keys and values go; negative for
     nowhere (a row of padding). work: `DecodeWork`, or the kernels' tiles of a forward with chunks.
-    Nothing here touches the host: with decode work a forward can be captured in a CUDA graph.
+    last: where not every token's output is asked for. Nothing here touches the host: with decode
+    work a forward can be captured in a CUDA graph.
     """
 
     def __init__(
-        self, keys: _Store, values: _Store, plan: PrecisionPlan, slots: Tensor, work: Any
+        self,
+        keys: _Store,
+        values: _Store,
+        plan: PrecisionPlan,
+        slots: Tensor,
+        work: Any,
+        last: LastLayer | None = None,
     ) -> None:
         self._keys, self._values, self._plan = keys, values, plan
-        self._slots, self._work = slots, work
+        self._slots, self._work, self._last = slots, work, last
+        self.rows = None if last is None else last.rows
 
-    def attend(self, layer: int, qkv: Tensor, rope: Rotary) -> Tensor | QTensor:
+    def attend(self, layer: int, qkv: Tensor, rope: Rotary, last: bool) -> Tensor | QTensor:
         """As `KeyValues.attend`: the codes that the next linear reads, if it is FP8."""
         kernels = hopper("kernels.attention_gpu")
         k, k_scales = self._keys.layer(layer)
@@ -272,16 +318,19 @@ class HopperKeyValues:
         if rope.trace is not None:
             rope.trace("rotary", q)
             rope.trace("keys and values", kernels.stored_values(pages, self._slots))
+        work: Any = self._work
+        if last and self._last is not None:
+            q, work = q[self._last.rows], self._last.work
         attend, quantized = kernels.attend_prefill, kernels.attend_prefill_quantized
-        work: tuple[Any, ...] = (self._work,)
-        if isinstance(self._work, DecodeWork):
+        arguments: tuple[Any, ...] = (work,)
+        if isinstance(work, DecodeWork):
             attend, quantized = kernels.attend_decode, kernels.attend_decode_quantized
-            work = (self._work.tables, self._work.lengths, self._work.longest)
+            arguments = (work.tables, work.lengths, work.longest)
         format = self._plan.linear_format("rollout", layer, len(self._keys.codes))
         if format == "fp8" and rope.trace is None:
-            codes: QTensor = quantized(q, pages, *work, self._plan.scales)
+            codes: QTensor = quantized(q, pages, *arguments, self._plan.scales)
             return codes
-        attended: Tensor = attend(q, pages, *work).flatten(1)
+        attended: Tensor = attend(q, pages, *arguments).flatten(1)
         return attended
 
 

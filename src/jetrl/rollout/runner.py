@@ -40,21 +40,19 @@ class Runner:
         assert not step.decodes, "decode is the decode batch's"
         token_ids: list[int] = []
         positions: list[np.ndarray] = []
-        rows: list[int] = []
         spans: list[Span] = []
         for chunk in step.chunks:
             sequence = sequences[chunk.sequence]
             spans.append(Span(len(token_ids), chunk.start, chunk.length, sequence.pages))
             token_ids += sequence.tokens(chunk.start, chunk.length)
             positions.append(np.arange(chunk.start, chunk.start + chunk.length))
-            if chunk.draws:
-                rows.append(len(token_ids) - 1)
         device = self._policy.device
         hidden = self._policy.rollout_forward(
             to_device(token_ids, device),
             to_device(np.concatenate(positions), device),
-            self._cache.key_values(spans),
+            self._cache.key_values(spans, ends=True),
         )
-        if not rows:
+        drawing = [row for row, chunk in enumerate(step.chunks) if chunk.draws]
+        if not drawing:
             return torch.empty((0, self._policy.config.vocab_size), device=device)
-        return self._policy.rollout_logits(hidden[to_device(rows, device)])
+        return self._policy.rollout_logits(hidden[to_device(drawing, device)])
