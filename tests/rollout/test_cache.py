@@ -10,7 +10,8 @@ import torch
 from jetrl.kernels.attention import attend_packed
 from jetrl.models.families import ModelConfig
 from jetrl.precision.plan import PrecisionPlan
-from jetrl.rollout.cache import PagedCache, Span, group_items
+from jetrl.rollout.cache import PagedCache
+from jetrl.rollout.key_values import Span, group_items
 
 CPU = torch.device("cpu")
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from jetrl.policy import Policy
-from jetrl.rollout.cache import PagedCache, Span
+from jetrl.rollout.cache import PagedCache
+from jetrl.rollout.key_values import Span
 
 _PAGE_SIZE = 64
 

@@ -19,7 +19,8 @@ from jetrl.device_memory import Held
 from jetrl.kernels.decode import DecodeState, Drawn, next_inputs, take_draws
 from jetrl.kernels.sampling import sample
 from jetrl.policy import Policy
-from jetrl.rollout.cache import DecodeWork, PagedCache, Span
+from jetrl.rollout.cache import PagedCache
+from jetrl.rollout.key_values import DecodeWork, Span
 
 logger = logging.getLogger(__name__)
 

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from jetrl.policy import Policy
-from jetrl.rollout.cache import PagedCache, Span
+from jetrl.rollout.cache import PagedCache
 from jetrl.rollout.in_flight import to_device
+from jetrl.rollout.key_values import Span
 from jetrl.rollout.scheduler import Step
 from jetrl.rollout.sequence import RunningSequence
 
