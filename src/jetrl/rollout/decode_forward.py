@@ -8,9 +8,11 @@ size of batch and of context that comes up: `GraphForwards`. Elsewhere it is cal
 from __future__ import annotations
 
 import bisect
+import functools
 import logging
 import time
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -132,8 +134,8 @@ class GraphForwards:
         self.page_size = cache.page_size
         self._longest = buffers.tables.shape[1] * cache.page_size
         self._graphs: dict[tuple[int, int, bool], torch.cuda.CUDAGraph] = {}
-        self._pool = torch.cuda.graph_pool_handle()
-        self._held = Held(buffers.rows.device)  # what the forwards work in
+        self._pool = torch.cuda.MemPool()  # what the forwards work in
+        self._held = Held(buffers.rows.device)
         self.capture_s = 0.0
 
     @property
@@ -180,12 +182,17 @@ class GraphForwards:
         kept = buffers.rows.clone()
         buffers.rows.fill_(buffers.idle_slot)  # the forwards below change no sequence
         buffers.out.count.zero_()
-        self.once(count, longest, filtered)  # compiles what this size needs
         torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
+        torch.cuda.empty_cache()
+        stream, before = _capture_stream(), _without_tensors(buffers.rows.device)
+        # Compiles what this size needs, and takes the pool's memory: a capture that runs out of it
+        # half way leaves torch's allocator unusable.
+        with torch.cuda.stream(stream), torch.cuda.use_mem_pool(self._pool):
+            self.once(count, longest, filtered)
+        graph, pool = torch.cuda.CUDAGraph(), cast(Any, self._pool.id)
         # Other threads may ask the driver something meanwhile: a watchdog, a checkpoint's writer.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            before = _without_tensors(buffers.rows.device)
+        mode = "thread_local"
+        with torch.cuda.graph(graph, pool, stream, capture_error_mode=mode):
             self.once(count, longest, filtered)
         self._held.bytes += _without_tensors(buffers.rows.device) - before
         buffers.rows.copy_(kept)
@@ -195,6 +202,12 @@ class GraphForwards:
             "decode graph: %d rows, contexts to %d tokens, %.2f s", count, longest, seconds
         )
         return graph
+
+
+@functools.cache
+def _capture_stream() -> torch.cuda.Stream:
+    """One for all: a pool's memory serves the stream that it was taken on."""
+    return torch.cuda.Stream()
 
 
 def _without_tensors(device: torch.device) -> int:
