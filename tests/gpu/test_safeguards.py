@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import math
+import multiprocessing
 from collections.abc import Iterator
 from typing import Any
 
@@ -110,19 +112,29 @@ def resampled(policy: Policy, samples: list[Sample]) -> list[Sample]:
 
 
 def test_sampling_goes_on_when_memory_runs_out() -> None:
+    """In a process of its own: what other tests leave in torch's pools counts in the limit, and can
+    serve nothing else."""
+    process = multiprocessing.get_context("spawn").Process(target=sample_in_less_memory)
+    process.start()
+    process.join(timeout=100)
+    assert process.exitcode == 0, "its output says why"
+
+
+def sample_in_less_memory() -> None:
     policy = make_policy()
     prompts = random_prompts(policy, 48, 64, seed=5)
     params = SamplingParams(n=4, max_tokens=64, seed=9, ignore_eos=True)
     expected = RolloutEngine(policy).generate(prompts, params)
-    # Prompts of many tokens a forward need the most; the cache alone still fits.
     engine = RolloutEngine(policy, num_pages=512, max_prefill_tokens=8192)
+    gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     assert engine.generate(prompts, params) == expected
-    needed = torch.cuda.max_memory_allocated() - before
+    needed = torch.cuda.max_memory_allocated() - before  # the pages are not among it
     engine = RolloutEngine(policy, num_pages=512, max_prefill_tokens=8192)
-    with memory_limit(torch.cuda.memory_allocated() + 0.7 * needed):
+    gc.collect()
+    with memory_limit(torch.cuda.memory_allocated() + 0.9 * needed):
         assert engine.generate(prompts, params) == expected
     assert engine.sizes.take_retries() >= 1
 
