@@ -310,8 +310,8 @@ def _rollout(
     read = load.sequences * load.tokens if goes_on else load.prompts
     prompts = min(rollout.max_prefill_tokens, read)
     logits = 4 * load.sequences * config.vocab_size
-    # Decode's graphs keep what a forward of the largest batch makes; its logits are also made once
-    # outside, before the capture.
+    # Decode's graphs keep what a forward of the largest batch makes; the first tokens after prompts
+    # are drawn from logits outside of them, at most as many.
     graphs = activations.forward_bytes(config, plan, load.sequences) + logits
     decode = dict.fromkeys(moments, graphs) | {"rollout": graphs + logits}
     prefill = activations.forward_bytes(config, plan, prompts, contexts if goes_on else 0)
