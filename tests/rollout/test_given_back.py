@@ -106,6 +106,18 @@ def test_fewer_pages_where_there_is_less_room(policy, engine, expected, monkeypa
     assert engine._kept._decode is not decode
 
 
+def test_a_cache_too_small_for_one_sequence_is_made_anew(engine, policy, monkeypatch):
+    """Though it has all the memory that was there for it: there may be more now."""
+    page = PagedCache.page_bytes(policy.config, policy.plan, 4)
+    monkeypatch.setattr(engine._kept, "_free_bytes", lambda: 4 * 8 * page)  # a quarter of it
+    engine.generate(PROMPTS, PARAMS)
+    assert engine._kept._cache.num_pages == 8
+    monkeypatch.setattr(engine._kept, "_free_bytes", lambda: 4 * 20 * page)
+    longer = SamplingParams(n=2, max_tokens=40, seed=7)
+    assert engine.generate(PROMPTS, longer) == RolloutEngine(policy).generate(PROMPTS, longer)
+    assert engine._kept._cache.num_pages == 20
+
+
 def test_pages_that_were_asked_for_and_do_not_fit_again(policy, engine, monkeypatch):
     engine = RolloutEngine(policy, page_size=4, num_pages=20)
     engine.generate(PROMPTS, PARAMS)

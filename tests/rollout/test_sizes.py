@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from jetrl.errors import OutOfMemoryStop
+from jetrl.errors import OutOfMemoryStop, UserError
 from jetrl.models.attention import staged_bytes_per_token
 from jetrl.rollout.cache import PagedCache
 from jetrl.rollout.engine import RolloutEngine
@@ -85,6 +85,20 @@ def test_pages_never_fall_below_one_sequence(policy, expected, monkeypatch):
     assert engine.generate(PROMPTS, PARAMS) == expected
 
 
+@pytest.mark.parametrize("num_pages", [None, 20])
+def test_pages_that_were_halved_are_no_limit_of_one_longer_sequence(policy, num_pages):
+    """17 + 40 - 1 tokens need 14 pages of 4; pages were halved when sequences needed 7."""
+    longer = SamplingParams(n=2, max_tokens=40, seed=7)
+    engine = RolloutEngine(policy, page_size=4, num_pages=num_pages)
+    engine.sizes.halve(14, 7, "x")
+    assert engine.sizes.now.max_pages == 7
+    assert engine.generate(PROMPTS, longer) == RolloutEngine(policy).generate(PROMPTS, longer)
+    assert engine.stats.pages_total == 14
+    asked = RolloutEngine(policy, page_size=4, num_pages=13)
+    with pytest.raises(UserError, match=r"13 pages .* raise rollout\.num_pages to at least 14"):
+        asked.generate(PROMPTS, longer)
+
+
 def test_sizes_go_through_a_checkpoint_unless_the_settings_changed():
     sizes = RolloutSizes(Sizes(256, 8192, None))
     sizes.halve(1000, 10, "x")
@@ -112,9 +126,13 @@ def test_a_gpu_has_room_for_contexts_beside_the_pages(policy):
         _free_bytes=lambda: 2**20,
     )
     staged = 1000 * staged_bytes_per_token(policy.config, policy.plan)
-    pages = KeptCache._affordable_pages(kept, staged)
+    pages = KeptCache._affordable_pages(kept, staged, 1)
     assert pages == (2**20 - 2**20 // 5 - staged) // page
-    assert 0 < pages < KeptCache._affordable_pages(kept, 0)
+    without = KeptCache._affordable_pages(kept, 0, 1)
+    assert 0 < pages < without
+    # Pages of one sequence go before contexts of many.
+    assert KeptCache._affordable_pages(kept, 2**20, 5) == 5
+    assert KeptCache._affordable_pages(kept, 2**20, without + 1) == without
 
 
 def test_pages_that_were_given_back_may_take_a_little_more():

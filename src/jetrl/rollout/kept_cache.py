@@ -76,13 +76,14 @@ class KeptCache:
         wanted = needed * together + int(num_sequences > together)
         contexts = most_contexts(now.max_prefill_tokens, together, longest.max_cached_tokens)
         staged = contexts * staged_bytes_per_token(self._policy.config, self._policy.plan)
-        if self._num_pages is not None and now.max_pages is not None:
-            wanted = now.max_pages
-        elif self._cache is not None and self._is_enough(self._cache, wanted, staged):
+        limit = self._sizes.max_pages(needed)
+        if self._num_pages is not None and limit is not None:
+            wanted = limit
+        elif self._cache is not None and self._is_enough(self._cache, wanted, staged, needed):
             wanted = self._cache.num_pages
         else:
             self.drop()  # before its memory is measured as used
-            affordable = min(self._affordable_pages(staged), now.max_pages or sys.maxsize)
+            affordable = min(self._affordable_pages(staged, needed), limit or sys.maxsize)
             self._all_memory = affordable < wanted
             wanted = min(wanted, affordable)
         self.pages, self.needed = wanted, needed
@@ -125,13 +126,14 @@ class KeptCache:
         if cache is not None and cache.keeps_addresses:
             cache.give_back()  # a traceback may keep it
 
-    def _is_enough(self, cache: PagedCache, wanted: int, staged: int) -> bool:
-        """Whether a call that can use `wanted` pages goes on with this cache. staged: bytes of the
-        contexts that it stages at most."""
-        if not self._all_memory and cache.num_pages < wanted:
+    def _is_enough(self, cache: PagedCache, wanted: int, staged: int, needed: int) -> bool:
+        """Whether a call that can use `wanted` pages, and must have `needed`, goes on with this
+        cache. staged: bytes of the contexts that it stages at most."""
+        if cache.num_pages < (needed if self._all_memory else wanted):
             return False
-        room = sys.maxsize if cache.ready else gpu_pages_room(self._free_bytes(), staged, True)
-        return cache.num_bytes <= room
+        return cache.ready or cache.num_pages <= _gpu_pages(
+            self._free_bytes(), staged, needed, self._page_bytes, again=True
+        )
 
     def _take_again(self, cache: PagedCache) -> None:
         """Memory for the pages that were given back."""
@@ -168,11 +170,12 @@ class KeptCache:
                 f"{free / 2**30:.1f} GiB are free; at most {free // page}, or leave it unset"
             )
 
-    def _affordable_pages(self, staged: int) -> int:
+    def _affordable_pages(self, staged: int, needed: int) -> int:
         """Pages that the memory share of a cache holds, beside staged contexts of so many bytes."""
         on_gpu, free = self._policy.device.type == "cuda", self._free_bytes()
-        room = gpu_pages_room(free, staged) if on_gpu else int(_CPU_MEMORY_SHARE * free)
-        return room // self._page_bytes
+        if on_gpu:
+            return _gpu_pages(free, staged, needed, self._page_bytes)
+        return int(_CPU_MEMORY_SHARE * free) // self._page_bytes
 
     def _free_bytes(self) -> int:
         """Free memory of the device; all of the machine's where the system does not say."""
@@ -197,3 +200,10 @@ class KeptCache:
             f"max_tokens {longest.rules.max_tokens} uses {longest.max_cached_tokens} "
             f"({needed} pages); {setting}, or lower rollout.max_tokens"
         )
+
+
+def _gpu_pages(free: int, staged: int, needed: int, page: int, again: bool = False) -> int:
+    """Pages of so many bytes that a GPU has room for, `again` as in `gpu_pages_room`. Those of one
+    sequence go before staged contexts: of these a call that runs out of memory makes fewer."""
+    beside, alone = (gpu_pages_room(free, size, again) // page for size in (staged, 0))
+    return max(beside, min(needed, alone))

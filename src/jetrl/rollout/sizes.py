@@ -90,6 +90,12 @@ class RolloutSizes:
             *(problem, after.max_batch_size, after.max_prefill_tokens, after.max_pages or "free"),
         )
 
+    def max_pages(self, needed: int) -> int | None:
+        """Of a cache whose longest sequence takes `needed`: those that hold now, but enough for it
+        where as many were asked for. They may have been halved when sequences were shorter."""
+        most, asked = self.now.max_pages, self._asked.max_pages
+        return None if most is None else max(most, min(needed, asked or needed))
+
     def take_retries(self) -> int:
         """How often they were halved since the last call."""
         retries, self._retries = self._retries, 0
