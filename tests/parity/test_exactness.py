@@ -12,6 +12,7 @@ import torch
 from jetrl import Policy, RolloutEngine, SamplingParams
 from jetrl.parity import check_policy, locate, measure, random_prompts, self_check
 from jetrl.precision import PrecisionPlan
+from jetrl.rollout.key_values import PagedKeyValues
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 64},
@@ -117,6 +118,23 @@ def test_locate_names_an_operation_that_is_not_exact(
     expected = {"rms_norm": "input_norm", "swiglu": "swiglu", "rotary": "rotary"}[operation]
     assert found.operation == f"layers.0.{expected}"
     assert found.position == len(result.first_different[0]), "the first token that was decoded"
+
+
+def test_locate_runs_a_prompt_as_the_sampler_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose last layer attends for the prompt's last token alone, here wrongly."""
+    true_attend = PagedKeyValues.attend_heads
+
+    def faulty(self: PagedKeyValues, *rest: Any) -> torch.Tensor:
+        out, last = true_attend(self, *rest), rest[-1]
+        return out if self.rows is None or not last else out * (1 + 2.0**-7)
+
+    monkeypatch.setattr(PagedKeyValues, "attend_heads", faulty)
+    p = policy("unified")
+    result = measure(p, num_prompts=1, samples=1, max_tokens=6)
+    assert result.different == 1, "the first token alone is drawn from what a prompt gave"
+    found = locate(p, *result.first_different)
+    assert found.operation == "layers.1.attention"
+    assert found.position == len(result.first_different[0]) - 1
 
 
 def test_self_check_passes_and_sees_a_broken_operation(monkeypatch: pytest.MonkeyPatch) -> None:

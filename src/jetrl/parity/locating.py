@@ -57,12 +57,14 @@ def locate(policy: Policy, prompt: Sequence[int], completion: Sequence[int]) -> 
         decoder.trace = None
     for name, ours in trainer.outputs():
         theirs = rollout.output(name)
+        # The sampler's last layer gives a prompt's last token alone, as lm_head does for both.
+        first = len(prompt) - 1 if len(theirs) == len(completion) else 0
+        ours = ours[first:] if len(ours) == len(tokens) else ours
         rows = min(len(ours), len(theirs))  # the sampler never runs the last token
         found = _compare(ours[:rows], theirs[:rows])
         if found is not None:
             row, values, largest = found
-            position = row + (len(prompt) - 1 if name == "lm_head" else 0)
-            return Location(name, position, values, ours[row].numel(), largest)
+            return Location(name, first + row, values, ours[row].numel(), largest)
     return None
 
 
@@ -89,7 +91,7 @@ def _replay(policy: Policy, tokens: Tensor, prompt_length: int) -> None:
     starts = [0, *range(prompt_length, len(tokens) - 1)]
     for start, end in zip(starts, [*starts[1:], len(tokens) - 1], strict=True):
         positions = torch.arange(start, end, device=policy.device)
-        kv = cache.key_values([Span(0, start, end - start, pages)])
+        kv = cache.key_values([Span(0, start, end - start, pages)], ends=start == 0)
         hidden = policy.rollout_forward(tokens[start:end], positions, kv)
         policy.rollout_logits(hidden[-1:])
 
