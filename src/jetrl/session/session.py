@@ -155,7 +155,12 @@ class Session:
         if self._trainer is not None:
             return
         if self.settings.sft.steps:
-            held_out = lambda: self._held_out().mean  # noqa: E731
+
+            def held_out() -> float:
+                reached = self._held_out().mean
+                self._free_cache()
+                return reached
+
             warm_up(
                 self.parts,
                 self.display,
