@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -52,6 +53,6 @@ def _room(group: Path, limit: str, used: str, files: str, shared: str) -> Iterat
 def _text(file: Path) -> str:
     """Empty where there is no such file."""
     try:
-        return file.read_text(encoding="ascii")
+        return os.fsdecode(file.read_bytes())
     except OSError:
         return ""
