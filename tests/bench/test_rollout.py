@@ -15,9 +15,10 @@ from jetrl.rollout.decode_forward import padded_batch, padded_context
 
 class Engine:
     """Captures what a call of these sizes needs, as `GraphForwards` does, and loses it when a call
-    needs a larger cache."""
+    needs a larger cache. forwards: of a decode step, before which sizes are looked at."""
 
-    def __init__(self) -> None:
+    def __init__(self, forwards: int) -> None:
+        self.forwards = forwards
         self.sizes: set[tuple[int, int]] = set()
         self.tokens = 0
 
@@ -28,15 +29,19 @@ class Engine:
             self.tokens = params.n * (len(prompt) + max(max_tokens))
             self.sizes.clear()
         before = len(self.sizes)
-        for step in range(1, max(max_tokens)):
-            running = sum(length > step for length in max_tokens)
-            self.sizes.add((padded_batch(running), padded_context(len(prompt) + step)))
+        for drawn in range(1, max(max_tokens), self.forwards):
+            running = sum(length > drawn for length in max_tokens)
+            longest = len(prompt) + min(drawn + self.forwards, max(max_tokens)) - 1
+            self.sizes.add((padded_batch(running), padded_context(longest)))
         self.stats = SimpleNamespace(graphs=len(self.sizes) - before, capture_s=0.5)
 
 
+@pytest.mark.parametrize("forwards", [1, 8])
 @pytest.mark.parametrize("shortest, longest", [(256, 256 + 8192), (256, 2304), (1020, 1030)])
-def test_every_size_of_a_load_is_captured_before(shortest: int, longest: int) -> None:
-    engine = Engine()
+def test_every_size_of_a_load_is_captured_before(
+    shortest: int, longest: int, forwards: int
+) -> None:
+    engine = Engine(forwards)
     graphs, seconds = capture_graphs(engine, 512, shortest, longest)  # type: ignore[arg-type]
     batches = {padded_batch(count) for count in range(1, 513)}
     contexts = {padded_context(tokens) for tokens in range(shortest + 1, longest)}
@@ -46,8 +51,10 @@ def test_every_size_of_a_load_is_captured_before(shortest: int, longest: int) ->
     assert seconds == 0.5 * len(contexts)
 
 
-def test_the_warm_up_ends_with_one_sequence_alone() -> None:
-    lengths = sorted(warm_lengths(512))
-    assert len(lengths) == 512
-    assert lengths[-1] > lengths[-2]
-    assert len(set(lengths)) > 30
+@pytest.mark.parametrize("count", [1, 7, 64, 100, 512])
+def test_the_warm_up_ends_with_one_sequence_alone(count: int) -> None:
+    lengths = warm_lengths(count)
+    assert len(lengths) == count
+    assert lengths == sorted(lengths, reverse=True)
+    assert lengths[0] > lengths[1] if count > 1 else lengths[0] > 1
+    assert max(lengths.count(length) for length in lengths) <= 64

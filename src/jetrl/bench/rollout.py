@@ -37,7 +37,7 @@ from jetrl.device_memory import peak_bytes, reset_peak
 from jetrl.models.attention import kv_bytes_per_token
 from jetrl.policy import Policy
 from jetrl.precision.linear import FP8Weight, Linear
-from jetrl.rollout.decode_forward import padded_context
+from jetrl.rollout.decode_forward import padded_batch, padded_context
 from jetrl.rollout.engine import RolloutEngine
 from jetrl.rollout.progress import Progress
 from jetrl.types import Completion, SamplingParams
@@ -52,11 +52,13 @@ GRPO_PROMPTS, GRPO_SAMPLES, GRPO_PROMPT, GRPO_MEAN, GRPO_MAX, GRPO_SIGMA = (
 )
 CHECKED_TOKENS = 20_000  # of the exactness check
 _WARM_TOKENS = 2**16  # of prompts that are all run before the timing
-_SHORTEST, _TOGETHER = 8, 8  # of a warm-up: its fewest tokens, and sequences that end at once
+# Of a warm-up: tokens that one more number of running sequences lasts, at least the forwards of a
+# decode step; and the most sequences that end at once.
+_WINDOW, _TOGETHER = 8, 64
 
 
 def weight_bytes(policy: Policy) -> int:
-    """What one decode forward reads of the weights."""
+    """What one decode forward reads of the linears' weights, lm_head's included."""
     total = 0
     for module in policy.decoder.modules():
         if isinstance(module, Linear):
@@ -94,7 +96,7 @@ class _Watch:
         self.records.append((time.perf_counter(), progress))
 
     def seconds_per_step(self, full: int) -> float:
-        """Median, over steps in which `full` sequences drew from each forward."""
+        """Seconds of a forward: the median over steps in which `full` sequences drew from each."""
         times = []
         for (before, a), (after, b) in zip(self.records, self.records[1:], strict=False):
             forwards, rest = divmod(b.tokens - a.tokens, full)
@@ -162,10 +164,10 @@ def grpo_load(vocabulary: int) -> tuple[list[list[int]], list[int]]:
 
 
 def warm_lengths(count: int) -> list[int]:
-    """Lengths of a warm-up, the longest first: sequences end a few at a time, so that no size of
-    graph is skipped, and at last one runs alone."""
-    longest = _SHORTEST + -(-count // _TOGETHER)
-    return [longest - -(-place // _TOGETHER) for place in range(count)]
+    """Tokens of each of `count` sequences of a warm-up, the longest first: every size of graph runs
+    for a decode step, and at last one sequence alone."""
+    running = {1, *range(_TOGETHER, count, _TOGETHER), *map(padded_batch, range(1, count + 1))}
+    return [_WINDOW * sum(min(n, count) > place for n in running) for place in range(count)]
 
 
 def capture_graphs(
