@@ -38,6 +38,13 @@ class PagedCache:
     Args:
         config: the model's sizes. plan: its `kv` is the stored format, its `scales` their rule.
         num_pages, page_size: in pages and in tokens a page.
+
+    Attributes:
+        num_bytes: of all pages, in all layers.
+
+    Raises:
+        UserError: pages of a size that the GPU's kernels do not read.
+        torch.OutOfMemoryError: there is no memory for them.
     """
 
     def __init__(
@@ -107,8 +114,8 @@ class PagedCache:
         self._bytes.zero_()
 
     def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copies pages (source, destination), all sources read before any destination is
-        written.
+        """Copies pages (source, destination) in all layers, all sources read before any destination
+        is written.
         """
         if pairs:
             sources, destinations = to_device(pairs, self._keys.codes.device).unbind(1)
@@ -119,7 +126,7 @@ class PagedCache:
         self, spans: Sequence[Span], ends: bool = False
     ) -> PagedKeyValues | HopperKeyValues:
         """The `KeyValues` of one forward over these spans, which fill rows 0 to T in order. ends:
-        the last token of each span is all whose output is asked for."""
+        output is asked for of the last token of each span alone, [spans, H * D]."""
         assert self.ready, "the pages' memory has been given back"
         device = self._keys.codes.device
         slots_T = to_device(self._slots(spans), device)

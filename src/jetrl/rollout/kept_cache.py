@@ -106,7 +106,8 @@ class KeptCache:
         return self._cache
 
     def decode_batch(self) -> DecodeBatch:
-        """Decode over the cache; graphs are captured once and used in later calls."""
+        """Decode over the cache that `cache_for` gave; graphs are captured once and used in later
+        calls."""
         assert self._cache is not None, "no cache to decode over"
         if self._decode is None:
             batch = self._sizes.now.max_batch_size

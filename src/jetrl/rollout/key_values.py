@@ -180,7 +180,7 @@ class HopperKeyValues:
 def parts_of(
     spans: Sequence[Span], page_size: int, token_elements: int, device: torch.device
 ) -> list[Part]:
-    """The spans in parts. token_elements: G * D, of the keys of one token."""
+    """The spans in parts. page_size: in tokens. token_elements: G * D, of the keys of a token."""
     budget = max(1, _MAX_GATHERED // token_elements)
     return [_part(items, page_size, device) for items in group_items(spans, budget)]
 
@@ -209,7 +209,8 @@ def _part(items: list[Span], page_size: int, device: torch.device) -> Part:
 
 
 def gpu_work(spans: Sequence[Span], device: torch.device) -> Any:
-    """What the attention kernels are told of these spans."""
+    """What the attention kernels are told of these spans: `DecodeWork` where each is one token,
+    else `kernels.attention_layout.QueryTiles`."""
     lengths = [span.start + span.length for span in spans]
     counts = [-(-length // GPU_PAGE_SIZE) for length in lengths]
     pages = [span.pages[:count] for span, count in zip(spans, counts, strict=True)]

@@ -19,7 +19,8 @@ _DTYPES = {"fp8": torch.float8_e4m3fn, "bf16": torch.bfloat16, "fp32": torch.flo
 
 
 class Store:
-    """Keys, or values, of all layers: codes and their scales."""
+    """Keys, or values, of all layers: codes [layers, P, page_size, G, D] and, under kv = fp8, their
+    scales [layers, P, page_size, G]."""
 
     def __init__(self, codes: Tensor, scales: Tensor | None) -> None:
         self.codes, self.scales = codes, scales
@@ -27,6 +28,8 @@ class Store:
         self._raw = codes if scales is None else codes.view(torch.uint8)
 
     def write(self, layer: int, slots: Tensor, codes: Tensor, scales: Tensor | None) -> None:
+        """Puts codes [T, G, D], of the stored type, and scales [T, G] into slots: int64 [T], page *
+        page_size + offset."""
         assert codes.dtype == self.codes.dtype, f"{codes.dtype} into a cache of {self.codes.dtype}"
         raw = codes.view(torch.uint8) if scales is not None else codes
         self._raw[layer].flatten(0, 1)[slots] = raw
@@ -46,13 +49,15 @@ class Store:
         return codes, self.scales[layer][pages].flatten(1, 2)[:, :num_keys]
 
     def copy(self, sources: Tensor, destinations: Tensor) -> None:
+        """Copies pages, int64 [n] each, in all layers; all are read before one is written."""
         self._raw[:, destinations] = self._raw[:, sources]
         if self.scales is not None:
             self.scales[:, destinations] = self.scales[:, sources]
 
 
 def stores(memory: Tensor, shape: tuple[int, ...], plan: PrecisionPlan) -> tuple[Store, Store]:
-    """Keys and values of codes of this shape, in these bytes: all scales, then all codes."""
+    """(keys, values) in these bytes, uint8 of just their size: all scales, then all codes. shape:
+    of the codes of one, [layers, P, page_size, G, D]."""
     if plan.kv != "fp8":
         codes = memory.view(_DTYPES[plan.kv]).view(2, *shape)
         return Store(codes[0], None), Store(codes[1], None)
