@@ -8,6 +8,7 @@ says how much, in a `Held`. A process has one GPU.
 
 from __future__ import annotations
 
+import itertools
 import weakref
 
 import torch
@@ -17,35 +18,42 @@ class Held:
     """Bytes that one owner holds beside torch's tensors; none any more when it is gone."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._bytes = 0
-        _COUNTS.holders.add(self)
+        self._device, self._key = device, next(_KEYS)
+        weakref.finalize(self, _hold, self._key, 0, device).atexit = False
 
     @property
     def bytes(self) -> int:
-        return self._bytes
+        return _COUNTS.held.get(self._key, 0)
 
     @bytes.setter
     def bytes(self, count: int) -> None:
-        if count < self._bytes:
-            _COUNTS.peak = peak_bytes(self._device)
-        self._bytes = count
+        _hold(self._key, count, self._device)
 
 
 class _Counts:
-    """peak: before what is held became less, since it was reset."""
+    """held: bytes of each `Held`. peak: before what is held became less, since it was reset."""
 
     def __init__(self) -> None:
-        self.holders: weakref.WeakSet[Held] = weakref.WeakSet()
+        self.held: dict[int, int] = {}
         self.peak = 0
 
 
 _COUNTS = _Counts()
+_KEYS = itertools.count()
+
+
+def _hold(key: int, count: int, device: torch.device) -> None:
+    if count < _COUNTS.held.get(key, 0):
+        _COUNTS.peak = peak_bytes(device)
+    if count:
+        _COUNTS.held[key] = count
+    else:
+        _COUNTS.held.pop(key, None)
 
 
 def beside_tensors() -> int:
     """Bytes that are held now and that torch does not count."""
-    return sum(holder.bytes for holder in _COUNTS.holders)
+    return sum(_COUNTS.held.values())
 
 
 def reset_peak(device: torch.device | None = None) -> None:
