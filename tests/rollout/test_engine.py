@@ -348,6 +348,21 @@ def test_interrupted_and_used_again(policy, reference):
     assert engine.generate(PROMPTS, PARAMS) == reference
 
 
+def test_interrupted_before_its_first_step_and_used_again(policy, reference, monkeypatch):
+    engine = RolloutEngine(policy, num_pages=12, page_size=4)
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    for name in ("PageAllocator", "Scheduler", "text_decoder", "RolloutRun"):
+        with monkeypatch.context() as patch:
+            patch.setattr(f"jetrl.rollout.engine.{name}", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                engine.generate(PROMPTS, PARAMS)
+    engine.free_cache()
+    assert engine.generate(PROMPTS, PARAMS) == reference
+
+
 @pytest.mark.parametrize("preset", ["unified", "fp32"])
 def test_logits_that_are_not_finite_stop_the_run(make_policy, preset):
     """And the NaN that they leave in the pages does not outlive the call."""

@@ -204,7 +204,6 @@ class RolloutEngine:
         allocator = PageAllocator(cache.num_pages, cache.page_size)
         max_prefill = self.sizes.now.max_prefill_tokens
         scheduler = Scheduler(groups, allocator, self.max_batch_size, max_prefill)
-        self._scheduler = scheduler
         dialogues = None
         if environment is not None and max_turns > 1:
             dialogues = Dialogues(self.policy, environment, scheduler)
@@ -218,6 +217,7 @@ class RolloutEngine:
                 finished(index, done[index])
 
         try:
+            self._scheduler = scheduler
             decode = self._kept.decode_batch()
             decode.begin(params, groups[0][0].rules.token_ids)
             run = RolloutRun(
