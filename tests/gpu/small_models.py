@@ -3,7 +3,10 @@ that the layers do something."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
+
+from jetrl.types import Completion, Prompt, Sample, Score
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 128},
@@ -32,3 +35,18 @@ def config(family: str = "qwen3", **changes: Any) -> dict[str, Any]:
         **FAMILIES[family],
         **changes,
     }
+
+
+def scored(prompts: Sequence[Sequence[int]], completions: Sequence[Completion]) -> list[Sample]:
+    """Completions of the prompts, as many of each, every second one right."""
+    each = len(completions) // len(prompts)
+    return [
+        Sample(
+            prompt=Prompt(id=str(i // each), text="?"),
+            group=i // each,
+            prompt_token_ids=tuple(prompts[i // each]),
+            completion=completion,
+            score=Score(float(i % 2)),
+        )
+        for i, completion in enumerate(completions)
+    ]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_models import config
+from small_models import config, scored
 
 from jetrl import Policy, RolloutEngine, SamplingParams
 from jetrl.config import Settings
@@ -15,7 +15,7 @@ from jetrl.parity import random_prompts
 from jetrl.precision import PrecisionPlan
 from jetrl.precision.hopper import hopper
 from jetrl.training import Trainer
-from jetrl.types import Completion, Prompt, Sample, Score
+from jetrl.types import Completion
 
 pytestmark = pytest.mark.gpu
 
@@ -95,17 +95,7 @@ def test_after_an_update_the_graphs_are_the_same(kv: str, options: dict[str, Any
         assert engine._kept._cache is not None
         engine.free_cache()
         assert beside_tensors() <= before - engine._kept._cache.num_bytes
-        samples = [
-            Sample(
-                prompt=Prompt(id=str(i // 3), text="?"),
-                group=i // 3,
-                prompt_token_ids=tuple(prompts[i // 3]),
-                completion=completion,
-                score=Score(float(i % 2)),
-            )
-            for i, completion in enumerate(completions)
-        ]
-        metrics = trainer.step(samples)
+        metrics = trainer.step(scored(prompts, completions))
         assert metrics["mismatch/num_different"] == 0
         last, completions = completions, engine.generate(prompts, params)
         assert engine.stats.graphs == 0

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_models import config
+from small_models import config, scored
 
 from jetrl import Policy, RolloutEngine, SamplingParams
 from jetrl.config import Settings
@@ -24,7 +24,7 @@ from jetrl.scalar_model import ScalarModel
 from jetrl.training import Trainer
 from jetrl.training.first_nonfinite import Watch
 from jetrl.training.reward import RewardTrainer
-from jetrl.types import Prompt, Sample, Score
+from jetrl.types import Sample
 
 pytestmark = pytest.mark.gpu
 
@@ -45,17 +45,7 @@ def samples() -> list[Sample]:
     policy = make_policy()
     prompts = random_prompts(policy, 64, 400, seed=1)
     params = SamplingParams(n=2, max_tokens=384, seed=3, ignore_eos=True)
-    completions = RolloutEngine(policy).generate(prompts, params)
-    return [
-        Sample(
-            prompt=Prompt(id=str(i // 2), text="?"),
-            group=i // 2,
-            prompt_token_ids=tuple(prompts[i // 2]),
-            completion=completion,
-            score=Score(float(i % 2)),
-        )
-        for i, completion in enumerate(completions)
-    ]
+    return scored(prompts, RolloutEngine(policy).generate(prompts, params))
 
 
 @contextlib.contextmanager
