@@ -80,58 +80,11 @@ class DecodeWork:
     longest: int
 
 
-class PagedKeyValues:
-    """`jetrl.models.attention.KeyValues` over a `PagedCache`, for the tokens of one forward.
+class _OverPages:
+    """What both sources over a `PagedCache` know of one forward.
 
-    slots: int64 [T], page * page_size + offset, where each token's keys and values go. last: where
-    not every token's output is asked for.
-    """
-
-    def __init__(
-        self,
-        keys: Store,
-        values: Store,
-        plan: PrecisionPlan,
-        slots: Tensor,
-        parts: list[Part],
-        last: LastLayer | None = None,
-    ) -> None:
-        self._keys, self._values, self._plan = keys, values, plan
-        self._slots, self._parts, self._last = slots, parts, last
-        self.rows = None if last is None else last.rows
-
-    def attend(self, layer: int, qkv: Tensor, rope: Rotary, last: bool) -> Tensor:
-        """As `KeyValues.attend`."""
-        return self.attend_heads(layer, *rope.heads(qkv), last).flatten(-2, -1)
-
-    def attend_heads(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, last: bool = False
-    ) -> Tensor:
-        """Stores k, v [T, G, D]; q [T, H, D] attends to its sequence so far. Returns [T, H, D], of
-        the last layer for `rows`."""
-        self._keys.write(layer, self._slots, *quantize_kv(k, self._plan.kv, self._plan.scales))
-        self._values.write(layer, self._slots, *quantize_kv(v, self._plan.kv, self._plan.scales))
-        parts = self._parts
-        if last and self._last is not None:
-            q, parts = q[self._last.rows], self._last.work
-        out = torch.empty_like(q)
-        for part in parts:
-            k_codes, k_scales = self._keys.gather(layer, part.pages, part.num_keys)
-            v_codes, v_scales = self._values.gather(layer, part.pages, part.num_keys)
-            dense = attend_dense(q[part.rows], k_codes, k_scales, v_codes, v_scales, part.positions)
-            out[part.rows[part.valid]] = dense[part.valid]
-        return out
-
-
-class HopperKeyValues:
-    """The same on a GPU, where one kernel norms, rotates and writes keys and values into the pages,
-    and another reads them in place. Decode and chunks have kernels of their own; a token's bits are
-    the same.
-
-    slots: int64 [T], page * page_size + offset, where each token's keys and values go; negative for
-    nowhere (a row of padding). work: `DecodeWork`, or the kernels' tiles of a forward with chunks.
-    last: where not every token's output is asked for. Nothing here touches the host: with decode
-    work a forward can be captured in a CUDA graph.
+    slots: int64 [T], page * page_size + offset, where each token's keys and values go. work: what
+    the tokens attend in. last: where not every token's output is asked for.
     """
 
     def __init__(
@@ -147,6 +100,48 @@ class HopperKeyValues:
         self._slots, self._work, self._last = slots, work, last
         self.rows = None if last is None else last.rows
 
+    def _asked(self, q: Tensor, last: bool) -> tuple[Tensor, Any]:
+        """(the queries of q [T, H, D] that attend, in the last layer `rows` alone; their work)."""
+        if last and self._last is not None:
+            return q[self._last.rows], self._last.work
+        return q, self._work
+
+
+class PagedKeyValues(_OverPages):
+    """`jetrl.models.attention.KeyValues` over a `PagedCache`, for the tokens of one forward. work:
+    `Part`s."""
+
+    def attend(self, layer: int, qkv: Tensor, rope: Rotary, last: bool) -> Tensor:
+        """As `KeyValues.attend`."""
+        return self.attend_heads(layer, *rope.heads(qkv), last).flatten(-2, -1)
+
+    def attend_heads(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, last: bool = False
+    ) -> Tensor:
+        """Stores k, v [T, G, D]; q [T, H, D] attends to its sequence so far. Returns [T, H, D], of
+        the last layer for `rows`."""
+        self._keys.write(layer, self._slots, *quantize_kv(k, self._plan.kv, self._plan.scales))
+        self._values.write(layer, self._slots, *quantize_kv(v, self._plan.kv, self._plan.scales))
+        q, parts = self._asked(q, last)
+        out = torch.empty_like(q)
+        for part in parts:
+            k_codes, k_scales = self._keys.gather(layer, part.pages, part.num_keys)
+            v_codes, v_scales = self._values.gather(layer, part.pages, part.num_keys)
+            dense = attend_dense(q[part.rows], k_codes, k_scales, v_codes, v_scales, part.positions)
+            out[part.rows[part.valid]] = dense[part.valid]
+        return out
+
+
+class HopperKeyValues(_OverPages):
+    """The same on a GPU, where one kernel norms, rotates and writes keys and values into the pages,
+    and another reads them in place. Decode and chunks have kernels of their own; a token's bits are
+    the same.
+
+    slots: negative for nowhere (a row of padding). work: `DecodeWork`, or the kernels' tiles of a
+    forward with chunks. Nothing here touches the host: with decode work a forward can be captured
+    in a CUDA graph.
+    """
+
     def attend(self, layer: int, qkv: Tensor, rope: Rotary, last: bool) -> Tensor | QTensor:
         """As `KeyValues.attend`: the codes that the next linear reads, if it is FP8."""
         kernels = hopper("kernels.attention_gpu")
@@ -161,9 +156,7 @@ class HopperKeyValues:
         if rope.trace is not None:
             rope.trace("rotary", q)
             rope.trace("keys and values", kernels.stored_values(pages, self._slots))
-        work: Any = self._work
-        if last and self._last is not None:
-            q, work = q[self._last.rows], self._last.work
+        q, work = self._asked(q, last)
         attend, quantized = kernels.attend_prefill, kernels.attend_prefill_quantized
         arguments: tuple[Any, ...] = (work,)
         if isinstance(work, DecodeWork):
