@@ -1,7 +1,12 @@
-"""What CPU memory there is: the machine's, within the limits of the groups that a process is in."""
+"""What CPU memory there is, the machine's within the limits of the groups that a process is in, and
+what malloc keeps of it."""
 
 from __future__ import annotations
 
+import os
+import platform
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -78,3 +83,36 @@ def test_a_system_that_does_not_say(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert cpu_memory.available_bytes() is None
     (tmp_path / "self").unlink()
     assert cpu_memory.available_bytes() is None
+
+
+GROWING = """
+import resource, sys
+from jetrl.cli.main import main
+if sys.argv[1] == "command line":
+    main(["--version"])
+import torch
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for step in range(300):  # as contexts do
+    x = torch.ones(2**20 + 2**12 * step)
+    y = 2 * x
+    z = x + y
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's malloc")
+def test_the_command_line_keeps_freed_memory_for_the_next_tensors() -> None:
+    def page_faults(by: str, **environment: str) -> int:
+        ran = subprocess.run(
+            [sys.executable, "-c", GROWING, by],
+            env=os.environ | environment,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        return int(ran.stdout.split()[-1])
+
+    kept, given_back = page_faults("command line"), page_faults("python")
+    assert kept < given_back / 10
+    user = {"MALLOC_TRIM_THRESHOLD_": "131072"}
+    assert page_faults("command line", **user) > given_back / 2, "a user's choice stays"

@@ -1,7 +1,8 @@
-"""What CPU memory there is, also in a container."""
+"""What CPU memory there is, also in a container, and what malloc keeps of it."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 from collections.abc import Iterator
@@ -11,6 +12,11 @@ _MACHINE = Path("/proc/meminfo")
 _GROUPS = Path("/proc/self/cgroup")
 _HIERARCHIES = Path("/sys/fs/cgroup")
 
+# glibc's mallopt. Blocks of up to 32 MiB, the most that it takes, come from its heap.
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_KEPT, _FROM_HEAP = 2**30, 2**25
+_CHOICES = ("GLIBC_TUNABLES", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")
+
 
 def available_bytes() -> int | None:
     """CPU memory that can be had without swapping, also within a container's limit; None where the
@@ -18,6 +24,16 @@ def available_bytes() -> int | None:
     found = re.search(r"^MemAvailable:\s+(\d+) kB", _text(_MACHINE), re.MULTILINE)
     machine = () if found is None else (1024 * int(found[1]),)
     return min((*machine, *_group_rooms()), default=None)
+
+
+def keep_freed() -> None:
+    """From here on glibc's malloc keeps up to 1 GiB that is freed, for the next tensors: giving it
+    back and asking for it again is a page fault for each 4 KiB. Nothing happens with another malloc
+    or where its variables are set."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None and not any(name in os.environ for name in _CHOICES):
+        mallopt(_M_TRIM_THRESHOLD, _KEPT)
+        mallopt(_M_MMAP_THRESHOLD, _FROM_HEAP)
 
 
 def _group_rooms() -> Iterator[int]:

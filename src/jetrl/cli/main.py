@@ -17,6 +17,7 @@ import sys
 from collections.abc import Sequence
 
 from jetrl.cli.arguments import HelpFormatter
+from jetrl.cpu_memory import keep_freed
 from jetrl.errors import RunStopped, Terminated, UserError
 
 COMMANDS = {
@@ -37,7 +38,7 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    _set_allocator()
+    _set_allocators()
     try:
         if not arguments or arguments[0] in ("-h", "--help", "help"):
             print(usage())
@@ -65,10 +66,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
-def _set_allocator() -> None:
-    """Segments that grow, before torch is imported: what one phase gives back (KV pages, gradients,
-    activations) serves the next one whatever its sizes, where fixed segments would be left with
-    holes. A user's own choice stays."""
+def _set_allocators() -> None:
+    """Before torch is imported. A user's own choices stay.
+
+    On a GPU segments that grow: what one phase gives back (KV pages, gradients, activations) serves
+    the next one whatever its sizes, where fixed segments would be left with holes. On the CPU freed
+    memory stays: else every operation's page faults take as long as its sums."""
+    keep_freed()
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
