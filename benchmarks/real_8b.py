@@ -257,7 +257,12 @@ def main() -> None:
     done = first.run(lambda: take_in(first) > 0 and args.cut_first)
     take_in(first)
     loaded = first.match(r"models loaded in ([0-9.]+) s")
-    told = {"load_s": float(loaded or 0), "plan_printed_s": first.second_of("memory plan")}
+    proven = first.match(r"exactness proven in ([0-9.]+) s")
+    told = {
+        "load_s": float(loaded or 0),
+        "proof_s": None if proven is None else float(proven),
+        "plan_printed_s": first.second_of("memory plan"),
+    }
     results.add("train", {**done, **told})
     folders = (model, run / "model", *run.glob("checkpoints/step_*"))
     sizes = {path.name: sum(f.stat().st_size for f in path.glob("*")) for path in folders}

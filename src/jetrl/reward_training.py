@@ -101,8 +101,8 @@ def train_reward_model(
 @dataclass(frozen=True)
 class _Parts:
     """What a training is made of. prompts: to be trained on, encoded. held_out: pairs. facts: of
-    the pairs that are trained on. memory: what it will hold. load_s: seconds that it took to load
-    the model."""
+    the pairs that are trained on. memory: what it will hold. opened: how long it took to load the
+    model."""
 
     task: Task
     model: ScalarModel
@@ -110,7 +110,7 @@ class _Parts:
     held_out: list[Pair]
     facts: PairFacts
     memory: Fitted
-    load_s: float
+    opened: str
 
 
 def _open(settings: Settings) -> _Parts:
@@ -124,7 +124,7 @@ def _open(settings: Settings) -> _Parts:
     began = time.monotonic()
     with explained("loading the model", "`jetrl sft --task reward --dry-run` prints what it holds"):
         model = build_scalar_model(settings, plan, task)
-    load_s = time.monotonic() - began
+    opened = f"models loaded in {time.monotonic() - began:.1f} s"
     system = wanted.system_prompt
     prompts = encode_prompts(model, task, wanted.split, system_prompt=system)
     held_out = [
@@ -134,7 +134,7 @@ def _open(settings: Settings) -> _Parts:
     facts = look_at_pairs(build_task(wanted), model, prompts)
     longest = max(facts.longest, *(len(sequence) for pair in held_out for sequence in pair))
     memory = planned_memory(settings, longest, device, free)
-    return _Parts(task, model, prompts, held_out, facts, memory, load_s)
+    return _Parts(task, model, prompts, held_out, facts, memory, opened)
 
 
 def planned_memory(settings: Settings, longest: int, device: str, free: int | None) -> Fitted:
@@ -242,7 +242,7 @@ def _train(training: _Training, resume: bool, stack: contextlib.ExitStack) -> fl
     )
     stack.callback(console.close)
     parts, wanted = training.parts, settings.train.tokens_per_micro_batch
-    tell_plan(parts.memory, parts.load_s, trainer.model.device, console.note)
+    tell_plan(parts.memory, parts.opened, trainer.model.device, console.note)
     notes += size_notes(parts.memory, trainer.micro_batch_size.tokens, wanted)
     for note in (*run.notes, *notes):
         console.note(note)

@@ -84,6 +84,17 @@ def test_a_run_is_not_refused_for_prompts_that_it_does_not_have(
     assert first.prompts < second.prompts
 
 
+def test_a_run_says_how_long_it_took_to_prove_that_the_flow_is_exact(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["sft.steps=0", "loop.steps=0", "report.enabled=false", f"run.dir={tmp_path}"]
+    with Session(load_config("demo", words)) as session:
+        assert "proven" not in session.parts.opened  # on the CPU there is nothing to prove
+    monkeypatch.setattr(opening, "require_exact", lambda _: 2.52)
+    with Session(load_config("demo", [*words, "run.name=gpu"])) as session:
+        assert session.parts.opened.endswith(" s, exactness proven in 2.5 s")
+
+
 @pytest.mark.parametrize("words", [["sft.steps=0"], ["sft.steps=2", "checkpoint.every=1"]])
 def test_a_resumed_run_says_the_micro_batches_that_it_takes(
     tmp_path: Path,

@@ -6,6 +6,9 @@ r"""Parity at the shape of a real model, with random weights that give peaked di
 A load is SEQUENCES x SAMPLED TOKENS x LONG: prompts of 1 to 400 tokens, and one in eight (the last
 one of fewer) of LONG. They are sampled in one batch, the trainer's forward runs over all of them in
 others, and every token is compared.
+
+`--proof` first times what a run proves at its start, on two layers, twice: the first time kernels
+that are in no cache are compiled.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ import torch
 
 from jetrl.bench._timing import bench_parser
 from jetrl.bench.shapes import SHAPES
-from jetrl.parity import locate, measure
+from jetrl.parity import check_policy, locate, measure
 from jetrl.policy import Policy
 from jetrl.precision import PrecisionPlan
 
@@ -34,6 +37,21 @@ def make_policy(shape: str, plan: str, device: str, layers: int | None) -> Polic
         config["num_hidden_layers"] = layers
     config["initializer_range"] = float(2.0 / np.sqrt(config["hidden_size"]))
     return Policy.from_config(config, PrecisionPlan.preset(plan), seed=0, device=device)
+
+
+def prove(policy: Policy) -> dict[str, Any]:
+    """Seconds of the proof at a run's start, and what broke it."""
+    seconds = []
+    for _ in range(2):
+        began = time.perf_counter()
+        checks = check_policy(policy)
+        seconds.append(round(time.perf_counter() - began, 2))
+    return {
+        "plan": policy.plan.name,
+        "proof_s": seconds,
+        "checks": len(checks),
+        "broken": [f"{check.operation}: {check.detail}" for check in checks if not check.ok],
+    }
 
 
 def run(policy: Policy, load: tuple[int, int, int]) -> dict[str, Any]:
@@ -71,24 +89,32 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--plan", action="append", help="repeatable; default: unified")
     parser.add_argument("--load", action="append", help="repeatable; default: 128x128x4096")
     parser.add_argument("--layers", type=int, help="default: the shape's")
+    parser.add_argument("--proof", action="store_true", help="time the proof at a run's start")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--out", type=Path, help="JSON file")
     args = parser.parse_args(argv)
-    rows = []
+    rows: list[dict[str, Any]] = []
+
+    def add(row: dict[str, Any]) -> None:
+        rows.append({"shape": args.shape, **row})
+        print(json.dumps(rows[-1]), flush=True)
+
     for plan in args.plan or ["unified"]:
         policy = make_policy(args.shape, plan, args.device, args.layers)
+        if args.proof:
+            add(prove(policy))
         for load in args.load or ["128x128x4096"]:
             batch, tokens, long = (int(part) for part in load.split("x"))
-            rows.append({"shape": args.shape, **run(policy, (batch, tokens, long))})
-            print(json.dumps(rows[-1]), flush=True)
+            add(run(policy, (batch, tokens, long)))
         del policy
     if args.out is not None:
         device = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
         loads = "".join(f" --load {load}" for load in args.load or [])
         plans = "".join(f" --plan {plan}" for plan in args.plan or [])
         layers = "" if args.layers is None else f" --layers {args.layers}"
+        proof = " --proof" if args.proof else ""
         about = {
-            "command": f"jetrl bench parity --shape {args.shape}{layers}{plans}{loads}",
+            "command": f"jetrl bench parity --shape {args.shape}{layers}{plans}{proof}{loads}",
             "device": device,
             "torch": torch.__version__,
             "date": time.strftime("%Y-%m-%d"),

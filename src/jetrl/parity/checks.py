@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -36,15 +37,19 @@ class Check:
     detail: str
 
 
-def require_exact(policy: Policy) -> None:
+def require_exact(policy: Policy) -> float | None:
     """Prove an exact plan's promise on this GPU before a run relies on it (`check_policy`). On the
     CPU there is nothing to prove: its references are exact by construction.
+
+    Returns:
+        The seconds that it took; None where nothing is promised, or nothing to prove.
 
     Raises:
         MismatchError: the operations that broke it.
     """
     if not policy.plan.exact or policy.device.type != "cuda":
-        return
+        return None
+    began = time.monotonic()
     broken = [f"{c.operation}: {c.detail}" for c in check_policy(policy) if not c.ok]
     if broken:
         raise MismatchError(
@@ -53,6 +58,7 @@ def require_exact(policy: Policy) -> None:
             + ". Please report it with `jetrl doctor --json`; precision.preset=bf16 promises "
             "nothing and runs"
         )
+    return time.monotonic() - began
 
 
 @torch.no_grad()

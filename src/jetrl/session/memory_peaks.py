@@ -58,10 +58,10 @@ class MemoryPeaks:
 
 
 def tell_plan(
-    memory: Fitted, load_s: float, device: torch.device, note: Callable[[str], None]
+    memory: Fitted, opened: str, device: torch.device, note: Callable[[str], None]
 ) -> None:
-    """The memory plan in lines, to the log; of a GPU to the user too. load_s: of the models."""
-    lines = [f"models loaded in {load_s:.1f} s; memory plan", *shown(memory.plan).splitlines()]
+    """The memory plan in lines, to the log; of a GPU to the user too. opened: what came before."""
+    lines = [f"{opened}; memory plan", *shown(memory.plan).splitlines()]
     if memory.free is not None:
         lines.append(f"  of {memory.free / GIB:.1f} GiB that were free")
     logger.info("%s", "\n".join(lines))

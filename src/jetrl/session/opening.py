@@ -49,7 +49,7 @@ class Parts:
     """What a run is made of. prompts, eval_prompts: encoded, in the order of their split; no
     eval_prompts where nothing is evaluated. max_turns: of a completion. attempt: this start of the
     program. judge: None where the reward is the task's score. memory: what they will hold.
-    load_s: seconds that it took to load the models."""
+    opened: how long it took to load the models, and to prove that the flow is exact."""
 
     settings: Settings
     plan: PrecisionPlan
@@ -65,7 +65,7 @@ class Parts:
     engine: RolloutEngine
     judge: Judge | None
     memory: Fitted
-    load_s: float
+    opened: str
 
 
 def open_parts(settings: Settings, resume: bool, stack: contextlib.ExitStack) -> Parts:
@@ -89,7 +89,7 @@ def open_parts(settings: Settings, resume: bool, stack: contextlib.ExitStack) ->
     with explained("loading the model", _ADVICE):
         policy = build_policy(settings, plan, task)
         load_s = time.monotonic() - began
-        require_exact(policy)
+        proof_s = require_exact(policy)
     prompts = encode_prompts(policy, task, wanted.split, system_prompt=wanted.system_prompt)
     if settings.sft.steps:
         check_worked_answers(build_task(wanted), policy, prompts)
@@ -105,6 +105,9 @@ def open_parts(settings: Settings, resume: bool, stack: contextlib.ExitStack) ->
     with explained("loading the reward model", _ADVICE):
         judge = build_judge(settings, policy, memory.tokens)
         load_s += time.monotonic() - began
+    opened = f"models loaded in {load_s:.1f} s"
+    if proof_s is not None:
+        opened += f", exactness proven in {proof_s:.1f} s"
     rollout = settings.rollout
     engine = RolloutEngine(
         policy,
@@ -143,7 +146,7 @@ def open_parts(settings: Settings, resume: bool, stack: contextlib.ExitStack) ->
         engine=engine,
         judge=judge,
         memory=memory,
-        load_s=load_s,
+        opened=opened,
     )
 
 

@@ -104,7 +104,7 @@ class Session:
         stack.callback(self.display.close)
         self.ending = Ending(self.parts, self.saved, self.stops, self.phases, self.display)
         stack.push(lambda _, error, __: self.ending.cut(error, self._step, self._trainer))
-        tell_plan(parts.memory, parts.load_s, parts.policy.device, self.display.note)
+        tell_plan(parts.memory, parts.opened, parts.policy.device, self.display.note)
         if self._resume:
             self._go_on()
         if not self.saved.in_warm_up:
