@@ -229,6 +229,14 @@ def test_a_reference_that_can_wait_elsewhere_is_the_first_thing_to_move() -> Non
         check_fits(with_kl, LARGE, OtherModels(), load, "cuda", least)
 
 
+def test_many_sequences_together_are_named_where_their_graphs_leave_no_room() -> None:
+    words = ["train.optimizer_states=compact", "train.activation_checkpointing=true"]
+    many = settings("rollout.max_batch_size=4096", *words)
+    few = memory_plan(many, LARGE, None, Load(256, 512, 4096, 8192), tokens=1024).peak + 2 * GIB
+    with pytest.raises(UserError, match=r"it fits with rollout\.max_batch_size=256: "):
+        check_fits(many, LARGE, OtherModels(), Load(4096, 512, 4096, 8192), "cuda", few)
+
+
 def test_models_of_other_directories_count_with_their_own_sizes(tmp_path: Path) -> None:
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_layers": 3, "head_dim": 64}
     path = make_tiny(tmp_path / "other", **sizes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jetrl.config import Settings
 from jetrl.errors import UserError
@@ -14,6 +14,7 @@ from jetrl.models.families import ModelConfig
 STEP = 1024  # tokens: micro-batches are planned in multiples of it
 # What the plan leaves out: the code of kernels (0.2 GiB), and holes between allocations.
 MARGIN = 3 * 2**29
+_FEW_SEQUENCES = 256  # together: decode's graphs and logits take little
 
 
 @dataclass(frozen=True)
@@ -94,14 +95,16 @@ def _advice(
     settings: Settings, config: ModelConfig, others: OtherModels, load: Load, free: int
 ) -> str:
     """The fewest settings with which it fits."""
-    remedies = list(_remedies(settings))
+    remedies = list(_remedies(settings, load))
     for count in range(1, len(remedies) + 1):
         for chosen in itertools.combinations(remedies, count):
             changed = settings
             for section, key, value in chosen:
                 new = getattr(changed, section).model_copy(update={key: value})
                 changed = changed.model_copy(update={section: new})
-            fitted = _largest(changed, config, others, load, free)
+            together = min(load.sequences, changed.rollout.max_batch_size)
+            fewer = replace(load, sequences=together)
+            fitted = _largest(changed, config, others, fewer, free)
             if fitted is not None:
                 words = " ".join(f"{part}.{key}={_toml(value)}" for part, key, value in chosen)
                 return (
@@ -112,7 +115,7 @@ def _advice(
     return f"no setting makes it fit: take a smaller model or a GPU with more memory{shorter}"
 
 
-def _remedies(settings: Settings) -> Iterator[tuple[str, str, object]]:
+def _remedies(settings: Settings, load: Load) -> Iterator[tuple[str, str, object]]:
     """(section, key, value) of what takes less memory, the cheapest first."""
     train = settings.train
     measured = settings.reference.path is not None or settings.algorithm.kl > 0
@@ -122,6 +125,8 @@ def _remedies(settings: Settings) -> Iterator[tuple[str, str, object]]:
         yield "reward", "offload", True
     if train.optimizer_states == "fp32":
         yield "train", "optimizer_states", "compact"
+    if load.sequences > _FEW_SEQUENCES:
+        yield "rollout", "max_batch_size", _FEW_SEQUENCES
     if not train.activation_checkpointing:
         yield "train", "activation_checkpointing", True
 
