@@ -39,6 +39,12 @@ def without_weights(model: Path) -> None:
     (model / "model.safetensors").unlink()
 
 
+def without_a_vocabulary(model: Path) -> None:
+    """transformers makes an empty tokenizer of what is left."""
+    (model / "tokenizer.json").unlink()
+    (model / "tokenizer_config.json").write_text('{"tokenizer_class": "Qwen2Tokenizer"}')
+
+
 SMALL = ["sft.steps=0", "sft.until=none", "loop.steps=1", "eval.every=0", "report.enabled=false"]
 SMALL += ["rollout.prompts_per_step=2", "rollout.samples_per_prompt=2", "rollout.max_tokens=3"]
 
@@ -51,6 +57,7 @@ SMALL += ["rollout.prompts_per_step=2", "rollout.samples_per_prompt=2", "rollout
         (of_another_shape, f"tensor {TENSOR} has shape [383, 128], config.json expects [384, 128]"),
         (of_another_architecture, "architecture MixtralForCausalLM"),
         (without_weights, "no weights; a Hugging Face model directory has"),
+        (without_a_vocabulary, "its tokenizer has no vocabulary: none of merges.txt"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
