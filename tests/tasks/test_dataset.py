@@ -9,6 +9,7 @@ import pytest
 
 from jetrl.errors import UserError
 from jetrl.tasks import get_task, read_prompts
+from jetrl.tasks.rows import read_jsonl
 from jetrl.types import Prompt, Score
 
 ROWS = [{"prompt": f"{i}+1=?", "answer": str(i + 1)} for i in range(20)]
@@ -31,6 +32,13 @@ def test_a_file_of_questions_and_answers(tmp_path: Path) -> None:
     assert task.score(prompt, f"#### {prompt.answer}") == Score(1.0, {"answered": 1.0})
     assert task.score(prompt, "#### 99") == Score(0.0, {"answered": 1.0})
     assert task.score(prompt, "no idea") == Score(0.0, {"answered": 0.0})
+
+
+def test_a_byte_order_mark_in_front_is_no_part_of_the_rows(tmp_path: Path) -> None:
+    path = Path(write(tmp_path / "rows.jsonl", *ROWS))
+    rows = list(read_jsonl(path))
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert list(read_jsonl(path)) == rows
 
 
 def test_fields_template_and_text(tmp_path: Path) -> None:
@@ -176,6 +184,10 @@ def test_a_checker_of_ones_own(tmp_path: Path) -> None:
             {"id": "id"},
             r"line 2: id '1' is also that of .*line 1",
         ),
+        ([ROWS[0], {"prompt": None, "answer": "1"}], {}, r"line 2: field 'prompt' is empty"),
+        ([ROWS[0], {**ROWS[1], "x": None}], {"template": "{x}"}, r"line 1: no field 'x'"),
+        ([{**ROWS[0], "x": None}], {"template": "{x}"}, r"line 1: field 'x' is empty"),
+        (["["], {}, r"line 1: not JSON: .*; JSONL has one object a line"),
         ([], {}, r"no rows in split 'train'"),
         ([ROWS[0], {"prompt": "", "answer": "1"}], {}, r"line 2: field 'prompt' is ''"),
     ],

@@ -143,6 +143,8 @@ class Odd(Task):
     def prompts(self, split):
         if split == "bad":
             raise UserError("its own words")
+        if split == "forgotten":
+            return None
         return [1 / 0] if split == "train" else ["a text"]
 
 
@@ -155,6 +157,7 @@ class Odd(Task):
         ),
         ("test", r"task odd: item 0 of prompts\('test'\) is no Prompt but 'a text'"),
         ("bad", "^its own words$"),
+        ("forgotten", r"task odd: prompts\('forgotten'\) returned nothing: add the return"),
     ],
 )
 def test_prompts_that_raise_or_are_none_are_named(split, message):

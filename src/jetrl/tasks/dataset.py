@@ -159,21 +159,18 @@ class Dataset(Task):
         return str(value)
 
     def _field(self, row: Row, role: str, where: str) -> Any:
-        field = self.fields[role]
-        if row.get(field) is None:
-            raise UserError(
-                f"{where}: no field {field!r}{nearest(field, list(row))} (task.options.{role} "
-                "names it)"
-            )
-        return row[field]
+        return _value(row, self.fields[role], where, f"task.options.{role} names it")
 
     def _fill(self, row: Row, field: str, where: str) -> str:
-        if row.get(field) is None:
-            raise UserError(
-                f"{where}: no field {field!r}{nearest(field, list(row))} (task.options.template "
-                "takes it)"
-            )
-        return str(row[field])
+        return str(_value(row, field, where, "task.options.template takes it"))
+
+
+def _value(row: Row, field: str, where: str, why: str) -> Any:
+    if field not in row:
+        raise UserError(f"{where}: no field {field!r}{nearest(field, list(row))} ({why})")
+    if row[field] is None:
+        raise UserError(f"{where}: field {field!r} is empty (null); fill it, or drop the row")
+    return row[field]
 
 
 def _message(item: object, field: str, where: str) -> Mapping[str, str]:

@@ -83,13 +83,16 @@ def read_prompts(task: Task, split: str) -> list[Prompt]:
             file and line), or gave something that is no Prompt.
     """
     try:
-        prompts = list(task.prompts(split))
+        given = task.prompts(split)
+        prompts = None if given is None else list(given)
     except UserError:
         raise
     except Exception as error:
         raise UserError(
             f"task {task.label}: prompts({split!r}) raised {describe_error(error)}"
         ) from error
+    if prompts is None:
+        raise UserError(f"task {task.label}: prompts({split!r}) returned nothing: add the return")
     for number, prompt in enumerate(prompts):
         if not isinstance(prompt, Prompt):
             raise UserError(

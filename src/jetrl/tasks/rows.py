@@ -71,7 +71,7 @@ def read_jsonl(file: Path) -> Iterator[tuple[Row, str]]:
     """The objects of a file with where they stand; blank lines are skipped."""
     try:
         contents = file.read_bytes()
-        text = contents.decode("utf-8")
+        text = contents.decode("utf-8-sig")  # some editors put a mark in front
     except OSError as error:
         raise UserError(f"{file}: {error.strerror or error}") from None
     except UnicodeDecodeError as error:
@@ -84,7 +84,10 @@ def read_jsonl(file: Path) -> Iterator[tuple[Row, str]]:
         try:
             row = json.loads(line)
         except json.JSONDecodeError as error:
-            raise UserError(f"{where}: not JSON: {error.msg} (column {error.colno})") from None
+            hint = "; JSONL has one object a line" if line.lstrip().startswith("[") else ""
+            raise UserError(
+                f"{where}: not JSON: {error.msg} (column {error.colno}){hint}"
+            ) from None
         except (ValueError, RecursionError) as error:  # a number of 5,000 digits, 1,000 brackets
             raise UserError(f"{where}: not JSON that can be read: {error}") from None
         if not isinstance(row, dict):
