@@ -68,6 +68,8 @@ def test_plot(jetrl: Callable, folder: Path, tmp_path: Path) -> None:
         (["plot"], "needs a run"),
         (["list", "first"], "did you mean: jetrl runs show first?"),
         (["show", "second"], "no such run directory"),
+        (["show", "elsewhere/second"], "error: elsewhere/second: no such run directory"),
+        (["plot", "first", "--out", "/"], "/: cannot be written: "),
         (["plot", "second"], "no such run directory"),
         (["plot", "first", "--metric", "reward/men"], "metric reward/men"),
     ],
@@ -80,7 +82,13 @@ def test_bad_input_is_refused(
     assert message in done.err
 
 
-def test_a_listing_in_a_pipe_breaks_no_name(jetrl: Callable, tmp_path: Path) -> None:
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_listing_breaks_no_name(
+    terminal: bool, jetrl: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if terminal:
+        monkeypatch.setenv("FORCE_COLOR", "1")
+        monkeypatch.setenv("COLUMNS", "60")
     name = "a-name-that-is-longer-than-what-eighty-columns-leave-for-it"
     settings = load_config("demo", [f"run.dir={tmp_path}", f"run.name={name}"])
     RunDirectory.create(settings, PrecisionPlan.preset("unified").to_dict()).close()

@@ -58,7 +58,8 @@ def run(args: argparse.Namespace) -> int:
 
 def find_run(name: str, folder: Path) -> Path:
     """A run by its directory, or by its name in `folder`. Who opens it checks that it is one."""
-    return Path(name) if (Path(name) / "config.toml").is_file() else folder / name
+    by_path = "/" in name.rstrip("/") or (Path(name) / "config.toml").is_file()
+    return Path(name) if by_path else folder / name
 
 
 def list_command(folder: Path, as_json: bool) -> int:
@@ -72,10 +73,11 @@ def list_command(folder: Path, as_json: bool) -> int:
     elif not rows:
         print(f"no runs in {folder}")
     else:
-        console = Console()
-        if not console.is_terminal:  # a file or a pipe is as wide as it takes
-            console.width = 1000
-        console.print(runs_table(rows))
+        console, runs = Console(), runs_table(rows)
+        # As wide as it takes, in a file, a pipe, and a terminal that is narrower: no name is lost.
+        needed = console.measure(runs, options=console.options.update(max_width=1000)).maximum
+        console.width = max(console.width, needed) if console.is_terminal else 1000
+        console.print(runs)
     return 0
 
 

@@ -140,7 +140,8 @@ def plot_runs(
             default: the usual ones that any of the runs has. out_png: the file to write.
 
     Raises:
-        UserError: not a run directory, an unknown metric, or one that no run has.
+        UserError: not a run directory, an unknown metric, or one that no run has; a file that
+            cannot be written.
     """
     runs = {_label(Path(path), paths): RunDirectory.open(path).metrics() for path in paths}
     in_rl = any(r.get("phase", "rl") == "rl" for records in runs.values() for r in records)
@@ -166,8 +167,12 @@ def plot_runs(
         handles, labels = grid.flat[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside upper left", ncols=4)
         out = Path(out_png)
-        out.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(out, format="png", dpi=150, facecolor="white")
+        try:
+            out.parent.mkdir(parents=True, exist_ok=True)
+            figure.savefig(out, format="png", dpi=150, facecolor="white")
+        except OSError as error:
+            why = error.strerror or error
+            raise UserError(f"{out}: cannot be written: {why}; --out names another file") from None
     return out
 
 
