@@ -1,5 +1,6 @@
 import contextlib
 import io
+import os
 import re
 
 import pytest
@@ -101,3 +102,19 @@ def test_output_that_cannot_hold_a_character_gets_a_question_mark():
     console = Console(1, file=io.TextIOWrapper(raw, encoding="ascii"))
     console.note("caf\u00e9")
     assert raw.getvalue() == b"caf?\n"
+
+
+@pytest.mark.parametrize("opened", [os.pipe, os.openpty])
+def test_a_reader_that_goes_away_leaves_the_run_alone(opened, monkeypatch, synthetic, caplog):
+    """`jetrl train | head`, or a terminal that is closed."""
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    reading, writing = opened()
+    with os.fdopen(writing, "w") as file:
+        console = Console(3, file=file, samples_every=1)
+        assert console.interactive == (opened is os.openpty)
+        os.close(reading)
+        console.step(StepStats(1, {"reward/mean": 0.5}, synthetic.samples_of(1)))
+        console.step(StepStats(2, {"reward/mean": 0.5}))
+        console.close()
+    assert caplog.text.count("nobody reads the console any more") == 1

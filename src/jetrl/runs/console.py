@@ -4,13 +4,20 @@ then a table of sample completions.
 In a terminal the bar is live (rich). Anywhere else (a file, a pipe, CI) the same lines are plain
 text without control codes, and a long phase says every half minute how far it is. What a model
 wrote is shown with its control characters made visible, so it cannot drive the terminal.
+
+A run outlives who looks at it: where the reader of a pipe ends (`| head`), or the terminal is
+closed, the console falls silent, log.txt says so, and the run goes on.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import logging
+import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import IO
 
 import rich.console
@@ -20,6 +27,8 @@ from rich.text import Text
 
 from jetrl.runs.format import clip, count, duration, number, percent, spread, visible
 from jetrl.types import Sample, StepStats
+
+logger = logging.getLogger(__name__)
 
 PLAIN_PROGRESS_S = 30.0
 SAMPLE_ROWS = 4
@@ -136,7 +145,8 @@ class Console:
         table.add_column("completion")
         for prompt, text, reward in rows:
             table.add_row(reward, Text(clip(visible(prompt), 120)), Text(clip(visible(text), 300)))
-        self._rich.print(table)
+        with self._unread():
+            self._rich.print(table)
 
     def note(self, text: str) -> None:
         """A line of its own: a checkpoint written, a warning, where the report is."""
@@ -145,7 +155,8 @@ class Console:
     def close(self) -> None:
         """Takes the bar away; more than once is fine."""
         if self._bar is not None:
-            self._bar.stop()
+            with self._unread():
+                self._bar.stop()
             self._bar = None
 
     def _time_text(self) -> str:
@@ -158,14 +169,28 @@ class Console:
         return text
 
     def _print(self, parts: Sequence[Part]) -> None:
-        if self.interactive:
-            line = Text.assemble(*parts)
-            self._rich.print(line, soft_wrap=True)
-            return
-        encoding = getattr(self._file, "encoding", None) or "utf-8"
-        text = "".join(part for part, _ in parts)
-        self._file.write(text.encode(encoding, "replace").decode(encoding) + "\n")
-        self._file.flush()
+        with self._unread():
+            if self.interactive:
+                line = Text.assemble(*parts)
+                self._rich.print(line, soft_wrap=True)
+                return
+            encoding = getattr(self._file, "encoding", None) or "utf-8"
+            text = "".join(part for part, _ in parts)
+            self._file.write(text.encode(encoding, "replace").decode(encoding) + "\n")
+            self._file.flush()
+
+    @contextlib.contextmanager
+    def _unread(self) -> Iterator[None]:
+        """Falls silent where nobody reads any more."""
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in (errno.EPIPE, errno.EIO):
+                raise
+            logger.warning("nobody reads the console any more (%s): it is silent", error.strerror)
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self._file.fileno())  # also for what is still in its buffer
+            os.close(nowhere)
 
 
 class _Remaining(ProgressColumn):
