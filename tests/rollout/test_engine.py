@@ -382,6 +382,18 @@ def test_logits_that_are_not_finite_stop_the_run(make_policy, preset):
     assert engine.generate(PROMPTS, PARAMS) == before
 
 
+def test_time_left_is_no_less_because_the_short_ones_end_first(policy):
+    """All begin together, so what has finished is shorter than what has not."""
+    records = []
+    out = RolloutEngine(policy).generate(PROMPTS, PARAMS, progress=records.append)
+    drawn = sum(len(c.token_ids) for c in out)
+    for record in records:
+        left = record.eta_s * record.tokens_per_s
+        running = record.sequences_total - record.sequences_done
+        assert left <= running * PARAMS.max_tokens
+        assert (left > 0) == (record.tokens < drawn)
+
+
 def test_progress_tells_how_far_it_is(policy):
     records = []
     engine = RolloutEngine(policy, num_pages=40, page_size=4, max_batch_size=4)

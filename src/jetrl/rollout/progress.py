@@ -10,7 +10,7 @@ class Progress:
     """Given to the progress callback after every step: a forward, or some of decode in a row.
 
     tokens: drawn so far. seconds: since the start. eta_s: seconds left, None while unknown; from
-    the mean length of the finished sequences, or max_tokens before the first.
+    how often a sequence has ended so far, and what max_tokens allows at most.
 
         Progress(3, 16, tokens=210, tokens_per_s=840.0, pages_in_use=9, pages_total=32,
                  seconds=0.25, eta_s=0.9)

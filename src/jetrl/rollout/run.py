@@ -130,7 +130,10 @@ class RolloutRun:
         seconds = time.perf_counter() - self._started
         total, done = len(scheduler.sequences), scheduler.num_finished
         rate = tokens / seconds if seconds > 0 else 0.0
-        mean_length = scheduler.finished_tokens / done if done else self._params.max_tokens
+        # Those that have finished are the short ones. If each token were the last one with the same
+        # probability, done / tokens, a sequence had tokens / done more, however long it is by now.
+        room = (total - done) * self._params.max_tokens - (tokens - scheduler.finished_tokens)
+        left = min(room, (total - done) * tokens / done) if done else room
         return Progress(
             sequences_done=done,
             sequences_total=total,
@@ -139,7 +142,7 @@ class RolloutRun:
             pages_in_use=scheduler.allocator.num_used,
             pages_total=scheduler.allocator.num_pages,
             seconds=seconds,
-            eta_s=max(0.0, mean_length * total - tokens) / rate if rate > 0 else None,
+            eta_s=max(0.0, left) / rate if rate > 0 else None,
         )
 
     def _stats(self) -> RolloutStats:
