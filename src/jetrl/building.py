@@ -193,10 +193,22 @@ def limit_threads(config: ModelConfig) -> None:
 
 
 def model_config(settings: Settings) -> ModelConfig:
-    """What the model is made of, without reading its weights."""
-    if settings.model.path is not None:
-        return ModelConfig.from_hf(hf.read_config(settings.model.path))
-    return ModelConfig.from_hf(model_config_dict(settings))
+    """What the model is made of, without reading its weights.
+
+    Raises:
+        UserError: no model is named, or its config.json cannot be used; precision keeps more of its
+            layers in BF16 than it has.
+    """
+    path, precision = settings.model.path, settings.precision
+    contents = model_config_dict(settings) if path is None else hf.read_config(path)
+    config = ModelConfig.from_hf(contents)
+    for key in ("first_layers_bf16", "last_layers_bf16"):
+        if getattr(precision, key) > config.num_layers:
+            raise UserError(
+                f"precision.{key} = {getattr(precision, key)}: the model has "
+                f"{config.num_layers} layers"
+            )
+    return config
 
 
 def model_config_dict(settings: Settings) -> dict[str, Any]:

@@ -33,6 +33,13 @@ def test_what_is_built_after_the_warm_up_is_checked_before(
     assert not list(tmp_path.iterdir())
 
 
+def test_more_bf16_layers_than_the_model_has_are_refused(tmp_path: Path) -> None:
+    settings = load_config("demo", [f"run.dir={tmp_path}", "precision.last_layers_bf16=3"])
+    with pytest.raises(UserError, match="last_layers_bf16 = 3: the model has 2 layers"):
+        Session(settings).__enter__()
+    assert not list(tmp_path.iterdir())
+
+
 def test_more_pages_than_there_is_memory_for_are_refused_before_the_warm_up(tmp_path: Path) -> None:
     settings = load_config("demo", [f"run.dir={tmp_path}", "rollout.num_pages=1000000000"])
     with pytest.raises(UserError, match=r"num_pages = 1000000000: .* GiB are free; at most"):
