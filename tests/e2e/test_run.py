@@ -198,6 +198,16 @@ def test_a_checkpoint_that_cannot_be_written_stops_the_run(
     assert masters(resumed.checkpoint_path) == masters(uncut.checkpoint_path)
 
 
+def test_a_resume_with_nothing_left_to_do_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = train(settings(tmp_path, "loop.steps=2", name="run"))
+    capsys.readouterr()
+    again = train(settings(tmp_path, "loop.steps=2", name="run"), resume=True)
+    assert "all steps of loop.steps=2 are done; a larger one goes on" in capsys.readouterr().out
+    assert masters(again.checkpoint_path) == masters(first.checkpoint_path)
+
+
 def test_a_damaged_checkpoint_falls_back_to_the_one_before(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -120,6 +120,8 @@ class Session:
             self._open_trainer(begun=True)
             self._step, notes = self.saved.load(self.trainer)
             self.display.first_step = self._step
+            if self._step >= (steps := self.settings.loop.steps):
+                notes.append(f"all steps of loop.steps={steps} are done; a larger one goes on")
         elif not (self.saved.in_warm_up and self.settings.sft.steps):
             notes = self.saved.begin_anew()
         for note in (*self.run.notes, *notes):
