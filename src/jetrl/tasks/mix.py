@@ -10,7 +10,7 @@
 
     [[task.options.tasks]]
     name = "reasoning_gym:chain_sum"
-    options = { num_terms = 3 }
+    options = { max_terms = 3 }
 
 A prompt carries its task's name (`Prompt.task`), and metrics are kept for each.
 """
