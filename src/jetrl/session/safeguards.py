@@ -32,7 +32,8 @@ FOLDER = "nonfinite"
 MOST_KEPT = 3  # reproductions of a run: each holds the weights
 _NOT_AGAIN = (
     "and it was not met again when it was repeated at once: an operation that does not give the "
-    "same result each time, or a fault of the device"
+    "same result each time, a fault of the device, or a loss of your own (algorithm.name) that "
+    "makes it of finite values"
 )
 
 

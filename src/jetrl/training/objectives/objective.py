@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 
 from jetrl.algorithms import Aggregation, Algorithm
 from jetrl.errors import UserError
+from jetrl.out_of_memory import is_out_of_memory
 from jetrl.settings import AlgorithmSettings
 from jetrl.training.advantages import ESTIMATORS, Advantages, StepRewards
 from jetrl.training.objectives import kl
@@ -144,7 +146,13 @@ class Objective:
         return Loss((loss * weights).sum(), metrics, peaks)
 
     def _token_loss(self, tokens: Tokens) -> TokenLoss:
-        found = self._loss(tokens, **self._arguments(self._loss))
+        arguments = self._arguments(self._loss)
+        try:
+            found = self._loss(tokens, **arguments)
+        except Exception as error:
+            if isinstance(self.algorithm.loss, str) or is_out_of_memory(error):
+                raise
+            raise UserError(f"algorithm.name = {self.name}: it raised {_raised(error)}") from error
         if isinstance(found, torch.Tensor):
             found = TokenLoss(found, torch.zeros_like(found, dtype=torch.bool))
         if not isinstance(found, TokenLoss) or found.loss.shape != tokens.advantages.shape:
@@ -152,6 +160,11 @@ class Objective:
             raise UserError(
                 f"algorithm.name = {self.name}: it must return one loss for each of the "
                 f"{len(tokens.advantages)} tokens, not {shape}"
+            )
+        if tokens.trainer_logprobs.requires_grad and not found.loss.requires_grad:
+            raise UserError(
+                f"algorithm.name = {self.name}: its loss has no gradient; make it of "
+                "tokens.trainer_logprobs or tokens.log_ratio, and detach neither"
             )
         return found
 
@@ -193,3 +206,9 @@ class Objective:
         if missing:
             raise UserError(f"{self.name} needs algorithm.options.{missing[0]}")
         return {p.name: known[p.name] for p in parameters if p.name in known}
+
+
+def _raised(error: Exception) -> str:
+    """The exception, and the line of Python that it came from."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {error} ({last.filename}, line {last.lineno})"
