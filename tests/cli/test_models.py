@@ -309,5 +309,9 @@ def test_low_disk_and_missing_packages_are_named(
     assert checks.check_disk(tmp_path).status == "WARN"
     monkeypatch.setattr(checks, "NO_DISK_GIB", 1e9)
     assert checks.check_disk(tmp_path).status == "FAIL"
+    for version, status in (("3.6.0", "OK"), ("3.9.1", "OK"), ("3.10.0", "WARN"), (None, "OK")):
+        monkeypatch.setattr(checks, "installed", lambda _, found=version: found)
+        assert checks.check_triton().status == status
+    monkeypatch.undo()
     missing = checks.check_core("no-such-package")
     assert (missing.status, missing.next_step) == ("FAIL", "pip install no-such-package")

@@ -103,6 +103,7 @@ KERNELS_MAY_IMPORT = {
     "jetrl.precision.hopper",
     "jetrl.precision.quantize_hopper",
     "jetrl.precision.tile_hopper",
+    "jetrl.precision.gluon_hopper",
     "jetrl.precision.launch_hopper",
     "jetrl.precision.gemm_hopper",
     "jetrl.precision.plan.FP8_BLOCK",

@@ -24,12 +24,13 @@ CORE = ("transformers", "safetensors", "numpy", "pydantic", "rich", "matplotlib"
 OPTIONAL = {
     "datasets": "data sets by name: pip install 'jetrl[data]'",
     "reasoning-gym": "tasks of reasoning-gym: pip install 'jetrl[reasoning-gym]'",
-    "triton": "GPU kernels; it comes with a CUDA build of torch",
     "cuda-bindings": "pages of keys and values on a GPU; it comes with a CUDA build of torch",
     "wandb": "a tracker: pip install wandb",
     "trackio": "a tracker: pip install trackio",
     "tensorboard": "a tracker: pip install tensorboard",
 }
+# The kernels compile with these and those between (tests/kernels/test_triton.py).
+FIRST_TRITON, LAST_TRITON = "3.6", "3.9"
 LOW_DISK_GIB, NO_DISK_GIB = 10.0, 1.0
 
 
@@ -49,6 +50,7 @@ def all_checks() -> list[Check]:
         check_torch(),
         check_device(),
         *(check_core(name) for name in CORE),
+        check_triton(),
         *(check_optional(name, use) for name, use in OPTIONAL.items()),
         check_disk(Path.cwd()),
     ]
@@ -78,7 +80,7 @@ def check_python() -> Check:
 
 def check_torch() -> Check:
     version = torch.__version__
-    if tuple(int(part) for part in version.split(".")[:2]) >= (2, 11):
+    if _minor(version) >= (2, 11):
         return Check("OK", "torch", f"{version}, {torch.get_num_threads()} threads")
     return Check("FAIL", "torch", version, "pip install 'torch>=2.11'")
 
@@ -105,6 +107,22 @@ def check_core(name: str) -> Check:
 def check_optional(name: str, use: str) -> Check:
     version = installed(name)
     return Check("OK", name, version or f"not installed (optional; for {use})")
+
+
+def check_triton() -> Check:
+    found = check_optional("triton", "GPU kernels; it comes with a CUDA build of torch")
+    version = installed("triton")
+    if version is None or _minor(FIRST_TRITON) <= _minor(version) <= _minor(LAST_TRITON):
+        return found
+    step = (
+        f"the GPU's kernels are for Triton {FIRST_TRITON} (torch 2.11) to {LAST_TRITON} (torch "
+        "2.15); install one of these torches"
+    )
+    return Check("WARN", "triton", version, step)
+
+
+def _minor(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".")[:2])
 
 
 def installed(name: str) -> str | None:

@@ -23,6 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from jetrl.kernels.attention_core import softmax_block, value_weights
+from jetrl.precision import gluon_hopper
 
 ROWS = gl.constexpr(64)  # queries of a warpgroup: what one wgmma takes
 
@@ -61,7 +62,7 @@ def wait_for_block(ring, b):
 @gluon.jit
 def release_block(ring, stage):
     """Every warp of the warpgroup has read the stage."""
-    gl.thread_barrier()
+    gluon_hopper.barrier()
     mbarrier.arrive(ring.empty.index(stage), count=1)
 
 

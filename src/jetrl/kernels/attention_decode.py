@@ -44,6 +44,7 @@ from jetrl.kernels.attention_core import (
     softmax_block,
 )
 from jetrl.kernels.attention_layout import BLOCK_KEYS, KeyValueCodes, check_queries
+from jetrl.precision import gluon_hopper
 from jetrl.precision import tile_hopper as tile
 from jetrl.precision.launch_hopper import (
     OVERLAPPED,
@@ -80,19 +81,13 @@ def _load_page(
     """Start copying a page; keys past the context arrive as zeros, whatever the page holds."""
     base = page.to(gl.int64) * (BLOCK_N * G * D)
     ok = (gl.arange(0, BLOCK_N, gl.SliceLayout(1, tile_layout)) < keys_left)[:, None]
-    async_copy.async_copy_global_to_shared(
-        k_smem.index(stage), k_ptr + base + tile_offsets, mask=ok
-    )
-    async_copy.async_copy_global_to_shared(
-        v_smem.index(stage), v_ptr + base + tile_offsets, mask=ok
-    )
+    gluon_hopper.async_load(k_smem.index(stage), k_ptr + base + tile_offsets, mask=ok)
+    gluon_hopper.async_load(v_smem.index(stage), v_ptr + base + tile_offsets, mask=ok)
     if SCALED:
         line = page.to(gl.int64) * (BLOCK_N * G) + key_offsets
         line_ok = gl.arange(0, BLOCK_N, key_layout) < keys_left
-        async_copy.async_copy_global_to_shared(s_smem.index(stage * 2), ks_ptr + line, mask=line_ok)
-        async_copy.async_copy_global_to_shared(
-            s_smem.index(stage * 2 + 1), vs_ptr + line, mask=line_ok
-        )
+        gluon_hopper.async_load(s_smem.index(stage * 2), ks_ptr + line, mask=line_ok)
+        gluon_hopper.async_load(s_smem.index(stage * 2 + 1), vs_ptr + line, mask=line_ok)
 
 
 @gluon.jit
@@ -336,7 +331,7 @@ def decode_kernel(
                 async_copy.wait_group(2)
             else:
                 async_copy.wait_group(1)
-            gl.thread_barrier()
+            gluon_hopper.barrier()
             if b < whole:
                 m, total, acc = _attend_page(
                     q, k_smem, v_smem, s_smem, f_smem, e_smem, stage, m, total, acc, length - 1,
@@ -347,7 +342,7 @@ def decode_kernel(
                     q, k_smem, v_smem, s_smem, f_smem, e_smem, stage, m, total, acc, length - 1,
                     b * BLOCK_N, True, SCALED, SCORE_SCALE, BLOCK_N, COLUMNS, D, mma, key_layout,
                 )  # fmt: skip
-            gl.thread_barrier()
+            gluon_hopper.barrier()
             page = ahead
             ahead = gl.load(table + gl.minimum(b + 3, end))
             if b + 2 < last:

@@ -23,11 +23,7 @@ import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from jetrl.kernels.attention_blocks import (
@@ -53,7 +49,7 @@ from jetrl.kernels.attention_core import (
 )
 from jetrl.kernels.attention_layout import BLOCK_KEYS, TILE_ROWS, QueryTiles, check_queries
 from jetrl.kernels.attention_stage import StagedKeys
-from jetrl.precision import tile_hopper
+from jetrl.precision import gluon_hopper, tile_hopper
 from jetrl.precision.launch_hopper import multiprocessors
 from jetrl.precision.layout import empty_row_groups
 from jetrl.precision.plan import FP8_BLOCK
@@ -104,13 +100,11 @@ def _load_blocks(
                 if SCALED:
                     mbarrier.expect(bar, 2 * kv_desc.block_type.nbytes + f_desc.block_type.nbytes)
                     factors = ring.factors.index(stage)
-                    tma.async_copy_global_to_shared(f_desc, [(block0 + b) * 4, 0], bar, factors)
+                    gluon_hopper.tma_load(f_desc, [(block0 + b) * 4, 0], bar, factors)
                 else:
                     mbarrier.expect(bar, 2 * kv_desc.block_type.nbytes)
-                tma.async_copy_global_to_shared(kv_desc, [row, 0], bar, ring.k.index(stage))
-                tma.async_copy_global_to_shared(
-                    kv_desc, [row + BLOCK_N, 0], bar, ring.v.index(stage)
-                )
+                gluon_hopper.tma_load(kv_desc, [row, 0], bar, ring.k.index(stage))
+                gluon_hopper.tma_load(kv_desc, [row + BLOCK_N, 0], bar, ring.v.index(stage))
             base += num_blocks
 
 
@@ -170,7 +164,7 @@ def _attend_rows(
             # Read again, here and below, so that they do not occupy registers through the loops.
             num_rows = gl.load(tile + 1, volatile=True) - skip
             fence_async_shared()
-            gl.thread_barrier()
+            gluon_hopper.barrier()
 
             position = first_position + gl.arange(0, ROWS, row)
             big_m = gl.full([ROWS], float("-inf"), gl.float32, row)
@@ -230,16 +224,21 @@ def _attend_rows(
                 scale_ptrs = o_scales_ptr + head.to(gl.int64) * scale_stride + row0 + rows
                 gl.store(scale_ptrs, scale, mask=rows < left)
             # Through the queries' memory, so that what is written is 16 (8) bytes a thread.
-            o_smem = q_smem._reinterpret(o.dtype, [ROWS, D], _CODES if QUANTIZE else q_smem.layout)
-            gl.thread_barrier()
+            if QUANTIZE:
+                codes = gluon_hopper.reinterpret(q_smem, o.dtype, [2 * ROWS, D], _CODES)
+                o_smem = codes.slice(0, ROWS)
+            else:
+                layout: gl.constexpr = q_smem.layout
+                o_smem = gluon_hopper.reinterpret(q_smem, o.dtype, [ROWS, D], layout)
+            gluon_hopper.barrier()
             o_smem.store(o)
-            gl.thread_barrier()
+            gluon_hopper.barrier()
             rows = gl.arange(0, ROWS, row)
             lse_ptrs = lse_ptr + head.to(gl.int64) * lse_stride + row0 + rows
             gl.store(lse_ptrs, log_sum_exp(m, total), mask=rows < left)
             at = (row0 + r).to(gl.int64)[:, None] * (H * D) + (head * D + d)[None, :]
             gl.store(o_ptr + at, o_smem.load(wide), mask=(r < left)[:, None])
-            gl.thread_barrier()
+            gluon_hopper.barrier()
 
 
 # Sizes change from batch to batch, and what they are divisible by is of no use here.
@@ -282,7 +281,7 @@ def forward_kernel(
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=3)
     fence_async_shared()
-    gl.thread_barrier()
+    gluon_hopper.barrier()
     ring = Ring(k_smem, v_smem, f_smem, full, empty)
     # A compile-time constant does not survive a tuple that has a name: each list is written out.
     gl.warp_specialize(

@@ -20,10 +20,11 @@ from __future__ import annotations
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from jetrl.kernels.swiglu_triton import LOG2_E, check_backward
+from jetrl.precision import gluon_hopper
 from jetrl.precision import tile_hopper as tile
 from jetrl.precision.launch_hopper import multiprocessors
 from jetrl.precision.layout import (
@@ -233,12 +234,10 @@ def _ask(dy_desc, x_desc, staged, arrived, stage, index, num_columns: gl.constex
     row, column = index // column_blocks * 128, index % column_blocks * 128
     bar, first = arrived.index(stage), 3 * stage
     mbarrier.expect(bar, 3 * dy_desc.block_type.nbytes, pred=more)
-    tma.async_copy_global_to_shared(dy_desc, [row, column], bar, staged.index(first), pred=more)
-    tma.async_copy_global_to_shared(x_desc, [row, column], bar, staged.index(first + 1), pred=more)
+    gluon_hopper.tma_load(dy_desc, [row, column], bar, staged.index(first), pred=more)
+    gluon_hopper.tma_load(x_desc, [row, column], bar, staged.index(first + 1), pred=more)
     up_column = num_columns + column
-    tma.async_copy_global_to_shared(
-        x_desc, [row, up_column], bar, staged.index(first + 2), pred=more
-    )
+    gluon_hopper.tma_load(x_desc, [row, up_column], bar, staged.index(first + 2), pred=more)
 
 
 # The number of tokens is not specialized on: a batch of another number would compile anew.
@@ -289,7 +288,7 @@ def _backward_tiles_kernel(
         parts.slice(0, 4).store(gl.join(_column_parts(dgate), _column_parts(dup)))
         parts.slice(4, 4).store(gl.join(_row_parts(dgate), _row_parts(dup)))
         y_parts.store(_tile_parts(y))
-        gl.thread_barrier()  # every warp has read the stage
+        gluon_hopper.barrier()  # every warp has read the stage
         _ask(dy_desc, x_desc, staged, arrived, stage, index - 2 * step, num_columns)
 
         block, column = index // column_blocks, index % column_blocks

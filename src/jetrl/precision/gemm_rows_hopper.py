@@ -24,12 +24,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from jetrl.precision import gluon_hopper
 from jetrl.precision.launch_hopper import (
     OVERLAPPED,
     gluon_let_next_start,
@@ -65,7 +65,7 @@ def _load_weights(
     for i in gl.static_range(COUNT):
         stage = (group % ROUNDS) * GROUP + i
         for part in gl.static_range(PARTS):
-            tma.async_copy_global_to_shared(
+            gluon_hopper.tma_load(
                 w_desc, [n0 + part * BLOCK_N, (group * GROUP + i) * 128], bar,
                 w_smem.index(stage * PARTS + part),
             )  # fmt: skip
@@ -81,8 +81,8 @@ def _load_rows(
         k = group * GROUP + i
         stage = (group % ROUNDS) * GROUP + i
         rows = x_smem.index(stage).slice(0, BOX_M, 0)
-        tma.async_copy_global_to_shared(x_desc, [m0, k * 128], bar, rows)
-        tma.async_copy_global_to_shared(s_desc, [k, m0], bar, s_smem.index(stage))
+        gluon_hopper.tma_load(x_desc, [m0, k * 128], bar, rows)
+        gluon_hopper.tma_load(s_desc, [k, m0], bar, s_smem.index(stage))
 
 
 @gluon.jit
@@ -183,7 +183,7 @@ def _multiply(
             x_smem, s_smem, w_smem, arrived, ws_ptr, ws_stride, group, n0, N, totals, GROUP,
             PARTS, BLOCK_M, BLOCK_N, ROUNDS, GROUP, mma,
         )  # fmt: skip
-        gl.thread_barrier()  # every warp has left these stages
+        gluon_hopper.barrier()  # every warp has left these stages
         mbarrier.arrive(left.index(group % ROUNDS), count=1)
     if KB % GROUP:
         totals = _multiply_group(

@@ -1,0 +1,34 @@
+"""What Gluon, which is experimental, calls by other names from one Triton to the next: here it has
+one name for Triton 3.6 (of torch 2.11) to 3.9 (of torch 2.15).
+
+    barrier       of the warps of a program
+    tma_load      starts a copy of a tile to shared memory by the tensor memory accelerator
+    async_load    starts a copy of elements to shared memory by the threads (cp.async)
+    reinterpret   shared memory as elements of another type and order, from its first byte on
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+# (a Triton function may annotate nothing but its compile-time constants)
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import tma
+
+barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+async_load = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+
+_NAMED = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
+
+
+@gluon.jit
+def reinterpret(memory, dtype: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr):
+    """memory has as many bytes as the result: Triton 3.8 and later refuse others."""
+    if _NAMED:
+        seen = memory.reinterpret(dtype, shape, layout)
+    else:
+        seen = memory._reinterpret(dtype, shape, layout)
+    return seen

@@ -1,0 +1,231 @@
+"""Compiles the GPU's kernels for sm_90 on a machine without a GPU, and launches none: what Triton
+changes from one version to the next comes out where there is only a CPU.
+
+    python tests/kernels/compile_kernels.py OUT.json
+
+Weights and activations are tensors of torch's `meta` device, which have shapes and no contents, and
+pass for a GPU's: in a copy of the sources that asks for `meta` where they ask for `cuda`. A whole
+forward of the rollout, an update and the optimizer run over them with a driver of Triton that
+compiles and does nothing else. So a kernel is compiled with the arguments that it has in a run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.machinery
+import json
+import re
+import shutil
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler.compiler import CompiledKernel
+from triton.runtime import driver, jit
+
+SOURCE = Path(__file__).parents[2] / "src" / "jetrl"
+META = torch.device("meta")
+MODELS = (("qwen3-8b", "unified"), ("qwen3-0.6b", "jet"), ("llama3.1-8b", "mixed"))
+MODELS += (("qwen2.5-7b", "unified"), ("qwen3-1.7b", "bf16"))
+DECODES = ((8, 1024), (64, 8192), (256, 1024), (512, 1024))  # rows, longest context
+
+compiled: dict[str, int] = {}
+failed: dict[str, list[str]] = {}
+
+
+class Driver:
+    """What Triton asks of a Hopper GPU's driver before a launch."""
+
+    utils = SimpleNamespace(fill_tma_descriptor=lambda *_: 0)
+    is_active = staticmethod(lambda: True)
+    get_current_device = staticmethod(lambda: 0)
+    get_current_stream = staticmethod(lambda _: 0)
+    get_current_target = staticmethod(lambda: GPUTarget("cuda", 90, 32))
+    get_device_interface = staticmethod(lambda: torch.cpu)
+
+
+class NotCompiled:
+    """In place of a kernel that does not compile."""
+
+    function = packed_metadata = None
+    run = launch_metadata = staticmethod(lambda *_, **__: None)
+
+
+def take_triton() -> None:
+    """Compiles what is launched, counts it, and does not launch."""
+    driver.set_active(Driver())
+    do_compile = jit.JITFunction._do_compile
+
+    def compile_only(self: Any, key: str, signature: Any, device: int, *rest: Any) -> Any:
+        name = f"{self.module.rpartition('.')[2]}.{self.__name__}"
+        try:
+            kernel = do_compile(self, key, signature, device, *rest)
+            compiled[name] = compiled.get(name, 0) + 1
+        except Exception as error:  # the others go on
+            told = [line for line in traceback.format_exception(error) if line.strip()]
+            failed.setdefault(name, []).append(told[-1][-2000:])
+            kernel = self.device_caches[device][0][key] = NotCompiled()
+        return kernel
+
+    jit.JITFunction._do_compile = compile_only
+    CompiledKernel.run = property(lambda _: lambda *_, **__: None)
+    CompiledKernel.launch_metadata = lambda *_: None
+
+
+def take_torch() -> None:
+    """What the wrappers ask of torch on a GPU, and products of libraries without their numbers."""
+    torch.cuda.is_available = lambda: True
+    torch.cuda.is_current_stream_capturing = lambda: False
+    torch.cuda.get_device_properties = lambda _=None: SimpleNamespace(multi_processor_count=132)
+    torch.cuda.get_device_capability = lambda _=None: (9, 0)
+    torch.backends.cuda.preferred_blas_library = lambda *_: None
+    torch.Tensor.pin_memory = lambda self, *_: self
+    deep_gemm = ModuleType("deep_gemm")
+    deep_gemm.__spec__ = importlib.machinery.ModuleSpec("deep_gemm", None)
+    deep_gemm.set_pdl = deep_gemm.fp8_gemm_nt = lambda *_, **__: None
+    sys.modules["deep_gemm"] = deep_gemm
+    memory = ModuleType("jetrl.rollout.mapped_memory")
+
+    class MappedMemory:
+        mapped = True
+
+        def __init__(self, size: int, _: torch.device) -> None:
+            self.size = size
+
+        def map(self) -> None:
+            pass
+
+        def tensor(self) -> torch.Tensor:
+            return torch.empty(self.size, dtype=torch.uint8, device=META)
+
+    memory.MappedMemory = MappedMemory
+    sys.modules[memory.__name__] = memory
+
+
+@contextlib.contextmanager
+def sources_for_meta() -> Iterator[None]:
+    """A copy of jetrl to which meta tensors are a GPU's."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy = shutil.copytree(SOURCE, Path(folder) / "jetrl")
+        for file in copy.rglob("*.py"):
+            text = file.read_text(encoding="utf-8").replace(".is_cuda", ".is_meta")
+            text = re.sub(r'(type [!=]=) "cuda"', r'\1 "meta"', text)
+            file.write_text(text, encoding="utf-8")
+        sys.path.insert(0, folder)
+        yield
+
+
+def policy_of(shape: str, plan: str) -> Any:
+    import jetrl.model
+    from jetrl.bench.shapes import SHAPES
+    from jetrl.models.families import ModelConfig, parameter_shapes
+    from jetrl.policy import Policy
+    from jetrl.precision import PrecisionPlan
+
+    jetrl.model.check_device = lambda *_: None
+    config = ModelConfig.from_hf({**SHAPES[shape], "num_hidden_layers": 2})
+    weights = {n: torch.empty(s, device=META) for n, s in parameter_shapes(config).items()}
+    return Policy(config, PrecisionPlan.preset(plan), weights, META)
+
+
+def rollout(policy: Any) -> None:
+    """Decode at several sizes, prompts with and without a last layer of their ends alone."""
+    from jetrl.rollout.cache import PagedCache
+    from jetrl.rollout.decode_forward import DecodeBuffers, GraphForwards
+    from jetrl.rollout.key_values import Span
+
+    cache = PagedCache(policy.config, policy.plan, 4096, 64, META)
+    forwards = object.__new__(GraphForwards)  # no graphs, and no pool of theirs
+    forwards._policy, forwards._cache, forwards.page_size = policy, cache, 64
+    forwards._buffers = DecodeBuffers.empty(512, 8, 256, META)
+    for rows, longest in DECODES:
+        for filtered in (False, True):
+            forwards.once(rows, longest, filtered)
+    spans = [Span(0, 0, 300, list(range(5))), Span(300, 64, 400, list(range(8)))]
+    tokens = torch.zeros(700, dtype=torch.int64, device=META)
+    for ends in (False, True):
+        kv = cache.key_values(spans, ends=ends)
+        policy.rollout_logits(policy.rollout_forward(tokens, tokens, kv))
+
+
+def update(policy: Any) -> None:
+    """Forward and backward, with and without recomputation, and the optimizer."""
+    from jetrl.kernels.adamw import adamw_, adamw_scalars
+
+    ends, targets = torch.tensor([0, 1000, 4096]), torch.arange(1, 900)
+    for recomputed in (False, True):
+        with torch.enable_grad():
+            logprobs, _ = policy.train_logprobs(
+                torch.zeros(4096, dtype=torch.int64), ends, targets, 0.9, recomputed
+            )
+            logprobs.backward(torch.empty(899, device=META))
+    policy.requantize()
+    master = torch.empty(512, 512, device=META)
+    states = [torch.empty(512, 512, dtype=kind, device=META) for kind in (torch.uint8, torch.int16)]
+    scalars = adamw_scalars(1, lambda _: 0.1, (0.9, 0.95), 1e-8, 0.1)
+    adamw_(master, master, *states, torch.empty((), device=META), scalars)
+
+
+def long_attention() -> None:
+    """Where a backward's dS is too large to be kept."""
+    from jetrl.kernels.attention import attend_packed
+
+    for kv in ("fp8", "bf16"):
+        with torch.enable_grad():
+            q, k, v = (
+                torch.empty(70_000, heads, 128, dtype=torch.bfloat16, device=META).requires_grad_()
+                for heads in (32, 8, 8)
+            )
+            out = attend_packed(q, k, v, torch.tensor([0, 70_000]), kv)
+            out.backward(torch.empty(out.shape, dtype=out.dtype, device=META))
+
+
+def small_operations() -> None:
+    """Those of the self-check, one by one."""
+    from jetrl.kernels.logprob import chosen_logprobs
+    from jetrl.kernels.norm import rms_norm
+    from jetrl.kernels.swiglu import swiglu
+    from jetrl.precision import quantize
+
+    x = torch.empty(70, 256, dtype=torch.bfloat16, device=META)
+    rms_norm(x, x[0], 1e-6)
+    swiglu(x)
+    for scales in ("fp32", "pow2"):
+        quantize(x, scales=scales)
+    logits = torch.empty(70, 999, device=META).requires_grad_()
+    with torch.enable_grad():
+        chosen = torch.zeros(70, dtype=torch.int64, device=META)
+        chosen_logprobs(logits, chosen, 0.7)[0].backward(torch.empty(70, device=META))
+
+
+def main(out: str) -> None:
+    broken: dict[str, str] = {}
+
+    def part(name: str, work: Callable[[], object]) -> None:
+        try:
+            work()
+        except Exception:  # the others go on
+            broken[name] = traceback.format_exc()
+
+    take_triton()
+    take_torch()
+    with sources_for_meta():
+        for shape, plan in MODELS:
+            policy = policy_of(shape, plan)
+            part(f"rollout, {shape}, {plan}", lambda policy=policy: rollout(policy))
+            part(f"update, {shape}, {plan}", lambda policy=policy: update(policy))
+        part("long attention", long_attention)
+        part("small operations", small_operations)
+    found = {"triton": triton.__version__, "compiled": compiled, "failed": failed, "broken": broken}
+    Path(out).write_text(json.dumps(found, indent=1), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
