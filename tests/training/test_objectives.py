@@ -426,6 +426,29 @@ class TestUsers:
         with pytest.raises(UserError, match="no such file"):
             objective(name="nowhere.py:f")
 
+    @pytest.mark.parametrize(
+        "text, message",
+        [
+            (
+                "def f(tokens):\n    return tokens.logprobs\n",
+                r"mine.py:f: it raised AttributeError: .*'logprobs' \(.*mine.py, line 2\)",
+            ),
+            (
+                "def f(tokens):\n    return -tokens.advantages\n",
+                r"mine.py:f: its loss has no gradient; make it of tokens.trainer_logprobs",
+            ),
+        ],
+    )
+    def test_a_function_that_is_no_loss_is_named(self, tmp_path, text, message):
+        chosen = objective(name=f"{self.write(tmp_path, text)}:f")
+        with pytest.raises(UserError, match=message):
+            chosen(one(0.0, 3.0), UpdateSize(1, 1, 1), torch.zeros(1))
+
+    def test_memory_that_ran_out_in_it_is_no_mistake_of_it(self, tmp_path):
+        file = self.write(tmp_path, "def f(tokens):\n    raise MemoryError\n")
+        with pytest.raises(MemoryError):
+            objective(name=f"{file}:f")(one(0.0, 3.0), UpdateSize(1, 1, 1), torch.zeros(1))
+
     def test_a_result_of_another_shape(self, tmp_path):
         file = self.write(tmp_path, "def f(tokens): return tokens.advantages.mean()\n")
         with pytest.raises(UserError, match="one loss for each of the 1 tokens"):
@@ -469,26 +492,3 @@ def test_overlong_buffer():
 def test_cross_entropy_by_hand():
     loss = cross_entropy(torch.tensor([-0.5, -1.0]), 4)
     assert loss.item() == 0.375
-
-    @pytest.mark.parametrize(
-        "text, message",
-        [
-            (
-                "def f(tokens):\n    return tokens.logprobs\n",
-                r"mine.py:f: it raised AttributeError: .*'logprobs' \(.*mine.py, line 2\)",
-            ),
-            (
-                "def f(tokens):\n    return -tokens.advantages\n",
-                r"mine.py:f: its loss has no gradient; make it of tokens.trainer_logprobs",
-            ),
-        ],
-    )
-    def test_a_function_that_is_no_loss_is_named(self, tmp_path, text, message):
-        chosen = objective(name=f"{self.write(tmp_path, text)}:f")
-        with pytest.raises(UserError, match=message):
-            chosen(one(0.0, 3.0), UpdateSize(1, 1, 1), torch.zeros(1))
-
-    def test_memory_that_ran_out_in_it_is_no_mistake_of_it(self, tmp_path):
-        file = self.write(tmp_path, "def f(tokens):\n    raise MemoryError\n")
-        with pytest.raises(MemoryError):
-            objective(name=f"{file}:f")(one(0.0, 3.0), UpdateSize(1, 1, 1), torch.zeros(1))
