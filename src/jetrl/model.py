@@ -8,6 +8,7 @@ parameter, where masters take four.
 from __future__ import annotations
 
 import contextlib
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
@@ -127,6 +128,11 @@ class Model:
             scales=self.plan.scales,
             overwrite=overwrite,
         )
+        directory = hf.model_directory(path)
+        for file in directory.glob(
+            "*.safetensors"
+        ):  # that package lets their owner alone read them
+            shutil.copymode(directory / "config.json", file)
 
     def named_masters(self) -> dict[str, nn.Parameter]:
         """The FP32 master weights by name, the very parameters that the optimizer changes."""
