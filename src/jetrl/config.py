@@ -87,6 +87,8 @@ def find_recipe(recipe: str | Path) -> Path:
         return RECIPES / f"{name}.toml"
     if path.is_dir():
         raise UserError(f"recipe {path}: a folder; give a TOML file")
+    if ".py:" in str(recipe):
+        raise UserError(f"recipe {recipe}: no TOML file; is it a task? Then write task={recipe}")
     known = packaged_recipes()
     near = difflib.get_close_matches(path.stem, known, n=1)
     hint = f"did you mean {near[0]}?" if near else f"packaged recipes: {', '.join(known)}"

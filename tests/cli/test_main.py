@@ -112,6 +112,16 @@ def test_an_unknown_command_is_refused_with_the_nearest(jetrl: Callable) -> None
     assert "commands: train, sft" in jetrl("xyzzy").err
 
 
+@pytest.mark.parametrize("words", [["--train.lr=1"], ["--train.lr", "1"]])
+def test_a_setting_as_an_option_is_told_how_to_write_it(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["train", "demo", *words])
+    assert caught.value.code == 2
+    assert "; a setting is train.lr=VALUE" in capsys.readouterr().err
+
+
 def test_an_unknown_option_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:
         main(["sample", "x", "--temp", "0"])  # no abbreviations: --temp is not --temperature

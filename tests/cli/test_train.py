@@ -102,6 +102,7 @@ def test_a_run_that_stopped_itself_is_exit_code_1(jetrl: Callable, loop: FakeLoo
     "words, message",
     [
         (["demoo"], "recipe demoo: no such file or packaged recipe; did you mean demo?"),
+        (["my/task.py:Mine"], "is it a task? Then write task=my/task.py:Mine"),
         (["demo", "train.lrr=1"], "did you mean train.lr?"),
         (["demo", "train.lr=x"], "should be a valid number"),
         (["demo", "lr"], "two recipes, demo and lr"),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Iterable, Sequence
+from typing import NoReturn
 
 PLANS = ("fp32", "bf16", "mixed", "jet", "unified")
 DEVICES = ("auto", "cpu", "cuda")
@@ -18,6 +20,14 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
         if silent or not action.option_strings or "%(default)" in text:
             return text
         return f"{text} (default: %(default)s)"
+
+
+class Parser(argparse.ArgumentParser):
+    """Says how a setting is written where one was given as an option."""
+
+    def error(self, message: str) -> NoReturn:
+        setting = re.search(r"unrecognized arguments: --(\w+\.[\w.]+)", message)
+        super().error(message + (f"; a setting is {setting[1]}=VALUE" if setting else ""))
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:

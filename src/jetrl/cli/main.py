@@ -9,14 +9,13 @@ Exit codes are those of jetrl.errors.
 
 from __future__ import annotations
 
-import argparse
 import difflib
 import importlib
 import os
 import sys
 from collections.abc import Sequence
 
-from jetrl.cli.arguments import HelpFormatter
+from jetrl.cli.arguments import HelpFormatter, Parser
 from jetrl.cpu_memory import keep_freed
 from jetrl.errors import RunStopped, Terminated, UserError
 
@@ -88,7 +87,7 @@ def run(command: str, arguments: Sequence[str]) -> int:
         hint = f"did you mean {near[0]}?" if near else f"commands: {', '.join(COMMANDS)}"
         raise UserError(f"no command {command!r}; {hint}")
     module = importlib.import_module(f"jetrl.cli.{command}")
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog=f"jetrl {command}",
         description=module.__doc__,
         formatter_class=HelpFormatter,
