@@ -55,8 +55,8 @@ def check_end(run: RunDirectory) -> Check:
         return Check("OK", "end", f"finished {_date(last.ended)}; {count}")
     if last.ended is None:
         step = (
-            "nothing of it could say why: look for SIGKILL from outside, the out-of-memory killer "
-            "(dmesg), a power cut"
+            "nothing of it could say why: look for a terminal that was closed (nohup and tmux keep "
+            "a run), SIGKILL from outside, the out-of-memory killer (dmesg), a power cut"
         )
         return Check("FAIL", "end", f"killed {where}; {count}", step)
     took = duration(last.ended - last.started)
