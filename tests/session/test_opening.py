@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,17 @@ def test_what_is_built_after_the_warm_up_is_checked_before(
     settings = load_config("demo", [f"run.dir={tmp_path}", *wrong])
     with pytest.raises(UserError, match="nowhere"), Session(settings):
         pass
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_tracker_that_is_not_installed_is_refused_before_the_model_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    monkeypatch.setattr(opening, "build_policy", lambda *_: pytest.fail("the model was loaded"))
+    settings = load_config("demo", [f"run.dir={tmp_path}", 'trackers.names=["wandb"]'])
+    with pytest.raises(UserError, match="pip install wandb"):
+        Session(settings).__enter__()
     assert not list(tmp_path.iterdir())
 
 

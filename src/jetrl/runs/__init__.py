@@ -8,7 +8,7 @@ from jetrl.runs.history import RunHistory, summary_of
 from jetrl.runs.learning import Learning, problems
 from jetrl.runs.metrics import eval_metric, part_metric, reproducible
 from jetrl.runs.report import write_report
-from jetrl.runs.trackers import Trackers, open_trackers
+from jetrl.runs.trackers import Trackers, check_trackers, open_trackers
 
 __all__ = [
     "Attempt",
@@ -18,6 +18,7 @@ __all__ = [
     "RunHistory",
     "RunRow",
     "Trackers",
+    "check_trackers",
     "eval_metric",
     "list_runs",
     "open_trackers",

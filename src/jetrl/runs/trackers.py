@@ -93,26 +93,33 @@ def open_trackers(
         for name in names:
             if name not in _OPENERS:
                 raise UserError(f"trackers.names: {name!r} is none of {', '.join(_OPENERS)}")
-            module_name, opener = _OPENERS[name]
-            opened[name] = _start(name, module_name, opener, (project, run_path, dict(config)))
+            opened[name] = _start(name, (project, run_path, dict(config)))
     except UserError:
         Trackers(opened).close()
         raise
     return Trackers(opened)
 
 
-def _start(
-    name: str, module_name: str, opener: Callable[..., Tracker], arguments: tuple[Any, ...]
-) -> Tracker:
+def check_trackers(names: Sequence[str]) -> None:
+    """Raises what `open_trackers` would about a package, before anything slow is loaded."""
+    for name in names:
+        _module(name)
+
+
+def _module(name: str) -> ModuleType:
     try:
-        module = importlib.import_module(module_name)
+        return importlib.import_module(_OPENERS[name][0])
     except ImportError as error:
         raise UserError(
-            f"trackers.names: {name} is not installed ({error}); pip install {name}, "
-            "or leave it out"
+            f"trackers.names: {name} is not installed ({error}); pip install {name}, or leave it "
+            "out"
         ) from None
+
+
+def _start(name: str, arguments: tuple[Any, ...]) -> Tracker:
+    module = _module(name)
     try:
-        return opener(module, *arguments)
+        return _OPENERS[name][1](module, *arguments)
     except Exception as error:
         raise UserError(
             f"trackers.names: {name} could not start ({type(error).__name__}: {error}); "

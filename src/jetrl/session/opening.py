@@ -27,6 +27,7 @@ from jetrl.runs import (
     Attempt,
     RunDirectory,
     Trackers,
+    check_trackers,
     open_trackers,
     summary_of,
     write_report,
@@ -75,6 +76,7 @@ def open_parts(settings: Settings, resume: bool, stack: contextlib.ExitStack) ->
         UserError: settings, data or a model that cannot be used.
     """
     RunDirectory.check_name(settings, resume=resume)
+    check_trackers(settings.trackers.names)
     plan = PrecisionPlan.from_settings(settings.precision)
     Objective.from_settings(settings.algorithm, settings.rollout.max_tokens)  # a user's file runs
     config, others = model_config(settings), OtherModels.of(settings)
