@@ -10,11 +10,14 @@ import pytest
 
 from jetrl.config import load_config
 from jetrl.errors import UserError
+from jetrl.evaluate import EncodedPrompt
 from jetrl.loop import sft, train
 from jetrl.runs import RunDirectory
 from jetrl.session import opening
+from jetrl.session.drawing import Drawing
 from jetrl.session.session import Session
 from jetrl.tasks import get_task
+from jetrl.types import Prompt
 
 
 @pytest.mark.parametrize(
@@ -179,3 +182,11 @@ def test_a_resume_that_is_refused_leaves_the_settings_of_the_run(tmp_path: Path)
     assert own.read_text() == before
     assert train(load_config(own, ["loop.steps=2"]), resume=True).steps == 2
     assert "steps = 2" in own.read_text()
+
+
+def test_pass_rates_are_not_kept_of_two_prompts_under_one_id() -> None:
+    prompts = [EncodedPrompt(Prompt(id=i, text="?"), (1,), ()) for i in ("a", "b", "b")]
+    settings = load_config("demo", ["data.order=pass_rate"])
+    with pytest.raises(UserError, match=r"pass_rate: 2 prompts have the id 'b'"):
+        Drawing(settings, prompts, {})
+    Drawing(load_config("demo"), prompts, {})

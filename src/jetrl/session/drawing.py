@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jetrl.config import Settings
+from jetrl.errors import UserError
 from jetrl.evaluate import EncodedPrompt
 from jetrl.ordering import PromptOrder
 from jetrl.randomness import derive_seed
@@ -18,6 +20,9 @@ class Drawing:
     Args:
         prompts: of the split. weights: of each task, {} where there is one. use: what the prompts
             are for, `prompts` (of RL) or `sft`: each draws in an order of its own.
+
+    Raises:
+        UserError: two prompts of one id, under data.order = pass_rate.
     """
 
     def __init__(
@@ -30,6 +35,13 @@ class Drawing:
         self._prompts = prompts
         self._threshold = settings.eval.threshold
         by_pass_rate = settings.data.order == "pass_rate" and use == "prompts"
+        if by_pass_rate:
+            (prompt_id, times), *_ = Counter(e.prompt.id for e in prompts).most_common(1)
+            if times > 1:
+                raise UserError(
+                    f"data.order = pass_rate: {times} prompts have the id {prompt_id!r}, and pass "
+                    "rates are kept by id; give each its own"
+                )
         self._order = PromptOrder(
             [encoded.prompt.task for encoded in prompts],
             [encoded.prompt.id for encoded in prompts],
