@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from jetrl.config import Settings
 from jetrl.errors import UserError
 from jetrl.judge import Judge
-from jetrl.model import Model, read_tokenizer
+from jetrl.model import Model
 from jetrl.models import hf
 from jetrl.models.families import ModelConfig, num_parameters
 from jetrl.models.tiny_tokenizers import character_tokenizer
@@ -232,4 +232,4 @@ def _tokenizer(name: str, task: Task) -> PreTrainedTokenizerBase:
         return (
             character_tokenizer() if task.alphabet is None else character_tokenizer(task.alphabet)
         )
-    return read_tokenizer(name)
+    return hf.load_tokenizer(name)

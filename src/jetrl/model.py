@@ -8,7 +8,6 @@ parameter, where masters take four.
 from __future__ import annotations
 
 import contextlib
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
@@ -84,7 +83,7 @@ class Model:
                 f"{path}: {config.architecture} has a head for {_HEADS[config.head]}, and one for "
                 f"{_HEADS[cls.head]} is needed here"
             )
-        tokenizer = read_tokenizer(path) if hf.has_tokenizer(path) else None
+        tokenizer = hf.load_tokenizer(path) if hf.has_tokenizer(path) else None
         generation_config = hf.read_generation_config(path)
         with hf.open_weights(path, config, device) as weights:
             return cls(config, plan, weights, device, tokenizer, generation_config, frozen)
@@ -128,11 +127,6 @@ class Model:
             scales=self.plan.scales,
             overwrite=overwrite,
         )
-        directory = hf.model_directory(path)
-        for file in directory.glob(
-            "*.safetensors"
-        ):  # that package lets their owner alone read them
-            shutil.copymode(directory / "config.json", file)
 
     def named_masters(self) -> dict[str, nn.Parameter]:
         """The FP32 master weights by name, the very parameters that the optimizer changes."""
@@ -183,23 +177,6 @@ class Model:
             if min(sequence) < 0 or max(sequence) >= vocabulary:
                 bad = next(t for t in sequence if not 0 <= t < vocabulary)
                 raise UserError(f"sequence {index}: token id {bad} is outside [0, {vocabulary})")
-
-
-def read_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model directory.
-
-    Raises:
-        UserError: as `hf.load_tokenizer`; or the directory has a tokenizer's settings and not its
-            vocabulary, of which transformers makes one that knows no text.
-    """
-    tokenizer = hf.load_tokenizer(path)
-    files = tokenizer.vocab_files_names.values()
-    if files and not any((hf.model_directory(path) / file).is_file() for file in files):
-        raise UserError(
-            f"{path}: its tokenizer has no vocabulary: none of {', '.join(sorted(files))}; copy "
-            "the model's tokenizer.json into it"
-        )
-    return tokenizer
 
 
 def check_device(config: ModelConfig, plan: PrecisionPlan, device: torch.device) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from jetrl.errors import UserError
-from jetrl.model import Model, check_device, read_tokenizer
+from jetrl.model import Model, check_device
 from jetrl.models import hf
 from jetrl.models.attention import PackedKeyValues
 from jetrl.models.families import ModelConfig
@@ -41,7 +41,7 @@ class ScalarModel(Model):
         config = ModelConfig.from_hf(hf.read_config(path))
         if config.head == "score":
             return cls.from_pretrained(path, plan, device)
-        tokenizer = read_tokenizer(path) if hf.has_tokenizer(path) else None
+        tokenizer = hf.load_tokenizer(path) if hf.has_tokenizer(path) else None
         with hf.open_weights(path, config, device) as weights:
             return cls.with_new_head(config, weights, plan, device, tokenizer)
 

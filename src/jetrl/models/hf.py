@@ -84,10 +84,22 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     does that, tokenizer.json is taken as it is.
 
     Raises:
-        UserError: no such directory, no tokenizer files in it, files that do not load, or a
-            tokenizer that needs code from the directory.
+        UserError: no such directory, no tokenizer files in it, files that do not load, a tokenizer
+            that needs code from the directory, or its settings without its vocabulary.
     """
     directory = model_directory(path)
+    tokenizer = _load_tokenizer(directory)
+    files = tokenizer.vocab_files_names.values()
+    if files and not any((directory / file).is_file() for file in files):
+        # transformers makes one of the settings alone, which encodes every text to nothing
+        raise UserError(
+            f"{directory}: its tokenizer has no vocabulary: none of {', '.join(sorted(files))}; "
+            "copy the model's tokenizer.json into it"
+        )
+    return tokenizer
+
+
+def _load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
     if not has_tokenizer(directory):
         raise UserError(
             f"{directory}: no tokenizer ({', '.join(_TOKENIZER_FILES)}); copy the tokenizer files "

@@ -219,9 +219,11 @@ def _check_target(target: Path, overwrite: bool) -> None:
 
 
 def _publish(scratch: Path, target: Path) -> None:
-    """Move the finished directory into place; the one before it goes only after that."""
+    """Move the finished directory into place; the one before it goes only after that. All that may
+    read a new file may read these: safetensors makes its own for their owner alone."""
     scratch.chmod(0o777 & ~_umask())
     for file in scratch.iterdir():
+        file.chmod(0o666 & ~_umask())
         sync(file)
     sync(scratch)
     if not target.exists():
