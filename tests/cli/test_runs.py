@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -93,3 +94,21 @@ def test_a_listing_breaks_no_name(
     settings = load_config("demo", [f"run.dir={tmp_path}", f"run.name={name}"])
     RunDirectory.create(settings, PrecisionPlan.preset("unified").to_dict()).close()
     assert name in jetrl("runs", "list", "--dir", tmp_path).out
+
+
+def test_compare_says_what_differs_and_its_exit_code_whether_all_bits_are_the_same(
+    jetrl: Callable, folder: Path
+) -> None:
+    shutil.copytree(folder / "first", folder / "again")
+    done = jetrl("compare", "first", "again", "--dir", folder, "--same")
+    assert done.code == 0
+    assert "reward/mean       0.75      0.75" in done.out
+    assert "again: the bits of first in all 2 lines" in done.out
+    file = folder / "again" / "metrics.jsonl"
+    file.write_text(file.read_text().replace("0.75", "0.7500000000000001"))
+    assert jetrl("compare", "first", "again", "--dir", folder).code == 0
+    done = jetrl("compare", "first", "again", "--dir", folder, "--same", "--json")
+    found = json.loads(done.out)
+    assert (done.code, found["same"]) == (1, False)
+    assert found["runs"][1]["differs_at"] == ["rl", 2]
+    assert jetrl("compare", "first", "--dir", folder).code == 2

@@ -25,6 +25,7 @@ COMMANDS = {
     "sample": "completions of prompts",
     "eval": "mean@n and pass@k of a model on a task",
     "parity": "compare the sampler's log-probs with the trainer's, bit by bit",
+    "compare": "runs beside each other: settings, rewards, times, and where bits begin to differ",
     "replay": "run again what gave a NaN or an infinity, and name the operation",
     "bench": "speed of the kernels, and parity at a real model's shape, on a GPU",
     "doctor": "what works on this machine, and what to do about the rest",

@@ -2,6 +2,7 @@
 
 from jetrl.runs.attempts import Attempt
 from jetrl.runs.compare import RunRow, list_runs, plot_runs, runs_table, show_run
+from jetrl.runs.comparison import Comparison, bits_in_words, compare_runs, comparison_rows
 from jetrl.runs.console import Console
 from jetrl.runs.directory import RunDirectory
 from jetrl.runs.history import RunHistory, summary_of
@@ -12,13 +13,17 @@ from jetrl.runs.trackers import Trackers, check_trackers, open_trackers
 
 __all__ = [
     "Attempt",
+    "Comparison",
     "Console",
     "Learning",
     "RunDirectory",
     "RunHistory",
     "RunRow",
     "Trackers",
+    "bits_in_words",
     "check_trackers",
+    "compare_runs",
+    "comparison_rows",
     "eval_metric",
     "list_runs",
     "open_trackers",

@@ -118,7 +118,8 @@ def show_run(path: str | Path) -> str:
         ends = f"{_value(change, change.first)} -> {_value(change, change.last)}"
         rows.append((change.name, f"{ends}  (step {change.first_step} to {change.last_step})"))
     if history.num_different is not None:
-        rows.append(("mismatch", f"{_mismatch(history)} different"))
+        of = mismatch_text(history.num_different, history.num_tokens)
+        rows.append(("mismatch", f"{of} different"))
     found = [
         p for where in ("sft/step_*", "step_*") for p in sorted(run.checkpoints_dir.glob(where))
     ]
@@ -143,7 +144,10 @@ def plot_runs(
         UserError: not a run directory, an unknown metric, or one that no run has; a file that
             cannot be written.
     """
-    runs = {_label(Path(path), paths): RunDirectory.open(path).metrics() for path in paths}
+    runs = {
+        label: RunDirectory.open(path).metrics()
+        for label, path in zip(labels(paths), paths, strict=True)
+    }
     in_rl = any(r.get("phase", "rl") == "rl" for records in runs.values() for r in records)
     usual = DEFAULT_METRICS if in_rl else SUPERVISED_METRICS
     names = _chosen(metrics or usual, runs, strict=bool(metrics))
@@ -164,8 +168,8 @@ def plot_runs(
             metric = find_metric(name)
             finish(axes, metric.unit if metric else "")
             axes.set_title(name, loc="left", fontsize=10, fontweight="bold")
-        handles, labels = grid.flat[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside upper left", ncols=4)
+        handles, texts = grid.flat[0].get_legend_handles_labels()
+        figure.legend(handles, texts, loc="outside upper left", ncols=4)
         out = Path(out_png)
         try:
             out.parent.mkdir(parents=True, exist_ok=True)
@@ -174,6 +178,15 @@ def plot_runs(
             why = error.strerror or error
             raise UserError(f"{out}: cannot be written: {why}; --out names another file") from None
     return out
+
+
+def labels(paths: Sequence[str | Path]) -> list[str]:
+    """What runs are called beside each other: their names, or paths where names are the same."""
+    names = [Path(path).name for path in paths]
+    return [
+        name if names.count(name) == 1 else str(path)
+        for name, path in zip(names, paths, strict=True)
+    ]
 
 
 def _row(path: Path) -> RunRow:
@@ -208,20 +221,15 @@ def _phase_of(records: list[Record], name: str) -> list[Record]:
     return rl if any(name in r for r in rl) else [r for r in records if r.get("phase") == "sft"]
 
 
-def _label(path: Path, paths: Sequence[str | Path]) -> str:
-    same = [other for other in paths if Path(other).name == path.name]
-    return path.name if len(same) == 1 else str(path)
-
-
 def _value(change: Change, value: float) -> str:
     return percent(value) if change.name.startswith("eval/") and 0 <= value <= 1 else number(value)
 
 
-def _mismatch(history: RunHistory) -> str:
-    if history.num_different is None:
+def mismatch_text(num_different: int | None, num_tokens: int | None) -> str:
+    """How many tokens differ between sampler and trainer, of how many; empty if not measured."""
+    if num_different is None:
         return ""
-    of = f" of {count(history.num_tokens)}" if history.num_tokens is not None else ""
-    return count(history.num_different) + of
+    return count(num_different) + (f" of {count(num_tokens)}" if num_tokens is not None else "")
 
 
 def _date(seconds: float | None) -> str:

@@ -350,7 +350,7 @@ class RunDirectory:
                     f"run {self.name!r} was started with another precision plan (different: "
                     f"{', '.join(differing)}); resume with the same one, or start a new run"
                 )
-            self.changed_settings = _differences(self.config(), tomllib.loads(config_text))
+            self.changed_settings = settings_that_differ(self.config(), tomllib.loads(config_text))
             self.notes += [
                 f"changed on resume: {key}: {old} -> {new}"
                 for key, (old, new) in self.changed_settings.items()
@@ -411,7 +411,12 @@ def _checked_name(name: str | None) -> str:
     return name
 
 
-def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+def settings_that_differ(
+    before: Mapping[str, Any], now: Mapping[str, Any]
+) -> dict[str, tuple[Any, Any]]:
+    """By dotted key: (value before, value now), of what differs between two `RunDirectory.config`.
+    None where there is none."""
+
     def flat(tree: Mapping[str, Any]) -> dict[str, Any]:
         return {f"{s}.{k}": v for s, section in tree.items() for k, v in section.items()}
 
