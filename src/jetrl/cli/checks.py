@@ -24,6 +24,7 @@ CORE = ("transformers", "safetensors", "numpy", "pydantic", "rich", "matplotlib"
 OPTIONAL = {
     "datasets": "data sets by name: pip install 'jetrl[data]'",
     "reasoning-gym": "tasks of reasoning-gym: pip install 'jetrl[reasoning-gym]'",
+    "sgl-deep-gemm": "faster decode on a GPU: pip install 'jetrl[deep-gemm]'",
     "cuda-bindings": "pages of keys and values on a GPU; it comes with a CUDA build of torch",
     "wandb": "a tracker: pip install wandb",
     "trackio": "a tracker: pip install trackio",

@@ -153,7 +153,7 @@ def _deep_gemm(codes: Tensor, scales: Tensor, b: QTensor) -> Tensor:
 @functools.cache
 def _load_deep_gemm() -> Any:
     if not deep_gemm_installed():
-        raise UserError("DeepGEMM is not installed: pip install sgl-deep-gemm apache-tvm-ffi")
+        raise UserError("DeepGEMM is not installed: pip install 'jetrl[deep-gemm]'")
     library = importlib.import_module("deep_gemm")
     library.set_pdl(True)  # its kernels set themselves up while the one in front ends, and wait
     return library
