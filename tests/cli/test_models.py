@@ -230,6 +230,21 @@ def test_eval_of_a_run_takes_the_runs_own_task(
     assert "--task: name one" in jetrl("eval", tiny_model, *words).err
 
 
+def test_eval_of_a_run_draws_as_its_own_evaluations(
+    jetrl: Callable, tiny_model: Path, tmp_path: Path
+) -> None:
+    run = fake_run(tmp_path / "runs" / "mine", None, "unified")  # the demo's: two at temperature 1
+    shutil.copytree(tiny_model, run / "model")
+    words = ("--prompts", 3, "--workers", 0)
+    drawn = json.loads(jetrl("eval", run, *words, "--json").out)
+    assert len(drawn["samples"]) == 6
+    assert drawn["response_length"] <= 12  # rollout.max_tokens
+    assert len({s["completion"] for s in drawn["samples"]}) > 3
+    assert "mean@1" in jetrl("eval", run, "--samples", 1, *words).out
+    own_task = ("--task", "arithmetic", "--max-tokens", 3)  # nothing of the run's but its model
+    assert "mean@1" in jetrl("eval", run, *own_task, *words).out
+
+
 def test_a_run_directory_stands_for_its_exported_model(tiny_model: Path, tmp_path: Path) -> None:
     run = fake_run(tmp_path / "runs" / "mine", tiny_model, "jet")
     assert find_model(run) == (run / "model", run)

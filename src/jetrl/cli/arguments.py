@@ -48,9 +48,12 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_sampling_arguments(
-    parser: argparse.ArgumentParser, max_tokens: int, temperature: float | None
+    parser: argparse.ArgumentParser,
+    max_tokens: int | None,
+    temperature: float | None,
+    top_p: float | None = 1.0,
 ) -> None:
-    """--max-tokens, --temperature, --top-p, --top-k, --seed."""
+    """--max-tokens, --temperature, --top-p, --top-k, --seed. None: the command's own choice."""
     parser.add_argument(
         "--max-tokens", type=int, default=max_tokens, help="tokens a completion at most"
     )
@@ -58,7 +61,7 @@ def add_sampling_arguments(
         "--temperature", type=float, default=temperature, help="logits are divided by it; 0: greedy"
     )
     parser.add_argument(
-        "--top-p", type=float, default=1.0, help="most probable tokens up to this mass; 1: all"
+        "--top-p", type=float, default=top_p, help="most probable tokens up to this mass; 1: all"
     )
     parser.add_argument(
         "--top-k", type=int, default=0, help="this many most probable tokens; 0: all"

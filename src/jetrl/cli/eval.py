@@ -4,6 +4,9 @@ For example:
 
     jetrl eval runs/demo --samples 4              the run's own task, on its held-out split
     jetrl eval models/qwen3-8b --task gsm8k --path data/gsm8k --samples 8 --temperature 0.6
+
+Of a run on its own task, what is not given is as in the run's own evaluations ([eval]). Else it is
+one greedy completion, or several at temperature 1, of up to 1024 tokens for every prompt.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from jetrl.errors import UserError
 
 if TYPE_CHECKING:
     from jetrl.evaluate import Evaluation
-    from jetrl.settings import TaskSettings
+    from jetrl.settings import Settings, TaskSettings
     from jetrl.types import SamplingParams
 
 
@@ -41,19 +44,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="an option of the task, as in [task.options] (repeatable)",
     )
     parser.add_argument("--split", help="split of the task (default: test)")
-    parser.add_argument("--prompts", type=int, default=0, help="prompts, from the start; 0: all")
-    parser.add_argument("--samples", type=int, default=1, help="completions a prompt")
-    add_sampling_arguments(parser, max_tokens=1024, temperature=None)
+    parser.add_argument("--prompts", type=int, help="prompts, from the start; 0: all")
+    parser.add_argument("--samples", type=int, help="completions a prompt")
+    add_sampling_arguments(parser, max_tokens=None, temperature=None, top_p=None)
     parser.add_argument("--system", metavar="TEXT", help="system prompt")
-    parser.add_argument("--threshold", type=float, default=1.0, help="a reward that is solved")
+    parser.add_argument("--threshold", type=float, help="a reward that is solved")
     parser.add_argument("--workers", type=int, default=2, help="scoring processes")
     parser.add_argument("--timeout", type=float, default=10.0, help="seconds a score may take")
     parser.add_argument("--json", action="store_true", help="a JSON object, with the completions")
 
 
 def run(args: argparse.Namespace) -> int:
+    settings = own_settings(args)
+    fill_in(args, settings)
     params = sampling_params(args)
-    wanted = task_settings(args)
+    wanted = task_settings(args, settings)
 
     from jetrl.cli.opening import open_policy
     from jetrl.evaluate import evaluate_model
@@ -77,22 +82,44 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def task_settings(args: argparse.Namespace) -> TaskSettings:
-    """The task that --task names, or that of the run MODEL; --path, --option, --split and --system
-    change it.
+def own_settings(args: argparse.Namespace) -> Settings | None:
+    """The settings of the run MODEL, where its own task is asked for; None: --task names another.
 
     Raises:
         UserError: no --task, and MODEL is no run.
     """
     from jetrl.config import load_config
-    from jetrl.settings import TaskSettings
 
     if args.task is not None:
-        task = TaskSettings(name=args.task)
-    elif (run := run_of(Path(args.model))) is not None:
-        task = load_config(run / "config.toml").task
-    else:
+        return None
+    run = run_of(Path(args.model))
+    if run is None:
         raise UserError(f"--task: name one; {args.model} is no run, which would have its own")
+    return load_config(run / "config.toml")
+
+
+def fill_in(args: argparse.Namespace, settings: Settings | None) -> None:
+    """What was not given: as in the run's own evaluations."""
+    usual: dict[str, Any] = {"prompts": 0, "samples": 1, "top_p": 1.0, "threshold": 1.0}
+    usual["max_tokens"] = 1024
+    if settings is not None:
+        own = settings.eval
+        usual = {name: getattr(own, name) for name in usual}
+        usual["max_tokens"] = own.max_tokens or settings.rollout.max_tokens
+    for name, value in usual.items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    if args.temperature is None and settings is not None:
+        several_greedy = settings.eval.temperature == 0 and args.samples > 1
+        args.temperature = None if several_greedy else settings.eval.temperature
+
+
+def task_settings(args: argparse.Namespace, settings: Settings | None) -> TaskSettings:
+    """The task that --task names, or that of the run; --path, --option, --split and --system change
+    it."""
+    from jetrl.settings import TaskSettings
+
+    task = TaskSettings(name=args.task) if settings is None else settings.task
     changes: dict[str, Any] = {"options": {**task.options, **task_options(args.option)}}
     given = {"path": args.path, "eval_split": args.split, "system_prompt": args.system}
     changes |= {key: value for key, value in given.items() if value is not None}
