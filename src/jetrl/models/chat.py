@@ -203,4 +203,7 @@ def _lacking(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
     if not characters:
         return ""
     shown = " ".join(repr(character) for character in characters[:10])
-    return f"the tokenizer has no token for {shown}"
+    return (
+        f"the tokenizer has no token for {shown}; one of single characters (model.tokenizer) has "
+        "those of the task's alphabet"
+    )
