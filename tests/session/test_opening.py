@@ -106,6 +106,18 @@ def test_a_run_is_not_refused_for_prompts_that_it_does_not_have(
     assert first.prompts < second.prompts
 
 
+def test_a_run_says_where_the_context_ends_before_max_tokens(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["sft.steps=0", "loop.steps=0", "report.enabled=false", f"run.dir={tmp_path}"]
+    with Session(load_config("demo", words)):
+        assert "rollout.max_tokens" not in capsys.readouterr().out
+    with Session(load_config("demo", [*words, "run.name=long", "rollout.max_tokens=251"])):
+        said = capsys.readouterr().out
+    assert "rollout.max_tokens = 251: after the longest prompt, of 6 tokens" in said
+    assert "has room for 250" in said
+
+
 def test_a_run_says_how_long_it_took_to_prove_that_the_flow_is_exact(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

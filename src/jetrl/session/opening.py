@@ -120,6 +120,12 @@ def open_parts(settings: Settings, resume: bool, stack: contextlib.ExitStack) ->
     )
     scorer = stack.enter_context(Scorer.from_settings(wanted))
     run = RunDirectory.create(settings, plan.to_dict(), resume=resume)
+    room = config.max_position_embeddings - longest
+    if rollout.max_tokens > room:
+        run.notes.append(
+            f"rollout.max_tokens = {rollout.max_tokens}: after the longest prompt, of {longest} "
+            f"tokens, the model's context has room for {room}, and a completion ends there"
+        )
     if settings.report.enabled:
         stack.push(Reporting(run.path))  # last, when the run's end is recorded
     stack.enter_context(run)

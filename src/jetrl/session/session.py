@@ -105,6 +105,8 @@ class Session:
         self.ending = Ending(self.parts, self.saved, self.stops, self.phases, self.display)
         stack.push(lambda _, error, __: self.ending.cut(error, self._step, self._trainer))
         tell_plan(parts.memory, parts.opened, parts.policy.device, self.display.note)
+        for note in self.run.notes:
+            self.display.note(note)
         if self._resume:
             self._go_on()
         if not self.saved.in_warm_up:
@@ -124,7 +126,7 @@ class Session:
                 notes.append(f"all steps of loop.steps={steps} are done; a larger one goes on")
         elif not (self.saved.in_warm_up and self.settings.sft.steps):
             notes = self.saved.begin_anew()
-        for note in (*self.run.notes, *notes):
+        for note in notes:
             self.display.note(note)
 
     @property
