@@ -291,6 +291,11 @@ def to_toml(settings: Settings) -> str:
     return "\n".join(lines)
 
 
+def as_override(value: object) -> str:
+    """A setting's value as it stands behind `section.key=` on the command line."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
 def _toml_key(key: str) -> str:
     return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else _toml_value(key)
 

@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from jetrl.types import Completion, Prompt, Sample, Score
+from jetrl.bench._load import make_samples
+from jetrl.types import Completion, Sample
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 128},
@@ -39,14 +40,4 @@ def config(family: str = "qwen3", **changes: Any) -> dict[str, Any]:
 
 def scored(prompts: Sequence[Sequence[int]], completions: Sequence[Completion]) -> list[Sample]:
     """Completions of the prompts, as many of each, every second one right."""
-    each = len(completions) // len(prompts)
-    return [
-        Sample(
-            prompt=Prompt(id=str(i // each), text="?"),
-            group=i // each,
-            prompt_token_ids=tuple(prompts[i // each]),
-            completion=completion,
-            score=Score(float(i % 2)),
-        )
-        for i, completion in enumerate(completions)
-    ]
+    return make_samples(prompts, completions, [float(i % 2) for i in range(len(completions))])

@@ -1,104 +1,94 @@
-import io
+"""Runs beside the first of them: what differs, and from where on."""
 
-import numpy as np
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
-from matplotlib.figure import Figure
-from rich.console import Console as RichConsole
 
 from jetrl.errors import UserError
-from jetrl.runs import list_runs, plot_runs, runs_table, show_run
-from jetrl.runs.plot_style import line
+from jetrl.runs import bits_in_words, compare_runs, comparison_rows
 
 
-def test_listing_has_good_and_damaged_runs(make_run):
-    good = make_run("good", steps=10, sft=2)
-    make_run("cut", steps=3, evaluate=False, mismatch=1, end="interrupted")
-    for name, file in (("no-plan", "plan.json"), ("bad-metrics", "metrics.jsonl")):
-        (make_run(name, steps=2) / file).write_text("nonsense\nmore\n")
-    (good.parent / "other").mkdir()
-    rows = {row.name: row for row in list_runs(good.parent)}
-    assert set(rows) == {"good", "cut", "no-plan", "bad-metrics", "other"}
-    assert (rows["good"].state, rows["good"].preset) == ("finished", "unified")
-    assert (rows["good"].history.num_steps, rows["good"].history.num_sft_steps) == (10, 2)
-    assert rows["good"].history.evals[0].last_step == 10
-    assert rows["cut"].state == "interrupted"
-    assert rows["cut"].history.num_different == 6
-    assert rows["cut"].history.evals == ()
-    assert "plan.json" in rows["no-plan"].problem
-    assert "metrics.jsonl, line 1" in rows["bad-metrics"].problem
-    assert "not a run directory" in rows["other"].problem
-    out = io.StringIO()
-    RichConsole(file=out, width=120).print(runs_table(list(rows.values())))
-    lines = out.getvalue().splitlines()
-    assert any("good" in line and "finished" in line and "10" in line for line in lines)
-    assert any("no-plan" in line and "damaged" in line for line in lines)
+def rewritten(run: Path, change: Callable[[dict], None]) -> None:
+    file = run / "metrics.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    for line in lines:
+        change(line)
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def test_listing_of_no_folder_is_refused(tmp_path):
-    with pytest.raises(UserError, match="no such folder"):
-        list_runs(tmp_path / "runs")
-    assert list_runs(tmp_path) == []
+def test_runs_that_took_other_times_have_the_same_bits(make_run) -> None:
+    first, again = make_run("first", steps=20), make_run("again", steps=20)
+    rewritten(again, lambda line: line.update({"timing/step_s": 4.0, "memory/peak_gib": 3.0}))
+    found = compare_runs([first, again])
+    assert found.same
+    assert found.common_steps == 20
+    other = found.runs[1]
+    assert other.same_lines == other.common_lines
+    assert (other.differs_at, dict(other.different)) == (None, {})
+    assert bits_in_words(other, found.runs[0]).startswith("again: the bits of first in all ")
+    rows = {row[0]: row[1:] for row in comparison_rows(found)}
+    assert rows[""] == ("first", "again")
+    assert rows["tokens different"] == ("0 of 81,920",) * 2
+    seconds = found.runs[0].reached["timing/step_s"]
+    assert rows["timing/step_s"][1] == f"4.0 s ({seconds / 4:.3g} times as fast)"
+    assert not any(key.startswith("run.") for key in rows)
 
 
-def test_show_says_what_happened(make_run):
-    text = show_run(make_run(steps=10, end="interrupted"))
-    assert "eval/arithmetic/mean  42.0% -> " in text
-    assert "(step 0 to 10)" in text
-    assert "0 of 40,960 different" in text
-    assert "interrupted" in text
+def test_the_first_step_with_other_bits_is_named(make_run) -> None:
+    first, other = make_run("first", steps=20), make_run("other", steps=20)
+
+    def nudge(line: dict) -> None:
+        if line["step"] >= 7 and "reward/mean" in line:
+            line["reward/mean"] += 1e-16 + line["reward/mean"] * 2.3e-16
+
+    rewritten(other, nudge)
+    found = compare_runs([first, other])
+    assert not found.same
+    beside = found.runs[1]
+    assert beside.differs_at == ("rl", 7)
+    assert set(beside.different) == {"reward/mean"}
+    theirs, ours = beside.different["reward/mean"]
+    said = bits_in_words(beside, found.runs[0])
+    assert f"at step 7 reward/mean {ours!r}, not {theirs!r}" in said
+    assert f"in {beside.same_lines} lines" in said
 
 
-def test_show_names_the_newest_checkpoint_of_rl_or_of_supervised_training(make_run):
-    run = make_run(steps=2)
-    for name, shown in (("sft/step_000050", "sft/step_000050"), ("step_000000", "step_000000")):
-        (run / "checkpoints" / name).mkdir(parents=True)
-        line = next(x for x in show_run(run).splitlines() if x.startswith("last checkpoint"))
-        assert line.split()[-1] == shown
+def test_a_nan_has_the_bits_of_another(make_run) -> None:
+    runs = [make_run(name, steps=3) for name in ("first", "other")]
+    for run in runs:
+        rewritten(run, lambda line: line.update({"policy/loss": float("nan")}))
+    assert compare_runs(runs).same
 
 
-def test_plot_overlays_runs(make_run, tmp_path):
-    runs = [make_run("a", steps=4), make_run("b", steps=60), make_run("c", steps=0)]
-    out = plot_runs(runs, (), tmp_path / "plots" / "all.png")
-    assert out.read_bytes().startswith(b"\x89PNG")
-    assert plot_runs(runs[:1], ["reward/mean", "eval"], tmp_path / "two.png").is_file()
+def test_only_steps_that_all_have_are_looked_at(make_run) -> None:
+    runs = [make_run("long", steps=40, sft=2), make_run("short", steps=10)]
+    rewritten(runs[0], lambda line: line.update({"timing/step_s": line["step"]}))
+    found = compare_runs(runs)
+    assert found.common_steps == 10
+    assert found.runs[0].reached["timing/step_s"] == pytest.approx(5.5, abs=0.6)
+    assert not found.same, "the first has steps that the other has not"
+    assert found.runs[1].differs_at is None
+    assert compare_runs(runs[::-1]).same, "and the other has none that it has not"
 
 
-def test_a_supervised_run_is_plotted_from_its_own_lines(make_run, tmp_path, monkeypatch):
-    import jetrl.runs.compare as module
-
-    drawn, line = [], module.line
-
-    def noted(axes, steps, values, label, color):
-        drawn.append((axes, list(steps)))
-        line(axes, steps, values, label, color)
-
-    monkeypatch.setattr(module, "line", noted)
-    warm = make_run("warm", steps=0, sft=3, evaluate=False)
-    plot_runs([warm], (), tmp_path / "warm.png")
-    assert drawn
-    assert all(len(steps) == 3 for _, steps in drawn)
-    drawn.clear()
-    plot_runs([make_run("rl", steps=5, sft=3)], ["timing/step_s"], tmp_path / "rl.png")
-    assert [len(steps) for _, steps in drawn] == [5], "not those of its warm-up"
+def test_settings_that_differ_are_a_row_each(make_run) -> None:
+    runs = [make_run("first", steps=2), make_run("other", steps=2)]
+    config = runs[1] / "config.toml"
+    assert "seed = 0\n" in config.read_text()
+    config.write_text(config.read_text().replace("seed = 0\n", "seed = 7\n", 1))
+    found = compare_runs([*runs, runs[0]])
+    assert dict(found.runs[1].settings) == {"run.seed": (0, 7)}
+    rows = {row[0]: row[1:] for row in comparison_rows(found)}
+    assert rows["run.seed"] == ("0", "7", "0")
 
 
-def test_a_constant_is_one_straight_line():
-    """A moving mean of equal numbers differs from them in the last place, and an axis shows it."""
-    axes = Figure().subplots()
-    steps = np.arange(300.0)
-    line(axes, steps, np.full(300, 1e-3), "lr", "blue")
-    (only,) = axes.lines
-    assert np.unique(only.get_ydata()).tolist() == [1e-3]
-    line(axes, steps, steps % 7, "noisy", "blue")
-    assert len(axes.lines) == 3
-
-
-@pytest.mark.parametrize("metric", ["policy/kl_ref", "nonsense"])
-def test_plot_of_a_metric_nobody_has_is_refused(make_run, tmp_path, metric):
-    with pytest.raises(UserError, match=f"metric {metric}: none of these runs has it; they have"):
-        plot_runs([make_run(steps=2)], [metric], tmp_path / "out.png")
-
-
-def test_plot_of_nothing_is_refused(make_run, tmp_path):
-    with pytest.raises(UserError, match="nothing to plot"):
-        plot_runs([make_run(steps=0)], (), tmp_path / "out.png")
+def test_one_run_and_no_run_are_refused(make_run, tmp_path: Path) -> None:
+    run = make_run("only", steps=2)
+    with pytest.raises(UserError, match="two runs or more"):
+        compare_runs([run])
+    with pytest.raises(UserError, match="no such run"):
+        compare_runs([run, tmp_path / "absent"])

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from jetrl.bench._load import Load, make_samples
+from jetrl.bench._load import Load, make_samples, random_rewards
 from jetrl.bench._timing import Row
 from jetrl.bench.parity import make_policy
 from jetrl.bench.rollout import capture_graphs
@@ -97,7 +97,8 @@ class Flow:
             ignore_eos=True,
             seed=seed,
         )
-        return make_samples(prompts, self.engine.generate(prompts, params), seed)
+        completions = self.engine.generate(prompts, params)
+        return make_samples(prompts, completions, random_rewards(len(completions), seed))
 
     @torch.no_grad()
     def old_logprobs(self, samples: Sequence[Sample]) -> list[list[float]]:
@@ -148,7 +149,8 @@ class Flow:
         )
         zeros = (0.0,) * load.response_length
         completions = [Completion(tuple(answer), zeros, "length") for answer in answers]
-        return [replace(sample, group=0) for sample in make_samples(prompts, completions, seed)]
+        samples = make_samples(prompts, completions, random_rewards(len(completions), seed))
+        return [replace(sample, group=0) for sample in samples]
 
     def fit(self) -> None:
         """A trainer with the largest micro-batch that fits; it has made an update or two, with the

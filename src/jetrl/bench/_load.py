@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -61,12 +61,17 @@ class Load:
         return prompts
 
 
+def random_rewards(count: int, seed: int) -> list[float]:
+    """Between 0 and 1."""
+    rewards: list[float] = np.random.default_rng(seed).random(count).tolist()
+    return rewards
+
+
 def make_samples(
-    prompts: Sequence[Sequence[int]], completions: Sequence[Completion], seed: int
+    prompts: Sequence[Sequence[int]], completions: Sequence[Completion], rewards: Iterable[float]
 ) -> list[Sample]:
-    """Completions, as many of each prompt, with random rewards between 0 and 1."""
+    """Completions, as many of each prompt, with these rewards."""
     each = len(completions) // len(prompts)
-    rewards = np.random.default_rng(seed).random(len(completions))
     return [
         Sample(
             prompt=Prompt(id=str(i // each), text="?"),

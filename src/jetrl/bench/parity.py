@@ -25,7 +25,7 @@ import torch
 
 from jetrl.bench._timing import bench_parser
 from jetrl.bench.shapes import SHAPES
-from jetrl.parity import check_policy, locate, measure
+from jetrl.parity import check_policy, failures, locate, measure
 from jetrl.policy import Policy
 from jetrl.precision import PrecisionPlan
 
@@ -50,7 +50,7 @@ def prove(policy: Policy) -> dict[str, Any]:
         "plan": policy.plan.name,
         "proof_s": seconds,
         "checks": len(checks),
-        "broken": [f"{check.operation}: {check.detail}" for check in checks if not check.ok],
+        "broken": failures(checks),
     }
 
 

@@ -111,10 +111,9 @@ def check_optional(name: str, use: str) -> Check:
 
 
 def check_triton() -> Check:
-    found = check_optional("triton", "GPU kernels; it comes with a CUDA build of torch")
     version = installed("triton")
     if version is None or _minor(FIRST_TRITON) <= _minor(version) <= _minor(LAST_TRITON):
-        return found
+        return check_optional("triton", "GPU kernels; it comes with a CUDA build of torch")
     step = (
         f"the GPU's kernels are for Triton {FIRST_TRITON} (torch 2.11) to {LAST_TRITON} (torch "
         "2.15); install one of these torches"

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from jetrl.config import Settings
+from jetrl.config import Settings, as_override
 from jetrl.errors import UserError
 from jetrl.memory.plan import GIB, Load, MemoryPlan, OtherModels, memory_plan
 from jetrl.models.families import ModelConfig
@@ -106,7 +106,9 @@ def _advice(
             fewer = replace(load, sequences=together)
             fitted = _largest(changed, config, others, fewer, free)
             if fitted is not None:
-                words = " ".join(f"{part}.{key}={_toml(value)}" for part, key, value in chosen)
+                words = " ".join(
+                    f"{part}.{key}={as_override(value)}" for part, key, value in chosen
+                )
                 return (
                     f"it fits with {words}: {fitted.plan.peak / GIB:.1f} GiB, in micro-batches of "
                     f"up to {fitted.plan.micro_batch.tokens} tokens"
@@ -129,7 +131,3 @@ def _remedies(settings: Settings, load: Load) -> Iterator[tuple[str, str, object
         yield "rollout", "max_batch_size", _FEW_SEQUENCES
     if not train.activation_checkpointing:
         yield "train", "activation_checkpointing", True
-
-
-def _toml(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -6,7 +6,7 @@
 `check_policy` tests the promise for a run's own shapes, and `require_exact` makes it a condition.
 """
 
-from jetrl.parity.checks import Check, check_policy, require_exact, self_check
+from jetrl.parity.checks import Check, check_policy, failures, require_exact, self_check
 from jetrl.parity.locating import Location, locate
 from jetrl.parity.measuring import ParityResult, check_correction, measure, random_prompts
 
@@ -16,6 +16,7 @@ __all__ = [
     "ParityResult",
     "check_correction",
     "check_policy",
+    "failures",
     "locate",
     "measure",
     "random_prompts",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -37,6 +37,11 @@ class Check:
     detail: str
 
 
+def failures(checks: Sequence[Check]) -> list[str]:
+    """Those that failed, in words."""
+    return [f"{check.operation}: {check.detail}" for check in checks if not check.ok]
+
+
 def require_exact(policy: Policy) -> float | None:
     """Prove an exact plan's promise on this GPU before a run relies on it (`check_policy`). On the
     CPU there is nothing to prove: its references are exact by construction.
@@ -50,7 +55,7 @@ def require_exact(policy: Policy) -> float | None:
     if not policy.plan.exact or policy.device.type != "cuda":
         return None
     began = time.monotonic()
-    broken = [f"{c.operation}: {c.detail}" for c in check_policy(policy) if not c.ok]
+    broken = failures(check_policy(policy))
     if broken:
         raise MismatchError(
             f"this GPU does not keep what the {policy.plan.name} plan promises for this model: "

@@ -1,13 +1,13 @@
 """What a run leaves behind and shows: its directory, metrics, console, report, trackers."""
 
 from jetrl.runs.attempts import Attempt
-from jetrl.runs.compare import RunRow, list_runs, plot_runs, runs_table, show_run
-from jetrl.runs.comparison import Comparison, bits_in_words, compare_runs, comparison_rows
+from jetrl.runs.compare import Comparison, bits_in_words, compare_runs, comparison_rows
 from jetrl.runs.console import Console
 from jetrl.runs.directory import RunDirectory
 from jetrl.runs.history import RunHistory, summary_of
 from jetrl.runs.learning import Learning, problems
 from jetrl.runs.metrics import eval_metric, part_metric, reproducible
+from jetrl.runs.overview import RunRow, list_runs, plot_runs, runs_table, show_run
 from jetrl.runs.report import write_report
 from jetrl.runs.trackers import Trackers, check_trackers, open_trackers
 

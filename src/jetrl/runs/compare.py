@@ -1,236 +1,217 @@
-"""What `jetrl runs` shows: the runs of a folder, one run in words, several runs in one picture."""
+"""Runs beside the first of them: which settings differ, what each reached over the steps that all
+have, how long a step took, and up to which step the bits are the same."""
 
 from __future__ import annotations
 
-import math
-import time
-from collections.abc import Sequence
+import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-import matplotlib as mpl
-from matplotlib.figure import Figure
-from rich.table import Table
-from rich.text import Text
-
+from jetrl.config import as_override
 from jetrl.errors import UserError
-from jetrl.runs.directory import RunDirectory
-from jetrl.runs.format import count, duration, number, percent, visible
-from jetrl.runs.history import Change, RunHistory
+from jetrl.runs.directory import RunDirectory, settings_that_differ
+from jetrl.runs.format import count, duration, number
+from jetrl.runs.history import history_of
 from jetrl.runs.jsonl import Record
-from jetrl.runs.metrics import find_metric
-from jetrl.runs.plot_style import COLORS, LINES, STYLE, finish, line, series
+from jetrl.runs.metrics import find_metric, reproducible
+from jetrl.runs.overview import labels, mismatch_text, value_text
 
-DEFAULT_METRICS = (
-    "reward/mean",
-    "eval",
-    "response_length/mean",
-    "policy/entropy",
-    "mismatch/mean_abs_logprob_diff",
-    "timing/step_s",
+# Means over the last tenth of the steps, and medians of all.
+_REACHED = ("reward/mean", "response_length/mean", "policy/entropy")
+_MEDIANS = (
+    *("timing/step_s", "timing/rollout_s", "timing/update_s"),
+    *("throughput/rollout_tokens_per_s", "throughput/train_tokens_per_s"),
 )
-SUPERVISED_METRICS = (
-    "sft/loss",
-    "reward_model/accuracy",
-    "reward_model/eval_accuracy",
-    "sft/grad_norm",
-)
-PANEL_INCHES = (5.2, 2.9)
+_OWN = ("run.name", "run.dir")  # of every run
+_NAMED = 4  # metrics of the first step that differs
+
+Line = tuple[str, int]  # phase and step: a line of metrics.jsonl
 
 
 @dataclass(frozen=True)
-class RunRow:
-    """One run of a listing. problem: why it cannot be read ("" if it can)."""
+class RunBeside:
+    """A run, and how it stands to the first. preset: of its precision plan. reached: by metric,
+    over the common steps. settings: by dotted key, (of the first, of this), where they differ.
+    same_lines: of metrics.jsonl, from the first on, that have the same bits but for times, speeds
+    and memory; of common_lines that both have. different: the metrics that differ in the next one,
+    which is `differs_at`."""
 
     name: str
     path: Path
     state: str
-    history: RunHistory
-    preset: str = ""
-    problem: str = ""
+    preset: str
+    num_steps: int
+    elapsed_s: float
+    num_tokens: int | None
+    num_different: int | None
+    reached: Mapping[str, float]
+    settings: Mapping[str, tuple[Any, Any]]
+    common_lines: int
+    same_lines: int
+    differs_at: Line | None
+    different: Mapping[str, tuple[float | None, float | None]]
 
 
-def list_runs(folder: str | Path = "runs") -> list[RunRow]:
-    """The runs in a folder, the newest first; damaged ones are listed with what is wrong.
+@dataclass(frozen=True)
+class Comparison:
+    """common_steps: of the RL phase, that all runs have. runs: the first is what the others are
+    compared with."""
 
-    Raises:
-        UserError: no such folder.
-    """
-    folder = Path(folder)
-    if not folder.is_dir():
-        raise UserError(f"{folder}: no such folder; run.dir says where runs are kept")
-    paths = sorted(path for path in folder.iterdir() if path.is_dir())
-    rows = [_row(path) for path in paths if not path.name.startswith(".")]
-    return sorted(rows, key=lambda row: -(row.history.started or 0.0))
+    common_steps: int
+    runs: tuple[RunBeside, ...]
 
-
-def runs_table(rows: Sequence[RunRow]) -> Table:
-    """The listing as a table for the terminal; below it, what is wrong with damaged runs."""
-    problems = [f"{row.name}: {row.problem}" for row in rows if row.problem]
-    table = Table(box=None, header_style="dim", caption_style="red", caption_justify="left")
-    table.caption = Text(visible("\n".join(problems), newlines=True)) if problems else None
-    table.add_column("run", overflow="fold")
-    for title in ("state", "preset"):
-        table.add_column(title, no_wrap=True)
-    for title in ("steps", "reward", "eval", "differ", "time", "started"):
-        table.add_column(title, justify="right", no_wrap=True)
-    for row in rows:
-        name, history = Text(visible(row.name)), row.history
-        if row.problem:
-            table.add_row(name, Text("damaged", "red"))
-            continue
-        table.add_row(
-            name,
-            row.state,
-            visible(row.preset),
-            count(history.num_steps),
-            number(history.reward.last) if history.reward else "",
-            _value(history.evals[0], history.evals[0].last) if history.evals else "",
-            count(history.num_different) if history.num_different is not None else "",
-            duration(history.elapsed_s),
-            _date(history.started)[5:],
-        )
-    return table
+    @property
+    def same(self) -> bool:
+        """Whether every run has all lines of the first, with the same bits."""
+        first = self.runs[0].common_lines
+        return all(r.same_lines == r.common_lines == first for r in self.runs)
 
 
-def show_run(path: str | Path) -> str:
-    """One run in words: state, totals, changes of reward and evaluation, where things are.
+def compare_runs(paths: Sequence[str | Path]) -> Comparison:
+    """Compares runs with the first of them, from their files alone.
 
     Raises:
-        UserError: not a run directory, or damaged.
+        UserError: fewer than two; not a run directory, or a damaged one.
     """
-    run = RunDirectory.open(path)
-    history, config, plan = run.history(), run.config(), run.plan()
-    attempts = run.attempts()
-    reason = attempts[-1].reason if attempts else ""
+    if len(paths) < 2:
+        raise UserError("a comparison needs two runs or more")
+    runs = [RunDirectory.open(path) for path in paths]
+    lines = [{_line(r): r for r in run.metrics()} for run in runs]
+    common = sorted(set.intersection(*({s for p, s in own if p == "rl"} for own in lines)))
+    names, config = labels([run.path for run in runs]), runs[0].config()
+    beside = tuple(
+        _beside(name, run, own, lines[0], settings_that_differ(config, run.config()), common)
+        for name, run, own in zip(names, runs, lines, strict=True)
+    )
+    return Comparison(sum(step > 0 for step in common), beside)
+
+
+def comparison_rows(found: Comparison) -> list[tuple[str, ...]]:
+    """The comparison as rows of text, a column for each run."""
+    runs, first = found.runs, found.runs[0]
     rows = [
-        ("run", str(run.path)),
-        ("state", f"{run.state()} ({reason})" if reason else run.state()),
-        ("started", _date(history.started)),
-        ("wall time", f"{duration(history.elapsed_s)} in {count(len(attempts))} attempt(s)"),
-        ("task", str(config.get("task", {}).get("name", ""))),
-        ("precision", str(plan.get("name", ""))),
-        ("steps", count(history.num_steps)),
+        ("", *(run.name for run in runs)),
+        ("state", *(run.state for run in runs)),
+        ("precision", *(run.preset for run in runs)),
+        ("steps", *(count(run.num_steps) for run in runs)),
+        ("wall time", *(duration(run.elapsed_s) for run in runs)),
+        ("tokens different", *(mismatch_text(r.num_different, r.num_tokens) for r in runs)),
     ]
-    if history.num_sft_steps:
-        rows.append(("supervised steps", count(history.num_sft_steps)))
-    for change in ((history.reward,) if history.reward else ()) + history.evals:
-        ends = f"{_value(change, change.first)} -> {_value(change, change.last)}"
-        rows.append((change.name, f"{ends}  (step {change.first_step} to {change.last_step})"))
-    if history.num_different is not None:
-        of = mismatch_text(history.num_different, history.num_tokens)
-        rows.append(("mismatch", f"{of} different"))
-    found = [
-        p for where in ("sft/step_*", "step_*") for p in sorted(run.checkpoints_dir.glob(where))
-    ]
-    last = str(found[-1].relative_to(run.checkpoints_dir)) if found else "none"
-    rows.append(("last checkpoint", last))
-    report = run.path / "report.html"
-    rows.append(("report", str(report) if report.is_file() else "none"))
-    width = max(len(label) for label, _ in rows)
-    return "\n".join(f"{label:<{width}}  {visible(value)}" for label, value in rows)
+    for name in dict.fromkeys(name for run in runs for name in run.reached):
+        cells = (_reached(name, run.reached, first.reached, run is first) for run in runs)
+        rows.append((name, *cells))
+    for key in dict.fromkeys(key for run in runs for key in run.settings):
+        base = next(run.settings[key][0] for run in runs if key in run.settings)
+        rows.append((key, *(_setting(run.settings.get(key, (base, base))[1]) for run in runs)))
+    return rows
 
 
-def plot_runs(
-    paths: Sequence[str | Path], metrics: Sequence[str] = (), out_png: str | Path = "runs.png"
-) -> Path:
-    """Draws metrics of several runs over each other, one panel a metric, as a PNG.
-
-    Args:
-        paths: run directories. metrics: names, or `eval` for the mean of every evaluated task;
-            default: the usual ones that any of the runs has. out_png: the file to write.
-
-    Raises:
-        UserError: not a run directory, an unknown metric, or one that no run has; a file that
-            cannot be written.
-    """
-    runs = {
-        label: RunDirectory.open(path).metrics()
-        for label, path in zip(labels(paths), paths, strict=True)
-    }
-    in_rl = any(r.get("phase", "rl") == "rl" for records in runs.values() for r in records)
-    usual = DEFAULT_METRICS if in_rl else SUPERVISED_METRICS
-    names = _chosen(metrics or usual, runs, strict=bool(metrics))
-    num_columns = 1 if len(names) == 1 else 2
-    num_rows = math.ceil(len(names) / num_columns)
-    width, height = PANEL_INCHES
-    with mpl.rc_context(STYLE):
-        figure = Figure(
-            figsize=(width * num_columns, height * num_rows + 0.4), layout="constrained"
+def bits_in_words(run: RunBeside, first: RunBeside) -> str:
+    """Up to where a run has the bits of the first."""
+    if run.differs_at is None:
+        return (
+            f"{run.name}: the bits of {first.name} in all {count(run.common_lines)} lines of "
+            "metrics.jsonl that both have, but for times, speeds and memory"
         )
-        grid = figure.subplots(num_rows, num_columns, squeeze=False)
-        for axes in grid.flat[len(names) :]:
-            axes.set_visible(False)
-        for name, axes in zip(names, grid.flat, strict=False):
-            for number_of_run, (label, records) in enumerate(runs.items()):
-                color = COLORS[LINES[number_of_run % len(LINES)]]
-                line(axes, *series(_phase_of(records, name), name), label, color)
-            metric = find_metric(name)
-            finish(axes, metric.unit if metric else "")
-            axes.set_title(name, loc="left", fontsize=10, fontweight="bold")
-        handles, texts = grid.flat[0].get_legend_handles_labels()
-        figure.legend(handles, texts, loc="outside upper left", ncols=4)
-        out = Path(out_png)
-        try:
-            out.parent.mkdir(parents=True, exist_ok=True)
-            figure.savefig(out, format="png", dpi=150, facecolor="white")
-        except OSError as error:
-            why = error.strerror or error
-            raise UserError(f"{out}: cannot be written: {why}; --out names another file") from None
-    return out
-
-
-def labels(paths: Sequence[str | Path]) -> list[str]:
-    """What runs are called beside each other: their names, or paths where names are the same."""
-    names = [Path(path).name for path in paths]
-    return [
-        name if names.count(name) == 1 else str(path)
-        for name, path in zip(names, paths, strict=True)
+    phase, step = run.differs_at
+    named = [
+        f"{name} {_exactly(ours)}, not {_exactly(theirs)}"
+        for name, (theirs, ours) in list(run.different.items())[:_NAMED]
     ]
+    more = len(run.different) - len(named)
+    where = f"{'supervised ' if phase == 'sft' else ''}step {step}"
+    return (
+        f"{run.name}: the bits of {first.name} in {count(run.same_lines)} lines of metrics.jsonl; "
+        f"at {where} {'; '.join(named)}" + (f"; and {more} more" if more else "")
+    )
 
 
-def _row(path: Path) -> RunRow:
-    try:
-        run = RunDirectory.open(path)
-        preset = str(run.plan().get("name", ""))
-        return RunRow(path.name, path, run.state(), run.history(), preset)
-    except (UserError, OSError, KeyError, TypeError, ValueError) as error:
-        return RunRow(path.name, path, "damaged", RunHistory(), problem=str(error))
+def _beside(
+    name: str,
+    run: RunDirectory,
+    lines: Mapping[Line, Record],
+    first_lines: Mapping[Line, Record],
+    settings: Mapping[str, tuple[Any, Any]],
+    common: Sequence[int],
+) -> RunBeside:
+    history = history_of(list(lines.values()), run.attempts())
+    both = [line for line in first_lines if line in lines]
+    same, at, different = 0, None, {}
+    for line in both:
+        different = _different(first_lines[line], lines[line])
+        if different:
+            at = line
+            break
+        same += 1
+    return RunBeside(
+        name=name,
+        path=run.path,
+        state=run.state(),
+        preset=str(run.plan().get("name", "")),
+        num_steps=history.num_steps,
+        elapsed_s=history.elapsed_s,
+        num_tokens=history.num_tokens,
+        num_different=history.num_different,
+        reached=_reached_by([lines["rl", step] for step in common]),
+        settings={key: pair for key, pair in settings.items() if key not in _OWN},
+        common_lines=len(both),
+        same_lines=same,
+        differs_at=at,
+        different=different,
+    )
 
 
-def _chosen(wanted: Sequence[str], runs: dict[str, list[Record]], strict: bool) -> list[str]:
-    present = {name for records in runs.values() for record in records for name in record}
-    names: list[str] = []
-    for name in wanted:
-        if name == "eval":
-            found = sorted(n for n in present if n.startswith("eval/") and n.endswith("/mean"))
-        else:
-            found = [name] if name in present else []
-        if strict and not found:
-            known = ", ".join(sorted(n for n in present if find_metric(n)))
-            raise UserError(f"metric {name}: none of these runs has it; they have {known}")
-        names += found
-    if not names:
-        raise UserError("nothing to plot: these runs have no finished step")
-    return names
+def _line(record: Record) -> Line:
+    return str(record.get("phase", "rl")), int(record["step"])
 
 
-def _phase_of(records: list[Record], name: str) -> list[Record]:
-    """The RL lines, or the supervised ones where no RL line has the metric."""
-    rl = [r for r in records if r.get("phase", "rl") == "rl"]
-    return rl if any(name in r for r in rl) else [r for r in records if r.get("phase") == "sft"]
+def _different(first: Record, other: Record) -> dict[str, tuple[float | None, float | None]]:
+    """The metrics that have other bits (a NaN has those of another)."""
+    ours, theirs = reproducible(other), reproducible(first)
+    return {
+        name: (theirs.get(name), ours.get(name))
+        for name in {**theirs, **ours}
+        if repr(theirs.get(name)) != repr(ours.get(name))
+    }
 
 
-def _value(change: Change, value: float) -> str:
-    return percent(value) if change.name.startswith("eval/") and 0 <= value <= 1 else number(value)
+def _reached_by(records: Sequence[Record]) -> dict[str, float]:
+    """By metric: of the last evaluation; of the last tenth of the steps; medians; the peak."""
+    found: dict[str, float] = {}
+    last = records[-max(1, len(records) // 10) :]
+    for name in _REACHED:
+        values = [r[name] for r in last if name in r]
+        if values:
+            found[name] = statistics.fmean(values)
+    found |= {change.name: change.last for change in history_of(records).evals}
+    for name in _MEDIANS:
+        values = [r[name] for r in records if name in r]
+        if values:
+            found[name] = statistics.median(values)
+    peaks = [r["memory/peak_gib"] for r in records if "memory/peak_gib" in r]
+    return found | ({"memory/peak_gib": max(peaks)} if peaks else {})
 
 
-def mismatch_text(num_different: int | None, num_tokens: int | None) -> str:
-    """How many tokens differ between sampler and trainer, of how many; empty if not measured."""
-    if num_different is None:
+def _reached(
+    name: str, own: Mapping[str, float], first: Mapping[str, float], is_first: bool
+) -> str:
+    if name not in own:
         return ""
-    return count(num_different) + (f" of {count(num_tokens)}" if num_tokens is not None else "")
+    value, metric, is_time = own[name], find_metric(name), name.startswith("timing/")
+    text = duration(value) if is_time else value_text(name, value)
+    if is_first or metric is None or not metric.measured or not first.get(name) or not value:
+        return text
+    if name.startswith("memory/"):
+        return f"{text} ({number(value / first[name])} of the first)"
+    faster = first[name] / value if is_time else value / first[name]
+    return f"{text} ({number(faster)} times as fast)"
 
 
-def _date(seconds: float | None) -> str:
-    return "" if seconds is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
+def _setting(value: Any) -> str:
+    return "unset" if value is None else as_override(value)
+
+
+def _exactly(value: float | None) -> str:
+    return "nothing" if value is None else repr(value)
