@@ -301,6 +301,23 @@ def test_doctor_reports_every_check_with_a_next_step(
     assert {"status", "name", "detail", "next_step"} == set(found[0])
 
 
+def test_doctor_gives_a_clear_error_as_it_is(
+    jetrl: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse() -> list[checks.Check]:
+        raise UserError("no toolkit: set CUDA_HOME")
+
+    monkeypatch.setattr(checks, "check_exactness", refuse)
+    monkeypatch.setattr(checks, "CORE", ("math-verify",))
+    monkeypatch.setattr(checks, "installed", lambda name: None)
+    done = jetrl("doctor")
+    assert done.code == 1
+    assert "FAIL  exactness" in done.out
+    assert "no toolkit: set CUDA_HOME" in done.out
+    assert "report this" not in done.out  # nor does what is not installed ask for it
+    assert done.out.count("FAIL  math-verify") == 1
+
+
 def test_the_fp8_check_sees_a_wrong_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
     assert checks.check_fp8_cast()[0].status == "OK"
     monkeypatch.setattr(checks, "dequantize", lambda q: jetrl_precision_dequantize(q) * 1.0625)

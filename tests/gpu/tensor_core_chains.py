@@ -9,6 +9,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from jetrl.precision.gluon_hopper import barrier
+
 
 @gluon.jit
 def chain_kernel(
@@ -44,7 +46,7 @@ def chain_kernel(
     a_smem.store(a)
     b_smem.store(b)
     fence_async_shared()
-    gl.thread_barrier()
+    barrier()
     rows = gl.arange(0, M, gl.SliceLayout(1, mma))
     columns = gl.arange(0, N, gl.SliceLayout(0, mma))
     at = gl.program_id(0) * M * N + rows[:, None] * N + columns[None, :]

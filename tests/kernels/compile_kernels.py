@@ -79,8 +79,11 @@ def take_triton() -> None:
     CompiledKernel.launch_metadata = lambda *_: None
 
 
-def take_torch() -> None:
-    """What the wrappers ask of torch on a GPU, and products of libraries without their numbers."""
+def take_torch(toolkit: Path) -> None:
+    """What the wrappers ask of torch on a GPU, and products of libraries without their numbers.
+    toolkit: an empty folder, where nvcc seems to be."""
+    (toolkit / "bin").mkdir()
+    (toolkit / "bin" / "nvcc").touch()
     torch.cuda.is_available = lambda: True
     torch.cuda.is_current_stream_capturing = lambda: False
     torch.cuda.get_device_properties = lambda _=None: SimpleNamespace(multi_processor_count=132)
@@ -90,6 +93,7 @@ def take_torch() -> None:
     deep_gemm = ModuleType("deep_gemm")
     deep_gemm.__spec__ = importlib.machinery.ModuleSpec("deep_gemm", None)
     deep_gemm.set_pdl = deep_gemm.fp8_gemm_nt = lambda *_, **__: None
+    deep_gemm.find_cuda_home = lambda: toolkit
     sys.modules["deep_gemm"] = deep_gemm
     memory = ModuleType("jetrl.rollout.mapped_memory")
 
@@ -205,6 +209,19 @@ def small_operations() -> None:
         chosen_logprobs(logits, chosen, 0.7)[0].backward(torch.empty(70, device=META))
 
 
+def chains() -> None:
+    """The GPU tests' own kernel."""
+    sys.path.insert(0, str(Path(__file__).parents[1] / "gpu"))
+    from tensor_core_chains import chain_kernel
+
+    for kind in (torch.float16, torch.bfloat16):
+        for k in (16, 128):
+            a, b = (torch.empty(2, rows, k, dtype=kind, device=META) for rows in (64, 128))
+            c = torch.empty(2, 64, 128, device=META)
+            for wgmma in (False, True):
+                chain_kernel[(2,)](a, b, c, c, k, 128, wgmma, num_warps=4, enable_fp_fusion=False)
+
+
 def main(out: str) -> None:
     broken: dict[str, str] = {}
 
@@ -215,14 +232,15 @@ def main(out: str) -> None:
             broken[name] = traceback.format_exc()
 
     take_triton()
-    take_torch()
-    with sources_for_meta():
+    with tempfile.TemporaryDirectory() as toolkit, sources_for_meta():
+        take_torch(Path(toolkit))
         for shape, plan in MODELS:
             policy = policy_of(shape, plan)
             part(f"rollout, {shape}, {plan}", lambda policy=policy: rollout(policy))
             part(f"update, {shape}, {plan}", lambda policy=policy: update(policy))
         part("long attention", long_attention)
         part("small operations", small_operations)
+        part("chains of products", chains)
     found = {"triton": triton.__version__, "compiled": compiled, "failed": failed, "broken": broken}
     Path(out).write_text(json.dumps(found, indent=1), encoding="utf-8")
 

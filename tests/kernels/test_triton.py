@@ -7,8 +7,11 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+
+from jetrl.errors import UserError
 
 pytest.importorskip("triton", reason="it is there on Linux alone")
 
@@ -33,3 +36,23 @@ def test_every_kernel_compiles(tmp_path: Path) -> None:
     }
     assert len(launched) > 20
     assert launched - {name.rpartition(".")[2] for name in found["compiled"]} == set()
+
+
+@pytest.mark.parametrize(
+    ("home", "said"), [("/none", "there is no /none/bin/nvcc"), (None, "there is no CUDA toolkit")]
+)
+def test_deep_gemm_without_a_toolkit_says_so(
+    home: str | None, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from jetrl.precision import gemm_hopper
+
+    def imported(name: str) -> SimpleNamespace:
+        assert name == "deep_gemm"
+        if home is None:
+            raise AssertionError  # as the package does, without a word
+        return SimpleNamespace(find_cuda_home=lambda: home)
+
+    monkeypatch.setattr(gemm_hopper, "deep_gemm_installed", lambda: True)
+    monkeypatch.setattr(gemm_hopper.importlib, "import_module", imported)
+    with pytest.raises(UserError, match=f"{said}.*set CUDA_HOME.*pip uninstall sgl-deep-gemm"):
+        gemm_hopper._load_deep_gemm()

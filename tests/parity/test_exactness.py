@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import time
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,15 @@ import pytest
 import torch
 
 from jetrl import Policy, RolloutEngine, SamplingParams
-from jetrl.parity import check_policy, locate, measure, random_prompts, self_check
+from jetrl.parity import (
+    check_policy,
+    locate,
+    measure,
+    random_prompts,
+    said_when_slow,
+    self_check,
+)
+from jetrl.parity import checks as parity_checks
 from jetrl.precision import PrecisionPlan
 from jetrl.rollout.key_values import PagedKeyValues
 
@@ -169,3 +178,16 @@ def test_logprobs_are_float32_values_as_python_floats() -> None:
     p = policy("unified")
     (out,) = RolloutEngine(p).generate([[1, 2, 3]], SamplingParams(max_tokens=5, ignore_eos=True))
     assert all(float(np.float32(value)) == value for value in out.logprobs)
+
+
+def test_a_proof_that_takes_long_says_why(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parity_checks, "_SILENT_S", 0.02)
+    with said_when_slow():
+        pass
+    time.sleep(0.1)
+    assert capsys.readouterr().err == ""
+    with said_when_slow():
+        time.sleep(0.2)
+    assert "compiled first" in capsys.readouterr().err

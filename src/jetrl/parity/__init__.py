@@ -6,7 +6,14 @@
 `check_policy` tests the promise for a run's own shapes, and `require_exact` makes it a condition.
 """
 
-from jetrl.parity.checks import Check, check_policy, failures, require_exact, self_check
+from jetrl.parity.checks import (
+    Check,
+    check_policy,
+    failures,
+    require_exact,
+    said_when_slow,
+    self_check,
+)
 from jetrl.parity.locating import Location, locate
 from jetrl.parity.measuring import ParityResult, check_correction, measure, random_prompts
 
@@ -21,5 +28,6 @@ __all__ = [
     "measure",
     "random_prompts",
     "require_exact",
+    "said_when_slow",
     "self_check",
 ]

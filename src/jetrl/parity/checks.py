@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,6 +29,11 @@ from jetrl.randomness import derive_seed
 # Rows of a linear layer that are multiplied alone and must have the bits of the whole batch.
 _PARTS = (slice(0, 1), slice(3, 10), slice(5, 69), slice(0, 256))
 _ROWS = 1000
+_SILENT_S = 5.0
+_COMPILING = (
+    "proving on this GPU that sampling and training agree; kernels that are in no cache yet are "
+    "compiled first, which takes about a minute once"
+)
 
 
 @dataclass(frozen=True)
@@ -55,7 +63,8 @@ def require_exact(policy: Policy) -> float | None:
     if not policy.plan.exact or policy.device.type != "cuda":
         return None
     began = time.monotonic()
-    broken = failures(check_policy(policy))
+    with said_when_slow():
+        broken = failures(check_policy(policy))
     if broken:
         raise MismatchError(
             f"this GPU does not keep what the {policy.plan.name} plan promises for this model: "
@@ -64,6 +73,18 @@ def require_exact(policy: Policy) -> float | None:
             "nothing and runs"
         )
     return time.monotonic() - began
+
+
+@contextlib.contextmanager
+def said_when_slow() -> Iterator[None]:
+    """Says on stderr, after a while, what a proof on a GPU is waiting for."""
+    timer = threading.Timer(_SILENT_S, print, [_COMPILING], {"file": sys.stderr, "flush": True})
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 @torch.no_grad()

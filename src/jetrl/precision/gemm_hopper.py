@@ -18,6 +18,7 @@ import functools
 import importlib
 import importlib.util
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -154,7 +155,18 @@ def _deep_gemm(codes: Tensor, scales: Tensor, b: QTensor) -> Tensor:
 def _load_deep_gemm() -> Any:
     if not deep_gemm_installed():
         raise UserError("DeepGEMM is not installed: pip install 'jetrl[deep-gemm]'")
-    library = importlib.import_module("deep_gemm")
+    try:
+        library = importlib.import_module("deep_gemm")
+        compiler = Path(library.find_cuda_home(), "bin", "nvcc")
+        problem = "" if compiler.is_file() else f"there is no {compiler}"
+    except (AssertionError, ImportError, OSError, RuntimeError) as error:
+        problem = str(error) or "there is no CUDA toolkit"  # which it asserts without a word
+    if problem:
+        raise UserError(
+            f"DeepGEMM is installed and cannot work: {problem}. It compiles its kernels with nvcc: "
+            "set CUDA_HOME to a CUDA 13 toolkit, or `pip uninstall sgl-deep-gemm`: cuBLAS gives "
+            "the same bits, slower in decode"
+        )
     library.set_pdl(True)  # its kernels set themselves up while the one in front ends, and wait
     return library
 
