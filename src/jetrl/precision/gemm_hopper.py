@@ -17,6 +17,7 @@ import contextlib
 import functools
 import importlib
 import importlib.util
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -116,6 +117,7 @@ def bf16_matmul_free(a: Tensor, b: Tensor, out_dtype: torch.dtype = torch.bfloat
 def pinned_bf16_reductions() -> Iterator[None]:
     """Within, cuBLAS may not split K or reduce in BF16: a row's bits would depend on the number of
     rows. Outside the process's own settings hold, since this costs other products their speed."""
+    _hear_out_torch()
     matmul, library = torch.backends.cuda.matmul, torch.backends.cuda.preferred_blas_library
     before = library()
     reductions = (
@@ -129,6 +131,24 @@ def pinned_bf16_reductions() -> Iterator[None]:
     finally:
         library(before)
         matmul.allow_bf16_reduced_precision_reduction = reductions
+
+
+@functools.cache
+def _hear_out_torch() -> None:
+    """At its first use torch warns that the switch is experimental. Only within an operation of
+    autograd does that pass Python's filters, where it ends; elsewhere it is written to stderr."""
+
+    class Switch(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            before = torch.backends.cuda.preferred_blas_library()
+            torch.backends.cuda.preferred_blas_library("cublaslt")
+            torch.backends.cuda.preferred_blas_library(before)
+            return x.clone()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        Switch.apply(torch.empty(0))
 
 
 def _cublas(codes: Tensor, scales: Tensor, b: QTensor, out_dtype: torch.dtype) -> Tensor:
