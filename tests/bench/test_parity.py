@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from jetrl.bench import parity
 from jetrl.parity import Check
@@ -17,6 +18,7 @@ def test_loads_and_the_proof_are_rows_of_the_file(tmp_path: Path) -> None:
     parity.main([*words, "--proof", "--load", "3x4x30", "--out", str(out)])
     found = json.loads(out.read_text())
     assert found["command"].endswith("--plan unified --plan mixed --proof --load 3x4x30")
+    assert found["versions"]["torch"] == torch.__version__
     proof, unified, _, mixed = found["rows"]
     assert min(proof["proof_s"]) > 0
     assert (len(proof["proof_s"]), proof["broken"]) == (2, [])

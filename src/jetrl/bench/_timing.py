@@ -142,17 +142,22 @@ def memory_row(name: str, shape: str, num_bytes: int, calls: Sequence[Callable[[
     }
 
 
-def environment() -> Row:
-    """Device and versions."""
-    versions = {"torch": torch.__version__, "cuda": torch.version.cuda}
+def versions() -> dict[str, str | None]:
+    """Of what the kernels stand on."""
+    found = {"torch": torch.__version__, "cuda": torch.version.cuda}
     for package in ("triton", "sgl-deep-gemm"):
         try:
-            versions[package] = importlib.metadata.version(package)
+            found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            versions[package] = "not installed"
+            found[package] = "not installed"
+    return found
+
+
+def environment() -> Row:
+    """Device and versions."""
     return {
         "device": torch.cuda.get_device_name(),
-        "versions": versions,
+        "versions": versions(),
         "date": datetime.date.today().isoformat(),
         "copy_terabytes_per_s": round(copy_bandwidth() / 1e12, 3),
     }

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from jetrl.bench._timing import bench_parser
+from jetrl.bench._timing import bench_parser, versions
 from jetrl.bench.shapes import SHAPES
 from jetrl.parity import check_policy, failures, locate, measure
 from jetrl.policy import Policy
@@ -116,7 +116,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         about = {
             "command": f"jetrl bench parity --shape {args.shape}{layers}{plans}{proof}{loads}",
             "device": device,
-            "torch": torch.__version__,
+            "versions": versions(),
             "date": time.strftime("%Y-%m-%d"),
         }
         args.out.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
