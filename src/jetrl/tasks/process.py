@@ -126,8 +126,8 @@ class WorkerProcess:
                 if reply.chunk != self._chunk:
                     raise WireError("an answer to what it was not given")
                 if reply.last:
-                    # What filled the memory may have been left by the items before: a fresh
-                    # process decides.
+                    # What filled the memory, or took all files, may have been left by the items
+                    # before: a fresh process decides.
                     if self._answered == 0:
                         replies.append((self.jobs.popleft(), reply))
                     self._lost_s += took
@@ -238,12 +238,11 @@ class WorkerProcess:
         process = self._process
         if process is None:
             return
-        if process.returncode is None:
-            try:
-                os.killpg(process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                process.kill()  # its session has not begun yet
-            process.wait()
+        try:  # also where it has ended by itself: what its task started has not
+            os.killpg(process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            process.kill()  # its session has not begun yet, or nobody is left in it
+        process.wait()
         self._process = None
         self.connection.close()
         if self.output is not None:

@@ -6,14 +6,18 @@ whether the task could be built; then lists of (prompt, completion) come in and 
 for each item, in order. What the task prints goes to a pipe of which the parent keeps the end, to
 read when the process dies.
 
-It ends when the parent does: a thread waits for the other end of the socket to close. A score that
-takes too long is ended by faulthandler's timer, which needs no interpreter lock, so that it stops a
-hanging C function as well, and leaves behind where the score was. A score that takes too much
-memory gets a MemoryError from the system's limit on the address space.
+It ends when the parent does, with all that its task has started: a thread waits for the other end
+of the socket to close. A score that takes too long is ended by faulthandler's timer, which needs no
+interpreter lock, so that it stops a hanging C function as well, and leaves behind where the score
+was. A score that takes too much memory gets a MemoryError from the system's limit on the address
+space. A process in which memory, files, threads or processes ran out is not used any more: scores
+before may have left them behind.
 """
 
 from __future__ import annotations
 
+import atexit
+import errno
 import faulthandler
 import os
 import pickle
@@ -37,6 +41,7 @@ from jetrl.tasks.wire import MAX_SAID, Reply, read_down, reply_line, started_lin
 from jetrl.types import Prompt, Turn
 
 STDERR = 2
+_RAN_OUT = (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM)
 
 
 @dataclass(frozen=True)
@@ -66,7 +71,8 @@ def main(descriptor: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     faulthandler.enable(file=STDERR)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    connection = socket.socket(fileno=descriptor)
+    atexit.register(_end_session, descriptor)  # the first of the hooks, so the last to run
+    connection, process = socket.socket(fileno=descriptor), os.getpid()
     incoming = connection.makefile("rb")
     threading.Thread(target=_end_with_parent, args=(descriptor,), daemon=True).start()
     setup: Setup = read_down(incoming)
@@ -89,6 +95,8 @@ def main(descriptor: int) -> None:
         for item in items:
             faulthandler.dump_traceback_later(setup.timeout_s, exit=True, file=STDERR)
             reply = _score_pickled(task, item, setup.memory_mib)
+            if os.getpid() != process:
+                os._exit(0)  # a fork that the score should have ended: the answer is the other's
             faulthandler.cancel_dump_traceback_later()
             connection.sendall(reply_line(reply._replace(chunk=chunk)))
             if reply.last:
@@ -117,8 +125,8 @@ def _score_pickled(task: Task, item: bytes, memory_mib: int) -> Reply:
 
 def score_safely(task: Task, item: Item, memory_mib: int = 0) -> Reply:
     """The task's verdict, or what it says to a turn; whatever it raises or wrongly returns becomes
-    reward 0 and a text. After a MemoryError the reply is the process's last: what filled the memory
-    may still be held."""
+    reward 0 and a text. Where memory, files, threads or processes ran out the reply is the last of
+    the process: what took them may still be held."""
     try:
         return _ask(task, item)
     except ScoreError as error:
@@ -129,7 +137,19 @@ def score_safely(task: Task, item: Item, memory_mib: int = 0) -> Reply:
         limit = f"; task.memory_mib = {memory_mib}" if memory_mib else ""
         return Reply(0.0, {}, f"score ran out of memory: {describe_error(error)}{limit}", last=True)
     except BaseException as error:  # SystemExit and the like are the task's failures too
-        return Reply(0.0, {}, f"score raised {describe_error(error)}")
+        return Reply(0.0, {}, f"score raised {describe_error(error)}", last=_ran_out(error))
+
+
+def _ran_out(error: BaseException) -> bool:
+    """Whether an error, or one that it came from, says that files, threads or processes ran out."""
+    seen: BaseException | None = error
+    for _ in range(10):  # a chain may lead back to itself
+        if isinstance(seen, OSError) and seen.errno in _RAN_OUT:
+            return True
+        if isinstance(seen, RuntimeError) and "can't start new thread" in str(seen):
+            return True
+        seen = seen and (seen.__cause__ or seen.__context__)
+    return False
 
 
 def _ask(task: Task, item: Item) -> Reply:
@@ -160,3 +180,11 @@ def _end_with_parent(descriptor: int) -> None:
     time.sleep(1.0)  # an idle worker has ended on its own by now
     sys.stderr.flush()
     os.killpg(0, signal.SIGKILL)  # with the processes that the task may have started
+
+
+def _end_session(descriptor: int) -> None:
+    """Ends what the task may have started, if nobody is there to do it."""
+    poll = select.poll()
+    poll.register(descriptor, 0)
+    if poll.poll(0):
+        os.killpg(0, signal.SIGKILL)

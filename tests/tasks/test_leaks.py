@@ -1,0 +1,78 @@
+"""A score that leaves something behind, again and again: every completion is judged, and nothing of
+it outlives its worker."""
+
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from jetrl.tasks import Scorer
+from jetrl.types import Prompt
+
+LEAKING = f"{Path(__file__).with_name('leaking_task.py')}:Leaking"
+PROMPT = Prompt(id="0", text="?")
+
+
+def open_scorer(folder: Path, **limits: float) -> Scorer:
+    return Scorer(LEAKING, options={"folder": str(folder)}, workers=1, **limits)
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def left(folder: Path) -> list[int]:
+    """Processes that scores have started and that are still there, given a moment to go."""
+    started = [int(file.name) for file in folder.iterdir()]
+    assert started
+    deadline = time.monotonic() + 5
+    while any(map(alive, started)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return [pid for pid in started if alive(pid)]
+
+
+@pytest.mark.parametrize("what", ["files", "files_behind_another_error", "threads"])
+def test_what_scores_leak_costs_no_completion_its_verdict(what, tmp_path):
+    with open_scorer(tmp_path, memory_mib=400) as scorer:
+        results = scorer.score([(PROMPT, what)] * 48)
+    assert [result.failure for result in results] == [""] * 48
+
+
+@pytest.mark.parametrize("how", ["process", "process_and_hang", "process_and_crash"])
+def test_processes_that_a_score_started_end_with_its_worker(how, tmp_path):
+    with open_scorer(tmp_path, timeout_s=0.3) as scorer:
+        scorer.score([(PROMPT, how)] * 2)
+    assert left(tmp_path) == []
+
+
+def test_processes_that_a_score_started_end_with_the_run(tmp_path):
+    program = textwrap.dedent(f"""
+        import sys, time
+        from jetrl.tasks import Scorer
+        from jetrl.types import Prompt
+        scorer = Scorer({LEAKING!r}, options={{"folder": {str(tmp_path)!r}}}, workers=1)
+        scorer.score([(Prompt(id="0", text="?"), "process")])
+        print("scored", flush=True)
+        time.sleep(600)
+    """)
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        assert parent.stdout.readline()
+        parent.kill()  # while its worker is idle
+    assert left(tmp_path) == []
+
+
+@pytest.mark.parametrize("how", ["fork_that_leaves", "fork_that_returns"])
+def test_a_fork_that_comes_back_from_score_ends_there(how, tmp_path):
+    with open_scorer(tmp_path, timeout_s=5.0) as scorer:
+        results = scorer.score([(PROMPT, how)] * 3)
+        assert [(result.score.reward, result.failure) for result in results] == [(1.0, "")] * 3
+        assert left(tmp_path) == []
