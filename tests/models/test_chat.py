@@ -157,6 +157,20 @@ def test_a_message_continues_the_conversation_as_the_template_writes_it(
     assert prompt + cut + longer == encode_prompt(tokenizer, whole)
 
 
+def test_a_template_may_write_an_assistant_otherwise_once_it_is_answered(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    """Qwen3's opens a block of thought in the last message alone. What stands before the
+    assistant's words is in the sequence already; what follows them is what matters."""
+    thinks = "{{ '(think)' if loop.last and m['role'] == 'assistant' else '' }}"
+    tokenizer.chat_template = QWEN.replace("+ m['content']", "}}" + thinks + "{{ m['content']")
+    prompt = encode_prompt(tokenizer, says(("user", "2+3?")))
+    said = [*encode_text(tokenizer, "call(2+3)", begin=False), tokenizer.eos_token_id]
+    reply = encode_reply(tokenizer, {"role": "tool", "content": "5"}, said)
+    whole = says(("user", "2+3?"), ("assistant", "call(2+3)"), ("tool", "5"))
+    assert prompt + said + reply == encode_prompt(tokenizer, whole)
+
+
 def test_a_worked_answer_of_turns_is_the_sequence_that_sampling_gives(
     tokenizer: PreTrainedTokenizerFast,
 ) -> None:
@@ -183,7 +197,9 @@ def test_a_worked_answer_of_turns_is_the_sequence_that_sampling_gives(
     [
         (None, "the tool's answer is made of messages, but the tokenizer has no chat template"),
         (TEMPLATE, "the tool's answer: the tokenizer's chat template refuses it: no tools"),
-        ("{{ messages|length }}{{ messages[1].content }}", "does not write an assistant's message"),
+        ("{{ messages[1].content }}{{ 3 - messages|length }}", "does not write an assistant's"),
+        ("{{ messages[-1].content }}", "does not write an assistant's message"),
+        ("{{ messages|length }}{{ messages[1].content }}", "leaves the reply out"),
     ],
 )
 def test_replies_that_cannot_be_written(

@@ -14,10 +14,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from stored_weights import SIZES, load_weights, read_model
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from jetrl.errors import UserError
 from jetrl.models import hf_save
+from jetrl.models.chat import decode
 from jetrl.models.families import FAMILIES, ModelConfig, parameter_shapes
 from jetrl.models.hf import (
     eos_token_ids,
@@ -377,6 +378,30 @@ def test_end_ids_of_both_files_are_merged() -> None:
     assert eos_token_ids(config, {}) == (5,)
     with pytest.raises(UserError, match=r"generation_config\.json: eos_token_id = 'x'"):
         eos_token_ids(config, {"eos_token_id": "x"})
+
+
+def test_the_tokenizers_end_is_one_too() -> None:
+    """Llama 3's first config.json names another; supervised training teaches the tokenizer's."""
+    tokenizer = character_tokenizer("abc")
+    assert eos_token_ids(our_config(eos_token_id=5), {"eos_token_id": 9}, tokenizer) == (9, 5, 1)
+    assert eos_token_ids(our_config(eos_token_id=1), {}, tokenizer) == (1,)
+    tokenizer.eos_token = None
+    assert eos_token_ids(our_config(eos_token_id=5), {}, tokenizer) == (5,)
+
+
+def test_a_saved_tokenizers_settings_are_in_words_that_transformers_4_knows(tmp_path: Path) -> None:
+    tokenizer = character_tokenizer("abc")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<a>", "<b>"]})
+    write_qwen3(tmp_path / "m", tokenizer=tokenizer)
+    settings = json.loads((tmp_path / "m" / "tokenizer_config.json").read_text())
+    # not TokenizersBackend, and not a list of extra_special_tokens: 4 fails on both
+    assert settings["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert settings["additional_special_tokens"] == ["<a>", "<b>"]
+    assert not settings.keys() & {"extra_special_tokens", "backend", "is_local", "local_files_only"}
+    for back in (load_tokenizer(tmp_path / "m"), AutoTokenizer.from_pretrained(tmp_path / "m")):
+        assert back.encode("<b>c") == tokenizer.encode("<b>c") == [6, 4]
+        assert decode(back, [6, 4]) == "c"
+        assert back.all_special_tokens == tokenizer.all_special_tokens
 
 
 def test_bad_tokenizers(tmp_path: Path) -> None:

@@ -90,8 +90,9 @@ def encode_reply(
     said: token ids of the assistant's turn, the end token included if it was drawn.
 
     Raises:
-        UserError: no chat template for a message, one that refuses it, or one that writes an
-            assistant's message otherwise when another follows it; characters the tokenizer lacks.
+        UserError: no chat template for a message, one that refuses it, leaves it out, or writes
+            what ends an assistant's message otherwise when another follows; characters the
+            tokenizer lacks.
     """
     if isinstance(reply, str):
         return encode_text(tokenizer, reply, where, begin=False)
@@ -101,18 +102,24 @@ def encode_reply(
     ]
     said_alone = _render(tokenizer, before, where, open_turn=False)
     gone_on = _render(tokenizer, [*before, reply], where, open_turn=True)
-    head, mark, end = said_alone.rpartition(_MARK)
-    if not mark or not gone_on.startswith(head + mark + end):
+    # What is in front of the mark may differ (Qwen3 opens a block of thought in a last message):
+    # the sequence has that already.
+    _, mark, end = said_alone.rpartition(_MARK)
+    _, mark_again, rest = gone_on.rpartition(_MARK)
+    if not mark or not mark_again or not rest.startswith(end):
         raise UserError(
             f"{where}: the tokenizer's chat template does not write an assistant's message the "
             "same when another one follows, so a sequence cannot go on where it is; use another "
             "template, or text prompts"
         )
+    after = rest.removeprefix(end)
+    if not after:
+        raise UserError(f"{where}: the tokenizer's chat template leaves the reply out")
     written = tokenizer.decode(list(said[-1:])) if said else ""
     assert isinstance(written, str)
     if written and end.startswith(written):
         end = end.removeprefix(written)
-    return encode_text(tokenizer, end + gone_on[len(said_alone) :], where, begin=False)
+    return encode_text(tokenizer, end + after, where, begin=False)
 
 
 def encode_turns(

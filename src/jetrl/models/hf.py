@@ -64,10 +64,16 @@ def read_generation_config(path: str | Path) -> dict[str, Any]:
     return read_object(file) if file.exists() else {}
 
 
-def eos_token_ids(config: ModelConfig, generation_config: Mapping[str, Any]) -> tuple[int, ...]:
-    """The ids that end a text: those of generation_config.json, then any more of config.json."""
+def eos_token_ids(
+    config: ModelConfig,
+    generation_config: Mapping[str, Any],
+    tokenizer: PreTrainedTokenizerBase | None = None,
+) -> tuple[int, ...]:
+    """The ids that end a text: those of generation_config.json, any more of config.json, and the
+    tokenizer's own, which ends the worked answers of supervised training."""
     ids = token_ids(generation_config.get("eos_token_id"), "generation_config.json: eos_token_id")
-    return tuple(dict.fromkeys((*ids, *config.eos_token_ids)))
+    own = None if tokenizer is None else tokenizer.eos_token_id
+    return tuple(dict.fromkeys((*ids, *config.eos_token_ids, *([] if own is None else [own]))))
 
 
 def has_tokenizer(path: str | Path) -> bool:

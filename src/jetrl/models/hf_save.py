@@ -76,7 +76,7 @@ def save_model(
         plan.write(scratch, weights)
         _write_json(scratch / "config.json", plan.config_json())
         if tokenizer is not None:
-            tokenizer.save_pretrained(str(scratch))
+            _save_tokenizer(scratch, tokenizer)
         if generation_config:
             _write_json(scratch / "generation_config.json", dict(generation_config))
         _publish(scratch, target)
@@ -187,6 +187,21 @@ class _ShardPlan:
                 "checkpoints need; save it as bfloat16"
             )
         return part.num_elements + 4 * blocks[0][0] * blocks[1][0]
+
+
+def _save_tokenizer(directory: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Write the tokenizer's files. transformers 5 describes one in words that 4 fails on, and reads
+    4's as well: a class TokenizersBackend, and a list (4 has an object) of extra_special_tokens."""
+    tokenizer.save_pretrained(str(directory))
+    file = directory / "tokenizer_config.json"
+    settings = json.loads(file.read_text(encoding="utf-8"))
+    if settings.get("tokenizer_class") == "TokenizersBackend":
+        settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+    if isinstance(settings.get("extra_special_tokens"), list):
+        settings["additional_special_tokens"] = settings.pop("extra_special_tokens")
+    for key in ("backend", "is_local", "local_files_only"):  # of how it was loaded
+        settings.pop(key, None)
+    _write_json(file, settings)
 
 
 def _check_weights(config: ModelConfig, weights: Mapping[str, Tensor]) -> None:

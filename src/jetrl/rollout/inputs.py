@@ -140,7 +140,8 @@ def resumed_groups(
 def _stop_ids(policy: Policy, params: SamplingParams) -> frozenset[int]:
     stop_ids = set(params.stop_token_ids)
     if not params.ignore_eos:
-        stop_ids |= set(hf.eos_token_ids(policy.config, policy.generation_config))
+        ends = hf.eos_token_ids(policy.config, policy.generation_config, policy.tokenizer)
+        stop_ids |= set(ends)
     return frozenset(stop_ids)
 
 
