@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import io
+import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -88,6 +91,24 @@ def test_one_signal_leaves_a_checkpoint_and_the_run_goes_on(
     assert (run.path / "report.html").is_file()
     resumed = train(small(), resume=True)
     assert same(resumed.run_path, uncut.run_path)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_that_nobody_can_be_told_of(
+    number: int, code: int, small: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`jetrl train 2>&1 | tee train.log`: Ctrl-C ends tee as well."""
+    train(small("run.max_hours=1e-9"))
+    words = ["train", "demo", f"run.dir={tmp_path}", "run.name=run", "--resume"]
+    reading, writing = os.pipe()
+    os.close(reading)
+    broken = io.TextIOWrapper(io.FileIO(writing, "w"), write_through=True)
+    monkeypatch.setattr(module, "_STDERR", writing)
+    monkeypatch.setattr(sys, "stderr", broken)
+    with raised_in(monkeypatch, Trainer, "step", 2, number):
+        assert jetrl([*words, "run.max_hours=none"]) == code
+    assert saved(tmp_path / "run")[-1] == 3
+    assert RunDirectory.open(tmp_path / "run").state() == "interrupted"
 
 
 @pytest.mark.parametrize(

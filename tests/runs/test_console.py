@@ -117,4 +117,14 @@ def test_a_reader_that_goes_away_leaves_the_run_alone(opened, monkeypatch, synth
         console.step(StepStats(1, {"reward/mean": 0.5}, synthetic.samples_of(1)))
         console.step(StepStats(2, {"reward/mean": 0.5}))
         console.close()
-    assert caplog.text.count("nobody reads the console any more") == 1
+    assert caplog.text.count("the console takes no more text") == 1
+
+
+def test_a_full_disk_under_the_output_leaves_the_run_alone(caplog):
+    """`jetrl train > train.log`: the run's own directory may well be on another disk."""
+    with open("/dev/full", "w") as file:
+        console = Console(3, file=file)
+        console.step(StepStats(1, {"reward/mean": 0.5}))
+        console.step(StepStats(2, {"reward/mean": 0.5}))
+        console.close()
+    assert caplog.text.count("the console takes no more text (No space left on device)") == 1

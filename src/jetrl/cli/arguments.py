@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import re
+import sys
 from collections.abc import Iterable, Sequence
 from typing import NoReturn
 
@@ -67,6 +69,13 @@ def add_sampling_arguments(
         "--top-k", type=int, default=0, help="this many most probable tokens; 0: all"
     )
     parser.add_argument("--seed", type=int, default=0, help="fixes every draw")
+
+
+def tell(text: str) -> None:
+    """A line on stderr, of how the program ends. Where it cannot be written the exit code says it
+    alone, and is not another one for that."""
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
 
 
 def table(rows: Iterable[Sequence[str]], indent: str = "") -> str:

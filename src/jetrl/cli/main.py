@@ -15,7 +15,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from jetrl.cli.arguments import HelpFormatter, Parser
+from jetrl.cli.arguments import HelpFormatter, Parser, tell
 from jetrl.cpu_memory import keep_freed
 from jetrl.errors import RunStopped, Terminated, UserError
 
@@ -50,16 +50,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()  # here, where a closed pipe is caught, and not when Python ends
         return code
     except UserError as error:
-        print(f"error: {shown(error)}", file=sys.stderr)
+        tell(f"error: {shown(error)}")
         return 2
     except RunStopped as error:
-        print(f"stopped: {shown(error)}", file=sys.stderr)
+        tell(f"stopped: {shown(error)}")
         return error.exit_code
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        tell("interrupted")
         return 130
     except Terminated:
-        print("terminated", file=sys.stderr)
+        tell("terminated")
         return Terminated.exit_code
     except BrokenPipeError:  # the reader of our output went away: `jetrl runs list | head -1`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

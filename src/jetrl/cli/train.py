@@ -17,13 +17,12 @@ import argparse
 import itertools
 import shlex
 import shutil
-import sys
 import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jetrl.cli.arguments import table
+from jetrl.cli.arguments import table, tell
 from jetrl.errors import Terminated, TimeLimitReached, UserError
 
 if TYPE_CHECKING:
@@ -148,9 +147,9 @@ def say_how_to_go_on(
     again = shlex.join(["jetrl", command, *args.words, *options, "--resume"])
     report = Path(settings.run.dir) / str(settings.run.name) / "report.html"
     if report.is_file():
-        print(f"report  {report}", file=sys.stderr)
+        tell(f"report  {report}")
     what, code = ("terminated", 143) if isinstance(end, Terminated) else ("interrupted", 130)
-    print(f"{what}; to go on: {again}", file=sys.stderr)
+    tell(f"{what}; to go on: {again}")
     return code
 
 

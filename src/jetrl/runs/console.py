@@ -5,14 +5,14 @@ In a terminal the bar is live (rich). Anywhere else (a file, a pipe, CI) the sam
 text without control codes, and a long phase says every half minute how far it is. What a model
 wrote is shown with its control characters made visible, so it cannot drive the terminal.
 
-A run outlives who looks at it: where the reader of a pipe ends (`| head`), or the terminal is
-closed, the console falls silent, log.txt says so, and the run goes on.
+A run outlives who looks at it: where the reader of a pipe ends (`| head`), the terminal is closed,
+or the disk is full that the output goes to, the console falls silent, log.txt says so, and the run
+goes on.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import os
 import sys
@@ -181,13 +181,11 @@ class Console:
 
     @contextlib.contextmanager
     def _unread(self) -> Iterator[None]:
-        """Falls silent where nobody reads any more."""
+        """Falls silent where nobody reads any more, or nothing can be written."""
         try:
             yield
         except OSError as error:
-            if error.errno not in (errno.EPIPE, errno.EIO):
-                raise
-            logger.warning("nobody reads the console any more (%s): it is silent", error.strerror)
+            logger.warning("the console takes no more text (%s): it is silent", error.strerror)
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self._file.fileno())  # also for what is still in its buffer
             os.close(nowhere)

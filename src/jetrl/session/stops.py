@@ -130,4 +130,6 @@ class Stops:
 
 def _say(text: str) -> None:
     # Not print: the signal may have come in the middle of one, which cannot be entered again.
-    os.write(_STDERR, f"\n{text}\n".encode())
+    # Where nobody can be told (Ctrl-C has ended `| tee` as well) it stops all the same.
+    with contextlib.suppress(OSError):
+        os.write(_STDERR, f"\n{text}\n".encode())
