@@ -6,6 +6,7 @@ import pytest
 
 from jetrl.tasks import Scorer
 from jetrl.tasks.answers import final_answer, find_number, same_value
+from jetrl.tasks.checkers import check_math
 from jetrl.types import Prompt
 
 GOLDEN = [
@@ -40,6 +41,26 @@ GOLDEN = [
     (r"\boxed{-\frac{1}{2}}", r"-\frac{1}{2}", True),
     (r"\boxed{\dfrac{36}{2}}", r"\dfrac{36}{2}", True),
     (r"\boxed{17} no, \boxed{18}", "18", True),
+    (r"\boxed{.5}", ".5", True),
+    ("\\boxed{\n18\n}", "18", True),
+    (r"\boxed{18\ \text{cm}}", "18", True),
+    (r"\boxed{18~\mathrm{m/s}}", "18", True),
+    (r"\boxed{18\text{ cm}^2}", "18", True),
+    (r"\boxed{18 \text{ m}^{3}}", "18", True),
+    (r"\boxed{18 cm^2}", "18", True),
+    (r"\boxed{18 km/h}", "18", True),
+    (r"\boxed{18 sq. ft}", "18", True),
+    (r"\boxed{\text{18}}", "18", True),
+    (r"\boxed{\text{18 apples}}", "18", True),
+    (r"\boxed{18°}", "18", True),
+    (r"\boxed{₹18}", "18", True),
+    ("#### ¥1,800", "1800", True),
+    # mixed numbers
+    ("#### 2 1/3", "7/3", True),
+    (r"\boxed{-2 1/2}", "-5/2", True),
+    ("It takes 2 1/2 hours", "5/2", False),
+    ("It takes 2 1/2.", "5/2", False),
+    ("It takes 2.5 1/2.", "1/2", False),
     # precedence: the last marked answer, of either kind, before any plain number
     (r"\boxed{17}" + "\n#### 18", "18", True),
     ("#### 17\n" + r"so \boxed{18}", "18", True),
@@ -115,6 +136,36 @@ def test_strict_takes_marked_answers_only():
 )
 def test_same_value(gold, answer, same):
     assert same_value(gold, answer) is same
+
+
+@pytest.mark.parametrize(
+    "gold, completion, right",
+    [
+        # a gold answer that is LaTeX is compared with the box as it was written
+        (r"\text{Evelyn}", r"\boxed{\text{Evelyn}}", True),
+        (r"\text{Evelyn}", r"\boxed{\text{Briana}}", False),
+        (r"so it is \boxed{\text{Evelyn}}.", r"\boxed{\text{Evelyn}}", True),
+        ("A", r"\boxed{\text{A}}", True),
+        (r"\text{(A)}", r"\boxed{\text{(B)}}", False),
+        ("3x", r"\boxed{3x}", True),
+        ("3x", r"\boxed{3}", False),
+        (r"\boxed{3x}", r"\boxed{3x}", True),
+        (r"\boxed{3x}", r"\boxed{3y}", False),
+        ("y=2x+3", r"\boxed{2x+3}", True),
+        (r"\frac{7}{2}", r"\boxed{x = 3.5 \text{ cm}}", True),
+        (r"12 \text{ cm}", r"\boxed{12}", True),
+        (r"(1,\ 2)", r"\boxed{(1,2)}", True),
+        (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\boxed{\begin{pmatrix}1\\ 2\end{pmatrix}}", True),
+        # one that is a number: units do not matter
+        ("18", r"\boxed{18x}", True),
+        (".5", r"\boxed{\frac{1}{2}}", True),
+        ("5", r"\boxed{.5}", False),
+        ("2", "#### 2 1/3", False),
+        (r"11,\! 111,\! 100", r"\boxed{11111100}", True),
+    ],
+)
+def test_latex_is_compared_as_it_was_written(gold, completion, right):
+    assert check_math(gold, completion).reward == float(right)
 
 
 def test_find_number_reads_the_gold_forms():

@@ -8,9 +8,10 @@ The answer of a completion is, in this order of precedence:
 `####` marks an answer where a number follows on its line, `$` and bold aside; so a heading such as
 `#### Step 2` is none. A marked answer that has no value is wrong; nothing else is tried for it.
 Currency signs, thousands separators, percent signs and units are ignored: `$1,200.00 dollars` is
-1200 and `50%` is 50. `1/2`, `-3`, `.5` and `2.50` are numbers. Of an equation in a box the right
-hand side counts. A box with more than a number in it (`\frac{36}{2}`, `9+9`) is LaTeX for
-math-verify.
+1200 and `50%` is 50. `1/2`, `2 1/3`, `-3`, `.5` and `2.50` are numbers. Of an equation in a box the
+right hand side counts. A box with more than a number in it (`\frac{36}{2}`, `9+9`) is LaTeX for
+math-verify. Where the right answer is no number but LaTeX (`3x`, `\text{Evelyn}`), the box as it
+was written may be it as well.
 
 Whether two answers are the same value is math-verify's decision. Its own time limits are switched
 off: they use signals, which give wrong answers in threads; the scorer's processes have limits.
@@ -30,25 +31,34 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)
 MAX_LENGTH = 200  # characters of an answer; a longer one is not an answer
 _DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)"
 _DECIMAL = rf"(?:{_DIGITS}(?:\.[0-9]+)?|\.[0-9]+)"
+_MIXED = r"[0-9]{1,9}[ ][0-9]{1,9}/[0-9]{1,9}(?![0-9/]|[.,][0-9])"  # 2 1/3
 # A sign belongs to a number unless it stands between two operands, as in 10-5 and x-5.
 _NUMBER = re.compile(
-    rf"(?:(?<![\w).%])-[ ]?)?\$?[ ]?(?:(?<=\$)-)?{_DECIMAL}(?:[ ]?/[ ]?{_DECIMAL})?"
+    rf"(?:(?<![\w).%])-[ ]?)?\$?[ ]?(?:(?<=\$)-)?(?:{_MIXED}|{_DECIMAL}(?:[ ]?/[ ]?{_DECIMAL})?)"
 )
 _MARKER = re.compile(r"####[ \t*_]*(?=[-+$.0-9])")
-_UNITS = re.compile(r"\\(?:text|mathrm|textbf|mbox|operatorname)\s*\{[^{}]*\}")
+_WORDS = re.compile(
+    r"\\(?:text|mathrm|textbf|mbox|operatorname)\s*\{([^{}]*)\}(?:\^(?:[0-9]|\{-?[0-9]\}))?"
+)
+_UNITS = r"[ %]*(?:(?:[kcm]?m|ft|in)\^(?:[23]|\{[23]\})|(?:[A-Za-z][A-Za-z ./\u00b2\u00b3]*)?)"
+_ONE_NUMBER = re.compile(rf"({_NUMBER.pattern}){_UNITS}")
+_TERM = re.compile(rf"{_NUMBER.pattern}[A-Za-z]")  # 3x
+_SPACE = re.compile(r"(?<!\\)\\ ")  # not the end of a matrix's row
 _NOISE = (
-    ("\\$", "$"), ("\\%", "%"), ("{,}", ","), ("\\!", ""), ("\\,", ""), ("\\;", ""),
-    ("\u2212", "-"), ("\u2013", "-"), ("\u20ac", "$"), ("\u00a3", "$"), ("\u00a0", " "),
+    ("\\$", "$"), ("\\%", "%"), ("{,}", ","), (",\\! ", ","), ("\\!", ""), ("\\,", ""),
+    ("\\;", ""), ("~", " "), ("\u2212", "-"), ("\u2013", "-"), ("\u20ac", "$"), ("\u00a3", "$"),
+    ("\u00a5", "$"), ("\u20b9", "$"), ("\u00a0", " "), ("\u00b0", ""),
 )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer found in a text: a plain number such as `-1200.5` or `1/2`, or else LaTeX; and
-    whether it was marked as the answer."""
+    """An answer found in a text: a plain number such as `-1200.5` or `1/2`, or else LaTeX; whether
+    it was marked as the answer; and of a box, what it holds."""
 
     text: str
     marked: bool
+    box: str = ""
 
 
 def final_answer(text: str, strict: bool = False) -> Answer | None:
@@ -60,7 +70,8 @@ def final_answer(text: str, strict: bool = False) -> Answer | None:
         line = text[markers[-1].end() :].split("\n", 1)[0]
         return Answer(_first_number(line) or "", marked=True)
     if box >= 0:
-        return Answer(_boxed(text, box + len("\\boxed{")), marked=True)
+        held = _held(text, box + len("\\boxed{"))
+        return Answer(_value(held), marked=True, box=held)
     if strict:
         return None
     numbers = _NUMBER.findall(text)
@@ -72,9 +83,16 @@ def gold_answer(text: str) -> str:
     where it is one and as LaTeX where it is not."""
     marked = final_answer(text, strict=True)
     if marked is not None:
-        return marked.text
-    cleaned = _clean(text).strip(" .")
+        latex = not _NUMBER.fullmatch(marked.text) or _TERM.fullmatch(marked.box)
+        return (latex and marked.box) or marked.text
+    cleaned = _clean(text).strip().rstrip(" .")
     return _plain(cleaned) if _NUMBER.fullmatch(cleaned) else cleaned.strip("$")
+
+
+def is_right(gold: str, answer: Answer) -> bool:
+    """Whether an answer is `gold`, as `gold_answer` gives it."""
+    forms = [answer.text] if _NUMBER.fullmatch(gold) else dict.fromkeys((answer.box, answer.text))
+    return any(same_value(gold, form) for form in forms)
 
 
 def find_number(text: str) -> str | None:
@@ -102,7 +120,7 @@ def _parse(answer: str) -> list[object]:
 def _clean(text: str) -> str:
     for written, meant in _NOISE:
         text = text.replace(written, meant)
-    return text
+    return _SPACE.sub(" ", text)
 
 
 def _first_number(text: str) -> str | None:
@@ -111,20 +129,29 @@ def _first_number(text: str) -> str | None:
 
 
 def _plain(number: str) -> str:
+    mixed = re.fullmatch(rf"(-?)({_MIXED})", number.replace("$", "").strip())
+    if mixed:
+        whole, above, below = re.split("[ /]", mixed[2])
+        return f"{mixed[1]}{int(whole) * int(below) + int(above)}/{int(below)}"
     for character in "$, ":
         number = number.replace(character, "")
     return number
 
 
-def _boxed(text: str, start: int) -> str:
-    """What stands between a box's braces, as a plain number where it is one."""
+def _held(text: str, start: int) -> str:
+    """What stands between a box's braces; nothing where they do not close soon."""
     depth = 1
     for end in range(start, min(len(text), start + 2 * MAX_LENGTH)):
         depth += {"{": 1, "}": -1}.get(text[end], 0)
         if depth == 0:
-            break
-    else:
-        return ""
-    content = _UNITS.sub("", text[start:end]).rpartition("=")[2].strip(" .%")
-    number = re.fullmatch(rf"({_NUMBER.pattern})[ %]*[A-Za-z ]*", content)
+            return text[start:end].strip()
+    return ""
+
+
+def _value(held: str) -> str:
+    """What a box holds without units, as a plain number where it is one. Words with a number in
+    them are no unit."""
+    content = _WORDS.sub(lambda m: m[1] if re.search("[0-9]", m[1]) else "", held)
+    content = content.rpartition("=")[2].strip().rstrip(" .%")
+    number = _ONE_NUMBER.fullmatch(content)
     return _plain(number.group(1)) if number else content

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from jetrl.errors import UserError
-from jetrl.tasks.answers import final_answer, gold_answer, same_value
+from jetrl.tasks.answers import final_answer, gold_answer, is_right
 from jetrl.tasks.messages import nearest
 from jetrl.tasks.registry import load_function
 from jetrl.types import Prompt, Score
@@ -58,7 +58,7 @@ def check_math(gold: str, completion: str, strict: bool = False) -> Score:
     answer = final_answer(completion, strict=strict)
     if answer is None:
         return Score(0.0, {"answered": 0.0})
-    right = same_value(gold_answer(gold), answer.text)
+    right = is_right(gold_answer(gold), answer)
     return Score(float(right), {"answered": float(answer.marked)})
 
 
