@@ -29,6 +29,8 @@ from jetrl.parity import check_policy, failures, locate, measure
 from jetrl.policy import Policy
 from jetrl.precision import PrecisionPlan
 
+_TEMPERATURE = 0.6
+
 
 def make_policy(shape: str, plan: str, device: str, layers: int | None) -> Policy:
     """Random weights, scaled so that logits have a standard deviation of about 2."""
@@ -65,11 +67,17 @@ def run(policy: Policy, load: tuple[int, int, int]) -> dict[str, Any]:
     prompts = [generator.integers(0, policy.config.vocab_size, n).tolist() for n in lengths]
     began = time.perf_counter()
     result = measure(
-        policy, prompts=prompts, samples=1, max_tokens=tokens, temperature=0.6, max_batch_size=512
+        policy,
+        prompts=prompts,
+        samples=1,
+        max_tokens=tokens,
+        temperature=_TEMPERATURE,
+        max_batch_size=512,
     )
     found = None
     if result.first_different is not None:
-        found = str(locate(policy, *result.first_different) or "no operation differs alone")
+        first = locate(policy, *result.first_different, temperature=_TEMPERATURE)
+        found = str(first or "no operation differs alone")
     facts = dataclasses.asdict(result)
     del facts["first_different"]
     return {

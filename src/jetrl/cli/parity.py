@@ -60,8 +60,12 @@ def run(args: argparse.Namespace) -> int:
     if args.locate:
         facts["located"] = "nothing differs"
         if pair is not None:
-            found = locate(policy, *pair)
-            facts["located"] = str(found or "no operation differs when that sequence runs alone")
+            prompt, completion = pair
+            found = locate(policy, prompt, completion, args.temperature)
+            facts["located"] = str(
+                found
+                or "no operation differs when that sequence runs alone: it depends on the batch"
+            )
     print(json.dumps(facts, indent=2) if args.json else as_text(facts))
     return 1 if policy.plan.exact and result.different else 0
 

@@ -40,6 +40,13 @@ def quantize_kv(x: Tensor, kv_format: str, scales: str = "fp32") -> tuple[Tensor
     return q.codes, q.scales.squeeze(-1)
 
 
+def stored_values(codes: Tensor, scales: Tensor | None) -> Tensor:
+    """float32 [T, G, D]: what keys or values stand for, as `quantize_kv` stores them."""
+    if scales is None:
+        return codes.float()
+    return dequantize(QTensor(codes, scales[..., None], (1, codes.shape[-1])))
+
+
 def attend_dense(
     q: Tensor,
     k_codes: Tensor,
@@ -175,7 +182,7 @@ class _PackedAttention(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k_codes, k_scales, v_codes, v_scales, cu_seqlens = ctx.saved_tensors
         do, dq = grads[0], torch.empty_like(q)
-        k, v = _values(k_codes, k_scales), _values(v_codes, v_scales)
+        k, v = stored_values(k_codes, k_scales), stored_values(v_codes, v_scales)
         dk, dv = torch.empty_like(k), torch.empty_like(v)
         for tokens, _, valid in _dense_batches(cu_seqlens):
             dense_q, dense_k, dense_v, dense_do = (x[tokens].float() for x in (q, k, v, do))
@@ -184,12 +191,6 @@ class _PackedAttention(torch.autograd.Function):
             for total, part in zip((dq, dk, dv), parts, strict=True):
                 total[tokens[valid]] = part[valid].to(total.dtype)
         return dq, dk.to(q.dtype), dv.to(q.dtype), None, None, None
-
-
-def _values(codes: Tensor, scales: Tensor | None) -> Tensor:
-    if scales is None:
-        return codes.float()
-    return dequantize(QTensor(codes, scales[..., None], (1, codes.shape[-1])))
 
 
 def _dense_batches(cu_seqlens: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:

@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from jetrl.kernels.attention import attend_packed, packed_tiles
+from jetrl.kernels.attention import attend_packed, packed_tiles, quantize_kv, stored_values
 from jetrl.kernels.rotary import rotary
 from jetrl.models.families import ModelConfig
 from jetrl.models.norm import RMSNorm
@@ -129,6 +129,9 @@ class PackedKeyValues:
             on_gpu: Tensor = fused(qkv, rope, self._tiles, plan, self._length)
             return on_gpu
         q, k, v = rope.heads(qkv)
+        if rope.trace is not None:
+            stored = (quantize_kv(x.detach(), plan.kv, plan.scales) for x in (k, v))
+            rope.trace("keys and values", torch.cat([stored_values(*x) for x in stored], dim=1))
         return attend_packed(q, k, v, self._cu_seqlens, plan.kv, plan.scales).flatten(-2, -1)
 
 

@@ -8,9 +8,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from jetrl.kernels.logprob import chosen_logprobs
 from jetrl.policy import Policy
+from jetrl.rollout.blocks import PageAllocator
 from jetrl.rollout.cache import PagedCache
-from jetrl.rollout.key_values import Span
+from jetrl.rollout.decode import DecodeBatch
+from jetrl.rollout.runner import Runner
+from jetrl.rollout.sampler import draw_tokens
+from jetrl.rollout.scheduler import Scheduler
+from jetrl.rollout.sequence import RunningSequence
+from jetrl.rollout.stopping import StopRules
+from jetrl.types import SamplingParams
 
 _PAGE_SIZE = 64
 
@@ -36,9 +44,15 @@ class Location:
 
 
 @torch.no_grad()
-def locate(policy: Policy, prompt: Sequence[int], completion: Sequence[int]) -> Location | None:
-    """Run one sequence as the sampler did (prefill of the prompt, then token by token over a paged
-    cache) and as the trainer does, and compare every operation's output in order.
+def locate(
+    policy: Policy,
+    prompt: Sequence[int],
+    completion: Sequence[int],
+    temperature: float = 1.0,
+) -> Location | None:
+    """Run one sequence as the sampler does (prefill of the prompt, then token by token over a paged
+    cache, by the engine's own parts) and as the trainer does, and compare every operation's output
+    in order, and after them the log-probs at the temperature (0 is greedy, with those of 1).
 
     Returns None when none differs: what differed then depended on the rest of the batch.
     """
@@ -52,11 +66,13 @@ def locate(policy: Policy, prompt: Sequence[int], completion: Sequence[int]) -> 
         with torch.enable_grad():  # with gradients other kernels run: those of a training step
             policy.train_logprobs(tokens, ends, targets)
         decoder.trace = rollout
-        _replay(policy, tokens, len(prompt))
+        drawn, logprobs = _replay(policy, prompt, completion, temperature)
     finally:
         decoder.trace = None
-    for name, ours in trainer.outputs():
-        theirs = rollout.output(name)
+    compared = [(name, ours, rollout.output(name)) for name, ours in trainer.outputs()]
+    expected, _ = chosen_logprobs(trainer.output("lm_head"), drawn, temperature or 1.0)
+    compared.append(("log-probs", expected[:, None], logprobs[:, None]))
+    for name, ours, theirs in compared:
         # The sampler's last layer gives a prompt's last token alone, as lm_head does for both.
         first = len(prompt) - 1 if len(theirs) == len(completion) else 0
         ours = ours[first:] if len(ours) == len(tokens) else ours
@@ -84,16 +100,35 @@ class _Recorder:
         return torch.cat(self._parts[name])
 
 
-def _replay(policy: Policy, tokens: Tensor, prompt_length: int) -> None:
-    """The sampler's forwards of a sequence whose tokens are given."""
-    pages = list(range(-(-len(tokens) // _PAGE_SIZE)))
-    cache = PagedCache(policy.config, policy.plan, len(pages), _PAGE_SIZE, policy.device)
-    starts = [0, *range(prompt_length, len(tokens) - 1)]
-    for start, end in zip(starts, [*starts[1:], len(tokens) - 1], strict=True):
-        positions = torch.arange(start, end, device=policy.device)
-        kv = cache.key_values([Span(0, start, end - start, pages)], ends=start == 0)
-        hidden = policy.rollout_forward(tokens[start:end], positions, kv)
-        policy.rollout_logits(hidden[-1:])
+def _replay(
+    policy: Policy, prompt: Sequence[int], completion: Sequence[int], temperature: float
+) -> tuple[Tensor, Tensor]:
+    """The sampler's forwards of a sequence whose tokens are given. Returns what it would have drawn
+    instead of each, int64 [completion], and its log-probs of that, float32."""
+    params = SamplingParams(max_tokens=len(completion), temperature=temperature)
+    sequence = RunningSequence(0, tuple(prompt), 0, StopRules(len(completion)))
+    allocator = PageAllocator(-(-sequence.max_cached_tokens // _PAGE_SIZE), _PAGE_SIZE)
+    scheduler = Scheduler([[sequence]], allocator, 1, len(prompt))
+    cache = PagedCache(policy.config, policy.plan, allocator.num_pages, _PAGE_SIZE, policy.device)
+    runner = Runner(policy, cache)
+    decode = DecodeBatch(policy, cache, 1, len(prompt) + len(completion))
+    drawn: list[int] = []
+    logprobs: list[float] = []
+    for token in completion:
+        step = scheduler.schedule()
+        assert step is not None, "a sequence that is alone waits for nothing"
+        if step.decodes:
+            decode.begin(params, frozenset())  # what it drew is not what comes next
+            ((ids, values),) = decode.launch(step, scheduler.sequences).drawn()
+        else:
+            logits = runner.forward(step, scheduler.sequences)
+            ids, values = (x.tolist() for x in draw_tokens(logits, step, [sequence], params))
+        drawn += ids
+        logprobs += values
+        scheduler.complete(step, [([token], values)])
+    device = policy.device
+    tokens = torch.tensor(drawn, device=device).clamp(min=0)  # below 0: logits that are not finite
+    return tokens, torch.tensor(logprobs, device=device)
 
 
 def _compare(a: Tensor, b: Tensor) -> tuple[int, int, float] | None:

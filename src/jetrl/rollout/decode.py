@@ -49,7 +49,9 @@ class DecodeBatch:
         self._width = -(-max_model_len // cache.page_size)
         self._device = policy.device
         self._buffers = DecodeBuffers.empty(max_batch_size, MAX_REPEATS, self._width, policy.device)
-        forwards = GraphForwards if cache.reads_pages_in_place else EagerForwards
+        # What is traced is called as it is: a graph's replay tells nobody.
+        captured = cache.reads_pages_in_place and policy.decoder.trace is None
+        forwards = GraphForwards if captured else EagerForwards
         self._forwards = forwards(policy, cache, self._buffers)
         self._free = list(range(max_batch_size))
         self._resident: dict[int, _Resident] = {}

@@ -113,7 +113,11 @@ class PagedKeyValues(_OverPages):
 
     def attend(self, layer: int, qkv: Tensor, rope: Rotary, last: bool) -> Tensor:
         """As `KeyValues.attend`."""
-        return self.attend_heads(layer, *rope.heads(qkv), last).flatten(-2, -1)
+        attended = self.attend_heads(layer, *rope.heads(qkv), last).flatten(-2, -1)
+        if rope.trace is not None:
+            stored = [x.values(layer, self._slots) for x in (self._keys, self._values)]
+            rope.trace("keys and values", torch.cat(stored, dim=1))
+        return attended
 
     def attend_heads(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, last: bool = False

@@ -13,6 +13,7 @@ import math
 import torch
 from torch import Tensor
 
+from jetrl.kernels.attention import stored_values
 from jetrl.precision.plan import PrecisionPlan
 
 _DTYPES = {"fp8": torch.float8_e4m3fn, "bf16": torch.bfloat16, "fp32": torch.float32}
@@ -36,6 +37,12 @@ class Store:
         if self.scales is not None:
             assert scales is not None, "FP8 codes without their scales"
             self.scales[layer].flatten(0, 1)[slots] = scales
+
+    def values(self, layer: int, slots: Tensor) -> Tensor:
+        """float32 [T, G, D]: what lies in slots, to look at."""
+        codes = self._raw[layer].flatten(0, 1)[slots].view(self.codes.dtype)
+        scales = None if self.scales is None else self.scales[layer].flatten(0, 1)[slots]
+        return stored_values(codes, scales)
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor | None]:
         """(codes [P, page_size, G, D], scales [P, page_size, G] or None), in place."""

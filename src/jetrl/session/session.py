@@ -394,7 +394,8 @@ class Session:
 
     def _locate(self, error: StepMismatchError) -> str:
         sample = error.samples[error.sample_ids[0]]
-        found = locate(self.parts.policy, sample.prompt_token_ids, sample.completion.token_ids)
+        tokens = sample.prompt_token_ids, sample.completion.token_ids
+        found = locate(self.parts.policy, *tokens, self.settings.rollout.temperature)
         if found is not None:
             return str(found)
         return "no operation differs when the sequence runs alone: it depends on the batch"

@@ -1,0 +1,153 @@
+"""Faults of the sampler, planted one at a time: `measure` sees each, `locate` names where it is."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from torch import Tensor
+
+import jetrl.kernels.sampling as sampling
+import jetrl.rollout.decode_forward as decode_forward
+import jetrl.rollout.key_values as key_values
+import jetrl.rollout.runner as runner
+from jetrl import Policy
+from jetrl.parity import locate, measure
+from jetrl.precision import PrecisionPlan
+from jetrl.rollout.stores import Store
+
+PROMPTS = [[7] * 70, [3, 1, 4, 1, 5], [9]]
+Patch = pytest.MonkeyPatch
+
+CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 160,
+    "hidden_size": 128,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 64,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": True,
+    "initializer_range": 0.2,
+}
+
+
+def wrong(patch: Patch, owner: Any, name: str, change: Callable[..., Any]) -> None:
+    """Replaces a function by one that is also given what it replaces."""
+    true = getattr(owner, name)
+    patch.setattr(owner, name, lambda *rest, **named: change(true, *rest, **named))
+
+
+def scale_of_stored_values(patch: Patch) -> None:
+    def write(true: Any, store: Store, layer: int, slots: Tensor, codes: Any, scales: Any) -> None:
+        true(store, layer, slots, codes, scales * (1 + 2.0**-8) if layer else scales)
+
+    wrong(patch, Store, "write", write)
+
+
+def rule_of_stored_values(patch: Patch) -> None:
+    wrong(patch, key_values, "quantize_kv", lambda true, x, form, rule: true(x, form, "pow2"))
+
+
+def position_of_decoded_tokens(patch: Patch) -> None:
+    def inputs(true: Any, *rest: Any) -> Any:
+        found = true(*rest)
+        return dataclasses.replace(found, positions=found.positions + 1)
+
+    wrong(patch, decode_forward, "next_inputs", inputs)
+
+
+def position_of_prompts(patch: Patch) -> None:
+    class Numpy:
+        concatenate = staticmethod(np.concatenate)
+
+        @staticmethod
+        def arange(start: int, end: int) -> np.ndarray:
+            return np.arange(start + 1, end + 1)
+
+    patch.setattr(runner, "np", Numpy)
+
+
+def length_of_decoded_contexts(patch: Patch) -> None:
+    def inputs(true: Any, *rest: Any) -> Any:
+        found = true(*rest)
+        return dataclasses.replace(found, lengths=(found.lengths - 1).clamp(min=1))
+
+    wrong(patch, decode_forward, "next_inputs", inputs)
+
+
+def keys_that_are_seen(patch: Patch) -> None:
+    def attend(true: Any, *rest: Any) -> Tensor:
+        *before, positions = rest
+        return true(*before, (positions - 1).clamp(min=0))
+
+    wrong(patch, key_values, "attend_dense", attend)
+
+
+def order_of_the_softmax_sum(patch: Patch) -> None:
+    def parts(true: Any, logits: Tensor, temperature: Tensor) -> tuple[Tensor, ...]:
+        shifted, mass, _ = true(logits, temperature)
+        return shifted, mass, mass.sum(-1, keepdim=True).log()  # in float32, in any order
+
+    wrong(patch, sampling, "log_softmax_parts", parts)
+
+
+def temperature_of_decoded_tokens(patch: Patch) -> None:
+    def sample(true: Any, logits: Tensor, bits: Tensor, temperature: Tensor, *rest: Any) -> Any:
+        return true(logits, bits, temperature * (1 + 2.0**-20), *rest)
+
+    wrong(patch, decode_forward, "sample", sample)
+
+
+FAULTS = [
+    (scale_of_stored_values, "layers.1.keys and values", "prompt"),
+    (rule_of_stored_values, "layers.0.keys and values", "prompt"),
+    (position_of_prompts, "layers.0.rotary", "prompt"),
+    (position_of_decoded_tokens, "layers.0.rotary", "decode"),
+    (length_of_decoded_contexts, "layers.0.attention", "decode"),
+    (keys_that_are_seen, "layers.0.attention", "prompt"),
+    (order_of_the_softmax_sum, "log-probs", "end"),
+    (temperature_of_decoded_tokens, "log-probs", "end"),
+]
+
+
+@pytest.mark.parametrize("plant, operation, where", FAULTS, ids=lambda x: getattr(x, "__name__", x))
+def test_a_fault_is_seen_and_named(
+    plant: Callable[[Patch], None], operation: str, where: str, monkeypatch: Patch
+) -> None:
+    p = Policy.from_config(CONFIG, PrecisionPlan.preset("unified"), seed=0)
+    assert measure(p, PROMPTS, samples=1, max_tokens=12, temperature=0.7).different == 0
+    plant(monkeypatch)
+    result = measure(p, PROMPTS, samples=1, max_tokens=12, temperature=0.7)
+    assert result.different > 0
+    prompt, completion = result.first_different
+    found = locate(p, prompt, completion, temperature=0.7)
+    assert found is not None
+    assert found.operation == operation
+    first = {"prompt": 0, "decode": len(prompt), "end": len(prompt) - 1}[where]
+    assert first <= found.position < len(prompt) + len(completion)
+    if where == "decode":
+        assert found.position == first, "the first token that was decoded"
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_nothing_is_found_where_nothing_differs(temperature: float) -> None:
+    p = Policy.from_config(CONFIG, PrecisionPlan.preset("unified"), seed=0)
+    for prompt, completion in (([9], [4]), ([9], [4, 5]), ([7] * 70, [1, 2, 3])):
+        assert locate(p, prompt, completion, temperature) is None
+
+
+def test_what_depends_on_the_batch_is_in_no_operation_alone(monkeypatch: Patch) -> None:
+    """A page that two samples share and that is not copied before the second one writes."""
+    p = Policy.from_config(CONFIG, PrecisionPlan.preset("unified"), seed=0)
+    monkeypatch.setattr(Store, "copy", lambda *_: None)
+    result = measure(p, PROMPTS, samples=3, max_tokens=12)
+    assert result.different > 0
+    assert locate(p, *result.first_different) is None
