@@ -60,12 +60,29 @@ def test_mixed_tasks_share_a_step_and_each_runs_through_its_own_epochs():
     mixed = order(tasks=tasks, weights={"a": 1.0, "b": 3.0})
     steps = [mixed.draw(step, 8) for step in range(1, 13)]
     for drawn in steps:
-        assert [tasks[i] for i in drawn] == ["a"] * 2 + ["b"] * 6
+        assert sorted(tasks[i] for i in drawn) == ["a"] * 2 + ["b"] * 6
     for task, size in (("a", 4), ("b", 8)):
         own = [i for drawn in steps for i in drawn if tasks[i] == task]
         for start in range(0, len(own) - size + 1, size):
             assert len(set(own[start : start + size])) == size
     assert order(tasks=tasks, weights={"a": 0.0, "b": 1.0}).draw(3, 8).count(0) == 0
+
+
+@pytest.mark.parametrize("explore", [None, 0.1])
+@pytest.mark.parametrize("updates", [2, 4, 8])
+def test_every_update_of_a_step_is_a_mix_of_the_tasks(explore, updates):
+    """Updates take consecutive groups (packing.split_minibatches), and dynamic sampling cuts off
+    the last ones: any run of a step's prompts has each task by its weight."""
+    tasks = ["a"] * 20 + ["b"] * 20 + ["c"] * 20
+    weights = {"a": 2.0, "b": 1.0, "c": 1.0}
+    mixed = order(explore, tasks, weights)
+    for step in range(1, 6):
+        drawn = [tasks[i] for i in mixed.draw(step, 16)]
+        each = 16 // updates
+        for start in range(0, 16, each):
+            part = Counter(drawn[start : start + each])
+            for task, weight in weights.items():
+                assert abs(part[task] - each * weight / 4) <= 1, (start, drawn)
 
 
 def test_prompts_solved_half_of_the_time_come_more_often():

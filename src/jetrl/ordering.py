@@ -109,9 +109,13 @@ class PromptOrder:
         self.pass_rates = PassRates()
 
     def draw(self, step: int, count: int) -> list[int]:
-        """Indices of the prompts of a step; steps count from 1, and each draws `count`."""
+        """Indices of the prompts of a step; steps count from 1, and each draws `count`.
+
+        The tasks take turns, each at equal distances: a step's updates are made on consecutive
+        prompts, and each of them is to see every task.
+        """
         counts = shares(list(self._weights.values()), count, step, self._seed)
-        chosen: list[int] = []
+        chosen: list[tuple[float, int]] = []  # places in the step, from 0 to 1, and indices
         for column, (task, members) in enumerate(self._members.items()):
             now, before = int(counts[-1, column]), int(counts[:-1, column].sum())
             seed = self._seed if len(self._members) == 1 else derive_seed(self._seed, task)
@@ -121,5 +125,5 @@ class PromptOrder:
                 rates = np.array([self.pass_rates.rate(self._ids[i]) for i in members])
                 weight = np.maximum(4.0 * rates * (1.0 - rates), self._explore)
                 places = weighted_draw(weight, now, derive_seed(seed, "pass_rate", step))
-            chosen += [members[place] for place in places]
-        return chosen
+            chosen += [((k + 0.5) / now, members[place]) for k, place in enumerate(places)]
+        return [index for _, index in sorted(chosen, key=lambda entry: entry[0])]
