@@ -215,6 +215,22 @@ def test_packaged_recipes_are_valid_and_round_trip(name: str, tmp_path: Path) ->
             "rollout.max_tokens = 64 leaves no room for a prompt in the model's context of 64",
         ),
         (["data.keep_pairs=0.3"], "set data.batch=shuffle_r1"),
+        (
+            ["data.batch=shuffle_r1", "algorithm.name=rloo", "algorithm.kl=0.1"],
+            "data.batch = shuffle_r1: rloo takes the KL from the rewards that it compares",
+        ),
+        (
+            [
+                "data.batch=shuffle_r1",
+                "algorithm.name=reinforce_pp",
+                "rollout.samples_per_prompt=1",
+            ],
+            "shuffle_r1 pairs the completions of one prompt",
+        ),
+        (
+            ["algorithm.overlong_buffer=2000"],
+            "algorithm.overlong_buffer = 2000 is more than rollout.max_tokens = 1024",
+        ),
         (["data.explore=0.3"], "data.explore = 0.3 means nothing with data.order = shuffle"),
         (["reward.offload=true"], "there is no reward model"),
         (["model.path=a", "model.config=b"], "model.path and model.config are both set"),

@@ -9,7 +9,8 @@ defaults: a setting that is not among them means nothing to it, and giving it is
 formulas are in docs/algorithms.md. No torch here: the settings are checked against this table.
 
 A user's algorithm is a loss function in a file (`algorithm.name = "file.py:function"`), which takes
-GRPO's place in `USERS`, or a whole `Algorithm` in a file.
+GRPO's place in `USERS`, or a whole `Algorithm` in a file. Its record is known once the file
+was run, which is not when settings are read: `training/objectives` asks the settings then.
 """
 
 from __future__ import annotations

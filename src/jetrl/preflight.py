@@ -18,6 +18,7 @@ from jetrl.rollout.engine import RolloutEngine
 from jetrl.runs import problems
 from jetrl.step_metrics import sample_metrics
 from jetrl.tasks import Scorer, build_task
+from jetrl.training.objectives import Objective
 from jetrl.types import Sample, SamplingParams
 
 PROMPTS = 4
@@ -39,6 +40,7 @@ def preflight(settings: Settings) -> Preflight:
         UserError: settings, data or a model that cannot be used.
     """
     wanted, rollout = settings.task, settings.rollout
+    objective = Objective.from_settings(settings.algorithm, rollout.max_tokens)
     task = build_task(wanted)
     max_turns = turns_of(task, wanted.max_turns)
     policy = build_policy(settings, PrecisionPlan.from_settings(settings.precision), task)
@@ -69,7 +71,7 @@ def preflight(settings: Settings) -> Preflight:
     if judge is not None:
         engine.free_cache()
         samples = judge(samples)
-    metrics = sample_metrics(samples)
+    metrics = sample_metrics(samples, objective.algorithm.compares_group)
     found = problems([metrics], f"{len(samples)} completions", "look at them above")
     failures = [sample.failure for sample in samples if sample.failure]
     if failures:

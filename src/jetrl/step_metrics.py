@@ -12,11 +12,10 @@ from jetrl.runs.metrics import eval_metric, part_metric, task_metric
 from jetrl.types import Sample
 
 
-def sample_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """Rewards and lengths of a step."""
+def sample_metrics(samples: Sequence[Sample], compares_group: bool) -> dict[str, float]:
+    """Rewards and lengths of a step. compares_group: whether the algorithm compares the completions
+    of a prompt; else a group of equal rewards means nothing, and they are not counted."""
     rewards = np.array([s.score.reward for s in samples])
-    groups = np.array([s.group for s in samples])
-    spreads = [np.ptp(rewards[groups == g]) for g in np.unique(groups)]
     parts: dict[str, list[float]] = {}
     for sample in samples:
         for part, value in sample.score.parts.items():
@@ -28,7 +27,7 @@ def sample_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     return {
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std()),
-        "reward/zero_std_groups": float(np.mean([spread == 0 for spread in spreads])),
+        **(_group_metrics(samples, rewards) if compares_group else {}),
         "reward/failures": float(sum(bool(s.failure) for s in samples)),
         **{name: float(np.mean(values)) for name, values in parts.items()},
         **{
@@ -47,6 +46,12 @@ def sample_metrics(samples: Sequence[Sample]) -> dict[str, float]:
             np.mean([s.completion.finish_reason == "length" for s in samples])
         ),
     }
+
+
+def _group_metrics(samples: Sequence[Sample], rewards: np.ndarray) -> dict[str, float]:
+    groups = np.array([s.group for s in samples])
+    spreads = [np.ptp(rewards[groups == g]) for g in np.unique(groups)]
+    return {"reward/zero_std_groups": float(np.mean([spread == 0 for spread in spreads]))}
 
 
 def _turn_metrics(samples: Sequence[Sample]) -> dict[str, float]:

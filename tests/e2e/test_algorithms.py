@@ -37,6 +37,15 @@ def run(path: Path, *overrides: str) -> list[dict[str, Any]]:
     return RunDirectory.open(train(settings).run_path).metrics("rl")
 
 
+def test_one_completion_a_prompt_is_no_group_that_teaches_nothing(tmp_path: Path) -> None:
+    """REINFORCE++ normalises over all of a step: it was told to compare groups that it has not."""
+    alone = ["algorithm.name=reinforce_pp", "rollout.samples_per_prompt=1", "loop.steps=5"]
+    lines = run(tmp_path, *alone, "rollout.prompts_per_step=8")
+    assert any(line["policy/grad_norm"] > 0 for line in lines)
+    assert all("reward/zero_std_groups" not in line for line in lines)
+    assert "all completions got the same reward" not in (tmp_path / "run" / "log.txt").read_text()
+
+
 def test_dapo_draws_again_and_counts_what_it_dropped(tmp_path: Path) -> None:
     learnt = ["sft.steps=100", "task.options.mistakes=0.0"]  # most groups are right throughout
     lines = run(tmp_path, *learnt, "algorithm.name=dapo", "algorithm.dynamic_sampling_rounds=3")
@@ -101,6 +110,30 @@ def test_a_reference_with_another_tokenizer_is_refused(tmp_path: Path) -> None:
     other = make_tiny(tmp_path / "other", vocab_size=128, alphabet="abc")
     with pytest.raises(UserError, match=r"reference\.path = .* its tokenizer is not the policy's"):
         run(tmp_path, f"reference.path={other}")
+
+
+RECORD = """
+from jetrl.algorithms import Algorithm
+mine = Algorithm(
+    "mine", "", "global", "clipped_ratio", "token_mean",
+    options={{"clip": 0.2, "dynamic_sampling": {again}}}, compares_group={compares},
+)
+"""
+
+
+def test_a_record_of_the_user_decides_what_is_sampled(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    name = f"algorithm.name={file}:mine"
+    file.write_text(RECORD.format(again=True, compares=True))
+    lines = run(tmp_path, name, "loop.steps=1", "algorithm.dynamic_sampling_rounds=2")
+    assert "dynamic_sampling/rounds" in lines[-1]
+    with pytest.raises(UserError, match="dynamic sampling draws prompts again"):
+        run(tmp_path / "partial", name, "rollout.oversample=0.5")
+    with pytest.raises(UserError, match=r"mine\.py:mine compares the completions of one prompt"):
+        run(tmp_path / "one", name, "rollout.samples_per_prompt=1")
+    file.write_text(RECORD.format(again=False, compares=False))
+    alone = run(tmp_path / "alone", name, "rollout.samples_per_prompt=1", "loop.steps=1")
+    assert "dynamic_sampling/rounds" not in alone[-1]
 
 
 def test_a_loss_of_the_user(tmp_path: Path) -> None:

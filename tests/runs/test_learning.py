@@ -55,6 +55,13 @@ def test_each_problem_has_words_and_what_to_do(change, words):
         assert word in text
 
 
+def test_one_reward_is_told_without_groups_too():
+    """Of an algorithm that compares no groups: none are counted."""
+    steps = [{k: v for k, v in ZERO.items() if k != "reward/zero_std_groups"}] * STEPS
+    (text,) = warnings(*steps)[-1]
+    assert "every completion got the reward 0" in text
+
+
 def test_it_is_said_again_when_it_comes_back():
     bad = FINE | {"response_length/clip_ratio": 1.0}
     said = warnings(*[bad] * STEPS, *[FINE] * STEPS, *[bad] * STEPS)

@@ -17,12 +17,11 @@ from jetrl.types import Prompt
 STATE = [["b", [[5, [1, 2], [-0.5, -0.25], "cancelled", "", [1, 1]]]]]
 
 
-def carrying(*ids: str, oversample: float = 0.5, words: tuple[str, ...] = ()) -> Carrying:
+def carrying(*ids: str, oversample: float = 0.5, dynamic_sampling: bool = False) -> Carrying:
     prompts = [EncodedPrompt(Prompt(id=i, text=i), (1,)) for i in ids]
     policy = SimpleNamespace(plan=PrecisionPlan.preset("unified"))
-    return Carrying(
-        load_config("demo", [f"rollout.oversample={oversample}", *words]), policy, prompts, 1
-    )
+    settings = load_config("demo", [f"rollout.oversample={oversample}"])
+    return Carrying(settings, policy, prompts, 1, dynamic_sampling)
 
 
 def test_the_state_comes_back() -> None:
@@ -46,7 +45,7 @@ def test_a_step_draws_what_the_stock_lacks(oversample: float, more: int) -> None
 
 
 def test_what_is_on_its_way_does_not_go_with_dynamic_sampling() -> None:
-    resumed = carrying("b", oversample=0.0, words=("algorithm.name=dapo",))
+    resumed = carrying("b", oversample=0.0, dynamic_sampling=True)
     resumed.load_state([])
     with pytest.raises(UserError, match=r"unfinished completions, .*dynamic_sampling=false"):
         resumed.load_state(STATE)

@@ -280,11 +280,14 @@ class TestKl:
             AlgorithmSettings(kl=0.1, kl_estimator="k1")
 
     def test_where_it_counts_by_default(self):
-        assert AlgorithmSettings(kl=0.1).kl_term == ("k3", "loss")
-        assert AlgorithmSettings(kl=0.1, kl_in="reward").kl_term == ("k1", "reward")
-        assert AlgorithmSettings(name="ppo", kl=0.1).kl_term == ("k1", "reward")
-        assert AlgorithmSettings(name="ppo", kl=0.1, kl_in="loss").kl_term == ("k3", "loss")
-        assert AlgorithmSettings(name="reinforce_pp_baseline", kl=0.1).kl_term == ("k2", "loss")
+        def kl_term(name="grpo", **keys):
+            return AlgorithmSettings(name=name, kl=0.1, **keys).kl_term(ALGORITHMS[name])
+
+        assert kl_term() == ("k3", "loss")
+        assert kl_term(kl_in="reward") == ("k1", "reward")
+        assert kl_term("ppo") == ("k1", "reward")
+        assert kl_term("ppo", kl_in="loss") == ("k3", "loss")
+        assert kl_term("reinforce_pp_baseline") == ("k2", "loss")
 
 
 class TestCorrections:
@@ -402,6 +405,32 @@ class TestUsers:
             "mine = Algorithm('mine', '', 'leave_one_out', 'ratio', 'sequence_sum')\n",
         )
         assert objective(name=f"{file}:mine").aggregation == "sequence_sum"
+
+    RECORD = (
+        "from jetrl.algorithms import Algorithm\n"
+        "mine = Algorithm('mine', '', 'leave_one_out', 'clipped_ratio', 'sequence_sum',\n"
+        "    options={'clip': 0.1, 'clip_high': 0.3, 'dynamic_sampling': True},\n"
+        "    kl_estimator='k2', kl_in='reward', compares_group=False)\n"
+    )
+
+    def test_a_record_says_what_its_kl_is_and_what_it_samples(self, tmp_path):
+        name = f"{self.write(tmp_path, self.RECORD)}:mine"
+        chosen = objective(name=name, kl=0.5)
+        assert chosen.kl_in_reward
+        penalty = chosen.penalty(torch.tensor([-1.0]), torch.tensor([-3.0]))
+        assert penalty.item() == 0.5 * 2.0**2 / 2
+        assert chosen.dynamic_sampling
+        assert not objective(name=name, dynamic_sampling=False).dynamic_sampling
+
+    def test_the_settings_of_a_record_can_be_set(self, tmp_path):
+        name = f"{self.write(tmp_path, self.RECORD)}:mine"
+        assert objective(name=name).clip_arguments == (0.1, 0.3)
+        assert objective(name=name, clip=0.2).clip_arguments == (0.2, 0.3)
+        with pytest.raises(UserError, match=r"algorithm\.gamma means nothing to .*mine\.py:mine"):
+            objective(name=name, gamma=0.9)
+        file = self.write(tmp_path, "def push(tokens): return -tokens.trainer_logprobs\n")
+        with pytest.raises(UserError, match=r"algorithm\.clip means nothing to .*mine\.py:push"):
+            objective(name=f"{file}:push", clip=0.2)
 
     @pytest.mark.parametrize(
         "text, member, message",

@@ -301,6 +301,21 @@ def test_overlong_answers_lose_reward(bigram, sample):
     assert metrics["reward/overlong_penalty"] == 0.375
 
 
+def test_the_limit_counts_what_an_environment_said(bigram):
+    """rollout.max_tokens does: one that is cut off there has the whole penalty, however few of its
+    tokens were sampled."""
+    policy = bigram()
+    samples = policy.draw(REWARDS)
+    first = samples[3].completion
+    assert len(first.token_ids) == 4
+    completion = dataclasses.replace(first, environment=((0, 3),), finish_reason="length")
+    samples[3] = dataclasses.replace(samples[3], completion=completion)
+    algorithm = {"name": "dapo", "overlong_buffer": 2}
+    limit = {"rollout": {"max_tokens": 4}}
+    metrics = Trainer(policy, settings(algorithm=algorithm, **limit)).step(samples)
+    assert metrics["reward/overlong_penalty"] == 0.375
+
+
 def test_a_correction_weighs_by_the_mismatch(bigram):
     policy = bigram(exact=False)
     samples = policy.draw(REWARDS)

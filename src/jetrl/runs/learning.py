@@ -73,7 +73,7 @@ def problems(steps: Collection[Mapping[str, float]], when: str, look: str) -> di
             "most likely before their answer: raise it, or see to it that completions end (the "
             "model's end-of-sequence token, the task's stop strings, a chat template)"
         )
-    if spread == 0.0 and same == 1.0 and len({step["reward/mean"] for step in steps}) == 1:
+    if spread == 0.0 and len({step["reward/mean"] for step in steps}) == 1:
         found["one reward"] = (
             f"{when}: every completion got the reward {number(reward)}: there is nothing to learn "
             "from"

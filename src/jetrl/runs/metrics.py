@@ -55,7 +55,8 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "reward/zero_std_groups",
         "share",
-        "groups whose completions all got the same reward: they teach nothing",
+        "groups whose completions all got the same reward: they teach nothing; absent where the "
+        "algorithm does not compare them (reinforce_pp, ppo)",
         known_as={"TRL": "frac_reward_zero_std"},
     ),
     Metric(
@@ -157,7 +158,7 @@ METRICS: tuple[Metric, ...] = (
         "global gradient norm before clipping (mean over the step's updates)",
         known_as={"verl": "actor/grad_norm"},
     ),
-    Metric("policy/loss", "loss", "policy loss (mean over the step's updates)"),
+    Metric("policy/loss", "loss", "policy loss (mean over the step's updates, by their tokens)"),
     Metric("policy/active_fraction", "share", "sampled tokens whose advantage is not 0"),
     Metric("policy/lr", "1/update", "learning rate of the step's last update"),
     Metric(

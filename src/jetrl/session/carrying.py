@@ -54,12 +54,13 @@ class Carrying:
         policy: Policy,
         prompts: Sequence[EncodedPrompt],
         max_turns: int,
+        dynamic_sampling: bool,
     ) -> None:
         self._wanted = settings.rollout.prompts_per_step
         self._share = settings.rollout.oversample
         self._by_id = {encoded.prompt.id: encoded for encoded in prompts}
         self._groups: list[Group] = []
-        self._problem = _problem(settings, policy, prompts, max_turns)
+        self._problem = _problem(policy, prompts, max_turns, dynamic_sampling)
         self.on = self._share > 0
         if self.on and self._problem:
             raise UserError(f"rollout.oversample = {self._share}: {self._problem}")
@@ -148,7 +149,7 @@ class Carrying:
 
 
 def _problem(
-    settings: Settings, policy: Policy, prompts: Sequence[EncodedPrompt], max_turns: int
+    policy: Policy, prompts: Sequence[EncodedPrompt], max_turns: int, dynamic_sampling: bool
 ) -> str:
     """Why completions of this run cannot cross steps, "" if they can."""
     if not policy.plan.exact:
@@ -156,7 +157,7 @@ def _problem(
             f"the plan {policy.plan.name!r} does not know the policy that drew an old token to the "
             "bit; use precision.preset=unified or jet"
         )
-    if settings.algorithm.value("dynamic_sampling"):
+    if dynamic_sampling:
         return "dynamic sampling draws prompts again; set algorithm.dynamic_sampling=false"
     if max_turns > 1:
         return "an environment's turns cannot be cut off; set task.max_turns=1"

@@ -14,7 +14,7 @@ from types import TracebackType
 from jetrl.building import build_judge, build_policy, choose_device, model_config
 from jetrl.config import Settings
 from jetrl.environment import turns_of
-from jetrl.errors import StorageError
+from jetrl.errors import StorageError, UserError
 from jetrl.evaluate import EncodedPrompt, encode_prompts
 from jetrl.judge import Judge
 from jetrl.memory import Fitted, Load, OtherModels, check_fits, free_bytes
@@ -53,6 +53,7 @@ class Parts:
     opened: how long it took to load the models, and to prove that the flow is exact."""
 
     settings: Settings
+    objective: Objective
     plan: PrecisionPlan
     task: Task
     max_turns: int
@@ -78,7 +79,7 @@ def open_parts(settings: Settings, resume: bool, stack: contextlib.ExitStack) ->
     RunDirectory.check_name(settings, resume=resume)
     check_trackers(settings.trackers.names)
     plan = PrecisionPlan.from_settings(settings.precision)
-    Objective.from_settings(settings.algorithm, settings.rollout.max_tokens)  # a user's file runs
+    objective = _objective(settings)  # a user's file runs
     config, others = model_config(settings), OtherModels.of(settings)
     device = choose_device(settings.run.device)
     free = free_bytes(device)
@@ -141,6 +142,7 @@ def open_parts(settings: Settings, resume: bool, stack: contextlib.ExitStack) ->
     stack.callback(lambda: trackers.close(lambda: summary_of(run.history())))
     return Parts(
         settings=settings,
+        objective=objective,
         plan=plan,
         task=task,
         max_turns=max_turns,
@@ -156,6 +158,16 @@ def open_parts(settings: Settings, resume: bool, stack: contextlib.ExitStack) ->
         memory=memory,
         opened=opened,
     )
+
+
+def _objective(settings: Settings) -> Objective:
+    """What a run optimizes; the record of a user's algorithm is known from here on."""
+    objective = Objective.from_settings(settings.algorithm, settings.rollout.max_tokens)
+    if settings.algorithm.from_file and settings.loop.steps > 0:
+        problems = list(settings.algorithm_problems(objective.algorithm))
+        if problems:
+            raise UserError("; ".join(problems))
+    return objective
 
 
 def open_observers(

@@ -96,7 +96,11 @@ class Session:
         self.drawing = Drawing(settings, self.parts.prompts, self.parts.task.weights)
         self.saved.register("prompts", self.drawing)
         self.carrying = Carrying(
-            settings, self.parts.policy, self.parts.prompts, self.parts.max_turns
+            settings,
+            self.parts.policy,
+            self.parts.prompts,
+            self.parts.max_turns,
+            self.parts.objective.dynamic_sampling,
         )
         self.saved.register("partial rollouts", self.carrying)
         self.safeguards = Safeguards(self.parts, self.saved, self.display.note, self.phases.beat)
@@ -265,7 +269,7 @@ class Session:
         """Dynamic sampling, if the algorithm asks for it: more prompts are drawn, sampled and
         scored in place of groups whose rewards are all equal."""
         self._drawn = Refilled(samples, samples, rounds=1, dropped=0)
-        if self.settings.algorithm.value("dynamic_sampling"):
+        if self.parts.objective.dynamic_sampling:
             self._drawn = refill(
                 samples,
                 wanted=self.settings.rollout.prompts_per_step,
@@ -290,12 +294,13 @@ class Session:
             self.run.write_rollouts(step, samples)
             raise MismatchError(f"step {step}: {error}; {self._locate(error)}") from None
         self.phases.timings |= self.trainer.timings
-        if self.settings.algorithm.value("dynamic_sampling"):
+        if self.parts.objective.dynamic_sampling:
             metrics["dynamic_sampling/rounds"] = float(self._drawn.rounds)
             metrics["dynamic_sampling/dropped_groups"] = float(self._drawn.dropped)
         if self.carrying.on:
             metrics["partial_rollout/unfinished"] = float(self.carrying.num_unfinished)
-        metrics = sample_metrics(self._drawn.drawn) | metrics
+        compares_group = self.parts.objective.algorithm.compares_group
+        metrics = sample_metrics(self._drawn.drawn, compares_group) | metrics
         return metrics | self.safeguards.take_in(step, metrics)
 
     def evaluate(self, step: int) -> dict[str, float]:

@@ -11,7 +11,6 @@ from pydantic import Field, field_validator, model_validator
 from jetrl.algorithms import (
     ALGORITHMS,
     CORRECTIONS,
-    USERS,
     Aggregation,
     Algorithm,
     Correction,
@@ -84,7 +83,9 @@ class AlgorithmSettings(Section):
     gae_lambda: Share | None = Field(None, description="GAE's lambda, ppo; unset: 0.95")
     kl: NonNegativeFloat = Field(0.0, description="weight of the KL to a frozen reference; 0: none")
     kl_estimator: KlEstimator | None = Field(
-        None, description="of the KL that has a weight; unset: the algorithm's"
+        None,
+        description="of the KL that has a weight; unset: the algorithm's, in another place than "
+        "its own k3 in the loss and k1 in the reward",
     )
     kl_in: KlPlace | None = Field(
         None, description="where the KL counts; unset: the algorithm's place"
@@ -111,55 +112,55 @@ class AlgorithmSettings(Section):
     _options = field_validator("options", mode="before")(without_none)
 
     @property
-    def record(self) -> Algorithm:
-        """The algorithm's record; of a user's file, what a loss function there is put into."""
-        return ALGORITHMS.get(self.name, USERS)
+    def from_file(self) -> bool:
+        """Whether the algorithm is a user's, whose record is in a file that is not read here."""
+        return self.name.rpartition(":")[0].endswith(".py")
 
-    def value(self, key: str) -> Any:
+    def value(self, key: str, record: Algorithm) -> Any:
         """A setting, or the algorithm's own default where it is unset; None where it has none."""
         own = getattr(self, key)
-        return self.record.options.get(key) if own is None else own
+        return record.options.get(key) if own is None else own
 
     @model_validator(mode="after")
     def means_something(self) -> AlgorithmSettings:
-        problems = [*self._name_problems(), *self._option_problems(), *self._correction_problems()]
+        problems = [*self._name_problems(), *self._correction_problems()]
+        if self.name in ALGORITHMS:
+            problems += self.problems(ALGORITHMS[self.name])
         if problems:
             raise ValueError("; ".join(problems))
         return self
 
     def _name_problems(self) -> Iterator[str]:
-        from_file = self.name.rpartition(":")[0].endswith(".py")
-        if self.name not in ALGORITHMS and not from_file:
+        if self.name not in ALGORITHMS and not self.from_file:
             near = difflib.get_close_matches(self.name, ALGORITHMS, n=1)
             hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(ALGORITHMS)}"
             yield f"algorithm.name = {self.name!r} is unknown; {hint} (or file.py:function)"
-        if self.options and not from_file:
+        if self.options and not self.from_file:
             yield "algorithm.options are for an algorithm.name of the form file.py:function"
 
-    def _option_problems(self) -> Iterator[str]:
-        read = self.record.options
+    def problems(self, record: Algorithm) -> Iterator[str]:
+        """What is set and means nothing to an algorithm."""
+        read = record.options
         for key in _ALGORITHM_OPTIONS:
             if getattr(self, key) is not None and key not in read:
                 yield (
                     f"algorithm.{key} means nothing to {self.name}; it reads "
                     f"{', '.join(sorted(read)) or 'none of these'}"
                 )
-        if self.calibrate_clip_every and self.record.loss != "clipped_ratio":
+        if self.calibrate_clip_every and record.loss != "clipped_ratio":
             yield f"algorithm.calibrate_clip_every: {self.name} has no token-level clips"
         if not self.kl:
             for key in ("kl_estimator", "kl_in"):
                 if getattr(self, key) is not None:
                     yield f"algorithm.{key} is set, but algorithm.kl = 0: give the KL a weight"
-        elif self.kl_term == ("k1", "loss"):
+        elif self.kl_term(record) == ("k1", "loss"):
             yield (
                 "algorithm.kl_estimator = k1 in the loss: the expected gradient of k1 is zero, so "
                 "it would only add noise; take k2 or k3, or algorithm.kl_in=reward"
             )
 
-    @property
-    def kl_term(self) -> tuple[KlEstimator, KlPlace]:
+    def kl_term(self, record: Algorithm) -> tuple[KlEstimator, KlPlace]:
         """The estimator of the KL that has a weight, and where it counts."""
-        record = self.record
         place = self.kl_in or record.kl_in
         own = record.kl_estimator if place == record.kl_in else _KL_ESTIMATOR_IN[place]
         return self.kl_estimator or own, place

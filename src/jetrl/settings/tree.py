@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from jetrl.algorithms import ALGORITHMS
+from jetrl.algorithms import ALGORITHMS, Algorithm
 from jetrl.settings.algorithm import AlgorithmSettings
 from jetrl.settings.models import CriticSettings, ReferenceSettings, RewardSettings
 from jetrl.settings.section import (
@@ -330,10 +330,12 @@ class Settings(Section):
                 f"rollout.prompts_per_step = {rollout.prompts_per_step}: an update takes whole "
                 "groups"
             )
-        if rollout.samples_per_prompt == 1 and self.algorithm.record.compares_group:
+        if self.algorithm.name in ALGORITHMS:
+            yield from self.algorithm_problems(ALGORITHMS[self.algorithm.name])
+        if rollout.samples_per_prompt == 1 and self.data.batch == "shuffle_r1":
             yield (
-                f"rollout.samples_per_prompt = 1: {self.algorithm.name} compares the completions "
-                "of one prompt with each other, so every advantage would be 0; take at least 2"
+                "data.batch = shuffle_r1 pairs the completions of one prompt, and "
+                "rollout.samples_per_prompt = 1: take at least 2, or data.batch=all"
             )
         if self.rollout.temperature == 0:
             yield (
@@ -351,17 +353,38 @@ class Settings(Section):
                 "algorithm.calibrate_clip_every is for FP8 on both sides: precision.preset = "
                 f"{self.precision.preset} has no FP8 ratios to calibrate"
             )
-        name, needs_critic = self.algorithm.name, self.algorithm.record.needs_critic
-        if needs_critic and self.critic.path is None:
+        if self.reference.offload and not self.algorithm.kl and self.reference.path is None:
+            yield "reference.offload is set, but there is no reference: algorithm.kl = 0"
+
+    def algorithm_problems(self, record: Algorithm) -> Iterator[str]:
+        """What does not agree with the algorithm, of a run that does RL."""
+        rollout, name = self.rollout, self.algorithm.name
+        if rollout.samples_per_prompt == 1 and record.compares_group:
+            yield (
+                f"rollout.samples_per_prompt = 1: {name} compares the completions "
+                "of one prompt with each other, so every advantage would be 0; take at least 2"
+            )
+        kl_in_reward = self.algorithm.kl and self.algorithm.kl_term(record)[1] == "reward"
+        if self.data.batch == "shuffle_r1" and kl_in_reward and record.compares_group:
+            yield (
+                f"data.batch = shuffle_r1: {name} takes the KL from the rewards that it compares, "
+                "and completions that no update draws have none; set algorithm.kl_in=loss, "
+                "algorithm.kl=0 or data.batch=all"
+            )
+        buffer = self.algorithm.value("overlong_buffer", record) or 0
+        if buffer > rollout.max_tokens:
+            yield (
+                f"algorithm.overlong_buffer = {buffer} is more than rollout.max_tokens = "
+                f"{rollout.max_tokens}: every completion would lose reward, however short"
+            )
+        if record.needs_critic and self.critic.path is None:
             yield (
                 f"algorithm.name = {name} needs a critic, and none is configured: set "
                 "critic.path=policy (a copy of the policy's decoder with a new head), or a model "
                 "directory"
             )
-        if self.critic.path is not None and name in ALGORITHMS and not needs_critic:
+        if self.critic.path is not None and not record.needs_critic:
             yield f"critic.path is set, but algorithm.name = {name} has no critic; leave it out"
-        if self.reference.offload and not self.algorithm.kl and self.reference.path is None:
-            yield "reference.offload is set, but there is no reference: algorithm.kl = 0"
 
     def _single_problems(self) -> Iterator[str]:
         if self.eval.samples > 1 and self.eval.temperature == 0:

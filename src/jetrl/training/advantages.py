@@ -9,7 +9,7 @@ An estimator takes the step's rewards (`StepRewards`) and gives every trained to
     gae            temporal differences against a critic, normalised             PPO
 
 Everything is computed in float64 and rounded once. A group whose rewards are all equal says
-nothing, and its advantages are exactly 0, not the rounding error of a mean.
+nothing: what is left of them without their mean is exactly 0, not the rounding error of a mean.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ def overlong_penalties(lengths: np.ndarray, max_tokens: int, buffer: int) -> np.
     """What is taken from the reward of a completion that nears the limit (Yu et al. 2025, "DAPO",
     eq. 13): 0 up to max_tokens - buffer tokens, 1 at max_tokens, a straight line between.
 
-    lengths: int64 [S], sampled tokens. Returns float64 [S]; zeros for buffer = 0.
+    lengths: int64 [S], tokens that the limit counts. Returns float64 [S]; zeros for buffer = 0.
     """
     if buffer == 0:
         return np.zeros(len(lengths))

@@ -112,7 +112,8 @@ class Preparation:
             [sample.score.reward for sample in samples], [sample.group for sample in samples]
         )
         if objective.overlong_buffer:
-            lengths = np.array([sample.completion.num_sampled for sample in samples])
+            # Of all tokens, as the limit: an environment's are among them.
+            lengths = np.array([len(sample.completion.token_ids) for sample in samples])
             overlong = overlong_penalties(lengths, objective.max_tokens, objective.overlong_buffer)
             reward_S = reward_S - overlong
             metrics["reward/overlong_penalty"] = float(overlong.mean())

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from jetrl.algorithms import Aggregation, Algorithm
+from jetrl.algorithms import ALGORITHMS, Aggregation, Algorithm, KlEstimator, KlPlace
 from jetrl.errors import UserError
 from jetrl.out_of_memory import is_out_of_memory
 from jetrl.settings import AlgorithmSettings
@@ -65,7 +65,10 @@ class Objective:
     @classmethod
     def from_settings(cls, settings: AlgorithmSettings, max_tokens: int) -> Objective:
         name = settings.name
-        algorithm = load_algorithm(name) if ":" in name else settings.record
+        algorithm = load_algorithm(name) if settings.from_file else ALGORITHMS[name]
+        problems = list(settings.problems(algorithm))
+        if problems:
+            raise UserError("; ".join(problems))
         objective = cls(name, algorithm, settings, max_tokens)
         objective._arguments(objective._loss)  # a missing or unknown option is an error at start
         objective._arguments(objective._estimator)
@@ -80,6 +83,11 @@ class Objective:
         """Tokens before the limit in which the reward falls; 0: off."""
         buffer = self._option("overlong_buffer")
         return self.max_tokens // 5 if buffer is None else int(buffer)
+
+    @property
+    def dynamic_sampling(self) -> bool:
+        """Whether more prompts are drawn in place of groups with equal rewards."""
+        return bool(self._option("dynamic_sampling"))
 
     @property
     def correction(self) -> Correction | None:
@@ -98,11 +106,11 @@ class Objective:
 
     @property
     def kl_in_reward(self) -> bool:
-        return self.settings.kl > 0 and self.settings.kl_term[1] == "reward"
+        return self.settings.kl > 0 and self._kl_term[1] == "reward"
 
     def penalty(self, logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
         """What a KL in the reward takes from each token's: float32 [N]."""
-        return self.settings.kl * kl.ESTIMATORS[self.settings.kl_term[0]](logprobs, ref_logprobs)
+        return self.settings.kl * kl.ESTIMATORS[self._kl_term[0]](logprobs, ref_logprobs)
 
     def __call__(
         self,
@@ -139,7 +147,7 @@ class Objective:
                 measured = kl.k3(tokens.trainer_logprobs, ref_logprobs)
             metrics["policy/kl_ref"] = measured.double().sum() * share
             if self.settings.kl and not self.kl_in_reward:
-                estimate = kl.ESTIMATORS[self.settings.kl_term[0]]
+                estimate = kl.ESTIMATORS[self._kl_term[0]]
                 term = estimate(tokens.trainer_logprobs, ref_logprobs)
                 loss = loss + self.settings.kl * term
         weights = token_weights(tokens.lengths, size, self.aggregation, len(loss))
@@ -178,9 +186,12 @@ class Objective:
         estimator = self.algorithm.advantages
         return ESTIMATORS[estimator] if isinstance(estimator, str) else estimator
 
+    @property
+    def _kl_term(self) -> tuple[KlEstimator, KlPlace]:
+        return self.settings.kl_term(self.algorithm)
+
     def _option(self, key: str) -> Any:
-        own = getattr(self.settings, key)
-        return self.algorithm.options.get(key) if own is None else own
+        return self.settings.value(key, self.algorithm)
 
     def _arguments(self, function: Callable[..., Any]) -> Mapping[str, Any]:
         """The settings that a piece has a parameter for."""
