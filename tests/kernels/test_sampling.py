@@ -60,6 +60,33 @@ def test_frequencies_follow_the_distribution() -> None:
     assert torch.allclose(logprobs, p.log()[tokens], atol=2.0**-22)
 
 
+FILTERS = [(1.0, 1.0, 0), (0.7, 0.9, 0), (1.5, 1.0, 7), (1.0, 0.5, 20), (2.0, 0.95, 98)]
+
+
+@pytest.mark.parametrize("temperature, top_p, top_k", FILTERS)
+def test_draws_follow_what_the_filters_leave(temperature: float, top_p: float, top_k: int) -> None:
+    """Chi-square against a dense float64 reference: beyond 6 standard deviations of it (a fixed
+    seed, so it either is or is not). Three tokens are equally probable."""
+    logits = torch.randn(98, generator=torch.Generator().manual_seed(5)) * 2
+    logits[5] = logits[9] = logits[3]
+    full = (logits.double() / temperature).softmax(-1)
+    order = sorted(range(98), key=lambda i: (-full[i].item(), i))[: top_k or 98]
+    kept, before, mass = torch.zeros_like(full), 0.0, sum(full[i].item() for i in order)
+    for i in order:
+        if before < top_p * mass:
+            kept[i] = full[i]
+        before += full[i].item()
+    count = 60_000
+    tokens, logprobs = draw(logits.repeat(count, 1), temperature, top_p, top_k, seed=11)
+    drawn, expected = torch.bincount(tokens, minlength=98), count * kept / kept.sum()
+    assert not drawn[kept == 0].any()
+    seen = expected >= 5
+    chi = ((drawn - expected)[seen] ** 2 / expected[seen]).sum()
+    freedom = int(seen.sum()) - 1
+    assert abs(chi - freedom) <= 6 * (2 * freedom) ** 0.5
+    assert torch.allclose(logprobs.double(), full.log()[tokens], atol=2.0**-20), "of all tokens"
+
+
 def test_temperature_changes_the_distribution_and_the_logprobs() -> None:
     logits = torch.tensor([[2.0, 0.0]]).repeat(10_000, 1)
     tokens, logprobs = draw(logits, temperature=2.0)
