@@ -56,7 +56,7 @@ def test_norm_and_codes_have_the_bits_of_the_reference(
 
 
 def test_extreme_rows(kernels) -> None:
-    """Zeros, one huge value, the largest and the smallest bfloat16, NaN and Inf."""
+    """Zeros, one huge or large value, the largest and the smallest bfloat16, NaN and Inf."""
     x, _, weight = inputs(8, 1024)
     x[0] = 0
     x[1, 7] = 3e38
@@ -64,6 +64,7 @@ def test_extreme_rows(kernels) -> None:
     x[3, 3] = float("nan")
     x[4, 4] = float("inf")
     x[5] *= 1e30
+    x[6, 6], x[7, 7] = 300, 3000  # a channel above all others, whose squares end below the grid
     y, inverse = rms_norm_ref(x, weight, EPS)
     ours, ours_inverse, _ = kernels.rms_norm_forward(x.cuda(), weight.cuda(), EPS)
     torch.testing.assert_close(ours.cpu(), y, rtol=0, atol=0, equal_nan=True)

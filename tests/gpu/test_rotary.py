@@ -46,6 +46,7 @@ def test_bits_of_the_reference(
     kernels, tokens: int, heads: int, groups: int, head_dim: int, normed: bool, kv_format: str
 ) -> None:
     qkv, positions, table, weights = inputs(tokens, heads, groups, head_dim)
+    qkv[::2, ::head_dim] *= 1000  # a channel above the others
     q, k, v = reference(qkv, positions, table, weights if normed else None, heads, groups, head_dim)
     cache = kernels.dense_cache(tokens, groups, head_dim, kv_format, "cuda")
     on_gpu = tuple(w.cuda() for w in weights) if normed else None

@@ -34,6 +34,7 @@ _EXP_TERMS = (
     5.0000001201e-1,
 )
 _EXP_UNDERFLOW = -87.0
+_SQUARES_BITS = 19
 
 
 def align(x: Tensor, dim: int, bits: int) -> Tensor:
@@ -61,8 +62,12 @@ def exact_matmul(a: Tensor, b: Tensor) -> Tensor:
 
 
 def sum_of_squares(x: Tensor) -> Tensor:
-    """float64 [..., 1]: sum of x**2 along the last dimension, on the grid of `exact_matmul`."""
-    return align(x, -1, _factor_bits(x.shape[-1])).square().sum(-1, keepdim=True)
+    """float64 [..., 1]: sum of x**2 along the last dimension, on the grid of `exact_matmul`; of
+    bfloat16 on one of 19 bits, whose integers a GPU adds (`kernels.norm_triton`)."""
+    bits = _factor_bits(x.shape[-1])
+    if x.dtype == torch.bfloat16:
+        bits = min(bits, _SQUARES_BITS)
+    return align(x, -1, bits).square().sum(-1, keepdim=True)
 
 
 def _factor_bits(terms: int) -> int:
