@@ -404,6 +404,16 @@ def test_a_saved_tokenizers_settings_are_in_words_that_transformers_4_knows(tmp_
         assert back.all_special_tokens == tokenizer.all_special_tokens
 
 
+def test_several_chat_templates_are_saved_where_all_can_read_them(tmp_path: Path) -> None:
+    tokenizer = character_tokenizer("abc")
+    tokenizer.chat_template = {"default": "{{ 1 }}", "tool_use": "{{ 2 }}"}
+    write_qwen3(tmp_path / "m", tokenizer=tokenizer)
+    assert load_tokenizer(tmp_path / "m").chat_template == tokenizer.chat_template
+    folder = tmp_path / "m" / "additional_chat_templates"
+    assert folder.stat().st_mode == (tmp_path / "m").stat().st_mode
+    assert (folder / "tool_use.jinja").stat().st_mode == (tmp_path / "m/config.json").stat().st_mode
+
+
 def test_bad_tokenizers(tmp_path: Path) -> None:
     write_qwen3(tmp_path / "m", tokenizer=character_tokenizer())
     shutil.copytree(tmp_path / "m", tmp_path / "damaged")

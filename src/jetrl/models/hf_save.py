@@ -237,8 +237,8 @@ def _publish(scratch: Path, target: Path) -> None:
     """Move the finished directory into place; the one before it goes only after that. All that may
     read a new file may read these: safetensors makes its own for their owner alone."""
     scratch.chmod(0o777 & ~_umask())
-    for file in scratch.iterdir():
-        file.chmod(0o666 & ~_umask())
+    for file in scratch.rglob("*"):  # several chat templates are in a folder
+        file.chmod((0o777 if file.is_dir() else 0o666) & ~_umask())
         sync(file)
     sync(scratch)
     if not target.exists():
