@@ -110,6 +110,28 @@ def test_failing_template(chat: PreTrainedTokenizerFast, template: str, message:
         encode_prompt(chat, says(("tool", "x")))
 
 
+KNOWN_ROLES = (
+    "{% for m in messages %}"
+    "{% if m['role'] in ('user', 'tool') %}{{ '[' + m['content']|trim + ']' }}"
+    "{% elif m['role'] == 'assistant' %}{{ '(' + m['content'].split('>')[-1] + ')' }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '(' }}{% endif %}"
+)
+
+
+def test_a_message_that_the_template_leaves_out_is_named(chat: PreTrainedTokenizerFast) -> None:
+    """Qwen's template writes nothing for a role that it does not know."""
+    chat.chat_template = KNOWN_ROLES
+    for role in ("human", "system"):
+        with pytest.raises(UserError, match=f"'p1': .*leaves out the message of role '{role}'"):
+            encode_prompt(chat, says((role, "2+2?"), ("user", "3+3?")))
+    whole = says(("user", " 2+2? "), ("assistant", "<4=2+2>4"), ("user", " "), ("tool", "5"))
+    assert decode(chat, encode_prompt(chat, whole)) == "[2+2?](4)[][5]("
+    with pytest.raises(UserError, match=r"reply: .*leaves out the message of role 'environment'"):
+        encode_reply(chat, {"role": "environment", "content": "5"}, [7])
+    chat.chat_template = KNOWN_ROLES.replace("m['content']|trim", "m['content']|tojson")
+    assert '["a\\nb"]' in decode(chat, encode_reply(chat, {"role": "tool", "content": "a\nb"}, [7]))
+
+
 @pytest.mark.parametrize("message", [{"role": "user"}, {"role": "user", "content": 3}])
 def test_malformed_message(chat: PreTrainedTokenizerFast, message: dict[str, str]) -> None:
     with pytest.raises(UserError, match="needs a role and a content"):
@@ -199,7 +221,7 @@ def test_a_worked_answer_of_turns_is_the_sequence_that_sampling_gives(
         (TEMPLATE, "the tool's answer: the tokenizer's chat template refuses it: no tools"),
         ("{{ messages[1].content }}{{ 3 - messages|length }}", "does not write an assistant's"),
         ("{{ messages[-1].content }}", "does not write an assistant's message"),
-        ("{{ messages|length }}{{ messages[1].content }}", "leaves the reply out"),
+        ("{{ messages|length }}{{ messages[1].content }}", "leaves out the message of role 'tool'"),
     ],
 )
 def test_replies_that_cannot_be_written(

@@ -127,6 +127,24 @@ def test_checkers(tmp_path, options, answer, completion, score) -> None:
     assert task.score(Prompt(id="0", text="?", answer=answer), completion) == score
 
 
+def test_numbers_are_written_out(tmp_path: Path) -> None:
+    """Python would write 1e-05, which no checker takes for a number."""
+    answers = (18.0, 0.00001, 2.5e22, -1e-7, 123456789012345678901234567890, 0.1)
+    path = write(tmp_path / "train.jsonl", *({"prompt": f"{a}?", "answer": a} for a in answers))
+    task = get_task("dataset", path=str(Path(path).parent))
+    prompts = read_prompts(task, "train")
+    assert [p.answer for p in prompts[:3]] == ["18.0", "0.00001", "25000000000000000000000"]
+    assert [p.answer for p in prompts[3:5]] == ["-0.0000001", str(answers[4])]
+    for prompt in prompts:
+        assert task.score(prompt, f"#### {prompt.answer}").reward == 1
+
+
+def test_whole_characters_in_escapes_are_read(tmp_path: Path) -> None:
+    write(tmp_path / "train.jsonl", '{"prompt": "\\ud83d\\ude00", "answer": "1"}')
+    (prompt,) = read_prompts(get_task("dataset", path=str(tmp_path)), "train")
+    assert prompt.messages == ({"role": "user", "content": "\N{GRINNING FACE}"},)
+
+
 def test_a_checker_of_ones_own(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text(
@@ -190,6 +208,10 @@ def test_a_checker_of_ones_own(tmp_path: Path) -> None:
         (["["], {}, r"line 1: not JSON: .*; JSONL has one object a line"),
         ([], {}, r"no rows in split 'train'"),
         ([ROWS[0], {"prompt": "", "answer": "1"}], {}, r"line 2: field 'prompt' is ''"),
+        (['{"prompt": "?", "answer": NaN}'], {}, r"line 1: field 'answer' \(the answer\) is nan"),
+        ([{"prompt": "?", "answer": " "}], {}, r"line 1: field 'answer' .* is ' ', and .*math"),
+        (['{"prompt": "\\ud83d", "answer": "1"}'], {}, r"line 1: .*half of a character"),
+        (['{"prompt": "?", "answer": "1", "a": ["\\uDE00"]}'], {}, r"line 1: .*half of a char"),
     ],
 )
 def test_bad_rows_are_named_by_file_and_line(tmp_path, rows, options, message) -> None:

@@ -11,6 +11,7 @@ The template writes all special tokens itself, so none are added to its output.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 
 from transformers import PreTrainedTokenizerBase
@@ -113,8 +114,7 @@ def encode_reply(
             "template, or text prompts"
         )
     after = rest.removeprefix(end)
-    if not after:
-        raise UserError(f"{where}: the tokenizer's chat template leaves the reply out")
+    _check_written(reply, after, where)
     written = tokenizer.decode(list(said[-1:])) if said else ""
     assert isinstance(written, str)
     if written and end.startswith(written):
@@ -172,6 +172,9 @@ def _encode_messages(
             raise UserError(f"{where} has a system message of its own; unset the system prompt")
         conversation.insert(0, {"role": "system", "content": system_prompt})
     text = _render(tokenizer, conversation, where, open_turn=True)
+    for message in conversation:
+        if message["role"] != "assistant":  # of which templates leave out old thoughts
+            _check_written(message, text, where)
     return encode_text(tokenizer, text, where, begin=False)
 
 
@@ -201,6 +204,17 @@ def _render(
         raise UserError(f"{where}: the tokenizer's chat template refuses it: {error}") from error
     assert isinstance(text, str)
     return text
+
+
+def _check_written(message: Mapping[str, str], text: str, where: str) -> None:
+    """Raise where a template wrote nothing of a message, as some do for roles they do not know."""
+    content = message["content"].strip()
+    if content not in text and json.dumps(content, ensure_ascii=False)[1:-1] not in text:
+        raise UserError(
+            f"{where}: the tokenizer's chat template leaves out the message of role "
+            f"{message['role']!r}: {content!r:.60}; give it a role that the template knows, "
+            "such as user"
+        )
 
 
 def _lacking(tokenizer: PreTrainedTokenizerBase, text: str) -> str:

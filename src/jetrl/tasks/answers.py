@@ -22,6 +22,7 @@ from __future__ import annotations
 import logging
 import re
 from dataclasses import dataclass
+from decimal import Decimal
 
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
@@ -30,7 +31,8 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 MAX_LENGTH = 200  # characters of an answer; a longer one is not an answer
 _DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)"
-_DECIMAL = rf"(?:{_DIGITS}(?:\.[0-9]+)?|\.[0-9]+)"
+_POWER = r"(?:[eE][-+]?[0-9]{1,2}(?![0-9A-Za-z]))"  # of ten, as in 1e6
+_DECIMAL = rf"(?:(?:{_DIGITS}(?:\.[0-9]+)?|\.[0-9]+){_POWER}?)"
 _MIXED = r"[0-9]{1,9}[ ][0-9]{1,9}/[0-9]{1,9}(?![0-9/]|[.,][0-9])"  # 2 1/3
 # A sign belongs to a number unless it stands between two operands, as in 10-5 and x-5.
 _NUMBER = re.compile(
@@ -135,6 +137,8 @@ def _plain(number: str) -> str:
         return f"{mixed[1]}{int(whole) * int(below) + int(above)}/{int(below)}"
     for character in "$, ":
         number = number.replace(character, "")
+    if "e" in number.lower():  # written out, for what reads a product with e into it
+        number = "/".join(format(Decimal(part), "f") for part in number.split("/"))
     return number
 
 

@@ -6,9 +6,11 @@ and a checker says what a completion is worth (checkers.py).
 
 from __future__ import annotations
 
+import math
 import random
 import re
 from collections.abc import Iterable, Mapping
+from decimal import Decimal
 from typing import Any
 
 from jetrl.errors import UserError
@@ -80,6 +82,7 @@ class Dataset(Task):
         self.test_share, self.seed = test_share, seed
         self.stop = tuple(stop)
         self._check = get_checker(checker, pattern, strict)
+        self._needs_answer = checker == "math"
         self._own_splits = splits_of(path)
         if self._own_splits:
             self.splits = tuple(self._own_splits)
@@ -125,6 +128,11 @@ class Dataset(Task):
         if self.template is not None:
             asked = re.sub(r"\{(\w+)\}", lambda m: self._fill(row, m[1], where), self.template)
         answer = self._text(row, "answer", where)
+        if self._needs_answer and not (answer or "").strip():
+            raise UserError(
+                f"{where}: field {self.fields['answer']!r} (the answer) is {answer!r}, and the "
+                "checker 'math' finds nothing equal to that; fill it, or drop the row"
+            )
         for name in ("demonstration", "chosen", "rejected"):
             self._text(row, name, where)
         prompt_id = self._text(row, "id", where) or number
@@ -151,12 +159,14 @@ class Dataset(Task):
         if not self.fields[role]:
             return None
         value = self._field(row, role, where)
-        if isinstance(value, bool) or not isinstance(value, str | int | float):
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not isinstance(value, str) and not (number and math.isfinite(value)):
             raise UserError(
                 f"{where}: field {self.fields[role]!r} (the {role}) is {value!r:.60}, not a text "
                 "or a number"
             )
-        return str(value)
+        # written out, where str says 1e-05
+        return format(Decimal(repr(value)), "f") if isinstance(value, float) else str(value)
 
     def _field(self, row: Row, role: str, where: str) -> Any:
         return _value(row, self.fields[role], where, f"task.options.{role} names it")

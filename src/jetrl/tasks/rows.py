@@ -92,6 +92,14 @@ def read_jsonl(file: Path) -> Iterator[tuple[Row, str]]:
             raise UserError(f"{where}: not JSON that can be read: {error}") from None
         if not isinstance(row, dict):
             raise UserError(f"{where}: a JSON object is expected, not {line[:40]!r}")
+        if "\\ud" in line.lower():
+            try:
+                json.dumps(row, ensure_ascii=False).encode()
+            except UnicodeEncodeError as error:
+                raise UserError(
+                    f"{where}: {error.object[error.start : error.end]!r} is half of a character, "
+                    "which no text can hold; was a string cut in two?"
+                ) from None
         yield row, where
 
 
