@@ -3,6 +3,7 @@ doctor."""
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import io
 import json
@@ -15,12 +16,15 @@ import pytest
 import torch
 
 import jetrl.parity
+from jetrl import train
 from jetrl.building import build_policy
 from jetrl.cli import checks
+from jetrl.cli import eval as eval_command
 from jetrl.cli.opening import find_model, open_policy
 from jetrl.config import load_config, to_toml
 from jetrl.errors import UserError
 from jetrl.precision import PrecisionPlan
+from jetrl.runs import RunDirectory
 from jetrl.tasks import get_task
 from jetrl.training import Checkpoints, Optimizer
 
@@ -243,6 +247,38 @@ def test_eval_of_a_run_draws_as_its_own_evaluations(
     assert "mean@1" in jetrl("eval", run, "--samples", 1, *words).out
     own_task = ("--task", "arithmetic", "--max-tokens", 3)  # nothing of the run's but its model
     assert "mean@1" in jetrl("eval", run, *own_task, *words).out
+
+
+DIGITS = """
+from jetrl.tasks import Task
+from jetrl.types import Prompt
+class Digits(Task):
+    alphabet = "0123456789+="
+    def prompts(self, split): return [Prompt(id=str(i), text=f"{i}+1=") for i in range(4)]
+    def score(self, prompt, completion): return 1.0 if "3" in completion else len(completion) / 100
+"""
+
+
+def test_eval_of_a_run_is_the_runs_own_evaluation(jetrl: Callable, tmp_path: Path) -> None:
+    """The same draws, ended by the run's own stop strings, scored within its own limits."""
+    (tmp_path / "digits.py").write_text(DIGITS)
+    words = [
+        *("sft.steps=0", "loop.steps=1", "run.seed=5", f"run.dir={tmp_path}", "run.name=own"),
+        *("rollout.prompts_per_step=2", "rollout.samples_per_prompt=2"),
+        *(f"task={tmp_path / 'digits.py'}:Digits", "task.workers=0", 'rollout.stop=["1", "4"]'),
+        *("eval.samples=2", "eval.temperature=1.0", "eval.top_p=0.9", "task.timeout_s=0.2"),
+    ]
+    run = train(load_config("demo", words)).run_path
+    own = RunDirectory.open(run).metrics("rl")[-1]
+    last = run / "checkpoints" / "step_000001"  # its masters; the model is rounded to BF16
+    done = json.loads(jetrl("eval", last, "--json").out)
+    for name in ("mean", "response_length", "clip_ratio"):
+        assert done[name] == own[f"eval/Digits/{name}"]
+    parser = argparse.ArgumentParser()
+    eval_command.add_arguments(parser)
+    args = parser.parse_args([str(run)])
+    eval_command.fill_in(args, load_config(run / "config.toml"))
+    assert (args.workers, args.timeout) == (0, 0.2)
 
 
 def test_a_run_directory_stands_for_its_exported_model(tiny_model: Path, tmp_path: Path) -> None:

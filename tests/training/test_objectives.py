@@ -9,12 +9,14 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from jetrl.algorithms import ALGORITHMS
 from jetrl.errors import UserError
 from jetrl.settings import AlgorithmSettings
+from jetrl.training.advantages import StepRewards
 from jetrl.training.losses import cross_entropy
 from jetrl.training.objectives import Objective, TokenLoss, Tokens, UpdateSize
 from jetrl.training.objectives.aggregation import token_weights
@@ -472,6 +474,31 @@ class TestUsers:
         chosen = objective(name=f"{self.write(tmp_path, text)}:f")
         with pytest.raises(UserError, match=message):
             chosen(one(0.0, 3.0), UpdateSize(1, 1, 1), torch.zeros(1))
+
+    @pytest.mark.parametrize(
+        "code, message",
+        [
+            ("    return step.rewards", "array for each of the 2 samples"),
+            (
+                "    return [np.ones(3), np.ones(2)]",
+                "of sample 0 are 3, .* as many as its 2 tokens",
+            ),
+            ("    return [np.ones(2)]", "array for each of the 2 samples"),
+            ("    return None", "array for each of the 2 samples"),
+            ("    return [np.ones(2), np.full(3, np.nan)]", "sample 1 .* not finite"),
+            ("    return step.reward", r"raised AttributeError: .* \(.*mine\.py, line 4\)"),
+        ],
+    )
+    def test_advantages_that_are_none_are_named(self, tmp_path, code, message):
+        text = (
+            "import numpy as np\nfrom jetrl.algorithms import Algorithm\n"
+            f"def found(step):\n{code}\n"
+            "mine = Algorithm('mine', '', found, 'ratio', 'token_mean')\n"
+        )
+        chosen = objective(name=f"{self.write(tmp_path, text)}:mine")
+        step = StepRewards(np.array([1.0, 0.0]), np.array([0, 0]), [np.zeros(2), np.zeros(3)])
+        with pytest.raises(UserError, match=f"mine.py:mine: its advantages.*{message}"):
+            chosen.advantages(step)
 
     def test_memory_that_ran_out_in_it_is_no_mistake_of_it(self, tmp_path):
         file = self.write(tmp_path, "def f(tokens):\n    raise MemoryError\n")

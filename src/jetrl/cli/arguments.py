@@ -54,6 +54,7 @@ def add_sampling_arguments(
     max_tokens: int | None,
     temperature: float | None,
     top_p: float | None = 1.0,
+    seed: int | None = 0,
 ) -> None:
     """--max-tokens, --temperature, --top-p, --top-k, --seed. None: the command's own choice."""
     parser.add_argument(
@@ -68,7 +69,7 @@ def add_sampling_arguments(
     parser.add_argument(
         "--top-k", type=int, default=0, help="this many most probable tokens; 0: all"
     )
-    parser.add_argument("--seed", type=int, default=0, help="fixes every draw")
+    parser.add_argument("--seed", type=int, default=seed, help="fixes every draw")
 
 
 def tell(text: str) -> None:

@@ -5,8 +5,9 @@ For example:
     jetrl eval runs/demo --samples 4              the run's own task, on its held-out split
     jetrl eval models/qwen3-8b --task gsm8k --path data/gsm8k --samples 8 --temperature 0.6
 
-Of a run on its own task, what is not given is as in the run's own evaluations ([eval]). Else it is
-one greedy completion, or several at temperature 1, of up to 1024 tokens for every prompt.
+Of a run on its own task, what is not given is as in the run's own evaluations: [eval], the run's
+stop strings, draws and scoring limits. Else it is one greedy completion, or several at temperature
+1, of up to 1024 tokens for every prompt, scored by two processes within 10 seconds each.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from jetrl.cli.arguments import add_model_arguments, add_sampling_arguments, table
 from jetrl.errors import UserError
+from jetrl.randomness import derive_seed
 
 if TYPE_CHECKING:
     from jetrl.evaluate import Evaluation
@@ -46,18 +48,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--split", help="split of the task (default: test)")
     parser.add_argument("--prompts", type=int, help="prompts, from the start; 0: all")
     parser.add_argument("--samples", type=int, help="completions a prompt")
-    add_sampling_arguments(parser, max_tokens=None, temperature=None, top_p=None)
+    add_sampling_arguments(parser, max_tokens=None, temperature=None, top_p=None, seed=None)
     parser.add_argument("--system", metavar="TEXT", help="system prompt")
     parser.add_argument("--threshold", type=float, help="a reward that is solved")
-    parser.add_argument("--workers", type=int, default=2, help="scoring processes")
-    parser.add_argument("--timeout", type=float, default=10.0, help="seconds a score may take")
+    parser.add_argument("--workers", type=int, help="scoring processes")
+    parser.add_argument("--timeout", type=float, help="seconds a score may take")
     parser.add_argument("--json", action="store_true", help="a JSON object, with the completions")
 
 
 def run(args: argparse.Namespace) -> int:
     settings = own_settings(args)
     fill_in(args, settings)
-    params = sampling_params(args)
+    params = sampling_params(args, () if settings is None else settings.rollout.stop)
     wanted = task_settings(args, settings)
 
     from jetrl.cli.opening import open_policy
@@ -101,11 +103,17 @@ def own_settings(args: argparse.Namespace) -> Settings | None:
 def fill_in(args: argparse.Namespace, settings: Settings | None) -> None:
     """What was not given: as in the run's own evaluations."""
     usual: dict[str, Any] = {"prompts": 0, "samples": 1, "top_p": 1.0, "threshold": 1.0}
-    usual["max_tokens"] = 1024
+    more = {"max_tokens": 1024, "seed": 0, "workers": 2, "timeout": 10.0}
     if settings is not None:
         own = settings.eval
         usual = {name: getattr(own, name) for name in usual}
-        usual["max_tokens"] = own.max_tokens or settings.rollout.max_tokens
+        more = {
+            "max_tokens": own.max_tokens or settings.rollout.max_tokens,
+            "seed": derive_seed(settings.run.seed, "eval"),
+            "workers": settings.task.workers,
+            "timeout": settings.task.timeout_s,
+        }
+    usual |= more
     for name, value in usual.items():
         if getattr(args, name) is None:
             setattr(args, name, value)
@@ -132,8 +140,9 @@ def run_of(model: Path) -> Path | None:
     return next((folder for folder in folders if (folder / "config.toml").is_file()), None)
 
 
-def sampling_params(args: argparse.Namespace) -> SamplingParams:
-    """Greedy for one completion a prompt, temperature 1 for more, unless --temperature says.
+def sampling_params(args: argparse.Namespace, stop: Sequence[str]) -> SamplingParams:
+    """Greedy for one completion a prompt, temperature 1 for more, unless --temperature says. stop:
+    strings that end a completion, beside the task's.
 
     Raises:
         UserError: a value out of range; several greedy completions, which would be the same.
@@ -156,6 +165,7 @@ def sampling_params(args: argparse.Namespace) -> SamplingParams:
             temperature=temperature,
             top_p=args.top_p,
             top_k=args.top_k,
+            stop=tuple(stop),
             seed=args.seed,
         )
     except ValueError as error:

@@ -23,7 +23,7 @@ from jetrl.training.objectives.detached_ratio import detached_ratio
 from jetrl.training.objectives.ratio import ratio
 from jetrl.training.objectives.sequence_ratio import sequence_ratio
 from jetrl.training.objectives.tokens import TokenLoss, Tokens
-from jetrl.training.objectives.users import load_algorithm
+from jetrl.training.objectives.users import load_algorithm, users_advantages_problem
 
 LOSSES: dict[str, Callable[..., TokenLoss]] = {
     "clipped_ratio": clipped_ratio,
@@ -100,8 +100,26 @@ class Objective:
         return arguments["clip"], arguments["clip_high"]
 
     def advantages(self, step: StepRewards) -> Advantages:
-        """The advantages of a step, by the algorithm's estimator."""
-        found = self._estimator(step, **self._arguments(self._estimator))
+        """The advantages of a step, by the algorithm's estimator.
+
+        Raises:
+            UserError: a user's estimator that raises, or gives something else.
+        """
+        arguments = self._arguments(self._estimator)
+        if isinstance(self.algorithm.advantages, str):
+            built_in: Advantages = self._estimator(step, **arguments)
+            return built_in
+        try:
+            found = self._estimator(step, **arguments)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            raise UserError(
+                f"algorithm.name = {self.name}: its advantages raised {_raised(error)}"
+            ) from error
+        problem = users_advantages_problem(found, [len(penalty) for penalty in step.penalties])
+        if problem:
+            raise UserError(f"algorithm.name = {self.name}: its advantages {problem}")
         return found if isinstance(found, Advantages) else Advantages(list(found))
 
     @property

@@ -5,10 +5,14 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
+
+import numpy as np
 
 from jetrl.algorithms import USERS, Algorithm
 from jetrl.errors import UserError
+from jetrl.training.advantages import Advantages
 
 
 def load_algorithm(name: str) -> Algorithm:
@@ -50,3 +54,18 @@ def load_algorithm(name: str) -> Algorithm:
             f"{', '.join(key for key, value in vars(module).items() if callable(value)) or 'none'}"
         )
     return dataclasses.replace(USERS, title=member, loss=found)
+
+
+def users_advantages_problem(found: object, lengths: Sequence[int]) -> str:
+    """What is wrong with what a user's estimator gave, "" if nothing is. lengths: trained tokens of
+    each sample."""
+    parts = found.advantages if isinstance(found, Advantages) else found
+    arrays = list(map(np.asarray, parts)) if isinstance(parts, Sequence | np.ndarray) else []
+    if len(arrays) != len(lengths) or any(array.ndim != 1 for array in arrays):
+        return f"must be one array for each of the {len(lengths)} samples, of a number a token"
+    for i, (array, length) in enumerate(zip(arrays, lengths, strict=True)):
+        if len(array) != length:
+            return f"of sample {i} are {len(array)}, and must be as many as its {length} tokens"
+        if not np.isfinite(array).all():
+            return f"of sample {i} are not finite"
+    return ""
