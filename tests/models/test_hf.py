@@ -16,7 +16,7 @@ from stored_weights import SIZES, load_weights, read_model
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from jetrl.errors import UserError
+from jetrl.errors import StorageError, UserError
 from jetrl.models import hf_save
 from jetrl.models.chat import decode
 from jetrl.models.families import FAMILIES, ModelConfig, parameter_shapes
@@ -324,7 +324,7 @@ def test_a_full_disk_leaves_what_was_there(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(hf_save, "_write_json", full)
-    with pytest.raises(UserError, match=r"m: not written: .*No space left"):
+    with pytest.raises(StorageError, match=r"m: not written: .*No space left"):
         write_qwen3(tmp_path / "m", overwrite=overwrite)
     assert [child.name for child in tmp_path.iterdir()] == (["m"] if overwrite else [])
     if before is not None:

@@ -5,6 +5,8 @@ The disk is a small tmpfs in a mount namespace of its own, where the system lets
 
 from __future__ import annotations
 
+import os
+import stat
 import subprocess
 import sys
 import textwrap
@@ -19,7 +21,7 @@ from jetrl.errors import StorageError
 from jetrl.runs import RunDirectory
 
 PROGRAM = """
-import os, subprocess, sys
+import contextlib, logging, os, subprocess, sys
 from pathlib import Path
 from jetrl.cli.main import main
 from jetrl.runs import RunDirectory, reproducible
@@ -36,11 +38,24 @@ def lines(name):
 run = ["train", "demo", *words, f"run.dir={disk}"]
 if case == "lines":  # room for a few steps
     (disk / "ballast").write_bytes(b"x" * (64 * 2**20 - 60 * 2**10))
+if case == "everything":  # somebody else fills it, to the last byte
+    from jetrl.session import Session
+    record = Session.record
+    def filled(self, step, *rest):
+        if step == 3:
+            with contextlib.suppress(OSError), open(disk / "ballast", "wb", buffering=0) as file:
+                while file.write(b"x" * 4096):
+                    pass
+            logging.getLogger("jetrl").warning("x" * 5000)
+        record(self, step, *rest)
+    Session.record = filled
 code = main([*run, "run.name=full"])
 assert code == 6, code
 before = lines("full")
 assert 0 < len(before) < int(words[-1].removeprefix("loop.steps=")), len(before)
 (disk / "ballast").unlink(missing_ok=True)
+if case == "everything":
+    Session.record = record
 subprocess.run([*mount, "remount,size=64m"], check=True)
 assert main([*run, "run.name=full", "--resume"]) == 0
 assert main([*run, "run.name=uncut"]) == 0
@@ -83,6 +98,7 @@ def namespace() -> list[str]:
     [
         ("checkpoint", ["checkpoint.every=1", "loop.steps=4"], "could not be written"),
         ("lines", ["checkpoint.every=0", "loop.steps=9"], "could not be written: No space left"),
+        ("everything", ["report.enabled=true", "loop.steps=4"], "could not be written: No space"),
     ],
 )
 def test_a_real_full_disk(
@@ -95,6 +111,46 @@ def test_a_real_full_disk(
     assert message in done.stderr
     assert "go on with --resume" in done.stderr
     assert done.stdout.rstrip().endswith("same bits")
+
+
+@pytest.mark.parametrize("name", ["log.txt", "status.json", "hang.txt"])
+def test_a_file_that_cannot_be_opened(name: str, small: Callable, tmp_path: Path) -> None:
+    train(small("loop.steps=2"))
+    file = tmp_path / "run" / name
+    file.unlink(missing_ok=True)
+    file.mkdir()
+    with pytest.raises(StorageError, match=f"{name} could not be written"):
+        train(small(), resume=True)
+    file.rmdir()
+    assert train(small(), resume=True).steps == 5
+
+
+def test_a_model_that_cannot_be_exported(
+    small: Callable, same: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    uncut = train(small(name="uncut"))
+    with monkeypatch.context() as patch:
+        patch.setattr("jetrl.models.hf_save._write_json", full)
+        with pytest.raises(StorageError, match=r"model: not written: .*No space left.*--resume"):
+            train(small())
+    assert same(train(small(), resume=True).run_path, uncut.run_path)
+
+
+def test_a_file_system_that_cannot_flush_names(
+    small: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fsync = os.fsync
+
+    def without_directories(handle: int) -> None:
+        if stat.S_ISDIR(os.fstat(handle).st_mode):
+            raise OSError(22, "Invalid argument")
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", without_directories)
+    assert train(small()).steps == 5
 
 
 def test_the_first_error_is_the_one_that_is_said(

@@ -6,6 +6,7 @@ Whatever is missing or damaged is an error that names the file and says what to 
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -111,9 +112,13 @@ def first_line(error: BaseException) -> str:
 
 
 def sync(path: Path) -> None:
-    """Puts the contents of a file, or the names in a directory, on the disk."""
+    """Puts the contents of a file, or the names in a directory, on the disk. Some file systems
+    (SMB, 9p, some in user space) cannot flush the latter and say so: names are theirs to keep."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
+    except OSError as error:
+        if not (path.is_dir() and error.errno in (errno.EINVAL, errno.EBADF)):
+            raise
     finally:
         os.close(handle)

@@ -9,6 +9,7 @@ config.json.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -23,13 +24,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from jetrl.errors import UserError
+from jetrl.errors import StorageError, UserError
 from jetrl.models.families import ModelConfig
 from jetrl.models.hf_files import sync
 from jetrl.models.hf_names import FP8_BLOCK, SCALE_SUFFIX, StoredTensor, stored_tensors
 from jetrl.precision.quantize import quantize
 
 SaveDtype = Literal["bfloat16", "float32", "fp8"]
+_OF_DISKS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE)
 
 
 def save_model(
@@ -55,8 +57,9 @@ def save_model(
     already at `path`; it stays as it was until the new one is complete.
 
     Raises:
-        UserError: something is at `path` already, dimensions FP8 blocks do not fit, the disk
-            refuses.
+        UserError: something is at `path` already, nothing can be made there, dimensions FP8 blocks
+            do not fit.
+        StorageError: the disk is full, or refuses.
         ValueError: weights that are not the config's parameters, an unknown dtype.
     """
     if dtype not in ("bfloat16", "float32", "fp8"):
@@ -71,7 +74,9 @@ def save_model(
             tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent)
         )
     except OSError as error:
-        raise UserError(f"{target}: cannot write there: {error.strerror or error}") from error
+        message = f"{target}: cannot write there: {error.strerror or error}"
+        kind = StorageError if error.errno in _OF_DISKS else UserError
+        raise kind(message) from error
     try:
         plan.write(scratch, weights)
         _write_json(scratch / "config.json", plan.config_json())
@@ -81,7 +86,9 @@ def save_model(
             _write_json(scratch / "generation_config.json", dict(generation_config))
         _publish(scratch, target)
     except (OSError, SafetensorError) as error:
-        raise UserError(f"{target}: not written: {error}") from error
+        raise StorageError(
+            f"{target}: not written: {error}. Make room there and start again, a run with --resume"
+        ) from error
     finally:
         shutil.rmtree(scratch, ignore_errors=True)  # gone already when it was moved into place
 

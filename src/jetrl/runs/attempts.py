@@ -11,10 +11,11 @@ import fcntl
 import logging
 import os
 import platform
+import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -23,6 +24,7 @@ from typing import IO, Any, Literal
 from jetrl.errors import RunStopped, StorageError, Terminated, UserError
 from jetrl.runs.format import visible
 from jetrl.runs.jsonl import check_fields, read_jsonl
+from jetrl.runs.storing import storing
 
 EndState = Literal["finished", "interrupted", "stopped", "failed"]
 State = Literal["new", "running", "finished", "interrupted", "stopped", "failed"]
@@ -169,6 +171,25 @@ class _Visible(logging.Formatter):
         return visible(super().format(record), newlines=True)
 
 
+class _LogFile(logging.FileHandler):
+    """log.txt on a disk that may be full: lines are lost then, and nothing else is."""
+
+    _told = False
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 (logging's name)
+        error = sys.exception()
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self._told:
+            self._told = True
+            with suppress(OSError):
+                print(f"{self.baseFilename} takes no more lines: {error.strerror}", file=sys.stderr)
+
+    def close(self) -> None:
+        with suppress(OSError):  # of what is still in its buffer, which was told of
+            super().close()
+
+
 @contextmanager
 def logging_to(path: Path, attempt: Attempt, notes: Sequence[str] = ()) -> Iterator[None]:
     """Sends Python logging (INFO and above), warnings and the loud libraries' messages to a file,
@@ -177,9 +198,10 @@ def logging_to(path: Path, attempt: Attempt, notes: Sequence[str] = ()) -> Itera
     header = [f"==== {date}  {attempt.command}"]
     header += [", ".join(f"{name} {version}" for name, version in attempt.versions.items())]
     header += [f"{name}: {value}" for name, value in attempt.notes.items()]
-    with open(path, "a", encoding="utf-8", errors="backslashreplace") as file:
-        file.write("\n".join([*header, *notes]) + "\n")
-    handler = logging.FileHandler(path, encoding="utf-8", errors="backslashreplace")
+    with storing(path):
+        with open(path, "a", encoding="utf-8", errors="backslashreplace") as file:
+            file.write("\n".join([*header, *notes]) + "\n")
+        handler = _LogFile(path, encoding="utf-8", errors="backslashreplace")
     handler.setFormatter(_Visible("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     root = logging.getLogger()
     previous_level = root.level

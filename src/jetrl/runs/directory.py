@@ -237,9 +237,10 @@ class RunDirectory:
             with storing(self.metrics_file):
                 write_jsonl(self.metrics_file, kept)
             self._open_metrics()
-        for written in self.rollout_steps():
-            if (PHASE_ORDER["rl"], written) > limit:
-                (self.rollouts_dir / f"step_{written:06d}.jsonl").unlink()
+        with storing(self.rollouts_dir):
+            for written in self.rollout_steps():
+                if (PHASE_ORDER["rl"], written) > limit:
+                    (self.rollouts_dir / f"step_{written:06d}.jsonl").unlink()
 
     def history(self) -> RunHistory:
         """Totals so far: what a resumed run's console and time limit go on from."""

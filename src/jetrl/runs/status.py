@@ -32,7 +32,8 @@ class StatusFile:
 
     def __init__(self, run_path: Path) -> None:
         self._path = run_path / NAME
-        self._handle = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o666)
+        with storing(self._path):
+            self._handle = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o666)
 
     def begin(self, phase: str, step: int) -> None:
         status = {"phase": phase, "step": step, "time": time.time(), "pid": os.getpid()}

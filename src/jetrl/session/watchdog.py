@@ -15,6 +15,7 @@ ends the process with the same exit code (where there is none: faulthandler's, w
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import logging
 import os
@@ -27,6 +28,7 @@ from types import TracebackType
 from typing import IO, Self
 
 from jetrl.errors import EXIT_HANG
+from jetrl.runs.storing import storing
 from jetrl.session.exit_timer import ExitTimer
 from jetrl.settings import WatchdogSettings
 
@@ -87,7 +89,8 @@ class Watchdog:
 
     def __enter__(self) -> Self:
         if self._settings.enabled:
-            self._file = open(self._path, "a", encoding="utf-8")
+            with storing(self._path):
+                self._file = open(self._path, "a", encoding="utf-8")
             self._exit = _exit_timer()
             threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
         return self
@@ -106,8 +109,9 @@ class Watchdog:
             if self._exit is not None:
                 self._exit.delete()
             self._file.close()
-        if self._path.stat().st_size == 0:
-            self._path.unlink()
+        with contextlib.suppress(OSError):  # a disk that takes nothing any more has ended the run
+            if self._path.stat().st_size == 0:
+                self._path.unlink()
 
     def _change(self, phase: str, step: int) -> None:
         with self._lock:
