@@ -207,6 +207,7 @@ def test_packaged_recipes_are_valid_and_round_trip(name: str, tmp_path: Path) ->
         ),
         (["rollout.samples_per_prompt=1"], "take at least 2"),
         (["rollout.temperature=0"], "draws the same completion for a whole group"),
+        (["eval.temperature=1e-40"], "float32 has no room for logits divided by it"),
         (["eval.samples=4"], "set eval.temperature, or eval.samples = 1"),
         (["rollout.num_pages=16", "rollout.max_tokens=1024"], "at least 17 pages"),
         (["rollout.num_pages=17", "eval.max_tokens=2048"], "eval.max_tokens = 2048"),

@@ -15,9 +15,10 @@ A literal example of the life of one answer:
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, SupportsIndex
 
 if TYPE_CHECKING:
     import numpy as np
@@ -61,7 +62,8 @@ class SamplingParams:
     """How completions are drawn.
 
     n: completions for each prompt. max_tokens: at most this many tokens a completion.
-    temperature: logits are divided by it; 0 means greedy, with log-probs of temperature 1.
+    temperature: logits are divided by it; 0 means greedy, with log-probs of temperature 1. Below
+        1e-30 float32 has no room for the quotients.
     top_p, top_k: keep the most probable tokens up to this mass / number (1.0 and 0 keep all). The
         log-probs reported are those of the full distribution at `temperature`, which is what the
         trainer computes; below top_p = 1 the policy gradient is therefore slightly biased.
@@ -86,12 +88,20 @@ class SamplingParams:
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         object.__setattr__(self, "stop", stop)
+        for name in ("n", "max_tokens", "top_k", "seed"):
+            value = getattr(self, name)
+            if not isinstance(value, SupportsIndex):
+                raise ValueError(f"SamplingParams: {name} must be an integer, not {value!r}")
+            object.__setattr__(self, name, operator.index(value))
         checks = [
             (self.n >= 1, f"n must be at least 1, not {self.n}"),
             (self.max_tokens >= 1, f"max_tokens must be at least 1, not {self.max_tokens}"),
-            (self.temperature >= 0, f"temperature must be 0 or more, not {self.temperature}"),
+            (
+                self.temperature == 0 or 1e-30 <= self.temperature <= 1e30,
+                f"temperature must be 0 or from 1e-30 to 1e30, not {self.temperature}",
+            ),
             (0 < self.top_p <= 1, f"top_p must be in (0, 1], not {self.top_p}"),
-            (self.top_k >= 0, f"top_k must be 0 (off) or more, not {self.top_k}"),
+            (0 <= self.top_k < 2**63, f"top_k must be in [0, 2**63), 0 for off, not {self.top_k}"),
             (all(self.stop), "a stop string must not be empty"),
             (0 <= self.seed < 2**63, f"seed must be in [0, 2**63), not {self.seed}"),
         ]

@@ -166,6 +166,23 @@ def test_parity_is_exact_under_unified_and_not_under_mixed(
     assert "layers.0.qkv" in mixed["located"]
 
 
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["--temperature", "nan"], "temperature must be 0 or from 1e-30"),
+        (["--temperature", "1e-46"], "not 1e-46"),  # 0 in float32: greedy for the sampler alone
+        (["--seed", 2**63], "seed must be in"),
+        (["--samples", 0], "--samples 0: at least 1"),
+    ],
+)
+def test_parity_refuses_bad_input(
+    words: list[object], message: str, jetrl: Callable, tiny_model: Path
+) -> None:
+    done = jetrl("parity", tiny_model, "--max-tokens", 4, "--prompts", 1, *words)
+    assert done.code == 2
+    assert message in done.err
+
+
 def test_parity_prints_a_table(jetrl: Callable, tiny_model: Path) -> None:
     done = jetrl("parity", tiny_model, "--prompts", 1, "--samples", 1, "--max-tokens", 2)
     assert done.code == 0

@@ -121,6 +121,27 @@ def test_text_needs_a_tokenizer(make_policy):
         bare.generate([[5]], SamplingParams(stop=("x",)))
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"temperature": 1e-40},
+        {"temperature": float("inf")},
+        {"top_k": 2.5},
+        {"top_k": 2**64},
+        {"n": 2.0},
+        {"max_tokens": "8"},
+        {"seed": 1.5},
+    ],
+    ids=str,
+)
+def test_parameters_that_nothing_could_be_drawn_with_are_refused(wrong):
+    (name,) = wrong
+    with pytest.raises(ValueError, match=f"SamplingParams: {name} must be"):
+        SamplingParams(**wrong)
+    numbers = SamplingParams(n=np.int64(2), max_tokens=np.int32(3), top_k=np.int16(4))
+    assert [type(x) for x in (numbers.n, numbers.max_tokens, numbers.top_k)] == [int] * 3
+
+
 def test_stop_ids_are_checked(engine):
     with pytest.raises(UserError, match="stop_token_ids: token id 98"):
         engine.generate([[5]], SamplingParams(stop_token_ids=(98,)))

@@ -17,6 +17,7 @@ import json
 
 from jetrl.cli.arguments import add_model_arguments, table
 from jetrl.errors import UserError
+from jetrl.types import SamplingParams
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,8 +37,10 @@ def run(args: argparse.Namespace) -> int:
     for name in ("prompts", "samples", "max_tokens"):
         if getattr(args, name) < 1:
             raise UserError(f"--{name.replace('_', '-')} {getattr(args, name)}: at least 1")
-    if args.temperature < 0 or args.seed < 0:
-        raise UserError("--temperature and --seed: 0 or more")
+    try:
+        SamplingParams(temperature=args.temperature, seed=args.seed)
+    except ValueError as error:
+        raise UserError(str(error)) from None
 
     from jetrl.cli.opening import open_policy
     from jetrl.parity import locate, measure

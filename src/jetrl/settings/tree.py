@@ -337,6 +337,12 @@ class Settings(Section):
                 "data.batch = shuffle_r1 pairs the completions of one prompt, and "
                 "rollout.samples_per_prompt = 1: take at least 2, or data.batch=all"
             )
+        for section, settings in (("rollout", rollout), ("eval", self.eval)):
+            if settings.temperature and not 1e-30 <= settings.temperature <= 1e30:
+                yield (
+                    f"{section}.temperature = {settings.temperature}: float32 has no room for "
+                    "logits divided by it; take 0 (greedy) or from 1e-30 to 1e30"
+                )
         if self.rollout.temperature == 0:
             yield (
                 "rollout.temperature = 0 draws the same completion for a whole group, so nothing "
