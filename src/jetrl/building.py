@@ -142,7 +142,7 @@ def build_judge(settings: Settings, policy: Policy, tokens_at_once: int) -> Judg
     Raises:
         UserError: reward.model_path cannot be used, or means other tokens.
     """
-    if settings.reward.model_path is None and settings.reward.rule == 1:
+    if not settings.reward.is_weighed:
         return None
     return Judge(settings.reward, policy, policy.plan, settings.rollout.max_tokens, tokens_at_once)
 

@@ -33,7 +33,7 @@ class Drawing:
         use: str = "prompts",
     ) -> None:
         self._prompts = prompts
-        self._threshold = settings.eval.threshold
+        self._threshold, self._weighed = settings.eval.threshold, settings.reward.is_weighed
         by_pass_rate = settings.data.order == "pass_rate" and use == "prompts"
         if by_pass_rate:
             (prompt_id, times), *_ = Counter(e.prompt.id for e in prompts).most_common(1)
@@ -63,8 +63,12 @@ class Drawing:
         for sample in samples:
             groups.setdefault(sample.group, []).append(sample)
         for members in groups.values():
-            solved = sum(s.score.reward >= self._threshold for s in members)
+            solved = sum(self._task_score(s) >= self._threshold for s in members)
             self._order.pass_rates.observe(members[0].prompt.id, solved, len(members))
+
+    def _task_score(self, sample: Sample) -> float:
+        score = sample.score
+        return score.parts["rule"] if self._weighed else score.reward
 
     def state(self) -> Any:
         return self._order.pass_rates.state()

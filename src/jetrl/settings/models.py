@@ -45,6 +45,11 @@ class RewardSettings(Section):
     )
     offload: bool = Field(False, description="reward model kept in CPU memory between its uses")
 
+    @property
+    def is_weighed(self) -> bool:
+        """Whether a reward is anything but the task's score."""
+        return self.model_path is not None or self.rule != 1
+
     @model_validator(mode="after")
     def has_a_source(self) -> RewardSettings:
         if not self.rule and not self.model:
