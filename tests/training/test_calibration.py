@@ -201,6 +201,7 @@ def test_an_update_that_is_not_finite_moves_no_bound(sample) -> None:
         (["train.updates_per_step=1"], "nothing is clipped"),
         (["precision.preset=mixed"], "no FP8 ratios"),
         (["algorithm.name=gspo"], "no token-level clips"),
+        (["rollout.oversample=0.5"], "ratios of tokens that earlier policies drew"),
     ],
 )
 def test_where_it_means_nothing_it_is_refused(words, message) -> None:

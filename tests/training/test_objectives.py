@@ -518,6 +518,7 @@ class TestUsers:
         ({"name": "rloo", "clip": 0.1}, "algorithm.clip means nothing to rloo"),
         ({"name": "grpo", "gamma": 0.9}, "algorithm.gamma means nothing to grpo"),
         ({"name": "ppo", "dynamic_sampling": True}, "means nothing to ppo"),
+        ({"dynamic_sampling_rounds": 8}, "set algorithm.dynamic_sampling=true"),
         ({"kl_estimator": "k2"}, "algorithm.kl = 0"),
         ({"correction_high": 3.0}, "correction = none"),
         ({"correction": "tis", "correction_low": 0.5}, "upper bound alone"),

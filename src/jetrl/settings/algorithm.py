@@ -38,6 +38,7 @@ _ALGORITHM_OPTIONS = (
     "gamma",
     "gae_lambda",
 )
+DYNAMIC_SAMPLING_ROUNDS = 4
 _KL_ESTIMATOR_IN: dict[KlPlace, KlEstimator] = {"loss": "k3", "reward": "k1"}
 
 
@@ -72,7 +73,8 @@ class AlgorithmSettings(Section):
         description="draw more prompts in place of groups with equal rewards; unset: dapo alone",
     )
     dynamic_sampling_rounds: Positive = Field(
-        4, description="draws a step at most, the first included, with dynamic_sampling"
+        DYNAMIC_SAMPLING_ROUNDS,
+        description="draws a step at most, the first included, with dynamic_sampling",
     )
     overlong_buffer: NonNegative | None = Field(
         None,
@@ -147,6 +149,12 @@ class AlgorithmSettings(Section):
                     f"algorithm.{key} means nothing to {self.name}; it reads "
                     f"{', '.join(sorted(read)) or 'none of these'}"
                 )
+        rounds, usual = self.dynamic_sampling_rounds, DYNAMIC_SAMPLING_ROUNDS
+        if rounds != usual and not self.value("dynamic_sampling", record):
+            yield (
+                f"algorithm.dynamic_sampling_rounds = {rounds} means nothing without dynamic "
+                "sampling: set algorithm.dynamic_sampling=true, or leave it out"
+            )
         if self.calibrate_clip_every and record.loss != "clipped_ratio":
             yield f"algorithm.calibrate_clip_every: {self.name} has no token-level clips"
         if not self.kl:

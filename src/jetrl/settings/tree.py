@@ -359,6 +359,12 @@ class Settings(Section):
                 "algorithm.calibrate_clip_every is for FP8 on both sides: precision.preset = "
                 f"{self.precision.preset} has no FP8 ratios to calibrate"
             )
+        if self.algorithm.calibrate_clip_every and rollout.oversample:
+            yield (
+                "algorithm.calibrate_clip_every compares how far one step moves FP8 and BF16 "
+                f"ratios, and with rollout.oversample = {rollout.oversample} there are ratios of "
+                "tokens that earlier policies drew; set one of the two to 0"
+            )
         if self.reference.offload and not self.algorithm.kl and self.reference.path is None:
             yield "reference.offload is set, but there is no reference: algorithm.kl = 0"
 
