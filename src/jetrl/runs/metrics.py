@@ -9,6 +9,7 @@ called. docs/metrics.md is made from it (jetrl.documents).
 from __future__ import annotations
 
 import difflib
+import functools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -360,6 +361,7 @@ METRICS: tuple[Metric, ...] = (
 )
 
 
+@functools.lru_cache(maxsize=4096)  # asked for each metric of each line of a long run
 def find_metric(name: str) -> Metric | None:
     """The registered metric that `name` is, or is an instance of; None if there is none."""
     return next((metric for metric in METRICS if metric.matches(name)), None)
