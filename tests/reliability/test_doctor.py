@@ -120,6 +120,28 @@ def test_damaged_checkpoints(run: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert "whole: 2; 1 steps" in text
 
 
+@pytest.mark.parametrize("state", ["finished", "interrupted"])
+def test_a_run_whose_checkpoints_are_gone_is_not_forgotten(
+    state: str, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Deleted for their space, or not copied along: every step's line and rollouts are still there,
+    and a resume does not write over them."""
+    ended(run, state, "")
+    shutil.rmtree(run / "checkpoints")
+    every = 100 if state == "finished" else 1
+    text = (run / "config.toml").read_text().replace("every = 2", f"every = {every}")
+    (run / "config.toml").write_text(text)
+    before = (run / "metrics.jsonl").read_bytes()
+    words = ["train", "demo", f"run.dir={run.parent}", "run.name=run", "--resume"]
+    assert jetrl([*words, "checkpoint.every=50"]) == 2
+    assert "where there has been one: put it back" in capsys.readouterr().err
+    assert (run / "metrics.jsonl").read_bytes() == before
+    assert len(list((run / "rollouts").iterdir())) == 3
+    code, text = doctor(run, capsys)
+    assert code == 1
+    assert "FAIL  checkpoints  none, where there has been one" in text
+
+
 def test_a_hang_and_odd_numbers(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (run / "hang.txt").write_text(
         "==== 2026-01-01 00:00:00 +0000  hang in reward of step 3: no sign of life for 301.0 s\n"

@@ -1,3 +1,4 @@
+import errno
 import fcntl
 import json
 import logging
@@ -228,6 +229,20 @@ def test_second_writer_is_refused_while_the_first_lives(create):
             create(resume=True)
     assert run.state() == "new"
     create(resume=True).close()
+
+
+def test_a_file_system_without_locks_is_said_so(create, monkeypatch):
+    """Lustre without -o flock, some network shares: a run can be read there, and not written."""
+    with create() as run:
+        path = run.path
+
+    def no_locks(file, kind):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr("fcntl.flock", no_locks)
+    assert RunDirectory.open(path).state() == "new"
+    with pytest.raises(UserError, match=r"gives no lock \(Function not implemented\).*run.dir"):
+        create(resume=True)
 
 
 def test_forked_worker_does_not_keep_the_lock(create):

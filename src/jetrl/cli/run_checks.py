@@ -98,12 +98,12 @@ def check_checkpoints(run: RunDirectory) -> list[Check]:
             else:
                 good.append(f"{name}{step}")
     if not good:
-        detail = "none that is whole" if found else "none yet"
-        level: Status = "FAIL" if found else "WARN"
-        return [
-            *found,
-            Check(level, "checkpoints", detail, "a resume begins anew" if not found else ""),
-        ]
+        if found:
+            return [*found, Check("FAIL", "checkpoints", "none that is whole")]
+        if run.had_checkpoint(int(run.config().get("checkpoint", {}).get("every", 0))):
+            gone = "none, where there has been one"
+            return [Check("FAIL", "checkpoints", gone, "put it back from a copy")]
+        return [Check("WARN", "checkpoints", "none yet", "a resume begins anew")]
     last = good[-1]
     steps = run.metrics("rl")
     ahead = (steps[-1]["step"] if steps else 0) - int(last) if last.isdigit() else 0

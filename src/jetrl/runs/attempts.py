@@ -115,13 +115,21 @@ class RunLock:
     """The right to write a run directory, held by at most one process."""
 
     def __init__(self, path: Path) -> None:
-        """Raises UserError when another process holds it."""
+        """Raises UserError when another process holds it, or where there are no locks."""
         self._file: IO[bytes] | None = open(path / ".lock", "ab")  # noqa: SIM115
-        for _ in range(LOCK_RETRIES):  # a listing may hold it for a moment
-            if _try_lock(self._file, fcntl.LOCK_EX):
-                _held_locks.add(self)
-                return
-            time.sleep(LOCK_WAIT_S)
+        try:
+            for _ in range(LOCK_RETRIES):  # a listing may hold it for a moment
+                if _try_lock(self._file, fcntl.LOCK_EX):
+                    _held_locks.add(self)
+                    return
+                time.sleep(LOCK_WAIT_S)
+        except OSError as error:
+            self._file.close()
+            raise UserError(
+                f"run {path.name}: the file system of {path} gives no lock ({error.strerror}) that "
+                "keeps a second process from writing the run: set run.dir to a folder on another "
+                "one, or have it mounted with locks (Lustre: -o flock)"
+            ) from None
         self._file.close()
         raise UserError(
             f"run {path.name}: another process is writing {path}; "
@@ -155,13 +163,17 @@ def _try_lock(file: IO[bytes], kind: int) -> bool:
 
 
 def is_locked(path: Path) -> bool:
-    """Whether a process is writing this run directory now. Who asks at the same moment is none."""
+    """Whether a process is writing this run directory now. Who asks at the same moment is none.
+    Where the file system gives no locks nobody can be: RunLock refuses."""
     try:
         file = open(path / ".lock", "rb")  # noqa: SIM115
     except OSError:
         return False
     with file:
-        return not _try_lock(file, fcntl.LOCK_SH)
+        try:
+            return not _try_lock(file, fcntl.LOCK_SH)
+        except OSError:
+            return False
 
 
 class _Visible(logging.Formatter):

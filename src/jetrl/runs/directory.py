@@ -246,6 +246,17 @@ class RunDirectory:
         """Totals so far: what a resumed run's console and time limit go on from."""
         return history_of(self.metrics(), read_attempts(self.path))
 
+    def had_checkpoint(self, every: int) -> bool:
+        """Whether a checkpoint has been written, by the lines and the attempts: at the second that
+        is due the first one is waited for, and a run that came to its end has one.
+
+        Args:
+            every: its checkpoint.every.
+        """
+        last = max((record["step"] for record in self.metrics()), default=0)
+        finished = any(attempt.state == "finished" for attempt in self.attempts())
+        return (every > 0 and last >= 2 * every) or (finished and bool(self.metrics("rl")))
+
     def attempts(self) -> list[Attempt]:
         return read_attempts(self.path)
 

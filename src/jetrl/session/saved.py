@@ -26,7 +26,7 @@ import torch
 
 from jetrl.config import Settings
 from jetrl.cpu_memory import available_bytes
-from jetrl.errors import StorageError
+from jetrl.errors import StorageError, UserError
 from jetrl.model import Model
 from jetrl.models.hf_files import sync
 from jetrl.runs import RunDirectory
@@ -212,7 +212,18 @@ class Saved:
         return self.last_step is None and bool(self._warm_up.steps())
 
     def begin_anew(self) -> list[str]:
-        """Forgets a run that has no checkpoint. Returns notes."""
+        """Forgets a run that has no checkpoint. Returns notes.
+
+        Raises:
+            UserError: it has had one: its steps are not forgotten because that is gone.
+        """
+        every, _ = self._run.changed_settings.get("checkpoint.every", (self._settings.every, None))
+        if self._run.had_checkpoint(every):
+            raise UserError(
+                f"no checkpoint in {self._run.checkpoints_dir}, where there has been one: put it "
+                "back from a copy, or start a new run under another run.name. To begin this one "
+                f"anew, delete {self._run.path}"
+            )
         self._run.truncate_after(-1, "sft")
         return ["no checkpoint yet: the run begins anew"]
 
