@@ -10,8 +10,8 @@ in a metrics line, a rollouts file, a checkpoint; SIGTERM and Ctrl-C; the time l
 is resumed.
 
 Checked at the end: every step is there once, with its metrics and rollouts; metrics, rollouts and
-weights of the two runs are the same, bit for bit; and the memory of the run that nobody cut did not
-grow, by the slope of its resident size over its last two thirds.
+weights of the two runs are the same, bit for bit; and the run that nobody cut did not grow: its
+resident size, by the slope over its last two thirds, and its open files, threads and processes.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from jetrl.session import Session
 
 POISON_EVERY, POISON_AT = 97, 13
 MAX_GROWTH_MIB = 16.0  # over all steps looked at: less than one copy of the run's tensors
+MAX_MORE = 4  # of open files, threads, processes, between thirds of the run
 SETTINGS = [
     f"task.name={TASK}:Soak",
     "task.options={max_operand = 29, test_share = 0.2, mistakes = 0.55}",
@@ -62,25 +63,37 @@ SETTINGS = [
 OUTCOMES = {0: "finished", 6: "disk full", 75: "time limit", 130: "Ctrl-C", 143: "SIGTERM"}
 
 
-def note_memory(file: Path) -> None:
-    """This process writes its resident size after every step."""
+def note_held(file: Path) -> None:
+    """This process writes after every step what it holds: bytes of memory, open files, threads, and
+    the processes that it started."""
     record = Session.record
 
     def noted(self: Any, step: int, *rest: Any) -> None:
         record(self, step, *rest)
         pages = int(Path("/proc/self/statm").read_text().split()[1])
+        held = [pages * os.sysconf("SC_PAGE_SIZE"), len(os.listdir("/proc/self/fd"))]
+        threads = list(Path("/proc/self/task").iterdir())
+        children = sum(len((thread / "children").read_text().split()) for thread in threads)
         with open(file, "a", encoding="ascii") as lines:
-            lines.write(f"{step} {pages * os.sysconf('SC_PAGE_SIZE')}\n")
+            print(step, *held, len(threads), children, file=lines)
 
     Session.record = noted  # type: ignore[method-assign]
 
 
 def memory_growth_mib(file: Path) -> float:
     """Growth over the last two thirds of the steps, by the slope of a straight line."""
-    steps, sizes = np.loadtxt(file).T
+    steps, sizes = np.loadtxt(file).T[:2]
     later = steps > steps[-1] / 3
     slope = np.polyfit(steps[later], sizes[later], 1)[0]
     return float(slope * (steps[-1] - steps[-1] / 3) / 2**20)
+
+
+def held_more(file: Path) -> dict[str, int]:
+    """What there was most of in the last third, less that in the first."""
+    counts = np.loadtxt(file)[:, 2:]
+    third = len(counts) // 3
+    more = counts[-third:].max(axis=0) - counts[:third].max(axis=0)
+    return dict(zip(("open files", "threads", "processes"), map(int, more), strict=True))
 
 
 class Chaos:
@@ -163,13 +176,13 @@ def main() -> None:
         folder = Path(name)
         base = ["train", "demo", *SETTINGS, f"run.dir={folder}"]
         base += [f"loop.steps={args.steps}", "run.max_hours=none"]
-        memory = folder / "memory.txt"
+        held = folder / "held.txt"
         quiet = os.fork()
         if quiet == 0:
 
             def prepare() -> None:
                 faults.poison(POISON_EVERY, POISON_AT)
-                note_memory(memory)
+                note_held(held)
 
             ended = forked([*base, "run.name=quiet"], folder / "quiet.txt", prepare)
             os._exit(ended.code & 0xFF)
@@ -182,7 +195,7 @@ def main() -> None:
                 f"the undisturbed run ended with {os.waitstatus_to_exitcode(status)}:\n{text}"
             )
         check(folder, args.steps)
-        growth = memory_growth_mib(memory)
+        growth, more = memory_growth_mib(held), held_more(held)
         lines = RunDirectory.open(folder / "quiet").metrics("rl")
         totals = {
             "not judged": sum(line.get("reward/failures", 0) for line in lines),
@@ -194,8 +207,12 @@ def main() -> None:
     for end, count in sorted(chaos.ends.items()):
         print(f"  {count:6}  attempts that ended with: {end}")
     print(f"memory of the undisturbed run: {growth:+.1f} MiB over its last two thirds")
+    print("held more in its last third than in its first: " + str(more))
     if growth > MAX_GROWTH_MIB:
         raise SystemExit(f"memory grows: more than {MAX_GROWTH_MIB:g} MiB")
+    # A checkpoint on its way is a thread and two files; a worker that is replaced, a process less.
+    if max(more.values()) > MAX_MORE:
+        raise SystemExit(f"open files, threads or processes grow: {more}")
 
 
 def check(folder: Path, steps: int) -> None:
