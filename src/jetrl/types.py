@@ -63,7 +63,7 @@ class SamplingParams:
 
     n: completions for each prompt. max_tokens: at most this many tokens a completion.
     temperature: logits are divided by it; 0 means greedy, with log-probs of temperature 1. Below
-        1e-30 float32 has no room for the quotients.
+        1e-20 float32 has no room for the quotients.
     top_p, top_k: keep the most probable tokens up to this mass / number (1.0 and 0 keep all). The
         log-probs reported are those of the full distribution at `temperature`, which is what the
         trainer computes; below top_p = 1 the policy gradient is therefore slightly biased.
@@ -97,8 +97,8 @@ class SamplingParams:
             (self.n >= 1, f"n must be at least 1, not {self.n}"),
             (self.max_tokens >= 1, f"max_tokens must be at least 1, not {self.max_tokens}"),
             (
-                self.temperature == 0 or 1e-30 <= self.temperature <= 1e30,
-                f"temperature must be 0 or from 1e-30 to 1e30, not {self.temperature}",
+                self.temperature == 0 or 1e-20 <= self.temperature <= 1e20,
+                f"temperature must be 0 or from 1e-20 to 1e20, not {self.temperature}",
             ),
             (0 < self.top_p <= 1, f"top_p must be in (0, 1], not {self.top_p}"),
             (0 <= self.top_k < 2**63, f"top_k must be in [0, 2**63), 0 for off, not {self.top_k}"),

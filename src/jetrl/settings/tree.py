@@ -338,10 +338,10 @@ class Settings(Section):
                 "rollout.samples_per_prompt = 1: take at least 2, or data.batch=all"
             )
         for section, settings in (("rollout", rollout), ("eval", self.eval)):
-            if settings.temperature and not 1e-30 <= settings.temperature <= 1e30:
+            if settings.temperature and not 1e-20 <= settings.temperature <= 1e20:
                 yield (
                     f"{section}.temperature = {settings.temperature}: float32 has no room for "
-                    "logits divided by it; take 0 (greedy) or from 1e-30 to 1e30"
+                    "logits divided by it; take 0 (greedy) or from 1e-20 to 1e20"
                 )
         if self.rollout.temperature == 0:
             yield (
