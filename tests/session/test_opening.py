@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from jetrl.config import load_config
 from jetrl.errors import UserError
 from jetrl.evaluate import EncodedPrompt
 from jetrl.loop import sft, train
+from jetrl.models.tiny import make_tiny
 from jetrl.runs import RunDirectory
 from jetrl.session import opening
 from jetrl.session.drawing import Drawing
@@ -35,6 +37,31 @@ def test_what_is_built_after_the_warm_up_is_checked_before(
     with pytest.raises(UserError, match="nowhere"), Session(settings):
         pass
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["reference.path={}"],
+        ["critic.path={}", "algorithm.name=ppo", "algorithm.aggregation=none"],
+        ["reward.model_path={}", "reward.model=1.0"],
+    ],
+)
+def test_a_model_whose_context_is_shorter_than_a_sequence_is_refused(
+    tmp_path: Path, words: list[str]
+) -> None:
+    """Positions behind the end of its rotary table would be read in the middle of the run."""
+    other = make_tiny(tmp_path / "other", max_position_embeddings=17)  # 6 + 12 tokens are needed
+    if "reward" in words[0]:
+        config = json.loads((other / "config.json").read_text())
+        config |= {"architectures": ["Qwen3ForSequenceClassification"], "num_labels": 1}
+        (other / "config.json").write_text(json.dumps(config))
+    changes = [word.format(other) for word in words]
+    settings = load_config("demo", [f"run.dir={tmp_path / 'runs'}", *changes])
+    message = "its context of 17 tokens is shorter than .* 6 tokens and rollout.max_tokens = 12"
+    with pytest.raises(UserError, match=message), Session(settings):
+        pass
+    assert not (tmp_path / "runs").exists()
 
 
 def test_a_tracker_that_is_not_installed_is_refused_before_the_model_is_loaded(

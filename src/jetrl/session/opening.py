@@ -18,6 +18,7 @@ from jetrl.errors import StorageError, UserError
 from jetrl.evaluate import EncodedPrompt, encode_prompts
 from jetrl.judge import Judge
 from jetrl.memory import Fitted, Load, OtherModels, check_fits, free_bytes
+from jetrl.models.families import ModelConfig
 from jetrl.out_of_memory import explained
 from jetrl.parity import require_exact
 from jetrl.policy import Policy
@@ -101,6 +102,7 @@ def open_parts(settings: Settings, resume: bool, stack: contextlib.ExitStack) ->
         if settings.eval.every or settings.sft.until is not None
         else []
     )
+    _check_contexts(settings, config, others, max(len(prompt.token_ids) for prompt in prompts))
     longest = max(len(prompt.token_ids) for prompt in (*prompts, *eval_prompts))
     load = Load.of(settings, config, longest, max_turns)
     memory = check_fits(settings, config, others, load, device, free)
@@ -168,6 +170,28 @@ def _objective(settings: Settings) -> Objective:
         if problems:
             raise UserError("; ".join(problems))
     return objective
+
+
+def _check_contexts(
+    settings: Settings, config: ModelConfig, others: OtherModels, longest_prompt: int
+) -> None:
+    """Every model beside the policy reads whole sequences. config: the policy's."""
+    if not settings.loop.steps:
+        return
+    max_tokens = settings.rollout.max_tokens
+    needed = min(config.max_position_embeddings, longest_prompt + max_tokens)
+    paths = {
+        "reference.path": (settings.reference.path, others.reference),
+        "critic.path": (settings.critic.path, others.critic),
+        "reward.model_path": (settings.reward.model_path, others.reward),
+    }
+    for key, (path, other) in paths.items():
+        if other is not None and other.max_position_embeddings < needed:
+            raise UserError(
+                f"{key} = {path}: its context of {other.max_position_embeddings} tokens is shorter "
+                f"than a sequence can be here: the longest prompt has {longest_prompt} tokens and "
+                f"rollout.max_tokens = {max_tokens}; lower that, or take another model"
+            )
 
 
 def open_observers(
