@@ -98,6 +98,27 @@ def test_a_task_without_worked_answers_is_refused_before_the_run_directory(
     assert not (tmp_path / "runs").exists()
 
 
+def test_a_worked_answer_longer_than_the_context_is_named_before_the_run(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(LONG_AT_LAST)
+    words = ["model.config.max_position_embeddings=9", "rollout.max_tokens=2", "sft.until=none"]
+    words += ["eval.every=0", "sft.steps=1", "sft.examples_per_step=1"]
+    words += [f"run.dir={tmp_path / 'runs'}", f"task={tmp_path / 'own.py'}:Own"]
+    with pytest.raises(UserError, match=r"'5' .* worked answer have 10 tokens, .* context is 9"):
+        sft(load_config("demo", words))
+    assert not (tmp_path / "runs").exists()
+
+
+LONG_AT_LAST = """
+from jetrl.tasks import Task
+from jetrl.types import Prompt
+class Own(Task):
+    alphabet = "0123456789="
+    def prompts(self, split): return [Prompt(id=str(i), text=f"{i}=") for i in range(6)]
+    def score(self, prompt, completion): return 1.0
+    def demonstration(self, prompt): return "1" * (7 if prompt.id == "5" else 2)
+"""
+
+
 def test_to_look_for_worked_answers_draws_none_of_the_runs(tmp_path: Path) -> None:
     """The demo's teacher errs at random: its answers of a run are those it would give anyway."""
     words = [

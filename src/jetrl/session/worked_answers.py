@@ -1,4 +1,4 @@
-"""Worked answers as examples to imitate: of a prompt, and whether a task has them at all."""
+"""Worked answers as examples to imitate: of a prompt, and whether all prompts have one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ def worked_answer(task: Task, policy: Policy, encoded: EncodedPrompt) -> Example
     """A prompt's worked answer, with its end.
 
     Raises:
-        UserError: the task has no worked answers, or the model no tokenizer to write them in.
+        UserError: the task has no worked answers, or the model no tokenizer to write them in; it is
+            longer than the model's context.
     """
     tokenizer = policy.tokenizer
     answer = task.demonstration(encoded.prompt)
@@ -26,20 +27,26 @@ def worked_answer(task: Task, policy: Policy, encoded: EncodedPrompt) -> Example
             f"{encoded.prompt.id!r}; set sft.steps=0, or give the task a demonstration method"
         )
     turns = [Turn(answer)] if isinstance(answer, str) else list(answer)
-    return encode_turns(tokenizer, encoded.token_ids, turns, f"prompt {encoded.prompt.id!r}")
+    where = f"prompt {encoded.prompt.id!r}"
+    example = encode_turns(tokenizer, encoded.token_ids, turns, where)
+    limit = policy.config.max_position_embeddings
+    num_tokens = len(example.prompt) + len(example.completion)
+    if num_tokens > limit:
+        raise UserError(
+            f"{where} and its worked answer have {num_tokens} tokens, and the model's context is "
+            f"{limit}; shorten or drop it"
+        )
+    return example
 
 
 def check_worked_answers(task: Task, policy: Policy, prompts: Sequence[EncodedPrompt]) -> None:
-    """Asks for a worked answer of the first prompt of each task that is trained on.
+    """Asks for the worked answer of every prompt that is trained on.
 
     task: not the run's own, since one may give another answer each time it is asked.
 
     Raises:
-        UserError: there is none.
+        UserError: as `worked_answer`.
     """
-    first: dict[str, EncodedPrompt] = {}
     for encoded in prompts:
         if task.weights.get(encoded.prompt.task, 1.0) > 0:
-            first.setdefault(encoded.prompt.task, encoded)
-    for encoded in first.values():
-        worked_answer(task, policy, encoded)
+            worked_answer(task, policy, encoded)
