@@ -24,6 +24,7 @@ from jetrl.models.tiny import (
     random_weights,
     train_bpe_tokenizer,
 )
+from jetrl.models.tiny_tokenizers import read_texts
 from jetrl.types import Prompt
 
 SMALL: dict[str, Any] = {
@@ -153,18 +154,26 @@ def test_bpe_trains_on_plain_text_too(tmp_path: Path) -> None:
     "name, contents, message",
     [
         ("a.jsonl", b'{"q": "text"}\n{"q": \n', r"a\.jsonl, line 2: not JSON"),
+        ("a.jsonl", b"[" * 100_000, r"a\.jsonl, line 1: not JSON"),
+        ("a.jsonl", b'{}\n{"q": "\\udE00"}\n', r"a\.jsonl, line 2: .*half of a character"),
         ("a.jsonl", b'{"q": 3}\n', r"a\.jsonl: no text in it"),
         ("a.txt", b"  \n", r"a\.txt: no text in it"),
         ("a.txt", b"\xff\xfe", r"a\.txt: not UTF-8"),
         ("a.txt", None, r"a\.txt: No such file"),
     ],
-    ids=["not json", "no strings", "blank", "not utf-8", "absent"],
+    ids=["not json", "deep", "half a character", "no strings", "blank", "not utf-8", "absent"],
 )
 def test_bad_text_files(name: str, contents: bytes | None, message: str, tmp_path: Path) -> None:
     if contents is not None:
         (tmp_path / name).write_bytes(contents)
     with pytest.raises(UserError, match=message):
         train_bpe_tokenizer([tmp_path / name], vocab_size=300)
+
+
+def test_a_byte_order_mark_in_front_of_texts_is_none_of_them(tmp_path: Path) -> None:
+    for name, contents in (("a.jsonl", '\ufeff{"text": "one"}\n'), ("b.txt", "\ufeffone")):
+        (tmp_path / name).write_text(contents, encoding="utf-8")
+        assert read_texts(tmp_path / name) == ["one"]
 
 
 def test_bpe_needs_files_and_room_for_bytes(jsonl: Path) -> None:

@@ -100,7 +100,7 @@ def read_texts(file: str | Path) -> list[str]:
     """
     file = Path(file)
     try:
-        contents = file.read_text(encoding="utf-8")
+        contents = file.read_text(encoding="utf-8-sig")  # some editors put a mark in front
     except OSError as error:
         raise UserError(f"{file}: {error.strerror or error}") from None
     except UnicodeDecodeError as error:
@@ -118,9 +118,17 @@ def _strings_of_lines(file: Path, contents: str) -> Iterator[str]:
             continue
         try:
             record = json.loads(line)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise UserError(f"{file}, line {number}: not JSON: {error}") from None
-        yield from _strings(record)
+        for text in _strings(record):
+            try:
+                text.encode()
+            except UnicodeEncodeError:
+                raise UserError(
+                    f"{file}, line {number}: {text!r:.60} holds half of a character; was a string "
+                    "cut in two?"
+                ) from None
+            yield text
 
 
 def _strings(value: Any) -> Iterator[str]:
