@@ -48,6 +48,9 @@ class Prompt:
     def __post_init__(self) -> None:
         if (self.text is None) == (self.messages is None):
             raise ValueError(f"Prompt {self.id!r}: give exactly one of text and messages")
+        if not isinstance(self.id, str):  # what a checkpoint keeps by id comes back by a text
+            kind = type(self.id).__name__
+            raise ValueError(f"Prompt {self.id!r}: its id is a {kind}, and a text is needed")
 
     @property
     def asked(self) -> str:

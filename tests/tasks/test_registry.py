@@ -10,7 +10,7 @@ import pytest
 
 from jetrl.errors import UserError
 from jetrl.tasks import ScoreError, Scorer, Task, get_task, read_prompts, to_score
-from jetrl.types import Score
+from jetrl.types import Prompt, Score
 
 EXAMPLE = str(Path(__file__).parents[2] / "examples" / "reverse_words.py")
 AWKWARD = str(Path(__file__).with_name("awkward_task.py"))
@@ -163,3 +163,29 @@ class Odd(Task):
 def test_prompts_that_raise_or_are_none_are_named(split, message):
     with pytest.raises(UserError, match=message):
         read_prompts(Odd(), split)
+
+
+class Rows(Task):
+    """A task whose prompts are what its rows are."""
+
+    def __init__(self, *rows):
+        self.rows = rows
+
+    def prompts(self, split):
+        return self.rows
+
+    def score(self, prompt, completion):
+        return 1.0
+
+
+def test_the_self_test_names_what_is_no_prompt():
+    with pytest.raises(
+        UserError, match=r"task Rows: prompts\('train'\) gives .*'a', .*is no Prompt"
+    ):
+        Rows({"id": "a", "text": "?"}).self_test()
+
+
+def test_an_id_is_a_text():
+    """A checkpoint's record of pass rates would have it back as one."""
+    with pytest.raises(ValueError, match=r"Prompt 3: its id is a int, and a text is needed"):
+        Prompt(id=3, text="?")

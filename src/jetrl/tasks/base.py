@@ -98,6 +98,11 @@ class Task:
         prompt = next(iter(self.prompts(self.splits[0])), None)
         if prompt is None:
             raise UserError(f"task {self.label}: split {self.splits[0]!r} has no prompts")
+        if not isinstance(prompt, Prompt):
+            raise UserError(
+                f"task {self.label}: prompts({self.splits[0]!r}) gives {str(prompt)[:60]}, which "
+                "is no Prompt; write Prompt(id=..., text=...), from jetrl.types"
+            )
         demonstration = self.demonstration(prompt)
         cases: list[tuple[Prompt, str, float | None]] = [(prompt, "", None)]
         if demonstration is not None:
