@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from jetrl.errors import RunStopped
 from jetrl.tasks import Scorer
 from jetrl.types import Prompt
 
@@ -68,6 +69,18 @@ def test_processes_that_a_score_started_end_with_the_run(tmp_path):
         assert parent.stdout.readline()
         parent.kill()  # while its worker is idle
     assert left(tmp_path) == []
+
+
+def test_a_worker_that_does_not_start_again_stops_the_run(tmp_path):
+    """As on a machine that has no processes left, or after an edit of the task's file: that is not
+    bad input (exit code 2)."""
+    file = tmp_path / "task.py"
+    file.write_text(Path(__file__).with_name("leaking_task.py").read_text())
+    with Scorer(f"{file}:Leaking", options={"folder": str(tmp_path)}, workers=1) as scorer:
+        scorer.score([(PROMPT, "process")])
+        file.write_text("import no_such_package\n")
+        with pytest.raises(RunStopped, match=r"no_such_package.*go on with --resume"):
+            scorer.score([(PROMPT, "process_and_crash")] * 2)
 
 
 @pytest.mark.parametrize("how", ["fork_that_leaves", "fork_that_returns"])

@@ -22,7 +22,7 @@ import time
 from collections import deque
 from multiprocessing.connection import wait
 
-from jetrl.errors import UserError
+from jetrl.errors import RunStopped, UserError
 from jetrl.tasks.wire import LineBuffer, Reply, WireError, pack_down, parse_reply, parse_started
 from jetrl.tasks.worker import Setup
 
@@ -48,6 +48,7 @@ class WorkerProcess:
         self._returned: list[int] = []
         self._lost_s = 0.0
         self._starts = 0
+        self._has_worked = False
         self._process: subprocess.Popen[bytes] | None = None
         self.start()
 
@@ -77,7 +78,7 @@ class WorkerProcess:
         except OSError as error:
             self.connection.close()
             os.close(self.output)
-            raise UserError(f"cannot start a scoring worker: {error}") from error
+            raise self._no_start(f"cannot start a scoring worker: {error}") from error
         finally:
             theirs.close()
             os.close(write_end)
@@ -148,7 +149,9 @@ class WorkerProcess:
                 failure = f"not ready after {START_LIMIT_S:g} s"
         self._end()
         if not self.ready:
-            raise UserError(f"task {self.setup.name}: its scoring worker did not start: {failure}")
+            raise self._no_start(
+                f"task {self.setup.name}: its scoring worker did not start: {failure}"
+            )
         if self.jobs:
             # Who reads may be late; the process's own timer was not.
             self._lost_s += min(time.monotonic(), self.deadline) - self._began
@@ -182,8 +185,14 @@ class WorkerProcess:
     def _started(self, error: str) -> None:
         if error:
             self._end()
-            raise UserError(error)
-        self.ready = True
+            raise self._no_start(error)
+        self.ready = self._has_worked = True
+
+    def _no_start(self, why: str) -> UserError | RunStopped:
+        """The first start finds the user's mistakes; a later one fails in the middle of a run."""
+        if not self._has_worked:
+            return UserError(why)
+        return RunStopped(f"{why}. It had started before; go on with --resume once it does again")
 
     def _send(self, value: object) -> bool:
         """Whether the process took it: False if it is gone, or does not read."""

@@ -148,7 +148,8 @@ class Scorer:
         Never blocks on one, and loses at most about `max_lost_s` to those that hang or crash.
 
         Raises:
-            UserError: a prompt that cannot be pickled, or a worker that cannot be started again.
+            UserError: a prompt that cannot be pickled.
+            RunStopped: a worker that cannot be started again.
         """
         self.begin_step()
         return self.finish([self.begin(prompt, completion) for prompt, completion in items])

@@ -93,8 +93,12 @@ def main(descriptor: int) -> None:
         except EOFError:
             return
         for item in items:
-            faulthandler.dump_traceback_later(setup.timeout_s, exit=True, file=STDERR)
-            reply = _score_pickled(task, item, setup.memory_mib)
+            try:
+                faulthandler.dump_traceback_later(setup.timeout_s, exit=True, file=STDERR)
+            except RuntimeError as error:  # its thread: scores before have left too many
+                reply = Reply(0.0, {}, f"no timer for the score: {error}", last=True)
+            else:
+                reply = _score_pickled(task, item, setup.memory_mib)
             if os.getpid() != process:
                 os._exit(0)  # a fork that the score should have ended: the answer is the other's
             faulthandler.cancel_dump_traceback_later()
@@ -119,7 +123,7 @@ def _score_pickled(task: Task, item: bytes, memory_mib: int) -> Reply:
         found: Item = pickle.loads(item)
     except Exception as error:
         failure = f"the prompt does not unpickle in a worker: {describe_error(error)}"
-        return Reply(0.0, {}, failure)
+        return Reply(0.0, {}, failure, last=_ran_out(error))
     return score_safely(task, found, memory_mib)
 
 
@@ -141,10 +145,11 @@ def score_safely(task: Task, item: Item, memory_mib: int = 0) -> Reply:
 
 
 def _ran_out(error: BaseException) -> bool:
-    """Whether an error, or one that it came from, says that files, threads or processes ran out."""
+    """Whether an error, or one that it came from, says that memory, files, threads or processes ran
+    out."""
     seen: BaseException | None = error
     for _ in range(10):  # a chain may lead back to itself
-        if isinstance(seen, OSError) and seen.errno in _RAN_OUT:
+        if isinstance(seen, MemoryError) or (isinstance(seen, OSError) and seen.errno in _RAN_OUT):
             return True
         if isinstance(seen, RuntimeError) and "can't start new thread" in str(seen):
             return True
