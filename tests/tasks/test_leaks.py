@@ -72,13 +72,15 @@ def test_processes_that_a_score_started_end_with_the_run(tmp_path):
 
 
 def test_a_worker_that_does_not_start_again_stops_the_run(tmp_path):
-    """As on a machine that has no processes left, or after an edit of the task's file: that is not
-    bad input (exit code 2)."""
-    file = tmp_path / "task.py"
-    file.write_text(Path(__file__).with_name("leaking_task.py").read_text())
+    """As on a machine that has no processes left, or after an edit of what the task's file imports:
+    that is not bad input (exit code 2)."""
+    file, imported = tmp_path / "task.py", tmp_path / "what_the_task_imports.py"
+    leaking = Path(__file__).with_name("leaking_task.py").read_text()
+    file.write_text(f"import what_the_task_imports\n{leaking}")
+    imported.touch()
     with Scorer(f"{file}:Leaking", options={"folder": str(tmp_path)}, workers=1) as scorer:
         scorer.score([(PROMPT, "process")])
-        file.write_text("import no_such_package\n")
+        imported.write_text("import no_such_package\n")
         with pytest.raises(RunStopped, match=r"no_such_package.*go on with --resume"):
             scorer.score([(PROMPT, "process_and_crash")] * 2)
 
@@ -89,3 +91,33 @@ def test_a_fork_that_comes_back_from_score_ends_there(how, tmp_path):
         results = scorer.score([(PROMPT, how)] * 3)
         assert [(result.score.reward, result.failure) for result in results] == [(1.0, "")] * 3
         assert left(tmp_path) == []
+
+
+@pytest.mark.parametrize("then", ["edited", "broken", "deleted"])
+def test_a_new_worker_scores_by_the_file_as_it_was(then: str, tmp_path: Path) -> None:
+    file = tmp_path / "scoring.py"
+    source = textwrap.dedent("""
+        import os
+        from jetrl.tasks import Task
+        from jetrl.types import Prompt, Score
+        class Always(Task):
+            def prompts(self, split):
+                return [Prompt(id="0", text="?")]
+            def score(self, prompt, completion):
+                if completion == "crash":
+                    os.abort()
+                return Score(1.0)
+    """)
+    file.write_text(source)
+    with Scorer(f"{file}:Always", workers=1) as scorer:
+        assert scorer.score([(PROMPT, "x")])[0].score.reward == 1.0
+        if then == "deleted":
+            file.unlink()
+        else:
+            file.write_text(source.replace("1.0", "0.0") if then == "edited" else "import nothing")
+        crashed, after = scorer.score([(PROMPT, "crash"), (PROMPT, "x")])
+        assert "SIGABRT" in crashed.failure
+        assert (after.failure, after.score.reward) == ("", 1.0)
+    if then == "edited":  # who starts anew means the new one
+        with Scorer(f"{file}:Always", workers=1) as scorer:
+            assert scorer.score([(PROMPT, "x")])[0].score.reward == 0.0

@@ -8,13 +8,14 @@ get_task("my_task.py:MyTask", path="data/")   a class in a file of yours
 from __future__ import annotations
 
 import importlib
+import importlib.abc
 import importlib.util
 import inspect
 import sys
 import traceback
 import typing
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -31,6 +32,8 @@ BUILT_IN = {
     "gsm8k": ("jetrl.tasks.gsm8k", "Gsm8k"),
     "mix": ("jetrl.tasks.mix", "Mix"),
 }
+_MODULES = "jetrl_user_task_"  # the user's files in sys.modules
+_GIVEN: dict[str, bytes] = {}
 
 
 def get_task(name: str, *, path: str | Path | None = None, **options: Any) -> Task:
@@ -134,7 +137,7 @@ def load_function(file: Path, name: str) -> Callable[..., Any]:
     Raises:
         UserError: no such file, one that does not import (with its line), no such function in it.
     """
-    if not file.is_file():
+    if str(file.resolve()) not in _GIVEN and not file.is_file():
         raise UserError(f"{file}: no such file (paths start at the working folder)")
     module = _load_module(file.resolve())
     function = getattr(module, name, None)
@@ -144,8 +147,23 @@ def load_function(file: Path, name: str) -> Callable[..., Any]:
     return typing.cast(Callable[..., Any], function)
 
 
+def loaded_sources() -> dict[str, bytes]:
+    """What the user's files that this process has loaded read when they were, by path."""
+    return {
+        str(module.__file__): vars(module)["__jetrl_source__"]
+        for name, module in sys.modules.items()
+        if name.startswith(_MODULES) and "__jetrl_source__" in vars(module)
+    }
+
+
+def use_sources(sources: Mapping[str, bytes]) -> None:
+    """From here on these files read so, whatever has become of them: a process that is started in
+    the middle of a run scores as the others do."""
+    _GIVEN.update(sources)
+
+
 def _load_class(file: Path, class_name: str) -> type[Task]:
-    if not file.is_file():
+    if str(file.resolve()) not in _GIVEN and not file.is_file():
         raise UserError(f"task file {file}: no such file (paths start at the working folder)")
     module = _load_module(file.resolve())
     cls = getattr(module, class_name, None)
@@ -172,23 +190,39 @@ def _definition_line(value: object) -> str:
         return ""
 
 
+class _Source(importlib.abc.ExecutionLoader):
+    """Runs what a file read."""
+
+    def __init__(self, file: str, source: bytes) -> None:
+        self._file, self._source = file, source
+
+    def get_filename(self, fullname: str) -> str:
+        return self._file
+
+    def get_source(self, fullname: str) -> str:
+        return importlib.util.decode_source(self._source)
+
+
 def _load_module(file: Path) -> ModuleType:
     """Run the file as a module of its own; its folder is importable, as for `python FILE`."""
-    module_name = f"jetrl_user_task_{file.stem}_{zlib.crc32(str(file).encode()):x}"
-    changed = file.stat().st_mtime_ns
+    module_name = f"{_MODULES}{file.stem}_{zlib.crc32(str(file).encode()):x}"
+    try:
+        source = _GIVEN[str(file)] if str(file) in _GIVEN else file.read_bytes()
+    except OSError as error:
+        raise UserError(f"task file {file}: {error.strerror}") from error
     loaded = sys.modules.get(module_name)
-    if loaded is not None and getattr(loaded, "__jetrl_changed__", None) == changed:
+    if loaded is not None and getattr(loaded, "__jetrl_source__", None) == source:
         return loaded
-    spec = importlib.util.spec_from_file_location(module_name, file)
-    if spec is None or spec.loader is None:
-        raise UserError(f"task file {file}: not a Python file")
+    loader = _Source(str(file), source)
+    spec = importlib.util.spec_from_file_location(module_name, file, loader=loader)
+    assert spec is not None, "a loader was given"
     module = importlib.util.module_from_spec(spec)
-    vars(module)["__jetrl_changed__"] = changed
+    vars(module)["__jetrl_source__"] = source
     sys.modules[module_name] = module  # so that its classes can be pickled
     if str(file.parent) not in sys.path:
         sys.path.append(str(file.parent))
     try:
-        spec.loader.exec_module(module)
+        loader.exec_module(module)
     except (Exception, SystemExit) as error:
         del sys.modules[module_name]
         raise UserError(f"task file {_import_line(error, file)}") from error

@@ -30,7 +30,7 @@ from jetrl.errors import UserError
 from jetrl.settings import TaskSettings
 from jetrl.tasks.messages import describe_error
 from jetrl.tasks.process import WorkerProcess
-from jetrl.tasks.registry import get_task
+from jetrl.tasks.registry import get_task, loaded_sources
 from jetrl.tasks.wire import Reply
 from jetrl.tasks.worker import Item, Setup, score_safely
 from jetrl.types import Prompt, Score, Turn
@@ -102,8 +102,9 @@ class Scorer:
         self._max_lost_s = max_lost_s
         self._lost_s, self._last_failure, self._given_up = 0.0, "", ""
         folder = None if path is None else str(path)
-        self._setup = Setup(name, folder, dict(options or {}), float(timeout_s), memory_mib)
-        self._task = get_task(name, path=folder, **self._setup.options)
+        of = dict(options or {})
+        self._task = get_task(name, path=folder, **of)
+        self._setup = Setup(name, folder, of, float(timeout_s), memory_mib, loaded_sources())
         self._workers = [WorkerProcess(self._setup) for _ in range(workers)]
         self._tickets = itertools.count()
         self._payloads: dict[int, bytes] = {}  # of items without a reply

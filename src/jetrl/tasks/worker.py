@@ -29,14 +29,14 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from jetrl.errors import UserError
 from jetrl.tasks.base import ScoreError, Task, to_reply, to_score
 from jetrl.tasks.messages import describe_error
-from jetrl.tasks.registry import get_task
+from jetrl.tasks.registry import get_task, use_sources
 from jetrl.tasks.wire import MAX_SAID, Reply, read_down, reply_line, started_line
 from jetrl.types import Prompt, Turn
 
@@ -47,13 +47,15 @@ _RAN_OUT = (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM)
 @dataclass(frozen=True)
 class Setup:
     """What a worker needs to build its task, the seconds a score may take, and the memory in MiB
-    that it may take beyond what the process has when the task is built (0: no limit)."""
+    that it may take beyond what the process has when the task is built (0: no limit). sources: what
+    the user's files read when the scorer was made, by path."""
 
     name: str
     path: str | None
     options: Mapping[str, Any]
     timeout_s: float
     memory_mib: int = 0
+    sources: Mapping[str, bytes] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,7 @@ def main(descriptor: int) -> None:
     incoming = connection.makefile("rb")
     threading.Thread(target=_end_with_parent, args=(descriptor,), daemon=True).start()
     setup: Setup = read_down(incoming)
+    use_sources(setup.sources)
     try:
         task = get_task(setup.name, path=setup.path, **setup.options)
     except UserError as error:
