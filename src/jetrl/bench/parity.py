@@ -25,7 +25,7 @@ import torch
 
 from jetrl.bench._timing import bench_parser, versions
 from jetrl.bench.shapes import SHAPES
-from jetrl.parity import check_policy, failures, locate, measure
+from jetrl.parity import check_policy, failures, located, measure
 from jetrl.policy import Policy
 from jetrl.precision import PrecisionPlan
 
@@ -76,8 +76,7 @@ def run(policy: Policy, load: tuple[int, int, int]) -> dict[str, Any]:
     )
     found = None
     if result.first_different is not None:
-        first = locate(policy, *result.first_different, temperature=_TEMPERATURE)
-        found = str(first or "no operation differs alone")
+        found = located(policy, *result.first_different, _TEMPERATURE)
     facts = dataclasses.asdict(result)
     del facts["first_different"]
     return {

@@ -45,7 +45,7 @@ def run(policy: Policy, share: float, steps: int, prompts_per_step: int, mean: i
             generator.integers(0, vocabulary, (3 * steps * prompts_per_step, GRPO_PROMPT)).tolist()
         )
     ]
-    carrying = Carrying(load_config("demo", words), policy, encoded, 1, False)
+    carrying = Carrying(load_config("demo", words), policy, encoded, 1, dynamic_sampling=False)
     sequences = GRPO_SAMPLES * (prompts_per_step + math.ceil(share * prompts_per_step))
     engine = RolloutEngine(policy, max_batch_size=sequences)
     params = SamplingParams(

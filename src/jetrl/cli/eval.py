@@ -102,18 +102,28 @@ def own_settings(args: argparse.Namespace) -> Settings | None:
 
 def fill_in(args: argparse.Namespace, settings: Settings | None) -> None:
     """What was not given: as in the run's own evaluations."""
-    usual: dict[str, Any] = {"prompts": 0, "samples": 1, "top_p": 1.0, "threshold": 1.0}
-    more = {"max_tokens": 1024, "seed": 0, "workers": 2, "timeout": 10.0}
+    usual: dict[str, Any] = {
+        "prompts": 0,
+        "samples": 1,
+        "top_p": 1.0,
+        "threshold": 1.0,
+        "max_tokens": 1024,
+        "seed": 0,
+        "workers": 2,
+        "timeout": 10.0,
+    }
     if settings is not None:
         own = settings.eval
-        usual = {name: getattr(own, name) for name in usual}
-        more = {
+        usual = {
+            "prompts": own.prompts,
+            "samples": own.samples,
+            "top_p": own.top_p,
+            "threshold": own.threshold,
             "max_tokens": own.max_tokens or settings.rollout.max_tokens,
             "seed": derive_seed(settings.run.seed, "eval"),
             "workers": settings.task.workers,
             "timeout": settings.task.timeout_s,
         }
-    usual |= more
     for name, value in usual.items():
         if getattr(args, name) is None:
             setattr(args, name, value)

@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(str(error)) from None
 
     from jetrl.cli.opening import open_policy
-    from jetrl.parity import locate, measure
+    from jetrl.parity import located, measure
 
     policy = open_policy(args.model, args.plan, args.device)
     room = policy.config.max_position_embeddings
@@ -64,11 +64,7 @@ def run(args: argparse.Namespace) -> int:
         facts["located"] = "nothing differs"
         if pair is not None:
             prompt, completion = pair
-            found = locate(policy, prompt, completion, args.temperature)
-            facts["located"] = str(
-                found
-                or "no operation differs when that sequence runs alone: it depends on the batch"
-            )
+            facts["located"] = located(policy, prompt, completion, args.temperature)
     print(json.dumps(facts, indent=2) if args.json else as_text(facts))
     return 1 if policy.plan.exact and result.different else 0
 

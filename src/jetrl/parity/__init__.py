@@ -1,7 +1,8 @@
 """Whether the policy that samples is the policy that trains: measured, located, proven at start.
 
 `measure` samples and compares the sampler's log-probs with the trainer's, token by token.
-`locate` runs one sequence both ways, operation by operation, and names the first that differs.
+`locate` runs one sequence both ways, operation by operation, and names the first that differs;
+`located` says so in words.
 `self_check` tests the properties that the agreement rests on, each by itself, on this machine;
 `check_policy` tests the promise for a run's own shapes, and `require_exact` makes it a condition.
 """
@@ -14,7 +15,7 @@ from jetrl.parity.checks import (
     said_when_slow,
     self_check,
 )
-from jetrl.parity.locating import Location, locate
+from jetrl.parity.locating import Location, locate, located
 from jetrl.parity.measuring import ParityResult, check_correction, measure, random_prompts
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "check_policy",
     "failures",
     "locate",
+    "located",
     "measure",
     "random_prompts",
     "require_exact",

@@ -18,7 +18,7 @@ from jetrl.kernels.attention import attend_packed
 from jetrl.kernels.logprob import chosen_logprobs
 from jetrl.kernels.norm import rms_norm
 from jetrl.kernels.swiglu import swiglu
-from jetrl.parity.locating import locate
+from jetrl.parity.locating import located
 from jetrl.parity.measuring import ParityResult, measure
 from jetrl.policy import Policy
 from jetrl.precision import PrecisionPlan, quantize
@@ -119,7 +119,7 @@ def _rows_check(linear: Linear, device: torch.device) -> Check:
 def _flow_result(name: str, policy: Policy, result: ParityResult) -> Check:
     detail = f"{result.different} of {result.tokens} sampled tokens differ"
     if result.first_different is not None:
-        detail += f"; {locate(policy, *result.first_different) or 'no operation differs alone'}"
+        detail += f"; {located(policy, *result.first_different)}"
     return Check(name, result.different == 0, detail)
 
 

@@ -84,6 +84,16 @@ def locate(
     return None
 
 
+def located(
+    policy: Policy, prompt: Sequence[int], completion: Sequence[int], temperature: float = 1.0
+) -> str:
+    """`locate` in words."""
+    found = locate(policy, prompt, completion, temperature)
+    return str(
+        found or "no operation differs when the sequence runs alone: it depends on the batch"
+    )
+
+
 class _Recorder:
     """A trace of the decoder that keeps every output."""
 

@@ -26,7 +26,7 @@ from jetrl.evaluate import (
     evaluate,
     sample_prompts,
 )
-from jetrl.parity import check_correction, locate
+from jetrl.parity import check_correction, located
 from jetrl.randomness import derive_seed
 from jetrl.rollout.progress import Progress
 from jetrl.runs import Learning
@@ -400,10 +400,7 @@ class Session:
     def _locate(self, error: StepMismatchError) -> str:
         sample = error.samples[error.sample_ids[0]]
         tokens = sample.prompt_token_ids, sample.completion.token_ids
-        found = locate(self.parts.policy, *tokens, self.settings.rollout.temperature)
-        if found is not None:
-            return str(found)
-        return "no operation differs when the sequence runs alone: it depends on the batch"
+        return located(self.parts.policy, *tokens, self.settings.rollout.temperature)
 
     def _progress(self, progress: Progress) -> None:
         self.phases.beat()

@@ -137,9 +137,7 @@ def load_function(file: Path, name: str) -> Callable[..., Any]:
     Raises:
         UserError: no such file, one that does not import (with its line), no such function in it.
     """
-    if str(file.resolve()) not in _GIVEN and not file.is_file():
-        raise UserError(f"{file}: no such file (paths start at the working folder)")
-    module = _load_module(file.resolve())
+    module = _load_module(file, str(file))
     function = getattr(module, name, None)
     if not callable(function):
         known = [key for key, value in vars(module).items() if inspect.isfunction(value)]
@@ -163,9 +161,7 @@ def use_sources(sources: Mapping[str, bytes]) -> None:
 
 
 def _load_class(file: Path, class_name: str) -> type[Task]:
-    if str(file.resolve()) not in _GIVEN and not file.is_file():
-        raise UserError(f"task file {file}: no such file (paths start at the working folder)")
-    module = _load_module(file.resolve())
+    module = _load_module(file, f"task file {file}")
     cls = getattr(module, class_name, None)
     if cls is None:
         tasks = [
@@ -203,13 +199,23 @@ class _Source(importlib.abc.ExecutionLoader):
         return importlib.util.decode_source(self._source)
 
 
-def _load_module(file: Path) -> ModuleType:
-    """Run the file as a module of its own; its folder is importable, as for `python FILE`."""
-    module_name = f"{_MODULES}{file.stem}_{zlib.crc32(str(file).encode()):x}"
+def _read_source(file: Path, named: str) -> bytes:
+    if str(file) in _GIVEN:
+        return _GIVEN[str(file)]
+    if not file.is_file():
+        raise UserError(f"{named}: no such file (paths start at the working folder)")
     try:
-        source = _GIVEN[str(file)] if str(file) in _GIVEN else file.read_bytes()
+        return file.read_bytes()
     except OSError as error:
-        raise UserError(f"task file {file}: {error.strerror}") from error
+        raise UserError(f"{named}: {error.strerror}") from error
+
+
+def _load_module(file: Path, named: str) -> ModuleType:
+    """Run the file as a module of its own; its folder is importable, as for `python FILE`. named:
+    what it is called where it cannot be read."""
+    file = file.resolve()
+    source = _read_source(file, named)
+    module_name = f"{_MODULES}{file.stem}_{zlib.crc32(str(file).encode()):x}"
     loaded = sys.modules.get(module_name)
     if loaded is not None and getattr(loaded, "__jetrl_source__", None) == source:
         return loaded

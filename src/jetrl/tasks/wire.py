@@ -29,9 +29,9 @@ class WireError(ValueError):
 class Reply(NamedTuple):
     """A worker's answer to one item. failure: why there is no verdict, "" if there is one. last:
     memory, files, threads or processes ran out and the worker ends; a fresh one is to try again,
-    unless this one was. chunk: the
-    number that came with the items; nobody can answer a chunk before it was handed out. said: of a
-    turn, what the environment says to it; None ends the completion."""
+    unless this one was. chunk: the number that came with the items; nobody can answer a chunk
+    before it was handed out. said: of a turn, what the environment says to it; None ends the
+    completion."""
 
     reward: float
     parts: dict[str, float]
