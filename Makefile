@@ -5,6 +5,7 @@
 #                   SETTINGS="loop.steps=10" changes settings
 #   make test       the tests that need no GPU
 #   make soak       1000 steps with faults at random, and runs killed at 60 moments (minutes)
+#   make same-bits  whether a change left every bit as it was   BASE=COMMIT (minutes)
 #   make check      format, lint and types
 #   make format     what ruff can fix
 #   make docs       the tables of docs/settings.md
@@ -25,10 +26,12 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c c
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 TESTS ?= tests
 SETTINGS ?=
+BASE ?=
+CASES ?=
 TEST_WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test soak check format docs test-gpu bench clean
+.PHONY: help demo test soak same-bits check format docs test-gpu bench clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -60,6 +63,11 @@ test: $(DEV_STAMP)
 soak: $(DEV_STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/reliability/kill_and_resume.py --kills 60
 	OMP_NUM_THREADS=1 $(BIN)/python tests/reliability/soak.py --steps 1000
+
+# Short runs on this tree and on BASE; CASES="demo ppo" runs only these.
+same-bits: $(DEV_STAMP)
+	@[ -n "$(BASE)" ] || { echo "name what to compare with: make same-bits BASE=COMMIT" >&2; exit 2; }
+	$(BIN)/python tools/same_bits.py --base $(BASE) $(foreach case,$(CASES),--case $(case))
 
 check: $(DEV_STAMP)
 	$(BIN)/ruff check .

@@ -1,0 +1,176 @@
+"""tools/same_bits.py must be able to fail: changed copies of a run's folder, each named."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+import struct
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+
+def load_tool() -> ModuleType:
+    path = Path(__file__).parents[2] / "tools" / "same_bits.py"
+    spec = importlib.util.spec_from_file_location("same_bits", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules["same_bits"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+same_bits = load_tool()
+CHECKPOINT = Path("runs/demo/checkpoints/step_000002")
+LINES = (
+    {"step": 1, "time": 1.5, "reward/mean": 0.1, "policy/loss": -2e-05, "timing/step_s": 0.25},
+    {"step": 2, "time": 2.5, "reward/mean": 0.2, "policy/loss": float("nan"), "memory/peak_gib": 1},
+)
+
+
+@pytest.fixture
+def sides(tmp_path: Path) -> tuple[Path, Path]:
+    """Two folders with the results of the same small run."""
+    base, new = tmp_path / "base", tmp_path / "new"
+    checkpoint = base / CHECKPOINT
+    checkpoint.mkdir(parents=True)
+    tensors = {"down": torch.arange(6.0).reshape(2, 3), "codes": torch.zeros(4, dtype=torch.int64)}
+    save_file(tensors, checkpoint / "masters.safetensors")
+    state = {
+        "step": 2,
+        "extra": {"metrics": LINES[1], "states": {"prompts": {}, "sizes": [1, None]}},
+    }
+    (checkpoint / "state.json").write_text(json.dumps(state))
+    manifest = {"state.json": {"bytes": 91, "sha256": "ab"}}
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+    run = base / "runs/demo"
+    (run / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in LINES))
+    (run / "rollouts").mkdir()
+    (run / "rollouts/step_000001.jsonl").write_text('{"logprobs": [-0.5, -0.25], "reward": 1.0}\n')
+    (run / "config.toml").write_text('[run]\nname = "demo"\n')
+    (run / "log.txt").write_text("12:00")
+    shutil.copytree(base, new)
+    return base, new
+
+
+def differences(sides: tuple[Path, Path]) -> list[str]:
+    return [str(difference) for difference in same_bits.compare_folders(*sides).differences]
+
+
+def replaced(path: Path, old: str, new: str) -> None:
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new, 1))
+
+
+def test_copies_are_the_same_and_counted(sides: tuple[Path, Path]) -> None:
+    found = same_bits.compare_folders(*sides)
+    assert found.differences == []
+    assert (found.files, found.tensors) == (6, 2)
+    assert found.values > 10
+
+
+def test_times_memory_and_logs_may_differ(sides: tuple[Path, Path]) -> None:
+    run = sides[1] / "runs/demo"
+    replaced(run / "metrics.jsonl", '"time": 1.5', '"time": 9.0')
+    replaced(run / "metrics.jsonl", '"timing/step_s": 0.25', '"timing/step_s": 0.75')
+    replaced(run / "metrics.jsonl", ', "memory/peak_gib": 1', "")
+    replaced(sides[1] / CHECKPOINT / "state.json", '"memory/peak_gib": 1', '"memory/peak_gib": 22')
+    replaced(sides[1] / CHECKPOINT / "manifest.json", '"bytes": 91, "sha256": "ab"', '"bytes": 92')
+    (run / "log.txt").write_text("13:00")
+    (run / "report.html").write_text("new")
+    assert differences(sides) == []
+
+
+def test_the_last_bit_of_a_metric(sides: tuple[Path, Path]) -> None:
+    (bits,) = struct.unpack("<q", struct.pack("<d", 0.1))
+    (above,) = struct.unpack("<d", struct.pack("<q", bits + 1))
+    replaced(sides[1] / "runs/demo/metrics.jsonl", "0.1", repr(above))
+    words = "runs/demo/metrics.jsonl, line 1, reward/mean: 0.1 -> 0.10000000000000002"
+    assert differences(sides) == [words]
+
+
+@pytest.mark.parametrize(
+    "file, old, new, words",
+    [
+        ("runs/demo/metrics.jsonl", 'mean": 0.2', 'mean": 0', "line 2, reward/mean: 0.2 -> 0"),
+        ("runs/demo/metrics.jsonl", "NaN", "1", "line 2, policy/loss: NaN -> 1"),
+        ("runs/demo/metrics.jsonl", '"reward/mean": 0.2, ', "", "reward/mean: 0.2 -> absent"),
+        ("runs/demo/rollouts/step_000001.jsonl", "-0.25", "-0.26", "logprobs[1]: -0.25 -> -0.26"),
+        ("runs/demo/rollouts/step_000001.jsonl", ", -0.25", "", "logprobs (length): 2 -> 1"),
+        ("runs/demo/config.toml", "demo", "other", "run, name: 'demo' -> 'other'"),
+        (f"{CHECKPOINT}/state.json", "null", "0", "extra, states, sizes[1]: None -> 0"),
+        (f"{CHECKPOINT}/state.json", "{}", '{"a": 1}', "extra, states, prompts: {} -> absent"),
+    ],
+)
+def test_one_value(sides: tuple[Path, Path], file: str, old: str, new: str, words: str) -> None:
+    replaced(sides[1] / file, old, new)
+    (found,) = differences(sides)
+    assert found.startswith(file)
+    assert words in found
+
+
+def changed_bit(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["down"].view(torch.int32)[1, 2] ^= 1
+
+
+def transposed(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["down"] = tensors["down"].reshape(3, 2)
+
+
+def removed(tensors: dict[str, torch.Tensor]) -> None:
+    del tensors["codes"]
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (changed_bit, "down, element 5 (1 of 6 differ): 5.0 (0x40a00000) -> 5.000000476837158 ("),
+        (transposed, "down: F32 [2, 3] -> F32 [3, 2]"),
+        (removed, "codes: I64 [4] -> absent"),
+    ],
+)
+def test_a_tensor(
+    sides: tuple[Path, Path], change: Callable[[dict[str, torch.Tensor]], None], words: str
+) -> None:
+    path = sides[1] / CHECKPOINT / "masters.safetensors"
+    tensors = {name: tensor.clone() for name, tensor in load_file(path).items()}
+    change(tensors)
+    save_file(tensors, path)
+    (found,) = differences(sides)
+    assert found.startswith(f"{CHECKPOINT}/masters.safetensors, {words}")
+
+
+def test_a_file_that_only_one_side_has(sides: tuple[Path, Path]) -> None:
+    (sides[1] / "runs/demo/rollouts/step_000001.jsonl").unlink()
+    (sides[1] / "runs/demo/new.json").write_text("{}")
+    assert differences(sides) == [
+        "runs/demo/rollouts/step_000001.jsonl: there -> no such file",
+        "runs/demo/new.json: no such file -> there",
+    ]
+
+
+def test_the_first_difference_is_that_of_what_was_written_first(sides: tuple[Path, Path]) -> None:
+    replaced(sides[1] / "runs/demo/config.toml", "demo", "other")
+    replaced(sides[1] / CHECKPOINT / "state.json", "null", "0")
+    replaced(sides[1] / "runs/demo/metrics.jsonl", 'mean": 0.2', 'mean": 0.3')
+    assert "metrics.jsonl" in differences(sides)[0]
+    assert len(differences(sides)) == 3
+
+
+def test_a_case_that_exercises_nothing_is_refused(sides: tuple[Path, Path]) -> None:
+    case = same_bits.Case("demo", "", (), measures=("reward/mean", "critic/loss"))
+    with pytest.raises(same_bits.CannotRunError, match="hollow: critic/loss absent"):
+        same_bits.check_measures(case, sides[0])
+
+
+def test_cases_have_names_of_their_own() -> None:
+    names = [case.name for case in same_bits.CASES]
+    assert len(set(names)) == len(names)
+    assert all(case.commands and case.measures for case in same_bits.CASES)
