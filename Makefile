@@ -80,7 +80,7 @@ format: $(DEV_STAMP)
 
 # The tables that are made from the sources.
 docs: $(RUN_STAMP)
-	$(BIN)/python -m jetrl.documents docs
+	$(BIN)/python -m tools.documents docs
 
 test-gpu:
 	PYTHONPATH=src $(GPU_PYTHON) -m pytest -m gpu tests/gpu

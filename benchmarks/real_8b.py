@@ -32,10 +32,11 @@ import torch
 
 from jetrl.bench.parity import make_policy
 from jetrl.bench.shapes import SHAPES
-from jetrl.building import model_config
-from jetrl.config import load_config
-from jetrl.memory import Load, OtherModels, check_fits
+from jetrl.memory.fitting import check_fits
+from jetrl.memory.plan import Load, OtherModels
 from jetrl.models.tiny_tokenizers import character_tokenizer
+from jetrl.session.building import model_config
+from jetrl.settings.loading import load_config
 from jetrl.tasks import get_task, read_prompts
 
 GIB = 2**30

@@ -1,19 +1,25 @@
 """jetrl: reinforcement learning of language models in FP8, sampling and training as one exact flow.
 
-Names are resolved on first use, so that `jetrl.config` and the command line's help need no torch.
+Public names are imported on first use, so that the settings and the command line's help need no
+torch. Modules that were public under another name are still found by that name.
 """
 
 from __future__ import annotations
 
 import importlib
+import importlib.abc
+import importlib.machinery
+import sys
+from collections.abc import Sequence
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from jetrl.config import Settings, load_config
     from jetrl.loop import train
-    from jetrl.policy import Policy
+    from jetrl.models.policy import Policy
     from jetrl.precision import PrecisionPlan
     from jetrl.rollout.engine import RolloutEngine
+    from jetrl.settings.loading import Settings, load_config
     from jetrl.types import Completion, Prompt, SamplingParams, Score
 
 __version__ = "0.1.0"
@@ -34,15 +40,25 @@ __all__ = [
 
 _HOME = {
     "Completion": "types",
-    "Policy": "policy",
+    "Policy": "models.policy",
     "PrecisionPlan": "precision",
     "Prompt": "types",
     "RolloutEngine": "rollout.engine",
     "SamplingParams": "types",
     "Score": "types",
-    "Settings": "config",
-    "load_config": "config",
+    "Settings": "settings.loading",
+    "load_config": "settings.loading",
     "train": "loop",
+}
+
+# Modules that users import, by their earlier names.
+_RENAMED = {
+    "jetrl.algorithms": "jetrl.settings.algorithms",
+    "jetrl.config": "jetrl.settings.loading",
+    "jetrl.cpu_memory": "jetrl.memory.cpu",
+    "jetrl.evaluate": "jetrl.rewards.evaluate",
+    "jetrl.policy": "jetrl.models.policy",
+    "jetrl.scalar_model": "jetrl.models.scalar_model",
 }
 
 
@@ -50,3 +66,18 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+
+
+class _RenamedModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds modules by their earlier names: both names are one module."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        return importlib.machinery.ModuleSpec(name, self) if name in _RENAMED else None
+
+    def exec_module(self, module: ModuleType) -> None:
+        sys.modules[module.__name__] = importlib.import_module(_RENAMED[module.__name__])
+
+
+sys.meta_path.append(_RenamedModules())

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from jetrl.config import Settings
 from jetrl.session import RunResult, Session
+from jetrl.settings.loading import Settings
 
 
 def train(settings: Settings, resume: bool = False) -> RunResult:

@@ -6,8 +6,11 @@ Nothing is carried from step to step, so a resumed run needs no state of a gener
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 
 import numpy as np
+
+GOLDEN = 0.6180339887498949  # its multiples modulo 1 cover [0, 1) evenly, however many there are
 
 
 def derive_seed(*parts: int | str) -> int:
@@ -26,3 +29,35 @@ def draw_range(total: int, first: int, count: int, seed: int) -> list[int]:
         for epoch in epochs
     }
     return [int(order[i // total][i % total]) for i in range(first, first + count)]
+
+
+def shares(weights: Sequence[float], count: int, last_step: int, seed: int) -> np.ndarray:
+    """How many of a step's `count` items each weight gets, for steps 1 to last_step: int64
+    [last_step, len(weights)].
+
+    Systematic sampling: `count` marks at equal distances, moved a little further every step, are
+    laid over the weights. A step's numbers are off its exact shares by less than one each way, and
+    the errors do not add up over the steps.
+    """
+    edges = np.concatenate([[0.0], np.cumsum(weights) / np.sum(weights)])
+    edges[-1] = 1.0
+    start = derive_seed(seed, "shares") / 2**63
+    offset = (start + GOLDEN * np.arange(1, last_step + 1)) % 1.0
+    before = np.ceil(count * edges[None, :] - offset[:, None])
+    before[:, 0], before[:, -1] = 0, count
+    return np.diff(np.clip(before, 0, count), axis=1).astype(np.int64)
+
+
+def weighted_draw(weights: np.ndarray, count: int, seed: int) -> list[int]:
+    """`count` different indices, drawn one after the other with probabilities in proportion to
+    their weights (Efraimidis and Spirakis 2006); all of them first where there are fewer.
+
+    weights: float64 [N], positive.
+    """
+    chosen: list[int] = []
+    while len(chosen) < count:
+        key = derive_seed(seed, len(chosen))
+        uniform = np.random.Generator(np.random.Philox(key=key)).random(len(weights))
+        order = np.argsort(np.log1p(-uniform) / weights, kind="stable")[::-1]
+        chosen += [int(index) for index in order[: count - len(chosen)]]
+    return chosen

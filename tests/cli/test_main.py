@@ -14,7 +14,6 @@ import torch
 import jetrl.cli.export
 from jetrl.cli.arguments import table
 from jetrl.cli.main import COMMANDS, main
-from jetrl.config import describe
 from jetrl.errors import (
     MismatchError,
     NonFiniteError,
@@ -23,6 +22,7 @@ from jetrl.errors import (
     Terminated,
     UserError,
 )
+from jetrl.settings.loading import describe
 
 PROGRAM = [sys.executable, "-m", "jetrl"]
 

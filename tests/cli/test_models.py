@@ -17,14 +17,14 @@ import torch
 
 import jetrl.parity
 from jetrl import train
-from jetrl.building import build_policy
 from jetrl.cli import checks
 from jetrl.cli import eval as eval_command
 from jetrl.cli.opening import find_model, open_policy
-from jetrl.config import load_config, to_toml
 from jetrl.errors import UserError
 from jetrl.precision import PrecisionPlan
 from jetrl.runs import RunDirectory
+from jetrl.session.building import build_policy
+from jetrl.settings.loading import load_config, to_toml
 from jetrl.tasks import get_task
 from jetrl.training import Checkpoints, Optimizer
 

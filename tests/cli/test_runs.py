@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from jetrl.config import load_config
 from jetrl.precision import PrecisionPlan
 from jetrl.runs.directory import RunDirectory
+from jetrl.settings.loading import load_config
 from jetrl.types import StepStats
 
 

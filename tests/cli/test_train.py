@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from jetrl.cli.train import recipe_settings
-from jetrl.config import Settings, load_config, to_toml
 from jetrl.errors import RunStopped, Terminated, UserError
+from jetrl.settings.loading import Settings, load_config, to_toml
 
 
 class FakeLoop(types.ModuleType):

@@ -113,7 +113,7 @@ def test_a_reference_with_another_tokenizer_is_refused(tmp_path: Path) -> None:
 
 
 RECORD = """
-from jetrl.algorithms import Algorithm
+from jetrl.settings.algorithms import Algorithm
 mine = Algorithm(
     "mine", "", "global", "clipped_ratio", "token_mean",
     options={{"clip": 0.2, "dynamic_sampling": {again}}}, compares_group={compares},

@@ -14,15 +14,15 @@ import torch
 from jetrl import load_config, reward_training, train
 from jetrl.cli.main import main
 from jetrl.errors import NonFiniteError, UserError
+from jetrl.models.scalar_model import ScalarModel
 from jetrl.models.tiny import make_tiny
 from jetrl.precision import PrecisionPlan
-from jetrl.reward_training import train_reward_model
 from jetrl.runs import RunDirectory, reproducible
-from jetrl.scalar_model import ScalarModel
+from jetrl.session.reward_training import train_reward_model
 from jetrl.session.session import Session
 from jetrl.training import Checkpoints
 from jetrl.training.checkpoint import Snapshot
-from jetrl.training.reward import RewardTrainer
+from jetrl.training.extras.reward_model import RewardTrainer
 
 TINY = [
     "task.options.max_operand=4",

@@ -245,7 +245,7 @@ def test_ctrl_c_finishes_the_step_and_leaves_a_report(tmp_path: Path) -> None:
 def test_a_step_that_is_not_exact_stops_the_run_and_says_where(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import jetrl.rollout.key_values as module
+    import jetrl.rollout.paged_attention as module
 
     attend = module.PagedKeyValues.attend
     monkeypatch.setattr(module.PagedKeyValues, "attend", lambda *a: attend(*a) * (1 + 2.0**-7))

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from jetrl.tasks.answers import final_answer, find_number, same_value
-from jetrl.tasks.wire import Reply, WireError, parse_reply, parse_started, reply_line
+from jetrl.tasks.sandbox.wire import Reply, WireError, parse_reply, parse_started, reply_line
 
 TEXTS = [
     "So 48+24 = 72 clips.\n#### 72",

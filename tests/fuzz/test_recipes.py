@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from jetrl.config import RECIPES, describe, load_config, to_toml
 from jetrl.errors import UserError
 from jetrl.runs import RunDirectory
+from jetrl.settings.loading import RECIPES, describe, load_config, to_toml
 
 RECIPE = b"""
 [run]

@@ -5,9 +5,9 @@ import shutil
 
 import pytest
 
-from jetrl.config import load_config
 from jetrl.runs import RunDirectory, write_report
 from jetrl.runs.report import _sample
+from jetrl.settings.loading import load_config
 from jetrl.types import Completion, Prompt, Sample, Score, StepStats
 
 FILES = [

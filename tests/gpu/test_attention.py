@@ -21,7 +21,7 @@ FORMATS = ["fp8", "bf16"]
 def gpu():
     if not torch.cuda.is_available():
         pytest.skip("needs a GPU")
-    return pytest.importorskip("jetrl.kernels.attention_gpu")
+    return pytest.importorskip("jetrl.kernels.attention.hopper")
 
 
 @dataclass
@@ -186,7 +186,7 @@ def test_decode_quantizes_as_the_quantizer_does(
     gpu, heads: int, groups: int, head_dim: int, kv: str, scales: str
 ) -> None:
     """Rows of one split and of several, an empty context (zeros), and NaN in one query's row."""
-    from jetrl.precision.quantize_hopper import quantize_rows
+    from jetrl.precision.hopper.quantize import quantize_rows
 
     b = batch(gpu, [200, 1, 65, 2111, 1024], heads, groups, head_dim, kv)
     width = max(map(len, b.tables))
@@ -214,7 +214,7 @@ def test_prefill_quantizes_as_the_quantizer_does(
     gpu, heads: int, groups: int, head_dim: int, kv: str, scales: str
 ) -> None:
     """Chunks of odd sizes, contexts of one split and of several, and NaN in one query's row."""
-    from jetrl.precision.quantize_hopper import quantize_rows
+    from jetrl.precision.hopper.quantize import quantize_rows
 
     b = batch(gpu, [200, 1, 65, 2111, 1024], heads, groups, head_dim, kv)
     chunks = [200, 1, 63, 1000, 129]
@@ -359,7 +359,7 @@ def test_decode_runs_in_a_cuda_graph_with_new_lengths(gpu) -> None:
 def test_decode_in_a_cuda_graph_waits_for_the_newest_key(gpu, kv: str) -> None:
     """In a graph older pages are asked for while the kernel in front, which writes the newest keys
     and values, still runs; not the page that they belong to."""
-    rotary = pytest.importorskip("jetrl.kernels.rotary_triton")
+    rotary = pytest.importorskip("jetrl.kernels.rotary_hopper")
     contexts = [1, 2, 63, 64, 65, 66, 127, 128, 129, 192, 193, 700, 1024, 1025, 1089, 1200] * 8
     b = batch(gpu, contexts, 8, 2, 128, kv)
     width = max(map(len, b.tables))
@@ -444,7 +444,7 @@ def test_gradients_of_more_blocks_than_a_grid_is_high(
     gpu, limit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Many copies of one short sequence: each has the gradients of the first alone."""
-    import jetrl.kernels.attention_backward as module
+    import jetrl.kernels.attention.backward as module
 
     monkeypatch.setattr(module, "STORED_DS_BYTES", limit)
     one = batch(gpu, [64], 1, 1, 64, "bf16")
@@ -469,7 +469,7 @@ def test_gradients_do_not_depend_on_how_much_of_ds_is_kept(
     """All of dS at once, one key-value head at a time: the same bits, run after run. None of it: dQ
     from dS computed anew, which rounds the scaled dS where the other rounds the scaled keys, both
     to BF16 (2**-9); dK and dV by the same products, compiled apart."""
-    import jetrl.kernels.attention_backward as module
+    import jetrl.kernels.attention.backward as module
 
     lengths = [500, 1, 63, 129, 300, 1100]
     b = batch(gpu, lengths, 8, 2, 128, kv)
@@ -494,7 +494,7 @@ def test_gradients_do_not_depend_on_how_much_of_ds_is_kept(
 def test_scaled_keys_are_the_product_rounded_once(
     gpu, groups: int, head_dim: int, tokens: int
 ) -> None:
-    from jetrl.kernels.attention_dq import scaled_keys
+    from jetrl.kernels.attention.backward_dq import scaled_keys
 
     codes = batch(gpu, [tokens], groups, groups, head_dim, "fp8").codes
     expected = (codes.k.float() * codes.k_scales[..., None]).bfloat16()

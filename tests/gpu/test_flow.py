@@ -10,11 +10,11 @@ import torch
 from small_models import FAMILIES, config
 
 from jetrl import Policy, RolloutEngine, SamplingParams
-from jetrl.config import load_config
 from jetrl.errors import UserError
 from jetrl.models.attention import PackedKeyValues
 from jetrl.parity import locate, measure, random_prompts, self_check
 from jetrl.precision import PrecisionPlan
+from jetrl.settings.loading import load_config
 from jetrl.training import SftTrainer
 from jetrl.types import Example
 

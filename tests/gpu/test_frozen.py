@@ -9,11 +9,11 @@ import small_models
 import torch
 
 from jetrl.models.families import ModelConfig, parameter_shapes
+from jetrl.models.policy import Policy
+from jetrl.models.scalar_model import ScalarModel
 from jetrl.models.tiny import random_weights
 from jetrl.parity import random_prompts
-from jetrl.policy import Policy
 from jetrl.precision import PrecisionPlan
-from jetrl.scalar_model import ScalarModel
 
 pytestmark = pytest.mark.gpu
 

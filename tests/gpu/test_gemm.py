@@ -37,12 +37,12 @@ ROWS = [
 
 @pytest.fixture(scope="module")
 def gemm():
-    return pytest.importorskip("jetrl.precision.gemm_hopper")
+    return pytest.importorskip("jetrl.precision.hopper.gemm")
 
 
 @pytest.fixture(scope="module")
 def kernels():
-    return pytest.importorskip("jetrl.precision.quantize_hopper")
+    return pytest.importorskip("jetrl.precision.hopper.quantize")
 
 
 def random(rows: int, columns: int, seed: int, std: float = 1.0) -> torch.Tensor:
@@ -151,7 +151,7 @@ def test_wgrad_is_near_the_product_and_the_same_in_both_libraries(
 
 @pytest.mark.parametrize("shape", [(128, 128), (1152, 896)], ids=str)
 def test_a_product_is_added_in_float32(shape) -> None:
-    from jetrl.precision.add_hopper import add_product
+    from jetrl.precision.hopper.add import add_product
 
     product = random(*shape, 4)
     total = torch.randn(*shape, device="cuda")

@@ -9,11 +9,11 @@ import torch
 from small_models import config, scored
 
 from jetrl import Policy, RolloutEngine, SamplingParams
-from jetrl.config import Settings
-from jetrl.device_memory import beside_tensors
+from jetrl.memory.device import beside_tensors
 from jetrl.parity import random_prompts
 from jetrl.precision import PrecisionPlan
 from jetrl.precision.hopper import hopper
+from jetrl.settings.loading import Settings
 from jetrl.training import Trainer
 from jetrl.types import Completion
 

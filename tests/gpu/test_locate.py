@@ -39,7 +39,7 @@ def test_what_mixed_differs_in_first() -> None:
 
 def test_a_fault_of_decode_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """Decode that does not see the newest token's keys."""
-    import jetrl.kernels.attention_gpu as kernels
+    import jetrl.kernels.attention.hopper as kernels
 
     for name in ("attend_decode", "attend_decode_quantized"):
 

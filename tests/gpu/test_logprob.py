@@ -16,7 +16,7 @@ VOCABULARY = [1000, 4096, 151936]
 
 @pytest.fixture(scope="module")
 def kernels():
-    return pytest.importorskip("jetrl.kernels.logprob_triton")
+    return pytest.importorskip("jetrl.kernels.logprob_hopper")
 
 
 def logits_and_chosen(rows: int, vocabulary: int, std: float = 3.0):

@@ -9,16 +9,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from jetrl.config import load_config
-from jetrl.device_memory import beside_tensors
 from jetrl.loop import train
-from jetrl.memory import Load, OtherModels, activations, check_fits, free_bytes
+from jetrl.memory import activations
 from jetrl.memory.activations import MicroBatch
+from jetrl.memory.device import beside_tensors
+from jetrl.memory.fitting import check_fits
+from jetrl.memory.machine import free_bytes
+from jetrl.memory.out_of_memory import release
+from jetrl.memory.plan import Load, OtherModels
 from jetrl.models.families import ModelConfig
-from jetrl.out_of_memory import release
-from jetrl.policy import Policy
+from jetrl.models.policy import Policy
+from jetrl.models.scalar_model import ScalarModel
 from jetrl.precision import PrecisionPlan
-from jetrl.scalar_model import ScalarModel
+from jetrl.settings.loading import load_config
 
 pytestmark = pytest.mark.gpu
 

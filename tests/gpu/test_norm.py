@@ -16,7 +16,7 @@ EPS = 1e-6
 
 @pytest.fixture(scope="module")
 def kernels():
-    return pytest.importorskip("jetrl.kernels.norm_triton")
+    return pytest.importorskip("jetrl.kernels.norm_hopper")
 
 
 def inputs(tokens: int, width: int, std: float = 1.0) -> tuple[torch.Tensor, ...]:

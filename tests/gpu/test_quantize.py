@@ -14,7 +14,7 @@ TOKENS = [1, 63, 129, 1000]
 
 @pytest.fixture(scope="module")
 def kernels():
-    return pytest.importorskip("jetrl.precision.quantize_hopper")
+    return pytest.importorskip("jetrl.precision.hopper.quantize")
 
 
 def assert_same_bits(ours: QTensor, reference: QTensor, case: str = "") -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from jetrl.kernels.attention import quantize_kv
+from jetrl.kernels.attention.reference import quantize_kv
 from jetrl.kernels.norm import rms_norm_ref
 from jetrl.kernels.rotary import rotary, rotary_table
 
@@ -18,7 +18,7 @@ HEADS = [(32, 8, 128), (14, 2, 64), (5, 1, 128)]
 
 @pytest.fixture(scope="module")
 def kernels():
-    return pytest.importorskip("jetrl.kernels.rotary_triton")
+    return pytest.importorskip("jetrl.kernels.rotary_hopper")
 
 
 def inputs(tokens: int, heads: int, groups: int, head_dim: int):
@@ -113,7 +113,7 @@ def test_backward(kernels, heads: int, groups: int, head_dim: int, normed: bool)
     g = torch.Generator().manual_seed(3)
     grads = [torch.randn(x.shape, generator=g).bfloat16() for x in (q, k, v)]
     torch.autograd.backward([turn(q), turn(k), v], [x.double() for x in grads])
-    backward = pytest.importorskip("jetrl.kernels.rotary_backward_triton")
+    backward = pytest.importorskip("jetrl.kernels.rotary_backward_hopper")
     dqkv, dqw, dkw = backward.qk_norm_rotary_backward(
         *(x.cuda() for x in grads), qkv.cuda(), positions.cuda(), table.cuda(),
         tuple(w.cuda() for w in weights) if normed else None, EPS,

@@ -15,15 +15,15 @@ import torch
 from small_models import config, scored
 
 from jetrl import Policy, RolloutEngine, SamplingParams
-from jetrl.config import Settings
 from jetrl.errors import NonFiniteError, OutOfMemoryStop
 from jetrl.models.families import ModelConfig
+from jetrl.models.scalar_model import ScalarModel
 from jetrl.parity import random_prompts
 from jetrl.precision import PrecisionPlan
-from jetrl.scalar_model import ScalarModel
+from jetrl.settings.loading import Settings
 from jetrl.training import Trainer
+from jetrl.training.extras.reward_model import RewardTrainer
 from jetrl.training.first_nonfinite import Watch
-from jetrl.training.reward import RewardTrainer
 from jetrl.types import Sample
 
 pytestmark = pytest.mark.gpu

@@ -13,11 +13,11 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture(scope="module")
 def kernels():
-    return pytest.importorskip("jetrl.kernels.swiglu_triton")
+    return pytest.importorskip("jetrl.kernels.swiglu_hopper")
 
 
 def swiglu_backward_quantize(*args, **kwargs):
-    backward = pytest.importorskip("jetrl.kernels.swiglu_backward_triton")
+    backward = pytest.importorskip("jetrl.kernels.swiglu_backward_hopper")
     return backward.swiglu_backward_quantize(*args, **kwargs)
 
 

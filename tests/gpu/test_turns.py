@@ -12,7 +12,7 @@ from small_models import config
 from jetrl import Policy, RolloutEngine, SamplingParams
 from jetrl.models.tiny import character_tokenizer
 from jetrl.precision import PrecisionPlan
-from jetrl.rollout.turns import Answer
+from jetrl.rollout.multi_turn import Answer
 from jetrl.types import Completion, Turn
 
 pytestmark = pytest.mark.gpu

@@ -127,13 +127,13 @@ def sources_for_meta() -> Iterator[None]:
 
 
 def policy_of(shape: str, plan: str) -> Any:
-    import jetrl.model
+    import jetrl.models.model
     from jetrl.bench.shapes import SHAPES
     from jetrl.models.families import ModelConfig, parameter_shapes
-    from jetrl.policy import Policy
+    from jetrl.models.policy import Policy
     from jetrl.precision import PrecisionPlan
 
-    jetrl.model.check_device = lambda *_: None
+    jetrl.models.model.check_device = lambda *_: None
     config = ModelConfig.from_hf({**SHAPES[shape], "num_hidden_layers": 2})
     weights = {n: torch.empty(s, device=META) for n, s in parameter_shapes(config).items()}
     return Policy(config, PrecisionPlan.preset(plan), weights, META)
@@ -141,9 +141,9 @@ def policy_of(shape: str, plan: str) -> Any:
 
 def rollout(policy: Any) -> None:
     """Decode at several sizes, prompts with and without a last layer of their ends alone."""
-    from jetrl.rollout.cache import PagedCache
     from jetrl.rollout.decode_forward import DecodeBuffers, GraphForwards
-    from jetrl.rollout.key_values import Span
+    from jetrl.rollout.kv_cache import PagedCache
+    from jetrl.rollout.paged_attention import Span
 
     cache = PagedCache(policy.config, policy.plan, 4096, 64, META)
     forwards = object.__new__(GraphForwards)  # no graphs, and no pool of theirs
@@ -179,7 +179,7 @@ def update(policy: Any) -> None:
 
 def long_attention() -> None:
     """Where a backward's dS is too large to be kept."""
-    from jetrl.kernels.attention import attend_packed
+    from jetrl.kernels.attention.reference import attend_packed
 
     for kv in ("fp8", "bf16"):
         with torch.enable_grad():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from jetrl.kernels.attention_layout import (
+from jetrl.kernels.attention.layout import (
     BACKWARD_KEYS,
     BACKWARD_QUERIES,
     TILE_ROWS,

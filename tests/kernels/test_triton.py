@@ -44,7 +44,7 @@ def test_every_kernel_compiles(tmp_path: Path) -> None:
 def test_deep_gemm_without_a_toolkit_says_so(
     home: str | None, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from jetrl.precision import gemm_hopper
+    from jetrl.precision.hopper import gemm
 
     def imported(name: str) -> SimpleNamespace:
         assert name == "deep_gemm"
@@ -52,7 +52,7 @@ def test_deep_gemm_without_a_toolkit_says_so(
             raise AssertionError  # as the package does, without a word
         return SimpleNamespace(find_cuda_home=lambda: home)
 
-    monkeypatch.setattr(gemm_hopper, "deep_gemm_installed", lambda: True)
-    monkeypatch.setattr(gemm_hopper.importlib, "import_module", imported)
+    monkeypatch.setattr(gemm, "deep_gemm_installed", lambda: True)
+    monkeypatch.setattr(gemm.importlib, "import_module", imported)
     with pytest.raises(UserError, match=f"{said}.*set CUDA_HOME.*pip uninstall sgl-deep-gemm"):
-        gemm_hopper._load_deep_gemm()
+        gemm._load_deep_gemm()

@@ -7,10 +7,10 @@ import torch
 
 from jetrl.errors import UserError
 from jetrl.models import hf
+from jetrl.models.policy import Policy
+from jetrl.models.scalar_model import ScalarModel
 from jetrl.models.tiny import make_tiny
-from jetrl.policy import Policy
 from jetrl.precision import PrecisionPlan
-from jetrl.scalar_model import ScalarModel
 
 PLAN = PrecisionPlan.preset("unified")
 

@@ -19,8 +19,8 @@ from jetrl.errors import UserError
 from jetrl.models.families import ModelConfig
 from jetrl.models.hf import read_config, save_model
 from jetrl.models.hf_names import stored_tensors
+from jetrl.models.policy import Policy
 from jetrl.models.tiny import random_weights
-from jetrl.policy import Policy
 from jetrl.precision import PrecisionPlan
 from jetrl.precision.quantize import dequantize, quantize
 

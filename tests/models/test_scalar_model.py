@@ -13,12 +13,12 @@ from transformers import AutoModelForSequenceClassification
 
 from jetrl.errors import UserError
 from jetrl.models.families import ModelConfig, parameter_shapes
+from jetrl.models.policy import Policy
+from jetrl.models.scalar_model import ScalarModel, check_same_tokenizer
 from jetrl.models.tiny import random_weights
 from jetrl.models.tiny_tokenizers import character_tokenizer
-from jetrl.policy import Policy
 from jetrl.precision import PrecisionPlan
 from jetrl.precision.linear import Linear
-from jetrl.scalar_model import ScalarModel, check_same_tokenizer
 
 FAMILIES = {"qwen3": "Qwen3", "qwen2": "Qwen2", "llama": "Llama"}
 

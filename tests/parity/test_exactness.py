@@ -21,7 +21,7 @@ from jetrl.parity import (
 )
 from jetrl.parity import checks as parity_checks
 from jetrl.precision import PrecisionPlan
-from jetrl.rollout.key_values import PagedKeyValues
+from jetrl.rollout.paged_attention import PagedKeyValues
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 64},

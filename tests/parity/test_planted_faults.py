@@ -12,12 +12,12 @@ from torch import Tensor
 
 import jetrl.kernels.sampling as sampling
 import jetrl.rollout.decode_forward as decode_forward
-import jetrl.rollout.key_values as key_values
-import jetrl.rollout.runner as runner
+import jetrl.rollout.paged_attention as key_values
+import jetrl.rollout.prefill as runner
 from jetrl import Policy
 from jetrl.parity import locate, measure
 from jetrl.precision import PrecisionPlan
-from jetrl.rollout.stores import Store
+from jetrl.rollout.kv_stores import KVStore
 
 PROMPTS = [[7] * 70, [3, 1, 4, 1, 5], [9]]
 Patch = pytest.MonkeyPatch
@@ -46,10 +46,12 @@ def wrong(patch: Patch, owner: Any, name: str, change: Callable[..., Any]) -> No
 
 
 def scale_of_stored_values(patch: Patch) -> None:
-    def write(true: Any, store: Store, layer: int, slots: Tensor, codes: Any, scales: Any) -> None:
+    def write(
+        true: Any, store: KVStore, layer: int, slots: Tensor, codes: Any, scales: Any
+    ) -> None:
         true(store, layer, slots, codes, scales * (1 + 2.0**-8) if layer else scales)
 
-    wrong(patch, Store, "write", write)
+    wrong(patch, KVStore, "write", write)
 
 
 def rule_of_stored_values(patch: Patch) -> None:
@@ -147,7 +149,7 @@ def test_nothing_is_found_where_nothing_differs(temperature: float) -> None:
 def test_what_depends_on_the_batch_is_in_no_operation_alone(monkeypatch: Patch) -> None:
     """A page that two samples share and that is not copied before the second one writes."""
     p = Policy.from_config(CONFIG, PrecisionPlan.preset("unified"), seed=0)
-    monkeypatch.setattr(Store, "copy", lambda *_: None)
+    monkeypatch.setattr(KVStore, "copy", lambda *_: None)
     result = measure(p, PROMPTS, samples=3, max_tokens=12)
     assert result.different > 0
     assert locate(p, *result.first_different) is None

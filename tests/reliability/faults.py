@@ -39,19 +39,19 @@ BEFORE, AFTER = "before", "after"
 
 # name: (module, attribute, BEFORE | AFTER | what is done before the kill)
 POINTS: dict[str, tuple[str, str, str | Callable[..., None]]] = {
-    "sampling, before a forward": ("jetrl.rollout.runner", "Runner.forward", BEFORE),
+    "sampling, before a forward": ("jetrl.rollout.prefill", "Runner.forward", BEFORE),
     "sampling, before a draw is taken in": (
         "jetrl.rollout.scheduler",
         "Scheduler.complete",
         BEFORE,
     ),
-    "scoring, while others are sampled": ("jetrl.tasks.scorer", "Scorer.begin", BEFORE),
-    "scoring": ("jetrl.tasks.scorer", "Scorer.finish", BEFORE),
+    "scoring, while others are sampled": ("jetrl.tasks.sandbox.scorer", "Scorer.begin", BEFORE),
+    "scoring": ("jetrl.tasks.sandbox.scorer", "Scorer.finish", BEFORE),
     "before the backward": ("torch", "Tensor.backward", BEFORE),
     "after the backward": ("torch", "Tensor.backward", AFTER),
     "before AdamW": ("torch.optim", "AdamW.step", BEFORE),
     "between AdamW and requantize": ("torch.optim", "AdamW.step", AFTER),
-    "after requantize": ("jetrl.policy", "Policy.requantize", AFTER),
+    "after requantize": ("jetrl.models.policy", "Policy.requantize", AFTER),
     "in the held-out evaluation": ("jetrl.session.session", "evaluate", BEFORE),
     "in a supervised update": ("jetrl.training.sft", "SftTrainer.step", BEFORE),
     "after a supervised update": ("jetrl.training.sft", "SftTrainer.step", AFTER),
@@ -83,7 +83,7 @@ POINTS: dict[str, tuple[str, str, str | Callable[..., None]]] = {
     "making the run directory": ("jetrl.runs.directory", "RunDirectory._make_folder", AFTER),
     "writing its settings": ("jetrl.runs.directory", "write_atomically", AFTER),
     "exporting the model": ("jetrl.models.hf_save", "_publish", BEFORE),
-    "writing the report": ("jetrl.session.opening", "write_report", BEFORE),
+    "writing the report": ("jetrl.session.open", "write_report", BEFORE),
 }
 
 # Points that a start of the program comes by once; the others are met later in a run as well.

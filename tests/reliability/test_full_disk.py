@@ -171,7 +171,7 @@ def test_the_first_error_is_the_one_that_is_said(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(module, "JsonlWriter", Full)
-    monkeypatch.setattr("jetrl.session.opening.write_report", no_report)
+    monkeypatch.setattr("jetrl.session.open.write_report", no_report)
     with pytest.raises(StorageError, match=r"metrics.jsonl could not be written.*--resume"):
         train(settings)
     run = RunDirectory.open(tmp_path / "run")

@@ -17,11 +17,11 @@ import pytest
 from jetrl import train
 from jetrl.cli.main import main as jetrl
 from jetrl.errors import Terminated, TimeLimitReached
-from jetrl.evaluate import Scoring
+from jetrl.rewards.evaluate import Scoring
 from jetrl.runs import RunDirectory
 from jetrl.session import session as verbs
 from jetrl.session import stops as module
-from jetrl.session.stops import Stops
+from jetrl.session.stop_signals import StopSignals
 from jetrl.training import Checkpoints, SftTrainer, Trainer
 from jetrl.training.checkpoint import Snapshot
 
@@ -203,18 +203,18 @@ def test_the_time_limit_leaves_a_checkpoint_and_says_so(
 def test_the_time_limit_counts_what_a_checkpoint_takes_to_write(
     small: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write, check, seen = Checkpoints.write, Stops.check_time, []
+    write, check, seen = Checkpoints.write, StopSignals.check_time, []
 
     def slow(checkpoints: Checkpoints, snapshot: Snapshot) -> Path:
         time.sleep(0.2)
         return write(checkpoints, snapshot)
 
-    def told(stops: Stops, step_s: float, ending_s: float) -> None:
+    def told(stops: StopSignals, step_s: float, ending_s: float) -> None:
         seen.append(ending_s)
         check(stops, step_s, ending_s)
 
     monkeypatch.setattr(Checkpoints, "write", slow)
-    monkeypatch.setattr(Stops, "check_time", told)
+    monkeypatch.setattr(StopSignals, "check_time", told)
     train(small("checkpoint.every=1", "checkpoint.background=false", "loop.steps=2"))
     assert seen[-1] > 0.4, "the last checkpoint and the export"
 
@@ -233,7 +233,7 @@ def test_a_step_that_would_not_fit_is_not_begun(monkeypatch: pytest.MonkeyPatch)
     now = 1000.0
     monkeypatch.setattr(module.time, "monotonic", lambda: now)
     # The attempts before have their own limit; this one took 100 s to load its model.
-    stops, other = (Stops(max_hours=1.0, elapsed_s=7200.0, began=900.0) for _ in "ab")
+    stops, other = (StopSignals(max_hours=1.0, elapsed_s=7200.0, began=900.0) for _ in "ab")
     for took in (800.0, 300.0, 300.0):
         now += took
         stops.check_time(took, 0.0)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from jetrl.models.policy import Policy
 from jetrl.models.tiny import character_tokenizer
-from jetrl.policy import Policy
 from jetrl.precision.plan import PrecisionPlan
 
 TINY = {

@@ -12,8 +12,8 @@ import torch
 from jetrl.errors import UserError
 from jetrl.kernels.decode import take_draws
 from jetrl.models.attention import PackedKeyValues
-from jetrl.rollout.cache import PagedCache
 from jetrl.rollout.engine import RolloutEngine
+from jetrl.rollout.kv_cache import PagedCache
 from jetrl.rollout.sequence import NonFiniteLogits
 from jetrl.types import SamplingParams
 
@@ -141,7 +141,7 @@ class _HostEvent:
 
 
 def test_time_between_steps_is_idle_and_no_prefill(policy, monkeypatch):
-    monkeypatch.setattr("jetrl.rollout.run.mark", _HostEvent)
+    monkeypatch.setattr("jetrl.rollout.generation.mark", _HostEvent)
     monkeypatch.setattr("jetrl.rollout.decode.mark", _HostEvent)
     engine = RolloutEngine(policy, page_size=4, max_prefill_tokens=8)
     params = replace(PARAMS, n=1, max_tokens=1)  # steps over prompts alone
@@ -412,7 +412,7 @@ def test_progress_tells_how_far_it_is(policy):
 
 def test_default_pages_are_what_the_batch_can_use(policy, reference, caplog):
     engine = RolloutEngine(policy, page_size=4, max_batch_size=8)
-    with caplog.at_level("INFO", logger="jetrl.rollout.kept_cache"):
+    with caplog.at_level("INFO", logger="jetrl.rollout.kv_pool"):
         assert engine.generate(PROMPTS, PARAMS) == reference
     assert engine.stats.pages_total == 8 * 9 + 1, (
         "8 sequences of 17 + 20 - 1 tokens, and parked ones"
@@ -430,9 +430,9 @@ def test_default_pages_are_what_the_batch_can_use(policy, reference, caplog):
 def test_little_memory_means_fewer_pages(policy, reference, monkeypatch, caplog):
     page = PagedCache.page_bytes(policy.config, policy.plan, 4)
     free = 4 * 10 * page
-    monkeypatch.setattr("jetrl.rollout.kept_cache.available_bytes", lambda: free)
+    monkeypatch.setattr("jetrl.rollout.kv_pool.available_bytes", lambda: free)
     engine = RolloutEngine(policy, page_size=4)
-    with caplog.at_level("INFO", logger="jetrl.rollout.kept_cache"):
+    with caplog.at_level("INFO", logger="jetrl.rollout.kv_pool"):
         assert engine.generate(PROMPTS, PARAMS) == reference
     assert engine.stats.pages_total == 10
     assert f"MiB of the {free / 2**30:.1f} GiB that were free" in caplog.text

@@ -9,8 +9,8 @@ import torch
 from jetrl.errors import UserError
 from jetrl.models.attention import staged_bytes_per_token
 from jetrl.rollout import kept_cache
-from jetrl.rollout.cache import PagedCache
 from jetrl.rollout.engine import RolloutEngine
+from jetrl.rollout.kv_cache import PagedCache
 from jetrl.types import SamplingParams
 
 PROMPTS = [[5, 6, 7], [9] * 17, [11, 12, 13, 14]]
@@ -67,7 +67,7 @@ def test_the_next_call_goes_on_with_what_there_is(engine, expected, caplog):
         engine.free_cache()
         engine.free_cache()  # nothing is left to give back
         assert not cache.ready
-        with caplog.at_level("INFO", logger="jetrl.rollout.kept_cache"):
+        with caplog.at_level("INFO", logger="jetrl.rollout.kv_pool"):
             assert engine.generate(PROMPTS, PARAMS) == expected
         assert parts(engine) == (cache, decode)
     assert f"its {cache.num_pages} pages again" in caplog.text

@@ -13,7 +13,7 @@ import torch
 
 from jetrl.models.attention import PackedKeyValues
 from jetrl.rollout.engine import RolloutEngine
-from jetrl.rollout.turns import Answer
+from jetrl.rollout.multi_turn import Answer
 from jetrl.types import SamplingParams
 
 PLANS = [

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from jetrl.rollout.blocks import PageAllocator
+from jetrl.rollout.pages import PageAllocator
 from jetrl.rollout.scheduler import Chunk, Scheduler, Step
 from jetrl.rollout.sequence import RunningSequence
 from jetrl.rollout.stopping import StopRules

@@ -9,12 +9,13 @@ import pytest
 import torch
 
 from jetrl.errors import OutOfMemoryStop, UserError
+from jetrl.memory.pages import gpu_pages_room, most_contexts
 from jetrl.models.attention import staged_bytes_per_token
-from jetrl.rollout.cache import PagedCache
 from jetrl.rollout.engine import RolloutEngine
-from jetrl.rollout.kept_cache import KeptCache
-from jetrl.rollout.runner import Runner
-from jetrl.rollout.sizes import RolloutSizes, Sizes, gpu_pages_room, most_contexts
+from jetrl.rollout.kv_cache import PagedCache
+from jetrl.rollout.kv_pool import KVPool
+from jetrl.rollout.prefill import Runner
+from jetrl.rollout.sizes import RolloutSizes, Sizes
 from jetrl.types import SamplingParams
 
 PROMPTS = [[5, 6, 7], [9] * 17, [11, 12, 13, 14], [20], [40, 41, 42, 43, 44, 45, 46, 47]]
@@ -56,7 +57,7 @@ def test_the_call_begins_anew_and_draws_the_same(policy, expected, monkeypatch, 
 
 
 def test_a_cache_that_does_not_fit_is_made_smaller(policy, expected, monkeypatch):
-    import jetrl.rollout.kept_cache as module
+    import jetrl.rollout.kv_pool as module
 
     made, cache = [], module.PagedCache
 
@@ -126,13 +127,13 @@ def test_a_gpu_has_room_for_contexts_beside_the_pages(policy):
         _free_bytes=lambda: 2**20,
     )
     staged = 1000 * staged_bytes_per_token(policy.config, policy.plan)
-    pages = KeptCache._affordable_pages(kept, staged, 1)
+    pages = KVPool._affordable_pages(kept, staged, 1)
     assert pages == (2**20 - 2**20 // 5 - staged) // page
-    without = KeptCache._affordable_pages(kept, 0, 1)
+    without = KVPool._affordable_pages(kept, 0, 1)
     assert 0 < pages < without
     # Pages of one sequence go before contexts of many.
-    assert KeptCache._affordable_pages(kept, 2**20, 5) == 5
-    assert KeptCache._affordable_pages(kept, 2**20, without + 1) == without
+    assert KVPool._affordable_pages(kept, 2**20, 5) == 5
+    assert KVPool._affordable_pages(kept, 2**20, without + 1) == without
 
 
 def test_pages_that_were_given_back_may_take_a_little_more():

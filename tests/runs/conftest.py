@@ -10,8 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from jetrl.config import Settings, load_config
 from jetrl.runs import RunDirectory, eval_metric
+from jetrl.settings.loading import Settings, load_config
 from jetrl.types import Completion, Prompt, Sample, Score, StepStats
 
 PLAN = {

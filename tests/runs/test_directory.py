@@ -9,11 +9,11 @@ import warnings
 
 import pytest
 
-from jetrl.config import load_config
 from jetrl.errors import RunStopped, StorageError, UserError
 from jetrl.runs import RunDirectory
 from jetrl.runs.rollout_records import sample_of
 from jetrl.runs.status import StatusFile
+from jetrl.settings.loading import load_config
 from jetrl.types import StepStats
 
 
@@ -260,7 +260,7 @@ def test_forked_worker_does_not_keep_the_lock(create):
 def test_killed_run_is_interrupted(tmp_path):
     program = f"""
 import os, signal
-from jetrl.config import load_config
+from jetrl.settings.loading import load_config
 from jetrl.runs import RunDirectory
 settings = load_config(None, ["run.dir={tmp_path}", "run.name=demo"])
 run = RunDirectory.create(settings, {{}})

@@ -2,8 +2,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tools.documents.metrics import SYSTEMS, render_metrics_document
 
-from jetrl.documents.metrics import SYSTEMS, render_metrics_document
 from jetrl.runs.metrics import (
     METRICS,
     check_metrics,

@@ -15,10 +15,10 @@ import jetrl.precision.linear as linear
 from jetrl import load_config, train
 from jetrl.cli.main import main
 from jetrl.errors import NonFiniteError, UserError
-from jetrl.reproduction import replay
 from jetrl.runs import RunDirectory, reproducible
 from jetrl.session import Session
-from jetrl.training.critic import Critic
+from jetrl.session.nonfinite import replay
+from jetrl.training.extras.critic import Critic
 from jetrl.training.optimizer import Optimizer
 
 TINY = [
@@ -304,8 +304,8 @@ def test_too_little_memory_costs_time_and_not_tokens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Both sides run out in the first step; the next attempt starts with the sizes found."""
-    from jetrl.policy import Policy
-    from jetrl.rollout.runner import Runner
+    from jetrl.models.policy import Policy
+    from jetrl.rollout.prefill import Runner
 
     plain = train(settings(tmp_path, "loop.steps=1", name="plain"))
     forward, logprobs = Runner.forward, Policy.train_logprobs

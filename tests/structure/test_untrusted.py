@@ -13,7 +13,10 @@ SOURCE = Path(__file__).parents[2] / "src" / "jetrl"
 FILES = sorted(SOURCE.rglob("*.py"))
 
 # The one place that unpickles: a scoring worker, what the scorer that started it sent.
-MAY_UNPICKLE = {"tasks/wire.py": {"pickle.loads"}, "tasks/worker.py": {"pickle.loads"}}
+MAY_UNPICKLE = {
+    "tasks/sandbox/wire.py": {"pickle.loads"},
+    "tasks/sandbox/worker.py": {"pickle.loads"},
+}
 # torch.load and its kind unpickle; safetensors and JSON are what is read instead.
 FORBIDDEN_CALLS = {
     *("pickle.load", "pickle.loads", "pickle.Unpickler", "torch.load", "torch.hub.load"),

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from jetrl.config import load_config, to_toml
 from jetrl.errors import UserError
+from jetrl.settings.loading import load_config, to_toml
 from jetrl.tasks import Scorer, get_task, read_prompts
 
 SUMS = {"name": "arithmetic", "options": {"digits": 1}}

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from jetrl.environment import TaskEnvironment, turns_of
 from jetrl.errors import UserError
+from jetrl.rewards.environment import TaskEnvironment, turns_of
 from jetrl.tasks import Scorer, get_task
 from jetrl.types import Prompt, Turn
 

@@ -10,7 +10,7 @@ import pytest
 
 from jetrl.errors import UserError
 from jetrl.tasks import Scorer
-from jetrl.tasks.wire import (
+from jetrl.tasks.sandbox.wire import (
     MAX_LINE,
     LineBuffer,
     Reply,

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from jetrl.config import load_config
 from jetrl.errors import OutOfMemoryStop, UserError
-from jetrl.policy import Policy
+from jetrl.models.policy import Policy
 from jetrl.precision import PrecisionPlan
+from jetrl.settings.loading import load_config
 from jetrl.training import Trainer, pack
-from jetrl.training.calibration import (
+from jetrl.training.extras.calibration import (
     Bounds,
     ClipCalibration,
     calibrated,

@@ -15,8 +15,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from jetrl.config import Settings
 from jetrl.errors import RunStopped, UserError
+from jetrl.settings.loading import Settings
 from jetrl.training import checkpoint as module
 from jetrl.training import checkpoint_files
 from jetrl.training.checkpoint import Checkpoints
@@ -297,7 +297,7 @@ def test_a_real_write_that_fails(tmp_path):
         from types import SimpleNamespace
         import torch
         from torch import nn
-        from jetrl.config import Settings
+        from jetrl.settings.loading import Settings
         from jetrl.errors import RunStopped
         from jetrl.training import Checkpoints, Optimizer
 

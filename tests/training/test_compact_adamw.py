@@ -10,12 +10,12 @@ import torch
 from one_layer import config
 from torch import nn
 
-from jetrl.config import load_config
 from jetrl.errors import UserError
 from jetrl.kernels.adamw import adamw_, adamw_scalars, state_bytes
-from jetrl.policy import Policy
+from jetrl.models.policy import Policy
 from jetrl.precision.plan import PrecisionPlan
 from jetrl.settings import TrainSettings
+from jetrl.settings.loading import load_config
 from jetrl.training import Checkpoints, SftTrainer, Trainer
 from jetrl.training.optimizer import Optimizer
 from jetrl.types import Example

@@ -9,15 +9,15 @@ import pytest
 import torch
 from one_layer import scalar_config
 
-from jetrl.config import Settings
 from jetrl.errors import NonFiniteError, OutOfMemoryStop, UserError
+from jetrl.memory.out_of_memory import within_memory
 from jetrl.models.families import ModelConfig
+from jetrl.models.scalar_model import ScalarModel
 from jetrl.models.tiny import random_weights
-from jetrl.out_of_memory import within_memory
 from jetrl.precision import PrecisionPlan
-from jetrl.scalar_model import ScalarModel
+from jetrl.settings.loading import Settings
 from jetrl.training import Critic, pack
-from jetrl.training.critic import explained_variance
+from jetrl.training.extras.critic import explained_variance
 from jetrl.training.losses import value_loss
 from jetrl.training.micro_batches import MicroBatch
 

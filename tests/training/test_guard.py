@@ -8,8 +8,8 @@ import sys
 import pytest
 import torch
 
-from jetrl.config import Settings
 from jetrl.errors import NonFiniteError
+from jetrl.settings.loading import Settings
 from jetrl.training import SftTrainer, Trainer
 from jetrl.training.guard import MOST_IN_A_ROW, Guard, NonFiniteUpdate
 from jetrl.types import Example

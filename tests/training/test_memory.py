@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from jetrl.config import Settings
 from jetrl.errors import OutOfMemoryStop
-from jetrl.out_of_memory import is_out_of_memory, within_memory
+from jetrl.memory.out_of_memory import is_out_of_memory, within_memory
+from jetrl.settings.loading import Settings
 from jetrl.training import SftTrainer, Trainer
 from jetrl.training.micro_batches import MicroBatch, MicroBatchSize
 from jetrl.training.packing import pack

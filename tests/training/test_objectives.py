@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-from jetrl.algorithms import ALGORITHMS
 from jetrl.errors import UserError
 from jetrl.settings import AlgorithmSettings
+from jetrl.settings.algorithms import ALGORITHMS
 from jetrl.training.advantages import StepRewards
 from jetrl.training.losses import cross_entropy
 from jetrl.training.objectives import Objective, TokenLoss, Tokens, UpdateSize
@@ -403,13 +403,13 @@ class TestUsers:
     def test_a_record_chooses_the_other_pieces(self, tmp_path):
         file = self.write(
             tmp_path,
-            "from jetrl.algorithms import Algorithm\n"
+            "from jetrl.settings.algorithms import Algorithm\n"
             "mine = Algorithm('mine', '', 'leave_one_out', 'ratio', 'sequence_sum')\n",
         )
         assert objective(name=f"{file}:mine").aggregation == "sequence_sum"
 
     RECORD = (
-        "from jetrl.algorithms import Algorithm\n"
+        "from jetrl.settings.algorithms import Algorithm\n"
         "mine = Algorithm('mine', '', 'leave_one_out', 'clipped_ratio', 'sequence_sum',\n"
         "    options={'clip': 0.1, 'clip_high': 0.3, 'dynamic_sampling': True},\n"
         "    kl_estimator='k2', kl_in='reward', compares_group=False)\n"
@@ -491,7 +491,7 @@ class TestUsers:
     )
     def test_advantages_that_are_none_are_named(self, tmp_path, code, message):
         text = (
-            "import numpy as np\nfrom jetrl.algorithms import Algorithm\n"
+            "import numpy as np\nfrom jetrl.settings.algorithms import Algorithm\n"
             f"def found(step):\n{code}\n"
             "mine = Algorithm('mine', '', found, 'ratio', 'token_mean')\n"
         )

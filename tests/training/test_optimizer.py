@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from jetrl.config import Settings
 from jetrl.errors import UserError
+from jetrl.settings.loading import Settings
 from jetrl.training.optimizer import Optimizer, learning_rate
 
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from jetrl.algorithms import ALGORITHMS
-from jetrl.config import Settings
 from jetrl.errors import MismatchError, RunStopped, UserError
+from jetrl.settings.algorithms import ALGORITHMS
+from jetrl.settings.loading import Settings
 from jetrl.training import SftTrainer, StepMismatchError, Trainer, group_advantages
 from jetrl.types import Example
 

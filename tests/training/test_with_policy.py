@@ -7,9 +7,9 @@ import pytest
 import torch
 from one_layer import config
 
-from jetrl.config import Settings
-from jetrl.policy import Policy
+from jetrl.models.policy import Policy
 from jetrl.precision.plan import PrecisionPlan
+from jetrl.settings.loading import Settings
 from jetrl.training import (
     Checkpoints,
     SftTrainer,

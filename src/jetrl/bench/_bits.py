@@ -9,18 +9,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from jetrl.kernels.logprob_triton import chosen_logprobs, lm_head_logprobs
+from jetrl.kernels.logprob_hopper import chosen_logprobs, lm_head_logprobs
 from jetrl.kernels.norm import rms_norm_ref
-from jetrl.kernels.norm_triton import rms_norm_quantize
-from jetrl.kernels.swiglu_triton import swiglu_forward, swiglu_quantize
-from jetrl.precision.gemm_hopper import Backend, deep_gemm_installed, fp8_matmul_hopper
-from jetrl.precision.quantize import QTensor, quantize
-from jetrl.precision.quantize_hopper import (
+from jetrl.kernels.norm_hopper import rms_norm_quantize
+from jetrl.kernels.swiglu_hopper import swiglu_forward, swiglu_quantize
+from jetrl.precision.hopper.gemm import Backend, deep_gemm_installed, fp8_matmul_hopper
+from jetrl.precision.hopper.quantize import (
     quantize_rows,
     quantize_rows_and_tokens,
     quantize_weight,
     turned_weight,
 )
+from jetrl.precision.quantize import QTensor, quantize
 
 _PARTS = (slice(0, 1), slice(3, 10), slice(5, 69), slice(0, 200))
 _ROWS = 300

@@ -20,13 +20,13 @@ from jetrl.bench._load import Load, make_samples, random_rewards
 from jetrl.bench._timing import Row
 from jetrl.bench.parity import make_policy
 from jetrl.bench.rollout import capture_graphs
-from jetrl.config import Settings, load_config
-from jetrl.device_memory import peak_bytes, reset_peak
 from jetrl.errors import OutOfMemoryStop
-from jetrl.out_of_memory import release
-from jetrl.policy import Policy
+from jetrl.memory.device import peak_bytes, reset_peak
+from jetrl.memory.out_of_memory import release
+from jetrl.models.policy import Policy
 from jetrl.precision.linear import FP8Weight, Linear
 from jetrl.rollout.engine import RolloutEngine
+from jetrl.settings.loading import Settings, load_config
 from jetrl.training import Trainer, pack
 from jetrl.training.forward import batch_logprobs
 from jetrl.training.micro_batches import MicroBatchSize

@@ -25,9 +25,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from triton.testing import do_bench
 
 from jetrl.bench._timing import bench_parser
-from jetrl.kernels.attention import quantize_kv
-from jetrl.kernels.attention_backward import attention_backward
-from jetrl.kernels.attention_gpu import (
+from jetrl.kernels.attention.backward import attention_backward
+from jetrl.kernels.attention.hopper import (
     KeyValueCodes,
     QueryTiles,
     attend_decode,
@@ -35,6 +34,7 @@ from jetrl.kernels.attention_gpu import (
     attend_tiles,
     stage_keys,
 )
+from jetrl.kernels.attention.reference import quantize_kv
 
 HEADS, GROUPS, HEAD_DIM = 32, 8, 128  # Qwen3-8B
 DECODE = [(64, 8192), (8, 8192), (256, 512), (1, 32768)]

@@ -11,10 +11,9 @@ from torch import Tensor
 
 from jetrl.bench._bits import gemms
 from jetrl.bench._timing import Row, report, seconds_in_turn
-from jetrl.precision.add_hopper import add_product
-from jetrl.precision.gemm_hopper import Backend, deep_gemm_installed, fp8_matmul_hopper
-from jetrl.precision.quantize import QTensor
-from jetrl.precision.quantize_hopper import (
+from jetrl.precision.hopper.add import add_product
+from jetrl.precision.hopper.gemm import Backend, deep_gemm_installed, fp8_matmul_hopper
+from jetrl.precision.hopper.quantize import (
     quantize_rows,
     quantize_rows_and_tokens,
     quantize_squares,
@@ -22,6 +21,7 @@ from jetrl.precision.quantize_hopper import (
     quantize_weight,
     turned_weight,
 )
+from jetrl.precision.quantize import QTensor
 
 # (N, K) of Qwen3-8B's linears: qkv, o, gate_up, down
 SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (24576, 4096), "down": (4096, 12288)}

@@ -28,7 +28,7 @@ from jetrl.bench._timing import Row, bench_parser, print_table, watched, write_r
 from jetrl.bench.shapes import SHAPES
 from jetrl.models.attention import PackedKeyValues
 from jetrl.models.decoder import DecoderLayer
-from jetrl.policy import Policy
+from jetrl.models.policy import Policy
 from jetrl.precision.plan import PrecisionPlan
 
 ROWS = {  # name: (plan of the layer, plan of its attention)

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from jetrl.bench._bits import logprobs
 from jetrl.bench._timing import Row, memory_row, report, seconds_eager
-from jetrl.kernels.logprob_triton import chosen_logprobs, lm_head_logprobs
-from jetrl.kernels.sampling_triton import sample
-from jetrl.precision.gemm_hopper import bf16_matmul_hopper
+from jetrl.kernels.logprob_hopper import chosen_logprobs, lm_head_logprobs
+from jetrl.kernels.sampling_hopper import sample
+from jetrl.precision.hopper.gemm import bf16_matmul_hopper
 
 HIDDEN, VOCABULARY = 4096, 151936
 

@@ -9,11 +9,11 @@ import torch
 
 from jetrl.bench._bits import fused
 from jetrl.bench._timing import Row, memory_row, report
-from jetrl.kernels.norm_triton import rms_norm_backward, rms_norm_quantize, rms_norm_squares
-from jetrl.kernels.rotary_backward_triton import qk_norm_rotary_backward
-from jetrl.kernels.rotary_triton import dense_cache, qk_norm_rotary_cache
-from jetrl.kernels.swiglu_backward_triton import swiglu_backward_quantize
-from jetrl.kernels.swiglu_triton import swiglu_quantize
+from jetrl.kernels.norm_hopper import rms_norm_backward, rms_norm_quantize, rms_norm_squares
+from jetrl.kernels.rotary_backward_hopper import qk_norm_rotary_backward
+from jetrl.kernels.rotary_hopper import dense_cache, qk_norm_rotary_cache
+from jetrl.kernels.swiglu_backward_hopper import swiglu_backward_quantize
+from jetrl.kernels.swiglu_hopper import swiglu_quantize
 
 HIDDEN, INTERMEDIATE, HEADS, GROUPS, HEAD_DIM, EPS = 4096, 12288, 32, 8, 128, 1e-6
 

@@ -32,8 +32,8 @@ from jetrl.bench.parity import make_policy
 from jetrl.bench.shapes import SHAPES
 from jetrl.errors import MismatchError
 from jetrl.kernels.adamw import adamw_, adamw_ref_, adamw_scalars, state_bytes
-from jetrl.out_of_memory import release
-from jetrl.policy import Policy
+from jetrl.memory.out_of_memory import release
+from jetrl.models.policy import Policy
 from jetrl.precision.linear import FP8Weight, Linear
 from jetrl.settings import TrainSettings
 from jetrl.training.optimizer import Optimizer

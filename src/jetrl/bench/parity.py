@@ -25,8 +25,8 @@ import torch
 
 from jetrl.bench._timing import bench_parser, versions
 from jetrl.bench.shapes import SHAPES
+from jetrl.models.policy import Policy
 from jetrl.parity import check_policy, failures, located, measure
-from jetrl.policy import Policy
 from jetrl.precision import PrecisionPlan
 
 _TEMPERATURE = 0.6

@@ -25,11 +25,11 @@ from jetrl.bench._timing import Row, bench_parser, print_table, write_results
 from jetrl.bench.parity import make_policy
 from jetrl.bench.rollout import GRPO_MAX, GRPO_MEAN, GRPO_PROMPT, GRPO_SAMPLES
 from jetrl.bench.shapes import SHAPES
-from jetrl.config import load_config
-from jetrl.evaluate import EncodedPrompt
-from jetrl.policy import Policy
+from jetrl.models.policy import Policy
+from jetrl.rewards.evaluate import EncodedPrompt
 from jetrl.rollout.engine import RolloutEngine
-from jetrl.session.carrying import Carrying
+from jetrl.session.partial_rollouts import PartialRollouts
+from jetrl.settings.loading import load_config
 from jetrl.types import Completion, Prompt, SamplingParams
 
 
@@ -45,7 +45,9 @@ def run(policy: Policy, share: float, steps: int, prompts_per_step: int, mean: i
             generator.integers(0, vocabulary, (3 * steps * prompts_per_step, GRPO_PROMPT)).tolist()
         )
     ]
-    carrying = Carrying(load_config("demo", words), policy, encoded, 1, dynamic_sampling=False)
+    partial_rollouts = PartialRollouts(
+        load_config("demo", words), policy, encoded, 1, dynamic_sampling=False
+    )
     sequences = GRPO_SAMPLES * (prompts_per_step + math.ceil(share * prompts_per_step))
     engine = RolloutEngine(policy, max_batch_size=sequences)
     params = SamplingParams(
@@ -54,11 +56,13 @@ def run(policy: Policy, share: float, steps: int, prompts_per_step: int, mean: i
     rows: list[Row] = []
     at = 0
     for step in range(1, steps + 1):
-        count = prompts_per_step + carrying.start_step()
+        count = prompts_per_step + partial_rollouts.start_step()
         drawn, at = encoded[at : at + count], at + count
         began = time.perf_counter()
-        if carrying.on:
-            completions = carrying.sample(engine, drawn, params, step, lambda progress: None)[1]
+        if partial_rollouts.on:
+            completions = partial_rollouts.sample(
+                engine, drawn, params, step, lambda progress: None
+            )[1]
         else:
             completions = engine.generate([list(p.token_ids) for p in drawn], params)
         rows.append(_row(share, step, time.perf_counter() - began, completions, engine))

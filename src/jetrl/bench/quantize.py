@@ -9,7 +9,7 @@ import torch
 
 from jetrl.bench._bits import quantizers
 from jetrl.bench._timing import Row, memory_row, report
-from jetrl.precision.quantize_hopper import (
+from jetrl.precision.hopper.quantize import (
     quantize_rows,
     quantize_rows_and_tokens,
     quantize_squares,

@@ -33,9 +33,9 @@ from jetrl.bench._profile import kernel_rows, totals
 from jetrl.bench._timing import Row, bench_parser, copy_bandwidth, print_table, write_results
 from jetrl.bench.parity import make_policy
 from jetrl.bench.shapes import SHAPES
-from jetrl.device_memory import peak_bytes, reset_peak
+from jetrl.memory.device import peak_bytes, reset_peak
 from jetrl.models.attention import kv_bytes_per_token
-from jetrl.policy import Policy
+from jetrl.models.policy import Policy
 from jetrl.precision.linear import FP8Weight, Linear
 from jetrl.rollout.decode_forward import padded_batch, padded_context
 from jetrl.rollout.engine import RolloutEngine

@@ -48,8 +48,8 @@ from jetrl.bench._timing import (
 )
 from jetrl.bench.shapes import SHAPES
 from jetrl.errors import UserError
-from jetrl.out_of_memory import release
-from jetrl.policy import Policy
+from jetrl.memory.out_of_memory import release
+from jetrl.models.policy import Policy
 
 PARTS = ("rollout", "old_logprobs", "update", "optimizer", "requantize")
 

@@ -188,7 +188,7 @@ def check_exactness() -> list[Check]:
     found = [("exact", check) for check in self_check()]
     if torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0):
         from jetrl.bench.shapes import SHAPES
-        from jetrl.policy import Policy
+        from jetrl.models.policy import Policy
 
         shape = {**SHAPES["qwen3-0.6b"], "num_hidden_layers": 2}
         with said_when_slow():

@@ -25,7 +25,7 @@ from jetrl.errors import UserError
 from jetrl.randomness import derive_seed
 
 if TYPE_CHECKING:
-    from jetrl.evaluate import Evaluation
+    from jetrl.rewards.evaluate import Evaluation
     from jetrl.settings import Settings, TaskSettings
     from jetrl.types import SamplingParams
 
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     wanted = task_settings(args, settings)
 
     from jetrl.cli.opening import open_policy
-    from jetrl.evaluate import evaluate_model
+    from jetrl.rewards.evaluate import evaluate_model
     from jetrl.tasks import Scorer, build_task
 
     task = build_task(wanted)
@@ -90,7 +90,7 @@ def own_settings(args: argparse.Namespace) -> Settings | None:
     Raises:
         UserError: no --task, and MODEL is no run.
     """
-    from jetrl.config import load_config
+    from jetrl.settings.loading import load_config
 
     if args.task is not None:
         return None

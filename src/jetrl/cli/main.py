@@ -16,8 +16,8 @@ import sys
 from collections.abc import Sequence
 
 from jetrl.cli.arguments import HelpFormatter, Parser, tell
-from jetrl.cpu_memory import keep_freed
 from jetrl.errors import RunStopped, Terminated, UserError
+from jetrl.memory.cpu import keep_freed
 
 COMMANDS = {
     "train": "reinforcement learning from a recipe; without one, the demo",

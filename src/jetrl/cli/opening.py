@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-from jetrl.building import choose_device, limit_threads, policy_of_masters
-from jetrl.config import load_config
 from jetrl.errors import UserError
-from jetrl.policy import Policy
+from jetrl.models.policy import Policy
 from jetrl.precision import PrecisionPlan
 from jetrl.runs import RunDirectory
+from jetrl.session.building import choose_device, limit_threads, policy_of_masters
+from jetrl.settings.loading import load_config
 from jetrl.training import Checkpoints
 
 MASTERS = "masters.safetensors"  # of a checkpoint

@@ -21,7 +21,7 @@ from jetrl.cli.arguments import DEVICES, PLANS, table
 from jetrl.errors import NonFiniteError
 
 if TYPE_CHECKING:
-    from jetrl.reproduction import Replay
+    from jetrl.session.nonfinite import Replay
 
 SHOWN = 5
 
@@ -36,8 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from pathlib import Path
 
-    from jetrl.reproduction import replay
     from jetrl.runs.format import visible
+    from jetrl.session.nonfinite import replay
 
     found = replay(Path(args.path), args.plan, args.device)
     print(as_json(found) if args.json else visible(as_text(found), newlines=True))

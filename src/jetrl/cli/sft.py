@@ -33,7 +33,7 @@ from jetrl.cli.train import (
 from jetrl.errors import Terminated, UserError
 
 if TYPE_CHECKING:
-    from jetrl.config import Settings
+    from jetrl.settings.loading import Settings
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _reward(args: argparse.Namespace, settings: Settings) -> int:
-    from jetrl.reward_training import train_reward_model
+    from jetrl.session.reward_training import train_reward_model
 
     try:
         result = train_reward_model(settings, args.out, args.resume)
@@ -108,8 +108,8 @@ def _reward(args: argparse.Namespace, settings: Settings) -> int:
 
 def _preflight(settings: Settings) -> int:
     """Prints a few pairs with the model's scores, what is known of all, then warnings."""
-    from jetrl.reward_training import preflight
     from jetrl.runs.format import number, percent, visible
+    from jetrl.session.reward_training import preflight
 
     found = preflight(settings)
     for pair in found.pairs:

@@ -26,8 +26,8 @@ from jetrl.cli.arguments import table, tell
 from jetrl.errors import Terminated, TimeLimitReached, UserError
 
 if TYPE_CHECKING:
-    from jetrl.config import Settings
     from jetrl.session import RunResult
+    from jetrl.settings.loading import Settings
     from jetrl.types import Prompt, Sample
 
 DEFAULT_RECIPE = "demo"
@@ -35,7 +35,7 @@ _MEANING = 58  # column where a setting's meaning starts
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    from jetrl.config import packaged_recipes
+    from jetrl.settings.loading import packaged_recipes
 
     parser.usage = "jetrl train [RECIPE] [KEY=VALUE ...] [--resume] [--dry-run | --preflight]"
     add_recipe_arguments(parser)
@@ -83,7 +83,7 @@ def recipe_settings(words: Sequence[str], resume: bool = False) -> Settings:
     Raises:
         UserError: as `load_config`; a second word that is not an override.
     """
-    from jetrl.config import load_config
+    from jetrl.settings.loading import load_config
 
     overrides = [word for word in words if "=" in word]
     recipes = [word for word in words if "=" not in word]
@@ -96,7 +96,7 @@ def recipe_settings(words: Sequence[str], resume: bool = False) -> Settings:
 
 def settings_help() -> str:
     """Every setting with type, default and meaning, in columns as wide as the terminal."""
-    from jetrl.config import describe
+    from jetrl.settings.loading import describe
 
     width = max(shutil.get_terminal_size((120, 24)).columns, 100)
     lines = ["settings (type, default, meaning; lengths in tokens, times in seconds):"]
@@ -155,7 +155,7 @@ def say_how_to_go_on(
 
 def run_preflight(settings: Settings) -> int:
     """Prints a few prompts with what the model answers and what that is worth, then warnings."""
-    from jetrl.preflight import preflight
+    from jetrl.session.preflight import preflight
 
     found = preflight(settings)
     for _, samples in itertools.groupby(found.samples, key=lambda sample: sample.group):
@@ -235,11 +235,13 @@ def dry_run(settings: Settings, pairs: bool = False) -> Iterator[str]:
         UserError: with prompts as long as answers the run would not fit on this machine; after what
             comes before it.
     """
-    from jetrl.building import choose_device, model_config
-    from jetrl.config import to_toml
-    from jetrl.memory import Load, OtherModels, check_fits, free_bytes, shown
+    from jetrl.memory.fitting import check_fits, shown
+    from jetrl.memory.machine import free_bytes
+    from jetrl.memory.plan import Load, OtherModels
     from jetrl.precision import PrecisionPlan
-    from jetrl.reward_training import planned_memory
+    from jetrl.session.building import choose_device, model_config
+    from jetrl.session.reward_training import planned_memory
+    from jetrl.settings.loading import to_toml
 
     plan, config = PrecisionPlan.from_settings(settings.precision), model_config(settings)
     yield to_toml(settings)

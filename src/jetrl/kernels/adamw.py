@@ -109,7 +109,7 @@ def adamw_(
         clip: float32 scalar on the device; the gradient is multiplied by it.
     """
     if master.is_cuda:
-        hopper("kernels.adamw_triton").adamw_(master, grad, ratio, root, clip, scalars)
+        hopper("kernels.adamw_hopper").adamw_(master, grad, ratio, root, clip, scalars)
     else:
         adamw_ref_(master, grad, ratio, root, clip, scalars)
 

@@ -89,7 +89,7 @@ class Drawn:
 def next_inputs(state: DecodeState, rows: Tensor, page_size: int) -> DecodeInputs:
     """The inputs of the next forward of rows int64 [B]."""
     if rows.is_cuda:
-        on_gpu: DecodeInputs = hopper("kernels.decode_triton").next_inputs(state, rows, page_size)
+        on_gpu: DecodeInputs = hopper("kernels.decode_hopper").next_inputs(state, rows, page_size)
         return on_gpu
     active = state.active[rows] > 0
     position = torch.where(active, state.position[rows], 0).long()
@@ -115,7 +115,7 @@ def take_draws(
     tokens: int64 [B]. logprobs, lse: float32 [B].
     """
     if rows.is_cuda:
-        hopper("kernels.decode_triton").take_draws(state, rows, tokens, logprobs, lse, out)
+        hopper("kernels.decode_hopper").take_draws(state, rows, tokens, logprobs, lse, out)
         return
     active = state.active[rows] > 0
     finite = torch.isfinite(lse)

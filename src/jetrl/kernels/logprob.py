@@ -53,7 +53,7 @@ def chosen_logprobs(logits: Tensor, chosen: Tensor, temperature: float) -> tuple
     """Log-probs of chosen int64 [R] under softmax(logits [R, V] / temperature), differentiable in
     the logits, and the entropy in nats, which is not. Both float32 [R]."""
     if logits.is_cuda:
-        on_gpu: tuple[Tensor, Tensor] = hopper("kernels.logprob_triton").chosen_logprobs(
+        on_gpu: tuple[Tensor, Tensor] = hopper("kernels.logprob_hopper").chosen_logprobs(
             logits, chosen, temperature
         )
         return on_gpu

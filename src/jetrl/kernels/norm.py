@@ -28,7 +28,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     through that rounding). Result like x.
     """
     if x.is_cuda and x.dtype == torch.bfloat16:
-        y: Tensor = hopper("kernels.norm_triton").rms_norm(x, weight, eps)
+        y: Tensor = hopper("kernels.norm_hopper").rms_norm(x, weight, eps)
     else:
         y = _RMSNorm.apply(x, weight, eps)
     return y

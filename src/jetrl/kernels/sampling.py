@@ -59,7 +59,7 @@ def sample(
     has no draw.
     """
     if logits.is_cuda:
-        on_gpu: tuple[Tensor, Tensor, Tensor] = hopper("kernels.sampling_triton").sample(
+        on_gpu: tuple[Tensor, Tensor, Tensor] = hopper("kernels.sampling_hopper").sample(
             logits, bits, temperature, top_p, top_k, filtered
         )
         return on_gpu

@@ -23,7 +23,7 @@ def swiglu_ref(gate_up: Tensor) -> Tensor:
 def swiglu(gate_up: Tensor) -> Tensor:
     """silu(gate) * up, differentiable. gate_up bfloat16 or float32 [T, 2F] -> [T, F] like it."""
     if gate_up.is_cuda and gate_up.dtype == torch.bfloat16:
-        y: Tensor = hopper("kernels.swiglu_triton").swiglu(gate_up)
+        y: Tensor = hopper("kernels.swiglu_hopper").swiglu(gate_up)
     else:
         y = _SwiGLU.apply(gate_up)
     return y

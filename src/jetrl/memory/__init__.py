@@ -1,19 +1,6 @@
-"""The memory plan: what a run will hold and when, from its settings and config.json alone, before
-anything is loaded; and whether it fits."""
+"""What a run holds in memory: planned before anything is loaded, measured while it runs.
 
-from jetrl.memory.fitting import Fitted, check_fits, shown
-from jetrl.memory.machine import free_bytes
-from jetrl.memory.plan import GIB, Load, MemoryPlan, OtherModels, Row, memory_plan
-
-__all__ = [
-    "GIB",
-    "Fitted",
-    "Load",
-    "MemoryPlan",
-    "OtherModels",
-    "Row",
-    "check_fits",
-    "free_bytes",
-    "memory_plan",
-    "shown",
-]
+Import the module that has the name: `plan` (bytes of each thing at each moment), `fitting` (whether
+a run fits, and what would make it fit), `pages` (what KV pages may take), `cpu` and `device` (what
+there is and what is held), `out_of_memory` (telling that error from others, and trying again).
+"""

@@ -1,6 +1,6 @@
 """Bytes of activations: what a forward with gradients keeps, and what comes on top while it runs.
 
-Counted from the sizes of models/layer_hopper and kernels/logprob_triton, whose names are used
+Counted from the sizes of models/layer_hopper and kernels/logprob_hopper, whose names are used
 here; tests/gpu/test_memory.py compares. The CPU's references keep a little more.
 
 Shapes: T tokens, D hidden size, H query heads, G key-value heads, d head size, F intermediate size,
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from jetrl.kernels.attention_layout import (
+from jetrl.kernels.attention.layout import (
     BACKWARD_KEYS,
     BACKWARD_QUERIES,
     DS_TILE_BYTES,

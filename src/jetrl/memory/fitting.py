@@ -6,10 +6,10 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from jetrl.config import Settings, as_override
 from jetrl.errors import UserError
 from jetrl.memory.plan import GIB, Load, MemoryPlan, OtherModels, memory_plan
 from jetrl.models.families import ModelConfig
+from jetrl.settings.loading import Settings, as_override
 
 STEP = 1024  # tokens: micro-batches are planned in multiples of it
 # What the plan leaves out: the code of kernels (0.2 GiB), and holes between allocations.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from jetrl.cpu_memory import available_bytes
+from jetrl.memory.cpu import available_bytes
 
 
 def free_bytes(device: str | torch.device) -> int | None:

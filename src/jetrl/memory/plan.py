@@ -18,15 +18,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from jetrl.config import Settings
 from jetrl.memory import activations
 from jetrl.memory.activations import MicroBatch
+from jetrl.memory.pages import gpu_pages_room, most_contexts
 from jetrl.memory.weights import frozen_bytes, optimizer_bytes, working_bytes
 from jetrl.models import hf
 from jetrl.models.attention import kv_bytes_per_token, staged_bytes_per_token
 from jetrl.models.families import ModelConfig, num_parameters
 from jetrl.precision.plan import PrecisionPlan
-from jetrl.rollout.sizes import gpu_pages_room, most_contexts
+from jetrl.settings.loading import Settings
 
 Moment = Literal["rollout", "reward", "reference", "backward", "optimizer", "critic"]
 MOMENTS: tuple[Moment, ...] = (

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-from jetrl.config import Settings
 from jetrl.kernels.adamw import state_bytes
 from jetrl.models.families import ModelConfig, parameter_shapes
 from jetrl.precision.plan import FP8_BLOCK, PrecisionPlan
+from jetrl.settings.loading import Settings
 
 
 def optimizer_bytes(settings: Settings, config: ModelConfig) -> int:

@@ -16,7 +16,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from jetrl.kernels.attention import attend_packed, packed_tiles, quantize_kv, stored_values
+from jetrl.kernels.attention.reference import (
+    attend_packed,
+    packed_tiles,
+    quantize_kv,
+    stored_values,
+)
 from jetrl.kernels.rotary import rotary
 from jetrl.models.families import ModelConfig
 from jetrl.models.norm import RMSNorm

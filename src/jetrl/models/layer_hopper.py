@@ -25,25 +25,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jetrl.kernels.attention_backward import attention_backward
-from jetrl.kernels.attention_forward import attend_tiles
-from jetrl.kernels.attention_gpu import stored_values
-from jetrl.kernels.attention_layout import KeyValueCodes, QueryTiles
-from jetrl.kernels.attention_library import (
+from jetrl.kernels.attention.backward import attention_backward
+from jetrl.kernels.attention.cudnn import (
     attend_equal_lengths,
     attend_equal_lengths_backward,
 )
-from jetrl.kernels.attention_stage import stage_keys
-from jetrl.kernels.norm_triton import (
+from jetrl.kernels.attention.forward import attend_tiles
+from jetrl.kernels.attention.hopper import stored_values
+from jetrl.kernels.attention.layout import KeyValueCodes, QueryTiles
+from jetrl.kernels.attention.stage import stage_keys
+from jetrl.kernels.norm_hopper import (
     rms_norm_backward,
     rms_norm_forward,
     rms_norm_quantize,
     rms_norm_squares,
 )
-from jetrl.kernels.rotary_backward_triton import qk_norm_rotary_backward
-from jetrl.kernels.rotary_triton import dense_cache, qk_norm_rotary_cache
-from jetrl.kernels.swiglu_backward_triton import swiglu_backward_quantize
-from jetrl.kernels.swiglu_triton import swiglu_backward, swiglu_forward, swiglu_quantize
+from jetrl.kernels.rotary_backward_hopper import qk_norm_rotary_backward
+from jetrl.kernels.rotary_hopper import dense_cache, qk_norm_rotary_cache
+from jetrl.kernels.swiglu_backward_hopper import swiglu_backward_quantize
+from jetrl.kernels.swiglu_hopper import swiglu_backward, swiglu_forward, swiglu_quantize
 from jetrl.models.attention import Rotary, Trace, values_of
 from jetrl.models.norm import RMSNorm
 from jetrl.precision.linear import (

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from jetrl.errors import MismatchError
-from jetrl.kernels.attention import attend_packed
+from jetrl.kernels.attention.reference import attend_packed
 from jetrl.kernels.logprob import chosen_logprobs
 from jetrl.kernels.norm import rms_norm
 from jetrl.kernels.swiglu import swiglu
+from jetrl.models.policy import Policy
 from jetrl.parity.locating import located
 from jetrl.parity.measuring import ParityResult, measure
-from jetrl.policy import Policy
 from jetrl.precision import PrecisionPlan, quantize
 from jetrl.precision.gemm import bf16_matmul, fp8_matmul
 from jetrl.precision.linear import Linear

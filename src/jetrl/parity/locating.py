@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from jetrl.kernels.logprob import chosen_logprobs
-from jetrl.policy import Policy
-from jetrl.rollout.blocks import PageAllocator
-from jetrl.rollout.cache import PagedCache
+from jetrl.models.policy import Policy
 from jetrl.rollout.decode import DecodeBatch
-from jetrl.rollout.runner import Runner
-from jetrl.rollout.sampler import draw_tokens
+from jetrl.rollout.kv_cache import PagedCache
+from jetrl.rollout.pages import PageAllocator
+from jetrl.rollout.prefill import Runner
+from jetrl.rollout.prefill_draws import draw_tokens
 from jetrl.rollout.scheduler import Scheduler
 from jetrl.rollout.sequence import RunningSequence
 from jetrl.rollout.stopping import StopRules

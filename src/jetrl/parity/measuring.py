@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from jetrl.errors import UserError
-from jetrl.policy import Policy
+from jetrl.models.policy import Policy
 from jetrl.randomness import derive_seed
 from jetrl.rollout.engine import ProgressCallback, RolloutEngine
 from jetrl.settings import AlgorithmSettings

@@ -63,7 +63,7 @@ def exact_matmul(a: Tensor, b: Tensor) -> Tensor:
 
 def sum_of_squares(x: Tensor) -> Tensor:
     """float64 [..., 1]: sum of x**2 along the last dimension, on the grid of `exact_matmul`; of
-    bfloat16 on one of 19 bits, whose integers a GPU adds (`kernels.norm_triton`)."""
+    bfloat16 on one of 19 bits, whose integers a GPU adds (`kernels.norm_hopper`)."""
     bits = _factor_bits(x.shape[-1])
     if x.dtype == torch.bfloat16:
         bits = min(bits, _SQUARES_BITS)

@@ -31,7 +31,7 @@ def fp8_matmul(a: QTensor, b: QTensor, out_dtype: torch.dtype = torch.bfloat16) 
         ValueError: shapes that do not match, or groups other than these.
     """
     if a.codes.is_cuda:
-        on_gpu: Tensor = hopper("precision.gemm_hopper").fp8_matmul_hopper(a, b, out_dtype)
+        on_gpu: Tensor = hopper("precision.hopper.gemm").fp8_matmul_hopper(a, b, out_dtype)
         return on_gpu
     if a.shape[-1] != b.shape[-1] or a.codes.dim() != 2 or b.codes.dim() != 2:
         raise ValueError(f"fp8_matmul: [M, K] and [N, K], not {a.shape} and {b.shape}")
@@ -53,7 +53,7 @@ def bf16_matmul(
     """BF16 a [M, K] @ b [N, K]^T -> out_dtype [M, N]; batch-invariant (precision/exact). exact:
     False leaves a GPU's library free to choose what is fastest for the number of rows."""
     if a.is_cuda:
-        kernels = hopper("precision.gemm_hopper")
+        kernels = hopper("precision.hopper.gemm")
         function = kernels.bf16_matmul_hopper if exact else kernels.bf16_matmul_free
         on_gpu: Tensor = function(a, b, out_dtype)
         return on_gpu

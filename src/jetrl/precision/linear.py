@@ -39,7 +39,7 @@ class FP8Weight:
         order, so there they are turned when asked for and live for one product: kept, they would
         take as much memory as the weights."""
         if self.direct.codes.is_cuda:
-            turned: QTensor = hopper("precision.quantize_hopper").turned_weight(self.direct)
+            turned: QTensor = hopper("precision.hopper.quantize").turned_weight(self.direct)
             return turned
         return self.direct.mT
 
@@ -60,7 +60,7 @@ def working_copy(
         return into.copy_(weight) if isinstance(into, Tensor) else weight.bfloat16()
     if weight.is_cuda:
         before = into.direct if isinstance(into, FP8Weight) else None
-        kernel = hopper("precision.quantize_hopper").quantize_weight
+        kernel = hopper("precision.hopper.quantize").quantize_weight
         return FP8Weight(kernel(weight, scales=plan.scales, out=before))
     return FP8Weight(quantize(weight, (FP8_BLOCK, FP8_BLOCK), scales=plan.scales))
 
@@ -77,7 +77,7 @@ class OutputGradient:
 def quantize_input(x: Tensor, plan: PrecisionPlan) -> QTensor:
     """X [T, K] as FProp reads it: groups of 1 x 128."""
     if x.is_cuda:
-        on_gpu: QTensor = hopper("precision.quantize_hopper").quantize_rows(x, "e4m3", plan.scales)
+        on_gpu: QTensor = hopper("precision.hopper.quantize").quantize_rows(x, "e4m3", plan.scales)
         return on_gpu
     return quantize(x, (1, FP8_BLOCK), "e4m3", plan.scales)
 
@@ -85,7 +85,7 @@ def quantize_input(x: Tensor, plan: PrecisionPlan) -> QTensor:
 def quantize_for_wgrad(x: Tensor, plan: PrecisionPlan) -> QTensor:
     """X [T, K] as WGrad reads it: groups of 128 x 128; on a GPU with zeros up to whole groups."""
     if x.is_cuda:
-        on_gpu: QTensor = hopper("precision.quantize_hopper").quantize_squares(x, plan.scales)
+        on_gpu: QTensor = hopper("precision.hopper.quantize").quantize_squares(x, plan.scales)
         return on_gpu
     return quantize(x, (FP8_BLOCK, FP8_BLOCK), "e4m3", plan.scales)
 
@@ -96,7 +96,7 @@ def quantize_output_gradient(dy: Tensor, weight: Operand, plan: PrecisionPlan) -
     if not isinstance(weight, FP8Weight) or format == "bf16":
         return OutputGradient(dy, dy)
     if dy.is_cuda:
-        kernels = hopper("precision.quantize_hopper")
+        kernels = hopper("precision.hopper.quantize")
         return OutputGradient(*kernels.quantize_rows_and_tokens(dy, format, plan.scales))
     rows = quantize(dy, (1, FP8_BLOCK), format, plan.scales)
     return OutputGradient(rows, quantize(dy, (FP8_BLOCK, 1), format, plan.scales))
@@ -235,7 +235,7 @@ def wgrad(dy: OutputGradient, x: GEMMInput, master: Tensor) -> Tensor | None:
 def _add_product(product: Tensor, total: Tensor | None) -> Tensor:
     """total + product, in place; FP32 [N, K] of a BF16 product."""
     if product.is_cuda:
-        on_gpu: Tensor = hopper("precision.add_hopper").add_product(product, total)
+        on_gpu: Tensor = hopper("precision.hopper.add").add_product(product, total)
         return on_gpu
     return product.float() if total is None else total.add_(product)
 

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 import torch
 
 from jetrl.kernels.decode import MAX_STOP_IDS
-from jetrl.policy import Policy
-from jetrl.rollout.cache import PagedCache
+from jetrl.models.policy import Policy
 from jetrl.rollout.decode_forward import DecodeBuffers, EagerForwards, GraphForwards
-from jetrl.rollout.in_flight import InFlight, mark, to_device, to_host
+from jetrl.rollout.kv_cache import PagedCache
+from jetrl.rollout.launched_step import LaunchedStep, mark, to_device, to_host
 from jetrl.rollout.scheduler import Step
 from jetrl.rollout.sequence import RunningSequence
 from jetrl.types import SamplingParams
@@ -89,7 +89,7 @@ class DecodeBatch:
             if resident is not None:
                 self._free.append(resident.slot)
 
-    def launch(self, step: Step, sequences: Sequence[RunningSequence]) -> InFlight:
+    def launch(self, step: Step, sequences: Sequence[RunningSequence]) -> LaunchedStep:
         """Start a decode step, after its page copies. Does not wait for the device."""
         assert step.decodes, "a step over prompts is the runner's"
         assert step.repeats <= MAX_REPEATS, f"{step.repeats} forwards in one step"
@@ -102,7 +102,7 @@ class DecodeBatch:
         for _ in range(step.repeats):
             self._forwards.run(len(step.chunks), longest, self._filtered)
         tokens, logprobs = to_host(out.tokens), to_host(out.logprobs)
-        return InFlight(step, tokens, logprobs, began, mark(self._device))
+        return LaunchedStep(step, tokens, logprobs, began, mark(self._device))
 
     def _place(self, step: Step, sequences: Sequence[RunningSequence]) -> None:
         """Make the step's sequences rows 0 to B, with all that the device does not know of them."""

@@ -17,12 +17,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from jetrl.device_memory import Held
 from jetrl.kernels.decode import DecodeState, Drawn, next_inputs, take_draws
 from jetrl.kernels.sampling import sample
-from jetrl.policy import Policy
-from jetrl.rollout.cache import PagedCache
-from jetrl.rollout.key_values import DecodeWork, Span
+from jetrl.memory.device import DeviceBytes
+from jetrl.models.policy import Policy
+from jetrl.rollout.kv_cache import PagedCache
+from jetrl.rollout.paged_attention import DecodeWork, Span
 
 logger = logging.getLogger(__name__)
 
@@ -135,7 +135,7 @@ class GraphForwards:
         self._longest = buffers.tables.shape[1] * cache.page_size
         self._graphs: dict[tuple[int, int, bool], torch.cuda.CUDAGraph] = {}
         self._pool = torch.cuda.MemPool()  # what the forwards work in
-        self._held = Held(buffers.rows.device)
+        self._held = DeviceBytes(buffers.rows.device)
         self.capture_s = 0.0
 
     @property

@@ -12,19 +12,19 @@ from collections.abc import Callable, Sequence
 
 from jetrl.errors import UserError
 from jetrl.kernels.decode import MAX_ROWS
-from jetrl.out_of_memory import within_memory
-from jetrl.policy import Policy
-from jetrl.rollout.blocks import PageAllocator
+from jetrl.memory.out_of_memory import within_memory
+from jetrl.models.policy import Policy
+from jetrl.rollout.generation import ProgressCallback, RolloutRun
 from jetrl.rollout.inputs import encode_prompts, make_groups, resumed_groups, text_decoder
-from jetrl.rollout.kept_cache import KeptCache
+from jetrl.rollout.kv_pool import KVPool
+from jetrl.rollout.multi_turn import Environment, MultiTurn
+from jetrl.rollout.pages import PageAllocator
 from jetrl.rollout.partial import Partial, left_over, versions_of
+from jetrl.rollout.prefill import Runner
 from jetrl.rollout.progress import RolloutStats
-from jetrl.rollout.run import ProgressCallback, RolloutRun
-from jetrl.rollout.runner import Runner
 from jetrl.rollout.scheduler import Scheduler
 from jetrl.rollout.sequence import NonFiniteLogits, RunningSequence
 from jetrl.rollout.sizes import RolloutSizes, Sizes
-from jetrl.rollout.turns import Dialogues, Environment
 from jetrl.types import Completion, Prompt, SamplingParams, Unfinished
 
 logger = logging.getLogger(__name__)
@@ -86,7 +86,7 @@ class RolloutEngine:
         self.sizes = RolloutSizes(Sizes(max_batch_size, max_prefill_tokens, num_pages))
         self.page_size = page_size
         self.max_model_len = max_model_len or context
-        self._kept = KeptCache(policy, self.sizes, num_pages, page_size, self.max_model_len)
+        self._kept = KVPool(policy, self.sizes, num_pages, page_size, self.max_model_len)
         self._repeats, self._ahead = (_GPU_REPEATS, _GPU_AHEAD) if on_gpu else (1, 0)
         self._scheduler: Scheduler | None = None
         self._stats = RolloutStats()
@@ -206,7 +206,7 @@ class RolloutEngine:
         scheduler = Scheduler(groups, allocator, self.max_batch_size, max_prefill)
         dialogues = None
         if environment is not None and max_turns > 1:
-            dialogues = Dialogues(self.policy, environment, scheduler)
+            dialogues = MultiTurn(self.policy, environment, scheduler)
         version = 0 if partial is None else partial.version
         complete = self._completer(version) if dialogues is None else dialogues.completion
         done: dict[int, Completion] = {}

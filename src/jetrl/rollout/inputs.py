@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 
 from jetrl.errors import UserError
 from jetrl.models import chat, hf
-from jetrl.policy import Policy
+from jetrl.models.policy import Policy
 from jetrl.rollout.sequence import RunningSequence, resumed_key, sequence_keys
 from jetrl.rollout.stopping import Decode, StopRules
 from jetrl.types import Prompt, SamplingParams, Unfinished

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jetrl.device_memory import Held
 from jetrl.errors import UserError
-from jetrl.out_of_memory import release
+from jetrl.memory.device import DeviceBytes
+from jetrl.memory.out_of_memory import release
 
 try:
     from cuda.bindings import driver
@@ -59,7 +59,7 @@ class MappedMemory:
         size = -(-num_bytes // unit) * unit
         address = int(_checked(driver.cuMemAddressReserve(size, 0, 0, 0)))
         self._range = _Range(address, size, device)
-        self._held = Held(device)
+        self._held = DeviceBytes(device)
         # Not at exit: the process gives everything back, and the driver may be gone before.
         weakref.finalize(self, _give_up, self._range).atexit = False
 

@@ -38,9 +38,9 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jetrl.rollout.blocks import PageAllocator
+from jetrl.memory.pages import CONTEXT_TOKENS
+from jetrl.rollout.pages import PageAllocator
 from jetrl.rollout.sequence import RunningSequence
-from jetrl.rollout.sizes import CONTEXT_TOKENS
 
 
 @dataclass(frozen=True)

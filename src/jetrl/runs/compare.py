@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jetrl.config import as_override
 from jetrl.errors import UserError
 from jetrl.runs.directory import RunDirectory, settings_that_differ
 from jetrl.runs.format import count, duration, number
@@ -17,6 +16,7 @@ from jetrl.runs.history import history_of
 from jetrl.runs.jsonl import Record
 from jetrl.runs.metrics import find_metric, reproducible
 from jetrl.runs.overview import labels, mismatch_text, value_text
+from jetrl.settings.loading import as_override
 
 # Means over the last tenth of the steps, and medians of all.
 _REACHED = ("reward/mean", "response_length/mean", "policy/entropy")

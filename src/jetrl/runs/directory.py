@@ -29,7 +29,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
-from jetrl.config import Settings, to_toml
 from jetrl.errors import UserError
 from jetrl.runs.attempts import Attempt, RunLock, attempt_logged, read_attempts, run_state
 from jetrl.runs.history import RunHistory, history_of
@@ -45,6 +44,7 @@ from jetrl.runs.jsonl import (
 from jetrl.runs.metrics import check_metrics
 from jetrl.runs.rollout_records import FIELDS, is_whole, record_of
 from jetrl.runs.storing import storing
+from jetrl.settings.loading import Settings, to_toml
 from jetrl.types import Sample, StepStats
 
 Phase = Literal["sft", "rl"]

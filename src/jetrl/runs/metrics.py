@@ -3,7 +3,7 @@
 A name that is not here is refused when it is written, so a plot, a comparison or a user's script
 never has to guess. Two families have a free part in the middle: `eval/<task>/...` and
 `reward/part/<name>`; `eval_metric` and `part_metric` make those names from whatever a task is
-called. docs/metrics.md is made from it (jetrl.documents).
+called. docs/metrics.md is made from it (tools.documents).
 """
 
 from __future__ import annotations

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jetrl.config import Settings
 from jetrl.errors import UserError
 from jetrl.runs.anomalies import Anomalies
 from jetrl.runs.attempts import Attempt
@@ -34,6 +33,7 @@ from jetrl.runs.report_page import (
     tile,
 )
 from jetrl.runs.rollout_records import prompt_text
+from jetrl.settings.loading import Settings
 
 MAX_PROMPT, MAX_COMPLETION = 1200, 2400
 DEFAULT_SAMPLES = 8

@@ -7,7 +7,7 @@ updates before the first step.  measured: times, speeds, memory.  ending: the la
 exported model.  session: the verbs.
 """
 
-from jetrl.session.ending import RunResult
+from jetrl.session.finish import RunResult
 from jetrl.session.session import Session
 
 __all__ = ["RunResult", "Session"]

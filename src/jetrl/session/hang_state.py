@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from jetrl.device_memory import beside_tensors
-from jetrl.policy import Policy
+from jetrl.memory.device import beside_tensors
+from jetrl.models.policy import Policy
 from jetrl.rollout.engine import RolloutEngine
 from jetrl.rollout.sequence import RunningSequence
 

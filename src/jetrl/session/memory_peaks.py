@@ -8,8 +8,9 @@ from collections.abc import Callable
 
 import torch
 
-from jetrl.device_memory import peak_bytes, reset_peak
-from jetrl.memory import GIB, Fitted, shown
+from jetrl.memory.device import peak_bytes, reset_peak
+from jetrl.memory.fitting import Fitted, shown
+from jetrl.memory.plan import GIB
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from typing import Protocol
 
-from jetrl.out_of_memory import explained
+from jetrl.memory.out_of_memory import explained
 
 _ADVICE = "`jetrl train --dry-run` prints what is held and when. The last checkpoint is good"
 

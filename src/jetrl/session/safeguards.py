@@ -13,14 +13,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from jetrl.errors import NonFiniteError
-from jetrl.model import Model
-from jetrl.out_of_memory import is_out_of_memory
-from jetrl.reproduction import Facts, Kind, forward_again, keep
+from jetrl.memory.out_of_memory import is_out_of_memory
+from jetrl.models.model import Model
 from jetrl.rollout.sequence import NonFiniteLogits
 from jetrl.runs.anomalies import Anomalies
-from jetrl.session.opening import Parts
-from jetrl.session.saved import Saved
-from jetrl.training.critic import LR
+from jetrl.session.checkpoints import RunCheckpoints
+from jetrl.session.nonfinite import Facts, Kind, forward_again, keep
+from jetrl.session.open import RunContext
+from jetrl.training.extras.critic import LR
 from jetrl.training.first_nonfinite import watch
 from jetrl.training.guard import Guard, NonFiniteUpdate
 from jetrl.training.micro_batches import MicroBatchSize
@@ -50,8 +50,8 @@ class Safeguards:
 
     def __init__(
         self,
-        parts: Parts,
-        saved: Saved,
+        parts: RunContext,
+        saved: RunCheckpoints,
         note: Callable[[str], None],
         beat: Callable[[], None],
     ) -> None:

@@ -16,35 +16,35 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from jetrl.building import build_critic, build_reference
-from jetrl.config import Settings
 from jetrl.errors import MismatchError, RunStopped
-from jetrl.evaluate import (
+from jetrl.parity import check_correction, located
+from jetrl.randomness import derive_seed
+from jetrl.rewards.evaluate import (
     EncodedPrompt,
     Evaluation,
     Scoring,
     evaluate,
     sample_prompts,
 )
-from jetrl.parity import check_correction, located
-from jetrl.randomness import derive_seed
 from jetrl.rollout.progress import Progress
 from jetrl.runs import Learning
-from jetrl.session.carrying import Carrying
+from jetrl.session.building import build_critic, build_reference
+from jetrl.session.checkpoints import RunCheckpoints
 from jetrl.session.display import Display
-from jetrl.session.drawing import Drawing
 from jetrl.session.dynamic_sampling import Refilled, refill
-from jetrl.session.ending import Ending, RunResult
+from jetrl.session.finish import Ending, RunResult
 from jetrl.session.hang_state import hang_state
 from jetrl.session.measured import measured
 from jetrl.session.memory_peaks import MemoryPeaks, size_notes, tell_plan
-from jetrl.session.opening import open_observers, open_parts
+from jetrl.session.open import open_observers, open_parts
+from jetrl.session.partial_rollouts import PartialRollouts
 from jetrl.session.phases import Phases
+from jetrl.session.prompt_order import PromptOrder
 from jetrl.session.safeguards import Safeguards
-from jetrl.session.saved import Saved
-from jetrl.session.stops import Stops
+from jetrl.session.step_metrics import eval_metrics, sample_metrics
+from jetrl.session.stop_signals import StopSignals
 from jetrl.session.warm_up import warm_up
-from jetrl.step_metrics import eval_metrics, sample_metrics
+from jetrl.settings.loading import Settings
 from jetrl.training import Critic, StepMismatchError, Trainer
 from jetrl.types import Completion, Sample, SamplingParams, StepStats
 
@@ -84,7 +84,7 @@ class Session:
         check_correction(settings.algorithm, self.parts.policy)
         self.run = self.parts.run
         before = self.run.history().elapsed_s
-        self.stops = Stops(settings.run.max_hours, before, self._began)
+        self.stops = StopSignals(settings.run.max_hours, before, self._began)
         self.display = Display(settings.loop.steps, lambda: self.stops.elapsed_s)
         self.phases = Phases()
         self.memory_peaks = MemoryPeaks(self.parts.policy.device)
@@ -92,10 +92,10 @@ class Session:
         state = lambda: hang_state(parts.engine, parts.policy)  # noqa: E731
         self.phases.observers += [self.display, self.memory_peaks]
         self.phases.observers += open_observers(settings, self.run, stack, state)
-        self.saved = Saved(self.run, settings)
-        self.drawing = Drawing(settings, self.parts.prompts, self.parts.task.weights)
+        self.saved = RunCheckpoints(self.run, settings)
+        self.drawing = PromptOrder(settings, self.parts.prompts, self.parts.task.weights)
         self.saved.register("prompts", self.drawing)
-        self.carrying = Carrying(
+        self.carrying = PartialRollouts(
             settings,
             self.parts.policy,
             self.parts.prompts,
@@ -358,8 +358,8 @@ class Session:
             self.phases.timings[phase] += before[phase]
         return samples
 
-    def _other_order(self, use: str) -> Drawing:
-        return Drawing(self.settings, self.parts.prompts, self.parts.task.weights, use)
+    def _other_order(self, use: str) -> PromptOrder:
+        return PromptOrder(self.settings, self.parts.prompts, self.parts.task.weights, use)
 
     def _held_out(self) -> Evaluation:
         settings = self.settings.eval

@@ -4,27 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from jetrl.config import Settings
 from jetrl.errors import TimeLimitReached
+from jetrl.session.checkpoints import RunCheckpoints
 from jetrl.session.display import Display
-from jetrl.session.drawing import Drawing
 from jetrl.session.memory_peaks import size_notes
-from jetrl.session.opening import Parts
+from jetrl.session.open import RunContext
 from jetrl.session.phases import Phases
+from jetrl.session.prompt_order import PromptOrder
 from jetrl.session.safeguards import Safeguards
-from jetrl.session.saved import Saved
-from jetrl.session.stops import Stops
+from jetrl.session.stop_signals import StopSignals
 from jetrl.session.worked_answers import worked_answer
+from jetrl.settings.loading import Settings
 from jetrl.training import SftTrainer
 from jetrl.types import Example, StepStats
 
 
 def warm_up(
-    parts: Parts,
+    parts: RunContext,
     display: Display,
     phases: Phases,
-    stops: Stops,
-    saved: Saved,
+    stops: StopSignals,
+    saved: RunCheckpoints,
     safeguards: Safeguards,
     held_out: Callable[[], float],
 ) -> None:
@@ -46,7 +46,7 @@ def warm_up(
     display.open_warm_up(last, step)
     for note in notes:
         display.note(note)
-    drawing = Drawing(settings, parts.prompts, parts.task.weights, use="sft")
+    drawing = PromptOrder(settings, parts.prompts, parts.task.weights, use="sft")
 
     def examples(update: int) -> list[Example]:
         chosen = drawing.draw(update, sft.examples_per_step)

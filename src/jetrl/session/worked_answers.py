@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from jetrl.errors import UserError
-from jetrl.evaluate import EncodedPrompt
 from jetrl.models.chat import encode_turns
-from jetrl.policy import Policy
+from jetrl.models.policy import Policy
+from jetrl.rewards.evaluate import EncodedPrompt
 from jetrl.tasks import Task
 from jetrl.types import Example, Turn
 

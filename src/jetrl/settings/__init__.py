@@ -2,13 +2,13 @@
 
 `tree.py` has the sections and `Settings`, the whole; `algorithm.py` and `models.py` the sections of
 the algorithm and of the models beside the policy; `section.py` what a section is made of. Reading
-and writing them is `jetrl.config`. No torch.
+and writing them is `jetrl.settings.loading`. No torch.
 """
 
-from jetrl.settings.algorithm import AlgorithmSettings
-from jetrl.settings.models import CriticSettings, ReferenceSettings, RewardSettings
+from jetrl.settings.algorithm_section import AlgorithmSettings
+from jetrl.settings.model_sections import CriticSettings, ReferenceSettings, RewardSettings
 from jetrl.settings.section import Section
-from jetrl.settings.tree import (
+from jetrl.settings.sections import (
     CheckpointSettings,
     DataSettings,
     EvalSettings,

@@ -2,7 +2,7 @@
 
 from jetrl.tasks.base import ScoreError, Task, to_score
 from jetrl.tasks.registry import build_task, get_task, read_prompts
-from jetrl.tasks.scorer import ScoredText, Scorer, StepAnswer
+from jetrl.tasks.sandbox.scorer import ScoredText, Scorer, StepAnswer
 
 __all__ = [
     "ScoreError",

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jetrl.training.advantages import group_advantages
     from jetrl.training.checkpoint import Checkpoints
-    from jetrl.training.critic import Critic
+    from jetrl.training.extras.critic import Critic
     from jetrl.training.mismatch import StepMismatchError, mismatch_metrics
     from jetrl.training.objectives import Objective
     from jetrl.training.optimizer import Optimizer
@@ -39,7 +39,7 @@ __all__ = [
 
 _HOME = {
     "Checkpoints": "checkpoint",
-    "Critic": "critic",
+    "Critic": "extras.critic",
     "Optimizer": "optimizer",
     "SftTrainer": "sft",
     "StepMismatchError": "mismatch",

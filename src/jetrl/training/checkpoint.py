@@ -44,7 +44,7 @@ from jetrl.training.checkpoint_files import (
 from jetrl.training.optimizer import Optimizer
 
 if TYPE_CHECKING:
-    from jetrl.model import Model
+    from jetrl.models.model import Model
 
 FORMAT = 2
 _MASTERS, _OPTIMIZER = "masters", "optimizer"

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from jetrl.model import Model
+    from jetrl.models.model import Model
 
 
 @dataclass(frozen=True)

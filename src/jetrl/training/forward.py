@@ -12,7 +12,7 @@ from jetrl.training.packing import targets
 from jetrl.types import Batch
 
 if TYPE_CHECKING:
-    from jetrl.policy import Policy
+    from jetrl.models.policy import Policy
 
 
 def batch_logprobs(

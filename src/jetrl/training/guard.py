@@ -19,7 +19,7 @@ from jetrl.training.micro_batches import MicroBatch
 from jetrl.training.optimizer import Optimizer, nonfinite_gradients
 
 if TYPE_CHECKING:
-    from jetrl.model import Model
+    from jetrl.models.model import Model
 
 logger = logging.getLogger(__name__)
 

@@ -14,10 +14,10 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from jetrl.config import Settings
 from jetrl.errors import UserError
 from jetrl.kernels.adamw import is_compact
 from jetrl.settings import TrainSettings
+from jetrl.settings.loading import Settings
 from jetrl.training.compact_adamw import KEYS, CompactAdamW
 
 ADVICE = (

@@ -20,7 +20,7 @@ from jetrl.training.advantages import (
     check_rewards,
     overlong_penalties,
 )
-from jetrl.training.critic import Critic, value_metrics
+from jetrl.training.extras.critic import Critic, value_metrics
 from jetrl.training.forward import at_targets, batch_logprobs
 from jetrl.training.micro_batches import MicroBatch, MicroBatchSize
 from jetrl.training.objectives import Objective
@@ -28,7 +28,7 @@ from jetrl.training.packing import by_batch, by_sample, pack, with_advantages
 from jetrl.types import Batch, Sample
 
 if TYPE_CHECKING:
-    from jetrl.policy import Policy
+    from jetrl.models.policy import Policy
 
 
 class Preparation:

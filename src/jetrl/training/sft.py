@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from jetrl.config import Settings
 from jetrl.errors import UserError
-from jetrl.out_of_memory import explained, within_memory
+from jetrl.memory.out_of_memory import explained, within_memory
+from jetrl.settings.loading import Settings
 from jetrl.training.forward import batch_logprobs
 from jetrl.training.guard import Guard, NonFiniteUpdate
 from jetrl.training.losses import cross_entropy
@@ -21,7 +21,7 @@ from jetrl.training.packing import pack_examples
 from jetrl.types import Example
 
 if TYPE_CHECKING:
-    from jetrl.policy import Policy
+    from jetrl.models.policy import Policy
 
 
 _WATCHED = ("sft/loss", "sft/grad_norm")

@@ -25,16 +25,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from jetrl.config import Settings
 from jetrl.errors import UserError
+from jetrl.memory.out_of_memory import explained, within_memory
 from jetrl.models.packed import upload
-from jetrl.out_of_memory import explained, within_memory
-from jetrl.training.batch_policy import choose_minibatches
-from jetrl.training.calibration import Bounds, ClipCalibration
-from jetrl.training.critic import Critic
+from jetrl.settings.loading import Settings
+from jetrl.training.extras.calibration import Bounds, ClipCalibration
+from jetrl.training.extras.critic import Critic
 from jetrl.training.forward import at_targets, batch_logprobs
 from jetrl.training.guard import Guard, NonFiniteUpdate
 from jetrl.training.micro_batches import MicroBatch, MicroBatchSize, sizes_of
+from jetrl.training.minibatches import choose_minibatches
 from jetrl.training.mismatch import (
     StepMismatchError,
     differences,
@@ -48,7 +48,7 @@ from jetrl.training.preparation import Preparation
 from jetrl.types import Sample
 
 if TYPE_CHECKING:
-    from jetrl.policy import Policy
+    from jetrl.models.policy import Policy
 
 
 @dataclass

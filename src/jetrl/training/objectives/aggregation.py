@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from jetrl.algorithms import Aggregation
+from jetrl.settings.algorithms import Aggregation
 
 
 @dataclass(frozen=True)

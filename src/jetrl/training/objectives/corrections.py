@@ -10,7 +10,8 @@ kept (`token`).
     icepop         mis of tokens, with wide bounds
     sequence_mask  1 where low <= w <= high, else 0     drops sequences by their geometric mean
 
-Masked tokens stay in the mean's denominator. Sources and default bounds: `jetrl.algorithms`.
+Masked tokens stay in the mean's denominator. Sources and default bounds are in
+`jetrl.settings.algorithms`.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from dataclasses import dataclass
 
 import torch
 
-from jetrl.algorithms import CORRECTIONS, Level
 from jetrl.settings import AlgorithmSettings
+from jetrl.settings.algorithms import CORRECTIONS, Level
 from jetrl.training.objectives.tokens import Tokens
 
 

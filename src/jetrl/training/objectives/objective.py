@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from jetrl.algorithms import ALGORITHMS, Aggregation, Algorithm, KlEstimator, KlPlace
 from jetrl.errors import UserError
-from jetrl.out_of_memory import is_out_of_memory
+from jetrl.memory.out_of_memory import is_out_of_memory
 from jetrl.settings import AlgorithmSettings
+from jetrl.settings.algorithms import ALGORITHMS, Aggregation, Algorithm, KlEstimator, KlPlace
 from jetrl.training.advantages import ESTIMATORS, Advantages, StepRewards
 from jetrl.training.objectives import kl
 from jetrl.training.objectives.aggregation import UpdateSize, token_weights

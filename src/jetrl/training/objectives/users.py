@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
-from jetrl.algorithms import USERS, Algorithm
 from jetrl.errors import UserError
+from jetrl.settings.algorithms import USERS, Algorithm
 from jetrl.training.advantages import Advantages
 
 

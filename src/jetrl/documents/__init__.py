@@ -1,2 +1,0 @@
-"""What of docs/ is made from the sources: `python -m jetrl.documents docs`, or `make docs`. Tests
-compare the two."""

@@ -1,0 +1,367 @@
+"""Gradients of packed causal attention, from the forward's output and log-sum-exp.
+
+Needs no agreement of bits with any other kernel, so it uses the fast matrix instructions (wgmma,
+BF16) and recomputes the weights P from the log-sum-exp:
+
+    dV = P^T dO        dP = dO V^T        dS = P * (dP - delta)        delta = sum_d O * dO
+    dQ = scale * dS K                     dK = scale * dS^T Q
+
+Key and value codes are exact in BF16; their scales multiply the float32 scores, dP and dS. One
+kernel owns blocks of keys (dK, dV, over all query heads of the group) and writes dS, in BF16 as it
+multiplies it; another owns blocks of queries and multiplies dS by the keys (`attention_dq`). Where
+dS would take too much memory (one sequence of some 20,000 tokens), the second computes P and dS
+anew: 7 products for 5. Every sum has one order, so the gradients are deterministic.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+# (a Triton function may annotate nothing but its compile-time constants)
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from jetrl.kernels.attention.backward_dq import dq_of_stored, scaled_keys
+from jetrl.kernels.attention.layout import (
+    BACKWARD_KEYS,
+    BACKWARD_QUERIES,
+    DS_TILE_BYTES,
+    STORED_DS_BYTES,
+    KeyValueCodes,
+    QueryTiles,
+    check_queries,
+)
+from jetrl.precision.layout import cdiv, round_up
+
+_STEP = 64  # rows of the inner loops
+_LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def delta_kernel(
+    o_ptr,
+    do_ptr,
+    lse_ptr,
+    delta_ptr,
+    lse2_ptr,
+    num_rows,
+    line_stride,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """delta [H, line_stride] and the log-sum-exp in base 2, likewise padded."""
+    row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    head = tl.program_id(1)
+    ok = row < num_rows
+    at = row[:, None] * (H * D) + head * D + tl.arange(0, D)[None, :]
+    o = tl.load(o_ptr + at, mask=ok[:, None], other=0.0).to(tl.float32)
+    do = tl.load(do_ptr + at, mask=ok[:, None], other=0.0).to(tl.float32)
+    line = head.to(tl.int64) * line_stride + row
+    lse = tl.load(lse_ptr + head.to(tl.int64) * num_rows + row, mask=ok, other=0.0)
+    tl.store(delta_ptr + line, tl.sum(o * do, axis=1), mask=row < line_stride)
+    tl.store(lse2_ptr + line, lse * _LOG2_E, mask=row < line_stride)
+
+
+@triton.jit
+def _dkdv_step(
+    q_desc,
+    do_desc,
+    ds_desc,
+    ds_row,
+    lse_ptr,
+    delta_ptr,
+    line_stride,
+    q0,
+    end,
+    head,
+    k,
+    v,
+    a,
+    vs,
+    dk,
+    dv,
+    key,
+    MASKED: tl.constexpr,
+    SCALED: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    STORE: tl.constexpr,
+):
+    row = q0 + tl.arange(0, BLOCK_M)
+    q = q_desc.load([q0, head * D])
+    do = do_desc.load([q0, head * D])
+    line = head.to(tl.int64) * line_stride + row
+    s = tl.dot(k, q.T)
+    p = tl.math.exp2(s * a[:, None] - tl.load(lse_ptr + line)[None, :])
+    if MASKED:
+        p = tl.where((key[:, None] <= row[None, :]) & (row < end)[None, :], p, 0.0)
+    dp = tl.dot(v, do.T)
+    dv = tl.dot(p.to(tl.bfloat16), do, dv)
+    if SCALED:
+        dp = dp * vs[:, None]
+    ds = (p * (dp - tl.load(delta_ptr + line)[None, :])).to(tl.bfloat16)
+    if STORE:
+        ds_desc.store([ds_row, 0], ds)
+    dk = tl.dot(ds, q, dk)
+    return dk, dv
+
+
+# Counts differ from batch to batch; line_stride, always a multiple of 64, is one specialization.
+@triton.jit(do_not_specialize=["first_group", "num_groups", "head_tiles"])
+def dkdv_kernel(
+    q_desc,
+    k_ptr,
+    v_ptr,
+    ks_ptr,
+    vs_ptr,
+    do_desc,
+    ds_desc,
+    lse_ptr,
+    delta_ptr,
+    dk_ptr,
+    dv_ptr,
+    tiles_ptr,
+    line_stride,
+    scale,
+    first_group,
+    num_groups,
+    head_tiles,
+    G: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    SCALED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STORE: tl.constexpr,
+):
+    """dK and dV of one block of keys: over the query heads of its group and the queries. STORE: the
+    tiles of dS [BLOCK_N, BLOCK_M] are written to ds_desc, for dQ."""
+    group_here = tl.program_id(0) % num_groups
+    group = first_group + group_here
+    record = tiles_ptr + tl.program_id(0) // num_groups * 3
+    row0, end = tl.load(record), tl.load(record + 1)
+    stored = tl.load(record + 2) + group_here * GROUP * head_tiles
+    key = row0 + tl.arange(0, BLOCK_N)
+    ok = key < end
+    at = key.to(tl.int64)[:, None] * (G * D) + group * D + tl.arange(0, D)[None, :]
+    k = tl.load(k_ptr + at, mask=ok[:, None], other=0.0).to(tl.bfloat16)
+    v = tl.load(v_ptr + at, mask=ok[:, None], other=0.0).to(tl.bfloat16)
+    if SCALED:
+        line = key.to(tl.int64) * G + group
+        a = tl.load(ks_ptr + line, mask=ok, other=0.0) * (scale * _LOG2_E)
+        vs = tl.load(vs_ptr + line, mask=ok, other=0.0)
+    else:
+        a = tl.full([BLOCK_N], _LOG2_E, tl.float32) * scale
+        vs = a
+    dk = tl.zeros([BLOCK_N, D], tl.float32)
+    dv = tl.zeros([BLOCK_N, D], tl.float32)
+    # Blocks of queries: the first ones meet the diagonal, the last one may be cut by the end.
+    num_blocks = tl.cdiv(end - row0, BLOCK_M)
+    diagonal = tl.minimum(num_blocks, BLOCK_N // BLOCK_M)
+    whole = tl.maximum((end - row0) // BLOCK_M, diagonal)
+    edges = diagonal + num_blocks - whole
+    for t in range(edges * GROUP):
+        i = tl.where(t % edges < diagonal, t % edges, whole)
+        dk, dv = _dkdv_step(
+            q_desc, do_desc, ds_desc, (stored + t // edges * head_tiles + i) * BLOCK_N, lse_ptr,
+            delta_ptr, line_stride, row0 + i * BLOCK_M, end, group * GROUP + t // edges,
+            k, v, a, vs, dk, dv, key, True, SCALED, D, BLOCK_M, STORE,
+        )  # fmt: skip
+    steps = whole - diagonal
+    for t in range(steps * GROUP):
+        i = diagonal + t % steps
+        dk, dv = _dkdv_step(
+            q_desc, do_desc, ds_desc, (stored + t // steps * head_tiles + i) * BLOCK_N, lse_ptr,
+            delta_ptr, line_stride, row0 + i * BLOCK_M, end, group * GROUP + t // steps,
+            k, v, a, vs, dk, dv, key, False, SCALED, D, BLOCK_M, STORE,
+        )  # fmt: skip
+    tl.store(dk_ptr + at, (dk * scale).to(tl.bfloat16), mask=ok[:, None])
+    tl.store(dv_ptr + at, dv.to(tl.bfloat16), mask=ok[:, None])
+
+
+@triton.jit
+def _dq_step(
+    k_desc,
+    v_desc,
+    ks_ptr,
+    vs_ptr,
+    line_stride,
+    k0,
+    group,
+    q,
+    do,
+    lse,
+    delta,
+    dq,
+    row,
+    scale,
+    MASKED: tl.constexpr,
+    SCALED: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    k = k_desc.load([k0, group * D])
+    v = v_desc.load([k0, group * D])
+    key = k0 + tl.arange(0, BLOCK_N)
+    s = tl.dot(q, k.T)
+    dp = tl.dot(do, v.T)
+    if SCALED:
+        line = group.to(tl.int64) * line_stride + key
+        ks = tl.load(ks_ptr + line)
+        p = tl.math.exp2(s * (ks * (scale * _LOG2_E))[None, :] - lse[:, None])
+        ds = p * (dp * tl.load(vs_ptr + line)[None, :] - delta[:, None]) * ks[None, :]
+    else:
+        p = tl.math.exp2(s * (scale * _LOG2_E) - lse[:, None])
+        ds = p * (dp - delta[:, None])
+    if MASKED:
+        ds = tl.where(key[None, :] <= row[:, None], ds, 0.0)
+    return tl.dot(ds.to(tl.bfloat16), k, dq)
+
+
+@triton.jit
+def dq_kernel(
+    q_ptr,
+    k_desc,
+    v_desc,
+    ks_ptr,
+    vs_ptr,
+    do_ptr,
+    lse_ptr,
+    delta_ptr,
+    dq_ptr,
+    tiles_ptr,
+    line_stride,
+    scale,
+    G: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    SCALED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """dQ of one block of queries of one head, over the keys it sees."""
+    H: tl.constexpr = G * GROUP
+    head = tl.program_id(0) % H
+    record = tiles_ptr + tl.program_id(0) // H * 3
+    first, row0, end = tl.load(record), tl.load(record + 1), tl.load(record + 2)
+    group = head // GROUP
+    row = row0 + tl.arange(0, BLOCK_M)
+    ok = row < end
+    at = row.to(tl.int64)[:, None] * (H * D) + head * D + tl.arange(0, D)[None, :]
+    q = tl.load(q_ptr + at, mask=ok[:, None], other=0.0)
+    do = tl.load(do_ptr + at, mask=ok[:, None], other=0.0)
+    line = head.to(tl.int64) * line_stride + row
+    lse = tl.load(lse_ptr + line, mask=ok, other=float("inf"))
+    delta = tl.load(delta_ptr + line, mask=ok, other=0.0)
+    dq = tl.zeros([BLOCK_M, D], tl.float32)
+    middle = first + (row0 + 1 - first) // BLOCK_N * BLOCK_N
+    for k0 in range(first, middle, BLOCK_N):
+        dq = _dq_step(
+            k_desc, v_desc, ks_ptr, vs_ptr, line_stride, k0, group, q, do, lse, delta, dq, row,
+            scale, False, SCALED, D, BLOCK_N,
+        )  # fmt: skip
+    for k0 in range(middle, tl.minimum(row0 + BLOCK_M, end), BLOCK_N):
+        dq = _dq_step(
+            k_desc, v_desc, ks_ptr, vs_ptr, line_stride, k0, group, q, do, lse, delta, dq, row,
+            scale, True, SCALED, D, BLOCK_N,
+        )  # fmt: skip
+    tl.store(dq_ptr + at, (dq * scale).to(tl.bfloat16), mask=ok[:, None])
+
+
+def attention_backward(
+    do: Tensor,
+    q: Tensor,
+    codes: KeyValueCodes,
+    o: Tensor,
+    lse: Tensor,
+    tiles: QueryTiles,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, and of the keys and values that `codes` stand for (straight-through).
+
+    do, q, o: bfloat16 [T, H, D]; lse: float32 [H, T]; codes: [T, G, D]; tiles: those of the forward
+    (`QueryTiles.packed`). Returns dq [T, H, D], dk and dv [T, G, D], bfloat16.
+    """
+    group = check_queries(q, codes)
+    if do.dtype != q.dtype or do.shape != q.shape or not do.is_contiguous():
+        raise ValueError(
+            f"do: contiguous {q.dtype} {list(q.shape)} expected, got {do.dtype} {list(do.shape)}"
+        )
+    if codes.k.ndim != 3 or not len(tiles.query_tiles):
+        raise ValueError("the backward is for packed sequences, not for pages")
+    tokens, heads, head_dim = q.shape
+    groups = codes.num_heads
+    scale = 1.0 / math.sqrt(head_dim)
+    # Lines are padded so that the inner loops read them without a mask.
+    width = round_up(tokens, _STEP) + _STEP
+    delta, lse2 = (q.new_empty(heads, width, dtype=torch.float32) for _ in range(2))
+    delta_kernel[(cdiv(width, 64), heads)](
+        o, do, lse, delta, lse2, tokens, width, heads, head_dim, 64
+    )
+    dq, dk, dv = torch.empty_like(q), q.new_empty(codes.k.shape), q.new_empty(codes.v.shape)
+
+    def rows(x: Tensor) -> TensorDescriptor:
+        return TensorDescriptor.from_tensor(x.view(tokens, -1), [_STEP, head_dim])
+
+    k_scales, v_scales = (delta if s is None else s for s in (codes.k_scales, codes.v_scales))
+    at_once = STORED_DS_BYTES // (group * tiles.stored_tiles * DS_TILE_BYTES)
+    store, count = at_once > 0, min(groups, max(1, at_once)) if at_once else groups
+    q_rows, do_rows, ds_rows = rows(q), rows(do), None
+    if store:
+        keys = scaled_keys(codes)
+        stored = q.new_empty(count * group * tiles.stored_tiles * BACKWARD_KEYS, _STEP)
+        ds_rows = TensorDescriptor.from_tensor(stored, [BACKWARD_KEYS, _STEP])
+    for first in range(0, groups, count):
+        here = min(count, groups - first)
+        dkdv_kernel[(here * len(tiles.key_tiles),)](
+            q_rows, codes.k, codes.v, k_scales, v_scales, do_rows, ds_rows or q_rows, lse2, delta,
+            dk, dv, tiles.key_tiles, width, scale, first, here, tiles.stored_tiles, groups, group,
+            head_dim, codes.scaled, _STEP, BACKWARD_KEYS, store,
+            num_warps=8, num_stages=3,
+        )  # fmt: skip
+        if store:
+            dq_of_stored(stored, keys, dq, tiles, scale, first, here, group)
+    if not store:
+        _dq_anew(q, do, codes, lse2, delta, dq, tiles, width, scale, group)
+    return dq, dk, dv
+
+
+def _dq_anew(
+    q: Tensor,
+    do: Tensor,
+    codes: KeyValueCodes,
+    lse2: Tensor,
+    delta: Tensor,
+    dq: Tensor,
+    tiles: QueryTiles,
+    width: int,
+    scale: float,
+    group: int,
+) -> None:
+    """dQ with P and dS computed once more, where they would take too much memory to keep."""
+    tokens, heads, head_dim = q.shape
+
+    def rows(x: Tensor) -> TensorDescriptor:
+        return TensorDescriptor.from_tensor(x.view(tokens, -1), [_STEP, head_dim])
+
+    k_scales, v_scales = (
+        delta if s is None else _lines(s, width) for s in (codes.k_scales, codes.v_scales)
+    )
+    dq_kernel[(heads * len(tiles.query_tiles),)](
+        q, rows(codes.k.to(q.dtype)), rows(codes.v.to(q.dtype)), k_scales, v_scales, do, lse2,
+        delta, dq, tiles.query_tiles, width, scale, codes.num_heads, group, head_dim, codes.scaled,
+        BACKWARD_QUERIES, _STEP,
+        num_warps=4, num_stages=2,
+    )  # fmt: skip
+
+
+def _lines(scales: Tensor, width: int) -> Tensor:
+    """Scales [T, G] as zero-padded lines [G, width]."""
+    out = scales.new_zeros(scales.shape[1], width)
+    out[:, : len(scales)] = scales.T
+    return out

@@ -1,0 +1,119 @@
+"""dQ of packed causal attention from dS, as the kernel of dK and dV left it.
+
+    dQ = scale * dS K
+
+dS lies in tiles of 128 keys x 64 queries, keys first, bfloat16: for each head and sequence, block
+of keys j by block of queries m from the diagonal on, tile j * (n - j - 1) + m of the sequence's
+with n blocks of queries (`attention_layout`). A program owns 128 queries of a head. It reads 64 KB
+a step and multiplies 2 x [64, 128] by [128, D]: the speed is memory's. Sums go over the blocks of
+keys in order, so they are deterministic.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+# (a Triton function may annotate nothing but its compile-time constants)
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from jetrl.kernels.attention.layout import (
+    BACKWARD_KEYS,
+    BACKWARD_QUERIES,
+    KeyValueCodes,
+    QueryTiles,
+)
+from jetrl.precision.layout import cdiv
+
+_LINES = 64  # of a program: 8 KB of codes, 16 KB written
+
+
+@triton.jit(do_not_specialize=["first_group", "num_heads", "head_tiles"])
+def dq_stored_kernel(
+    ds_desc,
+    k_desc,
+    dq_ptr,
+    tiles_ptr,
+    scale,
+    first_group,
+    num_heads,
+    head_tiles,
+    H: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """dQ of two neighbouring blocks of BLOCK_M queries of one head."""
+    head_here = tl.program_id(0) % num_heads
+    head = first_group * GROUP + head_here
+    record = tiles_ptr + tl.program_id(0) // num_heads * 4
+    first, row0 = tl.load(record), tl.load(record + 1)
+    end = tl.load(record + 2)
+    blocks = tl.cdiv(end - first, BLOCK_M)
+    m = (row0 - first) // BLOCK_M
+    tile0 = tl.load(record + 3) + head_here * head_tiles + m
+    low = tl.zeros([BLOCK_M, D], tl.float32)
+    high = tl.zeros([BLOCK_M, D], tl.float32)
+    for j in range(0, (row0 - first) // BLOCK_N + 1):
+        k = k_desc.load([first + j * BLOCK_N, (head // GROUP) * D])
+        place = (tile0 + j * (blocks - j - 1)) * BLOCK_N
+        low = tl.dot(ds_desc.load([place, 0]).T, k, low)
+        high = tl.dot(ds_desc.load([place + BLOCK_N, 0]).T, k, high)
+    row = row0 + tl.arange(0, BLOCK_M)
+    at = row.to(tl.int64)[:, None] * (H * D) + head * D + tl.arange(0, D)[None, :]
+    tl.store(dq_ptr + at, (low * scale).to(tl.bfloat16), mask=(row < end)[:, None])
+    at += BLOCK_M * H * D
+    tl.store(dq_ptr + at, (high * scale).to(tl.bfloat16), mask=(row + BLOCK_M < end)[:, None])
+
+
+@triton.jit(do_not_specialize=["num_lines"])
+def scaled_keys_kernel(k_ptr, scales_ptr, out_ptr, num_lines, D: tl.constexpr, LINES: tl.constexpr):
+    """Lines are (token, head) pairs, [num_lines, D]."""
+    line = tl.program_id(0).to(tl.int64) * LINES + tl.arange(0, LINES)
+    ok = line < num_lines
+    at = line[:, None] * D + tl.arange(0, D)[None, :]
+    k = tl.load(k_ptr + at, mask=ok[:, None], other=0.0).to(tl.float32)
+    k *= tl.load(scales_ptr + line, mask=ok, other=0.0)[:, None]
+    tl.store(out_ptr + at, k.to(tl.bfloat16), mask=ok[:, None])
+
+
+def scaled_keys(codes: KeyValueCodes) -> Tensor:
+    """The keys [T, G, D] as bfloat16, scales included: the float32 product, rounded once."""
+    if codes.k_scales is None:
+        return codes.k
+    out = torch.empty_like(codes.k, dtype=torch.bfloat16)
+    lines = codes.k_scales.numel()
+    scaled_keys_kernel[(cdiv(lines, _LINES),)](
+        codes.k, codes.k_scales, out, lines, codes.head_dim, _LINES, num_warps=4
+    )
+    return out
+
+
+def dq_of_stored(
+    stored: Tensor,
+    keys: Tensor,
+    dq: Tensor,
+    tiles: QueryTiles,
+    scale: float,
+    first_group: int,
+    num_groups: int,
+    group: int,
+) -> None:
+    """Writes dQ of the query heads of num_groups key-value heads from first_group on.
+
+    stored: bfloat16 [tiles * 128, 64], dS of these heads. keys: bfloat16 [T, G, D]. dq: bfloat16
+    [T, H, D]. group: query heads a key-value head.
+    """
+    tokens, heads, head_dim = dq.shape
+    heads_here = num_groups * group
+    dq_stored_kernel[(heads_here * len(tiles.stored_query_tiles),)](
+        TensorDescriptor.from_tensor(stored, [BACKWARD_KEYS, BACKWARD_QUERIES]),
+        TensorDescriptor.from_tensor(keys.view(tokens, -1), [BACKWARD_KEYS, head_dim]),
+        dq, tiles.stored_query_tiles, scale, first_group, heads_here, tiles.stored_tiles,
+        heads, group, head_dim, BACKWARD_QUERIES, BACKWARD_KEYS,
+        num_warps=4, num_stages=3,
+    )  # fmt: skip

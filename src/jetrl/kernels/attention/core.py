@@ -1,0 +1,229 @@
+"""The arithmetic of one attention row, shared by every GPU attention kernel.
+
+Decode, prefill and training must give a query row the same bits. They do because they run the
+functions of this file, and nothing else, on the same blocks of keys in the same order, with tensor
+cores that add 16 products at a time. Decode does so by mma.sync m16n8k16, with keys and queries
+turned, the others by wgmma (m64n64k16, m64n128k16): on Hopper the two give the same bits (measured:
+docs/notes-attention.md).
+
+For one query row with raw scores `r_j` (the tensor core's float32 sum over head_dim of the 16-bit
+query and key codes), per-key factors and a running state, a block of BLOCK_KEYS keys does:
+
+    x_j  = fma(r_j, a_j, b_j)         a_j = key scale * log2(e) / sqrt(D) / QUERY_PRESCALE
+                                      b_j = log2(value scale)
+    m'   = max(m, max_j x_j)
+    e_j  = exp2(x_j - (m' - 15))      in [0, 2**15]
+    sum  = fma(sum, exp2(m - m'), sum_j e_j * c_j)      c_j = 2**-15 / value scale, the sum as
+                                      four fused steps over keys j, j+16, j+32, j+48, then a tree
+    acc  = acc * exp2(m - m') + FP16(e_j) @ value codes (FP16)
+
+The value scale lives in the exponent, next to the score. So what is rounded to FP16 is the key's
+contribution to the *output*, relative to the row's largest, and everything down to 2**-39 of it is
+represented: no scale overflows it, and scales from 2**-109 (the quantizer's floor) to 2**20 are all
+as accurate as 1. Without scales (BF16 keys and values) the products are BF16,
+m' = max(m, scale * max_j r_j), e_j = exp2(fma(r_j, scale, -m')), and sum adds e_j, in the same
+order.
+
+A row's context is cut into splits of SPLIT_KEYS keys at fixed positions. Each split starts from
+(m, sum, acc) = (-inf, 0, 0); splits are folded in order into (M, L, O), from (-inf, 0, 0):
+
+    M' = max(M, m);  u = exp2(M - M');  w = exp2(m - M')
+    L' = fma(sum, w, L * u);  O' = fma(acc, w, O * u)
+
+The output is O * 2**-15 * (1 / L), the log-sum-exp (M + log2 L) * ln 2. A key that a row cannot
+see has x_j = -inf and changes no bit of the state, so a row is independent of its tile; and a row
+with one split needs no fold, because folding into the empty state is exact.
+
+Three things are pinned for these bits: BLOCK_KEYS and SPLIT_KEYS, which channels of head_dim a
+tensor-core instruction adds (see `channel_of_slot`), and `enable_fp_fusion=False` at every launch,
+so that the only fused multiply-adds are those written here.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+# (a Triton function may annotate nothing but its compile-time constants)
+
+from __future__ import annotations
+
+import math
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from jetrl.kernels.attention.layout import BLOCK_KEYS
+
+SPLIT_KEYS = 1024
+SPLIT_BLOCKS = SPLIT_KEYS // BLOCK_KEYS
+
+# Queries are multiplied by this before the cast to FP16: finite up to 2**21, and rounding errors
+# below 2**-20 whatever the magnitude of an entry.
+QUERY_PRESCALE = 2.0**-5
+
+_SHIFT = gl.constexpr(15.0)
+_UNSHIFT = gl.constexpr(2.0**-15)
+_LN_2 = gl.constexpr(0.6931471805599453)
+_PRESCALE = gl.constexpr(QUERY_PRESCALE)
+
+
+def score_scale(head_dim: int, scaled: bool) -> float:
+    """What turns a raw score (without the key's own scale) into a base-2 logit."""
+    scale = math.log2(math.e) / math.sqrt(head_dim)
+    return scale / QUERY_PRESCALE if scaled else scale
+
+
+@gluon.jit
+def channel_of_slot(slot):
+    """Channel held by slot `slot` of the permuted head_dim used with FP8 keys.
+
+    A thread of the decode kernel reads 4 neighbouring FP8 codes as one word and widens them to two
+    FP16 pairs. That lands channels in another one of the two instructions of 16 than FP16 keys read
+    in order would. So keys that are widened before the kernel (prefill, training) are stored in
+    this order, and their queries too: `slots_of_channels`.
+    """
+    word = (slot // 32) * 32
+    return (
+        word + ((slot >> 3) & 1) * 16 + ((slot >> 1) & 3) * 4 + ((slot >> 4) & 1) * 2 + (slot & 1)
+    )
+
+
+@gluon.jit
+def slots_of_channels(q):
+    """Rows [M, D] with columns in the order of `channel_of_slot`: renames registers."""
+    parts = q.reshape([q.shape[0], q.shape[1] // 32, 8, 2, 2]).permute((0, 1, 3, 2, 4))
+    return parts.reshape([q.shape[0], q.shape[1]])
+
+
+@gluon.jit
+def key_factors(k_scale, v_scale, SCORE_SCALE: gl.constexpr):
+    """(a, b, c) of the module's formula for keys with these scales."""
+    return k_scale * SCORE_SCALE, gl.log2(v_scale), _UNSHIFT / v_scale
+
+
+@gluon.jit
+def query_codes(q, SCALED: gl.constexpr):
+    """The 16-bit query operand: FP16 of the prescaled query with FP8 keys, else BF16 as it is."""
+    if SCALED:
+        q = (q.to(gl.float32) * _PRESCALE).to(gl.float16)
+    return q
+
+
+@gluon.jit
+def _halves(x, axis: gl.constexpr):
+    """x [A, B] in two along an axis; names registers, moves nothing."""
+    if axis == 0:
+        x = x.reshape([2, x.shape[0] // 2, x.shape[1]]).permute((1, 2, 0))
+    else:
+        x = x.reshape([x.shape[0], 2, x.shape[1] // 2]).permute((0, 2, 1))
+    return x.split()
+
+
+@gluon.jit
+def _quarters(x, axis: gl.constexpr):
+    """Along an axis of 64: what the others hold of j is j + 16, j + 32, j + 48."""
+    low, high = _halves(x, axis)
+    return _halves(low, axis) + _halves(high, axis)
+
+
+@gluon.jit
+def _sum_down(t):
+    """The sums of t's 16 rows in the order in which a sum along 16 columns adds: thread i has
+    columns 2i, 2i + 1, 2i + 8, 2i + 9 there, one after the other, then threads i and i + 2, then
+    both pairs. Here these are rows of two threads, and zeros stand in for the other's."""
+    low, high = _halves(t, 0)  # rows j and j + 8 of a thread
+    low = low.reshape([4, 2, t.shape[1]])
+    high = high.reshape([4, 2, t.shape[1]])
+    odd = (
+        gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(2, high.type.layout)))[None, :, None] == 1
+    )
+    total = gl.sum(low, axis=1)
+    total = total + gl.sum(gl.where(odd, 0.0, high), axis=1)
+    total = total + gl.sum(gl.where(odd, high, 0.0), axis=1)
+    return gl.sum(total, axis=0)
+
+
+@gluon.jit
+def _factor(factors, i: gl.constexpr, s, KEYS: gl.constexpr):
+    """Line i of shared memory [., N], broadcast to the scores s."""
+    mma: gl.constexpr = s.type.layout
+    if KEYS == 0:
+        return factors.index(i).load(gl.SliceLayout(1, mma))[:, None]
+    else:
+        return factors.slice(i, 1, 0).load(mma)
+
+
+@gluon.jit
+def _raise_maximum(m, top):
+    """The larger one m', what is subtracted for it (0 where no key was seen), and exp2(m - m')."""
+    new_m = gl.maximum(m, top)
+    safe = gl.where(new_m == float("-inf"), 0.0, new_m)
+    return new_m, safe, gl.exp2(m - safe)
+
+
+@gluon.jit
+def softmax_block(
+    s, factors, m, total, position, first_key,
+    MASKED: gl.constexpr, SCALED: gl.constexpr, SCORE_SCALE: gl.constexpr, KEYS: gl.constexpr,
+):  # fmt: skip
+    """One block's softmax: raw scores, m and sum -> (weights e, m, sum, decay).
+
+    The caller multiplies its rows of acc by decay before it adds e @ v. Scores and e are [M, N],
+    keys along axis KEYS = 1, or turned [N, M], KEYS = 0, with the same bits. `factors` is shared
+    memory with lines a, b, c [N] (unused without scales). `position` [M] is the last visible key of
+    each query; it is looked at only when MASKED.
+    """
+    if SCALED:
+        s = gl.fma(s, _factor(factors, 0, s, KEYS), _factor(factors, 1, s, KEYS))
+    if MASKED:
+        line: gl.constexpr = gl.SliceLayout(1 - KEYS, s.type.layout)
+        key = gl.expand_dims(first_key + gl.arange(0, s.shape[KEYS], line), 1 - KEYS)
+        s = gl.where(key <= gl.expand_dims(position, KEYS), s, float("-inf"))
+    top = gl.max(s, axis=KEYS)
+    if not SCALED:
+        top *= SCORE_SCALE
+    new_m, safe, decay = _raise_maximum(m, top)
+    if SCALED:
+        e = gl.exp2(s - gl.expand_dims(safe - _SHIFT, KEYS))
+        c = _factor(factors, 2, s, KEYS).broadcast_to(e.shape)
+        c0, c1, c2, c3 = _quarters(c, KEYS)
+        e0, e1, e2, e3 = _quarters(e, KEYS)
+        t = gl.fma(e3, c3, gl.fma(e2, c2, gl.fma(e1, c1, e0 * c0)))
+    else:
+        e = gl.exp2(gl.fma(s, SCORE_SCALE, gl.expand_dims(0.0 - safe, KEYS)))
+        e0, e1, e2, e3 = _quarters(e, KEYS)
+        t = e3 + (e2 + (e1 + e0))
+    part = _sum_down(t) if KEYS == 0 else gl.sum(t, axis=1)
+    return e, new_m, gl.fma(total, decay, gl.convert_layout(part, m.type.layout)), decay
+
+
+@gluon.jit
+def value_weights(e, acc, dtype: gl.constexpr):
+    """The 16-bit weights as the left operand of what is added to acc: moves nothing."""
+    layout: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
+    return gl.convert_layout(e.to(dtype), layout, assert_trivial=True)
+
+
+@gluon.jit
+def fold_weights(big_m, big_total, m, total):
+    """Fold a split's (m, sum) into (M, L): returns (M', L', u, w)."""
+    new_m, safe, u = _raise_maximum(big_m, m)
+    w = gl.exp2(m - safe)
+    return new_m, gl.fma(total, w, big_total * u), u, w
+
+
+@gluon.jit
+def inverse(total):
+    """1 / L, and 0 for a row without keys (a padding row)."""
+    return gl.where(total == 0.0, 0.0, 1.0 / total)
+
+
+@gluon.jit
+def normalize(acc, inv, SCALED: gl.constexpr):
+    """The output rows from O and 1 / L broadcast to its shape."""
+    if SCALED:
+        acc = acc * _UNSHIFT
+    return acc * inv
+
+
+@gluon.jit
+def log_sum_exp(m, total):
+    """Natural log-sum-exp of the scaled scores."""
+    return (m + gl.log2(total)) * _LN_2

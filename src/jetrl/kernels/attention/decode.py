@@ -1,0 +1,465 @@
+"""Attention of one new token per sequence over pages of keys and values (decode).
+
+Memory-bound: a token's FP8 key and value are read once, 2 * (D + 4) bytes for each key-value head.
+One warp owns (sequence, key-value head, split): the pages of the split stream through shared
+memory, and each page is one block of `attention_core`. Several such warps share a multiprocessor,
+so that there are always loads in flight: two pages of each, one of them multiplied. In a captured
+graph the first pages are asked for while the kernel in front, which writes the newest key and
+value, still runs (`launch_hopper`). A second kernel folds the splits of long contexts in order
+(`attention_combine`).
+
+Everything is turned: scores are [keys, queries] = K Q^T and outputs [channels, queries] = V^T E, so
+the query heads of a group are the 8 columns of a tensor-core instruction (16 for larger groups) and
+not its 16 rows, most of which would be padding. A product does not know which operand is left.
+
+FP8 codes are widened in registers. Keys are read as the words the tensor core's operand layout
+asks for, which permutes head_dim (`channel_of_slot`). Values are read 16 bytes at a time, so that a
+thread holds neighbouring channels of a key; which channels share a tensor-core tile does not matter
+to a sum over keys, so the accumulator's rows are simply named differently when they are stored.
+
+With head_dim 128 a head's output is one 1 x 128 group of the output projection's input:
+`attend_decode_quantized` writes the codes and scales that `quantize_rows` would make of the rows.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+# (a Triton function may annotate nothing but its compile-time constants)
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+
+from jetrl.kernels.attention.combine import combine_kernel
+from jetrl.kernels.attention.core import (
+    SPLIT_BLOCKS,
+    SPLIT_KEYS,
+    inverse,
+    key_factors,
+    normalize,
+    query_codes,
+    score_scale,
+    softmax_block,
+)
+from jetrl.kernels.attention.layout import BLOCK_KEYS, KeyValueCodes, check_queries
+from jetrl.precision.hopper import gluon_names, tile
+from jetrl.precision.hopper.launch import (
+    OVERLAPPED,
+    gluon_let_next_start,
+    gluon_wait_for_previous,
+)
+from jetrl.precision.hopper.quantize import quantize_rows
+from jetrl.precision.layout import empty_row_groups
+from jetrl.precision.plan import FP8_BLOCK
+from jetrl.precision.quantize import AMAX_FLOOR, FORMATS, QTensor
+
+
+@gluon.jit
+def _load_page(
+    k_smem,
+    v_smem,
+    s_smem,
+    k_ptr,
+    v_ptr,
+    ks_ptr,
+    vs_ptr,
+    page,
+    stage,
+    tile_offsets,
+    key_offsets,
+    keys_left,
+    G: gl.constexpr,
+    D: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    SCALED: gl.constexpr,
+    tile_layout: gl.constexpr,
+    key_layout: gl.constexpr,
+):
+    """Start copying a page; keys past the context arrive as zeros, whatever the page holds."""
+    base = page.to(gl.int64) * (BLOCK_N * G * D)
+    ok = (gl.arange(0, BLOCK_N, gl.SliceLayout(1, tile_layout)) < keys_left)[:, None]
+    gluon_names.async_load(k_smem.index(stage), k_ptr + base + tile_offsets, mask=ok)
+    gluon_names.async_load(v_smem.index(stage), v_ptr + base + tile_offsets, mask=ok)
+    if SCALED:
+        line = page.to(gl.int64) * (BLOCK_N * G) + key_offsets
+        line_ok = gl.arange(0, BLOCK_N, key_layout) < keys_left
+        gluon_names.async_load(s_smem.index(stage * 2), ks_ptr + line, mask=line_ok)
+        gluon_names.async_load(s_smem.index(stage * 2 + 1), vs_ptr + line, mask=line_ok)
+
+
+@gluon.jit
+def _load_queries(
+    q_ptr, GROUP: gl.constexpr, D: gl.constexpr, COLUMNS: gl.constexpr, SCALED: gl.constexpr,
+    mma: gl.constexpr,
+):  # fmt: skip
+    """The GROUP queries from q_ptr on as a tensor-core operand [D, COLUMNS], zeros after them."""
+    layout: gl.constexpr = gl.DotOperandLayout(1, mma, 4 if SCALED else 2)
+    column = gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
+    channel = gl.arange(0, D, gl.SliceLayout(1, layout))
+    places = q_ptr + column[None, :] * D + channel[:, None]
+    return query_codes(gl.load(places, mask=(column < GROUP)[None, :], other=0.0), SCALED)
+
+
+@gluon.jit
+def _fp8_values(v_smem, BLOCK_N: gl.constexpr, D: gl.constexpr, mma: gl.constexpr):
+    """FP16 values [D, BLOCK_N] as a tensor-core operand; row 8 j + g is channel (D / 8) g + j."""
+    if D == 128:
+        wide: gl.constexpr = gl.DistributedLinearLayout(
+            reg_bases=[[0, 1], [0, 2], [0, 4], [0, 8], [1, 0], [8, 0], [16, 0], [32, 0]],
+            lane_bases=[[2, 0], [4, 0], [0, 16], [0, 32], [0, 64]],
+            warp_bases=[],
+            block_bases=[],
+            shape=[BLOCK_N, D],
+        )
+        v = v_smem.load(wide).to(gl.float16)
+    else:
+        narrow: gl.constexpr = gl.DistributedLinearLayout(
+            reg_bases=[[0, 1], [0, 2], [0, 4], [1, 0], [8, 0], [16, 0], [32, 0]],
+            lane_bases=[[2, 0], [4, 0], [0, 8], [0, 16], [0, 32]],
+            warp_bases=[],
+            block_bases=[],
+            shape=[BLOCK_N, D],
+        )
+        v = v_smem.load(narrow).to(gl.float16)
+    v = v.reshape([BLOCK_N, 8, D // 8]).permute((2, 1, 0)).reshape([D, BLOCK_N])
+    return gl.convert_layout(v, gl.DotOperandLayout(0, mma, 2), assert_trivial=True)
+
+
+@gluon.jit
+def _attend_page(
+    q, k_smem, v_smem, s_smem, f_smem, e_smem, stage, m, total, acc, position, first_key,
+    MASKED: gl.constexpr, SCALED: gl.constexpr, SCORE_SCALE: gl.constexpr, BLOCK_N: gl.constexpr,
+    COLUMNS: gl.constexpr, D: gl.constexpr, mma: gl.constexpr, key_layout: gl.constexpr,
+):  # fmt: skip
+    """One page against the queries [D, COLUMNS]; `position` is the context's last key."""
+    if SCALED:
+        ks = s_smem.index(stage * 2).load(key_layout)
+        vs = s_smem.index(stage * 2 + 1).load(key_layout)
+        if MASKED:
+            # Scales past the context arrived as zeros, whose factors are not finite.
+            ok = first_key + gl.arange(0, BLOCK_N, key_layout) <= position
+            ks = gl.where(ok, ks, 1.0)
+            vs = gl.where(ok, vs, 1.0)
+        a, b, c = key_factors(ks, vs, SCORE_SCALE)
+        f_smem.index(0).store(a)
+        f_smem.index(1).store(b)
+        f_smem.index(2).store(c)
+        k = k_smem.index(stage).load(gl.DotOperandLayout(0, mma, 4)).to(gl.float16)
+    else:
+        k = k_smem.index(stage).load(gl.DotOperandLayout(0, mma, 2))
+    s = mma_v2(k, q, gl.zeros([BLOCK_N, COLUMNS], gl.float32, mma))
+    last = gl.full([COLUMNS], position, gl.int32, m.type.layout)
+    e, m, total, decay = softmax_block(
+        s, f_smem, m, total, last, first_key, MASKED, SCALED, SCORE_SCALE, 0
+    )
+    e_smem.store(e.to(e_smem.dtype))
+    if SCALED:
+        v = _fp8_values(v_smem.index(stage), BLOCK_N, D, mma)
+    else:
+        v = v_smem.index(stage).permute((1, 0)).load(gl.DotOperandLayout(0, mma, 2))
+    weights = e_smem.load(gl.DotOperandLayout(1, mma, 2))
+    return m, total, mma_v2(v, weights, acc * decay[None, :])
+
+
+@gluon.jit
+def _by_channels(
+    o, D: gl.constexpr, COLUMNS: gl.constexpr, SCALED: gl.constexpr, mma: gl.constexpr
+):
+    """o [D, COLUMNS] with D / 8 neighbouring channels of a column in a thread, which makes codes in
+    pairs and stores 8 or 16 at a time. With FP8 values, whose channels come in the order of
+    `_fp8_values`, this renames registers."""
+    SPAN: gl.constexpr = D // 8  # channels
+    spans: gl.constexpr = [[SPAN, 0], [2 * SPAN, 0], [4 * SPAN, 0]]
+    within: gl.constexpr = [[1, 0], [2, 0], [4, 0]] if D == 64 else [[1, 0], [2, 0], [4, 0], [8, 0]]
+    columns: gl.constexpr = [[0, 1]] if COLUMNS == 8 else [[0, 1], [0, 8]]
+    layout: gl.constexpr = gl.DistributedLinearLayout(
+        reg_bases=within + columns,
+        lane_bases=[[0, 2], [0, 4]] + spans,  # noqa: RUF005
+        warp_bases=[],
+        block_bases=[],
+        shape=[D, COLUMNS],
+    )
+    if SCALED:
+        o = o.reshape([D // 8, 8, COLUMNS]).permute((1, 0, 2)).reshape([D, COLUMNS])
+    return gl.convert_layout(o, layout, assert_trivial=SCALED)
+
+
+@gluon.jit
+def _store_heads(
+    o, seq, group, o_ptr, scales_ptr, scale_stride,
+    H: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, COLUMNS: gl.constexpr,
+    QUANTIZE: gl.constexpr, MAXIMUM: gl.constexpr, FLOOR: gl.constexpr, POW2: gl.constexpr,
+):  # fmt: skip
+    """Columns of finished outputs, the first GROUP of them heads of `group`."""
+    column = gl.arange(0, COLUMNS, gl.SliceLayout(0, o.type.layout))
+    channel = gl.arange(0, D, gl.SliceLayout(1, o.type.layout))
+    ok = column < GROUP
+    head = group * GROUP + column
+    places = o_ptr + seq.to(gl.int64) * (H * D) + head[None, :] * D + channel[:, None]
+    o = tile.to_bfloat16(o)
+    if QUANTIZE:
+        wide = tile.widen(o)
+        scale, multiplier = tile.scale_and_multiplier(tile.largest(wide, 0), MAXIMUM, FLOOR, POW2)
+        o = wide * multiplier[None, :]
+        gl.store(scales_ptr + head.to(gl.int64) * scale_stride + seq, scale, mask=ok)
+    gl.store(places, o.to(o_ptr.dtype.element_ty), mask=ok[None, :])
+
+
+@gluon.jit
+def _store_state(
+    o, m, total, seq, split, group, part_ptr, state_ptr, max_splits,
+    H: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, COLUMNS: gl.constexpr,
+):  # fmt: skip
+    """The state of one of several splits, for `combine_kernel`."""
+    base = (seq.to(gl.int64) * max_splits + split) * H + group * GROUP
+    column = gl.arange(0, COLUMNS, gl.SliceLayout(0, o.type.layout))
+    channel = gl.arange(0, D, gl.SliceLayout(1, o.type.layout))
+    places = part_ptr + (base + column)[None, :] * D + channel[:, None]
+    gl.store(places, o, mask=(column < GROUP)[None, :])
+    column = gl.arange(0, COLUMNS, m.type.layout)
+    gl.store(state_ptr + (base + column) * 2, m, mask=column < GROUP)
+    gl.store(state_ptr + (base + column) * 2 + 1, total, mask=column < GROUP)
+
+
+@gluon.jit(do_not_specialize=["table_stride", "table_width", "scale_stride", "max_splits", "early"])
+def decode_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    ks_ptr,
+    vs_ptr,
+    pages_ptr,
+    lengths_ptr,
+    o_ptr,
+    scales_ptr,
+    part_ptr,
+    state_ptr,
+    table_stride,
+    table_width,
+    scale_stride,
+    max_splits,
+    early,
+    G: gl.constexpr,
+    GROUP: gl.constexpr,
+    D: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    SPLIT: gl.constexpr,
+    SCALED: gl.constexpr,
+    SCORE_SCALE: gl.constexpr,
+    QUANTIZE: gl.constexpr,
+    MAXIMUM: gl.constexpr,
+    FLOOR: gl.constexpr,
+    POW2: gl.constexpr,
+):
+    """One warp for (group, sequence, split): a finished row, or the split's state. With `early`,
+    pages are asked for while the kernel in front still runs."""
+    mma: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[2, 0], warps_per_cta=[1, 1], instr_shape=[16, 8]
+    )
+    VEC: gl.constexpr = 16 if SCALED else 8  # 16 bytes
+    CHUNKS: gl.constexpr = D // VEC
+    PHASES: gl.constexpr = 8 if CHUNKS >= 8 else CHUNKS
+    COLUMNS: gl.constexpr = 8 if GROUP <= 8 else 16
+    tile_layout: gl.constexpr = gl.BlockedLayout([1, VEC], [32 // CHUNKS, CHUNKS], [1, 1], [1, 0])
+    key_layout: gl.constexpr = gl.SliceLayout(0, gl.BlockedLayout([1, 1], [1, 32], [1, 1], [1, 0]))
+    swizzled: gl.constexpr = gl.SwizzledSharedLayout(VEC, 8 // PHASES, PHASES, [1, 0])
+    line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    lines: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 1, [1, 0])
+    column_layout: gl.constexpr = gl.SliceLayout(0, mma)
+
+    group = gl.program_id(0)
+    seq = gl.program_id(1)
+    split = gl.program_id(2)
+    if early == 0:
+        gluon_wait_for_previous()
+    first = split * SPLIT
+    table = pages_ptr + seq.to(gl.int64) * table_stride
+    length = gl.load(lengths_ptr + seq)
+    page_0 = gl.load(table + first)
+    page_1 = gl.load(table + gl.minimum(first + 1, table_width - 1))
+    all_blocks = (length + BLOCK_N - 1) // BLOCK_N
+    last = gl.minimum(first + SPLIT, all_blocks)
+    if (first < last) | (split == 0):
+        k_smem = gl.allocate_shared_memory(k_ptr.dtype.element_ty, [2, BLOCK_N, D], swizzled)
+        v_smem = gl.allocate_shared_memory(k_ptr.dtype.element_ty, [2, BLOCK_N, D], swizzled)
+        s_smem = gl.allocate_shared_memory(gl.float32, [4, BLOCK_N], line)
+        f_smem = gl.allocate_shared_memory(gl.float32, [3, BLOCK_N], line)
+        e_dtype: gl.constexpr = gl.float16 if SCALED else gl.bfloat16
+        e_smem = gl.allocate_shared_memory(e_dtype, [BLOCK_N, COLUMNS], lines)
+        n = gl.arange(0, BLOCK_N, gl.SliceLayout(1, tile_layout))
+        d = gl.arange(0, D, gl.SliceLayout(0, tile_layout))
+        tile_offsets = (n * (G * D) + group * D)[:, None] + d[None, :]
+        key_offsets = gl.arange(0, BLOCK_N, key_layout) * G + group
+        # The kernel in front writes the newest key and value, and nothing of the pages before.
+        newest = (length - 1) // BLOCK_N
+        for i in range(2):
+            if (first + i < last) & (first + i < newest):
+                _load_page(
+                    k_smem, v_smem, s_smem, k_ptr, v_ptr, ks_ptr, vs_ptr,
+                    gl.where(i == 0, page_0, page_1), i, tile_offsets, key_offsets,
+                    length - (first + i) * BLOCK_N, G, D, BLOCK_N, SCALED, tile_layout, key_layout,
+                )  # fmt: skip
+            async_copy.commit_group()
+        gluon_wait_for_previous()
+        gluon_let_next_start()
+        late = newest - first
+        if (newest < last) & (late >= 0) & (late < 2):
+            _load_page(
+                k_smem, v_smem, s_smem, k_ptr, v_ptr, ks_ptr, vs_ptr,
+                gl.where(late == 0, page_0, page_1), late, tile_offsets, key_offsets,
+                length - newest * BLOCK_N, G, D, BLOCK_N, SCALED, tile_layout, key_layout,
+            )  # fmt: skip
+        async_copy.commit_group()
+
+        q_base = q_ptr + (seq.to(gl.int64) * G + group) * (GROUP * D)
+        q = _load_queries(q_base, GROUP, D, COLUMNS, SCALED, mma)
+        m = gl.full([COLUMNS], float("-inf"), gl.float32, column_layout)
+        total = gl.zeros([COLUMNS], gl.float32, column_layout)
+        acc = gl.zeros([D, COLUMNS], gl.float32, mma)
+        # A page number is read one step before its page is copied.
+        end = gl.maximum(all_blocks - 1, 0)
+        ahead = gl.load(table + gl.minimum(first + 2, end))
+        whole = length // BLOCK_N
+        if first >= newest:
+            async_copy.wait_group(0)
+        for b in range(first, last):
+            stage = (b - first) % 2
+            if b == first:
+                async_copy.wait_group(2)
+            else:
+                async_copy.wait_group(1)
+            gluon_names.barrier()
+            if b < whole:
+                m, total, acc = _attend_page(
+                    q, k_smem, v_smem, s_smem, f_smem, e_smem, stage, m, total, acc, length - 1,
+                    b * BLOCK_N, False, SCALED, SCORE_SCALE, BLOCK_N, COLUMNS, D, mma, key_layout,
+                )  # fmt: skip
+            else:
+                m, total, acc = _attend_page(
+                    q, k_smem, v_smem, s_smem, f_smem, e_smem, stage, m, total, acc, length - 1,
+                    b * BLOCK_N, True, SCALED, SCORE_SCALE, BLOCK_N, COLUMNS, D, mma, key_layout,
+                )  # fmt: skip
+            gluon_names.barrier()
+            page = ahead
+            ahead = gl.load(table + gl.minimum(b + 3, end))
+            if b + 2 < last:
+                _load_page(
+                    k_smem, v_smem, s_smem, k_ptr, v_ptr, ks_ptr, vs_ptr,
+                    page, stage, tile_offsets, key_offsets, length - (b + 2) * BLOCK_N,
+                    G, D, BLOCK_N, SCALED, tile_layout, key_layout,
+                )  # fmt: skip
+            async_copy.commit_group()
+        async_copy.wait_group(0)
+
+        if (all_blocks <= SPLIT) | (all_blocks > max_splits * SPLIT):
+            # A context longer than the launch was told of is NaN, not a truncated answer.
+            total = gl.where(all_blocks > max_splits * SPLIT, float("nan"), total)
+            o = _by_channels(
+                normalize(acc, inverse(total)[None, :], SCALED), D, COLUMNS, SCALED, mma
+            )
+            _store_heads(
+                o, seq, group, o_ptr, scales_ptr, scale_stride, G * GROUP, GROUP, D, COLUMNS,
+                QUANTIZE, MAXIMUM, FLOOR, POW2,
+            )  # fmt: skip
+        else:
+            _store_state(
+                _by_channels(acc, D, COLUMNS, SCALED, mma), m, total, seq, split, group,
+                part_ptr, state_ptr, max_splits, G * GROUP, GROUP, D, COLUMNS,
+            )  # fmt: skip
+
+
+def attend_decode(
+    q: Tensor,
+    pages: KeyValueCodes,
+    block_tables: Tensor,
+    lengths: Tensor,
+    max_length: int,
+) -> Tensor:
+    """Attention of one query per sequence over its pages. Usable in a CUDA graph.
+
+    q: bfloat16 [B, H, D], rotated. pages: k and v [P, 64, G, D], scales [P, 64, G] or None.
+    block_tables: int32 [B, at least ceil(max_length / 64)], page numbers in order; entries past a
+    context are not used. lengths: int32 [B], keys of each context, the query's own included; 0
+    gives a row of zeros. max_length: at least the longest length; it sizes the launch and never the
+    arithmetic (a longer context comes out as NaN). Returns o like q.
+
+    Captured in a graph, the kernel in front may write q and the newest key and value of each
+    context, but nothing else that is read here.
+    """
+    o = torch.empty_like(q)
+    _launch(q, pages, block_tables, lengths, max_length, o, None, "fp32")
+    return o
+
+
+def attend_decode_quantized(
+    q: Tensor,
+    pages: KeyValueCodes,
+    block_tables: Tensor,
+    lengths: Tensor,
+    max_length: int,
+    scales: str = "fp32",
+) -> QTensor:
+    """`quantize_rows(attend_decode(...).flatten(1))`, the same bits: 1 x 128 groups of [B, H * D].
+
+    With head_dim 128 the BF16 rows are never written; with 64 a group is two heads, which may
+    belong to two warps, and the quantizer runs after.
+    """
+    batch, heads, head_dim = q.shape
+    if head_dim != FP8_BLOCK:
+        o = attend_decode(q, pages, block_tables, lengths, max_length)
+        return quantize_rows(o.view(batch, heads * head_dim), scales=scales)
+    rows = empty_row_groups(batch, heads * head_dim, FORMATS["e4m3"][0], q.device)
+    _launch(q, pages, block_tables, lengths, max_length, rows.codes, rows.scales, scales)
+    return rows
+
+
+def _launch(
+    q: Tensor,
+    pages: KeyValueCodes,
+    block_tables: Tensor,
+    lengths: Tensor,
+    max_length: int,
+    o: Tensor,
+    o_scales: Tensor | None,
+    scales: str,
+) -> None:
+    """Into o: bfloat16 [B, H, D], or codes with o_scales [B, H] of any column stride."""
+    group = check_queries(q, pages)
+    batch, heads, head_dim = q.shape
+    if pages.k.ndim != 4 or pages.k.shape[1] != BLOCK_KEYS:
+        raise ValueError(f"pages of {BLOCK_KEYS} tokens expected, got k {list(pages.k.shape)}")
+    if block_tables.dtype != torch.int32 or block_tables.ndim != 2 or block_tables.stride(1) != 1:
+        raise ValueError(
+            f"block tables: int32 [B, N] with contiguous rows expected, got {block_tables.dtype} "
+            f"{list(block_tables.shape)}"
+        )
+    if lengths.dtype != torch.int32 or lengths.shape != (batch,) or len(block_tables) != batch:
+        raise ValueError(
+            f"lengths: int32 [{batch}] expected, got {lengths.dtype} {list(lengths.shape)}, "
+            f"with {len(block_tables)} block tables"
+        )
+    if block_tables.shape[1] * BLOCK_KEYS < max_length or max_length < 1:
+        raise ValueError(f"{block_tables.shape[1]} pages a row cannot hold {max_length} tokens")
+    splits = -(-max_length // SPLIT_KEYS)
+    # One split leaves no state; the kernel is the same, so that it is not compiled anew for more.
+    states = splits if splits > 1 else 0
+    part = q.new_empty(batch, states, heads, head_dim, dtype=torch.float32)
+    state = q.new_empty(batch, states, heads, 2, dtype=torch.float32)
+    k_scales, v_scales = (o if s is None else s for s in (pages.k_scales, pages.v_scales))
+    out = (o, o, 0) if o_scales is None else (o, o_scales, o_scales.stride(1))
+    rule = (o_scales is not None, FORMATS["e4m3"][1], AMAX_FLOOR, scales == "pow2")
+    decode_kernel[(pages.num_heads, batch, splits)](
+        q, pages.k, pages.v, k_scales, v_scales, block_tables, lengths, *out[:2], part, state,
+        block_tables.stride(0), block_tables.shape[1], out[2], splits,
+        int(torch.cuda.is_current_stream_capturing()),
+        pages.num_heads, group, head_dim, BLOCK_KEYS, SPLIT_BLOCKS, pages.scaled,
+        score_scale(head_dim, pages.scaled), *rule,
+        num_warps=1, enable_fp_fusion=False, **OVERLAPPED,
+    )  # fmt: skip
+    if splits > 1:
+        combine_kernel[(heads, batch)](
+            part, state, lengths, *out, splits, heads, head_dim, SPLIT_KEYS, pages.scaled, 8, *rule,
+            num_warps=1, enable_fp_fusion=False, **OVERLAPPED,
+        )  # fmt: skip

@@ -1,0 +1,370 @@
+"""Attention of many queries a sequence: training forward and chunked prefill.
+
+Bound by the tensor cores, with the softmax close behind. Keys and values come staged
+(`attention_stage`). A program takes 192 queries of one head: three warpgroups of 64 rows, and a
+warp that loads blocks of keys and values by the bulk copy engine, five in shared memory. The
+warpgroups share the blocks and nothing else, so that one multiplies while another is in its
+softmax (`attention_blocks`). Outputs leave in BF16, or as the codes that an FP8 linear reads.
+
+One program a multiprocessor takes tiles until none is left, longest first, in a snake: the
+loading warp is at the next tile while the others store this one. The state of finished splits
+(`attention_core`) waits in global memory, one float32 row a query: keeping it in registers would
+leave no room for the third warpgroup.
+
+What was tried and is slower, or wrong, is in docs/notes-attention.md.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+# (a Triton function may annotate nothing but its compile-time constants)
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from jetrl.kernels.attention.blocks import (
+    ROWS,
+    Ring,
+    accumulator,
+    attend_cut_blocks,
+    attend_whole_blocks,
+    attend_whole_blocks_in_turn,
+    release_block,
+    wait_for_block,
+)
+from jetrl.kernels.attention.core import (
+    SPLIT_BLOCKS,
+    SPLIT_KEYS,
+    fold_weights,
+    inverse,
+    log_sum_exp,
+    normalize,
+    query_codes,
+    score_scale,
+    slots_of_channels,
+)
+from jetrl.kernels.attention.layout import BLOCK_KEYS, TILE_ROWS, QueryTiles, check_queries
+from jetrl.kernels.attention.stage import StagedKeys
+from jetrl.precision.hopper import gluon_names
+from jetrl.precision.hopper.launch import multiprocessors
+from jetrl.precision.hopper.quantize import quantize_rows
+from jetrl.precision.layout import empty_row_groups
+from jetrl.precision.plan import FP8_BLOCK
+from jetrl.precision.quantize import AMAX_FLOOR, FORMATS, QTensor
+
+_STAGES = 5  # blocks in shared memory, 33 KB each with FP8 keys: as many as fit
+_TILE_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+_CODES = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2))
+_LINE_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+
+
+@gluon.jit
+def _item_of_turn(turn):
+    """The snake: programs take items in their order and, every other turn, against it."""
+    step = gl.num_programs(0)
+    place = gl.program_id(0)
+    return turn * step + gl.where(turn % 2 == 0, place, step - 1 - place)
+
+
+@gluon.jit
+def _load_blocks(
+    kv_desc,
+    f_desc,
+    tiles_ptr,
+    ring,
+    num_items,
+    num_key_blocks,
+    H: gl.constexpr,
+    GROUP: gl.constexpr,
+    SCALED: gl.constexpr,
+):
+    """The loading warp: the blocks of all of the program's tiles, as stages become free."""
+    STAGES: gl.constexpr = ring.k.shape[0]
+    BLOCK_N: gl.constexpr = ring.k.shape[1]
+    base = 0
+    for turn in range(0, (num_items + gl.num_programs(0) - 1) // gl.num_programs(0)):
+        item = _item_of_turn(turn)
+        if item < num_items:
+            tile = tiles_ptr + (item // H) * 4
+            num_blocks = (gl.load(tile + 1) + gl.load(tile + 2) + BLOCK_N - 1) // BLOCK_N
+            block0 = gl.load(tile + 3) + (item % H // GROUP) * num_key_blocks
+            for b in range(0, num_blocks):
+                stage = (base + b) % STAGES
+                mbarrier.wait(ring.empty.index(stage), (((base + b) // STAGES) & 1) ^ 1)
+                bar = ring.full.index(stage)
+                row = (block0 + b) * 2 * BLOCK_N
+                if SCALED:
+                    mbarrier.expect(bar, 2 * kv_desc.block_type.nbytes + f_desc.block_type.nbytes)
+                    factors = ring.factors.index(stage)
+                    gluon_names.tma_load(f_desc, [(block0 + b) * 4, 0], bar, factors)
+                else:
+                    mbarrier.expect(bar, 2 * kv_desc.block_type.nbytes)
+                gluon_names.tma_load(kv_desc, [row, 0], bar, ring.k.index(stage))
+                gluon_names.tma_load(kv_desc, [row + BLOCK_N, 0], bar, ring.v.index(stage))
+            base += num_blocks
+
+
+@gluon.jit
+def _attend_rows(
+    part,
+    q_smem,
+    q_ptr,
+    o_ptr,
+    o_scales_ptr,
+    lse_ptr,
+    scratch_ptr,
+    tiles_ptr,
+    ring,
+    num_items,
+    lse_stride,
+    scale_stride,
+    H: gl.constexpr,
+    D: gl.constexpr,
+    SPLIT: gl.constexpr,
+    SCALED: gl.constexpr,
+    SCORE_SCALE: gl.constexpr,
+    QUANTIZE: gl.constexpr,
+    MAXIMUM: gl.constexpr,
+    FLOOR: gl.constexpr,
+    POW2: gl.constexpr,
+):
+    """One warpgroup: rows [64 part, 64 part + 64) of each of the program's tiles."""
+    BLOCK_N: gl.constexpr = ring.k.shape[1]
+    outputs: gl.constexpr = accumulator(D)
+    row: gl.constexpr = gl.SliceLayout(1, accumulator(BLOCK_N))
+    output_row: gl.constexpr = gl.SliceLayout(1, outputs)
+    wide: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+    r = gl.arange(0, ROWS, gl.SliceLayout(1, wide))
+    d = gl.arange(0, D, gl.SliceLayout(0, wide))
+    skip = part * ROWS
+    base = 0
+    for turn in range(0, (num_items + gl.num_programs(0) - 1) // gl.num_programs(0)):
+        item = _item_of_turn(turn)
+        if item < num_items:
+            tile = tiles_ptr + (item // H) * 4
+            head = item % H
+            row0 = gl.load(tile) + skip
+            num_rows = gl.load(tile + 1) - skip  # none is left for the last parts of a short tile
+            first_position = gl.load(tile + 2) + skip
+            all_blocks = (first_position + num_rows + BLOCK_N - 1) // BLOCK_N
+            seen = (first_position + gl.minimum(num_rows, ROWS) + BLOCK_N - 1) // BLOCK_N
+            num_blocks = gl.where(num_rows > 0, seen, 0)
+            full_blocks = gl.minimum((first_position + 1) // BLOCK_N, num_blocks)
+
+            at = (row0 + r).to(gl.int64)[:, None] * (H * D) + (head * D + d)[None, :]
+            q = gl.load(q_ptr + at, mask=(r < num_rows)[:, None], other=0.0)
+            q = query_codes(q, SCALED)
+            if SCALED:
+                q = slots_of_channels(q)
+            q_smem.store(q)
+            # Read again, here and below, so that they do not occupy registers through the loops.
+            num_rows = gl.load(tile + 1, volatile=True) - skip
+            fence_async_shared()
+            gluon_names.barrier()
+
+            position = first_position + gl.arange(0, ROWS, row)
+            big_m = gl.full([ROWS], float("-inf"), gl.float32, row)
+            big_total = gl.zeros([ROWS], gl.float32, row)
+            m = big_m
+            total = big_total
+            acc = gl.zeros([ROWS, D], gl.float32, outputs)
+            num_splits = (num_blocks + SPLIT - 1) // SPLIT
+            for j in range(0, num_splits):
+                m = gl.full([ROWS], float("-inf"), gl.float32, row)
+                total = gl.zeros([ROWS], gl.float32, row)
+                acc = gl.zeros([ROWS, D], gl.float32, outputs)
+                first = j * SPLIT
+                last = gl.minimum(first + SPLIT, num_blocks)
+                middle = gl.maximum(gl.minimum(full_blocks, last), first)
+                if SCALED:
+                    m, total, acc = attend_whole_blocks_in_turn(
+                        base + first, base + middle, q_smem, ring, m, total, acc, SCALED,
+                        SCORE_SCALE,
+                    )  # fmt: skip
+                else:
+                    m, total, acc = attend_whole_blocks(
+                        base + first, base + middle, q_smem, ring, m, total, acc, SCALED,
+                        SCORE_SCALE,
+                    )  # fmt: skip
+                m, total, acc = attend_cut_blocks(
+                    base, middle, last, q_smem, ring, m, total, acc, position, SCALED, SCORE_SCALE
+                )
+                if num_splits > 1:
+                    m, total, u, w = fold_weights(big_m, big_total, m, total)
+                    u = gl.convert_layout(u, output_row, assert_trivial=True)
+                    w = gl.convert_layout(w, output_row, assert_trivial=True)
+                    rows = gl.arange(0, ROWS, output_row)
+                    cols = gl.arange(0, D, gl.SliceLayout(0, outputs))
+                    start = (gl.load(tile, volatile=True) + skip).to(gl.int64) * (H * D) + head * D
+                    finished = scratch_ptr + start + rows[:, None] * (H * D) + cols[None, :]
+                    ok = (rows < num_rows)[:, None]
+                    old = gl.load(finished, mask=ok & (j > 0), other=0.0)
+                    acc = gl.fma(acc, w[:, None], old * u[:, None])
+                    gl.store(finished, acc, mask=ok & (j + 1 < num_splits))
+                    big_m = m
+                    big_total = total
+            for b in range(base + num_blocks, base + all_blocks):
+                release_block(ring, wait_for_block(ring, b))
+            base += all_blocks
+
+            inv = gl.convert_layout(inverse(total), output_row, assert_trivial=True)
+            o = normalize(acc, inv[:, None], SCALED).to(gl.bfloat16)
+            row0 = gl.load(tile, volatile=True) + skip
+            left = gl.load(tile + 1, volatile=True) - skip
+            if QUANTIZE:
+                rounded = o.to(gl.float32)
+                amax = tile.largest(rounded, 1)
+                scale, factor = tile.scale_and_multiplier(amax, MAXIMUM, FLOOR, POW2)
+                o = (rounded * factor[:, None]).to(o_ptr.dtype.element_ty)
+                rows = gl.arange(0, ROWS, output_row)
+                scale_ptrs = o_scales_ptr + head.to(gl.int64) * scale_stride + row0 + rows
+                gl.store(scale_ptrs, scale, mask=rows < left)
+            # Through the queries' memory, so that what is written is 16 (8) bytes a thread.
+            if QUANTIZE:
+                codes = gluon_names.reinterpret(q_smem, o.dtype, [2 * ROWS, D], _CODES)
+                o_smem = codes.slice(0, ROWS)
+            else:
+                layout: gl.constexpr = q_smem.layout
+                o_smem = gluon_names.reinterpret(q_smem, o.dtype, [ROWS, D], layout)
+            gluon_names.barrier()
+            o_smem.store(o)
+            gluon_names.barrier()
+            rows = gl.arange(0, ROWS, row)
+            lse_ptrs = lse_ptr + head.to(gl.int64) * lse_stride + row0 + rows
+            gl.store(lse_ptrs, log_sum_exp(m, total), mask=rows < left)
+            at = (row0 + r).to(gl.int64)[:, None] * (H * D) + (head * D + d)[None, :]
+            gl.store(o_ptr + at, o_smem.load(wide), mask=(r < left)[:, None])
+            gluon_names.barrier()
+
+
+# Sizes change from batch to batch, and what they are divisible by is of no use here.
+@gluon.jit(do_not_specialize=["num_items", "num_key_blocks", "lse_stride", "scale_stride"])
+def forward_kernel(
+    q_ptr,
+    kv_desc,
+    f_desc,
+    o_ptr,
+    o_scales_ptr,
+    lse_ptr,
+    scratch_ptr,
+    tiles_ptr,
+    num_items,
+    num_key_blocks,
+    lse_stride,
+    scale_stride,
+    H: gl.constexpr,
+    GROUP: gl.constexpr,
+    D: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    SPLIT: gl.constexpr,
+    STAGES: gl.constexpr,
+    SCALED: gl.constexpr,
+    SCORE_SCALE: gl.constexpr,
+    QUANTIZE: gl.constexpr,
+    MAXIMUM: gl.constexpr,
+    FLOOR: gl.constexpr,
+    POW2: gl.constexpr,
+):
+    """Tiles of 192 queries of one head over all the keys they see; an item is (tile, head)."""
+    dtype: gl.constexpr = kv_desc.dtype
+    q_smem = gl.allocate_shared_memory(dtype, [3, ROWS, D], kv_desc.layout)
+    k_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], kv_desc.layout)
+    v_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], kv_desc.layout)
+    f_smem = gl.allocate_shared_memory(gl.float32, [STAGES, 4, BLOCK_N], f_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=3)
+    fence_async_shared()
+    gluon_names.barrier()
+    ring = Ring(k_smem, v_smem, f_smem, full, empty)
+    # A compile-time constant does not survive a tuple that has a name: each list is written out.
+    gl.warp_specialize(
+        [
+            (_attend_rows, (
+                0, q_smem.index(0), q_ptr, o_ptr, o_scales_ptr, lse_ptr, scratch_ptr, tiles_ptr,
+                ring, num_items, lse_stride, scale_stride, H, D, SPLIT, SCALED, SCORE_SCALE,
+                QUANTIZE, MAXIMUM, FLOOR, POW2,
+            )),
+            (_attend_rows, (
+                1, q_smem.index(1), q_ptr, o_ptr, o_scales_ptr, lse_ptr, scratch_ptr, tiles_ptr,
+                ring, num_items, lse_stride, scale_stride, H, D, SPLIT, SCALED, SCORE_SCALE,
+                QUANTIZE, MAXIMUM, FLOOR, POW2,
+            )),
+            (_attend_rows, (
+                2, q_smem.index(2), q_ptr, o_ptr, o_scales_ptr, lse_ptr, scratch_ptr, tiles_ptr,
+                ring, num_items, lse_stride, scale_stride, H, D, SPLIT, SCALED, SCORE_SCALE,
+                QUANTIZE, MAXIMUM, FLOOR, POW2,
+            )),
+            (_load_blocks, (
+                kv_desc, f_desc, tiles_ptr, ring, num_items, num_key_blocks, H, GROUP, SCALED,
+            )),
+        ],
+        [4, 4, 1],
+        [160, 160, 24],
+    )  # fmt: skip
+
+
+def attend_tiles(q: Tensor, staged: StagedKeys, tiles: QueryTiles) -> tuple[Tensor, Tensor]:
+    """Causal attention of the queries of `tiles` over staged keys.
+
+    q: bfloat16 [T, H, D], rotated, rows as `tiles` counts them. Returns o like q and the natural
+    log-sum-exp, float32 [H, T].
+    """
+    o = torch.empty_like(q)
+    return o, _launch(q, staged, tiles, o, None, "fp32")
+
+
+def attend_tiles_quantized(
+    q: Tensor, staged: StagedKeys, tiles: QueryTiles, scales: str = "fp32"
+) -> QTensor:
+    """`quantize_rows(attend_tiles(...)[0].flatten(1))`, the same bits: 1 x 128 groups [T, H * D].
+
+    With head_dim 128 the BF16 rows are never written; with 64 a group is two heads, and the
+    quantizer runs after.
+    """
+    tokens, heads, head_dim = q.shape
+    if head_dim != FP8_BLOCK:
+        return quantize_rows(attend_tiles(q, staged, tiles)[0].flatten(1), scales=scales)
+    rows = empty_row_groups(tokens, heads * head_dim, FORMATS["e4m3"][0], q.device)
+    _launch(q, staged, tiles, rows.codes, rows.scales, scales)
+    return rows
+
+
+def _launch(
+    q: Tensor,
+    staged: StagedKeys,
+    tiles: QueryTiles,
+    o: Tensor,
+    o_scales: Tensor | None,
+    scales: str,
+) -> Tensor:
+    """Into o: bfloat16 [T, H, D], or codes [T, H * D] with o_scales [T, H] of any column stride.
+    Returns the log-sum-exp."""
+    group = check_queries(q, staged.codes)
+    num_queries, heads, head_dim = q.shape
+    if num_queries != tiles.num_queries:
+        raise ValueError(f"{num_queries} queries, but the tiles are cut for {tiles.num_queries}")
+    assert TILE_ROWS == 3 * 64, "the kernel has three warpgroups of 64 rows"
+    lse = q.new_empty(heads, num_queries, dtype=torch.float32)
+    scratch = q.new_empty(q.shape, dtype=torch.float32) if tiles.longest > SPLIT_KEYS else lse
+    items = heads * len(tiles.tiles)
+    programs = multiprocessors(q.device)
+    out_scales, scale_stride = (lse, 0) if o_scales is None else (o_scales, o_scales.stride(1))
+    rule = (o_scales is not None, FORMATS["e4m3"][1], AMAX_FLOOR, scales == "pow2")
+    forward_kernel[(min(items, programs),)](
+        q,
+        TensorDescriptor.from_tensor(staged.kv, [BLOCK_KEYS, head_dim], _TILE_LAYOUT),
+        TensorDescriptor.from_tensor(staged.factors, [4, BLOCK_KEYS], _LINE_LAYOUT),
+        o, out_scales, lse, scratch, tiles.tiles, items, staged.num_blocks, num_queries,
+        scale_stride,
+        heads, group, head_dim, BLOCK_KEYS, SPLIT_BLOCKS, _STAGES, staged.codes.scaled,
+        score_scale(head_dim, staged.codes.scaled), *rule,
+        num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
+    return lse

@@ -1,0 +1,111 @@
+"""Attention on Hopper: one schedule of keys for decode, prefill and training, to the bit.
+
+For any token, these give the same output bits, whatever else is in the batch:
+
+    attend_decode(q_BHD, pages, block_tables, lengths, max_length)      one new token a sequence
+    attend_decode_quantized(...)                                        the same, as FP8 rows
+    attend_prefill(q_THD, pages, tiles)                                 chunks, shared prefixes
+    attend_prefill_quantized(...)                                       the same, as FP8 rows
+    attend_packed(q_THD, k_TGD, v_TGD, codes, tiles)                    training, differentiable
+
+`attention_core` says why, and pins what it takes: blocks of 64 keys from the sequence's first
+token, splits every 1024 keys folded in order, tensor cores that add 16 products at a time with FP16
+operands (BF16 without scales), and one order of head_dim. The backward needs no agreement of bits
+with anything; it is deterministic.
+
+Shapes: T tokens, B sequences, H query heads, G key-value heads, D head_dim (64 or 128), H / G at
+most 16, pages of 64 tokens. The CPU reference in `attention` has other bits: its sums are exact.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from jetrl.kernels.attention.backward import attention_backward
+from jetrl.kernels.attention.decode import attend_decode, attend_decode_quantized
+from jetrl.kernels.attention.forward import attend_tiles, attend_tiles_quantized
+from jetrl.kernels.attention.layout import KeyValueCodes, QueryTiles
+from jetrl.kernels.attention.stage import StagedKeys, stage_keys
+from jetrl.precision.quantize import QTensor
+
+__all__ = [
+    "KeyValueCodes",
+    "QueryTiles",
+    "StagedKeys",
+    "attend_decode",
+    "attend_decode_quantized",
+    "attend_packed",
+    "attend_prefill",
+    "attend_prefill_quantized",
+    "attend_tiles",
+    "stage_keys",
+    "stored_values",
+]
+
+
+def attend_prefill(q: Tensor, pages: KeyValueCodes, tiles: QueryTiles) -> Tensor:
+    """Attention of prefill chunks over pages that already hold the chunks' own keys and values.
+
+    q: bfloat16 [T, H, D], rotated. pages: [P, 64, G, D]. tiles: `QueryTiles.paged`. Returns o like
+    q. Costs one pass over the contexts' keys and values besides the attention itself, so chunks of
+    a few hundred tokens or more are what it is for.
+    """
+    return attend_tiles(q, stage_keys(pages, tiles), tiles)[0]
+
+
+def attend_prefill_quantized(
+    q: Tensor, pages: KeyValueCodes, tiles: QueryTiles, scales: str = "fp32"
+) -> QTensor:
+    """`quantize_rows(attend_prefill(...).flatten(1))`, the same bits: 1 x 128 groups [T, H * D]."""
+    return attend_tiles_quantized(q, stage_keys(pages, tiles), tiles, scales)
+
+
+def attend_packed(
+    q: Tensor, k: Tensor, v: Tensor, codes: KeyValueCodes, tiles: QueryTiles
+) -> Tensor:
+    """Causal attention of packed sequences, differentiable in q, k and v.
+
+    q: bfloat16 [T, H, D], rotated. codes: keys and values as a cache would store them, [T, G, D];
+    they are what is attended to. k, v: the bfloat16 [T, G, D] they were made from, not read: the
+    gradient passes straight through to them. tiles: `QueryTiles.packed`. Returns o like q.
+    """
+    if k.shape != codes.k.shape or v.shape != codes.v.shape or len(q) != len(k):
+        raise ValueError(
+            f"q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)} do not go with codes "
+            f"{list(codes.k.shape)}"
+        )
+    o: Tensor = _PackedAttention.apply(q, k, v, codes, tiles)
+    return o
+
+
+def stored_values(codes: KeyValueCodes, slots: Tensor | None = None) -> Tensor:
+    """float32 [T, 2 * G * D]: what keys and values stand for, to look at. codes: [T, G, D], or
+    pages, of which int64 slots [T] are meant."""
+
+    def wide(x: Tensor, scales: Tensor | None) -> Tensor:
+        values = x.float() if scales is None else x.float() * scales[..., None]
+        values = values if slots is None else values.flatten(0, 1)[slots]
+        return values.flatten(1)
+
+    return torch.cat([wide(codes.k, codes.k_scales), wide(codes.v, codes.v_scales)], dim=1)
+
+
+class _PackedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, codes: KeyValueCodes, tiles: QueryTiles
+    ) -> Tensor:
+        o, lse = attend_tiles(q, stage_keys(codes, tiles), tiles)
+        ctx.save_for_backward(q, codes.k, codes.k_scales, codes.v, codes.v_scales, o, lse)
+        ctx.tiles = tiles
+        return o
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, k_scales, v, v_scales, o, lse = ctx.saved_tensors
+        codes = KeyValueCodes(k, k_scales, v, v_scales)
+        dq, dk, dv = attention_backward(grads[0].contiguous(), q, codes, o, lse, ctx.tiles)
+        return dq, dk, dv, None, None

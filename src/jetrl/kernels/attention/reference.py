@@ -1,0 +1,227 @@
+"""Causal attention over keys and values as they are stored: the reference.
+
+One function serves decode, prefill and training: a query at position p sees keys 0..p of its own
+sequence. What differs between the callers is only where keys and values lie; here they come as
+dense arrays, gathered from pages or cut from a packed batch, with padding that changes no bit:
+
+    s = (q . k) * k_scale / sqrt(D)     the dot product exact, then float32
+    p = exp(s - max s)                  float32, IEEE operations only
+    o = sum(p * v_scale * v) / sum(p)   both sums exact on a grid of the row's own maximum
+
+FP8 keys and values are used as quantized; the gradient passes straight through to the values that
+were quantized. The backward needs no bit agreement and is plain float32.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from jetrl.precision.exact import align, exp_nonpositive
+from jetrl.precision.hopper import hopper
+from jetrl.precision.quantize import QTensor, codes_as_float64, dequantize, quantize
+
+# Bits on the grids: query 24 + code 18 + 8 (D up to 256), and weight 18 + code 18 + 17 (2**17
+# keys), both at most 53: float64 sums are exact. An E4M3 code is an integer below 2**18 over 2**9.
+_QUERY_BITS, _VALUE_BITS, _WEIGHT_BITS = 24, 18, 18
+_MASS_GRID = 2.0**30
+_MAX_SCORES = 2**23  # scores held at once; longer work is cut into pieces, with the same bits
+
+
+def quantize_kv(x: Tensor, kv_format: str, scales: str = "fp32") -> tuple[Tensor, Tensor | None]:
+    """Keys or values x [T, G, D] as they are stored: FP8 codes and float32 scales [T, G] (one group
+    for each token and head), or the values themselves and None."""
+    if kv_format != "fp8":
+        return x, None
+    q = quantize(x, (1, x.shape[-1]), scales=scales)  # type: ignore[arg-type]
+    return q.codes, q.scales.squeeze(-1)
+
+
+def stored_values(codes: Tensor, scales: Tensor | None) -> Tensor:
+    """float32 [T, G, D]: what keys or values stand for, as `quantize_kv` stores them."""
+    if scales is None:
+        return codes.float()
+    return dequantize(QTensor(codes, scales[..., None], (1, codes.shape[-1])))
+
+
+def attend_dense(
+    q: Tensor,
+    k_codes: Tensor,
+    k_scales: Tensor | None,
+    v_codes: Tensor,
+    v_scales: Tensor | None,
+    q_positions: Tensor,
+) -> Tensor:
+    """Attention of a padded batch. A row's bits do not depend on padding, on other rows, or on L.
+
+    q: bfloat16 [B, Q, H, D]. k_codes, v_codes: [B, L, G, D], float8_e4m3fn with float32 scales
+    [B, L, G], or bfloat16 with None. q_positions: int64 [B, Q]; key j is seen iff j <= position.
+    Returns o like q. float32 q, k and v take ordinary float32 attention (the fp32 plan).
+    """
+    if q.dtype == torch.float32:
+        return _attend_fp32(q, k_codes, v_codes, q_positions)
+    out = torch.empty_like(q)
+    rows = max(1, _MAX_SCORES // max(1, q.shape[2] * q.shape[1] * k_codes.shape[1]))
+    for start in range(0, q.shape[0], rows):
+        b = slice(start, start + rows)
+        k, k_scale = _as_codes(k_codes[b], None if k_scales is None else k_scales[b])
+        v, v_scale = _as_codes(v_codes[b], None if v_scales is None else v_scales[b])
+        queries = max(1, _MAX_SCORES // (q.shape[2] * k_codes.shape[1]))
+        for first in range(0, q.shape[1], queries):
+            part = slice(first, first + queries)
+            out[b, part] = _attend(q[b, part], k, k_scale, v, v_scale, q_positions[b, part])
+    return out
+
+
+def _as_codes(codes: Tensor, scales: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(float64 codes on a common grid [B, G, L, D], float32 scales [B, G, 1, L])."""
+    if scales is None:  # BF16: a power-of-two scale for each token and head, codes at most 1
+        exponent = torch.frexp(codes.float().abs().amax(-1)).exponent
+        scales = torch.ldexp(torch.ones_like(exponent, dtype=torch.float32), exponent)
+        wide = align(codes.float() / scales[..., None], -1, _VALUE_BITS)
+    else:
+        wide = codes_as_float64(codes)
+    return wide.transpose(1, 2), scales.transpose(1, 2).unsqueeze(2)
+
+
+def _attend(
+    q: Tensor, k: Tensor, k_scale: Tensor, v: Tensor, v_scale: Tensor, positions: Tensor
+) -> Tensor:
+    _, num_queries, heads, head_dim = q.shape
+    groups = k.shape[1]
+    # [B, G, heads of the group x Q, D]: one product for each key-value head
+    rows = q.unflatten(2, (groups, heads // groups)).permute(0, 2, 3, 1, 4).flatten(2, 3)
+    scores = (align(rows.float(), -1, _QUERY_BITS) @ k.mT).float() * k_scale / math.sqrt(head_dim)
+    hidden = (
+        torch.arange(k.shape[2], device=q.device) > positions.repeat(1, heads // groups)[..., None]
+    )
+    scores.masked_fill_(hidden[:, None], -torch.inf)
+    mass = exp_nonpositive(scores - scores.amax(-1, keepdim=True))
+    total = (mass.double() * _MASS_GRID).round_().sum(-1, keepdim=True) / _MASS_GRID
+    v_seen = v.masked_fill(~_seen(positions, k.shape[2])[:, None, :, None], 0.0)
+    weights = align(mass * v_scale.masked_fill(hidden[:, None], 0.0), -1, _WEIGHT_BITS)
+    out = (weights @ v_seen) / total
+    return (
+        out.float()
+        .to(q.dtype)
+        .unflatten(2, (heads // groups, num_queries))
+        .permute(0, 3, 1, 2, 4)
+        .flatten(2, 3)
+    )
+
+
+def _seen(positions: Tensor, length: int) -> Tensor:
+    """[B, L]: keys that some query of the batch row sees; the rest may be anything, even NaN."""
+    return torch.arange(length, device=positions.device) <= positions.amax(1, keepdim=True)
+
+
+def _attend_fp32(q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
+    visible = torch.arange(k.shape[1], device=q.device) <= positions[..., None]
+    out = torch.nn.functional.scaled_dot_product_attention(
+        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), visible[:, None], enable_gqa=True
+    )
+    return out.transpose(1, 2)
+
+
+def attend_packed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    kv_format: str,
+    scales: str = "fp32",
+) -> Tensor:
+    """Causal attention of sequences packed end to end, differentiable: the training side.
+
+    q: [T, H, D]; k, v: [T, G, D], bfloat16 or float32, k already rotated. cu_seqlens: int64 [S+1].
+    Keys and values are quantized as the cache would store them. Returns o like q.
+    """
+    if q.is_cuda and q.dtype == torch.bfloat16:
+        gpu = hopper("kernels.attention.hopper")
+        k_codes, k_scales = quantize_kv(k.detach(), kv_format, scales)
+        v_codes, v_scales = quantize_kv(v.detach(), kv_format, scales)
+        codes = gpu.KeyValueCodes(k_codes.contiguous(), k_scales, v_codes.contiguous(), v_scales)
+        tiles = packed_tiles(cu_seqlens, q.device)
+        out: Tensor = gpu.attend_packed(q.contiguous(), k, v, codes, tiles)
+        return out
+    o: Tensor = _PackedAttention.apply(q, k, v, cu_seqlens, kv_format, scales)
+    return o
+
+
+def packed_tiles(cu_seqlens: Tensor, device: torch.device) -> Any:
+    """The GPU kernels' list of work for a packed batch: made once, it serves every layer."""
+    gpu = hopper("kernels.attention.hopper")
+    return gpu.QueryTiles.packed(cu_seqlens.tolist(), device)
+
+
+class _PackedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, kv_format: str, scales: str
+    ) -> Tensor:
+        k_codes, k_scales = quantize_kv(k, kv_format, scales)
+        v_codes, v_scales = quantize_kv(v, kv_format, scales)
+        ctx.save_for_backward(q, k_codes, k_scales, v_codes, v_scales, cu_seqlens)
+        out = torch.empty_like(q)
+        for tokens, positions, valid in _dense_batches(cu_seqlens):
+            dense = attend_dense(
+                q[tokens],
+                k_codes[tokens],
+                None if k_scales is None else k_scales[tokens],
+                v_codes[tokens],
+                None if v_scales is None else v_scales[tokens],
+                positions,
+            )
+            out[tokens[valid]] = dense[valid]
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q, k_codes, k_scales, v_codes, v_scales, cu_seqlens = ctx.saved_tensors
+        do, dq = grads[0], torch.empty_like(q)
+        k, v = stored_values(k_codes, k_scales), stored_values(v_codes, v_scales)
+        dk, dv = torch.empty_like(k), torch.empty_like(v)
+        for tokens, _, valid in _dense_batches(cu_seqlens):
+            dense_q, dense_k, dense_v, dense_do = (x[tokens].float() for x in (q, k, v, do))
+            dense_do = dense_do.masked_fill(~valid[..., None, None], 0.0)
+            parts = _dense_backward(dense_q, dense_k, dense_v, dense_do)
+            for total, part in zip((dq, dk, dv), parts, strict=True):
+                total[tokens[valid]] = part[valid].to(total.dtype)
+        return dq, dk.to(q.dtype), dv.to(q.dtype), None, None, None
+
+
+def _dense_batches(cu_seqlens: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Sequences grouped by similar length and padded: (token index [B, L], position [B, L], valid).
+
+    Padding repeats the sequence's first token; its results are dropped.
+    """
+    starts, lengths = cu_seqlens[:-1], cu_seqlens.diff()
+    batches = []
+    for size in sorted({1 << (n - 1).bit_length() for n in lengths.tolist() if n > 0}):
+        chosen = ((lengths <= size) & (lengths > size // 2)).nonzero().flatten()
+        longest = int(lengths[chosen].max())
+        positions = torch.arange(longest, device=cu_seqlens.device).expand(len(chosen), longest)
+        valid = positions < lengths[chosen, None]
+        positions = torch.where(valid, positions, 0)
+        batches.append((starts[chosen, None] + positions, positions, valid))
+    return batches
+
+
+def _dense_backward(q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of causal attention, float32, from q, do [B, L, H, D] and k, v [B, L, G, D]."""
+    heads_per_group = q.shape[2] // k.shape[2]
+    scale = 1.0 / math.sqrt(q.shape[-1])
+    # [B, G, heads of the group, L, D]
+    q, do = (x.unflatten(2, (k.shape[2], heads_per_group)).permute(0, 2, 3, 1, 4) for x in (q, do))
+    k, v = (x.transpose(1, 2).unsqueeze(2) for x in (k, v))
+    length = q.shape[-2]
+    hidden = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
+    p = (q @ k.mT * scale).masked_fill(hidden, -torch.inf).softmax(-1)
+    dv = (p.mT @ do).sum(2)
+    dp = do @ v.mT
+    ds = p * (dp - (dp * p).sum(-1, keepdim=True)) * scale
+    dq = (ds @ k).permute(0, 3, 1, 2, 4).flatten(2, 3)
+    return dq, (ds.mT @ q).sum(2).transpose(1, 2), dv.transpose(1, 2)

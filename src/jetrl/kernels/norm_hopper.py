@@ -1,0 +1,410 @@
+"""RMSNorm on Hopper, fused with the residual add before it and the quantization after it.
+
+The bits of `kernels.norm.rms_norm_ref` and `precision.quantize`: the sum of squares is exact there
+(a 19-bit grid below the row's maximum), and exact here too, as integers: adding 1.5 * 2**23 to
+x * 2**(19 - e) rounds to that very grid and leaves the integer in the low bits of the float, and
+the squares add in int64. So no reduction order exists to depend on, and a row is independent of the
+others whatever the tiling. The rest is the reference's IEEE operations, with fusion switched off.
+
+Forward (one kernel, a program a row): reads x and delta, writes their sum and the codes; the same
+for sampling and for training, which also keeps the row's inverse rms. In backward a tile kernel
+makes the 128 x 128 groups that WGrad reads from the sum and the inverse rms, which are kept anyway.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+# (a Triton function may annotate nothing but its compile-time constants)
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from jetrl.precision.hopper import tile
+from jetrl.precision.hopper.launch import OVERLAPPED, let_next_start, wait_for_previous
+from jetrl.precision.hopper.quantize import (
+    abs_bits,
+    check_matrix,
+    round_to_bfloat16,
+    rule,
+    scale_and_multiplier,
+    tile_rule,
+)
+from jetrl.precision.layout import cdiv, empty_row_groups, empty_turned_squares
+from jetrl.precision.plan import FP8_BLOCK
+from jetrl.precision.quantize import FORMATS, QTensor
+
+_BF16 = (torch.bfloat16,)
+_MAX_WIDTH = 16384
+_FEW_ROWS = 256
+_BACKWARD_PROGRAMS = 512  # fixed, so that dW has the same bits on every card
+
+
+@triton.jit
+def grid_factor(amax_bits):
+    """2**(19 - e) for a maximum m * 2**e with m in [0.5, 1), from its bits; at most 2**127."""
+    exponent = tl.minimum(tl.maximum(272 - (amax_bits >> 23), 1), 254)
+    return (exponent << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def grid_squares(x, factor):
+    """int64 squares of x in units of the grid."""
+    rounded = tl.fma(x, factor, tl.full(x.shape, 12582912.0, tl.float32))  # 1.5 * 2**23
+    whole = (rounded.to(tl.int32, bitcast=True) - 0x4B400000).to(tl.int64)
+    return whole * whole
+
+
+@triton.jit
+def inverse_rms_of(total, factor, amax_bits, WIDTH: tl.constexpr, EPS: tl.constexpr):
+    """float32 1 / sqrt(mean + eps) from the int64 sum of squares; NaN and Inf as IEEE has them."""
+    exponent = 1150 - (factor.to(tl.int32, bitcast=True) >> 23).to(tl.int64)
+    unit = (exponent << 52).to(tl.float64, bitcast=True)  # 1 / factor, a power of two
+    mean = total.to(tl.float64) * unit * unit
+    if WIDTH & (WIDTH - 1) == 0:
+        mean = mean * tl.full(factor.shape, 1.0 / WIDTH, tl.float64)
+    else:
+        mean = mean / tl.full(factor.shape, WIDTH, tl.float64)
+    root = tl.sqrt(mean + tl.full(factor.shape, EPS, tl.float64))
+    inverse = (tl.full(factor.shape, 1.0, tl.float64) / root).to(tl.float32)
+    special = tl.where(amax_bits > 0x7F800000, float("nan"), 0.0)
+    return tl.where(amax_bits >= 0x7F800000, special, inverse)
+
+
+@triton.jit(do_not_specialize=["scale_stride"])
+def _row_kernel(
+    x_ptr,
+    delta_ptr,
+    weight_ptr,
+    total_ptr,
+    y_ptr,
+    inverse_ptr,
+    codes_ptr,
+    scales_ptr,
+    scale_stride,
+    HAS_DELTA: tl.constexpr,
+    WRITE_Y: tl.constexpr,
+    WRITE_INVERSE: tl.constexpr,
+    QUANTIZE: tl.constexpr,
+    FEW: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PADDED: tl.constexpr,
+    EPS: tl.constexpr,
+    MAXIMUM: tl.constexpr,
+    FLOOR_BITS: tl.constexpr,
+    POW2: tl.constexpr,
+):
+    row = tl.program_id(0)
+    columns = tl.arange(0, PADDED)
+    mask = columns < WIDTH
+    places = row.to(tl.int64) * WIDTH + columns
+    if FEW:  # with many rows, registers count for more than what a program waits for
+        weight = tl.load(weight_ptr + columns, mask=mask, other=0.0)
+    wait_for_previous()
+    let_next_start()
+    x = tl.load(x_ptr + places, mask=mask, other=0.0).to(tl.float32)
+    if HAS_DELTA:
+        x = x + tl.load(delta_ptr + places, mask=mask, other=0.0).to(tl.float32)
+        x = round_to_bfloat16(x)
+        tl.store(total_ptr + places, x.to(tl.bfloat16), mask=mask)
+    amax_bits = tl.max(abs_bits(x), 0)
+    factor = grid_factor(amax_bits)
+    inverse = inverse_rms_of(tl.sum(grid_squares(x, factor), 0), factor, amax_bits, WIDTH, EPS)
+    if WRITE_INVERSE:
+        tl.store(inverse_ptr + row, inverse)
+    if WRITE_Y or QUANTIZE:
+        if not FEW:
+            weight = tl.load(weight_ptr + columns, mask=mask, other=0.0)
+        y = round_to_bfloat16(x * inverse * weight.to(tl.float32))
+        if WRITE_Y:
+            tl.store(y_ptr + places, y.to(tl.bfloat16), mask=mask)
+        if QUANTIZE:
+            GROUPS: tl.constexpr = PADDED // 128
+            y = tl.reshape(y, (GROUPS, 128))
+            groups = tl.arange(0, GROUPS)
+            scale, multiplier = scale_and_multiplier(
+                tl.max(abs_bits(y), 1), MAXIMUM, FLOOR_BITS, POW2
+            )
+            codes = (y * multiplier[:, None]).to(codes_ptr.dtype.element_ty)
+            codes = tl.reshape(codes, (PADDED,))
+            tl.store(codes_ptr + places, codes, mask=mask)
+            tl.store(
+                scales_ptr + groups.to(tl.int64) * scale_stride + row,
+                scale,
+                mask=groups * 128 < WIDTH,
+            )
+
+
+@gluon.jit(do_not_specialize=["num_rows", "scale_stride"])
+def _tile_kernel(
+    x_ptr,
+    weight_ptr,
+    inverse_ptr,
+    codes_ptr,
+    scales_ptr,
+    num_rows,
+    num_columns,
+    scale_stride,
+    padded_rows,
+    column_blocks,
+    MAXIMUM: gl.constexpr,
+    FLOOR: gl.constexpr,
+    POW2: gl.constexpr,
+):
+    block, column = tile.place(column_blocks)
+    rows, columns = tile.tile_rows(block), tile.tile_columns(column)
+    x = tile.load_tile(x_ptr, block, column, num_rows, num_columns, num_columns)
+    inverse = gl.load(inverse_ptr + rows, mask=rows < num_rows, other=0.0)
+    weight = gl.load(weight_ptr + columns).to(gl.float32)
+    y = tile.to_bfloat16(tile.widen(x) * inverse[:, None] * weight[None, :])
+    tile.store_square_turned(
+        y, block, column, num_columns, codes_ptr, scales_ptr, scale_stride, padded_rows,
+        MAXIMUM, FLOOR, POW2,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_rows", "rows_per_program"])
+def _backward_kernel(
+    dy_ptr,
+    x_ptr,
+    weight_ptr,
+    inverse_ptr,
+    dresidual_ptr,
+    dx_ptr,
+    partial_ptr,
+    num_rows,
+    rows_per_program,
+    HAS_RESIDUAL: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PADDED: tl.constexpr,
+):
+    program = tl.program_id(0)
+    columns = tl.arange(0, PADDED)
+    mask = columns < WIDTH
+    weight = tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+    dweight = tl.zeros([PADDED], tl.float32)
+    first = program * rows_per_program
+    for row in tl.range(first, tl.minimum(first + rows_per_program, num_rows), num_stages=2):
+        places = row.to(tl.int64) * WIDTH + columns
+        dy = tl.load(dy_ptr + places, mask=mask, other=0.0).to(tl.float32)
+        inverse = tl.load(inverse_ptr + row)
+        normed = tl.load(x_ptr + places, mask=mask, other=0.0).to(tl.float32) * inverse
+        scaled = dy * weight
+        mean = tl.sum(scaled * normed, 0) / WIDTH
+        dx = inverse * (scaled - normed * mean)
+        if HAS_RESIDUAL:
+            dx += tl.load(dresidual_ptr + places, mask=mask, other=0.0).to(tl.float32)
+        tl.store(dx_ptr + places, dx.to(tl.bfloat16), mask=mask)
+        dweight += dy * normed
+    tl.store(partial_ptr + program.to(tl.int64) * WIDTH + columns, dweight, mask=mask)
+
+
+@dataclass(frozen=True)
+class NormQuantized:
+    """What the entrance of a block makes.
+
+    total: bfloat16 [T, D], x + delta (x itself without delta): the residual stream. inverse_rms:
+    float32 [T], for training. rows: 1 x 128 groups of the normalised values.
+    """
+
+    total: Tensor
+    inverse_rms: Tensor | None
+    rows: QTensor
+
+
+def rms_norm_quantize(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    delta: Tensor | None = None,
+    for_training: bool = False,
+    scales: str = "fp32",
+) -> NormQuantized:
+    """quantize(rms_norm(x + delta)), the BF16 result never written.
+
+    x, delta: bfloat16 [T, D] contiguous; their sum is rounded to bfloat16. weight: bfloat16 [D].
+    for_training: also the inverse rms, for backward.
+    """
+    _check("rms_norm_quantize", x, weight, delta)
+    num_rows, width = x.shape
+    if width % FP8_BLOCK:
+        raise ValueError(f"rms_norm_quantize: D a multiple of {FP8_BLOCK}, not {width}")
+    rows = empty_row_groups(num_rows, width, FORMATS["e4m3"][0], x.device)
+    total, inverse = x if delta is None else torch.empty_like(x), None
+    if for_training:
+        inverse = torch.empty(num_rows, dtype=torch.float32, device=x.device)
+    _launch_rows(x, weight, eps, delta, total, None, inverse, rows, rule("e4m3", scales))
+    return NormQuantized(total, inverse, rows)
+
+
+def rms_norm_squares(
+    total: Tensor, weight: Tensor, inverse_rms: Tensor, scales: str = "fp32"
+) -> QTensor:
+    """The normalised values of `rms_norm_quantize` once more, as WGrad reads them: 128 x 128 groups
+    of [T up to a multiple of 128, D], tokens contiguous, from what it returned."""
+    _check("rms_norm_squares", total, weight, None)
+    num_rows, width = total.shape
+    out = empty_turned_squares(num_rows, width, FORMATS["e4m3"][0], total.device)
+    column_blocks = width // FP8_BLOCK
+    if num_rows:
+        _tile_kernel[(cdiv(num_rows, FP8_BLOCK) * column_blocks,)](
+            total,
+            weight,
+            inverse_rms,
+            out.codes,
+            out.scales,
+            num_rows,
+            width,
+            out.scales.stride(1),
+            out.shape[0],
+            column_blocks,
+            **tile_rule("e4m3", scales),
+        )
+    return out
+
+
+def rms_norm_forward(
+    x: Tensor, weight: Tensor, eps: float, delta: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(y bfloat16 [T, D], inverse rms float32 [T], x + delta): for a consumer that reads BF16."""
+    _check("rms_norm_forward", x, weight, delta)
+    y, total = torch.empty_like(x), x if delta is None else torch.empty_like(x)
+    inverse = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
+    _launch_rows(x, weight, eps, delta, total, y, inverse, None, rule("e4m3", "fp32"))
+    return y, inverse, total
+
+
+def _launch_rows(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    delta: Tensor | None,
+    total: Tensor,
+    y: Tensor | None,
+    inverse: Tensor | None,
+    rows: QTensor | None,
+    options: dict[str, Any],
+) -> None:
+    num_rows, width = x.shape
+    if not num_rows:
+        return
+    padded = _padded(width)
+    _row_kernel[(num_rows,)](
+        x,
+        x if delta is None else delta,
+        weight,
+        total,
+        x if y is None else y,
+        x if inverse is None else inverse,
+        rows.codes if rows else x,
+        rows.scales if rows else x,
+        rows.scales.stride(1) if rows else 0,
+        delta is not None,
+        y is not None,
+        inverse is not None,
+        rows is not None,
+        num_rows <= _FEW_ROWS,
+        width,
+        padded,
+        eps,
+        **options,
+        num_warps=_row_warps(num_rows, padded),
+        enable_fp_fusion=False,
+        **OVERLAPPED,
+    )
+
+
+def rms_norm_backward(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    inverse_rms: Tensor,
+    dresidual: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(dx bfloat16 [T, D], dweight float32 [D]) of rms_norm; dresidual bfloat16 [T, D], the
+    gradient that arrives past the norm, is added into dx before it is rounded."""
+    _check("rms_norm_backward", dy, weight, dresidual)
+    check_matrix("rms_norm_backward", x, _BF16)
+    if x.shape != dy.shape or inverse_rms.shape != dy.shape[:1]:
+        raise ValueError(f"rms_norm_backward: dy {dy.shape}, x {x.shape}, {inverse_rms.shape}")
+    num_rows, width = x.shape
+    padded = _padded(width)
+    per_program = max(1, cdiv(num_rows, _BACKWARD_PROGRAMS))
+    programs = cdiv(num_rows, per_program)
+    dx = torch.empty_like(x)
+    partial = torch.empty(programs, width, dtype=torch.float32, device=x.device)
+    if num_rows:
+        _backward_kernel[(programs,)](
+            dy,
+            x.contiguous(),
+            weight,
+            inverse_rms,
+            x if dresidual is None else dresidual,
+            dx,
+            partial,
+            num_rows,
+            per_program,
+            dresidual is not None,
+            width,
+            padded,
+            num_warps=2 * _warps(padded),
+        )
+    return dx, partial.sum(0)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`kernels.norm.rms_norm` on Hopper: bfloat16 [..., D], differentiable in x and weight."""
+    y: Tensor = _RMSNorm.apply(x, weight, eps)
+    return y
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        flat = x.reshape(-1, x.shape[-1])
+        y, inverse, _ = rms_norm_forward(flat, weight, eps)
+        ctx.save_for_backward(flat, weight, inverse)
+        return y.view(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, inverse = ctx.saved_tensors
+        dy = grads[0].to(torch.bfloat16).reshape(x.shape).contiguous()
+        dx, dweight = rms_norm_backward(dy, x, weight, inverse)
+        return dx.view(grads[0].shape), dweight.to(weight.dtype), None
+
+
+def _row_warps(num_rows: int, padded: int) -> int:
+    """More warps a row when rows are few and latency is all there is; no bit depends on it."""
+    return min(16, 2 * _warps(padded)) if num_rows <= _FEW_ROWS else _warps(padded)
+
+
+def _padded(width: int) -> int:
+    """Up to a power of two."""
+    return 1 << (width - 1).bit_length()
+
+
+def _warps(padded: int) -> int:
+    return min(8, max(1, padded // 1024))
+
+
+def _check(name: str, x: Tensor, weight: Tensor, other: Tensor | None) -> None:
+    check_matrix(name, x, _BF16)
+    if weight.shape != x.shape[1:] or weight.dtype != torch.bfloat16 or not weight.is_contiguous():
+        raise ValueError(f"{name}: weight bfloat16 [{x.shape[1]}], not {weight.dtype} "
+                         f"{list(weight.shape)}")  # fmt: skip
+    if not x.is_contiguous() or x.shape[1] > _MAX_WIDTH:
+        raise ValueError(
+            f"{name}: contiguous [T, D] with D at most {_MAX_WIDTH}, not {list(x.shape)} with "
+            f"strides {list(x.stride())}"
+        )
+    if other is not None and (
+        other.shape != x.shape or other.dtype != x.dtype or not other.is_contiguous()
+    ):
+        raise ValueError(f"{name}: {other.dtype} {list(other.shape)} beside {list(x.shape)}")

@@ -1,0 +1,240 @@
+"""Through rotary embedding and QK norm backwards on Hopper: from the gradients of queries, keys and
+values to that of qkv, and of the norms' weights.
+
+A program takes eight heads of some tokens, one token after the other. Layout of heads:
+`rotary_hopper`. The gradients of the
+norms' weights are summed over its tokens and heads in registers, and over programs by a second
+kernel, in an order that is the same on every card.
+
+Gradients need no exact sums, and products may be fused here.
+Legend: T tokens, H query heads, G key-value heads, D head size.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+# (a Triton function may annotate nothing but its compile-time constants)
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from jetrl.kernels.rotary_hopper import (
+    HEADS,
+    add,
+    angles,
+    halves_of,
+    heads_layout,
+    load_halves,
+    store_halves,
+)
+from jetrl.precision.hopper import tile
+from jetrl.precision.layout import cdiv
+
+# Tokens of a program: fixed, so that the weights' gradients have the same bits on every card.
+_TOKENS = 16
+_NUM_WARPS = 4
+_SUM_COLUMNS, _SUM_ROWS = 8, 1024
+
+
+@gluon.jit
+def _norm_backward(
+    dfirst, dsecond, first, second, first_weight, second_weight, D: gl.constexpr, EPS: gl.constexpr
+):
+    """(dx halves, normed * dy halves) of a head-wise RMSNorm. The two sums over a head do not wait
+    for each other."""
+    first_scaled, second_scaled = dfirst * first_weight, dsecond * second_weight
+    mean_square = gl.reduce(first * first + second * second, 1, add) * (1.0 / D)
+    mean_product = gl.reduce(first_scaled * first + second_scaled * second, 1, add) * (1.0 / D)
+    inverse = gl.rsqrt(mean_square + EPS)
+    mean = (inverse * mean_product)[:, None]
+    inverse = inverse[:, None]
+    first, second = first * inverse, second * inverse
+    dx_first = inverse * (first_scaled - first * mean)
+    dx_second = inverse * (second_scaled - second * mean)
+    return dx_first, dx_second, dfirst * first, dsecond * second
+
+
+@gluon.jit
+def _backward_heads(
+    grad_ptr, x_ptr, out_ptr, positions_ptr, table_ptr, weight_ptr, partial_ptr,
+    first_token, last_token, first_head, grad_stride, row_stride, COUNT: gl.constexpr,
+    NORM: gl.constexpr, D: gl.constexpr, EPS: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Eight query or key heads of some tokens; their share of the norm weight's gradient."""
+    if NORM:
+        first_weight, second_weight = halves_of(weight_ptr, D, LAYOUT)
+        first_sum = gl.zeros([8, D // 2], gl.float32, LAYOUT)
+        second_sum = gl.zeros([8, D // 2], gl.float32, LAYOUT)
+    token = first_token.to(gl.int64)
+    grad_ptr += token * grad_stride
+    x_ptr += token * row_stride
+    out_ptr += token * row_stride
+    positions_ptr += token
+    for _ in range(first_token, last_token):
+        dfirst, dsecond = load_halves(grad_ptr, first_head, COUNT, D, LAYOUT)
+        if NORM:
+            first, second = load_halves(x_ptr, first_head, COUNT, D, LAYOUT)
+        cosine, sine = angles(table_ptr, gl.load(positions_ptr), D, LAYOUT)
+        dfirst, dsecond = tile.widen(dfirst), tile.widen(dsecond)
+        turned = dsecond * cosine - dfirst * sine
+        dfirst, dsecond = dfirst * cosine + dsecond * sine, turned
+        if NORM:
+            first, second = tile.widen(first), tile.widen(second)
+            dfirst, dsecond, first_part, second_part = _norm_backward(
+                dfirst, dsecond, first, second, first_weight, second_weight, D, EPS
+            )
+            first_sum += first_part
+            second_sum += second_part
+        dfirst, dsecond = tile.to_bfloat16(dfirst), tile.to_bfloat16(dsecond)
+        store_halves(out_ptr, first_head, dfirst, dsecond, COUNT, D, LAYOUT)
+        grad_ptr += grad_stride
+        x_ptr += row_stride
+        out_ptr += row_stride
+        positions_ptr += 1
+    if NORM:
+        pairs = gl.arange(0, D // 2, gl.SliceLayout(0, LAYOUT))
+        gl.store(partial_ptr + pairs, gl.reduce(first_sum, 0, add))
+        gl.store(partial_ptr + D // 2 + pairs, gl.reduce(second_sum, 0, add))
+
+
+@gluon.jit(do_not_specialize=["num_tokens"])
+def _backward_kernel(
+    dq_ptr,
+    dk_ptr,
+    dv_ptr,
+    qkv_ptr,
+    dqkv_ptr,
+    positions_ptr,
+    table_ptr,
+    q_weight_ptr,
+    k_weight_ptr,
+    partial_ptr,
+    num_tokens,
+    H: gl.constexpr,
+    G: gl.constexpr,
+    TOKENS: gl.constexpr,
+    NORM: gl.constexpr,
+    D: gl.constexpr,
+    EPS: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):
+    """TOKENS tokens and eight heads: of queries, keys or values (whose gradient is copied)."""
+    Q_PARTS: gl.constexpr = (H + 7) // 8
+    KV_PARTS: gl.constexpr = (G + 7) // 8
+    PARTS: gl.constexpr = Q_PARTS + 2 * KV_PARTS
+    ROW: gl.constexpr = (H + 2 * G) * D
+    chunk = gl.program_id(0) // PARTS
+    part = gl.program_id(0) % PARTS
+    first = chunk * TOKENS
+    last = gl.minimum(first + TOKENS, num_tokens)
+    partial_ptr += (chunk.to(gl.int64) * (Q_PARTS + KV_PARTS) + part) * D
+    if part < Q_PARTS:
+        _backward_heads(
+            dq_ptr, qkv_ptr, dqkv_ptr, positions_ptr, table_ptr, q_weight_ptr, partial_ptr,
+            first, last, part * 8, H * D, ROW, H, NORM, D, EPS, LAYOUT,
+        )  # fmt: skip
+    elif part < Q_PARTS + KV_PARTS:
+        _backward_heads(
+            dk_ptr, qkv_ptr + H * D, dqkv_ptr + H * D, positions_ptr, table_ptr, k_weight_ptr,
+            partial_ptr, first, last, (part - Q_PARTS) * 8, G * D, ROW, G, NORM, D, EPS, LAYOUT,
+        )  # fmt: skip
+    else:
+        head = (part - Q_PARTS - KV_PARTS) * 8
+        dv_ptr += first.to(gl.int64) * (G * D)
+        dqkv_ptr += first.to(gl.int64) * ROW + (H + G) * D
+        for start in gl.static_range(0, TOKENS, 4):
+            rows = ()
+            for i in gl.static_range(4):
+                row = gl.minimum(start + i, last - first - 1)  # the last one again past the end
+                halves = load_halves(dv_ptr + row * (G * D), head, G, D, LAYOUT)
+                rows += (halves,)  # type: ignore[assignment]
+            for i in gl.static_range(4):
+                row = gl.minimum(start + i, last - first - 1)
+                store_halves(dqkv_ptr + row * ROW, head, rows[i][0], rows[i][1], G, D, LAYOUT)
+
+
+@triton.jit(do_not_specialize=["chunks"])
+def _sum_kernel(
+    partial_ptr,
+    out_ptr,
+    chunks,
+    Q_PARTS: tl.constexpr,
+    PARTS: tl.constexpr,
+    D: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Sums of [chunks, PARTS, D] over the chunks, of the query parts and of the others: [2, D]."""
+    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    key = tl.program_id(1)
+    count = tl.where(key == 0, Q_PARTS, PARTS - Q_PARTS)
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for start in range(0, chunks * count, ROWS):
+        rows = start + tl.arange(0, ROWS)
+        places = (rows // count * PARTS + key * Q_PARTS + rows % count).to(tl.int64) * D
+        mask = (rows < chunks * count)[:, None] & (columns < D)[None, :]
+        total += tl.load(partial_ptr + places[:, None] + columns[None, :], mask=mask, other=0.0)
+    tl.store(out_ptr + key * D + columns, tl.sum(total, 0), mask=columns < D)
+
+
+def qk_norm_rotary_backward(
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    qkv: Tensor,
+    positions: Tensor,
+    table: Tensor,
+    norm_weights: tuple[Tensor, Tensor] | None,
+    eps: float,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """(dqkv bfloat16 like qkv, gradients float32 [D] of the query and the key norm or None).
+
+    dq: bfloat16 [T, H, D]; dk, dv: bfloat16 [T, G, D], the gradients of the keys and values that
+    were quantized (passed straight through).
+    """
+    for name, x in {"dq": dq, "dk": dk, "dv": dv, "qkv": qkv}.items():
+        if x.dtype != torch.bfloat16 or not x.is_contiguous() or not x.is_cuda:
+            raise ValueError(f"qk_norm_rotary_backward: {name} is {x.dtype} {list(x.shape)} with "
+                             f"strides {list(x.stride())} on {x.device}")  # fmt: skip
+    tokens, num_heads, head_dim = dq.shape
+    groups = dk.shape[1]
+    dqkv = torch.empty_like(qkv)
+    q_parts, kv_parts = cdiv(num_heads, HEADS), cdiv(groups, HEADS)
+    chunks = cdiv(tokens, _TOKENS)
+    parts = q_parts + kv_parts
+    partial = torch.empty(chunks, parts, head_dim, dtype=torch.float32, device=dq.device)
+    q_weight, k_weight = norm_weights or (qkv, qkv)
+    if tokens:
+        _backward_kernel[(chunks * (q_parts + 2 * kv_parts),)](
+            dq,
+            dk,
+            dv,
+            qkv,
+            dqkv,
+            positions,
+            table,
+            q_weight,
+            k_weight,
+            partial,
+            tokens,
+            num_heads,
+            groups,
+            _TOKENS,
+            norm_weights is not None,
+            head_dim,
+            eps,
+            heads_layout(head_dim, _NUM_WARPS),
+            num_warps=_NUM_WARPS,
+            maxnreg=56,
+        )
+    if norm_weights is None:
+        return dqkv, None, None
+    sums = torch.empty(2, head_dim, dtype=torch.float32, device=dq.device)
+    _sum_kernel[(cdiv(head_dim, _SUM_COLUMNS), 2)](
+        partial, sums, chunks, q_parts, parts, head_dim, _SUM_COLUMNS, _SUM_ROWS, num_warps=16
+    )
+    return dqkv, sums[0], sums[1]

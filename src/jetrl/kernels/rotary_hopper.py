@@ -1,0 +1,412 @@
+"""From a layer's qkv to attention on Hopper: QK norm, rotary embedding, quantized keys and values.
+
+A program takes eight or 16 heads of a token. Together they read its row of qkv once, and write the
+rotated queries and, at the token's slot, its keys and values as the cache stores them: FP8 codes
+with one scale for each head, or BF16. The slots of sampling are places in the pages; of training,
+0..T-1 of a dense array: the same kernel makes the same bytes for both. The bits are the reference's
+throughout (`rms_norm`, `rotary`, `quantize_kv`): exact integer sums of squares, IEEE operations, no
+fusion.
+
+The kernels are bound by memory if a value costs few instructions, so the layout is explicit
+(Gluon): a head is handled as two halves, the pairs that the rotation mixes, and lies in four lanes
+of a warp, or where tokens are few in 16, so that sums over a head are two shuffles and no warp
+waits for another. A load or a store of a warp touches whole sectors of 32 bytes. Of many tokens a
+program takes 16 heads, all of them asked for at once (one H200, 2026-11-21, 16384 tokens of
+Qwen3-8B: 109 microseconds, and 121 with eight heads, whether with 64, 72 or 80 registers).
+
+Pages: codes [pages, page_size, G, D], scales [pages, page_size, G]; a slot is page * page_size +
+the place in the page.
+Legend: T tokens, H query heads, G key-value heads, D head size.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+# (a Triton function may annotate nothing but its compile-time constants)
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from jetrl.precision.hopper import tile
+from jetrl.precision.hopper.launch import (
+    OVERLAPPED,
+    gluon_let_next_start,
+    gluon_wait_for_previous,
+)
+from jetrl.precision.hopper.quantize import check_matrix, rule
+from jetrl.precision.layout import cdiv
+from jetrl.precision.quantize import AMAX_FLOOR
+
+HEADS = 8  # heads of a program; no bit depends on it
+_FEW_TOKENS = 256
+
+
+@dataclass(frozen=True)
+class CacheSlots:
+    """Where keys and values go. codes: [pages, page_size, G, D] float8_e4m3fn with float32 scales
+    [pages, page_size, G], or bfloat16 with None."""
+
+    k_codes: Tensor
+    v_codes: Tensor
+    k_scales: Tensor | None
+    v_scales: Tensor | None
+
+
+@functools.cache
+def heads_layout(head_dim: int, num_warps: int) -> gl.DistributedLinearLayout:
+    """Of [HEADS, D/2]: a head in 4 * num_warps lanes of one warp, each with runs of up to eight
+    pairs. head_dim: at least 8 * num_warps."""
+    pairs, lanes = head_dim // 2, 4 * num_warps
+    run = min(8, pairs // lanes)
+    assert run, f"heads of {head_dim} are too small for {num_warps} warps"
+
+    def powers(first: int, end: int) -> list[list[int]]:
+        return [] if first >= end else [[0, first], *powers(2 * first, end)]
+
+    along, heads = powers(run, run * lanes), [[1, 0], [2, 0], [4, 0]]
+    left = 5 - len(along)  # bits of a lane's number that tell heads
+    return gl.DistributedLinearLayout(
+        powers(1, run) + powers(run * lanes, pairs),
+        along + heads[:left],
+        heads[left:],
+        [],
+        [HEADS, pairs],
+    )
+
+
+@gluon.jit
+def add(a, b):
+    return a + b
+
+
+@gluon.jit
+def _head_maxima(first, second):
+    """The maximum of |x| of each head, float32 [heads]; NaN if any is."""
+    return gl.reduce(tile.larger(gl.abs(first), gl.abs(second)), 1, tile.larger)
+
+
+@gluon.jit
+def _grid_squares(x, factor):
+    """int64 squares of x in units of the grid (`norm_hopper.grid_squares`)."""
+    rounded = gl.fma(x, factor, gl.full_like(x, 12582912.0))  # 1.5 * 2**23
+    whole = (rounded.to(gl.int32, bitcast=True) - 0x4B400000).to(gl.int64)
+    return whole * whole
+
+
+@gluon.jit
+def _inverse_root(x):
+    """1 / sqrt(x) of normal float64 x > 0, both operations rounded to nearest.
+
+    The hardware's guess is right to 2**-20, and to a unit of the last place after one step of the
+    third order; then Markstein's corrections, root first. What the compiler makes of `/` and `sqrt`
+    is twice as long and leaves a branch for other x."""
+    guess = gl.inline_asm_elementwise(
+        "rsqrt.approx.ftz.f64 $0, $1;", "=d,d", [x], dtype=gl.float64, is_pure=True, pack=1
+    )
+    one = gl.full_like(x, 1.0)
+    error = gl.fma(-x, guess * guess, one)
+    series = gl.fma(error, gl.full_like(x, 0.375), gl.full_like(x, 0.5))
+    guess = gl.fma(series, error * guess, guess)
+    root = x * guess
+    root = gl.fma(gl.fma(-root, root, x), guess * 0.5, root)
+    return gl.fma(gl.fma(-root, guess, one), guess, guess)
+
+
+@gluon.jit
+def _head_inverse_rms(first, second, D: gl.constexpr, EPS: gl.constexpr):
+    """float32 [heads] of float32 halves [heads, D/2]: the operations of `norm_hopper`."""
+    amax_bits = _head_maxima(first, second).to(gl.int32, bitcast=True)
+    exponent = gl.minimum(gl.maximum(272 - (amax_bits >> 23), 1), 254)
+    factor = (exponent << 23).to(gl.float32, bitcast=True)
+    each = factor[:, None] + gl.full_like(first, 0.0)
+    total = gl.reduce(_grid_squares(first, each) + _grid_squares(second, each), 1, add)
+    unit = ((1150 - exponent).to(gl.int64) << 52).to(gl.float64, bitcast=True)  # 1 / factor
+    mean = total.to(gl.float64) * unit * unit
+    mean = mean * gl.full_like(mean, 1.0 / D)
+    inverse = _inverse_root(mean + gl.full_like(mean, EPS)).to(gl.float32)
+    special = gl.where(amax_bits > 0x7F800000, float("nan"), 0.0)
+    return gl.where(amax_bits >= 0x7F800000, special, inverse)
+
+
+@gluon.jit
+def load_halves(row_ptr, first_head, COUNT: gl.constexpr, D: gl.constexpr, LAYOUT: gl.constexpr):
+    """Two halves [heads, D/2] of HEADS heads of a row with COUNT, as stored; zeros past them."""
+    heads = first_head + gl.arange(0, 8, gl.SliceLayout(1, LAYOUT))
+    pairs = gl.arange(0, D // 2, gl.SliceLayout(0, LAYOUT))
+    places = row_ptr + (heads[:, None] * D + pairs[None, :])
+    mask = (heads < COUNT)[:, None] & (pairs < D)[None, :]
+    return gl.load(places, mask=mask, other=0.0), gl.load(places + D // 2, mask=mask, other=0.0)
+
+
+@gluon.jit
+def store_halves(
+    row_ptr, first_head, first, second, COUNT: gl.constexpr, D: gl.constexpr, LAYOUT: gl.constexpr
+):
+    heads = first_head + gl.arange(0, 8, gl.SliceLayout(1, LAYOUT))
+    pairs = gl.arange(0, D // 2, gl.SliceLayout(0, LAYOUT))
+    places = row_ptr + (heads[:, None] * D + pairs[None, :])
+    mask = (heads < COUNT)[:, None] & (pairs < D)[None, :]
+    gl.store(places, first, mask=mask)
+    gl.store(places + D // 2, second, mask=mask)
+
+
+@gluon.jit
+def angles(table_ptr, position, D: gl.constexpr, LAYOUT: gl.constexpr):
+    """Cosines and sines [1, D/2] of a position."""
+    places = table_ptr + position * D + gl.arange(0, D // 2, gl.SliceLayout(0, LAYOUT))
+    return gl.load(places)[None, :], gl.load(places + D // 2)[None, :]
+
+
+@gluon.jit
+def halves_of(vector_ptr, D: gl.constexpr, LAYOUT: gl.constexpr):
+    """A norm's weight, float32 halves [1, D/2] of bfloat16 [D]."""
+    places = vector_ptr + gl.arange(0, D // 2, gl.SliceLayout(0, LAYOUT))
+    first, second = tile.widen(gl.load(places)), tile.widen(gl.load(places + D // 2))
+    return first[None, :], second[None, :]
+
+
+@gluon.jit
+def _norm_and_rotate(
+    first, second, cosine, sine, weight_ptr,
+    NORM: gl.constexpr, D: gl.constexpr, EPS: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    first, second = tile.widen(first), tile.widen(second)
+    if NORM:
+        inverse = _head_inverse_rms(first, second, D, EPS)[:, None]
+        first_weight, second_weight = halves_of(weight_ptr, D, LAYOUT)
+        first = tile.widen(tile.to_bfloat16(first * inverse * first_weight))
+        second = tile.widen(tile.to_bfloat16(second * inverse * second_weight))
+    turned_first = tile.to_bfloat16(first * cosine - second * sine)
+    return turned_first, tile.to_bfloat16(second * cosine + first * sine)
+
+
+@gluon.jit
+def _store_cache(
+    first, second, slot, first_head, codes_ptr, scales_ptr, G: gl.constexpr,
+    QUANTIZE: gl.constexpr, D: gl.constexpr,
+    MAXIMUM: gl.constexpr, FLOOR: gl.constexpr, POW2: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    if QUANTIZE:
+        first, second = tile.widen(first), tile.widen(second)
+        amax = _head_maxima(first, second)
+        scale, multiplier = tile.scale_and_multiplier(amax, MAXIMUM, FLOOR, POW2)
+        heads = first_head + gl.arange(0, 8, gl.SliceLayout(1, LAYOUT))
+        gl.store(scales_ptr + slot * G + heads, scale, mask=heads < G)
+        first = (first * multiplier[:, None]).to(codes_ptr.dtype.element_ty)
+        second = (second * multiplier[:, None]).to(codes_ptr.dtype.element_ty)
+    store_halves(codes_ptr + slot * G * D, first_head, first, second, G, D, LAYOUT)
+
+
+@gluon.jit
+def _store_key(
+    k_ptr, table_ptr, position, weight_ptr, slot, head, codes_ptr, scales_ptr, G: gl.constexpr,
+    QUANTIZE: gl.constexpr, NORM: gl.constexpr, D: gl.constexpr, EPS: gl.constexpr,
+    MAXIMUM: gl.constexpr, FLOOR: gl.constexpr, POW2: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    cosine, sine = angles(table_ptr, position, D, LAYOUT)
+    first, second = load_halves(k_ptr, head, G, D, LAYOUT)
+    first, second = _norm_and_rotate(first, second, cosine, sine, weight_ptr, NORM, D, EPS, LAYOUT)
+    _store_cache(
+        first, second, slot, head, codes_ptr, scales_ptr,
+        G, QUANTIZE, D, MAXIMUM, FLOOR, POW2, LAYOUT,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _forward_kernel(
+    qkv_ptr,
+    positions_ptr,
+    table_ptr,
+    q_weight_ptr,
+    k_weight_ptr,
+    slots_ptr,
+    q_ptr,
+    k_codes_ptr,
+    k_scales_ptr,
+    v_codes_ptr,
+    v_scales_ptr,
+    H: gl.constexpr,
+    G: gl.constexpr,
+    HAS_SLOTS: gl.constexpr,
+    QUANTIZE: gl.constexpr,
+    NORM: gl.constexpr,
+    D: gl.constexpr,
+    ROUNDS: gl.constexpr,
+    EPS: gl.constexpr,
+    MAXIMUM: gl.constexpr,
+    FLOOR: gl.constexpr,
+    POW2: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):
+    """ROUNDS (1 or 2) times eight heads of one token: of its queries, of its keys, of its values;
+    with two rounds eight keys together with their values."""
+    Q_PARTS: gl.constexpr = (H + 8 * ROUNDS - 1) // (8 * ROUNDS)
+    KV_PARTS: gl.constexpr = (G + 7) // 8
+    PARTS: gl.constexpr = Q_PARTS + (3 - ROUNDS) * KV_PARTS
+    token = (gl.program_id(0) // PARTS).to(gl.int64)
+    part = gl.program_id(0) % PARTS
+    gluon_wait_for_previous()
+    gluon_let_next_start()
+    position = gl.load(positions_ptr + token)
+    slot = token
+    if HAS_SLOTS:
+        slot = gl.load(slots_ptr + token)
+    row_ptr = qkv_ptr + token * (H + 2 * G) * D
+    if part < Q_PARTS:
+        cosine, sine = angles(table_ptr, position, D, LAYOUT)
+        rounds = ()
+        for i in gl.static_range(ROUNDS):
+            halves = load_halves(row_ptr, (part * ROUNDS + i) * 8, H, D, LAYOUT)
+            rounds += (halves,)  # type: ignore[assignment]
+        for i in gl.static_range(ROUNDS):
+            first, second = _norm_and_rotate(
+                rounds[i][0], rounds[i][1], cosine, sine, q_weight_ptr, NORM, D, EPS, LAYOUT
+            )
+            head = (part * ROUNDS + i) * 8
+            store_halves(q_ptr + token * H * D, head, first, second, H, D, LAYOUT)
+    elif slot >= 0:
+        head = (part - Q_PARTS) % KV_PARTS * 8
+        k_ptr, v_ptr = row_ptr + H * D, row_ptr + (H + G) * D
+        if ROUNDS > 1:
+            v_first, v_second = load_halves(v_ptr, head, G, D, LAYOUT)
+            _store_key(
+                k_ptr, table_ptr, position, k_weight_ptr, slot, head, k_codes_ptr, k_scales_ptr,
+                G, QUANTIZE, NORM, D, EPS, MAXIMUM, FLOOR, POW2, LAYOUT,
+            )  # fmt: skip
+            _store_cache(
+                v_first, v_second, slot, head, v_codes_ptr, v_scales_ptr,
+                G, QUANTIZE, D, MAXIMUM, FLOOR, POW2, LAYOUT,
+            )  # fmt: skip
+        elif part < Q_PARTS + KV_PARTS:
+            _store_key(
+                k_ptr, table_ptr, position, k_weight_ptr, slot, head, k_codes_ptr, k_scales_ptr,
+                G, QUANTIZE, NORM, D, EPS, MAXIMUM, FLOOR, POW2, LAYOUT,
+            )  # fmt: skip
+        else:
+            first, second = load_halves(v_ptr, head, G, D, LAYOUT)
+            _store_cache(
+                first, second, slot, head, v_codes_ptr, v_scales_ptr,
+                G, QUANTIZE, D, MAXIMUM, FLOOR, POW2, LAYOUT,
+            )  # fmt: skip
+
+
+def qk_norm_rotary_cache(
+    qkv: Tensor,
+    positions: Tensor,
+    table: Tensor,
+    norm_weights: tuple[Tensor, Tensor] | None,
+    eps: float,
+    num_heads: int,
+    cache: CacheSlots,
+    slots: Tensor | None,
+    scales: str = "fp32",
+) -> Tensor:
+    """Rotated queries bfloat16 [T, H, D]; keys and values written into `cache`.
+
+    qkv: bfloat16 [T, (H + 2G) * D] contiguous. positions: int64 [T]. table: float32
+    [positions, 2, D/2] (`rotary_table`). norm_weights: bfloat16 [D] of the query and the key norm,
+    or None. slots: int64 [T], places in the cache, negative to write nothing (padding); None for
+    0..T-1.
+
+    Raises:
+        ValueError: a layout or dtype other than these, with what was given.
+    """
+    head_dim, groups = table.shape[-1] * 2, cache.k_codes.shape[2]
+    _check(qkv, positions, table, num_heads, cache, slots)
+    tokens = qkv.shape[0]
+    q = torch.empty(tokens, num_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
+    if not tokens:
+        return q
+    q_weight, k_weight = norm_weights or (qkv, qkv)
+    num_warps, rounds = (4, 1) if tokens <= _FEW_TOKENS else (1, 2)
+    parts = cdiv(num_heads, HEADS * rounds) + (3 - rounds) * cdiv(groups, HEADS)
+    constants = rule("e4m3", scales)
+    del constants["FLOOR_BITS"]
+    _forward_kernel[(tokens * parts,)](
+        qkv,
+        positions,
+        table,
+        q_weight,
+        k_weight,
+        positions if slots is None else slots,
+        q,
+        cache.k_codes,
+        cache.k_codes if cache.k_scales is None else cache.k_scales,
+        cache.v_codes,
+        cache.v_codes if cache.v_scales is None else cache.v_scales,
+        num_heads,
+        groups,
+        slots is not None,
+        cache.k_scales is not None,
+        norm_weights is not None,
+        head_dim,
+        rounds,
+        eps,
+        **constants,
+        FLOOR=AMAX_FLOOR,
+        LAYOUT=heads_layout(head_dim, num_warps),
+        num_warps=num_warps,
+        maxnreg=88,
+        enable_fp_fusion=False,
+        **OVERLAPPED,
+    )
+    return q
+
+
+def dense_cache(
+    tokens: int, groups: int, head_dim: int, kv_format: str, device: torch.device | str
+) -> CacheSlots:
+    """A cache of one slot for each token, for training: codes [T, 1, G, D]."""
+    dtype = torch.float8_e4m3fn if kv_format == "fp8" else torch.bfloat16
+
+    def codes() -> Tensor:
+        return torch.empty(tokens, 1, groups, head_dim, dtype=dtype, device=device)
+
+    def scales() -> Tensor | None:
+        if kv_format != "fp8":
+            return None
+        return torch.empty(tokens, 1, groups, dtype=torch.float32, device=device)
+
+    return CacheSlots(codes(), codes(), scales(), scales())
+
+
+def _check(
+    qkv: Tensor,
+    positions: Tensor,
+    table: Tensor,
+    num_heads: int,
+    cache: CacheSlots,
+    slots: Tensor | None,
+) -> None:
+    check_matrix("qk_norm_rotary_cache", qkv, (torch.bfloat16,))
+    head_dim, groups = table.shape[-1] * 2, cache.k_codes.shape[2]
+    width = (num_heads + 2 * groups) * head_dim
+    if qkv.shape[1] != width or not qkv.is_contiguous() or head_dim & (head_dim - 1):
+        raise ValueError(
+            f"qk_norm_rotary_cache: {num_heads} + 2 * {groups} heads of {head_dim} (a power of 2) "
+            f"are {width} columns, not {list(qkv.shape)} with strides {list(qkv.stride())}"
+        )
+    fields: dict[str, Any] = {"positions": positions, "slots": slots}
+    for name, index in fields.items():
+        if index is not None and (index.dtype != torch.int64 or index.shape != qkv.shape[:1]):
+            raise ValueError(f"{name}: int64 [{qkv.shape[0]}], not {index.dtype} {index.shape}")
+    if table.dtype != torch.float32 or not table.is_contiguous():
+        raise ValueError(f"table: contiguous float32, not {table.dtype} {table.stride()}")
+    for name, codes, scales in (
+        ("k", cache.k_codes, cache.k_scales),
+        ("v", cache.v_codes, cache.v_scales),
+    ):
+        expected = torch.bfloat16 if scales is None else torch.float8_e4m3fn
+        if codes.dtype != expected or codes.dim() != 4 or codes.shape[3] != head_dim:
+            raise ValueError(f"{name}_codes: {expected} [pages, page_size, G, {head_dim}], not "
+                             f"{codes.dtype} {list(codes.shape)}")  # fmt: skip
+        if not codes.is_contiguous() or (scales is not None and not scales.is_contiguous()):
+            raise ValueError(f"{name} cache: contiguous, not strides {list(codes.stride())}")
+        if scales is not None and scales.shape != codes.shape[:3]:
+            raise ValueError(f"{name}_scales: {list(codes.shape[:3])}, not {list(scales.shape)}")

@@ -1,0 +1,357 @@
+"""SwiGLU's backward on Hopper as the GEMMs around it read it: the gradient of gate_up in both
+groupings, and y once more for WGrad of `down`, in one pass; forward keeps nothing of y.
+
+A tile of 128 tokens and 128 columns is read once: dy, gate and up, from which a thread has three
+results for each of its places. Groups of 128 tokens, of 128 columns and of the whole tile need all
+of them before the first code is written, so registers are what decides: 16 warps hold a tile, where
+eight would spill, and one program a multiprocessor goes through its tiles while bulk copies bring
+the next two into shared memory. Other forms, and their times, are in docs/notes-gemm.md.
+
+Maxima meet in shared memory: every warp leaves those of its 32 x 32 places, after one barrier a
+thread makes the scale and the multiplier of one group, and after another all of them quantize.
+The operations are those of `swiglu_hopper`, with fused multiply-adds switched off.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+# (a Triton function may annotate nothing but its compile-time constants)
+
+from __future__ import annotations
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from jetrl.kernels.swiglu_hopper import LOG2_E, check_backward
+from jetrl.precision.hopper import gluon_names, tile
+from jetrl.precision.hopper.launch import multiprocessors
+from jetrl.precision.hopper.quantize import tile_rule
+from jetrl.precision.layout import (
+    cdiv,
+    empty_row_groups,
+    empty_token_groups,
+    empty_turned_squares,
+)
+from jetrl.precision.plan import FP8_BLOCK
+from jetrl.precision.quantize import FORMATS, FP8Format, QTensor
+
+_NUM_WARPS = 16
+_STAGED = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+# A thread holds a patch of 4 rows and 8 columns, a warp 32 rows of 32 columns. The same values in
+# the same threads; registers count along the row, or along the column (`hopper.tile`).
+_LANES = [[0, 8], [0, 16], [4, 0], [8, 0], [16, 0]]
+_WARPS = [[0, 32], [0, 64], [32, 0], [64, 0]]
+_ALONG_ROW, _ALONG_COLUMN = [[0, 1], [0, 2], [0, 4]], [[1, 0], [2, 0]]
+_TILE = gl.constexpr(
+    gl.DistributedLinearLayout(_ALONG_ROW + _ALONG_COLUMN, _LANES, _WARPS, [], [128, 128])
+)
+_TURNED = gl.constexpr(
+    gl.DistributedLinearLayout(_ALONG_COLUMN + _ALONG_ROW, _LANES, _WARPS, [], [128, 128])
+)
+# Where maxima meet: a thread for a column or a row of dgate or dup, with four warps' parts of it.
+_PARTS = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[1, 0, 0], [2, 0, 0]],
+        [[0, 0, 1], [0, 1, 0], [0, 2, 0], [0, 4, 0], [0, 8, 0]],
+        [[0, 16, 0], [0, 32, 0], [0, 64, 0], [4, 0, 0]],
+        [],
+        [8, 128, 2],
+    )
+)
+_LINES = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [],
+        [[0, 0, 1], [0, 1, 0], [0, 2, 0], [0, 4, 0], [0, 8, 0]],
+        [[0, 16, 0], [0, 32, 0], [0, 64, 0], [1, 0, 0]],
+        [],
+        [2, 128, 2],
+    )
+)
+_TILE_PARTS = gl.constexpr(
+    gl.DistributedLinearLayout([[1], [2], [4], [8]], [[0]] * 5, [[0]] * 4, [], [16])
+)
+_SHARED_1D = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+_SHARED_2D = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+_SHARED_3D = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
+
+
+@gluon.jit
+def _sigmoid(gate, LOG2_E: gl.constexpr):
+    """`swiglu_hopper.sigmoid`."""
+    return gl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;",
+        "=r,r",
+        [1.0 + gl.exp2(gate * -LOG2_E)],
+        dtype=gl.float32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@gluon.jit
+def _gradients(dy, gate, up, LOG2_E: gl.constexpr):
+    """bfloat16 (y, dgate, dup)."""
+    dy, gate = tile.widen(dy), tile.widen(gate)
+    share = _sigmoid(gate, LOG2_E)
+    silu = gate * share
+    y = tile.to_bfloat16(silu * tile.widen(up))
+    dgate = tile.to_bfloat16(dy * tile.widen(up) * (share + silu * (1.0 - share)))
+    return y, dgate, tile.to_bfloat16(dy * silu)
+
+
+@gluon.jit
+def _pack(a, b):
+    """Two bfloat16 in an int32, as shuffles carry them."""
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, {$1, $2};", "=r,h,h", [a, b], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def _unpack(pairs):
+    """Magnitudes of two bfloat16 in an int32, float32."""
+    first = ((pairs & 0x7FFF) << 16).to(gl.float32, bitcast=True)
+    return first, (pairs & 0x7FFF0000).to(gl.float32, bitcast=True)
+
+
+# The larger magnitude of two bfloat16, NaN if either is, two elements an instruction; with a sign
+# that means nothing (that of the product), so that no element's own has to be cleared.
+_LARGER = gl.constexpr("max.NaN.xorsign.abs.bf16x2 $0, $1, $2;")
+
+
+@gluon.jit
+def _larger(a, b):
+    return gl.inline_asm_elementwise(
+        _LARGER, "=r,r,r", [a, b], dtype=gl.bfloat16, is_pure=True, pack=2
+    )
+
+
+@gluon.jit
+def _larger_packed(a, b):
+    return gl.inline_asm_elementwise(
+        _LARGER, "=r,r,r", [a, b], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def _columns_of_threads(x):
+    """Maxima of |x| of each thread's columns, int32 pairs [32 = 4 warps x 8 lanes, 64]."""
+    a, b = tile.split_rows(x, 128)
+    a, b = tile.split_rows(_larger(a, b), 64)
+    a, b = gl.split(gl.reshape(_larger(a, b), [32, 64, 2]))
+    return _pack(a, b)
+
+
+@gluon.jit
+def _column_parts(x):
+    """Maxima of |x| of the columns in each warp, float32 [4, 128]."""
+    lanes = gl.reshape(_columns_of_threads(x), [4, 8, 64])
+    a, b = _unpack(gl.reduce(lanes, 1, _larger_packed))
+    return gl.reshape(gl.join(a, b), [4, 128])
+
+
+@gluon.jit
+def _row_parts(x):
+    """Maxima of |x| of the rows in each warp, float32 [4, 128]."""
+    eights = gl.reshape(x, [128, 16, 2, 2, 2])
+    a, b = gl.split(gl.permute(eights, [0, 1, 3, 4, 2]))
+    a, b = gl.split(gl.permute(_larger(a, b), [0, 1, 3, 2]))
+    a, b = gl.split(_larger(a, b))
+    threads = gl.reshape(_larger(a, b), [64, 2, 16])
+    a, b = gl.split(gl.permute(threads, [0, 2, 1]))
+    lanes = gl.permute(gl.reshape(_pack(a, b), [64, 4, 4]), [2, 1, 0])
+    a, b = _unpack(gl.reduce(lanes, 0, _larger_packed))
+    return gl.reshape(gl.join(a, b), [4, 128])
+
+
+@gluon.jit
+def _tile_parts(x):
+    """Maxima of |x| of each warp's places, float32 [4, 4]."""
+    threads = gl.reshape(_columns_of_threads(x), [4, 8, 4, 16])
+    pairs = gl.reduce(gl.reduce(threads, 3, _larger_packed), 1, _larger_packed)
+    a, b = _unpack(pairs)
+    return tile.larger(a, b)
+
+
+@gluon.jit
+def _store_turned(codes_ptr, codes, block, column, padded_tokens):
+    """Codes [128, 128] in _TURNED at [column, row] of an array of rows of padded_tokens."""
+    corner = codes_ptr + (column.to(gl.int64) * 128 * padded_tokens + block * 128)
+    rows = gl.arange(0, 128, gl.SliceLayout(1, _TURNED))
+    columns = gl.arange(0, 128, gl.SliceLayout(0, _TURNED)).to(gl.int64)
+    gl.store((corner + rows)[:, None] + columns[None, :] * padded_tokens, codes)
+
+
+@gluon.jit
+def _store_both(
+    x, which: gl.constexpr, block, column, num_rows, stride: gl.constexpr, multipliers,
+    row_codes_ptr, token_codes_ptr, padded_tokens,
+):  # fmt: skip
+    """Quantize x, the first or the second of two, as 1 x 128 and as 128 x 1 groups."""
+    wide = tile.widen(x)
+    multiplier = multipliers.slice(256 + which * 128, 128).load(gl.SliceLayout(1, _TILE))
+    codes = (wide * multiplier[:, None]).to(row_codes_ptr.dtype.element_ty)
+    rows = gl.arange(0, 128, gl.SliceLayout(1, _TILE))
+    columns = gl.arange(0, 128, gl.SliceLayout(0, _TILE))
+    corner = row_codes_ptr + (block.to(gl.int64) * 128 * stride + column * 128)
+    mask = (rows < num_rows - block * 128)[:, None] & (columns < 128)[None, :]
+    gl.store(corner + (rows.to(gl.int64)[:, None] * stride + columns[None, :]), codes, mask=mask)
+    multiplier = multipliers.slice(which * 128, 128).load(gl.SliceLayout(0, _TURNED))
+    turned = gl.convert_layout(wide, _TURNED, assert_trivial=True)
+    codes = (turned * multiplier[None, :]).to(token_codes_ptr.dtype.element_ty)
+    _store_turned(token_codes_ptr, codes, block, column, padded_tokens)
+
+
+@gluon.jit
+def _store_scales(
+    parts, multipliers, block, column, num_rows, scale_stride, row_scales_ptr, token_scales_ptr,
+    num_columns: gl.constexpr, MAXIMUM: gl.constexpr, FLOOR: gl.constexpr, POW2: gl.constexpr,
+):  # fmt: skip
+    """Scales of the columns and rows of dgate and dup; multipliers in shared memory, [512]: those
+    of dgate's columns, of dup's, then of their rows."""
+    kind = gl.arange(0, 2, gl.SliceLayout(1, gl.SliceLayout(2, _LINES)))[:, None, None]
+    line = gl.arange(0, 128, gl.SliceLayout(0, gl.SliceLayout(2, _LINES)))[None, :, None]
+    half = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, _LINES)))[None, None, :]
+    amax = gl.reduce(gl.reshape(parts.load(_PARTS), [2, 4, 128, 2]), 1, tile.larger)
+    amax = gl.convert_layout(amax, _LINES, assert_trivial=True)
+    scale, multiplier = tile.scale_and_multiplier(amax, MAXIMUM, FLOOR, POW2)
+    multipliers.store(gl.reshape(gl.permute(multiplier, [0, 2, 1]), [512]))
+    columns = column + half * (num_columns // 128)
+    places = token_scales_ptr + block.to(gl.int64) * (2 * num_columns) + (columns * 128 + line)
+    gl.store(places + kind * 0, scale, mask=(kind == 0) & (line >= 0) & (half >= 0))
+    places = row_scales_ptr + columns.to(gl.int64) * scale_stride + (block * 128 + line)
+    mask = (kind == 1) & (line < num_rows - block * 128) & (half >= 0)
+    gl.store(places + kind * 0, scale, mask=mask)
+
+
+@gluon.jit
+def _ask(dy_desc, x_desc, staged, arrived, stage, index, num_columns: gl.constexpr):
+    """Bring dy, gate and up of tile `index` to a stage, if there is such a tile."""
+    more = index >= 0
+    column_blocks: gl.constexpr = num_columns // 128
+    row, column = index // column_blocks * 128, index % column_blocks * 128
+    bar, first = arrived.index(stage), 3 * stage
+    mbarrier.expect(bar, 3 * dy_desc.block_type.nbytes, pred=more)
+    gluon_names.tma_load(dy_desc, [row, column], bar, staged.index(first), pred=more)
+    gluon_names.tma_load(x_desc, [row, column], bar, staged.index(first + 1), pred=more)
+    up_column = num_columns + column
+    gluon_names.tma_load(x_desc, [row, up_column], bar, staged.index(first + 2), pred=more)
+
+
+# The number of tokens is not specialized on: a batch of another number would compile anew.
+@gluon.jit(do_not_specialize=["num_rows", "scale_stride", "y_scale_stride", "tiles"])
+def _backward_tiles_kernel(
+    dy_desc,
+    x_desc,
+    row_codes_ptr,
+    row_scales_ptr,
+    token_codes_ptr,
+    token_scales_ptr,
+    y_codes_ptr,
+    y_scales_ptr,
+    num_rows,
+    scale_stride,
+    y_scale_stride,
+    padded_tokens,
+    tiles,
+    num_columns: gl.constexpr,
+    LOG2_E: gl.constexpr,
+    MAXIMUM: gl.constexpr,
+    Y_MAXIMUM: gl.constexpr,
+    FLOOR: gl.constexpr,
+    POW2: gl.constexpr,
+):
+    staged = gl.allocate_shared_memory(gl.bfloat16, [6, 128, 128], dy_desc.layout)
+    arrived = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(arrived.index(0), count=1)
+    mbarrier.init(arrived.index(1), count=1)
+    parts = gl.allocate_shared_memory(gl.float32, [8, 128, 2], _SHARED_3D)
+    y_parts = gl.allocate_shared_memory(gl.float32, [4, 4], _SHARED_2D)
+    multipliers = gl.allocate_shared_memory(gl.float32, [512], _SHARED_1D)
+    stride: gl.constexpr = 2 * num_columns
+    column_blocks: gl.constexpr = num_columns // 128
+    step = gl.num_programs(0)
+    # From the last rows back: what the kernel before wrote last is still in the L2 cache.
+    index = tiles - 1 - gl.program_id(0)
+    _ask(dy_desc, x_desc, staged, arrived, 0, index, num_columns)
+    _ask(dy_desc, x_desc, staged, arrived, 1, index - step, num_columns)
+    turn = 0
+    while index >= 0:
+        stage = turn & 1
+        mbarrier.wait(arrived.index(stage), (turn >> 1) & 1)
+        dy = staged.index(3 * stage).load(_TILE)
+        gate = staged.index(3 * stage + 1).load(_TILE)
+        up = staged.index(3 * stage + 2).load(_TILE)
+        y, dgate, dup = _gradients(dy, gate, up, LOG2_E)
+        parts.slice(0, 4).store(gl.join(_column_parts(dgate), _column_parts(dup)))
+        parts.slice(4, 4).store(gl.join(_row_parts(dgate), _row_parts(dup)))
+        y_parts.store(_tile_parts(y))
+        gluon_names.barrier()  # every warp has read the stage
+        _ask(dy_desc, x_desc, staged, arrived, stage, index - 2 * step, num_columns)
+
+        block, column = index // column_blocks, index % column_blocks
+        _store_scales(
+            parts, multipliers, block, column, num_rows, scale_stride, row_scales_ptr,
+            token_scales_ptr, num_columns, MAXIMUM, FLOOR, POW2,
+        )  # fmt: skip
+        amax = gl.reduce(y_parts.reshape([16]).load(_TILE_PARTS), 0, tile.larger)
+        scale, multiplier = tile.scale_and_multiplier(amax, Y_MAXIMUM, FLOOR, POW2)
+        gl.store(y_scales_ptr + (column.to(gl.int64) * y_scale_stride + block), scale)
+
+        turned = gl.convert_layout(tile.widen(y), _TURNED, assert_trivial=True)
+        codes = (turned * multiplier).to(y_codes_ptr.dtype.element_ty)
+        _store_turned(y_codes_ptr, codes, block, column, padded_tokens)
+        _store_both(
+            dgate, 0, block, column, num_rows, stride, multipliers, row_codes_ptr, token_codes_ptr,
+            padded_tokens,
+        )  # fmt: skip
+        _store_both(
+            dup, 1, block, column + column_blocks, num_rows, stride, multipliers, row_codes_ptr,
+            token_codes_ptr, padded_tokens,
+        )  # fmt: skip
+        index -= step
+        turn += 1
+
+
+def swiglu_backward_quantize(
+    dy: Tensor, gate_up: Tensor, format: FP8Format = "e4m3", scales: str = "fp32"
+) -> tuple[QTensor, QTensor, QTensor]:
+    """Backward as the GEMMs around it read it, the BF16 never written: (the gradient of gate_up in
+    1 x 128 groups of [T, 2F]; in 128 x 1 groups with zero rows up to a multiple of 128; y itself,
+    [T, F] of `swiglu_quantize`, in 128 x 128 groups with the same rows).
+
+    dy: bfloat16 [T, F]. gate_up: bfloat16 [T, 2F], gate first.
+    """
+    check_backward("swiglu_backward_quantize", dy, gate_up)
+    num_rows, columns = gate_up.shape
+    dtype = FORMATS[format][0]
+    rows = empty_row_groups(num_rows, columns, dtype, dy.device)
+    tokens = empty_token_groups(num_rows, columns, dtype, dy.device)
+    y_dtype, y_maximum = FORMATS["e4m3"]
+    y = empty_turned_squares(num_rows, dy.shape[1], y_dtype, dy.device)
+    column_blocks = dy.shape[1] // FP8_BLOCK
+    tiles = cdiv(num_rows, FP8_BLOCK) * column_blocks
+    if not tiles:
+        return rows, tokens, y
+    tile_shape = [FP8_BLOCK, FP8_BLOCK]
+    _backward_tiles_kernel[(min(tiles, multiprocessors(dy.device)),)](
+        TensorDescriptor.from_tensor(dy, tile_shape, _STAGED),
+        TensorDescriptor.from_tensor(gate_up, tile_shape, _STAGED),
+        rows.codes,
+        rows.scales,
+        tokens.codes,
+        tokens.scales,
+        y.codes,
+        y.scales,
+        num_rows,
+        rows.scales.stride(1),
+        y.scales.stride(1),
+        tokens.shape[0],
+        tiles,
+        dy.shape[1],
+        LOG2_E,
+        Y_MAXIMUM=y_maximum,
+        **{**tile_rule(format, scales), "num_warps": _NUM_WARPS},
+    )
+    return rows, tokens, y

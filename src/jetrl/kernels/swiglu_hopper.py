@@ -1,0 +1,218 @@
+"""SwiGLU on Hopper, fused with the quantization after it; its backward in BF16.
+
+    y = g * (1 / (1 + exp2(-g * log2 e))) * u    float32, rounded once to bfloat16
+
+One program makes some rows of 128 columns; forward is the same for sampling and training. Backward
+in BF16 is here, backward with quantization in `swiglu_backward_hopper`. The bytes are those of the
+inputs and of the results; nothing in between is written. exp2 and the reciprocal are the hardware's
+(relative errors near 2**-22 and 2**-23), so y may differ from the reference by a unit of bfloat16,
+rarely.
+What must agree, the sampler's y and the trainer's, does: every kernel here does these operations in
+this order, with fused multiply-adds switched off.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+# (a Triton function may annotate nothing but its compile-time constants)
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from jetrl.precision.hopper.launch import OVERLAPPED, let_next_start, wait_for_previous
+from jetrl.precision.hopper.quantize import (
+    check_matrix,
+    load_tile,
+    round_to_bfloat16,
+    rule,
+    store_row_groups,
+    tile_rows,
+)
+from jetrl.precision.layout import empty_row_groups
+from jetrl.precision.plan import FP8_BLOCK
+from jetrl.precision.quantize import FORMATS, QTensor
+
+LOG2_E = 1.4426950408889634
+_ROWS = 32  # rows of a tile of the plain backward; each row's bits are its own
+_BF16 = (torch.bfloat16,)
+
+
+@triton.jit
+def sigmoid(gate, LOG2_E: tl.constexpr):
+    """1 / (1 + exp(-gate)) with the hardware's exp2 and reciprocal; Inf gives 0, NaN gives NaN."""
+    return tl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;",
+        "=r,r",
+        [1.0 + tl.math.exp2(gate * -LOG2_E)],
+        dtype=tl.float32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit(do_not_specialize=["num_rows", "scale_stride"])
+def _rows_kernel(
+    x_ptr,
+    y_ptr,
+    codes_ptr,
+    scales_ptr,
+    num_rows,
+    num_columns,
+    scale_stride,
+    column_blocks,
+    ROWS: tl.constexpr,
+    QUANTIZE: tl.constexpr,
+    LOG2_E: tl.constexpr,
+    MAXIMUM: tl.constexpr,
+    FLOOR_BITS: tl.constexpr,
+    POW2: tl.constexpr,
+):
+    block, column = tl.program_id(0) // column_blocks, tl.program_id(0) % column_blocks
+    rows = block * ROWS + tl.arange(0, ROWS)
+    wait_for_previous()
+    let_next_start()
+    gate = load_tile(x_ptr, rows, column, num_rows, num_columns, 2 * num_columns)
+    up = load_tile(x_ptr + num_columns, rows, column, num_rows, num_columns, 2 * num_columns)
+    y = round_to_bfloat16(gate * sigmoid(gate, LOG2_E) * up)
+    if QUANTIZE:
+        store_row_groups(
+            y, rows, column, num_rows, num_columns, codes_ptr, scales_ptr, scale_stride,
+            MAXIMUM, FLOOR_BITS, POW2,
+        )  # fmt: skip
+    else:
+        columns = column * 128 + tl.arange(0, 128)
+        places = rows.to(tl.int64)[:, None] * num_columns + columns[None, :]
+        tl.store(y_ptr + places, y.to(tl.bfloat16), mask=(rows < num_rows)[:, None])
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _backward_rows_kernel(
+    dy_ptr,
+    x_ptr,
+    dx_ptr,
+    num_rows,
+    num_columns,
+    column_blocks,
+    ROWS: tl.constexpr,
+    LOG2_E: tl.constexpr,
+):
+    block, column = tl.program_id(0) // column_blocks, tl.program_id(0) % column_blocks
+    rows = block * ROWS + tl.arange(0, ROWS)
+    dy = load_tile(dy_ptr, rows, column, num_rows, num_columns, num_columns)
+    gate = load_tile(x_ptr, rows, column, num_rows, num_columns, 2 * num_columns)
+    up = load_tile(x_ptr + num_columns, rows, column, num_rows, num_columns, 2 * num_columns)
+    share = sigmoid(gate, LOG2_E)
+    silu = gate * share
+    dgate = dy * up * (share + silu * (1.0 - share))
+    columns = column * 128 + tl.arange(0, 128)
+    places = rows.to(tl.int64)[:, None] * 2 * num_columns + columns[None, :]
+    mask = (rows < num_rows)[:, None]
+    tl.store(dx_ptr + places, dgate.to(tl.bfloat16), mask=mask)
+    tl.store(dx_ptr + places + num_columns, (dy * silu).to(tl.bfloat16), mask=mask)
+
+
+def swiglu_quantize(gate_up: Tensor, scales: str = "fp32") -> QTensor:
+    """quantize(swiglu(gate_up)), the BF16 result never written.
+
+    gate_up: bfloat16 [T, 2F], gate first. Returns 1 x 128 groups of [T, F].
+    """
+    num_rows, width = _check("swiglu_quantize", gate_up)
+    rows = empty_row_groups(num_rows, width, FORMATS["e4m3"][0], gate_up.device)
+    _launch_rows(gate_up, None, rows, rule("e4m3", scales))
+    return rows
+
+
+def swiglu_forward(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up as bfloat16 [T, F], for a consumer that reads BF16."""
+    num_rows, width = _check("swiglu", gate_up)
+    y = torch.empty(num_rows, width, dtype=torch.bfloat16, device=gate_up.device)
+    _launch_rows(gate_up, y, None, rule("e4m3", "fp32"))
+    return y
+
+
+def _launch_rows(
+    gate_up: Tensor, y: Tensor | None, rows: QTensor | None, options: dict[str, Any]
+) -> None:
+    num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    column_blocks = width // FP8_BLOCK
+    if not num_rows:
+        return
+    _rows_kernel[(triton.cdiv(num_rows, tile_rows(num_rows)) * column_blocks,)](
+        gate_up,
+        gate_up if y is None else y,
+        rows.codes if rows else gate_up,
+        rows.scales if rows else gate_up,
+        num_rows,
+        width,
+        rows.scales.stride(1) if rows else 0,
+        column_blocks,
+        tile_rows(num_rows),
+        rows is not None,
+        LOG2_E,
+        **options,
+        num_warps=4,
+        enable_fp_fusion=False,
+        **OVERLAPPED,
+    )
+
+
+def swiglu_backward(dy: Tensor, gate_up: Tensor) -> Tensor:
+    """The gradient of gate_up, bfloat16 [T, 2F], from dy bfloat16 [T, F]."""
+    check_backward("swiglu_backward", dy, gate_up)
+    dx = torch.empty_like(gate_up)
+    num_rows, width = dy.shape
+    column_blocks = width // FP8_BLOCK
+    if num_rows:
+        _backward_rows_kernel[(triton.cdiv(num_rows, _ROWS) * column_blocks,)](
+            dy,
+            gate_up,
+            dx,
+            num_rows,
+            width,
+            column_blocks,
+            _ROWS,
+            LOG2_E,
+            num_warps=4,
+            enable_fp_fusion=False,
+        )
+    return dx
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """`kernels.swiglu.swiglu` on Hopper: bfloat16 [T, 2F] -> [T, F], differentiable."""
+    y: Tensor = _SwiGLU.apply(gate_up)
+    return y
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_up)
+        return swiglu_forward(gate_up)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (gate_up,) = ctx.saved_tensors
+        return swiglu_backward(grads[0].to(torch.bfloat16).contiguous(), gate_up)
+
+
+def _check(name: str, gate_up: Tensor) -> tuple[int, int]:
+    """(T, F) of a valid gate_up."""
+    check_matrix(name, gate_up, _BF16)
+    if gate_up.shape[1] % (2 * FP8_BLOCK) or not gate_up.is_contiguous():
+        raise ValueError(
+            f"{name}: contiguous [T, 2F] with F a multiple of {FP8_BLOCK}, not "
+            f"{list(gate_up.shape)} with strides {list(gate_up.stride())}"
+        )
+    return gate_up.shape[0], gate_up.shape[1] // 2
+
+
+def check_backward(name: str, dy: Tensor, gate_up: Tensor) -> None:
+    shape = _check(name, gate_up)
+    check_matrix(name, dy, _BF16)
+    if tuple(dy.shape) != shape or not dy.is_contiguous():
+        raise ValueError(f"{name}: dy {list(dy.shape)} for gate_up {list(gate_up.shape)}")

@@ -1,0 +1,271 @@
+"""The one GEMM on Hopper: `precision.gemm`'s functions on cuBLAS, DeepGEMM and a kernel of ours.
+
+All follow the canonical order (for each 128 of K: the tensor core from zero, then one
+float32 multiply-add with the two scales, K blocks in order). They give the same bits, and a row the
+same bits at any number of rows; tests/gpu/test_gemm.py holds them to it. The one exception known is
+a cuBLAS choice of split K at few rows, so rows are padded to 64 and to a multiple of 4.
+
+cuBLAS is `torch.nn.functional.scaled_mm` (torch >= 2.11). DeepGEMM, where its package is installed,
+is faster and takes what has BF16 results; its kernels compile on first use.
+`gemm_rows_hopper` is faster still at the rows of a decode step: 64, and 128 where the weight is
+wide (DeepGEMM 0.1.4 needs 88 microseconds for 96 to 128 rows by 24576 x 4096, and 44 for 256).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import importlib.util
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn.functional import ScalingType, scaled_mm
+
+from jetrl.errors import UserError
+from jetrl.precision.hopper.gemm_rows import rows_matmul
+from jetrl.precision.layout import first_rows, padded_rows, round_up
+from jetrl.precision.plan import FP8_BLOCK
+from jetrl.precision.quantize import QTensor
+
+Backend = Literal["cublas", "deep_gemm", "triton"]
+_FEW_ROWS, _WIDE = 64, 16896
+
+
+def require_hopper(device: torch.device | int | None = None) -> None:
+    """UserError unless the device has block-scaled FP8 GEMMs (compute capability 9.0)."""
+    major, minor = torch.cuda.get_device_capability(device)
+    if (major, minor) != (9, 0):
+        raise UserError(
+            f"{torch.cuda.get_device_name(device)} has compute capability {major}.{minor}; FP8 on "
+            "the GPU needs a Hopper card (9.0: H100, H200); use device=cpu here"
+        )
+
+
+@functools.cache
+def deep_gemm_installed() -> bool:
+    """Whether DeepGEMM's package is there: BF16 results then come from it."""
+    return importlib.util.find_spec("deep_gemm") is not None
+
+
+def backend_for(a: QTensor, b: QTensor, out_dtype: torch.dtype) -> Backend:
+    """What `fp8_matmul_hopper` uses for these operands when not told; they agree to the bit."""
+    if out_dtype != torch.bfloat16:
+        return "cublas"
+    rows, wide = a.shape[0], b.shape[0] > _WIDE
+    if rows <= _FEW_ROWS or (rows <= 2 * _FEW_ROWS and (wide or not deep_gemm_installed())):
+        return "triton"
+    return "deep_gemm" if deep_gemm_installed() else "cublas"
+
+
+def fp8_matmul_hopper(
+    a: QTensor,
+    b: QTensor,
+    out_dtype: torch.dtype = torch.bfloat16,
+    backend: Backend | None = None,
+) -> Tensor:
+    """a [M, K] @ b [N, K]^T -> out_dtype [M, N], as `precision.gemm.fp8_matmul`.
+
+    a is grouped 1 x 128, b 128 x 128; codes have K contiguous. Operands made by the kernels of
+    `jetrl.kernels` are read in place; others are first copied into the layout of
+    `precision.layout`.
+
+    Raises:
+        ValueError: shapes, groups, layouts or dtypes other than these, or a backend that cannot.
+    """
+    _check(a, b, out_dtype)
+    chosen = backend or backend_for(a, b, out_dtype)
+    if chosen != "cublas" and out_dtype != torch.bfloat16:
+        raise ValueError(f"{chosen} gives bfloat16, not {out_dtype}")
+    rows, codes, scales = _row_operand(a)
+    if chosen == "triton":
+        return rows_matmul(rows, codes, scales, b)
+    if chosen == "deep_gemm":
+        return first_rows(_deep_gemm(codes, scales, b), rows)
+    return first_rows(_cublas(codes, scales, b, out_dtype), rows)
+
+
+def bf16_matmul_hopper(a: Tensor, b: Tensor, out_dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """BF16 a [M, K] @ b [N, K]^T -> out_dtype (bfloat16 or float32) [M, N].
+
+    A row has the same bits at any M: split K is switched off, and rows padded to 64.
+    """
+    if a.dtype != torch.bfloat16 or b.dtype != torch.bfloat16 or a.shape[-1:] != b.shape[-1:]:
+        raise ValueError(
+            f"bf16_matmul: bfloat16 [M, K] and [N, K], not {a.dtype} {list(a.shape)} and "
+            f"{b.dtype} {list(b.shape)}"
+        )
+    rows = a.shape[0]
+    padded = _extended(a, padded_rows(rows))
+    with pinned_bf16_reductions():
+        return bf16_matmul_free(padded, b, out_dtype)[:rows]
+
+
+def bf16_matmul_free(a: Tensor, b: Tensor, out_dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """The same product by whatever algorithm the library likes best: for plans that promise no
+    bits."""
+    if out_dtype == torch.bfloat16:
+        return torch.mm(a, b.t())
+    return torch.mm(a, b.t(), out_dtype=out_dtype)
+
+
+@contextlib.contextmanager
+def pinned_bf16_reductions() -> Iterator[None]:
+    """Within, cuBLAS may not split K or reduce in BF16: a row's bits would depend on the number of
+    rows. Outside the process's own settings hold, since this costs other products their speed."""
+    _hear_out_torch()
+    matmul, library = torch.backends.cuda.matmul, torch.backends.cuda.preferred_blas_library
+    before = library()
+    reductions = (
+        matmul.allow_bf16_reduced_precision_reduction,
+        matmul.allow_bf16_reduced_precision_reduction_split_k,
+    )
+    library("cublaslt")  # the only one that can forbid it
+    matmul.allow_bf16_reduced_precision_reduction = (False, False)
+    try:
+        yield
+    finally:
+        library(before)
+        matmul.allow_bf16_reduced_precision_reduction = reductions
+
+
+@functools.cache
+def _hear_out_torch() -> None:
+    """At its first use torch warns that the switch is experimental. Only within an operation of
+    autograd does that pass Python's filters, where it ends; elsewhere it is written to stderr."""
+
+    class Switch(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            before = torch.backends.cuda.preferred_blas_library()
+            torch.backends.cuda.preferred_blas_library("cublaslt")
+            torch.backends.cuda.preferred_blas_library(before)
+            return x.clone()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        Switch.apply(torch.empty(0))
+
+
+def _cublas(codes: Tensor, scales: Tensor, b: QTensor, out_dtype: torch.dtype) -> Tensor:
+    out: Tensor = scaled_mm(
+        codes,
+        b.codes.t(),
+        scales,
+        ScalingType.BlockWise1x128,
+        _weight_scales(b, 4).t(),
+        ScalingType.BlockWise128x128,
+        output_dtype=out_dtype,
+    )
+    return out
+
+
+def _deep_gemm(codes: Tensor, scales: Tensor, b: QTensor) -> Tensor:
+    out = torch.empty(codes.shape[0], b.shape[0], dtype=torch.bfloat16, device=codes.device)
+    weight = (b.codes, _weight_scales(b, 1))
+    _load_deep_gemm().fp8_gemm_nt((codes, scales), weight, out, recipe=(1, FP8_BLOCK, FP8_BLOCK))
+    return out
+
+
+@functools.cache
+def _load_deep_gemm() -> Any:
+    if not deep_gemm_installed():
+        raise UserError("DeepGEMM is not installed: pip install 'jetrl[deep-gemm]'")
+    try:
+        library = importlib.import_module("deep_gemm")
+        compiler = Path(library.find_cuda_home(), "bin", "nvcc")
+        problem = "" if compiler.is_file() else f"there is no {compiler}"
+    except (AssertionError, ImportError, OSError, RuntimeError) as error:
+        problem = str(error) or "there is no CUDA toolkit"  # which it asserts without a word
+    if problem:
+        raise UserError(
+            f"DeepGEMM is installed and cannot work: {problem}. It compiles its kernels with nvcc: "
+            "set CUDA_HOME to a CUDA 13 toolkit, or `pip uninstall sgl-deep-gemm`: cuBLAS gives "
+            "the same bits, slower in decode"
+        )
+    library.set_pdl(True)  # its kernels set themselves up while the one in front ends, and wait
+    return library
+
+
+def _row_operand(a: QTensor) -> tuple[int, Tensor, Tensor]:
+    """(rows, codes and scales of at least 64 rows and a multiple of 4, in place where possible)."""
+    rows = a.shape[0]
+    padded = padded_rows(rows)
+    return rows, _extended(a.codes, padded), _left_scales(a.scales, padded)
+
+
+def _extended(x: Tensor, rows: int) -> Tensor:
+    """x [M, K] as [rows, K] contiguous. What follows the last row in x's own storage serves as
+    padding, whatever it is; without that much storage, x is copied."""
+    count, columns = x.shape
+    if count == rows and x.is_contiguous():
+        return x
+    contiguous = x.stride(1) == 1 and (x.stride(0) == columns or count == 1)
+    if contiguous and _storage_left(x) >= rows * columns:
+        return x.as_strided((rows, columns), (columns, 1))
+    out = torch.empty(rows, columns, dtype=x.dtype, device=x.device)
+    out[:count] = x
+    return out
+
+
+def _left_scales(scales: Tensor, rows: int) -> Tensor:
+    """scales [M, K/128] as [rows, K/128] with strides (1, rows), copied if they are not."""
+    if scales.shape[0] == rows and scales.stride() == (1, rows):
+        return scales
+    blocks = scales.shape[1]
+    strided = scales.stride(0) == 1 or scales.shape[0] == 1
+    placed = scales.stride(1) == rows or blocks == 1
+    if strided and placed and _storage_left(scales) >= rows * blocks:
+        return scales.as_strided((rows, blocks), (1, rows))
+    out = torch.empty(blocks, rows, dtype=torch.float32, device=scales.device)
+    out[:, : scales.shape[0]] = scales.t()
+    return out.t()
+
+
+def _weight_scales(b: QTensor, multiple: int) -> Tensor:
+    """scales [N/128, K/128] as [N/128, L] contiguous, L = K/128 up to a multiple."""
+    outer, blocks = b.scales.shape
+    length = round_up(blocks, multiple)
+    if b.scales.stride() == (length, 1):
+        if length == blocks:
+            return b.scales
+        if _storage_left(b.scales) >= outer * length:
+            return b.scales.as_strided((outer, length), (length, 1))
+    out = torch.zeros(outer, length, dtype=torch.float32, device=b.scales.device)
+    out[:, :blocks] = b.scales
+    return out
+
+
+def _storage_left(x: Tensor) -> int:
+    """Elements of x's storage from x's first on."""
+    return int(x.untyped_storage().nbytes()) // x.element_size() - int(x.storage_offset())
+
+
+def _check(a: QTensor, b: QTensor, out_dtype: torch.dtype) -> None:
+    a_shape, b_shape = a.shape, b.shape
+    if len(a_shape) != 2 or len(b_shape) != 2 or a_shape[1] != b_shape[1]:
+        raise ValueError(f"fp8_matmul: [M, K] and [N, K], not {a_shape} and {b_shape}")
+    if a.block != (1, FP8_BLOCK) or b.block != (FP8_BLOCK, FP8_BLOCK):
+        raise ValueError(f"fp8_matmul: groups 1x128 and 128x128, not {a.block} and {b.block}")
+    if a_shape[1] % FP8_BLOCK or b_shape[0] % 16:
+        raise ValueError(
+            f"fp8_matmul: K a multiple of {FP8_BLOCK} and N of 16, not K={a_shape[1]} "
+            f"N={b_shape[0]}; token groups are padded by the quantizer of jetrl.kernels"
+        )
+    for name, codes in (("a", a.codes), ("b", b.codes)):
+        if not codes.is_cuda or codes.stride(1) != 1:
+            raise ValueError(
+                f"fp8_matmul: {name} on a CUDA device with K contiguous, not strides "
+                f"{list(codes.stride())} on {codes.device}"
+            )
+        if codes.dtype != torch.float8_e4m3fn:
+            raise ValueError(
+                f"fp8_matmul: {name} is {codes.dtype}, and no block-scaled GEMM for Hopper takes "
+                "it; use precision.grad_output=e4m3"
+            )
+    if out_dtype not in (torch.bfloat16, torch.float32):
+        raise ValueError(f"fp8_matmul: out_dtype bfloat16 or float32, not {out_dtype}")

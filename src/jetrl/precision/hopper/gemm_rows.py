@@ -1,0 +1,321 @@
+"""The FP8 GEMM of few rows on Hopper: decode, where a weight is read for at most 128 rows.
+
+The bits of the libraries (`gemm_hopper`): for each 128 of K the tensor core from zero (four wgmma
+of 64 rows, 32 deep), then one float32 multiply-add with the product of the two scales, K blocks in
+order. How the weight is cut into tiles changes no bit.
+
+All that counts is to keep reading: a program takes 16 to 192 rows of the weight over the whole of
+K, one warp asks for tiles by bulk copy into up to 16 stages of shared memory, and four or eight
+warps multiply. In a captured graph the first tiles of the weight are asked for before the kernel in
+front has ended (`launch_hopper`). Rows of X past the last need not be read: what lies in their
+place in shared memory makes rows of the result that are not written.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+# (a Triton function may annotate nothing but its compile-time constants)
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from jetrl.precision.hopper import gluon_names
+from jetrl.precision.hopper.launch import (
+    OVERLAPPED,
+    gluon_let_next_start,
+    gluon_wait_for_previous,
+)
+from jetrl.precision.plan import FP8_BLOCK
+from jetrl.precision.quantize import QTensor
+
+_CODES_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
+_SCALES_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How a product is cut: a program has `block_m` rows of X and `parts` tiles of `block_n` rows
+    of the weight; `rounds` groups of `group` blocks of K are in flight."""
+
+    block_m: int
+    parts: int
+    block_n: int
+    rounds: int
+    group: int
+
+
+@gluon.jit
+def _load_weights(
+    w_desc, w_smem, arrived, group, n0, COUNT: gl.constexpr,
+    PARTS: gl.constexpr, BLOCK_N: gl.constexpr, ROUNDS: gl.constexpr, GROUP: gl.constexpr,
+    BLOCK_BYTES: gl.constexpr,
+):  # fmt: skip
+    bar = arrived.index(group % ROUNDS)
+    mbarrier.expect(bar, COUNT * BLOCK_BYTES)
+    for i in gl.static_range(COUNT):
+        stage = (group % ROUNDS) * GROUP + i
+        for part in gl.static_range(PARTS):
+            gluon_names.tma_load(
+                w_desc, [n0 + part * BLOCK_N, (group * GROUP + i) * 128], bar,
+                w_smem.index(stage * PARTS + part),
+            )  # fmt: skip
+
+
+@gluon.jit
+def _load_rows(
+    x_desc, s_desc, x_smem, s_smem, arrived, group, m0, COUNT: gl.constexpr,
+    BOX_M: gl.constexpr, ROUNDS: gl.constexpr, GROUP: gl.constexpr,
+):  # fmt: skip
+    bar = arrived.index(group % ROUNDS)
+    for i in gl.static_range(COUNT):
+        k = group * GROUP + i
+        stage = (group % ROUNDS) * GROUP + i
+        rows = x_smem.index(stage).slice(0, BOX_M, 0)
+        gluon_names.tma_load(x_desc, [m0, k * 128], bar, rows)
+        gluon_names.tma_load(s_desc, [k, m0], bar, s_smem.index(stage))
+
+
+@gluon.jit
+def _load(
+    x_desc, s_desc, w_desc, x_smem, s_smem, w_smem, arrived, left, m0, n0, early,
+    KB: gl.constexpr, PARTS: gl.constexpr, BOX_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    ROUNDS: gl.constexpr, GROUP: gl.constexpr,
+):  # fmt: skip
+    """The loading warp. With `early`, weights are asked for while the kernel in front still runs,
+    which outside of a captured graph may be the one that writes them."""
+    BLOCK_BYTES: gl.constexpr = (
+        x_desc.block_type.nbytes + s_desc.block_type.nbytes + PARTS * w_desc.block_type.nbytes
+    )
+    GROUPS: gl.constexpr = KB // GROUP
+    AHEAD: gl.constexpr = ROUNDS if ROUNDS < GROUPS else GROUPS
+    if early == 0:
+        gluon_wait_for_previous()
+    for group in range(AHEAD):
+        _load_weights(
+            w_desc, w_smem, arrived, group, n0, GROUP, PARTS, BLOCK_N, ROUNDS, GROUP, BLOCK_BYTES
+        )
+    gluon_wait_for_previous()
+    gluon_let_next_start()
+    for group in range(AHEAD):
+        _load_rows(x_desc, s_desc, x_smem, s_smem, arrived, group, m0, GROUP, BOX_M, ROUNDS, GROUP)
+    for group in range(AHEAD, GROUPS):
+        mbarrier.wait(left.index(group % ROUNDS), ((group // ROUNDS) & 1) ^ 1)
+        _load_weights(
+            w_desc, w_smem, arrived, group, n0, GROUP, PARTS, BLOCK_N, ROUNDS, GROUP, BLOCK_BYTES
+        )
+        _load_rows(x_desc, s_desc, x_smem, s_smem, arrived, group, m0, GROUP, BOX_M, ROUNDS, GROUP)
+    if KB % GROUP:
+        mbarrier.wait(
+            left.index(GROUPS % ROUNDS), ((GROUPS // ROUNDS) & 1) ^ 1, pred=GROUPS >= ROUNDS
+        )
+        _load_weights(
+            w_desc, w_smem, arrived, GROUPS, n0, KB % GROUP, PARTS, BLOCK_N, ROUNDS, GROUP,
+            BLOCK_BYTES,
+        )  # fmt: skip
+        _load_rows(
+            x_desc, s_desc, x_smem, s_smem, arrived, GROUPS, m0, KB % GROUP, BOX_M, ROUNDS, GROUP
+        )
+
+
+@gluon.jit
+def _multiply_group(
+    x_smem, s_smem, w_smem, arrived, ws_ptr, ws_stride, group, n0, N, totals,
+    COUNT: gl.constexpr, PARTS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    ROUNDS: gl.constexpr, GROUP: gl.constexpr, mma: gl.constexpr,
+):  # fmt: skip
+    """totals += COUNT blocks of K, in order; their tensor-core work overlaps."""
+    zero = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, mma)
+    first = (group % ROUNDS) * GROUP
+    last_line = (N - 1) // 128
+    w_scales = ()
+    for i in gl.static_range(COUNT):
+        for part in gl.static_range(PARTS):
+            line = ws_ptr + gl.minimum((n0 + part * BLOCK_N) // 128, last_line) * ws_stride
+            w_scales += (gl.load(line + group * GROUP + i),)  # type: ignore[assignment]
+    mbarrier.wait(arrived.index(group % ROUNDS), (group // ROUNDS) & 1)
+    sums = ()
+    scales = ()
+    for i in gl.static_range(COUNT):
+        for part in gl.static_range(PARTS):
+            w_part = w_smem.index((first + i) * PARTS + part)
+            block = warpgroup_mma(
+                x_smem.index(first + i), w_part.permute((1, 0)), zero, use_acc=False, is_async=True
+            )
+            sums += (block,)  # type: ignore[assignment]
+        x_scale = s_smem.index(first + i).reshape([BLOCK_M]).load(gl.SliceLayout(1, mma))
+        scales += (x_scale,)  # type: ignore[assignment]
+    for i in gl.static_range(COUNT):
+        new_totals = ()
+        for part in gl.static_range(PARTS):
+            block = warpgroup_mma_wait(
+                (COUNT - i) * PARTS - part - 1, deps=[sums[i * PARTS + part]]
+            )
+            scale = gl.expand_dims(scales[i] * w_scales[i * PARTS + part], 1)
+            total = gl.fma(block, scale.broadcast_to(block.shape), totals[part])
+            new_totals += (total,)  # type: ignore[assignment]
+        totals = new_totals
+    return totals
+
+
+@gluon.jit
+def _multiply(
+    x_smem, s_smem, w_smem, arrived, left, ws_ptr, ws_stride, y_ptr, m0, n0, M, N, early,
+    KB: gl.constexpr, PARTS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    ROUNDS: gl.constexpr, GROUP: gl.constexpr, mma: gl.constexpr,
+):  # fmt: skip
+    totals = ()
+    for _ in gl.static_range(PARTS):
+        totals += (gl.zeros([BLOCK_M, BLOCK_N], gl.float32, mma),)  # type: ignore[assignment]
+    if early == 0:
+        gluon_wait_for_previous()
+    for group in range(KB // GROUP):
+        totals = _multiply_group(
+            x_smem, s_smem, w_smem, arrived, ws_ptr, ws_stride, group, n0, N, totals, GROUP,
+            PARTS, BLOCK_M, BLOCK_N, ROUNDS, GROUP, mma,
+        )  # fmt: skip
+        gluon_names.barrier()  # every warp has left these stages
+        mbarrier.arrive(left.index(group % ROUNDS), count=1)
+    if KB % GROUP:
+        totals = _multiply_group(
+            x_smem, s_smem, w_smem, arrived, ws_ptr, ws_stride, KB // GROUP, n0, N, totals,
+            KB % GROUP, PARTS, BLOCK_M, BLOCK_N, ROUNDS, GROUP, mma,
+        )  # fmt: skip
+    rows = m0 + gl.arange(0, BLOCK_M, gl.SliceLayout(1, mma))
+    columns = n0 + gl.arange(0, BLOCK_N, gl.SliceLayout(0, mma))
+    places = y_ptr + rows.to(gl.int64)[:, None] * N + columns[None, :]
+    for part in gl.static_range(PARTS):
+        left_columns = (columns + part * BLOCK_N < N)[None, :]
+        gl.store(
+            places + part * BLOCK_N, totals[part].to(gl.bfloat16),
+            mask=(rows < M)[:, None] & left_columns,
+        )  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=["M", "early"])
+def rows_gemm_kernel(
+    x_desc,
+    s_desc,
+    w_desc,
+    ws_ptr,
+    y_ptr,
+    M,
+    N,
+    ws_stride,
+    early,
+    KB: gl.constexpr,
+    PARTS: gl.constexpr,
+    BOX_M: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    ROUNDS: gl.constexpr,
+    GROUP: gl.constexpr,
+    num_warps: gl.constexpr,
+):
+    mma: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[num_warps, 1], instr_shape=[16, BLOCK_N, 32]
+    )
+    STAGES: gl.constexpr = ROUNDS * GROUP
+    m0 = gl.program_id(0) * BLOCK_M
+    n0 = gl.program_id(1) * (BLOCK_N * PARTS)
+    x_smem = gl.allocate_shared_memory(x_desc.dtype, [STAGES, BLOCK_M, 128], x_desc.layout)
+    w_smem = gl.allocate_shared_memory(w_desc.dtype, [STAGES * PARTS, BLOCK_N, 128], w_desc.layout)
+    s_smem = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK_M], s_desc.layout)
+    arrived = gl.allocate_shared_memory(gl.int64, [ROUNDS, 1], mbarrier.MBarrierLayout())
+    left = gl.allocate_shared_memory(gl.int64, [ROUNDS, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(ROUNDS):
+        mbarrier.init(arrived.index(i), count=1)
+        mbarrier.init(left.index(i), count=1)
+    gl.warp_specialize(
+        [
+            (_multiply, (x_smem, s_smem, w_smem, arrived, left, ws_ptr, ws_stride, y_ptr, m0, n0,
+                         M, N, early, KB, PARTS, BLOCK_M, BLOCK_N, ROUNDS, GROUP, mma)),
+            (_load, (x_desc, s_desc, w_desc, x_smem, s_smem, w_smem, arrived, left, m0, n0,
+                     early, KB, PARTS, BOX_M, BLOCK_N, ROUNDS, GROUP)),
+        ],
+        [1],
+        [24],
+    )  # fmt: skip
+
+
+def tiles_for(rows: int, n: int) -> Tiles:
+    """The cut of a weight of n rows: so that all programs are resident at once on 132
+    multiprocessors, one each or, where tiles are small, two."""
+    if rows > 64:
+        for tiles in (Tiles(128, 1, 32, 5, 2), Tiles(128, 1, 64, 4, 2), Tiles(128, 3, 32, 7, 1)):
+            if -(-n // (tiles.parts * tiles.block_n)) <= 132:
+                return tiles
+        return Tiles(128, 3, 64, 5, 1)
+    if n <= 2112:
+        return Tiles(64, 1, 16, 4, 4)
+    if n <= 4224:
+        return Tiles(64, 1, 32, 4, 4)
+    if n <= 8448:
+        return Tiles(64, 1, 32, 4, 2)
+    if n <= 16896:
+        return Tiles(64, 1, 64, 3, 2)
+    if n <= 25344:
+        return Tiles(64, 3, 64, 6, 1)
+    return Tiles(64, 2, 64, 4, 1)
+
+
+def rows_matmul(
+    rows: int, codes: Tensor, scales: Tensor, b: QTensor, tiles: Tiles | None = None
+) -> Tensor:
+    """The first `rows` rows of a [padded, K] times b [N, K]^T -> bfloat16 [rows, N].
+
+    codes: float8_e4m3fn [padded, K] contiguous. scales: float32 [padded, K/128] with strides
+    (1, padded), padded at least 64. b: 128 x 128 groups. tiles: for measurements.
+
+    Captured in a graph, it must not directly follow the kernel that writes b.
+    """
+    padded, k = codes.shape
+    n = b.shape[0]
+    tiles = tiles or tiles_for(rows, n)
+    b_scales = b.scales if b.scales.stride(1) == 1 else b.scales.contiguous()
+    box = min(tiles.block_m, max(16, 1 << (rows - 1).bit_length()))
+    out = torch.empty(rows, n, dtype=torch.bfloat16, device=codes.device)
+    if not rows:
+        return out
+    grid = (-(-rows // tiles.block_m), -(-n // (tiles.parts * tiles.block_n)))
+    rows_gemm_kernel[grid](
+        TensorDescriptor(codes, [padded, k], [k, 1], [box, FP8_BLOCK], _CODES_LAYOUT),
+        TensorDescriptor(
+            scales,
+            [k // FP8_BLOCK, padded],
+            [scales.stride(1), 1],
+            [1, tiles.block_m],
+            _SCALES_LAYOUT,
+        ),
+        TensorDescriptor(
+            b.codes, [n, k], [b.codes.stride(0), 1], [tiles.block_n, FP8_BLOCK], _CODES_LAYOUT
+        ),
+        b_scales,
+        out,
+        rows,
+        n,
+        b_scales.stride(0),
+        int(torch.cuda.is_current_stream_capturing()),
+        k // FP8_BLOCK,
+        tiles.parts,
+        box,
+        tiles.block_m,
+        tiles.block_n,
+        tiles.rounds,
+        tiles.group,
+        num_warps=tiles.block_m // 16,
+        # Of all warps: those that multiply take over most registers of the four that load.
+        maxnreg=128 if tiles.block_m == 64 else 168,
+        enable_fp_fusion=False,
+        **OVERLAPPED,
+    )
+    return out

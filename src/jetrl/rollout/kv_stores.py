@@ -1,0 +1,74 @@
+"""Keys and values in memory: two stores, which lie in one range of bytes.
+
+    codes   [layers, pages, page_size, G, D]   float8_e4m3fn under kv = fp8, else the values
+    scales  [layers, pages, page_size, G]      float32 under kv = fp8, else absent
+
+Dimensions: B items of a batch, P pages, L keys, G key-value heads, D head size.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from jetrl.kernels.attention.reference import stored_values
+from jetrl.precision.plan import PrecisionPlan
+
+_DTYPES = {"fp8": torch.float8_e4m3fn, "bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+class KVStore:
+    """Keys, or values, of all layers: codes [layers, P, page_size, G, D] and, under kv = fp8, their
+    scales [layers, P, page_size, G]."""
+
+    def __init__(self, codes: Tensor, scales: Tensor | None) -> None:
+        self.codes, self.scales = codes, scales
+        # Bytes of the same memory: indexing is not implemented for FP8 types on every device.
+        self._raw = codes if scales is None else codes.view(torch.uint8)
+
+    def write(self, layer: int, slots: Tensor, codes: Tensor, scales: Tensor | None) -> None:
+        """Puts codes [T, G, D], of the stored type, and scales [T, G] into slots: int64 [T], page *
+        page_size + offset."""
+        assert codes.dtype == self.codes.dtype, f"{codes.dtype} into a cache of {self.codes.dtype}"
+        raw = codes.view(torch.uint8) if scales is not None else codes
+        self._raw[layer].flatten(0, 1)[slots] = raw
+        if self.scales is not None:
+            assert scales is not None, "FP8 codes without their scales"
+            self.scales[layer].flatten(0, 1)[slots] = scales
+
+    def values(self, layer: int, slots: Tensor) -> Tensor:
+        """float32 [T, G, D]: what lies in slots, to look at."""
+        codes = self._raw[layer].flatten(0, 1)[slots].view(self.codes.dtype)
+        scales = None if self.scales is None else self.scales[layer].flatten(0, 1)[slots]
+        return stored_values(codes, scales)
+
+    def layer(self, layer: int) -> tuple[Tensor, Tensor | None]:
+        """(codes [P, page_size, G, D], scales [P, page_size, G] or None), in place."""
+        return self.codes[layer], None if self.scales is None else self.scales[layer]
+
+    def gather(self, layer: int, pages: Tensor, num_keys: int) -> tuple[Tensor, Tensor | None]:
+        """(codes [B, L, G, D], scales [B, L, G] or None): the first L keys of tables [B, P]."""
+        codes = self._raw[layer][pages].flatten(1, 2)[:, :num_keys].view(self.codes.dtype)
+        if self.scales is None:
+            return codes, None
+        return codes, self.scales[layer][pages].flatten(1, 2)[:, :num_keys]
+
+    def copy(self, sources: Tensor, destinations: Tensor) -> None:
+        """Copies pages, int64 [n] each, in all layers; all are read before one is written."""
+        self._raw[:, destinations] = self._raw[:, sources]
+        if self.scales is not None:
+            self.scales[:, destinations] = self.scales[:, sources]
+
+
+def stores(memory: Tensor, shape: tuple[int, ...], plan: PrecisionPlan) -> tuple[KVStore, KVStore]:
+    """(keys, values) in these bytes, uint8 of just their size: all scales, then all codes. shape:
+    of the codes of one, [layers, P, page_size, G, D]."""
+    if plan.kv != "fp8":
+        codes = memory.view(_DTYPES[plan.kv]).view(2, *shape)
+        return KVStore(codes[0], None), KVStore(codes[1], None)
+    scales_size = 2 * 4 * math.prod(shape[:-1])
+    scales = memory[:scales_size].view(torch.float32).view(2, *shape[:-1])
+    codes = memory[scales_size:].view(_DTYPES["fp8"]).view(2, *shape)
+    return KVStore(codes[0], scales[0]), KVStore(codes[1], scales[1])

@@ -1,0 +1,235 @@
+"""From settings to a policy: where its weights and tokenizer come from, and on which device."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from transformers import PreTrainedTokenizerBase
+
+from jetrl.errors import UserError
+from jetrl.models import hf
+from jetrl.models.families import ModelConfig, num_parameters
+from jetrl.models.model import Model
+from jetrl.models.policy import Policy
+from jetrl.models.scalar_model import ScalarModel, check_same_tokenizer
+from jetrl.models.tiny_tokenizers import character_tokenizer
+from jetrl.precision import PrecisionPlan
+from jetrl.rewards.reward import Reward
+from jetrl.settings.loading import Settings
+from jetrl.tasks import Task, build_task
+
+_SMALL_MODEL = 20_000_000  # parameters
+
+
+def build_policy(settings: Settings, plan: PrecisionPlan, task: Task) -> Policy:
+    """The policy that the settings describe.
+
+    Raises:
+        UserError: no model is named, or it cannot be used; says which key to set.
+    """
+    model, device = settings.model, choose_device(settings.run.device)
+    if model.path is not None:
+        policy = Policy.from_pretrained(model.path, plan, device)
+        if model.tokenizer is not None:
+            policy.tokenizer = _tokenizer(model.tokenizer, task)
+    elif model.config is not None:
+        tokenizer = None if model.tokenizer is None else _tokenizer(model.tokenizer, task)
+        config = model_config_dict(settings)
+        policy = Policy.from_config(config, plan, settings.run.seed, device, tokenizer)
+        if tokenizer is not None and tokenizer.eos_token_id is not None:
+            policy.generation_config = {"eos_token_id": tokenizer.eos_token_id}
+    else:
+        raise UserError(
+            "no model: set model.path to a Hugging Face directory (`jetrl init` makes a small "
+            "one), or model.config to the contents of a config.json"
+        )
+    limit_threads(policy.config)
+    if policy.tokenizer is not None and len(policy.tokenizer) > policy.config.vocab_size:
+        raise UserError(
+            f"the tokenizer has {len(policy.tokenizer)} tokens, but the model's vocab_size is "
+            f"{policy.config.vocab_size}"
+        )
+    return policy
+
+
+def policy_of_masters(settings: Settings, plan: PrecisionPlan, file: Path) -> Policy:
+    """The policy of a run's settings with the masters that were kept of it.
+
+    Raises:
+        UserError: as `build_policy`; the file is damaged, or of another model.
+    """
+    policy = build_policy(settings, plan, build_task(settings.task))
+    masters = policy.named_masters()
+    try:
+        tensors = load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{file}: missing or damaged: {error}") from None
+    wrong = sorted(
+        name
+        for name in tensors.keys() | masters.keys()
+        if name not in tensors or name not in masters or tensors[name].shape != masters[name].shape
+    )
+    if wrong:
+        raise UserError(f"{file}: not of the run's model: {', '.join(wrong[:5])}")
+    with torch.no_grad():
+        for name, master in masters.items():
+            master.copy_(tensors[name])
+    policy.requantize()
+    return policy
+
+
+def build_scalar_model(settings: Settings, plan: PrecisionPlan, task: Task) -> ScalarModel:
+    """The reward model that is to be trained: [model]'s decoder with a new head, or its own.
+
+    Raises:
+        UserError: as `build_policy`.
+    """
+    path = settings.model.path
+    if path is not None and ModelConfig.from_hf(hf.read_config(path)).head == "score":
+        model = ScalarModel.from_pretrained(path, plan, choose_device(settings.run.device))
+        if settings.model.tokenizer is not None:
+            model.tokenizer = _tokenizer(settings.model.tokenizer, task)
+        return model
+    policy = build_policy(settings, plan, task)
+    weights = policy.named_masters()
+    return ScalarModel.with_new_head(policy.config, weights, plan, policy.device, policy.tokenizer)
+
+
+def build_reference(
+    settings: Settings, policy: Policy, run_path: Path, begun: bool = False
+) -> Policy | None:
+    """The frozen reference of the KL term: reference.path, or the policy as it is when RL begins;
+    None without either. It has working copies alone, in the policy's formats.
+
+    The policy as it was is kept in the run directory in FP32, so that a resumed run measures
+    against the same one. begun: RL has begun, in an earlier attempt.
+
+    Raises:
+        UserError: reference.path cannot be used, or means other tokens; or the policy as it was
+            after a warm-up was not kept.
+    """
+    wanted = settings.reference
+    if settings.algorithm.kl == 0 and wanted.path is None:
+        return None
+    path = run_path / "reference" if wanted.path is None else Path(wanted.path)
+    if wanted.path is None and not (begun and path.exists()):
+        if begun and settings.sft.steps:
+            raise UserError(
+                f"algorithm.kl = {settings.algorithm.kl} measures against the policy as the "
+                "warm-up left it, and this run began without algorithm.kl and did not keep that: "
+                "set reference.path, or algorithm.kl=0"
+            )
+        # One that is there all the same is of an attempt that did not come to its first step.
+        policy.save_pretrained(path, dtype="float32", overwrite=True)
+    reference = Policy.from_pretrained(path, policy.plan, policy.device, frozen=True)
+    if wanted.path is not None:
+        _check_vocabulary(policy, reference, f"reference.path = {path}")
+    if wanted.offload:
+        reference.offload()
+    return reference
+
+
+def build_judge(settings: Settings, policy: Policy, tokens_at_once: int) -> Reward | None:
+    """What makes the rewards of [reward]; None where the reward is the task's own score.
+    tokens_at_once: of a reward model's forward.
+
+    Raises:
+        UserError: reward.model_path cannot be used, or means other tokens.
+    """
+    if not settings.reward.is_weighed:
+        return None
+    return Reward(settings.reward, policy, policy.plan, settings.rollout.max_tokens, tokens_at_once)
+
+
+def build_critic(settings: Settings, policy: Policy) -> ScalarModel | None:
+    """The value model that critic.path names, None without one.
+
+    Raises:
+        UserError: it cannot be used, or means other tokens.
+    """
+    path = settings.critic.path
+    if path is None:
+        return None
+    if path == "policy":
+        weights = policy.named_masters()
+        return ScalarModel.with_new_head(
+            policy.config, weights, policy.plan, policy.device, policy.tokenizer
+        )
+    critic = ScalarModel.from_language_model(path, policy.plan, policy.device)
+    _check_vocabulary(policy, critic, f"critic.path = {path}")
+    return critic
+
+
+def _check_vocabulary(policy: Policy, other: Model, where: str) -> None:
+    if policy.tokenizer is not None or other.tokenizer is not None:
+        check_same_tokenizer(policy.tokenizer, other.tokenizer, where)
+    if other.config.vocab_size < policy.config.vocab_size:
+        raise UserError(
+            f"{where}: its vocab_size {other.config.vocab_size} is below the policy's "
+            f"{policy.config.vocab_size}"
+        )
+
+
+def choose_device(name: str) -> str:
+    """The device of run.device; `auto` is a Hopper GPU where there is one, else the CPU."""
+    if name != "auto":
+        return name
+    hopper_gpu = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+    return "cuda" if hopper_gpu else "cpu"
+
+
+def limit_threads(config: ModelConfig) -> None:
+    """One CPU thread for a small model: its tensors are too small to share, and threads that wait
+    for each other lose most where other programs run too (up to 30 times slower was seen).
+    OMP_NUM_THREADS, where it is set, decides instead."""
+    if "OMP_NUM_THREADS" not in os.environ and num_parameters(config) < _SMALL_MODEL:
+        torch.set_num_threads(1)
+
+
+def model_config(settings: Settings) -> ModelConfig:
+    """What the model is made of, without reading its weights.
+
+    Raises:
+        UserError: no model is named, or its config.json cannot be used; precision keeps more of its
+            layers in BF16 than it has.
+    """
+    path, precision = settings.model.path, settings.precision
+    contents = model_config_dict(settings) if path is None else hf.read_config(path)
+    config = ModelConfig.from_hf(contents)
+    for key in ("first_layers_bf16", "last_layers_bf16"):
+        if getattr(precision, key) > config.num_layers:
+            raise UserError(
+                f"precision.{key} = {getattr(precision, key)}: the model has "
+                f"{config.num_layers} layers"
+            )
+    return config
+
+
+def model_config_dict(settings: Settings) -> dict[str, Any]:
+    """model.config as a dict, read from its file if it is a path."""
+    config = settings.model.config
+    if isinstance(config, dict):
+        return config
+    if config is None:
+        raise UserError("no model: set model.path or model.config")
+    try:
+        contents = json.loads(Path(config).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"model.config {config}: {error}") from None
+    if not isinstance(contents, dict):
+        raise UserError(f"model.config {config}: not a JSON object")
+    return contents
+
+
+def _tokenizer(name: str, task: Task) -> PreTrainedTokenizerBase:
+    if name == "characters":
+        return (
+            character_tokenizer() if task.alphabet is None else character_tokenizer(task.alphabet)
+        )
+    return hf.load_tokenizer(name)

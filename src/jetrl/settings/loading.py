@@ -1,0 +1,353 @@
+"""Settings read and written: TOML recipes and dotted overrides (`train.lr=2e-6`) in, TOML out.
+
+What can be set is in `jetrl.settings`. A key that does not exist is an error that names the nearest
+one (also where the key is right and the section is wrong), and every error says where the value
+came from: the recipe and its line, or the override. No torch here.
+"""
+
+from __future__ import annotations
+
+import datetime
+import difflib
+import json
+import math
+import re
+import tomllib
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ValidationError
+
+from jetrl.errors import UserError
+from jetrl.settings import Settings
+
+__all__ = [
+    "Settings",
+    "describe",
+    "find_recipe",
+    "load_config",
+    "packaged_recipes",
+    "to_toml",
+]
+
+RECIPES = Path(__file__).parents[1] / "recipes"
+_NO_TOML = (ValueError, RecursionError)  # also a number of 5,000 digits, or 1,000 brackets
+
+
+def load_config(recipe: str | Path | None = None, overrides: Sequence[str] = ()) -> Settings:
+    """Settings from a TOML recipe and `key=value` overrides, later ones winning.
+
+    `recipe` is a file or the name of a packaged recipe (`demo`); `run.name` defaults to its name.
+    An override's value is read as TOML where the setting is not text (`1e-6`, `true`, `["a"]`), as
+    it stands where it is, and `none` unsets. `task=NAME` is short for `task.name=NAME`; where it
+    names another task than the recipe, the recipe's [task] section, which was for its own task, is
+    set aside. Relative paths stay relative to the working folder.
+
+    Raises:
+        UserError: no such recipe, TOML that does not parse, an unknown key (the nearest is named),
+            a value of the wrong type, out of range, or at odds with another setting.
+    """
+    tree: dict[str, Any] = {}
+    origins = _Origins()
+    if recipe is not None:
+        path = find_recipe(recipe)
+        tree = _read_toml(path, origins)
+    _set_aside_task(tree, overrides)
+    for override in overrides:
+        _apply_override(tree, override, origins)
+    _check_tree(tree, Settings, (), origins)
+    if recipe is not None:
+        tree.setdefault("run", {}).setdefault("name", path.stem)
+    try:
+        return Settings.model_validate_json(json.dumps(tree), strict=True)
+    except ValidationError as error:
+        raise UserError(_explain(error, origins)) from None
+
+
+def packaged_recipes() -> list[str]:
+    """Names that `load_config` takes without a path."""
+    return sorted(path.stem for path in RECIPES.glob("*.toml"))
+
+
+def find_recipe(recipe: str | Path) -> Path:
+    """The file of a recipe: a path as it is, or the name of a packaged recipe.
+
+    Raises:
+        UserError: neither; the message names the nearest packaged recipe.
+    """
+    path = Path(recipe)
+    if path.is_file():
+        return path
+    name = str(recipe).removesuffix(".toml")
+    if (RECIPES / f"{name}.toml").is_file() and "/" not in name:
+        return RECIPES / f"{name}.toml"
+    if path.is_dir():
+        raise UserError(f"recipe {path}: a folder; give a TOML file")
+    if ".py:" in str(recipe):
+        raise UserError(f"recipe {recipe}: no TOML file; is it a task? Then write task={recipe}")
+    known = packaged_recipes()
+    near = difflib.get_close_matches(path.stem, known, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"packaged recipes: {', '.join(known)}"
+    raise UserError(f"recipe {recipe}: no such file or packaged recipe; {hint}")
+
+
+@dataclass
+class _Origins:
+    """Where a setting came from, for error messages."""
+
+    recipe: Path | None = None
+    lines: dict[str, int] = field(default_factory=dict)
+    overrides: dict[str, str] = field(default_factory=dict)
+
+    def of(self, key: str) -> str:
+        for prefix in _prefixes(key):
+            if prefix in self.overrides:
+                return f"override {self.overrides[prefix]!r}"
+        for prefix in _prefixes(key):
+            if prefix in self.lines:
+                return f"{self.recipe}, line {self.lines[prefix]}"
+        for override_key, override in self.overrides.items():
+            if override_key.startswith(f"{key}."):
+                return f"override {override!r}"
+        return str(self.recipe) if self.recipe else "the settings"
+
+    def everywhere(self) -> str:
+        names = [str(self.recipe)] if self.recipe else []
+        if self.overrides:
+            names.append("the overrides")
+        return " and ".join(names) or "the settings"
+
+
+def _prefixes(key: str) -> Iterator[str]:
+    """a.b.c, a.b, a."""
+    parts = key.split(".")
+    for end in range(len(parts), 0, -1):
+        yield ".".join(parts[:end])
+
+
+def _read_toml(path: Path, origins: _Origins) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+        tree = tomllib.loads(text)
+    except OSError as error:
+        raise UserError(f"recipe {path}: {error.strerror or error}") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"recipe {path}: not UTF-8 text ({error.reason})") from None
+    except _NO_TOML as error:
+        raise UserError(f"recipe {path}: not valid TOML: {error}") from None
+    origins.recipe = path
+    section = ""
+    for number, line in enumerate(text.splitlines(), start=1):
+        if header := re.match(r"\s*\[\s*([\w.\-]+)\s*\]", line):
+            section = header[1]
+            origins.lines.setdefault(section, number)
+        elif key := re.match(r"\s*([\w.\-]+)\s*=", line):
+            origins.lines.setdefault(f"{section}.{key[1]}".lstrip("."), number)
+    return tree
+
+
+def _set_aside_task(tree: dict[str, Any], overrides: Sequence[str]) -> None:
+    """Drops the recipe's [task] if the overrides name another task: its options, path and splits
+    mean nothing to that one."""
+    names = [
+        text.strip()
+        for key, _, text in (o.partition("=") for o in overrides)
+        if key.strip() in ("task", "task.name")
+    ]
+    section = tree.get("task")
+    if names and isinstance(section, dict) and _parse_value(names[-1], True) != section.get("name"):
+        tree["task"] = {}
+
+
+def _apply_override(tree: dict[str, Any], override: str, origins: _Origins) -> None:
+    key, equals, text = override.partition("=")
+    key = key.strip()
+    if not equals or not all(key.split(".")):
+        raise UserError(f"override {override!r}: write it as section.key=value")
+    if key == "task":
+        key = "task.name"
+    elif key in Settings.model_fields:
+        raise UserError(f"override {override!r}: {key} is a section; name a key of it")
+    origins.overrides[key] = override
+    *sections, last = key.split(".")
+    value = _parse_value(text, is_text=_annotation(key) in (str, str | None))
+    for section in sections:
+        tree = tree.setdefault(section, {})
+        if not isinstance(tree, dict):
+            raise UserError(f"override {override!r}: {section} is not a section")
+    tree[last] = value
+
+
+def _annotation(key: str) -> Any:
+    """The type of a dotted setting; None if there is none of that name."""
+    section, _, name = key.partition(".")
+    if section not in Settings.model_fields:
+        return None
+    fields = typing.cast(type[BaseModel], Settings.model_fields[section].annotation).model_fields
+    return fields[name].annotation if name in fields else None
+
+
+def _parse_value(text: str, is_text: bool) -> Any:
+    """The value of an override: None for `none`, TOML if it parses, else the text itself."""
+    text = text.strip()
+    if text == "none":
+        return None
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except _NO_TOML:
+        return text
+    return text if is_text and not isinstance(value, str) else value
+
+
+def _check_tree(
+    tree: Mapping[str, Any], model: type[BaseModel], path: tuple[str, ...], origins: _Origins
+) -> None:
+    for key, value in tree.items():
+        full = ".".join((*path, key))
+        if key not in model.model_fields:
+            hint = _nearest(key, model, path)
+            raise UserError(f"{origins.of(full)}: unknown setting {full}; {hint}")
+        section = model.model_fields[key].annotation
+        if isinstance(section, type) and issubclass(section, BaseModel):
+            if not isinstance(value, Mapping):
+                raise UserError(
+                    f"{origins.of(full)}: {full} is a section: write [{full}] and its keys below it"
+                )
+            _check_tree(value, section, (*path, key), origins)
+        else:
+            _reject_unwritable(full, value, origins)
+
+
+def _nearest(key: str, model: type[BaseModel], path: tuple[str, ...]) -> str:
+    """What was probably meant: a like name here, or the same or a like name in another section."""
+    here = list(model.model_fields)
+    everywhere: dict[str, list[str]] = {}
+    for full, *_ in describe():
+        everywhere.setdefault(full.split(".")[1], []).append(full)
+    if path and key in everywhere:
+        return f"did you mean {' or '.join(everywhere[key])}?"
+    prefix = ".".join((*path, ""))
+    if near := difflib.get_close_matches(key, here, n=1, cutoff=0.6):
+        return f"did you mean {prefix}{near[0]}?"
+    if near := difflib.get_close_matches(key, everywhere, n=1, cutoff=0.75):
+        return f"did you mean {' or '.join(everywhere[near[0]])}?"
+    return f"known {'in ' + '.'.join(path) if path else 'sections'}: {', '.join(here)}"
+
+
+def _reject_unwritable(full: str, value: Any, origins: _Origins) -> None:
+    """What TOML has and the settings' JSON has not."""
+    if isinstance(value, datetime.date | datetime.time):
+        raise UserError(f"{origins.of(full)}: {full} is a date; write it as text, in quotes")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise UserError(f"{origins.of(full)}: {full} = {value}: a finite number is expected")
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            _reject_unwritable(f"{full}.{key}", item, origins)
+    elif isinstance(value, list):
+        for item in value:
+            _reject_unwritable(full, item, origins)
+
+
+def _explain(error: ValidationError, origins: _Origins) -> str:
+    """One line a setting; the branches of a union are joined by `or`."""
+    messages: dict[str, list[str]] = {}
+    heads: dict[str, str] = {}
+    for item in error.errors():
+        key = ".".join(str(part) for part in item["loc"][:2])
+        message = item["msg"].removeprefix("Value error, ").removeprefix("Input ")
+        if item["type"] == "missing":
+            message = "has too few values"
+        if item["type"] == "value_error":
+            heads[key] = origins.of(key) if "." in key else origins.everywhere()
+        else:
+            heads[key] = f"{origins.of(key)}: {key} = {_toml_value(_input_of(item))}"
+        if message not in messages.setdefault(key, []):
+            messages[key].append(message)
+    return "\n".join(f"{heads[key]}: {' or '.join(texts)}" for key, texts in messages.items())
+
+
+def _input_of(item: Any) -> Any:
+    return "none" if item["input"] is None else item["input"]
+
+
+def to_toml(settings: Settings) -> str:
+    """The settings as TOML that `load_config` reads back as equal; unset keys are left out."""
+    lines: list[str] = []
+    for name, section in settings.model_dump(mode="json", exclude_none=True).items():
+        tables = {key: value for key, value in section.items() if isinstance(value, dict)}
+        lines.append(f"[{name}]")
+        lines += [f"{key} = {_toml_value(v)}" for key, v in section.items() if key not in tables]
+        for table, items in tables.items():
+            if items:
+                lines += ["", f"[{name}.{table}]"]
+                lines += [
+                    f"{_toml_key(key)} = {_toml_value(value)}" for key, value in items.items()
+                ]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def as_override(value: object) -> str:
+    """A setting's value as it stands behind `section.key=` on the command line."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _toml_key(key: str) -> str:
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else _toml_value(key)
+
+
+def _toml_value(value: Any) -> str:
+    if isinstance(value, dict):
+        inside = ", ".join(f"{_toml_key(str(k))} = {_toml_value(v)}" for k, v in value.items())
+        return f"{{ {inside} }}" if inside else "{}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(_toml_value(item) for item in value) + "]"
+    if isinstance(value, str):
+        # A TOML basic string takes JSON's escapes, but no surrogates and no raw DEL.
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return repr(value)
+
+
+def describe(model: type[BaseModel] = Settings) -> Iterator[tuple[str, str, str, str]]:
+    """Every setting as (dotted key, type, default, description), for `--help` and the docs."""
+    for name, section in model.model_fields.items():
+        section_model = typing.cast(type[BaseModel], section.annotation)
+        for key, setting in section_model.model_fields.items():
+            default = setting.get_default(call_default_factory=True)
+            shown = default if isinstance(default, str) else _toml_value(default)
+            yield (
+                f"{name}.{key}",
+                _type_name(setting.annotation),
+                "unset" if default is None else shown,
+                setting.description or "",
+            )
+
+
+_TYPE_NAMES: dict[Any, str] = {
+    str: "text",
+    int: "integer",
+    float: "number",
+    bool: "true | false",
+    dict: "table",
+}
+
+
+def _type_name(annotation: Any) -> str:
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is Annotated:
+        return _type_name(arguments[0])
+    if origin is Literal:
+        return " | ".join(str(value) for value in arguments)
+    if origin in (typing.Union, types.UnionType):
+        return " | ".join(_type_name(part) for part in arguments if part is not type(None))
+    if origin is tuple:
+        if arguments[-1] is Ellipsis:
+            return f"list of {_type_name(arguments[0])}"
+        return f"[{', '.join(_type_name(part) for part in arguments)}]"
+    return _TYPE_NAMES[origin or annotation]

@@ -1,0 +1,430 @@
+"""What can be set: every section and key of a run's settings, with its type, range and meaning.
+
+Section names are fixed (docs/settings.md). Defaults are meant for a real model on a GPU; the
+recipes set what differs. Reading and writing them is config.py. No torch here.
+
+A section checks its own values; `Settings` checks those that must agree across sections, with
+words: the message names the keys and says which one to change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from jetrl.settings.algorithm_section import AlgorithmSettings
+from jetrl.settings.algorithms import ALGORITHMS, Algorithm
+from jetrl.settings.model_sections import CriticSettings, ReferenceSettings, RewardSettings
+from jetrl.settings.section import (
+    Beta,
+    Mass,
+    NonNegative,
+    NonNegativeFloat,
+    Positive,
+    PositiveFloat,
+    Section,
+    Share,
+    without_none,
+)
+
+Preset = Literal["fp32", "bf16", "mixed", "jet", "unified"]
+Schedule = Literal["constant", "linear", "cosine"]
+
+
+class RunSettings(Section):
+    name: str | None = Field(None, description="name of the run's directory; unset: the recipe's")
+    dir: str = Field("runs", description="folder that holds run directories")
+    seed: NonNegative = Field(0, description="fixes data order, sampling and initial weights")
+    max_hours: PositiveFloat | None = Field(
+        None,
+        description="this attempt ends, with a checkpoint, within these hours; unset: no limit",
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="auto: cuda where it can run"
+    )
+
+    @field_validator("name")
+    @classmethod
+    def one_folder_name(cls, name: str | None) -> str | None:
+        if name is not None and (not name.strip() or "/" in name or name in (".", "..")):
+            raise ValueError("a run's name is one folder name: no slash, not empty")
+        return name
+
+
+class ModelSettings(Section):
+    path: str | None = Field(None, description="a Hugging Face model directory")
+    config: dict[str, Any] | str | None = Field(
+        None, description="config.json contents, or its path: random weights from run.seed"
+    )
+    tokenizer: str | None = Field(
+        None,
+        description="tokenizer directory, where it is not model.path; 'characters': one token each",
+    )
+
+    _config = field_validator("config", mode="before")(without_none)
+
+    @model_validator(mode="after")
+    def one_source(self) -> ModelSettings:
+        if self.path is not None and self.config is not None:
+            raise ValueError("model.path and model.config are both set: keep one of them")
+        return self
+
+
+class PrecisionSettings(Section):
+    preset: Preset = Field("unified", description="what is FP8, on which side (docs/precision.md)")
+    grad_output: Literal["e4m3", "e5m2", "bf16"] | None = Field(
+        None, description="output gradients in DGrad and WGrad; unset: the preset's"
+    )
+    scales: Literal["fp32", "pow2"] | None = Field(None, description="unset: the preset's (fp32)")
+    first_layers_bf16: NonNegative = Field(
+        0, description="decoder layers at the start kept in BF16"
+    )
+    last_layers_bf16: NonNegative = Field(0, description="decoder layers at the end kept in BF16")
+    kv: Literal["fp8", "bf16"] | None = Field(
+        None, description="keys and values; unset: the preset's"
+    )
+    lm_head: Literal["bf16", "fp8"] | None = Field(
+        None, description="output projection; unset: the preset's (bf16)"
+    )
+
+
+class TaskSettings(Section):
+    name: str = Field(
+        "arithmetic", description="a built-in name, reasoning_gym:NAME, or file.py:Class"
+    )
+    path: str | None = Field(None, description="data file or folder, where the task reads one")
+    split: str = Field("train", description="split that is trained on")
+    eval_split: str = Field("test", description="held-out split")
+    system_prompt: str | None = Field(None, description="put before chat prompts")
+    options: dict[str, Any] = Field(default_factory=dict, description="passed to the task by name")
+    max_turns: Positive | None = Field(
+        None, description="turns of a completion at most; unset: the task's own (1 for most)"
+    )
+    workers: NonNegative = Field(2, description="scoring processes; 0: score in this process")
+    timeout_s: PositiveFloat = Field(
+        10.0, description="seconds; a score that takes longer counts 0, its worker is restarted"
+    )
+    max_lost_s: NonNegativeFloat = Field(
+        120.0,
+        description="seconds a worker that hanging or crashing scores may cost a step; "
+        "then the rest of its completions get no verdict",
+    )
+    memory_mib: NonNegative = Field(
+        1024, description="MiB a score may take beyond what its task's imports hold; 0: no limit"
+    )
+
+    _options = field_validator("options", mode="before")(without_none)
+
+
+class DataSettings(Section):
+    """In which order prompts come (docs/data.md)."""
+
+    order: Literal["shuffle", "pass_rate"] = Field(
+        "shuffle",
+        description="pass_rate: prompts that are solved about half of the time come more often",
+    )
+    explore: Mass = Field(
+        0.1,
+        description="under pass_rate: least weight of a prompt, where one solved half of the time "
+        "has 1",
+    )
+    batch: Literal["all", "shuffle_r1"] = Field(
+        "all",
+        description="shuffle_r1: updates draw the pairs of a group whose advantages differ most",
+    )
+    keep_pairs: Mass = Field(0.5, description="under shuffle_r1: share of a group's pairs kept")
+
+    @model_validator(mode="after")
+    def read_by_something(self) -> DataSettings:
+        readers = {"explore": ("order", "pass_rate"), "keep_pairs": ("batch", "shuffle_r1")}
+        for key, (other, reader) in readers.items():
+            value, default = getattr(self, key), type(self).model_fields[key].default
+            if value != default and getattr(self, other) != reader:
+                raise ValueError(
+                    f"data.{key} = {value} means nothing with data.{other} = "
+                    f"{getattr(self, other)}: set data.{other}={reader}, or leave it out"
+                )
+        return self
+
+
+class RolloutSettings(Section):
+    prompts_per_step: Positive = Field(32, description="prompts drawn each step")
+    samples_per_prompt: Positive = Field(8, description="completions a prompt (the group)")
+    max_tokens: Positive = Field(1024, description="tokens a completion at most")
+    temperature: NonNegativeFloat = Field(1.0, description="logits are divided by it")
+    top_p: Mass = Field(1.0, description="keep the most probable tokens up to this mass; 1: all")
+    top_k: NonNegative = Field(0, description="keep this many most probable tokens; 0: all")
+    stop: tuple[str, ...] = Field(
+        (), description="strings that end a completion, beside the task's"
+    )
+    max_batch_size: Positive = Field(256, description="sequences decoded together at most")
+    page_size: Positive = Field(64, description="tokens a KV page")
+    num_pages: Positive | None = Field(None, description="KV pages; unset: what the batch can use")
+    max_prefill_tokens: Positive = Field(8192, description="prompt tokens a forward at most")
+    keep_every: Positive = Field(
+        1,
+        description="steps between files of a step's completions with their log-probs; the first "
+        "and the last step's are kept in any case",
+    )
+    oversample: NonNegativeFloat = Field(
+        0.0,
+        description="prompts on their way beside prompts_per_step, as a share of it: sampling ends "
+        "when prompts_per_step are complete, and the others go on in the next step",
+    )
+
+
+class TrainSettings(Section):
+    lr: PositiveFloat = Field(1e-6, description="peak learning rate of AdamW")
+    warmup_steps: NonNegative = Field(0, description="optimizer updates of linear warm-up")
+    schedule: Schedule = Field("constant", description="learning rate after warm-up")
+    min_lr_ratio: Share = Field(0.1, description="final lr over peak lr, for linear and cosine")
+    betas: tuple[Beta, Beta] = Field((0.9, 0.99), description="AdamW's decay of its two moments")
+    eps: PositiveFloat = Field(1e-8, description="AdamW's epsilon")
+    weight_decay: NonNegativeFloat = Field(0.0, description="AdamW's decoupled weight decay")
+    optimizer_states: Literal["fp32", "compact"] = Field(
+        "fp32",
+        description="AdamW's two moments: 8 bytes a parameter, or compact: 3, for a model of "
+        "billions (docs/optimizer.md)",
+    )
+    grad_clip: PositiveFloat = Field(1.0, description="maximum global gradient norm")
+    updates_per_step: Positive = Field(
+        1, description="optimizer updates a step, on disjoint samples"
+    )
+    tokens_per_micro_batch: Positive = Field(
+        16384,
+        description="tokens a forward and backward at most; fewer on a GPU where the memory plan "
+        "has no room (docs/memory.md)",
+    )
+    on_nonfinite: Literal["stop", "skip"] = Field(
+        "stop", description="what an update with a NaN or infinite loss or gradient does to the run"
+    )
+    activation_checkpointing: bool = Field(
+        False, description="recompute layers in backward: less memory, a third more time"
+    )
+
+    @model_validator(mode="after")
+    def compact_states_have_bounds(self) -> TrainSettings:
+        """What three bytes can hold: a first moment bounded by the root of the second, and roots
+        up to 2**14."""
+        if self.optimizer_states == "compact":
+            if self.betas[0] ** 2 >= self.betas[1]:
+                raise ValueError(
+                    f"optimizer_states=compact needs betas[0]**2 below betas[1], not betas = "
+                    f"{list(self.betas)}; change train.betas, or set train.optimizer_states=fp32"
+                )
+            if self.grad_clip > 2**14:
+                raise ValueError(
+                    f"optimizer_states=compact holds gradients up to {2**14}, and train.grad_clip "
+                    f"= {self.grad_clip:g} lets larger ones pass; lower it, or set "
+                    "train.optimizer_states=fp32"
+                )
+        return self
+
+
+class LoopSettings(Section):
+    steps: NonNegative = Field(100, description="RL steps")
+
+
+class SftSettings(Section):
+    """Supervised training on the task's worked answers: `jetrl sft`, or before RL if steps > 0."""
+
+    steps: NonNegative = Field(0, description="optimizer updates; `jetrl train` runs them first")
+    examples_per_step: Positive = Field(64, description="worked answers an update")
+    lr: PositiveFloat = Field(1e-4, description="peak learning rate of AdamW")
+    warmup_steps: NonNegative = Field(0, description="optimizer updates of linear warm-up")
+    schedule: Schedule = Field("constant", description="learning rate after warm-up")
+    until: float | None = Field(
+        None, description="end early once the held-out mean reward reaches this; unset: never"
+    )
+    check_every: Positive = Field(25, description="updates between looks at sft.until")
+
+
+class EvalSettings(Section):
+    every: NonNegative = Field(10, description="steps between evaluations; 0: never")
+    prompts: NonNegative = Field(128, description="held-out prompts, from the start; 0: all")
+    samples: Positive = Field(1, description="completions a prompt: mean@n and pass@n")
+    temperature: NonNegativeFloat = Field(0.0, description="0: greedy")
+    top_p: Mass = Field(1.0, description="keep the most probable tokens up to this mass; 1: all")
+    max_tokens: Positive | None = Field(
+        None, description="tokens a completion at most; unset: rollout.max_tokens"
+    )
+    threshold: float = Field(
+        1.0, description="a reward of at least this counts as solved in pass@k"
+    )
+
+
+class CheckpointSettings(Section):
+    every: NonNegative = Field(
+        50, description="steps, or supervised updates, between checkpoints; 0: only the last"
+    )
+    keep_last: Positive = Field(2, description="older checkpoints are removed")
+    keep_best: NonNegative = Field(
+        0, description="this many with the highest held-out mean (else reward) are kept as well"
+    )
+    background: bool = Field(
+        True, description="copy to CPU memory and write while training goes on; false: write first"
+    )
+
+
+class WatchdogSettings(Section):
+    enabled: bool = Field(True, description="end a run that hangs, with hang.txt, exit code 5")
+    factor: Annotated[float, Field(ge=1.0)] = Field(
+        10.0, description="times the longest silence of a phase so far that is a hang"
+    )
+    min_s: PositiveFloat = Field(300.0, description="seconds of silence that are never a hang")
+    first_s: PositiveFloat = Field(
+        3600.0, description="seconds that are a hang in a phase that has not ended before"
+    )
+
+
+class ReportSettings(Section):
+    enabled: bool = Field(True, description="write report.html and its plots")
+    samples: NonNegative = Field(8, description="rollouts shown in report.html")
+
+
+class TrackerSettings(Section):
+    names: tuple[Literal["wandb", "trackio", "tensorboard"], ...] = Field(
+        (), description="also send metrics to these (extra: trackers)"
+    )
+    project: str = Field("jetrl", description="project name at the tracker")
+
+
+class Settings(Section):
+    """All settings of a run, made by `loading.load_config` and written back by `loading.to_toml`."""
+
+    run: RunSettings = RunSettings()
+    model: ModelSettings = ModelSettings()
+    precision: PrecisionSettings = PrecisionSettings()
+    task: TaskSettings = TaskSettings()
+    data: DataSettings = DataSettings()
+    rollout: RolloutSettings = RolloutSettings()
+    algorithm: AlgorithmSettings = AlgorithmSettings()
+    reference: ReferenceSettings = ReferenceSettings()
+    critic: CriticSettings = CriticSettings()
+    reward: RewardSettings = RewardSettings()
+    sft: SftSettings = SftSettings()
+    train: TrainSettings = TrainSettings()
+    loop: LoopSettings = LoopSettings()
+    eval: EvalSettings = EvalSettings()
+    checkpoint: CheckpointSettings = CheckpointSettings()
+    watchdog: WatchdogSettings = WatchdogSettings()
+    report: ReportSettings = ReportSettings()
+    trackers: TrackerSettings = TrackerSettings()
+
+    @model_validator(mode="after")
+    def agree(self) -> Settings:
+        problems = [*self._single_problems(), *self._length_problems()]
+        if self.loop.steps > 0:
+            problems += self._learning_problems()
+        if problems:
+            raise ValueError("; ".join(problems))
+        return self
+
+    def _learning_problems(self) -> Iterator[str]:
+        rollout, train = self.rollout, self.train
+        if train.updates_per_step > rollout.prompts_per_step:
+            yield (
+                f"train.updates_per_step = {train.updates_per_step} needs as many prompts, but "
+                f"rollout.prompts_per_step = {rollout.prompts_per_step}: an update takes whole "
+                "groups"
+            )
+        if self.algorithm.name in ALGORITHMS:
+            yield from self.algorithm_problems(ALGORITHMS[self.algorithm.name])
+        if rollout.samples_per_prompt == 1 and self.data.batch == "shuffle_r1":
+            yield (
+                "data.batch = shuffle_r1 pairs the completions of one prompt, and "
+                "rollout.samples_per_prompt = 1: take at least 2, or data.batch=all"
+            )
+        for section, settings in (("rollout", rollout), ("eval", self.eval)):
+            if settings.temperature and not 1e-20 <= settings.temperature <= 1e20:
+                yield (
+                    f"{section}.temperature = {settings.temperature}: float32 has no room for "
+                    "logits divided by it; take 0 (greedy) or from 1e-20 to 1e20"
+                )
+        if self.rollout.temperature == 0:
+            yield (
+                "rollout.temperature = 0 draws the same completion for a whole group, so nothing "
+                "is learnt; take 1.0 (evaluation has its own eval.temperature)"
+            )
+
+        if self.algorithm.calibrate_clip_every and train.updates_per_step == 1:
+            yield (
+                "algorithm.calibrate_clip_every needs train.updates_per_step of at least 2: with "
+                "one update a step every ratio is 1, and nothing is clipped"
+            )
+        if self.algorithm.calibrate_clip_every and self.precision.preset not in ("jet", "unified"):
+            yield (
+                "algorithm.calibrate_clip_every is for FP8 on both sides: precision.preset = "
+                f"{self.precision.preset} has no FP8 ratios to calibrate"
+            )
+        if self.algorithm.calibrate_clip_every and rollout.oversample:
+            yield (
+                "algorithm.calibrate_clip_every compares how far one step moves FP8 and BF16 "
+                f"ratios, and with rollout.oversample = {rollout.oversample} there are ratios of "
+                "tokens that earlier policies drew; set one of the two to 0"
+            )
+        if self.reference.offload and not self.algorithm.kl and self.reference.path is None:
+            yield "reference.offload is set, but there is no reference: algorithm.kl = 0"
+
+    def algorithm_problems(self, record: Algorithm) -> Iterator[str]:
+        """What does not agree with the algorithm, of a run that does RL."""
+        rollout, name = self.rollout, self.algorithm.name
+        if rollout.samples_per_prompt == 1 and record.compares_group:
+            yield (
+                f"rollout.samples_per_prompt = 1: {name} compares the completions "
+                "of one prompt with each other, so every advantage would be 0; take at least 2"
+            )
+        kl_in_reward = self.algorithm.kl and self.algorithm.kl_term(record)[1] == "reward"
+        if self.data.batch == "shuffle_r1" and kl_in_reward and record.compares_group:
+            yield (
+                f"data.batch = shuffle_r1: {name} takes the KL from the rewards that it compares, "
+                "and completions that no update draws have none; set algorithm.kl_in=loss, "
+                "algorithm.kl=0 or data.batch=all"
+            )
+        buffer = self.algorithm.value("overlong_buffer", record) or 0
+        if buffer > rollout.max_tokens:
+            yield (
+                f"algorithm.overlong_buffer = {buffer} is more than rollout.max_tokens = "
+                f"{rollout.max_tokens}: every completion would lose reward, however short"
+            )
+        if record.needs_critic and self.critic.path is None:
+            yield (
+                f"algorithm.name = {name} needs a critic, and none is configured: set "
+                "critic.path=policy (a copy of the policy's decoder with a new head), or a model "
+                "directory"
+            )
+        if self.critic.path is not None and not record.needs_critic:
+            yield f"critic.path is set, but algorithm.name = {name} has no critic; leave it out"
+
+    def _single_problems(self) -> Iterator[str]:
+        if self.eval.samples > 1 and self.eval.temperature == 0:
+            yield (
+                f"eval.samples = {self.eval.samples} with eval.temperature = 0 draws the same "
+                "completion each time; set eval.temperature, or eval.samples = 1"
+            )
+
+    def _length_problems(self) -> Iterator[str]:
+        rollout = self.rollout
+        lengths = {"rollout.max_tokens": rollout.max_tokens}
+        if self.eval.max_tokens is not None:
+            lengths["eval.max_tokens"] = self.eval.max_tokens
+        for key, tokens in lengths.items():
+            if rollout.num_pages is not None and rollout.num_pages * rollout.page_size <= tokens:
+                yield (
+                    f"rollout.num_pages = {rollout.num_pages} x rollout.page_size = "
+                    f"{rollout.page_size} tokens cannot hold one prompt and {key} = {tokens}: "
+                    f"at least {tokens // rollout.page_size + 1} pages"
+                )
+            context = self._context()
+            if context is not None and context <= tokens:
+                yield (
+                    f"{key} = {tokens} leaves no room for a prompt in the model's context of "
+                    f"{context} (model.config.max_position_embeddings)"
+                )
+
+    def _context(self) -> int | None:
+        config = self.model.config
+        context = config.get("max_position_embeddings") if isinstance(config, dict) else None
+        return context if isinstance(context, int) else None

@@ -1,0 +1,297 @@
+"""A scoring process, from the side that starts it: hands out items, takes in replies, and finds out
+what it died of.
+
+The process is a fresh interpreter with a session of its own, so that Ctrl-C does not reach it and
+whatever its task started ends with it. What it prints comes over a pipe, and the last of it is kept
+until the next chunk: when it dies, faulthandler's last traceback is in there. Nothing that it sends
+or prints can block this side, fill its memory or run code here (wire.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import deque
+from multiprocessing.connection import wait
+
+from jetrl.errors import RunStopped, UserError
+from jetrl.tasks.sandbox.wire import (
+    LineBuffer,
+    Reply,
+    WireError,
+    pack_down,
+    parse_reply,
+    parse_started,
+)
+from jetrl.tasks.sandbox.worker import Setup
+
+START_LIMIT_S = 120.0  # importing a task's packages from a cold disk
+KEPT_OUTPUT = 100_000  # bytes: a traceback of many threads
+_READ = 2**16
+_PROGRAM = """\
+import json, sys
+sys.path[:] = json.loads(sys.argv[2])
+from jetrl.tasks.sandbox.worker import main
+main(int(sys.argv[1]))
+"""
+
+
+class WorkerProcess:
+    """One worker process, from the parent's side. `jobs` are the items it has not answered yet."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup = setup
+        self.jobs: deque[int] = deque()
+        self.ready = False
+        self.deadline = 0.0
+        self._returned: list[int] = []
+        self._lost_s = 0.0
+        self._starts = 0
+        self._has_worked = False
+        self._process: subprocess.Popen[bytes] | None = None
+        self.start()
+
+    @property
+    def running(self) -> bool:
+        return self._process is not None
+
+    def start(self) -> None:
+        """Start the process and hand it the task's name; it answers when the task is built."""
+        self.connection, theirs = socket.socketpair()
+        self._lines, self._chunk = LineBuffer(), ""
+        self._printed = b""
+        self.output: int | None
+        self.output, write_end = os.pipe()
+        os.set_blocking(self.output, False)
+        environment = dict(os.environ, OMP_NUM_THREADS="1", PYTHONHASHSEED="0")
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _PROGRAM, str(theirs.fileno()), json.dumps(sys.path)],
+                stdin=subprocess.DEVNULL,
+                stdout=write_end,
+                stderr=write_end,
+                pass_fds=[theirs.fileno()],
+                env=environment,
+                start_new_session=True,
+            )
+        except OSError as error:
+            self.connection.close()
+            os.close(self.output)
+            raise self._no_start(f"cannot start a scoring worker: {error}") from error
+        finally:
+            theirs.close()
+            os.close(write_end)
+        self.ready = False
+        self._answered = 0
+        self._starts += 1
+        self._began = time.monotonic()
+        self.deadline = self._began + START_LIMIT_S
+        self._send(self.setup)
+
+    def assign(self, indices: list[int], payloads: list[bytes]) -> None:
+        """Give an idle worker its next chunk."""
+        self._read_output()
+        self._printed = b""
+        self.jobs.extend(indices)
+        self._set_deadline()
+        self._chunk = secrets.token_hex(8)
+        # It died or spoke while idle: no item of the chunk was begun.
+        if self._has_spoken() or not self._send((self._chunk, payloads)):
+            self._end()
+            self._give_back()
+
+    @property
+    def channels(self) -> list[socket.socket | int]:
+        """What to wait for: its answers, and what it prints."""
+        return [self.connection] if self.output is None else [self.connection, self.output]
+
+    def receive(self) -> list[tuple[int, Reply]]:
+        """The answers that have come in, as (item, reply): the last may be of an item that the
+        process died of, or that it was killed for."""
+        replies: list[tuple[int, Reply]] = []
+        if not self.running:
+            return replies
+        self._read_output()
+        try:
+            for line in self._read_lines():
+                took = time.monotonic() - self._began
+                self._set_deadline()
+                if not self.ready:
+                    self._started(parse_started(line))
+                    self._lost_s += took if self._starts > 1 else 0.0
+                    continue
+                if not self.jobs:
+                    raise WireError("an answer that nobody asked for")
+                reply = parse_reply(line)
+                if reply.chunk != self._chunk:
+                    raise WireError("an answer to what it was not given")
+                if reply.last:
+                    # What filled the memory, or took all files, may have been left by the items
+                    # before: a fresh process decides.
+                    if self._answered == 0:
+                        replies.append((self.jobs.popleft(), reply))
+                    self._lost_s += took
+                    self._end()
+                    self._give_back()
+                    return replies
+                replies.append((self.jobs.popleft(), reply))
+                self._answered += 1
+        except EOFError:
+            failure = self._cause_of_death()
+        except WireError as error:
+            failure = f"score made its worker send what is no answer: {error}"
+        else:
+            if time.monotonic() < self.deadline:
+                return replies
+            failure = f"score took longer than {self.setup.timeout_s:g} s"
+            if not self.ready:
+                failure = f"not ready after {START_LIMIT_S:g} s"
+        self._end()
+        if not self.ready:
+            raise self._no_start(
+                f"task {self.setup.name}: its scoring worker did not start: {failure}"
+            )
+        if self.jobs:
+            # Who reads may be late; the process's own timer was not.
+            self._lost_s += min(time.monotonic(), self.deadline) - self._began
+            replies.append((self.jobs.popleft(), Reply(0.0, {}, failure)))
+        self._give_back()
+        return replies
+
+    def take_back(self) -> list[int]:
+        """Items that a worker left unanswered through no fault of theirs."""
+        returned, self._returned = self._returned, []
+        return returned
+
+    def take_lost_s(self) -> float:
+        """Seconds since the last call that went to a score it died of, or to starting again."""
+        lost, self._lost_s = self._lost_s, 0.0
+        return lost
+
+    def hang_up(self) -> None:
+        """Tell the process to end; it does so at once when idle."""
+        if self.running:
+            self.connection.close()
+
+    def stop(self, deadline: float = 0.0) -> None:
+        """End the process, by force from `deadline` (of time.monotonic) on."""
+        if self._process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):  # then _end kills it
+                self._process.wait(max(0.0, deadline - time.monotonic()))
+            self._end()
+        self.jobs.clear()
+
+    def _started(self, error: str) -> None:
+        if error:
+            self._end()
+            raise self._no_start(error)
+        self.ready = self._has_worked = True
+
+    def _no_start(self, why: str) -> UserError | RunStopped:
+        """The first start finds the user's mistakes; a later one fails in the middle of a run."""
+        if not self._has_worked:
+            return UserError(why)
+        return RunStopped(f"{why}. It had started before; go on with --resume once it does again")
+
+    def _send(self, value: object) -> bool:
+        """Whether the process took it: False if it is gone, or does not read."""
+        self.connection.settimeout(max(0.0, self.deadline - time.monotonic()))
+        try:
+            self.connection.sendall(pack_down(value))
+        except OSError:
+            return False
+        return True
+
+    def _has_spoken(self) -> bool:
+        """Whether bytes wait to be read (or the end of them)."""
+        return bool(wait([self.connection], timeout=0))
+
+    def _read_lines(self) -> list[bytes]:
+        """The whole lines among the bytes that have come in; EOFError if the process is gone."""
+        self.connection.settimeout(0)
+        try:
+            data = self.connection.recv(_READ)
+        except BlockingIOError:
+            return []
+        except ConnectionError:
+            data = b""
+        if not data:
+            raise EOFError
+        return self._lines.feed(data)
+
+    def _read_output(self) -> bool:
+        """Takes in what the process printed, a bounded piece; whether there was any."""
+        if self.output is None:
+            return False
+        try:
+            data = os.read(self.output, _READ)
+        except BlockingIOError:
+            return False
+        self._printed = (self._printed + data)[-KEPT_OUTPUT:]
+        if not data:
+            os.close(self.output)
+            self.output = None
+        return bool(data)
+
+    def _set_deadline(self) -> None:
+        """The worker's own timer comes first; this one is for a worker that is not even running."""
+        self._began = time.monotonic()
+        self.deadline = self._began + 2 * self.setup.timeout_s + 2.0
+
+    def _give_back(self) -> None:
+        self._returned.extend(self.jobs)
+        self.jobs.clear()
+
+    def _end(self) -> None:
+        process = self._process
+        if process is None:
+            return
+        try:  # also where it has ended by itself: what its task started has not
+            os.killpg(process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            process.kill()  # its session has not begun yet, or nobody is left in it
+        process.wait()
+        self._process = None
+        self.connection.close()
+        if self.output is not None:
+            os.close(self.output)
+            self.output = None
+
+    def _cause_of_death(self) -> str:
+        assert self._process is not None
+        try:
+            code = self._process.wait(1.0)
+        except subprocess.TimeoutExpired:
+            return "score closed the worker's connection"
+        for _ in range(4):  # a pipe's whole content; what escaped the process may go on writing
+            if not self._read_output():
+                break
+        text = self._printed.decode("utf-8", "replace")
+        if not self.ready:
+            return f"it ended with code {code}: {text.strip()[-500:] or 'no output'}"
+        where = _where(text)
+        # A score that prints without end may have pushed the timer's own words out.
+        late = time.monotonic() - self._began >= self.setup.timeout_s
+        if code == 1 and (late or "Timeout (" in text):
+            return f"score took longer than {self.setup.timeout_s:g} s{where}"
+        if code < 0:
+            return f"score crashed its worker with {signal.Signals(-code).name}{where}"
+        return f"score ended its worker with exit code {code}"
+
+
+def _where(output: str) -> str:
+    """The innermost frame of the score in the last traceback that faulthandler printed."""
+    for block in reversed(re.split(r"(?m)^(?:Current t|T)hread 0x", output)):
+        frames = re.findall(r'(?m)^  File "(.+)", line (\d+) in (.+)$', block)
+        if any(name == "score_safely" for _, _, name in frames):
+            file, line, name = frames[0]
+            return f" ({file}, line {line}, in {name})"
+    return ""

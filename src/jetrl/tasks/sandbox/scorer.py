@@ -1,0 +1,355 @@
+"""Scores completions in worker processes that can be killed.
+
+A task's score is other people's code on a model's text: a symbolic comparison that never ends, a
+regular expression that explodes, a segmentation fault in a parser. None of it may stop a run. So
+each worker is a fresh interpreter (no fork, no torch, no re-import of the main program); an item
+that hangs or kills its worker scores 0 with a text that says why, its worker is replaced, and the
+other items go on. Items go out in chunks and replies come back one by one, so the parent knows
+which item a dead worker was at.
+
+Results come in the order of the items and depend on the task alone, not on the number of workers.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import pickle
+import re
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import wait
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from jetrl.errors import UserError
+from jetrl.settings import TaskSettings
+from jetrl.tasks.messages import describe_error
+from jetrl.tasks.registry import get_task, loaded_sources
+from jetrl.tasks.sandbox.process import WorkerProcess
+from jetrl.tasks.sandbox.wire import Reply
+from jetrl.tasks.sandbox.worker import Item, Setup, score_safely
+from jetrl.types import Prompt, Score, Turn
+from jetrl.types import Reply as Said
+
+logger = logging.getLogger(__name__)
+
+MAX_CHUNK = 32
+
+
+@dataclass(frozen=True)
+class ScoredText:
+    """A completion's score. `failure` says why there is no verdict (then the reward is 0); it is ""
+    when the task gave one."""
+
+    score: Score
+    failure: str = ""
+
+
+@dataclass(frozen=True)
+class StepAnswer:
+    """What a task says to a turn. ticket: of the `ask`. reply: None ends the completion; failure
+    says why where the task gave no answer, and is "" when it did."""
+
+    ticket: int
+    reply: Said | None
+    failure: str = ""
+
+
+class Scorer:
+    """Scores (prompt, completion) pairs with a task, in processes that can be killed.
+
+    Args:
+        name, path, options: the task, as for `get_task`.
+        workers: number of processes; 0 scores in this process, without any protection from a score
+            that hangs or crashes (a way to debug a task: prints and breakpoints work).
+        timeout_s: seconds that one score may take.
+        memory_mib: memory that one score may take beyond what a worker has when its task is built;
+            0: no limit.
+        max_lost_s: seconds a worker that the scores of one step, with the turns of its rollout, may
+            lose to what hangs or crashes, and to starting workers again. Past it, what has no
+            verdict yet gets none, nor what comes until the next `begin_step`: a batch of nothing
+            but hanging scores cannot hold a step up for hours.
+
+    On start the task's `self_test` cases are scored, so that a checker that does not work is an
+    error now and not a run without reward.
+
+    Use it from one thread, and as a context manager or with `close()`.
+
+    Raises:
+        UserError: the task cannot be built, or fails its self-test.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        path: str | Path | None = None,
+        options: Mapping[str, Any] | None = None,
+        workers: int = 2,
+        timeout_s: float = 10.0,
+        memory_mib: int = 1024,
+        max_lost_s: float = 120.0,
+    ) -> None:
+        if workers < 0 or not (0 < timeout_s < math.inf) or memory_mib < 0 or max_lost_s < 0:
+            raise UserError(
+                f"task.workers = {workers}, task.timeout_s = {timeout_s}, task.memory_mib = "
+                f"{memory_mib}, task.max_lost_s = {max_lost_s}: out of range"
+            )
+        self._max_lost_s = max_lost_s
+        self._lost_s, self._last_failure, self._given_up = 0.0, "", ""
+        folder = None if path is None else str(path)
+        of = dict(options or {})
+        self._task = get_task(name, path=folder, **of)
+        self._setup = Setup(name, folder, of, float(timeout_s), memory_mib, loaded_sources())
+        self._workers = [WorkerProcess(self._setup) for _ in range(workers)]
+        self._tickets = itertools.count()
+        self._payloads: dict[int, bytes] = {}  # of items without a reply
+        self._pending: deque[int] = deque()  # of these, those that no worker has
+        self._replies: dict[int, Reply] = {}  # that nobody has taken yet
+        self._turns: set[int] = set()  # items that are turns, not scores, without an answer
+        try:
+            self._self_test()
+        except BaseException:
+            self.close()
+            raise
+
+    @classmethod
+    def from_settings(cls, task: TaskSettings) -> Self:
+        """The scorer that the settings of a run describe."""
+        limits = (task.workers, task.timeout_s, task.memory_mib, task.max_lost_s)
+        return cls(task.name, task.path, task.options, *limits)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the workers. A later `score` starts new ones."""
+        for worker in self._workers:
+            worker.hang_up()
+        deadline = time.monotonic() + 1.0
+        for worker in self._workers:
+            worker.stop(deadline)
+
+    def score(self, items: Sequence[tuple[Prompt, str | tuple[Turn, ...]]]) -> list[ScoredText]:
+        """The scores of (prompt, completion) pairs, in their order. A completion is its text, or
+        its turns where it has some.
+
+        Never blocks on one, and loses at most about `max_lost_s` to those that hang or crash.
+
+        Raises:
+            UserError: a prompt that cannot be pickled.
+            RunStopped: a worker that cannot be started again.
+        """
+        self.begin_step()
+        return self.finish([self.begin(prompt, completion) for prompt, completion in items])
+
+    @property
+    def has_workers(self) -> bool:
+        """Whether what is begun goes on by itself; else it is scored at once."""
+        return bool(self._workers)
+
+    def begin_step(self) -> None:
+        """What is lost to scores that hang or crash counts anew from here: a step begins."""
+        self._lost_s, self._given_up = 0.0, ""
+
+    def begin(self, prompt: Prompt, completion: str | tuple[Turn, ...]) -> int:
+        """Begin to score a completion. Returns a ticket for `finish`.
+
+        Raises:
+            UserError: as `score`.
+        """
+        try:
+            return self._submit(Item(prompt, completion))
+        except BaseException:
+            self.drop()
+            raise
+
+    def attend(self) -> None:
+        """Keep the workers busy with what was begun; does not wait."""
+        try:
+            if self._payloads:
+                self._pump(wait_for_one=False)
+        except BaseException:
+            self.drop()
+            raise
+
+    def finish(self, tickets: Sequence[int]) -> list[ScoredText]:
+        """Wait for the verdicts of what was begun, in the order of the tickets.
+
+        Raises:
+            UserError: as `score`.
+        """
+        try:
+            while not self._payloads.keys().isdisjoint(tickets):
+                self._pump(wait_for_one=True)
+        except BaseException:  # Ctrl-C and errors: no worker may be left with half a chunk
+            self.drop()
+            raise
+        return [_scored(self._replies.pop(ticket)) for ticket in tickets]
+
+    def ask(self, prompt: Prompt, turns: Sequence[Turn], completion: str) -> int:
+        """Begin to find out what the task says to a turn (`Task.step`). Returns a ticket.
+
+        Raises:
+            UserError: as `score`.
+        """
+        ticket = self._submit(Item(prompt, (*turns, Turn(completion)), step=True))
+        self._turns.add(ticket)
+        return ticket
+
+    def answers(self, wait_for_one: bool) -> list[StepAnswer]:
+        """What has been said to the turns asked about; with `wait_for_one`, at least one answer if
+        any is due. A step that hangs or crashes is an answer with a failure, as for a score."""
+        try:
+            if self._payloads:
+                self._pump(wait_for_one=False)
+            while wait_for_one and self._turns and self._turns.isdisjoint(self._replies):
+                self._pump(wait_for_one=True)
+        except BaseException:
+            self.drop()
+            raise
+        answered = [ticket for ticket in self._replies if ticket in self._turns]
+        self._turns.difference_update(answered)
+        replies = [(ticket, self._replies.pop(ticket)) for ticket in answered]
+        return [
+            StepAnswer(ticket, reply.said, re.sub("^score ", "step ", reply.failure))
+            for ticket, reply in replies
+        ]
+
+    def drop(self) -> None:
+        """Forget what was begun and asked; a worker that is at it is ended."""
+        self._forget({*self._payloads, *self._replies})
+
+    def drop_turns(self) -> None:
+        """Forget the turns that were asked about; a worker that is at one is ended, and the scores
+        that it had go to another."""
+        self._forget(set(self._turns))
+
+    def _forget(self, tickets: set[int]) -> None:
+        for worker in self._workers:
+            self._pending.extendleft(reversed(worker.take_back()))
+            if not tickets.isdisjoint(worker.jobs):
+                self._pending.extendleft(reversed(worker.jobs))
+                worker.stop()
+        self._pending = deque(ticket for ticket in self._pending if ticket not in tickets)
+        for ticket in tickets:
+            self._payloads.pop(ticket, None)
+            self._replies.pop(ticket, None)
+        self._turns -= tickets
+
+    def _submit(self, item: Item) -> int:
+        ticket = next(self._tickets)
+        if self._given_up:
+            self._replies[ticket] = Reply(0.0, {}, self._given_up)
+        elif self._workers:
+            self._payloads[ticket] = self._pickled(item)
+            # A sequence waits for its turn's answer; nothing waits for one score.
+            (self._pending.appendleft if item.step else self._pending.append)(ticket)
+        else:
+            self._replies[ticket] = score_safely(self._task, item)
+        return ticket
+
+    def _pump(self, wait_for_one: bool) -> None:
+        """Hands out what is pending and takes in what has come, after waiting for something to
+        come if so."""
+        pending = self._pending
+        for worker in self._workers:
+            if not worker.running:
+                worker.start()
+            if worker.ready and not worker.jobs and pending:
+                size = min(MAX_CHUNK, math.ceil(len(pending) / (2 * len(self._workers))))
+                chunk = [pending.popleft() for _ in range(size)]
+                worker.assign(chunk, [self._payloads[ticket] for ticket in chunk])
+            pending.extendleft(reversed(worker.take_back()))
+        watched = [w for w in self._workers if w.running and (w.jobs or not w.ready)]
+        if wait_for_one and watched:
+            patience = min(worker.deadline for worker in watched) - time.monotonic()
+            channels = [channel for worker in watched for channel in worker.channels]
+            wait(channels, timeout=max(0.0, patience))
+        for worker in watched:
+            for ticket, reply in worker.receive():
+                self._replies[ticket] = reply
+                self._last_failure = reply.failure or self._last_failure
+                del self._payloads[ticket]
+            self._lost_s += worker.take_lost_s()
+            pending.extendleft(reversed(worker.take_back()))
+        if self._payloads and self._lost_s > self._max_lost_s * len(self._workers):
+            self._give_up_the_rest()
+
+    def _give_up_the_rest(self) -> None:
+        """Makes a failure of each item that has no reply yet."""
+        for worker in self._workers:
+            if worker.jobs:
+                worker.stop()
+        last = self._last_failure
+        logger.warning(
+            "%d of %d completions get no verdict: scores that hung or crashed took %.0f s, the "
+            "last of them: %s",
+            *(len(self._payloads), len(self._payloads) + len(self._replies), self._lost_s, last),
+        )
+        self._given_up = (
+            f"not judged: others of the batch hung or crashed for {self._lost_s:.0f} s "
+            f"(task.max_lost_s = {self._max_lost_s:g} s a worker); one of them: {last}"
+        )
+        for ticket in self._payloads:
+            self._replies[ticket] = Reply(0.0, {}, self._given_up)
+        self._payloads.clear()
+        self._pending.clear()
+
+    def _pickled(self, item: Item) -> bytes:
+        try:
+            return pickle.dumps(item)
+        except Exception as error:
+            raise UserError(
+                f"task {self._task.label}, prompt {item.prompt.id!r}: its metadata cannot be sent "
+                f"to a scoring worker ({describe_error(error)}); use plain data there, or "
+                "task.workers=0"
+            ) from error
+
+    def _self_test(self) -> None:
+        label = self._task.label
+        try:
+            cases = list(self._task.self_test())
+        except UserError:
+            raise
+        except Exception as error:
+            raise UserError(f"task {label}: its prompts fail: {describe_error(error)}") from error
+        if self._task.max_turns > 1:
+            self._test_steps([(prompt, completion) for prompt, completion, _ in cases])
+        scored = self.score([(prompt, completion) for prompt, completion, _ in cases])
+        for (prompt, completion, expected), result in zip(cases, scored, strict=True):
+            what = f"completion {completion[:60]!r} of prompt {prompt.id!r}"
+            if result.failure:
+                raise UserError(f"task {label} cannot score {what}: {result.failure}")
+            if expected is not None and result.score.reward != expected:
+                raise UserError(
+                    f"task {label} gives {what} a reward of {result.score.reward}, not the "
+                    f"{expected} it is known to be worth: its checker does not work here"
+                )
+
+    def _test_steps(self, cases: Sequence[tuple[Prompt, str]]) -> None:
+        asked = {self.ask(prompt, (), completion): prompt for prompt, completion in cases}
+        while asked:
+            for answer in self.answers(wait_for_one=True):
+                prompt = asked.pop(answer.ticket)
+                if answer.failure:
+                    raise UserError(
+                        f"task {self._task.label} cannot answer a turn of prompt {prompt.id!r}: "
+                        f"{answer.failure}"
+                    )
+
+
+def _scored(reply: Reply) -> ScoredText:
+    return ScoredText(Score(reply.reward, reply.parts), reply.failure)

@@ -1,0 +1,198 @@
+"""The process that scores: builds the task, then scores one completion after the other.
+
+Started by scorer.py with `python -c`, so it inherits nothing and imports neither torch nor the
+program that started it. It speaks over one socket (wire.py): the set-up comes in, and a line says
+whether the task could be built; then lists of (prompt, completion) come in and one line goes out
+for each item, in order. What the task prints goes to a pipe of which the parent keeps the end, to
+read when the process dies.
+
+It ends when the parent does, with all that its task has started: a thread waits for the other end
+of the socket to close. A score that takes too long is ended by faulthandler's timer, which needs no
+interpreter lock, so that it stops a hanging C function as well, and leaves behind where the score
+was. A score that takes too much memory gets a MemoryError from the system's limit on the address
+space. A process in which memory, files, threads or processes ran out is not used any more: scores
+before may have left them behind.
+"""
+
+from __future__ import annotations
+
+import atexit
+import errno
+import faulthandler
+import os
+import pickle
+import resource
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from jetrl.errors import UserError
+from jetrl.tasks.base import ScoreError, Task, to_reply, to_score
+from jetrl.tasks.messages import describe_error
+from jetrl.tasks.registry import get_task, use_sources
+from jetrl.tasks.sandbox.wire import MAX_SAID, Reply, read_down, reply_line, started_line
+from jetrl.types import Prompt, Turn
+
+STDERR = 2
+_RAN_OUT = (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a worker needs to build its task, the seconds a score may take, and the memory in MiB
+    that it may take beyond what the process has when the task is built (0: no limit). sources: what
+    the user's files read when the scorer was made, by path."""
+
+    name: str
+    path: str | None
+    options: Mapping[str, Any]
+    timeout_s: float
+    memory_mib: int = 0
+    sources: Mapping[str, bytes] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Item:
+    """What a worker is asked. completion: the text to score; or, of a task with turns, all turns to
+    score, the last without a reply. step: answer that last turn instead of scoring."""
+
+    prompt: Prompt
+    completion: str | tuple[Turn, ...]
+    step: bool = False
+
+
+def main(descriptor: int) -> None:
+    """Serve the socket `descriptor` until its other end closes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    faulthandler.enable(file=STDERR)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    atexit.register(_end_session, descriptor)  # the first of the hooks, so the last to run
+    connection, process = socket.socket(fileno=descriptor), os.getpid()
+    incoming = connection.makefile("rb")
+    threading.Thread(target=_end_with_parent, args=(descriptor,), daemon=True).start()
+    setup: Setup = read_down(incoming)
+    use_sources(setup.sources)
+    try:
+        task = get_task(setup.name, path=setup.path, **setup.options)
+    except UserError as error:
+        connection.sendall(started_line(str(error)))
+        return
+    except Exception as error:
+        connection.sendall(started_line(f"task {setup.name}: {describe_error(error)}"))
+        return
+    if setup.memory_mib:
+        _limit_memory(setup.memory_mib * 2**20)
+    connection.sendall(started_line())
+    while True:
+        try:
+            chunk, items = read_down(incoming)
+        except EOFError:
+            return
+        for item in items:
+            try:
+                faulthandler.dump_traceback_later(setup.timeout_s, exit=True, file=STDERR)
+            except RuntimeError as error:  # its thread: scores before have left too many
+                reply = Reply(0.0, {}, f"no timer for the score: {error}", last=True)
+            else:
+                reply = _score_pickled(task, item, setup.memory_mib)
+            if os.getpid() != process:
+                os._exit(0)  # a fork that the score should have ended: the answer is the other's
+            faulthandler.cancel_dump_traceback_later()
+            connection.sendall(reply_line(reply._replace(chunk=chunk)))
+            if reply.last:
+                return
+
+
+def _limit_memory(more: int) -> None:
+    """Let the process take `more` bytes beyond what it has now. What counts is address space: the
+    one measure that Linux refuses at once and without killing anybody else."""
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+    limit = pages * resource.getpagesize() + more
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    if hard != resource.RLIM_INFINITY:
+        limit = min(limit, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
+def _score_pickled(task: Task, item: bytes, memory_mib: int) -> Reply:
+    try:
+        found: Item = pickle.loads(item)
+    except Exception as error:
+        failure = f"the prompt does not unpickle in a worker: {describe_error(error)}"
+        return Reply(0.0, {}, failure, last=_ran_out(error))
+    return score_safely(task, found, memory_mib)
+
+
+def score_safely(task: Task, item: Item, memory_mib: int = 0) -> Reply:
+    """The task's verdict, or what it says to a turn; whatever it raises or wrongly returns becomes
+    reward 0 and a text. Where memory, files, threads or processes ran out the reply is the last of
+    the process: what took them may still be held."""
+    try:
+        return _ask(task, item)
+    except ScoreError as error:
+        return Reply(0.0, {}, str(error))
+    except KeyboardInterrupt:
+        raise
+    except MemoryError as error:
+        limit = f"; task.memory_mib = {memory_mib}" if memory_mib else ""
+        return Reply(0.0, {}, f"score ran out of memory: {describe_error(error)}{limit}", last=True)
+    except BaseException as error:  # SystemExit and the like are the task's failures too
+        return Reply(0.0, {}, f"score raised {describe_error(error)}", last=_ran_out(error))
+
+
+def _ran_out(error: BaseException) -> bool:
+    """Whether an error, or one that it came from, says that memory, files, threads or processes ran
+    out."""
+    seen: BaseException | None = error
+    for _ in range(10):  # a chain may lead back to itself
+        if isinstance(seen, MemoryError) or (isinstance(seen, OSError) and seen.errno in _RAN_OUT):
+            return True
+        if isinstance(seen, RuntimeError) and "can't start new thread" in str(seen):
+            return True
+        seen = seen and (seen.__cause__ or seen.__context__)
+    return False
+
+
+def _ask(task: Task, item: Item) -> Reply:
+    prompt, completion = item.prompt, item.completion
+    if item.step:
+        assert not isinstance(completion, str)  # Scorer.ask
+        *turns, last = completion
+        said = to_reply(task.step(prompt, tuple(turns), last.completion), prompt, task.label)
+        text = "".join(said.values()) if isinstance(said, Mapping) else said or ""
+        if len(text) > MAX_SAID:
+            raise ScoreError(
+                f"task {task.label}, prompt {prompt.id!r}: step returned {len(text)} characters; "
+                f"at most {MAX_SAID}"
+            )
+        return Reply(0.0, {}, "", said=dict(said) if isinstance(said, Mapping) else said)
+    if isinstance(completion, str):
+        value = task.score(prompt, completion)
+    else:
+        value = task.score_turns(prompt, completion)
+    score = to_score(value, task.label, prompt.id)
+    return Reply(score.reward, dict(score.parts), "")
+
+
+def _end_with_parent(descriptor: int) -> None:
+    poll = select.poll()
+    poll.register(descriptor, 0)  # hang-up is reported without being asked for
+    poll.poll()
+    time.sleep(1.0)  # an idle worker has ended on its own by now
+    sys.stderr.flush()
+    os.killpg(0, signal.SIGKILL)  # with the processes that the task may have started
+
+
+def _end_session(descriptor: int) -> None:
+    """Ends what the task may have started, if nobody is there to do it."""
+    poll = select.poll()
+    poll.register(descriptor, 0)
+    if poll.poll(0):
+        os.killpg(0, signal.SIGKILL)

@@ -1,0 +1,349 @@
+"""The memory plan counts what a policy really holds, and says what fits."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from jetrl.bench.shapes import SHAPES
+from jetrl.errors import UserError
+from jetrl.kernels.attention.layout import KeyValueCodes, QueryTiles
+from jetrl.memory.fitting import check_fits
+from jetrl.memory.plan import Load, MemoryPlan, OtherModels, memory_plan
+from jetrl.models.attention import staged_bytes_per_token
+from jetrl.models.families import ModelConfig
+from jetrl.models.policy import Policy
+from jetrl.models.scalar_model import ScalarModel
+from jetrl.models.tiny import make_tiny
+from jetrl.precision import PrecisionPlan
+from jetrl.precision.linear import FP8Weight, Linear
+from jetrl.settings.loading import load_config
+
+GIB = 2**30
+STAGED = 8 * (2 * 128 * 2 + 4 * 4)  # bytes of a token, of 8 heads of 128
+CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 512,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 128,
+}
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "h200"
+LARGE = ModelConfig.from_hf(SHAPES["qwen3-8b"])
+
+
+def row(plan: MemoryPlan, what: str, moment: str = "rollout") -> int:
+    [found] = [r for r in plan.rows if r.what.startswith(what)]
+    return found.bytes.get(moment, 0)  # type: ignore[call-overload, no-any-return]
+
+
+def settings(*overrides: str) -> Any:
+    return load_config("demo", ["sft.steps=0", "eval.every=0", *overrides])
+
+
+@pytest.mark.parametrize("preset", ["bf16", "mixed", "jet", "unified"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_masters_and_working_copies_are_those_of_a_policy(preset: str, tied: bool) -> None:
+    config = {**CONFIG, "tie_word_embeddings": tied}
+    policy = Policy.from_config(config, PrecisionPlan.preset(preset))
+    plan = memory_plan(settings(f"precision.preset={preset}"), ModelConfig.from_hf(config))
+    masters = sum(4 * p.numel() for p in policy.named_masters().values())
+    assert row(plan, "master weights") == masters
+    copies = policy.decoder.rotary_table.nbytes
+    for module in policy.decoder.modules():
+        if isinstance(module, Linear):
+            for operand in {id(o): o for o in map(module.operand, ("rollout", "train"))}.values():
+                if isinstance(operand, FP8Weight):
+                    copies += operand.direct.codes.nbytes + operand.direct.scales.nbytes
+                else:
+                    copies += operand.nbytes
+        elif hasattr(module, "copy"):
+            copies += module.copy.nbytes
+    assert row(plan, "working copies") == copies
+
+
+def test_a_moment_is_the_sum_of_its_rows_and_the_peak_the_highest() -> None:
+    plan = memory_plan(settings(), LARGE, load=Load(64, 512, 64, 8192))
+    for moment in ("rollout", "backward", "optimizer"):
+        assert plan.at(moment) == sum(r.bytes.get(moment, 0) for r in plan.rows)
+    assert plan.update == max(plan.at("backward"), plan.at("optimizer"))
+    assert plan.peak == max(plan.rollout, plan.update)
+    assert row(plan, "KV pages", "backward") == 0
+    logits = 4 * 64 * LARGE.vocab_size
+    graphs = row(plan, "decode's graphs", "backward")
+    assert graphs > logits
+    assert row(plan, "decode's graphs") == graphs + logits
+    on_cpu = memory_plan(settings(), LARGE, load=Load(64, 512, 64, 8192), device="cpu")
+    assert row(on_cpu, "decode's graphs", "optimizer") == 0
+    assert row(plan, "gradients", "rollout") == 0
+    *_, last = plan.table()
+    assert last[0] == "all"
+    assert float(last[1]) == pytest.approx(plan.rollout / GIB, abs=1e-3)
+
+
+def test_one_micro_batch_has_no_other_gradients_beside_its_activations() -> None:
+    small, large = (
+        memory_plan(
+            settings(f"train.tokens_per_micro_batch={tokens}"), LARGE, load=Load(8, 512, 8, 8192)
+        )
+        for tokens in (4096, 1024)
+    )
+    assert not small.micro_batch.several
+    assert large.micro_batch.several
+    assert row(small, "gradients", "backward") == 4 * LARGE.vocab_size * LARGE.hidden_size
+    assert row(large, "gradients", "backward") == row(large, "gradients", "optimizer")
+    assert row(small, "gradients", "optimizer") == row(large, "gradients", "optimizer")
+
+
+def test_an_fp8_head_tied_to_the_embedding_has_a_gradient_of_its_own_for_a_moment() -> None:
+    plans = [
+        memory_plan(
+            settings(f"precision.lm_head={head}"),
+            ModelConfig.from_hf({**CONFIG, "tie_word_embeddings": True}),
+        )
+        for head in ("bf16", "fp8")
+    ]
+    one, two = (row(plan, "while gradients", "optimizer") for plan in plans)
+    assert two - one == 4 * 512 * 256
+
+
+def test_recomputed_layers_keep_their_inputs() -> None:
+    wanted = "train.tokens_per_micro_batch=8192"
+    load = Load(256, 512, 256, 8192)
+    kept = memory_plan(settings(wanted), LARGE, load=load)
+    again = memory_plan(settings(wanted, "train.activation_checkpointing=true"), LARGE, load=load)
+    inputs = (2 * 36 - 1) * 2 * 4096 * 8192  # x and what is added to it; the first has x alone
+    assert inputs < row(again, "activations", "backward") < inputs + 2 * GIB
+    assert row(kept, "activations", "backward") > 4 * row(again, "activations", "backward")
+
+
+def test_prompts_are_counted_once_for_their_completions() -> None:
+    one = settings(
+        "rollout.prompts_per_step=4", "rollout.samples_per_prompt=16", "train.updates_per_step=1"
+    )
+    assert Load.of(one, LARGE, longest_prompt=100) == Load(
+        sequences=64, tokens=100 + one.rollout.max_tokens, trained=64, prompts=400
+    )
+    held_out = settings("eval.every=1", "eval.prompts=200", "rollout.max_batch_size=50")
+    assert Load.of(held_out, LARGE, 10).sequences == 50
+    assert Load.of(held_out, LARGE, 10).prompts == 2000
+
+
+def test_pages_take_what_is_left() -> None:
+    load = Load(256, 9000, 256, 8192)
+    whole = memory_plan(settings(), LARGE, load=load)
+    part = memory_plan(settings(), LARGE, load=load, free=150 * GIB)
+    assert row(whole, "KV pages") == 256 * 141 * 64 * 76032
+    held = sum(row(part, what) for what in ("master", "optimizer", "working"))
+    staged = 64 * 8192 * STAGED
+    left = 150 * GIB - held - 4 * GIB - staged
+    assert row(part, "KV pages") == pytest.approx(left, abs=64 * 76032)
+    # Sequences that lose their pages are prefilled again, behind the prompt that their group has.
+    assert row(part, "a forward of 8192 prompt tokens, contexts of 524288") > staged
+
+
+@pytest.mark.parametrize("where", ["task.max_turns=4", "rollout.oversample=0.5", "the task's own"])
+def test_contexts_are_staged_where_prompts_go_on(where: str) -> None:
+    one = settings() if where == "the task's own" else settings(where)
+    assert not Load.of(settings(), LARGE, 96).goes_on
+    found = Load.of(one, LARGE, 96, max_turns=4 if where == "the task's own" else None)
+    assert found.goes_on
+
+    def forward(load: Load, what: str) -> int:
+        return row(memory_plan(one, LARGE, load=load), f"a forward of {what}")
+
+    load = replace(found, sequences=256, tokens=4096, prompts=3200)
+    plain = forward(replace(load, goes_on=False), "3200 prompt tokens")
+    bound = forward(load, "8192 prompt tokens, contexts of 524288")
+    assert bound > plain + 1.5 * GIB
+    fewer = forward(replace(load, sequences=100), "8192 prompt tokens, contexts of 409600")
+    assert bound - fewer == (524288 - 409600) * STAGED
+    assert forward(replace(load, sequences=1), "4096 prompt tokens, contexts of 4096") < plain * 2
+
+
+@pytest.mark.parametrize("kv", ["fp8", "bf16"])
+def test_staged_keys_take_what_is_counted(kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = pytest.importorskip("jetrl.kernels.attention.stage", exc_type=ImportError)
+    monkeypatch.setattr(stage, "stage_keys_kernel", defaultdict(lambda: lambda *a, **k: None))
+    config, plan = ModelConfig.from_hf(CONFIG), PrecisionPlan.preset("unified").replace(kv=kv)
+    dtype = torch.float8_e4m3fn if kv == "fp8" else torch.bfloat16
+    codes = torch.zeros(10, 64, 2, 64, dtype=dtype)
+    scales = torch.ones(10, 64, 2) if kv == "fp8" else None
+    tiles = QueryTiles.paged([3], [640], [list(range(10))], "cpu")
+    staged = stage.stage_keys(KeyValueCodes(codes, scales, codes, scales), tiles)
+    unused = 0 if kv == "fp8" else staged.factors.nbytes
+    counted = 640 * staged_bytes_per_token(config, plan)
+    assert staged.kv.nbytes + staged.factors.nbytes - unused == counted
+
+
+def test_a_micro_batch_takes_the_tokens_that_there_is_room_for() -> None:
+    load, others = Load(256, 512, 256, 8192), OtherModels()
+    wanted = settings("train.tokens_per_micro_batch=16384")
+    roomy = check_fits(wanted, LARGE, others, load, "cuda", 400 * GIB)
+    assert roomy.tokens == 16384
+    tight = check_fits(wanted, LARGE, others, load, "cuda", 170 * GIB)
+    assert 1024 <= tight.tokens < 16384
+    assert tight.tokens % 1024 == 0
+    assert tight.plan.peak < 170 * GIB
+    more = memory_plan(wanted, LARGE, others, load, 170 * GIB, tight.tokens + 1024)
+    assert more.peak > 168 * GIB
+
+
+def test_what_does_not_fit_is_refused_with_the_plan_and_what_would() -> None:
+    load = Load(256, 4096, 256, 8192)
+    with pytest.raises(UserError) as error:
+        check_fits(settings(), LARGE, OtherModels(), load, "cuda", 139 * GIB)
+    text = str(error.value)
+    assert "139.0 GiB are free" in text
+    assert "master weights, FP32" in text
+    assert "it fits with train.optimizer_states=compact: " in text
+    with pytest.raises(
+        UserError,
+        match=r"fits with train\.optimizer_states=compact train\.activation_checkpointing=true: ",
+    ):
+        check_fits(settings(), LARGE, OtherModels(), load, "cuda", 105 * GIB)
+    with pytest.raises(UserError, match="no setting makes it fit"):
+        check_fits(settings(), LARGE, OtherModels(), load, "cuda", 40 * GIB)
+    with pytest.raises(UserError, match="does not fit in CPU memory"):
+        check_fits(settings(), LARGE, OtherModels(), load, "cpu", 40 * GIB)
+
+
+def test_a_reference_that_can_wait_elsewhere_is_the_first_thing_to_move() -> None:
+    load = Load(256, 512, 256, 8192)
+    with_kl = settings("algorithm.kl=0.1", "train.activation_checkpointing=true")
+    without = settings("train.activation_checkpointing=true")
+    least = memory_plan(without, LARGE, None, load, tokens=1024).peak + 2 * GIB
+    with pytest.raises(UserError, match=r"it fits with reference\.offload=true"):
+        check_fits(with_kl, LARGE, OtherModels(), load, "cuda", least)
+
+
+def test_many_sequences_together_are_named_where_their_graphs_leave_no_room() -> None:
+    words = ["train.optimizer_states=compact", "train.activation_checkpointing=true"]
+    many = settings("rollout.max_batch_size=4096", *words)
+    few = memory_plan(many, LARGE, None, Load(256, 512, 4096, 8192), tokens=1024).peak + 2 * GIB
+    with pytest.raises(UserError, match=r"it fits with rollout\.max_batch_size=256: "):
+        check_fits(many, LARGE, OtherModels(), Load(4096, 512, 4096, 8192), "cuda", few)
+
+
+def test_models_of_other_directories_count_with_their_own_sizes(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_layers": 3, "head_dim": 64}
+    path = make_tiny(tmp_path / "other", **sizes)
+    one = settings("algorithm.name=ppo", f"critic.path={path}", f"reference.path={path}")
+    others = OtherModels.of(one)
+    assert others.critic is not None
+    assert others.critic.num_layers == 3
+    plan = memory_plan(one, ModelConfig.from_hf({**CONFIG, "tie_word_embeddings": True}), others)
+    critic = ScalarModel.from_language_model(path, PrecisionPlan.preset("unified"))
+    masters = sum(4 * p.numel() for p in critic.named_masters().values())
+    copies = sum(
+        operand.direct.codes.nbytes + operand.direct.scales.nbytes
+        for module in critic.decoder.modules()
+        if isinstance(module, Linear) and isinstance(operand := module.operand("train"), FP8Weight)
+    )
+    norms = sum(m.copy.nbytes for m in critic.decoder.modules() if hasattr(m, "copy"))
+    table = critic.decoder.rotary_table.nbytes
+    assert row(plan, "critic: masters") == 3 * masters + copies + norms + table
+    assert row(plan, "critic: gradients", "critic") > 0
+    reference = Policy.from_pretrained(path, PrecisionPlan.preset("unified"), frozen=True)
+    held = sum(b.nbytes for b in {id(p): p for p in reference.decoder.buffers()}.values())
+    assert row(plan, "reference") > held
+    with pytest.raises(UserError, match="no such directory"):
+        OtherModels.of(settings("algorithm.kl=0.1", "reference.path=/nowhere"))
+
+
+def test_a_reward_models_forward_has_a_column(tmp_path: Path) -> None:
+    path = make_tiny(tmp_path / "policy")
+    ScalarModel.from_language_model(path, PrecisionPlan.preset("unified")).save_pretrained(
+        tmp_path / "judge"
+    )
+    reward = ["reward.model=0.5", f"reward.model_path={tmp_path / 'judge'}"]
+    load = Load(64, 512, 64, 8192)
+    plans = {}
+    for offload in (False, True):
+        one = settings(*reward, f"reward.offload={str(offload).lower()}")
+        plans[offload] = memory_plan(one, LARGE, OtherModels.of(one), load)
+    held, offloaded = plans[False], plans[True]
+    forward = row(held, "reward model: a forward of 4096 tokens", "reward")
+    copies = row(held, "reward model: working", "reward")
+    assert forward > 0
+    assert copies > 0
+    assert row(held, "reward model: working", "optimizer") == copies
+    assert row(offloaded, "reward model: working", "optimizer") == 0
+    assert held.at("reward") == offloaded.at("reward")
+    weights = sum(row(held, what, "reward") for what in ("master", "optimizer st", "working"))
+    other = sum(row(held, what, "reward") for what in ("libraries", "decode's graphs"))
+    assert held.at("reward") - other == weights + copies + forward
+    assert "reward" in held.table()[0][2]
+    assert memory_plan(settings(), LARGE, load=load).at("reward") == 0
+
+
+def test_a_reference_that_waits_elsewhere_is_there_when_it_is_asked(tmp_path: Path) -> None:
+    """One that is much larger than the policy makes that the highest moment."""
+    load, small = Load(8, 512, 8, 512), ModelConfig.from_hf({**CONFIG, "vocab_size": 151936})
+    others = OtherModels(reference=LARGE)
+    near, far = (
+        memory_plan(
+            settings("algorithm.kl=0.1", f"reference.offload={offload}"), small, others, load
+        )
+        for offload in ("false", "true")
+    )
+    assert near.at("reference") == 0
+    assert row(near, "reference: working", "optimizer") > 8 * GIB
+    assert row(far, "reference: working", "optimizer") == 0
+    weights = row(far, "reference: working", "reference")
+    assert far.at("reference") > weights + 4 * 4096 * 151936, "and its logits"
+    assert far.peak == far.update == far.at("reference")
+
+
+def test_a_reward_models_training_has_a_plan_of_its_own() -> None:
+    config = ModelConfig.from_hf(CONFIG).with_scalar_head()
+    model = ScalarModel.from_config(
+        {**CONFIG, "architectures": ["Qwen3ForSequenceClassification"], "num_labels": 1},
+        PrecisionPlan.preset("unified"),
+    )
+    assert model.config == config
+    one = settings("algorithm.kl=0.1", "sft.examples_per_step=8", "train.tokens_per_micro_batch=32")
+    plan = memory_plan(one, config, load=Load.of_pairs(one, 100))
+    masters = sum(master.nbytes for master in model.named_masters().values())
+    assert row(plan, "master weights", "backward") == masters
+    assert row(plan, "optimizer states", "backward") == 2 * masters
+    assert row(plan, "gradients", "optimizer") == masters
+    assert plan.micro_batch.tokens == 200, "a pair is not divided"
+    assert plan.micro_batch.several
+    assert [line[0] for line in plan.table()][1:3] == [
+        "master weights, FP32",
+        "optimizer states, fp32",
+    ]
+    assert [cell.strip() for cell in plan.table()[0]] == ["GiB", "backward", "optimizer"]
+
+
+def test_the_plan_is_within_5_percent_of_what_an_h200_held_at_8b() -> None:
+    """`jetrl bench train`, whose load is 24 sequences of 2304 tokens."""
+    measured = json.loads((RESULTS / "train_8b.json").read_text())
+    assert (
+        "--prompts 3 --samples 8 --prompt-length 256 --response-length 2048"
+        in (measured["command"])
+    )
+    for case in measured["rows"]:
+        chosen = case["settings"]
+        states = f"train.optimizer_states={chosen['optimizer_states']}"
+        plan = memory_plan(
+            settings(f"precision.preset={case['plan']}", states),
+            LARGE,
+            load=Load(24, 2304, 24, 768),
+            tokens=chosen["micro_batch_tokens"],
+        )
+        assert plan.update / GIB == pytest.approx(case["peak_gib"]["update"], rel=0.05)

@@ -1,0 +1,93 @@
+"""Scores that are begun while others are still drawn."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from jetrl.rewards.evaluate import EncodedPrompt, Scoring, sample_prompts
+from jetrl.rollout.progress import Progress
+from jetrl.tasks import Scorer
+from jetrl.types import Completion, Prompt, SamplingParams
+
+TASK = f"{Path(__file__).parents[1] / 'tasks' / 'awkward_task.py'}:Awkward"
+PROMPTS = [EncodedPrompt(Prompt(id=str(i), text="?"), (i,), ("stop",) * (i % 2)) for i in range(4)]
+PARAMS = SamplingParams(n=2)
+
+
+@pytest.fixture(scope="module")
+def scorer():
+    with Scorer(TASK, workers=2, timeout_s=5) as scorer:
+        yield scorer
+
+
+class Engine:
+    """Finishes completions one after the other, the last one first. What completion s of prompt p
+    says is its reward, 10 p + s."""
+
+    def __init__(self, scorer=None, fails=False, changes=False):
+        self.scorer, self.fails, self.changes = scorer, fails, changes
+
+    def generate(self, prompts, params, progress, environment, finished):
+        drawn = [
+            Completion((1,), (0.0,), "stop", f"{10 * p + k}") for (p,) in prompts for k in (0, 1)
+        ]
+        for i in reversed(range(len(drawn))):
+            early = Completion((1,), (0.0,), "stop", "77") if self.changes else drawn[i]
+            finished(i, early)
+            progress(Progress(0, 0, 0, 0.0, 0, 0, 0.0, None))
+            if self.fails:
+                raise KeyboardInterrupt
+        while self.scorer is not None and self.scorer._payloads:
+            progress(Progress(0, 0, 0, 0.0, 0, 0, 0.0, None))
+        return drawn
+
+
+def rewards(scorer, engine):
+    scoring = Scoring(scorer, PROMPTS, PARAMS.n)
+    samples = scoring.samples(sample_prompts(engine, scoring, PARAMS))
+    assert [sample.group for sample in samples] == [0, 0, 1, 1, 2, 2, 3, 3]
+    return [sample.score.reward for sample in samples]
+
+
+EXPECTED = [10.0 * p + k for p in range(4) for k in (0, 1)]
+
+
+def test_rewards_are_there_when_sampling_ends_and_are_those_of_their_completions(scorer):
+    begun = []
+    begin, pump = scorer.begin, scorer._pump
+    scorer.begin = lambda *item: begun.append(item) or begin(*item)
+
+    def no_wait(wait_for_one):
+        assert not wait_for_one, "nothing is left to wait for"
+        pump(wait_for_one)
+
+    scorer._pump = no_wait
+    try:
+        assert rewards(scorer, Engine(scorer)) == EXPECTED
+    finally:
+        del scorer.begin, scorer._pump
+    assert len(begun) == len(EXPECTED)
+
+
+def test_a_completion_that_was_drawn_anew_is_scored_anew(scorer):
+    assert rewards(scorer, Engine(changes=True)) == EXPECTED
+    assert not scorer._payloads
+    assert not scorer._replies, "the next step's losses are not added to this one's"
+
+
+def test_without_workers_nothing_is_scored_while_others_are_drawn():
+    with Scorer(TASK, workers=0) as scorer:
+        scoring = Scoring(scorer, PROMPTS, PARAMS.n)
+        completions = sample_prompts(Engine(), scoring, PARAMS)
+        assert not scorer._replies
+        assert [s.score.reward for s in scoring.samples(completions)] == EXPECTED
+
+
+def test_an_error_while_sampling_leaves_nothing_behind(scorer):
+    scoring = Scoring(scorer, PROMPTS, PARAMS.n)
+    with pytest.raises(KeyboardInterrupt):
+        sample_prompts(Engine(fails=True), scoring, PARAMS)
+    assert not scorer._payloads
+    assert rewards(scorer, Engine()) == EXPECTED

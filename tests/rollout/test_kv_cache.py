@@ -1,0 +1,162 @@
+"""The paged cache against attention over the packed batch: equal bits, wherever the pages lie."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from jetrl.kernels.attention.reference import attend_packed
+from jetrl.models.families import ModelConfig
+from jetrl.precision.plan import PrecisionPlan
+from jetrl.rollout.kv_cache import PagedCache
+from jetrl.rollout.paged_attention import Span, group_items
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def config(policy):
+    return policy.config
+
+
+def make_cache(config: ModelConfig, preset="unified", num_pages=64, page_size=4):
+    return PagedCache(config, PrecisionPlan.preset(preset), num_pages, page_size, CPU)
+
+
+def random_qkv(config, tokens, dtype, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
+    shapes = [(tokens, number, config.head_dim) for number in heads]
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+
+
+def run_in_chunks(cache, config, layer, lengths, qkv, chunk, rng):
+    """Feeds packed sequences in turns of at most `chunk` tokens, into pages in random order."""
+    q, k, v = qkv
+    free = list(range(cache.num_pages))
+    rng.shuffle(free)
+    pages = [[free.pop() for _ in range(-(-n // cache.page_size))] for n in lengths]
+    starts = [sum(lengths[:i]) for i in range(len(lengths))]
+    out = torch.full_like(q, torch.nan)
+    done = [0] * len(lengths)
+    while done != lengths:
+        spans, tokens = [], []
+        for i in rng.sample(range(len(lengths)), len(lengths)):
+            length = min(chunk, lengths[i] - done[i], rng.randint(1, chunk))
+            if length > 0:
+                spans.append(Span(len(tokens), done[i], length, pages[i]))
+                tokens += range(starts[i] + done[i], starts[i] + done[i] + length)
+                done[i] += length
+        out[tokens] = cache.key_values(spans).attend_heads(layer, q[tokens], k[tokens], v[tokens])
+    return out
+
+
+@pytest.mark.parametrize("preset", ["unified", "jet"])
+@pytest.mark.parametrize("page_size, chunk", [(1, 1), (4, 7), (16, 64), (3, 2)])
+def test_paged_equals_packed_as_bits(config, preset, page_size, chunk):
+    lengths = [1, 5, 17, 16, 3, 40]
+    cache = make_cache(config, preset, num_pages=90, page_size=page_size)
+    plan = PrecisionPlan.preset(preset)
+    q, k, v = random_qkv(config, sum(lengths), torch.bfloat16)
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)
+    wanted = attend_packed(q, k, v, cu_seqlens, plan.kv, plan.scales)
+    got = run_in_chunks(cache, config, 1, lengths, (q, k, v), chunk, random.Random(0))
+    assert torch.equal(got.view(torch.int16), wanted.view(torch.int16))
+
+
+def test_a_long_chunk_is_cut_with_equal_bits(config):
+    lengths = [600, 300]
+    cache = make_cache(config, num_pages=40, page_size=32)
+    q, k, v = random_qkv(config, sum(lengths), torch.bfloat16)
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)
+    wanted = attend_packed(q, k, v, cu_seqlens, "fp8")
+    pages = [list(range(19)), list(range(19, 29))]
+    spans = [Span(0, 0, 600, pages[0]), Span(600, 0, 300, pages[1])]
+    got = cache.key_values(spans).attend_heads(0, q, k, v)
+    assert torch.equal(got.view(torch.int16), wanted.view(torch.int16))
+
+
+def test_the_last_layer_attends_for_the_ends_alone(config):
+    """The same bits as when all attend, and every token's keys and values are stored."""
+    lengths, starts = [7, 1, 300], [3, 20, 0]
+    caches = [make_cache(config, num_pages=40, page_size=16) for _ in range(2)]
+    pages, layer = [[0], [1, 2], list(range(3, 22))], config.num_layers - 1
+    q, k, v = random_qkv(config, sum(lengths), torch.bfloat16)
+    spans = [Span(sum(lengths[:i]), starts[i], lengths[i], pages[i]) for i in range(len(lengths))]
+    every = caches[0].key_values(spans).attend_heads(layer, q, k, v)
+    ends = caches[1].key_values(spans, ends=True)
+    assert ends.rows.tolist() == [6, 7, 307]
+    got = ends.attend_heads(layer, q, k, v, last=True)
+    assert torch.equal(got.view(torch.int16), every[ends.rows].view(torch.int16))
+    for a, b in zip(*((c._keys, c._values) for c in caches), strict=True):
+        assert torch.equal(a.codes.view(torch.uint8), b.codes.view(torch.uint8))
+        assert torch.equal(a.scales, b.scales)
+
+
+def test_slots_of_no_token_may_hold_anything(config):
+    """Old NaN in the rest of a page and in other pages does not reach a result."""
+    lengths = [5, 9, 2]
+    results = []
+    for fill in (0.0, torch.nan):
+        cache = make_cache(config)
+        tokens = cache.num_pages * cache.page_size
+        dirt = [torch.full_like(x, fill) for x in random_qkv(config, tokens, torch.bfloat16)]
+        whole = Span(0, 0, tokens, list(range(cache.num_pages)))
+        cache.key_values([whole]).attend_heads(0, *dirt)
+        qkv = random_qkv(config, sum(lengths), torch.bfloat16)
+        results.append(run_in_chunks(cache, config, 0, lengths, qkv, 3, random.Random(1)))
+    assert results[1].isfinite().all()
+    assert torch.equal(results[0], results[1])
+
+
+def test_copies_read_all_sources_first(config):
+    """A page may be a source and a destination in one step: 0 -> 1 -> 2."""
+    cache = make_cache(config, num_pages=3, page_size=2)
+    q, k, v = random_qkv(config, 2, torch.bfloat16)
+    for page in range(3):
+        span = Span(0, 0, 2, [page])
+        cache.key_values([span]).attend_heads(0, q, k * (page + 1), v * (page + 1))
+    expected = [cache._keys.codes[0, 0].clone(), cache._keys.codes[0, 1].clone()]
+    scales = [cache._values.scales[0, 0].clone(), cache._values.scales[0, 1].clone()]
+    cache.copy_pages([(0, 1), (1, 2)])
+    for page in (1, 2):
+        raw = cache._keys.codes[0, page].view(torch.uint8)
+        assert torch.equal(raw, expected[page - 1].view(torch.uint8))
+        assert torch.equal(cache._values.scales[0, page], scales[page - 1])
+
+
+@pytest.mark.parametrize("preset, share", [("unified", 36), ("bf16", 64), ("fp32", 128)])
+def test_page_bytes_is_what_a_page_takes(config, preset, share):
+    """`share`: bytes a head of 32 values, with the 4 bytes of its scale under FP8."""
+    cache = make_cache(config, preset, num_pages=7, page_size=4)
+    tensors = [
+        t for s in (cache._keys, cache._values) for t in (s.codes, s.scales) if t is not None
+    ]
+    taken = sum(t.numel() * t.element_size() for t in tensors)
+    page = PagedCache.page_bytes(config, PrecisionPlan.preset(preset), 4)
+    assert taken == 7 * page
+    assert page == 2 * 2 * 4 * 2 * share, "keys and values, layers, tokens, heads"
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_items_cover_every_query_once_and_waste_little(seed):
+    rng = random.Random(seed)
+    spans, row = [], 0
+    for _ in range(rng.randint(1, 40)):
+        length = rng.choice([1, 1, 1, rng.randint(1, 700)])
+        spans.append(Span(row, rng.randint(0, 2000), length, [0]))
+        row += length
+    groups = group_items(spans, max_keys=3000)
+    covered = sorted(
+        item.row + at for group in groups for item in group for at in range(item.length)
+    )
+    assert covered == list(range(row))
+    for group in groups:
+        keys = [item.start + item.length for item in group]
+        assert max(item.length for item in group) <= 256
+        assert len(group) == 1 or max(keys) * len(group) <= 3000
+        assert 2 * min(item.length for item in group) > max(item.length for item in group) or (
+            len(group) == 1
+        )

@@ -1,0 +1,186 @@
+"""Turns: an environment answers in the middle of a completion, and the bits still agree."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from jetrl.errors import UserError
+from jetrl.rollout.engine import RolloutEngine
+from jetrl.rollout.multi_turn import Answer
+from jetrl.types import SamplingParams
+
+PROMPTS = ["12+30=", "what is it?", "a", "the last of the four prompts"]
+STOP_IDS = tuple(range(5, 45))  # of 98: a turn is a few tokens long
+
+
+class Scripted:
+    """Answers `==n` to turn n of sequence s, up to three times, with `delay` answers held back."""
+
+    def __init__(
+        self, max_turns=4, delay=0, fails=(), reply=lambda s, n: "=" * (1 + s % 5) + str(n)
+    ):
+        self.max_turns = max_turns
+        self.delay, self.fails, self.reply = delay, fails, reply
+        self.asked, self.open, self.closed = [], [], 0
+        self.random = random.Random(0)
+
+    def ask(self, sequence, turns, completion):
+        self.asked.append((sequence, turns, completion))
+        self.open.append((sequence, len(turns)))
+        self.random.shuffle(self.open)
+
+    def answers(self, wait):
+        keep = self.delay if not wait else max(0, len(self.open) - 1)
+        ready, self.open = self.open[keep:], self.open[:keep]
+        return [self.answer(*item) for item in ready]
+
+    def answer(self, sequence, turn):
+        if sequence in self.fails:
+            return Answer(sequence, None, "the tool is broken")
+        return Answer(sequence, self.reply(sequence, turn) if turn < sequence % 3 + 1 else None)
+
+    def close(self):
+        self.closed += 1
+
+
+def generate(policy, environment, max_tokens=40, n=3, seed=3, repeats=1, ahead=0, **sizes):
+    params = SamplingParams(n=n, max_tokens=max_tokens, seed=seed, stop_token_ids=STOP_IDS)
+    engine = RolloutEngine(policy, **sizes)
+    engine._repeats, engine._ahead = repeats, ahead  # as on a GPU
+    out = engine.generate(PROMPTS, params, environment=environment)
+    assert engine.pages_in_use == 0
+    return out, engine
+
+
+@pytest.mark.parametrize("preset", ["unified", "jet"])
+def test_log_probs_are_the_trainers_on_all_sampled_tokens(make_policy, preset):
+    policy = make_policy(preset)
+    out, _ = generate(policy, Scripted())
+    assert sum(len(c.environment) for c in out) > 10
+    sequences = [
+        policy.tokenizer.encode(PROMPTS[i // 3]) + list(c.token_ids) for i, c in enumerate(out)
+    ]
+    for sequence, completion, logprobs in zip(
+        sequences, out, policy.logprobs(sequences), strict=True
+    ):
+        expected = logprobs[len(sequence) - len(completion.token_ids) - 1 :].detach()
+        sampled = np.ones(len(completion.token_ids), dtype=bool)
+        for start, end in completion.environment:
+            sampled[start:end] = False
+            assert completion.logprobs[start:end] == (0.0,) * (end - start)
+        got = torch.tensor(completion.logprobs)
+        assert torch.equal(got[sampled], expected[sampled])
+        assert completion.num_sampled == sampled.sum()
+
+
+def test_nothing_depends_on_batch_pages_chunks_or_when_answers_come(policy):
+    wanted, ample = generate(policy, Scripted(), page_size=4)
+    assert ample.stats.preemptions == 0
+    preempted = 0
+    for seed in range(6):
+        sizes = random.Random(seed)
+        out, engine = generate(
+            policy,
+            Scripted(delay=sizes.choice([0, 1, 4, 99])),
+            page_size=4,
+            num_pages=17 + sizes.choice([0, 1, 3, 9]),
+            max_batch_size=sizes.choice([1, 2, 5, 12]),
+            max_prefill_tokens=sizes.choice([1, 3, 64]),
+            repeats=sizes.choice([1, 4]),
+            ahead=sizes.choice([0, 1, 2]),
+        )
+        assert out == wanted
+        preempted += engine.stats.preemptions
+    assert preempted > 0, "the pages never ran out"
+
+
+def test_turns_texts_and_spans_tell_the_same_story(policy):
+    environment = Scripted()
+    out, _ = generate(policy, environment)
+    assert environment.closed == 1
+    decode = policy.tokenizer.decode
+    for index, completion in enumerate(out):
+        asked = [(turns, text) for s, turns, text in environment.asked if s == index]
+        assert [len(turns) for turns, _ in asked] == list(range(len(asked)))
+        replied = completion.turns[:-1]
+        assert len(replied) == len(completion.environment)
+        bounds = [0, *(p for span in completion.environment for p in span), None]
+        for k, turn in enumerate(replied):
+            assert asked[k] == (completion.turns[:k], turn.completion)
+            start, end = completion.environment[k]
+            assert decode(completion.token_ids[start:end]) == turn.reply
+        said = [
+            decode(
+                completion.token_ids[bounds[2 * k] : bounds[2 * k + 1]], skip_special_tokens=True
+            )
+            for k in range(len(completion.turns))
+        ]
+        assert said == [turn.completion for turn in completion.turns]
+        assert completion.text == "".join(t.completion + (t.reply or "") for t in completion.turns)
+
+
+@pytest.mark.parametrize("repeats, ahead", [(1, 0), (5, 2)])
+def test_a_stop_string_ends_a_turn_and_is_cut_from_its_text(policy, repeats, ahead):
+    params = SamplingParams(n=8, max_tokens=60, seed=1, stop=("e", "#"), ignore_eos=True)
+    environment = Scripted(max_turns=2, reply=lambda s, n: "[reply]")
+    engine = RolloutEngine(policy)
+    engine._repeats, engine._ahead = repeats, ahead
+    out = engine.generate(PROMPTS, params, environment=environment)
+    gone_on = [c for c in out if c.environment]
+    assert gone_on
+    for completion in gone_on:
+        first, last = completion.turns
+        assert first.reply == "[reply]"
+        assert last.reply is None
+        assert not {"e", "#"} & set(first.completion)
+        start, _ = completion.environment[0]
+        written = policy.tokenizer.decode(completion.token_ids[:start], skip_special_tokens=True)
+        assert written[:-1] == first.completion
+        assert written[-1] in "e#"
+        assert completion.text == written + "[reply]" + last.completion
+
+
+def test_max_turns_bounds_the_turns(policy):
+    environment = Scripted(max_turns=2)
+    out, _ = generate(policy, environment)
+    assert max(len(c.turns) for c in out) == 2
+    alone, _ = generate(policy, Scripted(max_turns=1))
+    plain, _ = generate(policy, None)
+    assert alone == plain
+
+
+def test_a_reply_that_leaves_no_room_cuts_the_completion_off(policy):
+    environment = Scripted(reply=lambda s, n: "x" * 40)
+    out, _ = generate(policy, environment, max_tokens=40)
+    stopped = [c for c in out if c.turns and c.finish_reason == "length"]
+    assert stopped
+    assert all(c.environment == () and len(c.turns) == 1 for c in out)
+
+
+def test_an_environment_that_fails_ends_its_sequence_alone(policy):
+    out, _ = generate(policy, Scripted(fails={1, 4}))
+    wanted, _ = generate(policy, Scripted())
+    for index, completion in enumerate(out):
+        if index in (1, 4) and wanted[index].turns[0].reply is not None:
+            assert completion.failure == "the tool is broken"
+            assert completion.finish_reason == "stop"
+        else:
+            assert completion == wanted[index]
+
+
+def test_what_cannot_be_written_is_a_user_error_and_frees_the_pages(policy, make_policy):
+    environment = Scripted(reply=lambda s, n: {"role": "tool", "content": "42"})
+    engine = RolloutEngine(policy)
+    params = SamplingParams(n=3, max_tokens=40, stop_token_ids=STOP_IDS)
+    with pytest.raises(UserError, match=r"reply .*'tool'.* no chat template"):
+        engine.generate(PROMPTS, params, environment=environment)
+    assert environment.closed == 1
+    assert engine.pages_in_use == 0
+    with pytest.raises(UserError, match=r"task with turns.*no tokenizer"):
+        RolloutEngine(make_policy(tokenizer=False)).generate(
+            [[5, 6]], params, environment=Scripted()
+        )

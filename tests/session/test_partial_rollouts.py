@@ -1,0 +1,51 @@
+"""What partial rollouts leave in a checkpoint, taken up again."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from jetrl import load_config
+from jetrl.errors import UserError
+from jetrl.precision import PrecisionPlan
+from jetrl.rewards.evaluate import EncodedPrompt
+from jetrl.session.partial_rollouts import PartialRollouts
+from jetrl.types import Prompt
+
+STATE = [["b", [[5, [1, 2], [-0.5, -0.25], "cancelled", "", [1, 1]]]]]
+
+
+def carrying(*ids: str, oversample: float = 0.5, dynamic_sampling: bool = False) -> PartialRollouts:
+    prompts = [EncodedPrompt(Prompt(id=i, text=i), (1,)) for i in ids]
+    policy = SimpleNamespace(plan=PrecisionPlan.preset("unified"))
+    settings = load_config("demo", [f"rollout.oversample={oversample}"])
+    return PartialRollouts(settings, policy, prompts, 1, dynamic_sampling)
+
+
+def test_the_state_comes_back() -> None:
+    resumed = carrying("a", "b")
+    resumed.load_state(json.loads(json.dumps(STATE)))
+    assert resumed.num_unfinished == 1
+    assert json.loads(json.dumps(resumed.state())) == STATE
+
+
+def test_a_prompt_that_is_gone_is_named() -> None:
+    with pytest.raises(UserError, match=r"prompt 'b'.* does not have now"):
+        carrying("a").load_state(STATE)
+
+
+@pytest.mark.parametrize("oversample, more", [(0.5, 31), (1 / 64, 0), (0.0, -1)])
+def test_a_step_draws_what_the_stock_lacks(oversample: float, more: int) -> None:
+    resumed = carrying("a", "b", oversample=oversample)
+    resumed.load_state(STATE)
+    assert resumed.start_step() == more  # the demo has 64 prompts a step
+    assert resumed.on, "the prompt on its way is not lost"
+
+
+def test_what_is_on_its_way_does_not_go_with_dynamic_sampling() -> None:
+    resumed = carrying("b", oversample=0.0, dynamic_sampling=True)
+    resumed.load_state([])
+    with pytest.raises(UserError, match=r"unfinished completions, .*dynamic_sampling=false"):
+        resumed.load_state(STATE)

@@ -1,0 +1,342 @@
+"""Settings: what is accepted, what is refused and in which words, and TOML written back."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tools.documents.settings import with_tables
+
+from jetrl.errors import UserError
+from jetrl.settings import ModelSettings, RolloutSettings, TaskSettings
+from jetrl.settings.loading import (
+    Settings,
+    describe,
+    find_recipe,
+    load_config,
+    packaged_recipes,
+    to_toml,
+)
+
+ROOT = Path(__file__).parents[2]
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def message(*overrides: str, recipe: str | Path | None = None) -> str:
+    with pytest.raises(UserError) as caught:
+        load_config(recipe, overrides)
+    return str(caught.value)
+
+
+def test_defaults_are_valid() -> None:
+    assert load_config() == Settings()
+
+
+def test_overrides_win_over_the_recipe_and_later_ones_over_earlier(tmp_path: Path) -> None:
+    recipe = write(tmp_path / "mine.toml", "[train]\nlr = 1e-5\neps = 1e-6\n")
+    settings = load_config(recipe, ["train.lr=2e-6", "train.lr=3e-6"])
+    assert (settings.train.lr, settings.train.eps) == (3e-6, 1e-6)
+
+
+def test_run_name_defaults_to_the_recipe(tmp_path: Path) -> None:
+    recipe = write(tmp_path / "mine.toml", "[train]\nlr = 1e-5\n")
+    assert load_config(recipe).run.name == "mine"
+    assert load_config(recipe, ["run.name=other"]).run.name == "other"
+
+
+@pytest.mark.parametrize(
+    "override, section, key, value",
+    [
+        ("train.lr=2e-6", "train", "lr", 2e-6),
+        ("train.lr=1", "train", "lr", 1.0),
+        ("train.activation_checkpointing=true", "train", "activation_checkpointing", True),
+        ("train.betas=[0.8, 0.9]", "train", "betas", (0.8, 0.9)),
+        ('rollout.stop=["</a>", "\\n"]', "rollout", "stop", ("</a>", "\n")),
+        ("run.name=2024", "run", "name", "2024"),
+        ("run.name=2024-05-01", "run", "name", "2024-05-01"),
+        ('run.name="a b"', "run", "name", "a b"),
+        ("run.name=true", "run", "name", "true"),
+        ("model.path=some/dir = x", "model", "path", "some/dir = x"),
+        ("task=my.py:MyTask", "task", "name", "my.py:MyTask"),
+        ("task.options={digits = 2}", "task", "options", {"digits": 2}),
+        ("task.options.digits=2", "task", "options", {"digits": 2}),
+        ("rollout.num_pages=none", "rollout", "num_pages", None),
+        ("precision.preset=jet", "precision", "preset", "jet"),
+    ],
+)
+def test_override_values(override: str, section: str, key: str, value: object) -> None:
+    got = getattr(getattr(load_config(None, [override]), section), key)
+    assert got == value
+    assert type(got) is type(value)
+
+
+@pytest.mark.parametrize(
+    "override, hint",
+    [
+        ("train.learning_rat=1", "known in train: lr, warmup_steps"),
+        ("train.lrr=1", "did you mean train.lr?"),
+        ("rollout.max_token=3", "did you mean rollout.max_tokens?"),
+        ("trian.lr=1", "did you mean train?"),
+        ("train.max_tokens=3", "did you mean rollout.max_tokens or eval.max_tokens?"),
+        ("train.keep_lst=3", "did you mean checkpoint.keep_last?"),
+        ("max_tokens=3", "did you mean rollout.max_tokens or eval.max_tokens?"),
+        ("zebra.lr=3", "known sections: run, model, precision"),
+    ],
+)
+def test_an_unknown_key_is_refused_with_the_nearest(override: str, hint: str) -> None:
+    text = message(override)
+    assert text.startswith(f"override {override!r}: unknown setting {override.split('=')[0][:4]}")
+    assert hint in text
+
+
+def test_an_unknown_key_of_a_recipe_is_named_with_its_line(tmp_path: Path) -> None:
+    recipe = write(tmp_path / "r.toml", "# one\n[train]\nlr = 1e-6\nupdates = 2\n")
+    assert message(recipe=recipe).startswith(f"{recipe}, line 4: unknown setting train.updates")
+
+
+@pytest.mark.parametrize(
+    "override, words",
+    [
+        ("train.lr=fast", 'train.lr = "fast": should be a valid number'),
+        ("train.lr=true", "train.lr = true: should be a valid number"),
+        ('train.lr="1e-6"', 'train.lr = "1e-6": should be a valid number'),
+        ("train.lr=nan", "finite"),
+        ("train.lr=inf", "finite"),
+        ("train.lr=0", "greater than 0"),
+        ("train.lr=none", "should be a valid number"),
+        ("loop.steps=1.5", "should be a valid integer"),
+        ("loop.steps=true", "should be a valid integer"),
+        ("loop.steps=-1", "greater than or equal to 0"),
+        ("rollout.top_p=0", "greater than 0"),
+        ("rollout.top_p=1.5", "less than or equal to 1"),
+        ("algorithm.clip=1.0", "less than 1"),
+        ("precision.preset=unifed", "'jet' or 'unified'"),
+        ("train.activation_checkpointing=1", "boolean"),
+        ("train.betas=[0.9]", "too few values"),
+        ("train.betas=[0.9, 1.0]", "less than 1"),
+        ("rollout.stop=END", "array"),
+        ("trackers.names=['wandbb']", "'wandb', 'trackio' or 'tensorboard'"),
+        ("model.config=5", "an object or should be a valid string"),
+        ("run.name=a/b", "one folder name"),
+        ("task.options={day = 1979-05-27}", "task.options.day is a date; write it as text"),
+        ("task.options=[1]", "object"),
+    ],
+)
+def test_a_wrong_value_is_refused_and_named(override: str, words: str) -> None:
+    text = message(override)
+    assert text.startswith(f"override {override!r}: ")
+    assert words in text
+
+
+def test_a_wrong_value_of_a_recipe_is_named_with_its_line(tmp_path: Path) -> None:
+    recipe = write(tmp_path / "r.toml", "[train]\n\nlr = 'quick'\n")
+    assert message(recipe=recipe).startswith(f'{recipe}, line 3: train.lr = "quick": ')
+
+
+def test_every_wrong_value_is_named_at_once() -> None:
+    text = message("train.lr=0", "loop.steps=x")
+    assert "train.lr" in text.splitlines()[0]
+    assert "loop.steps" in text.splitlines()[1]
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["train", "train=3", "=3", ".lr=3", "train.=3", "train.lr.x=3", "task.name.x=3", "lr"],
+)
+def test_a_malformed_override_is_refused(override: str) -> None:
+    assert override in message("train.lr=1e-6", "task.name=gsm8k", override)
+
+
+def test_a_section_given_as_a_value_is_refused(tmp_path: Path) -> None:
+    recipe = write(tmp_path / "r.toml", "train = 3\n")
+    assert "train is a section: write [train]" in message(recipe=recipe)
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("[train]\nlr = \n", "line 2"),
+        ("[train]\nlr = 1\nlr = 2\n", "line 3"),
+        ("[train\n", "line 1"),
+    ],
+    ids=["no value", "twice", "open bracket"],
+)
+def test_broken_toml_is_named_with_its_line(tmp_path: Path, text: str, words: str) -> None:
+    recipe = write(tmp_path / "broken.toml", text)
+    got = message(recipe=recipe)
+    assert got.startswith(f"recipe {recipe}: not valid TOML: ")
+    assert words in got
+
+
+def test_a_recipe_that_is_not_text_is_refused(tmp_path: Path) -> None:
+    recipe = tmp_path / "r.toml"
+    recipe.write_bytes(b"\xff\xfe\x00")
+    assert "not UTF-8 text" in message(recipe=recipe)
+
+
+def test_a_missing_recipe_is_refused_with_the_nearest(tmp_path: Path) -> None:
+    assert "did you mean demo?" in message(recipe="dmo")
+    assert "packaged recipes: demo" in message(recipe=tmp_path / "nothing-like-it.toml")
+    assert "a folder; give a TOML file" in message(recipe=tmp_path)
+
+
+def test_recipes_are_found_by_name_and_by_path() -> None:
+    assert set(packaged_recipes()) >= {"demo", "gsm8k-smoke"}
+    assert find_recipe("demo").read_text() == (ROOT / "recipes" / "demo.toml").read_text()
+    assert find_recipe(ROOT / "recipes" / "demo.toml") == ROOT / "recipes" / "demo.toml"
+
+
+@pytest.mark.parametrize("name", packaged_recipes())
+def test_packaged_recipes_are_valid_and_round_trip(name: str, tmp_path: Path) -> None:
+    settings = load_config(name)
+    assert load_config(write(tmp_path / "again.toml", to_toml(settings))) == settings
+
+
+@pytest.mark.parametrize(
+    "overrides, words",
+    [
+        (
+            ["train.updates_per_step=9", "rollout.prompts_per_step=8"],
+            "train.updates_per_step = 9 needs as many prompts, but rollout.prompts_per_step = 8",
+        ),
+        (["rollout.samples_per_prompt=1"], "take at least 2"),
+        (["rollout.temperature=0"], "draws the same completion for a whole group"),
+        (["eval.temperature=1e-40"], "float32 has no room for logits divided by it"),
+        (["eval.samples=4"], "set eval.temperature, or eval.samples = 1"),
+        (["rollout.num_pages=16", "rollout.max_tokens=1024"], "at least 17 pages"),
+        (["rollout.num_pages=17", "eval.max_tokens=2048"], "eval.max_tokens = 2048"),
+        (
+            ["model.config={max_position_embeddings = 64}", "rollout.max_tokens=64"],
+            "rollout.max_tokens = 64 leaves no room for a prompt in the model's context of 64",
+        ),
+        (["data.keep_pairs=0.3"], "set data.batch=shuffle_r1"),
+        (
+            ["data.batch=shuffle_r1", "algorithm.name=rloo", "algorithm.kl=0.1"],
+            "data.batch = shuffle_r1: rloo takes the KL from the rewards that it compares",
+        ),
+        (
+            [
+                "data.batch=shuffle_r1",
+                "algorithm.name=reinforce_pp",
+                "rollout.samples_per_prompt=1",
+            ],
+            "shuffle_r1 pairs the completions of one prompt",
+        ),
+        (
+            ["algorithm.overlong_buffer=2000"],
+            "algorithm.overlong_buffer = 2000 is more than rollout.max_tokens = 1024",
+        ),
+        (["data.explore=0.3"], "data.explore = 0.3 means nothing with data.order = shuffle"),
+        (["reward.offload=true"], "there is no reward model"),
+        (["model.path=a", "model.config=b"], "model.path and model.config are both set"),
+    ],
+)
+def test_settings_that_do_not_agree_are_refused_with_words(
+    overrides: list[str], words: str
+) -> None:
+    assert words in message(*overrides)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["train.updates_per_step=8", "rollout.prompts_per_step=8"],
+        ["rollout.num_pages=17", "rollout.max_tokens=1024"],
+        ["loop.steps=0", "rollout.samples_per_prompt=1", "rollout.temperature=0"],
+        ["eval.samples=4", "eval.temperature=0.6"],
+    ],
+)
+def test_settings_at_the_edge_are_accepted(overrides: list[str]) -> None:
+    load_config(None, overrides)
+
+
+AWKWARD = [
+    'quotes " and \\ backslash',
+    "line\nbreak\ttab\r\x00\x1b\x7f",
+    "déjà vu 日本語 🚀 \u2028",
+    "'single' # not a comment",
+    "",
+]
+
+
+@pytest.mark.parametrize("text", AWKWARD)
+def test_to_toml_round_trips_any_text(text: str, tmp_path: Path) -> None:
+    settings = Settings(
+        task=TaskSettings(system_prompt=text, options={text: text, "list": [text, [text]]}),
+        rollout=RolloutSettings(stop=(text, "x")),
+    )
+    assert load_config(write(tmp_path / "r.toml", to_toml(settings)), ["run.name=none"]) == settings
+
+
+def test_to_toml_round_trips_nested_tables_and_drops_null(tmp_path: Path) -> None:
+    config = {
+        "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "a.b": {"deep": [1, 2.5, True]}},
+        "empty": {},
+        "none": [],
+        "big": 2**40,
+        "small": 1e-30,
+        "pad_token_id": None,
+    }
+    settings = Settings(model=ModelSettings(config=config))
+    assert isinstance(settings.model.config, dict)
+    assert "pad_token_id" not in settings.model.config  # TOML has no null: unset is left out
+    again = load_config(write(tmp_path / "r.toml", to_toml(settings)), ["run.name=none"])
+    assert again == settings
+    assert again.model.config == {k: v for k, v in config.items() if v is not None}
+
+
+def test_every_section_and_key_round_trips_when_set(tmp_path: Path) -> None:
+    settings = load_config("demo", ["run.max_hours=0.5", "algorithm.clip_high=0.28"])
+    text = to_toml(settings)
+    assert "max_hours = 0.5" in text
+    assert "clip_high = 0.28" in text
+    assert load_config(write(tmp_path / "r.toml", text)) == settings
+
+
+def test_settings_are_immutable() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        Settings().train.lr = 1.0  # type: ignore[misc]
+
+
+def test_describe_has_every_key_with_words() -> None:
+    rows = {key: rest for key, *rest in describe()}
+    keys = {
+        f"{section}.{key}" for section, values in Settings().model_dump().items() for key in values
+    }
+    assert set(rows) == keys
+    assert rows["train.lr"] == ["number", "1e-06", "peak learning rate of AdamW"]
+    assert rows["rollout.stop"][:2] == ["list of text", "[]"]
+    assert rows["rollout.num_pages"][:2] == ["integer", "unset"]
+    assert [key for key, (_, _, words) in rows.items() if not words] == []
+
+
+def test_the_settings_document_is_current() -> None:
+    """docs/settings.md lists every key with its type, default and description."""
+    text = (ROOT / "docs" / "settings.md").read_text(encoding="utf-8")
+    assert with_tables(text) == text, "run: make docs"
+    assert "| `lr` | number | `1e-06` | peak learning rate of AdamW |" in text
+    with pytest.raises(UserError, match="no heading '## `train`'"):
+        with_tables(text.replace("## `train`", "## `training`"))
+
+
+def test_importing_the_settings_needs_no_torch() -> None:
+    code = "import sys, jetrl.settings.loading, jetrl.types; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_another_task_sets_the_recipes_task_section_aside(tmp_path: Path) -> None:
+    recipe = tmp_path / "r.toml"
+    recipe.write_text(
+        "[task]\nname = 'gsm8k'\npath = 'data'\nworkers = 0\n[task.options]\nstrict = true\n"
+    )
+    other = load_config(recipe, ["task.options.digits=3", "task=arithmetic"]).task
+    assert other == TaskSettings(name="arithmetic", options={"digits": 3})
+    same = load_config(recipe, ["task=gsm8k", "task.timeout_s=3"]).task
+    assert (same.path, same.options, same.timeout_s) == ("data", {"strict": True}, 3.0)
+    assert load_config(recipe, ["task.split=test"]).task.path == "data"
