@@ -3,8 +3,8 @@
     {cli, bench} -> loop -> session -> {rewards, parity} -> {rollout, training, tasks, runs}
         -> memory -> models -> kernels -> precision
 
-and everyone may use types, settings, errors and randomness. rollout and training never import each
-other; tasks and runs know neither the model nor torch.
+and everyone may use types, settings, errors, randomness and distributed. rollout and training
+never import each other; tasks and runs know neither the model nor torch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import pytest
 SOURCE = Path(__file__).parents[2] / "src" / "jetrl"
 FILES = sorted(SOURCE.rglob("*.py"))
 
-BASE = {"types", "errors", "randomness", "settings"}
+BASE = {"types", "errors", "randomness", "settings", "distributed"}
 BELOW_ROLLOUT = {"precision", "kernels", "models", "memory"}
 PARTS = {"rollout", "training", "tasks", "runs"}
 EVERYTHING = BASE | BELOW_ROLLOUT | PARTS | {"rewards", "parity", "session", "loop"}
@@ -30,6 +30,7 @@ ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "randomness": set(),
     "settings": {"errors"},
+    "distributed": {"errors"},
     "precision": BASE,
     "kernels": BASE | {"precision"},
     "models": BASE | {"kernels", "precision"},

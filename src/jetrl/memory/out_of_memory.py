@@ -9,6 +9,7 @@ from typing import TypeVar
 
 import torch
 
+from jetrl.distributed.agreement import OUT_OF_MEMORY, agree
 from jetrl.errors import OutOfMemoryStop
 
 Result = TypeVar("Result")
@@ -26,16 +27,25 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def within_memory(attempt: Callable[[], Result], shrink: Callable[[str], None]) -> Result:
-    """What `attempt` returns, once it fits: when memory runs out, `shrink` is told how (a line),
-    makes the next attempt need less, or raises because it cannot."""
+    """Return what `attempt` returns, trying again with less work whenever memory runs out.
+
+    Args:
+        attempt: The work, which can be begun again from the start.
+        shrink: Makes the next attempt need less memory, or raises because it cannot; called with
+            one line of the allocator's message.
+    """
     while True:
+        problem = ""
         try:
-            return attempt()
+            result = attempt()
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
             problem = _first_line(error)
-        # Not earlier: until the handler has ended, the traceback holds what the attempt had made.
+        problem = agree(OUT_OF_MEMORY, problem)
+        if not problem:
+            return result
+        # Not inside the handler: until it ends, the traceback holds what the attempt had made.
         release()
         shrink(problem)
 

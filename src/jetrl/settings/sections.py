@@ -292,7 +292,7 @@ class TrackerSettings(Section):
 
 
 class Settings(Section):
-    """All settings of a run, made by `loading.load_config` and written back by `loading.to_toml`."""
+    """All settings of a run; `loading.load_config` makes them, `loading.to_toml` writes them."""
 
     run: RunSettings = RunSettings()
     model: ModelSettings = ModelSettings()
