@@ -17,7 +17,7 @@ import pytest
 from jetrl import train
 from jetrl.cli.main import main as jetrl
 from jetrl.errors import Terminated, TimeLimitReached
-from jetrl.rewards.evaluate import Scoring
+from jetrl.rewards.sampling import Scoring
 from jetrl.runs import RunDirectory
 from jetrl.session import session as verbs
 from jetrl.session import stops as module

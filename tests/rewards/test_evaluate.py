@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jetrl.rewards.evaluate import EncodedPrompt, Scoring, sample_prompts
+from jetrl.rewards.sampling import EncodedPrompt, Scoring, sample_prompts
 from jetrl.rollout.progress import Progress
 from jetrl.tasks import Scorer
 from jetrl.types import Completion, Prompt, SamplingParams

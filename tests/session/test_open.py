@@ -12,7 +12,7 @@ import pytest
 from jetrl.errors import UserError
 from jetrl.loop import sft, train
 from jetrl.models.tiny import make_tiny
-from jetrl.rewards.evaluate import EncodedPrompt
+from jetrl.rewards.sampling import EncodedPrompt
 from jetrl.runs import RunDirectory
 from jetrl.session import opening
 from jetrl.session.prompt_order import PromptOrder

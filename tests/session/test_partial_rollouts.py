@@ -10,7 +10,7 @@ import pytest
 from jetrl import load_config
 from jetrl.errors import UserError
 from jetrl.precision import PrecisionPlan
-from jetrl.rewards.evaluate import EncodedPrompt
+from jetrl.rewards.sampling import EncodedPrompt
 from jetrl.session.partial_rollouts import PartialRollouts
 from jetrl.types import Prompt
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from jetrl.rewards.evaluate import EncodedPrompt
+from jetrl.rewards.sampling import EncodedPrompt
 from jetrl.session.prompt_order import PromptOrder
 from jetrl.settings.loading import load_config
 from jetrl.types import Completion, Prompt, Sample, Score

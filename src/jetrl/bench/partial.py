@@ -26,7 +26,7 @@ from jetrl.bench.parity import make_policy
 from jetrl.bench.rollout import GRPO_MAX, GRPO_MEAN, GRPO_PROMPT, GRPO_SAMPLES
 from jetrl.bench.shapes import SHAPES
 from jetrl.models.policy import Policy
-from jetrl.rewards.evaluate import EncodedPrompt
+from jetrl.rewards.sampling import EncodedPrompt
 from jetrl.rollout.engine import RolloutEngine
 from jetrl.session.partial_rollouts import PartialRollouts
 from jetrl.settings.loading import load_config

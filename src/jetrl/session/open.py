@@ -21,8 +21,8 @@ from jetrl.models.policy import Policy
 from jetrl.parity import require_exact
 from jetrl.precision import PrecisionPlan
 from jetrl.rewards.environment import turns_of
-from jetrl.rewards.evaluate import EncodedPrompt, encode_prompts
 from jetrl.rewards.reward import Reward
+from jetrl.rewards.sampling import EncodedPrompt, encode_prompts
 from jetrl.rollout.engine import RolloutEngine
 from jetrl.runs import (
     Attempt,

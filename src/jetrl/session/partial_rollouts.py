@@ -18,7 +18,7 @@ from typing import Any
 
 from jetrl.errors import UserError
 from jetrl.models.policy import Policy
-from jetrl.rewards.evaluate import EncodedPrompt
+from jetrl.rewards.sampling import EncodedPrompt
 from jetrl.rollout.engine import ProgressCallback, RolloutEngine
 from jetrl.rollout.partial import Partial
 from jetrl.settings.loading import Settings

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from jetrl.errors import UserError
 from jetrl.models.chat import encode_turns
 from jetrl.models.model import Model
-from jetrl.rewards.evaluate import EncodedPrompt
+from jetrl.rewards.sampling import EncodedPrompt
 from jetrl.tasks import Task
 from jetrl.training.extras.reward_model import Pair
 from jetrl.types import Turn

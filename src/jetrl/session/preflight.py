@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from jetrl.precision import PrecisionPlan
 from jetrl.randomness import derive_seed
 from jetrl.rewards.environment import turns_of
-from jetrl.rewards.evaluate import Scoring, encode_prompts, sample_prompts
+from jetrl.rewards.sampling import Scoring, encode_prompts, sample_prompts
 from jetrl.rollout.engine import RolloutEngine
 from jetrl.runs import problems
 from jetrl.session.building import build_judge, build_policy

@@ -8,7 +8,7 @@ from typing import Any
 
 from jetrl.errors import UserError
 from jetrl.randomness import derive_seed
-from jetrl.rewards.evaluate import EncodedPrompt
+from jetrl.rewards.sampling import EncodedPrompt
 from jetrl.session.shuffled_prompts import ShuffledPrompts
 from jetrl.settings.loading import Settings
 from jetrl.types import Sample

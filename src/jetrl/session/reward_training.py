@@ -22,7 +22,7 @@ from jetrl.memory.plan import Load, OtherModels
 from jetrl.models.chat import decode
 from jetrl.models.scalar_model import ScalarModel
 from jetrl.precision import PrecisionPlan
-from jetrl.rewards.evaluate import EncodedPrompt, encode_prompts
+from jetrl.rewards.sampling import EncodedPrompt, encode_prompts
 from jetrl.runs import Console, RunDirectory
 from jetrl.session.building import build_scalar_model, choose_device, model_config
 from jetrl.session.checkpoints import RunCheckpoints

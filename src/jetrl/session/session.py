@@ -19,13 +19,8 @@ from typing import Self
 from jetrl.errors import MismatchError, RunStopped
 from jetrl.parity import check_correction, located
 from jetrl.randomness import derive_seed
-from jetrl.rewards.evaluate import (
-    EncodedPrompt,
-    Evaluation,
-    Scoring,
-    evaluate,
-    sample_prompts,
-)
+from jetrl.rewards.evaluate import Evaluation, evaluate
+from jetrl.rewards.sampling import EncodedPrompt, Scoring, sample_prompts
 from jetrl.rollout.progress import Progress
 from jetrl.runs import Learning
 from jetrl.session.building import build_critic, build_reference
@@ -235,7 +230,7 @@ class Session:
                 self._rollout_tokens += parts.engine.stats.tokens_drawn
                 self._scoring = Scoring(parts.scorer, prompts, params.n)
             else:
-                self._scoring = Scoring(parts.scorer, prompts, params.n, goes_on=again > 0)
+                self._scoring = Scoring(parts.scorer, prompts, params.n, continues_step=again > 0)
                 completions = sample_prompts(
                     parts.engine, self._scoring, params, parts.max_turns, self._progress
                 )

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from jetrl.errors import UserError
 from jetrl.models.chat import encode_turns
 from jetrl.models.policy import Policy
-from jetrl.rewards.evaluate import EncodedPrompt
+from jetrl.rewards.sampling import EncodedPrompt
 from jetrl.tasks import Task
 from jetrl.types import Example, Turn
 

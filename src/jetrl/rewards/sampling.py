@@ -1,0 +1,211 @@
+"""Sampling and scoring of prompts, for training and for evaluation.
+
+The prompts of a task become token ids (`encode_prompts`), these become completions
+(`sample_prompts`), and each completion is handed to the scoring processes as soon as it is finished
+(`Scoring`), so that scores are computed while other completions are still drawn.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jetrl.errors import UserError
+from jetrl.models.chat import encode_prompt
+from jetrl.models.model import Model
+from jetrl.rewards.environment import TaskEnvironment
+from jetrl.rollout.engine import ProgressCallback, RolloutEngine
+from jetrl.rollout.progress import Progress
+from jetrl.tasks import ScoredText, Scorer, Task, read_prompts
+from jetrl.types import Completion, Prompt, Sample, SamplingParams, Score
+
+
+@dataclass(frozen=True)
+class EncodedPrompt:
+    """A task's prompt as the model reads it.
+
+    Attributes:
+        prompt: The task's prompt.
+        token_ids: The prompt's token ids, chat template and system prompt included.
+        stop: The task's strings that end an answer to this prompt.
+    """
+
+    prompt: Prompt
+    token_ids: tuple[int, ...]
+    stop: tuple[str, ...] = ()
+
+
+def encode_prompts(
+    policy: Model, task: Task, split: str, limit: int = 0, system_prompt: str | None = None
+) -> list[EncodedPrompt]:
+    """Return the prompts of a task's split as token ids, in the order of the split.
+
+    Args:
+        policy: The model whose tokenizer and context length are used.
+        task: The task that the prompts are read from.
+        split: The name of the split, such as `train`.
+        limit: The number of prompts to take from the start of each mixed task; 0 takes all.
+        system_prompt: A system message before each prompt; None: none.
+
+    Raises:
+        UserError: The split has no prompts, or a prompt leaves no room for an answer in the model's
+            context; the message names the first such prompt and how many there are.
+    """
+    where = f"task {task.label}, split {split}"
+    num_seen: Counter[str] = Counter()
+    encoded = []
+    for prompt in read_prompts(task, split):
+        num_seen[prompt.task] += 1
+        if limit and num_seen[prompt.task] > limit:
+            continue
+        token_ids = encode_prompt(policy.tokenizer, prompt, system_prompt)
+        encoded.append(EncodedPrompt(prompt, tuple(token_ids), tuple(task.stops(prompt))))
+    if not encoded:
+        raise UserError(f"{where} has no prompts")
+    context = policy.config.max_position_embeddings
+    too_long = [e for e in encoded if len(e.token_ids) >= context]
+    if too_long:
+        first = too_long[0]
+        raise UserError(
+            f"{where}: prompt {first.prompt.id!r} has {len(first.token_ids)} tokens, which "
+            f"leaves no room for an answer in the model's context of {context}; {len(too_long)} of "
+            f"{len(encoded)} prompts are too long: shorten or drop them"
+        )
+    return encoded
+
+
+class Scoring:
+    """The scores of one round of completions, each begun as soon as the completion is finished.
+
+    Args:
+        scorer: The scoring processes; a scorer without processes scores in `samples`.
+        prompts: The prompts of the completions, in order.
+        each: The number of completions of each prompt.
+        continues_step: Whether other completions of the same training step were scored before.
+    """
+
+    def __init__(
+        self,
+        scorer: Scorer,
+        prompts: Sequence[EncodedPrompt],
+        each: int,
+        continues_step: bool = False,
+    ) -> None:
+        if not continues_step:
+            scorer.begin_step()
+        self.scorer, self.prompts, self.each = scorer, prompts, each
+        self._begun: dict[int, tuple[int, Completion]] = {}  # index: scorer's ticket, completion
+
+    def finished(self, index: int, completion: Completion) -> None:
+        """Begin to score a completion that has come to its end; `samples` gets the same one later.
+
+        Args:
+            index: The completion's index among all completions of the prompts.
+            completion: The finished completion.
+        """
+        if self.scorer.has_workers and not completion.failure:
+            self._begin(index, completion)
+
+    def attend(self) -> None:
+        """Keep the scorer's processes busy, without waiting for one."""
+        self.scorer.attend()
+
+    def samples(self, completions: Sequence[Completion]) -> list[Sample]:
+        """Return all completions with their scores, grouped by prompt; waits for the last score.
+
+        A completion that its environment broke down at is not scored: the sample has the
+        environment's failure and reward 0.
+        """
+        scorable = [i for i, completion in enumerate(completions) if not completion.failure]
+        tickets = [self._begin(i, completions[i]) for i in scorable]
+        scores = dict(zip(scorable, self.scorer.finish(tickets), strict=True))
+        self.drop()  # scores that were begun of completions that were drawn again since
+        for i, completion in enumerate(completions):
+            if completion.failure:
+                scores[i] = ScoredText(Score(0.0), completion.failure)
+        return [
+            Sample(
+                prompt=self.prompts[i // self.each].prompt,
+                group=i // self.each,
+                prompt_token_ids=self.prompts[i // self.each].token_ids,
+                completion=completion,
+                score=scores[i].score,
+                failure=scores[i].failure,
+            )
+            for i, completion in enumerate(completions)
+        ]
+
+    def drop(self) -> None:
+        """Forget every score that was begun."""
+        self.scorer.drop()
+        self._begun.clear()
+
+    def _begin(self, index: int, completion: Completion) -> int:
+        """Return the scorer's ticket of a completion, which is begun unless that was done before.
+
+        Where memory ran out the sampling began again, with other turns if the environment is not
+        deterministic: then the completion differs from the one that was begun.
+        """
+        ticket, known = self._begun.get(index, (0, None))
+        if known != completion:
+            prompt = self.prompts[index // self.each].prompt
+            ticket = self.scorer.begin(prompt, completion.turns or completion.text)
+            self._begun[index] = ticket, completion
+        return ticket
+
+
+def sample_prompts(
+    engine: RolloutEngine,
+    scoring: Scoring,
+    params: SamplingParams,
+    max_turns: int = 1,
+    progress: ProgressCallback | None = None,
+) -> list[Completion]:
+    """Return `params.n` completions of each prompt of `scoring`, in order.
+
+    A completion ends at `params.stop` and at its prompt's own stop strings; prompts with the same
+    stop strings are sampled together.
+
+    Args:
+        engine: The engine that samples.
+        scoring: The prompts; it is told of each completion that is finished.
+        params: How to sample; `params.n` is the scoring's number of completions a prompt.
+        max_turns: The most turns of a completion; above 1 the task's `step` answers each turn.
+        progress: Called after each forward with what is done; None: nobody wants to know.
+    """
+    assert params.n == scoring.each, f"{params.n} completions a prompt, {scoring.each} to be scored"
+    prompts = scoring.prompts
+    completions: dict[int, Completion] = {}
+    indices: list[int] = []  # of the completions that are drawn together, in `completions`
+
+    def attend(state: Progress) -> None:
+        scoring.attend()
+        if progress is not None:
+            progress(state)
+
+    def finished(index: int, completion: Completion) -> None:
+        scoring.finished(indices[index], completion)
+
+    try:
+        for stop in dict.fromkeys(prompt.stop for prompt in prompts):
+            members = [i for i, prompt in enumerate(prompts) if prompt.stop == stop]
+            stops = tuple(dict.fromkeys((*params.stop, *stop)))
+            indices = [member * params.n + k for member in members for k in range(params.n)]
+            environment = None
+            if max_turns > 1:
+                task_prompts = [prompts[i].prompt for i in members]
+                environment = TaskEnvironment(scoring.scorer, task_prompts, params.n, max_turns)
+            drawn = engine.generate(
+                [list(prompts[i].token_ids) for i in members],
+                dataclasses.replace(params, stop=stops),
+                attend,
+                environment=environment,
+                finished=finished,
+            )
+            completions |= zip(indices, drawn, strict=True)
+    except BaseException:  # nobody will have the completions whose scores were begun
+        scoring.drop()
+        raise
+    return [completions[i] for i in range(len(completions))]
