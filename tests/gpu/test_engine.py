@@ -12,6 +12,7 @@ from small_models import config
 from jetrl import Policy, RolloutEngine, SamplingParams
 from jetrl.errors import RunStopped
 from jetrl.kernels import decode as reference
+from jetrl.kernels.decode_state import DecodeState, Drawn
 from jetrl.kernels.sampling import random_bits
 from jetrl.parity import random_prompts
 from jetrl.precision import PrecisionPlan
@@ -54,7 +55,7 @@ def count_different(policy: Policy, prompts: Any, completions: Any, n: int, t: f
 
 
 def test_random_bits_are_the_references() -> None:
-    state = reference.DecodeState.empty(1000, 4, torch.device("cuda"))
+    state = DecodeState.empty(1000, 4, torch.device("cuda"))
     generator = np.random.default_rng(0)
     keys = generator.integers(0, 2**63, 1000)
     positions = generator.integers(0, 200, 1000)
@@ -75,16 +76,16 @@ def test_state_moves_as_the_reference_says() -> None:
     def integers(high: int, *shape: int) -> torch.Tensor:
         return torch.randint(0, high, shape, generator=generator)
 
-    cpu = reference.DecodeState.empty(slots, width, torch.device("cpu"))
+    cpu = DecodeState.empty(slots, width, torch.device("cpu"))
     for name, high in {"token": 50, "position": 500, "key": 2**62, "active": 2}.items():
         getattr(cpu, name).copy_(integers(high, slots))
     cpu.limit.copy_(cpu.position + 1 + integers(3, slots))
     cpu.tables.copy_(integers(10**6, slots, width))
     cpu.stops[:4] = torch.tensor([3, 4, 5, 6])
-    gpu = reference.DecodeState(*(getattr(cpu, f).cuda() for f in cpu.__dataclass_fields__))
+    gpu = DecodeState(*(getattr(cpu, f).cuda() for f in cpu.__dataclass_fields__))
     which = torch.randperm(slots, generator=generator)[:rows]
     outs = [
-        reference.Drawn(
+        Drawn(
             torch.zeros(3, 300, dtype=torch.int32, device=d),
             torch.zeros(3, 300, device=d),
             torch.zeros(1, dtype=torch.int32, device=d),

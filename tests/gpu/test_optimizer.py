@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from jetrl.kernels.adamw import adamw_, adamw_ref_, adamw_scalars
+from jetrl.kernels.adamw import adamw_, adamw_ref_
+from jetrl.kernels.adamw_scalars import adamw_scalars
 from jetrl.settings import TrainSettings
 from jetrl.training.optimizer import Optimizer
 

@@ -161,7 +161,8 @@ def rollout(policy: Any) -> None:
 
 def update(policy: Any) -> None:
     """Forward and backward, with and without recomputation, and the optimizer."""
-    from jetrl.kernels.adamw import adamw_, adamw_scalars
+    from jetrl.kernels.adamw import adamw_
+    from jetrl.kernels.adamw_scalars import adamw_scalars
 
     ends, targets = torch.tensor([0, 1000, 4096]), torch.arange(1, 900)
     for recomputed in (False, True):

@@ -11,7 +11,8 @@ from one_layer import config
 from torch import nn
 
 from jetrl.errors import UserError
-from jetrl.kernels.adamw import adamw_, adamw_scalars, state_bytes
+from jetrl.kernels.adamw import adamw_, state_bytes
+from jetrl.kernels.adamw_scalars import adamw_scalars
 from jetrl.models.policy import Policy
 from jetrl.precision.plan import PrecisionPlan
 from jetrl.settings import TrainSettings

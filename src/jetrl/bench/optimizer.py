@@ -31,7 +31,8 @@ from jetrl.bench._timing import (
 from jetrl.bench.parity import make_policy
 from jetrl.bench.shapes import SHAPES
 from jetrl.errors import MismatchError
-from jetrl.kernels.adamw import adamw_, adamw_ref_, adamw_scalars, state_bytes
+from jetrl.kernels.adamw import adamw_, adamw_ref_, state_bytes
+from jetrl.kernels.adamw_scalars import adamw_scalars
 from jetrl.memory.out_of_memory import release
 from jetrl.models.policy import Policy
 from jetrl.precision.linear import FP8Weight, Linear

@@ -22,24 +22,20 @@ Measured beside other formats: docs/optimizer.md.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from jetrl.kernels.adamw_scalars import (
+    CODES,
+    ELEMENT_STRIDE,
+    ROOT_BIAS,
+    ROOT_MAX,
+    ROOT_SHIFT,
+    AdamWScalars,
+)
 from jetrl.precision.exact import square_root
-from jetrl.precision.hopper import hopper
-
-CODES = 255
-ROOT_SHIFT = 14  # bits of a float32's mantissa that are cut
-ROOT_BIAS = (127 - 50) << 23  # the bits of the smallest root, 2**-50; the largest is 2**14
-ROOT_MAX = (1 << 15) - 1
-# The golden ratio for steps, so that one element's dithers fill [0, 1) evenly, and for elements the
-# plastic number's inverse.
-_STEP_STRIDE, ELEMENT_STRIDE = 0x9E3779B9, 0xC13FA9A9
-_NEGLIGIBLE = 1e-4
 
 
 def state_bytes(shape: Sequence[int], states: str) -> int:
@@ -53,51 +49,6 @@ def is_compact(ndim: int, states: str) -> bool:
     return states == "compact" and ndim >= 2
 
 
-class AdamWScalars(NamedTuple):
-    """What a step needs beside the tensors. Floats are values of float32."""
-
-    beta1: float
-    rest1: float  # 1 - beta1
-    beta2: float
-    rest2: float  # 1 - beta2
-    rate: float  # lr / (1 - beta1**t)
-    unbias: float  # 1 / sqrt(1 - beta2**t)
-    eps: float
-    decay: float  # 1 - lr * weight_decay
-    carry: float  # what one unit of m will add to rate * m over the steps to come
-    before: float  # bound / 255**2 of the step before
-    now: float  # and of this one
-    encode: float  # its inverse
-    salt: int  # of the dither, 32 bits
-
-
-def adamw_scalars(
-    step: int,
-    lr: Callable[[int], float],
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-) -> AdamWScalars:
-    """Of step 1, 2, 3 ... lr(k): the learning rate k steps later, 0 being now."""
-    beta1, beta2 = betas
-    bound = _bound(step, beta1, beta2)
-    return AdamWScalars(
-        beta1=_float32(beta1),
-        rest1=_float32(1 - beta1),
-        beta2=_float32(beta2),
-        rest2=_float32(1 - beta2),
-        rate=_float32(lr(0) / (1 - beta1**step)),
-        unbias=_float32(1 / math.sqrt(1 - beta2**step)),
-        eps=_float32(eps),
-        decay=_float32(1 - lr(0) * weight_decay),
-        carry=_float32(_carry(step, lr, beta1)),
-        before=_float32(_bound(step - 1, beta1, beta2) / CODES**2),
-        now=_float32(bound / CODES**2),
-        encode=_float32(CODES**2 / bound),
-        salt=step * _STEP_STRIDE % 2**32,
-    )
-
-
 def adamw_(
     master: Tensor, grad: Tensor, ratio: Tensor, root: Tensor, clip: Tensor, scalars: AdamWScalars
 ) -> None:
@@ -109,7 +60,9 @@ def adamw_(
         clip: float32 scalar on the device; the gradient is multiplied by it.
     """
     if master.is_cuda:
-        hopper("kernels.adamw_hopper").adamw_(master, grad, ratio, root, clip, scalars)
+        from jetrl.kernels.adamw_hopper import adamw_ as adamw_hopper_
+
+        adamw_hopper_(master, grad, ratio, root, clip, scalars)
     else:
         adamw_ref_(master, grad, ratio, root, clip, scalars)
 
@@ -151,25 +104,3 @@ def _decode_ratio(ratio: Tensor, negative: Tensor, unit: float, root: Tensor) ->
     codes = ratio.float()
     size = codes * codes * unit * root
     return torch.where(negative, -size, size)
-
-
-def _float32(x: float) -> float:
-    return float(np.float32(x))
-
-
-def _bound(step: int, beta1: float, beta2: float) -> float:
-    """sup |m| / sqrt(v) after `step` steps: m = sum_k (1 - beta1) beta1**k g_k and v = sum_k
-    (1 - beta2) beta2**k g_k**2, so m**2 <= sum_k (1 - beta1)**2 / (1 - beta2) (beta1**2 /
-    beta2)**k * v."""
-    q = beta1 * beta1 / beta2
-    assert q < 1, "the first moment has no bound"
-    return (1 - beta1) * math.sqrt((1 - q**step) / ((1 - q) * (1 - beta2)))
-
-
-def _carry(step: int, lr: Callable[[int], float], beta1: float) -> float:
-    """sum over k >= 1 of lr(k) beta1**k / (1 - beta1**(step + k)): what a unit of m will add."""
-    total, k, weight = 0.0, 1, beta1
-    while weight > _NEGLIGIBLE:
-        total += lr(k) * weight / (1 - beta1 ** (step + k))
-        k, weight = k + 1, weight * beta1
-    return total

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from jetrl.kernels.adamw import (
+from jetrl.kernels.adamw_scalars import (
     CODES,
     ELEMENT_STRIDE,
     ROOT_BIAS,

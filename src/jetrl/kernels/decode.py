@@ -14,83 +14,19 @@ Legend: S slots, W pages a table, B rows, K forwards that a `Drawn` holds.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
+from jetrl.kernels.decode_state import BROKEN, NOT_DRAWN, DecodeInputs, DecodeState, Drawn
 from jetrl.kernels.sampling import random_bits
-from jetrl.precision.hopper import hopper
-
-NOT_DRAWN = -1  # in `Drawn.tokens`: the sequence had ended before
-BROKEN = -2  # in `Drawn.tokens`: the logits have no finite softmax
-MAX_STOP_IDS = 256
-MAX_ROWS = 4096  # of a forward on a GPU: one program takes the draws of all
-
-
-@dataclass(frozen=True)
-class DecodeState:
-    """token, position: int32 [S], the last token and its place, not yet in the cache. limit: int32
-    [S], the place of the last token that may be drawn. key: int64 [S], of the random numbers.
-    active: int32 [S], 0 once ended. tables: int32 [S, W], pages in order. seed: int64 [1]. stops:
-    int32 [1 + MAX_STOP_IDS], how many stop ids, and those."""
-
-    token: Tensor
-    position: Tensor
-    limit: Tensor
-    key: Tensor
-    active: Tensor
-    tables: Tensor
-    seed: Tensor
-    stops: Tensor
-
-    @staticmethod
-    def empty(slots: int, width: int, device: torch.device) -> DecodeState:
-        """All slots inactive; tables of `width` pages."""
-
-        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device)
-
-        return DecodeState(
-            token=zeros(slots),
-            position=zeros(slots),
-            limit=zeros(slots),
-            key=zeros(slots, dtype=torch.int64),
-            active=zeros(slots),
-            tables=zeros(slots, width),
-            seed=zeros(1, dtype=torch.int64),
-            stops=zeros(1 + MAX_STOP_IDS),
-        )
-
-
-@dataclass(frozen=True)
-class DecodeInputs:
-    """Of one forward. token_ids, positions: int64 [B]. slots: int64 [B], where in the cache the
-    keys and values go: page * page_size + place. lengths: int32 [B], keys that are seen. bits:
-    int64 [B] random bits of the draw. A row that is not active has length 0, slot -1, bits -1."""
-
-    token_ids: Tensor
-    positions: Tensor
-    slots: Tensor
-    lengths: Tensor
-    bits: Tensor
-
-
-@dataclass(frozen=True)
-class Drawn:
-    """tokens: int32 [K, B], or NOT_DRAWN or BROKEN. logprobs: float32 [K, B]. count: int32 [1],
-    forwards so far: the row of the next one."""
-
-    tokens: Tensor
-    logprobs: Tensor
-    count: Tensor
 
 
 def next_inputs(state: DecodeState, rows: Tensor, page_size: int) -> DecodeInputs:
     """The inputs of the next forward of rows int64 [B]."""
     if rows.is_cuda:
-        on_gpu: DecodeInputs = hopper("kernels.decode_hopper").next_inputs(state, rows, page_size)
-        return on_gpu
+        from jetrl.kernels.decode_hopper import next_inputs as next_inputs_hopper
+
+        return next_inputs_hopper(state, rows, page_size)
     active = state.active[rows] > 0
     position = torch.where(active, state.position[rows], 0).long()
     page = state.tables[rows, position // page_size].long()
@@ -115,7 +51,9 @@ def take_draws(
     tokens: int64 [B]. logprobs, lse: float32 [B].
     """
     if rows.is_cuda:
-        hopper("kernels.decode_hopper").take_draws(state, rows, tokens, logprobs, lse, out)
+        from jetrl.kernels.decode_hopper import take_draws as take_draws_hopper
+
+        take_draws_hopper(state, rows, tokens, logprobs, lse, out)
         return
     active = state.active[rows] > 0
     finite = torch.isfinite(lse)

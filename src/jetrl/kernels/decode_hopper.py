@@ -14,7 +14,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from jetrl.kernels.decode import BROKEN, MAX_ROWS, NOT_DRAWN, DecodeInputs, DecodeState, Drawn
+from jetrl.kernels.decode_state import (
+    BROKEN,
+    MAX_ROWS,
+    NOT_DRAWN,
+    DecodeInputs,
+    DecodeState,
+    Drawn,
+)
 
 
 @triton.jit

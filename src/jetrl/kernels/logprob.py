@@ -14,16 +14,8 @@ import torch
 from torch import Tensor
 
 from jetrl.precision.exact import exp_nonpositive, log_positive
-from jetrl.precision.hopper import hopper
 
 _MASS_GRID = 2.0**30  # exp(z - m) is at most 1: this grid adds 2**23 of them exactly in float64
-_CHUNK_LOGITS = 2**29  # float32 logits held at once on a GPU: 2 GiB
-
-
-def rows_at_once(vocabulary: int) -> int:
-    """Rows whose float32 logits a GPU holds at a time while it makes log-probs from hidden states:
-    a multiple of 64."""
-    return max(64, _CHUNK_LOGITS // vocabulary // 64 * 64)
 
 
 def log_softmax_parts(logits: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -53,10 +45,9 @@ def chosen_logprobs(logits: Tensor, chosen: Tensor, temperature: float) -> tuple
     """Log-probs of chosen int64 [R] under softmax(logits [R, V] / temperature), differentiable in
     the logits, and the entropy in nats, which is not. Both float32 [R]."""
     if logits.is_cuda:
-        on_gpu: tuple[Tensor, Tensor] = hopper("kernels.logprob_hopper").chosen_logprobs(
-            logits, chosen, temperature
-        )
-        return on_gpu
+        from jetrl.kernels.logprob_hopper import chosen_logprobs as chosen_logprobs_hopper
+
+        return chosen_logprobs_hopper(logits, chosen, temperature)
     per_row = logits.new_full((len(chosen), 1), temperature)
     logprobs, entropy = _ChosenLogprobs.apply(logits, chosen, per_row)
     return logprobs, entropy

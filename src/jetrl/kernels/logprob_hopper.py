@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from jetrl.kernels.logprob import rows_at_once
+from jetrl.kernels.logit_chunks import rows_at_once
 from jetrl.kernels.master_gradient import gradient_to_add_to
 from jetrl.precision.hopper.gemm import bf16_matmul_hopper
 from jetrl.precision.hopper.quantize import check_matrix

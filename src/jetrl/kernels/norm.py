@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from jetrl.precision.exact import sum_of_squares
-from jetrl.precision.hopper import hopper
 
 
 def rms_norm_ref(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -28,9 +27,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     through that rounding). Result like x.
     """
     if x.is_cuda and x.dtype == torch.bfloat16:
-        y: Tensor = hopper("kernels.norm_hopper").rms_norm(x, weight, eps)
-    else:
-        y = _RMSNorm.apply(x, weight, eps)
+        from jetrl.kernels.norm_hopper import rms_norm as rms_norm_hopper
+
+        return rms_norm_hopper(x, weight, eps)
+    y: Tensor = _RMSNorm.apply(x, weight, eps)
     return y
 
 

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from jetrl.kernels.logprob import log_softmax_parts
-from jetrl.precision.hopper import hopper
 
 _WEIGHT_ONE = 2.0**40  # weight of the most probable token; 2**22 tokens still fit an int64 sum
 _MASK32 = np.uint64(0xFFFFFFFF)
@@ -59,10 +58,9 @@ def sample(
     has no draw.
     """
     if logits.is_cuda:
-        on_gpu: tuple[Tensor, Tensor, Tensor] = hopper("kernels.sampling_hopper").sample(
-            logits, bits, temperature, top_p, top_k, filtered
-        )
-        return on_gpu
+        from jetrl.kernels.sampling_hopper import sample as sample_hopper
+
+        return sample_hopper(logits, bits, temperature, top_p, top_k, filtered)
     greedy = temperature == 0
     scale = torch.where(greedy, 1.0, temperature)[:, None]
     shifted, mass, lse = log_softmax_parts(logits, scale)

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from jetrl.precision.exact import sigmoid
-from jetrl.precision.hopper import hopper
 
 
 def swiglu_ref(gate_up: Tensor) -> Tensor:
@@ -23,9 +22,10 @@ def swiglu_ref(gate_up: Tensor) -> Tensor:
 def swiglu(gate_up: Tensor) -> Tensor:
     """silu(gate) * up, differentiable. gate_up bfloat16 or float32 [T, 2F] -> [T, F] like it."""
     if gate_up.is_cuda and gate_up.dtype == torch.bfloat16:
-        y: Tensor = hopper("kernels.swiglu_hopper").swiglu(gate_up)
-    else:
-        y = _SwiGLU.apply(gate_up)
+        from jetrl.kernels.swiglu_hopper import swiglu as swiglu_hopper
+
+        return swiglu_hopper(gate_up)
+    y: Tensor = _SwiGLU.apply(gate_up)
     return y
 
 

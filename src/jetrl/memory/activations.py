@@ -17,7 +17,7 @@ from jetrl.kernels.attention.layout import (
     DS_TILE_BYTES,
     STORED_DS_BYTES,
 )
-from jetrl.kernels.logprob import rows_at_once
+from jetrl.kernels.logit_chunks import rows_at_once
 from jetrl.models.attention import kv_bytes_per_token, staged_bytes_per_token
 from jetrl.models.families import ModelConfig
 from jetrl.precision.plan import FP8_BLOCK, Format, PrecisionPlan

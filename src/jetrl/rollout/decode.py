@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from jetrl.kernels.decode import MAX_STOP_IDS
+from jetrl.kernels.decode_state import MAX_STOP_IDS
 from jetrl.models.policy import Policy
 from jetrl.rollout.decode_forward import DecodeBuffers, EagerForwards, GraphForwards
 from jetrl.rollout.kv_cache import PagedCache

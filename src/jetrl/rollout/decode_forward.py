@@ -17,7 +17,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from jetrl.kernels.decode import DecodeState, Drawn, next_inputs, take_draws
+from jetrl.kernels.decode import next_inputs, take_draws
+from jetrl.kernels.decode_state import DecodeState, Drawn
 from jetrl.kernels.sampling import sample
 from jetrl.memory.device import DeviceBytes
 from jetrl.models.policy import Policy

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from jetrl.errors import UserError
-from jetrl.kernels.decode import MAX_ROWS
+from jetrl.kernels.decode_state import MAX_ROWS
 from jetrl.memory.out_of_memory import within_memory
 from jetrl.models.policy import Policy
 from jetrl.rollout.generation import ProgressCallback, RolloutRun

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from jetrl.kernels.decode import NOT_DRAWN
+from jetrl.kernels.decode_state import NOT_DRAWN
 from jetrl.rollout.scheduler import Step
 
 

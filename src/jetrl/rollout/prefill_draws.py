@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from jetrl.kernels.decode import BROKEN
+from jetrl.kernels.decode_state import BROKEN
 from jetrl.kernels.sampling import random_bits, sample
 from jetrl.rollout.launched_step import to_device
 from jetrl.rollout.scheduler import Step

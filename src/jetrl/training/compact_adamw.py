@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from jetrl.kernels.adamw import AdamWScalars, adamw_, adamw_scalars
+from jetrl.kernels.adamw import adamw_
+from jetrl.kernels.adamw_scalars import AdamWScalars, adamw_scalars
 from jetrl.settings import TrainSettings
 
 KEYS = {"ratio": torch.uint8, "root": torch.int16}

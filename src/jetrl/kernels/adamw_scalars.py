@@ -1,0 +1,117 @@
+"""The numbers of AdamW's kernel: the constants of its compact moments, and one step's scalars.
+
+`kernels.adamw` explains the format and is the reference; `kernels.adamw_hopper` is its Hopper form.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+CODES = 255  # the largest code of a ratio
+ROOT_SHIFT = 14  # low bits of a float32's mantissa that a root does without
+ROOT_BIAS = (127 - 50) << 23  # the bits of the smallest root, 2**-50; the largest is below 2**14
+ROOT_MAX = (1 << 15) - 1
+# The dither of a root is a Weyl sequence: the stride of steps is the golden ratio, so that the
+# dithers of one element fill [0, 1) evenly; that of elements is the plastic number's inverse.
+_STEP_STRIDE, ELEMENT_STRIDE = 0x9E3779B9, 0xC13FA9A9
+_NEGLIGIBLE = 1e-4  # the weight of a step to come below which `_carry` ends its sum
+
+
+class AdamWScalars(NamedTuple):
+    """What one optimizer step of `adamw_` needs beside the tensors; floats are values of float32.
+
+    Attributes:
+        beta1: the decay of the first moment.
+        rest1: 1 - beta1.
+        beta2: the decay of the second moment.
+        rest2: 1 - beta2.
+        rate: lr / (1 - beta1**t) at step t.
+        unbias: 1 / sqrt(1 - beta2**t).
+        eps: added to the unbiased root of the second moment.
+        decay: 1 - lr * weight_decay.
+        carry: what one unit of the first moment will add to rate * m over the steps to come.
+        before: the unit of a ratio, bound / 255**2, of the step before.
+        now: the unit of a ratio of this step.
+        encode: 1 / now.
+        salt: the step's part of the dither, 32 bits.
+    """
+
+    beta1: float
+    rest1: float
+    beta2: float
+    rest2: float
+    rate: float
+    unbias: float
+    eps: float
+    decay: float
+    carry: float
+    before: float
+    now: float
+    encode: float
+    salt: int
+
+
+def adamw_scalars(
+    step: int,
+    lr: Callable[[int], float],
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+) -> AdamWScalars:
+    """Return the scalars of one optimizer step.
+
+    Args:
+        step: the optimizer step, from 1.
+        lr: the learning rate of k steps later, as a function of k; 0 is this step.
+        betas: the decays of the two moments.
+        eps: AdamW's epsilon.
+        weight_decay: decoupled, multiplied by the learning rate.
+    """
+    beta1, beta2 = betas
+    bound = _bound(step, beta1, beta2)
+    return AdamWScalars(
+        beta1=_float32(beta1),
+        rest1=_float32(1 - beta1),
+        beta2=_float32(beta2),
+        rest2=_float32(1 - beta2),
+        rate=_float32(lr(0) / (1 - beta1**step)),
+        unbias=_float32(1 / math.sqrt(1 - beta2**step)),
+        eps=_float32(eps),
+        decay=_float32(1 - lr(0) * weight_decay),
+        carry=_float32(_carry(step, lr, beta1)),
+        before=_float32(_bound(step - 1, beta1, beta2) / CODES**2),
+        now=_float32(bound / CODES**2),
+        encode=_float32(CODES**2 / bound),
+        salt=step * _STEP_STRIDE % 2**32,
+    )
+
+
+def _float32(x: float) -> float:
+    return float(np.float32(x))
+
+
+def _bound(step: int, beta1: float, beta2: float) -> float:
+    """Return the supremum of |m| / sqrt(v) after `step` optimizer steps.
+
+    m = sum_k (1 - beta1) beta1**k g_k and v = sum_k (1 - beta2) beta2**k g_k**2, so by Cauchy and
+    Schwarz m**2 <= sum_k (1 - beta1)**2 / (1 - beta2) (beta1**2 / beta2)**k * v.
+    """
+    q = beta1 * beta1 / beta2
+    assert q < 1, "the first moment has no bound"
+    return (1 - beta1) * math.sqrt((1 - q**step) / ((1 - q) * (1 - beta2)))
+
+
+def _carry(step: int, lr: Callable[[int], float], beta1: float) -> float:
+    """Return what one unit of the first moment will add to the updates of later steps.
+
+    That is the sum over k >= 1 of lr(k) beta1**k / (1 - beta1**(step + k)).
+    """
+    total, k, weight = 0.0, 1, beta1
+    while weight > _NEGLIGIBLE:
+        total += lr(k) * weight / (1 - beta1 ** (step + k))
+        k, weight = k + 1, weight * beta1
+    return total
