@@ -9,7 +9,10 @@ import numpy as np
 import pytest
 import torch
 
+from jetrl.kernels.attention.reference import quantize_kv
 from jetrl.kernels.rotary import rotary_table
+from jetrl.models.attention import PackedKeyValues, Rotary
+from jetrl.precision import PrecisionPlan
 
 pytestmark = pytest.mark.gpu
 
@@ -501,6 +504,21 @@ def test_scaled_keys_are_the_product_rounded_once(
     assert same_bits(scaled_keys(codes), expected)
 
 
+def trained(b: Batch, kv: str, do: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The gradients of q, k and v by the trainer's attention from qkv on, at position 0, where the
+    rotation changes nothing; it quantizes keys and values itself."""
+    plan = PrecisionPlan.preset("unified").replace(kv=kv)
+    tokens, heads, head_dim = b.q.shape
+    groups = b.k.shape[1]
+    table = rotary_table(np.ones(head_dim // 2), 1).cuda()
+    rope = Rotary(torch.zeros(tokens, dtype=torch.int64).cuda(), table, None, heads, groups)
+    qkv = torch.cat([b.q, b.k, b.v], dim=1).flatten(1).requires_grad_()
+    ends = torch.tensor(b.starts)
+    out = PackedKeyValues(ends, plan, qkv.device).attend(0, qkv, rope, last=False)
+    out.backward(do.flatten(1))
+    return qkv.grad.unflatten(1, (-1, head_dim)).split([heads, groups, groups], dim=1)
+
+
 @pytest.mark.parametrize("kv", FORMATS)
 @pytest.mark.parametrize("heads, groups, head_dim", [(8, 2, 128), (7, 1, 64), (2, 2, 128)])
 def test_gradients_are_close_to_float64(
@@ -508,35 +526,28 @@ def test_gradients_are_close_to_float64(
 ) -> None:
     lengths = [500, 1, 63, 129, 300]
     b = batch(gpu, lengths, heads, groups, head_dim, kv)
-    leaves = [x.clone().requires_grad_() for x in (b.q, b.k, b.v)]
-    tiles = gpu.QueryTiles.packed(b.starts, "cuda")
     do = torch.randn_like(b.q)
-    gpu.attend_packed(*leaves, b.codes, tiles).backward(do)
+    gradients = trained(b, kv, do)
     exact = [
         x.clone().requires_grad_()
         for x in (
             b.q.double(),
-            values(b.codes.k, b.codes.k_scales),
-            values(b.codes.v, b.codes.v_scales),
+            values(*quantize_kv(b.k, kv)),
+            values(*quantize_kv(b.v, kv)),
         )
     ]
     for s, n in zip(b.starts, lengths, strict=False):
         q, k, v = (x[s : s + n] for x in exact)
         reference(q, k, v)[0].backward(do[s : s + n].double())
-    for ours, theirs in zip(leaves, exact, strict=True):
+    for ours, theirs in zip(gradients, exact, strict=True):
         # Weights, their gradients and the result are rounded to BF16, 2**-9 at most each.
-        assert relative(ours.grad, theirs.grad) < 2**-7
+        assert relative(ours, theirs.grad) < 2**-7
 
 
 def test_gradients_are_deterministic(gpu) -> None:
     b = batch(gpu, [700, 300], 8, 2, 128, "fp8")
-    tiles = gpu.QueryTiles.packed(b.starts, "cuda")
     do = torch.randn_like(b.q)
-    runs = []
-    for _ in range(2):
-        leaves = [x.clone().requires_grad_() for x in (b.q, b.k, b.v)]
-        gpu.attend_packed(*leaves, b.codes, tiles).backward(do)
-        runs.append([x.grad for x in leaves])
+    runs = [trained(b, "fp8", do) for _ in range(2)]
     assert all(same_bits(x, y) for x, y in zip(*runs, strict=True))
 
 

@@ -11,6 +11,7 @@ from small_models import FAMILIES, config
 
 from jetrl import Policy, RolloutEngine, SamplingParams
 from jetrl.errors import UserError
+from jetrl.kernels.attention.reference import quantize_kv
 from jetrl.models.attention import PackedKeyValues
 from jetrl.parity import locate, measure, random_prompts, self_check
 from jetrl.precision import PrecisionPlan
@@ -99,14 +100,38 @@ def packed(p: Policy, lengths: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
     return tokens, ends.cuda(), targets.cuda()
 
 
+class AttentionKernels(torch.autograd.Function):
+    """Attention's forward and backward kernels over heads that were made by single operations; the
+    gradient passes straight through the quantizer of keys and values."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Any, k: Any, v: Any, tiles: Any, plan: PrecisionPlan) -> torch.Tensor:
+        from jetrl.kernels.attention.forward import attend_tiles
+        from jetrl.kernels.attention.layout import KeyValueCodes
+        from jetrl.kernels.attention.stage import stage_keys
+
+        k_codes, k_scales = quantize_kv(k, plan.kv, plan.scales)
+        v_codes, v_scales = quantize_kv(v, plan.kv, plan.scales)
+        codes = KeyValueCodes(k_codes.contiguous(), k_scales, v_codes.contiguous(), v_scales)
+        q = q.contiguous()
+        o, lse = attend_tiles(q, stage_keys(codes, tiles), tiles)
+        ctx.saved = q, codes, o, lse, tiles
+        return o
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        from jetrl.kernels.attention.backward import attention_backward
+
+        return (*attention_backward(grads[0].contiguous(), *ctx.saved), None, None)
+
+
 def unfused(monkeypatch: pytest.MonkeyPatch) -> None:
     """The decoder's reference composition, each operation on the GPU by itself."""
     import jetrl.models.attention as attention
     import jetrl.models.decoder as decoder
 
     def attend(self: Any, layer: int, qkv: torch.Tensor, rope: Any, last: bool) -> torch.Tensor:
-        plan = self._plan
-        o = attention.attend_packed(*rope.heads(qkv), self._cu_seqlens, plan.kv, plan.scales)
+        o = AttentionKernels.apply(*rope.heads(qkv), self._tiles, self._plan)
         return o.flatten(-2, -1)
 
     monkeypatch.setattr(decoder, "_fuses", lambda x: False)

@@ -180,15 +180,16 @@ def update(policy: Any) -> None:
 
 def long_attention() -> None:
     """Where a backward's dS is too large to be kept."""
-    from jetrl.kernels.attention.reference import attend_packed
+    from jetrl.models.attention import PackedKeyValues, Rotary
+    from jetrl.precision import PrecisionPlan
 
-    for kv in ("fp8", "bf16"):
+    positions = torch.zeros(70_000, dtype=torch.int64, device=META)
+    rope = Rotary(positions, torch.empty(1, 2, 64, device=META), None, 32, 8)
+    for plan in ("unified", "jet"):
+        kv = PackedKeyValues(torch.tensor([0, 70_000]), PrecisionPlan.preset(plan), META)
         with torch.enable_grad():
-            q, k, v = (
-                torch.empty(70_000, heads, 128, dtype=torch.bfloat16, device=META).requires_grad_()
-                for heads in (32, 8, 8)
-            )
-            out = attend_packed(q, k, v, torch.tensor([0, 70_000]), kv)
+            qkv = torch.empty(70_000, 48 * 128, dtype=torch.bfloat16, device=META).requires_grad_()
+            out = kv.attend(0, qkv, rope, last=False)
             out.backward(torch.empty(out.shape, dtype=out.dtype, device=META))
 
 

@@ -16,9 +16,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from jetrl.kernels.attention.layout import QueryTiles
 from jetrl.kernels.attention.reference import (
     attend_packed,
-    packed_tiles,
     quantize_kv,
     stored_values,
 )
@@ -121,7 +121,7 @@ class PackedKeyValues:
         on_gpu = device.type == "cuda" and plan.kv != "fp32"
         self._plan = plan
         self._cu_seqlens = cu_seqlens if on_gpu else cu_seqlens.to(device)
-        self._tiles = packed_tiles(cu_seqlens, device) if on_gpu else None
+        self._tiles = QueryTiles.packed(cu_seqlens.tolist(), device) if on_gpu else None
         lengths = set(cu_seqlens.diff().tolist())
         self._length = lengths.pop() if len(lengths) == 1 else None
         self.rows = None

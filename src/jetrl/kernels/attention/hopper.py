@@ -6,12 +6,13 @@ For any token, these give the same output bits, whatever else is in the batch:
     attend_decode_quantized(...)                                        the same, as FP8 rows
     attend_prefill(q_THD, pages, tiles)                                 chunks, shared prefixes
     attend_prefill_quantized(...)                                       the same, as FP8 rows
-    attend_packed(q_THD, k_TGD, v_TGD, codes, tiles)                    training, differentiable
+    attend_tiles(q_THD, stage_keys(codes, tiles), tiles)                training
 
 `attention_core` says why, and pins what it takes: blocks of 64 keys from the sequence's first
 token, splits every 1024 keys folded in order, tensor cores that add 16 products at a time with FP16
-operands (BF16 without scales), and one order of head_dim. The backward needs no agreement of bits
-with anything; it is deterministic.
+operands (BF16 without scales), and one order of head_dim. The backward (`attention.backward`) needs
+no agreement of bits with anything; it is deterministic. `models.layer_hopper` joins the two for
+training.
 
 Shapes: T tokens, B sequences, H query heads, G key-value heads, D head_dim (64 or 128), H / G at
 most 16, pages of 64 tokens. The CPU reference in `attention` has other bits: its sums are exact.
@@ -19,12 +20,9 @@ most 16, pages of 64 tokens. The CPU reference in `attention` has other bits: it
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from jetrl.kernels.attention.backward import attention_backward
 from jetrl.kernels.attention.decode import attend_decode, attend_decode_quantized
 from jetrl.kernels.attention.forward import attend_tiles, attend_tiles_quantized
 from jetrl.kernels.attention.layout import KeyValueCodes, QueryTiles
@@ -37,7 +35,6 @@ __all__ = [
     "StagedKeys",
     "attend_decode",
     "attend_decode_quantized",
-    "attend_packed",
     "attend_prefill",
     "attend_prefill_quantized",
     "attend_tiles",
@@ -63,24 +60,6 @@ def attend_prefill_quantized(
     return attend_tiles_quantized(q, stage_keys(pages, tiles), tiles, scales)
 
 
-def attend_packed(
-    q: Tensor, k: Tensor, v: Tensor, codes: KeyValueCodes, tiles: QueryTiles
-) -> Tensor:
-    """Causal attention of packed sequences, differentiable in q, k and v.
-
-    q: bfloat16 [T, H, D], rotated. codes: keys and values as a cache would store them, [T, G, D];
-    they are what is attended to. k, v: the bfloat16 [T, G, D] they were made from, not read: the
-    gradient passes straight through to them. tiles: `QueryTiles.packed`. Returns o like q.
-    """
-    if k.shape != codes.k.shape or v.shape != codes.v.shape or len(q) != len(k):
-        raise ValueError(
-            f"q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)} do not go with codes "
-            f"{list(codes.k.shape)}"
-        )
-    o: Tensor = _PackedAttention.apply(q, k, v, codes, tiles)
-    return o
-
-
 def stored_values(codes: KeyValueCodes, slots: Tensor | None = None) -> Tensor:
     """float32 [T, 2 * G * D]: what keys and values stand for, to look at. codes: [T, G, D], or
     pages, of which int64 slots [T] are meant."""
@@ -91,21 +70,3 @@ def stored_values(codes: KeyValueCodes, slots: Tensor | None = None) -> Tensor:
         return values.flatten(1)
 
     return torch.cat([wide(codes.k, codes.k_scales), wide(codes.v, codes.v_scales)], dim=1)
-
-
-class _PackedAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, codes: KeyValueCodes, tiles: QueryTiles
-    ) -> Tensor:
-        o, lse = attend_tiles(q, stage_keys(codes, tiles), tiles)
-        ctx.save_for_backward(q, codes.k, codes.k_scales, codes.v, codes.v_scales, o, lse)
-        ctx.tiles = tiles
-        return o
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, k_scales, v, v_scales, o, lse = ctx.saved_tensors
-        codes = KeyValueCodes(k, k_scales, v, v_scales)
-        dq, dk, dv = attention_backward(grads[0].contiguous(), q, codes, o, lse, ctx.tiles)
-        return dq, dk, dv, None, None

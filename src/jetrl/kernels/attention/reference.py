@@ -15,16 +15,13 @@ were quantized. The backward needs no bit agreement and is plain float32.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from jetrl.precision.exact import align, exp_nonpositive
 from jetrl.precision.quantize import QTensor, codes_as_float64, dequantize, quantize
-
-if TYPE_CHECKING:
-    from jetrl.kernels.attention.hopper import QueryTiles
 
 # Bits on the grids: query 24 + code 18 + 8 (D up to 256), and weight 18 + code 18 + 17 (2**17
 # keys), both at most 53: float64 sums are exact. An E4M3 code is an integer below 2**18 over 2**9.
@@ -141,24 +138,8 @@ def attend_packed(
     q: [T, H, D]; k, v: [T, G, D], bfloat16 or float32, k already rotated. cu_seqlens: int64 [S+1].
     Keys and values are quantized as the cache would store them. Returns o like q.
     """
-    if q.is_cuda and q.dtype == torch.bfloat16:
-        from jetrl.kernels.attention.hopper import KeyValueCodes
-        from jetrl.kernels.attention.hopper import attend_packed as attend_packed_hopper
-
-        k_codes, k_scales = quantize_kv(k.detach(), kv_format, scales)
-        v_codes, v_scales = quantize_kv(v.detach(), kv_format, scales)
-        codes = KeyValueCodes(k_codes.contiguous(), k_scales, v_codes.contiguous(), v_scales)
-        tiles = packed_tiles(cu_seqlens, q.device)
-        return attend_packed_hopper(q.contiguous(), k, v, codes, tiles)
     o: Tensor = _PackedAttention.apply(q, k, v, cu_seqlens, kv_format, scales)
     return o
-
-
-def packed_tiles(cu_seqlens: Tensor, device: torch.device) -> QueryTiles:
-    """The GPU kernels' list of work for a packed batch: made once, it serves every layer."""
-    from jetrl.kernels.attention.hopper import QueryTiles
-
-    return QueryTiles.packed(cu_seqlens.tolist(), device)
 
 
 class _PackedAttention(torch.autograd.Function):
