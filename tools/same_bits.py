@@ -1,4 +1,4 @@
-"""Whether a change left every bit as it was: runs the same cases on two trees and compares.
+"""Prove that a change left every bit as it was: run the same cases on two trees and compare.
 
     python tools/same_bits.py --base COMMIT                  every case, this tree against a commit
     python tools/same_bits.py --base COMMIT --case ppo       one case
@@ -9,8 +9,9 @@ the metrics (but times, speeds and memory), the rollouts, the settings, the prec
 tensors and states of the checkpoints, the exported models, and the output of commands that print
 JSON. A tree's own names may change: only the command line, the recipes and the files are touched.
 
-The results of a commit are kept in build/same-bits and used again (--cache, or the environment
-variable SAME_BITS_CACHE, names another folder, which several worktrees may share).
+The new tree is copied first, so it may be edited meanwhile. The results of a commit are kept in
+build/same-bits and used again (--cache, or the environment variable SAME_BITS_CACHE, names another
+folder, which several worktrees may share).
 
 Exit codes: 0 all the same, 1 a difference, 2 a case that could not be run.
 """
@@ -25,6 +26,7 @@ import hashlib
 import importlib
 import importlib.metadata
 import importlib.util
+import io
 import json
 import multiprocessing
 import os
@@ -52,6 +54,7 @@ from same_bits_cases import CASES, Case, Command
 
 ROOT = Path(__file__).resolve().parents[1]
 LINKED = ("recipes", "examples")  # folders of the tree that a case's commands may name
+COPIED = ("src", *LINKED)  # what a case needs of a tree
 LIMIT_S = 900.0  # seconds that one command may take
 
 # --- Comparing two folders of results ------------------------------------------------------------
@@ -368,30 +371,24 @@ class Base:
 
     Attributes:
         name: The commit's hash, or the folder's path.
-        repository: The repository of the commit; None for a folder.
+        tree: The folder with the sources of BASE; of a commit, `export` writes it.
         results: The folder that keeps the results, a folder a case.
+        repository: The repository of the commit; None for a folder.
     """
 
     name: str
-    repository: Path | None
+    tree: Path
     results: Path
+    repository: Path | None = None
 
-    def tree(self, scratch: Path) -> Path:
-        """Return a folder with the sources of BASE, exported into `scratch` if need be."""
+    def export(self) -> None:
+        """Write the sources of the commit into `tree`; nothing is to be done for a folder."""
         if self.repository is None:
-            return Path(self.name)
-        tree = scratch / "base-tree"
-        archive = subprocess.run(
-            ["git", "-C", str(self.repository), "archive", self.name, "src", *LINKED],
-            check=True,
-            stdout=subprocess.PIPE,
-        )
-        with tempfile.TemporaryFile() as file:
-            file.write(archive.stdout)
-            file.seek(0)
-            with tarfile.open(fileobj=file) as members:
-                members.extractall(tree, filter="tar")
-        return tree
+            return
+        command = ["git", "-C", str(self.repository), "archive", self.name, *COPIED]
+        archive = subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout
+        with tarfile.open(fileobj=io.BytesIO(archive)) as members:
+            members.extractall(self.tree, filter="tar")
 
 
 def fingerprint(case: Case, device: str) -> str:
@@ -410,40 +407,42 @@ def read_or_empty(path: Path) -> str:
     return path.read_text(encoding="utf-8") if path.is_file() else ""
 
 
-def base_results(base: Base, case: Case, device: str, scratch: Path) -> tuple[Path, bool]:
-    """Return the folder with BASE's results of a case, run now if they are not kept, and whether
-    they were kept.
+def is_kept(base: Base, case: Case, device: str) -> bool:
+    """Return whether BASE's results of a case are kept and were made in the same way."""
+    mark = read_or_empty(base.results / case.name / "fingerprint")
+    return mark == fingerprint(case, device)
+
+
+def run_on_base(base: Base, case: Case, device: str) -> None:
+    """Run a case on BASE and keep its results, a folder of `base.results`.
 
     `prepared` in that folder is what both trees start from, `done` what BASE made of it.
     """
     kept = base.results / case.name
-    mark = fingerprint(case, device)
-    if read_or_empty(kept / "fingerprint") == mark:
-        return kept, True
     base.results.mkdir(parents=True, exist_ok=True)
     making = Path(tempfile.mkdtemp(prefix=f".{case.name}-", dir=base.results))
     try:
-        tree, done = base.tree(scratch / case.name), making / "done"
+        done = making / "done"
         done.mkdir()
         for name, text in case.files.items():
             (done / name).parent.mkdir(parents=True, exist_ok=True)
             (done / name).write_text(text, encoding="utf-8")
-        run_commands(tree, done, case.prepared_by, device, making / "prepared.txt")
+        run_commands(base.tree, done, case.prepared_by, device, making / "prepared.txt")
         shutil.copytree(done, making / "prepared")
-        run_commands(tree, done, case.commands, device, making / "done.txt")
+        run_commands(base.tree, done, case.commands, device, making / "done.txt")
         check_measures(case, done)
+        mark = fingerprint(case, device)
         (making / "fingerprint").write_text(mark, encoding="utf-8")
         with contextlib.suppress(FileNotFoundError):
             kept.rename(making / "replaced")
         try:
             making.rename(kept)
         except OSError:  # another process has put its own there meanwhile
-            if read_or_empty(kept / "fingerprint") != mark:
+            if not is_kept(base, case, device):
                 raise
         shutil.rmtree(kept / "replaced", ignore_errors=True)
     finally:
         shutil.rmtree(making, ignore_errors=True)
-    return kept, False
 
 
 # --- The command line ----------------------------------------------------------------------------
@@ -467,9 +466,11 @@ class Outcome:
 def run_case(case: Case, base: Base, tree: Path, device: str, scratch: Path) -> Outcome:
     """Run a case on the new tree, and on BASE if its results are not kept, and compare."""
     began = time.monotonic()
+    kept, was_kept = base.results / case.name, is_kept(base, case, device)
     side = f"BASE {base.name[:12]}"
     try:
-        kept, was_kept = base_results(base, case, device, scratch)
+        if not was_kept:
+            run_on_base(base, case, device)
         base_s = time.monotonic() - began
         side, began = "the new tree", time.monotonic()
         folder = scratch / case.name / "done"
@@ -513,17 +514,29 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     return args
 
 
-def commit_of(repository: Path, name: str) -> str:
-    """Return the full hash of a commit.
+def open_base(args: argparse.Namespace, scratch: Path) -> Base:
+    """Return BASE as the command line names it.
 
     Raises:
         SystemExit: there is no such commit.
     """
-    command = ["git", "-C", str(repository), "rev-parse", "--verify", f"{name}^{{commit}}"]
+    if args.base_tree is not None:
+        return Base(str(args.base_tree), args.base_tree.resolve(), scratch / "base-results")
+    command = ["git", "-C", str(args.tree), "rev-parse", "--verify", f"{args.base}^{{commit}}"]
     found = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     if found.returncode != 0:
-        raise SystemExit(f"error: {repository} has no commit {name}")
-    return found.stdout.strip()
+        raise SystemExit(f"error: {args.tree} has no commit {args.base}")
+    commit = found.stdout.strip()
+    results = args.cache.resolve() / commit[:12] / args.device
+    return Base(commit, scratch / "base-tree", results, repository=args.tree)
+
+
+def copy_tree(tree: Path, copy: Path) -> None:
+    """Copy what a case needs of a tree, which may be edited while the cases run."""
+    for name in COPIED:
+        if (tree / name).is_dir():
+            ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
+            shutil.copytree(tree / name, copy / name, symlinks=True, ignore=ignored)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -537,20 +550,17 @@ def main(arguments: list[str] | None = None) -> int:
     os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", PYTORCH_NVML_BASED_CUDA_CHECK="1")
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     scratch = Path(tempfile.mkdtemp(prefix="same-bits-"))
-    if args.base_tree is not None:
-        base = Base(str(args.base_tree.resolve()), None, scratch / "base-results")
-    else:
-        commit = commit_of(args.tree, args.base)
-        base = Base(commit, args.tree, args.cache.resolve() / commit[:12] / args.device)
-    preload()
     began = time.monotonic()
     worst = 0
     try:
+        base, tree = open_base(args, scratch), scratch / "new-tree"
+        copy_tree(args.tree, tree)
+        if not all(is_kept(base, case, args.device) for case in cases):
+            base.export()
+        preload()
+        run = functools.partial(run_case, base=base, tree=tree, device=args.device, scratch=scratch)
         fork = multiprocessing.get_context("fork")
         with ProcessPoolExecutor(args.jobs, mp_context=fork) as pool:
-            run = functools.partial(
-                run_case, base=base, tree=args.tree.resolve(), device=args.device, scratch=scratch
-            )
             for outcome in pool.map(run, cases):
                 print(outcome.text, flush=True)
                 worst = max(worst, outcome.exit_code)
