@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from jetrl import load_config, reward_training, train
+from jetrl import load_config, train
 from jetrl.cli.main import main
 from jetrl.errors import NonFiniteError, UserError
 from jetrl.models.scalar_model import ScalarModel
 from jetrl.models.tiny import make_tiny
 from jetrl.precision import PrecisionPlan
 from jetrl.runs import RunDirectory, reproducible
+from jetrl.session import reward_training
 from jetrl.session.reward_training import train_reward_model
 from jetrl.session.session import Session
 from jetrl.training import Checkpoints

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from jetrl import cpu_memory
+from jetrl.memory import cpu as cpu_memory
 
 STAT = "anon 200000\nfile 300000\nshmem 100000\n"
 STAT_V1 = "cache 1\nshmem 1\ntotal_cache 300000\ntotal_shmem 100000\n"

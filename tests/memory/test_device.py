@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from jetrl import device_memory
+from jetrl.memory import device as device_memory
 from jetrl.memory.device import DeviceBytes, beside_tensors, peak_bytes, reset_peak
 
 GPU = torch.device("cuda", 0)

@@ -8,7 +8,7 @@ import torch
 
 from jetrl.errors import UserError
 from jetrl.models.attention import staged_bytes_per_token
-from jetrl.rollout import kept_cache
+from jetrl.rollout import kv_pool
 from jetrl.rollout.engine import RolloutEngine
 from jetrl.rollout.kv_cache import PagedCache
 from jetrl.types import SamplingParams
@@ -51,7 +51,7 @@ def expected(policy):
 
 @pytest.fixture
 def engine(policy, monkeypatch):
-    monkeypatch.setattr(kept_cache, "PagedCache", Cache)
+    monkeypatch.setattr(kv_pool, "PagedCache", Cache)
     monkeypatch.setattr(Memory, "failures", 0)
     return RolloutEngine(policy, page_size=4, max_batch_size=8)
 

@@ -13,7 +13,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from jetrl import device_memory
+from jetrl.memory import device as device_memory
 
 UNIT = 2**21
 NAME = "jetrl.rollout.mapped_memory"

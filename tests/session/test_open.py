@@ -14,7 +14,7 @@ from jetrl.loop import sft, train
 from jetrl.models.tiny import make_tiny
 from jetrl.rewards.sampling import EncodedPrompt
 from jetrl.runs import RunDirectory
-from jetrl.session import opening
+from jetrl.session import open as opening
 from jetrl.session.prompt_order import PromptOrder
 from jetrl.session.session import Session
 from jetrl.settings.loading import load_config

@@ -50,6 +50,7 @@ from jetrl.kernels.attention.core import (
 from jetrl.kernels.attention.layout import BLOCK_KEYS, TILE_ROWS, QueryTiles, check_queries
 from jetrl.kernels.attention.stage import StagedKeys
 from jetrl.precision.hopper import gluon_names
+from jetrl.precision.hopper import tile as tile_rules
 from jetrl.precision.hopper.launch import multiprocessors
 from jetrl.precision.hopper.quantize import quantize_rows
 from jetrl.precision.layout import empty_row_groups
@@ -217,8 +218,8 @@ def _attend_rows(
             left = gl.load(tile + 1, volatile=True) - skip
             if QUANTIZE:
                 rounded = o.to(gl.float32)
-                amax = tile.largest(rounded, 1)
-                scale, factor = tile.scale_and_multiplier(amax, MAXIMUM, FLOOR, POW2)
+                amax = tile_rules.largest(rounded, 1)
+                scale, factor = tile_rules.scale_and_multiplier(amax, MAXIMUM, FLOOR, POW2)
                 o = (rounded * factor[:, None]).to(o_ptr.dtype.element_ty)
                 rows = gl.arange(0, ROWS, output_row)
                 scale_ptrs = o_scales_ptr + head.to(gl.int64) * scale_stride + row0 + rows
