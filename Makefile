@@ -7,6 +7,7 @@
 #   make soak       1000 steps with faults at random, and runs killed at 60 moments (minutes)
 #   make same-bits  whether a change left every bit as it was   BASE=COMMIT (minutes)
 #   make check      format, lint, docstrings and types
+#   make house      measures of the sources; beside a commit's: BASE=COMMIT (a minute)
 #   make format     what ruff can fix
 #   make docs       the tables of docs/settings.md
 #   make test-gpu   the tests that need a Hopper GPU   (GPU_PYTHON=... for another Python)
@@ -33,7 +34,7 @@ TEST_WORKERS ?= 2
 DOCSTRINGS := 2300
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test soak same-bits check format docs test-gpu bench clean
+.PHONY: help demo test soak same-bits check house format docs test-gpu bench clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -76,6 +77,9 @@ check: $(DEV_STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/python tools/docstrings.py --most $(DOCSTRINGS)
 	$(BIN)/mypy
+
+house: $(RUN_STAMP)
+	$(BIN)/python tools/house.py $(if $(BASE),--base $(BASE))
 
 format: $(DEV_STAMP)
 	$(BIN)/ruff check --fix .
