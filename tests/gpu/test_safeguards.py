@@ -68,15 +68,17 @@ def test_training_goes_on_when_memory_runs_out(samples: list[Sample]) -> None:
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    expected = whole.step(again)
+    expected = whole.step(again).metrics
     needed = torch.cuda.max_memory_allocated() - before
     del whole
     trainer = Trainer(make_policy(), settings())
     trainer.step(samples)
     again = resampled(trainer.policy, samples)
     with memory_limit(torch.cuda.memory_allocated() + 0.65 * needed):
-        metrics = trainer.step(again)
-        assert "memory/train_retries" not in trainer.step(resampled(trainer.policy, samples))
+        metrics = trainer.step(again).metrics
+        assert (
+            "memory/train_retries" not in trainer.step(resampled(trainer.policy, samples)).metrics
+        )
     assert metrics["memory/train_retries"] >= 1
     assert metrics["mismatch/num_different"] == 0
     # WGrad's groups of 128 tokens fall elsewhere: E4M3 has 4 bits of significand, so each operand
@@ -148,10 +150,10 @@ def test_an_update_that_is_not_finite_is_not_applied(samples: list[Sample], acti
         with pytest.raises(NonFiniteError, match=r"layers\.1\.o\.weight"):
             trainer.step(samples)
     else:
-        assert trainer.step(samples)["policy/skipped_updates"] == 1
+        assert trainer.step(samples).metrics["policy/skipped_updates"] == 1
     assert all(torch.equal(p, before[n]) for n, p in policy.named_masters().items())
     hook.remove()
-    assert trainer.step(samples)["policy/grad_norm"] > 0
+    assert trainer.step(samples).metrics["policy/grad_norm"] > 0
 
 
 def test_the_first_operation_is_named(samples: list[Sample]) -> None:

@@ -12,16 +12,16 @@ from jetrl.precision import PrecisionPlan
 from jetrl.settings.loading import load_config
 from jetrl.training import Trainer, pack
 from jetrl.training.extras.calibration import (
-    Bounds,
+    ClipBounds,
     ClipCalibration,
     calibrated,
     moved,
     over_clipped,
 )
-from jetrl.training.micro_batches import MicroBatch, MicroBatchSize
+from jetrl.training.micro_batches import MicroBatch, MicroBatchSize, Minibatch
 from jetrl.training.packing import with_advantages
 
-REFERENCE = Bounds(0.8, 1.2)
+REFERENCE = ClipBounds(0.8, 1.2)
 
 
 def noisy(noise: float, count: int = 4000) -> tuple[np.ndarray, ...]:
@@ -78,9 +78,9 @@ def test_one_sided_advantages_say_nothing() -> None:
 
 
 def test_bounds_move_half_of_the_way_and_not_far() -> None:
-    found = moved(Bounds(0.8, 1.2), Bounds(0.76, 1.3))
+    found = moved(ClipBounds(0.8, 1.2), ClipBounds(0.76, 1.3))
     assert (found.low, found.high) == (pytest.approx(0.78), pytest.approx(1.25))
-    found = moved(Bounds(0.8, 1.2), Bounds(0.5, 2.0))
+    found = moved(ClipBounds(0.8, 1.2), ClipBounds(0.5, 2.0))
     assert (found.low, found.high) == (pytest.approx(0.75), pytest.approx(1.3))
 
 
@@ -105,7 +105,7 @@ def test_in_the_trainer(sample) -> None:
             sample(i // 4, s[:3], s[3:], float(i % 4 == 0), p[2:].tolist())
             for i, (s, p) in enumerate(zip(sequences, logprobs, strict=True))
         ]
-        lines.append(trainer.step(samples))
+        lines.append(trainer.step(samples).metrics)
     assert "policy/over_clipped" not in lines[0]
     assert (lines[0]["policy/clip_low"], lines[0]["policy/clip_high"]) == (0.95, 1.05)
     assert 0 <= lines[1]["policy/over_clipped"] <= 1
@@ -154,7 +154,7 @@ def short_of_memory(monkeypatch: pytest.MonkeyPatch, limit: int) -> list[int]:
 def test_its_forwards_are_divided_where_memory_runs_out(calibrating, monkeypatch, limit) -> None:
     trainer, samples = calibrating
     sizes = short_of_memory(monkeypatch, limit)
-    metrics = trainer.step(samples)
+    metrics = trainer.step(samples).metrics
     assert "policy/over_clipped" in metrics
     assert max(sizes) == limit
     assert sum(sizes) == 2 * 4 * 8, "before the step and at its end, the last minibatch's samples"
@@ -189,10 +189,11 @@ def test_an_update_that_is_not_finite_moves_no_bound(sample) -> None:
         advantages = np.full(5, (-1.0) ** len(micro), dtype=np.float32)
         micro.append(MicroBatch(with_advantages(batch, [advantages] * 2)))
     for value, moves in ((0.5, True), (float("nan"), False)):
-        calibration = ClipCalibration(policy, REFERENCE, 1, 1.0, MicroBatchSize(8))
-        calibration.begin([micro, micro])
-        found = calibration.end([micro, micro], [torch.full((5,), value)] * 2)
-        assert bool(found) == (calibration.bounds != REFERENCE) == moves
+        calibration = ClipCalibration(policy, REFERENCE, 1, 1.0)
+        minibatch = Minibatch(micro, MicroBatchSize(8))
+        calibration.before_updates([minibatch, minibatch])
+        metrics = calibration.before_last_update(minibatch, [torch.full((5,), value)] * 2)
+        assert ("policy/over_clipped" in metrics) == (calibration.bounds != REFERENCE) == moves
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from jetrl.settings.loading import Settings
 from jetrl.training import Critic, pack
 from jetrl.training.extras.critic import explained_variance
 from jetrl.training.losses import value_loss
-from jetrl.training.micro_batches import MicroBatch
+from jetrl.training.micro_batches import MicroBatch, MicroBatchSize, Minibatch
 
 
 def critic(seed=0, lr=3e-3, action="stop"):
@@ -48,7 +48,7 @@ def lessons(sample, student, count=12):
         )
         values = student.values(batch)
         found.append(MicroBatch(batch, values=values, returns=torch.from_numpy(returns)))
-    return found
+    return Minibatch(found, MicroBatchSize(24))
 
 
 def test_value_loss_by_hand():
@@ -77,12 +77,12 @@ def test_value_loss_against_verl():
 def test_it_learns_the_returns(sample):
     student = critic()
     first = lessons(sample, student)
-    assert all(not lesson.values.any() for lesson in first), "a new head says 0"
+    assert all(not lesson.values.any() for lesson in first.micro_batches), "a new head says 0"
     losses = [student.update(0, lessons(sample, student))["critic/loss"] for _ in range(40)]
     assert losses[-1] < 0.25 * losses[0]
     after = lessons(sample, student)
-    said = torch.cat([lesson.values for lesson in after])
-    true = torch.cat([lesson.returns for lesson in after])
+    said = torch.cat([lesson.values for lesson in after.micro_batches])
+    true = torch.cat([lesson.returns for lesson in after.micro_batches])
     assert explained_variance(said.numpy(), true.numpy()) > 0.5
 
 
@@ -127,7 +127,7 @@ def test_an_update_that_is_not_finite_changes_nothing(sample, action):
     student.update(0, lessons(sample, student))
     before = {name: t.clone() for name, t in student.state_tensors().items()}
     bad = lessons(sample, student)
-    bad[0].returns[0] = math.inf
+    bad.micro_batches[0].returns[0] = math.inf
     reported = []
     student.guard.report = lambda update: reported.append(update) or "found"
     if action == "stop":

@@ -60,7 +60,7 @@ def test_a_skipped_update_changes_nothing_and_is_counted(bigram, poisoned):
     policy.poison = samples[0].completion.token_ids[0]
     before = snapshot(policy)
     trainer = Trainer(policy, settings())
-    metrics = trainer.step(samples)
+    metrics = trainer.step(samples).metrics
     assert metrics["policy/skipped_updates"] == 1
     assert "policy/loss" not in metrics
     assert "policy/grad_norm" not in metrics
@@ -68,9 +68,9 @@ def test_a_skipped_update_changes_nothing_and_is_counted(bigram, poisoned):
     assert all(p.grad is None for p in policy.named_masters().values())
     assert trainer.optimizer.num_updates == 0
     policy.poison = None  # and the run goes on as if the step had not been
-    after = trainer.step(samples)
+    after = trainer.step(samples).metrics
     other = bigram(exact=False)
-    expected = Trainer(other, settings()).step(samples)
+    expected = Trainer(other, settings()).step(samples).metrics
     assert after == expected
     assert same(policy, snapshot(other))
 
@@ -82,10 +82,10 @@ def test_the_other_updates_of_the_step_are_applied(poisoned):
     second = {t for s in samples[4:] for t in s.completion.token_ids}
     policy.poison = min(second - first)
     trainer = Trainer(policy, settings(updates_per_step=2))
-    metrics = trainer.step(samples)
+    metrics = trainer.step(samples).metrics
     assert metrics["policy/skipped_updates"] == 1
     assert trainer.optimizer.num_updates == 1
-    alone = Trainer(poisoned(None), settings()).step(samples[:4])
+    alone = Trainer(poisoned(None), settings()).step(samples[:4]).metrics
     assert {name: metrics[name] for name in ("policy/loss", "policy/grad_norm")} == {
         name: alone[name] for name in ("policy/loss", "policy/grad_norm")
     }
@@ -95,7 +95,7 @@ def test_an_infinite_gradient_behind_a_finite_loss(bigram):
     policy = bigram(exact=False)
     samples = policy.draw(REWARDS)
     policy.masters["table.bias"].register_hook(lambda gradient: gradient / 0)
-    metrics = Trainer(policy, settings()).step(samples)
+    metrics = Trainer(policy, settings()).step(samples).metrics
     assert metrics["policy/skipped_updates"] == 1
     assert metrics["mismatch/num_tokens"] > 0  # forward was good, and was compared
 
@@ -131,7 +131,7 @@ def test_a_run_that_does_not_come_out_of_it_stops(poisoned):
     policy.poison = samples[0].completion.token_ids[0]
     trainer = Trainer(policy, settings())
     for _ in range(MOST_IN_A_ROW - 1):
-        assert trainer.step(samples)["policy/skipped_updates"] == 1
+        assert trainer.step(samples).metrics["policy/skipped_updates"] == 1
     resumed = Trainer(policy, settings())
     resumed.guard.load_state(trainer.guard.state())  # the count goes through a checkpoint
     with pytest.raises(NonFiniteError, match=f"update {MOST_IN_A_ROW} in a row"):

@@ -55,7 +55,7 @@ def gradients_of(trainer, samples):
         apply(total_norm)
 
     trainer.optimizer.apply = record
-    return trainer.step(samples), seen
+    return trainer.step(samples).metrics, seen
 
 
 def close(a, b, num_tokens, advantage):
@@ -82,7 +82,7 @@ def test_the_step_goes_on_with_smaller_micro_batches(bigram, caplog, error, exac
     assert metrics["policy/loss"] == pytest.approx(whole["policy/loss"], abs=1e-7)
     assert "tokens a micro-batch instead of train.tokens_per_micro_batch = 1000" in caplog.text
     assert "same up to the order of sums" in caplog.text
-    again = trainer.step(policy.draw(REWARDS))  # the size is kept: no second surprise
+    again = trainer.step(policy.draw(REWARDS)).metrics  # the size is kept: no second surprise
     assert "memory/train_retries" not in again
 
 
@@ -104,10 +104,10 @@ def test_a_later_update_is_begun_anew_and_not_the_first(bigram):
 def test_a_forward_before_the_first_update_is_made_smaller_too(bigram):
     samples = bigram(False).draw(REWARDS)
     policy, reference = bigram(False), limited(bigram(seed=5), 12)
-    metrics = Trainer(policy, settings(), reference).step(samples)
+    metrics = Trainer(policy, settings(), reference).step(samples).metrics
     assert metrics["memory/train_retries"] >= 1
     assert max(reference.sizes) <= 12
-    plain = Trainer(bigram(False), settings(), bigram(seed=5)).step(samples)
+    plain = Trainer(bigram(False), settings(), bigram(seed=5)).step(samples).metrics
     assert metrics["policy/kl_ref"] == pytest.approx(plain["policy/kl_ref"], rel=1e-6)
 
 

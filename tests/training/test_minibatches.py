@@ -86,7 +86,7 @@ def test_a_step_trains_on_the_drawn_pairs_and_stays_exact(bigram):
     assert [len(batch) for batch in chosen] == [2, 2], "one pair of four samples' two, twice"
     tokens = sum(len(samples[i].completion.token_ids) for batch in chosen for i in batch)
     before = policy.masters["table.weight"].detach().clone()
-    metrics = trainer.step(samples)
+    metrics = trainer.step(samples).metrics
     assert metrics["mismatch/num_tokens"] == tokens
     assert metrics["mismatch/num_different"] == 0
     assert metrics["policy/active_fraction"] == 1.0

@@ -43,7 +43,7 @@ def gradients_of_step(policy, run_settings, samples, reference=None):
         apply(total_norm)
 
     trainer.optimizer.apply = record
-    return seen, trainer.step(samples)
+    return seen, trainer.step(samples).metrics
 
 
 def with_logprob(samples, i, token, value):
@@ -60,7 +60,8 @@ def test_metrics_of_an_exact_step(bigram):
     samples = policy.draw(REWARDS)
     before = snapshot(policy)
     trainer = Trainer(policy, settings())
-    metrics = trainer.step(samples)
+    trained = trainer.step(samples)
+    metrics = trained.metrics
     assert set(metrics) == {
         "policy/loss",
         "policy/entropy",
@@ -86,8 +87,8 @@ def test_metrics_of_an_exact_step(bigram):
         -np.average(advantages, weights=lengths), rel=1e-5
     )
     assert any(not torch.equal(p, before[n]) for n, p in policy.named_masters().items())
-    assert trainer.timings["update"] > 0
-    assert trainer.timings["requantize"] >= 0
+    assert trained.timings["update"] > 0
+    assert trained.timings["requantize"] >= 0
     assert trainer.optimizer.num_updates == 1
 
 
@@ -127,7 +128,7 @@ def test_several_updates_measure_all_tokens_first(bigram):
     policy = bigram()
     samples = policy.draw(REWARDS, groups=4)
     trainer = Trainer(policy, settings(**train(updates_per_step=2, tokens_per_micro_batch=1000)))
-    metrics = trainer.step(samples)
+    metrics = trainer.step(samples).metrics
     assert [name for name, _ in policy.calls] == [
         "no_grad",
         "grad",
@@ -146,7 +147,7 @@ def test_later_updates_take_the_ratio_to_the_policy_before_the_step(bigram, exac
     run_settings = settings(
         algorithm={"clip": 1e-4}, **train(updates_per_step=2, lr=0.1, tokens_per_micro_batch=1000)
     )
-    metrics = Trainer(policy, run_settings).step(samples)
+    metrics = Trainer(policy, run_settings).step(samples).metrics
     # The first update has ratio 1 everywhere; after it, a step of 0.1 leaves the tiny clip.
     assert 0 < metrics["policy/clip_fraction"] <= 0.5 + 0.25
 
@@ -197,7 +198,9 @@ def test_temperature_is_the_samplers(bigram, temperature, effective):
     policy = bigram()
     samples = policy.draw(REWARDS, temperature=effective)
     rollout = settings().rollout.model_copy(update={"temperature": temperature})
-    metrics = Trainer(policy, settings().model_copy(update={"rollout": rollout})).step(samples)
+    metrics = (
+        Trainer(policy, settings().model_copy(update={"rollout": rollout})).step(samples).metrics
+    )
     assert metrics["mismatch/num_different"] == 0
 
 
@@ -205,7 +208,7 @@ def test_equal_rewards_give_a_step_with_zero_gradient(bigram):
     policy = bigram()
     samples = policy.draw([0.1] * 8)
     before = snapshot(policy)
-    metrics = Trainer(policy, settings()).step(samples)
+    metrics = Trainer(policy, settings()).step(samples).metrics
     assert metrics["policy/active_fraction"] == 0
     assert metrics["policy/grad_norm"] == 0
     assert metrics["policy/loss"] == 0
@@ -238,7 +241,7 @@ def test_reference_kl(bigram):
 def test_reference_equal_to_the_policy_has_zero_kl(bigram):
     policy = bigram()
     samples = policy.draw(REWARDS)
-    assert Trainer(policy, settings(), bigram()).step(samples)["policy/kl_ref"] == 0
+    assert Trainer(policy, settings(), bigram()).step(samples).metrics["policy/kl_ref"] == 0
 
 
 def test_kl_without_reference_is_refused(bigram):
@@ -263,7 +266,7 @@ def test_every_algorithm_pushes_towards_the_reward(bigram, name):
         return sum(logprobs[i] for i in (0, 3, 7)) - sum(logprobs[i] for i in (1, 2, 5, 6))
 
     before = gap()
-    metrics = Trainer(policy, run_settings).step(samples)
+    metrics = Trainer(policy, run_settings).step(samples).metrics
     assert gap() > before
     assert metrics["policy/grad_norm"] > 0
 
@@ -296,7 +299,7 @@ def test_overlong_answers_lose_reward(bigram, sample):
     samples = policy.draw(REWARDS)
     limit = {"rollout": {"max_tokens": 4}}
     algorithm = {"name": "dapo", "overlong_buffer": 2}
-    metrics = Trainer(policy, settings(algorithm=algorithm, **limit)).step(samples)
+    metrics = Trainer(policy, settings(algorithm=algorithm, **limit)).step(samples).metrics
     # Lengths 1, 2, 3, 4, 1, 2, 3, 4: penalties 0, 0, 1/2, 1.
     assert metrics["reward/overlong_penalty"] == 0.375
 
@@ -312,7 +315,7 @@ def test_the_limit_counts_what_an_environment_said(bigram):
     samples[3] = dataclasses.replace(samples[3], completion=completion)
     algorithm = {"name": "dapo", "overlong_buffer": 2}
     limit = {"rollout": {"max_tokens": 4}}
-    metrics = Trainer(policy, settings(algorithm=algorithm, **limit)).step(samples)
+    metrics = Trainer(policy, settings(algorithm=algorithm, **limit)).step(samples).metrics
     assert metrics["reward/overlong_penalty"] == 0.375
 
 

@@ -67,7 +67,7 @@ def gradients(policy, settings, samples, reference=None):
         apply(total_norm)
 
     trainer.optimizer.apply = record
-    return seen, trainer.step(samples)
+    return seen, trainer.step(samples).metrics
 
 
 @pytest.mark.parametrize("preset", ["jet", "unified"])
@@ -76,7 +76,7 @@ def test_steps_are_exact_and_change_every_master(sample, preset):
     before = {name: p.detach().clone() for name, p in policy.named_masters().items()}
     trainer = Trainer(policy, make_settings(preset, updates_per_step=2))
     for step in range(2):
-        metrics = trainer.step(draw(policy, sample, step))
+        metrics = trainer.step(draw(policy, sample, step)).metrics
         assert metrics["mismatch/num_different"] == 0
         assert metrics["mismatch/token_mult_prob_error"] == 1
         assert metrics["policy/grad_norm"] > 0
@@ -138,8 +138,8 @@ def test_reference_kl(sample):
         update={"algorithm": make_settings().algorithm.model_copy(update={"kl": 0.1})}
     )
     trainer = Trainer(policy, settings, reference)
-    assert trainer.step(draw(policy, sample, 3))["policy/kl_ref"] == 0
-    assert trainer.step(draw(policy, sample, 4))["policy/kl_ref"] > 0
+    assert trainer.step(draw(policy, sample, 3)).metrics["policy/kl_ref"] == 0
+    assert trainer.step(draw(policy, sample, 4)).metrics["policy/kl_ref"] > 0
 
 
 @pytest.mark.parametrize("preset", ["fp32", "unified"])
@@ -164,7 +164,7 @@ def test_a_cut_and_resumed_run_is_the_uncut_one(sample, tmp_path, cut):
     steps = 4
 
     def run(policy, trainer, start, end):
-        return [trainer.step(draw(policy, sample, step)) for step in range(start, end)]
+        return [trainer.step(draw(policy, sample, step)).metrics for step in range(start, end)]
 
     uncut = make_policy("unified")
     uncut_trainer = Trainer(uncut, settings)

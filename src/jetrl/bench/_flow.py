@@ -30,6 +30,7 @@ from jetrl.settings.loading import Settings, load_config
 from jetrl.training import Trainer, pack
 from jetrl.training.forward import batch_logprobs
 from jetrl.training.micro_batches import MicroBatchSize
+from jetrl.training.trainer import TrainedStep
 from jetrl.types import Completion, Sample, SamplingParams
 
 MOST_TOKENS = 16384  # of a micro-batch
@@ -62,10 +63,10 @@ class _Tried(MicroBatchSize):
 
     tried = True
 
-    def halve(self, sizes: Sequence[tuple[int, int]], problem: str, of: str = "sequence") -> None:
+    def halve(self, sizes: Sequence[tuple[int, int]], problem: str, unit: str = "sequence") -> None:
         if self.tried:
             raise OutOfMemoryStop(problem)
-        super().halve(sizes, problem, of)
+        super().halve(sizes, problem, unit)
 
 
 class Flow:
@@ -113,8 +114,8 @@ class Flow:
                 found[i] = values.tolist()
         return found
 
-    def update(self, samples: Sequence[Sample]) -> dict[str, float]:
-        """The trainer's step; its metrics."""
+    def update(self, samples: Sequence[Sample]) -> TrainedStep:
+        """Make the trainer's step."""
         if self.policy.device.type == "cuda":
             self.engine.free_cache()
         return self.trainer.step(samples)

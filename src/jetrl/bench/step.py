@@ -68,8 +68,8 @@ def measure(policy: Policy, load: Load, choices: Choices, limit: float) -> Row:
         flow.engine.free_cache()
         work = lambda: flow.old_logprobs(samples)  # noqa: E731
         seconds["old_logprobs"] = flow.timed("old_logprobs", work)[0]
-    whole, metrics = flow.timed("update", lambda: flow.update(samples))
-    timings = flow.trainer.timings
+    whole, trained = flow.timed("update", lambda: flow.update(samples))
+    metrics, timings = trained.metrics, trained.timings
     seconds |= {name: timings[name] for name in ("optimizer", "requantize")}
     seconds["update"] = whole - timings["optimizer"] - timings["requantize"]
     needed = flops(flow.policy.config, load)

@@ -54,8 +54,8 @@ def measure(
     samples = flow.synthetic(load.sequences, seed=2)
     old, logprobs = flow.timed("old_logprobs", lambda: flow.old_logprobs(samples))
     given = with_logprobs(samples, logprobs)
-    whole, metrics = flow.timed("update", lambda: flow.update(given))
-    timings = flow.trainer.timings
+    whole, trained = flow.timed("update", lambda: flow.update(given))
+    metrics, timings = trained.metrics, trained.timings
     passes = whole - timings["optimizer"] - timings["requantize"]
     needed = flops(flow.policy.config, load)
     row: Row = {

@@ -284,11 +284,12 @@ class Session:
         self._free_cache()
         try:
             with self.phases.phase("update"), self.safeguards.update(step, samples):
-                metrics = self.trainer.step(samples, step)
+                trained = self.trainer.step(samples, step)
         except StepMismatchError as error:
             self.run.write_rollouts(step, samples)
             raise MismatchError(f"step {step}: {error}; {self._locate(error)}") from None
-        self.phases.timings |= self.trainer.timings
+        metrics = trained.metrics
+        self.phases.timings |= trained.timings
         if self.parts.objective.dynamic_sampling:
             metrics["dynamic_sampling/rounds"] = float(self._drawn.rounds)
             metrics["dynamic_sampling/dropped_groups"] = float(self._drawn.dropped)

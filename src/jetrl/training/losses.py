@@ -1,50 +1,104 @@
-"""Losses of supervised training and of the critic: pure functions of log-probs, values and scores.
-Those of the policy are in objectives/."""
+"""The losses of supervised training, of the critic and of reward models, as pure functions.
+
+Losses of the policy are in objectives/. Every loss is a share of its update's loss, so that the
+losses and gradients of an update's micro-batches add up to those of the update.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 
-def cross_entropy(trainer_logprobs: torch.Tensor, num_update_tokens: int) -> torch.Tensor:
-    """Share of the mean negative log-likelihood of an update's tokens: float32 scalar. The tokens
-    are those of the whole update, so that the losses of its micro-batches add up."""
+@dataclass(frozen=True)
+class MicroBatchLoss:
+    """The loss of one micro-batch, a share of its update's, and what was measured beside it.
+
+    Attributes:
+        loss: float32 scalar, differentiable.
+        metrics: float64 scalars without gradient, by full metric name: shares of the update's
+            means, to be added over its micro-batches.
+        peaks: float64 scalars without gradient, by full metric name: the largest of the update's
+            micro-batches counts.
+        outputs: What the model gave, without gradient, where the trainer looks at it afterwards.
+    """
+
+    loss: Tensor
+    metrics: dict[str, Tensor] = field(default_factory=dict)
+    peaks: dict[str, Tensor] = field(default_factory=dict)
+    outputs: Tensor | None = None
+
+
+def cross_entropy(trainer_logprobs: Tensor, num_update_tokens: int) -> Tensor:
+    """Return the share of the mean negative log-likelihood of an update's tokens.
+
+    Args:
+        trainer_logprobs: float32 [N], the log-probs of a micro-batch's trained tokens.
+        num_update_tokens: Trained tokens of the whole update.
+
+    Returns:
+        float32 scalar, differentiable.
+    """
     return -trainer_logprobs.sum() / num_update_tokens
 
 
 class ValueLoss(NamedTuple):
-    """loss: float32 scalar, differentiable. clip_fraction: without gradient. Both are shares of the
-    update's mean over tokens: add them over its micro-batches."""
+    """The loss of a critic on one micro-batch; both numbers are shares of the update's means.
 
-    loss: torch.Tensor
-    clip_fraction: torch.Tensor
+    Attributes:
+        loss: float32 scalar, differentiable.
+        clip_fraction: float64 scalar without gradient: the share of tokens whose clipped term was
+            the larger one.
+    """
+
+    loss: Tensor
+    clip_fraction: Tensor
 
 
 def value_loss(
-    values: torch.Tensor,
-    old_values: torch.Tensor,
-    returns: torch.Tensor,
+    values: Tensor,
+    old_values: Tensor,
+    returns: Tensor,
     num_update_tokens: int,
     clip: float,
 ) -> ValueLoss:
-    """1/2 max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2), mean over the update's
-    tokens, as in OpenAI's PPO and TRL; without the second term for clip = 0. float32 [N]."""
+    """Return 1/2 max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2), mean over tokens.
+
+    As in OpenAI's PPO and TRL.
+
+    Args:
+        values: float32 [N], V, differentiable.
+        old_values: float32 [N], V_old, the values before the training step.
+        returns: float32 [N], R.
+        num_update_tokens: Trained tokens of the whole update.
+        clip: How far a value may move before the clipped term counts; 0 drops that term.
+    """
     squares = (values - returns).square()
     clipped = torch.zeros_like(values, dtype=torch.bool)
     if clip:
-        held = torch.clamp(values, old_values - clip, old_values + clip)
-        held_squares = (held - returns).square()
-        clipped = held_squares > squares
-        squares = torch.maximum(squares, held_squares)
+        clipped_values = torch.clamp(values, old_values - clip, old_values + clip)
+        clipped_squares = (clipped_values - returns).square()
+        clipped = clipped_squares > squares
+        squares = torch.maximum(squares, clipped_squares)
     return ValueLoss(
         0.5 * squares.sum() / num_update_tokens, clipped.double().sum() / num_update_tokens
     )
 
 
-def preference_loss(better: torch.Tensor, worse: torch.Tensor, num_pairs: int) -> torch.Tensor:
-    """-log sigmoid(score of the better - score of the worse), share of the mean over an update's
-    pairs: the Bradley-Terry model (Bradley and Terry 1952; Ouyang et al. 2022, "InstructGPT",
-    eq. 1). float32 [P] each."""
+def preference_loss(better: Tensor, worse: Tensor, num_pairs: int) -> Tensor:
+    """Return -log sigmoid(better - worse), the share of the mean over an update's pairs.
+
+    The Bradley-Terry model (Bradley and Terry 1952; Ouyang et al. 2022, "InstructGPT", eq. 1).
+
+    Args:
+        better: float32 [P], the scores of the better sequences.
+        worse: float32 [P], the scores of the worse sequences.
+        num_pairs: Pairs of the whole update.
+
+    Returns:
+        float32 scalar, differentiable.
+    """
     return -torch.nn.functional.logsigmoid(better - worse).sum() / num_pairs

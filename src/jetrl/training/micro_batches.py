@@ -1,9 +1,10 @@
-"""Micro-batches: what a forward and backward is given, and how large it may be.
+"""Micro-batches: what one forward and backward works on, and how many tokens it may have.
 
-The size is `train.tokens_per_micro_batch`, or what the memory plan has room for, and halved when
-memory runs out. Gradients of the micro-batches of an update are added, so how it is split changes
-nothing but the order of sums, and under an FP8 plan which 128 tokens share a scale in WGrad. The
-size is kept for the rest of the run, also across a resume: the bits of a resumed run depend on it.
+The size is `train.tokens_per_micro_batch`, or what the memory plan has room for, and is halved when
+memory runs out. Gradients of the micro-batches of an update are added, so how the update is divided
+changes nothing but the order of sums, and under an FP8 plan which 128 tokens share a scale in
+WGrad. The size is kept for the rest of the run, also across a resume: the bits of a resumed run
+depend on it.
 """
 
 from __future__ import annotations
@@ -24,13 +25,23 @@ from jetrl.types import Batch
 
 logger = logging.getLogger(__name__)
 
+_BATCH_FIELDS = [field.name for field in dataclasses.fields(Batch)]
+
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """A batch, and what of its N trained tokens was known before the step's first update. before:
-    the trainer's log-probs, None in the first minibatch. ref_logprobs: the reference's, None
-    without one. values, returns: the critic's, and what it should have said; None without one. All
-    float32 [N], without gradient."""
+    """The packed sequences of one forward and backward, with numbers for their N trained tokens.
+
+    The numbers are from before the training step's first update: float32 [N], no gradient. The
+    names of the fields are also those in a kept reproduction's file.
+
+    Attributes:
+        batch: The sequences, with their log-probs and advantages.
+        before: The trainer's log-probs; None in the first minibatch, whose own forward gives them.
+        ref_logprobs: The log-probs of the frozen reference; None without one.
+        values: The critic's values; None without a critic.
+        returns: The returns that the critic learns; None without a critic.
+    """
 
     batch: Batch
     before: torch.Tensor | None = None
@@ -38,8 +49,8 @@ class MicroBatch:
     values: torch.Tensor | None = None
     returns: torch.Tensor | None = None
 
-    def part(self, sequences: range) -> MicroBatch:
-        """Some consecutive sequences of it."""
+    def select(self, sequences: range) -> MicroBatch:
+        """Return a micro-batch of some consecutive sequences of this one."""
         batch = self.batch
         starts = batch.cu_seqlens[sequences.start : sequences.stop + 1]
         tokens = slice(int(starts[0]), int(starts[-1]))
@@ -54,48 +65,76 @@ class MicroBatch:
                 advantages=batch.advantages[tokens],
                 sample_ids=batch.sample_ids[sequences.start : sequences.stop],
             ),
-            **{
-                name: None if value is None else value[trained]
-                for name, value in _known(self).items()
-            },
+            **{name: tensor[trained] for name, tensor in self._tensors().items()},
         )
 
     def to_tensors(self) -> dict[str, torch.Tensor]:
-        """Everything in it by name, for a file."""
+        """Return everything in this micro-batch by name, in CPU memory, for a file."""
         arrays = {
-            field.name: torch.from_numpy(np.ascontiguousarray(getattr(self.batch, field.name)))
-            for field in dataclasses.fields(Batch)
+            name: torch.from_numpy(np.ascontiguousarray(getattr(self.batch, name)))
+            for name in _BATCH_FIELDS
         }
-        known = {name: value.cpu() for name, value in _known(self).items() if value is not None}
-        return arrays | known
+        return arrays | {name: tensor.cpu() for name, tensor in self._tensors().items()}
 
     @classmethod
     def from_tensors(
         cls, tensors: Mapping[str, torch.Tensor], device: torch.device | str
     ) -> MicroBatch:
-        """What `to_tensors` gave."""
-        names = [field.name for field in dataclasses.fields(Batch)]
-        batch = Batch(**{name: tensors[name].numpy() for name in names})
-        return cls(batch, **{n: t.to(device) for n, t in tensors.items() if n not in names})
+        """Return the micro-batch whose `to_tensors` gave these tensors."""
+        batch = Batch(**{name: tensors[name].numpy() for name in _BATCH_FIELDS})
+        return cls(batch, **{n: t.to(device) for n, t in tensors.items() if n not in _BATCH_FIELDS})
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        """Return the tensors [N] that are known, by name."""
+        names = (field.name for field in dataclasses.fields(self) if field.name != "batch")
+        return {name: tensor for name in names if (tensor := getattr(self, name)) is not None}
 
 
 def sizes_of(batch: Batch) -> tuple[int, int]:
-    """Its tokens and sequences."""
+    """Return how many tokens and how many sequences a batch has."""
     return batch.num_tokens, batch.num_sequences
 
 
-def _known(micro: MicroBatch) -> dict[str, torch.Tensor | None]:
-    """Its tensors [N] by name."""
-    return {
-        field.name: getattr(micro, field.name)
-        for field in dataclasses.fields(MicroBatch)
-        if field.name != "batch"
-    }
+class Minibatch:
+    """The samples of one update, in micro-batches that get smaller when memory runs out.
+
+    Args:
+        micro_batches: The micro-batches to begin with.
+        size: How large a micro-batch may be, for the whole run.
+
+    Attributes:
+        micro_batches: The present micro-batches, in order.
+        num_tokens: How many tokens are trained on.
+        num_sequences: How many sequences there are.
+    """
+
+    def __init__(self, micro_batches: Sequence[MicroBatch], size: MicroBatchSize) -> None:
+        self.micro_batches = list(micro_batches)
+        self._size = size
+        self.num_tokens = sum(int(micro.batch.loss_mask.sum()) for micro in micro_batches)
+        self.num_sequences = sum(micro.batch.num_sequences for micro in micro_batches)
+
+    def shrink(self, problem: str) -> None:
+        """Halve the size of the run, and divide the micro-batches accordingly.
+
+        problem: One line of the allocator's message.
+
+        Raises:
+            OutOfMemoryStop: Each micro-batch is one sequence.
+        """
+        self._size.halve([sizes_of(micro.batch) for micro in self.micro_batches], problem)
+        self.micro_batches = self._size.split(self.micro_batches)
 
 
 class MicroBatchSize:
-    """tokens: what a micro-batch may have now. retries: how often it was halved since the count was
-    last taken."""
+    """How many tokens a micro-batch of the run may have.
+
+    Args:
+        tokens: The setting `train.tokens_per_micro_batch`.
+
+    Attributes:
+        tokens: How many tokens a micro-batch may have now.
+    """
 
     def __init__(self, tokens: int) -> None:
         self._setting = tokens
@@ -104,31 +143,37 @@ class MicroBatchSize:
 
     @classmethod
     def of(cls, settings: TrainSettings, planned: int | None = None) -> MicroBatchSize:
-        """planned: tokens that the memory plan has room for, where that is less."""
+        """Return the size that a run begins with: the setting, or `planned` where that is less.
+
+        planned: Tokens that the memory plan has room for; None where there is no plan.
+        """
         size = cls(settings.tokens_per_micro_batch)
         if planned is not None:
             size.tokens = min(size.tokens, planned)
         return size
 
-    def halve(self, sizes: Sequence[tuple[int, int]], problem: str, of: str = "sequence") -> None:
-        """Makes the next micro-batches smaller than the largest of these, which were too large.
+    def halve(self, sizes: Sequence[tuple[int, int]], problem: str, unit: str = "sequence") -> None:
+        """Make the next micro-batches at most half as large as the largest of these.
 
         Args:
-            sizes: tokens of each, and how many it has of what cannot be divided. of: what that is.
+            sizes: The micro-batches that were too large: of each its tokens, and how many units it
+                has that cannot be divided.
+            problem: One line of the allocator's message.
+            unit: What a micro-batch consists of: "sequence" or "pair".
 
         Raises:
-            OutOfMemoryStop: each of them has one.
+            OutOfMemoryStop: Each micro-batch is one unit.
         """
-        shared = [tokens for tokens, parts in sizes if parts > 1]
-        if not shared:
+        divisible = [tokens for tokens, num_units in sizes if num_units > 1]
+        if not divisible:
             longest = max(tokens for tokens, _ in sizes)
             raise OutOfMemoryStop(
-                f"out of memory in training ({problem}) with one {of} in a micro-batch; the "
+                f"out of memory in training ({problem}) with one {unit} in a micro-batch; the "
                 f"longest has {longest} tokens. Set train.activation_checkpointing=true if it is "
                 "not, train on shorter ones (rollout.max_tokens), or use a GPU with more memory. "
                 "No weight of this update was changed and the last checkpoint is good"
             )
-        self.tokens = max(1, min(self.tokens, max(shared)) // 2)
+        self.tokens = max(1, min(self.tokens, max(divisible)) // 2)
         self._retries += 1
         logger.warning(
             "out of memory in training (%s): from now on at most %d tokens a micro-batch instead "
@@ -137,40 +182,32 @@ class MicroBatchSize:
             *(problem, self.tokens, self._setting),
         )
 
-    def take_retries(self) -> int:
-        """How often it was halved since the last call."""
+    def take_metrics(self) -> dict[str, float]:
+        """Return how often the size was halved since the last call, as a metric; {} for never."""
         retries, self._retries = self._retries, 0
-        return retries
+        return {"memory/train_retries": float(retries)} if retries else {}
 
-    def parts(self, batch: Batch) -> list[range]:
-        """The sequences of a batch in groups that fit, in order; a longer one is alone."""
-        found: list[range] = []
+    def split(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+        """Return the same sequences, in order, in micro-batches of the present size."""
+        return [m.select(sequences) for m in micro_batches for sequences in self._ranges(m.batch)]
+
+    def _ranges(self, batch: Batch) -> list[range]:
+        """Return the sequences of a batch in ranges of the present size; a longer one is alone."""
+        ranges: list[range] = []
         lengths = [int(n) for n in batch.cu_seqlens[1:] - batch.cu_seqlens[:-1]]
         start = total = 0
         for i, length in enumerate(lengths):
             if i > start and total + length > self.tokens:
-                found.append(range(start, i))
+                ranges.append(range(start, i))
                 start, total = i, 0
             total += length
-        return [*found, range(start, len(lengths))]
-
-    def shrink(self, minibatches: list[list[MicroBatch]], k: int, problem: str) -> None:
-        """`halve` for one of a step's minibatches, which is divided accordingly.
-
-        Raises:
-            OutOfMemoryStop: each of its micro-batches is one sequence.
-        """
-        self.halve([sizes_of(micro.batch) for micro in minibatches[k]], problem)
-        minibatches[k] = self.split(minibatches[k])
-
-    def split(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-        """The same sequences in micro-batches of the size that holds now."""
-        return [m.part(part) for m in micro_batches for part in self.parts(m.batch)]
+        return [*ranges, range(start, len(lengths))]
 
     def state(self) -> Any:
+        """Return what a checkpoint keeps of the size."""
         return {"tokens": self.tokens, "setting": self._setting}
 
     def load_state(self, state: Any) -> None:
-        """Takes over the size of a run that goes on, unless its setting was changed."""
+        """Take over the size of the run that is resumed, unless its setting was changed."""
         if state["setting"] == self._setting:
             self.tokens = state["tokens"]

@@ -18,8 +18,14 @@ from jetrl.types import Batch, Sample
 
 @dataclass(frozen=True)
 class Difference:
-    """One token whose log-probs differ. sample: its number in the step; token: its index in the
-    completion; trainer, rollout: the two float32 log-probs."""
+    """One token whose log-probs differ between sampler and trainer.
+
+    Attributes:
+        sample: The number of the sample in the step.
+        token: The index of the token in its completion.
+        trainer: The trainer's log-prob, a float32 value.
+        rollout: The sampler's log-prob, a float32 value.
+    """
 
     sample: int
     token: int
@@ -35,23 +41,31 @@ class Difference:
 
 
 class StepMismatchError(MismatchError):
-    """Sampler and trainer differ under an exact plan. No weight was changed.
+    """Sampler and trainer differ under an exact plan; no weight was changed.
 
-    samples: of the step. sample_ids: those with a token that differs, ascending. first: the first
-    such token. metrics: the step's `mismatch/*`.
+    Args:
+        plan_name: The precision plan.
+        samples: All samples of the step.
+        differences: The tokens that differ, at least one.
+        metrics: The step's `mismatch/*`.
+
+    Attributes:
+        samples: All samples of the step.
+        sample_ids: The numbers of the samples with a token that differs, ascending.
+        first: The first token that differs, in the order of samples.
+        metrics: The step's `mismatch/*`.
     """
 
     def __init__(
         self,
         plan_name: str,
         samples: Sequence[Sample],
-        sample_ids: Sequence[int],
-        first: Difference,
+        differences: Sequence[Difference],
         metrics: dict[str, float],
     ) -> None:
         self.samples = tuple(samples)
-        self.sample_ids = tuple(sample_ids)
-        self.first = first
+        self.sample_ids = tuple(sorted({difference.sample for difference in differences}))
+        self.first = first = min(differences, key=lambda d: (d.sample, d.token))
         self.metrics = dict(metrics)
         sample = self.samples[first.sample]
         super().__init__(
@@ -70,10 +84,11 @@ class StepMismatchError(MismatchError):
 def mismatch_metrics(
     trainer_logprobs: np.ndarray, rollout_logprobs: np.ndarray
 ) -> dict[str, float]:
-    """The mismatch of the same tokens, d = trainer - rollout in float64.
+    """Return the mismatch of some tokens, with d = trainer - rollout in float64.
 
     Args:
-        trainer_logprobs, rollout_logprobs: float32 [N], N >= 1.
+        trainer_logprobs: float32 [N], N >= 1.
+        rollout_logprobs: float32 [N].
 
     Returns:
         mismatch/num_tokens: N.
@@ -98,18 +113,73 @@ def mismatch_metrics(
         }
 
 
+def compare_step(
+    plan_name: str,
+    exact: bool,
+    samples: Sequence[Sample],
+    version: int,
+    batches: Sequence[Batch],
+    trainer_logprobs: Sequence[np.ndarray],
+) -> dict[str, float]:
+    """Return the mismatch of all trained tokens of a step that the present policy has drawn.
+
+    Args:
+        plan_name: The precision plan.
+        exact: Whether the plan is exact, so that no log-prob may differ.
+        samples: All samples of the step.
+        version: The version of the present policy; tokens that an earlier one drew are exempt.
+        batches: The batches of all updates of the step.
+        trainer_logprobs: The trainer's log-probs before the first update, float32 [N] a batch.
+
+    Returns:
+        The metrics of `mismatch_metrics`, and partial_rollout/earlier_tokens, the share of tokens
+        that are exempt, where there are any. Nothing of a step whose log-probs are not all finite:
+        that is the guard's to deal with.
+
+    Raises:
+        StepMismatchError: A log-prob differs under an exact plan.
+    """
+    if not all(np.isfinite(logprobs).all() for logprobs in trainer_logprobs):
+        return {}
+    present = [present_tokens(batch, samples, version) for batch in batches]
+    compared = np.concatenate(present)
+    earlier = {} if compared.all() else {"partial_rollout/earlier_tokens": 1 - compared.mean()}
+    if not compared.any():
+        return earlier
+    rollout_logprobs = np.concatenate([batch.rollout_logprobs[targets(batch)] for batch in batches])
+    metrics = earlier | mismatch_metrics(
+        np.concatenate(trainer_logprobs)[compared], rollout_logprobs[compared]
+    )
+    if exact and metrics["mismatch/num_different"]:
+        found = [
+            difference
+            for batch, logprobs, mask in zip(batches, trainer_logprobs, present, strict=True)
+            for difference in differences(batch, logprobs, mask)
+        ]
+        raise StepMismatchError(plan_name, samples, found, metrics)
+    return metrics
+
+
 def present_tokens(batch: Batch, samples: Sequence[Sample], version: int) -> np.ndarray:
-    """bool [N], one for each True of batch.loss_mask: drawn by the present policy, not by one of
-    an earlier step (`Completion.versions`). samples: of the step. version: the present one."""
-    parts = []
+    """Return which trained tokens of a batch the present policy has drawn.
+
+    Args:
+        batch: A batch with N trained tokens.
+        samples: All samples of the step.
+        version: The version of the present policy (`Completion.versions`).
+
+    Returns:
+        bool [N].
+    """
+    masks = []
     for index, count in zip(batch.sample_ids, trained_lengths(batch), strict=True):
         versions = samples[index].completion.versions
-        parts.append(np.array(versions) == version if versions else np.ones(count, dtype=np.bool_))
-    return np.concatenate(parts)
+        masks.append(np.array(versions) == version if versions else np.ones(count, dtype=np.bool_))
+    return np.concatenate(masks)
 
 
 def different(trainer_logprobs: np.ndarray, rollout_logprobs: np.ndarray) -> np.ndarray:
-    """bool [N]: the float32 bits differ, or either is NaN."""
+    """Return, bool [N], where the float32 bits differ or either number is NaN."""
     trainer, rollout = _float32(trainer_logprobs), _float32(rollout_logprobs)
     bits_differ = trainer.view(np.uint32) != rollout.view(np.uint32)
     return bits_differ | np.isnan(trainer) | np.isnan(rollout)
@@ -118,17 +188,22 @@ def different(trainer_logprobs: np.ndarray, rollout_logprobs: np.ndarray) -> np.
 def differences(
     batch: Batch, trainer_logprobs: np.ndarray, compared: np.ndarray | bool = True
 ) -> list[Difference]:
-    """The tokens of a batch whose log-probs differ, in batch order. trainer_logprobs: float32, one
-    for each True of batch.loss_mask; compared: bool likewise, whether to look at it."""
+    """Return the trained tokens of a batch whose log-probs differ, in batch order.
+
+    Args:
+        batch: A batch with N trained tokens.
+        trainer_logprobs: float32 [N].
+        compared: bool [N], which tokens to look at; True for all.
+    """
     target = targets(batch)
     rollout = batch.rollout_logprobs[target]
-    end = batch.cu_seqlens[1:]
-    found = []
+    ends = batch.cu_seqlens[1:]
+    differing = []
     for k in np.flatnonzero(different(trainer_logprobs, rollout) & compared):
-        sequence = int(np.searchsorted(end, target[k], side="right"))
+        sequence = int(np.searchsorted(ends, target[k], side="right"))
         start = int(batch.cu_seqlens[sequence])
-        first = start + int(np.argmax(batch.loss_mask[start : end[sequence]]))
-        found.append(
+        first = start + int(np.argmax(batch.loss_mask[start : ends[sequence]]))
+        differing.append(
             Difference(
                 sample=int(batch.sample_ids[sequence]),
                 token=int(target[k]) - first,
@@ -136,14 +211,16 @@ def differences(
                 rollout=float(rollout[k]),
             )
         )
-    return found
+    return differing
 
 
 def _float32(values: np.ndarray) -> np.ndarray:
+    """Return log-probs in one piece of memory, and refuse another type than float32."""
     if values.dtype != np.float32:
         raise ValueError(f"log-probs must be float32 to be compared as bits, not {values.dtype}")
     return np.ascontiguousarray(values)
 
 
 def _hex(value: float) -> str:
+    """Return the bits of a float32 value, as text."""
     return f"0x{int(np.float32(value).view(np.uint32)):08x}"

@@ -1,6 +1,8 @@
-"""What is made of a step's samples before the first update: micro-batches, with their advantages
-and all that is known of their tokens by then (log-probs of the trainer and of the reference, values
-of the critic)."""
+"""The preparation of a training step: from scored samples to micro-batches with advantages.
+
+Everything that is known of the tokens before the first update is found here: log-probs of the
+trainer and of the reference, values of the critic, and from them and the rewards the advantages.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +16,7 @@ import numpy as np
 import torch
 
 from jetrl.errors import RunStopped
+from jetrl.memory.out_of_memory import within_memory
 from jetrl.training.advantages import (
     Advantages,
     StepRewards,
@@ -22,7 +25,7 @@ from jetrl.training.advantages import (
 )
 from jetrl.training.extras.critic import Critic, value_metrics
 from jetrl.training.forward import at_targets, batch_logprobs
-from jetrl.training.micro_batches import MicroBatch, MicroBatchSize
+from jetrl.training.micro_batches import MicroBatch, MicroBatchSize, Minibatch, sizes_of
 from jetrl.training.objectives import Objective
 from jetrl.training.packing import by_batch, by_sample, pack, with_advantages
 from jetrl.types import Batch, Sample
@@ -32,12 +35,16 @@ if TYPE_CHECKING:
 
 
 class Preparation:
-    """Prepares samples for updates of a policy.
+    """Prepares the samples of training steps for the updates of a policy.
 
     Args:
-        reference: frozen, for the KL; None without one. critic: None without one.
-        size: what a micro-batch may have now. minibatches: the samples of each update of a step.
-            temperature: of the log-probs.
+        policy: The policy that is trained.
+        objective: Makes advantages of rewards.
+        reference: The frozen policy of the KL; None without one.
+        critic: The value model; None without one.
+        size: How large a micro-batch may be, for the whole run.
+        choose: Returns the numbers of the samples that each update of a step is made on.
+        temperature: The temperature of the log-probs.
     """
 
     def __init__(
@@ -47,50 +54,60 @@ class Preparation:
         reference: Policy | None,
         critic: Critic | None,
         size: MicroBatchSize,
-        minibatches: Callable[[Sequence[Sample]], list[list[int]]],
+        choose: Callable[[Sequence[Sample]], list[list[int]]],
         temperature: float,
     ) -> None:
         self._policy, self._objective = policy, objective
         self._reference, self._critic = reference, critic
-        self._size, self._minibatches, self._temperature = size, minibatches, temperature
+        self._size, self._choose, self._temperature = size, choose, temperature
 
-    def __call__(
-        self, samples: Sequence[Sample]
-    ) -> tuple[list[list[MicroBatch]], dict[str, float]]:
-        """The micro-batches of each update; metrics of the rewards and of the critic.
+    def __call__(self, samples: Sequence[Sample]) -> tuple[list[Minibatch], dict[str, float]]:
+        """Return the minibatch of each update, and metrics of the rewards and of the critic.
 
         Raises:
-            RunStopped: no sample has a token.
-            UserError: fewer samples than updates, an empty prompt, a reward that is not finite.
+            RunStopped: No sample has a token.
+            UserError: Fewer samples than updates, an empty prompt, a reward that is not finite.
+            OutOfMemoryStop: Memory ran out with one sequence in a micro-batch.
         """
-        minibatches = self.pack(samples)
-        with contextlib.nullcontext() if self._reference is None else self._reference.used():
-            prepared = [
-                [self._known(batch, first=k == 0) for batch in batches]
-                for k, batches in enumerate(minibatches)
-            ]
-        rewards, metrics = self._rewards(samples, list(chain(*prepared)))
-        found = self._objective.advantages(rewards)
-        if rewards.values is not None and found.returns is not None:
-            metrics |= value_metrics(rewards.values, found.returns)
-        return [[_told(micro, found) for micro in batches] for batches in prepared], metrics
 
-    def pack(self, samples: Sequence[Sample]) -> list[list[Batch]]:
-        """The batches of each update. An update without a trained token is left out."""
-        minibatches = [
-            pack(samples, self._size.tokens, sample_ids)
-            for sample_ids in self._minibatches(samples)
-        ]
-        minibatches = [batches for batches in minibatches if batches]
-        if not minibatches:
+        def shrink(problem: str) -> None:
+            self._size.halve([sizes_of(batch) for batch in chain(*self._pack(samples))], problem)
+
+        return within_memory(lambda: self._prepare(samples), shrink)
+
+    def _prepare(self, samples: Sequence[Sample]) -> tuple[list[Minibatch], dict[str, float]]:
+        """Do the work of `__call__`, with micro-batches of the present size."""
+        packed = self._pack(samples)
+        with contextlib.nullcontext() if self._reference is None else self._reference.used():
+            forwarded = [
+                [self._forward(batch, first=k == 0) for batch in batches]
+                for k, batches in enumerate(packed)
+            ]
+        rewards, metrics = self._rewards(samples, list(chain(*forwarded)))
+        advantages = self._objective.advantages(rewards)
+        if rewards.values is not None and advantages.returns is not None:
+            metrics |= value_metrics(rewards.values, advantages.returns)
+        return [
+            Minibatch([_with_advantages(micro, advantages) for micro in micro_batches], self._size)
+            for micro_batches in forwarded
+        ], metrics
+
+    def _pack(self, samples: Sequence[Sample]) -> list[list[Batch]]:
+        """Return the batches of each update, without updates that have no trained token."""
+        packed = [pack(samples, self._size.tokens, ids) for ids in self._choose(samples)]
+        packed = [batches for batches in packed if batches]
+        if not packed:
             raise RunStopped(
                 f"none of the step's {len(samples)} samples has a completion token: there is "
                 "nothing to train on; look at the prompts and stop strings"
             )
-        return minibatches
+        return packed
 
-    def _known(self, batch: Batch, first: bool) -> MicroBatch:
-        """A batch of the step's first update, or of a later one, and what is known of it."""
+    def _forward(self, batch: Batch, first: bool) -> MicroBatch:
+        """Return a batch with what the models say of its tokens before the first update.
+
+        first: Whether the batch is of the first update, whose own forward gives the log-probs.
+        """
         reference, critic = self._reference, self._critic
         return MicroBatch(
             batch,
@@ -101,12 +118,13 @@ class Preparation:
 
     @torch.no_grad()
     def _logprobs(self, policy: Policy, batch: Batch) -> torch.Tensor:
+        """Return a policy's log-probs of the trained tokens, float32 [N]."""
         return batch_logprobs(policy, batch, self._temperature)[0]
 
     def _rewards(
         self, samples: Sequence[Sample], micro_batches: Sequence[MicroBatch]
     ) -> tuple[StepRewards, dict[str, float]]:
-        """What the advantages are made of, and the means of what was taken from the rewards."""
+        """Return what advantages are made of, and the means of what was taken from the rewards."""
         objective, metrics = self._objective, {}
         reward_S, group_S = check_rewards(
             [sample.score.reward for sample in samples], [sample.group for sample in samples]
@@ -126,7 +144,7 @@ class Preparation:
         return StepRewards(reward_S, group_S, penalties, by_token), metrics
 
     def _penalty(self, micro: MicroBatch) -> np.ndarray:
-        """What the KL takes from the reward of each trained token: float64 [N]."""
+        """Return what the KL takes from the reward of each trained token, float64 [N]."""
         batch, ref_logprobs = micro.batch, micro.ref_logprobs
         if ref_logprobs is None or not self._objective.kl_in_reward:
             return np.zeros(int(batch.loss_mask.sum()))
@@ -134,10 +152,10 @@ class Preparation:
         return self._objective.penalty(logprobs, ref_logprobs).double().cpu().numpy()
 
 
-def _told(micro: MicroBatch, found: Advantages) -> MicroBatch:
-    """The micro-batch with its part of what was found."""
-    batch = with_advantages(micro.batch, found.advantages)
-    if found.returns is None:
+def _with_advantages(micro: MicroBatch, advantages: Advantages) -> MicroBatch:
+    """Return a micro-batch with the advantages, and returns if there are any, of its tokens."""
+    batch = with_advantages(micro.batch, advantages.advantages)
+    if advantages.returns is None:
         return replace(micro, batch=batch)
-    returns = torch.from_numpy(by_batch(micro.batch, found.returns))
+    returns = torch.from_numpy(by_batch(micro.batch, advantages.returns))
     return replace(micro, batch=batch, returns=returns)

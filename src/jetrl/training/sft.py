@@ -1,5 +1,8 @@
-"""Supervised training on worked answers: token-mean cross entropy of the completions, through the
-same forward (and the same FP8) as reinforcement learning."""
+"""Supervised training on worked answers.
+
+The loss is the mean cross entropy over the tokens of the completions, through the same forward (and
+the same FP8) as reinforcement learning.
+"""
 
 from __future__ import annotations
 
@@ -7,31 +10,30 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-import torch
-
 from jetrl.errors import UserError
-from jetrl.memory.out_of_memory import explained, within_memory
 from jetrl.settings.loading import Settings
 from jetrl.training.forward import batch_logprobs
-from jetrl.training.guard import Guard, NonFiniteUpdate
-from jetrl.training.losses import cross_entropy
-from jetrl.training.micro_batches import MicroBatch, MicroBatchSize, sizes_of
-from jetrl.training.optimizer import ADVICE, supervised_optimizer
+from jetrl.training.guard import Guard
+from jetrl.training.losses import MicroBatchLoss, cross_entropy
+from jetrl.training.micro_batches import MicroBatch, MicroBatchSize, Minibatch
+from jetrl.training.optimizer import supervised_optimizer
 from jetrl.training.packing import pack_examples
+from jetrl.training.update import Update, UpdateStats
 from jetrl.types import Example
 
 if TYPE_CHECKING:
     from jetrl.models.policy import Policy
 
 
-_WATCHED = ("sft/loss", "sft/grad_norm")
-
-
 class SftTrainer:
-    """Updates a policy on examples. It has an optimizer of its own: lr, warm-up and schedule from
-    `settings.sft`, the rest (betas, clip, decay, micro-batch size) from `settings.train`.
+    """Updates a policy on worked answers, with an optimizer of its own.
 
-    micro_batch_size, guard: those of the run; by default its own.
+    Args:
+        policy: The policy whose master weights are updated and rounded.
+        settings: Learning rate, warm-up and schedule are those of `sft`, the rest of the
+            optimizer and the size of micro-batches those of `train`.
+        micro_batch_size: The size that the run has for micro-batches; by default a new one.
+        guard: The run's guard for supervised updates; by default a new one.
     """
 
     def __init__(
@@ -46,78 +48,53 @@ class SftTrainer:
         self.micro_batch_size = micro_batch_size or MicroBatchSize.of(settings.train)
         self.guard = guard or Guard(settings.train.on_nonfinite, "sft.lr")
         self.optimizer = supervised_optimizer(policy.named_masters(), settings)
+        self._update = Update(policy, self.optimizer, self.guard, "sft")
 
     def step(self, examples: Sequence[Example]) -> dict[str, float]:
-        """One optimizer update on worked answers, all of them.
+        """Make one optimizer update on some worked answers, all of them.
 
         Returns:
             sft/loss (nats a completion token, before the update), sft/grad_norm, sft/lr, sft/tokens
-            (completion tokens).
+            (completion tokens). Of a skipped update sft/lr, sft/tokens and policy/skipped_updates.
+            Where memory ran out, memory/train_retries.
 
         Raises:
-            UserError: an example with an empty prompt or completion, or no examples.
-            NonFiniteError: the loss or gradient is not finite, and train.on_nonfinite is "stop".
-            OutOfMemoryStop: memory ran out with one example in a micro-batch.
+            UserError: An example with an empty prompt or completion, or no examples.
+            NonFiniteError: The loss or gradient is not finite, and train.on_nonfinite is "stop".
+            OutOfMemoryStop: Memory ran out with one example in a micro-batch.
         """
         if not examples:
             raise UserError("supervised training got no examples")
         size = self.micro_batch_size
-        micro_batches = [MicroBatch(batch) for batch in pack_examples(examples, size.tokens)]
-
-        def shrink(problem: str) -> None:
-            nonlocal micro_batches
-            self.optimizer.zero_grad()
-            size.halve([sizes_of(micro.batch) for micro in micro_batches], problem)
-            micro_batches = size.split(micro_batches)
-
-        total_norm, metrics = within_memory(lambda: self._accumulate(micro_batches), shrink)
-        retries = size.take_retries()
-        if retries:
-            metrics["memory/train_retries"] = float(retries)
-        if not self.guard.passes({name: metrics[name] for name in _WATCHED}):
-            return self._refused(metrics, micro_batches)
-        with explained("the optimizer", ADVICE):
-            self.optimizer.apply(total_norm)
-            self.policy.requantize()
-        return metrics
+        batches = pack_examples(examples, size.tokens)
+        minibatch = Minibatch([MicroBatch(batch) for batch in batches], size)
+        stats = self._update.run(minibatch, partial(self._loss, minibatch.num_tokens))
+        metrics = _metrics(stats) | size.take_metrics()
+        if stats.applied:
+            return metrics
+        del metrics["sft/loss"], metrics["sft/grad_norm"]
+        return metrics | {"policy/skipped_updates": 1.0}
 
     def accumulate(self, micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
-        """Forward and backward of one update, whose gradients stay: for the repetition of one.
-        Returns the metrics of `step`."""
-        return self._accumulate(micro_batches)[1]
+        """Run forward and backward of one update again, keep the gradients, return its metrics."""
+        minibatch = Minibatch(micro_batches, self.micro_batch_size)
+        return _metrics(self._update.measure(minibatch, partial(self._loss, minibatch.num_tokens)))
 
-    def _accumulate(
-        self, micro_batches: Sequence[MicroBatch]
-    ) -> tuple[torch.Tensor, dict[str, float]]:
-        """The gradient norm, and the metrics of the update."""
-        self.optimizer.zero_grad()
-        num_tokens = sum(int(micro.batch.loss_mask.sum()) for micro in micro_batches)
-        total = torch.zeros((), dtype=torch.float64, device=self.policy.device)
-        for micro in micro_batches:
-            logprobs, _ = batch_logprobs(
-                self.policy,
-                micro.batch,
-                checkpoint_layers=self.settings.train.activation_checkpointing,
-            )
-            loss = cross_entropy(logprobs, num_tokens)
-            loss.backward()
-            total += loss.detach().double()
-        total_norm = self.optimizer.gradient_norm()
-        loss_sum, norm = torch.stack([total, total_norm.double()]).tolist()
-        return total_norm, {
-            "sft/loss": loss_sum,
-            "sft/grad_norm": norm,
-            "sft/lr": self.optimizer.lr,
-            "sft/tokens": float(num_tokens),
-        }
-
-    def _refused(
-        self, metrics: dict[str, float], micro_batches: Sequence[MicroBatch]
-    ) -> dict[str, float]:
-        """The metrics of an update that is skipped; raises if it is not to be."""
-        values = {name: metrics.pop(name) for name in _WATCHED}
-        again = partial(self.accumulate, micro_batches)
-        self.guard.refuse(
-            NonFiniteUpdate.of(0, self.policy, self.optimizer, values, again, micro_batches)
+    def _loss(self, num_update_tokens: int, micro: MicroBatch) -> MicroBatchLoss:
+        """Return the cross entropy of a micro-batch, its share of the update's."""
+        logprobs, _ = batch_logprobs(
+            self.policy,
+            micro.batch,
+            checkpoint_layers=self.settings.train.activation_checkpointing,
         )
-        return metrics | {"policy/skipped_updates": 1.0}
+        return MicroBatchLoss(cross_entropy(logprobs, num_update_tokens))
+
+
+def _metrics(stats: UpdateStats) -> dict[str, float]:
+    """Return the metrics of a supervised update."""
+    return {
+        **stats.metrics,
+        "sft/grad_norm": stats.grad_norm,
+        "sft/lr": stats.lr,
+        "sft/tokens": float(stats.num_tokens),
+    }

@@ -1,10 +1,12 @@
 """The trainer: scored samples in, updated weights and metrics out.
 
-A step is one or more optimizer updates on disjoint parts of its samples (packing.py). The policy
-that the samples came from is needed for the ratio. Under an exact plan it is known: the sampler's
-log-probs are the trainer's, bit for bit, and nothing is recomputed. Under any other plan it is the
-trainer's own policy before the step's first update: for the first update that is its forward,
-detached; for later ones a forward without gradient is made beforehand.
+A training step is one or more optimizer updates, on disjoint minibatches of its samples. Read
+`Trainer.step` first: a batch goes through it from top to bottom.
+
+The policy that the samples came from is needed for the ratio. Under an exact plan it is known: the
+sampler's log-probs are the trainer's, bit for bit, and nothing is recomputed. Under any other plan
+it is the trainer's own policy before the step's first update: for the first update that is its
+forward, detached; for later ones a forward without gradient is made beforehand.
 
 Every step compares sampler and trainer on all trained tokens, before any weight changes. (With
 several updates the later minibatches are therefore forwarded once without gradient under an exact
@@ -16,89 +18,66 @@ What is optimized is an `Objective` (objectives/), made of the pieces that the s
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
 from jetrl.errors import UserError
-from jetrl.memory.out_of_memory import explained, within_memory
 from jetrl.models.packed import upload
 from jetrl.settings.loading import Settings
-from jetrl.training.extras.calibration import Bounds, ClipCalibration
+from jetrl.training.extras.calibration import ClipBounds, ClipCalibration
 from jetrl.training.extras.critic import Critic
 from jetrl.training.forward import at_targets, batch_logprobs
-from jetrl.training.guard import Guard, NonFiniteUpdate
-from jetrl.training.micro_batches import MicroBatch, MicroBatchSize, sizes_of
+from jetrl.training.guard import Guard
+from jetrl.training.losses import MicroBatchLoss
+from jetrl.training.micro_batches import MicroBatch, MicroBatchSize, Minibatch
 from jetrl.training.minibatches import choose_minibatches
-from jetrl.training.mismatch import (
-    StepMismatchError,
-    differences,
-    mismatch_metrics,
-    present_tokens,
-)
+from jetrl.training.mismatch import StepMismatchError, compare_step
 from jetrl.training.objectives import Objective, Tokens, UpdateSize
-from jetrl.training.optimizer import ADVICE, Optimizer
-from jetrl.training.packing import targets, trained_lengths
+from jetrl.training.optimizer import Optimizer
+from jetrl.training.packing import trained_lengths
 from jetrl.training.preparation import Preparation
+from jetrl.training.update import Update, UpdateStats
 from jetrl.types import Sample
 
 if TYPE_CHECKING:
     from jetrl.models.policy import Policy
 
 
-@dataclass
-class _Pass:
-    """What the forwards (and backwards) of a minibatch gave. logprobs: float32 [N] of each of its
-    batches, without gradient. sums: shares of the minibatch's means, added. peaks: largest."""
-
-    logprobs: list[torch.Tensor]
-    sums: dict[str, torch.Tensor]
-    peaks: dict[str, torch.Tensor]
-
-
 @dataclass(frozen=True)
-class _Numbers:
-    """What was measured of an update: the means over its trained tokens, the largest values, what
-    the guard watches beside them, and the critic's own metrics, none where it was not updated."""
+class TrainedStep:
+    """What a training step reports.
 
-    tokens: int
-    means: dict[str, float]
-    peaks: dict[str, float]
-    grad_norm: float
-    weight_scales: float
-    critic: Mapping[str, float] = field(default_factory=dict)
+    Attributes:
+        metrics: Metrics by name, as `Trainer.step` lists them.
+        timings: Seconds by phase: `update` (all but requantization), the part of it that is
+            `optimizer` (AdamW), and `requantize`.
+    """
 
-    @property
-    def watched(self) -> dict[str, float]:
-        return {
-            "policy/loss": self.means["policy/loss"],
-            "policy/entropy": self.means["policy/entropy"],
-            "policy/grad_norm": self.grad_norm,
-            "norm of the FP8 scales": self.weight_scales,
-        }
+    metrics: dict[str, float]
+    timings: dict[str, float]
 
 
 class Trainer:
-    """An algorithm on a policy.
+    """An algorithm that trains a policy.
 
     Args:
-        policy: its masters are updated in place and requantized after every update.
+        policy: The policy whose master weights are updated and rounded.
         settings: `algorithm`, `train`, and rollout.{temperature, max_tokens} and loop.steps.
-        reference: the frozen policy of the KL term; policy/kl_ref is measured when it is given.
-        critic: the value model of an algorithm that needs one, updated beside the policy.
-        micro_batch_size: of train.tokens_per_micro_batch, or less once memory ran out.
-        guard: refuses updates that are not finite. Both are the run's; by default the trainer's.
+        reference: The frozen policy of the KL term; policy/kl_ref is measured when it is given.
+        critic: The value model of an algorithm that needs one, updated beside the policy.
+        micro_batch_size: The size that the run has for micro-batches; by default a new one.
+        guard: The run's guard, which refuses updates that are not finite; by default a new one.
 
     Attributes:
-        objective: what is optimized. preparation: what is made of samples before the first update.
-        optimizer: goes into checkpoints.
-        timings: seconds of the last step: `update` (forward, backward, AdamW), of these `optimizer`
-            (AdamW), and `requantize`.
+        objective: What is optimized.
+        preparation: Makes micro-batches of the samples before the first update of a step.
+        optimizer: The optimizer, whose state goes into checkpoints.
+        calibration: Moves the clips of the ratio, where the settings ask for that; else None.
 
     Raises:
         UserError: algorithm.kl is positive without a reference; an algorithm that cannot be used.
@@ -133,7 +112,6 @@ class Trainer:
         )
         self.micro_batch_size = micro_batch_size or MicroBatchSize.of(settings.train)
         self.guard = guard or Guard(settings.train.on_nonfinite)
-        self.timings = {"update": 0.0, "optimizer": 0.0, "requantize": 0.0}
         # Greedy sampling reports the log-probs of temperature 1 (types.SamplingParams).
         self._temperature = settings.rollout.temperature or 1.0
         self.calibration = self._calibration()
@@ -146,258 +124,168 @@ class Trainer:
             lambda samples: choose_minibatches(samples, settings, self.optimizer.num_updates),
             self._temperature,
         )
+        self._update = Update(
+            policy, self.optimizer, self.guard, "policy", ("loss", "entropy"), synchronize=True
+        )
 
-    def step(self, samples: Sequence[Sample], version: int = 0) -> dict[str, float]:
-        """`train.updates_per_step` updates on the samples of one step. version: of the policy, for
-        samples with tokens that earlier ones drew: these are exempt from the comparison.
+    def step(self, samples: Sequence[Sample], version: int = 0) -> TrainedStep:
+        """Make `train.updates_per_step` updates on the samples of one training step.
+
+        Args:
+            samples: The scored samples of the step.
+            version: The version of the policy; tokens of the samples that an earlier version drew
+                are exempt from the comparison of sampler and trainer.
 
         Returns:
-            policy/loss, policy/entropy (nats), policy/clip_fraction, policy/kl_ref (with a
-            reference): means over the step's trained tokens. policy/grad_norm: mean over updates,
-            before the clip. policy/lr: of the last update. policy/active_fraction: trained tokens
-            whose advantage is not 0 (0: every group had equal rewards, and the policy gradient is
-            zero). correction/* with a correction. And the `mismatch/*` of all trained tokens.
-            Where it happened, policy/skipped_updates and critic/skipped_updates (which are in none
-            of the means) and memory/train_retries.
+            The metrics and timings of the step. Metrics: policy/loss, policy/entropy (nats),
+            policy/clip_fraction, policy/kl_ref (with a reference): means over the step's trained
+            tokens. policy/grad_norm: mean over updates, before the clip. policy/lr: of the last
+            update. policy/active_fraction: trained tokens whose advantage is not 0 (0: every group
+            had equal rewards, and the policy gradient is zero). correction/* with a correction.
+            And the `mismatch/*` of all trained tokens. Where it happened, policy/skipped_updates
+            and critic/skipped_updates (which are in none of the means) and memory/train_retries.
 
         Raises:
-            StepMismatchError: sampler and trainer differ under an exact plan; no weight changed.
-            RunStopped: no sample has a token.
-            NonFiniteError: a loss or a gradient, of the policy or of the critic, is not finite, and
+            StepMismatchError: Sampler and trainer differ under an exact plan; no weight changed.
+            RunStopped: No sample has a token.
+            NonFiniteError: A loss or a gradient, of the policy or of the critic, is not finite, and
                 train.on_nonfinite is "stop" or too many were in a row; that update was not applied.
-            OutOfMemoryStop: memory ran out with one sequence in a micro-batch.
-            UserError: fewer samples than updates, an empty prompt, a reward that is not finite.
+            OutOfMemoryStop: Memory ran out with one sequence in a micro-batch.
+            UserError: Fewer samples than updates, an empty prompt, a reward that is not finite.
         """
         start = time.perf_counter()
-        minibatches, metrics = within_memory(
-            lambda: self.preparation(samples), lambda problem: self._shrink(samples, problem)
-        )
+        minibatches, metrics = self.preparation(samples)
         if self.calibration is not None:
-            self.calibration.begin(minibatches)
-        optimizer_seconds = requantize_seconds = 0.0
-        applied: list[_Numbers] = []
-        for k in range(len(minibatches)):
-            done = self._accumulate_within_memory(minibatches, k)
-            total_norm = self.optimizer.gradient_norm()  # before the host waits for log-probs
+            self.calibration.before_updates(minibatches)
+        updates: list[UpdateStats] = []
+        critic_updates: list[dict[str, float]] = []
+        for k, minibatch in enumerate(minibatches):
+            accumulated = self._update.accumulate(minibatch, self._loss_function(minibatch))
+            # No weight of the step has changed before the first `finish`.
             if k == 0:
-                metrics |= self._measure_mismatch(samples, version, minibatches, done.logprobs)
-            if k == len(minibatches) - 1:
-                metrics |= self._calibrate(minibatches, done)
-            numbers = self._read(minibatches[k], done, total_norm)
-            if not self.guard.passes(numbers.watched):
-                self._refuse(k, numbers, minibatches[k])
-                continue
-            metrics["policy/lr"] = self.optimizer.lr
-            with explained("the optimizer", ADVICE):
-                optimizer_seconds += self._seconds(partial(self.optimizer.apply, total_norm))
-                requantize_seconds += self._seconds(self.policy.requantize)
-            applied.append(replace(numbers, critic=self._teach_critic(minibatches, k)))
-        self.timings = {
-            "update": time.perf_counter() - start - requantize_seconds,
-            "optimizer": optimizer_seconds,
-            "requantize": requantize_seconds,
-        }
-        return metrics | _metrics(applied) | self._events(len(minibatches), applied)
+                metrics |= self._compare(samples, version, minibatches, accumulated.outputs)
+            if k == len(minibatches) - 1 and self.calibration is not None:
+                metrics |= self.calibration.before_last_update(minibatch, accumulated.outputs)
+            stats = self._update.finish(accumulated, k)
+            updates.append(stats)
+            if stats.applied and self.critic is not None:
+                critic_updates.append(self.critic.update(k, minibatch))
+        metrics |= _update_metrics(updates, critic_updates) | self.micro_batch_size.take_metrics()
+        requantize_s = sum(update.requantize_s for update in updates)
+        return TrainedStep(
+            metrics,
+            timings={
+                "update": time.perf_counter() - start - requantize_s,
+                "optimizer": sum(update.optimizer_s for update in updates),
+                "requantize": requantize_s,
+            },
+        )
 
     def accumulate(self, micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
-        """Forward and backward of one update, whose gradients stay: for the repetition of one.
-        Returns the metrics of an update."""
-        self.optimizer.zero_grad()
-        done = self._accumulate(micro_batches)
-        numbers = self._read(micro_batches, done, self.optimizer.gradient_norm())
-        return _metrics([numbers])
+        """Run forward and backward of one update again, keep the gradients, return its metrics."""
+        minibatch = Minibatch(micro_batches, self.micro_batch_size)
+        return _means([self._update.measure(minibatch, self._loss_function(minibatch))])
 
-    def _read(
-        self, micro_batches: Sequence[MicroBatch], done: _Pass, total_norm: torch.Tensor
-    ) -> _Numbers:
-        """The numbers of an update: the one time that it waits for the device."""
-        scales = torch.nn.utils.get_total_norm(list(self.policy.weight_scales().values()))
-        values = [*done.sums.values(), *done.peaks.values(), total_norm, scales]
-        read = torch.stack([v.detach().double().to(total_norm.device) for v in values]).tolist()
-        peaks = read[len(done.sums) : -2]
-        return _Numbers(
-            _size_of(micro_batches, 1).tokens,
-            means=dict(zip(done.sums, read, strict=False)),
-            peaks=dict(zip(done.peaks, peaks, strict=True)),
-            grad_norm=read[-2],
-            weight_scales=read[-1],
+    def _loss_function(self, minibatch: Minibatch) -> partial[MicroBatchLoss]:
+        """Return the function that gives the loss of each micro-batch of an update."""
+        size = UpdateSize(
+            minibatch.num_tokens, minibatch.num_sequences, self.settings.rollout.max_tokens
         )
-
-    def _refuse(self, k: int, numbers: _Numbers, micro_batches: list[MicroBatch]) -> None:
-        again = partial(self.accumulate, micro_batches)
-        values = numbers.watched
-        self.guard.refuse(
-            NonFiniteUpdate.of(k, self.policy, self.optimizer, values, again, micro_batches)
-        )
-
-    def _events(self, num_updates: int, applied: Sequence[_Numbers]) -> dict[str, float]:
-        """What went on in the step that does not usually."""
-        untaught = 0 if self.critic is None else sum(not update.critic for update in applied)
-        events = {
-            "policy/skipped_updates": num_updates - len(applied),
-            "critic/skipped_updates": untaught,
-            "memory/train_retries": self.micro_batch_size.take_retries(),
-        }
-        return {name: float(count) for name, count in events.items() if count}
-
-    def _shrink(self, samples: Sequence[Sample], problem: str) -> None:
-        batches = chain(*self.preparation.pack(samples))
-        self.micro_batch_size.halve([sizes_of(batch) for batch in batches], problem)
-
-    def _accumulate_within_memory(self, minibatches: list[list[MicroBatch]], k: int) -> _Pass:
-        """Forward and backward of update k; where memory runs out its micro-batches are split and
-        it is begun anew."""
-
-        def attempt() -> _Pass:
-            self.optimizer.zero_grad()
-            return self._accumulate(minibatches[k])
-
-        return within_memory(attempt, lambda problem: self._split(minibatches, k, problem))
-
-    def _split(self, minibatches: list[list[MicroBatch]], k: int, problem: str) -> None:
-        self.optimizer.zero_grad()
-        self.micro_batch_size.shrink(minibatches, k, problem)
-
-    def _calibration(self) -> ClipCalibration | None:
-        every = self.settings.algorithm.calibrate_clip_every
-        if not every:
-            return None
-        clip, clip_high = self.objective.clip_arguments
-        reference = Bounds(1 - clip, 1 + clip_high)
-        return ClipCalibration(
-            self.policy, reference, every, self._temperature, self.micro_batch_size
-        )
-
-    def _calibrate(self, minibatches: list[list[MicroBatch]], done: _Pass) -> dict[str, float]:
-        if self.calibration is None:
-            return {}
-        metrics = self.calibration.end(minibatches, done.logprobs)
-        bounds = self.calibration.bounds
-        return metrics | {"policy/clip_low": bounds.low, "policy/clip_high": bounds.high}
-
-    def _teach_critic(self, minibatches: list[list[MicroBatch]], k: int) -> dict[str, float]:
-        critic = self.critic
-        if critic is None:
-            return {}
-        return within_memory(
-            lambda: critic.update(k, minibatches[k]),
-            lambda problem: self.micro_batch_size.shrink(minibatches, k, problem),
-        )
-
-    def _accumulate(self, batches: Sequence[MicroBatch]) -> _Pass:
-        """Forward and backward of one update."""
-        size = _size_of(batches, self.settings.rollout.max_tokens)
-        done = _Pass([], {}, {})
-        for batch in batches:
-            self._backward(batch, size, done)
-        return done
-
-    def _backward(self, micro: MicroBatch, size: UpdateSize, done: _Pass) -> None:
-        """One micro-batch: its gradients, and its part of `done`."""
-        batch, device = micro.batch, self.policy.device
-        logprobs, entropy = batch_logprobs(
-            self.policy, batch, self._temperature, self.settings.train.activation_checkpointing
-        )
-        detached = logprobs.detach()
-        rollout_logprobs = at_targets(batch.rollout_logprobs, batch, device)
-        if self.policy.plan.exact:
-            behavior = rollout_logprobs
-        else:
-            behavior = detached if micro.before is None else micro.before
-        advantages = at_targets(batch.advantages, batch, device)
-        lengths = upload(torch.from_numpy(trained_lengths(batch)), device)
-        tokens = Tokens(logprobs, behavior, advantages, lengths)
         objective = self.objective
         if self.calibration is not None:
             bounds = self.calibration.bounds
             objective = replace(objective, clips=(1 - bounds.low, bounds.high - 1))
+        return partial(self._loss, objective, size)
+
+    def _loss(self, objective: Objective, size: UpdateSize, micro: MicroBatch) -> MicroBatchLoss:
+        """Run the forward of a micro-batch, and return its share of the update's loss."""
+        batch, device = micro.batch, self.policy.device
+        logprobs, entropy = batch_logprobs(
+            self.policy, batch, self._temperature, self.settings.train.activation_checkpointing
+        )
+        rollout_logprobs = at_targets(batch.rollout_logprobs, batch, device)
+        if self.policy.plan.exact:
+            behavior = rollout_logprobs
+        else:
+            behavior = logprobs.detach() if micro.before is None else micro.before
+        advantages = at_targets(batch.advantages, batch, device)
+        lengths = upload(torch.from_numpy(trained_lengths(batch)), device)
+        tokens = Tokens(logprobs, behavior, advantages, lengths)
         loss = objective(tokens, size, rollout_logprobs, micro.ref_logprobs)
-        loss.loss.backward()
-        shares = {
-            "policy/loss": loss.loss.detach().double(),
+        metrics = {
             "policy/entropy": entropy.double().sum() / size.tokens,
             "policy/active_fraction": (advantages != 0).double().sum() / size.tokens,
             **loss.metrics,
         }
-        done.logprobs.append(detached)
-        for name, share in shares.items():
-            done.sums[name] = done.sums[name] + share if name in done.sums else share
-        for name, peak in loss.peaks.items():
-            done.peaks[name] = torch.maximum(done.peaks.get(name, peak), peak)
+        return replace(loss, metrics=metrics, outputs=logprobs.detach())
 
-    def _measure_mismatch(
+    def _compare(
         self,
         samples: Sequence[Sample],
         version: int,
-        minibatches: Sequence[Sequence[MicroBatch]],
-        first: Sequence[torch.Tensor],
+        minibatches: Sequence[Minibatch],
+        first_logprobs: Sequence[torch.Tensor],
     ) -> dict[str, float]:
-        """Of all minibatches; first: the trainer's log-probs of the first one's batches. Nothing if
-        the trainer's are not finite: that is the guard's to deal with."""
-        later = [micro.before for micro in chain(*minibatches[1:]) if micro.before is not None]
-        trainer_logprobs = [part.cpu().numpy() for part in (*first, *later)]
-        if not all(np.isfinite(part).all() for part in trainer_logprobs):
-            return {}
-        batches = [micro.batch for micro in chain(*minibatches)]
-        rollout_logprobs = [batch.rollout_logprobs[targets(batch)] for batch in batches]
-        present = [present_tokens(batch, samples, version) for batch in batches]
-        compared = np.concatenate(present)
-        earlier = {} if compared.all() else {"partial_rollout/earlier_tokens": 1 - compared.mean()}
-        if not compared.any():
-            return earlier
-        metrics = earlier | mismatch_metrics(
-            np.concatenate(trainer_logprobs)[compared], np.concatenate(rollout_logprobs)[compared]
-        )
-        if self.policy.plan.exact and metrics["mismatch/num_different"]:
-            self.optimizer.zero_grad()
-            found = [
-                difference
-                for batch, part, kept in zip(batches, trainer_logprobs, present, strict=True)
-                for difference in differences(batch, part, kept)
-            ]
-            raise StepMismatchError(
-                self.policy.plan.name,
+        """Compare sampler and trainer on all trained tokens of the step; see `compare_step`.
+
+        first_logprobs: The trainer's log-probs of the first minibatch, [N] a micro-batch.
+        """
+        micro_batches = list(chain(*(minibatch.micro_batches for minibatch in minibatches)))
+        before = [micro.before for micro in micro_batches if micro.before is not None]
+        plan = self.policy.plan
+        try:
+            return compare_step(
+                plan.name,
+                plan.exact,
                 samples,
-                sorted({difference.sample for difference in found}),
-                min(found, key=lambda difference: (difference.sample, difference.token)),
-                metrics,
+                version,
+                [micro.batch for micro in micro_batches],
+                [logprobs.cpu().numpy() for logprobs in (*first_logprobs, *before)],
             )
-        return metrics
+        except StepMismatchError:
+            self.optimizer.zero_grad()
+            raise
 
-    def _seconds(self, work: Callable[[], object]) -> float:
-        """Seconds it took, on a device that had nothing left to do."""
-        start = time.perf_counter()
-        work()
-        if self.policy.device.type == "cuda":
-            torch.cuda.synchronize(self.policy.device)
-        return time.perf_counter() - start
+    def _calibration(self) -> ClipCalibration | None:
+        """Return the calibration of the clips, if the settings ask for one."""
+        every = self.settings.algorithm.calibrate_clip_every
+        if not every:
+            return None
+        clip, clip_high = self.objective.clip_arguments
+        bounds = ClipBounds(1 - clip, 1 + clip_high)
+        return ClipCalibration(self.policy, bounds, every, self._temperature)
 
 
-def _metrics(updates: Sequence[_Numbers]) -> dict[str, float]:
-    """Of a step's updates: the means over all their tokens, the largest of the peaks, and the mean
-    over updates of the gradient norms and of what the critic says."""
+def _update_metrics(
+    updates: Sequence[UpdateStats], critic_updates: Sequence[Mapping[str, float]]
+) -> dict[str, float]:
+    """Return the metrics of a step's updates.
+
+    critic_updates: The metrics of the critic's updates; nothing of one that was skipped.
+    """
+    applied = [update for update in updates if update.applied]
+    metrics = {"policy/lr": applied[-1].lr} if applied else {}
+    metrics |= _means(applied) | _mean([metrics for metrics in critic_updates if metrics])
+    skipped = {
+        "policy/skipped_updates": len(updates) - len(applied),
+        "critic/skipped_updates": sum(not metrics for metrics in critic_updates),
+    }
+    return metrics | {name: float(count) for name, count in skipped.items() if count}
+
+
+def _means(updates: Sequence[UpdateStats]) -> dict[str, float]:
+    """Return means over all tokens of some updates, the largest peaks, and the mean norm."""
     metrics: dict[str, float] = {}
-    total = sum(update.tokens for update in updates)
+    total = sum(update.num_tokens for update in updates)
     for update in updates:
-        for name, value in update.means.items():
-            metrics[name] = metrics.get(name, 0.0) + update.tokens / total * value
+        for name, mean in update.metrics.items():
+            metrics[name] = metrics.get(name, 0.0) + update.num_tokens / total * mean
         for name, peak in update.peaks.items():
             metrics[name] = max(metrics.get(name, 0.0), peak)
-    norms = [{"policy/grad_norm": update.grad_norm} for update in updates]
-    taught = [update.critic for update in updates if update.critic]
-    return metrics | _means(norms) | _means(taught)
+    return metrics | _mean([{"policy/grad_norm": update.grad_norm} for update in updates])
 
 
-def _means(lines: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The mean of each number over lines that all have it."""
-    return (
-        {name: sum(line[name] for line in lines) / len(lines) for name in lines[0]} if lines else {}
-    )
-
-
-def _size_of(batches: Sequence[MicroBatch], max_tokens: int) -> UpdateSize:
-    return UpdateSize(
-        tokens=sum(int(micro.batch.loss_mask.sum()) for micro in batches),
-        sequences=sum(micro.batch.num_sequences for micro in batches),
-        max_tokens=max_tokens,
-    )
+def _mean(records: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the mean of each number over records that all have it; {} for no record."""
+    names = records[0] if records else {}
+    return {name: sum(record[name] for record in records) / len(records) for name in names}

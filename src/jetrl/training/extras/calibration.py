@@ -31,7 +31,7 @@ import torch
 from jetrl.memory.out_of_memory import explained, within_memory
 from jetrl.precision.plan import PrecisionPlan
 from jetrl.training.forward import batch_logprobs
-from jetrl.training.micro_batches import MicroBatch, MicroBatchSize
+from jetrl.training.micro_batches import MicroBatch, Minibatch
 from jetrl.training.packing import targets
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 GRID_LOW = np.round(np.arange(0.5, 0.9 + 1e-9, 0.02), 2)
 GRID_HIGH = np.round(np.arange(1.2, 2.0 + 1e-9, 0.02), 2)
-MOST_LOW, MOST_HIGH = 0.05, 0.1  # that a bound moves at once
+MOST_LOW, MOST_HIGH = 0.05, 0.1  # how far a bound moves at once
 _ADVICE = (
     "it holds a BF16 copy of the weights, 2 bytes a parameter, for a step: set "
     "algorithm.calibrate_clip_every=0, or use a GPU with more memory. The last checkpoint is good"
@@ -47,48 +47,49 @@ _ADVICE = (
 
 
 @dataclass(frozen=True)
-class Bounds:
-    """What a ratio is clipped to."""
+class ClipBounds:
+    """The interval that a ratio is clipped to.
+
+    Attributes:
+        low: The lower bound, below 1.
+        high: The upper bound, above 1.
+    """
 
     low: float
     high: float
 
 
 class ClipCalibration:
-    """The bounds of a run, and when and how they are calibrated.
+    """The bounds of a run's ratios, which move every so many steps.
 
     Args:
-        policy: whose masters the BF16 forwards read. reference: the bounds that are meant in BF16.
-        every: steps from one calibration to the next. temperature: of the log-probs. size: what a
-            micro-batch may have, less once a forward here ran out of memory.
+        policy: The policy whose master weights the BF16 forwards read.
+        reference: The bounds that are meant, for ratios of BF16 probabilities.
+        every: Steps from one calibration to the next.
+        temperature: The temperature of the log-probs.
 
     Attributes:
-        bounds: what ratios are clipped to now. They go into checkpoints.
+        bounds: What ratios are clipped to now; a part of every checkpoint.
     """
 
     def __init__(
-        self,
-        policy: Policy,
-        reference: Bounds,
-        every: int,
-        temperature: float,
-        size: MicroBatchSize,
+        self, policy: Policy, reference: ClipBounds, every: int, temperature: float
     ) -> None:
-        self._policy, self._temperature, self._size = policy, temperature, size
+        self._policy, self._temperature = policy, temperature
         self._reference, self._every = reference, every
         self.bounds = reference
         self._steps = 0
-        self._shadow: Policy | None = None
-        self._before: list[np.ndarray] = []
+        self._bf16: Policy | None = None
+        self._logprobs_before: list[np.ndarray] = []
 
-    def begin(self, minibatches: list[list[MicroBatch]]) -> None:
-        """Before the first update of a step. With one update every ratio is 1, and there is nothing
-        to look at.
+    def before_updates(self, minibatches: Sequence[Minibatch]) -> None:
+        """Forward the last minibatch of a step in BF16, if a calibration is due.
 
-        minibatches: the last is divided further where memory runs out.
+        With one update in the step every ratio is 1, and there is nothing to look at. Where memory
+        runs out the micro-batches of the last minibatch are divided.
 
         Raises:
-            OutOfMemoryStop: no room for the BF16 weights, or for one sequence in a micro-batch.
+            OutOfMemoryStop: No room for the BF16 weights, or for one sequence in a micro-batch.
         """
         self._steps += 1
         if self._steps % self._every == 0 and len(minibatches) > 1:
@@ -96,62 +97,75 @@ class ClipCalibration:
             masters = {name: p.detach() for name, p in policy.named_masters().items()}
             plan = PrecisionPlan.preset("bf16")
             with explained("calibrated clipping", _ADVICE):
-                self._shadow = type(policy)(policy.config, plan, masters, policy.device)
-            self._before = self._forward(minibatches)
+                self._bf16 = type(policy)(policy.config, plan, masters, policy.device)
+            self._logprobs_before = self._forward(self._bf16, minibatches[-1])
 
-    def end(
-        self, minibatches: list[list[MicroBatch]], logprobs: Sequence[torch.Tensor]
+    def before_last_update(
+        self, minibatch: Minibatch, logprobs: Sequence[torch.Tensor]
     ) -> dict[str, float]:
-        """At the last update of the step, before it is applied. minibatches: as in `begin`.
-        logprobs: the trainer's of the last one's batches, float32 [N] each. Returns the metrics of
-        a calibration; nothing without one, or of an update that is not finite, which the guard
-        refuses.
+        """Move the bounds if a calibration is due; the last update was not applied yet.
+
+        Args:
+            minibatch: The last minibatch of the step, the one that `before_updates` forwarded.
+            logprobs: The trainer's log-probs of the minibatch, float32 [N] a micro-batch.
+
+        Returns:
+            policy/clip_low and policy/clip_high, the bounds from now on, and of a calibration
+            policy/over_clipped. Log-probs that are not finite calibrate nothing: the guard is
+            about to refuse that update.
 
         Raises:
-            OutOfMemoryStop: as `begin`.
+            OutOfMemoryStop: As `before_updates`.
         """
-        if self._shadow is None:
-            return {}
-        now = np.concatenate([part.detach().cpu().numpy() for part in logprobs])
-        if not np.isfinite(now).all():
-            self._shadow = None
-            return {}
+        metrics = {}
+        if self._bf16 is not None:
+            trainer = np.concatenate([part.detach().cpu().numpy() for part in logprobs])
+            if np.isfinite(trainer).all():
+                metrics["policy/over_clipped"] = self._calibrate(self._bf16, minibatch, trainer)
+            self._bf16 = None
+        return metrics | {
+            "policy/clip_low": self.bounds.low,
+            "policy/clip_high": self.bounds.high,
+        }
+
+    def _calibrate(self, bf16: Policy, minibatch: Minibatch, trainer: np.ndarray) -> float:
+        """Move the bounds, and return the share of tokens that are cut off in FP8 alone.
+
+        trainer: float32 [N], the trainer's log-probs of the minibatch.
+        """
         with explained("calibrated clipping", _ADVICE):
-            self._shadow.requantize()
-        after = self._forward(minibatches)
-        self._shadow = None
-        batches = [micro.batch for micro in minibatches[-1]]
+            bf16.requantize()
+        logprobs_after = self._forward(bf16, minibatch)
+        batches = [micro.batch for micro in minibatch.micro_batches]
         rollout = np.concatenate([b.rollout_logprobs[targets(b)] for b in batches])
         advantages = np.concatenate([b.advantages[targets(b)] for b in batches])
-        fp8 = np.exp(now - rollout)
-        bf16 = np.exp(np.concatenate(after) - np.concatenate(self._before))
-        wanted = calibrated(fp8, bf16, advantages, np.exp(rollout), self._reference)
-        if wanted is not None:
-            self.bounds = moved(self.bounds, wanted)
-        return {"policy/over_clipped": over_clipped(fp8, bf16, advantages, self._reference.low)}
+        fp8_ratios = np.exp(trainer - rollout)
+        bf16_ratios = np.exp(np.concatenate(logprobs_after) - np.concatenate(self._logprobs_before))
+        target = calibrated(fp8_ratios, bf16_ratios, advantages, np.exp(rollout), self._reference)
+        if target is not None:
+            self.bounds = moved(self.bounds, target)
+        return over_clipped(fp8_ratios, bf16_ratios, advantages, self._reference.low)
 
-    def _forward(self, minibatches: list[list[MicroBatch]]) -> list[np.ndarray]:
-        """The BF16 log-probs of the last minibatch."""
-        last = len(minibatches) - 1
+    def _forward(self, bf16: Policy, minibatch: Minibatch) -> list[np.ndarray]:
+        """Return the BF16 log-probs of a minibatch, float32 [N] a micro-batch."""
         return within_memory(
-            lambda: self._logprobs(minibatches[last]),
-            lambda problem: self._size.shrink(minibatches, last, problem),
+            lambda: [self._logprobs(bf16, micro) for micro in minibatch.micro_batches],
+            minibatch.shrink,
         )
 
     @torch.no_grad()
-    def _logprobs(self, micro_batches: Sequence[MicroBatch]) -> list[np.ndarray]:
-        assert self._shadow is not None
-        return [
-            batch_logprobs(self._shadow, micro.batch, self._temperature)[0].cpu().numpy()
-            for micro in micro_batches
-        ]
+    def _logprobs(self, bf16: Policy, micro: MicroBatch) -> np.ndarray:
+        """Return the BF16 log-probs of a micro-batch, float32 [N]."""
+        return batch_logprobs(bf16, micro.batch, self._temperature)[0].cpu().numpy()
 
     def state(self) -> Any:
+        """Return what a checkpoint keeps of the calibration."""
         return {"steps": self._steps, "low": self.bounds.low, "high": self.bounds.high}
 
     def load_state(self, state: Any) -> None:
+        """Take over what `state` returned in the run that is resumed."""
         self._steps = state["steps"]
-        self.bounds = Bounds(state["low"], state["high"])
+        self.bounds = ClipBounds(state["low"], state["high"])
 
 
 def calibrated(
@@ -159,10 +173,20 @@ def calibrated(
     bf16: np.ndarray,
     advantages: np.ndarray,
     probabilities: np.ndarray,
-    reference: Bounds,
-) -> Bounds | None:
-    """The bounds for FP8 ratios that match `reference` for BF16 ratios of the same tokens, float32
-    [N] each; None where no token has a negative, or none a positive advantage."""
+    reference: ClipBounds,
+) -> ClipBounds | None:
+    """Return the bounds for FP8 ratios that match `reference` for BF16 ratios of the same tokens.
+
+    Args:
+        fp8: float32 [N], the ratios of FP8 probabilities.
+        bf16: float32 [N], the ratios of BF16 probabilities.
+        advantages: float32 [N].
+        probabilities: float32 [N], of the sampled tokens.
+        reference: The bounds that are meant for the BF16 ratios.
+
+    Returns:
+        The bounds; None where no token has a negative, or none a positive advantage.
+    """
     negative = advantages < 0
     if not negative.any() or not (advantages > 0).any():
         return None
@@ -174,26 +198,37 @@ def calibrated(
     low = float(fitting[-1]) if len(fitting) else float(GRID_LOW[0])
     weight = probabilities.astype(np.float64) * advantages
     target = _balance(bf16, weight, reference)
-    gaps = [abs(_balance(fp8, weight, Bounds(low, float(h))) - target) for h in GRID_HIGH]
-    return Bounds(low, float(GRID_HIGH[int(np.argmin(gaps))]))
+    gaps = [abs(_balance(fp8, weight, ClipBounds(low, float(h))) - target) for h in GRID_HIGH]
+    return ClipBounds(low, float(GRID_HIGH[int(np.argmin(gaps))]))
 
 
-def moved(bounds: Bounds, wanted: Bounds) -> Bounds:
-    """Half of the way, by at most 0.05 and 0.1."""
-    low = np.clip((wanted.low - bounds.low) / 2, -MOST_LOW, MOST_LOW)
-    high = np.clip((wanted.high - bounds.high) / 2, -MOST_HIGH, MOST_HIGH)
-    return Bounds(bounds.low + float(low), bounds.high + float(high))
+def moved(bounds: ClipBounds, target: ClipBounds) -> ClipBounds:
+    """Return bounds half of the way to a target, but at most 0.05 (low) and 0.1 (high) away."""
+    low = np.clip((target.low - bounds.low) / 2, -MOST_LOW, MOST_LOW)
+    high = np.clip((target.high - bounds.high) / 2, -MOST_HIGH, MOST_HIGH)
+    return ClipBounds(bounds.low + float(low), bounds.high + float(high))
 
 
 def over_clipped(fp8: np.ndarray, bf16: np.ndarray, advantages: np.ndarray, low: float) -> float:
-    """Share of the tokens with a negative advantage that `low` cuts off in FP8 and not in BF16."""
+    """Return the share of negative-advantage tokens that a bound cuts off in FP8 and not in BF16.
+
+    Args:
+        fp8: float32 [N], the ratios of FP8 probabilities.
+        bf16: float32 [N], the ratios of BF16 probabilities.
+        advantages: float32 [N].
+        low: The lower bound.
+    """
     negative = advantages < 0
     if not negative.any():
         return 0.0
     return float(((fp8 <= low) & (bf16 > low))[negative].mean())
 
 
-def _balance(ratios: np.ndarray, weight: np.ndarray, bounds: Bounds) -> float:
+def _balance(ratios: np.ndarray, weight: np.ndarray, bounds: ClipBounds) -> float:
+    """Return what pushes tokens up over what pushes them down, of tokens that are not cut off.
+
+    weight: float64 [N], probability times advantage.
+    """
     terms = ratios * weight
     up = float(terms[(weight > 0) & (ratios < bounds.high)].sum())
     down = float(terms[(weight < 0) & (ratios > bounds.low)].sum())

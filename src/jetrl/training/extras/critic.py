@@ -1,7 +1,8 @@
 """The critic of PPO: a scalar model that learns the return to be expected before each token.
 
-It reads the policy's packed batches under the policy's precision plan, with masters, optimizer and
-learning rate of its own. What it knows goes into checkpoints through `state_tensors`.
+It reads the policy's packed batches under the policy's precision plan, with master weights,
+optimizer and learning rate of its own. What it has learnt goes into checkpoints through
+`state_tensors`.
 """
 
 from __future__ import annotations
@@ -13,27 +14,31 @@ import numpy as np
 import torch
 
 from jetrl.errors import UserError
-from jetrl.memory.out_of_memory import explained
 from jetrl.models.scalar_model import ScalarModel
 from jetrl.settings.loading import Settings
-from jetrl.training.guard import Guard, NonFiniteUpdate
-from jetrl.training.losses import value_loss
-from jetrl.training.micro_batches import MicroBatch
-from jetrl.training.optimizer import ADVICE, Optimizer
+from jetrl.training.guard import Guard
+from jetrl.training.losses import MicroBatchLoss, value_loss
+from jetrl.training.micro_batches import MicroBatch, Minibatch
+from jetrl.training.optimizer import Optimizer
 from jetrl.training.packing import targets
+from jetrl.training.update import Update
 from jetrl.types import Batch
 
 LR = "critic.lr"
-_WATCHED = ("critic/loss", "critic/grad_norm")
 
 
 class Critic:
-    """A value model and its optimizer.
+    """A value model with its optimizer.
 
     Args:
-        model: its masters are updated in place and requantized after every update.
-        settings: `critic`, `train`, loop.steps.
-        guard: refuses updates that are not finite; the run's, or by default its own.
+        model: The scalar model whose master weights are updated and rounded.
+        settings: `critic`, `train` and loop.steps.
+        guard: The run's guard for the critic's updates; by default a new one.
+
+    Attributes:
+        model: The scalar model.
+        guard: Refuses updates that are not finite.
+        optimizer: The optimizer over the model's master weights.
     """
 
     def __init__(self, model: ScalarModel, settings: Settings, guard: Guard | None = None) -> None:
@@ -46,84 +51,64 @@ class Critic:
             settings.train.model_copy(update={"lr": settings.critic.lr}),
             total_updates=settings.loop.steps * settings.train.updates_per_step,
         )
+        self._update = Update(
+            model, self.optimizer, self.guard, "critic", optimizer_name="the critic's optimizer"
+        )
 
     @torch.no_grad()
     def values(self, batch: Batch) -> torch.Tensor:
-        """The return expected before each of the N trained tokens: float32 [N]."""
+        """Return the return expected before each of the N trained tokens: float32 [N]."""
         return self._forward(batch)
 
-    def update(self, index: int, micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
-        """One optimizer update on the micro-batches of one update of the policy, by their values
-        and returns. index: its number in the step, from 0.
+    def update(self, index: int, minibatch: Minibatch) -> dict[str, float]:
+        """Make one optimizer update on a minibatch of the policy, by its values and returns.
 
         The policy's update is made by then, and stays: it depends on the values of before the step
         alone, and was finite itself.
+
+        Args:
+            index: The number of the update in its training step, from 0.
+            minibatch: The samples of the update.
 
         Returns:
             critic/loss (before the update), critic/clip_fraction: means over tokens;
             critic/grad_norm, critic/lr. Nothing of an update that was skipped.
 
         Raises:
-            NonFiniteError: the loss or gradient is not finite, and train.on_nonfinite is "stop" or
+            NonFiniteError: The loss or gradient is not finite, and train.on_nonfinite is "stop" or
                 too many were in a row; the critic was not changed.
-            OutOfMemoryStop: the optimizer has no room. A plain error of memory comes from forward
-                and backward alone, before anything changed: the update can be begun anew then.
+            OutOfMemoryStop: The optimizer has no room, or one sequence in a micro-batch has none.
         """
-        total_norm, metrics = self._accumulate(micro_batches)
-        watched = {name: metrics[name] for name in _WATCHED}
-        if not self.guard.passes(watched):
-            again = partial(self._accumulate, micro_batches)
-            refused = NonFiniteUpdate.of(
-                index, self.model, self.optimizer, watched, again, micro_batches
-            )
-            self.guard.refuse(refused)
+        stats = self._update.run(minibatch, partial(self._loss, minibatch.num_tokens), index)
+        if not stats.applied:
             return {}
-        with explained("the critic's optimizer", ADVICE):
-            self.optimizer.apply(total_norm)
-            self.model.requantize()
-        return metrics
+        return {**stats.metrics, "critic/lr": stats.lr, "critic/grad_norm": stats.grad_norm}
 
-    def _accumulate(
-        self, micro_batches: Sequence[MicroBatch]
-    ) -> tuple[torch.Tensor, dict[str, float]]:
-        """Forward and backward of an update: the gradient norm, and the metrics."""
-        num_tokens = sum(int(micro.batch.loss_mask.sum()) for micro in micro_batches)
-        self.optimizer.zero_grad()
-        # Read once, when all micro-batches are done: the host does not wait for each.
-        sums = torch.zeros(2, dtype=torch.float64, device=self.model.device)
-        for micro in micro_batches:
-            assert micro.values is not None
-            assert micro.returns is not None, "the algorithm gives a critic no returns"
-            device = self.model.device
-            found = value_loss(
-                self._forward(micro.batch),
-                micro.values.to(device),
-                micro.returns.to(device),
-                num_tokens,
-                self._clip,
-            )
-            found.loss.backward()
-            sums += torch.stack([found.loss.detach().double(), found.clip_fraction.double()])
-        total_norm = self.optimizer.gradient_norm()
-        loss, clipped, norm = torch.cat([sums, total_norm.double()[None]]).tolist()
-        return total_norm, {
-            "critic/loss": loss,
-            "critic/clip_fraction": clipped,
-            "critic/lr": self.optimizer.lr,
-            "critic/grad_norm": norm,
-        }
+    def _loss(self, num_update_tokens: int, micro: MicroBatch) -> MicroBatchLoss:
+        """Return the value loss of a micro-batch, its share of the update's."""
+        assert micro.values is not None
+        assert micro.returns is not None, "the algorithm gives a critic no returns"
+        device = self.model.device
+        loss, clip_fraction = value_loss(
+            self._forward(micro.batch),
+            micro.values.to(device),
+            micro.returns.to(device),
+            num_update_tokens,
+            self._clip,
+        )
+        return MicroBatchLoss(loss, {"critic/clip_fraction": clip_fraction})
 
     def state_tensors(self) -> dict[str, torch.Tensor]:
-        """Masters, moments and the number of updates: the live tensors, not copies."""
+        """Return master weights, moments and the number of updates: the tensors, not copies."""
         masters = {f"master.{n}": p.detach() for n, p in self.model.named_masters().items()}
         moments = {f"adamw.{n}": t for n, t in self.optimizer.state_tensors().items()}
         return masters | moments | {"updates": torch.tensor(self.optimizer.num_updates)}
 
     def load_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Takes over what `state_tensors` gave, bit for bit.
+        """Take over what `state_tensors` returned, bit for bit.
 
         Raises:
-            UserError: tensors of another model; nothing was changed then.
+            UserError: The tensors are those of another model; nothing was changed then.
         """
         masters = self.model.named_masters()
         saved = {n.removeprefix("master."): t for n, t in tensors.items() if n.startswith("master")}
@@ -140,6 +125,7 @@ class Critic:
         self.model.requantize()
 
     def _forward(self, batch: Batch) -> torch.Tensor:
+        """Return the value before each trained token, float32 [N], differentiable."""
         return self.model.values(
             torch.from_numpy(batch.token_ids),
             torch.from_numpy(batch.cu_seqlens),
@@ -149,18 +135,25 @@ class Critic:
 
 
 def value_metrics(values: Sequence[np.ndarray], returns: Sequence[np.ndarray]) -> dict[str, float]:
-    """critic/{value_mean, return_mean, explained_variance} of a step's tokens, [n] a sample."""
-    said, true = np.concatenate(values), np.concatenate(returns)
+    """Return critic/{value_mean, return_mean, explained_variance} of a step's trained tokens.
+
+    Args:
+        values: The critic's values before the step, float32 [n] for each sample.
+        returns: The returns that the critic learns, float32 [n] for each sample.
+    """
+    value_N, return_N = np.concatenate(values), np.concatenate(returns)
     return {
-        "critic/value_mean": float(said.mean(dtype=np.float64)),
-        "critic/return_mean": float(true.mean(dtype=np.float64)),
-        "critic/explained_variance": explained_variance(said, true),
+        "critic/value_mean": float(value_N.mean(dtype=np.float64)),
+        "critic/return_mean": float(return_N.mean(dtype=np.float64)),
+        "critic/explained_variance": explained_variance(value_N, return_N),
     }
 
 
 def explained_variance(values: np.ndarray, returns: np.ndarray) -> float:
-    """1 - var(returns - values) / var(returns): 1 for a perfect critic, 0 for one that says the
-    same of everything; 0 where all returns are equal."""
+    """Return 1 - var(returns - values) / var(returns), or 0 where all returns are equal.
+
+    A perfect critic has 1, and one that gives every token the same value has 0.
+    """
     variance = float(np.var(returns, dtype=np.float64))
     if variance == 0:
         return 0.0

@@ -8,27 +8,75 @@ from functools import partial
 import torch
 
 from jetrl.errors import UserError
-from jetrl.memory.out_of_memory import explained, within_memory
 from jetrl.models.scalar_model import ScalarModel
 from jetrl.settings.loading import Settings
-from jetrl.training.guard import Guard, NonFiniteUpdate
-from jetrl.training.losses import preference_loss
+from jetrl.training.guard import Guard
+from jetrl.training.losses import MicroBatchLoss, preference_loss
 from jetrl.training.micro_batches import MicroBatchSize
-from jetrl.training.optimizer import ADVICE, supervised_optimizer
+from jetrl.training.optimizer import supervised_optimizer
+from jetrl.training.update import Update
 
 Pair = tuple[Sequence[int], Sequence[int]]
 """Token ids of the better and of the worse sequence, prompts included."""
 
-_WATCHED = ("sft/loss", "sft/grad_norm")
+
+class PairMinibatch:
+    """The pairs of one update, in micro-batches that get smaller when memory runs out.
+
+    Args:
+        pairs: The pairs, in order.
+        size: How large a micro-batch may be, for the whole training.
+
+    Attributes:
+        micro_batches: As many neighbouring pairs as have the size's tokens, or one longer pair.
+        num_tokens: Tokens of all pairs.
+    """
+
+    def __init__(self, pairs: Sequence[Pair], size: MicroBatchSize) -> None:
+        self._pairs, self._size = pairs, size
+        self.num_tokens = sum(map(_num_tokens, pairs))
+        self.micro_batches = self._packed()
+
+    def shrink(self, problem: str) -> None:
+        """Halve the size of micro-batches, and divide the pairs again.
+
+        problem: One line of the allocator's message.
+
+        Raises:
+            OutOfMemoryStop: Each micro-batch is one pair.
+        """
+        sizes = [(sum(map(_num_tokens, pairs)), len(pairs)) for pairs in self.micro_batches]
+        self._size.halve(sizes, problem, "pair")
+        self.micro_batches = self._packed()
+
+    def _packed(self) -> list[list[Pair]]:
+        """Return the pairs in micro-batches of the present size."""
+        micro_batches: list[list[Pair]] = [[]]
+        total = 0
+        for pair in self._pairs:
+            length = _num_tokens(pair)
+            if micro_batches[-1] and total + length > self._size.tokens:
+                micro_batches.append([])
+                total = 0
+            micro_batches[-1].append(pair)
+            total += length
+        return micro_batches
 
 
 class RewardTrainer:
-    """Updates a scalar model on pairs. Its optimizer has lr, warm-up and schedule from
-    `settings.sft`, the rest from `settings.train`.
+    """Updates a scalar model on pairs of sequences, with an optimizer of its own.
+
+    Args:
+        model: The model whose master weights are updated and rounded.
+        settings: Learning rate, warm-up and schedule are those of `sft`, the rest of the
+            optimizer and the size of micro-batches those of `train`.
+        size: The size that the training has for micro-batches; by default a new one.
 
     Attributes:
-        micro_batch_size: what a micro-batch may have now.
-        guard: refuses updates that are not finite. optimizer: its state goes into checkpoints.
+        model: The model that is trained.
+        micro_batch_size: The size that the training has for micro-batches.
+        guard: Refuses updates that are not finite.
+        optimizer: The optimizer, whose state goes into checkpoints.
     """
 
     def __init__(
@@ -37,11 +85,12 @@ class RewardTrainer:
         self.model = model
         self.micro_batch_size = size or MicroBatchSize.of(settings.train)
         self.guard = Guard(settings.train.on_nonfinite, "sft.lr")
-        self._checkpoint_layers = settings.train.activation_checkpointing
         self.optimizer = supervised_optimizer(model.named_masters(), settings)
+        self._checkpoint_layers = settings.train.activation_checkpointing
+        self._update = Update(model, self.optimizer, self.guard, "sft")
 
     def step(self, pairs: Sequence[Pair]) -> dict[str, float]:
-        """One optimizer update on all of the pairs.
+        """Make one optimizer update on some pairs, all of them.
 
         Returns:
             sft/loss (Bradley-Terry, nats a pair), sft/grad_norm, sft/lr, sft/tokens;
@@ -51,58 +100,34 @@ class RewardTrainer:
             memory/train_retries.
 
         Raises:
-            UserError: no pairs, or a sequence that the model cannot take.
-            NonFiniteError: the loss or gradient is not finite, and train.on_nonfinite is "stop" or
-                too many were in a row; the model was not changed.
-            OutOfMemoryStop: memory ran out with one pair in a micro-batch.
+            UserError: No pairs, or a sequence that the model cannot take.
+            NonFiniteError: The loss or gradient is not finite, and train.on_nonfinite is "stop" or
+                too many were refused in a row; the model was not changed.
+            OutOfMemoryStop: Memory ran out with one pair in a micro-batch.
         """
         if not pairs:
             raise UserError("a reward model cannot be trained on no pairs")
         self.model.check_sequences([sequence for pair in pairs for sequence in pair])
-        found, total_norm = within_memory(
-            lambda: self._accumulate(pairs), lambda problem: self._shrink(pairs, problem)
-        )
-        metrics = {
-            "sft/lr": self.optimizer.lr,
-            "sft/tokens": float(sum(_num_tokens(pair) for pair in pairs)),
-        }
-        retries = self.micro_batch_size.take_retries()
-        if retries:
-            metrics["memory/train_retries"] = float(retries)
-        watched = {name: found[name] for name in _WATCHED}
-        if not self.guard.passes(watched):
-            again = partial(self._accumulate, pairs)
-            self.guard.refuse(NonFiniteUpdate.of(0, self.model, self.optimizer, watched, again))
+        minibatch = PairMinibatch(pairs, self.micro_batch_size)
+        accumulated = self._update.accumulate(minibatch, partial(self._loss, len(pairs)))
+        margin = torch.cat(accumulated.outputs).double()
+        accumulated.metrics["reward_model/accuracy"] = (margin > 0).double().mean()
+        accumulated.metrics["reward_model/margin"] = margin.mean()
+        stats = self._update.finish(accumulated)
+        metrics = {"sft/lr": stats.lr, "sft/tokens": float(stats.num_tokens)}
+        metrics |= self.micro_batch_size.take_metrics()
+        if not stats.applied:
             return metrics | {"reward_model/skipped_updates": 1.0}
-        with explained("the optimizer", ADVICE):
-            self.optimizer.apply(total_norm)
-            self.model.requantize()
-        return metrics | found
+        return metrics | stats.metrics | {"sft/grad_norm": stats.grad_norm}
 
-    def _accumulate(self, pairs: Sequence[Pair]) -> tuple[dict[str, float], torch.Tensor]:
-        """Forward and backward of an update: what is measured of it, and the gradient norm."""
-        self.optimizer.zero_grad()
-        total = torch.zeros((), dtype=torch.float64, device=self.model.device)
-        margins = []
-        for part in _micro_batches(pairs, self.micro_batch_size.tokens):
-            better, worse = self._scores(part)
-            share = preference_loss(better, worse, len(pairs))
-            share.backward()
-            total += share.detach()
-            margins.append((better - worse).detach())
-        margin, total_norm = torch.cat(margins).double(), self.optimizer.gradient_norm()
-        values = [total, total_norm.double(), (margin > 0).double().mean(), margin.mean()]
-        names = (*_WATCHED, "reward_model/accuracy", "reward_model/margin")
-        return dict(zip(names, torch.stack(values).tolist(), strict=True)), total_norm
-
-    def _shrink(self, pairs: Sequence[Pair], problem: str) -> None:
-        self.optimizer.zero_grad()
-        parts = _micro_batches(pairs, self.micro_batch_size.tokens)
-        sizes = [(sum(map(_num_tokens, part)), len(part)) for part in parts]
-        self.micro_batch_size.halve(sizes, problem, "pair")
+    def _loss(self, num_update_pairs: int, pairs: Sequence[Pair]) -> MicroBatchLoss:
+        """Return the loss of a micro-batch, its share of the update's, with score differences."""
+        better, worse = self._scores(pairs)
+        loss = preference_loss(better, worse, num_update_pairs)
+        return MicroBatchLoss(loss, outputs=(better - worse).detach())
 
     def _scores(self, pairs: Sequence[Pair]) -> tuple[torch.Tensor, torch.Tensor]:
-        """The scores of the better and of the worse sequences, float32 [P], differentiable."""
+        """Return the scores of the better and of the worse sequences, float32 [P] each."""
         device = self.model.device
         sequences = [sequence for pair in pairs for sequence in pair]
         lengths = torch.tensor([len(s) for s in sequences], device=device)
@@ -114,19 +139,6 @@ class RewardTrainer:
         return scores[0::2], scores[1::2]
 
 
-def _micro_batches(pairs: Sequence[Pair], tokens: int) -> list[list[Pair]]:
-    """The pairs in order, as many at once as have at most `tokens` tokens, or one longer pair."""
-    found: list[list[Pair]] = [[]]
-    total = 0
-    for pair in pairs:
-        length = _num_tokens(pair)
-        if found[-1] and total + length > tokens:
-            found.append([])
-            total = 0
-        found[-1].append(pair)
-        total += length
-    return found
-
-
 def _num_tokens(pair: Pair) -> int:
+    """Return how many tokens the two sequences of a pair have together."""
     return len(pair[0]) + len(pair[1])

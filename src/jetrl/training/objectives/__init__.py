@@ -6,7 +6,7 @@ a user's file.  objective: all of it, as the settings say.
 """
 
 from jetrl.training.objectives.aggregation import UpdateSize
-from jetrl.training.objectives.objective import Loss, Objective
+from jetrl.training.objectives.objective import Objective
 from jetrl.training.objectives.tokens import TokenLoss, Tokens
 
-__all__ = ["Loss", "Objective", "TokenLoss", "Tokens", "UpdateSize"]
+__all__ = ["Objective", "TokenLoss", "Tokens", "UpdateSize"]

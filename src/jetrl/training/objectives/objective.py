@@ -15,6 +15,7 @@ from jetrl.memory.out_of_memory import is_out_of_memory
 from jetrl.settings import AlgorithmSettings
 from jetrl.settings.algorithms import ALGORITHMS, Aggregation, Algorithm, KlEstimator, KlPlace
 from jetrl.training.advantages import ESTIMATORS, Advantages, StepRewards
+from jetrl.training.losses import MicroBatchLoss
 from jetrl.training.objectives import kl
 from jetrl.training.objectives.aggregation import UpdateSize, token_weights
 from jetrl.training.objectives.clipped_ratio import clipped_ratio
@@ -31,17 +32,6 @@ LOSSES: dict[str, Callable[..., TokenLoss]] = {
     "detached_ratio": detached_ratio,
     "ratio": ratio,
 }
-
-
-@dataclass(frozen=True)
-class Loss:
-    """loss: float32 scalar, differentiable. metrics: float64 scalars without gradient, by their
-    full names: shares of the update's mean, to be added over its micro-batches. peaks: likewise,
-    of which the largest counts."""
-
-    loss: torch.Tensor
-    metrics: dict[str, torch.Tensor]
-    peaks: dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -136,7 +126,7 @@ class Objective:
         size: UpdateSize,
         rollout_logprobs: torch.Tensor,
         ref_logprobs: torch.Tensor | None = None,
-    ) -> Loss:
+    ) -> MicroBatchLoss:
         """The loss of a micro-batch of N trained tokens: its share of the update's.
 
         Args:
@@ -145,7 +135,7 @@ class Objective:
                 reference, or None.
 
         Returns:
-            Loss with metrics policy/clip_fraction; policy/kl_ref (mean k3, nats a token) with a
+            The loss; metrics policy/clip_fraction; policy/kl_ref (mean k3, nats a token) with a
             reference; correction/* with a correction.
         """
         share = 1.0 / size.tokens
@@ -169,7 +159,7 @@ class Objective:
                 term = estimate(tokens.trainer_logprobs, ref_logprobs)
                 loss = loss + self.settings.kl * term
         weights = token_weights(tokens.lengths, size, self.aggregation, len(loss))
-        return Loss((loss * weights).sum(), metrics, peaks)
+        return MicroBatchLoss((loss * weights).sum(), metrics, peaks)
 
     def _token_loss(self, tokens: Tokens) -> TokenLoss:
         arguments = self._arguments(self._loss)

@@ -1,0 +1,280 @@
+"""One optimizer update: the only place that runs backward, the guard, AdamW and requantization.
+
+The policy under reinforcement learning, the policy in supervised training, the reward model and the
+critic are all updated by an `Update`. What differs between them is the loss of a micro-batch, a
+function that each trainer hands over. An update has two halves:
+
+    accumulate   forward and backward of every micro-batch; begun again with smaller micro-batches
+                 where memory runs out; then the gradient norm is launched
+    finish       one read of all numbers from the device; the guard; AdamW; requantization
+
+Between the two a trainer may look at what the forwards gave, before any weight has changed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from jetrl.memory.out_of_memory import explained, within_memory
+from jetrl.training.guard import Guard, NonFiniteUpdate
+from jetrl.training.losses import MicroBatchLoss
+from jetrl.training.optimizer import ADVICE, Optimizer
+
+if TYPE_CHECKING:
+    from jetrl.models.model import Model
+
+AnyMicroBatch = TypeVar("AnyMicroBatch")
+AnyMicroBatch_co = TypeVar("AnyMicroBatch_co", covariant=True)
+
+
+class Divisible(Protocol[AnyMicroBatch_co]):
+    """The data of one update, in micro-batches that can be made smaller."""
+
+    @property
+    def micro_batches(self) -> Sequence[AnyMicroBatch_co]:
+        """The present micro-batches, in order."""
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens the metrics of the update are means over."""
+
+    def shrink(self, problem: str) -> None:
+        """Divide the micro-batches further, or raise `OutOfMemoryStop` where that cannot be done.
+
+        problem: One line of the allocator's message.
+        """
+
+
+@dataclass
+class Accumulated:
+    """The forwards and backwards of one update; its numbers are still on the device.
+
+    Attributes:
+        num_tokens: Tokens of the update.
+        micro_batches: The micro-batches that fitted into memory.
+        repeat: Runs the forwards and backwards of these micro-batches again.
+        metrics: float64 scalars by name: the micro-batches' shares of the update's means, added.
+        peaks: float64 scalars by name: the largest value of any micro-batch.
+        outputs: What the model gave for each micro-batch, without gradient: the log-probs of a
+            policy, float32 [N]; the score differences of a reward model, float32 [P].
+        grad_norm: float32 scalar: the norm of all gradients together.
+    """
+
+    num_tokens: int
+    micro_batches: Sequence[Any]
+    repeat: Callable[[], object]
+    metrics: dict[str, Tensor] = field(default_factory=dict)
+    peaks: dict[str, Tensor] = field(default_factory=dict)
+    outputs: list[Tensor] = field(default_factory=list)
+    grad_norm: Tensor = field(init=False)
+
+
+@dataclass(frozen=True)
+class UpdateStats:
+    """The numbers of one update, as the host has read them.
+
+    Attributes:
+        num_tokens: Tokens that the means are over.
+        metrics: Means over the update, by metric name, the loss among them.
+        peaks: Largest values of the update, by metric name.
+        grad_norm: Norm of all gradients together, before the clip.
+        weight_scales_norm: Norm of the scales of all FP8 weights together.
+        lr: The learning rate of the update.
+        applied: Whether the update was applied; False where the guard refused it.
+        optimizer_s: Seconds that the optimizer took.
+        requantize_s: Seconds that rounding the master weights took.
+    """
+
+    num_tokens: int
+    metrics: dict[str, float]
+    peaks: dict[str, float]
+    grad_norm: float
+    weight_scales_norm: float
+    lr: float
+    applied: bool = False
+    optimizer_s: float = 0.0
+    requantize_s: float = 0.0
+
+
+class Update:
+    """The optimizer updates of one model, made one after the other.
+
+    Args:
+        model: The model whose master weights are updated and rounded.
+        optimizer: The optimizer over these master weights.
+        guard: Decides what becomes of an update that is not finite.
+        prefix: The first part of the metric names: "policy", "sft" or "critic".
+        watched: Names, without prefix, of the metrics that the guard watches beside the norms.
+        optimizer_name: What a message about missing memory calls the optimizer.
+        synchronize: Whether to wait for the device after AdamW and after requantization, so that
+            their seconds are those of the device.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        optimizer: Optimizer,
+        guard: Guard,
+        prefix: str,
+        watched: Sequence[str] = ("loss",),
+        optimizer_name: str = "the optimizer",
+        synchronize: bool = False,
+    ) -> None:
+        self._model, self._optimizer, self._guard = model, optimizer, guard
+        self._prefix, self._watched = prefix, watched
+        self._optimizer_name = optimizer_name
+        self._synchronize = synchronize and model.device.type == "cuda"
+
+    def accumulate(
+        self,
+        minibatch: Divisible[AnyMicroBatch],
+        loss: Callable[[AnyMicroBatch], MicroBatchLoss],
+    ) -> Accumulated:
+        """Run forward and backward of all micro-batches, with smaller ones where memory runs out.
+
+        Args:
+            minibatch: The data of the update.
+            loss: Runs the forward of a micro-batch and returns its share of the update's loss.
+
+        Raises:
+            OutOfMemoryStop: Memory ran out and no micro-batch can be divided.
+        """
+
+        def shrink(problem: str) -> None:
+            self._optimizer.zero_grad()
+            minibatch.shrink(problem)
+
+        return self._with_norm(
+            within_memory(lambda: self._forward_backward(minibatch, loss), shrink)
+        )
+
+    def finish(self, accumulated: Accumulated, index: int = 0) -> UpdateStats:
+        """Apply the accumulated gradients, unless a number of the update is not finite.
+
+        Args:
+            accumulated: What `accumulate` returned.
+            index: The number of the update in its training step, from 0.
+
+        Raises:
+            NonFiniteError: The update is not finite, and `train.on_nonfinite` is "stop" or too many
+                were refused in a row. No weight was changed.
+            OutOfMemoryStop: The optimizer has no room for its states.
+        """
+        stats = self._read(accumulated)
+        watched = {name: stats.metrics[name] for name in map(self._name, self._watched)}
+        watched[self._name("grad_norm")] = stats.grad_norm
+        watched["norm of the FP8 scales"] = stats.weight_scales_norm
+        if not self._guard.passes(watched):
+            self._guard.refuse(
+                NonFiniteUpdate.of(
+                    index,
+                    self._model,
+                    self._optimizer,
+                    watched,
+                    accumulated.repeat,
+                    accumulated.micro_batches,
+                )
+            )
+            return stats
+        with explained(self._optimizer_name, ADVICE):
+            optimizer_s = self._seconds(partial(self._optimizer.apply, accumulated.grad_norm))
+            requantize_s = self._seconds(self._model.requantize)
+        return replace(stats, applied=True, optimizer_s=optimizer_s, requantize_s=requantize_s)
+
+    def run(
+        self,
+        minibatch: Divisible[AnyMicroBatch],
+        loss: Callable[[AnyMicroBatch], MicroBatchLoss],
+        index: int = 0,
+    ) -> UpdateStats:
+        """Make one update, both halves; see `accumulate` and `finish` for arguments and errors.
+
+        Args:
+            minibatch: The data of the update.
+            loss: Runs the forward of a micro-batch and returns its share of the update's loss.
+            index: The number of the update in its training step, from 0.
+        """
+        return self.finish(self.accumulate(minibatch, loss), index)
+
+    def measure(
+        self,
+        minibatch: Divisible[AnyMicroBatch],
+        loss: Callable[[AnyMicroBatch], MicroBatchLoss],
+    ) -> UpdateStats:
+        """Run forward and backward once, keep the gradients, and return the numbers.
+
+        Args:
+            minibatch: The data of the update.
+            loss: Runs the forward of a micro-batch and returns its share of the update's loss.
+        """
+        return self._read(self._with_norm(self._forward_backward(minibatch, loss)))
+
+    def _read(self, accumulated: Accumulated) -> UpdateStats:
+        """Return the numbers of an update: the one time that an update waits for the device."""
+        norm = accumulated.grad_norm
+        scales = torch.nn.utils.get_total_norm(list(self._model.weight_scales().values()))
+        metrics, peaks = accumulated.metrics, accumulated.peaks
+        on_device = [*metrics.values(), *peaks.values(), norm, scales]
+        numbers = torch.stack([n.detach().double().to(norm.device) for n in on_device]).tolist()
+        grad_norm, weight_scales_norm = numbers[-2:]
+        return UpdateStats(
+            accumulated.num_tokens,
+            dict(zip(metrics, numbers, strict=False)),
+            dict(zip(peaks, numbers[len(metrics) : -2], strict=True)),
+            grad_norm,
+            weight_scales_norm,
+            self._optimizer.lr,
+        )
+
+    def _forward_backward(
+        self,
+        minibatch: Divisible[AnyMicroBatch],
+        loss: Callable[[AnyMicroBatch], MicroBatchLoss],
+    ) -> Accumulated:
+        """Run forward and backward of all micro-batches, from gradients of zero."""
+        self._optimizer.zero_grad()
+        accumulated = Accumulated(
+            num_tokens=minibatch.num_tokens,
+            micro_batches=minibatch.micro_batches,
+            repeat=lambda: self._forward_backward(minibatch, loss),
+        )
+        for micro_batch in minibatch.micro_batches:
+            # The loss is not bound to a name here: its graph must be gone before the next forward.
+            self._backward(loss(micro_batch), accumulated)
+        return accumulated
+
+    def _backward(self, loss: MicroBatchLoss, accumulated: Accumulated) -> None:
+        """Run the backward of one micro-batch, and add its numbers to those of the update."""
+        loss.loss.backward()
+        shares = {self._name("loss"): loss.loss.detach().double(), **loss.metrics}
+        for name, share in shares.items():
+            sums = accumulated.metrics
+            sums[name] = sums[name] + share if name in sums else share
+        for name, peak in loss.peaks.items():
+            accumulated.peaks[name] = torch.maximum(accumulated.peaks.get(name, peak), peak)
+        if loss.outputs is not None:
+            accumulated.outputs.append(loss.outputs)
+
+    def _with_norm(self, accumulated: Accumulated) -> Accumulated:
+        """Launch the gradient norm, before the host waits for anything of the update."""
+        accumulated.grad_norm = self._optimizer.gradient_norm()
+        return accumulated
+
+    def _name(self, metric: str) -> str:
+        """Return the full name of a metric."""
+        return f"{self._prefix}/{metric}"
+
+    def _seconds(self, work: Callable[[], object]) -> float:
+        """Return the seconds that some work took, on a device that had nothing else to do."""
+        start = time.perf_counter()
+        work()
+        if self._synchronize:
+            torch.cuda.synchronize(self._model.device)
+        return time.perf_counter() - start
