@@ -1,25 +1,29 @@
-"""Every objective on the demo's task, from one warm start, and what the order of the data, the
-choice of samples and a reward model do to it: the tables of docs/recipes.md and docs/data.md.
+"""Train the demo's task with every objective from one warm start, and measure what the order of the
+data, the choice of samples and a reward model change: the tables of docs/benchmarks.md.
 
-    python benchmarks/objectives.py --out build/objectives          all of it
+    python benchmarks/objectives.py --out build/objectives      all runs: an hour on a CPU
     python benchmarks/objectives.py --out build/objectives --only ppo --seeds 0
 
-The warm start is `jetrl sft demo`, made once. Each run then is `jetrl train demo` with `STEPS`
-steps from it; a run that is there already is not repeated. Prints Markdown.
+The warm start is made once, by `jetrl sft demo`. Each run then is `jetrl train demo` with `STEPS`
+steps from it; a run that is already in the folder is not repeated. One row a run is printed and
+written to `objectives.json` in the folder (benchmarks/results/cpu/objectives.json is such a file).
 
-The `quarter` runs have the demo's sums as a data set in which three of four training prompts have
-an answer that nobody gives: a run in which most prompts teach nothing.
+The `quarter` runs take the demo's sums as a data set in which three of four training prompts have
+an answer that no completion gives: a run in which most prompts teach nothing.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
+import importlib.metadata
 import json
 import random
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 STEPS = 50
 COMMON = [
@@ -45,7 +49,6 @@ OBJECTIVES: dict[str, list[str]] = {
     "ppo": ["algorithm.name=ppo", "critic.path=policy", "critic.lr=1e-3"],
 }
 FLOWS: dict[str, list[str]] = {
-    "unified": [],
     "mixed": ["precision.preset=mixed"],
     "mixed-tis": ["precision.preset=mixed", "algorithm.correction=tis"],
     "mixed-tis-tight": [
@@ -79,7 +82,7 @@ def jetrl(*words: str) -> None:
 
 
 def run(out: Path, name: str, words: list[str], seed: int) -> list[dict[str, float]]:
-    """The run's lines, from disk if it is there."""
+    """Return the lines of a run's metrics.jsonl; make the run if it is not in the folder."""
     path = out / f"{name}-{seed}"
     if not (path / "model").is_dir():
         where = [f"run.dir={out}", f"run.name={path.name}", f"run.seed={seed}"]
@@ -88,42 +91,37 @@ def run(out: Path, name: str, words: list[str], seed: int) -> list[dict[str, flo
     return [json.loads(line) for line in lines]
 
 
-def accuracy(line: dict[str, float]) -> str:
-    means = [value for name, value in line.items() if re.fullmatch("eval/.*/mean", name)]
-    return f"{100 * means[0]:.1f}%"
+def row(name: str, seed: int, lines: list[dict[str, float]]) -> dict[str, Any]:
+    """Summarize the metrics of one run: held-out accuracy, mismatch, correction, idle groups."""
+    accuracies = [v for line in lines for k, v in line.items() if re.fullmatch("eval/.*/mean", k)]
+    steps = [line for line in lines if "mismatch/num_tokens" in line]
+    idle = [line["reward/zero_std_groups"] for line in steps if "reward/zero_std_groups" in line]
+    summary: dict[str, Any] = {
+        "run": name,
+        "seed": seed,
+        "percent_at_start": round(100 * accuracies[0], 1),
+        "percent_at_end": round(100 * accuracies[-1], 1),
+        "tokens": sum(int(line["mismatch/num_tokens"]) for line in steps),
+        "different": sum(int(line["mismatch/num_different"]) for line in steps),
+        "mean_abs_logprob_diff": _mean(steps, "mismatch/mean_abs_logprob_diff"),
+        "max_abs_logprob_diff": max(line["mismatch/max_abs_logprob_diff"] for line in steps),
+    }
+    if idle:
+        summary["percent_groups_without_variance"] = round(100 * sum(idle) / len(idle), 1)
+    if "correction/weight_max" in steps[0]:
+        touched = 100 * _mean(steps, "correction/touched_fraction")
+        summary["largest_ratio"] = max(line["correction/ratio_max"] for line in steps)
+        summary["largest_weight"] = max(line["correction/weight_max"] for line in steps)
+        summary["percent_tokens_touched"] = round(touched, 2)
+    return summary
 
 
-def objectives(out: Path, names: list[str], seeds: list[int]) -> None:
-    print(
-        "| objective | start | " + " | ".join(f"seed {s}" for s in seeds) + " | different tokens |"
-    )
-    print("| --- | --- | " + "--- | " * len(seeds) + "--- |")
-    for name in names:
-        runs = [run(out, name, OBJECTIVES[name], seed) for seed in seeds]
-        different = sum(int(line.get("mismatch/num_different", 0)) for r in runs for line in r)
-        tokens = sum(int(line.get("mismatch/num_tokens", 0)) for r in runs for line in r)
-        ends = " | ".join(accuracy(r[-1]) for r in runs)
-        print(f"| `{name}` | {accuracy(runs[0][0])} | {ends} | {different} of {tokens:,} |")
-
-
-def flows(out: Path) -> None:
-    print("| flow | end | mean abs. difference | largest | largest weight | touched tokens |")
-    print("| --- | --- | --- | --- | --- | --- |")
-    for name, words in FLOWS.items():
-        lines = run(out, "grpo" if name == "unified" else name, words, 0)
-        steps = [line for line in lines if "mismatch/num_tokens" in line]
-        mean = sum(line["mismatch/mean_abs_logprob_diff"] for line in steps) / len(steps)
-        largest = max(line["mismatch/max_abs_logprob_diff"] for line in steps)
-        cells = [f"{mean:.2g}", f"{largest:.2g}", "", ""]
-        if "correction/weight_max" in steps[0]:
-            weight = max(line["correction/weight_max"] for line in steps)
-            touched = sum(line["correction/touched_fraction"] for line in steps) / len(steps)
-            cells[2:] = [f"{weight:.4g}", f"{100 * touched:.2g}%"]
-        print(f"| `{name}` | {accuracy(lines[-1])} | " + " | ".join(cells) + " |")
+def _mean(steps: list[dict[str, float]], name: str) -> float:
+    return sum(step[name] for step in steps) / len(steps)
 
 
 def make_quarter(folder: Path) -> None:
-    """The sums of the demo, a fifth of them held out; every fourth of the others can be solved."""
+    """Write the demo's sums as a data set: a fifth held out, a quarter of the others solvable."""
     sums = [(a, b) for a in range(30) for b in range(30)]
     random.Random(0).shuffle(sums)
     folder.mkdir(exist_ok=True)
@@ -140,26 +138,31 @@ def make_quarter(folder: Path) -> None:
         (folder / f"{split}.jsonl").write_text(lines, encoding="utf-8")
 
 
-def data(out: Path, seeds: list[int]) -> None:
-    make_quarter(out / "data")
-    judge = out / "judge"
-    if not judge.is_dir():
+def make_reward_model(out: Path) -> float:
+    """Train the `judged` runs' reward model once; return the percent of pairs it orders right."""
+    model, name = out / "judge", "judge-run"
+    if not model.is_dir():
         words = ["model.config=none", "model.tokenizer=none", f"model.path={out / 'warm-start'}"]
         words += ["sft.until=none", "sft.steps=300", "sft.lr=1e-3", "eval.prompts=0"]
-        where = [f"run.dir={out}", "run.name=judge-run", "--out", str(judge)]
+        where = [f"run.dir={out}", f"run.name={name}", "--out", str(model)]
         jetrl("sft", "demo", "--task", "reward", *words, *where)
-    print("| run | seed | end | groups that teach nothing | tokens trained on |")
-    print("| --- | --- | --- | --- | --- |")
-    for name, words in {"grpo": [], **DATA}.items():
-        extra = [f"task.path={out / 'data'}"] if words[:1] == QUARTER[:1] else []
-        extra += [f"reward.model_path={judge}"] if JUDGED[0] in words else []
-        for seed in seeds:
-            lines = run(out, name, [*words, *extra], seed)
-            steps = [line for line in lines if line["step"] > 0]
-            idle = sum(line["reward/zero_std_groups"] for line in steps) / len(steps)
-            tokens = sum(line["mismatch/num_tokens"] for line in steps)
-            cells = [accuracy(lines[-1]), f"{100 * idle:.0f}%", f"{tokens:,.0f}"]
-            print(f"| `{name}` | {seed} | " + " | ".join(cells) + " |")
+    lines = (out / name / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    accuracies = [v for line in lines if (v := json.loads(line).get("reward_model/eval_accuracy"))]
+    return round(100 * accuracies[-1], 1)
+
+
+def runs(out: Path, only: list[str] | None) -> dict[str, list[str]]:
+    """The settings of each run that was asked for, by its name."""
+    chosen = {name: words for name, words in OBJECTIVES.items() if only is None or name in only}
+    if only is None or "flows" in only:
+        chosen |= FLOWS
+    if only is None or "data" in only:
+        make_quarter(out / "data")
+        for name, words in {"grpo": [], **DATA}.items():
+            extra = [f"task.path={out / 'data'}"] if words[:1] == QUARTER[:1] else []
+            extra += [f"reward.model_path={out / 'judge'}"] if JUDGED[0] in words else []
+            chosen[name] = [*words, *extra]
+    return chosen
 
 
 def main() -> None:
@@ -172,15 +175,21 @@ def main() -> None:
     if not (out / "warm-start").is_dir():
         where = [f"run.dir={out}", "run.name=warm", "eval.every=0", "report.enabled=false"]
         jetrl("sft", "demo", *where, "--out", str(out / "warm-start"))
-    names = [name for name in OBJECTIVES if args.only is None or name in args.only]
-    if names:
-        objectives(out, names, args.seeds)
-    if args.only is None or "flows" in args.only:
-        print()
-        flows(out)
+    results: dict[str, Any] = {
+        "benchmark": "objectives",
+        "command": "python benchmarks/objectives.py " + " ".join(sys.argv[1:]),
+        "device": "CPU",
+        "versions": {"torch": importlib.metadata.version("torch")},
+        "date": datetime.date.today().isoformat(),
+    }
     if args.only is None or "data" in args.only:
-        print()
-        data(out, args.seeds)
+        results["reward_model_percent_pairs_right"] = make_reward_model(out)
+    results["rows"] = []
+    for name, words in runs(out, args.only).items():
+        for seed in args.seeds if name not in FLOWS else args.seeds[:1]:
+            results["rows"].append(row(name, seed, run(out, name, words, seed)))
+            print(json.dumps(results["rows"][-1]), flush=True)
+    (out / "objectives.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

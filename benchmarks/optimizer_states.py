@@ -1,24 +1,28 @@
-"""Formats for AdamW's moments, by how the masters move: the table of docs/optimizer.md.
+"""Compare formats for AdamW's moments by how the master weights move, for docs/benchmarks.md.
 
-    python benchmarks/optimizer_states.py                 a few minutes on a CPU; needs no GPU
+    python benchmarks/optimizer_states.py --out build/optimizer_states.json    minutes, on a CPU
     pip install torchao                                   for its two rows (version printed)
 
 The demo is run with its gradients recorded: 100 updates of its supervised warm-up from random
 weights, and 100 of its reinforcement learning. A third source is noise about a mean, with channels
 30 times larger than others. Each format then makes 100 updates of every matrix at a learning rate
 of 1e-6 from the same gradients, and ||dW - dW'|| / ||dW'|| is printed, dW' being AdamW in float64.
-Masters are float32 but in the last row. Prints Markdown.
+Master weights are float32 but in the last row. Prints a line for each format and writes JSON.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import datetime
 import functools
 import importlib.metadata
+import json
 import math
 import sys
 import tempfile
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -203,21 +207,36 @@ def error(source: Source, run: Callable, betas: tuple[float, float]) -> float:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--out", type=Path, default=Path("build/optimizer_states.json"))
+    args = parser.parse_args()
     torch.set_num_threads(1)
     warm_up = ["sft.steps=100", "sft.until=none", "loop.steps=0", "eval.every=0"]
     learning = ["sft.steps=600", "sft.until=none", "loop.steps=50", "eval.every=0"]
     sources = {
-        "warm-up": demo_gradients(0, warm_up),
-        "RL": demo_gradients(600, learning),
+        "warm_up": demo_gradients(0, warm_up),
+        "rl": demo_gradients(600, learning),
         "noise": noise(),
     }
     columns = [(name, betas) for betas in BETAS for name in sources]
-    titles = [f"{name}, {betas[1]}" for name, betas in columns]
-    print("| moments | bytes |", " | ".join(titles), "|")
-    print("| --- " * (2 + len(columns)) + "|")
+    rows = []
     for name, (size, run) in formats().items():
-        cells = [f"{error(sources[source], run, betas):.2f}" for source, betas in columns]
-        print(f"| {name} | {size} |", " | ".join(cells), "|", flush=True)
+        percent = {
+            f"{source}, {betas[1]}": round(error(sources[source], run, betas), 2)
+            for source, betas in columns
+        }
+        rows.append({"moments": name, "bytes": float(size), "percent": percent})
+        print(json.dumps(rows[-1]), flush=True)
+    results = {
+        "benchmark": "optimizer_states",
+        "command": "python benchmarks/optimizer_states.py",
+        "device": "CPU",
+        "versions": {"torch": torch.__version__},
+        "date": datetime.date.today().isoformat(),
+        "rows": rows,
+    }
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
