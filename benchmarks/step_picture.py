@@ -1,9 +1,10 @@
-"""The stacked bars of a step, BF16 beside FP8, from the files of `jetrl bench step`.
+"""Draw the README's chart: how long each phase of a step takes, in BF16 beside FP8, and how many of
+its tokens have another log-prob in the trainer than in the sampler.
 
-    python benchmarks/step_picture.py benchmarks/results/h200/step.json --out docs/images/step.png
+    cd benchmarks/results/h200
+    python ../../step_picture.py step_2048.json step_8192.json --out ../../../docs/images/step.png
 
-A bar for each row of the files: how long each phase of the step took, by load. To the right of each
-bar stands its whole time and, against BF16's of the same load, how many times as fast it is.
+The files are those of `jetrl bench step`; each of their rows is a bar.
 """
 
 from __future__ import annotations
@@ -24,73 +25,82 @@ PHASES = {
     "rollout": ("rollout", "blue"),
     "old_logprobs": ("old log-probs", "slate"),
     "update": ("forward and backward", "violet"),
-    "optimizer": ("optimizer", "amber"),
-    "requantize": ("requantize", "green"),
+    "optimizer": ("", "amber"),  # both are too short to be seen beside the others
+    "requantize": ("", "green"),
 }
 BAR = 0.62
 NAMED_SHARE = 0.045  # of the longest bar: a narrower part has no room for its seconds
 
 
-def draw(axes: Axes, rows: Sequence[dict[str, Any]]) -> set[str]:
-    """One load's bars; returns the phases that it has."""
+def draw_load(axes: Axes, rows: Sequence[dict[str, Any]]) -> set[str]:
+    """Draw the bars of one load, one for each plan; return the phases that they have.
+
+    Args:
+        axes: where to draw.
+        rows: the rows of one load, as `jetrl bench step` writes them.
+    """
     longest = max(row["step_s"] for row in rows)
-    seen = set()
-    for place, row in enumerate(rows):
+    phases = set()
+    for y, row in enumerate(rows):
         left = 0.0
         for phase, (_, color) in PHASES.items():
             seconds = row["seconds"].get(phase, 0.0)
             if not seconds:
                 continue
-            seen.add(phase)
-            axes.barh(place, seconds, BAR, left, color=COLORS[color], edgecolor="white", lw=0.6)
+            phases.add(phase)
+            axes.barh(y, seconds, BAR, left, color=COLORS[color], edgecolor="white", lw=0.6)
             if seconds > NAMED_SHARE * longest:
                 axes.text(
-                    left + seconds / 2, place, f"{seconds:.1f}", color="white", ha="center",
+                    left + seconds / 2, y, f"{seconds:.1f}", color="white", ha="center",
                     va="center", fontsize=8.5,
                 )  # fmt: skip
             left += seconds
-        said = f" {row['step_s']:.1f} s"
+        whole = f" {row['step_s']:.1f} s"
         if "times_bf16" in row:
-            times = row["times_bf16"]
-            said += f"   {times['step']:.2f}x"
-            if times["step"] != times["step_without_old_logprobs"]:
-                said += f" ({times['step_without_old_logprobs']:.2f}x without old log-probs)"
-        axes.text(left, place, said, va="center", fontsize=9.5, fontweight="bold")
+            whole += f", {row['times_bf16']['step']:.2f} times as fast"
+        axes.text(left, y - 0.14, whole, va="center", fontsize=9.5, fontweight="bold")
+        axes.text(
+            left, y + 0.2, f" {row['different']:,} of {row['compared_tokens']:,} log-probs differ",
+            va="center", fontsize=8.5, color=COLORS["red" if row["different"] else "green"],
+        )  # fmt: skip
     axes.set_yticks(range(len(rows)), [row["plan"] for row in rows], fontsize=10)
     axes.set_ylim(len(rows) - 0.5, -0.5)
-    axes.set_xlim(0, 1.12 * longest)
+    axes.set_xlim(0, 1.4 * longest)
     axes.set_title(rows[0]["load"], loc="left", fontsize=10, color=COLORS["text"])
     axes.spines["bottom"].set_visible(False)
-    axes.tick_params(left=False, bottom=False)
-    axes.grid(visible=True, axis="x", color=COLORS["grid"])
-    axes.grid(visible=False, axis="y")
-    return seen
+    axes.tick_params(left=False, bottom=False, labelbottom=False)
+    axes.grid(visible=False)
+    return phases
 
 
 def picture(files: Sequence[dict[str, Any]], out: Path) -> None:
-    """Writes the PNG."""
+    """Write the PNG.
+
+    Args:
+        files: the contents of JSON files of `jetrl bench step`.
+        out: the PNG file.
+    """
     loads: dict[str, list[dict[str, Any]]] = {}
     for row in (row for file in files for row in file["rows"]):
         loads.setdefault(row["load"], []).append(row)
     with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(8.6, 0.9 + 1.45 * len(loads)), layout="constrained")
-        parts = figure.subplots(len(loads), 1, squeeze=False)[:, 0]
-        seen: set[str] = set()
-        for axes, rows in zip(parts, loads.values(), strict=True):
-            seen |= draw(axes, rows)
-        parts[-1].set_xlabel("seconds")
-        shape = files[0]["rows"][0]["shape"]
+        figure = Figure(figsize=(8.6, 0.8 + 1.25 * len(loads)), layout="constrained")
+        subplots = figure.subplots(len(loads), 1, squeeze=False)[:, 0]
+        phases: set[str] = set()
+        for axes, rows in zip(subplots, loads.values(), strict=True):
+            phases |= draw_load(axes, rows)
+        shape = files[0]["rows"][0]["shape"].replace("qwen3-8b", "Qwen3-8B")
         figure.suptitle(
-            f"One step, {shape}, all parameters trained, one {files[0]['device']}",
+            f"One training step of {shape}, all parameters, one {files[0]['device']}: seconds",
             x=0.01, ha="left", fontsize=12, fontweight="bold",
         )  # fmt: skip
         handles = [
             mpl.patches.Patch(color=COLORS[color], label=label)
             for phase, (label, color) in PHASES.items()
-            if phase in seen
+            if phase in phases and label
         ]
         figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize=9)
-        figure.savefig(out, dpi=160, metadata={"Software": None})
+        figure.savefig(out, dpi=130, metadata={"Software": None})
 
 
 def main(argv: Sequence[str] | None = None) -> None:
