@@ -522,13 +522,13 @@ def open_base(args: argparse.Namespace, scratch: Path) -> Base:
     """
     if args.base_tree is not None:
         return Base(str(args.base_tree), args.base_tree.resolve(), scratch / "base-results")
-    command = ["git", "-C", str(args.tree), "rev-parse", "--verify", f"{args.base}^{{commit}}"]
+    command = ["git", "-C", str(ROOT), "rev-parse", "--verify", f"{args.base}^{{commit}}"]
     found = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     if found.returncode != 0:
-        raise SystemExit(f"error: {args.tree} has no commit {args.base}")
+        raise SystemExit(f"error: {ROOT} has no commit {args.base}")
     commit = found.stdout.strip()
     results = args.cache.resolve() / commit[:12] / args.device
-    return Base(commit, scratch / "base-tree", results, repository=args.tree)
+    return Base(commit, scratch / "base-tree", results, repository=ROOT)
 
 
 def copy_tree(tree: Path, copy: Path) -> None:
