@@ -33,7 +33,7 @@ import torch
 from jetrl.bench.parity import make_policy
 from jetrl.bench.shapes import SHAPES
 from jetrl.memory.fitting import check_fits
-from jetrl.memory.plan import Load, OtherModels
+from jetrl.memory.plan import OtherModels, Workload
 from jetrl.models.tiny_tokenizers import character_tokenizer
 from jetrl.session.building import model_config
 from jetrl.settings.loading import load_config
@@ -132,7 +132,7 @@ def planned(words: Sequence[str], device: str, program: Program) -> dict[str, An
     tokenizer = character_tokenizer()
     prompts = read_prompts(get_task(settings.task.name, **settings.task.options), "train")
     longest = max(len(tokenizer.encode(prompt.text or "")) for prompt in prompts)
-    load = Load.of(settings, config, longest)
+    load = Workload.of(settings, config, longest)
     said = program.match(r"of ([0-9.]+) GiB that were free")
     free = None if said is None else int(float(said) * GIB)
     fitted = check_fits(settings, config, OtherModels(), load, device, free)

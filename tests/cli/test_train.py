@@ -164,7 +164,7 @@ def test_dry_run_of_what_does_not_fit_says_so_last(
     jetrl: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("jetrl.memory.machine.free_bytes", lambda device: 2**10)
+    monkeypatch.setattr("jetrl.memory.device.free_bytes", lambda device: 2**10)
     done = jetrl("train", "demo", "--dry-run", "run.device=cpu")
     assert done.code == 2
     assert tomllib.loads(done.out)["run"]["device"] == "cpu"

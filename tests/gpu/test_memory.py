@@ -11,12 +11,11 @@ import torch
 
 from jetrl.loop import train
 from jetrl.memory import activations
-from jetrl.memory.activations import MicroBatch
-from jetrl.memory.device import beside_tensors
+from jetrl.memory.activations import PlannedMicroBatch
+from jetrl.memory.device import beside_tensors, free_bytes
 from jetrl.memory.fitting import check_fits
-from jetrl.memory.machine import free_bytes
 from jetrl.memory.out_of_memory import release
-from jetrl.memory.plan import Load, OtherModels
+from jetrl.memory.plan import OtherModels, Workload
 from jetrl.models.families import ModelConfig
 from jetrl.models.policy import Policy
 from jetrl.models.scalar_model import ScalarModel
@@ -75,9 +74,9 @@ def test_activations(preset: str, lengths: list[int], recomputed: bool) -> None:
         planned -= int(one_layer)
     logits = 0 if recomputed else 2 * len(targets) * config.vocab_size  # counted as on top
     assert kept - logits == pytest.approx(planned, rel=0.05, abs=2**20)
-    batch = MicroBatch(tokens, max(lengths), several=True)
+    batch = PlannedMicroBatch(tokens, max(lengths), several=True)
     # Backward begins behind the chunk of logits.
-    on_top = max(logits, activations.layer_bytes(config, plan, batch))
+    on_top = max(logits, activations._layer_backward_bytes(config, plan, batch))
     planned = activations.kept_bytes(config, plan, tokens, recomputed) + on_top
     # Small models: what lies between two kernels is a larger part than at 8B, and a layer that is
     # made again has freed some of it when most is needed.
@@ -134,7 +133,7 @@ def test_a_run_holds_what_was_planned(tmp_path: Path) -> None:
     model = settings.model.model_copy(update={"config": {**CONFIG, "vocab_size": 65536}})
     settings = settings.model_copy(update={"model": model})
     config = ModelConfig.from_hf(model.config)
-    load = Load.of(settings, config, 8)
+    load = Workload.of(settings, config, 8)
     release()
     before = (torch.cuda.memory_allocated() + beside_tensors()) / GIB
     plan = check_fits(settings, config, OtherModels(), load, "cuda", free_bytes("cuda")).plan

@@ -15,7 +15,7 @@ from jetrl.bench.shapes import SHAPES
 from jetrl.errors import UserError
 from jetrl.kernels.attention.layout import KeyValueCodes, QueryTiles
 from jetrl.memory.fitting import check_fits
-from jetrl.memory.plan import Load, MemoryPlan, OtherModels, memory_plan
+from jetrl.memory.plan import MemoryPlan, OtherModels, Workload, memory_plan
 from jetrl.models.attention import staged_bytes_per_token
 from jetrl.models.families import ModelConfig
 from jetrl.models.policy import Policy
@@ -72,11 +72,11 @@ def test_masters_and_working_copies_are_those_of_a_policy(preset: str, tied: boo
                     copies += operand.nbytes
         elif hasattr(module, "copy"):
             copies += module.copy.nbytes
-    assert row(plan, "working copies") == copies
+    assert row(plan, "quantized weights") == copies
 
 
 def test_a_moment_is_the_sum_of_its_rows_and_the_peak_the_highest() -> None:
-    plan = memory_plan(settings(), LARGE, load=Load(64, 512, 64, 8192))
+    plan = memory_plan(settings(), LARGE, load=Workload(64, 512, 64, 8192))
     for moment in ("rollout", "backward", "optimizer"):
         assert plan.at(moment) == sum(r.bytes.get(moment, 0) for r in plan.rows)
     assert plan.update == max(plan.at("backward"), plan.at("optimizer"))
@@ -86,7 +86,7 @@ def test_a_moment_is_the_sum_of_its_rows_and_the_peak_the_highest() -> None:
     graphs = row(plan, "decode's graphs", "backward")
     assert graphs > logits
     assert row(plan, "decode's graphs") == graphs + logits
-    on_cpu = memory_plan(settings(), LARGE, load=Load(64, 512, 64, 8192), device="cpu")
+    on_cpu = memory_plan(settings(), LARGE, load=Workload(64, 512, 64, 8192), device="cpu")
     assert row(on_cpu, "decode's graphs", "optimizer") == 0
     assert row(plan, "gradients", "rollout") == 0
     *_, last = plan.table()
@@ -97,7 +97,9 @@ def test_a_moment_is_the_sum_of_its_rows_and_the_peak_the_highest() -> None:
 def test_one_micro_batch_has_no_other_gradients_beside_its_activations() -> None:
     small, large = (
         memory_plan(
-            settings(f"train.tokens_per_micro_batch={tokens}"), LARGE, load=Load(8, 512, 8, 8192)
+            settings(f"train.tokens_per_micro_batch={tokens}"),
+            LARGE,
+            load=Workload(8, 512, 8, 8192),
         )
         for tokens in (4096, 1024)
     )
@@ -122,7 +124,7 @@ def test_an_fp8_head_tied_to_the_embedding_has_a_gradient_of_its_own_for_a_momen
 
 def test_recomputed_layers_keep_their_inputs() -> None:
     wanted = "train.tokens_per_micro_batch=8192"
-    load = Load(256, 512, 256, 8192)
+    load = Workload(256, 512, 256, 8192)
     kept = memory_plan(settings(wanted), LARGE, load=load)
     again = memory_plan(settings(wanted, "train.activation_checkpointing=true"), LARGE, load=load)
     inputs = (2 * 36 - 1) * 2 * 4096 * 8192  # x and what is added to it; the first has x alone
@@ -134,16 +136,16 @@ def test_prompts_are_counted_once_for_their_completions() -> None:
     one = settings(
         "rollout.prompts_per_step=4", "rollout.samples_per_prompt=16", "train.updates_per_step=1"
     )
-    assert Load.of(one, LARGE, longest_prompt=100) == Load(
+    assert Workload.of(one, LARGE, longest_prompt=100) == Workload(
         sequences=64, tokens=100 + one.rollout.max_tokens, trained=64, prompts=400
     )
     held_out = settings("eval.every=1", "eval.prompts=200", "rollout.max_batch_size=50")
-    assert Load.of(held_out, LARGE, 10).sequences == 50
-    assert Load.of(held_out, LARGE, 10).prompts == 2000
+    assert Workload.of(held_out, LARGE, 10).sequences == 50
+    assert Workload.of(held_out, LARGE, 10).prompts == 2000
 
 
 def test_pages_take_what_is_left() -> None:
-    load = Load(256, 9000, 256, 8192)
+    load = Workload(256, 9000, 256, 8192)
     whole = memory_plan(settings(), LARGE, load=load)
     part = memory_plan(settings(), LARGE, load=load, free=150 * GIB)
     assert row(whole, "KV pages") == 256 * 141 * 64 * 76032
@@ -158,15 +160,15 @@ def test_pages_take_what_is_left() -> None:
 @pytest.mark.parametrize("where", ["task.max_turns=4", "rollout.oversample=0.5", "the task's own"])
 def test_contexts_are_staged_where_prompts_go_on(where: str) -> None:
     one = settings() if where == "the task's own" else settings(where)
-    assert not Load.of(settings(), LARGE, 96).goes_on
-    found = Load.of(one, LARGE, 96, max_turns=4 if where == "the task's own" else None)
-    assert found.goes_on
+    assert not Workload.of(settings(), LARGE, 96).continues
+    found = Workload.of(one, LARGE, 96, max_turns=4 if where == "the task's own" else None)
+    assert found.continues
 
-    def forward(load: Load, what: str) -> int:
+    def forward(load: Workload, what: str) -> int:
         return row(memory_plan(one, LARGE, load=load), f"a forward of {what}")
 
     load = replace(found, sequences=256, tokens=4096, prompts=3200)
-    plain = forward(replace(load, goes_on=False), "3200 prompt tokens")
+    plain = forward(replace(load, continues=False), "3200 prompt tokens")
     bound = forward(load, "8192 prompt tokens, contexts of 524288")
     assert bound > plain + 1.5 * GIB
     fewer = forward(replace(load, sequences=100), "8192 prompt tokens, contexts of 409600")
@@ -190,7 +192,7 @@ def test_staged_keys_take_what_is_counted(kv: str, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_micro_batch_takes_the_tokens_that_there_is_room_for() -> None:
-    load, others = Load(256, 512, 256, 8192), OtherModels()
+    load, others = Workload(256, 512, 256, 8192), OtherModels()
     wanted = settings("train.tokens_per_micro_batch=16384")
     roomy = check_fits(wanted, LARGE, others, load, "cuda", 400 * GIB)
     assert roomy.tokens == 16384
@@ -203,7 +205,7 @@ def test_a_micro_batch_takes_the_tokens_that_there_is_room_for() -> None:
 
 
 def test_what_does_not_fit_is_refused_with_the_plan_and_what_would() -> None:
-    load = Load(256, 4096, 256, 8192)
+    load = Workload(256, 4096, 256, 8192)
     with pytest.raises(UserError) as error:
         check_fits(settings(), LARGE, OtherModels(), load, "cuda", 139 * GIB)
     text = str(error.value)
@@ -222,7 +224,7 @@ def test_what_does_not_fit_is_refused_with_the_plan_and_what_would() -> None:
 
 
 def test_a_reference_that_can_wait_elsewhere_is_the_first_thing_to_move() -> None:
-    load = Load(256, 512, 256, 8192)
+    load = Workload(256, 512, 256, 8192)
     with_kl = settings("algorithm.kl=0.1", "train.activation_checkpointing=true")
     without = settings("train.activation_checkpointing=true")
     least = memory_plan(without, LARGE, None, load, tokens=1024).peak + 2 * GIB
@@ -233,9 +235,9 @@ def test_a_reference_that_can_wait_elsewhere_is_the_first_thing_to_move() -> Non
 def test_many_sequences_together_are_named_where_their_graphs_leave_no_room() -> None:
     words = ["train.optimizer_states=compact", "train.activation_checkpointing=true"]
     many = settings("rollout.max_batch_size=4096", *words)
-    few = memory_plan(many, LARGE, None, Load(256, 512, 4096, 8192), tokens=1024).peak + 2 * GIB
+    few = memory_plan(many, LARGE, None, Workload(256, 512, 4096, 8192), tokens=1024).peak + 2 * GIB
     with pytest.raises(UserError, match=r"it fits with rollout\.max_batch_size=256: "):
-        check_fits(many, LARGE, OtherModels(), Load(4096, 512, 4096, 8192), "cuda", few)
+        check_fits(many, LARGE, OtherModels(), Workload(4096, 512, 4096, 8192), "cuda", few)
 
 
 def test_models_of_other_directories_count_with_their_own_sizes(tmp_path: Path) -> None:
@@ -270,7 +272,7 @@ def test_a_reward_models_forward_has_a_column(tmp_path: Path) -> None:
         tmp_path / "judge"
     )
     reward = ["reward.model=0.5", f"reward.model_path={tmp_path / 'judge'}"]
-    load = Load(64, 512, 64, 8192)
+    load = Workload(64, 512, 64, 8192)
     plans = {}
     for offload in (False, True):
         one = settings(*reward, f"reward.offload={str(offload).lower()}")
@@ -292,7 +294,7 @@ def test_a_reward_models_forward_has_a_column(tmp_path: Path) -> None:
 
 def test_a_reference_that_waits_elsewhere_is_there_when_it_is_asked(tmp_path: Path) -> None:
     """One that is much larger than the policy makes that the highest moment."""
-    load, small = Load(8, 512, 8, 512), ModelConfig.from_hf({**CONFIG, "vocab_size": 151936})
+    load, small = Workload(8, 512, 8, 512), ModelConfig.from_hf({**CONFIG, "vocab_size": 151936})
     others = OtherModels(reference=LARGE)
     near, far = (
         memory_plan(
@@ -316,7 +318,7 @@ def test_a_reward_models_training_has_a_plan_of_its_own() -> None:
     )
     assert model.config == config
     one = settings("algorithm.kl=0.1", "sft.examples_per_step=8", "train.tokens_per_micro_batch=32")
-    plan = memory_plan(one, config, load=Load.of_pairs(one, 100))
+    plan = memory_plan(one, config, load=Workload.of_pairs(one, 100))
     masters = sum(master.nbytes for master in model.named_masters().values())
     assert row(plan, "master weights", "backward") == masters
     assert row(plan, "optimizer states", "backward") == 2 * masters
@@ -343,7 +345,7 @@ def test_the_plan_is_within_5_percent_of_what_an_h200_held_at_8b() -> None:
         plan = memory_plan(
             settings(f"precision.preset={case['plan']}", states),
             LARGE,
-            load=Load(24, 2304, 24, 768),
+            load=Workload(24, 2304, 24, 768),
             tokens=chosen["micro_batch_tokens"],
         )
         assert plan.update / GIB == pytest.approx(case["peak_gib"]["update"], rel=0.05)

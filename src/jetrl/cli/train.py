@@ -235,9 +235,9 @@ def dry_run(settings: Settings, pairs: bool = False) -> Iterator[str]:
         UserError: with prompts as long as answers the run would not fit on this machine; after what
             comes before it.
     """
+    from jetrl.memory.device import free_bytes
     from jetrl.memory.fitting import check_fits, shown
-    from jetrl.memory.machine import free_bytes
-    from jetrl.memory.plan import Load, OtherModels
+    from jetrl.memory.plan import OtherModels, Workload
     from jetrl.precision import PrecisionPlan
     from jetrl.session.building import choose_device, model_config
     from jetrl.session.reward_training import planned_memory
@@ -247,7 +247,7 @@ def dry_run(settings: Settings, pairs: bool = False) -> Iterator[str]:
     yield to_toml(settings)
     yield f"# precision plan: {plan.name}"
     yield table(plan.describe(), indent="#   ") + "\n"
-    device, load = choose_device(settings.run.device), Load.of(settings, config)
+    device, load = choose_device(settings.run.device), Workload.of(settings, config)
     free = free_bytes(device)
     try:
         if pairs:

@@ -1,6 +1,6 @@
-"""What a run holds in memory: planned before anything is loaded, measured while it runs.
+"""The memory of a run: planned before anything is loaded, measured while the run goes.
 
-Import the module that has the name: `plan` (bytes of each thing at each moment), `fitting` (whether
-a run fits, and what would make it fit), `pages` (what KV pages may take), `cpu` and `device` (what
-there is and what is held), `out_of_memory` (telling that error from others, and trying again).
+Import from the module that has the name: `plan` (bytes of each thing at each moment), `fitting`
+(whether a run fits, and settings that would fit), `pages` (room for KV pages), `cpu` and `device`
+(what is free and what is held), `out_of_memory` (recognizing that error and trying again).
 """

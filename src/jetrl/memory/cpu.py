@@ -1,4 +1,4 @@
-"""What CPU memory there is, also in a container, and what malloc keeps of it."""
+"""The CPU memory that is available, also in a container, and the memory that malloc keeps."""
 
 from __future__ import annotations
 
@@ -12,24 +12,28 @@ _MACHINE = Path("/proc/meminfo")
 _GROUPS = Path("/proc/self/cgroup")
 _HIERARCHIES = Path("/sys/fs/cgroup")
 
-# glibc's mallopt. Blocks of up to 32 MiB, the most that it takes, come from its heap.
+# Arguments of glibc's mallopt: blocks of up to 32 MiB, the most it takes, come from its heap.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _KEPT, _FROM_HEAP = 2**30, 2**25
 _CHOICES = ("GLIBC_TUNABLES", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")
 
 
 def available_bytes() -> int | None:
-    """CPU memory that can be had without swapping, also within a container's limit; None where the
-    system does not say."""
-    found = re.search(r"^MemAvailable:\s+(\d+) kB", _text(_MACHINE), re.MULTILINE)
-    machine = () if found is None else (1024 * int(found[1]),)
+    """Return the CPU memory that can be had without swapping, None where the system does not say.
+
+    The limits of a container count as well.
+    """
+    line = re.search(r"^MemAvailable:\s+(\d+) kB", _text(_MACHINE), re.MULTILINE)
+    machine = () if line is None else (1024 * int(line[1]),)
     return min((*machine, *_group_rooms()), default=None)
 
 
 def keep_freed() -> None:
-    """From here on glibc's malloc keeps up to 1 GiB that is freed, for the next tensors: giving it
-    back and asking for it again is a page fault for each 4 KiB. Nothing happens with another malloc
-    or where its variables are set."""
+    """Let glibc's malloc keep up to 1 GiB of freed memory for the next tensors.
+
+    Memory that is given back and asked for again costs a page fault for each 4 KiB. The call does
+    nothing with another malloc, or where malloc's environment variables are set.
+    """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None and not any(name in os.environ for name in _CHOICES):
         mallopt(_M_TRIM_THRESHOLD, _KEPT)
@@ -37,8 +41,10 @@ def keep_freed() -> None:
 
 
 def _group_rooms() -> Iterator[int]:
-    """What each limited control group that this process is in leaves, those around it included.
-    Where a container sees its own groups only, the last one found is the container's."""
+    """Yield the bytes that each limited control group of this process leaves, outer groups too.
+
+    Where a container sees its own groups only, the last result is the container's.
+    """
     for line in _text(_GROUPS).splitlines():
         _, controllers, path = line.split(":", 2)
         if not controllers:  # version 2
@@ -58,16 +64,16 @@ def _group_rooms() -> Iterator[int]:
 
 
 def _room(group: Path, limit: str, used: str, files: str, shared: str) -> Iterator[int]:
-    """What is not used; pages of files that are on a disk too are given back when needed."""
+    """Yield the unused bytes of one group; cached pages of files on disk count as unused."""
     most, now = _text(group / limit).strip(), _text(group / used).strip()
-    if most.isdigit() and now.isdigit():  # not "max", and not a group without limits
+    if most.isdigit() and now.isdigit():  # A group without a limit says "max" or nothing.
         counts = dict(line.split() for line in _text(group / "memory.stat").splitlines())
         cached = int(counts.get(files, 0)) - int(counts.get(shared, 0))
         yield int(most) - int(now) + max(0, cached)
 
 
 def _text(file: Path) -> str:
-    """Empty where there is no such file."""
+    """Return the text of a file, empty where the file does not exist."""
     try:
         return os.fsdecode(file.read_bytes())
     except OSError:

@@ -1,9 +1,9 @@
-"""What is held of a GPU: torch's tensors, and what lies beside them.
+"""The memory of a device: how much is free, and what a GPU holds in and beside torch's tensors.
 
 torch counts the tensors of its own allocator. It does not count mapped pages
 (`rollout.mapped_memory`), nor the memory that a CUDA graph's forward works in: those tensors count
-as freed once the graph is captured, and their memory serves nothing else. Whoever holds such memory
-says how much, in a `Held`. A process has one GPU.
+as freed once the graph is captured, though their memory serves nothing else. The owner of such
+memory records its size in a `DeviceBytes`. A process has one GPU.
 """
 
 from __future__ import annotations
@@ -13,9 +13,26 @@ import weakref
 
 import torch
 
+from jetrl.memory.cpu import available_bytes
+
+
+def free_bytes(device: str | torch.device) -> int | None:
+    """Return the bytes of a device that a run could take, None where the device does not say.
+
+    Of a GPU that is what is free and what torch's allocator keeps for later.
+    """
+    where = torch.device(device)
+    if where.type == "cpu":
+        return available_bytes()
+    if not torch.cuda.is_available():
+        return None
+    free, _ = torch.cuda.mem_get_info(where)
+    kept = torch.cuda.memory_reserved(where) - torch.cuda.memory_allocated(where)
+    return int(free) + kept
+
 
 class DeviceBytes:
-    """Bytes that one owner holds beside torch's tensors; none any more when it is gone."""
+    """The bytes that one owner holds beside torch's tensors; they count until the owner is gone."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._key = device, next(_KEYS)
@@ -23,6 +40,7 @@ class DeviceBytes:
 
     @property
     def bytes(self) -> int:
+        """The bytes held now; assign to change them."""
         return _COUNTS.held.get(self._key, 0)
 
     @bytes.setter
@@ -31,7 +49,7 @@ class DeviceBytes:
 
 
 class _Counts:
-    """held: bytes of each `Held`. peak: before what is held became less, since it was reset."""
+    """The bytes of every `DeviceBytes` by key, and the peak before the last decrease."""
 
     def __init__(self) -> None:
         self.held: dict[int, int] = {}
@@ -43,6 +61,7 @@ _KEYS = itertools.count()
 
 
 def _hold(key: int, count: int, device: torch.device) -> None:
+    """Record what one owner holds from now on, and the peak before a decrease."""
     if count < _COUNTS.held.get(key, 0):
         _COUNTS.peak = peak_bytes(device)
     if count:
@@ -52,18 +71,21 @@ def _hold(key: int, count: int, device: torch.device) -> None:
 
 
 def beside_tensors() -> int:
-    """Bytes that are held now and that torch does not count."""
+    """Return the bytes that are held now and that torch does not count."""
     return sum(_COUNTS.held.values())
 
 
 def reset_peak(device: torch.device | None = None) -> None:
-    """`peak_bytes` is of what comes from here on."""
+    """Make `peak_bytes` count from here on."""
     torch.cuda.reset_peak_memory_stats(device)
     _COUNTS.peak = 0
 
 
 def peak_bytes(device: torch.device | None = None) -> int:
-    """The most that was held at once. What was added beside the tensors after their own peak makes
-    it too high by as much."""
+    """Return the most bytes held at once since the last reset.
+
+    Bytes that were added beside the tensors after the tensors' own peak make the result too high by
+    as much.
+    """
     now = int(torch.cuda.max_memory_allocated(device)) + beside_tensors()
     return max(now, _COUNTS.peak)

@@ -1,4 +1,4 @@
-"""Whether a run fits on its device, before anything is loaded, and what would make it fit."""
+"""Check that a run fits on its device before anything is loaded, and say what would make it fit."""
 
 from __future__ import annotations
 
@@ -7,21 +7,26 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from jetrl.errors import UserError
-from jetrl.memory.plan import GIB, Load, MemoryPlan, OtherModels, memory_plan
+from jetrl.memory.plan import GIB, MemoryPlan, OtherModels, Workload, memory_plan
 from jetrl.models.families import ModelConfig
 from jetrl.settings.loading import Settings, as_override
 
-STEP = 1024  # tokens: micro-batches are planned in multiples of it
-# What the plan leaves out: the code of kernels (0.2 GiB), and holes between allocations.
+STEP = 1024  # Micro-batches are planned in multiples of so many tokens.
+# Left out of the plan: the code of kernels (0.2 GiB), and holes between allocations.
 MARGIN = 3 * 2**29
-_FEW_SEQUENCES = 256  # together: decode's graphs and logits take little
+_FEW_SEQUENCES = 256  # Decode's graphs and logits take little for so many at once.
 
 
 @dataclass(frozen=True)
 class Fitted:
-    """plan: what will be held. tokens: of a micro-batch at most; train.tokens_per_micro_batch, or
-    less where that does not fit. free: bytes of the device before anything was loaded, None where
-    it does not say."""
+    """A memory plan that fits its device.
+
+    Attributes:
+        plan: What will be held.
+        tokens: The most tokens of a micro-batch: train.tokens_per_micro_batch, or fewer where that
+            many do not fit.
+        free: Bytes that the device had free before anything was loaded; None where it is not known.
+    """
 
     plan: MemoryPlan
     tokens: int
@@ -32,36 +37,42 @@ def check_fits(
     settings: Settings,
     config: ModelConfig,
     others: OtherModels,
-    load: Load,
+    load: Workload,
     device: str,
     free: int | None,
 ) -> Fitted:
-    """The plan that fits. On a GPU a micro-batch takes as many tokens as there is room for, up to
+    """Return the memory plan of a run that fits its device.
+
+    On a GPU a micro-batch gets as many tokens as there is room for, up to
     train.tokens_per_micro_batch.
 
     Args:
-        device: cpu or cuda. free: its bytes before anything is loaded; None: not known, and
-            whatever is asked for is planned.
+        settings: The run's settings.
+        config: The shape of the model that is trained.
+        others: The shapes of the models beside it.
+        load: The largest work of a step.
+        device: "cpu" or "cuda".
+        free: Bytes that the device has free before anything is loaded; None, where they are not
+            known, plans whatever is asked for.
 
     Raises:
-        UserError: it does not fit: the plan, and the settings with which it would.
+        UserError: The run does not fit; the message has the plan and settings that would fit.
     """
-    wanted = settings.train.tokens_per_micro_batch
+    tokens = settings.train.tokens_per_micro_batch
     if free is None or device == "cpu":
-        plan = memory_plan(settings, config, others, load, tokens=wanted, device=device)
-        # The references of the CPU keep other activations: what is certain is refused.
+        plan = memory_plan(settings, config, others, load, tokens=tokens, device=device)
+        # The CPU's references keep other activations, so only what is certain is refused.
         if free is not None and plan.at("optimizer") > free:
             raise UserError(
                 f"the model does not fit in CPU memory: weights, optimizer states and gradients "
                 f"take {plan.at('optimizer') / GIB:.1f} GiB, and {free / GIB:.1f} GiB are free\n\n"
                 + shown(plan)
             )
-        return Fitted(plan, wanted, free)
+        return Fitted(plan, tokens, free)
     fitted = _largest(settings, config, others, load, free)
     if fitted is not None:
         return fitted
-    wanted = min(STEP, wanted)
-    least = memory_plan(settings, config, others, load, free, tokens=wanted)
+    least = memory_plan(settings, config, others, load, free, tokens=min(STEP, tokens))
     raise UserError(
         f"the model does not fit on the GPU: even with micro-batches of {least.micro_batch.tokens} "
         f"tokens it needs {(least.peak + MARGIN) / GIB:.1f} GiB, and {free / GIB:.1f} GiB are "
@@ -70,7 +81,7 @@ def check_fits(
 
 
 def shown(plan: MemoryPlan, indent: str = "  ") -> str:
-    """The table of a plan as lines."""
+    """Return the table of a plan as text, each line after `indent`."""
     lines = plan.table()
     width = max(len(cells[0]) for cells in lines)
     return "\n".join(
@@ -79,11 +90,11 @@ def shown(plan: MemoryPlan, indent: str = "  ") -> str:
 
 
 def _largest(
-    settings: Settings, config: ModelConfig, others: OtherModels, load: Load, free: int
+    settings: Settings, config: ModelConfig, others: OtherModels, load: Workload, free: int
 ) -> Fitted | None:
-    """The plan with the largest micro-batches that fit; None if none do."""
-    wanted = settings.train.tokens_per_micro_batch
-    sizes = [wanted, *range((wanted - 1) // STEP * STEP, 0, -STEP)]
+    """Return the plan with the largest micro-batches that fit, None if no size does."""
+    most = settings.train.tokens_per_micro_batch
+    sizes = [most, *range((most - 1) // STEP * STEP, 0, -STEP)]
     for tokens in sizes:
         plan = memory_plan(settings, config, others, load, free, tokens)
         if plan.peak + MARGIN <= free:
@@ -92,9 +103,9 @@ def _largest(
 
 
 def _advice(
-    settings: Settings, config: ModelConfig, others: OtherModels, load: Load, free: int
+    settings: Settings, config: ModelConfig, others: OtherModels, load: Workload, free: int
 ) -> str:
-    """The fewest settings with which it fits."""
+    """Return, in words, the fewest settings with which the run fits."""
     remedies = list(_remedies(settings, load))
     for count in range(1, len(remedies) + 1):
         for chosen in itertools.combinations(remedies, count):
@@ -117,8 +128,8 @@ def _advice(
     return f"no setting makes it fit: take a smaller model or a GPU with more memory{shorter}"
 
 
-def _remedies(settings: Settings, load: Load) -> Iterator[tuple[str, str, object]]:
-    """(section, key, value) of what takes less memory, the cheapest first."""
+def _remedies(settings: Settings, load: Workload) -> Iterator[tuple[str, str, object]]:
+    """Yield (section, key, value) of settings that save memory, the cheapest first."""
     train = settings.train
     measured = settings.reference.path is not None or settings.algorithm.kl > 0
     if measured and not settings.reference.offload:

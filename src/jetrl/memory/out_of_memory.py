@@ -1,4 +1,4 @@
-"""Out of memory: telling it from other errors, trying again with less, saying what to change."""
+"""Out of memory: recognizing the error, trying again with less, saying what to change."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _CPU_ALLOCATOR = "DefaultCPUAllocator: can't allocate memory"
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory ran out, of the GPU or of the CPU."""
+    """Return whether an error says that the GPU's or the CPU's memory ran out."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    if isinstance(error, OutOfMemoryStop):  # quotes the allocator, and is not to be tried again
+    if isinstance(error, OutOfMemoryStop):  # It quotes the allocator, and is final.
         return False
     return isinstance(error, RuntimeError) and _CPU_ALLOCATOR in str(error)
 
@@ -52,10 +52,10 @@ def within_memory(attempt: Callable[[], Result], shrink: Callable[[str], None]) 
 
 @contextlib.contextmanager
 def explained(phase: str, advice: str) -> Iterator[None]:
-    """Where nothing can be made smaller: running out of memory ends the run, with words.
+    """Turn running out of memory, where nothing can be made smaller, into a clear end of the run.
 
     Raises:
-        OutOfMemoryStop: names the phase and what to change.
+        OutOfMemoryStop: Names the phase and what to change.
     """
     try:
         yield
@@ -69,13 +69,13 @@ def explained(phase: str, advice: str) -> Iterator[None]:
 
 
 def release() -> None:
-    """Gives back what nothing refers to, also what torch keeps for later."""
+    """Give back memory that nothing refers to, also what torch's allocator keeps for later."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
 def _first_line(error: BaseException) -> str:
-    """Of torch's message of a page: how much was wanted, and how much there is."""
+    """Return the start of torch's long message: how much was asked for, and how much is free."""
     text = str(error).strip() or type(error).__name__
     return ". ".join(text.splitlines()[0].split(". ")[:3])

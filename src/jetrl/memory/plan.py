@@ -1,9 +1,9 @@
-"""The memory plan: rows of what is held, in bytes at each moment that can be a run's highest.
+"""The memory plan: what a run holds, in bytes, at each moment that can be its highest.
 
     rollout    sampling: weights, optimizer states, KV pages, decode's graphs
     reward     a reward model's forward, where there is one
-    reference  the forward of a reference that is elsewhere else (reference.offload)
-    backward   where a micro-batch's activations are all there and its backward begins
+    reference  the forward of a reference that is in CPU memory at other times (reference.offload)
+    backward   the start of a backward, when all activations of a micro-batch are held
     optimizer  the end of backward and the optimizer's step: all gradients
     critic     the critic's own backward, where there is a critic
 
@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from jetrl.memory import activations
-from jetrl.memory.activations import MicroBatch
+from jetrl.memory.activations import PlannedMicroBatch
 from jetrl.memory.pages import gpu_pages_room, most_contexts
-from jetrl.memory.weights import frozen_bytes, optimizer_bytes, working_bytes
+from jetrl.memory.weights import frozen_bytes, optimizer_bytes, quantized_bytes
 from jetrl.models import hf
 from jetrl.models.attention import kv_bytes_per_token, staged_bytes_per_token
 from jetrl.models.families import ModelConfig, num_parameters
@@ -39,7 +39,12 @@ _LIBRARIES = 128 * 2**20
 
 @dataclass(frozen=True)
 class Row:
-    """what: in words. bytes: by moment; none where it is left out."""
+    """Something that a run holds in memory.
+
+    Attributes:
+        what: Its name in the printed table.
+        bytes: Its size at each moment; a moment that is left out holds nothing.
+    """
 
     what: str
     bytes: Mapping[Moment, int]
@@ -47,31 +52,37 @@ class Row:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """micro_batch: what an update is cut into, as planned here."""
+    """Everything that a run holds in memory, row by row.
+
+    Attributes:
+        rows: What is held.
+        micro_batch: The micro-batch that the plan was made for.
+    """
 
     rows: tuple[Row, ...]
-    micro_batch: MicroBatch
+    micro_batch: PlannedMicroBatch
 
     def at(self, moment: Moment) -> int:
-        """Bytes held at a moment."""
+        """Return the bytes held at a moment."""
         return sum(row.bytes.get(moment, 0) for row in self.rows)
 
     @property
     def rollout(self) -> int:
-        """Bytes at most while sampling."""
+        """The largest number of bytes held while completions are sampled."""
         return self.at("rollout")
 
     @property
     def update(self) -> int:
-        """Bytes at most while training."""
+        """The largest number of bytes held while the model is trained."""
         return max(self.at(moment) for moment in MOMENTS[2:])
 
     @property
     def peak(self) -> int:
+        """The largest number of bytes held at any moment."""
         return max(map(self.at, MOMENTS))
 
     def table(self) -> list[tuple[str, ...]]:
-        """Lines of cells, in GiB: a head, the rows, the sums."""
+        """Return the printed table as lines of cells, in GiB: a head, the rows, the sums."""
         moments = [moment for moment in MOMENTS if self.at(moment)]
 
         def cells(what: str, sizes: Mapping[Moment, int]) -> tuple[str, ...]:
@@ -85,8 +96,13 @@ class MemoryPlan:
 
 @dataclass(frozen=True)
 class OtherModels:
-    """What the models beside the policy are made of, those that are not copies of it. None: not
-    there, or like the policy."""
+    """The shapes of the models beside the policy, as far as they differ from the policy's.
+
+    Attributes:
+        reference: The frozen model of the KL term; None: missing, or a copy of the policy.
+        critic: The value model; None: missing, or a copy of the policy.
+        reward: The reward model; None where there is no reward model.
+    """
 
     reference: ModelConfig | None = None
     critic: ModelConfig | None = None
@@ -94,7 +110,7 @@ class OtherModels:
 
     @staticmethod
     def of(settings: Settings) -> OtherModels:
-        """Read from their directories' config.json.
+        """Read the shapes from the config.json of the directories that the settings name.
 
         Raises:
             UserError: a directory cannot be read, or holds a model of another kind.
@@ -109,20 +125,26 @@ class OtherModels:
 
 
 @dataclass(frozen=True)
-class Load:
-    """What a step asks for. sequences: completions sampled at once at most; 0: nothing is sampled,
-    and no other model is beside the one that is trained. tokens: of a sequence at most, prompt
-    included. trained: sequences of one update. prompts: tokens of all prompts that a call samples,
-    each counted once for its completions. together: sequences that no micro-batch divides. goes_on:
-    forwards over prompts read what came before: replies of an environment, and completions that the
-    step before cut off."""
+class Workload:
+    """The largest work that one training step can ask for.
+
+    Attributes:
+        sequences: Completions sampled at once; 0 where nothing is sampled, as in the training of a
+            reward model, which has no other model beside it.
+        tokens: Tokens of the longest sequence, prompt included.
+        trained: Sequences of one update.
+        prompts: Tokens of all prompts of one call, each counted once for all its completions.
+        together: Sequences that no micro-batch divides: 2 for the pairs of a reward model.
+        continues: Whether forwards over prompts read keys and values of earlier tokens, as for the
+            replies of an environment and for completions that the step before cut off.
+    """
 
     sequences: int
     tokens: int
     trained: int
     prompts: int
     together: int = 1
-    goes_on: bool = False
+    continues: bool = False
 
     @staticmethod
     def of(
@@ -130,9 +152,16 @@ class Load:
         config: ModelConfig,
         longest_prompt: int | None = None,
         max_turns: int | None = None,
-    ) -> Load:
-        """longest_prompt: in tokens; None: not known, and taken to be as long as an answer.
-        max_turns: of a completion; None: not known but from the settings."""
+    ) -> Workload:
+        """Return the largest work of a reinforcement learning step.
+
+        Args:
+            settings: The run's settings.
+            config: The policy's shape, whose context bounds a sequence.
+            longest_prompt: Tokens of the longest prompt; None, where it is not known yet, takes a
+                prompt to be as long as an answer.
+            max_turns: Turns of a completion; None takes the settings' number.
+        """
         rollout, held_out = settings.rollout, settings.eval
         most = rollout.prompts_per_step * rollout.samples_per_prompt
         answer, sequences, prompts = rollout.max_tokens, most, rollout.prompts_per_step
@@ -141,53 +170,56 @@ class Load:
             sequences = max(sequences, (held_out.prompts or most) * held_out.samples)
             prompts = max(prompts, held_out.prompts or most)
         prompt = answer if longest_prompt is None else longest_prompt
-        return Load(
+        return Workload(
             sequences=min(sequences, rollout.max_batch_size),
             tokens=min(config.max_position_embeddings, prompt + answer),
             trained=-(-most // settings.train.updates_per_step),
             prompts=prompts * prompt,
-            goes_on=(max_turns or settings.task.max_turns or 1) > 1 or rollout.oversample > 0,
+            continues=(max_turns or settings.task.max_turns or 1) > 1 or rollout.oversample > 0,
         )
 
     @staticmethod
-    def of_pairs(settings: Settings, longest: int) -> Load:
-        """Of a reward model's training. longest: tokens of a sequence."""
-        return Load(0, longest, 2 * settings.sft.examples_per_step, 0, together=2)
+    def of_pairs(settings: Settings, longest: int) -> Workload:
+        """Return the work of training a reward model on pairs of at most `longest` tokens each."""
+        return Workload(0, longest, 2 * settings.sft.examples_per_step, 0, together=2)
 
 
 def memory_plan(
     settings: Settings,
     config: ModelConfig,
     others: OtherModels | None = None,
-    load: Load | None = None,
+    load: Workload | None = None,
     free: int | None = None,
     tokens: int | None = None,
     device: str = "cuda",
 ) -> MemoryPlan:
-    """The plan of a run.
+    """Plan what a run holds in memory.
 
     Args:
-        config: of the policy, or of a reward model that is trained. others: of the models beside
-            it; default: none but copies of it.
-        load: of a step; default: `Load.of` the settings.
-        free: bytes of the device before anything is loaded, which bound the KV pages on a GPU;
-            None: as many pages as the load can use.
-        tokens: of a micro-batch; default: train.tokens_per_micro_batch.
-        device: cpu or cuda, whose libraries have memory of their own.
+        settings: The run's settings.
+        config: The shape of the model that is trained: the policy, or a reward model.
+        others: The shapes of the models beside it; by default copies of the policy.
+        load: The largest work of a step; by default `Workload.of` the settings.
+        free: Bytes that the device has free before anything is loaded, which bound the KV pages on
+            a GPU; None plans as many pages as the load can use.
+        tokens: Tokens of a micro-batch; by default train.tokens_per_micro_batch.
+        device: "cpu" or "cuda", whose libraries have memory of their own.
     """
     plan = PrecisionPlan.from_settings(settings.precision)
-    load, others = load or Load.of(settings, config), others or OtherModels()
-    wanted = settings.train.tokens_per_micro_batch if tokens is None else tokens
-    batch = _micro_batch(wanted, load)
+    load, others = load or Workload.of(settings, config), others or OtherModels()
+    if tokens is None:
+        tokens = settings.train.tokens_per_micro_batch
+    batch = _micro_batch(tokens, load)
     moments = _moments(settings, others, load)
     rows = _trained_model(settings, config, plan, moments)
     if load.sequences:
         rows += _others(settings, config, others, plan, moments)
         resident = sum(row.bytes.get("rollout", 0) for row in rows)
         left = None if free is None else max(0, free - resident)
-        there: tuple[Moment, ...] = ("rollout",) if device == "cpu" else moments
-        rows += _rollout(settings, config, plan, load, left, there)
-        rows += _forwards(settings, config, others, plan, load, wanted, moments)
+        # On a GPU the captured graphs of decode stay for the whole step.
+        with_graphs: tuple[Moment, ...] = ("rollout",) if device == "cpu" else moments
+        rows += _rollout(settings, config, plan, load, left, with_graphs)
+        rows += _forwards(settings, config, others, plan, load, tokens, moments)
     rows += _training("", "backward", config, plan, batch, settings)
     if device != "cpu":
         rows.append(_always(moments, "libraries", _LIBRARIES))
@@ -197,44 +229,48 @@ def memory_plan(
     return MemoryPlan(tuple(row for row in rows if any(row.bytes.values())), batch)
 
 
-def _moments(settings: Settings, others: OtherModels, load: Load) -> tuple[Moment, ...]:
-    """Those that there are."""
-    there: dict[Moment, bool] = {
+def _moments(settings: Settings, others: OtherModels, load: Workload) -> tuple[Moment, ...]:
+    """Return the moments that occur in a run with these settings and models."""
+    occurs: dict[Moment, bool] = {
         "rollout": load.sequences > 0,
         "reward": load.sequences > 0 and others.reward is not None,
         "reference": load.sequences > 0 and _measures(settings) and settings.reference.offload,
         "critic": load.sequences > 0 and settings.critic.path is not None,
     }
-    return tuple(moment for moment in MOMENTS if there.get(moment, True))
+    return tuple(moment for moment in MOMENTS if occurs.get(moment, True))
 
 
 def _measures(settings: Settings) -> bool:
-    """Whether there is a reference."""
+    """Return whether the run has a reference model."""
     return settings.algorithm.kl > 0 or settings.reference.path is not None
 
 
-def _micro_batch(wanted: int, load: Load) -> MicroBatch:
-    """The largest that packing makes: whole sequences up to `wanted` tokens, or one longer one (a
-    longer pair)."""
+def _micro_batch(limit: int, load: Workload) -> PlannedMicroBatch:
+    """Return the largest micro-batch that packing makes.
+
+    It holds whole sequences of at most `limit` tokens together, or a single longer sequence (of a
+    reward model, a single longer pair).
+    """
     whole = load.trained * load.tokens
-    tokens = min(max(wanted, load.together * load.tokens), whole)
-    return MicroBatch(tokens, load.tokens, several=whole > tokens)
+    tokens = min(max(limit, load.together * load.tokens), whole)
+    return PlannedMicroBatch(tokens, load.tokens, several=whole > tokens)
 
 
 def _always(moments: tuple[Moment, ...], what: str, size: int) -> Row:
-    """A row of what is there at every moment."""
+    """Return the row of something that is held at every moment."""
     return Row(what, dict.fromkeys(moments, size))
 
 
 def _trained_model(
     settings: Settings, config: ModelConfig, plan: PrecisionPlan, moments: tuple[Moment, ...]
 ) -> list[Row]:
+    """Return the rows of the trained model's weights and optimizer states."""
     states = f"optimizer states, {settings.train.optimizer_states}"
-    copies = "working copies for sampling and training" if config.head == "lm" else "working copies"
+    sides = " for sampling and training" if config.head == "lm" else ""
     return [
         _always(moments, "master weights, FP32", 4 * num_parameters(config)),
         _always(moments, states, optimizer_bytes(settings, config)),
-        _always(moments, copies, working_bytes(config, plan)),
+        _always(moments, f"quantized weights{sides}", quantized_bytes(config, plan)),
     ]
 
 
@@ -245,21 +281,22 @@ def _others(
     plan: PrecisionPlan,
     moments: tuple[Moment, ...],
 ) -> list[Row]:
-    """The models beside the policy, but for their forward and backward."""
+    """Return the rows of the other models' weights and optimizer states."""
     rows = []
-    there: tuple[Moment, ...]
+    held: tuple[Moment, ...]
     if _measures(settings):
-        there = ("reference",) if settings.reference.offload else moments
+        held = ("reference",) if settings.reference.offload else moments
         size = frozen_bytes(others.reference or config, plan)
-        rows.append(_always(there, "reference: working copies alone", size))
+        rows.append(_always(held, "reference: quantized weights alone", size))
     if settings.critic.path is not None:
-        of = (others.critic or config).with_scalar_head()
-        size = 4 * num_parameters(of) + optimizer_bytes(settings, of) + working_bytes(of, plan)
-        rows.append(_always(moments, "critic: masters, optimizer states, copies", size))
+        critic = (others.critic or config).with_scalar_head()
+        weights = 4 * num_parameters(critic) + quantized_bytes(critic, plan)
+        size = weights + optimizer_bytes(settings, critic)
+        rows.append(_always(moments, "critic: weights, optimizer states", size))
     if others.reward is not None:
-        there = ("reward",) if settings.reward.offload else moments
+        held = ("reward",) if settings.reward.offload else moments
         size = frozen_bytes(others.reward, plan)
-        rows.append(_always(there, "reward model: working copies alone", size))
+        rows.append(_always(held, "reward model: quantized weights alone", size))
     return rows
 
 
@@ -268,20 +305,21 @@ def _forwards(
     config: ModelConfig,
     others: OtherModels,
     plan: PrecisionPlan,
-    load: Load,
-    wanted: int,
+    load: Workload,
+    micro_batch_tokens: int,
     moments: tuple[Moment, ...],
 ) -> list[Row]:
-    """Of a reward model and a reference, without gradients, of as many tokens as a micro-batch."""
+    """Return the rows of a reward model's and a reference's forwards over a micro-batch."""
     completions = settings.rollout.prompts_per_step * settings.rollout.samples_per_prompt
-    tokens = min(max(wanted, load.tokens), completions * load.tokens)
+    tokens = min(max(micro_batch_tokens, load.tokens), completions * load.tokens)
     rows = []
     if others.reward is not None:
         size = activations.forward_bytes(others.reward, plan, tokens)
         rows.append(Row(f"reward model: a forward of {tokens} tokens", {"reward": size}))
     if "reference" in moments:
-        of = others.reference or config
-        size = activations.forward_bytes(of, plan, tokens) + activations.chunk_bytes(of, tokens)
+        reference = others.reference or config
+        size = activations.forward_bytes(reference, plan, tokens)
+        size += activations.logits_bytes(reference, tokens)
         rows.append(Row(f"reference: a forward of {tokens} tokens", {"reference": size}))
     return rows
 
@@ -290,12 +328,20 @@ def _rollout(
     settings: Settings,
     config: ModelConfig,
     plan: PrecisionPlan,
-    load: Load,
+    load: Workload,
     left: int | None,
-    moments: tuple[Moment, ...],
+    with_graphs: tuple[Moment, ...],
 ) -> list[Row]:
-    """left: bytes of the device beside what is there in any case; None: as many as it takes.
-    moments: those when decode's graphs are there."""
+    """Return the rows of sampling.
+
+    Args:
+        settings: The run's settings.
+        config: The policy's shape.
+        plan: The policy's precision plan.
+        load: The largest work of a step.
+        left: Bytes of the device beside what is held in any case; None for as many as it takes.
+        with_graphs: The moments at which decode's captured graphs are held.
+    """
     rollout = settings.rollout
     contexts = most_contexts(rollout.max_prefill_tokens, load.sequences, load.tokens)
     page = rollout.page_size * kv_bytes_per_token(config, plan)
@@ -305,17 +351,17 @@ def _rollout(
         room = gpu_pages_room(left, contexts * staged_bytes_per_token(config, plan))
         pages = max(needed, min(pages, room // page))
     what = f"KV pages: {pages} of {rollout.page_size} tokens"
-    # Where pages are short, sequences lose theirs, and go on like completions that were cut off.
-    goes_on = load.goes_on or pages < needed * load.sequences
-    read = load.sequences * load.tokens if goes_on else load.prompts
+    # Where pages are short, sequences lose theirs and continue later by prefilling what they have.
+    continues = load.continues or pages < needed * load.sequences
+    read = load.sequences * load.tokens if continues else load.prompts
     prompts = min(rollout.max_prefill_tokens, read)
     logits = 4 * load.sequences * config.vocab_size
     # Decode's graphs keep what a forward of the largest batch makes; the first tokens after prompts
     # are drawn from logits outside of them, at most as many.
     graphs = activations.forward_bytes(config, plan, load.sequences) + logits
-    decode = dict.fromkeys(moments, graphs) | {"rollout": graphs + logits}
-    prefill = activations.forward_bytes(config, plan, prompts, contexts if goes_on else 0)
-    over = f", contexts of {contexts}" if goes_on else ""
+    decode = dict.fromkeys(with_graphs, graphs) | {"rollout": graphs + logits}
+    prefill = activations.forward_bytes(config, plan, prompts, contexts if continues else 0)
+    over = f", contexts of {contexts}" if continues else ""
     return [
         Row(what, {"rollout": pages * page}),
         Row("decode's graphs and logits", decode),
@@ -328,11 +374,21 @@ def _training(
     moment: Moment,
     config: ModelConfig,
     plan: PrecisionPlan,
-    batch: MicroBatch,
+    batch: PlannedMicroBatch,
     settings: Settings,
 ) -> list[Row]:
-    """Gradients and activations of one model's update. With one micro-batch nothing but lm_head's
-    gradient is there when its activations are."""
+    """Return the rows of gradients and activations of one model's update.
+
+    With a single micro-batch no gradient but lm_head's exists while all activations do.
+
+    Args:
+        whose: The start of the rows' names.
+        moment: The moment at which the backward begins.
+        config: The model's shape.
+        plan: The model's precision plan.
+        batch: The largest micro-batch.
+        settings: The run's settings.
+    """
     end: Moment = "optimizer" if moment == "backward" else moment
     gradients = 4 * num_parameters(config)
     head = 1 if config.head == "score" else config.vocab_size
@@ -341,7 +397,7 @@ def _training(
     kept = activations.kept_bytes(config, plan, batch.tokens, recomputed)
     on_top = activations.on_top_bytes(config, plan, batch, recomputed)
     last = activations.last_bytes(config, plan, batch)
-    if end == moment:  # one column: the higher of begin and end
+    if end == moment:  # One column stands for both moments: the higher of the two.
         if not batch.several and gradients + last > first + kept + on_top:
             first, kept, on_top = gradients, 0, last
         sizes = {moment: first}, {moment: kept}, {moment: on_top}

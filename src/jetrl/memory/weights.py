@@ -1,4 +1,4 @@
-"""Bytes of what a model holds beside its masters: optimizer states, working copies."""
+"""Bytes that a model holds beside its master weights: optimizer states and quantized weights."""
 
 from __future__ import annotations
 
@@ -11,28 +11,34 @@ from jetrl.settings.loading import Settings
 
 
 def optimizer_bytes(settings: Settings, config: ModelConfig) -> int:
-    """Of its states, by train.optimizer_states."""
+    """Return the bytes of the optimizer's states, whose format is train.optimizer_states."""
     states = settings.train.optimizer_states
     return sum(state_bytes(shape, states) for shape in parameter_shapes(config).values())
 
 
 def frozen_bytes(config: ModelConfig, plan: PrecisionPlan) -> int:
-    """Of a model without masters: what its forward reads."""
-    copies = working_bytes(config, plan, sides=("train",))
+    """Return the bytes of a frozen model: the weights that its forward reads."""
+    quantized = quantized_bytes(config, plan, sides=("train",))
     if config.head == "score":
-        return copies
+        return quantized
     shared = config.tie_word_embeddings and plan.lm_head == "bf16"
-    return copies + (0 if shared else 2 * config.vocab_size * config.hidden_size)
+    return quantized + (0 if shared else 2 * config.vocab_size * config.hidden_size)
 
 
-def working_bytes(
+def quantized_bytes(
     config: ModelConfig,
     plan: PrecisionPlan,
     sides: tuple[Literal["rollout", "train"], ...] = ("rollout", "train"),
 ) -> int:
-    """Of the copies that GEMMs and norms read, and of the table of rotations."""
+    """Return the bytes of the weights as GEMMs and norms read them, and of the rotary table.
 
-    def copy(format: str, rows: int, columns: int) -> int:
+    Args:
+        config: The model's shape.
+        plan: The model's precision plan.
+        sides: The sides of the flow that the model serves.
+    """
+
+    def weight_bytes(format: str, rows: int, columns: int) -> int:
         elements = rows * columns
         scales = 4 * -(-rows // FP8_BLOCK) * -(-columns // FP8_BLOCK)
         return {"fp8": elements + scales, "bf16": 2 * elements, "fp32": 0}[format]
@@ -45,9 +51,9 @@ def working_bytes(
         if len(shape) == 2 and parts[0] == "layers":
             layer = int(parts[1])
             formats = {plan.linear_format(s, layer, config.num_layers) for s in sides}
-            total += sum(copy(format, *shape) for format in formats)
+            total += sum(weight_bytes(format, *shape) for format in formats)
         elif name.endswith("norm.weight"):
             total += wide * shape[0]
         elif config.head == "lm" and name == lm_head:
-            total += copy(plan.lm_head, *shape)
+            total += weight_bytes(plan.lm_head, *shape)
     return total

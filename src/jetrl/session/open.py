@@ -12,10 +12,10 @@ from pathlib import Path
 from types import TracebackType
 
 from jetrl.errors import StorageError, UserError
+from jetrl.memory.device import free_bytes
 from jetrl.memory.fitting import Fitted, check_fits
-from jetrl.memory.machine import free_bytes
 from jetrl.memory.out_of_memory import explained
-from jetrl.memory.plan import Load, OtherModels
+from jetrl.memory.plan import OtherModels, Workload
 from jetrl.models.families import ModelConfig
 from jetrl.models.policy import Policy
 from jetrl.parity import require_exact
@@ -87,7 +87,7 @@ def open_parts(settings: Settings, resume: bool, stack: contextlib.ExitStack) ->
     device = choose_device(settings.run.device)
     free = free_bytes(device)
     # With the shortest prompts there are: what does not fit now fits with none.
-    check_fits(settings, config, others, Load.of(settings, config, 1), device, free)
+    check_fits(settings, config, others, Workload.of(settings, config, 1), device, free)
     wanted = settings.task
     task = build_task(wanted)
     max_turns = turns_of(task, wanted.max_turns)
@@ -106,7 +106,7 @@ def open_parts(settings: Settings, resume: bool, stack: contextlib.ExitStack) ->
     )
     _check_contexts(settings, config, others, max(len(prompt.token_ids) for prompt in prompts))
     longest = max(len(prompt.token_ids) for prompt in (*prompts, *eval_prompts))
-    load = Load.of(settings, config, longest, max_turns)
+    load = Workload.of(settings, config, longest, max_turns)
     memory = check_fits(settings, config, others, load, device, free)
     began = time.monotonic()
     with explained("loading the reward model", _ADVICE):

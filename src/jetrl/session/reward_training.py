@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jetrl.errors import TimeLimitReached
+from jetrl.memory.device import free_bytes
 from jetrl.memory.fitting import Fitted, check_fits
-from jetrl.memory.machine import free_bytes
 from jetrl.memory.out_of_memory import explained
-from jetrl.memory.plan import Load, OtherModels
+from jetrl.memory.plan import OtherModels, Workload
 from jetrl.models.chat import decode
 from jetrl.models.scalar_model import ScalarModel
 from jetrl.precision import PrecisionPlan
@@ -145,7 +145,7 @@ def planned_memory(settings: Settings, longest: int, device: str, free: int | No
     Raises:
         UserError: as `memory.check_fits`.
     """
-    config, load = model_config(settings).with_scalar_head(), Load.of_pairs(settings, longest)
+    config, load = model_config(settings).with_scalar_head(), Workload.of_pairs(settings, longest)
     return check_fits(settings, config, OtherModels(), load, device, free)
 
 
