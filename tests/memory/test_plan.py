@@ -149,7 +149,7 @@ def test_pages_take_what_is_left() -> None:
     whole = memory_plan(settings(), LARGE, load=load)
     part = memory_plan(settings(), LARGE, load=load, free=150 * GIB)
     assert row(whole, "KV pages") == 256 * 141 * 64 * 76032
-    held = sum(row(part, what) for what in ("master", "optimizer", "working"))
+    held = sum(row(part, what) for what in ("master", "optimizer", "quantized"))
     staged = 64 * 8192 * STAGED
     left = 150 * GIB - held - 4 * GIB - staged
     assert row(part, "KV pages") == pytest.approx(left, abs=64 * 76032)
@@ -257,7 +257,7 @@ def test_models_of_other_directories_count_with_their_own_sizes(tmp_path: Path) 
     )
     norms = sum(m.copy.nbytes for m in critic.decoder.modules() if hasattr(m, "copy"))
     table = critic.decoder.rotary_table.nbytes
-    assert row(plan, "critic: masters") == 3 * masters + copies + norms + table
+    assert row(plan, "critic: weights") == 3 * masters + copies + norms + table
     assert row(plan, "critic: gradients", "critic") > 0
     reference = Policy.from_pretrained(path, PrecisionPlan.preset("unified"), frozen=True)
     held = sum(b.nbytes for b in {id(p): p for p in reference.decoder.buffers()}.values())
@@ -279,13 +279,13 @@ def test_a_reward_models_forward_has_a_column(tmp_path: Path) -> None:
         plans[offload] = memory_plan(one, LARGE, OtherModels.of(one), load)
     held, offloaded = plans[False], plans[True]
     forward = row(held, "reward model: a forward of 4096 tokens", "reward")
-    copies = row(held, "reward model: working", "reward")
+    copies = row(held, "reward model: quantized", "reward")
     assert forward > 0
     assert copies > 0
-    assert row(held, "reward model: working", "optimizer") == copies
-    assert row(offloaded, "reward model: working", "optimizer") == 0
+    assert row(held, "reward model: quantized", "optimizer") == copies
+    assert row(offloaded, "reward model: quantized", "optimizer") == 0
     assert held.at("reward") == offloaded.at("reward")
-    weights = sum(row(held, what, "reward") for what in ("master", "optimizer st", "working"))
+    weights = sum(row(held, what, "reward") for what in ("master", "optimizer st", "quantized"))
     other = sum(row(held, what, "reward") for what in ("libraries", "decode's graphs"))
     assert held.at("reward") - other == weights + copies + forward
     assert "reward" in held.table()[0][2]
@@ -303,9 +303,9 @@ def test_a_reference_that_waits_elsewhere_is_there_when_it_is_asked(tmp_path: Pa
         for offload in ("false", "true")
     )
     assert near.at("reference") == 0
-    assert row(near, "reference: working", "optimizer") > 8 * GIB
-    assert row(far, "reference: working", "optimizer") == 0
-    weights = row(far, "reference: working", "reference")
+    assert row(near, "reference: quantized", "optimizer") > 8 * GIB
+    assert row(far, "reference: quantized", "optimizer") == 0
+    weights = row(far, "reference: quantized", "reference")
     assert far.at("reference") > weights + 4 * 4096 * 151936, "and its logits"
     assert far.peak == far.update == far.at("reference")
 
