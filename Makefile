@@ -31,7 +31,7 @@ BASE ?=
 CASES ?=
 TEST_WORKERS ?= 2
 # The violations of the docstring rules that are left: lower it, never raise it.
-DOCSTRINGS := 2300
+DOCSTRINGS := 1838
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test soak same-bits check house format docs test-gpu bench clean

@@ -12,8 +12,10 @@ torch.set_num_threads(1)  # tiny tensors are slower with two, and test workers s
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_makereport() -> Generator[None, Any, None]:
-    """Tests feed text that is not valid Unicode (lone surrogates). What was captured of it is
-    escaped, since a test process (-n 2) can only report what UTF-8 can write."""
+    """Escape what a test printed that is not valid Unicode, such as lone surrogates.
+
+    A test process (-n 2) can only report what UTF-8 can write.
+    """
     outcome = yield
     report = outcome.get_result()
     report.sections = [

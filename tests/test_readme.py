@@ -1,4 +1,4 @@
-"""What the README tells a reader to type is right: its recipe, its make targets, its commands."""
+"""The recipe, make targets and commands that the README tells a reader to type are right."""
 
 from __future__ import annotations
 

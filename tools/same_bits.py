@@ -88,7 +88,7 @@ class Difference:
 
 @dataclass
 class Comparison:
-    """What a comparison of two folders went through, and what it found.
+    """The files, tensors and values that a comparison of two folders read, and their differences.
 
     Attributes:
         files: The number of files compared.
@@ -164,8 +164,7 @@ def shortened(value: str) -> str:
 
 
 def values_of(path: Path) -> Iterator[tuple[str, str]]:
-    """Yield the place and the literal text of each compared value of a JSON, JSON lines or TOML
-    file."""
+    """Yield place and literal text of each compared value of a JSON, JSON lines or TOML file."""
     read = functools.partial(
         json.loads, parse_float=Literal, parse_int=Literal, parse_constant=Literal
     )
@@ -181,8 +180,10 @@ def values_of(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def leaves(value: Any, place: str, ignored: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Yield the place and the text of each value of nested dictionaries and lists, without those
-    that depend on the machine."""
+    """Yield the place and the text of each value of nested dictionaries and lists.
+
+    Values that depend on the machine are left out.
+    """
     if isinstance(value, dict):
         if not value:
             yield place, "{}"
@@ -231,8 +232,10 @@ def element(data: bytes, dtype: str) -> str:
 
 
 def read_tensors(path: Path) -> dict[str, tuple[str, bytes]]:
-    """Return each tensor of a safetensors file by name: its type and shape as text, and its bytes.
-    The file's metadata stands under `__metadata__`, without bytes."""
+    """Return type and shape as text, and the bytes, of each tensor of a safetensors file by name.
+
+    The file's metadata stands under `__metadata__`, without bytes.
+    """
     data = path.read_bytes()
     length = int.from_bytes(data[:8], "little")
     tensors = {}
@@ -367,7 +370,7 @@ def check_measures(case: Case, folder: Path) -> None:
 
 @dataclass(frozen=True)
 class Base:
-    """What a tree is compared with: a commit of a repository, or a folder.
+    """The tree that another is compared with: a commit of a repository, or a folder.
 
     Attributes:
         name: The commit's hash, or the folder's path.
@@ -450,7 +453,7 @@ def run_on_base(base: Base, case: Case, device: str) -> None:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How the comparison of one case ended.
+    """The end of the comparison of one case.
 
     Attributes:
         case: The case's name.

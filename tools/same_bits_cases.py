@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Command:
-    """One call of `jetrl`.
+    """A call of `jetrl`.
 
     Attributes:
         words: The words after `jetrl`.

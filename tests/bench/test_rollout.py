@@ -1,4 +1,4 @@
-"""What the rollout benchmark asks of the engine before it measures."""
+"""The rollout benchmark prepares the engine before it measures."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ from jetrl.rollout.decode_forward import padded_batch, padded_context
 
 
 class Engine:
-    """Captures what a call of these sizes needs, as `GraphForwards` does, and loses it when a call
-    needs a larger cache. forwards: of a decode step, before which sizes are looked at."""
+    """An engine that captures the sizes of a call, and loses them when a call needs a larger cache.
+
+    Args:
+        forwards: Decode steps of a call, before each of which the engine looks at its sizes.
+    """
 
     def __init__(self, forwards: int) -> None:
         self.forwards = forwards

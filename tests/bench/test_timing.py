@@ -1,4 +1,4 @@
-"""What benchmarks share, as far as it needs no GPU."""
+"""The helpers that benchmarks share, as far as they need no GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the comparison with vLLM asks of it, with a stand-in for vLLM."""
+"""The comparison with vLLM, with a stand-in for vLLM."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Outcome:
-    """What a command left: exit code, standard output and standard error."""
+    """The exit code, standard output and standard error of a command."""
 
     def __init__(self, code: int, out: str, err: str) -> None:
         self.code, self.out, self.err = code, out, err

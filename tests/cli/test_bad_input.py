@@ -1,5 +1,7 @@
-"""Bad models and settings through the real commands: the message names what is wrong and what to
-do, the exit code is 2, and nothing is left in the way of the next try."""
+"""Bad models and settings end the real commands with exit code 2 and a message.
+
+The message names what is wrong and what to do, and nothing is left in the way of the next try.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,7 @@ def without_weights(model: Path) -> None:
 
 
 def without_a_vocabulary(model: Path) -> None:
-    """transformers makes an empty tokenizer of what is left."""
+    """Remove tokenizer.json, so that transformers makes an empty tokenizer."""
     (model / "tokenizer.json").unlink()
     (model / "tokenizer_config.json").write_text('{"tokenizer_class": "Qwen2Tokenizer"}')
 

@@ -40,7 +40,7 @@ def test_help_imports_neither_torch_nor_other_heavy_packages() -> None:
 
 
 def test_help_answers_at_once() -> None:
-    """Aim: 0.5 s. The best of three, since the machine may be busy with other tests."""
+    """The best of three tries takes 0.5 s; the others may meet a busy machine."""
     times = []
     for _ in range(3):
         start = time.perf_counter()

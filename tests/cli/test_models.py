@@ -1,5 +1,7 @@
-"""The commands around a model directory, on a real tiny model: init, sample, eval, parity, export,
-doctor."""
+"""The commands around a model directory work on a real tiny model.
+
+They are init, sample, eval, parity, export and doctor.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
-"""A network trained in FP8 follows its BF16 curve: its distance from it is within the distance
-between two BF16 runs that see the same data in another order."""
+"""A network trained in FP8 follows its BF16 curve.
+
+Its distance from that curve is within the distance between two BF16 runs that see the same data in
+another order.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +31,10 @@ CONFIG = {
 
 
 def chains(seed: int) -> list[list[Example]]:
-    """Batches of noisy walks over a fixed random permutation of the vocabulary: the next token is
-    the permuted one nine times in ten."""
+    """Yield batches of noisy walks over a fixed random permutation of the vocabulary.
+
+    The next token is the permuted one nine times in ten.
+    """
     successor = np.random.default_rng(0).permutation(64)
     rng = np.random.default_rng(seed)
     batches = []

@@ -87,8 +87,11 @@ def test_cut_and_resumed_equals_uncut(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_turned_on_and_off_where_a_run_goes_on(tmp_path: Path) -> None:
-    """On, the next step fills the stock; off, the next one begins so many prompts fewer and ends
-    what is on its way."""
+    """A resumed run may turn partial rollouts on or off.
+
+    On, the next step fills the stock; off, the next one begins so many prompts fewer and ends what
+    is on its way.
+    """
 
     def go_on(steps: int, share: float, resume: bool = True) -> tuple[Any, list[int]]:
         words = [f"loop.steps={steps}", f"rollout.oversample={share}", "checkpoint.every=1"]

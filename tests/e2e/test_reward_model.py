@@ -132,9 +132,12 @@ def test_after_an_error_the_checkpoint_on_its_way_is_still_written(
 
 
 def test_its_fp8_scores_are_within_the_noise_of_their_roundings(judge: Path) -> None:
-    """As in tests/models/test_scalar_model.py the hidden state is off by |dh| <= 2 sqrt(12 layers)
-    r |h|, r = 2^-4 / sqrt(3) / 1.5. A trained head looks in the directions in which hidden states
-    differ, so the error is not of any direction: the score w.h is off by at most |w| |dh|."""
+    """The score w.h is off by at most |w| |dh|.
+
+    The hidden state is off by |dh| <= 2 sqrt(12 layers) r |h|, r = 2^-4 / sqrt(3) / 1.5, as in
+    tests/models/test_scalar_model.py. A trained head looks in the directions in which hidden states
+    differ, so the error is not of any direction.
+    """
     exact, rounded = (
         ScalarModel.from_pretrained(judge / "out", PrecisionPlan.preset(preset))
         for preset in ("fp32", "unified")

@@ -177,7 +177,7 @@ def test_cut_in_the_warm_up_and_resumed_equals_uncut(
 def test_a_checkpoint_that_cannot_be_written_stops_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In another thread, so the step's own lines are whole; and the run goes on afterwards."""
+    """Another thread writes, so the lines of the step are whole, and the run can be resumed."""
     uncut = train(settings(tmp_path, "loop.steps=5", name="uncut"))
     import jetrl.training.checkpoint as module
 

@@ -58,7 +58,7 @@ def mutated(data: bytes, seed: int) -> bytes:
 
 
 def attempted(function: Callable[..., Any], *arguments: Any) -> tuple[Any, str]:
-    """What a call gave and "", or None and the UserError's message; anything else is raised."""
+    """Return a call's result and "", or None and the UserError's message; raise any other error."""
     try:
         return function(*arguments), ""
     except UserError as error:

@@ -1,5 +1,4 @@
-"""Recipes and overrides: anything that is not settings is a UserError, and what is comes back from
-TOML as it was."""
+"""Recipes and overrides that are not settings are a UserError, and settings survive TOML."""
 
 import random
 from pathlib import Path
@@ -92,7 +91,7 @@ NAMES = [
 
 @pytest.mark.parametrize("name", [*NAMES, "x" * 200])
 def test_a_run_name_is_one_folder(name, tmp_path):
-    """Whether it comes from a recipe or from Python, which may leave the settings' check out."""
+    """The name may come from a recipe or from Python, which may leave the settings' check out."""
     settings = load_config("demo", [f"run.dir={tmp_path}/runs"])
     run = settings.run.model_copy(update={"name": name})
     with pytest.raises(UserError, match=r"run\.name"):

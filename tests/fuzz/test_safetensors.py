@@ -1,5 +1,7 @@
-"""Model directories with damaged safetensors files: a UserError that names the file, never a crash,
-and never tensors of another shape than the model's."""
+"""A damaged safetensors file of a model directory is a UserError that names the file.
+
+It is never a crash, and never gives tensors of another shape than the model's.
+"""
 
 import json
 import struct
@@ -122,7 +124,7 @@ def test_overlapping_tensors(directory, file):
 
 @pytest.mark.parametrize("part", range(3))
 def test_random_damage(mutate, attempt, directory, file, part):
-    """Of the header mostly: the data are numbers, any of which may be right."""
+    """The damage is mostly to the header, since any of the numbers in the data may be right."""
     whole = file.read_bytes()
     end = 8 + struct.unpack("<Q", whole[:8])[0]
     refused = 0

@@ -1,5 +1,8 @@
-"""What a model wrote, shown: on a page it is text and never markup, in a terminal it is never a
-control sequence; and decoded piece by piece it is what it is decoded at once."""
+"""Text that a model wrote is shown as text, wherever it is shown.
+
+On a page it is never markup, in a terminal never a control sequence; and decoded piece by piece it
+is what it is decoded at once.
+"""
 
 import io
 import json
@@ -133,8 +136,10 @@ def bytes_decoder(tokens):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_stop_strings_cut_where_the_whole_text_says(seed):
-    """Token by token against the specification: the text before the first stop string, as soon as
-    it is complete in the text decoded at once."""
+    """The text ends before the first stop string, whether it is decoded at once or token by token.
+
+    It ends as soon as the stop string is complete in the text decoded at once.
+    """
     rng = random.Random(seed)
     alphabet = ["a", "b", "\n", "é", "漢", "😀", "END", "</s>", " "]
     stops = ("END", "\n\n", "漢é", "ab")

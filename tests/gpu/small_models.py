@@ -1,5 +1,7 @@
-"""The models of the GPU tests: small, with sizes that every kernel takes, and with weights so large
-that the layers do something."""
+"""The models of the GPU tests: small, of sizes that every kernel takes, with large weights.
+
+The weights are so large that the layers do something.
+"""
 
 from __future__ import annotations
 

@@ -360,8 +360,10 @@ def test_decode_runs_in_a_cuda_graph_with_new_lengths(gpu) -> None:
 
 @pytest.mark.parametrize("kv", FORMATS)
 def test_decode_in_a_cuda_graph_waits_for_the_newest_key(gpu, kv: str) -> None:
-    """In a graph older pages are asked for while the kernel in front, which writes the newest keys
-    and values, still runs; not the page that they belong to."""
+    """In a graph, decode asks for older pages before the kernel in front has ended.
+
+    That kernel writes the newest keys and values; the page that they belong to is waited for.
+    """
     rotary = pytest.importorskip("jetrl.kernels.rotary_hopper")
     contexts = [1, 2, 63, 64, 65, 66, 127, 128, 129, 192, 193, 700, 1024, 1025, 1089, 1200] * 8
     b = batch(gpu, contexts, 8, 2, 128, kv)
@@ -469,9 +471,12 @@ def test_gradients_of_more_blocks_than_a_grid_is_high(
 def test_gradients_do_not_depend_on_how_much_of_ds_is_kept(
     gpu, kv: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All of dS at once, one key-value head at a time: the same bits, run after run. None of it: dQ
-    from dS computed anew, which rounds the scaled dS where the other rounds the scaled keys, both
-    to BF16 (2**-9); dK and dV by the same products, compiled apart."""
+    """Gradients have the same bits with all of dS kept or one key-value head's at a time.
+
+    With none kept dQ comes from dS computed a second time, which rounds the scaled dS where the
+    other way rounds the scaled keys, both to BF16 (2**-9); dK and dV come from the same products,
+    compiled apart.
+    """
     import jetrl.kernels.attention.backward as module
 
     lengths = [500, 1, 63, 129, 300, 1100]
@@ -505,8 +510,11 @@ def test_scaled_keys_are_the_product_rounded_once(
 
 
 def trained(b: Batch, kv: str, do: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The gradients of q, k and v by the trainer's attention from qkv on, at position 0, where the
-    rotation changes nothing; it quantizes keys and values itself."""
+    """Return the gradients of q, k and v by the trainer's attention, which starts from qkv.
+
+    All stand at position 0, where the rotation changes nothing; the trainer's attention quantizes
+    keys and values itself.
+    """
     plan = PrecisionPlan.preset("unified").replace(kv=kv)
     tokens, heads, head_dim = b.q.shape
     groups = b.k.shape[1]

@@ -76,8 +76,11 @@ def test_results_do_not_depend_on_batch_chunks_or_preemption() -> None:
 
 @pytest.mark.parametrize("preset", ["unified", "jet", "mixed", "bf16"])
 def test_gradients_follow_the_reference(preset: str) -> None:
-    """GPU against CPU, the same weights: both are quantized, so they agree to the noise of BF16
-    activations (2**-8 relative a rounding, tens of them in a row), not in bits."""
+    """Gradients of the GPU and of the CPU agree under the same weights, though not in bits.
+
+    Both are quantized, so they agree to the noise of BF16 activations (2**-8 relative a rounding,
+    tens of them in a row).
+    """
     on_cpu = policy(preset, device="cpu")
     weights = {name: m.detach().clone() for name, m in on_cpu.named_masters().items()}
     on_gpu = Policy(on_cpu.config, on_cpu.plan, weights, "cuda")
@@ -91,7 +94,7 @@ def test_gradients_follow_the_reference(preset: str) -> None:
 
 
 def packed(p: Policy, lengths: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
-    """(tokens, cu_seqlens, targets) of random sequences."""
+    """Return the tokens, the `cu_seqlens` and the targets of random sequences."""
     g = torch.Generator().manual_seed(7)
     tokens = torch.randint(0, p.config.vocab_size, (sum(lengths),), generator=g).cuda()
     ends = torch.tensor([0, *lengths]).cumsum(0)
@@ -101,8 +104,10 @@ def packed(p: Policy, lengths: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
 
 
 class AttentionKernels(torch.autograd.Function):
-    """Attention's forward and backward kernels over heads that were made by single operations; the
-    gradient passes straight through the quantizer of keys and values."""
+    """Attention's forward and backward kernels over heads that were made by single operations.
+
+    The gradient passes straight through the quantizer of keys and values.
+    """
 
     @staticmethod
     def forward(ctx: Any, q: Any, k: Any, v: Any, tiles: Any, plan: PrecisionPlan) -> torch.Tensor:
@@ -164,11 +169,13 @@ def gradients_of(p: Policy) -> dict[str, torch.Tensor]:
 def test_the_fused_flow_has_the_bits_of_its_parts(
     name: str, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Forward: fused and unfused, with and without gradients, the same bits. Gradients differ by
-    the BF16 roundings that one of them leaves out (2**-9 each, some ten in a row) and, where dY is
-    FP8, by codes that then fall to a neighbour: E4M3's rounding is a relative error of at most
-    2**-4, 2**-4 / sqrt(3) in the mean square, drawn anew on both sides at each of the four linears
-    of the three layers that a gradient passes."""
+    """The forward has the same bits fused and unfused, with and without gradients.
+
+    Gradients differ by the BF16 roundings that one of them leaves out (2**-9 each, some ten in a
+    row) and, where dY is FP8, by codes that then fall to a neighbour: E4M3's rounding is a relative
+    error of at most 2**-4, 2**-4 / sqrt(3) in the mean square, drawn independently on both sides at
+    each of the four linears of the three layers that a gradient passes.
+    """
     p = policy(PLANS[name], family)
     for master_name, master in p.named_masters().items():
         if master_name.endswith("bias"):
@@ -204,8 +211,11 @@ def test_the_fused_flow_has_the_bits_of_its_parts(
 def test_equal_lengths_without_a_promise_take_the_library(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """cuDNN's attention against ours: two BF16 forms of one function, both rounding the weights
-    and the output to BF16 (2**-9 each, a handful of times a layer, three layers)."""
+    """The attention of cuDNN and ours are two BF16 forms of one function.
+
+    Both round the weights and the output to BF16 (2**-9 each, a handful of times a layer, three
+    layers).
+    """
     import jetrl.models.attention as attention
 
     p = policy(name)
@@ -269,8 +279,10 @@ def test_hooks_see_every_gradient_and_frozen_masters_get_none(name: str) -> None
 
 
 def test_fp8_linears_keep_nothing_of_their_own() -> None:
-    """What is kept of a layer for backward, storage by storage: norms, attention and SwiGLU need
-    each of them whatever the format of the linears."""
+    """Norms, attention and SwiGLU need every storage that a layer keeps for its backward.
+
+    They need each whatever the format of the linears.
+    """
     p = policy("unified")
     tokens, hidden, inner, heads, keys = 200, 512, 1024, 8 * 128, 2 * 128
     kept: dict[int, int] = {}

@@ -49,8 +49,10 @@ def test_a_frozen_policy_has_the_same_bits_there_and_back(preset: str, tied: boo
 
 
 def requested() -> int:
-    """Bytes of the tensors that are there; what the allocator counts depends on the holes that they
-    lie in."""
+    """Return the bytes of the tensors that are alive.
+
+    What the allocator counts depends on the holes that the tensors lie in.
+    """
     bytes_now: int = torch.cuda.memory_stats()["requested_bytes.all.current"]
     return bytes_now
 

@@ -29,8 +29,11 @@ def logits_and_chosen(rows: int, vocabulary: int, std: float = 3.0):
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("vocabulary", VOCABULARY)
 def test_close_to_the_reference(kernels, vocabulary: int, temperature: float) -> None:
-    """exp2 of the hardware and its float32 argument (up to 2**6 * 2**-24) give each term 2**-18,
-    the lanes' sums far less, so lse and log-probs agree to 4e-6 plus float32 of the log-prob."""
+    """The log-sum-exp and the log-probs agree to 4e-6 plus float32 of the log-prob.
+
+    exp2 of the hardware and its float32 argument (up to 2**6 * 2**-24) give each term 2**-18, the
+    lanes' sums far less.
+    """
     logits, chosen = logits_and_chosen(33, vocabulary)
     ours = kernels.chosen_logprobs(logits, chosen, temperature)
     reference = chosen_logprobs_ref(logits, chosen, torch.full((33, 1), temperature, device="cuda"))
@@ -127,8 +130,11 @@ def draw(logits, seed, temperature=1.0, top_p=1.0, top_k=0):
 def test_sampler_draws_the_reference_token_with_the_trainer_logprob(
     kernels, vocabulary: int, options
 ) -> None:
-    """Weights may differ from the CPU's by 2**-18, so a draw may fall on the other side of a
-    border: at most one of 64 rows (none is expected). The log-prob has the trainer's bits."""
+    """At most one of 64 rows draws another token than the CPU; log-probs have the trainer's bits.
+
+    Weights may differ from the CPU's by 2**-18, so a draw may fall on the other side of a border
+    (none is expected to).
+    """
     logits, _ = logits_and_chosen(64, vocabulary)
     tokens, logprobs, _ = draw(logits, 3, **options)
     expected, _, _ = draw(logits.cpu(), 3, **options)

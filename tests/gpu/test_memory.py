@@ -1,5 +1,4 @@
-"""The memory plan's activations are those that the GPU's kernels keep, and a run's peaks are the
-planned ones."""
+"""Kernels keep the activations that the memory plan says, and a run's peaks are as planned."""
 
 from __future__ import annotations
 
@@ -43,8 +42,10 @@ CONFIG = {
 
 
 def requested(when: str) -> int:
-    """Bytes of the tensors that are there, or were at most; what the allocator counts depends on
-    the holes that they lie in."""
+    """Return the bytes of the tensors that are alive, or of the most that were.
+
+    What the allocator counts depends on the holes that the tensors lie in.
+    """
     found: int = torch.cuda.memory_stats()[f"requested_bytes.all.{when}"]
     return found
 
@@ -100,8 +101,11 @@ def test_a_reward_models_forward(preset: str) -> None:
 
 
 def test_tied_embeddings_have_one_gradient() -> None:
-    """The head's and the embedding's part are added in one buffer, in an update's first backward
-    too: beside the gradients there is nothing of the size of the embedding."""
+    """The head's and the embedding's gradient are added in one buffer.
+
+    They are in an update's first backward too: beside the gradients there is nothing of the size of
+    the embedding.
+    """
     config = {**CONFIG, "vocab_size": 65536, "tie_word_embeddings": True}
     policy = Policy.from_config(config, PrecisionPlan.preset("unified"), device="cuda")
     ids = torch.randint(0, 65536, (256,), device="cuda")

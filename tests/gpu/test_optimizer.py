@@ -25,7 +25,7 @@ def same(a, b):
 @pytest.mark.parametrize("betas", [(0.9, 0.99), (0.9, 0.999), (0.0, 0.9)], ids=str)
 @pytest.mark.parametrize("shape", [(1, 1), (63, 1), (5, 7), (129, 129), (1000, 257)], ids=str)
 def test_kernel_makes_the_bits_of_the_reference(shape, betas) -> None:
-    """Gradients of every size, some of them zero, for twelve steps."""
+    """The gradients are large and small, some are zero, and twelve steps are made."""
     g = torch.Generator().manual_seed(0)
     master = torch.randn(shape, generator=g)
     tensors = [master, *states(shape)]
@@ -44,8 +44,10 @@ def test_kernel_makes_the_bits_of_the_reference(shape, betas) -> None:
 
 @pytest.mark.parametrize("size", [0.0, 1e-42, 1e-20, 16384.0, 1e18])
 def test_gradients_at_the_ends_of_the_range(size: float) -> None:
-    """Denormals are kept, and roots past the largest code saturate, as in the reference. (The clip
-    lets gradients of 2**14 at most through.)"""
+    """Denormals are kept, and roots past the largest code saturate, as in the reference.
+
+    The clip lets gradients of 2**14 at most through.
+    """
     shape = (4, 1000)
     g = torch.Generator().manual_seed(1)
     tensors = [torch.zeros(shape), *states(shape)]
@@ -60,8 +62,10 @@ def test_gradients_at_the_ends_of_the_range(size: float) -> None:
 
 
 def test_more_elements_than_an_int32_counts() -> None:
-    """The elements from 2**31 on. Their dither is that of element 0 on, half a turn further: the
-    stride is odd, so 2**31 strides are 2**31 modulo 2**32."""
+    """The dither of the elements from 2**31 on is that of element 0 on, half a turn further.
+
+    The stride is odd, so 2**31 strides are 2**31 modulo 2**32.
+    """
     first, extra, width = 2**31, 5000, 1000
     rows = (first + extra) // width + 1
     gradient = torch.full((rows, width), 0.25, device="cuda")

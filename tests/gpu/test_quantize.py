@@ -18,7 +18,10 @@ def kernels():
 
 
 def assert_same_bits(ours: QTensor, reference: QTensor, case: str = "") -> None:
-    """Equal codes and scales; a NaN equals any NaN. Rows beyond the reference's hold zeros."""
+    """Assert equal codes and scales, where a NaN equals any NaN.
+
+    Rows beyond the reference's hold zeros.
+    """
     rows = reference.shape[0]
     extra = ours.codes[rows:].float()
     assert not extra.any(), f"{case}: padding holds {extra.abs().max()}"

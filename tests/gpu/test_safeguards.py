@@ -104,8 +104,10 @@ def resampled(policy: Policy, samples: list[Sample]) -> list[Sample]:
 
 
 def test_sampling_goes_on_when_memory_runs_out() -> None:
-    """In a process of its own: what other tests leave in torch's pools counts in the limit, and can
-    serve nothing else."""
+    """The call has a process of its own, in which no other test has left anything in torch's pools.
+
+    What lies in the pools counts in the limit, and can serve nothing else.
+    """
     process = multiprocessing.get_context("spawn").Process(target=sample_in_less_memory)
     process.start()
     process.join(timeout=100)

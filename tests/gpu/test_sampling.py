@@ -1,4 +1,4 @@
-"""top_k and top_p on a Hopper GPU: the threshold search keeps what the sorting reference keeps."""
+"""The threshold search of top_k and top_p keeps what the sorting reference keeps."""
 
 from __future__ import annotations
 

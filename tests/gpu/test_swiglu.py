@@ -32,8 +32,11 @@ def same(a: torch.Tensor, b: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("tokens", [1, 63, 129, 1000])
 def test_values_are_within_one_unit_of_the_reference(kernels, tokens: int) -> None:
-    """exp2 and the reciprocal err by 2**-21 together at most, a 2**-13 of half a BF16 unit: few
-    values may round to the neighbour (2**-12 of them, times 4 for the product's own roundings)."""
+    """Few values round to the neighbour of the reference's, and none further.
+
+    The hardware's exp2 and reciprocal err by 2**-21 together at most, a 2**-13 of half a BF16 unit:
+    2**-12 of the values may round to the neighbour, times 4 for the product's own roundings.
+    """
     x = gate_up(tokens, 384)
     ours, reference = kernels.swiglu_forward(x).cpu(), swiglu_ref(x.cpu())
     steps = (ours.view(torch.int16).int() - reference.view(torch.int16).int()).abs()
@@ -43,8 +46,10 @@ def test_values_are_within_one_unit_of_the_reference(kernels, tokens: int) -> No
 
 @pytest.mark.parametrize("tokens", [1, 63, 129, 1000])
 def test_all_forms_make_the_same_bits(kernels, tokens: int) -> None:
-    """The codes of forward, and those that backward makes of y again, are the quantized BF16
-    result; rows are independent."""
+    """The codes of the forward, and those that the backward makes, are the quantized BF16 result.
+
+    Rows are independent.
+    """
     x = gate_up(tokens, 384)
     y = kernels.swiglu_forward(x)
     rows = kernels.swiglu_quantize(x)

@@ -1,4 +1,7 @@
-"""mma.sync and wgmma add the same way: what decode and the forward of attention both rest on."""
+"""The instructions mma.sync and wgmma add in the same order.
+
+Decode uses the one and the forward of attention the other, and both must have the same bits.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,10 @@ KINDS = ["normal", "wide", "sparse", "subnormal", "weights"]
 
 @pytest.fixture(scope="module")
 def chain():
-    """chain(a, b, c, wgmma): c + a @ b^T, 16 of K at a time, by one instruction or the other."""
+    """Return a function of a, b, c and wgmma that computes c + a @ b^T.
+
+    It takes 16 of K at a time, by wgmma or by mma.sync.
+    """
     if not torch.cuda.is_available():
         pytest.skip("needs a GPU")
     pytest.importorskip("triton")

@@ -1,7 +1,8 @@
-"""Compiles the GPU's kernels for sm_90 on a machine without a GPU, and launches none: what Triton
-changes from one version to the next comes out where there is only a CPU.
+"""Compile the GPU's kernels for sm_90 on a machine without a GPU, and launch none.
 
     python tests/kernels/compile_kernels.py OUT.json
+
+So what Triton changes from one version to the next comes out where there is only a CPU.
 
 Weights and activations are tensors of torch's `meta` device, which have shapes and no contents, and
 pass for a GPU's: in a copy of the sources that asks for `meta` where they ask for `cuda`. A whole
@@ -41,7 +42,7 @@ failed: dict[str, list[str]] = {}
 
 
 class Driver:
-    """What Triton asks of a Hopper GPU's driver before a launch."""
+    """A stand-in for a Hopper GPU's driver that answers what Triton asks before a launch."""
 
     utils = SimpleNamespace(fill_tma_descriptor=lambda *_: 0)
     is_active = staticmethod(lambda: True)
@@ -80,8 +81,13 @@ def take_triton() -> None:
 
 
 def take_torch(toolkit: Path) -> None:
-    """What the wrappers ask of torch on a GPU, and products of libraries without their numbers.
-    toolkit: an empty folder, where nvcc seems to be."""
+    """Replace the functions of torch that the wrappers ask about a GPU.
+
+    Products of libraries return tensors without their numbers.
+
+    Args:
+        toolkit: An empty folder, where nvcc seems to be.
+    """
     (toolkit / "bin").mkdir()
     (toolkit / "bin" / "nvcc").touch()
     torch.cuda.is_available = lambda: True
@@ -179,7 +185,7 @@ def update(policy: Any) -> None:
 
 
 def long_attention() -> None:
-    """Where a backward's dS is too large to be kept."""
+    """Compile the backward of a sequence whose dS is too large to be kept."""
     from jetrl.models.attention import PackedKeyValues, Rotary
     from jetrl.precision import PrecisionPlan
 
@@ -194,7 +200,7 @@ def long_attention() -> None:
 
 
 def small_operations() -> None:
-    """Those of the self-check, one by one."""
+    """Compile the operations of the self-check, one by one."""
     from jetrl.kernels.logprob import chosen_logprobs
     from jetrl.kernels.norm import rms_norm
     from jetrl.kernels.swiglu import swiglu

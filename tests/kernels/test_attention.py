@@ -30,7 +30,7 @@ def stored(x: Tensor, kv: str) -> Tensor:
 
 
 def causal64(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """One sequence [L, H, D], [L, G, D] in float64."""
+    """Return causal attention over one sequence, q [L, H, D] and k, v [L, G, D], in float64."""
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q, k) / math.sqrt(q.shape[-1])
     hidden = torch.ones(len(q), len(q), dtype=torch.bool).triu(1)
@@ -69,7 +69,7 @@ def test_bits_do_not_depend_on_batch_or_padding(kv: str) -> None:
 
 @pytest.mark.parametrize("kv", ["fp8", "bf16"])
 def test_decode_equals_the_packed_forward(kv: str) -> None:
-    """One query at a time over a longer buffer whose unused part is NaN: the same bits."""
+    """Decode gives the packed forward's bits over a longer buffer whose unused part is NaN."""
     length, room = 29, 64
     q, k, v = inputs(length, 4, 2, 64, kv)
     packed = attend_packed(q, k, v, torch.tensor([0, length]), kv)

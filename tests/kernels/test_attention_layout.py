@@ -48,8 +48,10 @@ def test_backward_tiles_cover_keys_and_queries_once() -> None:
 
 @pytest.mark.parametrize("cu", [[0, 300, 301], [0, 64], [0, 65, 193, 1000], [0, 128]], ids=str)
 def test_tiles_of_ds_are_written_once_and_found_again(cu: list[int]) -> None:
-    """Written from a block of keys on, i tiles after its first; read by formula from the sequence's
-    first."""
+    """The tiles of dS are written from a block of keys on, i tiles after the block's first.
+
+    They are read by formula from the sequence's first.
+    """
     tiles = QueryTiles.packed(cu, "cpu")
     written = {}
     for row, end, first_tile in tiles.key_tiles.tolist():

@@ -97,8 +97,10 @@ def test_norm_weight_gradient() -> None:
 
 @pytest.mark.parametrize("width", [64, 128, 4096])
 def test_norm_sums_the_integers_that_a_gpu_sums(width: int) -> None:
-    """Rows with one channel far above the others, which then end below the grid's last bit: the
-    steps of `kernels.norm_triton`, whose grid has 19 bits below the row's maximum."""
+    """Rows with one channel far above the others end below the grid's last bit.
+
+    The steps are those of the norm's GPU kernel, whose grid has 19 bits below the row's maximum.
+    """
     x = torch.randn(500, width, generator=torch.Generator().manual_seed(width))
     x[:, 5] = 10.0 ** torch.linspace(0, 4, 500)
     x = x.bfloat16()

@@ -65,8 +65,10 @@ FILTERS = [(1.0, 1.0, 0), (0.7, 0.9, 0), (1.5, 1.0, 7), (1.0, 0.5, 20), (2.0, 0.
 
 @pytest.mark.parametrize("temperature, top_p, top_k", FILTERS)
 def test_draws_follow_what_the_filters_leave(temperature: float, top_p: float, top_k: int) -> None:
-    """Chi-square against a dense float64 reference: beyond 6 standard deviations of it (a fixed
-    seed, so it either is or is not). Three tokens are equally probable."""
+    """Draws stay within 6 standard deviations of chi-square against a dense float64 reference.
+
+    The seed is fixed, so the draws either do or do not. Three tokens are equally probable.
+    """
     logits = torch.randn(98, generator=torch.Generator().manual_seed(5)) * 2
     logits[5] = logits[9] = logits[3]
     full = (logits.double() / temperature).softmax(-1)

@@ -1,5 +1,4 @@
-"""What CPU memory there is, the machine's within the limits of the groups that a process is in, and
-what malloc keeps of it."""
+"""The CPU memory of the machine, within the limits of a process's groups, and malloc's share."""
 
 from __future__ import annotations
 
@@ -69,7 +68,7 @@ def test_a_group_may_have_any_name(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("shown", ["memory", "memory/docker/1234"])
 def test_limits_of_version_1(shown: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a container sees its own groups only, its path is not among them."""
+    """A container that sees its own groups only does not have its path among them."""
     machine = Machine(tmp_path, "4:memory:/docker/1234", monkeypatch)
     machine.limit(shown, limit_in_bytes="600000\n", usage_in_bytes="500000\n", stat=STAT_V1)
     assert cpu_memory.available_bytes() == 600000 - 500000 + 200000

@@ -1,4 +1,4 @@
-"""What is held of a GPU beside torch's tensors, counted without one."""
+"""The memory that is held of a GPU beside torch's tensors, counted without a GPU."""
 
 from __future__ import annotations
 

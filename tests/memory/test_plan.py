@@ -293,7 +293,7 @@ def test_a_reward_models_forward_has_a_column(tmp_path: Path) -> None:
 
 
 def test_a_reference_that_waits_elsewhere_is_there_when_it_is_asked(tmp_path: Path) -> None:
-    """One that is much larger than the policy makes that the highest moment."""
+    """A reference much larger than the policy makes the reference's forward the highest moment."""
     load, small = Workload(8, 512, 8, 512), ModelConfig.from_hf({**CONFIG, "vocab_size": 151936})
     others = OtherModels(reference=LARGE)
     near, far = (

@@ -1,4 +1,4 @@
-"""Prompts to token ids: text as it is, messages through the template, every refusal by name."""
+"""Prompts become token ids: text unchanged, messages by the template, every refusal by name."""
 
 from __future__ import annotations
 
@@ -182,8 +182,11 @@ def test_a_message_continues_the_conversation_as_the_template_writes_it(
 def test_a_template_may_write_an_assistant_otherwise_once_it_is_answered(
     tokenizer: PreTrainedTokenizerFast,
 ) -> None:
-    """Qwen3's opens a block of thought in the last message alone. What stands before the
-    assistant's words is in the sequence already; what follows them is what matters."""
+    """The template of Qwen3 opens a block of thought in the last message alone.
+
+    What stands before the assistant's words is in the sequence already; what follows them is what
+    matters.
+    """
     thinks = "{{ '(think)' if loop.last and m['role'] == 'assistant' else '' }}"
     tokenizer.chat_template = QWEN.replace("+ m['content']", "}}" + thinks + "{{ m['content']")
     prompt = encode_prompt(tokenizer, says(("user", "2+3?")))

@@ -30,7 +30,7 @@ def test_a_frozen_master_gets_no_gradient():
 
 
 def test_uses_in_one_backward_share_one_gradient(monkeypatch: pytest.MonkeyPatch):
-    """As those of tied embeddings: no second matrix of the vocabulary's size is ever there."""
+    """No second matrix of the vocabulary's size is ever alive, as with tied embeddings."""
     master = nn.Parameter(torch.randn(5, 8))
     made = []
     zeros_like = torch.zeros_like

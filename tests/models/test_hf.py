@@ -1,5 +1,7 @@
-"""Hugging Face directories: what transformers saves is read right, what we save it reads back, and
-bad ones are refused by name."""
+"""Hugging Face directories are exchanged with transformers in both directions.
+
+What transformers saves is read right, what we save it reads back, and bad ones are refused by name.
+"""
 
 from __future__ import annotations
 

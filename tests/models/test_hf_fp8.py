@@ -132,7 +132,7 @@ def test_fp8_with_layers_kept_bf16_names_them(tmp_path: Path) -> None:
 def test_the_layers_that_a_plan_keeps_in_bf16_are_so_in_an_fp8_directory(
     preset: str, tmp_path: Path
 ) -> None:
-    """Whether they would be FP8 on both sides, in the rollout alone, or on none."""
+    """Else the layers would be FP8 on both sides, in the rollout alone, or on neither."""
     plan = PrecisionPlan.preset(preset).replace(last_layers_bf16=1)
     config = our_config("qwen3", **FP8_SIZES)
     policy = Policy(config, plan, random_weights(config, seed=0))

@@ -1,5 +1,7 @@
-"""Decoders with a scalar head, and frozen models: against transformers, against FP32, and their
-memory."""
+"""Decoders with a scalar head, and frozen models, agree with transformers and with FP32.
+
+Their memory is what was planned.
+"""
 
 from __future__ import annotations
 
@@ -157,7 +159,7 @@ def test_more_than_one_label_is_refused(labels) -> None:
 
 class TestFrozen:
     def bytes_of(self, model) -> int:
-        """Of all storages that the model holds, each once."""
+        """Return the bytes of all storages that the model holds, each counted once."""
         storages: dict[int, int] = {}
 
         def add(tensor: Tensor) -> Tensor:

@@ -130,7 +130,7 @@ def test_locate_names_an_operation_that_is_not_exact(
 
 
 def test_locate_runs_a_prompt_as_the_sampler_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whose last layer attends for the prompt's last token alone, here wrongly."""
+    """The sampler's last layer attends for the prompt's last token alone, and here wrongly."""
     true_attend = PagedKeyValues.attend_heads
 
     def faulty(self: PagedKeyValues, *rest: Any) -> torch.Tensor:

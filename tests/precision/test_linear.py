@@ -73,7 +73,10 @@ def test_a_linear_keeps_its_input_and_nothing_else() -> None:
 
 @pytest.mark.parametrize("preset", ["unified", "bf16"])
 def test_gradients_add_up_in_the_master(preset: str) -> None:
-    """From the second backward on in place. A hook sees each; a frozen master gets none."""
+    """Gradients are added in place from the second backward on.
+
+    A hook sees each; a frozen master gets none.
+    """
     layer = make(PrecisionPlan.preset(preset))
     x, dy = torch.randn(130, 384).bfloat16().requires_grad_(), torch.randn(130, 256).bfloat16()
     layer(x, "train").backward(dy)

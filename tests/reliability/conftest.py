@@ -41,7 +41,7 @@ def small(tmp_path: Path) -> Callable[..., Any]:
 
 
 def same_results(one: Path, other: Path) -> bool:
-    """Whether two runs have the same metrics, but for times, and the same last weights, as bits."""
+    """Return True if two runs have the same metrics, but times, and weights of the same bits."""
 
     def of(run: Path) -> Any:
         last = max((run / "checkpoints").glob("step_*"))

@@ -117,7 +117,7 @@ def _raise(error: Exception) -> None:
 
 
 def poison(every: int, offset: int) -> None:
-    """One gradient is NaN in the steps with step % every == offset."""
+    """Make one gradient NaN in the steps with step % every == offset."""
     from jetrl.session import Session
     from jetrl.training import Optimizer
 

@@ -1,8 +1,10 @@
-"""Kills runs of a small demo at random moments and resumes them: the result must be that of a run
-nobody touched, bit for bit: metrics (but for times), rollouts, last checkpoint, exported model.
+"""Kill runs of a small demo at random moments, resume them, and compare with an undisturbed run.
 
     python tests/reliability/kill_and_resume.py --kills 60 --seed 1
     python tests/reliability/kill_and_resume.py --kills 5 --device cuda
+
+The result must be that of a run nobody touched, bit for bit: metrics (but for times), rollouts,
+last checkpoint, exported model.
 
 Each attempt is a fork of this process, which has imported everything and computed nothing (a GPU is
 first touched by the fork), and runs `jetrl train` as the command line does. Most kills are at a
@@ -63,7 +65,7 @@ FROM_OUTSIDE = "from outside, at a random time"
 
 @dataclass
 class Attempt:
-    """How one start of the program ended: killed, and the exit code if it was not."""
+    """The end of one start of the program: killed, or the exit code."""
 
     killed: bool
     code: int = 0
@@ -75,8 +77,10 @@ def forked(
     prepare: Callable[[], None] = lambda: None,
     kill_after_s: float | None = None,
 ) -> Attempt:
-    """`jetrl ARGUMENTS` in a fork of this process, which `prepare`s itself first, and may be killed
-    after some seconds."""
+    """Run `jetrl ARGUMENTS` in a fork of this process, which may be killed after some seconds.
+
+    The fork calls `prepare` first.
+    """
     child = os.fork()
     if child == 0:
         try:
@@ -129,10 +133,10 @@ def check_same(name: str, found: dict[str, object], expected: dict[str, object])
 def kill_and_resume(
     folder: Path, kills: int, seed: int, device: str, overrides: list[str]
 ) -> Counter[str]:
-    """Kills, resumes and compares until there were so many kills. Returns kills by point.
+    """Kill, resume and compare runs until there were so many kills, and return the kills by point.
 
     Raises:
-        SystemExit: a resumed run differs from the uncut one, or fails.
+        SystemExit: A resumed run differs from the uncut one, or fails.
     """
     rng = random.Random(seed)
     log = folder / "output.txt"

@@ -1,5 +1,4 @@
-"""The soak: a long run with everything going wrong in it, beside one in which only the checker and
-the gradients do. Both must end with the same bits.
+"""The soak: a long run with everything going wrong, beside one with fewer faults, to the same bits.
 
     python tests/reliability/soak.py --steps 1000 --seed 0
 
@@ -64,8 +63,10 @@ OUTCOMES = {0: "finished", 6: "disk full", 75: "time limit", 130: "Ctrl-C", 143:
 
 
 def note_held(file: Path) -> None:
-    """This process writes after every step what it holds: bytes of memory, open files, threads, and
-    the processes that it started."""
+    """Make this process write what it holds after every step.
+
+    It writes bytes of memory, open files, threads, and the processes that it started.
+    """
     record = Session.record
 
     def noted(self: Any, step: int, *rest: Any) -> None:
@@ -89,7 +90,7 @@ def memory_growth_mib(file: Path) -> float:
 
 
 def held_more(file: Path) -> dict[str, int]:
-    """What there was most of in the last third, less that in the first."""
+    """Return the most that was held in the last third of the steps, less the most in the first."""
     counts = np.loadtxt(file)[:, 2:]
     third = len(counts) // 3
     more = counts[-third:].max(axis=0) - counts[:third].max(axis=0)
@@ -216,7 +217,7 @@ def main() -> None:
 
 
 def check(folder: Path, steps: int) -> None:
-    """Nothing is missing from the run that was cut, and nothing differs from the other."""
+    """Assert that the run that was cut misses nothing and differs in nothing from the other."""
     run = RunDirectory.open(folder / "chaos")
     found = [line["step"] for line in run.metrics("rl")]
     if found != list(range(steps + 1)):

@@ -1,5 +1,8 @@
-"""Sums with a reward that an untrained model gets some of, so that every update has a gradient; and
-the same with a checker that crashes or hangs on a few completions, the same ones in every run."""
+"""Sums whose reward an untrained model gets some of, so that every update has a gradient.
+
+There is also one with a checker that crashes or hangs on a few completions, the same ones in every
+run.
+"""
 
 from __future__ import annotations
 

@@ -124,8 +124,10 @@ def test_damaged_checkpoints(run: Path, capsys: pytest.CaptureFixture[str]) -> N
 def test_a_run_whose_checkpoints_are_gone_is_not_forgotten(
     state: str, run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Deleted for their space, or not copied along: every step's line and rollouts are still there,
-    and a resume does not write over them."""
+    """A run whose checkpoints were deleted, or not copied, keeps every step's line and rollouts.
+
+    A resume does not write over them.
+    """
     ended(run, state, "")
     shutil.rmtree(run / "checkpoints")
     every = 100 if state == "finished" else 1

@@ -1,4 +1,4 @@
-"""A disk that is full: the run says so, loses nothing that was written, and goes on afterwards.
+"""A run on a full disk says so, loses nothing that was written, and can be resumed.
 
 The disk is a small tmpfs in a mount namespace of its own, where the system lets us make one.
 """

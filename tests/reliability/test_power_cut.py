@@ -36,8 +36,14 @@ Names = dict[int, dict[str, int]]  # of each directory, by inode: the inodes by 
 
 @dataclass(frozen=True)
 class Cut:
-    """A moment. files: contents as flushed, by inode. folders: inodes of directories. names: as
-    they are, and as flushed. done: what had been reported as written by then."""
+    """The state of a disk at a moment at which the power may fail.
+
+    Attributes:
+        files: Contents as flushed, by inode.
+        folders: Inodes of directories.
+        names: Names as they are, and as flushed.
+        done: What had been reported as written by then.
+    """
 
     root: int
     files: dict[int, bytes]
@@ -46,7 +52,7 @@ class Cut:
     done: int
 
     def lay_out(self, kind: str, target: Path) -> Path:
-        """What is found when the power is back."""
+        """Write into a folder what is on the disk when the power is back."""
 
         def directory(inode: int, path: Path) -> None:
             path.mkdir(parents=True)
@@ -61,7 +67,11 @@ class Cut:
 
 
 class Disk:
-    """cuts: a moment before and after everything that touches the disk below `root`."""
+    """A disk that records what is done below `root`.
+
+    Attributes:
+        cuts: A moment before and one after everything that touches the disk.
+    """
 
     def __init__(self, root: Path) -> None:
         self.root, self.done = root, 0
@@ -122,7 +132,7 @@ class Sizes:
 
 
 def parts() -> tuple[Any, Optimizer, nn.Parameter]:
-    """As much of a model as a checkpoint asks for; its optimizer, its weight."""
+    """Return as much of a model as a checkpoint asks for, its optimizer, and its weight."""
     weight = nn.Parameter(torch.zeros(3, 3))
     masters = {"w.weight": weight}
     model = SimpleNamespace(

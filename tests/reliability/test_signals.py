@@ -132,7 +132,7 @@ def test_a_step_given_up_leaves_nothing_in_what_is_carried_from_step_to_step(
 def test_a_damaged_checkpoint_is_none_of_the_step_that_a_run_ends_with(
     small: Callable, same: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """That of step 3 is damaged; the resumed run does step 3 again and is stopped in step 4."""
+    """The checkpoint of step 3 is damaged; the resumed run repeats step 3 and stops in step 4."""
     uncut = train(small(name="uncut"))
     with raised_in(monkeypatch, Trainer, "step", 3, signal.SIGTERM), pytest.raises(Terminated):
         train(small())

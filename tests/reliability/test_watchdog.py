@@ -58,7 +58,7 @@ SMALL = [
 
 
 def run_that_hangs(folder: Path, how: str, last_words_s: float = 20.0) -> tuple[int, str, Path]:
-    """(exit code, standard error, run directory) of a run whose third step hangs in scoring."""
+    """Return exit code, standard error and directory of a run whose third step hangs in scoring."""
     task = folder / "mine.py"
     task.write_text(TASK.replace("HANG", how))
     program = (
@@ -101,7 +101,7 @@ def test_a_hang_that_keeps_the_interpreter_to_itself(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(400)
 def test_last_words_that_hang_are_cut_off(tmp_path: Path) -> None:
-    """What is said of a hang may itself hang, with the interpreter's lock or without."""
+    """The report about a hang may itself hang, with the interpreter's lock or without."""
     program = (
         "import sys, time, jetrl.session.watchdog as w; from pathlib import Path; "
         "from jetrl.settings import WatchdogSettings; w.LAST_WORDS_S, w.STACKS_S = 0.5, 0.5; "

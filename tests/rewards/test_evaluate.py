@@ -23,8 +23,10 @@ def scorer():
 
 
 class Engine:
-    """Finishes completions one after the other, the last one first. What completion s of prompt p
-    says is its reward, 10 p + s."""
+    """An engine that finishes completions one after the other, the last one first.
+
+    The text of completion s of prompt p is its reward, 10 p + s.
+    """
 
     def __init__(self, scorer=None, fails=False, changes=False):
         self.scorer, self.fails, self.changes = scorer, fails, changes

@@ -1,4 +1,4 @@
-"""One tiny policy for the tests of the engine: 2 layers, one token a character."""
+"""A tiny policy for the tests of the engine: 2 layers, one token a character."""
 
 from __future__ import annotations
 

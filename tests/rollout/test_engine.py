@@ -172,7 +172,7 @@ def test_stop_strings_end_what_runs_ahead(policy, reference):
 
 @pytest.mark.parametrize("past", [True, False])
 def test_logits_that_are_not_finite_past_the_end_are_nothing(policy, reference, monkeypatch, past):
-    """What runs ahead of a stop string is dropped, whatever it is; before the end it is the end."""
+    """Draws past a stop string are dropped; logits that are not finite before the string raise."""
     text = reference[0].text
     params = replace(PARAMS, n=1, stop=(text[3:5],))
     first_bad = len(PROMPTS[0]) + text.index(text[3:5]) + (2 if past else 1)  # one token a letter

@@ -1,5 +1,7 @@
-"""Pages that are given back between calls and taken again where they were: the engine goes on with
-the cache and the decode batch that it has, or says why not."""
+"""The engine gives its pages back between calls and takes them again where they were.
+
+It continues with the cache and the decode batch that it has, or says why not.
+"""
 
 from __future__ import annotations
 

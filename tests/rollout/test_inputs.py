@@ -1,4 +1,4 @@
-"""What users pass to `generate`: kinds of prompts, text in and out, and what is refused."""
+"""Users pass to `generate` prompts as text, messages or tokens, and bad ones are refused."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_text_is_the_decoded_completion(engine, policy):
 
 
 def test_special_tokens_are_not_text(engine, policy):
-    """<eos> is token 1: it ends the completion, and is a token of it, but not text."""
+    """Token 1, <eos>, ends a completion and is among its tokens, but not in its text."""
     for seed in range(200):
         (out,) = engine.generate(["ab"], SamplingParams(max_tokens=30, seed=seed))
         if out.finish_reason == "stop":
@@ -50,7 +50,7 @@ def test_special_tokens_are_not_text(engine, policy):
 
 @pytest.mark.parametrize("length", [1, 3])
 def test_stop_strings_cut_the_text_and_keep_the_tokens(engine, length):
-    """One token a character, so `length` is also how many tokens the string spans."""
+    """A token is a character here, so `length` is also how many tokens the string spans."""
     (free,) = engine.generate(["ab"], PARAMS)
     stop = free.text[6 : 6 + length]
     at = free.text.index(stop)

@@ -1,5 +1,8 @@
-"""The order of calls to the driver, and what is left where one of them fails. The driver is a
-stand-in that keeps count; what the real one does is in tests/gpu/test_given_back.py."""
+"""The calls to the driver come in order, and where one fails nothing is left behind.
+
+The driver is a stand-in that keeps count; what the real one does is in
+tests/gpu/test_given_back.py.
+"""
 
 # ruff: noqa: N802 (the driver's names)
 
@@ -26,7 +29,14 @@ class Result(Enum):
 
 
 class Driver(SimpleNamespace):
-    """reserved, mapped, handles: what there is. fails: the result of calls that come, by name."""
+    """A stand-in for the driver that counts what is reserved, mapped and made.
+
+    Attributes:
+        reserved: Address and size of each reserved range.
+        mapped: Ranges of addresses that are mapped.
+        handles: Handles that exist.
+        fails: Results that the next calls have, by the call's name.
+    """
 
     CUresult = Result
     CUmemAllocationProp = lambda self: SimpleNamespace(location=SimpleNamespace())  # noqa: E731

@@ -1,5 +1,8 @@
-"""The engine against a naive sampler: one sequence at a time, a whole forward for each token, the
-draw in NumPy's float64 and Python's integers. Cases are random; seeds are fixed."""
+"""The engine draws what a naive sampler draws.
+
+The naive sampler takes one sequence at a time, a whole forward for each token, and draws in NumPy's
+float64 and Python's integers. Cases are random; seeds are fixed.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +49,7 @@ def key_of(prompt: list[int], occurrence: int, sample: int) -> int:
 
 
 def draw(logits: np.ndarray, bits: int, params: SamplingParams) -> tuple[int, float]:
-    """(token, its log-prob under the full distribution)."""
+    """Return a token and its log-prob under the full distribution."""
     scaled = (logits / np.float32(params.temperature or 1)).astype(np.float64)
     logprobs = scaled - scaled.max() - np.log(np.exp(scaled - scaled.max()).sum())
     if params.temperature == 0:
@@ -71,8 +74,10 @@ def next_logits(policy, tokens: list[int]) -> np.ndarray:
 
 
 class Replies:
-    """An environment whose answer depends on the sequence and the turn alone; when it comes, on
-    chance."""
+    """An environment whose answer depends on the sequence and the turn alone.
+
+    When the answer comes depends on chance.
+    """
 
     def __init__(self, max_turns: int, chance: random.Random) -> None:
         self.max_turns, self.chance = max_turns, chance
@@ -98,7 +103,7 @@ class Replies:
 
 
 def naive(policy, prompt, key, params, limit, replies, index):
-    """(token ids, log-probs, finish reason, text, spans of replies)."""
+    """Return token ids, log-probs, finish reason, text and spans of replies."""
     tokenizer = policy.tokenizer
     stops = {*params.stop_token_ids} | (set() if params.ignore_eos else {1})
     tokens: list[int] = []

@@ -1,4 +1,4 @@
-"""The page allocator against a plain model of what each page table may see."""
+"""The page allocator agrees with a plain model of the contents of each page table."""
 
 from __future__ import annotations
 
@@ -64,8 +64,10 @@ def test_misuse_is_an_assertion(misuse):
 @pytest.mark.parametrize("page_size", [1, 3, 4])
 @pytest.mark.parametrize("seed", range(5))
 def test_random_operations_keep_counts_and_contents(page_size, seed):
-    """Each table writes its own name at each position; after any operations and the copies that the
-    allocator asked for, each table still reads what it wrote and what it inherited at its fork."""
+    """Each page table reads what it wrote and what it inherited at its fork, after any operations.
+
+    Each writes its own name at each position; the copies that the allocator asked for are made.
+    """
     rng = random.Random(seed)
     allocator = PageAllocator(num_pages=12, page_size=page_size)
     memory: dict[tuple[int, int], str] = {}

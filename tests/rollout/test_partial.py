@@ -24,7 +24,10 @@ def groups_of(left, n=PARAMS.n):
 
 @pytest.fixture
 def cut(make_policy):
-    """(policy, engine, completions, unfinished) of a call that ended with two prompts complete."""
+    """Return policy, engine, completions and unfinished sequences of a call that ended early.
+
+    Two of its prompts are complete.
+    """
     policy = make_policy()
     engine = RolloutEngine(policy, page_size=4, max_batch_size=7)
     out = engine.generate(PROMPTS, PARAMS, partial=Partial(enough=2, version=4))

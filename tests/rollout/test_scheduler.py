@@ -74,7 +74,7 @@ class Simulation:
         self.scheduler.allocator.check(tables)
 
     def reply(self, sequence):
-        """What the environment says is a function of what was said before, as what is drawn."""
+        """Answer by a function of the sequence so far, as a draw is one."""
         self.asked[sequence.index] += 1
         if self.asked[sequence.index] > self.late:
             self.asked[sequence.index] = 0
@@ -102,7 +102,7 @@ class Simulation:
         return [(tokens, [-1.0] * len(tokens)) for tokens in drawn]
 
     def decode(self, chunk):
-        """As the GPU does: goes on from its own last token, and stops by itself."""
+        """Decode as the GPU does: continue from a sequence's last token, and stop by itself."""
         tokens, drawn = self.tokens[chunk.sequence], []
         for position in range(chunk.start, chunk.start + chunk.length):
             if tokens[-1] != STOP:
@@ -223,7 +223,7 @@ def test_steps_are_scheduled_before_the_draws_are_known():
 
 
 def test_prompts_are_scheduled_before_the_draws_of_others_are_known():
-    """And no sequence decodes before all of them have their first token."""
+    """No sequence decodes before all sequences have their first token."""
     simulation = simulate([6] * 3, max_tokens=4, prefill=6, stop_chance=0.0, ahead=5)
     for _ in range(3):
         simulation.step()
@@ -261,7 +261,7 @@ def test_none_is_admitted_only_to_be_preempted():
 
 
 def test_preempted_sequences_share_the_prompt_again():
-    """Where another sample still holds the prompt, one that comes back takes it from there."""
+    """A sequence that comes back shares the prompt of another sample that still holds the pages."""
     simulation = simulate([40], n=6, max_tokens=60, pages=25, page_size=4, stop_chance=0.04)
     simulation.run()
     preemptions = simulation.scheduler.num_preemptions
@@ -272,8 +272,9 @@ def test_preempted_sequences_share_the_prompt_again():
 
 @pytest.mark.parametrize("seed", range(60))
 def test_random_loads_finish_and_draw_the_same(seed):
-    """Any batch, chunk and page size, down to pages for one sequence: same tokens, all pages
-    back.
+    """Any batch, chunk and page size gives the same tokens and has all pages back.
+
+    The pages may be as few as one sequence needs.
     """
     rng = random.Random(seed)
     lengths = [rng.randint(1, 20) for _ in range(rng.randint(1, 7))]
@@ -305,8 +306,10 @@ def test_random_loads_finish_and_draw_the_same(seed):
 
 
 def test_short_replies_to_long_conversations_share_a_forward_as_their_contexts_allow():
-    """Ten conversations of 200 tokens and a stop are answered at once, with a token each: 16 tokens
-    a forward would take eight of them, 64 times 16 tokens of contexts take five."""
+    """Ten conversations of 200 tokens and a stop are answered at once, with a token each.
+
+    By 16 tokens a forward they would take eight; by 64 times 16 tokens of contexts they take five.
+    """
     simulation = simulate([200] * 10, batch=10, prefill=16, turns=2, stop_chance=1.0, late=10**6)
     scheduler = simulation.scheduler
     while not all(

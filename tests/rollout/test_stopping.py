@@ -82,7 +82,7 @@ def test_stop_string_of_characters_spelt_by_several_tokens():
 
 
 def test_context_dependent_decoding():
-    """A sentencepiece-like decoder: it drops the space at the very start of what it is given."""
+    """A decoder like sentencepiece's drops the space at the very start of a text."""
     pieces = [" the", " end", " is", " near"]
     rules = StopRules(9, strings=("end is",), decode=lambda ids: decode_pieces(pieces)(ids)[1:])
     assert run(rules, [0, 1, 2, 3]).text == "the "

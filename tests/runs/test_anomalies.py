@@ -1,4 +1,4 @@
-"""What is an anomaly and what is none, on made-up runs whose answer is known."""
+"""Anomalies are told from ordinary steps, on made-up runs whose answer is known."""
 
 import math
 import random

@@ -1,4 +1,4 @@
-"""Runs beside the first of them: what differs, and from where on."""
+"""Runs are compared with the first run: in what they differ, and from where on."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def test_each_problem_has_words_and_what_to_do(change, words):
 
 
 def test_one_reward_is_told_without_groups_too():
-    """Of an algorithm that compares no groups: none are counted."""
+    """An algorithm that compares no groups has no groups counted."""
     steps = [{k: v for k, v in ZERO.items() if k != "reward/zero_std_groups"}] * STEPS
     (text,) = warnings(*steps)[-1]
     assert "every completion got the reward 0" in text

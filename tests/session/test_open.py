@@ -50,7 +50,7 @@ def test_what_is_built_after_the_warm_up_is_checked_before(
 def test_a_model_whose_context_is_shorter_than_a_sequence_is_refused(
     tmp_path: Path, words: list[str]
 ) -> None:
-    """Positions behind the end of its rotary table would be read in the middle of the run."""
+    """Positions behind the model's rotary table would be read in the middle of the run."""
     other = make_tiny(tmp_path / "other", max_position_embeddings=17)  # 6 + 12 tokens are needed
     if "reward" in words[0]:
         config = json.loads((other / "config.json").read_text())
@@ -139,7 +139,7 @@ def test_to_look_for_worked_answers_draws_none_of_the_runs(tmp_path: Path) -> No
 def test_a_run_is_not_refused_for_prompts_that_it_does_not_have(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is planned before the prompts are read is the least that any prompts would take."""
+    """The plan made before the prompts are read is the least that any prompts would take."""
     check, loads = opening.check_fits, []
 
     def seen(*arguments: Any) -> Any:

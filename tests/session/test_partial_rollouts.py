@@ -1,4 +1,4 @@
-"""What partial rollouts leave in a checkpoint, taken up again."""
+"""Partial rollouts are kept in a checkpoint and continued by the run that resumes."""
 
 from __future__ import annotations
 

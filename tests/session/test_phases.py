@@ -1,4 +1,4 @@
-"""Phases: what a run says when one of them has no memory."""
+"""A run whose phase has no memory says which phase that was."""
 
 from __future__ import annotations
 

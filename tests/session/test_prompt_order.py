@@ -1,4 +1,4 @@
-"""What the order of prompts learns from a step's samples."""
+"""The order of prompts learns from a step's samples."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from jetrl.types import Completion, Prompt, Sample, Score
     ],
 )
 def test_solved_is_what_evaluation_calls_solved(words, reward, parts, solved) -> None:
-    """By the task's own score, whatever [reward] makes of it."""
+    """A sample is solved by the task's own score, whatever [reward] adds."""
     prompt = Prompt(id="a", text="?")
     drawing = PromptOrder(
         load_config("demo", ["data.order=pass_rate", *words]), [EncodedPrompt(prompt, (1,))], {}

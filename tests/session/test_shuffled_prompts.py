@@ -1,4 +1,4 @@
-"""The order of prompts: shares by weight, draws by pass rate, all of it repeatable."""
+"""The order of prompts: shares by weight, draws by pass rate, all repeatable."""
 
 from __future__ import annotations
 
@@ -71,8 +71,11 @@ def test_mixed_tasks_share_a_step_and_each_runs_through_its_own_epochs():
 @pytest.mark.parametrize("explore", [None, 0.1])
 @pytest.mark.parametrize("updates", [2, 4, 8])
 def test_every_update_of_a_step_is_a_mix_of_the_tasks(explore, updates):
-    """Updates take consecutive groups (packing.split_minibatches), and dynamic sampling cuts off
-    the last ones: any run of a step's prompts has each task by its weight."""
+    """Any run of a step's prompts has each task by its weight.
+
+    Updates take consecutive groups (packing.split_minibatches), and dynamic sampling cuts off the
+    last ones.
+    """
     tasks = ["a"] * 20 + ["b"] * 20 + ["c"] * 20
     weights = {"a": 2.0, "b": 1.0, "c": 1.0}
     mixed = order(explore, tasks, weights)

@@ -317,7 +317,7 @@ def test_describe_has_every_key_with_words() -> None:
 
 
 def test_the_settings_document_is_current() -> None:
-    """docs/settings.md lists every key with its type, default and description."""
+    """The document docs/settings.md lists every key with its type, default and description."""
     text = (ROOT / "docs" / "settings.md").read_text(encoding="utf-8")
     assert with_tables(text) == text, "run: make docs"
     assert "| `lr` | number | `1e-06` | peak learning rate of AdamW |" in text

@@ -78,7 +78,7 @@ def cells_of(line: str) -> list[str]:
 
 
 def errors_of(document: Path) -> Iterator[str]:
-    """What is wrong with the figures of a document, as `line: what`."""
+    """Return the errors in the figures of a document, each as `line: message`."""
     head: list[str] = []
     for number, line in enumerate(document.read_text(encoding="utf-8").splitlines(), 1):
         if not line.startswith("|"):

@@ -1,4 +1,4 @@
-"""Who may import whom, read from the sources: a failure names file, line and import.
+"""Imports go down the layers: a failure names file, line and import.
 
     {cli, bench} -> loop -> session -> {rewards, parity} -> {rollout, training, tasks, runs}
         -> memory -> models -> kernels -> precision
@@ -100,7 +100,7 @@ def module_of(path: Path) -> str:
 
 
 def imports_of(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """(line, dotted name) of every import; `from jetrl import loop` is `jetrl.loop`."""
+    """Yield line and dotted name of every import; `from jetrl import loop` is `jetrl.loop`."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
@@ -176,8 +176,11 @@ def inside_functions(path: Path, text: str | None = None) -> list[str]:
 
 
 def is_hopper_form(name: str) -> bool:
-    """Whether a dotted name lies in a module that needs a Hopper GPU's packages: `..._hopper`,
-    `precision.hopper`, `kernels.attention.hopper`, and memory that is mapped by the driver."""
+    """Return True if a name lies in a module that needs a Hopper GPU's packages.
+
+    Such are `..._hopper`, `precision.hopper`, `kernels.attention.hopper`, and memory that is mapped
+    by the driver.
+    """
     parts = name.split(".")
     hopper = any(part == "hopper" or part.endswith("_hopper") for part in parts[1:-1])
     return parts[0] == "jetrl" and (hopper or parts[2:3] == ["mapped_memory"])
@@ -225,7 +228,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
 
 
 def test_what_needs_no_torch_imports_none() -> None:
-    """One process imports them one after the other and says which one brought torch."""
+    """A process imports them one after the other and says which one brought torch."""
     code = (
         "import importlib, sys\n"
         f"for name in {WITHOUT_TORCH!r}:\n"

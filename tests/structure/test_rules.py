@@ -29,8 +29,10 @@ def tree_of(path: Path) -> ast.Module:
 
 
 def quantizer_constants(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """(line, what) where the FP8 range or its floor is spelt out, or a value is cast to FP8.
-    Naming the type, to hold codes or to recognize them, is not a cast."""
+    """Yield line and text where the FP8 range or its floor is spelt out, or a value cast to FP8.
+
+    Naming the type, to hold codes or to recognize them, is not a cast.
+    """
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and type(node.value) in (int, float):
             if node.value == 448:
@@ -90,7 +92,7 @@ def test_the_loop_fits_on_one_screen() -> None:
 
 
 def swallowed(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """(line, what) of a bare except, and of a broad one that does nothing with the error."""
+    """Yield the line and the kind of a bare except, and of a broad one that ignores the error."""
     for node in ast.walk(tree):
         if not isinstance(node, ast.ExceptHandler):
             continue

@@ -1,5 +1,7 @@
-"""What is read from disk runs no code, and what a model wrote reaches no interpreter: calls that
-could do it, by name, with file and line."""
+"""Files read from disk run no code, and text that a model wrote reaches no interpreter.
+
+Calls that could do so are reported by name, with file and line.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ FORBIDDEN_METHODS = {"recv"}  # of a multiprocessing connection; a socket's take
 
 
 def offences(tree: ast.AST, allowed: frozenset[str] = frozenset()) -> Iterator[tuple[int, str]]:
-    """(line, what) of each call that must not be there."""
+    """Yield the line and the name of each call that must not be there."""
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call):
             continue

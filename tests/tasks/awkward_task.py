@@ -18,7 +18,7 @@ LEAKED: list[bytearray] = []
 
 
 class Touch:
-    """What a pickle can do: whoever unpickles this has a new file."""
+    """A pickle that does harm: whoever unpickles one has a new file."""
 
     def __reduce__(self) -> tuple[object, tuple[str]]:
         return open, (os.environ.get("JETRL_TEST_TOUCH", "touched"), "w")  # type: ignore[return-value]
@@ -122,7 +122,7 @@ class Refuses(Awkward):
 
 
 class AlwaysZero(Awkward):
-    """What math-verify looks like in a thread: no error, and every score 0."""
+    """A task that scores as math-verify does in a thread: no error, and every score 0."""
 
     def score(self, prompt: Prompt, completion: str) -> float:
         return 0.0

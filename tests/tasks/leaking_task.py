@@ -16,7 +16,11 @@ MAX_FILES = 40  # so that it takes few of them
 
 
 class Leaking(Task):
-    """options: folder, where the numbers of started processes go."""
+    """A task whose scores start processes and leave them behind.
+
+    Args:
+        folder: Folder that the numbers of started processes go to.
+    """
 
     name = "leaking"
 

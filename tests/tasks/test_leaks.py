@@ -1,5 +1,7 @@
-"""A score that leaves something behind, again and again: every completion is judged, and nothing of
-it outlives its worker."""
+"""A score that leaves something behind at every completion does no harm.
+
+Every completion is judged, and nothing that is left outlives the worker.
+"""
 
 import os
 import subprocess
@@ -72,8 +74,11 @@ def test_processes_that_a_score_started_end_with_the_run(tmp_path):
 
 
 def test_a_worker_that_does_not_start_again_stops_the_run(tmp_path):
-    """As on a machine that has no processes left, or after an edit of what the task's file imports:
-    that is not bad input (exit code 2)."""
+    """A worker that does not start again is not bad input (exit code 2).
+
+    So it is on a machine that has no processes left, or after an edit of what the task's file
+    imports.
+    """
     file, imported = tmp_path / "task.py", tmp_path / "what_the_task_imports.py"
     leaking = Path(__file__).with_name("leaking_task.py").read_text()
     file.write_text(f"import what_the_task_imports\n{leaking}")

@@ -1,5 +1,8 @@
-"""A worker that a model's text has taken over: whatever it sends, prints or holds, the scorer goes
-on, runs nothing of it, and says which completion it was."""
+"""A worker that a model's text has taken over does not take over the run.
+
+Whatever the worker sends, prints or holds, the scorer continues, runs nothing of that, and says
+which completion it was.
+"""
 
 import os
 import re
@@ -78,8 +81,11 @@ def test_half_a_line_does_not_block(scorer):
 
 
 def test_nobody_answers_for_items_that_were_not_handed_out_yet(scorer):
-    """A score that has control of its worker can give its own chunk any reward: that is true of any
-    checker. What it sends later, or for others, is thrown away with the worker."""
+    """A score that has control of its worker can give its own chunk any reward, and no other chunk.
+
+    The first is true of any checker. What it sends later, or for others, is thrown away with the
+    worker.
+    """
     pid = score(scorer, "pid")[0].score.reward
     assert [r.score.reward for r in score(scorer, "send many replies", "2.5")] == [0.0, 2.5]
     assert score(scorer, "send-later")[0].score.reward == 1.0

@@ -1,4 +1,4 @@
-"""tools/same_bits.py must be able to fail: changed copies of a run's folder, each named."""
+"""The comparison of tools/same_bits.py can fail: it names each changed file of a run's folder."""
 
 from __future__ import annotations
 

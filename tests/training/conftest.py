@@ -1,4 +1,4 @@
-"""What the training tests share: samples, and a policy so small that its numbers can be checked."""
+"""The samples of the training tests, and a policy so small that its numbers can be checked."""
 
 from __future__ import annotations
 
@@ -39,7 +39,10 @@ def make_sample(
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> Iterator[None]:
-    """Tensors this small lose time to a second thread, a lot of it on a busy machine."""
+    """Run torch in one thread, since tensors this small lose time to a second one.
+
+    On a busy machine they lose a lot.
+    """
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -57,8 +60,11 @@ class BigramConfig:
 
 
 class Bigram:
-    """Logits of the next token are a row of a table: log-probs can be worked out by hand. It has
-    the calls of a policy that training uses, and none of its numerics."""
+    """A policy whose logits of the next token are a row of a table.
+
+    Its log-probs can be worked out by hand. It has the calls of a policy that training uses, and
+    none of its numerics.
+    """
 
     def __init__(self, exact: bool = True, vocab_size: int = 11, seed: int = 0) -> None:
         self.device = torch.device("cpu")
@@ -112,7 +118,7 @@ class Bigram:
         return float(logprobs.double().sum())
 
     def draw(self, rewards: Sequence[float], groups: int = 2, temperature: float = 1.0) -> list:
-        """One sample a reward, in groups of neighbours, with this policy's own log-probs."""
+        """Return a sample a reward, in groups of neighbours, with this policy's own log-probs."""
         rng = np.random.default_rng(7)
         size = len(rewards) // groups
         samples = []

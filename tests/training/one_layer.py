@@ -24,7 +24,7 @@ def config(**changes: Any) -> dict[str, Any]:
 
 
 def scalar_config() -> dict[str, Any]:
-    """Of one with a number for a head."""
+    """Return the configuration of a model with one layer and a number for a head."""
     return config(
         architectures=["Qwen3ForSequenceClassification"], num_labels=1, tie_word_embeddings=False
     )

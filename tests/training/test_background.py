@@ -1,4 +1,4 @@
-"""One job at a time, and no error is lost."""
+"""The background does a job at a time, and no error is lost."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ REFERENCE = ClipBounds(0.8, 1.2)
 
 
 def noisy(noise: float, count: int = 4000) -> tuple[np.ndarray, ...]:
-    """(FP8 ratios, BF16 ratios, advantages, probabilities): the FP8 ones have more noise."""
+    """Return FP8 ratios, which have more noise, BF16 ratios, advantages and probabilities."""
     rng = np.random.default_rng(0)
     log_ratio = rng.normal(0, 0.1, count)
     advantages = np.where(rng.random(count) < 0.5, 1.0, -1.0)
@@ -120,7 +120,7 @@ def test_in_the_trainer(sample) -> None:
 
 @pytest.fixture
 def calibrating(sample):
-    """(trainer that calibrates at its first step, samples of 8 tokens)."""
+    """Return a trainer that calibrates at its first step, and samples of 8 tokens."""
     words = ["algorithm.calibrate_clip_every=1", "train.lr=1e-2", "algorithm.clip=0.05"]
     settings = load_config("demo", words)
     config = settings.model.config
@@ -136,7 +136,7 @@ def calibrating(sample):
 
 
 def short_of_memory(monkeypatch: pytest.MonkeyPatch, limit: int) -> list[int]:
-    """BF16 forwards of more than `limit` tokens do not fit. Returns the sizes of those that did."""
+    """Let BF16 forwards of more than `limit` tokens fail; return the list of sizes that fitted."""
     forward, sizes = Policy.train_logprobs, []
 
     def train_logprobs(policy, token_ids, *args, **kwargs):

@@ -290,8 +290,7 @@ def test_failing_second_rename_brings_the_replaced_one_back(made, tmp_path, monk
 
 
 def test_a_real_write_that_fails(tmp_path):
-    """The operating system refuses the bytes (a file-size limit, which fails as a full disk
-    does)."""
+    """A limit on the size of files makes the system refuse the bytes, as a full disk does."""
     code = textwrap.dedent("""
         import dataclasses, resource, sys
         from types import SimpleNamespace

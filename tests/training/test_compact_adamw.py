@@ -27,7 +27,7 @@ TINY = config(vocab_size=48)
 
 
 def language_model_gradients():
-    """(masters, gradients of each step) of a tiny decoder that learns to add two digits."""
+    """Return masters, and each step's gradients, of a tiny decoder that learns to add digits."""
     policy = Policy.from_config(TINY, PrecisionPlan.preset("fp32"), seed=0)
     settings = load_config("demo", ["precision.preset=fp32", "sft.lr=3e-3"])
     trainer = SftTrainer(policy, settings)
@@ -48,8 +48,11 @@ def language_model_gradients():
 
 
 def synthetic_gradients():
-    """Noise about a mean, with channels that are 30 times larger than others, and rows that have a
-    gradient now and then, as those of an embedding."""
+    """Return masters, and gradients of each step, that are noise about a mean.
+
+    Some channels are 30 times larger than others, and some rows have a gradient now and then, as
+    those of an embedding.
+    """
     g = torch.Generator().manual_seed(0)
     shape = (128, 256)
     size = torch.exp(torch.randn(128, 1, generator=g) + torch.randn(1, 256, generator=g))
@@ -84,7 +87,7 @@ def adamw_float64(masters, steps, betas, lr=1e-6, eps=1e-8):
 
 
 def movement(masters, steps, **keys):
-    """What an Optimizer moves the masters by, float64."""
+    """Return by how much an Optimizer moves the masters, in float64."""
     parameters = {name: nn.Parameter(w.clone()) for name, w in masters.items()}
     optimizer = Optimizer(parameters, TrainSettings(**({"grad_clip": 1e4} | keys)), STEPS)
     for gradients in steps:
@@ -101,9 +104,11 @@ def relative_error(moved, reference):
 
 @pytest.mark.parametrize("betas", BETAS)
 def test_masters_move_as_with_float32_moments(gradients, betas):
-    """The promise: after 100 updates at a learning rate of 1e-6 the movement is off by less than
-    one percent. Every matrix by itself keeps it too. Norm weights near 1 move by parts of their own
-    last place, with float32 moments as well, and are the same bits here and there."""
+    """After 100 updates at a learning rate of 1e-6 the movement is off by less than one percent.
+
+    Every matrix by itself keeps that promise too. Norm weights near 1 move by parts of their own
+    last place, with float32 moments as well, and are the same bits here and there.
+    """
     masters, steps = gradients
     reference = adamw_float64(masters, steps, betas)
     compact = movement(masters, steps, optimizer_states="compact", betas=betas)
@@ -118,8 +123,10 @@ def test_masters_move_as_with_float32_moments(gradients, betas):
 
 
 def test_bfloat16_masters_lose_the_update(gradients):
-    """Why masters are float32: rounding 0.02 to BF16 after every update of 1e-6 leaves most weights
-    where they were and moves the others by a whole unit, 6e-5 at that size."""
+    """Masters in BF16 lose the update: 0.02 is rounded after every change of 1e-6.
+
+    It leaves most weights where they were and moves the others by a whole unit, 6e-5 at that size.
+    """
     masters, steps = gradients
     parameters = {n: nn.Parameter(w.bfloat16()) for n, w in masters.items() if w.ndim == 2}
     optimizer = torch.optim.AdamW(parameters.values(), lr=1e-6, betas=(0.9, 0.99), weight_decay=0.0)
@@ -136,8 +143,11 @@ def test_bfloat16_masters_lose_the_update(gradients):
 
 
 def test_a_second_moment_does_not_stand_still():
-    """With beta2 = 0.999 a step moves sqrt(v) by 0.05% at most, half a unit of a 9-bit mantissa or
-    less. Two hundred steps without a gradient after ten with one: v falls by 0.999**200, 10%."""
+    """The second moment falls by 0.999**200, 10%, in two hundred steps without a gradient.
+
+    With beta2 = 0.999 a step moves sqrt(v) by 0.05% at most, half a unit of a 9-bit mantissa or
+    less. The two hundred steps come after ten with a gradient.
+    """
     shape, betas = (64, 64), (0.9, 0.999)
     ratio, root = torch.zeros(shape, dtype=torch.uint8), torch.zeros(shape, dtype=torch.int16)
     master, one = torch.zeros(shape), torch.tensor(1.0)
@@ -157,8 +167,10 @@ def test_a_second_moment_does_not_stand_still():
     "size", [pytest.param(1e-30, id="tiny"), pytest.param(1e4, id="huge"), 0.0]
 )
 def test_gradients_of_any_size_give_bounded_updates(size):
-    """No update is larger than AdamW's own bound on |m| / sqrt(v) allows (with the correction of
-    the last rounding, a unit more), whatever the gradients; none gives none."""
+    """No update is larger than AdamW's own bound on |m| / sqrt(v) allows, whatever the gradients.
+
+    With the correction of the last rounding it may be a unit more; no gradients give no update.
+    """
     shape = (8, 40)
     ratio, root = torch.zeros(shape, dtype=torch.uint8), torch.zeros(shape, dtype=torch.int16)
     master, g = torch.zeros(shape), torch.Generator().manual_seed(0)

@@ -110,7 +110,7 @@ def test_state_is_taken_over_bit_for_bit(sample):
 
 
 def test_an_optimizer_without_room_is_not_begun_anew(sample):
-    """Its masters may have changed by then: a second attempt would update them twice."""
+    """The masters may have changed by then: a second attempt would update them twice."""
     student = critic()
 
     def apply(total_norm):

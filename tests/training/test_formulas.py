@@ -1,5 +1,7 @@
-"""docs/algorithms.md says what the code does: its formulas, read from there and evaluated on random
-numbers, give what the functions give."""
+"""The formulas of docs/algorithms.md give what the functions of the code give.
+
+They are read from there and evaluated on random numbers.
+"""
 
 from __future__ import annotations
 

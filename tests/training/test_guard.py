@@ -32,8 +32,10 @@ def same(policy, before):
 
 @pytest.fixture
 def poisoned(bigram, monkeypatch):
-    """A policy whose forwards with gradient give NaN for one token id; the weights stay good, as
-    with a kernel that fails now and then."""
+    """Return a policy whose forwards with gradient give NaN for one token id.
+
+    The weights stay good, as with a kernel that fails now and then.
+    """
 
     def make(token):
         policy = bigram(exact=False)
@@ -178,7 +180,7 @@ def test_one_wait_for_the_device_an_update(bigram, monkeypatch):
 
 
 def test_a_repetition_that_breaks_off_leaves_no_gradients(bigram):
-    """To look at every value takes memory, and may run out of it."""
+    """The look at every value takes memory, and may run out of memory."""
     trainer = Trainer(bigram(), settings())
 
     def accumulate():

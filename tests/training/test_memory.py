@@ -32,8 +32,10 @@ def settings(**keys):
 
 
 def limited(policy, limit, error=ERRORS["of a GPU"], when=lambda: True):
-    """The policy on a device that takes `limit` tokens a forward. `policy.sizes`: the forwards that
-    fitted."""
+    """Return the policy on a device that takes `limit` tokens a forward.
+
+    Its `sizes` are those of the forwards that fitted.
+    """
     forward, policy.sizes = policy.train_logprobs, []
 
     def train_logprobs(token_ids, *args, **kwargs):
@@ -59,8 +61,11 @@ def gradients_of(trainer, samples):
 
 
 def close(a, b, num_tokens, advantage):
-    """Each element is a sum of at most num_tokens terms of at most advantage / num_tokens; two
-    orders of summation differ by at most 2 (num_tokens - 1) 2^-24 times the sum of their sizes."""
+    """Assert that two gradients differ by their order of summation at most.
+
+    Each element is a sum of at most num_tokens terms of at most advantage / num_tokens; two orders
+    of summation differ by at most 2 (num_tokens - 1) 2^-24 times the sum of their sizes.
+    """
     bound = 2 * (num_tokens - 1) * 2.0**-24 * advantage
     return all(float((a[name] - b[name]).abs().max()) <= bound for name in a)
 

@@ -54,7 +54,7 @@ def objective(max_tokens=3, **algorithm):
 
 
 def evaluated(**algorithm):
-    """(loss, clip fraction, gradient) of an algorithm on verl's sequences."""
+    """Return loss, clip fraction and gradient of an algorithm on verl's sequences."""
     tokens = verl_tokens()
     loss = objective(**algorithm)(tokens, SIZE, torch.tensor(OLD))
     loss.loss.backward()

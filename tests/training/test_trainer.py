@@ -251,8 +251,7 @@ def test_kl_without_reference_is_refused(bigram):
 
 @pytest.mark.parametrize("name", [n for n in ALGORITHMS if not ALGORITHMS[n].needs_critic])
 def test_every_algorithm_pushes_towards_the_reward(bigram, name):
-    """The update raises the mean log-prob of the best completion of each group, against that of
-    the worst."""
+    """The update raises the mean log-prob of each group's best completion against its worst."""
     policy = bigram()
     samples = policy.draw(REWARDS, groups=2)
     if name in ("dapo", "gspo"):  # nothing may be cut off or clipped here
@@ -305,8 +304,7 @@ def test_overlong_answers_lose_reward(bigram, sample):
 
 
 def test_the_limit_counts_what_an_environment_said(bigram):
-    """rollout.max_tokens does: one that is cut off there has the whole penalty, however few of its
-    tokens were sampled."""
+    """A sample cut off at rollout.max_tokens has the whole penalty, few as its tokens may be."""
     policy = bigram()
     samples = policy.draw(REWARDS)
     first = samples[3].completion
@@ -367,7 +365,7 @@ def test_a_gradient_that_is_not_finite_stops(bigram):
 
 
 def test_what_is_rewarded_becomes_likelier(bigram, sample):
-    """Every token after every other, once; token 3 has the reward. Its probability must rise."""
+    """The probability of the rewarded token, 3, rises when every token follows every other once."""
     policy = bigram()
     size = policy.config.vocab_size
     everything = torch.cartesian_prod(torch.arange(size), torch.arange(size))

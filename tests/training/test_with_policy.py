@@ -93,8 +93,11 @@ def test_stale_log_probs_stop_an_exact_step(sample):
 
 
 def test_micro_batches_change_the_gradient_by_rounding_alone(sample):
-    """fp32: the same per-token gradients, summed in another order. (Under FP8 the WGrad groups of
-    128 tokens move with the packing, so there the comparison is one of quantization noise.)"""
+    """The per-token gradients are the same under fp32, and are summed in another order.
+
+    Under FP8 the WGrad groups of 128 tokens move with the packing, so there the comparison is one
+    of quantization noise.
+    """
     samples = draw(make_policy("fp32"), sample, 1)
     whole, _ = gradients(
         make_policy("fp32"), make_settings("fp32", tokens_per_micro_batch=999), samples

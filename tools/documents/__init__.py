@@ -1,2 +1,4 @@
-"""What of docs/ is made from the sources: `python -m tools.documents docs`, or `make docs`. Tests
-compare the two."""
+"""The parts of docs/ that are made from the sources: `python -m tools.documents docs`, `make docs`.
+
+Tests compare the two.
+"""

@@ -1,4 +1,4 @@
-"""Write the made parts of the documents anew: `python -m tools.documents FOLDER`."""
+"""Write the made parts of the documents again: `python -m tools.documents FOLDER`."""
 
 import sys
 from pathlib import Path

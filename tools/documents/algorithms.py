@@ -13,7 +13,7 @@ def rows() -> list[str]:
 
 
 def with_table(text: str) -> str:
-    """The document with its table made anew."""
+    """Return the document with its table made from the sources."""
     lines = text.splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith(_HEAD)) + 2
     end = start

@@ -1,4 +1,4 @@
-"""docs/metrics.md, made whole from the registry of metric names."""
+"""The document docs/metrics.md, made whole from the registry of metric names."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ SYSTEMS = ("verl", "NeMo RL", "TRL", "prime-rl", "others")
 
 
 def render_metrics_document() -> str:
-    """docs/metrics.md: what is measured, in which unit, and what other systems call it."""
+    """Return docs/metrics.md: what is measured, in which unit, and what other systems call it."""
     lines = [
         "# Metrics",
         "",

@@ -1,4 +1,4 @@
-"""The tables of docs/settings.md, made from `jetrl.settings`; the prose stays as it is."""
+"""The tables of docs/settings.md, made from `jetrl.settings`; the prose is left alone."""
 
 from __future__ import annotations
 
