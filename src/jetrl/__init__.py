@@ -1,4 +1,4 @@
-"""jetrl: reinforcement learning of language models in FP8, sampling and training as one exact flow.
+"""Reinforcement learning of language models in FP8, sampling and training as one exact flow.
 
 Public names are imported on first use, so that the settings and the command line's help need no
 torch. Modules that were public under another name are still found by that name.

@@ -1,5 +1,7 @@
-"""Errors that a user causes, and ends of a run. The command line prints their message, without a
-traceback. Bugs of ours stay AssertionError and show a traceback.
+"""Errors that a user causes, and ends of a run.
+
+The command line prints their message without a traceback. Bugs of jetrl stay AssertionError, with
+a traceback.
 
 Exit codes: 0 done; 1 a run that stopped itself for another reason than these, or a check that
 failed; 2 bad input; 3 sampler and trainer differ; 4 numbers that are not finite; 5 a phase hung;
@@ -15,8 +17,7 @@ class UserError(ValueError):
 
 
 class RunStopped(RuntimeError):  # noqa: N818  (an outcome of a run, not only an error)
-    """A run that ended itself: not exact under an exact plan, nothing left to learn from.
-    The last checkpoint is good; the message says why and what to do."""
+    """A run that ended itself; its message says why, and its last checkpoint is good."""
 
     exit_code = 1
 
@@ -34,14 +35,16 @@ class NonFiniteError(RunStopped):
 
 
 class StorageError(RunStopped):
-    """A file of the run could not be written: a full disk, a quota, a file system that went away.
-    What was written before is whole."""
+    """A file of the run could not be written; what was written before is whole.
+
+    The cause is a full disk, a quota, or a file system that went away.
+    """
 
     exit_code = 6
 
 
 class TimeLimitReached(RunStopped):
-    """run.max_hours ended the run in its warm-up. It can go on with resume."""
+    """The time limit run.max_hours ended the run in its warm-up, which continues with resume."""
 
     exit_code = 75
 
@@ -56,6 +59,6 @@ EXIT_HANG = 5
 
 
 class Terminated(BaseException):
-    """SIGTERM. Like KeyboardInterrupt it is no Exception, so that nothing in between keeps it."""
+    """SIGTERM arrived; no Exception, so that no handler on the way keeps it."""
 
     exit_code = 143

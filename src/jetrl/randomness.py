@@ -10,17 +10,25 @@ from collections.abc import Sequence
 
 import numpy as np
 
-GOLDEN = 0.6180339887498949  # its multiples modulo 1 cover [0, 1) evenly, however many there are
+# The multiples of this number modulo 1 cover [0, 1) evenly, however many are taken.
+GOLDEN = 0.6180339887498949
 
 
 def derive_seed(*parts: int | str) -> int:
-    """A seed in [0, 2**63) made of several: the same for the same parts, on every machine."""
+    """Return a seed in [0, 2**63) that is a function of the parts, the same on every machine."""
     text = "\0".join(str(part) for part in parts).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
 
 
 def draw_range(total: int, first: int, count: int, seed: int) -> list[int]:
-    """`count` indices below `total`, from place `first` on, of endless shuffles."""
+    """Return consecutive entries of an endless sequence of shuffles of range(total).
+
+    Args:
+        total: The number of things that are shuffled.
+        first: The position of the first entry, from 0.
+        count: The number of entries.
+        seed: The seed of all shuffles.
+    """
     epochs = range(first // total, (first + count - 1) // total + 1)
     order = {
         epoch: np.random.Generator(np.random.Philox(key=derive_seed(seed, epoch))).permutation(
@@ -32,12 +40,20 @@ def draw_range(total: int, first: int, count: int, seed: int) -> list[int]:
 
 
 def shares(weights: Sequence[float], count: int, last_step: int, seed: int) -> np.ndarray:
-    """How many of a step's `count` items each weight gets, for steps 1 to last_step: int64
-    [last_step, len(weights)].
+    """Divide the items of each step among weights.
 
-    Systematic sampling: `count` marks at equal distances, moved a little further every step, are
+    By systematic sampling, `count` marks at equal distances, moved a little further every step, are
     laid over the weights. A step's numbers are off its exact shares by less than one each way, and
     the errors do not add up over the steps.
+
+    Args:
+        weights: The share of each, in any unit.
+        count: Items of a step.
+        last_step: The last of the steps 1, 2, ...
+        seed: The seed of the marks' offset.
+
+    Returns:
+        int64 [last_step, len(weights)], whose rows sum to `count`.
     """
     edges = np.concatenate([[0.0], np.cumsum(weights) / np.sum(weights)])
     edges[-1] = 1.0
@@ -49,10 +65,15 @@ def shares(weights: Sequence[float], count: int, last_step: int, seed: int) -> n
 
 
 def weighted_draw(weights: np.ndarray, count: int, seed: int) -> list[int]:
-    """`count` different indices, drawn one after the other with probabilities in proportion to
-    their weights (Efraimidis and Spirakis 2006); all of them first where there are fewer.
+    """Draw different indices one after the other, with probabilities in proportion to weights.
 
-    weights: float64 [N], positive.
+    The method is that of Efraimidis and Spirakis (2006). Where `count` exceeds the number of
+    indices, each is drawn once before any is drawn again.
+
+    Args:
+        weights: float64 [N], positive.
+        count: The number of indices.
+        seed: The seed of the draws.
     """
     chosen: list[int] = []
     while len(chosen) < count:

@@ -1,8 +1,9 @@
 """The records that cross borders between the parts of jetrl.
 
-Small frozen dataclasses, no torch. Token-level fields are in token order; `T` is the number of
-tokens of a packed batch, `S` its number of sequences. Reward and advantage are different fields:
-a reward is what a task gave a completion, an advantage is what the algorithm made of a group.
+They are small frozen dataclasses without torch. Token-level fields are in token order; `T` is the
+number of tokens of a packed batch, `S` its number of sequences. Reward and advantage are different
+fields: a reward is a task's verdict on a completion, an advantage is what the algorithm makes of the
+rewards of a group.
 
 A literal example of the life of one answer:
 
@@ -25,17 +26,23 @@ if TYPE_CHECKING:
 
 FinishReason = Literal["stop", "length", "cancelled"]
 Reply = str | Mapping[str, str]
-"""What an environment says after a turn: text that goes on as it is (text prompts), or a message
-for the chat template."""
+"""An environment's reply to a turn: plain text for text prompts, a message for chat prompts."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One question. Exactly one of `text` and `messages` is given.
+    """A question to the model, as plain text or as chat messages.
 
-    `text` is sent to the model as it is; `messages` (role and content) go through the tokenizer's
-    chat template. `answer` and `metadata` are for the task's `score` alone. `task` names the task
-    that it is of, where several are mixed; "" else.
+    Attributes:
+        id: The prompt's name within its task's split.
+        text: The plain text for the model; exactly one of `text` and `messages` is given.
+        messages: Chat messages (role and content), which go through the tokenizer's chat template.
+        answer: The right answer, for the task's `score` alone.
+        metadata: More that the task's `score` needs.
+        task: The name of the prompt's task where several are mixed, otherwise "".
+
+    Raises:
+        ValueError: Both or neither of `text` and `messages` are given, or `id` is no text.
     """
 
     id: str
@@ -48,13 +55,13 @@ class Prompt:
     def __post_init__(self) -> None:
         if (self.text is None) == (self.messages is None):
             raise ValueError(f"Prompt {self.id!r}: give exactly one of text and messages")
-        if not isinstance(self.id, str):  # what a checkpoint keeps by id comes back by a text
+        if not isinstance(self.id, str):  # Checkpoints keep values by id as JSON texts.
             kind = type(self.id).__name__
             raise ValueError(f"Prompt {self.id!r}: its id is a {kind}, and a text is needed")
 
     @property
     def asked(self) -> str:
-        """What is asked, for people: the text, or what the last message says."""
+        """The question for people to read: the text, or the content of the last message."""
         if self.text is not None:
             return self.text
         return str((self.messages or ({},))[-1].get("content", ""))
@@ -62,19 +69,26 @@ class Prompt:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How completions are drawn.
+    """The way completions are drawn.
 
-    n: completions for each prompt. max_tokens: at most this many tokens a completion.
-    temperature: logits are divided by it; 0 means greedy, with log-probs of temperature 1. Below
-        1e-20 float32 has no room for the quotients.
-    top_p, top_k: keep the most probable tokens up to this mass / number (1.0 and 0 keep all). The
-        log-probs reported are those of the full distribution at `temperature`, which is what the
-        trainer computes; below top_p = 1 the policy gradient is therefore slightly biased.
-    stop_token_ids: a completion ends with, and includes, the first of these. stop: strings that end
-        a completion; the text is cut before the string, the tokens that spelt it stay.
-    seed: with the prompt's tokens and the sample's number it fixes every draw, whatever else is in
-        the batch.
-    ignore_eos: do not add the model's own end-of-sequence ids to stop_token_ids.
+    Log-probs are those of the full distribution at `temperature`, which the trainer computes too;
+    with top_p below 1 or a top_k the policy gradient is therefore slightly biased.
+
+    Attributes:
+        n: Completions for each prompt.
+        max_tokens: The most tokens of a completion.
+        temperature: The divisor of logits, from 1e-20 (float32 has no room for larger quotients) to
+            1e20; 0 draws greedily and reports the log-probs of temperature 1.
+        top_p: The probability mass of the most probable tokens that are kept; 1.0 keeps all.
+        top_k: The number of the most probable tokens that are kept; 0 keeps all.
+        stop_token_ids: Tokens that end a completion and belong to the completion.
+        stop: Strings that end a completion; the text is cut before the string, the tokens stay.
+        seed: With the prompt's tokens and the sample's number it fixes every draw, whatever else is
+            in the batch.
+        ignore_eos: Whether the model's own end-of-sequence ids are left out of stop_token_ids.
+
+    Raises:
+        ValueError: A value is outside its range.
     """
 
     n: int = 1
@@ -115,8 +129,12 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Turn:
-    """One turn of a completion. completion: the text that the model wrote in it, without special
-    tokens and stop string. reply: what the environment said to it, None after the last turn."""
+    """A turn of a completion in a task with turns.
+
+    Attributes:
+        completion: The text that the model wrote, without special tokens and stop string.
+        reply: The environment's reply; None after the last turn.
+    """
 
     completion: str
     reply: Reply | None = None
@@ -124,19 +142,20 @@ class Turn:
 
 @dataclass(frozen=True)
 class Completion:
-    """What the sampler drew for one prompt.
+    """The tokens that the sampler drew for one prompt, with their log-probs.
 
-    token_ids and logprobs have the same length: natural-log probabilities, float32 values held
-    exactly as Python floats. text is the decoded completion without special tokens and without the
-    stop string ("" when the engine has no tokenizer).
-
-    Of a task with turns, token_ids holds what the environment said too. environment: the spans
-    [start, end) of token_ids that it wrote; their log-probs are 0 and they are not trained on.
-    turns: the texts, one for each turn; () where there was no environment. failure: why the
-    environment could not answer, which ended the completion ("" when it always did).
-
-    versions: of one that was cut off ("cancelled") or gone on with, the version of the policy that
-    drew each token; () of any other.
+    Attributes:
+        token_ids: The tokens; in a task with turns the environment's replies are among them.
+        logprobs: The natural-log probability of each token, a float32 value held exactly.
+        finish_reason: "stop", "length", or "cancelled" where sampling was cut off.
+        text: The decoded completion without special tokens and stop string; "" when the engine has
+            no tokenizer.
+        environment: The spans [start, end) of token_ids that the environment wrote; their log-probs
+            are 0 and they are not trained on.
+        turns: The texts of the turns; () where there was no environment.
+        failure: The reason why the environment could not answer, which ended the completion.
+        versions: The version of the policy that drew each token, of a completion that was cut off
+            or continued; () of any other.
 
         Completion(token_ids=(5, 9, 7, 7, 6), logprobs=(-0.1, -0.2, 0.0, 0.0, -0.3),
                    finish_reason="stop", text="2+3=5.", environment=((2, 4),),
@@ -154,14 +173,20 @@ class Completion:
 
     @property
     def num_sampled(self) -> int:
-        """Tokens that the model drew."""
+        """The number of tokens that the model drew."""
         return len(self.token_ids) - sum(end - start for start, end in self.environment)
 
 
 @dataclass(frozen=True)
 class Unfinished:
-    """A completion that was cut off, and what it takes to go on with it. key: of its random
-    numbers. completion: with finish_reason "cancelled"; of no tokens if it had not begun."""
+    """A completion that was cut off, with all that continuing it takes.
+
+    Attributes:
+        prompt_token_ids: The prompt's tokens.
+        key: The key of the completion's random numbers.
+        completion: The tokens so far, with finish_reason "cancelled"; none if sampling had not
+            begun.
+    """
 
     prompt_token_ids: tuple[int, ...]
     key: int
@@ -170,7 +195,12 @@ class Unfinished:
 
 @dataclass(frozen=True)
 class Score:
-    """What a task gave: the reward that is trained on, and named parts of it for the logs."""
+    """A task's verdict on a completion.
+
+    Attributes:
+        reward: The number that is trained on.
+        parts: Named components of the reward, for the logs.
+    """
 
     reward: float
     parts: Mapping[str, float] = field(default_factory=dict)
@@ -178,9 +208,17 @@ class Score:
 
 @dataclass(frozen=True)
 class Sample:
-    """One scored completion. `group` numbers the prompt within the step: samples of one prompt
-    share it, and the algorithm compares them with each other. `failure` says why the scorer gave
-    no verdict of its own ("" when it did)."""
+    """A scored completion.
+
+    Attributes:
+        prompt: The question.
+        group: The number of the prompt within the step; the algorithm compares the samples of a
+            group with each other.
+        prompt_token_ids: The prompt's tokens.
+        completion: The sampled answer.
+        score: The task's verdict.
+        failure: The reason why the scorer gave no verdict of its own; "" when it did.
+    """
 
     prompt: Prompt
     group: int
@@ -192,8 +230,13 @@ class Sample:
 
 @dataclass(frozen=True)
 class Example:
-    """A worked answer to imitate, as token ids. environment: as in `Completion`; what it spans is
-    not imitated."""
+    """A worked answer to imitate, as token ids.
+
+    Attributes:
+        prompt: The prompt's tokens.
+        completion: The answer's tokens.
+        environment: Spans of the answer that an environment wrote, which are not imitated.
+    """
 
     prompt: Sequence[int]
     completion: Sequence[int]
@@ -202,12 +245,16 @@ class Example:
 
 @dataclass(frozen=True)
 class Batch:
-    """Sequences packed end to end, no padding: the input of one forward and backward.
+    """Sequences packed end to end without padding: the input of one forward and backward.
 
-    token_ids: int64 [T]. cu_seqlens: int64 [S+1], starts of the sequences and T. loss_mask: bool
-    [T], True where the token was sampled (its log-prob, given the tokens before it, is trained on),
-    never at a sequence's first token. rollout_logprobs: float32 [T], the sampler's, 0 elsewhere.
-    advantages: float32 [T], 0 elsewhere. sample_ids: int64 [S], which sample each sequence is.
+    Attributes:
+        token_ids: int64 [T].
+        cu_seqlens: int64 [S+1], the starts of the sequences, and T.
+        loss_mask: bool [T], True where the token was sampled and its log-prob, given the tokens
+            before it, is trained on; never at a sequence's first token.
+        rollout_logprobs: float32 [T], the sampler's; 0 elsewhere.
+        advantages: float32 [T]; 0 elsewhere.
+        sample_ids: int64 [S], the number of each sequence's sample.
 
         Batch(token_ids=[5, 6, 7, 8, 9], cu_seqlens=[0, 3, 5], loss_mask=[F, F, T, F, T],
               rollout_logprobs=[0, 0, -0.5, 0, -0.1], advantages=[0, 0, 1, 0, -1],
@@ -223,16 +270,24 @@ class Batch:
 
     @property
     def num_tokens(self) -> int:
+        """T, the number of tokens."""
         return len(self.token_ids)
 
     @property
     def num_sequences(self) -> int:
+        """S, the number of sequences."""
         return len(self.cu_seqlens) - 1
 
 
 @dataclass(frozen=True)
 class StepStats:
-    """What one step of the loop reports: metric names as in docs/metrics.md, plain floats."""
+    """The report of one training step.
+
+    Attributes:
+        step: The step's number, from 1; 0 for what comes before the first step.
+        metrics: Values by the names of docs/metrics.md.
+        samples: The samples of the step.
+    """
 
     step: int
     metrics: Mapping[str, float]

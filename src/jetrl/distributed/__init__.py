@@ -1,1 +1,1 @@
-"""What several processes of one run have to do together; today a run is one process."""
+"""Everything that several processes of one run do together; today a run is one process."""
