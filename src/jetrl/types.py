@@ -2,7 +2,7 @@
 
 They are small frozen dataclasses without torch. Token-level fields are in token order; `T` is the
 number of tokens of a packed batch, `S` its number of sequences. Reward and advantage are different
-fields: a reward is a task's verdict on a completion, an advantage is what the algorithm makes of the
+fields: a reward is a verdict on a completion, an advantage is what the algorithm makes of the
 rewards of a group.
 
 A literal example of the life of one answer:
