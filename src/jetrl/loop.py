@@ -1,8 +1,9 @@
 """The reinforcement learning loop.
 
-Read `train` first: it is the whole of it. Each verb is a method of `Session`, which holds what a
-run is made of. `Session.update` is the trainer's step: advantages, packing, forward, backward,
-AdamW and requantize, with the mismatch measured before any weight changes.
+Read `train` first: it is the whole loop. Each verb is a method of `Session`, which holds the models
+and data of a run; a verb takes the record of the step (session/step.py) and returns it with more
+filled in. `Session.update` is the trainer's step: advantages, packing, forward, backward, AdamW and
+requantize, with the mismatch measured before any weight changes.
 """
 
 from __future__ import annotations
@@ -14,30 +15,35 @@ from jetrl.settings.loading import Settings
 
 
 def train(settings: Settings, resume: bool = False) -> RunResult:
-    """Run reinforcement learning to its end (`loop.steps`), or on from its last checkpoint.
+    """Run reinforcement learning to its end, `loop.steps`, or resume it from its last checkpoint.
 
     Raises:
-        UserError: settings, data or a model that cannot be used, before anything is trained.
-        RunStopped: the run ended itself; its report says why. MismatchError is one of these.
-        KeyboardInterrupt, Terminated: Ctrl-C, SIGTERM (session/stops.py). The checkpoint and report
-            are written; a second signal leaves at once, with the last checkpoint good.
+        UserError: Settings, data or a model that cannot be used, before anything is trained.
+        RunStopped: The run ended itself; its report says why. MismatchError is one of these.
+        KeyboardInterrupt, Terminated: Ctrl-C, SIGTERM (session/stop_signals.py). The checkpoint and
+            the report are written; a second signal leaves at once, with the last checkpoint good.
     """
     with Session(settings, resume) as session:
-        session.warm_up()
+        session.warm_up()  # supervised, where sft.steps asks for it
         session.evaluate_start()
-        for step in session.steps():
-            prompts = session.draw_prompts(step)
-            completions = session.sample(prompts, step)
-            samples = session.refill(step, session.score(completions))
-            metrics = session.update(step, samples)
-            metrics |= session.evaluate(step)
-            session.record(step, samples, metrics)
+        for number in session.steps():
+            step = session.draw_prompts(number)
+            step = session.sample(step)
+            step = session.score(step)
+            step = session.sample_dynamically(step)
+            step = session.update(step)
+            step = session.evaluate(step)
+            session.record(step)
         return session.finish()
 
 
 def sft(settings: Settings, out: str | Path | None = None, resume: bool = False) -> RunResult:
-    """Supervised training on the task's worked answers (`sft.steps`); writes the model, also to
-    `out` if given.
+    """Train on the task's worked answers (`sft.steps`) and write the model.
+
+    Args:
+        settings: The settings of the run.
+        out: A second directory to write the model to; None: none.
+        resume: Whether to resume from the last checkpoint.
 
     Raises:
         As `train`.

@@ -60,13 +60,14 @@ def test_completions_cross_steps_and_the_new_tokens_are_exact(tmp_path: Path) ->
 def test_cut_and_resumed_equals_uncut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     uncut = train(settings(tmp_path, name="uncut"))
     from jetrl.session import Session
+    from jetrl.session.step import Step
 
     original = Session.update
 
-    def cut_at_step_4(self: Session, step: int, samples: Any) -> Any:
-        if step == 4:
+    def cut_at_step_4(self: Session, step: Step) -> Any:
+        if step.number == 4:
             raise RuntimeError("cut")
-        return original(self, step, samples)
+        return original(self, step)
 
     with monkeypatch.context() as patch:
         patch.setattr(Session, "update", cut_at_step_4)

@@ -299,8 +299,8 @@ def test_kv_pages_of_a_gpu_make_room_for_the_reward_model(
 
     monkeypatch.setattr(ScalarModel, "scores", seen)
     with Session(load_config("demo", words)) as session:
-        completions = session.sample(session.draw_prompts(1), 1)
-        monkeypatch.setattr(session.parts.policy, "device", torch.device("cuda"))
-        monkeypatch.setattr(session.parts.engine, "free_cache", lambda: order.append("free"))
-        session.score(completions)
+        step = session.sample(session.draw_prompts(1))
+        monkeypatch.setattr(session.context.policy, "device", torch.device("cuda"))
+        monkeypatch.setattr(session.context.engine, "free_cache", lambda: order.append("free"))
+        session.score(step)
     assert order == ["free", "scores"]

@@ -115,11 +115,11 @@ def test_cut_and_resumed_equals_uncut(
         return wrapped
 
     method, step_of = {
-        "rollout": ("sample", lambda self, args: args[1]),
-        "reward": ("score", lambda self, args: self._step + 1),
-        "update": ("update", lambda self, args: args[0]),
-        "record": ("record", lambda self, args: args[0]),
-        "before checkpoint": ("_save_checkpoint", lambda self, args: args[0]),
+        "rollout": ("sample", lambda self, args: args[0].number),
+        "reward": ("score", lambda self, args: args[0].number),
+        "update": ("update", lambda self, args: args[0].number),
+        "record": ("record", lambda self, args: args[0].number),
+        "before checkpoint": ("_save_checkpoint", lambda self, args: args[0].number),
     }[where]
     with monkeypatch.context() as patch:
         original = getattr(module.Session, method)

@@ -83,7 +83,7 @@ POINTS: dict[str, tuple[str, str, str | Callable[..., None]]] = {
     "making the run directory": ("jetrl.runs.directory", "RunDirectory._make_folder", AFTER),
     "writing its settings": ("jetrl.runs.directory", "write_atomically", AFTER),
     "exporting the model": ("jetrl.models.hf_save", "_publish", BEFORE),
-    "writing the report": ("jetrl.session.open", "write_report", BEFORE),
+    "writing the report": ("jetrl.session.training_run", "write_report", BEFORE),
 }
 
 # Points that a start of the program comes by once; the others are met later in a run as well.
@@ -124,10 +124,10 @@ def poison(every: int, offset: int) -> None:
     update, gradient_norm = Session.update, Optimizer.gradient_norm
     now = 0
 
-    def noted(self: Any, step: int, samples: Any) -> Any:
+    def noted(self: Any, step: Any) -> Any:
         nonlocal now
-        now = step
-        return update(self, step, samples)
+        now = step.number
+        return update(self, step)
 
     def poisoned(self: Any) -> Any:
         if now % every == offset:

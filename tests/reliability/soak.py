@@ -69,14 +69,14 @@ def note_held(file: Path) -> None:
     """
     record = Session.record
 
-    def noted(self: Any, step: int, *rest: Any) -> None:
-        record(self, step, *rest)
+    def noted(self: Any, step: Any) -> None:
+        record(self, step)
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         held = [pages * os.sysconf("SC_PAGE_SIZE"), len(os.listdir("/proc/self/fd"))]
         threads = list(Path("/proc/self/task").iterdir())
         children = sum(len((thread / "children").read_text().split()) for thread in threads)
         with open(file, "a", encoding="ascii") as lines:
-            print(step, *held, len(threads), children, file=lines)
+            print(step.number, *held, len(threads), children, file=lines)
 
     Session.record = noted  # type: ignore[method-assign]
 

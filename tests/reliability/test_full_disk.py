@@ -41,13 +41,13 @@ if case == "lines":  # room for a few steps
 if case == "everything":  # somebody else fills it, to the last byte
     from jetrl.session import Session
     record = Session.record
-    def filled(self, step, *rest):
-        if step == 3:
+    def filled(self, step):
+        if step.number == 3:
             with contextlib.suppress(OSError), open(disk / "ballast", "wb", buffering=0) as file:
                 while file.write(b"x" * 4096):
                     pass
             logging.getLogger("jetrl").warning("x" * 5000)
-        record(self, step, *rest)
+        record(self, step)
     Session.record = filled
 code = main([*run, "run.name=full"])
 assert code == 6, code
@@ -171,7 +171,7 @@ def test_the_first_error_is_the_one_that_is_said(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(module, "JsonlWriter", Full)
-    monkeypatch.setattr("jetrl.session.open.write_report", no_report)
+    monkeypatch.setattr("jetrl.session.training_run.write_report", no_report)
     with pytest.raises(StorageError, match=r"metrics.jsonl could not be written.*--resume"):
         train(settings)
     run = RunDirectory.open(tmp_path / "run")

@@ -16,8 +16,7 @@ import pytest
 from jetrl import train
 from jetrl.runs import RunDirectory
 from jetrl.runs.status import StatusFile, read_status
-from jetrl.session.exit_timer import ExitTimer
-from jetrl.session.watchdog import Watchdog
+from jetrl.session.watchdog import ExitTimer, Watchdog
 from jetrl.settings import WatchdogSettings
 
 TASK = """

@@ -131,8 +131,8 @@ def test_to_look_for_worked_answers_draws_none_of_the_runs(tmp_path: Path) -> No
     settings = load_config("demo", [*words, f"run.dir={tmp_path}", "run.name=run"])
     with Session(settings) as session:
         task = get_task("arithmetic", **dict(settings.task.options))
-        for encoded in session.parts.prompts[:50]:
-            theirs = session.parts.task.demonstration(encoded.prompt)
+        for encoded in session.context.prompts[:50]:
+            theirs = session.context.task.demonstration(encoded.prompt)
             assert theirs == task.demonstration(encoded.prompt)
 
 
@@ -171,10 +171,10 @@ def test_a_run_says_how_long_it_took_to_prove_that_the_flow_is_exact(
 ) -> None:
     words = ["sft.steps=0", "loop.steps=0", "report.enabled=false", f"run.dir={tmp_path}"]
     with Session(load_config("demo", words)) as session:
-        assert "proven" not in session.parts.opened  # on the CPU there is nothing to prove
+        assert "proven" not in session.context.loading  # on the CPU there is nothing to prove
     monkeypatch.setattr(opening, "require_exact", lambda _: 2.52)
     with Session(load_config("demo", [*words, "run.name=gpu"])) as session:
-        assert session.parts.opened.endswith(" s, exactness proven in 2.5 s")
+        assert session.context.loading.endswith(" s, exactness proven in 2.5 s")
 
 
 @pytest.mark.parametrize("words", [["sft.steps=0"], ["sft.steps=2", "checkpoint.every=1"]])

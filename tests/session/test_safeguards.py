@@ -17,7 +17,8 @@ from jetrl.cli.main import main
 from jetrl.errors import NonFiniteError, UserError
 from jetrl.runs import RunDirectory, reproducible
 from jetrl.session import Session
-from jetrl.session.nonfinite import replay
+from jetrl.session.reproduction import replay
+from jetrl.session.step import Step
 from jetrl.training.extras.critic import Critic
 from jetrl.training.optimizer import Optimizer
 
@@ -75,10 +76,10 @@ def bad_at(monkeypatch: pytest.MonkeyPatch) -> Any:
     update = Session.update
 
     def choose(*steps: int) -> dict[str, bool]:
-        def wrapped(session: Session, step: int, samples: Any) -> Any:
-            state["on"] = step in steps
+        def wrapped(session: Session, step: Step) -> Any:
+            state["on"] = step.number in steps
             try:
-                return update(session, step, samples)
+                return update(session, step)
             finally:
                 state["on"] = False
 
@@ -289,12 +290,12 @@ def test_a_damaged_reproduction_is_refused_by_file(tmp_path: Path, damage: Any, 
     folder = tmp_path / "run" / "nonfinite" / "step_000001"
     with Session(settings(tmp_path, "loop.steps=1")) as session:
         with torch.no_grad():
-            session.parts.policy.named_masters()["norm.weight"][0] = math.nan
-        session.parts.policy.requantize()
+            session.context.policy.named_masters()["norm.weight"][0] = math.nan
+        session.context.policy.requantize()
         session.warm_up()
-        prompts = session.draw_prompts(1)
+        step = session.draw_prompts(1)
         with pytest.raises(NonFiniteError, match=r"master weight norm\.weight"):
-            session.sample(prompts, 1)
+            session.sample(step)
     damage(folder)
     with pytest.raises(UserError, match=words):
         replay(folder)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jetrl.randomness import draw_range, shares, weighted_draw
-from jetrl.session.shuffled_prompts import PassRates, ShuffledPrompts
+from jetrl.session.prompt_order import PassRates, ShuffledPrompts
 
 
 @pytest.mark.parametrize("weights", [[1.0], [1, 1], [3, 1], [0.2, 0.3, 0.5], [5, 0, 1], [1e-3, 1]])

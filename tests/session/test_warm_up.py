@@ -40,8 +40,8 @@ def test_kv_pages_make_room_for_the_updates_between_two_looks(
 
     seen(SftTrainer, "step")
     seen(RolloutEngine, "generate")
-    seen(Session, "_free_cache")
+    seen(Session, "_free_kv_pages")
     with Session(load_config("demo", [*TINY, f"run.dir={tmp_path}"])) as session:
         session.warm_up()
-    looked = ["generate", "_free_cache"]
+    looked = ["generate", "_free_kv_pages"]
     assert order == ["step", *looked, "step", *looked, "step", *looked]

@@ -21,7 +21,7 @@ from jetrl.cli.arguments import DEVICES, PLANS, table
 from jetrl.errors import NonFiniteError
 
 if TYPE_CHECKING:
-    from jetrl.session.nonfinite import Replay
+    from jetrl.session.reproduction import Replay
 
 SHOWN = 5
 
@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
     from pathlib import Path
 
     from jetrl.runs.format import visible
-    from jetrl.session.nonfinite import replay
+    from jetrl.session.reproduction import replay
 
     found = replay(Path(args.path), args.plan, args.device)
     print(as_json(found) if args.json else visible(as_text(found), newlines=True))

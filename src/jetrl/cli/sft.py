@@ -109,21 +109,21 @@ def _reward(args: argparse.Namespace, settings: Settings) -> int:
 def _preflight(settings: Settings) -> int:
     """Prints a few pairs with the model's scores, what is known of all, then warnings."""
     from jetrl.runs.format import number, percent, visible
-    from jetrl.session.reward_training import preflight
+    from jetrl.session.preflight import preflight_pairs
 
-    found = preflight(settings)
-    for pair in found.pairs:
+    result = preflight_pairs(settings)
+    for pair in result.pairs:
         print("\n".join(prompt_lines(pair.prompt)))
         for which, said in zip(("better", "worse"), pair.completions, strict=True):
             print(f"  {which}, {said.tokens} tokens, score {number(said.score)}")
             print(textwrap.indent(visible(said.text, newlines=True) or "(nothing)", "    "))
         print()
-    facts = found.facts
+    facts = result.facts
     print(
         f"{facts.count} pairs; the longest sequence has {facts.longest} tokens; the better "
         f"completion has more tokens in {percent(facts.longer / facts.count)}"
     )
-    return say_warnings(found.warnings)
+    return say_warnings(result.warnings)
 
 
 def _is_empty(path: Path) -> bool:

@@ -240,7 +240,7 @@ def dry_run(settings: Settings, pairs: bool = False) -> Iterator[str]:
     from jetrl.memory.plan import OtherModels, Workload
     from jetrl.precision import PrecisionPlan
     from jetrl.session.building import choose_device, model_config
-    from jetrl.session.reward_training import planned_memory
+    from jetrl.session.reward_training import plan_reward_memory
     from jetrl.settings.loading import to_toml
 
     plan, config = PrecisionPlan.from_settings(settings.precision), model_config(settings)
@@ -251,7 +251,7 @@ def dry_run(settings: Settings, pairs: bool = False) -> Iterator[str]:
     free = free_bytes(device)
     try:
         if pairs:
-            fitted = planned_memory(settings, load.tokens, device, free)
+            fitted = plan_reward_memory(settings, load.tokens, device, free)
         else:
             fitted = check_fits(settings, config, OtherModels.of(settings), load, device, free)
     except UserError as error:

@@ -1,4 +1,4 @@
-"""From settings to a policy: where its weights and tokenizer come from, and on which device."""
+"""The models of a run, built from its settings: their weights, tokenizers and device."""
 
 from __future__ import annotations
 
@@ -23,15 +23,22 @@ from jetrl.precision import PrecisionPlan
 from jetrl.rewards.reward import Reward
 from jetrl.settings.loading import Settings
 from jetrl.tasks import Task, build_task
+from jetrl.training import Critic
+from jetrl.training.guard import Guard
 
 _SMALL_MODEL = 20_000_000  # parameters
 
 
 def build_policy(settings: Settings, plan: PrecisionPlan, task: Task) -> Policy:
-    """The policy that the settings describe.
+    """Return the policy that the settings describe.
+
+    Args:
+        settings: The settings of the run.
+        plan: The precision plan of the policy.
+        task: The task, whose alphabet a tokenizer of characters has.
 
     Raises:
-        UserError: no model is named, or it cannot be used; says which key to set.
+        UserError: No model is named, or it cannot be used; the message says which key to set.
     """
     model, device = settings.model, choose_device(settings.run.device)
     if model.path is not None:
@@ -59,10 +66,15 @@ def build_policy(settings: Settings, plan: PrecisionPlan, task: Task) -> Policy:
 
 
 def policy_of_masters(settings: Settings, plan: PrecisionPlan, file: Path) -> Policy:
-    """The policy of a run's settings with the masters that were kept of it.
+    """Return the policy of a run's settings with master weights of that run.
+
+    Args:
+        settings: The settings of the run.
+        plan: The precision plan of the policy.
+        file: The file of the master weights, masters.safetensors.
 
     Raises:
-        UserError: as `build_policy`; the file is damaged, or of another model.
+        UserError: As `build_policy`; the file is damaged, or of another model.
     """
     policy = build_policy(settings, plan, build_task(settings.task))
     masters = policy.named_masters()
@@ -85,10 +97,15 @@ def policy_of_masters(settings: Settings, plan: PrecisionPlan, file: Path) -> Po
 
 
 def build_scalar_model(settings: Settings, plan: PrecisionPlan, task: Task) -> ScalarModel:
-    """The reward model that is to be trained: [model]'s decoder with a new head, or its own.
+    """Return the reward model to be trained: the decoder of [model] with a new or its own head.
+
+    Args:
+        settings: The settings of the run.
+        plan: The precision plan of the model.
+        task: The task, whose alphabet a tokenizer of characters has.
 
     Raises:
-        UserError: as `build_policy`.
+        UserError: As `build_policy`.
     """
     path = settings.model.path
     if path is not None and ModelConfig.from_hf(hf.read_config(path)).head == "score":
@@ -104,40 +121,50 @@ def build_scalar_model(settings: Settings, plan: PrecisionPlan, task: Task) -> S
 def build_reference(
     settings: Settings, policy: Policy, run_path: Path, begun: bool = False
 ) -> Policy | None:
-    """The frozen reference of the KL term: reference.path, or the policy as it is when RL begins;
-    None without either. It has working copies alone, in the policy's formats.
+    """Return the frozen reference of the KL term; None without one.
 
-    The policy as it was is kept in the run directory in FP32, so that a resumed run measures
-    against the same one. begun: RL has begun, in an earlier attempt.
+    It is the model at reference.path, or the policy at the start of RL. It has only quantized
+    weights, in the policy's formats. The policy at the start is kept in the run directory in FP32,
+    so that a resumed run measures against the same one.
+
+    Args:
+        settings: The settings of the run.
+        policy: The policy.
+        run_path: The run directory.
+        begun: Whether RL has begun in an earlier attempt.
 
     Raises:
         UserError: reference.path cannot be used, or means other tokens; or the policy as it was
             after a warm-up was not kept.
     """
-    wanted = settings.reference
-    if settings.algorithm.kl == 0 and wanted.path is None:
+    own_path = settings.reference.path
+    if settings.algorithm.kl == 0 and own_path is None:
         return None
-    path = run_path / "reference" if wanted.path is None else Path(wanted.path)
-    if wanted.path is None and not (begun and path.exists()):
+    path = run_path / "reference" if own_path is None else Path(own_path)
+    if own_path is None and not (begun and path.exists()):
         if begun and settings.sft.steps:
             raise UserError(
                 f"algorithm.kl = {settings.algorithm.kl} measures against the policy as the "
                 "warm-up left it, and this run began without algorithm.kl and did not keep that: "
                 "set reference.path, or algorithm.kl=0"
             )
-        # One that is there all the same is of an attempt that did not come to its first step.
+        # A reference that exists all the same is of an attempt that did not reach its first step.
         policy.save_pretrained(path, dtype="float32", overwrite=True)
     reference = Policy.from_pretrained(path, policy.plan, policy.device, frozen=True)
-    if wanted.path is not None:
+    if own_path is not None:
         _check_vocabulary(policy, reference, f"reference.path = {path}")
-    if wanted.offload:
+    if settings.reference.offload:
         reference.offload()
     return reference
 
 
-def build_judge(settings: Settings, policy: Policy, tokens_at_once: int) -> Reward | None:
-    """What makes the rewards of [reward]; None where the reward is the task's own score.
-    tokens_at_once: of a reward model's forward.
+def build_reward(settings: Settings, policy: Policy, tokens_at_once: int) -> Reward | None:
+    """Return the maker of the rewards of [reward]; None where the reward is the task's own score.
+
+    Args:
+        settings: The settings of the run.
+        policy: The policy, whose tokens a reward model must read.
+        tokens_at_once: The tokens of a reward model's forward.
 
     Raises:
         UserError: reward.model_path cannot be used, or means other tokens.
@@ -147,26 +174,33 @@ def build_judge(settings: Settings, policy: Policy, tokens_at_once: int) -> Rewa
     return Reward(settings.reward, policy, policy.plan, settings.rollout.max_tokens, tokens_at_once)
 
 
-def build_critic(settings: Settings, policy: Policy) -> ScalarModel | None:
-    """The value model that critic.path names, None without one.
+def build_critic(settings: Settings, policy: Policy, guard: Guard | None = None) -> Critic | None:
+    """Return the critic with the value model that critic.path names, None without one.
+
+    Args:
+        settings: The settings of the run.
+        policy: The policy, whose tokens the value model must read.
+        guard: Refuses updates of the critic that are not finite; None: a guard of its own.
 
     Raises:
-        UserError: it cannot be used, or means other tokens.
+        UserError: The value model cannot be used, or means other tokens.
     """
     path = settings.critic.path
     if path is None:
         return None
     if path == "policy":
         weights = policy.named_masters()
-        return ScalarModel.with_new_head(
+        model = ScalarModel.with_new_head(
             policy.config, weights, policy.plan, policy.device, policy.tokenizer
         )
-    critic = ScalarModel.from_language_model(path, policy.plan, policy.device)
-    _check_vocabulary(policy, critic, f"critic.path = {path}")
-    return critic
+    else:
+        model = ScalarModel.from_language_model(path, policy.plan, policy.device)
+        _check_vocabulary(policy, model, f"critic.path = {path}")
+    return Critic(model, settings, guard)
 
 
 def _check_vocabulary(policy: Policy, other: Model, where: str) -> None:
+    """Check that another model reads the policy's tokens, and means the same by them."""
     if policy.tokenizer is not None or other.tokenizer is not None:
         check_same_tokenizer(policy.tokenizer, other.tokenizer, where)
     if other.config.vocab_size < policy.config.vocab_size:
@@ -177,7 +211,7 @@ def _check_vocabulary(policy: Policy, other: Model, where: str) -> None:
 
 
 def choose_device(name: str) -> str:
-    """The device of run.device; `auto` is a Hopper GPU where there is one, else the CPU."""
+    """Return the device of run.device; `auto` is a Hopper GPU if there is one, else the CPU."""
     if name != "auto":
         return name
     hopper_gpu = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -185,18 +219,20 @@ def choose_device(name: str) -> str:
 
 
 def limit_threads(config: ModelConfig) -> None:
-    """One CPU thread for a small model: its tensors are too small to share, and threads that wait
-    for each other lose most where other programs run too (up to 30 times slower was seen).
-    OMP_NUM_THREADS, where it is set, decides instead."""
+    """Let a small model use one CPU thread, unless OMP_NUM_THREADS is set.
+
+    Its tensors are too small to share, and threads that wait for each other lose most where other
+    programs run too (up to 30 times slower was seen).
+    """
     if "OMP_NUM_THREADS" not in os.environ and num_parameters(config) < _SMALL_MODEL:
         torch.set_num_threads(1)
 
 
 def model_config(settings: Settings) -> ModelConfig:
-    """What the model is made of, without reading its weights.
+    """Return the configuration of the run's model, without reading its weights.
 
     Raises:
-        UserError: no model is named, or its config.json cannot be used; precision keeps more of its
+        UserError: No model is named, or its config.json cannot be used; precision keeps more of its
             layers in BF16 than it has.
     """
     path, precision = settings.model.path, settings.precision
@@ -212,7 +248,7 @@ def model_config(settings: Settings) -> ModelConfig:
 
 
 def model_config_dict(settings: Settings) -> dict[str, Any]:
-    """model.config as a dict, read from its file if it is a path."""
+    """Return model.config as a dict, read from its file if it is a path."""
     config = settings.model.config
     if isinstance(config, dict):
         return config
@@ -228,8 +264,7 @@ def model_config_dict(settings: Settings) -> dict[str, Any]:
 
 
 def _tokenizer(name: str, task: Task) -> PreTrainedTokenizerBase:
-    if name == "characters":
-        return (
-            character_tokenizer() if task.alphabet is None else character_tokenizer(task.alphabet)
-        )
-    return hf.load_tokenizer(name)
+    """Return the tokenizer of model.tokenizer."""
+    if name != "characters":
+        return hf.load_tokenizer(name)
+    return character_tokenizer() if task.alphabet is None else character_tokenizer(task.alphabet)

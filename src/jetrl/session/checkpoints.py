@@ -1,12 +1,12 @@
-"""The checkpoints of a run: what is in them, and how a run goes on from one.
+"""The checkpoints of a run: what they contain, and how a run is resumed from one.
 
 Whatever is not a function of (seed, step) and must outlive a crash is registered here by name: its
 `state()` goes into every checkpoint, and comes back through `load_state` when the run is resumed.
 Tensors go through `register_tensors` in the same way.
 
-A checkpoint is copied to CPU memory and written by another thread while training goes on; there is
-at most one on its way. A run that is cut before it is complete goes on from the one before, and
-writes the lines since then again with the same bits, so nothing waits for the disk.
+A checkpoint is copied to CPU memory and written by another thread while training continues; at most
+one is being written. A run that is cut before its checkpoint is complete is resumed from the one
+before, and writes the lines since then again with the same bits, so nothing waits for the disk.
 
     checkpoints/step_000050     after 50 RL steps; step_000000 is the end of the warm-up
     checkpoints/sft/step_000050 after 50 updates of the warm-up; removed when it has ended
@@ -40,23 +40,32 @@ logger = logging.getLogger(__name__)
 
 
 class Stateful(Protocol):
-    """A part of a run that carries something from step to step, as JSON values."""
+    """A part of a run that keeps JSON values from step to step."""
 
-    def state(self) -> Any: ...
+    def state(self) -> Any:
+        """Return the values for a checkpoint."""
 
-    def load_state(self, state: Any) -> None: ...
+    def load_state(self, state: Any) -> None:
+        """Take over the values of a checkpoint."""
 
 
 class StatefulTensors(Protocol):
-    """A part of a run with tensors of its own: a critic, its optimizer."""
+    """A part of a run with tensors of its own, such as a critic and its optimizer."""
 
-    def state_tensors(self) -> Mapping[str, torch.Tensor]: ...
+    def state_tensors(self) -> Mapping[str, torch.Tensor]:
+        """Return the tensors for a checkpoint, by name."""
 
-    def load_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None: ...
+    def load_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Take over the tensors of a checkpoint."""
 
 
 class RunCheckpoints:
-    """What a run has saved, and what it saves."""
+    """The checkpoints of a run: those that it has, and those that it writes.
+
+    Args:
+        run: The run directory.
+        settings: The settings of the run.
+    """
 
     def __init__(self, run: RunDirectory, settings: Settings) -> None:
         self._run, self._settings = run, settings.checkpoint
@@ -64,7 +73,7 @@ class RunCheckpoints:
         self._evaluates = settings.eval.every > 0
         keep_last, keep_best = self._settings.keep_last, self._settings.keep_best
         self._steps = Checkpoints(run.checkpoints_dir, keep_last, keep_best)
-        self._warm_up = Checkpoints(run.checkpoints_dir / "sft", keep_last)
+        self._supervised = Checkpoints(run.checkpoints_dir / "sft", keep_last)
         self._background = Background()
         self._good_step: int | None = None
         self._longest_write_s = 0.0
@@ -72,25 +81,30 @@ class RunCheckpoints:
         self._tensors: dict[str, StatefulTensors] = {}
 
     def register(self, name: str, part: Stateful) -> None:
-        """Puts a part's state into every checkpoint, under a name of its own."""
+        """Put the state of a part into every checkpoint, under a name of its own."""
         assert name not in self._states, name
         self._states[name] = part
 
     def register_tensors(self, name: str, part: StatefulTensors) -> None:
-        """Puts a part's tensors into every checkpoint of a step, into NAME.safetensors."""
+        """Put the tensors of a part into every checkpoint of a step, as NAME.safetensors."""
         assert name not in self._tensors, name
         self._tensors[name] = part
 
     def is_due(self, step: int) -> bool:
-        """Whether a checkpoint is due after a step, or after an update of the warm-up."""
+        """Return whether a checkpoint is due after a step or a supervised update."""
         return bool(self._settings.every) and step % self._settings.every == 0
 
     def save(self, step: int, trainer: Trainer, metrics: Mapping[str, float]) -> None:
-        """The checkpoint after a step, with the metrics of that step's line. It may be complete
-        only later: `wait` says when.
+        """Write the checkpoint after a step; it is complete once `wait` has returned.
+
+        Args:
+            step: The number of the step.
+            trainer: The trainer with the policy and optimizer to save.
+            metrics: The metrics of the step, for `keep_best` and for a run that is cut before its
+                line is written.
 
         Raises:
-            StorageError: it could not be written, or the one before could not.
+            StorageError: This checkpoint or the one before could not be written.
         """
         self._background.wait()  # before memory is taken for the next copy
         extra = {
@@ -104,39 +118,50 @@ class RunCheckpoints:
         )
         self._write(self._steps, snapshot)
 
-    def save_warm_up(self, update: int, model: Model, optimizer: Optimizer) -> None:
-        """The checkpoint after an update of the warm-up, or of a reward model.
+    def save_supervised(self, update: int, model: Model, optimizer: Optimizer) -> None:
+        """Write the checkpoint after a supervised update, as `save` does.
+
+        Args:
+            update: The number of the update, from 1.
+            model: The model to save.
+            optimizer: The optimizer to save.
 
         Raises:
-            StorageError: as `save`.
+            StorageError: This checkpoint or the one before could not be written.
         """
         self._background.wait()
         extra = {"seed": self._seed, "states": self._state()}
-        snapshot = self._warm_up.snapshot(update, model, optimizer, extra)
-        self._write(self._warm_up, snapshot)
+        snapshot = self._supervised.snapshot(update, model, optimizer, extra)
+        self._write(self._supervised, snapshot)
 
     def masters_after(self, step: int, rl: bool) -> Path | None:
-        """The file with the weights after a step (of RL, or of the warm-up), if it is saved."""
-        path = (self._steps if rl else self._warm_up).path(step) / "masters.safetensors"
+        """Return the file with the master weights after a step or supervised update, if any."""
+        path = (self._steps if rl else self._supervised).path(step) / "masters.safetensors"
         return path if path.is_file() else None
 
     def _state(self) -> dict[str, Any]:
+        """Return the states of all parts, by name."""
         return {name: part.state() for name, part in self._states.items()}
 
     def _load_state(self, states: Mapping[str, Any]) -> None:
+        """Give each part its state, where the checkpoint has one."""
         for name, part in self._states.items():
             if name in states:
                 part.load_state(states[name])
 
     def _score(self, metrics: Mapping[str, float]) -> float | None:
-        """What keep_best goes by: the held-out mean reward (of several tasks, their mean) of a step
-        that measured one; the step's own reward in a run that never does."""
+        """Return the number that `keep_best` compares; None for a step without one.
+
+        It is the held-out mean reward (of several tasks, their mean), or the step's own reward in a
+        run that never evaluates.
+        """
         if not self._evaluates:
             return metrics.get("reward/mean")
         means = [metrics[n] for n in metrics if n.startswith("eval/") and n.endswith("/mean")]
         return sum(means) / len(means) if means else None
 
     def _write(self, checkpoints: Checkpoints, snapshot: Snapshot) -> None:
+        """Write a snapshot in the background if its copy fits in CPU memory, else right here."""
         available = available_bytes()
         fits = available is None or snapshot.num_bytes < 0.8 * available
         if self._settings.background and not fits:
@@ -153,13 +178,16 @@ class RunCheckpoints:
 
     @property
     def ending_s(self) -> float:
-        """Seconds that the last checkpoint and the export may take, by the longest that the writing
-        of a checkpoint has taken; 0 before the first."""
+        """The seconds that the last checkpoint and the export may take; 0 before the first one.
+
+        They are twice the longest time that the writing of a checkpoint has taken.
+        """
         return 2 * self._longest_write_s
 
     def _finish(self, checkpoints: Checkpoints, snapshot: Snapshot) -> None:
+        """Write a snapshot to the disk."""
         began = time.monotonic()
-        # What a resume from it does not write again must outlive a power cut as it does.
+        # A resume does not write the earlier lines again: they must outlive a power cut, too.
         for path in (self._run.metrics_file, self._run.rollouts_dir, self._run.path):
             with storing(path):
                 sync(path)
@@ -167,23 +195,22 @@ class RunCheckpoints:
         self._longest_write_s = max(self._longest_write_s, time.monotonic() - began)
         if checkpoints is self._steps:
             self._good_step = snapshot.step
-            shutil.rmtree(self._warm_up.directory, ignore_errors=True)
+            shutil.rmtree(self._supervised.directory, ignore_errors=True)
 
     def check(self) -> None:
-        """Raises what went wrong with a checkpoint on its way, without waiting for it."""
+        """Raise the error of the checkpoint that is being written, without waiting for its end."""
         self._background.check()
 
     def wait(self) -> None:
-        """Returns when the checkpoint on its way is complete.
+        """Return when the checkpoint that is being written is complete.
 
         Raises:
-            StorageError: it could not be written.
+            StorageError: It could not be written.
         """
         self._background.wait()
 
     def settle(self) -> None:
-        """`wait`, where something else has ended the run: that is what to say, and what goes wrong
-        with the checkpoint is logged."""
+        """Wait as `wait` does, where an error has ended the run: a second error is only logged."""
         try:
             self.wait()
         except StorageError as failure:
@@ -197,25 +224,31 @@ class RunCheckpoints:
 
     @property
     def good_step(self) -> int | None:
-        """The step of the newest checkpoint that this attempt has loaded or written, None if it did
-        neither. A newer one can be there, damaged."""
+        """The step of the newest checkpoint that this attempt has loaded or written, if any.
+
+        A newer one may exist, damaged.
+        """
         return self._good_step
 
     @property
     def last_path(self) -> Path | None:
+        """The folder of the newest checkpoint, good or damaged; None if there is none."""
         step = self.last_step
         return None if step is None else self._steps.path(step)
 
     @property
-    def in_warm_up(self) -> bool:
-        """Whether the run was cut in its warm-up, after a checkpoint."""
-        return self.last_step is None and bool(self._warm_up.steps())
+    def in_supervised_updates(self) -> bool:
+        """True if the run was cut in its supervised updates, after a checkpoint."""
+        return self.last_step is None and bool(self._supervised.steps())
 
-    def begin_anew(self) -> list[str]:
-        """Forgets a run that has no checkpoint. Returns notes.
+    def start_over(self) -> list[str]:
+        """Forget the lines of a run without a checkpoint, which is begun from its start.
+
+        Returns:
+            Notes for the user.
 
         Raises:
-            UserError: it has had one: its steps are not forgotten because that is gone.
+            UserError: The run has had a checkpoint: its steps are not forgotten with that.
         """
         every, _ = self._run.changed_settings.get("checkpoint.every", (self._settings.every, None))
         if self._run.had_checkpoint(every):
@@ -228,14 +261,16 @@ class RunCheckpoints:
         return ["no checkpoint yet: the run begins anew"]
 
     def load(self, trainer: Trainer) -> tuple[int, list[str]]:
-        """Goes on from the last good checkpoint: weights, optimizer, states; what the run wrote
-        after it is forgotten.
+        """Resume from the last good checkpoint, and forget all lines after it.
+
+        Args:
+            trainer: The trainer that gets the weights and the optimizer states.
 
         Returns:
-            The steps done, and notes about what was found.
+            The number of steps done, and notes for the user.
 
         Raises:
-            UserError: every checkpoint is damaged, or it does not fit the settings.
+            UserError: Every checkpoint is damaged, or the checkpoint does not fit the settings.
         """
         began = time.monotonic()
         latest = self._steps.latest()
@@ -254,16 +289,24 @@ class RunCheckpoints:
         self._run.truncate_after(loaded.step)
         last = max((r["step"] for r in self._run.metrics("rl")), default=-1)
         metrics = loaded.extra["metrics"]
-        if last < loaded.step and metrics:  # cut between the checkpoint and its line
+        if last < loaded.step and metrics:  # the run was cut between the checkpoint and its line
             self._run.write_step(StepStats(loaded.step, metrics))
         return loaded.step, [*latest.notes, f"resumed after step {loaded.step}"]
 
-    def load_warm_up(self, model: Model, optimizer: Optimizer) -> tuple[int, list[str]]:
-        """Goes on in the warm-up, as `load`; 0 updates if it has no checkpoint."""
-        if not self.in_warm_up:
+    def load_supervised(self, model: Model, optimizer: Optimizer) -> tuple[int, list[str]]:
+        """Resume supervised updates, as `load` does.
+
+        Args:
+            model: The model that gets the weights.
+            optimizer: The optimizer that gets its states.
+
+        Returns:
+            The number of updates done, 0 without a checkpoint; and notes for the user.
+        """
+        if not self.in_supervised_updates:
             return 0, []
-        latest = self._warm_up.latest()
-        loaded = self._warm_up.load(latest.path, model, optimizer)
+        latest = self._supervised.latest()
+        loaded = self._supervised.load(latest.path, model, optimizer)
         self._load_state(loaded.extra["states"])
         self._run.truncate_after(loaded.step, "sft")
         return loaded.step, [*latest.notes, f"resumed after supervised update {loaded.step}"]

@@ -1,4 +1,4 @@
-"""The console of a run: one for the warm-up, one for the steps, opened with their first line."""
+"""The console of a run: one for the supervised updates, one for the steps of the loop."""
 
 from __future__ import annotations
 
@@ -10,38 +10,55 @@ from jetrl.types import StepStats
 
 
 class Display:
-    """Shows the stretch that runs now. It is told of phases as their observer.
+    """The console of the present stretch of a run, opened with the stretch's first line.
+
+    It is an observer of the run's phases.
 
     Args:
-        total_steps: RL steps of the run. elapsed_s: wall time over all attempts, when asked.
+        total_steps: The number of steps of the run.
+        elapsed_s: Returns the wall time of all attempts at the run, in seconds.
     """
 
     def __init__(self, total_steps: int, elapsed_s: Callable[[], float]) -> None:
-        self.first_step = 0
-        self._total_steps = total_steps
         self._elapsed_s = elapsed_s
         self._console: Console | None = None
+        self._open: Callable[[], Console]
+        self.show_steps(total_steps)
 
-    def open_warm_up(self, steps: int, first_step: int) -> None:
-        """Opens the console of the warm-up: its updates, and those that were done before."""
+    def show_steps(self, total: int, first: int = 0) -> None:
+        """Begin the stretch of `total` steps, of which earlier attempts did `first`."""
         self.close()
-        self._console = Console(
-            steps, first_step=first_step, title="sft", samples_every=0, lines_every=25
+        self._open = lambda: Console(total, first_step=first, elapsed_s=self._elapsed_s())
+
+    def show_updates(self, title: str, total: int, first: int = 0) -> None:
+        """Begin a stretch of supervised updates.
+
+        Args:
+            title: The first word of each line.
+            total: The number of updates.
+            first: The number of updates that were made in earlier attempts.
+        """
+        self.close()
+        self._open = lambda: Console(
+            total, first_step=first, title=title, samples_every=0, lines_every=25
         )
 
     def close(self) -> None:
-        """Takes the bar away; the next line opens the console of the steps."""
+        """Take the bar away; the next line opens it again."""
         if self._console is not None:
             self._console.close()
             self._console = None
 
     def note(self, text: str) -> None:
+        """Show a line of its own."""
         self._opened().note(text)
 
     def step(self, stats: StepStats) -> None:
+        """Show the line of a step or of a supervised update."""
         self._opened().step(stats)
 
     def progress(self, progress: Progress) -> None:
+        """Show how far a rollout is."""
         self._opened().progress(
             progress.sequences_done,
             progress.sequences_total,
@@ -51,17 +68,17 @@ class Display:
         )
 
     def begin(self, phase: str, step: int) -> None:
+        """Show which phase runs."""
         self._opened().phase(phase)
 
     def beat(self) -> None:
-        """A rollout's progress says more."""
+        """Show nothing: the progress of a rollout says more than a sign of life."""
 
     def end(self, phase: str, seconds: float) -> None:
-        """The next phase takes the place of this one."""
+        """Show nothing: the next phase takes the place of this one."""
 
     def _opened(self) -> Console:
+        """Return the console of the present stretch, opened if it is not."""
         if self._console is None:
-            self._console = Console(
-                self._total_steps, first_step=self.first_step, elapsed_s=self._elapsed_s()
-            )
+            self._console = self._open()
         return self._console

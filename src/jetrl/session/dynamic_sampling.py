@@ -1,5 +1,8 @@
-"""Dynamic sampling: more prompts in place of groups that teach nothing (Yu et al. 2025, "DAPO",
-eq. 11). A group whose completions all have the same reward has no advantage and no gradient."""
+"""Dynamic sampling: more prompts in place of groups that teach nothing.
+
+A group whose completions all have the same reward has no advantage and no gradient (Yu et al. 2025,
+"DAPO", eq. 11).
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,14 @@ from jetrl.types import Sample
 
 @dataclass(frozen=True)
 class Refilled:
-    """samples: to train on, `wanted` groups of them numbered from 0, or fewer where the rounds did
-    not bring more. drawn: all samples of all rounds. rounds: how often prompts were drawn.
-    dropped: groups that were drawn and are not trained on."""
+    """The groups of a step after dynamic sampling.
+
+    Attributes:
+        samples: The samples to train on, their groups numbered from 0.
+        drawn: All samples of all rounds.
+        rounds: How often prompts were drawn.
+        dropped: The number of groups that were drawn and are not trained on.
+    """
 
     samples: list[Sample]
     drawn: list[Sample]
@@ -25,29 +33,34 @@ class Refilled:
 
 def refill(
     samples: Sequence[Sample],
-    wanted: int,
+    num_groups: int,
     at_least: int,
     max_rounds: int,
-    draw: Callable[[int, int], list[Sample]],
+    draw: Callable[[int, int], Sequence[Sample]],
 ) -> Refilled:
-    """Draws until `wanted` groups have rewards that differ, at most `max_rounds` times in all.
+    """Draw prompts until enough groups have rewards that differ.
 
-    Each round asks for as many prompts as should bring what is missing, by the share of the groups
-    so far that taught something, and for at most `wanted`.
+    Each round draws as many prompts as should bring the missing groups, by the share of the groups
+    so far that taught something, and at most `num_groups`.
 
     Args:
-        samples: of the first round. draw: (round 2, 3, ..., number of prompts) -> their samples.
-        at_least: groups that a step needs; where fewer teach something, the others fill up.
+        samples: The samples of the first round.
+        num_groups: The number of groups to train on; fewer where the rounds do not bring as many.
+        at_least: The number of groups that a step needs; where fewer teach something, others fill
+            up.
+        max_rounds: The most rounds, the first included.
+        draw: Maps a round (2, 3, ...) and a number of prompts to the samples of these prompts.
     """
     drawn, rounds = _groups(samples), 1
     teaching = [group for group in drawn if _teaches(group)]
-    while len(teaching) < wanted and rounds < max_rounds:
+    while len(teaching) < num_groups and rounds < max_rounds:
         share = max(len(teaching), 1) / len(drawn)
         rounds += 1
-        more = _groups(draw(rounds, min(wanted, math.ceil((wanted - len(teaching)) / share))))
+        missing = math.ceil((num_groups - len(teaching)) / share)
+        more = _groups(draw(rounds, min(num_groups, missing)))
         drawn += more
         teaching += [group for group in more if _teaches(group)]
-    kept = teaching[:wanted]
+    kept = teaching[:num_groups]
     if len(kept) < at_least:
         idle = [group for group in drawn if not _teaches(group)]
         kept += idle[: at_least - len(kept)]
@@ -55,12 +68,15 @@ def refill(
 
 
 def _groups(samples: Sequence[Sample]) -> list[list[Sample]]:
+    """Return the samples group by group."""
     return [list(group) for _, group in itertools.groupby(samples, key=lambda s: s.group)]
 
 
 def _teaches(group: Sequence[Sample]) -> bool:
+    """Return whether the rewards of a group differ."""
     return any(sample.score.reward != group[0].score.reward for sample in group)
 
 
 def _numbered(groups: Sequence[Sequence[Sample]]) -> list[Sample]:
+    """Return the samples of groups, which are numbered from 0."""
     return [replace(sample, group=i) for i, group in enumerate(groups) for sample in group]

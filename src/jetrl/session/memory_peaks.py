@@ -1,4 +1,4 @@
-"""What a run's phases really hold of a GPU, beside what was planned."""
+"""The memory of a run: what was planned, and the most that each phase really held."""
 
 from __future__ import annotations
 
@@ -16,8 +16,14 @@ logger = logging.getLogger(__name__)
 
 
 class MemoryPeaks:
-    """The most memory of each phase, as an observer of phases. On a GPU: of tensors, pages and what
-    graphs work in. The CPU knows the process's peak alone."""
+    """The most memory that each phase of a run held, as an observer of the phases.
+
+    On a GPU it counts tensors, KV pages and the memory that CUDA graphs work in; on the CPU only
+    the peak of the process is known.
+
+    Args:
+        device: The device of the run.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device if device.type == "cuda" else None
@@ -25,18 +31,21 @@ class MemoryPeaks:
         self._phases: dict[str, int] = {}
 
     def begin(self, phase: str, step: int) -> None:
+        """Begin to measure a phase."""
         self._take()
         if self._device is not None:
             reset_peak(self._device)
 
     def beat(self) -> None:
-        """Nothing: a peak is kept until it is read."""
+        """Do nothing: a peak is kept until it is read."""
 
     def end(self, phase: str, seconds: float) -> None:
+        """Read the peak of a phase."""
         peak = self._take()
         self._phases[phase] = max(peak, self._phases.get(phase, 0))
 
     def _take(self) -> int:
+        """Return the peak since the last reset, in bytes; 0 on the CPU."""
         if self._device is None:
             return 0
         peak = peak_bytes(self._device)
@@ -44,7 +53,7 @@ class MemoryPeaks:
         return peak
 
     def take_metrics(self) -> dict[str, float]:
-        """memory/* of the phases since the last call."""
+        """Return the metrics memory/* of the phases since the last call."""
         self._take()
         if self._device is None:
             peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -58,11 +67,18 @@ class MemoryPeaks:
         return {"memory/peak_gib": self._highest / GIB, **phases}
 
 
-def tell_plan(
-    memory: Fitted, opened: str, device: torch.device, note: Callable[[str], None]
+def note_memory_plan(
+    memory: Fitted, loading: str, device: torch.device, note: Callable[[str], None]
 ) -> None:
-    """The memory plan in lines, to the log; of a GPU to the user too. opened: what came before."""
-    lines = [f"{opened}; memory plan", *shown(memory.plan).splitlines()]
+    """Write the memory plan to the log; on a GPU show it to the user, too.
+
+    Args:
+        memory: The plan.
+        loading: How long it took to load the models, in words.
+        device: The device of the run.
+        note: Shows a line to the user.
+    """
+    lines = [f"{loading}; memory plan", *shown(memory.plan).splitlines()]
     if memory.free is not None:
         lines.append(f"  of {memory.free / GIB:.1f} GiB that were free")
     logger.info("%s", "\n".join(lines))
@@ -71,19 +87,22 @@ def tell_plan(
             note(line)
 
 
-def size_notes(memory: Fitted, tokens: int, wanted: int) -> list[str]:
-    """What to say of the size of micro-batches where it is not train.tokens_per_micro_batch.
+def micro_batch_notes(memory: Fitted, tokens: int, setting: int) -> list[str]:
+    """Return what to say where micro-batches do not have train.tokens_per_micro_batch tokens.
 
-    tokens: what holds, after a resume has taken over the checkpoint's. wanted: the setting.
+    Args:
+        memory: The memory plan.
+        tokens: The tokens of a micro-batch, those of the checkpoint after a resume.
+        setting: train.tokens_per_micro_batch.
     """
     if tokens != memory.tokens:
         return [
             f"micro-batches of up to {tokens} tokens, as before the run was cut, since its bits "
             f"depend on it; the memory plan is for {memory.tokens}"
         ]
-    if tokens < wanted:
+    if tokens < setting:
         return [
             f"micro-batches of up to {tokens} tokens: there is no room for "
-            f"train.tokens_per_micro_batch = {wanted}"
+            f"train.tokens_per_micro_batch = {setting}"
         ]
     return []

@@ -1,245 +1,165 @@
-"""What went wrong once, kept so that it can be run again: `jetrl replay`.
+"""The reports of updates and samples that are not finite.
 
-    runs/NAME/nonfinite/step_000007/
-        reproduction.json           what it was, and where it was found first
-        config.toml                 the run's settings
-        masters.safetensors         the weights that it happened with
-        micro_batches.safetensors   of an update: its packed tokens, log-probs and advantages
-        samples.jsonl               of an update: its completions, to be read
-        tokens.json                 of sampling: the sequence whose logits were not finite
-
-Nothing in it is code. It is whole when reproduction.json is there, which is written last.
+An update or a sample that is not finite is repeated once under observation, which names the first
+operation, and kept as a reproduction for `jetrl replay`. Whether the run goes on is the guards'
+decision (training/guard.py).
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
-import math
-import os
-import shutil
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Literal
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
-import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-
-from jetrl.errors import UserError
+from jetrl.errors import NonFiniteError
+from jetrl.memory.out_of_memory import is_out_of_memory
+from jetrl.models.model import Model
 from jetrl.models.policy import Policy
-from jetrl.precision import PrecisionPlan
-from jetrl.runs.jsonl import write_atomically, write_jsonl
-from jetrl.runs.rollout_records import record_of
-from jetrl.session.building import build_critic, policy_of_masters
-from jetrl.settings.loading import Settings, load_config, to_toml
-from jetrl.training import Critic, SftTrainer, Trainer
-from jetrl.training.checkpoint_files import write_tensors
-from jetrl.training.first_nonfinite import Watch, watch
-from jetrl.training.micro_batches import MicroBatch
+from jetrl.rollout.sequence import NonFiniteLogits
+from jetrl.runs import RunDirectory
+from jetrl.session.checkpoints import RunCheckpoints
+from jetrl.session.reproduction import (
+    Facts,
+    Kind,
+    first_nonfinite,
+    largest_logit,
+    write_reproduction,
+)
+from jetrl.settings.loading import Settings
+from jetrl.training.extras.critic import LR
+from jetrl.training.first_nonfinite import watch
+from jetrl.training.guard import Guard, NonFiniteUpdate
 from jetrl.types import Sample
 
-FORMAT = 1
-FACTS, CONFIG, MASTERS = "reproduction.json", "config.toml", "masters.safetensors"
-MICRO_BATCHES, SAMPLES, TOKENS = "micro_batches.safetensors", "samples.jsonl", "tokens.json"
+logger = logging.getLogger(__name__)
 
-Kind = Literal["update", "supervised update", "sampling"]
-
-
-@dataclass(frozen=True)
-class Facts:
-    """kind, step, update (its number in the step, from 0): what went wrong, and when. what: the
-    numbers, in words. first: the first value that was not finite when it was repeated at once, ""
-    if it did not happen again. seed: run.seed, that all draws are made from."""
-
-    kind: Kind
-    step: int
-    update: int
-    what: str
-    first: str
-    seed: int
-    device: str
-    format: int = FORMAT
+FOLDER = "nonfinite"
+MOST_KEPT = 3  # reproductions of a run: each holds the weights
+_NOT_AGAIN = (
+    "and it was not met again when it was repeated at once: an operation that does not give the "
+    "same result each time, a fault of the device, or a loss of your own (algorithm.name) that "
+    "makes it of finite values"
+)
 
 
-@dataclass(frozen=True)
-class Replay:
-    """A reproduction that was run again. numbers: the update's metrics, or the largest logit.
-    norms: the gradient norm of each parameter, those not finite first, then the largest. first:
-    where the first value was that is not finite, "" if all are."""
-
-    facts: Facts
-    numbers: dict[str, float]
-    norms: list[tuple[str, float]]
-    first: str
-
-    @property
-    def finite(self) -> bool:
-        return not self.first and all(math.isfinite(value) for value in self.numbers.values())
-
-
-def keep(
-    folder: Path,
-    facts: Facts,
-    settings: Settings,
-    policy: Policy,
-    micro_batches: Sequence[MicroBatch] = (),
-    samples: Sequence[Sample] = (),
-    token_ids: Sequence[int] = (),
-    saved_masters: Path | None = None,
-) -> None:
-    """Writes a reproduction; one that is there already is replaced.
+class NonFiniteReports:
+    """The guards of a run, and the reports of the updates that the guards refuse.
 
     Args:
-        saved_masters: a file that holds the very weights: it is linked to instead of written again.
+        settings: The settings of the run.
+        policy: The policy of the run.
+        directory: The run directory, which the reproductions are written into.
+        checkpoints: The checkpoints of the run, whose files a reproduction may link to.
+        beat: Shows a sign of life, before work that may take long.
 
-    Raises:
-        OSError: it cannot be written.
+    Attributes:
+        guard: Refuses updates of the RL trainer.
+        sft_guard: Refuses updates of the supervised warm-up.
+        critic_guard: Refuses updates of the critic.
     """
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    write_atomically(folder / CONFIG, to_toml(settings))
-    try:
-        linked = saved_masters is not None and _link(saved_masters, folder / MASTERS)
-        if not linked:
-            write_tensors(folder / MASTERS, policy.named_masters())
-        if micro_batches:
-            tensors = {
-                f"{number}.{name}": tensor
-                for number, micro in enumerate(micro_batches)
-                for name, tensor in micro.to_tensors().items()
-            }
-            save_file(tensors, folder / MICRO_BATCHES)
-    except SafetensorError as error:
-        raise OSError(str(error)) from error
-    if samples:
-        write_jsonl(folder / SAMPLES, (record_of(facts.step, sample) for sample in samples))
-    if token_ids:
-        write_atomically(folder / TOKENS, json.dumps(list(token_ids)))
-    write_atomically(folder / FACTS, json.dumps(asdict(facts), indent=1) + "\n")
+
+    def __init__(
+        self,
+        settings: Settings,
+        policy: Policy,
+        directory: RunDirectory,
+        checkpoints: RunCheckpoints,
+        beat: Callable[[], None],
+    ) -> None:
+        self._settings, self._policy, self._beat = settings, policy, beat
+        self._folder, self._checkpoints = directory.path / FOLDER, checkpoints
+        action = settings.train.on_nonfinite
+        self.guard = Guard(action)
+        self.sft_guard = Guard(action, "sft.lr")
+        self.critic_guard = Guard(action, LR)
+        for name in ("guard", "sft_guard", "critic_guard"):
+            checkpoints.register(name, getattr(self, name))
+
+    def expect_updates(self, step: int, samples: Sequence[Sample] = ()) -> None:
+        """Say of which step the next updates are, for the reports of refused ones.
+
+        Args:
+            step: The step, or the supervised update.
+            samples: The samples of a step; none for a supervised update.
+        """
+        for guard in (self.guard, self.sft_guard, self.critic_guard):
+            guard.report = partial(self._report_update, step, samples)
+
+    @contextlib.contextmanager
+    def sampling(self, step: int) -> Iterator[None]:
+        """Draw completions of a step in the body of the `with`.
+
+        Raises:
+            NonFiniteError: Logits were not finite; the message says where that began.
+        """
+        try:
+            yield
+        except NonFiniteLogits as error:
+            token_ids = error.token_ids
+            first = self._first_nonfinite(
+                lambda: largest_logit(self._policy, token_ids), self._policy
+            )
+            facts = self._facts("sampling", step, 0, str(error), first)
+            write = partial(write_reproduction, token_ids=token_ids)
+            raise NonFiniteError(f"{error}. {self._keep(facts, write)}") from None
+
+    def _report_update(self, step: int, samples: Sequence[Sample], refused: NonFiniteUpdate) -> str:
+        """Keep a reproduction of a refused update; return what is known, in words."""
+        first = self._first_nonfinite(refused.repeat, refused.model)
+        if refused.model is not self._policy:  # `jetrl replay` is for the policy
+            return _where(step, first)
+        kind: Kind = "update" if samples else "supervised update"
+        # The weights of a step's first update are those of the checkpoint before the step.
+        saved = None
+        if not refused.index:
+            saved = self._checkpoints.masters_after(step - 1, bool(samples))
+        write = partial(
+            write_reproduction,
+            micro_batches=refused.micro_batches,
+            samples=samples,
+            saved_masters=saved,
+        )
+        return self._keep(self._facts(kind, step, refused.index, str(refused), first), write)
+
+    def _first_nonfinite(self, repeat: Callable[[], object], model: Model) -> str:
+        """Repeat work that was not finite while the model's operations are watched.
+
+        Returns:
+            The first value that is not finite, in words; "" if there is none now.
+        """
+        self._beat()
+        operations = None
+        try:
+            with watch(model) as operations:
+                repeat()
+        except Exception as error:
+            if not is_out_of_memory(error):  # watching takes memory that the update did not need
+                raise
+            logger.warning("no memory to look at all of what was not finite: %s", error)
+        return "" if operations is None else first_nonfinite(operations)
+
+    def _facts(self, kind: Kind, step: int, update: int, what: str, first: str) -> Facts:
+        """Return the facts of a reproduction of this run."""
+        seed = self._settings.run.seed
+        return Facts(kind, step, update, what, first, seed, str(self._policy.device))
+
+    def _keep(self, facts: Facts, write: Callable[..., None]) -> str:
+        """Write a reproduction if the run has not too many; return what is known, in words."""
+        first = _where(facts.step, facts.first)
+        prefix = "sft_" if facts.kind == "supervised update" else ""
+        update = f"_update_{facts.update + 1}" if facts.update else ""
+        folder = self._folder / f"{prefix}step_{facts.step:06d}{update}"
+        kept = [path for path in self._folder.glob("*") if path != folder]
+        if len(kept) >= MOST_KEPT:
+            return f"{first}. Not kept: {self._folder} has {len(kept)} already"
+        try:
+            write(folder, facts, self._settings, self._policy)
+        except OSError as error:
+            return f"{first}. It could not be kept in {folder}: {error.strerror or error}"
+        return f"{first}. Kept for `jetrl replay {folder}`"
 
 
-def replay(path: Path, preset: str | None = None, device: str | None = None) -> Replay:
-    """Runs a reproduction again: the forwards and backwards of its update, or the forward of its
-    sequence, with every operation looked at. No weight is changed.
-
-    Args:
-        path: its folder, or the reproduction.json in it. preset: another precision plan than the
-            run's. device: another than the run's.
-
-    Raises:
-        UserError: it is none, or damaged; the model or task that it needs is not there.
-    """
-    folder = path.parent if path.name == FACTS else path
-    facts, settings = _read_facts(folder), load_config(folder / CONFIG)
-    if device is not None:
-        run = settings.run.model_copy(update={"device": device})
-        settings = settings.model_copy(update={"run": run})
-    plan = (
-        PrecisionPlan.from_settings(settings.precision)
-        if preset is None
-        else PrecisionPlan.preset(preset)
-    )
-    policy = policy_of_masters(settings, plan, folder / MASTERS)
-    if facts.kind == "sampling":
-        tokens = _token_ids(folder)
-        with watch(policy) as seen:
-            largest = forward_again(policy, tokens)
-        return Replay(facts, {"largest |logit|": largest}, [], _words(seen))
-    trainer = _trainer(facts, policy, settings)
-    micro_batches = _micro_batches(folder, policy.device)
-    with watch(policy) as seen:
-        numbers = trainer.accumulate(micro_batches)
-    norms = [
-        (name, float(master.grad.norm()))
-        for name, master in policy.named_masters().items()
-        if master.grad is not None
-    ]
-    norms.sort(key=lambda item: (math.isfinite(item[1]), -item[1]))
-    return Replay(facts, numbers, norms, _words(seen))
-
-
-def forward_again(policy: Policy, token_ids: Sequence[int]) -> float:
-    """The trainer's forward of a sequence, whose operations give the sampler's bits. Returns the
-    largest |logit| of its last token."""
-    largest = math.nan
-    decoder = policy.decoder
-    trace = decoder.trace
-
-    def with_logits(name: str, value: torch.Tensor) -> None:
-        nonlocal largest
-        if name == "lm_head":
-            largest = float(value[-1].abs().max())
-        if trace is not None:
-            trace(name, value)
-
-    decoder.trace = with_logits
-    try:
-        with torch.no_grad():
-            tokens = [*token_ids, token_ids[-1]]  # so that the last one is looked behind, too
-            policy.logprobs([tokens[: policy.config.max_position_embeddings]])
-    finally:
-        decoder.trace = trace
-    return largest
-
-
-def _trainer(facts: Facts, policy: Policy, settings: Settings) -> SftTrainer | Trainer:
-    if facts.kind == "supervised update":
-        return SftTrainer(policy, settings)
-    value_model = build_critic(settings, policy)
-    critic = None if value_model is None else Critic(value_model, settings)
-    # What the reference said is in the micro-batches: any policy takes its place.
-    return Trainer(policy, settings, reference=policy, critic=critic)
-
-
-def _words(seen: Watch) -> str:
-    return "" if seen.first is None else str(seen.first)
-
-
-def _read_facts(folder: Path) -> Facts:
-    file = folder / FACTS
-    try:
-        facts = Facts(**json.loads(file.read_text(encoding="utf-8")))
-    except FileNotFoundError:
-        raise UserError(
-            f"{folder}: no reproduction ({FACTS}); give a folder of runs/NAME/nonfinite"
-        ) from None
-    except (OSError, ValueError, TypeError, RecursionError) as error:
-        raise UserError(f"{file}: not a reproduction's: {error}") from None
-    if facts.format != FORMAT:
-        raise UserError(f"{file}: format {facts.format}; this version reads {FORMAT}")
-    return facts
-
-
-def _micro_batches(folder: Path, device: torch.device) -> list[MicroBatch]:
-    parts: dict[int, dict[str, torch.Tensor]] = {}
-    for name, tensor in _load(folder / MICRO_BATCHES).items():
-        number, _, field = name.partition(".")
-        parts.setdefault(int(number), {})[field] = tensor
-    return [MicroBatch.from_tensors(parts[number], device) for number in sorted(parts)]
-
-
-def _token_ids(folder: Path) -> list[int]:
-    try:
-        token_ids = json.loads((folder / TOKENS).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{folder / TOKENS}: {error}") from None
-    if not isinstance(token_ids, list) or not token_ids or {*map(type, token_ids)} != {int}:
-        raise UserError(f"{folder / TOKENS}: not the token ids of a sequence")
-    return token_ids
-
-
-def _load(file: Path) -> Mapping[str, torch.Tensor]:
-    try:
-        tensors: dict[str, torch.Tensor] = load_file(file)
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"{file}: missing or damaged: {error}") from None
-    return tensors
-
-
-def _link(source: Path, target: Path) -> bool:
-    with contextlib.suppress(OSError):  # another file system, or one without links: it is written
-        os.link(source, target)
-        return True
-    return False
+def _where(step: int, first: str) -> str:
+    """Return in which step the first value that is not finite was met, "" if not met again."""
+    return f"In step {step}, " + (f"the first such value is the {first}" if first else _NOT_AGAIN)

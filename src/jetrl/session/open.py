@@ -1,17 +1,15 @@
-"""Opens what a run is made of, so that a mistake is found before anything is written."""
+"""Opening a run: everything it is made of, before anything is written.
+
+A mistake in settings, data or models is found here, while no run directory exists yet.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import logging
-import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from types import TracebackType
 
-from jetrl.errors import StorageError, UserError
+from jetrl.errors import UserError
 from jetrl.memory.device import free_bytes
 from jetrl.memory.fitting import Fitted, check_fits
 from jetrl.memory.out_of_memory import explained
@@ -24,97 +22,98 @@ from jetrl.rewards.environment import turns_of
 from jetrl.rewards.reward import Reward
 from jetrl.rewards.sampling import EncodedPrompt, encode_prompts
 from jetrl.rollout.engine import RolloutEngine
-from jetrl.runs import (
-    Attempt,
-    RunDirectory,
-    Trackers,
-    check_trackers,
-    open_trackers,
-    summary_of,
-    write_report,
-)
-from jetrl.runs.status import StatusFile
-from jetrl.runs.storing import storing
-from jetrl.session.building import build_judge, build_policy, choose_device, model_config
-from jetrl.session.phases import PhaseObserver
-from jetrl.session.watchdog import Watchdog
-from jetrl.session.worked_answers import check_worked_answers
+from jetrl.runs import check_trackers
+from jetrl.session.building import build_policy, build_reward, choose_device, model_config
+from jetrl.session.examples import trained_examples, worked_answer
 from jetrl.settings.loading import Settings
 from jetrl.tasks import Scorer, Task, build_task
 from jetrl.training.objectives import Objective
-
-logger = logging.getLogger(__name__)
 
 _ADVICE = "`jetrl train --dry-run` prints what a run holds"
 
 
 @dataclass(frozen=True)
 class RunContext:
-    """What a run is made of. prompts, eval_prompts: encoded, in the order of their split; no
-    eval_prompts where nothing is evaluated. max_turns: of a completion. attempt: this start of the
-    program. judge: None where the reward is the task's score. memory: what they will hold.
-    opened: how long it took to load the models, and to prove that the flow is exact."""
+    """The models and data of a run, and the processes that score.
 
-    settings: Settings
+    Attributes:
+        objective: The algorithm that is trained with.
+        task: The task that the prompts and scores come from.
+        max_turns: The most turns of a completion.
+        policy: The policy that is trained.
+        prompts: The prompts to train on, in the order of their split.
+        eval_prompts: The held-out prompts, in the order of their split; none where nothing is
+            evaluated.
+        scorer: The scoring processes.
+        engine: The engine that samples from the policy.
+        reward: Makes the rewards of [reward]; None where the reward is the task's own score.
+        memory: The memory plan.
+        loading: How long it took to load the models, and to prove that the flow is exact, in words.
+        notes: Lines to show to the user at the start.
+    """
+
     objective: Objective
-    plan: PrecisionPlan
     task: Task
     max_turns: int
     policy: Policy
     prompts: list[EncodedPrompt]
     eval_prompts: list[EncodedPrompt]
     scorer: Scorer
-    run: RunDirectory
-    attempt: Attempt
-    trackers: Trackers
     engine: RolloutEngine
-    judge: Reward | None
+    reward: Reward | None
     memory: Fitted
-    opened: str
+    loading: str
+    notes: list[str]
 
 
-def open_parts(settings: Settings, resume: bool, stack: contextlib.ExitStack) -> RunContext:
-    """Opens everything; the stack closes it, and writes the report last.
+def open_context(settings: Settings, stack: contextlib.ExitStack) -> RunContext:
+    """Load the models and data of a run; the stack closes the scoring processes.
 
     Raises:
-        UserError: settings, data or a model that cannot be used.
+        UserError: Settings, data or a model that cannot be used.
     """
-    RunDirectory.check_name(settings, resume=resume)
     check_trackers(settings.trackers.names)
     plan = PrecisionPlan.from_settings(settings.precision)
     objective = _objective(settings)  # a user's file runs
     config, others = model_config(settings), OtherModels.of(settings)
     device = choose_device(settings.run.device)
     free = free_bytes(device)
-    # With the shortest prompts there are: what does not fit now fits with none.
+    # Planned with the shortest possible prompts: what does not fit now fits with no prompts.
     check_fits(settings, config, others, Workload.of(settings, config, 1), device, free)
-    wanted = settings.task
-    task = build_task(wanted)
-    max_turns = turns_of(task, wanted.max_turns)
+
+    # The policy, and its proof where the plan is exact.
+    task_settings = settings.task
+    task = build_task(task_settings)
+    max_turns = turns_of(task, task_settings.max_turns)
     began = time.monotonic()
     with explained("loading the model", _ADVICE):
         policy = build_policy(settings, plan, task)
         load_s = time.monotonic() - began
         proof_s = require_exact(policy)
-    prompts = encode_prompts(policy, task, wanted.split, system_prompt=wanted.system_prompt)
+
+    # The data, and the memory plan with the longest prompt.
+    system_prompt = task_settings.system_prompt
+    prompts = encode_prompts(policy, task, task_settings.split, system_prompt=system_prompt)
     if settings.sft.steps:
-        check_worked_answers(build_task(wanted), policy, prompts)
-    eval_prompts = (
-        encode_prompts(policy, task, wanted.eval_split, settings.eval.prompts, wanted.system_prompt)
-        if settings.eval.every or settings.sft.until is not None
-        else []
-    )
+        for _ in trained_examples(worked_answer, build_task(task_settings), policy, prompts):
+            pass  # a prompt without a worked answer is an error
+    eval_prompts = []
+    if settings.eval.every or settings.sft.until is not None:
+        split, limit = task_settings.eval_split, settings.eval.prompts
+        eval_prompts = encode_prompts(policy, task, split, limit, system_prompt)
     _check_contexts(settings, config, others, max(len(prompt.token_ids) for prompt in prompts))
     longest = max(len(prompt.token_ids) for prompt in (*prompts, *eval_prompts))
     load = Workload.of(settings, config, longest, max_turns)
     memory = check_fits(settings, config, others, load, device, free)
+
+    # The reward model, whose forward takes as many tokens as the plan has room for.
     began = time.monotonic()
     with explained("loading the reward model", _ADVICE):
-        judge = build_judge(settings, policy, memory.tokens)
+        reward = build_reward(settings, policy, memory.tokens)
         load_s += time.monotonic() - began
-    opened = f"models loaded in {load_s:.1f} s"
+    loading = f"models loaded in {load_s:.1f} s"
     if proof_s is not None:
-        opened += f", exactness proven in {proof_s:.1f} s"
+        loading += f", exactness proven in {proof_s:.1f} s"
     rollout = settings.rollout
     engine = RolloutEngine(
         policy,
@@ -123,49 +122,31 @@ def open_parts(settings: Settings, resume: bool, stack: contextlib.ExitStack) ->
         page_size=rollout.page_size,
         max_prefill_tokens=rollout.max_prefill_tokens,
     )
-    scorer = stack.enter_context(Scorer.from_settings(wanted))
-    run = RunDirectory.create(settings, plan.to_dict(), resume=resume)
+    notes = []
     room = config.max_position_embeddings - longest
     if rollout.max_tokens > room:
-        run.notes.append(
+        notes.append(
             f"rollout.max_tokens = {rollout.max_tokens}: after the longest prompt, of {longest} "
             f"tokens, the model's context has room for {room}, and a completion ends there"
         )
-    if settings.report.enabled:
-        stack.push(Reporting(run.path))  # last, when the run's end is recorded
-    stack.enter_context(run)
-    attempt = stack.enter_context(
-        run.attempt(sys.argv, {"plan": plan.name, "device": str(policy.device)})
-    )
-    trackers = open_trackers(
-        settings.trackers.names,
-        settings.trackers.project,
-        run.path,
-        settings.model_dump(mode="json"),
-    )
-    stack.callback(lambda: trackers.close(lambda: summary_of(run.history())))
     return RunContext(
-        settings=settings,
         objective=objective,
-        plan=plan,
         task=task,
         max_turns=max_turns,
         policy=policy,
         prompts=prompts,
         eval_prompts=eval_prompts,
-        scorer=scorer,
-        run=run,
-        attempt=attempt,
-        trackers=trackers,
+        scorer=stack.enter_context(Scorer.from_settings(task_settings)),
         engine=engine,
-        judge=judge,
+        reward=reward,
         memory=memory,
-        opened=opened,
+        loading=loading,
+        notes=notes,
     )
 
 
 def _objective(settings: Settings) -> Objective:
-    """What a run optimizes; the record of a user's algorithm is known from here on."""
+    """Return what a run optimizes; the record of a user's algorithm is known from here on."""
     objective = Objective.from_settings(settings.algorithm, settings.rollout.max_tokens)
     if settings.algorithm.from_file and settings.loop.steps > 0:
         problems = list(settings.algorithm_problems(objective.algorithm))
@@ -177,7 +158,14 @@ def _objective(settings: Settings) -> Objective:
 def _check_contexts(
     settings: Settings, config: ModelConfig, others: OtherModels, longest_prompt: int
 ) -> None:
-    """Every model beside the policy reads whole sequences. config: the policy's."""
+    """Check that every model beside the policy can read whole sequences.
+
+    Args:
+        settings: The settings of the run.
+        config: The policy's configuration.
+        others: The configurations of the other models.
+        longest_prompt: The tokens of the longest prompt that is trained on.
+    """
     if not settings.loop.steps:
         return
     max_tokens = settings.rollout.max_tokens
@@ -194,38 +182,3 @@ def _check_contexts(
                 f"than a sequence can be here: the longest prompt has {longest_prompt} tokens and "
                 f"rollout.max_tokens = {max_tokens}; lower that, or take another model"
             )
-
-
-def open_observers(
-    settings: Settings,
-    run: RunDirectory,
-    stack: contextlib.ExitStack,
-    state: Callable[[], list[str]] = list,
-) -> list[PhaseObserver]:
-    """Who is told of the run's phases: its status file and its watchdog. state: more lines for
-    hang.txt."""
-    status = StatusFile(run.path)
-    stack.callback(status.close)
-    watchdog = Watchdog(settings.watchdog, run.path / "hang.txt", state, run.end_attempt_for_hang)
-    return [status, stack.enter_context(watchdog)]
-
-
-class Reporting(contextlib.AbstractContextManager[None]):
-    """Writes the report at the end, however the run ended."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        try:
-            with storing(self._path / "report.html"):
-                write_report(self._path)
-        except StorageError as failure:
-            if error is None:
-                raise
-            logger.warning("%s", failure)  # what ended the run is what to say

@@ -1,12 +1,14 @@
-"""Partial rollouts from step to step (rollout.oversample): more prompts are sampled than a step
-trains on, sampling ends when enough of them are complete, and the others go on in the next step.
+"""Partial rollouts (rollout.oversample): completions that take more than one step.
+
+More prompts are sampled than a step trains on, sampling ends when enough of them are complete, and
+the others are continued in the next step.
 
 Every step draws prompts_per_step prompts and trains on as many complete ones, the oldest first, so
-the number of prompts on their way stays what the first step made it. Where a resumed run has
-another rollout.oversample, its first step draws more to fill up, or fewer. A completion that took
-several steps was drawn by several policies: `Completion.versions` says which token is whose. Tokens
-of the present one are exactly the trainer's, and checked; the others keep the log-probs that they
-were drawn with, and are off-policy by as many steps.
+the number of waiting prompts stays what the first step made it. Where a resumed run has another
+rollout.oversample, its first step draws more to fill up, or fewer. A completion that took several
+steps was drawn by several policies: `Completion.versions` says which policy drew which token. The
+tokens of the present policy are exactly the trainer's, and checked; the others keep the log-probs
+that they were drawn with, and are off-policy by as many steps.
 """
 
 from __future__ import annotations
@@ -27,25 +29,38 @@ from jetrl.types import Completion, SamplingParams, Unfinished
 
 @dataclass(frozen=True)
 class Group:
-    """A prompt and its completions, those that are not there yet cut off or not begun."""
+    """A prompt and its completions, which may be cut off or not begun.
+
+    Attributes:
+        prompt: The prompt.
+        members: Its completions.
+    """
 
     prompt: EncodedPrompt
     members: tuple[Unfinished, ...]
 
     @property
     def complete(self) -> bool:
-        return all(_done(member) for member in self.members)
+        """True if every completion has come to its end."""
+        return all(_is_complete(member) for member in self.members)
 
 
 class PartialRollouts:
-    """The groups on their way between two steps.
+    """The groups that wait between two steps to be continued.
+
+    Args:
+        settings: The settings of the run.
+        policy: The policy, whose plan must be exact.
+        prompts: All prompts that are trained on.
+        max_turns: The most turns of a completion.
+        dynamic_sampling: Whether the algorithm uses dynamic sampling.
 
     Attributes:
-        on: whether this step's sampling goes through `sample`: rollout.oversample is set, or there
-            is something left of a time when it was.
+        on: Whether the step is sampled by `sample`: rollout.oversample is set, or groups wait of a
+            time when it was set.
 
     Raises:
-        UserError: settings that do not go with rollout.oversample.
+        UserError: Settings that do not go with rollout.oversample.
     """
 
     def __init__(
@@ -56,7 +71,7 @@ class PartialRollouts:
         max_turns: int,
         dynamic_sampling: bool,
     ) -> None:
-        self._wanted = settings.rollout.prompts_per_step
+        self._prompts_per_step = settings.rollout.prompts_per_step
         self._share = settings.rollout.oversample
         self._by_id = {encoded.prompt.id: encoded for encoded in prompts}
         self._groups: list[Group] = []
@@ -67,14 +82,18 @@ class PartialRollouts:
 
     @property
     def num_unfinished(self) -> int:
-        """Completions that go on in the next step."""
-        return sum(not _done(member) for group in self._groups for member in group.members)
+        """The number of completions that are continued in the next step."""
+        return sum(not _is_complete(member) for group in self._groups for member in group.members)
 
     def start_step(self) -> int:
-        """Prompts that the step draws beside its own: what the stock lacks, in the first step all
-        of it. Negative where it has more than it should: so many fewer are begun."""
+        """Return how many prompts the step draws beside its own, so that enough groups wait.
+
+        In the first step these are all of the groups that are to wait. Where more groups wait than
+        should, the number is negative: the step begins so many prompts fewer.
+        """
         self.on = self._share > 0 or bool(self._groups)
-        return max(math.ceil(self._share * self._wanted) - len(self._groups), -self._wanted)
+        should_wait = math.ceil(self._share * self._prompts_per_step)
+        return max(should_wait - len(self._groups), -self._prompts_per_step)
 
     def sample(
         self,
@@ -84,52 +103,69 @@ class PartialRollouts:
         version: int,
         progress: ProgressCallback,
     ) -> tuple[list[EncodedPrompt], list[Completion]]:
-        """Goes on with what is there and begins `prompts`: (the step's complete prompts, their
-        completions). version: of the policy, counted by steps."""
-        old = self._groups
-        resume = [[m for m in group.members if not _done(m)] for group in old]
+        """Continue the groups that wait, and begin new ones, until enough are complete.
+
+        Args:
+            engine: The engine that samples.
+            prompts: The prompts of the new groups.
+            params: How to sample.
+            version: The version of the policy, which is the number of the step.
+            progress: Called after each forward with what is done.
+
+        Returns:
+            The prompts of the complete groups that the step trains on, and their completions.
+        """
+        waiting = self._groups
+        resume = [[m for m in group.members if not _is_complete(m)] for group in waiting]
         resume = [members for members in resume if members]
-        enough = self._wanted - sum(group.complete for group in old)
-        some = prompts[0] if prompts else old[0].prompt
-        stop = tuple(dict.fromkeys((*params.stop, *some.stop)))
+        enough = self._prompts_per_step - sum(group.complete for group in waiting)
+        any_prompt = prompts[0] if prompts else waiting[0].prompt  # all have the same stop strings
+        stop = tuple(dict.fromkeys((*params.stop, *any_prompt.stop)))
         completions = engine.generate(
             [list(prompt.token_ids) for prompt in prompts],
             replace(params, stop=stop),
             progress,
             partial=Partial(enough, resume, version),
         )
-        cut = engine.unfinished
-        place = iter(range(len(completions)))
+        cut_off = engine.unfinished
+        indices = iter(range(len(completions)))
 
         def next_member(prompt: EncodedPrompt) -> Unfinished:
-            index = next(place)
-            return cut.get(index) or Unfinished(prompt.token_ids, 0, completions[index])
+            index = next(indices)
+            return cut_off.get(index) or Unfinished(prompt.token_ids, 0, completions[index])
 
+        # The engine's completions come in order: those that were continued, then the new ones.
         groups = [
-            Group(g.prompt, tuple(m if _done(m) else next_member(g.prompt) for m in g.members))
-            for g in old
+            Group(
+                group.prompt,
+                tuple(m if _is_complete(m) else next_member(group.prompt) for m in group.members),
+            )
+            for group in waiting
         ]
         groups += [Group(p, tuple(next_member(p) for _ in range(params.n))) for p in prompts]
-        chosen = [group for group in groups if group.complete][: self._wanted]
-        taken = {id(group) for group in chosen}
-        self._groups = [_dated(group, version) for group in groups if id(group) not in taken]
+
+        # The oldest complete groups are trained on; the others wait.
+        chosen = [group for group in groups if group.complete][: self._prompts_per_step]
+        chosen_ids = {id(group) for group in chosen}
+        self._groups = [_dated(group, version) for group in groups if id(group) not in chosen_ids]
         return (
             [group.prompt for group in chosen],
             [member.completion for group in chosen for member in group.members],
         )
 
     def state(self) -> Any:
-        """For a checkpoint, as JSON values."""
+        """Return the waiting groups for a checkpoint, as JSON values."""
         return [
             [group.prompt.prompt.id, [_record(member) for member in group.members]]
             for group in self._groups
         ]
 
     def load_state(self, state: Any) -> None:
-        """Goes on with what `state` gave.
+        """Take over the waiting groups of a checkpoint.
 
         Raises:
-            UserError: one of its prompts is no longer there, or settings that do not go with it.
+            UserError: The task no longer has one of their prompts, or settings that do not go with
+                partial rollouts.
         """
         if state and self._problem:
             raise UserError(
@@ -151,7 +187,7 @@ class PartialRollouts:
 def _problem(
     policy: Policy, prompts: Sequence[EncodedPrompt], max_turns: int, dynamic_sampling: bool
 ) -> str:
-    """Why completions of this run cannot cross steps, "" if they can."""
+    """Return why completions of this run cannot take several steps, "" if they can."""
     if not policy.plan.exact:
         return (
             f"the plan {policy.plan.name!r} does not know the policy that drew an old token to the "
@@ -168,12 +204,13 @@ def _problem(
     return ""
 
 
-def _done(member: Unfinished) -> bool:
+def _is_complete(member: Unfinished) -> bool:
+    """Return whether a completion has come to its end."""
     return member.completion.finish_reason != "cancelled"
 
 
 def _dated(group: Group, version: int) -> Group:
-    """With the versions of completions that are done and wait: in the next step they are old."""
+    """Return a waiting group whose complete completions say by which version they were drawn."""
     return replace(
         group,
         members=tuple(
@@ -185,11 +222,13 @@ def _dated(group: Group, version: int) -> Group:
 
 
 def _record(member: Unfinished) -> list[Any]:
+    """Return a completion as JSON values."""
     c = member.completion
     return [member.key, c.token_ids, c.logprobs, c.finish_reason, c.text, c.versions]
 
 
 def _member(prompt: EncodedPrompt, record: Sequence[Any]) -> Unfinished:
+    """Return the completion that `_record` made a record of."""
     key, token_ids, logprobs, finish_reason, text, versions = record
     completion = Completion(
         tuple(token_ids), tuple(logprobs), finish_reason, text, versions=tuple(versions)

@@ -1,7 +1,7 @@
-"""The phases of a step: what runs now, and how long each took.
+"""The phases of a training step: which one runs now, and how long each took.
 
-Whatever may take long runs inside `with phases.phase(NAME)`. Observers are told when a phase
-begins, each time it shows a sign of life, and when it ends without an error.
+Whatever may take long runs inside `with phases.phase(NAME)`. Observers hear when a phase begins,
+each time it shows a sign of life, and when it ends without an error.
 """
 
 from __future__ import annotations
@@ -17,18 +17,26 @@ _ADVICE = "`jetrl train --dry-run` prints what is held and when. The last checkp
 
 
 class PhaseObserver(Protocol):
-    """Who wants to know what a run is doing."""
+    """An object that hears what a run is doing."""
 
-    def begin(self, phase: str, step: int) -> None: ...
+    def begin(self, phase: str, step: int) -> None:
+        """Hear that a phase of a step begins."""
 
-    def beat(self) -> None: ...
+    def beat(self) -> None:
+        """Hear that the present phase shows a sign of life."""
 
-    def end(self, phase: str, seconds: float) -> None: ...
+    def end(self, phase: str, seconds: float) -> None:
+        """Hear that a phase has ended without an error."""
 
 
 class Phases:
-    """`timings`: seconds of each phase of the step so far, by name. `observers`: told in order.
-    `step`: the one that runs, 0 before the first."""
+    """The clock of a run's phases.
+
+    Attributes:
+        timings: The seconds of each phase of the present step that has ended, by name.
+        observers: The observers, in the order in which they hear of a phase.
+        step: The number of the present step, 0 before the first.
+    """
 
     def __init__(self) -> None:
         self.timings: dict[str, float] = {}
@@ -37,22 +45,22 @@ class Phases:
         self._step_began = time.monotonic()
 
     def start_step(self, step: int) -> None:
-        """Forgets the timings of the step before."""
+        """Begin a step, without the timings of the step before."""
         self.step = step
         self.timings.clear()
         self._step_began = time.monotonic()
 
     @property
     def step_s(self) -> float:
-        """Seconds since the step began."""
+        """The seconds since the present step began."""
         return time.monotonic() - self._step_began
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """While a phase runs.
+        """Measure the body of the `with` as a phase, and tell the observers.
 
         Raises:
-            OutOfMemoryStop: memory ran out where no part of the phase could make do with less.
+            OutOfMemoryStop: Memory ran out where no part of the phase could do with less.
         """
         for observer in self.observers:
             observer.begin(name, self.step)
@@ -64,6 +72,6 @@ class Phases:
             observer.end(name, self.timings[name])
 
     def beat(self) -> None:
-        """A sign of life of the phase that runs: a forward of the sampler, an update."""
+        """Show a sign of life of the present phase: a forward of the sampler, an update."""
         for observer in self.observers:
             observer.beat()

@@ -1,25 +1,24 @@
-"""A look at a run before it begins: a few prompts, what the model answers, and what that is worth.
+"""A look at a run before it begins: a few prompts with the model's answers, and warnings.
 
-Nothing is written and nothing is trained. The model is as it is before the supervised warm-up.
+Nothing is written and nothing is trained. The model is as it is before any update.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import contextlib
+from dataclasses import dataclass, replace
 
-from jetrl.precision import PrecisionPlan
-from jetrl.randomness import derive_seed
-from jetrl.rewards.environment import turns_of
-from jetrl.rewards.sampling import Scoring, encode_prompts, sample_prompts
-from jetrl.rollout.engine import RolloutEngine
+from jetrl.models.chat import decode
+from jetrl.rewards.sampling import Scoring, sample_prompts
 from jetrl.runs import problems
-from jetrl.session.building import build_judge, build_policy
-from jetrl.session.shuffled_prompts import ShuffledPrompts
+from jetrl.session.examples import PairFacts, preference_pair
+from jetrl.session.open import open_context
+from jetrl.session.prompt_order import PromptOrder
+from jetrl.session.reward_training import open_reward_context
+from jetrl.session.sampling_params import rollout_params
 from jetrl.session.step_metrics import sample_metrics
 from jetrl.settings.loading import Settings
-from jetrl.tasks import Scorer, build_task
-from jetrl.training.objectives import Objective
-from jetrl.types import Sample, SamplingParams
+from jetrl.types import Prompt, Sample
 
 PROMPTS = 4
 SAMPLES = 4  # of each prompt, or fewer where the recipe has fewer
@@ -27,55 +26,114 @@ SAMPLES = 4  # of each prompt, or fewer where the recipe has fewer
 
 @dataclass(frozen=True)
 class Preflight:
-    """samples: grouped by prompt. warnings: what would keep the run from learning, in words."""
+    """The preflight of reinforcement learning.
+
+    Attributes:
+        samples: Scored completions, grouped by prompt.
+        warnings: What would keep the run from learning, in words.
+    """
 
     samples: tuple[Sample, ...]
     warnings: tuple[str, ...]
 
 
 def preflight(settings: Settings) -> Preflight:
-    """The first prompts of the first step, sampled and scored as the run would.
+    """Open a run without its directory; sample and score the first prompts of its first step.
 
     Raises:
-        UserError: settings, data or a model that cannot be used.
+        UserError: Settings, data or a model that cannot be used.
     """
-    wanted, rollout = settings.task, settings.rollout
-    objective = Objective.from_settings(settings.algorithm, rollout.max_tokens)
-    task = build_task(wanted)
-    max_turns = turns_of(task, wanted.max_turns)
-    policy = build_policy(settings, PrecisionPlan.from_settings(settings.precision), task)
-    judge = build_judge(settings, policy, settings.train.tokens_per_micro_batch)
-    prompts = encode_prompts(policy, task, wanted.split, system_prompt=wanted.system_prompt)
-    order = ShuffledPrompts(
-        [encoded.prompt.task for encoded in prompts],
-        [encoded.prompt.id for encoded in prompts],
-        task.weights,
-        derive_seed(settings.run.seed, "prompts"),
-    )
-    chosen = [prompts[i] for i in order.draw(1, min(PROMPTS, rollout.prompts_per_step))]
-    params = SamplingParams(
-        n=min(SAMPLES, rollout.samples_per_prompt),
-        max_tokens=rollout.max_tokens,
-        temperature=rollout.temperature,
-        top_p=rollout.top_p,
-        top_k=rollout.top_k,
-        stop=rollout.stop,
-        seed=derive_seed(settings.run.seed, "rollout", 1),
-    )
-    if settings.eval.every:  # only to find what is wrong with it
-        encode_prompts(policy, task, wanted.eval_split, settings.eval.prompts, wanted.system_prompt)
-    with Scorer.from_settings(wanted) as scorer:
-        engine = RolloutEngine(policy, rollout.max_batch_size, page_size=rollout.page_size)
-        scoring = Scoring(scorer, chosen, params.n)
-        samples = scoring.samples(sample_prompts(engine, scoring, params, max_turns))
-    if judge is not None:
-        engine.free_cache()
-        samples = judge(samples)
-    metrics = sample_metrics(samples, objective.algorithm.compares_group)
-    found = problems([metrics], f"{len(samples)} completions", "look at them above")
+    rollout = settings.rollout
+    with contextlib.ExitStack() as stack:
+        context = open_context(settings, stack)
+        order = PromptOrder(settings, context.prompts, context.task.weights)
+        prompts = order.draw(1, min(PROMPTS, rollout.prompts_per_step))
+        params = rollout_params(settings, step=1)
+        params = replace(params, n=min(SAMPLES, rollout.samples_per_prompt))
+        scoring = Scoring(context.scorer, prompts, params.n)
+        samples = scoring.samples(
+            sample_prompts(context.engine, scoring, params, context.max_turns)
+        )
+    if context.reward is not None:
+        context.engine.free_cache()
+        samples = context.reward(samples)
+    metrics = sample_metrics(samples, context.objective.algorithm.compares_group)
+    warnings = problems([metrics], f"{len(samples)} completions", "look at them above")
     failures = [sample.failure for sample in samples if sample.failure]
     if failures:
-        found["failures"] = (
+        warnings["failures"] = (
             f"{len(failures)} of {len(samples)} completions could not be judged: {failures[0]}"
         )
-    return Preflight(tuple(samples), tuple(found.values()))
+    return Preflight(tuple(samples), tuple(warnings.values()))
+
+
+@dataclass(frozen=True)
+class ScoredCompletion:
+    """A completion of a pair with the reward model's score before training.
+
+    Attributes:
+        text: The completion as the model reads it.
+        tokens: The number of its tokens.
+        score: The model's score.
+    """
+
+    text: str
+    tokens: int
+    score: float
+
+
+@dataclass(frozen=True)
+class ScoredPair:
+    """A prompt and its two completions.
+
+    Attributes:
+        prompt: The prompt.
+        completions: The two completions, the better one first.
+    """
+
+    prompt: Prompt
+    completions: tuple[ScoredCompletion, ...]
+
+
+@dataclass(frozen=True)
+class PairPreflight:
+    """The preflight of a reward model's training.
+
+    Attributes:
+        pairs: The first pairs of the first update.
+        facts: Counts over all pairs that are trained on.
+        warnings: What would keep the model from learning, in words.
+    """
+
+    pairs: tuple[ScoredPair, ...]
+    facts: PairFacts
+    warnings: tuple[str, ...]
+
+
+def preflight_pairs(settings: Settings) -> PairPreflight:
+    """Score the first pairs of the first update with a reward model before its training.
+
+    Raises:
+        UserError: As `train_reward_model`.
+    """
+    context = open_reward_context(settings)
+    model, facts, tokenizer = context.model, context.facts, context.model.tokenizer
+    assert tokenizer is not None, "pairs were encoded"
+    order = PromptOrder(settings, context.prompts, context.task.weights, use="sft")
+    scored: list[ScoredPair] = []
+    for encoded in order.draw(1, min(PROMPTS, settings.sft.examples_per_step)):
+        pair = preference_pair(context.task, model, encoded)
+        answers = [sequence[len(encoded.token_ids) :] for sequence in pair]
+        scores = model.scores(pair, context.memory.tokens).tolist()
+        completions = tuple(
+            ScoredCompletion(decode(tokenizer, answer), len(answer), score)
+            for answer, score in zip(answers, scores, strict=True)
+        )
+        scored.append(ScoredPair(encoded.prompt, completions))
+    warnings = []
+    if facts.equal:
+        warnings.append(
+            f"{facts.equal} of {facts.count} pairs are the same completion twice: nothing is "
+            "learnt from them"
+        )
+    return PairPreflight(tuple(scored), facts, tuple(warnings))

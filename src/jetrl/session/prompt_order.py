@@ -1,4 +1,12 @@
-"""Which prompts a step draws, and what it learns about their difficulty (ordering.py)."""
+"""The order in which prompts are drawn: shuffled, mixed by weight, and by measured difficulty.
+
+`shuffle` is a function of (seed, step). `pass_rate` depends on what the policy has solved so far as
+well: a prompt that is always solved, or never, teaches a group comparison nothing, so prompts are
+drawn with a weight of 4 p (1 - p), where p is the prompt's own measured pass rate, and never with
+less than `explore` (they may have become easier or harder since). A prompt that was not tried yet
+has the weight of one solved half of the time. The record of pass rates goes into checkpoints; the
+draws themselves are counted.
+"""
 
 from __future__ import annotations
 
@@ -6,23 +14,121 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from jetrl.errors import UserError
-from jetrl.randomness import derive_seed
+from jetrl.randomness import derive_seed, draw_range, shares, weighted_draw
 from jetrl.rewards.sampling import EncodedPrompt
-from jetrl.session.shuffled_prompts import ShuffledPrompts
 from jetrl.settings.loading import Settings
 from jetrl.types import Sample
 
+PRIOR = 1.0  # completions that a prompt counts as solved, and as many as not, before it was tried
+MEMORY = 0.5  # what a completion still counts when the prompt is tried again
 
-class PromptOrder:
-    """The prompts of a split, drawn step by step.
+
+class PassRates:
+    """The history of each prompt's completions, solved and tried, older ones counting less.
+
+    `state()` is {prompt id: [solved, tried]}; the floats survive JSON bit for bit.
+    """
+
+    def __init__(self) -> None:
+        self._history: dict[str, tuple[float, float]] = {}
+
+    def observe(self, prompt_id: str, solved: int, tried: int) -> None:
+        """Take in the completions of one group.
+
+        Args:
+            prompt_id: The prompt of the group.
+            solved: The number of completions that solve it.
+            tried: The number of completions.
+        """
+        before_solved, before_tried = self._history.get(prompt_id, (0.0, 0.0))
+        self._history[prompt_id] = (
+            MEMORY * before_solved + solved,
+            MEMORY * before_tried + tried,
+        )
+
+    def rate(self, prompt_id: str) -> float:
+        """Return the estimated share of completions that solve a prompt, in (0, 1).
+
+        A prompt that was not tried has 0.5.
+        """
+        solved, tried = self._history.get(prompt_id, (0.0, 0.0))
+        return (solved + PRIOR) / (tried + 2 * PRIOR)
+
+    def state(self) -> dict[str, list[float]]:
+        """Return the history as JSON values."""
+        return {prompt_id: list(counts) for prompt_id, counts in self._history.items()}
+
+    def load_state(self, state: Mapping[str, Sequence[float]]) -> None:
+        """Take over the history that `state` returned."""
+        self._history = {key: (float(counts[0]), float(counts[1])) for key, counts in state.items()}
+
+
+class ShuffledPrompts:
+    """The order of prompts, by their index in the split.
 
     Args:
-        prompts: of the split. weights: of each task, {} where there is one. use: what the prompts
-            are for, `prompts` (of RL) or `sft`: each draws in an order of its own.
+        tasks: The task of each prompt (`Prompt.task`), in the order of the split.
+        prompt_ids: The id of each prompt.
+        weights: The weight of each task; {} where there is one task.
+        seed: The seed of the draws.
+        explore: The least weight of a prompt under `pass_rate`; None draws shuffled.
+    """
+
+    def __init__(
+        self,
+        tasks: Sequence[str],
+        prompt_ids: Sequence[str],
+        weights: Mapping[str, float],
+        seed: int,
+        explore: float | None = None,
+    ) -> None:
+        self._ids, self._seed, self._explore = list(prompt_ids), seed, explore
+        self._members: dict[str, list[int]] = {}
+        for index, task in enumerate(tasks):
+            self._members.setdefault(task, []).append(index)
+        self._weights = {task: weights.get(task, 1.0) for task in self._members}
+        self.pass_rates = PassRates()
+
+    def draw(self, step: int, count: int) -> list[int]:
+        """Return the indices of the prompts of a step.
+
+        The tasks take turns, each at equal distances: a step's updates are made on consecutive
+        prompts, and each of them is to see every task.
+
+        Args:
+            step: The step, from 1.
+            count: The number of prompts; every step draws as many.
+        """
+        counts = shares(list(self._weights.values()), count, step, self._seed)
+        drawn: list[tuple[float, int]] = []  # positions in the step, from 0 to 1, and indices
+        for column, (task, members) in enumerate(self._members.items()):
+            now, before = int(counts[-1, column]), int(counts[:-1, column].sum())
+            seed = self._seed if len(self._members) == 1 else derive_seed(self._seed, task)
+            if self._explore is None:
+                chosen = draw_range(len(members), before, now, seed)
+            else:
+                rates = np.array([self.pass_rates.rate(self._ids[i]) for i in members])
+                weight = np.maximum(4.0 * rates * (1.0 - rates), self._explore)
+                chosen = weighted_draw(weight, now, derive_seed(seed, "pass_rate", step))
+            drawn += [((k + 0.5) / now, members[i]) for k, i in enumerate(chosen)]
+        return [index for _, index in sorted(drawn, key=lambda entry: entry[0])]
+
+
+class PromptOrder:
+    """The prompts of a split, drawn step by step in the order that `data.order` names.
+
+    Args:
+        settings: The settings of the run.
+        prompts: The prompts of the split.
+        weights: The weight of each task; {} where there is one task.
+        use: What the prompts are for: `prompts` are those of the loop's steps. Each use draws in an
+            order of its own, and only the steps draw by pass rate.
 
     Raises:
-        UserError: two prompts of one id, under data.order = pass_rate.
+        UserError: Two prompts have the same id, under data.order = pass_rate.
     """
 
     def __init__(
@@ -34,8 +140,8 @@ class PromptOrder:
     ) -> None:
         self._prompts = prompts
         self._threshold, self._weighed = settings.eval.threshold, settings.reward.is_weighed
-        by_pass_rate = settings.data.order == "pass_rate" and use == "prompts"
-        if by_pass_rate:
+        self._by_pass_rate = settings.data.order == "pass_rate" and use == "prompts"
+        if self._by_pass_rate:
             (prompt_id, times), *_ = Counter(e.prompt.id for e in prompts).most_common(1)
             if times > 1:
                 raise UserError(
@@ -47,31 +153,33 @@ class PromptOrder:
             [encoded.prompt.id for encoded in prompts],
             weights,
             derive_seed(settings.run.seed, use),
-            settings.data.explore if by_pass_rate else None,
+            settings.data.explore if self._by_pass_rate else None,
         )
-        self._by_pass_rate = by_pass_rate
 
     def draw(self, step: int, count: int) -> list[EncodedPrompt]:
-        """The prompts of a step; steps count from 1, and every step draws `count`."""
+        """Return the prompts of a step, counted from 1; every step draws `count`."""
         return [self._prompts[i] for i in self._order.draw(step, count)]
 
     def observe(self, samples: Sequence[Sample]) -> None:
-        """Takes in how often the step's prompts were solved."""
+        """Take in how often the prompts of a step were solved."""
         if not self._by_pass_rate:
             return
         groups: dict[int, list[Sample]] = {}
         for sample in samples:
             groups.setdefault(sample.group, []).append(sample)
         for members in groups.values():
-            solved = sum(self._task_score(s) >= self._threshold for s in members)
-            self._order.pass_rates.observe(members[0].prompt.id, solved, len(members))
+            num_solved = sum(self._task_score(s) >= self._threshold for s in members)
+            self._order.pass_rates.observe(members[0].prompt.id, num_solved, len(members))
 
     def _task_score(self, sample: Sample) -> float:
+        """Return the task's own score of a sample, before [reward] weighs it."""
         score = sample.score
         return score.parts["rule"] if self._weighed else score.reward
 
     def state(self) -> Any:
+        """Return the measured pass rates for a checkpoint."""
         return self._order.pass_rates.state()
 
     def load_state(self, state: Any) -> None:
+        """Take over the pass rates of a checkpoint."""
         self._order.pass_rates.load_state(state)

@@ -1,9 +1,12 @@
 """The verbs of the loop.
 
-A session opens everything that a run needs (opening.py), goes on from the last good checkpoint if
-asked to, and closes it all in any case, with a report. All randomness is counted: the prompts of a
-step and the draws of a completion depend on the seed, the step and the prompt alone, so a resumed
-run continues with the bits of an uncut one.
+A session opens everything that a run needs (open.py, training_run.py), resumes from the last good
+checkpoint if asked to, and closes it all in any case, with a report. All randomness is counted: the
+prompts of a step and the draws of a completion depend on the seed, the step and the prompt alone,
+so a resumed run continues with the bits of an uncut one.
+
+Each verb of a step takes the step's record and returns one in which more is filled in (step.py).
+Between steps a session keeps the record of the last whole step, which a stopped run saves.
 """
 
 from __future__ import annotations
@@ -12,52 +15,61 @@ import contextlib
 import logging
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from jetrl.errors import MismatchError, RunStopped
 from jetrl.parity import check_correction, located
-from jetrl.randomness import derive_seed
 from jetrl.rewards.evaluate import Evaluation, evaluate
-from jetrl.rewards.sampling import EncodedPrompt, Scoring, sample_prompts
+from jetrl.rewards.sampling import Scoring, sample_prompts
 from jetrl.rollout.progress import Progress
-from jetrl.runs import Learning
+from jetrl.runs import RunDirectory
 from jetrl.session.building import build_critic, build_reference
-from jetrl.session.checkpoints import RunCheckpoints
-from jetrl.session.display import Display
-from jetrl.session.dynamic_sampling import Refilled, refill
-from jetrl.session.finish import Ending, RunResult
-from jetrl.session.hang_state import hang_state
-from jetrl.session.measured import measured
-from jetrl.session.memory_peaks import MemoryPeaks, size_notes, tell_plan
-from jetrl.session.open import open_observers, open_parts
+from jetrl.session.dynamic_sampling import refill
+from jetrl.session.examples import worked_answer
+from jetrl.session.memory_peaks import micro_batch_notes
+from jetrl.session.nonfinite import NonFiniteReports
+from jetrl.session.open import open_context
 from jetrl.session.partial_rollouts import PartialRollouts
-from jetrl.session.phases import Phases
 from jetrl.session.prompt_order import PromptOrder
-from jetrl.session.safeguards import Safeguards
-from jetrl.session.step_metrics import eval_metrics, sample_metrics
-from jetrl.session.stop_signals import StopSignals
-from jetrl.session.warm_up import warm_up
+from jetrl.session.results import RunResult
+from jetrl.session.sampling_params import eval_params, rollout_params
+from jetrl.session.step import Step
+from jetrl.session.step_metrics import eval_metrics, sample_metrics, throughput_metrics
+from jetrl.session.step_notes import StepNotes
+from jetrl.session.stop_signals import StepGivenUp
+from jetrl.session.supervised import SupervisedUpdates
+from jetrl.session.training_run import TrainingRun
+from jetrl.session.watchdog import hang_state
 from jetrl.settings.loading import Settings
-from jetrl.training import Critic, StepMismatchError, Trainer
-from jetrl.types import Completion, Sample, SamplingParams, StepStats
+from jetrl.training import SftTrainer, StepMismatchError, Trainer
+from jetrl.training.micro_batches import MicroBatchSize
+from jetrl.types import Sample, StepStats
 
 logger = logging.getLogger(__name__)
 
 
 class Session:
-    """One attempt at a run. Use it as a context; see `jetrl.loop.train` for the order of calls."""
+    """An attempt at a run, open as a context; `jetrl.loop.train` shows the order of the verbs.
+
+    Args:
+        settings: The settings of the run.
+        resume: Whether to continue an earlier attempt.
+
+    Attributes:
+        context: The models and data of the run.
+        run: The run directory, console, phases, stop signals and checkpoints.
+        last_step: The record of the last whole step.
+    """
 
     def __init__(self, settings: Settings, resume: bool = False) -> None:
         self.settings = settings
-        self._resume = resume
+        self.last_step = Step(0)
+        self._resumes = resume
         self._began = time.monotonic()
         self._stack = contextlib.ExitStack()
-        self._step = 0
-        self._rollout_tokens = 0
         self._trainer: Trainer | None = None
-        self._scoring: Scoring | None = None  # of the completions that were sampled last
 
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as stack:
@@ -65,339 +77,416 @@ class Session:
             self._stack = stack.pop_all()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._stack.__exit__(kind, error, trace)
+    def __exit__(self, *error: Any) -> None:
+        self._stack.__exit__(*error)
 
     def _open(self, stack: contextlib.ExitStack) -> None:
+        """Load everything, make or open the run directory, and resume if asked to."""
         settings = self.settings
-        self.parts = open_parts(settings, self._resume, stack)
-        check_correction(settings.algorithm, self.parts.policy)
-        self.run = self.parts.run
-        before = self.run.history().elapsed_s
-        self.stops = StopSignals(settings.run.max_hours, before, self._began)
-        self.display = Display(settings.loop.steps, lambda: self.stops.elapsed_s)
-        self.phases = Phases()
-        self.memory_peaks = MemoryPeaks(self.parts.policy.device)
-        parts = self.parts
-        state = lambda: hang_state(parts.engine, parts.policy)  # noqa: E731
-        self.phases.observers += [self.display, self.memory_peaks]
-        self.phases.observers += open_observers(settings, self.run, stack, state)
-        self.saved = RunCheckpoints(self.run, settings)
-        self.drawing = PromptOrder(settings, self.parts.prompts, self.parts.task.weights)
-        self.saved.register("prompts", self.drawing)
-        self.carrying = PartialRollouts(
+        RunDirectory.check_name(settings, resume=self._resumes)
+        self.context = context = open_context(settings, stack)
+        self.run = run = TrainingRun(
             settings,
-            self.parts.policy,
-            self.parts.prompts,
-            self.parts.max_turns,
-            self.parts.objective.dynamic_sampling,
+            context.policy,
+            stack,
+            self._resumes,
+            self._began,
+            notes=context.notes,
+            trackers=settings.trackers.names,
+            hang_state=lambda: hang_state(context.engine, context.policy),
         )
-        self.saved.register("partial rollouts", self.carrying)
-        self.safeguards = Safeguards(self.parts, self.saved, self.display.note, self.phases.beat)
-        stack.enter_context(self.stops.signals())
-        stack.callback(self.display.close)
-        self.ending = Ending(self.parts, self.saved, self.stops, self.phases, self.display)
-        stack.push(lambda _, error, __: self.ending.cut(error, self._step, self._trainer))
-        tell_plan(parts.memory, parts.opened, parts.policy.device, self.display.note)
-        for note in self.run.notes:
-            self.display.note(note)
-        if self._resume:
-            self._go_on()
-        if not self.saved.in_warm_up:
-            size = self.safeguards.micro_batch_size.tokens
-            for note in size_notes(parts.memory, size, settings.train.tokens_per_micro_batch):
-                self.display.note(note)
-        self.learning = Learning(self.run.metrics("rl"))
+        check_correction(settings.algorithm, context.policy)
 
-    def _go_on(self) -> None:
-        """From the last good checkpoint, if the run has one."""
+        # What outlives a step is registered with the checkpoints.
+        checkpoints = run.checkpoints
+        self._prompt_order = self._order("prompts")
+        checkpoints.register("prompts", self._prompt_order)
+        self._partial_rollouts = PartialRollouts(
+            settings,
+            context.policy,
+            context.prompts,
+            context.max_turns,
+            context.objective.dynamic_sampling,
+        )
+        checkpoints.register("partial rollouts", self._partial_rollouts)
+        self._micro_batch_size = MicroBatchSize.of(settings.train, context.memory.tokens)
+        checkpoints.register("micro_batches", self._micro_batch_size)
+        self._nonfinite = NonFiniteReports(
+            settings, context.policy, run.directory, checkpoints, run.phases.beat
+        )
+        checkpoints.register("rollout_sizes", context.engine.sizes)
+
+        stack.push(lambda _, error, __: self._save_given_up_step(error))
+        run.note_start(context.memory, context.loading)
+        if self._resumes:
+            self._resume()
+        if not checkpoints.in_supervised_updates:
+            tokens, setting = self._micro_batch_size.tokens, settings.train.tokens_per_micro_batch
+            self._note(micro_batch_notes(context.memory, tokens, setting))
+        self._step_notes = StepNotes(
+            run.directory, context.engine, self._micro_batch_size, run.display.note
+        )
+
+    def _resume(self) -> None:
+        """Resume from the last good checkpoint, if the run has one."""
+        checkpoints, num_steps = self.run.checkpoints, self.settings.loop.steps
         notes: list[str] = []
-        if self.saved.last_step is not None:
+        if checkpoints.last_step is not None:
             self._open_trainer(begun=True)
-            self._step, notes = self.saved.load(self.trainer)
-            self.display.first_step = self._step
-            if self._step >= (steps := self.settings.loop.steps):
-                notes.append(f"all steps of loop.steps={steps} are done; a larger one goes on")
-        elif not (self.saved.in_warm_up and self.settings.sft.steps):
-            notes = self.saved.begin_anew()
-        for note in notes:
-            self.display.note(note)
+            step, notes = checkpoints.load(self.trainer)
+            self.last_step = Step(step)
+            self.run.display.show_steps(num_steps, step)
+            if step >= num_steps:
+                notes.append(f"all steps of loop.steps={num_steps} are done; a larger one goes on")
+        elif not (checkpoints.in_supervised_updates and self.settings.sft.steps):
+            notes = checkpoints.start_over()
+        self._note(notes)
 
     @property
     def trainer(self) -> Trainer:
+        """The trainer of the policy, which is made after the warm-up."""
         assert self._trainer is not None, "the warm-up comes first"
         return self._trainer
 
     def _open_trainer(self, begun: bool = False) -> None:
-        """After the warm-up: the optimizer of RL starts anew, and the reference is frozen here.
-        begun: an earlier attempt did so."""
-        policy = self.parts.policy
-        reference = build_reference(self.settings, policy, self.run.path, begun)
-        value_model = build_critic(self.settings, policy)
-        safe = self.safeguards
-        critic = None
-        if value_model is not None:
-            critic = Critic(value_model, self.settings, safe.critic_guard)
-            self.saved.register_tensors("critic", critic)
+        """Make the trainer of RL, with a new optimizer and a reference frozen at this moment.
+
+        Args:
+            begun: Whether an earlier attempt made it, which kept its reference.
+        """
+        run, reports = self.run, self._nonfinite
+        reference = build_reference(self.settings, self.context.policy, run.directory.path, begun)
+        critic = build_critic(self.settings, self.context.policy, reports.critic_guard)
+        if critic is not None:
+            run.checkpoints.register_tensors("critic", critic)
         self._trainer = Trainer(
-            policy, self.settings, reference, critic, safe.micro_batch_size, safe.guard
+            self.context.policy,
+            self.settings,
+            reference,
+            critic,
+            self._micro_batch_size,
+            reports.guard,
         )
         if self._trainer.calibration is not None:
-            self.saved.register("clip", self._trainer.calibration)
+            run.checkpoints.register("clip", self._trainer.calibration)
 
-    # The verbs of the loop
+    # Before the first step
 
     def warm_up(self) -> None:
-        """Supervised training on the task's worked answers, if the settings ask for it. A resumed
-        run goes on in the middle of it, or has it behind it."""
+        """Train on the task's worked answers, if the settings ask for it, and make the RL trainer.
+
+        A resumed run continues in the middle of the updates, or has them behind it.
+        """
         if self._trainer is not None:
             return
-        if self.settings.sft.steps:
-
-            def held_out() -> float:
-                reached = self._held_out().mean
-                self._free_cache()
-                return reached
-
-            warm_up(
-                self.parts,
-                self.display,
-                self.phases,
-                self.stops,
-                self.saved,
-                self.safeguards,
-                held_out,
-            )
+        settings, context = self.settings, self.context
+        if settings.sft.steps:
+            guard = self._nonfinite.sft_guard
+            SupervisedUpdates(
+                settings=settings,
+                run=self.run,
+                model=context.policy,
+                trainer=SftTrainer(context.policy, settings, self._micro_batch_size, guard),
+                task=context.task,
+                prompts=context.prompts,
+                example_of=worked_answer,
+                held_out=self._held_out_reward,
+                memory=context.memory,
+                before_update=self._nonfinite.expect_updates,
+            ).train()
+            self.run.display.show_steps(settings.loop.steps)
         self._open_trainer()
 
     def evaluate_start(self) -> None:
-        """Held-out evaluation before the first step, and the checkpoint that follows a warm-up."""
-        if self._step > 0 or self.run.metrics("rl"):
+        """Evaluate before the first step, and write the checkpoint that follows a warm-up."""
+        if self.last_step.number > 0 or self.run.directory.metrics("rl"):
             return
-        metrics = self.evaluate(0)
+        step = self.evaluate(Step(0))
         if self.settings.sft.steps:
-            self._save_checkpoint(0, metrics)
-        if metrics:
-            self._show_step(StepStats(0, metrics))
+            self._save_checkpoint(step)
+        if step.metrics:
+            self._write_line(step)
+
+    # The verbs of a step
 
     def steps(self) -> Iterator[int]:
-        """The steps still to do, until one of them asked to stop."""
-        while self._step < self.settings.loop.steps and not self.stops.reason:
+        """Yield the number of each step to do, until the run is to stop after a step."""
+        stops = self.run.stops
+        while self.last_step.number < self.settings.loop.steps and not stops.decide():
             began = time.monotonic()
-            yield self._step + 1
-            self.stops.check_time(time.monotonic() - began, self.saved.ending_s)
+            yield self.last_step.number + 1
+            stops.check_time(time.monotonic() - began, self.run.checkpoints.ending_s)
 
-    def draw_prompts(self, step: int) -> list[EncodedPrompt]:
-        """The step's prompts, in the order that data.order names."""
-        self.phases.start_step(step)
-        self._rollout_tokens = 0
-        prompts = self.drawing.draw(step, self.settings.rollout.prompts_per_step)
-        more = self.carrying.start_step()
+    def draw_prompts(self, number: int) -> Step:
+        """Begin a step: draw its prompts, in the order that data.order names.
+
+        With partial rollouts a step may begin more prompts than it trains on, or fewer.
+        """
+        self.run.phases.start_step(number)
+        prompts = self._prompt_order.draw(number, self.settings.rollout.prompts_per_step)
+        more = self._partial_rollouts.start_step()
         if more > 0:
-            prompts += self._other_order("oversample").draw(step, more)
-        return prompts[: len(prompts) + min(more, 0)]
+            prompts += self._order("oversample").draw(number, more)
+        return Step(number, prompts=prompts[: len(prompts) + min(more, 0)])
 
-    def sample(self, prompts: list[EncodedPrompt], step: int, again: int = 0) -> list[Completion]:
-        """samples_per_prompt completions of each prompt, with their log-probs, in order. Each
-        begins to be scored when it is finished, while others are drawn. With partial rollouts it is
-        those that are complete, of these prompts and of earlier ones, and scored later. again:
-        which round of dynamic sampling, 0 for the step's own prompts."""
-        rollout = self.settings.rollout
-        params = SamplingParams(
-            n=rollout.samples_per_prompt,
-            max_tokens=rollout.max_tokens,
-            temperature=rollout.temperature,
-            top_p=rollout.top_p,
-            top_k=rollout.top_k,
-            stop=rollout.stop,
-            seed=derive_seed(self.settings.run.seed, "rollout", step, *([again] if again else [])),
-        )
-        parts = self.parts
+    def sample(self, step: Step) -> Step:
+        """Draw samples_per_prompt completions of each prompt, with their log-probs.
+
+        Each completion begins to be scored when it is finished, while others are drawn. With
+        partial rollouts the completions are those that are complete, of this step's prompts and of
+        earlier ones, and they are scored later.
+        """
+        context, partial_rollouts = self.context, self._partial_rollouts
+        params = rollout_params(self.settings, step.number, step.round)
+        prompts, metrics = step.prompts, {}
         with (
-            self.stops.giving_up(self.carrying.on),
-            self.phases.phase("rollout"),
-            self.safeguards.sampling(step),
+            self.run.stops.giving_up(possible=not partial_rollouts.on),
+            self.run.phases.phase("rollout"),
+            self._nonfinite.sampling(step.number),
         ):
-            if self.carrying.on:
-                prompts, completions = self.carrying.sample(
-                    parts.engine, prompts, params, step, self._progress
+            if partial_rollouts.on:
+                prompts, completions = partial_rollouts.sample(
+                    context.engine, prompts, params, step.number, self._show_progress
                 )
-                self._rollout_tokens += parts.engine.stats.tokens_drawn
-                self._scoring = Scoring(parts.scorer, prompts, params.n)
+                scoring = Scoring(context.scorer, prompts, params.n)
+                num_tokens = context.engine.stats.tokens_drawn
+                metrics["partial_rollout/unfinished"] = float(partial_rollouts.num_unfinished)
             else:
-                self._scoring = Scoring(parts.scorer, prompts, params.n, continues_step=again > 0)
+                scoring = Scoring(context.scorer, prompts, params.n, continues_step=step.round > 1)
                 completions = sample_prompts(
-                    parts.engine, self._scoring, params, parts.max_turns, self._progress
+                    context.engine, scoring, params, context.max_turns, self._show_progress
                 )
-                self._rollout_tokens += sum(c.num_sampled for c in completions)
-        return completions
+                num_tokens = sum(completion.num_sampled for completion in completions)
+        return replace(
+            step,
+            prompts=prompts,
+            completions=completions,
+            scoring=scoring,
+            rollout_tokens=step.rollout_tokens + num_tokens,
+            metrics={**step.metrics, **metrics},
+        )
 
-    def score(self, completions: Sequence[Completion]) -> list[Sample]:
-        """Every completion's reward, those of the last `sample`.
+    def score(self, step: Step) -> Step:
+        """Give every completion of the step its reward.
 
         Raises:
-            RunStopped: not one of them could be judged.
+            RunStopped: Not one completion could be scored.
         """
-        with self.stops.giving_up(self.carrying.on), self.phases.phase("reward"):
-            assert self._scoring is not None, "nothing was sampled"
-            samples = self._scoring.samples(completions)
-            if self.parts.judge is not None:
-                if self.parts.judge.has_model:
-                    self._free_cache()
-                samples = self.parts.judge(samples)
-        failures = [s.failure for s in samples if s.failure]
+        assert step.scoring is not None, "nothing was sampled"
+        reward = self.context.reward
+        with (
+            self.run.stops.giving_up(possible=not self._partial_rollouts.on),
+            self.run.phases.phase("reward"),
+        ):
+            samples = step.scoring.samples(step.completions)
+            if reward is not None:
+                if reward.has_model:
+                    self._free_kv_pages()
+                samples = reward(samples)
+        failures = [sample.failure for sample in samples if sample.failure]
         if failures:
             logger.warning("%d completions not judged; the first: %s", len(failures), failures[0])
         if len(failures) == len(samples):
             raise RunStopped(
                 f"none of the step's {len(samples)} completions could be judged by task "
-                f"{self.parts.task.label}; the first failure: {failures[0]}"
+                f"{self.context.task.label}; the first failure: {failures[0]}"
             )
-        return samples
+        return replace(step, samples=samples, drawn_samples=samples)
 
-    def refill(self, step: int, samples: list[Sample]) -> list[Sample]:
-        """Dynamic sampling, if the algorithm asks for it: more prompts are drawn, sampled and
-        scored in place of groups whose rewards are all equal."""
-        self._drawn = Refilled(samples, samples, rounds=1, dropped=0)
-        if self.parts.objective.dynamic_sampling:
-            self._drawn = refill(
-                samples,
-                wanted=self.settings.rollout.prompts_per_step,
-                at_least=self.settings.train.updates_per_step,
-                max_rounds=self.settings.algorithm.dynamic_sampling_rounds,
-                draw=lambda again, count: self._draw_again(step, again, count),
-            )
-        return self._drawn.samples
+    def sample_dynamically(self, step: Step) -> Step:
+        """Replace groups whose rewards are all equal, if the algorithm uses dynamic sampling.
 
-    def update(self, step: int, samples: Sequence[Sample]) -> dict[str, float]:
-        """Train on the samples: advantages, packing, updates, requantize. Returns metrics.
+        More prompts are drawn, sampled and scored in further rounds.
+        """
+        if not self.context.objective.dynamic_sampling:
+            return step
+        timings, rollout_tokens = self.run.phases.timings, step.rollout_tokens
+
+        def next_round(number: int, num_prompts: int) -> Sequence[Sample]:
+            nonlocal rollout_tokens
+            order = self._order(f"prompts again {step.number} {number}")
+            before = dict(timings)
+            prompts = order.draw(1, num_prompts)
+            more = self.score(self.sample(Step(step.number, round=number, prompts=prompts)))
+            for phase in ("rollout", "reward"):
+                timings[phase] += before[phase]
+            rollout_tokens += more.rollout_tokens
+            return more.samples
+
+        refilled = refill(
+            step.samples,
+            self.settings.rollout.prompts_per_step,
+            self.settings.train.updates_per_step,
+            self.settings.algorithm.dynamic_sampling_rounds,
+            next_round,
+        )
+        metrics = {
+            "dynamic_sampling/rounds": float(refilled.rounds),
+            "dynamic_sampling/dropped_groups": float(refilled.dropped),
+        }
+        return replace(
+            step,
+            round=refilled.rounds,
+            samples=refilled.samples,
+            drawn_samples=refilled.drawn,
+            rollout_tokens=rollout_tokens,
+            metrics={**step.metrics, **metrics},
+        )
+
+    def update(self, step: Step) -> Step:
+        """Train on the samples: advantages, packing, forward, backward, AdamW and requantize.
 
         Raises:
-            MismatchError: sampler and trainer differ under an exact plan; names the operation.
-            NonFiniteError, OutOfMemoryStop: as the trainer's step; what it was is kept.
+            MismatchError: Sampler and trainer differ under an exact plan; names the operation.
+            NonFiniteError, OutOfMemoryStop: As the trainer's step; a reproduction was kept.
         """
-        self._free_cache()
+        number, phases = step.number, self.run.phases
+        self._free_kv_pages()
+        self._nonfinite.expect_updates(number, step.samples)
         try:
-            with self.phases.phase("update"), self.safeguards.update(step, samples):
-                trained = self.trainer.step(samples, step)
+            with phases.phase("update"):
+                trained = self.trainer.step(step.samples, number)
         except StepMismatchError as error:
-            self.run.write_rollouts(step, samples)
-            raise MismatchError(f"step {step}: {error}; {self._locate(error)}") from None
-        metrics = trained.metrics
-        self.phases.timings |= trained.timings
-        if self.parts.objective.dynamic_sampling:
-            metrics["dynamic_sampling/rounds"] = float(self._drawn.rounds)
-            metrics["dynamic_sampling/dropped_groups"] = float(self._drawn.dropped)
-        if self.carrying.on:
-            metrics["partial_rollout/unfinished"] = float(self.carrying.num_unfinished)
-        compares_group = self.parts.objective.algorithm.compares_group
-        metrics = sample_metrics(self._drawn.drawn, compares_group) | metrics
-        return metrics | self.safeguards.take_in(step, metrics)
+            self.run.directory.write_rollouts(number, step.samples)
+            raise MismatchError(f"step {number}: {error}; {self._locate(error)}") from None
+        phases.timings |= trained.timings
+        compares_group = self.context.objective.algorithm.compares_group
+        metrics = {
+            **sample_metrics(step.drawn_samples, compares_group),
+            **trained.metrics,
+            **step.metrics,
+        }
+        return replace(step, metrics=metrics | self._step_notes.on_update(number, metrics))
 
-    def evaluate(self, step: int) -> dict[str, float]:
-        """Held-out metrics of a step, if one is due: at the start, every eval.every, at the end."""
-        settings = self.settings.eval
-        due = settings.every and (step % settings.every == 0 or step == self.settings.loop.steps)
-        if not due:
-            return {}
-        metrics = eval_metrics(self.parts.task.label, self._held_out())
-        return metrics | {"timing/eval_s": self.phases.timings["eval"]}
+    def evaluate(self, step: Step) -> Step:
+        """Evaluate on the held-out prompts if due: every eval.every steps, and at both ends."""
+        every, last = self.settings.eval.every, self.settings.loop.steps
+        if not every or (step.number % every and step.number != last):
+            return step
+        metrics = eval_metrics(self.context.task.label, self._held_out(step.number))
+        metrics["timing/eval_s"] = self.run.phases.timings["eval"]
+        return replace(step, metrics={**step.metrics, **metrics})
 
-    def record(self, step: int, samples: Sequence[Sample], metrics: dict[str, float]) -> None:
-        """Write the step down: rollouts, checkpoint if due, metrics, console.
+    def record(self, step: Step) -> None:
+        """Write the step: its rollouts, a checkpoint if due, its metrics, its line on the console.
 
         Raises:
-            StorageError: one of them, or the checkpoint before, could not be written.
+            StorageError: One of them, or the checkpoint before, could not be written.
         """
-        last = step == self.settings.loop.steps or bool(self.stops.reason)
-        if step % self.settings.rollout.keep_every == 0 or step == 1 or last:
-            self.run.write_rollouts(step, samples)
-        self.drawing.observe(self._drawn.drawn)
-        self._step = step
-        metrics |= measured(self.phases.timings, samples, self._rollout_tokens)
-        metrics |= self.memory_peaks.take_metrics()
-        self.saved.check()
-        if self.saved.is_due(step) or last:
-            self._save_checkpoint(step, metrics)
-            metrics["timing/checkpoint_s"] = self.phases.timings["checkpoint"]
-        metrics["timing/step_s"] = self.phases.step_s
-        self._show_step(StepStats(step, metrics, samples))
-        for warning in self.learning.see(metrics):
-            logger.warning("step %d: %s", step, warning)
-            self.display.note(f"warning: {warning}")
+        number, run = step.number, self.run
+        is_last = number == self.settings.loop.steps
+        if number % self.settings.rollout.keep_every == 0 or number == 1 or is_last:
+            run.directory.write_rollouts(number, step.samples)
+        self._prompt_order.observe(step.drawn_samples)
+        metrics = {
+            **step.metrics,
+            **throughput_metrics(run.phases.timings, step.samples, step.rollout_tokens),
+            **run.memory_peaks.take_metrics(),
+        }
+        run.checkpoints.check()
+        if run.checkpoints.is_due(number) or is_last:
+            self._save_checkpoint(replace(step, metrics=metrics))
+            metrics["timing/checkpoint_s"] = run.phases.timings["checkpoint"]
+        metrics["timing/step_s"] = run.phases.step_s
+        self.last_step = replace(step, metrics=metrics)
+        self._write_line(self.last_step)
+        self._step_notes.on_record(number, metrics)
 
     def finish(self, out: str | Path | None = None) -> RunResult:
-        """Export the model, say what is where, and end.
+        """Export the model, also to `out` if given, and end the run.
 
         Raises:
-            KeyboardInterrupt, Terminated: a signal asked the run to stop.
+            KeyboardInterrupt, Terminated: A signal asked the run to stop; its state is saved.
         """
-        if self.stops.reason:
-            self.ending.stop(self._step, self._trainer)
-            self.stops.raise_signal()
-            self.parts.attempt.end("stopped", self.stops.reason)
-        return self.ending.export(self._step, out)
-
-    # What the verbs are made of
-
-    def _draw_again(self, step: int, again: int, count: int) -> list[Sample]:
-        """Samples of further prompts, of an order of their own; their times are added."""
-        before = dict(self.phases.timings)
-        prompts = self._other_order(f"prompts again {step} {again}").draw(1, count)
-        samples = self.score(self.sample(prompts, step, again))
-        for phase in ("rollout", "reward"):
-            self.phases.timings[phase] += before[phase]
-        return samples
-
-    def _other_order(self, use: str) -> PromptOrder:
-        return PromptOrder(self.settings, self.parts.prompts, self.parts.task.weights, use)
-
-    def _held_out(self) -> Evaluation:
-        settings = self.settings.eval
-        params = SamplingParams(
-            n=settings.samples,
-            max_tokens=settings.max_tokens or self.settings.rollout.max_tokens,
-            temperature=settings.temperature,
-            top_p=settings.top_p,
-            stop=self.settings.rollout.stop,
-            seed=derive_seed(self.settings.run.seed, "eval"),
+        run = self.run
+        if run.stops.reason:
+            self._save_stopped_run()
+            run.stops.raise_signal()
+            run.attempt.end("stopped", run.stops.reason)
+        model_path = run.export("bfloat16", out)
+        run_path = run.directory.path
+        return RunResult(
+            run_path=run_path,
+            report_path=run_path / "report.html" if self.settings.report.enabled else None,
+            checkpoint_path=run.checkpoints.last_path,
+            model_path=model_path,
+            steps=self.last_step.number,
+            stopped=run.stops.reason,
         )
-        parts = self.parts
-        with self.phases.phase("eval"), self.safeguards.sampling(self._step):
+
+    # Parts of the verbs
+
+    def _order(self, use: str) -> PromptOrder:
+        """Return an order of the prompts of its own for each use."""
+        return PromptOrder(self.settings, self.context.prompts, self.context.task.weights, use)
+
+    def _held_out(self, step: int) -> Evaluation:
+        """Evaluate the policy after a step on the held-out prompts."""
+        context = self.context
+        with self.run.phases.phase("eval"), self._nonfinite.sampling(step):
             return evaluate(
-                parts.engine,
-                parts.scorer,
-                parts.eval_prompts,
-                params,
-                settings.threshold,
-                parts.max_turns,
-                self._progress,
+                context.engine,
+                context.scorer,
+                context.eval_prompts,
+                eval_params(self.settings),
+                self.settings.eval.threshold,
+                context.max_turns,
+                self._show_progress,
             )
 
-    def _save_checkpoint(self, step: int, metrics: dict[str, float]) -> None:
-        with self.phases.phase("checkpoint"):
-            self.saved.save(step, self.trainer, metrics)
+    def _held_out_reward(self) -> float:
+        """Return the held-out mean reward between two supervised updates."""
+        mean = self._held_out(0).mean
+        self._free_kv_pages()
+        return mean
 
-    def _free_cache(self) -> None:
-        """Gives back the KV pages, which took what was free of a GPU: other models need it now."""
-        if self.parts.policy.device.type == "cuda":
-            self.parts.engine.free_cache()
+    def _free_kv_pages(self) -> None:
+        """Give back the KV pages, which took all free memory of a GPU: other models need it now."""
+        if self.context.policy.device.type == "cuda":
+            self.context.engine.free_cache()
 
-    def _show_step(self, stats: StepStats) -> None:
-        self.run.write_step(stats)
-        self.display.step(stats)
-        self.parts.trackers.log(stats.step, stats.metrics)
+    def _save_checkpoint(self, step: Step) -> None:
+        """Write the checkpoint after a step."""
+        with self.run.phases.phase("checkpoint"):
+            self.run.checkpoints.save(step.number, self.trainer, step.metrics)
+
+    def _save_stopped_run(self) -> None:
+        """Write the rollouts and checkpoint of the last whole step, unless that was done."""
+        step, run = self.last_step, self.run
+        if step.samples:
+            run.directory.write_rollouts(step.number, step.samples)
+        with run.phases.phase("checkpoint"):
+            run.checkpoints.wait()
+            saved = run.checkpoints.good_step
+            if saved is None or saved < step.number:
+                run.checkpoints.save(step.number, self.trainer, step.metrics)
+                run.checkpoints.wait()
+        run.display.note(f"stopped after step {step.number}: {run.stops.reason}")
+
+    def _save_given_up_step(self, error: BaseException | None) -> None:
+        """Save the run as it was before a step that SIGTERM cut."""
+        if isinstance(error, StepGivenUp):
+            self._save_stopped_run()
+
+    def _write_line(self, step: Step) -> None:
+        """Write the metrics of a step, and show them."""
+        stats = StepStats(step.number, step.metrics, step.samples)
+        self.run.directory.write_step(stats)
+        self.run.display.step(stats)
+        self.run.trackers.log(stats.step, stats.metrics)
 
     def _locate(self, error: StepMismatchError) -> str:
+        """Return where sampler and trainer begin to differ, in words."""
         sample = error.samples[error.sample_ids[0]]
         tokens = sample.prompt_token_ids, sample.completion.token_ids
-        return located(self.parts.policy, *tokens, self.settings.rollout.temperature)
+        return located(self.context.policy, *tokens, self.settings.rollout.temperature)
 
-    def _progress(self, progress: Progress) -> None:
-        self.phases.beat()
-        self.display.progress(progress)
+    def _show_progress(self, progress: Progress) -> None:
+        """Show how far the sampling is, which is a sign of life."""
+        self.run.phases.beat()
+        self.run.display.progress(progress)
+
+    def _note(self, notes: Sequence[str]) -> None:
+        """Show lines to the user."""
+        for note in notes:
+            self.run.display.note(note)

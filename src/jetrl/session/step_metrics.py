@@ -1,9 +1,11 @@
-"""The metrics of a step that its samples alone decide: rewards, lengths, evaluations. Names are
-those of docs/metrics.md."""
+"""The metrics of a step that do not come from the trainer: rewards, lengths, evaluations, speeds.
+
+Their names and meanings are those of docs/metrics.md.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -11,36 +13,40 @@ from jetrl.rewards.evaluate import Evaluation
 from jetrl.runs.metrics import eval_metric, part_metric, task_metric
 from jetrl.types import Sample
 
+TIMED = ("rollout", "reward", "update", "optimizer", "requantize")
+"""What every step has a metric timing/NAME_s of."""
+
 
 def sample_metrics(samples: Sequence[Sample], compares_group: bool) -> dict[str, float]:
-    """Rewards and lengths of a step. compares_group: whether the algorithm compares the completions
-    of a prompt; else a group of equal rewards means nothing, and they are not counted."""
+    """Return the rewards and lengths of a step's samples.
+
+    Args:
+        samples: All samples that the step drew.
+        compares_group: Whether the algorithm compares the completions of a prompt; if not, groups
+            of equal rewards mean nothing and are not counted.
+    """
     rewards = np.array([s.score.reward for s in samples])
+    lengths = np.array([len(s.completion.token_ids) for s in samples])
     parts: dict[str, list[float]] = {}
-    for sample in samples:
+    indices_by_task: dict[str, list[int]] = {}
+    for i, sample in enumerate(samples):
         for part, value in sample.score.parts.items():
             parts.setdefault(part_metric(part), []).append(value)
-    by_task: dict[str, list[Sample]] = {}
-    for sample in samples:
         if sample.prompt.task:
-            by_task.setdefault(sample.prompt.task, []).append(sample)
+            indices_by_task.setdefault(sample.prompt.task, []).append(i)
+    by_task = {
+        task_metric(name, task): float(values[indices].mean())
+        for name, values in (("reward", rewards), ("response_length", lengths))
+        for task, indices in indices_by_task.items()
+    }
     return {
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std()),
         **(_group_metrics(samples, rewards) if compares_group else {}),
         "reward/failures": float(sum(bool(s.failure) for s in samples)),
         **{name: float(np.mean(values)) for name, values in parts.items()},
-        **{
-            task_metric("reward", task): float(np.mean([s.score.reward for s in own]))
-            for task, own in by_task.items()
-        },
-        **{
-            task_metric("response_length", task): float(
-                np.mean([len(s.completion.token_ids) for s in own])
-            )
-            for task, own in by_task.items()
-        },
-        "response_length/mean": float(np.mean([len(s.completion.token_ids) for s in samples])),
+        **by_task,
+        "response_length/mean": float(lengths.mean()),
         **_turn_metrics(samples),
         "response_length/clip_ratio": float(
             np.mean([s.completion.finish_reason == "length" for s in samples])
@@ -49,12 +55,14 @@ def sample_metrics(samples: Sequence[Sample], compares_group: bool) -> dict[str,
 
 
 def _group_metrics(samples: Sequence[Sample], rewards: np.ndarray) -> dict[str, float]:
+    """Return the share of prompts whose completions all have the same reward."""
     groups = np.array([s.group for s in samples])
     spreads = [np.ptp(rewards[groups == g]) for g in np.unique(groups)]
     return {"reward/zero_std_groups": float(np.mean([spread == 0 for spread in spreads]))}
 
 
 def _turn_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+    """Return the turns and sampled tokens of completions in an environment, {} without one."""
     if not any(s.completion.turns for s in samples):
         return {}
     return {
@@ -63,20 +71,34 @@ def _turn_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     }
 
 
-def eval_metrics(task: str, result: Evaluation) -> dict[str, float]:
-    """What an evaluation of a task, and of the tasks that it is mixed of, adds to its step."""
-    metrics = _eval_metrics(task, result)
-    for part, own in result.by_task.items():
-        metrics |= _eval_metrics(part, own)
-    return metrics
+def throughput_metrics(
+    timings: Mapping[str, float], samples: Sequence[Sample], rollout_tokens: int
+) -> dict[str, float]:
+    """Return the times and speeds of a step whose rollout, reward and update are done.
 
-
-def _eval_metrics(task: str, result: Evaluation) -> dict[str, float]:
-    values = {
-        "mean": result.mean,
-        "pass_at_k": result.pass_at_k[max(result.pass_at_k)],
-        "response_length": result.response_length,
-        "clip_ratio": result.clip_ratio,
-        "failures": float(result.failures),
+    Args:
+        timings: The seconds of each phase, by name.
+        samples: The samples that were trained on.
+        rollout_tokens: The number of tokens that were drawn.
+    """
+    num_trained = sum(len(s.prompt_token_ids) + len(s.completion.token_ids) for s in samples)
+    return {
+        **{f"timing/{name}_s": timings[name] for name in TIMED},
+        "throughput/rollout_tokens_per_s": rollout_tokens / timings["rollout"],
+        "throughput/train_tokens_per_s": num_trained / timings["update"],
     }
-    return {eval_metric(task, what): value for what, value in values.items()}
+
+
+def eval_metrics(task: str, evaluation: Evaluation) -> dict[str, float]:
+    """Return the metrics of an evaluation of a task, and of the tasks that it is mixed of."""
+    values = {
+        "mean": evaluation.mean,
+        "pass_at_k": evaluation.pass_at_k[max(evaluation.pass_at_k)],
+        "response_length": evaluation.response_length,
+        "clip_ratio": evaluation.clip_ratio,
+        "failures": float(evaluation.failures),
+    }
+    metrics = {eval_metric(task, name): value for name, value in values.items()}
+    for mixed_task, own in evaluation.by_task.items():
+        metrics |= eval_metrics(mixed_task, own)
+    return metrics

@@ -1,4 +1,6 @@
-"""Requests to stop: Ctrl-C, SIGTERM and the time limit. The loop asks after every step.
+"""Requests to stop a run: Ctrl-C, SIGTERM and the time limit.
+
+The run decides after every step.
 
 | | during sampling and scoring of a step | else |
 | --- | --- | --- |
@@ -8,8 +10,8 @@
 
 [1] With partial rollouts (rollout.oversample) something has: the step is finished.
 
-Then the checkpoint and the report are written. Who leaves at once leaves the last checkpoint as it
-is: it is complete, or it has another name.
+Then the checkpoint and the report are written. A run that is left at once leaves the last
+checkpoint as it was: that is complete, or has another name.
 """
 
 from __future__ import annotations
@@ -22,28 +24,35 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from types import FrameType
-from typing import NoReturn
 
+from jetrl.distributed.agreement import STOP, agree
 from jetrl.errors import Terminated
 
 _STEPS_LOOKED_AT = 10  # for the time that the next one may take
 _STDERR = 2
 
 
+class StepGivenUp(Terminated):
+    """SIGTERM while a step was sampled or scored: the run ends after the step before."""
+
+
 class StopSignals:
-    """Why a run should stop, if it should: `reason` is "" while it should go on. `at_once`: without
-    writing another checkpoint.
+    """The requests to stop a run after its present step.
 
     Args:
-        max_hours: wall time that this attempt may take; None: no limit.
-        elapsed_s: wall time of the attempts before this one.
-        began: when this one did, by time.monotonic: before its models were loaded.
+        max_hours: The wall time that this attempt may take; None: no limit.
+        elapsed_s: The wall time of the attempts before this one, in seconds.
+        began: When this attempt began, by time.monotonic: before its models were loaded.
+
+    Attributes:
+        reason: Why the run stops, in words; "" while nothing asked for it.
+        at_once: Whether a second signal has ended the run, without another checkpoint.
     """
 
     def __init__(self, max_hours: float | None, elapsed_s: float, began: float) -> None:
         self.reason = ""
         self.at_once = False
-        self._end: type[KeyboardInterrupt] | type[Terminated] | None = None
+        self._signal: type[BaseException] | None = None  # what the first signal raises at the end
         self._may_give_up = False
         self._max_hours = max_hours
         self._elapsed_before = elapsed_s
@@ -52,21 +61,27 @@ class StopSignals:
 
     @property
     def elapsed_s(self) -> float:
-        """Wall time over all attempts."""
+        """The wall time of all attempts, in seconds."""
         return self._elapsed_before + time.monotonic() - self._began
 
+    def decide(self) -> bool:
+        """Decide, alike in all processes, whether the run stops here; `reason` says why."""
+        self.reason = agree(STOP, self.reason)
+        return bool(self.reason)
+
     def raise_signal(self) -> None:
-        """KeyboardInterrupt or Terminated, if a signal asked to stop."""
-        if self._end is not None:
-            raise self._end
+        """Raise KeyboardInterrupt or Terminated, if a signal asked to stop."""
+        if self._signal is not None:
+            raise self._signal
 
     def check_time(self, step_s: float, ending_s: float) -> None:
-        """Asks to stop when a step as long as the longest of the last ones, and what follows the
-        last one, would not end in time.
+        """Ask to stop when another step, and what follows the last one, would not end in time.
+
+        The next step is taken to last as long as the longest of the last ones.
 
         Args:
-            step_s: seconds of the step that just ended. ending_s: of the last checkpoint and the
-                export; 0: not known yet.
+            step_s: The seconds of the step that just ended.
+            ending_s: The seconds of the last checkpoint and the export; 0: not known yet.
         """
         self._step_times.append(step_s)
         if self._max_hours is None or self.reason:
@@ -81,19 +96,22 @@ class StopSignals:
             )
 
     @contextlib.contextmanager
-    def giving_up(self, lasting: bool = False) -> Iterator[None]:
-        """Work that SIGTERM may cut, by Terminated. lasting: it may not, since something of the
-        work stays for the next step (partial rollouts), and a checkpoint of the step before must
-        not know of it."""
-        self._may_give_up = not lasting
+    def giving_up(self, possible: bool) -> Iterator[None]:
+        """Let SIGTERM cut the body of the `with`, by StepGivenUp.
+
+        Args:
+            possible: False if the work must be finished, since something of it stays for the next
+                step (partial rollouts), and a checkpoint of the step before must not know of it.
+        """
+        self._may_give_up = possible
         try:
             yield
         finally:
             self._may_give_up = False
 
     @contextlib.contextmanager
-    def signals(self) -> Iterator[None]:
-        """Handles Ctrl-C and SIGTERM meanwhile, in the main thread; elsewhere its owner does."""
+    def handled(self) -> Iterator[None]:
+        """Handle Ctrl-C and SIGTERM in the body of the `with`, if this is the main thread."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -108,28 +126,29 @@ class StopSignals:
                 signal.signal(number, handler)
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
-        if self._end is not None:
-            self._leave(KeyboardInterrupt)
-        self._end, self.reason = KeyboardInterrupt, "interrupted by Ctrl-C"
+        """Ask to stop after the step; leave at once if any signal asked before."""
+        if self._signal is not None:
+            self.at_once = True
+            raise KeyboardInterrupt
+        self._signal, self.reason = KeyboardInterrupt, "interrupted by Ctrl-C"
         _say("stopping after this step; Ctrl-C again to leave at once")
 
     def _terminate(self, number: int, frame: FrameType | None) -> None:
-        if self._end is Terminated:
-            self._leave(Terminated)
-        self._end, self.reason = Terminated, "terminated by SIGTERM"
+        """Give the step up or ask to stop after it; leave at once on a second SIGTERM."""
+        if self._signal is Terminated:
+            self.at_once = True
+            raise Terminated
+        self._signal, self.reason = Terminated, "terminated by SIGTERM"
         if self._may_give_up:
             self._may_give_up = False
             _say("SIGTERM: this step is given up, the checkpoint is written")
-            raise Terminated
+            raise StepGivenUp
         _say("SIGTERM: stopping after this step")
-
-    def _leave(self, end: type[BaseException]) -> NoReturn:
-        self.at_once = True
-        raise end
 
 
 def _say(text: str) -> None:
+    """Write a line to standard error from within a signal handler."""
     # Not print: the signal may have come in the middle of one, which cannot be entered again.
-    # Where nobody can be told (Ctrl-C has ended `| tee` as well) it stops all the same.
+    # Where nobody reads (Ctrl-C has ended `| tee` as well) the run stops all the same.
     with contextlib.suppress(OSError):
         os.write(_STDERR, f"\n{text}\n".encode())

@@ -1,21 +1,24 @@
 """The watchdog: a run that shows no sign of life is ended, and what it was doing is written down.
 
-Every phase begins, may show signs of life (each forward of the sampler is one), and ends. The
-longest silence of a phase that came to its end is what it is judged by: `watchdog.factor` times
-that, and at least `watchdog.min_s`, is a hang. Before a phase has ended once (kernels are compiled
-then), and always where a phase waits for a disk, the limit is `watchdog.first_s`.
+Every phase begins, may show signs of life (each forward of the sampler is one), and ends. A phase
+is measured against its longest silence so far, of the times when it came to its end:
+`watchdog.factor` times that, and at least `watchdog.min_s`, is a hang. Before a phase has ended
+once (kernels are compiled then), and always where a phase waits for a disk, the limit is
+`watchdog.first_s`.
 
 On a hang, hang.txt of the run directory gets the phase and step, the stack of every Python thread,
 the sequences being sampled and the memory of the GPU; the attempt is noted as failed, and the
-process ends with exit code 5. Nothing of the main thread is needed for it: that may be inside C
-code that never returns. Should it hold the interpreter's lock as well, so that no other thread of
-Python runs, a timer of faulthandler, which needs none, writes the stacks, and one of the system
-ends the process with the same exit code (where there is none: faulthandler's, with 1).
+process ends with exit code 5. The main thread is not needed for any of this: it may be inside C
+code that never returns. Should the main thread hold the interpreter's lock as well, so that no
+other thread of Python runs, a timer of faulthandler, which needs no lock, writes the stacks, and a
+timer of the system ends the process with the same exit code (where the system has none,
+faulthandler's timer ends it with 1).
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
 import logging
 import os
@@ -24,29 +27,36 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Self
 
+import torch
+
 from jetrl.errors import EXIT_HANG
+from jetrl.memory.device import beside_tensors
+from jetrl.models.policy import Policy
+from jetrl.rollout.engine import RolloutEngine
+from jetrl.rollout.sequence import RunningSequence
 from jetrl.runs.storing import storing
-from jetrl.session.exit_timer import ExitTimer
 from jetrl.settings import WatchdogSettings
 
 logger = logging.getLogger(__name__)
 
 BETWEEN = "between phases"
-DISK_PHASES = ("checkpoint", "export")  # one that took no time says nothing about the next
+DISK_PHASES = ("checkpoint", "export")  # a fast disk now says nothing about the next time
 TICK_S = 1.0
-LAST_WORDS_S = 20.0  # for what may itself hang: the state of a GPU, a file system
+LAST_WORDS_S = 20.0  # for work that may itself hang: the state of a GPU, a file system
 STACKS_S = 5.0  # for the stacks that faulthandler writes
+_SIGEV_THREAD = 2
 
 
 class Watchdog:
-    """Watches the phases of a run, as their observer, while it is open as a context.
+    """An observer that watches the phases of a run, while it is open as a context.
 
     Args:
-        file: hang.txt; it is removed at the end if nothing was written.
-        state: more lines for it: sequences, memory. give_up: told why, before the process ends.
+        settings: The section [watchdog].
+        file: The path of hang.txt, which is removed at the end if nothing was written.
+        state: Returns more lines for hang.txt: sequences, memory.
+        give_up: Called with the reason before the process ends.
     """
 
     def __init__(
@@ -68,21 +78,24 @@ class Watchdog:
         self._exit: ExitTimer | None = None
 
     def begin(self, phase: str, step: int) -> None:
+        """Begin to watch a phase."""
         self._change(phase, step)
 
     def beat(self) -> None:
+        """Take in a sign of life."""
         with self._lock:
             now = time.monotonic()
             self._silence = max(self._silence, now - self._last_sign)
             self._last_sign = now
 
     def end(self, phase: str, seconds: float) -> None:
+        """Learn the longest silence of a phase that came to its end."""
         self.beat()
         self._longest[phase] = max(self._longest.get(phase, 0.0), self._silence)
         self._change(BETWEEN, self._step)
 
     def limit_s(self, phase: str) -> float:
-        """Seconds of silence that are a hang in a phase."""
+        """Return the seconds of silence that are a hang in a phase."""
         if phase not in self._longest or phase in DISK_PHASES:
             return self._settings.first_s
         return max(self._settings.min_s, self._settings.factor * self._longest[phase])
@@ -95,12 +108,7 @@ class Watchdog:
             threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._file is None:
             return
         with self._lock:
@@ -114,11 +122,13 @@ class Watchdog:
                 self._path.unlink()
 
     def _change(self, phase: str, step: int) -> None:
+        """Watch another phase from now on."""
         with self._lock:
             self._phase, self._step = phase, step
             self._last_sign, self._silence = time.monotonic(), 0.0
 
     def _watch(self) -> None:
+        """Look at the clock until the context ends; the body of the watchdog's thread."""
         tick = min(TICK_S, self._settings.min_s / 4, self._settings.first_s / 4)
         while not self._over.wait(tick):
             with self._lock:
@@ -128,26 +138,27 @@ class Watchdog:
                 silent = time.monotonic() - self._last_sign
                 limit = self.limit_s(phase)
                 assert self._file is not None
-                # Should this thread not come by again in time, the interpreter's lock is held.
+                # If this thread does not come by again in time, the interpreter's lock is held.
                 self._end_later(max(limit - silent, 0.0) + LAST_WORDS_S, self._file)
             if silent > limit:
                 self._end_process(phase, step, silent, limit)
 
     def _end_later(self, seconds: float, file: IO[str]) -> None:
-        """Writes the stacks and ends the process, unless it is put off before."""
+        """Set the timers that write the stacks and end the process, unless they are set again."""
         faulthandler.dump_traceback_later(seconds, exit=self._exit is None, file=file)
         if self._exit is not None:
             self._exit.set(seconds + STACKS_S)
 
     def _end_process(self, phase: str, step: int, silent: float, limit: float) -> None:
+        """Write hang.txt and end the process, whatever the main thread is doing."""
         file = self._file
         assert file is not None
         why = f"hang in {phase} of step {step}: no sign of life for {silent:.1f} s"
         try:
             self._end_later(LAST_WORDS_S, file)
             date = time.strftime("%Y-%m-%d %H:%M:%S %z")
-            learnt = self._longest.get(phase)
-            longest = "it had not ended before" if learnt is None else f"{learnt:.1f} s before"
+            before = self._longest.get(phase)
+            longest = "it had not ended before" if before is None else f"{before:.1f} s before"
             print(f"==== {date}  {why}", file=file)
             print(f"limit {limit:.1f} s; longest silence of this phase: {longest}", file=file)
             print(f"process {os.getpid()}; the stacks, of the main thread last:\n", file=file)
@@ -163,6 +174,7 @@ class Watchdog:
 
 
 def _exit_timer() -> ExitTimer | None:
+    """Return a timer that ends the process, None where the system gives none."""
     if not ExitTimer.is_there():
         return None
     try:
@@ -170,3 +182,99 @@ def _exit_timer() -> ExitTimer | None:
     except OSError as error:  # a container may allow none
         logger.warning("a hang that holds the interpreter's lock would end with code 1: %s", error)
         return None
+
+
+def hang_state(engine: RolloutEngine, policy: Policy) -> list[str]:
+    """Return lines for hang.txt: the sequences that are being sampled, and the memory.
+
+    The GPU, which may be what hangs, is asked nothing.
+    """
+    sequences = list(engine.sequences)
+    num_finished = sum(sequence.finished for sequence in sequences)
+    lines = [f"sequences: {len(sequences)}, of these {num_finished} finished"]
+    lines += [_sequence_line(sequence) for sequence in sequences if not sequence.finished]
+    if policy.device.type == "cuda":
+        lines += ["", torch.cuda.memory_summary(policy.device)]
+        lines.append(f"KV pages and graphs, beside it: {beside_tensors() / 2**30:.2f} GiB")
+    return lines
+
+
+def _sequence_line(sequence: RunningSequence) -> str:
+    """Return what a sequence does or waits for, and how far it is."""
+    state = "waits for its environment" if sequence.awaiting else "runs"
+    if not sequence.pages:
+        state = "waits for pages"
+    return (
+        f"  {sequence.index}: {state}; prompt {len(sequence.prompt)} tokens, drawn "
+        f"{len(sequence.generated)} of {sequence.rules.max_tokens}, computed "
+        f"{sequence.num_computed}, {len(sequence.pages)} pages"
+    )
+
+
+class _Event(ctypes.Structure):
+    """The struct sigevent of glibc, 64 bytes."""
+
+    _fields_ = [
+        ("value", ctypes.c_void_p),
+        ("signal", ctypes.c_int),
+        ("notify", ctypes.c_int),
+        ("function", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("padding", ctypes.c_byte * 32),
+    ]
+
+
+class _Times(ctypes.Structure):
+    """The struct itimerspec: seconds and nanoseconds of the interval (none), then of the delay."""
+
+    _fields_ = [
+        ("interval", ctypes.c_long * 2),
+        ("due", ctypes.c_long * 2),
+    ]
+
+
+class ExitTimer:
+    """A timer that ends the process with an exit code, unless set again or deleted before.
+
+    It is a timer of the system (POSIX timer_create with SIGEV_THREAD) whose thread, one of the C
+    library that sleeps, calls C's `_exit`. So it works while the interpreter's lock is held for
+    good: then no thread and no signal handler of Python runs, and the timer of faulthandler, which
+    does run, knows only one exit code.
+
+    Args:
+        exit_code: The exit code of the process.
+
+    Raises:
+        OSError: The system gives no timer.
+    """
+
+    def __init__(self, exit_code: int) -> None:
+        self._library = ctypes.CDLL(None, use_errno=True)
+        function = ctypes.cast(self._library._exit, ctypes.c_void_p)
+        event = _Event(exit_code, 0, _SIGEV_THREAD, function)
+        self._timer = ctypes.c_void_p()
+        clock = ctypes.c_int(time.CLOCK_MONOTONIC)
+        self._check(
+            self._library.timer_create(clock, ctypes.byref(event), ctypes.byref(self._timer))
+        )
+
+    @staticmethod
+    def is_there() -> bool:
+        """Return whether this system's C library is known to have the timer."""
+        return sys.platform == "linux" and hasattr(ctypes.CDLL(None), "timer_create")
+
+    def set(self, seconds: float) -> None:
+        """Let the process end so many seconds from now."""
+        nanoseconds = max(1, round(1e9 * seconds))  # 0 would stop the timer
+        times = _Times((0, 0), divmod(nanoseconds, 10**9))
+        self._check(self._library.timer_settime(self._timer, 0, ctypes.byref(times), None))
+
+    def delete(self) -> None:
+        """Take the timer back: the process does not end by it."""
+        self._check(self._library.timer_delete(self._timer))
+
+    def _check(self, result: int) -> None:
+        """Raise the error of a call of the C library that failed."""
+        if result != 0:
+            error = ctypes.get_errno()
+            raise OSError(error, f"a timer of the system: {os.strerror(error)}")

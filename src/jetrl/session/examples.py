@@ -1,0 +1,131 @@
+"""The examples of supervised updates: worked answers to imitate, and pairs to tell apart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from jetrl.errors import UserError
+from jetrl.models.chat import encode_turns
+from jetrl.models.model import Model
+from jetrl.rewards.sampling import EncodedPrompt
+from jetrl.tasks import Task
+from jetrl.training.extras.reward_model import Pair
+from jetrl.types import Example, Turn
+
+AnyExample = TypeVar("AnyExample", Example, Pair)
+
+
+def worked_answer(task: Task, model: Model, encoded: EncodedPrompt) -> Example:
+    """Return a prompt's worked answer, with its end.
+
+    Args:
+        task: The task that gives the answer.
+        model: The policy that is to imitate the answer.
+        encoded: The prompt.
+
+    Raises:
+        UserError: The task has no worked answers, or the model no tokenizer to write them in; the
+            answer is longer than the model's context.
+    """
+    answer = task.demonstration(encoded.prompt)
+    if answer is None or model.tokenizer is None:
+        raise UserError(
+            f"supervised training needs worked answers, and task {task.label} has none for prompt "
+            f"{encoded.prompt.id!r}; set sft.steps=0, or give the task a demonstration method"
+        )
+    where = f"prompt {encoded.prompt.id!r}"
+    turns = [Turn(answer)] if isinstance(answer, str) else list(answer)
+    example = encode_turns(model.tokenizer, encoded.token_ids, turns, where)
+    num_tokens = len(example.prompt) + len(example.completion)
+    _check_context(model, num_tokens, f"{where} and its worked answer")
+    return example
+
+
+def preference_pair(task: Task, model: Model, encoded: EncodedPrompt) -> Pair:
+    """Return the task's two completions of a prompt as whole sequences, each with its end.
+
+    Args:
+        task: The task that gives the pair.
+        model: The reward model that is to read the pair.
+        encoded: The prompt.
+
+    Raises:
+        UserError: The task has no pairs, or the model no tokenizer to write them in; a sequence is
+            longer than the model's context.
+    """
+    texts = task.preference(encoded.prompt)
+    if texts is None or model.tokenizer is None:
+        raise UserError(
+            f"a reward model learns from pairs of completions, and task {task.label} has none for "
+            f"prompt {encoded.prompt.id!r}; give the task a preference method, or the data set's "
+            "fields in task.options.chosen and task.options.rejected"
+        )
+    where = f"prompt {encoded.prompt.id!r}"
+    is_pair = isinstance(texts, tuple | list) and len(texts) == 2
+    if not is_pair or not all(isinstance(text, str) for text in texts):
+        raise UserError(f"task {task.label}, {where}: its preference is not two texts")
+    examples = [
+        encode_turns(model.tokenizer, encoded.token_ids, [Turn(text)], where) for text in texts
+    ]
+    better, worse = ((*example.prompt, *example.completion) for example in examples)
+    longest = max(len(better), len(worse))
+    _check_context(model, longest, f"{where} and its longer completion")
+    return better, worse
+
+
+def trained_examples(
+    example_of: Callable[[Task, Any, EncodedPrompt], AnyExample],
+    task: Task,
+    model: Model,
+    prompts: Sequence[EncodedPrompt],
+) -> Iterator[AnyExample]:
+    """Make the example of every prompt that is trained on, and raise where one cannot be made.
+
+    Args:
+        example_of: Makes the example of a prompt.
+        task: A task like the run's, but not the same object: it may give another example each time.
+        model: The model that is to be trained.
+        prompts: The prompts of the split.
+    """
+    for encoded in prompts:
+        if task.weights.get(encoded.prompt.task, 1.0) > 0:
+            yield example_of(task, model, encoded)
+
+
+@dataclass(frozen=True)
+class PairFacts:
+    """Counts over all pairs of a split.
+
+    Attributes:
+        count: The number of pairs.
+        longest: The tokens of the longest sequence, prompt included.
+        equal: The number of pairs of the same completion twice.
+        longer: The number of pairs whose better completion has more tokens than the worse.
+    """
+
+    count: int
+    longest: int
+    equal: int
+    longer: int
+
+    @classmethod
+    def of(cls, pairs: Sequence[Pair]) -> PairFacts:
+        """Return the counts over pairs."""
+        return cls(
+            count=len(pairs),
+            longest=max(len(sequence) for pair in pairs for sequence in pair),
+            equal=sum(better == worse for better, worse in pairs),
+            longer=sum(len(better) > len(worse) for better, worse in pairs),
+        )
+
+
+def _check_context(model: Model, num_tokens: int, sequence: str) -> None:
+    """Check that a sequence, named in words, fits into the model's context."""
+    limit = model.config.max_position_embeddings
+    if num_tokens > limit:
+        raise UserError(
+            f"{sequence} have {num_tokens} tokens, and the model's context is {limit}; shorten or "
+            "drop it"
+        )

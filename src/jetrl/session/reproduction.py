@@ -1,0 +1,275 @@
+"""Reproductions of updates and samples that were not finite, for `jetrl replay` to run again.
+
+    runs/NAME/nonfinite/step_000007/
+        reproduction.json           what happened, and the first value that was not finite
+        config.toml                 the run's settings
+        masters.safetensors         the master weights that it happened with
+        micro_batches.safetensors   of an update: its packed tokens, log-probs and advantages
+        samples.jsonl               of an update: its completions, to be read
+        tokens.json                 of sampling: the sequence whose logits were not finite
+
+Nothing in the folder is code. It is whole when reproduction.json is there, which is written last.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from jetrl.errors import UserError
+from jetrl.models.policy import Policy
+from jetrl.precision import PrecisionPlan
+from jetrl.runs.jsonl import write_atomically, write_jsonl
+from jetrl.runs.rollout_records import record_of
+from jetrl.session.building import build_critic, policy_of_masters
+from jetrl.settings.loading import Settings, load_config, to_toml
+from jetrl.training import SftTrainer, Trainer
+from jetrl.training.checkpoint_files import write_tensors
+from jetrl.training.first_nonfinite import Watch, watch
+from jetrl.training.micro_batches import MicroBatch
+from jetrl.types import Sample
+
+FORMAT = 1
+FACTS, CONFIG, MASTERS = "reproduction.json", "config.toml", "masters.safetensors"
+MICRO_BATCHES, SAMPLES, TOKENS = "micro_batches.safetensors", "samples.jsonl", "tokens.json"
+
+Kind = Literal["update", "supervised update", "sampling"]
+
+
+@dataclass(frozen=True)
+class Facts:
+    """The contents of reproduction.json.
+
+    Attributes:
+        kind: What was not finite.
+        step: The step of the loop, or the supervised update.
+        update: The number of the update in its step, from 0.
+        what: The numbers that were not finite, in words.
+        first: The first value that was not finite when the work was repeated at once, "" if it did
+            not happen again.
+        seed: run.seed, which all draws are made from.
+        device: The device of the run.
+        format: The version of the format.
+    """
+
+    kind: Kind
+    step: int
+    update: int
+    what: str
+    first: str
+    seed: int
+    device: str
+    format: int = FORMAT
+
+
+@dataclass(frozen=True)
+class Replay:
+    """A reproduction that was run again.
+
+    Attributes:
+        facts: What the run met.
+        numbers: The metrics of the update, or the largest logit, by name.
+        norms: The gradient norm of each parameter: those that are not finite first, then the
+            largest.
+        first: The first value that is not finite, in words; "" if all are finite.
+    """
+
+    facts: Facts
+    numbers: dict[str, float]
+    norms: list[tuple[str, float]]
+    first: str
+
+    @property
+    def finite(self) -> bool:
+        """True if every value is finite now."""
+        return not self.first and all(math.isfinite(value) for value in self.numbers.values())
+
+
+def write_reproduction(
+    folder: Path,
+    facts: Facts,
+    settings: Settings,
+    policy: Policy,
+    micro_batches: Sequence[MicroBatch] = (),
+    samples: Sequence[Sample] = (),
+    token_ids: Sequence[int] = (),
+    saved_masters: Path | None = None,
+) -> None:
+    """Write a reproduction, in place of an earlier one in the same folder.
+
+    Args:
+        folder: The folder to write.
+        facts: What happened.
+        settings: The settings of the run.
+        policy: The policy that it happened with.
+        micro_batches: The micro-batches of an update.
+        samples: The samples of an update of reinforcement learning.
+        token_ids: The sequence whose logits were not finite, of sampling.
+        saved_masters: A file with the very master weights, which is linked to instead of written.
+
+    Raises:
+        OSError: The folder cannot be written.
+    """
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    write_atomically(folder / CONFIG, to_toml(settings))
+    try:
+        linked = saved_masters is not None and _link(saved_masters, folder / MASTERS)
+        if not linked:
+            write_tensors(folder / MASTERS, policy.named_masters())
+        if micro_batches:
+            tensors = {
+                f"{number}.{name}": tensor
+                for number, micro in enumerate(micro_batches)
+                for name, tensor in micro.to_tensors().items()
+            }
+            save_file(tensors, folder / MICRO_BATCHES)
+    except SafetensorError as error:
+        raise OSError(str(error)) from error
+    if samples:
+        write_jsonl(folder / SAMPLES, (record_of(facts.step, sample) for sample in samples))
+    if token_ids:
+        write_atomically(folder / TOKENS, json.dumps(list(token_ids)))
+    write_atomically(folder / FACTS, json.dumps(asdict(facts), indent=1) + "\n")
+
+
+def replay(path: Path, preset: str | None = None, device: str | None = None) -> Replay:
+    """Run a reproduction again, with every operation looked at; no weight is changed.
+
+    An update is run forward and backward; a sequence is run forward.
+
+    Args:
+        path: The folder of the reproduction, or the reproduction.json in it.
+        preset: A precision preset in place of the run's plan.
+        device: A device in place of the run's.
+
+    Raises:
+        UserError: No reproduction or a damaged one; the model or task that it needs is missing.
+    """
+    folder = path.parent if path.name == FACTS else path
+    facts, settings = _read_facts(folder), load_config(folder / CONFIG)
+    if device is not None:
+        run = settings.run.model_copy(update={"device": device})
+        settings = settings.model_copy(update={"run": run})
+    plan = (
+        PrecisionPlan.from_settings(settings.precision)
+        if preset is None
+        else PrecisionPlan.preset(preset)
+    )
+    policy = policy_of_masters(settings, plan, folder / MASTERS)
+    if facts.kind == "sampling":
+        tokens = _token_ids(folder)
+        with watch(policy) as operations:
+            largest = largest_logit(policy, tokens)
+        return Replay(facts, {"largest |logit|": largest}, [], first_nonfinite(operations))
+    trainer = _trainer(facts, policy, settings)
+    micro_batches = _micro_batches(folder, policy.device)
+    with watch(policy) as operations:
+        numbers = trainer.accumulate(micro_batches)
+    norms = [
+        (name, float(master.grad.norm()))
+        for name, master in policy.named_masters().items()
+        if master.grad is not None
+    ]
+    norms.sort(key=lambda item: (math.isfinite(item[1]), -item[1]))
+    return Replay(facts, numbers, norms, first_nonfinite(operations))
+
+
+def largest_logit(policy: Policy, token_ids: Sequence[int]) -> float:
+    """Return the largest |logit| of a sequence's last token, by the trainer's forward.
+
+    Under an exact plan the operations of this forward give the sampler's bits.
+    """
+    largest = math.nan
+    decoder = policy.decoder
+    trace = decoder.trace
+
+    def with_logits(name: str, value: torch.Tensor) -> None:
+        nonlocal largest
+        if name == "lm_head":
+            largest = float(value[-1].abs().max())
+        if trace is not None:
+            trace(name, value)
+
+    decoder.trace = with_logits
+    try:
+        with torch.no_grad():
+            tokens = [*token_ids, token_ids[-1]]  # so that the last one is looked behind, too
+            policy.logprobs([tokens[: policy.config.max_position_embeddings]])
+    finally:
+        decoder.trace = trace
+    return largest
+
+
+def _trainer(facts: Facts, policy: Policy, settings: Settings) -> SftTrainer | Trainer:
+    """Return the trainer that an update was made by."""
+    if facts.kind == "supervised update":
+        return SftTrainer(policy, settings)
+    # The log-probs of the reference are in the micro-batches: any policy takes its place.
+    critic = build_critic(settings, policy)
+    return Trainer(policy, settings, reference=policy, critic=critic)
+
+
+def first_nonfinite(operations: Watch) -> str:
+    """Return the first value of operations that was not finite, in words, "" if none was."""
+    return "" if operations.first is None else str(operations.first)
+
+
+def _read_facts(folder: Path) -> Facts:
+    """Return the contents of a folder's reproduction.json."""
+    file = folder / FACTS
+    try:
+        facts = Facts(**json.loads(file.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        raise UserError(
+            f"{folder}: no reproduction ({FACTS}); give a folder of runs/NAME/nonfinite"
+        ) from None
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise UserError(f"{file}: not a reproduction's: {error}") from None
+    if facts.format != FORMAT:
+        raise UserError(f"{file}: format {facts.format}; this version reads {FORMAT}")
+    return facts
+
+
+def _micro_batches(folder: Path, device: torch.device) -> list[MicroBatch]:
+    """Return the micro-batches of a folder, on a device."""
+    file = folder / MICRO_BATCHES
+    try:
+        tensors = load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{file}: missing or damaged: {error}") from None
+    fields: dict[int, dict[str, torch.Tensor]] = {}
+    for name, tensor in tensors.items():
+        number, _, field = name.partition(".")
+        fields.setdefault(int(number), {})[field] = tensor
+    return [MicroBatch.from_tensors(fields[number], device) for number in sorted(fields)]
+
+
+def _token_ids(folder: Path) -> list[int]:
+    """Return the sequence of a folder's tokens.json."""
+    try:
+        token_ids = json.loads((folder / TOKENS).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{folder / TOKENS}: {error}") from None
+    if not isinstance(token_ids, list) or not token_ids or {*map(type, token_ids)} != {int}:
+        raise UserError(f"{folder / TOKENS}: not the token ids of a sequence")
+    return token_ids
+
+
+def _link(source: Path, target: Path) -> bool:
+    """Link a file to a second name; return whether that could be done."""
+    with contextlib.suppress(OSError):  # another file system, or one without links
+        os.link(source, target)
+        return True
+    return False

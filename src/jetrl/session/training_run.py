@@ -1,0 +1,141 @@
+"""An attempt at a run while it is open: directory, console, phases, stop signals, checkpoints.
+
+Every kind of training has one: reinforcement learning with its supervised warm-up, supervised
+training alone, and the training of a reward model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Literal
+
+from jetrl.errors import StorageError
+from jetrl.memory.fitting import Fitted
+from jetrl.models.model import Model
+from jetrl.runs import RunDirectory, open_trackers, summary_of, write_report
+from jetrl.runs.status import StatusFile
+from jetrl.runs.storing import storing
+from jetrl.session.checkpoints import RunCheckpoints
+from jetrl.session.display import Display
+from jetrl.session.memory_peaks import MemoryPeaks, note_memory_plan
+from jetrl.session.phases import Phases
+from jetrl.session.stop_signals import StopSignals
+from jetrl.session.watchdog import Watchdog
+from jetrl.settings.loading import Settings
+
+logger = logging.getLogger(__name__)
+
+
+class TrainingRun:
+    """An attempt at a run, begun when this object is made and ended when its stack is closed.
+
+    Args:
+        settings: The settings of the run.
+        model: The model that is trained.
+        stack: Closes what is opened here; the report is written last.
+        resume: Whether an earlier attempt is continued.
+        began: When this attempt began, by time.monotonic.
+        notes: Lines to show to the user at the start.
+        trackers: The names of the experiment trackers that get the metrics.
+        hang_state: Returns more lines for hang.txt, if the run hangs.
+
+    Attributes:
+        directory: The run directory.
+        attempt: The record of this attempt in the run directory.
+        trackers: The experiment trackers.
+        stops: The requests to stop the run.
+        phases: The clock of the run's phases.
+        memory_peaks: The most memory that each phase held.
+        display: The console.
+        checkpoints: The checkpoints of the run.
+
+    Raises:
+        UserError: The run directory cannot be used.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        model: Model,
+        stack: contextlib.ExitStack,
+        resume: bool,
+        began: float,
+        notes: Sequence[str] = (),
+        trackers: Sequence[str] = (),
+        hang_state: Callable[[], list[str]] = list,
+    ) -> None:
+        self._model = model
+        self.directory = RunDirectory.create(settings, model.plan.to_dict(), resume=resume)
+        self.directory.notes += notes
+        path = self.directory.path
+        if settings.report.enabled:
+            # Written last, when the run's end is recorded.
+            stack.push(lambda _, error, __: _report(path, error))
+        stack.enter_context(self.directory)
+        facts = {"plan": model.plan.name, "device": str(model.device)}
+        self.attempt = stack.enter_context(self.directory.attempt(sys.argv, facts))
+        self.trackers = open_trackers(
+            trackers, settings.trackers.project, path, settings.model_dump(mode="json")
+        )
+        stack.callback(lambda: self.trackers.close(lambda: summary_of(self.directory.history())))
+
+        self.stops = StopSignals(settings.run.max_hours, self.directory.history().elapsed_s, began)
+        self.display = Display(settings.loop.steps, lambda: self.stops.elapsed_s)
+        self.phases, self.memory_peaks = Phases(), MemoryPeaks(model.device)
+        status = StatusFile(path)
+        stack.callback(status.close)
+        hang_file, end_attempt = path / "hang.txt", self.directory.end_attempt_for_hang
+        watchdog = Watchdog(settings.watchdog, hang_file, hang_state, end_attempt)
+        stack.enter_context(watchdog)
+        self.phases.observers += [self.display, self.memory_peaks, status, watchdog]
+        self.checkpoints = RunCheckpoints(self.directory, settings)
+        stack.enter_context(self.stops.handled())
+        stack.callback(self.display.close)
+        stack.push(lambda _, error, __: self._settle(error))
+
+    def note_start(self, memory: Fitted, loading: str) -> None:
+        """Show what the run holds, and what is to be known of its directory and settings.
+
+        Args:
+            memory: The memory plan.
+            loading: How long it took to load the models, in words.
+        """
+        note_memory_plan(memory, loading, self._model.device, self.display.note)
+        for note in self.directory.notes:
+            self.display.note(note)
+
+    def export(self, dtype: Literal["bfloat16", "float32"], out: str | Path | None) -> Path:
+        """Write the trained model as a Hugging Face directory; return the one in the run directory.
+
+        Args:
+            dtype: The number format of the weights.
+            out: A second directory to write; None: none.
+        """
+        path = self.directory.path / "model"
+        with self.phases.phase("export"):
+            self._model.save_pretrained(path, dtype=dtype, overwrite=True)
+            if out is not None:
+                self._model.save_pretrained(out, dtype=dtype)
+            self.checkpoints.wait()
+        self.display.close()
+        return path
+
+    def _settle(self, error: BaseException | None) -> None:
+        """Complete the checkpoint that is being written after an error, unless left at once."""
+        if error is not None and not self.stops.at_once:
+            self.checkpoints.settle()
+
+
+def _report(path: Path, error: BaseException | None) -> None:
+    """Write the report of a run directory when the run has ended, by an error or without one."""
+    try:
+        with storing(path / "report.html"):
+            write_report(path)
+    except StorageError as failure:
+        if error is None:
+            raise
+        logger.warning("%s", failure)  # what ended the run is what to say
