@@ -1,0 +1,1 @@
+"""From a task's prompts to scored completions: sampling, rewards, environments, evaluation."""

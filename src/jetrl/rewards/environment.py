@@ -1,4 +1,4 @@
-"""A task as the environment of a rollout: who is asked when a turn ends (rollout/turns.py)."""
+"""A task as the environment of a rollout, which replies when a turn ends (rollout/multi_turn.py)."""
 
 from __future__ import annotations
 
@@ -11,15 +11,19 @@ from jetrl.types import Prompt, Turn
 
 
 class TaskEnvironment:
-    """Answers turns with a task's `step`, in the scorer's processes.
+    """The environment that answers turns with a task's `step`, in the scorer's processes.
 
-    prompts: of the call of `generate`, n completions each. max_turns: see `turns_of`.
+    Args:
+        scorer: The processes in which the task runs.
+        prompts: The prompts of one call of `generate`.
+        n: Completions of each prompt.
+        max_turns: The most turns of a completion.
     """
 
     def __init__(self, scorer: Scorer, prompts: Sequence[Prompt], n: int, max_turns: int) -> None:
         self.max_turns = max_turns
         self._scorer, self._prompts, self._n = scorer, prompts, n
-        self._sequences: dict[int, int] = {}  # of each ticket that is not answered yet
+        self._sequences: dict[int, int] = {}  # By the ticket of an unanswered turn.
 
     def ask(self, sequence: int, turns: Sequence[Turn], completion: str) -> None:
         ticket = self._scorer.ask(self._prompts[sequence // self._n], turns, completion)
@@ -36,15 +40,15 @@ class TaskEnvironment:
         self._scorer.drop_turns()
 
 
-def turns_of(task: Task, wanted: int | None) -> int:
-    """How many turns a completion may have: `task.max_turns` of the settings, else the task's own.
+def turns_of(task: Task, setting: int | None) -> int:
+    """Return the most turns of a completion: the setting `task.max_turns`, or else the task's own.
 
     Raises:
-        UserError: several, of a task that has no turns.
+        UserError: The setting asks for several turns of a task that has none.
     """
-    if wanted is not None and wanted > 1 and task.max_turns == 1:
+    if setting is not None and setting > 1 and task.max_turns == 1:
         raise UserError(
-            f"task.max_turns = {wanted}, but task {task.label} has no turns: unset it, or give the "
+            f"task.max_turns = {setting}, but task {task.label} has no turns: unset it, or give the "
             "task a `step` and a `max_turns` above 1"
         )
-    return task.max_turns if wanted is None else wanted
+    return task.max_turns if setting is None else setting

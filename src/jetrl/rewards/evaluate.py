@@ -19,13 +19,18 @@ from jetrl.types import Sample, SamplingParams
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What a split was worth to a policy.
+    """The results of a policy on the prompts of a split.
 
-    mean: mean reward over all completions (mean@n). pass_at_k: {k: share of prompts solved by one
-    of k completions}, k = 1, 2, 4, ... and n, by the unbiased estimator of Chen et al. (arXiv
-    2107.03374). response_length: tokens. clip_ratio: share cut off at max_tokens. failures:
-    completions that the scorer could not judge. by_task: of each task where several are mixed, by
-    `Prompt.task`; {} else."""
+    Attributes:
+        mean: The mean reward over all completions (mean@n).
+        pass_at_k: The share of prompts solved by one of k completions, for k = 1, 2, 4, ... and n,
+            by the unbiased estimator of Chen et al. (arXiv 2107.03374).
+        response_length: The mean number of tokens of a completion.
+        clip_ratio: The share of completions cut off at max_tokens.
+        failures: The number of completions that the scorer could not score.
+        samples: The scored completions.
+        by_task: The results of each task where several are mixed, by `Prompt.task`; otherwise {}.
+    """
 
     mean: float
     pass_at_k: dict[int, float]
@@ -45,20 +50,30 @@ def evaluate(
     max_turns: int = 1,
     progress: ProgressCallback | None = None,
 ) -> Evaluation:
-    """Sample and score params.n completions of each prompt; a reward >= threshold is a solution."""
+    """Sample and score `params.n` completions of each prompt.
+
+    Args:
+        engine: The engine that samples from the policy.
+        scorer: The processes that score.
+        prompts: The prompts of the split.
+        params: The way completions are drawn.
+        threshold: The least reward of a solution.
+        max_turns: The most turns of a completion.
+        progress: Called after each forward with the progress so far.
+    """
     scoring = Scoring(scorer, prompts, params.n)
     samples = scoring.samples(sample_prompts(engine, scoring, params, max_turns, progress))
     tasks = dict.fromkeys(sample.prompt.task for sample in samples)
-    parts = {
-        task: _judge([s for s in samples if s.prompt.task == task], params.n, threshold)
+    by_task = {
+        task: _results([s for s in samples if s.prompt.task == task], params.n, threshold)
         for task in tasks
     }
-    whole = _judge(samples, params.n, threshold)
-    return dataclasses.replace(whole, by_task=parts) if set(parts) != {""} else whole
+    overall = _results(samples, params.n, threshold)
+    return dataclasses.replace(overall, by_task=by_task) if set(by_task) != {""} else overall
 
 
-def _judge(samples: Sequence[Sample], n: int, threshold: float) -> Evaluation:
-    """What the samples, n of each prompt in turn, say."""
+def _results(samples: Sequence[Sample], n: int, threshold: float) -> Evaluation:
+    """Return the results of samples that hold n completions of each prompt in turn."""
     rewards = np.array([s.score.reward for s in samples]).reshape(-1, n)
     solved = (rewards >= threshold).sum(1)
     ks = sorted({2**i for i in range(n.bit_length()) if 2**i <= n} | {n})
@@ -73,6 +88,7 @@ def _judge(samples: Sequence[Sample], n: int, threshold: float) -> Evaluation:
 
 
 def _pass_at_k(solved: np.ndarray, n: int, k: int) -> float:
+    """Return the mean over prompts of the chance that one of k of its n completions is right."""
     return float(np.mean([1.0 - math.comb(n - int(c), k) / math.comb(n, k) for c in solved]))
 
 
@@ -88,8 +104,20 @@ def evaluate_model(
     max_turns: int | None = None,
     progress: ProgressCallback | None = None,
 ) -> Evaluation:
-    """A policy on a task's split: its first num_prompts prompts, 0 for all. max_turns: default the
-    task's own."""
+    """Evaluate a policy on the prompts of a task's split.
+
+    Args:
+        policy: The policy that is sampled from.
+        task: The task.
+        scorer: The processes that score.
+        params: The way completions are drawn.
+        split: The name of the split.
+        num_prompts: The number of prompts to take from the start of the split; 0 takes all.
+        threshold: The least reward of a solution.
+        system_prompt: A system message before each chat prompt.
+        max_turns: The most turns of a completion; by default the task's own.
+        progress: Called after each forward with the progress so far.
+    """
     encoded = encode_prompts(policy, task, split, num_prompts, system_prompt)
     turns = turns_of(task, max_turns)
     return evaluate(RolloutEngine(policy), scorer, encoded, params, threshold, turns, progress)

@@ -14,17 +14,19 @@ from jetrl.types import Sample, Score
 
 
 class Reward:
-    """Scores samples by `[reward]`.
+    """The reward that the settings of `[reward]` make of a task's score and a reward model's.
 
     Args:
-        settings: with a reward model, or with a weight of the task's score that is not 1.
-        policy: whose token ids the reward model reads. plan: the policy's; the reward model keeps
-            working copies in its formats alone, so an FP8 plan scores in FP8.
-        max_tokens: rollout.max_tokens. tokens_at_once: of a packed forward.
+        settings: The section, with a reward model or a weight of the task's score that is not 1.
+        policy: The policy, whose token ids the reward model reads.
+        plan: The policy's precision plan, also the reward model's: under an FP8 plan it scores in
+            FP8.
+        max_tokens: The setting rollout.max_tokens.
+        tokens_at_once: Tokens of one packed forward of the reward model.
 
     Raises:
-        UserError: the model cannot be used: missing, another head, another tokenizer, a context too
-            short.
+        UserError: The reward model is missing, or has another head, another tokenizer or too short
+            a context.
     """
 
     def __init__(
@@ -53,12 +55,14 @@ class Reward:
 
     @property
     def has_model(self) -> bool:
-        """Whether a reward model runs; else the task's score is weighted alone."""
+        """True where a reward model runs; otherwise only the task's score is weighted."""
         return self._model is not None
 
     def __call__(self, samples: Sequence[Sample]) -> list[Sample]:
-        """The samples with their weighted rewards; the parts `rule` and `model` say what each of
-        the two gave."""
+        """Return the samples with weighted rewards.
+
+        The parts `rule` and `model` of a score hold the task's and the reward model's own numbers.
+        """
         rule, weight = self._settings.rule, self._settings.model
         if self._model is None:
             scores = [0.0] * len(samples)
@@ -66,11 +70,11 @@ class Reward:
             sequences = [[*s.prompt_token_ids, *s.completion.token_ids] for s in samples]
             with self._model.used():
                 scores = self._model.scores(sequences, self._tokens_at_once).tolist()
-        judged = []
+        rewarded = []
         for sample, score in zip(samples, scores, strict=True):
             parts = {**sample.score.parts, "rule": sample.score.reward}
             if self._model is not None:
                 parts["model"] = score
             reward = rule * sample.score.reward + weight * score
-            judged.append(replace(sample, score=Score(reward, parts)))
-        return judged
+            rewarded.append(replace(sample, score=Score(reward, parts)))
+        return rewarded
