@@ -1,4 +1,4 @@
-"""A task as the environment of a rollout, which replies when a turn ends (rollout/multi_turn.py)."""
+"""A task as the environment of a rollout, which replies at the end of a turn."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def turns_of(task: Task, setting: int | None) -> int:
     """
     if setting is not None and setting > 1 and task.max_turns == 1:
         raise UserError(
-            f"task.max_turns = {setting}, but task {task.label} has no turns: unset it, or give the "
-            "task a `step` and a `max_turns` above 1"
+            f"task.max_turns = {setting}, but task {task.label} has no turns: unset it, or give "
+            "the task a `step` and a `max_turns` above 1"
         )
     return task.max_turns if setting is None else setting
