@@ -353,14 +353,18 @@ def check_measures(case: Case, folder: Path) -> None:
     """Check that a case exercised what it is for.
 
     Raises:
-        CannotRunError: a metric that it names was absent or 0 throughout.
+        CannotRunError: a metric that it names or a run's gradient norm was absent or always 0.
     """
-    lines = [
-        json.loads(line)
+    runs = {
+        path.parent.name: [json.loads(line) for line in path.read_text("utf-8").splitlines()]
         for path in sorted(folder.rglob("metrics.jsonl"))
-        for line in path.read_text(encoding="utf-8").splitlines()
-    ]
+    }
+    lines = [line for run in runs.values() for line in run]
     hollow = [name for name in case.measures if not any(line.get(name) for line in lines)]
+    for name, run in runs.items():
+        gradients = [line["policy/grad_norm"] for line in run if "policy/grad_norm" in line]
+        if gradients and not any(gradients):
+            hollow.append(f"policy/grad_norm of the run {name}")
     if hollow:
         raise CannotRunError(f"the case is hollow: {', '.join(hollow)} absent or 0 in every line")
 

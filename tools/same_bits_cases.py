@@ -66,8 +66,11 @@ SUMS = f"""
     sft.steps=60 sft.until=none sft.examples_per_step=16 sft.lr=3e-3
     rollout.prompts_per_step=6 rollout.samples_per_prompt=6 rollout.max_tokens=6
     eval.every=0 eval.prompts=8 train.lr=1e-3 train.warmup_steps=0 train.schedule=constant
-    train.updates_per_step=1 checkpoint.every=0 loop.steps=3
+    train.updates_per_step=1 train.tokens_per_micro_batch=128 checkpoint.every=0 loop.steps=3
 """
+
+# The task of `TASK_OF_A_USER`, whose rewards vary without any warm-up.
+LENGTHS = "task.name=lengths.py:Lengths task.options={}"
 
 DEMO = f"""
     train recipes/demo.toml {COMMON} run.name=demo task.options.max_operand=9
@@ -82,7 +85,7 @@ PPO = f"""
 """
 
 PARTIAL = f"""
-    train recipes/demo.toml {SUMS} run.name=partial sft.steps=0 rollout.prompts_per_step=3
+    train recipes/demo.toml {SUMS} {LENGTHS} run.name=partial sft.steps=0 rollout.prompts_per_step=3
     rollout.samples_per_prompt=4 rollout.max_tokens=10 rollout.max_batch_size=9
     rollout.oversample=1.0 checkpoint.every=2 loop.steps=5
 """
@@ -99,8 +102,9 @@ REWARD_MODEL = f"""
 
 TURNS = f"""
     train examples/calculator.toml {COMMON} run.name=turns task.options.limit=10
-    model.config.num_hidden_layers=1 sft.steps=25 sft.until=none sft.examples_per_step=16
-    sft.lr=1e-2 rollout.prompts_per_step=6 rollout.samples_per_prompt=4 rollout.max_tokens=24
+    rollout.page_size=16 train.tokens_per_micro_batch=256
+    model.config.num_hidden_layers=1 sft.steps=50 sft.until=none sft.examples_per_step=16
+    sft.lr=1e-2 rollout.prompts_per_step=6 rollout.samples_per_prompt=6 rollout.max_tokens=24
     eval.every=2 eval.prompts=4 train.schedule=constant checkpoint.every=1 loop.steps=3
 """
 
@@ -125,6 +129,37 @@ MIX = (
     'task=mix task.options={tasks=[{name="lengths.py:Lengths",label="lengths",weight=3},'
     '{name="arithmetic"}]}'
 )
+
+
+LOSS_OF_A_USER = """
+def push(tokens, strength):
+    return -strength * tokens.advantages * tokens.trainer_logprobs
+"""
+
+COMPACT = f"""
+    train recipes/demo.toml {SUMS} run.name=compact model.config.num_hidden_layers=2
+    train.optimizer_states=compact train.activation_checkpointing=true train.weight_decay=0.1
+    precision.grad_output=e5m2 precision.scales=pow2 precision.last_layers_bf16=1
+    precision.lm_head=fp8 checkpoint.every=1 checkpoint.background=false
+"""
+
+# The rows of a data set: chat messages, and answers that a pattern finds.
+ROWS = "".join(
+    json.dumps({"ask": f"What is {a} plus {b}?", "right": f"{a + b}", "worked": f"It is {a + b}."})
+    + "\n"
+    for a in range(8)
+    for b in range(5)
+)
+
+
+def trained(name: str, *words: str) -> Command:
+    """Return one short run of the algorithms' cases, which begins with the model of `SFT`."""
+    return jetrl(
+        f"train recipes/demo.toml {SUMS} sft.steps=0 model.config=none model.path=models/warm",
+        "model.tokenizer=none train.updates_per_step=2 algorithm.aggregation=none loop.steps=1",
+        f"run.name={name}",
+        *words,
+    )
 
 
 def word_problems(count: int, seed: int) -> str:
@@ -161,14 +196,13 @@ CASES = (
             ),
             jetrl("sample models/fp8 1+2= --n 4 --json --device DEVICE", output="sample.jsonl"),
         ),
-        measures=("policy/grad_norm", "eval/arithmetic/mean", "sft/loss"),
+        measures=("eval/arithmetic/mean", "sft/loss"),
     ),
     Case(
         "demo-resume",
         "a demo that BASE stopped after a step",
         (jetrl(DEMO, "loop.steps=5 --resume"),),
         prepared_by=(jetrl(DEMO, "loop.steps=3"),),
-        measures=("policy/grad_norm",),
     ),
     Case(
         "gsm8k",
@@ -188,13 +222,13 @@ CASES = (
             "data/gsm8k/train.jsonl": word_problems(120, seed=0),
             "data/gsm8k/test.jsonl": word_problems(20, seed=500),
         },
-        measures=("policy/grad_norm", "reward/overlong_penalty"),
+        measures=("reward/overlong_penalty"),
     ),
     Case(
         "ppo",
         "PPO with a critic and the KL in the reward",
         (jetrl(PPO, "loop.steps=3"),),
-        measures=("policy/grad_norm", "critic/loss", "reward/kl_penalty"),
+        measures=("critic/loss", "reward/kl_penalty"),
     ),
     Case(
         "ppo-resume",
@@ -211,16 +245,19 @@ CASES = (
                 f"train recipes/demo.toml {SUMS} run.name=mix {MIX} sft.steps=0",
                 "task.eval_split=test data.order=pass_rate algorithm.name=dapo",
                 "algorithm.aggregation=none algorithm.dynamic_sampling_rounds=3 eval.every=2",
+                "rollout.page_size=4 rollout.num_pages=16 rollout.max_batch_size=10",
+                "rollout.max_prefill_tokens=24 rollout.keep_every=2",
                 "checkpoint.every=1 loop.steps=4",
             ),
         ),
         files={"lengths.py": TASK_OF_A_USER},
-        measures=("policy/grad_norm", "dynamic_sampling/dropped_groups", "reward/task/lengths"),
+        measures=("dynamic_sampling/dropped_groups", "reward/task/lengths"),
     ),
     Case(
         "partial",
         "partial rollouts: completions that several steps draw",
         (jetrl(PARTIAL),),
+        files={"lengths.py": TASK_OF_A_USER},
         measures=("partial_rollout/earlier_tokens", "partial_rollout/unfinished"),
     ),
     Case(
@@ -228,6 +265,7 @@ CASES = (
         "a run with partial rollouts that BASE stopped",
         (jetrl(PARTIAL, "loop.steps=5 --resume"),),
         prepared_by=(jetrl(PARTIAL, "loop.steps=3"),),
+        files={"lengths.py": TASK_OF_A_USER},
         measures=("partial_rollout/earlier_tokens",),
     ),
     Case(
@@ -253,7 +291,7 @@ CASES = (
                 "reward.model=0.5 reward.model_path=models/judge",
             ),
         ),
-        measures=("policy/grad_norm", "reward_model/accuracy", "reward_model/eval_accuracy"),
+        measures=("reward_model/accuracy", "reward_model/eval_accuracy"),
     ),
     Case(
         "reward-model-resume",
@@ -269,21 +307,23 @@ CASES = (
         "calibrated clipping, and pairs drawn by Shuffle-R1",
         (
             jetrl(
-                f"train recipes/demo.toml {SUMS} run.name=calibrated train.updates_per_step=2",
+                f"train recipes/demo.toml {SUMS} {LENGTHS} run.name=calibrated sft.steps=0",
                 "algorithm.calibrate_clip_every=2 algorithm.clip=0.05 train.lr=1e-2",
+                "train.updates_per_step=2",
             ),
             jetrl(
                 f"train recipes/demo.toml {SUMS} run.name=pairs train.updates_per_step=2",
                 "data.batch=shuffle_r1 loop.steps=2",
             ),
         ),
-        measures=("policy/grad_norm", "policy/clip_low", "policy/clip_high"),
+        files={"lengths.py": TASK_OF_A_USER},
+        measures=("policy/clip_low", "policy/clip_high"),
     ),
     Case(
         "turns",
         "completions of several turns with a calculator",
         (jetrl(TURNS),),
-        measures=("policy/grad_norm", "response_length/turns", "response_length/sampled"),
+        measures=("response_length/turns", "response_length/sampled"),
     ),
     Case(
         "turns-resume",
@@ -309,7 +349,75 @@ CASES = (
             "mismatch/num_different",
             "correction/weight_mean",
             "policy/kl_ref",
-            "policy/grad_norm",
         ),
+    ),
+    Case(
+        "algorithms",
+        "the other algorithms and corrections, a step each, and a loss of a user's own",
+        (
+            jetrl(SFT),
+            trained("dr_grpo", "algorithm.name=dr_grpo"),
+            trained("gspo", "algorithm.name=gspo algorithm.normalize_std=false"),
+            trained("cispo", "algorithm.name=cispo rollout.top_p=0.95 rollout.top_k=30"),
+            trained("rloo", "algorithm.name=rloo algorithm.kl=0.1"),
+            trained("reinforce_pp", "algorithm.name=reinforce_pp algorithm.kl=0.1 loop.steps=2"),
+            trained("baseline", "algorithm.name=reinforce_pp_baseline algorithm.kl=0.1"),
+            trained("push", "algorithm.name=push.py:push algorithm.options.strength=0.5"),
+            trained("mis", "precision.preset=mixed algorithm.correction=mis"),
+            trained("icepop", "precision.preset=bf16 algorithm.correction=icepop"),
+            trained(
+                "mask",
+                "precision.preset=mixed algorithm.correction=sequence_mask",
+                "algorithm.correction_low=0.9999",
+            ),
+        ),
+        files={"push.py": LOSS_OF_A_USER},
+        measures=("policy/kl_ref", "correction/weight_mean"),
+    ),
+    Case(
+        "compact-resume",
+        "compact optimizer states, recomputed layers, E5M2, power-of-two scales; BASE stopped it",
+        (jetrl(COMPACT, "loop.steps=3 --resume"),),
+        prepared_by=(jetrl(COMPACT, "loop.steps=1"),),
+    ),
+    Case(
+        "families",
+        "Qwen2 and Llama from files: parity under each plan, and a step in FP32 and in BF16",
+        (
+            jetrl("init models/qwen2 --family qwen2 --intermediate-size 256"),
+            jetrl("init models/llama --family llama --untied --num-layers 1 --dtype fp8"),
+            jetrl(
+                "parity models/qwen2 --plan unified --max-tokens 24 --json", output="unified.json"
+            ),
+            jetrl("parity models/llama --plan jet --max-tokens 24 --json", output="jet.json"),
+            jetrl("parity models/llama --plan mixed --max-tokens 24 --json", output="mixed.json"),
+            trained(
+                "qwen2",
+                f"model.path=models/qwen2 precision.preset=fp32 {LENGTHS}",
+            ),
+            trained(
+                "llama",
+                f"model.path=models/llama precision.preset=jet {LENGTHS}",
+            ),
+        ),
+        files={"lengths.py": TASK_OF_A_USER},
+    ),
+    Case(
+        "dataset",
+        "rows of one's own as chat messages, with worked answers and a checker",
+        (
+            jetrl("init models/chat --tokenizer bpe --vocab-size 320 --text data/mine.jsonl"),
+            jetrl(
+                f"train recipes/demo.toml {SUMS} run.name=dataset model.config=none",
+                "model.tokenizer=none model.path=models/chat task.name=dataset task.options={}",
+                "task.path=data/mine.jsonl task.options.prompt=ask task.options.answer=right",
+                "task.options.demonstration=worked task.options.checker=regex",
+                r"task.options.pattern=([0-9]) task.system_prompt=Count.",
+                "sft.steps=20 rollout.prompts_per_step=3 rollout.samples_per_prompt=8",
+                "eval.every=2 eval.samples=2 eval.temperature=1.0 loop.steps=2",
+            ),
+        ),
+        files={"data/mine.jsonl": ROWS},
+        measures=("sft/loss", "reward/part/answered"),
     ),
 )

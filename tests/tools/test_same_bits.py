@@ -168,9 +168,15 @@ def test_a_case_that_exercises_nothing_is_refused(sides: tuple[Path, Path]) -> N
     case = same_bits.Case("demo", "", (), measures=("reward/mean", "critic/loss"))
     with pytest.raises(same_bits.CannotRunError, match="hollow: critic/loss absent"):
         same_bits.check_measures(case, sides[0])
+    case = same_bits.Case("demo", "", (), measures=("reward/mean",))
+    same_bits.check_measures(case, sides[0])
+    replaced(sides[0] / "runs/demo/metrics.jsonl", "policy/loss", "policy/grad_norm")
+    replaced(sides[0] / "runs/demo/metrics.jsonl", "-2e-05", "0.0")
+    with pytest.raises(same_bits.CannotRunError, match="policy/grad_norm of the run demo"):
+        same_bits.check_measures(case, sides[0])
 
 
 def test_cases_have_names_of_their_own() -> None:
     names = [case.name for case in same_bits.CASES]
     assert len(set(names)) == len(names)
-    assert all(case.commands and case.measures for case in same_bits.CASES)
+    assert all(case.commands and case.about for case in same_bits.CASES)
