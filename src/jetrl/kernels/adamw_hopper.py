@@ -9,6 +9,7 @@ are independent, so a program takes a flat piece of the tensor.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -21,6 +22,7 @@ from jetrl.kernels.adamw_scalars import (
     ROOT_SHIFT,
     AdamWScalars,
 )
+from jetrl.precision.hopper.checks import check_tensor
 
 _BLOCK, _WARPS = 1024, 8  # four elements a thread: each access is one vector
 _CONSTANTS = {
@@ -34,38 +36,31 @@ _CONSTANTS = {
 
 @triton.jit
 def _decode_ratio(codes, negative, unit, root):
+    """Return first moments, float32: codes squared, in units that the element's root scales."""
     size = codes * codes * unit * root
     return tl.where(negative, -size, size)
 
 
 @triton.jit(do_not_specialize=["salt"])
 def _adamw_kernel(
-    master_ptr,
-    grad_ptr,
-    ratio_ptr,
-    root_ptr,
-    clip_ptr,
-    num_elements,
-    beta1,
-    rest1,
-    beta2,
-    rest2,
-    rate,
-    unbias,
-    eps,
-    decay,
-    carry,
-    before,
-    now,
-    encode,
-    salt,
-    SHIFT: tl.constexpr,
-    BIAS: tl.constexpr,
-    MAX: tl.constexpr,
-    STRIDE: tl.constexpr,
-    CODES: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    master_ptr, grad_ptr, ratio_ptr, root_ptr, clip_ptr, num_elements,
+    beta1, rest1, beta2, rest2, rate, unbias, eps, decay, carry, before, now, encode, salt,
+    SHIFT: tl.constexpr, BIAS: tl.constexpr, MAX: tl.constexpr, STRIDE: tl.constexpr,
+    CODES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Do one step of AdamW for BLOCK elements, in the order of `adamw_ref_`.
+
+    Args:
+        master_ptr: float32 [num_elements], read and written.
+        grad_ptr: float32 [num_elements], read.
+        ratio_ptr, root_ptr: uint8 and int16 [num_elements], the moments, read and written.
+        clip_ptr: float32 [1], read on the device so that the host need not know the norm.
+        num_elements: of each tensor.
+        beta1, rest1, beta2, rest2, rate, unbias, eps, decay, carry, before, now, encode, salt: of
+            `AdamWScalars`; salt changes at each step, so it is not specialized on.
+        SHIFT, BIAS, MAX, STRIDE, CODES: the constants of `adamw_scalars`.
+        BLOCK: elements of a program.
+    """
     places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = places < num_elements
     clip = tl.load(clip_ptr)
@@ -74,18 +69,26 @@ def _adamw_kernel(
     codes = tl.load(ratio_ptr + places, mask=inside, other=0).to(tl.float32)
     master = tl.load(master_ptr + places, mask=inside, other=0.0)
 
+    # The moments of the step before: a root is a float32's exponent and upper mantissa, with the
+    # sign of the first moment in the word's highest bit; then this step's moments, exactly rounded.
     old_root = (((word & MAX) << SHIFT) + BIAS).to(tl.float32, bitcast=True)
     m = beta1 * _decode_ratio(codes, word < 0, before, old_root) + rest1 * g
     v = beta2 * (old_root * old_root) + rest2 * (g * g)
     exact_root = tl.math.sqrt_rn(v)
 
+    # Code the root: a dither in [0, 1) of its last bit, a function of element and step, is added
+    # before the low bits are cut, so that drifts smaller than a bit are followed on average.
     dither = (places.to(tl.uint32) * STRIDE + salt.to(tl.uint32)) >> (32 - SHIFT)
     bits = exact_root.to(tl.int32, bitcast=True) - BIAS + dither.to(tl.int32)
     code = tl.minimum(tl.maximum(bits >> SHIFT, 0), MAX)
     new_root = ((code << SHIFT) + BIAS).to(tl.float32, bitcast=True)
+
+    # Code the first moment as the square root of its share of the bound that the new root sets.
     negative = m < 0
     share = tl.math.sqrt_rn(tl.math.div_rn(tl.abs(m), new_root) * encode) + 0.5
     new_codes = tl.minimum(share, CODES).to(tl.int32)
+
+    # Update by the exact moments, less what the first moment's rounding error will add later.
     kept = _decode_ratio(new_codes.to(tl.float32), negative, now, new_root)
     update = tl.math.div_rn(rate * m - carry * (kept - m), exact_root * unbias + eps)
 
@@ -97,35 +100,28 @@ def _adamw_kernel(
 def adamw_(
     master: Tensor, grad: Tensor, ratio: Tensor, root: Tensor, clip: Tensor, scalars: AdamWScalars
 ) -> None:
-    """`kernels.adamw.adamw_` on Hopper.
+    """Do what `kernels.adamw.adamw_` does, on Hopper.
+
+    Args:
+        master: float32, any shape, changed in place.
+        grad: float32, of master's shape.
+        ratio: uint8, of master's shape, changed in place.
+        root: int16, of master's shape, changed in place.
+        clip: float32 scalar, multiplied with the gradient.
+        scalars: of this optimizer step.
 
     Raises:
-        ValueError: a tensor of another shape or type, or not contiguous.
+        ValueError: a tensor of another shape or dtype, or not contiguous.
     """
-    named = {"master": master, "grad": grad, "ratio": ratio, "root": root}
-    types = dict(zip(named, ("float32", "float32", "uint8", "int16"), strict=True))
-    for name, tensor in named.items():
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        fits = tensor.is_cuda and tensor.shape == master.shape and dtype == types[name]
-        if not fits or not tensor.is_contiguous():
-            raise ValueError(
-                f"adamw_: {name} is {types[name]} {list(master.shape)}, contiguous and on the GPU, "
-                f"not {dtype} {list(tensor.shape)} with strides {list(tensor.stride())} on "
-                f"{tensor.device}"
-            )
+    shape = master.shape
+    check_tensor("adamw_", "master", master, torch.float32, shape)
+    check_tensor("adamw_", "grad", grad, torch.float32, shape)
+    check_tensor("adamw_", "ratio", ratio, torch.uint8, shape)
+    check_tensor("adamw_", "root", root, torch.int16, shape)
     if not master.numel():
         return
     _adamw_kernel[(triton.cdiv(master.numel(), _BLOCK),)](
-        master,
-        grad,
-        ratio,
-        root,
-        clip,
-        master.numel(),
-        *scalars[:-1],
-        scalars.salt - (scalars.salt >> 31 << 32),  # as an int32
-        **_CONSTANTS,
-        BLOCK=_BLOCK,
-        num_warps=_WARPS,
-        enable_fp_fusion=False,
-    )
+        master, grad, ratio, root, clip, master.numel(),
+        *scalars[:-1], scalars.salt - (scalars.salt >> 31 << 32),  # the salt as an int32
+        **_CONSTANTS, BLOCK=_BLOCK, num_warps=_WARPS, enable_fp_fusion=False,
+    )  # fmt: skip

@@ -1,7 +1,9 @@
-"""`kernels.decode` on Hopper: one program does all rows of a forward, in two kernels beside it.
+"""`kernels.decode` on Hopper: a kernel before a forward and one after its draws, a lane a row.
 
-Both are latency: a program of up to 1024 lanes, a lane a row. The random bits are Philox 4x32-10
-of the same seed, key and counter as `kernels.sampling.random_bits`, and the same bits.
+Both are latency: few loads, each waiting for the one before. The first cuts the rows into programs
+of 128 lanes; the second is one program for all rows, since it moves the counter of forwards on. The
+random bits are Philox 4x32-10 of the same seed, key and counter as `kernels.sampling.random_bits`,
+and the same bits.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -26,7 +28,13 @@ from jetrl.kernels.decode_state import (
 
 @triton.jit
 def random_bits(seed, key, position):
-    """int64 in [0, 2**53) for int64 seed, sequence key and position, element by element."""
+    """Return the random bits of draws, int64 in [0, 2**53), as `kernels.sampling.random_bits`.
+
+    Args:
+        seed: int64 [...].
+        key: int64 [...], the sequences' keys.
+        position: int64 [...], the positions that the tokens are drawn for.
+    """
     low: tl.constexpr = 0xFFFFFFFF
     c0, c1, _, _ = tl.philox(
         seed,
@@ -45,6 +53,18 @@ def _inputs_kernel(
     token_ids_ptr, positions_ptr, slots_ptr, lengths_ptr, bits_ptr,
     count, width, PAGE: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
+    """Gather one forward's inputs from the slots of its rows, a lane a row.
+
+    Args:
+        token_ptr, position_ptr, key_ptr, active_ptr, tables_ptr, seed_ptr: of `DecodeState`, read.
+        rows_ptr: int64 [count], the slot of each row.
+        token_ids_ptr, positions_ptr, slots_ptr, lengths_ptr, bits_ptr: of `DecodeInputs`, written.
+        count: rows.
+        width: pages of a table.
+        PAGE: tokens of a page.
+        LANES: rows of a program.
+    """
+    # Loads depend on each other three deep: row -> slot -> position -> page.
     row = tl.program_id(0) * LANES + tl.arange(0, LANES)
     mask = row < count
     slot = tl.load(rows_ptr + row, mask=mask, other=0)
@@ -53,9 +73,13 @@ def _inputs_kernel(
     position = tl.load(position_ptr + slot, mask=active, other=0)
     page = tl.load(tables_ptr + slot * width + position // PAGE, mask=active, other=0)
     place = page.to(tl.int64) * PAGE + position % PAGE
+
+    # The forward of position p draws the token of position p + 1, which is what its bits count.
     key = tl.load(key_ptr + slot, mask=active, other=0)
     seed = tl.load(seed_ptr) + tl.zeros([LANES], tl.int64)
     bits = random_bits(seed, key, position.to(tl.int64) + 1)
+
+    # Every row is written, since the buffers are new: one that is not active as such.
     tl.store(token_ids_ptr + row, token.to(tl.int64), mask=mask)
     tl.store(positions_ptr + row, position.to(tl.int64), mask=mask)
     tl.store(slots_ptr + row, tl.where(active, place, -1), mask=mask)
@@ -69,10 +93,25 @@ def _take_kernel(
     tokens_ptr, logprobs_ptr, lse_ptr, out_tokens_ptr, out_logprobs_ptr, out_count_ptr,
     count, out_width, NOT_DRAWN: tl.constexpr, BROKEN: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
+    """Take in one forward's draws: write them for the host, move each sequence on or end it.
+
+    Args:
+        token_ptr, position_ptr, active_ptr: of `DecodeState`, read and written.
+        limit_ptr, stops_ptr: of `DecodeState`, read.
+        rows_ptr: int64 [count], the slot of each row.
+        tokens_ptr, logprobs_ptr, lse_ptr: int64, float32 and float32 [count], what `sample` gave.
+        out_tokens_ptr, out_logprobs_ptr, out_count_ptr: of `Drawn`, whose rows have out_width
+            columns; row `out_count` is written.
+        count: rows.
+        NOT_DRAWN, BROKEN: what stands for no token.
+        LANES: at least count.
+    """
     row = tl.arange(0, LANES)  # a single program: it moves the counter on
     mask = row < count
     slot = tl.load(rows_ptr + row, mask=mask, other=0)
     active = mask & (tl.load(active_ptr + slot, mask=mask, other=0) > 0)
+
+    # For the host: the token, or why there is none.
     token = tl.load(tokens_ptr + row, mask=active, other=0).to(tl.int32)
     logprob = tl.load(logprobs_ptr + row, mask=active, other=0.0)
     lse = tl.load(lse_ptr + row, mask=active, other=0.0)
@@ -81,19 +120,29 @@ def _take_kernel(
     written = tl.where(active, tl.where(finite, token, BROKEN), NOT_DRAWN)
     tl.store(out_tokens_ptr + at * out_width + row, written, mask=mask)
     tl.store(out_logprobs_ptr + at * out_width + row, logprob, mask=mask)
+
+    # The end of a sequence, by the rule of `rollout.stopping` as far as the device knows it. Stop
+    # ids are one list for all rows, so each is a scalar load that every lane compares with.
     position = tl.load(position_ptr + slot, mask=active, other=0) + 1
-    goes_on = finite & (position < tl.load(limit_ptr + slot, mask=active, other=0))
+    runs_on = finite & (position < tl.load(limit_ptr + slot, mask=active, other=0))
     for i in range(0, tl.load(stops_ptr)):
-        goes_on = goes_on & (token != tl.load(stops_ptr + 1 + i))
+        runs_on = runs_on & (token != tl.load(stops_ptr + 1 + i))
     tl.store(token_ptr + slot, token, mask=active)
     tl.store(position_ptr + slot, position, mask=active)
-    tl.store(active_ptr + slot, goes_on.to(tl.int32), mask=active)
+    tl.store(active_ptr + slot, runs_on.to(tl.int32), mask=active)
+
     tl.debug_barrier()  # every lane has read the counter
     tl.store(out_count_ptr, at + 1)
 
 
 def next_inputs(state: DecodeState, rows: Tensor, page_size: int) -> DecodeInputs:
-    """`kernels.decode.next_inputs` on Hopper."""
+    """Return what `kernels.decode.next_inputs` returns, on Hopper.
+
+    Args:
+        state: the running sequences.
+        rows: int64 [B], the slot of each row.
+        page_size: tokens of a KV page.
+    """
     count = _check_rows(rows)
     wide = torch.empty(4, count, dtype=torch.int64, device=rows.device)
     lengths = torch.empty(count, dtype=torch.int32, device=rows.device)
@@ -109,7 +158,16 @@ def next_inputs(state: DecodeState, rows: Tensor, page_size: int) -> DecodeInput
 def take_draws(
     state: DecodeState, rows: Tensor, tokens: Tensor, logprobs: Tensor, lse: Tensor, out: Drawn
 ) -> None:
-    """`kernels.decode.take_draws` on Hopper."""
+    """Do what `kernels.decode.take_draws` does, on Hopper.
+
+    Args:
+        state: the running sequences, changed in place.
+        rows: int64 [B], the slot of each row.
+        tokens: int64 [B], the tokens drawn.
+        logprobs: float32 [B], their log-probs.
+        lse: float32 [B], each row's log-sum-exp, not finite where there was no draw.
+        out: where the draws are written: the row of its count, which moves on.
+    """
     count = _check_rows(rows)
     _take_kernel[(1,)](
         state.token, state.position, state.limit, state.active, state.stops, rows,
@@ -120,6 +178,7 @@ def take_draws(
 
 
 def _check_rows(rows: Tensor) -> int:
+    """Return the number of rows, or raise ValueError for rows that the kernels do not take."""
     count = len(rows)
     if rows.dtype != torch.int64 or not rows.is_contiguous() or not 1 <= count <= MAX_ROWS:
         raise ValueError(

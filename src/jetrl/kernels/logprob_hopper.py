@@ -29,19 +29,26 @@ from torch import Tensor
 
 from jetrl.kernels.logit_chunks import rows_at_once
 from jetrl.kernels.master_gradient import gradient_to_add_to
+from jetrl.precision.hopper.checks import check_matrix, check_tensor
 from jetrl.precision.hopper.gemm import bf16_matmul_hopper
-from jetrl.precision.hopper.quantize import check_matrix
 
 # Pinned: the bits of every log-prob depend on both.
 BLOCK = 4096
 NUM_WARPS = 8
 LOG2_E = 1.4426950408889634
-_CHUNK_GRADIENTS = 2**30  # of their gradients, BF16, that one GEMM reads
+_CHUNK_GRADIENTS = 2**30  # gradients of logits, BF16, that one GEMM of backward reads
 
 
 @triton.jit
 def scaled_logits(row_ptr, columns, num_columns, temperature):
-    """z float32, -inf outside. Temperature 1 skips a division that would change nothing."""
+    """Return z = logits / temperature, float32 like columns, with -inf outside the row.
+
+    Args:
+        row_ptr: float32 [num_columns], one row's logits.
+        columns: int32 [...], which of them.
+        num_columns: the vocabulary's size.
+        temperature: a scalar; 1 skips a division that would change nothing.
+    """
     z = tl.load(row_ptr + columns, mask=columns < num_columns, other=float("-inf"))
     if temperature != 1.0:
         z = tl.math.div_rn(z, tl.full(z.shape, 0.0, tl.float32) + temperature)
@@ -50,48 +57,65 @@ def scaled_logits(row_ptr, columns, num_columns, temperature):
 
 @triton.jit
 def row_statistics(row_ptr, num_columns, temperature, BLOCK: tl.constexpr, LOG2_E: tl.constexpr):
-    """(max z, lse, mean of z - max under the softmax), float32 scalars."""
+    """Return max z, lse, and the mean of z - max under the softmax, float32 scalars, in one read.
+
+    Args:
+        row_ptr: float32 [num_columns], one row's logits.
+        num_columns: the vocabulary's size.
+        temperature: a scalar.
+        BLOCK: columns of one pass of the program's lanes.
+        LOG2_E: log2(e), for exp2 in place of exp.
+    """
+    # A lane is four neighbouring columns of each block: one 16-byte load. It keeps its own running
+    # maximum, so the loop has no reduction across lanes, which the warps would have to meet for.
     LANES: tl.constexpr = BLOCK // 4
-    lane_max = tl.full([LANES], -1e30, tl.float32)
+    lane_max = tl.full([LANES], -1e30, tl.float32)  # finite: -inf - -inf would be NaN
     lane_sum = tl.zeros([LANES], tl.float32)
     lane_moment = tl.zeros([LANES], tl.float32)
     columns = tl.arange(0, LANES)[:, None] * 4 + tl.arange(0, 4)[None, :]
     for start in tl.range(0, num_columns, BLOCK, num_stages=3):
         z = scaled_logits(row_ptr, start + columns, num_columns, temperature)
+        # A larger maximum scales what has been summed by exp(step), and moves the moment's origin.
         larger = tl.maximum(lane_max, tl.max(z, 1))
         step = lane_max - larger
         kept = tl.math.exp2(step * LOG2_E)
         shifted = z - larger[:, None]
         mass = tl.math.exp2(shifted * LOG2_E)
         lane_moment = kept * (lane_moment + step * lane_sum)
-        lane_moment += tl.sum(mass * tl.maximum(shifted, -1e30), 1)
+        lane_moment += tl.sum(mass * tl.maximum(shifted, -1e30), 1)  # 0 * -inf would be NaN
         lane_sum = lane_sum * kept + tl.sum(mass, 1)
         lane_max = larger
+
+    # The lanes at the end, in the order that BLOCK and the number of warps pin.
     row_max = tl.max(lane_max, 0)
     step = lane_max - row_max
     kept = tl.math.exp2(step * LOG2_E)
     total = tl.sum(lane_sum * kept, 0)
     moment = tl.sum(kept * (lane_moment + step * lane_sum), 0)
+    # Without a positive total (a row of -inf or NaN) there is no softmax: NaN says so to the host.
     lse = tl.log(total.to(tl.float64)).to(tl.float32)
     return row_max, tl.where(total > 0.0, lse, float("nan")), tl.math.div_rn(moment, total)
 
 
 @triton.jit
 def _forward_kernel(
-    logits_ptr,
-    chosen_ptr,
-    logprobs_ptr,
-    entropy_ptr,
-    max_ptr,
-    lse_ptr,
-    num_columns,
-    temperature,
-    BLOCK: tl.constexpr,
-    LOG2_E: tl.constexpr,
-):
+    logits_ptr, chosen_ptr, logprobs_ptr, entropy_ptr, max_ptr, lse_ptr, num_columns, temperature,
+    BLOCK: tl.constexpr, LOG2_E: tl.constexpr,
+):  # fmt: skip
+    """Make one row's log-prob and entropy, and keep what backward needs of its softmax.
+
+    Args:
+        logits_ptr: float32 [R, num_columns].
+        chosen_ptr: int64 [R], token ids.
+        logprobs_ptr, entropy_ptr: float32 [R], written.
+        max_ptr, lse_ptr: float32 [R], written: max z, and the log-sum-exp above it.
+        num_columns: the vocabulary's size.
+        temperature: a scalar.
+    """
     row = tl.program_id(0)
     row_ptr = logits_ptr + row.to(tl.int64) * num_columns
     row_max, lse, moment = row_statistics(row_ptr, num_columns, temperature, BLOCK, LOG2_E)
+    # In this order, as the sampler subtracts: (z - max) - lse.
     chosen = tl.load(row_ptr + tl.load(chosen_ptr + row))
     tl.store(logprobs_ptr + row, (tl.math.div_rn(chosen, temperature) - row_max) - lse)
     tl.store(entropy_ptr + row, lse - moment)
@@ -101,22 +125,26 @@ def _forward_kernel(
 
 @triton.jit
 def _backward_kernel(
-    logits_ptr,
-    chosen_ptr,
-    max_ptr,
-    lse_ptr,
-    grad_ptr,
-    out_ptr,
-    num_columns,
-    column_blocks,
-    temperature,
-    BLOCK: tl.constexpr,
-    LOG2_E: tl.constexpr,
-):
+    logits_ptr, chosen_ptr, max_ptr, lse_ptr, grad_ptr, out_ptr,
+    num_columns, column_blocks, temperature, BLOCK: tl.constexpr, LOG2_E: tl.constexpr,
+):  # fmt: skip
+    """Make the gradient of BLOCK of one row's logits: (one at the chosen - softmax) * dlogp / t.
+
+    Args:
+        logits_ptr: float32 [R, num_columns].
+        chosen_ptr: int64 [R], token ids.
+        max_ptr, lse_ptr: float32 [R], as _forward_kernel left them.
+        grad_ptr: float32 [R], the gradient of the log-probs.
+        out_ptr: float32 or bfloat16 [R, num_columns], written.
+        num_columns: the vocabulary's size.
+        column_blocks: programs of a row.
+        temperature: a scalar.
+    """
     row, block = tl.program_id(0) // column_blocks, tl.program_id(0) % column_blocks
     columns = block * BLOCK + tl.arange(0, BLOCK)
     row_ptr = logits_ptr + row.to(tl.int64) * num_columns
     z = scaled_logits(row_ptr, columns, num_columns, temperature)
+    # The row's statistics are known, so blocks of a row need nothing of each other.
     share = tl.math.exp2(((z - tl.load(max_ptr + row)) - tl.load(lse_ptr + row)) * LOG2_E)
     chosen = tl.where(columns == tl.load(chosen_ptr + row), 1.0, 0.0)
     gradient = (chosen - share) * tl.math.div_rn(tl.load(grad_ptr + row), temperature)
@@ -125,10 +153,14 @@ def _backward_kernel(
 
 
 def chosen_logprobs(logits: Tensor, chosen: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """`kernels.logprob.chosen_logprobs` on Hopper: (log-prob, entropy) float32 [R] of chosen int64
-    [R] under softmax(logits / temperature), logits float32 [R, V], differentiable in the logits."""
-    logprobs, entropy = _ChosenLogprobs.apply(logits, chosen, temperature)
-    return logprobs, entropy
+    """Return what `kernels.logprob.chosen_logprobs` returns, on Hopper.
+
+    Args:
+        logits: float32 [R, V] contiguous, differentiable.
+        chosen: int64 [R], token ids.
+        temperature: above 0.
+    """
+    return _ChosenLogprobs.apply(logits, chosen, temperature)
 
 
 def lm_head_logprobs(
@@ -140,44 +172,42 @@ def lm_head_logprobs(
     chunk_rows: int | None = None,
     recompute: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """(log-prob, entropy) float32 [R] of chosen int64 [R] given hidden bfloat16 [R, D].
+    """Return log-probs of chosen tokens and entropies, from hidden states.
 
-    weight: bfloat16 [V, D], the working copy of master float32 [V, D], which only receives the
-    gradient, added to the one that is there in place (but where a hook wants to see it).
-    Differentiable in hidden and master; entropy is not. chunk_rows: rows whose logits are held
-    at a time; changes no bit of the results. recompute: do not keep the 2 R V bytes that spare
-    backward one of three products.
+    Args:
+        hidden: bfloat16 [R, D], differentiable.
+        master: float32 [V, D], the head's master weight, which only receives the gradient: added to
+            the one that it has in place, unless a hook wants to see it.
+        weight: bfloat16 [V, D], master rounded: what the product reads.
+        chosen: int64 [R], token ids.
+        temperature: above 0.
+        chunk_rows: rows whose logits are held at a time; changes no bit of the results.
+        recompute: whether backward makes the logits again, for which forward keeps nothing. Without
+            it forward keeps their gradients, 2 R V bytes, which spares backward one of three
+            products.
+
+    Returns:
+        Log-probs float32 [R], differentiable; entropies in nats float32 [R], which are not.
     """
     check_matrix("lm_head_logprobs", hidden, (torch.bfloat16,))
     rows = chunk_rows or rows_at_once(weight.shape[0])
     keep = torch.is_grad_enabled() and not recompute
-    logprobs, entropy = _HeadLogprobs.apply(
-        hidden, master, weight.detach(), chosen, temperature, rows, keep
-    )
-    return logprobs, entropy
+    return _HeadLogprobs.apply(hidden, master, weight.detach(), chosen, temperature, rows, keep)
 
 
 def _reduce(logits: Tensor, chosen: Tensor, temperature: float) -> tuple[Tensor, ...]:
-    """(log-prob, entropy, max, lse), float32 [R] each."""
+    """Return log-prob, entropy, max z and lse of each row, float32 [R]."""
     check_matrix("chosen_logprobs", logits, (torch.float32,))
-    if chosen.shape != logits.shape[:1] or chosen.dtype != torch.int64:
-        raise ValueError(f"chosen: int64 [{logits.shape[0]}], not {chosen.dtype} {chosen.shape}")
-    if not logits.is_contiguous() or not temperature > 0:
-        raise ValueError(f"chosen_logprobs: contiguous logits and temperature above 0, not "
-                         f"strides {list(logits.stride())} and {temperature}")  # fmt: skip
+    check_tensor("chosen_logprobs", "logits", logits, torch.float32, logits.shape)
+    check_tensor("chosen_logprobs", "chosen", chosen, torch.int64, logits.shape[:1])
+    if not temperature > 0:
+        raise ValueError(f"chosen_logprobs: temperature above 0, not {temperature}")
     out = torch.empty(4, len(chosen), dtype=torch.float32, device=logits.device)
     if len(chosen):
         _forward_kernel[(len(chosen),)](
-            logits,
-            chosen,
-            *out,
-            logits.shape[1],
-            temperature,
-            BLOCK,
-            LOG2_E,
-            num_warps=NUM_WARPS,
-            enable_fp_fusion=False,
-        )
+            logits, chosen, *out, logits.shape[1], temperature, BLOCK, LOG2_E,
+            num_warps=NUM_WARPS, enable_fp_fusion=False,
+        )  # fmt: skip
     return tuple(out)
 
 
@@ -190,23 +220,13 @@ def _logit_gradient(
     temperature: float,
     out: Tensor,
 ) -> Tensor:
-    """The gradient of the logits in `out` [R, V], given that of the log-probs: float32 [R]."""
+    """Return out [R, V] filled with the logits' gradient, for that of the log-probs, grad [R]."""
     blocks = triton.cdiv(logits.shape[1], BLOCK)
     if len(chosen):
         _backward_kernel[(len(chosen) * blocks,)](
-            logits,
-            chosen,
-            row_max,
-            lse,
-            grad,
-            out,
-            logits.shape[1],
-            blocks,
-            temperature,
-            BLOCK,
-            LOG2_E,
-            num_warps=NUM_WARPS,
-        )
+            logits, chosen, row_max, lse, grad, out, logits.shape[1], blocks, temperature,
+            BLOCK, LOG2_E, num_warps=NUM_WARPS,
+        )  # fmt: skip
     return out
 
 
@@ -243,21 +263,23 @@ class _HeadLogprobs(torch.autograd.Function):
         chunk_rows: int,
         keep: bool,
     ) -> tuple[Tensor, Tensor]:
+        # A chunk's logits live for one pass: reduced to numbers of a row and, to be kept, turned
+        # into the gradient of each row's log-prob, which backward scales by what arrives.
         results = torch.empty(4, len(chosen), dtype=torch.float32, device=hidden.device)
         kept = hidden.new_empty(len(chosen), len(weight)) if keep else None
         ones = torch.ones_like(results[0])
         for start in range(0, len(chosen), chunk_rows):
-            part = slice(start, start + chunk_rows)
-            logits = bf16_matmul_hopper(hidden[part], weight, torch.float32)
-            parts = _reduce(logits, chosen[part], temperature)
-            for whole, piece in zip(results, parts, strict=True):
-                whole[part] = piece
+            rows = slice(start, start + chunk_rows)
+            logits = bf16_matmul_hopper(hidden[rows], weight, torch.float32)
+            reduced = _reduce(logits, chosen[rows], temperature)
+            for result, chunk in zip(results, reduced, strict=True):
+                result[rows] = chunk
             if kept is not None:
-                _, _, row_max, lse = parts
+                _, _, row_max, lse = reduced
                 _logit_gradient(
-                    logits, chosen[part], row_max, lse, ones[part], temperature, kept[part]
+                    logits, chosen[rows], row_max, lse, ones[rows], temperature, kept[rows]
                 )
-            del logits
+            del logits  # before the next chunk's are made
         logprobs, entropy, row_max, lse = results
         ctx.save_for_backward(hidden, weight, chosen, row_max, lse, kept)
         ctx.temperature, ctx.chunk_rows, ctx.master = temperature, chunk_rows, master
@@ -273,23 +295,25 @@ class _HeadLogprobs(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             dweight, returned = gradient_to_add_to(ctx.master)
         ones = torch.ones_like(grad)
-        rows = ctx.chunk_rows if kept is None else max(1, _CHUNK_GRADIENTS // len(weight))
-        for start in range(0, len(chosen), rows):
-            part = slice(start, start + rows)
+        chunk_rows = ctx.chunk_rows if kept is None else max(1, _CHUNK_GRADIENTS // len(weight))
+        for start in range(0, len(chosen), chunk_rows):
+            rows = slice(start, start + chunk_rows)
             if kept is not None:
-                gradient = kept[part]
+                gradient = kept[rows]
             else:
-                logits = bf16_matmul_hopper(hidden[part], weight, torch.float32)
+                logits = bf16_matmul_hopper(hidden[rows], weight, torch.float32)
                 gradient = _logit_gradient(
-                    logits, chosen[part], row_max[part], lse[part], ones[part], ctx.temperature,
+                    logits, chosen[rows], row_max[rows], lse[rows], ones[rows], ctx.temperature,
                     torch.empty_like(logits, dtype=torch.bfloat16),
                 )  # fmt: skip
                 del logits
-            scale = grad[part, None]
+            # `gradient` is per unit of each row's log-prob: the incoming gradient scales rows of
+            # the small matrices in place of it, after the product or before.
+            scale = grad[rows, None]
             if dhidden is not None:
-                torch.mul(torch.mm(gradient, weight), scale, out=dhidden[part])
+                torch.mul(torch.mm(gradient, weight), scale, out=dhidden[rows])
             if dweight is not None:
-                scaled = (hidden[part] * scale).bfloat16()
+                scaled = (hidden[rows] * scale).bfloat16()
                 torch.ops.aten.addmm.dtype_out(
                     dweight, gradient.t(), scaled, torch.float32, out=dweight
                 )

@@ -27,10 +27,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from jetrl.precision.hopper import tile
+from jetrl.precision.hopper.checks import check_matrix, check_tensor
 from jetrl.precision.hopper.launch import OVERLAPPED, let_next_start, wait_for_previous
 from jetrl.precision.hopper.quantize import (
     abs_bits,
-    check_matrix,
     round_to_bfloat16,
     rule,
     scale_and_multiplier,
@@ -42,82 +42,117 @@ from jetrl.precision.quantize import FORMATS, QTensor
 
 _BF16 = (torch.bfloat16,)
 _MAX_WIDTH = 16384
-_FEW_ROWS = 256
+_FEW_ROWS = 256  # up to a decode step's: a program is launched for its latency
 _BACKWARD_PROGRAMS = 512  # fixed, so that dW has the same bits on every card
 
 
 @triton.jit
 def grid_factor(amax_bits):
-    """2**(19 - e) for a maximum m * 2**e with m in [0.5, 1), from its bits; at most 2**127."""
+    """Return 2**(19 - e), at most 2**127, for a maximum m * 2**e with m in [0.5, 1).
+
+    Args:
+        amax_bits: int32 [...], the bits of the maximum as float32.
+    """
+    # The maximum's exponent field is e + 126; that of the factor is 19 - e + 127.
     exponent = tl.minimum(tl.maximum(272 - (amax_bits >> 23), 1), 254)
     return (exponent << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def grid_squares(x, factor):
-    """int64 squares of x in units of the grid."""
-    rounded = tl.fma(x, factor, tl.full(x.shape, 12582912.0, tl.float32))  # 1.5 * 2**23
+    """Return the int64 squares of float32 x in units of the grid, at most 2**38.
+
+    Args:
+        x: float32 [...].
+        factor: float32, `grid_factor` of x's maximum; grid points are integers over it.
+    """
+    # 1.5 * 2**23 leaves no room for a fraction: rounds to nearest even, the integer in low bits.
+    rounded = tl.fma(x, factor, tl.full(x.shape, 12582912.0, tl.float32))
     whole = (rounded.to(tl.int32, bitcast=True) - 0x4B400000).to(tl.int64)
     return whole * whole
 
 
 @triton.jit
 def inverse_rms_of(total, factor, amax_bits, WIDTH: tl.constexpr, EPS: tl.constexpr):
-    """float32 1 / sqrt(mean + eps) from the int64 sum of squares; NaN and Inf as IEEE has them."""
+    """Return float32 1 / sqrt(mean + eps); a row with NaN or Inf has what IEEE gives for it.
+
+    Args:
+        total: int64 [...], the sum of `grid_squares`.
+        factor: float32 [...], the grid's factor.
+        amax_bits: int32 [...], the bits of the row's maximum.
+        WIDTH: values of a row.
+        EPS: added to the mean.
+    """
+    # In float64, as the reference has it: the total back from grid units, exactly (1 / factor is a
+    # power of two), then each operation rounded once.
     exponent = 1150 - (factor.to(tl.int32, bitcast=True) >> 23).to(tl.int64)
-    unit = (exponent << 52).to(tl.float64, bitcast=True)  # 1 / factor, a power of two
+    unit = (exponent << 52).to(tl.float64, bitcast=True)
     mean = total.to(tl.float64) * unit * unit
+    # A division of float64 is dozens of instructions; by a power of two a product has its bits.
     if WIDTH & (WIDTH - 1) == 0:
         mean = mean * tl.full(factor.shape, 1.0 / WIDTH, tl.float64)
     else:
         mean = mean / tl.full(factor.shape, WIDTH, tl.float64)
     root = tl.sqrt(mean + tl.full(factor.shape, EPS, tl.float64))
     inverse = (tl.full(factor.shape, 1.0, tl.float64) / root).to(tl.float32)
+    # Integers know no NaN: one makes the row NaN, an Inf makes its inverse rms 0.
     special = tl.where(amax_bits > 0x7F800000, float("nan"), 0.0)
     return tl.where(amax_bits >= 0x7F800000, special, inverse)
 
 
 @triton.jit(do_not_specialize=["scale_stride"])
 def _row_kernel(
-    x_ptr,
-    delta_ptr,
-    weight_ptr,
-    total_ptr,
-    y_ptr,
-    inverse_ptr,
-    codes_ptr,
-    scales_ptr,
+    x_ptr, delta_ptr, weight_ptr, total_ptr, y_ptr, inverse_ptr, codes_ptr, scales_ptr,
     scale_stride,
-    HAS_DELTA: tl.constexpr,
-    WRITE_Y: tl.constexpr,
-    WRITE_INVERSE: tl.constexpr,
-    QUANTIZE: tl.constexpr,
-    FEW: tl.constexpr,
-    WIDTH: tl.constexpr,
-    PADDED: tl.constexpr,
-    EPS: tl.constexpr,
-    MAXIMUM: tl.constexpr,
-    FLOOR_BITS: tl.constexpr,
-    POW2: tl.constexpr,
-):
+    HAS_DELTA: tl.constexpr, WRITE_Y: tl.constexpr, WRITE_INVERSE: tl.constexpr,
+    QUANTIZE: tl.constexpr, FEW: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr,
+    EPS: tl.constexpr, MAXIMUM: tl.constexpr, FLOOR_BITS: tl.constexpr, POW2: tl.constexpr,
+):  # fmt: skip
+    """Add, norm and quantize one row, which stays in registers from its load to its codes.
+
+    Args:
+        x_ptr: bfloat16 [T, WIDTH].
+        delta_ptr: bfloat16 [T, WIDTH], added to x with HAS_DELTA.
+        weight_ptr: bfloat16 [WIDTH].
+        total_ptr: bfloat16 [T, WIDTH], x + delta, written with HAS_DELTA.
+        y_ptr: bfloat16 [T, WIDTH], the norm, written with WRITE_Y.
+        inverse_ptr: float32 [T], 1 / rms, written with WRITE_INVERSE.
+        codes_ptr: FP8 [T, WIDTH], written with QUANTIZE.
+        scales_ptr: float32 [T, WIDTH / 128], rows contiguous and groups scale_stride apart.
+        scale_stride: padded rows of the scales.
+        FEW: rows are few, and latency is all that counts.
+        PADDED: WIDTH up to a power of two.
+        EPS: added to the mean of the squares.
+        MAXIMUM, FLOOR_BITS, POW2: the quantizer's constants (`precision.hopper.quantize.rule`).
+    """
     row = tl.program_id(0)
     columns = tl.arange(0, PADDED)
     mask = columns < WIDTH
     places = row.to(tl.int64) * WIDTH + columns
-    if FEW:  # with many rows, registers count for more than what a program waits for
+    # The weight is not written by the kernel in front, so few rows load it before they wait. With
+    # many rows the registers that hold it meanwhile would cost programs on the multiprocessor: 8%
+    # at 16,384 rows.
+    if FEW:
         weight = tl.load(weight_ptr + columns, mask=mask, other=0.0)
     wait_for_previous()
     let_next_start()
+
+    # The residual stream: rounded to bfloat16 before it is used, as the next block will read it.
     x = tl.load(x_ptr + places, mask=mask, other=0.0).to(tl.float32)
     if HAS_DELTA:
         x = x + tl.load(delta_ptr + places, mask=mask, other=0.0).to(tl.float32)
         x = round_to_bfloat16(x)
         tl.store(total_ptr + places, x.to(tl.bfloat16), mask=mask)
+
+    # The rms, by an integer sum: the warps' partial sums may meet in any order.
     amax_bits = tl.max(abs_bits(x), 0)
     factor = grid_factor(amax_bits)
     inverse = inverse_rms_of(tl.sum(grid_squares(x, factor), 0), factor, amax_bits, WIDTH, EPS)
     if WRITE_INVERSE:
         tl.store(inverse_ptr + row, inverse)
+
+    # The norm, rounded to bfloat16 even where only its codes are wanted: the quantizer's input is
+    # the same whether or not the norm is fused with it.
     if WRITE_Y or QUANTIZE:
         if not FEW:
             weight = tl.load(weight_ptr + columns, mask=mask, other=0.0)
@@ -143,25 +178,31 @@ def _row_kernel(
 
 @gluon.jit(do_not_specialize=["num_rows", "scale_stride"])
 def _tile_kernel(
-    x_ptr,
-    weight_ptr,
-    inverse_ptr,
-    codes_ptr,
-    scales_ptr,
-    num_rows,
-    num_columns,
-    scale_stride,
-    padded_rows,
-    column_blocks,
-    MAXIMUM: gl.constexpr,
-    FLOOR: gl.constexpr,
-    POW2: gl.constexpr,
-):
+    x_ptr, weight_ptr, inverse_ptr, codes_ptr, scales_ptr,
+    num_rows, num_columns, scale_stride, padded_rows, column_blocks,
+    MAXIMUM: gl.constexpr, FLOOR: gl.constexpr, POW2: gl.constexpr,
+):  # fmt: skip
+    """Make the norm of one tile of 128 x 128 again and quantize it as one group for WGrad.
+
+    Args:
+        x_ptr: bfloat16 [num_rows, num_columns], the norm's input.
+        weight_ptr: bfloat16 [num_columns].
+        inverse_ptr: float32 [num_rows], 1 / rms, as forward kept it.
+        codes_ptr: FP8 [num_columns, padded_rows], written.
+        scales_ptr: float32 [num_columns / 128, padded_rows / 128], written.
+        num_rows: tokens.
+        num_columns: a multiple of 128.
+        scale_stride: from one line of scales to the next.
+        padded_rows: tokens up to a multiple of 128; the rows past num_rows become zeros.
+        column_blocks: num_columns / 128.
+        MAXIMUM, FLOOR, POW2: the quantizer's constants (`precision.hopper.quantize.tile_rule`).
+    """
     block, column = tile.place(column_blocks)
     rows, columns = tile.tile_rows(block), tile.tile_columns(column)
     x = tile.load_tile(x_ptr, block, column, num_rows, num_columns, num_columns)
     inverse = gl.load(inverse_ptr + rows, mask=rows < num_rows, other=0.0)
     weight = gl.load(weight_ptr + columns).to(gl.float32)
+    # The products and their rounding as in _row_kernel: the same bfloat16 in other groups.
     y = tile.to_bfloat16(tile.widen(x) * inverse[:, None] * weight[None, :])
     tile.store_square_turned(
         y, block, column, num_columns, codes_ptr, scales_ptr, scale_stride, padded_rows,
@@ -171,46 +212,55 @@ def _tile_kernel(
 
 @triton.jit(do_not_specialize=["num_rows", "rows_per_program"])
 def _backward_kernel(
-    dy_ptr,
-    x_ptr,
-    weight_ptr,
-    inverse_ptr,
-    dresidual_ptr,
-    dx_ptr,
-    partial_ptr,
-    num_rows,
-    rows_per_program,
-    HAS_RESIDUAL: tl.constexpr,
-    WIDTH: tl.constexpr,
-    PADDED: tl.constexpr,
-):
+    dy_ptr, x_ptr, weight_ptr, inverse_ptr, dresidual_ptr, dx_ptr, partial_ptr,
+    num_rows, rows_per_program,
+    HAS_RESIDUAL: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr,
+):  # fmt: skip
+    """Make dx of some rows, one after the other, and their part of dW.
+
+    Args:
+        dy_ptr: bfloat16 [num_rows, WIDTH].
+        x_ptr: bfloat16 [num_rows, WIDTH], the norm's input.
+        weight_ptr: bfloat16 [WIDTH].
+        inverse_ptr: float32 [num_rows], 1 / rms.
+        dresidual_ptr: bfloat16 [num_rows, WIDTH], added to dx with HAS_RESIDUAL.
+        dx_ptr: bfloat16 [num_rows, WIDTH], written.
+        partial_ptr: float32 [programs, WIDTH], written: each program's part of dW.
+        rows_per_program: neighbouring rows that a program takes.
+        PADDED: WIDTH up to a power of two.
+    """
     program = tl.program_id(0)
     columns = tl.arange(0, PADDED)
     mask = columns < WIDTH
     weight = tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
     dweight = tl.zeros([PADDED], tl.float32)
     first = program * rows_per_program
+    # Two stages: the loads of the next row are under way while this one is reduced.
     for row in tl.range(first, tl.minimum(first + rows_per_program, num_rows), num_stages=2):
         places = row.to(tl.int64) * WIDTH + columns
         dy = tl.load(dy_ptr + places, mask=mask, other=0.0).to(tl.float32)
         inverse = tl.load(inverse_ptr + row)
         normed = tl.load(x_ptr + places, mask=mask, other=0.0).to(tl.float32) * inverse
         scaled = dy * weight
+        # The rms depends on every value of the row: its part takes out what lies along the row.
         mean = tl.sum(scaled * normed, 0) / WIDTH
         dx = inverse * (scaled - normed * mean)
         if HAS_RESIDUAL:
             dx += tl.load(dresidual_ptr + places, mask=mask, other=0.0).to(tl.float32)
         tl.store(dx_ptr + places, dx.to(tl.bfloat16), mask=mask)
         dweight += dy * normed
+    # No atomic additions: the programs' parts are added afterwards in an order that repeats.
     tl.store(partial_ptr + program.to(tl.int64) * WIDTH + columns, dweight, mask=mask)
 
 
 @dataclass(frozen=True)
 class NormQuantized:
-    """What the entrance of a block makes.
+    """The results at the entrance of a decoder block: the residual stream and its quantized norm.
 
-    total: bfloat16 [T, D], x + delta (x itself without delta): the residual stream. inverse_rms:
-    float32 [T], for training. rows: 1 x 128 groups of the normalised values.
+    Attributes:
+        total: bfloat16 [T, D], x + delta (x itself without delta).
+        inverse_rms: float32 [T] where it was asked for, for backward.
+        rows: 1 x 128 groups [T, D] of the normalised values.
     """
 
     total: Tensor
@@ -226,10 +276,15 @@ def rms_norm_quantize(
     for_training: bool = False,
     scales: str = "fp32",
 ) -> NormQuantized:
-    """quantize(rms_norm(x + delta)), the BF16 result never written.
+    """Return quantize(rms_norm(x + delta)), whose BF16 result is never written.
 
-    x, delta: bfloat16 [T, D] contiguous; their sum is rounded to bfloat16. weight: bfloat16 [D].
-    for_training: also the inverse rms, for backward.
+    Args:
+        x: bfloat16 [T, D] contiguous, D a multiple of 128.
+        weight: bfloat16 [D].
+        eps: added to the mean of the squares.
+        delta: bfloat16 [T, D], added to x; the sum is rounded to bfloat16.
+        for_training: whether the inverse rms is kept for backward.
+        scales: "fp32" or "pow2", the quantizer's scales.
     """
     _check("rms_norm_quantize", x, weight, delta)
     num_rows, width = x.shape
@@ -246,33 +301,44 @@ def rms_norm_quantize(
 def rms_norm_squares(
     total: Tensor, weight: Tensor, inverse_rms: Tensor, scales: str = "fp32"
 ) -> QTensor:
-    """The normalised values of `rms_norm_quantize` once more, as WGrad reads them: 128 x 128 groups
-    of [T up to a multiple of 128, D], tokens contiguous, from what it returned."""
+    """Return the normalised values of `rms_norm_quantize` once more, as WGrad reads them.
+
+    Args:
+        total: bfloat16 [T, D], as `rms_norm_quantize` returned it.
+        weight: bfloat16 [D].
+        inverse_rms: float32 [T], as `rms_norm_quantize` returned it.
+        scales: "fp32" or "pow2", the quantizer's scales.
+
+    Returns:
+        128 x 128 groups of [T up to a multiple of 128, D], stored with tokens contiguous.
+    """
     _check("rms_norm_squares", total, weight, None)
     num_rows, width = total.shape
     out = empty_turned_squares(num_rows, width, FORMATS["e4m3"][0], total.device)
     column_blocks = width // FP8_BLOCK
     if num_rows:
         _tile_kernel[(cdiv(num_rows, FP8_BLOCK) * column_blocks,)](
-            total,
-            weight,
-            inverse_rms,
-            out.codes,
-            out.scales,
-            num_rows,
-            width,
-            out.scales.stride(1),
-            out.shape[0],
-            column_blocks,
+            total, weight, inverse_rms, out.codes, out.scales,
+            num_rows, width, out.scales.stride(1), out.shape[0], column_blocks,
             **tile_rule("e4m3", scales),
-        )
+        )  # fmt: skip
     return out
 
 
 def rms_norm_forward(
     x: Tensor, weight: Tensor, eps: float, delta: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(y bfloat16 [T, D], inverse rms float32 [T], x + delta): for a consumer that reads BF16."""
+    """Return rms_norm(x + delta) for a consumer that reads BF16, and what backward needs.
+
+    Args:
+        x: bfloat16 [T, D] contiguous.
+        weight: bfloat16 [D].
+        eps: added to the mean of the squares.
+        delta: bfloat16 [T, D], added to x; the sum is rounded to bfloat16.
+
+    Returns:
+        y bfloat16 [T, D], the inverse rms float32 [T], and x + delta bfloat16 [T, D].
+    """
     _check("rms_norm_forward", x, weight, delta)
     y, total = torch.empty_like(x), x if delta is None else torch.empty_like(x)
     inverse = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
@@ -291,10 +357,13 @@ def _launch_rows(
     rows: QTensor | None,
     options: dict[str, Any],
 ) -> None:
+    """Launch _row_kernel, a program a row; x stands in for each tensor that is not used."""
     num_rows, width = x.shape
     if not num_rows:
         return
-    padded = _padded(width)
+    padded, few = _padded(width), num_rows <= _FEW_ROWS
+    # Twice the warps where rows are few: what one thread has to do is the latency. No bit changes.
+    num_warps = min(16, 2 * _warps(padded)) if few else _warps(padded)
     _row_kernel[(num_rows,)](
         x,
         x if delta is None else delta,
@@ -305,19 +374,10 @@ def _launch_rows(
         rows.codes if rows else x,
         rows.scales if rows else x,
         rows.scales.stride(1) if rows else 0,
-        delta is not None,
-        y is not None,
-        inverse is not None,
-        rows is not None,
-        num_rows <= _FEW_ROWS,
-        width,
-        padded,
-        eps,
-        **options,
-        num_warps=_row_warps(num_rows, padded),
-        enable_fp_fusion=False,
-        **OVERLAPPED,
-    )
+        delta is not None, y is not None, inverse is not None, rows is not None,
+        few, width, padded, eps,
+        **options, num_warps=num_warps, enable_fp_fusion=False, **OVERLAPPED,
+    )  # fmt: skip
 
 
 def rms_norm_backward(
@@ -327,8 +387,19 @@ def rms_norm_backward(
     inverse_rms: Tensor,
     dresidual: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(dx bfloat16 [T, D], dweight float32 [D]) of rms_norm; dresidual bfloat16 [T, D], the
-    gradient that arrives past the norm, is added into dx before it is rounded."""
+    """Return the gradients of an RMSNorm's input and weight.
+
+    Args:
+        dy: bfloat16 [T, D] contiguous, the gradient of the norm's result.
+        x: bfloat16 [T, D], the norm's input.
+        weight: bfloat16 [D].
+        inverse_rms: float32 [T], as forward kept it.
+        dresidual: bfloat16 [T, D], the gradient that arrives past the norm: added into dx before it
+            is rounded.
+
+    Returns:
+        dx bfloat16 [T, D] and dweight float32 [D].
+    """
     _check("rms_norm_backward", dy, weight, dresidual)
     check_matrix("rms_norm_backward", x, _BF16)
     if x.shape != dy.shape or inverse_rms.shape != dy.shape[:1]:
@@ -341,27 +412,22 @@ def rms_norm_backward(
     partial = torch.empty(programs, width, dtype=torch.float32, device=x.device)
     if num_rows:
         _backward_kernel[(programs,)](
-            dy,
-            x.contiguous(),
-            weight,
-            inverse_rms,
-            x if dresidual is None else dresidual,
-            dx,
-            partial,
-            num_rows,
-            per_program,
-            dresidual is not None,
-            width,
-            padded,
-            num_warps=2 * _warps(padded),
-        )
+            dy, x.contiguous(), weight, inverse_rms, x if dresidual is None else dresidual,
+            dx, partial, num_rows, per_program,
+            dresidual is not None, width, padded, num_warps=2 * _warps(padded),
+        )  # fmt: skip
     return dx, partial.sum(0)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`kernels.norm.rms_norm` on Hopper: bfloat16 [..., D], differentiable in x and weight."""
-    y: Tensor = _RMSNorm.apply(x, weight, eps)
-    return y
+    """Return what `kernels.norm.rms_norm` returns, on Hopper.
+
+    Args:
+        x: bfloat16 [..., D], differentiable.
+        weight: bfloat16 [D], differentiable.
+        eps: added to the mean of the squares.
+    """
+    return _RMSNorm.apply(x, weight, eps)
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -380,31 +446,24 @@ class _RMSNorm(torch.autograd.Function):
         return dx.view(grads[0].shape), dweight.to(weight.dtype), None
 
 
-def _row_warps(num_rows: int, padded: int) -> int:
-    """More warps a row when rows are few and latency is all there is; no bit depends on it."""
-    return min(16, 2 * _warps(padded)) if num_rows <= _FEW_ROWS else _warps(padded)
-
-
 def _padded(width: int) -> int:
-    """Up to a power of two."""
+    """Return the width up to a power of two, which is what `tl.arange` takes."""
     return 1 << (width - 1).bit_length()
 
 
 def _warps(padded: int) -> int:
+    """Return the warps of a row of many: 32 values a thread, at most 8 warps."""
     return min(8, max(1, padded // 1024))
 
 
 def _check(name: str, x: Tensor, weight: Tensor, other: Tensor | None) -> None:
+    """Raise ValueError for x [T, D], weight [D] or other [T, D] that the kernels do not take."""
     check_matrix(name, x, _BF16)
-    if weight.shape != x.shape[1:] or weight.dtype != torch.bfloat16 or not weight.is_contiguous():
-        raise ValueError(f"{name}: weight bfloat16 [{x.shape[1]}], not {weight.dtype} "
-                         f"{list(weight.shape)}")  # fmt: skip
     if not x.is_contiguous() or x.shape[1] > _MAX_WIDTH:
         raise ValueError(
             f"{name}: contiguous [T, D] with D at most {_MAX_WIDTH}, not {list(x.shape)} with "
             f"strides {list(x.stride())}"
         )
-    if other is not None and (
-        other.shape != x.shape or other.dtype != x.dtype or not other.is_contiguous()
-    ):
-        raise ValueError(f"{name}: {other.dtype} {list(other.shape)} beside {list(x.shape)}")
+    check_tensor(name, "weight", weight, torch.bfloat16, x.shape[1:])
+    if other is not None:
+        check_tensor(name, "the tensor that is added", other, torch.bfloat16, x.shape)

@@ -34,12 +34,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from jetrl.precision.hopper import tile
+from jetrl.precision.hopper.checks import check_matrix
 from jetrl.precision.hopper.launch import (
     OVERLAPPED,
     gluon_let_next_start,
     gluon_wait_for_previous,
 )
-from jetrl.precision.hopper.quantize import check_matrix, rule
+from jetrl.precision.hopper.quantize import rule
 from jetrl.precision.layout import cdiv
 from jetrl.precision.quantize import AMAX_FLOOR
 

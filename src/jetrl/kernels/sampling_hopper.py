@@ -8,7 +8,8 @@ the hardware's exp2, so they may differ from the CPU's in the last bits.
 
 top_k and top_p keep the weights above a threshold, and of those equal to it the first ones. The
 threshold is the largest x for which enough weights, or weights of enough mass, are at least x,
-found two bits at a time, a reading of the row each, and not by sorting.
+found two bits at a time, a reading of the row each, and not by sorting. Weights are integers up to
+2**40, so 21 readings find it exactly, whatever the vocabulary.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -22,64 +23,83 @@ import triton.language as tl
 from torch import Tensor
 
 from jetrl.kernels.logprob_hopper import BLOCK, LOG2_E, NUM_WARPS, row_statistics, scaled_logits
-from jetrl.precision.hopper.quantize import check_matrix
+from jetrl.precision.hopper.checks import check_matrix, check_tensor
 
 _WEIGHT_ONE = 2.0**40
-_TOP_BITS = 40  # of the largest weight
+_TOP_BITS = 40  # the highest bit of the largest weight; even, since two bits are found at a time
 
 
 @triton.jit
 def _weights(
     row_ptr, columns, num_columns, temperature, row_max, LOG2_E: tl.constexpr, ONE: tl.constexpr
 ):
-    """int64 round(exp(z - max) * 2**40), half to even; 0 outside."""
+    """Return int64 weights, exp(z - max) * 2**40 rounded half to even; 0 outside the row."""
     z = scaled_logits(row_ptr, columns, num_columns, temperature)
     scaled = tl.math.exp2((z - row_max) * LOG2_E) * ONE
-    magic = tl.full(scaled.shape, 12582912.0, tl.float32)  # 1.5 * 2**23: rounds below 2**22
+    # Adding 1.5 * 2**23 rounds what is below 2**22; a float32 above that and below 2**23 may keep a
+    # half, which the conversion cuts off, and is an integer from there on.
+    magic = tl.full(scaled.shape, 12582912.0, tl.float32)
     return tl.where(scaled < 4194304.0, (scaled + magic) - magic, scaled).to(tl.int64)
 
 
 @triton.jit
 def _find_block(sums_ptr, num_blocks, total, bits):
-    """(target, block, sum before it): the target is `bits` (of 2**53) of the total, and the block
-    the one in which the cumulative sum passes it."""
-    wanted = bits.to(tl.float64) * (2.0**-53) * total.to(tl.float64)
-    target = tl.minimum(wanted.to(tl.int64), total - 1)
+    """Return the target, the block in which the cumulative sum passes it, and the sum before that.
+
+    The target is `bits` of 2**53 parts of the total, as in `kernels.sampling.sample`.
+
+    Args:
+        sums_ptr: int64 [num_blocks], the sum of the weights of each block.
+        num_blocks: blocks of the row.
+        total: int64, the sum of all.
+        bits: int64 in [0, 2**53).
+    """
+    product = bits.to(tl.float64) * (2.0**-53) * total.to(tl.float64)
+    target = tl.minimum(product.to(tl.int64), total - 1)
+    # Scalar work, 38 blocks for a vocabulary of 151,936. `block == place` holds until the first
+    # block that is not skipped: from there on nothing moves.
     before = tl.zeros([], tl.int64)
     place = 0
     for block in range(0, num_blocks):
-        part = tl.load(sums_ptr + block)
-        skip = (before + part <= target) & (block == place)
-        before += tl.where(skip, part, 0)
+        block_sum = tl.load(sums_ptr + block)
+        skip = (before + block_sum <= target) & (block == place)
+        before += tl.where(skip, block_sum, 0)
         place += tl.where(skip, 1, 0)
     return target, place, before
 
 
 @triton.jit
 def _sample_kernel(
-    logits_ptr,
-    bits_ptr,
-    temperature_ptr,
-    tokens_ptr,
-    logprobs_ptr,
-    max_ptr,
-    lse_ptr,
-    sums_ptr,
-    num_columns,
-    num_blocks,
-    BLOCK: tl.constexpr,
-    LOG2_E: tl.constexpr,
-    ONE: tl.constexpr,
-):
+    logits_ptr, bits_ptr, temperature_ptr, tokens_ptr, logprobs_ptr, max_ptr, lse_ptr, sums_ptr,
+    num_columns, num_blocks, BLOCK: tl.constexpr, LOG2_E: tl.constexpr, ONE: tl.constexpr,
+):  # fmt: skip
+    """Draw one row's token from its full distribution.
+
+    Args:
+        logits_ptr: float32 [R, num_columns].
+        bits_ptr: int64 [R], random bits; -1 gives an arbitrary token within the row.
+        temperature_ptr: float32 [R], 0 for the most probable token.
+        tokens_ptr: int64 [R], written.
+        logprobs_ptr: float32 [R], written.
+        max_ptr, lse_ptr: float32 [R], written: max z, and the log-sum-exp above it.
+        sums_ptr: int64 [R, num_blocks], room for the sums of blocks.
+        num_columns: the vocabulary's size.
+        num_blocks: blocks of BLOCK columns.
+        ONE: the weight of the most probable token.
+    """
     row = tl.program_id(0)
     row_ptr = logits_ptr + row.to(tl.int64) * num_columns
     given = tl.load(temperature_ptr + row)
     greedy = given == 0.0
     temperature = tl.where(greedy, 1.0, given)
+
+    # First reading: the trainer's own reduction, whose log-prob this is to equal bit for bit.
     row_max, lse, _ = row_statistics(row_ptr, num_columns, temperature, BLOCK, LOG2_E)
     tl.store(max_ptr + row, row_max)
     tl.store(lse_ptr + row, lse)
 
+    # Second reading: the weights of each block, and for a greedy row the first column of the
+    # maximum. A draw needs the total before it has a target, so blocks leave their sums in memory.
     total = tl.zeros([], tl.int64)
     best = num_columns
     for block in tl.range(0, num_blocks, num_stages=3):
@@ -88,13 +108,14 @@ def _sample_kernel(
         if greedy:
             z = scaled_logits(row_ptr, columns, num_columns, temperature)
             best = tl.minimum(best, tl.min(tl.where(z == row_max, columns, num_columns), 0))
-        part = tl.sum(weights, 0)
-        tl.store(sums_ptr + row * num_blocks + block, part)
-        total += part
+        block_sum = tl.sum(weights, 0)
+        tl.store(sums_ptr + row * num_blocks + block, block_sum)
+        total += block_sum
 
+    # Third: the one block in which the cumulative weight passes the target.
     token = best
     if not greedy:
-        tl.debug_barrier()
+        tl.debug_barrier()  # every warp sees the sums
         target, place, before = _find_block(
             sums_ptr + row * num_blocks, num_blocks, total, tl.load(bits_ptr + row)
         )
@@ -102,6 +123,8 @@ def _sample_kernel(
         weights = _weights(row_ptr, columns, num_columns, temperature, row_max, LOG2_E, ONE)
         passed = (before + tl.cumsum(weights, 0) <= target) & (columns < num_columns)
         token = place * BLOCK + tl.sum(passed.to(tl.int32), 0)
+
+    # A row without a softmax draws nothing: its token stays within the row and is not used.
     token = tl.minimum(token, num_columns - 1)
     z = tl.math.div_rn(tl.load(row_ptr + token), temperature)
     tl.store(tokens_ptr + row, token.to(tl.int64))
@@ -114,13 +137,20 @@ def _largest_bound(
     MASS: tl.constexpr, TOP: tl.constexpr, BLOCK: tl.constexpr,
     LOG2_E: tl.constexpr, ONE: tl.constexpr,
 ):  # fmt: skip
-    """The largest int64 x such that the weights >= x are `needed` (float64) or more, in number or
-    in mass; 0 unless enabled."""
-    found = tl.zeros([], tl.int64)
+    """Return the largest int64 x such that the weights >= x are enough; 0 unless enabled.
+
+    Args:
+        needed: float64, how many weights are enough, or with MASS what sum of weights.
+        enabled: whether there is anything to find; a row that filters nothing reads nothing.
+        TOP: the highest bit of the largest weight.
+    """
+    bound = tl.zeros([], tl.int64)
     shift = tl.zeros([], tl.int64) + TOP
+    # Two bits of the bound at a time, from the highest: one reading of the row tries the three
+    # values that they may have beside 0, and the largest that still leaves enough is kept.
     while enabled & (shift >= 0):
         step = tl.zeros([], tl.int64) + 1 << shift
-        first, second, third = found + step, found + 2 * step, found + 3 * step
+        first, second, third = bound + step, bound + 2 * step, bound + 3 * step
         reach_1 = tl.zeros([], tl.int64)
         reach_2 = tl.zeros([], tl.int64)
         reach_3 = tl.zeros([], tl.int64)
@@ -132,13 +162,13 @@ def _largest_bound(
             reach_2 += tl.sum(tl.where(weights >= second, value, 0), 0)
             reach_3 += tl.sum(tl.where(weights >= third, value, 0), 0)
         if reach_3.to(tl.float64) >= needed:
-            found = third
+            bound = third
         elif reach_2.to(tl.float64) >= needed:
-            found = second
+            bound = second
         elif reach_1.to(tl.float64) >= needed:
-            found = first
+            bound = first
         shift -= 2
-    return found
+    return bound
 
 
 @triton.jit
@@ -146,7 +176,7 @@ def _above(
     row_ptr, num_columns, num_blocks, temperature, row_max, bound,
     BLOCK: tl.constexpr, LOG2_E: tl.constexpr, ONE: tl.constexpr,
 ):  # fmt: skip
-    """(number, mass) of the weights above a bound, and the mass of all, int64."""
+    """Return the number and the mass of the weights above a bound, and the mass of all, int64."""
     count = tl.zeros([], tl.int64)
     mass = tl.zeros([], tl.int64)
     total = tl.zeros([], tl.int64)
@@ -162,8 +192,19 @@ def _above(
 
 @triton.jit
 def _kept(weights, columns, num_columns, bound, ties_before, limit, mass_above, needed):
-    """(weights with those left out at 0, which equal the bound): the first `limit` of these are
-    kept, as long as what comes before them is less than `needed`."""
+    """Return the weights of a block with 0 for each token that is excluded, and which are ties.
+
+    Weights above the bound stay. Those equal to it, the ties, go by token id as in the reference:
+    the first `limit` stay, as long as the mass before each is less than `needed`.
+
+    Args:
+        weights, columns: int64 and int32 [BLOCK].
+        bound: int64, the threshold.
+        ties_before: int64, ties in the blocks before.
+        limit: int64, how many ties top_k keeps.
+        mass_above: int64, the mass of the weights above the bound.
+        needed: float64, the mass that top_p asks for.
+    """
     ties = (weights == bound) & (columns < num_columns)
     rank = ties_before + tl.cumsum(ties.to(tl.int64), 0) - 1
     before = (mass_above + rank * bound).to(tl.float64)
@@ -173,25 +214,25 @@ def _kept(weights, columns, num_columns, bound, ties_before, limit, mass_above, 
 
 @triton.jit
 def _filtered_kernel(
-    logits_ptr,
-    bits_ptr,
-    temperature_ptr,
-    top_p_ptr,
-    top_k_ptr,
-    tokens_ptr,
-    logprobs_ptr,
-    max_ptr,
-    lse_ptr,
-    sums_ptr,
-    ties_ptr,
-    num_columns,
-    num_blocks,
-    TOP: tl.constexpr,
-    BLOCK: tl.constexpr,
-    LOG2_E: tl.constexpr,
-    ONE: tl.constexpr,
-):
-    """Draws again, among what top_k and top_p keep, for rows with temperature above 0."""
+    logits_ptr, bits_ptr, temperature_ptr, top_p_ptr, top_k_ptr,
+    tokens_ptr, logprobs_ptr, max_ptr, lse_ptr, sums_ptr, ties_ptr, num_columns, num_blocks,
+    TOP: tl.constexpr, BLOCK: tl.constexpr, LOG2_E: tl.constexpr, ONE: tl.constexpr,
+):  # fmt: skip
+    """Draw one row's token again, among what top_k and top_p keep, unless its temperature is 0.
+
+    Args:
+        logits_ptr, bits_ptr, temperature_ptr, max_ptr, lse_ptr: as _sample_kernel read and left
+            them.
+        top_p_ptr: float32 [R], 1 for off.
+        top_k_ptr: int64 [R], 0 for off.
+        tokens_ptr, logprobs_ptr: int64 and float32 [R], written over the first draw.
+        sums_ptr, ties_ptr: int64 [R, num_blocks], room for the kept weights of each block, and for
+            the ties before it.
+        num_columns: the vocabulary's size.
+        num_blocks: blocks of BLOCK columns.
+        TOP: the highest bit of the largest weight.
+        ONE: the weight of the most probable token.
+    """
     row = tl.program_id(0)
     row_ptr = logits_ptr + row.to(tl.int64) * num_columns
     temperature = tl.load(temperature_ptr + row)
@@ -199,6 +240,7 @@ def _filtered_kernel(
     top_p = tl.load(top_p_ptr + row).to(tl.float64)
     top_k = tl.load(top_k_ptr + row)
     if temperature != 0.0:
+        # top_k: the weight of the k-th token, and how many of the ties with it are among the k.
         by_count = (top_k > 0) & (top_k < num_columns)
         bound = _largest_bound(
             row_ptr, num_columns, num_blocks, temperature, row_max, top_k.to(tl.float64), by_count,
@@ -208,6 +250,9 @@ def _filtered_kernel(
             row_ptr, num_columns, num_blocks, temperature, row_max, bound, BLOCK, LOG2_E, ONE
         )
         limit = tl.where(by_count, top_k - count, num_columns)
+
+        # top_p: its share of what top_k leaves. Where that needs only weights above top_k's bound,
+        # the bound rises, and top_k excludes none of the ties any more.
         total = tl.where(by_count, mass + limit * bound, total)
         needed = tl.where(top_p < 1.0, top_p * total.to(tl.float64), float("inf"))
         by_mass = _largest_bound(
@@ -221,6 +266,7 @@ def _filtered_kernel(
                 row_ptr, num_columns, num_blocks, temperature, row_max, bound, BLOCK, LOG2_E, ONE
             )
 
+        # The draw, as in _sample_kernel, of the weights that are kept.
         total = tl.zeros([], tl.int64)
         ties_before = tl.zeros([], tl.int64)
         for block in range(0, num_blocks):
@@ -229,12 +275,12 @@ def _filtered_kernel(
             kept, ties = _kept(
                 weights, columns, num_columns, bound, ties_before, limit, mass, needed
             )
-            part = tl.sum(kept, 0)
-            tl.store(sums_ptr + row * num_blocks + block, part)
+            block_sum = tl.sum(kept, 0)
+            tl.store(sums_ptr + row * num_blocks + block, block_sum)
             tl.store(ties_ptr + row * num_blocks + block, ties_before)
-            total += part
+            total += block_sum
             ties_before += tl.sum(ties.to(tl.int64), 0)
-        tl.debug_barrier()
+        tl.debug_barrier()  # every warp sees the sums
         target, place, before = _find_block(
             sums_ptr + row * num_blocks, num_blocks, total, tl.load(bits_ptr + row)
         )
@@ -245,6 +291,8 @@ def _filtered_kernel(
         kept, _ = _kept(weights, columns, num_columns, bound, ties_before, limit, mass, needed)
         passed = (before + tl.cumsum(kept, 0) <= target) & (columns < num_columns)
         token = tl.minimum(place * BLOCK + tl.sum(passed.to(tl.int32), 0), num_columns - 1)
+
+        # Its log-prob is that of the full distribution: what the trainer computes.
         z = tl.math.div_rn(tl.load(row_ptr + token), temperature)
         tl.store(tokens_ptr + row, token.to(tl.int64))
         tl.store(logprobs_ptr + row, (z - row_max) - tl.load(lse_ptr + row))
@@ -253,59 +301,35 @@ def _filtered_kernel(
 def sample(
     logits: Tensor, bits: Tensor, temperature: Tensor, top_p: Tensor, top_k: Tensor, filtered: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`kernels.sampling.sample` on Hopper: the same arguments and results."""
+    """Return what `kernels.sampling.sample` returns, on Hopper: tokens, log-probs and lse.
+
+    Args:
+        logits: float32 [R, V].
+        bits: int64 [R].
+        temperature: float32 [R].
+        top_p: float32 [R].
+        top_k: int64 [R].
+        filtered: whether any row uses top_p or top_k.
+    """
     check_matrix("sample", logits, (torch.float32,))
     rows, vocabulary = logits.shape
-    for name, x, dtype in (
-        ("bits", bits, torch.int64),
-        ("temperature", temperature, torch.float32),
-        ("top_p", top_p, torch.float32),
-        ("top_k", top_k, torch.int64),
-    ):
-        if x.shape != (rows,) or x.dtype != dtype or not x.is_contiguous():
-            raise ValueError(f"{name}: {dtype} [{rows}], not {x.dtype} {list(x.shape)}")
+    check_tensor("sample", "bits", bits, torch.int64, [rows])
+    check_tensor("sample", "temperature", temperature, torch.float32, [rows])
+    check_tensor("sample", "top_p", top_p, torch.float32, [rows])
+    check_tensor("sample", "top_k", top_k, torch.int64, [rows])
     device, blocks = logits.device, triton.cdiv(vocabulary, BLOCK)
     tokens = torch.empty(rows, dtype=torch.int64, device=device)
     logprobs, row_max, lse = torch.empty(3, rows, dtype=torch.float32, device=device)
     sums = torch.empty(rows, blocks, dtype=torch.int64, device=device)
     if rows:
         _sample_kernel[(rows,)](
-            logits,
-            bits,
-            temperature,
-            tokens,
-            logprobs,
-            row_max,
-            lse,
-            sums,
-            vocabulary,
-            blocks,
-            BLOCK,
-            LOG2_E,
-            _WEIGHT_ONE,
-            num_warps=NUM_WARPS,
-            enable_fp_fusion=False,
-        )
+            logits, bits, temperature, tokens, logprobs, row_max, lse, sums, vocabulary, blocks,
+            BLOCK, LOG2_E, _WEIGHT_ONE, num_warps=NUM_WARPS, enable_fp_fusion=False,
+        )  # fmt: skip
     if filtered and rows:
         _filtered_kernel[(rows,)](
-            logits,
-            bits,
-            temperature,
-            top_p,
-            top_k,
-            tokens,
-            logprobs,
-            row_max,
-            lse,
-            sums,
-            torch.empty_like(sums),
-            vocabulary,
-            blocks,
-            _TOP_BITS,
-            BLOCK,
-            LOG2_E,
-            _WEIGHT_ONE,
-            num_warps=NUM_WARPS,
-            enable_fp_fusion=False,
-        )
+            logits, bits, temperature, top_p, top_k, tokens, logprobs, row_max, lse,
+            sums, torch.empty_like(sums), vocabulary, blocks, _TOP_BITS,
+            BLOCK, LOG2_E, _WEIGHT_ONE, num_warps=NUM_WARPS, enable_fp_fusion=False,
+        )  # fmt: skip
     return tokens, logprobs, lse

@@ -1,5 +1,7 @@
-"""SwiGLU's backward on Hopper as the GEMMs around it read it: the gradient of gate_up in both
-groupings, and y once more for WGrad of `down`, in one pass; forward keeps nothing of y.
+"""SwiGLU's backward on Hopper, written as the GEMMs around it read it.
+
+One pass makes the gradient of gate_up in both groupings (1 x 128 for DGrad, 128 x 1 for WGrad), and
+y once more in 128 x 128 groups for WGrad of `down`: forward keeps nothing of y.
 
 A tile of 128 tokens and 128 columns is read once: dy, gate and up, from which a thread has three
 results for each of its places. Groups of 128 tokens, of 128 columns and of the whole tile need all
@@ -38,8 +40,9 @@ from jetrl.precision.quantize import FORMATS, FP8Format, QTensor
 
 _NUM_WARPS = 16
 _STAGED = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-# A thread holds a patch of 4 rows and 8 columns, a warp 32 rows of 32 columns. The same values in
-# the same threads; registers count along the row, or along the column (`hopper.tile`).
+# A thread holds a patch of 4 rows and 8 columns, a warp 32 rows of 32 columns, 4 x 4 warps a tile.
+# _TILE and _TURNED have the same values in the same threads: registers count along the row, for
+# vectors of row codes, or along the column, for vectors of token codes (`precision.hopper.tile`).
 _LANES = [[0, 8], [0, 16], [4, 0], [8, 0], [16, 0]]
 _WARPS = [[0, 32], [0, 64], [32, 0], [64, 0]]
 _ALONG_ROW, _ALONG_COLUMN = [[0, 1], [0, 2], [0, 4]], [[1, 0], [2, 0]]
@@ -49,7 +52,9 @@ _TILE = gl.constexpr(
 _TURNED = gl.constexpr(
     gl.DistributedLinearLayout(_ALONG_COLUMN + _ALONG_ROW, _LANES, _WARPS, [], [128, 128])
 )
-# Where maxima meet: a thread for a column or a row of dgate or dup, with four warps' parts of it.
+# Where maxima meet: 2 x 128 x 2 lines (columns, rows; which line; dgate, dup), a thread for each.
+# _PARTS is [8 = 2 kinds x 4 warps' parts, 128, 2] with the four parts of a line in one thread's
+# registers, _LINES the same threads after those four have been reduced.
 _PARTS = gl.constexpr(
     gl.DistributedLinearLayout(
         [[1, 0, 0], [2, 0, 0]],
@@ -68,6 +73,7 @@ _LINES = gl.constexpr(
         [2, 128, 2],
     )
 )
+# The maximum of a whole tile: every thread reads all 16 warps' parts, and needs no other thread.
 _TILE_PARTS = gl.constexpr(
     gl.DistributedLinearLayout([[1], [2], [4], [8]], [[0]] * 5, [[0]] * 4, [], [16])
 )
@@ -78,20 +84,16 @@ _SHARED_3D = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
 
 @gluon.jit
 def _sigmoid(gate, LOG2_E: gl.constexpr):
-    """`swiglu_hopper.sigmoid`."""
+    """Return what `swiglu_hopper.sigmoid` returns, in Gluon."""
     return gl.inline_asm_elementwise(
-        "rcp.approx.ftz.f32 $0, $1;",
-        "=r,r",
-        [1.0 + gl.exp2(gate * -LOG2_E)],
-        dtype=gl.float32,
-        is_pure=True,
-        pack=1,
-    )
+        "rcp.approx.ftz.f32 $0, $1;", "=r,r", [1.0 + gl.exp2(gate * -LOG2_E)],
+        dtype=gl.float32, is_pure=True, pack=1,
+    )  # fmt: skip
 
 
 @gluon.jit
 def _gradients(dy, gate, up, LOG2_E: gl.constexpr):
-    """bfloat16 (y, dgate, dup)."""
+    """Return bfloat16 y, dgate and dup for bfloat16 dy, gate and up, in `swiglu_hopper`'s order."""
     dy, gate = tile.widen(dy), tile.widen(gate)
     share = _sigmoid(gate, LOG2_E)
     silu = gate * share
@@ -102,7 +104,7 @@ def _gradients(dy, gate, up, LOG2_E: gl.constexpr):
 
 @gluon.jit
 def _pack(a, b):
-    """Two bfloat16 in an int32, as shuffles carry them."""
+    """Return int32 that hold two bfloat16 each, as shuffles between lanes carry them."""
     return gl.inline_asm_elementwise(
         "mov.b32 $0, {$1, $2};", "=r,h,h", [a, b], dtype=gl.int32, is_pure=True, pack=1
     )
@@ -110,7 +112,7 @@ def _pack(a, b):
 
 @gluon.jit
 def _unpack(pairs):
-    """Magnitudes of two bfloat16 in an int32, float32."""
+    """Return the magnitudes, float32, of the two bfloat16 in each int32."""
     first = ((pairs & 0x7FFF) << 16).to(gl.float32, bitcast=True)
     return first, (pairs & 0x7FFF0000).to(gl.float32, bitcast=True)
 
@@ -122,6 +124,7 @@ _LARGER = gl.constexpr("max.NaN.xorsign.abs.bf16x2 $0, $1, $2;")
 
 @gluon.jit
 def _larger(a, b):
+    """Return the larger magnitudes of bfloat16 a and b, with a sign that means nothing."""
     return gl.inline_asm_elementwise(
         _LARGER, "=r,r,r", [a, b], dtype=gl.bfloat16, is_pure=True, pack=2
     )
@@ -129,6 +132,7 @@ def _larger(a, b):
 
 @gluon.jit
 def _larger_packed(a, b):
+    """Return what `_larger` returns, for pairs of bfloat16 that are packed in int32."""
     return gl.inline_asm_elementwise(
         _LARGER, "=r,r,r", [a, b], dtype=gl.int32, is_pure=True, pack=1
     )
@@ -136,7 +140,10 @@ def _larger_packed(a, b):
 
 @gluon.jit
 def _columns_of_threads(x):
-    """Maxima of |x| of each thread's columns, int32 pairs [32 = 4 warps x 8 lanes, 64]."""
+    """Return each thread's maxima of |x| of its columns: int32 pairs [32 = 4 warps x 8 lanes, 64].
+
+    x is bfloat16 [128, 128] in _TILE: the four rows of a thread are reduced, in registers.
+    """
     a, b = tile.split_rows(x, 128)
     a, b = tile.split_rows(_larger(a, b), 64)
     a, b = gl.split(gl.reshape(_larger(a, b), [32, 64, 2]))
@@ -145,7 +152,8 @@ def _columns_of_threads(x):
 
 @gluon.jit
 def _column_parts(x):
-    """Maxima of |x| of the columns in each warp, float32 [4, 128]."""
+    """Return the maxima of |x| of the columns within each of four warps, float32 [4, 128]."""
+    # The eight lanes of a warp that share columns meet by shuffles, two columns at a time.
     lanes = gl.reshape(_columns_of_threads(x), [4, 8, 64])
     a, b = _unpack(gl.reduce(lanes, 1, _larger_packed))
     return gl.reshape(gl.join(a, b), [4, 128])
@@ -153,11 +161,14 @@ def _column_parts(x):
 
 @gluon.jit
 def _row_parts(x):
-    """Maxima of |x| of the rows in each warp, float32 [4, 128]."""
+    """Return the maxima of |x| of the rows within each of four warps, float32 [4, 128]."""
+    # A thread's eight columns of a row by halves, in registers. The first two splits leave
+    # neighbouring columns together, a register that `_larger` takes at once.
     eights = gl.reshape(x, [128, 16, 2, 2, 2])
     a, b = gl.split(gl.permute(eights, [0, 1, 3, 4, 2]))
     a, b = gl.split(gl.permute(_larger(a, b), [0, 1, 3, 2]))
     a, b = gl.split(_larger(a, b))
+    # Two rows in an int32; then the four lanes of a warp that share rows meet by shuffles.
     threads = gl.reshape(_larger(a, b), [64, 2, 16])
     a, b = gl.split(gl.permute(threads, [0, 2, 1]))
     lanes = gl.permute(gl.reshape(_pack(a, b), [64, 4, 4]), [2, 1, 0])
@@ -167,7 +178,7 @@ def _row_parts(x):
 
 @gluon.jit
 def _tile_parts(x):
-    """Maxima of |x| of each warp's places, float32 [4, 4]."""
+    """Return the maximum of |x| within each of the 4 x 4 warps, float32 [4, 4]."""
     threads = gl.reshape(_columns_of_threads(x), [4, 8, 4, 16])
     pairs = gl.reduce(gl.reduce(threads, 3, _larger_packed), 1, _larger_packed)
     a, b = _unpack(pairs)
@@ -176,7 +187,7 @@ def _tile_parts(x):
 
 @gluon.jit
 def _store_turned(codes_ptr, codes, block, column, padded_tokens):
-    """Codes [128, 128] in _TURNED at [column, row] of an array of rows of padded_tokens."""
+    """Store codes [128, 128] in _TURNED at [column, row] of an array of rows of padded_tokens."""
     corner = codes_ptr + (column.to(gl.int64) * 128 * padded_tokens + block * 128)
     rows = gl.arange(0, 128, gl.SliceLayout(1, _TURNED))
     columns = gl.arange(0, 128, gl.SliceLayout(0, _TURNED)).to(gl.int64)
@@ -188,8 +199,20 @@ def _store_both(
     x, which: gl.constexpr, block, column, num_rows, stride: gl.constexpr, multipliers,
     row_codes_ptr, token_codes_ptr, padded_tokens,
 ):  # fmt: skip
-    """Quantize x, the first or the second of two, as 1 x 128 and as 128 x 1 groups."""
+    """Quantize a tile of dgate or dup as 1 x 128 and as 128 x 1 groups, and store the codes.
+
+    Args:
+        x: bfloat16 [128, 128] in _TILE.
+        which: 0 for dgate, 1 for dup: where its multipliers lie.
+        block, column: the tile, in blocks of 128; column counts in all of gate_up.
+        num_rows: tokens; rows past them are not written, but count as zeros in 128 x 1 groups.
+        stride: columns of gate_up.
+        multipliers: float32 [512] in shared memory, as `_store_scales` leaves them.
+        row_codes_ptr: FP8 [num_rows, stride].
+        token_codes_ptr: FP8 [stride, padded_tokens].
+    """
     wide = tile.widen(x)
+    # Along rows: eight codes of a row are one store of a thread.
     multiplier = multipliers.slice(256 + which * 128, 128).load(gl.SliceLayout(1, _TILE))
     codes = (wide * multiplier[:, None]).to(row_codes_ptr.dtype.element_ty)
     rows = gl.arange(0, 128, gl.SliceLayout(1, _TILE))
@@ -197,6 +220,7 @@ def _store_both(
     corner = row_codes_ptr + (block.to(gl.int64) * 128 * stride + column * 128)
     mask = (rows < num_rows - block * 128)[:, None] & (columns < 128)[None, :]
     gl.store(corner + (rows.to(gl.int64)[:, None] * stride + columns[None, :]), codes, mask=mask)
+    # Along tokens: the same registers by another name, four codes of a column a store.
     multiplier = multipliers.slice(which * 128, 128).load(gl.SliceLayout(0, _TURNED))
     turned = gl.convert_layout(wide, _TURNED, assert_trivial=True)
     codes = (turned * multiplier[None, :]).to(token_codes_ptr.dtype.element_ty)
@@ -208,8 +232,21 @@ def _store_scales(
     parts, multipliers, block, column, num_rows, scale_stride, row_scales_ptr, token_scales_ptr,
     num_columns: gl.constexpr, MAXIMUM: gl.constexpr, FLOOR: gl.constexpr, POW2: gl.constexpr,
 ):  # fmt: skip
-    """Scales of the columns and rows of dgate and dup; multipliers in shared memory, [512]: those
-    of dgate's columns, of dup's, then of their rows."""
+    """Make the scales of dgate's and dup's columns and rows, a thread for each of the 512 lines.
+
+    Args:
+        parts: float32 [8, 128, 2] in shared memory, the maxima of each warp: those of columns from
+            0, of rows from 4; dgate and dup last.
+        multipliers: float32 [512] in shared memory, written: of dgate's columns, of dup's, of
+            dgate's rows, of dup's.
+        block, column: the tile, in blocks of 128; column counts in the gate's half.
+        num_rows: tokens.
+        scale_stride: from one group of row scales to the next.
+        row_scales_ptr: float32 [tokens, 2 * num_columns / 128], tokens contiguous.
+        token_scales_ptr: float32 [tokens / 128, 2 * num_columns].
+        num_columns: of the gate, and of up.
+        MAXIMUM, FLOOR, POW2: the quantizer's constants.
+    """
     kind = gl.arange(0, 2, gl.SliceLayout(1, gl.SliceLayout(2, _LINES)))[:, None, None]
     line = gl.arange(0, 128, gl.SliceLayout(0, gl.SliceLayout(2, _LINES)))[None, :, None]
     half = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, _LINES)))[None, None, :]
@@ -217,6 +254,8 @@ def _store_scales(
     amax = gl.convert_layout(amax, _LINES, assert_trivial=True)
     scale, multiplier = tile.scale_and_multiplier(amax, MAXIMUM, FLOOR, POW2)
     multipliers.store(gl.reshape(gl.permute(multiplier, [0, 2, 1]), [512]))
+    # Two stores, each by the half of the threads that has such lines: kind 0 columns, kind 1 rows.
+    # What adds nothing or is always true gives pointers and masks all three dimensions.
     columns = column + half * (num_columns // 128)
     places = token_scales_ptr + block.to(gl.int64) * (2 * num_columns) + (columns * 128 + line)
     gl.store(places + kind * 0, scale, mask=(kind == 0) & (line >= 0) & (half >= 0))
@@ -227,7 +266,16 @@ def _store_scales(
 
 @gluon.jit
 def _ask(dy_desc, x_desc, staged, arrived, stage, index, num_columns: gl.constexpr):
-    """Bring dy, gate and up of tile `index` to a stage, if there is such a tile."""
+    """Start the bulk copies of dy, gate and up of tile `index`, if there is such a tile.
+
+    Args:
+        dy_desc, x_desc: bfloat16 [T, num_columns] and [T, 2 * num_columns], boxes of 128 x 128.
+        staged: bfloat16 [6, 128, 128] in shared memory: two stages of dy, gate and up.
+        arrived: a barrier for each stage.
+        stage: 0 or 1.
+        index: row block * column blocks + column block; negative for none.
+        num_columns: of the gate, and of up.
+    """
     more = index >= 0
     column_blocks: gl.constexpr = num_columns // 128
     row, column = index // column_blocks * 128, index % column_blocks * 128
@@ -242,26 +290,30 @@ def _ask(dy_desc, x_desc, staged, arrived, stage, index, num_columns: gl.constex
 # The number of tokens is not specialized on: a batch of another number would compile anew.
 @gluon.jit(do_not_specialize=["num_rows", "scale_stride", "y_scale_stride", "tiles"])
 def _backward_tiles_kernel(
-    dy_desc,
-    x_desc,
-    row_codes_ptr,
-    row_scales_ptr,
-    token_codes_ptr,
-    token_scales_ptr,
-    y_codes_ptr,
-    y_scales_ptr,
-    num_rows,
-    scale_stride,
-    y_scale_stride,
-    padded_tokens,
-    tiles,
-    num_columns: gl.constexpr,
-    LOG2_E: gl.constexpr,
-    MAXIMUM: gl.constexpr,
-    Y_MAXIMUM: gl.constexpr,
-    FLOOR: gl.constexpr,
-    POW2: gl.constexpr,
-):
+    dy_desc, x_desc, row_codes_ptr, row_scales_ptr, token_codes_ptr, token_scales_ptr,
+    y_codes_ptr, y_scales_ptr,
+    num_rows, scale_stride, y_scale_stride, padded_tokens, tiles,
+    num_columns: gl.constexpr, LOG2_E: gl.constexpr, MAXIMUM: gl.constexpr,
+    Y_MAXIMUM: gl.constexpr, FLOOR: gl.constexpr, POW2: gl.constexpr,
+):  # fmt: skip
+    """Make the gradients and y of a program's tiles of 128 x 128, one after the other, quantized.
+
+    Args:
+        dy_desc: bfloat16 [num_rows, num_columns], by bulk copies that give zeros past the end.
+        x_desc: bfloat16 [num_rows, 2 * num_columns], the gate's columns first.
+        row_codes_ptr, row_scales_ptr: the gradient in 1 x 128 groups, written.
+        token_codes_ptr, token_scales_ptr: the gradient in 128 x 1 groups, written.
+        y_codes_ptr, y_scales_ptr: y in 128 x 128 groups, tokens contiguous, written.
+        num_rows: tokens.
+        scale_stride: from one group of row scales to the next.
+        y_scale_stride: from one line of y's scales to the next.
+        padded_tokens: tokens up to a multiple of 128.
+        tiles: row blocks times column blocks.
+        num_columns: of the gate, and of up: a constant of the model.
+        MAXIMUM, Y_MAXIMUM: the largest code of the gradient's format and of y's.
+        FLOOR, POW2: the quantizer's constants.
+    """
+    # Shared memory: 192 KiB of stages, the maxima of warps, and what all threads need of a group.
     staged = gl.allocate_shared_memory(gl.bfloat16, [6, 128, 128], dy_desc.layout)
     arrived = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     mbarrier.init(arrived.index(0), count=1)
@@ -276,20 +328,23 @@ def _backward_tiles_kernel(
     index = tiles - 1 - gl.program_id(0)
     _ask(dy_desc, x_desc, staged, arrived, 0, index, num_columns)
     _ask(dy_desc, x_desc, staged, arrived, 1, index - step, num_columns)
-    turn = 0
+    turn = 0  # tiles done; its low bit is the stage, the next one the phase of the stage's barrier
     while index >= 0:
         stage = turn & 1
         mbarrier.wait(arrived.index(stage), (turn >> 1) & 1)
         dy = staged.index(3 * stage).load(_TILE)
         gate = staged.index(3 * stage + 1).load(_TILE)
         up = staged.index(3 * stage + 2).load(_TILE)
+
+        # The three results stay in registers from here on; their maxima go to shared memory.
         y, dgate, dup = _gradients(dy, gate, up, LOG2_E)
         parts.slice(0, 4).store(gl.join(_column_parts(dgate), _column_parts(dup)))
         parts.slice(4, 4).store(gl.join(_row_parts(dgate), _row_parts(dup)))
         y_parts.store(_tile_parts(y))
-        gluon_names.barrier()  # every warp has read the stage
+        gluon_names.barrier()  # every warp has read the stage, and left its maxima
         _ask(dy_desc, x_desc, staged, arrived, stage, index - 2 * step, num_columns)
 
+        # The scales, a thread a group, and y's single one, which every thread makes for itself.
         block, column = index // column_blocks, index % column_blocks
         _store_scales(
             parts, multipliers, block, column, num_rows, scale_stride, row_scales_ptr,
@@ -299,6 +354,7 @@ def _backward_tiles_kernel(
         scale, multiplier = tile.scale_and_multiplier(amax, Y_MAXIMUM, FLOOR, POW2)
         gl.store(y_scales_ptr + (column.to(gl.int64) * y_scale_stride + block), scale)
 
+        # The codes. y's come first: they wait for no other thread's multipliers.
         turned = gl.convert_layout(tile.widen(y), _TURNED, assert_trivial=True)
         codes = (turned * multiplier).to(y_codes_ptr.dtype.element_ty)
         _store_turned(y_codes_ptr, codes, block, column, padded_tokens)
@@ -317,11 +373,18 @@ def _backward_tiles_kernel(
 def swiglu_backward_quantize(
     dy: Tensor, gate_up: Tensor, format: FP8Format = "e4m3", scales: str = "fp32"
 ) -> tuple[QTensor, QTensor, QTensor]:
-    """Backward as the GEMMs around it read it, the BF16 never written: (the gradient of gate_up in
-    1 x 128 groups of [T, 2F]; in 128 x 1 groups with zero rows up to a multiple of 128; y itself,
-    [T, F] of `swiglu_quantize`, in 128 x 128 groups with the same rows).
+    """Return SwiGLU's backward as the GEMMs around it read it; no BF16 gradient is written.
 
-    dy: bfloat16 [T, F]. gate_up: bfloat16 [T, 2F], gate first.
+    Args:
+        dy: bfloat16 [T, F] contiguous, the gradient of the result.
+        gate_up: bfloat16 [T, 2F] contiguous, the gate's columns first, F a multiple of 128.
+        format: of the gradient's codes.
+        scales: "fp32" or "pow2", the quantizer's scales.
+
+    Returns:
+        The gradient of gate_up in 1 x 128 groups of [T, 2F]; the same in 128 x 1 groups, with zero
+        rows up to a multiple of 128; y itself, [T, F] of `swiglu_quantize`, in 128 x 128 groups
+        with as many rows.
     """
     check_backward("swiglu_backward_quantize", dy, gate_up)
     num_rows, columns = gate_up.shape
@@ -335,23 +398,13 @@ def swiglu_backward_quantize(
     if not tiles:
         return rows, tokens, y
     tile_shape = [FP8_BLOCK, FP8_BLOCK]
+    # A program a multiprocessor: 16 warps of 128 registers a thread fill it.
     _backward_tiles_kernel[(min(tiles, multiprocessors(dy.device)),)](
         TensorDescriptor.from_tensor(dy, tile_shape, _STAGED),
         TensorDescriptor.from_tensor(gate_up, tile_shape, _STAGED),
-        rows.codes,
-        rows.scales,
-        tokens.codes,
-        tokens.scales,
-        y.codes,
-        y.scales,
-        num_rows,
-        rows.scales.stride(1),
-        y.scales.stride(1),
-        tokens.shape[0],
-        tiles,
-        dy.shape[1],
-        LOG2_E,
-        Y_MAXIMUM=y_maximum,
+        rows.codes, rows.scales, tokens.codes, tokens.scales, y.codes, y.scales,
+        num_rows, rows.scales.stride(1), y.scales.stride(1), tokens.shape[0], tiles,
+        dy.shape[1], LOG2_E, Y_MAXIMUM=y_maximum,
         **{**tile_rule(format, scales), "num_warps": _NUM_WARPS},
-    )
+    )  # fmt: skip
     return rows, tokens, y

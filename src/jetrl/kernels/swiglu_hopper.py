@@ -6,9 +6,8 @@ One program makes some rows of 128 columns; forward is the same for sampling and
 in BF16 is here, backward with quantization in `swiglu_backward_hopper`. The bytes are those of the
 inputs and of the results; nothing in between is written. exp2 and the reciprocal are the hardware's
 (relative errors near 2**-22 and 2**-23), so y may differ from the reference by a unit of bfloat16,
-rarely.
-What must agree, the sampler's y and the trainer's, does: every kernel here does these operations in
-this order, with fused multiply-adds switched off.
+rarely. What must agree, the sampler's y and the trainer's, does: every kernel here does these
+operations in this order, with fused multiply-adds switched off.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -23,9 +22,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from jetrl.precision.hopper.checks import check_matrix, check_tensor
 from jetrl.precision.hopper.launch import OVERLAPPED, let_next_start, wait_for_previous
 from jetrl.precision.hopper.quantize import (
-    check_matrix,
     load_tile,
     round_to_bfloat16,
     rule,
@@ -43,40 +42,45 @@ _BF16 = (torch.bfloat16,)
 
 @triton.jit
 def sigmoid(gate, LOG2_E: tl.constexpr):
-    """1 / (1 + exp(-gate)) with the hardware's exp2 and reciprocal; Inf gives 0, NaN gives NaN."""
+    """Return 1 / (1 + exp(-gate)) by the hardware's exp2 and reciprocal; NaN gives NaN.
+
+    A gate of -Inf, or so far below 0 that exp2 overflows, gives 0: the reciprocal of Inf.
+    """
     return tl.inline_asm_elementwise(
-        "rcp.approx.ftz.f32 $0, $1;",
-        "=r,r",
-        [1.0 + tl.math.exp2(gate * -LOG2_E)],
-        dtype=tl.float32,
-        is_pure=True,
-        pack=1,
-    )
+        "rcp.approx.ftz.f32 $0, $1;", "=r,r", [1.0 + tl.math.exp2(gate * -LOG2_E)],
+        dtype=tl.float32, is_pure=True, pack=1,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_rows", "scale_stride"])
 def _rows_kernel(
-    x_ptr,
-    y_ptr,
-    codes_ptr,
-    scales_ptr,
-    num_rows,
-    num_columns,
-    scale_stride,
-    column_blocks,
-    ROWS: tl.constexpr,
-    QUANTIZE: tl.constexpr,
-    LOG2_E: tl.constexpr,
-    MAXIMUM: tl.constexpr,
-    FLOOR_BITS: tl.constexpr,
-    POW2: tl.constexpr,
-):
+    x_ptr, y_ptr, codes_ptr, scales_ptr, num_rows, num_columns, scale_stride, column_blocks,
+    ROWS: tl.constexpr, QUANTIZE: tl.constexpr, LOG2_E: tl.constexpr,
+    MAXIMUM: tl.constexpr, FLOOR_BITS: tl.constexpr, POW2: tl.constexpr,
+):  # fmt: skip
+    """Make y of ROWS rows and 128 columns, and write it or, with QUANTIZE, its groups.
+
+    Args:
+        x_ptr: bfloat16 [num_rows, 2 * num_columns], the gate's columns first.
+        y_ptr: bfloat16 [num_rows, num_columns], written without QUANTIZE.
+        codes_ptr: FP8 [num_rows, num_columns], written with QUANTIZE.
+        scales_ptr: float32 [num_rows, column_blocks], rows contiguous and groups scale_stride
+            apart, written with QUANTIZE.
+        num_rows: tokens.
+        num_columns: a multiple of 128.
+        scale_stride: padded rows of the scales.
+        column_blocks: num_columns / 128.
+        ROWS: few for few rows: then more programs share the latency. No bit depends on it.
+        MAXIMUM, FLOOR_BITS, POW2: the quantizer's constants (`precision.hopper.quantize.rule`).
+    """
     block, column = tl.program_id(0) // column_blocks, tl.program_id(0) % column_blocks
     rows = block * ROWS + tl.arange(0, ROWS)
     wait_for_previous()
     let_next_start()
+    # A tile's columns of the gate and the same columns of up lie num_columns apart in one row.
     gate = load_tile(x_ptr, rows, column, num_rows, num_columns, 2 * num_columns)
     up = load_tile(x_ptr + num_columns, rows, column, num_rows, num_columns, 2 * num_columns)
+    # Rounded to bfloat16 before it is quantized: the codes are those of the BF16 result.
     y = round_to_bfloat16(gate * sigmoid(gate, LOG2_E) * up)
     if QUANTIZE:
         store_row_groups(
@@ -91,20 +95,25 @@ def _rows_kernel(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _backward_rows_kernel(
-    dy_ptr,
-    x_ptr,
-    dx_ptr,
-    num_rows,
-    num_columns,
-    column_blocks,
-    ROWS: tl.constexpr,
-    LOG2_E: tl.constexpr,
-):
+    dy_ptr, x_ptr, dx_ptr, num_rows, num_columns, column_blocks,
+    ROWS: tl.constexpr, LOG2_E: tl.constexpr,
+):  # fmt: skip
+    """Make the gradients of ROWS rows of 128 columns of the gate and of up.
+
+    Args:
+        dy_ptr: bfloat16 [num_rows, num_columns].
+        x_ptr: bfloat16 [num_rows, 2 * num_columns], the gate's columns first.
+        dx_ptr: bfloat16 [num_rows, 2 * num_columns], written.
+        num_rows: tokens.
+        num_columns: a multiple of 128.
+        column_blocks: num_columns / 128.
+    """
     block, column = tl.program_id(0) // column_blocks, tl.program_id(0) % column_blocks
     rows = block * ROWS + tl.arange(0, ROWS)
     dy = load_tile(dy_ptr, rows, column, num_rows, num_columns, num_columns)
     gate = load_tile(x_ptr, rows, column, num_rows, num_columns, 2 * num_columns)
     up = load_tile(x_ptr + num_columns, rows, column, num_rows, num_columns, 2 * num_columns)
+    # silu(g) = g * s with s = sigmoid(g), so d silu / dg = s + g * s * (1 - s).
     share = sigmoid(gate, LOG2_E)
     silu = gate * share
     dgate = dy * up * (share + silu * (1.0 - share))
@@ -116,9 +125,14 @@ def _backward_rows_kernel(
 
 
 def swiglu_quantize(gate_up: Tensor, scales: str = "fp32") -> QTensor:
-    """quantize(swiglu(gate_up)), the BF16 result never written.
+    """Return quantize(swiglu(gate_up)), whose BF16 result is never written.
 
-    gate_up: bfloat16 [T, 2F], gate first. Returns 1 x 128 groups of [T, F].
+    Args:
+        gate_up: bfloat16 [T, 2F] contiguous, the gate's columns first, F a multiple of 128.
+        scales: "fp32" or "pow2", the quantizer's scales.
+
+    Returns:
+        1 x 128 groups of [T, F].
     """
     num_rows, width = _check("swiglu_quantize", gate_up)
     rows = empty_row_groups(num_rows, width, FORMATS["e4m3"][0], gate_up.device)
@@ -127,7 +141,14 @@ def swiglu_quantize(gate_up: Tensor, scales: str = "fp32") -> QTensor:
 
 
 def swiglu_forward(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up as bfloat16 [T, F], for a consumer that reads BF16."""
+    """Return silu(gate) * up for a consumer that reads BF16.
+
+    Args:
+        gate_up: bfloat16 [T, 2F] contiguous, the gate's columns first, F a multiple of 128.
+
+    Returns:
+        bfloat16 [T, F].
+    """
     num_rows, width = _check("swiglu", gate_up)
     y = torch.empty(num_rows, width, dtype=torch.bfloat16, device=gate_up.device)
     _launch_rows(gate_up, y, None, rule("e4m3", "fp32"))
@@ -137,6 +158,7 @@ def swiglu_forward(gate_up: Tensor) -> Tensor:
 def _launch_rows(
     gate_up: Tensor, y: Tensor | None, rows: QTensor | None, options: dict[str, Any]
 ) -> None:
+    """Launch _rows_kernel for y or for its groups; gate_up stands in for what is not written."""
     num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     column_blocks = width // FP8_BLOCK
     if not num_rows:
@@ -146,46 +168,34 @@ def _launch_rows(
         gate_up if y is None else y,
         rows.codes if rows else gate_up,
         rows.scales if rows else gate_up,
-        num_rows,
-        width,
-        rows.scales.stride(1) if rows else 0,
-        column_blocks,
-        tile_rows(num_rows),
-        rows is not None,
-        LOG2_E,
-        **options,
-        num_warps=4,
-        enable_fp_fusion=False,
-        **OVERLAPPED,
-    )
+        num_rows, width, rows.scales.stride(1) if rows else 0, column_blocks,
+        tile_rows(num_rows), rows is not None, LOG2_E,
+        **options, num_warps=4, enable_fp_fusion=False, **OVERLAPPED,
+    )  # fmt: skip
 
 
 def swiglu_backward(dy: Tensor, gate_up: Tensor) -> Tensor:
-    """The gradient of gate_up, bfloat16 [T, 2F], from dy bfloat16 [T, F]."""
+    """Return the gradient of gate_up, bfloat16 [T, 2F].
+
+    Args:
+        dy: bfloat16 [T, F] contiguous, the gradient of the result.
+        gate_up: bfloat16 [T, 2F] contiguous, the gate's columns first.
+    """
     check_backward("swiglu_backward", dy, gate_up)
     dx = torch.empty_like(gate_up)
     num_rows, width = dy.shape
     column_blocks = width // FP8_BLOCK
     if num_rows:
         _backward_rows_kernel[(triton.cdiv(num_rows, _ROWS) * column_blocks,)](
-            dy,
-            gate_up,
-            dx,
-            num_rows,
-            width,
-            column_blocks,
-            _ROWS,
-            LOG2_E,
-            num_warps=4,
-            enable_fp_fusion=False,
-        )
+            dy, gate_up, dx, num_rows, width, column_blocks, _ROWS, LOG2_E,
+            num_warps=4, enable_fp_fusion=False,
+        )  # fmt: skip
     return dx
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
-    """`kernels.swiglu.swiglu` on Hopper: bfloat16 [T, 2F] -> [T, F], differentiable."""
-    y: Tensor = _SwiGLU.apply(gate_up)
-    return y
+    """Return what `kernels.swiglu.swiglu` returns, on Hopper: bfloat16 [T, 2F] -> [T, F]."""
+    return _SwiGLU.apply(gate_up)
 
 
 class _SwiGLU(torch.autograd.Function):
@@ -201,7 +211,7 @@ class _SwiGLU(torch.autograd.Function):
 
 
 def _check(name: str, gate_up: Tensor) -> tuple[int, int]:
-    """(T, F) of a valid gate_up."""
+    """Return T and F of a gate_up [T, 2F] that the kernels take, or raise ValueError."""
     check_matrix(name, gate_up, _BF16)
     if gate_up.shape[1] % (2 * FP8_BLOCK) or not gate_up.is_contiguous():
         raise ValueError(
@@ -212,7 +222,14 @@ def _check(name: str, gate_up: Tensor) -> tuple[int, int]:
 
 
 def check_backward(name: str, dy: Tensor, gate_up: Tensor) -> None:
-    shape = _check(name, gate_up)
-    check_matrix(name, dy, _BF16)
-    if tuple(dy.shape) != shape or not dy.is_contiguous():
-        raise ValueError(f"{name}: dy {list(dy.shape)} for gate_up {list(gate_up.shape)}")
+    """Check the tensors of a backward.
+
+    Args:
+        name: the operation, which the message begins with.
+        dy: bfloat16 [T, F] contiguous.
+        gate_up: bfloat16 [T, 2F] contiguous, F a multiple of 128.
+
+    Raises:
+        ValueError: other shapes, dtypes or layouts.
+    """
+    check_tensor(name, "dy", dy, torch.bfloat16, _check(name, gate_up))

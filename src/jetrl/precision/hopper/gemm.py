@@ -7,8 +7,9 @@ a cuBLAS choice of split K at few rows, so rows are padded to 64 and to a multip
 
 cuBLAS is `torch.nn.functional.scaled_mm` (torch >= 2.11). DeepGEMM, where its package is installed,
 is faster and takes what has BF16 results; its kernels compile on first use.
-`gemm_rows_hopper` is faster still at the rows of a decode step: 64, and 128 where the weight is
-wide (DeepGEMM 0.1.4 needs 88 microseconds for 96 to 128 rows by 24576 x 4096, and 44 for 256).
+`precision.hopper.gemm_rows` is faster still at the rows of a decode step: 64, and 128 where the
+weight is wide (DeepGEMM 0.1.4 needs 88 microseconds for 96 to 128 rows by 24576 x 4096, and 44 for
+256).
 """
 
 from __future__ import annotations
@@ -33,11 +34,19 @@ from jetrl.precision.plan import FP8_BLOCK
 from jetrl.precision.quantize import QTensor
 
 Backend = Literal["cublas", "deep_gemm", "triton"]
-_FEW_ROWS, _WIDE = 64, 16896
+_FEW_ROWS = 64  # one tile of wgmma: whatever the weight, `gemm_rows` is the fastest
+_WIDE = 16896  # rows of a weight beyond which DeepGEMM is slow with 65 to 128 rows of X
 
 
 def require_hopper(device: torch.device | int | None = None) -> None:
-    """UserError unless the device has block-scaled FP8 GEMMs (compute capability 9.0)."""
+    """Check that a device has block-scaled FP8 GEMMs (compute capability 9.0).
+
+    Args:
+        device: the current one if None.
+
+    Raises:
+        UserError: it has none.
+    """
     major, minor = torch.cuda.get_device_capability(device)
     if (major, minor) != (9, 0):
         raise UserError(
@@ -48,12 +57,19 @@ def require_hopper(device: torch.device | int | None = None) -> None:
 
 @functools.cache
 def deep_gemm_installed() -> bool:
-    """Whether DeepGEMM's package is there: BF16 results then come from it."""
+    """Return whether DeepGEMM's package is installed: BF16 results then come from DeepGEMM."""
     return importlib.util.find_spec("deep_gemm") is not None
 
 
 def backend_for(a: QTensor, b: QTensor, out_dtype: torch.dtype) -> Backend:
-    """What `fp8_matmul_hopper` uses for these operands when not told; they agree to the bit."""
+    """Return the backend that `fp8_matmul_hopper` uses by default; all give the same bits.
+
+    Args:
+        a: the left operand [M, K].
+        b: the right operand [N, K].
+        out_dtype: of the result.
+    """
+    # The other two write BF16 only.
     if out_dtype != torch.bfloat16:
         return "cublas"
     rows, wide = a.shape[0], b.shape[0] > _WIDE
@@ -68,11 +84,16 @@ def fp8_matmul_hopper(
     out_dtype: torch.dtype = torch.bfloat16,
     backend: Backend | None = None,
 ) -> Tensor:
-    """a [M, K] @ b [N, K]^T -> out_dtype [M, N], as `precision.gemm.fp8_matmul`.
+    """Return a @ b^T, out_dtype [M, N], as `precision.gemm.fp8_matmul`.
 
-    a is grouped 1 x 128, b 128 x 128; codes have K contiguous. Operands made by the kernels of
-    `jetrl.kernels` are read in place; others are first copied into the layout of
-    `precision.layout`.
+    Operands made by the kernels of `jetrl.kernels` are read in place; others are first copied into
+    the layout of `precision.layout`.
+
+    Args:
+        a: 1 x 128 groups [M, K], codes with K contiguous.
+        b: 128 x 128 groups [N, K], codes with K contiguous.
+        out_dtype: bfloat16 or float32.
+        backend: one to measure or to compare; `backend_for` by default.
 
     Raises:
         ValueError: shapes, groups, layouts or dtypes other than these, or a backend that cannot.
@@ -81,6 +102,7 @@ def fp8_matmul_hopper(
     chosen = backend or backend_for(a, b, out_dtype)
     if chosen != "cublas" and out_dtype != torch.bfloat16:
         raise ValueError(f"{chosen} gives bfloat16, not {out_dtype}")
+    # The libraries are launched with padded rows, whose results are dropped; ours writes a's rows.
     rows, codes, scales = _row_operand(a)
     if chosen == "triton":
         return rows_matmul(rows, codes, scales, b)
@@ -90,15 +112,21 @@ def fp8_matmul_hopper(
 
 
 def bf16_matmul_hopper(a: Tensor, b: Tensor, out_dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """BF16 a [M, K] @ b [N, K]^T -> out_dtype (bfloat16 or float32) [M, N].
+    """Return a @ b^T, out_dtype [M, N]; a row has the same bits at any M.
 
-    A row has the same bits at any M: split K is switched off, and rows padded to 64.
+    Split K is switched off, and rows are padded to 64.
+
+    Args:
+        a: bfloat16 [M, K].
+        b: bfloat16 [N, K].
+        out_dtype: bfloat16 or float32.
     """
     if a.dtype != torch.bfloat16 or b.dtype != torch.bfloat16 or a.shape[-1:] != b.shape[-1:]:
         raise ValueError(
             f"bf16_matmul: bfloat16 [M, K] and [N, K], not {a.dtype} {list(a.shape)} and "
             f"{b.dtype} {list(b.shape)}"
         )
+    # At few rows cuBLAS would choose other kernels, with other bits: such products run as 64 rows.
     rows = a.shape[0]
     padded = _extended(a, padded_rows(rows))
     with pinned_bf16_reductions():
@@ -106,8 +134,13 @@ def bf16_matmul_hopper(a: Tensor, b: Tensor, out_dtype: torch.dtype = torch.bflo
 
 
 def bf16_matmul_free(a: Tensor, b: Tensor, out_dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """The same product by whatever algorithm the library likes best: for plans that promise no
-    bits."""
+    """Return a @ b^T by whatever algorithm the library likes best: for plans that promise no bits.
+
+    Args:
+        a: bfloat16 [M, K].
+        b: bfloat16 [N, K].
+        out_dtype: bfloat16 or float32.
+    """
     if out_dtype == torch.bfloat16:
         return torch.mm(a, b.t())
     return torch.mm(a, b.t(), out_dtype=out_dtype)
@@ -115,9 +148,12 @@ def bf16_matmul_free(a: Tensor, b: Tensor, out_dtype: torch.dtype = torch.bfloat
 
 @contextlib.contextmanager
 def pinned_bf16_reductions() -> Iterator[None]:
-    """Within, cuBLAS may not split K or reduce in BF16: a row's bits would depend on the number of
-    rows. Outside the process's own settings hold, since this costs other products their speed."""
-    _hear_out_torch()
+    """Forbid cuBLAS, within the context, to split K or to reduce in BF16.
+
+    A row's bits would depend on the number of rows. Outside, the process's own settings hold, since
+    the ban costs other products their speed.
+    """
+    _silence_torch_once()
     matmul, library = torch.backends.cuda.matmul, torch.backends.cuda.preferred_blas_library
     before = library()
     reductions = (
@@ -134,9 +170,12 @@ def pinned_bf16_reductions() -> Iterator[None]:
 
 
 @functools.cache
-def _hear_out_torch() -> None:
-    """At its first use torch warns that the switch is experimental. Only within an operation of
-    autograd does that pass Python's filters, where it ends; elsewhere it is written to stderr."""
+def _silence_torch_once() -> None:
+    """Use torch's switch of libraries once where the warning at its first use can be silenced.
+
+    torch warns that the switch is experimental. Only within an operation of autograd does the
+    warning pass Python's filters, which drop it here; elsewhere it is written to stderr.
+    """
 
     class Switch(torch.autograd.Function):
         @staticmethod
@@ -152,19 +191,20 @@ def _hear_out_torch() -> None:
 
 
 def _cublas(codes: Tensor, scales: Tensor, b: QTensor, out_dtype: torch.dtype) -> Tensor:
-    out: Tensor = scaled_mm(
+    """Return the product by cuBLAS, of padded codes [M, K] and scales [M, K / 128]."""
+    return scaled_mm(
         codes,
         b.codes.t(),
         scales,
         ScalingType.BlockWise1x128,
-        _weight_scales(b, 4).t(),
+        _weight_scales(b, 4).t(),  # unpadded, cuBLAS reads them wrongly and does not say so
         ScalingType.BlockWise128x128,
         output_dtype=out_dtype,
     )
-    return out
 
 
 def _deep_gemm(codes: Tensor, scales: Tensor, b: QTensor) -> Tensor:
+    """Return the product by DeepGEMM, bfloat16, of padded codes [M, K] and scales [M, K / 128]."""
     out = torch.empty(codes.shape[0], b.shape[0], dtype=torch.bfloat16, device=codes.device)
     weight = (b.codes, _weight_scales(b, 1))
     _load_deep_gemm().fp8_gemm_nt((codes, scales), weight, out, recipe=(1, FP8_BLOCK, FP8_BLOCK))
@@ -173,6 +213,7 @@ def _deep_gemm(codes: Tensor, scales: Tensor, b: QTensor) -> Tensor:
 
 @functools.cache
 def _load_deep_gemm() -> Any:
+    """Return DeepGEMM's module, or raise UserError saying what it lacks."""
     if not deep_gemm_installed():
         raise UserError("DeepGEMM is not installed: pip install 'jetrl[deep-gemm]'")
     try:
@@ -192,15 +233,18 @@ def _load_deep_gemm() -> Any:
 
 
 def _row_operand(a: QTensor) -> tuple[int, Tensor, Tensor]:
-    """(rows, codes and scales of at least 64 rows and a multiple of 4, in place where possible)."""
+    """Return a's rows, and codes and scales of `padded_rows`, in place where possible."""
     rows = a.shape[0]
     padded = padded_rows(rows)
     return rows, _extended(a.codes, padded), _left_scales(a.scales, padded)
 
 
 def _extended(x: Tensor, rows: int) -> Tensor:
-    """x [M, K] as [rows, K] contiguous. What follows the last row in x's own storage serves as
-    padding, whatever it is; without that much storage, x is copied."""
+    """Return x [M, K] as [rows, K] contiguous.
+
+    The bytes that follow the last row in x's own storage serve as padding, whatever they are: a row
+    of a product depends on that row alone. Without enough storage, x is copied.
+    """
     count, columns = x.shape
     if count == rows and x.is_contiguous():
         return x
@@ -213,7 +257,7 @@ def _extended(x: Tensor, rows: int) -> Tensor:
 
 
 def _left_scales(scales: Tensor, rows: int) -> Tensor:
-    """scales [M, K/128] as [rows, K/128] with strides (1, rows), copied if they are not."""
+    """Return scales [M, K/128] as [rows, K/128] with strides (1, rows), copied if they must be."""
     if scales.shape[0] == rows and scales.stride() == (1, rows):
         return scales
     blocks = scales.shape[1]
@@ -227,7 +271,9 @@ def _left_scales(scales: Tensor, rows: int) -> Tensor:
 
 
 def _weight_scales(b: QTensor, multiple: int) -> Tensor:
-    """scales [N/128, K/128] as [N/128, L] contiguous, L = K/128 up to a multiple."""
+    """Return b's scales [N/128, K/128] as [N/128, L] contiguous, L = K/128 up to a multiple."""
+    # A weight's scales are stored with room for the multiple (`layout.empty_weight`), X's of WGrad
+    # without: those are copied for cuBLAS.
     outer, blocks = b.scales.shape
     length = round_up(blocks, multiple)
     if b.scales.stride() == (length, 1):
@@ -241,11 +287,12 @@ def _weight_scales(b: QTensor, multiple: int) -> Tensor:
 
 
 def _storage_left(x: Tensor) -> int:
-    """Elements of x's storage from x's first on."""
+    """Return the number of elements of x's storage from x's first on."""
     return int(x.untyped_storage().nbytes()) // x.element_size() - int(x.storage_offset())
 
 
 def _check(a: QTensor, b: QTensor, out_dtype: torch.dtype) -> None:
+    """Raise ValueError for operands or a result that no backend takes."""
     a_shape, b_shape = a.shape, b.shape
     if len(a_shape) != 2 or len(b_shape) != 2 or a_shape[1] != b_shape[1]:
         raise ValueError(f"fp8_matmul: [M, K] and [N, K], not {a_shape} and {b_shape}")

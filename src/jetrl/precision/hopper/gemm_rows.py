@@ -1,14 +1,20 @@
 """The FP8 GEMM of few rows on Hopper: decode, where a weight is read for at most 128 rows.
 
-The bits of the libraries (`gemm_hopper`): for each 128 of K the tensor core from zero (four wgmma
-of 64 rows, 32 deep), then one float32 multiply-add with the product of the two scales, K blocks in
-order. How the weight is cut into tiles changes no bit.
+The bits of the libraries (`precision.hopper.gemm`): for each 128 of K the tensor core from zero
+(four wgmma of 64 rows, 32 deep), then one float32 multiply-add with the product of the two scales,
+K blocks in order. How the weight is cut into tiles changes no bit.
 
 All that counts is to keep reading: a program takes 16 to 192 rows of the weight over the whole of
 K, one warp asks for tiles by bulk copy into up to 16 stages of shared memory, and four or eight
 warps multiply. In a captured graph the first tiles of the weight are asked for before the kernel in
-front has ended (`launch_hopper`). Rows of X past the last need not be read: what lies in their
-place in shared memory makes rows of the result that are not written.
+front has ended (`precision.hopper.launch`). Rows of X past the last need not be read: what lies in
+their place in shared memory makes rows of the result that are not written.
+
+A stage holds one block of 128 along K: X's codes and scales, and PARTS tiles of the weight's codes.
+Stages form ROUNDS groups of GROUP blocks. A group has two barriers: `arrived`, when its bytes have
+come, and `left`, when the multiplying warps have read them. Barriers are of groups and not of
+blocks because the tensor cores drain at the end of each (0.07 microseconds a group; the tiles that
+were tried, and their times, are in docs/notes-gemm.md).
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -44,8 +50,15 @@ _SCALES_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32,
 
 @dataclass(frozen=True)
 class Tiles:
-    """How a product is cut: a program has `block_m` rows of X and `parts` tiles of `block_n` rows
-    of the weight; `rounds` groups of `group` blocks of K are in flight."""
+    """The cut of a product into programs and stages.
+
+    Attributes:
+        block_m: rows of X that a program has: 64 or 128.
+        parts: tiles of the weight that a program has.
+        block_n: rows of such a tile.
+        rounds: groups of blocks that are in flight.
+        group: blocks of 128 along K that share a pair of barriers.
+    """
 
     block_m: int
     parts: int
@@ -60,6 +73,10 @@ def _load_weights(
     PARTS: gl.constexpr, BLOCK_N: gl.constexpr, ROUNDS: gl.constexpr, GROUP: gl.constexpr,
     BLOCK_BYTES: gl.constexpr,
 ):  # fmt: skip
+    """Start the copies of the weight's codes for COUNT blocks of a group, from its first block on.
+
+    The barrier is told of all bytes of these blocks, X's too, which `_load_rows` asks for.
+    """
     bar = arrived.index(group % ROUNDS)
     mbarrier.expect(bar, COUNT * BLOCK_BYTES)
     for i in gl.static_range(COUNT):
@@ -76,6 +93,10 @@ def _load_rows(
     x_desc, s_desc, x_smem, s_smem, arrived, group, m0, COUNT: gl.constexpr,
     BOX_M: gl.constexpr, ROUNDS: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
+    """Start the copies of X's codes and scales for COUNT blocks of a group.
+
+    Of codes BOX_M rows are copied: a box that reaches past the end of the array is slow.
+    """
     bar = arrived.index(group % ROUNDS)
     for i in gl.static_range(COUNT):
         k = group * GROUP + i
@@ -91,13 +112,26 @@ def _load(
     KB: gl.constexpr, PARTS: gl.constexpr, BOX_M: gl.constexpr, BLOCK_N: gl.constexpr,
     ROUNDS: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
-    """The loading warp. With `early`, weights are asked for while the kernel in front still runs,
-    which outside of a captured graph may be the one that writes them."""
+    """Do the loading warp's work: keep every stage that is free asked for.
+
+    Args:
+        x_desc: FP8 [M padded, K], boxes of [BOX_M, 128].
+        s_desc: float32 [K / 128, M padded], X's scales, boxes of [1, BLOCK_M].
+        w_desc: FP8 [N, K], boxes of [BLOCK_N, 128].
+        x_smem, s_smem, w_smem: the stages in shared memory.
+        arrived, left: the barriers of each group.
+        m0, n0: the program's first rows of X and of the weight.
+        early: whether weights are asked for while the kernel in front still runs; outside of a
+            captured graph that may be the one that writes them.
+        KB: blocks of 128 along K.
+    """
     BLOCK_BYTES: gl.constexpr = (
         x_desc.block_type.nbytes + s_desc.block_type.nbytes + PARTS * w_desc.block_type.nbytes
     )
     GROUPS: gl.constexpr = KB // GROUP
     AHEAD: gl.constexpr = ROUNDS if ROUNDS < GROUPS else GROUPS
+    # All stages are free at first. The weights of the first groups do not depend on the kernel in
+    # front; X, which it writes, does.
     if early == 0:
         gluon_wait_for_previous()
     for group in range(AHEAD):
@@ -108,12 +142,15 @@ def _load(
     gluon_let_next_start()
     for group in range(AHEAD):
         _load_rows(x_desc, s_desc, x_smem, s_smem, arrived, group, m0, GROUP, BOX_M, ROUNDS, GROUP)
+    # From then on a group's stages are asked for again once the multiplying warps have left them.
+    # The phase of a barrier flips each time round.
     for group in range(AHEAD, GROUPS):
         mbarrier.wait(left.index(group % ROUNDS), ((group // ROUNDS) & 1) ^ 1)
         _load_weights(
             w_desc, w_smem, arrived, group, n0, GROUP, PARTS, BLOCK_N, ROUNDS, GROUP, BLOCK_BYTES
         )
         _load_rows(x_desc, s_desc, x_smem, s_smem, arrived, group, m0, GROUP, BOX_M, ROUNDS, GROUP)
+    # What is left of K is a smaller group.
     if KB % GROUP:
         mbarrier.wait(
             left.index(GROUPS % ROUNDS), ((GROUPS // ROUNDS) & 1) ^ 1, pred=GROUPS >= ROUNDS
@@ -133,16 +170,32 @@ def _multiply_group(
     COUNT: gl.constexpr, PARTS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
     ROUNDS: gl.constexpr, GROUP: gl.constexpr, mma: gl.constexpr,
 ):  # fmt: skip
-    """totals += COUNT blocks of K, in order; their tensor-core work overlaps."""
+    """Return totals with COUNT blocks of K added, in order; their tensor-core work overlaps.
+
+    Args:
+        ws_ptr: float32 [N / 128, K / 128], the weight's scales, lines ws_stride apart.
+        group: which group of blocks.
+        n0: the program's first row of the weight.
+        N: rows of the weight.
+        totals: PARTS sums, float32 [BLOCK_M, BLOCK_N] in mma.
+        COUNT: GROUP, or fewer in the last group.
+        mma: the layout of wgmma's results.
+    """
     zero = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, mma)
     first = (group % ROUNDS) * GROUP
     last_line = (N - 1) // 128
+    # The weight's scales come from memory, before the wait, which hides their latency: a tile lies
+    # within one line of them. Past N there is no line; what is read instead is not stored.
     w_scales = ()
     for i in gl.static_range(COUNT):
         for part in gl.static_range(PARTS):
             line = ws_ptr + gl.minimum((n0 + part * BLOCK_N) // 128, last_line) * ws_stride
             w_scales += (gl.load(line + group * GROUP + i),)  # type: ignore[assignment]
     mbarrier.wait(arrived.index(group % ROUNDS), (group // ROUNDS) & 1)
+
+    # Every block starts from zero, so that each can be scaled by itself. All are started, then
+    # waited for one after the other: K in order, two to four products in flight. (An accumulator
+    # in flight across the loop's back edge would make the assembler serialize every wgmma.)
     sums = ()
     scales = ()
     for i in gl.static_range(COUNT):
@@ -157,6 +210,7 @@ def _multiply_group(
     for i in gl.static_range(COUNT):
         new_totals = ()
         for part in gl.static_range(PARTS):
+            # So many products may still run when this one has ended.
             block = warpgroup_mma_wait(
                 (COUNT - i) * PARTS - part - 1, deps=[sums[i * PARTS + part]]
             )
@@ -173,11 +227,19 @@ def _multiply(
     KB: gl.constexpr, PARTS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
     ROUNDS: gl.constexpr, GROUP: gl.constexpr, mma: gl.constexpr,
 ):  # fmt: skip
+    """Do the multiplying warps' work: all of K for the program's tiles, then their store.
+
+    Args:
+        x_smem, s_smem, w_smem, arrived, left, m0, n0, early, KB: as of `_load`.
+        ws_ptr, ws_stride: the weight's scales, as of `_multiply_group`.
+        y_ptr: bfloat16 [M, N], written.
+        M, N: rows of X and of the weight.
+    """
     totals = ()
     for _ in gl.static_range(PARTS):
         totals += (gl.zeros([BLOCK_M, BLOCK_N], gl.float32, mma),)  # type: ignore[assignment]
     if early == 0:
-        gluon_wait_for_previous()
+        gluon_wait_for_previous()  # the weight's scales may be what it writes
     for group in range(KB // GROUP):
         totals = _multiply_group(
             x_smem, s_smem, w_smem, arrived, ws_ptr, ws_stride, group, n0, N, totals, GROUP,
@@ -190,6 +252,7 @@ def _multiply(
             x_smem, s_smem, w_smem, arrived, ws_ptr, ws_stride, KB // GROUP, n0, N, totals,
             KB % GROUP, PARTS, BLOCK_M, BLOCK_N, ROUNDS, GROUP, mma,
         )  # fmt: skip
+    # Rows past M are products of whatever lay in the stage, columns past N of no weight at all.
     rows = m0 + gl.arange(0, BLOCK_M, gl.SliceLayout(1, mma))
     columns = n0 + gl.arange(0, BLOCK_N, gl.SliceLayout(0, mma))
     places = y_ptr + rows.to(gl.int64)[:, None] * N + columns[None, :]
@@ -203,24 +266,31 @@ def _multiply(
 
 @gluon.jit(do_not_specialize=["M", "early"])
 def rows_gemm_kernel(
-    x_desc,
-    s_desc,
-    w_desc,
-    ws_ptr,
-    y_ptr,
-    M,
-    N,
-    ws_stride,
-    early,
-    KB: gl.constexpr,
-    PARTS: gl.constexpr,
-    BOX_M: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    ROUNDS: gl.constexpr,
-    GROUP: gl.constexpr,
-    num_warps: gl.constexpr,
-):
+    x_desc, s_desc, w_desc, ws_ptr, y_ptr, M, N, ws_stride, early,
+    KB: gl.constexpr, PARTS: gl.constexpr, BOX_M: gl.constexpr, BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr, ROUNDS: gl.constexpr, GROUP: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    """Multiply BLOCK_M rows of X by PARTS * BLOCK_N rows of the weight, over the whole of K.
+
+    Args:
+        x_desc: FP8 [M padded, K], boxes of [BOX_M, 128].
+        s_desc: float32 [K / 128, M padded], X's scales, boxes of [1, BLOCK_M].
+        w_desc: FP8 [N, K], boxes of [BLOCK_N, 128].
+        ws_ptr: float32 [N / 128, K / 128], the weight's scales.
+        y_ptr: bfloat16 [M, N], written.
+        M: rows of X.
+        N: rows of the weight.
+        ws_stride: from one line of the weight's scales to the next.
+        early: 1 where the weight may be read before the kernel in front has ended.
+        KB: blocks of 128 along K.
+        PARTS: as of `Tiles`.
+        BOX_M: rows of X that are copied.
+        BLOCK_M: as of `Tiles`.
+        BLOCK_N: as of `Tiles`.
+        ROUNDS: as of `Tiles`.
+        GROUP: as of `Tiles`.
+        num_warps: that multiply: one for 16 rows of X.
+    """
     mma: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[num_warps, 1], instr_shape=[16, BLOCK_N, 32]
     )
@@ -248,8 +318,11 @@ def rows_gemm_kernel(
 
 
 def tiles_for(rows: int, n: int) -> Tiles:
-    """The cut of a weight of n rows: so that all programs are resident at once on 132
-    multiprocessors, one each or, where tiles are small, two."""
+    """Return the cut of a product with a weight of n rows.
+
+    All programs are resident at once on 132 multiprocessors, one each or, where tiles are small,
+    two: that matters more than equal shares (docs/notes-gemm.md).
+    """
     if rows > 64:
         for tiles in (Tiles(128, 1, 32, 5, 2), Tiles(128, 1, 64, 4, 2), Tiles(128, 3, 32, 7, 1)):
             if -(-n // (tiles.parts * tiles.block_n)) <= 132:
@@ -271,17 +344,22 @@ def tiles_for(rows: int, n: int) -> Tiles:
 def rows_matmul(
     rows: int, codes: Tensor, scales: Tensor, b: QTensor, tiles: Tiles | None = None
 ) -> Tensor:
-    """The first `rows` rows of a [padded, K] times b [N, K]^T -> bfloat16 [rows, N].
+    """Return the first rows of a product with a weight, bfloat16 [rows, N].
 
-    codes: float8_e4m3fn [padded, K] contiguous. scales: float32 [padded, K/128] with strides
-    (1, padded), padded at least 64. b: 128 x 128 groups. tiles: for measurements.
+    Captured in a graph, the kernel must not directly follow the one that writes b.
 
-    Captured in a graph, it must not directly follow the kernel that writes b.
+    Args:
+        rows: how many rows of X there are.
+        codes: float8_e4m3fn [padded, K] contiguous, padded at least 64.
+        scales: float32 [padded, K / 128] with strides (1, padded).
+        b: 128 x 128 groups [N, K].
+        tiles: a cut to measure; `tiles_for` by default.
     """
     padded, k = codes.shape
     n = b.shape[0]
     tiles = tiles or tiles_for(rows, n)
     b_scales = b.scales if b.scales.stride(1) == 1 else b.scales.contiguous()
+    # As few rows as X has, since a box past the end of the array is slow; 16 at least.
     box = min(tiles.block_m, max(16, 1 << (rows - 1).bit_length()))
     out = torch.empty(rows, n, dtype=torch.bfloat16, device=codes.device)
     if not rows:
@@ -290,32 +368,19 @@ def rows_matmul(
     rows_gemm_kernel[grid](
         TensorDescriptor(codes, [padded, k], [k, 1], [box, FP8_BLOCK], _CODES_LAYOUT),
         TensorDescriptor(
-            scales,
-            [k // FP8_BLOCK, padded],
-            [scales.stride(1), 1],
-            [1, tiles.block_m],
+            scales, [k // FP8_BLOCK, padded], [scales.stride(1), 1], [1, tiles.block_m],
             _SCALES_LAYOUT,
         ),
         TensorDescriptor(
             b.codes, [n, k], [b.codes.stride(0), 1], [tiles.block_n, FP8_BLOCK], _CODES_LAYOUT
         ),
-        b_scales,
-        out,
-        rows,
-        n,
-        b_scales.stride(0),
+        b_scales, out, rows, n, b_scales.stride(0),
         int(torch.cuda.is_current_stream_capturing()),
-        k // FP8_BLOCK,
-        tiles.parts,
-        box,
-        tiles.block_m,
-        tiles.block_n,
-        tiles.rounds,
-        tiles.group,
+        k // FP8_BLOCK, tiles.parts, box, tiles.block_m, tiles.block_n, tiles.rounds, tiles.group,
         num_warps=tiles.block_m // 16,
         # Of all warps: those that multiply take over most registers of the four that load.
         maxnreg=128 if tiles.block_m == 64 else 168,
         enable_fp_fusion=False,
         **OVERLAPPED,
-    )
+    )  # fmt: skip
     return out

@@ -1,10 +1,9 @@
-"""What Gluon, which is experimental, calls by other names from one Triton to the next: here it has
-one name for Triton 3.6 (of torch 2.11) to 3.9 (of torch 2.15).
+"""Names for functions of Gluon that Triton 3.6 to 3.9 (torch 2.11 to 2.15) name differently.
 
-    barrier       of the warps of a program
-    tma_load      starts a copy of a tile to shared memory by the tensor memory accelerator
-    async_load    starts a copy of elements to shared memory by the threads (cp.async)
-    reinterpret   shared memory as elements of another type and order, from its first byte on
+barrier       of the warps of a program
+tma_load      starts a copy of a tile to shared memory by the tensor memory accelerator
+async_load    starts a copy of elements to shared memory by the threads (cp.async)
+reinterpret   shared memory as elements of another type and order, from its first byte on
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -26,7 +25,14 @@ _NAMED = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 
 @gluon.jit
 def reinterpret(memory, dtype: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr):
-    """memory has as many bytes as the result: Triton 3.8 and later refuse others."""
+    """Return shared memory seen as elements of another type, shape and layout.
+
+    Args:
+        memory: shared memory with as many bytes as the result: Triton 3.8 and later refuse others.
+        dtype: of the elements.
+        shape: of the result.
+        layout: of the result.
+    """
     if _NAMED:
         seen = memory.reinterpret(dtype, shape, layout)
     else:

@@ -1,5 +1,4 @@
-"""How kernels are launched: overlapped (programmatic dependent launch), so that a kernel of decode
-starts while the one before it ends.
+"""Overlapped launches (programmatic dependent launch): a kernel starts while the one before ends.
 
 Decode is a chain of kernels of a few microseconds, and a launch costs one of them. A kernel that is
 launched with `OVERLAPPED` may start as soon as every program of the one before has called
@@ -30,12 +29,13 @@ OVERLAPPED = {"launch_pdl": True}
 
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
-    """Of a GPU: as many programs run side by side where each fills one."""
+    """Return a GPU's number of multiprocessors: so many programs run at once if each fills one."""
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @triton.jit
 def wait_for_previous():
+    """Wait until the kernel before has ended and its writes are seen (see the module)."""
     tl.inline_asm_elementwise(
         "griddepcontrol.wait; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1
     )
@@ -43,6 +43,7 @@ def wait_for_previous():
 
 @triton.jit
 def let_next_start():
+    """Let the kernel behind start, once every program has called this (see the module)."""
     tl.inline_asm_elementwise(
         "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1
     )
@@ -50,6 +51,7 @@ def let_next_start():
 
 @gluon.jit
 def gluon_wait_for_previous():
+    """Do what `wait_for_previous` does, in Gluon."""
     gl.inline_asm_elementwise(
         "griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -57,6 +59,7 @@ def gluon_wait_for_previous():
 
 @gluon.jit
 def gluon_let_next_start():
+    """Do what `let_next_start` does, in Gluon."""
     gl.inline_asm_elementwise(
         "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
     )

@@ -9,10 +9,10 @@ Five kernels, all with one program for a tile of 128 columns:
 * turn:    a weight's groups -> those of W^T: the same codes and scales, in the order DGrad reads
 
 and the device functions of the first, which the fused norm and SwiGLU kernels share; those of a
-whole tile are in tile. `/` is not IEEE
-division in Triton, so `div_rn` it is; the multiplication and the cast are single instructions. The
-maximum is taken on the bits of |x| as integers, which orders NaN above Inf above every number: a
-non-finite value makes its group's scale non-finite and its own code NaN. Layouts: precision/layout.
+whole tile are in `precision.hopper.tile`. `/` is not IEEE division in Triton, so `div_rn` it is;
+the multiplication and the cast are single instructions. The maximum is taken on the bits of |x| as
+integers, which orders NaN above Inf above every number: a non-finite value makes its group's scale
+non-finite and its own code NaN. How the results lie in memory is in `precision.layout`.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -31,6 +31,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from jetrl.precision.hopper import tile
+from jetrl.precision.hopper.checks import check_matrix
 from jetrl.precision.hopper.launch import OVERLAPPED, let_next_start, wait_for_previous
 from jetrl.precision.layout import (
     cdiv,
@@ -50,33 +51,41 @@ _FEW_ROWS = 256
 
 @triton.jit
 def abs_bits(x):
-    """int32 bits of |x|: ordered like |x|, with NaN above Inf."""
+    """Return the int32 bits of |x|, which are ordered like |x|, with NaN above Inf."""
     return x.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
 def round_to_bfloat16(x):
-    """float32 x rounded to the nearest bfloat16, as float32; two elements for three instructions
-    where the compiler's own conversion there and back goes through a slow pipe."""
+    """Return float32 x rounded to the nearest bfloat16, as float32.
+
+    Two elements take three instructions, where the compiler's own conversion there and back goes
+    through a slow pipe.
+    """
     return tl.inline_asm_elementwise(
         "{ .reg .b32 t; cvt.rn.bf16x2.f32 t, $3, $2; shl.b32 $0, t, 16; and.b32 $1, t, -65536; }",
-        "=r,=r,r,r",
-        [x],
-        dtype=tl.float32,
-        is_pure=True,
-        pack=2,
-    )
+        "=r,=r,r,r", [x], dtype=tl.float32, is_pure=True, pack=2,
+    )  # fmt: skip
 
 
 @triton.jit
 def scale_and_multiplier(
     amax_bits, MAXIMUM: tl.constexpr, FLOOR_BITS: tl.constexpr, POW2: tl.constexpr
 ):
-    """(stored scale, multiplier), float32, for the bits of a group's maximum."""
+    """Return the stored scales and the multipliers, float32 (`precision.quantize`).
+
+    Args:
+        amax_bits: int32 [...], the bits of the groups' maxima.
+        MAXIMUM: the largest value of the format.
+        FLOOR_BITS: the bits of the smallest maximum that a group counts with.
+        POW2: whether scales are rounded up to a power of two.
+    """
     amax = tl.maximum(amax_bits, FLOOR_BITS).to(tl.float32, bitcast=True)
     limit = tl.full(amax.shape, MAXIMUM, tl.float32)
     scale = tl.math.div_rn(amax, limit)
     if POW2:
+        # A mantissa of ones, added to the bits, carries into the exponent unless the mantissa is 0:
+        # up to a power of two. Inf and NaN stay.
         bits = scale.to(tl.int32, bitcast=True)
         rounded = (bits + 0x7FFFFF) & 0x7F800000
         scale = tl.where(bits < 0x7F800000, rounded, bits).to(tl.float32, bitcast=True)
@@ -88,19 +97,24 @@ def scale_and_multiplier(
 
 @triton.jit
 def store_row_groups(
-    y,
-    rows,
-    column,
-    num_rows,
-    num_columns,
-    codes_ptr,
-    scales_ptr,
-    scale_stride,
-    MAXIMUM: tl.constexpr,
-    FLOOR_BITS: tl.constexpr,
-    POW2: tl.constexpr,
-):
-    """Quantize y [R, 128] float32, columns column*128 on, as 1 x 128 groups."""
+    y, rows, column, num_rows, num_columns, codes_ptr, scales_ptr, scale_stride,
+    MAXIMUM: tl.constexpr, FLOOR_BITS: tl.constexpr, POW2: tl.constexpr,
+):  # fmt: skip
+    """Quantize some rows of 128 columns as 1 x 128 groups.
+
+    Args:
+        y: float32 [R, 128].
+        rows: int32 [R], their row numbers.
+        column: which 128 columns.
+        num_rows: of the matrix.
+        num_columns: of the matrix.
+        codes_ptr: FP8 [num_rows, num_columns], written.
+        scales_ptr: float32, one line of rows for each 128 columns, written.
+        scale_stride: from one line of scales to the next.
+        MAXIMUM: as of `scale_and_multiplier`.
+        FLOOR_BITS: as of `scale_and_multiplier`.
+        POW2: as of `scale_and_multiplier`.
+    """
     scale, multiplier = scale_and_multiplier(tl.max(abs_bits(y), 1), MAXIMUM, FLOOR_BITS, POW2)
     codes = (y * multiplier[:, None]).to(codes_ptr.dtype.element_ty)
     columns = column * 128 + tl.arange(0, 128)
@@ -112,31 +126,42 @@ def store_row_groups(
 
 @triton.jit
 def load_tile(x_ptr, rows, column, num_rows, num_columns, row_stride):
-    """x [R, 128] as float32, zeros outside."""
+    """Return some rows of 128 columns as float32 [R, 128], with zeros outside the matrix.
+
+    Args:
+        x_ptr: the matrix.
+        rows: int32 [R], row numbers.
+        column: which 128 columns.
+        num_rows: of the matrix.
+        num_columns: of the matrix.
+        row_stride: from one row to the next.
+    """
     columns = column * 128 + tl.arange(0, 128)
     mask = (rows < num_rows)[:, None] & (columns < num_columns)[None, :]
     places = rows.to(tl.int64)[:, None] * row_stride + columns[None, :]
     return tl.load(x_ptr + places, mask=mask, other=0.0).to(tl.float32)
 
 
+# In the kernels below block and column number a program's tile in blocks of 128 (rows kernel: of
+# ROWS rows). num_rows is not specialized on: another number of tokens would compile anew.
+
+
 @triton.jit(do_not_specialize=["num_rows", "scale_stride"])
 def _rows_kernel(
-    x_ptr,
-    codes_ptr,
-    scales_ptr,
-    num_rows,
-    num_columns,
-    row_stride,
-    scale_stride,
-    column_blocks,
-    ROWS: tl.constexpr,
-    MAXIMUM: tl.constexpr,
-    FLOOR_BITS: tl.constexpr,
-    POW2: tl.constexpr,
-):
+    x_ptr, codes_ptr, scales_ptr, num_rows, num_columns, row_stride, scale_stride, column_blocks,
+    ROWS: tl.constexpr, MAXIMUM: tl.constexpr, FLOOR_BITS: tl.constexpr, POW2: tl.constexpr,
+):  # fmt: skip
+    """Quantize ROWS rows of 128 columns as 1 x 128 groups.
+
+    Args:
+        x_ptr: bfloat16, float16 or float32 [num_rows, num_columns], rows row_stride apart.
+        codes_ptr: FP8 [num_rows, num_columns], written.
+        scales_ptr: float32, one line of rows for each 128 columns, scale_stride apart, written.
+        column_blocks: programs of a row.
+    """
     block, column = tl.program_id(0) // column_blocks, tl.program_id(0) % column_blocks
     rows = block * ROWS + tl.arange(0, ROWS)
-    wait_for_previous()
+    wait_for_previous()  # x is what the kernel in front writes
     let_next_start()
     y = load_tile(x_ptr, rows, column, num_rows, num_columns, row_stride)
     store_row_groups(
@@ -147,22 +172,18 @@ def _rows_kernel(
 
 @gluon.jit(do_not_specialize=["num_rows", "scale_stride"])
 def _tile_kernel(
-    x_ptr,
-    row_codes_ptr,
-    row_scales_ptr,
-    token_codes_ptr,
-    token_scales_ptr,
-    num_rows,
-    num_columns,
-    row_stride,
-    scale_stride,
-    padded_tokens,
-    column_blocks,
-    ROW_GROUPS: gl.constexpr,
-    MAXIMUM: gl.constexpr,
-    FLOOR: gl.constexpr,
-    POW2: gl.constexpr,
-):
+    x_ptr, row_codes_ptr, row_scales_ptr, token_codes_ptr, token_scales_ptr,
+    num_rows, num_columns, row_stride, scale_stride, padded_tokens, column_blocks,
+    ROW_GROUPS: gl.constexpr, MAXIMUM: gl.constexpr, FLOOR: gl.constexpr, POW2: gl.constexpr,
+):  # fmt: skip
+    """Quantize a tile as 128 x 1 groups, and with ROW_GROUPS as 1 x 128 groups too.
+
+    Args:
+        x_ptr: bfloat16, float16 or float32 [num_rows, num_columns], rows row_stride apart.
+        row_codes_ptr, row_scales_ptr, token_codes_ptr, token_scales_ptr, scale_stride,
+            padded_tokens: as of `tile.store_groups`.
+        column_blocks: programs of a row of tiles.
+    """
     block, column = tile.place(column_blocks)
     y = tile.load_tile(x_ptr, block, column, num_rows, num_columns, row_stride)
     tile.store_groups(
@@ -176,6 +197,13 @@ def _square_kernel(
     x_ptr, codes_ptr, scales_ptr, num_rows, num_columns, row_stride, scale_stride, padded_rows,
     column_blocks, MAXIMUM: gl.constexpr, FLOOR: gl.constexpr, POW2: gl.constexpr,
 ):  # fmt: skip
+    """Quantize a tile as one 128 x 128 group and store it transposed.
+
+    Args:
+        x_ptr: bfloat16 [num_rows, num_columns], rows row_stride apart.
+        codes_ptr, scales_ptr, scale_stride, padded_rows: as of `tile.store_square_turned`.
+        column_blocks: programs of a row of tiles.
+    """
     block, column = tile.place(column_blocks)
     y = tile.load_tile(x_ptr, block, column, num_rows, num_columns, row_stride)
     tile.store_square_turned(
@@ -186,19 +214,21 @@ def _square_kernel(
 
 @gluon.jit
 def _weight_kernel(
-    w_ptr,
-    codes_ptr,
-    scales_ptr,
-    num_rows,
-    num_columns,
-    scale_stride,
-    column_blocks,
-    MAXIMUM: gl.constexpr,
-    FLOOR: gl.constexpr,
-    POW2: gl.constexpr,
-):
+    w_ptr, codes_ptr, scales_ptr, num_rows, num_columns, scale_stride, column_blocks,
+    MAXIMUM: gl.constexpr, FLOOR: gl.constexpr, POW2: gl.constexpr,
+):  # fmt: skip
+    """Quantize a tile of a weight as one 128 x 128 group, rows staying rows.
+
+    Args:
+        w_ptr: float32 or bfloat16 [num_rows, num_columns], multiples of 128.
+        codes_ptr: FP8 [num_rows, num_columns], written.
+        scales_ptr: float32 [num_rows / 128, num_columns / 128], lines scale_stride apart, written.
+        column_blocks: programs of a row of tiles.
+    """
     block, column = gl.program_id(0) // column_blocks, gl.program_id(0) % column_blocks
     w = tile.load_tile(w_ptr, block, column, num_rows, num_columns, num_columns).to(gl.float32)
+    # Columns first, then their maxima in a line of 128 threads, each of which divides; one of them
+    # stores the scale. All have the same multiplier, so a maximum over them is a broadcast.
     amax = tile.largest(gl.convert_layout(tile.largest(w, 0), tile.LINE), 0)
     line = gl.full([128], 0.0, gl.float32, tile.LINE) + amax
     scale, multipliers = tile.scale_and_multiplier(line, MAXIMUM, FLOOR, POW2)
@@ -210,16 +240,18 @@ def _weight_kernel(
 
 @gluon.jit
 def _turn_kernel(
-    codes_ptr,
-    scales_ptr,
-    turned_codes_ptr,
-    turned_scales_ptr,
-    num_rows,
-    num_columns,
-    scale_stride,
-    turned_scale_stride,
-    column_blocks,
-):
+    codes_ptr, scales_ptr, turned_codes_ptr, turned_scales_ptr, num_rows, num_columns,
+    scale_stride, turned_scale_stride, column_blocks,
+):  # fmt: skip
+    """Transpose a tile of codes through registers, and its scale; nothing is rounded.
+
+    Args:
+        codes_ptr: uint8 [num_rows, num_columns], multiples of 128.
+        scales_ptr: float32 [num_rows / 128, num_columns / 128], lines scale_stride apart.
+        turned_codes_ptr: uint8 [num_columns, num_rows], written.
+        turned_scales_ptr: float32, the scales transposed, lines turned_scale_stride apart, written.
+        column_blocks: programs of a row of tiles.
+    """
     block, column = gl.program_id(0) // column_blocks, gl.program_id(0) % column_blocks
     codes = gl.load(tile.tile_places(codes_ptr, block, column, num_columns))
     turned = gl.convert_layout(codes, tile.TURNED, assert_trivial=True)
@@ -231,127 +263,122 @@ def _turn_kernel(
 
 
 def rule(format: FP8Format, scales: str) -> dict[str, Any]:
-    """The quantizer's constants as the kernels take them."""
+    """Return the quantizer's constants as the kernels of rows take them.
+
+    Args:
+        format: of the codes.
+        scales: "fp32" or "pow2".
+    """
     if scales not in ("fp32", "pow2"):
         raise ValueError(f"scales are fp32 or pow2, not {scales!r}")
     return {"MAXIMUM": FORMATS[format][1], "FLOOR_BITS": _FLOOR_BITS, "POW2": scales == "pow2"}
 
 
 def tile_rule(format: FP8Format, scales: str) -> dict[str, Any]:
-    """The same as the tile kernels take them, with the options of their launch."""
+    """Return the quantizer's constants as the kernels of tiles take them, and launch options.
+
+    Args:
+        format: of the codes.
+        scales: "fp32" or "pow2".
+    """
     constants = rule(format, scales)
     del constants["FLOOR_BITS"]
     return {**constants, "FLOOR": AMAX_FLOOR, **TILE_OPTIONS}
 
 
 def tile_rows(num_rows: int) -> int:
-    """Rows of a tile of 128 columns with 1 x 128 groups only: few for a decode step, where latency
-    is all there is. Groups are exact, so no bit depends on it."""
+    """Return the rows of a tile of 128 columns that has 1 x 128 groups only.
+
+    They are few for a decode step, where latency is all that counts. Groups are exact, so no bit
+    depends on them.
+    """
     return 8 if num_rows <= _FEW_ROWS else 32
 
 
-def check_matrix(name: str, x: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
-    """ValueError unless x is a CUDA matrix of one of `dtypes` whose rows are contiguous."""
-    if not x.is_cuda or x.dim() != 2 or x.dtype not in dtypes or x.stride(1) != 1:
-        raise ValueError(
-            f"{name}: a CUDA matrix of {', '.join(map(str, dtypes))} with contiguous rows, "
-            f"not {x.dtype} {list(x.shape)} with strides {list(x.stride())} on {x.device}"
-        )
-
-
 def quantize_rows(x: Tensor, format: FP8Format = "e4m3", scales: str = "fp32") -> QTensor:
-    """x bfloat16, float16 or float32 [T, K] -> 1 x 128 groups, as `precision.quantize(x)`."""
-    rows, _ = _quantize(x, True, False, format, scales)
-    assert rows is not None
+    """Return 1 x 128 groups of x, as `precision.quantize(x)`.
+
+    Args:
+        x: bfloat16, float16 or float32 [T, K], its rows contiguous.
+        format: of the codes.
+        scales: "fp32" or "pow2".
+    """
+    num_rows, num_columns = _shape("quantize_rows", x)
+    rows = empty_row_groups(num_rows, num_columns, FORMATS[format][0], x.device)
+    column_blocks = cdiv(num_columns, FP8_BLOCK)
+    if x.numel():
+        _rows_kernel[(cdiv(num_rows, tile_rows(num_rows)) * column_blocks,)](
+            x, rows.codes, rows.scales, num_rows, num_columns, x.stride(0), rows.scales.stride(1),
+            column_blocks, tile_rows(num_rows), **rule(format, scales),
+            num_warps=4, enable_fp_fusion=False, **OVERLAPPED,
+        )  # fmt: skip
     return rows
 
 
 def quantize_tokens(x: Tensor, format: FP8Format = "e4m3", scales: str = "fp32") -> QTensor:
-    """x [T, K] -> 128 x 1 groups, as `quantize(x, (128, 1))`, but with rows of zeros after the
-    last token up to a multiple of 128, and stored with tokens contiguous for WGrad."""
-    _, tokens = _quantize(x, False, True, format, scales)
-    assert tokens is not None
-    return tokens
+    """Return 128 x 1 groups of x, as `quantize(x, (128, 1))`, laid out for WGrad.
+
+    Rows of zeros follow the last token up to a multiple of 128, and tokens are contiguous.
+
+    Args:
+        x: bfloat16, float16 or float32 [T, K], its rows contiguous.
+        format: of the codes.
+        scales: "fp32" or "pow2".
+    """
+    return _quantize_tiles("quantize_tokens", x, False, format, scales)[1]
 
 
 def quantize_rows_and_tokens(
     x: Tensor, format: FP8Format = "e4m3", scales: str = "fp32"
 ) -> tuple[QTensor, QTensor]:
-    """(`quantize_rows(x)`, `quantize_tokens(x)`) from one read of x."""
-    rows, tokens = _quantize(x, True, True, format, scales)
-    assert rows is not None
-    assert tokens is not None
+    """Return `quantize_rows(x)` and `quantize_tokens(x)`, from one read of x.
+
+    Args:
+        x: bfloat16, float16 or float32 [T, K], its rows contiguous.
+        format: of the codes.
+        scales: "fp32" or "pow2".
+    """
+    return _quantize_tiles("quantize_rows_and_tokens", x, True, format, scales)
+
+
+def _quantize_tiles(
+    name: str, x: Tensor, row_groups: bool, format: FP8Format, scales: str
+) -> tuple[QTensor, QTensor]:
+    """Return x in 1 x 128 groups, if `row_groups`, and in 128 x 1 groups."""
+    num_rows, num_columns = _shape(name, x)
+    dtype = FORMATS[format][0]
+    tokens = empty_token_groups(num_rows, num_columns, dtype, x.device)
+    # What is not written still needs an address.
+    rows = empty_row_groups(num_rows, num_columns, dtype, x.device) if row_groups else tokens
+    column_blocks = cdiv(num_columns, FP8_BLOCK)
+    if x.numel():
+        _tile_kernel[(cdiv(num_rows, FP8_BLOCK) * column_blocks,)](
+            x, rows.codes, rows.scales, tokens.codes, tokens.scales, num_rows, num_columns,
+            x.stride(0), rows.scales.stride(1) if row_groups else 0, tokens.shape[0],
+            column_blocks, row_groups, **tile_rule(format, scales),
+        )  # fmt: skip
     return rows, tokens
 
 
 def quantize_squares(x: Tensor, scales: str = "fp32") -> QTensor:
-    """X [T, K] as WGrad reads it: `quantize(x, (128, 128))`, but with rows of zeros after the last
-    token up to a multiple of 128, and stored with tokens contiguous. K a multiple of 128."""
+    """Return 128 x 128 groups of x, as `quantize(x, (128, 128))`, laid out for WGrad.
+
+    Rows of zeros follow the last token up to a multiple of 128, and tokens are contiguous.
+
+    Args:
+        x: bfloat16 [T, K], its rows contiguous, K a multiple of 128.
+        scales: "fp32" or "pow2".
+    """
     check_matrix("quantize_squares", x, (torch.bfloat16,))
     num_rows, num_columns = x.shape
     out = empty_turned_squares(num_rows, num_columns, FORMATS["e4m3"][0], x.device)
     column_blocks = num_columns // FP8_BLOCK
     if num_rows:
         _square_kernel[(cdiv(num_rows, FP8_BLOCK) * column_blocks,)](
-            x,
-            out.codes,
-            out.scales,
-            num_rows,
-            num_columns,
-            x.stride(0),
-            out.scales.stride(1),
-            out.shape[0],
-            column_blocks,
-            **tile_rule("e4m3", scales),
-        )
+            x, out.codes, out.scales, num_rows, num_columns, x.stride(0), out.scales.stride(1),
+            out.shape[0], column_blocks, **tile_rule("e4m3", scales),
+        )  # fmt: skip
     return out
-
-
-def _quantize(
-    x: Tensor, row_groups: bool, token_groups: bool, format: FP8Format, scales: str
-) -> tuple[QTensor | None, QTensor | None]:
-    check_matrix("quantize", x, (torch.bfloat16, torch.float16, torch.float32))
-    num_rows, num_columns = x.shape
-    dtype = FORMATS[format][0]
-    rows = empty_row_groups(num_rows, num_columns, dtype, x.device) if row_groups else None
-    tokens = empty_token_groups(num_rows, num_columns, dtype, x.device) if token_groups else None
-    column_blocks = cdiv(num_columns, FP8_BLOCK)
-    if not x.numel():
-        return rows, tokens
-    if tokens is None:
-        assert rows is not None
-        _rows_kernel[(cdiv(num_rows, tile_rows(num_rows)) * column_blocks,)](
-            x,
-            rows.codes,
-            rows.scales,
-            num_rows,
-            num_columns,
-            x.stride(0),
-            rows.scales.stride(1),
-            column_blocks,
-            tile_rows(num_rows),
-            **rule(format, scales),
-            num_warps=4,
-            enable_fp_fusion=False,
-            **OVERLAPPED,
-        )
-        return rows, None
-    _tile_kernel[(cdiv(num_rows, FP8_BLOCK) * column_blocks,)](
-        x,
-        rows.codes if rows else tokens.codes,
-        rows.scales if rows else tokens.scales,
-        tokens.codes,
-        tokens.scales,
-        num_rows,
-        num_columns,
-        x.stride(0),
-        rows.scales.stride(1) if rows else 0,
-        tokens.shape[0],
-        column_blocks,
-        row_groups,
-        **tile_rule(format, scales),
-    )
-    return rows, tokens
 
 
 def quantize_weight(
@@ -360,8 +387,13 @@ def quantize_weight(
     scales: str = "fp32",
     out: QTensor | None = None,
 ) -> QTensor:
-    """W float32 or bfloat16 [N, K] -> its 128 x 128 groups, as `precision.quantize(w, (128, 128))`.
-    out: what an earlier call returned, written in place.
+    """Return 128 x 128 groups of a weight, as `precision.quantize(w, (128, 128))`.
+
+    Args:
+        w: float32 or bfloat16 [N, K] contiguous, both multiples of 128.
+        format: of the codes.
+        scales: "fp32" or "pow2".
+        out: the result of an earlier call, written in place.
 
     Raises:
         ValueError: a layout that the kernel does not take, or dimensions not multiples of 128.
@@ -375,36 +407,36 @@ def quantize_weight(
         raise ValueError(f"quantize_weight: out has shape {list(q.shape)} for {list(w.shape)}")
     column_blocks = num_columns // FP8_BLOCK
     _weight_kernel[(num_rows // FP8_BLOCK * column_blocks,)](
-        w,
-        q.codes,
-        q.scales,
-        num_rows,
-        num_columns,
-        q.scales.stride(0),
-        column_blocks,
+        w, q.codes, q.scales, num_rows, num_columns, q.scales.stride(0), column_blocks,
         **tile_rule(format, scales),
-    )
+    )  # fmt: skip
     return q
 
 
 def turned_weight(q: QTensor) -> QTensor:
-    """`q.mT` of a weight's 128 x 128 groups [N, K], with its own bytes [K, N] in the order that
-    DGrad reads: 2 bytes of traffic an element."""
+    """Return `q.mT` of a weight's groups with bytes of its own, in the order that DGrad reads.
+
+    Args:
+        q: 128 x 128 groups [N, K], codes contiguous.
+
+    Returns:
+        128 x 128 groups [K, N], codes contiguous; 2 bytes of traffic an element.
+    """
     num_rows, num_columns = q.shape
     if q.block != (FP8_BLOCK, FP8_BLOCK) or not q.codes.is_contiguous():
         raise ValueError(f"turned_weight: contiguous codes of 128 x 128 groups, not {q.block}")
     turned = empty_weight(num_columns, num_rows, q.codes.dtype, q.codes.device)
     column_blocks = num_columns // FP8_BLOCK
+    # Codes move as bytes: their type has no meaning here.
     _turn_kernel[(num_rows // FP8_BLOCK * column_blocks,)](
-        q.codes.view(torch.uint8),
-        q.scales,
-        turned.codes.view(torch.uint8),
-        turned.scales,
-        num_rows,
-        num_columns,
-        q.scales.stride(0),
-        turned.scales.stride(0),
-        column_blocks,
+        q.codes.view(torch.uint8), q.scales, turned.codes.view(torch.uint8), turned.scales,
+        num_rows, num_columns, q.scales.stride(0), turned.scales.stride(0), column_blocks,
         **TILE_OPTIONS,
-    )
+    )  # fmt: skip
     return turned
+
+
+def _shape(name: str, x: Tensor) -> tuple[int, int]:
+    """Return T and K of a matrix x [T, K] that the quantizers take, or raise ValueError."""
+    check_matrix(name, x, (torch.bfloat16, torch.float16, torch.float32))
+    return x.shape[0], x.shape[1]

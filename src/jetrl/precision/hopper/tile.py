@@ -28,10 +28,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 NUM_WARPS = 8
+# Powers of two in (row, column), as a linear layout counts them: which values a thread's registers,
+# a warp's lanes and the warps hold.
 _LANES = [[0, 8], [0, 16], [0, 32], [8, 0], [16, 0]]
 _WARPS = [[0, 64], [32, 0], [64, 0]]
 _ALONG_ROW, _ALONG_COLUMN = [[0, 1], [0, 2], [0, 4]], [[1, 0], [2, 0], [4, 0]]
-# The same values in the same threads; registers count along the row, or along the column.
+# The same values in the same threads: registers count along the row in TILE, so that vectors are of
+# one row, and along the column in TURNED. To convert one into the other moves nothing.
 TILE = gl.constexpr(
     gl.DistributedLinearLayout(_ALONG_ROW + _ALONG_COLUMN, _LANES, _WARPS, [], [128, 128])
 )
@@ -39,33 +42,44 @@ TURNED = gl.constexpr(
     gl.DistributedLinearLayout(_ALONG_COLUMN + _ALONG_ROW, _LANES, _WARPS, [], [128, 128])
 )
 _PROPAGATE_NAN = gl.constexpr(tl.PropagateNan.ALL)
-LINE = gl.constexpr(gl.BlockedLayout([1], [32], [8], [0]))
+LINE = gl.constexpr(gl.BlockedLayout([1], [32], [8], [0]))  # 128 groups, one a thread
 
 
 @gluon.jit
 def place(column_blocks):
-    """(row block, column block) of this program: from the last rows back, since what the kernel
-    before wrote last is still in the L2 cache."""
+    """Return this program's row block and column block, from the last rows back.
+
+    The kernel in front wrote the last rows last: they are still in the L2 cache.
+    """
     program = gl.num_programs(0) - 1 - gl.program_id(0)
     return program // column_blocks, program % column_blocks
 
 
 @gluon.jit
 def tile_rows(block):
-    """Row numbers of a tile, for addresses along its rows."""
+    """Return the row numbers of a tile, int32 [128], for addresses along its rows."""
     return block * 128 + gl.arange(0, 128, gl.SliceLayout(1, TILE))
 
 
 @gluon.jit
 def tile_columns(column):
-    """Column numbers of a tile, for addresses along its rows."""
+    """Return the column numbers of a tile, int32 [128], for addresses along its rows."""
     return column * 128 + gl.arange(0, 128, gl.SliceLayout(0, TILE))
 
 
 @gluon.jit
 def tile_places(ptr, block, column, stride):
-    """Pointers [128, 128] of a tile of a matrix with rows of `stride`: an int64 address of the
-    corner, which may lie anywhere, and offsets of 31 bits inside, which spare registers."""
+    """Return pointers [128, 128], in TILE, to a tile of a matrix.
+
+    The corner, which may lie anywhere, has an int64 address; offsets inside have 31 bits, which
+    spares registers.
+
+    Args:
+        ptr: the matrix.
+        block: the tile's rows, in blocks of 128.
+        column: the tile's columns, in blocks of 128.
+        stride: from one row to the next.
+    """
     corner = ptr + (block.to(gl.int64) * 128 * stride + column * 128)
     rows = gl.arange(0, 128, gl.SliceLayout(1, TILE))
     columns = gl.arange(0, 128, gl.SliceLayout(0, TILE))
@@ -74,6 +88,14 @@ def tile_places(ptr, block, column, stride):
 
 @gluon.jit
 def tile_mask(block, column, num_rows, num_columns):
+    """Return which places of a tile lie in the matrix, [128, 128] in TILE.
+
+    Args:
+        block: the tile's rows, in blocks of 128.
+        column: the tile's columns, in blocks of 128.
+        num_rows: of the matrix.
+        num_columns: of the matrix.
+    """
     rows = gl.arange(0, 128, gl.SliceLayout(1, TILE))
     columns = gl.arange(0, 128, gl.SliceLayout(0, TILE))
     rows_left, columns_left = num_rows - block * 128, num_columns - column * 128
@@ -82,54 +104,57 @@ def tile_mask(block, column, num_rows, num_columns):
 
 @gluon.jit
 def load_tile(x_ptr, block, column, num_rows, num_columns, row_stride):
-    """x [128, 128] as stored, zeros outside."""
+    """Return a tile [128, 128] in TILE, of the matrix's dtype, with zeros outside the matrix.
+
+    Args:
+        x_ptr: the matrix.
+        block: the tile's rows, in blocks of 128.
+        column: the tile's columns, in blocks of 128.
+        num_rows: of the matrix.
+        num_columns: of the matrix.
+        row_stride: from one row to the next.
+    """
     mask = tile_mask(block, column, num_rows, num_columns)
     return gl.load(tile_places(x_ptr, block, column, row_stride), mask=mask, other=0.0)
 
 
 @gluon.jit
 def to_bfloat16(x):
-    """float32 rounded to the nearest bfloat16, two elements an instruction."""
+    """Return float32 x rounded to the nearest bfloat16, two elements an instruction."""
     return gl.inline_asm_elementwise(
-        "cvt.rn.bf16x2.f32 $0, $2, $1;",
-        "=r,r,r",
-        [x],
-        dtype=gl.bfloat16,
-        is_pure=True,
-        pack=2,
+        "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=gl.bfloat16, is_pure=True, pack=2
     )
 
 
 @gluon.jit
 def widen(x):
-    """x as float32; from bfloat16 by one instruction an element."""
+    """Return x as float32; from bfloat16 by one instruction an element."""
     if x.dtype == gl.bfloat16:
+        # A bfloat16 is the upper half of its float32: the lower of a pair is shifted up, the upper
+        # has the other half masked away.
         return gl.inline_asm_elementwise(
-            "shl.b32 $0, $2, 16; and.b32 $1, $2, -65536;",
-            "=r,=r,r",
-            [x],
-            dtype=gl.float32,
-            is_pure=True,
-            pack=2,
-        )
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, -65536;", "=r,=r,r", [x],
+            dtype=gl.float32, is_pure=True, pack=2,
+        )  # fmt: skip
     else:
         return x.to(gl.float32)
 
 
 @gluon.jit
 def larger(a, b):
+    """Return the larger of a and b, NaN if either is."""
     return gl.maximum(a, b, propagate_nan=_PROPAGATE_NAN)
 
 
 @gluon.jit
 def largest(x, axis: gl.constexpr):
-    """The maximum of |x| along an axis; NaN if any is."""
+    """Return the maximum of |x| along an axis; NaN if any is."""
     return gl.reduce(gl.abs(x), axis, larger)
 
 
 @gluon.jit
 def larger_pairs(a, b):
-    """max of two bfloat16, NaN if either is, two elements an instruction."""
+    """Return the larger of two bfloat16, NaN if either is, two elements an instruction."""
     return gl.inline_asm_elementwise(
         "max.NaN.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=gl.bfloat16, is_pure=True, pack=2
     )
@@ -137,7 +162,7 @@ def larger_pairs(a, b):
 
 @gluon.jit
 def magnitudes(x):
-    """|x| of bfloat16, two elements an instruction."""
+    """Return |x| of bfloat16, two elements an instruction."""
     return gl.inline_asm_elementwise(
         "and.b32 $0, $1, 0x7fff7fff;", "=r,r", [x], dtype=gl.bfloat16, is_pure=True, pack=2
     )
@@ -145,16 +170,17 @@ def magnitudes(x):
 
 @gluon.jit
 def split_rows(x, ROWS: gl.constexpr):
-    """Two halves of x [ROWS, 128] by the parity of the row: registers of the same thread."""
+    """Return two halves of x [ROWS, 128] by the parity of the row: registers of one thread."""
     pairs = gl.reshape(x, [ROWS // 2, 2, 128])
     return gl.split(gl.permute(pairs, [0, 2, 1]))
 
 
 @gluon.jit
 def column_maxima(x):
-    """float32 [128]: maxima of |x| of the columns of a tile. Of bfloat16 by pairs of columns, the
-    eight rows of a thread first."""
+    """Return the maxima of |x| of the columns of a tile in TILE, float32 [128]."""
     if x.dtype == gl.bfloat16:
+        # Pairs of columns share a register. A thread's eight rows meet in three steps; then lanes
+        # by shuffles, and warps through shared memory.
         a, b = split_rows(magnitudes(x), 128)
         a, b = split_rows(larger_pairs(a, b), 64)
         a, b = split_rows(larger_pairs(a, b), 32)
@@ -165,8 +191,10 @@ def column_maxima(x):
 
 @gluon.jit
 def row_maxima(x):
-    """float32 [128]: maxima of |x| of the rows. Of bfloat16 by pairs, a thread's four first."""
+    """Return the maxima of |x| of the rows of a tile in TILE, float32 [128]."""
     if x.dtype == gl.bfloat16:
+        # A thread's four pairs of a row in two steps; what meets in the end are the two of a pair,
+        # other lanes and other warps.
         quadruples = gl.reshape(magnitudes(x), [128, 16, 2, 2, 2])
         a, b = gl.split(gl.permute(quadruples, [0, 1, 3, 4, 2]))
         a, b = gl.split(gl.permute(larger_pairs(a, b), [0, 1, 3, 2]))
@@ -178,8 +206,11 @@ def row_maxima(x):
 
 @gluon.jit
 def tile_maximum(x):
-    """The maximum of |x| of a tile of bfloat16, a float32 scalar: a thread's 64 values by pairs,
-    then threads and warps at once."""
+    """Return the maximum of |x| of a tile of bfloat16 in TILE, a float32 scalar.
+
+    A thread's 64 values are reduced by pairs, then all threads at once: one meeting of the warps,
+    where a reduction along columns and then along rows has several.
+    """
     a, b = split_rows(magnitudes(x), 128)
     a, b = split_rows(larger_pairs(a, b), 64)
     a, b = split_rows(larger_pairs(a, b), 32)
@@ -192,10 +223,19 @@ def tile_maximum(x):
 
 @gluon.jit
 def scale_and_multiplier(amax, MAXIMUM: gl.constexpr, FLOOR: gl.constexpr, POW2: gl.constexpr):
-    """(stored scale, multiplier), float32, for a group's maximum, or for those of many."""
+    """Return the stored scales and the multipliers, float32 like amax (`precision.quantize`).
+
+    Args:
+        amax: float32, the maximum of one group or of many.
+        MAXIMUM: the largest value of the format.
+        FLOOR: the smallest maximum that a group counts with.
+        POW2: whether scales are rounded up to a power of two.
+    """
     amax = larger(amax, FLOOR)
     scale = gl.div_rn(amax, MAXIMUM)
     if POW2:
+        # A mantissa of ones, added to the bits, carries into the exponent unless the mantissa is 0:
+        # up to a power of two. Inf and NaN stay.
         bits = scale.to(gl.int32, bitcast=True)
         rounded = (bits + 0x7FFFFF) & 0x7F800000
         scale = gl.where(bits < 0x7F800000, rounded, bits).to(gl.float32, bitcast=True)
@@ -207,7 +247,16 @@ def scale_and_multiplier(amax, MAXIMUM: gl.constexpr, FLOOR: gl.constexpr, POW2:
 
 @gluon.jit
 def store_turned(codes_ptr, codes, block, column, num_columns, padded_rows):
-    """Store codes [128, 128] in TURNED at [column, row] of an array of rows of padded_rows."""
+    """Store a tile of codes transposed, at [column, row] of an array.
+
+    Args:
+        codes_ptr: the array, [num_columns, padded_rows].
+        codes: [128, 128] in TURNED; eight of a column are one store of a thread.
+        block: the tile's rows, in blocks of 128.
+        column: the tile's columns, in blocks of 128.
+        num_columns: columns that are stored.
+        padded_rows: rows of the array's own width, a multiple of 128.
+    """
     corner = codes_ptr + (column.to(gl.int64) * 128 * padded_rows + block * 128)
     rows = gl.arange(0, 128, gl.SliceLayout(1, TURNED))
     columns = gl.arange(0, 128, gl.SliceLayout(0, TURNED))
@@ -221,8 +270,27 @@ def store_groups(
     token_codes_ptr, token_scales_ptr, padded_tokens,
     ROW_GROUPS: gl.constexpr, MAXIMUM: gl.constexpr, FLOOR: gl.constexpr, POW2: gl.constexpr,
 ):  # fmt: skip
-    """Quantize y [128, 128] in TILE as 128 x 1 groups stored with tokens contiguous, and with
-    ROW_GROUPS as 1 x 128 groups too."""
+    """Quantize a tile as 128 x 1 groups, and with ROW_GROUPS as 1 x 128 groups too.
+
+    Args:
+        y: bfloat16, float16 or float32 [128, 128] in TILE.
+        block: the tile's rows, in blocks of 128.
+        column: the tile's columns, in blocks of 128.
+        num_rows: tokens; the rows past them become zeros in 128 x 1 groups.
+        num_columns: of the matrix.
+        row_codes_ptr: FP8 [num_rows, num_columns], written with ROW_GROUPS.
+        row_scales_ptr: float32, one line of tokens for each 128 columns, written with ROW_GROUPS.
+        scale_stride: from one line of row scales to the next.
+        token_codes_ptr: FP8 [num_columns, padded_tokens], written.
+        token_scales_ptr: float32 [padded_tokens / 128, num_columns], written.
+        padded_tokens: tokens up to a multiple of 128.
+        ROW_GROUPS: whether 1 x 128 groups are made.
+        MAXIMUM: as of `scale_and_multiplier`.
+        FLOOR: as of `scale_and_multiplier`.
+        POW2: as of `scale_and_multiplier`.
+    """
+    # Scales: maxima go to a line of 128 threads, which divides once for each group, and the
+    # multipliers come back to the layout that they are multiplied in.
     amax = gl.convert_layout(column_maxima(y), LINE)
     line = gl.arange(0, 128, LINE)
     if ROW_GROUPS:
@@ -235,6 +303,7 @@ def store_groups(
     places = token_scales_ptr + (block.to(gl.int64) * num_columns + column * 128)
     gl.store(places + line, scale, mask=line < num_columns - column * 128)
     multiplier = gl.convert_layout(multiplier, gl.SliceLayout(0, TURNED))
+    # Codes, from the same registers in two orders.
     wide = widen(y)
     if ROW_GROUPS:
         codes = (wide * row_multiplier[:, None]).to(row_codes_ptr.dtype.element_ty)
@@ -250,8 +319,22 @@ def store_square_turned(
     y, block, column, num_columns, codes_ptr, scales_ptr, scale_stride, padded_rows,
     MAXIMUM: gl.constexpr, FLOOR: gl.constexpr, POW2: gl.constexpr,
 ):  # fmt: skip
-    """Quantize bfloat16 y [128, 128] in TILE as one group, stored at [column, row] as a weight is.
-    Each thread divides for itself: a scale handed round would cost the warps another meeting."""
+    """Quantize a tile as one 128 x 128 group and store it transposed, as WGrad reads it.
+
+    Args:
+        y: bfloat16 [128, 128] in TILE.
+        block: the tile's rows, in blocks of 128.
+        column: the tile's columns, in blocks of 128.
+        num_columns: of the matrix.
+        codes_ptr: FP8 [num_columns, padded_rows], written.
+        scales_ptr: float32 [num_columns / 128, padded_rows / 128], written.
+        scale_stride: from one line of scales to the next.
+        padded_rows: rows up to a multiple of 128.
+        MAXIMUM: as of `scale_and_multiplier`.
+        FLOOR: as of `scale_and_multiplier`.
+        POW2: as of `scale_and_multiplier`.
+    """
+    # Each thread divides for itself: to hand one scale round would cost the warps another meeting.
     scale, multiplier = scale_and_multiplier(tile_maximum(y), MAXIMUM, FLOOR, POW2)
     gl.store(scales_ptr + (column.to(gl.int64) * scale_stride + block), scale)
     turned = gl.convert_layout(widen(y), TURNED, assert_trivial=True)
