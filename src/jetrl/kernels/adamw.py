@@ -39,25 +39,35 @@ from jetrl.precision.exact import square_root
 
 
 def state_bytes(shape: Sequence[int], states: str) -> int:
-    """Bytes of the moments of a parameter of a shape under `train.optimizer_states`: 3 an element
-    for a matrix with "compact", 8 else."""
+    """Return the bytes of a parameter's moments: 3 an element where they are compact, 8 elsewhere.
+
+    Args:
+        shape: the parameter's.
+        states: the setting `train.optimizer_states`.
+    """
     return (3 if is_compact(len(shape), states) else 8) * math.prod(shape)
 
 
 def is_compact(ndim: int, states: str) -> bool:
-    """Matrices alone: norms and biases are a ten-thousandth of a model, and keep float32."""
+    """Return whether the moments of a parameter of `ndim` dimensions are compact.
+
+    Only those of matrices are: norms and biases are a ten-thousandth of a model, and keep float32.
+    """
     return states == "compact" and ndim >= 2
 
 
 def adamw_(
     master: Tensor, grad: Tensor, ratio: Tensor, root: Tensor, clip: Tensor, scalars: AdamWScalars
 ) -> None:
-    """One step of AdamW (Loshchilov and Hutter, arXiv 1711.05101) in place.
+    """Do one step of AdamW (Loshchilov and Hutter, arXiv 1711.05101) in place.
 
     Args:
-        master: float32, contiguous. grad: float32 of its shape.
-        ratio, root: uint8 and int16 of its shape, zeros before the first step.
+        master: float32, contiguous, any shape.
+        grad: float32, of master's shape.
+        ratio: uint8, of master's shape, zeros before the first step.
+        root: int16, of master's shape, zeros before the first step.
         clip: float32 scalar on the device; the gradient is multiplied by it.
+        scalars: of this optimizer step (`adamw_scalars`).
     """
     if master.is_cuda:
         from jetrl.kernels.adamw_hopper import adamw_ as adamw_hopper_
@@ -70,17 +80,29 @@ def adamw_(
 def adamw_ref_(
     master: Tensor, grad: Tensor, ratio: Tensor, root: Tensor, clip: Tensor, s: AdamWScalars
 ) -> None:
-    """The specification: float32, each operation rounded once, in this order."""
+    """Do one step of AdamW: the specification, float32, each operation rounded once in this order.
+
+    Args:
+        master: as of `adamw_`.
+        grad: as of `adamw_`.
+        ratio: as of `adamw_`.
+        root: as of `adamw_`.
+        clip: as of `adamw_`.
+        s: of this optimizer step.
+    """
+    # This step's moments from those of the step before, as they were stored.
     g = grad * clip
     old_root = _decode_root(root)
     m = s.beta1 * _decode_ratio(ratio, root < 0, s.before, old_root) + s.rest1 * g
     v = s.beta2 * (old_root * old_root) + s.rest2 * (g * g)
     exact_root = square_root(v)
+    # Their codes; the sign of the first moment is kept in the highest bit of the root's.
     code = _encode_root(exact_root, s.salt)
     negative = m < 0
     new_root = _decode_root(code)
     share = square_root(m.abs() / new_root * s.encode) + 0.5
     new_ratio = share.clamp(max=CODES).to(torch.uint8)
+    # The exact moments move the master, less what the rounding of m will add to later updates.
     kept = _decode_ratio(new_ratio, negative, s.now, new_root)
     update = (s.rate * m - s.carry * (kept - m)) / (exact_root * s.unbias + s.eps)
     master.copy_(master * s.decay - update)
@@ -89,11 +111,13 @@ def adamw_ref_(
 
 
 def _decode_root(root: Tensor) -> Tensor:
+    """Return the float32 whose exponent and upper mantissa bits an int16 root is."""
     bits = ((root.int() & ROOT_MAX) << ROOT_SHIFT) + ROOT_BIAS
     return bits.view(torch.float32)
 
 
 def _encode_root(exact_root: Tensor, salt: int) -> Tensor:
+    """Return int32 codes of float32 roots, with a dither added before the low bits are cut."""
     elements = torch.arange(exact_root.numel(), device=exact_root.device).view(exact_root.shape)
     dither = ((elements * ELEMENT_STRIDE + salt) & 0xFFFFFFFF) >> (32 - ROOT_SHIFT)
     bits = exact_root.view(torch.int32) - ROOT_BIAS + dither.int()
@@ -101,6 +125,7 @@ def _encode_root(exact_root: Tensor, salt: int) -> Tensor:
 
 
 def _decode_ratio(ratio: Tensor, negative: Tensor, unit: float, root: Tensor) -> Tensor:
+    """Return first moments, float32: codes squared, in units that the element's root scales."""
     codes = ratio.float()
     size = codes * codes * unit * root
     return torch.where(negative, -size, size)

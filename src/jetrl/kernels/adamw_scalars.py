@@ -22,7 +22,7 @@ _NEGLIGIBLE = 1e-4  # the weight of a step to come below which `_carry` ends its
 
 
 class AdamWScalars(NamedTuple):
-    """What one optimizer step of `adamw_` needs beside the tensors; floats are values of float32.
+    """The numbers that one step of `adamw_` needs beside its tensors; floats are float32 values.
 
     Attributes:
         beta1: the decay of the first moment.

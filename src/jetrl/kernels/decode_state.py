@@ -72,7 +72,7 @@ class DecodeState:
 
 @dataclass(frozen=True)
 class DecodeInputs:
-    """What the model, the cache and the sampler read in one forward of decode.
+    """The inputs of model, cache and sampler in one forward of decode.
 
     A row whose sequence is not active has length 0, slot -1 and bits -1: it takes part in every
     kernel and changes nothing.

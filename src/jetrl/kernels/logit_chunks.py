@@ -1,4 +1,4 @@
-"""How many rows of float32 logits a GPU holds at once, for the kernels and for the memory plan."""
+"""The number of rows whose float32 logits a GPU holds at once, for kernels and memory plan."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
     z = logits / temperature,  m = max z,  lse = log(sum exp(z - m)),  logp = (z[chosen] - m) - lse
 
-The sampler and the trainer both get their log-probs here. The sum is exact (precision/exact), so a
-row's bits depend on that row alone.
+The sampler and the trainer both get their log-probs here. The sum is exact (`precision.exact`), so
+a row's bits depend on that row alone.
 """
 
 from __future__ import annotations
@@ -19,12 +19,20 @@ _MASS_GRID = 2.0**30  # exp(z - m) is at most 1: this grid adds 2**23 of them ex
 
 
 def log_softmax_parts(logits: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """float32 logits [R, V], temperature [R, 1] -> (z - m [R, V], exp(z - m) [R, V], lse [R, 1]).
+    """Return the parts that a log-prob and a draw are made of, all float32.
 
-    All float32. The temperature is a tensor because division by a number may become a product."""
+    Args:
+        logits: float32 [R, V].
+        temperature: float32 [R, 1]; a tensor, because torch may turn division by a number into a
+            product with its inverse, which has other bits.
+
+    Returns:
+        z - m [R, V], exp(z - m) [R, V] and lse [R, 1].
+    """
     z = logits / temperature
     shifted = z - z.amax(-1, keepdim=True)
     mass = exp_nonpositive(shifted)
+    # On the grid each term is an integer of at most 31 bits: float64 adds them without rounding.
     total = (mass.double() * _MASS_GRID).round_().sum(-1, keepdim=True) / _MASS_GRID
     return shifted, mass, log_positive(total).float()
 
@@ -32,25 +40,41 @@ def log_softmax_parts(logits: Tensor, temperature: Tensor) -> tuple[Tensor, Tens
 def chosen_logprobs_ref(
     logits: Tensor, chosen: Tensor, temperature: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The specification: (log-prob float32 [R], entropy float32 [R]) of chosen int64 [R]."""
+    """Return log-probs and entropies: the specification of the kernels.
+
+    Args:
+        logits: float32 [R, V].
+        chosen: int64 [R], token ids.
+        temperature: float32 [R, 1].
+
+    Returns:
+        Log-probs of the chosen tokens and entropies in nats, float32 [R] each.
+    """
     shifted, mass, lse = log_softmax_parts(logits, temperature)
     logprobs = (shifted.gather(-1, chosen[:, None]) - lse).squeeze(-1)
-    entropy = (lse - (mass * shifted.clamp(min=-1e30)).sum(-1, keepdim=True) / lse.exp()).squeeze(
-        -1
-    )
-    return logprobs, entropy
+    # A token of probability 0 has z - m = -inf, and 0 * -inf would be NaN.
+    moment = (mass * shifted.clamp(min=-1e30)).sum(-1, keepdim=True)
+    return logprobs, (lse - moment / lse.exp()).squeeze(-1)
 
 
 def chosen_logprobs(logits: Tensor, chosen: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Log-probs of chosen int64 [R] under softmax(logits [R, V] / temperature), differentiable in
-    the logits, and the entropy in nats, which is not. Both float32 [R]."""
+    """Return log-probs of chosen tokens under softmax(logits / temperature), and entropies.
+
+    Args:
+        logits: float32 [R, V].
+        chosen: int64 [R], token ids.
+        temperature: above 0.
+
+    Returns:
+        Log-probs float32 [R], differentiable in the logits; entropies in nats float32 [R], which
+        are not differentiable.
+    """
     if logits.is_cuda:
         from jetrl.kernels.logprob_hopper import chosen_logprobs as chosen_logprobs_hopper
 
         return chosen_logprobs_hopper(logits, chosen, temperature)
     per_row = logits.new_full((len(chosen), 1), temperature)
-    logprobs, entropy = _ChosenLogprobs.apply(logits, chosen, per_row)
-    return logprobs, entropy
+    return _ChosenLogprobs.apply(logits, chosen, per_row)
 
 
 class _ChosenLogprobs(torch.autograd.Function):

@@ -20,10 +20,20 @@ _PHILOX_ROUNDS = 10
 
 
 def random_bits(seed: np.ndarray, sequence: np.ndarray, position: np.ndarray) -> np.ndarray:
-    """int64 [R] in [0, 2**53) for int64 arrays [R] of seed, sequence key and position."""
+    """Return the random bits of draws, each a function of its seed, sequence key and position.
+
+    Args:
+        seed: int64 [R].
+        sequence: int64 [R], the sequences' keys.
+        position: int64 [R], the positions that the tokens are drawn for.
+
+    Returns:
+        int64 [R] in [0, 2**53).
+    """
     key0, key1 = _halves(seed)
     c0, c1 = _halves(sequence)
     c2, c3 = _halves(position)
+    # A round multiplies two of the four words and crosses halves; the keys move by Weyl sequences.
     for _ in range(_PHILOX_ROUNDS):
         product0, product1 = np.uint64(0xD2511F53) * c0, np.uint64(0xCD9E8D57) * c2
         c0, c1, c2, c3 = (
@@ -34,6 +44,7 @@ def random_bits(seed: np.ndarray, sequence: np.ndarray, position: np.ndarray) ->
         )
         key0 = (key0 + np.uint64(0x9E3779B9)) & _MASK32
         key1 = (key1 + np.uint64(0xBB67AE85)) & _MASK32
+    # 53 of the 64 bits: as many as a float64 holds exactly when the draw scales them.
     return (((c0 << np.uint64(32)) | c1) >> np.uint64(11)).astype(np.int64)
 
 
@@ -47,15 +58,22 @@ def sample(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Draw one token a row, without waiting for the device.
 
-    logits: float32 [R, V]. bits: int64 [R] from `random_bits`; -1 draws some token. temperature,
-    top_p: float32 [R]. top_k: int64 [R], 0 for off. filtered: whether any row uses top_p or top_k.
-    Temperature 0 takes the most probable token (the lowest id among equals), with log-probs of
-    temperature 1. top_k and top_p keep the most probable tokens; among equals the lower id goes
+    top_k and top_p keep the most probable tokens; among equally probable ones the lower id goes
     first.
 
-    Returns (token ids int64 [R], log-probs float32 [R] under the full distribution, its log-sum-exp
-    above the largest logit float32 [R]). A row whose last is not finite (NaN or all -inf logits)
-    has no draw.
+    Args:
+        logits: float32 [R, V].
+        bits: int64 [R] from `random_bits`; for -1 the draw is an arbitrary token.
+        temperature: float32 [R]; 0 takes the most probable token (the lowest id among equals), with
+            log-probs of temperature 1.
+        top_p: float32 [R], 1 for off.
+        top_k: int64 [R], 0 for off.
+        filtered: whether any row uses top_p or top_k.
+
+    Returns:
+        Token ids int64 [R]; their log-probs float32 [R] under the full distribution; float32 [R],
+        the row's log-sum-exp above its largest logit. A row where the last is not finite (logits
+        that are NaN or all -inf) has no draw.
     """
     if logits.is_cuda:
         from jetrl.kernels.sampling_hopper import sample as sample_hopper
@@ -67,17 +85,22 @@ def sample(
     weights = (mass.double() * _WEIGHT_ONE).round_().long()
     if filtered:
         weights = _keep_most_probable(weights, top_p, top_k)
+    # Inverse CDF: the first token at which the cumulative weight passes the target is drawn.
     cumulative = weights.cumsum(-1)
     total = cumulative[:, -1:]
     target = ((bits[:, None].double() * 2.0**-53) * total.double()).long()
+    # The product may round up to the total itself, which no cumulative weight passes.
     drawn = (cumulative <= torch.minimum(target, total - 1)).sum(-1)
     tokens = torch.where(greedy, logits.argmax(-1), drawn).clamp(max=logits.shape[-1] - 1)
     return tokens, (shifted.gather(-1, tokens[:, None]) - lse).squeeze(-1), lse.squeeze(-1)
 
 
 def _keep_most_probable(weights: Tensor, top_p: Tensor, top_k: Tensor) -> Tensor:
-    """Zero the weights [R, V] outside the top_k most probable, then outside the smallest set of the
-    rest whose share of the mass reaches top_p. At least one token stays."""
+    """Return the weights [R, V] with 0 for each token that top_k or top_p excludes.
+
+    The top_k most probable tokens stay; of these the smallest set whose share of their mass reaches
+    top_p; and always the most probable token.
+    """
     ordered, order = weights.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(weights.shape[-1], device=weights.device)
     limit = torch.where(top_k > 0, top_k, weights.shape[-1])[:, None]

@@ -14,19 +14,32 @@ from jetrl.precision.exact import sigmoid
 
 
 def swiglu_ref(gate_up: Tensor) -> Tensor:
-    """The specification. gate_up [T, 2F], gate first -> [T, F] like it."""
+    """Return silu(gate) * up: the specification of the kernels.
+
+    Args:
+        gate_up: bfloat16 or float32 [T, 2F], the gate's columns first.
+
+    Returns:
+        [T, F], of gate_up's dtype.
+    """
     gate, up = gate_up.float().chunk(2, dim=-1)
     return (gate * sigmoid(gate) * up).to(gate_up.dtype)
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up, differentiable. gate_up bfloat16 or float32 [T, 2F] -> [T, F] like it."""
+    """Return silu(gate) * up, differentiable in both.
+
+    Args:
+        gate_up: bfloat16 or float32 [T, 2F], the gate's columns first.
+
+    Returns:
+        [T, F], of gate_up's dtype.
+    """
     if gate_up.is_cuda and gate_up.dtype == torch.bfloat16:
         from jetrl.kernels.swiglu_hopper import swiglu as swiglu_hopper
 
         return swiglu_hopper(gate_up)
-    y: Tensor = _SwiGLU.apply(gate_up)
-    return y
+    return _SwiGLU.apply(gate_up)
 
 
 class _SwiGLU(torch.autograd.Function):
@@ -40,5 +53,6 @@ class _SwiGLU(torch.autograd.Function):
         (gate_up,) = ctx.saved_tensors
         gate, up = gate_up.float().chunk(2, dim=-1)
         dy, gated = grads[0].float(), sigmoid(gate)
+        # d silu(g) / dg = sigmoid(g) * (1 + g * (1 - sigmoid(g)))
         dgate = dy * up * gated * (1.0 + gate * (1.0 - gated))
         return torch.cat([dgate, dy * gate * gated], dim=-1).to(gate_up.dtype)

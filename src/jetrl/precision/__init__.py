@@ -1,4 +1,4 @@
-"""What is FP8, by which rule, on which GEMM. `docs/precision.md` is the long form."""
+"""Numbers: which are FP8, by which rule, multiplied by which GEMM (`docs/precision.md`)."""
 
 from jetrl.precision.plan import PrecisionPlan
 from jetrl.precision.quantize import QTensor, dequantize, quantize

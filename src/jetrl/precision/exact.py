@@ -38,10 +38,16 @@ _SQUARES_BITS = 19
 
 
 def align(x: Tensor, dim: int, bits: int) -> Tensor:
-    """x (float32 or narrower) rounded to a grid of `bits` bits below its maximum along `dim`.
+    """Return x rounded to a grid that depends on its maximum along one dimension alone.
 
-    float64; every value is an integer times g, at most 2**bits in units of g, with g a power of two
-    that depends on the maximum of |x| along dim alone. Non-finite values stay non-finite.
+    Args:
+        x: float32 or narrower.
+        dim: the dimension whose values share a grid.
+        bits: of the grid, below the maximum of |x| along dim.
+
+    Returns:
+        float64 like x. Each value is an integer times g, at most 2**bits in units of g, with g a
+        power of two. Non-finite values stay non-finite.
     """
     wide = x.double()
     exponent = torch.frexp(wide.abs().amax(dim, keepdim=True)).exponent
@@ -51,7 +57,7 @@ def align(x: Tensor, dim: int, bits: int) -> Tensor:
 
 
 def exact_matmul(a: Tensor, b: Tensor) -> Tensor:
-    """a [..., M, K] @ b [..., K, N] for values of BF16 or FP32, as float64.
+    """Return the matrix product a [..., M, K] @ b [..., K, N] of BF16 or FP32 values as float64.
 
     Each row of a and each column of b is put on a grid first; the product is then exact, so a row's
     result depends on that row and on b alone. The relative error against the true product is about
@@ -62,8 +68,11 @@ def exact_matmul(a: Tensor, b: Tensor) -> Tensor:
 
 
 def sum_of_squares(x: Tensor) -> Tensor:
-    """float64 [..., 1]: sum of x**2 along the last dimension, on the grid of `exact_matmul`; of
-    bfloat16 on one of 19 bits, whose integers a GPU adds (`kernels.norm_hopper`)."""
+    """Return the sum of x**2 along the last dimension, float64 [..., 1], added without rounding.
+
+    x is put on the grid of `exact_matmul` first; bfloat16 on one of at most 19 bits, whose integers
+    a GPU adds (`kernels.norm_hopper`).
+    """
     bits = _factor_bits(x.shape[-1])
     if x.dtype == torch.bfloat16:
         bits = min(bits, _SQUARES_BITS)
@@ -71,12 +80,17 @@ def sum_of_squares(x: Tensor) -> Tensor:
 
 
 def _factor_bits(terms: int) -> int:
-    """Bits of each factor so that a sum of this many products stays below 2**53 grid units."""
+    """Return the bits of a factor so that a sum of so many products stays below 2**53 units."""
     return (53 - math.ceil(math.log2(max(terms, 2)))) // 2
 
 
 def exp_nonpositive(x: Tensor) -> Tensor:
-    """exp(x) for float32 x <= 0, within 1 ulp; 0 below -87. exp(0) is exactly 1. NaN stays NaN."""
+    """Return exp(x) for float32 x <= 0, within 1 ulp.
+
+    It is 0 below -87 and exactly 1 at 0; NaN stays NaN.
+    """
+    # x = n * ln 2 + r, with ln 2 in two parts so that r keeps its low bits; exp(r) by polynomial,
+    # times 2**n, which is made of its exponent bits.
     clamped = x.clamp(min=_EXP_UNDERFLOW - 1)
     n = (clamped * _LOG2_E).round_()
     r = (clamped - n * _LN2_HIGH).sub_(n * _LN2_LOW)
@@ -89,7 +103,8 @@ def exp_nonpositive(x: Tensor) -> Tensor:
 
 
 def log_positive(x: Tensor) -> Tensor:
-    """log(x) for finite float64 x > 0, within 4 ulp of float64. NaN stays NaN."""
+    """Return log(x) for finite float64 x > 0, within 4 ulp of float64; NaN stays NaN."""
+    # x = m * 2**e with m around 1; log(m) = 2 atanh(s) with s = (m - 1) / (m + 1), by its series.
     mantissa, exponent = torch.frexp(x)
     low = mantissa < math.sqrt(0.5)
     mantissa = torch.where(low, mantissa * 2.0, mantissa)
@@ -103,13 +118,15 @@ def log_positive(x: Tensor) -> Tensor:
 
 
 def square_root(x: Tensor) -> Tensor:
-    """sqrt(x) of float32 x, rounded to nearest. torch's own in float32 is off by a unit of the last
-    place for one value in six (2.13, x86). A root of a float32 is never so near to the middle of
-    two that float64's error of a unit decides."""
+    """Return sqrt(x) of float32 x, rounded to nearest.
+
+    torch's own in float32 is off by a unit of the last place for one value in six (2.13, x86). The
+    root of a float32 is never so near to the middle of two that float64's error of a unit decides.
+    """
     return x.double().sqrt().float()
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """1 / (1 + exp(-x)) for float32 x, without overflow."""
+    """Return 1 / (1 + exp(-x)) for float32 x, without overflow."""
     t = exp_nonpositive(-x.abs())
     return torch.where(x >= 0, 1.0, t) / (1.0 + t)

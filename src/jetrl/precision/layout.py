@@ -1,4 +1,4 @@
-"""How the Hopper GEMMs want FP8 operands in memory. No kernel here: only allocation.
+"""FP8 operands in memory as the Hopper GEMMs read them: allocation only, no kernel.
 
 A `QTensor` says what its numbers are; these functions give it the strides and the padding that
 cuBLAS (`torch.nn.functional.scaled_mm`) and DeepGEMM read without another copy:
@@ -27,32 +27,45 @@ MIN_ROWS = 64
 
 
 def padded_rows(rows: int) -> int:
-    """Rows that a GEMM is launched with: whole tiles where rows are few, since a bulk copy is slow
-    past the end of an array; otherwise a multiple of 4."""
+    """Return the number of rows that a GEMM of `rows` rows is launched with.
+
+    Few rows make whole tiles, since a bulk copy past the end of an array is slow; more are a
+    multiple of 4, which cuBLAS demands.
+    """
     if rows <= MIN_ROWS:
         return MIN_ROWS
     return 2 * MIN_ROWS if rows <= 2 * MIN_ROWS else round_up(rows, 4)
 
 
 def cdiv(value: int, size: int) -> int:
-    """How many groups of `size` hold `value`. `triton.cdiv`, which kernels use as well, costs the
-    host more than a microsecond a call."""
+    """Return the number of groups of `size` that hold `value`.
+
+    `triton.cdiv`, which kernels use as well, costs the host more than a microsecond a call.
+    """
     return -(-value // size)
 
 
 def round_up(value: int, multiple: int) -> int:
+    """Return the smallest multiple that is not below `value`."""
     return cdiv(value, multiple) * multiple
 
 
 def first_rows(x: torch.Tensor, rows: int) -> torch.Tensor:
-    """x[:rows], or x itself where it has no more."""
+    """Return x[:rows], or x itself where it has no more rows."""
     return x if x.shape[0] == rows else x[:rows]
 
 
 def empty_row_groups(
     rows: int, columns: int, dtype: torch.dtype, device: torch.device | str
 ) -> QTensor:
-    """Uninitialised 1 x 128 groups of [rows, columns]: the left operand of FProp and DGrad."""
+    """Return uninitialised 1 x 128 groups: the left operand of FProp and DGrad.
+
+    Args:
+        rows: of the matrix.
+        columns: of the matrix.
+        dtype: of the codes.
+        device: where the tensors are.
+    """
     padded = padded_rows(rows)
     codes = torch.empty(padded, columns, dtype=dtype, device=device)
     shape, strides = (padded, cdiv(columns, FP8_BLOCK)), (1, padded)
@@ -63,8 +76,16 @@ def empty_row_groups(
 def empty_token_groups(
     tokens: int, columns: int, dtype: torch.dtype, device: torch.device | str
 ) -> QTensor:
-    """Uninitialised 128 x 1 groups of [tokens up to a multiple of 128, columns]: dY as WGrad reads
-    it, whose `.mT` is [columns, tokens] with tokens contiguous."""
+    """Return uninitialised 128 x 1 groups of [tokens up to a multiple of 128, columns].
+
+    They are dY as WGrad reads it, whose `.mT` is [columns, tokens] with tokens contiguous.
+
+    Args:
+        tokens: of the matrix.
+        columns: of the matrix.
+        dtype: of the codes.
+        device: where the tensors are.
+    """
     padded = round_up(tokens, FP8_BLOCK)
     codes = torch.empty(columns, padded, dtype=dtype, device=device)
     scales = torch.empty(padded // FP8_BLOCK, columns, dtype=torch.float32, device=device)
@@ -74,8 +95,15 @@ def empty_token_groups(
 def empty_turned_squares(
     tokens: int, columns: int, dtype: torch.dtype, device: torch.device | str
 ) -> QTensor:
-    """Uninitialised 128 x 128 groups of [tokens up to a multiple of 128, columns], stored with
-    tokens contiguous: X as WGrad reads it.
+    """Return uninitialised 128 x 128 groups of [tokens up to a multiple of 128, columns].
+
+    They are X as WGrad reads it, stored with tokens contiguous.
+
+    Args:
+        tokens: of the matrix.
+        columns: of the matrix, a multiple of 128.
+        dtype: of the codes.
+        device: where the tensors are.
 
     Raises:
         ValueError: columns that are not a multiple of 128.
@@ -91,7 +119,13 @@ def empty_turned_squares(
 def empty_weight(
     rows: int, columns: int, dtype: torch.dtype, device: torch.device | str
 ) -> QTensor:
-    """Uninitialised 128 x 128 groups of [rows, columns], the scales' own padding zero.
+    """Return uninitialised 128 x 128 groups of a weight, the padding of its scales zero.
+
+    Args:
+        rows: of the matrix.
+        columns: of the matrix, both multiples of 128.
+        dtype: of the codes.
+        device: where the tensors are.
 
     Raises:
         ValueError: a dimension that is not a multiple of 128.

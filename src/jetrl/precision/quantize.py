@@ -1,4 +1,4 @@
-"""The one quantizer. Every FP8 tensor in jetrl is made by this rule; its constants live here alone.
+"""The one quantizer: the rule by which every FP8 tensor in jetrl is made, and its constants.
 
 For a group of values with absolute maximum `a` (float32, from the values as they are):
 
@@ -36,10 +36,12 @@ AMAX_FLOOR = 2.0**-100
 
 @dataclass(frozen=True)
 class QTensor:
-    """FP8 codes with their scales.
+    """A matrix, or a batch of matrices, as FP8 codes with a scale for each group of values.
 
-    codes: float8_e4m3fn (or float8_e5m2) [..., M, K]. block: (bm, bk), the group of values that
-    shares a scale. scales: float32 [..., ceil(M/bm), ceil(K/bk)].
+    Attributes:
+        codes: float8_e4m3fn (or float8_e5m2) [..., M, K].
+        scales: float32 [..., ceil(M/bm), ceil(K/bk)].
+        block: (bm, bk), the rows and columns of a group of values that share a scale.
     """
 
     codes: Tensor
@@ -48,11 +50,12 @@ class QTensor:
 
     @property
     def shape(self) -> torch.Size:
+        """The shape of the codes."""
         return self.codes.shape
 
     @property
     def mT(self) -> QTensor:  # noqa: N802  (torch's own name for a transpose of the last two)
-        """The transpose: the same bytes and scales, nothing is rounded again."""
+        """The transpose, with the same bytes and scales: nothing is rounded again."""
         return QTensor(self.codes.mT, self.scales.mT, (self.block[1], self.block[0]))
 
 
@@ -62,8 +65,14 @@ def quantize(
     format: FP8Format = "e4m3",
     scales: Literal["fp32", "pow2"] = "fp32",
 ) -> QTensor:
-    """Quantize x [..., M, K] (bfloat16, float16 or float32) in groups of `block` over its last two
-    dimensions. M and K need not be multiples of the block: the last group is then smaller.
+    """Return x as FP8 codes and scales, in groups over its last two dimensions.
+
+    Args:
+        x: bfloat16, float16 or float32 [..., M, K].
+        block: the rows and columns of a group; the last groups are smaller where M and K are not
+            multiples.
+        format: of the codes.
+        scales: "fp32" for scales as they come out, "pow2" for powers of two.
 
     Raises:
         ValueError: fewer than two dimensions, or a dtype that is not floating point.
@@ -71,6 +80,7 @@ def quantize(
     if x.dim() < 2 or not x.dtype.is_floating_point or x.element_size() < 2:
         raise ValueError(f"quantize takes [..., M, K] of bf16/fp16/fp32, not {x.dtype} {x.shape}")
     dtype, maximum = FORMATS[format]
+    # The scale that is stored and the multiplier that is used, both divided once.
     groups = _group(x.float(), block)
     amax = groups.abs().amax(dim=(-3, -1), keepdim=True)
     amax = torch.maximum(amax, amax.new_tensor(AMAX_FLOOR))
@@ -82,32 +92,33 @@ def quantize(
         multiplier = stored.reciprocal()  # exact for a power of two
     else:
         multiplier = top / amax
+    # Rounding may carry a value past the maximum: it saturates. NaN passes the clamp.
     codes = (groups * multiplier).clamp(-maximum, maximum)
     codes = codes.flatten(-4, -3).flatten(-2, -1)[..., : x.shape[-2], : x.shape[-1]]
     return QTensor(codes.to(dtype), stored.squeeze(-1).squeeze(-2), block)
 
 
 def dequantize(q: QTensor) -> Tensor:
-    """float32 [..., M, K]: each code times its group's scale, one float32 product."""
+    """Return float32 [..., M, K]: each code times its group's scale, one float32 product."""
     groups = _group(q.codes.float(), q.block)
     values = groups * q.scales[..., :, None, :, None]
     return values.flatten(-4, -3).flatten(-2, -1)[..., : q.shape[-2], : q.shape[-1]]
 
 
 def codes_as_float64(codes: Tensor) -> Tensor:
-    """The values of FP8 codes as float64, exactly; by table, eight times faster than a cast."""
+    """Return the exact values of FP8 codes as float64, by table: eight times faster than a cast."""
     indices = codes.view(torch.uint8).flatten().int()
     return _values_of(codes.dtype, codes.device).index_select(0, indices).view(codes.shape)
 
 
 @functools.cache
 def _values_of(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """float64 [256]: the value of each code."""
+    """Return the value of each of the 256 codes of a format, float64 [256]."""
     return torch.arange(256, dtype=torch.uint8).view(dtype).double().to(device)
 
 
 def _group(x: Tensor, block: tuple[int, int]) -> Tensor:
-    """[..., M, K] -> [..., M/bm, bm, K/bk, bk], padded with zeros up to whole groups."""
+    """Return [..., M, K] as [..., M/bm, bm, K/bk, bk], padded with zeros up to whole groups."""
     rows, columns = block
     pad_rows, pad_columns = -x.shape[-2] % rows, -x.shape[-1] % columns
     if pad_rows or pad_columns:
@@ -116,6 +127,7 @@ def _group(x: Tensor, block: tuple[int, int]) -> Tensor:
 
 
 def _round_up_to_power_of_two(scale: Tensor) -> Tensor:
+    """Return the smallest powers of two that are not below float32 scales; NaN and Inf stay."""
     mantissa, exponent = torch.frexp(scale)
     exponent = torch.where(mantissa == 0.5, exponent - 1, exponent)
     rounded = torch.ldexp(torch.ones_like(scale), exponent)
