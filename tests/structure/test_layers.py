@@ -200,33 +200,6 @@ def test_an_import_inside_a_function_is_seen() -> None:
         assert inside_functions(path, f"def f():\n    from {name}") == []
 
 
-def circles(imports: dict[str, set[str]]) -> list[list[str]]:
-    """The groups of modules that import each other, through whatever others, each sorted."""
-    reached = {}
-    for module in imports:
-        reached[module], waiting = set[str](), [module]
-        while waiting:
-            new = imports[waiting.pop()] - reached[module]
-            reached[module] |= new
-            waiting += new
-    within = {m: sorted(o for o in reached[m] if m in reached[o]) for m in imports}
-    return sorted({tuple(group): group for group in within.values() if group}.values())
-
-
-def test_no_modules_import_each_other_in_a_circle() -> None:
-    """Imports inside functions count: a Hopper form never imports the module that calls it."""
-    modules = {module_of(path): path for path in FILES}
-    imports: dict[str, set[str]] = {}
-    for module, path in modules.items():
-        imports[module] = set()
-        for _, name in imports_of(ast.parse(path.read_text(encoding="utf-8"))):
-            target = name if name in modules else name.rpartition(".")[0]
-            if target in modules and target != module:
-                imports[module].add(target)
-    assert circles(imports) == []
-    assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [["a", "b", "c"]]
-
-
 def test_what_needs_no_torch_imports_none() -> None:
     """A process imports them one after the other and says which one brought torch."""
     code = (
