@@ -1,6 +1,7 @@
 from __future__ import annotations
 
-from collections.abc import Generator
+import time
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,17 @@ import pytest
 import torch
 
 torch.set_num_threads(1)  # tiny tensors are slower with two, and test workers share the cores
+
+# A limit is for what hangs, never for what is slow: no verdict depends on other work.
+LONGEST_S = 20.0  # seconds that the longest test takes alone on an idle core
+HANG_S = 60 * LONGEST_S  # with room for sixty others on that core
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest-timeout reads its option
+def pytest_configure(config: pytest.Config) -> None:
+    """Limit each test to `HANG_S`, unless `--timeout` gives a limit or pytest-timeout is absent."""
+    if config.pluginmanager.hasplugin("timeout") and config.option.timeout is None:
+        config.option.timeout = HANG_S
 
 
 @pytest.hookimpl(hookwrapper=True)
@@ -22,6 +34,17 @@ def pytest_runtest_makereport() -> Generator[None, Any, None]:
         (name, text.encode("utf-8", "backslashreplace").decode("utf-8"))
         for name, text in report.sections
     ]
+
+
+@pytest.fixture(scope="session")
+def wait_until() -> Callable[[Callable[[], object]], None]:
+    """Return a function that waits until a condition holds, for as long as that takes."""
+
+    def wait(condition: Callable[[], object]) -> None:
+        while not condition():
+            time.sleep(0.005)
+
+    return wait
 
 
 @pytest.fixture

@@ -24,9 +24,8 @@ def test_points_are_in_the_sources(point: str) -> None:
     assert callable(owner)
 
 
-@pytest.mark.timeout(400)
 def test_a_run_killed_anywhere_ends_as_if_nobody_had_touched_it() -> None:
     command = [sys.executable, str(HARNESS), "--kills", "8", "--seed", "5"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=380)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "bit for bit" in done.stdout

@@ -6,14 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 SOAK = Path(__file__).with_name("soak.py")
 
 
-@pytest.mark.timeout(400)
 def test_a_run_in_which_everything_goes_wrong_ends_as_one_in_which_nothing_does() -> None:
     command = [sys.executable, str(SOAK), "--steps", "30", "--pace", "1", "--seed", "3"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=380)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "the two runs have the same bits" in done.stdout
