@@ -4,6 +4,9 @@
 
 So what Triton changes from one version to the next comes out where there is only a CPU.
 
+What is compiled comes in pieces; `--serve` compiles those that standard input names, a line each,
+and answers each with a line of JSON, so that a test of one piece takes seconds.
+
 Weights and activations are tensors of torch's `meta` device, which have shapes and no contents, and
 pass for a GPU's: in a copy of the sources that asks for `meta` where they ask for `cuda`. A whole
 forward of the rollout, an update and the optimizer run over them with a driver of Triton that
@@ -13,8 +16,10 @@ compiles and does nothing else. So a kernel is compiled with the arguments that 
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.machinery
 import json
+import os
 import re
 import shutil
 import sys
@@ -37,7 +42,7 @@ MODELS = (("qwen3-8b", "unified"), ("qwen3-0.6b", "jet"), ("llama3.1-8b", "mixed
 MODELS += (("qwen2.5-7b", "unified"), ("qwen3-1.7b", "bf16"))
 DECODES = ((8, 1024), (64, 8192), (256, 1024), (512, 1024))  # rows, longest context
 
-compiled: dict[str, int] = {}
+compiled: dict[str, int] = {}  # how often each kernel was, by the present piece
 failed: dict[str, list[str]] = {}
 
 
@@ -132,6 +137,7 @@ def sources_for_meta() -> Iterator[None]:
         yield
 
 
+@functools.cache
 def policy_of(shape: str, plan: str) -> Any:
     import jetrl.models.model
     from jetrl.bench.shapes import SHAPES
@@ -145,12 +151,12 @@ def policy_of(shape: str, plan: str) -> Any:
     return Policy(config, PrecisionPlan.preset(plan), weights, META)
 
 
-def rollout(policy: Any) -> None:
-    """Decode at several sizes, prompts with and without a last layer of their ends alone."""
+def decode(shape: str, plan: str) -> None:
+    """Decode at several sizes."""
     from jetrl.rollout.decode_forward import DecodeBuffers, GraphForwards
     from jetrl.rollout.kv_cache import PagedCache
-    from jetrl.rollout.paged_attention import Span
 
+    policy = policy_of(shape, plan)
     cache = PagedCache(policy.config, policy.plan, 4096, 64, META)
     forwards = object.__new__(GraphForwards)  # no graphs, and no pool of theirs
     forwards._policy, forwards._cache, forwards.page_size = policy, cache, 64
@@ -158,6 +164,15 @@ def rollout(policy: Any) -> None:
     for rows, longest in DECODES:
         for filtered in (False, True):
             forwards.once(rows, longest, filtered)
+
+
+def prefill(shape: str, plan: str) -> None:
+    """Prompts with and without a last layer of their ends alone."""
+    from jetrl.rollout.kv_cache import PagedCache
+    from jetrl.rollout.paged_attention import Span
+
+    policy = policy_of(shape, plan)
+    cache = PagedCache(policy.config, policy.plan, 4096, 64, META)
     spans = [Span(0, 0, 300, list(range(5))), Span(300, 64, 400, list(range(8)))]
     tokens = torch.zeros(700, dtype=torch.int64, device=META)
     for ends in (False, True):
@@ -165,11 +180,9 @@ def rollout(policy: Any) -> None:
         policy.rollout_logits(policy.rollout_forward(tokens, tokens, kv))
 
 
-def update(policy: Any) -> None:
-    """Forward and backward, with and without recomputation, and the optimizer."""
-    from jetrl.kernels.adamw import adamw_
-    from jetrl.kernels.adamw_scalars import adamw_scalars
-
+def update(shape: str, plan: str) -> None:
+    """Forward and backward, with and without recomputation, and the quantized weights."""
+    policy = policy_of(shape, plan)
     ends, targets = torch.tensor([0, 1000, 4096]), torch.arange(1, 900)
     for recomputed in (False, True):
         with torch.enable_grad():
@@ -178,6 +191,13 @@ def update(policy: Any) -> None:
             )
             logprobs.backward(torch.empty(899, device=META))
     policy.requantize()
+
+
+def optimizer() -> None:
+    """An update of the master weights, with moments of few bits."""
+    from jetrl.kernels.adamw import adamw_
+    from jetrl.kernels.adamw_scalars import adamw_scalars
+
     master = torch.empty(512, 512, device=META)
     states = [torch.empty(512, 512, dtype=kind, device=META) for kind in (torch.uint8, torch.int16)]
     scalars = adamw_scalars(1, lambda _: 0.1, (0.9, 0.95), 1e-8, 0.1)
@@ -230,27 +250,40 @@ def chains() -> None:
                 chain_kernel[(2,)](a, b, c, c, k, 128, wgmma, num_warps=4, enable_fp_fusion=False)
 
 
+PIECES: dict[str, Callable[[], object]] = {
+    f"{work.__name__}, {shape}, {plan}": functools.partial(work, shape, plan)
+    for shape, plan in MODELS
+    for work in (decode, prefill, update)
+}
+PIECES |= {"optimizer": optimizer, "long attention": long_attention}
+PIECES |= {"small operations": small_operations, "chains of products": chains}
+
+
+def compile_piece(name: str) -> dict[str, Any]:
+    """Return what a piece compiled, what Triton could not compile, and the error that ended it."""
+    compiled.clear()
+    failed.clear()
+    broken = ""
+    try:
+        PIECES[name]()
+    except Exception:  # the others go on
+        broken = traceback.format_exc()
+    return {"compiled": dict(compiled), "failed": dict(failed), "broken": broken}
+
+
 def main(out: str) -> None:
-    broken: dict[str, str] = {}
-
-    def part(name: str, work: Callable[[], object]) -> None:
-        try:
-            work()
-        except Exception:  # the others go on
-            broken[name] = traceback.format_exc()
-
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # whatever else is printed
     take_triton()
     with tempfile.TemporaryDirectory() as toolkit, sources_for_meta():
         take_torch(Path(toolkit))
-        for shape, plan in MODELS:
-            policy = policy_of(shape, plan)
-            part(f"rollout, {shape}, {plan}", lambda policy=policy: rollout(policy))
-            part(f"update, {shape}, {plan}", lambda policy=policy: update(policy))
-        part("long attention", long_attention)
-        part("small operations", small_operations)
-        part("chains of products", chains)
-    found = {"triton": triton.__version__, "compiled": compiled, "failed": failed, "broken": broken}
-    Path(out).write_text(json.dumps(found, indent=1), encoding="utf-8")
+        if out == "--serve":
+            for line in sys.stdin:
+                print(json.dumps(compile_piece(line.strip())), file=answers, flush=True)
+            return
+        pieces = {name: compile_piece(name) for name in PIECES}
+    results = {"triton": triton.__version__, "pieces": pieces}
+    Path(out).write_text(json.dumps(results, indent=1), encoding="utf-8")
 
 
 if __name__ == "__main__":
