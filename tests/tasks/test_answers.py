@@ -1,7 +1,5 @@
 """The golden table: which answer a text gives, and whether it is right."""
 
-import time
-
 import pytest
 
 from jetrl.tasks import Scorer
@@ -180,35 +178,28 @@ def test_find_number_reads_the_gold_forms():
     ]
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "9" * 200_000,
-        "1," * 100_000,
-        "-$ " * 60_000,
-        "1/" * 100_000,
-        "####" * 50_000,
-        "#### " * 40_000,
-        "####" + " " * 200_000,
-        r"\boxed{" * 30_000,
-        "{" * 200_000,
-        r"\boxed{" + r"\text{" * 30_000,
-        "\x00\ud800" * 1000,
-        "\u0663\u0664",
-    ],
-    ids=lambda text: f"{text[:6]!r}x{len(text)}",
-)
-def test_any_text_is_read_in_time_about_linear_in_its_length(text):
-    start = time.perf_counter()
-    found = final_answer(text)
+PIECES = ["9", "1,", "1,000,", "$", "- ", "-$ ", "1/", "{", r"\boxed{", r"\text{", "=", "####"]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("start", ["", "####", r"\boxed{"])
+@pytest.mark.parametrize("piece", [*PIECES, "#### ", " ", "\x00\ud800", "\u0663\u0664"])
+def test_any_text_is_read_in_time_about_linear_in_its_length(start, piece):
+    """A million characters take less than half a second.
+
+    A regular expression that goes back over them for each of them would make 5e11 steps, and the
+    time limit would end the test.
+    """
+    found = final_answer(start + piece * (1_000_000 // len(piece)))
     if found is not None:
         assert same_value("18", found.text) is False
-    assert time.perf_counter() - start < 2
 
 
-def test_an_answer_that_takes_for_ever_to_evaluate_scores_0():
+def test_an_answer_that_takes_for_ever_to_evaluate_scores_0(limits_of_starts):
+    limits_of_starts(60.0, 0.5, 60.0)
     prompt = Prompt(id="0", text="?", answer="18")
-    with Scorer("gsm8k", ".", workers=1, timeout_s=0.5) as scorer:
+    with Scorer("gsm8k", ".", workers=1) as scorer:
+        scorer.close()
         tower, fine = scorer.score([(prompt, r"\boxed{9^{9^{9^{9^9}}}}"), (prompt, "#### 18")])
     assert tower.score.reward == 0
     assert "took longer than 0.5 s" in tower.failure

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,7 @@ CHAT = Prompt(id="p8", messages=({"role": "user", "content": "?"},))
 
 @pytest.fixture(scope="module")
 def scorer():
-    with Scorer(f"{FILE}:Turns", workers=2, timeout_s=0.5) as scorer:
+    with Scorer(f"{FILE}:Turns", workers=2, timeout_s=60) as scorer:
         yield scorer
 
 
@@ -45,7 +44,7 @@ def test_replies_are_texts_messages_or_the_end(scorer):
 @pytest.mark.parametrize(
     "completion, prompt, why",
     [
-        ("hang", TEXT, r"step took longer than 0.5 s \(.*turn_task.py, line \d+, in step\)"),
+        ("hang", TEXT, r"step took longer than 60 s \(.*turn_task.py, line \d+, in step\)"),
         ("exit", TEXT, "step ended its worker with exit code 3"),
         ("raise oh", TEXT, r"step raised KeyError: 'oh' \(.*turn_task.py, line \d+, in step\)"),
         ("number", TEXT, r"task turns, prompt 'p7': step returned 5 \(int\); give a text"),
@@ -66,14 +65,12 @@ def test_a_failure_says_why_and_the_others_are_answered(scorer, completion, prom
     assert re.search(why, failed.failure), failed.failure
 
 
-def test_slow_steps_do_not_hold_up_what_is_ready(scorer):
-    slow = scorer.ask(TEXT, (), "slow 0.3")
+def test_slow_steps_do_not_hold_up_what_is_ready(scorer, tmp_path):
+    slow = scorer.ask(TEXT, (), f"wait-for {tmp_path / 'quick'}")
     quick = scorer.ask(TEXT, (), "quick")
-    deadline = time.monotonic() + 10
-    found = []
-    while len(found) < 2 and time.monotonic() < deadline:
-        found += [answer.ticket for answer in scorer.answers(wait_for_one=True)]
-    assert found == [quick, slow]
+    assert [answer.ticket for answer in scorer.answers(wait_for_one=True)] == [quick]
+    (tmp_path / "quick").touch()
+    assert [answer.ticket for answer in scorer.answers(wait_for_one=True)] == [slow]
 
 
 def test_what_is_dropped_is_forgotten_and_the_scorer_works_on(scorer):
@@ -127,16 +124,17 @@ def test_turns_of_a_task_without_any_are_refused():
 
 def test_what_hanging_turns_may_cost_is_of_a_step_and_not_of_a_turn() -> None:
     """Each turn is answered before the next is asked, as in a rollout."""
-    with Scorer(f"{FILE}:Turns", workers=1, timeout_s=0.2, max_lost_s=0.5) as scorer:
+    with Scorer(f"{FILE}:Turns", workers=1, timeout_s=60, max_lost_s=0.3) as scorer:
         scorer.begin_step()
-        said = [ask(scorer, "hang")[0].failure for _ in range(6)]
+        said = [ask(scorer, "hang")[0].failure for _ in range(6)]  # of 0.1 s or more each
         assert "took longer" in said[0]
         assert "not judged: others of the batch hung" in said[-1]
-        assert "one of them: score took longer than 0.2 s" in said[-1]
+        assert "one of them: score took longer than 60 s" in said[-1]
         starts = [worker._starts for worker in scorer._workers]
         assert "not judged" in ask(scorer, "1")[0].failure
         assert "not judged" in scorer.finish([scorer.begin(TEXT, "1")])[0].failure
         assert starts == [worker._starts for worker in scorer._workers], "none for them"
+        scorer._max_lost_s = 600.0  # from here on, what starting anew may take on a busy machine
         scorer.begin_step()
         assert ask(scorer, "x")[0].reply == "0:x"
         assert scorer.finish([scorer.begin(TEXT, "123")])[0].score.reward == 3.0

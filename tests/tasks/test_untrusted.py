@@ -6,7 +6,6 @@ which completion it was.
 
 import os
 import re
-import time
 from pathlib import Path
 
 import pytest
@@ -40,7 +39,7 @@ def touched(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def scorer(touched):
-    with Scorer(AWKWARD, workers=1, timeout_s=1.0, memory_mib=256) as scorer:
+    with Scorer(AWKWARD, workers=1, timeout_s=60, memory_mib=256) as scorer:
         yield scorer
 
 
@@ -73,14 +72,12 @@ def test_what_is_no_reply_ends_the_worker_and_runs_nothing(scorer, touched, what
 
 
 def test_half_a_line_does_not_block(scorer):
-    start = time.monotonic()
     results = score(scorer, "send half a line", "2.5")
-    assert results[0].failure
+    assert "made its worker send what is no answer" in results[0].failure, "and not: too long"
     assert results[1].score.reward == 2.5
-    assert time.monotonic() - start < 30  # twice the limit and 2 s, and a restart on a busy machine
 
 
-def test_nobody_answers_for_items_that_were_not_handed_out_yet(scorer):
+def test_nobody_answers_for_items_that_were_not_handed_out_yet(scorer, tmp_path, wait_until):
     """A score that has control of its worker can give its own chunk any reward, and no other chunk.
 
     The first is true of any checker. What it sends later, or for others, is thrown away with the
@@ -88,8 +85,10 @@ def test_nobody_answers_for_items_that_were_not_handed_out_yet(scorer):
     """
     pid = score(scorer, "pid")[0].score.reward
     assert [r.score.reward for r in score(scorer, "send many replies", "2.5")] == [0.0, 2.5]
-    assert score(scorer, "send-later")[0].score.reward == 1.0
-    time.sleep(0.4)
+    answered = tmp_path / "answered"
+    assert score(scorer, f"send-once-there-is {answered}")[0].score.reward == 1.0
+    answered.touch()
+    wait_until(scorer._workers[0]._has_spoken)
     assert [r.score.reward for r in score(scorer, "4.5", "5.5")] == [4.5, 5.5]
     assert score(scorer, "pid")[0].score.reward != pid
 
@@ -109,15 +108,18 @@ def test_what_earlier_items_left_behind_is_not_held_against_a_later_one(scorer):
 
 
 def test_without_a_limit_memory_is_the_machines():
-    with Scorer(AWKWARD, workers=1, timeout_s=5, memory_mib=0) as scorer:
+    with Scorer(AWKWARD, workers=1, timeout_s=60, memory_mib=0) as scorer:
         assert score(scorer, "memory 400")[0].score.reward == 1.0
 
 
-def test_endless_output_costs_no_memory_and_no_disk(scorer):
-    first, last = score(scorer, "print-forever", "2.5")
-    assert "took longer than 1 s" in first.failure
-    assert last.score.reward == 2.5
-    assert all(len(worker._printed) <= 100_000 for worker in scorer._workers)
+def test_endless_output_costs_no_memory_and_no_disk(limits_of_starts):
+    limits_of_starts(60.0, 1.0, 60.0)
+    with Scorer(AWKWARD, workers=1, memory_mib=256) as scorer:
+        scorer.close()
+        first, last = score(scorer, "print-forever", "2.5")
+        assert "took longer than 1 s" in first.failure
+        assert last.score.reward == 2.5
+        assert all(len(worker._printed) <= 100_000 for worker in scorer._workers)
 
 
 def test_too_many_parts_are_a_failure(scorer):
