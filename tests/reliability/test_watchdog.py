@@ -21,6 +21,7 @@ from jetrl.settings import WatchdogSettings
 
 TASK = """
 import ctypes
+import __main__ as run
 from jetrl.tasks import Task
 from jetrl.types import Prompt
 
@@ -51,34 +52,51 @@ SMALL = [
     "report.enabled=false",
     "model.config.num_hidden_layers=1",
     "task.workers=0",
-    "watchdog.min_s=4.0",
-    "watchdog.first_s=15.0",
+    "watchdog.min_s=60",
+    "watchdog.first_s=60",
 ]
+# The watchdog's clock stands still until a score hangs, so that no phase is too slow for it.
+PROGRAM = """
+import sys, time
+from types import SimpleNamespace
+import jetrl.session.watchdog as watchdog
+
+now, timers = 0.0, []
+watchdog.time = SimpleNamespace(monotonic=lambda: now, strftime=time.strftime)
+watchdog.LAST_WORDS_S, watchdog.STACKS_S = float(sys.argv.pop(1)), float(sys.argv.pop(1))
+end_later = watchdog.Watchdog._end_later
+
+def noted(self, seconds, file):
+    end_later(self, seconds, file)
+    timers.append(seconds)
+
+def wait_for_timer(longest):
+    while timers[-1] > longest:
+        time.sleep(0.01)
+
+watchdog.Watchdog._end_later = noted
+"""
+TRAIN = "from jetrl.cli.main import main\nsys.exit(main())\n"
 
 
-def run_that_hangs(folder: Path, how: str, last_words_s: float = 20.0) -> tuple[int, str, Path]:
+def run_that_hangs(folder: Path, how: str, last_words_s: float) -> tuple[int, str, Path]:
     """Return exit code, standard error and directory of a run whose third step hangs in scoring."""
     task = folder / "mine.py"
     task.write_text(TASK.replace("HANG", how))
-    program = (
-        "import sys, jetrl.session.watchdog as w; "
-        f"w.LAST_WORDS_S, w.STACKS_S = {last_words_s}, 2.0; "
-        "from jetrl.cli.main import main; sys.exit(main())"
-    )
-    command = [sys.executable, "-c", program, "train", "demo", *SMALL]
-    command += [f"task={task}:Hangs", f"run.dir={folder}", "run.name=run"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=380)
+    command = [sys.executable, "-c", PROGRAM + TRAIN, str(last_words_s), "5", "train", "demo"]
+    command += [*SMALL, f"task={task}:Hangs", f"run.dir={folder}", "run.name=run"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     return done.returncode, done.stderr, folder / "run"
 
 
-@pytest.mark.timeout(400)
 def test_a_hang_in_c_code_is_ended_and_written_down(tmp_path: Path) -> None:
-    code, errors, run = run_that_hangs(tmp_path, "ctypes.CDLL(None).sleep(1000)")
+    hang = "run.now = 61.0; ctypes.CDLL(None).sleep(3600)"
+    code, errors, run = run_that_hangs(tmp_path, hang, last_words_s=600.0)
     assert code == 5, errors
-    assert "stopped: hang in reward of step 3: no sign of life for" in errors
+    assert "stopped: hang in reward of step 3: no sign of life for 61.0 s" in errors
     text = (run / "hang.txt").read_text()
     assert "hang in reward of step 3" in text
-    assert 'mine.py", line 19 in score' in text
+    assert 'mine.py", line 20 in score' in text
     assert "session.py" in text
     assert "sequences: 0, of these 0 finished" in text
     opened = RunDirectory.open(run)
@@ -89,28 +107,38 @@ def test_a_hang_in_c_code_is_ended_and_written_down(tmp_path: Path) -> None:
     assert (run / "checkpoints" / "step_000002" / "manifest.json").is_file()
 
 
-@pytest.mark.timeout(400)
 def test_a_hang_that_keeps_the_interpreter_to_itself(tmp_path: Path) -> None:
     """No thread of Python runs any more: timers that need none write the stacks and end it."""
-    code, _, run = run_that_hangs(tmp_path, "ctypes.PyDLL(None).sleep(1000)", last_words_s=1.0)
+    # Half a second is left of the 60, and the timers are set once more before it hangs.
+    hang = "run.now = 59.5; run.wait_for_timer(1.5); ctypes.PyDLL(None).sleep(3600)"
+    code, _, run = run_that_hangs(tmp_path, hang, last_words_s=1.0)
     assert code == (5 if ExitTimer.is_there() else 1)
-    assert 'mine.py", line 19 in score' in (run / "hang.txt").read_text()
+    assert 'mine.py", line 20 in score' in (run / "hang.txt").read_text()
     assert RunDirectory.open(run).state() == "interrupted", "it could not say how it ended"
 
 
-@pytest.mark.timeout(400)
+LAST_WORDS = """
+import os
+from pathlib import Path
+from jetrl.settings import WatchdogSettings
+
+def say_it(why):
+    if timers[-1] != 600.0:
+        os._exit(99)
+    dog._end_later(0.1, dog._file)  # the time for it passes
+    time.sleep(3600)
+
+dog = watchdog.Watchdog(WatchdogSettings(), Path(sys.argv[1]) / "hang.txt", list, say_it)
+dog.__enter__()
+now = 3601.0
+time.sleep(3600)
+"""
+
+
 def test_last_words_that_hang_are_cut_off(tmp_path: Path) -> None:
     """The report about a hang may itself hang, with the interpreter's lock or without."""
-    program = (
-        "import sys, time, jetrl.session.watchdog as w; from pathlib import Path; "
-        "from jetrl.settings import WatchdogSettings; w.LAST_WORDS_S, w.STACKS_S = 0.5, 0.5; "
-        "settings = WatchdogSettings(min_s=0.2, first_s=0.2); "
-        "file = Path(sys.argv[1]) / 'hang.txt'; "
-        "w.Watchdog(settings, file, list, lambda why: time.sleep(1000)).__enter__(); "
-        "time.sleep(1000)"
-    )
-    command = [sys.executable, "-c", program, str(tmp_path)]
-    code = subprocess.run(command, check=False, timeout=380).returncode
+    command = [sys.executable, "-c", PROGRAM + LAST_WORDS, "600", "0.1", str(tmp_path)]
+    code = subprocess.run(command, check=False).returncode
     assert code == (5 if ExitTimer.is_there() else 1)
     assert "hang in between phases of step 0" in (tmp_path / "hang.txt").read_text()
 
