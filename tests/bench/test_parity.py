@@ -9,10 +9,15 @@ import pytest
 import torch
 
 from jetrl.bench import parity
+from jetrl.bench.shapes import SHAPES
 from jetrl.parity import Check
 
 
-def test_loads_and_the_proof_are_rows_of_the_file(tmp_path: Path) -> None:
+def test_loads_and_the_proof_are_rows_of_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The proof samples contexts as long as the model allows, up to 2,100 tokens.
+    monkeypatch.setitem(SHAPES["tiny"], "max_position_embeddings", 450)
     out = tmp_path / "parity.json"
     words = ["--shape", "tiny", "--device", "cpu", "--plan", "unified", "--plan", "mixed"]
     parity.main([*words, "--proof", "--load", "3x4x30", "--out", str(out)])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 
 import pytest
@@ -33,20 +32,13 @@ def test_help_imports_neither_torch_nor_other_heavy_packages() -> None:
         "from jetrl.cli.main import main\n"
         "assert main(['--help']) == 0\n"
         "heavy = {'torch', 'transformers', 'numpy', 'pydantic', 'matplotlib', 'rich'}\n"
-        "sys.exit(' '.join(heavy & set(sys.modules)) or 0)\n"
+        "print(*heavy & set(sys.modules), file=sys.stderr)\n"
+        "print(len(sys.modules))\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, f"imported: {done.stderr}"
-
-
-def test_help_answers_at_once() -> None:
-    """The best of three tries takes 0.5 s; the others may meet a busy machine."""
-    times = []
-    for _ in range(3):
-        start = time.perf_counter()
-        subprocess.run([*PROGRAM, "--help"], check=True, capture_output=True)
-        times.append(time.perf_counter() - start)
-    assert min(times) < 0.5
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr == "\n", f"imported: {done.stderr}"
+    # So that it answers at once: there are 110, half of them argparse's; pydantic has hundreds.
+    assert int(done.stdout.split()[-1]) < 200
 
 
 def test_help_lists_every_command(jetrl: Callable) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from jetrl.session import reward_training
 from jetrl.session.reward_training import train_reward_model
 from jetrl.session.session import Session
 from jetrl.training import Checkpoints
+from jetrl.training.background import Background
 from jetrl.training.checkpoint import Snapshot
 from jetrl.training.extras.reward_model import RewardTrainer
 
@@ -110,7 +110,8 @@ def test_cut_and_resumed_equals_uncut(
 def test_after_an_error_the_checkpoint_on_its_way_is_still_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    step, write, fails = RewardTrainer.step, Checkpoints.write, threading.Event()
+    step, write, wait = RewardTrainer.step, Checkpoints.write, Background.wait
+    fails, waits = threading.Event(), threading.Event()
 
     def failing(trainer: RewardTrainer, pairs: Any) -> Any:
         if trainer.optimizer.num_updates == 2:
@@ -119,12 +120,17 @@ def test_after_an_error_the_checkpoint_on_its_way_is_still_written(
         return step(trainer, pairs)
 
     def late(checkpoints: Checkpoints, snapshot: Snapshot) -> Path:
-        assert fails.wait(60)
-        time.sleep(0.2)
+        waits.wait()
         return write(checkpoints, snapshot)
+
+    def noted(background: Background) -> None:
+        if fails.is_set():
+            waits.set()
+        wait(background)
 
     monkeypatch.setattr(RewardTrainer, "step", failing)
     monkeypatch.setattr(Checkpoints, "write", late)
+    monkeypatch.setattr(Background, "wait", noted)
     words = [*TINY, "sft.steps=4", "checkpoint.every=2", f"run.dir={tmp_path}", "run.name=judge"]
     with pytest.raises(NonFiniteError):
         train_reward_model(load_config("demo", words))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib
-import time
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -181,13 +182,14 @@ def test_logprobs_are_float32_values_as_python_floats() -> None:
 
 
 def test_a_proof_that_takes_long_says_why(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, wait_until: Callable
 ) -> None:
+    before = set(threading.enumerate())
+    monkeypatch.setattr(parity_checks, "_SILENT_S", 36_000.0)
+    with said_when_slow():
+        (timer,) = set(threading.enumerate()) - before
+    wait_until(lambda: not timer.is_alive())
+    assert capsys.readouterr().err == ""
     monkeypatch.setattr(parity_checks, "_SILENT_S", 0.02)
     with said_when_slow():
-        pass
-    time.sleep(0.1)
-    assert capsys.readouterr().err == ""
-    with said_when_slow():
-        time.sleep(0.2)
-    assert "compiled first" in capsys.readouterr().err
+        wait_until(lambda: "compiled first" in capsys.readouterr().err)
