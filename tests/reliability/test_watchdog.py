@@ -62,7 +62,7 @@ from types import SimpleNamespace
 import jetrl.session.watchdog as watchdog
 
 now, timers = 0.0, []
-watchdog.time = SimpleNamespace(monotonic=lambda: now, strftime=time.strftime)
+watchdog.time = SimpleNamespace(**{**vars(time), "monotonic": lambda: now})
 watchdog.LAST_WORDS_S, watchdog.STACKS_S = float(sys.argv.pop(1)), float(sys.argv.pop(1))
 end_later = watchdog.Watchdog._end_later
 
