@@ -101,12 +101,12 @@ def close(got, expected, tolerance=DIGITS):
     ],
 )
 def test_estimators_against_verl(name, options, verl):
-    close(ESTIMATORS[name](step(), **options).advantages, same_everywhere(*verl))
+    close(ESTIMATORS[name](**options)(step()).advantages, same_everywhere(*verl))
 
 
 def test_gae_against_verl():
     values = [np.float32(v) for v in VALUES]
-    found = ESTIMATORS["gae"](step(values=values), gamma=0.9, gae_lambda=0.8)
+    found = ESTIMATORS["gae"](gamma=0.9, gae_lambda=0.8)(step(values=values))
     verl = [[-0.4132251, 0.6617942, -0.1969632], [-0.9565403, -1.2855291], [-0.317915]]
     verl += [[-0.0247281, 2.1253107, 0.4077956]]
     close(found.advantages, verl, 5e-7)  # they round every step to float32
@@ -122,7 +122,7 @@ def test_gae_by_hand():
         [np.array([0.25, 0.5]), np.zeros(1)],
         [np.float32([0.5, 0.75]), np.float32([0.25])],
     )
-    found = ESTIMATORS["gae"](rewards, gamma=1.0, gae_lambda=1.0)
+    found = ESTIMATORS["gae"](gamma=1.0, gae_lambda=1.0)(rewards)
     assert [part.tolist() for part in found.returns] == [[0.25, 0.5], [0.0]]
     # -1/4, -1/4 and -1/4 before the normalisation: nothing stands out.
     assert not np.concatenate(found.advantages).any()
@@ -134,11 +134,11 @@ def test_penalties_count_from_their_token_on():
     flat = np.concatenate([np.array(v, dtype=float) for v in togo])
     scale = np.sqrt(flat.var(ddof=1) + 1e-8)
     close(
-        ESTIMATORS["global"](step(penalties)).advantages,
+        ESTIMATORS["global"]()(step(penalties)).advantages,
         [(np.array(v) - flat.mean()) / scale for v in togo],
     )
     # A group sees the sum of them: 1 and -0.75.
-    got = ESTIMATORS["group"](step(penalties), normalize_std=False).advantages
+    got = ESTIMATORS["group"](normalize_std=False)(step(penalties)).advantages
     close(got, same_everywhere(0.875, -0.875, -0.75, 0.75))
 
 
@@ -146,7 +146,7 @@ def test_penalties_count_from_their_token_on():
 def test_equal_rewards_teach_nothing(name):
     zeros = [np.zeros(2)] * 3
     rewards = StepRewards(np.full(3, 0.1), np.zeros(3, dtype=int), zeros)
-    assert not np.concatenate(ESTIMATORS[name](rewards).advantages).any()
+    assert not np.concatenate(ESTIMATORS[name]()(rewards).advantages).any()
 
 
 def test_overlong_penalties_by_hand():

@@ -21,7 +21,7 @@ from jetrl.training.losses import preference_loss, value_loss
 from jetrl.training.objectives import Tokens, UpdateSize, kl
 from jetrl.training.objectives.aggregation import token_weights
 from jetrl.training.objectives.corrections import Correction
-from jetrl.training.objectives.objective import LOSSES
+from jetrl.training.objectives.token_losses import LOSSES
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "algorithms.md"
 TEXT = DOCUMENT.read_text(encoding="utf-8")
@@ -72,9 +72,8 @@ CLOSE = {"abs": 16 * 2**-22}
 @pytest.mark.parametrize("name", LOSSES)
 def test_losses(name: str) -> None:
     settings = {"clip": 0.2, "clip_high": 0.28}
-    function = LOSSES[name]
-    wanted = {k: v for k, v in settings.items() if k in function.__annotations__}
-    got = function(tokens(), **wanted).loss.tolist()
+    wanted = {k: v for k, v in settings.items() if k in LOSSES[name].__dataclass_fields__}
+    got = LOSSES[name](**wanted)(tokens()).loss.tolist()
     log_ratio = LOGP - BEFORE
     for t, value in enumerate(got):
         ratio, s = math.exp(log_ratio[t]), math.exp(np.mean(log_ratio[sequence_of(t)]))
@@ -169,7 +168,7 @@ def test_advantages(name: str) -> None:
             expected.append(np.array([evaluate(formula, t=t, **of_sample) for t in range(length)]))
     if name in ("global", "group_global", "gae"):
         expected = normalized(expected)
-    got = ESTIMATORS[name](StepRewards(REWARDS, GROUPS, PENALTIES, VALUES)).advantages
+    got = ESTIMATORS[name]()(StepRewards(REWARDS, GROUPS, PENALTIES, VALUES)).advantages
     np.testing.assert_allclose(np.concatenate(got), np.concatenate(expected), rtol=2e-6)
 
 

@@ -20,12 +20,14 @@ from jetrl.training.advantages import StepRewards
 from jetrl.training.losses import cross_entropy
 from jetrl.training.objectives import Objective, TokenLoss, Tokens, UpdateSize
 from jetrl.training.objectives.aggregation import token_weights
-from jetrl.training.objectives.clipped_ratio import clipped_ratio
 from jetrl.training.objectives.corrections import Correction
-from jetrl.training.objectives.detached_ratio import detached_ratio
 from jetrl.training.objectives.kl import k1, k2, k3
-from jetrl.training.objectives.ratio import ratio
-from jetrl.training.objectives.sequence_ratio import sequence_ratio
+from jetrl.training.objectives.token_losses import (
+    ClippedRatio,
+    DetachedRatio,
+    Ratio,
+    SequenceRatio,
+)
 
 OLD = [-1.0, -0.5, -2.0, -0.3, -1.2, -0.7, -1.5, -0.2, -0.9]
 NEW = [-0.6, -0.6, -2.1, -0.2, -1.6, -0.7, -1.1, -0.25, -1.0]
@@ -170,7 +172,7 @@ class TestClippedRatio:
     )
     def test_clip(self, value, advantage, loss, gradient, clipped):
         tokens = one(math.log(value), advantage)
-        found = clipped_ratio(tokens, 0.2, 0.3)
+        found = ClippedRatio(0.2, 0.3)(tokens)
         found.loss.sum().backward()
         # log(ratio) rounds once (2^-24 relative of at most 1.7) and exp once more: 1e-6 is
         # ten ulps.
@@ -184,7 +186,7 @@ class TestSequenceRatio:
         # Log-ratios 0.3 and 0.1: s = exp(0.2); its gradient is s A / 2 for each token's log-prob.
         logprobs = leaf(0.3, 0.1)
         tokens = Tokens(logprobs, torch.zeros(2), torch.ones(2), torch.tensor([2]))
-        found = sequence_ratio(tokens, 0.5, 0.5)
+        found = SequenceRatio(0.5, 0.5)(tokens)
         assert found.loss.tolist() == pytest.approx([-math.exp(0.2)] * 2, rel=1e-6)
         (found.loss * token_weights(tokens.lengths, UpdateSize(2, 1, 9), "sequence_mean")).sum()
         found.loss.mean().backward()
@@ -193,7 +195,7 @@ class TestSequenceRatio:
     def test_a_clipped_sequence_has_no_gradient_anywhere(self):
         logprobs = leaf(0.3, 0.1, 0.0)
         tokens = Tokens(logprobs, torch.zeros(3), torch.ones(3), torch.tensor([2, 1]))
-        found = sequence_ratio(tokens, 0.1, 0.1)
+        found = SequenceRatio(0.1, 0.1)(tokens)
         found.loss.sum().backward()
         assert found.clipped.tolist() == [True, True, False]
         assert logprobs.grad.tolist() == [0, 0, -1]
@@ -203,7 +205,7 @@ class TestDetachedRatio:
     @pytest.mark.parametrize("value, weight, cut", [(3.0, 1.5, True), (0.25, 0.25, False)])
     def test_the_weight_is_capped_and_no_gradient_is_lost(self, value, weight, cut):
         tokens = one(math.log(value), 2.0)
-        found = detached_ratio(tokens, 0.5)
+        found = DetachedRatio(0.5)(tokens)
         found.loss.sum().backward()
         assert tokens.trainer_logprobs.grad.item() == pytest.approx(-2 * weight, rel=1e-6)
         assert found.clipped.item() == cut
@@ -211,7 +213,7 @@ class TestDetachedRatio:
 
 def test_ratio_is_reinforce_at_one():
     tokens = one(0.0, -3.0)
-    found = ratio(tokens)
+    found = Ratio()(tokens)
     found.loss.sum().backward()
     assert tokens.trainer_logprobs.grad.item() == 3.0
     assert not found.clipped.any()
@@ -426,8 +428,8 @@ class TestUsers:
 
     def test_the_settings_of_a_record_can_be_set(self, tmp_path):
         name = f"{self.write(tmp_path, self.RECORD)}:mine"
-        assert objective(name=name).clip_arguments == (0.1, 0.3)
-        assert objective(name=name, clip=0.2).clip_arguments == (0.2, 0.3)
+        assert objective(name=name).clips == (0.1, 0.3)
+        assert objective(name=name, clip=0.2).clips == (0.2, 0.3)
         with pytest.raises(UserError, match=r"algorithm\.gamma means nothing to .*mine\.py:mine"):
             objective(name=name, gamma=0.9)
         file = self.write(tmp_path, "def push(tokens): return -tokens.trainer_logprobs\n")
@@ -535,7 +537,7 @@ def test_settings_that_mean_nothing_are_refused(settings, message):
 def test_every_algorithm_has_its_pieces():
     for name, record in ALGORITHMS.items():
         chosen = objective(name=name)
-        assert isinstance(chosen._token_loss(verl_tokens()), TokenLoss)
+        assert isinstance(chosen.token_loss(verl_tokens()), TokenLoss)
         assert record.title
         assert "arXiv" in record.paper
 

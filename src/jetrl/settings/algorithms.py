@@ -10,7 +10,7 @@ formulas are in docs/algorithms.md. No torch here: the settings are checked agai
 
 A user's algorithm is a loss function in a file (`algorithm.name = "file.py:function"`), which takes
 GRPO's place in `USERS`, or a whole `Algorithm` in a file. Its record is known once the file
-was run, which is not when settings are read: `training/objectives` asks the settings then.
+was run, which is not when settings are read: `training/objectives` checks the settings then.
 """
 
 from __future__ import annotations
@@ -28,13 +28,22 @@ Level = Literal["token", "sequence", "geometric"]
 
 @dataclass(frozen=True)
 class Algorithm:
-    """One algorithm.
+    """The pieces of one algorithm, and the settings that it reads.
 
-    advantages: group, leave_one_out, global, group_global or gae, or a function of
-    (StepRewards, **options). loss: clipped_ratio, sequence_ratio, detached_ratio or ratio, or a
-    function of (Tokens, **options). options: the settings it reads, with its defaults; None is
-    "follows from others". kl_estimator, kl_in: what `algorithm.kl` means if nothing else is said.
-    compares_group: whether a prompt needs two completions at least. needs_critic: a value model.
+    Attributes:
+        title: The name that people read.
+        paper: The source.
+        advantages: group, leave_one_out, global, group_global or gae, or a function of
+            (StepRewards, **options).
+        loss: clipped_ratio, sequence_ratio, detached_ratio or ratio, or a function of (Tokens,
+            **options).
+        aggregation: How the tokens of an update are weighted.
+        options: The settings that the algorithm reads, with its defaults; None for a default that
+            follows from other settings.
+        kl_estimator: The estimate of the KL where the settings name none.
+        kl_in: Where the KL counts where the settings do not say.
+        compares_group: Whether a prompt needs two completions at least.
+        needs_critic: Whether a value model is needed.
     """
 
     title: str
@@ -153,24 +162,29 @@ USERS = Algorithm(
     aggregation="token_mean",
     options={**_STD, **_GROUPS},
 )
-"""What a loss function in a user's file is put into."""
+"""The record that a loss function in a user's file is put into."""
 
 
 @dataclass(frozen=True)
-class Bounds:
-    """A correction's level and bounds where the settings do not say. low: None where it has none.
-    levels: those it can be asked for."""
+class CorrectionBounds:
+    """The levels that a correction has, and its bounds where the settings give none.
+
+    Attributes:
+        levels: The levels that the settings may name; the first is the default.
+        low: The lower bound; None for a correction that has none.
+        high: The upper bound.
+    """
 
     levels: tuple[Level, ...]
     low: float | None
     high: float
 
 
-CORRECTIONS: dict[str, Bounds] = {
-    "tis": Bounds(("token", "sequence"), None, 2.0),
-    "mis": Bounds(("token", "sequence", "geometric"), 0.5, 2.0),
-    "icepop": Bounds(("token",), 0.5, 5.0),
-    "sequence_mask": Bounds(("geometric",), 0.999, 1.002),
+CORRECTIONS: dict[str, CorrectionBounds] = {
+    "tis": CorrectionBounds(("token", "sequence"), None, 2.0),
+    "mis": CorrectionBounds(("token", "sequence", "geometric"), 0.5, 2.0),
+    "icepop": CorrectionBounds(("token",), 0.5, 5.0),
+    "sequence_mask": CorrectionBounds(("geometric",), 0.999, 1.002),
 }
 """TIS: Yao et al. 2025 (fengyao.notion.site/off-policy-rl). MIS, sequence masks: Liu et al. 2025
 (richardli.xyz/rl-collapse). IcePop: Ling team 2025, arXiv 2510.18855."""

@@ -5,11 +5,13 @@ An estimator takes the step's rewards (`StepRewards`) and gives every trained to
     group          reward minus the group's mean, over its standard deviation    GRPO, DAPO, ...
     leave_one_out  reward minus the mean of the group's other rewards            RLOO
     global         reward to go, normalised over all tokens of the step          REINFORCE++
-    group_global   reward minus the group's mean, normalised over all tokens     the same, baseline
+    group_global   reward minus the group's mean, normalised over all tokens     REINFORCE++
     gae            temporal differences against a critic, normalised             PPO
 
-Everything is computed in float64 and rounded once. A group whose rewards are all equal says
-nothing: what is left of them without their mean is exactly 0, not the rounding error of a mean.
+An estimator is a frozen record: its fields are the settings that it reads, and it is called with
+`StepRewards`. Everything is computed in float64 and rounded once. A group whose rewards are all
+equal says nothing: what is left of them without their mean is exactly 0, not the rounding error of
+a mean.
 """
 
 from __future__ import annotations
@@ -29,12 +31,15 @@ _VARIANCE_EPS = 1e-8  # of the normalisation over tokens, as verl
 class StepRewards:
     """The rewards of a step's S samples.
 
-    rewards: float64 [S]. groups: int64 [S], samples of one prompt share a number. penalties: what
-    is taken from the reward at each trained token (a weighted KL), float64 [n] for each sample.
-    values: the critic's estimate before each trained token, float32 [n] for each sample; None
-    without a critic.
-
         StepRewards(rewards=[1, 0], groups=[0, 0], penalties=[[0, 0, 0], [0]], values=None)
+
+    Attributes:
+        rewards: float64 [S].
+        groups: int64 [S]; samples of one prompt share a number.
+        penalties: What is taken from the reward at each trained token (a weighted KL), float64 [n]
+            for each sample.
+        values: The critic's estimate before each trained token, float32 [n] for each sample; None
+            without a critic.
     """
 
     rewards: np.ndarray
@@ -44,11 +49,11 @@ class StepRewards:
 
     @property
     def scores(self) -> np.ndarray:
-        """float64 [S]: each sample's reward less all of its penalties."""
+        """Return each sample's reward less all of its penalties, float64 [S]."""
         return self.rewards - np.array([penalty.sum() for penalty in self.penalties])
 
     def at_tokens(self, per_sample: np.ndarray) -> list[np.ndarray]:
-        """A number [S] at each token of its sample: float32 [n] for each sample."""
+        """Return the number of each sample [S] at each of its tokens: float32 [n] a sample."""
         return [
             np.full(len(penalty), value, dtype=np.float32)
             for value, penalty in zip(per_sample, self.penalties, strict=True)
@@ -57,74 +62,121 @@ class StepRewards:
 
 @dataclass(frozen=True)
 class Advantages:
-    """advantages: float32 [n] for each sample. returns: what the critic learns, float32 [n] for
-    each sample; None without a critic."""
+    """The advantages of a step's samples.
+
+    Attributes:
+        advantages: float32 [n] for each sample, a number for each of its trained tokens.
+        returns: What the critic learns, float32 [n] for each sample; None without a critic.
+    """
 
     advantages: list[np.ndarray]
     returns: list[np.ndarray] | None = None
 
 
-Estimator = Callable[..., Advantages]
+Estimator = Callable[[StepRewards], Advantages]
 
 
-def group(step: StepRewards, normalize_std: bool = True) -> Advantages:
-    """GRPO's: see `group_advantages` (Shao et al. 2024, "DeepSeekMath", sec. 4.1.2; without the
-    standard deviation: Liu et al. 2025, "Dr. GRPO")."""
-    return Advantages(step.at_tokens(group_advantages(step.scores, step.groups, normalize_std)))
+@dataclass(frozen=True)
+class Group:
+    """Reward minus the group's mean, over its standard deviation: see `group_advantages`.
+
+    Shao et al. 2024, "DeepSeekMath", sec. 4.1.2; without the standard deviation: Liu et al. 2025,
+    "Dr. GRPO".
+
+    Attributes:
+        normalize_std: Whether to divide by the group's standard deviation.
+    """
+
+    normalize_std: bool = True
+
+    def __call__(self, step: StepRewards) -> Advantages:
+        advantage_S = group_advantages(step.scores, step.groups, self.normalize_std)
+        return Advantages(step.at_tokens(advantage_S))
 
 
-def leave_one_out(step: StepRewards) -> Advantages:
-    """A_i = r_i - mean of the group's other rewards (Ahmadian et al. 2024, "RLOO"). A group
-    of one has advantage 0."""
-    advantage_S = np.zeros(len(step.rewards))
-    for members, reward in _groups(step.scores, step.groups):
-        count = len(members)
-        if count > 1 and not _constant(reward):
-            advantage_S[members] = (reward - reward.mean()) * (count / (count - 1))
-    return Advantages(step.at_tokens(advantage_S))
+@dataclass(frozen=True)
+class LeaveOneOut:
+    """A_i = r_i - mean of the group's other rewards (Ahmadian et al. 2024, "RLOO").
+
+    A group of one has advantage 0.
+    """
+
+    def __call__(self, step: StepRewards) -> Advantages:
+        advantage_S = np.zeros(len(step.rewards))
+        for members, reward in _groups(step.scores, step.groups):
+            count = len(members)
+            if count > 1 and not _constant(reward):
+                advantage_S[members] = (reward - reward.mean()) * (count / (count - 1))
+        return Advantages(step.at_tokens(advantage_S))
 
 
-def global_normalized(step: StepRewards) -> Advantages:
-    """A_t = normalised (r - sum of the penalties from t on), over all tokens of the step (Hu 2025,
-    "REINFORCE++", with discount 1)."""
-    return Advantages(_normalized(_rewards_to_go(step)))
+@dataclass(frozen=True)
+class Global:
+    """A_t = normalised (r - sum of the penalties from t on), over all tokens of the step.
+
+    Hu 2025, "REINFORCE++", with discount 1.
+    """
+
+    def __call__(self, step: StepRewards) -> Advantages:
+        rewards_to_go = [
+            reward - np.cumsum(penalty[::-1])[::-1]
+            for reward, penalty in zip(step.rewards, step.penalties, strict=True)
+        ]
+        return Advantages(_normalized(rewards_to_go))
 
 
-def group_global(step: StepRewards) -> Advantages:
-    """Reward minus its group's mean, then normalised over all tokens of the step (Hu 2025,
-    "REINFORCE++ with baseline")."""
-    centred = group_advantages(step.scores, step.groups, normalize_std=False)
-    return Advantages(_normalized(step.at_tokens(centred)))
+@dataclass(frozen=True)
+class GroupGlobal:
+    """Reward minus its group's mean, then normalised over all tokens of the step.
+
+    Hu 2025, "REINFORCE++ with baseline".
+    """
+
+    def __call__(self, step: StepRewards) -> Advantages:
+        centred_S = group_advantages(step.scores, step.groups, normalize_std=False)
+        return Advantages(_normalized(step.at_tokens(centred_S)))
 
 
-def gae(step: StepRewards, gamma: float = 1.0, gae_lambda: float = 0.95) -> Advantages:
-    """Generalised advantage estimation (Schulman et al. 2015, eq. 16), normalised over all tokens
-    of the step: delta_t = r_t + gamma V_{t+1} - V_t and A_t = delta_t + gamma lambda A_{t+1}, with
-    the reward at the last token, the penalties at theirs, and V = 0 after the end. The returns are
-    A_t + V_t before the normalisation."""
-    assert step.values is not None, "gae needs a critic's values"
-    advantages, returns = [], []
-    for reward, penalty, value in zip(step.rewards, step.penalties, step.values, strict=True):
-        rewards = -penalty.astype(np.float64)
-        rewards[-1:] += reward
-        values = value.astype(np.float64)
-        advantage = np.zeros(len(rewards))
-        following, next_value = 0.0, 0.0
-        for t in reversed(range(len(rewards))):
-            delta = rewards[t] + gamma * next_value - values[t]
-            following = delta + gamma * gae_lambda * following
-            advantage[t], next_value = following, values[t]
-        advantages.append(advantage)
-        returns.append((advantage + values).astype(np.float32))
-    return Advantages(_normalized(advantages), returns)
+@dataclass(frozen=True)
+class Gae:
+    """Generalised advantage estimation, normalised over all tokens of the step.
+
+    Schulman et al. 2015, eq. 16: delta_t = r_t + gamma V_{t+1} - V_t and A_t = delta_t + gamma
+    lambda A_{t+1}, with the reward at the last token, the penalties at theirs, and V = 0 after the
+    end. The returns are A_t + V_t before the normalisation.
+
+    Attributes:
+        gamma: The discount of a token.
+        gae_lambda: The weight of later differences.
+    """
+
+    gamma: float = 1.0
+    gae_lambda: float = 0.95
+
+    def __call__(self, step: StepRewards) -> Advantages:
+        assert step.values is not None, "gae needs a critic's values"
+        advantages, returns = [], []
+        for reward, penalty, value in zip(step.rewards, step.penalties, step.values, strict=True):
+            rewards = -penalty.astype(np.float64)
+            rewards[-1:] += reward
+            values = value.astype(np.float64)
+            advantage = np.zeros(len(rewards))
+            following, next_value = 0.0, 0.0
+            for t in reversed(range(len(rewards))):
+                delta = rewards[t] + self.gamma * next_value - values[t]
+                following = delta + self.gamma * self.gae_lambda * following
+                advantage[t], next_value = following, values[t]
+            advantages.append(advantage)
+            returns.append((advantage + values).astype(np.float32))
+        return Advantages(_normalized(advantages), returns)
 
 
-ESTIMATORS: dict[str, Estimator] = {
-    "group": group,
-    "leave_one_out": leave_one_out,
-    "global": global_normalized,
-    "group_global": group_global,
-    "gae": gae,
+ESTIMATORS: dict[str, Callable[..., Estimator]] = {
+    "group": Group,
+    "leave_one_out": LeaveOneOut,
+    "global": Global,
+    "group_global": GroupGlobal,
+    "gae": Gae,
 }
 
 
@@ -133,20 +185,21 @@ def group_advantages(
     groups: Sequence[int] | np.ndarray,
     normalize_std: bool = True,
 ) -> np.ndarray:
-    """The advantage of each sample within its group: (reward - mean) / (standard deviation + eps).
+    """Return each sample's advantage in its group: (reward - mean) / (standard deviation + 1e-6).
+
     The deviation is that of a sample (n - 1), as in TRL and verl.
 
     Args:
         rewards: [N], one number a sample.
         groups: [N], the group of each sample; members of a group need not be neighbours.
-        normalize_std: divide by the group's standard deviation + 1e-6.
+        normalize_std: Whether to divide at all.
 
     Returns:
         float32 [N]. A group of one has advantage 0. Computed in float64 and rounded once.
 
     Raises:
-        UserError: a reward that is not finite, named by its sample.
-        ValueError: rewards and groups differ in length.
+        UserError: A reward is not finite; names its sample.
+        ValueError: Rewards and groups differ in length.
     """
     reward_N, group_N = check_rewards(rewards, groups)
     advantage_N = np.zeros(len(reward_N), dtype=np.float32)
@@ -163,11 +216,11 @@ def group_advantages(
 def check_rewards(
     rewards: Sequence[float] | np.ndarray, groups: Sequence[int] | np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Rewards as float64 [N] and groups as int64 [N].
+    """Return rewards as float64 [N] and groups as int64 [N].
 
     Raises:
-        UserError: a reward that is not finite, named by its sample.
-        ValueError: rewards and groups differ in length.
+        UserError: A reward is not finite; names its sample.
+        ValueError: Rewards and groups differ in length.
     """
     reward_N = np.asarray(rewards, dtype=np.float64)
     group_N = np.asarray(groups, dtype=np.int64)
@@ -183,10 +236,18 @@ def check_rewards(
 
 
 def overlong_penalties(lengths: np.ndarray, max_tokens: int, buffer: int) -> np.ndarray:
-    """What is taken from the reward of a completion that nears the limit (Yu et al. 2025, "DAPO",
-    eq. 13): 0 up to max_tokens - buffer tokens, 1 at max_tokens, a straight line between.
+    """Return what is taken from the rewards of completions that near the limit of tokens.
 
-    lengths: int64 [S], tokens that the limit counts. Returns float64 [S]; zeros for buffer = 0.
+    That is 0 up to max_tokens - buffer tokens, 1 at max_tokens, and a straight line between (Yu et
+    al. 2025, "DAPO", eq. 13).
+
+    Args:
+        lengths: int64 [S], the tokens of each completion that the limit counts.
+        max_tokens: The limit.
+        buffer: Tokens before the limit; 0 takes nothing.
+
+    Returns:
+        float64 [S].
     """
     if buffer == 0:
         return np.zeros(len(lengths))
@@ -194,25 +255,18 @@ def overlong_penalties(lengths: np.ndarray, max_tokens: int, buffer: int) -> np.
 
 
 def _groups(rewards: np.ndarray, groups: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
-    """(members, their rewards) of each group."""
+    """Return (the numbers of the samples, their rewards) of each group."""
     members = [np.flatnonzero(groups == number) for number in np.unique(groups)]
     return [(ids, rewards[ids]) for ids in members]
 
 
 def _constant(values: np.ndarray) -> bool:
+    """Return whether all values are equal."""
     return bool((values == values[0]).all())
 
 
-def _rewards_to_go(step: StepRewards) -> list[np.ndarray]:
-    """float64 [n] for each sample: its reward, less the penalties from each token on."""
-    return [
-        reward - np.cumsum(penalty[::-1])[::-1]
-        for reward, penalty in zip(step.rewards, step.penalties, strict=True)
-    ]
-
-
 def _normalized(values: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Mean 0 and variance 1 over all tokens together (n - 1): float32 [n] for each sample."""
+    """Return values with mean 0 and variance 1 over all tokens (n - 1): float32 [n] a sample."""
     everything = np.concatenate([np.asarray(part, dtype=np.float64) for part in values])
     if len(everything) < 2 or _constant(everything):
         return [np.zeros(len(part), dtype=np.float32) for part in values]

@@ -194,7 +194,7 @@ class Trainer:
         objective = self.objective
         if self.calibration is not None:
             bounds = self.calibration.bounds
-            objective = replace(objective, clips=(1 - bounds.low, bounds.high - 1))
+            objective = objective.with_clips(1 - bounds.low, bounds.high - 1)
         return partial(self._loss, objective, size)
 
     def _loss(self, objective: Objective, size: UpdateSize, micro: MicroBatch) -> MicroBatchLoss:
@@ -251,7 +251,7 @@ class Trainer:
         every = self.settings.algorithm.calibrate_clip_every
         if not every:
             return None
-        clip, clip_high = self.objective.clip_arguments
+        clip, clip_high = self.objective.clips
         bounds = ClipBounds(1 - clip, 1 + clip_high)
         return ClipCalibration(self.policy, bounds, every, self._temperature)
 

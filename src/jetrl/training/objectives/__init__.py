@@ -1,8 +1,8 @@
-"""Objectives: pure functions of log-probs, one file each, and how an algorithm is made of them.
+"""Objectives: pure functions of log-probs, and how an algorithm is made of them.
 
-tokens: what a loss sees.  clipped_ratio, sequence_ratio, detached_ratio, ratio: the losses.
-aggregation: how tokens are weighted.  kl: estimates of the KL to a reference.  users: a function in
-a user's file.  objective: all of it, as the settings say.
+tokens is the input of a loss, token_losses has the built-in ones, users a loss in a user's file.
+aggregation weights the tokens, corrections the mismatch, kl the distance to a reference. objective
+puts all of them together, as the settings ask.
 """
 
 from jetrl.training.objectives.aggregation import UpdateSize

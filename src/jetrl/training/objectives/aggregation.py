@@ -6,7 +6,7 @@
     constant       1 / (sequences of the update x rollout.max_tokens)   Dr. GRPO
 
 The weights are of the whole update, not of a micro-batch: losses, gradients and metrics of its
-micro-batches are added, and how the update was cut does not matter beyond the order of sums.
+micro-batches are added, and how the update was divided does not matter beyond the order of sums.
 """
 
 from __future__ import annotations
@@ -20,8 +20,13 @@ from jetrl.settings.algorithms import Aggregation
 
 @dataclass(frozen=True)
 class UpdateSize:
-    """tokens: trained tokens of the update. sequences: those with a trained token. max_tokens: the
-    longest completion there can be."""
+    """The size of one update, which its token weights depend on.
+
+    Attributes:
+        tokens: Trained tokens of the update.
+        sequences: Sequences with a trained token.
+        max_tokens: The longest completion that there can be.
+    """
 
     tokens: int
     sequences: int
@@ -34,15 +39,21 @@ def token_weights(
     aggregation: Aggregation,
     num_tokens: int | None = None,
 ) -> torch.Tensor:
-    """float32 [N] for sequences of int64 [S] trained tokens: the weight of each token's loss.
-    num_tokens: N; without it the host waits for a GPU to say."""
-    if aggregation == "token_mean":
-        weights = torch.full_like(lengths, 1.0 / size.tokens, dtype=torch.float32)
-    elif aggregation == "sequence_mean":
+    """Return the weight of each token's loss, float32 [N].
+
+    Args:
+        lengths: int64 [S], trained tokens of each sequence of a micro-batch.
+        size: The size of the whole update.
+        aggregation: How the tokens are weighted.
+        num_tokens: N, the sum of the lengths; without it the host waits for a GPU to add them.
+    """
+    if aggregation == "sequence_mean":
         weights = (1.0 / (size.sequences * lengths.double())).float()
-    elif aggregation == "sequence_sum":
-        weights = torch.full_like(lengths, 1.0 / size.sequences, dtype=torch.float32)
     else:
-        each = 1.0 / (size.sequences * size.max_tokens)
-        weights = torch.full_like(lengths, each, dtype=torch.float32)
+        divisor = {
+            "token_mean": size.tokens,
+            "sequence_sum": size.sequences,
+            "constant": size.sequences * size.max_tokens,
+        }[aggregation]
+        weights = torch.full_like(lengths, 1.0 / divisor, dtype=torch.float32)
     return weights.repeat_interleave(lengths, output_size=num_tokens)

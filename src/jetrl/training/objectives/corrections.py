@@ -26,9 +26,14 @@ from jetrl.training.objectives.tokens import Tokens
 
 
 @dataclass(frozen=True)
-class Weights:
-    """weights: float32 [N]. touched: bool [N], those that the bounds changed. ratio: float32 [N],
-    before the bounds."""
+class CorrectionWeights:
+    """The bounded importance weights of N tokens.
+
+    Attributes:
+        weights: float32 [N].
+        touched: bool [N], the weights that the bounds changed.
+        ratio: float32 [N], the weights before the bounds.
+    """
 
     weights: torch.Tensor
     touched: torch.Tensor
@@ -37,7 +42,14 @@ class Weights:
 
 @dataclass(frozen=True)
 class Correction:
-    """A correction with its level and bounds; low is 0 where it has none."""
+    """A correction with its level and bounds.
+
+    Attributes:
+        name: One of `jetrl.settings.algorithms.CORRECTIONS`.
+        level: Whether a ratio is that of a token, of a sequence or a sequence's geometric mean.
+        low: The lower bound; 0 for a correction that has none.
+        high: The upper bound.
+    """
 
     name: str
     level: Level
@@ -46,7 +58,7 @@ class Correction:
 
     @classmethod
     def from_settings(cls, settings: AlgorithmSettings) -> Correction | None:
-        """The one that the settings ask for; None for none."""
+        """Return the correction that the settings ask for; None for none."""
         if settings.correction == "none":
             return None
         bounds = CORRECTIONS[settings.correction]
@@ -57,9 +69,14 @@ class Correction:
             settings.correction_high or bounds.high,
         )
 
-    def __call__(self, tokens: Tokens, rollout_logprobs: torch.Tensor) -> Weights:
-        """The weights of N tokens. rollout_logprobs: float32 [N], the sampler's;
-        tokens.behavior_logprobs are the trainer's own before the step's first update."""
+    def __call__(self, tokens: Tokens, rollout_logprobs: torch.Tensor) -> CorrectionWeights:
+        """Return the weights of N tokens.
+
+        Args:
+            tokens: The tokens, with the trainer's log-probs before the step's first update as
+                `behavior_logprobs`.
+            rollout_logprobs: float32 [N], the sampler's log-probs.
+        """
         log_ratio = tokens.behavior_logprobs.detach() - rollout_logprobs
         if self.level == "sequence":
             log_ratio = tokens.sequence_sum(log_ratio)
@@ -68,7 +85,7 @@ class Correction:
         ratio = torch.exp(log_ratio)
         if self.name == "tis":
             weights = torch.clamp(ratio, max=self.high)
-            return Weights(weights, ratio > self.high, ratio)
+            return CorrectionWeights(weights, ratio > self.high, ratio)
         inside = (ratio >= self.low) & (ratio <= self.high)
         kept = torch.ones_like(ratio) if self.name == "sequence_mask" else ratio
-        return Weights(torch.where(inside, kept, 0.0), ~inside, ratio)
+        return CorrectionWeights(torch.where(inside, kept, 0.0), ~inside, ratio)

@@ -1,27 +1,38 @@
-"""A user's algorithm: a loss function, or a whole record, in a Python file."""
+"""A user's algorithm: a loss function, or a whole record, in a Python file.
+
+What a user's function returns, and raises, is checked at each call: a mistake is named with the
+file and line that it came from.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import importlib.util
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import torch
 
 from jetrl.errors import UserError
+from jetrl.memory.out_of_memory import is_out_of_memory
 from jetrl.settings.algorithms import USERS, Algorithm
-from jetrl.training.advantages import Advantages
+from jetrl.training.advantages import Advantages, StepRewards
+from jetrl.training.objectives.tokens import TokenLoss, Tokens
 
 
 def load_algorithm(name: str) -> Algorithm:
-    """The algorithm at `file.py:name`: an `Algorithm`, or a loss function of (Tokens, **options),
-    which is put into GRPO's place: group advantages, mean over the update's tokens.
+    """Return the algorithm at `file.py:name`.
+
+    That is an `Algorithm`, or a loss function of (Tokens, **options), which takes GRPO's place:
+    group advantages, mean over the update's tokens.
 
     Raises:
-        UserError: no such file, a file that does not run (with its line), nothing of that name in
-            it, or something else.
+        UserError: No such file, a file that does not run (with its line), no member of that name,
+            or one that is something else.
     """
     path, _, member = name.rpartition(":")
     file = Path(path)
@@ -45,22 +56,108 @@ def load_algorithm(name: str) -> Algorithm:
         raise UserError(
             f"algorithm file {file}, line {line}: {type(error).__name__}: {error}"
         ) from error
-    found = getattr(module, member, None)
-    if isinstance(found, Algorithm):
-        return found
-    if not callable(found):
+    algorithm = getattr(module, member, None)
+    if isinstance(algorithm, Algorithm):
+        return algorithm
+    if not callable(algorithm):
         raise UserError(
             f"algorithm file {file}: {member!r} is no function and no Algorithm; it has "
             f"{', '.join(key for key, value in vars(module).items() if callable(value)) or 'none'}"
         )
-    return dataclasses.replace(USERS, title=member, loss=found)
+    return dataclasses.replace(USERS, title=member, loss=algorithm)
 
 
-def users_advantages_problem(found: object, lengths: Sequence[int]) -> str:
-    """What is wrong with what a user's estimator gave, "" if nothing is. lengths: trained tokens of
-    each sample."""
-    parts = found.advantages if isinstance(found, Advantages) else found
-    arrays = list(map(np.asarray, parts)) if isinstance(parts, Sequence | np.ndarray) else []
+@dataclass(frozen=True)
+class UsersLoss:
+    """A loss function of a user's file with its options.
+
+    Attributes:
+        name: The algorithm's name in the settings, for messages.
+        function: The function of (Tokens, **options).
+        options: The keyword arguments that it gets.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    options: Mapping[str, Any]
+
+    def __call__(self, tokens: Tokens) -> TokenLoss:
+        """Return the losses of the tokens.
+
+        Raises:
+            UserError: The function raised, or did not return a differentiable loss for each token.
+        """
+        loss = _called(self.function, tokens, self.options, f"algorithm.name = {self.name}: it")
+        if isinstance(loss, torch.Tensor):
+            loss = TokenLoss(loss, torch.zeros_like(loss, dtype=torch.bool))
+        if not isinstance(loss, TokenLoss) or loss.loss.shape != tokens.advantages.shape:
+            shape = list(loss.loss.shape) if isinstance(loss, TokenLoss) else type(loss).__name__
+            raise UserError(
+                f"algorithm.name = {self.name}: it must return one loss for each of the "
+                f"{len(tokens.advantages)} tokens, not {shape}"
+            )
+        if tokens.trainer_logprobs.requires_grad and not loss.loss.requires_grad:
+            raise UserError(
+                f"algorithm.name = {self.name}: its loss has no gradient; make it of "
+                "tokens.trainer_logprobs or tokens.log_ratio, and detach neither"
+            )
+        return loss
+
+
+@dataclass(frozen=True)
+class UsersEstimator:
+    """An advantage estimator of a user's file with its options.
+
+    Attributes:
+        name: The algorithm's name in the settings, for messages.
+        function: The function of (StepRewards, **options).
+        options: The keyword arguments that it gets.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    options: Mapping[str, Any]
+
+    def __call__(self, step: StepRewards) -> Advantages:
+        """Return the advantages of a step.
+
+        Raises:
+            UserError: The function raised, or did not return a finite number for each token.
+        """
+        prefix = f"algorithm.name = {self.name}: its advantages"
+        advantages = _called(self.function, step, self.options, prefix)
+        problem = _problem(advantages, [len(penalty) for penalty in step.penalties])
+        if problem:
+            raise UserError(f"{prefix} {problem}")
+        return advantages if isinstance(advantages, Advantages) else Advantages(list(advantages))
+
+
+def _called(
+    function: Callable[..., Any], argument: object, options: Mapping[str, Any], prefix: str
+) -> Any:
+    """Return what a user's function returns; an error of the function becomes a `UserError`."""
+    try:
+        return function(argument, **options)
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        raise UserError(
+            f"{prefix} raised {type(error).__name__}: {error} ({last.filename}, line {last.lineno})"
+        ) from error
+
+
+def _problem(advantages: object, lengths: Sequence[int]) -> str:
+    """Return what is wrong with the advantages of a user's estimator, "" if nothing is.
+
+    Args:
+        advantages: What the estimator returned.
+        lengths: Trained tokens of each sample.
+    """
+    per_sample = advantages.advantages if isinstance(advantages, Advantages) else advantages
+    arrays = []
+    if isinstance(per_sample, Sequence | np.ndarray):
+        arrays = list(map(np.asarray, per_sample))
     if len(arrays) != len(lengths) or any(array.ndim != 1 for array in arrays):
         return f"must be one array for each of the {len(lengths)} samples, of a number a token"
     for i, (array, length) in enumerate(zip(arrays, lengths, strict=True)):
