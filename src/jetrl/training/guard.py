@@ -1,9 +1,9 @@
 """The guard on numbers: an update whose loss, gradient or FP8 scales are not finite is not applied.
 
-The numbers that are looked at are made on the device while the update runs, and read once, together
-with the gradient norm that is read anyway. Two sums cover the rest: a logit that is NaN or infinite
-makes the entropy so, and an FP8 scale that is not finite makes every value of its group NaN, so
-what goes wrong anywhere in a forward or backward is seen in the loss or in the norm.
+The numbers that the guard watches are made on the device while the update runs, and read once,
+together with the gradient norm that is read anyway. Two sums cover the rest: a logit that is NaN or
+infinite makes the entropy so, and an FP8 scale that is not finite makes every value of its group
+NaN, so what goes wrong anywhere in a forward or backward is seen in the loss or in the norm.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from jetrl.distributed.agreement import UPDATE_IS_FINITE, agree
 from jetrl.errors import NonFiniteError
-from jetrl.training.micro_batches import MicroBatch
 from jetrl.training.optimizer import Optimizer, nonfinite_gradients
 
 if TYPE_CHECKING:
@@ -28,19 +28,22 @@ MOST_IN_A_ROW = 5  # skipped updates; after that something else than bad luck is
 
 @dataclass(frozen=True)
 class NonFiniteUpdate:
-    """An update that was not applied.
+    """An update that was not applied because a number of it is not finite.
 
-    index: its number in the step, from 0. model: what it was to change. values: the watched
-    numbers, by name. parameters: masters with a gradient that is not finite. micro_batches: what it
-    was made of (of a reward model's pairs none). repeat: runs its forwards and backwards again, and
-    forgets the gradients.
+    Attributes:
+        index: The number of the update in its training step, from 0.
+        model: The model that the update was to change.
+        values: The watched numbers, by name.
+        parameters: Names of master weights whose gradient is not finite.
+        micro_batches: The data of the update: `MicroBatch`es, or lists of a reward model's pairs.
+        repeat: Runs the forwards and backwards of the update again, and forgets the gradients.
     """
 
     index: int
     model: Model
     values: dict[str, float]
     parameters: list[str]
-    micro_batches: Sequence[MicroBatch]
+    micro_batches: Sequence[Any]
     repeat: Callable[[], None]
 
     @classmethod
@@ -51,11 +54,19 @@ class NonFiniteUpdate:
         optimizer: Optimizer,
         values: dict[str, float],
         accumulate: Callable[[], object],
-        micro_batches: Sequence[MicroBatch] = (),
+        micro_batches: Sequence[Any] = (),
     ) -> NonFiniteUpdate:
-        """The update whose gradients are there now, which are forgotten. accumulate: its forwards
-        and backwards."""
-        bad = nonfinite_gradients(model.named_masters())
+        """Return the record of the update whose gradients are present, and forget the gradients.
+
+        Args:
+            index: The number of the update in its training step, from 0.
+            model: The model that the update was to change.
+            optimizer: The optimizer over the model's master weights.
+            values: The watched numbers, by name.
+            accumulate: Runs the forwards and backwards of the update again.
+            micro_batches: The data of the update.
+        """
+        nonfinite = nonfinite_gradients(model.named_masters())
         optimizer.zero_grad()
 
         def repeat() -> None:
@@ -64,27 +75,29 @@ class NonFiniteUpdate:
             finally:
                 optimizer.zero_grad()
 
-        return cls(index, model, values, bad, micro_batches, repeat)
+        return cls(index, model, values, nonfinite, micro_batches, repeat)
 
     def __str__(self) -> str:
-        bad = ", ".join(f"{n} is {v}" for n, v in self.values.items() if not math.isfinite(v))
+        numbers = ", ".join(f"{n} is {v}" for n, v in self.values.items() if not math.isfinite(v))
         if not self.parameters:
-            return f"{bad}; every gradient is finite"
+            return f"{numbers}; every gradient is finite"
         names = ", ".join(self.parameters[:3]) + (", ..." if self.parameters[3:] else "")
         if len(self.parameters) == 1:
-            return f"{bad}; the gradient of {names} is not finite"
-        return f"{bad}; the gradients of {len(self.parameters)} parameters are not finite ({names})"
+            return f"{numbers}; the gradient of {names} is not finite"
+        count = len(self.parameters)
+        return f"{numbers}; the gradients of {count} parameters are not finite ({names})"
 
 
 class Guard:
-    """Decides what becomes of an update.
+    """Decides what becomes of each update of one model.
 
     Args:
-        action: train.on_nonfinite. lr: the setting of the learning rate that such updates have.
+        action: train.on_nonfinite: whether an update that is not finite stops the run.
+        lr: The setting of the learning rate that such updates have, for messages.
 
     Attributes:
-        report: called with each refused update before anything is forgotten; returns what it found
-            and saved, in words.
+        report: Called with each refused update before anything of it is forgotten; returns what was
+            noticed and saved, in words.
     """
 
     def __init__(self, action: Literal["stop", "skip"], lr: str = "train.lr") -> None:
@@ -93,36 +106,39 @@ class Guard:
         self.report: Callable[[NonFiniteUpdate], str] = lambda refused: ""
 
     def passes(self, values: Mapping[str, float]) -> bool:
-        """Whether the watched numbers of an update are all finite."""
-        if not all(map(math.isfinite, values.values())):
+        """Return whether the watched numbers of an update are all finite."""
+        if not agree(UPDATE_IS_FINITE, all(map(math.isfinite, values.values()))):
             return False
         self._in_a_row = 0
         return True
 
     def refuse(self, update: NonFiniteUpdate) -> None:
-        """Reports an update that is not applied. Returns if the run goes on without it.
+        """Report an update that is not applied; return if the run continues without it.
 
         Raises:
-            NonFiniteError: it does not: that is the setting, or too many were skipped in a row.
+            NonFiniteError: The run stops: that is the setting, or too many updates were skipped in
+                a row.
         """
         self._in_a_row += 1
-        found = ". ".join(text for text in (str(update), self.report(update)) if text)
+        problem = ". ".join(text for text in (str(update), self.report(update)) if text)
         if self._action == "stop":
             raise NonFiniteError(
-                f"{found}. The update was not applied and the last checkpoint is good. Lower "
+                f"{problem}. The update was not applied and the last checkpoint is good. Lower "
                 f"{self._lr} or train.grad_clip, or leave such updates out with "
                 "train.on_nonfinite=skip"
             )
         if self._in_a_row >= MOST_IN_A_ROW:
             raise NonFiniteError(
-                f"{found}. This was update {self._in_a_row} in a row that was skipped: the run "
+                f"{problem}. This was update {self._in_a_row} in a row that was skipped: the run "
                 "does not come out of it by itself; go back to an earlier checkpoint, with a "
                 f"lower {self._lr}"
             )
-        logger.warning("update skipped: %s", found)
+        logger.warning("update skipped: %s", problem)
 
     def state(self) -> Any:
+        """Return what a checkpoint keeps of the guard."""
         return {"in_a_row": self._in_a_row}
 
     def load_state(self, state: Any) -> None:
+        """Take over what `state` returned in the run that is resumed."""
         self._in_a_row = state["in_a_row"]

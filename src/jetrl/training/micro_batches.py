@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from jetrl.distributed.agreement import LARGEST_SIZE, agree
 from jetrl.errors import OutOfMemoryStop
 from jetrl.settings import TrainSettings
 from jetrl.training.packing import trained_lengths
@@ -148,8 +149,8 @@ class MicroBatchSize:
         planned: Tokens that the memory plan has room for; None where there is no plan.
         """
         size = cls(settings.tokens_per_micro_batch)
-        if planned is not None:
-            size.tokens = min(size.tokens, planned)
+        fitting = size.tokens if planned is None else min(size.tokens, planned)
+        size.tokens = agree(LARGEST_SIZE, fitting)
         return size
 
     def halve(self, sizes: Sequence[tuple[int, int]], problem: str, unit: str = "sequence") -> None:
@@ -173,7 +174,7 @@ class MicroBatchSize:
                 "not, train on shorter ones (rollout.max_tokens), or use a GPU with more memory. "
                 "No weight of this update was changed and the last checkpoint is good"
             )
-        self.tokens = max(1, min(self.tokens, max(divisible)) // 2)
+        self.tokens = agree(LARGEST_SIZE, max(1, min(self.tokens, max(divisible)) // 2))
         self._retries += 1
         logger.warning(
             "out of memory in training (%s): from now on at most %d tokens a micro-batch instead "
