@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from jetrl.errors import UserError
+from jetrl.training.minibatches import split_minibatches
 from jetrl.training.packing import (
     by_batch,
     by_sample,
     pack,
     pack_examples,
-    split_minibatches,
     targets,
     trained_lengths,
     with_advantages,

@@ -1,17 +1,15 @@
-"""Packing: sequences end to end in micro-batches, by a budget of tokens, without padding.
+"""Packing: sequences end to end in micro-batches, by a budget of tokens, without padding. No torch.
 
-A step's samples are first split into disjoint minibatches, one for each optimizer update, by whole
-groups where there are enough of them. A minibatch is then packed into micro-batches: longest
-sequence first into the first micro-batch with room (first fit decreasing), and within a micro-batch
-in sample order. A sequence longer than the budget gets a micro-batch of its own. Nothing is random:
-the same samples give the same batches.
+The samples of an update are packed longest first into the first micro-batch with room (first fit
+decreasing), and within a micro-batch they are in sample order. A sequence longer than the budget
+gets a micro-batch of its own. Nothing is random: the same samples give the same batches.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,21 +22,21 @@ def pack(
     tokens_per_micro_batch: int,
     sample_ids: Sequence[int] | None = None,
 ) -> list[Batch]:
-    """Samples as micro-batches of at most `tokens_per_micro_batch` tokens (or one longer sequence).
+    """Return samples as micro-batches of at most so many tokens (or one longer sequence).
 
     Args:
-        samples: of one step.
-        tokens_per_micro_batch: prompt and completion tokens a micro-batch.
-        sample_ids: which of the samples to pack; default all.
+        samples: All samples of one step.
+        tokens_per_micro_batch: Prompt and completion tokens a micro-batch.
+        sample_ids: The numbers of the samples to pack; by default all.
 
     Returns:
-        Batches whose loss_mask is True at exactly the completion tokens, with advantages of 0
+        Batches whose loss_mask is True at exactly the sampled tokens, with advantages of 0
         (`with_advantages` sets them). A sample without a completion token is left out: there is
         nothing to train on. May be empty.
 
     Raises:
-        UserError: a sample with an empty prompt: its first token would have no log-prob.
-        ValueError: lengths that do not agree.
+        UserError: A sample with an empty prompt: its first token would have no log-prob.
+        ValueError: Lengths that do not agree.
     """
     chosen = range(len(samples)) if sample_ids is None else sample_ids
     for i in chosen:
@@ -53,133 +51,121 @@ def pack(
                 f"sample {i}: {len(sample.completion.token_ids)} completion tokens but "
                 f"{len(sample.completion.logprobs)} log-probs"
             )
-    return _pack(
-        [i for i in chosen if samples[i].completion.token_ids],
-        [sample.prompt_token_ids for sample in samples],
-        [sample.completion.token_ids for sample in samples],
-        [sample.completion.logprobs for sample in samples],
-        [sample.completion.environment for sample in samples],
-        tokens_per_micro_batch,
-    )
+    sequences = {
+        i: _Sequence(samples[i].prompt_token_ids, done.token_ids, done.logprobs, done.environment)
+        for i in chosen
+        if (done := samples[i].completion).token_ids
+    }
+    return _pack(sequences, tokens_per_micro_batch)
 
 
 def pack_examples(examples: Sequence[Example], tokens_per_micro_batch: int) -> list[Batch]:
-    """Supervised examples as micro-batches.
+    """Return worked answers as micro-batches, as `pack` does, with rollout_logprobs of 0.
 
-    As `pack`; rollout_logprobs are 0.
+    Args:
+        examples: The worked answers.
+        tokens_per_micro_batch: Prompt and completion tokens a micro-batch.
 
     Raises:
-        UserError: an example with an empty prompt or completion.
+        UserError: An example with an empty prompt or completion.
     """
     for i, example in enumerate(examples):
         for part, name in ((example.prompt, "prompt"), (example.completion, "completion")):
             if not len(part):
                 raise UserError(f"supervised example {i}: its {name} has no tokens")
-    return _pack(
-        range(len(examples)),
-        [example.prompt for example in examples],
-        [example.completion for example in examples],
-        [[0.0] * len(example.completion) for example in examples],
-        [example.environment for example in examples],
-        tokens_per_micro_batch,
-    )
-
-
-def split_minibatches(groups: Sequence[int], num_minibatches: int) -> list[list[int]]:
-    """The samples of each optimizer update of a step: disjoint, in order, together all of them.
-
-    Args:
-        groups: [N], the group of each sample.
-        num_minibatches: how many; groups stay whole if there are at least as many of them.
-
-    Returns:
-        Sample numbers, ascending, of each minibatch. Their sizes differ by at most one group (or
-        one sample, where groups had to be cut).
-
-    Raises:
-        UserError: fewer samples than minibatches.
-    """
-    if len(groups) < num_minibatches:
-        raise UserError(
-            f"train.updates_per_step = {num_minibatches} but the step has only {len(groups)} "
-            "samples: lower it, or raise rollout.prompts_per_step or rollout.samples_per_prompt"
-        )
-    members: dict[int, list[int]] = {}
-    for i, group in enumerate(groups):
-        members.setdefault(group, []).append(i)
-    units = list(members.values())
-    if len(units) < num_minibatches:
-        units = [[i] for i in range(len(groups))]
-    bounds = [len(units) * k // num_minibatches for k in range(num_minibatches + 1)]
-    return [
-        sorted(i for unit in units[start:end] for i in unit)
-        for start, end in itertools.pairwise(bounds)
-    ]
+    sequences = {
+        i: _Sequence(e.prompt, e.completion, [0.0] * len(e.completion), e.environment)
+        for i, e in enumerate(examples)
+    }
+    return _pack(sequences, tokens_per_micro_batch)
 
 
 def targets(batch: Batch) -> np.ndarray:
-    """Positions of the tokens that are trained on: int64, ascending."""
+    """Return the positions of the trained tokens of a batch, int64 [N], ascending."""
     return np.flatnonzero(batch.loss_mask)
 
 
 def trained_lengths(batch: Batch) -> np.ndarray:
-    """Tokens of each sequence that are trained on: int64 [S]."""
+    """Return how many tokens of each sequence of a batch are trained on, int64 [S]."""
     return np.add.reduceat(batch.loss_mask, batch.cu_seqlens[:-1], dtype=np.int64)
 
 
 def by_sample(
     batches: Sequence[Batch], values: Sequence[np.ndarray], num_samples: int
 ) -> list[np.ndarray]:
-    """Values at the trained tokens of batches, [N] each, as [n] for each sample of the step: empty
-    where a sample has no token."""
-    found: list[np.ndarray] = [np.zeros(0, dtype=v.dtype) for v in values[:1]] * num_samples
+    """Return values at the trained tokens of batches as values of samples; `by_batch` undoes this.
+
+    Args:
+        batches: The batches of a step.
+        values: [N] for each batch, a value for each of its trained tokens.
+        num_samples: How many samples the step has.
+
+    Returns:
+        [n] for each sample of the step; empty where a sample has no token.
+    """
+    per_sample: list[np.ndarray] = [np.zeros(0, dtype=v.dtype) for v in values[:1]] * num_samples
     for batch, value in zip(batches, values, strict=True):
         ends = np.cumsum(trained_lengths(batch))
         for i, part in zip(batch.sample_ids, np.split(value, ends[:-1]), strict=True):
-            found[i] = part
-    return found
+            per_sample[i] = part
+    return per_sample
 
 
 def by_batch(batch: Batch, values: Sequence[np.ndarray]) -> np.ndarray:
-    """Values of each sample's trained tokens, [n] for each sample of the step, as the [N] of a
-    batch: what `by_sample` took apart."""
+    """Return values of samples as values [N] at the trained tokens of one batch.
+
+    Args:
+        batch: One batch of the step.
+        values: [n] for each sample of the step, a value for each of its trained tokens.
+    """
     return np.concatenate([values[i] for i in batch.sample_ids])
 
 
 def with_advantages(batch: Batch, advantages: Sequence[np.ndarray]) -> Batch:
-    """The batch with the advantages of its trained tokens, float32 [n] for each sample of the
-    step."""
+    """Return a batch with the advantages of its trained tokens.
+
+    Args:
+        batch: One batch of the step.
+        advantages: float32 [n] for each sample of the step.
+    """
     advantage_T = np.zeros(batch.num_tokens, dtype=np.float32)
     advantage_T[targets(batch)] = by_batch(batch, advantages)
     return dataclasses.replace(batch, advantages=advantage_T)
 
 
-def _pack(
-    chosen: Sequence[int],
-    prompts: Sequence[Sequence[int]],
-    completions: Sequence[Sequence[int]],
-    logprobs: Sequence[Sequence[float]],
-    environment: Sequence[Sequence[tuple[int, int]]],
-    tokens_per_micro_batch: int,
-) -> list[Batch]:
+class _Sequence(NamedTuple):
+    """A prompt with its completion, and the spans of the completion that are not trained on."""
+
+    prompt: Sequence[int]
+    completion: Sequence[int]
+    logprobs: Sequence[float]
+    environment: Sequence[tuple[int, int]]
+
+    @property
+    def length(self) -> int:
+        return len(self.prompt) + len(self.completion)
+
+
+def _pack(sequences: Mapping[int, _Sequence], tokens_per_micro_batch: int) -> list[Batch]:
+    """Return sequences, by sample number, as batches of at most so many tokens."""
     if tokens_per_micro_batch < 1:
         raise ValueError(f"tokens_per_micro_batch must be positive, not {tokens_per_micro_batch}")
-    lengths = {i: len(prompts[i]) + len(completions[i]) for i in chosen}
     batches = []
-    for ids in _first_fit_decreasing(lengths, tokens_per_micro_batch):
-        cu_seqlens = np.cumsum([0, *(lengths[i] for i in ids)], dtype=np.int64)
+    for ids in _first_fit_decreasing(sequences, tokens_per_micro_batch):
+        cu_seqlens = np.cumsum([0, *(sequences[i].length for i in ids)], dtype=np.int64)
         num_tokens = int(cu_seqlens[-1])
         token_ids = np.empty(num_tokens, dtype=np.int64)
         loss_mask = np.zeros(num_tokens, dtype=np.bool_)
         rollout_logprobs = np.zeros(num_tokens, dtype=np.float32)
         for i, start, end in zip(ids, cu_seqlens, cu_seqlens[1:], strict=False):
-            first = start + len(prompts[i])
-            token_ids[start:first] = prompts[i]
-            token_ids[first:end] = completions[i]
+            sequence = sequences[i]
+            first = start + len(sequence.prompt)
+            token_ids[start:first] = sequence.prompt
+            token_ids[first:end] = sequence.completion
             loss_mask[first:end] = True
-            for said, until in environment[i]:
-                loss_mask[first + said : first + until] = False
-            rollout_logprobs[first:end] = logprobs[i]
+            for begin, stop in sequence.environment:
+                loss_mask[first + begin : first + stop] = False
+            rollout_logprobs[first:end] = sequence.logprobs
         batches.append(
             Batch(
                 token_ids=token_ids,
@@ -193,16 +179,16 @@ def _pack(
     return batches
 
 
-def _first_fit_decreasing(lengths: dict[int, int], budget: int) -> list[list[int]]:
+def _first_fit_decreasing(sequences: Mapping[int, _Sequence], budget: int) -> list[list[int]]:
+    """Return the numbers of the sequences of each batch, ascending."""
     bins: list[list[int]] = []
     room: list[int] = []
-    for i in sorted(lengths, key=lambda i: (-lengths[i], i)):
-        for k, left in enumerate(room):
-            if lengths[i] <= left:
-                bins[k].append(i)
-                room[k] -= lengths[i]
-                break
-        else:
-            bins.append([i])
-            room.append(budget - lengths[i])
+    for i in sorted(sequences, key=lambda i: (-sequences[i].length, i)):
+        length = sequences[i].length
+        k = next((k for k, left in enumerate(room) if length <= left), len(bins))
+        if k == len(bins):
+            bins.append([])
+            room.append(budget)
+        bins[k].append(i)
+        room[k] -= length
     return [sorted(ids) for ids in bins]
