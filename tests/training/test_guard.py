@@ -11,7 +11,11 @@ import torch
 from jetrl.errors import NonFiniteError
 from jetrl.settings.loading import Settings
 from jetrl.training import SftTrainer, Trainer
+from jetrl.training.extras.reward_model import PairMinibatch
 from jetrl.training.guard import MOST_IN_A_ROW, Guard, NonFiniteUpdate
+from jetrl.training.losses import MicroBatchLoss
+from jetrl.training.micro_batches import MicroBatchSize
+from jetrl.training.update import Update
 from jetrl.types import Example
 
 REWARDS = [1.0, 0.0, 0.0, 1.0, 0.5, 0.0, 0.0, 2.0]
@@ -183,12 +187,17 @@ def test_a_repetition_that_breaks_off_leaves_no_gradients(bigram):
     """The look at every value takes memory, and may run out of memory."""
     trainer = Trainer(bigram(), settings())
 
-    def accumulate():
+    def loss(micro_batch):
         for master in trainer.optimizer.masters.values():
             master.grad = torch.ones_like(master)
-        raise torch.OutOfMemoryError
+        if repeating:
+            raise torch.OutOfMemoryError
+        return MicroBatchLoss(torch.zeros((), requires_grad=True))
 
-    refused = NonFiniteUpdate.of(0, trainer.policy, trainer.optimizer, {}, accumulate)
+    repeating = []
+    update = Update(trainer.policy, trainer.optimizer, trainer.guard, "policy")
+    accumulated = update.accumulate(PairMinibatch([([1], [2])], MicroBatchSize(9)), loss)
+    repeating.append(True)
     with pytest.raises(torch.OutOfMemoryError):
-        refused.repeat()
+        accumulated.repeat()
     assert all(master.grad is None for master in trainer.optimizer.masters.values())

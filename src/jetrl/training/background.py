@@ -1,4 +1,4 @@
-"""One job at a time in another thread; what goes wrong there surfaces here."""
+"""One job at a time in another thread; an error of the job is raised in the thread of its owner."""
 
 from __future__ import annotations
 
@@ -7,26 +7,31 @@ from collections.abc import Callable
 
 
 class Background:
-    """Runs jobs one after the other while its owner goes on. Use it from one thread."""
+    """Runs jobs one after the other in a thread of its own; to be used from one thread."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
     def start(self, job: Callable[[], object], name: str) -> None:
-        """Starts a job, when the one before it has ended; raises what that one raised."""
+        """Start a job when the job before has ended; raise what that one raised.
+
+        Args:
+            job: The work to do in the other thread.
+            name: The name of the thread.
+        """
         self.wait()
         # A daemon, so that a second Ctrl-C need not wait for it.
         self._thread = threading.Thread(target=self._run, args=(job,), name=name, daemon=True)
         self._thread.start()
 
     def check(self) -> None:
-        """Raises what a job raised that has ended; does not wait for one that runs."""
+        """Raise what the last job raised, if it has ended, without waiting for its end."""
         if self._thread is not None and not self._thread.is_alive():
             self.wait()
 
     def wait(self) -> None:
-        """Waits for the job that runs, if one does; raises what it raised."""
+        """Wait for the job that runs, if one does, and raise what it raised."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -35,6 +40,7 @@ class Background:
             raise error
 
     def _run(self, job: Callable[[], object]) -> None:
+        """Do the job, and keep its error for the owner's thread."""
         try:
             job()
         except BaseException as error:

@@ -17,6 +17,8 @@ KEYS = {"ratio": torch.uint8, "root": torch.int16}
 
 @dataclass
 class _State:
+    """The moments of one master weight, and how many updates they have seen."""
+
     ratio: torch.Tensor
     root: torch.Tensor
     step: int = 0
@@ -26,8 +28,8 @@ class CompactAdamW:
     """AdamW over named matrices.
 
     Args:
-        masters: name -> float32 matrix; gradients are read from `.grad`.
-        settings: betas, eps, weight_decay.
+        masters: The float32 matrices by name; gradients are read from `.grad`.
+        settings: betas, eps and weight_decay.
     """
 
     def __init__(self, masters: Mapping[str, nn.Parameter], settings: TrainSettings) -> None:
@@ -37,10 +39,14 @@ class CompactAdamW:
 
     @torch.no_grad()
     def step(self, clip: torch.Tensor, lr: Callable[[int], float]) -> None:
-        """One update. clip: float32 scalar on the device, times which the gradients are taken.
-        lr(k): the learning rate k updates later."""
+        """Update the matrices by their gradients.
+
+        Args:
+            clip: float32 scalar on the device, which the gradients are multiplied by.
+            lr: Returns the learning rate so many updates after this one.
+        """
         settings = self._settings
-        scalars: dict[int, AdamWScalars] = {}  # by step: all masters have the same one, as a rule
+        scalars: dict[int, AdamWScalars] = {}  # by step, as a rule the same one for all
         for name, master in self._masters.items():
             if master.grad is None:
                 continue
@@ -58,8 +64,14 @@ class CompactAdamW:
             adamw_(master.detach(), gradient, state.ratio, state.root, clip, scalars[state.step])
 
     def state(self, name: str) -> dict[str, torch.Tensor]:
-        """ratio, root (live) and step (float32 scalar) of a master; nothing before its first
-        gradient."""
+        """Return the state of one matrix, the tensors themselves; {} before its first gradient.
+
+        Args:
+            name: The name of the matrix.
+
+        Returns:
+            `ratio`, `root` and `step` (float32 scalar).
+        """
         state = self._states.get(name)
         if state is None:
             return {}
@@ -67,7 +79,7 @@ class CompactAdamW:
         return {"step": step, "ratio": state.ratio, "root": state.root}
 
     def load(self, states: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
-        """Takes over what `state` gave, by name; the tensors become its own."""
+        """Take over what `state` returned for each name, without copying the tensors."""
         self._states = {
             name: _State(state["ratio"], state["root"], int(state["step"]))
             for name, state in states.items()

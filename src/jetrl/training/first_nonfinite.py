@@ -1,8 +1,8 @@
-"""Which operation of a forward or backward first gave a value that is not finite.
+"""The search for the operation of a forward or backward that first gave a value that is not finite.
 
 `watch` looks at the output of every operation of the decoder, as `parity.locate` does, and at the
-gradient of each of them and of every master on the way back. It waits for the device at each: it is
-for the repetition of what went wrong, not for a run.
+gradient of each output and of every master weight on the way back. It waits for the device at each:
+it is for the repetition of an update that went wrong, not for a run.
 """
 
 from __future__ import annotations
@@ -22,53 +22,74 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class NonFiniteValue:
-    """Where it was. what: the operation and whether it is its output, the gradient of its output,
-    or a weight. row: the first token of the batch with such a value (of a weight: row). values: how
-    many of the elements are not finite."""
+    """A tensor with values that are not finite.
+
+    Attributes:
+        what: The operation, and whether the tensor is its output, the gradient of its output, or a
+            weight.
+        row: The first token of the batch with such a value; of a weight, the first row.
+        count: How many elements are not finite.
+        size: How many elements the tensor has.
+    """
 
     what: str
     row: int
-    values: int
-    of: int
+    count: int
+    size: int
 
     def __str__(self) -> str:
-        return f"{self.what}, first in row {self.row} ({self.values} of {self.of} values)"
+        return f"{self.what}, first in row {self.row} ({self.count} of {self.size} values)"
 
 
 class Watch:
-    """first: the first value that was not finite, in the order in which things were computed."""
+    """Looks at the tensors of a model's forwards and backwards.
+
+    Args:
+        model: The model that is watched.
+
+    Attributes:
+        first: The first value that was not finite, in the order of computation; None so far.
+    """
 
     def __init__(self, model: Model) -> None:
         self.first: NonFiniteValue | None = None
         self._model = model
-        self._seen: set[str] = set()
         self._in_backward = False
 
     def weights(self) -> None:
-        """Looks at the masters and at the FP8 copies of them."""
+        """Look at the master weights and at the scales of the quantized weights."""
         for name, master in self._model.named_masters().items():
             self._look(f"master weight {name}", master)
         for name, scales in self._model.weight_scales().items():
             self._look(f"FP8 scales of {name}", scales)
 
     def output(self, name: str, value: Tensor) -> None:
-        """The decoder's trace: an operation and its output."""
+        """Look at the output of an operation, and later at its gradient: the decoder's trace.
+
+        Args:
+            name: The operation.
+            value: The output of the operation.
+        """
         if name == "embed":  # the first operation of a forward
             self._in_backward = False
         if self._in_backward:  # a layer that is computed again says nothing new
             return
         self._look(f"output of {name}", value)
         if value.requires_grad:
-            value.register_hook(partial(self._gradient, f"gradient of the output of {name}"))
+            value.register_hook(partial(self.gradient, f"the output of {name}"))
 
-    def gradient_of_master(self, name: str, gradient: Tensor) -> None:
-        self._gradient(f"gradient of {name}", gradient)
+    def gradient(self, of: str, gradient: Tensor) -> None:
+        """Look at a gradient.
 
-    def _gradient(self, what: str, gradient: Tensor) -> None:
+        Args:
+            of: The tensor that the gradient belongs to, in words.
+            gradient: The gradient.
+        """
         self._in_backward = True
-        self._look(what, gradient)
+        self._look(f"gradient of {of}", gradient)
 
     def _look(self, what: str, value: Tensor) -> None:
+        """Keep a tensor's name and place if it is the first that is not finite."""
         if self.first is not None:
             return
         finite = torch.isfinite(value.detach().float())
@@ -82,12 +103,12 @@ class Watch:
 
 @contextlib.contextmanager
 def watch(model: Model) -> Iterator[Watch]:
-    """While it is open, everything that the model computes is looked at."""
+    """Look at the weights of a model now, and at everything that it computes within the context."""
     seen = Watch(model)
     seen.weights()
     decoder = model.decoder
     hooks = [
-        master.register_hook(partial(seen.gradient_of_master, name))
+        master.register_hook(partial(seen.gradient, name))
         for name, master in model.named_masters().items()
         if master.requires_grad
     ]

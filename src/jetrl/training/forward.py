@@ -18,7 +18,14 @@ if TYPE_CHECKING:
 def batch_logprobs(
     policy: Policy, batch: Batch, temperature: float = 1.0, checkpoint_layers: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probs and entropies of the N trained tokens of a batch, in batch order.
+    """Return log-probs and entropies of the N trained tokens of a batch, in batch order.
+
+    Args:
+        policy: The policy that makes the forward.
+        batch: The packed sequences.
+        temperature: The temperature that logits are divided by.
+        checkpoint_layers: Whether to compute layers again on the way back instead of keeping what
+            they computed.
 
     Returns:
         (log-probs, float32 [N], differentiable unless under no_grad; entropy in nats, float32 [N]).
@@ -33,5 +40,11 @@ def batch_logprobs(
 
 
 def at_targets(values: np.ndarray, batch: Batch, device: torch.device | str) -> torch.Tensor:
-    """Values [T] of a batch at its N trained tokens, as a tensor [N] of the same dtype."""
+    """Return values of a batch at its N trained tokens, [N] of the same dtype.
+
+    Args:
+        values: [T], a value for each token of the batch.
+        batch: The packed sequences.
+        device: Where the result is to be.
+    """
     return upload(torch.from_numpy(values[targets(batch)]), torch.device(device))

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from jetrl.distributed.agreement import UPDATE_IS_FINITE, agree
 from jetrl.errors import NonFiniteError
-from jetrl.training.optimizer import Optimizer, nonfinite_gradients
 
 if TYPE_CHECKING:
     from jetrl.models.model import Model
@@ -45,37 +44,6 @@ class NonFiniteUpdate:
     parameters: list[str]
     micro_batches: Sequence[Any]
     repeat: Callable[[], None]
-
-    @classmethod
-    def of(
-        cls,
-        index: int,
-        model: Model,
-        optimizer: Optimizer,
-        values: dict[str, float],
-        accumulate: Callable[[], object],
-        micro_batches: Sequence[Any] = (),
-    ) -> NonFiniteUpdate:
-        """Return the record of the update whose gradients are present, and forget the gradients.
-
-        Args:
-            index: The number of the update in its training step, from 0.
-            model: The model that the update was to change.
-            optimizer: The optimizer over the model's master weights.
-            values: The watched numbers, by name.
-            accumulate: Runs the forwards and backwards of the update again.
-            micro_batches: The data of the update.
-        """
-        nonfinite = nonfinite_gradients(model.named_masters())
-        optimizer.zero_grad()
-
-        def repeat() -> None:
-            try:
-                accumulate()
-            finally:
-                optimizer.zero_grad()
-
-        return cls(index, model, values, nonfinite, micro_batches, repeat)
 
     def __str__(self) -> str:
         numbers = ", ".join(f"{n} is {v}" for n, v in self.values.items() if not math.isfinite(v))

@@ -1,9 +1,9 @@
-"""The optimizer: AdamW on the float32 masters, with a schedule and a global gradient-norm clip.
+"""The optimizer: AdamW on the float32 master weights, a schedule, and a global gradient-norm clip.
 
 With float32 states the update is `torch.optim.AdamW(fused=True)`. With compact ones matrices have
-`CompactAdamW`, whose one pass over masters, gradients and moments applies the clip as well; norms
+`CompactAdamW`, whose one pass over weights, gradients and moments applies the clip as well; norms
 and biases keep float32. Weight decay acts on matrices (two or more dimensions) and leaves norms and
-biases alone. State is saved by master name, never by position.
+biases alone. State is saved by the name of the master weight, never by position.
 """
 
 from __future__ import annotations
@@ -32,10 +32,16 @@ _LAYOUTS = {
 
 
 def learning_rate(update: int, settings: TrainSettings, total_updates: int) -> float:
-    """Learning rate of update 0, 1, 2 ...: linear warm-up, then the schedule.
+    """Return the learning rate of one update: linear warm-up, then the schedule.
 
-    Warm-up update u has lr * (u + 1) / warmup_steps. The first update after it has the full lr, and
-    with `linear` or `cosine` the last one (total_updates - 1) and any later has lr * min_lr_ratio.
+    Warm-up update u has lr * (u + 1) / warmup_steps. The first update after the warm-up has the
+    full lr, and with `linear` or `cosine` the last one (total_updates - 1) and any later has
+    lr * min_lr_ratio.
+
+    Args:
+        update: The number of the update, from 0.
+        settings: lr, warmup_steps, schedule and min_lr_ratio.
+        total_updates: The number of updates at which the schedule ends.
     """
     if update < settings.warmup_steps:
         return settings.lr * (update + 1) / settings.warmup_steps
@@ -50,22 +56,19 @@ def learning_rate(update: int, settings: TrainSettings, total_updates: int) -> f
     return settings.lr * (settings.min_lr_ratio + (1.0 - settings.min_lr_ratio) * share)
 
 
-def nonfinite_gradients(masters: Mapping[str, nn.Parameter]) -> list[str]:
-    """The masters whose gradient holds a NaN or an infinity, in their order."""
-    return [
-        name
-        for name, master in masters.items()
-        if master.grad is not None and not bool(torch.isfinite(master.grad).all())
-    ]
-
-
 class Optimizer:
-    """AdamW over the masters of a policy.
+    """AdamW over the master weights of one model.
 
     Args:
-        masters: name -> float32 parameter; gradients are read from `.grad`.
-        settings: lr, warm-up, schedule, betas, eps, weight_decay, grad_clip.
-        total_updates: where the schedule ends.
+        masters: The float32 parameters by name; gradients are read from `.grad`.
+        settings: lr, warm-up, schedule, betas, eps, weight_decay, grad_clip, optimizer_states.
+        total_updates: The number of updates at which the schedule ends.
+
+    Attributes:
+        masters: The float32 parameters by name.
+        settings: The settings of the optimizer.
+        total_updates: The number of updates at which the schedule ends.
+        num_updates: How many updates were made so far.
     """
 
     def __init__(
@@ -100,26 +103,36 @@ class Optimizer:
 
     @property
     def lr(self) -> float:
-        """Learning rate of the next update."""
+        """Return the learning rate of the next update."""
         return self._lr(0)
 
     def _lr(self, later: int) -> float:
+        """Return the learning rate so many updates after the next one."""
         return learning_rate(self.num_updates + later, self.settings, self.total_updates)
 
     def zero_grad(self) -> None:
-        """Forgets the gradients."""
+        """Forget all gradients."""
         for master in self.masters.values():
             master.grad = None
 
     def gradient_norm(self) -> torch.Tensor:
-        """The global gradient norm, a float32 scalar on the device."""
+        """Return the norm of all gradients together, a float32 scalar on the device."""
         gradients = [p.grad for p in self.masters.values() if p.grad is not None]
         return torch.nn.utils.get_total_norm(gradients)
 
-    def apply(self, total_norm: torch.Tensor) -> None:
-        """Clips the gradients to `grad_clip`, updates the masters, forgets the gradients.
+    def nonfinite_gradients(self) -> list[str]:
+        """Return the names of the master weights whose gradient holds a NaN or an infinity."""
+        return [
+            name
+            for name, master in self.masters.items()
+            if master.grad is not None and not bool(torch.isfinite(master.grad).all())
+        ]
 
-        total_norm: of `gradient_norm`; the caller knows that it is finite.
+    def apply(self, total_norm: torch.Tensor) -> None:
+        """Clip the gradients to `grad_clip`, update the master weights, forget the gradients.
+
+        Args:
+            total_norm: What `gradient_norm` returned, known to be finite.
         """
         torch.nn.utils.clip_grads_with_norm_(self._wide, self.settings.grad_clip, total_norm)
         for group in self._adamw.param_groups:
@@ -131,9 +144,13 @@ class Optimizer:
         self.zero_grad()
 
     def state_tensors(self) -> dict[str, torch.Tensor]:
-        """The moments: float32 `exp_avg.NAME` and `exp_avg_sq.NAME`, or compact `ratio.NAME` and
-        `root.NAME` (kernels/adamw.py), and `step.NAME` (float32 scalar). A master that never had a
-        gradient has none. The tensors are the live ones, not copies."""
+        """Return the moments by name: the optimizer's own tensors, not copies.
+
+        Returns:
+            float32 `exp_avg.NAME` and `exp_avg_sq.NAME`, or compact `ratio.NAME` and `root.NAME`
+            (kernels/adamw.py), and `step.NAME` (float32 scalar); nothing for a master weight that
+            never had a gradient.
+        """
         tensors = {}
         for name, master in self.masters.items():
             if self._kinds[name] == "compact":
@@ -146,11 +163,15 @@ class Optimizer:
         return tensors
 
     def load_state(self, tensors: Mapping[str, torch.Tensor], num_updates: int) -> None:
-        """Takes over what `state_tensors` gave, bit for bit, and the number of updates so far.
+        """Take over what `state_tensors` returned, bit for bit, and the number of updates so far.
+
+        Args:
+            tensors: The moments by name.
+            num_updates: How many updates were made with them.
 
         Raises:
-            UserError: states of the other kind, a tensor for a master that does not exist, or of
-                another shape. Nothing was changed then.
+            UserError: States of the other kind, a tensor for a master weight that does not exist,
+                or of another shape. Nothing was changed then.
         """
         states: dict[str, dict[str, torch.Tensor]] = {}
         for full_name, tensor in tensors.items():
@@ -168,6 +189,7 @@ class Optimizer:
         self.num_updates = num_updates
 
     def _check_state(self, full_name: str, tensor: torch.Tensor) -> None:
+        """Raise a `UserError` where a tensor is not one of this optimizer's states."""
         key, _, name = full_name.partition(".")
         master = self.masters.get(name)
         saved = next((kind for kind, keys in _LAYOUTS.items() if key in keys), None)
@@ -190,7 +212,7 @@ class Optimizer:
 
 
 def supervised_optimizer(masters: Mapping[str, nn.Parameter], settings: Settings) -> Optimizer:
-    """With lr, warm-up and schedule of `settings.sft`, and the rest of `settings.train`."""
+    """Return an optimizer with lr, warm-up and schedule of `settings.sft`, the rest of `train`."""
     sft = settings.sft
     train = settings.train.model_copy(
         update={"lr": sft.lr, "warmup_steps": sft.warmup_steps, "schedule": sft.schedule}

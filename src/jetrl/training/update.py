@@ -59,7 +59,7 @@ class Accumulated:
     Attributes:
         num_tokens: Tokens of the update.
         micro_batches: The micro-batches that fitted into memory.
-        repeat: Runs the forwards and backwards of these micro-batches again.
+        repeat: Runs the forwards and backwards again, and forgets the gradients.
         metrics: float64 scalars by name: the micro-batches' shares of the update's means, added.
         peaks: float64 scalars by name: the largest value of any micro-batch.
         outputs: What the model gave for each micro-batch, without gradient: the log-probs of a
@@ -69,7 +69,7 @@ class Accumulated:
 
     num_tokens: int
     micro_batches: Sequence[Any]
-    repeat: Callable[[], object]
+    repeat: Callable[[], None]
     metrics: dict[str, Tensor] = field(default_factory=dict)
     peaks: dict[str, Tensor] = field(default_factory=dict)
     outputs: list[Tensor] = field(default_factory=list)
@@ -172,15 +172,11 @@ class Update:
         watched[self._name("grad_norm")] = stats.grad_norm
         watched["norm of the FP8 scales"] = stats.weight_scales_norm
         if not self._guard.passes(watched):
+            nonfinite = self._optimizer.nonfinite_gradients()
+            self._optimizer.zero_grad()
+            micro_batches, repeat = accumulated.micro_batches, accumulated.repeat
             self._guard.refuse(
-                NonFiniteUpdate.of(
-                    index,
-                    self._model,
-                    self._optimizer,
-                    watched,
-                    accumulated.repeat,
-                    accumulated.micro_batches,
-                )
+                NonFiniteUpdate(index, self._model, watched, nonfinite, micro_batches, repeat)
             )
             return stats
         with explained(self._optimizer_name, ADVICE):
@@ -243,12 +239,23 @@ class Update:
         accumulated = Accumulated(
             num_tokens=minibatch.num_tokens,
             micro_batches=minibatch.micro_batches,
-            repeat=lambda: self._forward_backward(minibatch, loss),
+            repeat=partial(self._repeat, minibatch, loss),
         )
         for micro_batch in minibatch.micro_batches:
             # The loss is not bound to a name here: its graph must be gone before the next forward.
             self._backward(loss(micro_batch), accumulated)
         return accumulated
+
+    def _repeat(
+        self,
+        minibatch: Divisible[AnyMicroBatch],
+        loss: Callable[[AnyMicroBatch], MicroBatchLoss],
+    ) -> None:
+        """Run forward and backward of all micro-batches again, and forget the gradients."""
+        try:
+            self._forward_backward(minibatch, loss)
+        finally:
+            self._optimizer.zero_grad()
 
     def _backward(self, loss: MicroBatchLoss, accumulated: Accumulated) -> None:
         """Run the backward of one micro-batch, and add its numbers to those of the update."""
