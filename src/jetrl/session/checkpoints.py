@@ -106,17 +106,9 @@ class RunCheckpoints:
         Raises:
             StorageError: This checkpoint or the one before could not be written.
         """
-        self._background.wait()  # before memory is taken for the next copy
-        extra = {
-            "metrics": dict(metrics),
-            "seed": self._seed,
-            "states": self._state(),
-        }
         others = {name: part.state_tensors() for name, part in self._tensors.items()}
-        snapshot = self._steps.snapshot(
-            step, trainer.policy, trainer.optimizer, extra, self._score(metrics), others
-        )
-        self._write(self._steps, snapshot)
+        extra, score = {"metrics": dict(metrics)}, self._score(metrics)
+        self._write(self._steps, step, trainer.policy, trainer.optimizer, extra, score, others)
 
     def save_supervised(self, update: int, model: Model, optimizer: Optimizer) -> None:
         """Write the checkpoint after a supervised update, as `save` does.
@@ -129,19 +121,12 @@ class RunCheckpoints:
         Raises:
             StorageError: This checkpoint or the one before could not be written.
         """
-        self._background.wait()
-        extra = {"seed": self._seed, "states": self._state()}
-        snapshot = self._supervised.snapshot(update, model, optimizer, extra)
-        self._write(self._supervised, snapshot)
+        self._write(self._supervised, update, model, optimizer)
 
     def masters_after(self, step: int, rl: bool) -> Path | None:
         """Return the file with the master weights after a step or supervised update, if any."""
         path = (self._steps if rl else self._supervised).path(step) / "masters.safetensors"
         return path if path.is_file() else None
-
-    def _state(self) -> dict[str, Any]:
-        """Return the states of all parts, by name."""
-        return {name: part.state() for name, part in self._states.items()}
 
     def _load_state(self, states: Mapping[str, Any]) -> None:
         """Give each part its state, where the checkpoint has one."""
@@ -160,8 +145,21 @@ class RunCheckpoints:
         means = [metrics[n] for n in metrics if n.startswith("eval/") and n.endswith("/mean")]
         return sum(means) / len(means) if means else None
 
-    def _write(self, checkpoints: Checkpoints, snapshot: Snapshot) -> None:
-        """Write a snapshot in the background if its copy fits in CPU memory, else right here."""
+    def _write(
+        self,
+        checkpoints: Checkpoints,
+        step: int,
+        model: Model,
+        optimizer: Optimizer,
+        extra: Mapping[str, Any] | None = None,
+        score: float | None = None,
+        others: Mapping[str, Mapping[str, torch.Tensor]] | None = None,
+    ) -> None:
+        """Write a checkpoint in the background if its copy fits in CPU memory, else right here."""
+        self._background.wait()  # before memory is taken for the next copy
+        states = {name: part.state() for name, part in self._states.items()}
+        extra = {**(extra or {}), "seed": self._seed, "states": states}
+        snapshot = checkpoints.snapshot(step, model, optimizer, extra, score, others)
         available = available_bytes()
         fits = available is None or snapshot.num_bytes < 0.8 * available
         if self._settings.background and not fits:

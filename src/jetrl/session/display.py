@@ -49,9 +49,10 @@ class Display:
             self._console.close()
             self._console = None
 
-    def note(self, text: str) -> None:
-        """Show a line of its own."""
-        self._opened().note(text)
+    def note(self, *notes: str) -> None:
+        """Show each note on a line of its own."""
+        for text in notes:
+            self._opened().note(text)
 
     def step(self, stats: StepStats) -> None:
         """Show the line of a step or of a supervised update."""

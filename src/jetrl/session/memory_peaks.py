@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import resource
-from collections.abc import Callable
 
 import torch
 
@@ -67,24 +66,19 @@ class MemoryPeaks:
         return {"memory/peak_gib": self._highest / GIB, **phases}
 
 
-def note_memory_plan(
-    memory: Fitted, loading: str, device: torch.device, note: Callable[[str], None]
-) -> None:
-    """Write the memory plan to the log; on a GPU show it to the user, too.
+def memory_plan_notes(memory: Fitted, loading: str, device: torch.device) -> list[str]:
+    """Write the memory plan to the log; on a GPU return its lines, to be shown to the user.
 
     Args:
         memory: The plan.
         loading: How long it took to load the models, in words.
         device: The device of the run.
-        note: Shows a line to the user.
     """
     lines = [f"{loading}; memory plan", *shown(memory.plan).splitlines()]
     if memory.free is not None:
         lines.append(f"  of {memory.free / GIB:.1f} GiB that were free")
     logger.info("%s", "\n".join(lines))
-    if device.type == "cuda":
-        for line in lines:
-            note(line)
+    return lines if device.type == "cuda" else []
 
 
 def micro_batch_notes(memory: Fitted, tokens: int, setting: int) -> list[str]:

@@ -15,6 +15,7 @@ from jetrl.memory.fitting import Fitted, check_fits
 from jetrl.memory.out_of_memory import explained
 from jetrl.memory.plan import OtherModels, Workload
 from jetrl.models.families import ModelConfig
+from jetrl.models.model import Model
 from jetrl.models.policy import Policy
 from jetrl.parity import require_exact
 from jetrl.precision import PrecisionPlan
@@ -33,37 +34,53 @@ _ADVICE = "`jetrl train --dry-run` prints what a run holds"
 
 
 @dataclass(frozen=True)
-class RunContext:
-    """The models and data of a run, and the processes that score.
+class TrainingContext:
+    """The model and data of a training of any kind.
 
     Attributes:
-        objective: The algorithm that is trained with.
-        task: The task that the prompts and scores come from.
-        max_turns: The most turns of a completion.
-        policy: The policy that is trained.
+        model: The model that is trained.
+        task: The task that the prompts come from.
         prompts: The prompts to train on, in the order of their split.
-        eval_prompts: The held-out prompts, in the order of their split; none where nothing is
-            evaluated.
-        scorer: The scoring processes.
-        engine: The engine that samples from the policy.
-        reward: Makes the rewards of [reward]; None where the reward is the task's own score.
         memory: The memory plan.
         loading: How long it took to load the models, and to prove that the flow is exact, in words.
         notes: Lines to show to the user at the start.
     """
 
-    objective: Objective
+    model: Model
     task: Task
-    max_turns: int
-    policy: Policy
     prompts: list[EncodedPrompt]
+    memory: Fitted
+    loading: str
+    notes: list[str]
+
+
+@dataclass(frozen=True)
+class RunContext(TrainingContext):
+    """The models and data of a run of reinforcement learning, and the processes that score.
+
+    Attributes:
+        model: The policy that is trained.
+        objective: The algorithm that is trained with.
+        max_turns: The most turns of a completion.
+        eval_prompts: The held-out prompts, in the order of their split; none where nothing is
+            evaluated.
+        scorer: The scoring processes.
+        engine: The engine that samples from the policy.
+        reward: Makes the rewards of [reward]; None where the reward is the task's own score.
+    """
+
+    model: Policy
+    objective: Objective
+    max_turns: int
     eval_prompts: list[EncodedPrompt]
     scorer: Scorer
     engine: RolloutEngine
     reward: Reward | None
-    memory: Fitted
-    loading: str
-    notes: list[str]
+
+    @property
+    def policy(self) -> Policy:
+        """The policy that is trained."""
+        return self.model
 
 
 def open_context(settings: Settings, stack: contextlib.ExitStack) -> RunContext:
@@ -130,18 +147,18 @@ def open_context(settings: Settings, stack: contextlib.ExitStack) -> RunContext:
             f"tokens, the model's context has room for {room}, and a completion ends there"
         )
     return RunContext(
-        objective=objective,
+        model=policy,
         task=task,
-        max_turns=max_turns,
-        policy=policy,
         prompts=prompts,
+        memory=memory,
+        loading=loading,
+        notes=notes,
+        objective=objective,
+        max_turns=max_turns,
         eval_prompts=eval_prompts,
         scorer=stack.enter_context(Scorer.from_settings(task_settings)),
         engine=engine,
         reward=reward,
-        memory=memory,
-        loading=loading,
-        notes=notes,
     )
 
 

@@ -33,7 +33,8 @@ class Phases:
     """The clock of a run's phases.
 
     Attributes:
-        timings: The seconds of each phase of the present step that has ended, by name.
+        timings: The seconds of each phase of the present step, by name: the sum where a phase ran
+            several times.
         observers: The observers, in the order in which they hear of a phase.
         step: The number of the present step, 0 before the first.
     """
@@ -67,9 +68,10 @@ class Phases:
         began = time.monotonic()
         with explained(f"the phase {name}", _ADVICE):
             yield
-        self.timings[name] = time.monotonic() - began
+        seconds = time.monotonic() - began
+        self.timings[name] = self.timings.get(name, 0.0) + seconds
         for observer in self.observers:
-            observer.end(name, self.timings[name])
+            observer.end(name, seconds)
 
     def beat(self) -> None:
         """Show a sign of life of the present phase: a forward of the sampler, an update."""

@@ -19,16 +19,16 @@ from jetrl.memory.out_of_memory import explained
 from jetrl.memory.plan import OtherModels, Workload
 from jetrl.models.scalar_model import ScalarModel
 from jetrl.precision import PrecisionPlan
-from jetrl.rewards.sampling import EncodedPrompt, encode_prompts
+from jetrl.rewards.sampling import encode_prompts
 from jetrl.runs import RunDirectory
 from jetrl.session.building import build_scalar_model, choose_device, model_config
 from jetrl.session.examples import PairFacts, preference_pair, trained_examples
-from jetrl.session.memory_peaks import micro_batch_notes
+from jetrl.session.open import TrainingContext
 from jetrl.session.results import RewardResult
 from jetrl.session.supervised import SupervisedUpdates
 from jetrl.session.training_run import TrainingRun
 from jetrl.settings.loading import Settings
-from jetrl.tasks import Task, build_task
+from jetrl.tasks import build_task
 from jetrl.training.extras.reward_model import Pair, RewardTrainer
 from jetrl.training.micro_batches import MicroBatchSize
 
@@ -56,65 +56,47 @@ def train_reward_model(
     began = time.monotonic()
     RunDirectory.check_name(settings, resume=resume)
     context = open_reward_context(settings)
-    model, memory = context.model, context.memory
-    size = MicroBatchSize.of(settings.train, memory.tokens)
-    trainer = RewardTrainer(model, settings, size)
+    size = MicroBatchSize.of(settings.train, context.memory.tokens)
+    trainer = RewardTrainer(context.model, settings, size)
     with contextlib.ExitStack() as stack:
-        run = TrainingRun(settings, model, stack, resume, began)
-        run.checkpoints.register("micro_batches", trainer.micro_batch_size)
+        run = TrainingRun(settings, context, stack, resume, began)
+        run.checkpoints.register("micro_batches", size)
         run.checkpoints.register("guard", trainer.guard)
-        run.display.show_updates("reward model", settings.sft.steps)
-        run.note_start(memory, context.loading)
-        notes = []
         if not run.checkpoints.in_supervised_updates:
-            notes += run.checkpoints.start_over() if resume else []
-            notes += micro_batch_notes(memory, size.tokens, settings.train.tokens_per_micro_batch)
-        for note in notes:
-            run.display.note(note)
+            run.display.note(*(run.checkpoints.start_over() if resume else []))
+            run.note_micro_batches(size.tokens)
 
         def held_out_accuracy() -> float:
             with run.phases.phase("eval"):
-                return accuracy(model, context.held_out, size.tokens)
+                return accuracy(context.model, context.held_out, size.tokens)
 
-        value = SupervisedUpdates(
-            settings=settings,
-            run=run,
-            model=model,
-            trainer=trainer,
-            task=context.task,
-            prompts=context.prompts,
-            example_of=preference_pair,
-            held_out=held_out_accuracy,
-            memory=memory,
+        updates = SupervisedUpdates(
+            run,
+            trainer,
+            preference_pair,
+            held_out_accuracy,
             title="reward model",
             held_out_metric="reward_model/eval_accuracy",
-        ).train()
+        )
+        value = updates.train()
         assert value is not None, "the accuracy is looked at after the last update"
         model_path = run.export("float32", out)
         return RewardResult(run.directory.path, model_path, value, len(context.held_out))
 
 
 @dataclass(frozen=True)
-class RewardContext:
+class RewardContext(TrainingContext):
     """The model and data of a reward model's training.
 
     Attributes:
-        task: The task that the pairs come from.
         model: The model that is trained.
-        prompts: The prompts of the pairs that are trained on, in the order of their split.
         held_out: The pairs that are held out.
         facts: Counts over the pairs that are trained on.
-        memory: The memory plan.
-        loading: How long it took to load the model, in words.
     """
 
-    task: Task
     model: ScalarModel
-    prompts: list[EncodedPrompt]
     held_out: list[Pair]
     facts: PairFacts
-    memory: Fitted
-    loading: str
 
 
 def open_reward_context(settings: Settings) -> RewardContext:
@@ -142,7 +124,7 @@ def open_reward_context(settings: Settings) -> RewardContext:
     facts = PairFacts.of([*trained_examples(preference_pair, another_task, model, prompts)])
     longest = max(facts.longest, *(len(sequence) for pair in held_out for sequence in pair))
     memory = plan_reward_memory(settings, longest, device, free)
-    return RewardContext(task, model, prompts, held_out, facts, memory, loading)
+    return RewardContext(model, task, prompts, memory, loading, [], held_out, facts)
 
 
 def plan_reward_memory(settings: Settings, longest: int, device: str, free: int | None) -> Fitted:

@@ -28,7 +28,6 @@ from jetrl.runs import RunDirectory
 from jetrl.session.building import build_critic, build_reference
 from jetrl.session.dynamic_sampling import refill
 from jetrl.session.examples import worked_answer
-from jetrl.session.memory_peaks import micro_batch_notes
 from jetrl.session.nonfinite import NonFiniteReports
 from jetrl.session.open import open_context
 from jetrl.session.partial_rollouts import PartialRollouts
@@ -87,11 +86,10 @@ class Session:
         self.context = context = open_context(settings, stack)
         self.run = run = TrainingRun(
             settings,
-            context.policy,
+            context,
             stack,
             self._resumes,
             self._began,
-            notes=context.notes,
             trackers=settings.trackers.names,
             hang_state=lambda: hang_state(context.engine, context.policy),
         )
@@ -117,12 +115,10 @@ class Session:
         checkpoints.register("rollout_sizes", context.engine.sizes)
 
         stack.push(lambda _, error, __: self._save_given_up_step(error))
-        run.note_start(context.memory, context.loading)
         if self._resumes:
             self._resume()
         if not checkpoints.in_supervised_updates:
-            tokens, setting = self._micro_batch_size.tokens, settings.train.tokens_per_micro_batch
-            self._note(micro_batch_notes(context.memory, tokens, setting))
+            run.note_micro_batches(self._micro_batch_size.tokens)
         self._step_notes = StepNotes(
             run.directory, context.engine, self._micro_batch_size, run.display.note
         )
@@ -140,7 +136,7 @@ class Session:
                 notes.append(f"all steps of loop.steps={num_steps} are done; a larger one goes on")
         elif not (checkpoints.in_supervised_updates and self.settings.sft.steps):
             notes = checkpoints.start_over()
-        self._note(notes)
+        self.run.display.note(*notes)
 
     @property
     def trainer(self) -> Trainer:
@@ -182,16 +178,12 @@ class Session:
         settings, context = self.settings, self.context
         if settings.sft.steps:
             guard = self._nonfinite.sft_guard
+            trainer = SftTrainer(context.policy, settings, self._micro_batch_size, guard)
             SupervisedUpdates(
-                settings=settings,
-                run=self.run,
-                model=context.policy,
-                trainer=SftTrainer(context.policy, settings, self._micro_batch_size, guard),
-                task=context.task,
-                prompts=context.prompts,
-                example_of=worked_answer,
-                held_out=self._held_out_reward,
-                memory=context.memory,
+                self.run,
+                trainer,
+                worked_answer,
+                self._held_out_reward,
                 before_update=self._nonfinite.expect_updates,
             ).train()
             self.run.display.show_steps(settings.loop.steps)
@@ -201,6 +193,7 @@ class Session:
         """Evaluate before the first step, and write the checkpoint that follows a warm-up."""
         if self.last_step.number > 0 or self.run.directory.metrics("rl"):
             return
+        self.run.phases.start_step(0)
         step = self.evaluate(Step(0))
         if self.settings.sft.steps:
             self._save_checkpoint(step)
@@ -262,7 +255,7 @@ class Session:
             prompts=prompts,
             completions=completions,
             scoring=scoring,
-            rollout_tokens=step.rollout_tokens + num_tokens,
+            rollout_tokens=num_tokens,
             metrics={**step.metrics, **metrics},
         )
 
@@ -300,18 +293,11 @@ class Session:
         """
         if not self.context.objective.dynamic_sampling:
             return step
-        timings, rollout_tokens = self.run.phases.timings, step.rollout_tokens
 
         def next_round(number: int, num_prompts: int) -> Sequence[Sample]:
-            nonlocal rollout_tokens
             order = self._order(f"prompts again {step.number} {number}")
-            before = dict(timings)
             prompts = order.draw(1, num_prompts)
-            more = self.score(self.sample(Step(step.number, round=number, prompts=prompts)))
-            for phase in ("rollout", "reward"):
-                timings[phase] += before[phase]
-            rollout_tokens += more.rollout_tokens
-            return more.samples
+            return self.score(self.sample(Step(step.number, number, prompts))).samples
 
         refilled = refill(
             step.samples,
@@ -329,7 +315,7 @@ class Session:
             round=refilled.rounds,
             samples=refilled.samples,
             drawn_samples=refilled.drawn,
-            rollout_tokens=rollout_tokens,
+            rollout_tokens=sum(s.completion.num_sampled for s in refilled.drawn),
             metrics={**step.metrics, **metrics},
         )
 
@@ -485,8 +471,3 @@ class Session:
         """Show how far the sampling is, which is a sign of life."""
         self.run.phases.beat()
         self.run.display.progress(progress)
-
-    def _note(self, notes: Sequence[str]) -> None:
-        """Show lines to the user."""
-        for note in notes:
-            self.run.display.note(note)

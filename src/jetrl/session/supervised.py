@@ -6,18 +6,14 @@ data now and then. What differs is the trainer, its examples and what is held ou
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from jetrl.errors import TimeLimitReached
-from jetrl.memory.fitting import Fitted
-from jetrl.models.model import Model
 from jetrl.rewards.sampling import EncodedPrompt
-from jetrl.session.memory_peaks import micro_batch_notes
 from jetrl.session.prompt_order import PromptOrder
 from jetrl.session.training_run import TrainingRun
-from jetrl.settings.loading import Settings
 from jetrl.tasks import Task
 from jetrl.training import SftTrainer
 from jetrl.training.extras.reward_model import RewardTrainer
@@ -29,15 +25,10 @@ class SupervisedUpdates:
     """The `sft.steps` supervised updates of a run, or fewer once the held-out value is good enough.
 
     Attributes:
-        settings: The settings of the run.
-        run: The open run.
-        model: The model that is trained.
+        run: The open run, with its settings, model and data.
         trainer: The trainer of the model.
-        task: The task that the examples come from.
-        prompts: The prompts of the split that is trained on.
         example_of: Makes the example of a prompt.
         held_out: Returns the held-out value that `sft.until` is compared with.
-        memory: The memory plan of the run.
         title: The first word of an update's line on the console.
         held_out_metric: The metric of the held-out value. With a metric the updates are the whole
             run: the value is in their lines and known at the end, and the last update is saved.
@@ -45,15 +36,10 @@ class SupervisedUpdates:
         before_update: Called with the number of an update before it is made.
     """
 
-    settings: Settings
     run: TrainingRun
-    model: Model
     trainer: SftTrainer | RewardTrainer
-    task: Task
-    prompts: Sequence[EncodedPrompt]
     example_of: Callable[[Task, Any, EncodedPrompt], Any]
     held_out: Callable[[], float]
-    memory: Fitted
     title: str = "sft"
     held_out_metric: str | None = None
     before_update: Callable[[int], None] = lambda update: None
@@ -70,15 +56,15 @@ class SupervisedUpdates:
             TimeLimitReached: The time limit; the update was finished and saved.
         """
         run, is_whole_run = self.run, self.held_out_metric is not None
-        order = PromptOrder(self.settings, self.prompts, self.task.weights, use="sft")
+        prompts, weights = run.context.prompts, run.context.task.weights
+        order = PromptOrder(run.settings, prompts, weights, use="sft")
         update = self._resume()
         for earlier in range(1, update + 1):
             self._examples(order, earlier)  # a task may count how often it was asked
         value = self._held_out_value(update)
         while not self._is_over(update, value):
             update += 1
-            if is_whole_run:
-                run.phases.start_step(update)
+            run.phases.start_step(update if is_whole_run else 0)
             self.before_update(update)
             with run.phases.phase("sft"):
                 metrics = self.trainer.step(self._examples(order, update))
@@ -98,27 +84,26 @@ class SupervisedUpdates:
 
     def _resume(self) -> int:
         """Load the last checkpoint, if the run has one; return the number of updates done."""
-        settings, run, trainer = self.settings, self.run, self.trainer
-        update, notes = run.checkpoints.load_supervised(self.model, trainer.optimizer)
-        run.display.show_updates(self.title, settings.sft.steps, update)
-        if notes:  # the sizes of micro-batches are the checkpoint's
-            tokens = trainer.micro_batch_size.tokens
-            notes += micro_batch_notes(self.memory, tokens, settings.train.tokens_per_micro_batch)
-        for note in notes:
-            run.display.note(note)
+        run, trainer = self.run, self.trainer
+        update, notes = run.checkpoints.load_supervised(run.context.model, trainer.optimizer)
+        run.display.show_updates(self.title, run.settings.sft.steps, update)
+        run.display.note(*notes)
+        if update > 0:  # the size of micro-batches is the checkpoint's
+            run.note_micro_batches(trainer.micro_batch_size.tokens)
         return update
 
     def _examples(self, order: PromptOrder, update: int) -> list[Any]:
         """Return the examples of an update, counted from 1."""
-        prompts = order.draw(update, self.settings.sft.examples_per_step)
-        return [self.example_of(self.task, self.model, encoded) for encoded in prompts]
+        context = self.run.context
+        prompts = order.draw(update, self.run.settings.sft.examples_per_step)
+        return [self.example_of(context.task, context.model, encoded) for encoded in prompts]
 
     def _held_out_value(self, update: int) -> float | None:
         """Return the held-out value if it is to be looked at after an update, else None.
 
         A resumed run looks again, since it may have been cut between the update and the look.
         """
-        sft = self.settings.sft
+        sft = self.run.settings.sft
         due = sft.until is not None and update > 0 and update % sft.check_every == 0
         if self.held_out_metric is not None:
             return self.held_out() if due or update >= sft.steps else None
@@ -130,7 +115,7 @@ class SupervisedUpdates:
 
     def _is_over(self, update: int, value: float | None) -> bool:
         """Return whether an update was the last one."""
-        sft = self.settings.sft
+        sft = self.run.settings.sft
         good_enough = sft.until is not None and value is not None and value >= sft.until
         return good_enough or update >= sft.steps
 
@@ -144,7 +129,7 @@ class SupervisedUpdates:
         stops = run.stops.decide()
         if checkpoints.is_due(update) or stops or is_last:
             with run.phases.phase("checkpoint"):
-                checkpoints.save_supervised(update, self.model, self.trainer.optimizer)
+                checkpoints.save_supervised(update, run.context.model, self.trainer.optimizer)
         if stops and not is_last:
             checkpoints.wait()
             run.stops.raise_signal()

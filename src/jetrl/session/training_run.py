@@ -14,14 +14,13 @@ from pathlib import Path
 from typing import Literal
 
 from jetrl.errors import StorageError
-from jetrl.memory.fitting import Fitted
-from jetrl.models.model import Model
 from jetrl.runs import RunDirectory, open_trackers, summary_of, write_report
 from jetrl.runs.status import StatusFile
 from jetrl.runs.storing import storing
 from jetrl.session.checkpoints import RunCheckpoints
 from jetrl.session.display import Display
-from jetrl.session.memory_peaks import MemoryPeaks, note_memory_plan
+from jetrl.session.memory_peaks import MemoryPeaks, memory_plan_notes, micro_batch_notes
+from jetrl.session.open import TrainingContext
 from jetrl.session.phases import Phases
 from jetrl.session.stop_signals import StopSignals
 from jetrl.session.watchdog import Watchdog
@@ -35,15 +34,16 @@ class TrainingRun:
 
     Args:
         settings: The settings of the run.
-        model: The model that is trained.
+        context: The model and data of the run.
         stack: Closes what is opened here; the report is written last.
         resume: Whether an earlier attempt is continued.
         began: When this attempt began, by time.monotonic.
-        notes: Lines to show to the user at the start.
         trackers: The names of the experiment trackers that get the metrics.
         hang_state: Returns more lines for hang.txt, if the run hangs.
 
     Attributes:
+        settings: The settings of the run.
+        context: The model and data of the run.
         directory: The run directory.
         attempt: The record of this attempt in the run directory.
         trackers: The experiment trackers.
@@ -60,17 +60,17 @@ class TrainingRun:
     def __init__(
         self,
         settings: Settings,
-        model: Model,
+        context: TrainingContext,
         stack: contextlib.ExitStack,
         resume: bool,
         began: float,
-        notes: Sequence[str] = (),
         trackers: Sequence[str] = (),
         hang_state: Callable[[], list[str]] = list,
     ) -> None:
-        self._model = model
+        self.settings, self.context = settings, context
+        model = context.model
         self.directory = RunDirectory.create(settings, model.plan.to_dict(), resume=resume)
-        self.directory.notes += notes
+        self.directory.notes += context.notes
         path = self.directory.path
         if settings.report.enabled:
             # Written last, when the run's end is recorded.
@@ -96,17 +96,13 @@ class TrainingRun:
         stack.enter_context(self.stops.handled())
         stack.callback(self.display.close)
         stack.push(lambda _, error, __: self._settle(error))
+        plan = memory_plan_notes(context.memory, context.loading, model.device)
+        self.display.note(*plan, *self.directory.notes)
 
-    def note_start(self, memory: Fitted, loading: str) -> None:
-        """Show what the run holds, and what is to be known of its directory and settings.
-
-        Args:
-            memory: The memory plan.
-            loading: How long it took to load the models, in words.
-        """
-        note_memory_plan(memory, loading, self._model.device, self.display.note)
-        for note in self.directory.notes:
-            self.display.note(note)
+    def note_micro_batches(self, tokens: int) -> None:
+        """Show the tokens of a micro-batch, where they are not train.tokens_per_micro_batch."""
+        setting = self.settings.train.tokens_per_micro_batch
+        self.display.note(*micro_batch_notes(self.context.memory, tokens, setting))
 
     def export(self, dtype: Literal["bfloat16", "float32"], out: str | Path | None) -> Path:
         """Write the trained model as a Hugging Face directory; return the one in the run directory.
@@ -117,9 +113,9 @@ class TrainingRun:
         """
         path = self.directory.path / "model"
         with self.phases.phase("export"):
-            self._model.save_pretrained(path, dtype=dtype, overwrite=True)
+            self.context.model.save_pretrained(path, dtype=dtype, overwrite=True)
             if out is not None:
-                self._model.save_pretrained(out, dtype=dtype)
+                self.context.model.save_pretrained(out, dtype=dtype)
             self.checkpoints.wait()
         self.display.close()
         return path
