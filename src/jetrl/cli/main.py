@@ -9,11 +9,13 @@ Exit codes are those of jetrl.errors.
 
 from __future__ import annotations
 
+import argparse
 import difflib
 import importlib
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from jetrl.cli.arguments import HelpFormatter, Parser, tell
 from jetrl.errors import RunStopped, Terminated, UserError
@@ -46,7 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments[0] in ("-V", "--version"):
             print(version())
             return 0
-        code = run(arguments[0], arguments[1:])
+        command, words = parse(arguments[0], arguments[1:])
+        code: int = command.run(words)
         sys.stdout.flush()  # here, where a closed pipe is caught, and not when Python ends
         return code
     except UserError as error:
@@ -77,11 +80,11 @@ def _set_allocators() -> None:
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 
-def run(command: str, arguments: Sequence[str]) -> int:
-    """Parses the arguments of one command and runs it.
+def parse(command: str, arguments: Sequence[str]) -> tuple[Any, argparse.Namespace]:
+    """Return the module of a command, whose `run` runs it, and its parsed arguments.
 
     Raises:
-        UserError: no such command; the nearest one is named.
+        UserError: There is no such command; the message names the nearest one.
     """
     if command not in COMMANDS:
         near = difflib.get_close_matches(command, COMMANDS, n=1)
@@ -98,9 +101,8 @@ def run(command: str, arguments: Sequence[str]) -> int:
     # Intermixed: options may stand between a recipe and its overrides; not where a command hands
     # the rest of its words on.
     foreign = getattr(module, "HANDS_WORDS_ON", False)
-    parse = parser.parse_args if foreign else parser.parse_intermixed_args
-    code: int = module.run(parse(list(arguments)))
-    return code
+    parse_words = parser.parse_args if foreign else parser.parse_intermixed_args
+    return module, parse_words(list(arguments))
 
 
 def shown(error: BaseException) -> str:

@@ -437,7 +437,7 @@ class Session:
             self.run.checkpoints.save(step.number, self.trainer, step.metrics)
 
     def _save_stopped_run(self) -> None:
-        """Write the rollouts and checkpoint of the last whole step, unless that was done."""
+        """Write the rollouts of the last whole step, and its checkpoint if it has none."""
         step, run = self.last_step, self.run
         if step.samples:
             run.directory.write_rollouts(step.number, step.samples)
