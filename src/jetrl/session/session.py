@@ -114,6 +114,7 @@ class Session:
         )
         checkpoints.register("rollout_sizes", context.engine.sizes)
 
+        # From here on a run that is cut leaves a checkpoint; an earlier one is loaded.
         stack.push(lambda _, error, __: self._save_given_up_step(error))
         if self._resumes:
             self._resume()

@@ -64,12 +64,12 @@ class SupervisedUpdates:
         value = self._held_out_value(update)
         while not self._is_over(update, value):
             update += 1
-            run.phases.start_step(update if is_whole_run else 0)
+            run.phases.start_step(update if is_whole_run else 0)  # a warm-up is before step 1
             self.before_update(update)
             with run.phases.phase("sft"):
                 metrics = self.trainer.step(self._examples(order, update))
             metrics["timing/step_s"] = run.phases.timings["sft"]
-            if self.held_out_metric is not None:
+            if self.held_out_metric is not None:  # looked at now, since it is part of the line
                 value = self._held_out_value(update)
                 if value is not None:
                     metrics[self.held_out_metric] = value
@@ -78,7 +78,7 @@ class SupervisedUpdates:
             run.display.step(stats)
             run.stops.check_time(metrics["timing/step_s"], run.checkpoints.ending_s)
             self._save_or_stop(update, is_last=is_whole_run and self._is_over(update, value))
-            if not is_whole_run:
+            if not is_whole_run:  # looked at when all is saved: a run that stops does not wait
                 value = self._held_out_value(update)
         return value
 

@@ -69,6 +69,8 @@ class TrainingRun:
     ) -> None:
         self.settings, self.context = settings, context
         model = context.model
+
+        # The run directory, with the record of this attempt, and trackers beside it.
         self.directory = RunDirectory.create(settings, model.plan.to_dict(), resume=resume)
         self.directory.notes += context.notes
         path = self.directory.path
@@ -83,6 +85,7 @@ class TrainingRun:
         )
         stack.callback(lambda: self.trackers.close(lambda: summary_of(self.directory.history())))
 
+        # Signals, the console, and who hears of the phases.
         self.stops = StopSignals(settings.run.max_hours, self.directory.history().elapsed_s, began)
         self.display = Display(settings.loop.steps, lambda: self.stops.elapsed_s)
         self.phases, self.memory_peaks = Phases(), MemoryPeaks(model.device)
@@ -92,6 +95,8 @@ class TrainingRun:
         watchdog = Watchdog(settings.watchdog, hang_file, hang_state, end_attempt)
         stack.enter_context(watchdog)
         self.phases.observers += [self.display, self.memory_peaks, status, watchdog]
+
+        # What is still done when the run is left: the checkpoint that is being written comes first.
         self.checkpoints = RunCheckpoints(self.directory, settings)
         stack.enter_context(self.stops.handled())
         stack.callback(self.display.close)
