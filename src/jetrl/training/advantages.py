@@ -1,6 +1,7 @@
-"""Advantages: what an algorithm makes of the rewards of a step. No torch.
+"""Advantages: what an algorithm makes of the rewards of a step.
 
-An estimator takes the step's rewards (`StepRewards`) and gives every trained token its advantage:
+No torch here. An estimator takes the step's rewards (`StepRewards`) and gives every trained token
+its advantage:
 
     group          reward minus the group's mean, over its standard deviation    GRPO, DAPO, ...
     leave_one_out  reward minus the mean of the group's other rewards            RLOO

@@ -1,4 +1,4 @@
-"""One job at a time in another thread; an error of the job is raised in the thread of its owner."""
+"""Jobs in another thread, one at a time, whose errors are raised in the thread of their owner."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Checkpoints: all that a run needs to go on, bit for bit, and written so that no crash spoils one.
+"""Checkpoints: everything that a run needs to continue with the same bits, safe from any crash.
 
     checkpoints/step_000050/
-        masters.safetensors     the float32 masters, by internal name
-        optimizer.safetensors   AdamW's moments, by master
+        masters.safetensors     the float32 master weights, by internal name
+        optimizer.safetensors   AdamW's moments, by master weight
         NAME.safetensors        tensors of other parts of the run, if it has any
         state.json              format, step, updates, plan, model, score, and what the loop added
         manifest.json           size and SHA-256 of each of the other files
@@ -11,8 +11,8 @@ A checkpoint is written into a folder whose name starts with a dot, every file i
 disk, and the folder is then renamed: under its real name it is complete or it does not exist. Older
 ones are removed after that, never before. Nothing is pickled, so a checkpoint cannot run code.
 
-`snapshot` and `write` are `save` in two parts: what `snapshot` copied can be written by another
-thread while training goes on.
+`snapshot` and `write` are the two halves of `save`: a copied snapshot can be written by another
+thread while training continues.
 """
 
 from __future__ import annotations
@@ -55,7 +55,13 @@ _WRITING, _REPLACED = ".writing-", ".replaced-"
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A checkpoint before it is written. state: of state.json. tensors: by file, then by name."""
+    """The contents of a checkpoint, before they are written.
+
+    Attributes:
+        step: How many steps are done.
+        state: The text of state.json.
+        tensors: The tensors by file, then by name.
+    """
 
     step: int
     state: str
@@ -63,10 +69,11 @@ class Snapshot:
 
     @property
     def num_bytes(self) -> int:
+        """Return how many bytes the tensors have together."""
         return sum(t.nbytes for tensors in self.tensors.values() for t in tensors.values())
 
     def copied(self) -> Snapshot:
-        """The same in CPU memory of its own: training may go on while it is written."""
+        """Return a copy in CPU memory, which can be written while training changes the tensors."""
         tensors = {
             file: {name: t.to("cpu", copy=True) for name, t in named.items()}
             for file, named in self.tensors.items()
@@ -75,15 +82,25 @@ class Snapshot:
 
 
 class Latest(NamedTuple):
-    """path: the newest good checkpoint. notes: one message for each newer one that is damaged."""
+    """The newest good checkpoint of a run.
+
+    Attributes:
+        path: The folder of the checkpoint.
+        notes: One message for each newer checkpoint, all of which are damaged.
+    """
 
     path: Path
     notes: list[str]
 
 
 class Loaded(NamedTuple):
-    """step: the steps done. extra: what `save` was given, as JSON reads it back. tensors: those of
-    other parts, by part."""
+    """The contents of a checkpoint beside weights and optimizer, which were put in their places.
+
+    Attributes:
+        step: How many steps are done.
+        extra: What `save` was given as `extra`, as JSON reads it back.
+        tensors: The tensors of other parts of the run, by part and name.
+    """
 
     step: int
     extra: dict[str, Any]
@@ -91,12 +108,12 @@ class Loaded(NamedTuple):
 
 
 class Checkpoints:
-    """The checkpoints of a run. One process may save; others may read meanwhile.
+    """The checkpoints of a run, which one process may save while others read.
 
     Args:
-        directory: made by the first `save`.
-        keep_last: how many of the newest `save` leaves.
-        keep_best: how many of those with the highest score it leaves as well.
+        directory: The folder of the checkpoints; the first `save` makes it.
+        keep_last: How many of the newest checkpoints `save` leaves.
+        keep_best: How many of the checkpoints with the highest score `save` leaves as well.
     """
 
     def __init__(self, directory: str | Path, keep_last: int = 2, keep_best: int = 0) -> None:
@@ -104,12 +121,11 @@ class Checkpoints:
             raise ValueError(f"keep_last must be at least 1, not {keep_last}")
         self.directory = Path(directory)
         self.keep_last, self.keep_best = keep_last, keep_best
-        self._verified: Path | None = (
-            None  # by the last call of latest: load need not read it twice
-        )
+        # What `latest` has found to be undamaged, so that `load` need not read it twice.
+        self._verified: Path | None = None
 
     def steps(self) -> list[int]:
-        """Steps that have a checkpoint, good or damaged, ascending."""
+        """Return the steps that have a checkpoint, good or damaged, ascending."""
         if not self.directory.is_dir():
             return []
         return sorted(
@@ -119,7 +135,7 @@ class Checkpoints:
         )
 
     def path(self, step: int) -> Path:
-        """Where the checkpoint of a step is, or would be."""
+        """Return the folder of the checkpoint of a step, which need not exist."""
         return self.directory / f"step_{step:06d}"
 
     def save(
@@ -130,7 +146,15 @@ class Checkpoints:
         extra: Mapping[str, Any],
         score: float | None = None,
     ) -> Path:
-        """Writes the checkpoint of a step: `write(snapshot(...))`."""
+        """Write the checkpoint of a step, and return its folder: `write(snapshot(...))`.
+
+        Args:
+            step: How many steps are done.
+            policy: The model whose master weights are kept.
+            optimizer: The optimizer whose state is kept.
+            extra: JSON values that are needed to continue.
+            score: The score of the step, for keep_best.
+        """
         return self.write(self.snapshot(step, policy, optimizer, extra, score))
 
     def snapshot(
@@ -142,12 +166,16 @@ class Checkpoints:
         score: float | None = None,
         others: Mapping[str, Mapping[str, torch.Tensor]] | None = None,
     ) -> Snapshot:
-        """What is to be written. The tensors are the live ones until it is `copied`.
+        """Return the contents of a checkpoint, which are the run's own tensors until `copied`.
 
         Args:
-            step: steps done. extra: what else is needed to go on; JSON values (floats survive
-                exactly), under string keys. score: for keep_best; higher is better. others: tensors
-                of other parts of the run, by part (a file name) and name.
+            step: How many steps are done.
+            policy: The model whose master weights are kept.
+            optimizer: The optimizer whose state is kept.
+            extra: What else is needed to continue: JSON values (floats survive exactly), under
+                string keys.
+            score: The score of the step, for keep_best; higher is better.
+            others: Tensors of other parts of the run, by part (a file name) and name.
 
         Raises:
             TypeError: extra holds what JSON cannot say.
@@ -167,15 +195,15 @@ class Checkpoints:
         return Snapshot(step, json.dumps(state, indent=1), tensors)
 
     def write(self, snapshot: Snapshot) -> Path:
-        """Writes a checkpoint and then removes all but the newest and best up to its step. What an
-        interrupted write left behind is removed first.
+        """Write a checkpoint, then remove all but the newest and best ones, and return its folder.
 
-        A checkpoint of the same step is replaced; later ones belong to a future that this run has
-        left (it resumed from an earlier one) and go too.
+        What an interrupted write left behind is removed first. A checkpoint of the same step is
+        replaced; those of later steps belong to a future that this run has left (it resumed from an
+        earlier checkpoint) and are removed too.
 
         Raises:
-            StorageError: it could not be written (a full disk): the path and the free space are
-                named, what was written is removed and the older checkpoints are as they were.
+            StorageError: The checkpoint could not be written (a full disk): the path and the free
+                space are named, what was written is removed and the older ones are as they were.
         """
         target = self.path(snapshot.step)
         writing = self.directory / f"{_WRITING}{target.name}"
@@ -189,18 +217,17 @@ class Checkpoints:
             self._write_files(writing, snapshot)
             sync(writing)
             self._put_in_place(writing, target)
-        except OSError as error:
+        except BaseException as error:
             shutil.rmtree(writing, ignore_errors=True)
-            raise StorageError(self._explain_failure(target, error)) from None
-        except BaseException:
-            shutil.rmtree(writing, ignore_errors=True)
+            if isinstance(error, OSError):
+                raise StorageError(self._explain_failure(target, error)) from None
             raise
         self._prune(snapshot.step, self.steps())
         return target
 
     @staticmethod
     def _write_files(folder: Path, snapshot: Snapshot) -> None:
-        """The files of a checkpoint, the manifest last."""
+        """Write the files of a checkpoint, the manifest last."""
         for name, tensors in snapshot.tensors.items():
             write_tensors(folder / f"{name}.safetensors", tensors)
         write_text(folder / _STATE, snapshot.state)
@@ -208,11 +235,11 @@ class Checkpoints:
         write_text(folder / _MANIFEST, json.dumps(manifest, indent=1))
 
     def latest(self) -> Latest:
-        """The newest good checkpoint: every file is read and compared with its checksum.
+        """Return the newest good checkpoint, after comparing every file with its checksum.
 
         Raises:
-            UserError: there is none; says whether there were damaged ones and how each is damaged.
-                Or it is of another format: an older one is not taken in its place.
+            UserError: No checkpoint is good; says how each is damaged. Or the newest good one is of
+                another format: an older one is not taken in its place.
         """
         self._put_back()
         notes: list[str] = []
@@ -232,29 +259,33 @@ class Checkpoints:
         raise UserError(f"no checkpoint in {self.directory}: the run was cut before its first one")
 
     def load(self, path: str | Path, policy: Model, optimizer: Optimizer) -> Loaded:
-        """Puts a checkpoint's masters and optimizer state, bit for bit, into a model made from
-        the same settings, and requantizes it.
+        """Put a checkpoint's master weights and optimizer state, bit for bit, into a model.
+
+        Args:
+            path: The folder of the checkpoint.
+            policy: A model made from the same settings, which is requantized afterwards.
+            optimizer: The optimizer over the model's master weights.
 
         Raises:
-            UserError: it is damaged, or its precision plan, model or tensors are not this run's:
-                each difference is named. Nothing was changed then.
+            UserError: The checkpoint is damaged, or its precision plan, model or tensors are not
+                this run's: each difference is named. Nothing was changed then.
         """
         path = Path(path)
         if path != self._verified:
             self.check(path)
         self._verified = None
         state = self._state(path)
-        found = [
+        problems = [
             *differences("precision plan", state["plan"], as_json(policy.plan.to_dict())),
             *differences("model", state["model"], _model_dict(policy)),
         ]
         masters = policy.named_masters()
         files = {file.stem: file for file in path.glob("*.safetensors")}
         tensors = load_file(files.pop(_MASTERS))
-        found += tensor_differences(tensors, masters)
-        if found:
+        problems += tensor_differences(tensors, masters)
+        if problems:
             raise UserError(
-                f"checkpoint {path} does not fit this run: {'; '.join(found)}. Resume with "
+                f"checkpoint {path} does not fit this run: {'; '.join(problems)}. Resume with "
                 "the settings it was made with"
             )
         optimizer.load_state(load_file(files.pop(_OPTIMIZER)), state["num_updates"])
@@ -267,10 +298,10 @@ class Checkpoints:
 
     @classmethod
     def check(cls, path: Path) -> None:
-        """Reads a checkpoint's files and compares sizes and checksums.
+        """Compare the sizes and checksums of a checkpoint's files with its manifest.
 
         Raises:
-            UserError: it is damaged, or of another format; the message says what is wrong.
+            UserError: The checkpoint is damaged, or of another format; the message says how.
         """
         problem = cls._problem(path)
         if problem is not None:
@@ -279,7 +310,7 @@ class Checkpoints:
 
     @staticmethod
     def _problem(path: Path) -> str | None:
-        """How a checkpoint is damaged, None if it is not."""
+        """Return how a checkpoint is damaged, None if it is not."""
         try:
             manifest = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
             needed = {f"{_MASTERS}.safetensors", f"{_OPTIMIZER}.safetensors", _STATE, *manifest}
@@ -299,10 +330,10 @@ class Checkpoints:
 
     @staticmethod
     def _state(path: Path) -> dict[str, Any]:
-        """The contents of state.json of an undamaged checkpoint.
+        """Return the contents of state.json of an undamaged checkpoint.
 
         Raises:
-            UserError: another format.
+            UserError: The checkpoint has another format.
         """
         state: dict[str, Any] = json.loads((path / _STATE).read_text(encoding="utf-8"))
         if state["format"] != FORMAT:
@@ -314,6 +345,7 @@ class Checkpoints:
         return state
 
     def _put_in_place(self, writing: Path, target: Path) -> None:
+        """Give a complete checkpoint its real name; one that has that name goes only afterwards."""
         replaced = self.directory / f"{_REPLACED}{target.name}"
         if target.exists():
             os.rename(target, replaced)
@@ -327,30 +359,29 @@ class Checkpoints:
         shutil.rmtree(replaced, ignore_errors=True)
 
     def _put_back(self) -> None:
-        """Undoes a replacement that a crash cut before the successor had taken the name."""
+        """Undo a replacement that a crash cut before the successor had taken the name."""
         for entry in self._hidden(_REPLACED):
             target = self.directory / entry.name.removeprefix(_REPLACED)
             if not target.exists():
                 os.rename(entry, target)
 
     def _clean(self) -> None:
+        """Remove what interrupted writes have left."""
         for entry in [*self._hidden(_WRITING), *self._hidden(_REPLACED)]:
             shutil.rmtree(entry)
 
     def _hidden(self, prefix: str) -> list[Path]:
+        """Return the folders of unfinished checkpoints with a prefix."""
         return list(self.directory.glob(f"{prefix}step_*"))
 
     def tidy(self, step: int) -> None:
-        """Removes what a crash kept `write` from removing, up to the step that is resumed from."""
+        """Remove what a crash kept `write` from removing, up to the step that is resumed from."""
         self._clean()
-        self._prune(step, self._until(step))
-
-    def _until(self, step: int) -> list[int]:
-        return [s for s in self.steps() if s <= step]
+        self._prune(step, [s for s in self.steps() if s <= step])
 
     def _prune(self, saved: int, steps: Sequence[int]) -> None:
-        """Removes those of `steps` that are neither among the last nor the best up to `saved`."""
-        past = self._until(saved)
+        """Remove those of `steps` that are neither among the last nor the best up to `saved`."""
+        past = [step for step in self.steps() if step <= saved]
         scores = [(score, step) for step in past if (score := self._score(step)) is not None]
         best = [step for _, step in sorted(scores, reverse=True)[: self.keep_best]]
         for step in steps:
@@ -358,7 +389,7 @@ class Checkpoints:
                 shutil.rmtree(self.path(step), ignore_errors=True)
 
     def _score(self, step: int) -> float | None:
-        """The score of a checkpoint; None if it has none, or is too damaged to say."""
+        """Return the score of a checkpoint; None if it has none, or is too damaged to say."""
         if not self.keep_best:
             return None
         try:
@@ -368,6 +399,7 @@ class Checkpoints:
             return None
 
     def _explain_failure(self, target: Path, error: Exception) -> str:
+        """Return the message about a checkpoint that could not be written."""
         try:
             free = f"{shutil.disk_usage(self.directory).free / 2**30:.2f} GiB free there"
         except OSError:
@@ -382,6 +414,7 @@ class Checkpoints:
 
 
 def _model_dict(policy: Model) -> dict[str, Any]:
+    """Return the configuration of a model as a checkpoint keeps it."""
     config = dataclasses.asdict(policy.config)
     config.pop("raw", None)  # the source's config.json; what matters of it is in the other fields
     return as_json(config)

@@ -1,4 +1,4 @@
-"""The files of a checkpoint: written and flushed to the disk, fingerprinted, compared."""
+"""The files of a checkpoint: writing and flushing them, their fingerprints, and comparisons."""
 
 from __future__ import annotations
 
@@ -33,9 +33,11 @@ _WHOLE, _PIECES = "sha256", "sha256_of_gib_pieces"
 
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """A safetensors file, on the disk when this returns. Tensors go from where they are, a GPU or
-    the CPU, through a buffer of 64 MiB: safetensors' own writer takes as much CPU memory as the
-    file once more."""
+    """Write a safetensors file, which is on the disk when this returns.
+
+    Tensors go from where they are, a GPU or the CPU, through a buffer of 64 MiB: safetensors' own
+    writer takes as much CPU memory as the file once more.
+    """
     # The widest types first: every tensor begins at a multiple of its element.
     ordered = dict(sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])))
     with open(path, "wb") as file:
@@ -49,7 +51,7 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def _header(tensors: Mapping[str, torch.Tensor]) -> bytes:
-    """The length of the JSON that follows, and the JSON: type, shape and place of each tensor."""
+    """Return the head of a file: the length of a JSON, and in it each tensor's type and place."""
     entries: dict[str, Any] = {}
     end = 0
     for name, tensor in tensors.items():
@@ -65,7 +67,7 @@ def _header(tensors: Mapping[str, torch.Tensor]) -> bytes:
 
 
 def _pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
-    """A tensor's bytes, a buffer at a time; each is to be used before the next is asked for."""
+    """Yield a tensor's bytes, a buffer at a time; each is to be used before the next."""
     values = tensor.detach().contiguous().flatten().view(torch.uint8)
     buffer = _pinned() if tensor.is_cuda else None
     for part in values.split(_BUFFER):
@@ -75,27 +77,31 @@ def _pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
 
 @functools.cache
 def _pinned() -> torch.Tensor:
-    """Memory that a GPU writes to at its full speed, for one writer at a time."""
+    """Return memory that a GPU writes to at its full speed, for one writer at a time."""
     return torch.empty(_BUFFER, dtype=torch.uint8, pin_memory=True)
 
 
-def _flush(file: IO[bytes]) -> None:
+def _flush(file: IO[Any]) -> None:
+    """Put everything that was written to a file on the disk."""
     file.flush()
     os.fsync(file.fileno())
 
 
 def write_text(path: Path, text: str) -> None:
-    """A UTF-8 file, on the disk when this returns."""
+    """Write a UTF-8 file, which is on the disk when this returns."""
     with open(path, "w", encoding="utf-8") as file:
         file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+        _flush(file)
 
 
 def fingerprint(path: Path) -> dict[str, Any]:
-    """What a file is known by: "bytes", its size, and "sha256" of the contents; of a file above
-    1 GiB instead "sha256_of_gib_pieces", the SHA-256 of those of its pieces of 1 GiB, which are
-    worked out side by side."""
+    """Return the fingerprint of a file, by which a manifest knows it.
+
+    Returns:
+        "bytes", the size, and "sha256" of the contents; of a file above 1 GiB instead
+        "sha256_of_gib_pieces", the SHA-256 of those of its pieces of 1 GiB, which are worked out
+        side by side.
+    """
     size = path.stat().st_size
     if size <= _PIECE:
         return {"bytes": size, _WHOLE: _digest(path).hex()}
@@ -103,11 +109,13 @@ def fingerprint(path: Path) -> dict[str, Any]:
 
 
 def is_known_by(path: Path, expected: Mapping[str, Any]) -> bool:
-    """Whether the contents are those of a fingerprint. Of a large file it may be an older one,
-    which says "sha256" of the whole or of the pieces.
+    """Return whether the contents of a file are those of a fingerprint.
+
+    The fingerprint of a large file may be an older one, which has "sha256" of the whole or of the
+    pieces.
 
     Raises:
-        KeyError: it says neither.
+        KeyError: The fingerprint has neither.
     """
     if _PIECES in expected:
         return _digest_of_pieces(path, path.stat().st_size) == str(expected[_PIECES])
@@ -119,13 +127,14 @@ def is_known_by(path: Path, expected: Mapping[str, Any]) -> bool:
 
 
 def _digest_of_pieces(path: Path, size: int) -> str:
+    """Return the SHA-256 of the SHA-256 of each piece of a file, in hexadecimal."""
     with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
         digests = list(pool.map(functools.partial(_digest, path), range(0, size, _PIECE)))
     return hashlib.sha256(b"".join(digests)).hexdigest()
 
 
 def _digest(path: Path, begin: int = 0, size: int | None = None) -> bytes:
-    """The SHA-256 of `size` bytes (of a piece) from a place on."""
+    """Return the SHA-256 of `size` bytes (by default of a piece) from `begin` on."""
     digest, left = hashlib.sha256(), _PIECE if size is None else size
     with open(path, "rb") as file:
         file.seek(begin)
@@ -136,12 +145,18 @@ def _digest(path: Path, begin: int = 0, size: int | None = None) -> bytes:
 
 
 def as_json(value: Any) -> Any:
-    """A value as JSON reads it back."""
+    """Return a value as JSON reads it back."""
     return json.loads(json.dumps(value))
 
 
 def differences(what: str, saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
-    """One sentence for each key that the two do not agree on."""
+    """Return one sentence for each key that two records do not agree on.
+
+    Args:
+        what: The name of the records, for the sentences.
+        saved: The record in the checkpoint.
+        current: The record of this run.
+    """
     return [
         f"{what} {key} is {saved.get(key)!r} in the checkpoint and {current.get(key)!r} here"
         for key in sorted({*saved, *current})
@@ -152,13 +167,19 @@ def differences(what: str, saved: Mapping[str, Any], current: Mapping[str, Any])
 def tensor_differences(
     tensors: Mapping[str, torch.Tensor], masters: Mapping[str, torch.Tensor]
 ) -> list[str]:
-    """One sentence for each tensor that is missing, superfluous, or of another shape or type."""
-    found = [f"the checkpoint lacks {name}" for name in masters if name not in tensors]
-    found += [f"this model has no {name}" for name in tensors if name not in masters]
-    found += [
-        f"{name} is {t.dtype} {tuple(t.shape)} there and {masters[name].dtype} "
-        f"{tuple(masters[name].shape)} here"
-        for name, t in tensors.items()
-        if name in masters and (t.shape != masters[name].shape or t.dtype != masters[name].dtype)
+    """Return one sentence for each tensor that is missing, too many, or of another shape or type.
+
+    Args:
+        tensors: The tensors of the checkpoint, by name.
+        masters: The master weights of this run, by name.
+    """
+    return [
+        *(f"the checkpoint lacks {name}" for name in masters if name not in tensors),
+        *(f"this model has no {name}" for name in tensors if name not in masters),
+        *(
+            f"{name} is {t.dtype} {tuple(t.shape)} there and {own.dtype} {tuple(own.shape)} here"
+            for name, t in tensors.items()
+            if (own := masters.get(name)) is not None
+            and (t.shape != own.shape or t.dtype != own.dtype)
+        ),
     ]
-    return found

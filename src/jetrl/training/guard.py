@@ -27,7 +27,7 @@ MOST_IN_A_ROW = 5  # skipped updates; after that something else than bad luck is
 
 @dataclass(frozen=True)
 class NonFiniteUpdate:
-    """An update that was not applied because a number of it is not finite.
+    """An update that was not applied because its loss or gradient is not finite.
 
     Attributes:
         index: The number of the update in its training step, from 0.

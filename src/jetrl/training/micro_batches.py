@@ -118,7 +118,8 @@ class Minibatch:
     def shrink(self, problem: str) -> None:
         """Halve the size of the run, and divide the micro-batches accordingly.
 
-        problem: One line of the allocator's message.
+        Args:
+            problem: One line of the allocator's message.
 
         Raises:
             OutOfMemoryStop: Each micro-batch is one sequence.
@@ -128,7 +129,7 @@ class Minibatch:
 
 
 class MicroBatchSize:
-    """How many tokens a micro-batch of the run may have.
+    """The limit of tokens of a run's micro-batches, which is halved when memory runs out.
 
     Args:
         tokens: The setting `train.tokens_per_micro_batch`.
@@ -146,7 +147,9 @@ class MicroBatchSize:
     def of(cls, settings: TrainSettings, planned: int | None = None) -> MicroBatchSize:
         """Return the size that a run begins with: the setting, or `planned` where that is less.
 
-        planned: Tokens that the memory plan has room for; None where there is no plan.
+        Args:
+            settings: The section `[train]`.
+            planned: Tokens that the memory plan has room for; None where there is no plan.
         """
         size = cls(settings.tokens_per_micro_batch)
         fitting = size.tokens if planned is None else min(size.tokens, planned)
@@ -154,11 +157,11 @@ class MicroBatchSize:
         return size
 
     def halve(self, sizes: Sequence[tuple[int, int]], problem: str, unit: str = "sequence") -> None:
-        """Make the next micro-batches at most half as large as the largest of these.
+        """Make the next micro-batches at most half as large as those that were too large.
 
         Args:
-            sizes: The micro-batches that were too large: of each its tokens, and how many units it
-                has that cannot be divided.
+            sizes: For each micro-batch that was too large its tokens, and how many units it has
+                that cannot be divided.
             problem: One line of the allocator's message.
             unit: What a micro-batch consists of: "sequence" or "pair".
 

@@ -1,7 +1,9 @@
-"""Minibatches: the samples of a step that each optimizer update is made on. No torch.
+"""Minibatches: the samples of a step that each optimizer update is made on.
 
-all          every sample once: the groups are shared out over the updates
-shuffle_r1   drawn pairs of samples (extras/shuffle_r1.py)
+No torch here. The setting `data.batch` says how they are chosen:
+
+    all          every sample once: the groups are shared out over the updates
+    shuffle_r1   drawn pairs of samples (extras/shuffle_r1.py)
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from jetrl.types import Batch, Sample
 
 @dataclass(frozen=True)
 class Difference:
-    """One token whose log-probs differ between sampler and trainer.
+    """A token whose log-probs differ between sampler and trainer.
 
     Attributes:
         sample: The number of the sample in the step.

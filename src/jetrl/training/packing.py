@@ -1,8 +1,9 @@
-"""Packing: sequences end to end in micro-batches, by a budget of tokens, without padding. No torch.
+"""Packing: sequences end to end in micro-batches, by a budget of tokens, without padding.
 
-The samples of an update are packed longest first into the first micro-batch with room (first fit
-decreasing), and within a micro-batch they are in sample order. A sequence longer than the budget
-gets a micro-batch of its own. Nothing is random: the same samples give the same batches.
+No torch here. The samples of an update are packed longest first into the first micro-batch with
+room (first fit decreasing), and within a micro-batch they are in sample order. A sequence longer
+than the budget gets a micro-batch of its own. Nothing is random: the same samples give the same
+batches.
 """
 
 from __future__ import annotations

@@ -104,9 +104,11 @@ class Preparation:
         return packed
 
     def _forward(self, batch: Batch, first: bool) -> MicroBatch:
-        """Return a batch with what the models say of its tokens before the first update.
+        """Return a batch with log-probs and values of its tokens from before the first update.
 
-        first: Whether the batch is of the first update, whose own forward gives the log-probs.
+        Args:
+            batch: The packed sequences.
+            first: Whether the batch is of the first update, whose own forward gives the log-probs.
         """
         reference, critic = self._reference, self._critic
         return MicroBatch(
@@ -124,7 +126,7 @@ class Preparation:
     def _rewards(
         self, samples: Sequence[Sample], micro_batches: Sequence[MicroBatch]
     ) -> tuple[StepRewards, dict[str, float]]:
-        """Return what advantages are made of, and the means of what was taken from the rewards."""
+        """Return the input of the advantage estimator, and the means of the penalties."""
         objective, metrics = self._objective, {}
         reward_S, group_S = check_rewards(
             [sample.score.reward for sample in samples], [sample.group for sample in samples]
@@ -153,7 +155,7 @@ class Preparation:
 
 
 def _with_advantages(micro: MicroBatch, advantages: Advantages) -> MicroBatch:
-    """Return a micro-batch with the advantages, and returns if there are any, of its tokens."""
+    """Return a micro-batch with advantages, and returns if there are any, at its tokens."""
     batch = with_advantages(micro.batch, advantages.advantages)
     if advantages.returns is None:
         return replace(micro, batch=batch)

@@ -51,7 +51,7 @@ class SftTrainer:
         self._update = Update(policy, self.optimizer, self.guard, "sft")
 
     def step(self, examples: Sequence[Example]) -> dict[str, float]:
-        """Make one optimizer update on some worked answers, all of them.
+        """Make one optimizer update on worked answers.
 
         Returns:
             sft/loss (nats a completion token, before the update), sft/grad_norm, sft/lr, sft/tokens

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TrainedStep:
-    """What a training step reports.
+    """The report of one training step.
 
     Attributes:
         metrics: Metrics by name, as `Trainer.step` lists them.
@@ -228,7 +228,11 @@ class Trainer:
     ) -> dict[str, float]:
         """Compare sampler and trainer on all trained tokens of the step; see `compare_step`.
 
-        first_logprobs: The trainer's log-probs of the first minibatch, [N] a micro-batch.
+        Args:
+            samples: The scored samples of the step.
+            version: The version of the policy.
+            minibatches: The minibatches of all updates.
+            first_logprobs: The trainer's log-probs of the first minibatch, [N] a micro-batch.
         """
         micro_batches = list(chain(*(minibatch.micro_batches for minibatch in minibatches)))
         before = [micro.before for micro in micro_batches if micro.before is not None]
@@ -261,7 +265,9 @@ def _update_metrics(
 ) -> dict[str, float]:
     """Return the metrics of a step's updates.
 
-    critic_updates: The metrics of the critic's updates; nothing of one that was skipped.
+    Args:
+        updates: The updates of the policy.
+        critic_updates: The metrics of the critic's updates; {} for one that was skipped.
     """
     applied = [update for update in updates if update.applied]
     metrics = {"policy/lr": applied[-1].lr} if applied else {}

@@ -1,4 +1,4 @@
-"""One optimizer update: the only place that runs backward, the guard, AdamW and requantization.
+"""The optimizer update: the only place that runs backward, the guard, AdamW and requantization.
 
 The policy under reinforcement learning, the policy in supervised training, the reward model and the
 critic are all updated by an `Update`. What differs between them is the loss of a micro-batch, a
@@ -39,16 +39,17 @@ class Divisible(Protocol[AnyMicroBatch_co]):
 
     @property
     def micro_batches(self) -> Sequence[AnyMicroBatch_co]:
-        """The present micro-batches, in order."""
+        """Return the present micro-batches, in order."""
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens the metrics of the update are means over."""
+        """Return how many tokens the metrics of the update are means over."""
 
     def shrink(self, problem: str) -> None:
         """Divide the micro-batches further, or raise `OutOfMemoryStop` where that cannot be done.
 
-        problem: One line of the allocator's message.
+        Args:
+            problem: One line of the allocator's message.
         """
 
 

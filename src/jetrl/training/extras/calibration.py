@@ -131,7 +131,10 @@ class ClipCalibration:
     def _calibrate(self, bf16: Policy, minibatch: Minibatch, trainer: np.ndarray) -> float:
         """Move the bounds, and return the share of tokens that are cut off in FP8 alone.
 
-        trainer: float32 [N], the trainer's log-probs of the minibatch.
+        Args:
+            bf16: The BF16 policy that shares the master weights.
+            minibatch: The last minibatch of the step.
+            trainer: float32 [N], the trainer's log-probs of the minibatch.
         """
         with explained("calibrated clipping", _ADVICE):
             bf16.requantize()
@@ -227,7 +230,10 @@ def over_clipped(fp8: np.ndarray, bf16: np.ndarray, advantages: np.ndarray, low:
 def _balance(ratios: np.ndarray, weight: np.ndarray, bounds: ClipBounds) -> float:
     """Return what pushes tokens up over what pushes them down, of tokens that are not cut off.
 
-    weight: float64 [N], probability times advantage.
+    Args:
+        ratios: float32 [N].
+        weight: float64 [N], probability times advantage.
+        bounds: The bounds that cut off.
     """
     terms = ratios * weight
     up = float(terms[(weight > 0) & (ratios < bounds.high)].sum())

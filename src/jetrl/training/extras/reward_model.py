@@ -40,7 +40,8 @@ class PairMinibatch:
     def shrink(self, problem: str) -> None:
         """Halve the size of micro-batches, and divide the pairs again.
 
-        problem: One line of the allocator's message.
+        Args:
+            problem: One line of the allocator's message.
 
         Raises:
             OutOfMemoryStop: Each micro-batch is one pair.
@@ -90,7 +91,7 @@ class RewardTrainer:
         self._update = Update(model, self.optimizer, self.guard, "sft")
 
     def step(self, pairs: Sequence[Pair]) -> dict[str, float]:
-        """Make one optimizer update on some pairs, all of them.
+        """Make one optimizer update on pairs of sequences.
 
         Returns:
             sft/loss (Bradley-Terry, nats a pair), sft/grad_norm, sft/lr, sft/tokens;

@@ -1,12 +1,15 @@
-"""Shuffle-R1: updates on the pairs of samples that tell most apart. No torch.
+"""Shuffle-R1: updates on the pairs of samples that tell most apart.
 
-Zhu et al. 2025, "Shuffle-R1", arXiv 2508.05612, in two parts. Pairwise trajectory sampling: a group
-of 2N samples is sorted by advantage and sample i is paired with sample 2N + 1 - i, the best with
-the worst; the first pairs of this order, whose advantages differ most, are kept. Advantage-based
-batch shuffle: each update draws its share of the kept pairs with probabilities in proportion to
-|A1| + |A2|, without repetition within the update; over the updates of a step a pair may come
-several times, or never. A pair whose advantages are both 0 is not drawn while there are others.
-Draws are counted: a function of the seed.
+No torch here. Zhu et al. 2025, "Shuffle-R1", arXiv 2508.05612, in two parts.
+
+Pairwise trajectory sampling: a group of 2N samples is sorted by advantage and sample i is paired
+with sample 2N + 1 - i, the best with the worst; the first pairs of this order, whose advantages
+differ most, are kept.
+
+Advantage-based batch shuffle: each update draws its share of the kept pairs with probabilities in
+proportion to |A1| + |A2|, without repetition within the update; over the updates of a step a pair
+may come several times, or never. A pair whose advantages are both 0 is not drawn while there are
+others. Draws are counted: a function of the seed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Objectives: pure functions of log-probs, and how an algorithm is made of them.
+"""Objectives: the pieces that an algorithm's loss is made of, pure functions of log-probs.
 
 tokens is the input of a loss, token_losses has the built-in ones, users a loss in a user's file.
 aggregation weights the tokens, corrections the mismatch, kl the distance to a reference. objective

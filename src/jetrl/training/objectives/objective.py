@@ -25,7 +25,7 @@ from jetrl.training.objectives.users import UsersEstimator, UsersLoss, load_algo
 
 @dataclass(frozen=True)
 class Objective:
-    """What a run optimizes.
+    """The function that a run optimizes: an algorithm with all of its options.
 
     Attributes:
         algorithm: The record of the algorithm.
@@ -93,7 +93,7 @@ class Objective:
         return self.token_loss.clip, self.token_loss.clip_high
 
     def with_clips(self, clip: float, clip_high: float) -> Objective:
-        """Return the objective with other clips of its token ratios."""
+        """Return the same objective with other clips of token ratios."""
         assert isinstance(self.token_loss, ClippedRatio)
         return replace(self, token_loss=replace(self.token_loss, clip=clip, clip_high=clip_high))
 

@@ -5,7 +5,7 @@ A loss is a frozen record whose fields are the settings that it reads; it is cal
     clipped_ratio    the clipped probability ratio, token by token        PPO, GRPO, DAPO, ...
     sequence_ratio   the clipped ratio of whole sequences                 GSPO
     detached_ratio   the log-likelihood, weighted by a capped ratio       CISPO
-    ratio            the ratio as it is                                   REINFORCE, RLOO
+    ratio            the plain ratio                                      REINFORCE, RLOO
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from jetrl.training.objectives.tokens import TokenLoss, Tokens
 
 @dataclass(frozen=True)
 class ClippedRatio:
-    """-min(ratio A, clip(ratio, 1 - clip, 1 + clip_high) A), ratio = exp(trainer - behavior).
+    """Loss = -min(ratio A, clip(ratio, 1 - clip, 1 + clip_high) A) of each token.
 
-    Schulman et al. 2017, "PPO", eq. 7; two clips: Yu et al. 2025, "DAPO", eq. 10. Also GRPO,
-    Dr. GRPO and REINFORCE++. With clip = clip_high = 0.2 the ratio is kept in [0.8, 1.2].
+    The ratio is exp(trainer_logprobs - behavior_logprobs). Schulman et al. 2017, "PPO", eq. 7; two
+    clips: Yu et al. 2025, "DAPO", eq. 10. Also GRPO, Dr. GRPO and REINFORCE++. With
+    clip = clip_high = 0.2 the ratio is kept in [0.8, 1.2].
 
     Attributes:
         clip: How far below 1 a ratio may be.
@@ -39,11 +40,12 @@ class ClippedRatio:
 
 @dataclass(frozen=True)
 class SequenceRatio:
-    """-min(s A, clip(s, 1 - clip, 1 + clip_high) A), s = exp(mean log-ratio of the sequence).
+    """Loss = -min(s A, clip(s, 1 - clip, 1 + clip_high) A) of each token.
 
-    The same at every token of a sequence (Zheng et al. 2025, "GSPO", eq. 5 to 7). Where the tokens
-    of a sequence share one advantage, the mean over them is GSPO, value and gradient. The clips are
-    of another order than a token ratio's: 3e-4 and 4e-4 in the paper.
+    s = exp(mean log-ratio of the sequence) is the same at all tokens of a sequence (Zheng et al.
+    2025, "GSPO", eq. 5 to 7). Where the tokens of a sequence share one advantage, the mean over
+    them is GSPO, value and gradient. The clips are of another order than a
+    token ratio's: 3e-4 and 4e-4 in the paper.
 
     Attributes:
         clip: How far below 1 a ratio may be.
@@ -60,10 +62,11 @@ class SequenceRatio:
 
 @dataclass(frozen=True)
 class DetachedRatio:
-    """-sg(min(ratio, 1 + clip_high)) A log p (MiniMax 2025, "MiniMax-M1", eq. 4 and 5).
+    """Loss = -sg(min(ratio, 1 + clip_high)) A log p of each token.
 
-    The ratio only weighs, so that no token loses its gradient. There is no lower bound, as in the
-    paper's experiments. `TokenLoss.clipped` are the tokens whose weight was cut.
+    MiniMax 2025, "MiniMax-M1", eq. 4 and 5. The ratio only weighs, so that no token loses its
+    gradient. There is no lower bound, as in the paper's experiments. `TokenLoss.clipped` are the
+    tokens whose weight was cut.
 
     Attributes:
         clip_high: How far above 1 a ratio may be.
@@ -79,7 +82,7 @@ class DetachedRatio:
 
 @dataclass(frozen=True)
 class Ratio:
-    """-ratio A: the probability ratio as it is.
+    """Loss = -ratio A of each token, with the plain probability ratio.
 
     At the first update of a step the ratio is 1 and the gradient is REINFORCE's, -A grad log p
     (Williams 1992; Ahmadian et al. 2024, "RLOO"); at later ones the ratio corrects for the updates
