@@ -70,6 +70,7 @@ DATA: dict[str, list[str]] = {
     "grpo-16": ["rollout.samples_per_prompt=16"],
     "shuffle_r1": ["rollout.samples_per_prompt=16", "data.batch=shuffle_r1"],
     "judged": JUDGED,
+    "judged-alone": ["reward.rule=0.0", "reward.model=1.0"],
     "quarter-shuffle": QUARTER,
     "quarter-pass_rate": [*QUARTER, "data.order=pass_rate"],
     "quarter-judged": [*QUARTER, *JUDGED],
@@ -160,7 +161,8 @@ def runs(out: Path, only: list[str] | None) -> dict[str, list[str]]:
         make_quarter(out / "data")
         for name, words in {"grpo": [], **DATA}.items():
             extra = [f"task.path={out / 'data'}"] if words[:1] == QUARTER[:1] else []
-            extra += [f"reward.model_path={out / 'judge'}"] if JUDGED[0] in words else []
+            if any(word.startswith("reward.model") for word in words):
+                extra.append(f"reward.model_path={out / 'judge'}")
             chosen[name] = [*words, *extra]
     return chosen
 
