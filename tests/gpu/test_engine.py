@@ -163,13 +163,13 @@ def test_new_weights_are_used_by_old_graphs(prompts: Any) -> None:
     before = outcome(engine.generate(prompts, params))
     assert engine.stats.graphs > 0
     assert 0 < engine.stats.capture_s < engine.stats.seconds
-    graphs = engine._kept._decode
+    graphs = engine._pool._decode
     with torch.no_grad():
         for master in policy.named_masters().values():
             master.mul_(1.05)
     policy.requantize()
     after = outcome(engine.generate(prompts, params))
-    assert engine._kept._decode is graphs
+    assert engine._pool._decode is graphs
     assert engine.stats.graphs == 0
     assert after != before
     assert after == outcome(RolloutEngine(policy).generate(prompts, params))

@@ -92,9 +92,9 @@ def test_after_an_update_the_graphs_are_the_same(kv: str, options: dict[str, Any
     assert engine.stats.graphs > 0
     for _ in range(2):
         before = beside_tensors()
-        assert engine._kept._cache is not None
+        assert engine._pool._cache is not None
         engine.free_cache()
-        assert beside_tensors() <= before - engine._kept._cache.num_bytes
+        assert beside_tensors() <= before - engine._pool._cache.num_bytes
         metrics = trainer.step(scored(prompts, completions)).metrics
         assert metrics["mismatch/num_different"] == 0
         last, completions = completions, engine.generate(prompts, params)

@@ -13,6 +13,7 @@ from jetrl import Policy, RolloutEngine, SamplingParams
 from jetrl.models.tiny import character_tokenizer
 from jetrl.precision import PrecisionPlan
 from jetrl.rollout.multi_turn import Answer
+from jetrl.rollout.options import GenerateOptions
 from jetrl.types import Completion, Turn
 
 pytestmark = pytest.mark.gpu
@@ -48,7 +49,9 @@ def generate(policy: Policy, late: bool, stop: tuple[str, ...] = (), **sizes: in
     params = SamplingParams(
         n=6, max_tokens=400, seed=3, stop_token_ids=tuple(range(5, 15)), stop=stop
     )
-    return RolloutEngine(policy, **sizes).generate(PROMPTS, params, environment=Scripted(late))
+    return RolloutEngine(policy, **sizes).generate(
+        PROMPTS, params, options=GenerateOptions(environment=Scripted(late))
+    )
 
 
 def different(policy: Policy, completions: Sequence[Completion]) -> int:

@@ -39,7 +39,7 @@ BEFORE, AFTER = "before", "after"
 
 # name: (module, attribute, BEFORE | AFTER | what is done before the kill)
 POINTS: dict[str, tuple[str, str, str | Callable[..., None]]] = {
-    "sampling, before a forward": ("jetrl.rollout.prefill", "Runner.forward", BEFORE),
+    "sampling, before a forward": ("jetrl.rollout.prefill", "Prefill.forward", BEFORE),
     "sampling, before a draw is taken in": (
         "jetrl.rollout.scheduler",
         "Scheduler.complete",

@@ -14,6 +14,7 @@ from jetrl.kernels.decode import take_draws
 from jetrl.models.attention import PackedKeyValues
 from jetrl.rollout.engine import RolloutEngine
 from jetrl.rollout.kv_cache import PagedCache
+from jetrl.rollout.options import GenerateOptions
 from jetrl.rollout.sequence import NonFiniteLogits
 from jetrl.types import SamplingParams
 
@@ -354,7 +355,7 @@ def test_interrupted_before_its_first_step_and_used_again(policy, reference, mon
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    for name in ("PageAllocator", "Scheduler", "text_decoder", "RolloutRun"):
+    for name in ("PageAllocator", "Scheduler", "text_decoder", "Generation"):
         with monkeypatch.context() as patch:
             patch.setattr(f"jetrl.rollout.engine.{name}", interrupted)
             with pytest.raises(KeyboardInterrupt):
@@ -462,7 +463,9 @@ def test_completions_are_told_as_they_finish_and_returned_as_told(policy):
 
     lengths = [5, 1, 9, 3]
     out = engine.generate(
-        [[5, 6, 7], [8]], SamplingParams(n=2), max_tokens=lengths, finished=finished
+        [[5, 6, 7], [8]],
+        SamplingParams(n=2),
+        options=GenerateOptions(max_tokens=lengths, finished=finished),
     )
     assert [told[i] is completion for i, completion in enumerate(out)] == [True] * 4
     assert running == [3, 2, 1, 0]

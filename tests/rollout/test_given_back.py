@@ -59,7 +59,7 @@ def engine(policy, monkeypatch):
 
 
 def parts(engine):
-    return engine._kept._cache, engine._kept._decode
+    return engine._pool._cache, engine._pool._decode
 
 
 def test_the_next_call_goes_on_with_what_there_is(engine, expected, caplog):
@@ -78,16 +78,16 @@ def test_the_next_call_goes_on_with_what_there_is(engine, expected, caplog):
     assert parts(engine) == (cache, decode)
     engine.free_cache()
     engine.generate(PROMPTS, SamplingParams(n=2, max_tokens=40))
-    assert engine._kept._cache.num_pages > cache.num_pages
+    assert engine._pool._cache.num_pages > cache.num_pages
     assert not cache.ready
-    assert engine._kept._decode is not decode
+    assert engine._pool._decode is not decode
 
 
 def test_nothing_runs_while_the_pages_are_away(engine):
     engine.generate(PROMPTS, PARAMS)
     engine.free_cache()
     with pytest.raises(AssertionError, match="given back"):
-        engine._kept._cache.key_values([])
+        engine._pool._cache.key_values([])
 
 
 def test_fewer_pages_where_there_is_less_room(policy, engine, expected, monkeypatch):
@@ -98,33 +98,33 @@ def test_fewer_pages_where_there_is_less_room(policy, engine, expected, monkeypa
     # contexts of 17 + 12 - 1 tokens.
     staged = 6 * 28 * staged_bytes_per_token(policy.config, policy.plan)
     free = int((cache.num_bytes + staged) / 0.9) + 1
-    monkeypatch.setattr(engine._kept, "_free_bytes", lambda: free)
+    monkeypatch.setattr(engine._pool, "_free_bytes", lambda: free)
     assert engine.generate(PROMPTS, PARAMS) == expected
     assert parts(engine) == (cache, decode)
     engine.free_cache()
-    monkeypatch.setattr(engine._kept, "_free_bytes", lambda: cache.num_bytes)
+    monkeypatch.setattr(engine._pool, "_free_bytes", lambda: cache.num_bytes)
     assert engine.generate(PROMPTS, PARAMS) == expected
-    assert engine._kept._cache.num_pages < cache.num_pages
-    assert engine._kept._decode is not decode
+    assert engine._pool._cache.num_pages < cache.num_pages
+    assert engine._pool._decode is not decode
 
 
 def test_a_cache_too_small_for_one_sequence_is_made_anew(engine, policy, monkeypatch):
     """Though it has all the memory that was there for it: there may be more now."""
     page = PagedCache.page_bytes(policy.config, policy.plan, 4)
-    monkeypatch.setattr(engine._kept, "_free_bytes", lambda: 4 * 8 * page)  # a quarter of it
+    monkeypatch.setattr(engine._pool, "_free_bytes", lambda: 4 * 8 * page)  # a quarter of it
     engine.generate(PROMPTS, PARAMS)
-    assert engine._kept._cache.num_pages == 8
-    monkeypatch.setattr(engine._kept, "_free_bytes", lambda: 4 * 20 * page)
+    assert engine._pool._cache.num_pages == 8
+    monkeypatch.setattr(engine._pool, "_free_bytes", lambda: 4 * 20 * page)
     longer = SamplingParams(n=2, max_tokens=40, seed=7)
     assert engine.generate(PROMPTS, longer) == RolloutEngine(policy).generate(PROMPTS, longer)
-    assert engine._kept._cache.num_pages == 20
+    assert engine._pool._cache.num_pages == 20
 
 
 def test_pages_that_were_asked_for_and_do_not_fit_again(policy, engine, monkeypatch):
     engine = RolloutEngine(policy, page_size=4, num_pages=20)
     engine.generate(PROMPTS, PARAMS)
     engine.free_cache()
-    monkeypatch.setattr(engine._kept, "_free_bytes", lambda: engine._kept._cache.num_bytes - 1)
+    monkeypatch.setattr(engine._pool, "_free_bytes", lambda: engine._pool._cache.num_bytes - 1)
     with pytest.raises(UserError, match="num_pages = 20"):
         engine.generate(PROMPTS, PARAMS)
 
@@ -137,8 +137,8 @@ def test_no_memory_after_all_halves_the_sizes(engine, expected):
     assert engine.generate(PROMPTS, PARAMS) == expected
     assert engine.sizes.take_retries() == 1
     assert engine.max_batch_size == 4
-    assert engine._kept._cache is not cache
-    assert engine._kept._decode is not decode
+    assert engine._pool._cache is not cache
+    assert engine._pool._decode is not decode
     engine.free_cache()
     assert engine.generate(PROMPTS, PARAMS) == expected
     assert engine.sizes.take_retries() == 0
@@ -146,7 +146,7 @@ def test_no_memory_after_all_halves_the_sizes(engine, expected):
 
 def test_a_call_that_fails_leaves_no_memory_behind(engine, expected):
     assert engine.generate(PROMPTS, PARAMS) == expected
-    cache = engine._kept._cache
+    cache = engine._pool._cache
 
     def interrupt(progress):
         raise KeyboardInterrupt
@@ -155,4 +155,4 @@ def test_a_call_that_fails_leaves_no_memory_behind(engine, expected):
         engine.generate(PROMPTS, PARAMS, progress=interrupt)
     assert not cache.ready
     assert engine.generate(PROMPTS, PARAMS) == expected
-    assert engine._kept._cache is not cache
+    assert engine._pool._cache is not cache

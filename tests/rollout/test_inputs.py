@@ -9,6 +9,7 @@ from jetrl.errors import UserError
 from jetrl.models.chat import decode
 from jetrl.models.tiny import train_bpe_tokenizer
 from jetrl.rollout.engine import RolloutEngine
+from jetrl.rollout.options import GenerateOptions
 from jetrl.rollout.stopping import TextWatch
 from jetrl.types import Prompt, SamplingParams
 
@@ -185,7 +186,7 @@ def test_more_pages_than_memory_are_refused(policy):
 def test_a_limit_for_each_completion(policy):
     engine = RolloutEngine(policy, page_size=8)
     params = SamplingParams(n=2, max_tokens=50, ignore_eos=True)
-    out = engine.generate([[5, 6], [7]], params, max_tokens=[3, 1, 9, 2])
+    out = engine.generate([[5, 6], [7]], params, options=GenerateOptions(max_tokens=[3, 1, 9, 2]))
     assert [len(c.token_ids) for c in out] == [3, 1, 9, 2]
     whole = engine.generate([[5, 6], [7]], params)
     assert all(

@@ -11,6 +11,7 @@ import torch
 from jetrl.errors import UserError
 from jetrl.rollout.engine import RolloutEngine
 from jetrl.rollout.multi_turn import Answer
+from jetrl.rollout.options import GenerateOptions
 from jetrl.types import SamplingParams
 
 PROMPTS = ["12+30=", "what is it?", "a", "the last of the four prompts"]
@@ -51,7 +52,7 @@ def generate(policy, environment, max_tokens=40, n=3, seed=3, repeats=1, ahead=0
     params = SamplingParams(n=n, max_tokens=max_tokens, seed=seed, stop_token_ids=STOP_IDS)
     engine = RolloutEngine(policy, **sizes)
     engine._repeats, engine._ahead = repeats, ahead  # as on a GPU
-    out = engine.generate(PROMPTS, params, environment=environment)
+    out = engine.generate(PROMPTS, params, options=GenerateOptions(environment=environment))
     assert engine.pages_in_use == 0
     return out, engine
 
@@ -129,7 +130,7 @@ def test_a_stop_string_ends_a_turn_and_is_cut_from_its_text(policy, repeats, ahe
     environment = Scripted(max_turns=2, reply=lambda s, n: "[reply]")
     engine = RolloutEngine(policy)
     engine._repeats, engine._ahead = repeats, ahead
-    out = engine.generate(PROMPTS, params, environment=environment)
+    out = engine.generate(PROMPTS, params, options=GenerateOptions(environment=environment))
     gone_on = [c for c in out if c.environment]
     assert gone_on
     for completion in gone_on:
@@ -177,10 +178,10 @@ def test_what_cannot_be_written_is_a_user_error_and_frees_the_pages(policy, make
     engine = RolloutEngine(policy)
     params = SamplingParams(n=3, max_tokens=40, stop_token_ids=STOP_IDS)
     with pytest.raises(UserError, match=r"reply .*'tool'.* no chat template"):
-        engine.generate(PROMPTS, params, environment=environment)
+        engine.generate(PROMPTS, params, options=GenerateOptions(environment=environment))
     assert environment.closed == 1
     assert engine.pages_in_use == 0
     with pytest.raises(UserError, match=r"task with turns.*no tokenizer"):
         RolloutEngine(make_policy(tokenizer=False)).generate(
-            [[5, 6]], params, environment=Scripted()
+            [[5, 6]], params, options=GenerateOptions(environment=Scripted())
         )

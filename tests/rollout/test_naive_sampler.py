@@ -17,6 +17,7 @@ import torch
 from jetrl.models.attention import PackedKeyValues
 from jetrl.rollout.engine import RolloutEngine
 from jetrl.rollout.multi_turn import Answer
+from jetrl.rollout.options import GenerateOptions
 from jetrl.types import SamplingParams
 
 PLANS = [
@@ -178,7 +179,9 @@ def test_the_engine_draws_what_a_naive_sampler_draws(make_policy, case: int) -> 
         max_prefill_tokens=choose([1, 8, 64, 8192]),
     )
     engine._repeats, engine._ahead = choose([(1, 0), (1, 1), (4, 0), (8, 1), (16, 3)])
-    out = engine.generate(prompts, params, environment=replies, max_tokens=limits)
+    out = engine.generate(
+        prompts, params, options=GenerateOptions(environment=replies, max_tokens=limits)
+    )
     assert engine.pages_in_use == 0
     for i, completion in enumerate(out):
         prompt = prompts[i // params.n]

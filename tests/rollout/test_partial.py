@@ -7,6 +7,7 @@ import torch
 
 from jetrl.errors import UserError
 from jetrl.rollout.engine import RolloutEngine
+from jetrl.rollout.options import GenerateOptions
 from jetrl.rollout.partial import Partial
 from jetrl.types import SamplingParams
 
@@ -30,7 +31,9 @@ def cut(make_policy):
     """
     policy = make_policy()
     engine = RolloutEngine(policy, page_size=4, max_batch_size=7)
-    out = engine.generate(PROMPTS, PARAMS, partial=Partial(enough=2, version=4))
+    out = engine.generate(
+        PROMPTS, PARAMS, options=GenerateOptions(partial=Partial(enough=2, version=4))
+    )
     return policy, engine, out, engine.unfinished
 
 
@@ -64,7 +67,7 @@ def test_it_goes_on_under_new_weights(cut, sizes):
     resume = groups_of(left)
     engine = RolloutEngine(policy, page_size=4, **sizes)
     partial = Partial(enough=len(resume) + 1, resume=resume, version=5)
-    out = engine.generate([[60, 61]], PARAMS, partial=partial)
+    out = engine.generate([[60, 61]], PARAMS, options=GenerateOptions(partial=partial))
     assert len(out) == len(left) + 3
     assert not engine.unfinished
     fresh = RolloutEngine(policy).generate([[60, 61]], PARAMS)
@@ -87,10 +90,12 @@ def test_it_goes_on_under_new_weights(cut, sizes):
 def test_what_had_not_begun_goes_on_too(policy):
     """With a batch of 2 the last prompts are never reached."""
     engine = RolloutEngine(policy, page_size=4, max_batch_size=2)
-    engine.generate(PROMPTS, PARAMS, partial=Partial(enough=1))
+    engine.generate(PROMPTS, PARAMS, options=GenerateOptions(partial=Partial(enough=1)))
     left = groups_of(engine.unfinished)
     assert left[-1][0].completion.token_ids == ()
-    out = engine.generate([], PARAMS, partial=Partial(len(left), left, version=1))
+    out = engine.generate(
+        [], PARAMS, options=GenerateOptions(partial=Partial(len(left), left, version=1))
+    )
     assert all(c.finish_reason in ("stop", "length") for c in out)
     assert out[-1].versions == (), "all of one version"
 
@@ -99,6 +104,8 @@ def test_bad_partial_calls(cut):
     _, engine, _, left = cut
     few = SamplingParams(n=3, max_tokens=2)
     with pytest.raises(UserError, match="raise max_tokens"):
-        engine.generate([], few, partial=Partial(1, groups_of(left)))
+        engine.generate([], few, options=GenerateOptions(partial=Partial(1, groups_of(left))))
     with pytest.raises(UserError, match="partial rollout"):
-        engine.generate(PROMPTS, PARAMS, max_tokens=[5] * 15, partial=Partial(1))
+        engine.generate(
+            PROMPTS, PARAMS, options=GenerateOptions(max_tokens=[5] * 15, partial=Partial(1))
+        )

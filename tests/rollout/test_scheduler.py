@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from jetrl.rollout.pages import PageAllocator
-from jetrl.rollout.scheduler import Chunk, Scheduler, Step
+from jetrl.rollout.scheduler import Chunk, ScheduledStep, Scheduler
 from jetrl.rollout.sequence import RunningSequence
 from jetrl.rollout.stopping import StopRules
 
@@ -43,7 +43,7 @@ class Simulation:
     ahead: int = 0  # steps that run before the draws of an earlier one are handed over
     late: int = 0  # steps that an environment's reply takes; by then no draw is pending
     computed: Counter = field(default_factory=Counter)
-    steps: list[Step] = field(default_factory=list)
+    steps: list[ScheduledStep] = field(default_factory=list)
 
     def __post_init__(self):
         pages = self.scheduler.allocator
@@ -168,9 +168,9 @@ def test_one_group_literally():
     simulation = simulate([5], n=2, max_tokens=2, page_size=2, prefill=4, stop_chance=0.0)
     simulation.run()
     assert simulation.steps == [
-        Step((Chunk(0, 0, 4, ()),), (), 4, ()),
-        Step((Chunk(0, 4, 1, (0, 1)),), (), 1, ()),
-        Step((Chunk(0, 5, 1, (0,)), Chunk(1, 5, 1, (1,))), ((2, 3),), 0, ()),
+        ScheduledStep((Chunk(0, 0, 4, ()),), (), 4, ()),
+        ScheduledStep((Chunk(0, 4, 1, (0, 1)),), (), 1, ()),
+        ScheduledStep((Chunk(0, 5, 1, (0,)), Chunk(1, 5, 1, (1,))), ((2, 3),), 0, ()),
     ]
 
 

@@ -14,7 +14,7 @@ from jetrl.models.attention import staged_bytes_per_token
 from jetrl.rollout.engine import RolloutEngine
 from jetrl.rollout.kv_cache import PagedCache
 from jetrl.rollout.kv_pool import KVPool
-from jetrl.rollout.prefill import Runner
+from jetrl.rollout.prefill import Prefill
 from jetrl.rollout.sizes import RolloutSizes, Sizes
 from jetrl.types import SamplingParams
 
@@ -29,7 +29,7 @@ def expected(policy):
 
 def limit_forwards(monkeypatch, limit):
     """Prompt forwards of at most `limit` tokens fit."""
-    forward, sizes = Runner.forward, []
+    forward, sizes = Prefill.forward, []
 
     def limited(runner, step, sequences):
         tokens = sum(chunk.length for chunk in step.chunks)
@@ -38,7 +38,7 @@ def limit_forwards(monkeypatch, limit):
         sizes.append(tokens)
         return forward(runner, step, sequences)
 
-    monkeypatch.setattr(Runner, "forward", limited)
+    monkeypatch.setattr(Prefill, "forward", limited)
     return sizes
 
 

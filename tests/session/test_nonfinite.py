@@ -306,10 +306,10 @@ def test_too_little_memory_costs_time_and_not_tokens(
 ) -> None:
     """Both sides run out in the first step; the next attempt starts with the sizes found."""
     from jetrl.models.policy import Policy
-    from jetrl.rollout.prefill import Runner
+    from jetrl.rollout.prefill import Prefill
 
     plain = train(settings(tmp_path, "loop.steps=1", name="plain"))
-    forward, logprobs = Runner.forward, Policy.train_logprobs
+    forward, logprobs = Prefill.forward, Policy.train_logprobs
 
     def small_forward(runner: Any, step: Any, sequences: Any) -> Any:
         if sum(chunk.length for chunk in step.chunks) > 12:
@@ -321,7 +321,7 @@ def test_too_little_memory_costs_time_and_not_tokens(
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.00 GiB.")
         return logprobs(policy, token_ids, *args, **kwargs)
 
-    monkeypatch.setattr(Runner, "forward", small_forward)
+    monkeypatch.setattr(Prefill, "forward", small_forward)
     monkeypatch.setattr(Policy, "train_logprobs", small_logprobs)
     prefill = "rollout.max_prefill_tokens=20"
     result = train(settings(tmp_path, "loop.steps=2", prefill, name="small"))

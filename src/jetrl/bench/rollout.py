@@ -39,6 +39,7 @@ from jetrl.models.policy import Policy
 from jetrl.precision.linear import FP8Weight, Linear
 from jetrl.rollout.decode_forward import padded_batch, padded_context
 from jetrl.rollout.engine import RolloutEngine
+from jetrl.rollout.options import GenerateOptions
 from jetrl.rollout.progress import Progress
 from jetrl.types import Completion, SamplingParams
 
@@ -181,7 +182,7 @@ def capture_graphs(
     size, first = padded_context(longest), padded_context(shortest + 1)
     prompt = max(1 if size == padded_context(1) else size // 2 + 1, longest - lengths[0])
     while size >= first:
-        engine.generate([[1] * prompt], params, max_tokens=lengths)
+        engine.generate([[1] * prompt], params, options=GenerateOptions(max_tokens=lengths))
         graphs += engine.stats.graphs
         seconds += engine.stats.capture_s
         size //= 2
@@ -197,7 +198,7 @@ def run_grpo(policy: Policy) -> Row:
     params = SamplingParams(n=GRPO_SAMPLES, max_tokens=GRPO_MAX, ignore_eos=True, seed=1)
     graphs, capture_s = capture_graphs(engine, count, GRPO_PROMPT, GRPO_PROMPT + GRPO_MAX)
     reset_peak()
-    completions = engine.generate(prompts, params, max_tokens=max_tokens)
+    completions = engine.generate(prompts, params, options=GenerateOptions(max_tokens=max_tokens))
     stats, peak = engine.stats, peak_bytes()
     engine.free_cache()  # it has all the memory that the check needs
     per_token = kv_bytes_per_token(policy.config, policy.plan)

@@ -13,8 +13,7 @@ from jetrl.models.policy import Policy
 from jetrl.rollout.decode import DecodeBatch
 from jetrl.rollout.kv_cache import PagedCache
 from jetrl.rollout.pages import PageAllocator
-from jetrl.rollout.prefill import Runner
-from jetrl.rollout.prefill_draws import draw_tokens
+from jetrl.rollout.prefill import Prefill
 from jetrl.rollout.scheduler import Scheduler
 from jetrl.rollout.sequence import RunningSequence
 from jetrl.rollout.stopping import StopRules
@@ -120,7 +119,7 @@ def _replay(
     allocator = PageAllocator(-(-sequence.max_cached_tokens // _PAGE_SIZE), _PAGE_SIZE)
     scheduler = Scheduler([[sequence]], allocator, 1, len(prompt))
     cache = PagedCache(policy.config, policy.plan, allocator.num_pages, _PAGE_SIZE, policy.device)
-    runner = Runner(policy, cache)
+    prefill = Prefill(policy, cache, params)
     decode = DecodeBatch(policy, cache, 1, len(prompt) + len(completion))
     drawn: list[int] = []
     logprobs: list[float] = []
@@ -131,8 +130,8 @@ def _replay(
             decode.begin(params, frozenset())  # what it drew is not what comes next
             ((ids, values),) = decode.launch(step, scheduler.sequences).drawn()
         else:
-            logits = runner.forward(step, scheduler.sequences)
-            ids, values = (x.tolist() for x in draw_tokens(logits, step, [sequence], params))
+            logits = prefill.forward(step, scheduler.sequences)
+            ids, values = (x.tolist() for x in prefill.draw(logits, step, [sequence]))
         drawn += ids
         logprobs += values
         scheduler.complete(step, [([token], values)])

@@ -17,6 +17,7 @@ from jetrl.models.chat import encode_prompt
 from jetrl.models.model import Model
 from jetrl.rewards.environment import TaskEnvironment
 from jetrl.rollout.engine import ProgressCallback, RolloutEngine
+from jetrl.rollout.options import GenerateOptions
 from jetrl.rollout.progress import Progress
 from jetrl.tasks import ScoredText, Scorer, Task, read_prompts
 from jetrl.types import Completion, Prompt, Sample, SamplingParams, Score
@@ -201,8 +202,7 @@ def sample_prompts(
                 [list(prompts[i].token_ids) for i in members],
                 dataclasses.replace(params, stop=stops),
                 attend,
-                environment=environment,
-                finished=finished,
+                options=GenerateOptions(environment=environment, finished=finished),
             )
             completions |= zip(indices, drawn, strict=True)
     except BaseException:  # nobody will have the completions whose scores were begun

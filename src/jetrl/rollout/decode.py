@@ -19,7 +19,7 @@ from jetrl.models.policy import Policy
 from jetrl.rollout.decode_forward import DecodeBuffers, EagerForwards, GraphForwards
 from jetrl.rollout.kv_cache import PagedCache
 from jetrl.rollout.launched_step import LaunchedStep, mark, to_device, to_host
-from jetrl.rollout.scheduler import Step
+from jetrl.rollout.scheduler import ScheduledStep
 from jetrl.rollout.sequence import RunningSequence
 from jetrl.types import SamplingParams
 
@@ -80,7 +80,7 @@ class DecodeBatch:
         buffers.top_k.fill_(params.top_k)
         self._filtered = params.top_p < 1 or params.top_k > 0
 
-    def forget(self, step: Step) -> None:
+    def forget(self, step: ScheduledStep) -> None:
         """A step that is not decode has run, or sequences lost their pages for one: what the device
         knows of those is old."""
         prefilled = [] if step.decodes else [chunk.sequence for chunk in step.chunks]
@@ -89,7 +89,7 @@ class DecodeBatch:
             if resident is not None:
                 self._free.append(resident.slot)
 
-    def launch(self, step: Step, sequences: Sequence[RunningSequence]) -> LaunchedStep:
+    def launch(self, step: ScheduledStep, sequences: Sequence[RunningSequence]) -> LaunchedStep:
         """Start a decode step, after its page copies. Does not wait for the device."""
         assert step.decodes, "a step over prompts is the runner's"
         assert step.repeats <= MAX_REPEATS, f"{step.repeats} forwards in one step"
@@ -104,7 +104,7 @@ class DecodeBatch:
         tokens, logprobs = to_host(out.tokens), to_host(out.logprobs)
         return LaunchedStep(step, tokens, logprobs, began, mark(self._device))
 
-    def _place(self, step: Step, sequences: Sequence[RunningSequence]) -> None:
+    def _place(self, step: ScheduledStep, sequences: Sequence[RunningSequence]) -> None:
         """Make the step's sequences rows 0 to B, with all that the device does not know of them."""
         here = {chunk.sequence for chunk in step.chunks}
         for index in [index for index in self._resident if index not in here]:

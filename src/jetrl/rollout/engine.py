@@ -1,7 +1,8 @@
 """The rollout engine: prompts in, completions with their log-probs out.
 
-A call of `generate` is a `RolloutRun`. The engine adds what surrounds it: checks of the input, the
-size of the cache, and that nothing is left behind when a call is cut short.
+`RolloutEngine.generate` checks what it is given, makes sequences of the prompts and runs them to
+their end in a `Generation`. The engine keeps the KV cache alive from call to call, and makes sure
+that nothing is left behind when a call is cut short.
 """
 
 from __future__ import annotations
@@ -14,13 +15,14 @@ from jetrl.errors import UserError
 from jetrl.kernels.decode_state import MAX_ROWS
 from jetrl.memory.out_of_memory import within_memory
 from jetrl.models.policy import Policy
-from jetrl.rollout.generation import ProgressCallback, RolloutRun
+from jetrl.rollout.generation import Generation, ProgressCallback
 from jetrl.rollout.inputs import encode_prompts, make_groups, resumed_groups, text_decoder
 from jetrl.rollout.kv_pool import KVPool
-from jetrl.rollout.multi_turn import Environment, MultiTurn
+from jetrl.rollout.multi_turn import MultiTurn
+from jetrl.rollout.options import GenerateOptions
 from jetrl.rollout.pages import PageAllocator
-from jetrl.rollout.partial import Partial, left_over, versions_of
-from jetrl.rollout.prefill import Runner
+from jetrl.rollout.partial import unfinished_completions, versions_of
+from jetrl.rollout.prefill import Prefill
 from jetrl.rollout.progress import RolloutStats
 from jetrl.rollout.scheduler import Scheduler
 from jetrl.rollout.sequence import NonFiniteLogits, RunningSequence
@@ -29,32 +31,30 @@ from jetrl.types import Completion, Prompt, SamplingParams, Unfinished
 
 logger = logging.getLogger(__name__)
 
-FinishedCallback = Callable[[int, Completion], None]
-
-# Of decode on a GPU: forwards a step, and steps launched ahead of what is known.
+# On a GPU: forwards of one decode step, and steps launched before earlier draws are known.
 _GPU_REPEATS, _GPU_AHEAD = 8, 1
 
 
 class RolloutEngine:
-    """Samples from a policy.
+    """The sampler of a policy.
 
-    The weights are the policy's own at each call; the engine keeps none. What is drawn for a prompt
-    depends on the weights, the sampling parameters and that prompt, and on none of the arguments
+    The weights are the policy's own at each call; the engine keeps none. The draws for a prompt
+    depend on the weights, the sampling parameters and that prompt, and on none of the arguments
     below.
 
     Args:
-        policy: what is sampled from.
-        max_batch_size: sequences that run together at most.
-        num_pages: pages of the KV cache. Default: what the largest batch of a call can use, within
-            a quarter of what is free (CPU) or all but 4 GiB of what is free (GPU; but a
-            fifth where that is less) and of what contexts of prompts take.
-        page_size: tokens a page.
-        max_prefill_tokens: prompt tokens a forward at most.
-        max_model_len: tokens of prompt and completion at most. Default: the model's context.
+        policy: The policy that is sampled from.
+        max_batch_size: The most sequences that run at once.
+        num_pages: Pages of the KV cache. By default as many as the largest batch of a call can use,
+            within a quarter of the free memory (CPU), or within all but 4 GiB of the free memory
+            and the contexts of prompts (GPU; all but a fifth where that leaves more).
+        page_size: Tokens of a page.
+        max_prefill_tokens: The most prompt tokens of one forward.
+        max_model_len: The most tokens of prompt and completion; by default the model's context.
 
     Raises:
-        UserError: a size below 1, max_model_len beyond the model's context, or more pages than
-            there is memory for.
+        UserError: A size is below 1, max_model_len exceeds the model's context, or there is no
+            memory for so many pages.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class RolloutEngine:
         self.sizes = RolloutSizes(Sizes(max_batch_size, max_prefill_tokens, num_pages))
         self.page_size = page_size
         self.max_model_len = max_model_len or context
-        self._kept = KVPool(policy, self.sizes, num_pages, page_size, self.max_model_len)
+        self._pool = KVPool(policy, self.sizes, num_pages, page_size, self.max_model_len)
         self._repeats, self._ahead = (_GPU_REPEATS, _GPU_AHEAD) if on_gpu else (1, 0)
         self._scheduler: Scheduler | None = None
         self._stats = RolloutStats()
@@ -94,35 +94,38 @@ class RolloutEngine:
 
     @property
     def max_batch_size(self) -> int:
-        """Sequences that run together at most, as it is now."""
+        """The most sequences that run at once now; halved where memory ran out."""
         return self.sizes.now.max_batch_size
 
     @property
     def stats(self) -> RolloutStats:
-        """Counts of the last call that came to its end."""
+        """The counts of the last call that came to its end."""
         return self._stats
 
     @property
     def unfinished(self) -> dict[int, Unfinished]:
-        """What the last call cut off, by its index among the completions."""
+        """The completions that the last call cut off, by their index among its completions."""
         return self._unfinished
 
     @property
     def sequences(self) -> Sequence[RunningSequence]:
-        """Those of the call that runs now; none between calls."""
+        """The sequences of the call that runs now; empty between calls."""
         scheduler = self._scheduler
         return () if scheduler is None else scheduler.sequences
 
     @property
     def pages_in_use(self) -> int:
-        """Pages held by sequences right now: 0 between calls."""
+        """The number of pages that sequences hold now; 0 between calls."""
         return 0 if self._scheduler is None else self._scheduler.allocator.num_used
 
     def free_cache(self) -> None:
-        """Gives the pages' memory back. On a GPU the next call goes on with the same pages, and
-        with the graphs of decode, if there is room for them again; else it makes a new cache."""
+        """Give the memory of the KV pages back.
+
+        On a GPU the next call continues with the same pages and the captured graphs of decode if
+        there is room for them again; otherwise it makes a new cache.
+        """
         assert self._scheduler is None, "the cache is in use"
-        self._kept.give_back()
+        self._pool.give_back()
 
     def generate(
         self,
@@ -130,48 +133,38 @@ class RolloutEngine:
         params: SamplingParams,
         progress: ProgressCallback | None = None,
         system_prompt: str | None = None,
-        environment: Environment | None = None,
-        max_tokens: Sequence[int] | None = None,
-        partial: Partial | None = None,
-        finished: FinishedCallback | None = None,
+        options: GenerateOptions | None = None,
     ) -> list[Completion]:
-        """Draws params.n completions for each prompt.
+        """Draw params.n completions of each prompt.
+
+        When the call raises, KeyboardInterrupt included, all pages are free and the engine can be
+        used again.
 
         Args:
-            prompts: token ids, text, or `Prompt`s (chat messages go through the chat template).
-            params: the same for all prompts. Where prompt and max_tokens exceed the context,
-                max_tokens is what fits.
-            progress: called after every forward. An exception that it raises cancels the call.
-            system_prompt: put before the messages of chat prompts.
-            environment: answers when a sequence stops, for as many turns as it has; what it says is
-                part of the completion, and max_tokens counts it.
-            max_tokens: a limit for each completion, in their order, instead of params.max_tokens.
-            partial: what to go on with, and after how many complete prompts to end; those cut off
-                come with finish_reason "cancelled", and `unfinished` says how to go on with them.
-            finished: called with each completion that comes to its end, and its index, while others
-                are still drawn; again with the same ones where the call begins anew.
+            prompts: Token ids, texts, or `Prompt`s, whose messages go through the chat template.
+            params: The way completions are drawn, the same for all prompts. Where prompt and
+                max_tokens exceed the context, max_tokens is what fits.
+            progress: Called after every forward. An exception that it raises cancels the call.
+            system_prompt: A message before those of each chat prompt.
+            options: An environment, limits of single completions, partial rollouts, and a callback
+                for finished completions.
 
         Returns:
-            Completions in the order of the prompts: those of prompt p are [p * n : (p + 1) * n].
+            Completions in the order of the prompts: those of prompt p are [p * n : (p + 1) * n],
+            after those of a partial rollout that are continued.
 
         Raises:
-            UserError: a prompt that is empty, too long or outside the vocabulary; stop strings
-                without a tokenizer; a cache that one sequence does not fit into. Nothing has run.
-                And a reply of the environment that cannot be written in tokens.
-
-            NonFiniteLogits: logits without a finite softmax.
-            OutOfMemoryStop: memory ran out with one sequence at a time. Before that, `sizes` are
-                halved and the call begins anew, with the same draws.
-
-        When it raises, KeyboardInterrupt included, all pages are free and the engine can be used
-        again.
+            UserError: A prompt is empty, too long or outside the vocabulary, stop strings have no
+                tokenizer, or the cache is too small for one sequence, before anything has run; or
+                an environment's reply cannot be written in tokens.
+            NonFiniteLogits: Logits have no finite softmax.
+            OutOfMemoryStop: Memory ran out with one sequence at a time. Before that `sizes` are
+                halved and the call starts over, with the same draws.
         """
-        if partial is not None and (environment is not None or max_tokens is not None):
-            raise UserError("a partial rollout takes neither an environment nor limits of its own")
-        arguments = (prompts, params, progress, system_prompt, environment, max_tokens, partial)
+        chosen = options or GenerateOptions()
         return within_memory(
-            lambda: self._generate(*arguments, finished),
-            lambda problem: self.sizes.halve(self._kept.pages, self._kept.needed, problem),
+            lambda: self._generate(prompts, params, progress, system_prompt, chosen),
+            lambda problem: self.sizes.halve(self._pool.pages, self._pool.needed, problem),
         )
 
     def _generate(
@@ -180,59 +173,51 @@ class RolloutEngine:
         params: SamplingParams,
         progress: ProgressCallback | None,
         system_prompt: str | None,
-        environment: Environment | None,
-        max_tokens: Sequence[int] | None,
-        partial: Partial | None,
-        finished: FinishedCallback | None,
+        options: GenerateOptions,
     ) -> list[Completion]:
-        """`generate`, in the memory that there is."""
+        """Run one attempt of `generate`, which raises where memory runs out."""
         assert self._scheduler is None, "generate is not to be called while it runs"
         started = time.perf_counter()
-        encoded = encode_prompts(self.policy, prompts, self.max_model_len, system_prompt)
-        max_turns = 1 if environment is None else environment.max_turns
-        first = 0 if partial is None else partial.num_resumed
-        groups = make_groups(
-            self.policy, encoded, params, self.max_model_len, max_turns, max_tokens, first
-        )
-        if partial is not None:
-            groups[:0] = resumed_groups(self.policy, partial.resume, params, self.max_model_len)
+        # Everything that a user may have got wrong is checked before anything runs.
+        groups = self._groups(prompts, params, system_prompt, options)
         self._unfinished = {}
         if not groups:
             self._stats = RolloutStats()
             return []
-        cache = self._kept.cache_for(groups)
+        # The pages are shared by all sequences; the scheduler alone decides who gets them.
+        cache = self._pool.cache_for(groups)
         allocator = PageAllocator(cache.num_pages, cache.page_size)
         max_prefill = self.sizes.now.max_prefill_tokens
         scheduler = Scheduler(groups, allocator, self.max_batch_size, max_prefill)
-        dialogues = None
-        if environment is not None and max_turns > 1:
-            dialogues = MultiTurn(self.policy, environment, scheduler)
-        version = 0 if partial is None else partial.version
-        complete = self._completer(version) if dialogues is None else dialogues.completion
-        done: dict[int, Completion] = {}
+        multi_turn = None
+        if options.environment is not None and options.max_turns > 1:
+            multi_turn = MultiTurn(self.policy, options.environment, scheduler)
+        version = 0 if options.partial is None else options.partial.version
+        complete = self._completer(version) if multi_turn is None else multi_turn.completion
+        finished: dict[int, Completion] = {}
 
-        def ended(index: int) -> None:
-            done[index] = complete(scheduler.sequences[index])
-            if finished is not None:
-                finished(index, done[index])
+        def on_end(index: int) -> None:
+            finished[index] = complete(scheduler.sequences[index])
+            if options.finished is not None:
+                options.finished(index, finished[index])
 
         try:
             self._scheduler = scheduler
-            decode = self._kept.decode_batch()
+            decode = self._pool.decode_batch()
+            # All sequences of a call have the same stop ids, which the device checks in decode.
             decode.begin(params, groups[0][0].rules.token_ids)
-            run = RolloutRun(
-                scheduler,
-                Runner(self.policy, cache),
-                decode,
-                params,
-                dialogues,
-                progress,
-                ended,
-                self._repeats,
-                self._ahead,
-                len(groups) if partial is None else partial.enough,
-            )
-            self._stats = stats = run.run(started)
+            self._stats = stats = Generation(
+                scheduler=scheduler,
+                prefill=Prefill(self.policy, cache, params),
+                decode=decode,
+                max_tokens=params.max_tokens,
+                on_end=on_end,
+                multi_turn=multi_turn,
+                progress=progress,
+                repeats=self._repeats,
+                ahead=self._ahead,
+                enough=len(groups) if options.partial is None else options.partial.enough,
+            ).run(started)
             if stats.graphs:
                 logger.info("%d graphs of decode captured in %.1f s", stats.graphs, stats.capture_s)
         except BaseException as error:
@@ -240,20 +225,48 @@ class RolloutEngine:
                 sequence = scheduler.sequences[error.sequence]
                 error.token_ids = (*sequence.prompt, *sequence.generated)
             scheduler.cancel()
-            # What failed may have left NaN in its pages: the next call starts from a clean cache.
-            self._kept.drop()
+            # A failed call may have left NaN in its pages: the next one starts from a clean cache.
+            self._pool.drop()
             raise
         finally:
             self._scheduler = None
-            if environment is not None:
-                environment.close()
-        completions = [done.get(s.index) or complete(s) for s in scheduler.sequences]
-        self._unfinished = left_over(scheduler.sequences, completions)
+            if options.environment is not None:
+                options.environment.close()
+        completions = [finished.get(s.index) or complete(s) for s in scheduler.sequences]
+        self._unfinished = unfinished_completions(scheduler.sequences, completions)
         scheduler.cancel()
         return completions
 
+    def _groups(
+        self,
+        prompts: Sequence[Sequence[int] | str | Prompt],
+        params: SamplingParams,
+        system_prompt: str | None,
+        options: GenerateOptions,
+    ) -> list[list[RunningSequence]]:
+        """Return the sequences of a call by prompt, those that are continued first."""
+        encoded = encode_prompts(self.policy, prompts, self.max_model_len, system_prompt)
+        partial = options.partial
+        groups = make_groups(
+            self.policy,
+            encoded,
+            params,
+            self.max_model_len,
+            options.max_turns,
+            options.max_tokens,
+            first=0 if partial is None else partial.num_resumed,
+        )
+        if partial is None:
+            return groups
+        resumed = resumed_groups(self.policy, partial.resume, params, self.max_model_len)
+        return resumed + groups
+
     def _completer(self, version: int) -> Callable[[RunningSequence], Completion]:
-        """What makes a sequence a completion. version: of the policy."""
+        """Return the function that makes a completion of a sequence without turns.
+
+        Args:
+            version: The policy's version, recorded for the tokens of a partial rollout.
+        """
         decode = text_decoder(self.policy)
 
         def complete(sequence: RunningSequence) -> Completion:

@@ -1,6 +1,4 @@
-"""From the arguments of `generate` to sequences: what a user may pass, checked before anything
-runs.
-"""
+"""From the arguments of `generate` to sequences, checked before anything runs."""
 
 from __future__ import annotations
 
@@ -21,10 +19,16 @@ def encode_prompts(
     max_model_len: int,
     system_prompt: str | None,
 ) -> list[list[int]]:
-    """Token ids of each prompt, at least one, within the vocabulary, with room for a token more.
+    """Return the token ids of each prompt, with room for at least one more token.
+
+    Args:
+        policy: The policy, with its tokenizer and vocabulary.
+        prompts: Token ids, texts or `Prompt`s.
+        max_model_len: The most tokens of prompt and completion.
+        system_prompt: A message before those of each chat prompt.
 
     Raises:
-        UserError: naming the prompt by its place in the call.
+        UserError: A prompt cannot be used; the message names it by its number in the call.
     """
     if isinstance(prompts, str | Prompt):
         raise UserError("generate takes a list of prompts; put the one prompt into a list")
@@ -57,13 +61,20 @@ def make_groups(
     max_tokens: Sequence[int] | None = None,
     first: int = 0,
 ) -> list[list[RunningSequence]]:
-    """The sequences of a call, n for each prompt. max_tokens is limited to what the context takes.
-    max_turns: above 1 where an environment answers. max_tokens: of each sequence, where they have
-    limits of their own. first: index of the first.
+    """Return the sequences of a call, a group of n for each prompt.
+
+    Args:
+        policy: The policy that is sampled from.
+        prompts: The token ids of each prompt.
+        params: The sampling parameters; max_tokens is limited to what the context takes.
+        max_model_len: The most tokens of prompt and completion.
+        max_turns: The most turns of a completion; above 1 where an environment replies.
+        max_tokens: A limit for each completion, where they have limits of their own.
+        first: The index of the first sequence.
 
     Raises:
-        UserError: limits that are not one for each sequence, or below 1; stop ids outside the
-            vocabulary; stop strings or turns without a tokenizer.
+        UserError: There is not one limit of at least 1 for each sequence, a stop id is outside the
+            vocabulary, or stop strings or turns have no tokenizer.
     """
     _check_ids(params.stop_token_ids, policy.config.vocab_size, "stop_token_ids")
     stops = _stop_ids(policy, params)
@@ -104,10 +115,16 @@ def resumed_groups(
     params: SamplingParams,
     max_model_len: int,
 ) -> list[list[RunningSequence]]:
-    """The sequences that go on with what an earlier call left, in its groups.
+    """Return sequences that continue the completions of an earlier call, in their groups.
+
+    Args:
+        policy: The policy that is sampled from.
+        resume: The unfinished completions by group.
+        params: The sampling parameters of this call.
+        max_model_len: The most tokens of prompt and completion.
 
     Raises:
-        UserError: one with no room for another token.
+        UserError: A completion has no room for another token.
     """
     groups: list[list[RunningSequence]] = []
     index = 0
@@ -115,21 +132,21 @@ def resumed_groups(
     for members in resume:
         group = []
         for cut in members:
-            done = cut.completion
+            completion = cut.completion
             limit = min(params.max_tokens, max_model_len - len(cut.prompt_token_ids))
-            if len(done.token_ids) >= limit:
+            if len(completion.token_ids) >= limit:
                 raise UserError(
-                    f"a completion to go on with has {len(done.token_ids)} tokens, and this call "
-                    f"allows {limit}: raise max_tokens"
+                    f"a completion to go on with has {len(completion.token_ids)} tokens, and this "
+                    f"call allows {limit}: raise max_tokens"
                 )
             sequence = RunningSequence(
                 index,
                 cut.prompt_token_ids,
-                resumed_key(cut.key, len(done.token_ids)),
+                resumed_key(cut.key, len(completion.token_ids)),
                 StopRules(limit, stops, params.stop, decode),
-                generated=list(done.token_ids),
-                logprobs=list(done.logprobs),
-                versions=done.versions,
+                generated=list(completion.token_ids),
+                logprobs=list(completion.logprobs),
+                versions=completion.versions,
             )
             group.append(sequence)
             index += 1
@@ -138,6 +155,7 @@ def resumed_groups(
 
 
 def _stop_ids(policy: Policy, params: SamplingParams) -> frozenset[int]:
+    """Return the ids that end a completion: the call's, and the model's unless ignored."""
     stop_ids = set(params.stop_token_ids)
     if not params.ignore_eos:
         ends = hf.eos_token_ids(policy.config, policy.generation_config, policy.tokenizer)
@@ -146,7 +164,7 @@ def _stop_ids(policy: Policy, params: SamplingParams) -> frozenset[int]:
 
 
 def text_decoder(policy: Policy) -> Decode | None:
-    """Token ids to text without special tokens, or None when the policy has no tokenizer."""
+    """Return a function from token ids to text, or None when the policy has no tokenizer."""
     tokenizer = policy.tokenizer
     if tokenizer is None:
         return None

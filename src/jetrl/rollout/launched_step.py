@@ -1,5 +1,6 @@
-"""Steps that were launched and not yet taken in, and copies between host and device that nobody
-waits for: they go by way of pinned memory, in the order of the stream.
+"""Steps whose draws are still on their way, and copies between host and device without waiting.
+
+The copies go by way of pinned memory, in the order of the device's stream.
 """
 
 from __future__ import annotations
@@ -12,25 +13,34 @@ import torch
 from torch import Tensor
 
 from jetrl.kernels.decode_state import NOT_DRAWN
-from jetrl.rollout.scheduler import Step
+from jetrl.rollout.scheduler import ScheduledStep
 
 
 @dataclass(frozen=True)
 class LaunchedStep:
-    """tokens, logprobs: [forwards or more, draws or more] on the host, a column for each of
-    `Step.draws`, not to be read before `ready`. began: when the device came to the step. Both are
-    None where the values are there at once."""
+    """A step that was launched, with its draws as they arrive on the host.
 
-    step: Step
+    Attributes:
+        step: The scheduled step.
+        tokens: int64 [forwards or more, draws or more] on the host, a column for each of
+            `step.draws`; not to be read before `ready`.
+        logprobs: float32, of the same shape.
+        began: The event at which the device came to the step; None where values are there at once.
+        ready: The event after which the values can be read; None where they are there at once.
+    """
+
+    step: ScheduledStep
     tokens: Tensor
     logprobs: Tensor
     began: torch.cuda.Event | None = None
     ready: torch.cuda.Event | None = None
 
     def drawn(self) -> list[tuple[list[int], list[float]]]:
-        """Waits for the step: (token ids, log-probs) of each draw, as `Scheduler.complete` takes
-        them. BROKEN as the last id stands for logits without a finite softmax, which are nothing to
-        a sequence that ended before."""
+        """Wait for the step and return (token ids, log-probs) of each draw.
+
+        BROKEN as the last id stands for logits without a finite softmax, which do not matter to a
+        sequence that ended before.
+        """
         if self.ready is not None:
             self.ready.synchronize()
         lengths = [
@@ -49,7 +59,7 @@ class LaunchedStep:
 
 
 def mark(device: torch.device) -> torch.cuda.Event | None:
-    """Now, in the order of the device's work; None on the CPU, which has no other time."""
+    """Record an event in the device's stream; None on the CPU, whose work is done at once."""
     if device.type != "cuda":
         return None
     event = torch.cuda.Event(enable_timing=True)
@@ -58,7 +68,7 @@ def mark(device: torch.device) -> torch.cuda.Event | None:
 
 
 def to_host(x: Tensor) -> Tensor:
-    """A copy on the host, there once the device has come to it."""
+    """Return a copy on the host, filled once the device has come to the copy."""
     if not x.is_cuda:
         return x.clone()
     host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
@@ -68,6 +78,6 @@ def to_host(x: Tensor) -> Tensor:
 def to_device(
     values: np.ndarray | Sequence[int] | Sequence[tuple[int, ...]], device: torch.device
 ) -> Tensor:
-    """Values on the device; integers of Python as int64."""
+    """Return values as a tensor on the device; Python integers become int64."""
     host = torch.from_numpy(np.asarray(values))
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host

@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 
 from jetrl.models.chat import decode, encode_reply
 from jetrl.models.policy import Policy
-from jetrl.rollout.scheduler import Scheduler, Step
+from jetrl.rollout.scheduler import ScheduledStep, Scheduler
 from jetrl.rollout.sequence import RunningSequence
 from jetrl.types import Completion, Reply, Turn
 
@@ -63,7 +63,7 @@ class MultiTurn:
         self._asked: set[int] = set()
         self._early: list[Answer] = []  # of sequences with draws pending past their turn's end
 
-    def ask(self, step: Step) -> None:
+    def ask(self, step: ScheduledStep) -> None:
         """Hands the turns that ended with a step's draws to the environment."""
         for index in step.draws:
             sequence = self._scheduler.sequences[index]

@@ -1,4 +1,4 @@
-"""Pages of the KV cache: who uses which. No torch.
+"""The users of each page of the KV cache; without torch.
 
 A page is `page_size` slots for the keys and values of consecutive tokens, in every layer. Pages are
 counted by reference, so the samples of one prompt share the prompt's pages. A page with more than
@@ -16,7 +16,10 @@ from __future__ import annotations
 
 
 class PageAllocator:
-    """A free list and a reference count for each page. Every call is O(1) per page it touches."""
+    """A list of free pages, and a count of users for each page.
+
+    Every call takes constant time for each page that it touches.
+    """
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         assert num_pages >= 1, f"num_pages {num_pages}"
@@ -28,23 +31,25 @@ class PageAllocator:
 
     @property
     def num_free(self) -> int:
+        """The number of pages without a user."""
         return len(self._free)
 
     @property
     def num_used(self) -> int:
+        """The number of pages with a user."""
         return self.num_pages - len(self._free)
 
     def pages_for(self, num_tokens: int) -> int:
-        """Pages that hold this many tokens."""
+        """Return the number of pages that hold so many tokens."""
         return -(-num_tokens // self.page_size)
 
     def users(self, page: int) -> int:
-        """How many page tables name this page."""
+        """Return the number of page tables that name a page."""
         return self._users[page]
 
     def allocate(self, count: int) -> list[int]:
-        """Takes free pages; the caller has made sure that there are enough."""
-        assert 0 <= count <= len(self._free), f"{count} pages wanted, {len(self._free)} free"
+        """Take free pages; the caller has made sure that there are enough."""
+        assert 0 <= count <= len(self._free), f"{count} pages asked for, {len(self._free)} free"
         taken = [self._free.pop() for _ in range(count)]
         for page in taken:
             assert self._users[page] == 0, f"free page {page} has {self._users[page]} users"
@@ -52,9 +57,7 @@ class PageAllocator:
         return taken
 
     def fork(self, pages: list[int], num_tokens: int) -> list[int]:
-        """A second page table for the first `num_tokens` tokens of these pages; nothing is
-        copied.
-        """
+        """Return a second page table for the first `num_tokens` tokens, sharing their pages."""
         shared = pages[: self.pages_for(num_tokens)]
         assert len(shared) == self.pages_for(num_tokens), (
             f"{num_tokens} tokens in {len(pages)} pages"
@@ -65,7 +68,13 @@ class PageAllocator:
         return shared
 
     def write_cost(self, pages: list[int], position: int, count: int = 1) -> int:
-        """Pages that `make_writable` would take."""
+        """Return the number of pages that `make_writable` would take.
+
+        Args:
+            pages: The page table.
+            position: The first position that is written.
+            count: The number of positions.
+        """
         first = position // self.page_size
         assert first <= len(pages), f"position {position} leaves a gap after {len(pages)} pages"
         missing = (position + count - 1) // self.page_size + 1 - len(pages)
@@ -75,8 +84,14 @@ class PageAllocator:
     def make_writable(
         self, pages: list[int], position: int, count: int = 1
     ) -> tuple[int, int] | None:
-        """Makes the pages of `count` positions from this one on exist in this table and belong to
-        it alone; may take pages. Only the first can have other users: a table shares its beginning.
+        """Give a page table pages of its own for the positions that are written next.
+
+        Only the first page can have other users, since tables share their beginnings.
+
+        Args:
+            pages: The page table, changed in place.
+            position: The first position that is written.
+            count: The number of positions.
 
         Returns:
             (source, destination) pages to copy before the write, or None.
@@ -93,7 +108,7 @@ class PageAllocator:
         return copy
 
     def release(self, pages: list[int]) -> None:
-        """Gives up a page table and empties it; pages without another user become free."""
+        """Give up a page table and empty it; pages without another user become free."""
         for page in reversed(pages):
             assert self._users[page] > 0, f"page {page} is already free"
             self._users[page] -= 1
@@ -102,7 +117,7 @@ class PageAllocator:
         pages.clear()
 
     def check(self, tables: list[list[int]]) -> None:
-        """Asserts that the counts are those of exactly these page tables. O(pages), for tests."""
+        """Assert, in tests, that the counts are those of exactly these page tables."""
         counts = [0] * self.num_pages
         for table in tables:
             assert len(set(table)) == len(table), f"a page twice in one table: {table}"

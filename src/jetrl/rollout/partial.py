@@ -1,15 +1,16 @@
-"""Partial rollouts: a call that ends before its longest completions do, and one that goes on with
-them.
+"""Partial rollouts: calls of `generate` that end before their longest completions do.
 
 The tail of a rollout is a few long sequences on an idle GPU. A call that has more prompts than it
-needs ends when enough are complete; the rest is cut off, and the next call goes on with it under
-the weights of then. Its old tokens are run through those weights again, so what is drawn from there
-on is exactly of the present policy; the old tokens keep the log-probs of the policy that drew them,
-and `versions` says which that was.
+needs ends when enough are complete; the others are cut off, and the next call continues them under
+its own weights. Their old tokens are run through those weights again, so the tokens drawn from then
+on are exactly the present policy's; old tokens keep the log-probs of the policy that drew them, and
+`versions` names that policy.
 
-    out = engine.generate(prompts, params, partial=Partial(enough=32, version=step))
+    first = GenerateOptions(partial=Partial(enough=32, version=step))
+    out = engine.generate(prompts, params, options=first)
     left = engine.unfinished        # {index in out: Unfinished}
-    out = engine.generate(more, params, partial=Partial(32, [[left[5], left[6]]], step + 1))
+    second = GenerateOptions(partial=Partial(32, [[left[5], left[6]]], step + 1))
+    out = engine.generate(more, params, options=second)
 """
 
 from __future__ import annotations
@@ -23,9 +24,14 @@ from jetrl.types import Completion, Unfinished
 
 @dataclass(frozen=True)
 class Partial:
-    """enough: groups (prompts with all their samples) that end the call once they are complete.
-    resume: what to go on with, by groups; their completions come before those of the prompts.
-    version: of the policy, recorded for what is drawn."""
+    """The bounds of one partial rollout.
+
+    Attributes:
+        enough: The number of groups (prompts with all their samples) that ends the call once they
+            are complete.
+        resume: The completions to continue, by group; they come before those of the prompts.
+        version: The policy's version, recorded for the tokens that the call draws.
+    """
 
     enough: int
     resume: Sequence[Sequence[Unfinished]] = ()
@@ -33,22 +39,22 @@ class Partial:
 
     @property
     def num_resumed(self) -> int:
-        """Sequences that go on."""
+        """The number of sequences that are continued."""
         return sum(len(members) for members in self.resume)
 
 
 def versions_of(sequence: RunningSequence, version: int) -> tuple[int, ...]:
-    """The policy version of each token; () where all are of `version` and the sequence is done."""
+    """Return each token's policy version; () of a finished sequence that only `version` drew."""
     if sequence.finished and not sequence.versions:
         return ()
     new = len(sequence.generated) - len(sequence.versions)
     return (*sequence.versions, *[version] * new)
 
 
-def left_over(
+def unfinished_completions(
     sequences: Sequence[RunningSequence], completions: Sequence[Completion]
 ) -> dict[int, Unfinished]:
-    """What a call left, by the index of the completion."""
+    """Return the completions that a call cut off, by their index."""
     return {
         sequence.index: Unfinished(sequence.prompt, sequence.key, completion)
         for sequence, completion in zip(sequences, completions, strict=True)

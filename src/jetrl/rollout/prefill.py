@@ -1,4 +1,9 @@
-"""One forward of the policy over the tokens that the scheduler chose."""
+"""Forwards over prompts, and the first draws after them.
+
+The random bits of a draw are a function of (seed, the sequence's key, the position of the drawn
+token) and nothing else, so a sequence is the same in any batch, after a pre-emption, and beside any
+others.
+"""
 
 from __future__ import annotations
 
@@ -8,35 +13,46 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from jetrl.kernels.decode_state import BROKEN
+from jetrl.kernels.sampling import random_bits, sample
 from jetrl.models.policy import Policy
 from jetrl.rollout.kv_cache import PagedCache
 from jetrl.rollout.launched_step import to_device
 from jetrl.rollout.paged_attention import Span
-from jetrl.rollout.scheduler import Step
+from jetrl.rollout.scheduler import ScheduledStep
 from jetrl.rollout.sequence import RunningSequence
+from jetrl.types import SamplingParams
+
+_LOGITS_AT_ONCE = 2**23  # Sampling makes several arrays of the logits that it handles at once.
 
 
-class Runner:
-    """Runs steps. The weights are the policy's own, as they are at each call; nothing is copied."""
+class Prefill:
+    """The prefill of one call of `generate`: fills the cache and draws what follows the prompts.
 
-    def __init__(self, policy: Policy, cache: PagedCache) -> None:
-        self._policy = policy
-        self._cache = cache
+    Args:
+        policy: The policy, whose weights are read as they are at each call.
+        cache: The KV pages.
+        params: The sampling parameters of the call.
+    """
+
+    def __init__(self, policy: Policy, cache: PagedCache, params: SamplingParams) -> None:
+        self._policy, self._cache, self._params = policy, cache, params
 
     @property
     def device(self) -> torch.device:
+        """The device of the policy and the cache."""
         return self._policy.device
 
-    def copy_pages(self, step: Step) -> None:
-        """The copies that come before a step's forwards."""
+    def copy_pages(self, step: ScheduledStep) -> None:
+        """Copy the shared pages that a step writes to, before any forward of the step."""
         self._cache.copy_pages(step.copies)
 
-    def forward(self, step: Step, sequences: Sequence[RunningSequence]) -> Tensor:
-        """Runs the tokens of a step over prompts, filling the cache.
+    def forward(self, step: ScheduledStep, sequences: Sequence[RunningSequence]) -> Tensor:
+        """Run the prompt tokens of a step and fill the cache.
 
         Returns:
-            float32 logits [R, V], a row for each chunk that draws, in the order of the chunks; R
-            is 0 when all chunks end before their sequence does.
+            float32 logits [R, V], a row for each chunk that draws, in the order of the chunks; R is
+            0 when no chunk reaches the end of its sequence.
         """
         assert not step.decodes, "decode is the decode batch's"
         token_ids: list[int] = []
@@ -47,13 +63,57 @@ class Runner:
             spans.append(Span(len(token_ids), chunk.start, chunk.length, sequence.pages))
             token_ids += sequence.tokens(chunk.start, chunk.length)
             positions.append(np.arange(chunk.start, chunk.start + chunk.length))
-        device = self._policy.device
+        device = self.device
         hidden = self._policy.rollout_forward(
             to_device(token_ids, device),
             to_device(np.concatenate(positions), device),
             self._cache.key_values(spans, ends=True),
         )
-        drawing = [row for row, chunk in enumerate(step.chunks) if chunk.draws]
-        if not drawing:
+        rows = [row for row, chunk in enumerate(step.chunks) if chunk.draws]
+        if not rows:
             return torch.empty((0, self._policy.config.vocab_size), device=device)
-        return self._policy.rollout_logits(hidden[to_device(drawing, device)])
+        return self._policy.rollout_logits(hidden[to_device(rows, device)])
+
+    def draw(
+        self, logits: Tensor, step: ScheduledStep, sequences: Sequence[RunningSequence]
+    ) -> tuple[Tensor, Tensor]:
+        """Draw a token for each of `step.draws`, without waiting for the device.
+
+        Args:
+            logits: float32 [R, V] of `forward`; all draws of a chunk share its row.
+            step: The step.
+            sequences: All sequences of the call.
+
+        Returns:
+            Token ids, int64 [draws], and their log-probs, float32 [draws], under the full
+            distribution at the temperature. The id BROKEN stands for logits without a finite
+            softmax.
+        """
+        draws_of_rows = [chunk.draws for chunk in step.chunks if chunk.draws]
+        assert len(draws_of_rows) == len(logits), (
+            f"{len(logits)} logits rows for {len(draws_of_rows)} chunks"
+        )
+        device, params = logits.device, self._params
+        rows = [row for row, draws in enumerate(draws_of_rows) for _ in draws]
+        drawing = [sequences[index] for draws in draws_of_rows for index in draws]
+        bits = random_bits(
+            np.full(len(drawing), params.seed, dtype=np.int64),
+            np.array([sequence.key for sequence in drawing], dtype=np.int64),
+            np.array([sequence.num_tokens for sequence in drawing], dtype=np.int64),
+        )
+        tokens = torch.empty(len(rows), dtype=torch.int64, device=device)
+        logprobs = torch.empty(len(rows), device=device)
+        at_once = max(1, _LOGITS_AT_ONCE // logits.shape[1])
+        for start in range(0, len(rows), at_once):
+            part = slice(start, start + at_once)
+            count = len(rows[part])
+            drawn, logprobs[part], lse = sample(
+                logits[to_device(rows[part], device)],
+                to_device(bits[part], device),
+                torch.full((count,), params.temperature, device=device),
+                torch.full((count,), params.top_p, device=device),
+                torch.full((count,), params.top_k, device=device, dtype=torch.int64),
+                params.top_p < 1 or params.top_k > 0,
+            )
+            tokens[part] = torch.where(torch.isfinite(lse), drawn, BROKEN)
+        return tokens, logprobs

@@ -1,4 +1,4 @@
-"""What a rollout says of itself: while it runs, and when it is done. No torch."""
+"""Counts of a rollout, while it runs and when it has ended; without torch."""
 
 from __future__ import annotations
 
@@ -7,13 +7,21 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Progress:
-    """Given to the progress callback after every step: a forward, or some of decode in a row.
-
-    tokens: drawn so far. seconds: since the start. eta_s: seconds left, None while unknown; from
-    how often a sequence has ended so far, and what max_tokens allows at most.
+    """The progress of a call, given to its callback after every scheduled step.
 
         Progress(3, 16, tokens=210, tokens_per_s=840.0, pages_in_use=9, pages_total=32,
                  seconds=0.25, eta_s=0.9)
+
+    Attributes:
+        sequences_done: Sequences that have ended.
+        sequences_total: All sequences of the call.
+        tokens: Tokens drawn so far.
+        tokens_per_s: Their rate since the start.
+        pages_in_use: KV pages that sequences hold.
+        pages_total: All KV pages.
+        seconds: Seconds since the start.
+        eta_s: Estimated seconds left, from how often sequences ended so far and from max_tokens;
+            None while unknown.
     """
 
     sequences_done: int
@@ -28,16 +36,24 @@ class Progress:
 
 @dataclass(frozen=True)
 class RolloutStats:
-    """Counts of one call of `generate`.
+    """The counts of one call of `generate`.
 
-    tokens_drawn: of all completions. tokens_prefilled: run through the model to fill the cache for
-    a prompt, and again after a pre-emption; a prompt counts once for all its samples.
-    tokens_decoded: run one at a time, each to draw the next. preemptions: sequences that lost
-    their pages for a time. forwards: calls of the model. peak_pages: most pages in use, of
-    pages_total. seconds: of wall time; prefill_s: of these, in forwards over prompts and their
-    draws. device_idle_s: a GPU's, from the end of a step to the start of the next.
-    graphs: CUDA graphs of decode that the call captured; capture_s: seconds of that, compilation of
-    kernels included.
+    Attributes:
+        prompts: Groups of the call.
+        sequences: Completions of the call.
+        tokens_drawn: Tokens of all completions.
+        tokens_prefilled: Tokens run through the model to fill the cache for a prompt, and again
+            after a pre-emption; a prompt counts once for all its samples.
+        tokens_decoded: Tokens run one at a time, each to draw the next.
+        preemptions: How often a sequence lost its pages for a time.
+        forwards: Calls of the model.
+        peak_pages: The most pages in use at once.
+        pages_total: All KV pages.
+        seconds: Wall time.
+        prefill_s: Seconds of forwards over prompts and of their draws.
+        device_idle_s: Seconds that a GPU had nothing to do between two steps.
+        graphs: CUDA graphs of decode that the call captured.
+        capture_s: Seconds that capturing took, compilation of kernels included.
     """
 
     prompts: int = 0
@@ -57,4 +73,5 @@ class RolloutStats:
 
     @property
     def tokens_per_s(self) -> float:
+        """Drawn tokens a second."""
         return self.tokens_drawn / self.seconds if self.seconds > 0 else 0.0

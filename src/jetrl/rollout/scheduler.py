@@ -1,35 +1,37 @@
-"""What runs in each forward: continuous batching, chunked prefill, pre-emption. No torch.
+"""The choice of the tokens that run in each forward: continuous batching, chunked prefill, pre-emption.
 
-Sequences have one order, their index: the older (lower) one goes first, always. The running ones
-are the oldest unfinished ones, as many as the batch and the pages allow:
+The module needs no torch. Sequences have one order, their index: the older (lower) one goes first,
+always. The running sequences are the oldest unfinished ones, as many as the batch and the pages
+allow:
 
     running  [0 1 2 3 | 8 9 10]   waiting [11 12 .. ]
 
-- A step is a forward over chunks of the prompts that are not there yet, at most max_prefill_tokens
-  together, with contexts of at most 64 times as many: attention widens the keys and values of all
-  that it reads (short replies to long conversations). When no prompt is left to prefill, it is
-  decode: of each running sequence the next token, and then the next again, up to `repeats`
-  forwards in a row. Prompts go first: a forward of few sequences takes nearly as long as one of
-  many.
-- The samples of a prompt are a group. Its first sequence prefills the prompt, the others wait; from
-  the logits of the prompt's last token all of them draw their first token, and then all of them
-  have the prompt's pages. Those that the batch has no room for keep them while they wait (parked).
-- A sequence that waits for its environment keeps its place and its pages, and nothing of it runs.
-  What the environment said is prefilled like a prompt.
+- A scheduled step is a forward over chunks of prompts that are not in the cache yet, at most
+  max_prefill_tokens together. The contexts that the forward reads are at most 64 times as many,
+  since attention widens all keys and values that it reads (short replies to long conversations).
+  When no prompt is left to prefill, the step is decode: the next token of each running sequence,
+  and then the next again, up to `repeats` forwards in a row. Prompts go first, because a forward of
+  few sequences takes nearly as long as one of many.
+- The samples of a prompt are a group. Its first sequence, the leader, prefills the prompt while the
+  others wait; all of them draw their first token from the logits of the prompt's last token, and
+  then share the prompt's pages. Members that the batch has no room for keep these pages while they
+  wait: they are parked.
+- A sequence that waits for its environment keeps its place and its pages, and does not run. The
+  environment's reply is prefilled like a prompt.
 - When a page is needed and none is free, the youngest sequence that holds pages loses them: parked
-  ones first, then running ones, which go back to wait. Its drawn tokens stay; when its turn comes
-  again, prompt and drawn tokens are prefilled, or only the latter where a sequence of its group
-  still holds the prompt. What is drawn does not change: a token's draw depends on its sequence
-  alone.
+  sequences first, then running ones, which return to the waiting ones. The drawn tokens stay. When
+  the turn of such a sequence comes again, prompt and drawn tokens are prefilled, or only the latter
+  where a member of the group still holds the prompt. The draws do not change: a token's draw
+  depends on its sequence alone.
 
-Steps may be scheduled before what the earlier ones drew is known (`complete`): lengths are known
-without it, and a sequence that turns out to have ended leaves the rest of its draws. Only two need
-the tokens themselves, pre-emption, and decode after prompts, which goes on from their draws:
-`schedule` then returns None until they are in.
+Steps may be scheduled before the draws of earlier ones are known (`complete`). Lengths are known
+without the draws, and a sequence that turns out to have ended drops the rest of its draws. Only two
+cases need the tokens themselves: pre-emption, and decode after prompts, which continues from their
+draws. `schedule` then returns None until these draws are in.
 
-It cannot livelock: nothing takes pages from the oldest unfinished sequence, it can take those of
-all others, and one sequence always fits (the engine refuses it otherwise), so each step brings at
-least that one forward.
+The scheduler cannot livelock: nothing takes pages from the oldest unfinished sequence, which can
+take those of all others, and one sequence always fits (the engine refuses it otherwise), so each
+step brings at least that sequence forward.
 """
 
 from __future__ import annotations
@@ -45,12 +47,15 @@ from jetrl.rollout.sequence import RunningSequence
 
 @dataclass(frozen=True)
 class Chunk:
-    """Consecutive tokens of one sequence in a step.
+    """Consecutive tokens of one sequence in a scheduled step.
 
-    sequence: its index. start: position of the first token. length: number of tokens; in decode
-    one a forward, at most the step's repeats. draws: indices of the sequences that draw their next
-    token from the logits of the chunk's last token (in decode of each token); empty when the chunk
-    ends before the last known token.
+    Attributes:
+        sequence: The sequence's index.
+        start: The position of the first token.
+        length: The number of tokens; in decode one for each forward.
+        draws: Indices of the sequences that draw their next token from the logits of the chunk's
+            last token, or in decode of each token; empty when the chunk ends before the last known
+            token.
     """
 
     sequence: int
@@ -60,17 +65,21 @@ class Chunk:
 
 
 @dataclass(frozen=True)
-class Step:
-    """One forward over prompts, or some of decode in a row, as data.
+class ScheduledStep:
+    """One forward over prompts, or several of decode in a row.
 
-    copies: (source, destination) pages that the cache copies before the forward, all sources being
-    read before any destination is written. num_prefill_tokens: those of the chunks, 0 in decode.
-    preempted: running sequences that lost computed tokens to make room for this step. repeats:
-    forwards, 1 except in decode.
+        ScheduledStep(chunks=(Chunk(4, 0, 5, (4, 5, 6, 7)),), copies=(), num_prefill_tokens=5,
+                      preempted=())
+        ScheduledStep(chunks=(Chunk(0, 17, 8, (0,)), Chunk(4, 5, 8, (4,))), copies=((3, 9),),
+                      num_prefill_tokens=0, preempted=(), repeats=8)
 
-        Step(chunks=(Chunk(4, 0, 5, (4, 5, 6, 7)),), copies=(), num_prefill_tokens=5, preempted=())
-        Step(chunks=(Chunk(0, 17, 8, (0,)), Chunk(4, 5, 8, (4,))), copies=((3, 9),),
-             num_prefill_tokens=0, preempted=(), repeats=8)
+    Attributes:
+        chunks: The tokens that run.
+        copies: (source, destination) pages that the cache copies before the forward; all sources
+            are read before any destination is written.
+        num_prefill_tokens: The tokens of the chunks over prompts; 0 in decode.
+        preempted: Running sequences that lost computed tokens to make room for this step.
+        repeats: The number of forwards, 1 except in decode.
     """
 
     chunks: tuple[Chunk, ...]
@@ -81,23 +90,24 @@ class Step:
 
     @property
     def decodes(self) -> bool:
+        """True for a step of decode, False for one over prompts."""
         return self.num_prefill_tokens == 0
 
     @property
     def draws(self) -> list[int]:
-        """Sequences that draw, in the order in which `Scheduler.complete` wants the tokens."""
+        """The sequences that draw, in the order of the tokens that `Scheduler.complete` takes."""
         return [index for chunk in self.chunks for index in chunk.draws]
 
 
 class Scheduler:
-    """Decides the steps of one call of `generate`.
+    """The scheduler of one call of `generate`.
 
     Args:
-        groups: for each prompt its samples; indices count up through all groups. Every sequence
-            fits into the allocator's pages when it is alone.
-        allocator: the pages, all free.
-        max_batch_size: running sequences at most.
-        max_prefill_tokens: prefill tokens a step at most.
+        groups: The samples of each prompt; indices count up through all groups. Every sequence fits
+            into the allocator's pages when it is alone.
+        allocator: The pages, all free.
+        max_batch_size: The most running sequences.
+        max_prefill_tokens: The most prompt tokens of a step.
     """
 
     def __init__(
@@ -116,7 +126,7 @@ class Scheduler:
         self._groups = [group for group in groups for _ in group]
         self._unfinished = {id(group): len(group) for group in groups}
         for index, sequence in enumerate(self.sequences):
-            assert sequence.index == index, f"sequence {sequence.index} at place {index}"
+            assert sequence.index == index, f"sequence {sequence.index} has index {index}"
             needed = allocator.pages_for(sequence.max_cached_tokens)
             assert needed <= allocator.num_pages, f"sequence {index} needs {needed} pages"
         self.running: list[RunningSequence] = []
@@ -124,39 +134,52 @@ class Scheduler:
         self.num_preemptions = 0
         self.num_finished = 0
         self.finished_tokens = 0
-        self.num_complete_groups = 0  # of which every sequence is finished
-        self._parked: deque[RunningSequence] = deque()  # waiting ones that hold pages, oldest first
+        self.num_complete_groups = 0
+        # Waiting sequences that hold pages of their prompt, oldest first.
+        self._parked: deque[RunningSequence] = deque()
+        # Sequences that lost their pages in the step that is being scheduled; those that lost
+        # computed tokens are pre-empted too.
+        self._evicted: list[RunningSequence] = []
         self._preempted: list[int] = []
-        self._evicted: list[RunningSequence] = []  # of this step, computed tokens or not
-        self._ended: list[int] = []  # sequences that nobody has been told of
-        self._prompts_pending = 0  # steps over prompts whose draws are not in
+        # Sequences that ended since `take_ended` was called.
+        self._ended: list[int] = []
+        # Steps over prompts whose draws have not arrived.
+        self._prompts_pending = 0
 
     @property
     def num_groups(self) -> int:
+        """The number of prompts with their samples."""
         return len(self._unfinished)
 
     @property
     def done(self) -> bool:
+        """True when every sequence has ended."""
         return not self.running and not self.waiting
 
-    def schedule(self, repeats: int = 1) -> Step | None:
-        """The next step, of at most `repeats` forwards; not when `done`. Takes the pages that it
-        needs.
+    def schedule(self, repeats: int = 1) -> ScheduledStep | None:
+        """Choose the next step and take the pages that it needs; not to be called when `done`.
+
+        Args:
+            repeats: The most forwards of a decode step.
 
         Returns:
-            None while it takes the draws of earlier steps to go on: `complete` them first. Where
-            none are pending, it takes the environment: `reply` first.
+            The step, or None while the next step depends on draws of earlier ones, which `complete`
+            takes in. Where no draws are pending either, every sequence waits for its environment,
+            whose replies `reply` takes in.
         """
         assert not self.done, "every sequence is finished"
+        # Fill the batch, then plan who runs: prompts if any wait for prefill, otherwise decode.
         self._admit()
         plan = self._prefills()
         prefills = bool(plan)
         if not prefills:
             plan = [] if self._prompts_pending else self._decodes(repeats)
+        # A plan that would pre-empt needs to know all tokens of its victims: wait for their draws.
         if not plan or (self._waits_for_draws() and not self._fits(plan)):
             waits = self._waits_for_draws() or any(s.awaiting for s in self.running)
             assert waits, "a step that does nothing"
             return None
+        # Give each planned sequence pages to write, oldest first; younger ones may lose theirs.
         chunks: list[Chunk] = []
         copies: list[tuple[int, int]] = []
         for sequence, length in plan:
@@ -164,10 +187,11 @@ class Scheduler:
                 continue
             start = sequence.num_computed
             if not self._make_room(sequence, length):
-                continue  # the youngest of all: it gave up its own pages
+                continue  # The sequence was the youngest, and gave up its own pages.
             copy = self.allocator.make_writable(sequence.pages, start, length)
             if copy is not None:
                 copies.append(copy)
+            # A prefill draws only where its chunk ends with the last known token.
             ends = start + length == len(sequence.prompt) + len(sequence.generated)
             draws = self._draws(sequence) if ends or not prefills else ()
             chunks.append(Chunk(sequence.index, start, length, draws))
@@ -175,25 +199,30 @@ class Scheduler:
             for index in draws:
                 self.sequences[index].num_pending += 1 if prefills else length
         self._evicted.clear()
-        if not chunks:  # a reply had no room: its sequence gave up its pages, others go on
+        if not chunks:  # A reply had no room and its sequence gave up its pages: plan once more.
             return self.schedule(repeats)
         prefilled = sum(chunk.length for chunk in chunks) if prefills else 0
         forwards = 1 if prefills else max(chunk.length for chunk in chunks)
         preempted, self._preempted = tuple(self._preempted), []
-        step = Step(tuple(chunks), tuple(copies), prefilled, preempted, forwards)
+        step = ScheduledStep(tuple(chunks), tuple(copies), prefilled, preempted, forwards)
         self._prompts_pending += prefills and bool(step.draws)
         return step
 
-    def complete(self, step: Step, drawn: Sequence[tuple[Sequence[int], Sequence[float]]]) -> int:
-        """Takes in what a step drew: (token ids, their log-probs) for each of `step.draws`, in that
-        order; as many as it has forwards, or fewer for a sequence that ends. Steps are completed in
-        the order in which they were scheduled.
+    def complete(
+        self, step: ScheduledStep, drawn: Sequence[tuple[Sequence[int], Sequence[float]]]
+    ) -> int:
+        """Give the draws of a step to its sequences, in the order in which steps were scheduled.
+
+        Args:
+            step: The step.
+            drawn: (token ids, log-probs) for each of `step.draws`: one of each forward, or fewer
+                for a sequence that ends.
 
         Returns:
-            Tokens taken; what was drawn for a sequence past its end, or its turn's, is not.
+            The number of tokens taken; draws past the end of a sequence or a turn are dropped.
 
         Raises:
-            NonFiniteLogits: as `RunningSequence.extend`.
+            NonFiniteLogits: A sequence's logits had no finite softmax before its end.
         """
         draws = step.draws
         assert len(draws) == len(drawn), f"{len(drawn)} draws for {len(draws)} sequences"
@@ -201,6 +230,7 @@ class Scheduler:
         lengths = [
             chunk.length if step.decodes else 1 for chunk in step.chunks for _ in chunk.draws
         ]
+        # Every sequence takes its draws and decides whether it ends with one of them.
         taken = 0
         ended: list[RunningSequence] = []
         for index, length, (token_ids, logprobs) in zip(draws, lengths, drawn, strict=True):
@@ -212,6 +242,8 @@ class Scheduler:
                     ended.append(sequence)
                 elif not sequence.awaiting:
                     assert len(token_ids) == length, f"{len(token_ids)} of {length} tokens"
+        # The members of a group take over the prompt's pages once their first tokens are drawn.
+        # Those that do not run yet keep the pages while they wait.
         youngest_running = self.running[-1].index if self.running else -1
         for chunk in step.chunks:
             leader = self.sequences[chunk.sequence]
@@ -220,6 +252,7 @@ class Scheduler:
                     self._share_prompt(leader, self.sequences[index])
                     if index > youngest_running:
                         self._parked.append(self.sequences[index])
+        # Sequences that ended give their pages back.
         for sequence in ended:
             self._finish(sequence, sequence.index <= youngest_running)
         if ended:
@@ -227,8 +260,12 @@ class Scheduler:
         return taken
 
     def reply(self, index: int, token_ids: Sequence[int] | None) -> None:
-        """Takes in what the environment said to a sequence that waits for it and has no draws
-        pending; None ends it."""
+        """Give an environment's reply to the sequence that waits for the reply.
+
+        Args:
+            index: The sequence's index; the sequence has no draws pending.
+            token_ids: The tokens of the reply; None ends the sequence.
+        """
         sequence = self.sequences[index]
         sequence.reply(token_ids)
         if sequence.finished:
@@ -236,12 +273,12 @@ class Scheduler:
             self.running = [s for s in self.running if not s.finished]
 
     def take_ended(self) -> list[int]:
-        """The sequences that have finished since the last call."""
+        """Return the sequences that have ended since the last call."""
         ended, self._ended = self._ended, []
         return ended
 
     def cancel(self) -> None:
-        """Gives back all pages. The scheduler is of no use afterwards."""
+        """Give back all pages; the scheduler cannot be used afterwards."""
         for sequence in self.sequences:
             self.allocator.release(sequence.pages)
         self.running.clear()
@@ -249,6 +286,7 @@ class Scheduler:
         self._parked.clear()
 
     def _finish(self, sequence: RunningSequence, was_running: bool) -> None:
+        """Count a sequence that ended, take it out of the waiting ones, and free its pages."""
         self.num_finished += 1
         self._ended.append(sequence.index)
         self.finished_tokens += len(sequence.generated)
@@ -262,18 +300,21 @@ class Scheduler:
         self.allocator.release(sequence.pages)
 
     def _prefills(self) -> list[tuple[RunningSequence, int]]:
-        """(sequence, tokens) of the next forward over prompts; empty when there is none to run."""
+        """Return (sequence, tokens) of the next forward over prompts; empty when none can run."""
         budget = self.max_prefill_tokens
         keys = CONTEXT_TOKENS * budget
         plan: list[tuple[RunningSequence, int]] = []
         for sequence in self.running:
             if sequence.num_pending or sequence.awaiting or budget == 0:
                 continue
+            # A new group is prefilled by its leader; a started sequence prefills what it lost in a
+            # pre-emption or what its environment replied. A single uncomputed token is decode's.
             uncomputed = sequence.num_tokens - sequence.num_computed
             assert uncomputed >= 1, f"sequence {sequence.index} has nothing to compute"
             if uncomputed > 1 if sequence.started else self._leads(sequence):
                 length = min(uncomputed, budget)
                 budget -= length
+                # The first sequence always runs, however long its context is.
                 keys -= sequence.num_computed + length
                 if plan and keys < 0:
                     break
@@ -281,7 +322,7 @@ class Scheduler:
         return plan
 
     def _decodes(self, repeats: int) -> list[tuple[RunningSequence, int]]:
-        """(sequence, forwards) of the next decode step. One forward where pages are short."""
+        """Return (sequence, forwards) of the next decode step: one forward if pages are short."""
         plan = [
             (sequence, min(repeats, sequence.draws_left))
             for sequence in self.running
@@ -292,28 +333,32 @@ class Scheduler:
         return plan
 
     def _fits(self, plan: Sequence[tuple[RunningSequence, int]]) -> bool:
-        """Whether all of it can be written without taking pages from anyone."""
+        """Return whether a plan can be written without taking pages from any sequence."""
         cost = self.allocator.write_cost
         needed = sum(cost(sequence.pages, sequence.num_computed, n) for sequence, n in plan)
         return needed <= self.allocator.num_free
 
     def _waits_for_draws(self) -> bool:
+        """Return whether a running sequence has draws that have not arrived."""
         return any(sequence.num_pending for sequence in self.running)
 
     def _leads(self, sequence: RunningSequence) -> bool:
+        """Return whether a sequence is the first of its group, which prefills the prompt."""
         return self._groups[sequence.index][0] is sequence
 
     def _draws(self, sequence: RunningSequence) -> tuple[int, ...]:
+        """Return the sequences that draw from a sequence's logits: at the start its whole group."""
         if sequence.started:
             return (sequence.index,)
         return tuple(member.index for member in self._groups[sequence.index])
 
     def _share_prompt(self, donor: RunningSequence, sequence: RunningSequence) -> None:
+        """Let a sequence use the pages of the prompt that another member of its group holds."""
         sequence.pages = self.allocator.fork(donor.pages, len(donor.prompt))
         sequence.num_computed = len(donor.prompt)
 
     def _admit(self) -> None:
-        """Moves waiting sequences to the running ones while batch and pages allow.
+        """Move waiting sequences to the running ones while batch and pages allow.
 
         One page is kept free for each running sequence that may still need another: without this
         margin a sequence would be admitted only to be pre-empted a few steps later.
@@ -323,7 +368,8 @@ class Scheduler:
         margin = sum(self._may_grow(sequence) for sequence in self.running)
         while self.waiting and len(self.running) < self.max_batch_size:
             sequence = self.waiting[0]
-            # With none running, the first one is parked or all pages are free: it always fits.
+            # With no running sequence the first waiting one is parked, or all pages are free: it
+            # always fits.
             if self.running and self._pages_to_admit(sequence) + margin > self.allocator.num_free:
                 return
             self.waiting.popleft()
@@ -332,13 +378,14 @@ class Scheduler:
             margin += self._may_grow(sequence)
 
     def _may_grow(self, sequence: RunningSequence) -> bool:
+        """Return whether a sequence may still need another page."""
         pages = sequence.pages
         if len(pages) < self.allocator.pages_for(sequence.max_cached_tokens):
             return True
         return self.allocator.write_cost(pages, sequence.num_computed) > 0
 
     def _pages_to_admit(self, sequence: RunningSequence) -> int:
-        """Free pages that it would take for the tokens that it has now, and one more to grow."""
+        """Return the free pages for a sequence's tokens so far, and one more to grow."""
         if sequence.started:
             shares_prompt = bool(sequence.pages) or self._donor(sequence) is not None
         else:
@@ -350,7 +397,7 @@ class Scheduler:
         return total - len(sequence.prompt) // size if shares_prompt else total
 
     def _donor(self, sequence: RunningSequence) -> RunningSequence | None:
-        """A sequence of the same group that holds the whole prompt."""
+        """Return another member of the group that holds the whole prompt, None if none does."""
         prompt = len(sequence.prompt)
         for member in self._groups[sequence.index]:
             if member.pages and member.num_computed >= prompt and member is not sequence:
@@ -358,6 +405,7 @@ class Scheduler:
         return None
 
     def _give_pages(self, sequence: RunningSequence) -> None:
+        """Give an admitted sequence the pages that its prefill writes."""
         if sequence.pages:
             parked = self._parked.popleft()
             assert parked is sequence, f"parked {parked.index} is older than {sequence.index}"
@@ -370,18 +418,18 @@ class Scheduler:
             self._extend(sequence)
 
     def _extend(self, sequence: RunningSequence) -> None:
-        """Pages for all tokens that the sequence has, so that its prefill needs no more of them."""
+        """Give a sequence pages for all its tokens, so that its prefill needs no more pages."""
         missing = self.allocator.pages_for(sequence.num_tokens) - len(sequence.pages)
         sequence.pages += self.allocator.allocate(missing)
 
     def _make_room(self, sequence: RunningSequence, length: int) -> bool:
-        """Frees pages until a running sequence can write its next tokens, the youngest ones first.
+        """Free pages, the youngest sequences' first, until a running sequence can write its tokens.
 
         Returns:
-            False when it had to give up its own pages instead.
+            False when the sequence itself had to give up its pages.
         """
         allocator = self.allocator
-        # The cost is asked for again each time: with the other users of a page gone, it is 0.
+        # The cost changes on the way: with the other users of a page gone, no copy is needed.
         at = sequence.num_computed
         while allocator.write_cost(sequence.pages, at, length) > allocator.num_free:
             if self._parked:
@@ -400,5 +448,6 @@ class Scheduler:
         return True
 
     def _drop_pages(self, sequence: RunningSequence) -> None:
+        """Take all pages from a sequence, which has to be prefilled again."""
         self.allocator.release(sequence.pages)
         sequence.num_computed = 0

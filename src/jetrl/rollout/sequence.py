@@ -1,4 +1,4 @@
-"""One sequence while it is being sampled. No torch.
+"""The state of one sequence while it is sampled; without torch.
 
 A sequence is a prompt and the tokens drawn for it so far. The cache holds the keys and values of
 its first `num_computed` tokens, in `pages`. The forward of the token at position p gives the
@@ -25,8 +25,12 @@ from jetrl.types import FinishReason
 
 
 class NonFiniteLogits(NonFiniteError):  # noqa: N818  (an end of a run, as its base)
-    """Logits without a finite softmax. sequence: its index in the call of `generate`. token_ids:
-    the sequence so far, once it is known."""
+    """The logits of a sequence have no finite softmax.
+
+    Attributes:
+        sequence: The index of the sequence in the call of `generate`.
+        token_ids: The tokens of the sequence so far, once they are known.
+    """
 
     def __init__(self, sequence: int) -> None:
         self.sequence = sequence
@@ -39,22 +43,29 @@ class NonFiniteLogits(NonFiniteError):  # noqa: N818  (an end of a run, as its b
 
 @dataclass(eq=False, slots=True)
 class RunningSequence:
-    """State of one sample of one prompt.
+    """The state of one sample of one prompt.
 
-    index: place among all sequences of the call; lower is older, and older goes first. prompt:
-    token ids, at least one. key: of its random numbers, see `sequence_keys`. rules: when it ends.
-    generated, logprobs: same length. pages: page ids in order of position. num_computed: tokens
-    whose keys and values are in those pages, or will be when the forwards scheduled so far have
-    run. num_pending: tokens that these forwards draw and that are not known here yet. text: what a
-    stop string left of the turn, else None.
+    With an environment (rules.max_turns > 1) a stop ends a turn and not yet the sequence, which is
+    `awaiting` until `reply` continues or ends it. The sequence keeps its pages meanwhile.
 
-    With an environment (rules.max_turns > 1) a stop ends a turn and not yet the sequence: it is
-    `awaiting` until `reply` says how it goes on. The environment's tokens stand in `generated`
-    among the drawn ones, with log-prob 0; environment: their spans there. turn_start: where the
-    present turn begins there. Its pages stay its own all the while.
-
-    One that an earlier call cut off begins with the tokens that it had; versions: of the policies
-    that drew these.
+    Attributes:
+        index: The position among all sequences of the call; lower is older, and older goes first.
+        prompt: Token ids, at least one.
+        key: The key of the sequence's random numbers, made by `sequence_keys`.
+        rules: The rule by which the sequence ends.
+        generated: The tokens after the prompt: drawn ones, and the environment's among them. A
+            sequence that an earlier call cut off begins with the tokens that it had.
+        logprobs: The log-prob of each generated token; 0 for the environment's.
+        pages: Page ids in order of position.
+        num_computed: Tokens whose keys and values are in the pages, or will be when the forwards
+            scheduled so far have run.
+        num_pending: Tokens that these forwards draw and that have not arrived.
+        finish_reason: The reason of the sequence's end; None while it runs.
+        text: The text of the turn before a stop string; None without a stop string.
+        awaiting: Whether the sequence waits for its environment's reply.
+        environment: The spans of `generated` that the environment wrote.
+        turn_start: The start of the present turn in `generated`.
+        versions: The policy versions of tokens that earlier calls drew.
     """
 
     index: int
@@ -81,30 +92,31 @@ class RunningSequence:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens known so far: prompt and drawn."""
+        """The number of known tokens: the prompt's and the generated ones."""
         return len(self.prompt) + len(self.generated)
 
     @property
     def max_cached_tokens(self) -> int:
-        """Slots of the cache that it can come to use."""
+        """The most slots of the cache that the sequence can use."""
         return len(self.prompt) + self.rules.max_tokens - 1
 
     @property
     def started(self) -> bool:
-        """Whether its first token is drawn."""
+        """True once the first token is drawn."""
         return bool(self.generated)
 
     @property
     def finished(self) -> bool:
+        """True once the sequence has ended."""
         return self.finish_reason is not None
 
     @property
     def draws_left(self) -> int:
-        """Tokens that it can still draw, beside those pending."""
+        """The number of tokens that can still be drawn beside the pending ones."""
         return self.rules.max_tokens - len(self.generated) - self.num_pending
 
     def tokens(self, start: int, length: int) -> list[int]:
-        """Token ids at positions start to start + length."""
+        """Return the token ids at positions start to start + length."""
         split = len(self.prompt)
         stop = start + length
         assert 0 <= start < stop <= self.num_tokens, f"tokens {start}:{stop} of {self.num_tokens}"
@@ -114,13 +126,13 @@ class RunningSequence:
         ]
 
     def extend(self, token_ids: Sequence[int], logprobs: Sequence[float]) -> int:
-        """Adds drawn tokens up to the one that it, or its turn, ends with, and leaves the rest.
+        """Add drawn tokens up to the one that ends the sequence or its turn, and drop the rest.
 
         Returns:
-            How many were added: all of them unless it ended.
+            The number of added tokens: all of them unless the sequence or its turn ended.
 
         Raises:
-            NonFiniteLogits: an id below 0, which stands for logits that are not finite, comes
+            NonFiniteLogits: An id below 0, which stands for logits that are not finite, comes
                 before the end.
         """
         for count, (token_id, logprob) in enumerate(zip(token_ids, logprobs, strict=True), 1):
@@ -132,7 +144,7 @@ class RunningSequence:
         return len(token_ids)
 
     def append(self, token_id: int, logprob: float) -> None:
-        """Adds a drawn token and decides whether the sequence, or its turn, ends with it."""
+        """Add a drawn token, and end the sequence or its turn if the rules say so."""
         assert not self.finished, f"sequence {self.index} is finished"
         assert not self.awaiting, f"sequence {self.index} waits for its environment"
         self.generated.append(token_id)
@@ -140,16 +152,16 @@ class RunningSequence:
         if self._watch is not None:
             turn = self.generated[self.turn_start :] if self.turn_start else self.generated
             self.text = self._watch.update(turn)
-        if token_id in self.rules.token_ids or self.text is not None:
-            if len(self.environment) + 1 < self.rules.max_turns:
-                self.awaiting = True
-            else:
-                self.finish_reason = "stop"
-        elif len(self.generated) == self.rules.max_tokens:
-            self.finish_reason = "length"
+        reason = self.rules.reason_to_stop(
+            token_id, len(self.generated), stop_string=self.text is not None
+        )
+        if reason == "stop" and len(self.environment) + 1 < self.rules.max_turns:
+            self.awaiting = True
+        else:
+            self.finish_reason = reason
 
     def reply(self, token_ids: Sequence[int] | None) -> None:
-        """Takes in what the environment said to the turn that ended; None ends the sequence.
+        """Add the environment's reply to the turn that ended; None ends the sequence.
 
         A reply after which no token could be drawn is left out, and the sequence is cut off there.
         """
@@ -162,7 +174,7 @@ class RunningSequence:
         elif len(self.generated) + len(token_ids) >= self.rules.max_tokens:
             self.finish_reason = "length"
         else:
-            # What forwards scheduled ahead computed past the turn's end is not of this sequence.
+            # Forget the keys that forwards scheduled ahead computed past the end of the turn.
             self.num_computed = min(self.num_computed, self.num_tokens - 1)
             start = len(self.generated)
             self.generated += token_ids
@@ -174,28 +186,31 @@ class RunningSequence:
 
 
 def sequence_keys(prompts: Sequence[Sequence[int]], n: int) -> list[list[int]]:
-    """The random keys of n samples for each prompt, 63-bit integers.
+    """Return the random keys of n samples for each prompt, 63-bit integers.
 
-    A key is made of the prompt's tokens, of how many equal prompts came before it in this call, and
-    of the sample's number: what is drawn for a prompt does not depend on what else is in the call
-    or on the order of the prompts.
+    A key is made of the prompt's tokens, the number of equal prompts before it in this call, and
+    the sample's number, so that the draws for a prompt do not depend on other prompts or on their
+    order.
     """
-    seen: Counter[bytes] = Counter()
+    occurrences: Counter[bytes] = Counter()
     keys = []
     for prompt in prompts:
         content = hashlib.blake2b(array("q", prompt).tobytes(), digest_size=32).digest()
-        keys.append([_key(content, seen[content], sample) for sample in range(n)])
-        seen[content] += 1
+        keys.append([_key(content, occurrences[content], sample) for sample in range(n)])
+        occurrences[content] += 1
     return keys
 
 
 def resumed_key(key: int, num_tokens: int) -> int:
-    """The key of a sequence that is gone on with after `num_tokens`: its draws are not those that a
-    fresh sample of its prompt gets at the same place."""
+    """Return the key of a sequence that is continued after `num_tokens` tokens.
+
+    Its draws differ from those that a new sample of the prompt gets at the same positions.
+    """
     return _key(key.to_bytes(8, "little"), num_tokens, 0)
 
 
 def _key(content: bytes, occurrence: int, sample: int) -> int:
+    """Return a 63-bit hash of the three values."""
     source = content + occurrence.to_bytes(8, "little") + sample.to_bytes(8, "little")
     digest = hashlib.blake2b(source, digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

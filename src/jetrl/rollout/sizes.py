@@ -1,8 +1,8 @@
-"""How much runs together in a rollout, halved when memory runs out.
+"""The sizes of a rollout's work, halved when memory runs out.
 
-Draws depend on none of it, so the call that ran out begins anew with half of everything and gives
-the tokens that it would have given. The sizes stay small for the rest of the run, also across a
-resume: there they only save the time of finding out again.
+Draws do not depend on sizes, so the call that ran out of memory starts over with half of everything
+and gives the same tokens. The sizes stay small for the rest of the run, also across a resume, where
+they only save the time of finding out again.
 """
 
 from __future__ import annotations
@@ -11,17 +11,23 @@ import logging
 from dataclasses import dataclass, replace
 from typing import Any
 
+from jetrl.distributed.agreement import LARGEST_SIZE, agree
 from jetrl.errors import OutOfMemoryStop
 
 logger = logging.getLogger(__name__)
 
-_LEAST_PREFILL = 16  # tokens a forward: less saves no memory worth having
+_LEAST_PREFILL = 16  # Prompt tokens of a forward: fewer save no memory worth having.
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """max_batch_size: sequences. max_prefill_tokens: prompt tokens a forward. max_pages: of the
-    cache; None: as many as there is memory for."""
+    """The sizes that bound the memory of a rollout.
+
+    Attributes:
+        max_batch_size: Sequences that run at once.
+        max_prefill_tokens: Prompt tokens of one forward.
+        max_pages: KV pages; None for as many as there is memory for.
+    """
 
     max_batch_size: int
     max_prefill_tokens: int
@@ -29,30 +35,35 @@ class Sizes:
 
 
 class RolloutSizes:
-    """now: what holds.
+    """The sizes that a run asked for, and those that hold since memory ran out.
 
-    Args:
-        asked: what the settings ask for.
+    Attributes:
+        now: The sizes that hold.
     """
 
-    def __init__(self, asked: Sizes) -> None:
-        self._asked = asked
-        self.now = asked
+    def __init__(self, requested: Sizes) -> None:
+        self._requested = requested
+        self.now = requested
         self._retries = 0
 
     def halve(self, pages: int | None, needed: int, problem: str) -> None:
-        """After memory ran out. pages: of the cache that there was, None if there was none yet.
-        needed: pages of the longest sequence.
+        """Halve the sizes after memory ran out.
+
+        Args:
+            pages: Pages of the cache that existed; None if there was none yet.
+            needed: Pages of the longest sequence.
+            problem: The allocator's message, for the log.
 
         Raises:
-            OutOfMemoryStop: one sequence is all that runs.
+            OutOfMemoryStop: A single sequence is all that runs already.
         """
         before = self.now
         limit = before.max_pages if pages is None else pages
         after = Sizes(
-            max_batch_size=max(1, before.max_batch_size // 2),
-            max_prefill_tokens=max(
-                min(_LEAST_PREFILL, before.max_prefill_tokens), before.max_prefill_tokens // 2
+            max_batch_size=agree(LARGEST_SIZE, max(1, before.max_batch_size // 2)),
+            max_prefill_tokens=agree(
+                LARGEST_SIZE,
+                max(min(_LEAST_PREFILL, before.max_prefill_tokens), before.max_prefill_tokens // 2),
             ),
             max_pages=None if limit is None else max(needed, limit // 2),
         )
@@ -72,22 +83,26 @@ class RolloutSizes:
         )
 
     def max_pages(self, needed: int) -> int | None:
-        """Of a cache whose longest sequence takes `needed`: those that hold now, but enough for it
-        where as many were asked for. They may have been halved when sequences were shorter."""
-        most, asked = self.now.max_pages, self._asked.max_pages
-        return None if most is None else max(most, min(needed, asked or needed))
+        """Return the most pages of a cache whose longest sequence takes `needed` pages.
+
+        The number may have been halved when sequences were shorter: the longest sequence gets
+        enough where as many were asked for.
+        """
+        most, requested = self.now.max_pages, self._requested.max_pages
+        return None if most is None else max(most, min(needed, requested or needed))
 
     def take_retries(self) -> int:
-        """How often they were halved since the last call."""
+        """Return how often the sizes were halved since the last call."""
         retries, self._retries = self._retries, 0
         return retries
 
     def state(self) -> Any:
-        return {"asked": _as_list(self._asked), "now": _as_list(self.now)}
+        """Return the sizes as JSON values for a checkpoint."""
+        return {"asked": _as_list(self._requested), "now": _as_list(self.now)}
 
     def load_state(self, state: Any) -> None:
-        """Takes over the sizes of a run that goes on, unless its settings were changed."""
-        if state["asked"] == _as_list(self._asked):
+        """Take over the sizes of a resumed run, unless its settings were changed."""
+        if state["asked"] == _as_list(self._requested):
             self.now = Sizes(*state["now"])
 
 

@@ -1,4 +1,9 @@
-"""When a completion ends: stop ids, stop strings, length. No torch.
+"""The rule by which a completion ends: stop ids, stop strings, length; without torch.
+
+`StopRules` applies the rule on the host, token by token, and has the last word. On
+the device `kernels.decode` applies the part of the rule that needs no text (stop ids and length),
+so that a decode step of several forwards stops early; draws past an end that only the host sees, at
+a stop string, are dropped.
 
 A stop string is looked for in the decoded text, not in the tokens: it may start and end in the
 middle of a token and span several. Decoding everything again after each token would cost the square
@@ -11,23 +16,27 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 Decode = Callable[[list[int]], str]
 
 UNFINISHED_CHARACTER = "\ufffd"
-# Tokens that decode to no whole character for this long are committed as they are: a bound on the
-# window for models that write invalid bytes, far above the 4 bytes of the longest character.
+# So many tokens that decode to no whole character are committed as they are: a bound on the window
+# for models that write invalid bytes, far above the 4 bytes of the longest character.
 MAX_WINDOW = 64
 
 
 @dataclass(frozen=True)
 class StopRules:
-    """What ends a completion.
+    """The limits of one completion.
 
-    max_tokens: at least 1. token_ids: a completion ends with, and includes, the first of these.
-    strings: not empty ones; the text is cut before the first of these. decode: token ids to text
-    without special tokens, needed where there are strings. max_turns: how often a stop may hand
-    over to an environment and be gone on from, plus one; 1 where there is no environment.
+    Attributes:
+        max_tokens: The most tokens, at least 1, already limited to the model's context.
+        token_ids: Ids that end the completion and belong to it.
+        strings: Texts, none empty, that end the completion; its text is cut before the first.
+        decode: Maps token ids to text without special tokens; needed for stop strings.
+        max_turns: The most turns; at a stop before the last one an environment replies. 1 without
+            an environment.
     """
 
     max_tokens: int
@@ -37,19 +46,33 @@ class StopRules:
     max_turns: int = 1
 
     def text_watch(self) -> TextWatch | None:
-        """A fresh watch for one completion's text, or None when there is no stop string."""
+        """Return a new watch for the text of one turn, or None when there is no stop string."""
         if not self.strings:
             return None
         assert self.decode is not None, "stop strings need a decoder"
         return TextWatch(self.strings, self.decode)
 
+    def reason_to_stop(
+        self, token_id: int, num_tokens: int, stop_string: bool
+    ) -> Literal["stop", "length"] | None:
+        """Return the reason why a completion or turn ends with a token, None if it continues.
+
+        Args:
+            token_id: The token drawn last.
+            num_tokens: Tokens of the completion, this one included.
+            stop_string: Whether the turn's text contains a stop string.
+        """
+        if token_id in self.token_ids or stop_string:
+            return "stop"
+        return "length" if num_tokens == self.max_tokens else None
+
 
 class TextWatch:
-    """Decodes one completion as it grows and finds the first stop string in it.
+    """The text of one turn as it grows, searched for the first stop string.
 
-    The window is `tokens[first:]`, of which `tokens[first:committed]` is context: it is already
-    part of `_text` and is decoded again only so that what follows it is decoded as it would be in
-    place.
+    The window is `tokens[first:]`, of which `tokens[first:committed]` is context: these tokens are
+    part of `_text` already and are decoded again only so that the tokens after them decode as they
+    would in the whole text.
     """
 
     def __init__(self, strings: tuple[str, ...], decode: Decode) -> None:
@@ -61,21 +84,22 @@ class TextWatch:
         self._committed = 0
 
     def update(self, tokens: list[int]) -> str | None:
-        """Takes in the tokens added since the last call.
+        """Search the text that the newest tokens add.
 
         Args:
-            tokens: all tokens of the completion so far.
+            tokens: All tokens of the turn so far.
 
         Returns:
-            The text before the first stop string once there is one, else None.
+            The text before the first stop string, None while no stop string has appeared.
         """
         context = self._decode(tokens[self._first : self._committed])
         window = self._decode(tokens[self._first :])
         text = self._text + window[len(context) :]
         searched = max(0, len(self._text) - self._reach)
-        found = [at for at in (text.find(string, searched) for string in self._strings) if at >= 0]
-        if found:
-            return text[: min(found)]
+        starts = [text.find(string, searched) for string in self._strings]
+        starts = [start for start in starts if start >= 0]
+        if starts:
+            return text[: min(starts)]
         whole = not window.endswith(UNFINISHED_CHARACTER)
         if whole or len(tokens) - self._committed >= MAX_WINDOW:
             self._text = text

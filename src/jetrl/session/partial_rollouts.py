@@ -22,6 +22,7 @@ from jetrl.errors import UserError
 from jetrl.models.policy import Policy
 from jetrl.rewards.sampling import EncodedPrompt
 from jetrl.rollout.engine import ProgressCallback, RolloutEngine
+from jetrl.rollout.options import GenerateOptions
 from jetrl.rollout.partial import Partial
 from jetrl.settings.loading import Settings
 from jetrl.types import Completion, SamplingParams, Unfinished
@@ -125,7 +126,7 @@ class PartialRollouts:
             [list(prompt.token_ids) for prompt in prompts],
             replace(params, stop=stop),
             progress,
-            partial=Partial(enough, resume, version),
+            options=GenerateOptions(partial=Partial(enough, resume, version)),
         )
         cut_off = engine.unfinished
         indices = iter(range(len(completions)))
