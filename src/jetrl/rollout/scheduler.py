@@ -1,4 +1,4 @@
-"""The choice of the tokens that run in each forward: continuous batching, chunked prefill, pre-emption.
+"""The choice of the tokens that run in each forward, by continuous batching and pre-emption.
 
 The module needs no torch. Sequences have one order, their index: the older (lower) one goes first,
 always. The running sequences are the oldest unfinished ones, as many as the batch and the pages
