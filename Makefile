@@ -4,6 +4,7 @@
 #   make demo       train a tiny model with FP8 reinforcement learning (minutes, no GPU)
 #                   SETTINGS="loop.steps=10" changes settings
 #   make test       the tests that need no GPU
+#   make test-busy  the same with four busy loops beside them: no verdict may change
 #   make soak       1000 steps with faults at random, and runs killed at 60 moments (minutes)
 #   make same-bits  whether a change left every bit as it was   BASE=COMMIT (minutes)
 #   make check      format, lint, docstrings and types
@@ -30,11 +31,15 @@ SETTINGS ?=
 BASE ?=
 CASES ?=
 TEST_WORKERS ?= 2
+BUSY_LOOPS ?= 4
+# Processes that share the GPU: three quarters of the cores, 12 at most.
+GPU_TEST_WORKERS ?= $(shell n=$$(($$(nproc 2>/dev/null || echo 4) * 3 / 4)); \
+  echo $$((n < 1 ? 1 : n > 12 ? 12 : n)))
 # The violations of the docstring rules that are left: lower it, never raise it.
 DOCSTRINGS := 1838
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test soak same-bits check house format docs test-gpu bench clean
+.PHONY: help demo test test-busy soak same-bits check house format docs test-gpu bench clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -60,7 +65,10 @@ demo: $(RUN_STAMP)
 	  set -x; $(BIN)/jetrl train demo run.name=$$name $(SETTINGS)
 
 test: $(DEV_STAMP)
-	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile $(TESTS)
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal $(TESTS)
+
+test-busy: $(DEV_STAMP)
+	tools/busy.sh $(BUSY_LOOPS) $(MAKE) test
 
 # Each compares what it ends with, bit for bit, with a run that nobody disturbed.
 soak: $(DEV_STAMP)
@@ -89,8 +97,17 @@ format: $(DEV_STAMP)
 docs: $(RUN_STAMP)
 	$(BIN)/python -m tools.documents docs
 
+# Kernels are compiled on the way, in all workers at once; Triton's cache on disk is common to them.
+# The device, versions, commit and result are printed and left in build/test-gpu.txt.
 test-gpu:
-	PYTHONPATH=src $(GPU_PYTHON) -m pytest -m gpu tests/gpu
+	@$(GPU_PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || \
+	  { echo "make test-gpu needs an NVIDIA Hopper GPU (H100, H200) and a torch built for CUDA;" >&2; \
+	    echo "$(GPU_PYTHON) has not: run it there, or name another one with GPU_PYTHON=..." >&2; exit 1; }
+	@workers='-n $(GPU_TEST_WORKERS) --dist worksteal'; \
+	  $(GPU_PYTHON) -c 'import xdist' 2>/dev/null || { workers=; \
+	    echo "pytest-xdist is not installed for $(GPU_PYTHON): the tests run in one process, which" \
+	      "takes several times as long" >&2; }; \
+	  set -x; PYTHONPATH=src $(GPU_PYTHON) -m pytest -m gpu tests/gpu $$workers
 
 # Each writes JSON into build/bench; jetrl bench NAME runs one of them.
 bench:

@@ -13,6 +13,7 @@ torch.set_num_threads(1)  # tiny tensors are slower with two, and test workers s
 # A limit is for what hangs, never for what is slow: no verdict depends on other work.
 LONGEST_S = 20.0  # seconds that the longest test takes alone on an idle core
 HANG_S = 60 * LONGEST_S  # with room for sixty others on that core
+LONGEST_FILES = ("test_triton.py", "test_kill_and_resume.py", "test_soak.py")
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-timeout reads its option
@@ -20,6 +21,11 @@ def pytest_configure(config: pytest.Config) -> None:
     """Limit each test to `HANG_S`, unless `--timeout` gives a limit or pytest-timeout is absent."""
     if config.pluginmanager.hasplugin("timeout") and config.option.timeout is None:
         config.option.timeout = HANG_S
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the longest tests first, so that no worker ends with one of them while others idle."""
+    items.sort(key=lambda item: item.path.name not in LONGEST_FILES)
 
 
 @pytest.hookimpl(hookwrapper=True)

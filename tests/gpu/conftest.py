@@ -1,6 +1,116 @@
+"""Fixtures that share the memory of the card among processes, and the record of a run."""
+
 from __future__ import annotations
 
+import datetime
+import fcntl
+import gc
+import os
+import subprocess
 import sys
+import tempfile
+import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).parent))  # small_models.py
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "build" / "test-gpu.txt"
+KERNELS = Path(os.environ.get("TRITON_CACHE_DIR", Path.home() / ".triton" / "cache"))
+BEGAN = pytest.StashKey[float]()
+CACHED = pytest.StashKey[int]()
+
+
+@pytest.fixture(autouse=True)
+def give_memory_back() -> Iterator[None]:
+    """Return to the card what a test leaves in torch's pools: other processes share the card."""
+    yield
+    if torch.cuda.is_initialized() and torch.cuda.memory_reserved() > 2**30:
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+@pytest.fixture
+def one_large_test_at_a_time() -> Iterator[None]:
+    """Wait until no other process runs a test that needs several GiB of the card."""
+    lock = Path(tempfile.gettempdir()) / f"jetrl-large-gpu-tests-{os.getuid()}.lock"
+    with open(lock, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Note when the tests begin, and how many kernels Triton's cache on disk holds by then."""
+    config.stash[BEGAN] = time.monotonic()
+    config.stash[CACHED] = cached_kernels()
+
+
+def cached_kernels() -> int:
+    return sum(1 for _ in KERNELS.iterdir()) if KERNELS.is_dir() else 0
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Print the record of a run of GPU tests, and write it to `RESULTS`, ready to be committed."""
+    outcomes = ("passed", "failed", "error", "skipped", "xfailed", "xpassed")
+    reports = {outcome: terminalreporter.stats.get(outcome, []) for outcome in outcomes}
+    counts = {outcome: len(found) for outcome, found in reports.items() if found}
+    ids = [report.nodeid for found in reports.values() for report in found]
+    if not any(name.startswith("tests/gpu/") for name in ids):
+        return
+    seconds = time.monotonic() - config.stash[BEGAN]
+    workers = getattr(config.option, "numprocesses", None) or 1
+    result = ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
+    cached = f"{config.stash[CACHED]} before, {cached_kernels()} after"
+    lines = [
+        f"PYTHONPATH=src python3 -m pytest {' '.join(config.invocation_params.args)}",
+        f"{device()}, {versions()}",
+        f"{datetime.date.today()}, commit {commit()}, {workers} processes",
+        f"{result} in {seconds:.0f} s; kernels in Triton's cache on disk: {cached}",
+        *(f"{what}: {report.nodeid}" for what in ("failed", "error") for report in reports[what]),
+    ]
+    RESULTS.parent.mkdir(exist_ok=True)
+    RESULTS.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    terminalreporter.section("record of this run")
+    for line in lines:
+        terminalreporter.write_line(line)
+    name = RESULTS.relative_to(ROOT)
+    terminalreporter.write_line(f"to keep it: cp {name} benchmarks/results/DEVICE/{RESULTS.name}")
+
+
+def device() -> str:
+    """Return how many cards of which name there are, and their driver."""
+    listing = output("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
+    if not listing:
+        return "no GPU"
+    cards = listing.splitlines()
+    name, driver = cards[0].rsplit(", ", 1)
+    return f"{'one' if len(cards) == 1 else len(cards)} {name}, driver {driver}"
+
+
+def versions() -> str:
+    """Return the versions of the packages that the kernels stand on."""
+    from jetrl.bench._timing import versions as packages
+
+    found = packages()
+    return ", ".join(f"{name} {found[name]}" for name in ("torch", "triton", "sgl-deep-gemm"))
+
+
+def commit() -> str:
+    """Return the commit that is tested: the COMMIT of the environment, or else git's."""
+    described = output("git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude", "*")
+    return os.environ.get("COMMIT") or described or "unknown"
+
+
+def output(*command: str) -> str:
+    """Return what a command prints; nothing where it fails or is not there."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""

@@ -403,6 +403,7 @@ def test_decode_in_a_cuda_graph_waits_for_the_newest_key(gpu, kv: str) -> None:
         assert same_bits(o, expected)
 
 
+@pytest.mark.usefixtures("one_large_test_at_a_time")
 def test_pages_beyond_two_to_the_31_elements(gpu) -> None:
     b = batch(gpu, [130], 32, 8, 128, "fp8")
     pages = 2**31 // (64 * 8 * 128) + 8
@@ -444,6 +445,7 @@ def test_a_step_over_more_key_blocks_than_a_grid_is_high(gpu) -> None:
     assert same_bits(gpu.attend_prefill(q, b.pages, tiles), expected)
 
 
+@pytest.mark.usefixtures("one_large_test_at_a_time")
 @pytest.mark.parametrize("limit", [2**31, 0], ids=["stored", "anew"])
 def test_gradients_of_more_blocks_than_a_grid_is_high(
     gpu, limit: int, monkeypatch: pytest.MonkeyPatch

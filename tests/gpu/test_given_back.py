@@ -43,7 +43,7 @@ def test_memory_comes_again_at_its_addresses(mapped: Any) -> None:
     memory = mapped(size, torch.device("cuda"))
     before = beside_tensors()
     addresses, freed = set(), []
-    for turn in range(3):
+    for turn in range(50):
         assert not memory.mapped
         memory.map()
         bytes = memory.tensor()
@@ -57,8 +57,10 @@ def test_memory_comes_again_at_its_addresses(mapped: Any) -> None:
         memory.unmap()
         memory.unmap()  # nothing is left to do
         freed.append(torch.cuda.mem_get_info()[0] - while_mapped)
+        if turn >= 2 and max(freed) >= size:
+            break
     assert len(addresses) == 1
-    assert max(freed) >= size, "beside other processes on the card one of three would show it"
+    assert max(freed) >= size, "beside other processes on the card one of fifty would show it"
     memory.map()
     del memory
     bytes.zero_()  # which keeps it

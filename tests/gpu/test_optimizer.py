@@ -61,6 +61,7 @@ def test_gradients_at_the_ends_of_the_range(size: float) -> None:
         assert torch.equal(ours[2].cpu(), tensors[2])
 
 
+@pytest.mark.usefixtures("one_large_test_at_a_time")
 def test_more_elements_than_an_int32_counts() -> None:
     """The dither of the elements from 2**31 on is that of element 0 on, half a turn further.
 

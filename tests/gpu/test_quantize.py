@@ -107,6 +107,7 @@ def test_weight_and_its_byte_transpose(kernels, dtype, scales: str) -> None:
     assert_same_bits(again, quantize(2 * w, (128, 128), scales=scales))
 
 
+@pytest.mark.usefixtures("one_large_test_at_a_time")
 def test_more_than_two_to_the_31_elements(kernels) -> None:
     columns = 4096
     rows = 2**31 // columns + 300
