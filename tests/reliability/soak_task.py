@@ -6,6 +6,7 @@ run.
 
 from __future__ import annotations
 
+import faulthandler
 import hashlib
 import os
 import time
@@ -38,5 +39,6 @@ class Soak(Digits):
         if draw < CRASHES:
             os._exit(3)
         if draw < CRASHES + HANGS:
+            faulthandler.dump_traceback_later(0.5, exit=True, file=2)  # the time limit passes
             time.sleep(3600)
         return super().score(prompt, completion)
