@@ -11,8 +11,8 @@ import torch
 torch.set_num_threads(1)  # tiny tensors are slower with two, and test workers share the cores
 
 # A limit is for what hangs, never for what is slow: no verdict depends on other work.
-LONGEST_S = 20.0  # seconds that the longest test takes alone on an idle core
-HANG_S = 60 * LONGEST_S  # with room for sixty others on that core
+LONGEST_S = 30.0  # seconds that the longest test takes alone on an idle core
+HANG_S = 40 * LONGEST_S  # with room for forty others on that core
 LONGEST_FILES = ("test_triton.py", "test_kill_and_resume.py", "test_soak.py")
 
 

@@ -24,8 +24,9 @@ def test_points_are_in_the_sources(point: str) -> None:
     assert callable(owner)
 
 
-def test_a_run_killed_anywhere_ends_as_if_nobody_had_touched_it() -> None:
-    command = [sys.executable, str(HARNESS), "--kills", "8", "--seed", "5"]
+@pytest.mark.parametrize("seed", ["5", "6"])
+def test_a_run_killed_anywhere_ends_as_if_nobody_had_touched_it(seed: str) -> None:
+    command = [sys.executable, str(HARNESS), "--kills", "4", "--seed", seed]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "bit for bit" in done.stdout
