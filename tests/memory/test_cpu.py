@@ -91,7 +91,7 @@ if sys.argv[1] == "command line":
     main(["--version"])
 import torch
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-for step in range(300):  # as contexts do
+for step in range(0, 300, 3):  # as contexts do
     x = torch.ones(2**20 + 2**12 * step)
     y = 2 * x
     z = x + y
