@@ -11,7 +11,8 @@ import torch
 
 from jetrl.kernels.attention.reference import quantize_kv
 from jetrl.kernels.rotary import rotary_table
-from jetrl.models.attention import PackedKeyValues, Rotary
+from jetrl.models.attention import PackedKeyValues
+from jetrl.models.rotary import Rotary
 from jetrl.precision import PrecisionPlan
 
 pytestmark = pytest.mark.gpu

@@ -133,13 +133,13 @@ class AttentionKernels(torch.autograd.Function):
 def unfused(monkeypatch: pytest.MonkeyPatch) -> None:
     """The decoder's reference composition, each operation on the GPU by itself."""
     import jetrl.models.attention as attention
-    import jetrl.models.decoder as decoder
+    import jetrl.models.layer as layer
 
     def attend(self: Any, layer: int, qkv: torch.Tensor, rope: Any, last: bool) -> torch.Tensor:
         o = AttentionKernels.apply(*rope.heads(qkv), self._tiles, self._plan)
         return o.flatten(-2, -1)
 
-    monkeypatch.setattr(decoder, "_fuses", lambda x: False)
+    monkeypatch.setattr(layer, "_fuses", lambda x: False)
     monkeypatch.setattr(attention.PackedKeyValues, "attend", attend)
 
 
@@ -319,24 +319,13 @@ def test_nan_arrives(name: str) -> None:
     assert clean.isfinite().all()
 
 
-def test_working_copies_stay_where_they_are() -> None:
+def test_quantized_weights_stay_where_they_are() -> None:
     """A captured CUDA graph reads them by address."""
     p = policy("unified", "qwen2")
 
     def addresses() -> list[int]:
-        found = []
-        for module in p.decoder.modules():
-            if hasattr(module, "_copies"):
-                for copy in module._copies.values():
-                    parts = (
-                        [copy]
-                        if isinstance(copy, torch.Tensor)
-                        else [copy.direct.codes, copy.direct.scales]
-                    )
-                    found += [part.data_ptr() for part in parts]
-            elif hasattr(module, "copy"):
-                found.append(module.copy.data_ptr())
-        return found
+        layers = [module for module in p.decoder.modules() if hasattr(module, "quantized")]
+        return [t.data_ptr() for layer in layers for t in layer.quantized.tensors()]
 
     before = addresses()
     assert len(before) > 20

@@ -8,6 +8,7 @@ import torch
 
 from jetrl.kernels.logprob import chosen_logprobs_ref
 from jetrl.kernels.sampling import random_bits, sample
+from jetrl.precision.gradients import Gradients
 
 pytestmark = pytest.mark.gpu
 
@@ -74,7 +75,9 @@ def test_head_in_chunks_equals_the_whole(kernels, rows: int) -> None:
     results = []
     for chunk, again in ((None, False), (128, True), (64, True), (64, False)):
         h, m = hidden.clone().requires_grad_(), master.clone().requires_grad_()
-        logprobs, entropy = kernels.lm_head_logprobs(h, m, weight, chosen, 0.9, chunk, again)
+        logprobs, entropy = kernels.lm_head_logprobs(
+            h, m, weight, chosen, 0.9, chunk, again, gradients=Gradients()
+        )
         logprobs.backward(upstream)
         results.append((logprobs, entropy, h.grad, m.grad))
     for other in results[1:]:
@@ -89,7 +92,9 @@ def test_head_in_chunks_equals_the_whole(kernels, rows: int) -> None:
         assert (dmaster - wide_w.grad).norm() <= 2**-8 * wide_w.grad.norm()
     m = master.clone().requires_grad_()
     m.grad = there = torch.ones_like(m)
-    kernels.lm_head_logprobs(hidden, m, weight, chosen, 0.9, 128)[0].backward(upstream)
+    sums = Gradients()
+    chunked = kernels.lm_head_logprobs(hidden, m, weight, chosen, 0.9, 128, gradients=sums)[0]
+    chunked.backward(upstream)
     assert m.grad is there, "added to in place"
     torch.testing.assert_close(there - 1, dmaster, rtol=1e-3, atol=1e-5)
 

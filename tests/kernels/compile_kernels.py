@@ -206,7 +206,8 @@ def optimizer() -> None:
 
 def long_attention() -> None:
     """Compile the backward of a sequence whose dS is too large to be kept."""
-    from jetrl.models.attention import PackedKeyValues, Rotary
+    from jetrl.models.attention import PackedKeyValues
+    from jetrl.models.rotary import Rotary
     from jetrl.precision import PrecisionPlan
 
     positions = torch.zeros(70_000, dtype=torch.int64, device=META)

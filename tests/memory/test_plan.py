@@ -18,11 +18,13 @@ from jetrl.memory.fitting import check_fits
 from jetrl.memory.plan import MemoryPlan, OtherModels, Workload, memory_plan
 from jetrl.models.attention import staged_bytes_per_token
 from jetrl.models.families import ModelConfig
+from jetrl.models.norm import RMSNorm
 from jetrl.models.policy import Policy
 from jetrl.models.scalar_model import ScalarModel
 from jetrl.models.tiny import make_tiny
 from jetrl.precision import PrecisionPlan
-from jetrl.precision.linear import FP8Weight, Linear
+from jetrl.precision.linear import Linear
+from jetrl.precision.quantized_weight import FP8Weight
 from jetrl.settings.loading import load_config
 
 GIB = 2**30
@@ -70,8 +72,8 @@ def test_masters_and_working_copies_are_those_of_a_policy(preset: str, tied: boo
                     copies += operand.direct.codes.nbytes + operand.direct.scales.nbytes
                 else:
                     copies += operand.nbytes
-        elif hasattr(module, "copy"):
-            copies += module.copy.nbytes
+        elif isinstance(module, RMSNorm):
+            copies += module.rounded.nbytes
     assert row(plan, "quantized weights") == copies
 
 
@@ -255,7 +257,7 @@ def test_models_of_other_directories_count_with_their_own_sizes(tmp_path: Path) 
         for module in critic.decoder.modules()
         if isinstance(module, Linear) and isinstance(operand := module.operand("train"), FP8Weight)
     )
-    norms = sum(m.copy.nbytes for m in critic.decoder.modules() if hasattr(m, "copy"))
+    norms = sum(m.rounded.nbytes for m in critic.decoder.modules() if isinstance(m, RMSNorm))
     table = critic.decoder.rotary_table.nbytes
     assert row(plan, "critic: weights") == 3 * masters + copies + norms + table
     assert row(plan, "critic: gradients", "critic") > 0

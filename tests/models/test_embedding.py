@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from jetrl.models.embedding_hopper import embed
+from jetrl.models.embedding_hopper import embed_hopper
+from jetrl.precision.gradients import Gradients
 
 
 def test_rows_and_gradients_are_those_of_torch():
@@ -14,7 +15,7 @@ def test_rows_and_gradients_are_those_of_torch():
     for _ in range(2):  # the second time there is a gradient to add to
         token_ids = torch.randint(0, 20, (64,), generator=g)
         upstream = torch.randn(64, 8, generator=g).bfloat16()
-        rows = embed(token_ids, ours)
+        rows = embed_hopper(token_ids, ours, Gradients())
         expected = nn.functional.embedding(token_ids, theirs).bfloat16()
         assert torch.equal(rows, expected)
         rows.backward(upstream)
@@ -26,7 +27,7 @@ def test_rows_and_gradients_are_those_of_torch():
 
 def test_a_frozen_master_gets_no_gradient():
     master = nn.Parameter(torch.randn(5, 8), requires_grad=False)
-    assert not embed(torch.tensor([1, 2]), master).requires_grad
+    assert not embed_hopper(torch.tensor([1, 2]), master, Gradients()).requires_grad
 
 
 def test_uses_in_one_backward_share_one_gradient(monkeypatch: pytest.MonkeyPatch):
@@ -35,7 +36,10 @@ def test_uses_in_one_backward_share_one_gradient(monkeypatch: pytest.MonkeyPatch
     made = []
     zeros_like = torch.zeros_like
     monkeypatch.setattr(torch, "zeros_like", lambda x: made.append(x.shape) or zeros_like(x))
-    loss = embed(torch.tensor([1, 2]), master).sum() + embed(torch.tensor([2, 3]), master).sum()
+    loss = (
+        embed_hopper(torch.tensor([1, 2]), master, Gradients()).sum()
+        + embed_hopper(torch.tensor([2, 3]), master, Gradients()).sum()
+    )
     loss.backward()
     assert made == [master.shape]
     assert master.grad is not None
@@ -47,7 +51,7 @@ def test_a_hook_sees_each_gradient():
     seen: list[float] = []
     master.register_hook(lambda gradient: seen.append(float(gradient.sum())))
     for _ in range(2):
-        embed(torch.tensor([1, 2]), master).sum().backward()
+        embed_hopper(torch.tensor([1, 2]), master, Gradients()).sum().backward()
     assert seen == [16.0, 16.0]
     assert master.grad is not None
     assert master.grad[:, 0].tolist() == [0, 2, 2, 0, 0]

@@ -167,9 +167,9 @@ class TestFrozen:
             storages[storage.data_ptr()] = storage.nbytes()
             return tensor
 
-        for module in model.decoder.modules():
-            if isinstance(module, Linear):
-                module.move(add)
+        linears = [m for m in model.decoder.modules() if isinstance(m, Linear)]
+        for tensor in (tensor for linear in linears for tensor in linear.quantized.tensors()):
+            add(tensor)
         for parameter in model.decoder.parameters():
             add(parameter)
         return sum(storages.values())

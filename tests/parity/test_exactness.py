@@ -112,7 +112,7 @@ def test_locate_names_an_operation_that_is_not_exact(
     operation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An operation that treats a forward of few tokens differently, as a library might."""
-    where = {"rms_norm": "norm", "swiglu": "decoder", "rotary": "attention"}[operation]
+    where = {"rms_norm": "norm", "swiglu": "layer", "rotary": "rotary"}[operation]
     module = importlib.import_module(f"jetrl.models.{where}")
     true_operation = getattr(module, operation)
 
@@ -165,7 +165,7 @@ def test_a_policys_own_shapes_are_checked_by_its_first_layers(
     assert [c for c in checks if not c.ok] == []
     assert {"layers.0.qkv", "layers.0.down", "lm_head"} <= {c.operation for c in checks}
     assert all(torch.equal(master, before[name]) for name, master in p.named_masters().items())
-    import jetrl.models.decoder as module
+    import jetrl.models.layer as module
 
     true_operation = module.swiglu
     monkeypatch.setattr(

@@ -10,15 +10,17 @@ from torch import nn
 
 from jetrl.errors import UserError
 from jetrl.precision import PrecisionPlan, quantize
-from jetrl.precision.linear import FP8Weight, Linear
+from jetrl.precision.gradients import Gradients
+from jetrl.precision.linear import Linear
+from jetrl.precision.quantized_weight import FP8Weight, QuantizedWeight
 
 
 def make(plan: PrecisionPlan, n: int = 256, k: int = 384, bias: bool = False) -> Linear:
     g = torch.Generator().manual_seed(0)
     weight = nn.Parameter(torch.randn(n, k, generator=g) / math.sqrt(k))
     bias_master = nn.Parameter(torch.randn(n, generator=g)) if bias else None
-    formats = {side: plan.linear_format(side, 0, 1) for side in ("rollout", "train")}
-    return Linear("layers.0.test", weight, bias_master, formats, plan, torch.bfloat16)
+    quantized = QuantizedWeight("layers.0.test", weight, plan.linear_formats(0, 1), plan.scales)
+    return Linear(quantized, bias_master, plan, torch.bfloat16, Gradients())
 
 
 def sqnr_db(approximate: torch.Tensor, true: torch.Tensor) -> float:
@@ -106,13 +108,13 @@ def test_both_sides_multiply_by_the_same_bytes() -> None:
     assert mixed.operand("train").dtype == torch.bfloat16
 
 
-def test_working_copy_changes_only_with_requantize() -> None:
+def test_quantized_weight_changes_only_with_requantize() -> None:
     layer = make(PrecisionPlan.preset("unified"))
     before = layer.operand("train").direct.codes.clone()
     with torch.no_grad():
         layer.weight.mul_(-1)
     assert torch.equal(layer.operand("train").direct.codes.float(), before.float())
-    layer.requantize()
+    layer.quantized.requantize()
     expected = quantize(layer.weight.detach(), (128, 128))
     assert torch.equal(layer.operand("train").direct.codes.float(), expected.codes.float())
     assert torch.equal(layer.operand("train").direct.codes.float(), -before.float())

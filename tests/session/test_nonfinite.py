@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-import jetrl.models.decoder as decoder
+import jetrl.models.layer as layer
 import jetrl.precision.linear as linear
 from jetrl import load_config, train
 from jetrl.cli.main import main
@@ -94,7 +94,7 @@ def bad_swiglu(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The forward of the second layer's SwiGLU gives a NaN where gradients are wanted."""
 
     def install(state: dict[str, bool]) -> None:
-        swiglu, calls = decoder.swiglu, []
+        swiglu, calls = layer.swiglu, []
 
         def faulty(gates: torch.Tensor) -> torch.Tensor:
             out = swiglu(gates)
@@ -105,7 +105,7 @@ def bad_swiglu(monkeypatch: pytest.MonkeyPatch) -> Any:
                     out[3, 5] = math.nan
             return out
 
-        monkeypatch.setattr(decoder, "swiglu", faulty)
+        monkeypatch.setattr(layer, "swiglu", faulty)
 
     return install
 

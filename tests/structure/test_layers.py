@@ -55,6 +55,7 @@ KERNELS_MAY_IMPORT = (
     "jetrl.precision.exact",
     "jetrl.precision.layout",
     "jetrl.precision.hopper",
+    "jetrl.precision.gradients",
     "jetrl.precision.plan.FP8_BLOCK",
 )
 

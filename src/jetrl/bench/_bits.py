@@ -13,6 +13,7 @@ from jetrl.kernels.logprob_hopper import chosen_logprobs, lm_head_logprobs
 from jetrl.kernels.norm import rms_norm_ref
 from jetrl.kernels.norm_hopper import rms_norm_quantize
 from jetrl.kernels.swiglu_hopper import swiglu_forward, swiglu_quantize
+from jetrl.precision.gradients import Gradients
 from jetrl.precision.hopper.gemm import Backend, deep_gemm_installed, fp8_matmul_hopper
 from jetrl.precision.hopper.quantize import (
     quantize_rows,
@@ -93,7 +94,9 @@ def logprobs() -> int:
     whole = chosen_logprobs(logits, chosen, 0.7)[0]
     wrong = sum(_apart(chosen_logprobs(logits[p], chosen[p], 0.7)[0], whole[p]) for p in _PARTS)
     hidden, master = _random(_ROWS, 1024), torch.randn(5000, 1024, device="cuda") * 0.02
+    weight, sums = master.bfloat16(), Gradients()
     head = [
-        lm_head_logprobs(hidden, master, master.bfloat16(), chosen, 0.7, n)[0] for n in (64, 300)
+        lm_head_logprobs(hidden, master, weight, chosen, 0.7, rows, gradients=sums)[0]
+        for rows in (64, 300)
     ]
     return wrong + _apart(head[0], head[1])

@@ -24,7 +24,8 @@ from jetrl.errors import OutOfMemoryStop
 from jetrl.memory.device import peak_bytes, reset_peak
 from jetrl.memory.out_of_memory import release
 from jetrl.models.policy import Policy
-from jetrl.precision.linear import FP8Weight, Linear
+from jetrl.precision.linear import Linear
+from jetrl.precision.quantized_weight import FP8Weight
 from jetrl.rollout.engine import RolloutEngine
 from jetrl.settings.loading import Settings, load_config
 from jetrl.training import Trainer, pack

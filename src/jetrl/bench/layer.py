@@ -22,10 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import jetrl.models.layer_hopper as fused
 import jetrl.precision.linear as linear
 from jetrl.bench._timing import Row, bench_parser, print_table, watched, write_results
 from jetrl.bench.shapes import SHAPES
+from jetrl.models import attention_hopper, layer_hopper
 from jetrl.models.attention import PackedKeyValues
 from jetrl.models.decoder import DecoderLayer
 from jetrl.models.policy import Policy
@@ -38,14 +38,15 @@ ROWS = {  # name: (plan of the layer, plan of its attention)
     "unified": ("unified", "unified"),
     "unified, fastest attention": ("unified", "bf16"),
 }
-LINEARS = ("qkv", "o", "gate_up", "down")
 
 # Where operations are called by name, for the shares of time.
 OPERATIONS = {
-    fused: (
+    layer_hopper: (
         "fprop", "dgrad", "wgrad", "quantize_output_gradient", "quantize_for_wgrad",
         "rms_norm_quantize", "rms_norm_squares", "rms_norm_forward", "rms_norm_backward",
         "swiglu_quantize", "swiglu_forward", "swiglu_backward", "swiglu_backward_quantize",
+    ),
+    attention_hopper: (
         "qk_norm_rotary_cache", "qk_norm_rotary_backward", "stage_keys", "attend_tiles",
         "attention_backward", "attend_equal_lengths", "attend_equal_lengths_backward",
     ),
@@ -95,7 +96,8 @@ class LayerBench:
     def flops(self) -> dict[str, float]:
         """Of the forward, and of the backward."""
         c = self.policy.config
-        weights = sum(getattr(self.layer, name).weight.numel() for name in LINEARS)
+        linears = (m for m in self.layer.modules() if isinstance(m, linear.Linear))
+        weights = sum(layer.weight.numel() for layer in linears)
         attention = 2 * self.tokens * self.length * c.num_heads * c.head_dim
         products = 2 * self.tokens * weights
         return {"forward": products + attention, "backward": 2 * products + 2.5 * attention}

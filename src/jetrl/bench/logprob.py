@@ -13,6 +13,7 @@ from jetrl.bench._bits import logprobs
 from jetrl.bench._timing import Row, memory_row, report, seconds_eager
 from jetrl.kernels.logprob_hopper import chosen_logprobs, lm_head_logprobs
 from jetrl.kernels.sampling_hopper import sample
+from jetrl.precision.gradients import Gradients
 from jetrl.precision.hopper.gemm import bf16_matmul_hopper
 
 HIDDEN, VOCABULARY = 4096, 151936
@@ -31,13 +32,13 @@ def _head_rows(rows: int) -> list[Row]:
 
     def backward() -> Any:
         h, m = hidden.detach().requires_grad_(), master.detach().requires_grad_()
-        logprobs, _ = lm_head_logprobs(h, m, weight, chosen, 1.0)
+        logprobs, _ = lm_head_logprobs(h, m, weight, chosen, 1.0, gradients=Gradients())
         logprobs.backward(upstream)
         return h.grad, m.grad
 
     @torch.no_grad()
     def forward() -> Any:
-        return lm_head_logprobs(hidden, master, weight, chosen, 1.0)
+        return lm_head_logprobs(hidden, master, weight, chosen, 1.0, gradients=Gradients())
 
     limit = 2 * 4096 * HIDDEN * VOCABULARY / seconds_eager(matmul)
     out = []

@@ -35,7 +35,8 @@ from jetrl.kernels.adamw import adamw_, adamw_ref_, state_bytes
 from jetrl.kernels.adamw_scalars import adamw_scalars
 from jetrl.memory.out_of_memory import release
 from jetrl.models.policy import Policy
-from jetrl.precision.linear import FP8Weight, Linear
+from jetrl.precision.linear import Linear
+from jetrl.precision.quantized_weight import FP8Weight
 from jetrl.settings import TrainSettings
 from jetrl.training.optimizer import Optimizer
 

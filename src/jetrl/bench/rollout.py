@@ -36,7 +36,8 @@ from jetrl.bench.shapes import SHAPES
 from jetrl.memory.device import peak_bytes, reset_peak
 from jetrl.models.attention import kv_bytes_per_token
 from jetrl.models.policy import Policy
-from jetrl.precision.linear import FP8Weight, Linear
+from jetrl.precision.linear import Linear
+from jetrl.precision.quantized_weight import FP8Weight
 from jetrl.rollout.decode_forward import padded_batch, padded_context
 from jetrl.rollout.engine import RolloutEngine
 from jetrl.rollout.options import GenerateOptions

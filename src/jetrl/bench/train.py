@@ -31,9 +31,9 @@ from jetrl.bench._load import Load, add_load_arguments, flops, load_of
 from jetrl.bench._profile import idle_pieces
 from jetrl.bench._timing import Row, bench_parser, print_table, watched, write_results
 from jetrl.bench.step import add_arguments, choices_of, command_of, limit_of
+from jetrl.kernels import logprob_hopper
 from jetrl.memory.out_of_memory import release
 from jetrl.models.policy import Policy
-from jetrl.precision.hopper import hopper
 from jetrl.types import Sample
 
 _LISTED = 25  # kernels of a profile
@@ -94,7 +94,7 @@ def again(flow: Flow, samples: Sequence[Sample]) -> list[Sample]:
 
 def parts(flow: Flow, samples: Sequence[Sample]) -> dict[str, float]:
     """Milliseconds of an update by part."""
-    head = hopper("kernels.logprob_hopper")._HeadLogprobs
+    head = logprob_hopper._HeadLogprobs
     optimizer = flow.trainer.optimizer
     places = [
         (trainer_module, "batch_logprobs", "forward", False),

@@ -28,7 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from jetrl.kernels.logit_chunks import rows_at_once
-from jetrl.kernels.master_gradient import gradient_to_add_to
+from jetrl.precision.gradients import Gradients
 from jetrl.precision.hopper.checks import check_matrix, check_tensor
 from jetrl.precision.hopper.gemm import bf16_matmul_hopper
 
@@ -171,13 +171,14 @@ def lm_head_logprobs(
     temperature: float,
     chunk_rows: int | None = None,
     recompute: bool = False,
+    *,
+    gradients: Gradients,
 ) -> tuple[Tensor, Tensor]:
     """Return log-probs of chosen tokens and entropies, from hidden states.
 
     Args:
         hidden: bfloat16 [R, D], differentiable.
-        master: float32 [V, D], the head's master weight, which only receives the gradient: added to
-            the one that it has in place, unless a hook wants to see it.
+        master: float32 [V, D], the head's master weight, which only receives the gradient.
         weight: bfloat16 [V, D], master rounded: what the product reads.
         chosen: int64 [R], token ids.
         temperature: above 0.
@@ -185,6 +186,7 @@ def lm_head_logprobs(
         recompute: whether backward makes the logits again, for which forward keeps nothing. Without
             it forward keeps their gradients, 2 R V bytes, which spares backward one of three
             products.
+        gradients: the sink of the master weight's gradient.
 
     Returns:
         Log-probs float32 [R], differentiable; entropies in nats float32 [R], which are not.
@@ -192,7 +194,9 @@ def lm_head_logprobs(
     check_matrix("lm_head_logprobs", hidden, (torch.bfloat16,))
     rows = chunk_rows or rows_at_once(weight.shape[0])
     keep = torch.is_grad_enabled() and not recompute
-    return _HeadLogprobs.apply(hidden, master, weight.detach(), chosen, temperature, rows, keep)
+    return _HeadLogprobs.apply(
+        hidden, master, weight.detach(), chosen, temperature, rows, keep, gradients
+    )
 
 
 def _reduce(logits: Tensor, chosen: Tensor, temperature: float) -> tuple[Tensor, ...]:
@@ -262,6 +266,7 @@ class _HeadLogprobs(torch.autograd.Function):
         temperature: float,
         chunk_rows: int,
         keep: bool,
+        gradients: Gradients,
     ) -> tuple[Tensor, Tensor]:
         # A chunk's logits live for one pass: reduced to numbers of a row and, to be kept, turned
         # into the gradient of each row's log-prob, which backward scales by what arrives.
@@ -282,7 +287,8 @@ class _HeadLogprobs(torch.autograd.Function):
             del logits  # before the next chunk's are made
         logprobs, entropy, row_max, lse = results
         ctx.save_for_backward(hidden, weight, chosen, row_max, lse, kept)
-        ctx.temperature, ctx.chunk_rows, ctx.master = temperature, chunk_rows, master
+        ctx.temperature, ctx.chunk_rows = temperature, chunk_rows
+        ctx.master, ctx.gradients = master, gradients
         ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
 
@@ -293,7 +299,7 @@ class _HeadLogprobs(torch.autograd.Function):
         dhidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         dweight = returned = None
         if ctx.needs_input_grad[1]:
-            dweight, returned = gradient_to_add_to(ctx.master)
+            dweight, returned = ctx.gradients.buffer(ctx.master)
         ones = torch.ones_like(grad)
         chunk_rows = ctx.chunk_rows if kept is None else max(1, _CHUNK_GRADIENTS // len(weight))
         for start in range(0, len(chosen), chunk_rows):
@@ -317,4 +323,4 @@ class _HeadLogprobs(torch.autograd.Function):
                 torch.ops.aten.addmm.dtype_out(
                     dweight, gradient.t(), scaled, torch.float32, out=dweight
                 )
-        return dhidden, returned, None, None, None, None, None
+        return dhidden, returned, None, None, None, None, None, None

@@ -2,116 +2,75 @@
 
 A layer hands over its raw qkv and a `Rotary`, which says how queries and keys are made of it. Where
 keys and values lie, and which kernel reads them, is the business of the `KeyValues`: pages of a
-cache (rollout/key_values) or, here, the packed batch itself.
+cache (`rollout.paged_attention`) or, here, the packed batch itself.
 
 Legend: T tokens, H query heads, G key-value heads, D head size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from jetrl.kernels.attention.layout import QueryTiles
-from jetrl.kernels.attention.reference import (
-    attend_packed,
-    quantize_kv,
-    stored_values,
-)
-from jetrl.kernels.rotary import rotary
+from jetrl.kernels.attention.reference import attend_packed, quantize_kv, stored_values
 from jetrl.models.families import ModelConfig
-from jetrl.models.norm import RMSNorm
-from jetrl.precision.hopper import hopper
+from jetrl.models.rotary import Rotary
+from jetrl.models.trace import tell
 from jetrl.precision.plan import PrecisionPlan
-from jetrl.precision.quantize import QTensor, dequantize
-
-Trace = Callable[[str, Tensor], None]
-
-
-@dataclass(frozen=True)
-class Rotary:
-    """How one layer makes rotated queries and keys of qkv.
-
-    positions: int64 [T], each token's place in its sequence. table: float32 [positions, 2, D/2],
-    cosines and sines. norms: of the query and key heads, before the rotation; None without. trace:
-    is told the rotated queries and keys, or None. On a GPU all are tensors of the caller, read in
-    place: a captured forward follows what is written into them.
-    """
-
-    positions: Tensor
-    table: Tensor
-    norms: tuple[RMSNorm, RMSNorm] | None
-    num_heads: int
-    num_kv_heads: int
-    trace: Trace | None = None
-
-    @property
-    def head_dim(self) -> int:
-        """D."""
-        return 2 * self.table.shape[-1]
-
-    @property
-    def norm_copies(self) -> tuple[Tensor, Tensor] | None:
-        """The norms' weights [D] in the activations' dtype."""
-        return None if self.norms is None else (self.norms[0].copy, self.norms[1].copy)
-
-    @property
-    def eps(self) -> float:
-        """Of both norms."""
-        return 0.0 if self.norms is None else self.norms[0].eps
-
-    def heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The reference: qkv [T, (H + 2G) * D] -> rotated q [T, H, D] and k [T, G, D], and v."""
-        counts = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
-        q, k, v = qkv.unflatten(-1, (-1, self.head_dim)).split(counts, dim=1)
-        if self.norms is not None:
-            q, k = self.norms[0](q), self.norms[1](k)
-        q, k = rotary(q, self.positions, self.table), rotary(k, self.positions, self.table)
-        if self.trace is not None:
-            self.trace("rotary", torch.cat([q, k], dim=1))
-        return q, k, v
+from jetrl.precision.quantize import QTensor
 
 
 def kv_bytes_per_token(config: ModelConfig, plan: PrecisionPlan) -> int:
-    """Bytes of keys and values of one token in all layers, scales included."""
+    """Return the bytes of keys and values of one token in all layers, scales included."""
     sizes = {"fp8": config.head_dim + 4, "bf16": 2 * config.head_dim, "fp32": 4 * config.head_dim}
     return 2 * config.num_layers * config.num_kv_heads * sizes[plan.kv]
 
 
 def staged_bytes_per_token(config: ModelConfig, plan: PrecisionPlan) -> int:
-    """Bytes of a token's key and value in one layer as attention over prompts reads them on a GPU:
-    in 16 bits, and the factors of FP8 keys."""
+    """Return the bytes of a token's key and value in one layer as a GPU's attention stages them.
+
+    Attention over prompts reads them in 16 bits, and the factors of FP8 keys.
+    """
     factors = 4 * 4 if plan.kv == "fp8" else 0
     return config.num_kv_heads * (2 * 2 * config.head_dim + factors)
 
 
 class KeyValues(Protocol):
-    """A source of keys and values for one forward over a flat list of T tokens.
-
-    rows: int64 [R], the tokens whose output is asked for: the last layer takes the others no
-    further than their keys and values. None: all T.
-    """
+    """A source of keys and values for one forward over a flat list of T tokens."""
 
     @property
-    def rows(self) -> Tensor | None: ...
+    def rows(self) -> Tensor | None:
+        """The tokens whose output is needed, int64 [R]; None: all T.
+
+        The last layer takes the other tokens no further than their keys and values.
+        """
+        ...
 
     def attend(self, layer: int, qkv: Tensor, rope: Rotary, last: bool) -> Tensor | QTensor:
-        """qkv [T, (H + 2G) * D], not yet rotated. Each query attends causally, within its own
-        sequence, to what the sequence holds so far and to this forward's keys and values. Returns
-        [T, H * D], or its 1 x 128 groups as the next linear would make them; of the last layer
-        `rows` alone."""
+        """Return each query's causal attention over its sequence so far and this forward's keys.
+
+        Args:
+            layer: The index of the layer.
+            qkv: [T, (H + 2G) * D], not yet rotated.
+            rope: How queries and keys are made of qkv.
+            last: Whether this is the last layer, whose output is that of `rows` alone.
+
+        Returns:
+            [T, H * D], or the 1 x 128 groups that the next linear would make of these values.
+        """
         ...
 
 
 class PackedKeyValues:
-    """Training: whole sequences packed end to end, so the batch holds its own keys and values.
+    """The keys and values of training: whole sequences end to end, which the batch itself holds.
 
-    cu_seqlens: int64 [S+1], on the CPU (then nothing waits) or the device. device: of the batch;
-    default: that of cu_seqlens.
+    Args:
+        cu_seqlens: int64 [S + 1], on the CPU (then the host waits for nothing) or the device.
+        plan: The precision plan.
+        device: The device of the batch; default: that of cu_seqlens.
     """
 
     def __init__(
@@ -127,19 +86,14 @@ class PackedKeyValues:
         self.rows = None
 
     def attend(self, layer: int, qkv: Tensor, rope: Rotary, last: bool) -> Tensor:
-        """As `KeyValues.attend`, differentiable."""
+        """Return attention as `KeyValues.attend` does, differentiable."""
         plan = self._plan
         if self._tiles is not None:
-            fused = hopper("models.layer_hopper").attend_packed
-            on_gpu: Tensor = fused(qkv, rope, self._tiles, plan, self._length)
-            return on_gpu
+            from jetrl.models.attention_hopper import attend_packed_hopper
+
+            return attend_packed_hopper(qkv, rope, self._tiles, plan, self._length)
         q, k, v = rope.heads(qkv)
-        if rope.trace is not None:
+        if rope.trace is not None:  # codes are made once more, for whoever watches
             stored = (quantize_kv(x.detach(), plan.kv, plan.scales) for x in (k, v))
-            rope.trace("keys and values", torch.cat([stored_values(*x) for x in stored], dim=1))
+            tell(rope.trace, "keys and values", torch.cat([stored_values(*x) for x in stored], 1))
         return attend_packed(q, k, v, self._cu_seqlens, plan.kv, plan.scales).flatten(-2, -1)
-
-
-def values_of(x: Tensor | QTensor) -> Tensor:
-    """What x stands for, to look at: codes times scales."""
-    return dequantize(x) if isinstance(x, QTensor) else x

@@ -1,8 +1,7 @@
-"""A model under a precision plan: FP32 masters, their working copies, and a decoder over both.
+"""A model under a precision plan: its weights, and a decoder that reads them.
 
-The optimizer changes masters, and `requantize` makes the working copies anew, in the one place
-where a weight is rounded. A frozen model has working copies alone: under an FP8 plan about a byte a
-parameter, where masters take four.
+The optimizer changes master weights, and `requantize` rounds them into the quantized weights that
+both sides of the flow read (`models.weights`). `Policy` and `ScalarModel` say what a model is for.
 """
 
 from __future__ import annotations
@@ -18,20 +17,30 @@ from transformers import PreTrainedTokenizerBase
 
 from jetrl.errors import UserError
 from jetrl.models import hf
+from jetrl.models.attention import PackedKeyValues
 from jetrl.models.decoder import Decoder
 from jetrl.models.families import Head, ModelConfig
+from jetrl.models.packed import token_positions, upload
 from jetrl.models.tiny import random_weights
-from jetrl.precision.hopper import hopper
-from jetrl.precision.linear import Linear
+from jetrl.models.weights import Weights
 from jetrl.precision.plan import PrecisionPlan
 
 
 class Model:
-    """A decoder with its weights; `Policy` and `ScalarModel` say what is read from it.
+    """A decoder with its weights; `Policy` and `ScalarModel` say what is read from its head.
 
-    config: what the decoder is made of. plan: what is FP8. tokenizer, generation_config: as in the
-    Hugging Face directory, or None and {}. frozen: what the training side's forward reads is kept
-    alone; nothing can be trained, sampled or saved.
+    Args:
+        config: The sizes and switches of the decoder.
+        plan: The precision plan.
+        weights: Every parameter by name, as in `families.parameter_shapes`.
+        device: The device, the CPU or a Hopper GPU.
+        tokenizer: The tokenizer of the Hugging Face directory, or None.
+        generation_config: The directory's generation_config.json.
+        frozen: Keep what the training side's forward reads alone; such a model is not trained,
+            sampled from or saved.
+
+    Raises:
+        UserError: A device, or a model on that device, without kernels.
     """
 
     head: ClassVar[Head]
@@ -51,17 +60,14 @@ class Model:
         check_device(config, plan, self.device)
         self.tokenizer = tokenizer
         self.generation_config = dict(generation_config or {})
-        self.frozen = frozen
         self._offloaded = False
-        self._masters: dict[str, nn.Parameter] = {}
-        if frozen:
-            self.decoder = Decoder(config, plan, _Passing(weights, self.device), frozen=True)
-        else:
-            self._masters = {
-                name: nn.Parameter(weight.to(self.device, torch.float32))
-                for name, weight in weights.items()
-            }
-            self.decoder = Decoder(config, plan, self._masters)
+        self.weights = Weights(weights, plan, self.device, frozen)
+        self.decoder = Decoder(config, self.weights)
+
+    @property
+    def frozen(self) -> bool:
+        """Whether the model has no master weights, and is for forwards of the training side."""
+        return self.weights.frozen
 
     @classmethod
     def from_pretrained(
@@ -71,10 +77,16 @@ class Model:
         device: str | torch.device = "cpu",
         frozen: bool = False,
     ) -> Self:
-        """A model from a Hugging Face directory (config.json, safetensors, tokenizer if present).
+        """Return the model of a Hugging Face directory.
+
+        Args:
+            path: The directory: config.json, safetensors, and a tokenizer if it has one.
+            plan: The precision plan.
+            device: The device.
+            frozen: As of the class.
 
         Raises:
-            UserError: what is missing, damaged or unsupported, by file and tensor name; a head of
+            UserError: A file or tensor that is missing, damaged or unsupported, by name; a head of
                 another kind.
         """
         config = ModelConfig.from_hf(hf.read_config(path))
@@ -97,7 +109,15 @@ class Model:
         device: str | torch.device = "cpu",
         tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> Self:
-        """A model with random weights from the contents of a config.json."""
+        """Return a model with random weights.
+
+        Args:
+            config: The contents of a config.json.
+            plan: The precision plan.
+            seed: The seed of the weights.
+            device: The device; the weights of a seed differ between a CPU and a GPU.
+            tokenizer: The tokenizer, or None.
+        """
         model = ModelConfig.from_hf(config)
         check_device(model, plan, torch.device(device))  # where the weights are made
         return cls(model, plan, random_weights(model, seed, device), device, tokenizer)
@@ -108,44 +128,58 @@ class Model:
         dtype: Literal["bfloat16", "float32", "fp8"] = "bfloat16",
         overwrite: bool = False,
     ) -> None:
-        """Write a Hugging Face directory; dtype bfloat16, float32 or fp8 (block-scaled, as vLLM and
-        transformers read it; the layers that the plan keeps in BF16 are BF16 there too)."""
-        assert not self.frozen, "a frozen model has no masters to save"
-        weights = {name: master.detach() for name, master in self._masters.items()}
+        """Write a Hugging Face directory.
+
+        Args:
+            path: The directory.
+            dtype: The dtype of the tensors; fp8 is block-scaled, as vLLM and transformers read it,
+                and leaves the layers in BF16 that the plan keeps so.
+            overwrite: Replace a model directory that is there.
+        """
+        assert not self.frozen, "a frozen model has no master weights to save"
+        num_layers = self.config.num_layers
         hf.save_model(
             path,
             self.config,
-            weights,
+            {name: master.detach() for name, master in self.weights.masters.items()},
             dtype,
             tokenizer=self.tokenizer,
             generation_config=self.generation_config or None,
-            bf16_layers=[
-                layer
-                for layer in range(self.config.num_layers)
-                if self.plan.keeps_bf16(layer, self.config.num_layers)
-            ],
+            bf16_layers=[i for i in range(num_layers) if self.plan.keeps_bf16(i, num_layers)],
             scales=self.plan.scales,
             overwrite=overwrite,
         )
 
     def named_masters(self) -> dict[str, nn.Parameter]:
-        """The FP32 master weights by name, the very parameters that the optimizer changes."""
-        return self._masters
+        """Return the FP32 master weights by name: the parameters that the optimizer changes."""
+        return self.weights.masters
 
     def weight_scales(self) -> dict[str, Tensor]:
-        """The scales, float32, of each FP8 working copy, by its layer's name."""
-        linears = [module for module in self.decoder.modules() if isinstance(module, Linear)]
-        return {linear.name: scales for linear in linears for scales in linear.weight_scales()}
+        """Return the float32 scales of each FP8 weight by its layer's name."""
+        return self.weights.scales()
 
     def requantize(self) -> None:
-        """Make the working copies from the masters: call it after every change of the masters."""
-        assert not self.frozen, "a frozen model has no masters to round"
-        with torch.no_grad():
-            self.decoder.requantize()
+        """Round the master weights into the quantized weights: call it after every change."""
+        self.weights.requantize()
+
+    def packed_hidden(
+        self, token_ids: Tensor, cu_seqlens: Tensor, checkpoint_layers: bool = False
+    ) -> Tensor:
+        """Return the decoder's output over a packed batch by the training side, [T, D].
+
+        Args:
+            token_ids: int64 [T] on the model's device, sequences end to end.
+            cu_seqlens: int64 [S + 1], on the CPU (then the host waits for nothing) or the device.
+            checkpoint_layers: Compute layers again in backward.
+        """
+        kv = PackedKeyValues(cu_seqlens, self.plan, self.device)
+        positions = upload(token_positions(cu_seqlens), self.device)
+        hidden: Tensor = self.decoder(token_ids, positions, kv, "train", checkpoint_layers)
+        return hidden
 
     @contextlib.contextmanager
     def used(self) -> Iterator[None]:
-        """While it is used, an offloaded model is on its device; else in CPU memory."""
+        """Put an offloaded model on its device within the block, and back in CPU memory after."""
         if self._offloaded:
             self.move(self.device)
         try:
@@ -155,19 +189,17 @@ class Model:
                 self.move("cpu")
 
     def offload(self) -> None:
-        """Keeps a frozen model in CPU memory from now on, but while it is `used`."""
+        """Keep a frozen model in CPU memory from now on, but while it is `used`."""
         self._offloaded = self.device.type != "cpu"
         if self._offloaded:
             self.move("cpu")
 
     def move(self, device: str | torch.device) -> None:
-        """Puts the weights of a frozen model elsewhere, with the same bits: to the CPU between two
-        uses, and back."""
-        assert self.frozen, "the masters of a model that is trained stay where they are"
+        """Put the weights of a frozen model on another device, with the same bits."""
         self.decoder.move(torch.device(device))
 
     def check_sequences(self, sequences: Sequence[Sequence[int]]) -> None:
-        """UserError naming the first sequence that this model cannot take."""
+        """Raise a UserError that names the first sequence that this model cannot take."""
         limit, vocabulary = self.config.max_position_embeddings, self.config.vocab_size
         for index, sequence in enumerate(sequences):
             if not 1 <= len(sequence) <= limit:
@@ -180,12 +212,20 @@ class Model:
 
 
 def check_device(config: ModelConfig, plan: PrecisionPlan, device: torch.device) -> None:
-    """UserError for a device, or a model on it, that no kernel is there for."""
+    """Raise a UserError for a device, or a model on a device, without kernels.
+
+    Args:
+        config: The model's config.
+        plan: The precision plan.
+        device: The device.
+    """
     if device.type == "cpu":
         return
     if device.type != "cuda" or not torch.cuda.is_available():
         raise UserError(f"device {device}: not there; use run.device=cpu")
-    hopper("precision.hopper.gemm").require_hopper(device)
+    from jetrl.precision.hopper.gemm import require_hopper
+
+    require_hopper(device)
     group = config.num_heads // config.num_kv_heads
     if plan.kv != "fp32" and (config.head_dim not in (64, 128) or group > 16):
         raise UserError(
@@ -200,21 +240,3 @@ _HEADS: dict[Head, str] = {
     "lm": "tokens (ForCausalLM)",
     "score": "scores (ForSequenceClassification)",
 }
-
-
-class _Passing(Mapping[str, nn.Parameter]):
-    """Weights that are put on a device one at a time, when they are asked for, and not kept."""
-
-    def __init__(self, weights: Mapping[str, Tensor], device: torch.device) -> None:
-        self._weights, self._device = weights, device
-
-    def __getitem__(self, name: str) -> nn.Parameter:
-        return nn.Parameter(
-            self._weights[name].to(self._device, torch.float32), requires_grad=False
-        )
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._weights)
-
-    def __len__(self) -> int:
-        return len(self._weights)

@@ -1,4 +1,4 @@
-"""The norm as a layer holds it: an FP32 master and the working copy that both sides multiply by."""
+"""RMSNorm as a layer holds it: an FP32 master weight, rounded to what both sides multiply by."""
 
 from __future__ import annotations
 
@@ -6,26 +6,32 @@ import torch
 from torch import Tensor, nn
 
 from jetrl.kernels.norm import rms_norm
+from jetrl.precision.quantized_weight import QuantizedWeight
 
 
 class RMSNorm(nn.Module):
     """RMSNorm with an FP32 master weight.
 
-    copy: the weight in the activations' dtype, overwritten in place by `requantize`; what fused
-    kernels and forwards without gradient read. With gradients the reference rounds the master
-    itself, to the same bits.
+    Fused kernels and forwards without gradient read the rounded weight. With gradients the
+    reference rounds the master weight itself, to the same bits, so that autograd reaches it.
+
+    Args:
+        quantized: The weight [D], in the activations' dtype on both sides.
+        eps: What is added to the mean square.
     """
 
-    def __init__(self, weight: nn.Parameter, eps: float, dtype: torch.dtype) -> None:
+    def __init__(self, quantized: QuantizedWeight, eps: float) -> None:
         super().__init__()
-        self.weight, self.eps = weight, eps
-        self.copy = weight.detach().to(dtype)
+        self.quantized, self.weight, self.eps = quantized, quantized.master, eps
 
-    def requantize(self) -> None:
-        """Round the master into the working copy."""
-        self.copy.copy_(self.weight.detach())
+    @property
+    def rounded(self) -> Tensor:
+        """The weight [D] in the activations' dtype."""
+        weight = self.quantized.operand("train")
+        assert isinstance(weight, Tensor), "a norm's weight is never FP8"
+        return weight
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., D] -> the same shape and dtype."""
-        weight = self.weight.to(x.dtype) if torch.is_grad_enabled() else self.copy
+        """Return the norm of x [..., D], with the same shape and dtype."""
+        weight = self.weight.to(x.dtype) if torch.is_grad_enabled() else self.rounded
         return rms_norm(x, weight, self.eps)

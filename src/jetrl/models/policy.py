@@ -1,8 +1,9 @@
-"""The policy: the only owner of weights. FP32 masters, their working copies, and two forward calls.
+"""The policy: the language model that is sampled from and trained, with two forward calls.
 
-`rollout_forward` is what the sampler runs, `train_logprobs` what the trainer runs. Both go through
-one decoder and one set of working copies; the optimizer changes masters, and `requantize` makes the
-working copies anew, in the one place where a weight is rounded.
+The sampler runs `rollout_forward`, the trainer `train_logprobs`. Both go through one decoder and
+one set of quantized weights.
+
+Legend: T tokens, S sequences, R rows that are needed, D hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -16,22 +17,23 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from jetrl.kernels.logprob import chosen_logprobs
-from jetrl.models.attention import KeyValues, PackedKeyValues
+from jetrl.models.attention import KeyValues
 from jetrl.models.model import Model
-from jetrl.models.packed import token_positions, upload
-from jetrl.precision.hopper import hopper
+from jetrl.models.packed import pack, token_positions, upload
 
 _LOGITS_AT_ONCE = 2**24  # float32 logits held for one chunk of rows of the training side
 
 
 class Policy(Model):
-    """A language model under a precision plan: what is sampled from, and trained."""
+    """A language model under a precision plan, to sample from and to train."""
 
     head = "lm"
 
     def first_layers(self, count: int) -> Policy:
-        """This policy cut to its first `count` layers, on the same masters and working copies: for
-        checks of the machine on its own shapes."""
+        """Return this policy cut to its first `count` layers, sharing all weights.
+
+        Such a policy is for checks of the machine on the policy's own shapes.
+        """
         part = copy.copy(self)
         part.config = dataclasses.replace(self.config, num_layers=count)
         part.decoder = self.decoder.first_layers(count)
@@ -39,14 +41,19 @@ class Policy(Model):
 
     @torch.no_grad()
     def rollout_forward(self, token_ids: Tensor, positions: Tensor, kv: KeyValues) -> Tensor:
-        """The sampler's forward: int64 [T] tokens and positions -> hidden [T, D], or of `kv.rows`.
-        Keys and values come from, and go to, `kv`."""
+        """Return the decoder's output by the rollout side, [T, D], or of `kv.rows`.
+
+        Args:
+            token_ids: int64 [T].
+            positions: int64 [T], each token's position in its sequence.
+            kv: The source of earlier keys and values, and the place for new ones.
+        """
         hidden: Tensor = self.decoder(token_ids, positions, kv, "rollout")
         return hidden
 
     @torch.no_grad()
     def rollout_logits(self, hidden: Tensor) -> Tensor:
-        """hidden [R, D] -> float32 logits [R, V]."""
+        """Return the logits, float32 [R, V], of the decoder's output [R, D]."""
         return self.decoder.logits(hidden, "rollout")
 
     def train_logprobs(
@@ -57,62 +64,68 @@ class Policy(Model):
         temperature: float = 1.0,
         checkpoint_layers: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """The trainer's forward: log-probs of chosen tokens of a packed batch.
+        """Return log-probs of chosen tokens of a packed batch: the trainer's forward.
 
-        token_ids: int64 [T], sequences end to end. cu_seqlens: int64 [S+1]. targets: int64 [R],
-        indices into token_ids, never a sequence's first. checkpoint_layers: recompute layers in
-        backward. The three may be on the CPU: with cu_seqlens there the host waits for nothing.
+        The three tensors may be on the CPU: with cu_seqlens there the host waits for nothing. Full
+        logits are held for a chunk of rows at a time only.
 
-        Returns (log-prob of each target given what precedes it, float32 [R], differentiable;
-        entropy of that distribution in nats, float32 [R], not differentiable). Full logits are held
-        for a chunk of rows at a time only.
+        Args:
+            token_ids: int64 [T], sequences end to end.
+            cu_seqlens: int64 [S + 1], where each sequence starts, and T.
+            targets: int64 [R], indices into token_ids, never a sequence's first.
+            temperature: What logits are divided by.
+            checkpoint_layers: Compute layers again in backward.
+
+        Returns:
+            The log-prob of each target given what precedes it, float32 [R], differentiable, and the
+            entropy of its distribution in nats, float32 [R], not differentiable.
         """
-        device = self.device
-        kv = PackedKeyValues(cu_seqlens, self.plan, device)
-        positions = upload(token_positions(cu_seqlens), device)
-        token_ids, targets = upload(token_ids, device), upload(targets, device)
-        hidden = self.decoder(token_ids, positions, kv, "train", checkpoint_layers)
+        token_ids, targets = upload(token_ids, self.device), upload(targets, self.device)
+        hidden = self.packed_hidden(token_ids, cu_seqlens, checkpoint_layers)
+        rows, chosen = hidden[targets - 1], token_ids[targets]
+        return self._head_logprobs(rows, chosen, temperature, checkpoint_layers)
+
+    def _head_logprobs(
+        self, hidden: Tensor, chosen: Tensor, temperature: float, recompute: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Return log-probs of chosen tokens int64 [R] and entropies, from hidden [R, D]."""
         head = self.decoder.lm_head
         if hidden.is_cuda and self.plan.lm_head == "bf16" and self.decoder.trace is None:
-            fused = hopper("kernels.logprob_hopper").lm_head_logprobs
-            on_gpu: tuple[Tensor, Tensor] = fused(
-                hidden[targets - 1],
-                head.weight,
-                head.operand("train"),
-                token_ids[targets],
-                temperature,
-                recompute=checkpoint_layers,
-            )
-            return on_gpu
-        at_once = _LOGITS_AT_ONCE * (8 if token_ids.is_cuda else 1)
-        rows = max(1, at_once // self.config.vocab_size)
-        parts = [
-            checkpoint(
-                self._head, hidden[part - 1], token_ids[part], temperature, use_reentrant=False
-            )
-            for part in targets.split(rows)
-        ]
-        logprobs, entropy = (torch.cat(list(x)) for x in zip(*parts, strict=True))
-        return logprobs, entropy
+            from jetrl.kernels.logprob_hopper import lm_head_logprobs
 
-    def _head(self, hidden: Tensor, chosen: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        return chosen_logprobs(self.decoder.logits(hidden, "train"), chosen, temperature)
+            weight = head.operand("train")
+            assert isinstance(weight, Tensor), "a BF16 head has a BF16 weight"
+            return lm_head_logprobs(
+                hidden, head.weight, weight, chosen, temperature,
+                recompute=recompute, gradients=head.gradients,
+            )  # fmt: skip
+
+        def chunk_logprobs(hidden: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
+            return chosen_logprobs(self.decoder.logits(hidden, "train"), chosen, temperature)
+
+        at_once = _LOGITS_AT_ONCE * (8 if hidden.is_cuda else 1)
+        size = max(1, at_once // self.config.vocab_size)
+        chunks = [
+            checkpoint(chunk_logprobs, *chunk, use_reentrant=False)
+            for chunk in zip(hidden.split(size), chosen.split(size), strict=True)
+        ]
+        logprobs, entropy = (torch.cat(list(x)) for x in zip(*chunks, strict=True))
+        return logprobs, entropy
 
     def logprobs(
         self, sequences: Sequence[Sequence[int]], temperature: float = 1.0
     ) -> list[Tensor]:
-        """Log-probs of each sequence's tokens from the second on: float32 [len - 1] each, from one
-        packed forward, differentiable in the masters.
+        """Return log-probs of each sequence's tokens from the second on, float32 [len - 1] each.
+
+        They come from one packed forward and are differentiable in the master weights.
 
         Raises:
-            UserError: an empty sequence, one longer than the context, or a token id out of range.
+            UserError: An empty sequence, one longer than the context, or a token id out of range.
         """
         self.check_sequences(sequences)
         if not sequences:
             return []
-        lengths = torch.tensor([len(s) for s in sequences], device=self.device)
-        token_ids = torch.tensor([t for s in sequences for t in s], device=self.device)
-        cu_seqlens = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+        token_ids, cu_seqlens = pack(sequences, self.device)
         targets = (token_positions(cu_seqlens) > 0).nonzero().flatten()
         logprobs, _ = self.train_logprobs(token_ids, cu_seqlens, targets, temperature)
-        return list(logprobs.split((lengths - 1).tolist()))
+        return list(logprobs.split([len(sequence) - 1 for sequence in sequences]))

@@ -3,6 +3,8 @@
 It shares the flow of the policy: the same decoder, the same precision plan, packed batches. Its
 head is one row of FP32, multiplied in FP32. In a Hugging Face directory it is a
 ...ForSequenceClassification with num_labels = 1, and its head `score.weight`.
+
+Legend: T tokens, S sequences, R rows that are needed.
 """
 
 from __future__ import annotations
@@ -16,15 +18,14 @@ from transformers import PreTrainedTokenizerBase
 
 from jetrl.errors import UserError
 from jetrl.models import hf
-from jetrl.models.attention import PackedKeyValues
 from jetrl.models.families import ModelConfig
 from jetrl.models.model import Model, check_device
-from jetrl.models.packed import token_positions, upload
+from jetrl.models.packed import pack, upload
 from jetrl.precision.plan import PrecisionPlan
 
 
 class ScalarModel(Model):
-    """A decoder with a scalar head."""
+    """A decoder with a scalar head, under a precision plan."""
 
     head = "score"
 
@@ -32,11 +33,15 @@ class ScalarModel(Model):
     def from_language_model(
         cls, path: str | Path, plan: PrecisionPlan, device: str | torch.device = "cpu"
     ) -> ScalarModel:
-        """The decoder of a directory with a new head of zeros, or the directory's own head where it
-        has one.
+        """Return the decoder of a directory with the scalar head there, or a new one of zeros.
+
+        Args:
+            path: A Hugging Face directory, of a language model or of a scalar model.
+            plan: The precision plan.
+            device: The device.
 
         Raises:
-            UserError: what is missing, damaged or unsupported, by file and tensor name.
+            UserError: A file or tensor that is missing, damaged or unsupported, by name.
         """
         config = ModelConfig.from_hf(hf.read_config(path))
         if config.head == "score":
@@ -54,8 +59,17 @@ class ScalarModel(Model):
         device: str | torch.device,
         tokenizer: PreTrainedTokenizerBase | None,
     ) -> ScalarModel:
-        """The decoder of a language model (its weights by our names, which are copied) with a new
-        head of zeros: it starts by saying 0 of everything."""
+        """Return the decoder of a language model with a new head of zeros.
+
+        The model starts by saying 0 of everything.
+
+        Args:
+            config: The language model's config.
+            weights: The language model's weights by name, which are copied.
+            plan: The precision plan.
+            device: The device.
+            tokenizer: The tokenizer, or None.
+        """
         check_device(config, plan, torch.device(device))
         body = {
             name: weights[name].detach().to(device, torch.float32, copy=True)
@@ -72,51 +86,57 @@ class ScalarModel(Model):
         rows: Tensor,
         checkpoint_layers: bool = False,
     ) -> Tensor:
-        """The numbers that the model gives after chosen tokens of a packed batch.
+        """Return the model's numbers after chosen tokens of a packed batch, differentiable.
 
-        token_ids: int64 [T], sequences end to end. cu_seqlens: int64 [S+1]. rows: int64 [R],
-        indices into token_ids. The three may be on the CPU, as in `Policy.train_logprobs`. Returns
-        float32 [R], differentiable in the masters.
+        The three tensors may be on the CPU, as in `Policy.train_logprobs`.
+
+        Args:
+            token_ids: int64 [T], sequences end to end.
+            cu_seqlens: int64 [S + 1], where each sequence starts, and T.
+            rows: int64 [R], indices into token_ids.
+            checkpoint_layers: Compute layers again in backward.
+
+        Returns:
+            float32 [R].
         """
-        device = self.device
-        kv = PackedKeyValues(cu_seqlens, self.plan, device)
-        positions = upload(token_positions(cu_seqlens), device)
-        token_ids = upload(token_ids, device)
-        hidden = self.decoder(token_ids, positions, kv, "train", checkpoint_layers)
-        return self.decoder.scores(hidden[upload(rows, device)])
+        hidden = self.packed_hidden(upload(token_ids, self.device), cu_seqlens, checkpoint_layers)
+        return self.decoder.scores(hidden[upload(rows, self.device)])
 
     @torch.no_grad()
     def scores(self, sequences: Sequence[Sequence[int]], tokens_at_once: int) -> Tensor:
-        """The number after the last token of each sequence: float32 [S] on the CPU, from packed
-        forwards of at most `tokens_at_once` tokens (or one longer sequence). A sequence's score
-        does not depend on the others.
+        """Return the number after the last token of each sequence, float32 [S] on the CPU.
+
+        A sequence's score does not depend on the others. The forwards are packed, each of at most
+        `tokens_at_once` tokens, or of one longer sequence.
 
         Raises:
-            UserError: an empty sequence, one longer than the context, or a token id out of range.
+            UserError: An empty sequence, one longer than the context, or a token id out of range.
         """
         self.check_sequences(sequences)
-        found, start = [], 0
+        scores, start = [], 0
         while start < len(sequences):
             end, total = start + 1, len(sequences[start])
             while end < len(sequences) and total + len(sequences[end]) <= tokens_at_once:
                 total += len(sequences[end])
                 end += 1
-            part = sequences[start:end]
-            lengths = torch.tensor([len(s) for s in part], device=self.device)
-            token_ids = torch.tensor([t for s in part for t in s], device=self.device)
-            cu_seqlens = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-            found.append(self.values(token_ids, cu_seqlens, cu_seqlens[1:] - 1).cpu())
+            token_ids, cu_seqlens = pack(sequences[start:end], self.device)
+            scores.append(self.values(token_ids, cu_seqlens, cu_seqlens[1:] - 1).cpu())
             start = end
-        return torch.cat(found) if found else torch.zeros(0)
+        return torch.cat(scores) if scores else torch.zeros(0)
 
 
 def check_same_tokenizer(
     policy: PreTrainedTokenizerBase | None, other: PreTrainedTokenizerBase | None, where: str
 ) -> None:
-    """A model that reads the policy's token ids must mean the same tokens by them.
+    """Check that a model that reads the policy's token ids means the same tokens by them.
+
+    Args:
+        policy: The policy's tokenizer, or None.
+        other: The other model's tokenizer, or None.
+        where: The other model, for messages.
 
     Raises:
-        UserError: the vocabularies differ, or one of the two has no tokenizer; says where first.
+        UserError: The vocabularies differ, or one of the two has no tokenizer; says where first.
     """
     if policy is None or other is None:
         lacks = "the policy" if policy is None else where

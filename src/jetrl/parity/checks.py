@@ -18,9 +18,10 @@ from jetrl.kernels.logprob import chosen_logprobs
 from jetrl.kernels.norm import rms_norm
 from jetrl.kernels.rotary import rotary_table
 from jetrl.kernels.swiglu import swiglu
-from jetrl.models.attention import PackedKeyValues, Rotary
+from jetrl.models.attention import PackedKeyValues
 from jetrl.models.packed import token_positions
 from jetrl.models.policy import Policy
+from jetrl.models.rotary import Rotary
 from jetrl.parity.locating import located
 from jetrl.parity.measuring import ParityResult, measure
 from jetrl.precision import PrecisionPlan, quantize

@@ -17,22 +17,25 @@ import torch
 from torch import Tensor
 
 from jetrl.precision.exact import exact_matmul
-from jetrl.precision.hopper import hopper
 from jetrl.precision.plan import FP8_BLOCK
 from jetrl.precision.quantize import QTensor, codes_as_float64
 
 
 def fp8_matmul(a: QTensor, b: QTensor, out_dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """a [M, K] @ b [N, K]^T -> out_dtype [M, N].
+    """Return a @ b^T of FP8 operands, [M, N].
 
-    a is grouped 1 x 128, b 128 x 128; the last groups may be smaller.
+    Args:
+        a: [M, K] in groups of 1 x 128; the last group of a row may be smaller.
+        b: [N, K] in groups of 128 x 128; the last groups may be smaller.
+        out_dtype: The dtype of the product, to which float32 sums are rounded.
 
     Raises:
-        ValueError: shapes that do not match, or groups other than these.
+        ValueError: Shapes that do not match, or groups other than these.
     """
     if a.codes.is_cuda:
-        on_gpu: Tensor = hopper("precision.hopper.gemm").fp8_matmul_hopper(a, b, out_dtype)
-        return on_gpu
+        from jetrl.precision.hopper.gemm import fp8_matmul_hopper
+
+        return fp8_matmul_hopper(a, b, out_dtype)
     if a.shape[-1] != b.shape[-1] or a.codes.dim() != 2 or b.codes.dim() != 2:
         raise ValueError(f"fp8_matmul: [M, K] and [N, K], not {a.shape} and {b.shape}")
     if a.block != (1, FP8_BLOCK) or b.block != (FP8_BLOCK, FP8_BLOCK):
@@ -42,7 +45,7 @@ def fp8_matmul(a: QTensor, b: QTensor, out_dtype: torch.dtype = torch.bfloat16) 
     out = torch.zeros(a.shape[0], b.shape[0], dtype=torch.float32, device=a.codes.device)
     for block in range(a.scales.shape[1]):
         k = slice(block * FP8_BLOCK, (block + 1) * FP8_BLOCK)
-        partial = (a_codes[:, k] @ b_codes[:, k].mT).float()
+        partial = (a_codes[:, k] @ b_codes[:, k].mT).float()  # exact in float64
         out += partial * (a.scales[:, block, None] * b_scales[None, :, block])
     return out.to(out_dtype)
 
@@ -50,11 +53,17 @@ def fp8_matmul(a: QTensor, b: QTensor, out_dtype: torch.dtype = torch.bfloat16) 
 def bf16_matmul(
     a: Tensor, b: Tensor, out_dtype: torch.dtype = torch.bfloat16, exact: bool = True
 ) -> Tensor:
-    """BF16 a [M, K] @ b [N, K]^T -> out_dtype [M, N]; batch-invariant (precision/exact). exact:
-    False leaves a GPU's library free to choose what is fastest for the number of rows."""
+    """Return a @ b^T of BF16 operands, [M, N], batch-invariant (`precision.exact`).
+
+    Args:
+        a: bfloat16 [M, K].
+        b: bfloat16 [N, K].
+        out_dtype: The dtype of the product.
+        exact: Pin the order of sums. False leaves a GPU's library free to choose what is fastest
+            for the number of rows.
+    """
     if a.is_cuda:
-        kernels = hopper("precision.hopper.gemm")
-        function = kernels.bf16_matmul_hopper if exact else kernels.bf16_matmul_free
-        on_gpu: Tensor = function(a, b, out_dtype)
-        return on_gpu
+        from jetrl.precision.hopper.gemm import bf16_matmul_free, bf16_matmul_hopper
+
+        return (bf16_matmul_hopper if exact else bf16_matmul_free)(a, b, out_dtype)
     return exact_matmul(a, b.mT).float().to(out_dtype)

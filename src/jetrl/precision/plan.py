@@ -80,6 +80,11 @@ class PrecisionPlan:
         chosen = self.rollout_linear if side == "rollout" else self.train_linear
         return "bf16" if chosen == "fp8" and self.keeps_bf16(layer, num_layers) else chosen
 
+    def linear_formats(self, layer: int, num_layers: int) -> dict[Side, Format]:
+        """Return the format of decoder layer `layer`'s linears on each side."""
+        sides: tuple[Side, Side] = ("rollout", "train")
+        return {side: self.linear_format(side, layer, num_layers) for side in sides}
+
     def keeps_bf16(self, layer: int, num_layers: int) -> bool:
         """Whether decoder layer `layer` is one of those whose linears are never FP8."""
         return layer < self.first_layers_bf16 or layer >= num_layers - self.last_layers_bf16

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from jetrl.kernels.attention.reference import attend_dense, quantize_kv
-from jetrl.models.attention import Rotary
+from jetrl.models.rotary import Rotary
 from jetrl.precision.hopper import hopper
 from jetrl.precision.plan import PrecisionPlan
 from jetrl.precision.quantize import QTensor
@@ -153,7 +153,7 @@ class HopperKeyValues(_OverPages):
         v, v_scales = self._values.layer(layer)
         fused = hopper("kernels.rotary_hopper")
         q = fused.qk_norm_rotary_cache(
-            qkv, rope.positions, rope.table, rope.norm_copies, rope.eps, rope.num_heads,
+            qkv, rope.positions, rope.table, rope.norm_weights, rope.eps, rope.num_heads,
             fused.CacheSlots(k, v, k_scales, v_scales), self._slots, self._plan.scales,
         )  # fmt: skip
         pages = kernels.KeyValueCodes(k, k_scales, v, v_scales)

@@ -1,0 +1,147 @@
+"""The weights of a model: FP32 master weights, and the quantized weights that are made of them.
+
+The optimizer changes master weights. `requantize` rounds them into the quantized weights, which
+every GEMM and norm of both sides reads, and which keep their addresses for as long as the model
+lives: captured CUDA graphs read them there. The embedding, the biases and a scalar head are read
+from their master weights as they are.
+
+A layer asks for all that it reads by name when it is made. What it reads rounded is registered
+under the layer's name, and `requantize` goes through that register. So no weight of a new kind can
+be left out: a master weight that no layer asked for is an error when the model is made.
+
+The weights of a frozen model are read from their files one at a time, rounded for the training
+side, and dropped: under an FP8 plan about a byte a parameter stays, where masters take four.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from jetrl.models.norm import RMSNorm
+from jetrl.precision.gradients import Gradients
+from jetrl.precision.linear import Linear
+from jetrl.precision.plan import Format, PrecisionPlan, Side
+from jetrl.precision.quantized_weight import QuantizedWeight
+
+
+class Weights:
+    """The master weights and quantized weights of one model.
+
+    Args:
+        tensors: Every parameter by name, as in `families.parameter_shapes`; any floating dtype.
+        plan: The precision plan.
+        device: The device that the weights are put on.
+        frozen: Keep no master weight but those of vectors.
+
+    Attributes:
+        masters: The FP32 master weights by name, the very parameters that the optimizer changes;
+            none of a frozen model.
+        gradients: The sink of the master weights' gradients.
+        dtype: The dtype of activations: bfloat16, or float32 under the fp32 plan.
+    """
+
+    def __init__(
+        self,
+        tensors: Mapping[str, Tensor],
+        plan: PrecisionPlan,
+        device: torch.device,
+        frozen: bool = False,
+    ) -> None:
+        self.plan, self.device, self.frozen = plan, device, frozen
+        self.dtype = torch.float32 if plan.rest == "fp32" else torch.bfloat16
+        self.gradients = Gradients()
+        self._tensors: Mapping[str, Tensor] = {} if not frozen else tensors
+        self.masters: dict[str, nn.Parameter] = {}
+        if not frozen:
+            self.masters = {name: self._parameter(tensor) for name, tensor in tensors.items()}
+        self._asked_for: set[str] = set()
+        self._quantized: dict[str, QuantizedWeight] = {}
+        self._addresses: dict[str, list[int]] = {}
+
+    def _parameter(self, tensor: Tensor) -> nn.Parameter:
+        wide = tensor.to(self.device, torch.float32)
+        return nn.Parameter(wide, requires_grad=not self.frozen)
+
+    def master(self, name: str) -> nn.Parameter:
+        """Return a master weight, for a layer that reads its values as they are."""
+        self._asked_for.add(name)
+        return self._parameter(self._tensors[name]) if self.frozen else self.masters[name]
+
+    def quantized(
+        self, layer: str, master: nn.Parameter, formats: Mapping[Side, Format]
+    ) -> QuantizedWeight:
+        """Return a master weight as a layer reads it, rounded again by each `requantize`.
+
+        Args:
+            layer: The layer's name, under which its quantized weight is registered.
+            master: The layer's master weight, from `master`.
+            formats: The format that each side reads.
+        """
+        assert layer not in self._quantized, f"two layers are called {layer}"
+        frozen = self.frozen and master.dim() > 1
+        weight = QuantizedWeight(layer, master, formats, self.plan.scales, frozen)
+        self._quantized[layer] = weight
+        self._addresses[layer] = _addresses(weight)
+        return weight
+
+    def linear(
+        self,
+        name: str,
+        formats: Mapping[Side, Format],
+        bias: bool = False,
+    ) -> Linear:
+        """Return the linear layer of the parameters `name`.weight and, with a bias, `name`.bias.
+
+        Args:
+            name: The layer's name.
+            formats: The format that each side multiplies in.
+            bias: Whether the layer adds a bias.
+        """
+        weight = self.quantized(name, self.master(f"{name}.weight"), formats)
+        bias_master = self.master(f"{name}.bias") if bias else None
+        return Linear(weight, bias_master, self.plan, self.dtype, self.gradients)
+
+    def norm(self, name: str, eps: float) -> RMSNorm:
+        """Return the RMSNorm of the parameter `name`.weight."""
+        formats: dict[Side, Format] = {"rollout": self.plan.rest, "train": self.plan.rest}
+        return RMSNorm(self.quantized(name, self.master(f"{name}.weight"), formats), eps)
+
+    def check_complete(self) -> None:
+        """Check, once all layers are made, that each master weight is read by one of them."""
+        unread = sorted(set(self._tensors or self.masters) - self._asked_for)
+        assert not unread, f"no layer reads these weights, nor quantizes them: {', '.join(unread)}"
+        self._tensors = {}
+
+    @torch.no_grad()
+    def requantize(self) -> None:
+        """Round every master weight into its quantized weight, in place.
+
+        Raises:
+            RuntimeError: A quantized weight lies at another address than when it was made.
+        """
+        assert not self.frozen, "a frozen model has no master weights to round"
+        for layer, weight in self._quantized.items():
+            weight.requantize()
+            if _addresses(weight) != self._addresses[layer]:
+                raise RuntimeError(
+                    f"the quantized weight of {layer} has moved: captured CUDA graphs read it "
+                    "where it was; a layer has to overwrite it in place"
+                )
+
+    def scales(self) -> dict[str, Tensor]:
+        """Return the float32 scales of each FP8 weight by its layer's name."""
+        weights = self._quantized.items()
+        return {layer: scales for layer, weight in weights for scales in weight.fp8_scales()}
+
+    def move(self, moved: Callable[[Tensor], Tensor]) -> None:
+        """Replace the tensors of all quantized weights by what `moved` makes of them."""
+        assert self.frozen, "weights that are trained stay where they are"
+        for weight in self._quantized.values():
+            weight.move(moved)
+
+
+def _addresses(weight: QuantizedWeight) -> list[int]:
+    return [tensor.data_ptr() for tensor in weight.tensors()]

@@ -1,0 +1,100 @@
+"""Quantized weights stay where they are, and no weight is left out of the register."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from jetrl.models.attention import PackedKeyValues
+from jetrl.models.families import ModelConfig
+from jetrl.models.policy import Policy
+from jetrl.models.tiny import random_weights
+from jetrl.precision import PrecisionPlan, quantize
+from jetrl.precision.linear import Linear
+from jetrl.precision.quantized_weight import FP8Weight, QuantizedWeight
+
+CONFIG = ModelConfig.from_hf(
+    {
+        "architectures": ["Qwen2ForCausalLM"],
+        "vocab_size": 128,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": True,
+    }
+)
+PRESETS = ["unified", "jet", "mixed", "bf16", "fp32"]
+
+
+def policy(preset: str = "unified", **more: torch.Tensor) -> Policy:
+    return Policy(CONFIG, PrecisionPlan.preset(preset), random_weights(CONFIG, 0) | more)
+
+
+def quantized(p: Policy) -> list[QuantizedWeight]:
+    return [module.quantized for module in p.decoder.modules() if hasattr(module, "quantized")]
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_requantize_overwrites_in_place(preset: str) -> None:
+    """With the bits of a model that is made of the new master weights."""
+    p = policy(preset)
+    tensors = [tensor for weight in quantized(p) for tensor in weight.tensors()]
+    addresses = [tensor.data_ptr() for tensor in tensors]
+    with torch.no_grad():
+        for master in p.named_masters().values():
+            master.mul_(-1.5)
+    p.requantize()
+    after = [tensor for weight in quantized(p) for tensor in weight.tensors()]
+    assert [tensor.data_ptr() for tensor in after] == addresses
+    fresh = Policy(CONFIG, p.plan, p.named_masters())
+    expected = [tensor for weight in quantized(fresh) for tensor in weight.tensors()]
+    assert all(torch.equal(a.float(), b.float()) for a, b in zip(tensors, expected, strict=True))
+
+
+def test_a_layer_that_moves_its_weight_is_an_error() -> None:
+    p = policy()
+    weight = p.decoder.layers[1].o.quantized
+
+    def made_again() -> None:
+        codes = quantize(weight.master.detach(), (128, 128))
+        weight._by_format["fp8"] = FP8Weight(codes)
+
+    p.requantize()
+    weight.requantize = made_again
+    with pytest.raises(RuntimeError, match=r"quantized weight of layers\.1\.o has moved"):
+        p.requantize()
+
+
+def test_a_weight_that_no_layer_reads_is_an_error() -> None:
+    with pytest.raises(AssertionError, match=r"no layer reads .*layers\.1\.router\.weight"):
+        policy(**{"layers.1.router.weight": torch.zeros(8, 128)})
+
+
+def test_two_layers_of_one_name_are_an_error() -> None:
+    p = policy()
+    formats = p.plan.linear_formats(0, 2)
+    with pytest.raises(AssertionError, match="two layers are called lm_head"):
+        p.weights.quantized("lm_head", p.weights.master("embed.weight"), formats)
+
+
+@pytest.mark.parametrize("side", ["rollout", "train"])
+def test_every_product_has_one_place_where_more_is_added(
+    side: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    p, seen = policy(), []
+    add_to = Linear.add_to
+    monkeypatch.setattr(
+        Linear, "add_to", lambda layer, product: seen.append(layer.name) or add_to(layer, product)
+    )
+    if side == "train":
+        p.logprobs([[1, 2, 3]])
+    else:
+        kv = PackedKeyValues(torch.tensor([0, 3]), p.plan)
+        p.rollout_logits(p.rollout_forward(torch.tensor([1, 2, 3]), torch.arange(3), kv))
+    layers = [f"layers.{i}.{name}" for i in range(2) for name in ("qkv", "o", "gate_up", "down")]
+    assert seen == [*layers, "lm_head"]
