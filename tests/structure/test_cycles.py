@@ -22,20 +22,10 @@ CIRCLES: set[tuple[str, ...]] = {
         "jetrl.tasks.mix",
         "jetrl.tasks.registry",
     ),
-    ("jetrl.models.attention", "jetrl.models.layer_hopper"),
 }
 
 # Module that has the string, and module that the string names.
 STRING_IMPORTS: set[tuple[str, str]] = {
-    ("jetrl.bench.train", "jetrl.kernels.logprob_hopper"),
-    ("jetrl.models.attention", "jetrl.models.layer_hopper"),
-    ("jetrl.models.decoder", "jetrl.models.embedding_hopper"),
-    ("jetrl.models.decoder", "jetrl.models.layer_hopper"),
-    ("jetrl.models.model", "jetrl.precision.hopper.gemm"),
-    ("jetrl.models.policy", "jetrl.kernels.logprob_hopper"),
-    ("jetrl.precision.gemm", "jetrl.precision.hopper.gemm"),
-    ("jetrl.precision.linear", "jetrl.precision.hopper.add"),
-    ("jetrl.precision.linear", "jetrl.precision.hopper.quantize"),
     ("jetrl.rollout.kv_cache", "jetrl.rollout.mapped_memory"),
     ("jetrl.rollout.paged_attention", "jetrl.kernels.attention.hopper"),
     ("jetrl.rollout.paged_attention", "jetrl.kernels.rotary_hopper"),
