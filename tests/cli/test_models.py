@@ -317,14 +317,14 @@ def test_a_run_that_was_cut_stands_for_its_last_checkpoint(
     run = fake_run(tmp_path / "runs" / "cut", None, "unified")
     task = get_task("arithmetic")
     policy = build_policy(load_config("demo", ["run.seed=5"]), PrecisionPlan.preset("jet"), task)
-    optimizer = Optimizer(policy.named_masters(), load_config("demo").train, 1)
+    optimizer = Optimizer(policy.master_weights(), load_config("demo").train, 1)
     checkpoint = Checkpoints(run / "checkpoints", 2).save(3, policy, optimizer, {})
     assert find_model(run) == (checkpoint, run)
     for place in (run, checkpoint):
         opened = open_policy(place, None, "auto")
         assert opened.plan.name == "unified"
-        for name, master in opened.named_masters().items():  # not run.seed 0 of the settings
-            assert torch.equal(master, policy.named_masters()[name])
+        for name, master in opened.master_weights().items():  # not run.seed 0 of the settings
+            assert torch.equal(master, policy.master_weights()[name])
     (checkpoint / "masters.safetensors").write_bytes(b"short")
     with pytest.raises(UserError, match="damaged"):
         open_policy(run, None, "auto")

@@ -153,7 +153,7 @@ def test_its_fp8_scores_are_within_the_noise_of_their_roundings(judge: Path) -> 
     texts = [f"{a}+{b}={c}" for a in range(5) for b in range(5) for c in ("00", "40")]
     sequences = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
     error = rounded.scores(sequences, 99) - exact.scores(sequences, 99)
-    masters = exact.named_masters()
+    masters = exact.master_weights()
     weight = float(masters["score.weight"].detach().norm())
     hidden = float(masters["norm.weight"].detach().norm())  # |h| after the norm
     r = 2**-4 / 3**0.5 / 1.5

@@ -82,14 +82,14 @@ def test_gradients_follow_the_reference(preset: str) -> None:
     tens of them in a row).
     """
     on_cpu = policy(preset, device="cpu")
-    weights = {name: m.detach().clone() for name, m in on_cpu.named_masters().items()}
+    weights = {name: m.detach().clone() for name, m in on_cpu.master_weights().items()}
     on_gpu = Policy(on_cpu.config, on_cpu.plan, weights, "cuda")
     g = torch.Generator().manual_seed(4)
     sequences = [torch.randint(0, 1024, (n,), generator=g).tolist() for n in (130, 7, 65)]
     for p in (on_cpu, on_gpu):
         torch.cat(p.logprobs(sequences)).mean().backward()
-    for name, master in on_cpu.named_masters().items():
-        ours, true = on_gpu.named_masters()[name].grad.cpu(), master.grad
+    for name, master in on_cpu.master_weights().items():
+        ours, true = on_gpu.master_weights()[name].grad.cpu(), master.grad
         assert (ours - true).norm() <= 0.25 * true.norm(), name
 
 
@@ -154,7 +154,7 @@ PLANS: dict[str, PrecisionPlan] = {
 
 def gradients_of(p: Policy) -> dict[str, torch.Tensor]:
     found = {}
-    for name, master in p.named_masters().items():
+    for name, master in p.master_weights().items():
         assert master.grad is not None, name
         found[name] = master.grad.clone()
         master.grad = None
@@ -177,7 +177,7 @@ def test_the_fused_flow_has_the_bits_of_its_parts(
     each of the four linears of the three layers that a gradient passes.
     """
     p = policy(PLANS[name], family)
-    for master_name, master in p.named_masters().items():
+    for master_name, master in p.master_weights().items():
         if master_name.endswith("bias"):
             master.data.normal_(0, 0.5)
     p.requantize()
@@ -245,15 +245,15 @@ def test_gradients_accumulate_and_a_graph_can_be_walked_twice(name: str) -> None
     batch = packed(p, (40, 90))
     logprobs, _ = p.train_logprobs(*batch)
     logprobs.mean().backward(retain_graph=True)
-    once = {k: m.grad.clone() for k, m in p.named_masters().items()}
+    once = {k: m.grad.clone() for k, m in p.master_weights().items()}
     # Of the embedding lm_head's part and the rows of equal tokens are added one after the other to
     # what is there: a few roundings of 2**-24 of sums that may be larger than their result.
     tied = once.pop("embed.weight")
     logprobs.mean().backward()
     for times in (2, 3):
         for key, gradient in once.items():
-            assert torch.equal(p.named_masters()[key].grad, times * gradient), key
-        embedding = p.named_masters()["embed.weight"].grad
+            assert torch.equal(p.master_weights()[key].grad, times * gradient), key
+        embedding = p.master_weights()["embed.weight"].grad
         assert (embedding - times * tied).norm() <= 2**-20 * (times * tied).norm()
         if times == 2:
             p.train_logprobs(*batch)[0].mean().backward()
@@ -263,7 +263,7 @@ def test_gradients_accumulate_and_a_graph_can_be_walked_twice(name: str) -> None
 def test_hooks_see_every_gradient_and_frozen_masters_get_none(name: str) -> None:
     p = policy(PLANS[name])
     batch = packed(p, (40, 90))
-    masters = p.named_masters()
+    masters = p.master_weights()
     frozen, watched = masters["layers.1.down.weight"], masters["layers.1.qkv.weight"]
     frozen.requires_grad_(False)
     p.train_logprobs(*batch)[0].mean().backward()
@@ -309,7 +309,7 @@ def test_nan_arrives(name: str) -> None:
     """A NaN weight reaches every later log-prob of its sequence, and no other sequence's."""
     p = policy(name)
     bad = 17
-    p.named_masters()["embed.weight"].data[bad, 3] = torch.nan
+    p.master_weights()["embed.weight"].data[bad, 3] = torch.nan
     p.requantize()
     tokens = [5, 9, bad, 11, 12, 13]
     good = [5, 9, 11, 12]

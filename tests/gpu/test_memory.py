@@ -110,15 +110,15 @@ def test_tied_embeddings_have_one_gradient() -> None:
     policy = Policy.from_config(config, PrecisionPlan.preset("unified"), device="cuda")
     ids = torch.randint(0, 65536, (256,), device="cuda")
     ends, targets = torch.tensor([0, 256], device="cuda"), torch.arange(1, 256, device="cuda")
-    gradients = sum(master.nbytes for master in policy.named_masters().values())
+    gradients = sum(master.nbytes for master in policy.master_weights().values())
     for _ in range(2):  # the first time compiles
-        for master in policy.named_masters().values():
+        for master in policy.master_weights().values():
             master.grad = None
         before = requested("current")
         torch.cuda.reset_peak_memory_stats()
         policy.train_logprobs(ids, ends, targets)[0].sum().backward()
         on_top = requested("peak") - before - gradients
-    assert on_top < policy.named_masters()["embed.weight"].nbytes / 2
+    assert on_top < policy.master_weights()["embed.weight"].nbytes / 2
 
 
 def test_a_run_holds_what_was_planned(tmp_path: Path) -> None:

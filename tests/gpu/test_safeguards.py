@@ -135,25 +135,25 @@ def sample_in_less_memory() -> None:
 
 def test_what_does_not_fit_at_all_ends_with_words(samples: list[Sample]) -> None:
     trainer = Trainer(make_policy(), settings())
-    before = {name: p.detach().clone() for name, p in trainer.policy.named_masters().items()}
+    before = {name: p.detach().clone() for name, p in trainer.policy.master_weights().items()}
     with memory_limit(torch.cuda.memory_allocated() + 2**21), pytest.raises(OutOfMemoryStop) as end:
         trainer.step(samples)
     assert "in training" in str(end.value)
-    assert all(torch.equal(p, before[n]) for n, p in trainer.policy.named_masters().items())
+    assert all(torch.equal(p, before[n]) for n, p in trainer.policy.master_weights().items())
 
 
 @pytest.mark.parametrize("action", ["stop", "skip"])
 def test_an_update_that_is_not_finite_is_not_applied(samples: list[Sample], action: Any) -> None:
     policy = make_policy()
     trainer = Trainer(policy, settings(on_nonfinite=action))
-    before = {name: p.detach().clone() for name, p in policy.named_masters().items()}
-    hook = policy.named_masters()["layers.1.o.weight"].register_hook(lambda g: g * math.inf)
+    before = {name: p.detach().clone() for name, p in policy.master_weights().items()}
+    hook = policy.master_weights()["layers.1.o.weight"].register_hook(lambda g: g * math.inf)
     if action == "stop":
         with pytest.raises(NonFiniteError, match=r"layers\.1\.o\.weight"):
             trainer.step(samples)
     else:
         assert trainer.step(samples).metrics["policy/skipped_updates"] == 1
-    assert all(torch.equal(p, before[n]) for n, p in policy.named_masters().items())
+    assert all(torch.equal(p, before[n]) for n, p in policy.master_weights().items())
     hook.remove()
     assert trainer.step(samples).metrics["policy/grad_norm"] > 0
 
@@ -161,7 +161,7 @@ def test_an_update_that_is_not_finite_is_not_applied(samples: list[Sample], acti
 def test_the_first_operation_is_named(samples: list[Sample]) -> None:
     policy = make_policy()
     with torch.no_grad():
-        policy.named_masters()["layers.1.post_norm.weight"][5] = math.nan
+        policy.master_weights()["layers.1.post_norm.weight"][5] = math.nan
     policy.requantize()
     seen = Watch(policy)
     policy.decoder.trace = seen.output
@@ -177,7 +177,7 @@ def test_the_first_operation_is_named(samples: list[Sample]) -> None:
 def test_a_reward_model_learns_and_leaves_out_what_is_not_finite() -> None:
     model = ScalarModel.with_new_head(
         ModelConfig.from_hf(CONFIG),
-        make_policy().named_masters(),
+        make_policy().master_weights(),
         PrecisionPlan.preset("unified"),
         "cuda",
         None,
@@ -187,7 +187,7 @@ def test_a_reward_model_learns_and_leaves_out_what_is_not_finite() -> None:
     first = trainer.step(pairs)
     assert first["sft/loss"] == pytest.approx(math.log(2), rel=1e-6), "a new head says 0"
     assert trainer.step(pairs)["sft/loss"] < first["sft/loss"]
-    weight = model.named_masters()["score.weight"]
+    weight = model.master_weights()["score.weight"]
     with torch.no_grad():
         weight[0, 0] = math.inf
     model.requantize()

@@ -62,7 +62,7 @@ def test_masters_and_working_copies_are_those_of_a_policy(preset: str, tied: boo
     config = {**CONFIG, "tie_word_embeddings": tied}
     policy = Policy.from_config(config, PrecisionPlan.preset(preset))
     plan = memory_plan(settings(f"precision.preset={preset}"), ModelConfig.from_hf(config))
-    masters = sum(4 * p.numel() for p in policy.named_masters().values())
+    masters = sum(4 * p.numel() for p in policy.master_weights().values())
     assert row(plan, "master weights") == masters
     copies = policy.decoder.rotary_table.nbytes
     for module in policy.decoder.modules():
@@ -251,7 +251,7 @@ def test_models_of_other_directories_count_with_their_own_sizes(tmp_path: Path) 
     assert others.critic.num_layers == 3
     plan = memory_plan(one, ModelConfig.from_hf({**CONFIG, "tie_word_embeddings": True}), others)
     critic = ScalarModel.from_language_model(path, PrecisionPlan.preset("unified"))
-    masters = sum(4 * p.numel() for p in critic.named_masters().values())
+    masters = sum(4 * p.numel() for p in critic.master_weights().values())
     copies = sum(
         operand.direct.codes.nbytes + operand.direct.scales.nbytes
         for module in critic.decoder.modules()
@@ -321,7 +321,7 @@ def test_a_reward_models_training_has_a_plan_of_its_own() -> None:
     assert model.config == config
     one = settings("algorithm.kl=0.1", "sft.examples_per_step=8", "train.tokens_per_micro_batch=32")
     plan = memory_plan(one, config, load=Workload.of_pairs(one, 100))
-    masters = sum(master.nbytes for master in model.named_masters().values())
+    masters = sum(master.nbytes for master in model.master_weights().values())
     assert row(plan, "master weights", "backward") == masters
     assert row(plan, "optimizer states", "backward") == 2 * masters
     assert row(plan, "gradients", "optimizer") == masters

@@ -109,7 +109,7 @@ def test_fp8_scores_are_within_the_noise_of_their_roundings() -> None:
     error = (rounded.scores(many, 4096) - exact.scores(many, 4096)).abs()
     width = exact.config.hidden_size
     r = 2**-4 / 3**0.5 / 1.5
-    weight = float(exact.named_masters()["score.weight"].detach().norm())
+    weight = float(exact.master_weights()["score.weight"].detach().norm())
     hidden = width**0.5  # after the last RMSNorm, whose weights are 1
     sigma = 2 * (12 * exact.config.num_layers) ** 0.5 * r * weight * hidden / width**0.5
     print(f"rms {error.square().mean().sqrt():.4f} max {error.max():.4f} sigma {sigma:.4f}")
@@ -123,7 +123,7 @@ def test_gradients_reach_every_master() -> None:
     tokens = torch.tensor(sequences(1)[0])
     values = model.values(tokens, torch.tensor([0, len(tokens)]), torch.arange(len(tokens)))
     values.square().sum().backward()
-    assert all(p.grad is not None and p.grad.any() for p in model.named_masters().values())
+    assert all(p.grad is not None and p.grad.any() for p in model.master_weights().values())
 
 
 def test_a_new_head_says_zero(tmp_path: Path) -> None:
@@ -131,9 +131,9 @@ def test_a_new_head_says_zero(tmp_path: Path) -> None:
     policy.save_pretrained(tmp_path / "lm", dtype="float32")
     model = ScalarModel.from_language_model(tmp_path / "lm", policy.plan)
     assert not model.scores(sequences(), 1000).any()
-    assert set(model.named_masters()) == set(parameter_shapes(model.config))
+    assert set(model.master_weights()) == set(parameter_shapes(model.config))
     with torch.no_grad():
-        model.named_masters()["score.weight"].fill_(1.0)
+        model.master_weights()["score.weight"].fill_(1.0)
     model.save_pretrained(tmp_path / "rm", dtype="float32")
     again = ScalarModel.from_language_model(tmp_path / "rm", policy.plan)  # has its own head
     assert again.scores(sequences(), 1000).any()
@@ -182,7 +182,7 @@ class TestFrozen:
         with torch.no_grad():
             expected, seen = policy.logprobs(sequences()), frozen.logprobs(sequences())
         assert all(torch.equal(a, b) for a, b in zip(expected, seen, strict=True))
-        assert frozen.named_masters() == {}
+        assert frozen.master_weights() == {}
 
     def test_memory_is_a_byte_a_weight_of_the_layers(self) -> None:
         frozen = make(Policy, "unified", frozen=True)
@@ -199,7 +199,7 @@ class TestFrozen:
         # masters that are gone.
         expected = in_layers + scales + 2 * embedding + 4 * norms
         assert expected <= self.bytes_of(frozen) <= expected + 4 * 9
-        full = sum(4 * p.numel() for p in make(Policy, "unified").named_masters().values())
+        full = sum(4 * p.numel() for p in make(Policy, "unified").master_weights().values())
         assert self.bytes_of(frozen) < 0.3 * full
 
     def test_moving_keeps_every_bit(self) -> None:

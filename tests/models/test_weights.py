@@ -46,12 +46,12 @@ def test_requantize_overwrites_in_place(preset: str) -> None:
     tensors = [tensor for weight in quantized(p) for tensor in weight.tensors()]
     addresses = [tensor.data_ptr() for tensor in tensors]
     with torch.no_grad():
-        for master in p.named_masters().values():
+        for master in p.master_weights().values():
             master.mul_(-1.5)
     p.requantize()
     after = [tensor for weight in quantized(p) for tensor in weight.tensors()]
     assert [tensor.data_ptr() for tensor in after] == addresses
-    fresh = Policy(CONFIG, p.plan, p.named_masters())
+    fresh = Policy(CONFIG, p.plan, p.master_weights())
     expected = [tensor for weight in quantized(fresh) for tensor in weight.tensors()]
     assert all(torch.equal(a.float(), b.float()) for a, b in zip(tensors, expected, strict=True))
 

@@ -91,7 +91,7 @@ def test_every_plan_option_stays_exact(options: dict[str, Any]) -> None:
 def test_exact_after_the_weights_have_moved() -> None:
     p = policy("unified")
     with torch.no_grad():
-        for master in p.named_masters().values():
+        for master in p.master_weights().values():
             master.add_(torch.randn_like(master) * 0.01)
     p.requantize()
     assert measure(p, num_prompts=3, max_tokens=8).different == 0
@@ -160,11 +160,11 @@ def test_a_policys_own_shapes_are_checked_by_its_first_layers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     p = policy("unified")
-    before = {name: master.clone() for name, master in p.named_masters().items()}
+    before = {name: master.clone() for name, master in p.master_weights().items()}
     checks = check_policy(p)
     assert [c for c in checks if not c.ok] == []
     assert {"layers.0.qkv", "layers.0.down", "lm_head"} <= {c.operation for c in checks}
-    assert all(torch.equal(master, before[name]) for name, master in p.named_masters().items())
+    assert all(torch.equal(master, before[name]) for name, master in p.master_weights().items())
     import jetrl.models.layer as module
 
     true_operation = module.swiglu

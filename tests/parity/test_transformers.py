@@ -94,7 +94,7 @@ def test_gradients_agree_with_transformers(tmp_path: Path) -> None:
     sequence = torch.randint(0, 200, (30,), generator=torch.Generator().manual_seed(3))
     policy.logprobs([sequence.tolist()])[0].sum().backward()
     model(sequence[None], labels=sequence[None]).loss.mul(-29).backward()
-    ours = {name: master.grad for name, master in policy.named_masters().items()}
+    ours = {name: master.grad for name, master in policy.master_weights().items()}
     theirs = dict(model.named_parameters())
     pairs = {
         "embed.weight": "model.embed_tokens.weight",

@@ -138,7 +138,7 @@ def parts() -> tuple[Any, Optimizer, nn.Parameter]:
     model = SimpleNamespace(
         config=Sizes(),
         plan=PrecisionPlan.preset("unified"),
-        named_masters=lambda: masters,
+        master_weights=lambda: masters,
         requantize=lambda: None,
     )
     return model, Optimizer(masters, TrainSettings(), 10), weight

@@ -323,7 +323,7 @@ def test_new_weights_are_used_at_once(make_policy):
     engine = RolloutEngine(policy, page_size=4)
     before = engine.generate(PROMPTS, PARAMS)
     with torch.no_grad():
-        for master in policy.named_masters().values():
+        for master in policy.master_weights().values():
             master.mul_(1.1)
     policy.requantize()
     after = engine.generate(PROMPTS, PARAMS)
@@ -370,7 +370,7 @@ def test_logits_that_are_not_finite_stop_the_run(make_policy, preset):
     policy = make_policy(preset)
     engine = RolloutEngine(policy, num_pages=20)
     before = engine.generate(PROMPTS, PARAMS)
-    master = policy.named_masters()["layers.0.input_norm.weight"]
+    master = policy.master_weights()["layers.0.input_norm.weight"]
     with torch.no_grad():
         master[3] = math.nan
         policy.requantize()

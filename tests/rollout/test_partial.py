@@ -61,7 +61,7 @@ def test_a_call_ends_when_enough_is_complete(cut):
 def test_it_goes_on_under_new_weights(cut, sizes):
     policy, _, _, left = cut
     with torch.no_grad():
-        for master in policy.named_masters().values():
+        for master in policy.master_weights().values():
             master.mul_(1.1)
     policy.requantize()
     resume = groups_of(left)

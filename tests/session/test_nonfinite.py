@@ -290,7 +290,7 @@ def test_a_damaged_reproduction_is_refused_by_file(tmp_path: Path, damage: Any, 
     folder = tmp_path / "run" / "nonfinite" / "step_000001"
     with Session(settings(tmp_path, "loop.steps=1")) as session:
         with torch.no_grad():
-            session.context.policy.named_masters()["norm.weight"][0] = math.nan
+            session.context.policy.master_weights()["norm.weight"][0] = math.nan
         session.context.policy.requantize()
         session.warm_up()
         step = session.draw_prompts(1)

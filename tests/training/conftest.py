@@ -79,7 +79,7 @@ class Bigram:
         }
         self.calls: list[tuple[str, object]] = []
 
-    def named_masters(self) -> dict[str, nn.Parameter]:
+    def master_weights(self) -> dict[str, nn.Parameter]:
         return self.masters
 
     def weight_scales(self) -> dict[str, torch.Tensor]:

@@ -63,8 +63,8 @@ def test_round_trip_is_bitwise(made, bigram, tmp_path):
     # And both go on alike.
     for p, t in ((policy, trainer), (fresh, other)):
         t.step(p.draw([1.0, 0.0, 0.0, 0.5]))
-    for name, master in policy.named_masters().items():
-        assert torch.equal(master, fresh.named_masters()[name])
+    for name, master in policy.master_weights().items():
+        assert torch.equal(master, fresh.master_weights()[name])
     state = other.optimizer.state_tensors()
     for name, tensor in trainer.optimizer.state_tensors().items():
         assert torch.equal(tensor, state[name])
@@ -306,7 +306,7 @@ def test_a_real_write_that_fails(tmp_path):
 
         masters = {"w": nn.Parameter(torch.ones(200, 200))}
         policy = SimpleNamespace(config=Config(), plan=SimpleNamespace(to_dict=dict),
-                                 named_masters=lambda: masters, requantize=lambda: None)
+                                 master_weights=lambda: masters, requantize=lambda: None)
         optimizer = Optimizer(masters, Settings().train, 1)
         checkpoints = Checkpoints(sys.argv[1])
         checkpoints.save(1, policy, optimizer, {})
@@ -433,11 +433,11 @@ def test_another_plan_or_model_is_refused_by_name(made, bigram, tmp_path):
     path = Checkpoints(tmp_path).save(1, policy, trainer.optimizer, {})
 
     def refused(other, message):
-        before = {name: p.detach().clone() for name, p in other.named_masters().items()}
+        before = {name: p.detach().clone() for name, p in other.master_weights().items()}
         fresh = Trainer(other, SETTINGS)
         with pytest.raises(UserError, match=message):
             Checkpoints(tmp_path).load(path, other, fresh.optimizer)
-        assert all(torch.equal(p, before[n]) for n, p in other.named_masters().items())
+        assert all(torch.equal(p, before[n]) for n, p in other.master_weights().items())
         assert fresh.optimizer.num_updates == 0
 
     other_plan = bigram()

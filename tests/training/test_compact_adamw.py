@@ -31,12 +31,12 @@ def language_model_gradients():
     policy = Policy.from_config(TINY, PrecisionPlan.preset("fp32"), seed=0)
     settings = load_config("demo", ["precision.preset=fp32", "sft.lr=3e-3"])
     trainer = SftTrainer(policy, settings)
-    masters = {name: p.detach().clone() for name, p in policy.named_masters().items()}
+    masters = {name: p.detach().clone() for name, p in policy.master_weights().items()}
     steps, apply = [], trainer.optimizer.apply
 
     def record(total_norm):
         scale = min(1.0, 1.0 / float(total_norm))
-        steps.append({n: scale * p.grad for n, p in policy.named_masters().items()})
+        steps.append({n: scale * p.grad for n, p in policy.master_weights().items()})
         apply(total_norm)
 
     trainer.optimizer.apply = record
@@ -253,16 +253,16 @@ def test_states_of_the_other_kind_are_refused_in_words(saved, here, bigram, tmp_
     first.step(first.policy.draw([1.0, 0.0, 0.0, 0.5]))
     path = Checkpoints(tmp_path).save(1, first.policy, first.optimizer, {})
     other = trainer(here)
-    before = {n: p.detach().clone() for n, p in other.policy.named_masters().items()}
+    before = {n: p.detach().clone() for n, p in other.policy.master_weights().items()}
     with pytest.raises(UserError, match=f"resume with train.optimizer_states={saved}"):
         Checkpoints(tmp_path).load(path, other.policy, other.optimizer)
-    assert all(torch.equal(p, before[n]) for n, p in other.policy.named_masters().items())
+    assert all(torch.equal(p, before[n]) for n, p in other.policy.master_weights().items())
     again = trainer(saved)
     Checkpoints(tmp_path).load(path, again.policy, again.optimizer)
     for t in (first, again):
         t.step(t.policy.draw([1.0, 0.0, 0.0, 0.5]))
-    for name, p in first.policy.named_masters().items():
-        assert torch.equal(p, again.policy.named_masters()[name])
+    for name, p in first.policy.master_weights().items():
+        assert torch.equal(p, again.policy.master_weights()[name])
 
 
 @pytest.mark.parametrize(

@@ -89,7 +89,7 @@ def test_it_learns_the_returns(sample):
 def test_a_value_looks_at_what_precedes_its_token_alone(sample):
     student = critic()
     with torch.no_grad():
-        student.model.named_masters()["score.weight"].normal_()
+        student.model.master_weights()["score.weight"].normal_()
     one, other = sample(0, [1, 2], [3, 4, 5]), sample(0, [1, 2], [3, 4, 9])
     (batch,), (changed,) = pack([one], 24), pack([other], 24)
     assert torch.equal(student.values(batch), student.values(changed))
@@ -141,7 +141,7 @@ def test_an_update_that_is_not_finite_changes_nothing(sample, action):
     assert (update.index, update.model) == (1, student.model)
     assert update.parameters
     update.repeat()
-    assert all(p.grad is None for p in student.model.named_masters().values())
+    assert all(p.grad is None for p in student.model.master_weights().values())
     assert student.update(2, lessons(sample, student))["critic/loss"] > 0
 
 

@@ -27,11 +27,11 @@ def settings(**keys):
 
 
 def snapshot(policy):
-    return {name: p.detach().clone() for name, p in policy.named_masters().items()}
+    return {name: p.detach().clone() for name, p in policy.master_weights().items()}
 
 
 def same(policy, before):
-    return all(torch.equal(p, before[name]) for name, p in policy.named_masters().items())
+    return all(torch.equal(p, before[name]) for name, p in policy.master_weights().items())
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def test_a_skipped_update_changes_nothing_and_is_counted(bigram, poisoned):
     assert "policy/loss" not in metrics
     assert "policy/grad_norm" not in metrics
     assert same(policy, before)
-    assert all(p.grad is None for p in policy.named_masters().values())
+    assert all(p.grad is None for p in policy.master_weights().values())
     assert trainer.optimizer.num_updates == 0
     policy.poison = None  # and the run goes on as if the step had not been
     after = trainer.step(samples).metrics
@@ -114,9 +114,9 @@ def test_what_is_reported(poisoned):
     seen = []
 
     def report(update: NonFiniteUpdate) -> str:
-        assert all(p.grad is None for p in policy.named_masters().values())
+        assert all(p.grad is None for p in policy.master_weights().values())
         update.repeat()
-        assert all(p.grad is None for p in policy.named_masters().values())
+        assert all(p.grad is None for p in policy.master_weights().values())
         seen.append(update)
         return "kept in FOLDER"
 

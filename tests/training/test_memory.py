@@ -52,7 +52,7 @@ def gradients_of(trainer, samples):
     apply, seen = trainer.optimizer.apply, []
 
     def record(total_norm):
-        masters = trainer.policy.named_masters()
+        masters = trainer.policy.master_weights()
         seen.append({name: p.grad.clone() for name, p in masters.items()})
         apply(total_norm)
 
@@ -119,10 +119,10 @@ def test_a_forward_before_the_first_update_is_made_smaller_too(bigram):
 def test_one_sequence_that_does_not_fit_ends_the_run_with_words(bigram):
     policy = bigram()
     samples = policy.draw(REWARDS)
-    before = {name: p.detach().clone() for name, p in policy.named_masters().items()}
+    before = {name: p.detach().clone() for name, p in policy.master_weights().items()}
     with pytest.raises(OutOfMemoryStop, match=r"in training \(CUDA out of memory. Tried to .*"):
         Trainer(limited(policy, 3), settings()).step(samples)
-    assert all(torch.equal(p, before[name]) for name, p in policy.named_masters().items())
+    assert all(torch.equal(p, before[name]) for name, p in policy.master_weights().items())
 
 
 def test_the_message_names_what_to_change(bigram):

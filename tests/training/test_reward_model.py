@@ -97,16 +97,16 @@ def test_too_little_memory_makes_micro_batches_smaller(monkeypatch):
 def test_an_update_that_is_not_finite_changes_nothing(action):
     student = trainer(action=action)
     with torch.no_grad():
-        student.model.named_masters()["score.weight"][0, 0] = math.inf
+        student.model.master_weights()["score.weight"][0, 0] = math.inf
     student.model.requantize()
-    before = {n: p.detach().clone() for n, p in student.model.named_masters().items()}
+    before = {n: p.detach().clone() for n, p in student.model.master_weights().items()}
     if action == "stop":
         with pytest.raises(NonFiniteError, match=r"sft/loss is nan.*Lower sft\.lr"):
             student.step(pairs())
     else:
         metrics = student.step(pairs())
         assert set(metrics) == {"sft/lr", "sft/tokens", "reward_model/skipped_updates"}
-    assert all(torch.equal(p, before[n]) for n, p in student.model.named_masters().items())
+    assert all(torch.equal(p, before[n]) for n, p in student.model.master_weights().items())
     assert student.optimizer.num_updates == 0
 
 

@@ -30,7 +30,7 @@ def train(**keys):
 
 
 def snapshot(policy):
-    return {name: p.detach().clone() for name, p in policy.named_masters().items()}
+    return {name: p.detach().clone() for name, p in policy.master_weights().items()}
 
 
 def gradients_of_step(policy, run_settings, samples, reference=None):
@@ -39,7 +39,7 @@ def gradients_of_step(policy, run_settings, samples, reference=None):
     seen, apply = [], trainer.optimizer.apply
 
     def record(total_norm):
-        seen.append({name: p.grad.clone() for name, p in policy.named_masters().items()})
+        seen.append({name: p.grad.clone() for name, p in policy.master_weights().items()})
         apply(total_norm)
 
     trainer.optimizer.apply = record
@@ -86,7 +86,7 @@ def test_metrics_of_an_exact_step(bigram):
     assert metrics["policy/loss"] == pytest.approx(
         -np.average(advantages, weights=lengths), rel=1e-5
     )
-    assert any(not torch.equal(p, before[n]) for n, p in policy.named_masters().items())
+    assert any(not torch.equal(p, before[n]) for n, p in policy.master_weights().items())
     assert trained.timings["update"] > 0
     assert trained.timings["requantize"] >= 0
     assert trainer.optimizer.num_updates == 1
@@ -187,8 +187,8 @@ def test_a_different_bit_under_an_exact_plan_stops_before_any_change(bigram, upd
     assert "sample 6, completion token 0: sampler nan (0x7fc00000), trainer -" in message
     assert "prompt 'p3'" in message
     assert "jetrl parity" in message
-    assert all(torch.equal(p, before[n]) for n, p in policy.named_masters().items())
-    assert all(p.grad is None for p in policy.named_masters().values())
+    assert all(torch.equal(p, before[n]) for n, p in policy.master_weights().items())
+    assert all(p.grad is None for p in policy.master_weights().values())
     assert "requantize" not in [name for name, _ in policy.calls]
     assert trainer.optimizer.num_updates == 0
 
@@ -212,7 +212,7 @@ def test_equal_rewards_give_a_step_with_zero_gradient(bigram):
     assert metrics["policy/active_fraction"] == 0
     assert metrics["policy/grad_norm"] == 0
     assert metrics["policy/loss"] == 0
-    assert all(torch.equal(p, before[n]) for n, p in policy.named_masters().items())
+    assert all(torch.equal(p, before[n]) for n, p in policy.master_weights().items())
 
 
 @pytest.mark.parametrize("on", [True, False])
@@ -232,7 +232,7 @@ def test_reference_kl(bigram):
     assert metrics["policy/kl_ref"] > 0
     assert not torch.equal(seen[0]["table.weight"], plain[0]["table.weight"])
     assert {name for name, _ in reference.calls} == {"no_grad"}
-    assert all(torch.equal(p, before[n]) for n, p in reference.named_masters().items())
+    assert all(torch.equal(p, before[n]) for n, p in reference.master_weights().items())
     measured, metrics = gradients_of_step(bigram(), settings(), samples, reference)
     assert torch.equal(measured[0]["table.weight"], plain[0]["table.weight"])
     assert metrics["policy/kl_ref"] > 0

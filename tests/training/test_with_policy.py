@@ -63,7 +63,7 @@ def gradients(policy, settings, samples, reference=None):
     seen, apply = {}, trainer.optimizer.apply
 
     def record(total_norm):
-        seen.update({name: p.grad.clone() for name, p in policy.named_masters().items()})
+        seen.update({name: p.grad.clone() for name, p in policy.master_weights().items()})
         apply(total_norm)
 
     trainer.optimizer.apply = record
@@ -73,14 +73,14 @@ def gradients(policy, settings, samples, reference=None):
 @pytest.mark.parametrize("preset", ["jet", "unified"])
 def test_steps_are_exact_and_change_every_master(sample, preset):
     policy = make_policy(preset)
-    before = {name: p.detach().clone() for name, p in policy.named_masters().items()}
+    before = {name: p.detach().clone() for name, p in policy.master_weights().items()}
     trainer = Trainer(policy, make_settings(preset, updates_per_step=2))
     for step in range(2):
         metrics = trainer.step(draw(policy, sample, step)).metrics
         assert metrics["mismatch/num_different"] == 0
         assert metrics["mismatch/token_mult_prob_error"] == 1
         assert metrics["policy/grad_norm"] > 0
-    assert all(not torch.equal(p, before[n]) for n, p in policy.named_masters().items())
+    assert all(not torch.equal(p, before[n]) for n, p in policy.master_weights().items())
 
 
 def test_stale_log_probs_stop_an_exact_step(sample):
@@ -110,11 +110,11 @@ def test_micro_batches_change_the_gradient_by_rounding_alone(sample):
     advantages = group_advantages([s.score.reward for s in samples], [s.group for s in samples])
     batches = packed(samples, advantages, 1)
     num_targets = sum(int(batch.loss_mask.sum()) for batch in batches)
-    added_up = {name: torch.zeros_like(p) for name, p in policy.named_masters().items()}
+    added_up = {name: torch.zeros_like(p) for name, p in policy.master_weights().items()}
     for batch in batches:
         logprobs, _ = batch_logprobs(policy, batch)
         (-(at_targets(batch.advantages, batch, "cpu") * logprobs).sum() / num_targets).backward()
-        for name, master in policy.named_masters().items():
+        for name, master in policy.master_weights().items():
             added_up[name] += master.grad.abs()
             master.grad = None
     num_tokens = sum(batch.num_tokens for batch in batches)
@@ -157,7 +157,7 @@ def test_at_ratio_one_grpo_is_the_policy_gradient(sample, preset):
     (batch,) = packed(samples, advantages, 999)
     logprobs, _ = batch_logprobs(other, batch)
     (-(at_targets(batch.advantages, batch, "cpu") * logprobs).sum() / len(logprobs)).backward()
-    for name, master in other.named_masters().items():
+    for name, master in other.master_weights().items():
         assert torch.equal(seen[name], master.grad), name
 
 
@@ -185,8 +185,8 @@ def test_a_cut_and_resumed_run_is_the_uncut_one(sample, tmp_path, cut):
     got += run(resumed, trainer, loaded.extra["cursor"], steps)
 
     assert got == expected
-    for name, master in uncut.named_masters().items():
-        assert torch.equal(master, resumed.named_masters()[name]), name
+    for name, master in uncut.master_weights().items():
+        assert torch.equal(master, resumed.master_weights()[name]), name
     state = trainer.optimizer.state_tensors()
     for name, tensor in uncut_trainer.optimizer.state_tensors().items():
         assert torch.equal(tensor, state[name]), name

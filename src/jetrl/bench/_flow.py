@@ -188,7 +188,7 @@ class Flow:
             fits, self.trainer, size.tried = True, trainer, False
         del spare
         if not fits:
-            for master in self.policy.named_masters().values():
+            for master in self.policy.master_weights().values():
                 master.grad = None
             del trainer
             release()

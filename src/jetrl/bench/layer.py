@@ -90,7 +90,7 @@ class LayerBench:
         torch.autograd.backward(out, (self.dx, self.ddelta))
 
     def clear(self) -> None:
-        for tensor in (self.x, self.delta, *self.policy.named_masters().values()):
+        for tensor in (self.x, self.delta, *self.policy.master_weights().values()):
             tensor.grad = None
 
     def flops(self) -> dict[str, float]:

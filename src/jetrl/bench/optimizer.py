@@ -74,7 +74,7 @@ def timed(name: str, num_bytes: int, function: Callable[[], Any]) -> Row:
 
 def step_row(policy: Policy, gradients: dict[str, torch.Tensor], states: str) -> Row:
     """The optimizer step with states of a kind, and the memory that they take."""
-    masters = policy.named_masters()
+    masters = policy.master_weights()
     settings = TrainSettings.model_validate({"lr": 1e-6, "optimizer_states": states})
     optimizer = Optimizer(masters, settings, total_updates=100)
     norm = torch.nn.utils.get_total_norm(list(gradients.values()))
@@ -120,7 +120,7 @@ def run(shape: str, states: Sequence[str], layers: int | None) -> Iterator[Row]:
     copy_bandwidth()  # while there is room for what it copies
     release()
     policy = make_policy(shape, "unified", "cuda", layers)
-    gradients = {name: 1e-5 * torch.randn_like(p) for name, p in policy.named_masters().items()}
+    gradients = {name: 1e-5 * torch.randn_like(p) for name, p in policy.master_weights().items()}
     listed = list(gradients.values())
     num_bytes = sum(g.nbytes for g in listed)
     yield timed("gradient norm", num_bytes, lambda: torch.nn.utils.get_total_norm(listed))

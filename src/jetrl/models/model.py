@@ -150,7 +150,7 @@ class Model:
             overwrite=overwrite,
         )
 
-    def named_masters(self) -> dict[str, nn.Parameter]:
+    def master_weights(self) -> dict[str, nn.Parameter]:
         """Return the FP32 master weights by name: the parameters that the optimizer changes."""
         return self.weights.masters
 

@@ -77,7 +77,7 @@ def policy_of_masters(settings: Settings, plan: PrecisionPlan, file: Path) -> Po
         UserError: As `build_policy`; the file is damaged, or of another model.
     """
     policy = build_policy(settings, plan, build_task(settings.task))
-    masters = policy.named_masters()
+    masters = policy.master_weights()
     try:
         tensors = load_file(file)
     except (OSError, SafetensorError) as error:
@@ -114,7 +114,7 @@ def build_scalar_model(settings: Settings, plan: PrecisionPlan, task: Task) -> S
             model.tokenizer = _tokenizer(settings.model.tokenizer, task)
         return model
     policy = build_policy(settings, plan, task)
-    weights = policy.named_masters()
+    weights = policy.master_weights()
     return ScalarModel.with_new_head(policy.config, weights, plan, policy.device, policy.tokenizer)
 
 
@@ -189,7 +189,7 @@ def build_critic(settings: Settings, policy: Policy, guard: Guard | None = None)
     if path is None:
         return None
     if path == "policy":
-        weights = policy.named_masters()
+        weights = policy.master_weights()
         model = ScalarModel.with_new_head(
             policy.config, weights, policy.plan, policy.device, policy.tokenizer
         )

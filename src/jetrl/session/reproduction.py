@@ -127,7 +127,7 @@ def write_reproduction(
     try:
         linked = saved_masters is not None and _link(saved_masters, folder / MASTERS)
         if not linked:
-            write_tensors(folder / MASTERS, policy.named_masters())
+            write_tensors(folder / MASTERS, policy.master_weights())
         if micro_batches:
             tensors = {
                 f"{number}.{name}": tensor
@@ -179,7 +179,7 @@ def replay(path: Path, preset: str | None = None, device: str | None = None) -> 
         numbers = trainer.accumulate(micro_batches)
     norms = [
         (name, float(master.grad.norm()))
-        for name, master in policy.named_masters().items()
+        for name, master in policy.master_weights().items()
         if master.grad is not None
     ]
     norms.sort(key=lambda item: (math.isfinite(item[1]), -item[1]))

@@ -189,7 +189,7 @@ class Checkpoints:
             "score": score,
             "extra": dict(extra),
         }
-        masters = {name: p.detach() for name, p in policy.named_masters().items()}
+        masters = {name: p.detach() for name, p in policy.master_weights().items()}
         assert not {_MASTERS, _OPTIMIZER} & set(others or {}), "names of the policy's own files"
         tensors = {_MASTERS: masters, _OPTIMIZER: optimizer.state_tensors(), **(others or {})}
         return Snapshot(step, json.dumps(state, indent=1), tensors)
@@ -279,7 +279,7 @@ class Checkpoints:
             *differences("precision plan", state["plan"], as_json(policy.plan.to_dict())),
             *differences("model", state["model"], _model_dict(policy)),
         ]
-        masters = policy.named_masters()
+        masters = policy.master_weights()
         files = {file.stem: file for file in path.glob("*.safetensors")}
         tensors = load_file(files.pop(_MASTERS))
         problems += tensor_differences(tensors, masters)

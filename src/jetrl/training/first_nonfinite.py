@@ -58,7 +58,7 @@ class Watch:
 
     def weights(self) -> None:
         """Look at the master weights and at the scales of the quantized weights."""
-        for name, master in self._model.named_masters().items():
+        for name, master in self._model.master_weights().items():
             self._look(f"master weight {name}", master)
         for name, scales in self._model.weight_scales().items():
             self._look(f"FP8 scales of {name}", scales)
@@ -109,7 +109,7 @@ def watch(model: Model) -> Iterator[Watch]:
     decoder = model.decoder
     hooks = [
         master.register_hook(partial(seen.gradient, name))
-        for name, master in model.named_masters().items()
+        for name, master in model.master_weights().items()
         if master.requires_grad
     ]
     decoder.trace = seen.output

@@ -47,7 +47,7 @@ class SftTrainer:
         self.settings = settings
         self.micro_batch_size = micro_batch_size or MicroBatchSize.of(settings.train)
         self.guard = guard or Guard(settings.train.on_nonfinite, "sft.lr")
-        self.optimizer = supervised_optimizer(policy.named_masters(), settings)
+        self.optimizer = supervised_optimizer(policy.master_weights(), settings)
         self._update = Update(policy, self.optimizer, self.guard, "sft")
 
     def step(self, examples: Sequence[Example]) -> dict[str, float]:

@@ -106,7 +106,7 @@ class Trainer:
                 f"algorithm.name = {settings.algorithm.name} needs a critic: set critic.path"
             )
         self.optimizer = Optimizer(
-            policy.named_masters(),
+            policy.master_weights(),
             settings.train,
             total_updates=settings.loop.steps * settings.train.updates_per_step,
         )

@@ -94,7 +94,7 @@ class ClipCalibration:
         self._steps += 1
         if self._steps % self._every == 0 and len(minibatches) > 1:
             policy = self._policy
-            masters = {name: p.detach() for name, p in policy.named_masters().items()}
+            masters = {name: p.detach() for name, p in policy.master_weights().items()}
             plan = PrecisionPlan.preset("bf16")
             with explained("calibrated clipping", _ADVICE):
                 self._bf16 = type(policy)(policy.config, plan, masters, policy.device)

@@ -47,7 +47,7 @@ class Critic:
         self._clip = settings.critic.clip
         self._checkpoint_layers = settings.train.activation_checkpointing
         self.optimizer = Optimizer(
-            model.named_masters(),
+            model.master_weights(),
             settings.train.model_copy(update={"lr": settings.critic.lr}),
             total_updates=settings.loop.steps * settings.train.updates_per_step,
         )
@@ -100,7 +100,7 @@ class Critic:
 
     def state_tensors(self) -> dict[str, torch.Tensor]:
         """Return master weights, moments and the number of updates: the tensors, not copies."""
-        masters = {f"master.{n}": p.detach() for n, p in self.model.named_masters().items()}
+        masters = {f"master.{n}": p.detach() for n, p in self.model.master_weights().items()}
         moments = {f"adamw.{n}": t for n, t in self.optimizer.state_tensors().items()}
         return masters | moments | {"updates": torch.tensor(self.optimizer.num_updates)}
 
@@ -110,7 +110,7 @@ class Critic:
         Raises:
             UserError: The tensors are those of another model; nothing was changed then.
         """
-        masters = self.model.named_masters()
+        masters = self.model.master_weights()
         saved = {n.removeprefix("master."): t for n, t in tensors.items() if n.startswith("master")}
         if {n: t.shape for n, t in saved.items()} != {n: p.shape for n, p in masters.items()}:
             raise UserError(

@@ -86,7 +86,7 @@ class RewardTrainer:
         self.model = model
         self.micro_batch_size = size or MicroBatchSize.of(settings.train)
         self.guard = Guard(settings.train.on_nonfinite, "sft.lr")
-        self.optimizer = supervised_optimizer(model.named_masters(), settings)
+        self.optimizer = supervised_optimizer(model.master_weights(), settings)
         self._checkpoint_layers = settings.train.activation_checkpointing
         self._update = Update(model, self.optimizer, self.guard, "sft")
 
