@@ -66,7 +66,7 @@ SUMS = f"""
     sft.steps=60 sft.until=none sft.examples_per_step=16 sft.lr=3e-3
     rollout.prompts_per_step=6 rollout.samples_per_prompt=6 rollout.max_tokens=6
     eval.every=0 eval.prompts=8 train.lr=1e-3 train.warmup_steps=0 train.schedule=constant
-    train.updates_per_step=1 train.tokens_per_micro_batch=128 checkpoint.every=0 loop.steps=3
+    train.updates_per_step=1 train.tokens_per_micro_batch=48 checkpoint.every=0 loop.steps=3
 """
 
 # The task of `TASK_OF_A_USER`, whose rewards vary without any warm-up.
@@ -214,6 +214,7 @@ CASES = (
             ),
             jetrl(
                 f"train recipes/gsm8k-smoke.toml {COMMON} rollout.max_tokens=48 task.workers=1",
+                "train.tokens_per_micro_batch=512",
                 "algorithm.overlong_buffer=24 rollout.temperature=1.2 eval.every=2 eval.prompts=4",
                 "eval.max_tokens=16 loop.steps=2",
             ),
@@ -222,7 +223,7 @@ CASES = (
             "data/gsm8k/train.jsonl": word_problems(120, seed=0),
             "data/gsm8k/test.jsonl": word_problems(20, seed=500),
         },
-        measures=("reward/overlong_penalty"),
+        measures=("reward/overlong_penalty",),
     ),
     Case(
         "ppo",
@@ -410,7 +411,7 @@ CASES = (
             jetrl(
                 f"train recipes/demo.toml {SUMS} run.name=dataset model.config=none",
                 "model.tokenizer=none model.path=models/chat task.name=dataset task.options={}",
-                "task.path=data/mine.jsonl task.options.prompt=ask task.options.answer=right",
+                "train.tokens_per_micro_batch=256 task.path=data/mine.jsonl task.options.prompt=ask task.options.answer=right",
                 "task.options.demonstration=worked task.options.checker=regex",
                 r"task.options.pattern=([0-9]) task.system_prompt=Count.",
                 "sft.steps=20 rollout.prompts_per_step=3 rollout.samples_per_prompt=8",
