@@ -414,18 +414,20 @@ def read_or_empty(path: Path) -> str:
     return path.read_text(encoding="utf-8") if path.is_file() else ""
 
 
-def is_kept(base: Base, case: Case, device: str) -> bool:
-    """Return whether BASE's results of a case are kept and were made in the same way."""
-    mark = read_or_empty(base.results / case.name / "fingerprint")
-    return mark == fingerprint(case, device)
+def kept_results(base: Base, case: Case, device: str) -> Path:
+    """Return the folder that keeps BASE's results of a case; it exists once they are complete.
+
+    A case that changes, or another machine, gets a folder of its own.
+    """
+    return base.results / f"{case.name}-{fingerprint(case, device)[:12]}"
 
 
 def run_on_base(base: Base, case: Case, device: str) -> None:
-    """Run a case on BASE and keep its results, a folder of `base.results`.
+    """Run a case on BASE and keep its results.
 
-    `prepared` in that folder is what both trees start from, `done` what BASE made of it.
+    `prepared` in their folder is what both trees start from, `done` what BASE made of it.
     """
-    kept = base.results / case.name
+    kept = kept_results(base, case, device)
     base.results.mkdir(parents=True, exist_ok=True)
     making = Path(tempfile.mkdtemp(prefix=f".{case.name}-", dir=base.results))
     try:
@@ -438,16 +440,11 @@ def run_on_base(base: Base, case: Case, device: str) -> None:
         shutil.copytree(done, making / "prepared")
         run_commands(base.tree, done, case.commands, device, making / "done.txt")
         check_measures(case, done)
-        mark = fingerprint(case, device)
-        (making / "fingerprint").write_text(mark, encoding="utf-8")
-        with contextlib.suppress(FileNotFoundError):
-            kept.rename(making / "replaced")
-        try:
+        if not kept.is_dir():
             making.rename(kept)
-        except OSError:  # another process has put its own there meanwhile
-            if not is_kept(base, case, device):
-                raise
-        shutil.rmtree(kept / "replaced", ignore_errors=True)
+    except OSError:
+        if not kept.is_dir():  # else another process has kept its own there meanwhile
+            raise
     finally:
         shutil.rmtree(making, ignore_errors=True)
 
@@ -473,7 +470,8 @@ class Outcome:
 def run_case(case: Case, base: Base, tree: Path, device: str, scratch: Path) -> Outcome:
     """Run a case on the new tree, and on BASE if its results are not kept, and compare."""
     began = time.monotonic()
-    kept, was_kept = base.results / case.name, is_kept(base, case, device)
+    kept = kept_results(base, case, device)
+    was_kept = kept.is_dir()
     side = f"BASE {base.name[:12]}"
     try:
         if not was_kept:
@@ -562,7 +560,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         base, tree = open_base(args, scratch), scratch / "new-tree"
         copy_tree(args.tree, tree)
-        if not all(is_kept(base, case, args.device) for case in cases):
+        if not all(kept_results(base, case, args.device).is_dir() for case in cases):
             base.export()
         preload()
         run = functools.partial(run_case, base=base, tree=tree, device=args.device, scratch=scratch)

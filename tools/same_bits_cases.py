@@ -411,10 +411,11 @@ CASES = (
             jetrl(
                 f"train recipes/demo.toml {SUMS} run.name=dataset model.config=none",
                 "model.tokenizer=none model.path=models/chat task.name=dataset task.options={}",
-                "train.tokens_per_micro_batch=256 task.path=data/mine.jsonl task.options.prompt=ask task.options.answer=right",
+                "task.path=data/mine.jsonl task.options.prompt=ask task.options.answer=right",
                 "task.options.demonstration=worked task.options.checker=regex",
                 r"task.options.pattern=([0-9]) task.system_prompt=Count.",
                 "sft.steps=20 rollout.prompts_per_step=3 rollout.samples_per_prompt=8",
+                "train.tokens_per_micro_batch=256",
                 "eval.every=2 eval.samples=2 eval.temperature=1.0 loop.steps=2",
             ),
         ),
