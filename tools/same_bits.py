@@ -330,7 +330,8 @@ def become(tree: Path, folder: Path, words: list[str], output: Path, log: Path) 
             os.dup2(errors.fileno(), 2)
         os.chdir(folder)
         source = str(tree.resolve() / "src")
-        os.environ["PYTHONPATH"] = source
+        rest = [path for path in (os.environ.get("PYTHONPATH"),) if path]
+        os.environ["PYTHONPATH"] = os.pathsep.join([source, *rest])
         sys.path[:] = ["", source, *(p for p in sys.path if p != str(Path(__file__).parent))]
         found = importlib.util.find_spec("jetrl")
         if found is None or not str(found.origin).startswith(source):

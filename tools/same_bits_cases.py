@@ -143,6 +143,8 @@ COMPACT = f"""
     precision.lm_head=fp8 checkpoint.every=1 checkpoint.background=false
 """
 
+PARITY = "--max-tokens 24 --json --device DEVICE"
+
 # The rows of a data set: chat messages, and answers that a pattern finds.
 ROWS = "".join(
     json.dumps({"ask": f"What is {a} plus {b}?", "right": f"{a + b}", "worked": f"It is {a + b}."})
@@ -390,8 +392,8 @@ CASES = (
             jetrl(
                 "parity models/qwen2 --plan unified --max-tokens 24 --json", output="unified.json"
             ),
-            jetrl("parity models/llama --plan jet --max-tokens 24 --json", output="jet.json"),
-            jetrl("parity models/llama --plan mixed --max-tokens 24 --json", output="mixed.json"),
+            jetrl(f"parity models/llama --plan jet {PARITY}", output="jet.json"),
+            jetrl(f"parity models/llama --plan mixed {PARITY}", output="mixed.json"),
             trained(
                 "qwen2",
                 f"model.path=models/qwen2 precision.preset=fp32 {LENGTHS}",
