@@ -5,7 +5,7 @@ import random
 import pytest
 
 from jetrl.tasks.answers import final_answer, find_number, same_value
-from jetrl.tasks.sandbox.wire import Reply, WireError, parse_reply, parse_started, reply_line
+from jetrl.tasks.sandbox.wire import WireError, WorkerReply, parse_reply, parse_started, reply_line
 
 TEXTS = [
     "So 48+24 = 72 clips.\n#### 72",
@@ -35,11 +35,11 @@ def test_comparisons_do_not_raise(mutate):
 
 
 def test_damaged_replies_of_a_worker(mutate):
-    line = reply_line(Reply(0.5, {"format": 1.0}, "", chunk="ab"))
+    line = reply_line(WorkerReply(0.5, {"format": 1.0}, "", chunk="ab"))
     for seed in range(2000):
         for parse in (parse_reply, parse_started):
             try:
                 found = parse(mutate(line, seed))
             except WireError:
                 continue
-            assert isinstance(found, Reply | str)
+            assert isinstance(found, WorkerReply | str)

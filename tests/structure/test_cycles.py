@@ -14,29 +14,19 @@ from module_graph import ModuleGraph, read_graph
 
 SOURCE = Path(__file__).parents[2] / "src" / "jetrl"
 
-CIRCLES: set[tuple[str, ...]] = {
-    (
-        "jetrl.tasks.checkers",
-        "jetrl.tasks.dataset",
-        "jetrl.tasks.gsm8k",
-        "jetrl.tasks.mix",
-        "jetrl.tasks.registry",
-    ),
-}
+CIRCLES: set[tuple[str, ...]] = set()
 
 # Module that has the string, and module that the string names.
 STRING_IMPORTS: set[tuple[str, str]] = {
     ("jetrl.rollout.kv_cache", "jetrl.rollout.mapped_memory"),
     ("jetrl.rollout.paged_attention", "jetrl.kernels.attention.hopper"),
     ("jetrl.rollout.paged_attention", "jetrl.kernels.rotary_hopper"),
-    ("jetrl.tasks.registry", "jetrl.tasks.reasoning"),
 }
 
 # Modules that a user chooses by name, each imported only when it is asked for.
 CHOSEN_BY_NAME = {
     "jetrl.cli.main",  # a command
     "jetrl.cli.bench",  # a benchmark
-    "jetrl.tasks.registry",  # a built-in task
 }
 
 

@@ -1,6 +1,6 @@
 """A score that leaves something behind at every completion does no harm.
 
-Every completion is judged, and nothing that is left outlives the worker.
+Every completion is scored, and nothing that is left outlives the worker.
 """
 
 import os

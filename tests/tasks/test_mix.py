@@ -35,7 +35,7 @@ def test_the_example_of_the_document_is_a_mix() -> None:
     assert get_task("mix", tasks=tasks).weights == {"gsm8k": 3.0, "sums": 1.0}
 
 
-def test_prompts_are_of_their_tasks_and_judged_by_them(tmp_path: Path) -> None:
+def test_prompts_are_of_their_tasks_and_scored_by_them(tmp_path: Path) -> None:
     tasks = [SUMS, MINUS, {**rows(tmp_path), "system_prompt": "Be brief."}]
     mix = get_task("mix", tasks=tasks)
     prompts = read_prompts(mix, "train")

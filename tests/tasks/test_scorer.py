@@ -255,9 +255,9 @@ def test_a_batch_of_nothing_but_hangs_or_crashes_is_given_up(bad, caplog, wait_u
         assert results[0].score.reward == score(scorer, "1")[0].score.reward == 1.0
         assert all(result.failure for result in results[1:-1])
         assert re.search(
-            r"not judged: others .* \(task.max_lost_s = 1 s a worker\)", results[-1].failure
+            r"not scored: others .* \(task.max_lost_s = 1 s a worker\)", results[-1].failure
         )
-        assert "of 514 completions get no verdict" in caplog.text
+        assert "of 514 completions get no score" in caplog.text
 
 
 def test_what_is_begun_is_scored_while_the_caller_does_something_else(scorer, monkeypatch):

@@ -128,11 +128,11 @@ def test_what_hanging_turns_may_cost_is_of_a_step_and_not_of_a_turn() -> None:
         scorer.begin_step()
         said = [ask(scorer, "hang")[0].failure for _ in range(6)]  # of 0.1 s or more each
         assert "took longer" in said[0]
-        assert "not judged: others of the batch hung" in said[-1]
+        assert "not scored: others of the batch hung" in said[-1]
         assert "one of them: score took longer than 60 s" in said[-1]
         starts = [worker._starts for worker in scorer._workers]
-        assert "not judged" in ask(scorer, "1")[0].failure
-        assert "not judged" in scorer.finish([scorer.begin(TEXT, "1")])[0].failure
+        assert "not scored" in ask(scorer, "1")[0].failure
+        assert "not scored" in scorer.finish([scorer.begin(TEXT, "1")])[0].failure
         assert starts == [worker._starts for worker in scorer._workers], "none for them"
         scorer._max_lost_s = 600.0  # from here on, what starting anew may take on a busy machine
         scorer.begin_step()

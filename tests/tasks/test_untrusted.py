@@ -15,8 +15,8 @@ from jetrl.tasks import Scorer
 from jetrl.tasks.sandbox.wire import (
     MAX_LINE,
     LineBuffer,
-    Reply,
     WireError,
+    WorkerReply,
     parse_reply,
     parse_started,
     reply_line,
@@ -154,14 +154,14 @@ def test_a_worker_needs_no_network(tmp_path):
 
 @pytest.mark.parametrize("value", [0.1, -0.0, 5e-324, 1.7976931348623157e308, 1 / 3])
 def test_rewards_keep_their_bits(value):
-    reply = Reply(value, {"part": value}, "", False)
+    reply = WorkerReply(value, {"part": value}, "", False)
     read = parse_reply(reply_line(reply))
     assert repr(read) == repr(reply)
 
 
 def test_lines_come_whole_whatever_the_pieces():
     buffer = LineBuffer()
-    data = b"".join(reply_line(Reply(float(k), {}, "é\n")) for k in range(5))
+    data = b"".join(reply_line(WorkerReply(float(k), {}, "é\n")) for k in range(5))
     lines = [line for at in range(0, len(data), 7) for line in buffer.feed(data[at : at + 7])]
     assert [parse_reply(line).reward for line in lines] == [0, 1, 2, 3, 4]
     with pytest.raises(WireError, match="more than"):

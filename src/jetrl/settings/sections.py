@@ -1,10 +1,10 @@
-"""What can be set: every section and key of a run's settings, with its type, range and meaning.
+"""The sections of a run's settings: every key, with its type, range and meaning.
 
-Section names are fixed (docs/settings.md). Defaults are meant for a real model on a GPU; the
-recipes set what differs. Reading and writing them is config.py. No torch here.
+Section names are fixed (docs/settings.md). Defaults are meant for a real model on a GPU; recipes
+set other values.
 
-A section checks its own values; `Settings` checks those that must agree across sections, with
-words: the message names the keys and says which one to change.
+A section checks its own values; `Settings` checks values that must agree across sections. A message
+names the keys and says which one to change.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ Schedule = Literal["constant", "linear", "cosine"]
 
 
 class RunSettings(Section):
+    """The section `[run]`: the run's directory, seed, limits and device."""
+
     name: str | None = Field(None, description="name of the run's directory; unset: the recipe's")
     dir: str = Field("runs", description="folder that holds run directories")
     seed: NonNegative = Field(0, description="fixes data order, sampling and initial weights")
@@ -48,12 +50,15 @@ class RunSettings(Section):
     @field_validator("name")
     @classmethod
     def one_folder_name(cls, name: str | None) -> str | None:
+        """Check that the name is the name of a single folder."""
         if name is not None and (not name.strip() or "/" in name or name in (".", "..")):
             raise ValueError("a run's name is one folder name: no slash, not empty")
         return name
 
 
 class ModelSettings(Section):
+    """The section `[model]`: the policy's weights or shape, and its tokenizer."""
+
     path: str | None = Field(None, description="a Hugging Face model directory")
     config: dict[str, Any] | str | None = Field(
         None, description="config.json contents, or its path: random weights from run.seed"
@@ -67,12 +72,15 @@ class ModelSettings(Section):
 
     @model_validator(mode="after")
     def one_source(self) -> ModelSettings:
+        """Check that the model has a single source."""
         if self.path is not None and self.config is not None:
             raise ValueError("model.path and model.config are both set: keep one of them")
         return self
 
 
 class PrecisionSettings(Section):
+    """The section `[precision]`: a preset, and changes to it."""
+
     preset: Preset = Field("unified", description="what is FP8, on which side (docs/precision.md)")
     grad_output: Literal["e4m3", "e5m2", "bf16"] | None = Field(
         None, description="output gradients in DGrad and WGrad; unset: the preset's"
@@ -91,6 +99,8 @@ class PrecisionSettings(Section):
 
 
 class TaskSettings(Section):
+    """The section `[task]`: the source of prompts and scores, and the limits of a score."""
+
     name: str = Field(
         "arithmetic", description="a built-in name, reasoning_gym:NAME, or file.py:Class"
     )
@@ -109,7 +119,7 @@ class TaskSettings(Section):
     max_lost_s: NonNegativeFloat = Field(
         120.0,
         description="seconds a worker that hanging or crashing scores may cost a step; "
-        "then the rest of its completions get no verdict",
+        "then the rest of its completions get no score",
     )
     memory_mib: NonNegative = Field(
         1024, description="MiB a score may take beyond what its task's imports hold; 0: no limit"
@@ -119,7 +129,7 @@ class TaskSettings(Section):
 
 
 class DataSettings(Section):
-    """In which order prompts come (docs/data.md)."""
+    """The section `[data]`: the order of prompts, and the choice of samples (docs/data.md)."""
 
     order: Literal["shuffle", "pass_rate"] = Field(
         "shuffle",
@@ -138,6 +148,7 @@ class DataSettings(Section):
 
     @model_validator(mode="after")
     def read_by_something(self) -> DataSettings:
+        """Check that a set key means something to the order and the batch."""
         readers = {"explore": ("order", "pass_rate"), "keep_pairs": ("batch", "shuffle_r1")}
         for key, (other, reader) in readers.items():
             value, default = getattr(self, key), type(self).model_fields[key].default
@@ -150,6 +161,8 @@ class DataSettings(Section):
 
 
 class RolloutSettings(Section):
+    """The section `[rollout]`: the number of completions, their sampling and its limits."""
+
     prompts_per_step: Positive = Field(32, description="prompts drawn each step")
     samples_per_prompt: Positive = Field(8, description="completions a prompt (the group)")
     max_tokens: Positive = Field(1024, description="tokens a completion at most")
@@ -176,6 +189,8 @@ class RolloutSettings(Section):
 
 
 class TrainSettings(Section):
+    """The section `[train]`: the optimizer and the updates of a step."""
+
     lr: PositiveFloat = Field(1e-6, description="peak learning rate of AdamW")
     warmup_steps: NonNegative = Field(0, description="optimizer updates of linear warm-up")
     schedule: Schedule = Field("constant", description="learning rate after warm-up")
@@ -206,8 +221,10 @@ class TrainSettings(Section):
 
     @model_validator(mode="after")
     def compact_states_have_bounds(self) -> TrainSettings:
-        """What three bytes can hold: a first moment bounded by the root of the second, and roots
-        up to 2**14."""
+        """Check that compact states can hold the moments.
+
+        Three bytes hold a first moment bounded by the root of the second, and roots up to 2**14.
+        """
         if self.optimizer_states == "compact":
             if self.betas[0] ** 2 >= self.betas[1]:
                 raise ValueError(
@@ -224,6 +241,8 @@ class TrainSettings(Section):
 
 
 class LoopSettings(Section):
+    """The section `[loop]`."""
+
     steps: NonNegative = Field(100, description="RL steps")
 
 
@@ -242,6 +261,8 @@ class SftSettings(Section):
 
 
 class EvalSettings(Section):
+    """The section `[eval]`: the held-out evaluation."""
+
     every: NonNegative = Field(10, description="steps between evaluations; 0: never")
     prompts: NonNegative = Field(128, description="held-out prompts, from the start; 0: all")
     samples: Positive = Field(1, description="completions a prompt: mean@n and pass@n")
@@ -256,6 +277,8 @@ class EvalSettings(Section):
 
 
 class CheckpointSettings(Section):
+    """The section `[checkpoint]`: the times of checkpoints, and which are kept."""
+
     every: NonNegative = Field(
         50, description="steps, or supervised updates, between checkpoints; 0: only the last"
     )
@@ -269,6 +292,8 @@ class CheckpointSettings(Section):
 
 
 class WatchdogSettings(Section):
+    """The section `[watchdog]`: the silence that counts as a hang."""
+
     enabled: bool = Field(True, description="end a run that hangs, with hang.txt, exit code 5")
     factor: Annotated[float, Field(ge=1.0)] = Field(
         10.0, description="times the longest silence of a phase so far that is a hang"
@@ -280,11 +305,15 @@ class WatchdogSettings(Section):
 
 
 class ReportSettings(Section):
+    """The section `[report]`."""
+
     enabled: bool = Field(True, description="write report.html and its plots")
     samples: NonNegative = Field(8, description="rollouts shown in report.html")
 
 
 class TrackerSettings(Section):
+    """The section `[trackers]`: services that metrics are sent to as well."""
+
     names: tuple[Literal["wandb", "trackio", "tensorboard"], ...] = Field(
         (), description="also send metrics to these (extra: trackers)"
     )
@@ -292,7 +321,7 @@ class TrackerSettings(Section):
 
 
 class Settings(Section):
-    """All settings of a run; `loading.load_config` makes them, `loading.to_toml` writes them."""
+    """The settings of a run, made by `loading.load_config` and written by `loading.to_toml`."""
 
     run: RunSettings = RunSettings()
     model: ModelSettings = ModelSettings()
@@ -315,6 +344,7 @@ class Settings(Section):
 
     @model_validator(mode="after")
     def agree(self) -> Settings:
+        """Check that the sections agree with each other."""
         problems = [*self._single_problems(), *self._length_problems()]
         if self.loop.steps > 0:
             problems += self._learning_problems()
@@ -369,7 +399,7 @@ class Settings(Section):
             yield "reference.offload is set, but there is no reference: algorithm.kl = 0"
 
     def algorithm_problems(self, record: Algorithm) -> Iterator[str]:
-        """What does not agree with the algorithm, of a run that does RL."""
+        """Yield messages about settings that do not agree with the algorithm of an RL run."""
         rollout, name = self.rollout, self.algorithm.name
         if rollout.samples_per_prompt == 1 and record.compares_group:
             yield (

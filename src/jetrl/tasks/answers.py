@@ -1,4 +1,4 @@
-r"""Which number a text gives for its answer, and whether it is the right one.
+r"""Reading the answer that a text gives, and comparing it with the right one.
 
 The answer of a completion is, in this order of precedence:
 
@@ -19,12 +19,13 @@ off: they use signals, which give wrong answers in threads; the scorer's process
 
 from __future__ import annotations
 
+import functools
+import importlib
 import logging
 import re
 from dataclasses import dataclass
 from decimal import Decimal
-
-from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+from types import ModuleType
 
 # It warns that its time limits are off, once a process; that is what the scorer is for.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
@@ -55,16 +56,27 @@ _NOISE = (
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer found in a text: a plain number such as `-1200.5` or `1/2`, or else LaTeX; whether
-    it was marked as the answer; and of a box, what it holds."""
+    """The answer that a text gives.
+
+    Attributes:
+        text: A plain number such as `-1200.5` or `1/2`, or else LaTeX.
+        marked: Whether the text marks it as the answer.
+        box: The content of the box that marks it; "" where none does.
+    """
 
     text: str
     marked: bool
     box: str = ""
 
 
+@functools.cache
+def load_math_verify() -> ModuleType:
+    """Import math-verify, which takes half a second, outside of the first score's limits."""
+    return importlib.import_module("math_verify")
+
+
 def final_answer(text: str, strict: bool = False) -> Answer | None:
-    """The answer that a completion gives; None where it gives none."""
+    """Return the answer that a completion gives; None where it gives none."""
     text = _clean(text)
     box = text.rfind("\\boxed{")
     markers = list(_MARKER.finditer(text))
@@ -81,8 +93,10 @@ def final_answer(text: str, strict: bool = False) -> Answer | None:
 
 
 def gold_answer(text: str) -> str:
-    """The answer that a data set gives: what it marks, else the whole of it, as a plain number
-    where it is one and as LaTeX where it is not."""
+    """Return the answer that a data set's text gives: its marked answer, else the whole text.
+
+    A number is given as a plain number, anything else as LaTeX.
+    """
     marked = final_answer(text, strict=True)
     if marked is not None:
         latex = not _NUMBER.fullmatch(marked.text) or _TERM.fullmatch(marked.box)
@@ -92,31 +106,30 @@ def gold_answer(text: str) -> str:
 
 
 def is_right(gold: str, answer: Answer) -> bool:
-    """Whether an answer is `gold`, as `gold_answer` gives it."""
+    """Return whether an answer has the value of `gold`, which `gold_answer` made."""
     forms = [answer.text] if _NUMBER.fullmatch(gold) else dict.fromkeys((answer.box, answer.text))
     return any(same_value(gold, form) for form in forms)
 
 
 def find_number(text: str) -> str | None:
-    """The first number of a text, as a plain number; None where it has none."""
+    """Return the first number of a text, as a plain number; None where it has none."""
     return _first_number(_clean(text))
 
 
 def same_value(gold: str, answer: str) -> bool:
-    """Whether two answers have the same value, by math-verify (to 6 decimals)."""
+    """Return whether math-verify finds the same value in two answers (to 6 decimals)."""
+    math_verify = load_math_verify()
     if not gold or not answer or len(answer) > MAX_LENGTH:
         return False
-    return bool(verify(_parse(gold), _parse(answer), timeout_seconds=None))
+    return bool(math_verify.verify(_parse(gold), _parse(answer), timeout_seconds=None))
 
 
 def _parse(answer: str) -> list[object]:
-    if _NUMBER.fullmatch(answer):
-        found = parse(answer, extraction_config=[ExprExtractionConfig()], parsing_timeout=None)
-    else:
-        found = parse(
-            f"${answer}$", extraction_config=[LatexExtractionConfig()], parsing_timeout=None
-        )
-    return list(found)
+    math_verify = load_math_verify()
+    config = math_verify.ExprExtractionConfig()
+    if not _NUMBER.fullmatch(answer):
+        config, answer = math_verify.LatexExtractionConfig(), f"${answer}$"
+    return list(math_verify.parse(answer, extraction_config=[config], parsing_timeout=None))
 
 
 def _clean(text: str) -> str:
@@ -143,7 +156,7 @@ def _plain(number: str) -> str:
 
 
 def _held(text: str, start: int) -> str:
-    """What stands between a box's braces; nothing where they do not close soon."""
+    """Return the text between a box's braces; nothing where they do not close soon."""
     depth = 1
     for end in range(start, min(len(text), start + 2 * MAX_LENGTH)):
         depth += {"{": 1, "}": -1}.get(text[end], 0)
@@ -153,8 +166,10 @@ def _held(text: str, start: int) -> str:
 
 
 def _value(held: str) -> str:
-    """What a box holds without units, as a plain number where it is one. Words with a number in
-    them are no unit."""
+    """Return a box's content without units, as a plain number where possible.
+
+    Words with a number in them are no unit.
+    """
     content = _WORDS.sub(lambda m: m[1] if re.search("[0-9]", m[1]) else "", held)
     content = content.rpartition("=")[2].strip().rstrip(" .%")
     number = _ONE_NUMBER.fullmatch(content)

@@ -24,18 +24,19 @@ OPERATORS = "+-"
 class Arithmetic(Task):
     """Addition and subtraction (never below zero) of integers of up to `digits` digits.
 
-    digits: digits of an operand, 1 to 3 (3 makes a million sums).
-    operators: which of `+-` to use.
-    max_operand: largest operand; default: all that `digits` can write.
-    padded: write numbers at their full width, with leading zeros.
-    reverse: write the result lowest digit first (`07+25=` is `230`).
-    seed: which problems are held out, and the order of the rest.
-    test_share: share of the problems that are held out.
-    mistakes: share of the worked answers (`demonstration`) with one wrong digit, drawn anew each
-        time one is asked for: a careless teacher, whose pupil learns to add and to err as often,
-        which is what reinforcement then mends.
-
     The reward is 1 for exactly the right digits (spaces around them are ignored) and 0 otherwise.
+
+    Args:
+        digits: Digits of an operand, 1 to 3 (3 makes a million sums).
+        operators: The operators to use, out of `+-`.
+        max_operand: Largest operand; default: the largest that has so many digits.
+        padded: Whether numbers are written at their full width, with leading zeros.
+        reverse: Whether the result is written lowest digit first (`07+25=` is `230`).
+        seed: Seed of the choice of held-out problems and of the order of the rest.
+        test_share: Share of the problems that are held out.
+        mistakes: Share of the worked answers (`demonstration`) with one wrong digit, drawn again
+            for every call: a careless teacher, whose pupil learns to add and to err as often, which
+            reinforcement then mends.
     """
 
     name = "arithmetic"
@@ -89,7 +90,7 @@ class Arithmetic(Task):
         self.alphabet = "0123456789" + self.operators + "="
 
     def prompts(self, split: str) -> Iterable[Prompt]:
-        """`Prompt(id="7+25", text="07+25=", answer="230")` for every problem of the split."""
+        """Return `Prompt(id="7+25", text="07+25=", answer="230")` for each problem of the split."""
         self.check_split(split)
         problems = [
             (left, sign, right)
@@ -121,14 +122,14 @@ class Arithmetic(Task):
         return answer if teacher.random() >= self.mistakes else self._wrong(answer)
 
     def preference(self, prompt: Prompt) -> tuple[str, str]:
-        """The answer, and one with a wrong digit, drawn anew each time."""
+        """Return the answer, and one with a wrong digit that is drawn again for every call."""
         answer = prompt.answer or ""
         return answer, self._wrong(answer)
 
     def _wrong(self, answer: str) -> str:
-        place = self._teacher.randrange(len(answer))
-        wrong = str((int(answer[place]) + self._teacher.randrange(1, 10)) % 10)
-        return answer[:place] + wrong + answer[place + 1 :]
+        index = self._teacher.randrange(len(answer))
+        wrong = str((int(answer[index]) + self._teacher.randrange(1, 10)) % 10)
+        return answer[:index] + wrong + answer[index + 1 :]
 
     def self_test(self) -> list[tuple[Prompt, str, float | None]]:
         prompt = self._prompt(1, self.operators[0], 1)

@@ -1,4 +1,4 @@
-"""What a task is: prompts to answer, and a score for each answer.
+"""The base class of tasks: prompts to answer, and a score for each answer.
 
 A task of your own is one class in one Python file: see docs/tasks.md and its example,
 examples/reverse_words.py. Scoring runs in worker processes that import neither torch nor the model,
@@ -17,24 +17,29 @@ from jetrl.types import Prompt, Reply, Score, Turn
 
 
 class ScoreError(UserError):
-    """A task's score is not a finite number. The scorer counts it as a failure with reward 0."""
+    """A task's score is not a finite number.
+
+    The scorer counts the completion as a failure, with reward 0.
+    """
 
 
 class Task:
-    """Base class of all tasks. Subclass it and write `prompts` and `score`.
+    """A source of prompts, with a score for each completion: subclass it for a task of your own.
+
+    A task must have `prompts` and `score`.
 
     The options of `[task.options]` become keyword arguments of `__init__`, and `task.path`, where
     it is given, the keyword argument `path`. The constructor runs once in the main process and once
     in each scoring worker: keep it cheap, and read data in `prompts`.
 
-    Class attributes:
-        name: what the task is called in logs and metrics (`eval/<name>/mean`).
-        splits: the names `prompts` accepts; the first is the one trained on by default.
-        stop: strings that end a completion; the text handed to `score` is cut before them.
-        alphabet: every character of prompts and answers, for a tokenizer with one token a
+    Attributes:
+        name: The task's name in logs and metrics (`eval/<name>/mean`).
+        splits: The names that `prompts` accepts; the first is trained on by default.
+        stop: Strings that end a completion; the text handed to `score` is cut before them.
+        alphabet: Every character of prompts and answers, for a tokenizer with one token a
             character; None where the task is made of free text.
-        max_turns: turns that a completion may have; above 1 where `step` answers.
-        weights: of a task made of several: {Prompt.task: share of the prompts}; {} else.
+        max_turns: Largest number of turns of a completion; above 1 where `step` replies.
+        weights: Share of the prompts by `Prompt.task`, for a task made of several; {} else.
     """
 
     name: str = ""
@@ -45,55 +50,68 @@ class Task:
     weights: Mapping[str, float] = MappingProxyType({})
 
     def prompts(self, split: str) -> Iterable[Prompt]:
-        """The prompts of a split, in an order that is the same every time.
+        """Return the prompts of a split, in an order that is the same every time.
 
         Prompt ids are unique within a split. Raise `UserError` for data that cannot be read.
         """
         raise NotImplementedError(f"{type(self).__name__} has no prompts(split)")
 
     def score(self, prompt: Prompt, completion: str) -> float | Score:
-        """The reward of one completion: a finite number, or `Score(reward, parts)` with named parts
-        for the logs. Any text may come, the empty one included. It must depend on nothing but its
-        arguments: the same completion gets the same score whichever worker sees it.
+        """Return the reward of one completion, a finite number.
+
+        A `Score(reward, parts)` has named parts for the logs as well. The completion may be any
+        text, the empty one included. The score must depend on nothing but these arguments: the same
+        completion gets the same score whichever worker sees it.
         """
         raise NotImplementedError(f"{type(self).__name__} has no score(prompt, completion)")
 
     def step(self, prompt: Prompt, turns: Sequence[Turn], completion: str) -> Reply | None:
-        """What the environment says when the model has stopped: a text that goes on right there
-        (text prompts), or a message such as `{"role": "tool", "content": "72"}` (chat prompts);
-        None to end. For tasks with `max_turns` above 1.
+        """Return the environment's reply when the model has stopped, or None to end.
 
-        turns: those before. completion: what the model wrote now, without the stop string. Like
-        `score` it depends on its arguments alone, runs in a process that can be killed, and may be
-        asked about any text. What it says is shown to the model and not trained on.
+        For tasks with `max_turns` above 1. Like `score`, the reply depends on the arguments alone,
+        is made in a process that can be killed, and must be ready for any text. The model sees the
+        reply and is not trained on it.
+
+        Args:
+            prompt: The prompt that the completion answers.
+            turns: The turns before this one.
+            completion: The text that the model wrote in this turn, without the stop string.
+
+        Returns:
+            For a text prompt, a text that follows the turn directly; for a chat prompt, a message
+            such as `{"role": "tool", "content": "72"}`; None to end the completion.
         """
         return None
 
     def score_turns(self, prompt: Prompt, turns: Sequence[Turn]) -> float | Score:
-        """The reward of a completion with turns: that of its last one alone, unless overridden."""
+        """Return the reward of a completion with turns: its last turn's score by default."""
         return self.score(prompt, turns[-1].completion)
 
     def stops(self, prompt: Prompt) -> tuple[str, ...]:
-        """Strings that end a completion (or a turn) of this prompt: `stop`, unless overridden."""
+        """Return the strings that end a completion or a turn: `stop`, unless overridden."""
         return self.stop
 
     def demonstration(self, prompt: Prompt) -> str | Sequence[Turn] | None:
-        """A worked completion of the prompt to imitate in supervised training, without the
-        end-of-sequence token; of several turns, these, each with the stop string that ends it and
-        what the environment says; None where the task has none."""
+        """Return a worked completion of the prompt to imitate in supervised training, if any.
+
+        The completion has no end-of-sequence token. A completion of several turns is a sequence of
+        them, each with the stop string that ends it and the environment's reply.
+        """
         return None
 
     def preference(self, prompt: Prompt) -> tuple[str, str] | None:
-        """Two completions of the prompt, the better one first, for a reward model to learn from
-        (`jetrl sft --task reward`), without the end-of-sequence token; None where the task has
-        none."""
+        """Return two completions of the prompt, the better one first, if the task has such pairs.
+
+        A reward model learns from them (`jetrl sft --task reward`). They have no end-of-sequence
+        token.
+        """
         return None
 
     def self_test(self) -> Iterable[tuple[Prompt, str, float | None]]:
-        """Cases that are scored once at start, as (prompt, completion, reward expected).
+        """Return cases that are scored once at start, as (prompt, completion, expected reward).
 
-        A reward of None asks only that scoring works. The default is the first prompt of the first
-        split, with its demonstration if it has one and with an empty completion.
+        An expected reward of None asks only that scoring works. The default is the first prompt of
+        the first split, with its demonstration if the task has one and with an empty completion.
         """
         prompt = next(iter(self.prompts(self.splits[0])), None)
         if prompt is None:
@@ -112,7 +130,7 @@ class Task:
 
     @property
     def label(self) -> str:
-        """The name for messages: `name`, or the class's own."""
+        """The task's name in messages: `name`, or the class's own."""
         return self.name or type(self).__name__
 
     def check_split(self, split: str) -> None:
@@ -124,10 +142,15 @@ class Task:
 
 
 def to_reply(value: object, prompt: Prompt, task: str) -> Reply | None:
-    """`value`, as returned by a task's `step`, as what follows a turn of the prompt.
+    """Return the value that a task's `step` returned as a reply to a turn of the prompt.
+
+    Args:
+        value: The value that `step` returned.
+        prompt: The prompt that the completion answers.
+        task: The task's name, for the message.
 
     Raises:
-        ScoreError: it cannot follow; the message names the task and the prompt.
+        ScoreError: The value cannot follow a turn; the message names the task and the prompt.
     """
     where = f"task {task}, prompt {prompt.id!r}: step returned {_show(value)}"
     if value is None:
@@ -139,17 +162,23 @@ def to_reply(value: object, prompt: Prompt, task: str) -> Reply | None:
         if all(isinstance(message.get(key), str) for key in ("role", "content")):
             return {key: str(item) for key, item in message.items()}
         raise ScoreError(f"{where}, which needs a role and a content, both text")
-    wanted = "a text, since the prompt is one" if prompt.text is not None else "a message"
-    raise ScoreError(f"{where}; give {wanted}, or None to end")
+    usable = "a text, since the prompt is one" if prompt.text is not None else "a message"
+    raise ScoreError(f"{where}; give {usable}, or None to end")
 
 
 def to_score(value: object, task: str, prompt_id: str) -> Score:
-    """`value`, as returned by a task's `score`, as a `Score` of finite Python floats.
+    """Return the value that a task's `score` returned as a `Score` of finite Python floats.
 
     True and False count as 1 and 0; scalars of NumPy and torch are taken.
 
+    Args:
+        value: The value that `score` returned.
+        task: The task's name, for the message.
+        prompt_id: The prompt's id, for the message.
+
     Raises:
-        ScoreError: not a number, NaN or infinite; the message names the task and the prompt.
+        ScoreError: The value is not a number, NaN or infinite; the message names the task and the
+            prompt.
     """
     where = f"task {task}, prompt {prompt_id!r}"
     if isinstance(value, Score):
@@ -157,11 +186,13 @@ def to_score(value: object, task: str, prompt_id: str) -> Score:
             raise ScoreError(
                 f"{where}: Score.parts is a mapping of names, not {_show(value.parts)}"
             )
-        parts = {
-            str(key): _number(part, f"{where}: part {key!r} of the score")
-            for key, part in value.parts.items()
-        }
-        return Score(_number(value.reward, f"{where}: score"), parts)
+        return Score(
+            _number(value.reward, f"{where}: score"),
+            {
+                str(key): _number(part, f"{where}: part {key!r} of the score")
+                for key, part in value.parts.items()
+            },
+        )
     return Score(_number(value, f"{where}: score"))
 
 

@@ -1,4 +1,4 @@
-r"""Checkers by name: what says whether a completion gives a prompt's answer.
+r"""Checkers by name: functions that say whether a completion gives a prompt's answer.
 
     math                math-verify on the answer that the completion marks, or on its last number
                         (answers.py); `strict` takes marked answers only
@@ -18,9 +18,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from jetrl.errors import UserError
-from jetrl.tasks.answers import final_answer, gold_answer, is_right
+from jetrl.tasks.answers import final_answer, gold_answer, is_right, load_math_verify
 from jetrl.tasks.messages import nearest
-from jetrl.tasks.registry import load_function
+from jetrl.tasks.user_files import load_function
 from jetrl.types import Prompt, Score
 
 Checker = Callable[[Prompt, str], float | Score]
@@ -28,11 +28,16 @@ NAMES = ("math", "exact", "regex")
 
 
 def get_checker(name: str, pattern: str | None = None, strict: bool = False) -> Checker:
-    """The checker called `name`.
+    """Return the checker of a name.
+
+    Args:
+        name: `math`, `exact`, `regex` or `file.py:function`.
+        pattern: The regular expression of `regex`.
+        strict: Whether `math` takes marked answers only.
 
     Raises:
-        UserError: no such checker, file or function; a pattern that is missing, is none, or that
-            nothing would use.
+        UserError: There is no such checker, file or function, or the pattern is missing, is no
+            regular expression, or would not be used.
     """
     file, colon, function = name.rpartition(":")
     if pattern is not None and name != "regex":
@@ -42,6 +47,7 @@ def get_checker(name: str, pattern: str | None = None, strict: bool = False) -> 
     if colon and file.endswith(".py"):
         return load_function(Path(file), function)
     if name == "math":
+        load_math_verify()
         return lambda prompt, completion: check_math(prompt.answer or "", completion, strict)
     if name == "exact":
         return check_exact
@@ -54,7 +60,13 @@ def get_checker(name: str, pattern: str | None = None, strict: bool = False) -> 
 
 
 def check_math(gold: str, completion: str, strict: bool = False) -> Score:
-    """1 for the value of `gold`, which is a number, LaTeX, or a text that marks its answer."""
+    """Return the score of a completion: 1 where its answer has the value of the right one.
+
+    Args:
+        gold: The right answer: a number, LaTeX, or a text that marks its answer.
+        completion: The completion to score.
+        strict: Whether only a marked answer counts.
+    """
     answer = final_answer(completion, strict=strict)
     if answer is None:
         return Score(0.0, {"answered": 0.0})
@@ -63,7 +75,7 @@ def check_math(gold: str, completion: str, strict: bool = False) -> Score:
 
 
 def check_exact(prompt: Prompt, completion: str) -> float:
-    """1 for the prompt's answer and nothing else."""
+    """Return 1 for the prompt's answer and nothing else, otherwise 0."""
     return float(completion.strip() == (prompt.answer or "").strip())
 
 
@@ -80,11 +92,11 @@ def _regex(pattern: str | None) -> Checker:
         ) from None
 
     def check(prompt: Prompt, completion: str) -> Score:
-        found = list(compiled.finditer(completion))
-        if not found:
+        matches = list(compiled.finditer(completion))
+        if not matches:
             return Score(0.0, {"answered": 0.0})
-        said = found[-1].group(1 if compiled.groups else 0) or ""
-        right = prompt.answer is None or said.strip() == prompt.answer.strip()
+        answer = matches[-1].group(1 if compiled.groups else 0) or ""
+        right = prompt.answer is None or answer.strip() == prompt.answer.strip()
         return Score(float(right), {"answered": 1.0})
 
     return check

@@ -16,30 +16,33 @@ from typing import Any
 from jetrl.errors import UserError
 from jetrl.tasks.base import Task
 from jetrl.tasks.checkers import get_checker
-from jetrl.tasks.messages import nearest
-from jetrl.tasks.rows import Row, check_place, read_rows, splits_of
+from jetrl.tasks.messages import check_format, nearest, question_content
+from jetrl.tasks.rows import Row, check_path, read_rows, splits_of
 from jetrl.types import Prompt, Score
 
 
 class Dataset(Task):
-    """Rows of a file, a folder or a data set's name, each one a prompt.
+    """The rows of a file, a folder or a data set's name, each one a prompt.
 
-    path: a folder with `train.jsonl` and `test.jsonl` (or .parquet); one such file; a folder that
-        `datasets` saved; or a name that it loads, such as openai/gsm8k.
-    prompt: the field that is asked: a text, or a list of messages with role and content.
-    answer: the field that is right; a number is taken as its text. "" where the data has none.
-    demonstration: the field with a worked completion for supervised training; "": none.
-    chosen, rejected: the fields with a better and a worse completion, for a reward model; "": none.
-    id: the field that names a row; "": its split and number.
-    template: the text that is asked, with `{field}` for each field that it takes from the row;
-        default: the prompt field alone.
-    checker: math, exact, regex or file.py:function (checkers.py). pattern: of regex. strict: of
-        math.
-    format: "chat" makes a user message of a text, "text" asks it as it stands.
-    stop: strings that end a completion.
-    test_share, seed: where the data has no splits of its own, the share of its rows that is held
-        out as `test`, and which.
-    config: the data set's configuration, for a name.
+    Args:
+        path: A folder with `train.jsonl` and `test.jsonl` (or .parquet); one such file; a folder
+            that `datasets` saved; or a name that `datasets` loads, such as openai/gsm8k.
+        prompt: The field with the question: a text, or a list of messages with role and content.
+        answer: The field with the right answer; a number is taken as its text. "": none.
+        demonstration: The field with a worked completion for supervised training; "": none.
+        chosen: The field with the better of two completions, for a reward model; "": none.
+        rejected: The field with the worse of two completions, for a reward model; "": none.
+        id: The field that names a row; "": its split and number.
+        template: The text of the question, with `{field}` for each field to take from the row;
+            default: the prompt field alone.
+        checker: math, exact, regex or file.py:function (checkers.py).
+        pattern: The regular expression of the checker regex.
+        strict: Whether the checker math takes marked answers only.
+        format: "chat" makes a user's message of a text, "text" leaves it plain.
+        stop: Strings that end a completion.
+        test_share: Share of the rows that is held out as `test`, where the data has no splits.
+        seed: Seed of the choice of held-out rows.
+        config: The data set's configuration, for a name.
     """
 
     name = "dataset"
@@ -63,8 +66,7 @@ class Dataset(Task):
         seed: int = 0,
         config: str | None = None,
     ) -> None:
-        if format not in ("chat", "text"):
-            raise UserError(f"task.options.format = {format!r}: give 'chat' or 'text'")
+        check_format(format)
         if not 0 < test_share < 1:
             raise UserError(f"task.options.test_share = {test_share!r}: a number between 0 and 1")
         if isinstance(stop, str) or not all(isinstance(item, str) and item for item in stop):
@@ -74,7 +76,7 @@ class Dataset(Task):
                 f"task.options.answer is empty, but the checker {checker!r} compares with it: name "
                 "the field, or use the checker regex or file.py:function"
             )
-        check_place(path)
+        check_path(path)
         self.path, self.config = path, config
         self.fields = {"prompt": prompt, "answer": answer, "demonstration": demonstration, "id": id}
         self.fields |= {"chosen": chosen, "rejected": rejected}
@@ -88,12 +90,12 @@ class Dataset(Task):
             self.splits = tuple(self._own_splits)
 
     def prompts(self, split: str) -> Iterable[Prompt]:
-        """The rows of the split, in the order of the data."""
+        """Return the rows of the split, in the order of the data."""
         if self._own_splits != []:  # the splits of a name are for `datasets` to know
             self.check_split(split)
         rows = list(read_rows(self.path, split, self.config))
         if self._own_splits is None:
-            rows = self._part(rows, split)
+            rows = self._shuffled_split(rows, split)
         if not rows:
             raise UserError(f"task dataset: no rows in split {split!r} of {self.path}")
         prompts = [self._prompt(f"{split}-{n}", row, where) for n, (row, where) in enumerate(rows)]
@@ -115,8 +117,8 @@ class Dataset(Task):
         better, worse = (prompt.metadata.get(self.fields[n]) for n in ("chosen", "rejected"))
         return None if better is None or worse is None else (str(better), str(worse))
 
-    def _part(self, rows: list[tuple[Row, str]], split: str) -> list[tuple[Row, str]]:
-        """The rows of a split of data that has none of its own, in the order of the data."""
+    def _shuffled_split(self, rows: list[tuple[Row, str]], split: str) -> list[tuple[Row, str]]:
+        """Return a split of data that has no splits: drawn by a seed, in the order of the data."""
         order = list(range(len(rows)))
         random.Random(self.seed).shuffle(order)
         num_test = min(max(1, round(len(rows) * self.test_share)), len(rows) - 1)
@@ -124,9 +126,10 @@ class Dataset(Task):
         return [row for n, row in enumerate(rows) if (n in held_out) == (split == "test")]
 
     def _prompt(self, number: str, row: Row, where: str) -> Prompt:
-        asked = self._field(row, "prompt", where) if self.template is None else None
-        if self.template is not None:
-            asked = re.sub(r"\{(\w+)\}", lambda m: self._fill(row, m[1], where), self.template)
+        if self.template is None:
+            question = self._field(row, "prompt", where)
+        else:
+            question = re.sub(r"\{(\w+)\}", lambda m: self._fill(row, m[1], where), self.template)
         answer = self._text(row, "answer", where)
         if self._needs_answer and not (answer or "").strip():
             raise UserError(
@@ -136,26 +139,24 @@ class Dataset(Task):
         for name in ("demonstration", "chosen", "rejected"):
             self._text(row, name, where)
         prompt_id = self._text(row, "id", where) or number
-        if isinstance(asked, list | tuple):
-            messages = tuple(_message(item, self.fields["prompt"], where) for item in asked)
+        if isinstance(question, list | tuple):
+            messages = tuple(_message(item, self.fields["prompt"], where) for item in question)
             if self.format == "text" or not messages:
                 raise UserError(
                     f"{where}: field {self.fields['prompt']!r} is a list of messages"
                     + (", and task.options.format is 'text'" if messages else " and empty")
                 )
             return Prompt(id=prompt_id, messages=messages, answer=answer, metadata=dict(row))
-        if not isinstance(asked, str) or not asked:
+        if not isinstance(question, str) or not question:
             raise UserError(
-                f"{where}: field {self.fields['prompt']!r} is {asked!r:.60}, not a text or a list "
-                "of messages"
+                f"{where}: field {self.fields['prompt']!r} is {question!r:.60}, not a text or a "
+                "list of messages"
             )
-        if self.format == "text":
-            return Prompt(id=prompt_id, text=asked, answer=answer, metadata=dict(row))
-        message = {"role": "user", "content": asked}
-        return Prompt(id=prompt_id, messages=(message,), answer=answer, metadata=dict(row))
+        content = question_content(self.format, question)
+        return Prompt(id=prompt_id, answer=answer, metadata=dict(row), **content)
 
     def _text(self, row: Row, role: str, where: str) -> str | None:
-        """A field that is a text, or a number as its text; None where no field plays the role."""
+        """Return a text field, or a number as its text; None where no field plays the role."""
         if not self.fields[role]:
             return None
         value = self._field(row, role, where)

@@ -11,16 +11,16 @@ import re
 from collections.abc import Iterable
 
 from jetrl.errors import UserError
-from jetrl.tasks.answers import find_number
+from jetrl.tasks.answers import find_number, load_math_verify
 from jetrl.tasks.base import Task
 from jetrl.tasks.checkers import check_math
-from jetrl.tasks.rows import Row, check_place, read_rows
+from jetrl.tasks.messages import check_format, question_content
+from jetrl.tasks.rows import Row, check_path, read_rows
 from jetrl.types import Prompt, Score
 
 INSTRUCTION = (
     "Think step by step. End with the answer on a line of its own, written as #### NUMBER."
 )
-FORMATS = ("chat", "text")
 FIELDS = ("question", "answer")
 _ANNOTATION = re.compile(r"<<[^<>]*>>")
 
@@ -28,16 +28,17 @@ _ANNOTATION = re.compile(r"<<[^<>]*>>")
 class Gsm8k(Task):
     r"""Grade-school questions, answered with a number.
 
-    path: a folder with train.jsonl and test.jsonl (or .parquet); one such file, whose rows are the
-        prompts of both splits; or the name of a data set for `datasets` (`openai/gsm8k`).
-    format: "chat" gives messages for the chat template, "text" the plain prompt
-        "Question: ...\\nAnswer:\n", for base models and models without a template.
-    instruction: what follows the question in a chat prompt.
-    strict: take only `#### 18` and `\boxed{18}` for answers, not the last number of the text.
-    config: the data set's configuration, for `datasets` names.
-
     The reward is 1 for the right value and 0 otherwise; the part `answered` is 1 where the
     completion names a final answer by `####` or `\boxed`.
+
+    Args:
+        path: A folder with train.jsonl and test.jsonl (or .parquet); one such file, whose rows are
+            the prompts of both splits; or the name of a data set for `datasets` (`openai/gsm8k`).
+        format: "chat" gives messages for the chat template, "text" the plain prompt
+            "Question: ...\nAnswer:\n", for base models and models without a template.
+        instruction: Text after the question in a chat prompt.
+        strict: Whether only `#### 18` and `\boxed{18}` are answers, and not the last number.
+        config: The data set's configuration, for `datasets` names.
     """
 
     name = "gsm8k"
@@ -50,9 +51,9 @@ class Gsm8k(Task):
         strict: bool = False,
         config: str = "main",
     ) -> None:
-        if format not in FORMATS:
-            raise UserError(f"task.options.format = {format!r}: give 'chat' or 'text'")
-        check_place(path)
+        check_format(format)
+        check_path(path)
+        load_math_verify()
         self.path = path
         self.format = format
         self.instruction = instruction
@@ -61,7 +62,7 @@ class Gsm8k(Task):
         self.stop = ("\nQuestion:",) if format == "text" else ()
 
     def prompts(self, split: str) -> Iterable[Prompt]:
-        """Prompts with ids `train-0`, `train-1`, ... and the gold number as answer."""
+        """Return prompts with ids `train-0`, `train-1`, ... and the right number as answer."""
         self.check_split(split)
         prompts = [
             self._prompt(f"{split}-{index}", row, where)
@@ -75,7 +76,7 @@ class Gsm8k(Task):
         return check_math(prompt.answer or "", completion, self.strict)
 
     def demonstration(self, prompt: Prompt) -> str | None:
-        """The worked answer without its calculator annotations `<<48+24=72>>`."""
+        """Return the worked answer without its calculator annotations `<<48+24=72>>`."""
         return str(prompt.metadata["demonstration"])
 
     def self_test(self) -> list[tuple[Prompt, str, float | None]]:
@@ -101,9 +102,8 @@ class Gsm8k(Task):
             raise UserError(f"{where}: field 'answer' does not end with '#### NUMBER'")
         steps = _ANNOTATION.sub("", worked).strip()
         metadata = {"demonstration": f"{steps}\n#### {gold}".lstrip()}
-        if self.format == "text":
-            text = f"Question: {question}\nAnswer:\n"
-            return Prompt(id=prompt_id, text=text, answer=gold, metadata=metadata)
-        content = f"{question}\n{self.instruction}".strip()
-        messages = ({"role": "user", "content": content},)
-        return Prompt(id=prompt_id, messages=messages, answer=gold, metadata=metadata)
+        text = f"Question: {question}\nAnswer:\n"
+        if self.format == "chat":
+            text = f"{question}\n{self.instruction}".strip()
+        content = question_content(self.format, text)
+        return Prompt(id=prompt_id, answer=gold, metadata=metadata, **content)

@@ -1,4 +1,4 @@
-"""Several tasks as one: prompts drawn by weight, each judged by its own task.
+"""Several tasks as one: prompts drawn by weight, each scored by its own task.
 
     [task]
     name = "mix"
@@ -25,21 +25,23 @@ from typing import Any
 from jetrl.errors import UserError
 from jetrl.tasks.base import Task
 from jetrl.tasks.messages import nearest
-from jetrl.tasks.registry import get_task, read_prompts
+from jetrl.tasks.single import get_single_task, read_prompts
 from jetrl.types import Prompt, Reply, Score, Turn
 
 KEYS = ("name", "path", "weight", "label", "system_prompt", "options")
 
 
 class Mix(Task):
-    """Tasks mixed by weight.
-
-    tasks: a table for each, with `name` and, where needed, `path` and `options` as in [task];
-        `weight` (default 1), its share of the prompts of a step; `label`, what it is called in
-        metrics (default: the task's own); `system_prompt`, put before its chat prompts.
+    """Several tasks, mixed by weight.
 
     A step's prompts are shared out by weight, to within one prompt; over the steps the shares are
     exact. Held-out prompts are taken from the start of each task's split, as many of each.
+
+    Args:
+        tasks: A table for each task, with `name` and, where needed, `path` and `options` as in
+            [task]; `weight` (default 1), the task's share of the prompts of a step; `label`, the
+            task's name in metrics (default: the task's own); `system_prompt`, put before the task's
+            chat prompts.
     """
 
     name = "mix"
@@ -54,12 +56,12 @@ class Mix(Task):
             self._add(number, entry)
         if sum(self.weights.values()) <= 0:
             raise UserError("task.options.tasks: all weights are 0; at least one must be more")
-        parts = list(self.tasks.values())
-        splits = [split for split in parts[0].splits if all(split in p.splits for p in parts)]
+        mixed = list(self.tasks.values())
+        splits = [split for split in mixed[0].splits if all(split in t.splits for t in mixed)]
         self.splits = tuple(splits)
-        self.max_turns = max(part.max_turns for part in parts)
-        alphabets = [part.alphabet for part in parts if part.alphabet is not None]
-        if len(alphabets) == len(parts):
+        self.max_turns = max(task.max_turns for task in mixed)
+        alphabets = [task.alphabet for task in mixed if task.alphabet is not None]
+        if len(alphabets) == len(mixed):
             self.alphabet = "".join(dict.fromkeys("".join(alphabets)))
 
     def _add(self, number: int, entry: Mapping[str, Any]) -> None:
@@ -77,7 +79,10 @@ class Mix(Task):
         if entry["name"] == "mix":
             raise UserError(f"{where}: a mix in a mix; list its tasks here")
         try:
-            task = get_task(entry["name"], path=entry.get("path"), **entry.get("options", {}))
+            options = dict(entry.get("options", {}))
+            if entry.get("path") is not None:
+                options["path"] = str(entry["path"])
+            task = get_single_task(entry["name"], options)
         except UserError as error:
             raise UserError(f"{where}: {error}") from error
         label = str(entry.get("label", task.label))
@@ -90,7 +95,7 @@ class Mix(Task):
         self._system_prompts[label] = entry.get("system_prompt")
 
     def prompts(self, split: str) -> Iterable[Prompt]:
-        """Every task's prompts, one task after the other; ids are `label/id`."""
+        """Return every task's prompts, one task after the other; their ids are `label/id`."""
         self.check_split(split)
         for label, task in self.tasks.items():
             prompts = read_prompts(task, split)
@@ -109,7 +114,7 @@ class Mix(Task):
         return replace(prompt, id=f"{label}/{prompt.id}", messages=messages, task=label)
 
     def _own(self, prompt: Prompt) -> tuple[Task, Prompt]:
-        """The task of a prompt, and the prompt as that task knows it (a system prompt aside)."""
+        """Return a prompt's task, and the prompt as that task made it, but for a system prompt."""
         task = self.tasks[prompt.task]
         return task, replace(prompt, id=prompt.id.removeprefix(f"{prompt.task}/"), task="")
 

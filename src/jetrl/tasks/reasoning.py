@@ -17,7 +17,13 @@ from typing import Any
 
 from jetrl.errors import UserError
 from jetrl.tasks.base import Task
-from jetrl.tasks.messages import check_options, describe_error, nearest
+from jetrl.tasks.messages import (
+    check_format,
+    check_options,
+    describe_error,
+    nearest,
+    question_content,
+)
 from jetrl.types import Prompt, Score
 
 TEST_OFFSET = 1 << 30
@@ -26,13 +32,18 @@ _ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 
 
 class ReasoningGym(Task):
-    """One data set of reasoning-gym; its own `score_answer` gives the reward.
+    """A data set of reasoning-gym, whose own `score_answer` gives the reward.
 
-    dataset: its name there. size: questions of the training split. test_size: of the test split.
-    seed: of the first training question. format: "chat" (messages) or "text" (the bare question).
-    instruction: what follows the question in a chat prompt; with it the answer is what stands
-        between the last <answer> and </answer>, and without it (`instruction = ""`, or format
-        "text") the whole completion, stripped. options: the data set's own configuration.
+    Args:
+        dataset: The data set's name in reasoning-gym.
+        size: Number of questions of the training split.
+        test_size: Number of questions of the test split.
+        seed: Seed of the first training question.
+        format: "chat" (messages) or "text" (the bare question).
+        instruction: Text after the question in a chat prompt. With an instruction the answer is the
+            text between the last <answer> and </answer>; without one (`instruction = ""`, or format
+            "text") it is the whole completion, stripped.
+        options: The data set's own configuration.
     """
 
     def __init__(
@@ -45,8 +56,7 @@ class ReasoningGym(Task):
         instruction: str = INSTRUCTION,
         **options: Any,
     ) -> None:
-        if format not in ("chat", "text"):
-            raise UserError(f"task.options.format = {format!r}: give 'chat' or 'text'")
+        check_format(format)
         for key, value in (("size", size), ("test_size", test_size), ("seed", seed)):
             if not isinstance(value, int) or value < (0 if key == "seed" else 1):
                 raise UserError(f"task.options.{key} = {value!r}: give a whole number of 1 or more")
@@ -79,38 +89,38 @@ class ReasoningGym(Task):
                 ) from error
 
     def prompts(self, split: str) -> Iterable[Prompt]:
-        """Prompts with ids `train-0`, ...; made as they are asked for."""
+        """Return prompts with ids `train-0`, ..., each made when the iterator reaches it."""
         self.check_split(split)
         data = self._data[split]
         return (self._prompt(f"{split}-{index}", data[index]) for index in range(len(data)))
 
     def _prompt(self, prompt_id: str, entry: dict[str, Any]) -> Prompt:
-        question, answer = str(entry["question"]), entry["answer"]
-        content: dict[str, Any] = {"text": question}
+        text, answer = str(entry["question"]), entry["answer"]
         if self.format == "chat":
-            text = f"{question}\n\n{self.instruction}".strip()
-            content = {"messages": ({"role": "user", "content": text},)}
+            text = f"{text}\n\n{self.instruction}".strip()
         return Prompt(
             id=prompt_id,
             answer=None if answer is None else str(answer),
             metadata={"entry": entry},
-            **content,
+            **question_content(self.format, text),
         )
 
     def score(self, prompt: Prompt, completion: str) -> Score:
-        """The data set's own score; with an instruction the part `answered` is 1 where the
-        completion has tags around an answer."""
+        """Return the data set's own score.
+
+        With an instruction the part `answered` is 1 where the completion has tags around an answer.
+        """
         answer: str | None = completion.strip()
-        parts = {}
+        score_parts = {}
         if self.instruction:
             answers = _ANSWER.findall(completion)
             answer = answers[-1].strip() if answers else None
-            parts["answered"] = float(bool(answers))
+            score_parts["answered"] = float(bool(answers))
         reward = float(self._data["train"].score_answer(answer, prompt.metadata["entry"]))
-        return Score(reward, parts)
+        return Score(reward, score_parts)
 
     def demonstration(self, prompt: Prompt) -> str | None:
-        """The bare answer, in tags where they are asked for: there are no worked solutions."""
+        """Return the bare answer, in tags with an instruction: there are no worked solutions."""
         if prompt.answer is None:
             return None
         return f"<answer>{prompt.answer}</answer>" if self.instruction else prompt.answer

@@ -1,5 +1,7 @@
-"""Rows of data: objects with fields, from JSONL, Parquet, a `datasets` directory or a `datasets`
-name. Each row comes with where it stands, for messages."""
+"""Rows of data: objects with fields, from JSONL, Parquet or the package `datasets`.
+
+Each row comes with its file and line, or its number, for messages.
+"""
 
 from __future__ import annotations
 
@@ -21,54 +23,59 @@ FORMS = (
 _SAVED = ("dataset_dict.json", "state.json")  # of save_to_disk: a dictionary of splits, or one
 
 
-def check_place(path: str) -> None:
-    """Raise `UserError` for a path that names nothing here and cannot be a data set's name."""
-    place = Path(path).expanduser()
-    local = place.suffix in (".json", *SUFFIXES) or path.startswith((".", "/", "~"))
-    local = local or ("/" in path and place.parent.is_dir())  # a mistyped data/NAME
-    if not place.exists() and (local or path.count("/") > 1):
+def check_path(path: str) -> None:
+    """Raise `UserError` for a path that does not exist and cannot be a data set's name."""
+    location = Path(path).expanduser()
+    local = location.suffix in (".json", *SUFFIXES) or path.startswith((".", "/", "~"))
+    local = local or ("/" in path and location.parent.is_dir())  # a mistyped data/NAME
+    if not location.exists() and (local or path.count("/") > 1):
         raise UserError(f"task.path = {path}: no such file or folder; {FORMS}")
 
 
 def splits_of(path: str) -> list[str] | None:
-    """The splits that a folder holds; None for a single file or set of rows, which has none of its
-    own, and [] for a name, whose splits are not known without loading it."""
-    place = Path(path).expanduser()
-    if place.is_file() or (place / "state.json").is_file():
+    """Return the splits that a folder holds.
+
+    A single file or saved set of rows has no splits: None. The splits of a data set's name are not
+    known without loading it: [].
+    """
+    location = Path(path).expanduser()
+    if location.is_file() or (location / "state.json").is_file():
         return None
-    if (place / "dataset_dict.json").is_file():
-        contents = json.loads((place / "dataset_dict.json").read_text(encoding="utf-8"))
+    if (location / "dataset_dict.json").is_file():
+        contents = json.loads((location / "dataset_dict.json").read_text(encoding="utf-8"))
         return [str(split) for split in contents["splits"]]
-    if place.is_dir():
-        return sorted({file.stem for file in place.iterdir() if file.suffix in SUFFIXES})
+    if location.is_dir():
+        return sorted({file.stem for file in location.iterdir() if file.suffix in SUFFIXES})
     return []
 
 
 def read_rows(path: str, split: str, config: str | None = None) -> Iterator[tuple[Row, str]]:
-    """The rows of a split, each with where it stands (`data/train.jsonl, line 7`).
+    """Return the rows of a split, each with its position (`data/train.jsonl, line 7`).
 
-    path: see `FORMS`. split: which part of a folder or of a name; a single file has no parts.
-    config: the data set's configuration, for a name.
+    Args:
+        path: File, folder or data set's name; see `FORMS`.
+        split: The split of a folder or of a name; a single file has none.
+        config: The data set's configuration, for a name.
 
     Raises:
-        UserError: what cannot be read, with file and line; a package that is not installed.
+        UserError: A row cannot be read (with file and line), or a package is not installed.
     """
-    place = Path(path).expanduser()
-    if place.is_dir() and any((place / name).is_file() for name in _SAVED):
-        return _saved_rows(place, split)
-    if place.is_dir():
-        files = [place / f"{split}{suffix}" for suffix in SUFFIXES]
-        found = [file for file in files if file.is_file()]
-        if not found:
+    location = Path(path).expanduser()
+    if location.is_dir() and any((location / name).is_file() for name in _SAVED):
+        return _saved_rows(location, split)
+    if location.is_dir():
+        files = [location / f"{split}{suffix}" for suffix in SUFFIXES]
+        existing = [file for file in files if file.is_file()]
+        if not existing:
             raise UserError(f"task.path = {path}: the folder has no {split}.jsonl or .parquet")
-        place = found[0]
-    if place.is_file():
-        return _parquet_rows(place) if place.suffix == ".parquet" else read_jsonl(place)
+        location = existing[0]
+    if location.is_file():
+        return _parquet_rows(location) if location.suffix == ".parquet" else read_jsonl(location)
     return _named_rows(path, split, config)
 
 
 def read_jsonl(file: Path) -> Iterator[tuple[Row, str]]:
-    """The objects of a file with where they stand; blank lines are skipped."""
+    """Yield the objects of a JSONL file, each with its file and line; skip blank lines."""
     try:
         contents = file.read_bytes()
         text = contents.decode("utf-8-sig")  # some editors put a mark in front

@@ -1,5 +1,6 @@
-"""A scoring process, from the side that starts it: hands out items, takes in replies, and finds out
-what it died of.
+"""A scoring process, from the side that starts it.
+
+This side hands out items, takes in replies, and finds out the cause when the process dies.
 
 The process is a fresh interpreter with a session of its own, so that Ctrl-C does not reach it and
 whatever its task started ends with it. What it prints comes over a pipe, and the last of it is kept
@@ -25,13 +26,13 @@ from multiprocessing.connection import wait
 from jetrl.errors import RunStopped, UserError
 from jetrl.tasks.sandbox.wire import (
     LineBuffer,
-    Reply,
     WireError,
+    WorkerReply,
     pack_down,
     parse_reply,
     parse_started,
 )
-from jetrl.tasks.sandbox.worker import Setup
+from jetrl.tasks.sandbox.worker import WorkerSetup
 
 START_LIMIT_S = 120.0  # importing a task's packages from a cold disk
 KEPT_OUTPUT = 100_000  # bytes: a traceback of many threads
@@ -45,9 +46,16 @@ main(int(sys.argv[1]))
 
 
 class WorkerProcess:
-    """One worker process, from the parent's side. `jobs` are the items it has not answered yet."""
+    """A worker process, from the parent's side.
 
-    def __init__(self, setup: Setup) -> None:
+    Attributes:
+        setup: The task that the worker builds, and the limits of each score.
+        jobs: Tickets of the items that the worker has not answered yet.
+        ready: Whether the worker has built its task.
+        deadline: Time (of time.monotonic) by which the next answer must have come.
+    """
+
+    def __init__(self, setup: WorkerSetup) -> None:
         self.setup = setup
         self.jobs: deque[int] = deque()
         self.ready = False
@@ -61,6 +69,7 @@ class WorkerProcess:
 
     @property
     def running(self) -> bool:
+        """Return whether the process has been started and not been ended."""
         return self._process is not None
 
     def start(self) -> None:
@@ -96,11 +105,11 @@ class WorkerProcess:
         self.deadline = self._began + START_LIMIT_S
         self._send(self.setup)
 
-    def assign(self, indices: list[int], payloads: list[bytes]) -> None:
-        """Give an idle worker its next chunk."""
+    def assign(self, tickets: list[int], payloads: list[bytes]) -> None:
+        """Give an idle worker its next chunk: the tickets of the items, and the pickled items."""
         self._read_output()
         self._printed = b""
-        self.jobs.extend(indices)
+        self.jobs.extend(tickets)
         self._set_deadline()
         self._chunk = secrets.token_hex(8)
         # It died or spoke while idle: no item of the chunk was begun.
@@ -110,23 +119,25 @@ class WorkerProcess:
 
     @property
     def channels(self) -> list[socket.socket | int]:
-        """What to wait for: its answers, and what it prints."""
+        """The socket of the answers, and the pipe of the output: wait for either."""
         return [self.connection] if self.output is None else [self.connection, self.output]
 
-    def receive(self) -> list[tuple[int, Reply]]:
-        """The answers that have come in, as (item, reply): the last may be of an item that the
-        process died of, or that it was killed for."""
-        replies: list[tuple[int, Reply]] = []
+    def receive(self) -> list[tuple[int, WorkerReply]]:
+        """Return the answers that have come in, as (ticket, reply).
+
+        The last reply may be the failure of an item that the process died of or was killed for.
+        """
+        replies: list[tuple[int, WorkerReply]] = []
         if not self.running:
             return replies
         self._read_output()
         try:
             for line in self._read_lines():
-                took = time.monotonic() - self._began
+                took_s = time.monotonic() - self._began
                 self._set_deadline()
                 if not self.ready:
                     self._started(parse_started(line))
-                    self._lost_s += took if self._starts > 1 else 0.0
+                    self._lost_s += took_s if self._starts > 1 else 0.0
                     continue
                 if not self.jobs:
                     raise WireError("an answer that nobody asked for")
@@ -138,7 +149,7 @@ class WorkerProcess:
                     # before: a fresh process decides.
                     if self._answered == 0:
                         replies.append((self.jobs.popleft(), reply))
-                    self._lost_s += took
+                    self._lost_s += took_s
                     self._end()
                     self._give_back()
                     return replies
@@ -154,6 +165,7 @@ class WorkerProcess:
             failure = f"score took longer than {self.setup.timeout_s:g} s"
             if not self.ready:
                 failure = f"not ready after {START_LIMIT_S:g} s"
+        # The process died, sent nonsense or took too long: the item that it was at is a failure.
         self._end()
         if not self.ready:
             raise self._no_start(
@@ -162,22 +174,22 @@ class WorkerProcess:
         if self.jobs:
             # Who reads may be late; the process's own timer was not.
             self._lost_s += min(time.monotonic(), self.deadline) - self._began
-            replies.append((self.jobs.popleft(), Reply(0.0, {}, failure)))
+            replies.append((self.jobs.popleft(), WorkerReply(0.0, {}, failure)))
         self._give_back()
         return replies
 
     def take_back(self) -> list[int]:
-        """Items that a worker left unanswered through no fault of theirs."""
+        """Return the items that a worker left unanswered through no fault of theirs."""
         returned, self._returned = self._returned, []
         return returned
 
     def take_lost_s(self) -> float:
-        """Seconds since the last call that went to a score it died of, or to starting again."""
+        """Return the seconds lost since the last call to fatal scores and to starting again."""
         lost, self._lost_s = self._lost_s, 0.0
         return lost
 
     def hang_up(self) -> None:
-        """Tell the process to end; it does so at once when idle."""
+        """Tell the process to end; an idle one does so at once."""
         if self.running:
             self.connection.close()
 
@@ -196,13 +208,13 @@ class WorkerProcess:
         self.ready = self._has_worked = True
 
     def _no_start(self, why: str) -> UserError | RunStopped:
-        """The first start finds the user's mistakes; a later one fails in the middle of a run."""
+        """Return the error to raise: a user's mistake at the first start, later a stopped run."""
         if not self._has_worked:
             return UserError(why)
         return RunStopped(f"{why}. It had started before; go on with --resume once it does again")
 
     def _send(self, value: object) -> bool:
-        """Whether the process took it: False if it is gone, or does not read."""
+        """Send a value; return False if the process is gone or does not read."""
         self.connection.settimeout(max(0.0, self.deadline - time.monotonic()))
         try:
             self.connection.sendall(pack_down(value))
@@ -211,11 +223,11 @@ class WorkerProcess:
         return True
 
     def _has_spoken(self) -> bool:
-        """Whether bytes wait to be read (or the end of them)."""
+        """Return whether bytes, or the end of the stream, can be read at once."""
         return bool(wait([self.connection], timeout=0))
 
     def _read_lines(self) -> list[bytes]:
-        """The whole lines among the bytes that have come in; EOFError if the process is gone."""
+        """Return the whole lines that have come in; raise EOFError if the process is gone."""
         self.connection.settimeout(0)
         try:
             data = self.connection.recv(_READ)
@@ -228,7 +240,7 @@ class WorkerProcess:
         return self._lines.feed(data)
 
     def _read_output(self) -> bool:
-        """Takes in what the process printed, a bounded piece; whether there was any."""
+        """Read a bounded piece of the process's output; return whether there was any."""
         if self.output is None:
             return False
         try:
@@ -242,7 +254,7 @@ class WorkerProcess:
         return bool(data)
 
     def _set_deadline(self) -> None:
-        """The worker's own timer comes first; this one is for a worker that is not even running."""
+        """Set a deadline after the worker's own timer, for a worker that is not even running."""
         self._began = time.monotonic()
         self.deadline = self._began + 2 * self.setup.timeout_s + 2.0
 
@@ -288,7 +300,7 @@ class WorkerProcess:
 
 
 def _where(output: str) -> str:
-    """The innermost frame of the score in the last traceback that faulthandler printed."""
+    """Return the innermost frame of the score in the last traceback of faulthandler."""
     for block in reversed(re.split(r"(?m)^(?:Current t|T)hread 0x", output)):
         frames = re.findall(r'(?m)^  File "(.+)", line (\d+) in (.+)$', block)
         if any(name == "score_safely" for _, _, name in frames):

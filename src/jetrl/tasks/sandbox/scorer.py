@@ -1,4 +1,4 @@
-"""Scores completions in worker processes that can be killed.
+"""Scoring of completions in worker processes that can be killed.
 
 A task's score is other people's code on a model's text: a symbolic comparison that never ends, a
 regular expression that explodes, a segmentation fault in a parser. None of it may stop a run. So
@@ -12,6 +12,7 @@ Results come in the order of the items and depend on the task alone, not on the 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import math
@@ -19,22 +20,21 @@ import pickle
 import re
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from jetrl.errors import UserError
 from jetrl.settings import TaskSettings
 from jetrl.tasks.messages import describe_error
-from jetrl.tasks.registry import get_task, loaded_sources
+from jetrl.tasks.registry import get_task
 from jetrl.tasks.sandbox.process import WorkerProcess
-from jetrl.tasks.sandbox.wire import Reply
-from jetrl.tasks.sandbox.worker import Item, Setup, score_safely
-from jetrl.types import Prompt, Score, Turn
-from jetrl.types import Reply as Said
+from jetrl.tasks.sandbox.wire import WorkerReply
+from jetrl.tasks.sandbox.worker import Item, WorkerSetup, score_safely
+from jetrl.tasks.user_files import loaded_sources
+from jetrl.types import Prompt, Reply, Score, Turn
 
 logger = logging.getLogger(__name__)
 
@@ -43,8 +43,12 @@ MAX_CHUNK = 32
 
 @dataclass(frozen=True)
 class ScoredText:
-    """A completion's score. `failure` says why there is no verdict (then the reward is 0); it is ""
-    when the task gave one."""
+    """A completion's score.
+
+    Attributes:
+        score: The score that the task gave; a reward of 0 where it gave none.
+        failure: The reason why the task gave no score; "" if it gave one.
+    """
 
     score: Score
     failure: str = ""
@@ -52,36 +56,42 @@ class ScoredText:
 
 @dataclass(frozen=True)
 class StepAnswer:
-    """What a task says to a turn. ticket: of the `ask`. reply: None ends the completion; failure
-    says why where the task gave no answer, and is "" when it did."""
+    """A task's answer to a turn.
+
+    Attributes:
+        ticket: The ticket that `ask` returned.
+        reply: The environment's reply; None ends the completion.
+        failure: The reason why the task gave no answer; "" if it gave one.
+    """
 
     ticket: int
-    reply: Said | None
+    reply: Reply | None
     failure: str = ""
 
 
 class Scorer:
-    """Scores (prompt, completion) pairs with a task, in processes that can be killed.
-
-    Args:
-        name, path, options: the task, as for `get_task`.
-        workers: number of processes; 0 scores in this process, without any protection from a score
-            that hangs or crashes (a way to debug a task: prints and breakpoints work).
-        timeout_s: seconds that one score may take.
-        memory_mib: memory that one score may take beyond what a worker has when its task is built;
-            0: no limit.
-        max_lost_s: seconds a worker that the scores of one step, with the turns of its rollout, may
-            lose to what hangs or crashes, and to starting workers again. Past it, what has no
-            verdict yet gets none, nor what comes until the next `begin_step`: a batch of nothing
-            but hanging scores cannot hold a step up for hours.
+    """A task's score and turns, computed in processes that can be killed.
 
     On start the task's `self_test` cases are scored, so that a checker that does not work is an
-    error now and not a run without reward.
+    error then and not a run without reward. A scorer is used from one thread, and as a context
+    manager or with `close()`.
 
-    Use it from one thread, and as a context manager or with `close()`.
+    Args:
+        name: The task's name, as for `get_task`.
+        path: The task's data file or folder.
+        options: The task's options.
+        workers: Number of processes; 0 scores in this process, without any protection from a score
+            that hangs or crashes (a way to debug a task: prints and breakpoints work).
+        timeout_s: Seconds that one score may take.
+        memory_mib: MiB that one score may take beyond those that a worker has when its task is
+            built; 0: no limit.
+        max_lost_s: Seconds a worker that the scores of one step, with the turns of its rollout, may
+            lose to hangs, crashes and starting workers again. After that, completions without a
+            score get none until the next `begin_step`: a batch of nothing but hanging scores cannot
+            hold a step up for hours.
 
     Raises:
-        UserError: the task cannot be built, or fails its self-test.
+        UserError: The task cannot be built, or fails its self-test.
     """
 
     def __init__(
@@ -102,15 +112,17 @@ class Scorer:
         self._max_lost_s = max_lost_s
         self._lost_s, self._last_failure, self._given_up = 0.0, "", ""
         folder = None if path is None else str(path)
-        of = dict(options or {})
-        self._task = get_task(name, path=folder, **of)
-        self._setup = Setup(name, folder, of, float(timeout_s), memory_mib, loaded_sources())
-        self._workers = [WorkerProcess(self._setup) for _ in range(workers)]
+        task_options = dict(options or {})
+        self._task = get_task(name, path=folder, **task_options)
+        setup = WorkerSetup(
+            name, folder, task_options, float(timeout_s), memory_mib, loaded_sources()
+        )
+        self._workers = [WorkerProcess(setup) for _ in range(workers)]
         self._tickets = itertools.count()
-        self._payloads: dict[int, bytes] = {}  # of items without a reply
-        self._pending: deque[int] = deque()  # of these, those that no worker has
-        self._replies: dict[int, Reply] = {}  # that nobody has taken yet
-        self._turns: set[int] = set()  # items that are turns, not scores, without an answer
+        self._payloads: dict[int, bytes] = {}  # pickled items without a reply
+        self._pending: deque[int] = deque()  # tickets of the items that no worker has
+        self._replies: dict[int, WorkerReply] = {}  # replies that nobody has taken yet
+        self._turns: set[int] = set()  # tickets of the turns without an answer
         try:
             self._self_test()
         except BaseException:
@@ -119,23 +131,18 @@ class Scorer:
 
     @classmethod
     def from_settings(cls, task: TaskSettings) -> Self:
-        """The scorer that the settings of a run describe."""
+        """Return the scorer that the settings of a run describe."""
         limits = (task.workers, task.timeout_s, task.memory_mib, task.max_lost_s)
         return cls(task.name, task.path, task.options, *limits)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
-        """End the workers. A later `score` starts new ones."""
+        """End the workers; a later `score` starts new ones."""
         for worker in self._workers:
             worker.hang_up()
         deadline = time.monotonic() + 1.0
@@ -143,98 +150,105 @@ class Scorer:
             worker.stop(deadline)
 
     def score(self, items: Sequence[tuple[Prompt, str | tuple[Turn, ...]]]) -> list[ScoredText]:
-        """The scores of (prompt, completion) pairs, in their order. A completion is its text, or
-        its turns where it has some.
+        """Return the scores of (prompt, completion) pairs, in their order.
 
-        Never blocks on one, and loses at most about `max_lost_s` to those that hang or crash.
+        A completion is its text, or its turns where it has some. No completion blocks the others,
+        and at most about `max_lost_s` is lost to scores that hang or crash.
 
         Raises:
-            UserError: a prompt that cannot be pickled.
-            RunStopped: a worker that cannot be started again.
+            UserError: A prompt cannot be pickled.
+            RunStopped: A worker cannot be started again.
         """
         self.begin_step()
         return self.finish([self.begin(prompt, completion) for prompt, completion in items])
 
     @property
     def has_workers(self) -> bool:
-        """Whether what is begun goes on by itself; else it is scored at once."""
+        """Return whether workers score in the background; without them `begin` scores at once."""
         return bool(self._workers)
 
     def begin_step(self) -> None:
-        """What is lost to scores that hang or crash counts anew from here: a step begins."""
+        """Begin a step: set the time lost to scores that hang or crash back to zero."""
         self._lost_s, self._given_up = 0.0, ""
 
     def begin(self, prompt: Prompt, completion: str | tuple[Turn, ...]) -> int:
-        """Begin to score a completion. Returns a ticket for `finish`.
+        """Begin to score a completion, and return a ticket for `finish`.
 
         Raises:
-            UserError: as `score`.
+            UserError: The prompt cannot be pickled.
         """
-        try:
+        with self._dropping_on_error():
             return self._submit(Item(prompt, completion))
-        except BaseException:
-            self.drop()
-            raise
 
     def attend(self) -> None:
-        """Keep the workers busy with what was begun; does not wait."""
-        try:
+        """Keep the workers busy, without waiting for them."""
+        with self._dropping_on_error():
             if self._payloads:
                 self._pump(wait_for_one=False)
-        except BaseException:
-            self.drop()
-            raise
 
     def finish(self, tickets: Sequence[int]) -> list[ScoredText]:
-        """Wait for the verdicts of what was begun, in the order of the tickets.
+        """Wait for the scores of completions that were begun, in the order of their tickets.
 
         Raises:
-            UserError: as `score`.
+            RunStopped: A worker cannot be started again.
         """
-        try:
+        with self._dropping_on_error():
             while not self._payloads.keys().isdisjoint(tickets):
                 self._pump(wait_for_one=True)
-        except BaseException:  # Ctrl-C and errors: no worker may be left with half a chunk
-            self.drop()
-            raise
-        return [_scored(self._replies.pop(ticket)) for ticket in tickets]
+        replies = [self._replies.pop(ticket) for ticket in tickets]
+        return [ScoredText(Score(reply.reward, reply.parts), reply.failure) for reply in replies]
 
     def ask(self, prompt: Prompt, turns: Sequence[Turn], completion: str) -> int:
-        """Begin to find out what the task says to a turn (`Task.step`). Returns a ticket.
+        """Ask the task for its reply to a turn (`Task.step`), and return a ticket.
+
+        Args:
+            prompt: The prompt that the completion answers.
+            turns: The turns before this one.
+            completion: The text that the model wrote in this turn, without the stop string.
 
         Raises:
-            UserError: as `score`.
+            UserError: The prompt cannot be pickled.
         """
         ticket = self._submit(Item(prompt, (*turns, Turn(completion)), step=True))
         self._turns.add(ticket)
         return ticket
 
     def answers(self, wait_for_one: bool) -> list[StepAnswer]:
-        """What has been said to the turns asked about; with `wait_for_one`, at least one answer if
-        any is due. A step that hangs or crashes is an answer with a failure, as for a score."""
-        try:
+        """Return the answers that have come; with `wait_for_one`, at least one if any is due.
+
+        A step that hangs or crashes is an answer with a failure, as for a score.
+        """
+        with self._dropping_on_error():
             if self._payloads:
                 self._pump(wait_for_one=False)
             while wait_for_one and self._turns and self._turns.isdisjoint(self._replies):
                 self._pump(wait_for_one=True)
-        except BaseException:
-            self.drop()
-            raise
         answered = [ticket for ticket in self._replies if ticket in self._turns]
         self._turns.difference_update(answered)
         replies = [(ticket, self._replies.pop(ticket)) for ticket in answered]
         return [
-            StepAnswer(ticket, reply.said, re.sub("^score ", "step ", reply.failure))
+            StepAnswer(ticket, reply.step_reply, re.sub("^score ", "step ", reply.failure))
             for ticket, reply in replies
         ]
 
     def drop(self) -> None:
-        """Forget what was begun and asked; a worker that is at it is ended."""
+        """Forget all completions and turns without a result; end the workers that are at one."""
         self._forget({*self._payloads, *self._replies})
 
+    @contextlib.contextmanager
+    def _dropping_on_error(self) -> Iterator[None]:
+        """On Ctrl-C or an error, drop everything: no worker may be left with half a chunk."""
+        try:
+            yield
+        except BaseException:
+            self.drop()
+            raise
+
     def drop_turns(self) -> None:
-        """Forget the turns that were asked about; a worker that is at one is ended, and the scores
-        that it had go to another."""
+        """Forget the turns without an answer; end the workers that are at one.
+
+        The scores that such a worker had go to another.
+        """
         self._forget(set(self._turns))
 
     def _forget(self, tickets: set[int]) -> None:
@@ -252,7 +266,7 @@ class Scorer:
     def _submit(self, item: Item) -> int:
         ticket = next(self._tickets)
         if self._given_up:
-            self._replies[ticket] = Reply(0.0, {}, self._given_up)
+            self._replies[ticket] = WorkerReply(0.0, {}, self._given_up)
         elif self._workers:
             self._payloads[ticket] = self._pickled(item)
             # A sequence waits for its turn's answer; nothing waits for one score.
@@ -262,9 +276,9 @@ class Scorer:
         return ticket
 
     def _pump(self, wait_for_one: bool) -> None:
-        """Hands out what is pending and takes in what has come, after waiting for something to
-        come if so."""
+        """Hand out pending items and take in replies; with `wait_for_one`, wait for one first."""
         pending = self._pending
+        # Give each idle worker a chunk.
         for worker in self._workers:
             if not worker.running:
                 worker.start()
@@ -273,11 +287,13 @@ class Scorer:
                 chunk = [pending.popleft() for _ in range(size)]
                 worker.assign(chunk, [self._payloads[ticket] for ticket in chunk])
             pending.extendleft(reversed(worker.take_back()))
+        # Wait until a worker sends or prints something, or the first deadline has passed.
         watched = [w for w in self._workers if w.running and (w.jobs or not w.ready)]
         if wait_for_one and watched:
             patience = min(worker.deadline for worker in watched) - time.monotonic()
             channels = [channel for worker in watched for channel in worker.channels]
             wait(channels, timeout=max(0.0, patience))
+        # Take in the replies, and the items of workers that ended.
         for worker in watched:
             for ticket, reply in worker.receive():
                 self._replies[ticket] = reply
@@ -289,22 +305,22 @@ class Scorer:
             self._give_up_the_rest()
 
     def _give_up_the_rest(self) -> None:
-        """Makes a failure of each item that has no reply yet."""
+        """Make a failure of each item that has no reply yet."""
         for worker in self._workers:
             if worker.jobs:
                 worker.stop()
         last = self._last_failure
         logger.warning(
-            "%d of %d completions get no verdict: scores that hung or crashed took %.0f s, the "
+            "%d of %d completions get no score: scores that hung or crashed took %.0f s, the "
             "last of them: %s",
             *(len(self._payloads), len(self._payloads) + len(self._replies), self._lost_s, last),
         )
         self._given_up = (
-            f"not judged: others of the batch hung or crashed for {self._lost_s:.0f} s "
+            f"not scored: others of the batch hung or crashed for {self._lost_s:.0f} s "
             f"(task.max_lost_s = {self._max_lost_s:g} s a worker); one of them: {last}"
         )
         for ticket in self._payloads:
-            self._replies[ticket] = Reply(0.0, {}, self._given_up)
+            self._replies[ticket] = WorkerReply(0.0, {}, self._given_up)
         self._payloads.clear()
         self._pending.clear()
 
@@ -340,16 +356,12 @@ class Scorer:
                 )
 
     def _test_steps(self, cases: Sequence[tuple[Prompt, str]]) -> None:
-        asked = {self.ask(prompt, (), completion): prompt for prompt, completion in cases}
-        while asked:
+        prompts = {self.ask(prompt, (), completion): prompt for prompt, completion in cases}
+        while prompts:
             for answer in self.answers(wait_for_one=True):
-                prompt = asked.pop(answer.ticket)
+                prompt = prompts.pop(answer.ticket)
                 if answer.failure:
                     raise UserError(
                         f"task {self._task.label} cannot answer a turn of prompt {prompt.id!r}: "
                         f"{answer.failure}"
                     )
-
-
-def _scored(reply: Reply) -> ScoredText:
-    return ScoredText(Score(reply.reward, reply.parts), reply.failure)

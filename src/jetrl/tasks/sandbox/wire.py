@@ -1,8 +1,8 @@
-"""What the scorer and its workers say to each other over their socket.
+"""The messages between the scorer and its workers, over their socket.
 
 Down to the worker go pickles, each behind its length: the worker believes who started it. Up come
 lines of JSON and nothing else: a worker runs checkers on text that a model wrote, so what it sends
-is judged like any other input. A line has a largest length and a fixed form; anything else is a
+is checked like any other input. A line has a largest length and a fixed form; anything else is a
 `WireError`, and the worker that sent it is ended.
 """
 
@@ -18,7 +18,7 @@ MAX_LINE = 2**16  # bytes of one line from a worker
 MAX_FAILURE = 2000  # characters
 MAX_PARTS = 64
 MAX_PART_NAME = 200  # characters
-MAX_SAID = 5000  # characters of what an environment says: a line holds them, however escaped
+MAX_STEP_REPLY = 5000  # characters of an environment's reply: a line holds them, escaped too
 _LENGTH = struct.Struct("!Q")
 
 
@@ -26,29 +26,36 @@ class WireError(ValueError):
     """A worker sent what no worker sends."""
 
 
-class Reply(NamedTuple):
-    """A worker's answer to one item. failure: why there is no verdict, "" if there is one. last:
-    memory, files, threads or processes ran out and the worker ends; a fresh one is to try again,
-    unless this one was. chunk: the number that came with the items; nobody can answer a chunk
-    before it was handed out. said: of a turn, what the environment says to it; None ends the
-    completion."""
+class WorkerReply(NamedTuple):
+    """A worker's answer to one item.
+
+    Attributes:
+        reward: The completion's reward; 0 for a failure, and for a turn.
+        parts: Named parts of the score.
+        failure: The reason why there is no score; "" if there is one.
+        last: Whether the worker ends because memory, files, threads or processes ran out. A fresh
+            worker tries the item again, unless this worker was fresh.
+        chunk: The random number that came with the items: a chunk cannot be answered before it was
+            handed out.
+        step_reply: The environment's reply to a turn; None ends the completion.
+    """
 
     reward: float
     parts: dict[str, float]
     failure: str
     last: bool = False
     chunk: str = ""
-    said: str | dict[str, str] | None = None
+    step_reply: str | dict[str, str] | None = None
 
 
 def pack_down(value: object) -> bytes:
-    """`value` as the worker's `read_down` takes it."""
+    """Return a value as bytes that the worker's `read_down` reads."""
     data = pickle.dumps(value)
     return _LENGTH.pack(len(data)) + data
 
 
 def read_down(stream: BinaryIO) -> Any:
-    """The next thing that the scorer sent; EOFError when it hung up."""
+    """Return the next value that the scorer sent; raise EOFError when it hung up."""
     head = stream.read(_LENGTH.size)
     if len(head) < _LENGTH.size:
         raise EOFError
@@ -57,14 +64,17 @@ def read_down(stream: BinaryIO) -> Any:
 
 
 def started_line(error: str = "") -> bytes:
-    """The worker's first line: its task is built, or why it cannot be."""
+    """Return the worker's first line: its task is built, or the error that prevents it."""
     return _line({"started": not error, "error": error[:MAX_FAILURE]})
 
 
-def reply_line(reply: Reply) -> bytes:
-    """A reply as a line. A score with more or longer named parts than a line takes is a failure."""
+def reply_line(reply: WorkerReply) -> bytes:
+    """Return a reply as a line.
+
+    A score with more or longer named parts than a line takes becomes a failure.
+    """
     if len(reply.parts) > MAX_PARTS or any(len(name) > MAX_PART_NAME for name in reply.parts):
-        reply = Reply(
+        reply = WorkerReply(
             0.0,
             {},
             f"score returned {len(reply.parts)} parts; at most {MAX_PARTS}, with names of at most "
@@ -75,56 +85,56 @@ def reply_line(reply: Reply) -> bytes:
 
 
 def parse_started(line: bytes) -> str:
-    """What keeps the worker's task from being built; "" if nothing does."""
+    """Return the error that keeps the worker's task from being built; "" if there is none."""
     message = _object(line)
     started, error = message.get("started"), message.get("error")
-    if set(message) != {"started", "error"} or not isinstance(started, bool):
+    typed = isinstance(started, bool) and isinstance(error, str)
+    if set(message) != {"started", "error"} or not typed or started == bool(error):
         raise WireError("its first line is not one of a worker")
-    if not isinstance(error, str) or started == bool(error):
-        raise WireError("its first line is not one of a worker")
-    return error
+    return str(error)
 
 
-def parse_reply(line: bytes) -> Reply:
-    """A worker's line as a reply of finite numbers.
+def parse_reply(line: bytes) -> WorkerReply:
+    """Return a worker's line as a reply with finite numbers.
 
     Raises:
-        WireError: it is none.
+        WireError: The line is no such reply.
     """
     message = _object(line)
-    if set(message) != set(Reply._fields):
+    if set(message) != set(WorkerReply._fields):
         raise WireError("it has other fields than a reply")
-    reply = Reply(**message)
+    reply = WorkerReply(**message)
     if not isinstance(reply.parts, dict) or len(reply.parts) > MAX_PARTS:
         raise WireError("the parts of its score are none")
     texts = isinstance(reply.failure, str) and isinstance(reply.chunk, str)
     if not texts or not isinstance(reply.last, bool):
         raise WireError("a field of another type than a reply's")
-    if not isinstance(reply.said, str | dict | None):
+    step_reply = reply.step_reply
+    if not isinstance(step_reply, str | dict | None):
         raise WireError("a turn's answer that is neither text nor a message")
-    if isinstance(reply.said, dict) and not all(isinstance(v, str) for v in reply.said.values()):
+    if isinstance(step_reply, dict) and not all(isinstance(v, str) for v in step_reply.values()):
         raise WireError("a message with something else than text in it")
-    return Reply(
+    return WorkerReply(
         _finite(reply.reward),
         {name[:MAX_PART_NAME]: _finite(value) for name, value in reply.parts.items()},
         reply.failure[:MAX_FAILURE],
         reply.last,
         reply.chunk,
-        reply.said,
+        step_reply,
     )
 
 
 class LineBuffer:
-    """Bytes in, whole lines out."""
+    """A buffer that takes bytes and gives whole lines."""
 
     def __init__(self) -> None:
         self._rest = b""
 
     def feed(self, data: bytes) -> list[bytes]:
-        """The lines that `data` completes, without their ends.
+        """Return the lines that `data` completes, without their ends.
 
         Raises:
-            WireError: a line longer than MAX_LINE.
+            WireError: A line is longer than MAX_LINE.
         """
         *lines, self._rest = (self._rest + data).split(b"\n")
         if max(map(len, [*lines, self._rest])) > MAX_LINE:

@@ -36,8 +36,15 @@ from typing import Any
 from jetrl.errors import UserError
 from jetrl.tasks.base import ScoreError, Task, to_reply, to_score
 from jetrl.tasks.messages import describe_error
-from jetrl.tasks.registry import get_task, use_sources
-from jetrl.tasks.sandbox.wire import MAX_SAID, Reply, read_down, reply_line, started_line
+from jetrl.tasks.registry import get_task
+from jetrl.tasks.sandbox.wire import (
+    MAX_STEP_REPLY,
+    WorkerReply,
+    read_down,
+    reply_line,
+    started_line,
+)
+from jetrl.tasks.user_files import use_sources
 from jetrl.types import Prompt, Turn
 
 STDERR = 2
@@ -45,10 +52,18 @@ _RAN_OUT = (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM)
 
 
 @dataclass(frozen=True)
-class Setup:
-    """What a worker needs to build its task, the seconds a score may take, and the memory in MiB
-    that it may take beyond what the process has when the task is built (0: no limit). sources: what
-    the user's files read when the scorer was made, by path."""
+class WorkerSetup:
+    """The task that a worker builds, and the limits of each score.
+
+    Attributes:
+        name: The task's name, as for `get_task`.
+        path: The task's data file or folder.
+        options: The task's options.
+        timeout_s: Seconds that a score may take.
+        memory_mib: MiB that a score may take beyond those that the process has when the task is
+            built; 0: no limit.
+        sources: Sources of the user's files when the scorer was made, by path.
+    """
 
     name: str
     path: str | None
@@ -60,8 +75,13 @@ class Setup:
 
 @dataclass(frozen=True)
 class Item:
-    """What a worker is asked. completion: the text to score; or, of a task with turns, all turns to
-    score, the last without a reply. step: answer that last turn instead of scoring."""
+    """A completion for a worker to score, or a turn for it to reply to.
+
+    Attributes:
+        prompt: The prompt that the completion answers.
+        completion: The text to score; for a task with turns, all turns, the last without a reply.
+        step: Whether the worker replies to the last turn instead of scoring.
+    """
 
     prompt: Prompt
     completion: str | tuple[Turn, ...]
@@ -77,7 +97,8 @@ def main(descriptor: int) -> None:
     connection, process = socket.socket(fileno=descriptor), os.getpid()
     incoming = connection.makefile("rb")
     threading.Thread(target=_end_with_parent, args=(descriptor,), daemon=True).start()
-    setup: Setup = read_down(incoming)
+    # Build the task, and say whether that could be done.
+    setup: WorkerSetup = read_down(incoming)
     use_sources(setup.sources)
     try:
         task = get_task(setup.name, path=setup.path, **setup.options)
@@ -90,6 +111,7 @@ def main(descriptor: int) -> None:
     if setup.memory_mib:
         _limit_memory(setup.memory_mib * 2**20)
     connection.sendall(started_line())
+    # Score chunk after chunk, each item under a timer that ends the process when it runs out.
     while True:
         try:
             chunk, items = read_down(incoming)
@@ -99,7 +121,7 @@ def main(descriptor: int) -> None:
             try:
                 faulthandler.dump_traceback_later(setup.timeout_s, exit=True, file=STDERR)
             except RuntimeError as error:  # its thread: scores before have left too many
-                reply = Reply(0.0, {}, f"no timer for the score: {error}", last=True)
+                reply = WorkerReply(0.0, {}, f"no timer for the score: {error}", last=True)
             else:
                 reply = _score_pickled(task, item, setup.memory_mib)
             if os.getpid() != process:
@@ -111,8 +133,10 @@ def main(descriptor: int) -> None:
 
 
 def _limit_memory(more: int) -> None:
-    """Let the process take `more` bytes beyond what it has now. What counts is address space: the
-    one measure that Linux refuses at once and without killing anybody else."""
+    """Let the process take `more` bytes of address space beyond its present size.
+
+    Address space is the one measure that Linux refuses at once and without killing anybody else.
+    """
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
     limit = pages * resource.getpagesize() + more
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
@@ -121,67 +145,79 @@ def _limit_memory(more: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
-def _score_pickled(task: Task, item: bytes, memory_mib: int) -> Reply:
+def _score_pickled(task: Task, pickled: bytes, memory_mib: int) -> WorkerReply:
     try:
-        found: Item = pickle.loads(item)
+        item: Item = pickle.loads(pickled)
     except Exception as error:
         failure = f"the prompt does not unpickle in a worker: {describe_error(error)}"
-        return Reply(0.0, {}, failure, last=_ran_out(error))
-    return score_safely(task, found, memory_mib)
+        return WorkerReply(0.0, {}, failure, last=_ran_out(error))
+    return score_safely(task, item, memory_mib)
 
 
-def score_safely(task: Task, item: Item, memory_mib: int = 0) -> Reply:
-    """The task's verdict, or what it says to a turn; whatever it raises or wrongly returns becomes
-    reward 0 and a text. Where memory, files, threads or processes ran out the reply is the last of
-    the process: what took them may still be held."""
+def score_safely(task: Task, item: Item, memory_mib: int = 0) -> WorkerReply:
+    """Return the task's score of a completion or reply to a turn; an error becomes a failure.
+
+    Where memory, files, threads or processes ran out, the reply is the last one of the process:
+    they may still be held.
+
+    Args:
+        task: The task.
+        item: The completion to score, or the turn to reply to.
+        memory_mib: The limit on memory, for the message; 0: none.
+    """
     try:
-        return _ask(task, item)
+        return _answer(task, item)
     except ScoreError as error:
-        return Reply(0.0, {}, str(error))
+        return WorkerReply(0.0, {}, str(error))
     except KeyboardInterrupt:
         raise
     except MemoryError as error:
         limit = f"; task.memory_mib = {memory_mib}" if memory_mib else ""
-        return Reply(0.0, {}, f"score ran out of memory: {describe_error(error)}{limit}", last=True)
+        failure = f"score ran out of memory: {describe_error(error)}{limit}"
+        return WorkerReply(0.0, {}, failure, last=True)
     except BaseException as error:  # SystemExit and the like are the task's failures too
-        return Reply(0.0, {}, f"score raised {describe_error(error)}", last=_ran_out(error))
+        return WorkerReply(0.0, {}, f"score raised {describe_error(error)}", last=_ran_out(error))
 
 
 def _ran_out(error: BaseException) -> bool:
-    """Whether an error, or one that it came from, says that memory, files, threads or processes ran
-    out."""
-    seen: BaseException | None = error
+    """Return whether memory, files, threads or processes ran out, by an error and its causes."""
+    cause: BaseException | None = error
     for _ in range(10):  # a chain may lead back to itself
-        if isinstance(seen, MemoryError) or (isinstance(seen, OSError) and seen.errno in _RAN_OUT):
+        if isinstance(cause, MemoryError):
             return True
-        if isinstance(seen, RuntimeError) and "can't start new thread" in str(seen):
+        if isinstance(cause, OSError) and cause.errno in _RAN_OUT:
             return True
-        seen = seen and (seen.__cause__ or seen.__context__)
+        if isinstance(cause, RuntimeError) and "can't start new thread" in str(cause):
+            return True
+        cause = cause and (cause.__cause__ or cause.__context__)
     return False
 
 
-def _ask(task: Task, item: Item) -> Reply:
+def _answer(task: Task, item: Item) -> WorkerReply:
     prompt, completion = item.prompt, item.completion
     if item.step:
         assert not isinstance(completion, str)  # Scorer.ask
         *turns, last = completion
-        said = to_reply(task.step(prompt, tuple(turns), last.completion), prompt, task.label)
-        text = "".join(said.values()) if isinstance(said, Mapping) else said or ""
-        if len(text) > MAX_SAID:
+        reply = to_reply(task.step(prompt, tuple(turns), last.completion), prompt, task.label)
+        text = "".join(reply.values()) if isinstance(reply, Mapping) else reply or ""
+        if len(text) > MAX_STEP_REPLY:
             raise ScoreError(
                 f"task {task.label}, prompt {prompt.id!r}: step returned {len(text)} characters; "
-                f"at most {MAX_SAID}"
+                f"at most {MAX_STEP_REPLY}"
             )
-        return Reply(0.0, {}, "", said=dict(said) if isinstance(said, Mapping) else said)
+        return WorkerReply(
+            0.0, {}, "", step_reply=dict(reply) if isinstance(reply, Mapping) else reply
+        )
     if isinstance(completion, str):
         value = task.score(prompt, completion)
     else:
         value = task.score_turns(prompt, completion)
     score = to_score(value, task.label, prompt.id)
-    return Reply(score.reward, dict(score.parts), "")
+    return WorkerReply(score.reward, dict(score.parts), "")
 
 
 def _end_with_parent(descriptor: int) -> None:
+    """Wait until the parent has closed its end of the socket, then kill this process's session."""
     poll = select.poll()
     poll.register(descriptor, 0)  # hang-up is reported without being asked for
     poll.poll()
@@ -191,7 +227,7 @@ def _end_with_parent(descriptor: int) -> None:
 
 
 def _end_session(descriptor: int) -> None:
-    """Ends what the task may have started, if nobody is there to do it."""
+    """End the processes that the task may have started, if the parent is gone."""
     poll = select.poll()
     poll.register(descriptor, 0)
     if poll.poll(0):

@@ -1,0 +1,147 @@
+"""Classes and functions of a user's Python file, as `my_task.py:MyTask` names them.
+
+A file is run as a module with a name of its own. What it read is kept: a scoring worker that is
+started in the middle of a run runs the same source, whatever has become of the file.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.util
+import inspect
+import sys
+import traceback
+import typing
+import zlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from jetrl.errors import UserError
+from jetrl.tasks.base import Task
+from jetrl.tasks.messages import nearest
+
+_MODULES = "jetrl_user_task_"  # start of the names of users' modules in sys.modules
+_FIXED_SOURCES: dict[str, bytes] = {}
+
+
+def load_task_class(file: Path, class_name: str) -> type[Task]:
+    """Return a task class of a user's file.
+
+    Raises:
+        UserError: There is no such file, the file does not import (with its line), or it has no
+            class of this name that is a `Task`.
+    """
+    module = _load_module(file, f"task file {file}")
+    cls = getattr(module, class_name, None)
+    if cls is None:
+        tasks = [
+            key
+            for key, value in vars(module).items()
+            if isinstance(value, type) and issubclass(value, Task) and value is not Task
+        ]
+        raise UserError(f"task file {file}: no class {class_name!r}{nearest(class_name, tasks)}")
+    if not (isinstance(cls, type) and issubclass(cls, Task)):
+        raise UserError(
+            f"{file}{_definition_line(cls)}: {class_name} is not a Task; write "
+            f"`class {class_name}(Task):` with `from jetrl.tasks import Task`"
+        )
+    return cls
+
+
+def load_function(file: Path, name: str) -> Callable[..., Any]:
+    """Return a function of a user's file.
+
+    Raises:
+        UserError: There is no such file, the file does not import (with its line), or it has no
+            such function.
+    """
+    module = _load_module(file, str(file))
+    function = getattr(module, name, None)
+    if not callable(function):
+        known = [key for key, value in vars(module).items() if inspect.isfunction(value)]
+        raise UserError(f"{file}: no function {name!r}{nearest(name, known)}")
+    return typing.cast(Callable[..., Any], function)
+
+
+def loaded_sources() -> dict[str, bytes]:
+    """Return the sources of the users' files that this process has loaded, by path."""
+    return {
+        str(module.__file__): vars(module)["__jetrl_source__"]
+        for name, module in sys.modules.items()
+        if name.startswith(_MODULES) and "__jetrl_source__" in vars(module)
+    }
+
+
+def use_sources(sources: Mapping[str, bytes]) -> None:
+    """Read these files from `sources` (bytes by path) from now on, and no more from the disk."""
+    _FIXED_SOURCES.update(sources)
+
+
+def _definition_line(value: object) -> str:
+    try:
+        return f", line {inspect.getsourcelines(value)[1]}"  # type: ignore[arg-type]
+    except (OSError, TypeError):
+        return ""
+
+
+class _Source(importlib.abc.ExecutionLoader):
+    """A module loader that runs a source which was read before."""
+
+    def __init__(self, file: str, source: bytes) -> None:
+        self._file, self._source = file, source
+
+    def get_filename(self, fullname: str) -> str:
+        return self._file
+
+    def get_source(self, fullname: str) -> str:
+        return importlib.util.decode_source(self._source)
+
+
+def _read_source(file: Path, label: str) -> bytes:
+    if str(file) in _FIXED_SOURCES:
+        return _FIXED_SOURCES[str(file)]
+    if not file.is_file():
+        raise UserError(f"{label}: no such file (paths start at the working folder)")
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise UserError(f"{label}: {error.strerror}") from error
+
+
+def _load_module(file: Path, label: str) -> ModuleType:
+    """Run a file as a module of its own, its folder importable as for `python FILE`.
+
+    Args:
+        file: The user's file.
+        label: What an error message calls a file that cannot be read.
+    """
+    file = file.resolve()
+    source = _read_source(file, label)
+    module_name = f"{_MODULES}{file.stem}_{zlib.crc32(str(file).encode()):x}"
+    loaded = sys.modules.get(module_name)
+    if loaded is not None and getattr(loaded, "__jetrl_source__", None) == source:
+        return loaded
+    loader = _Source(str(file), source)
+    spec = importlib.util.spec_from_file_location(module_name, file, loader=loader)
+    assert spec is not None, "a loader was given"
+    module = importlib.util.module_from_spec(spec)
+    vars(module)["__jetrl_source__"] = source
+    sys.modules[module_name] = module  # so that its classes can be pickled
+    if str(file.parent) not in sys.path:
+        sys.path.append(str(file.parent))
+    try:
+        loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        del sys.modules[module_name]
+        raise UserError(f"task file {_import_failure(error, file)}") from error
+    return module
+
+
+def _import_failure(error: BaseException, file: Path) -> str:
+    if isinstance(error, SyntaxError):
+        return f"{error.filename}, line {error.lineno}: {type(error).__name__}: {error.msg}"
+    lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == str(file)]
+    where = f"{file}, line {lines[-1]}" if lines else str(file)
+    return f"{where}: does not import: {type(error).__name__}: {error}"
