@@ -1,8 +1,8 @@
-"""What can be set: every section and key of a run's settings, with its type, range and meaning.
+"""The settings of a run: every section and key, with its type, range and meaning.
 
-`tree.py` has the sections and `Settings`, the whole; `algorithm.py` and `models.py` the sections of
-the algorithm and of the models beside the policy; `section.py` what a section is made of. Reading
-and writing them is `jetrl.settings.loading`. No torch.
+`sections.py` has the sections and `Settings`, the whole; `algorithm_section.py` and
+`model_sections.py` the sections of the algorithm and of the models beside the policy; `section.py`
+their base class; `loading.py` reads and writes them. No torch.
 """
 
 from jetrl.settings.algorithm_section import AlgorithmSettings

@@ -1,4 +1,4 @@
-"""The `[algorithm]` section: its keys, and which of them mean something together. No torch."""
+"""The section `[algorithm]`: its keys, and which combinations of keys mean something."""
 
 from __future__ import annotations
 
@@ -43,8 +43,11 @@ _KL_ESTIMATOR_IN: dict[KlPlace, KlEstimator] = {"loss": "k3", "reward": "k1"}
 
 
 class AlgorithmSettings(Section):
-    """Unset keys take the value of the algorithm (docs/algorithms.md); a key that the algorithm
-    does not read is refused."""
+    """The section `[algorithm]`.
+
+    Unset keys take the value of the algorithm (docs/algorithms.md); a key that the algorithm does
+    not read is refused.
+    """
 
     name: str = Field(
         "grpo",
@@ -115,16 +118,17 @@ class AlgorithmSettings(Section):
 
     @property
     def from_file(self) -> bool:
-        """Whether the algorithm is a user's, whose record is in a file that is not read here."""
+        """Return whether the algorithm is a user's, whose record is in a file."""
         return self.name.rpartition(":")[0].endswith(".py")
 
     def value(self, key: str, record: Algorithm) -> Any:
-        """A setting, or the algorithm's own default where it is unset; None where it has none."""
+        """Return a setting, or else the algorithm's own default; None if there is none."""
         own = getattr(self, key)
         return record.options.get(key) if own is None else own
 
     @model_validator(mode="after")
     def means_something(self) -> AlgorithmSettings:
+        """Check that the set keys mean something to the algorithm."""
         problems = [*self._name_problems(), *self._correction_problems()]
         if self.name in ALGORITHMS:
             problems += self.problems(ALGORITHMS[self.name])
@@ -141,7 +145,7 @@ class AlgorithmSettings(Section):
             yield "algorithm.options are for an algorithm.name of the form file.py:function"
 
     def problems(self, record: Algorithm) -> Iterator[str]:
-        """What is set and means nothing to an algorithm."""
+        """Yield messages about keys that are set and mean nothing to an algorithm."""
         read = record.options
         for key in _ALGORITHM_OPTIONS:
             if getattr(self, key) is not None and key not in read:
@@ -168,7 +172,7 @@ class AlgorithmSettings(Section):
             )
 
     def kl_term(self, record: Algorithm) -> tuple[KlEstimator, KlPlace]:
-        """The estimator of the KL that has a weight, and where it counts."""
+        """Return the estimator of the KL that has a weight, and the place where the KL counts."""
         place = self.kl_in or record.kl_in
         own = record.kl_estimator if place == record.kl_in else _KL_ESTIMATOR_IN[place]
         return self.kl_estimator or own, place

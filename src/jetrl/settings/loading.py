@@ -1,8 +1,8 @@
 """Settings read and written: TOML recipes and dotted overrides (`train.lr=2e-6`) in, TOML out.
 
-What can be set is in `jetrl.settings`. A key that does not exist is an error that names the nearest
-one (also where the key is right and the section is wrong), and every error says where the value
-came from: the recipe and its line, or the override. No torch here.
+The sections and keys are in `jetrl.settings.sections`. A key that does not exist is an error that
+names the nearest one (also where the key is right and the section is wrong), and every error says
+where the value came from: the recipe and its line, or the override.
 """
 
 from __future__ import annotations
@@ -39,17 +39,18 @@ _NO_TOML = (ValueError, RecursionError)  # also a number of 5,000 digits, or 1,0
 
 
 def load_config(recipe: str | Path | None = None, overrides: Sequence[str] = ()) -> Settings:
-    """Settings from a TOML recipe and `key=value` overrides, later ones winning.
+    """Return the settings of a TOML recipe and of `key=value` overrides, the last one winning.
 
     `recipe` is a file or the name of a packaged recipe (`demo`); `run.name` defaults to its name.
-    An override's value is read as TOML where the setting is not text (`1e-6`, `true`, `["a"]`), as
-    it stands where it is, and `none` unsets. `task=NAME` is short for `task.name=NAME`; where it
-    names another task than the recipe, the recipe's [task] section, which was for its own task, is
-    set aside. Relative paths stay relative to the working folder.
+    An override's value is read as TOML where the setting is not text (`1e-6`, `true`, `["a"]`),
+    unchanged where it is text, and `none` unsets. `task=NAME` is short for `task.name=NAME`; where
+    it names another task than the recipe, the recipe's [task] section, which was for its own task,
+    is set aside. Relative paths stay relative to the working folder.
 
     Raises:
-        UserError: no such recipe, TOML that does not parse, an unknown key (the nearest is named),
-            a value of the wrong type, out of range, or at odds with another setting.
+        UserError: There is no such recipe, the TOML does not parse, a key is unknown (the message
+            names the nearest), or a value has the wrong type, is out of range, or is at odds with
+            another setting.
     """
     tree: dict[str, Any] = {}
     origins = _Origins()
@@ -69,15 +70,15 @@ def load_config(recipe: str | Path | None = None, overrides: Sequence[str] = ())
 
 
 def packaged_recipes() -> list[str]:
-    """Names that `load_config` takes without a path."""
+    """Return the names of the recipes that `load_config` takes without a path."""
     return sorted(path.stem for path in RECIPES.glob("*.toml"))
 
 
 def find_recipe(recipe: str | Path) -> Path:
-    """The file of a recipe: a path as it is, or the name of a packaged recipe.
+    """Return the file of a recipe, given by its path or by the name of a packaged recipe.
 
     Raises:
-        UserError: neither; the message names the nearest packaged recipe.
+        UserError: There is no such recipe; the message names the nearest packaged one.
     """
     path = Path(recipe)
     if path.is_file():
@@ -97,7 +98,7 @@ def find_recipe(recipe: str | Path) -> Path:
 
 @dataclass
 class _Origins:
-    """Where a setting came from, for error messages."""
+    """The origins of settings, for error messages: lines of a recipe by key, overrides by key."""
 
     recipe: Path | None = None
     lines: dict[str, int] = field(default_factory=dict)
@@ -123,10 +124,10 @@ class _Origins:
 
 
 def _prefixes(key: str) -> Iterator[str]:
-    """a.b.c, a.b, a."""
-    parts = key.split(".")
-    for end in range(len(parts), 0, -1):
-        yield ".".join(parts[:end])
+    """Yield a dotted key and its sections, from the longest: a.b.c, a.b, a."""
+    while key:
+        yield key
+        key = key.rpartition(".")[0]
 
 
 def _read_toml(path: Path, origins: _Origins) -> dict[str, Any]:
@@ -151,8 +152,10 @@ def _read_toml(path: Path, origins: _Origins) -> dict[str, Any]:
 
 
 def _set_aside_task(tree: dict[str, Any], overrides: Sequence[str]) -> None:
-    """Drops the recipe's [task] if the overrides name another task: its options, path and splits
-    mean nothing to that one."""
+    """Drop the recipe's [task] if the overrides name another task.
+
+    The options, path and splits of the recipe's task mean nothing to another one.
+    """
     names = [
         text.strip()
         for key, _, text in (o.partition("=") for o in overrides)
@@ -183,7 +186,7 @@ def _apply_override(tree: dict[str, Any], override: str, origins: _Origins) -> N
 
 
 def _annotation(key: str) -> Any:
-    """The type of a dotted setting; None if there is none of that name."""
+    """Return the type of a dotted setting; None if there is none of that name."""
     section, _, name = key.partition(".")
     if section not in Settings.model_fields:
         return None
@@ -192,7 +195,7 @@ def _annotation(key: str) -> Any:
 
 
 def _parse_value(text: str, is_text: bool) -> Any:
-    """The value of an override: None for `none`, TOML if it parses, else the text itself."""
+    """Return the value of an override: None for `none`, TOML if it parses, else the text itself."""
     text = text.strip()
     if text == "none":
         return None
@@ -223,7 +226,7 @@ def _check_tree(
 
 
 def _nearest(key: str, model: type[BaseModel], path: tuple[str, ...]) -> str:
-    """What was probably meant: a like name here, or the same or a like name in another section."""
+    """Return a hint for an unknown key: a like name here, or an equal or like one elsewhere."""
     here = list(model.model_fields)
     everywhere: dict[str, list[str]] = {}
     for full, *_ in describe():
@@ -239,7 +242,7 @@ def _nearest(key: str, model: type[BaseModel], path: tuple[str, ...]) -> str:
 
 
 def _reject_unwritable(full: str, value: Any, origins: _Origins) -> None:
-    """What TOML has and the settings' JSON has not."""
+    """Refuse values that TOML has and the settings' JSON has not: dates, NaN and infinity."""
     if isinstance(value, datetime.date | datetime.time):
         raise UserError(f"{origins.of(full)}: {full} is a date; write it as text, in quotes")
     if isinstance(value, float) and not math.isfinite(value):
@@ -253,7 +256,7 @@ def _reject_unwritable(full: str, value: Any, origins: _Origins) -> None:
 
 
 def _explain(error: ValidationError, origins: _Origins) -> str:
-    """One line a setting; the branches of a union are joined by `or`."""
+    """Return a line for each wrong setting; the branches of a union are joined by `or`."""
     messages: dict[str, list[str]] = {}
     heads: dict[str, str] = {}
     for item in error.errors():
@@ -275,7 +278,7 @@ def _input_of(item: Any) -> Any:
 
 
 def to_toml(settings: Settings) -> str:
-    """The settings as TOML that `load_config` reads back as equal; unset keys are left out."""
+    """Return the settings as TOML that `load_config` reads back as equal, without unset keys."""
     lines: list[str] = []
     for name, section in settings.model_dump(mode="json", exclude_none=True).items():
         tables = {key: value for key, value in section.items() if isinstance(value, dict)}
@@ -292,7 +295,7 @@ def to_toml(settings: Settings) -> str:
 
 
 def as_override(value: object) -> str:
-    """A setting's value as it stands behind `section.key=` on the command line."""
+    """Return a setting's value in its form after `section.key=` on the command line."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
@@ -315,7 +318,7 @@ def _toml_value(value: Any) -> str:
 
 
 def describe(model: type[BaseModel] = Settings) -> Iterator[tuple[str, str, str, str]]:
-    """Every setting as (dotted key, type, default, description), for `--help` and the docs."""
+    """Yield every setting as (dotted key, type, default, description), for help and documents."""
     for name, section in model.model_fields.items():
         section_model = typing.cast(type[BaseModel], section.annotation)
         for key, setting in section_model.model_fields.items():
@@ -345,9 +348,9 @@ def _type_name(annotation: Any) -> str:
     if origin is Literal:
         return " | ".join(str(value) for value in arguments)
     if origin in (typing.Union, types.UnionType):
-        return " | ".join(_type_name(part) for part in arguments if part is not type(None))
+        return " | ".join(_type_name(kind) for kind in arguments if kind is not type(None))
     if origin is tuple:
         if arguments[-1] is Ellipsis:
             return f"list of {_type_name(arguments[0])}"
-        return f"[{', '.join(_type_name(part) for part in arguments)}]"
+        return f"[{', '.join(map(_type_name, arguments))}]"
     return _TYPE_NAMES[origin or annotation]

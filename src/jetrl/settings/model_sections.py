@@ -1,4 +1,4 @@
-"""The sections of the models beside the policy: `[reference]`, `[critic]`, `[reward]`. No torch."""
+"""The sections of the models beside the policy: `[reference]`, `[critic]` and `[reward]`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from jetrl.settings.section import NonNegativeFloat, PositiveFloat, Section
 
 
 class ReferenceSettings(Section):
-    """The frozen policy of the KL. It keeps FP8 working copies alone."""
+    """The frozen policy of the KL, which keeps its quantized weights alone."""
 
     path: str | None = Field(
         None,
@@ -35,8 +35,10 @@ class CriticSettings(Section):
 
 
 class RewardSettings(Section):
-    """What a completion's reward is made of: rule x the task's score + model x the score of a
-    reward model."""
+    """The weights of a completion's reward.
+
+    The reward is rule x the task's score + model x the score of a reward model.
+    """
 
     rule: NonNegativeFloat = Field(1.0, description="weight of the task's own score")
     model: NonNegativeFloat = Field(0.0, description="weight of the reward model's score; 0: none")
@@ -47,11 +49,12 @@ class RewardSettings(Section):
 
     @property
     def is_weighed(self) -> bool:
-        """Whether a reward is anything but the task's score."""
+        """Return whether a reward is anything but the task's score."""
         return self.model_path is not None or self.rule != 1
 
     @model_validator(mode="after")
     def has_a_source(self) -> RewardSettings:
+        """Check that a reward has a source with a weight."""
         if not self.rule and not self.model:
             raise ValueError("reward.rule and reward.model are both 0: every reward would be 0")
         if self.model and self.model_path is None:

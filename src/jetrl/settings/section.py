@@ -1,4 +1,4 @@
-"""What a section of the settings is made of: the base class, and numbers with a range. No torch."""
+"""The base class of the settings' sections, and numbers with a range."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Section(BaseModel):
 
 
 def without_none(value: Any) -> Any:
-    """A table without its unset keys, at any depth: TOML has no null, so unset is left out."""
+    """Return a table without its unset keys, at any depth: TOML has no null."""
     if isinstance(value, dict):
         return {str(key): without_none(item) for key, item in value.items() if item is not None}
     if isinstance(value, list | tuple):
