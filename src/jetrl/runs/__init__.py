@@ -1,4 +1,4 @@
-"""What a run leaves behind and shows: its directory, metrics, console, report, trackers."""
+"""The records of a run and its displays: directory, metrics, console, report, trackers."""
 
 from jetrl.runs.attempts import Attempt
 from jetrl.runs.compare import Comparison, bits_in_words, compare_runs, comparison_rows

@@ -1,22 +1,22 @@
-"""Numbers of a run that went out of bounds: spikes of loss and gradient, entropy that collapses or
-explodes. Each is measured against the steps just before it, so there is nothing to tune to a model.
+"""Numbers of a run that went out of bounds: spikes of loss and gradient, and runaway entropy.
 
-A spike is a value far outside of what the last `WINDOW` steps did: SPIKE robust standard deviations
-(1.4826 times the median absolute deviation) from their median, and well beyond it in size. Entropy
-is compared over a longer way, the newest RECENT steps with the older half of the window, and only
-where the reward did not rise: a policy that has learnt its task is sure of itself, and rightly.
+Each number is measured against the steps just before, so there is nothing to tune to a model.
 
-What is seen is a function of the steps' metrics alone, so a resumed run sees the same.
+A spike is a value far outside of the range of the last `WINDOW` steps: SPIKE robust standard
+deviations (1.4826 times the median absolute deviation) from their median, and well beyond it in
+size. Entropy is compared over a longer way, the newest RECENT steps with the older half of the
+window, and only where the reward did not rise: a policy that has learnt its task is sure of itself,
+and rightly.
 """
 
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from statistics import fmean, median
 
 from jetrl.runs.format import number
+from jetrl.runs.watch import Watch
 
 WINDOW = 32  # steps
 ENOUGH = 12  # steps that must be known before anything is said
@@ -29,28 +29,20 @@ EXPLOSION_NATS = 0.5
 SAME_REWARD = 0.05  # of the rewards' range in the window: less is no rise
 
 
-class Anomalies:
-    """Watches a run. history: the metrics of the RL steps so far, in order."""
+class Anomalies(Watch):
+    """A watch for numbers that go out of bounds."""
 
-    def __init__(self, history: Iterable[Mapping[str, float]] = ()) -> None:
-        self._steps: deque[Mapping[str, float]] = deque(maxlen=WINDOW)
-        self._going_on: set[str] = set()
-        for metrics in history:
-            self.see(metrics)
+    window = WINDOW
 
-    def see(self, metrics: Mapping[str, float]) -> list[str]:
-        """Takes in a step. Returns what went out of bounds with it, in words; what goes on being
-        so is said once."""
-        checks: dict[str, Callable[[Mapping[str, float]], str]] = {
-            "gradient": self._gradient_spike,
-            "loss": self._loss_spike,
-            "entropy": self._entropy,
+    def warnings(self, metrics: Mapping[str, float]) -> dict[str, str]:
+        """Take in a step, and return the numbers that are out of bounds, in words, by kind."""
+        texts = {
+            "gradient": self._gradient_spike(metrics),
+            "loss": self._loss_spike(metrics),
+            "entropy": self._entropy(metrics),
         }
-        found = {name: check(metrics) for name, check in checks.items()}
-        new = [text for name, text in found.items() if text and name not in self._going_on]
-        self._going_on = {name for name, text in found.items() if text}
         self._steps.append(metrics)
-        return new
+        return {kind: text for kind, text in texts.items() if text}
 
     def _values(self, name: str) -> list[float]:
         values = [float(step[name]) for step in self._steps if name in step]
@@ -106,6 +98,6 @@ class Anomalies:
 
 
 def _spread(values: list[float]) -> float:
-    """Robust standard deviation: 1.4826 times the median absolute deviation."""
+    """Return the robust standard deviation: 1.4826 times the median absolute deviation."""
     middle = median(values)
     return 1.4826 * median(abs(value - middle) for value in values)

@@ -45,8 +45,17 @@ LOCK_RETRIES, LOCK_WAIT_S = 5, 0.05
 
 @dataclass
 class Attempt:
-    """One start of the program. Times are Unix seconds; `ended` is None while it runs or if it was
-    killed. `notes` holds what the caller wanted kept, such as the device."""
+    """A start of the program on a run directory.
+
+    Attributes:
+        started: Unix time of the start.
+        command: The command line.
+        versions: Versions of the packages that decide results, by name.
+        notes: Facts that the caller wants kept, such as the device.
+        ended: Unix time of the end; None while the program runs and if it was killed.
+        state: The kind of end; None as for `ended`.
+        reason: The reason of the end.
+    """
 
     started: float
     command: str = ""
@@ -57,16 +66,18 @@ class Attempt:
     reason: str = ""
 
     def end(self, state: EndState, reason: str = "") -> None:
-        """Says how the attempt ends; without it the end is `finished`, or what an exception
-        says."""
+        """Set how the attempt ends.
+
+        Without this call the end is `finished`, or follows from the exception.
+        """
         self.state, self.reason = state, reason
 
 
 def read_attempts(path: Path) -> list[Attempt]:
-    """The attempts of a run directory, oldest first.
+    """Return the attempts of a run directory, oldest first.
 
     Raises:
-        UserError: attempts.jsonl is damaged.
+        UserError: The file attempts.jsonl is damaged.
     """
     attempts: list[Attempt] = []
     file = path / "attempts.jsonl"
@@ -89,8 +100,11 @@ def read_attempts(path: Path) -> list[Attempt]:
 
 
 def run_state(path: Path) -> State:
-    """What a run directory is doing: `new` has not begun, `interrupted` was stopped by a signal or
-    killed, `stopped` ended itself early, `failed` ended with an error."""
+    """Return the state of a run directory.
+
+    A `new` run has not begun, an `interrupted` one was killed or stopped by a signal, a `stopped`
+    one ended itself early, and a `failed` one ended with an error.
+    """
     if is_locked(path):
         return "running"
     attempts = read_attempts(path)
@@ -100,22 +114,25 @@ def run_state(path: Path) -> State:
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python, the system and the packages that decide results; missing ones left
-    out."""
-    found = {"python": platform.python_version(), "system": platform.platform(terse=True)}
+    """Return the versions of Python, the system and the installed packages that decide results."""
+    versions = {"python": platform.python_version(), "system": platform.platform(terse=True)}
     for package in PACKAGES:
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
+        with suppress(metadata.PackageNotFoundError):
+            versions[package] = metadata.version(package)
+    return versions
 
 
 class RunLock:
-    """The right to write a run directory, held by at most one process."""
+    """The right to write a run directory, held by at most one process.
+
+    Args:
+        path: The run directory.
+
+    Raises:
+        UserError: Another process holds the lock, or the file system gives no locks.
+    """
 
     def __init__(self, path: Path) -> None:
-        """Raises UserError when another process holds it, or where there are no locks."""
         self._file: IO[bytes] | None = open(path / ".lock", "ab")  # noqa: SIM115
         try:
             for _ in range(LOCK_RETRIES):  # a listing may hold it for a moment
@@ -137,6 +154,7 @@ class RunLock:
         )
 
     def release(self) -> None:
+        """Give the lock back; more than one call is fine."""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -163,8 +181,11 @@ def _try_lock(file: IO[bytes], kind: int) -> bool:
 
 
 def is_locked(path: Path) -> bool:
-    """Whether a process is writing this run directory now. Who asks at the same moment is none.
-    Where the file system gives no locks nobody can be: RunLock refuses."""
+    """Return whether a process is writing this run directory now.
+
+    A process that calls this function at the same moment does not count. Where the file system
+    gives no locks no process can be writing: `RunLock` refuses.
+    """
     try:
         file = open(path / ".lock", "rb")  # noqa: SIM115
     except OSError:
@@ -177,35 +198,42 @@ def is_locked(path: Path) -> bool:
 
 
 class _Visible(logging.Formatter):
-    """Log lines that can be shown in a terminal, whatever text of a model they quote."""
+    """A formatter whose lines can be shown in a terminal, whatever text of a model they quote."""
 
     def format(self, record: logging.LogRecord) -> str:
         return visible(super().format(record), newlines=True)
 
 
 class _LogFile(logging.FileHandler):
-    """log.txt on a disk that may be full: lines are lost then, and nothing else is."""
+    """A log file on a disk that may be full: then only its lines are lost."""
 
-    _told = False
+    _warned = False
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 (logging's name)
         error = sys.exception()
         if not isinstance(error, OSError):
             super().handleError(record)
-        elif not self._told:
-            self._told = True
+        elif not self._warned:
+            self._warned = True
             with suppress(OSError):
                 print(f"{self.baseFilename} takes no more lines: {error.strerror}", file=sys.stderr)
 
     def close(self) -> None:
-        with suppress(OSError):  # of what is still in its buffer, which was told of
+        with suppress(OSError):  # lines that are still in the buffer; handleError has warned
             super().close()
 
 
 @contextmanager
 def logging_to(path: Path, attempt: Attempt, notes: Sequence[str] = ()) -> Iterator[None]:
-    """Sends Python logging (INFO and above), warnings and the loud libraries' messages to a file,
-    under a header that says what was started; puts everything back at the end."""
+    """Send Python logging (INFO and above), warnings and the loud libraries' messages to a file.
+
+    The file gets a header that describes the attempt. Everything is put back at the end.
+
+    Args:
+        path: The log file, to append to.
+        attempt: The attempt that the header describes.
+        notes: Further lines of the header.
+    """
     date = time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(attempt.started))
     header = [f"==== {date}  {attempt.command}"]
     header += [", ".join(f"{name} {version}" for name, version in attempt.versions.items())]
@@ -246,7 +274,15 @@ def attempt_logged(
     notes: Mapping[str, str],
     remarks: Sequence[str],
 ) -> Iterator[Attempt]:
-    """Records one attempt: its start and end through `write(record)`, its log in path/log.txt."""
+    """Record an attempt: its start, its end, and its log in path/log.txt.
+
+    Args:
+        path: The run directory.
+        write: A function that appends a record to attempts.jsonl.
+        command: The words of the command line.
+        notes: Facts to keep with the attempt, such as the device.
+        remarks: Further lines of the log's header.
+    """
     attempt = Attempt(time.time(), " ".join(command), versions(), dict(notes))
     write(
         {
@@ -278,6 +314,7 @@ def attempt_logged(
         finally:
             attempt.ended = time.time()
             attempt.state = attempt.state or "finished"
+            # Write the end, unless the disk is full: then the first error is the one to raise.
             end = {
                 "event": "end",
                 "time": attempt.ended,
@@ -289,5 +326,5 @@ def attempt_logged(
             except StorageError as error:
                 if attempt.state == "finished":
                     raise
-                log.error("%s", error)  # on top of what ended the run, which is what to say
+                log.error("%s", error)  # the error that ended the run is the one to raise
             log.info("%s after %.1f s", attempt.state, attempt.ended - attempt.started)

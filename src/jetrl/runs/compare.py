@@ -1,21 +1,23 @@
-"""Runs beside the first of them: which settings differ, what each reached over the steps that all
-have, how long a step took, and up to which step the bits are the same."""
+"""A comparison of runs with a first run: settings, results, speed and equal bits.
+
+Results and speeds are over the steps that all runs have.
+"""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from jetrl.errors import UserError
 from jetrl.runs.directory import RunDirectory, settings_that_differ
-from jetrl.runs.format import count, duration, number
-from jetrl.runs.history import history_of
+from jetrl.runs.format import count, duration, metric_value, number
+from jetrl.runs.history import history_of, phase_of, values_of
 from jetrl.runs.jsonl import Record
 from jetrl.runs.metrics import find_metric, reproducible
-from jetrl.runs.overview import labels, mismatch_text, value_text
+from jetrl.runs.overview import labels, mismatch_text
 from jetrl.settings.loading import as_override
 
 # Means over the last tenth of the steps, and medians of all.
@@ -24,19 +26,33 @@ _MEDIANS = (
     *("timing/step_s", "timing/rollout_s", "timing/update_s"),
     *("throughput/rollout_tokens_per_s", "throughput/train_tokens_per_s"),
 )
-_OWN = ("run.name", "run.dir")  # of every run
-_NAMED = 4  # metrics of the first step that differs
+_OWN = ("run.name", "run.dir")  # settings that differ between any two runs
+_NAMED = 4  # metrics that a text names, of the first step that differs
 
 Line = tuple[str, int]  # phase and step: a line of metrics.jsonl
 
 
 @dataclass(frozen=True)
 class RunBeside:
-    """A run, and how it stands to the first. preset: of its precision plan. reached: by metric,
-    over the common steps. settings: by dotted key, (of the first, of this), where they differ.
-    same_lines: of metrics.jsonl, from the first on, that have the same bits but for times, speeds
-    and memory; of common_lines that both have. different: the metrics that differ in the next one,
-    which is `differs_at`."""
+    """A run beside the first run.
+
+    Attributes:
+        name: The run's name, or its path where two names are the same.
+        path: The run directory.
+        state: The run's state.
+        preset: The preset of the run's precision plan.
+        num_steps: Number of RL steps.
+        elapsed_s: Seconds of wall time over all attempts.
+        num_tokens: Tokens whose log-probs of sampler and trainer were compared; None if none were.
+        num_different: Compared tokens whose log-probs differ; None if none were compared.
+        reached: Values by metric, over the common steps.
+        settings: Settings that differ, by dotted key: (the first run's, this run's).
+        common_lines: Number of lines of metrics.jsonl that both runs have.
+        same_lines: Number of common lines, from the first on, with the same bits but for times,
+            speeds and memory.
+        differs_at: The common line after these; None if there is none.
+        different: Metrics that differ in that line, by name: (the first run's, this run's).
+    """
 
     name: str
     path: Path
@@ -56,24 +72,28 @@ class RunBeside:
 
 @dataclass(frozen=True)
 class Comparison:
-    """common_steps: of the RL phase, that all runs have. runs: the first is what the others are
-    compared with."""
+    """A comparison of runs.
+
+    Attributes:
+        common_steps: Number of RL steps that all runs have.
+        runs: The runs; the others are compared with the first.
+    """
 
     common_steps: int
     runs: tuple[RunBeside, ...]
 
     @property
     def same(self) -> bool:
-        """Whether every run has all lines of the first, with the same bits."""
+        """Return whether every run has all lines of the first, with the same bits."""
         first = self.runs[0].common_lines
         return all(r.same_lines == r.common_lines == first for r in self.runs)
 
 
 def compare_runs(paths: Sequence[str | Path]) -> Comparison:
-    """Compares runs with the first of them, from their files alone.
+    """Compare runs with the first one, from their files alone.
 
     Raises:
-        UserError: fewer than two; not a run directory, or a damaged one.
+        UserError: There are fewer than two runs, or one is no run directory or is damaged.
     """
     if len(paths) < 2:
         raise UserError("a comparison needs two runs or more")
@@ -88,9 +108,9 @@ def compare_runs(paths: Sequence[str | Path]) -> Comparison:
     return Comparison(sum(step > 0 for step in common), beside)
 
 
-def comparison_rows(found: Comparison) -> list[tuple[str, ...]]:
-    """The comparison as rows of text, a column for each run."""
-    runs, first = found.runs, found.runs[0]
+def comparison_rows(comparison: Comparison) -> list[tuple[str, ...]]:
+    """Return the comparison as rows of text, with a column for each run."""
+    runs, first = comparison.runs, comparison.runs[0]
     rows = [
         ("", *(run.name for run in runs)),
         ("state", *(run.state for run in runs)),
@@ -109,7 +129,7 @@ def comparison_rows(found: Comparison) -> list[tuple[str, ...]]:
 
 
 def bits_in_words(run: RunBeside, first: RunBeside) -> str:
-    """Up to where a run has the bits of the first."""
+    """Return a sentence that says up to which line a run has the bits of the first."""
     if run.differs_at is None:
         return (
             f"{run.name}: the bits of {first.name} in all {count(run.common_lines)} lines of "
@@ -137,9 +157,9 @@ def _beside(
     common: Sequence[int],
 ) -> RunBeside:
     history = history_of(list(lines.values()), run.attempts())
-    both = [line for line in first_lines if line in lines]
+    common_lines = [line for line in first_lines if line in lines]
     same, at, different = 0, None, {}
-    for line in both:
+    for line in common_lines:
         different = _different(first_lines[line], lines[line])
         if different:
             at = line
@@ -156,7 +176,7 @@ def _beside(
         num_different=history.num_different,
         reached=_reached_by([lines["rl", step] for step in common]),
         settings={key: pair for key, pair in settings.items() if key not in _OWN},
-        common_lines=len(both),
+        common_lines=len(common_lines),
         same_lines=same,
         differs_at=at,
         different=different,
@@ -164,11 +184,11 @@ def _beside(
 
 
 def _line(record: Record) -> Line:
-    return str(record.get("phase", "rl")), int(record["step"])
+    return phase_of(record), int(record["step"])
 
 
 def _different(first: Record, other: Record) -> dict[str, tuple[float | None, float | None]]:
-    """The metrics that have other bits (a NaN has those of another)."""
+    """Return the metrics that have other bits; a NaN has the bits of every NaN."""
     ours, theirs = reproducible(other), reproducible(first)
     return {
         name: (theirs.get(name), ours.get(name))
@@ -178,20 +198,25 @@ def _different(first: Record, other: Record) -> dict[str, tuple[float | None, fl
 
 
 def _reached_by(records: Sequence[Record]) -> dict[str, float]:
-    """By metric: of the last evaluation; of the last tenth of the steps; medians; the peak."""
-    found: dict[str, float] = {}
-    last = records[-max(1, len(records) // 10) :]
-    for name in _REACHED:
-        values = [r[name] for r in last if name in r]
-        if values:
-            found[name] = statistics.fmean(values)
-    found |= {change.name: change.last for change in history_of(records).evals}
-    for name in _MEDIANS:
-        values = [r[name] for r in records if name in r]
-        if values:
-            found[name] = statistics.median(values)
-    peaks = [r["memory/peak_gib"] for r in records if "memory/peak_gib" in r]
-    return found | ({"memory/peak_gib": max(peaks)} if peaks else {})
+    """Return a run's values by metric.
+
+    They are means over the last tenth of the steps, the last evaluations, medians of times and
+    speeds, and the peak of memory.
+    """
+    reached: dict[str, float] = {}
+
+    def add(
+        names: Sequence[str], over: Sequence[Record], reduce: Callable[[list[float]], float]
+    ) -> None:
+        for name in names:
+            if values := values_of(over, name):
+                reached[name] = reduce(values)
+
+    add(_REACHED, records[-max(1, len(records) // 10) :], statistics.fmean)
+    reached.update({change.name: change.last for change in history_of(records).evals})
+    add(_MEDIANS, records, statistics.median)
+    add(("memory/peak_gib",), records, max)
+    return reached
 
 
 def _reached(
@@ -200,7 +225,7 @@ def _reached(
     if name not in own:
         return ""
     value, metric, is_time = own[name], find_metric(name), name.startswith("timing/")
-    text = duration(value) if is_time else value_text(name, value)
+    text = duration(value) if is_time else metric_value(name, value)
     if is_first or metric is None or not metric.measured or not first.get(name) or not value:
         return text
     if name.startswith("memory/"):

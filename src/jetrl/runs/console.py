@@ -1,18 +1,18 @@
-"""What a run shows while it goes: a bar with the time left, one readable line a step, and now and
-then a table of sample completions.
+"""The display of a running run: a bar with the time left, a line a step, and sample completions.
 
 In a terminal the bar is live (rich). Anywhere else (a file, a pipe, CI) the same lines are plain
-text without control codes, and a long phase says every half minute how far it is. What a model
-wrote is shown with its control characters made visible, so it cannot drive the terminal.
+text without control codes, and a long phase reports its progress every half minute. Text of a model
+is shown with its control characters made visible, so it cannot drive the terminal.
 
-A run outlives who looks at it: where the reader of a pipe ends (`| head`), the terminal is closed,
-or the disk is full that the output goes to, the console falls silent, log.txt says so, and the run
-goes on.
+A run outlives its reader: where the reader of a pipe ends (`| head`), the terminal is closed, or
+the disk that the output goes to is full, the console falls silent, log.txt says so, and the run
+continues.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import sys
@@ -25,7 +25,17 @@ from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Ta
 from rich.table import Table
 from rich.text import Text
 
-from jetrl.runs.format import clip, count, duration, number, percent, spread, visible
+from jetrl.runs.format import (
+    clip,
+    count,
+    duration,
+    metric_value,
+    number,
+    percent,
+    spread,
+    visible,
+)
+from jetrl.runs.metrics import is_eval_mean
 from jetrl.types import Sample, StepStats
 
 logger = logging.getLogger(__name__)
@@ -34,14 +44,24 @@ PLAIN_PROGRESS_S = 30.0
 SAMPLE_ROWS = 4
 GOOD, BAD, QUIET = "green", "bold red", "dim"
 
-Part = tuple[str, str]
-"""A piece of a line and its style."""
+Piece = tuple[str, str]
+"""A piece of a line, and its style."""
 
 
 class Console:
-    """The display of one stretch of a run: its RL steps, or its supervised warm-up.
+    """The display of a stretch of a run: its RL steps, or its supervised warm-up.
 
     `close` takes the bar away and leaves the lines.
+
+    Args:
+        total_steps: The last step's number.
+        first_step: Number of steps of earlier attempts, for a resumed run.
+        elapsed_s: Seconds of wall time of earlier attempts, added to those that the bar shows.
+        title: The first word of a step's line.
+        samples_every: Steps between tables of completions; 0: none.
+        lines_every: Steps between printed lines.
+        file: The file to print to; default: stdout.
+        clock: A function that returns seconds, for tests.
     """
 
     def __init__(
@@ -56,15 +76,7 @@ class Console:
         file: IO[str] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """
-        Args:
-            total_steps: the last step's number. first_step: steps done before (a resumed run).
-            elapsed_s: wall time of earlier attempts, added to what the bar shows.
-            title: what a step's line begins with. samples_every: steps between tables of
-                completions (0: none). lines_every: steps between printed lines. file: default
-                stdout. clock: seconds, for tests.
-        """
-        self._total, self._first, self._done = total_steps, first_step, first_step
+        self._total, self._first, self._last = total_steps, first_step, first_step
         self._title, self._samples_every, self._lines_every = title, samples_every, lines_every
         self._file = file if file is not None else sys.stdout
         self._clock, self._began, self._elapsed_before = clock, clock(), elapsed_s
@@ -89,7 +101,7 @@ class Console:
             self._bar.start()
 
     def phase(self, name: str) -> None:
-        """Says what the run is doing now: rollout, reward, update, eval, checkpoint."""
+        """Show the phase that begins now: rollout, reward, update, eval or checkpoint."""
         self._phase, self._phase_began = name, self._clock()
         self._last_plain = self._phase_began
         if self._bar is not None:
@@ -103,8 +115,15 @@ class Console:
         pages: tuple[int, int] | None = None,
         eta_s: float | None = None,
     ) -> None:
-        """How far the phase is: sequences done of total, tokens sampled a second (0: not said), KV
-        pages in use of all, seconds left."""
+        """Show the progress of the phase.
+
+        Args:
+            done: Number of finished sequences.
+            total: Number of sequences.
+            tokens_per_s: Tokens sampled a second; 0: not shown.
+            pages: KV pages in use, and all KV pages.
+            eta_s: Seconds left.
+        """
         text = f"{self._phase} {count(done)}/{count(total)}"
         if tokens_per_s:
             text += f", {count(tokens_per_s)} tokens/s"
@@ -120,24 +139,24 @@ class Console:
             self._print([(f"  {text} after {duration(now - self._phase_began)}", QUIET)])
 
     def step(self, stats: StepStats) -> None:
-        """Prints the step's line, moves the bar, and now and then shows some of stats.samples."""
-        self._done = max(self._done, stats.step)
+        """Print the step's line, move the bar, and at times show some of the step's samples."""
+        self._last = max(self._last, stats.step)
         if stats.step % self._lines_every == 0 or stats.step == self._total:
             self._print(step_line(self._title, stats.step, self._total, stats.metrics))
         if self._bar is not None:
-            self._bar.update(self._task, completed=self._done, phase="")
+            self._bar.update(self._task, completed=self._last, phase="")
         every = self._samples_every
         if stats.samples and every and (stats.step % every == 0 or stats.step == self._first + 1):
             self.samples(stats.step, stats.samples)
 
     def samples(self, step: int, samples: Sequence[Sample]) -> None:
-        """A table of a few completions, from the lowest to the highest reward."""
+        """Print a table of a few completions, from the lowest to the highest reward."""
         shown = spread(sorted(samples, key=lambda s: s.score.reward), SAMPLE_ROWS)
         rows = [(s.prompt.asked, s.completion.text, number(s.score.reward)) for s in shown]
         if self._bar is None:
             for prompt, text, reward in rows:
-                asked, answered = clip(visible(prompt), 60), clip(visible(text), 100)
-                self._print([(f"    reward {reward}  {asked}  ->  {answered}", "")])
+                question, answer = clip(visible(prompt), 60), clip(visible(text), 100)
+                self._print([(f"    reward {reward}  {question}  ->  {answer}", "")])
             return
         table = Table(title=f"completions of step {step}", title_style=QUIET, border_style=QUIET)
         table.add_column("reward", justify="right")
@@ -149,11 +168,11 @@ class Console:
             self._rich.print(table)
 
     def note(self, text: str) -> None:
-        """A line of its own: a checkpoint written, a warning, where the report is."""
+        """Print a line of its own: a checkpoint written, a warning, the report's path."""
         self._print([(visible(text, newlines=True), "")])
 
     def close(self) -> None:
-        """Takes the bar away; more than once is fine."""
+        """Take the bar away; more than one call is fine."""
         if self._bar is not None:
             with self._unread():
                 self._bar.stop()
@@ -162,37 +181,37 @@ class Console:
     def _time_text(self) -> str:
         elapsed = self._clock() - self._began
         text = duration(elapsed + self._elapsed_before)
-        done = self._done - self._first
-        if done > 0 and self._done < self._total:
-            left = elapsed / done * (self._total - self._done)
+        num_steps = self._last - self._first
+        if num_steps > 0 and self._last < self._total:
+            left = elapsed / num_steps * (self._total - self._last)
             text += f" gone, {duration(left)} left"
         return text
 
-    def _print(self, parts: Sequence[Part]) -> None:
+    def _print(self, pieces: Sequence[Piece]) -> None:
         with self._unread():
             if self.interactive:
-                line = Text.assemble(*parts)
+                line = Text.assemble(*pieces)
                 self._rich.print(line, soft_wrap=True)
                 return
             encoding = getattr(self._file, "encoding", None) or "utf-8"
-            text = "".join(part for part, _ in parts)
+            text = "".join(piece for piece, _ in pieces)
             self._file.write(text.encode(encoding, "replace").decode(encoding) + "\n")
             self._file.flush()
 
     @contextlib.contextmanager
     def _unread(self) -> Iterator[None]:
-        """Falls silent where nobody reads any more, or nothing can be written."""
+        """Fall silent where the reader is gone, or nothing can be written."""
         try:
             yield
         except OSError as error:
             logger.warning("the console takes no more text (%s): it is silent", error.strerror)
             nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self._file.fileno())  # also for what is still in its buffer
+            os.dup2(nowhere, self._file.fileno())  # also for text that is still in its buffer
             os.close(nowhere)
 
 
 class _Remaining(ProgressColumn):
-    """Time gone and left, from the steps of this attempt alone (earlier ones ran elsewhere)."""
+    """A column with the time gone and left, which this attempt's steps alone predict."""
 
     def __init__(self, text: Callable[[], str]) -> None:
         super().__init__()
@@ -202,36 +221,40 @@ class _Remaining(ProgressColumn):
         return Text(self._text(), style=QUIET)
 
 
-def step_line(title: str, step: int, total: int, metrics: Mapping[str, float]) -> list[Part]:
-    """One step as a line, in parts with styles: only what was measured, in a fixed order."""
-    parts: list[Part] = [(f"{title} {step:>{len(str(total))}}/{total}", "bold")]
+def step_line(title: str, step: int, total: int, metrics: Mapping[str, float]) -> list[Piece]:
+    """Return a step's line in styled pieces: its measured metrics, in a fixed order.
+
+    Args:
+        title: The first word of the line.
+        step: The step's number.
+        total: The last step's number.
+        metrics: The step's metrics.
+    """
+    pieces: list[Piece] = [(f"{title} {step:>{len(str(total))}}/{total}", "bold")]
 
     def add(label: str, name: str, form: Callable[[float], str], style: str = "") -> None:
         if name in metrics:
-            parts.extend([(f"  {label} ", QUIET), (form(metrics[name]), style)])
+            pieces.extend([(f"  {label} ", QUIET), (form(metrics[name]), style)])
 
     add("loss", "sft/loss", lambda v: f"{v:.4f}")
     add("right", "reward_model/accuracy", percent)
     add("held out", "reward_model/eval_accuracy", percent, "bold cyan")
     add("reward", "reward/mean", lambda v: f"{v:.3f}")
     for name in sorted(metrics):
-        if name.startswith("eval/") and name.endswith("/mean"):
-            add(f"eval {visible(name[5:-5])}", name, _score, "bold cyan")
+        if is_eval_mean(name):
+            form = functools.partial(metric_value, name)
+            add(f"eval {visible(name[5:-5])}", name, form, "bold cyan")
     add("length", "response_length/mean", lambda v: f"{v:.1f}")
     add("entropy", "policy/entropy", lambda v: f"{v:.3f}")
     if "mismatch/num_different" in metrics:
         num_different = metrics["mismatch/num_different"]
-        of = metrics.get("mismatch/num_tokens")
-        text = f"{count(num_different)} different" + (f" of {count(of)}" if of else "")
-        parts += [("  mismatch ", QUIET), (text, GOOD if num_different == 0 else BAD)]
+        compared = metrics.get("mismatch/num_tokens")
+        text = f"{count(num_different)} different" + (f" of {count(compared)}" if compared else "")
+        pieces += [("  mismatch ", QUIET), (text, GOOD if num_different == 0 else BAD)]
     if metrics.get("reward/failures"):
-        parts.append((f"  {count(metrics['reward/failures'])} not scored", BAD))
+        pieces.append((f"  {count(metrics['reward/failures'])} not scored", BAD))
     if "timing/step_s" in metrics:
-        parts.append((f"  {duration(metrics['timing/step_s'])}", ""))
+        pieces.append((f"  {duration(metrics['timing/step_s'])}", ""))
     if "throughput/rollout_tokens_per_s" in metrics:
-        parts.append((f"  {count(metrics['throughput/rollout_tokens_per_s'])} tokens/s", ""))
-    return parts
-
-
-def _score(value: float) -> str:
-    return percent(value) if 0 <= value <= 1 else number(value)
+        pieces.append((f"  {count(metrics['throughput/rollout_tokens_per_s'])} tokens/s", ""))
+    return pieces

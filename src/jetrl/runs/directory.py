@@ -24,14 +24,13 @@ import shutil
 import time
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, closing
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, Self
 
 from jetrl.errors import UserError
 from jetrl.runs.attempts import Attempt, RunLock, attempt_logged, read_attempts, run_state
-from jetrl.runs.history import RunHistory, history_of
+from jetrl.runs.history import RunHistory, history_of, in_phase, phase_of
 from jetrl.runs.jsonl import (
     JsonlWriter,
     Record,
@@ -53,11 +52,16 @@ MAX_NAME = 120
 
 
 class RunDirectory:
-    """One run directory. `notes` says what `create` found and did, for the console to show.
+    """A run directory, open for reading or writing.
 
     Attributes:
-        path: runs/NAME. log_file, checkpoints_dir, rollouts_dir: inside it.
-        changed_settings: on resume, {dotted key: (before, now)}.
+        path: The directory, runs/NAME.
+        log_file: The file log.txt.
+        metrics_file: The file metrics.jsonl.
+        checkpoints_dir: The folder of the checkpoints.
+        rollouts_dir: The folder of the rollouts.
+        changed_settings: On resume, the changed settings by dotted key: (before, now).
+        notes: Remarks of `create`, for the console to show.
     """
 
     def __init__(self, path: Path) -> None:
@@ -71,30 +75,32 @@ class RunDirectory:
         self._lock: RunLock | None = None
         self._metrics_writer: JsonlWriter | None = None
         self._last: tuple[int, int] = (-1, -1)
-        self._new_config = ""  # of a resume, before it goes on
+        self._new_config = ""  # the settings of a resume, until `truncate_after` writes them
 
     @property
     def name(self) -> str:
+        """The run's name."""
         return self.path.name
 
     @classmethod
     def create(
         cls, settings: Settings, plan: Mapping[str, Any], *, resume: bool = False
     ) -> RunDirectory:
-        """Makes settings.run.dir / settings.run.name, or with `resume` opens it for going on.
+        """Make the directory settings.run.dir / settings.run.name, or resume the run in it.
 
         Resuming drops an incomplete last line of metrics.jsonl and reports the settings that
         changed; the caller then calls `truncate_after` with its checkpoint's step, which writes
-        them. A checkpoint that does not fit them leaves those that it was made with.
+        them. If the checkpoint does not fit the new settings, the file keeps the old ones.
 
         Args:
-            settings: resolved settings; run.name must be set.
-            plan: PrecisionPlan.to_dict().
+            settings: Resolved settings; run.name must be set.
+            plan: The precision plan, from PrecisionPlan.to_dict().
+            resume: Whether to continue the run that is in the directory.
 
         Raises:
-            UserError: the name cannot be a folder's, is in use (an attempt that ended before its
-                first step leaves it free), or is being written by another process; nothing to
-                resume; a different precision plan on resume; no permission.
+            UserError: The name cannot be a folder's, is in use (an attempt that ended before its
+                first step leaves it free), or is being written by another process; there is nothing
+                to resume; the precision plan is another one on resume; permission is missing.
         """
         run = cls(Path(settings.run.dir) / _checked_name(settings.run.name))
         try:
@@ -113,19 +119,19 @@ class RunDirectory:
 
     @classmethod
     def check_name(cls, settings: Settings, *, resume: bool = False) -> None:
-        """Raises what `create` would about the name, before anything slow is loaded.
+        """Check a run's name as `create` does, before anything slow is loaded.
 
         Raises:
-            UserError: the name cannot be a folder's or is in use; nothing to resume.
+            UserError: The name cannot be a folder's or is in use, or there is nothing to resume.
         """
         cls(Path(settings.run.dir) / _checked_name(settings.run.name))._check_use(resume)
 
     @classmethod
     def open(cls, path: str | Path) -> RunDirectory:
-        """A run directory for reading.
+        """Open a run directory for reading.
 
         Raises:
-            UserError: no such folder, or it is not a run directory.
+            UserError: There is no such folder, or it is not a run directory.
         """
         path = Path(path)
         if not path.is_dir():
@@ -137,29 +143,31 @@ class RunDirectory:
     def attempt(
         self, command: Sequence[str], notes: Mapping[str, str] | None = None
     ) -> AbstractContextManager[Attempt]:
-        """A context that records this start of the program: log.txt gets a header and all Python
-        logging; the end is noted as finished, interrupted (KeyboardInterrupt), stopped (RunStopped)
-        or failed. The context's value has `.end(state, reason)` for ends without an exception."""
+        """Return a context that records this start of the program.
+
+        The file log.txt gets a header and all Python logging. The end is noted as finished,
+        interrupted (KeyboardInterrupt), stopped (RunStopped) or failed. The context's value has
+        `.end(state, reason)` for ends without an exception.
+        """
         self._check_writable()
         return attempt_logged(self.path, self._write_attempt, command, notes or {}, self.notes)
 
     def end_attempt_for_hang(self, reason: str) -> None:
-        """Notes that the attempt failed, from another thread, when its own will not come to it."""
+        """Note from another thread that the attempt failed, when its own thread hangs."""
         self._write_attempt(
             {"event": "end", "time": time.time(), "state": "failed", "reason": reason}
         )
 
     def write_step(self, stats: StepStats, phase: Phase = "rl") -> None:
-        """Appends a step's metrics; once this returns, a killed process does not lose them.
+        """Append a step's metrics; a process that is killed after this call does not lose them.
 
         Raises:
-            StorageError: the disk is full.
-            ValueError: an unregistered metric name, or a step that does not come after the last
-            one.
+            StorageError: The disk is full.
+            ValueError: A metric's name is not registered, or the step does not come after the last.
         """
         self._check_writable()
-        place = (PHASE_ORDER[phase], stats.step)
-        if place <= self._last:
+        position = (PHASE_ORDER[phase], stats.step)
+        if position <= self._last:
             raise ValueError(
                 f"{phase} step {stats.step} written out of order in {self.metrics_file}"
             )
@@ -170,47 +178,48 @@ class RunDirectory:
         assert self._metrics_writer is not None
         with storing(self.metrics_file):
             self._metrics_writer.write(record)
-        self._last = place
+        self._last = position
 
     def metrics(self, phase: Phase | None = None) -> list[Record]:
-        """The lines of metrics.jsonl in order, of one phase or of all: dicts with `step`, `time`,
-        for supervised steps `phase`, and metric names.
+        """Return the lines of metrics.jsonl in order, for one phase or all.
+
+        A line is a dict with `step`, `time`, `phase` (supervised steps alone) and metric names.
 
         Raises:
-            UserError: a damaged line (an incomplete last one is dropped).
+            UserError: A line is damaged (an incomplete last one is dropped).
         """
         records, _ = read_jsonl(self.metrics_file)
         check_fields(self.metrics_file, records, {"step": (int,), "phase": (str,)}, (int, float))
         for number, record in enumerate(records, start=1):
             if "step" not in record:
                 raise UserError(f"{self.metrics_file}, line {number}: no step number")
-        return [r for r in records if phase is None or _phase(r) == phase]
+        return records if phase is None else in_phase(records, phase)
 
     def write_rollouts(self, step: int, samples: Iterable[Sample]) -> Path:
-        """Writes the samples of a step, atomically; returns the file.
+        """Write the samples of a step, atomically, and return the file.
 
         Raises:
-            StorageError: the disk is full.
+            StorageError: The disk is full.
         """
         self._check_writable()
-        path = self.rollouts_dir / f"step_{step:06d}.jsonl"
+        path = self._rollouts_file(step)
         with storing(path):
             write_jsonl(path, (record_of(step, sample) for sample in samples))
         return path
 
     def rollout_steps(self) -> list[int]:
-        """The steps whose rollouts were written, ascending."""
+        """Return the steps whose rollouts were written, ascending."""
         names = (path.name for path in self.rollouts_dir.glob("step_*.jsonl"))
-        found = (re.fullmatch(r"step_(\d+)\.jsonl", name) for name in names)
-        return sorted(int(match[1]) for match in found if match)
+        matches = (re.fullmatch(r"step_(\d+)\.jsonl", name) for name in names)
+        return sorted(int(match[1]) for match in matches if match)
 
     def rollouts(self, step: int) -> list[Record]:
-        """The samples of a step as dicts (`rollout_records.sample_of` makes a Sample of one).
+        """Return the samples of a step as dicts; `rollout_records.sample_of` makes them samples.
 
         Raises:
-            UserError: a damaged line (an incomplete last one is dropped).
+            UserError: A line is damaged (an incomplete last one is dropped).
         """
-        path = self.rollouts_dir / f"step_{step:06d}.jsonl"
+        path = self._rollouts_file(step)
         records, _ = read_jsonl(path)
         check_fields(path, records, FIELDS)
         for number, record in enumerate(records, start=1):
@@ -219,11 +228,13 @@ class RunDirectory:
         return records
 
     def truncate_after(self, step: int, phase: Phase = "rl") -> None:
-        """Forgets what comes after a step, in metrics and rollouts: a resumed run writes it again.
-        With phase "sft", everything of the RL phase is after it. Writes the settings of the resume.
+        """Drop the metrics and rollouts after a step, which a resumed run writes again.
+
+        Every step of the RL phase comes after the steps of the phase "sft". The settings of the
+        resumed run are written as well.
 
         Raises:
-            StorageError: the disk is full; no metrics are lost.
+            StorageError: The disk is full; no metrics are lost.
         """
         self._check_writable()
         if self._new_config:
@@ -231,7 +242,7 @@ class RunDirectory:
                 write_atomically(self.path / "config.toml", self._new_config)
         limit = (PHASE_ORDER[phase], step)
         records = self.metrics()
-        kept = [r for r in records if _place(r) <= limit]
+        kept = [r for r in records if _position(r) <= limit]
         if len(kept) < len(records):
             self._close_metrics()
             with storing(self.metrics_file):
@@ -240,35 +251,37 @@ class RunDirectory:
         with storing(self.rollouts_dir):
             for written in self.rollout_steps():
                 if (PHASE_ORDER["rl"], written) > limit:
-                    (self.rollouts_dir / f"step_{written:06d}.jsonl").unlink()
+                    self._rollouts_file(written).unlink()
 
     def history(self) -> RunHistory:
-        """Totals so far: what a resumed run's console and time limit go on from."""
+        """Return the totals so far, which a resumed run's console and time limit begin with."""
         return history_of(self.metrics(), read_attempts(self.path))
 
     def had_checkpoint(self, every: int) -> bool:
-        """Whether a checkpoint has been written, by the lines and the attempts: at the second that
-        is due the first one is waited for, and a run that came to its end has one.
+        """Return whether a checkpoint has been written, by the metrics and the attempts.
+
+        The first checkpoint is complete before the second one is due, and a finished run has one.
 
         Args:
-            every: its checkpoint.every.
+            every: The run's checkpoint.every.
         """
         last = max((record["step"] for record in self.metrics()), default=0)
         finished = any(attempt.state == "finished" for attempt in self.attempts())
         return (every > 0 and last >= 2 * every) or (finished and bool(self.metrics("rl")))
 
     def attempts(self) -> list[Attempt]:
+        """Return the attempts of the run, oldest first."""
         return read_attempts(self.path)
 
     def state(self) -> str:
-        """new, running, finished, interrupted, stopped or failed."""
+        """Return the run's state: new, running, finished, interrupted, stopped or failed."""
         return run_state(self.path)
 
     def config(self) -> dict[str, Any]:
-        """The settings as a nested dict, as config.toml has them.
+        """Return the settings of config.toml, as a nested dict.
 
         Raises:
-            UserError: config.toml is missing or not TOML.
+            UserError: The file config.toml is missing or not TOML.
         """
         try:
             return tomllib.loads((self.path / "config.toml").read_text(encoding="utf-8"))
@@ -276,10 +289,10 @@ class RunDirectory:
             raise UserError(f"{self.path / 'config.toml'}: {error}") from None
 
     def plan(self) -> dict[str, Any]:
-        """The precision plan as a dict.
+        """Return the precision plan, as a dict.
 
         Raises:
-            UserError: plan.json is missing or not JSON.
+            UserError: The file plan.json is missing or not JSON.
         """
         try:
             return dict(json.loads((self.path / "plan.json").read_text(encoding="utf-8")))
@@ -287,7 +300,7 @@ class RunDirectory:
             raise UserError(f"{self.path / 'plan.json'}: {error}") from None
 
     def close(self) -> None:
-        """Closes files and gives the lock back; more than once is fine."""
+        """Close the files and give the lock back; more than one call is fine."""
         self._close_metrics()
         if self._lock is not None:
             self._lock.release()
@@ -296,13 +309,11 @@ class RunDirectory:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _rollouts_file(self, step: int) -> Path:
+        return self.rollouts_dir / f"step_{step:06d}.jsonl"
 
     def _make_folder(self, resume: bool) -> None:
         self._check_use(resume)
@@ -310,7 +321,7 @@ class RunDirectory:
             folder.mkdir(parents=True, exist_ok=True)
 
     def _sweep(self) -> None:
-        """Removes what a killed attempt was writing: files and models that had no name yet."""
+        """Remove the temporary files and models that a killed attempt was writing."""
         for folder in (self.path, self.rollouts_dir):
             for pattern in (".*.tmp", ".*.tmp.before"):
                 for left in folder.glob(pattern):
@@ -334,8 +345,11 @@ class RunDirectory:
             )
 
     def _is_void(self) -> bool:
-        """Whether all that was done here are attempts that ended before their first step, as with
-        a setting that turned out wrong: the name is free to be used again, and the log goes on."""
+        """Return whether the directory has nothing but attempts that ended before their first step.
+
+        That happens with a setting that turned out wrong: the name may be used again, and the log
+        is continued.
+        """
         left = (self.rollouts_dir, self.checkpoints_dir)
         # Killed between making the folder and its settings: nothing in it is anybody else's.
         killed_at_once = {path.name for path in self.path.iterdir()} <= {
@@ -376,7 +390,7 @@ class RunDirectory:
         records, note = repair_jsonl(self.metrics_file)
         if note:
             self.notes.append(note)
-        self._last = max((_place(r) for r in records), default=(-1, -1))
+        self._last = max((_position(r) for r in records), default=(-1, -1))
         self._metrics_writer = JsonlWriter(self.metrics_file)
 
     def _close_metrics(self) -> None:
@@ -388,23 +402,16 @@ class RunDirectory:
         path = self.path / "attempts.jsonl"
         with storing(path):
             repair_jsonl(path)
-            writer = JsonlWriter(path)
-            try:
+            with closing(JsonlWriter(path)) as writer:
                 writer.write(record)
-            finally:
-                writer.close()
 
     def _check_writable(self) -> None:
         if self._lock is None:
             raise ValueError(f"{self.path} is open for reading only; use RunDirectory.create")
 
 
-def _phase(record: Record) -> str:
-    return str(record.get("phase", "rl"))
-
-
-def _place(record: Record) -> tuple[int, int]:
-    return PHASE_ORDER.get(_phase(record), 1), int(record["step"])
+def _position(record: Record) -> tuple[int, int]:
+    return PHASE_ORDER.get(phase_of(record), 1), int(record["step"])
 
 
 def _checked_name(name: str | None) -> str:
@@ -426,8 +433,10 @@ def _checked_name(name: str | None) -> str:
 def settings_that_differ(
     before: Mapping[str, Any], now: Mapping[str, Any]
 ) -> dict[str, tuple[Any, Any]]:
-    """By dotted key: (value before, value now), of what differs between two `RunDirectory.config`.
-    None where there is none."""
+    """Return the settings that differ between two `RunDirectory.config`, by dotted key.
+
+    The values are pairs (before, now), with None where a setting is missing.
+    """
 
     def flat(tree: Mapping[str, Any]) -> dict[str, Any]:
         return {f"{s}.{k}": v for s, section in tree.items() for k, v in section.items()}

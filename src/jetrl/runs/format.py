@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 import unicodedata
 from collections.abc import Sequence
 from typing import TypeVar
@@ -11,7 +12,7 @@ Item = TypeVar("Item")
 
 
 def number(value: float) -> str:
-    """Three significant digits or so, no exponent where it can be avoided: 0.531, 12.3, 4,210."""
+    """Return about three significant digits, if possible without an exponent: 0.531, 4,210."""
     if not math.isfinite(value):
         return str(value)
     if value == int(value) and abs(value) < 1e15:
@@ -22,17 +23,17 @@ def number(value: float) -> str:
 
 
 def count(value: float) -> str:
-    """A whole number with separators: 12,345."""
+    """Return a whole number with separators: 12,345."""
     return f"{round(value):,}" if math.isfinite(value) else str(value)
 
 
 def percent(share: float) -> str:
-    """A share as a percentage: 0.931 is 93.1%."""
+    """Return a share as a percentage: 0.931 is 93.1%."""
     return f"{100 * share:.1f}%"
 
 
 def duration(seconds: float) -> str:
-    """A time span: 85 ms, 4.1 s, 3m 12s, 2h 05m, 3d 04h."""
+    """Return a time span in words: 85 ms, 4.1 s, 3m 12s, 2h 05m, 3d 04h."""
     if not math.isfinite(seconds):
         return str(seconds)
     if seconds < 0.0995:
@@ -48,27 +49,39 @@ def duration(seconds: float) -> str:
     return f"{days}d {hours % 24:02d}h"
 
 
+def date(seconds: float | None) -> str:
+    """Return a Unix time as local date and time, to the minute; "" for None."""
+    return "" if seconds is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
+
+
+def metric_value(name: str, value: float) -> str:
+    """Return a metric's value as people read it: an evaluation from 0 to 1 as a percentage."""
+    return percent(value) if name.startswith("eval/") and 0 <= value <= 1 else number(value)
+
+
 def clip(text: str, width: int) -> str:
-    """The text in at most `width` characters, with ... where its end was cut off."""
+    """Return the text in at most `width` characters, with ... in place of its end."""
     return text if len(text) <= width else text[: width - 3] + "..."
 
 
 def visible(text: str, newlines: bool = False) -> str:
-    r"""Text that cannot drive a terminal: control and direction characters are written as escapes.
-    Line ends become \n, unless `newlines` keeps them."""
-    safe = []
-    for character in text:
+    r"""Return a text that cannot drive a terminal: control and direction characters are escaped.
+
+    Line ends become \n, unless `newlines` keeps them.
+    """
+
+    def safe(character: str) -> str:
         if newlines and character == "\n":
-            safe.append(character)
-        elif unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zl", "Zp"):
-            safe.append(character.encode("unicode_escape").decode("ascii"))
-        else:
-            safe.append(character)
-    return "".join(safe)
+            return character
+        if unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zl", "Zp"):
+            return character.encode("unicode_escape").decode("ascii")
+        return character
+
+    return "".join(map(safe, text))
 
 
 def spread(items: Sequence[Item], num: int) -> list[Item]:
-    """At most num items, evenly spaced from the first to the last."""
+    """Return at most `num` items, evenly spaced from the first to the last."""
     if len(items) <= num:
         return list(items)
     return [items[round(k * (len(items) - 1) / max(num - 1, 1))] for k in range(num)]

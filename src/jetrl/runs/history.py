@@ -1,18 +1,26 @@
-"""What a run has done so far, in numbers: totals for resuming, listing and the report's
-headline."""
+"""The totals of a run so far, for resuming, listing and the report's headline."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from jetrl.runs.attempts import Attempt
+from jetrl.runs.metrics import is_eval_mean
 
 
 @dataclass(frozen=True)
 class Change:
-    """A quantity's first and last value, with the steps they were measured at."""
+    """The first and the last value of a metric.
+
+    Attributes:
+        name: The metric's name.
+        first_step: The step of the first value.
+        first: The first value.
+        last_step: The step of the last value.
+        last: The last value.
+    """
 
     name: str
     first_step: int
@@ -23,12 +31,20 @@ class Change:
 
 @dataclass(frozen=True)
 class RunHistory:
-    """Totals of a run. Tokens are None where no step measured the mismatch (then nothing is
-    claimed).
+    """The totals of a run.
 
-    last_step: the last RL step, -1 if none. num_steps, num_sft_steps: lines of each phase; an
-    evaluation before the first step (step 0) is not a step. elapsed_s: wall time over all attempts;
-    of a killed one, up to its last metric. evals: the mean of each evaluated task, in the RL phase.
+    Attributes:
+        last_step: The last RL step; -1 if there is none.
+        num_steps: Number of RL steps; an evaluation before the first step (step 0) is not a step.
+        num_sft_steps: Number of supervised updates.
+        elapsed_s: Seconds of wall time over all attempts; a killed attempt counts up to its last
+            metric.
+        started: Unix time of the first attempt.
+        num_tokens: Tokens whose log-probs of sampler and trainer were compared; None if no step
+            compared them.
+        num_different: Compared tokens whose log-probs differ; None if no step compared them.
+        reward: The change of the mean reward.
+        evals: The change of the mean of each evaluated task, in the RL phase.
     """
 
     last_step: int = -1
@@ -43,10 +59,9 @@ class RunHistory:
 
 
 def history_of(records: Sequence[dict[str, Any]], attempts: Sequence[Attempt] = ()) -> RunHistory:
-    """The history told by lines of metrics.jsonl (in order) and the attempts."""
-    rl = [r for r in records if r.get("phase", "rl") == "rl"]
-    sft = [r for r in records if r.get("phase", "rl") == "sft"]
-    eval_names = sorted({n for r in rl for n in r if n.startswith("eval/") and n.endswith("/mean")})
+    """Return the totals of lines of metrics.jsonl (in order) and of attempts."""
+    rl, sft = in_phase(records, "rl"), in_phase(records, "sft")
+    eval_names = sorted({name for record in rl for name in record if is_eval_mean(name)})
     evals = (change_of(rl, name) for name in eval_names)
     times = [float(r["time"]) for r in records if "time" in r]
     return RunHistory(
@@ -63,20 +78,22 @@ def history_of(records: Sequence[dict[str, Any]], attempts: Sequence[Attempt] = 
 
 
 def summary_of(history: RunHistory) -> dict[str, float]:
-    """A run in a few numbers, for trackers: rewards at its begin and end, and the last of each
-    evaluation, by their metric's names; steps, and whether sampler and trainer agreed."""
-    found: dict[str, float] = {"steps": history.num_steps, "wall_time_s": history.elapsed_s}
+    """Return a run in a few numbers, for trackers.
+
+    They are the steps, the wall time, the tokens that differ between sampler and trainer, and the
+    first and last values of the reward and of each evaluation, under their metrics' names.
+    """
+    summary: dict[str, float] = {"steps": history.num_steps, "wall_time_s": history.elapsed_s}
     if history.num_different is not None:
-        found["mismatch/num_different"] = history.num_different
+        summary["mismatch/num_different"] = history.num_different
     for change in (history.reward, *history.evals):
         if change is not None:
-            found[f"{change.name}/first"] = change.first
-            found[f"{change.name}/last"] = change.last
-    return found
+            summary |= {f"{change.name}/first": change.first, f"{change.name}/last": change.last}
+    return summary
 
 
 def change_of(records: Sequence[dict[str, Any]], name: str) -> Change | None:
-    """First and last value of a metric; None if it was never measured."""
+    """Return the first and last value of a metric; None if no record has it."""
     having = [r for r in records if name in r]
     if not having:
         return None
@@ -84,8 +101,23 @@ def change_of(records: Sequence[dict[str, Any]], name: str) -> Change | None:
     return Change(name, first["step"], first[name], last["step"], last[name])
 
 
+def phase_of(record: Mapping[str, Any]) -> str:
+    """Return the phase of a line of metrics.jsonl: `sft` or `rl`."""
+    return str(record.get("phase", "rl"))
+
+
+def in_phase(records: Sequence[dict[str, Any]], phase: str) -> list[dict[str, Any]]:
+    """Return the lines of a phase."""
+    return [record for record in records if phase_of(record) == phase]
+
+
+def values_of(records: Iterable[Mapping[str, Any]], name: str) -> list[Any]:
+    """Return the values of a metric, from the lines that have it."""
+    return [record[name] for record in records if name in record]
+
+
 def _total(records: Sequence[dict[str, Any]], name: str) -> int | None:
-    values = [r[name] for r in records if name in r]
+    values = values_of(records, name)
     return int(sum(values)) if values else None
 
 

@@ -19,11 +19,12 @@ Record = dict[str, Any]
 
 
 def read_jsonl(path: Path) -> tuple[list[Record], str]:
-    """The objects of a file in order, and a note about a dropped last line ("" if there was none).
+    """Return the objects of a file in order, and a note about a dropped last line, or "".
+
     A file that does not exist has no objects.
 
     Raises:
-        UserError: a line other than the last is not a JSON object, or the file cannot be read.
+        UserError: A line other than the last is not a JSON object, or the file cannot be read.
     """
     try:
         lines = path.read_bytes().split(b"\n")
@@ -56,11 +57,18 @@ def check_fields(
     types: Mapping[str, tuple[type, ...]],
     others: tuple[type, ...] = (object,),
 ) -> None:
-    """That fields have the types they are written with: `types` by name, `others` for the rest.
+    """Check that fields have the types that they are written with.
+
     A bool is no number, and a number fits a float.
 
+    Args:
+        path: The file, for the message.
+        records: The file's objects.
+        types: Types of fields, by name.
+        others: Types of the fields that `types` does not name.
+
     Raises:
-        UserError: one has not; names file and line.
+        UserError: A field has another type; the message names file and line.
     """
     for number, record in enumerate(records, start=1):
         for key, value in record.items():
@@ -75,7 +83,7 @@ def check_fields(
 
 
 def repair_jsonl(path: Path) -> tuple[list[Record], str]:
-    """`read_jsonl`, and makes the file end in a whole line, so that it can be appended to."""
+    """Return `read_jsonl` of a file, and make the file end in a whole line to append to."""
     records, note = read_jsonl(path)
     if note or (records and not path.read_bytes().endswith(b"\n")):
         write_jsonl(path, records)
@@ -83,12 +91,12 @@ def repair_jsonl(path: Path) -> tuple[list[Record], str]:
 
 
 def write_jsonl(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
-    """Writes the whole file atomically: readers see the old one or the new one."""
+    """Write the whole file atomically: readers see the old one or the new one."""
     write_atomically(path, "".join(_line(record) for record in records))
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Writes a UTF-8 text file so that a crash or a full disk leaves the previous one in place."""
+    """Write a UTF-8 text file so that a crash or a full disk leaves the previous one in place."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         with open(temporary, "wb") as file:
@@ -102,19 +110,22 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 class JsonlWriter:
-    """Appends objects to a file, each at once on its way to the disk (one write, flushed)."""
+    """A writer that appends objects to a file, each in one unbuffered write."""
 
     def __init__(self, path: Path) -> None:
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115 (closed by close)
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Raises OSError when the disk is full; the incomplete line is dropped by the next
-        reader."""
+        """Append an object; raise OSError when the disk is full.
+
+        The next reader drops the incomplete line.
+        """
         data = memoryview(_line(record).encode("utf-8", "surrogatepass"))
         while data:
             data = data[self._file.write(data) :]
 
     def close(self) -> None:
+        """Close the file."""
         self._file.close()
 
 

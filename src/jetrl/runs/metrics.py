@@ -15,13 +15,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 FREE = r"[^/<>\s]+"
-"""What stands for <task> or <name>: one path component without blanks or angle brackets."""
+"""The pattern of <task> and <name>: a path component without blanks or angle brackets."""
 
 
 @dataclass(frozen=True)
 class Metric:
-    """One metric. `measured` ones (times, speeds, memory) depend on the machine; all others are the
-    same, bit for bit, when a run is repeated on the CPU. `known_as`: system -> its name there."""
+    """A metric that a run may write.
+
+    Attributes:
+        name: The metric's name, with <task> or <name> for a free part.
+        unit: The metric's unit.
+        meaning: The metric's meaning, in a line.
+        measured: Whether the metric is a time, a speed or memory, which depend on the machine. All
+            others are the same, bit for bit, when a run is repeated on the CPU.
+        known_as: The metric's name in other systems, by system.
+    """
 
     name: str
     unit: str
@@ -30,6 +38,7 @@ class Metric:
     known_as: Mapping[str, str] = field(default_factory=dict)
 
     def matches(self, name: str) -> bool:
+        """Return whether a name is this metric's, or one of its family."""
         if "<" not in self.name:
             return name == self.name
         pattern = re.sub(r"<\w+>", lambda _: FREE, self.name)
@@ -63,7 +72,7 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "reward/failures",
         "count",
-        "completions that the scorer could not judge (error or time-out); their reward is 0",
+        "completions that could not be scored (error or time-out); their reward is 0",
     ),
     Metric("reward/part/<name>", "reward", "mean of one named part of the task's score"),
     Metric("reward/task/<task>", "reward", "mean reward of one of the tasks that are mixed"),
@@ -280,7 +289,7 @@ METRICS: tuple[Metric, ...] = (
     ),
     _timing("update", "forward, backward and optimizer", verl="timing_s/update_actor"),
     _timing("optimizer", "AdamW on the master weights; part of timing/update_s"),
-    _timing("requantize", "making the FP8 working copy from the master weights"),
+    _timing("requantize", "making the quantized weights from the master weights"),
     _timing(
         "checkpoint",
         "waiting for a checkpoint to be copied, and for the one before",
@@ -307,13 +316,13 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "memory/rollout_retries",
         "count",
-        "times that sampling began anew with a smaller batch because memory ran out; else absent",
+        "times that sampling began again with a smaller batch because memory ran out; else absent",
         True,
     ),
     Metric(
         "memory/train_retries",
         "count",
-        "times that an update began anew with micro-batches of half the tokens; else absent",
+        "times that an update began again with micro-batches of half the tokens; else absent",
         True,
     ),
     Metric(
@@ -330,7 +339,7 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric("eval/<task>/response_length", "tokens", "mean length of a held-out completion"),
     Metric("eval/<task>/clip_ratio", "share", "held-out completions cut off at the token limit"),
-    Metric("eval/<task>/failures", "count", "held-out completions that could not be judged"),
+    Metric("eval/<task>/failures", "count", "held-out completions that could not be scored"),
     Metric(
         "sft/loss",
         "nats",
@@ -361,18 +370,18 @@ METRICS: tuple[Metric, ...] = (
 )
 
 
-@functools.lru_cache(maxsize=4096)  # asked for each metric of each line of a long run
+@functools.lru_cache(maxsize=4096)  # called for each metric of each line of a long run
 def find_metric(name: str) -> Metric | None:
-    """The registered metric that `name` is, or is an instance of; None if there is none."""
+    """Return the registered metric that a name belongs to; None if there is none."""
     return next((metric for metric in METRICS if metric.matches(name)), None)
 
 
 def check_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
-    """The metrics as plain Python numbers.
+    """Return the metrics as plain Python numbers.
 
     Raises:
-        ValueError: a name that is not registered (the nearest is named).
-        TypeError: a value that is not a number.
+        ValueError: A name is not registered (the message has the nearest one).
+        TypeError: A value is not a number.
     """
     checked: dict[str, float] = {}
     for name, value in metrics.items():
@@ -387,18 +396,17 @@ def check_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def reproducible(metrics: Mapping[str, float]) -> dict[str, float]:
-    """The metrics that a repeated or a resumed run must give again, bit for bit (on the CPU): all
-    but times, speeds and memory. Keys that are no metrics, such as `time`, are left out."""
-    kept = {}
-    for name, value in metrics.items():
-        metric = find_metric(name)
-        if metric is not None and not metric.measured:
-            kept[name] = value
-    return kept
+    """Return the metrics that a repeated or a resumed run must give again, bit for bit, on the CPU.
+
+    They are all but times, speeds and memory. Keys that are no metrics, such as `time`, are left
+    out.
+    """
+    known = {name: find_metric(name) for name in metrics}
+    return {name: metrics[name] for name, metric in known.items() if metric and not metric.measured}
 
 
 def eval_metric(task: str, what: str) -> str:
-    """The name of an evaluation metric: `eval/<task>/<what>`, for any task name.
+    """Return the name of an evaluation metric: `eval/<task>/<what>`, for any task name.
 
     Folders are left out and odd characters become `_`: `my/tasks.py:Sum`, `mean` gives
     `eval/tasks.py:Sum/mean`.
@@ -406,13 +414,18 @@ def eval_metric(task: str, what: str) -> str:
     return f"eval/{_component(task.rpartition('/')[2])}/{what}"
 
 
+def is_eval_mean(name: str) -> bool:
+    """Return whether a metric is the mean of an evaluated task: `eval/<task>/mean`."""
+    return name.startswith("eval/") and name.endswith("/mean")
+
+
 def task_metric(what: str, task: str) -> str:
-    """The name of a metric of one of several mixed tasks: `reward/task/<task>`."""
+    """Return the name of a metric of one of several mixed tasks: `<what>/task/<task>`."""
     return f"{what}/task/{_component(task.rpartition('/')[2])}"
 
 
 def part_metric(part: str) -> str:
-    """The name of the mean of `Score.parts[part]`; characters a name cannot hold become `_`."""
+    """Return the name of the mean of `Score.parts[part]`; odd characters become `_`."""
     return f"reward/part/{_component(part)}"
 
 

@@ -1,9 +1,8 @@
-"""What `jetrl runs` shows: the runs of a folder, one run in words, several runs in one picture."""
+"""The output of `jetrl runs`: the runs of a folder, a run in words, several runs in a picture."""
 
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,10 +14,10 @@ from rich.text import Text
 
 from jetrl.errors import UserError
 from jetrl.runs.directory import RunDirectory
-from jetrl.runs.format import count, duration, number, percent, visible
-from jetrl.runs.history import RunHistory
+from jetrl.runs.format import count, date, duration, metric_value, number, visible
+from jetrl.runs.history import RunHistory, in_phase
 from jetrl.runs.jsonl import Record
-from jetrl.runs.metrics import find_metric
+from jetrl.runs.metrics import find_metric, is_eval_mean
 from jetrl.runs.plot_style import COLORS, LINES, STYLE, finish, line, series
 
 DEFAULT_METRICS = (
@@ -40,7 +39,16 @@ PANEL_INCHES = (5.2, 2.9)
 
 @dataclass(frozen=True)
 class RunRow:
-    """One run of a listing. problem: why it cannot be read ("" if it can)."""
+    """A row of a listing of runs.
+
+    Attributes:
+        name: The run's name.
+        path: The run directory.
+        state: The run's state, or `damaged`.
+        history: The run's totals.
+        preset: The preset of the run's precision plan.
+        problem: The reason why the run cannot be read; "" if it can.
+    """
 
     name: str
     path: Path
@@ -51,10 +59,10 @@ class RunRow:
 
 
 def list_runs(folder: str | Path = "runs") -> list[RunRow]:
-    """The runs in a folder, the newest first; damaged ones are listed with what is wrong.
+    """Return the runs in a folder, the newest first; damaged ones have a problem.
 
     Raises:
-        UserError: no such folder.
+        UserError: There is no such folder.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -65,7 +73,7 @@ def list_runs(folder: str | Path = "runs") -> list[RunRow]:
 
 
 def runs_table(rows: Sequence[RunRow]) -> Table:
-    """The listing as a table for the terminal; below it, what is wrong with damaged runs."""
+    """Return the listing as a table for the terminal, with the problems of damaged runs below."""
     problems = [f"{row.name}: {row.problem}" for row in rows if row.problem]
     table = Table(box=None, header_style="dim", caption_style="red", caption_justify="left")
     table.caption = Text(visible("\n".join(problems), newlines=True)) if problems else None
@@ -85,19 +93,19 @@ def runs_table(rows: Sequence[RunRow]) -> Table:
             visible(row.preset),
             count(history.num_steps),
             number(history.reward.last) if history.reward else "",
-            value_text(history.evals[0].name, history.evals[0].last) if history.evals else "",
+            metric_value(history.evals[0].name, history.evals[0].last) if history.evals else "",
             count(history.num_different) if history.num_different is not None else "",
             duration(history.elapsed_s),
-            _date(history.started)[5:],
+            date(history.started)[5:],
         )
     return table
 
 
 def show_run(path: str | Path) -> str:
-    """One run in words: state, totals, changes of reward and evaluation, where things are.
+    """Return a run in words: state, totals, changes of reward and evaluation, and its files.
 
     Raises:
-        UserError: not a run directory, or damaged.
+        UserError: The path is no run directory, or the run is damaged.
     """
     run = RunDirectory.open(path)
     history, config, plan = run.history(), run.config(), run.plan()
@@ -106,7 +114,7 @@ def show_run(path: str | Path) -> str:
     rows = [
         ("run", str(run.path)),
         ("state", f"{run.state()} ({reason})" if reason else run.state()),
-        ("started", _date(history.started)),
+        ("started", date(history.started)),
         ("wall time", f"{duration(history.elapsed_s)} in {count(len(attempts))} attempt(s)"),
         ("task", str(config.get("task", {}).get("name", ""))),
         ("precision", str(plan.get("name", ""))),
@@ -115,15 +123,17 @@ def show_run(path: str | Path) -> str:
     if history.num_sft_steps:
         rows.append(("supervised steps", count(history.num_sft_steps)))
     for change in ((history.reward,) if history.reward else ()) + history.evals:
-        ends = " -> ".join(value_text(change.name, v) for v in (change.first, change.last))
+        ends = " -> ".join(metric_value(change.name, v) for v in (change.first, change.last))
         rows.append((change.name, f"{ends}  (step {change.first_step} to {change.last_step})"))
     if history.num_different is not None:
-        of = mismatch_text(history.num_different, history.num_tokens)
-        rows.append(("mismatch", f"{of} different"))
-    found = [
-        p for where in ("sft/step_*", "step_*") for p in sorted(run.checkpoints_dir.glob(where))
+        differing = mismatch_text(history.num_different, history.num_tokens)
+        rows.append(("mismatch", f"{differing} different"))
+    checkpoints = [
+        path
+        for pattern in ("sft/step_*", "step_*")
+        for path in sorted(run.checkpoints_dir.glob(pattern))
     ]
-    last = str(found[-1].relative_to(run.checkpoints_dir)) if found else "none"
+    last = str(checkpoints[-1].relative_to(run.checkpoints_dir)) if checkpoints else "none"
     rows.append(("last checkpoint", last))
     report = run.path / "report.html"
     rows.append(("report", str(report) if report.is_file() else "none"))
@@ -134,23 +144,25 @@ def show_run(path: str | Path) -> str:
 def plot_runs(
     paths: Sequence[str | Path], metrics: Sequence[str] = (), out_png: str | Path = "runs.png"
 ) -> Path:
-    """Draws metrics of several runs over each other, one panel a metric, as a PNG.
+    """Draw metrics of several runs over each other, a panel for each metric, as a PNG.
 
     Args:
-        paths: run directories. metrics: names, or `eval` for the mean of every evaluated task;
-            default: the usual ones that any of the runs has. out_png: the file to write.
+        paths: Run directories.
+        metrics: Names of metrics, or `eval` for the mean of every evaluated task; default: the
+            usual ones that any of the runs has.
+        out_png: The file to write.
 
     Raises:
-        UserError: not a run directory, an unknown metric, or one that no run has; a file that
-            cannot be written.
+        UserError: A path is no run directory, no run has a metric, or the file cannot be written.
     """
     runs = {
         label: RunDirectory.open(path).metrics()
         for label, path in zip(labels(paths), paths, strict=True)
     }
-    in_rl = any(r.get("phase", "rl") == "rl" for records in runs.values() for r in records)
+    in_rl = any(in_phase(records, "rl") for records in runs.values())
     usual = DEFAULT_METRICS if in_rl else SUPERVISED_METRICS
     names = _chosen(metrics or usual, runs, strict=bool(metrics))
+    # A panel for each metric, with a line for each run.
     num_columns = 1 if len(names) == 1 else 2
     num_rows = math.ceil(len(names) / num_columns)
     width, height = PANEL_INCHES
@@ -181,7 +193,7 @@ def plot_runs(
 
 
 def labels(paths: Sequence[str | Path]) -> list[str]:
-    """What runs are called beside each other: their names, or paths where names are the same."""
+    """Return the names of runs beside each other: paths where two names are the same."""
     names = [Path(path).name for path in paths]
     return [
         name if names.count(name) == 1 else str(path)
@@ -198,40 +210,28 @@ def _row(path: Path) -> RunRow:
         return RunRow(path.name, path, "damaged", RunHistory(), problem=str(error))
 
 
-def _chosen(wanted: Sequence[str], runs: dict[str, list[Record]], strict: bool) -> list[str]:
+def _chosen(metrics: Sequence[str], runs: dict[str, list[Record]], strict: bool) -> list[str]:
     present = {name for records in runs.values() for record in records for name in record}
     names: list[str] = []
-    for name in wanted:
-        if name == "eval":
-            found = sorted(n for n in present if n.startswith("eval/") and n.endswith("/mean"))
-        else:
-            found = [name] if name in present else []
-        if strict and not found:
+    for name in metrics:
+        matches = sorted(filter(is_eval_mean, present)) if name == "eval" else {name} & present
+        if strict and not matches:
             known = ", ".join(sorted(n for n in present if find_metric(n)))
             raise UserError(f"metric {name}: none of these runs has it; they have {known}")
-        names += found
+        names += matches
     if not names:
         raise UserError("nothing to plot: these runs have no finished step")
     return names
 
 
 def _phase_of(records: list[Record], name: str) -> list[Record]:
-    """The RL lines, or the supervised ones where no RL line has the metric."""
-    rl = [r for r in records if r.get("phase", "rl") == "rl"]
-    return rl if any(name in r for r in rl) else [r for r in records if r.get("phase") == "sft"]
-
-
-def value_text(name: str, value: float) -> str:
-    """A metric's value as people read it."""
-    return percent(value) if name.startswith("eval/") and 0 <= value <= 1 else number(value)
+    """Return the RL lines, or the supervised ones where no RL line has the metric."""
+    rl = in_phase(records, "rl")
+    return rl if any(name in record for record in rl) else in_phase(records, "sft")
 
 
 def mismatch_text(num_different: int | None, num_tokens: int | None) -> str:
-    """How many tokens differ between sampler and trainer, of how many; empty if not measured."""
+    """Return how many of the compared tokens differ between sampler and trainer, or ""."""
     if num_different is None:
         return ""
     return count(num_different) + (f" of {count(num_tokens)}" if num_tokens is not None else "")
-
-
-def _date(seconds: float | None) -> str:
-    return "" if seconds is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))

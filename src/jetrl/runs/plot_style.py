@@ -1,4 +1,4 @@
-"""How every plot of a run looks, and the two ways it is shown: a PNG, and SVG inside the report.
+"""The style of a run's plots, and their two forms: a PNG, and SVG inside the report.
 
 The SVG is drawn in the colours of the light page; each colour is then replaced by the CSS variable
 of the same meaning, so one drawing follows the reader's light or dark setting.
@@ -69,8 +69,14 @@ STYLE: dict[Any, Any] = {
 
 @dataclass(frozen=True)
 class Chart:
-    """One plot. key: its file name. caption: what the numbers say, in a line. draw: puts it on
-    axes."""
+    """A plot.
+
+    Attributes:
+        key: The plot's file name, without an ending.
+        title: The plot's title.
+        caption: A line that has the main numbers.
+        draw: A function that draws the plot on axes.
+    """
 
     key: str
     title: str
@@ -79,7 +85,7 @@ class Chart:
 
 
 def to_png(chart: Chart, path: Path) -> None:
-    """Draws a chart, with its title, as a PNG on white."""
+    """Draw a chart, with its title, as a PNG on white."""
     with mpl.rc_context(STYLE):
         figure, axes = _figure()
         figure.suptitle(chart.title, x=0.02, ha="left", fontsize=11, fontweight="bold")
@@ -88,8 +94,11 @@ def to_png(chart: Chart, path: Path) -> None:
 
 
 def to_svg(chart: Chart) -> str:
-    """Draws a chart as an SVG element for an HTML page that defines the colour variables
-    `--plot-text`, `--plot-blue` and so on (the keys of COLORS)."""
+    """Return a chart as an SVG element for an HTML page.
+
+    The page defines the colour variables `--plot-text`, `--plot-blue` and so on (the keys of
+    COLORS).
+    """
     with mpl.rc_context({**STYLE, "svg.hashsalt": f"jetrl {chart.key}"}):
         figure, axes = _figure()
         chart.draw(axes)
@@ -111,7 +120,7 @@ def _figure() -> tuple[Figure, Axes]:
 
 
 def series(records: Records, name: str) -> tuple[np.ndarray, np.ndarray]:
-    """Steps and values of one metric, float64; infinities become gaps."""
+    """Return the steps and values of a metric, float64; infinities become gaps."""
     having = [r for r in records if name in r]
     steps = np.array([r["step"] for r in having], dtype=np.float64)
     values = np.array([float(r[name]) for r in having], dtype=np.float64)
@@ -119,7 +128,15 @@ def series(records: Records, name: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def line(axes: Axes, steps: np.ndarray, values: np.ndarray, label: str, color: str) -> None:
-    """A line through a metric: thinned if it is very long, with a moving mean if it is long."""
+    """Draw a line through a metric: thinned if very long, with a moving mean if long.
+
+    Args:
+        axes: The axes to draw on.
+        steps: The steps of the values.
+        values: The values; NaN is a gap.
+        label: The line's name in the legend.
+        color: The line's colour.
+    """
     steps, values = thin(steps, values)
     if len(steps) >= SMOOTH_FROM and len(np.unique(values)) > 1:  # a mean of equals has noise
         axes.plot(steps, values, color=color, alpha=0.28, linewidth=1.0)
@@ -130,8 +147,13 @@ def line(axes: Axes, steps: np.ndarray, values: np.ndarray, label: str, color: s
 
 
 def finish(axes: Axes, unit: str, num_lines: int = 1) -> None:
-    """What every chart has: whole steps below, the unit at the side, a legend if there is a
-    choice."""
+    """Give a chart whole steps below, the unit at the side, and a legend if it has several lines.
+
+    Args:
+        axes: The axes of the chart.
+        unit: The unit of the values.
+        num_lines: Number of lines.
+    """
     whole = MaxNLocator(nbins=8, integer=True, steps=[1, 2, 5, 10], min_n_ticks=1)
     axes.xaxis.set_major_locator(whole)
     left, right = axes.dataLim.intervalx
@@ -153,7 +175,13 @@ def finish(axes: Axes, unit: str, num_lines: int = 1) -> None:
 def thin(
     steps: np.ndarray, values: np.ndarray, how: Callable[..., Any] = np.nanmean
 ) -> tuple[np.ndarray, np.ndarray]:
-    """At most MAX_POINTS points: neighbours are joined, by their mean or by `how`."""
+    """Return at most MAX_POINTS points: neighbours are joined.
+
+    Args:
+        steps: The steps of the values.
+        values: The values; NaN is a gap.
+        how: The function that joins the values of neighbours.
+    """
     if len(steps) <= MAX_POINTS:
         return steps, values
     groups = np.array_split(np.arange(len(steps)), MAX_POINTS)
@@ -162,14 +190,16 @@ def thin(
 
 
 def moving_mean(values: np.ndarray, radius: int) -> np.ndarray:
-    """Mean over each value and `radius` neighbours on both sides, gaps left out. Near the ends the
-    radius shrinks, so that the curve begins and ends at the values measured there."""
+    """Return the mean over each value and `radius` neighbours on both sides, without gaps.
+
+    Near the ends the radius shrinks, so that the curve begins and ends at the measured values.
+    """
     known = np.isfinite(values)
     sums = np.concatenate([[0.0], np.cumsum(np.where(known, values, 0.0))])
     nums = np.concatenate([[0], np.cumsum(known)])
-    place = np.arange(len(values))
-    reach = np.minimum(radius, np.minimum(place, place[::-1]))
-    low, high = place - reach, place + reach + 1
+    index = np.arange(len(values))
+    reach = np.minimum(radius, np.minimum(index, index[::-1]))
+    low, high = index - reach, index + reach + 1
     num = nums[high] - nums[low]
     empty = np.full(len(values), math.nan)
     return np.divide(sums[high] - sums[low], num, out=empty, where=num > 0)

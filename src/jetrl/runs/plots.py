@@ -1,5 +1,6 @@
-"""The plots of a run, from the lines of its metrics.jsonl. A chart exists only if its metrics were
-measured; each has a caption that says its first and last values in words.
+"""The plots of a run, from the lines of its metrics.jsonl.
+
+A chart exists only if its metrics were measured; its caption has the first and last values.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from jetrl.runs.format import count, number, percent
+from jetrl.runs.history import in_phase
 from jetrl.runs.plot_style import COLORS, LINES, Chart, Records, finish, line, series, thin
 
 MAX_BARS = 60
@@ -27,10 +29,9 @@ PHASES = {
 
 
 def charts_of(records: Records) -> list[Chart]:
-    """The charts that the lines of metrics.jsonl have data for, in reading order."""
-    rl = [r for r in records if r.get("phase", "rl") == "rl"]
-    sft = [r for r in records if r.get("phase", "rl") == "sft"]
-    made = [
+    """Return the charts that the lines of metrics.jsonl have data for, in reading order."""
+    rl, sft = in_phase(records, "rl"), in_phase(records, "sft")
+    charts = [
         _reward(rl),
         _evaluation(rl),
         _mismatch(rl),
@@ -79,7 +80,7 @@ def charts_of(records: Records) -> list[Chart]:
             {"reward_model/accuracy": "of the update", "reward_model/eval_accuracy": "held out"},
         ),
     ]
-    return [chart for chart in made if chart is not None]
+    return [chart for chart in charts if chart is not None]
 
 
 def _lines(
@@ -98,12 +99,9 @@ def _lines(
         finish(axes, unit, len(present))
 
     form = percent if unit == "share" else number
-    parts = []
-    for name, label in present.items():
-        _, values = series(records, name)
-        parts.append(f"{label} {_ends(values, form)}")
-    said = "" if unit in ("share", "norm") else f" {unit}"
-    return Chart(key, title, "; ".join(parts) + said, draw)
+    ends = [f"{label} {_ends(series(records, n)[1], form)}" for n, label in present.items()]
+    unit_text = "" if unit in ("share", "norm") else f" {unit}"
+    return Chart(key, title, "; ".join(ends) + unit_text, draw)
 
 
 def _ends(values: np.ndarray, form: Callable[[float], str]) -> str:
@@ -140,13 +138,13 @@ def _reward(records: Records) -> Chart | None:
 
 def _evaluation(records: Records) -> Chart | None:
     names = sorted({n for r in records for n in r if re.fullmatch(r"eval/.*/(mean|pass_at_k)", n)})
-    found = {name: series(records, name) for name in names}
-    # With one greedy completion a prompt the two say the same: one line is enough.
+    curves = {name: series(records, name) for name in names}
+    # With one greedy completion a prompt, mean and pass@k are the same: one line is enough.
     drawn = {
         name: (steps, values)
-        for name, (steps, values) in found.items()
+        for name, (steps, values) in curves.items()
         if name.endswith("/mean")
-        or not np.array_equal(values, found.get(name[:-9] + "mean", (steps, values * np.nan))[1])
+        or not np.array_equal(values, curves.get(name[:-9] + "mean", (steps, values * np.nan))[1])
     }
     if not drawn:
         return None
@@ -184,7 +182,7 @@ def _mismatch(records: Records) -> Chart | None:
         return None
     exact = bool(np.all(values == 0))
     compared = sum(r.get("mismatch/num_tokens", 0) for r in records)
-    of = f" of {count(compared)} compared" if compared else ""
+    compared_text = f" of {count(compared)} compared" if compared else ""
 
     def draw(axes: Axes) -> None:
         color = COLORS["green"] if exact else COLORS["red"]
@@ -224,7 +222,7 @@ def _mismatch(records: Records) -> Chart | None:
         axes.set_ylim(left, right)
 
     differ = count(float(np.nansum(values)))
-    caption = f"{differ} tokens differ{of}; 0 is the right answer of an exact plan"
+    caption = f"{differ} tokens differ{compared_text}; 0 is the right answer of an exact plan"
     return Chart("mismatch", "Sampler against trainer", caption, draw)
 
 

@@ -1,7 +1,7 @@
 """The report of a run: report.html, one file that needs nothing else, and the plots as PNGs.
 
-It is written from what is on disk, so it can be made of a run that goes on, was interrupted, or
-never got to its first step.
+It is written from the files of the run, so it can be made of a run that is running, was
+interrupted, or never got to its first step.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from jetrl.errors import UserError
 from jetrl.runs.anomalies import Anomalies
 from jetrl.runs.attempts import Attempt
 from jetrl.runs.directory import RunDirectory
-from jetrl.runs.format import clip, count, duration, number, percent, spread
-from jetrl.runs.history import Change, RunHistory, change_of
+from jetrl.runs.format import clip, count, date, duration, number, percent, spread
+from jetrl.runs.history import Change, RunHistory, change_of, in_phase
 from jetrl.runs.jsonl import Record, write_atomically
 from jetrl.runs.learning import Learning
 from jetrl.runs.plot_style import Chart, to_png, to_svg
@@ -60,10 +60,10 @@ STATE_TONES = {"finished": "good", "running": "good", "failed": "bad", "stopped"
 
 
 def write_report(run_path: str | Path) -> Path:
-    """Writes report.html and plots/*.png into a run directory; returns the report's path.
+    """Write report.html and plots/*.png into a run directory, and return the report's path.
 
     Raises:
-        UserError: not a run directory, or its metrics are damaged.
+        UserError: The path is no run directory, or its metrics are damaged.
     """
     run = RunDirectory.open(run_path)
     records, attempts, history = run.metrics(), run.attempts(), run.history()
@@ -85,7 +85,7 @@ def write_report(run_path: str | Path) -> Path:
         section("Precision plan", table(_plan_rows(plan), ("operand", "format"))),
         _attempts(attempts),
         Html(
-            f"<footer>Written by jetrl on {text(_date(time.time()))} from {text(run.name)}"
+            f"<footer>Written by jetrl on {text(date(time.time()))} from {text(run.name)}"
             "/metrics.jsonl. The plots are in plots/ as PNG files.</footer>"
         ),
     ]
@@ -105,7 +105,7 @@ def _header(
         f"{config.get('precision', {}).get('preset', '')} precision",
     ]
     if history.started is not None:
-        about.append(f"started {_date(history.started)}")
+        about.append(f"started {date(history.started)}")
     reason = attempts[-1].reason if attempts and state != "running" else ""
     reason_line = f'<p class="soft">{text(state)}: {text(reason)}</p>' if reason else ""
     return Html(
@@ -124,12 +124,12 @@ def _headline(records: list[Record], history: RunHistory, attempts: list[Attempt
         different = history.num_different
         exact = different == 0
         tokens = history.num_tokens
-        of = f"of {count(tokens)} tokens compared, " if tokens is not None else "tokens, "
+        compared = f"of {count(tokens)} tokens compared, " if tokens is not None else "tokens, "
         tiles.append(
             tile(
                 "Sampler against trainer",
                 text(f"{count(different)} different"),
-                of + ("bit for bit" if exact else "0 is the right answer of an exact plan"),
+                compared + ("bit for bit" if exact else "0 is the right answer of an exact plan"),
                 "good" if exact else "bad",
             )
         )
@@ -141,7 +141,7 @@ def _headline(records: list[Record], history: RunHistory, attempts: list[Attempt
     if len(attempts) > 1:
         steps += f", in {len(attempts)} attempts"
     tiles.append(tile("Wall time", text(duration(history.elapsed_s)), steps))
-    loss = change_of([r for r in records if "sft/loss" in r], "sft/loss")
+    loss = change_of(records, "sft/loss")
     if loss is not None and history.num_steps == 0:
         tiles.insert(0, _change_tile("Supervised loss", loss))
     return Html(f'<div class="tiles">{join(tiles)}</div>')
@@ -159,13 +159,13 @@ def _change_tile(label: str, change: Change) -> Html:
 
 
 def _warnings(records: list[Record]) -> Html:
-    """What the run was warned of, with the step at which it began; nothing where all was well."""
+    """Return the warnings of the run, each with its first step; nothing where there are none."""
     learning, anomalies = Learning(), Anomalies()
     rows = []
-    for record in (r for r in records if r.get("phase", "rl") == "rl"):
+    for record in in_phase(records, "rl"):
         metrics = {n: v for n, v in record.items() if isinstance(v, int | float)}
-        found = [*learning.see(metrics), *anomalies.see(metrics)]
-        rows += [(f"step {record['step']}", warning) for warning in found]
+        warnings = [*learning.see(metrics), *anomalies.see(metrics)]
+        rows += [(f"step {record['step']}", warning) for warning in warnings]
     return section("Warnings", table(rows, ("from", ""))) if rows else Html("")
 
 
@@ -217,8 +217,8 @@ def _sample(record: Record) -> Html:
         facts.append("cut off at the limit")
     if record.get("answer") is not None:
         facts.append(f"answer {clip(str(record['answer']), 60)}")
-    parts = record.get("parts") or {}
-    facts += [f"{name} {number(float(value))}" for name, value in parts.items()]
+    score_parts = record.get("parts") or {}
+    facts += [f"{name} {number(float(value))}" for name, value in score_parts.items()]
     if record.get("failure"):
         facts.append(f"not scored: {record['failure']}")
     return Html(
@@ -230,15 +230,15 @@ def _sample(record: Record) -> Html:
 
 
 def _completion(record: Record) -> Html:
-    """The completion's text; of one with turns, turn by turn, with what the environment said."""
+    """Return the completion's text, or its turns with the environment's replies."""
     turns = record.get("turns")
     if not isinstance(turns, list) or not turns:
         content = _shortened(str(record.get("completion", "")), MAX_COMPLETION)
         return Html(f"<pre>{text(content)}</pre>")
     pieces = []
     for turn in turns:
-        said, reply = str(turn.get("completion", "")), turn.get("reply")
-        pieces.append(Html(f"<pre>{text(_shortened(said, MAX_COMPLETION))}</pre>"))
+        written, reply = str(turn.get("completion", "")), turn.get("reply")
+        pieces.append(Html(f"<pre>{text(_shortened(written, MAX_COMPLETION))}</pre>"))
         if reply is not None:
             role = reply.get("role", "reply") if isinstance(reply, dict) else "reply"
             content = reply.get("content", "") if isinstance(reply, dict) else reply
@@ -286,7 +286,7 @@ def _attempts(attempts: list[Attempt]) -> Html:
         return Html("")
     rows = [
         (
-            _date(a.started),
+            date(a.started),
             duration(a.ended - a.started) if a.ended is not None else "",
             f"{a.state or 'no end recorded'}{': ' + clip(a.reason, 200) if a.reason else ''}",
             a.command,
@@ -304,7 +304,3 @@ def _attempts(attempts: list[Attempt]) -> Html:
 
 def _task_of(name: str) -> str:
     return name.removeprefix("eval/").removesuffix("/mean")
-
-
-def _date(seconds: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))

@@ -1,4 +1,4 @@
-"""The report's page: its style sheet, and the small pieces of HTML it is put together from.
+"""The report's page: its style sheet, and the small pieces of HTML that make it up.
 
 Everything that comes from a model, a data set or a file goes through `text`, which escapes it;
 markup is only ever written by hand, as `Html`.
@@ -120,16 +120,17 @@ footer { margin-top: 44px; font-size: 13px; color: var(--soft); }
 
 
 def text(value: object) -> Html:
-    """Any value as text of the page: escaped, control characters made visible."""
+    """Return a value as text of the page: escaped, with control characters made visible."""
     return Html(html.escape(visible(str(value), newlines=True)))
 
 
-def join(parts: Iterable[Html]) -> Html:
-    return Html("\n".join(parts))
+def join(pieces: Iterable[Html]) -> Html:
+    """Return pieces of HTML one after another, each on a line."""
+    return Html("\n".join(pieces))
 
 
 def page(title: str, body: Sequence[Html]) -> str:
-    """The whole document."""
+    """Return the whole document."""
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{html.escape(POLICY)}">\n'
@@ -140,7 +141,14 @@ def page(title: str, body: Sequence[Html]) -> str:
 
 
 def tile(label: str, value: Html, note: str, tone: str = "") -> Html:
-    """One number of the headline. tone: good, bad or nothing."""
+    """Return a number of the headline.
+
+    Args:
+        label: The name of the number.
+        value: The number.
+        note: A remark below the number.
+        tone: The colour: good, bad, or "" for none.
+    """
     return Html(
         f'<div class="card tile {tone}"><p class="kicker">{text(label)}</p>'
         f'<p class="value">{value}</p><p class="note">{text(note)}</p></div>'
@@ -148,11 +156,12 @@ def tile(label: str, value: Html, note: str, tone: str = "") -> Html:
 
 
 def from_to(first: str, last: str) -> Html:
+    """Return two values with an arrow from the first to the last."""
     return Html(f'<span class="from">{text(first)} &rarr;</span> {text(last)}')
 
 
 def table(rows: Iterable[Sequence[object]], head: Sequence[str] = ()) -> Html:
-    """A table of text; the first column is set as code."""
+    """Return a table of text, with its first column set as code."""
     lines = []
     if head:
         lines.append("<tr>" + "".join(f"<th>{text(cell)}</th>" for cell in head) + "</tr>")
@@ -162,12 +171,13 @@ def table(rows: Iterable[Sequence[object]], head: Sequence[str] = ()) -> Html:
     return Html('<div class="card scroll"><table>' + "\n".join(lines) + "</table></div>")
 
 
-def section(title: str, *parts: Html) -> Html:
-    return Html(f"<section>\n<h2>{text(title)}</h2>\n{join(parts)}\n</section>")
+def section(title: str, *pieces: Html) -> Html:
+    """Return a section of the page under a heading."""
+    return Html(f"<section>\n<h2>{text(title)}</h2>\n{join(pieces)}\n</section>")
 
 
 def folded(title: str, content: object) -> Html:
-    """Long text behind a line that opens it."""
+    """Return a long text behind a line that opens it."""
     return Html(
         f'<details class="card"><summary>{text(title)}</summary>'
         f"<pre>{text(content)}</pre></details>"

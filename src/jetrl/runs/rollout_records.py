@@ -1,4 +1,4 @@
-"""Scored completions as JSON objects, and back: what `rollouts/step_NNNNNN.jsonl` holds.
+"""Scored completions as JSON objects, and back: the lines of `rollouts/step_NNNNNN.jsonl`.
 
 Everything that a replay of the training step needs is there (token ids, log-probs, reward, group);
 a prompt's `metadata` is not, since a task may put anything in it.
@@ -29,11 +29,11 @@ FIELDS: dict[str, tuple[type, ...]] = {
     "environment": (list,),
     "turns": (list,),
 }
-"""What a record's fields are, where it has them."""
+"""Types of the fields that a record may have."""
 
 
 def is_whole(record: Mapping[str, Any]) -> bool:
-    """Whether what is inside a record's fields is of its type as well."""
+    """Return whether the contents of a record's lists and tables have their types as well."""
     dicts = [*(record.get("messages") or ()), *record.get("turns", ())]
     numbers = [*record.get("parts", {}).values(), *record.get("logprobs", ())]
     return all(isinstance(item, dict) for item in dicts) and all(
@@ -42,8 +42,10 @@ def is_whole(record: Mapping[str, Any]) -> bool:
 
 
 def record_of(step: int, sample: Sample) -> dict[str, Any]:
-    """The JSON object of one sample. Log-probs keep their bits: JSON writes a float's shortest text
-    that reads back equal."""
+    """Return the JSON object of a sample.
+
+    Log-probs keep their bits: JSON writes a float's shortest text that reads back equal.
+    """
     prompt, completion = sample.prompt, sample.completion
     messages = None if prompt.messages is None else [dict(message) for message in prompt.messages]
     return {
@@ -68,7 +70,7 @@ def record_of(step: int, sample: Sample) -> dict[str, Any]:
 
 
 def sample_of(record: dict[str, Any]) -> Sample:
-    """The sample that `record_of` wrote, without the prompt's metadata."""
+    """Return the sample that `record_of` wrote, without the prompt's metadata."""
     messages = record["messages"]
     return Sample(
         prompt=Prompt(
@@ -95,7 +97,7 @@ def sample_of(record: dict[str, Any]) -> Sample:
 
 
 def _turns_of(completion: Completion) -> dict[str, Any]:
-    """What a completion with turns has beside its text: who wrote what, and which tokens."""
+    """Return the turns of a completion, and the token spans that the environment wrote."""
     if not completion.turns:
         return {}
     turns = [
@@ -109,7 +111,7 @@ def _turns_of(completion: Completion) -> dict[str, Any]:
 
 
 def prompt_text(record: dict[str, Any]) -> str:
-    """The prompt for people: its text, or its messages one after another."""
+    """Return the prompt for people: its text, or its messages one after another."""
     if record.get("messages"):
         return "\n".join(f"{m.get('role', '')}: {m.get('content', '')}" for m in record["messages"])
     return str(record.get("prompt") or "")

@@ -1,13 +1,16 @@
-"""What a run is doing, in a file for others to read: `jetrl doctor RUN` tells from it where a
-killed run was. One line of fixed length, overwritten in place, so that it costs no room on a full
-disk; nothing waits for it to reach the disk, which a killed process does not need."""
+"""The present phase of a run, in a file for others to read.
+
+`jetrl doctor RUN` reads there where a killed run was. The file is one line of fixed length,
+overwritten in place, so that it costs no room on a full disk; nothing waits for it to reach the
+disk, which a killed process does not need.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from jetrl.runs.storing import storing
@@ -18,8 +21,14 @@ NAME = "status.json"
 
 @dataclass(frozen=True)
 class Status:
-    """phase: what began last, "" if nothing runs. step: of RL, 0 before the first. time: when it
-    began, Unix seconds."""
+    """The phase that a run is or was in.
+
+    Attributes:
+        phase: The phase that began last; "" if none is running.
+        step: The training step; 0 before the first.
+        time: Unix time at which the phase began.
+        pid: The id of the run's process.
+    """
 
     phase: str
     step: int
@@ -28,7 +37,7 @@ class Status:
 
 
 class StatusFile:
-    """Keeps `status.json` of a run directory, as an observer of its phases."""
+    """The writer of a run directory's `status.json`, an observer of the run's phases."""
 
     def __init__(self, run_path: Path) -> None:
         self._path = run_path / NAME
@@ -36,27 +45,32 @@ class StatusFile:
             self._handle = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o666)
 
     def begin(self, phase: str, step: int) -> None:
-        status = {"phase": phase, "step": step, "time": time.time(), "pid": os.getpid()}
+        """Write that a phase of a training step begins now."""
+        status = Status(phase, step, time.time(), os.getpid())
         with storing(self._path):
-            os.pwrite(self._handle, json.dumps(status).ljust(_LENGTH - 1).encode() + b"\n", 0)
+            os.pwrite(
+                self._handle, json.dumps(asdict(status)).ljust(_LENGTH - 1).encode() + b"\n", 0
+            )
         self._step = step
 
     def beat(self) -> None:
-        """The time is that of the phase's beginning."""
+        """Do nothing: the file has the time at which the phase began."""
 
     def end(self, phase: str, seconds: float) -> None:
+        """Write that no phase is running."""
         self.begin("", self._step)
 
     def close(self) -> None:
+        """Close the file."""
         os.close(self._handle)
 
 
 def read_status(run_path: Path) -> Status | None:
-    """The last status of a run; None if there is none that can be read."""
+    """Return the last status of a run; None if there is none that can be read."""
     try:
-        found = json.loads((run_path / NAME).read_text(encoding="utf-8"))
+        status = json.loads((run_path / NAME).read_text(encoding="utf-8"))
         return Status(
-            str(found["phase"]), int(found["step"]), float(found["time"]), int(found["pid"])
+            str(status["phase"]), int(status["step"]), float(status["time"]), int(status["pid"])
         )
     except (OSError, ValueError, KeyError, TypeError):
         return None

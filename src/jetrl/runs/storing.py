@@ -1,4 +1,4 @@
-"""What a run says when a file of its directory cannot be written."""
+"""The error of a file of a run directory that cannot be written."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jetrl.errors import StorageError
 
 @contextlib.contextmanager
 def storing(path: Path) -> Iterator[None]:
-    """Turns an OSError of writing `path` into a StorageError that says what to do."""
+    """Turn an OSError of writing `path` into a StorageError that names a remedy."""
     try:
         yield
     except OSError as error:
@@ -23,7 +23,7 @@ def storing(path: Path) -> Iterator[None]:
 
 
 def free_space(folder: Path) -> str:
-    """Words for the space that is free where a folder is."""
+    """Return words for the free space on the disk of a folder."""
     try:
         return f"{shutil.disk_usage(folder).free / 2**30:.2f} GiB free there"
     except OSError:

@@ -1,16 +1,16 @@
-"""Experiment trackers by name: wandb, trackio, tensorboard. All are optional packages.
+"""Experiment trackers by name: wandb, trackio, tensorboard.
 
-What can go wrong goes wrong at the start, in words: a package that is missing, a login that fails.
-Once a run is going a tracker never stops it: the first failure is logged, and the metrics are in
-metrics.jsonl anyway.
+All are optional packages. A missing package or a failing login is an error at the start. Later a
+tracker never stops a run: the first failure is logged, and the metrics are in metrics.jsonl anyway.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
@@ -21,18 +21,20 @@ log = logging.getLogger("jetrl.runs.trackers")
 
 
 class Tracker(Protocol):
-    """Where metrics go. `summarize` gets the run in a few numbers, after the last step it saw;
-    `close` is called once."""
+    """A service or file that metrics are sent to."""
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Take a step's metrics."""
 
-    def summarize(self, step: int, summary: Mapping[str, float]) -> None: ...
+    def summarize(self, step: int, summary: Mapping[str, float]) -> None:
+        """Take the run in a few numbers, after its last step."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Finish; called once."""
 
 
 class Trackers:
-    """Several trackers as one that never raises."""
+    """A group of trackers that never raises."""
 
     def __init__(self, trackers: Mapping[str, Tracker]) -> None:
         self._trackers = dict(trackers)
@@ -40,36 +42,36 @@ class Trackers:
         self._last_step = 0
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Sends a step's metrics to every tracker."""
+        """Send a step's metrics to every tracker."""
         self._last_step = max(self._last_step, step)
         for name, tracker in self._trackers.items():
-            try:
+            with self._reporting(name, f"could not take the metrics of step {step}"):
                 tracker.log(step, metrics)
-            except Exception as error:  # whatever a tracker raises, training goes on
-                self._report(name, f"could not take the metrics of step {step}", error)
 
     def close(self, summary: Callable[[], Mapping[str, float]] | None = None) -> None:
-        """Finishes every tracker, with a summary of the run if given; more than once is fine."""
+        """Finish every tracker, with a summary of the run if given; more than one call is fine."""
         for name, tracker in self._trackers.items():
-            try:
-                if summary is not None:
+            if summary is not None:
+                with self._reporting(name, "could not take the summary"):
                     tracker.summarize(self._last_step, summary())
-            except Exception as error:  # whatever a tracker raises, the run ends well
-                self._report(name, "could not take the summary", error)
-            try:
+            with self._reporting(name, "could not be finished"):
                 tracker.close()
-            except Exception as error:  # whatever a tracker raises, the run ends well
-                self._report(name, "could not be finished", error)
         self._trackers = {}
 
-    def _report(self, name: str, what: str, error: Exception) -> None:
-        if name not in self._failed:
+    @contextlib.contextmanager
+    def _reporting(self, name: str, failure: str) -> Iterator[None]:
+        """Log a tracker's first error, whatever it is, and let the run continue."""
+        try:
+            yield
+        except Exception as error:
+            if name in self._failed:
+                return
             self._failed.add(name)
             log.warning(
                 "tracker %s %s (%s: %s); further failures of it are not logged, and the metrics "
                 "are in metrics.jsonl",
                 name,
-                what,
+                failure,
                 type(error).__name__,
                 error,
             )
@@ -78,15 +80,17 @@ class Trackers:
 def open_trackers(
     names: Sequence[str], project: str, run_path: Path, config: Mapping[str, Any]
 ) -> Trackers:
-    """Starts the trackers of settings.trackers.
+    """Start the trackers of settings.trackers.
 
     Args:
-        names: wandb, trackio, tensorboard. project: groups runs. run_path: the run directory; its
-            name is the run's, and the trackers' own files go under it. config: the settings.
+        names: Names of trackers: wandb, trackio, tensorboard.
+        project: The project that runs are grouped by.
+        run_path: The run directory; its name is the run's, and the trackers' own files go under it.
+        config: The settings of the run.
 
     Raises:
-        UserError: a package is missing (with the command that installs it), a tracker that cannot
-            start (no login, no network), or an unknown name.
+        UserError: A package is missing (with the command that installs it), a tracker cannot start
+            (no login, no network), or a name is unknown.
     """
     opened: dict[str, Tracker] = {}
     try:
@@ -101,7 +105,7 @@ def open_trackers(
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Raises what `open_trackers` would about a package, before anything slow is loaded."""
+    """Raise `UserError` for a missing package, before anything slow is loaded."""
     for name in names:
         _module(name)
 
