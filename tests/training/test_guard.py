@@ -187,17 +187,19 @@ def test_a_repetition_that_breaks_off_leaves_no_gradients(bigram):
     """The look at every value takes memory, and may run out of memory."""
     trainer = Trainer(bigram(), settings())
 
-    def loss(micro_batch):
+    def loss(micro_batch, minibatch):
         for master in trainer.optimizer.masters.values():
             master.grad = torch.ones_like(master)
         if repeating:
             raise torch.OutOfMemoryError
-        return MicroBatchLoss(torch.zeros((), requires_grad=True))
+        return MicroBatchLoss(torch.full((), math.nan, requires_grad=True))
 
-    repeating = []
-    update = Update(trainer.policy, trainer.optimizer, trainer.guard, "policy")
-    accumulated = update.accumulate(PairMinibatch([([1], [2])], MicroBatchSize(9)), loss)
+    repeating, guard = [], Guard("skip")
+    refused = []
+    guard.report = lambda update: refused.append(update) or ""
+    update = Update(trainer.policy, trainer.optimizer, guard, loss, "policy")
+    update.run(PairMinibatch([([1], [2])], MicroBatchSize(9)))
     repeating.append(True)
     with pytest.raises(torch.OutOfMemoryError):
-        accumulated.repeat()
+        refused[0].repeat()
     assert all(master.grad is None for master in trainer.optimizer.masters.values())

@@ -392,6 +392,21 @@ class TestUsers:
         chosen(tokens, UpdateSize(1, 1, 1), torch.zeros(1)).loss.backward()
         assert tokens.trainer_logprobs.grad.item() == -6.0
 
+    def test_an_object_that_can_be_called_is_an_algorithm(self, tmp_path):
+        file = self.write(
+            tmp_path,
+            "from dataclasses import dataclass\n"
+            "@dataclass(frozen=True)\n"
+            "class Push:\n"
+            "    strength: float\n"
+            "    def __call__(self, tokens, sign=-1):\n"
+            "        return sign * self.strength * tokens.advantages * tokens.trainer_logprobs\n"
+            "push = Push(2.0)\n",
+        )
+        tokens = one(0.0, 3.0)
+        objective(name=f"{file}:push")(tokens, UpdateSize(1, 1, 1), torch.zeros(1)).loss.backward()
+        assert tokens.trainer_logprobs.grad.item() == -6.0
+
     def test_the_example_of_the_document(self, tmp_path):
         document = Path(__file__).parents[2] / "docs" / "algorithms.md"
         code = document.read_text().split("```python\n")[1].split("```")[0]

@@ -193,12 +193,19 @@ class MicroBatchSize:
 
     def split(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
         """Return the same sequences, in order, in micro-batches of the present size."""
-        return [m.select(sequences) for m in micro_batches for sequences in self._ranges(m.batch)]
+        return [
+            micro.select(sequences)
+            for micro in micro_batches
+            for sequences in self.ranges(np.diff(micro.batch.cu_seqlens).tolist())
+        ]
 
-    def _ranges(self, batch: Batch) -> list[range]:
-        """Return the sequences of a batch in ranges of the present size; a longer one is alone."""
+    def ranges(self, lengths: Sequence[int]) -> list[range]:
+        """Return ranges of neighbours that have the present size together, or one longer one.
+
+        Args:
+            lengths: The tokens of each sequence or pair.
+        """
         ranges: list[range] = []
-        lengths = [int(n) for n in batch.cu_seqlens[1:] - batch.cu_seqlens[:-1]]
         start = total = 0
         for i, length in enumerate(lengths):
             if i > start and total + length > self.tokens:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -34,10 +34,11 @@ if TYPE_CHECKING:
     from jetrl.models.policy import Policy
 
 
+@dataclass(frozen=True)
 class Preparation:
     """Prepares the samples of training steps for the updates of a policy.
 
-    Args:
+    Attributes:
         policy: The policy that is trained.
         objective: Makes advantages of rewards.
         reference: The frozen policy of the KL; None without one.
@@ -47,19 +48,13 @@ class Preparation:
         temperature: The temperature of the log-probs.
     """
 
-    def __init__(
-        self,
-        policy: Policy,
-        objective: Objective,
-        reference: Policy | None,
-        critic: Critic | None,
-        size: MicroBatchSize,
-        choose: Callable[[Sequence[Sample]], list[list[int]]],
-        temperature: float,
-    ) -> None:
-        self._policy, self._objective = policy, objective
-        self._reference, self._critic = reference, critic
-        self._size, self._choose, self._temperature = size, choose, temperature
+    policy: Policy
+    objective: Objective
+    reference: Policy | None
+    critic: Critic | None
+    size: MicroBatchSize
+    choose: Callable[[Sequence[Sample]], list[list[int]]]
+    temperature: float
 
     def __call__(self, samples: Sequence[Sample]) -> tuple[list[Minibatch], dict[str, float]]:
         """Return the minibatch of each update, and metrics of the rewards and of the critic.
@@ -71,30 +66,30 @@ class Preparation:
         """
 
         def shrink(problem: str) -> None:
-            self._size.halve([sizes_of(batch) for batch in chain(*self._pack(samples))], problem)
+            self.size.halve([sizes_of(batch) for batch in chain(*self._pack(samples))], problem)
 
         return within_memory(lambda: self._prepare(samples), shrink)
 
     def _prepare(self, samples: Sequence[Sample]) -> tuple[list[Minibatch], dict[str, float]]:
         """Do the work of `__call__`, with micro-batches of the present size."""
         packed = self._pack(samples)
-        with contextlib.nullcontext() if self._reference is None else self._reference.used():
+        with contextlib.nullcontext() if self.reference is None else self.reference.used():
             forwarded = [
                 [self._forward(batch, first=k == 0) for batch in batches]
                 for k, batches in enumerate(packed)
             ]
         rewards, metrics = self._rewards(samples, list(chain(*forwarded)))
-        advantages = self._objective.advantages(rewards)
+        advantages = self.objective.advantages(rewards)
         if rewards.values is not None and advantages.returns is not None:
             metrics |= value_metrics(rewards.values, advantages.returns)
         return [
-            Minibatch([_with_advantages(micro, advantages) for micro in micro_batches], self._size)
+            Minibatch([_with_advantages(micro, advantages) for micro in micro_batches], self.size)
             for micro_batches in forwarded
         ], metrics
 
     def _pack(self, samples: Sequence[Sample]) -> list[list[Batch]]:
         """Return the batches of each update, without updates that have no trained token."""
-        packed = [pack(samples, self._size.tokens, ids) for ids in self._choose(samples)]
+        packed = [pack(samples, self.size.tokens, ids) for ids in self.choose(samples)]
         packed = [batches for batches in packed if batches]
         if not packed:
             raise RunStopped(
@@ -110,10 +105,10 @@ class Preparation:
             batch: The packed sequences.
             first: Whether the batch is of the first update, whose own forward gives the log-probs.
         """
-        reference, critic = self._reference, self._critic
+        reference, critic = self.reference, self.critic
         return MicroBatch(
             batch,
-            before=None if first else self._logprobs(self._policy, batch),
+            before=None if first else self._logprobs(self.policy, batch),
             ref_logprobs=None if reference is None else self._logprobs(reference, batch),
             values=None if critic is None else critic.values(batch),
         )
@@ -121,13 +116,13 @@ class Preparation:
     @torch.no_grad()
     def _logprobs(self, policy: Policy, batch: Batch) -> torch.Tensor:
         """Return a policy's log-probs of the trained tokens, float32 [N]."""
-        return batch_logprobs(policy, batch, self._temperature)[0]
+        return batch_logprobs(policy, batch, self.temperature)[0]
 
     def _rewards(
         self, samples: Sequence[Sample], micro_batches: Sequence[MicroBatch]
     ) -> tuple[StepRewards, dict[str, float]]:
         """Return the input of the advantage estimator, and the means of the penalties."""
-        objective, metrics = self._objective, {}
+        objective, metrics = self.objective, {}
         reward_S, group_S = check_rewards(
             [sample.score.reward for sample in samples], [sample.group for sample in samples]
         )
@@ -148,10 +143,10 @@ class Preparation:
     def _penalty(self, micro: MicroBatch) -> np.ndarray:
         """Return what the KL takes from the reward of each trained token, float64 [N]."""
         batch, ref_logprobs = micro.batch, micro.ref_logprobs
-        if ref_logprobs is None or not self._objective.kl_in_reward:
+        if ref_logprobs is None or not self.objective.kl_in_reward:
             return np.zeros(int(batch.loss_mask.sum()))
-        logprobs = at_targets(batch.rollout_logprobs, batch, self._policy.device)
-        return self._objective.penalty(logprobs, ref_logprobs).double().cpu().numpy()
+        logprobs = at_targets(batch.rollout_logprobs, batch, self.policy.device)
+        return self.objective.penalty(logprobs, ref_logprobs).double().cpu().numpy()
 
 
 def _with_advantages(micro: MicroBatch, advantages: Advantages) -> MicroBatch:

@@ -7,7 +7,6 @@ the same FP8) as reinforcement learning.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import TYPE_CHECKING
 
 from jetrl.errors import UserError
@@ -48,7 +47,7 @@ class SftTrainer:
         self.micro_batch_size = micro_batch_size or MicroBatchSize.of(settings.train)
         self.guard = guard or Guard(settings.train.on_nonfinite, "sft.lr")
         self.optimizer = supervised_optimizer(policy.master_weights(), settings)
-        self._update = Update(policy, self.optimizer, self.guard, "sft")
+        self._update = Update(policy, self.optimizer, self.guard, self._loss, "sft")
 
     def step(self, examples: Sequence[Example]) -> dict[str, float]:
         """Make one optimizer update on worked answers.
@@ -68,7 +67,7 @@ class SftTrainer:
         size = self.micro_batch_size
         batches = pack_examples(examples, size.tokens)
         minibatch = Minibatch([MicroBatch(batch) for batch in batches], size)
-        stats = self._update.run(minibatch, partial(self._loss, minibatch.num_tokens))
+        stats = self._update.run(minibatch)
         metrics = _metrics(stats) | size.take_metrics()
         if stats.applied:
             return metrics
@@ -78,16 +77,16 @@ class SftTrainer:
     def accumulate(self, micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
         """Run forward and backward of one update again, keep the gradients, return its metrics."""
         minibatch = Minibatch(micro_batches, self.micro_batch_size)
-        return _metrics(self._update.measure(minibatch, partial(self._loss, minibatch.num_tokens)))
+        return _metrics(self._update.measure(minibatch))
 
-    def _loss(self, num_update_tokens: int, micro: MicroBatch) -> MicroBatchLoss:
+    def _loss(self, micro: MicroBatch, minibatch: Minibatch) -> MicroBatchLoss:
         """Return the cross entropy of a micro-batch, its share of the update's."""
         logprobs, _ = batch_logprobs(
             self.policy,
             micro.batch,
             checkpoint_layers=self.settings.train.activation_checkpointing,
         )
-        return MicroBatchLoss(cross_entropy(logprobs, num_update_tokens))
+        return MicroBatchLoss(cross_entropy(logprobs, minibatch.num_tokens))
 
 
 def _metrics(stats: UpdateStats) -> dict[str, float]:

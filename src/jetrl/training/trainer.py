@@ -20,7 +20,6 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -125,7 +124,13 @@ class Trainer:
             self._temperature,
         )
         self._update = Update(
-            policy, self.optimizer, self.guard, "policy", ("loss", "entropy"), synchronize=True
+            policy,
+            self.optimizer,
+            self.guard,
+            self._loss,
+            "policy",
+            watched=("loss", "entropy"),
+            synchronize=True,
         )
 
     def step(self, samples: Sequence[Sample], version: int = 0) -> TrainedStep:
@@ -160,7 +165,7 @@ class Trainer:
         updates: list[UpdateStats] = []
         critic_updates: list[dict[str, float]] = []
         for k, minibatch in enumerate(minibatches):
-            accumulated = self._update.accumulate(minibatch, self._loss_function(minibatch))
+            accumulated = self._update.accumulate(minibatch)
             # No weight of the step has changed before the first `finish`.
             if k == 0:
                 metrics |= self._compare(samples, version, minibatches, accumulated.outputs)
@@ -183,22 +188,10 @@ class Trainer:
 
     def accumulate(self, micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
         """Run forward and backward of one update again, keep the gradients, return its metrics."""
-        minibatch = Minibatch(micro_batches, self.micro_batch_size)
-        return _means([self._update.measure(minibatch, self._loss_function(minibatch))])
+        return _means([self._update.measure(Minibatch(micro_batches, self.micro_batch_size))])
 
-    def _loss_function(self, minibatch: Minibatch) -> partial[MicroBatchLoss]:
-        """Return the function that gives the loss of each micro-batch of an update."""
-        size = UpdateSize(
-            minibatch.num_tokens, minibatch.num_sequences, self.settings.rollout.max_tokens
-        )
-        objective = self.objective
-        if self.calibration is not None:
-            bounds = self.calibration.bounds
-            objective = objective.with_clips(1 - bounds.low, bounds.high - 1)
-        return partial(self._loss, objective, size)
-
-    def _loss(self, objective: Objective, size: UpdateSize, micro: MicroBatch) -> MicroBatchLoss:
-        """Run the forward of a micro-batch, and return its share of the update's loss."""
+    def _loss(self, micro: MicroBatch, minibatch: Minibatch) -> MicroBatchLoss:
+        """Run the forward of a micro-batch, and return its share of the minibatch's loss."""
         batch, device = micro.batch, self.policy.device
         logprobs, entropy = batch_logprobs(
             self.policy, batch, self._temperature, self.settings.train.activation_checkpointing
@@ -211,6 +204,13 @@ class Trainer:
         advantages = at_targets(batch.advantages, batch, device)
         lengths = upload(torch.from_numpy(trained_lengths(batch)), device)
         tokens = Tokens(logprobs, behavior, advantages, lengths)
+        size = UpdateSize(
+            minibatch.num_tokens, minibatch.num_sequences, self.settings.rollout.max_tokens
+        )
+        objective = self.objective
+        if self.calibration is not None:
+            bounds = self.calibration.bounds
+            objective = objective.with_clips(1 - bounds.low, bounds.high - 1)
         loss = objective(tokens, size, rollout_logprobs, micro.ref_logprobs)
         metrics = {
             "policy/entropy": entropy.double().sum() / size.tokens,

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -30,15 +30,12 @@ from jetrl.training.optimizer import ADVICE, Optimizer
 if TYPE_CHECKING:
     from jetrl.models.model import Model
 
-AnyMicroBatch = TypeVar("AnyMicroBatch")
-AnyMicroBatch_co = TypeVar("AnyMicroBatch_co", covariant=True)
 
-
-class Divisible(Protocol[AnyMicroBatch_co]):
+class Divisible(Protocol):
     """The data of one update, in micro-batches that can be made smaller."""
 
     @property
-    def micro_batches(self) -> Sequence[AnyMicroBatch_co]:
+    def micro_batches(self) -> Sequence[Any]:
         """Return the present micro-batches, in order."""
 
     @property
@@ -53,14 +50,15 @@ class Divisible(Protocol[AnyMicroBatch_co]):
         """
 
 
+AnyMinibatch = TypeVar("AnyMinibatch", bound=Divisible)
+
+
 @dataclass
-class Accumulated:
+class Accumulated(Generic[AnyMinibatch]):
     """The forwards and backwards of one update; its numbers are still on the device.
 
     Attributes:
-        num_tokens: Tokens of the update.
-        micro_batches: The micro-batches that fitted into memory.
-        repeat: Runs the forwards and backwards again, and forgets the gradients.
+        minibatch: The data of the update.
         metrics: float64 scalars by name: the micro-batches' shares of the update's means, added.
         peaks: float64 scalars by name: the largest value of any micro-batch.
         outputs: What the model gave for each micro-batch, without gradient: the log-probs of a
@@ -68,9 +66,7 @@ class Accumulated:
         grad_norm: float32 scalar: the norm of all gradients together.
     """
 
-    num_tokens: int
-    micro_batches: Sequence[Any]
-    repeat: Callable[[], None]
+    minibatch: AnyMinibatch
     metrics: dict[str, Tensor] = field(default_factory=dict)
     peaks: dict[str, Tensor] = field(default_factory=dict)
     outputs: list[Tensor] = field(default_factory=list)
@@ -104,13 +100,15 @@ class UpdateStats:
     requantize_s: float = 0.0
 
 
-class Update:
+@dataclass(frozen=True)
+class Update(Generic[AnyMinibatch]):
     """The optimizer updates of one model, made one after the other.
 
-    Args:
+    Attributes:
         model: The model whose master weights are updated and rounded.
         optimizer: The optimizer over these master weights.
         guard: Decides what becomes of an update that is not finite.
+        loss: Runs the forward of a micro-batch of a minibatch, and returns its share of the loss.
         prefix: The first part of the metric names: "policy", "sft" or "critic".
         watched: Names, without prefix, of the metrics that the guard watches beside the norms.
         optimizer_name: What a message about missing memory calls the optimizer.
@@ -118,45 +116,41 @@ class Update:
             their seconds are those of the device.
     """
 
-    def __init__(
-        self,
-        model: Model,
-        optimizer: Optimizer,
-        guard: Guard,
-        prefix: str,
-        watched: Sequence[str] = ("loss",),
-        optimizer_name: str = "the optimizer",
-        synchronize: bool = False,
-    ) -> None:
-        self._model, self._optimizer, self._guard = model, optimizer, guard
-        self._prefix, self._watched = prefix, watched
-        self._optimizer_name = optimizer_name
-        self._synchronize = synchronize and model.device.type == "cuda"
+    model: Model
+    optimizer: Optimizer
+    guard: Guard
+    loss: Callable[[Any, AnyMinibatch], MicroBatchLoss]
+    prefix: str
+    watched: Sequence[str] = ("loss",)
+    optimizer_name: str = "the optimizer"
+    synchronize: bool = False
 
-    def accumulate(
-        self,
-        minibatch: Divisible[AnyMicroBatch],
-        loss: Callable[[AnyMicroBatch], MicroBatchLoss],
-    ) -> Accumulated:
-        """Run forward and backward of all micro-batches, with smaller ones where memory runs out.
+    def run(self, minibatch: AnyMinibatch, index: int = 0) -> UpdateStats:
+        """Make one update, both halves; `accumulate` and `finish` list the errors.
 
         Args:
             minibatch: The data of the update.
-            loss: Runs the forward of a micro-batch and returns its share of the update's loss.
+            index: The number of the update in its training step, from 0.
+        """
+        return self.finish(self.accumulate(minibatch), index)
+
+    def accumulate(self, minibatch: AnyMinibatch) -> Accumulated[AnyMinibatch]:
+        """Run forward and backward of all micro-batches, with smaller ones where memory runs out.
 
         Raises:
             OutOfMemoryStop: Memory ran out and no micro-batch can be divided.
         """
 
         def shrink(problem: str) -> None:
-            self._optimizer.zero_grad()
+            self.optimizer.zero_grad()
             minibatch.shrink(problem)
 
-        return self._with_norm(
-            within_memory(lambda: self._forward_backward(minibatch, loss), shrink)
-        )
+        accumulated = within_memory(lambda: self._forward_backward(minibatch), shrink)
+        # Launched before the host waits for anything of the update.
+        accumulated.grad_norm = self.optimizer.gradient_norm()
+        return accumulated
 
-    def finish(self, accumulated: Accumulated, index: int = 0) -> UpdateStats:
+    def finish(self, accumulated: Accumulated[AnyMinibatch], index: int = 0) -> UpdateStats:
         """Apply the accumulated gradients, unless a number of the update is not finite.
 
         Args:
@@ -169,120 +163,82 @@ class Update:
             OutOfMemoryStop: The optimizer has no room for its states.
         """
         stats = self._read(accumulated)
-        watched = {name: stats.metrics[name] for name in map(self._name, self._watched)}
+        watched = {name: stats.metrics[name] for name in map(self._name, self.watched)}
         watched[self._name("grad_norm")] = stats.grad_norm
         watched["norm of the FP8 scales"] = stats.weight_scales_norm
-        if not self._guard.passes(watched):
-            nonfinite = self._optimizer.nonfinite_gradients()
-            self._optimizer.zero_grad()
-            micro_batches, repeat = accumulated.micro_batches, accumulated.repeat
-            self._guard.refuse(
-                NonFiniteUpdate(index, self._model, watched, nonfinite, micro_batches, repeat)
+        if not self.guard.passes(watched):
+            nonfinite = self.optimizer.nonfinite_gradients()
+            self.optimizer.zero_grad()
+            minibatch = accumulated.minibatch
+            repeat, micro_batches = partial(self._repeat, minibatch), minibatch.micro_batches
+            self.guard.refuse(
+                NonFiniteUpdate(index, self.model, watched, nonfinite, micro_batches, repeat)
             )
             return stats
-        with explained(self._optimizer_name, ADVICE):
-            optimizer_s = self._seconds(partial(self._optimizer.apply, accumulated.grad_norm))
-            requantize_s = self._seconds(self._model.requantize)
+        with explained(self.optimizer_name, ADVICE):
+            optimizer_s = self._seconds(partial(self.optimizer.apply, accumulated.grad_norm))
+            requantize_s = self._seconds(self.model.requantize)
         return replace(stats, applied=True, optimizer_s=optimizer_s, requantize_s=requantize_s)
 
-    def run(
-        self,
-        minibatch: Divisible[AnyMicroBatch],
-        loss: Callable[[AnyMicroBatch], MicroBatchLoss],
-        index: int = 0,
-    ) -> UpdateStats:
-        """Make one update, both halves; see `accumulate` and `finish` for arguments and errors.
+    def measure(self, minibatch: AnyMinibatch) -> UpdateStats:
+        """Run forward and backward once, keep the gradients, and return the numbers."""
+        accumulated = self._forward_backward(minibatch)
+        accumulated.grad_norm = self.optimizer.gradient_norm()
+        return self._read(accumulated)
 
-        Args:
-            minibatch: The data of the update.
-            loss: Runs the forward of a micro-batch and returns its share of the update's loss.
-            index: The number of the update in its training step, from 0.
-        """
-        return self.finish(self.accumulate(minibatch, loss), index)
+    def _forward_backward(self, minibatch: AnyMinibatch) -> Accumulated[AnyMinibatch]:
+        """Run forward and backward of all micro-batches, from gradients of zero."""
+        self.optimizer.zero_grad()
+        accumulated = Accumulated(minibatch)
+        for micro_batch in minibatch.micro_batches:
+            # The loss is not bound to a name here: its graph must be gone before the next forward.
+            self._backward(self.loss(micro_batch, minibatch), accumulated)
+        return accumulated
 
-    def measure(
-        self,
-        minibatch: Divisible[AnyMicroBatch],
-        loss: Callable[[AnyMicroBatch], MicroBatchLoss],
-    ) -> UpdateStats:
-        """Run forward and backward once, keep the gradients, and return the numbers.
+    def _backward(self, loss: MicroBatchLoss, accumulated: Accumulated[AnyMinibatch]) -> None:
+        """Run the backward of one micro-batch, and add its numbers to those of the update."""
+        loss.loss.backward()
+        shares = {self._name("loss"): loss.loss.detach().double(), **loss.metrics}
+        sums, peaks = accumulated.metrics, accumulated.peaks
+        for name, share in shares.items():
+            sums[name] = sums[name] + share if name in sums else share
+        for name, peak in loss.peaks.items():
+            peaks[name] = torch.maximum(peaks.get(name, peak), peak)
+        if loss.outputs is not None:
+            accumulated.outputs.append(loss.outputs)
 
-        Args:
-            minibatch: The data of the update.
-            loss: Runs the forward of a micro-batch and returns its share of the update's loss.
-        """
-        return self._read(self._with_norm(self._forward_backward(minibatch, loss)))
+    def _repeat(self, minibatch: AnyMinibatch) -> None:
+        """Run forward and backward of all micro-batches again, and forget the gradients."""
+        try:
+            self._forward_backward(minibatch)
+        finally:
+            self.optimizer.zero_grad()
 
-    def _read(self, accumulated: Accumulated) -> UpdateStats:
+    def _read(self, accumulated: Accumulated[AnyMinibatch]) -> UpdateStats:
         """Return the numbers of an update: the one time that an update waits for the device."""
         norm = accumulated.grad_norm
-        scales = torch.nn.utils.get_total_norm(list(self._model.weight_scales().values()))
+        scales = torch.nn.utils.get_total_norm(list(self.model.weight_scales().values()))
         metrics, peaks = accumulated.metrics, accumulated.peaks
         on_device = [*metrics.values(), *peaks.values(), norm, scales]
         numbers = torch.stack([n.detach().double().to(norm.device) for n in on_device]).tolist()
         grad_norm, weight_scales_norm = numbers[-2:]
         return UpdateStats(
-            accumulated.num_tokens,
+            accumulated.minibatch.num_tokens,
             dict(zip(metrics, numbers, strict=False)),
             dict(zip(peaks, numbers[len(metrics) : -2], strict=True)),
             grad_norm,
             weight_scales_norm,
-            self._optimizer.lr,
+            self.optimizer.lr,
         )
-
-    def _forward_backward(
-        self,
-        minibatch: Divisible[AnyMicroBatch],
-        loss: Callable[[AnyMicroBatch], MicroBatchLoss],
-    ) -> Accumulated:
-        """Run forward and backward of all micro-batches, from gradients of zero."""
-        self._optimizer.zero_grad()
-        accumulated = Accumulated(
-            num_tokens=minibatch.num_tokens,
-            micro_batches=minibatch.micro_batches,
-            repeat=partial(self._repeat, minibatch, loss),
-        )
-        for micro_batch in minibatch.micro_batches:
-            # The loss is not bound to a name here: its graph must be gone before the next forward.
-            self._backward(loss(micro_batch), accumulated)
-        return accumulated
-
-    def _repeat(
-        self,
-        minibatch: Divisible[AnyMicroBatch],
-        loss: Callable[[AnyMicroBatch], MicroBatchLoss],
-    ) -> None:
-        """Run forward and backward of all micro-batches again, and forget the gradients."""
-        try:
-            self._forward_backward(minibatch, loss)
-        finally:
-            self._optimizer.zero_grad()
-
-    def _backward(self, loss: MicroBatchLoss, accumulated: Accumulated) -> None:
-        """Run the backward of one micro-batch, and add its numbers to those of the update."""
-        loss.loss.backward()
-        shares = {self._name("loss"): loss.loss.detach().double(), **loss.metrics}
-        for name, share in shares.items():
-            sums = accumulated.metrics
-            sums[name] = sums[name] + share if name in sums else share
-        for name, peak in loss.peaks.items():
-            accumulated.peaks[name] = torch.maximum(accumulated.peaks.get(name, peak), peak)
-        if loss.outputs is not None:
-            accumulated.outputs.append(loss.outputs)
-
-    def _with_norm(self, accumulated: Accumulated) -> Accumulated:
-        """Launch the gradient norm, before the host waits for anything of the update."""
-        accumulated.grad_norm = self._optimizer.gradient_norm()
-        return accumulated
 
     def _name(self, metric: str) -> str:
         """Return the full name of a metric."""
-        return f"{self._prefix}/{metric}"
+        return f"{self.prefix}/{metric}"
 
     def _seconds(self, work: Callable[[], object]) -> float:
         """Return the seconds that some work took, on a device that had nothing else to do."""
         start = time.perf_counter()
         work()
-        if self._synchronize:
-            torch.cuda.synchronize(self._model.device)
+        if self.synchronize and self.model.device.type == "cuda":
+            torch.cuda.synchronize(self.model.device)
         return time.perf_counter() - start

@@ -8,7 +8,6 @@ optimizer and learning rate of its own. What it has learnt goes into checkpoints
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 
 import numpy as np
 import torch
@@ -52,7 +51,12 @@ class Critic:
             total_updates=settings.loop.steps * settings.train.updates_per_step,
         )
         self._update = Update(
-            model, self.optimizer, self.guard, "critic", optimizer_name="the critic's optimizer"
+            model,
+            self.optimizer,
+            self.guard,
+            self._loss,
+            "critic",
+            optimizer_name="the critic's optimizer",
         )
 
     @torch.no_grad()
@@ -79,12 +83,12 @@ class Critic:
                 too many were in a row; the critic was not changed.
             OutOfMemoryStop: The optimizer has no room, or one sequence in a micro-batch has none.
         """
-        stats = self._update.run(minibatch, partial(self._loss, minibatch.num_tokens), index)
+        stats = self._update.run(minibatch, index)
         if not stats.applied:
             return {}
         return {**stats.metrics, "critic/lr": stats.lr, "critic/grad_norm": stats.grad_norm}
 
-    def _loss(self, num_update_tokens: int, micro: MicroBatch) -> MicroBatchLoss:
+    def _loss(self, micro: MicroBatch, minibatch: Minibatch) -> MicroBatchLoss:
         """Return the value loss of a micro-batch, its share of the update's."""
         assert micro.values is not None
         assert micro.returns is not None, "the algorithm gives a critic no returns"
@@ -93,7 +97,7 @@ class Critic:
             self._forward(micro.batch),
             micro.values.to(device),
             micro.returns.to(device),
-            num_update_tokens,
+            minibatch.num_tokens,
             self._clip,
         )
         return MicroBatchLoss(loss, {"critic/clip_fraction": clip_fraction})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 
@@ -28,12 +27,13 @@ class PairMinibatch:
         size: How large a micro-batch may be, for the whole training.
 
     Attributes:
+        pairs: All pairs, in order.
         micro_batches: As many neighbouring pairs as have the size's tokens, or one longer pair.
         num_tokens: Tokens of all pairs.
     """
 
     def __init__(self, pairs: Sequence[Pair], size: MicroBatchSize) -> None:
-        self._pairs, self._size = pairs, size
+        self.pairs, self._size = pairs, size
         self.num_tokens = sum(map(_num_tokens, pairs))
         self.micro_batches = self._packed()
 
@@ -50,18 +50,10 @@ class PairMinibatch:
         self._size.halve(sizes, problem, "pair")
         self.micro_batches = self._packed()
 
-    def _packed(self) -> list[list[Pair]]:
+    def _packed(self) -> list[Sequence[Pair]]:
         """Return the pairs in micro-batches of the present size."""
-        micro_batches: list[list[Pair]] = [[]]
-        total = 0
-        for pair in self._pairs:
-            length = _num_tokens(pair)
-            if micro_batches[-1] and total + length > self._size.tokens:
-                micro_batches.append([])
-                total = 0
-            micro_batches[-1].append(pair)
-            total += length
-        return micro_batches
+        ranges = self._size.ranges([_num_tokens(pair) for pair in self.pairs])
+        return [self.pairs[part.start : part.stop] for part in ranges]
 
 
 class RewardTrainer:
@@ -88,7 +80,7 @@ class RewardTrainer:
         self.guard = Guard(settings.train.on_nonfinite, "sft.lr")
         self.optimizer = supervised_optimizer(model.master_weights(), settings)
         self._checkpoint_layers = settings.train.activation_checkpointing
-        self._update = Update(model, self.optimizer, self.guard, "sft")
+        self._update = Update(model, self.optimizer, self.guard, self._loss, "sft")
 
     def step(self, pairs: Sequence[Pair]) -> dict[str, float]:
         """Make one optimizer update on pairs of sequences.
@@ -109,8 +101,7 @@ class RewardTrainer:
         if not pairs:
             raise UserError("a reward model cannot be trained on no pairs")
         self.model.check_sequences([sequence for pair in pairs for sequence in pair])
-        minibatch = PairMinibatch(pairs, self.micro_batch_size)
-        accumulated = self._update.accumulate(minibatch, partial(self._loss, len(pairs)))
+        accumulated = self._update.accumulate(PairMinibatch(pairs, self.micro_batch_size))
         margin = torch.cat(accumulated.outputs).double()
         accumulated.metrics["reward_model/accuracy"] = (margin > 0).double().mean()
         accumulated.metrics["reward_model/margin"] = margin.mean()
@@ -121,10 +112,10 @@ class RewardTrainer:
             return metrics | {"reward_model/skipped_updates": 1.0}
         return metrics | stats.metrics | {"sft/grad_norm": stats.grad_norm}
 
-    def _loss(self, num_update_pairs: int, pairs: Sequence[Pair]) -> MicroBatchLoss:
+    def _loss(self, pairs: Sequence[Pair], minibatch: PairMinibatch) -> MicroBatchLoss:
         """Return the loss of a micro-batch, its share of the update's, with score differences."""
         better, worse = self._scores(pairs)
-        loss = preference_loss(better, worse, num_update_pairs)
+        loss = preference_loss(better, worse, len(minibatch.pairs))
         return MicroBatchLoss(loss, outputs=(better - worse).detach())
 
     def _scores(self, pairs: Sequence[Pair]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -62,29 +61,20 @@ class Objective:
         if problems:
             raise UserError("; ".join(problems))
         values = {key: settings.value(key, algorithm) for key in algorithm.options}
+        loss, estimator = algorithm.loss, algorithm.advantages
         token_loss: Callable[[Tokens], TokenLoss]
-        if isinstance(algorithm.loss, str):
-            loss_type = LOSSES[algorithm.loss]
-            token_loss = loss_type(**_options(name, _fields(loss_type), values, settings.options))
+        if isinstance(loss, str):
+            token_loss = LOSSES[loss](**_options(name, LOSSES[loss], values, settings.options))
         else:
-            options = _options(name, _arguments(algorithm.loss), values, settings.options)
-            token_loss = UsersLoss(name, algorithm.loss, options)
+            token_loss = UsersLoss(name, loss, _options(name, loss, values, settings.options))
         advantages: Estimator
-        if isinstance(algorithm.advantages, str):
-            estimator_type = ESTIMATORS[algorithm.advantages]
-            advantages = estimator_type(**_options(name, _fields(estimator_type), values))
+        if isinstance(estimator, str):
+            advantages = ESTIMATORS[estimator](**_options(name, ESTIMATORS[estimator], values))
         else:
-            options = _options(name, _arguments(algorithm.advantages), values)
-            advantages = UsersEstimator(name, algorithm.advantages, options)
-        return cls(
-            algorithm,
-            settings,
-            max_tokens,
-            advantages,
-            token_loss,
-            settings.aggregation or algorithm.aggregation,
-            Correction.from_settings(settings),
-        )
+            advantages = UsersEstimator(name, estimator, _options(name, estimator, values))
+        aggregation = settings.aggregation or algorithm.aggregation
+        correction = Correction.from_settings(settings)
+        return cls(algorithm, settings, max_tokens, advantages, token_loss, aggregation, correction)
 
     @property
     def clips(self) -> tuple[float, float]:
@@ -159,20 +149,9 @@ class Objective:
         return MicroBatchLoss((loss * weights).sum(), metrics, peaks)
 
 
-def _fields(piece: Any) -> dict[str, bool]:
-    """Return the options of a built-in piece by name, and whether each must be given."""
-    return {f.name: f.default is dataclasses.MISSING for f in dataclasses.fields(piece)}
-
-
-def _arguments(function: Callable[..., Any]) -> dict[str, bool]:
-    """Return the options of a user's function by name, and whether each must be given."""
-    parameters = list(inspect.signature(function).parameters.values())[1:]
-    return {p.name: p.default is inspect.Parameter.empty for p in parameters}
-
-
 def _options(
     name: str,
-    wanted: Mapping[str, bool],
+    piece: Callable[..., Any],
     values: Mapping[str, Any],
     own: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
@@ -180,7 +159,8 @@ def _options(
 
     Args:
         name: The algorithm's name in the settings, for messages.
-        wanted: The piece's options by name, and whether each must be given.
+        piece: A built-in piece, whose options are the fields of a record, or a user's function,
+            whose options are its arguments after the first.
         values: The settings that the algorithm reads, by name.
         own: algorithm.options, of which the piece must have every one; None for a piece that does
             not get them.
@@ -188,15 +168,18 @@ def _options(
     Raises:
         UserError: An option that the piece does not have, or one that it needs is missing.
     """
-    for key in (own or {}).keys() - wanted.keys():
+    is_record = isinstance(piece, type)
+    arguments = list(inspect.signature(piece).parameters.values())[0 if is_record else 1 :]
+    names = [argument.name for argument in arguments]
+    for key in (own or {}).keys() - set(names):
         raise UserError(
             f"algorithm.options.{key}: {name} has no such argument; it has "
-            f"{', '.join(wanted) or 'none'}"
+            f"{', '.join(names) or 'none'}"
         )
     known = {**values, **(own or {})}
     if known.get("clip_high") is None and "clip" in known:
         known["clip_high"] = known["clip"]
-    missing = [key for key, needed in wanted.items() if needed and key not in known]
-    if missing:
-        raise UserError(f"{name} needs algorithm.options.{missing[0]}")
-    return {key: known[key] for key in wanted if key in known}
+    for argument in arguments:
+        if argument.default is inspect.Parameter.empty and argument.name not in known:
+            raise UserError(f"{name} needs algorithm.options.{argument.name}")
+    return {key: known[key] for key in names if key in known}

@@ -68,18 +68,39 @@ def load_algorithm(name: str) -> Algorithm:
 
 
 @dataclass(frozen=True)
-class UsersLoss:
-    """A loss function of a user's file with its options.
+class UsersFunction:
+    """A function of a user's file with its options.
 
     Attributes:
         name: The algorithm's name in the settings, for messages.
-        function: The function of (Tokens, **options).
-        options: The keyword arguments that it gets.
+        function: The function, which takes one argument and the options.
+        options: The keyword arguments that the function gets.
     """
 
     name: str
     function: Callable[..., Any]
     options: Mapping[str, Any]
+
+    def _call(self, argument: object, subject: str) -> Any:
+        """Return what the function returns; an error in the function becomes a `UserError`."""
+        try:
+            return self.function(argument, **self.options)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            raise self._error(
+                f"{subject} raised {type(error).__name__}: {error} "
+                f"({last.filename}, line {last.lineno})"
+            ) from error
+
+    def _error(self, problem: str) -> UserError:
+        """Return the error that names the algorithm."""
+        return UserError(f"algorithm.name = {self.name}: {problem}")
+
+
+class UsersLoss(UsersFunction):
+    """A loss function of a user's file: a function of (Tokens, **options)."""
 
     def __call__(self, tokens: Tokens) -> TokenLoss:
         """Return the losses of the tokens.
@@ -87,36 +108,25 @@ class UsersLoss:
         Raises:
             UserError: The function raised, or did not return a differentiable loss for each token.
         """
-        loss = _called(self.function, tokens, self.options, f"algorithm.name = {self.name}: it")
+        loss = self._call(tokens, "it")
         if isinstance(loss, torch.Tensor):
             loss = TokenLoss(loss, torch.zeros_like(loss, dtype=torch.bool))
         if not isinstance(loss, TokenLoss) or loss.loss.shape != tokens.advantages.shape:
             shape = list(loss.loss.shape) if isinstance(loss, TokenLoss) else type(loss).__name__
-            raise UserError(
-                f"algorithm.name = {self.name}: it must return one loss for each of the "
+            raise self._error(
+                "it must return one loss for each of the "
                 f"{len(tokens.advantages)} tokens, not {shape}"
             )
         if tokens.trainer_logprobs.requires_grad and not loss.loss.requires_grad:
-            raise UserError(
-                f"algorithm.name = {self.name}: its loss has no gradient; make it of "
-                "tokens.trainer_logprobs or tokens.log_ratio, and detach neither"
+            raise self._error(
+                "its loss has no gradient; make it of tokens.trainer_logprobs or "
+                "tokens.log_ratio, and detach neither"
             )
         return loss
 
 
-@dataclass(frozen=True)
-class UsersEstimator:
-    """An advantage estimator of a user's file with its options.
-
-    Attributes:
-        name: The algorithm's name in the settings, for messages.
-        function: The function of (StepRewards, **options).
-        options: The keyword arguments that it gets.
-    """
-
-    name: str
-    function: Callable[..., Any]
-    options: Mapping[str, Any]
+class UsersEstimator(UsersFunction):
+    """An advantage estimator of a user's file: a function of (StepRewards, **options)."""
 
     def __call__(self, step: StepRewards) -> Advantages:
         """Return the advantages of a step.
@@ -124,27 +134,11 @@ class UsersEstimator:
         Raises:
             UserError: The function raised, or did not return a finite number for each token.
         """
-        prefix = f"algorithm.name = {self.name}: its advantages"
-        advantages = _called(self.function, step, self.options, prefix)
+        advantages = self._call(step, "its advantages")
         problem = _problem(advantages, [len(penalty) for penalty in step.penalties])
         if problem:
-            raise UserError(f"{prefix} {problem}")
+            raise self._error(f"its advantages {problem}")
         return advantages if isinstance(advantages, Advantages) else Advantages(list(advantages))
-
-
-def _called(
-    function: Callable[..., Any], argument: object, options: Mapping[str, Any], prefix: str
-) -> Any:
-    """Return what a user's function returns; an error of the function becomes a `UserError`."""
-    try:
-        return function(argument, **options)
-    except Exception as error:
-        if is_out_of_memory(error):
-            raise
-        last = traceback.extract_tb(error.__traceback__)[-1]
-        raise UserError(
-            f"{prefix} raised {type(error).__name__}: {error} ({last.filename}, line {last.lineno})"
-        ) from error
 
 
 def _problem(advantages: object, lengths: Sequence[int]) -> str:
