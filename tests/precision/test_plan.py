@@ -2,9 +2,11 @@ from __future__ import annotations
 
 import pytest
 
+from jetrl.cli.arguments import PLANS
 from jetrl.errors import UserError
 from jetrl.precision import PrecisionPlan
 from jetrl.settings import PrecisionSettings
+from jetrl.settings.presets import DEFAULT_PRESET, PRESETS
 
 TABLE = {  # design.md: rollout linears, training linears, keys and values, rest, lm_head
     "fp32": ("fp32", "fp32", "fp32", "fp32", "fp32"),
@@ -22,6 +24,11 @@ def test_presets_are_the_table(name: str) -> None:
     assert row == TABLE[name]
     assert plan.exact == (name in ("jet", "unified"))
     assert PrecisionPlan.from_dict(plan.to_dict()) == plan
+
+
+def test_the_command_line_has_every_preset() -> None:
+    assert tuple(PRESETS) == PLANS
+    assert DEFAULT_PRESET in PLANS
 
 
 def test_unknown_preset_and_option_are_named() -> None:

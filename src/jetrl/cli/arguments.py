@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import NoReturn
 
-PLANS = ("fp32", "bf16", "mixed", "jet", "unified")
+PLANS = ("fp32", "bf16", "mixed", "jet", "unified")  # settings.presets, which needs pydantic
 DEVICES = ("auto", "cpu", "cuda")
 
 
@@ -44,7 +44,9 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--plan", choices=PLANS, help="precision preset (default: the run's own, else unified)"
+        "--plan",
+        choices=PLANS,
+        help="precision preset (default: the run's own, else unified)",
     )
     parser.add_argument("--device", choices=DEVICES, default="auto", help="where to compute")
 

@@ -11,6 +11,7 @@ from jetrl.precision import PrecisionPlan
 from jetrl.runs import RunDirectory
 from jetrl.session.building import choose_device, limit_threads, policy_of_masters
 from jetrl.settings.loading import load_config
+from jetrl.settings.presets import DEFAULT_PRESET
 from jetrl.training import Checkpoints
 
 MASTERS = "masters.safetensors"  # of a checkpoint
@@ -29,7 +30,7 @@ class Found(NamedTuple):
 
 
 def open_policy(
-    path: str | Path, preset: str | None, device: str, fallback_plan: str = "unified"
+    path: str | Path, preset: str | None, device: str, fallback_plan: str = DEFAULT_PRESET
 ) -> Policy:
     """The policy at `path` under a plan: the preset if given, else the run's own plan, else
     `fallback_plan`. device: auto, cpu or cuda.

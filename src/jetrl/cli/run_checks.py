@@ -14,6 +14,7 @@ from jetrl.runs import Attempt, RunDirectory
 from jetrl.runs.format import duration
 from jetrl.runs.status import Status as RunStatus
 from jetrl.runs.status import read_status
+from jetrl.settings.presets import is_exact
 from jetrl.training import Checkpoints
 
 
@@ -159,7 +160,8 @@ def check_numbers(run: RunDirectory) -> list[Check]:
         ),
     }
     lines = run.metrics()
-    exact = run.plan().get("name") in ("unified", "jet")
+    plan = run.plan()
+    exact = is_exact(plan.get("rollout_linear"), plan.get("train_linear"))
     found = []
     for name, (level, words, step) in names.items():
         total = sum(line.get(name, 0) for line in lines)

@@ -28,6 +28,7 @@ from jetrl.precision import PrecisionPlan, quantize
 from jetrl.precision.gemm import bf16_matmul, fp8_matmul
 from jetrl.precision.linear import Linear
 from jetrl.randomness import derive_seed
+from jetrl.settings.presets import PRESETS
 
 # Rows of a linear layer that are multiplied alone and must have the bits of the whole batch.
 _PARTS = (slice(0, 1), slice(3, 10), slice(5, 69), slice(0, 256))
@@ -159,7 +160,8 @@ def self_check(device: str | torch.device = "cpu") -> list[Check]:
         checks.append(Check(name, not bad, detail))
     same = torch.equal(_attended(qkv, cu)[30:], _attended(qkv[30:], cu[1:] - 30))
     checks.append(Check("attention", same, "same bits in any batch" if same else "rows differ"))
-    return [*checks, *(_flow_check(name, device) for name in ("jet", "unified"))]
+    exact = (name for name in PRESETS if PrecisionPlan.preset(name).exact)
+    return [*checks, *(_flow_check(name, device) for name in exact)]
 
 
 def _attended(qkv: Tensor, cu_seqlens: Tensor) -> Tensor:

@@ -3,7 +3,8 @@
 A format is chosen by the role of an operand (a linear layer of the rollout, a key, a gradient),
 never by a module's name. The sampler and the trainer are handed the same plan; where the plan
 gives both the same formats it promises that they agree bit for bit (`exact`), and a run that does
-not is stopped.
+not is stopped. The presets are data (`settings.presets`), and a plan's name is for people: what a
+plan does is decided by its fields.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ from typing import Any, Literal
 
 from jetrl.errors import UserError
 from jetrl.settings import PrecisionSettings
+from jetrl.settings.presets import PRESETS, Format, is_exact
 
-Format = Literal["fp32", "bf16", "fp8"]
+__all__ = ["FP8_BLOCK", "Format", "GradFormat", "PrecisionPlan", "ScaleRule", "Side"]
+
 Side = Literal["rollout", "train"]
 GradFormat = Literal["e4m3", "e5m2", "bf16"]
 ScaleRule = Literal["fp32", "pow2"]
@@ -25,13 +28,19 @@ FP8_BLOCK = 128
 
 @dataclass(frozen=True)
 class PrecisionPlan:
-    """Formats by role.
+    """The formats of a run, by the role of an operand.
 
-    rollout_linear, train_linear: the decoder layers' linears, sampling and training side.
-    kv: keys and values, on both sides. rest: embeddings, norms and the residual stream.
-    lm_head: the output projection, both sides. grad_output: dY as DGrad and WGrad read it when
-    train_linear is fp8. scales: float32 scales, or rounded up to powers of two.
-    first_layers_bf16, last_layers_bf16: decoder layers whose linears stay BF16 on both sides.
+    Attributes:
+        name: The preset that the plan was made of.
+        rollout_linear: The decoder layers' linears, sampling side.
+        train_linear: The decoder layers' linears, training side.
+        kv: Keys and values, on both sides.
+        rest: Embeddings, norms and the residual stream.
+        lm_head: The output projection, on both sides.
+        grad_output: dY as DGrad and WGrad read it where train_linear is fp8.
+        scales: Float32 scales, or scales rounded up to powers of two.
+        first_layers_bf16: Decoder layers at the start whose linears stay BF16 on both sides.
+        last_layers_bf16: Decoder layers at the end whose linears stay BF16 on both sides.
     """
 
     name: str
@@ -47,57 +56,64 @@ class PrecisionPlan:
 
     @staticmethod
     def preset(name: str) -> PrecisionPlan:
-        """One of fp32, bf16, mixed, jet, unified; UserError for any other name."""
-        if name not in _PRESETS:
-            raise UserError(f"precision preset {name!r}: use one of {', '.join(_PRESETS)}")
-        return PrecisionPlan(name, *_PRESETS[name])
+        """Return the plan of a preset (`settings.presets`); UserError for any other name."""
+        if name not in PRESETS:
+            raise UserError(f"precision preset {name!r}: use one of {', '.join(PRESETS)}")
+        return PrecisionPlan(name, *PRESETS[name])
 
     @staticmethod
     def from_settings(settings: PrecisionSettings) -> PrecisionPlan:
-        """The preset with the options that the settings set."""
+        """Return the plan of the preset with the options that the settings set."""
         options = settings.model_dump(exclude={"preset"}, exclude_none=True)
         return PrecisionPlan.preset(settings.preset).replace(**options)
 
     def replace(self, **options: Any) -> PrecisionPlan:
-        """A plan with some fields changed; UserError for a field that does not exist."""
+        """Return a plan with some fields changed; UserError for a field that does not exist."""
         known = {field.name for field in dataclasses.fields(self)}
         for key in options.keys() - known:
             raise UserError(f"precision plan has no option {key!r}: {', '.join(sorted(known))}")
         plan = dataclasses.replace(self, **options)
-        if plan.name == "fp32" and (options.keys() - {"name"}):
-            changed = {k: v for k, v in options.items() if v != getattr(self, k)}
-            if changed:
-                raise UserError(f"the fp32 preset takes no options, but {changed} were given")
+        changed = {k: v for k, v in options.items() if v != getattr(self, k)}
+        if self.rest == "fp32" and changed.keys() - {"name"}:
+            raise UserError(f"the fp32 preset takes no options, but {changed} were given")
         return plan
 
     @property
     def exact(self) -> bool:
-        """Whether sampler and trainer promise equal bits (`jet`, `unified`): FP8 on both sides."""
-        return self.rollout_linear == self.train_linear == "fp8"
+        """Whether sampler and trainer promise equal bits."""
+        return is_exact(self.rollout_linear, self.train_linear)
 
     def linear_format(self, side: Side, layer: int, num_layers: int) -> Format:
-        """The format of decoder layer `layer`'s linears on one side."""
+        """Return the format of a decoder layer's linears on one side.
+
+        Args:
+            side: The side of the flow.
+            layer: The layer's index.
+            num_layers: The decoder's number of layers.
+        """
         chosen = self.rollout_linear if side == "rollout" else self.train_linear
         return "bf16" if chosen == "fp8" and self.keeps_bf16(layer, num_layers) else chosen
 
     def linear_formats(self, layer: int, num_layers: int) -> dict[Side, Format]:
-        """Return the format of decoder layer `layer`'s linears on each side."""
+        """Return the format of a decoder layer's linears on each side."""
         sides: tuple[Side, Side] = ("rollout", "train")
         return {side: self.linear_format(side, layer, num_layers) for side in sides}
 
     def keeps_bf16(self, layer: int, num_layers: int) -> bool:
-        """Whether decoder layer `layer` is one of those whose linears are never FP8."""
+        """Return whether a decoder layer is one of those whose linears are never FP8."""
         return layer < self.first_layers_bf16 or layer >= num_layers - self.last_layers_bf16
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the fields by name, as a run directory and a checkpoint keep them."""
         return dataclasses.asdict(self)
 
     @staticmethod
     def from_dict(fields: dict[str, Any]) -> PrecisionPlan:
+        """Return the plan that `to_dict` described."""
         return PrecisionPlan(**fields)
 
     def describe(self) -> list[tuple[str, str]]:
-        """Rows (role, format) for people: printed before a run."""
+        """Return rows of (role, format) for people: what is printed before a run."""
         fp8 = f"FP8 e4m3, {self.scales} scales"
         names = {"fp8": fp8, "bf16": "BF16", "fp32": "FP32"}
         gradient = "BF16" if self.grad_output == "bf16" else f"FP8 {self.grad_output}"
@@ -119,13 +135,3 @@ class PrecisionPlan:
             "bit for bit equal (checked every step)" if self.exact else "not promised (measured)"
         )
         return [*rows, ("sampler and trainer log-probs", promise)]
-
-
-#                 rollout_linear, train_linear, kv, rest, lm_head
-_PRESETS: dict[str, tuple[Format, Format, Format, Format, Format]] = {
-    "fp32": ("fp32", "fp32", "fp32", "fp32", "fp32"),
-    "bf16": ("bf16", "bf16", "bf16", "bf16", "bf16"),
-    "mixed": ("fp8", "bf16", "bf16", "bf16", "bf16"),
-    "jet": ("fp8", "fp8", "bf16", "bf16", "bf16"),
-    "unified": ("fp8", "fp8", "fp8", "bf16", "bf16"),
-}

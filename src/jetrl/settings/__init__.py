@@ -7,6 +7,7 @@ their base class; `loading.py` reads and writes them. No torch.
 
 from jetrl.settings.algorithm_section import AlgorithmSettings
 from jetrl.settings.model_sections import CriticSettings, ReferenceSettings, RewardSettings
+from jetrl.settings.presets import Preset
 from jetrl.settings.section import Section
 from jetrl.settings.sections import (
     CheckpointSettings,
@@ -15,7 +16,6 @@ from jetrl.settings.sections import (
     LoopSettings,
     ModelSettings,
     PrecisionSettings,
-    Preset,
     ReportSettings,
     RolloutSettings,
     RunSettings,

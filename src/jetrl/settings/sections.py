@@ -17,6 +17,7 @@ from pydantic import Field, field_validator, model_validator
 from jetrl.settings.algorithm_section import AlgorithmSettings
 from jetrl.settings.algorithms import ALGORITHMS, Algorithm
 from jetrl.settings.model_sections import CriticSettings, ReferenceSettings, RewardSettings
+from jetrl.settings.presets import DEFAULT_PRESET, PRESETS, Preset, is_exact
 from jetrl.settings.section import (
     Beta,
     Mass,
@@ -29,7 +30,6 @@ from jetrl.settings.section import (
     without_none,
 )
 
-Preset = Literal["fp32", "bf16", "mixed", "jet", "unified"]
 Schedule = Literal["constant", "linear", "cosine"]
 
 
@@ -81,7 +81,9 @@ class ModelSettings(Section):
 class PrecisionSettings(Section):
     """The section `[precision]`: a preset, and changes to it."""
 
-    preset: Preset = Field("unified", description="what is FP8, on which side (docs/precision.md)")
+    preset: Preset = Field(
+        DEFAULT_PRESET, description="what is FP8, on which side (docs/precision.md)"
+    )
     grad_output: Literal["e4m3", "e5m2", "bf16"] | None = Field(
         None, description="output gradients in DGrad and WGrad; unset: the preset's"
     )
@@ -384,7 +386,9 @@ class Settings(Section):
                 "algorithm.calibrate_clip_every needs train.updates_per_step of at least 2: with "
                 "one update a step every ratio is 1, and nothing is clipped"
             )
-        if self.algorithm.calibrate_clip_every and self.precision.preset not in ("jet", "unified"):
+        formats = PRESETS[self.precision.preset]
+        exact = is_exact(formats.rollout_linear, formats.train_linear)
+        if self.algorithm.calibrate_clip_every and not exact:
             yield (
                 "algorithm.calibrate_clip_every is for FP8 on both sides: precision.preset = "
                 f"{self.precision.preset} has no FP8 ratios to calibrate"

@@ -1,0 +1,49 @@
+"""The precision presets: a name, and the format of the operands of each role.
+
+A new preset is a new line of `PRESETS`, which the setting `precision.preset` and `precision.plan`
+read, and its name in `cli.arguments.PLANS`, which has to do without pydantic. No torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+Format = Literal["fp32", "bf16", "fp8"]
+
+
+class PresetFormats(NamedTuple):
+    """The formats of one preset by role, as the fields of `precision.plan.PrecisionPlan`.
+
+    Attributes:
+        rollout_linear: The decoder layers' linears on the sampling side.
+        train_linear: The decoder layers' linears on the training side.
+        kv: Keys and values, on both sides.
+        rest: Embeddings, norms and the residual stream, on both sides.
+        lm_head: The output projection, on both sides.
+    """
+
+    rollout_linear: Format
+    train_linear: Format
+    kv: Format
+    rest: Format
+    lm_head: Format
+
+
+PRESETS = {
+    "fp32": PresetFormats("fp32", "fp32", "fp32", "fp32", "fp32"),
+    "bf16": PresetFormats("bf16", "bf16", "bf16", "bf16", "bf16"),
+    "mixed": PresetFormats("fp8", "bf16", "bf16", "bf16", "bf16"),
+    "jet": PresetFormats("fp8", "fp8", "bf16", "bf16", "bf16"),
+    "unified": PresetFormats("fp8", "fp8", "fp8", "bf16", "bf16"),
+}
+DEFAULT_PRESET = "unified"
+
+if TYPE_CHECKING:
+    Preset = str
+else:
+    Preset = Literal[tuple(PRESETS)]
+
+
+def is_exact(rollout_linear: str | None, train_linear: str | None) -> bool:
+    """Return whether sampler and trainer promise equal bits: FP8 linears on both sides."""
+    return rollout_linear == train_linear == "fp8"
