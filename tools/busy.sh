@@ -9,8 +9,9 @@ shift
 pids=
 trap 'kill $pids 2>/dev/null' EXIT
 trap 'exit 130' INT TERM
+loop='while kill -0 "$0" 2>/dev/null; do i=0; while [ $i -lt 100000 ]; do i=$((i + 1)); done; done'
 for _ in $(seq "$loops"); do
-  sh -c 'while kill -0 "$0" 2>/dev/null; do :; done' $$ &
+  sh -c "$loop" $$ &
   pids="$pids $!"
 done
 "$@"
