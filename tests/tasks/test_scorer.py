@@ -114,8 +114,9 @@ def test_workers_import_no_torch_and_print_nowhere(scorer, capfd):
 
 def test_a_worker_that_dies_while_idle_is_replaced(scorer, wait_until):
     pid = int(score(scorer, "pid")[0].score.reward)
+    (worker,) = (worker for worker in scorer._workers if worker._process.pid == pid)
     os.kill(pid, signal.SIGKILL)
-    wait_until(lambda: not alive(pid))
+    wait_until(worker._has_spoken)  # its last thread has closed the connection
     results = score(scorer, *["1"] * 64)
     assert [item.failure for item in results] == [""] * 64
 
