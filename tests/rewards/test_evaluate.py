@@ -31,13 +31,13 @@ class Engine:
     def __init__(self, scorer=None, fails=False, changes=False):
         self.scorer, self.fails, self.changes = scorer, fails, changes
 
-    def generate(self, prompts, params, progress, environment, finished):
+    def generate(self, prompts, params, progress, options):
         drawn = [
             Completion((1,), (0.0,), "stop", f"{10 * p + k}") for (p,) in prompts for k in (0, 1)
         ]
         for i in reversed(range(len(drawn))):
             early = Completion((1,), (0.0,), "stop", "77") if self.changes else drawn[i]
-            finished(i, early)
+            options.finished(i, early)
             progress(Progress(0, 0, 0, 0.0, 0, 0, 0.0, None))
             if self.fails:
                 raise KeyboardInterrupt
