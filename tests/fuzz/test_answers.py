@@ -39,7 +39,7 @@ def test_damaged_replies_of_a_worker(mutate):
     for seed in range(2000):
         for parse in (parse_reply, parse_started):
             try:
-                found = parse(mutate(line, seed))
+                message = parse(mutate(line, seed))
             except WireError:
                 continue
-            assert isinstance(found, WorkerReply | str)
+            assert isinstance(message, WorkerReply | str)

@@ -137,9 +137,9 @@ def make_run(tmp_path: Path) -> Callable[..., Path]:
                 if evaluate and steps:
                     run.write_step(StepStats(0, {eval_metric("arithmetic", "mean"): 0.42}))
                 for step in range(1, steps + 1):
-                    wanted = evaluate and step % 5 == 0
+                    evaluates = evaluate and step % 5 == 0
                     run.write_step(
-                        StepStats(step, metrics_of(step, mismatch=mismatch, evaluate=wanted))
+                        StepStats(step, metrics_of(step, mismatch=mismatch, evaluate=evaluates))
                     )
                     if step in (1, steps):
                         run.write_rollouts(step, samples_of(step))

@@ -1,4 +1,4 @@
-"""Anomalies are told from ordinary steps, on made-up runs whose answer is known."""
+"""Anomalies are distinguished from ordinary steps, on made-up runs whose answer is known."""
 
 import math
 import random

@@ -83,8 +83,8 @@ def test_parquet_and_saved_data_sets_are_the_same_rows(tmp_path: Path) -> None:
         str(tmp_path / "dict")
     )
     lines = get_task("dataset", path=write(tmp_path / "rows.jsonl", *ROWS))
-    wanted = read_prompts(lines, "train")
-    assert read_prompts(get_task("dataset", path=tmp_path / "saved"), "train") == wanted
+    expected = read_prompts(lines, "train")
+    assert read_prompts(get_task("dataset", path=tmp_path / "saved"), "train") == expected
     parquet = get_task("dataset", path=tmp_path / "files")
     splits = get_task("dataset", path=tmp_path / "dict")
     assert (parquet.splits, splits.splits) == (("train",), ("train", "held"))

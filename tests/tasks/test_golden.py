@@ -33,11 +33,11 @@ def test_verdicts(strict: bool) -> None:
     with Scorer("gsm8k", str(FILE), options, workers=1) as scorer:
         scored = scorer.score(items)
     wrong = []
-    for case, verdict in zip(CASES, scored, strict=True):
+    for case, result in zip(CASES, scored, strict=True):
         right = case["right"] and (case["answered"] or not strict)
-        found = (verdict.score.reward, verdict.score.parts["answered"], verdict.failure)
-        if found != (float(right), float(case["answered"]), ""):
-            wrong.append((case, found))
+        got = (result.score.reward, result.score.parts["answered"], result.failure)
+        if got != (float(right), float(case["answered"]), ""):
+            wrong.append((case, got))
     assert wrong == []
 
 

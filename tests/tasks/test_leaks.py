@@ -125,6 +125,6 @@ def test_a_new_worker_scores_by_the_file_as_it_was(then: str, tmp_path: Path) ->
         crashed, after = scorer.score([(PROMPT, "crash"), (PROMPT, "x")])
         assert "SIGABRT" in crashed.failure
         assert (after.failure, after.score.reward) == ("", 1.0)
-    if then == "edited":  # who starts anew means the new one
+    if then == "edited":  # a scorer that starts again means the new one
         with Scorer(f"{file}:Always", workers=1) as scorer:
             assert scorer.score([(PROMPT, "x")])[0].score.reward == 0.0

@@ -252,7 +252,7 @@ def test_a_batch_of_nothing_but_hangs_or_crashes_is_given_up(bad, caplog, wait_u
         # Each start takes more than 20 ms, so two workers lose their second in fewer than 100.
         starts = sum(worker._starts for worker in scorer._workers)
         assert starts < 110, "each may be at one more start by then; 512 would take minutes"
-        scorer._max_lost_s = 600.0  # from here on, what starting anew may take on a busy machine
+        scorer._max_lost_s = 600.0  # from here on, starting again may take long on a busy machine
         assert results[0].score.reward == score(scorer, "1")[0].score.reward == 1.0
         assert all(result.failure for result in results[1:-1])
         assert re.search(

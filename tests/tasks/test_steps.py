@@ -134,7 +134,7 @@ def test_what_hanging_turns_may_cost_is_of_a_step_and_not_of_a_turn() -> None:
         assert "not scored" in ask(scorer, "1")[0].failure
         assert "not scored" in scorer.finish([scorer.begin(TEXT, "1")])[0].failure
         assert starts == [worker._starts for worker in scorer._workers], "none for them"
-        scorer._max_lost_s = 600.0  # from here on, what starting anew may take on a busy machine
+        scorer._max_lost_s = 600.0  # from here on, starting again may take long on a busy machine
         scorer.begin_step()
         assert ask(scorer, "x")[0].reply == "0:x"
         assert scorer.finish([scorer.begin(TEXT, "123")])[0].score.reward == 3.0

@@ -1,25 +1,21 @@
 """The records of a run and its displays: directory, metrics, console, report, trackers."""
 
 from jetrl.runs.attempts import Attempt
-from jetrl.runs.compare import Comparison, bits_in_words, compare_runs, comparison_rows
+from jetrl.runs.compare import bits_in_words, compare_runs, comparison_rows
 from jetrl.runs.console import Console
 from jetrl.runs.directory import RunDirectory
-from jetrl.runs.history import RunHistory, summary_of
+from jetrl.runs.history import summary_of
 from jetrl.runs.learning import Learning, problems
-from jetrl.runs.metrics import eval_metric, part_metric, reproducible
-from jetrl.runs.overview import RunRow, list_runs, plot_runs, runs_table, show_run
+from jetrl.runs.metrics import eval_metric, reproducible
+from jetrl.runs.overview import list_runs, plot_runs, runs_table, show_run
 from jetrl.runs.report import write_report
-from jetrl.runs.trackers import Trackers, check_trackers, open_trackers
+from jetrl.runs.trackers import check_trackers, open_trackers
 
 __all__ = [
     "Attempt",
-    "Comparison",
     "Console",
     "Learning",
     "RunDirectory",
-    "RunHistory",
-    "RunRow",
-    "Trackers",
     "bits_in_words",
     "check_trackers",
     "compare_runs",
@@ -27,7 +23,6 @@ __all__ = [
     "eval_metric",
     "list_runs",
     "open_trackers",
-    "part_metric",
     "plot_runs",
     "problems",
     "reproducible",

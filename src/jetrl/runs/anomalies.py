@@ -19,7 +19,7 @@ from jetrl.runs.format import number
 from jetrl.runs.watch import Watch
 
 WINDOW = 32  # steps
-ENOUGH = 12  # steps that must be known before anything is said
+ENOUGH = 12  # steps that must be known before the first warning
 RECENT = 4  # steps
 SPIKE = 10.0  # robust standard deviations
 SPIKE_RATIO = 8.0  # of a gradient norm to the median: small batches have norms with long tails

@@ -109,7 +109,7 @@ class Console:
 
     def progress(
         self,
-        done: int,
+        num_finished: int,
         total: int,
         tokens_per_s: float = 0.0,
         pages: tuple[int, int] | None = None,
@@ -118,13 +118,13 @@ class Console:
         """Show the progress of the phase.
 
         Args:
-            done: Number of finished sequences.
+            num_finished: Number of finished sequences.
             total: Number of sequences.
             tokens_per_s: Tokens sampled a second; 0: not shown.
             pages: KV pages in use, and all KV pages.
             eta_s: Seconds left.
         """
-        text = f"{self._phase} {count(done)}/{count(total)}"
+        text = f"{self._phase} {count(num_finished)}/{count(total)}"
         if tokens_per_s:
             text += f", {count(tokens_per_s)} tokens/s"
         if pages is not None:

@@ -284,7 +284,7 @@ METRICS: tuple[Metric, ...] = (
     _timing("rollout", "drawing completions", verl="timing_s/gen"),
     _timing(
         "reward",
-        "scoring completions, without what of it was done while others were drawn",
+        "scoring completions, without the scoring that ran while others were drawn",
         verl="timing_s/reward",
     ),
     _timing("update", "forward, backward and optimizer", verl="timing_s/update_actor"),

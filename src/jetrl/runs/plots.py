@@ -94,7 +94,8 @@ def _lines(
         for (name, label), color in zip(present.items(), LINES, strict=False):
             line(axes, *series(records, name), label, COLORS[color])
         if unit in ("share", "tokens", "nats", "norm", "tokens/s", "GiB"):
-            axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]) if _has_negative(axes) else 0.0)
+            # Amounts start at zero, unless some are negative.
+            axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]) if axes.dataLim.y0 < 0 else 0.0)
             axes.set_ylim(top=1.03 * axes.get_ylim()[1])  # a flat line is not cut by the edge
         finish(axes, unit, len(present))
 
@@ -107,14 +108,6 @@ def _lines(
 def _ends(values: np.ndarray, form: Callable[[float], str]) -> str:
     first, last = form(values[0]), form(values[-1])
     return f"{first} to {last}" if len(values) > 1 else first
-
-
-def _has_negative(axes: Axes) -> bool:
-    lows = (
-        np.nanmin(np.asarray(plotted.get_ydata(), dtype=np.float64), initial=0.0)
-        for plotted in axes.get_lines()
-    )
-    return any(low < 0 for low in lows)
 
 
 def _reward(records: Records) -> Chart | None:
@@ -187,6 +180,7 @@ def _mismatch(records: Records) -> Chart | None:
     def draw(axes: Axes) -> None:
         color = COLORS["green"] if exact else COLORS["red"]
         thin_steps, thin_values = thin(steps, values, np.nanmax)
+        # An exact run is a flat line with words; else a stem for each step with differing tokens.
         if exact:
             axes.plot(
                 thin_steps,
@@ -198,7 +192,6 @@ def _mismatch(records: Records) -> Chart | None:
                 clip_on=False,
             )
             axes.set_ylim(-0.12, 1.0)
-            axes.set_yticks([0, 1])
             axes.text(
                 0.5,
                 0.5,
@@ -215,11 +208,12 @@ def _mismatch(records: Records) -> Chart | None:
             axes.vlines(thin_steps, 0, thin_values, color=color, linewidth=2.2)
             axes.plot(thin_steps, thin_values, color=color, linewidth=0, marker="o", markersize=3)
             axes.set_ylim(bottom=0)
-        left, right = axes.get_ylim()
+        # `finish` sets ticks and limits for a curve: put those of this picture back.
+        bottom, top = axes.get_ylim()
         finish(axes, "tokens")
         if exact:
             axes.set_yticks([0, 1])
-        axes.set_ylim(left, right)
+        axes.set_ylim(bottom, top)
 
     differ = count(float(np.nansum(values)))
     caption = f"{differ} tokens differ{compared_text}; 0 is the right answer of an exact plan"
@@ -252,7 +246,7 @@ def _time(records: Records) -> Chart | None:
     }
     phases["other"] = np.maximum(whole - sum(phases.values()), 0.0)
     total = sum(float(v.sum()) for v in phases.values()) or 1.0
-    # Slivers are drawn (the height is the whole step) but not named.
+    # Tiny phases are drawn (the height is the whole step) but not named.
     named = {phase for phase, v in phases.items() if v.sum() >= 0.005 * total}
 
     def draw(axes: Axes) -> None:

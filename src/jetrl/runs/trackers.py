@@ -27,7 +27,7 @@ class Tracker(Protocol):
         """Take a step's metrics."""
 
     def summarize(self, step: int, summary: Mapping[str, float]) -> None:
-        """Take the run in a few numbers, after its last step."""
+        """Take the run in a few numbers, named `summary/...`, after its last step."""
 
     def close(self) -> None:
         """Finish; called once."""
@@ -53,7 +53,8 @@ class Trackers:
         for name, tracker in self._trackers.items():
             if summary is not None:
                 with self._reporting(name, "could not take the summary"):
-                    tracker.summarize(self._last_step, summary())
+                    values = {f"summary/{name}": value for name, value in summary().items()}
+                    tracker.summarize(self._last_step, values)
             with self._reporting(name, "could not be finished"):
                 tracker.close()
         self._trackers = {}
@@ -154,7 +155,7 @@ class _Wandb:
         self._run.log({**metrics, "step": step})
 
     def summarize(self, step: int, summary: Mapping[str, float]) -> None:
-        self._run.summary.update({f"summary/{name}": value for name, value in summary.items()})
+        self._run.summary.update(summary)
 
     def close(self) -> None:
         self._run.finish()
@@ -171,8 +172,7 @@ class _Trackio:
         self._trackio.log(dict(metrics), step=step)
 
     def summarize(self, step: int, summary: Mapping[str, float]) -> None:
-        values = {f"summary/{name}": value for name, value in summary.items()}
-        self._trackio.log(values, step=step)
+        self.log(step, summary)
 
     def close(self) -> None:
         self._trackio.finish()
@@ -190,7 +190,7 @@ class _TensorBoard:
         self._writer.flush()
 
     def summarize(self, step: int, summary: Mapping[str, float]) -> None:
-        self.log(step, {f"summary/{name}": value for name, value in summary.items()})
+        self.log(step, summary)
 
     def close(self) -> None:
         self._writer.close()

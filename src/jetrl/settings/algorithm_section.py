@@ -173,9 +173,9 @@ class AlgorithmSettings(Section):
 
     def kl_term(self, record: Algorithm) -> tuple[KlEstimator, KlPlace]:
         """Return the estimator of the KL that has a weight, and the place where the KL counts."""
-        place = self.kl_in or record.kl_in
-        own = record.kl_estimator if place == record.kl_in else _KL_ESTIMATOR_IN[place]
-        return self.kl_estimator or own, place
+        kl_in = self.kl_in or record.kl_in
+        own = record.kl_estimator if kl_in == record.kl_in else _KL_ESTIMATOR_IN[kl_in]
+        return self.kl_estimator or own, kl_in
 
     def _correction_problems(self) -> Iterator[str]:
         given = [

@@ -1,7 +1,7 @@
 """Prompts from your own data: JSONL, Parquet, or whatever the `datasets` package loads.
 
-A row is an object with fields; which of them is the prompt and which the answer is said by name,
-and a checker says what a completion is worth (checkers.py).
+A row is an object with fields. The options name the fields of the prompt and of the answer, and a
+checker scores completions (checkers.py).
 """
 
 from __future__ import annotations

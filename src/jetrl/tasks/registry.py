@@ -39,5 +39,4 @@ def get_task(name: str, *, path: str | Path | None = None, **options: Any) -> Ta
 
 def build_task(settings: TaskSettings) -> Task:
     """Return the task that the settings of a run describe; raises `UserError` as `get_task`."""
-    options: dict[str, Any] = dict(settings.options)
-    return get_task(settings.name, path=settings.path, **options)
+    return get_task(settings.name, path=settings.path, **settings.options)

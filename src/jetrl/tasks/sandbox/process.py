@@ -140,7 +140,7 @@ class WorkerProcess:
                     self._lost_s += took_s if self._starts > 1 else 0.0
                     continue
                 if not self.jobs:
-                    raise WireError("an answer that nobody asked for")
+                    raise WireError("an answer to no item")
                 reply = parse_reply(line)
                 if reply.chunk != self._chunk:
                     raise WireError("an answer to what it was not given")

@@ -97,7 +97,7 @@ def main(descriptor: int) -> None:
     connection, process = socket.socket(fileno=descriptor), os.getpid()
     incoming = connection.makefile("rb")
     threading.Thread(target=_end_with_parent, args=(descriptor,), daemon=True).start()
-    # Build the task, and say whether that could be done.
+    # Build the task, and send a line that says whether that worked.
     setup: WorkerSetup = read_down(incoming)
     use_sources(setup.sources)
     try:
