@@ -352,7 +352,7 @@ def test_interrupted_and_used_again(policy, reference):
 def test_interrupted_before_its_first_step_and_used_again(policy, reference, monkeypatch):
     engine = RolloutEngine(policy, num_pages=12, page_size=4)
 
-    def interrupted(*_):
+    def interrupted(*_, **__):
         raise KeyboardInterrupt
 
     for name in ("PageAllocator", "Scheduler", "text_decoder", "Generation"):
