@@ -121,7 +121,7 @@ def test_graphs_are_eager_forwards_are_the_trainers(
     monkeypatch.setattr(GraphForwards, "prepare", lambda *_: None)
 
     def eager(self: GraphForwards, count: int, longest: int, filtered: bool) -> None:
-        self.once(count, longest, filtered)
+        self.forward(count, longest, filtered)
 
     monkeypatch.setattr(GraphForwards, "run", eager)
     assert outcome(RolloutEngine(policy).generate(prompts, params)) == outcome(graphs)

@@ -12,7 +12,7 @@ from small_models import config
 from jetrl import Policy, RolloutEngine, SamplingParams
 from jetrl.models.tiny import character_tokenizer
 from jetrl.precision import PrecisionPlan
-from jetrl.rollout.multi_turn import Answer
+from jetrl.rollout.multi_turn import EnvironmentReply
 from jetrl.rollout.options import GenerateOptions
 from jetrl.types import Completion, Turn
 
@@ -33,12 +33,13 @@ class Scripted:
     def ask(self, sequence: int, turns: Sequence[Turn], completion: str) -> None:
         self.open.append((sequence, len(turns)))
 
-    def answers(self, wait: bool) -> list[Answer]:
+    def answers(self, wait: bool) -> list[EnvironmentReply]:
         if self.late and not wait:
             return []
         ready, self.open = self.open, []
         return [
-            Answer(s, "=" * (1 + 40 * (s % 3)) + str(n) if n <= s % 4 else None) for s, n in ready
+            EnvironmentReply(s, "=" * (1 + 40 * (s % 3)) + str(n) if n <= s % 4 else None)
+            for s, n in ready
         ]
 
     def close(self) -> None:

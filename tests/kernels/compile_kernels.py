@@ -163,7 +163,7 @@ def decode(shape: str, plan: str) -> None:
     forwards._buffers = DecodeBuffers.empty(512, 8, 256, META)
     for rows, longest in DECODES:
         for filtered in (False, True):
-            forwards.once(rows, longest, filtered)
+            forwards.forward(rows, longest, filtered)
 
 
 def prefill(shape: str, plan: str) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from jetrl.errors import UserError
 from jetrl.rollout.engine import RolloutEngine
-from jetrl.rollout.multi_turn import Answer
+from jetrl.rollout.multi_turn import EnvironmentReply
 from jetrl.rollout.options import GenerateOptions
 from jetrl.types import SamplingParams
 
@@ -41,8 +41,10 @@ class Scripted:
 
     def answer(self, sequence, turn):
         if sequence in self.fails:
-            return Answer(sequence, None, "the tool is broken")
-        return Answer(sequence, self.reply(sequence, turn) if turn < sequence % 3 + 1 else None)
+            return EnvironmentReply(sequence, None, "the tool is broken")
+        return EnvironmentReply(
+            sequence, self.reply(sequence, turn) if turn < sequence % 3 + 1 else None
+        )
 
     def close(self):
         self.closed += 1

@@ -16,7 +16,7 @@ import torch
 
 from jetrl.models.attention import PackedKeyValues
 from jetrl.rollout.engine import RolloutEngine
-from jetrl.rollout.multi_turn import Answer
+from jetrl.rollout.multi_turn import EnvironmentReply
 from jetrl.rollout.options import GenerateOptions
 from jetrl.types import SamplingParams
 
@@ -84,15 +84,15 @@ class Replies:
         self.max_turns, self.chance = max_turns, chance
         self.open: list[tuple[int, int]] = []
 
-    def answer(self, sequence: int, turn: int) -> Answer:
+    def answer(self, sequence: int, turn: int) -> EnvironmentReply:
         own = random.Random(31 * sequence + turn)
         said = own.choice(["=1", "so it is", "=" * 7])
-        return Answer(sequence, said if own.random() < 0.8 else None)
+        return EnvironmentReply(sequence, said if own.random() < 0.8 else None)
 
     def ask(self, sequence, turns, completion) -> None:
         self.open.append((sequence, len(turns)))
 
-    def answers(self, wait: bool) -> list[Answer]:
+    def answers(self, wait: bool) -> list[EnvironmentReply]:
         self.chance.shuffle(self.open)
         late = self.chance.randint(0, len(self.open))
         late = min(late, len(self.open) - 1) if wait else late

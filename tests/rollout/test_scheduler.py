@@ -74,7 +74,7 @@ class Simulation:
         self.scheduler.allocator.check(tables)
 
     def reply(self, sequence):
-        """Answer by a function of the sequence so far, as a draw is one."""
+        """EnvironmentReply by a function of the sequence so far, as a draw is one."""
         self.asked[sequence.index] += 1
         if self.asked[sequence.index] > self.late:
             self.asked[sequence.index] = 0

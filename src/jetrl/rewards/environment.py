@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from jetrl.errors import UserError
-from jetrl.rollout.multi_turn import Answer
+from jetrl.rollout.multi_turn import EnvironmentReply
 from jetrl.tasks import Scorer, Task
 from jetrl.types import Prompt, Turn
 
@@ -29,9 +29,9 @@ class TaskEnvironment:
         ticket = self._scorer.ask(self._prompts[sequence // self._n], turns, completion)
         self._sequences[ticket] = sequence
 
-    def answers(self, wait: bool) -> list[Answer]:
+    def answers(self, wait: bool) -> list[EnvironmentReply]:
         return [
-            Answer(self._sequences.pop(answer.ticket), answer.reply, answer.failure)
+            EnvironmentReply(self._sequences.pop(answer.ticket), answer.reply, answer.failure)
             for answer in self._scorer.answers(wait)
         ]
 

@@ -1,8 +1,8 @@
-"""One decode forward over device state: embed, layers, logits, draw, next token.
+"""A decode forward over device state: embed, layers, logits, draw, next token.
 
-Where the cache's pages are read in place (a Hopper GPU), the forward is a CUDA graph, one for each
-size of batch and of context that comes up: `GraphForwards`. Elsewhere it is called as it is:
-`EagerForwards`. What a row computes is the same in both, and in every size.
+On a Hopper GPU, which reads the cache's pages in place, the forward is a captured CUDA graph, one
+for each size of batch and of context that comes up: `GraphForwards`. Elsewhere each forward is
+called from Python: `EagerForwards`. A row computes the same bits in both, and in every size.
 """
 
 from __future__ import annotations
@@ -27,16 +27,25 @@ from jetrl.rollout.paged_attention import DecodeWork, Span
 
 logger = logging.getLogger(__name__)
 
-_ROWS = [8, 16, 32, 64, 96, 128, 192, 256, *range(384, 4097, 128)]  # sizes of graphs
-_SPLIT_TOKENS = 1024  # contexts are rounded up to this times a power of two
-_LOGITS_AT_ONCE = 2**23  # of an eager forward; sampling makes several arrays of this size
+_ROWS = [8, 16, 32, 64, 96, 128, 192, 256, *range(384, 4097, 128)]  # Batch sizes of graphs.
+_SPLIT_TOKENS = 1024  # Contexts are rounded up to this times a power of two.
+_LOGITS_AT_ONCE = 2**23  # Sampling makes several arrays of the logits that it handles at once.
 
 
 @dataclass(frozen=True)
 class DecodeBuffers:
-    """Tensors that forwards read and write, always the same memory. rows: int64 [R], the slot of
-    each row. tables: int32 [R, W], their page tables. temperature, top_p: float32 [R]. top_k: int64
-    [R]. idle_slot: one that never holds a sequence, for rows that fill a size up."""
+    """The tensors that forwards read and write, always at the same addresses.
+
+    Attributes:
+        state: The state of every slot.
+        rows: int64 [R], the slot of each row.
+        tables: int32 [R, W], the page table of each row.
+        temperature: float32 [R].
+        top_p: float32 [R].
+        top_k: int64 [R].
+        out: The draws of the forwards of one step.
+        idle_slot: A slot that never holds a sequence, for rows that fill up a size.
+    """
 
     state: DecodeState
     rows: Tensor
@@ -49,7 +58,14 @@ class DecodeBuffers:
 
     @staticmethod
     def empty(slots: int, repeats: int, width: int, device: torch.device) -> DecodeBuffers:
-        """For `slots` sequences of at most `width` pages, `repeats` forwards in a row."""
+        """Return buffers without a sequence.
+
+        Args:
+            slots: The most sequences.
+            repeats: The most forwards of a step.
+            width: The most pages of a sequence.
+            device: The device.
+        """
         rows = padded_batch(slots)
         return DecodeBuffers(
             state=DecodeState.empty(slots + 1, width, device),
@@ -68,13 +84,13 @@ class DecodeBuffers:
 
 
 def padded_batch(count: int) -> int:
-    """The size of graph that runs `count` rows."""
+    """Return the batch size of the graph that runs `count` rows."""
     at = bisect.bisect_left(_ROWS, count)
     return _ROWS[at] if at < len(_ROWS) else count
 
 
 def padded_context(tokens: int) -> int:
-    """The size of graph that runs contexts of up to so many tokens."""
+    """Return the context size of the graph that runs contexts of up to so many tokens."""
     size = _SPLIT_TOKENS
     while size < tokens:
         size *= 2
@@ -82,7 +98,13 @@ def padded_context(tokens: int) -> int:
 
 
 class EagerForwards:
-    """Forwards over gathered pages, for the rows that are active; Python sees their lengths."""
+    """Forwards called from Python over gathered pages, for the active rows alone.
+
+    Args:
+        policy: The policy.
+        cache: The KV pages.
+        buffers: The tensors that forwards read and write.
+    """
 
     num_graphs, capture_s = 0, 0.0
 
@@ -91,10 +113,22 @@ class EagerForwards:
         self.page_size = cache.page_size
 
     def prepare(self, count: int, longest: int, filtered: bool) -> None:
-        """Nothing to prepare."""
+        """Do nothing: an eager forward needs no preparation.
+
+        Args:
+            count: Unused.
+            longest: Unused.
+            filtered: Unused.
+        """
 
     def run(self, count: int, longest: int, filtered: bool) -> None:
-        """One forward of the first `count` rows."""
+        """Run one forward.
+
+        Args:
+            count: The number of rows.
+            longest: Unused here.
+            filtered: Whether top_p or top_k restrict the draws.
+        """
         buffers, policy = self._buffers, self._policy
         rows = buffers.rows[:count]
         inputs = next_inputs(buffers.state, rows, self.page_size)
@@ -127,37 +161,62 @@ class EagerForwards:
 
 
 class GraphForwards:
-    """Forwards as CUDA graphs, captured when a size first comes up. They stay good when weights
-    change their values, which they do in place, and while the cache's pages are given back."""
+    """Forwards as CUDA graphs, captured when a size first comes up.
+
+    A graph stays valid when weights change, which they do in place, and while the memory of the
+    cache's pages is given back.
+
+    Args:
+        policy: The policy.
+        cache: The KV pages.
+        buffers: The tensors that forwards read and write.
+    """
 
     def __init__(self, policy: Policy, cache: PagedCache, buffers: DecodeBuffers) -> None:
         self._policy, self._cache, self._buffers = policy, cache, buffers
         self.page_size = cache.page_size
         self._longest = buffers.tables.shape[1] * cache.page_size
         self._graphs: dict[tuple[int, int, bool], torch.cuda.CUDAGraph] = {}
-        self._pool = torch.cuda.MemPool()  # what the forwards work in
+        self._pool = torch.cuda.MemPool()  # The memory that captured forwards work in.
         self._held = DeviceBytes(buffers.rows.device)
         self.capture_s = 0.0
 
     @property
     def num_graphs(self) -> int:
-        """Captured so far."""
+        """The number of graphs captured so far."""
         return len(self._graphs)
 
     def prepare(self, count: int, longest: int, filtered: bool) -> None:
-        """Capture the graph of this size if there is none. The rows are idle afterwards."""
+        """Capture the graph of a size if it does not exist.
+
+        Args:
+            count: The number of rows.
+            longest: Tokens of the longest context at the end of the step.
+            filtered: Whether top_p or top_k restrict the draws.
+        """
         size = self._size(count, longest, filtered)
         if size not in self._graphs:
             self._graphs[size] = self._capture(*size)
 
     def run(self, count: int, longest: int, filtered: bool) -> None:
-        """One forward of the first `count` rows, whose contexts are at most `longest` tokens at the
-        end of their step."""
+        """Run one forward.
+
+        Args:
+            count: The number of rows.
+            longest: Tokens of the longest context at the end of the step.
+            filtered: Whether top_p or top_k restrict the draws.
+        """
         assert self._cache.ready, "the pages' memory has been given back"
         self._graphs[self._size(count, longest, filtered)].replay()
 
-    def once(self, count: int, longest: int, filtered: bool) -> None:
-        """What is captured."""
+    def forward(self, count: int, longest: int, filtered: bool) -> None:
+        """Run the forward that is captured.
+
+        Args:
+            count: The number of rows.
+            longest: Tokens of the longest context.
+            filtered: Whether top_p or top_k restrict the draws.
+        """
         buffers = self._buffers
         rows = buffers.rows[:count]
         inputs = next_inputs(buffers.state, rows, self.page_size)
@@ -178,25 +237,26 @@ class GraphForwards:
         return padded_batch(count), min(padded_context(longest), self._longest), filtered
 
     def _capture(self, count: int, longest: int, filtered: bool) -> torch.cuda.CUDAGraph:
+        """Capture one graph; the rows are idle meanwhile, so that no sequence changes."""
         began = time.perf_counter()
         buffers = self._buffers
-        kept = buffers.rows.clone()
-        buffers.rows.fill_(buffers.idle_slot)  # the forwards below change no sequence
+        rows_before = buffers.rows.clone()
+        buffers.rows.fill_(buffers.idle_slot)
         buffers.out.count.zero_()
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         stream, before = _capture_stream(), _without_tensors(buffers.rows.device)
-        # Compiles what this size needs, and takes the pool's memory: a capture that runs out of it
-        # half way leaves torch's allocator unusable.
+        # A first run compiles the kernels of this size and takes the pool's memory: a capture that
+        # runs out of memory half way would leave torch's allocator unusable.
         with torch.cuda.stream(stream), torch.cuda.use_mem_pool(self._pool):
-            self.once(count, longest, filtered)
+            self.forward(count, longest, filtered)
         graph, pool = torch.cuda.CUDAGraph(), cast(Any, self._pool.id)
-        # Other threads may ask the driver something meanwhile: a watchdog, a checkpoint's writer.
+        # Other threads may call the driver meanwhile: the watchdog, the writer of a checkpoint.
         mode = "thread_local"
         with torch.cuda.graph(graph, pool, stream, capture_error_mode=mode):
-            self.once(count, longest, filtered)
+            self.forward(count, longest, filtered)
         self._held.bytes += _without_tensors(buffers.rows.device) - before
-        buffers.rows.copy_(kept)
+        buffers.rows.copy_(rows_before)
         seconds = time.perf_counter() - began
         self.capture_s += seconds
         logger.debug(
@@ -207,10 +267,10 @@ class GraphForwards:
 
 @functools.cache
 def _capture_stream() -> torch.cuda.Stream:
-    """One for all: a pool's memory serves the stream that it was taken on."""
+    """Return the stream of all captures: a pool's memory serves the stream that it was taken on."""
     return torch.cuda.Stream()
 
 
 def _without_tensors(device: torch.device) -> int:
-    """Bytes that torch has of the device and that no tensor uses."""
+    """Return the bytes that torch has reserved of the device and that no tensor uses."""
     return torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

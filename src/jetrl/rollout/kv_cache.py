@@ -1,13 +1,14 @@
 """The paged KV cache: the rollout's source of keys and values.
 
-Keys and values of all layers (`stores`) lie in one range of memory. Where decode's graphs read it,
-on a GPU, it can be given back and come again at the same addresses (`mapped_memory`).
+The keys and values of all layers (`kv_stores`) lie in one range of memory. On a GPU, where decode's
+graphs read the range, its memory can be given back and taken again at the same addresses
+(`mapped_memory`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -16,12 +17,12 @@ from torch import Tensor
 from jetrl.errors import UserError
 from jetrl.models.attention import kv_bytes_per_token
 from jetrl.models.families import ModelConfig
-from jetrl.precision.hopper import hopper
 from jetrl.precision.plan import PrecisionPlan
 from jetrl.rollout.kv_stores import stores
 from jetrl.rollout.launched_step import to_device
 from jetrl.rollout.paged_attention import (
     GPU_PAGE_SIZE,
+    AttentionWork,
     DecodeWork,
     HopperKeyValues,
     LastLayer,
@@ -31,20 +32,26 @@ from jetrl.rollout.paged_attention import (
     parts_of,
 )
 
+if TYPE_CHECKING:
+    from jetrl.rollout.mapped_memory import MappedMemory
+
 
 class PagedCache:
-    """Keys and values of all layers in pages. Which page is whose, the scheduler knows.
+    """The pages of keys and values of all layers; the scheduler knows the owners of pages.
 
     Args:
-        config: the model's sizes. plan: its `kv` is the stored format, its `scales` their rule.
-        num_pages, page_size: in pages and in tokens a page.
+        config: The model's shape.
+        plan: The precision plan: `kv` is the stored format, `scales` the rule of its scales.
+        num_pages: The number of pages.
+        page_size: Tokens of a page.
+        device: The device that holds the pages.
 
     Attributes:
-        num_bytes: of all pages, in all layers.
+        num_bytes: Bytes of all pages in all layers.
 
     Raises:
-        UserError: pages of a size that the GPU's kernels do not read.
-        torch.OutOfMemoryError: there is no memory for them.
+        UserError: The GPU's kernels do not read pages of this size.
+        torch.OutOfMemoryError: There is no memory for the pages.
     """
 
     def __init__(
@@ -65,9 +72,11 @@ class PagedCache:
         self._plan = plan
         self._token_elements = config.num_kv_heads * config.head_dim
         self.num_bytes = num_pages * self.page_bytes(config, plan, page_size)
-        self._memory: Any = None
+        self._memory: MappedMemory | None = None
         if on_gpu:
-            self._memory = hopper("rollout.mapped_memory").MappedMemory(self.num_bytes, device)
+            from jetrl.rollout.mapped_memory import MappedMemory
+
+            self._memory = MappedMemory(self.num_bytes, device)
             self._memory.map()
             self._bytes = self._memory.tensor()
         else:
@@ -78,45 +87,51 @@ class PagedCache:
 
     @staticmethod
     def page_bytes(config: ModelConfig, plan: PrecisionPlan, page_size: int) -> int:
-        """Bytes of one page in all layers, keys and values, scales included."""
+        """Return the bytes of one page in all layers, scales included.
+
+        Args:
+            config: The model's shape.
+            plan: The precision plan.
+            page_size: Tokens of a page.
+        """
         return page_size * kv_bytes_per_token(config, plan)
 
     @property
     def reads_pages_in_place(self) -> bool:
-        """Whether attention reads pages where they lie: on a Hopper GPU, not in FP32."""
+        """True where attention reads pages in place: on a Hopper GPU, not in FP32."""
         return self._on_gpu
 
     @property
     def keeps_addresses(self) -> bool:
-        """Whether pages can be given back and taken again where they were."""
+        """True where pages can be given back and taken again at the same addresses."""
         return self._memory is not None
 
     @property
     def ready(self) -> bool:
-        """Whether there is memory for the pages."""
-        return self._memory is None or bool(self._memory.mapped)
+        """True while the pages have memory."""
+        return self._memory is None or self._memory.mapped
 
     def give_back(self) -> None:
-        """Gives the pages' memory back, and what is in them; their addresses stay."""
+        """Give the pages' memory and contents back; their addresses stay."""
+        assert self._memory is not None, "this cache keeps its memory"
         self._memory.unmap()
 
     def take_again(self) -> None:
-        """Takes memory again for pages that were given back, empty.
+        """Take memory again for pages that were given back; they are empty.
 
         Raises:
-            torch.OutOfMemoryError: there is none.
+            torch.OutOfMemoryError: The device has not so much memory.
         """
+        assert self._memory is not None, "this cache keeps its memory"
         self._memory.map()
         self._clear()
 
     def _clear(self) -> None:
-        # Not what the memory held before: a slot that is only padding is read all the same.
+        # Kernels read slots that are only padding too: these must not hold what was there before.
         self._bytes.zero_()
 
     def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copies pages (source, destination) in all layers, all sources read before any destination
-        is written.
-        """
+        """Copy pages (source, destination) in all layers; all sources are read before any write."""
         if pairs:
             sources, destinations = to_device(pairs, self._keys.codes.device).unbind(1)
             self._keys.copy(sources, destinations)
@@ -125,8 +140,12 @@ class PagedCache:
     def key_values(
         self, spans: Sequence[Span], ends: bool = False
     ) -> PagedKeyValues | HopperKeyValues:
-        """The `KeyValues` of one forward over these spans, which fill rows 0 to T in order. ends:
-        output is asked for of the last token of each span alone, [spans, H * D]."""
+        """Return the `KeyValues` of one forward.
+
+        Args:
+            spans: The tokens of the forward, which fill rows 0 to T in order.
+            ends: Whether the output is needed of the last token of each span alone, [spans, H * D].
+        """
         assert self.ready, "the pages' memory has been given back"
         device = self._keys.codes.device
         slots_T = to_device(self._slots(spans), device)
@@ -134,22 +153,22 @@ class PagedCache:
         last = None
         if ends:
             rows = to_device([span.row + span.length - 1 for span in spans], device)
-            alone = [
+            last_tokens = [
                 Span(row, span.start + span.length - 1, 1, span.pages)
                 for row, span in enumerate(spans)
             ]
-            last = LastLayer(rows, self._work(alone))
+            last = LastLayer(rows, self._work(last_tokens))
         return source(self._keys, self._values, self._plan, slots_T, self._work(spans), last)
 
-    def _work(self, spans: Sequence[Span]) -> Any:
-        """What attention is told of these spans: `Part`s, or what the GPU's kernels take."""
+    def _work(self, spans: Sequence[Span]) -> AttentionWork:
+        """Return the work of attention for spans, in the form that the device takes."""
         device = self._keys.codes.device
         if self._on_gpu:
             return gpu_work(spans, device)
         return parts_of(spans, self.page_size, self._token_elements, device)
 
     def _slots(self, spans: Sequence[Span]) -> np.ndarray:
-        """int64 [T]: page * page_size + offset of each token."""
+        """Return the slot of each token, page * page_size + offset, int64 [T]."""
         slots = []
         for span in spans:
             at = np.arange(span.start, span.start + span.length)
@@ -159,6 +178,10 @@ class PagedCache:
         return np.concatenate(slots)
 
     def decode_key_values(self, slots: Tensor, work: DecodeWork) -> HopperKeyValues:
-        """The `KeyValues` of a forward of one token a sequence, from tensors on the device; slots:
-        int64 [B], as `HopperKeyValues` takes them."""
+        """Return the `KeyValues` of a forward of one token a sequence, from tensors on the device.
+
+        Args:
+            slots: int64 [B], the slot of each token; negative for rows of padding.
+            work: The sequences' page tables and lengths.
+        """
         return HopperKeyValues(self._keys, self._values, self._plan, slots, work)

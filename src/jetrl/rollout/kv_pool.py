@@ -1,5 +1,7 @@
-"""The cache of keys and values from one call to the next: how many pages it has, when its memory is
-given back, and when it is made anew. Decode's batch, with its graphs, lives and goes with it.
+"""The paged KV cache from one call of `generate` to the next.
+
+The pool decides how many pages the cache has, when their memory is given back, and when a new cache
+is made. The decode batch, with the graphs captured over the cache, lives as long as the cache.
 """
 
 from __future__ import annotations
@@ -24,21 +26,26 @@ from jetrl.rollout.sizes import RolloutSizes
 
 logger = logging.getLogger(__name__)
 
-_CPU_MEMORY_SHARE = 0.25  # of what is free, for the cache: a laptop runs other things too
+_CPU_MEMORY_SHARE = 0.25  # Of free memory, for the cache: a laptop runs other programs too.
 
 
 class KVPool:
-    """What an engine has of it.
+    """The owner of an engine's KV cache, and of the decode graphs captured over the cache.
 
     Args:
-        num_pages: of the cache; None: what the largest batch of a call can use and memory has room
-            for. page_size, max_model_len: in tokens. sizes: of the engine, as they are at a call.
+        policy: The policy, whose keys and values are cached.
+        sizes: The engine's sizes, which shrink when memory runs out.
+        num_pages: Pages of the cache; None for as many as the largest batch of a call can use and
+            memory has room for.
+        page_size: Tokens of a page.
+        max_model_len: The most tokens of a sequence.
 
     Attributes:
-        pages: of the cache that was last asked for. needed: of these for the longest sequence.
+        pages: Pages of the last requested cache; None before the first request.
+        needed: Pages that the longest sequence of that request needs.
 
     Raises:
-        UserError: there is no memory for so many pages.
+        UserError: There is no memory for so many pages.
     """
 
     def __init__(
@@ -56,44 +63,45 @@ class KVPool:
         self.needed = 1
         self._cache: PagedCache | None = None
         self._decode: DecodeBatch | None = None
-        self._all_memory = False  # whether the cache is smaller than the largest batch could use
+        # Whether memory, and not the batch, decided the number of pages.
+        self._all_memory = False
         if num_pages is not None:
             self._check_room(num_pages, self._free_bytes())
 
     def cache_for(self, groups: Sequence[Sequence[RunningSequence]]) -> PagedCache:
-        """The cache for a call: the one there is if it is large enough, else a new one.
+        """Return the cache for a call: the present one if it is large enough, otherwise a new one.
 
         Raises:
-            UserError: it cannot hold the longest sequence, or its pages do not fit.
-            torch.OutOfMemoryError: likewise, as the device says it.
+            UserError: The cache cannot hold the longest sequence, or its pages do not fit.
+            torch.OutOfMemoryError: The device has no memory for the pages.
         """
         now = self._sizes.now
         longest = max((s for group in groups for s in group), key=lambda s: s.max_cached_tokens)
         needed = -(-longest.max_cached_tokens // self._page_size)
         num_sequences = sum(len(group) for group in groups)
         together = min(num_sequences, now.max_batch_size)
-        # Samples that wait for a place in the batch share one page that none of the running ones
-        # has: the prompt's last, partly filled one.
-        wanted = needed * together + int(num_sequences > together)
+        # Parked samples share one page that no running sequence has: the prompt's last, partly
+        # filled page.
+        num_pages = needed * together + int(num_sequences > together)
         contexts = most_contexts(now.max_prefill_tokens, together, longest.max_cached_tokens)
         staged = contexts * staged_bytes_per_token(self._policy.config, self._policy.plan)
         limit = self._sizes.max_pages(needed)
         if self._num_pages is not None and limit is not None:
-            wanted = limit
-        elif self._cache is not None and self._is_enough(self._cache, wanted, staged, needed):
-            wanted = self._cache.num_pages
+            num_pages = limit
+        elif self._cache is not None and self._is_enough(self._cache, num_pages, staged, needed):
+            num_pages = self._cache.num_pages
         else:
-            self.drop()  # before its memory is measured as used
+            self.drop()  # The old cache's memory is free for the new one.
             affordable = min(self._affordable_pages(staged, needed), limit or sys.maxsize)
-            self._all_memory = affordable < wanted
-            wanted = min(wanted, affordable)
-        self.pages, self.needed = wanted, needed
-        if wanted < needed:
-            raise UserError(self._too_small(longest, needed, wanted))
-        if self._cache is not None and self._cache.num_pages != wanted:
+            self._all_memory = affordable < num_pages
+            num_pages = min(num_pages, affordable)
+        self.pages, self.needed = num_pages, needed
+        if num_pages < needed:
+            raise UserError(self._too_small(longest, needed, num_pages))
+        if self._cache is not None and self._cache.num_pages != num_pages:
             self.drop()
         if self._cache is None:
-            self._cache = self._make(wanted)
+            self._cache = self._make(num_pages)
             logger.info(
                 "one sequence of this call uses up to %d pages, and up to %d sequences run "
                 "together%s",
@@ -107,8 +115,7 @@ class KVPool:
         return self._cache
 
     def decode_batch(self) -> DecodeBatch:
-        """Decode over the cache that `cache_for` gave; graphs are captured once and used in later
-        calls."""
+        """Return the decode batch over the present cache, whose graphs serve all later calls."""
         assert self._cache is not None, "no cache to decode over"
         if self._decode is None:
             batch = self._sizes.now.max_batch_size
@@ -116,35 +123,41 @@ class KVPool:
         return self._decode
 
     def give_back(self) -> None:
-        """Gives the pages' memory back: alone, where their addresses and what uses these stay."""
+        """Give the pages' memory back, keeping addresses and graphs where the device can."""
         if self._cache is not None and self._cache.keeps_addresses:
             self._cache.give_back()
         else:
             self._cache = self._decode = None
 
     def drop(self) -> None:
-        """Gives everything up; the next call makes it anew."""
+        """Give up cache and graphs; the next call makes new ones."""
         cache, self._cache, self._decode = self._cache, None, None
         if cache is not None and cache.keeps_addresses:
-            cache.give_back()  # a traceback may keep it
+            cache.give_back()  # A traceback may keep the object alive.
 
-    def _is_enough(self, cache: PagedCache, wanted: int, staged: int, needed: int) -> bool:
-        """Whether a call that can use `wanted` pages, and must have `needed`, goes on with this
-        cache. staged: bytes of the contexts that it stages at most."""
-        if cache.num_pages < (needed if self._all_memory else wanted):
+    def _is_enough(self, cache: PagedCache, useful: int, staged: int, needed: int) -> bool:
+        """Return whether a call can use the present cache.
+
+        Args:
+            cache: The present cache.
+            useful: The most pages that the call can use.
+            staged: The most bytes of contexts that the call stages.
+            needed: The pages of its longest sequence.
+        """
+        if cache.num_pages < (needed if self._all_memory else useful):
             return False
         return cache.ready or cache.num_pages <= _gpu_pages(
             self._free_bytes(), staged, needed, self._page_bytes, again=True
         )
 
     def _take_again(self, cache: PagedCache) -> None:
-        """Memory for the pages that were given back."""
+        """Take memory again for the pages that were given back."""
         began, free = time.perf_counter(), self._free_bytes()
         self._check_room(cache.num_pages, free)
         try:
             cache.take_again()
         except BaseException:
-            self.drop()  # what is tried next may be of other sizes
+            self.drop()  # The next attempt may have other sizes.
             raise
         logger.info(
             "KV cache: its %d pages again, %.1f MiB of the %.1f GiB that were free, in %.3f s",
@@ -153,6 +166,7 @@ class KVPool:
         )
 
     def _make(self, pages: int) -> PagedCache:
+        """Return a new cache of so many pages."""
         policy, free = self._policy, self._free_bytes()
         self._check_room(pages, free)
         cache = PagedCache(policy.config, policy.plan, pages, self._page_size, policy.device)
@@ -163,7 +177,7 @@ class KVPool:
         return cache
 
     def _check_room(self, pages: int, free: int) -> None:
-        """UserError where so many do not fit in the bytes that are free."""
+        """Raise UserError where so many pages do not fit in the free bytes."""
         page = self._page_bytes
         if pages * page > free:
             raise UserError(
@@ -173,16 +187,16 @@ class KVPool:
             )
 
     def _affordable_pages(self, staged: int, needed: int) -> int:
-        """Pages that the memory share of a cache holds, beside staged contexts of so many bytes."""
+        """Return the pages that fit in the cache's share of memory, beside the staged contexts."""
         on_gpu, free = self._policy.device.type == "cuda", self._free_bytes()
         if on_gpu:
             return _gpu_pages(free, staged, needed, self._page_bytes)
         return int(_CPU_MEMORY_SHARE * free) // self._page_bytes
 
     def _free_bytes(self) -> int:
-        """Free memory of the device; all of the machine's where the system does not say."""
+        """Return the device's free bytes; all of the machine's where the system does not say."""
         if self._policy.device.type == "cuda":
-            torch.cuda.empty_cache()  # what torch keeps for later is free for the cache
+            torch.cuda.empty_cache()  # Memory that torch keeps for later is free for the cache.
             free, _ = torch.cuda.mem_get_info(self._policy.device)
             return int(free)
         available = available_bytes()
@@ -191,6 +205,7 @@ class KVPool:
         return available
 
     def _too_small(self, longest: RunningSequence, needed: int, pages: int) -> str:
+        """Return the message for a cache that cannot hold its longest sequence."""
         setting = (
             f"raise rollout.num_pages to at least {needed}"
             if self._num_pages is not None
@@ -205,7 +220,10 @@ class KVPool:
 
 
 def _gpu_pages(free: int, staged: int, needed: int, page: int, again: bool = False) -> int:
-    """Pages of so many bytes that a GPU has room for, `again` as in `gpu_pages_room`. Those of one
-    sequence go before staged contexts: of these a call that runs out of memory makes fewer."""
+    """Return the number of pages of `page` bytes that a GPU has room for.
+
+    The pages of one sequence go before staged contexts, of which a call that runs out of memory
+    makes fewer. `again` means the same as in `gpu_pages_room`.
+    """
     beside, alone = (gpu_pages_room(free, size, again) // page for size in (staged, 0))
     return max(beside, min(needed, alone))

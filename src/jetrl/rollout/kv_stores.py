@@ -1,4 +1,4 @@
-"""Keys and values in memory: two stores, which lie in one range of bytes.
+"""The memory of keys and values: two stores in one range of bytes.
 
     codes   [layers, pages, page_size, G, D]   float8_e4m3fn under kv = fp8, else the values
     scales  [layers, pages, page_size, G]      float32 under kv = fp8, else absent
@@ -20,17 +20,27 @@ _DTYPES = {"fp8": torch.float8_e4m3fn, "bf16": torch.bfloat16, "fp32": torch.flo
 
 
 class KVStore:
-    """Keys, or values, of all layers: codes [layers, P, page_size, G, D] and, under kv = fp8, their
-    scales [layers, P, page_size, G]."""
+    """The keys, or the values, of all layers.
+
+    Args:
+        codes: [layers, P, page_size, G, D], in the stored format.
+        scales: float32 [layers, P, page_size, G] under kv = fp8, otherwise None.
+    """
 
     def __init__(self, codes: Tensor, scales: Tensor | None) -> None:
         self.codes, self.scales = codes, scales
-        # Bytes of the same memory: indexing is not implemented for FP8 types on every device.
+        # The same memory as bytes: indexing is not implemented for FP8 types on every device.
         self._raw = codes if scales is None else codes.view(torch.uint8)
 
     def write(self, layer: int, slots: Tensor, codes: Tensor, scales: Tensor | None) -> None:
-        """Puts codes [T, G, D], of the stored type, and scales [T, G] into slots: int64 [T], page *
-        page_size + offset."""
+        """Write the keys or values of T tokens.
+
+        Args:
+            layer: The layer.
+            slots: int64 [T], page * page_size + offset.
+            codes: [T, G, D], in the stored format.
+            scales: float32 [T, G] under kv = fp8, otherwise None.
+        """
         assert codes.dtype == self.codes.dtype, f"{codes.dtype} into a cache of {self.codes.dtype}"
         raw = codes.view(torch.uint8) if scales is not None else codes
         self._raw[layer].flatten(0, 1)[slots] = raw
@@ -39,32 +49,43 @@ class KVStore:
             self.scales[layer].flatten(0, 1)[slots] = scales
 
     def values(self, layer: int, slots: Tensor) -> Tensor:
-        """float32 [T, G, D]: what lies in slots, to look at."""
+        """Return the values of slots, float32 [T, G, D], for inspection."""
         codes = self._raw[layer].flatten(0, 1)[slots].view(self.codes.dtype)
         scales = None if self.scales is None else self.scales[layer].flatten(0, 1)[slots]
         return stored_values(codes, scales)
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor | None]:
-        """(codes [P, page_size, G, D], scales [P, page_size, G] or None), in place."""
+        """Return one layer in place: codes [P, page_size, G, D] and scales (or None)."""
         return self.codes[layer], None if self.scales is None else self.scales[layer]
 
     def gather(self, layer: int, pages: Tensor, num_keys: int) -> tuple[Tensor, Tensor | None]:
-        """(codes [B, L, G, D], scales [B, L, G] or None): the first L keys of tables [B, P]."""
+        """Return the first keys of page tables: codes [B, L, G, D], scales [B, L, G] or None.
+
+        Args:
+            layer: The layer.
+            pages: int64 [B, P], the page tables.
+            num_keys: L.
+        """
         codes = self._raw[layer][pages].flatten(1, 2)[:, :num_keys].view(self.codes.dtype)
         if self.scales is None:
             return codes, None
         return codes, self.scales[layer][pages].flatten(1, 2)[:, :num_keys]
 
     def copy(self, sources: Tensor, destinations: Tensor) -> None:
-        """Copies pages, int64 [n] each, in all layers; all are read before one is written."""
+        """Copy pages, int64 [n] each, in all layers; all are read before one is written."""
         self._raw[:, destinations] = self._raw[:, sources]
         if self.scales is not None:
             self.scales[:, destinations] = self.scales[:, sources]
 
 
 def stores(memory: Tensor, shape: tuple[int, ...], plan: PrecisionPlan) -> tuple[KVStore, KVStore]:
-    """(keys, values) in these bytes, uint8 of just their size: all scales, then all codes. shape:
-    of the codes of one, [layers, P, page_size, G, D]."""
+    """Return the stores of keys and values in a range of bytes: all scales, then all codes.
+
+    Args:
+        memory: uint8, of just the size of both stores.
+        shape: The shape of the codes of one store, [layers, P, page_size, G, D].
+        plan: The precision plan, whose `kv` is the stored format.
+    """
     if plan.kv != "fp8":
         codes = memory.view(_DTYPES[plan.kv]).view(2, *shape)
         return KVStore(codes[0], None), KVStore(codes[1], None)

@@ -1,9 +1,9 @@
 """GPU memory that can be given back while its addresses stay.
 
-A CUDA graph reads and writes where it did when it was captured. Tensors of torch's allocator come
-back elsewhere, so whoever frees the KV pages for an update has to capture all graphs anew. Here the
-addresses are reserved once, and memory is put behind them and taken away (CUDA's virtual memory
-management): the graphs stay good. They must not run in between.
+A CUDA graph reads and writes the addresses of its capture. Tensors of torch's allocator come back
+at other addresses, so that all graphs would have to be captured again after the KV pages were freed
+for an update. This module reserves the addresses once, and maps memory to them and takes it away by
+CUDA's virtual memory management: graphs stay valid, and must not run in between.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ except ModuleNotFoundError as error:
 
 @dataclass
 class _Range:
-    """Addresses, with memory behind them or not."""
+    """A range of addresses, with or without memory behind it."""
 
     address: int
     size: int
@@ -39,16 +39,16 @@ class _Range:
 
 
 class MappedMemory:
-    """Addresses of a GPU for `num_bytes`, without memory until `map`.
+    """Reserved addresses of a GPU, without memory until `map`.
 
     Raises:
-        RuntimeError: what the driver says.
+        RuntimeError: The driver refused.
     """
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         index = torch.cuda.current_device() if device.index is None else device.index
         device = torch.device("cuda", index)
-        torch.cuda.synchronize(device)  # there is a context from here on
+        torch.cuda.synchronize(device)  # Creates the context.
         self.num_bytes = num_bytes
         self._kind = driver.CUmemAllocationProp()
         self._kind.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
@@ -60,19 +60,19 @@ class MappedMemory:
         address = int(_checked(driver.cuMemAddressReserve(size, 0, 0, 0)))
         self._range = _Range(address, size, device)
         self._held = DeviceBytes(device)
-        # Not at exit: the process gives everything back, and the driver may be gone before.
+        # Not at exit: the process gives everything back then, and the driver may be gone before.
         weakref.finalize(self, _give_up, self._range).atexit = False
 
     @property
     def mapped(self) -> bool:
-        """Whether there is memory: else nothing may touch the addresses."""
+        """True while memory is mapped; otherwise nothing may touch the addresses."""
         return self._range.mapped
 
     def map(self) -> None:
-        """Puts memory behind the addresses; what it holds is undefined.
+        """Map memory, whose contents are undefined, to the addresses.
 
         Raises:
-            torch.OutOfMemoryError: so much is not free.
+            torch.OutOfMemoryError: So much memory is not free.
         """
         where = self._range
         assert not where.mapped, "mapped twice"
@@ -80,7 +80,7 @@ class MappedMemory:
         try:
             _checked(driver.cuMemMap(where.address, where.size, 0, handle, 0))
         finally:
-            # From here on the mapping keeps the memory, and without one it is free.
+            # The mapping keeps the memory from here on; without a mapping the memory is free.
             _checked(driver.cuMemRelease(handle))
         where.mapped = True
         access = driver.CUmemAccessDesc()
@@ -94,14 +94,16 @@ class MappedMemory:
         self._held.bytes = where.size
 
     def unmap(self) -> None:
-        """Gives the memory back, once the device is done with what it was told to do."""
+        """Give the memory back once the device has finished its work."""
         if self._range.mapped:
             _unmap(self._range)
             self._held.bytes = 0
 
     def tensor(self) -> Tensor:
-        """uint8 [num_bytes] over the addresses, to be made and used while there is memory. It keeps
-        the addresses reserved."""
+        """Return uint8 [num_bytes] over the addresses, for use while memory is mapped.
+
+        The tensor keeps the addresses reserved.
+        """
         assert self._range.mapped, "nothing is mapped"
         return torch.as_tensor(self, device=self._range.device)
 
@@ -115,19 +117,19 @@ class MappedMemory:
         }
 
     def _memory(self) -> Any:
-        """A handle of memory for the whole range."""
+        """Return a handle of memory for the whole range."""
         size = self._range.size
-        found, *handle = driver.cuMemCreate(size, self._kind, 0)
-        if found == driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
+        status, *handle = driver.cuMemCreate(size, self._kind, 0)
+        if status == driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
             release()
-            found, *handle = driver.cuMemCreate(size, self._kind, 0)
-        if found == driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
+            status, *handle = driver.cuMemCreate(size, self._kind, 0)
+        if status == driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
             free, _ = torch.cuda.mem_get_info(self._range.device)
             raise torch.OutOfMemoryError(
                 f"CUDA out of memory. Tried to map {size / 2**30:.2f} GiB. "
                 f"{free / 2**30:.2f} GiB are free"
             )
-        return _checked((found, *handle))
+        return _checked((status, *handle))
 
 
 def _unmap(where: _Range) -> None:
@@ -143,12 +145,12 @@ def _give_up(where: _Range) -> None:
 
 
 def _checked(result: tuple[Any, ...]) -> Any:
-    """What a call of the driver gave, if it gave anything."""
-    found, *values = result
-    if found == driver.CUresult.CUDA_SUCCESS:
+    """Return the value of a driver's call, None if it has none, and raise its error otherwise."""
+    status, *values = result
+    if status == driver.CUresult.CUDA_SUCCESS:
         return values[0] if values else None
-    _, words = driver.cuGetErrorString(found)
-    said = words.decode() if words else "unknown"
-    if found == driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
-        raise torch.OutOfMemoryError(f"CUDA out of memory. The driver's {found.name}: {said}")
-    raise RuntimeError(f"the CUDA driver refused: {found.name}, {said}")
+    _, words = driver.cuGetErrorString(status)
+    message = words.decode() if words else "unknown"
+    if status == driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
+        raise torch.OutOfMemoryError(f"CUDA out of memory. The driver's {status.name}: {message}")
+    raise RuntimeError(f"the CUDA driver refused: {status.name}, {message}")

@@ -1,12 +1,12 @@
-"""Turns: what happens when a sequence stops and an environment says how it goes on.
+"""Completions of several turns: a sequence stops, an environment replies, the sequence continues.
 
-The environment is somebody else's (a task, in worker processes) and may take its time: it is asked
-when a turn ends, and its answers are taken in between two forwards, while the other sequences run.
-What is drawn does not depend on when an answer comes, since a draw depends on its sequence alone.
+The environment belongs to the caller (a task, in worker processes) and may take its time: it is
+asked when a turn ends, and its replies are taken in between two forwards, while other sequences
+run. Draws do not depend on when a reply comes, since a draw depends on its sequence alone.
 
-A reply becomes tokens here. To a text prompt's it is appended as it is; a message goes through the
-chat template, so that the tokens are those of the conversation as the template would write it, from
-the end of what the model wrote (models/chat.py).
+This module turns a reply into tokens. A reply to a text prompt is appended as plain text; a message
+goes through the chat template, so that the tokens are those of the conversation as the template
+would write it, from the end of the model's own text (models/chat.py).
 """
 
 from __future__ import annotations
@@ -21,9 +21,14 @@ from jetrl.rollout.sequence import RunningSequence
 from jetrl.types import Completion, Reply, Turn
 
 
-class Answer(NamedTuple):
-    """What an environment says to the turn of a sequence. reply: None ends the sequence. failure:
-    why there is no reply, where the environment broke down; "" else."""
+class EnvironmentReply(NamedTuple):
+    """An environment's reply to the turn of a sequence.
+
+    Attributes:
+        sequence: The index of the sequence in the call of `generate`.
+        reply: The text or message; None ends the sequence.
+        failure: The reason why there is no reply, where the environment broke down; otherwise "".
+    """
 
     sequence: int
     reply: Reply | None
@@ -31,26 +36,39 @@ class Answer(NamedTuple):
 
 
 class Environment(Protocol):
-    """What answers when a turn ends. Sequences are called by their index in the call of `generate`:
-    sample s of prompt p is p * n + s. max_turns: turns of a completion at most, 1 or more."""
+    """The interface of an environment, which replies when a turn ends.
+
+    Sequences are named by their index in the call of `generate`: sample s of prompt p is p * n + s.
+
+    Attributes:
+        max_turns: The most turns of a completion, at least 1.
+    """
 
     max_turns: int
 
     def ask(self, sequence: int, turns: Sequence[Turn], completion: str) -> None:
-        """Begin to find out what follows `completion`, after the turns before it."""
+        """Begin to compute the reply to a turn.
 
-    def answers(self, wait: bool) -> list[Answer]:
-        """The answers that are there, at least one of them with `wait`."""
+        Args:
+            sequence: The index of the sequence.
+            turns: The turns before.
+            completion: The text of the turn that ended.
+        """
+
+    def answers(self, wait: bool) -> list[EnvironmentReply]:
+        """Return the replies that are ready; with `wait`, wait for at least one."""
 
     def close(self) -> None:
-        """Drop what was asked and not answered; called when the call ends, however it does."""
+        """Drop all turns without a reply; called at the end of every call of `generate`."""
 
 
 class MultiTurn:
     """The turns of all sequences of one call.
 
-    Raises:
-        AssertionError: a policy without a tokenizer: an environment reads text.
+    Args:
+        policy: The policy, with a tokenizer, since an environment reads text.
+        environment: The environment.
+        scheduler: The scheduler of the call.
     """
 
     def __init__(self, policy: Policy, environment: Environment, scheduler: Scheduler) -> None:
@@ -61,10 +79,11 @@ class MultiTurn:
         self._turns: dict[int, list[Turn]] = {}
         self._failures: dict[int, str] = {}
         self._asked: set[int] = set()
-        self._early: list[Answer] = []  # of sequences with draws pending past their turn's end
+        # Replies to sequences that still have draws pending past the end of their turn.
+        self._early: list[EnvironmentReply] = []
 
     def ask(self, step: ScheduledStep) -> None:
-        """Hands the turns that ended with a step's draws to the environment."""
+        """Hand the turns that ended with a step's draws to the environment."""
         for index in step.draws:
             sequence = self._scheduler.sequences[index]
             if sequence.awaiting and index not in self._asked:
@@ -73,24 +92,27 @@ class MultiTurn:
                 self._environment.ask(index, tuple(turns), self._text(sequence))
 
     def take_in(self, wait: bool) -> None:
-        """Gives the scheduler the answers that are there; with `wait`, which is for when no draws
-        are pending, at least one."""
-        answers, self._early = self._early, []
-        if self._asked and not (answers and wait):
-            answers += self._environment.answers(wait)
-        for answer in answers:
-            index, reply, failure = answer
+        """Give the scheduler the replies that are ready.
+
+        Args:
+            wait: Wait for at least one reply; for a time when no draws are pending.
+        """
+        replies, self._early = self._early, []
+        if self._asked and not (replies and wait):
+            replies += self._environment.answers(wait)
+        for environment_reply in replies:
+            index, reply, failure = environment_reply
             sequence = self._scheduler.sequences[index]
             if sequence.num_pending:
-                self._early.append(answer)
+                self._early.append(environment_reply)
                 continue
             self._asked.discard(index)
             token_ids: list[int] | None = None
             if failure:
                 self._failures[index] = failure
             elif reply is not None:
-                said = sequence.generated[sequence.turn_start :]
-                token_ids = encode_reply(self._tokenizer, reply, said, f"the reply {reply!r:.80}")
+                turn = sequence.generated[sequence.turn_start :]
+                token_ids = encode_reply(self._tokenizer, reply, turn, f"the reply {reply!r:.80}")
                 text = self._text(sequence)
                 if not token_ids:
                     token_ids = None
@@ -100,7 +122,7 @@ class MultiTurn:
                 self._turns[index].append(Turn(text, reply))
 
     def completion(self, sequence: RunningSequence) -> Completion:
-        """A finished sequence as a completion; its text is all that was written, by both sides."""
+        """Return a finished sequence as a completion, whose text is that of both sides."""
         assert sequence.finish_reason is not None, f"sequence {sequence.index} is not finished"
         last = self._text(sequence)
         before = decode(self._tokenizer, sequence.generated[: sequence.turn_start])
@@ -115,7 +137,7 @@ class MultiTurn:
         )
 
     def _text(self, sequence: RunningSequence) -> str:
-        """What the model wrote in the present turn, without a stop string."""
+        """Return the model's text of the present turn, without a stop string."""
         if sequence.text is not None:
             return sequence.text
         return decode(self._tokenizer, sequence.generated[sequence.turn_start :])

@@ -1,12 +1,12 @@
-"""What attends in a forward of the rollout: `jetrl.models.attention.KeyValues` over pages.
+"""Attention in a forward of the rollout: the `KeyValues` of models/attention.py over pages.
 
 A forward runs a flat list of T tokens of many sequences. In each layer their keys and values are
 quantized and written to their slots; then the tokens attend. On a GPU kernels read the pages in
-place. Elsewhere they attend in parts: a part is queries of sequences of similar length, whose pages
-are gathered into one dense batch. Padding, and what else is in a part, cannot change a bit of a
-result (`attend_dense`); the parts only bound time and memory.
+place. Elsewhere tokens attend in parts: a part holds queries of sequences of similar length, whose
+pages are gathered into one dense batch. Padding and the other queries of a part cannot change a bit
+of a result (`attend_dense`); parts only bound time and memory.
 
-Of prompts only the last tokens' output is read, so the last layer attends for these alone.
+The output of a prompt is read at its last token alone, so the last layer attends for that token.
 
 Dimensions: T tokens of the forward, B items of a part, Q queries an item, P pages an item, L keys
 (at most P * page_size), H query heads, G key-value heads, D head size.
@@ -16,29 +16,34 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from jetrl.kernels.attention.layout import KeyValueCodes, QueryTiles
 from jetrl.kernels.attention.reference import attend_dense, quantize_kv
 from jetrl.models.rotary import Rotary
-from jetrl.precision.hopper import hopper
 from jetrl.precision.plan import PrecisionPlan
 from jetrl.precision.quantize import QTensor
 from jetrl.rollout.kv_stores import KVStore
 from jetrl.rollout.launched_step import to_device
 
-GPU_PAGE_SIZE = 64  # tokens: the attention kernels read a page as one block of keys
-_MAX_QUERIES = 256  # queries of one item: a longer chunk is cut, so that its first queries see less
-_MAX_GATHERED = 2**24  # elements of keys gathered for one part
+GPU_PAGE_SIZE = 64  # Tokens: the attention kernels read a page as one block of keys.
+_MAX_QUERIES = 256  # A longer chunk is cut into items, so that its first queries see fewer keys.
+_MAX_GATHERED = 2**24  # Elements of keys gathered for one part.
 
 
 @dataclass(frozen=True)
 class Span:
-    """Consecutive tokens of one sequence in a forward: rows row to row + length of its T tokens, at
-    positions start to start + length. pages: the sequence's page table."""
+    """Consecutive tokens of one sequence in a forward.
+
+    Attributes:
+        row: The first token's row among the T tokens of the forward.
+        start: The first token's position in its sequence.
+        length: The number of tokens.
+        pages: The sequence's page table.
+    """
 
     row: int
     start: int
@@ -48,9 +53,15 @@ class Span:
 
 @dataclass(frozen=True)
 class Part:
-    """Queries that attend together. rows, positions: int64 [B, Q], of the queries; padding repeats
-    an item's first. valid: bool [B, Q], False for padding. pages: int64 [B, P], padded likewise.
-    num_keys: L, what the longest item sees; the rest of the last page is left out."""
+    """Queries that attend in one dense batch.
+
+    Attributes:
+        rows: int64 [B, Q], the rows of the queries; padding repeats an item's first.
+        positions: int64 [B, Q], the queries' positions in their sequences.
+        valid: bool [B, Q], False for padding.
+        pages: int64 [B, P]; padding repeats an item's first page.
+        num_keys: L, the keys of the longest item; the rest of the last page is left out.
+    """
 
     rows: Tensor
     positions: Tensor
@@ -61,18 +72,27 @@ class Part:
 
 @dataclass(frozen=True)
 class LastLayer:
-    """What the last layer attends for. rows: int64 [R], of the T tokens. work: the `Part`s, or the
-    GPU's work, of these tokens alone, in rows 0 to R."""
+    """The tokens for which the last layer attends.
+
+    Attributes:
+        rows: int64 [R], their rows among the T tokens.
+        work: The work of these tokens alone, in rows 0 to R.
+    """
 
     rows: Tensor
-    work: Any
+    work: AttentionWork
 
 
 @dataclass(frozen=True)
 class DecodeWork:
-    """One new token for each of B sequences. tables: int32 [B, P], their pages in order, anything
-    after them. lengths: int32 [B], keys of each with the new one. longest: at least the longest, an
-    integer that sizes the launch. The tensors are read in place: a captured forward follows them.
+    """Attention of one new token for each of B sequences.
+
+    The tensors are read in place, so that a captured forward follows their values.
+
+    Attributes:
+        tables: int32 [B, P], the pages of each sequence in order, then anything.
+        lengths: int32 [B], the keys of each sequence, the new one included.
+        longest: An upper bound of the lengths, which sizes the launch.
     """
 
     tables: Tensor
@@ -80,11 +100,20 @@ class DecodeWork:
     longest: int
 
 
-class _OverPages:
-    """What both sources over a `PagedCache` know of one forward.
+AttentionWork = list[Part] | DecodeWork | QueryTiles
 
-    slots: int64 [T], page * page_size + offset, where each token's keys and values go. work: what
-    the tokens attend in. last: where not every token's output is asked for.
+
+class _OverPages:
+    """The state that both sources over a `PagedCache` share for one forward.
+
+    Args:
+        keys: The store of keys.
+        values: The store of values.
+        plan: The precision plan.
+        slots: int64 [T], page * page_size + offset of each token's keys and values; negative for a
+            row of padding on a GPU.
+        work: The work of attention.
+        last: The tokens of the last layer, where not every token's output is needed.
     """
 
     def __init__(
@@ -93,26 +122,25 @@ class _OverPages:
         values: KVStore,
         plan: PrecisionPlan,
         slots: Tensor,
-        work: Any,
+        work: AttentionWork,
         last: LastLayer | None = None,
     ) -> None:
         self._keys, self._values, self._plan = keys, values, plan
         self._slots, self._work, self._last = slots, work, last
         self.rows = None if last is None else last.rows
 
-    def _asked(self, q: Tensor, last: bool) -> tuple[Tensor, Any]:
-        """(the queries of q [T, H, D] that attend, in the last layer `rows` alone; their work)."""
+    def _queries(self, q: Tensor, last: bool) -> tuple[Tensor, AttentionWork]:
+        """Return the queries of q [T, H, D] that attend in a layer, and their work."""
         if last and self._last is not None:
             return q[self._last.rows], self._last.work
         return q, self._work
 
 
 class PagedKeyValues(_OverPages):
-    """`jetrl.models.attention.KeyValues` over a `PagedCache`, for the tokens of one forward. work:
-    `Part`s."""
+    """The `KeyValues` of one forward over a `PagedCache`, by gathered pages in plain PyTorch."""
 
     def attend(self, layer: int, qkv: Tensor, rope: Rotary, last: bool) -> Tensor:
-        """As `KeyValues.attend`."""
+        """Implement `KeyValues.attend`."""
         attended = self.attend_heads(layer, *rope.heads(qkv), last).flatten(-2, -1)
         if rope.trace is not None:
             stored = [x.values(layer, self._slots) for x in (self._keys, self._values)]
@@ -122,11 +150,22 @@ class PagedKeyValues(_OverPages):
     def attend_heads(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, last: bool = False
     ) -> Tensor:
-        """Stores k, v [T, G, D]; q [T, H, D] attends to its sequence so far. Returns [T, H, D], of
-        the last layer for `rows`."""
+        """Store keys and values and attend to each sequence so far.
+
+        Args:
+            layer: The layer.
+            q: Rotated queries [T, H, D].
+            k: Rotated keys [T, G, D].
+            v: Values [T, G, D].
+            last: Whether this is the last layer, which attends for `rows` alone.
+
+        Returns:
+            [T, H, D], or [R, H, D] of the last layer.
+        """
         self._keys.write(layer, self._slots, *quantize_kv(k, self._plan.kv, self._plan.scales))
         self._values.write(layer, self._slots, *quantize_kv(v, self._plan.kv, self._plan.scales))
-        q, parts = self._asked(q, last)
+        q, parts = self._queries(q, last)
+        assert isinstance(parts, list), "gathered pages attend in parts"
         out = torch.empty_like(q)
         for part in parts:
             k_codes, k_scales = self._keys.gather(layer, part.pages, part.num_keys)
@@ -137,52 +176,65 @@ class PagedKeyValues(_OverPages):
 
 
 class HopperKeyValues(_OverPages):
-    """The same on a GPU, where one kernel norms, rotates and writes keys and values into the pages,
-    and another reads them in place. Decode and chunks have kernels of their own; a token's bits are
-    the same.
+    """The `KeyValues` of one forward over a `PagedCache` on a GPU, by kernels that read pages.
 
-    slots: negative for nowhere (a row of padding). work: `DecodeWork`, or the kernels' tiles of a
-    forward with chunks. Nothing here touches the host: with decode work a forward can be captured
-    in a CUDA graph.
+    One kernel norms, rotates and writes keys and values into the pages, and another reads them in
+    place. Decode and prefill chunks have kernels of their own, with the same bits for a token.
+    With decode's work nothing touches the host, so that the forward can be captured in a CUDA
+    graph.
     """
 
     def attend(self, layer: int, qkv: Tensor, rope: Rotary, last: bool) -> Tensor | QTensor:
-        """As `KeyValues.attend`: the codes that the next linear reads, if it is FP8."""
-        kernels = hopper("kernels.attention.hopper")
+        """Implement `KeyValues.attend`, with codes for the next linear layer where that is FP8."""
+        from jetrl.kernels.attention.decode import attend_decode, attend_decode_quantized
+        from jetrl.kernels.attention.hopper import (
+            attend_prefill,
+            attend_prefill_quantized,
+            stored_values,
+        )
+        from jetrl.kernels.rotary_hopper import CacheSlots, qk_norm_rotary_cache
+
         k, k_scales = self._keys.layer(layer)
         v, v_scales = self._values.layer(layer)
-        fused = hopper("kernels.rotary_hopper")
-        q = fused.qk_norm_rotary_cache(
+        q = qk_norm_rotary_cache(
             qkv, rope.positions, rope.table, rope.norm_weights, rope.eps, rope.num_heads,
-            fused.CacheSlots(k, v, k_scales, v_scales), self._slots, self._plan.scales,
+            CacheSlots(k, v, k_scales, v_scales), self._slots, self._plan.scales,
         )  # fmt: skip
-        pages = kernels.KeyValueCodes(k, k_scales, v, v_scales)
+        pages = KeyValueCodes(k, k_scales, v, v_scales)
         if rope.trace is not None:
             rope.trace("rotary", q)
-            rope.trace("keys and values", kernels.stored_values(pages, self._slots))
-        q, work = self._asked(q, last)
-        attend, quantized = kernels.attend_prefill, kernels.attend_prefill_quantized
-        arguments: tuple[Any, ...] = (work,)
-        if isinstance(work, DecodeWork):
-            attend, quantized = kernels.attend_decode, kernels.attend_decode_quantized
-            arguments = (work.tables, work.lengths, work.longest)
+            rope.trace("keys and values", stored_values(pages, self._slots))
+        q, work = self._queries(q, last)
         format = self._plan.linear_format("rollout", layer, len(self._keys.codes))
-        if format == "fp8" and rope.trace is None:
-            codes: QTensor = quantized(q, pages, *arguments, self._plan.scales)
-            return codes
-        attended: Tensor = attend(q, pages, *arguments).flatten(1)
-        return attended
+        as_codes, scales = format == "fp8" and rope.trace is None, self._plan.scales
+        if isinstance(work, DecodeWork):
+            batch = work.tables, work.lengths, work.longest
+            if as_codes:
+                return attend_decode_quantized(q, pages, *batch, scales)
+            return attend_decode(q, pages, *batch).flatten(1)
+        assert not isinstance(work, list), "kernels attend in tiles"
+        if as_codes:
+            return attend_prefill_quantized(q, pages, work, scales)
+        return attend_prefill(q, pages, work).flatten(1)
 
 
 def parts_of(
     spans: Sequence[Span], page_size: int, token_elements: int, device: torch.device
 ) -> list[Part]:
-    """The spans in parts. page_size: in tokens. token_elements: G * D, of the keys of a token."""
+    """Return the spans as parts of bounded size.
+
+    Args:
+        spans: The tokens of a forward.
+        page_size: Tokens of a page.
+        token_elements: Elements of one token's keys, G * D.
+        device: The device of the parts' tensors.
+    """
     budget = max(1, _MAX_GATHERED // token_elements)
     return [_part(items, page_size, device) for items in group_items(spans, budget)]
 
 
 def _part(items: list[Span], page_size: int, device: torch.device) -> Part:
+    """Return the part of a group of items."""
     num_queries = max(item.length for item in items)
     used = [-(-(item.start + item.length) // page_size) for item in items]
     num_pages = max(used)
@@ -205,15 +257,13 @@ def _part(items: list[Span], page_size: int, device: torch.device) -> Part:
     )
 
 
-def gpu_work(spans: Sequence[Span], device: torch.device) -> Any:
-    """What the attention kernels are told of these spans: `DecodeWork` where each is one token,
-    else `kernels.attention_layout.QueryTiles`."""
+def gpu_work(spans: Sequence[Span], device: torch.device) -> DecodeWork | QueryTiles:
+    """Return the work of the attention kernels: `DecodeWork` where each span is one token."""
     lengths = [span.start + span.length for span in spans]
     counts = [-(-length // GPU_PAGE_SIZE) for length in lengths]
     pages = [span.pages[:count] for span, count in zip(spans, counts, strict=True)]
     if any(span.length != 1 for span in spans):
-        tiles = hopper("kernels.attention.hopper").QueryTiles
-        return tiles.paged([span.length for span in spans], lengths, pages, device)
+        return QueryTiles.paged([span.length for span in spans], lengths, pages, device)
     widest = max(counts)
     tables = [row + [0] * (widest - len(row)) for row in pages]
     return DecodeWork(
@@ -224,8 +274,11 @@ def gpu_work(spans: Sequence[Span], device: torch.device) -> Any:
 
 
 def group_items(spans: Sequence[Span], max_keys: int) -> list[list[Span]]:
-    """Cuts spans into items of at most 256 queries and groups items that waste little as a batch:
-    queries and keys within a factor of two, and at most `max_keys` keys together (or one item)."""
+    """Cut spans into items of at most 256 queries, and group items that waste little as a batch.
+
+    The queries and keys of a group are within a factor of two, and its keys at most `max_keys`
+    together, or the group is a single item.
+    """
     items = [
         Span(span.row + at, span.start + at, min(_MAX_QUERIES, span.length - at), span.pages)
         for span in spans

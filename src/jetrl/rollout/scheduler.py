@@ -66,7 +66,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class ScheduledStep:
-    """One forward over prompts, or several of decode in a row.
+    """A forward over prompts, or several forwards of decode in a row.
 
         ScheduledStep(chunks=(Chunk(4, 0, 5, (4, 5, 6, 7)),), copies=(), num_prefill_tokens=5,
                       preempted=())
