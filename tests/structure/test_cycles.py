@@ -17,11 +17,7 @@ SOURCE = Path(__file__).parents[2] / "src" / "jetrl"
 CIRCLES: set[tuple[str, ...]] = set()
 
 # Module that has the string, and module that the string names.
-STRING_IMPORTS: set[tuple[str, str]] = {
-    ("jetrl.rollout.kv_cache", "jetrl.rollout.mapped_memory"),
-    ("jetrl.rollout.paged_attention", "jetrl.kernels.attention.hopper"),
-    ("jetrl.rollout.paged_attention", "jetrl.kernels.rotary_hopper"),
-}
+STRING_IMPORTS: set[tuple[str, str]] = {}
 
 # Modules that a user chooses by name, each imported only when it is asked for.
 CHOSEN_BY_NAME = {
