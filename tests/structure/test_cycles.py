@@ -17,7 +17,7 @@ SOURCE = Path(__file__).parents[2] / "src" / "jetrl"
 CIRCLES: set[tuple[str, ...]] = set()
 
 # Module that has the string, and module that the string names.
-STRING_IMPORTS: set[tuple[str, str]] = {}
+STRING_IMPORTS: set[tuple[str, str]] = set()
 
 # Modules that a user chooses by name, each imported only when it is asked for.
 CHOSEN_BY_NAME = {
