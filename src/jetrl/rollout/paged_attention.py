@@ -186,8 +186,9 @@ class HopperKeyValues(_OverPages):
 
     def attend(self, layer: int, qkv: Tensor, rope: Rotary, last: bool) -> Tensor | QTensor:
         """Implement `KeyValues.attend`, with codes for the next linear layer where that is FP8."""
-        from jetrl.kernels.attention.decode import attend_decode, attend_decode_quantized
         from jetrl.kernels.attention.hopper import (
+            attend_decode,
+            attend_decode_quantized,
             attend_prefill,
             attend_prefill_quantized,
             stored_values,
