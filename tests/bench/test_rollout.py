@@ -11,6 +11,7 @@ pytest.importorskip("torch")
 
 from jetrl.bench.rollout import capture_graphs, warm_lengths
 from jetrl.rollout.decode_forward import padded_batch, padded_context
+from jetrl.rollout.options import GenerateOptions
 
 
 class Engine:
@@ -25,7 +26,9 @@ class Engine:
         self.sizes: set[tuple[int, int]] = set()
         self.tokens = 0
 
-    def generate(self, prompts: list[list[int]], params: Any, max_tokens: list[int]) -> None:
+    def generate(self, prompts: list[list[int]], params: Any, options: GenerateOptions) -> None:
+        max_tokens = options.max_tokens
+        assert max_tokens is not None
         (prompt,) = prompts
         assert params.n == len(max_tokens)
         if params.n * (len(prompt) + max(max_tokens)) > self.tokens:
