@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import weakref
 
 import numpy as np
 import pytest
@@ -167,6 +169,19 @@ def test_supervised_updates_shrink_too(bigram):
         SftTrainer(limited(bigram(), 2), settings()).step(examples)
 
 
+def test_the_moments_of_supervised_training_go_with_its_trainer(bigram):
+    """Reinforcement learning begins in their memory, before Python looks for cycles."""
+    trainer = SftTrainer(bigram(), settings())
+    trainer.step([Example([1, 2], [3, 4])])
+    moments = [weakref.ref(t) for t in trainer.optimizer.state_tensors().values()]
+    gc.disable()
+    try:
+        del trainer
+        assert all(moment() is None for moment in moments)
+    finally:
+        gc.enable()
+
+
 def test_the_size_goes_through_a_checkpoint_unless_the_setting_changed():
     size = MicroBatchSize(1000)
     size.load_state({"tokens": 125, "setting": 1000})
@@ -198,8 +213,6 @@ def test_parts_of_a_micro_batch_are_what_it_was_made_of(bigram, limit):
 
 def test_memory_of_a_failed_attempt_is_free_before_the_next():
     """The traceback of the failed attempt holds its tensors: they must be gone by then."""
-    import weakref
-
     held = []
 
     def attempt():

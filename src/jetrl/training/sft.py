@@ -7,6 +7,7 @@ the same FP8) as reinforcement learning.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from jetrl.errors import UserError
@@ -47,7 +48,9 @@ class SftTrainer:
         self.micro_batch_size = micro_batch_size or MicroBatchSize.of(settings.train)
         self.guard = guard or Guard(settings.train.on_nonfinite, "sft.lr")
         self.optimizer = supervised_optimizer(policy.master_weights(), settings)
-        self._update = Update(policy, self.optimizer, self.guard, self._loss, "sft")
+        # Not a method: without a reference back, the moments are gone as soon as the trainer is.
+        loss = partial(_loss, policy, settings.train.activation_checkpointing)
+        self._update = Update(policy, self.optimizer, self.guard, loss, "sft")
 
     def step(self, examples: Sequence[Example]) -> dict[str, float]:
         """Make one optimizer update on worked answers.
@@ -79,14 +82,13 @@ class SftTrainer:
         minibatch = Minibatch(micro_batches, self.micro_batch_size)
         return _metrics(self._update.measure(minibatch))
 
-    def _loss(self, micro: MicroBatch, minibatch: Minibatch) -> MicroBatchLoss:
-        """Return the cross entropy of a micro-batch, its share of the update's."""
-        logprobs, _ = batch_logprobs(
-            self.policy,
-            micro.batch,
-            checkpoint_layers=self.settings.train.activation_checkpointing,
-        )
-        return MicroBatchLoss(cross_entropy(logprobs, minibatch.num_tokens))
+
+def _loss(
+    policy: Policy, checkpoint_layers: bool, micro: MicroBatch, minibatch: Minibatch
+) -> MicroBatchLoss:
+    """Return the cross entropy of a micro-batch, its share of the minibatch's."""
+    logprobs, _ = batch_logprobs(policy, micro.batch, checkpoint_layers=checkpoint_layers)
+    return MicroBatchLoss(cross_entropy(logprobs, minibatch.num_tokens))
 
 
 def _metrics(stats: UpdateStats) -> dict[str, float]:

@@ -72,6 +72,21 @@ class Accumulated(Generic[AnyMinibatch]):
     outputs: list[Tensor] = field(default_factory=list)
     grad_norm: Tensor = field(init=False)
 
+    def add(self, loss_name: str, loss: MicroBatchLoss) -> None:
+        """Add the numbers of one micro-batch.
+
+        Args:
+            loss_name: The metric name of the loss itself.
+            loss: The loss of the micro-batch, after its backward.
+        """
+        shares = {loss_name: loss.loss.detach().double(), **loss.metrics}
+        for name, share in shares.items():
+            self.metrics[name] = self.metrics[name] + share if name in self.metrics else share
+        for name, peak in loss.peaks.items():
+            self.peaks[name] = torch.maximum(self.peaks.get(name, peak), peak)
+        if loss.outputs is not None:
+            self.outputs.append(loss.outputs)
+
 
 @dataclass(frozen=True)
 class UpdateStats:
@@ -191,21 +206,11 @@ class Update(Generic[AnyMinibatch]):
         self.optimizer.zero_grad()
         accumulated = Accumulated(minibatch)
         for micro_batch in minibatch.micro_batches:
-            # The loss is not bound to a name here: its graph must be gone before the next forward.
-            self._backward(self.loss(micro_batch, minibatch), accumulated)
+            loss = self.loss(micro_batch, minibatch)
+            loss.loss.backward()
+            accumulated.add(self._name("loss"), loss)
+            del loss  # and with it what is left of the graph, before the next forward
         return accumulated
-
-    def _backward(self, loss: MicroBatchLoss, accumulated: Accumulated[AnyMinibatch]) -> None:
-        """Run the backward of one micro-batch, and add its numbers to those of the update."""
-        loss.loss.backward()
-        shares = {self._name("loss"): loss.loss.detach().double(), **loss.metrics}
-        sums, peaks = accumulated.metrics, accumulated.peaks
-        for name, share in shares.items():
-            sums[name] = sums[name] + share if name in sums else share
-        for name, peak in loss.peaks.items():
-            peaks[name] = torch.maximum(peaks.get(name, peak), peak)
-        if loss.outputs is not None:
-            accumulated.outputs.append(loss.outputs)
 
     def _repeat(self, minibatch: AnyMinibatch) -> None:
         """Run forward and backward of all micro-batches again, and forget the gradients."""
