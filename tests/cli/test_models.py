@@ -342,7 +342,7 @@ def test_what_is_no_model_is_refused_with_words(tmp_path: Path) -> None:
 def test_doctor_reports_every_check_with_a_next_step(
     jetrl: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checks, "check_exactness", lambda: [checks.Check("OK", "exact: x", "y")])
+    monkeypatch.setattr(checks, "check_exactness", lambda: [checks.Finding("OK", "exact: x", "y")])
     monkeypatch.setattr(checks, "check_answers", lambda: 1 / 0)
     monkeypatch.setattr(checks, "OPTIONAL", {"no-such-package": "nothing"})
     done = jetrl("doctor")

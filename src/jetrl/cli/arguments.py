@@ -1,4 +1,4 @@
-"""What several commands share: the form of their help, common arguments, and tables of text."""
+"""Parts that several commands share: the form of help, common arguments, tables of text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DEVICES = ("auto", "cpu", "cuda")
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Keeps the line breaks of descriptions; shows the default of each argument that has one."""
+    """A formatter of help that keeps line breaks and shows the default of each argument."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         text = action.help or ""
@@ -25,15 +25,16 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """Says how a setting is written where one was given as an option."""
+    """A parser that says how a setting is written where one was given as an option."""
 
     def error(self, message: str) -> NoReturn:
+        """End the program with a message about its arguments."""
         setting = re.search(r"unrecognized arguments: --(\w+\.[\w.]+)", message)
         super().error(message + (f"; a setting is {setting[1]}=VALUE" if setting else ""))
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """MODEL, --plan and --device, for `jetrl.cli.opening.open_policy`."""
+    """Add MODEL, --plan and --device, which `jetrl.cli.opening.open_policy` takes."""
     parser.add_argument(
         "model",
         metavar="MODEL",
@@ -43,6 +44,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add --plan and --device."""
     parser.add_argument(
         "--plan",
         choices=PLANS,
@@ -58,7 +60,15 @@ def add_sampling_arguments(
     top_p: float | None = 1.0,
     seed: int | None = 0,
 ) -> None:
-    """--max-tokens, --temperature, --top-p, --top-k, --seed. None: the command's own choice."""
+    """Add --max-tokens, --temperature, --top-p, --top-k and --seed.
+
+    Args:
+        parser: The parser of the command.
+        max_tokens: The default of --max-tokens; None, here and below: the command chooses.
+        temperature: The default of --temperature.
+        top_p: The default of --top-p.
+        seed: The default of --seed.
+    """
     parser.add_argument(
         "--max-tokens", type=int, default=max_tokens, help="tokens a completion at most"
     )
@@ -75,14 +85,16 @@ def add_sampling_arguments(
 
 
 def tell(text: str) -> None:
-    """A line on stderr, of how the program ends. Where it cannot be written the exit code says it
-    alone, and is not another one for that."""
+    """Print a line on stderr about how the program ends, if stderr can be written.
+
+    Where it cannot, the exit code alone says how the program ended, and stays what it is.
+    """
     with contextlib.suppress(OSError):
         print(text, file=sys.stderr, flush=True)
 
 
 def table(rows: Iterable[Sequence[str]], indent: str = "") -> str:
-    """Rows of text in columns as wide as their longest cell; the last column is not padded."""
+    """Return rows of text as columns as wide as their longest cell, the last one not padded."""
     cells = [[str(cell) for cell in row] for row in rows]
     if not cells:
         return ""

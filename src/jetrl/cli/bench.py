@@ -1,4 +1,4 @@
-"""Speed on a Hopper GPU: of kernels, a layer, sampling, training and a whole step; and parity.
+"""Measure speed on a Hopper GPU, of kernels, a layer, sampling, training, a step; and parity.
 
 For example:
 

@@ -1,4 +1,4 @@
-"""Runs beside the first of them: settings, rewards, times, and up to which step the bits agree.
+"""Compare runs with the first one: settings, rewards, times, and up to which step bits agree.
 
 For example:
 
@@ -35,14 +35,15 @@ def run(args: argparse.Namespace) -> int:
     from jetrl.runs import bits_in_words, compare_runs, comparison_rows
     from jetrl.runs.format import visible
 
-    found = compare_runs([find_run(name, Path(args.dir)) for name in args.run])
+    comparison = compare_runs([find_run(name, Path(args.dir)) for name in args.run])
     if args.json:
-        facts = {"same": found.same, **dataclasses.asdict(found)}
+        facts = {"same": comparison.same, **dataclasses.asdict(comparison)}
         print(json.dumps(facts, indent=2, default=str))
     else:
-        first, *others = found.runs
-        lines = [table(comparison_rows(found)), ""]
-        lines += [f"rewards, times and speeds over the {found.common_steps} steps that all have"]
+        first, *others = comparison.runs
+        lines = [table(comparison_rows(comparison)), ""]
+        common = comparison.common_steps
+        lines += [f"rewards, times and speeds over the {common} steps that all have"]
         lines += [bits_in_words(other, first) for other in others]
         print(visible("\n".join(lines), newlines=True))
-    return 1 if args.same and not found.same else 0
+    return 1 if args.same and not comparison.same else 0

@@ -1,4 +1,4 @@
-"""What works on this machine, or what became of a run: each finding with the next step to take.
+"""Find out what works on this machine, or what became of a run, and the next steps to take.
 
 For example:
 
@@ -28,20 +28,20 @@ def run(args: argparse.Namespace) -> int:
     if args.run is None:
         from jetrl.cli.checks import all_checks
 
-        checks = all_checks()
+        findings = all_checks()
     else:
         from jetrl.cli.run_checks import run_checks
         from jetrl.cli.runs import find_run
 
-        checks = run_checks(find_run(args.run, Path(args.dir)))
+        findings = run_checks(find_run(args.run, Path(args.dir)))
     if args.json:
-        print(json.dumps([check._asdict() for check in checks], indent=2))
+        print(json.dumps([finding._asdict() for finding in findings], indent=2))
     else:
         from jetrl.runs.format import visible
 
-        lines = [table([(check.status, check.name, check.detail) for check in checks])]
-        steps = [f"  {check.name}: {check.next_step}" for check in checks if check.next_step]
+        lines = [table([finding[:3] for finding in findings])]
+        steps = [f"  {each.name}: {each.next_step}" for each in findings if each.next_step]
         if steps:
             lines += ["", "next steps:", *steps]
         print(visible("\n".join(lines), newlines=True))  # a run's end may quote what a model wrote
-    return 1 if any(check.status == "FAIL" for check in checks) else 0
+    return 1 if any(finding.status == "FAIL" for finding in findings) else 0

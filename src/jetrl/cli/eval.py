@@ -1,4 +1,4 @@
-"""How well a model does on a task's held-out prompts: mean@n and pass@k.
+"""Measure a model on a task's held-out prompts: mean@n and pass@k.
 
 For example:
 
@@ -60,35 +60,35 @@ def run(args: argparse.Namespace) -> int:
     settings = own_settings(args)
     fill_in(args, settings)
     params = sampling_params(args, () if settings is None else settings.rollout.stop)
-    wanted = task_settings(args, settings)
+    own_task = task_settings(args, settings)
 
     from jetrl.cli.opening import open_policy
     from jetrl.rewards.evaluate import evaluate_model
     from jetrl.tasks import Scorer, build_task
 
-    task = build_task(wanted)
+    task = build_task(own_task)
     limits = {"workers": args.workers, "timeout_s": args.timeout}
-    with Scorer.from_settings(wanted.model_copy(update=limits)) as scorer:
+    with Scorer.from_settings(own_task.model_copy(update=limits)) as scorer:
         result = evaluate_model(
             open_policy(args.model, args.plan, args.device),
             task,
             scorer,
             params,
-            split=wanted.eval_split,
+            split=own_task.eval_split,
             num_prompts=args.prompts,
             threshold=args.threshold,
-            system_prompt=wanted.system_prompt,
-            max_turns=wanted.max_turns,
+            system_prompt=own_task.system_prompt,
+            max_turns=own_task.max_turns,
         )
     print(as_json(result) if args.json else as_text(result, args.samples))
     return 0
 
 
 def own_settings(args: argparse.Namespace) -> Settings | None:
-    """The settings of the run MODEL, where its own task is asked for; None: --task names another.
+    """Return the settings of the run MODEL, whose own task is measured; None with --task.
 
     Raises:
-        UserError: no --task, and MODEL is no run.
+        UserError: There is no --task, and MODEL is no run.
     """
     from jetrl.settings.loading import load_config
 
@@ -101,7 +101,7 @@ def own_settings(args: argparse.Namespace) -> Settings | None:
 
 
 def fill_in(args: argparse.Namespace, settings: Settings | None) -> None:
-    """What was not given: as in the run's own evaluations."""
+    """Set the arguments that were not given to those of the run's own evaluations."""
     usual: dict[str, Any] = {
         "prompts": 0,
         "samples": 1,
@@ -133,8 +133,10 @@ def fill_in(args: argparse.Namespace, settings: Settings | None) -> None:
 
 
 def task_settings(args: argparse.Namespace, settings: Settings | None) -> TaskSettings:
-    """The task that --task names, or that of the run; --path, --option, --split and --system change
-    it."""
+    """Return the settings of the task that --task names, or of the run's own task.
+
+    --path, --option, --split and --system change them.
+    """
     from jetrl.settings import TaskSettings
 
     task = TaskSettings(name=args.task) if settings is None else settings.task
@@ -145,17 +147,20 @@ def task_settings(args: argparse.Namespace, settings: Settings | None) -> TaskSe
 
 
 def run_of(model: Path) -> Path | None:
-    """The run directory that a model is, or lies in: runs/NAME, its model or a checkpoint."""
+    """Return the run directory that a model is or lies in, as its model or as a checkpoint."""
     folders = (model, *model.absolute().parents[:2])
     return next((folder for folder in folders if (folder / "config.toml").is_file()), None)
 
 
 def sampling_params(args: argparse.Namespace, stop: Sequence[str]) -> SamplingParams:
-    """Greedy for one completion a prompt, temperature 1 for more, unless --temperature says. stop:
-    strings that end a completion, beside the task's.
+    """Return how to sample: greedily one completion a prompt, at temperature 1 several.
+
+    Args:
+        args: The arguments of the command; --temperature, if given, counts.
+        stop: Strings that end a completion, beside the task's own.
 
     Raises:
-        UserError: a value out of range; several greedy completions, which would be the same.
+        UserError: A value is out of range, or several completions are greedy and so the same.
     """
     from jetrl.types import SamplingParams
 
@@ -183,20 +188,21 @@ def sampling_params(args: argparse.Namespace, stop: Sequence[str]) -> SamplingPa
 
 
 def task_options(options: Sequence[str]) -> dict[str, Any]:
-    """`KEY=VALUE` words as keyword arguments; a value is read as TOML where it can be."""
-    found: dict[str, Any] = {}
+    """Return `KEY=VALUE` words as keyword arguments, with values read as TOML where they can be."""
+    values: dict[str, Any] = {}
     for option in options:
         key, equals, text = option.partition("=")
         if not equals or not key:
             raise UserError(f"--option {option!r}: write it as KEY=VALUE")
         try:
-            found[key] = tomllib.loads(f"value = {text}")["value"]
+            values[key] = tomllib.loads(f"value = {text}")["value"]
         except tomllib.TOMLDecodeError:
-            found[key] = text
-    return found
+            values[key] = text
+    return values
 
 
 def as_text(result: Evaluation, samples: int) -> str:
+    """Return the results as a table; print the first failure of scoring on stderr."""
     num_prompts = len(result.samples) // samples
     rows = [
         ("prompts", str(num_prompts)),
@@ -219,21 +225,13 @@ def as_text(result: Evaluation, samples: int) -> str:
 
 
 def as_json(result: Evaluation) -> str:
+    """Return the results, those of each task of a mixture, and every completion as JSON."""
+    names = ("mean", "pass_at_k", "response_length", "clip_ratio", "failures")
     return json.dumps(
         {
-            "mean": result.mean,
-            "pass_at_k": result.pass_at_k,
-            "response_length": result.response_length,
-            "clip_ratio": result.clip_ratio,
-            "failures": result.failures,
+            **{name: getattr(result, name) for name in names},
             "tasks": {
-                task: {
-                    "mean": own.mean,
-                    "pass_at_k": own.pass_at_k,
-                    "response_length": own.response_length,
-                    "clip_ratio": own.clip_ratio,
-                    "failures": own.failures,
-                }
+                task: {name: getattr(own, name) for name in names}
                 for task, own in result.by_task.items()
             },
             "samples": [

@@ -1,8 +1,8 @@
-"""`jetrl COMMAND`: finds the command's file, parses its arguments, runs it, and turns errors into
-messages and exit codes.
+"""`jetrl COMMAND`: find the command's file, parse its arguments, run it, and tell how it ended.
 
-One file a command, imported only when that command is called; the heavy imports (torch,
-transformers) are inside its `run`. So `jetrl --help` answers at once.
+Errors become messages and exit codes. There is one file a command, imported only when that command
+is called; the heavy imports (torch, transformers) are inside its `run`. So `jetrl --help` answers
+at once.
 
 Exit codes are those of jetrl.errors.
 """
@@ -38,7 +38,7 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command; returns its exit code."""
+    """Run one command and return its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     _set_allocators()
     try:
@@ -70,11 +70,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _set_allocators() -> None:
-    """Before torch is imported. A user's own choices stay.
+    """Set the allocators of memory, which must happen before torch is imported.
 
-    On a GPU segments that grow: what one phase gives back (KV pages, gradients, activations) serves
-    the next one whatever its sizes, where fixed segments would be left with holes. On the CPU freed
-    memory stays: else every operation's page faults take as long as its sums."""
+    On a GPU segments grow: what one phase gives back (KV pages, gradients, activations) serves the
+    next one whatever its sizes, where fixed segments would be left with holes. On the CPU freed
+    memory stays: else every operation's page faults take as long as its sums. A user's own choices
+    stay.
+    """
     keep_freed()
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
@@ -106,13 +108,14 @@ def parse(command: str, arguments: Sequence[str]) -> tuple[Any, argparse.Namespa
 
 
 def shown(error: BaseException) -> str:
-    """Its message without control characters: it may quote a file, or what a model wrote."""
+    """Return an error's message without control characters, which a quoted file may contain."""
     from jetrl.runs.format import visible
 
     return visible(str(error), newlines=True)
 
 
 def usage() -> str:
+    """Return the help of `jetrl` itself: its commands."""
     lines = [
         "usage: jetrl COMMAND ...",
         "",
@@ -126,6 +129,7 @@ def usage() -> str:
 
 
 def version() -> str:
+    """Return the name and version of the program."""
     from jetrl import __version__
 
     return f"jetrl {__version__}"

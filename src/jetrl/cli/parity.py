@@ -70,6 +70,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def as_text(facts: dict[str, object]) -> str:
+    """Return the facts of a comparison as a table."""
     promise = "promises equal bits" if facts["exact_plan"] else "promises nothing"
     rows = [
         ("plan", f"{facts['plan']} ({promise})"),

@@ -23,7 +23,7 @@ from jetrl.errors import NonFiniteError
 if TYPE_CHECKING:
     from jetrl.session.reproduction import Replay
 
-SHOWN = 5
+SHOWN = 5  # gradient norms
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,27 +39,29 @@ def run(args: argparse.Namespace) -> int:
     from jetrl.runs.format import visible
     from jetrl.session.reproduction import replay
 
-    found = replay(Path(args.path), args.plan, args.device)
-    print(as_json(found) if args.json else visible(as_text(found), newlines=True))
-    return 0 if found.finite else NonFiniteError.exit_code
+    replayed = replay(Path(args.path), args.plan, args.device)
+    print(as_json(replayed) if args.json else visible(as_text(replayed), newlines=True))
+    return 0 if replayed.finite else NonFiniteError.exit_code
 
 
-def as_text(found: Replay) -> str:
-    facts = found.facts
+def as_text(replayed: Replay) -> str:
+    """Return as a table what the run met, and what the replay met."""
+    facts = replayed.facts
     when = f"step {facts.step}, {facts.kind}"
     if facts.kind == "update":
         when += f" {facts.update + 1}"
     rows = [
         ("what the run met", f"{when}: {facts.what}"),
         ("first, at the time", facts.first or "it did not happen again when it was repeated"),
-        ("first, now", found.first or "every value is finite"),
-        *((name, f"{value:.6g}") for name, value in found.numbers.items()),
-        *((f"gradient norm of {name}", f"{norm:.6g}") for name, norm in found.norms[:SHOWN]),
+        ("first, now", replayed.first or "every value is finite"),
+        *((name, f"{value:.6g}") for name, value in replayed.numbers.items()),
+        *((f"gradient norm of {name}", f"{norm:.6g}") for name, norm in replayed.norms[:SHOWN]),
     ]
     return table(rows)
 
 
-def as_json(found: Replay) -> str:
+def as_json(replayed: Replay) -> str:
+    """Return the replay as JSON."""
     import dataclasses
 
-    return json.dumps(dataclasses.asdict(found) | {"finite": found.finite}, indent=1)
+    return json.dumps(dataclasses.asdict(replayed) | {"finite": replayed.finite}, indent=1)

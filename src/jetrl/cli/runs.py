@@ -57,12 +57,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def find_run(name: str, folder: Path) -> Path:
-    """A run by its directory, or by its name in `folder`. Who opens it checks that it is one."""
+    """Return the directory of a run, given by its path or by its name in a folder; unchecked."""
     by_path = "/" in name.rstrip("/") or (Path(name) / "config.toml").is_file()
     return Path(name) if by_path else folder / name
 
 
 def list_command(folder: Path, as_json: bool) -> int:
+    """Print a line for each run in a folder."""
     from rich.console import Console
 
     from jetrl.runs import list_runs, runs_table
@@ -82,18 +83,19 @@ def list_command(folder: Path, as_json: bool) -> int:
 
 
 def show_command(path: Path, as_json: bool) -> None:
+    """Print what one run reached."""
     from jetrl.runs import RunDirectory, show_run
 
     if not as_json:
         print(show_run(path))
         return
-    found = RunDirectory.open(path)
-    last = found.metrics()[-1:]
+    directory = RunDirectory.open(path)
+    last = directory.metrics()[-1:]
     facts = {
-        "name": found.name,
+        "name": directory.name,
         "path": str(path),
-        "state": found.state(),
-        **dataclasses.asdict(found.history()),
+        "state": directory.state(),
+        **dataclasses.asdict(directory.history()),
         "last_line": last[0] if last else None,
     }
     print(json.dumps(facts, indent=2))

@@ -69,10 +69,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def read_prompts(arguments: Sequence[str], chat: bool) -> Iterator[Prompt]:
-    """Prompts from the arguments, or from the lines of standard input that are not empty.
+    """Yield prompts from the arguments, or from the lines of standard input with text.
 
     Raises:
-        UserError: there is none.
+        UserError: There is no prompt.
     """
     from jetrl.types import Prompt
 
@@ -91,17 +91,19 @@ def read_prompts(arguments: Sequence[str], chat: bool) -> Iterator[Prompt]:
 
 
 def as_text(prompt: Prompt, completion: Completion) -> str:
+    """Return prompt and completion as text, and below them the facts about the completion."""
     total = math.fsum(completion.logprobs)
     facts = f"{len(completion.token_ids)} tokens, {completion.finish_reason}, log-prob {total:.3f}"
     from jetrl.runs.format import visible
 
-    said = f"{prompt.asked}{completion.text}"
+    text = f"{prompt.asked}{completion.text}"
     if sys.stdout.isatty():  # a file gets the text as it is, a terminal no control characters
-        said = visible(said, newlines=True)
-    return f"{said}\n  [{facts}]"
+        text = visible(text, newlines=True)
+    return f"{text}\n  [{facts}]"
 
 
 def as_json(prompt: Prompt, completion: Completion) -> str:
+    """Return one completion as a line of JSON, with its tokens and their log-probs."""
     return json.dumps(
         {
             "prompt": prompt.asked,

@@ -1,5 +1,6 @@
-"""Supervised training on a task's worked answers: a warm start for reinforcement learning. Or, with
-`--task reward`, a reward model from its pairs of a better and a worse completion.
+"""Supervised training on a task's worked answers: a warm start for reinforcement learning.
+
+With `--task reward` it makes a reward model of a task's pairs, a better and a worse completion.
 
 For example:
 
@@ -107,16 +108,16 @@ def _reward(args: argparse.Namespace, settings: Settings) -> int:
 
 
 def _preflight(settings: Settings) -> int:
-    """Prints a few pairs with the model's scores, what is known of all, then warnings."""
+    """Print a few pairs with the model's scores, facts about all pairs, then warnings."""
     from jetrl.runs.format import number, percent, visible
     from jetrl.session.preflight import preflight_pairs
 
     result = preflight_pairs(settings)
     for pair in result.pairs:
         print("\n".join(prompt_lines(pair.prompt)))
-        for which, said in zip(("better", "worse"), pair.completions, strict=True):
-            print(f"  {which}, {said.tokens} tokens, score {number(said.score)}")
-            print(textwrap.indent(visible(said.text, newlines=True) or "(nothing)", "    "))
+        for which, completion in zip(("better", "worse"), pair.completions, strict=True):
+            print(f"  {which}, {completion.tokens} tokens, score {number(completion.score)}")
+            print(textwrap.indent(visible(completion.text, newlines=True) or "(nothing)", "    "))
         print()
     facts = result.facts
     print(

@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:
-    """The words of a command that takes a recipe and overrides."""
+    """Add the words of a command that takes a recipe and overrides of its settings."""
     parser.add_argument(
         "words",
         nargs="*",
@@ -61,6 +61,7 @@ def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_resume_argument(parser: argparse.ArgumentParser) -> None:
+    """Add --resume."""
     parser.add_argument(
         "--resume",
         action="store_true",
@@ -69,6 +70,7 @@ def add_resume_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def add_dry_run_argument(parser: argparse.ArgumentParser) -> None:
+    """Add --dry-run."""
     parser.add_argument(
         "--dry-run",
         action="store_true",
@@ -77,11 +79,14 @@ def add_dry_run_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def recipe_settings(words: Sequence[str], resume: bool = False) -> Settings:
-    """The settings of `[RECIPE] [KEY=VALUE ...]`; without a recipe, the demo's. With
-    `resume`, those of the run's own config.toml with the overrides: the recipe only says which run.
+    """Return the settings of the words `[RECIPE] [KEY=VALUE ...]`; without a recipe, the demo's.
+
+    Args:
+        words: The recipe and the overrides.
+        resume: True to read the run's own config.toml: the recipe then only says which run.
 
     Raises:
-        UserError: as `load_config`; a second word that is not an override.
+        UserError: A second word is no override, or `load_config` refuses the settings.
     """
     from jetrl.settings.loading import load_config
 
@@ -95,7 +100,7 @@ def recipe_settings(words: Sequence[str], resume: bool = False) -> Settings:
 
 
 def settings_help() -> str:
-    """Every setting with type, default and meaning, in columns as wide as the terminal."""
+    """Return every setting with type, default and meaning, as wide as the terminal."""
     from jetrl.settings.loading import describe
 
     width = max(shutil.get_terminal_size((120, 24)).columns, 100)
@@ -134,14 +139,21 @@ def run(args: argparse.Namespace) -> int:
 
 
 def exit_code(result: RunResult) -> int:
-    """0, or that of the time limit, for a queue to start the run again."""
+    """Return 0, or the code of the time limit, for which a queue starts the run again."""
     return TimeLimitReached.exit_code if result.stopped else 0
 
 
 def say_how_to_go_on(
     end: BaseException, command: str, args: argparse.Namespace, settings: Settings
 ) -> int:
-    """After a signal: where the report is and the command that goes on. Returns the exit code."""
+    """Print where the report of an ended run is and how to resume it; return the exit code.
+
+    Args:
+        end: The signal that ended the run.
+        command: The command that ran: train or sft.
+        args: The arguments of the command.
+        settings: The settings of the run.
+    """
     options = ["--task", "reward"] if getattr(args, "task", None) == "reward" else []
     options += ["--out", args.out] if getattr(args, "out", None) else []
     again = shlex.join(["jetrl", command, *args.words, *options, "--resume"])
@@ -154,21 +166,21 @@ def say_how_to_go_on(
 
 
 def run_preflight(settings: Settings) -> int:
-    """Prints a few prompts with what the model answers and what that is worth, then warnings."""
+    """Print a few prompts with the model's answers and their rewards, then warnings."""
     from jetrl.session.preflight import preflight
 
-    found = preflight(settings)
-    for _, samples in itertools.groupby(found.samples, key=lambda sample: sample.group):
+    result = preflight(settings)
+    for _, samples in itertools.groupby(result.samples, key=lambda sample: sample.group):
         group = list(samples)
         lines = [line for sample in group for line in sample_lines(sample)]
         print("\n".join([*prompt_lines(group[0].prompt), *lines, ""]))
     if settings.sft.steps:
         print(f"the model is as it is before its {settings.sft.steps} supervised updates")
-    return say_warnings(found.warnings)
+    return say_warnings(result.warnings)
 
 
 def say_warnings(warnings: Sequence[str]) -> int:
-    """At the end of a preflight. Returns the exit code."""
+    """Print the warnings of a preflight and return its exit code."""
     for warning in warnings:
         print(f"warning: {warning}")
     if not warnings:
@@ -177,12 +189,12 @@ def say_warnings(warnings: Sequence[str]) -> int:
 
 
 def sample_lines(sample: Sample) -> list[str]:
-    """A completion: its reward and what else is known of it, and its text."""
+    """Return lines with a completion's reward, the facts about it, and its text."""
     from jetrl.runs.format import number, visible
 
     completion = sample.completion
     facts = [f"reward {number(sample.score.reward)}"]
-    facts += [f"{part} {number(value)}" for part, value in sample.score.parts.items()]
+    facts += [f"{name} {number(value)}" for name, value in sample.score.parts.items()]
     facts.append(f"{len(completion.token_ids)} tokens")
     if len(completion.turns) > 1:
         facts.append(f"{len(completion.turns)} turns")
@@ -195,19 +207,19 @@ def sample_lines(sample: Sample) -> list[str]:
 
 
 def prompt_lines(prompt: Prompt) -> list[str]:
-    """A prompt: its name and the right answer, and what the model is asked."""
+    """Return lines with a prompt's name, the right answer, and the text for the model."""
     from jetrl.runs.format import clip, visible
 
-    asked = prompt.text or ""
+    text = prompt.text or ""
     if prompt.messages is not None:
-        asked = "\n".join(f"{m['role']}: {m['content']}" for m in prompt.messages)
+        text = "\n".join(f"{m['role']}: {m['content']}" for m in prompt.messages)
     answer = "" if prompt.answer is None else f", answer {clip(prompt.answer, 80)}"
     head = visible(f"prompt {prompt.id}{answer}")
-    return [head, textwrap.indent(visible(asked, newlines=True).rstrip(), "    ")]
+    return [head, textwrap.indent(visible(text, newlines=True).rstrip(), "    ")]
 
 
 def closing_lines(result: RunResult, settings: Settings) -> str:
-    """Where the report, the checkpoint and the model are, and what to type next."""
+    """Return lines that say where report, checkpoint and model are, and what to type next."""
     paths = {
         "run": result.run_path,
         "report": result.report_path,
@@ -221,19 +233,22 @@ def closing_lines(result: RunResult, settings: Settings) -> str:
 
 
 def sample_command(model: Path, settings: Settings) -> str:
-    """A line that can be typed: with a sum for the demo's task, with a place for a prompt else."""
+    """Return a command that samples from a model: a sum for the demo's task, else PROMPT."""
     prompt = "12+07=" if settings.task.name == "arithmetic" else "PROMPT"
     chat = " --chat" if (model / "chat_template.jinja").is_file() else ""
     return f"jetrl sample {shlex.quote(str(model))}{chat} '{prompt}'"
 
 
 def dry_run(settings: Settings, pairs: bool = False) -> Iterator[str]:
-    """The resolved settings (TOML), the precision plan by role, and the memory plan. pairs: of a
-    reward model's training.
+    """Yield the resolved settings (TOML), the precision plan by role, and the memory plan.
+
+    Args:
+        settings: The settings of the run.
+        pairs: True to plan the training of a reward model.
 
     Raises:
-        UserError: with prompts as long as answers the run would not fit on this machine; after what
-            comes before it.
+        UserError: With prompts as long as answers the run would not fit on this machine; settings
+            and precision plan have been yielded before.
     """
     from jetrl.memory.device import free_bytes
     from jetrl.memory.fitting import check_fits, shown
