@@ -10,6 +10,7 @@ import dataclasses
 import io
 import json
 import math
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -328,6 +329,33 @@ def test_a_run_that_was_cut_stands_for_its_last_checkpoint(
     (checkpoint / "masters.safetensors").write_bytes(b"short")
     with pytest.raises(UserError, match="damaged"):
         open_policy(run, None, "auto")
+
+
+def test_a_finished_run_stands_for_the_checkpoint_of_its_last_step(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    """Whichever of model and checkpoint was written last; the model is rounded to BF16."""
+    run = fake_run(tmp_path / "runs" / "finished", tiny_model, "jet")
+    masters = {}
+    for step in (2, 3):
+        masters[step] = run / "checkpoints" / f"step_{step:06d}" / "masters.safetensors"
+        masters[step].parent.mkdir(parents=True)
+        masters[step].touch()
+    lines = [{"step": step, "phase": "rl", "reward/mean": 0.5} for step in (1, 2, 3)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    exported = (run / "model" / "config.json").stat().st_mtime
+    for step in (2, 3):
+        for after in (-0.05, 0.05):
+            os.utime(masters[3], (exported + after,) * 2)
+            os.utime(masters[2], (exported + (after if step == 2 else -1),) * 2)
+            assert find_model(run) == (masters[3].parent, run)
+    # The checkpoint of an earlier step is older than the model, and the time decides.
+    shutil.rmtree(masters[3].parent)
+    os.utime(masters[2], (exported - 1,) * 2)
+    assert find_model(run) == (run / "model", run)
+    os.utime(masters[2], (exported + 1,) * 2)
+    assert find_model(run) == (masters[2].parent, run)
+    assert find_model(run / "model") == (run / "model", run)
 
 
 def test_what_is_no_model_is_refused_with_words(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,62 +18,69 @@ from jetrl.training import Checkpoints
 MASTERS = "masters.safetensors"  # of a checkpoint
 
 
-class Found(NamedTuple):
-    """Where a model is. path: a Hugging Face directory, or a checkpoint (then `run` is its run).
-    run: the run directory it is of, if any."""
+class ModelLocation(NamedTuple):
+    """The folder that a model is read from, and the run that it belongs to.
+
+    Attributes:
+        path: A Hugging Face directory, or a checkpoint, which always has a run.
+        run: The run directory of the model; None if it belongs to no run.
+    """
 
     path: Path
     run: Path | None
 
     @property
     def is_checkpoint(self) -> bool:
+        """True for a checkpoint with FP32 master weights."""
         return (self.path / MASTERS).is_file()
 
 
 def open_policy(
     path: str | Path, preset: str | None, device: str, fallback_plan: str = DEFAULT_PRESET
 ) -> Policy:
-    """The policy at `path` under a plan: the preset if given, else the run's own plan, else
-    `fallback_plan`. device: auto, cpu or cuda.
+    """Return the policy at a path, under the precision plan that the user or the run names.
+
+    Args:
+        path: A Hugging Face directory, a run directory, or a checkpoint.
+        preset: The precision preset; None: the run's own plan.
+        device: "auto", "cpu" or "cuda".
+        fallback_plan: The preset of a model that belongs to no run, where `preset` is None.
 
     Raises:
         UserError: `path` is no model; the message says what was looked for. And what
             `Policy.from_pretrained` raises.
     """
-    found = find_model(Path(path))
-    if preset is not None:
-        plan = PrecisionPlan.preset(preset)
-    elif found.run is not None:
-        plan = PrecisionPlan.from_dict(RunDirectory.open(found.run).plan())
+    location = find_model(Path(path))
+    if preset is None and location.run is not None:
+        plan = PrecisionPlan.from_dict(RunDirectory.open(location.run).plan())
     else:
-        plan = PrecisionPlan.preset(fallback_plan)
-    if found.is_checkpoint:
-        return policy_of_checkpoint(found, plan, device)
-    policy = Policy.from_pretrained(found.path, plan, choose_device(device))
+        plan = PrecisionPlan.preset(preset or fallback_plan)
+    device = str(choose_device(device))
+    if location.is_checkpoint:
+        assert location.run is not None  # by find_model
+        Checkpoints.check(location.path)
+        settings = load_config(location.run / "config.toml", [f"run.device={device}"])
+        return policy_of_masters(settings, plan, location.path / MASTERS)
+    policy = Policy.from_pretrained(location.path, plan, device)
     limit_threads(policy.config)
     return policy
 
 
-def find_model(path: Path) -> Found:
-    """The model that `path` stands for. A run stands for the newest of its exported model and its
-    checkpoints (a run that was cut has no model of its last steps).
+def find_model(path: Path) -> ModelLocation:
+    """Return where the model is that a path stands for: see `_newest` for a run directory.
 
     Raises:
         UserError: `path` is none of the three, or a run with neither model nor checkpoint.
     """
     if (path / "config.json").is_file():
-        return Found(path, path.parent if (path.parent / "config.toml").is_file() else None)
+        return ModelLocation(path, path.parent if (path.parent / "config.toml").is_file() else None)
     if (path / MASTERS).is_file():
         run = path.resolve().parent.parent
         if not (run / "config.toml").is_file():
             raise UserError(f"{path}: a checkpoint outside of its run, whose settings it needs")
-        return Found(path, run)
+        return ModelLocation(path, run)
     if (path / "config.toml").is_file():
-        candidates = [path / "model" / "config.json", *path.glob(f"checkpoints/step_*/{MASTERS}")]
-        written = [file for file in candidates if file.is_file()]
-        if not written:
-            raise UserError(f"{path}: this run has no model and no checkpoint yet")
-        return Found(max(written, key=lambda file: file.stat().st_mtime_ns).parent, path)
+        return ModelLocation(_newest(path), path)
     if not path.exists():
         raise UserError(f"{path}: no such model; give a Hugging Face directory or a run directory")
     raise UserError(
@@ -81,9 +89,23 @@ def find_model(path: Path) -> Found:
     )
 
 
-def policy_of_checkpoint(found: Found, plan: PrecisionPlan, device: str) -> Policy:
-    """The policy of the run's settings with the checkpoint's master weights."""
-    assert found.run is not None  # find_model
-    Checkpoints.check(found.path)
-    settings = load_config(found.run / "config.toml", [f"run.device={choose_device(device)}"])
-    return policy_of_masters(settings, plan, found.path / MASTERS)
+def _newest(run: Path) -> Path:
+    """Return the folder with the newest weights of a run: its exported model, or a checkpoint.
+
+    A checkpoint of the run's last step is preferred: the model was exported from the same FP32
+    master weights, and rounded. Both are written at the same moment, so that their times on the
+    disk say nothing. Of others the one that was written last counts: a run that was cut has no
+    model of its last steps, and a user may have removed the last checkpoints.
+    """
+    model = run / "model" / "config.json"
+    checkpoints = Checkpoints(run / "checkpoints")
+    masters = [checkpoints.path(step) / MASTERS for step in checkpoints.steps()]
+    written = [file for file in (model, *masters) if file.is_file()]
+    if not written:
+        raise UserError(f"{run}: this run has no model and no checkpoint yet")
+    last_step = 0
+    with contextlib.suppress(UserError):  # a damaged line of metrics does not hide the model
+        last_step = max((line["step"] for line in RunDirectory.open(run).metrics("rl")), default=0)
+    if last_step and masters and masters[-1].is_file() and checkpoints.steps()[-1] >= last_step:
+        return masters[-1].parent
+    return max(written, key=lambda file: file.stat().st_mtime_ns).parent
