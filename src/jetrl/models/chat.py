@@ -196,9 +196,7 @@ def _render(
             raise UserError(f"{where}: message {message!r} needs a role and a content, both text")
     try:
         text = tokenizer.apply_chat_template(
-            [dict(message) for message in messages],
-            tokenize=False,
-            add_generation_prompt=open_turn,
+            [dict(message) for message in messages], tokenize=False, add_generation_prompt=open_turn
         )
     except Exception as error:  # a template is a program: what it raises is its author's choice
         raise UserError(f"{where}: the tokenizer's chat template refuses it: {error}") from error

@@ -288,9 +288,7 @@ def _rope(config: Mapping[str, Any], max_positions: int) -> tuple[float, RopeSca
         low_freq_factor=_positive(rope, "low_freq_factor", where),
         high_freq_factor=_positive(rope, "high_freq_factor", where),
         original_max_position_embeddings=_integer(
-            {**rope, **config},
-            "original_max_position_embeddings",
-            max_positions,
+            {**rope, **config}, "original_max_position_embeddings", max_positions
         ),
     )
     if scaling.high_freq_factor <= scaling.low_freq_factor:

@@ -47,12 +47,7 @@ def embed(token_ids: Tensor, embedding: Tensor, dtype: torch.dtype, gradients: G
 
 
 def norm_linear(
-    x: Tensor,
-    delta: Tensor | None,
-    norm: RMSNorm,
-    linear: Linear,
-    side: Side,
-    trace: Trace | None,
+    x: Tensor, delta: Tensor | None, norm: RMSNorm, linear: Linear, side: Side, trace: Trace | None
 ) -> tuple[Tensor, Tensor]:
     """Return x + delta [T, D] and linear(norm(x + delta)) [T, N]: how attention is entered.
 

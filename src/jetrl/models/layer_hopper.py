@@ -87,12 +87,7 @@ class _Fixed:
 
 
 def norm_linear_hopper(
-    x: Tensor,
-    delta: Tensor | None,
-    norm: RMSNorm,
-    linear: Linear,
-    side: Side,
-    trace: Trace | None,
+    x: Tensor, delta: Tensor | None, norm: RMSNorm, linear: Linear, side: Side, trace: Trace | None
 ) -> tuple[Tensor, Tensor]:
     """Return what `models.layer.norm_linear` returns, of bfloat16 x and delta, differentiable."""
     fixed = _Fixed.of(norm, (linear,), side, trace)

@@ -80,11 +80,7 @@ class ScalarModel(Model):
         return cls(config.with_scalar_head(), plan, body, device, tokenizer)
 
     def values(
-        self,
-        token_ids: Tensor,
-        cu_seqlens: Tensor,
-        rows: Tensor,
-        checkpoint_layers: bool = False,
+        self, token_ids: Tensor, cu_seqlens: Tensor, rows: Tensor, checkpoint_layers: bool = False
     ) -> Tensor:
         """Return the model's numbers after chosen tokens of a packed batch, differentiable.
 

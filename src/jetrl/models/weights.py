@@ -87,12 +87,7 @@ class Weights:
         self._addresses[layer] = _addresses(weight)
         return weight
 
-    def linear(
-        self,
-        name: str,
-        formats: Mapping[Side, Format],
-        bias: bool = False,
-    ) -> Linear:
+    def linear(self, name: str, formats: Mapping[Side, Format], bias: bool = False) -> Linear:
         """Return the linear layer of the parameters `name`.weight and, with a bias, `name`.bias.
 
         Args:
