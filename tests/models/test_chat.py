@@ -162,7 +162,7 @@ QWEN = (
 
 
 def test_a_text_reply_is_what_follows(tokenizer: PreTrainedTokenizerFast) -> None:
-    assert decode(tokenizer, encode_reply(tokenizer, "=72", said=[5, 1])) == "=72"
+    assert decode(tokenizer, encode_reply(tokenizer, "=72", completion=[5, 1])) == "=72"
 
 
 def test_a_message_continues_the_conversation_as_the_template_writes_it(

@@ -1,0 +1,1 @@
+"""The models: one decoder with its weights, and Hugging Face directories to read and write."""

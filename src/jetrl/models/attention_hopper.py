@@ -44,10 +44,9 @@ def attend_packed_hopper(
         length: The length of every sequence, or None where they differ.
     """
     masters = (None, None) if rope.norms is None else (rope.norms[0].weight, rope.norms[1].weight)
-    if length is not None and plan.kv == "bf16" and not plan.exact:
-        out: Tensor = _LibraryAttention.apply(qkv, *masters, rope, plan, length)
-    else:
-        out = _PackedAttention.apply(qkv, *masters, rope, tiles, plan)
+    library = plan.kv == "bf16" and not plan.exact
+    length = length if library else None
+    out: Tensor = _PackedAttention.apply(qkv, *masters, rope, tiles, plan, length)
     return out
 
 
@@ -70,17 +69,11 @@ def _heads(qkv: Tensor, rope: Rotary, plan: PrecisionPlan) -> tuple[Tensor, KeyV
     return q, codes
 
 
-def _into_qkv(
-    heads: tuple[Tensor, Tensor, Tensor], qkv: Tensor, rope: Rotary
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return the gradients of qkv and of both norms' weights, from those of rotated heads."""
-    return qk_norm_rotary_backward(
-        *heads, qkv, rope.positions, rope.table, rope.norm_weights, rope.eps
-    )
-
-
 class _PackedAttention(torch.autograd.Function):
-    """The exact kernels: the norms' master weights are inputs for their gradients alone."""
+    """Attention from qkv on, by the exact kernels or, where `length` is given, by cuDNN.
+
+    The norms' master weights are inputs for their gradients alone.
+    """
 
     @staticmethod
     def forward(
@@ -91,44 +84,31 @@ class _PackedAttention(torch.autograd.Function):
         rope: Rotary,
         tiles: QueryTiles,
         plan: PrecisionPlan,
+        length: int | None,
     ) -> Tensor:
         q, codes = _heads(qkv, rope, plan)
-        o, lse = attend_tiles(q, stage_keys(codes, tiles), tiles)
-        ctx.save_for_backward(qkv, q, codes.k, codes.k_scales, codes.v, codes.v_scales, o, lse)
-        ctx.rope, ctx.tiles = rope, tiles
+        if length is None:
+            o, *kept = attend_tiles(q, stage_keys(codes, tiles), tiles)
+        else:
+            o, *kept = attend_equal_lengths(q, codes.k, codes.v, length)
+        stored = (codes.k, codes.k_scales, codes.v, codes.v_scales)
+        ctx.save_for_backward(qkv, q, *stored, o, *kept)
+        ctx.rope, ctx.tiles, ctx.length = rope, tiles, length
         return o.flatten(1)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        qkv, q, k, k_scales, v, v_scales, o, lse = ctx.saved_tensors
-        codes = KeyValueCodes(k, k_scales, v, v_scales)
+        qkv, q, k, k_scales, v, v_scales, o, *kept = ctx.saved_tensors
         do = grads[0].contiguous().view(q.shape)
-        heads = attention_backward(do, q, codes, o, lse, ctx.tiles)
-        return (*_into_qkv(heads, qkv, ctx.rope), None, None, None)
-
-
-class _LibraryAttention(torch.autograd.Function):
-    """The same by cuDNN, for sequences of one length."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        qkv: Tensor,
-        q_norm: Tensor | None,
-        k_norm: Tensor | None,
-        rope: Rotary,
-        plan: PrecisionPlan,
-        length: int,
-    ) -> Tensor:
-        q, codes = _heads(qkv, rope, plan)
-        o, *rest = attend_equal_lengths(q, codes.k, codes.v, length)
-        ctx.save_for_backward(qkv, q, codes.k, codes.v, o, *rest)
-        ctx.rope, ctx.length = rope, length
-        return o.flatten(1)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        qkv, q, k, v, o, *rest = ctx.saved_tensors
-        do = grads[0].contiguous().view(q.shape)
-        heads = attend_equal_lengths_backward(do, q, k, v, o, tuple(rest), ctx.length)
-        return (*_into_qkv(heads, qkv, ctx.rope), None, None, None)
+        # Through attention, with the keys and values that forward attended to.
+        if ctx.length is None:
+            codes = KeyValueCodes(k, k_scales, v, v_scales)
+            heads = attention_backward(do, q, codes, o, kept[0], ctx.tiles)
+        else:
+            heads = attend_equal_lengths_backward(do, q, k, v, o, tuple(kept), ctx.length)
+        # Through the rotation and the norms of query and key heads.
+        rope = ctx.rope
+        gradients = qk_norm_rotary_backward(
+            *heads, qkv, rope.positions, rope.table, rope.norm_weights, rope.eps
+        )
+        return (*gradients, None, None, None, None)

@@ -25,12 +25,15 @@ _MARK = "jetrl-marks-the-assistant"  # what a template writes around it is cut a
 def encode_prompt(
     tokenizer: PreTrainedTokenizerBase | None, prompt: Prompt, system_prompt: str | None = None
 ) -> list[int]:
-    """Token ids of a prompt, at least one.
+    """Return the token ids of a prompt, at least one.
 
-    system_prompt: put before the messages of a chat prompt as a system message.
+    Args:
+        tokenizer: The model's tokenizer, or None.
+        prompt: A prompt of text or of messages.
+        system_prompt: Text put before the messages of a chat prompt as a system message.
 
     Raises:
-        UserError: no tokenizer; no chat template, or one that fails on these messages; a system
+        UserError: No tokenizer; no chat template, or one that fails on these messages; a system
             prompt for a text prompt or for messages that bring their own; characters the tokenizer
             lacks; a prompt of no tokens. The message names the prompt.
     """
@@ -58,12 +61,16 @@ def encode_prompt(
 def encode_text(
     tokenizer: PreTrainedTokenizerBase, text: str, where: str = "text", begin: bool = True
 ) -> list[int]:
-    """Token ids of a text, with the beginning-of-sequence token if the tokenizer adds it.
+    """Return the token ids of a text, behind the beginning-of-sequence token if one is added.
 
-    begin: False for what continues a sequence (an answer), which gets no such token.
+    Args:
+        tokenizer: The tokenizer.
+        text: The text.
+        where: Whose text it is, for messages.
+        begin: False for the continuation of a sequence (an answer), which gets no such token.
 
     Raises:
-        UserError: the tokenizer has no token for some of the text; `where` says whose text.
+        UserError: The tokenizer has no token for some of the text.
     """
     try:
         plain = tokenizer.encode(text, add_special_tokens=False)
@@ -79,34 +86,37 @@ def encode_text(
 def encode_reply(
     tokenizer: PreTrainedTokenizerBase,
     reply: str | Mapping[str, str],
-    said: Sequence[int],
+    completion: Sequence[int],
     where: str = "reply",
 ) -> list[int]:
-    """Token ids that take a sequence from the end of an assistant's turn to the begin of its next.
+    """Return the token ids from the end of an assistant's turn to the begin of its next one.
 
-    A text is what follows as it is. A message is written by the chat template, with what the
-    template puts after an assistant's message before it (as much of it as the model has not written
-    itself) and the opening of the next assistant's turn after it.
+    A text follows the turn as it stands. A message is written by the chat template: in front of it
+    what the template puts after an assistant's message (as much as the model has not written
+    itself), behind it the opening of the next assistant's turn.
 
-    said: token ids of the assistant's turn, the end token included if it was drawn.
+    Args:
+        tokenizer: The tokenizer.
+        reply: The environment's reply, a text or a message.
+        completion: Token ids of the assistant's turn, the end token included if it was drawn.
+        where: Whose reply it is, for messages.
 
     Raises:
-        UserError: no chat template for a message, one that refuses it, leaves it out, or writes
-            what ends an assistant's message otherwise when another follows; characters the
-            tokenizer lacks.
+        UserError: No chat template for a message, one that refuses it, leaves it out, or ends an
+            assistant's message otherwise when another follows; characters the tokenizer lacks.
     """
     if isinstance(reply, str):
         return encode_text(tokenizer, reply, where, begin=False)
-    before: list[Mapping[str, str]] = [
+    turn: list[Mapping[str, str]] = [
         {"role": "user", "content": "?"},
         {"role": "assistant", "content": _MARK},
     ]
-    said_alone = _render(tokenizer, before, where, open_turn=False)
-    gone_on = _render(tokenizer, [*before, reply], where, open_turn=True)
+    last = _render(tokenizer, turn, where, open_turn=False)
+    followed = _render(tokenizer, [*turn, reply], where, open_turn=True)
     # What is in front of the mark may differ (Qwen3 opens a block of thought in a last message):
     # the sequence has that already.
-    _, mark, end = said_alone.rpartition(_MARK)
-    _, mark_again, rest = gone_on.rpartition(_MARK)
+    _, mark, end = last.rpartition(_MARK)
+    _, mark_again, rest = followed.rpartition(_MARK)
     if not mark or not mark_again or not rest.startswith(end):
         raise UserError(
             f"{where}: the tokenizer's chat template does not write an assistant's message the "
@@ -115,10 +125,10 @@ def encode_reply(
         )
     after = rest.removeprefix(end)
     _check_written(reply, after, where)
-    written = tokenizer.decode(list(said[-1:])) if said else ""
-    assert isinstance(written, str)
-    if written and end.startswith(written):
-        end = end.removeprefix(written)
+    # The model may have drawn the token that ends its turn: the template's end is not repeated.
+    drawn = tokenizer.decode(list(completion[-1:])) if completion else ""
+    assert isinstance(drawn, str)
+    end = end.removeprefix(drawn)
     return encode_text(tokenizer, end + after, where, begin=False)
 
 
@@ -128,31 +138,35 @@ def encode_turns(
     turns: Sequence[Turn],
     where: str = "answer",
 ) -> Example:
-    """A worked answer as the sequence that sampling it would have been.
+    """Return a worked answer as the sequence that sampling it would have been.
 
-    prompt: its token ids. turns: at least one; the last one ends with the end-of-sequence token,
-    if the tokenizer has one, and so does a turn that a message follows. A turn that a text follows
-    is written as it is: the task's stop string is part of it.
+    Args:
+        tokenizer: The tokenizer.
+        prompt: Token ids of the prompt.
+        turns: At least one turn. The last one ends with the end-of-sequence token, if the tokenizer
+            has one, and so does a turn that a message follows. A turn that a text follows is
+            written without: the task's stop string is part of the turn.
+        where: Whose answer it is, for messages.
 
     Raises:
-        UserError: as `encode_text` and `encode_reply`.
+        UserError: As `encode_text` and `encode_reply`.
     """
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     completion: list[int] = []
     environment = []
     for turn in turns:
-        said = encode_text(tokenizer, turn.completion, where, begin=False)
-        said += [] if isinstance(turn.reply, str) else end
-        completion += said
+        answer = encode_text(tokenizer, turn.completion, where, begin=False)
+        answer += [] if isinstance(turn.reply, str) else end
+        completion += answer
         if turn.reply is not None:
             start = len(completion)
-            completion += encode_reply(tokenizer, turn.reply, said, where)
+            completion += encode_reply(tokenizer, turn.reply, answer, where)
             environment.append((start, len(completion)))
     return Example(prompt, completion, environment)
 
 
 def decode(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> str:
-    """The text of tokens, special tokens left out, spaces as they are."""
+    """Return the text of tokens, special tokens left out, spaces as they are."""
     text = tokenizer.decode(
         list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
     )
@@ -166,6 +180,7 @@ def _encode_messages(
     system_prompt: str | None,
     where: str,
 ) -> list[int]:
+    """Return the token ids of messages by the chat template, an assistant's turn opened."""
     conversation = [dict(message) for message in messages]
     if system_prompt is not None:
         if any(message.get("role") == "system" for message in conversation):
@@ -184,7 +199,7 @@ def _render(
     where: str,
     open_turn: bool,
 ) -> str:
-    """The text of messages by the chat template, with the opening of an assistant's turn if so."""
+    """Return the text of messages by the chat template, an assistant's turn opened if asked."""
     if not tokenizer.chat_template:
         raise UserError(
             f"{where} is made of messages, but the tokenizer has no chat template; use an "
@@ -205,7 +220,7 @@ def _render(
 
 
 def _check_written(message: Mapping[str, str], text: str, where: str) -> None:
-    """Raise where a template wrote nothing of a message, as some do for roles they do not know."""
+    """Raise where a template wrote nothing of a message, as some do for unknown roles."""
     content = message["content"].strip()
     if content not in text and json.dumps(content, ensure_ascii=False)[1:-1] not in text:
         raise UserError(
@@ -216,7 +231,7 @@ def _check_written(message: Mapping[str, str], text: str, where: str) -> None:
 
 
 def _lacking(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
-    """Which characters of `text` a tokenizer of single characters has no token for."""
+    """Return a sentence on the characters of `text` that are no tokens, empty if there are none."""
     vocabulary = tokenizer.get_vocab()
     characters = sorted({character for character in text if character not in vocabulary})
     if not characters:

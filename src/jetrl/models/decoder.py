@@ -1,4 +1,4 @@
-"""One decoder for Qwen3, Qwen2/2.5 and Llama 3, on a flat list of tokens.
+"""The decoder of Qwen3, Qwen2/2.5 and Llama 3, on a flat list of tokens.
 
     x = embed(tokens)
     for each layer:

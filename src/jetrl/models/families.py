@@ -26,7 +26,7 @@ import numpy as np
 
 from jetrl.errors import UserError
 
-# family -> (architectures entry, has QKV bias, has norms on Q and K heads)
+# By family: the entry in architectures, has a QKV bias, has norms on Q and K heads.
 FAMILIES: dict[str, tuple[str, bool, bool]] = {
     "qwen3": ("Qwen3ForCausalLM", False, True),
     "qwen2": ("Qwen2ForCausalLM", True, False),
@@ -43,8 +43,17 @@ _QWEN3_HEAD_DIM = 128  # of Qwen3 when config.json names none, as in transformer
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """The llama3 rule (Llama 3.1): slow frequencies are divided by `factor`, fast ones are kept,
-    and those between the two wavelength bounds are interpolated."""
+    """The llama3 rule (Llama 3.1), which stretches rotary positions to a longer context.
+
+    Slow frequencies are divided by `factor`, fast ones are kept, and those between the two
+    wavelength bounds are interpolated.
+
+    Attributes:
+        factor: What slow frequencies are divided by.
+        low_freq_factor: Frequencies of fewer turns in the original context are slow.
+        high_freq_factor: Frequencies of more turns in the original context are fast.
+        original_max_position_embeddings: The original context, in tokens.
+    """
 
     factor: float
     low_freq_factor: float
@@ -54,12 +63,30 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """What a decoder is made of. Sizes in elements; `raw` is the config.json it was read from.
+    """The sizes and switches of a decoder.
 
         ModelConfig.from_hf({"model_type": "qwen3", "hidden_size": 4096, ...}).num_kv_heads  # 8
 
-    eos_token_ids are those of config.json; generation_config.json may add to them
-    (`jetrl.models.hf.eos_token_ids`).
+    Attributes:
+        family: A key of `FAMILIES`.
+        vocab_size: Rows of the embedding.
+        hidden_size: Elements of the residual stream.
+        intermediate_size: Elements between the two products of the feed-forward block.
+        num_layers: Decoder layers.
+        num_heads: Query heads.
+        num_kv_heads: Key-value heads.
+        head_dim: Elements of a head.
+        rms_norm_eps: The epsilon of every norm.
+        rope_theta: The base of the rotary frequencies.
+        rope_scaling: The llama3 rule, or None.
+        tie_word_embeddings: Whether lm_head is the embedding.
+        qkv_bias: Whether the linear layer of Q, K and V has a bias.
+        qk_norm: Whether query and key heads are normalised.
+        max_position_embeddings: The context, in tokens.
+        eos_token_ids: The ids of config.json that end a text; generation_config.json may add to
+            them (`jetrl.models.hf.eos_token_ids`).
+        raw: The config.json that the config was read from.
+        head: What the decoder ends in.
     """
 
     family: str
@@ -83,20 +110,20 @@ class ModelConfig:
 
     @property
     def architecture(self) -> str:
-        """Of config.json."""
+        """The entry of config.json's `architectures`."""
         causal = FAMILIES[self.family][0]
         return causal if self.head == "lm" else causal.removesuffix(_LM) + _SCORE
 
     def with_scalar_head(self) -> ModelConfig:
-        """The same decoder with one number for a head."""
+        """Return the config of the same decoder with one number for a head."""
         return dataclasses.replace(self, head="score", tie_word_embeddings=False)
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> ModelConfig:
-        """The model of a config.json, in the layout of transformers 4 or 5.
+        """Return the model of a config.json, in the layout of transformers 4 or 5.
 
         Raises:
-            UserError: an architecture or option this decoder does not compute, a missing key, a
+            UserError: An architecture or option this decoder does not compute, a missing key, a
                 value of the wrong type, head counts that do not divide; the message names the key.
         """
         family, head = _family(config)
@@ -135,7 +162,7 @@ class ModelConfig:
 
 
 def inverse_frequencies(config: ModelConfig) -> np.ndarray:
-    """Rotary inverse frequencies, radians a position: float64 [head_dim / 2].
+    """Return the rotary inverse frequencies, radians a position: float64 [head_dim / 2].
 
     Pair i of a head turns by `position * f[i]`, f[i] = theta ** (-2 i / head_dim), with the llama3
     scaling where the config has it (the rule of transformers' ROPE_INIT_FUNCTIONS["llama3"]).
@@ -157,7 +184,7 @@ def inverse_frequencies(config: ModelConfig) -> np.ndarray:
 
 
 def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Every parameter's internal name and shape, in the order of the forward pass.
+    """Return every parameter's internal name and shape, in the order of the forward pass.
 
     Linear weights are [out, in]; `qkv` stacks the Q, the K and the V heads, `gate_up` the gate and
     the up projection.
@@ -187,15 +214,15 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def num_parameters(config: ModelConfig) -> int:
-    """How many numbers the model has; a tied lm_head counts once."""
+    """Return the number of elements of the model's parameters; a tied lm_head counts once."""
     return sum(math.prod(shape) for shape in parameter_shapes(config).values())
 
 
 def token_ids(value: Any, where: str) -> tuple[int, ...]:
-    """A token id field of a Hugging Face JSON file (absent, one id, or a list) as a tuple.
+    """Return a token id field of a Hugging Face JSON file (absent, one id, or a list) as a tuple.
 
     Raises:
-        UserError: anything else; `where` names the file and key.
+        UserError: Anything else; `where` names the file and key.
     """
     values = [] if value is None else value if isinstance(value, list | tuple) else [value]
     for item in values:
@@ -205,6 +232,7 @@ def token_ids(value: Any, where: str) -> tuple[int, ...]:
 
 
 def _family(config: Mapping[str, Any]) -> tuple[str, Head]:
+    """Return the family and the head that config.json names, by architecture or model_type."""
     supported = ", ".join(f"{name} ({entry[0]})" for name, entry in FAMILIES.items())
     model_type = config.get("model_type")
     architectures = config.get("architectures") or []
@@ -232,6 +260,7 @@ def _family(config: Mapping[str, Any]) -> tuple[str, Head]:
 
 
 def _check_one_label(config: Mapping[str, Any]) -> None:
+    """Raise where a model with a scalar head has another number of labels than one."""
     labels = config.get("id2label")
     count = len(labels) if isinstance(labels, Mapping) else config.get("num_labels", 2)
     if count != 1:
@@ -242,6 +271,7 @@ def _check_one_label(config: Mapping[str, Any]) -> None:
 
 
 def _refuse_unsupported(config: Mapping[str, Any], family: str) -> None:
+    """Raise for an option of config.json that this decoder does not compute."""
     if _flag(config, "use_sliding_window"):
         raise UserError(
             "config.json: use_sliding_window is true, and sliding-window attention is not "
@@ -262,8 +292,10 @@ def _refuse_unsupported(config: Mapping[str, Any], family: str) -> None:
 
 
 def _rope(config: Mapping[str, Any], max_positions: int) -> tuple[float, RopeScaling | None]:
-    """Theta and scaling, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling`
-    (transformers 4). What transformers would prefer when both are there is preferred here."""
+    """Return theta and scaling, from `rope_parameters` (transformers 5) or transformers 4's keys.
+
+    Where both are there, the choice is that of transformers.
+    """
     key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     rope = config.get(key) or {}
     if not isinstance(rope, Mapping):
@@ -297,6 +329,7 @@ def _rope(config: Mapping[str, Any], max_positions: int) -> tuple[float, RopeSca
 
 
 def _head_dim(config: Mapping[str, Any], family: str, hidden_size: int, num_heads: int) -> int:
+    """Return the head size, which has a default of its own in each family."""
     if config.get("head_dim") is None and family == "qwen3":
         head_dim = _QWEN3_HEAD_DIM
     elif config.get("head_dim") is None:
@@ -314,6 +347,7 @@ def _head_dim(config: Mapping[str, Any], family: str, hidden_size: int, num_head
 
 
 def _integer(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    """Return a whole number of at least 1."""
     value = config.get(key)
     if value is None:
         value = default
@@ -325,6 +359,7 @@ def _integer(config: Mapping[str, Any], key: str, default: int | None = None) ->
 
 
 def _positive(config: Mapping[str, Any], key: str, where: str = "config.json") -> float:
+    """Return a number above 0."""
     value = config.get(key)
     if value is None:
         raise UserError(f"{where}: {key} is missing")
@@ -334,6 +369,7 @@ def _positive(config: Mapping[str, Any], key: str, where: str = "config.json") -
 
 
 def _flag(config: Mapping[str, Any], key: str) -> bool:
+    """Return true or false; false where the key is absent."""
     value = config.get(key)
     if value is not None and not isinstance(value, bool):
         raise UserError(f"config.json: {key} = {value!r}: true or false is expected")

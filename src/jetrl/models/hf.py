@@ -50,16 +50,16 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
-    """The contents of `path`/config.json.
+    """Return the contents of `path`/config.json.
 
     Raises:
-        UserError: no such directory or file, or not a JSON object.
+        UserError: No such directory or file, or not a JSON object.
     """
     return read_object(model_directory(path) / "config.json")
 
 
 def read_generation_config(path: str | Path) -> dict[str, Any]:
-    """The contents of `path`/generation_config.json; empty when there is none."""
+    """Return the contents of `path`/generation_config.json; empty when there is none."""
     file = model_directory(path) / "generation_config.json"
     return read_object(file) if file.exists() else {}
 
@@ -69,28 +69,33 @@ def eos_token_ids(
     generation_config: Mapping[str, Any],
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> tuple[int, ...]:
-    """The ids that end a text: those of generation_config.json, any more of config.json, and the
-    tokenizer's own, which ends the worked answers of supervised training."""
+    """Return the ids that end a text.
+
+    Args:
+        config: The model's config, with the ids of config.json.
+        generation_config: The contents of generation_config.json, whose ids come first.
+        tokenizer: The tokenizer, whose own end token ends worked answers of supervised training.
+    """
     ids = token_ids(generation_config.get("eos_token_id"), "generation_config.json: eos_token_id")
     own = None if tokenizer is None else tokenizer.eos_token_id
     return tuple(dict.fromkeys((*ids, *config.eos_token_ids, *([] if own is None else [own]))))
 
 
 def has_tokenizer(path: str | Path) -> bool:
-    """Whether a directory holds tokenizer files."""
+    """Return whether a directory holds tokenizer files."""
     return any((model_directory(path) / name).exists() for name in _TOKENIZER_FILES)
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a local directory.
+    """Return the tokenizer of a local directory.
 
     tokenizer.json describes a tokenizer completely. transformers' AutoTokenizer nevertheless puts a
     class of its own in place of the one a directory declares for some model types (of `qwen2` it
     makes a Qwen2Tokenizer, which splits text in Qwen's way whatever tokenizer.json says); where it
-    does that, tokenizer.json is taken as it is.
+    does that, tokenizer.json alone is read.
 
     Raises:
-        UserError: no such directory, no tokenizer files in it, files that do not load, a tokenizer
+        UserError: No such directory, no tokenizer files there, files that do not load, a tokenizer
             that needs code from the directory, or its settings without its vocabulary.
     """
     directory = model_directory(path)
@@ -106,6 +111,7 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
 
 
 def _load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
+    """Return a directory's tokenizer, of the class that the directory declares."""
     if not has_tokenizer(directory):
         raise UserError(
             f"{directory}: no tokenizer ({', '.join(_TOKENIZER_FILES)}); copy the tokenizer files "
@@ -131,7 +137,8 @@ def _load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
 def open_weights(
     path: str | Path, config: ModelConfig, device: str | torch.device = "cpu"
 ) -> Iterator[Mapping[str, Tensor]]:
-    """The parameters of a model directory under our names (`families.parameter_shapes`), fused.
+    """Yield the parameters of a model directory by our names (`families.parameter_shapes`), fused.
+
     Each is read when it is asked for, straight to the device, and not kept: a model is never whole
     in CPU memory on its way to a GPU.
 
@@ -139,10 +146,15 @@ def open_weights(
     are dequantized to float32 with their `weight_scale_inv` of [ceil(N / 128), ceil(K / 128)]. On
     the CPU a parameter stored as one tensor stays mapped to its file.
 
+    Args:
+        path: The directory.
+        config: The model of the directory's config.json.
+        device: The device that tensors are put on.
+
     Raises:
-        UserError: missing, damaged or unexpected files and tensors, shapes that do not fit
-            config.json, an unsupported quantization; each by name. Of what a tensor holds, when it
-            is read.
+        UserError: Missing, damaged or unexpected files and tensors, shapes that do not fit
+            config.json, an unsupported quantization; each by name. What is wrong with a tensor's
+            contents is raised when the tensor is read.
     """
     directory = model_directory(path)
     _check_quantization(config.raw.get("quantization_config"))
@@ -159,7 +171,7 @@ def open_weights(
 
 
 class _StoredWeights(Mapping[str, Tensor]):
-    """Parameters by our names, read when they are asked for."""
+    """A mapping of parameters by our names, each read when it is asked for."""
 
     def __init__(
         self, reader: _Reader, parts: Mapping[str, Sequence[StoredTensor]], tied: bool
@@ -194,6 +206,7 @@ class _Reader:
         self.used: set[str] = set()
 
     def read(self, part: StoredTensor) -> Tensor:
+        """Return a stored tensor on the device, dequantized if it is FP8."""
         tensor = self._tensor(part.name, part.shape)
         if tensor.dtype == torch.float8_e4m3fn:
             return self._dequantized(part, tensor)
@@ -210,7 +223,7 @@ class _Reader:
         return tensor
 
     def check_tied_head(self, embedding: Tensor) -> None:
-        """A tied checkpoint may repeat the embedding as lm_head, but not contradict it."""
+        """Check that a tied checkpoint's lm_head, if there is one, is the embedding."""
         if "lm_head.weight" not in self.files:
             return
         head = self._tensor("lm_head.weight", tuple(embedding.shape))
@@ -222,7 +235,11 @@ class _Reader:
             )
 
     def check_all_used(self, tied: bool) -> None:
-        """Nothing is there that no parameter needs. tied: the embedding may be there twice."""
+        """Raise for tensors that no parameter needs.
+
+        Args:
+            tied: Whether the embedding may be there twice.
+        """
         used = self.used | ({"lm_head.weight"} if tied else set())
         extra = sorted(
             name for name in set(self.files) - used if not name.endswith(_IGNORED_SUFFIXES)
@@ -235,7 +252,7 @@ class _Reader:
             )
 
     def require(self, part: StoredTensor) -> None:
-        """It is there, as far as the files' lists of contents say."""
+        """Mark a tensor as needed; raise where the files' lists of contents lack it."""
         if part.name in self.files:
             self.used |= {part.name, part.name + SCALE_SUFFIX}
             return
@@ -250,6 +267,7 @@ class _Reader:
         )
 
     def _tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Return a tensor of the files on the device, checked to have the shape."""
         file = self.files[name]
         try:
             found = tuple(self.handles[file].get_slice(name).get_shape())
@@ -264,6 +282,7 @@ class _Reader:
             raise UserError(f"{file}: tensor {name} cannot be read: {error}") from error
 
     def _dequantized(self, part: StoredTensor, codes: Tensor) -> Tensor:
+        """Return FP8 codes times the scales that are stored beside them."""
         name = part.name + SCALE_SUFFIX
         file = self.files[part.name]
         if len(part.shape) != 2 or name not in self.files:
@@ -276,6 +295,7 @@ class _Reader:
 
 
 def _check_quantization(quantization: Any) -> None:
+    """Raise for a quantization_config of config.json that is not block-scaled FP8."""
     if quantization is None:
         return
     where = "config.json: quantization_config"

@@ -1,5 +1,4 @@
-"""The files of a Hugging Face model directory: which there must be, opening them, and putting
-files on the disk.
+"""The files of a Hugging Face model directory: finding, opening and flushing them.
 
 Whatever is missing or damaged is an error that names the file and says what to do.
 """
@@ -24,7 +23,7 @@ _CONTENTS = (
 
 
 def tensor_files(directory: Path) -> dict[str, Path]:
-    """Tensor name -> the file that holds it, from the single file or from the index."""
+    """Return the file that holds each tensor, by the tensor's name; from one file or the index."""
     single = directory / "model.safetensors"
     if single.exists():
         with open_tensors(single) as handle:
@@ -52,6 +51,7 @@ def tensor_files(directory: Path) -> dict[str, Path]:
 
 
 def _refuse_without_weights(directory: Path) -> None:
+    """Raise the error of a directory without safetensors weights of the usual names."""
     other = sorted(file.name for file in directory.glob("*.safetensors"))
     if other:
         raise UserError(
@@ -70,9 +70,9 @@ def _refuse_without_weights(directory: Path) -> None:
 
 
 def open_tensors(file: Path) -> Any:
-    """A safetensors file opened for reading on the CPU and mapped into memory.
+    """Return a safetensors file opened for reading on the CPU and mapped into memory.
 
-    A context manager with `keys`, `get_slice` and `get_tensor`.
+    It is a context manager with `keys`, `get_slice` and `get_tensor`.
     """
     try:
         return safe_open(str(file), framework="pt", device="cpu")
@@ -84,7 +84,7 @@ def open_tensors(file: Path) -> Any:
 
 
 def model_directory(path: str | Path) -> Path:
-    """The path, if it is a directory."""
+    """Return the path, if it is a directory; else raise."""
     directory = Path(path)
     if not directory.is_dir():
         what = "is a file, not a directory" if directory.exists() else "no such directory"
@@ -93,7 +93,7 @@ def model_directory(path: str | Path) -> Path:
 
 
 def read_object(file: Path) -> dict[str, Any]:
-    """The JSON object in a file."""
+    """Return the JSON object in a file."""
     try:
         contents = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -106,14 +106,17 @@ def read_object(file: Path) -> dict[str, Any]:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, without the advice that libraries append."""
+    """Return an error's first line, without the advice that libraries append."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
 
 
 def sync(path: Path) -> None:
-    """Puts the contents of a file, or the names in a directory, on the disk. Some file systems
-    (SMB, 9p, some in user space) cannot flush the latter and say so: names are theirs to keep."""
+    """Put the contents of a file, or the names in a directory, on the disk.
+
+    Some file systems (SMB, 9p, some in user space) cannot flush a directory and say so: names are
+    theirs to keep.
+    """
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

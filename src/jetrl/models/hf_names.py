@@ -1,4 +1,4 @@
-"""Which Hugging Face tensors each of our parameters is made of.
+"""The Hugging Face tensors that each of our parameters is made of.
 
 Our Q, K and V projections are one matrix and so are gate and up: one GEMM each. A checkpoint keeps
 them apart, so a parameter is the concatenation, along dimension 0, of one or more stored tensors:
@@ -39,8 +39,14 @@ _LINEARS = ("qkv", "o", "gate_up", "down")
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """One tensor of a checkpoint: its name there, its shape as the config has it, the decoder layer
-    it belongs to (None outside the layers) and whether it is the weight of a layer's linear."""
+    """A tensor of a checkpoint, which may be a part of one of our parameters.
+
+    Attributes:
+        name: The tensor's name in the checkpoint.
+        shape: The tensor's shape, as the config has it.
+        layer: The decoder layer that the tensor belongs to; None outside the layers.
+        linear_weight: Whether the tensor is the weight of a decoder layer's linear.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -49,15 +55,17 @@ class StoredTensor:
 
     @property
     def num_elements(self) -> int:
+        """The number of the tensor's elements."""
         return math.prod(self.shape)
 
 
 def stored_tensors(config: ModelConfig) -> dict[str, tuple[StoredTensor, ...]]:
-    """For each internal parameter name, its parts in a checkpoint, in stacking order."""
+    """Return the parts of each parameter in a checkpoint, in stacking order, by internal name."""
     return {name: _parts(config, name, shape) for name, shape in parameter_shapes(config).items()}
 
 
 def _parts(config: ModelConfig, name: str, shape: tuple[int, ...]) -> tuple[StoredTensor, ...]:
+    """Return the stored tensors that make one parameter."""
     if name in _WHOLE:
         return (StoredTensor(_WHOLE[name], shape, None, False),)
     _, number, module, kind = name.split(".")

@@ -47,20 +47,29 @@ def save_model(
     scales: Literal["fp32", "pow2"] = "fp32",
     overwrite: bool = False,
 ) -> None:
-    """Write a model directory: config.json, safetensors (with an index when there is more than
-    one), tokenizer and chat template, generation_config.json.
+    """Write a model directory.
 
-    weights: every parameter of the config under our names, any floating dtype and device. dtype: of
-    the tensors written; fp8: see above. bf16_layers: decoder layers whose linears stay BF16 in an
-    FP8 directory. scales: the quantizer's rule for them. max_shard_bytes: a file holds at most this
-    many bytes of tensors, unless one tensor is larger. overwrite: replace a model directory that is
-    already at `path`; it stays as it was until the new one is complete.
+    The directory has config.json, safetensors (with an index when there is more than one), the
+    tokenizer with its chat template, and generation_config.json.
+
+    Args:
+        path: The directory.
+        config: The model's config.
+        weights: Every parameter of the config under our names, any floating dtype and device.
+        dtype: The dtype of the tensors written; fp8 as the module says.
+        tokenizer: The tokenizer to write, or None.
+        generation_config: The contents of generation_config.json, or None.
+        max_shard_bytes: The bytes of tensors in a file at most, unless one tensor is larger.
+        bf16_layers: Decoder layers whose linears stay BF16 in an FP8 directory.
+        scales: The quantizer's rule for the scales of an FP8 directory.
+        overwrite: Replace a model directory that is already at `path`, which stays as it was until
+            the new one is complete.
 
     Raises:
-        UserError: something is at `path` already, nothing can be made there, dimensions FP8 blocks
+        UserError: Something is at `path` already, nothing can be made there, dimensions FP8 blocks
             do not fit.
-        StorageError: the disk is full, or refuses.
-        ValueError: weights that are not the config's parameters, an unknown dtype.
+        StorageError: The disk is full, or refuses.
+        ValueError: Weights that are not the config's parameters, an unknown dtype.
     """
     if dtype not in ("bfloat16", "float32", "fp8"):
         raise ValueError(f"save_model: dtype = {dtype!r}; one of bfloat16, float32, fp8")
@@ -94,7 +103,7 @@ def save_model(
 
 
 class _ShardPlan:
-    """Which tensor goes to which file, decided from shapes alone."""
+    """The file of each tensor of a directory, decided from shapes alone."""
 
     def __init__(
         self,
@@ -126,9 +135,11 @@ class _ShardPlan:
                 row += part.shape[0]
 
     def is_fp8(self, part: StoredTensor) -> bool:
+        """Return whether a tensor is written as FP8 codes and scales."""
         return self.dtype == "fp8" and part.linear_weight and part.layer not in self.bf16_layers
 
     def write(self, directory: Path, weights: Mapping[str, Tensor]) -> None:
+        """Write the safetensors files, and their index when there is more than one."""
         weight_map: dict[str, str] = {}
         for number, shard in enumerate(self.shards, start=1):
             file = "model.safetensors"
@@ -145,7 +156,7 @@ class _ShardPlan:
             _write_json(directory / "model.safetensors.index.json", index)
 
     def config_json(self) -> dict[str, Any]:
-        """config.json as it was read, with these weights' dtype and, for FP8, their layout."""
+        """Return config.json with these weights' dtype and, for FP8, their layout."""
         contents = dict(self.config.raw)
         contents["architectures"] = [self.config.architecture]
         contents["model_type"] = self.config.family
@@ -174,6 +185,7 @@ class _ShardPlan:
         return contents
 
     def _encode(self, part: StoredTensor, rows: Tensor) -> dict[str, Tensor]:
+        """Return the tensors to write, by name, for one part of a parameter."""
         if not self.is_fp8(part):
             # a copy: safetensors refuses tensors that share memory with each other; rounded where
             # the weights are, so that half the bytes travel
@@ -185,6 +197,7 @@ class _ShardPlan:
         }
 
     def _num_bytes(self, part: StoredTensor) -> int:
+        """Return the bytes that a tensor takes in a file."""
         if not self.is_fp8(part):
             return part.num_elements * self.torch_dtype.itemsize
         blocks = [divmod(size, block) for size, block in zip(part.shape, FP8_BLOCK, strict=True)]
@@ -197,8 +210,11 @@ class _ShardPlan:
 
 
 def _save_tokenizer(directory: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Write the tokenizer's files. transformers 5 describes one in words that 4 fails on, and reads
-    4's as well: a class TokenizersBackend, and a list (4 has an object) of extra_special_tokens."""
+    """Write the tokenizer's files as transformers 4 and 5 read them.
+
+    transformers 5 writes a class TokenizersBackend and a list of extra_special_tokens (4 has an
+    object), on which 4 fails; it reads what 4 would have written as well.
+    """
     tokenizer.save_pretrained(str(directory))
     file = directory / "tokenizer_config.json"
     settings = json.loads(file.read_text(encoding="utf-8"))
@@ -212,6 +228,7 @@ def _save_tokenizer(directory: Path, tokenizer: PreTrainedTokenizerBase) -> None
 
 
 def _check_weights(config: ModelConfig, weights: Mapping[str, Tensor]) -> None:
+    """Raise where weights are not the config's parameters, by name and shape."""
     shapes = {
         name: (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
         for name, parts in stored_tensors(config).items()
@@ -227,6 +244,7 @@ def _check_weights(config: ModelConfig, weights: Mapping[str, Tensor]) -> None:
 
 
 def _check_target(target: Path, overwrite: bool) -> None:
+    """Raise where something is in the way of the directory."""
     if not target.exists() or (target.is_dir() and not any(target.iterdir())):
         return
     if not target.is_dir():
@@ -241,8 +259,10 @@ def _check_target(target: Path, overwrite: bool) -> None:
 
 
 def _publish(scratch: Path, target: Path) -> None:
-    """Move the finished directory into place; the one before it goes only after that. All that may
-    read a new file may read these: safetensors makes its own for their owner alone."""
+    """Move the finished directory into place; an earlier one goes only after that.
+
+    Whoever may read a new file may read these: safetensors makes its files for their owner alone.
+    """
     scratch.chmod(0o777 & ~_umask())
     for file in scratch.rglob("*"):  # several chat templates are in a folder
         file.chmod((0o777 if file.is_dir() else 0o666) & ~_umask())
@@ -266,6 +286,7 @@ def _publish(scratch: Path, target: Path) -> None:
 
 
 def _umask() -> int:
+    """Return the process's umask, which can only be read by setting it."""
     mask = os.umask(0)
     os.umask(mask)
     return mask

@@ -52,7 +52,7 @@ from jetrl.precision.plan import PrecisionPlan, Side
 
 @dataclass(frozen=True)
 class _Fixed:
-    """What a fused function needs beside the tensors that get gradients.
+    """The arguments of a fused function that get no gradients.
 
     Attributes:
         eps: The norm's epsilon.
@@ -82,14 +82,23 @@ class _Fixed:
 
     @property
     def fp8(self) -> bool:
-        """Whether the linear layers multiply codes."""
+        """True where the linear layers multiply codes."""
         return isinstance(self.weights[0], FP8Weight)
 
 
 def norm_linear_hopper(
     x: Tensor, delta: Tensor | None, norm: RMSNorm, linear: Linear, side: Side, trace: Trace | None
 ) -> tuple[Tensor, Tensor]:
-    """Return what `models.layer.norm_linear` returns, of bfloat16 x and delta, differentiable."""
+    """Return x + delta [T, D] and linear(norm(x + delta)) [T, N], as `models.layer.norm_linear`.
+
+    Args:
+        x: The residual stream, bfloat16 [T, D].
+        delta: What is added to the stream first, bfloat16 [T, D] or None.
+        norm: The norm in front of the linear layer.
+        linear: The layer, of N output features.
+        side: The side of the flow that calls.
+        trace: A function that sees the norm's output, or None.
+    """
     fixed = _Fixed.of(norm, (linear,), side, trace)
     total, y = _NormLinear.apply(x, delta, norm.weight, linear.weight, fixed)
     return total, linear.add_to(y)
@@ -104,7 +113,17 @@ def norm_mlp_hopper(
     side: Side,
     trace: Trace | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return what `models.layer.norm_mlp` returns, of bfloat16 x and delta, differentiable."""
+    """Return x + delta and down(swiglu(gate_up(norm(x + delta)))), as `models.layer.norm_mlp`.
+
+    Args:
+        x: The residual stream, bfloat16 [T, D].
+        delta: What is added to the stream first, bfloat16 [T, D].
+        norm: The norm in front of the layers.
+        gate_up: The layer that makes the gate and, behind it, the values that are gated.
+        down: The layer back to D features.
+        side: The side of the flow that calls.
+        trace: A function that sees the output of each operation but the last, or None.
+    """
     assert gate_up.bias is None, "SwiGLU reads the product of gate_up alone"
     fixed = _Fixed.of(norm, (gate_up, down), side, trace)
     total, y = _NormMLP.apply(x, delta, norm.weight, gate_up.weight, down.weight, fixed)
@@ -112,7 +131,13 @@ def norm_mlp_hopper(
 
 
 def add_norm_hopper(x: Tensor, delta: Tensor, norm: RMSNorm) -> Tensor:
-    """Return norm(x + delta) of bfloat16 [T, D], differentiable."""
+    """Return norm(x + delta), differentiable.
+
+    Args:
+        x: The residual stream, bfloat16 [T, D].
+        delta: What the last layer adds to the stream, bfloat16 [T, D].
+        norm: The final norm.
+    """
     y: Tensor = _AddNorm.apply(x, delta, norm.weight, norm.rounded, norm.eps)
     return y
 

@@ -66,7 +66,7 @@ class Model:
 
     @property
     def frozen(self) -> bool:
-        """Whether the model has no master weights, and is for forwards of the training side."""
+        """True of a model without master weights, for forwards of the training side alone."""
         return self.weights.frozen
 
     @classmethod

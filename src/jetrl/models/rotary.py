@@ -1,4 +1,4 @@
-"""How one layer makes rotated queries and keys from its qkv.
+"""Rotated queries and keys from a layer's qkv.
 
 Legend: T tokens, H query heads, G key-value heads, D head size.
 """
@@ -17,7 +17,7 @@ from jetrl.models.trace import Trace, tell
 
 @dataclass(frozen=True)
 class Rotary:
-    """What one layer's queries and keys need beside qkv: positions, the rotation and QK norms.
+    """The positions, rotation and norms by which one layer makes queries and keys from qkv.
 
     On a GPU all tensors are the caller's and are read in place: a captured forward follows what is
     written into them.

@@ -141,14 +141,8 @@ def check_same_tokenizer(
         )
     ours, theirs = policy.get_vocab(), other.get_vocab()
     if ours != theirs:
-        odd = min(
-            (
-                token
-                for token in ours.keys() | theirs.keys()
-                if ours.get(token) != theirs.get(token)
-            ),
-            key=lambda token: (ours.get(token, theirs.get(token, 0)), token),
-        )
+        different = dict(ours.items() ^ theirs.items())
+        odd = min(different, key=lambda token: (ours.get(token, theirs.get(token, 0)), token))
         raise UserError(
             f"{where}: its tokenizer is not the policy's: token {odd!r} is "
             f"{ours.get(odd, 'not there')} in the policy's and {theirs.get(odd, 'not there')} in "

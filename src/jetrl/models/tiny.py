@@ -32,8 +32,16 @@ _DEFAULT_STD = 0.02
 def random_weights(
     config: ModelConfig, seed: int, device: str | torch.device = "cpu"
 ) -> dict[str, Tensor]:
-    """Every parameter under our names, float32, by the rule above. A seed gives the same weights on
-    every CPU, and others on a GPU, where 8B parameters take a second instead of minutes."""
+    """Return every parameter under our names, float32, by the module's rule.
+
+    A seed gives the same weights on every CPU, and others on a GPU, where 8B parameters take a
+    second instead of minutes.
+
+    Args:
+        config: The model's config.
+        seed: The seed of the generator.
+        device: The device on which the weights are made.
+    """
     generator = torch.Generator(device).manual_seed(seed)
     std = config.raw.get("initializer_range", _DEFAULT_STD)
     if isinstance(std, bool) or not isinstance(std, int | float) or not std > 0:
@@ -77,16 +85,36 @@ def make_tiny(
 ) -> Path:
     """Write a complete model directory with random weights; transformers and jetrl both load it.
 
-    Sizes are those of config.json. vocab_size: rows of the embedding, and for 'bpe' also the tokens
-    to train for; default: as many as the tokenizer has ('bpe': 4096). tokenizer: 'characters' (one
-    token for each of `alphabet`) or 'bpe' (trained on text_files, with a chat template). seed: of
-    the weights. A llama has the scaled rotary frequencies of Llama 3.1.
+    Sizes are those of config.json. A llama has the scaled rotary frequencies of Llama 3.1.
+
+    Args:
+        out: The directory.
+        family: A key of `FAMILIES`.
+        hidden_size: Elements of the residual stream.
+        num_layers: Decoder layers.
+        num_heads: Query heads.
+        num_kv_heads: Key-value heads.
+        head_dim: Elements of a head.
+        intermediate_size: Elements between the products of the feed-forward block.
+        vocab_size: Rows of the embedding, and for 'bpe' the tokens to train for as well; default:
+            as many as the tokenizer has ('bpe': 4096).
+        tokenizer: 'characters' (one token for each of `alphabet`) or 'bpe' (trained on text_files,
+            with a chat template).
+        text_files: The files that a BPE tokenizer is trained on.
+        seed: The seed of the weights.
+        alphabet: The characters that are tokens of a 'characters' tokenizer.
+        tie_word_embeddings: Whether lm_head is the embedding.
+        max_position_embeddings: The context, in tokens.
+        rope_theta: The base of the rotary frequencies.
+        initializer_range: The standard deviation of the weights.
+        dtype: The dtype of the tensors written.
+        overwrite: Replace a model directory that is there.
 
     Returns:
         The directory, `out`.
 
     Raises:
-        UserError: an unknown family, sizes that do not fit, files that do not read, `out` in use.
+        UserError: An unknown family, sizes that do not fit, files that do not read, `out` in use.
     """
     if family not in FAMILIES:
         raise UserError(f"family {family!r}: one of {', '.join(FAMILIES)}")
@@ -134,6 +162,7 @@ def make_tiny(
 def _make_tokenizer(
     kind: str, alphabet: str, text_files: Sequence[str | Path], vocab_size: int | None
 ) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of a new model directory."""
     if kind == "bpe":
         return train_bpe_tokenizer(text_files, vocab_size or 4096)
     if kind != "characters":

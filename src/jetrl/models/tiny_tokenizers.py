@@ -24,13 +24,13 @@ _CHATML = (
 
 
 def character_tokenizer(alphabet: str = PRINTABLE) -> PreTrainedTokenizerFast:
-    """One token a character: <pad> is 0, <eos> is 1, then the alphabet in its order.
+    """Return a tokenizer of one token a character: <pad> is 0, <eos> is 1, then the alphabet.
 
     A character outside the alphabet has no token and is an error, never an unknown token that a
     model would be trained on. Decoding joins characters without spaces.
 
     Raises:
-        UserError: an empty alphabet or one that repeats a character.
+        UserError: An empty alphabet or one that repeats a character.
     """
     repeated = sorted({character for character in alphabet if alphabet.count(character) > 1})
     if not alphabet or repeated:
@@ -50,15 +50,17 @@ def character_tokenizer(alphabet: str = PRINTABLE) -> PreTrainedTokenizerFast:
 
 
 def train_bpe_tokenizer(text_files: Sequence[str | Path], vocab_size: int) -> Qwen2Tokenizer:
-    """A tokenizer of Qwen's kind, byte-level BPE with digits one token each, trained on files.
+    """Return a tokenizer of Qwen's kind, trained on files: byte-level BPE, each digit one token.
 
     Any text encodes (all 256 bytes are tokens) and decodes to itself in Unicode's NFC form.
-    <|endoftext|> (0) pads, <|im_end|> (2) ends a turn, and the chat template is ChatML. text_files:
-    `.jsonl` files, of which every string value is read, or plain text. vocab_size: at most this
-    many tokens; fewer if the text has fewer pairs to merge.
+    <|endoftext|> (0) pads, <|im_end|> (2) ends a turn, and the chat template is ChatML.
+
+    Args:
+        text_files: `.jsonl` files, of which every string value is read, or plain text.
+        vocab_size: The number of tokens at most; fewer if the text has fewer pairs to merge.
 
     Raises:
-        UserError: no files, a file that does not read (with the line), text without content, a
+        UserError: No files, a file that does not read (with the line), text without content, a
             vocabulary too small for the bytes.
     """
     special = [_BPE_PAD, _BPE_START, _BPE_END]
@@ -91,12 +93,11 @@ def train_bpe_tokenizer(text_files: Sequence[str | Path], vocab_size: int) -> Qw
 
 
 def read_texts(file: str | Path) -> list[str]:
-    """The texts of a `.jsonl` file (every string in every record, at any depth) or of a text file
-    (all of it as one text).
+    """Return the texts of a file: every string in every record of `.jsonl`, else all as one text.
 
     Raises:
-        UserError: a file that does not open or is not UTF-8, a line that is not JSON, no text at
-        all.
+        UserError: A file that does not open or is not UTF-8, a line that is not JSON, no text at
+            all.
     """
     file = Path(file)
     try:
@@ -113,6 +114,7 @@ def read_texts(file: str | Path) -> list[str]:
 
 
 def _strings_of_lines(file: Path, contents: str) -> Iterator[str]:
+    """Yield the strings of a `.jsonl` file's records."""
     for number, line in enumerate(contents.split("\n"), start=1):
         if not line.strip():
             continue
@@ -132,6 +134,7 @@ def _strings_of_lines(file: Path, contents: str) -> Iterator[str]:
 
 
 def _strings(value: Any) -> Iterator[str]:
+    """Yield the strings in a JSON value, at any depth."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict | list):

@@ -1,4 +1,4 @@
-"""The weights of a model: FP32 master weights, and the quantized weights that are made of them.
+"""The weights of a model: FP32 master weights, and quantized weights made from those.
 
 The optimizer changes master weights. `requantize` rounds them into the quantized weights, which
 every GEMM and norm of both sides reads, and which keep their addresses for as long as the model
@@ -62,6 +62,7 @@ class Weights:
         self._addresses: dict[str, list[int]] = {}
 
     def _parameter(self, tensor: Tensor) -> nn.Parameter:
+        """Return a tensor as a master weight on the device."""
         wide = tensor.to(self.device, torch.float32)
         return nn.Parameter(wide, requires_grad=not self.frozen)
 
@@ -105,7 +106,7 @@ class Weights:
         return RMSNorm(self.quantized(name, self.master(f"{name}.weight"), formats), eps)
 
     def check_complete(self) -> None:
-        """Check, once all layers are made, that each master weight is read by one of them."""
+        """Check that some layer reads each master weight, once all layers are made."""
         unread = sorted(set(self._tensors or self.masters) - self._asked_for)
         assert not unread, f"no layer reads these weights, nor quantizes them: {', '.join(unread)}"
         self._tensors = {}
@@ -132,11 +133,12 @@ class Weights:
         return {layer: scales for layer, weight in weights for scales in weight.fp8_scales()}
 
     def move(self, moved: Callable[[Tensor], Tensor]) -> None:
-        """Replace the tensors of all quantized weights by what `moved` makes of them."""
+        """Replace each tensor of a quantized weight by the result of `moved` for that tensor."""
         assert self.frozen, "weights that are trained stay where they are"
         for weight in self._quantized.values():
             weight.move(moved)
 
 
 def _addresses(weight: QuantizedWeight) -> list[int]:
+    """Return the address of each tensor of a quantized weight."""
     return [tensor.data_ptr() for tensor in weight.tensors()]

@@ -169,13 +169,13 @@ def dgrad(dy: OutputGradient, weight: Operand) -> Tensor:
 
 
 def wgrad(dy: OutputGradient, x: GEMMInput, master: Tensor, gradients: Gradients) -> Tensor | None:
-    """Add dW = dY^T @ X to the gradient of the master weight, and return autograd's part of it.
+    """Add dW = dY^T @ X to the gradient of the master weight, and return what autograd is handed.
 
     Args:
         dy: The gradient of the output.
         x: X [T, K] in 128 x 128 groups beside an FP8 weight, BF16 values beside another.
         master: The master weight [N, K].
-        gradients: The sink, whose methods say what autograd's part is.
+        gradients: The sink, whose methods say when autograd is handed more than None.
     """
     if isinstance(dy.tokens, QTensor):
         assert isinstance(x, QTensor), "codes of dY multiply codes of X"

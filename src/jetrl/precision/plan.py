@@ -80,7 +80,7 @@ class PrecisionPlan:
 
     @property
     def exact(self) -> bool:
-        """Whether sampler and trainer promise equal bits."""
+        """True where sampler and trainer promise equal bits."""
         return is_exact(self.rollout_linear, self.train_linear)
 
     def linear_format(self, side: Side, layer: int, num_layers: int) -> Format:

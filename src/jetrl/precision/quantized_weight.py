@@ -50,10 +50,10 @@ Operand = FP8Weight | Tensor
 
 
 class QuantizedWeight:
-    """One master weight and its roundings to the formats that the two sides read.
+    """A master weight together with its roundings to the formats that the two sides read.
 
     Args:
-        name: The layer that reads them, for messages.
+        name: The layer that reads the roundings, for messages.
         master: The FP32 master weight, [N, K] for a linear layer or [D] for a norm.
         formats: The format that each side reads.
         scales: The rule for the scales of FP8 codes.
