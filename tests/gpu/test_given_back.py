@@ -12,7 +12,6 @@ from jetrl import Policy, RolloutEngine, SamplingParams
 from jetrl.memory.device import beside_tensors
 from jetrl.parity import random_prompts
 from jetrl.precision import PrecisionPlan
-from jetrl.precision.hopper import hopper
 from jetrl.settings.loading import Settings
 from jetrl.training import Trainer
 from jetrl.types import Completion
@@ -31,7 +30,9 @@ def make_policy(**options: Any) -> Policy:
 @pytest.fixture(scope="module")
 def mapped() -> Any:
     """The class, of a module that only a GPU's installation can import."""
-    return hopper("rollout.mapped_memory").MappedMemory
+    from jetrl.rollout.mapped_memory import MappedMemory
+
+    return MappedMemory
 
 
 def outcome(completions: list[Completion]) -> list[Any]:

@@ -4,15 +4,3 @@ The reference says what is right; on a CUDA tensor it hands over to the kernel o
 signature, imported on first use, since a CPU install has no Triton. There is no third way: a device
 is the CPU or a Hopper card, or it is refused at start.
 """
-
-from __future__ import annotations
-
-import functools
-import importlib
-from typing import Any
-
-
-@functools.cache
-def hopper(module: str) -> Any:
-    """The module `jetrl.<module>` with an operation's Hopper form."""
-    return importlib.import_module(f"jetrl.{module}")
