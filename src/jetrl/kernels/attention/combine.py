@@ -1,4 +1,4 @@
-"""The second kernel of decode: it folds the splits of long contexts, as `attention_core` says.
+"""The second kernel of decode: it folds the splits of long contexts, as `attention.core` says.
 
 A program for each head of each sequence. A context of one split was finished by the first kernel.
 """
@@ -35,20 +35,44 @@ def combine_kernel(
     FLOOR: gl.constexpr,
     POW2: gl.constexpr,
 ):
-    """Fold the splits of one (head, sequence) in order, CHUNK of them loaded at a time."""
+    """Fold the splits of one head of one sequence in order, by one warp.
+
+    Args:
+        part_ptr: float32 [B, max_splits, H, D], the splits' accumulators.
+        state_ptr: float32 [B, max_splits, H, 2], the splits' maxima and sums.
+        lengths_ptr: int32 [B], keys of each context.
+        o_ptr: bfloat16 or, with QUANTIZE, FP8 [B, H, D], written.
+        scales_ptr: float32 [H, scale_stride], written with QUANTIZE.
+        scale_stride: from one head's line of scales to the next.
+        max_splits: splits that the decode kernel was launched for.
+        H: query heads.
+        D: channels of a head.
+        SPLIT_LENGTH: keys of a split.
+        SCALED: whether keys and values are FP8 codes with scales.
+        CHUNK: splits loaded at a time.
+        QUANTIZE: whether the output is a row of 1 x 128 groups.
+        MAXIMUM: largest value of the codes' format.
+        FLOOR: smallest maximum that a group counts with.
+        POW2: whether scales are rounded up to a power of two.
+    """
+    # Neighbouring channels in a lane: 16 bytes of a float32 row with head_dim 128.
     layout: gl.constexpr = gl.BlockedLayout([D // 32], [32], [1], [0])
     head = gl.program_id(0)
     seq = gl.program_id(1)
     gluon_wait_for_previous()
     gluon_let_next_start()
     num_splits = (gl.load(lengths_ptr + seq) + SPLIT_LENGTH - 1) // SPLIT_LENGTH
+    # Decode finished the contexts of one split, and those too long for its launch (as NaN).
     if (num_splits > 1) & (num_splits <= max_splits):
+        # Every lane keeps the row's maximum and sum, which saves handing the weights round.
         d = gl.arange(0, D, layout)
         zero = gl.zeros([D], gl.int32, layout)
         big_m = gl.full([D], float("-inf"), gl.float32, layout)
         big_total = gl.zeros([D], gl.float32, layout)
         out = gl.zeros([D], gl.float32, layout)
         for start in range(0, num_splits, CHUNK):
+            # All loads of a chunk before the first fold: a fold waits for the one before it, and
+            # the latency of memory would add to each.
             accs = ()
             ms = ()
             totals = ()
@@ -63,6 +87,8 @@ def combine_kernel(
                 # Splits past the last are empty states: folding them changes nothing.
                 big_m, big_total, u, w = fold_weights(big_m, big_total, ms[i], totals[i])
                 out = gl.fma(accs[i], w, out * u)
+        # Rounded to BF16 before the codes are made, as the quantizer would read the row; the group
+        # of 128 is the head (QUANTIZE is set with head_dim 128 only).
         o = normalize(out, inverse(big_total), SCALED).to(gl.bfloat16).to(gl.float32)
         if QUANTIZE:
             amax = gl.zeros([D], gl.float32, layout) + tile.largest(o, 0)

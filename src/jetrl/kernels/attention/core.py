@@ -51,6 +51,8 @@ from triton.experimental.gluon import language as gl
 
 from jetrl.kernels.attention.layout import BLOCK_KEYS
 
+# A split is a warp's work in decode: 512 keys would give long contexts more warps, but cost the
+# forward an eighth of its speed (docs/notes-attention.md).
 SPLIT_KEYS = 1024
 SPLIT_BLOCKS = SPLIT_KEYS // BLOCK_KEYS
 
@@ -58,6 +60,8 @@ SPLIT_BLOCKS = SPLIT_KEYS // BLOCK_KEYS
 # below 2**-20 whatever the magnitude of an entry.
 QUERY_PRESCALE = 2.0**-5
 
+# Weights are scaled by 2**15, the largest power of two in FP16, and the output back: small weights
+# keep their bits. The sum's factor c_j has the same 2**-15, so that the sum itself is not scaled.
 _SHIFT = gl.constexpr(15.0)
 _UNSHIFT = gl.constexpr(2.0**-15)
 _LN_2 = gl.constexpr(0.6931471805599453)
@@ -65,20 +69,28 @@ _PRESCALE = gl.constexpr(QUERY_PRESCALE)
 
 
 def score_scale(head_dim: int, scaled: bool) -> float:
-    """What turns a raw score (without the key's own scale) into a base-2 logit."""
+    """Return the factor of raw scores, without the key's own scale, that gives base-2 logits.
+
+    Args:
+        head_dim: channels of a head.
+        scaled: whether keys are FP8 codes, whose queries are prescaled.
+    """
     scale = math.log2(math.e) / math.sqrt(head_dim)
     return scale / QUERY_PRESCALE if scaled else scale
 
 
 @gluon.jit
 def channel_of_slot(slot):
-    """Channel held by slot `slot` of the permuted head_dim used with FP8 keys.
+    """Return the channel in slot `slot` of the permuted head_dim that is used with FP8 keys.
 
     A thread of the decode kernel reads 4 neighbouring FP8 codes as one word and widens them to two
     FP16 pairs. That lands channels in another one of the two instructions of 16 than FP16 keys read
     in order would. So keys that are widened before the kernel (prefill, training) are stored in
     this order, and their queries too: `slots_of_channels`.
     """
+    # Of each 32 channels, slot 16 i + 8 h + 2 t + b has channel 16 h + 4 t + 2 i + b: i is the
+    # instruction, t the thread, h and b say which of its four operands, and the word of the thread
+    # is channels 16 h + 4 t to + 3.
     word = (slot // 32) * 32
     return (
         word + ((slot >> 3) & 1) * 16 + ((slot >> 1) & 3) * 4 + ((slot >> 4) & 1) * 2 + (slot & 1)
@@ -87,20 +99,26 @@ def channel_of_slot(slot):
 
 @gluon.jit
 def slots_of_channels(q):
-    """Rows [M, D] with columns in the order of `channel_of_slot`: renames registers."""
+    """Return q [M, D] with columns in the order of `channel_of_slot`, by renaming registers."""
     parts = q.reshape([q.shape[0], q.shape[1] // 32, 8, 2, 2]).permute((0, 1, 3, 2, 4))
     return parts.reshape([q.shape[0], q.shape[1]])
 
 
 @gluon.jit
 def key_factors(k_scale, v_scale, SCORE_SCALE: gl.constexpr):
-    """(a, b, c) of the module's formula for keys with these scales."""
+    """Return the factors a, b, c of the module's formula for keys with these scales.
+
+    Args:
+        k_scale: float32 [...], the keys' scales.
+        v_scale: float32 [...], the values' scales.
+        SCORE_SCALE: `score_scale`.
+    """
     return k_scale * SCORE_SCALE, gl.log2(v_scale), _UNSHIFT / v_scale
 
 
 @gluon.jit
 def query_codes(q, SCALED: gl.constexpr):
-    """The 16-bit query operand: FP16 of the prescaled query with FP8 keys, else BF16 as it is."""
+    """Return the 16-bit operand of BF16 queries: FP16, prescaled, for FP8 keys, else themselves."""
     if SCALED:
         q = (q.to(gl.float32) * _PRESCALE).to(gl.float16)
     return q
@@ -108,7 +126,7 @@ def query_codes(q, SCALED: gl.constexpr):
 
 @gluon.jit
 def _halves(x, axis: gl.constexpr):
-    """x [A, B] in two along an axis; names registers, moves nothing."""
+    """Return the two halves of x [A, B] along an axis; the values stay in their registers."""
     if axis == 0:
         x = x.reshape([2, x.shape[0] // 2, x.shape[1]]).permute((1, 2, 0))
     else:
@@ -118,16 +136,21 @@ def _halves(x, axis: gl.constexpr):
 
 @gluon.jit
 def _quarters(x, axis: gl.constexpr):
-    """Along an axis of 64: what the others hold of j is j + 16, j + 32, j + 48."""
+    """Return the quarters of x along an axis of 64: in place j are j, j + 16, j + 32, j + 48."""
     low, high = _halves(x, axis)
     return _halves(low, axis) + _halves(high, axis)
 
 
 @gluon.jit
 def _sum_down(t):
-    """The sums of t's 16 rows in the order in which a sum along 16 columns adds: thread i has
-    columns 2i, 2i + 1, 2i + 8, 2i + 9 there, one after the other, then threads i and i + 2, then
-    both pairs. Here these are rows of two threads, and zeros stand in for the other's."""
+    """Return the sums of t's 16 rows, in the order in which the forward sums 16 columns.
+
+    There, thread i of four adds columns 2i, 2i + 1, 2i + 8, 2i + 9, one after the other; then
+    threads i and i + 2 meet, then both pairs. In the turned layout of decode a thread has rows j
+    and j + 8 instead, so rows 2i and 2i + 1 are two threads'.
+    """
+    # Rows 2i + (0 or 1) along axis 1, so that each of the three steps below adds one row to the
+    # running sum; where a step wants one of two neighbours, a zero stands for the other.
     low, high = _halves(t, 0)  # rows j and j + 8 of a thread
     low = low.reshape([4, 2, t.shape[1]])
     high = high.reshape([4, 2, t.shape[1]])
@@ -137,12 +160,13 @@ def _sum_down(t):
     total = gl.sum(low, axis=1)
     total = total + gl.sum(gl.where(odd, 0.0, high), axis=1)
     total = total + gl.sum(gl.where(odd, high, 0.0), axis=1)
+    # The four sums meet as the four threads do: i and i + 2 first.
     return gl.sum(total, axis=0)
 
 
 @gluon.jit
 def _factor(factors, i: gl.constexpr, s, KEYS: gl.constexpr):
-    """Line i of shared memory [., N], broadcast to the scores s."""
+    """Return line i of shared memory [., N], of one number a key, in a shape that fits scores s."""
     mma: gl.constexpr = s.type.layout
     if KEYS == 0:
         return factors.index(i).load(gl.SliceLayout(1, mma))[:, None]
@@ -152,7 +176,10 @@ def _factor(factors, i: gl.constexpr, s, KEYS: gl.constexpr):
 
 @gluon.jit
 def _raise_maximum(m, top):
-    """The larger one m', what is subtracted for it (0 where no key was seen), and exp2(m - m')."""
+    """Return the new maximum m', the number to subtract for it and the decay exp2(m - m').
+
+    A row that has seen no key has m' = -inf and subtracts 0: -inf - -inf would be NaN.
+    """
     new_m = gl.maximum(m, top)
     safe = gl.where(new_m == float("-inf"), 0.0, new_m)
     return new_m, safe, gl.exp2(m - safe)
@@ -163,23 +190,38 @@ def softmax_block(
     s, factors, m, total, position, first_key,
     MASKED: gl.constexpr, SCALED: gl.constexpr, SCORE_SCALE: gl.constexpr, KEYS: gl.constexpr,
 ):  # fmt: skip
-    """One block's softmax: raw scores, m and sum -> (weights e, m, sum, decay).
+    """Return one block's softmax weights e, the new maximum and sum, and the old rows' decay.
 
-    The caller multiplies its rows of acc by decay before it adds e @ v. Scores and e are [M, N],
-    keys along axis KEYS = 1, or turned [N, M], KEYS = 0, with the same bits. `factors` is shared
-    memory with lines a, b, c [N] (unused without scales). `position` [M] is the last visible key of
-    each query; it is looked at only when MASKED.
+    The caller multiplies its rows of acc by the decay before it adds e @ v. Scores and weights are
+    [M, N], keys along axis KEYS = 1, or turned [N, M], KEYS = 0, with the same bits.
+
+    Args:
+        s: float32, the raw scores, in a tensor core's accumulator layout.
+        factors: float32 [., N] in shared memory, lines a, b, c; not read without scales.
+        m: float32 [M], the maximum so far.
+        total: float32 [M], the sum so far.
+        position: int32 [M], the last visible key of each query; read only with MASKED.
+        first_key: position of the block's first key; used only with MASKED.
+        MASKED: whether some query sees the block in part.
+        SCALED: whether keys and values are FP8 codes with scales.
+        SCORE_SCALE: `score_scale`.
+        KEYS: the axis of the keys.
     """
+    # Scores to base-2 logits x. Without scales this waits for the exponent, where it costs nothing:
+    # one positive factor for all keys changes no comparison.
     if SCALED:
         s = gl.fma(s, _factor(factors, 0, s, KEYS), _factor(factors, 1, s, KEYS))
     if MASKED:
         line: gl.constexpr = gl.SliceLayout(1 - KEYS, s.type.layout)
         key = gl.expand_dims(first_key + gl.arange(0, s.shape[KEYS], line), 1 - KEYS)
         s = gl.where(key <= gl.expand_dims(position, KEYS), s, float("-inf"))
+    # The new maximum; what the row had before is worth `decay` of itself from now on.
     top = gl.max(s, axis=KEYS)
     if not SCALED:
         top *= SCORE_SCALE
     new_m, safe, decay = _raise_maximum(m, top)
+    # Weights, and their sum down to 16 partial sums: quarters are 16 keys apart in one thread, in
+    # both layouts, so these steps move nothing.
     if SCALED:
         e = gl.exp2(s - gl.expand_dims(safe - _SHIFT, KEYS))
         c = _factor(factors, 2, s, KEYS).broadcast_to(e.shape)
@@ -190,20 +232,39 @@ def softmax_block(
         e = gl.exp2(gl.fma(s, SCORE_SCALE, gl.expand_dims(0.0 - safe, KEYS)))
         e0, e1, e2, e3 = _quarters(e, KEYS)
         t = e3 + (e2 + (e1 + e0))
+    # The tree over 16 keys crosses threads, in an order that both layouts share.
     part = _sum_down(t) if KEYS == 0 else gl.sum(t, axis=1)
     return e, new_m, gl.fma(total, decay, gl.convert_layout(part, m.type.layout)), decay
 
 
 @gluon.jit
 def value_weights(e, acc, dtype: gl.constexpr):
-    """The 16-bit weights as the left operand of what is added to acc: moves nothing."""
+    """Return weights in 16 bits as the left operand of the product that is added to acc.
+
+    An accumulator's registers are those of a left operand, so nothing moves.
+
+    Args:
+        e: float32 [M, N], the weights.
+        acc: float32 [M, D], the accumulator.
+        dtype: of the values.
+    """
     layout: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
     return gl.convert_layout(e.to(dtype), layout, assert_trivial=True)
 
 
 @gluon.jit
 def fold_weights(big_m, big_total, m, total):
-    """Fold a split's (m, sum) into (M, L): returns (M', L', u, w)."""
+    """Fold a split's maximum and sum into those of the splits before it.
+
+    Args:
+        big_m: float32 [...], M of the module's formula.
+        big_total: float32 [...], L.
+        m: float32 [...], the split's maximum.
+        total: float32 [...], the split's sum.
+
+    Returns:
+        The new M and L, then the weights u of the old output and w of the split's.
+    """
     new_m, safe, u = _raise_maximum(big_m, m)
     w = gl.exp2(m - safe)
     return new_m, gl.fma(total, w, big_total * u), u, w
@@ -211,13 +272,19 @@ def fold_weights(big_m, big_total, m, total):
 
 @gluon.jit
 def inverse(total):
-    """1 / L, and 0 for a row without keys (a padding row)."""
+    """Return 1 / total, and 0 for a row without keys (a padding row)."""
     return gl.where(total == 0.0, 0.0, 1.0 / total)
 
 
 @gluon.jit
 def normalize(acc, inv, SCALED: gl.constexpr):
-    """The output rows from O and 1 / L broadcast to its shape."""
+    """Return output rows from accumulated ones.
+
+    Args:
+        acc: float32, the accumulated rows O.
+        inv: float32, 1 / L, of a shape that fits acc.
+        SCALED: whether the weights were scaled by 2**15.
+    """
     if SCALED:
         acc = acc * _UNSHIFT
     return acc * inv
@@ -225,5 +292,5 @@ def normalize(acc, inv, SCALED: gl.constexpr):
 
 @gluon.jit
 def log_sum_exp(m, total):
-    """Natural log-sum-exp of the scaled scores."""
+    """Return the natural log-sum-exp of the scaled scores from maxima and sums."""
     return (m + gl.log2(total)) * _LN_2

@@ -2,11 +2,11 @@
 
 Memory-bound: a token's FP8 key and value are read once, 2 * (D + 4) bytes for each key-value head.
 One warp owns (sequence, key-value head, split): the pages of the split stream through shared
-memory, and each page is one block of `attention_core`. Several such warps share a multiprocessor,
+memory, and each page is one block of `attention.core`. Several such warps share a multiprocessor,
 so that there are always loads in flight: two pages of each, one of them multiplied. In a captured
 graph the first pages are asked for while the kernel in front, which writes the newest key and
 value, still runs (`launch_hopper`). A second kernel folds the splits of long contexts in order
-(`attention_combine`).
+(`attention.combine`).
 
 Everything is turned: scores are [keys, queries] = K Q^T and outputs [channels, queries] = V^T E, so
 the query heads of a group are the 8 columns of a tensor-core instruction (16 for larger groups) and
@@ -77,11 +77,29 @@ def _load_page(
     tile_layout: gl.constexpr,
     key_layout: gl.constexpr,
 ):
-    """Start copying a page; keys past the context arrive as zeros, whatever the page holds."""
+    """Start copying one head's keys, values and scales of a page to a stage of shared memory.
+
+    Keys past the context arrive as zeros, whatever the page holds: a NaN there would pass through a
+    weight of zero.
+
+    Args:
+        k_smem, v_smem: [2, BLOCK_N, D], two stages.
+        s_smem: float32 [4, BLOCK_N], of each stage the keys' scales and the values'.
+        k_ptr, v_ptr: [P, BLOCK_N, G, D].
+        ks_ptr, vs_ptr: float32 [P, BLOCK_N, G].
+        page: the page's number.
+        stage: 0 or 1.
+        tile_offsets: int32 [BLOCK_N, D], places of the head's elements in a page.
+        key_offsets: int32 [BLOCK_N], places of the head's scales in a page.
+        keys_left: keys of the context from the page's first one on.
+    """
+    # The page's address in 64 bits, what lies inside in 32. A thread copies 16 bytes at a time.
     base = page.to(gl.int64) * (BLOCK_N * G * D)
     ok = (gl.arange(0, BLOCK_N, gl.SliceLayout(1, tile_layout)) < keys_left)[:, None]
     gluon_names.async_load(k_smem.index(stage), k_ptr + base + tile_offsets, mask=ok)
     gluon_names.async_load(v_smem.index(stage), v_ptr + base + tile_offsets, mask=ok)
+    # Scales of one head lie G apart: 4 bytes a copy, and of each 32 bytes that arrive the other
+    # heads' warps use the rest, from the cache.
     if SCALED:
         line = page.to(gl.int64) * (BLOCK_N * G) + key_offsets
         line_ok = gl.arange(0, BLOCK_N, key_layout) < keys_left
@@ -94,7 +112,13 @@ def _load_queries(
     q_ptr, GROUP: gl.constexpr, D: gl.constexpr, COLUMNS: gl.constexpr, SCALED: gl.constexpr,
     mma: gl.constexpr,
 ):  # fmt: skip
-    """The GROUP queries from q_ptr on as a tensor-core operand [D, COLUMNS], zeros after them."""
+    """Return GROUP queries as a tensor-core operand [D, COLUMNS], with zeros in the other columns.
+
+    Args:
+        q_ptr: bfloat16 [GROUP, D].
+        mma: the layout of the product.
+    """
+    # With FP8 keys a thread holds runs of 4 channels, as of the keys (`_attend_page`).
     layout: gl.constexpr = gl.DotOperandLayout(1, mma, 4 if SCALED else 2)
     column = gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
     channel = gl.arange(0, D, gl.SliceLayout(1, layout))
@@ -104,7 +128,16 @@ def _load_queries(
 
 @gluon.jit
 def _fp8_values(v_smem, BLOCK_N: gl.constexpr, D: gl.constexpr, mma: gl.constexpr):
-    """FP16 values [D, BLOCK_N] as a tensor-core operand; row 8 j + g is channel (D / 8) g + j."""
+    """Return FP8 values as an FP16 operand [D, BLOCK_N]; row 8 j + g is channel (D / 8) g + j.
+
+    Args:
+        v_smem: FP8 [BLOCK_N, D], one page.
+        mma: the layout of the product.
+    """
+    # The operand of V^T wants in thread 4 g + t rows g and g + 8 of each 16, and keys 2 t, 2 t + 1,
+    # 2 t + 8 and 2 t + 9 of each 16. The layouts below have these keys, but for rows the D / 8
+    # neighbouring channels that one read of 16 (8) bytes delivers. In order: channels of a read,
+    # then keys 1, 8, 16, 32 apart, in registers; keys 2 and 4 apart, then channels, across lanes.
     if D == 128:
         wide: gl.constexpr = gl.DistributedLinearLayout(
             reg_bases=[[0, 1], [0, 2], [0, 4], [0, 8], [1, 0], [8, 0], [16, 0], [32, 0]],
@@ -123,6 +156,7 @@ def _fp8_values(v_smem, BLOCK_N: gl.constexpr, D: gl.constexpr, mma: gl.constexp
             shape=[BLOCK_N, D],
         )
         v = v_smem.load(narrow).to(gl.float16)
+    # From [keys, g, j] to rows 8 j + g: thread 4 g + t now has what the operand wants of it.
     v = v.reshape([BLOCK_N, 8, D // 8]).permute((2, 1, 0)).reshape([D, BLOCK_N])
     return gl.convert_layout(v, gl.DotOperandLayout(0, mma, 2), assert_trivial=True)
 
@@ -133,7 +167,22 @@ def _attend_page(
     MASKED: gl.constexpr, SCALED: gl.constexpr, SCORE_SCALE: gl.constexpr, BLOCK_N: gl.constexpr,
     COLUMNS: gl.constexpr, D: gl.constexpr, mma: gl.constexpr, key_layout: gl.constexpr,
 ):  # fmt: skip
-    """One page against the queries [D, COLUMNS]; `position` is the context's last key."""
+    """Attend to one page: return the maximum, the sum and the outputs with its keys folded in.
+
+    Args:
+        q: 16-bit [D, COLUMNS], the queries (`_load_queries`).
+        k_smem, v_smem, s_smem: the stages of `_load_page`.
+        f_smem: float32 [3, BLOCK_N], scratch for the keys' factors.
+        e_smem: 16-bit [BLOCK_N, COLUMNS], scratch for the weights.
+        stage: where the page is.
+        m, total: float32 [COLUMNS], the state before.
+        acc: float32 [D, COLUMNS], the outputs before.
+        position: the context's last key.
+        first_key: position of the page's first key.
+        MASKED: whether the context ends inside the page.
+    """
+    # Factors: a lane works out those of two keys, and all lanes read the lines that they need by
+    # the scores' layout, through shared memory.
     if SCALED:
         ks = s_smem.index(stage * 2).load(key_layout)
         vs = s_smem.index(stage * 2 + 1).load(key_layout)
@@ -146,14 +195,20 @@ def _attend_page(
         f_smem.index(0).store(a)
         f_smem.index(1).store(b)
         f_smem.index(2).store(c)
+        # A thread reads 4 neighbouring codes, which is one word, and widens them in registers.
         k = k_smem.index(stage).load(gl.DotOperandLayout(0, mma, 4)).to(gl.float16)
     else:
         k = k_smem.index(stage).load(gl.DotOperandLayout(0, mma, 2))
+
+    # Scores [keys, queries] and their softmax, down the keys.
     s = mma_v2(k, q, gl.zeros([BLOCK_N, COLUMNS], gl.float32, mma))
     last = gl.full([COLUMNS], position, gl.int32, m.type.layout)
     e, m, total, decay = softmax_block(
         s, f_smem, m, total, last, first_key, MASKED, SCALED, SCORE_SCALE, 0
     )
+
+    # Weights are the right operand of the second product, whose registers hold the transpose of an
+    # accumulator's: they change threads through shared memory.
     e_smem.store(e.to(e_smem.dtype))
     if SCALED:
         v = _fp8_values(v_smem.index(stage), BLOCK_N, D, mma)
@@ -167,9 +222,17 @@ def _attend_page(
 def _by_channels(
     o, D: gl.constexpr, COLUMNS: gl.constexpr, SCALED: gl.constexpr, mma: gl.constexpr
 ):
-    """o [D, COLUMNS] with D / 8 neighbouring channels of a column in a thread, which makes codes in
-    pairs and stores 8 or 16 at a time. With FP8 values, whose channels come in the order of
-    `_fp8_values`, this renames registers."""
+    """Return o [D, COLUMNS] with D / 8 neighbouring channels of a column in each thread.
+
+    A thread then makes codes in pairs and stores 8 or 16 at a time. With FP8 values, whose channels
+    come in the order of `_fp8_values`, this only renames registers.
+
+    Args:
+        o: float32 [D, COLUMNS], in the layout mma.
+        mma: the layout of the products.
+    """
+    # Thread 4 g + t has columns 2 t and 2 t + 1 (of each 8), as an accumulator has, and channels
+    # from (D / 8) g on.
     SPAN: gl.constexpr = D // 8  # channels
     spans: gl.constexpr = [[SPAN, 0], [2 * SPAN, 0], [4 * SPAN, 0]]
     within: gl.constexpr = [[1, 0], [2, 0], [4, 0]] if D == 64 else [[1, 0], [2, 0], [4, 0], [8, 0]]
@@ -192,13 +255,24 @@ def _store_heads(
     H: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, COLUMNS: gl.constexpr,
     QUANTIZE: gl.constexpr, MAXIMUM: gl.constexpr, FLOOR: gl.constexpr, POW2: gl.constexpr,
 ):  # fmt: skip
-    """Columns of finished outputs, the first GROUP of them heads of `group`."""
+    """Store finished outputs, as BF16 rows or as codes with a scale for each head.
+
+    Args:
+        o: float32 [D, COLUMNS], the heads of key-value head `group` in the first GROUP columns.
+        seq: the sequence.
+        group: the key-value head.
+        o_ptr: bfloat16 or, with QUANTIZE, FP8 [B, H, D].
+        scales_ptr: float32 [H, scale_stride].
+        scale_stride: from one head's line of scales to the next.
+    """
     column = gl.arange(0, COLUMNS, gl.SliceLayout(0, o.type.layout))
     channel = gl.arange(0, D, gl.SliceLayout(1, o.type.layout))
     ok = column < GROUP
     head = group * GROUP + column
     places = o_ptr + seq.to(gl.int64) * (H * D) + head[None, :] * D + channel[:, None]
     o = tile.to_bfloat16(o)
+    # A head of 128 channels is one 1 x 128 group. Codes are made of the rounded row, as the
+    # quantizer would make them of the one in memory.
     if QUANTIZE:
         wide = tile.widen(o)
         scale, multiplier = tile.scale_and_multiplier(tile.largest(wide, 0), MAXIMUM, FLOOR, POW2)
@@ -212,7 +286,16 @@ def _store_state(
     o, m, total, seq, split, group, part_ptr, state_ptr, max_splits,
     H: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, COLUMNS: gl.constexpr,
 ):  # fmt: skip
-    """The state of one of several splits, for `combine_kernel`."""
+    """Store the state of one of several splits, for `combine_kernel`.
+
+    Args:
+        o: float32 [D, COLUMNS], the accumulator, heads in the first GROUP columns.
+        m, total: float32 [COLUMNS], the maxima and sums.
+        seq, split, group: whose state.
+        part_ptr: float32 [B, max_splits, H, D].
+        state_ptr: float32 [B, max_splits, H, 2].
+        max_splits: splits of the launch.
+    """
     base = (seq.to(gl.int64) * max_splits + split) * H + group * GROUP
     column = gl.arange(0, COLUMNS, gl.SliceLayout(0, o.type.layout))
     channel = gl.arange(0, D, gl.SliceLayout(1, o.type.layout))
@@ -253,15 +336,51 @@ def decode_kernel(
     FLOOR: gl.constexpr,
     POW2: gl.constexpr,
 ):
-    """One warp for (group, sequence, split): a finished row, or the split's state. With `early`,
-    pages are asked for while the kernel in front still runs."""
+    """Attend with the query heads of one key-value head of one sequence over one split of its keys.
+
+    The grid is (G, B, max_splits), a warp each. A context of one split gives finished outputs, a
+    longer one the split's state.
+
+    Args:
+        q_ptr: bfloat16 [B, H, D].
+        k_ptr: FP8 or bfloat16 [P, BLOCK_N, G, D].
+        v_ptr: like k_ptr.
+        ks_ptr: float32 [P, BLOCK_N, G], read with SCALED.
+        vs_ptr: like ks_ptr.
+        pages_ptr: int32 [B, table_width], the pages of each sequence.
+        lengths_ptr: int32 [B], keys of each context.
+        o_ptr: bfloat16 or, with QUANTIZE, FP8 [B, H, D], written for contexts of one split.
+        scales_ptr: float32 [H, scale_stride], written like o_ptr with QUANTIZE.
+        part_ptr: float32 [B, max_splits, H, D], the accumulators, written for longer contexts.
+        state_ptr: float32 [B, max_splits, H, 2], the maxima and sums, written like part_ptr.
+        table_stride: from one sequence's row of pages to the next.
+        table_width: pages in a row of the table.
+        scale_stride: from one head's line of scales to the next.
+        max_splits: splits of the launch.
+        early: 1 to start copying pages while the kernel in front still runs; that kernel may then
+            write nothing that is read here but q and the newest key and value of each context.
+        G: key-value heads.
+        GROUP: query heads of a key-value head, at most 16.
+        D: channels of a head, 64 or 128.
+        BLOCK_N: tokens of a page.
+        SPLIT: pages of a split.
+        SCALED: whether keys and values are FP8 codes with scales.
+        SCORE_SCALE: `attention.core.score_scale`.
+        QUANTIZE: whether outputs are 1 x 128 groups (D is 128).
+        MAXIMUM: largest value of the codes' format.
+        FLOOR: smallest maximum that a group counts with.
+        POW2: whether scales are rounded up to a power of two.
+    """
+    # Products are m16n8k16 of one warp: keys or channels down, queries across, 8 or twice 8.
     mma: gl.constexpr = gl.NVMMADistributedLayout(
         version=[2, 0], warps_per_cta=[1, 1], instr_shape=[16, 8]
     )
-    VEC: gl.constexpr = 16 if SCALED else 8  # 16 bytes
-    CHUNKS: gl.constexpr = D // VEC
+    VEC: gl.constexpr = 16 if SCALED else 8  # elements in 16 bytes, the widest copy
+    CHUNKS: gl.constexpr = D // VEC  # copies of one key
     PHASES: gl.constexpr = 8 if CHUNKS >= 8 else CHUNKS
     COLUMNS: gl.constexpr = 8 if GROUP <= 8 else 16
+    # Pages in shared memory: the 16-byte chunks of a key are exchanged by the key's number, so that
+    # the same chunk of neighbouring keys, which a product reads at once, lies in other banks.
     tile_layout: gl.constexpr = gl.BlockedLayout([1, VEC], [32 // CHUNKS, CHUNKS], [1, 1], [1, 0])
     key_layout: gl.constexpr = gl.SliceLayout(0, gl.BlockedLayout([1, 1], [1, 32], [1, 1], [1, 0]))
     swizzled: gl.constexpr = gl.SwizzledSharedLayout(VEC, 8 // PHASES, PHASES, [1, 0])
@@ -269,6 +388,9 @@ def decode_kernel(
     lines: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 1, [1, 0])
     column_layout: gl.constexpr = gl.SliceLayout(0, mma)
 
+    # Length and first two page numbers are read at once, since each takes a trip to memory; a page
+    # number past the context is never used. Outside a graph nothing says what the kernel in front
+    # writes, so all reads wait for its end.
     group = gl.program_id(0)
     seq = gl.program_id(1)
     split = gl.program_id(2)
@@ -281,7 +403,10 @@ def decode_kernel(
     page_1 = gl.load(table + gl.minimum(first + 1, table_width - 1))
     all_blocks = (length + BLOCK_N - 1) // BLOCK_N
     last = gl.minimum(first + SPLIT, all_blocks)
+    # Warps past the context's end have no work; the first one stays to write zeros if it is empty.
     if (first < last) | (split == 0):
+        # Two stages of pages and the scratch of `_attend_page`: 35 KB with FP8 and head_dim 128, so
+        # that six warps share a multiprocessor. Three or four stages were not faster.
         k_smem = gl.allocate_shared_memory(k_ptr.dtype.element_ty, [2, BLOCK_N, D], swizzled)
         v_smem = gl.allocate_shared_memory(k_ptr.dtype.element_ty, [2, BLOCK_N, D], swizzled)
         s_smem = gl.allocate_shared_memory(gl.float32, [4, BLOCK_N], line)
@@ -292,7 +417,11 @@ def decode_kernel(
         d = gl.arange(0, D, gl.SliceLayout(0, tile_layout))
         tile_offsets = (n * (G * D) + group * D)[:, None] + d[None, :]
         key_offsets = gl.arange(0, BLOCK_N, key_layout) * G + group
-        # The kernel in front writes the newest key and value, and nothing of the pages before.
+
+        # Copies are counted in groups, and waits name how many of the latest groups may still be
+        # under way; so a group is committed at each step, also where it is empty. Groups 0 and 1
+        # are the first two pages, as far as they are older than the newest key: the kernel in front
+        # writes the newest key and value, and nothing of the pages before.
         newest = (length - 1) // BLOCK_N
         for i in range(2):
             if (first + i < last) & (first + i < newest):
@@ -302,6 +431,7 @@ def decode_kernel(
                     length - (first + i) * BLOCK_N, G, D, BLOCK_N, SCALED, tile_layout, key_layout,
                 )  # fmt: skip
             async_copy.commit_group()
+        # Group 2, after the kernel in front has ended: the newest key's page, if it is one of two.
         gluon_wait_for_previous()
         gluon_let_next_start()
         late = newest - first
@@ -313,24 +443,29 @@ def decode_kernel(
             )  # fmt: skip
         async_copy.commit_group()
 
+        # Queries while the pages are on their way, and the empty state.
         q_base = q_ptr + (seq.to(gl.int64) * G + group) * (GROUP * D)
         q = _load_queries(q_base, GROUP, D, COLUMNS, SCALED, mma)
         m = gl.full([COLUMNS], float("-inf"), gl.float32, column_layout)
         total = gl.zeros([COLUMNS], gl.float32, column_layout)
         acc = gl.zeros([D, COLUMNS], gl.float32, mma)
-        # A page number is read one step before its page is copied.
+        # A page number is read one step before its page is copied. (Past the last page the last
+        # number is read again.)
         end = gl.maximum(all_blocks - 1, 0)
         ahead = gl.load(table + gl.minimum(first + 2, end))
         whole = length // BLOCK_N
-        if first >= newest:
+        if first >= newest:  # the first page came in group 2
             async_copy.wait_group(0)
         for b in range(first, last):
             stage = (b - first) % 2
+            # Page b has arrived: at first all but the groups 1 and 2, later all but the latest
+            # group, which is page b + 1. The barrier makes each thread's copies seen by all.
             if b == first:
                 async_copy.wait_group(2)
             else:
                 async_copy.wait_group(1)
             gluon_names.barrier()
+            # Two bodies, so that only the context's last page pays for the masks.
             if b < whole:
                 m, total, acc = _attend_page(
                     q, k_smem, v_smem, s_smem, f_smem, e_smem, stage, m, total, acc, length - 1,
@@ -341,6 +476,7 @@ def decode_kernel(
                     q, k_smem, v_smem, s_smem, f_smem, e_smem, stage, m, total, acc, length - 1,
                     b * BLOCK_N, True, SCALED, SCORE_SCALE, BLOCK_N, COLUMNS, D, mma, key_layout,
                 )  # fmt: skip
+            # Every lane is done with the stage, so page b + 2 may be copied into it.
             gluon_names.barrier()
             page = ahead
             ahead = gl.load(table + gl.minimum(b + 3, end))
@@ -353,6 +489,8 @@ def decode_kernel(
             async_copy.commit_group()
         async_copy.wait_group(0)
 
+        # One split is the whole context, and finished here: folding it into the empty state would
+        # change no bit. Longer contexts leave their state to the second kernel.
         if (all_blocks <= SPLIT) | (all_blocks > max_splits * SPLIT):
             # A context longer than the launch was told of is NaN, not a truncated answer.
             total = gl.where(all_blocks > max_splits * SPLIT, float("nan"), total)
@@ -377,16 +515,25 @@ def attend_decode(
     lengths: Tensor,
     max_length: int,
 ) -> Tensor:
-    """Attention of one query per sequence over its pages. Usable in a CUDA graph.
+    """Return the attention of one query per sequence over its pages.
 
-    q: bfloat16 [B, H, D], rotated. pages: k and v [P, 64, G, D], scales [P, 64, G] or None.
-    block_tables: int32 [B, at least ceil(max_length / 64)], page numbers in order; entries past a
-    context are not used. lengths: int32 [B], keys of each context, the query's own included; 0
-    gives a row of zeros. max_length: at least the longest length; it sizes the launch and never the
-    arithmetic (a longer context comes out as NaN). Returns o like q.
+    May be captured in a CUDA graph. There, the kernel in front may write q and the newest key and
+    value of each context, but nothing else that is read here.
 
-    Captured in a graph, the kernel in front may write q and the newest key and value of each
-    context, but nothing else that is read here.
+    Args:
+        q: bfloat16 [B, H, D], rotated.
+        pages: keys and values [P, 64, G, D].
+        block_tables: int32 [B, at least ceil(max_length / 64)], the pages of each context in order;
+            entries past a context are not used.
+        lengths: int32 [B], keys of each context, the query's own included; 0 gives a row of zeros.
+        max_length: at least the longest length; it sizes the launch and never the arithmetic. A
+            context with more splits of 1024 keys than max_length has comes out as NaN.
+
+    Returns:
+        The output, like q.
+
+    Raises:
+        ValueError: a tensor of another dtype or shape, or tables that cannot hold max_length.
     """
     o = torch.empty_like(q)
     _launch(q, pages, block_tables, lengths, max_length, o, None, "fp32")
@@ -401,10 +548,21 @@ def attend_decode_quantized(
     max_length: int,
     scales: str = "fp32",
 ) -> QTensor:
-    """`quantize_rows(attend_decode(...).flatten(1))`, the same bits: 1 x 128 groups of [B, H * D].
+    """Return `quantize_rows(attend_decode(...).flatten(1))`, with the same bits.
 
     With head_dim 128 the BF16 rows are never written; with 64 a group is two heads, which may
     belong to two warps, and the quantizer runs after.
+
+    Args:
+        q: bfloat16 [B, H, D], rotated.
+        pages: keys and values [P, 64, G, D].
+        block_tables: int32 [B, .], as of `attend_decode`.
+        lengths: int32 [B], as of `attend_decode`.
+        max_length: at least the longest length.
+        scales: "fp32", or "pow2" for scales that are powers of two.
+
+    Returns:
+        Rows of 1 x 128 groups [B, H * D].
     """
     batch, heads, head_dim = q.shape
     if head_dim != FP8_BLOCK:
@@ -425,7 +583,12 @@ def _launch(
     o_scales: Tensor | None,
     scales: str,
 ) -> None:
-    """Into o: bfloat16 [B, H, D], or codes with o_scales [B, H] of any column stride."""
+    """Check the arguments of `attend_decode` and launch its kernels, which write o.
+
+    Args:
+        o: bfloat16 [B, H, D], or with o_scales FP8 [B, H * D].
+        o_scales: float32 [B, H] with any stride between columns, or None.
+    """
     group = check_queries(q, pages)
     batch, heads, head_dim = q.shape
     if pages.k.ndim != 4 or pages.k.shape[1] != BLOCK_KEYS:
@@ -443,7 +606,7 @@ def _launch(
     if block_tables.shape[1] * BLOCK_KEYS < max_length or max_length < 1:
         raise ValueError(f"{block_tables.shape[1]} pages a row cannot hold {max_length} tokens")
     splits = -(-max_length // SPLIT_KEYS)
-    # One split leaves no state; the kernel is the same, so that it is not compiled anew for more.
+    # One split leaves no state; the kernel is the same, so that it is not compiled again for more.
     states = splits if splits > 1 else 0
     part = q.new_empty(batch, states, heads, head_dim, dtype=torch.float32)
     state = q.new_empty(batch, states, heads, 2, dtype=torch.float32)

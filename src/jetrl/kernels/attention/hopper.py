@@ -8,7 +8,7 @@ For any token, these give the same output bits, whatever else is in the batch:
     attend_prefill_quantized(...)                                       the same, as FP8 rows
     attend_tiles(q_THD, stage_keys(codes, tiles), tiles)                training
 
-`attention_core` says why, and pins what it takes: blocks of 64 keys from the sequence's first
+`attention.core` says why, and pins what it takes: blocks of 64 keys from the sequence's first
 token, splits every 1024 keys folded in order, tensor cores that add 16 products at a time with FP16
 operands (BF16 without scales), and one order of head_dim. The backward (`attention.backward`) needs
 no agreement of bits with anything; it is deterministic. `models.layer_hopper` joins the two for
@@ -44,11 +44,18 @@ __all__ = [
 
 
 def attend_prefill(q: Tensor, pages: KeyValueCodes, tiles: QueryTiles) -> Tensor:
-    """Attention of prefill chunks over pages that already hold the chunks' own keys and values.
+    """Return the attention of prefill chunks over pages that hold their own keys and values, too.
 
-    q: bfloat16 [T, H, D], rotated. pages: [P, 64, G, D]. tiles: `QueryTiles.paged`. Returns o like
-    q. Costs one pass over the contexts' keys and values besides the attention itself, so chunks of
-    a few hundred tokens or more are what it is for.
+    Costs one pass over the contexts' keys and values besides the attention itself, so it is meant
+    for chunks of a few hundred tokens or more.
+
+    Args:
+        q: bfloat16 [T, H, D], rotated.
+        pages: keys and values [P, 64, G, D].
+        tiles: the work, of `QueryTiles.paged`.
+
+    Returns:
+        The output, like q.
     """
     return attend_tiles(q, stage_keys(pages, tiles), tiles)[0]
 
@@ -56,13 +63,30 @@ def attend_prefill(q: Tensor, pages: KeyValueCodes, tiles: QueryTiles) -> Tensor
 def attend_prefill_quantized(
     q: Tensor, pages: KeyValueCodes, tiles: QueryTiles, scales: str = "fp32"
 ) -> QTensor:
-    """`quantize_rows(attend_prefill(...).flatten(1))`, the same bits: 1 x 128 groups [T, H * D]."""
+    """Return `quantize_rows(attend_prefill(...).flatten(1))`, with the same bits.
+
+    Args:
+        q: bfloat16 [T, H, D], rotated.
+        pages: keys and values [P, 64, G, D].
+        tiles: the work, of `QueryTiles.paged`.
+        scales: "fp32", or "pow2" for scales that are powers of two.
+
+    Returns:
+        Rows of 1 x 128 groups [T, H * D].
+    """
     return attend_tiles_quantized(q, stage_keys(pages, tiles), tiles, scales)
 
 
 def stored_values(codes: KeyValueCodes, slots: Tensor | None = None) -> Tensor:
-    """float32 [T, 2 * G * D]: what keys and values stand for, to look at. codes: [T, G, D], or
-    pages, of which int64 slots [T] are meant."""
+    """Return the numbers that stored keys and values stand for, to look at.
+
+    Args:
+        codes: a packed batch [T, G, D], or pages [P, 64, G, D].
+        slots: int64 [T], the tokens' slots in the pages; None for a packed batch.
+
+    Returns:
+        float32 [T, 2 * G * D], keys before values.
+    """
 
     def wide(x: Tensor, scales: Tensor | None) -> Tensor:
         values = x.float() if scales is None else x.float() * scales[..., None]

@@ -1,4 +1,4 @@
-"""What the GPU attention kernels are given: stored keys and values, and lists of work.
+"""The inputs of the GPU attention kernels: stored keys and values, and lists of work.
 
 `KeyValueCodes` names keys and values as they are stored, packed or in pages. `QueryTiles` cuts the
 queries of a forward into tiles and names the blocks of keys they see; it is made once for a batch,
@@ -17,19 +17,24 @@ import torch
 from torch import Tensor
 
 BLOCK_KEYS = 64  # keys of one block, and tokens of one page: the kernels read a page as a block
-TILE_ROWS = 192  # queries of a forward tile
+TILE_ROWS = 192  # queries of a forward tile: three warpgroups of 64
 BACKWARD_KEYS = 128  # keys of a dK, dV tile
 BACKWARD_QUERIES = 64  # queries of a dQ tile
-DS_TILE_BYTES = BACKWARD_KEYS * BACKWARD_QUERIES * 2
+DS_TILE_BYTES = BACKWARD_KEYS * BACKWARD_QUERIES * 2  # bfloat16
 STORED_DS_BYTES = 5 * 2**29  # kept at once, at most; 4 x 4096 tokens of 32 heads take 2.06 GiB
 
 
 @dataclass(frozen=True)
 class KeyValueCodes:
-    """Keys (already rotated) and values as stored.
+    """The keys, already rotated, and the values of a packed batch or of pages, as they are stored.
 
-    k, v: [..., G, D], float8_e4m3fn with float32 scales k_scales, v_scales [..., G], or bfloat16
-    with None. `...` is T for a packed batch and (P, 64) for pages. Contiguous, on one device.
+    All tensors are contiguous and on one device. `...` is T for a packed batch and P, 64 for pages.
+
+    Attributes:
+        k: float8_e4m3fn, or bfloat16 without scales, [..., G, D].
+        k_scales: float32 [..., G], one scale for each token and head, or None with bfloat16.
+        v: of the dtype and shape of k.
+        v_scales: like k_scales.
     """
 
     k: Tensor
@@ -61,22 +66,30 @@ class KeyValueCodes:
 
     @property
     def scaled(self) -> bool:
-        """True for FP8 codes with scales."""
+        """True if keys and values are FP8 codes with scales."""
         return self.k_scales is not None
 
     @property
     def num_heads(self) -> int:
-        """G."""
+        """The number of key-value heads, G."""
         return self.k.shape[-2]
 
     @property
     def head_dim(self) -> int:
-        """D."""
+        """The size of a head, D."""
         return self.k.shape[-1]
 
 
 def check_queries(q: Tensor, codes: KeyValueCodes) -> int:
-    """H / G of queries [T, H, D] that these keys can serve; ValueError with the values if not."""
+    """Return H / G, the query heads that share a key-value head, once the queries fit the keys.
+
+    Args:
+        q: bfloat16 [T, H, D], contiguous and on the GPU of the keys.
+        codes: the stored keys and values.
+
+    Raises:
+        ValueError: queries of another dtype, layout, device or size, with the values.
+    """
     if q.dtype != torch.bfloat16 or q.ndim != 3 or not q.is_contiguous():
         raise ValueError(
             f"q: contiguous bfloat16 [T, H, D] expected, got {q.dtype} {list(q.shape)} "
@@ -96,18 +109,26 @@ def check_queries(q: Tensor, codes: KeyValueCodes) -> int:
 
 @dataclass(frozen=True)
 class QueryTiles:
-    """The work of one forward over a flat list of queries, longest tile first.
+    """The lists of work of attention over a flat list of queries, each list longest item first.
 
-    tiles: int32 [n, 4]: first query row, rows, position of the first row in its sequence, first
-        staged block of its sequence.
-    key_blocks: int32 [m, 2]: first key row (a row of the packed batch, or 64 * page), valid keys.
-    key_tiles: int32 [., 3]: first key row, end row of its sequence, its first tile of dS (backward,
-        packed only).
-    query_tiles: int32 [., 3]: first row of the sequence, first query row, end row (likewise).
-    stored_query_tiles: int32 [., 4]: the same for 128 queries, and the sequence's first tile of dS.
-    stored_tiles: tiles of dS, 128 keys x 64 queries, of one head: of a sequence with n blocks of
-        queries, tile j * (n - j - 1) + m for block of keys j and of queries m.
-    num_queries: rows of q. longest: keys of the longest context.
+    The three lists of the backward are empty for pages. The gradients of raw scores, dS, are stored
+    in tiles of 128 keys x 64 queries, of every head alike: in a sequence with n blocks of queries,
+    block of keys j and block of queries m meet in its tile j * (n - j - 1) + m.
+
+    Attributes:
+        tiles: int32 [n, 4], the forward's: first query row, rows, position of the first row in its
+            sequence, first staged block of its sequence.
+        key_blocks: int32 [m, 2]: first key row (a row of the packed batch, or 64 * page), valid
+            keys.
+        key_tiles: int32 [., 3], the backward's of 128 keys: first key row, end row of its sequence,
+            its first tile of dS.
+        query_tiles: int32 [., 3], the backward's of 64 queries: first row of the sequence, first
+            query row, end row of the sequence.
+        stored_query_tiles: int32 [., 4], the backward's of 128 queries: the columns of query_tiles,
+            then the first tile of dS of the sequence.
+        stored_tiles: tiles of dS of one head.
+        num_queries: rows of q.
+        longest: keys of the longest context.
     """
 
     tiles: Tensor
@@ -121,7 +142,12 @@ class QueryTiles:
 
     @staticmethod
     def packed(cu_seqlens: Sequence[int], device: torch.device | str) -> QueryTiles:
-        """Whole sequences packed end to end: queries and keys are the same tokens."""
+        """Return the work of whole sequences packed end to end, whose queries see their own keys.
+
+        Args:
+            cu_seqlens: first row of each sequence, then the number of rows.
+            device: of the lists.
+        """
         starts, lengths = list(cu_seqlens[:-1]), _lengths(cu_seqlens)
         blocks = [
             [s + b for b in range(0, n, BLOCK_KEYS)] for s, n in zip(starts, lengths, strict=True)
@@ -135,8 +161,18 @@ class QueryTiles:
         block_tables: Sequence[Sequence[int]],
         device: torch.device | str,
     ) -> QueryTiles:
-        """Chunks of prefill: sequence i's queries are the last query_lengths[i] tokens of its
-        context_lengths[i], all of whose keys are in pages block_tables[i] (64 tokens a page)."""
+        """Return the work of prefill chunks, whose queries are the last tokens of their contexts.
+
+        Args:
+            query_lengths: queries of each sequence.
+            context_lengths: tokens of each sequence, its queries included.
+            block_tables: pages of 64 tokens that hold the keys of each context, in order.
+            device: of the lists.
+
+        Raises:
+            ValueError: a sequence without queries, with more queries than tokens, or with too few
+                pages.
+        """
         blocks = []
         for i, (queries, context, table) in enumerate(
             zip(query_lengths, context_lengths, block_tables, strict=True)
@@ -151,6 +187,7 @@ class QueryTiles:
 
 
 def _lengths(cu_seqlens: Sequence[int]) -> list[int]:
+    """Return the lengths of packed sequences, none of which may be empty."""
     lengths = [b - a for a, b in itertools.pairwise(cu_seqlens)]
     if cu_seqlens[0] != 0 or min(lengths, default=1) < 1:
         raise ValueError(f"cu_seqlens must start at 0 and increase, got {list(cu_seqlens)[:9]}")
@@ -164,6 +201,18 @@ def _build(
     starts: Sequence[int] | None,
     device: torch.device | str,
 ) -> QueryTiles:
+    """Cut sequences into the lists of work of `QueryTiles`, and copy these to the device.
+
+    Args:
+        query_lengths: queries of each sequence, its last tokens.
+        context_lengths: tokens of each sequence.
+        block_rows: first row of each block of 64 keys of each sequence.
+        starts: first row of each sequence of a packed batch; None for pages, which have no
+            backward.
+        device: of the lists.
+    """
+    # The forward: tiles of 192 queries, and every sequence's blocks of keys in one flat list. A
+    # tile's keys are the `position` + `rows` first ones of its sequence, which is also its work.
     tiles: list[tuple[int, int, int, int]] = []
     key_blocks: list[tuple[int, int]] = []
     row = 0
@@ -176,6 +225,10 @@ def _build(
         ]
         row += queries
     tiles.sort(key=lambda t: -(t[1] + t[2]))
+
+    # The backward. Block of keys j meets the blocks of queries from 2 j on, blocks - 2 j of them;
+    # the sum of these counts over the blocks before j is where its tiles of dS begin. `first_tile`
+    # is the tile that it shares with block of queries 2 j.
     key_tiles: list[tuple[int, int, int]] = []
     query_tiles: list[tuple[int, int, int]] = []
     stored_query_tiles: list[tuple[int, int, int, int]] = []
@@ -190,10 +243,13 @@ def _build(
         query_tiles += [(start, i, end) for i in range(start, end, BACKWARD_QUERIES)]
         tall = -(-n // BACKWARD_KEYS)
         stored += tall * blocks - (tall - 1) * tall
+    # Longest first: keys by their distance to the end of the sequence (the queries that see them),
+    # queries by their distance from its start (the keys that they see).
     key_tiles.sort(key=lambda t: t[0] - t[1])
     query_tiles.sort(key=lambda t: t[0] - t[1])
     stored_query_tiles.sort(key=lambda t: t[0] - t[1])
 
+    # From pinned memory, so that the host does not wait for the copies.
     def upload(records: Sequence[tuple[int, ...]], width: int) -> Tensor:
         host = torch.tensor(records, dtype=torch.int32).reshape(-1, width)
         on_gpu = torch.device(device).type == "cuda"

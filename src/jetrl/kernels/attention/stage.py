@@ -2,7 +2,7 @@
 
 One pass over keys and values, before the forward of a layer: widens them to the operand the tensor
 core wants, lines each sequence up to blocks of 64, padded with zeros, and works out the keys'
-factors (`attention_core`). It makes packed sequences, FP8 pages and BF16 pages the same thing.
+factors (`attention.core`). It makes packed sequences, FP8 pages and BF16 pages the same thing.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -37,9 +37,29 @@ def stage_keys_kernel(
     SCALED: gl.constexpr,
     SCORE_SCALE: gl.constexpr,
 ):
-    """One block of one key-value head: 16-bit keys (channels permuted) and values, and factors."""
+    """Stage one block of 64 keys and values of one key-value head, and the keys' factors.
+
+    Args:
+        k_ptr: FP8 or bfloat16 [rows, G, D], a packed batch or pages.
+        v_ptr: like k_ptr.
+        ks_ptr: float32 [rows, G], the keys' scales, read with SCALED.
+        vs_ptr: float32 [rows, G], the values' scales, read with SCALED.
+        blocks_ptr: int32 [num_blocks, 2], `QueryTiles.key_blocks`.
+        kv_out: float16, or bfloat16 without scales, [G, num_blocks, 2, BLOCK_N, D], written.
+        f_out: float32 [G, num_blocks, 4, BLOCK_N], rows 0 to 2 written with SCALED.
+        num_blocks: blocks of all sequences.
+        G: key-value heads.
+        D: channels of a head.
+        BLOCK_N: keys of a block.
+        SCALED: whether keys and values are FP8 codes with scales.
+        SCORE_SCALE: `attention.core.score_scale`.
+    """
+    # A thread holds 8 channels of a key: 16 bytes as they are written.
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     line: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+
+    # The head is the fastest index of the programs, as it is of the rows that they read; what they
+    # write has all blocks of a head together, so that a forward tile reads one run of memory.
     group = gl.program_id(0) % G
     block = gl.program_id(0) // G
     row0 = gl.load(blocks_ptr + block * 2).to(gl.int64)
@@ -47,13 +67,19 @@ def stage_keys_kernel(
     out_block = group.to(gl.int64) * num_blocks + block
     n = gl.arange(0, BLOCK_N, gl.SliceLayout(1, layout))
     d = gl.arange(0, D, gl.SliceLayout(0, layout))
+
+    # Keys past the context become zeros, whatever their page holds: the forward masks their scores,
+    # but a NaN among the values would pass through a weight of zero.
     ok = (n < valid)[:, None]
     source = row0 * (G * D) + group * D + (n * (G * D))[:, None]
     k_out = kv_out + out_block * (2 * BLOCK_N * D) + n[:, None] * D + d[None, :]
     v_out = k_out + BLOCK_N * D
     v = gl.load(v_ptr + source + d[None, :], mask=ok, other=0.0)
     if SCALED:
+        # FP8 codes are exact in FP16. Keys change the order of their channels on the way, to the
+        # one in which decode's tensor-core instructions add them.
         k = gl.load(k_ptr + source + channel_of_slot(d)[None, :], mask=ok, other=0.0)
+        # A scale of 1 for keys past the context: zero would have factors that are not finite.
         key = gl.arange(0, BLOCK_N, line)
         ks = gl.load(ks_ptr + (row0 + key) * G + group, mask=key < valid, other=1.0)
         vs = gl.load(vs_ptr + (row0 + key) * G + group, mask=key < valid, other=1.0)
@@ -65,16 +91,22 @@ def stage_keys_kernel(
         gl.store(k_out, k.to(gl.float16))
         gl.store(v_out, v.to(gl.float16))
     else:
+        # BF16 keys are read in order by decode, too.
         gl.store(k_out, gl.load(k_ptr + source + d[None, :], mask=ok, other=0.0))
         gl.store(v_out, v)
 
 
 @dataclass(frozen=True)
 class StagedKeys:
-    """Keys and values as the forward kernel reads them, made by `stage_keys`.
+    """The keys and values of a batch as the forward kernel reads them, made by `stage_keys`.
 
-    kv: float16 (bfloat16 without scales) [G * blocks * 128, D], a block's keys, then its values;
-    factors: float32 [G * blocks * 4, 64], rows a, b, c of `attention_core` and one unused.
+    Attributes:
+        kv: float16 (bfloat16 without scales) [G * num_blocks * 128, D]: of each block the 64 keys,
+            then the 64 values.
+        factors: float32 [G * num_blocks * 4, 64]: of each block the lines a, b, c of
+            `attention.core` and one unused; unset without scales.
+        num_blocks: blocks of 64 keys, of all sequences.
+        codes: the stored keys and values that they were made of.
     """
 
     kv: Tensor
@@ -84,7 +116,15 @@ class StagedKeys:
 
 
 def stage_keys(codes: KeyValueCodes, tiles: QueryTiles) -> StagedKeys:
-    """Widen and line up the keys and values that `tiles` names, of a packed batch or of pages."""
+    """Return the keys and values that `tiles` names, widened and lined up in blocks of 64.
+
+    Args:
+        codes: a packed batch [T, G, D], or pages [P, 64, G, D].
+        tiles: the work of the forward over them.
+
+    Raises:
+        ValueError: pages of another size than 64 tokens.
+    """
     if codes.k.ndim == 4 and codes.k.shape[1] != BLOCK_KEYS:
         raise ValueError(f"pages of {BLOCK_KEYS} tokens expected, got k {list(codes.k.shape)}")
     groups, head_dim, num_blocks = codes.num_heads, codes.head_dim, len(tiles.key_blocks)
@@ -92,6 +132,7 @@ def stage_keys(codes: KeyValueCodes, tiles: QueryTiles) -> StagedKeys:
     rows = groups * num_blocks
     kv = codes.k.new_empty(rows * 2 * BLOCK_KEYS, head_dim, dtype=dtype)
     factors = codes.k.new_empty(rows * 4 if codes.scaled else 4, BLOCK_KEYS, dtype=torch.float32)
+    # A kernel takes no None: where there are no scales it is handed a tensor that it does not read.
     k_scales, v_scales = (factors if s is None else s for s in (codes.k_scales, codes.v_scales))
     stage_keys_kernel[(rows,)](
         codes.k, codes.v, k_scales, v_scales, tiles.key_blocks, kv, factors, num_blocks,
