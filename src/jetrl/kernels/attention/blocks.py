@@ -1,7 +1,7 @@
 """A warpgroup's way through blocks of keys and values: products, and the softmax between them.
 
 A warpgroup has 64 queries, their keys and values come in shared memory, in a ring of stages that
-the loading warp fills (`attention_forward`). Of three warpgroups one multiplies while another is in
+the loading warp fills (`attention.forward`). Of three warpgroups one multiplies while another is in
 its softmax. With BF16 keys the scores of a block are issued with the values of the one before it;
 with FP8 keys, whose softmax takes more registers and more of the time, one product at a time is
 faster (docs/notes-attention.md).
@@ -29,10 +29,14 @@ ROWS = gl.constexpr(64)  # queries of a warpgroup: what one wgmma takes
 
 
 class Ring(NamedTuple):
-    """The program's blocks in shared memory, block b in stage b % STAGES.
+    """The ring of a program's blocks in shared memory, block b in stage b % STAGES.
 
-    k, v: 16-bit [STAGES, BLOCK_N, D]. factors: float32 [STAGES, 4, BLOCK_N] (`softmax_block`).
-    full, empty: barriers [STAGES, 1], of the loading warp and of the warpgroups.
+    Attributes:
+        k: 16-bit [STAGES, BLOCK_N, D], keys.
+        v: 16-bit [STAGES, BLOCK_N, D], values.
+        factors: float32 [STAGES, 4, BLOCK_N], the lines of `softmax_block`.
+        full: barriers [STAGES, 1] that fall when a stage's block has arrived.
+        empty: barriers [STAGES, 1] that fall when every warpgroup has released the stage.
     """
 
     k: gl.shared_memory_descriptor
@@ -44,7 +48,7 @@ class Ring(NamedTuple):
 
 @gluon.constexpr_function
 def accumulator(columns):
-    """The layout of a product [ROWS, columns]."""
+    """Return the layout of a warpgroup's product [ROWS, columns]."""
     return gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16]
     )
@@ -52,7 +56,8 @@ def accumulator(columns):
 
 @gluon.jit
 def wait_for_block(ring, b):
-    """Returns the stage that holds block b, when it is there."""
+    """Return the stage of block b, once the block has arrived."""
+    # A barrier's phases alternate: 0 in the first round of the ring, 1 in the second.
     stages: gl.constexpr = ring.k.shape[0]
     stage = b % stages
     mbarrier.wait(ring.full.index(stage), (b // stages) & 1)
@@ -61,13 +66,14 @@ def wait_for_block(ring, b):
 
 @gluon.jit
 def release_block(ring, stage):
-    """Every warp of the warpgroup has read the stage."""
+    """Give the stage back to the loading warp, once every warp of the warpgroup has read it."""
     gluon_names.barrier()
     mbarrier.arrive(ring.empty.index(stage), count=1)
 
 
 @gluon.jit
 def _start_scores(q, ring, stage):
+    """Start the product of the queries and a stage's keys, float32 [ROWS, BLOCK_N]."""
     keys: gl.constexpr = ring.k.shape[1]
     zero = gl.zeros([ROWS, keys], gl.float32, accumulator(keys))
     k = ring.k.index(stage).permute((1, 0))
@@ -76,22 +82,26 @@ def _start_scores(q, ring, stage):
 
 @gluon.jit
 def _scores(q, ring, stage):
+    """Return the product of the queries and a stage's keys, waited for."""
     return warpgroup_mma_wait(0, deps=(_start_scores(q, ring, stage),))
 
 
 @gluon.jit
 def _rescale(acc, decay):
+    """Return the rows of acc multiplied by decay, whose registers fit acc's rows."""
     layout: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
     return acc * gl.convert_layout(decay, layout, assert_trivial=True)[:, None]
 
 
 @gluon.jit
 def _start_sums(acc, p, ring, stage):
+    """Start adding the product of weights p and a stage's values to acc."""
     return warpgroup_mma(p, ring.v.index(stage), acc, is_async=True)
 
 
 @gluon.jit
 def _sums(acc, p, ring, stage):
+    """Return acc with the product of weights p and a stage's values added, waited for."""
     return warpgroup_mma_wait(0, deps=(_start_sums(acc, p, ring, stage),))
 
 
@@ -100,6 +110,7 @@ def _softmax(
     s, ring, stage, m, total, position, first_key, MASKED: gl.constexpr, SCALED: gl.constexpr,
     SCORE_SCALE: gl.constexpr,
 ):  # fmt: skip
+    """Return `softmax_block` of scores with a stage's factors, keys along columns."""
     factors = ring.factors.index(stage)
     return softmax_block(s, factors, m, total, position, first_key, MASKED, SCALED, SCORE_SCALE, 1)
 
@@ -108,7 +119,23 @@ def _softmax(
 def attend_whole_blocks(
     first, last, q, ring, m, total, acc, SCALED: gl.constexpr, SCORE_SCALE: gl.constexpr
 ):  # fmt: skip
-    """Blocks that every row sees whole; first and last count the program's blocks."""
+    """Attend to whole blocks, the scores of one issued with the values of the one before.
+
+    Args:
+        first: first block, counted over all of the program's blocks.
+        last: end of the blocks.
+        q: 16-bit [ROWS, D] in shared memory, the queries.
+        ring: the stages in shared memory.
+        m: float32 [ROWS], the maxima before.
+        total: float32 [ROWS], the sums before.
+        acc: float32 [ROWS, D], the outputs before.
+        SCALED: whether keys and values are FP8 codes with scales.
+        SCORE_SCALE: `attention.core.score_scale`.
+
+    Returns:
+        The maxima, sums and outputs with these blocks added.
+    """
+    # The first block has no values before it. (Where nothing is masked, m stands for `position`.)
     if first < last:
         stage = wait_for_block(ring, first)
         s = _scores(q, ring, stage)
@@ -118,12 +145,16 @@ def attend_whole_blocks(
         for b in range(first + 1, last):
             before = stage
             stage = wait_for_block(ring, b)
+            # Two products in flight: products end in order, so with one left the scores are ready,
+            # and the values' product may run beside the softmax.
             coming = _start_scores(q, ring, stage)
             sums = _start_sums(acc, p, ring, before)
             s = warpgroup_mma_wait(1, deps=(coming,))
             e, m, total, decay = _softmax(
                 s, ring, stage, m, total, m, 0, False, SCALED, SCORE_SCALE
             )
+            # The weights are in registers that the product reads until here. No product is carried
+            # into the next turn: ptxas would then serialize all of them.
             acc, p = warpgroup_mma_wait(0, deps=(sums, p))
             release_block(ring, before)
             acc = _rescale(acc, decay)
@@ -137,7 +168,24 @@ def attend_whole_blocks(
 def attend_whole_blocks_in_turn(
     first, last, q, ring, m, total, acc, SCALED: gl.constexpr, SCORE_SCALE: gl.constexpr
 ):  # fmt: skip
-    """The same with one product at a time: a block's values, then the scores of the next."""
+    """Attend to whole blocks, one product at a time: a block's values, then the next one's scores.
+
+    Args:
+        first: as of `attend_whole_blocks`, like all that follow.
+        last: end of the blocks.
+        q: the queries.
+        ring: the stages.
+        m: the maxima before.
+        total: the sums before.
+        acc: the outputs before.
+        SCALED: whether keys and values are FP8 codes with scales.
+        SCORE_SCALE: `attention.core.score_scale`.
+
+    Returns:
+        The maxima, sums and outputs with these blocks added.
+    """
+    # A turn begins with a block's scores at hand and ends with those of the next. The weights are
+    # then dead before the scores of the next block are made, which saves their registers.
     if first < last:
         stage = wait_for_block(ring, first)
         s = _scores(q, ring, stage)
@@ -148,6 +196,7 @@ def attend_whole_blocks_in_turn(
             )
             p = value_weights(e, acc, ring.k.dtype)
             acc = _rescale(acc, decay)
+            # The block before is released while the scores of this one are computed.
             stage = wait_for_block(ring, b)
             acc = _sums(acc, p, ring, before)
             coming = _start_scores(q, ring, stage)
@@ -166,7 +215,25 @@ def attend_cut_blocks(
     base, first, last, q, ring, m, total, acc, position, SCALED: gl.constexpr,
     SCORE_SCALE: gl.constexpr,
 ):  # fmt: skip
-    """Blocks of the tile that some row sees in part; base: the program's blocks before the tile."""
+    """Attend to blocks of a tile that some row sees in part: those on the diagonal.
+
+    Args:
+        base: the program's blocks before the tile.
+        first: first block, counted from the sequence's first one, as all positions are.
+        last: end of the blocks.
+        q: as of `attend_whole_blocks`, like all that follow but position.
+        ring: the stages.
+        m: the maxima before.
+        total: the sums before.
+        acc: the outputs before.
+        position: int32 [ROWS], each query's own position, its last visible key.
+        SCALED: whether keys and values are FP8 codes with scales.
+        SCORE_SCALE: `attention.core.score_scale`.
+
+    Returns:
+        The maxima, sums and outputs with these blocks added.
+    """
+    # At most two blocks a tile, so nothing is overlapped here.
     BLOCK_N: gl.constexpr = ring.k.shape[1]
     for b in range(first, last):
         stage = wait_for_block(ring, base + b)

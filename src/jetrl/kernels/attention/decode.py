@@ -336,7 +336,7 @@ def decode_kernel(
     FLOOR: gl.constexpr,
     POW2: gl.constexpr,
 ):
-    """Attend with the query heads of one key-value head of one sequence over one split of its keys.
+    """Attend with the query heads of one key-value head over one split of one sequence's keys.
 
     The grid is (G, B, max_splits), a warp each. A context of one split gives finished outputs, a
     longer one the split's state.

@@ -1,14 +1,14 @@
 """Attention of many queries a sequence: training forward and chunked prefill.
 
 Bound by the tensor cores, with the softmax close behind. Keys and values come staged
-(`attention_stage`). A program takes 192 queries of one head: three warpgroups of 64 rows, and a
+(`attention.stage`). A program takes 192 queries of one head: three warpgroups of 64 rows, and a
 warp that loads blocks of keys and values by the bulk copy engine, five in shared memory. The
 warpgroups share the blocks and nothing else, so that one multiplies while another is in its
-softmax (`attention_blocks`). Outputs leave in BF16, or as the codes that an FP8 linear reads.
+softmax (`attention.blocks`). Outputs leave in BF16, or as the codes that an FP8 linear reads.
 
 One program a multiprocessor takes tiles until none is left, longest first, in a snake: the
 loading warp is at the next tile while the others store this one. The state of finished splits
-(`attention_core`) waits in global memory, one float32 row a query: keeping it in registers would
+(`attention.core`) waits in global memory, one float32 row a query: keeping it in registers would
 leave no room for the third warpgroup.
 
 What was tried and is slower, or wrong, is in docs/notes-attention.md.
@@ -58,6 +58,7 @@ from jetrl.precision.plan import FP8_BLOCK
 from jetrl.precision.quantize import AMAX_FLOOR, FORMATS, QTensor
 
 _STAGES = 5  # blocks in shared memory, 33 KB each with FP8 keys: as many as fit
+# The order in which wgmma reads its operands from shared memory and the bulk copy writes them.
 _TILE_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 _CODES = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2))
 _LINE_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
@@ -65,7 +66,11 @@ _LINE_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, r
 
 @gluon.jit
 def _item_of_turn(turn):
-    """The snake: programs take items in their order and, every other turn, against it."""
+    """Return this program's item of a turn, in the order of a snake.
+
+    Programs take items in their order and, every other turn, against it: items are sorted by their
+    work, and the program with the longest of one turn has the shortest of the next.
+    """
     step = gl.num_programs(0)
     place = gl.program_id(0)
     return turn * step + gl.where(turn % 2 == 0, place, step - 1 - place)
@@ -83,21 +88,37 @@ def _load_blocks(
     GROUP: gl.constexpr,
     SCALED: gl.constexpr,
 ):
-    """The loading warp: the blocks of all of the program's tiles, as stages become free."""
+    """Load the blocks of all of the program's tiles, as stages become free: the loading warp.
+
+    Args:
+        kv_desc: 16-bit [G * num_key_blocks * 2 * BLOCK_N, D], boxes [BLOCK_N, D].
+        f_desc: float32 [G * num_key_blocks * 4, BLOCK_N], boxes [4, BLOCK_N].
+        tiles_ptr: int32 [n, 4], `QueryTiles.tiles`.
+        ring: the stages in shared memory.
+        num_items: pairs of a tile and a head.
+        num_key_blocks: blocks of all sequences.
+    """
+    # `base` counts the blocks of the tiles before, so that stages and the phases of their barriers
+    # run through from tile to tile; the warpgroups count alike.
     STAGES: gl.constexpr = ring.k.shape[0]
     BLOCK_N: gl.constexpr = ring.k.shape[1]
     base = 0
     for turn in range(0, (num_items + gl.num_programs(0) - 1) // gl.num_programs(0)):
         item = _item_of_turn(turn)
         if item < num_items:
+            # All blocks that the tile's last row sees. Heads are the fastest index of the items, so
+            # programs that run side by side share keys in the L2 cache.
             tile = tiles_ptr + (item // H) * 4
             num_blocks = (gl.load(tile + 1) + gl.load(tile + 2) + BLOCK_N - 1) // BLOCK_N
             block0 = gl.load(tile + 3) + (item % H // GROUP) * num_key_blocks
             for b in range(0, num_blocks):
+                # A stage is free when all three warpgroups have released its last block; the first
+                # round asks for the phase before the first, which counts as over.
                 stage = (base + b) % STAGES
                 mbarrier.wait(ring.empty.index(stage), (((base + b) // STAGES) & 1) ^ 1)
                 bar = ring.full.index(stage)
                 row = (block0 + b) * 2 * BLOCK_N
+                # The barrier falls when so many bytes have arrived: keys, values and factors.
                 if SCALED:
                     mbarrier.expect(bar, 2 * kv_desc.block_type.nbytes + f_desc.block_type.nbytes)
                     factors = ring.factors.index(stage)
@@ -133,7 +154,22 @@ def _attend_rows(
     FLOOR: gl.constexpr,
     POW2: gl.constexpr,
 ):
-    """One warpgroup: rows [64 part, 64 part + 64) of each of the program's tiles."""
+    """Attend with rows [64 part, 64 part + 64) of each of the program's tiles: one warpgroup.
+
+    Args:
+        part: 0, 1 or 2.
+        q_smem: 16-bit [ROWS, D], this warpgroup's queries, and later its outputs.
+        q_ptr: bfloat16 [T, H, D].
+        o_ptr: bfloat16 or, with QUANTIZE, FP8 [T, H, D].
+        o_scales_ptr: float32 [H, scale_stride].
+        lse_ptr: float32 [H, lse_stride].
+        scratch_ptr: float32 [T, H, D], outputs of finished splits.
+        tiles_ptr: int32 [n, 4], `QueryTiles.tiles`.
+        ring: the stages in shared memory.
+        num_items: pairs of a tile and a head.
+    """
+    # Rows in three layouts: of the scores, of the outputs, and `wide` for memory, in which a thread
+    # has 8 neighbouring channels of a row.
     BLOCK_N: gl.constexpr = ring.k.shape[1]
     outputs: gl.constexpr = accumulator(D)
     row: gl.constexpr = gl.SliceLayout(1, accumulator(BLOCK_N))
@@ -146,6 +182,9 @@ def _attend_rows(
     for turn in range(0, (num_items + gl.num_programs(0) - 1) // gl.num_programs(0)):
         item = _item_of_turn(turn)
         if item < num_items:
+            # The part's rows and the blocks that they see: `full_blocks` are seen whole by the
+            # first row, so by all; of the others, up to `num_blocks`, some row sees a part only.
+            # The tile's later rows may see more blocks, `all_blocks`, which come by here as well.
             tile = tiles_ptr + (item // H) * 4
             head = item % H
             row0 = gl.load(tile) + skip
@@ -156,6 +195,8 @@ def _attend_rows(
             num_blocks = gl.where(num_rows > 0, seen, 0)
             full_blocks = gl.minimum((first_position + 1) // BLOCK_N, num_blocks)
 
+            # Queries to shared memory, where wgmma reads them: there is no room in registers. With
+            # FP8 keys they are prescaled and put in the channel order of the staged keys.
             at = (row0 + r).to(gl.int64)[:, None] * (H * D) + (head * D + d)[None, :]
             q = gl.load(q_ptr + at, mask=(r < num_rows)[:, None], other=0.0)
             q = query_codes(q, SCALED)
@@ -164,9 +205,11 @@ def _attend_rows(
             q_smem.store(q)
             # Read again, here and below, so that they do not occupy registers through the loops.
             num_rows = gl.load(tile + 1, volatile=True) - skip
+            # Stores by threads are seen by the tensor core's reads after this fence only.
             fence_async_shared()
             gluon_names.barrier()
 
+            # Split by split, each from the empty state.
             position = first_position + gl.arange(0, ROWS, row)
             big_m = gl.full([ROWS], float("-inf"), gl.float32, row)
             big_total = gl.zeros([ROWS], gl.float32, row)
@@ -181,6 +224,8 @@ def _attend_rows(
                 first = j * SPLIT
                 last = gl.minimum(first + SPLIT, num_blocks)
                 middle = gl.maximum(gl.minimum(full_blocks, last), first)
+                # Whole blocks without a mask, in the order of products that is faster for the
+                # format; then the diagonal.
                 if SCALED:
                     m, total, acc = attend_whole_blocks_in_turn(
                         base + first, base + middle, q_smem, ring, m, total, acc, SCALED,
@@ -194,6 +239,9 @@ def _attend_rows(
                 m, total, acc = attend_cut_blocks(
                     base, middle, last, q_smem, ring, m, total, acc, position, SCALED, SCORE_SCALE
                 )
+                # Fold the split into those before it. Their maxima and sums stayed in registers;
+                # their outputs come from memory, and go back there unless this is the last split.
+                # The same thread writes and reads an element, so no barrier is needed.
                 if num_splits > 1:
                     m, total, u, w = fold_weights(big_m, big_total, m, total)
                     u = gl.convert_layout(u, output_row, assert_trivial=True)
@@ -208,10 +256,14 @@ def _attend_rows(
                     gl.store(finished, acc, mask=ok & (j + 1 < num_splits))
                     big_m = m
                     big_total = total
+            # Blocks that only later rows of the tile see: a stage is free when all three have
+            # released it, and a release before its block has arrived would be of the one before.
             for b in range(base + num_blocks, base + all_blocks):
                 release_block(ring, wait_for_block(ring, b))
             base += all_blocks
 
+            # Outputs, rounded to BF16; codes are made of the rounded row, as the quantizer would
+            # make them of the one in memory. A head of 128 channels is one 1 x 128 group.
             inv = gl.convert_layout(inverse(total), output_row, assert_trivial=True)
             o = normalize(acc, inv[:, None], SCALED).to(gl.bfloat16)
             row0 = gl.load(tile, volatile=True) + skip
@@ -231,6 +283,8 @@ def _attend_rows(
             else:
                 layout: gl.constexpr = q_smem.layout
                 o_smem = gluon_names.reinterpret(q_smem, o.dtype, [ROWS, D], layout)
+            # All warps' products have read the queries; the last barrier below is for the queries
+            # of the next tile, which are stored over these outputs.
             gluon_names.barrier()
             o_smem.store(o)
             gluon_names.barrier()
@@ -270,7 +324,40 @@ def forward_kernel(
     FLOOR: gl.constexpr,
     POW2: gl.constexpr,
 ):
-    """Tiles of 192 queries of one head over all the keys they see; an item is (tile, head)."""
+    """Attend with tiles of 192 queries of one head to all keys that they see.
+
+    An item of work is a tile and a head. The grid is one program a multiprocessor, or fewer if
+    there are fewer items.
+
+    Args:
+        q_ptr: bfloat16 [T, H, D], rotated.
+        kv_desc: 16-bit [G * num_key_blocks * 2 * BLOCK_N, D], `StagedKeys.kv`, by boxes
+            [BLOCK_N, D].
+        f_desc: float32 [G * num_key_blocks * 4, BLOCK_N], `StagedKeys.factors`, by boxes
+            [4, BLOCK_N].
+        o_ptr: bfloat16 or, with QUANTIZE, FP8 [T, H, D], written.
+        o_scales_ptr: float32 [H, scale_stride], written with QUANTIZE.
+        lse_ptr: float32 [H, lse_stride], the natural log-sum-exp, written.
+        scratch_ptr: float32 [T, H, D], outputs of finished splits; used for contexts of several.
+        tiles_ptr: int32 [n, 4], `QueryTiles.tiles`.
+        num_items: n * H.
+        num_key_blocks: blocks of all sequences.
+        lse_stride: from one head's line of log-sum-exps to the next.
+        scale_stride: from one head's line of scales to the next.
+        H: query heads.
+        GROUP: query heads of a key-value head.
+        D: channels of a head.
+        BLOCK_N: keys of a block.
+        SPLIT: blocks of a split.
+        STAGES: blocks in shared memory.
+        SCALED: whether keys and values are FP8 codes with scales.
+        SCORE_SCALE: `attention.core.score_scale`.
+        QUANTIZE: whether outputs are 1 x 128 groups (D is 128).
+        MAXIMUM: largest value of the codes' format.
+        FLOOR: smallest maximum that a group counts with.
+        POW2: whether scales are rounded up to a power of two.
+    """
+    # Shared memory of the whole program: each warpgroup's queries and the ring of blocks.
     dtype: gl.constexpr = kv_desc.dtype
     q_smem = gl.allocate_shared_memory(dtype, [3, ROWS, D], kv_desc.layout)
     k_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], kv_desc.layout)
@@ -278,12 +365,17 @@ def forward_kernel(
     f_smem = gl.allocate_shared_memory(gl.float32, [STAGES, 4, BLOCK_N], f_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    # A stage is full once the loading warp's copies have arrived, and empty once three warpgroups
+    # have released it. The fence makes the new barriers seen by the bulk copy engine.
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=3)
     fence_async_shared()
     gluon_names.barrier()
     ring = Ring(k_smem, v_smem, f_smem, full, empty)
+    # Four roles: the warpgroups (4 warps each, the first being the program's own) and the loading
+    # warp. Registers a thread: 160 of the second and third warpgroup, 24 of the loading warp; the
+    # compiler gives the first what is left.
     # A compile-time constant does not survive a tuple that has a name: each list is written out.
     gl.warp_specialize(
         [
@@ -312,10 +404,15 @@ def forward_kernel(
 
 
 def attend_tiles(q: Tensor, staged: StagedKeys, tiles: QueryTiles) -> tuple[Tensor, Tensor]:
-    """Causal attention of the queries of `tiles` over staged keys.
+    """Return the causal attention of the queries of `tiles` over staged keys.
 
-    q: bfloat16 [T, H, D], rotated, rows as `tiles` counts them. Returns o like q and the natural
-    log-sum-exp, float32 [H, T].
+    Args:
+        q: bfloat16 [T, H, D], rotated, rows as `tiles` counts them.
+        staged: the keys and values, staged for the same tiles.
+        tiles: the work.
+
+    Returns:
+        The output, like q, and the natural log-sum-exp, float32 [H, T].
     """
     o = torch.empty_like(q)
     return o, _launch(q, staged, tiles, o, None, "fp32")
@@ -324,10 +421,19 @@ def attend_tiles(q: Tensor, staged: StagedKeys, tiles: QueryTiles) -> tuple[Tens
 def attend_tiles_quantized(
     q: Tensor, staged: StagedKeys, tiles: QueryTiles, scales: str = "fp32"
 ) -> QTensor:
-    """`quantize_rows(attend_tiles(...)[0].flatten(1))`, the same bits: 1 x 128 groups [T, H * D].
+    """Return `quantize_rows(attend_tiles(...)[0].flatten(1))`, with the same bits.
 
     With head_dim 128 the BF16 rows are never written; with 64 a group is two heads, and the
     quantizer runs after.
+
+    Args:
+        q: bfloat16 [T, H, D], rotated, rows as `tiles` counts them.
+        staged: the keys and values, staged for the same tiles.
+        tiles: the work.
+        scales: "fp32", or "pow2" for scales that are powers of two.
+
+    Returns:
+        Rows of 1 x 128 groups [T, H * D].
     """
     tokens, heads, head_dim = q.shape
     if head_dim != FP8_BLOCK:
@@ -345,14 +451,20 @@ def _launch(
     o_scales: Tensor | None,
     scales: str,
 ) -> Tensor:
-    """Into o: bfloat16 [T, H, D], or codes [T, H * D] with o_scales [T, H] of any column stride.
-    Returns the log-sum-exp."""
+    """Check the arguments of `attend_tiles`, launch the kernel, and return the log-sum-exp.
+
+    Args:
+        o: bfloat16 [T, H, D], or with o_scales FP8 [T, H * D], written.
+        o_scales: float32 [T, H] with any stride between columns, or None.
+    """
     group = check_queries(q, staged.codes)
     num_queries, heads, head_dim = q.shape
     if num_queries != tiles.num_queries:
         raise ValueError(f"{num_queries} queries, but the tiles are cut for {tiles.num_queries}")
     assert TILE_ROWS == 3 * 64, "the kernel has three warpgroups of 64 rows"
     lse = q.new_empty(heads, num_queries, dtype=torch.float32)
+    # Contexts of one split need no scratch. A kernel takes no None, so `lse` stands for a tensor
+    # that is not used, here and below.
     scratch = q.new_empty(q.shape, dtype=torch.float32) if tiles.longest > SPLIT_KEYS else lse
     items = heads * len(tiles.tiles)
     programs = multiprocessors(q.device)
