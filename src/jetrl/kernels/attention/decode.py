@@ -30,20 +30,18 @@ import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from jetrl.kernels.attention.combine import combine_kernel
 from jetrl.kernels.attention.core import (
     SPLIT_BLOCKS,
     SPLIT_KEYS,
     inverse,
-    key_factors,
     normalize,
-    query_codes,
     score_scale,
-    softmax_block,
 )
 from jetrl.kernels.attention.layout import BLOCK_KEYS, KeyValueCodes, check_queries
+from jetrl.kernels.attention.pages import Pages, attend_page, load_page, load_queries
 from jetrl.precision.hopper import gluon_names, tile
 from jetrl.precision.hopper.launch import (
     OVERLAPPED,
@@ -57,175 +55,13 @@ from jetrl.precision.quantize import AMAX_FLOOR, FORMATS, QTensor
 
 
 @gluon.jit
-def _load_page(
-    k_smem,
-    v_smem,
-    s_smem,
-    k_ptr,
-    v_ptr,
-    ks_ptr,
-    vs_ptr,
-    page,
-    stage,
-    tile_offsets,
-    key_offsets,
-    keys_left,
-    G: gl.constexpr,
-    D: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    SCALED: gl.constexpr,
-    tile_layout: gl.constexpr,
-    key_layout: gl.constexpr,
-):
-    """Start copying one head's keys, values and scales of a page to a stage of shared memory.
-
-    Keys past the context arrive as zeros, whatever the page holds: a NaN there would pass through a
-    weight of zero.
-
-    Args:
-        k_smem, v_smem: [2, BLOCK_N, D], two stages.
-        s_smem: float32 [4, BLOCK_N], of each stage the keys' scales and the values'.
-        k_ptr, v_ptr: [P, BLOCK_N, G, D].
-        ks_ptr, vs_ptr: float32 [P, BLOCK_N, G].
-        page: the page's number.
-        stage: 0 or 1.
-        tile_offsets: int32 [BLOCK_N, D], places of the head's elements in a page.
-        key_offsets: int32 [BLOCK_N], places of the head's scales in a page.
-        keys_left: keys of the context from the page's first one on.
-    """
-    # The page's address in 64 bits, what lies inside in 32. A thread copies 16 bytes at a time.
-    base = page.to(gl.int64) * (BLOCK_N * G * D)
-    ok = (gl.arange(0, BLOCK_N, gl.SliceLayout(1, tile_layout)) < keys_left)[:, None]
-    gluon_names.async_load(k_smem.index(stage), k_ptr + base + tile_offsets, mask=ok)
-    gluon_names.async_load(v_smem.index(stage), v_ptr + base + tile_offsets, mask=ok)
-    # Scales of one head lie G apart: 4 bytes a copy, and of each 32 bytes that arrive the other
-    # heads' warps use the rest, from the cache.
-    if SCALED:
-        line = page.to(gl.int64) * (BLOCK_N * G) + key_offsets
-        line_ok = gl.arange(0, BLOCK_N, key_layout) < keys_left
-        gluon_names.async_load(s_smem.index(stage * 2), ks_ptr + line, mask=line_ok)
-        gluon_names.async_load(s_smem.index(stage * 2 + 1), vs_ptr + line, mask=line_ok)
-
-
-@gluon.jit
-def _load_queries(
-    q_ptr, GROUP: gl.constexpr, D: gl.constexpr, COLUMNS: gl.constexpr, SCALED: gl.constexpr,
-    mma: gl.constexpr,
-):  # fmt: skip
-    """Return GROUP queries as a tensor-core operand [D, COLUMNS], with zeros in the other columns.
-
-    Args:
-        q_ptr: bfloat16 [GROUP, D].
-        mma: the layout of the product.
-    """
-    # With FP8 keys a thread holds runs of 4 channels, as of the keys (`_attend_page`).
-    layout: gl.constexpr = gl.DotOperandLayout(1, mma, 4 if SCALED else 2)
-    column = gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
-    channel = gl.arange(0, D, gl.SliceLayout(1, layout))
-    places = q_ptr + column[None, :] * D + channel[:, None]
-    return query_codes(gl.load(places, mask=(column < GROUP)[None, :], other=0.0), SCALED)
-
-
-@gluon.jit
-def _fp8_values(v_smem, BLOCK_N: gl.constexpr, D: gl.constexpr, mma: gl.constexpr):
-    """Return FP8 values as an FP16 operand [D, BLOCK_N]; row 8 j + g is channel (D / 8) g + j.
-
-    Args:
-        v_smem: FP8 [BLOCK_N, D], one page.
-        mma: the layout of the product.
-    """
-    # The operand of V^T wants in thread 4 g + t rows g and g + 8 of each 16, and keys 2 t, 2 t + 1,
-    # 2 t + 8 and 2 t + 9 of each 16. The layouts below have these keys, but for rows the D / 8
-    # neighbouring channels that one read of 16 (8) bytes delivers. In order: channels of a read,
-    # then keys 1, 8, 16, 32 apart, in registers; keys 2 and 4 apart, then channels, across lanes.
-    if D == 128:
-        wide: gl.constexpr = gl.DistributedLinearLayout(
-            reg_bases=[[0, 1], [0, 2], [0, 4], [0, 8], [1, 0], [8, 0], [16, 0], [32, 0]],
-            lane_bases=[[2, 0], [4, 0], [0, 16], [0, 32], [0, 64]],
-            warp_bases=[],
-            block_bases=[],
-            shape=[BLOCK_N, D],
-        )
-        v = v_smem.load(wide).to(gl.float16)
-    else:
-        narrow: gl.constexpr = gl.DistributedLinearLayout(
-            reg_bases=[[0, 1], [0, 2], [0, 4], [1, 0], [8, 0], [16, 0], [32, 0]],
-            lane_bases=[[2, 0], [4, 0], [0, 8], [0, 16], [0, 32]],
-            warp_bases=[],
-            block_bases=[],
-            shape=[BLOCK_N, D],
-        )
-        v = v_smem.load(narrow).to(gl.float16)
-    # From [keys, g, j] to rows 8 j + g: thread 4 g + t now has what the operand wants of it.
-    v = v.reshape([BLOCK_N, 8, D // 8]).permute((2, 1, 0)).reshape([D, BLOCK_N])
-    return gl.convert_layout(v, gl.DotOperandLayout(0, mma, 2), assert_trivial=True)
-
-
-@gluon.jit
-def _attend_page(
-    q, k_smem, v_smem, s_smem, f_smem, e_smem, stage, m, total, acc, position, first_key,
-    MASKED: gl.constexpr, SCALED: gl.constexpr, SCORE_SCALE: gl.constexpr, BLOCK_N: gl.constexpr,
-    COLUMNS: gl.constexpr, D: gl.constexpr, mma: gl.constexpr, key_layout: gl.constexpr,
-):  # fmt: skip
-    """Attend to one page: return the maximum, the sum and the outputs with its keys folded in.
-
-    Args:
-        q: 16-bit [D, COLUMNS], the queries (`_load_queries`).
-        k_smem, v_smem, s_smem: the stages of `_load_page`.
-        f_smem: float32 [3, BLOCK_N], scratch for the keys' factors.
-        e_smem: 16-bit [BLOCK_N, COLUMNS], scratch for the weights.
-        stage: where the page is.
-        m, total: float32 [COLUMNS], the state before.
-        acc: float32 [D, COLUMNS], the outputs before.
-        position: the context's last key.
-        first_key: position of the page's first key.
-        MASKED: whether the context ends inside the page.
-    """
-    # Factors: a lane works out those of two keys, and all lanes read the lines that they need by
-    # the scores' layout, through shared memory.
-    if SCALED:
-        ks = s_smem.index(stage * 2).load(key_layout)
-        vs = s_smem.index(stage * 2 + 1).load(key_layout)
-        if MASKED:
-            # Scales past the context arrived as zeros, whose factors are not finite.
-            ok = first_key + gl.arange(0, BLOCK_N, key_layout) <= position
-            ks = gl.where(ok, ks, 1.0)
-            vs = gl.where(ok, vs, 1.0)
-        a, b, c = key_factors(ks, vs, SCORE_SCALE)
-        f_smem.index(0).store(a)
-        f_smem.index(1).store(b)
-        f_smem.index(2).store(c)
-        # A thread reads 4 neighbouring codes, which is one word, and widens them in registers.
-        k = k_smem.index(stage).load(gl.DotOperandLayout(0, mma, 4)).to(gl.float16)
-    else:
-        k = k_smem.index(stage).load(gl.DotOperandLayout(0, mma, 2))
-
-    # Scores [keys, queries] and their softmax, down the keys.
-    s = mma_v2(k, q, gl.zeros([BLOCK_N, COLUMNS], gl.float32, mma))
-    last = gl.full([COLUMNS], position, gl.int32, m.type.layout)
-    e, m, total, decay = softmax_block(
-        s, f_smem, m, total, last, first_key, MASKED, SCALED, SCORE_SCALE, 0
-    )
-
-    # Weights are the right operand of the second product, whose registers hold the transpose of an
-    # accumulator's: they change threads through shared memory.
-    e_smem.store(e.to(e_smem.dtype))
-    if SCALED:
-        v = _fp8_values(v_smem.index(stage), BLOCK_N, D, mma)
-    else:
-        v = v_smem.index(stage).permute((1, 0)).load(gl.DotOperandLayout(0, mma, 2))
-    weights = e_smem.load(gl.DotOperandLayout(1, mma, 2))
-    return m, total, mma_v2(v, weights, acc * decay[None, :])
-
-
-@gluon.jit
 def _by_channels(
     o, D: gl.constexpr, COLUMNS: gl.constexpr, SCALED: gl.constexpr, mma: gl.constexpr
 ):
     """Return o [D, COLUMNS] with D / 8 neighbouring channels of a column in each thread.
 
     A thread then makes codes in pairs and stores 8 or 16 at a time. With FP8 values, whose channels
-    come in the order of `_fp8_values`, this only renames registers.
+    come in the order of `pages._fp8_values`, this only renames registers.
 
     Args:
         o: float32 [D, COLUMNS], in the layout mma.
@@ -306,36 +142,69 @@ def _store_state(
     gl.store(state_ptr + (base + column) * 2 + 1, total, mask=column < GROUP)
 
 
+@gluon.jit
+def _store_split(
+    acc, m, total, all_blocks, seq, split, group, o_ptr, scales_ptr, scale_stride, part_ptr,
+    state_ptr, max_splits, SPLIT: gl.constexpr, H: gl.constexpr, GROUP: gl.constexpr,
+    D: gl.constexpr, COLUMNS: gl.constexpr, SCALED: gl.constexpr, mma: gl.constexpr,
+    QUANTIZE: gl.constexpr, MAXIMUM: gl.constexpr, FLOOR: gl.constexpr, POW2: gl.constexpr,
+):  # fmt: skip
+    """Store what a split gave: finished outputs if it is the whole context, else its state."""
+    # Folding the only split into the empty state would change no bit, so it is finished here.
+    if (all_blocks <= SPLIT) | (all_blocks > max_splits * SPLIT):
+        # A context of more splits than the launch has is NaN, not a truncated answer.
+        total = gl.where(all_blocks > max_splits * SPLIT, float("nan"), total)
+        o = _by_channels(normalize(acc, inverse(total)[None, :], SCALED), D, COLUMNS, SCALED, mma)
+        _store_heads(
+            o, seq, group, o_ptr, scales_ptr, scale_stride, H, GROUP, D, COLUMNS,
+            QUANTIZE, MAXIMUM, FLOOR, POW2,
+        )  # fmt: skip
+    else:
+        _store_state(
+            _by_channels(acc, D, COLUMNS, SCALED, mma), m, total, seq, split, group,
+            part_ptr, state_ptr, max_splits, H, GROUP, D, COLUMNS,
+        )  # fmt: skip
+
+
+@gluon.jit
+def _start_first_pages(
+    pages, page_0, page_1, first, last, length,
+    G: gl.constexpr, BLOCK_N: gl.constexpr, SCALED: gl.constexpr,
+):  # fmt: skip
+    """Start copying a split's first two pages; return the block of the context's newest key.
+
+    Waits for the kernel in front between those that it does not write and the one that it does.
+    """
+    # Copies are counted in groups, and waits name how many of the latest groups may still be under
+    # way; so a group is committed at each step, also where it is empty. Groups 0 and 1 are the
+    # first two pages, as far as they are older than the newest key's: the kernel in front writes
+    # the newest key and value, and nothing of the pages before.
+    newest = (length - 1) // BLOCK_N
+    for i in range(2):
+        if (first + i < last) & (first + i < newest):
+            page = gl.where(i == 0, page_0, page_1)
+            load_page(pages, page, i, length - (first + i) * BLOCK_N, G, SCALED)
+        async_copy.commit_group()
+    # Group 2, after the kernel in front has ended: the newest key's page, if it is one of the two.
+    gluon_wait_for_previous()
+    gluon_let_next_start()
+    late = newest - first
+    if (newest < last) & (late >= 0) & (late < 2):
+        page = gl.where(late == 0, page_0, page_1)
+        load_page(pages, page, late, length - newest * BLOCK_N, G, SCALED)
+    async_copy.commit_group()
+    return newest
+
+
 @gluon.jit(do_not_specialize=["table_stride", "table_width", "scale_stride", "max_splits", "early"])
 def decode_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    ks_ptr,
-    vs_ptr,
-    pages_ptr,
-    lengths_ptr,
-    o_ptr,
-    scales_ptr,
-    part_ptr,
-    state_ptr,
-    table_stride,
-    table_width,
-    scale_stride,
-    max_splits,
-    early,
-    G: gl.constexpr,
-    GROUP: gl.constexpr,
-    D: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    SPLIT: gl.constexpr,
-    SCALED: gl.constexpr,
-    SCORE_SCALE: gl.constexpr,
-    QUANTIZE: gl.constexpr,
-    MAXIMUM: gl.constexpr,
-    FLOOR: gl.constexpr,
-    POW2: gl.constexpr,
-):
+    q_ptr, k_ptr, v_ptr, ks_ptr, vs_ptr, pages_ptr, lengths_ptr,
+    o_ptr, scales_ptr, part_ptr, state_ptr,
+    table_stride, table_width, scale_stride, max_splits, early,
+    G: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, BLOCK_N: gl.constexpr,
+    SPLIT: gl.constexpr, SCALED: gl.constexpr, SCORE_SCALE: gl.constexpr,
+    QUANTIZE: gl.constexpr, MAXIMUM: gl.constexpr, FLOOR: gl.constexpr, POW2: gl.constexpr,
+):  # fmt: skip
     """Attend with the query heads of one key-value head over one split of one sequence's keys.
 
     The grid is (G, B, max_splits), a warp each. A context of one split gives finished outputs, a
@@ -405,7 +274,7 @@ def decode_kernel(
     last = gl.minimum(first + SPLIT, all_blocks)
     # Warps past the context's end have no work; the first one stays to write zeros if it is empty.
     if (first < last) | (split == 0):
-        # Two stages of pages and the scratch of `_attend_page`: 35 KB with FP8 and head_dim 128, so
+        # Two stages of pages and the scratch of `attend_page`: 35 KB with FP8 and head_dim 128, so
         # that six warps share a multiprocessor. Three or four stages were not faster.
         k_smem = gl.allocate_shared_memory(k_ptr.dtype.element_ty, [2, BLOCK_N, D], swizzled)
         v_smem = gl.allocate_shared_memory(k_ptr.dtype.element_ty, [2, BLOCK_N, D], swizzled)
@@ -417,35 +286,15 @@ def decode_kernel(
         d = gl.arange(0, D, gl.SliceLayout(0, tile_layout))
         tile_offsets = (n * (G * D) + group * D)[:, None] + d[None, :]
         key_offsets = gl.arange(0, BLOCK_N, key_layout) * G + group
-
-        # Copies are counted in groups, and waits name how many of the latest groups may still be
-        # under way; so a group is committed at each step, also where it is empty. Groups 0 and 1
-        # are the first two pages, as far as they are older than the newest key: the kernel in front
-        # writes the newest key and value, and nothing of the pages before.
-        newest = (length - 1) // BLOCK_N
-        for i in range(2):
-            if (first + i < last) & (first + i < newest):
-                _load_page(
-                    k_smem, v_smem, s_smem, k_ptr, v_ptr, ks_ptr, vs_ptr,
-                    gl.where(i == 0, page_0, page_1), i, tile_offsets, key_offsets,
-                    length - (first + i) * BLOCK_N, G, D, BLOCK_N, SCALED, tile_layout, key_layout,
-                )  # fmt: skip
-            async_copy.commit_group()
-        # Group 2, after the kernel in front has ended: the newest key's page, if it is one of two.
-        gluon_wait_for_previous()
-        gluon_let_next_start()
-        late = newest - first
-        if (newest < last) & (late >= 0) & (late < 2):
-            _load_page(
-                k_smem, v_smem, s_smem, k_ptr, v_ptr, ks_ptr, vs_ptr,
-                gl.where(late == 0, page_0, page_1), late, tile_offsets, key_offsets,
-                length - newest * BLOCK_N, G, D, BLOCK_N, SCALED, tile_layout, key_layout,
-            )  # fmt: skip
-        async_copy.commit_group()
+        pages = Pages(
+            k_ptr, v_ptr, ks_ptr, vs_ptr, tile_offsets, key_offsets,
+            k_smem, v_smem, s_smem, f_smem, e_smem,
+        )  # fmt: skip
+        newest = _start_first_pages(pages, page_0, page_1, first, last, length, G, BLOCK_N, SCALED)
 
         # Queries while the pages are on their way, and the empty state.
         q_base = q_ptr + (seq.to(gl.int64) * G + group) * (GROUP * D)
-        q = _load_queries(q_base, GROUP, D, COLUMNS, SCALED, mma)
+        q = load_queries(q_base, GROUP, D, COLUMNS, SCALED, mma)
         m = gl.full([COLUMNS], float("-inf"), gl.float32, column_layout)
         total = gl.zeros([COLUMNS], gl.float32, column_layout)
         acc = gl.zeros([D, COLUMNS], gl.float32, mma)
@@ -467,45 +316,29 @@ def decode_kernel(
             gluon_names.barrier()
             # Two bodies, so that only the context's last page pays for the masks.
             if b < whole:
-                m, total, acc = _attend_page(
-                    q, k_smem, v_smem, s_smem, f_smem, e_smem, stage, m, total, acc, length - 1,
-                    b * BLOCK_N, False, SCALED, SCORE_SCALE, BLOCK_N, COLUMNS, D, mma, key_layout,
+                m, total, acc = attend_page(
+                    q, pages, stage, m, total, acc, length - 1, b * BLOCK_N,
+                    False, SCALED, SCORE_SCALE, mma,
                 )  # fmt: skip
             else:
-                m, total, acc = _attend_page(
-                    q, k_smem, v_smem, s_smem, f_smem, e_smem, stage, m, total, acc, length - 1,
-                    b * BLOCK_N, True, SCALED, SCORE_SCALE, BLOCK_N, COLUMNS, D, mma, key_layout,
+                m, total, acc = attend_page(
+                    q, pages, stage, m, total, acc, length - 1, b * BLOCK_N,
+                    True, SCALED, SCORE_SCALE, mma,
                 )  # fmt: skip
             # Every lane is done with the stage, so page b + 2 may be copied into it.
             gluon_names.barrier()
             page = ahead
             ahead = gl.load(table + gl.minimum(b + 3, end))
             if b + 2 < last:
-                _load_page(
-                    k_smem, v_smem, s_smem, k_ptr, v_ptr, ks_ptr, vs_ptr,
-                    page, stage, tile_offsets, key_offsets, length - (b + 2) * BLOCK_N,
-                    G, D, BLOCK_N, SCALED, tile_layout, key_layout,
-                )  # fmt: skip
+                load_page(pages, page, stage, length - (b + 2) * BLOCK_N, G, SCALED)
             async_copy.commit_group()
         async_copy.wait_group(0)
 
-        # One split is the whole context, and finished here: folding it into the empty state would
-        # change no bit. Longer contexts leave their state to the second kernel.
-        if (all_blocks <= SPLIT) | (all_blocks > max_splits * SPLIT):
-            # A context longer than the launch was told of is NaN, not a truncated answer.
-            total = gl.where(all_blocks > max_splits * SPLIT, float("nan"), total)
-            o = _by_channels(
-                normalize(acc, inverse(total)[None, :], SCALED), D, COLUMNS, SCALED, mma
-            )
-            _store_heads(
-                o, seq, group, o_ptr, scales_ptr, scale_stride, G * GROUP, GROUP, D, COLUMNS,
-                QUANTIZE, MAXIMUM, FLOOR, POW2,
-            )  # fmt: skip
-        else:
-            _store_state(
-                _by_channels(acc, D, COLUMNS, SCALED, mma), m, total, seq, split, group,
-                part_ptr, state_ptr, max_splits, G * GROUP, GROUP, D, COLUMNS,
-            )  # fmt: skip
+        _store_split(
+            acc, m, total, all_blocks, seq, split, group, o_ptr, scales_ptr, scale_stride,
+            part_ptr, state_ptr, max_splits, SPLIT, G * GROUP, GROUP, D, COLUMNS, SCALED, mma,
+            QUANTIZE, MAXIMUM, FLOOR, POW2,
+        )  # fmt: skip
 
 
 def attend_decode(

@@ -1,0 +1,205 @@
+"""A warp's way through pages of keys and values in decode: copies, products and the softmax.
+
+A page is one block of `attention.core`. It is copied into one of two stages of shared memory, and
+multiplied there with all query heads of a key-value head at once; the layouts are those that
+`attention.decode` explains.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+# (a Triton function may annotate nothing but its compile-time constants)
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+
+from jetrl.kernels.attention.core import key_factors, query_codes, softmax_block
+from jetrl.precision.hopper import gluon_names
+
+
+class Pages(NamedTuple):
+    """The stored keys and values of one key-value head, and their two stages in shared memory.
+
+    Attributes:
+        k_ptr: FP8 or bfloat16 [P, BLOCK_N, G, D].
+        v_ptr: like k_ptr.
+        ks_ptr: float32 [P, BLOCK_N, G], the keys' scales.
+        vs_ptr: float32 [P, BLOCK_N, G], the values' scales.
+        tile_offsets: int32 [BLOCK_N, D], places of the head's elements in a page.
+        key_offsets: int32 [BLOCK_N], places of the head's scales in a page.
+        k: [2, BLOCK_N, D] in shared memory, like v.
+        v: [2, BLOCK_N, D].
+        scales: float32 [4, BLOCK_N], of each stage the keys' scales and the values'.
+        factors: float32 [3, BLOCK_N], scratch for the keys' factors.
+        weights: 16-bit [BLOCK_N, COLUMNS], scratch for the softmax weights.
+    """
+
+    k_ptr: Any
+    v_ptr: Any
+    ks_ptr: Any
+    vs_ptr: Any
+    tile_offsets: gl.tensor
+    key_offsets: gl.tensor
+    k: gl.shared_memory_descriptor
+    v: gl.shared_memory_descriptor
+    scales: gl.shared_memory_descriptor
+    factors: gl.shared_memory_descriptor
+    weights: gl.shared_memory_descriptor
+
+
+@gluon.jit
+def load_page(pages, page, stage, keys_left, G: gl.constexpr, SCALED: gl.constexpr):
+    """Start copying one head's keys, values and scales of a page to a stage of shared memory.
+
+    Keys past the context arrive as zeros, whatever the page holds: a NaN there would pass through a
+    weight of zero.
+
+    Args:
+        pages: where from and where to.
+        page: the page's number.
+        stage: 0 or 1.
+        keys_left: keys of the context from the page's first one on.
+        G: key-value heads.
+        SCALED: whether keys and values are FP8 codes with scales.
+    """
+    BLOCK_N: gl.constexpr = pages.k.shape[1]
+    D: gl.constexpr = pages.k.shape[2]
+    tile_layout: gl.constexpr = pages.tile_offsets.type.layout
+    key_layout: gl.constexpr = pages.key_offsets.type.layout
+    # The page's address in 64 bits, what lies inside in 32. A thread copies 16 bytes at a time.
+    base = page.to(gl.int64) * (BLOCK_N * G * D)
+    ok = (gl.arange(0, BLOCK_N, gl.SliceLayout(1, tile_layout)) < keys_left)[:, None]
+    gluon_names.async_load(pages.k.index(stage), pages.k_ptr + base + pages.tile_offsets, mask=ok)
+    gluon_names.async_load(pages.v.index(stage), pages.v_ptr + base + pages.tile_offsets, mask=ok)
+    # Scales of one head lie G apart: 4 bytes a copy, and of each 32 bytes that arrive the other
+    # heads' warps use the rest, from the cache.
+    if SCALED:
+        line = page.to(gl.int64) * (BLOCK_N * G) + pages.key_offsets
+        line_ok = gl.arange(0, BLOCK_N, key_layout) < keys_left
+        scales = pages.scales
+        gluon_names.async_load(scales.index(stage * 2), pages.ks_ptr + line, mask=line_ok)
+        gluon_names.async_load(scales.index(stage * 2 + 1), pages.vs_ptr + line, mask=line_ok)
+
+
+@gluon.jit
+def load_queries(
+    q_ptr, GROUP: gl.constexpr, D: gl.constexpr, COLUMNS: gl.constexpr, SCALED: gl.constexpr,
+    mma: gl.constexpr,
+):  # fmt: skip
+    """Return GROUP queries as a tensor-core operand [D, COLUMNS], with zeros in the other columns.
+
+    Args:
+        q_ptr: bfloat16 [GROUP, D].
+        GROUP: queries.
+        D: channels of a head.
+        COLUMNS: 8 or 16.
+        SCALED: whether keys are FP8 codes.
+        mma: the layout of the product.
+    """
+    # With FP8 keys a thread holds runs of 4 channels, as of the keys (`attend_page`).
+    layout: gl.constexpr = gl.DotOperandLayout(1, mma, 4 if SCALED else 2)
+    column = gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
+    channel = gl.arange(0, D, gl.SliceLayout(1, layout))
+    places = q_ptr + column[None, :] * D + channel[:, None]
+    return query_codes(gl.load(places, mask=(column < GROUP)[None, :], other=0.0), SCALED)
+
+
+@gluon.jit
+def _fp8_values(v_smem, BLOCK_N: gl.constexpr, D: gl.constexpr, mma: gl.constexpr):
+    """Return FP8 values as an FP16 operand [D, BLOCK_N]; row 8 j + g is channel (D / 8) g + j.
+
+    Args:
+        v_smem: FP8 [BLOCK_N, D], one page.
+        mma: the layout of the product.
+    """
+    # The operand of V^T wants in thread 4 g + t rows g and g + 8 of each 16, and keys 2 t, 2 t + 1,
+    # 2 t + 8 and 2 t + 9 of each 16. The layouts below have these keys, but for rows the D / 8
+    # neighbouring channels that one read of 16 (8) bytes delivers. In order: channels of a read,
+    # then keys 1, 8, 16, 32 apart, in registers; keys 2 and 4 apart, then channels, across lanes.
+    if D == 128:
+        wide: gl.constexpr = gl.DistributedLinearLayout(
+            reg_bases=[[0, 1], [0, 2], [0, 4], [0, 8], [1, 0], [8, 0], [16, 0], [32, 0]],
+            lane_bases=[[2, 0], [4, 0], [0, 16], [0, 32], [0, 64]],
+            warp_bases=[],
+            block_bases=[],
+            shape=[BLOCK_N, D],
+        )
+        v = v_smem.load(wide).to(gl.float16)
+    else:
+        narrow: gl.constexpr = gl.DistributedLinearLayout(
+            reg_bases=[[0, 1], [0, 2], [0, 4], [1, 0], [8, 0], [16, 0], [32, 0]],
+            lane_bases=[[2, 0], [4, 0], [0, 8], [0, 16], [0, 32]],
+            warp_bases=[],
+            block_bases=[],
+            shape=[BLOCK_N, D],
+        )
+        v = v_smem.load(narrow).to(gl.float16)
+    # From [keys, g, j] to rows 8 j + g: thread 4 g + t now has what the operand wants of it.
+    v = v.reshape([BLOCK_N, 8, D // 8]).permute((2, 1, 0)).reshape([D, BLOCK_N])
+    return gl.convert_layout(v, gl.DotOperandLayout(0, mma, 2), assert_trivial=True)
+
+
+@gluon.jit
+def attend_page(
+    q, pages, stage, m, total, acc, position, first_key,
+    MASKED: gl.constexpr, SCALED: gl.constexpr, SCORE_SCALE: gl.constexpr, mma: gl.constexpr,
+):  # fmt: skip
+    """Attend to one page: return the maximum, the sum and the outputs with its keys folded in.
+
+    Args:
+        q: 16-bit [D, COLUMNS], the queries (`load_queries`).
+        pages: the stages and the scratch.
+        stage: where the page is.
+        m: float32 [COLUMNS], the maxima before.
+        total: float32 [COLUMNS], the sums before.
+        acc: float32 [D, COLUMNS], the outputs before.
+        position: the context's last key.
+        first_key: position of the page's first key.
+        MASKED: whether the context ends inside the page.
+        SCALED: whether keys and values are FP8 codes with scales.
+        SCORE_SCALE: `attention.core.score_scale`.
+        mma: the layout of the products.
+    """
+    BLOCK_N: gl.constexpr = pages.k.shape[1]
+    D: gl.constexpr = pages.k.shape[2]
+    COLUMNS: gl.constexpr = q.shape[1]
+    key_layout: gl.constexpr = pages.key_offsets.type.layout
+    weights = pages.weights
+    # Factors: a lane works out those of two keys, and all lanes read the lines that they need by
+    # the scores' layout, through shared memory.
+    if SCALED:
+        ks = pages.scales.index(stage * 2).load(key_layout)
+        vs = pages.scales.index(stage * 2 + 1).load(key_layout)
+        if MASKED:
+            # Scales past the context arrived as zeros, whose factors are not finite.
+            ok = first_key + gl.arange(0, BLOCK_N, key_layout) <= position
+            ks = gl.where(ok, ks, 1.0)
+            vs = gl.where(ok, vs, 1.0)
+        a, b, c = key_factors(ks, vs, SCORE_SCALE)
+        pages.factors.index(0).store(a)
+        pages.factors.index(1).store(b)
+        pages.factors.index(2).store(c)
+        # A thread reads 4 neighbouring codes, which is one word, and widens them in registers.
+        k = pages.k.index(stage).load(gl.DotOperandLayout(0, mma, 4)).to(gl.float16)
+    else:
+        k = pages.k.index(stage).load(gl.DotOperandLayout(0, mma, 2))
+
+    # Scores [keys, queries] and their softmax, down the keys.
+    s = mma_v2(k, q, gl.zeros([BLOCK_N, COLUMNS], gl.float32, mma))
+    last = gl.full([COLUMNS], position, gl.int32, m.type.layout)
+    e, m, total, decay = softmax_block(
+        s, pages.factors, m, total, last, first_key, MASKED, SCALED, SCORE_SCALE, 0
+    )
+
+    # Weights are the right operand of the second product, whose registers hold the transpose of an
+    # accumulator's: they change threads through shared memory.
+    weights.store(e.to(weights.dtype))
+    if SCALED:
+        v = _fp8_values(pages.v.index(stage), BLOCK_N, D, mma)
+    else:
+        v = pages.v.index(stage).permute((1, 0)).load(gl.DotOperandLayout(0, mma, 2))
+    p = weights.load(gl.DotOperandLayout(1, mma, 2))
+    return m, total, mma_v2(v, p, acc * decay[None, :])
