@@ -8,9 +8,10 @@ BF16) and recomputes the weights P from the log-sum-exp:
 
 Key and value codes are exact in BF16; their scales multiply the float32 scores, dP and dS. One
 kernel owns blocks of keys (dK, dV, over all query heads of the group) and writes dS, in BF16 as it
-multiplies it; another owns blocks of queries and multiplies dS by the keys (`attention_dq`). Where
-dS would take too much memory (one sequence of some 20,000 tokens), the second computes P and dS
-anew: 7 products for 5. Every sum has one order, so the gradients are deterministic.
+multiplies it; another owns blocks of queries and multiplies dS by the keys
+(`attention.backward_dq`). Where dS would take too much memory (one sequence of some 20,000 tokens),
+the second computes P and dS once more: 7 products for 5. Every sum has one order, so the gradients
+are deterministic.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -55,7 +56,20 @@ def delta_kernel(
     D: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """delta [H, line_stride] and the log-sum-exp in base 2, likewise padded."""
+    """Write delta and the log-sum-exp in base 2 of BLOCK rows of a head, zeros past the rows.
+
+    Args:
+        o_ptr: bfloat16 [num_rows, H, D].
+        do_ptr: bfloat16 [num_rows, H, D].
+        lse_ptr: float32 [H, num_rows], natural.
+        delta_ptr: float32 [H, line_stride], written.
+        lse2_ptr: float32 [H, line_stride], written.
+        num_rows: tokens.
+        line_stride: tokens and padding.
+        H: query heads.
+        D: channels of a head.
+        BLOCK: rows of a program.
+    """
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     head = tl.program_id(1)
     ok = row < num_rows
@@ -93,6 +107,21 @@ def _dkdv_step(
     BLOCK_M: tl.constexpr,
     STORE: tl.constexpr,
 ):
+    """Add one block of queries of one head to dK and dV of a block of keys, and return the two.
+
+    Args:
+        q_desc, do_desc: bfloat16 [T, H * D], by boxes [BLOCK_M, D].
+        ds_desc: bfloat16 [tiles * BLOCK_N, BLOCK_M], written at row ds_row with STORE.
+        lse_ptr, delta_ptr: float32 [H, line_stride].
+        q0, end: first query row, and the end of the sequence.
+        k, v: bfloat16 [BLOCK_N, D], codes.
+        a, vs: float32 [BLOCK_N], what scores and dP are multiplied by.
+        dk, dv: float32 [BLOCK_N, D], the sums before.
+        key: int32 [BLOCK_N], the keys' rows.
+        MASKED: whether some key is hidden from some query, or the sequence ends in the block.
+    """
+    # Keys go down and queries across, so that P and dS are the left operands of the sums over
+    # queries. Rows past the end are the next sequence's (or zeros): finite, and masked.
     row = q0 + tl.arange(0, BLOCK_M)
     q = q_desc.load([q0, head * D])
     do = do_desc.load([q0, head * D])
@@ -101,11 +130,13 @@ def _dkdv_step(
     p = tl.math.exp2(s * a[:, None] - tl.load(lse_ptr + line)[None, :])
     if MASKED:
         p = tl.where((key[:, None] <= row[None, :]) & (row < end)[None, :], p, 0.0)
+    # dP needs the values' scales, which the codes lack; dV does not, being of what they stand for.
     dp = tl.dot(v, do.T)
     dv = tl.dot(p.to(tl.bfloat16), do, dv)
     if SCALED:
         dp = dp * vs[:, None]
     ds = (p * (dp - tl.load(delta_ptr + line)[None, :])).to(tl.bfloat16)
+    # dQ will multiply the very BF16 numbers that dK is made of here.
     if STORE:
         ds_desc.store([ds_row, 0], ds)
     dk = tl.dot(ds, q, dk)
@@ -140,8 +171,36 @@ def dkdv_kernel(
     BLOCK_N: tl.constexpr,
     STORE: tl.constexpr,
 ):
-    """dK and dV of one block of keys: over the query heads of its group and the queries. STORE: the
-    tiles of dS [BLOCK_N, BLOCK_M] are written to ds_desc, for dQ."""
+    """Write dK and dV of one block of keys, summed over the query heads of its group and queries.
+
+    Args:
+        q_desc: bfloat16 [T, H * D], by boxes [BLOCK_M, D].
+        k_ptr: FP8 or bfloat16 [T, G, D].
+        v_ptr: like k_ptr.
+        ks_ptr: float32 [T, G], read with SCALED.
+        vs_ptr: like ks_ptr.
+        do_desc: like q_desc, the gradient of the output.
+        ds_desc: bfloat16 [tiles * BLOCK_N, BLOCK_M], by boxes of a tile, written with STORE.
+        lse_ptr: float32 [H, line_stride], in base 2.
+        delta_ptr: float32 [H, line_stride].
+        dk_ptr: bfloat16 [T, G, D], written.
+        dv_ptr: like dk_ptr.
+        tiles_ptr: int32 [., 3], `QueryTiles.key_tiles`.
+        line_stride: tokens and padding.
+        scale: 1 / sqrt(D).
+        first_group: first key-value head of this launch.
+        num_groups: key-value heads of this launch.
+        head_tiles: tiles of dS of one head.
+        G: key-value heads.
+        GROUP: query heads of a key-value head.
+        D: channels of a head.
+        SCALED: whether keys and values are FP8 codes with scales.
+        BLOCK_M: queries of a step.
+        BLOCK_N: keys of a program.
+        STORE: whether dS is kept, for dQ.
+    """
+    # The block's keys and values are loaded once for all queries; FP8 codes are exact in BF16.
+    # Keys past the end of the sequence are zeros, with a scale of zero, and masked below.
     group_here = tl.program_id(0) % num_groups
     group = first_group + group_here
     record = tiles_ptr + tl.program_id(0) // num_groups * 3
@@ -162,6 +221,8 @@ def dkdv_kernel(
     dk = tl.zeros([BLOCK_N, D], tl.float32)
     dv = tl.zeros([BLOCK_N, D], tl.float32)
     # Blocks of queries: the first ones meet the diagonal, the last one may be cut by the end.
+    # Masked steps of all heads come first, then whole ones, each kind in one loop over heads and
+    # blocks, so that the compiler's pipeline of loads runs through from head to head.
     num_blocks = tl.cdiv(end - row0, BLOCK_M)
     diagonal = tl.minimum(num_blocks, BLOCK_N // BLOCK_M)
     whole = tl.maximum((end - row0) // BLOCK_M, diagonal)
@@ -181,6 +242,7 @@ def dkdv_kernel(
             delta_ptr, line_stride, row0 + i * BLOCK_M, end, group * GROUP + t // steps,
             k, v, a, vs, dk, dv, key, False, SCALED, D, BLOCK_M, STORE,
         )  # fmt: skip
+    # dK is of what keys stand for, so their scales are not in it (straight-through).
     tl.store(dk_ptr + at, (dk * scale).to(tl.bfloat16), mask=ok[:, None])
     tl.store(dv_ptr + at, dv.to(tl.bfloat16), mask=ok[:, None])
 
@@ -206,6 +268,19 @@ def _dq_step(
     D: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
+    """Return dQ of a block of queries of one head with one block of keys added.
+
+    Args:
+        k_desc, v_desc: bfloat16 [T, G * D], codes, by boxes [BLOCK_N, D].
+        ks_ptr, vs_ptr: float32 [G, line_stride].
+        k0: first key row.
+        q, do: bfloat16 [BLOCK_M, D].
+        lse, delta: float32 [BLOCK_M].
+        dq: float32 [BLOCK_M, D], the sum before.
+        row: int32 [BLOCK_M], the queries' rows.
+        MASKED: whether some key is hidden from some query.
+    """
+    # Keys are codes here: their scales are in the scores, and once more in what multiplies them.
     k = k_desc.load([k0, group * D])
     v = v_desc.load([k0, group * D])
     key = k0 + tl.arange(0, BLOCK_N)
@@ -245,7 +320,29 @@ def dq_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """dQ of one block of queries of one head, over the keys it sees."""
+    """Write dQ of one block of queries of one head, with P and dS computed once more.
+
+    Args:
+        q_ptr: bfloat16 [T, H, D].
+        k_desc: bfloat16 [T, G * D], codes, by boxes [BLOCK_N, D].
+        v_desc: like k_desc.
+        ks_ptr: float32 [G, line_stride], read with SCALED.
+        vs_ptr: like ks_ptr.
+        do_ptr: bfloat16 [T, H, D].
+        lse_ptr: float32 [H, line_stride], in base 2.
+        delta_ptr: float32 [H, line_stride].
+        dq_ptr: bfloat16 [T, H, D], written.
+        tiles_ptr: int32 [., 3], `QueryTiles.query_tiles`.
+        line_stride: tokens and padding.
+        scale: 1 / sqrt(D).
+        G: key-value heads.
+        GROUP: query heads of a key-value head.
+        D: channels of a head.
+        SCALED: whether keys and values are FP8 codes with scales.
+        BLOCK_M: queries of a program.
+        BLOCK_N: keys of a step.
+    """
+    # Rows past the end of the sequence have an infinite log-sum-exp, so weights of zero.
     H: tl.constexpr = G * GROUP
     head = tl.program_id(0) % H
     record = tiles_ptr + tl.program_id(0) // H * 3
@@ -260,6 +357,7 @@ def dq_kernel(
     lse = tl.load(lse_ptr + line, mask=ok, other=float("inf"))
     delta = tl.load(delta_ptr + line, mask=ok, other=0.0)
     dq = tl.zeros([BLOCK_M, D], tl.float32)
+    # Whole blocks of keys up to the diagonal, then masked ones.
     middle = first + (row0 + 1 - first) // BLOCK_N * BLOCK_N
     for k0 in range(first, middle, BLOCK_N):
         dq = _dq_step(
@@ -282,10 +380,21 @@ def attention_backward(
     lse: Tensor,
     tiles: QueryTiles,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, and of the keys and values that `codes` stand for (straight-through).
+    """Return the gradients of queries, and of the keys and values that the codes stand for.
 
-    do, q, o: bfloat16 [T, H, D]; lse: float32 [H, T]; codes: [T, G, D]; tiles: those of the forward
-    (`QueryTiles.packed`). Returns dq [T, H, D], dk and dv [T, G, D], bfloat16.
+    Args:
+        do: bfloat16 [T, H, D], the gradient of the output.
+        q: bfloat16 [T, H, D], rotated.
+        codes: keys and values [T, G, D], as the forward read them.
+        o: bfloat16 [T, H, D], the output of the forward.
+        lse: float32 [H, T], the natural log-sum-exp of the forward.
+        tiles: the work of the forward (`QueryTiles.packed`).
+
+    Returns:
+        dQ [T, H, D], dK and dV [T, G, D], bfloat16 (straight-through).
+
+    Raises:
+        ValueError: pages, or a tensor of another dtype or shape.
     """
     group = check_queries(q, codes)
     if do.dtype != q.dtype or do.shape != q.shape or not do.is_contiguous():
@@ -297,7 +406,8 @@ def attention_backward(
     tokens, heads, head_dim = q.shape
     groups = codes.num_heads
     scale = 1.0 / math.sqrt(head_dim)
-    # Lines are padded so that the inner loops read them without a mask.
+    # Lines are padded so that the inner loops read them without a mask: blocks of queries begin at
+    # any row, so the last one may reach almost a step past the last token.
     width = round_up(tokens, _STEP) + _STEP
     delta, lse2 = (q.new_empty(heads, width, dtype=torch.float32) for _ in range(2))
     delta_kernel[(cdiv(width, 64), heads)](
@@ -308,6 +418,9 @@ def attention_backward(
     def rows(x: Tensor) -> TensorDescriptor:
         return TensorDescriptor.from_tensor(x.view(tokens, -1), [_STEP, head_dim])
 
+    # Key-value heads whose dS is kept at once: all of them, or as many as fit, in turns. Where not
+    # even one fits, dQ is computed from the start. Tensors that a kernel does not read are stood in
+    # for by others, since it takes no None.
     k_scales, v_scales = (delta if s is None else s for s in (codes.k_scales, codes.v_scales))
     at_once = STORED_DS_BYTES // (group * tiles.stored_tiles * DS_TILE_BYTES)
     store, count = at_once > 0, min(groups, max(1, at_once)) if at_once else groups
@@ -327,11 +440,11 @@ def attention_backward(
         if store:
             dq_of_stored(stored, keys, dq, tiles, scale, first, here, group)
     if not store:
-        _dq_anew(q, do, codes, lse2, delta, dq, tiles, width, scale, group)
+        _recompute_dq(q, do, codes, lse2, delta, dq, tiles, width, scale, group)
     return dq, dk, dv
 
 
-def _dq_anew(
+def _recompute_dq(
     q: Tensor,
     do: Tensor,
     codes: KeyValueCodes,
@@ -343,7 +456,7 @@ def _dq_anew(
     scale: float,
     group: int,
 ) -> None:
-    """dQ with P and dS computed once more, where they would take too much memory to keep."""
+    """Write dQ with P and dS computed once more, where dS would take too much memory to keep."""
     tokens, heads, head_dim = q.shape
 
     def rows(x: Tensor) -> TensorDescriptor:
@@ -361,7 +474,7 @@ def _dq_anew(
 
 
 def _lines(scales: Tensor, width: int) -> Tensor:
-    """Scales [T, G] as zero-padded lines [G, width]."""
+    """Return scales [T, G] as lines [G, width], padded with zeros."""
     out = scales.new_zeros(scales.shape[1], width)
     out[:, : len(scales)] = scales.T
     return out

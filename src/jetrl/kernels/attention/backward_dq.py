@@ -1,10 +1,10 @@
-"""dQ of packed causal attention from dS, as the kernel of dK and dV left it.
+"""The gradient of queries, dQ, from the dS that the kernel of dK and dV has stored.
 
     dQ = scale * dS K
 
 dS lies in tiles of 128 keys x 64 queries, keys first, bfloat16: for each head and sequence, block
 of keys j by block of queries m from the diagonal on, tile j * (n - j - 1) + m of the sequence's
-with n blocks of queries (`attention_layout`). A program owns 128 queries of a head. It reads 64 KB
+with n blocks of queries (`attention.layout`). A program owns 128 queries of a head. It reads 64 KB
 a step and multiplies 2 x [64, 128] by [128, D]: the speed is memory's. Sums go over the blocks of
 keys in order, so they are deterministic.
 """
@@ -47,7 +47,25 @@ def dq_stored_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """dQ of two neighbouring blocks of BLOCK_M queries of one head."""
+    """Write dQ of two neighbouring blocks of BLOCK_M queries of one head.
+
+    Args:
+        ds_desc: bfloat16 [tiles * BLOCK_N, BLOCK_M], by boxes of a tile.
+        k_desc: bfloat16 [T, G * D], keys with their scales, by boxes [BLOCK_N, D].
+        dq_ptr: bfloat16 [T, H, D], written.
+        tiles_ptr: int32 [., 4], `QueryTiles.stored_query_tiles`.
+        scale: 1 / sqrt(D).
+        first_group: first key-value head whose dS is stored.
+        num_heads: query heads whose dS is stored.
+        head_tiles: tiles of dS of one head.
+        H: query heads.
+        GROUP: query heads of a key-value head.
+        D: channels of a head.
+        BLOCK_M: queries of a tile of dS.
+        BLOCK_N: keys of a tile of dS, twice BLOCK_M.
+    """
+    # Blocks of queries m and m + 1 end at the same block of keys, the one on their diagonal, and
+    # share each block of keys that is loaded. Their tiles are neighbours.
     head_here = tl.program_id(0) % num_heads
     head = first_group * GROUP + head_here
     record = tiles_ptr + tl.program_id(0) // num_heads * 4
@@ -58,6 +76,8 @@ def dq_stored_kernel(
     tile0 = tl.load(record + 3) + head_here * head_tiles + m
     low = tl.zeros([BLOCK_M, D], tl.float32)
     high = tl.zeros([BLOCK_M, D], tl.float32)
+    # In the last turn keys past a query, or past the sequence's end, have a dS of zero. If block
+    # m + 1 does not exist, its tiles are others', and no row of the product is stored.
     for j in range(0, (row0 - first) // BLOCK_N + 1):
         k = k_desc.load([first + j * BLOCK_N, (head // GROUP) * D])
         place = (tile0 + j * (blocks - j - 1)) * BLOCK_N
@@ -72,7 +92,16 @@ def dq_stored_kernel(
 
 @triton.jit(do_not_specialize=["num_lines"])
 def scaled_keys_kernel(k_ptr, scales_ptr, out_ptr, num_lines, D: tl.constexpr, LINES: tl.constexpr):
-    """Lines are (token, head) pairs, [num_lines, D]."""
+    """Write keys with their scales, LINES pairs of a token and a head in a program.
+
+    Args:
+        k_ptr: FP8 [num_lines, D].
+        scales_ptr: float32 [num_lines].
+        out_ptr: bfloat16 [num_lines, D], written.
+        num_lines: T * G.
+        D: channels of a head.
+        LINES: pairs of a program.
+    """
     line = tl.program_id(0).to(tl.int64) * LINES + tl.arange(0, LINES)
     ok = line < num_lines
     at = line[:, None] * D + tl.arange(0, D)[None, :]
@@ -82,7 +111,7 @@ def scaled_keys_kernel(k_ptr, scales_ptr, out_ptr, num_lines, D: tl.constexpr, L
 
 
 def scaled_keys(codes: KeyValueCodes) -> Tensor:
-    """The keys [T, G, D] as bfloat16, scales included: the float32 product, rounded once."""
+    """Return keys [T, G, D] in bfloat16, scales included: the float32 product, rounded once."""
     if codes.k_scales is None:
         return codes.k
     out = torch.empty_like(codes.k, dtype=torch.bfloat16)
@@ -103,10 +132,17 @@ def dq_of_stored(
     num_groups: int,
     group: int,
 ) -> None:
-    """Writes dQ of the query heads of num_groups key-value heads from first_group on.
+    """Write dQ of the query heads of some neighbouring key-value heads.
 
-    stored: bfloat16 [tiles * 128, 64], dS of these heads. keys: bfloat16 [T, G, D]. dq: bfloat16
-    [T, H, D]. group: query heads a key-value head.
+    Args:
+        stored: bfloat16 [num_groups * group * tiles * 128, 64], dS of these heads.
+        keys: bfloat16 [T, G, D], with their scales.
+        dq: bfloat16 [T, H, D], written.
+        tiles: the work of the forward.
+        scale: 1 / sqrt(D).
+        first_group: first key-value head.
+        num_groups: key-value heads.
+        group: query heads of a key-value head.
     """
     tokens, heads, head_dim = dq.shape
     heads_here = num_groups * group

@@ -35,8 +35,8 @@ class Ring(NamedTuple):
         k: 16-bit [STAGES, BLOCK_N, D], keys.
         v: 16-bit [STAGES, BLOCK_N, D], values.
         factors: float32 [STAGES, 4, BLOCK_N], the lines of `softmax_block`.
-        full: barriers [STAGES, 1] that fall when a stage's block has arrived.
-        empty: barriers [STAGES, 1] that fall when every warpgroup has released the stage.
+        full: barriers [STAGES, 1], complete when a stage's block has arrived.
+        empty: barriers [STAGES, 1], complete when every warpgroup has released the stage.
     """
 
     k: gl.shared_memory_descriptor
@@ -233,7 +233,7 @@ def attend_cut_blocks(
     Returns:
         The maxima, sums and outputs with these blocks added.
     """
-    # At most two blocks a tile, so nothing is overlapped here.
+    # At most two blocks for 64 rows, so nothing is overlapped here.
     BLOCK_N: gl.constexpr = ring.k.shape[1]
     for b in range(first, last):
         stage = wait_for_block(ring, base + b)

@@ -118,7 +118,7 @@ def _load_blocks(
                 mbarrier.wait(ring.empty.index(stage), (((base + b) // STAGES) & 1) ^ 1)
                 bar = ring.full.index(stage)
                 row = (block0 + b) * 2 * BLOCK_N
-                # The barrier falls when so many bytes have arrived: keys, values and factors.
+                # The barrier completes when so many bytes have arrived: keys, values and factors.
                 if SCALED:
                     mbarrier.expect(bar, 2 * kv_desc.block_type.nbytes + f_desc.block_type.nbytes)
                     factors = ring.factors.index(stage)
@@ -132,28 +132,12 @@ def _load_blocks(
 
 @gluon.jit
 def _attend_rows(
-    part,
-    q_smem,
-    q_ptr,
-    o_ptr,
-    o_scales_ptr,
-    lse_ptr,
-    scratch_ptr,
-    tiles_ptr,
-    ring,
-    num_items,
-    lse_stride,
-    scale_stride,
-    H: gl.constexpr,
-    D: gl.constexpr,
-    SPLIT: gl.constexpr,
-    SCALED: gl.constexpr,
-    SCORE_SCALE: gl.constexpr,
-    QUANTIZE: gl.constexpr,
-    MAXIMUM: gl.constexpr,
-    FLOOR: gl.constexpr,
-    POW2: gl.constexpr,
-):
+    part, q_smem, q_ptr, o_ptr, o_scales_ptr, lse_ptr, scratch_ptr, tiles_ptr, ring,
+    num_items, lse_stride, scale_stride,
+    H: gl.constexpr, D: gl.constexpr, SPLIT: gl.constexpr, SCALED: gl.constexpr,
+    SCORE_SCALE: gl.constexpr, QUANTIZE: gl.constexpr, MAXIMUM: gl.constexpr,
+    FLOOR: gl.constexpr, POW2: gl.constexpr,
+):  # fmt: skip
     """Attend with rows [64 part, 64 part + 64) of each of the program's tiles: one warpgroup.
 
     Args:
@@ -256,8 +240,8 @@ def _attend_rows(
                     gl.store(finished, acc, mask=ok & (j + 1 < num_splits))
                     big_m = m
                     big_total = total
-            # Blocks that only later rows of the tile see: a stage is free when all three have
-            # released it, and a release before its block has arrived would be of the one before.
+            # Blocks that only later rows of the tile see: a stage is free when all three warpgroups
+            # have released it. Each is waited for, so that its release is not counted too early.
             for b in range(base + num_blocks, base + all_blocks):
                 release_block(ring, wait_for_block(ring, b))
             base += all_blocks

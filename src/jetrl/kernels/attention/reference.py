@@ -31,8 +31,16 @@ _MAX_SCORES = 2**23  # scores held at once; longer work is cut into pieces, with
 
 
 def quantize_kv(x: Tensor, kv_format: str, scales: str = "fp32") -> tuple[Tensor, Tensor | None]:
-    """Keys or values x [T, G, D] as they are stored: FP8 codes and float32 scales [T, G] (one group
-    for each token and head), or the values themselves and None."""
+    """Return keys or values as they are stored.
+
+    Args:
+        x: [T, G, D], keys or values.
+        kv_format: "fp8" or another format, in which values are stored as they are.
+        scales: "fp32", or "pow2" for scales that are powers of two.
+
+    Returns:
+        FP8 codes and float32 scales [T, G], one for each token and head; or x and None.
+    """
     if kv_format != "fp8":
         return x, None
     q = quantize(x, (1, x.shape[-1]), scales=scales)  # type: ignore[arg-type]
@@ -40,7 +48,12 @@ def quantize_kv(x: Tensor, kv_format: str, scales: str = "fp32") -> tuple[Tensor
 
 
 def stored_values(codes: Tensor, scales: Tensor | None) -> Tensor:
-    """float32 [T, G, D]: what keys or values stand for, as `quantize_kv` stores them."""
+    """Return the float32 [T, G, D] that stored keys or values stand for.
+
+    Args:
+        codes: [T, G, D], of `quantize_kv`.
+        scales: float32 [T, G], or None.
+    """
     if scales is None:
         return codes.float()
     return dequantize(QTensor(codes, scales[..., None], (1, codes.shape[-1])))
@@ -54,11 +67,21 @@ def attend_dense(
     v_scales: Tensor | None,
     q_positions: Tensor,
 ) -> Tensor:
-    """Attention of a padded batch. A row's bits do not depend on padding, on other rows, or on L.
+    """Return the attention of a padded batch.
 
-    q: bfloat16 [B, Q, H, D]. k_codes, v_codes: [B, L, G, D], float8_e4m3fn with float32 scales
-    [B, L, G], or bfloat16 with None. q_positions: int64 [B, Q]; key j is seen iff j <= position.
-    Returns o like q. float32 q, k and v take ordinary float32 attention (the fp32 plan).
+    A row's bits do not depend on padding, on other rows, or on L. Tensors in float32 take ordinary
+    float32 attention (the fp32 plan).
+
+    Args:
+        q: bfloat16 [B, Q, H, D].
+        k_codes: [B, L, G, D], float8_e4m3fn with scales, or bfloat16.
+        k_scales: float32 [B, L, G], or None with bfloat16.
+        v_codes: like k_codes.
+        v_scales: like k_scales.
+        q_positions: int64 [B, Q]; a query sees key j if j is at most its position.
+
+    Returns:
+        The output, like q.
     """
     if q.dtype == torch.float32:
         return _attend_fp32(q, k_codes, v_codes, q_positions)
@@ -76,7 +99,7 @@ def attend_dense(
 
 
 def _as_codes(codes: Tensor, scales: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(float64 codes on a common grid [B, G, L, D], float32 scales [B, G, 1, L])."""
+    """Return codes on a common grid, float64 [B, G, L, D], and scales, float32 [B, G, 1, L]."""
     if scales is None:  # BF16: a power-of-two scale for each token and head, codes at most 1
         exponent = torch.frexp(codes.float().abs().amax(-1)).exponent
         scales = torch.ldexp(torch.ones_like(exponent, dtype=torch.float32), exponent)
@@ -89,6 +112,14 @@ def _as_codes(codes: Tensor, scales: Tensor | None) -> tuple[Tensor, Tensor]:
 def _attend(
     q: Tensor, k: Tensor, k_scale: Tensor, v: Tensor, v_scale: Tensor, positions: Tensor
 ) -> Tensor:
+    """Return the attention of a piece of a batch, by the formula of the module.
+
+    Args:
+        q: bfloat16 [B, Q, H, D].
+        k: float64 [B, G, L, D], codes, as v.
+        k_scale: float32 [B, G, 1, L], as v_scale.
+        positions: int64 [B, Q].
+    """
     _, num_queries, heads, head_dim = q.shape
     groups = k.shape[1]
     # [B, G, heads of the group x Q, D]: one product for each key-value head
@@ -113,11 +144,12 @@ def _attend(
 
 
 def _seen(positions: Tensor, length: int) -> Tensor:
-    """[B, L]: keys that some query of the batch row sees; the rest may be anything, even NaN."""
+    """Return, bool [B, L], which keys some query of a batch row sees; others may even be NaN."""
     return torch.arange(length, device=positions.device) <= positions.amax(1, keepdim=True)
 
 
 def _attend_fp32(q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
+    """Return torch's attention of a padded batch in float32."""
     visible = torch.arange(k.shape[1], device=q.device) <= positions[..., None]
     out = torch.nn.functional.scaled_dot_product_attention(
         q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), visible[:, None], enable_gqa=True
@@ -133,10 +165,20 @@ def attend_packed(
     kv_format: str,
     scales: str = "fp32",
 ) -> Tensor:
-    """Causal attention of sequences packed end to end, differentiable: the training side.
+    """Return the causal attention of sequences packed end to end, differentiable, for training.
 
-    q: [T, H, D]; k, v: [T, G, D], bfloat16 or float32, k already rotated. cu_seqlens: int64 [S+1].
-    Keys and values are quantized as the cache would store them. Returns o like q.
+    Keys and values are quantized as the cache would store them.
+
+    Args:
+        q: bfloat16 or float32 [T, H, D], rotated.
+        k: like q, [T, G, D], rotated.
+        v: like q, [T, G, D].
+        cu_seqlens: int64 [S + 1], first row of each sequence, then T.
+        kv_format: how keys and values are stored.
+        scales: "fp32", or "pow2" for scales that are powers of two.
+
+    Returns:
+        The output, like q.
     """
     o: Tensor = _PackedAttention.apply(q, k, v, cu_seqlens, kv_format, scales)
     return o
@@ -179,9 +221,13 @@ class _PackedAttention(torch.autograd.Function):
 
 
 def _dense_batches(cu_seqlens: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Sequences grouped by similar length and padded: (token index [B, L], position [B, L], valid).
+    """Return padded batches of sequences of similar length.
 
     Padding repeats the sequence's first token; its results are dropped.
+
+    Returns:
+        Of each batch the rows of its tokens and their positions, int64 [B, L], and which of them
+        are no padding, bool [B, L].
     """
     starts, lengths = cu_seqlens[:-1], cu_seqlens.diff()
     batches = []
@@ -196,7 +242,7 @@ def _dense_batches(cu_seqlens: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
 
 
 def _dense_backward(q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of causal attention, float32, from q, do [B, L, H, D] and k, v [B, L, G, D]."""
+    """Return dQ, dK and dV, float32, from q and do [B, L, H, D], k and v [B, L, G, D]."""
     heads_per_group = q.shape[2] // k.shape[2]
     scale = 1.0 / math.sqrt(q.shape[-1])
     # [B, G, heads of the group, L, D]
