@@ -12,13 +12,27 @@ from torch import Tensor
 
 
 def rotary_table(inverse_frequencies: np.ndarray, max_positions: int) -> Tensor:
-    """float32 [max_positions, 2, D/2]: cosines and sines, computed in float64."""
+    """Return the cosines and sines of all positions, float32 [max_positions, 2, D/2].
+
+    Args:
+        inverse_frequencies: float64 [D/2], radians a position.
+        max_positions: positions from 0 on.
+    """
+    # In float64, rounded once at the end: an angle grows to thousands of turns.
     angles = np.outer(np.arange(max_positions, dtype=np.float64), inverse_frequencies)
     return torch.from_numpy(np.stack([np.cos(angles), np.sin(angles)], axis=1).astype(np.float32))
 
 
 def rotary(x: Tensor, positions: Tensor, table: Tensor) -> Tensor:
-    """Rotate x [T, H, D] by positions int64 [T]; float32 inside, rounded once to x's dtype."""
+    """Return x with each row rotated by the angles of its position.
+
+    Computed in float32 and rounded once to x's dtype.
+
+    Args:
+        x: [T, H, D].
+        positions: int64 [T].
+        table: float32 [max_positions, 2, D/2], of `rotary_table`.
+    """
     cos, sin = table[positions].unsqueeze(2).unbind(1)
     first, second = x.float().chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)

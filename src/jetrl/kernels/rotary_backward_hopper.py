@@ -1,10 +1,8 @@
-"""Through rotary embedding and QK norm backwards on Hopper: from the gradients of queries, keys and
-values to that of qkv, and of the norms' weights.
+"""The backward of QK norm and rotary embedding on Hopper: the gradients of qkv and norm weights.
 
-A program takes eight heads of some tokens, one token after the other. Layout of heads:
-`rotary_hopper`. The gradients of the
-norms' weights are summed over its tokens and heads in registers, and over programs by a second
-kernel, in an order that is the same on every card.
+A program takes eight heads of some tokens, one token after the other, in the layout of
+`rotary_hopper`. The gradients of the norms' weights are summed over its tokens and heads in
+registers, and over programs by a second kernel, in an order that is the same on every card.
 
 Gradients need no exact sums, and products may be fused here.
 Legend: T tokens, H query heads, G key-value heads, D head size.
@@ -37,15 +35,26 @@ from jetrl.precision.layout import cdiv
 # Tokens of a program: fixed, so that the weights' gradients have the same bits on every card.
 _TOKENS = 16
 _NUM_WARPS = 4
-_SUM_COLUMNS, _SUM_ROWS = 8, 1024
+_SUM_COLUMNS, _SUM_ROWS = 8, 1024  # 32 bytes of a row of partial sums: a sector
 
 
 @gluon.jit
 def _norm_backward(
     dfirst, dsecond, first, second, first_weight, second_weight, D: gl.constexpr, EPS: gl.constexpr
 ):
-    """(dx halves, normed * dy halves) of a head-wise RMSNorm. The two sums over a head do not wait
-    for each other."""
+    """Return the gradients of a head-wise RMSNorm: of x, and of the weight before its sum.
+
+    Args:
+        dfirst, dsecond: float32 [heads, D/2], the gradient of the output.
+        first, second: float32 [heads, D/2], the input.
+        first_weight, second_weight: float32 [1, D/2].
+        EPS: added to the mean of the squares.
+
+    Returns:
+        Halves of dx, then halves of the normed input times the gradient of the output.
+    """
+    # With n = x / rms and g = dy * weight, dx = (g - n * mean(g * n)) / rms. The mean is taken of
+    # g * x and divided by rms after, so that the two sums over a head do not wait for each other.
     first_scaled, second_scaled = dfirst * first_weight, dsecond * second_weight
     mean_square = gl.reduce(first * first + second * second, 1, add) * (1.0 / D)
     mean_product = gl.reduce(first_scaled * first + second_scaled * second, 1, add) * (1.0 / D)
@@ -64,7 +73,18 @@ def _backward_heads(
     first_token, last_token, first_head, grad_stride, row_stride, COUNT: gl.constexpr,
     NORM: gl.constexpr, D: gl.constexpr, EPS: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Eight query or key heads of some tokens; their share of the norm weight's gradient."""
+    """Take eight query or key heads of some tokens, and their share of the weight's gradient.
+
+    Args:
+        grad_ptr: bfloat16 [T, COUNT, D], rows grad_stride apart.
+        x_ptr, out_ptr: bfloat16, the heads' columns of qkv and of its gradient, rows row_stride
+            apart.
+        positions_ptr: int64 [T].
+        table_ptr: float32 [positions, 2, D/2].
+        weight_ptr: bfloat16 [D], read with NORM.
+        partial_ptr: float32 [D], this program's sum, written with NORM.
+        first_token, last_token: the tokens, and their end.
+    """
     if NORM:
         first_weight, second_weight = halves_of(weight_ptr, D, LAYOUT)
         first_sum = gl.zeros([8, D // 2], gl.float32, LAYOUT)
@@ -78,6 +98,7 @@ def _backward_heads(
         dfirst, dsecond = load_halves(grad_ptr, first_head, COUNT, D, LAYOUT)
         if NORM:
             first, second = load_halves(x_ptr, first_head, COUNT, D, LAYOUT)
+        # The rotation turned back, whose matrix is the transpose.
         cosine, sine = angles(table_ptr, gl.load(positions_ptr), D, LAYOUT)
         dfirst, dsecond = tile.widen(dfirst), tile.widen(dsecond)
         turned = dsecond * cosine - dfirst * sine
@@ -95,6 +116,7 @@ def _backward_heads(
         x_ptr += row_stride
         out_ptr += row_stride
         positions_ptr += 1
+    # Heads past COUNT were loaded as zeros and add zeros.
     if NORM:
         pairs = gl.arange(0, D // 2, gl.SliceLayout(0, LAYOUT))
         gl.store(partial_ptr + pairs, gl.reduce(first_sum, 0, add))
@@ -103,26 +125,23 @@ def _backward_heads(
 
 @gluon.jit(do_not_specialize=["num_tokens"])
 def _backward_kernel(
-    dq_ptr,
-    dk_ptr,
-    dv_ptr,
-    qkv_ptr,
-    dqkv_ptr,
-    positions_ptr,
-    table_ptr,
-    q_weight_ptr,
-    k_weight_ptr,
-    partial_ptr,
-    num_tokens,
-    H: gl.constexpr,
-    G: gl.constexpr,
-    TOKENS: gl.constexpr,
-    NORM: gl.constexpr,
-    D: gl.constexpr,
-    EPS: gl.constexpr,
-    LAYOUT: gl.constexpr,
-):
-    """TOKENS tokens and eight heads: of queries, keys or values (whose gradient is copied)."""
+    dq_ptr, dk_ptr, dv_ptr, qkv_ptr, dqkv_ptr, positions_ptr, table_ptr,
+    q_weight_ptr, k_weight_ptr, partial_ptr, num_tokens,
+    H: gl.constexpr, G: gl.constexpr, TOKENS: gl.constexpr, NORM: gl.constexpr,
+    D: gl.constexpr, EPS: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Take TOKENS tokens and eight heads of queries, keys or values (whose gradient is copied).
+
+    Args:
+        dq_ptr: bfloat16 [T, H, D].
+        dk_ptr, dv_ptr: bfloat16 [T, G, D].
+        qkv_ptr, dqkv_ptr: bfloat16 [T, (H + 2G) * D]; the second is written.
+        positions_ptr: int64 [T].
+        table_ptr: float32 [positions, 2, D/2].
+        q_weight_ptr, k_weight_ptr: bfloat16 [D], read with NORM.
+        partial_ptr: float32 [T / TOKENS, parts of queries and keys, D], written with NORM.
+        num_tokens: T.
+    """
     Q_PARTS: gl.constexpr = (H + 7) // 8
     KV_PARTS: gl.constexpr = (G + 7) // 8
     PARTS: gl.constexpr = Q_PARTS + 2 * KV_PARTS
@@ -143,13 +162,15 @@ def _backward_kernel(
             partial_ptr, first, last, (part - Q_PARTS) * 8, G * D, ROW, G, NORM, D, EPS, LAYOUT,
         )  # fmt: skip
     else:
+        # Values have no norm and no rotation. Four tokens are asked for at once; past the end the
+        # last one is copied again, the same bytes to the same place.
         head = (part - Q_PARTS - KV_PARTS) * 8
         dv_ptr += first.to(gl.int64) * (G * D)
         dqkv_ptr += first.to(gl.int64) * ROW + (H + G) * D
         for start in gl.static_range(0, TOKENS, 4):
             rows = ()
             for i in gl.static_range(4):
-                row = gl.minimum(start + i, last - first - 1)  # the last one again past the end
+                row = gl.minimum(start + i, last - first - 1)
                 halves = load_halves(dv_ptr + row * (G * D), head, G, D, LAYOUT)
                 rows += (halves,)  # type: ignore[assignment]
             for i in gl.static_range(4):
@@ -168,7 +189,16 @@ def _sum_kernel(
     COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Sums of [chunks, PARTS, D] over the chunks, of the query parts and of the others: [2, D]."""
+    """Sum the norm weights' partial gradients, over chunks of tokens and over parts of heads.
+
+    Args:
+        partial_ptr: float32 [chunks, PARTS, D], of each chunk the parts of queries, then of keys.
+        out_ptr: float32 [2, D], for queries and for keys, written.
+        chunks: chunks of tokens.
+        COLUMNS: columns of a program.
+        ROWS: partial sums taken at a time.
+    """
+    # Each of ROWS places adds every ROWS-th partial sum, in order, and a fixed tree the places.
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     key = tl.program_id(1)
     count = tl.where(key == 0, Q_PARTS, PARTS - Q_PARTS)
@@ -191,10 +221,23 @@ def qk_norm_rotary_backward(
     norm_weights: tuple[Tensor, Tensor] | None,
     eps: float,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """(dqkv bfloat16 like qkv, gradients float32 [D] of the query and the key norm or None).
+    """Return the gradients of qkv and of the norms' weights.
 
-    dq: bfloat16 [T, H, D]; dk, dv: bfloat16 [T, G, D], the gradients of the keys and values that
-    were quantized (passed straight through).
+    Args:
+        dq: bfloat16 [T, H, D], the gradient of the rotated queries.
+        dk: bfloat16 [T, G, D], of the keys that were quantized (passed straight through).
+        dv: bfloat16 [T, G, D], of the values, likewise.
+        qkv: bfloat16 [T, (H + 2G) * D], the input of the forward.
+        positions: int64 [T].
+        table: float32 [positions, 2, D/2], of `rotary_table`.
+        norm_weights: bfloat16 [D] of the query and the key norm, or None without norms.
+        eps: of the norms.
+
+    Returns:
+        The gradient of qkv, bfloat16, and those of the two weights, float32 [D], or None.
+
+    Raises:
+        ValueError: a gradient or qkv of another dtype, not contiguous, or not on the GPU.
     """
     for name, x in {"dq": dq, "dk": dk, "dv": dv, "qkv": qkv}.items():
         if x.dtype != torch.bfloat16 or not x.is_contiguous() or not x.is_cuda:
@@ -210,27 +253,11 @@ def qk_norm_rotary_backward(
     q_weight, k_weight = norm_weights or (qkv, qkv)
     if tokens:
         _backward_kernel[(chunks * (q_parts + 2 * kv_parts),)](
-            dq,
-            dk,
-            dv,
-            qkv,
-            dqkv,
-            positions,
-            table,
-            q_weight,
-            k_weight,
-            partial,
-            tokens,
-            num_heads,
-            groups,
-            _TOKENS,
-            norm_weights is not None,
-            head_dim,
-            eps,
+            dq, dk, dv, qkv, dqkv, positions, table, q_weight, k_weight, partial, tokens,
+            num_heads, groups, _TOKENS, norm_weights is not None, head_dim, eps,
             heads_layout(head_dim, _NUM_WARPS),
-            num_warps=_NUM_WARPS,
-            maxnreg=56,
-        )
+            num_warps=_NUM_WARPS, maxnreg=56,
+        )  # fmt: skip
     if norm_weights is None:
         return dqkv, None, None
     sums = torch.empty(2, head_dim, dtype=torch.float32, device=dq.device)

@@ -45,13 +45,19 @@ from jetrl.precision.layout import cdiv
 from jetrl.precision.quantize import AMAX_FLOOR
 
 HEADS = 8  # heads of a program; no bit depends on it
-_FEW_TOKENS = 256
+_FEW_TOKENS = 256  # up to a decode step's: a program is launched for its latency
 
 
 @dataclass(frozen=True)
 class CacheSlots:
-    """Where keys and values go. codes: [pages, page_size, G, D] float8_e4m3fn with float32 scales
-    [pages, page_size, G], or bfloat16 with None."""
+    """The tensors that keys and values are written to: a cache's pages, or one slot for each token.
+
+    Attributes:
+        k_codes: float8_e4m3fn, or bfloat16 without scales, [pages, page_size, G, D].
+        v_codes: like k_codes.
+        k_scales: float32 [pages, page_size, G], or None with bfloat16.
+        v_scales: like k_scales.
+    """
 
     k_codes: Tensor
     v_codes: Tensor
@@ -61,8 +67,16 @@ class CacheSlots:
 
 @functools.cache
 def heads_layout(head_dim: int, num_warps: int) -> gl.DistributedLinearLayout:
-    """Of [HEADS, D/2]: a head in 4 * num_warps lanes of one warp, each with runs of up to eight
-    pairs. head_dim: at least 8 * num_warps."""
+    """Return the layout of one half of HEADS heads, [HEADS, D/2].
+
+    A head lies in 4 * num_warps lanes of one warp, each with runs of up to eight pairs.
+
+    Args:
+        head_dim: a power of two, at least 8 * num_warps.
+        num_warps: warps of the program.
+    """
+    # Bits of a place, as a linear layout counts them: those inside a run are registers, those of
+    # runs side by side are lanes, and what a head has beyond one run a lane is registers again.
     pairs, lanes = head_dim // 2, 4 * num_warps
     run = min(8, pairs // lanes)
     assert run, f"heads of {head_dim} are too small for {num_warps} warps"
@@ -83,26 +97,28 @@ def heads_layout(head_dim: int, num_warps: int) -> gl.DistributedLinearLayout:
 
 @gluon.jit
 def add(a, b):
+    """Return a + b, for reductions."""
     return a + b
 
 
 @gluon.jit
 def _head_maxima(first, second):
-    """The maximum of |x| of each head, float32 [heads]; NaN if any is."""
+    """Return the maximum of |x| of each head, float32 [heads]; NaN if any is."""
     return gl.reduce(tile.larger(gl.abs(first), gl.abs(second)), 1, tile.larger)
 
 
 @gluon.jit
 def _grid_squares(x, factor):
-    """int64 squares of x in units of the grid (`norm_hopper.grid_squares`)."""
-    rounded = gl.fma(x, factor, gl.full_like(x, 12582912.0))  # 1.5 * 2**23
+    """Return the int64 squares of x in units of the grid, as `norm_hopper.grid_squares`."""
+    # 1.5 * 2**23 leaves no room for a fraction: rounds to nearest even, the integer in low bits.
+    rounded = gl.fma(x, factor, gl.full_like(x, 12582912.0))
     whole = (rounded.to(gl.int32, bitcast=True) - 0x4B400000).to(gl.int64)
     return whole * whole
 
 
 @gluon.jit
 def _inverse_root(x):
-    """1 / sqrt(x) of normal float64 x > 0, both operations rounded to nearest.
+    """Return 1 / sqrt(x) of normal float64 x > 0, both operations rounded to nearest.
 
     The hardware's guess is right to 2**-20, and to a unit of the last place after one step of the
     third order; then Markstein's corrections, root first. What the compiler makes of `/` and `sqrt`
@@ -114,6 +130,7 @@ def _inverse_root(x):
     error = gl.fma(-x, guess * guess, one)
     series = gl.fma(error, gl.full_like(x, 0.375), gl.full_like(x, 0.5))
     guess = gl.fma(series, error * guess, guess)
+    # The root and its correction by what its square lacks; then the inverse, of the rounded root.
     root = x * guess
     root = gl.fma(gl.fma(-root, root, x), guess * 0.5, root)
     return gl.fma(gl.fma(-root, guess, one), guess, guess)
@@ -121,23 +138,40 @@ def _inverse_root(x):
 
 @gluon.jit
 def _head_inverse_rms(first, second, D: gl.constexpr, EPS: gl.constexpr):
-    """float32 [heads] of float32 halves [heads, D/2]: the operations of `norm_hopper`."""
+    """Return 1 / rms of heads, float32 [heads], by the operations of `norm_hopper`.
+
+    Args:
+        first, second: float32 [heads, D/2].
+        EPS: added to the mean of the squares.
+    """
+    # The grid of the head's maximum, on which squares are integers and their sum is exact: the
+    # factor's exponent field is 272 - the maximum's, within what a normal number can have.
     amax_bits = _head_maxima(first, second).to(gl.int32, bitcast=True)
     exponent = gl.minimum(gl.maximum(272 - (amax_bits >> 23), 1), 254)
     factor = (exponent << 23).to(gl.float32, bitcast=True)
     each = factor[:, None] + gl.full_like(first, 0.0)
     total = gl.reduce(_grid_squares(first, each) + _grid_squares(second, each), 1, add)
+    # Back from grid units in float64, and each operation rounded once; D is a power of two.
     unit = ((1150 - exponent).to(gl.int64) << 52).to(gl.float64, bitcast=True)  # 1 / factor
     mean = total.to(gl.float64) * unit * unit
     mean = mean * gl.full_like(mean, 1.0 / D)
     inverse = _inverse_root(mean + gl.full_like(mean, EPS)).to(gl.float32)
+    # Integers know no NaN: one makes the head NaN, an Inf makes its inverse rms 0.
     special = gl.where(amax_bits > 0x7F800000, float("nan"), 0.0)
     return gl.where(amax_bits >= 0x7F800000, special, inverse)
 
 
 @gluon.jit
 def load_halves(row_ptr, first_head, COUNT: gl.constexpr, D: gl.constexpr, LAYOUT: gl.constexpr):
-    """Two halves [heads, D/2] of HEADS heads of a row with COUNT, as stored; zeros past them."""
+    """Return the two halves [HEADS, D/2] of some heads of a row, as stored; zeros past its heads.
+
+    Args:
+        row_ptr: [COUNT, D], the row.
+        first_head: first of the HEADS heads.
+        COUNT: heads of the row.
+        D: channels of a head.
+        LAYOUT: `heads_layout`.
+    """
     heads = first_head + gl.arange(0, 8, gl.SliceLayout(1, LAYOUT))
     pairs = gl.arange(0, D // 2, gl.SliceLayout(0, LAYOUT))
     places = row_ptr + (heads[:, None] * D + pairs[None, :])
@@ -149,6 +183,17 @@ def load_halves(row_ptr, first_head, COUNT: gl.constexpr, D: gl.constexpr, LAYOU
 def store_halves(
     row_ptr, first_head, first, second, COUNT: gl.constexpr, D: gl.constexpr, LAYOUT: gl.constexpr
 ):
+    """Store the two halves of some heads to a row; what lies past the row's heads is dropped.
+
+    Args:
+        row_ptr: [COUNT, D], the row, written.
+        first_head: first of the HEADS heads.
+        first: [HEADS, D/2], of the row's dtype.
+        second: [HEADS, D/2], of the row's dtype.
+        COUNT: heads of the row.
+        D: channels of a head.
+        LAYOUT: `heads_layout`.
+    """
     heads = first_head + gl.arange(0, 8, gl.SliceLayout(1, LAYOUT))
     pairs = gl.arange(0, D // 2, gl.SliceLayout(0, LAYOUT))
     places = row_ptr + (heads[:, None] * D + pairs[None, :])
@@ -159,14 +204,27 @@ def store_halves(
 
 @gluon.jit
 def angles(table_ptr, position, D: gl.constexpr, LAYOUT: gl.constexpr):
-    """Cosines and sines [1, D/2] of a position."""
+    """Return the cosines and sines of a position, float32 [1, D/2].
+
+    Args:
+        table_ptr: float32 [positions, 2, D/2].
+        position: int64.
+        D: channels of a head.
+        LAYOUT: `heads_layout`.
+    """
     places = table_ptr + position * D + gl.arange(0, D // 2, gl.SliceLayout(0, LAYOUT))
     return gl.load(places)[None, :], gl.load(places + D // 2)[None, :]
 
 
 @gluon.jit
 def halves_of(vector_ptr, D: gl.constexpr, LAYOUT: gl.constexpr):
-    """A norm's weight, float32 halves [1, D/2] of bfloat16 [D]."""
+    """Return the halves of a norm's weight, float32 [1, D/2].
+
+    Args:
+        vector_ptr: bfloat16 [D].
+        D: channels of a head.
+        LAYOUT: `heads_layout`.
+    """
     places = vector_ptr + gl.arange(0, D // 2, gl.SliceLayout(0, LAYOUT))
     first, second = tile.widen(gl.load(places)), tile.widen(gl.load(places + D // 2))
     return first[None, :], second[None, :]
@@ -177,6 +235,8 @@ def _norm_and_rotate(
     first, second, cosine, sine, weight_ptr,
     NORM: gl.constexpr, D: gl.constexpr, EPS: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
+    """Return the halves of heads, normed with NORM and rotated, in bfloat16."""
+    # The norm's output is rounded before the rotation, since the reference has it in bfloat16.
     first, second = tile.widen(first), tile.widen(second)
     if NORM:
         inverse = _head_inverse_rms(first, second, D, EPS)[:, None]
@@ -193,6 +253,7 @@ def _store_cache(
     QUANTIZE: gl.constexpr, D: gl.constexpr,
     MAXIMUM: gl.constexpr, FLOOR: gl.constexpr, POW2: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
+    """Store the halves of keys or values to a slot, with QUANTIZE as codes with a scale a head."""
     if QUANTIZE:
         first, second = tile.widen(first), tile.widen(second)
         amax = _head_maxima(first, second)
@@ -210,6 +271,7 @@ def _store_key(
     QUANTIZE: gl.constexpr, NORM: gl.constexpr, D: gl.constexpr, EPS: gl.constexpr,
     MAXIMUM: gl.constexpr, FLOOR: gl.constexpr, POW2: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
+    """Load keys, norm and rotate them, and store them to a slot."""
     cosine, sine = angles(table_ptr, position, D, LAYOUT)
     first, second = load_halves(k_ptr, head, G, D, LAYOUT)
     first, second = _norm_and_rotate(first, second, cosine, sine, weight_ptr, NORM, D, EPS, LAYOUT)
@@ -221,37 +283,33 @@ def _store_key(
 
 @gluon.jit
 def _forward_kernel(
-    qkv_ptr,
-    positions_ptr,
-    table_ptr,
-    q_weight_ptr,
-    k_weight_ptr,
-    slots_ptr,
-    q_ptr,
-    k_codes_ptr,
-    k_scales_ptr,
-    v_codes_ptr,
-    v_scales_ptr,
-    H: gl.constexpr,
-    G: gl.constexpr,
-    HAS_SLOTS: gl.constexpr,
-    QUANTIZE: gl.constexpr,
-    NORM: gl.constexpr,
-    D: gl.constexpr,
-    ROUNDS: gl.constexpr,
-    EPS: gl.constexpr,
-    MAXIMUM: gl.constexpr,
-    FLOOR: gl.constexpr,
-    POW2: gl.constexpr,
-    LAYOUT: gl.constexpr,
-):
-    """ROUNDS (1 or 2) times eight heads of one token: of its queries, of its keys, of its values;
-    with two rounds eight keys together with their values."""
+    qkv_ptr, positions_ptr, table_ptr, q_weight_ptr, k_weight_ptr, slots_ptr,
+    q_ptr, k_codes_ptr, k_scales_ptr, v_codes_ptr, v_scales_ptr,
+    H: gl.constexpr, G: gl.constexpr, HAS_SLOTS: gl.constexpr, QUANTIZE: gl.constexpr,
+    NORM: gl.constexpr, D: gl.constexpr, ROUNDS: gl.constexpr, EPS: gl.constexpr,
+    MAXIMUM: gl.constexpr, FLOOR: gl.constexpr, POW2: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Take one token's queries, keys or values, eight heads in each of ROUNDS rounds (1 or 2).
+
+    With two rounds eight keys go together with their values.
+
+    Args:
+        qkv_ptr: bfloat16 [T, (H + 2G) * D].
+        positions_ptr: int64 [T].
+        table_ptr: float32 [positions, 2, D/2].
+        q_weight_ptr, k_weight_ptr: bfloat16 [D], the norms' weights, read with NORM.
+        slots_ptr: int64 [T], read with HAS_SLOTS; else token t has slot t.
+        q_ptr: bfloat16 [T, H, D], written.
+        k_codes_ptr, v_codes_ptr: FP8 or bfloat16 [slots, G, D], written.
+        k_scales_ptr, v_scales_ptr: float32 [slots, G], written with QUANTIZE.
+    """
+    # Programs of a token are neighbours, so that its row is read by them at about the same time.
     Q_PARTS: gl.constexpr = (H + 8 * ROUNDS - 1) // (8 * ROUNDS)
     KV_PARTS: gl.constexpr = (G + 7) // 8
     PARTS: gl.constexpr = Q_PARTS + (3 - ROUNDS) * KV_PARTS
     token = (gl.program_id(0) // PARTS).to(gl.int64)
     part = gl.program_id(0) % PARTS
+    # Nothing is read before the kernel in front has ended: reading the angles was slower.
     gluon_wait_for_previous()
     gluon_let_next_start()
     position = gl.load(positions_ptr + token)
@@ -260,6 +318,7 @@ def _forward_kernel(
         slot = gl.load(slots_ptr + token)
     row_ptr = qkv_ptr + token * (H + 2 * G) * D
     if part < Q_PARTS:
+        # Queries: all loads first, since many tokens are bound by how much is asked for at once.
         cosine, sine = angles(table_ptr, position, D, LAYOUT)
         rounds = ()
         for i in gl.static_range(ROUNDS):
@@ -271,9 +330,10 @@ def _forward_kernel(
             )
             head = (part * ROUNDS + i) * 8
             store_halves(q_ptr + token * H * D, head, first, second, H, D, LAYOUT)
-    elif slot >= 0:
+    elif slot >= 0:  # padding has a negative slot
         head = (part - Q_PARTS) % KV_PARTS * 8
         k_ptr, v_ptr = row_ptr + H * D, row_ptr + (H + G) * D
+        # Keys and values: with two rounds both, and the values' loads before the keys' work.
         if ROUNDS > 1:
             v_first, v_second = load_halves(v_ptr, head, G, D, LAYOUT)
             _store_key(
@@ -308,15 +368,25 @@ def qk_norm_rotary_cache(
     slots: Tensor | None,
     scales: str = "fp32",
 ) -> Tensor:
-    """Rotated queries bfloat16 [T, H, D]; keys and values written into `cache`.
+    """Return the normed and rotated queries, and write the keys and values into a cache.
 
-    qkv: bfloat16 [T, (H + 2G) * D] contiguous. positions: int64 [T]. table: float32
-    [positions, 2, D/2] (`rotary_table`). norm_weights: bfloat16 [D] of the query and the key norm,
-    or None. slots: int64 [T], places in the cache, negative to write nothing (padding); None for
-    0..T-1.
+    Args:
+        qkv: bfloat16 [T, (H + 2G) * D], contiguous.
+        positions: int64 [T].
+        table: float32 [positions, 2, D/2], of `rotary_table`.
+        norm_weights: bfloat16 [D] of the query and the key norm, or None without norms.
+        eps: of the norms.
+        num_heads: query heads, H.
+        cache: the tensors that keys and values are written to.
+        slots: int64 [T], places in the cache, negative to write nothing (padding); None for the
+            tokens' own numbers.
+        scales: "fp32", or "pow2" for scales that are powers of two.
+
+    Returns:
+        Queries, bfloat16 [T, H, D].
 
     Raises:
-        ValueError: a layout or dtype other than these, with what was given.
+        ValueError: a tensor of another layout or dtype, with its own.
     """
     head_dim, groups = table.shape[-1] * 2, cache.k_codes.shape[2]
     _check(qkv, positions, table, num_heads, cache, slots)
@@ -325,45 +395,35 @@ def qk_norm_rotary_cache(
     if not tokens:
         return q
     q_weight, k_weight = norm_weights or (qkv, qkv)
+    # Few tokens: many small programs, four warps to eight heads. Many: a warp takes 16 heads.
     num_warps, rounds = (4, 1) if tokens <= _FEW_TOKENS else (1, 2)
     parts = cdiv(num_heads, HEADS * rounds) + (3 - rounds) * cdiv(groups, HEADS)
     constants = rule("e4m3", scales)
     del constants["FLOOR_BITS"]
     _forward_kernel[(tokens * parts,)](
-        qkv,
-        positions,
-        table,
-        q_weight,
-        k_weight,
-        positions if slots is None else slots,
-        q,
-        cache.k_codes,
-        cache.k_codes if cache.k_scales is None else cache.k_scales,
-        cache.v_codes,
-        cache.v_codes if cache.v_scales is None else cache.v_scales,
-        num_heads,
-        groups,
-        slots is not None,
-        cache.k_scales is not None,
-        norm_weights is not None,
-        head_dim,
-        rounds,
-        eps,
-        **constants,
-        FLOOR=AMAX_FLOOR,
-        LAYOUT=heads_layout(head_dim, num_warps),
-        num_warps=num_warps,
-        maxnreg=88,
-        enable_fp_fusion=False,
-        **OVERLAPPED,
-    )
+        qkv, positions, table, q_weight, k_weight, positions if slots is None else slots, q,
+        cache.k_codes, cache.k_codes if cache.k_scales is None else cache.k_scales,
+        cache.v_codes, cache.v_codes if cache.v_scales is None else cache.v_scales,
+        num_heads, groups, slots is not None, cache.k_scales is not None,
+        norm_weights is not None, head_dim, rounds, eps,
+        **constants, FLOOR=AMAX_FLOOR, LAYOUT=heads_layout(head_dim, num_warps),
+        num_warps=num_warps, maxnreg=88, enable_fp_fusion=False, **OVERLAPPED,
+    )  # fmt: skip
     return q
 
 
 def dense_cache(
     tokens: int, groups: int, head_dim: int, kv_format: str, device: torch.device | str
 ) -> CacheSlots:
-    """A cache of one slot for each token, for training: codes [T, 1, G, D]."""
+    """Return an empty cache of one slot for each token, for training: codes [T, 1, G, D].
+
+    Args:
+        tokens: T.
+        groups: key-value heads, G.
+        head_dim: D.
+        kv_format: "fp8" for codes with scales, else bfloat16.
+        device: of the tensors.
+    """
     dtype = torch.float8_e4m3fn if kv_format == "fp8" else torch.bfloat16
 
     def codes() -> Tensor:
@@ -385,6 +445,7 @@ def _check(
     cache: CacheSlots,
     slots: Tensor | None,
 ) -> None:
+    """Raise a ValueError if the arguments of `qk_norm_rotary_cache` do not fit each other."""
     check_matrix("qk_norm_rotary_cache", qkv, (torch.bfloat16,))
     head_dim, groups = table.shape[-1] * 2, cache.k_codes.shape[2]
     width = (num_heads + 2 * groups) * head_dim
