@@ -191,10 +191,13 @@ CASES = (
         "the demo: warm-up, GRPO, evaluation, checkpoints, exports, sampling",
         (
             jetrl(DEMO),
-            jetrl("export runs/demo models/bf16 --dtype bfloat16"),
-            jetrl("export runs/demo models/fp8 --dtype fp8"),
+            # By their own names: which of the two a run's name stands for depends on which of them
+            # was written last, and they are written side by side.
+            jetrl("export runs/demo/model models/bf16 --dtype bfloat16"),
+            jetrl("export runs/demo/checkpoints/step_000005 models/fp8 --dtype fp8"),
             jetrl(
-                "eval runs/demo --samples 2 --prompts 8 --json --device DEVICE", output="eval.json"
+                "eval runs/demo/model --samples 2 --prompts 8 --json --device DEVICE",
+                output="eval.json",
             ),
             jetrl("sample models/fp8 1+2= --n 4 --json --device DEVICE", output="sample.jsonl"),
         ),
