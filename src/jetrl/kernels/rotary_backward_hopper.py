@@ -89,6 +89,7 @@ def _backward_heads(
         first_weight, second_weight = halves_of(weight_ptr, D, LAYOUT)
         first_sum = gl.zeros([8, D // 2], gl.float32, LAYOUT)
         second_sum = gl.zeros([8, D // 2], gl.float32, LAYOUT)
+    # Pointers move from token to token: 64-bit addresses are computed once.
     token = first_token.to(gl.int64)
     grad_ptr += token * grad_stride
     x_ptr += token * row_stride
@@ -110,6 +111,7 @@ def _backward_heads(
             )
             first_sum += first_part
             second_sum += second_part
+        # Rounded once, after the norm: between the two gradients stay in float32.
         dfirst, dsecond = tile.to_bfloat16(dfirst), tile.to_bfloat16(dsecond)
         store_halves(out_ptr, first_head, dfirst, dsecond, COUNT, D, LAYOUT)
         grad_ptr += grad_stride
@@ -146,6 +148,7 @@ def _backward_kernel(
     KV_PARTS: gl.constexpr = (G + 7) // 8
     PARTS: gl.constexpr = Q_PARTS + 2 * KV_PARTS
     ROW: gl.constexpr = (H + 2 * G) * D
+    # Programs of a chunk of tokens are neighbours. Each of queries and keys has a partial sum.
     chunk = gl.program_id(0) // PARTS
     part = gl.program_id(0) % PARTS
     first = chunk * TOKENS
@@ -204,6 +207,7 @@ def _sum_kernel(
     count = tl.where(key == 0, Q_PARTS, PARTS - Q_PARTS)
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     for start in range(0, chunks * count, ROWS):
+        # Partial sum r of queries or keys: of chunk r / count, part r % count.
         rows = start + tl.arange(0, ROWS)
         places = (rows // count * PARTS + key * Q_PARTS + rows % count).to(tl.int64) * D
         mask = (rows < chunks * count)[:, None] & (columns < D)[None, :]
@@ -250,6 +254,7 @@ def qk_norm_rotary_backward(
     chunks = cdiv(tokens, _TOKENS)
     parts = q_parts + kv_parts
     partial = torch.empty(chunks, parts, head_dim, dtype=torch.float32, device=dq.device)
+    # Without norms the weights are not read, nor the partial sums written.
     q_weight, k_weight = norm_weights or (qkv, qkv)
     if tokens:
         _backward_kernel[(chunks * (q_parts + 2 * kv_parts),)](

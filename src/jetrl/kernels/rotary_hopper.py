@@ -77,6 +77,7 @@ def heads_layout(head_dim: int, num_warps: int) -> gl.DistributedLinearLayout:
     """
     # Bits of a place, as a linear layout counts them: those inside a run are registers, those of
     # runs side by side are lanes, and what a head has beyond one run a lane is registers again.
+    # A run of eight bfloat16 is 16 bytes, the widest load.
     pairs, lanes = head_dim // 2, 4 * num_warps
     run = min(8, pairs // lanes)
     assert run, f"heads of {head_dim} are too small for {num_warps} warps"
@@ -172,6 +173,7 @@ def load_halves(row_ptr, first_head, COUNT: gl.constexpr, D: gl.constexpr, LAYOU
         D: channels of a head.
         LAYOUT: `heads_layout`.
     """
+    # Pair i of a head is channels i and i + D / 2, so both of a pair are in one thread.
     heads = first_head + gl.arange(0, 8, gl.SliceLayout(1, LAYOUT))
     pairs = gl.arange(0, D // 2, gl.SliceLayout(0, LAYOUT))
     places = row_ptr + (heads[:, None] * D + pairs[None, :])
@@ -243,6 +245,7 @@ def _norm_and_rotate(
         first_weight, second_weight = halves_of(weight_ptr, D, LAYOUT)
         first = tile.widen(tile.to_bfloat16(first * inverse * first_weight))
         second = tile.widen(tile.to_bfloat16(second * inverse * second_weight))
+    # The rotation of each pair: (x, y) to (x cos - y sin, y cos + x sin).
     turned_first = tile.to_bfloat16(first * cosine - second * sine)
     return turned_first, tile.to_bfloat16(second * cosine + first * sine)
 
@@ -255,6 +258,7 @@ def _store_cache(
 ):  # fmt: skip
     """Store the halves of keys or values to a slot, with QUANTIZE as codes with a scale a head."""
     if QUANTIZE:
+        # One group for each head: its maximum over both halves, its scale, its codes.
         first, second = tile.widen(first), tile.widen(second)
         amax = _head_maxima(first, second)
         scale, multiplier = tile.scale_and_multiplier(amax, MAXIMUM, FLOOR, POW2)
@@ -316,6 +320,7 @@ def _forward_kernel(
     slot = token
     if HAS_SLOTS:
         slot = gl.load(slots_ptr + token)
+    # A row of qkv is all queries, then all keys, then all values.
     row_ptr = qkv_ptr + token * (H + 2 * G) * D
     if part < Q_PARTS:
         # Queries: all loads first, since many tokens are bound by how much is asked for at once.
@@ -394,9 +399,11 @@ def qk_norm_rotary_cache(
     q = torch.empty(tokens, num_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
     if not tokens:
         return q
+    # A kernel takes no None: tensors that it does not read stand for weights, slots and scales.
     q_weight, k_weight = norm_weights or (qkv, qkv)
     # Few tokens: many small programs, four warps to eight heads. Many: a warp takes 16 heads.
     num_warps, rounds = (4, 1) if tokens <= _FEW_TOKENS else (1, 2)
+    # Programs of a token: of its queries, and of its keys and values, together or apart.
     parts = cdiv(num_heads, HEADS * rounds) + (3 - rounds) * cdiv(groups, HEADS)
     constants = rule("e4m3", scales)
     del constants["FLOOR_BITS"]

@@ -70,6 +70,8 @@ def delta_kernel(
         D: channels of a head.
         BLOCK: rows of a program.
     """
+    # Base 2, so that the kernels below need no factor in front of exp2. Padding is written, too:
+    # they read it without a mask, and drop what they make of it.
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     head = tl.program_id(1)
     ok = row < num_rows
@@ -126,6 +128,8 @@ def _dkdv_step(
     q = q_desc.load([q0, head * D])
     do = do_desc.load([q0, head * D])
     line = head.to(tl.int64) * line_stride + row
+    # P from the codes' scores: `a` has the key's scale, 1 / sqrt(D) and log2(e), and since the
+    # log-sum-exp is known, no maximum is needed. A masked score may be anything, so P is cut.
     s = tl.dot(k, q.T)
     p = tl.math.exp2(s * a[:, None] - tl.load(lse_ptr + line)[None, :])
     if MASKED:
@@ -201,6 +205,7 @@ def dkdv_kernel(
     """
     # The block's keys and values are loaded once for all queries; FP8 codes are exact in BF16.
     # Keys past the end of the sequence are zeros, with a scale of zero, and masked below.
+    # Key-value heads are the fastest index of the programs; blocks of keys come longest first.
     group_here = tl.program_id(0) % num_groups
     group = first_group + group_here
     record = tiles_ptr + tl.program_id(0) // num_groups * 3
@@ -226,7 +231,7 @@ def dkdv_kernel(
     num_blocks = tl.cdiv(end - row0, BLOCK_M)
     diagonal = tl.minimum(num_blocks, BLOCK_N // BLOCK_M)
     whole = tl.maximum((end - row0) // BLOCK_M, diagonal)
-    edges = diagonal + num_blocks - whole
+    edges = diagonal + num_blocks - whole  # per head: those on the diagonal, and the cut one
     for t in range(edges * GROUP):
         i = tl.where(t % edges < diagonal, t % edges, whole)
         dk, dv = _dkdv_step(
@@ -344,6 +349,7 @@ def dq_kernel(
     """
     # Rows past the end of the sequence have an infinite log-sum-exp, so weights of zero.
     H: tl.constexpr = G * GROUP
+    # Heads are the fastest index of the programs; blocks of queries come longest first.
     head = tl.program_id(0) % H
     record = tiles_ptr + tl.program_id(0) // H * 3
     first, row0, end = tl.load(record), tl.load(record + 1), tl.load(record + 2)
@@ -429,6 +435,7 @@ def attention_backward(
         keys = scaled_keys(codes)
         stored = q.new_empty(count * group * tiles.stored_tiles * BACKWARD_KEYS, _STEP)
         ds_rows = TensorDescriptor.from_tensor(stored, [BACKWARD_KEYS, _STEP])
+    # Each turn's dS takes the place of the last one's, which has been multiplied by then.
     for first in range(0, groups, count):
         here = min(count, groups - first)
         dkdv_kernel[(here * len(tiles.key_tiles),)](

@@ -66,6 +66,7 @@ def dq_stored_kernel(
     """
     # Blocks of queries m and m + 1 end at the same block of keys, the one on their diagonal, and
     # share each block of keys that is loaded. Their tiles are neighbours.
+    # Heads are counted among those whose dS is stored: all, or a share of the key-value heads.
     head_here = tl.program_id(0) % num_heads
     head = first_group * GROUP + head_here
     record = tiles_ptr + tl.program_id(0) // num_heads * 4
@@ -83,6 +84,7 @@ def dq_stored_kernel(
         place = (tile0 + j * (blocks - j - 1)) * BLOCK_N
         low = tl.dot(ds_desc.load([place, 0]).T, k, low)
         high = tl.dot(ds_desc.load([place + BLOCK_N, 0]).T, k, high)
+    # The scale of the scores comes last, in float32; the keys' own scales are in the keys.
     row = row0 + tl.arange(0, BLOCK_M)
     at = row.to(tl.int64)[:, None] * (H * D) + head * D + tl.arange(0, D)[None, :]
     tl.store(dq_ptr + at, (low * scale).to(tl.bfloat16), mask=(row < end)[:, None])

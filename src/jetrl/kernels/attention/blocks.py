@@ -74,6 +74,7 @@ def release_block(ring, stage):
 @gluon.jit
 def _start_scores(q, ring, stage):
     """Start the product of the queries and a stage's keys, float32 [ROWS, BLOCK_N]."""
+    # Nothing is added up: `use_acc=False` saves writing zeros to the accumulator's registers.
     keys: gl.constexpr = ring.k.shape[1]
     zero = gl.zeros([ROWS, keys], gl.float32, accumulator(keys))
     k = ring.k.index(stage).permute((1, 0))
@@ -139,6 +140,8 @@ def attend_whole_blocks(
     if first < last:
         stage = wait_for_block(ring, first)
         s = _scores(q, ring, stage)
+        # The softmax leaves weights e, which become the left operand p of the values' product; what
+        # acc has so far decays first.
         e, m, total, decay = _softmax(s, ring, stage, m, total, m, 0, False, SCALED, SCORE_SCALE)
         acc = _rescale(acc, decay)
         p = value_weights(e, acc, ring.k.dtype)
@@ -159,6 +162,7 @@ def attend_whole_blocks(
             release_block(ring, before)
             acc = _rescale(acc, decay)
             p = value_weights(e, acc, ring.k.dtype)
+        # The last block's values have no scores beside them.
         acc = _sums(acc, p, ring, stage)
         release_block(ring, stage)
     return m, total, acc

@@ -149,6 +149,7 @@ class QueryTiles:
             device: of the lists.
         """
         starts, lengths = list(cu_seqlens[:-1]), _lengths(cu_seqlens)
+        # A block may reach past its sequence, or past the batch: only its valid keys are read.
         blocks = [
             [s + b for b in range(0, n, BLOCK_KEYS)] for s, n in zip(starts, lengths, strict=True)
         ]
@@ -173,6 +174,7 @@ class QueryTiles:
             ValueError: a sequence without queries, with more queries than tokens, or with too few
                 pages.
         """
+        # Pages take the place of blocks, so a sequence's keys may lie anywhere.
         blocks = []
         for i, (queries, context, table) in enumerate(
             zip(query_lengths, context_lengths, block_tables, strict=True)
@@ -215,11 +217,12 @@ def _build(
     # tile's keys are the `position` + `rows` first ones of its sequence, which is also its work.
     tiles: list[tuple[int, int, int, int]] = []
     key_blocks: list[tuple[int, int]] = []
-    row = 0
+    row = 0  # of the queries
     for queries, context, rows in zip(query_lengths, context_lengths, block_rows, strict=True):
         for first in range(0, queries, TILE_ROWS):
             count = min(TILE_ROWS, queries - first)
             tiles.append((row + first, count, context - queries + first, len(key_blocks)))
+        # Every block of a sequence but the last has 64 valid keys.
         key_blocks += [
             (start, min(BLOCK_KEYS, context - i * BLOCK_KEYS)) for i, start in enumerate(rows)
         ]
@@ -241,6 +244,7 @@ def _build(
             key_tiles.append((first_row, end, first_tile))
             stored_query_tiles.append((start, first_row, end, stored))
         query_tiles += [(start, i, end) for i in range(start, end, BACKWARD_QUERIES)]
+        # Block of keys j has blocks - 2 j tiles; their sum over all j.
         tall = -(-n // BACKWARD_KEYS)
         stored += tall * blocks - (tall - 1) * tall
     # Longest first: keys by their distance to the end of the sequence (the queries that see them),

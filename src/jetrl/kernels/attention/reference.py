@@ -85,6 +85,7 @@ def attend_dense(
     """
     if q.dtype == torch.float32:
         return _attend_fp32(q, k_codes, v_codes, q_positions)
+    # Pieces of the batch, then of the queries: the scores of one piece fit `_MAX_SCORES`.
     out = torch.empty_like(q)
     rows = max(1, _MAX_SCORES // max(1, q.shape[2] * q.shape[1] * k_codes.shape[1]))
     for start in range(0, q.shape[0], rows):
@@ -125,11 +126,14 @@ def _attend(
     # [B, G, heads of the group x Q, D]: one product for each key-value head
     rows = q.unflatten(2, (groups, heads // groups)).permute(0, 2, 3, 1, 4).flatten(2, 3)
     scores = (align(rows.float(), -1, _QUERY_BITS) @ k.mT).float() * k_scale / math.sqrt(head_dim)
+    # A row sees keys up to its own position.
     hidden = (
         torch.arange(k.shape[2], device=q.device) > positions.repeat(1, heads // groups)[..., None]
     )
     scores.masked_fill_(hidden[:, None], -torch.inf)
     mass = exp_nonpositive(scores - scores.amax(-1, keepdim=True))
+    # Sums on grids: integers of at most 53 bits in float64, so their order does not matter. Keys
+    # that nobody sees may be NaN, which a weight of zero would not stop.
     total = (mass.double() * _MASS_GRID).round_().sum(-1, keepdim=True) / _MASS_GRID
     v_seen = v.masked_fill(~_seen(positions, k.shape[2])[:, None, :, None], 0.0)
     weights = align(mass * v_scale.masked_fill(hidden[:, None], 0.0), -1, _WEIGHT_BITS)
@@ -250,6 +254,7 @@ def _dense_backward(q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> tuple[Tensor
     k, v = (x.transpose(1, 2).unsqueeze(2) for x in (k, v))
     length = q.shape[-2]
     hidden = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
+    # The textbook's backward: P, then dV, dP, dS, dQ and dK; dK and dV sum over a group's heads.
     p = (q @ k.mT * scale).masked_fill(hidden, -torch.inf).softmax(-1)
     dv = (p.mT @ do).sum(2)
     dp = do @ v.mT
