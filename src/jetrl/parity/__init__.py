@@ -1,8 +1,8 @@
-"""Whether the policy that samples is the policy that trains: measured, located, proven at start.
+"""The comparison of the policy that samples with the policy that trains, bit by bit.
 
 `measure` samples and compares the sampler's log-probs with the trainer's, token by token.
 `locate` runs one sequence both ways, operation by operation, and names the first that differs;
-`located` says so in words.
+`located` returns the same in words.
 `self_check` tests the properties that the agreement rests on, each by itself, on this machine;
 `check_policy` tests the promise for a run's own shapes, and `require_exact` makes it a condition.
 """

@@ -30,8 +30,8 @@ from jetrl.precision.linear import Linear
 from jetrl.randomness import derive_seed
 from jetrl.settings.presets import PRESETS
 
-# Rows of a linear layer that are multiplied alone and must have the bits of the whole batch.
-_PARTS = (slice(0, 1), slice(3, 10), slice(5, 69), slice(0, 256))
+# Rows of a batch that are computed alone and must have the bits of the whole batch.
+_SLICES = (slice(0, 1), slice(3, 10), slice(5, 69))
 _ROWS = 1000
 _SILENT_S = 5.0
 _COMPILING = (
@@ -42,7 +42,13 @@ _COMPILING = (
 
 @dataclass(frozen=True)
 class Check:
-    """One line of the self-check."""
+    """The result of testing one property that exactness rests on.
+
+    Attributes:
+        operation: The operation that was tested.
+        ok: True if the property holds.
+        detail: What was seen.
+    """
 
     operation: str
     ok: bool
@@ -50,19 +56,20 @@ class Check:
 
 
 def failures(checks: Sequence[Check]) -> list[str]:
-    """Those that failed, in words."""
+    """Return the checks that failed, in words."""
     return [f"{check.operation}: {check.detail}" for check in checks if not check.ok]
 
 
 def require_exact(policy: Policy) -> float | None:
-    """Prove an exact plan's promise on this GPU before a run relies on it (`check_policy`). On the
-    CPU there is nothing to prove: its references are exact by construction.
+    """Prove an exact plan's promise on this GPU before a run relies on it, by `check_policy`.
+
+    On the CPU there is nothing to prove: its references are exact by construction.
 
     Returns:
-        The seconds that it took; None where nothing is promised, or nothing to prove.
+        The seconds that the proof took; None where nothing is promised, or nothing to prove.
 
     Raises:
-        MismatchError: the operations that broke it.
+        MismatchError: The promise is broken; the message names the operations.
     """
     if not policy.plan.exact or policy.device.type != "cuda":
         return None
@@ -81,7 +88,7 @@ def require_exact(policy: Policy) -> float | None:
 
 @contextlib.contextmanager
 def said_when_slow() -> Iterator[None]:
-    """Says on stderr, after a while, what a proof on a GPU is waiting for."""
+    """Print on stderr, after a while, what a proof on a GPU is waiting for."""
     timer = threading.Timer(_SILENT_S, print, [_COMPILING], {"file": sys.stderr, "flush": True})
     timer.daemon = True
     timer.start()
@@ -93,21 +100,24 @@ def said_when_slow() -> Iterator[None]:
 
 @torch.no_grad()
 def check_policy(policy: Policy) -> list[Check]:
-    """The promise on a policy's own weights and shapes, by its first two layers: every linear gives
-    a row the same bits at any number of rows, and what is sampled (short and long contexts, large
-    and small batches) is what the training forward computes, with gradients as in a step."""
-    part = policy.first_layers(min(2, policy.config.num_layers))
-    linears = [m for m in part.decoder.layers[0].modules() if isinstance(m, Linear)]
-    checks = [_rows_check(linear, policy.device) for linear in [*linears, part.decoder.lm_head]]
+    """Test an exact plan's promise on the first two layers of a policy, with its own weights.
+
+    Every linear has to give a row the same bits at any number of rows, and the log-probs of sampled
+    tokens (short and long contexts, large and small batches) have to be those of the training
+    forward, with gradients as in a step.
+    """
+    small = policy.first_layers(min(2, policy.config.num_layers))
+    linears = [m for m in small.decoder.layers[0].modules() if isinstance(m, Linear)]
+    checks = [_rows_check(linear, policy.device) for linear in [*linears, small.decoder.lm_head]]
     generator = np.random.Generator(np.random.Philox(derive_seed("check", 0)))
     room = policy.config.max_position_embeddings - 24
     lengths = [n for n in (1, 5, 63, 64, 65, 130, 300, 2100) if n < room]
     prompts = [generator.integers(0, policy.config.vocab_size, n).tolist() for n in lengths]
     for batch in (64, 3):
         result = measure(
-            part, prompts, samples=2, max_tokens=24, max_batch_size=batch, gradients=True
+            small, prompts, samples=2, max_tokens=24, max_batch_size=batch, gradients=True
         )
-        checks.append(_flow_result(f"sampling, {batch} sequences at a time", part, result))
+        checks.append(_flow_result(f"sampling, {batch} sequences at a time", small, result))
     return checks
 
 
@@ -115,9 +125,20 @@ def _rows_check(linear: Linear, device: torch.device) -> Check:
     generator = torch.Generator(device).manual_seed(0)
     x = torch.randn(_ROWS, linear.weight.shape[1], generator=generator, device=device).bfloat16()
     whole = linear(x, "train")
-    bad = [s for s in _PARTS if not torch.equal(linear(x[s], "rollout"), whole[s])]
+    rows = (*_SLICES, slice(0, 256))
+    return _batch_check(linear.name, lambda s: linear(x[s], "rollout"), whole, rows)
+
+
+def _batch_check(
+    name: str,
+    operation: Callable[[slice], Tensor],
+    whole: Tensor,
+    rows: Sequence[slice] = _SLICES,
+) -> Check:
+    """Check that an operation gives rows alone the bits that they have in the whole batch."""
+    bad = [s for s in rows if not torch.equal(operation(s), whole[s])]
     detail = f"rows {bad[0].start}-{bad[0].stop} differ" if bad else "same bits in any batch"
-    return Check(linear.name, not bad, detail)
+    return Check(name, not bad, detail)
 
 
 def _flow_result(name: str, policy: Policy, result: ParityResult) -> Check:
@@ -128,8 +149,11 @@ def _flow_result(name: str, policy: Policy, result: ParityResult) -> Check:
 
 
 def self_check(device: str | torch.device = "cpu") -> list[Check]:
-    """Each property that exactness rests on, tested by itself: a row's bits do not depend on the
-    batch, the quantizer divides as IEEE says, and a tiny model samples what it trains."""
+    """Test each property that exactness rests on by itself.
+
+    A row's bits do not depend on the batch, the quantizer divides as IEEE says, and the sampler of
+    a tiny model gives the log-probs of its trainer.
+    """
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
@@ -153,11 +177,7 @@ def self_check(device: str | torch.device = "cpu") -> list[Check]:
     }
     checks = [_quantizer_check(device)]
     for name, operation in by_rows.items():
-        whole = operation(slice(None))
-        parts = [(s, operation(s)) for s in (slice(0, 1), slice(3, 10), slice(5, 69))]
-        bad = [s for s, part in parts if not torch.equal(part, whole[s])]
-        detail = f"rows {bad[0].start}-{bad[0].stop} differ" if bad else "same bits in any batch"
-        checks.append(Check(name, not bad, detail))
+        checks.append(_batch_check(name, operation, operation(slice(None))))
     same = torch.equal(_attended(qkv, cu)[30:], _attended(qkv[30:], cu[1:] - 30))
     checks.append(Check("attention", same, "same bits in any batch" if same else "rows differ"))
     exact = (name for name in PRESETS if PrecisionPlan.preset(name).exact)

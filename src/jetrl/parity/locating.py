@@ -1,4 +1,4 @@
-"""Which operation is the first to differ, for one sequence run both ways."""
+"""The search for the first operation that differs between sampler and trainer."""
 
 from __future__ import annotations
 
@@ -19,15 +19,20 @@ from jetrl.rollout.sequence import RunningSequence
 from jetrl.rollout.stopping import StopRules
 from jetrl.types import SamplingParams
 
-_PAGE_SIZE = 64
+_PAGE_SIZE = 64  # tokens
 
 
 @dataclass(frozen=True)
 class Location:
-    """The first operation whose output differs.
+    """The first operation whose output differs between sampler and trainer.
 
-    operation: as `layers.3.attention`. position: of the first token with a difference. values:
-    elements of its output that differ, of how many; largest: the largest difference among them."""
+    Attributes:
+        operation: The name of the operation, such as `layers.3.attention`.
+        position: The position of the first token whose output differs.
+        values: The number of elements of that token's output that differ.
+        of: The number of all elements of that token's output.
+        largest: The largest difference among them.
+    """
 
     operation: str
     position: int
@@ -49,11 +54,20 @@ def locate(
     completion: Sequence[int],
     temperature: float = 1.0,
 ) -> Location | None:
-    """Run one sequence as the sampler does (prefill of the prompt, then token by token over a paged
-    cache, by the engine's own parts) and as the trainer does, and compare every operation's output
-    in order, and after them the log-probs at the temperature (0 is greedy, with those of 1).
+    """Run one sequence as sampler and as trainer; return the first operation that differs.
 
-    Returns None when none differs: what differed then depended on the rest of the batch.
+    The sampler's way is prefill of the prompt, then token by token over a paged cache, by the
+    engine's own classes. Every operation's output is compared in order, and after them the
+    log-probs.
+
+    Args:
+        policy: The policy that samples and trains.
+        prompt: Token ids.
+        completion: Token ids, at least one.
+        temperature: The temperature of the log-probs; 0 is greedy, with the log-probs of 1.
+
+    Returns:
+        The operation; None where none differs, since the difference depended on the batch.
     """
     tokens = torch.tensor([*prompt, *completion], device=policy.device)
     trainer, rollout = _Recorder(), _Recorder()
@@ -76,9 +90,9 @@ def locate(
         first = len(prompt) - 1 if len(theirs) == len(completion) else 0
         ours = ours[first:] if len(ours) == len(tokens) else ours
         rows = min(len(ours), len(theirs))  # the sampler never runs the last token
-        found = _compare(ours[:rows], theirs[:rows])
-        if found is not None:
-            row, values, largest = found
+        difference = _compare(ours[:rows], theirs[:rows])
+        if difference is not None:
+            row, values, largest = difference
             return Location(name, first + row, values, ours[row].numel(), largest)
     return None
 
@@ -86,10 +100,17 @@ def locate(
 def located(
     policy: Policy, prompt: Sequence[int], completion: Sequence[int], temperature: float = 1.0
 ) -> str:
-    """`locate` in words."""
-    found = locate(policy, prompt, completion, temperature)
+    """Return in words which operation differs first.
+
+    Args:
+        policy: The policy that samples and trains.
+        prompt: Token ids.
+        completion: Token ids, at least one.
+        temperature: The temperature of the log-probs.
+    """
+    location = locate(policy, prompt, completion, temperature)
     return str(
-        found or "no operation differs when the sequence runs alone: it depends on the batch"
+        location or "no operation differs when the sequence runs alone: it depends on the batch"
     )
 
 
@@ -97,23 +118,27 @@ class _Recorder:
     """A trace of the decoder that keeps every output."""
 
     def __init__(self) -> None:
-        self._parts: dict[str, list[Tensor]] = {}
+        self._values: dict[str, list[Tensor]] = {}
 
     def __call__(self, name: str, value: Tensor) -> None:
-        self._parts.setdefault(name, []).append(value.detach().clone())
+        self._values.setdefault(name, []).append(value.detach().clone())
 
     def outputs(self) -> list[tuple[str, Tensor]]:
-        return [(name, torch.cat(parts)) for name, parts in self._parts.items()]
+        return [(name, torch.cat(values)) for name, values in self._values.items()]
 
     def output(self, name: str) -> Tensor:
-        return torch.cat(self._parts[name])
+        return torch.cat(self._values[name])
 
 
 def _replay(
     policy: Policy, prompt: Sequence[int], completion: Sequence[int], temperature: float
 ) -> tuple[Tensor, Tensor]:
-    """The sampler's forwards of a sequence whose tokens are given. Returns what it would have drawn
-    instead of each, int64 [completion], and its log-probs of that, float32."""
+    """Run the sampler's forwards of a sequence whose tokens are given.
+
+    Returns:
+        The tokens that the sampler would have drawn instead, int64 [completion], and their
+        log-probs, float32 [completion].
+    """
     params = SamplingParams(max_tokens=len(completion), temperature=temperature)
     sequence = RunningSequence(0, tuple(prompt), 0, StopRules(len(completion)))
     allocator = PageAllocator(-(-sequence.max_cached_tokens // _PAGE_SIZE), _PAGE_SIZE)
@@ -141,7 +166,7 @@ def _replay(
 
 
 def _compare(a: Tensor, b: Tensor) -> tuple[int, int, float] | None:
-    """(first row that differs in any bit, values of it that do, largest difference) or None."""
+    """Return the first row that differs in any bit, how many of its values do, and by how much."""
     a, b = a.float().flatten(1), b.float().flatten(1)
     unequal = (a.view(torch.int32) != b.view(torch.int32)).cpu()
     rows = unequal.any(1).nonzero().flatten()

@@ -16,17 +16,23 @@ from jetrl.settings import AlgorithmSettings
 from jetrl.training.mismatch import different, mismatch_metrics
 from jetrl.types import SamplingParams
 
-_TOKENS_AT_ONCE = 2**16
+_TOKENS_AT_ONCE = 2**16  # of a forward of the trainer
 
 
 @dataclass(frozen=True)
 class ParityResult:
     """The mismatch of sampled tokens.
 
-    tokens: compared. different: whose float32 log-probs differ in any bit. mean_abs, max_abs: of
-    the log-prob difference, nats. k3_kl: nats. token_mult_prob_error: mean of exp|difference|.
-    first_different: the first sequence with a token that differs, as (prompt ids, completion ids);
-    None if there is none."""
+    Attributes:
+        tokens: The number of compared tokens.
+        different: The number of tokens whose float32 log-probs differ in any bit.
+        mean_abs: The mean absolute difference of the log-probs, in nats.
+        max_abs: The largest absolute difference, in nats.
+        k3_kl: The K3 estimate of the KL divergence, in nats.
+        token_mult_prob_error: The mean of exp|difference|.
+        first_different: The first sequence with a token that differs, as (prompt ids, completion
+            ids); None if there is none.
+    """
 
     tokens: int
     different: int
@@ -49,9 +55,21 @@ def measure(
     max_batch_size: int = 256,
     gradients: bool = False,
 ) -> ParityResult:
-    """Sample completions, `max_batch_size` at a time, run the trainer's forward over all of them in
-    other batches, and compare. Without prompts, random ones of mixed lengths are taken. gradients:
-    let that forward keep what a backward needs; on a GPU other kernels run then."""
+    """Sample completions, and compare their log-probs with the trainer's in other batches.
+
+    Args:
+        policy: The policy that samples and trains.
+        prompts: Token ids of each prompt; None: random ones of mixed lengths.
+        num_prompts: The number of random prompts.
+        samples: Completions a prompt.
+        max_tokens: Tokens a completion: the end of sequence is ignored.
+        temperature: The temperature of the draws and log-probs.
+        seed: Fixes random prompts and draws.
+        progress: Called after each step of the scheduler.
+        max_batch_size: How many sequences are sampled together.
+        gradients: True: the trainer's forward keeps what a backward needs; on a GPU other kernels
+            run then.
+    """
     if prompts is None:
         prompts = random_prompts(policy, num_prompts, max_tokens, seed)
     params = SamplingParams(
@@ -82,26 +100,33 @@ def measure(
 
 
 def check_correction(algorithm: AlgorithmSettings, policy: Policy) -> None:
-    """Refuses a correction of a mismatch that is not there, with the mismatch as measured here.
+    """Refuse a correction of a mismatch that an exact plan does not have, with a measurement.
 
     Raises:
-        UserError: a correction under an exact plan that was not asked for by name.
+        UserError: An exact plan has a correction, without correction_under_exact_plan.
     """
-    wanted = algorithm.correction
-    if wanted == "none" or not policy.plan.exact or algorithm.correction_under_exact_plan:
+    correction = algorithm.correction
+    if correction == "none" or not policy.plan.exact or algorithm.correction_under_exact_plan:
         return
-    found = measure(policy, num_prompts=4, samples=2, max_tokens=16)
+    result = measure(policy, num_prompts=4, samples=2, max_tokens=16)
     raise UserError(
-        f"algorithm.correction = {wanted} corrects nothing under the exact plan "
-        f"{policy.plan.name!r}: {found.different} of {found.tokens} tokens sampled just now differ "
-        f"from the trainer's (largest difference {found.max_abs:.3g} nats), so that every weight "
-        "is 1, and each step checks all of its tokens. Leave it out, or set "
+        f"algorithm.correction = {correction} corrects nothing under the exact plan "
+        f"{policy.plan.name!r}: {result.different} of {result.tokens} tokens sampled just now "
+        f"differ from the trainer's (largest difference {result.max_abs:.3g} nats), so that "
+        "every weight is 1, and each step checks all of its tokens. Leave it out, or set "
         "algorithm.correction_under_exact_plan=true"
     )
 
 
 def random_prompts(policy: Policy, count: int, max_tokens: int, seed: int) -> list[list[int]]:
-    """`count` prompts of random tokens, between 1 token and half of what the context leaves."""
+    """Return prompts of random tokens, from 1 token to half of the room in the context.
+
+    Args:
+        policy: The policy whose vocabulary and context are used.
+        count: The number of prompts.
+        max_tokens: The tokens of a completion, which the context has to hold as well.
+        seed: Fixes lengths and tokens.
+    """
     generator = np.random.Generator(np.random.Philox(derive_seed("parity", seed)))
     room = max(2, (policy.config.max_position_embeddings - max_tokens) // 2)
     lengths = generator.integers(1, min(room, 256), size=count)
@@ -114,14 +139,14 @@ def _trainer_logprobs(
     temperature: float,
     gradients: bool,
 ) -> list[np.ndarray]:
-    """float32 of each completion's tokens, from packed forwards of bounded size."""
-    found: list[np.ndarray] = []
+    """Return the trainer's log-probs of each completion, float32, by forwards of bounded size."""
+    whole: list[np.ndarray] = []
     batch: list[list[int]] = []
     for index, (prompt, answer) in enumerate(pairs):
         batch.append(prompt + answer)
         if index + 1 == len(pairs) or sum(map(len, batch)) >= _TOKENS_AT_ONCE:
             with torch.set_grad_enabled(gradients):
                 rows = policy.logprobs(batch, temperature)
-            found += [row.detach().cpu().numpy() for row in rows]
+            whole += [row.detach().cpu().numpy() for row in rows]
             batch = []
-    return [row[len(prompt) - 1 :] for (prompt, _), row in zip(pairs, found, strict=True)]
+    return [row[len(prompt) - 1 :] for (prompt, _), row in zip(pairs, whole, strict=True)]
