@@ -1,4 +1,4 @@
-"""What each benchmark of kernels checks before it measures: a fast wrong kernel is not fast.
+"""The checks of bits that come before each measurement: a fast wrong kernel is not fast.
 
 Each function returns the number of elements that differ where they must not: a kernel from its
 reference, sampling's form from training's, a row alone from the same row in a batch.
@@ -23,7 +23,7 @@ from jetrl.precision.hopper.quantize import (
 )
 from jetrl.precision.quantize import QTensor, quantize
 
-_PARTS = (slice(0, 1), slice(3, 10), slice(5, 69), slice(0, 200))
+_SLICES = (slice(0, 1), slice(3, 10), slice(5, 69), slice(0, 200))
 _ROWS = 300
 
 
@@ -40,13 +40,13 @@ def _apart(a: Tensor, b: Tensor) -> int:
 
 
 def _groups_apart(ours: QTensor, true: QTensor) -> int:
-    """Token groups may have rows of padding after the last token."""
+    """Count the bytes that differ, without rows of padding after the last token."""
     rows, blocks = true.codes.shape[0], true.scales.shape[0]
     return _apart(ours.codes[:rows], true.codes) + _apart(ours.scales[:blocks], true.scales)
 
 
 def quantizers() -> int:
-    """Kernels against `precision.quantize`."""
+    """Compare the kernels that quantize with `precision.quantize`."""
     x, w = _random(_ROWS, 512), torch.randn(256, 384, device="cuda")
     rows, tokens = quantize_rows_and_tokens(x)
     direct = quantize_weight(w)
@@ -61,21 +61,21 @@ def quantizers() -> int:
 
 
 def gemms() -> int:
-    """Rows alone against the batch, and the libraries against each other."""
+    """Compare GEMMs of rows alone with the batch, and the libraries with each other."""
     x, w = _random(_ROWS, 4096), quantize_weight(_random(4096, 4096))
     whole = fp8_matmul_hopper(quantize_rows(x), w)
     names: list[Backend | None] = [None, "cublas"]
     if deep_gemm_installed():
         names.append("deep_gemm")
     return sum(
-        _apart(fp8_matmul_hopper(quantize_rows(x[part]), w, backend=name), whole[part])
-        for part in _PARTS
+        _apart(fp8_matmul_hopper(quantize_rows(x[rows]), w, backend=name), whole[rows])
+        for rows in _SLICES
         for name in names
     )
 
 
 def fused() -> int:
-    """Norm and SwiGLU: fused against the reference and its quantizer."""
+    """Compare fused norm and SwiGLU with the reference and its quantizer."""
     x, delta, weight = _random(_ROWS, 4096), _random(_ROWS, 4096), _random(4096)
     true = quantize(rms_norm_ref(x + delta, weight, 1e-6)[0], (1, 128))
     gate_up = _random(_ROWS, 2 * 4096)
@@ -88,11 +88,11 @@ def fused() -> int:
 
 @torch.no_grad()
 def logprobs() -> int:
-    """Rows alone against the batch, and the head in chunks against the head at once."""
+    """Compare log-probs of rows alone with the batch, and the head in chunks with it at once."""
     logits = torch.randn(_ROWS, 5000, device="cuda") * 3
     chosen = torch.randint(0, 5000, (_ROWS,), device="cuda")
     whole = chosen_logprobs(logits, chosen, 0.7)[0]
-    wrong = sum(_apart(chosen_logprobs(logits[p], chosen[p], 0.7)[0], whole[p]) for p in _PARTS)
+    wrong = sum(_apart(chosen_logprobs(logits[p], chosen[p], 0.7)[0], whole[p]) for p in _SLICES)
     hidden, master = _random(_ROWS, 1024), torch.randn(5000, 1024, device="cuda") * 0.02
     weight, sums = master.bfloat16(), Gradients()
     head = [

@@ -41,9 +41,17 @@ _WARM_TOKENS = 24  # of each completion of the rollout that warms up
 
 @dataclass(frozen=True)
 class Choices:
-    """What is fixed for all plans of a benchmark. learning_rate: large enough that FP8 codes
-    change. tokens_per_micro_batch: None: what fits. max_batch_size: sequences sampled together;
-    None: all. train: further settings of [train]."""
+    """The choices that are the same for all plans of a benchmark.
+
+    Attributes:
+        shape: A name of `jetrl.bench.shapes`.
+        device: "cuda", or "cpu" to try the benchmark out.
+        layers: Decoder layers; None: the shape's own.
+        learning_rate: Large enough that FP8 codes change.
+        tokens_per_micro_batch: Tokens; None: the largest micro-batch that fits.
+        max_batch_size: Sequences sampled together; None: all.
+        train: Further settings of [train].
+    """
 
     shape: str
     device: str
@@ -55,12 +63,12 @@ class Choices:
 
 
 def policy_of(plan: str, choices: Choices) -> Policy:
-    """One with random weights."""
+    """Return a policy of a plan with random weights."""
     return make_policy(choices.shape, plan, choices.device, choices.layers)
 
 
 class _Tried(MicroBatchSize):
-    """While it is tried, what does not fit is an answer, and it is not made smaller."""
+    """A size of micro-batches that is not halved while the benchmark tries whether it fits."""
 
     tried = True
 
@@ -73,9 +81,15 @@ class _Tried(MicroBatchSize):
 class Flow:
     """A policy's sampler and trainer under a load.
 
+    Args:
+        policy: The policy that samples and trains.
+        load: The prompts and completions of a step.
+        choices: The choices that are the same for all plans.
+
     Attributes:
-        chosen: the settings that were found to fit, for a table. peaks: GiB by phase. captured:
-            (graphs, seconds) of the warm-up.
+        chosen: The settings that fit, for a table.
+        peaks: The peak of memory in GiB, by phase.
+        captured: How many graphs the warm-up captured, and the seconds that this took.
     """
 
     def __init__(self, policy: Policy, load: Load, choices: Choices) -> None:
@@ -91,7 +105,7 @@ class Flow:
     # The phases of a step
 
     def sample(self, seed: int, response_length: int | None = None) -> list[Sample]:
-        """Completions of random prompts, to their full length, with random rewards."""
+        """Return completions of random prompts, drawn to full length, with random rewards."""
         prompts = self.load.random_prompts(self.vocabulary, seed)
         params = SamplingParams(
             n=self.load.samples,
@@ -104,16 +118,18 @@ class Flow:
 
     @torch.no_grad()
     def old_logprobs(self, samples: Sequence[Sample]) -> list[list[float]]:
-        """The trainer's log-probs of each sample's completion, by a forward without gradients: the
-        pass of a flow whose sampler's log-probs are not its trainer's."""
-        found: list[list[float]] = [[] for _ in samples]
+        """Return the trainer's log-probs of each completion, by a forward without gradients.
+
+        A flow whose sampler's log-probs are not its trainer's needs this pass.
+        """
+        logprobs: list[list[float]] = [[] for _ in samples]
         batches = pack(samples, max(MOST_TOKENS, self.load.length))
-        parts = [batch_logprobs(self.policy, batch)[0] for batch in batches]
-        for batch, part in zip(batches, parts, strict=True):
+        packed = [batch_logprobs(self.policy, batch)[0] for batch in batches]
+        for batch, rows in zip(batches, packed, strict=True):
             lengths = [len(samples[i].completion.token_ids) for i in batch.sample_ids]
-            for i, values in zip(batch.sample_ids, part.cpu().split(lengths), strict=True):
-                found[i] = values.tolist()
-        return found
+            for i, values in zip(batch.sample_ids, rows.cpu().split(lengths), strict=True):
+                logprobs[i] = values.tolist()
+        return logprobs
 
     def update(self, samples: Sequence[Sample]) -> TrainedStep:
         """Make the trainer's step."""
@@ -124,17 +140,19 @@ class Flow:
     # What comes before they are measured
 
     def warm_up(self) -> None:
-        """Everything runs once: kernels are compiled, decode's graphs are captured, and the
-        weights have moved. Then all is as after the update of a step."""
+        """Run everything once, and leave sampler and trainer as after the update of a step.
+
+        Kernels are compiled, decode's graphs are captured, and the weights have moved.
+        """
         self._capture()
         self.sample(seed=0, response_length=min(_WARM_TOKENS, self.load.response_length))
         self.engine.free_cache()
         self.fit()
-        self._capture()  # anew where the optimizer's states leave fewer pages
+        self._capture()  # again, where the optimizer's states leave fewer pages
         self.engine.free_cache()
 
     def _capture(self) -> None:
-        """The graphs of the load, in a cache of as many pages as it takes."""
+        """Capture the decode graphs of the load, in a cache of as many pages as the load takes."""
         engine, load = self.engine, self.load
         count = min(load.sequences, engine.max_batch_size)
         shared = engine.page_size if count < load.sequences else 0  # with those that wait
@@ -142,7 +160,7 @@ class Flow:
         self.captured = (self.captured[0] + graphs, self.captured[1] + seconds)
 
     def synthetic(self, sequences: int, seed: int) -> list[Sample]:
-        """Samples of the load's lengths that nobody drew, without log-probs: one group."""
+        """Return samples of the load's lengths that nobody drew, without log-probs: one group."""
         load = self.load
         sizes = (load.prompt_length, load.response_length)
         prompts, answers = (
@@ -155,11 +173,13 @@ class Flow:
         return [replace(sample, group=0) for sample in samples]
 
     def fit(self) -> None:
-        """A trainer with the largest micro-batch that fits; it has made an update or two, with the
-        load's last, smaller micro-batch too, which may have kernels of its own."""
-        asked, length = self._choices.tokens_per_micro_batch, self.load.length
-        most = max(1, (asked or MOST_TOKENS) // length)
-        counts = [most] if asked else range(min(most, self.load.sequences), 0, -1)
+        """Make the trainer with the largest micro-batch that fits, and have it make updates.
+
+        One of them is with the load's last, smaller micro-batch, which may have its own kernels.
+        """
+        given, length = self._choices.tokens_per_micro_batch, self.load.length
+        most = max(1, (given or MOST_TOKENS) // length)
+        counts = [most] if given else range(min(most, self.load.sequences), 0, -1)
         for checkpointing in (False, True):
             for count in counts:
                 if self._fits(count, checkpointing):
@@ -180,8 +200,8 @@ class Flow:
         spare = torch.empty(_SPARE_BYTES, dtype=torch.uint8, device=self.policy.device)
         samples = self.synthetic(2 * count, seed=1)
         try:
-            for part in (samples[:1], samples):
-                self._train_on(part, trainer)
+            for tried in (samples[:1], samples):
+                self._train_on(tried, trainer)
         except OutOfMemoryStop:
             fits = False
         else:
@@ -195,8 +215,10 @@ class Flow:
         return fits
 
     def _train_on(self, samples: Sequence[Sample], trainer: Trainer) -> None:
-        """A step on samples that nobody drew. Of an exact plan's sampler the trainer expects its
-        own log-probs."""
+        """Make a step on samples that nobody drew.
+
+        Of an exact plan's sampler the trainer expects its own log-probs.
+        """
         if self.policy.plan.exact:
             samples = with_logprobs(samples, self.old_logprobs(samples))
         trainer.step(samples)
@@ -215,7 +237,7 @@ class Flow:
     # Measuring
 
     def timed(self, phase: str, work: Callable[[], Any]) -> tuple[float, Any]:
-        """(seconds, what it gave); its peak goes to `peaks`."""
+        """Return the seconds and the result of a function; keep its peak in `peaks`."""
         on_gpu = self.policy.device.type == "cuda"
         if on_gpu:
             torch.cuda.synchronize()
@@ -229,7 +251,7 @@ class Flow:
 
 
 def with_logprobs(samples: Sequence[Sample], logprobs: Sequence[Sequence[float]]) -> list[Sample]:
-    """The samples with these log-probs of their completions."""
+    """Return the samples with the given log-probs of their completions."""
     return [
         replace(sample, completion=replace(sample.completion, logprobs=tuple(values)))
         for sample, values in zip(samples, logprobs, strict=True)
@@ -237,21 +259,24 @@ def with_logprobs(samples: Sequence[Sample], logprobs: Sequence[Sequence[float]]
 
 
 def codes_of(policy: Policy, every: int = 12) -> dict[str, torch.Tensor]:
-    """Copies, in CPU memory, of every twelfth layer's working weights: bytes (FP8) or half words
-    (BF16)."""
-    found = {}
+    """Return copies, in CPU memory, of the quantized weights of every twelfth layer.
+
+    They are uint8 for FP8 codes and int16 for BF16, by the name of the linear layer.
+    """
+    copies = {}
     for layer in list(policy.decoder.layers)[::every]:
         for linear in layer.modules():
             if isinstance(linear, Linear):
                 operand = linear.operand("train")
                 if isinstance(operand, FP8Weight):
-                    found[linear.name] = operand.direct.codes.view(torch.uint8).to("cpu", copy=True)
+                    codes = operand.direct.codes.view(torch.uint8)
                 else:
-                    found[linear.name] = operand.view(torch.int16).to("cpu", copy=True)
-    return found
+                    codes = operand.view(torch.int16)
+                copies[linear.name] = codes.to("cpu", copy=True)
+    return copies
 
 
 def share_changed(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> float:
-    """Share of the elements that differ."""
+    """Return the share of the elements that differ."""
     different = sum(int((after[name] != bits).sum()) for name, bits in before.items())
     return different / sum(bits.numel() for bits in before.values())

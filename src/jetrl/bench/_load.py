@@ -21,7 +21,14 @@ from jetrl.types import Completion, Prompt, Sample, Score
 
 @dataclass(frozen=True)
 class Load:
-    """prompts of prompt_length tokens, each with `samples` completions of response_length."""
+    """The load of a step: prompts of one length, each with completions of one length.
+
+    Attributes:
+        prompts: The number of prompts.
+        samples: Completions of each prompt.
+        prompt_length: Tokens of a prompt.
+        response_length: Tokens of a completion.
+    """
 
     prompts: int
     samples: int
@@ -30,20 +37,22 @@ class Load:
 
     @property
     def sequences(self) -> int:
+        """The number of completions."""
         return self.prompts * self.samples
 
     @property
     def length(self) -> int:
-        """Tokens of a sequence."""
+        """The tokens of a sequence."""
         return self.prompt_length + self.response_length
 
     @property
     def tokens(self) -> int:
-        """Prompts and completions: what is trained on."""
+        """The tokens of all sequences, which are trained on."""
         return self.sequences * self.length
 
     @property
     def drawn(self) -> int:
+        """The tokens of all completions."""
         return self.sequences * self.response_length
 
     def __str__(self) -> str:
@@ -53,7 +62,7 @@ class Load:
         )
 
     def random_prompts(self, vocabulary: int, seed: int) -> list[list[int]]:
-        """Token ids of the prompts."""
+        """Return random token ids for the prompts."""
         shape = (self.prompts, self.prompt_length)
         prompts: list[list[int]] = (
             np.random.default_rng(seed).integers(0, vocabulary, shape).tolist()
@@ -62,7 +71,7 @@ class Load:
 
 
 def random_rewards(count: int, seed: int) -> list[float]:
-    """Between 0 and 1."""
+    """Return random rewards between 0 and 1."""
     rewards: list[float] = np.random.default_rng(seed).random(count).tolist()
     return rewards
 
@@ -70,7 +79,13 @@ def random_rewards(count: int, seed: int) -> list[float]:
 def make_samples(
     prompts: Sequence[Sequence[int]], completions: Sequence[Completion], rewards: Iterable[float]
 ) -> list[Sample]:
-    """Completions, as many of each prompt, with these rewards."""
+    """Return samples of completions, as many of each prompt.
+
+    Args:
+        prompts: Token ids of each prompt.
+        completions: The completions, those of a prompt side by side.
+        rewards: The reward of each completion.
+    """
     each = len(completions) // len(prompts)
     return [
         Sample(
@@ -85,8 +100,11 @@ def make_samples(
 
 
 def flops(config: ModelConfig, load: Load) -> dict[str, float]:
-    """Of a step by phase: `rollout` (a prompt counts once for its samples), `old_logprobs` (a
-    forward) and `update` (forward and backward)."""
+    """Return the floating-point operations of a step by phase.
+
+    The phases are `rollout` (a prompt counts once for its samples), `old_logprobs` (a forward) and
+    `update` (forward and backward).
+    """
     shapes = parameter_shapes(config)
     layers = sum(
         math.prod(shape)
@@ -108,7 +126,13 @@ def flops(config: ModelConfig, load: Load) -> dict[str, float]:
 
 
 def add_load_arguments(parser: argparse.ArgumentParser, prompts: int, samples: int) -> None:
-    """--prompts, --samples, --prompt-length, --response-length."""
+    """Add --prompts, --samples, --prompt-length and --response-length.
+
+    Args:
+        parser: The parser of the benchmark.
+        prompts: The default of --prompts.
+        samples: The default of --samples.
+    """
     parser.add_argument("--prompts", type=int, default=prompts, help=f"default {prompts}")
     parser.add_argument("--samples", type=int, default=samples, help=f"a prompt, default {samples}")
     parser.add_argument("--prompt-length", type=int, default=256, help="tokens (default 256)")
@@ -116,9 +140,10 @@ def add_load_arguments(parser: argparse.ArgumentParser, prompts: int, samples: i
 
 
 def load_text(text: str) -> Load:
-    """PxSxLxR of a command line: prompts, samples of each, prompt and response tokens."""
+    """Return the load PxSxLxR: prompts, samples of each, prompt and response tokens."""
     return Load(*map(int, text.split("x")))
 
 
 def load_of(args: argparse.Namespace) -> Load:
+    """Return the load that the arguments of `add_load_arguments` give."""
     return Load(args.prompts, args.samples, args.prompt_length, args.response_length)

@@ -1,4 +1,4 @@
-"""Where the time of prefill goes: kernels of the forwards over prompts, and between them nothing.
+"""A profile of prefill: the kernels of the forwards over prompts, and the time between them.
 
 The profile is of prompts alone (each completion is one token long, drawn from the prompt's last
 logits), in as many forwards as a few of the case's prompts take.
@@ -23,19 +23,32 @@ _LISTED = 12  # kernels of its table
 def prefill_profile(
     engine: RolloutEngine, prompts: Sequence[list[int]], kind_of: Callable[[str], str]
 ) -> list[Row]:
-    """Microseconds and launches a forward by kind of kernel, the device's idle time among them,
-    then by kernel. The engine has run such prompts before."""
+    """Return microseconds and launches a forward, by kind of kernel and then by kernel.
+
+    The device's idle time is one of the kinds.
+
+    Args:
+        engine: An engine that has run such prompts before.
+        prompts: Token ids of each prompt.
+        kind_of: Returns the kind of a kernel by its name.
+    """
     tokens = _FORWARDS * engine.sizes.now.max_prefill_tokens
-    some = list(prompts[: max(1, tokens // len(prompts[0]))])
+    profiled = list(prompts[: max(1, tokens // len(prompts[0]))])
     params = SamplingParams(max_tokens=1, ignore_eos=True, seed=1)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-        engine.generate(some, params)
+        engine.generate(profiled, params)
         torch.cuda.synchronize()
     return profile_rows(profiler.events(), engine.stats.forwards, kind_of)
 
 
 def profile_rows(events: Sequence[Any], forwards: int, kind_of: Callable[[str], str]) -> list[Row]:
-    """The rows of a profiler's events."""
+    """Return the rows of a profiler's events.
+
+    Args:
+        events: The events of `torch.profiler`.
+        forwards: The number of forwards in which they came.
+        kind_of: Returns the kind of a kernel by its name.
+    """
     times, counts = totals(events, kind_of)
     ran = [event.time_range for event in events if event.device_time > 0]
     idle = idle_pieces([(span.start, span.end) for span in ran])

@@ -1,4 +1,4 @@
-"""What a profiler recorded of a device: time and launches by kernel, and the time in between."""
+"""Sums over a profiler's events: time and launches by kernel, and the time between kernels."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jetrl.bench._timing import Row
 def totals(
     events: Sequence[Any], kind_of: Callable[[str], str]
 ) -> tuple[dict[str, float], dict[str, int]]:
-    """(microseconds, launches) by kernel, and by kind of kernel as `= kind`."""
+    """Return microseconds and launches by kernel, and by kind of kernel as `= kind`."""
     times: dict[str, float] = defaultdict(float)
     counts: dict[str, int] = defaultdict(int)
     for event in events:
@@ -26,8 +26,15 @@ def totals(
 def kernel_rows(
     heading: str, times: dict[str, float], counts: dict[str, int], forwards: int, listed: int
 ) -> list[Row]:
-    """A row for each kind, then for as many kernels as are listed, those that took longest first.
-    forwards: over which the times and launches were counted."""
+    """Return a row for each kind of kernel, then for the kernels that took longest.
+
+    Args:
+        heading: The heading of the column with the names.
+        times: Microseconds by kernel and kind, as `totals` returns them.
+        counts: Launches by kernel and kind.
+        forwards: The number of forwards in which they were counted.
+        listed: How many kernels are listed.
+    """
     total = sum(time for name, time in times.items() if name.startswith("= "))
     names = sorted(times, key=lambda name: -times[name])
     kinds = [name for name in names if name.startswith("= ")]
@@ -45,8 +52,7 @@ def kernel_rows(
 
 
 def idle_pieces(spans: Sequence[tuple[float, float]]) -> list[float]:
-    """How long it was, each time, that no span covered, between the first start and the last end;
-    in the order of time."""
+    """Return the length of each piece of time that no span covers, in the order of time."""
     pieces: list[float] = []
     end = float("inf")
     for start, stop in sorted(spans):

@@ -1,4 +1,4 @@
-"""What every benchmark shares: rotated timing in CUDA graphs, the card's own limits, JSON."""
+"""The parts that benchmarks share: timing in CUDA graphs, the card's limits, arguments, JSON."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from jetrl.bench.shapes import SHAPES
 from jetrl.errors import MismatchError
 
 Row = dict[str, Any]
@@ -24,9 +25,10 @@ _SHORT_BYTES = 2**26
 
 
 def seconds_in_turn(forms: Sequence[Sequence[Callable[[], Any]]], replays: int = 15) -> list[float]:
-    """Median seconds of one call of each form, over replays of a CUDA graph that makes all of the
-    form's calls in order. The forms' graphs are replayed in turn: a card that is warm, or may draw
-    no more power, is slower, and none of them should find it cooler than another.
+    """Return the median seconds of one call of each form, replayed in a CUDA graph of its calls.
+
+    The forms' graphs are replayed in turn: a card that is warm, or may draw no more power, is
+    slower, and no form should run on a cooler card than another.
 
     Give as many calls, each on its own inputs, as together exceed the L2 cache; their results are
     kept apart too, so nothing is read or written while still cached.
@@ -54,12 +56,12 @@ def seconds_in_turn(forms: Sequence[Sequence[Callable[[], Any]]], replays: int =
 
 
 def seconds_per_call(calls: Sequence[Callable[[], Any]], replays: int = 15) -> float:
-    """`seconds_in_turn` of one form."""
+    """Return `seconds_in_turn` of one form."""
     return seconds_in_turn([calls], replays)[0]
 
 
 def seconds_eager(function: Callable[[], Any], repeats: int = 7) -> float:
-    """Median seconds of a call outside of a graph: for milliseconds, which hide the launch."""
+    """Return the median seconds of a call without a graph: for long calls, which hide a launch."""
     function()
     times = []
     for _ in range(repeats):
@@ -74,11 +76,13 @@ def seconds_eager(function: Callable[[], Any], repeats: int = 7) -> float:
 
 @contextlib.contextmanager
 def watched(
-    places: Iterable[tuple[Any, str, str, bool]], log: list[tuple[str, Any, Any]]
+    functions: Iterable[tuple[Any, str, str, bool]], log: list[tuple[str, Any, Any]]
 ) -> Iterator[None]:
-    """Records CUDA events around functions: (label, start, end) of each call goes to log.
+    """Record CUDA events around functions while the context is open.
 
-    places: (owner, attribute, label, whether it is a static method of a class).
+    Args:
+        functions: Owner, attribute and label of each function, and True for a static method.
+        log: Takes (label, start, end) of each call.
     """
 
     def watch(label: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -93,7 +97,7 @@ def watched(
         return call
 
     with contextlib.ExitStack() as stack:
-        for owner, name, label, static in places:
+        for owner, name, label, static in functions:
             original = getattr(owner, name)
             wrapped = watch(label, original)
             setattr(owner, name, staticmethod(wrapped) if static else wrapped)
@@ -103,7 +107,7 @@ def watched(
 
 @functools.cache
 def copy_bandwidth() -> float:
-    """Bytes read plus written a second by a device-to-device copy of 4 GiB.
+    """Return the bytes read plus written a second by a device-to-device copy of 4 GiB.
 
     Not in a graph: there a copy is a memory node, which was seen at two thirds of the speed.
     """
@@ -116,8 +120,10 @@ def copy_bandwidth() -> float:
 
 @functools.cache
 def matrix_limit() -> float:
-    """FLOP a second of a large BF16 product: the fastest of the shapes of an 8B model's layers, on
-    random values, 8192 rows."""
+    """Return the FLOP a second of a large BF16 product.
+
+    It is the fastest of the shapes of an 8B model's layers, on random values, with 8192 rows.
+    """
     best = 0.0
     for n, k in ((4096, 4096), (24576, 4096), (4096, 12288)):
         x, weight = (
@@ -129,8 +135,17 @@ def matrix_limit() -> float:
 
 
 def memory_row(name: str, shape: str, num_bytes: int, calls: Sequence[Callable[[], Any]]) -> Row:
-    """A row for a kernel that moves bytes: num_bytes is the least it must read and write. Calls of
-    a few microseconds are made more than once a graph, whose own launch would count otherwise."""
+    """Return the row of a kernel that moves bytes.
+
+    Calls of a few microseconds are made more than once a graph, whose own launch would count
+    otherwise.
+
+    Args:
+        name: The name of the kernel.
+        shape: The shape of the input.
+        num_bytes: The least that the kernel must read and write.
+        calls: Calls of the kernel, each on its own inputs.
+    """
     seconds = seconds_per_call([*calls] * (12 if num_bytes < _SHORT_BYTES else 1))
     rate = num_bytes / seconds
     return {
@@ -143,18 +158,18 @@ def memory_row(name: str, shape: str, num_bytes: int, calls: Sequence[Callable[[
 
 
 def versions() -> dict[str, str | None]:
-    """Of what the kernels stand on."""
-    found = {"torch": torch.__version__, "cuda": torch.version.cuda}
+    """Return the versions of the packages that kernels depend on."""
+    versions = {"torch": torch.__version__, "cuda": torch.version.cuda}
     for package in ("triton", "sgl-deep-gemm"):
         try:
-            found[package] = importlib.metadata.version(package)
+            versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            found[package] = "not installed"
-    return found
+            versions[package] = "not installed"
+    return versions
 
 
 def environment() -> Row:
-    """Device and versions."""
+    """Return the device, the versions, the date and the speed of a copy."""
     return {
         "device": torch.cuda.get_device_name(),
         "versions": versions(),
@@ -166,13 +181,22 @@ def environment() -> Row:
 def write_results(
     path: str | Path, benchmark: str, command: str, rows: list[Row], **facts: Any
 ) -> None:
-    """One JSON file: how, where and when it was measured, further facts, and the rows."""
+    """Write a JSON file: how, where and when the rows were measured, and the rows.
+
+    Args:
+        path: The file.
+        benchmark: The name of the benchmark.
+        command: The command that measures the rows again.
+        rows: The rows.
+        facts: Further values of the file.
+    """
     fields = {"benchmark": benchmark, "command": command, **environment(), **facts, "rows": rows}
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_text(json.dumps(fields, indent=1) + "\n", encoding="utf-8")
 
 
 def print_table(rows: list[Row]) -> None:
+    """Print rows as a table with a column for each key."""
     columns = list(dict.fromkeys(key for row in rows for key in row))
     cells = [columns, *([str(row.get(c, "")) for c in columns] for row in rows)]
     widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
@@ -181,12 +205,31 @@ def print_table(rows: list[Row]) -> None:
 
 
 def bench_parser(benchmark: str, description: str | None) -> argparse.ArgumentParser:
-    """The parser of `jetrl bench NAME`, whose help is the benchmark's own document."""
+    """Return the parser of `jetrl bench NAME`, whose help is the benchmark's own document."""
     return argparse.ArgumentParser(
         prog=f"jetrl bench {benchmark}",
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+
+
+def require_same_bits(benchmark: str, different: int) -> None:
+    """Refuse to measure kernels with elements that differ where they must not."""
+    if different:
+        raise MismatchError(
+            f"jetrl bench {benchmark}: {different} elements differ; nothing measured"
+        )
+
+
+def add_shape_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add --shape and --layers, for a model with random weights."""
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-8b")
+    parser.add_argument("--layers", type=int, help="default: the shape's")
+
+
+def options(name: str, values: Iterable[Any] | None) -> str:
+    """Return a repeatable option as a command line has it, with a space before each."""
+    return "".join(f" --{name} {value}" for value in values or ())
 
 
 def report(
@@ -195,19 +238,22 @@ def report(
     argv: Sequence[str] | None,
     differences: Callable[[], int],
 ) -> None:
-    """Check the bits, run a benchmark, print its table and write its JSON: `jetrl bench NAME [--out
-    FILE]`.
+    """Check the bits, run a benchmark, print its table and write its JSON.
+
+    Args:
+        benchmark: The name of the benchmark.
+        run: Returns the rows.
+        argv: The arguments of the command: [--out FILE].
+        differences: Counts the elements that differ where they must not (`bench/_bits`).
 
     Raises:
-        MismatchError: elements that differ where they must not (`bench/_bits`).
+        MismatchError: Elements differ.
     """
     parser = bench_parser(benchmark, None)
     parser.add_argument("--out", default=f"build/bench/{benchmark}.json", help="JSON file")
     args = parser.parse_args(argv)
     torch.manual_seed(0)
-    found = differences()
-    if found:
-        raise MismatchError(f"jetrl bench {benchmark}: {found} elements differ; nothing measured")
+    require_same_bits(benchmark, differences())
     rows = run()
     write_results(args.out, benchmark, f"jetrl bench {benchmark}", rows)
     print_table(rows)

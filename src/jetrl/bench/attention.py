@@ -45,24 +45,33 @@ KV = ["fp8", "bf16"]
 
 
 def milliseconds(f: Callable[[], Any]) -> float:
+    """Return the median milliseconds of a call."""
     return float(do_bench(f, warmup=20, rep=100, return_mode="median"))
 
 
 def random_codes(rows: tuple[int, ...], kv: str, head_dim: int = HEAD_DIM) -> KeyValueCodes:
-    parts: list[Any] = []
+    """Return random keys and values [*rows, GROUPS, head_dim] with their scales.
+
+    Args:
+        rows: The leading dimensions.
+        kv: The format of keys and values.
+        head_dim: The channels of a head.
+    """
+    tensors: list[Any] = []
     for _ in range(2):
-        parts += quantize_kv(
+        tensors += quantize_kv(
             torch.randn(*rows, GROUPS, head_dim, device="cuda", dtype=torch.bfloat16), kv
         )
-    return KeyValueCodes(*parts)
+    return KeyValueCodes(*tensors)
 
 
 def queries(tokens: int, head_dim: int = HEAD_DIM) -> Tensor:
+    """Return random queries [tokens, HEADS, head_dim] in bfloat16."""
     return torch.randn(tokens, HEADS, head_dim, device="cuda", dtype=torch.bfloat16)
 
 
 def check_bits(kv: str) -> int:
-    """Elements that differ between decode and the training forward at 64 positions of 5000."""
+    """Count elements that differ between decode and the training forward, at 64 of 5000 tokens."""
     tokens = 5000
     q, codes = queries(tokens), random_codes((tokens,), kv)
     tiles = QueryTiles.packed([0, tokens], "cuda")
@@ -84,6 +93,13 @@ def check_bits(kv: str) -> int:
 
 
 def bench_decode(batch: int, length: int, kv: str) -> dict[str, Any]:
+    """Return the row of decode.
+
+    Args:
+        batch: The number of sequences.
+        length: The tokens in each one's cache.
+        kv: The format of keys and values.
+    """
     pages = -(-length // 64)
     token_bytes = GROUPS * 2 * (HEAD_DIM + 4 if kv == "fp8" else 2 * HEAD_DIM)
     copies = 1 + int(3e8) // (batch * length * token_bytes)
@@ -107,6 +123,14 @@ def bench_decode(batch: int, length: int, kv: str) -> dict[str, Any]:
 
 
 def bench_packed(sequences: int, length: int, kv: str, head_dim: int = HEAD_DIM) -> dict[str, Any]:
+    """Return the row of the training forward and backward.
+
+    Args:
+        sequences: The number of sequences of a packed batch.
+        length: The tokens of each sequence.
+        kv: The format of keys and values.
+        head_dim: The channels of a head.
+    """
     tokens = sequences * length
     q, codes = queries(tokens, head_dim), random_codes((tokens,), kv, head_dim)
     do = torch.randn_like(q)
@@ -131,6 +155,13 @@ def bench_packed(sequences: int, length: int, kv: str, head_dim: int = HEAD_DIM)
 
 
 def bench_torch(sequences: int, length: int, backend: SDPBackend) -> dict[str, Any]:
+    """Return the row of one of torch's own kernels, in BF16.
+
+    Args:
+        sequences: The number of sequences of a batch.
+        length: The tokens of each sequence.
+        backend: The kernel.
+    """
     q = queries(sequences * length).view(sequences, length, HEADS, HEAD_DIM).transpose(1, 2)
     k, v = (
         torch.randn(
@@ -159,6 +190,13 @@ def bench_torch(sequences: int, length: int, backend: SDPBackend) -> dict[str, A
 
 
 def bench_prefill(chunk: int, context: int, kv: str) -> dict[str, Any]:
+    """Return the row of prefill.
+
+    Args:
+        chunk: The tokens of the chunk, the last ones of the context.
+        context: The tokens of the sequence so far.
+        kv: The format of keys and values.
+    """
     pages = -(-context // 64)
     cache = random_codes((pages, 64), kv)
     q = queries(chunk)
@@ -169,12 +207,14 @@ def bench_prefill(chunk: int, context: int, kv: str) -> dict[str, Any]:
 
 
 def copy_rate() -> float:
+    """Return the terabytes read plus written a second by a copy of 2 GiB."""
     a = torch.empty(2**31, dtype=torch.uint8, device="cuda")
     b = torch.empty_like(a)
     return 2 * a.numel() / milliseconds(lambda: b.copy_(a)) / 1e9
 
 
 def show(title: str, rows: list[dict[str, Any]]) -> None:
+    """Print rows under a title."""
     print(title)
     for row in rows:
         print(
@@ -186,6 +226,7 @@ def show(title: str, rows: list[dict[str, Any]]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    """Run `jetrl bench attention`."""
     parser = bench_parser("attention", __doc__)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="all unless named")
     parser.add_argument(

@@ -30,13 +30,14 @@ _MORE_THAN_CACHED = 2**28  # bytes; the L2 cache has 50 MB
 
 
 def backends() -> list[Backend]:
+    """Return the libraries with an FP8 GEMM of many rows that are installed."""
     return ["cublas", "deep_gemm"] if deep_gemm_installed() else ["cublas"]
 
 
 def _rows(
     layer: str, rows: int, flops: int, forms: dict[str, list[Callable[[], Any]]]
 ) -> list[Row]:
-    """A row for each form, measured in turn; the first one is what BF16 does."""
+    """Return a row for each form, measured in turn; the first form is BF16."""
     seconds = seconds_in_turn(list(forms.values()))
     return [
         {
@@ -52,8 +53,10 @@ def _rows(
 
 
 def _forward_rows(layer: str, xs: list[Tensor], weights: list[Tensor]) -> list[Row]:
-    """FProp of `layer`, or its DGrad when the weights are transposes. Calls go round the inputs and
-    the weights, so that neither is still cached when it is read again."""
+    """Return the rows of FProp of a layer, or of its DGrad when the weights are transposes.
+
+    Calls go round the inputs and the weights, so that neither is still cached when read again.
+    """
     rows = len(xs[0])
     turns = [(xs[i % len(xs)], i % len(weights)) for i in range(max(len(xs), len(weights)))]
     quantized = [quantize_weight(w) for w in weights]
@@ -85,9 +88,11 @@ def _wide_product(dy: Tensor, x: Tensor) -> Tensor:
 
 
 def _backward_rows(layer: str, dys: list[Tensor], weight: Tensor, k: int) -> list[Row]:
-    """WGrad, DGrad, and both as backward makes them, where they share the pass that quantizes dY;
-    with all passes that make their inputs, against BF16 products with FP32 gradients. From the
-    second micro-batch on WGrad adds to a gradient."""
+    """Return the rows of WGrad, DGrad, and both as backward makes them, beside BF16 products.
+
+    All passes that make their inputs are in the time; both together share the pass that quantizes
+    dY. Gradients are FP32. From the second micro-batch on WGrad adds to a gradient.
+    """
     rows, n = dys[0].shape
     xs = [torch.randn(rows, k, device="cuda").bfloat16() for _ in dys]
     flops, quantized = 2 * rows * n * k, quantize_weight(weight)
@@ -142,7 +147,7 @@ def _backward_rows(layer: str, dys: list[Tensor], weight: Tensor, k: int) -> lis
 
 
 def run(tokens: int = 16384, decode_rows: tuple[int, ...] = (8, 64, 256)) -> list[Row]:
-    """Rows for FProp, DGrad and WGrad at `tokens`, and FProp at decode sizes."""
+    """Return rows for FProp, DGrad and WGrad at `tokens`, and FProp at decode sizes."""
     out: list[Row] = []
     for layer, (n, k) in SHAPES.items():
         copies = 1 + _MORE_THAN_CACHED // (n * k)
@@ -158,7 +163,7 @@ def run(tokens: int = 16384, decode_rows: tuple[int, ...] = (8, 64, 256)) -> lis
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """`jetrl bench gemm`."""
+    """Run `jetrl bench gemm`."""
     report("gemm", run, argv, gemms)
 
 

@@ -1,4 +1,4 @@
-"""One decoder layer, forward and backward: FP8 against BF16, and what exactness costs.
+"""A decoder layer, forward and backward: FP8 against BF16, and what exactness costs.
 
     jetrl bench layer [--shape qwen3-8b] [--tokens 16384] [--length 4096] [--out FILE]
 
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 import jetrl.precision.linear as linear
-from jetrl.bench._timing import Row, bench_parser, print_table, watched, write_results
+from jetrl.bench._timing import Row, bench_parser, options, print_table, watched, write_results
 from jetrl.bench.shapes import SHAPES
 from jetrl.models import attention_hopper, layer_hopper
 from jetrl.models.attention import PackedKeyValues
@@ -39,7 +39,7 @@ ROWS = {  # name: (plan of the layer, plan of its attention)
     "unified, fastest attention": ("unified", "bf16"),
 }
 
-# Where operations are called by name, for the shares of time.
+# The modules that call operations by name, for the shares of time.
 OPERATIONS = {
     layer_hopper: (
         "fprop", "dgrad", "wgrad", "quantize_output_gradient", "quantize_for_wgrad",
@@ -58,7 +58,15 @@ OPERATIONS = {
 
 
 class LayerBench:
-    """A layer of a shape under a plan, with its inputs."""
+    """A layer of a shape under a plan, with its inputs.
+
+    Args:
+        shape: A name of `jetrl.bench.shapes`.
+        plan: The precision preset of the layer.
+        attention: The precision preset of the attention.
+        tokens: Tokens of all sequences.
+        length: Tokens of a sequence.
+    """
 
     def __init__(self, shape: str, plan: str, attention: str, tokens: int, length: int) -> None:
         config = {**SHAPES[shape], "num_hidden_layers": 1, "vocab_size": 256}
@@ -79,7 +87,7 @@ class LayerBench:
         )
 
     def forward(self) -> tuple[Tensor, Tensor]:
-        """(x, delta) [T, D] after the layer."""
+        """Return (x, delta) [T, D] after the layer."""
         table = self.policy.decoder.rotary_table
         out: tuple[Tensor, Tensor] = self.layer(
             self.x, self.delta, self.positions, table, self.kv, "train", None
@@ -87,14 +95,16 @@ class LayerBench:
         return out
 
     def backward(self, out: tuple[Tensor, Tensor]) -> None:
+        """Run the backward pass from random gradients of the outputs."""
         torch.autograd.backward(out, (self.dx, self.ddelta))
 
     def clear(self) -> None:
+        """Drop the gradients of inputs and weights."""
         for tensor in (self.x, self.delta, *self.policy.master_weights().values()):
             tensor.grad = None
 
     def flops(self) -> dict[str, float]:
-        """Of the forward, and of the backward."""
+        """Return the floating-point operations of the forward and of the backward."""
         c = self.policy.config
         linears = (m for m in self.layer.modules() if isinstance(m, linear.Linear))
         weights = sum(layer.weight.numel() for layer in linears)
@@ -104,7 +114,7 @@ class LayerBench:
 
 
 def different_without_gradients(bench: LayerBench) -> int:
-    """Elements of the layer's outputs that differ between a forward with and without gradients."""
+    """Count output elements that differ between a forward with and without gradients."""
     with_gradients = bench.forward()
     with torch.no_grad():
         without = bench.forward()
@@ -112,8 +122,13 @@ def different_without_gradients(bench: LayerBench) -> int:
 
 
 def milliseconds(bench: LayerBench, accumulate: bool, repeats: int = 12) -> tuple[float, float]:
-    """(forward, backward). accumulate: onto gradients that are there, as from the second
-    micro-batch on."""
+    """Return the median milliseconds of the forward and of the backward.
+
+    Args:
+        bench: The layer with its inputs.
+        accumulate: True to add to the gradients of the pass before, as later micro-batches do.
+        repeats: The number of passes; the first two do not count.
+    """
     marks = []
     for _ in range(repeats):
         if not accumulate:
@@ -133,9 +148,10 @@ def milliseconds(bench: LayerBench, accumulate: bool, repeats: int = 12) -> tupl
 
 
 def shares(bench: LayerBench, repeats: int = 5) -> dict[str, float]:
-    """Milliseconds of each operation in a pass; what the layer does outside of named operations is
-    `other`."""
-    places = [(module, name, name, False) for module, names in OPERATIONS.items() for name in names]
+    """Return the milliseconds of each operation in a pass; the rest of the layer is `other`."""
+    functions = [
+        (module, name, name, False) for module, names in OPERATIONS.items() for name in names
+    ]
     totals: dict[str, float] = defaultdict(float)
     for _ in range(repeats):
         bench.clear()
@@ -143,7 +159,7 @@ def shares(bench: LayerBench, repeats: int = 5) -> dict[str, float]:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda._sleep(20_000_000)  # the host runs ahead, so that no launch is waited for
         start.record()
-        with watched(places, log):
+        with watched(functions, log):
             bench.backward(bench.forward())
         end.record()
         torch.cuda.synchronize()
@@ -156,25 +172,27 @@ def shares(bench: LayerBench, repeats: int = 5) -> dict[str, float]:
 
 
 def saved_bytes(bench: LayerBench) -> int:
-    """Bytes that a layer keeps for backward. Storages count once."""
-    found: dict[int, int] = {}
+    """Return the bytes that a layer keeps for backward, where each storage counts once."""
+    saved: dict[int, int] = {}
 
     def pack(x: Tensor) -> Tensor:
         storage = x.untyped_storage()
-        found[storage.data_ptr()] = storage.nbytes()
+        saved[storage.data_ptr()] = storage.nbytes()
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         result = bench.forward()
     del result
-    return sum(found.values())
+    return sum(saved.values())
 
 
 def saved_bytes_of_others(bench: LayerBench) -> int:
-    """Of these, what norms, rotary, attention and SwiGLU keep for their own gradients, linears or
-    not, bfloat16 but for codes and scales of keys and values: the two residual streams, qkv and the
-    rotated queries, keys and values as stored, the attention's output with its log-sum-exp, gate
-    and up, and the norms' inverse rms. The rest is what linears keep."""
+    """Return the saved bytes that norms, rotary, attention and SwiGLU need themselves.
+
+    They are the two residual streams, qkv and the rotated queries, keys and values as stored, the
+    attention's output with its log-sum-exp, gate and up, and the norms' inverse rms: bfloat16 but
+    for codes and scales of keys and values. The other saved bytes are those of linears.
+    """
     c = bench.policy.config
     heads, fp8 = c.num_heads * c.head_dim, bench.attention.kv == "fp8"
     keys_and_values = 2 * c.num_kv_heads * (c.head_dim + 4 if fp8 else 2 * c.head_dim)
@@ -183,6 +201,14 @@ def saved_bytes_of_others(bench: LayerBench) -> int:
 
 
 def measure(name: str, shape: str, tokens: int, length: int) -> Row:
+    """Return a row of the benchmark.
+
+    Args:
+        name: A name of `ROWS`.
+        shape: A name of `jetrl.bench.shapes`.
+        tokens: Tokens of all sequences.
+        length: Tokens of a sequence.
+    """
     bench = LayerBench(shape, *ROWS[name], tokens, length)
     different = different_without_gradients(bench)
     forward, backward = milliseconds(bench, accumulate=False)
@@ -205,7 +231,14 @@ def measure(name: str, shape: str, tokens: int, length: int) -> Row:
 
 
 def run(shape: str, tokens: int, length: int, names: Sequence[str]) -> list[Row]:
-    """The rows, each with its ratio to the first (bf16) and to the row of the fastest attention."""
+    """Return the rows, with ratios to `bf16` and to `unified, fastest attention`.
+
+    Args:
+        shape: A name of `jetrl.bench.shapes`.
+        tokens: Tokens of all sequences.
+        length: Tokens of a sequence.
+        names: Names of `ROWS`.
+    """
     rows = []
     for name in names:
         rows.append(measure(name, shape, tokens, length))
@@ -221,7 +254,7 @@ def run(shape: str, tokens: int, length: int, names: Sequence[str]) -> list[Row]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """`jetrl bench layer`."""
+    """Run `jetrl bench layer`."""
     parser = bench_parser("layer", __doc__)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-8b")
     parser.add_argument("--tokens", type=int, default=16384)
@@ -231,7 +264,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     rows = run(args.shape, args.tokens, args.length, args.row or list(ROWS))
     command = f"jetrl bench layer --shape {args.shape} --tokens {args.tokens}"
-    chosen = "".join(f' --row "{name}"' for name in args.row or [])
+    chosen = options("row", [f'"{name}"' for name in args.row or []])
     write_results(args.out, "layer", f"{command} --length {args.length}{chosen}", rows)
     tables = [row.pop("operations_ms") for row in rows]
     print_table(rows)

@@ -80,12 +80,12 @@ def _row_kernels() -> list[Row]:
 
 
 def run(rows: int = 16384) -> list[Row]:
-    """Rows for the head over `rows` hidden states, and for the row kernels at decode sizes."""
+    """Return rows for the head over `rows` hidden states, and for row kernels at decode sizes."""
     return [*_row_kernels(), *_head_rows(rows)]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """`jetrl bench logprob`."""
+    """Run `jetrl bench logprob`."""
     report("logprob", run, argv, logprobs)
 
 

@@ -85,14 +85,17 @@ def _decode_rows(tokens: int) -> list[Row]:
 
 
 def run(tokens: int = 16384, decode_rows: tuple[int, ...] = (8, 64, 256)) -> list[Row]:
-    """Rows for every fused kernel of a decoder layer; of those that sample also at decode sizes,
-    where inputs come from the cache and the time of a launch is most of what is measured."""
+    """Return rows for every fused kernel of a decoder layer.
+
+    Kernels that run in decode are also measured at its sizes, where inputs come from the cache and
+    most of the measured time is the launch.
+    """
     few = [row for n in decode_rows for row in _decode_rows(n)]
     return [*_norm_rows(tokens), *_swiglu_rows(tokens), *_rotary_rows(tokens), *few]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """`jetrl bench norm`."""
+    """Run `jetrl bench norm`."""
     report("norm", run, argv, fused)
 
 

@@ -1,4 +1,4 @@
-"""What follows a backward pass: gradient norm, optimizer step, requantize, at a model's shape.
+"""The work after a backward pass: gradient norm, optimizer step, requantize, at a model's shape.
 
     jetrl bench optimizer [--shape qwen3-8b] [--states compact] [--states fp32] [--out FILE]
 
@@ -7,7 +7,7 @@ Random weights and gradients under the `unified` plan. Bytes are the least that 
     gradient norm   4 a parameter
     optimizer step  18 with compact states (master and gradient read, 3 of moments read and written,
                     master written); 28 with fp32 ones, which take a pass of 8 for the clip as well
-    requantize      4 a parameter of a working copy, and the copy
+    requantize      4 a parameter that has quantized weights, and these
 
 `share_of_copy` is of the rate of a device-to-device copy. Times are medians between CUDA events.
 Compact states' bits are compared with the reference's first.
@@ -22,15 +22,16 @@ import torch
 
 from jetrl.bench._timing import (
     Row,
+    add_shape_arguments,
     bench_parser,
     copy_bandwidth,
+    options,
     print_table,
+    require_same_bits,
     seconds_eager,
     write_results,
 )
 from jetrl.bench.parity import make_policy
-from jetrl.bench.shapes import SHAPES
-from jetrl.errors import MismatchError
 from jetrl.kernels.adamw import adamw_, adamw_ref_, state_bytes
 from jetrl.kernels.adamw_scalars import adamw_scalars
 from jetrl.memory.out_of_memory import release
@@ -44,8 +45,7 @@ STATES = ("compact", "fp32")
 
 
 def different() -> int:
-    """Elements of master and states in which the kernel differs from the reference after five
-    steps."""
+    """Count elements of weight and states in which kernel and reference differ after five steps."""
     g = torch.Generator().manual_seed(0)
     shape = (300, 257)
     types = (torch.float32, torch.uint8, torch.int16)
@@ -61,6 +61,13 @@ def different() -> int:
 
 
 def timed(name: str, num_bytes: int, function: Callable[[], Any]) -> Row:
+    """Return the row of a function that moves bytes.
+
+    Args:
+        name: The name in the row.
+        num_bytes: The least that must move.
+        function: The function.
+    """
     seconds = seconds_eager(function)
     rate = num_bytes / seconds
     return {
@@ -73,7 +80,13 @@ def timed(name: str, num_bytes: int, function: Callable[[], Any]) -> Row:
 
 
 def step_row(policy: Policy, gradients: dict[str, torch.Tensor], states: str) -> Row:
-    """The optimizer step with states of a kind, and the memory that they take."""
+    """Return the row of the optimizer step, with the memory that its states take.
+
+    Args:
+        policy: The policy whose master weights change.
+        gradients: The gradients by master weight.
+        states: The kind of the optimizer's states.
+    """
     masters = policy.master_weights()
     settings = TrainSettings.model_validate({"lr": 1e-6, "optimizer_states": states})
     optimizer = Optimizer(masters, settings, total_updates=100)
@@ -102,7 +115,7 @@ def step_row(policy: Policy, gradients: dict[str, torch.Tensor], states: str) ->
 
 
 def requantize_bytes(policy: Policy) -> int:
-    """Of the masters that have working copies, and of these."""
+    """Return the bytes of quantized weights, and of the master weights that they come from."""
     total = 0
     for module in policy.decoder.modules():
         if isinstance(module, Linear):
@@ -116,7 +129,13 @@ def requantize_bytes(policy: Policy) -> int:
 
 
 def run(shape: str, states: Sequence[str], layers: int | None) -> Iterator[Row]:
-    """The rows. With FP32 states 16 bytes a parameter are held, beside the working copies."""
+    """Yield the rows; with FP32 states 16 bytes a parameter are held, beside quantized weights.
+
+    Args:
+        shape: A name of `jetrl.bench.shapes`.
+        states: The kinds of the optimizer's states.
+        layers: Decoder layers; None: the shape's own.
+    """
     copy_bandwidth()  # while there is room for what it copies
     release()
     policy = make_policy(shape, "unified", "cuda", layers)
@@ -131,22 +150,19 @@ def run(shape: str, states: Sequence[str], layers: int | None) -> Iterator[Row]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """`jetrl bench optimizer`."""
+    """Run `jetrl bench optimizer`."""
     parser = bench_parser("optimizer", __doc__)
-    parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-8b")
-    parser.add_argument("--layers", type=int, help="default: the shape's")
+    add_shape_arguments(parser)
     parser.add_argument(
         "--states", action="append", choices=STATES, help="repeatable; default: all"
     )
     parser.add_argument("--out", default="build/bench/optimizer.json", help="JSON file")
     args = parser.parse_args(argv)
     torch.manual_seed(0)
-    found = different()
-    if found:
-        raise MismatchError(f"jetrl bench optimizer: {found} elements differ; nothing measured")
+    require_same_bits("optimizer", different())
     command = f"jetrl bench optimizer --shape {args.shape}"
     command += f" --layers {args.layers}" if args.layers else ""
-    command += "".join(f" --states {kind}" for kind in args.states or [])
+    command += options("states", args.states)
     rows: list[Row] = []
     for row in run(args.shape, args.states or STATES, args.layers):
         rows.append({"shape": args.shape, **row})

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from jetrl.bench._timing import bench_parser, versions
+from jetrl.bench._timing import add_shape_arguments, bench_parser, options, versions
 from jetrl.bench.shapes import SHAPES
 from jetrl.models.policy import Policy
 from jetrl.parity import check_policy, failures, located, measure
@@ -33,7 +33,14 @@ _TEMPERATURE = 0.6
 
 
 def make_policy(shape: str, plan: str, device: str, layers: int | None) -> Policy:
-    """Random weights, scaled so that logits have a standard deviation of about 2."""
+    """Return a policy with random weights, whose logits have a standard deviation of about 2.
+
+    Args:
+        shape: A name of `jetrl.bench.shapes`.
+        plan: The precision preset.
+        device: "cuda" or "cpu".
+        layers: Decoder layers; None: the shape's own.
+    """
     config = dict(SHAPES[shape])
     if layers is not None:
         config["num_hidden_layers"] = layers
@@ -42,7 +49,7 @@ def make_policy(shape: str, plan: str, device: str, layers: int | None) -> Polic
 
 
 def prove(policy: Policy) -> dict[str, Any]:
-    """Seconds of the proof at a run's start, and what broke it."""
+    """Return the seconds of the proof at a run's start, and the checks that failed."""
     seconds = []
     for _ in range(2):
         began = time.perf_counter()
@@ -57,7 +64,7 @@ def prove(policy: Policy) -> dict[str, Any]:
 
 
 def run(policy: Policy, load: tuple[int, int, int]) -> dict[str, Any]:
-    """One load on one policy."""
+    """Return the row of one load (sequences, sampled tokens, long) on one policy."""
     batch, tokens, long = load
     generator = np.random.default_rng(0)
     every = min(8, batch)
@@ -74,9 +81,9 @@ def run(policy: Policy, load: tuple[int, int, int]) -> dict[str, Any]:
         temperature=_TEMPERATURE,
         max_batch_size=512,
     )
-    found = None
+    location = None
     if result.first_different is not None:
-        found = located(policy, *result.first_different, _TEMPERATURE)
+        location = located(policy, *result.first_different, _TEMPERATURE)
     facts = dataclasses.asdict(result)
     del facts["first_different"]
     return {
@@ -85,17 +92,17 @@ def run(policy: Policy, load: tuple[int, int, int]) -> dict[str, Any]:
         "sequences": batch,
         "longest_context": long + tokens,
         **facts,
-        "located": found,
+        "located": location,
         "seconds": round(time.perf_counter() - began, 1),
     }
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    """Run `jetrl bench parity`."""
     parser = bench_parser("parity", __doc__)
-    parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-8b")
+    add_shape_arguments(parser)
     parser.add_argument("--plan", action="append", help="repeatable; default: unified")
     parser.add_argument("--load", action="append", help="repeatable; default: 128x128x4096")
-    parser.add_argument("--layers", type=int, help="default: the shape's")
     parser.add_argument("--proof", action="store_true", help="time the proof at a run's start")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--out", type=Path, help="JSON file")
@@ -111,13 +118,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         if args.proof:
             add(prove(policy))
         for load in args.load or ["128x128x4096"]:
-            batch, tokens, long = (int(part) for part in load.split("x"))
+            batch, tokens, long = (int(number) for number in load.split("x"))
             add(run(policy, (batch, tokens, long)))
         del policy
     if args.out is not None:
         device = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
-        loads = "".join(f" --load {load}" for load in args.load or [])
-        plans = "".join(f" --plan {plan}" for plan in args.plan or [])
+        loads, plans = options("load", args.load), options("plan", args.plan)
         layers = "" if args.layers is None else f" --layers {args.layers}"
         proof = " --proof" if args.proof else ""
         about = {

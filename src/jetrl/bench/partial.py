@@ -1,5 +1,4 @@
-r"""Partial rollouts against whole ones, on one GPU: what `rollout.oversample` does to a load with a
-tail.
+r"""Partial rollouts beside whole ones: the effect of `rollout.oversample` on a load with a tail.
 
     jetrl bench partial --shape qwen3-8b --layers 9 --oversample 0 --oversample 0.25 \
         --out partial.json
@@ -21,10 +20,9 @@ from pathlib import Path
 
 import numpy as np
 
-from jetrl.bench._timing import Row, bench_parser, print_table, write_results
+from jetrl.bench._timing import Row, add_shape_arguments, bench_parser, print_table, write_results
 from jetrl.bench.parity import make_policy
 from jetrl.bench.rollout import GRPO_MAX, GRPO_MEAN, GRPO_PROMPT, GRPO_SAMPLES
-from jetrl.bench.shapes import SHAPES
 from jetrl.models.policy import Policy
 from jetrl.rewards.sampling import EncodedPrompt
 from jetrl.rollout.engine import RolloutEngine
@@ -34,7 +32,15 @@ from jetrl.types import Completion, Prompt, SamplingParams
 
 
 def run(policy: Policy, share: float, steps: int, prompts_per_step: int, mean: int) -> list[Row]:
-    """A row for each step and one for all but the first."""
+    """Return a row for each step and one for all but the first.
+
+    Args:
+        policy: The policy that samples.
+        share: The value of `rollout.oversample`.
+        steps: The number of steps.
+        prompts_per_step: The number of prompts of a step.
+        mean: The mean length of a completion in tokens.
+    """
     generator = np.random.default_rng(0)
     vocabulary = policy.config.vocab_size
     stops = generator.choice(vocabulary, round(vocabulary / mean), replace=False).tolist()
@@ -104,9 +110,9 @@ def _row(
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    """Run `jetrl bench partial`."""
     parser = bench_parser("partial", __doc__)
-    parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-8b")
-    parser.add_argument("--layers", type=int, help="default: the shape's")
+    add_shape_arguments(parser)
     parser.add_argument("--steps", type=int, default=3, help="2 or more (default 3)")
     parser.add_argument("--prompts", type=int, default=64, help="a step (default 64)")
     parser.add_argument(
@@ -123,9 +129,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     policy = make_policy(args.shape, "unified", "cuda", args.layers)
     rows: list[Row] = []
     for share in shares:
-        found = run(policy, share, args.steps, args.prompts, args.mean)
-        print_table(found)
-        rows += [{"shape": args.shape, "layers": policy.config.num_layers, **row} for row in found]
+        share_rows = run(policy, share, args.steps, args.prompts, args.mean)
+        print_table(share_rows)
+        model = {"shape": args.shape, "layers": policy.config.num_layers}
+        rows += [{**model, **row} for row in share_rows]
     words = ["jetrl bench partial --shape", args.shape, f"--steps {args.steps}"]
     words += [] if args.layers is None else [f"--layers {args.layers}"]
     words += [f"--prompts {args.prompts} --mean {args.mean}"]

@@ -23,7 +23,7 @@ WEIGHTS = ((6144, 4096), (24576, 4096), (4096, 12288))
 
 
 def run(tokens: int = 16384) -> list[Row]:
-    """Rows for BF16 activations [tokens, K] and FP32 weights [N, K]."""
+    """Return rows for BF16 activations [tokens, K] and FP32 weights [N, K]."""
     rows = []
     for width in WIDTHS:
         shape, size = f"{tokens} x {width}", tokens * width
@@ -60,7 +60,7 @@ def run(tokens: int = 16384) -> list[Row]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """`jetrl bench quantize`."""
+    """Run `jetrl bench quantize`."""
     report("quantize", run, argv, quantizers)
 
 

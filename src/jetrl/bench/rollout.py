@@ -30,9 +30,16 @@ import torch
 
 from jetrl.bench._prefill import prefill_profile
 from jetrl.bench._profile import kernel_rows, totals
-from jetrl.bench._timing import Row, bench_parser, copy_bandwidth, print_table, write_results
+from jetrl.bench._timing import (
+    Row,
+    add_shape_arguments,
+    bench_parser,
+    copy_bandwidth,
+    options,
+    print_table,
+    write_results,
+)
 from jetrl.bench.parity import make_policy
-from jetrl.bench.shapes import SHAPES
 from jetrl.memory.device import peak_bytes, reset_peak
 from jetrl.models.attention import kv_bytes_per_token
 from jetrl.models.policy import Policy
@@ -60,22 +67,20 @@ _WINDOW, _TOGETHER = 8, 64
 
 
 def weight_bytes(policy: Policy) -> int:
-    """What one decode forward reads of the linears' weights, lm_head's included."""
+    """Return the bytes of weights that one decode forward reads in linears and lm_head."""
     total = 0
     for module in policy.decoder.modules():
         if isinstance(module, Linear):
             operand = module.operand("rollout")
-            parts = (
-                [operand.direct.codes, operand.direct.scales]
-                if isinstance(operand, FP8Weight)
-                else [operand]
-            )
-            total += sum(part.numel() * part.element_size() for part in parts)
+            if isinstance(operand, FP8Weight):
+                total += operand.direct.codes.nbytes + operand.direct.scales.nbytes
+            else:
+                total += operand.nbytes
     return total
 
 
 class _Watch:
-    """A progress callback that keeps when each step was taken in, and profiles some of them."""
+    """A progress callback that keeps the time of each scheduler step, and profiles some."""
 
     def __init__(self, profiled: int = 0) -> None:
         self.records: list[tuple[float, Progress]] = []
@@ -98,7 +103,7 @@ class _Watch:
         self.records.append((time.perf_counter(), progress))
 
     def seconds_per_step(self, full: int) -> float:
-        """Seconds of a forward: the median over steps in which `full` sequences drew from each."""
+        """Return the median seconds of a decode forward in which `full` sequences drew a token."""
         times = []
         for (before, a), (after, b) in zip(self.records, self.records[1:], strict=False):
             forwards, rest = divmod(b.tokens - a.tokens, full)
@@ -108,7 +113,17 @@ class _Watch:
 
 
 def run_case(policy: Policy, batch: int, prompt: int, response: int, profiled: bool) -> Row:
-    """One case, timed after a short one of its sizes (two of the prompts, where all are long)."""
+    """Return the row of one case, timed after a short run of its sizes.
+
+    The short run has two of the prompts, where all prompts are too long for a warm-up.
+
+    Args:
+        policy: The policy that samples.
+        batch: The number of sequences.
+        prompt: Tokens of a prompt.
+        response: Tokens of a completion.
+        profiled: True to add profiles of decode and prefill.
+    """
     generator = np.random.default_rng(0)
     prompts = generator.integers(0, policy.config.vocab_size, (batch, prompt)).tolist()
     pages = batch * -(-(prompt + response) // 64)  # of the timed call, so that its graphs are warm
@@ -156,7 +171,7 @@ def run_case(policy: Policy, batch: int, prompt: int, response: int, profiled: b
 
 
 def grpo_load(vocabulary: int) -> tuple[list[list[int]], list[int]]:
-    """The prompts, and the number of tokens of each sample (those of a prompt side by side)."""
+    """Return the prompts, and the tokens of each sample, those of a prompt side by side."""
     generator = np.random.default_rng(0)
     prompts = generator.integers(0, vocabulary, (GRPO_PROMPTS, GRPO_PROMPT)).tolist()
     count = GRPO_PROMPTS * GRPO_SAMPLES
@@ -166,18 +181,28 @@ def grpo_load(vocabulary: int) -> tuple[list[list[int]], list[int]]:
 
 
 def warm_lengths(count: int) -> list[int]:
-    """Tokens of each of `count` sequences of a warm-up, the longest first: every size of graph runs
-    for a decode step, and at last one sequence alone."""
+    """Return the tokens of each sequence of a warm-up, the longest first.
+
+    Every size of graph runs for a decode step, and at last one sequence alone.
+    """
     running = {1, *range(_TOGETHER, count, _TOGETHER), *map(padded_batch, range(1, count + 1))}
-    return [_WINDOW * sum(min(n, count) > place for n in running) for place in range(count)]
+    return [_WINDOW * sum(min(n, count) > index for n in running) for index in range(count)]
 
 
 def capture_graphs(
     engine: RolloutEngine, count: int, shortest: int, longest: int
 ) -> tuple[int, float]:
-    """(graphs, seconds) of having every graph that `count` sequences need, from prompts of
-    `shortest` tokens to sequences of `longest`: samples of one prompt, anew for each size of
-    context. The longest first: a call that needs more pages makes a new cache, without graphs."""
+    """Capture every graph that sequences need; return the number of graphs and the seconds.
+
+    Samples of one prompt are drawn for each size of context, the longest first: a call that needs
+    more pages makes a new cache, without graphs.
+
+    Args:
+        engine: The engine that keeps the graphs.
+        count: The number of sequences.
+        shortest: Tokens of the shortest prompt.
+        longest: Tokens of the longest sequence.
+    """
     graphs, seconds, lengths = 0, 0.0, warm_lengths(count)
     params = SamplingParams(n=count, max_tokens=lengths[0], ignore_eos=True, seed=1)
     size, first = padded_context(longest), padded_context(shortest + 1)
@@ -192,7 +217,7 @@ def capture_graphs(
 
 
 def run_grpo(policy: Policy) -> Row:
-    """The load with a tail."""
+    """Return the row of the load with a tail."""
     prompts, max_tokens = grpo_load(policy.config.vocab_size)
     lengths, count = np.array(max_tokens), len(max_tokens)
     engine = RolloutEngine(policy, max_batch_size=count)
@@ -233,7 +258,13 @@ def run_grpo(policy: Policy) -> Row:
 
 @torch.no_grad()
 def check(policy: Policy, prompts: Sequence[list[int]], completions: Sequence[Completion]) -> Row:
-    """Tokens of the first completions whose log-prob is not, as bits, the trainer's."""
+    """Count tokens of the first completions whose log-prob differs in any bit from the trainer's.
+
+    Args:
+        policy: The policy that sampled.
+        prompts: Token ids of each completion's prompt.
+        completions: The completions.
+    """
     compared = different = 0
     for prompt, completion in zip(prompts, completions, strict=True):
         size = len(prompt) + len(completion.token_ids)
@@ -247,7 +278,7 @@ def check(policy: Policy, prompts: Sequence[list[int]], completions: Sequence[Co
     return {"checked_tokens": compared, "different": different if policy.plan.exact else "-"}
 
 
-# What a kernel's name says of its kind; the first that is found in it counts.
+# The kind of a kernel by a part of its name; the first entry that fits counts.
 _KINDS = {
     "deep_gemm": "linears, FP8 (DeepGEMM)",
     "rows_gemm_kernel": "linears, FP8 (few rows)",
@@ -270,38 +301,34 @@ _LISTED = 20  # kernels of a profile
 
 
 def kind_of(kernel: str) -> str:
-    """What a kernel does in a decode forward."""
-    return next((kind for part, kind in _KINDS.items() if part in kernel), "other")
+    """Return the kind of a kernel of a forward."""
+    return next((kind for name, kind in _KINDS.items() if name in kernel), "other")
 
 
 def profile_rows(profiler: Any) -> list[Row]:
-    """Microseconds and launches a forward by kind of kernel, then by kernel. The number of forwards
-    is that of the kernel that takes the draws in."""
+    """Return microseconds and launches a decode forward, by kind of kernel and then by kernel."""
     times, counts = totals(profiler.events(), kind_of)
+    # One launch of this kernel, which takes the draws in, is one forward.
     return kernel_rows("kernel", times, counts, counts["_take_kernel"], _LISTED)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    """Run `jetrl bench rollout`."""
     parser = bench_parser("rollout", __doc__)
-    parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-8b")
+    add_shape_arguments(parser)
     parser.add_argument("--plan", action="append", help="repeatable; default: unified")
     parser.add_argument("--case", action="append", help="BxPxR, repeatable; instead of:")
     parser.add_argument("--batch", type=int, default=64, help="sequences (default 64)")
     parser.add_argument("--prompt", type=int, default=128, help="tokens (default 128)")
     parser.add_argument("--response", type=int, default=512, help="tokens (default 512)")
     parser.add_argument("--load", choices=["grpo"], help="lengths with a tail, instead of a case")
-    parser.add_argument("--layers", type=int, help="default: the shape's")
     parser.add_argument("--profile", action="store_true", help="time by kernel, a case at a time")
     parser.add_argument("--out", default="build/bench/rollout.json", type=Path, help="JSON file")
     args = parser.parse_args(argv)
     cases = args.case or ([] if args.load else [f"{args.batch}x{args.prompt}x{args.response}"])
-    command = " ".join(
-        ["jetrl bench rollout --shape", args.shape]
-        + [f"--plan {plan}" for plan in args.plan or []]
-        + [f"--case {case}" for case in cases]
-        + ([f"--load {args.load}"] if args.load else [])
-        + (["--profile"] if args.profile else [])
-    )
+    command = f"jetrl bench rollout --shape {args.shape}"
+    command += options("plan", args.plan) + options("case", cases)
+    command += (f" --load {args.load}" if args.load else "") + " --profile" * args.profile
     rows: list[Row] = []
     copy_bandwidth()  # every row needs it, and it is measured once, while memory is free
 
@@ -317,7 +344,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for plan in args.plan or ["unified"]:
         policy = make_policy(args.shape, plan, "cuda", args.layers)
         for case in cases:
-            batch, prompt, response = (int(part) for part in case.split("x"))
+            batch, prompt, response = (int(number) for number in case.split("x"))
             add(run_case(policy, batch, prompt, response, args.profile))
         if args.load:
             add(run_grpo(policy))

@@ -14,7 +14,7 @@ weights move (sampling with few tokens, then training), and one step that is mea
                    are given with it and without it.
     update         `Trainer.step`: packing, forward, comparison with the sampler, backward
     optimizer      AdamW
-    requantize     the working copies
+    requantize     the quantized weights
 
 Rewards are random numbers. Each plan has the largest micro-batch that fits beside the same
 optimizer (`_flow`), and samples all sequences together; where memory has no room for their pages
@@ -40,13 +40,14 @@ from jetrl.bench._flow import Choices, Flow, codes_of, policy_of, share_changed
 from jetrl.bench._load import Load, add_load_arguments, flops, load_of, load_text
 from jetrl.bench._timing import (
     Row,
+    add_shape_arguments,
     bench_parser,
     copy_bandwidth,
     matrix_limit,
+    options,
     print_table,
     write_results,
 )
-from jetrl.bench.shapes import SHAPES
 from jetrl.errors import UserError
 from jetrl.memory.out_of_memory import release
 from jetrl.models.policy import Policy
@@ -55,7 +56,14 @@ PARTS = ("rollout", "old_logprobs", "update", "optimizer", "requantize")
 
 
 def measure(policy: Policy, load: Load, choices: Choices, limit: float) -> Row:
-    """One plan's row under a load. limit: FLOP/s that MFU is of."""
+    """Return the row of a plan under a load.
+
+    Args:
+        policy: The policy under the plan.
+        load: The prompts and completions of the step.
+        choices: The choices that are the same for all plans.
+        limit: The FLOP/s that MFU is a share of.
+    """
     flow = Flow(policy, load, choices)
     before = codes_of(flow.policy)
     flow.warm_up()
@@ -102,7 +110,7 @@ def measure(policy: Policy, load: Load, choices: Choices, limit: float) -> Row:
 
 
 def compare(row: Row, base: Row) -> Row:
-    """How many times as fast as `base` a plan is, and its memory over that of `base`."""
+    """Return how many times as fast as `base` a plan is, and its share of the memory."""
     extra = base["seconds"].get("old_logprobs", 0.0)
     peaks = {n: g / base["peak_gib"][n] for n, g in row["peak_gib"].items()}
     return {
@@ -115,7 +123,7 @@ def compare(row: Row, base: Row) -> Row:
 
 
 def table(rows: Sequence[Row]) -> list[Row]:
-    """A line for each row, of what is read first."""
+    """Return the columns of each row that are read first."""
     lines = []
     for row in rows:
         line = {"plan": row["plan"], "load": row["load"]}
@@ -130,10 +138,10 @@ def table(rows: Sequence[Row]) -> list[Row]:
 
 
 def earlier_rows(path: Path | None) -> list[Row]:
-    """The rows of an earlier run, each with the command and the date that it is of.
+    """Return the rows of an earlier run, each with the command and date of that run.
 
     Raises:
-        UserError: not the JSON of `jetrl bench step` on this card.
+        UserError: The file is not the JSON of `jetrl bench step` on this card.
     """
     if path is None:
         return []
@@ -143,15 +151,14 @@ def earlier_rows(path: Path | None) -> list[Row]:
     here = torch.cuda.get_device_name() if torch.cuda.is_available() else results.get("device")
     if results.get("benchmark") != "step" or results["device"] != here:
         raise UserError(f"--beside {path}: give the JSON of jetrl bench step on a {here}")
-    of = {"command": results["command"], "date": results["date"]}
-    return [{**of, **row} for row in results["rows"]]
+    origin = {"command": results["command"], "date": results["date"]}
+    return [{**origin, **row} for row in results["rows"]]
 
 
 def add_arguments(parser: argparse.ArgumentParser, plans: Sequence[str]) -> None:
-    """What `bench step` and `bench train` share, without the load."""
-    parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-8b")
+    """Add the arguments that `bench step` and `bench train` share, without the load."""
+    add_shape_arguments(parser)
     parser.add_argument("--plan", action="append", help=f"repeatable; default: {' '.join(plans)}")
-    parser.add_argument("--layers", type=int, help="default: the shape's")
     parser.add_argument("--learning-rate", type=float, default=1e-4, help="default 1e-4")
     parser.add_argument(
         "--tokens-per-micro-batch", type=int, help="default: the largest that fits, up to 16384"
@@ -167,6 +174,7 @@ def add_arguments(parser: argparse.ArgumentParser, plans: Sequence[str]) -> None
 
 
 def choices_of(args: argparse.Namespace, max_batch_size: int | None = None) -> Choices:
+    """Return the choices that the arguments of `add_arguments` give."""
     train: dict[str, Any] = {"optimizer_states": "compact"}
     train |= {key: value for key, _, value in (word.partition("=") for word in args.train)}
     return Choices(
@@ -181,24 +189,29 @@ def choices_of(args: argparse.Namespace, max_batch_size: int | None = None) -> C
 
 
 def limit_of(device: str) -> float:
-    """FLOP/s of a large BF16 product; 1e12 on a CPU, where nothing is measured."""
+    """Return the FLOP/s of a large BF16 product; 1e12 on a CPU, where nothing is measured."""
     return matrix_limit() if device == "cuda" else 1e12
 
 
 def command_of(name: str, args: argparse.Namespace, load: Load) -> str:
-    """The command line that measures this again."""
-    words = ["jetrl bench", name, "--shape", args.shape]
-    words += [f"--plan {plan}" for plan in args.plan or []]
-    words += [f"--layers {args.layers}"] if args.layers else []
-    words += [f"--prompts {load.prompts} --samples {load.samples}"]
-    words += [f"--prompt-length {load.prompt_length} --response-length {load.response_length}"]
+    """Return the command line that measures a benchmark again.
+
+    Args:
+        name: The name of the benchmark: step or train.
+        args: The arguments of `add_arguments`.
+        load: The load.
+    """
+    command = f"jetrl bench {name} --shape {args.shape}{options('plan', args.plan)}"
+    command += f" --layers {args.layers}" if args.layers else ""
+    command += f" --prompts {load.prompts} --samples {load.samples}"
+    command += f" --prompt-length {load.prompt_length} --response-length {load.response_length}"
     if args.tokens_per_micro_batch:
-        words.append(f"--tokens-per-micro-batch {args.tokens_per_micro_batch}")
-    return " ".join([*words, *(f"--train {setting}" for setting in args.train)])
+        command += f" --tokens-per-micro-batch {args.tokens_per_micro_batch}"
+    return command + options("train", args.train)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """`jetrl bench step`."""
+    """Run `jetrl bench step`."""
     parser = bench_parser("step", __doc__)
     add_arguments(parser, ("bf16", "unified"))
     add_load_arguments(parser, prompts=32, samples=8)
@@ -222,7 +235,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     choices = choices_of(args, args.max_batch_size)
     loads = [load_of(args), *args.load]
     command = command_of("step", args, loads[0])
-    command += "".join(f" --load {'x'.join(map(str, astuple(more)))}" for more in args.load)
+    command += options("load", ["x".join(map(str, astuple(more))) for more in args.load])
     limit = limit_of(args.device)
     facts = {"bf16_matrix_teraflops": round(limit / 1e12, 1)}
     if args.device == "cuda":

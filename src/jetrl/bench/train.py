@@ -47,8 +47,16 @@ def measure(
     profiled: bool,
     equal: int | None = None,
 ) -> Row:
-    """One plan's row. limit: FLOP/s that MFU is of. equal: tokens of the micro-batches of another
-    plan, for memory at an equal batch."""
+    """Return the row of a plan.
+
+    Args:
+        policy: The policy under the plan.
+        load: The prompts and completions of the step.
+        choices: The choices that are the same for all plans.
+        limit: The FLOP/s that MFU is a share of.
+        profiled: True to add a profile.
+        equal: Tokens of the micro-batches of another plan, for memory at an equal batch.
+    """
     flow = Flow(policy, load, choices)
     flow.fit()
     samples = flow.synthetic(load.sequences, seed=2)
@@ -81,22 +89,22 @@ def measure(
         flow.timed("equal_update", lambda: flow.update(few))
         flow.trainer.micro_batch_size.tokens = flow.chosen["micro_batch_tokens"]
     if flow.policy.device.type == "cuda":
-        row["parts_ms"] = parts(flow, again(flow, samples))
+        row["parts_ms"] = update_times(flow, again(flow, samples))
         if profiled:
             row |= profile(flow, again(flow, samples))
     return row
 
 
 def again(flow: Flow, samples: Sequence[Sample]) -> list[Sample]:
-    """The samples with the log-probs that the policy gives them now."""
+    """Return the samples with the log-probs that the policy gives them now."""
     return with_logprobs(samples, flow.old_logprobs(samples))
 
 
-def parts(flow: Flow, samples: Sequence[Sample]) -> dict[str, float]:
-    """Milliseconds of an update by part."""
+def update_times(flow: Flow, samples: Sequence[Sample]) -> dict[str, float]:
+    """Return the milliseconds of an update's stages."""
     head = logprob_hopper._HeadLogprobs
     optimizer = flow.trainer.optimizer
-    places = [
+    functions = [
         (trainer_module, "batch_logprobs", "forward", False),
         (torch.Tensor, "backward", "backward", False),
         (head, "forward", "lm_head forward", True),
@@ -109,21 +117,21 @@ def parts(flow: Flow, samples: Sequence[Sample]) -> dict[str, float]:
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
     start.record()
-    with watched(places, log):
+    with watched(functions, log):
         flow.update(samples)
     end.record()
     torch.cuda.synchronize()
-    found: dict[str, float] = defaultdict(float)
+    times: dict[str, float] = defaultdict(float)
     for name, a, b in log:
-        found[name] += a.elapsed_time(b)
-    found["forward"] -= found["lm_head forward"]
-    found["backward"] -= found["lm_head backward"]
-    found["rest"] = start.elapsed_time(end) - sum(found.values())
-    return {name: round(ms, 1) for name, ms in found.items()}
+        times[name] += a.elapsed_time(b)
+    times["forward"] -= times["lm_head forward"]
+    times["backward"] -= times["lm_head backward"]
+    times["rest"] = start.elapsed_time(end) - sum(times.values())
+    return {name: round(ms, 1) for name, ms in times.items()}
 
 
 def profile(flow: Flow, samples: Sequence[Sample]) -> Row:
-    """The share of an update's time in which the device did nothing, and the kernels by time."""
+    """Return the share of an update in which the device was idle, and the kernels by time."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         flow.update(samples)
         torch.cuda.synchronize()
@@ -153,8 +161,10 @@ def profile(flow: Flow, samples: Sequence[Sample]) -> Row:
 
 
 def compare(row: Row, base: Row) -> Row:
-    """How many times as fast as `base` a plan is, and its memory over that of `base`; of
-    `equal_update` with the micro-batches of `base`."""
+    """Return how many times as fast as `base` a plan is, and its share of the memory.
+
+    The memory of `equal_update` is that of an update with the micro-batches of `base`.
+    """
     peaks = base["peak_gib"] | {"equal_update": base["peak_gib"].get("update")}
     return {
         "training": round(base["training_s"] / row["training_s"], 3),
@@ -168,7 +178,7 @@ def compare(row: Row, base: Row) -> Row:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """`jetrl bench train`."""
+    """Run `jetrl bench train`."""
     parser = bench_parser("train", __doc__)
     add_arguments(parser, ("bf16", "unified"))
     add_load_arguments(parser, prompts=8, samples=8)
