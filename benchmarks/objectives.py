@@ -1,5 +1,6 @@
-"""Train the demo's task with every objective from one warm start, and measure what the order of the
-data, the choice of samples and a reward model change: the tables of docs/benchmarks.md.
+"""Train the demo's task with every objective from one warm start: tables of docs/benchmarks.md.
+
+Other runs measure what the order of the data, the choice of samples and a reward model change.
 
     python benchmarks/objectives.py --out build/objectives      all runs: an hour on a CPU
     python benchmarks/objectives.py --out build/objectives --only ppo --seeds 0
@@ -153,7 +154,7 @@ def make_reward_model(out: Path) -> float:
 
 
 def runs(out: Path, only: list[str] | None) -> dict[str, list[str]]:
-    """The settings of each run that was asked for, by its name."""
+    """Return the settings of each run by its name, for the objectives that were chosen."""
     chosen = {name: words for name, words in OBJECTIVES.items() if only is None or name in only}
     if only is None or "flows" in only:
         chosen |= FLOWS

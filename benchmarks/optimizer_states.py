@@ -74,8 +74,15 @@ def noise() -> Source:
 
 
 def adamw(w: Tensor, gradients: Gradients, betas: tuple[float, float], keep: Callable, carry: bool):
-    """Plain AdamW; keep(m, v, t) -> what is left of the moments once they were stored. carry: the
-    error of m is taken out of the weight, as kernels/adamw.py does."""
+    """Return the weight after plain AdamW steps whose moments are stored by a function.
+
+    Args:
+        w: The weight before the steps.
+        gradients: The gradient of each step.
+        betas: The decay rates of the moments.
+        keep: Returns m and v as they are read back once they were stored: keep(m, v, t).
+        carry: True to take the error of m out of the weight, as kernels/adamw.py does.
+    """
     w = w.clone()
     m, v = torch.zeros_like(w), torch.zeros_like(w)
     b1, b2 = betas
@@ -115,14 +122,16 @@ def bfloat16(m: Tensor, v: Tensor, t: int) -> tuple[Tensor, Tensor]:
 
 
 def fp8(m: Tensor, v: Tensor, t: int) -> tuple[Tensor, Tensor]:
-    """Both by the one quantizer, in groups of 1 x 128; of v the root."""
+    """Quantize m and the root of v by jetrl's quantizer, in groups of 1 x 128."""
     return dequantize(quantize(m)), dequantize(quantize(v.sqrt())).square()
 
 
 def eight_bits(m: Tensor, v: Tensor, t: int, along: int) -> tuple[Tensor, Tensor]:
-    """The best that 8 + 8 bits were made to do: m as in the compact states, without the bit for its
-    sign; v logarithmic over 2**-9 to 2**7 times the mean of its group of 128 along a dimension,
-    which is held in float32, with a dither."""
+    """Store m and v in 8 + 8 bits, by the best form that was found.
+
+    m is as in the compact states, without the bit for its sign; v is logarithmic over 2**-9 to 2**7
+    times the mean of its group of 128 along a dimension, which is held in float32, with a dither.
+    """
     if along == 0:
         kept = eight_bits(m.T.contiguous(), v.T.contiguous(), t, 1)
         return kept[0].T, kept[1].T
@@ -167,7 +176,7 @@ def bfloat16_masters(w: Tensor, gradients: Gradients, betas: tuple[float, float]
 
 
 def formats() -> dict[str, tuple[str, Callable]]:
-    """name: (bytes a parameter, run)."""
+    """Return the bytes a parameter and the function that runs each format, by name."""
     rows = {
         "float32": ("8", with_moments(exact)),
         "BF16, to nearest": ("4", with_moments(bfloat16)),

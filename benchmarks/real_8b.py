@@ -44,8 +44,12 @@ CLI = (sys.executable, "-u", "-m", "jetrl.cli.main")
 
 
 class Program:
-    """A command that runs, watched: `seconds` to its end, `anonymous_gib`: CPU memory of its own at
-    most, without pages of files. A line of its output is printed with its second."""
+    """A command that runs and is watched; each line of its output is printed with its second.
+
+    Attributes:
+        seconds: The time to the command's end.
+        anonymous_gib: The most CPU memory that the command had, without pages of files.
+    """
 
     def __init__(self, arguments: Sequence[str]) -> None:
         self.command = "jetrl " + " ".join(arguments)
@@ -63,7 +67,7 @@ class Program:
         self.lines: list[tuple[float, str]] = []
 
     def run(self, until: Callable[[], bool] = lambda: False) -> dict[str, Any]:
-        """To its end, or until it is killed because `until()` is true."""
+        """Wait for the end of the command, or kill it once `until()` is true."""
         killed = False
         while self._process.poll() is None:
             self._look()
@@ -84,13 +88,13 @@ class Program:
         }
 
     def second_of(self, text: str) -> float | None:
-        """When a line with `text` came."""
+        """Return the second at which a line with `text` came."""
         return next((at for at, line in self.lines if text in line), None)
 
     def match(self, pattern: str) -> str | None:
-        """The first group of the first line that matches."""
-        found = (re.search(pattern, line) for _, line in self.lines)
-        return next((match[1] for match in found if match), None)
+        """Return the first group of the first line that matches."""
+        matches = (re.search(pattern, line) for _, line in self.lines)
+        return next((match[1] for match in matches if match), None)
 
     def _look(self) -> None:
         assert self._process.stdout is not None
@@ -102,13 +106,13 @@ class Program:
             status = Path(f"/proc/{self._process.pid}/status").read_text()
         except OSError:
             return
-        found = re.search(r"RssAnon:\s+(\d+) kB", status)
-        if found:
-            self.anonymous_gib = max(self.anonymous_gib, int(found[1]) / 2**20)
+        anonymous = re.search(r"RssAnon:\s+(\d+) kB", status)
+        if anonymous:
+            self.anonymous_gib = max(self.anonymous_gib, int(anonymous[1]) / 2**20)
 
 
 def make_directory(shape: str, path: Path, device: str, layers: int | None) -> dict[str, float]:
-    """Seconds to write the directory."""
+    """Write the model directory and return the seconds that it took."""
     began = time.perf_counter()
     policy = make_policy(shape, "unified", device, layers)
     policy.tokenizer = character_tokenizer()
@@ -126,15 +130,15 @@ def metrics_of(run: Path) -> list[dict[str, Any]]:
 
 
 def planned(words: Sequence[str], device: str, program: Program) -> dict[str, Any]:
-    """What the run planned for itself: from its settings, and from what it found free."""
+    """Return the memory plan that the run made from its settings and the free memory."""
     settings = load_config(words[0], list(words[1:]))
     config = model_config(settings)
     tokenizer = character_tokenizer()
     prompts = read_prompts(get_task(settings.task.name, **settings.task.options), "train")
     longest = max(len(tokenizer.encode(prompt.text or "")) for prompt in prompts)
     load = Workload.of(settings, config, longest)
-    said = program.match(r"of ([0-9.]+) GiB that were free")
-    free = None if said is None else int(float(said) * GIB)
+    free_gib = program.match(r"of ([0-9.]+) GiB that were free")
+    free = None if free_gib is None else int(float(free_gib) * GIB)
     fitted = check_fits(settings, config, OtherModels(), load, device, free)
     return {
         "free_gib": free and round(free / GIB, 1),
@@ -151,11 +155,11 @@ def device_name() -> str:
 
 
 class Results:
-    """The JSON, written with every addition."""
+    """The results, whose JSON file is written with every addition."""
 
     def __init__(self, path: Path, device: str) -> None:
         self._path = path
-        self.found: dict[str, Any] = {
+        self.values: dict[str, Any] = {
             "command": "python " + " ".join(sys.argv),
             "device": device_name() if device == "cuda" else "cpu",
             "torch": torch.__version__,
@@ -163,14 +167,14 @@ class Results:
         }
 
     def add(self, name: str, value: Any) -> None:
-        self.found[name] = value
+        self.values[name] = value
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._path.write_text(json.dumps(self.found, indent=1) + "\n")
+        self._path.write_text(json.dumps(self.values, indent=1) + "\n")
         print(f"{name}: {json.dumps(value)}", flush=True)
 
 
 def on_other_disk(run: Path, checkpoints: Path) -> Callable[[], bool]:
-    """Has the run's checkpoints go to another folder, as soon as the run has its own."""
+    """Make the run's checkpoints go to another folder, as soon as the run has its own."""
 
     def place() -> bool:
         folder = run / "checkpoints"
@@ -182,7 +186,7 @@ def on_other_disk(run: Path, checkpoints: Path) -> Callable[[], bool]:
 
 
 def recipe_words(args: argparse.Namespace, model: Path, run: Path) -> list[str]:
-    """What `jetrl train` is called with."""
+    """Return the arguments of `jetrl train`."""
     recipe = args.work / "real.toml"
     recipe.write_text("")
     return [
@@ -197,7 +201,7 @@ def recipe_words(args: argparse.Namespace, model: Path, run: Path) -> list[str]:
 
 
 def compared(steps: Sequence[dict[str, Any]], planned: dict[str, Any]) -> dict[str, Any]:
-    """The measured peaks of the phases, and the planned ones over them."""
+    """Return the measured peaks of the phases, and the planned ones over them."""
     peaks = {
         name: max(step.get(f"memory/{name}_peak_gib", 0.0) for step in steps)
         for name in ("rollout", "update")
@@ -244,14 +248,14 @@ def main() -> None:
     place = on_other_disk(run, args.checkpoints)
 
     def take_in(program: Program) -> int:
-        """Steps so far; a new one is written down with its peaks."""
+        """Return the number of steps so far; write down a new step with its peaks."""
         place()
         steps = metrics_of(run)
-        if len(steps) > len(results.found.get("steps", ())):
+        if len(steps) > len(results.values.get("steps", ())):
             results.add("steps", steps)
-            if "planned" not in results.found:
+            if "planned" not in results.values:
                 results.add("planned", planned(words, args.device, program))
-            results.add("memory", compared(steps, results.found["planned"]))
+            results.add("memory", compared(steps, results.values["planned"]))
         return len(steps)
 
     first = Program(["train", *words])
@@ -259,12 +263,12 @@ def main() -> None:
     take_in(first)
     loaded = first.match(r"models loaded in ([0-9.]+) s")
     proven = first.match(r"exactness proven in ([0-9.]+) s")
-    told = {
+    facts = {
         "load_s": float(loaded or 0),
         "proof_s": None if proven is None else float(proven),
         "plan_printed_s": first.second_of("memory plan"),
     }
-    results.add("train", {**done, **told})
+    results.add("train", {**done, **facts})
     folders = (model, run / "model", *run.glob("checkpoints/step_*"))
     sizes = {path.name: sum(f.stat().st_size for f in path.glob("*")) for path in folders}
     results.add("bytes", sizes)

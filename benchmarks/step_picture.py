@@ -1,5 +1,6 @@
-"""Draw the README's chart: how long each phase of a step takes, in BF16 beside FP8, and how many of
-its tokens have another log-prob in the trainer than in the sampler.
+"""Draw the README's chart: how long each phase of a step takes, in BF16 beside FP8.
+
+Each bar also says how many tokens have another log-prob in the trainer than in the sampler.
 
     cd benchmarks/results/h200
     python ../../step_picture.py step_2048.json step_8192.json --out ../../../docs/images/step.png

@@ -1,4 +1,4 @@
-"""vLLM on the loads of `jetrl bench rollout`: the same prompts, the same lengths.
+"""Run vLLM on the loads of `jetrl bench rollout`: the same prompts, the same lengths.
 
     python benchmarks/vllm_rollout.py --quantization fp8
     jetrl bench rollout --shape qwen3-8b --plan unified --load grpo
@@ -51,11 +51,12 @@ def model_folder(shape: str, folder: str) -> str:
 
 
 def generate(llm: Any, prompts: list[list[int]], lengths: list[int]) -> float:
-    """Seconds of one call that draws `lengths` tokens after the prompts, each prompt's samples side
-    by side.
+    """Return the seconds of one call that draws `lengths` tokens after the prompts.
+
+    Each prompt's samples stand side by side.
 
     Raises:
-        AssertionError: a completion of another length, or without log-probs.
+        AssertionError: A completion has another length, or no log-probs.
     """
     from vllm import SamplingParams
 
