@@ -36,7 +36,7 @@ BUSY_LOOPS ?= 4
 GPU_TEST_WORKERS ?= $(shell n=$$(($$(nproc 2>/dev/null || echo 4) * 3 / 4)); \
   echo $$((n < 1 ? 1 : n > 12 ? 12 : n)))
 # The violations of the docstring rules that are left: lower it, never raise it.
-DOCSTRINGS := 1838
+DOCSTRINGS := 0
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-busy soak same-bits check house format docs test-gpu bench clean

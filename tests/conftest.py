@@ -24,7 +24,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the longest tests first, so that no worker ends with one of them while others idle."""
+    """Put the longest tests first, so that no worker ends with a long test while another waits."""
     items.sort(key=lambda item: item.path.name not in LONGEST_FILES)
 
 

@@ -1,4 +1,4 @@
-"""What the documents point at exists: links and their headings, files, modules and their names."""
+"""Tests that everything that a document names exists: links, headings, files and modules."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def missing_names(document: Path) -> Iterator[str]:
 
 
 def exists(name: str) -> bool:
-    """Whether a dotted name is a module of jetrl, or reached by attributes from one."""
+    """Return whether a dotted name is a module of jetrl, or reached by attributes from one."""
     words = name.split(".")
     for count in range(len(words), 0, -1):
         try:

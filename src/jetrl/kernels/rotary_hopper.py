@@ -123,7 +123,8 @@ def _inverse_root(x):
 
     The hardware's guess is right to 2**-20, and to a unit of the last place after one step of the
     third order; then Markstein's corrections, root first. What the compiler makes of `/` and `sqrt`
-    is twice as long and leaves a branch for other x."""
+    is twice as long and leaves a branch for other x.
+    """
     guess = gl.inline_asm_elementwise(
         "rsqrt.approx.ftz.f64 $0, $1;", "=d,d", [x], dtype=gl.float64, is_pure=True, pack=1
     )
