@@ -323,6 +323,7 @@ def run_command(tree: Path, folder: Path, command: Command, device: str, log: Pa
 def become(tree: Path, folder: Path, words: list[str], output: Path, log: Path) -> None:
     """Turn this forked process into `python -m jetrl WORDS` with the package of a tree."""
     code: object = 99
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:
         with open(log, "a", encoding="utf-8") as errors, open(output, "a", encoding="utf-8") as out:
             print(f"$ jetrl {' '.join(words)}", file=errors, flush=True)
@@ -555,6 +556,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", PYTORCH_NVML_BASED_CUDA_CHECK="1")
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the scratch folder goes
     scratch = Path(tempfile.mkdtemp(prefix="same-bits-"))
     began = time.monotonic()
     worst = 0
