@@ -9,7 +9,7 @@ once and holds little. `save_model`
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from itertools import chain
 from pathlib import Path
@@ -162,27 +162,30 @@ def open_weights(
     with ExitStack() as stack:
         opened = sorted(set(files.values()))
         handles = {file: stack.enter_context(open_tensors(file)) for file in opened}
-        reader = _Reader(directory, files, handles, torch.device(device))
-        parts = stored_tensors(config)
-        for part in chain(*parts.values()):
-            reader.require(part)
-        reader.check_all_used(tied=config.tie_word_embeddings)
-        yield _StoredWeights(reader, parts, config.tie_word_embeddings)
+        weights = _StoredWeights(directory, files, handles, torch.device(device), config)
+        weights.check_complete()
+        yield weights
 
 
 class _StoredWeights(Mapping[str, Tensor]):
-    """A mapping of parameters by our names, each read when it is asked for."""
+    """The parameters of a checkpoint by our names, each read from open files when asked for."""
 
     def __init__(
-        self, reader: _Reader, parts: Mapping[str, Sequence[StoredTensor]], tied: bool
+        self,
+        directory: Path,
+        files: dict[str, Path],
+        handles: dict[Path, Any],
+        device: torch.device,
+        config: ModelConfig,
     ) -> None:
-        self._reader, self._parts, self._tied = reader, parts, tied
+        self.directory, self.files, self.handles, self.device = directory, files, handles, device
+        self._parts, self._tied = stored_tensors(config), config.tie_word_embeddings
 
     def __getitem__(self, name: str) -> Tensor:
-        tensors = [self._reader.read(part) for part in self._parts[name]]
+        tensors = [self._read(part) for part in self._parts[name]]
         weight = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
         if self._tied and name == "embed.weight":
-            self._reader.check_tied_head(weight)
+            self._check_tied_head(weight)
         return weight
 
     def __iter__(self) -> Iterator[str]:
@@ -191,21 +194,36 @@ class _StoredWeights(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self._parts)
 
+    def check_complete(self) -> None:
+        """Raise for a tensor that is missing, and for tensors that no parameter needs."""
+        # A tied checkpoint may hold the embedding a second time.
+        used = {"lm_head.weight"} if self._tied else set()
+        for part in chain(*self._parts.values()):
+            if part.name not in self.files:
+                self._refuse_without(part)
+            used |= {part.name, part.name + SCALE_SUFFIX}
+        extra = sorted(
+            name for name in set(self.files) - used if not name.endswith(_IGNORED_SUFFIXES)
+        )
+        if extra:
+            shown = ", ".join(extra[:5]) + (f" and {len(extra) - 5} more" if extra[5:] else "")
+            raise UserError(
+                f"{self.directory}: tensors that config.json has no place for: {shown}; are "
+                "config.json and the weights of the same model?"
+            )
 
-class _Reader:
-    """The open files of a checkpoint, and the device that tensors are put on."""
+    def _refuse_without(self, part: StoredTensor) -> None:
+        """Raise the error of a tensor that the files' lists of contents lack."""
+        hint = ""
+        if part.name == "lm_head.weight":
+            hint = " (if the model ties it to the embeddings, set tie_word_embeddings to true)"
+        source = next(iter(self.handles)) if len(self.handles) == 1 else self.directory / INDEX
+        raise UserError(
+            f"{source}: tensor {part.name} {list(part.shape)} is missing; config.json asks for "
+            f"it{hint}"
+        )
 
-    def __init__(
-        self,
-        directory: Path,
-        files: dict[str, Path],
-        handles: dict[Path, Any],
-        device: torch.device,
-    ) -> None:
-        self.directory, self.files, self.handles, self.device = directory, files, handles, device
-        self.used: set[str] = set()
-
-    def read(self, part: StoredTensor) -> Tensor:
+    def _read(self, part: StoredTensor) -> Tensor:
         """Return a stored tensor on the device, dequantized if it is FP8."""
         tensor = self._tensor(part.name, part.shape)
         if tensor.dtype == torch.float8_e4m3fn:
@@ -222,7 +240,7 @@ class _Reader:
             )
         return tensor
 
-    def check_tied_head(self, embedding: Tensor) -> None:
+    def _check_tied_head(self, embedding: Tensor) -> None:
         """Check that a tied checkpoint's lm_head, if there is one, is the embedding."""
         if "lm_head.weight" not in self.files:
             return
@@ -234,50 +252,18 @@ class _Reader:
                 "to false to use both"
             )
 
-    def check_all_used(self, tied: bool) -> None:
-        """Raise for tensors that no parameter needs.
-
-        Args:
-            tied: Whether the embedding may be there twice.
-        """
-        used = self.used | ({"lm_head.weight"} if tied else set())
-        extra = sorted(
-            name for name in set(self.files) - used if not name.endswith(_IGNORED_SUFFIXES)
-        )
-        if extra:
-            shown = ", ".join(extra[:5]) + (f" and {len(extra) - 5} more" if extra[5:] else "")
-            raise UserError(
-                f"{self.directory}: tensors that config.json has no place for: {shown}; are "
-                "config.json and the weights of the same model?"
-            )
-
-    def require(self, part: StoredTensor) -> None:
-        """Mark a tensor as needed; raise where the files' lists of contents lack it."""
-        if part.name in self.files:
-            self.used |= {part.name, part.name + SCALE_SUFFIX}
-            return
-        hint = ""
-        if part.name == "lm_head.weight":
-            hint = " (if the model ties it to the embeddings, set tie_word_embeddings to true)"
-        index = self.directory / INDEX
-        source = next(iter(self.handles)) if len(self.handles) == 1 else index
-        raise UserError(
-            f"{source}: tensor {part.name} {list(part.shape)} is missing; config.json asks for "
-            f"it{hint}"
-        )
-
     def _tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Return a tensor of the files on the device, checked to have the shape."""
         file = self.files[name]
         try:
-            found = tuple(self.handles[file].get_slice(name).get_shape())
-            if found != shape:
+            stored = tuple(self.handles[file].get_slice(name).get_shape())
+            if stored != shape:
                 raise UserError(
-                    f"{file}: tensor {name} has shape {list(found)}, config.json expects "
+                    f"{file}: tensor {name} has shape {list(stored)}, config.json expects "
                     f"{list(shape)}"
                 )
-            found_tensor: Tensor = self.handles[file].get_tensor(name)
-            return found_tensor.to(self.device)
+            tensor: Tensor = self.handles[file].get_tensor(name)
+            return tensor.to(self.device)
         except (SafetensorError, OSError) as error:
             raise UserError(f"{file}: tensor {name} cannot be read: {error}") from error
 
