@@ -194,4 +194,4 @@ def test_a_limit_for_each_completion(policy):
     )
     for wrong in ([3, 1, 9], [3, 0, 9, 2]):
         with pytest.raises(UserError, match="max_tokens: 4 numbers"):
-            engine.generate([[5, 6], [7]], params, max_tokens=wrong)
+            engine.generate([[5, 6], [7]], params, options=GenerateOptions(max_tokens=wrong))
