@@ -2,7 +2,7 @@
 
 Read `train` first: it is the whole loop. Each verb is a method of `Session`, which holds the models
 and data of a run; a verb takes the record of the step (session/step.py) and returns it with more
-filled in. `Session.update` is the trainer's step: advantages, packing, forward, backward, AdamW and
+filled in. `Session.update` is the trainer's step: packing, advantages, forward, backward, AdamW and
 requantize, with the mismatch measured before any weight changes.
 """
 

@@ -139,7 +139,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def exit_code(result: RunResult) -> int:
-    """Return 0, or the code of the time limit, for which a queue starts the run again."""
+    """Return the time limit's exit code where the limit ended the run, otherwise 0."""
     return TimeLimitReached.exit_code if result.stopped else 0
 
 

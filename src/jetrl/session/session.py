@@ -321,7 +321,7 @@ class Session:
         )
 
     def update(self, step: Step) -> Step:
-        """Train on the samples: advantages, packing, forward, backward, AdamW and requantize.
+        """Train on the samples: packing, advantages, forward, backward, AdamW and requantize.
 
         Raises:
             MismatchError: Sampler and trainer differ under an exact plan; names the operation.

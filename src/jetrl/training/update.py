@@ -220,7 +220,7 @@ class Update(Generic[AnyMinibatch]):
             self.optimizer.zero_grad()
 
     def _read(self, accumulated: Accumulated[AnyMinibatch]) -> UpdateStats:
-        """Return the numbers of an update: the one time that an update waits for the device."""
+        """Return the numbers of an update, in one read from the device."""
         norm = accumulated.grad_norm
         scales = torch.nn.utils.get_total_norm(list(self.model.weight_scales().values()))
         metrics, peaks = accumulated.metrics, accumulated.peaks

@@ -78,7 +78,7 @@ def attend_prefill_quantized(
 
 
 def stored_values(codes: KeyValueCodes, slots: Tensor | None = None) -> Tensor:
-    """Return the numbers that stored keys and values stand for, to look at.
+    """Return the numbers that stored keys and values stand for, for inspection.
 
     Args:
         codes: a packed batch [T, G, D], or pages [P, 64, G, D].
