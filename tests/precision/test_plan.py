@@ -8,7 +8,7 @@ from jetrl.precision import PrecisionPlan
 from jetrl.settings import PrecisionSettings
 from jetrl.settings.presets import DEFAULT_PRESET, PRESETS
 
-TABLE = {  # design.md: rollout linears, training linears, keys and values, rest, lm_head
+TABLE = {  # docs/precision.md: rollout linears, training linears, keys and values, rest, lm_head
     "fp32": ("fp32", "fp32", "fp32", "fp32", "fp32"),
     "bf16": ("bf16", "bf16", "bf16", "bf16", "bf16"),
     "mixed": ("fp8", "bf16", "bf16", "bf16", "bf16"),
