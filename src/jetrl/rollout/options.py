@@ -39,7 +39,8 @@ class GenerateOptions:
     finished: FinishedCallback | None = None
 
     def __post_init__(self) -> None:
-        if self.partial is not None and (self.environment or self.max_tokens) is not None:
+        limited = self.environment is not None or self.max_tokens is not None
+        if self.partial is not None and limited:
             raise UserError("a partial rollout takes neither an environment nor limits of its own")
 
     @property
