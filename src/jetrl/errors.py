@@ -55,6 +55,10 @@ class OutOfMemoryStop(RunStopped):
     exit_code = 7
 
 
+class RanksDiffer(RunStopped):
+    """The processes of a run do not have the same values where they have to."""
+
+
 EXIT_HANG = 5
 
 

@@ -1,1 +1,1 @@
-"""Everything that several processes of one run do together; today a run is one process."""
+"""The processes of one run: shared decisions, shares of work, and shards of weights."""

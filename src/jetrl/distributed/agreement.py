@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from jetrl.distributed.world import world
+
 Value = TypeVar("Value", bool, int, str)
 
 
@@ -42,8 +44,10 @@ LARGEST_SIZE = Decision[int]("the largest size of work that fits everywhere", mi
 def agree(decision: Decision[Value], answer: Value) -> Value:
     """Return the answer that all processes of the run take.
 
+    Every process calls this function, with the same decision.
+
     Args:
         decision: What is decided.
         answer: This process's own answer.
     """
-    return decision.combine([answer])
+    return decision.combine(world().gather(decision.question, answer))

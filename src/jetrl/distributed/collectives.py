@@ -1,0 +1,83 @@
+"""The collectives that move tensors between ranks and add no numbers.
+
+Whatever is added is added by jetrl, in an order of its own, so the bits of a sum depend neither on
+the number of ranks nor on the network. Tensors travel as bytes: gloo has no FP8, nor int16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from jetrl.distributed.shards import Shard
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """Return the bytes of a contiguous tensor as uint8 [rows, bytes of a row], without a copy."""
+    rows = tensor.reshape(len(tensor), -1) if tensor.dim() else tensor.reshape(1, 1)
+    return rows.view(torch.uint8)
+
+
+def gather_rows(tensor: Tensor, counts: Sequence[int]) -> None:
+    """Fill a tensor, of which each rank has its own rows, with the rows of all ranks, in place.
+
+    Args:
+        tensor: [N, ...], contiguous; the same shape on every rank.
+        counts: How many consecutive rows each rank has; their sum is N.
+    """
+    pieces = list(as_bytes(tensor).split(list(counts)))
+    own = pieces[dist.get_rank()]
+    if len(set(counts)) == 1:
+        dist.all_gather_into_tensor(as_bytes(tensor), own)
+    elif dist.get_backend() == "nccl":
+        dist.all_gather(pieces, own)
+    else:  # gloo gathers equal sizes only
+        for rank, piece in enumerate(pieces):
+            if len(piece):
+                dist.broadcast(piece, src=rank)
+
+
+def exchange_rows(
+    product: Tensor | None, shard: Shard, row: tuple[int, ...], like: Tensor, present: int
+) -> tuple[list[Tensor], dist.Work | None]:
+    """Send the rows of a product to the ranks that own them, and receive own rows of theirs.
+
+    Args:
+        product: [N, ...], contiguous; None of a rank that has none.
+        shard: How the rows are divided.
+        row: The shape of a row.
+        like: A tensor with the dtype and device of the products.
+        present: How many ranks, from rank 0 on, have a product.
+
+    Returns:
+        For each of these ranks its product's rows that this rank owns, [n, ...] each; and the work
+        to wait for on a GPU, before which they must not be read.
+    """
+    size = len(shard.bounds) - 1
+    own = shard.own_rows.stop - shard.own_rows.start
+    received = [like.new_empty((own, *row)) for _ in range(present)]
+    empty = torch.empty(0, dtype=torch.uint8, device=like.device)
+    sent = [empty] * size
+    if product is not None:
+        sent = [piece.flatten() for piece in as_bytes(product).split(shard.counts())]
+    into = [as_bytes(piece).flatten() if own else empty for piece in received]
+    into += [empty] * (size - present)
+    if dist.get_backend() == "nccl":
+        return received, dist.all_to_all(into, sent, async_op=True)
+    output = torch.empty(sum(map(len, into)), dtype=torch.uint8)
+    sizes_in, sizes_out = [len(piece) for piece in into], [len(piece) for piece in sent]
+    dist.all_to_all_single(output, torch.cat(sent), sizes_in, sizes_out)
+    for piece, values in zip(into, output.split(sizes_in), strict=True):
+        piece.copy_(values)
+    return received, None
+
+
+def gather_equal(tensor: Tensor) -> Tensor:
+    """Return the tensors of all ranks, which have one shape [...], as [size, ...]."""
+    gathered = tensor.new_empty((dist.get_world_size(), *tensor.shape))
+    flat = as_bytes(tensor.reshape(1, -1)).flatten()
+    dist.all_gather_into_tensor(as_bytes(gathered.reshape(len(gathered), -1)).flatten(), flat)
+    return gathered

@@ -1,0 +1,161 @@
+"""The world of several processes, over torch.distributed.
+
+`torchrun` starts the processes and tells each its rank by environment variables. `open_world` joins
+them: tensors travel by NCCL between GPUs (gloo between CPUs), and what the host says by gloo, so
+that a decision waits for no kernel. A rank that does not answer within the time limit ends the
+process, by an error that names what was waited for.
+
+Ranks trust one another: values are encoded with pickle, as torch.distributed itself does. The
+network between the machines of a run has to be private, as torch.distributed demands.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from jetrl.distributed.world import ONE_PROCESS, World, set_world
+from jetrl.errors import RanksDiffer, RunStopped, UserError
+
+Item = TypeVar("Item")
+
+TIMEOUT_S = 1800.0
+
+
+class RankLost(RunStopped):
+    """Another rank is gone, or did not answer in time."""
+
+    exit_code = 5
+
+
+@dataclass(frozen=True)
+class ProcessGroupWorld(World):
+    """A run of several processes, which `open_world` joins.
+
+    Attributes:
+        hosts: The gloo group by which the hosts speak.
+    """
+
+    hosts: Any = None
+
+    def gather(self, what: str, value: Item) -> list[Item]:
+        """Return the values of all ranks, in the order of ranks."""
+        values: list[Any] = [None] * self.size
+        with self._explained(what):
+            dist.all_gather_object(values, value, group=self.hosts)
+        return values
+
+    def from_first(self, what: str, make: Callable[[], Item]) -> Item:
+        """Return what rank 0 makes; an error that it raises is raised by every rank."""
+        told: list[Any] = [None, None]
+        if self.is_first:
+            try:
+                told[0] = make()
+            except Exception as error:
+                told[1] = error
+        with self._explained(what):
+            dist.broadcast_object_list(told, src=0, group=self.hosts)
+        if told[1] is not None:
+            raise told[1]
+        value: Item = told[0]
+        return value
+
+    def same(self, what: str, value: Any) -> None:
+        """Check that all ranks have the same value."""
+        values = self.gather(what, value)
+        ranks = [rank for rank, other in enumerate(values) if other != values[0]]
+        if ranks:
+            names = ", ".join(map(str, ranks))
+            raise RanksDiffer(
+                f"rank {names} differs from rank 0 in {what}: {values[ranks[0]]!r} there, "
+                f"{values[0]!r} on rank 0"
+            )
+
+    @contextlib.contextmanager
+    def _explained(self, what: str) -> Iterator[None]:
+        """Turn an error of the process group into one that says what was waited for."""
+        try:
+            yield
+        except (RuntimeError, ValueError) as error:
+            if isinstance(error, RunStopped):
+                raise
+            line = str(error).strip().splitlines()[0] if str(error).strip() else "no reason given"
+            raise RankLost(
+                f"rank {self.rank} waited for the others ({what}), and one of them is gone or did "
+                f"not answer: {line}"
+            ) from None
+
+
+def started_by_torchrun() -> bool:
+    """Return whether torchrun, or a program like it, has started this process as one of several."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+@contextlib.contextmanager
+def open_world(
+    device: str = "cpu", timeout_s: float = TIMEOUT_S, init_method: str = "env://"
+) -> Iterator[World]:
+    """Join the processes that torchrun has started, within the block.
+
+    Args:
+        device: "cuda" for one GPU a process, or "cpu".
+        timeout_s: How long a rank waits for the others.
+        init_method: Where the processes meet, as torch.distributed takes it.
+
+    Raises:
+        UserError: More processes on this machine than GPUs, or no connection to rank 0.
+    """
+    if not started_by_torchrun():
+        yield ONE_PROCESS
+        return
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if device == "cuda":
+        if local_size > torch.cuda.device_count():
+            raise UserError(
+                f"{local_size} processes and {torch.cuda.device_count()} GPUs on "
+                f"{socket.gethostname()}: start at most one process a GPU (--nproc-per-node)"
+            )
+        torch.cuda.set_device(local_rank)
+    meeting: dict[str, Any] = {
+        "init_method": init_method,
+        "rank": int(os.environ["RANK"]),
+        "world_size": int(os.environ["WORLD_SIZE"]),
+        "timeout": timedelta(seconds=timeout_s),
+    }
+    try:
+        if device == "cuda":
+            gpu = torch.device("cuda", local_rank)
+            dist.init_process_group("nccl", device_id=gpu, **meeting)
+        else:
+            dist.init_process_group("gloo", **meeting)
+        hosts = dist.new_group(backend="gloo", timeout=meeting["timeout"])
+    except (RuntimeError, ValueError) as error:
+        address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        raise UserError(
+            f"the processes of the run could not be joined at {address}: "
+            f"{str(error).strip().splitlines()[0]}"
+        ) from None
+    world = ProcessGroupWorld(
+        rank=dist.get_rank(),
+        size=dist.get_world_size(),
+        local_rank=local_rank,
+        local_size=local_size,
+        node=socket.gethostname(),
+        hosts=hosts,
+    )
+    set_world(world)
+    try:
+        yield world
+    finally:
+        set_world(ONE_PROCESS)
+    # Not on the way out of an error: NCCL would wait there for what never comes.
+    dist.destroy_process_group()

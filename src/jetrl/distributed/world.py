@@ -1,0 +1,109 @@
+"""The processes of a run, and what they tell one another on the host.
+
+A run is one process, or several that `torchrun` starts: one a GPU, each with the same program. The
+processes are called ranks. `world()` returns the one that this process belongs to. In a run of one
+process every method returns what it is given, and no process group exists.
+
+This module imports no torch. `process_group.py` opens the world of several processes, and
+`collectives.py` moves tensors between them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True)
+class World:
+    """The processes of a run, seen from one process; this class is a run of one process.
+
+    Attributes:
+        rank: The number of this process, from 0.
+        size: How many processes there are.
+        local_rank: The number of this process on its machine, from 0: the index of its GPU.
+        local_size: How many processes there are on this machine.
+        node: The name of this machine.
+    """
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    node: str = ""
+
+    @property
+    def is_first(self) -> bool:
+        """True of rank 0, which alone writes the run directory and speaks to the user."""
+        return self.rank == 0
+
+    def share(self, items: Sequence[Item]) -> Sequence[Item]:
+        """Return this rank's items of a list that all ranks have: every `size`-th one."""
+        return items[self.rank :: self.size]
+
+    def in_order(self, shares: Sequence[Sequence[Item]]) -> list[Item]:
+        """Return the list whose `share` each rank had, from the shares in the order of ranks."""
+        total = sum(map(len, shares))
+        return [shares[i % self.size][i // self.size] for i in range(total)]
+
+    def gather(self, what: str, value: Item) -> list[Item]:
+        """Return the values of all ranks, in the order of ranks.
+
+        Every rank calls this method, with the same words.
+
+        Args:
+            what: What is gathered, for messages about a rank that does not answer.
+            value: This rank's value, which `pickle` can encode.
+        """
+        return [value]
+
+    def gather_in_order(self, what: str, share: Sequence[Item]) -> list[Item]:
+        """Return the whole list, of which each rank gives its `share`.
+
+        Args:
+            what: What is gathered, for messages.
+            share: This rank's items.
+        """
+        return self.in_order(self.gather(what, share))
+
+    def from_first(self, what: str, make: Callable[[], Item]) -> Item:
+        """Return what rank 0 makes; an error that it raises is raised by every rank.
+
+        Args:
+            what: What is made, for messages.
+            make: Makes the value, which `pickle` can encode; called by rank 0 alone.
+        """
+        return make()
+
+    def same(self, what: str, value: Any) -> None:
+        """Check that all ranks have the same value.
+
+        Args:
+            what: What the value is, for the message.
+            value: The value, which can be compared.
+
+        Raises:
+            RanksDiffer: Ranks have other values; the message names them.
+        """
+
+    def barrier(self, what: str) -> None:
+        """Return when every rank has called this method."""
+        self.gather(what, None)
+
+
+ONE_PROCESS = World()
+_world = ONE_PROCESS
+
+
+def world() -> World:
+    """Return the world that this process belongs to."""
+    return _world
+
+
+def set_world(new: World) -> None:
+    """Make `new` the world of this process; called when a process group opens or closes."""
+    global _world
+    _world = new

@@ -1,0 +1,7 @@
+"""The imports of a rank in a test, made once in the server that ranks are forked from."""
+
+import torch
+import torch.distributed  # noqa: F401
+import transformers  # noqa: F401
+
+import jetrl.session.session  # noqa: F401
