@@ -4,7 +4,8 @@ import random
 
 import pytest
 
-from jetrl.tasks.answers import final_answer, find_number, same_value
+from jetrl.tasks.answers import final_answer, find_number
+from jetrl.tasks.equality import same_value
 from jetrl.tasks.sandbox.wire import WireError, WorkerReply, parse_reply, parse_started, reply_line
 
 TEXTS = [

@@ -3,8 +3,9 @@
 import pytest
 
 from jetrl.tasks import Scorer
-from jetrl.tasks.answers import final_answer, find_number, same_value
+from jetrl.tasks.answers import final_answer, find_number
 from jetrl.tasks.checkers import check_math
+from jetrl.tasks.equality import same_value
 from jetrl.types import Prompt
 
 GOLDEN = [
@@ -157,8 +158,9 @@ def test_same_value(gold, answer, same):
         (r"12 \text{ cm}", r"\boxed{12}", True),
         (r"(1,\ 2)", r"\boxed{(1,2)}", True),
         (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\boxed{\begin{pmatrix}1\\ 2\end{pmatrix}}", True),
-        # one that is a number: units do not matter
-        ("18", r"\boxed{18x}", True),
+        # one that is a number: units do not matter, variables do
+        ("18", r"\boxed{18 kg}", True),
+        ("18", r"\boxed{18x}", False),
         (".5", r"\boxed{\frac{1}{2}}", True),
         ("5", r"\boxed{.5}", False),
         ("2", "#### 2 1/3", False),

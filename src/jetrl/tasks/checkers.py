@@ -18,7 +18,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from jetrl.errors import UserError
-from jetrl.tasks.answers import final_answer, gold_answer, is_right, load_math_verify
+from jetrl.tasks.answers import final_answer, gold_answer, is_right
+from jetrl.tasks.equality import load_math_verify
 from jetrl.tasks.messages import nearest
 from jetrl.tasks.user_files import load_function
 from jetrl.types import Prompt, Score

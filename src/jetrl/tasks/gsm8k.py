@@ -11,9 +11,10 @@ import re
 from collections.abc import Iterable
 
 from jetrl.errors import UserError
-from jetrl.tasks.answers import find_number, load_math_verify
+from jetrl.tasks.answers import find_number
 from jetrl.tasks.base import Task
 from jetrl.tasks.checkers import check_math
+from jetrl.tasks.equality import load_math_verify
 from jetrl.tasks.messages import check_format, question_content
 from jetrl.tasks.rows import Row, check_path, read_rows
 from jetrl.types import Prompt, Score
