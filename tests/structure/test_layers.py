@@ -3,7 +3,7 @@
     {cli, bench} -> loop -> session -> {rewards, parity} -> {rollout, training, tasks, runs}
         -> memory -> models -> kernels -> precision
 
-and everyone may use types, settings, errors, randomness and distributed. rollout and training
+and everyone may use types, settings, errors, files, randomness and distributed. rollout and training
 never import each other; tasks and runs know neither the model nor torch.
 """
 
@@ -20,7 +20,7 @@ import pytest
 SOURCE = Path(__file__).parents[2] / "src" / "jetrl"
 FILES = sorted(SOURCE.rglob("*.py"))
 
-BASE = {"types", "errors", "randomness", "settings", "distributed"}
+BASE = {"types", "errors", "files", "randomness", "settings", "distributed"}
 BELOW_ROLLOUT = {"precision", "kernels", "models", "memory"}
 PARTS = {"rollout", "training", "tasks", "runs"}
 EVERYTHING = BASE | BELOW_ROLLOUT | PARTS | {"rewards", "parity", "session", "loop"}
@@ -28,6 +28,7 @@ EVERYTHING = BASE | BELOW_ROLLOUT | PARTS | {"rewards", "parity", "session", "lo
 ALLOWED: dict[str, set[str]] = {
     "types": set(),
     "errors": set(),
+    "files": {"errors"},
     "randomness": set(),
     "settings": {"errors"},
     "distributed": {"errors"},
@@ -77,6 +78,7 @@ WITHOUT_TORCH = [
     "jetrl",
     "jetrl.types",
     "jetrl.errors",
+    "jetrl.files",
     "jetrl.settings.loading",
     "jetrl.cli.main",
     "jetrl.rollout.scheduler",

@@ -22,24 +22,16 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 from jetrl.errors import RunStopped, StorageError, Terminated, UserError
+from jetrl.files import open_regular
 from jetrl.runs.format import visible
-from jetrl.runs.jsonl import check_fields, read_jsonl
+from jetrl.runs.jsonl import read_jsonl
+from jetrl.runs.schemas import ATTEMPT_LINE, EndState
 from jetrl.runs.storing import storing
 
-EndState = Literal["finished", "interrupted", "stopped", "failed"]
 State = Literal["new", "running", "finished", "interrupted", "stopped", "failed"]
 
 PACKAGES = ("jetrl", "torch", "triton", "transformers", "safetensors", "numpy", "math-verify")
 LOUD_LIBRARIES = ("transformers", "datasets", "huggingface_hub")
-_FIELDS: dict[str, tuple[type, ...]] = {
-    "event": (str,),
-    "time": (int, float),
-    "command": (str,),
-    "versions": (dict,),
-    "notes": (dict,),
-    "state": (str,),
-    "reason": (str,),
-}
 LOCK_RETRIES, LOCK_WAIT_S = 5, 0.05
 
 
@@ -80,22 +72,19 @@ def read_attempts(path: Path) -> list[Attempt]:
         UserError: The file attempts.jsonl is damaged.
     """
     attempts: list[Attempt] = []
-    file = path / "attempts.jsonl"
-    records, _ = read_jsonl(file)
-    check_fields(file, records, _FIELDS)
-    for record in records:
-        if record.get("event") == "start":
+    for record in read_jsonl(path / "attempts.jsonl", ATTEMPT_LINE)[0]:
+        if record["event"] == "start":
             attempts.append(
                 Attempt(
-                    started=float(record.get("time", 0.0)),
-                    command=str(record.get("command", "")),
-                    versions=dict(record.get("versions", {})),
-                    notes=dict(record.get("notes", {})),
+                    started=float(record["time"]),
+                    command=record.get("command", ""),
+                    versions=record.get("versions", {}),
+                    notes=record.get("notes", {}),
                 )
             )
-        elif record.get("event") == "end" and attempts:
-            attempts[-1].ended = float(record.get("time", 0.0))
-            attempts[-1].end(record.get("state", "failed"), str(record.get("reason", "")))
+        elif attempts:
+            attempts[-1].ended = float(record["time"])
+            attempts[-1].end(record.get("state", "failed"), record.get("reason", ""))
     return attempts
 
 
@@ -187,8 +176,8 @@ def is_locked(path: Path) -> bool:
     gives no locks no process can be writing: `RunLock` refuses.
     """
     try:
-        file = open(path / ".lock", "rb")  # noqa: SIM115
-    except OSError:
+        file = open_regular(path / ".lock")
+    except (OSError, UserError):
         return False
     with file:
         try:

@@ -26,27 +26,27 @@ import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, closing
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 from jetrl.errors import UserError
+from jetrl.files import checked, read_stored, read_text
 from jetrl.runs.attempts import Attempt, RunLock, attempt_logged, read_attempts, run_state
 from jetrl.runs.history import RunHistory, history_of, in_phase, phase_of
 from jetrl.runs.jsonl import (
     JsonlWriter,
     Record,
-    check_fields,
     read_jsonl,
     repair_jsonl,
     write_atomically,
     write_jsonl,
 )
 from jetrl.runs.metrics import check_metrics
-from jetrl.runs.rollout_records import FIELDS, is_whole, record_of
+from jetrl.runs.rollout_records import record_of
+from jetrl.runs.schemas import ATTEMPT_LINE, METRICS_LINE, PLAN, ROLLOUT_LINE, RUN_CONFIG, Phase
 from jetrl.runs.storing import storing
 from jetrl.settings.loading import Settings, to_toml
 from jetrl.types import Sample, StepStats
 
-Phase = Literal["sft", "rl"]
 PHASE_ORDER: dict[str, int] = {"sft": 0, "rl": 1}
 MAX_NAME = 120
 
@@ -188,11 +188,7 @@ class RunDirectory:
         Raises:
             UserError: A line is damaged (an incomplete last one is dropped).
         """
-        records, _ = read_jsonl(self.metrics_file)
-        check_fields(self.metrics_file, records, {"step": (int,), "phase": (str,)}, (int, float))
-        for number, record in enumerate(records, start=1):
-            if "step" not in record:
-                raise UserError(f"{self.metrics_file}, line {number}: no step number")
+        records, _ = read_jsonl(self.metrics_file, METRICS_LINE)
         return records if phase is None else in_phase(records, phase)
 
     def write_rollouts(self, step: int, samples: Iterable[Sample]) -> Path:
@@ -219,13 +215,7 @@ class RunDirectory:
         Raises:
             UserError: A line is damaged (an incomplete last one is dropped).
         """
-        path = self._rollouts_file(step)
-        records, _ = read_jsonl(path)
-        check_fields(path, records, FIELDS)
-        for number, record in enumerate(records, start=1):
-            if not is_whole(record):
-                raise UserError(f"{path}, line {number}: no sample of a run; the file is damaged")
-        return records
+        return read_jsonl(self._rollouts_file(step), ROLLOUT_LINE)[0]
 
     def truncate_after(self, step: int, phase: Phase = "rl") -> None:
         """Drop the metrics and rollouts after a step, which a resumed run writes again.
@@ -281,23 +271,28 @@ class RunDirectory:
         """Return the settings of config.toml, as a nested dict.
 
         Raises:
-            UserError: The file config.toml is missing or not TOML.
+            UserError: The file config.toml is missing, not TOML, or no settings.
         """
+        file = self.path / "config.toml"
         try:
-            return tomllib.loads((self.path / "config.toml").read_text(encoding="utf-8"))
+            tree = tomllib.loads(read_text(file))
+        except UserError:
+            raise
         except (OSError, ValueError, RecursionError) as error:
-            raise UserError(f"{self.path / 'config.toml'}: {error}") from None
+            raise UserError(f"{file}: {error}") from None
+        checked(RUN_CONFIG, tree, str(file))
+        return tree
 
     def plan(self) -> dict[str, Any]:
         """Return the precision plan, as a dict.
 
         Raises:
-            UserError: The file plan.json is missing or not JSON.
+            UserError: The file plan.json is missing, not JSON, or no plan.
         """
         try:
-            return dict(json.loads((self.path / "plan.json").read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError, RecursionError) as error:
-            raise UserError(f"{self.path / 'plan.json'}: {error}") from None
+            return read_stored(self.path / "plan.json", PLAN)
+        except FileNotFoundError as error:
+            raise UserError(f"{self.path / 'plan.json'}: {error.strerror}") from None
 
     def close(self) -> None:
         """Close the files and give the lock back; more than one call is fine."""
@@ -387,7 +382,7 @@ class RunDirectory:
         write_atomically(self.path / "config.toml", config_text)
 
     def _open_metrics(self) -> None:
-        records, note = repair_jsonl(self.metrics_file)
+        records, note = repair_jsonl(self.metrics_file, METRICS_LINE)
         if note:
             self.notes.append(note)
         self._last = max((_position(r) for r in records), default=(-1, -1))
@@ -401,7 +396,7 @@ class RunDirectory:
     def _write_attempt(self, record: Record) -> None:
         path = self.path / "attempts.jsonl"
         with storing(path):
-            repair_jsonl(path)
+            repair_jsonl(path, ATTEMPT_LINE)
             with closing(JsonlWriter(path)) as writer:
                 writer.write(record)
 
@@ -411,7 +406,7 @@ class RunDirectory:
 
 
 def _position(record: Record) -> tuple[int, int]:
-    return PHASE_ORDER.get(phase_of(record), 1), int(record["step"])
+    return PHASE_ORDER[phase_of(record)], record["step"]
 
 
 def _checked_name(name: str | None) -> str:

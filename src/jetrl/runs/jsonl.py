@@ -9,85 +9,99 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from jetrl.errors import UserError
+from jetrl.files import checked, open_regular
 
 Record = dict[str, Any]
+MOST_LINE = 2**26  # bytes of a line; a sample of a million tokens is half as long
+_DAMAGED = "the file is damaged: repair or delete that line"
 
 
-def read_jsonl(path: Path) -> tuple[list[Record], str]:
+def read_jsonl(path: Path, schema: TypeAdapter[Any] | None = None) -> tuple[list[Record], str]:
     """Return the objects of a file in order, and a note about a dropped last line, or "".
 
     A file that does not exist has no objects.
 
+    Args:
+        path: The file.
+        schema: The schema of a line; None takes any object.
+
     Raises:
-        UserError: A line other than the last is not a JSON object, or the file cannot be read.
+        UserError: A line other than the last is not a JSON object, a line does not fit the schema,
+            or the file cannot be read.
     """
-    try:
-        lines = path.read_bytes().split(b"\n")
-    except FileNotFoundError:
-        return [], ""
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror or error}") from None
-    if lines[-1] == b"":
-        lines.pop()
     records: list[Record] = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            record = json.loads(line)
-            if not isinstance(record, dict):
-                raise ValueError("not an object")
-        except (ValueError, RecursionError) as error:
-            if number == len(lines):
-                return records, f"{path}: line {number} is incomplete and was dropped"
-            raise UserError(
-                f"{path}, line {number}: not a JSON object ({error}); the file is damaged: "
-                "repair or delete that line"
-            ) from None
-        records.append(record)
+    try:
+        file = open_regular(path)
+    except FileNotFoundError:
+        return records, ""
+    with file:
+        lines = iter(lambda: file.readline(MOST_LINE + 1), b"")
+        incomplete = ""
+        for number, line in enumerate(_read(path, lines), start=1):
+            if incomplete:  # the line before was not the last
+                raise UserError(f"{path}, {incomplete}; {_DAMAGED}")
+            where = f"{path}, line {number}"
+            if len(line) > MOST_LINE:
+                raise UserError(f"{where}: longer than {MOST_LINE / 2**20:g} MiB; {_DAMAGED}")
+            try:
+                record = json.loads(line)
+                if not isinstance(record, dict):
+                    raise ValueError("not an object")
+            except (ValueError, RecursionError) as error:
+                incomplete = f"line {number}: not a JSON object ({error})"
+                continue
+            if schema is not None:
+                _check(schema, record, where)
+            records.append(record)
+    if incomplete:
+        return records, f"{path}: line {number} is incomplete and was dropped"
     return records, ""
 
 
-def check_fields(
-    path: Path,
-    records: Iterable[Record],
-    types: Mapping[str, tuple[type, ...]],
-    others: tuple[type, ...] = (object,),
-) -> None:
-    """Check that fields have the types that they are written with.
-
-    A bool is no number, and a number fits a float.
-
-    Args:
-        path: The file, for the message.
-        records: The file's objects.
-        types: Types of fields, by name.
-        others: Types of the fields that `types` does not name.
+def _read(path: Path, lines: Iterator[bytes]) -> Iterator[bytes]:
+    """Yield lines of a file as they are read.
 
     Raises:
-        UserError: A field has another type; the message names file and line.
+        UserError: The file cannot be read.
     """
-    for number, record in enumerate(records, start=1):
-        for key, value in record.items():
-            allowed = types.get(key, others)
-            plain = not isinstance(value, bool) or bool in allowed or object in allowed
-            fits = not isinstance(value, int) or abs(value) < 2**63 or object in allowed
-            if not (isinstance(value, allowed) and plain and fits):
-                raise UserError(
-                    f"{path}, line {number}: {key[:60]!r} is {str(value)[:60]!r}, which is nothing "
-                    "that jetrl writes there; the file is damaged: repair or delete that line"
-                )
+    try:
+        yield from lines
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror or error}") from None
 
 
-def repair_jsonl(path: Path) -> tuple[list[Record], str]:
+def _check(schema: TypeAdapter[Any], record: Record, where: str) -> None:
+    """Check the object of a line.
+
+    Raises:
+        UserError: The object does not fit the schema.
+    """
+    try:
+        checked(schema, record, where)
+    except UserError as error:
+        raise UserError(f"{error}: nothing that jetrl writes there; {_DAMAGED}") from None
+
+
+def repair_jsonl(path: Path, schema: TypeAdapter[Any] | None = None) -> tuple[list[Record], str]:
     """Return `read_jsonl` of a file, and make the file end in a whole line to append to."""
-    records, note = read_jsonl(path)
-    if note or (records and not path.read_bytes().endswith(b"\n")):
+    records, note = read_jsonl(path, schema)
+    if note or (records and not _ends_a_line(path)):
         write_jsonl(path, records)
     return records, note
+
+
+def _ends_a_line(path: Path) -> bool:
+    """Return whether the last byte of a file ends a line."""
+    with open(path, "rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) == b"\n"
 
 
 def write_jsonl(path: Path, records: Iterable[Mapping[str, Any]]) -> None:

@@ -11,35 +11,6 @@ from typing import Any
 
 from jetrl.types import Completion, Prompt, Sample, Score, Turn
 
-FIELDS: dict[str, tuple[type, ...]] = {
-    "step": (int,),
-    "group": (int,),
-    "prompt_id": (str,),
-    "prompt": (str, type(None)),
-    "messages": (list, type(None)),
-    "answer": (str, type(None)),
-    "completion": (str,),
-    "reward": (int, float),
-    "parts": (dict,),
-    "finish_reason": (str,),
-    "failure": (str,),
-    "prompt_token_ids": (list,),
-    "token_ids": (list,),
-    "logprobs": (list,),
-    "environment": (list,),
-    "turns": (list,),
-}
-"""Types of the fields that a record may have."""
-
-
-def is_whole(record: Mapping[str, Any]) -> bool:
-    """Return whether the contents of a record's lists and tables have their types as well."""
-    dicts = [*(record.get("messages") or ()), *record.get("turns", ())]
-    numbers = [*record.get("parts", {}).values(), *record.get("logprobs", ())]
-    return all(isinstance(item, dict) for item in dicts) and all(
-        isinstance(value, int | float) for value in numbers
-    )
-
 
 def record_of(step: int, sample: Sample) -> dict[str, Any]:
     """Return the JSON object of a sample.

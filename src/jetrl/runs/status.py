@@ -13,6 +13,9 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from jetrl.errors import UserError
+from jetrl.files import checked, read_bytes
+from jetrl.runs.schemas import STATUS
 from jetrl.runs.storing import storing
 
 _LENGTH = 256
@@ -66,11 +69,18 @@ class StatusFile:
 
 
 def read_status(run_path: Path) -> Status | None:
-    """Return the last status of a run; None if there is none that can be read."""
+    """Return the last status of a run; None if the file is missing, or was cut while written.
+
+    Raises:
+        UserError: The file is JSON, and not a status.
+    """
+    path = run_path / NAME
     try:
-        status = json.loads((run_path / NAME).read_text(encoding="utf-8"))
-        return Status(
-            str(status["phase"]), int(status["step"]), float(status["time"]), int(status["pid"])
-        )
-    except (OSError, ValueError, KeyError, TypeError):
+        text = read_bytes(path)
+        status = json.loads(text)
+    except (FileNotFoundError, RecursionError, ValueError) as error:
+        if isinstance(error, UserError):
+            raise
         return None
+    record = checked(STATUS, status, str(path))
+    return Status(record.phase, record.step, record.time, record.pid)

@@ -1,0 +1,178 @@
+"""Files that somebody else may have written: read within limits, and checked against a schema.
+
+Run directories, checkpoints, reproductions and model directories are copied from machine to
+machine. Whatever is in one of their files, a reader gets the values that jetrl writes there or a
+`UserError` that names the file and the field. Each file has one schema, a pydantic model or type
+adapter beside the code that writes the file: strict (a text is no number, `true` is no 1) and with
+bounds for every number that something is sized or counted by.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import reprlib
+import stat
+from pathlib import Path
+from typing import IO, Annotated, Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+
+from jetrl.errors import UserError
+
+T = TypeVar("T")
+
+MOST_BYTES = 2**24
+"""The largest size of a file of one JSON or TOML value, in bytes, where a reader names no other."""
+MOST_SHOWN = 60  # characters of a wrong value or key in a message
+MOST_STEPS = 10**12
+
+Count = Annotated[int, Field(ge=0, lt=2**53)]
+"""A whole number that a float holds exactly."""
+Step = Annotated[int, Field(ge=0, le=MOST_STEPS)]
+"""The number of a training step or update."""
+Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]
+"""A seed of random draws."""
+UnixTime = Annotated[float, Field(ge=0, le=253_402_300_799, allow_inf_nan=False)]
+"""A time in seconds since 1970, up to the year 9999."""
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+"""A number that is neither NaN nor infinite."""
+
+
+class Stored(BaseModel):
+    """The base class of schemas: strict types, and keys beside the named ones left as they are."""
+
+    model_config = ConfigDict(
+        strict=True, extra="allow", frozen=True, protected_namespaces=(), validate_default=False
+    )
+
+
+class _Repr(reprlib.Repr):
+    """A representation that is short whatever the value is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel, self.maxstring, self.maxother, self.maxlong = 2, MOST_SHOWN, MOST_SHOWN, 40
+
+
+def open_regular(path: str | Path) -> IO[bytes]:
+    """Return a regular file opened for reading; a pipe, a device or a folder is refused.
+
+    Opening a pipe would wait for somebody to write into it.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        UserError: The file is none to be read, or cannot be.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError) as error:  # ValueError: a name with a null character
+        raise UserError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise UserError(f"{path}: not a regular file (a pipe, a device or a folder)")
+    return os.fdopen(descriptor, "rb")
+
+
+def read_bytes(path: str | Path, most: int = MOST_BYTES) -> bytes:
+    """Return the contents of a regular file of at most `most` bytes.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        UserError: The file is larger, is no regular file, or cannot be read.
+    """
+    with open_regular(path) as file:
+        try:
+            contents = file.read(most + 1)
+        except OSError as error:
+            raise UserError(f"{path}: {error.strerror or error}") from None
+    if len(contents) > most:
+        raise UserError(f"{path}: larger than {most / 2**20:g} MiB, the most that is read there")
+    return contents
+
+
+def read_text(path: str | Path, most: int = MOST_BYTES) -> str:
+    """Return the UTF-8 text of a file, as `read_bytes` reads it.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        UserError: As `read_bytes`; or the file is not UTF-8.
+    """
+    try:
+        return read_bytes(path, most).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not UTF-8 text ({error.reason})") from None
+
+
+def read_json(path: str | Path, most: int = MOST_BYTES) -> Any:
+    """Return the JSON value in a file.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        UserError: As `read_bytes`; or the file is not JSON.
+    """
+    try:
+        return json.loads(read_bytes(path, most))
+    except UserError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}: not readable as JSON: {error}") from None
+
+
+def read_stored(path: str | Path, schema: TypeAdapter[T], most: int = MOST_BYTES) -> T:
+    """Return the JSON value in a file, as its schema has it.
+
+    Args:
+        path: The file.
+        schema: The schema of the file.
+        most: The largest size of the file in bytes.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        UserError: The file cannot be read, is not JSON, or has a field that is missing, of another
+            type or out of bounds; the message names file and field.
+    """
+    return checked(schema, read_json(path, most), str(path))
+
+
+def checked(schema: TypeAdapter[T], value: Any, where: str) -> T:
+    """Return a value as its schema has it.
+
+    Args:
+        schema: The schema.
+        value: The value, as JSON or TOML reads it.
+        where: The file (and the line), for the message.
+
+    Raises:
+        UserError: The value does not fit; the message names the first field that does not.
+    """
+    try:
+        return schema.validate_python(value)
+    except ValidationError as error:
+        raise UserError(f"{where}: {problem_of(error)}") from None
+
+
+def problem_of(error: ValidationError) -> str:
+    """Return the first problem that a schema found, in words: the field, its value, what is wrong.
+
+    The text holds no control characters, whatever the field and its value hold.
+    """
+    first = error.errors(include_url=False, include_context=False)[0]
+    places = (str(place) for place in first["loc"] if place != "[key]")
+    field = ".".join(printable(place) for place in places)
+    message = first["msg"].removeprefix("Value error, ").removeprefix("Input ")
+    message = message.replace("Field required", "is missing").removesuffix(".")
+    if first["type"] == "missing":
+        return f"{field} is missing"
+    shown = printable(_Repr().repr(first["input"]))
+    return f"{field} = {shown} {message}" if field else f"{shown} {message}"
+
+
+def printable(text: str) -> str:
+    """Return the beginning of a text in one line, characters that cannot be printed as escapes."""
+    short = text if len(text) <= MOST_SHOWN else text[: MOST_SHOWN - 3] + "..."
+    return "".join(
+        c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in short
+    )

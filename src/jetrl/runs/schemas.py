@@ -1,0 +1,195 @@
+"""The schemas of the files of a run directory: what jetrl writes there, and nothing else.
+
+A line of metrics.jsonl may hold NaN and infinities, which a run can measure; its step and time, and
+the counts that are added up, are finite.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field, TypeAdapter
+
+from jetrl.files import Count, Step, Stored, UnixTime
+
+Phase = Literal["sft", "rl"]
+EndState = Literal["finished", "interrupted", "stopped", "failed"]
+
+Number = float  # strict, an int is a number too, and true is none
+MOST_NAME = 1000  # characters
+Name = Annotated[str, Field(max_length=MOST_NAME)]
+Span = Annotated[list[Count], Field(min_length=2, max_length=2)]
+Tokens = Annotated[float, Field(ge=0, lt=2**63, allow_inf_nan=False)]
+
+
+class MetricsLine(Stored):
+    """A line of metrics.jsonl: a step's number and time, and its metrics by name.
+
+    Attributes:
+        step: The number of the step.
+        time: Unix time at which the line was written.
+        phase: The phase of the step.
+        num_tokens: The metric mismatch/num_tokens.
+        num_different: The metric mismatch/num_different.
+    """
+
+    __pydantic_extra__: dict[str, Number] = Field(init=False)
+
+    step: Step
+    time: UnixTime = 0.0
+    phase: Phase = "rl"
+    num_tokens: Tokens = Field(0, alias="mismatch/num_tokens")
+    num_different: Tokens = Field(0, alias="mismatch/num_different")
+
+
+class AttemptLine(Stored):
+    """A line of attempts.jsonl: the start of an attempt, or its end.
+
+    Attributes:
+        event: Whether an attempt began or ended.
+        time: Unix time of the event.
+        command: The command line, of a start.
+        versions: Versions of packages by name, of a start.
+        notes: Facts about the machine by name, of a start.
+        state: The kind of end.
+        reason: The reason of the end.
+    """
+
+    event: Literal["start", "end"]
+    time: UnixTime
+    command: str = ""
+    versions: dict[Name, str] = Field(default_factory=dict)
+    notes: dict[Name, str] = Field(default_factory=dict)
+    state: EndState = "failed"
+    reason: str = ""
+
+
+class StatusRecord(Stored):
+    """The contents of status.json.
+
+    Attributes:
+        phase: The phase that began last; "" if none is running.
+        step: The training step; 0 before the first.
+        time: Unix time at which the phase began.
+        pid: The id of the run's process.
+    """
+
+    phase: Name
+    step: Step
+    time: UnixTime
+    pid: Count
+
+
+class RolloutLine(Stored):
+    """A line of rollouts/step_NNNNNN.jsonl: a sample (`rollout_records.record_of`).
+
+    Attributes:
+        step: The number of the step.
+        group: The number of the prompt's group in the step.
+        prompt_id: The id of the prompt.
+        prompt: The prompt's text; None of a prompt of messages.
+        messages: The prompt's messages; None of a prompt of text.
+        answer: The right answer, where the task has one.
+        completion: The completion's text.
+        reward: The reward.
+        parts: The named parts of the score.
+        finish_reason: The reason why the completion ended.
+        failure: The reason why the completion could not be scored; "" if it was.
+        prompt_token_ids: The token ids of the prompt.
+        token_ids: The token ids of the completion.
+        logprobs: The sampler's log-probs of the completion's tokens.
+        environment: Spans [start, end) of the tokens that an environment wrote.
+        turns: The turns of the completion, of a task that has turns.
+        versions: The version of the policy that drew each token, of a partial rollout.
+        task: The task of the prompt, of a mixture.
+    """
+
+    step: Step = 0
+    group: Count = 0
+    prompt_id: str = ""
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    answer: str | None = None
+    completion: str = ""
+    reward: Number = 0.0
+    parts: dict[str, Number] = Field(default_factory=dict)
+    finish_reason: Name = ""
+    failure: str = ""
+    prompt_token_ids: list[Count] = Field(default_factory=list)
+    token_ids: list[Count] = Field(default_factory=list)
+    logprobs: list[Number] = Field(default_factory=list)
+    environment: list[Span] = Field(default_factory=list)
+    turns: list[dict[str, Any]] = Field(default_factory=list)
+    versions: list[Step] = Field(default_factory=list)
+    task: str = ""
+
+
+class RunConfig(Stored):
+    """The contents of a run's config.toml, as far as readers of a run directory use them.
+
+    Other versions of jetrl have other settings, so only the form of the whole is fixed: sections
+    that are tables. A run is resumed with settings that `load_config` has checked.
+    """
+
+    class Run(Stored):
+        """The section [run]."""
+
+        name: str = ""
+
+    class Task(Stored):
+        """The section [task]."""
+
+        name: str = ""
+
+    class Model(Stored):
+        """The section [model]."""
+
+        path: str | None = None
+
+    class Precision(Stored):
+        """The section [precision]."""
+
+        preset: str = ""
+
+    class Loop(Stored):
+        """The section [loop]."""
+
+        steps: Step | None = None
+
+    class Checkpoint(Stored):
+        """The section [checkpoint]."""
+
+        every: Step = 0
+
+    class Report(Stored):
+        """The section [report]."""
+
+        samples: Annotated[int, Field(ge=0, le=10**6)] = 0
+
+    __pydantic_extra__: dict[str, dict[str, Any]] = Field(init=False)
+
+    run: Run = Run()
+    task: Task = Task()
+    model: Model = Model()
+    precision: Precision = Precision()
+    loop: Loop = Loop()
+    checkpoint: Checkpoint = Checkpoint()
+    report: Report = Report()
+
+
+def _plain(value: Any) -> Any:
+    """Return a value of a precision plan: a short text, a number, true, false or null."""
+    if isinstance(value, str) and len(value) <= MOST_NAME:
+        return value
+    if value is None or (isinstance(value, int | float) and abs(value) < 2**53):
+        return value
+    raise ValueError("should be a short text, a number, true, false or null")
+
+
+METRICS_LINE = TypeAdapter(MetricsLine)
+ATTEMPT_LINE = TypeAdapter(AttemptLine)
+ROLLOUT_LINE = TypeAdapter(RolloutLine)
+STATUS = TypeAdapter(StatusRecord)
+RUN_CONFIG = TypeAdapter(RunConfig)
+PLAN: TypeAdapter[dict[str, Any]] = TypeAdapter(dict[Name, Annotated[Any, AfterValidator(_plain)]])
+"""The contents of plan.json: what `PrecisionPlan.to_dict` gives, names and plain values."""
