@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import reprlib
 import stat
 from pathlib import Path
@@ -45,6 +46,9 @@ class Stored(BaseModel):
     model_config = ConfigDict(
         strict=True, extra="allow", frozen=True, protected_namespaces=(), validate_default=False
     )
+
+
+_SUBJECT = re.compile(r"^(Value error, |Input |String |List |Dictionary |Tuple )")  # of a message
 
 
 class _Repr(reprlib.Repr):
@@ -162,8 +166,7 @@ def problem_of(error: ValidationError) -> str:
     first = error.errors(include_url=False, include_context=False)[0]
     places = (str(place) for place in first["loc"] if place != "[key]")
     field = ".".join(printable(place) for place in places)
-    message = first["msg"].removeprefix("Value error, ").removeprefix("Input ")
-    message = message.replace("Field required", "is missing").removesuffix(".")
+    message = _SUBJECT.sub("", first["msg"])
     if first["type"] == "missing":
         return f"{field} is missing"
     shown = printable(_Repr().repr(first["input"]))

@@ -3,8 +3,8 @@
     {cli, bench} -> loop -> session -> {rewards, parity} -> {rollout, training, tasks, runs}
         -> memory -> models -> kernels -> precision
 
-and everyone may use types, settings, errors, files, randomness and distributed. rollout and training
-never import each other; tasks and runs know neither the model nor torch.
+and everyone may use types, settings, errors, files, randomness and distributed. rollout and
+training never import each other; tasks and runs know neither the model nor torch.
 """
 
 from __future__ import annotations

@@ -386,7 +386,7 @@ def test_a_checkpoint_whose_large_files_have_an_older_checksum_is_whole(
     assert "sha256_of_gib_pieces" in manifest["masters.safetensors"]
     (path / "manifest.json").write_text(json.dumps(manifest))
     Checkpoints.check(path)
-    manifest["masters.safetensors"]["sha256_of_gib_pieces"] = "0"
+    manifest["masters.safetensors"]["sha256_of_gib_pieces"] = "0" * 64
     (path / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(UserError, match=r"masters\.safetensors does not match its checksum"):
         Checkpoints.check(path)

@@ -6,14 +6,16 @@ Whatever is missing or damaged is an error that names the file and says what to 
 from __future__ import annotations
 
 import errno
-import json
 import os
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
+from torch import Tensor
 
 from jetrl.errors import UserError
+from jetrl.files import open_regular, read_json
 
 INDEX = "model.safetensors.index.json"
 _CONTENTS = (
@@ -75,12 +77,27 @@ def open_tensors(file: Path) -> Any:
     It is a context manager with `keys`, `get_slice` and `get_tensor`.
     """
     try:
+        open_regular(file).close()
         return safe_open(str(file), framework="pt", device="cpu")
     except (SafetensorError, OSError) as error:
         raise UserError(
             f"{file}: truncated or not a safetensors file ({first_line(error)}); download or "
             "write it again"
         ) from error
+
+
+def load_tensors(file: Path) -> dict[str, Tensor]:
+    """Return the tensors of a safetensors file, in CPU memory.
+
+    Raises:
+        UserError: The file is missing, no regular file, or not safetensors.
+    """
+    try:
+        open_regular(file).close()
+        return load_file(file)
+    except (SafetensorError, OSError) as error:
+        reason = getattr(error, "strerror", None) or first_line(error)
+        raise UserError(f"{file}: missing or not a safetensors file ({reason})") from None
 
 
 def model_directory(path: str | Path) -> Path:
@@ -95,11 +112,9 @@ def model_directory(path: str | Path) -> Path:
 def read_object(file: Path) -> dict[str, Any]:
     """Return the JSON object in a file."""
     try:
-        contents = json.loads(file.read_text(encoding="utf-8"))
+        contents = read_json(file)
     except FileNotFoundError:
         raise UserError(f"{file}: no such file; {_CONTENTS}") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{file}: not readable as JSON: {error}") from None
     if not isinstance(contents, dict):
         raise UserError(f"{file}: a JSON object is expected")
     return contents

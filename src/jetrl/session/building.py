@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from transformers import PreTrainedTokenizerBase
 
 from jetrl.errors import UserError
 from jetrl.models import hf
 from jetrl.models.families import ModelConfig, num_parameters
+from jetrl.models.hf_files import load_tensors
 from jetrl.models.model import Model
 from jetrl.models.policy import Policy
 from jetrl.models.scalar_model import ScalarModel, check_same_tokenizer
@@ -78,10 +77,7 @@ def policy_of_masters(settings: Settings, plan: PrecisionPlan, file: Path) -> Po
     """
     policy = build_policy(settings, plan, build_task(settings.task))
     masters = policy.master_weights()
-    try:
-        tensors = load_file(file)
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"{file}: missing or damaged: {error}") from None
+    tensors = load_tensors(file)
     wrong = sorted(
         name
         for name in tensors.keys() | masters.keys()

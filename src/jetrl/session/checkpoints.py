@@ -30,6 +30,7 @@ from jetrl.models.hf_files import sync
 from jetrl.models.model import Model
 from jetrl.runs import RunDirectory
 from jetrl.runs.storing import storing
+from jetrl.session.stored_states import NAMES, check_extra
 from jetrl.settings.loading import Settings
 from jetrl.training import Checkpoints, Optimizer, Trainer
 from jetrl.training.background import Background
@@ -83,6 +84,7 @@ class RunCheckpoints:
     def register(self, name: str, part: Stateful) -> None:
         """Put the state of a part into every checkpoint, under a name of its own."""
         assert name not in self._states, name
+        assert name in NAMES, f"{name}: its schema belongs into session/stored_states.py"
         self._states[name] = part
 
     def register_tensors(self, name: str, part: StatefulTensors) -> None:
@@ -278,6 +280,7 @@ class RunCheckpoints:
             "%s: checksums compared in %.1f s, read in %.1f s",
             *(latest.path, checked - began, time.monotonic() - checked),
         )
+        check_extra(loaded.extra, f"{latest.path}/state.json")
         self._load_state(loaded.extra["states"])
         for name, owner in self._tensors.items():
             if name in loaded.tensors:
@@ -286,9 +289,12 @@ class RunCheckpoints:
         self._steps.tidy(loaded.step)
         self._run.truncate_after(loaded.step)
         last = max((r["step"] for r in self._run.metrics("rl")), default=-1)
-        metrics = loaded.extra["metrics"]
+        metrics = loaded.extra.get("metrics")
         if last < loaded.step and metrics:  # the run was cut between the checkpoint and its line
-            self._run.write_step(StepStats(loaded.step, metrics))
+            try:
+                self._run.write_step(StepStats(loaded.step, metrics))
+            except ValueError as error:
+                raise UserError(f"{latest.path}/state.json: extra.metrics: {error}") from None
         return loaded.step, [*latest.notes, f"resumed after step {loaded.step}"]
 
     def load_supervised(self, model: Model, optimizer: Optimizer) -> tuple[int, list[str]]:
@@ -305,6 +311,7 @@ class RunCheckpoints:
             return 0, []
         latest = self._supervised.latest()
         loaded = self._supervised.load(latest.path, model, optimizer)
+        check_extra(loaded.extra, f"{latest.path}/state.json")
         self._load_state(loaded.extra["states"])
         self._run.truncate_after(loaded.step, "sft")
         return loaded.step, [*latest.notes, f"resumed after supervised update {loaded.step}"]

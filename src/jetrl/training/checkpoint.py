@@ -22,16 +22,17 @@ import json
 import os
 import re
 import shutil
+import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from safetensors.torch import load_file
 
 from jetrl.errors import StorageError, UserError
-from jetrl.models.hf_files import sync
+from jetrl.files import checked, read_json
+from jetrl.models.hf_files import load_tensors, sync
 from jetrl.training.checkpoint_files import (
     as_json,
     differences,
@@ -41,6 +42,7 @@ from jetrl.training.checkpoint_files import (
     write_tensors,
     write_text,
 )
+from jetrl.training.checkpoint_schemas import MANIFEST, MOST_STATE_BYTES, STATE
 from jetrl.training.optimizer import Optimizer
 
 if TYPE_CHECKING:
@@ -280,20 +282,22 @@ class Checkpoints:
             *differences("model", state["model"], _model_dict(policy)),
         ]
         masters = policy.master_weights()
-        files = {file.stem: file for file in path.glob("*.safetensors")}
-        tensors = load_file(files.pop(_MASTERS))
+        # The manifest's files alone: nothing beside them was compared with a checksum.
+        names = map(Path, self._manifest(path))
+        files = {name.stem: path / name for name in names if name.suffix == ".safetensors"}
+        tensors = load_tensors(files.pop(_MASTERS))
         problems += tensor_differences(tensors, masters)
         if problems:
             raise UserError(
                 f"checkpoint {path} does not fit this run: {'; '.join(problems)}. Resume with "
                 "the settings it was made with"
             )
-        optimizer.load_state(load_file(files.pop(_OPTIMIZER)), state["num_updates"])
+        optimizer.load_state(load_tensors(files.pop(_OPTIMIZER)), state["num_updates"])
         with torch.no_grad():
             for name, master in masters.items():
                 master.copy_(tensors[name])
         policy.requantize()
-        others = {name: load_file(file) for name, file in files.items()}
+        others = {name: load_tensors(file) for name, file in files.items()}
         return Loaded(state["step"], state["extra"], others)
 
     @classmethod
@@ -308,34 +312,68 @@ class Checkpoints:
             raise UserError(f"checkpoint {path} is damaged: {problem}; use another one")
         cls._state(path)
 
-    @staticmethod
-    def _problem(path: Path) -> str | None:
+    @classmethod
+    def _problem(cls, path: Path) -> str | None:
         """Return how a checkpoint is damaged, None if it is not."""
         try:
-            manifest = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
-            needed = {f"{_MASTERS}.safetensors", f"{_OPTIMIZER}.safetensors", _STATE, *manifest}
-            for name in needed:
-                size = (path / name).stat().st_size
-                expected = manifest[name]
-                if size != expected["bytes"]:
-                    return f"{name} has {size} bytes instead of {expected['bytes']}"
-            for name in sorted(needed):
+            manifest = cls._manifest(path)
+            for name, expected in manifest.items():
+                found = (path / name).stat()
+                if not stat.S_ISREG(found.st_mode):
+                    return f"{name} is not a regular file"
+                if found.st_size != expected["bytes"]:
+                    return f"{name} has {found.st_size} bytes instead of {expected['bytes']}"
+            for name in sorted(manifest):
                 if not is_known_by(path / name, manifest[name]):
                     return f"{name} does not match its checksum"
+            cls._any_state(path)
         except OSError as error:
             return f"{Path(error.filename or path).name}: {error.strerror or error}"
-        except (ValueError, KeyError, TypeError, RecursionError):
-            return f"{_MANIFEST} is not a checkpoint's manifest"
+        except UserError as error:
+            return str(error)
         return None
 
     @staticmethod
-    def _state(path: Path) -> dict[str, Any]:
+    def _manifest(path: Path) -> dict[str, dict[str, Any]]:
+        """Return the fingerprints of a checkpoint's files by their names.
+
+        Raises:
+            FileNotFoundError: There is no manifest.
+            UserError: The file is not a manifest, or leaves out a file of every checkpoint.
+        """
+        try:
+            manifest: dict[str, dict[str, Any]] = read_json(path / _MANIFEST)
+            checked(MANIFEST, manifest, str(path / _MANIFEST))
+        except UserError as error:
+            raise UserError(f"{_MANIFEST} is not a checkpoint's manifest ({error})") from None
+        for name in (f"{_MASTERS}.safetensors", f"{_OPTIMIZER}.safetensors", _STATE):
+            if name not in manifest:
+                raise UserError(f"{_MANIFEST} is not a checkpoint's manifest (it lacks {name})")
+        return manifest
+
+    @staticmethod
+    def _any_state(path: Path) -> dict[str, Any]:
+        """Return the contents of state.json, checked where its format is this version's.
+
+        Raises:
+            FileNotFoundError: There is no state.json.
+            UserError: The file is not a checkpoint's state.
+        """
+        state: Any = read_json(path / _STATE, MOST_STATE_BYTES)
+        version = state.get("format") if isinstance(state, dict) else None
+        if type(version) is int and version != FORMAT:
+            return {"format": version}
+        checked(STATE, state, str(path / _STATE))
+        return dict(state)
+
+    @classmethod
+    def _state(cls, path: Path) -> dict[str, Any]:
         """Return the contents of state.json of an undamaged checkpoint.
 
         Raises:
             UserError: The checkpoint has another format.
         """
-        state: dict[str, Any] = json.loads((path / _STATE).read_text(encoding="utf-8"))
+        state = cls._any_state(path)
         if state["format"] != FORMAT:
             raise UserError(
                 f"checkpoint {path} has format {state['format']}, and this version of jetrl reads "
@@ -393,10 +431,10 @@ class Checkpoints:
         if not self.keep_best:
             return None
         try:
-            state = json.loads((self.path(step) / _STATE).read_text(encoding="utf-8"))
-            return None if state["score"] is None else float(state["score"])
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            score = self._state(self.path(step))["score"]
+        except (OSError, UserError):
             return None
+        return None if score is None else float(score)
 
     def _explain_failure(self, target: Path, error: Exception) -> str:
         """Return the message about a checkpoint that could not be written."""

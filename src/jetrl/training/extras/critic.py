@@ -122,7 +122,12 @@ class Critic:
                 "it was made with"
             )
         moments = {n.removeprefix("adamw."): t for n, t in tensors.items() if n.startswith("adamw")}
-        self.optimizer.load_state(moments, int(tensors["updates"]))
+        updates = tensors.get("updates", torch.tensor(-1))
+        if updates.numel() != 1 or updates.is_floating_point() or int(updates) < 0:
+            raise UserError(
+                "critic.safetensors of the checkpoint has no count of updates: it is damaged"
+            )
+        self.optimizer.load_state(moments, int(updates))
         with torch.no_grad():
             for name, master in masters.items():
                 master.copy_(saved[name])
