@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import unicodedata
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from jetrl.models.families import FAMILIES, ModelConfig, num_parameters, paramet
 from jetrl.models.hf import load_tokenizer, read_config, read_generation_config
 from jetrl.models.hf_names import stored_tensors
 from jetrl.models.tiny import (
+    RandomWeights,
     character_tokenizer,
     make_tiny,
     random_weights,
@@ -96,6 +98,27 @@ def test_random_weights_depend_on_the_seed_alone() -> None:
     assert not torch.equal(first["embed.weight"], other["embed.weight"])
     with pytest.raises(UserError, match="initializer_range = 'wide'"):
         random_weights(config(initializer_range="wide"), seed=0)
+
+
+def test_random_weights_are_made_one_at_a_time_and_in_any_order_the_same() -> None:
+    whole, lazy = random_weights(config(), seed=3), RandomWeights(config(), seed=3)
+    assert len(lazy) == len(whole)
+    assert list(lazy) == list(whole)
+    late, early = list(whole)[-2], list(whole)[1]
+    for name in (late, early, late, *whole):
+        assert torch.equal(lazy[name], whole[name]), name
+    assert "nothing" not in lazy
+    with pytest.raises(KeyError):
+        lazy["nothing"]
+    kept = [weakref.ref(tensor) for _, tensor in RandomWeights(config(), seed=3).items()]
+    assert sum(reference() is not None for reference in kept) <= 1
+    # One generator fills the tensors in order: the bits of a seed stay those of earlier versions.
+    generator = torch.Generator().manual_seed(3)
+    for name, tensor in whole.items():
+        if not name.endswith("norm.weight"):
+            std = 0.02 / (math.sqrt(6) if name.endswith((".o.weight", ".down.weight")) else 1)
+            expected = torch.empty(tensor.shape).normal_(0.0, std, generator=generator)
+            assert torch.equal(tensor, expected), name
 
 
 def test_characters_one_token_each_and_no_spaces_put_in() -> None:

@@ -21,7 +21,7 @@ from jetrl.models.attention import PackedKeyValues
 from jetrl.models.decoder import Decoder
 from jetrl.models.families import Head, ModelConfig
 from jetrl.models.packed import token_positions, upload
-from jetrl.models.tiny import random_weights
+from jetrl.models.tiny import RandomWeights
 from jetrl.models.weights import Weights
 from jetrl.precision.plan import PrecisionPlan
 
@@ -120,7 +120,7 @@ class Model:
         """
         model = ModelConfig.from_hf(config)
         check_device(model, plan, torch.device(device))  # where the weights are made
-        return cls(model, plan, random_weights(model, seed, device), device, tokenizer)
+        return cls(model, plan, RandomWeights(model, seed, device), device, tokenizer)
 
     def save_pretrained(
         self,

@@ -11,7 +11,7 @@ same model everywhere.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,15 +24,23 @@ from jetrl.models.families import FAMILIES, ModelConfig, parameter_shapes
 from jetrl.models.hf_save import SaveDtype, save_model
 from jetrl.models.tiny_tokenizers import PRINTABLE, character_tokenizer, train_bpe_tokenizer
 
-__all__ = ["character_tokenizer", "make_tiny", "random_weights", "train_bpe_tokenizer"]
+__all__ = [
+    "RandomWeights",
+    "character_tokenizer",
+    "make_tiny",
+    "random_weights",
+    "train_bpe_tokenizer",
+]
 
 _DEFAULT_STD = 0.02
 
 
-def random_weights(
-    config: ModelConfig, seed: int, device: str | torch.device = "cpu"
-) -> dict[str, Tensor]:
-    """Return every parameter under our names, float32, by the module's rule.
+class RandomWeights(Mapping[str, Tensor]):
+    """Every parameter of a model under our names, float32, each made when it is asked for.
+
+    The mapping keeps no tensor, so a large model takes the memory of its largest parameter while
+    its weights are read in order. A tensor that is asked for out of order has the same values: the
+    mapping keeps the generator's state before each tensor.
 
     A seed gives the same weights on every CPU, and others on a GPU, where 8B parameters take a
     second instead of minutes.
@@ -41,24 +49,76 @@ def random_weights(
         config: The model's config.
         seed: The seed of the generator.
         device: The device on which the weights are made.
+
+    Raises:
+        UserError: The config's `initializer_range` is no number above 0.
     """
-    generator = torch.Generator(device).manual_seed(seed)
-    std = config.raw.get("initializer_range", _DEFAULT_STD)
-    if isinstance(std, bool) or not isinstance(std, int | float) or not std > 0:
-        raise UserError(f"config.json: initializer_range = {std!r}: a number above 0 is expected")
-    weights = {}
-    for name, shape in parameter_shapes(config).items():
+
+    def __init__(self, config: ModelConfig, seed: int, device: str | torch.device = "cpu") -> None:
+        std = config.raw.get("initializer_range", _DEFAULT_STD)
+        if isinstance(std, bool) or not isinstance(std, int | float) or not std > 0:
+            raise UserError(
+                f"config.json: initializer_range = {std!r}: a number above 0 is expected"
+            )
+        self._std, self._num_layers = float(std), config.num_layers
+        self._shapes, self._device = parameter_shapes(config), device
+        self._generator = torch.Generator(device).manual_seed(seed)
+        self._unmade = list(reversed(self._shapes))
+        self._states: dict[str, Tensor] = {}
+
+    def __iter__(self) -> Iterator[str]:
+        """Return the names in the order in which the generator fills the tensors."""
+        return iter(self._shapes)
+
+    def __len__(self) -> int:
+        """Return the number of parameters."""
+        return len(self._shapes)
+
+    def __contains__(self, name: object) -> bool:
+        """Return whether the model has a parameter of this name; no tensor is made."""
+        return name in self._shapes
+
+    def __getitem__(self, name: str) -> Tensor:
+        """Return a new tensor with the values of a parameter."""
+        if name in self._states:
+            later = self._generator.get_state()
+            self._generator.set_state(self._states[name])
+            values = self._make(name)
+            self._generator.set_state(later)
+            return values
+        if name not in self._shapes:
+            raise KeyError(name)
+        # The tensors before this one are made and dropped: one generator fills all, in order.
+        while True:
+            following = self._unmade.pop()
+            self._states[following] = self._generator.get_state()
+            values = self._make(following)
+            if following == name:
+                return values
+
+    def _make(self, name: str) -> Tensor:
+        """Return a parameter made from the present state of the generator."""
+        values = torch.empty(self._shapes[name], device=self._device)
         if name.endswith("norm.weight"):
-            weights[name] = torch.ones(shape, device=device)
-        elif name.endswith(".bias"):
-            # As trained models have them: a bias of zero would leave its code untried.
-            weights[name] = torch.empty(shape, device=device).normal_(0.0, std, generator=generator)
-        else:
-            into_residual = name.endswith((".o.weight", ".down.weight"))
-            scale = std / math.sqrt(2 * config.num_layers) if into_residual else std
-            values = torch.empty(shape, device=device)
-            weights[name] = values.normal_(0.0, scale, generator=generator)
-    return weights
+            return values.fill_(1.0)
+        std = self._std
+        if name.endswith((".o.weight", ".down.weight")):  # these write into the residual stream
+            std /= math.sqrt(2 * self._num_layers)
+        # Biases too, as trained models have them: one of zero would leave its code untried.
+        return values.normal_(0.0, std, generator=self._generator)
+
+
+def random_weights(
+    config: ModelConfig, seed: int, device: str | torch.device = "cpu"
+) -> dict[str, Tensor]:
+    """Return every parameter of `RandomWeights`, all of them in memory.
+
+    Args:
+        config: The model's config.
+        seed: The seed of the generator.
+        device: The device on which the weights are made.
+    """
+    return dict(RandomWeights(config, seed, device))
 
 
 def make_tiny(
