@@ -291,7 +291,7 @@ def test_eval_of_a_run_is_the_runs_own_evaluation(jetrl: Callable, tmp_path: Pat
     run = train(load_config("demo", words)).run_path
     own = RunDirectory.open(run).metrics("rl")[-1]
     last = run / "checkpoints" / "step_000001"  # its masters; the model is rounded to BF16
-    done = json.loads(jetrl("eval", last, "--json").out)
+    done = json.loads(jetrl("eval", last, "--trust-task", "--json").out)
     for name in ("mean", "response_length", "clip_ratio"):
         assert done[name] == own[f"eval/Digits/{name}"]
     parser = argparse.ArgumentParser()
@@ -316,8 +316,9 @@ def test_a_run_that_was_cut_stands_for_its_last_checkpoint(
     tiny_model: Path, tmp_path: Path
 ) -> None:
     run = fake_run(tmp_path / "runs" / "cut", None, "unified")
-    task = get_task("arithmetic")
-    policy = build_policy(load_config("demo", ["run.seed=5"]), PrecisionPlan.preset("jet"), task)
+    alphabet = get_task("arithmetic").alphabet
+    settings = load_config("demo", ["run.seed=5"])
+    policy = build_policy(settings, PrecisionPlan.preset("jet"), alphabet)
     optimizer = Optimizer(policy.master_weights(), load_config("demo").train, 1)
     checkpoint = Checkpoints(run / "checkpoints", 2).save(3, policy, optimizer, {})
     assert find_model(run) == (checkpoint, run)

@@ -66,6 +66,8 @@ class Bigram:
     none of its numerics.
     """
 
+    tokenizer = None
+
     def __init__(self, exact: bool = True, vocab_size: int = 11, seed: int = 0) -> None:
         self.device = torch.device("cpu")
         plan = {"name": "jet" if exact else "mixed", "kv": "bf16"}

@@ -306,7 +306,8 @@ def test_a_real_write_that_fails(tmp_path):
 
         masters = {"w": nn.Parameter(torch.ones(200, 200))}
         policy = SimpleNamespace(config=Config(), plan=SimpleNamespace(to_dict=dict),
-                                 master_weights=lambda: masters, requantize=lambda: None)
+                                 master_weights=lambda: masters, requantize=lambda: None,
+                                 tokenizer=None)
         optimizer = Optimizer(masters, Settings().train, 1)
         checkpoints = Checkpoints(sys.argv[1])
         checkpoints.save(1, policy, optimizer, {})

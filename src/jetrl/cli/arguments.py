@@ -34,13 +34,14 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add MODEL, --plan and --device, which `jetrl.cli.opening.open_policy` takes."""
+    """Add MODEL, --plan and --device, for `jetrl.cli.opening.open_policy`, and --trust-task."""
     parser.add_argument(
         "model",
         metavar="MODEL",
         help="a Hugging Face directory, a run directory (its exported model), or a checkpoint",
     )
     add_plan_arguments(parser)
+    add_trust_argument(parser)
 
 
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,6 +52,15 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         help="precision preset (default: the run's own, else unified)",
     )
     parser.add_argument("--device", choices=DEVICES, default="auto", help="where to compute")
+
+
+def add_trust_argument(parser: argparse.ArgumentParser) -> None:
+    """Add --trust-task, which `jetrl.cli.main` reads."""
+    parser.add_argument(
+        "--trust-task",
+        action="store_true",
+        help="run the Python files that the run's own settings name (its task, checker, algorithm)",
+    )
 
 
 def add_sampling_arguments(

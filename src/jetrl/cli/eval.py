@@ -4,6 +4,7 @@ For example:
 
     jetrl eval runs/demo --samples 4              the run's own task, on its held-out split
     jetrl eval models/qwen3-8b --task gsm8k --path data/gsm8k --samples 8 --temperature 0.6
+    jetrl eval runs/mine --trust-task             where the run's task is a Python file of yours
 
 Of a run on its own task, what is not given is as in the run's own evaluations: [eval], the run's
 stop strings, draws and scoring limits. Else it is one greedy completion, or several at temperature
@@ -13,6 +14,7 @@ stop strings, draws and scoring limits. Else it is one greedy completion, or sev
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 import tomllib
@@ -23,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from jetrl.cli.arguments import add_model_arguments, add_sampling_arguments, table
 from jetrl.errors import UserError
 from jetrl.randomness import derive_seed
+from jetrl.users_code import files_named, trust_only
 
 if TYPE_CHECKING:
     from jetrl.rewards.evaluate import Evaluation
@@ -66,9 +69,11 @@ def run(args: argparse.Namespace) -> int:
     from jetrl.rewards.evaluate import evaluate_model
     from jetrl.tasks import Scorer, build_task
 
-    task = build_task(own_task)
     limits = {"workers": args.workers, "timeout_s": args.timeout}
-    with Scorer.from_settings(own_task.model_copy(update=limits)) as scorer:
+    with typed_files_trusted(args):
+        task = build_task(own_task)
+        task_scorer = Scorer.from_settings(own_task.model_copy(update=limits))
+    with task_scorer as scorer:
         result = evaluate_model(
             open_policy(args.model, args.plan, args.device),
             task,
@@ -98,6 +103,16 @@ def own_settings(args: argparse.Namespace) -> Settings | None:
     if run is None:
         raise UserError(f"--task: name one; {args.model} is no run, which would have its own")
     return load_config(run / "config.toml")
+
+
+def typed_files_trusted(args: argparse.Namespace) -> contextlib.AbstractContextManager[None]:
+    """Return a context in which the Python files of --task and --option may be imported.
+
+    The files that the run MODEL names may be imported with --trust-task only.
+    """
+    if args.trust_task:
+        return contextlib.nullcontext()
+    return trust_only(files_named([args.task or "", task_options(args.option)]))
 
 
 def fill_in(args: argparse.Namespace, settings: Settings | None) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 
-from jetrl.cli.arguments import DEVICES
+from jetrl.cli.arguments import DEVICES, add_trust_argument
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,6 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--overwrite", action="store_true", help="replace a model that is at OUT")
     parser.add_argument("--device", choices=DEVICES, default="cpu", help="where to compute")
+    add_trust_argument(parser)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -10,6 +10,7 @@ Exit codes are those of jetrl.errors.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
 import importlib
 import os
@@ -20,6 +21,7 @@ from typing import Any
 from jetrl.cli.arguments import HelpFormatter, Parser, tell
 from jetrl.errors import RunStopped, Terminated, UserError
 from jetrl.memory.cpu import keep_freed
+from jetrl.users_code import trust_only
 
 COMMANDS = {
     "train": "reinforcement learning from a recipe; without one, the demo",
@@ -36,6 +38,9 @@ COMMANDS = {
     "init": "make a tiny model with random weights, to try things out",
 }
 
+# They run the Python files that their recipe names; the others, none that was not typed.
+RUN_USERS_FILES = ("train", "sft")
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
@@ -49,7 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(version())
             return 0
         command, words = parse(arguments[0], arguments[1:])
-        code: int = command.run(words)
+        with _users_files(arguments[0], words):
+            code: int = command.run(words)
         sys.stdout.flush()  # here, where a closed pipe is caught, and not when Python ends
         return code
     except UserError as error:
@@ -67,6 +73,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output went away: `jetrl runs list | head -1`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+
+
+def _users_files(
+    command: str, words: argparse.Namespace
+) -> contextlib.AbstractContextManager[None]:
+    """Return the context in which a command may import the users' files that it may import."""
+    if command in RUN_USERS_FILES or getattr(words, "trust_task", False):
+        return contextlib.nullcontext()
+    return trust_only()
 
 
 def _set_allocators() -> None:

@@ -60,7 +60,8 @@ def open_policy(
         assert location.run is not None  # by find_model
         Checkpoints.check(location.path)
         settings = load_config(location.run / "config.toml", [f"run.device={device}"])
-        return policy_of_masters(settings, plan, location.path / MASTERS)
+        alphabet = Checkpoints.alphabet(location.path)
+        return policy_of_masters(settings, plan, location.path / MASTERS, alphabet)
     policy = Policy.from_pretrained(location.path, plan, device)
     limit_threads(policy.config)
     return policy

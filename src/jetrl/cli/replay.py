@@ -17,7 +17,7 @@ import argparse
 import json
 from typing import TYPE_CHECKING
 
-from jetrl.cli.arguments import DEVICES, PLANS, table
+from jetrl.cli.arguments import DEVICES, PLANS, add_trust_argument, table
 from jetrl.errors import NonFiniteError
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", metavar="FOLDER", help="runs/NAME/nonfinite/step_NNNNNN")
     parser.add_argument("--plan", choices=PLANS, help="another precision preset than the run's")
     parser.add_argument("--device", choices=DEVICES, help="another device than the run's")
+    add_trust_argument(parser)
     parser.add_argument("--json", action="store_true", help="a JSON object")
 
 

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast, Qwen2Tokenizer
 
 from jetrl.errors import UserError
 
 PRINTABLE = "\n" + "".join(map(chr, range(32, 127)))  # printable ASCII and the newline
 
+_CHARACTER_SPECIAL = ("<pad>", "<eos>")  # the first two tokens of a tokenizer of characters
 _BPE_PAD, _BPE_START, _BPE_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 _CHATML = (
     "{% for message in messages %}"
@@ -30,14 +32,15 @@ def character_tokenizer(alphabet: str = PRINTABLE) -> PreTrainedTokenizerFast:
     model would be trained on. Decoding joins characters without spaces.
 
     Raises:
-        UserError: An empty alphabet or one that repeats a character.
+        UserError: An empty alphabet, one that repeats a character or has half of a character.
     """
-    repeated = sorted({character for character in alphabet if alphabet.count(character) > 1})
+    repeated = sorted(character for character, count in Counter(alphabet).items() if count > 1)
     if not alphabet or repeated:
-        raise UserError(
-            f"alphabet {alphabet!r}: " + (f"repeats {repeated}" if repeated else "empty")
-        )
-    vocabulary = {token: index for index, token in enumerate(("<pad>", "<eos>", *alphabet))}
+        problem = f"repeats {repeated[:10]}" if repeated else "empty"
+        raise UserError(f"alphabet {alphabet!r:.200}: {problem}")
+    if any("\ud800" <= character <= "\udfff" for character in alphabet):
+        raise UserError(f"alphabet {alphabet!r:.200}: a surrogate is no character")
+    vocabulary = {token: index for index, token in enumerate((*_CHARACTER_SPECIAL, *alphabet))}
     tokenizer = Tokenizer(models.WordLevel(vocabulary))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
@@ -47,6 +50,16 @@ def character_tokenizer(alphabet: str = PRINTABLE) -> PreTrainedTokenizerFast:
         pad_token="<pad>",
         clean_up_tokenization_spaces=False,
     )
+
+
+def alphabet_of(tokenizer: PreTrainedTokenizerBase | None) -> str | None:
+    """Return the alphabet of a tokenizer that `character_tokenizer` made; None for others."""
+    special = list(_CHARACTER_SPECIAL)
+    if tokenizer is None or tokenizer.convert_ids_to_tokens([0, 1]) != special:
+        return None
+    ids = tokenizer.get_vocab()
+    characters = sorted(ids, key=ids.__getitem__)[len(special) :]
+    return "".join(characters) if {*map(len, characters)} == {1} else None
 
 
 def train_bpe_tokenizer(text_files: Sequence[str | Path], vocab_size: int) -> Qwen2Tokenizer:

@@ -25,16 +25,17 @@ from jetrl.tasks import Task, build_task
 from jetrl.training import Critic
 from jetrl.training.guard import Guard
 
+CHARACTERS = "characters"  # model.tokenizer: one token a character of the task's alphabet
 _SMALL_MODEL = 20_000_000  # parameters
 
 
-def build_policy(settings: Settings, plan: PrecisionPlan, task: Task) -> Policy:
+def build_policy(settings: Settings, plan: PrecisionPlan, alphabet: str | None) -> Policy:
     """Return the policy that the settings describe.
 
     Args:
         settings: The settings of the run.
         plan: The precision plan of the policy.
-        task: The task, whose alphabet a tokenizer of characters has.
+        alphabet: The task's alphabet, which a tokenizer of characters has; None: printable ASCII.
 
     Raises:
         UserError: No model is named, or it cannot be used; the message says which key to set.
@@ -43,9 +44,9 @@ def build_policy(settings: Settings, plan: PrecisionPlan, task: Task) -> Policy:
     if model.path is not None:
         policy = Policy.from_pretrained(model.path, plan, device)
         if model.tokenizer is not None:
-            policy.tokenizer = _tokenizer(model.tokenizer, task)
+            policy.tokenizer = _tokenizer(model.tokenizer, alphabet)
     elif model.config is not None:
-        tokenizer = None if model.tokenizer is None else _tokenizer(model.tokenizer, task)
+        tokenizer = None if model.tokenizer is None else _tokenizer(model.tokenizer, alphabet)
         config = model_config_dict(settings)
         policy = Policy.from_config(config, plan, settings.run.seed, device, tokenizer)
         if tokenizer is not None and tokenizer.eos_token_id is not None:
@@ -64,18 +65,25 @@ def build_policy(settings: Settings, plan: PrecisionPlan, task: Task) -> Policy:
     return policy
 
 
-def policy_of_masters(settings: Settings, plan: PrecisionPlan, file: Path) -> Policy:
+def policy_of_masters(
+    settings: Settings, plan: PrecisionPlan, file: Path, alphabet: str | None
+) -> Policy:
     """Return the policy of a run's settings with master weights of that run.
 
     Args:
         settings: The settings of the run.
         plan: The precision plan of the policy.
         file: The file of the master weights, masters.safetensors.
+        alphabet: The alphabet that was stored with the weights. None: the tokenizer is not one of
+            characters, or the weights are of a version that stored no alphabet. Then the task is
+            asked, which takes --trust-task where it is a user's.
 
     Raises:
         UserError: As `build_policy`; the file is damaged, or of another model.
     """
-    policy = build_policy(settings, plan, build_task(settings.task))
+    if settings.model.tokenizer == CHARACTERS and alphabet is None:
+        alphabet = build_task(settings.task).alphabet
+    policy = build_policy(settings, plan, alphabet)
     masters = policy.master_weights()
     tensors = load_tensors(file)
     wrong = sorted(
@@ -107,9 +115,9 @@ def build_scalar_model(settings: Settings, plan: PrecisionPlan, task: Task) -> S
     if path is not None and ModelConfig.from_hf(hf.read_config(path)).head == "score":
         model = ScalarModel.from_pretrained(path, plan, choose_device(settings.run.device))
         if settings.model.tokenizer is not None:
-            model.tokenizer = _tokenizer(settings.model.tokenizer, task)
+            model.tokenizer = _tokenizer(settings.model.tokenizer, task.alphabet)
         return model
-    policy = build_policy(settings, plan, task)
+    policy = build_policy(settings, plan, task.alphabet)
     weights = policy.master_weights()
     return ScalarModel.with_new_head(policy.config, weights, plan, policy.device, policy.tokenizer)
 
@@ -259,8 +267,8 @@ def model_config_dict(settings: Settings) -> dict[str, Any]:
     return contents
 
 
-def _tokenizer(name: str, task: Task) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of model.tokenizer."""
-    if name != "characters":
+def _tokenizer(name: str, alphabet: str | None) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of model.tokenizer, one of characters with an alphabet."""
+    if name != CHARACTERS:
         return hf.load_tokenizer(name)
-    return character_tokenizer() if task.alphabet is None else character_tokenizer(task.alphabet)
+    return character_tokenizer() if alphabet is None else character_tokenizer(alphabet)

@@ -16,6 +16,7 @@ from jetrl.errors import NonFiniteError
 from jetrl.memory.out_of_memory import is_out_of_memory
 from jetrl.models.model import Model
 from jetrl.models.policy import Policy
+from jetrl.models.tiny_tokenizers import alphabet_of
 from jetrl.rollout.sequence import NonFiniteLogits
 from jetrl.runs import RunDirectory
 from jetrl.session.checkpoints import RunCheckpoints
@@ -141,8 +142,16 @@ class NonFiniteReports:
 
     def _facts(self, kind: Kind, step: int, update: int, what: str, first: str) -> Facts:
         """Return the facts of a reproduction of this run."""
-        seed = self._settings.run.seed
-        return Facts(kind, step, update, what, first, seed, str(self._policy.device))
+        return Facts(
+            kind=kind,
+            step=step,
+            update=update,
+            what=what,
+            first=first,
+            seed=self._settings.run.seed,
+            device=str(self._policy.device),
+            alphabet=alphabet_of(self._policy.tokenizer),
+        )
 
     def _keep(self, facts: Facts, write: Callable[..., None]) -> str:
         """Write a reproduction if the run has not too many; return what is known, in words."""

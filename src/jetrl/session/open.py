@@ -104,7 +104,7 @@ def open_context(settings: Settings, stack: contextlib.ExitStack) -> RunContext:
     max_turns = turns_of(task, task_settings.max_turns)
     began = time.monotonic()
     with explained("loading the model", _ADVICE):
-        policy = build_policy(settings, plan, task)
+        policy = build_policy(settings, plan, task.alphabet)
         load_s = time.monotonic() - began
         proof_s = require_exact(policy)
 

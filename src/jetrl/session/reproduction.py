@@ -61,6 +61,7 @@ class Facts:
         seed: run.seed, which all draws are made from.
         device: The device of the run.
         format: The version of the format.
+        alphabet: The characters of a tokenizer of single characters; None for others.
     """
 
     kind: Kind
@@ -71,6 +72,7 @@ class Facts:
     seed: int
     device: str
     format: int = FORMAT
+    alphabet: str | None = None
 
 
 @dataclass(frozen=True)
@@ -167,7 +169,7 @@ def replay(path: Path, preset: str | None = None, device: str | None = None) -> 
         if preset is None
         else PrecisionPlan.preset(preset)
     )
-    policy = policy_of_masters(settings, plan, folder / MASTERS)
+    policy = policy_of_masters(settings, plan, folder / MASTERS, facts.alphabet)
     if facts.kind == "sampling":
         tokens = _token_ids(folder)
         with watch(policy) as operations:

@@ -21,6 +21,7 @@ from typing import Any
 from jetrl.errors import UserError
 from jetrl.tasks.base import Task
 from jetrl.tasks.messages import nearest
+from jetrl.users_code import check_trusted
 
 _MODULES = "jetrl_user_task_"  # start of the names of users' modules in sys.modules
 _FIXED_SOURCES: dict[str, bytes] = {}
@@ -117,6 +118,7 @@ def _load_module(file: Path, label: str) -> ModuleType:
         file: The user's file.
         label: What an error message calls a file that cannot be read.
     """
+    check_trusted(file)
     file = file.resolve()
     source = _read_source(file, label)
     module_name = f"{_MODULES}{file.stem}_{zlib.crc32(str(file).encode()):x}"

@@ -4,7 +4,8 @@
         masters.safetensors     the float32 master weights, by internal name
         optimizer.safetensors   AdamW's moments, by master weight
         NAME.safetensors        tensors of other parts of the run, if it has any
-        state.json              format, step, updates, plan, model, score, and what the loop added
+        state.json              format, step, updates, plan, model, alphabet of a tokenizer of
+                                characters, score, and what the loop added
         manifest.json           size and SHA-256 of each of the other files
 
 A checkpoint is written into a folder whose name starts with a dot, every file is flushed to the
@@ -33,6 +34,7 @@ import torch
 from jetrl.errors import StorageError, UserError
 from jetrl.files import checked, read_json
 from jetrl.models.hf_files import load_tensors, sync
+from jetrl.models.tiny_tokenizers import alphabet_of
 from jetrl.training.checkpoint_files import (
     as_json,
     differences,
@@ -188,6 +190,7 @@ class Checkpoints:
             "num_updates": optimizer.num_updates,
             "plan": policy.plan.to_dict(),
             "model": _model_dict(policy),
+            "alphabet": alphabet_of(policy.tokenizer),
             "score": score,
             "extra": dict(extra),
         }
@@ -311,6 +314,17 @@ class Checkpoints:
         if problem is not None:
             raise UserError(f"checkpoint {path} is damaged: {problem}; use another one")
         cls._state(path)
+
+    @classmethod
+    def alphabet(cls, path: Path) -> str | None:
+        """Return the alphabet of an undamaged checkpoint, whose tokenizer is one of characters.
+
+        Returns:
+            None where the tokenizer is another one, or the checkpoint of a version that did not
+            store the alphabet.
+        """
+        alphabet: str | None = cls._state(path).get("alphabet")
+        return alphabet
 
     @classmethod
     def _problem(cls, path: Path) -> str | None:

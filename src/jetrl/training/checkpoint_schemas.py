@@ -46,6 +46,8 @@ class State(Stored):
         model: The model's configuration.
         score: The score of the step; None without one.
         extra: JSON values of the run (`session.stored_states`).
+        alphabet: The characters of a tokenizer of single characters; None for other tokenizers, and
+            of checkpoints that were written before it was stored.
     """
 
     format: Count
@@ -55,6 +57,7 @@ class State(Stored):
     model: dict[str, Any]
     score: float | None
     extra: dict[str, Any]
+    alphabet: str | None = None
 
 
 MANIFEST = TypeAdapter(dict[FileName, Fingerprint])

@@ -22,6 +22,7 @@ from jetrl.memory.out_of_memory import is_out_of_memory
 from jetrl.settings.algorithms import USERS, Algorithm
 from jetrl.training.advantages import Advantages, StepRewards
 from jetrl.training.objectives.tokens import TokenLoss, Tokens
+from jetrl.users_code import check_trusted
 
 
 def load_algorithm(name: str) -> Algorithm:
@@ -36,6 +37,7 @@ def load_algorithm(name: str) -> Algorithm:
     """
     path, _, member = name.rpartition(":")
     file = Path(path)
+    check_trusted(file)
     if not file.is_file():
         raise UserError(
             f"algorithm.name = {name}: no such file (paths start at the working folder)"
