@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from transformers import LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    LlamaConfig,
+    MistralConfig,
+    Phi3Config,
+    Qwen2Config,
+    Qwen3Config,
+    SmolLM3Config,
+)
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from jetrl.errors import UserError
 from jetrl.models.families import (
+    FAMILIES,
     ModelConfig,
-    RopeScaling,
     inverse_frequencies,
     num_parameters,
     parameter_shapes,
 )
+from jetrl.models.rope import RopeScaling, YarnScaling
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -27,9 +35,8 @@ LLAMA3 = {
 
 def config_json(family: str = "qwen3", **changes: object) -> dict[str, object]:
     """A small transformers 4 config.json; a change to None removes the key."""
-    architecture = {"qwen3": "Qwen3", "qwen2": "Qwen2", "llama": "Llama"}[family]
     config: dict[str, object] = {
-        "architectures": [f"{architecture}ForCausalLM"],
+        "architectures": [FAMILIES[family].architecture],
         "model_type": family,
         "vocab_size": 100,
         "hidden_size": 64,
@@ -51,7 +58,14 @@ def config_json(family: str = "qwen3", **changes: object) -> dict[str, object]:
 
 @pytest.mark.parametrize(
     "family, qkv_bias, qk_norm",
-    [("qwen3", False, True), ("qwen2", True, False), ("llama", False, False)],
+    [
+        ("qwen3", False, True),
+        ("qwen2", True, False),
+        ("llama", False, False),
+        ("mistral", False, False),
+        ("smollm3", False, False),
+        ("phi3", False, False),
+    ],
 )
 def test_each_family_has_its_switches(family: str, qkv_bias: bool, qk_norm: bool) -> None:
     config = ModelConfig.from_hf(config_json(family))
@@ -96,12 +110,109 @@ def test_rope_of_transformers_4_and_5_read_the_same() -> None:
     assert ModelConfig.from_hf(plain) == ModelConfig.from_hf(config_json())
 
 
-@pytest.mark.parametrize("config_class", [LlamaConfig, Qwen2Config, Qwen3Config])
-def test_configs_that_transformers_writes_are_read(config_class: type) -> None:
-    theirs = config_class(rope_theta=3e4, num_hidden_layers=3)
+THEIRS = {
+    "llama": LlamaConfig,
+    "qwen2": Qwen2Config,
+    "qwen3": Qwen3Config,
+    "mistral": MistralConfig,
+    "smollm3": SmolLM3Config,
+    "phi3": Phi3Config,
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_configs_that_transformers_writes_are_read(family: str) -> None:
+    window = {"sliding_window": None} if family == "mistral" else {}
+    theirs = THEIRS[family](rope_theta=3e4, num_hidden_layers=3, **window)
     config = ModelConfig.from_hf(theirs.to_dict())
     assert (config.rope_theta, config.num_layers) == (3e4, 3)
-    assert config.head_dim == getattr(theirs, "head_dim", 4096 // 32)
+    head_dim = getattr(theirs, "head_dim", theirs.hidden_size // theirs.num_attention_heads)
+    assert config.head_dim == head_dim
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_absent_norm_epsilon_and_theta_are_those_of_transformers(family: str) -> None:
+    absent = config_json(family, rms_norm_eps=None, rope_theta=None, hidden_act="swish")
+    theirs = THEIRS[family]()
+    config = ModelConfig.from_hf(absent)
+    assert config.rms_norm_eps == theirs.rms_norm_eps
+    assert config.rope_theta == theirs.rope_parameters["rope_theta"]
+
+
+@pytest.mark.parametrize(
+    "changes, without",
+    [
+        ({}, {3, 7}),
+        ({"no_rope_layer_interval": 3}, {2, 5}),
+        ({"no_rope_layers": [0, 1, 1, 0, 1, 1, 1, 1, 0]}, {0, 3}),
+    ],
+)
+def test_smollm3_has_layers_without_rotary_positions(
+    changes: dict[str, object], without: set[int]
+) -> None:
+    raw = config_json("smollm3", num_hidden_layers=8, **changes)
+    assert ModelConfig.from_hf(raw).layers_without_rope == without
+    theirs = SmolLM3Config(num_hidden_layers=8, **changes).no_rope_layers[:8]
+    assert {index for index, rotated in enumerate(theirs) if not rotated} == without
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"factor": 8.0, "beta_fast": 16, "beta_slow": 2},
+        {"attention_factor": 1.25, "truncate": False},
+        {"mscale": 1.0, "mscale_all_dim": 0.5},
+        {"original_max_position_embeddings": 8},  # both bounds at the same pair
+    ],
+    ids=lambda changes: ",".join(changes) or "plain",
+)
+def test_yarn_is_that_of_transformers(changes: dict[str, object]) -> None:
+    rope = {**YARN, **changes}
+    theirs = Qwen3Config(
+        head_dim=128, rope_theta=1e6, rope_scaling=rope, max_position_embeddings=131072
+    )
+    expected, attention_factor = ROPE_INIT_FUNCTIONS["yarn"](theirs)
+    config = ModelConfig.from_hf(config_json(head_dim=128, rope_scaling=rope))
+    assert isinstance(config.rope_scaling, YarnScaling)
+    assert config.rope_scaling.attention_factor == attention_factor
+    # one rounding more than llama3: the blend's weight
+    np.testing.assert_allclose(
+        inverse_frequencies(config), expected.numpy(), rtol=_FLOAT32_TOLERANCE + 2.0**-24
+    )
+
+
+def test_a_yarn_factor_that_transformers_does_not_read_is_said(caplog) -> None:
+    config = ModelConfig.from_hf(config_json(rope_scaling=YARN | {"attn_factor": 0.8782488562}))
+    assert config == ModelConfig.from_hf(config_json(rope_scaling=YARN))
+    assert "attn_factor = 0.8782488562 is not read" in caplog.text
+
+
+def test_a_window_as_long_as_the_context_is_none() -> None:
+    assert ModelConfig.from_hf(config_json("phi3", sliding_window=512)).family == "phi3"
+    assert ModelConfig.from_hf(config_json("mistral", sliding_window=None)).family == "mistral"
+    with pytest.raises(UserError, match="sliding_window = 511 is below"):
+        ModelConfig.from_hf(config_json("mistral", sliding_window=511))
+    assert ModelConfig.from_hf(config_json("qwen2", sliding_window=4)).family == "qwen2"
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"},
+         "nearest family is qwen3, but it has mixtures of experts; supported: qwen3"),
+        ({"architectures": None, "model_type": "gemma2"}, "nearest family is llama, but.*GeGLU"),
+        ({"architectures": None, "model_type": "mistral3"}, "nearest family is mistral.*images"),
+        ({"architectures": None, "model_type": "bert"}, "'bert' is not supported; supported"),
+    ],
+    ids=["moe", "gemma2", "mistral3", "bert"],
+)  # fmt: skip
+def test_what_is_refused_names_the_nearest_family(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        ModelConfig.from_hf(config_json(**changes))
 
 
 # transformers computes in float32: theta ** (2 i / d) is exp(x log theta) with log theta < 14, so
@@ -159,7 +270,7 @@ def test_parameter_count(tied: bool) -> None:
     "changes, message",
     [
         ({"architectures": ["GemmaForCausalLM"]}, "GemmaForCausalLM.*supported: qwen3"),
-        ({"architectures": None, "model_type": "mixtral"}, "'mixtral'.*LlamaForCausalLM"),
+        ({"architectures": None, "model_type": "mixtral"}, "'mixtral'.*nearest family is mistral"),
         ({"architectures": None, "model_type": None}, "no model_type and no architectures"),
         ({"model_type": "llama"}, "Qwen3ForCausalLM .model_type llama"),
         ({"hidden_size": None}, "hidden_size is missing"),
@@ -167,7 +278,6 @@ def test_parameter_count(tied: bool) -> None:
         ({"intermediate_size": None}, "intermediate_size is missing"),
         ({"num_hidden_layers": None}, "num_hidden_layers is missing"),
         ({"num_attention_heads": None}, "num_attention_heads is missing"),
-        ({"rms_norm_eps": None}, "rms_norm_eps is missing"),
         ({"max_position_embeddings": None}, "max_position_embeddings is missing"),
         ({"hidden_size": "64"}, "hidden_size = '64': a whole number"),
         ({"num_hidden_layers": 0}, "num_hidden_layers = 0"),
@@ -182,7 +292,9 @@ def test_parameter_count(tied: bool) -> None:
         ({"attention_bias": True}, "attention_bias is true"),
         ({"mlp_bias": True}, "mlp_bias is true"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
-        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope type 'yarn'.*llama3"),
+        ({"rope_scaling": {"type": "longrope"}}, "rope type 'longrope'.*llama3.*yarn"),
+        ({"rope_scaling": {"type": "yarn"}}, "yarn.: factor is missing"),
+        ({"rope_scaling": YARN | {"beta_fast": 1.0}}, "beta_fast must be larger than beta_slow"),
         ({"rope_parameters": {"rope_type": "linear", "factor": 4.0}}, "rope type 'linear'"),
         ({"rope_scaling": LLAMA3 | {"factor": None}}, "llama3.*factor is missing"),
         ({"rope_scaling": LLAMA3 | {"high_freq_factor": 1.0}}, "high_freq_factor must be larger"),

@@ -41,7 +41,7 @@ def our_config(family: str = "qwen3", tied: bool = False, **sizes: Any) -> Model
 def their_model(family: str, tied: bool = False) -> PreTrainedModel:
     """A random model of transformers, biases and norms included."""
     torch.manual_seed(0)
-    config = AutoConfig.for_model(family, **SIZES, tie_word_embeddings=tied)
+    config = AutoConfig.for_model(family, **SIZES, tie_word_embeddings=tied, pad_token_id=None)
     model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -92,9 +92,12 @@ def test_round_trip_with_transformers(family: str, tied: bool, shard: str, tmp_p
         parameter_shapes(config)
     )
     attention, mlp = "model.layers.1.self_attn", "model.layers.1.mlp"
-    stacked = torch.cat([theirs[f"{attention}.{part}_proj.weight"] for part in "qkv"])
+    # Phi-3 keeps what we stack in one tensor each.
+    parts = {"qkv": ["qkv"], "mlp": ["gate_up"]} if family == "phi3" else {}
+    heads, halves = parts.get("qkv", ["q", "k", "v"]), parts.get("mlp", ["gate", "up"])
+    stacked = torch.cat([theirs[f"{attention}.{part}_proj.weight"] for part in heads])
     assert torch.equal(weights["layers.1.qkv.weight"], stacked)
-    gate_up = torch.cat([theirs[f"{mlp}.{part}_proj.weight"] for part in ("gate", "up")])
+    gate_up = torch.cat([theirs[f"{mlp}.{part}_proj.weight"] for part in halves])
     assert torch.equal(weights["layers.1.gate_up.weight"], gate_up)
     if config.qkv_bias:
         biases = torch.cat([theirs[f"{attention}.{part}_proj.bias"] for part in "qkv"])

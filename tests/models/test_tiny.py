@@ -262,7 +262,7 @@ def test_sizes_reach_config_json(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"family": "gpt2"}, "family 'gpt2': one of qwen3, qwen2, llama"),
+        ({"family": "gpt2"}, "family 'gpt2': one of qwen3, qwen2, llama, mistral, smollm3, phi3"),
         ({"tokenizer": "words"}, "tokenizer 'words': one of characters, bpe"),
         ({"tokenizer": "bpe"}, "at least one text file"),
         ({"text_files": ["a.txt"]}, "'characters' takes none"),

@@ -10,10 +10,16 @@ import torch
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
 )
 
 from jetrl import Policy
@@ -37,12 +43,23 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+NO_PAD: dict[str, Any] = {"pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2}
 MODELS = {
     "qwen3": (Qwen3ForCausalLM, Qwen3Config(**SIZES, head_dim=32, tie_word_embeddings=False)),
     "qwen3-tied": (Qwen3ForCausalLM, Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=True)),
     "qwen2-bias": (Qwen2ForCausalLM, Qwen2Config(**SIZES, tie_word_embeddings=True)),
     "llama": (LlamaForCausalLM, LlamaConfig(**SIZES)),
     "llama3-rope": (LlamaForCausalLM, LlamaConfig(**SIZES, rope_parameters=LLAMA3_ROPE)),
+    "qwen3-yarn": (Qwen3ForCausalLM, Qwen3Config(**SIZES, head_dim=32, rope_parameters=YARN_ROPE)),
+    "mistral": (MistralForCausalLM, MistralConfig(**SIZES, head_dim=32, sliding_window=None)),
+    "smollm3": (SmolLM3ForCausalLM, SmolLM3Config(**SIZES, no_rope_layer_interval=2, **NO_PAD)),
+    "phi4": (Phi3ForCausalLM, Phi3Config(**SIZES, rope_theta=250000.0, **NO_PAD)),
 }
 
 
@@ -73,7 +90,7 @@ def test_logits_agree_with_transformers(name: str, tmp_path: Path) -> None:
         ours = policy.decoder.logits(hidden, "train").split(lengths)
         theirs = [model(s[None]).logits[0] for s in sequences]
     for a, b in zip(ours, theirs, strict=True):
-        assert (a - b).norm() <= 1e-4 * b.norm()
+        assert (a - b).norm() <= 1e-5 * b.norm()
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -85,7 +102,7 @@ def test_logprobs_agree_with_transformers(name: str, tmp_path: Path) -> None:
         (ours,) = policy.logprobs([sequence.tolist()], temperature=0.8)
         logits = model(sequence[None]).logits[0, :-1] / 0.8
         theirs = logits.log_softmax(-1).gather(-1, sequence[1:, None])[:, 0]
-    assert (ours - theirs).norm() <= 1e-4 * theirs.norm()
+    assert (ours - theirs).norm() <= 1e-5 * theirs.norm()
 
 
 def test_gradients_agree_with_transformers(tmp_path: Path) -> None:

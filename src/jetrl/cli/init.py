@@ -15,7 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("out", metavar="OUT", help="the directory to write")
     parser.add_argument(
         "--family",
-        choices=("qwen3", "qwen2", "llama"),
+        choices=("qwen3", "qwen2", "llama", "mistral", "smollm3", "phi3"),
         default="qwen3",
         help="shape of the decoder",
     )

@@ -11,16 +11,20 @@ import torch
 from torch import Tensor
 
 
-def rotary_table(inverse_frequencies: np.ndarray, max_positions: int) -> Tensor:
+def rotary_table(
+    inverse_frequencies: np.ndarray, max_positions: int, attention_factor: float = 1.0
+) -> Tensor:
     """Return the cosines and sines of all positions, float32 [max_positions, 2, D/2].
 
     Args:
         inverse_frequencies: float64 [D/2], radians a position.
         max_positions: positions from 0 on.
+        attention_factor: What cosines and sines are multiplied by (YaRN).
     """
     # In float64, rounded once at the end: an angle grows to thousands of turns.
     angles = np.outer(np.arange(max_positions, dtype=np.float64), inverse_frequencies)
-    return torch.from_numpy(np.stack([np.cos(angles), np.sin(angles)], axis=1).astype(np.float32))
+    table = np.stack([np.cos(angles), np.sin(angles)], axis=1)
+    return torch.from_numpy((attention_factor * table).astype(np.float32))
 
 
 def rotary(x: Tensor, positions: Tensor, table: Tensor) -> Tensor:

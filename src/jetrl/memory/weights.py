@@ -44,7 +44,8 @@ def quantized_bytes(
         return {"fp8": elements + scales, "bf16": 2 * elements, "fp32": 0}[format]
 
     lm_head = "embed.weight" if config.tie_word_embeddings else "lm_head.weight"
-    total = 4 * config.max_position_embeddings * config.head_dim
+    tables = 2 if config.layers_without_rope else 1  # rotary positions, and angles of zero
+    total = tables * 4 * config.max_position_embeddings * config.head_dim
     wide = 4 if plan.rest == "fp32" else 2
     for name, shape in parameter_shapes(config).items():
         parts = name.split(".")

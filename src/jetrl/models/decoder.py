@@ -1,4 +1,4 @@
-"""The decoder of Qwen3, Qwen2/2.5 and Llama 3, on a flat list of tokens.
+"""The decoder of Qwen3, Qwen2.5, Llama 3 and their like (families.py), on a flat list of tokens.
 
     x = embed(tokens)
     for each layer:
@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import copy
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -141,8 +142,14 @@ class Decoder(nn.Module):
             head = weights.quantized("lm_head", embedding, formats)
             self.lm_head = Linear(head, None, plan, torch.float32, weights.gradients)
         weights.check_complete()
-        table = rotary_table(inverse_frequencies(config), config.max_position_embeddings)
+        scaling, context = config.rope_scaling, config.max_position_embeddings
+        factor = 1.0 if scaling is None else scaling.attention_factor
+        table = rotary_table(inverse_frequencies(config), context, factor)
         self.register_buffer("rotary_table", table.to(weights.device), persistent=False)
+        # A layer without rotary positions turns by angles of zero, which changes no bit.
+        if config.layers_without_rope:
+            still = rotary_table(np.zeros(config.head_dim // 2), context)
+            self.register_buffer("still_table", still.to(weights.device), persistent=False)
 
     def move(self, device: torch.device) -> None:
         """Put a frozen decoder's weights on a device: every storage is copied once, with layout."""
@@ -162,6 +169,8 @@ class Decoder(nn.Module):
         for parameter in self.parameters():
             parameter.data = moved(parameter.data)
         self.rotary_table: Tensor = moved(self.rotary_table)
+        if self.config.layers_without_rope:
+            self.still_table: Tensor = moved(self.still_table)
 
     def first_layers(self, count: int) -> Decoder:
         """Return this decoder cut to its first `count` layers, sharing all weights."""
@@ -192,7 +201,9 @@ class Decoder(nn.Module):
         delta = None
         for layer in self.layers:
             last = layer is self.layers[-1]
-            arguments = (x, delta, positions, self.rotary_table, kv, side, self.trace, last)
+            rotated = layer.index not in self.config.layers_without_rope
+            table = self.rotary_table if rotated else self.still_table
+            arguments = (x, delta, positions, table, kv, side, self.trace, last)
             x, delta = (
                 checkpoint(layer, *arguments, use_reentrant=False, preserve_rng_state=False)
                 if checkpoint_layers

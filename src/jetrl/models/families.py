@@ -1,17 +1,21 @@
-"""The model families as data: what one decoder needs to know to be Qwen3, Qwen2/2.5 or Llama 3.
+"""The model families as data: what one decoder needs to know to be Qwen3, Llama 3, Mistral, ...
 
-All three are the same pre-norm decoder with grouped-query attention, rotary positions and SwiGLU.
-What differs is three switches, read from a Hugging Face config.json:
+All of them are the same pre-norm decoder with grouped-query attention, rotary positions and SwiGLU.
+What differs is read from a Hugging Face config.json:
 
-    family   QKV bias   norm on Q and K heads   rotary scaling
-    qwen3    no         yes                     none or llama3
-    qwen2    yes        no                      none or llama3
-    llama    no         no                      none or llama3
+    family    QKV bias   norm on Q and K heads   rotary positions        stored
+    qwen3     no         yes                     in every layer          apart
+    qwen2     yes        no                      in every layer          apart
+    llama     no         no                      in every layer          apart
+    mistral   no         no                      in every layer          apart
+    smollm3   no         no                      not in every 4th layer  apart
+    phi3      no         no                      in every layer          QKV, gate and up together
 
-A config.json that asks for something this decoder does not compute (another architecture, a
-sliding window, YaRN, an attention bias, another activation) is refused here, at start, by name: a
-model that loads is a model whose numbers are right. Keys that only matter to dropout, caching or
-initialisation are ignored. No torch in this file.
+Rotary frequencies may be stretched by the llama3 or the YaRN rule (rope.py). A config.json that
+asks for something this decoder does not compute (another architecture, a sliding window, an
+attention bias, another activation) is refused here, at start, by name, with the family that is
+nearest: a model that loads is a model whose numbers are right. Keys that only matter to dropout,
+caching or initialisation are ignored. No torch in this file.
 """
 
 from __future__ import annotations
@@ -25,40 +29,80 @@ from typing import Any, Literal
 import numpy as np
 
 from jetrl.errors import UserError
+from jetrl.models.config_values import flag, integer, positive
+from jetrl.models.rope import (
+    DEFAULT_THETA,
+    Scaling,
+    frequencies_of,
+    read_rope,
+)
 
-# By family: the entry in architectures, has a QKV bias, has norms on Q and K heads.
-FAMILIES: dict[str, tuple[str, bool, bool]] = {
-    "qwen3": ("Qwen3ForCausalLM", False, True),
-    "qwen2": ("Qwen2ForCausalLM", True, False),
-    "llama": ("LlamaForCausalLM", False, False),
+
+@dataclass(frozen=True)
+class Family:
+    """The switches and defaults that the models of one family have in common.
+
+    Attributes:
+        architecture: The entry of config.json's `architectures`.
+        qkv_bias: Whether the linear layer of Q, K and V has a bias.
+        qk_norm: Whether query and key heads are normalised.
+        fused: Whether a checkpoint keeps Q, K and V in one tensor, and gate and up in another.
+        rms_norm_eps: The epsilon of norms where config.json names none, as in transformers.
+        rope_theta: The base of the rotary frequencies where config.json names none.
+        window_in_use: Whether a `sliding_window` is in use without `use_sliding_window`.
+    """
+
+    architecture: str
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    fused: bool = False
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = DEFAULT_THETA
+    window_in_use: bool = False
+
+
+FAMILIES: dict[str, Family] = {
+    "qwen3": Family("Qwen3ForCausalLM", qk_norm=True),
+    "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True),
+    "llama": Family("LlamaForCausalLM"),
+    "mistral": Family("MistralForCausalLM", window_in_use=True),
+    "smollm3": Family("SmolLM3ForCausalLM", rope_theta=2000000.0),
+    "phi3": Family("Phi3ForCausalLM", fused=True, rms_norm_eps=1e-5, window_in_use=True),
+}
+_EXPERTS, _IMAGES = "it has mixtures of experts", "it reads images"
+# By model_type of what is refused: the family that is nearest, and what that one lacks.
+_NEAREST = {
+    "qwen3_moe": ("qwen3", _EXPERTS),
+    "qwen3_next": ("qwen3", "it has linear attention and mixtures of experts"),
+    "qwen3_vl": ("qwen3", _IMAGES),
+    "qwen2_moe": ("qwen2", _EXPERTS),
+    "qwen2_vl": ("qwen2", _IMAGES),
+    "qwen2_5_vl": ("qwen2", _IMAGES),
+    "llama4": ("llama", _EXPERTS),
+    "mllama": ("llama", _IMAGES),
+    "mixtral": ("mistral", _EXPERTS),
+    "mistral3": ("mistral", _IMAGES),
+    "ministral3": ("mistral", "it scales queries by their position"),
+    "phi": ("phi3", "its norms are LayerNorms, and only part of a head is rotated"),
+    "phimoe": ("phi3", _EXPERTS),
+    "phi4_multimodal": ("phi3", _IMAGES),
+    "seed_oss": ("qwen2", "its attention output may have a bias"),
+    "granite": ("llama", "it multiplies embeddings, residuals, scores and logits"),
+    "olmo2": ("llama", "its norms stand behind attention and feed-forward"),
+    "olmo3": ("llama", "its norms stand behind attention and feed-forward"),
+    "gemma": ("llama", "its feed-forward is GeGLU, and its norms add 1 to their weights"),
+    "gemma2": ("llama", "its feed-forward is GeGLU, and it caps its logits"),
+    "gemma3_text": ("llama", "its feed-forward is GeGLU, and most of its layers have windows"),
+    "deepseek_v3": ("llama", "it has latent attention and mixtures of experts"),
+    "gpt_oss": ("llama", "it has mixtures of experts, windows and attention sinks"),
+    "glm4": ("llama", "only part of a head is rotated, and it has more norms"),
 }
 Head = Literal["lm", "score"]
 """What the decoder ends in: logits of tokens (ForCausalLM), or one number
 (ForSequenceClassification with one label)."""
 
 _LM, _SCORE = "ForCausalLM", "ForSequenceClassification"  # endings of an architecture's name
-_DEFAULT_THETA = 10000.0  # of every family here when config.json names none, as in transformers
 _QWEN3_HEAD_DIM = 128  # of Qwen3 when config.json names none, as in transformers
-
-
-@dataclass(frozen=True)
-class RopeScaling:
-    """The llama3 rule (Llama 3.1), which stretches rotary positions to a longer context.
-
-    Slow frequencies are divided by `factor`, fast ones are kept, and those between the two
-    wavelength bounds are interpolated.
-
-    Attributes:
-        factor: What slow frequencies are divided by.
-        low_freq_factor: Frequencies of fewer turns in the original context are slow.
-        high_freq_factor: Frequencies of more turns in the original context are fast.
-        original_max_position_embeddings: The original context, in tokens.
-    """
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_position_embeddings: int
 
 
 @dataclass(frozen=True)
@@ -78,7 +122,7 @@ class ModelConfig:
         head_dim: Elements of a head.
         rms_norm_eps: The epsilon of every norm.
         rope_theta: The base of the rotary frequencies.
-        rope_scaling: The llama3 rule, or None.
+        rope_scaling: The llama3 or YaRN rule, or None.
         tie_word_embeddings: Whether lm_head is the embedding.
         qkv_bias: Whether the linear layer of Q, K and V has a bias.
         qk_norm: Whether query and key heads are normalised.
@@ -87,6 +131,7 @@ class ModelConfig:
             them (`jetrl.models.hf.eos_token_ids`).
         raw: The config.json that the config was read from.
         head: What the decoder ends in.
+        layers_without_rope: The layers that do not rotate queries and keys.
     """
 
     family: str
@@ -99,7 +144,7 @@ class ModelConfig:
     head_dim: int
     rms_norm_eps: float
     rope_theta: float
-    rope_scaling: RopeScaling | None
+    rope_scaling: Scaling | None
     tie_word_embeddings: bool
     qkv_bias: bool
     qk_norm: bool
@@ -107,11 +152,12 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     raw: Mapping[str, Any] = field(repr=False, compare=False)
     head: Head = "lm"
+    layers_without_rope: frozenset[int] = frozenset()
 
     @property
     def architecture(self) -> str:
         """The entry of config.json's `architectures`."""
-        causal = FAMILIES[self.family][0]
+        causal = FAMILIES[self.family].architecture
         return causal if self.head == "lm" else causal.removesuffix(_LM) + _SCORE
 
     def with_scalar_head(self) -> ModelConfig:
@@ -128,59 +174,44 @@ class ModelConfig:
         """
         family, head = _family(config)
         _refuse_unsupported(config, family)
-        _, qkv_bias, qk_norm = FAMILIES[family]
-        hidden_size = _integer(config, "hidden_size")
-        num_heads = _integer(config, "num_attention_heads")
-        num_kv_heads = _integer(config, "num_key_value_heads", num_heads)
+        shared = FAMILIES[family]
+        hidden_size = integer(config, "hidden_size")
+        num_heads = integer(config, "num_attention_heads")
+        num_kv_heads = integer(config, "num_key_value_heads", num_heads)
         if num_heads % num_kv_heads:
             raise UserError(
                 f"config.json: num_attention_heads = {num_heads} is not a multiple of "
                 f"num_key_value_heads = {num_kv_heads}"
             )
-        max_position_embeddings = _integer(config, "max_position_embeddings")
-        rope_theta, rope_scaling = _rope(config, max_position_embeddings)
+        max_position_embeddings = integer(config, "max_position_embeddings")
+        rope_theta, rope_scaling = read_rope(config, max_position_embeddings, shared.rope_theta)
+        num_layers = integer(config, "num_hidden_layers")
         return cls(
             family=family,
-            vocab_size=_integer(config, "vocab_size"),
+            vocab_size=integer(config, "vocab_size"),
             hidden_size=hidden_size,
-            intermediate_size=_integer(config, "intermediate_size"),
-            num_layers=_integer(config, "num_hidden_layers"),
+            intermediate_size=integer(config, "intermediate_size"),
+            num_layers=num_layers,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=_head_dim(config, family, hidden_size, num_heads),
-            rms_norm_eps=_positive(config, "rms_norm_eps"),
+            rms_norm_eps=positive(config, "rms_norm_eps", default=shared.rms_norm_eps),
             rope_theta=rope_theta,
             rope_scaling=rope_scaling,
-            tie_word_embeddings=head == "lm" and _flag(config, "tie_word_embeddings"),
-            qkv_bias=qkv_bias,
-            qk_norm=qk_norm,
+            tie_word_embeddings=head == "lm" and flag(config, "tie_word_embeddings"),
+            qkv_bias=shared.qkv_bias,
+            qk_norm=shared.qk_norm,
             max_position_embeddings=max_position_embeddings,
             eos_token_ids=token_ids(config.get("eos_token_id"), "config.json: eos_token_id"),
             raw=dict(config),
             head=head,
+            layers_without_rope=_layers_without_rope(config, family, num_layers),
         )
 
 
 def inverse_frequencies(config: ModelConfig) -> np.ndarray:
-    """Return the rotary inverse frequencies, radians a position: float64 [head_dim / 2].
-
-    Pair i of a head turns by `position * f[i]`, f[i] = theta ** (-2 i / head_dim), with the llama3
-    scaling where the config has it (the rule of transformers' ROPE_INIT_FUNCTIONS["llama3"]).
-    """
-    exponents = np.arange(0, config.head_dim, 2, dtype=np.float64) / config.head_dim
-    frequencies = 1.0 / config.rope_theta**exponents
-    scaling = config.rope_scaling
-    if scaling is None:
-        return frequencies
-    context = scaling.original_max_position_embeddings
-    wavelengths = 2 * math.pi / frequencies
-    slow = wavelengths > context / scaling.low_freq_factor
-    fast = wavelengths < context / scaling.high_freq_factor
-    keep = (context / wavelengths - scaling.low_freq_factor) / (
-        scaling.high_freq_factor - scaling.low_freq_factor
-    )
-    between = (1 - keep) * frequencies / scaling.factor + keep * frequencies
-    return np.where(slow, frequencies / scaling.factor, np.where(fast, frequencies, between))
+    """Return the rotary inverse frequencies of a model, radians a position: [head_dim / 2]."""
+    return frequencies_of(config.head_dim, config.rope_theta, config.rope_scaling)
 
 
 def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -233,12 +264,12 @@ def token_ids(value: Any, where: str) -> tuple[int, ...]:
 
 def _family(config: Mapping[str, Any]) -> tuple[str, Head]:
     """Return the family and the head that config.json names, by architecture or model_type."""
-    supported = ", ".join(f"{name} ({entry[0]})" for name, entry in FAMILIES.items())
+    supported = ", ".join(f"{name} ({entry.architecture})" for name, entry in FAMILIES.items())
     model_type = config.get("model_type")
     architectures = config.get("architectures") or []
     if model_type is None and not architectures:
         raise UserError(f"config.json: no model_type and no architectures; supported: {supported}")
-    by_architecture = {entry[0]: name for name, entry in FAMILIES.items()}
+    by_architecture = {entry.architecture: name for name, entry in FAMILIES.items()}
     if architectures:
         architecture = str(architectures[0])
         scores = architecture.endswith(_SCORE)
@@ -247,16 +278,23 @@ def _family(config: Mapping[str, Any]) -> tuple[str, Head]:
         if family is None or model_type not in (None, family):
             raise UserError(
                 f"config.json: architecture {architecture} (model_type {model_type}) is not "
-                f"supported; supported: {supported}"
+                f"supported{_nearest(model_type)}; supported: {supported}"
             )
         if scores:
             _check_one_label(config)
         return family, "score" if scores else "lm"
     if model_type not in FAMILIES:
         raise UserError(
-            f"config.json: model_type {model_type!r} is not supported; supported: {supported}"
+            f"config.json: model_type {model_type!r} is not supported{_nearest(model_type)}; "
+            f"supported: {supported}"
         )
     return str(model_type), "lm"
+
+
+def _nearest(model_type: object) -> str:
+    """Return the words that name the family nearest to a refused one; "" where none is near."""
+    near = _NEAREST.get(str(model_type))
+    return f": the nearest family is {near[0]}, but {near[1]}" if near else ""
 
 
 def _check_one_label(config: Mapping[str, Any]) -> None:
@@ -272,10 +310,17 @@ def _check_one_label(config: Mapping[str, Any]) -> None:
 
 def _refuse_unsupported(config: Mapping[str, Any], family: str) -> None:
     """Raise for an option of config.json that this decoder does not compute."""
-    if _flag(config, "use_sliding_window"):
+    if flag(config, "use_sliding_window"):
         raise UserError(
             "config.json: use_sliding_window is true, and sliding-window attention is not "
             "supported; set it to false if full attention is meant"
+        )
+    window, context = config.get("sliding_window"), config.get("max_position_embeddings", 0)
+    if FAMILIES[family].window_in_use and window is not None and window < context:
+        raise UserError(
+            f"config.json: sliding_window = {window!r} is below max_position_embeddings = "
+            f"{context}, and sliding-window attention is not supported; set it to null if full "
+            f"attention is meant, or max_position_embeddings to {window}"
         )
     layer_types = set(config.get("layer_types") or ()) - {"full_attention"}
     if layer_types:
@@ -284,52 +329,15 @@ def _refuse_unsupported(config: Mapping[str, Any], family: str) -> None:
             "full_attention is supported"
         )
     for key in ("attention_bias", "mlp_bias"):
-        if _flag(config, key):
+        if flag(config, key):
             raise UserError(f"config.json: {key} is true, which is not supported for {family}")
     activation = config.get("hidden_act", "silu")
-    if activation != "silu":
+    if activation not in ("silu", "swish"):  # two names of one function
         raise UserError(f"config.json: hidden_act = {activation!r}; only 'silu' is supported")
 
 
-def _rope(config: Mapping[str, Any], max_positions: int) -> tuple[float, RopeScaling | None]:
-    """Return theta and scaling, from `rope_parameters` (transformers 5) or transformers 4's keys.
-
-    Where both are there, the choice is that of transformers.
-    """
-    key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
-    rope = config.get(key) or {}
-    if not isinstance(rope, Mapping):
-        raise UserError(f"config.json: {key} = {rope!r}: an object is expected")
-    if any(isinstance(value, Mapping) for value in rope.values()):
-        raise UserError(f"config.json: {key} differs by layer type, which is not supported")
-    rope = {"rope_theta": config.get("rope_theta", _DEFAULT_THETA)} | dict(rope)
-    theta = _positive(rope, "rope_theta", where=f"config.json ({key})")
-    share = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
-    if share not in (None, 1, 1.0):
-        raise UserError(f"config.json: partial_rotary_factor = {share!r}; only 1.0 is supported")
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind == "default":
-        return theta, None
-    if kind != "llama3":
-        raise UserError(
-            f"config.json: {key} has rope type {kind!r}; supported: 'default', 'llama3'"
-        )
-    where = f"config.json ({key}, llama3)"
-    scaling = RopeScaling(
-        factor=_positive(rope, "factor", where),
-        low_freq_factor=_positive(rope, "low_freq_factor", where),
-        high_freq_factor=_positive(rope, "high_freq_factor", where),
-        original_max_position_embeddings=_integer(
-            {**rope, **config}, "original_max_position_embeddings", max_positions
-        ),
-    )
-    if scaling.high_freq_factor <= scaling.low_freq_factor:
-        raise UserError(f"{where}: high_freq_factor must be larger than low_freq_factor")
-    return theta, scaling
-
-
 def _head_dim(config: Mapping[str, Any], family: str, hidden_size: int, num_heads: int) -> int:
-    """Return the head size, which has a default of its own in each family."""
+    """Return the head size of a config.json, or else the default of its family."""
     if config.get("head_dim") is None and family == "qwen3":
         head_dim = _QWEN3_HEAD_DIM
     elif config.get("head_dim") is None:
@@ -340,37 +348,23 @@ def _head_dim(config: Mapping[str, Any], family: str, hidden_size: int, num_head
             )
         head_dim = hidden_size // num_heads
     else:
-        head_dim = _integer(config, "head_dim")
+        head_dim = integer(config, "head_dim")
     if head_dim % 2:
         raise UserError(f"config.json: head_dim = {head_dim} is odd; rotary positions need pairs")
     return head_dim
 
 
-def _integer(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    """Return a whole number of at least 1."""
-    value = config.get(key)
-    if value is None:
-        value = default
-    if value is None:
-        raise UserError(f"config.json: {key} is missing")
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise UserError(f"config.json: {key} = {value!r}: a whole number of at least 1 is expected")
-    return value
-
-
-def _positive(config: Mapping[str, Any], key: str, where: str = "config.json") -> float:
-    """Return a number above 0."""
-    value = config.get(key)
-    if value is None:
-        raise UserError(f"{where}: {key} is missing")
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-        raise UserError(f"{where}: {key} = {value!r}: a number above 0 is expected")
-    return float(value)
-
-
-def _flag(config: Mapping[str, Any], key: str) -> bool:
-    """Return true or false; false where the key is absent."""
-    value = config.get(key)
-    if value is not None and not isinstance(value, bool):
-        raise UserError(f"config.json: {key} = {value!r}: true or false is expected")
-    return bool(value)
+def _layers_without_rope(config: Mapping[str, Any], family: str, num_layers: int) -> frozenset[int]:
+    """Return the layers that do not rotate: those of SmolLM3's `no_rope_layers` that are 0."""
+    if family != "smollm3":
+        return frozenset()
+    rotated = config.get("no_rope_layers")
+    if rotated is None:
+        every = integer(config, "no_rope_layer_interval", 4)
+        return frozenset(range(every - 1, num_layers, every))
+    if not isinstance(rotated, list) or len(rotated) < num_layers or set(rotated) - {0, 1}:
+        raise UserError(
+            f"config.json: no_rope_layers = {rotated!r}: a list of {num_layers} numbers is "
+            "expected, 1 for a layer with rotary positions and 0 for one without"
+        )
+    return frozenset(index for index in range(num_layers) if not rotated[index])

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from jetrl.models.families import ModelConfig, parameter_shapes
+from jetrl.models.families import FAMILIES, ModelConfig, parameter_shapes
 
 FP8_BLOCK = (128, 128)  # of weights, in checkpoints as in the policy
 SCALE_SUFFIX = (
@@ -34,6 +34,7 @@ _IN_LAYER = {
     "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
     "down": ("mlp.down_proj",),
 }
+_FUSED = {"qkv": ("self_attn.qkv_proj",), "gate_up": ("mlp.gate_up_proj",)}  # Phi-3 and Phi-4
 _LINEARS = ("qkv", "o", "gate_up", "down")
 
 
@@ -69,11 +70,11 @@ def _parts(config: ModelConfig, name: str, shape: tuple[int, ...]) -> tuple[Stor
     if name in _WHOLE:
         return (StoredTensor(_WHOLE[name], shape, None, False),)
     _, number, module, kind = name.split(".")
+    fused = _FUSED if FAMILIES[config.family].fused else {}
+    names = fused.get(module, _IN_LAYER[module])
     query, key = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    rows = {
-        "qkv": (query, key, key),
-        "gate_up": (config.intermediate_size, config.intermediate_size),
-    }.get(module, (shape[0],))
+    stacked = {"qkv": (query, key, key), "gate_up": (config.intermediate_size,) * 2}
+    rows = stacked.get(module, ()) if len(names) > 1 else (shape[0],)
     return tuple(
         StoredTensor(
             name=f"model.layers.{number}.{part}.{kind}",
@@ -81,5 +82,5 @@ def _parts(config: ModelConfig, name: str, shape: tuple[int, ...]) -> tuple[Stor
             layer=int(number),
             linear_weight=kind == "weight" and module in _LINEARS,
         )
-        for part, num_rows in zip(_IN_LAYER[module], rows, strict=True)
+        for part, num_rows in zip(names, rows, strict=True)
     )

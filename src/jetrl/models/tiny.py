@@ -185,7 +185,7 @@ def make_tiny(
         {made.eos_token_id, made.pad_token_id} if tokenizer == "bpe" else {made.eos_token_id}
     )
     raw: dict[str, Any] = {
-        "architectures": [FAMILIES[family][0]],
+        "architectures": [FAMILIES[family].architecture],
         "model_type": family,
         "vocab_size": vocab_size or len(made),
         "hidden_size": hidden_size,

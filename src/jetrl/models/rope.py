@@ -1,0 +1,215 @@
+"""Rotary frequencies, and the two rules that stretch them to a longer context: llama3 and YaRN.
+
+A rule is read from config.json's `rope_scaling` (transformers 4) or `rope_parameters` (5), and
+computed as transformers does (ROPE_INIT_FUNCTIONS), in float64. No torch in this file.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jetrl.errors import UserError
+from jetrl.models.config_values import flag, integer, positive
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_THETA = 10000.0  # of most families when config.json names none, as in transformers
+TYPES = ("default", "llama3", "yarn")
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """The llama3 rule (Llama 3.1), which stretches rotary positions to a longer context.
+
+    Slow frequencies are divided by `factor`, fast ones are kept, and those between the two
+    wavelength bounds are interpolated.
+
+    Attributes:
+        factor: What slow frequencies are divided by.
+        low_freq_factor: Frequencies of fewer turns in the original context are slow.
+        high_freq_factor: Frequencies of more turns in the original context are fast.
+        original_max_position_embeddings: The original context, in tokens.
+    """
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+    @property
+    def attention_factor(self) -> float:
+        """Return what cosines and sines are multiplied by."""
+        return 1.0
+
+    def scaled(self, frequencies: np.ndarray, theta: float) -> np.ndarray:
+        """Return stretched frequencies, float64 [head_dim / 2].
+
+        Args:
+            frequencies: float64 [head_dim / 2], radians a position.
+            theta: The base of the frequencies.
+        """
+        context = self.original_max_position_embeddings
+        wavelengths = 2 * math.pi / frequencies
+        slow = wavelengths > context / self.low_freq_factor
+        fast = wavelengths < context / self.high_freq_factor
+        keep = (context / wavelengths - self.low_freq_factor) / (
+            self.high_freq_factor - self.low_freq_factor
+        )
+        between = (1 - keep) * frequencies / self.factor + keep * frequencies
+        return np.where(slow, frequencies / self.factor, np.where(fast, frequencies, between))
+
+
+@dataclass(frozen=True)
+class YarnScaling:
+    """The YaRN rule (Peng et al. 2023, arXiv 2309.00071), of long Qwen3 and Qwen2.5.
+
+    A pair that makes more than `beta_fast` turns in the original context keeps its frequency, one
+    of fewer than `beta_slow` turns has it divided by `factor`, and those between are blended by
+    their number. Cosines and sines are multiplied by `attention_factor`, which makes scores larger.
+
+    Attributes:
+        factor: What slow frequencies are divided by.
+        beta_fast: Turns in the original context from which on a frequency is kept.
+        beta_slow: Turns in the original context up to which a frequency is divided.
+        original_max_position_embeddings: The original context, in tokens.
+        attention_factor: What cosines and sines are multiplied by.
+        truncate: Whether the bounds of the blend are rounded to whole pairs.
+    """
+
+    factor: float
+    beta_fast: float
+    beta_slow: float
+    original_max_position_embeddings: int
+    attention_factor: float
+    truncate: bool = True
+
+    def scaled(self, frequencies: np.ndarray, theta: float) -> np.ndarray:
+        """Return stretched frequencies, float64 [head_dim / 2].
+
+        Args:
+            frequencies: float64 [head_dim / 2], radians a position.
+            theta: The base of the frequencies.
+        """
+        pairs = len(frequencies)
+        low, high = (
+            2 * pairs * math.log(self.original_max_position_embeddings / (turns * 2 * math.pi))
+            / (2 * math.log(theta))
+            for turns in (self.beta_fast, self.beta_slow)
+        )  # fmt: skip
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, 2 * pairs - 1)
+        high = high + 0.001 if low == high else high
+        divided = np.clip((np.arange(pairs, dtype=np.float64) - low) / (high - low), 0.0, 1.0)
+        return frequencies / self.factor * divided + frequencies * (1.0 - divided)
+
+
+Scaling = RopeScaling | YarnScaling
+
+
+def frequencies_of(head_dim: int, theta: float, scaling: Scaling | None) -> np.ndarray:
+    """Return the rotary inverse frequencies, radians a position: float64 [head_dim / 2].
+
+    Pair i of a head turns by `position * f[i]`, f[i] = theta ** (-2 i / head_dim), stretched by the
+    rule where there is one.
+
+    Args:
+        head_dim: Elements of a head.
+        theta: The base of the frequencies.
+        scaling: The rule, or None.
+    """
+    exponents = np.arange(0, head_dim, 2, dtype=np.float64) / head_dim
+    frequencies = 1.0 / theta**exponents
+    return frequencies if scaling is None else scaling.scaled(frequencies, theta)
+
+
+def read_rope(
+    config: Mapping[str, Any], max_positions: int, default_theta: float = DEFAULT_THETA
+) -> tuple[float, Scaling | None]:
+    """Return theta and the rule, from `rope_parameters` (transformers 5) or transformers 4's keys.
+
+    Where both are there, the choice is that of transformers.
+
+    Args:
+        config: The config.json.
+        max_positions: The context, in tokens.
+        default_theta: The family's theta where config.json names none.
+    """
+    key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
+    rope = config.get(key) or {}
+    if not isinstance(rope, Mapping):
+        raise UserError(f"config.json: {key} = {rope!r}: an object is expected")
+    if any(isinstance(value, Mapping) for value in rope.values()):
+        raise UserError(f"config.json: {key} differs by layer type, which is not supported")
+    rope = {"rope_theta": config.get("rope_theta", default_theta)} | dict(rope)
+    theta = positive(rope, "rope_theta", where=f"config.json ({key})")
+    share = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    if share not in (None, 1, 1.0):
+        raise UserError(
+            f"config.json: partial_rotary_factor = {share!r}; only 1.0 is supported (Phi-4 has it, "
+            "Phi-4-mini has not)"
+        )
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default":
+        return theta, None
+    if kind not in TYPES:
+        raise UserError(
+            f"config.json: {key} has rope type {kind!r}; supported: "
+            f"{', '.join(repr(name) for name in TYPES)}"
+        )
+    where = f"config.json ({key}, {kind})"
+    original = integer({**rope, **config}, "original_max_position_embeddings", max_positions)
+    if kind == "llama3":
+        return theta, _llama3(rope, where, original)
+    return theta, _yarn(rope, where, original)
+
+
+def _llama3(rope: Mapping[str, Any], where: str, original: int) -> RopeScaling:
+    scaling = RopeScaling(
+        factor=positive(rope, "factor", where),
+        low_freq_factor=positive(rope, "low_freq_factor", where),
+        high_freq_factor=positive(rope, "high_freq_factor", where),
+        original_max_position_embeddings=original,
+    )
+    if scaling.high_freq_factor <= scaling.low_freq_factor:
+        raise UserError(f"{where}: high_freq_factor must be larger than low_freq_factor")
+    return scaling
+
+
+def _yarn(rope: Mapping[str, Any], where: str, original: int) -> YarnScaling:
+    factor = positive(rope, "factor", where)
+    if rope.get("attn_factor") is not None:
+        logger.warning(
+            "%s: attn_factor = %s is not read, as in transformers; vLLM multiplies the attention "
+            "factor by it. Write attention_factor to have one that all read.",
+            *(where, rope["attn_factor"]),
+        )
+    if rope.get("attention_factor") is not None:
+        attention_factor = positive(rope, "attention_factor", where)
+    elif rope.get("mscale") and rope.get("mscale_all_dim"):
+        mscale, all_dim = positive(rope, "mscale", where), positive(rope, "mscale_all_dim", where)
+        attention_factor = _magnitude(factor, mscale) / _magnitude(factor, all_dim)
+    else:
+        attention_factor = _magnitude(factor)
+    scaling = YarnScaling(
+        factor=factor,
+        beta_fast=positive(rope, "beta_fast", where, default=32.0),
+        beta_slow=positive(rope, "beta_slow", where, default=1.0),
+        original_max_position_embeddings=original,
+        attention_factor=attention_factor,
+        truncate=True if rope.get("truncate") is None else flag(rope, "truncate"),
+    )
+    if scaling.beta_fast <= scaling.beta_slow:
+        raise UserError(f"{where}: beta_fast must be larger than beta_slow")
+    return scaling
+
+
+def _magnitude(factor: float, mscale: float = 1.0) -> float:
+    """Return the attention factor of a stretch: 0.1 mscale log(factor) + 1 (YaRN, sec. 3.4)."""
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
