@@ -28,6 +28,7 @@ from jetrl.training.objectives.token_losses import (
     Ratio,
     SequenceRatio,
 )
+from jetrl.training.objectives.tokens import MAX_LOG_RATIO, bounded_exp
 
 OLD = [-1.0, -0.5, -2.0, -0.3, -1.2, -0.7, -1.5, -0.2, -0.9]
 NEW = [-0.6, -0.6, -2.1, -0.2, -1.6, -0.7, -1.1, -0.25, -1.0]
@@ -566,3 +567,42 @@ def test_overlong_buffer():
 def test_cross_entropy_by_hand():
     loss = cross_entropy(torch.tensor([-0.5, -1.0]), 4)
     assert loss.item() == 0.375
+
+
+def test_a_dual_clip_bounds_the_loss_of_tokens_with_a_negative_advantage():
+    """With c = 3 a ratio of e^2 and an advantage of -2 lose 6, and the gradient is gone."""
+    loss = ClippedRatio(0.2, 0.2, dual_clip=3.0)
+    plain = ClippedRatio(0.2, 0.2)
+    over = one(2.0, -2.0)
+    lost = loss(over)
+    lost.loss.sum().backward()
+    assert lost.loss.item() == 6.0
+    assert lost.clipped.tolist() == [True]
+    assert over.trainer_logprobs.grad.tolist() == [0.0]
+    for difference, advantage in [(1.0, -2.0), (2.0, 2.0), (-2.0, -2.0), (0.0, -1.0)]:
+        with_dual, without = loss(one(difference, advantage)), plain(one(difference, advantage))
+        assert with_dual.loss.tolist() == without.loss.tolist()
+        assert with_dual.clipped.tolist() == without.clipped.tolist()
+
+
+def test_the_dual_clip_is_off_unless_it_is_set():
+    assert objective().token_loss == ClippedRatio(0.2, 0.2, None)
+    assert objective(name="dapo", dual_clip=3.0).token_loss == ClippedRatio(0.2, 0.28, 3.0)
+    with pytest.raises(ValueError, match="dual_clip means nothing to gspo"):
+        AlgorithmSettings(name="gspo", dual_clip=3.0)
+
+
+@pytest.mark.parametrize("loss", [ClippedRatio(0.2, 0.2), DetachedRatio(4.0), Ratio()])
+def test_a_log_ratio_that_overflows_leaves_loss_and_gradient_finite(loss):
+    tokens = one(100.0, 1.0)
+    loss(tokens).loss.sum().backward()
+    assert math.isfinite(tokens.trainer_logprobs.grad.item())
+
+
+def test_bounding_log_ratios_changes_no_finite_exponential():
+    values = torch.cat([torch.linspace(-120, 88, 1000), torch.tensor([MAX_LOG_RATIO, math.nan])])
+    assert torch.equal(bounded_exp(values).view(torch.int32), torch.exp(values).view(torch.int32))
+    above = torch.nextafter(torch.tensor(MAX_LOG_RATIO), torch.tensor(math.inf))
+    assert torch.exp(above).isinf()
+    assert bounded_exp(above).isfinite()
+    assert k3(torch.tensor(-200.0), torch.tensor(0.0)).isfinite()

@@ -26,7 +26,7 @@ def _row(name: str, record: Algorithm) -> str:
     options = ", ".join(
         f"`{key}` = {_value(value)}"
         for key, value in record.options.items()
-        if key != "clip_high" or value is not None  # else it is clip
+        if key not in ("clip_high", "dual_clip") or value is not None  # else it is clip, or off
     )
     cells = [
         f"`{name}`",

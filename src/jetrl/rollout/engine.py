@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from jetrl.errors import UserError
+from jetrl.kernels.attention.layout import BLOCK_KEYS
 from jetrl.kernels.decode_state import MAX_ROWS
 from jetrl.memory.out_of_memory import within_memory
 from jetrl.models.policy import Policy
@@ -48,13 +49,13 @@ class RolloutEngine:
         num_pages: Pages of the KV cache. By default as many as the largest batch of a call can use,
             within a quarter of the free memory (CPU), or within all but 4 GiB of the free memory
             and the contexts of prompts (GPU; all but a fifth where that leaves more).
-        page_size: Tokens of a page.
+        page_size: Tokens of a page; 64 on a GPU.
         max_prefill_tokens: The most prompt tokens of one forward.
         max_model_len: The most tokens of prompt and completion; by default the model's context.
 
     Raises:
-        UserError: A size is below 1, max_model_len exceeds the model's context, or there is no
-            memory for so many pages.
+        UserError: A size is below 1 or none that the device has, max_model_len exceeds the model's
+            context, or there is no memory for so many pages.
     """
 
     def __init__(
@@ -82,6 +83,8 @@ class RolloutEngine:
         on_gpu = policy.device.type == "cuda"
         if on_gpu and max_batch_size > MAX_ROWS:
             raise UserError(f"max_batch_size {max_batch_size}: a GPU decodes {MAX_ROWS} at most")
+        if on_gpu and page_size != BLOCK_KEYS:
+            raise UserError(f"page_size {page_size}: a page has {BLOCK_KEYS} tokens on a GPU")
         self.policy = policy
         self.sizes = RolloutSizes(Sizes(max_batch_size, max_prefill_tokens, num_pages))
         self.page_size = page_size

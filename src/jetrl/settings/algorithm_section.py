@@ -32,6 +32,7 @@ from jetrl.settings.section import (
 _ALGORITHM_OPTIONS = (
     "clip",
     "clip_high",
+    "dual_clip",
     "normalize_std",
     "dynamic_sampling",
     "overlong_buffer",
@@ -59,6 +60,11 @@ class AlgorithmSettings(Section):
     )
     clip_high: PositiveFloat | None = Field(
         None, description="upper clip; unset: the algorithm's, or clip"
+    )
+    dual_clip: Annotated[float, Field(gt=1)] | None = Field(
+        None,
+        description="ratio up to which a token with a negative advantage counts, as verl's "
+        "clip_ratio_c = 3; unset: off",
     )
     calibrate_clip_every: NonNegative = Field(
         0,

@@ -58,7 +58,7 @@ class Algorithm:
     needs_critic: bool = False
 
 
-_CLIP: dict[str, float | bool | None] = {"clip": 0.2, "clip_high": None}
+_CLIP: dict[str, float | bool | None] = {"clip": 0.2, "clip_high": None, "dual_clip": None}
 _GROUPS: dict[str, float | bool | None] = {"dynamic_sampling": False, "overlong_buffer": 0}
 _STD: dict[str, float | bool | None] = {"normalize_std": True}
 
@@ -88,6 +88,7 @@ ALGORITHMS: dict[str, Algorithm] = {
         options={
             "clip": 0.2,
             "clip_high": 0.28,
+            "dual_clip": None,
             **_STD,
             "dynamic_sampling": True,
             "overlong_buffer": None,

@@ -24,7 +24,7 @@ import numpy as np
 
 from jetrl.errors import UserError
 
-STD_EPS = 1e-6  # as TRL and verl
+STD_EPS = 1e-6  # verl's; TRL adds 1e-4
 _VARIANCE_EPS = 1e-8  # of the normalisation over tokens, as verl
 
 

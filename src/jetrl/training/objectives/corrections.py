@@ -22,7 +22,7 @@ import torch
 
 from jetrl.settings import AlgorithmSettings
 from jetrl.settings.algorithms import CORRECTIONS, Level
-from jetrl.training.objectives.tokens import Tokens
+from jetrl.training.objectives.tokens import Tokens, bounded_exp
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Correction:
             log_ratio = tokens.sequence_sum(log_ratio)
         elif self.level == "geometric":
             log_ratio = tokens.sequence_mean(log_ratio)
-        ratio = torch.exp(log_ratio)
+        ratio = bounded_exp(log_ratio)
         if self.name == "tis":
             weights = torch.clamp(ratio, max=self.high)
             return CorrectionWeights(weights, ratio > self.high, ratio)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import torch
 
+from jetrl.training.objectives.tokens import MAX_LOG_RATIO
+
 
 def k1(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
     """Return log p - log ref, which is unbiased, of any sign.
@@ -24,7 +26,7 @@ def k2(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
 def k3(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
     """Return exp(d) - d - 1 with d = log ref - log p, which is never negative, and unbiased."""
     difference = ref_logprobs - logprobs
-    return torch.expm1(difference) - difference
+    return torch.expm1(torch.clamp(difference, max=MAX_LOG_RATIO)) - difference
 
 
 ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3}

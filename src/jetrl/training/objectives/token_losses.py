@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from jetrl.training.objectives.tokens import TokenLoss, Tokens
+from jetrl.training.objectives.tokens import TokenLoss, Tokens, bounded_exp
 
 
 @dataclass(frozen=True)
@@ -26,16 +26,27 @@ class ClippedRatio:
     clips: Yu et al. 2025, "DAPO", eq. 10. Also GRPO, Dr. GRPO and REINFORCE++. With
     clip = clip_high = 0.2 the ratio is kept in [0.8, 1.2].
 
+    With a dual clip c the loss of a token with a negative advantage is at most -c A, however large
+    its ratio (Ye et al. 2020, arXiv 1912.09729, eq. 5).
+
     Attributes:
         clip: How far below 1 a ratio may be.
         clip_high: How far above 1 a ratio may be.
+        dual_clip: The ratio c up to which a token with a negative advantage counts; None for none.
     """
 
     clip: float
     clip_high: float
+    dual_clip: float | None = None
 
     def __call__(self, tokens: Tokens) -> TokenLoss:
-        return _clipped(torch.exp(tokens.log_ratio), tokens.advantages, self.clip, self.clip_high)
+        ratio, advantages = bounded_exp(tokens.log_ratio), tokens.advantages
+        clipped = _clipped(ratio, advantages, self.clip, self.clip_high)
+        if self.dual_clip is None:
+            return clipped
+        over = (advantages < 0) & (ratio > self.dual_clip)
+        loss = torch.where(over, -self.dual_clip * advantages, clipped.loss)
+        return TokenLoss(loss, clipped.clipped | over)
 
 
 @dataclass(frozen=True)
@@ -56,7 +67,7 @@ class SequenceRatio:
     clip_high: float
 
     def __call__(self, tokens: Tokens) -> TokenLoss:
-        ratio = torch.exp(tokens.sequence_mean(tokens.log_ratio))
+        ratio = bounded_exp(tokens.sequence_mean(tokens.log_ratio))
         return _clipped(ratio, tokens.advantages, self.clip, self.clip_high)
 
 
@@ -75,7 +86,7 @@ class DetachedRatio:
     clip_high: float
 
     def __call__(self, tokens: Tokens) -> TokenLoss:
-        ratio = torch.exp(tokens.log_ratio.detach())
+        ratio = bounded_exp(tokens.log_ratio.detach())
         weight = torch.clamp(ratio, max=1.0 + self.clip_high)
         return TokenLoss(-weight * tokens.advantages * tokens.trainer_logprobs, ratio > weight)
 
@@ -90,7 +101,7 @@ class Ratio:
     """
 
     def __call__(self, tokens: Tokens) -> TokenLoss:
-        loss = -torch.exp(tokens.log_ratio) * tokens.advantages
+        loss = -bounded_exp(tokens.log_ratio) * tokens.advantages
         return TokenLoss(loss, torch.zeros_like(loss, dtype=torch.bool))
 
 

@@ -6,6 +6,21 @@ from dataclasses import dataclass
 
 import torch
 
+MAX_LOG_RATIO = 88.72283172607422
+"""The largest float32 number whose exponential is finite in float32."""
+
+
+def bounded_exp(log_ratio: torch.Tensor) -> torch.Tensor:
+    """Return exp(log_ratio), float32, at most the largest finite number.
+
+    A ratio that overflowed would be infinite, and its gradient NaN also where the loss ignores it,
+    as behind a clip. No finite result changes, and no gradient of one.
+
+    Args:
+        log_ratio: float32, of any shape.
+    """
+    return torch.exp(torch.clamp(log_ratio, max=MAX_LOG_RATIO))
+
 
 @dataclass(frozen=True)
 class Tokens:
