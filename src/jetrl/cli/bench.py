@@ -16,9 +16,12 @@ from __future__ import annotations
 import argparse
 import importlib
 
+from jetrl.distributed.world import launched_size
 from jetrl.errors import UserError
 
 HANDS_WORDS_ON = True
+RUNS_ON_RANKS = True
+ON_RANKS = ("step",)  # what several processes measure together
 CPU_TOO = ("step", "train")  # with --device cpu: to try them out
 BENCHMARKS = (
     "attention",
@@ -44,6 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if launched_size() > 1 and args.name not in ON_RANKS:
+        raise UserError(f"jetrl bench {args.name} is one process: start it without torchrun")
     try:
         benchmark = importlib.import_module(f"jetrl.bench.{args.name}")
     except ModuleNotFoundError:  # Triton, which comes with a torch for GPUs

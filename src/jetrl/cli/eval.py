@@ -33,6 +33,9 @@ if TYPE_CHECKING:
     from jetrl.types import SamplingParams
 
 
+RUNS_ON_RANKS = True
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
     parser.add_argument(

@@ -10,18 +10,19 @@ Exit codes are those of jetrl.errors.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import difflib
 import importlib
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from typing import Any
 
+from jetrl.cli import ranks
 from jetrl.cli.arguments import HelpFormatter, Parser, tell
+from jetrl.distributed.world import launched_rank, launched_size
 from jetrl.errors import RunStopped, Terminated, UserError
 from jetrl.memory.cpu import keep_freed
-from jetrl.users_code import trust_only
 
 COMMANDS = {
     "train": "reinforcement learning from a recipe; without one, the demo",
@@ -46,42 +47,53 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     _set_allocators()
+    several = launched_size() > 1
+    if several and launched_rank() > 0:
+        ranks.be_silent()
     try:
-        if not arguments or arguments[0] in ("-h", "--help", "help"):
-            print(usage())
-            return 0
-        if arguments[0] in ("-V", "--version"):
-            print(version())
-            return 0
-        command, words = parse(arguments[0], arguments[1:])
-        with _users_files(arguments[0], words):
-            code: int = command.run(words)
-        sys.stdout.flush()  # here, where a closed pipe is caught, and not when Python ends
-        return code
+        return _command(arguments)
     except UserError as error:
-        tell(f"error: {shown(error)}")
-        return 2
+        words, code = f"error: {shown(error)}", 2
     except RunStopped as error:
-        tell(f"stopped: {shown(error)}")
-        return error.exit_code
+        words, code = f"stopped: {shown(error)}", error.exit_code
     except KeyboardInterrupt:
-        tell("interrupted")
-        return 130
+        words, code = "interrupted", 130
     except Terminated:
-        tell("terminated")
-        return Terminated.exit_code
+        words, code = "terminated", Terminated.exit_code
     except BrokenPipeError:  # the reader of our output went away: `jetrl runs list | head -1`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except SystemExit as end:
+        if several and end.code:  # wrong words; argparse has said so
+            ranks.end("", 2, printed=True)
+        raise
+    except Exception:
+        if several:
+            ranks.end(traceback.format_exc().rstrip(), 1)
+        raise
+    if several:
+        ranks.end(words, code)
+    tell(words)
+    return code
 
 
-def _users_files(
-    command: str, words: argparse.Namespace
-) -> contextlib.AbstractContextManager[None]:
-    """Return the context in which a command may import the users' files that it may import."""
-    if command in RUN_USERS_FILES or getattr(words, "trust_task", False):
-        return contextlib.nullcontext()
-    return trust_only()
+def _command(arguments: Sequence[str]) -> int:
+    """Run one command and return its exit code; errors are raised."""
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(usage())
+        return 0
+    if arguments[0] in ("-V", "--version"):
+        print(version())
+        return 0
+    command, words = parse(arguments[0], arguments[1:])
+    if launched_size() > 1 and not getattr(command, "RUNS_ON_RANKS", False):
+        raise UserError(
+            f"jetrl {arguments[0]} is one process, and {launched_size()} were started: start it "
+            "without torchrun"
+        )
+    code: int = command.run(words)
+    sys.stdout.flush()  # here, where a closed pipe is caught, and not when Python ends
+    return code
 
 
 def _set_allocators() -> None:

@@ -55,14 +55,16 @@ def open_policy(
         plan = PrecisionPlan.from_dict(RunDirectory.open(location.run).plan())
     else:
         plan = PrecisionPlan.preset(preset or fallback_plan)
-    device = str(choose_device(device))
+    chosen = choose_device(device)
     if location.is_checkpoint:
         assert location.run is not None  # by find_model
         Checkpoints.check(location.path)
-        settings = load_config(location.run / "config.toml", [f"run.device={device}"])
+        settings = load_config(
+            location.run / "config.toml", [f"run.device={chosen.partition(':')[0]}"]
+        )
         alphabet = Checkpoints.alphabet(location.path)
         return policy_of_masters(settings, plan, location.path / MASTERS, alphabet)
-    policy = Policy.from_pretrained(location.path, plan, device)
+    policy = Policy.from_pretrained(location.path, plan, chosen)
     limit_threads(policy.config)
     return policy
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jetrl.cli.arguments import table
+from jetrl.cli.ranks import joined
 from jetrl.cli.train import (
     add_dry_run_argument,
     add_recipe_arguments,
@@ -31,10 +32,13 @@ from jetrl.cli.train import (
     say_warnings,
     settings_help,
 )
+from jetrl.distributed.world import launched_rank
 from jetrl.errors import Terminated, UserError
 
 if TYPE_CHECKING:
     from jetrl.settings.loading import Settings
+
+RUNS_ON_RANKS = True
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -65,6 +69,8 @@ def run(args: argparse.Namespace) -> int:
     settings = recipe_settings(args.words, args.resume)
     if settings.sft.steps == 0:
         raise UserError("sft.steps = 0: say how many updates, as in sft.steps=100")
+    if (args.dry_run or args.preflight) and launched_rank() > 0:
+        return 0  # rank 0 shows it
     if args.dry_run:
         for part in dry_run(settings, pairs=args.task == "reward"):
             print(part)
@@ -80,7 +86,8 @@ def run(args: argparse.Namespace) -> int:
     from jetrl import loop
 
     try:
-        result = loop.sft(settings, out=args.out, resume=args.resume)
+        with joined(settings):
+            result = loop.sft(settings, out=args.out, resume=args.resume)
     except (KeyboardInterrupt, Terminated) as end:
         return say_how_to_go_on(end, "sft", args, settings)
     print(closing_lines(result, settings))
@@ -91,7 +98,8 @@ def _reward(args: argparse.Namespace, settings: Settings) -> int:
     from jetrl.session.reward_training import train_reward_model
 
     try:
-        result = train_reward_model(settings, args.out, args.resume)
+        with joined(settings):
+            result = train_reward_model(settings, args.out, args.resume)
     except (KeyboardInterrupt, Terminated) as end:
         return say_how_to_go_on(end, "sft", args, settings)
     model = args.out or str(result.model_path)

@@ -6,6 +6,7 @@ For example:
     jetrl train recipes/gsm8k-smoke.toml              a recipe, by path or (packaged) by name
     jetrl train demo run.name=mine train.lr=1e-3      with settings changed
     jetrl train demo run.name=mine --resume           go on with a run that was cut, as it was set
+    torchrun --nproc-per-node 4 -m jetrl train ...    the same run on four GPUs, one process each
 
 Ctrl-C and SIGTERM leave a checkpoint and a report; a second one leaves at once. Exit codes: 0 done,
 1 stopped, 2 bad input, 75 run.max_hours, 130 Ctrl-C, 143 SIGTERM; all of them: docs/reliability.md.
@@ -23,6 +24,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jetrl.cli.arguments import table, tell
+from jetrl.cli.ranks import joined
+from jetrl.distributed.world import launched_rank
 from jetrl.errors import Terminated, TimeLimitReached, UserError
 
 if TYPE_CHECKING:
@@ -30,6 +33,7 @@ if TYPE_CHECKING:
     from jetrl.settings.loading import Settings
     from jetrl.types import Prompt, Sample
 
+RUNS_ON_RANKS = True
 DEFAULT_RECIPE = "demo"
 _MEANING = 58  # column where a setting's meaning starts
 
@@ -122,6 +126,8 @@ def settings_help() -> str:
 
 def run(args: argparse.Namespace) -> int:
     settings = recipe_settings(args.words, args.resume)
+    if (args.dry_run or args.preflight) and launched_rank() > 0:
+        return 0  # rank 0 shows it
     if args.dry_run:
         for part in dry_run(settings):
             print(part)
@@ -131,7 +137,8 @@ def run(args: argparse.Namespace) -> int:
     from jetrl import loop
 
     try:
-        result = loop.train(settings, resume=args.resume)
+        with joined(settings):
+            result = loop.train(settings, resume=args.resume)
     except (KeyboardInterrupt, Terminated) as end:
         return say_how_to_go_on(end, "train", args, settings)
     print(closing_lines(result, settings))

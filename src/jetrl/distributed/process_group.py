@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -22,7 +22,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from jetrl.distributed.world import ONE_PROCESS, World, set_world
+from jetrl.distributed.meeting import meet, named, ranks_that_differ
+from jetrl.distributed.world import ONE_PROCESS, World, set_world, started_by_torchrun
 from jetrl.errors import RanksDiffer, RunStopped, UserError
 
 Item = TypeVar("Item")
@@ -71,12 +72,12 @@ class ProcessGroupWorld(World):
     def same(self, what: str, value: Any) -> None:
         """Check that all ranks have the same value."""
         values = self.gather(what, value)
-        ranks = [rank for rank, other in enumerate(values) if other != values[0]]
+        ranks = ranks_that_differ(values)
         if ranks:
-            names = ", ".join(map(str, ranks))
+            usual = next(rank for rank in range(self.size) if rank not in ranks)
             raise RanksDiffer(
-                f"rank {names} differs from rank 0 in {what}: {values[ranks[0]]!r} there, "
-                f"{values[0]!r} on rank 0"
+                f"{named(ranks)} differ{'s' * (len(ranks) == 1)} from rank {usual} in {what}: "
+                f"{values[ranks[0]]!r} there, {values[usual]!r} on rank {usual}"
             )
 
     @contextlib.contextmanager
@@ -94,14 +95,13 @@ class ProcessGroupWorld(World):
             ) from None
 
 
-def started_by_torchrun() -> bool:
-    """Return whether torchrun, or a program like it, has started this process as one of several."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
-
-
 @contextlib.contextmanager
 def open_world(
-    device: str = "cpu", timeout_s: float = TIMEOUT_S, init_method: str = "env://"
+    device: str = "cpu",
+    timeout_s: float = TIMEOUT_S,
+    init_method: str = "env://",
+    facts: Mapping[str, str] | None = None,
+    problem: str = "",
 ) -> Iterator[World]:
     """Join the processes that torchrun has started, within the block.
 
@@ -109,39 +109,43 @@ def open_world(
         device: "cuda" for one GPU a process, or "cpu".
         timeout_s: How long a rank waits for the others.
         init_method: Where the processes meet, as torch.distributed takes it.
+        facts: What has to be the same on all ranks, by name: settings, versions.
+        problem: Why this rank cannot begin; empty where it can.
 
     Raises:
-        UserError: More processes on this machine than GPUs, or no connection to rank 0.
+        UserError: A rank has a problem or other facts, more processes on a machine than GPUs, or no
+            connection to rank 0; every rank raises it.
     """
     if not started_by_torchrun():
         yield ONE_PROCESS
         return
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if device == "cuda":
-        if local_size > torch.cuda.device_count():
-            raise UserError(
-                f"{local_size} processes and {torch.cuda.device_count()} GPUs on "
-                f"{socket.gethostname()}: start at most one process a GPU (--nproc-per-node)"
-            )
-        torch.cuda.set_device(local_rank)
-    meeting: dict[str, Any] = {
-        "init_method": init_method,
-        "rank": int(os.environ["RANK"]),
-        "world_size": int(os.environ["WORLD_SIZE"]),
+    if device == "cuda" and local_size > torch.cuda.device_count():
+        problem = problem or (
+            f"{local_size} processes and {torch.cuda.device_count()} GPUs on "
+            f"{socket.gethostname()}: start at most one process a GPU (--nproc-per-node)"
+        )
+    meeting = meet(init_method)
+    meeting.compare({"the device": device, **(facts or {})}, problem)
+    group: dict[str, Any] = {
+        "store": meeting.store,
+        "rank": meeting.rank,
+        "world_size": meeting.size,
         "timeout": timedelta(seconds=timeout_s),
     }
     try:
         if device == "cuda":
             gpu = torch.device("cuda", local_rank)
-            dist.init_process_group("nccl", device_id=gpu, **meeting)
+            torch.cuda.set_device(gpu)
+            dist.init_process_group("nccl", device_id=gpu, **group)
         else:
-            dist.init_process_group("gloo", **meeting)
-        hosts = dist.new_group(backend="gloo", timeout=meeting["timeout"])
+            dist.init_process_group("gloo", **group)
+        hosts = dist.new_group(backend="gloo", timeout=group["timeout"])
     except (RuntimeError, ValueError) as error:
-        address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise UserError(
-            f"the processes of the run could not be joined at {address}: "
+            f"the {meeting.size} processes of the run have met, and could not be joined by "
+            f"{'NCCL and gloo' if device == 'cuda' else 'gloo'}: "
             f"{str(error).strip().splitlines()[0]}"
         ) from None
     world = ProcessGroupWorld(

@@ -10,6 +10,7 @@ This module imports no torch. `process_group.py` opens the world of several proc
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -96,6 +97,21 @@ class World:
 
 ONE_PROCESS = World()
 _world = ONE_PROCESS
+
+
+def started_by_torchrun() -> bool:
+    """Return whether torchrun, or a program like it, has started this process as one of several."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def launched_rank() -> int:
+    """Return the rank that torchrun gave to this process; 0 of a process that it did not start."""
+    return int(os.environ["RANK"]) if started_by_torchrun() else 0
+
+
+def launched_size() -> int:
+    """Return the number of processes that torchrun has started; 1 where it started none."""
+    return int(os.environ["WORLD_SIZE"]) if started_by_torchrun() else 1
 
 
 def world() -> World:

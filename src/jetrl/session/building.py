@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from jetrl.distributed.world import world
 from jetrl.errors import UserError
 from jetrl.models import hf
 from jetrl.models.families import ModelConfig, num_parameters
@@ -215,11 +216,14 @@ def _check_vocabulary(policy: Policy, other: Model, where: str) -> None:
 
 
 def choose_device(name: str) -> str:
-    """Return the device of run.device; `auto` is a Hopper GPU if there is one, else the CPU."""
-    if name != "auto":
-        return name
-    hopper_gpu = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-    return "cuda" if hopper_gpu else "cpu"
+    """Return the device of run.device; `auto` is a Hopper GPU if there is one, else the CPU.
+
+    The GPU of a rank of several is the one that has the rank's number on its machine.
+    """
+    if name == "auto":
+        hopper_gpu = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+        name = "cuda" if hopper_gpu else "cpu"
+    return f"cuda:{world().local_rank}" if name == "cuda" and world().size > 1 else name
 
 
 def limit_threads(config: ModelConfig) -> None:

@@ -293,6 +293,16 @@ class CheckpointSettings(Section):
     )
 
 
+class DistributedSettings(Section):
+    """The section `[distributed]`: a run of several processes, which torchrun starts."""
+
+    timeout_s: PositiveFloat = Field(
+        1800.0,
+        description="seconds that a rank waits for the others, which may still be sampling; then "
+        "the run ends",
+    )
+
+
 class WatchdogSettings(Section):
     """The section `[watchdog]`: the silence that counts as a hang."""
 
@@ -340,6 +350,7 @@ class Settings(Section):
     loop: LoopSettings = LoopSettings()
     eval: EvalSettings = EvalSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
+    distributed: DistributedSettings = DistributedSettings()
     watchdog: WatchdogSettings = WatchdogSettings()
     report: ReportSettings = ReportSettings()
     trackers: TrackerSettings = TrackerSettings()

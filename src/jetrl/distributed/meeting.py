@@ -1,0 +1,187 @@
+"""The place where the processes of a run meet before they are joined, and leave their last words.
+
+It is torchrun's key-value store: each rank writes what it was started with, reads what the others
+wrote, and refuses to begin where these differ. When a run ends with an error the ranks write their
+messages there, so that rank 0 can print a common one once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+
+from torch.distributed import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
+
+from jetrl.distributed.world import launched_rank, launched_size
+from jetrl.errors import UserError
+
+START_S = 300.0  # for the slowest rank to import what it needs, from a cold disk
+LAST_WORDS_S = 3.0  # for ranks that end at the same moment
+
+_TOLD = "told"
+
+
+class NoMeeting(UserError):  # noqa: N818  (bad input, as its base)
+    """The processes of a run cannot reach one another."""
+
+
+class Meeting:
+    """The key-value store of a run, seen from one rank.
+
+    Args:
+        store: The store, which all ranks reach.
+        rank: The number of this process.
+        size: How many processes there are.
+
+    Attributes:
+        compared: Whether this rank has compared with the others what they were started with.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int) -> None:
+        self.store, self.rank, self.size = store, rank, size
+        self.compared = False
+        self._words: Store = PrefixStore("jetrl", store)
+
+    def compare(self, facts: Mapping[str, str], problem: str = "") -> None:
+        """Return once all ranks have come with the same facts and without a problem.
+
+        Args:
+            facts: What has to be the same on all ranks, by name.
+            problem: Why this rank cannot begin; empty where it can.
+
+        Raises:
+            UserError: A rank has a problem or other facts, or did not come; on every rank.
+        """
+        self.compared = True
+        self._words.set(f"start {self.rank}", json.dumps({"problem": problem, "facts": {**facts}}))
+        came = [json.loads(text) for text in self._all("start")]
+        problems = [one["problem"] for one in came]
+        if any(problems):
+            raise UserError(_common(problems))
+        all_facts = [one["facts"] for one in came]
+        for name in dict.fromkeys(name for one in all_facts for name in one):
+            values = [one.get(name) for one in all_facts]
+            ranks = ranks_that_differ(values)
+            if ranks:
+                usual = next(value for rank, value in enumerate(values) if rank not in ranks)
+                raise UserError(
+                    f"{name} is {values[ranks[0]]} on {named(ranks)} and {usual} on the other "
+                    "ranks: start all ranks alike"
+                )
+
+    def end(self, words: str) -> str | None:
+        """Return what this rank has to print when it ends with an error; None where nothing.
+
+        Rank 0 prints its own words, and those of ranks that end for another reason. Another rank
+        prints only where rank 0 does not do so within seconds.
+
+        Args:
+            words: This rank's message about its end.
+        """
+        self._words.set(f"end {self.rank}", words)
+        if self.rank:
+            if not self._came([_TOLD]):
+                return f"rank {self.rank}: {words}"
+            self._words.set(f"heard {self.rank}", "yes")
+            return None
+        ends = [f"end {rank}" for rank in range(self.size)]
+        self._came(ends)
+        ended = [self._words.get(key).decode() if self._words.check([key]) else "" for key in ends]
+        return _common(ended, own=words)
+
+    def told(self) -> None:
+        """Say to the ranks that are ending that rank 0 has printed their words."""
+        self._words.set(_TOLD, "yes")
+        ending = [rank for rank in range(1, self.size) if self._words.check([f"end {rank}"])]
+        self._came([f"heard {rank}" for rank in ending])  # the store may be this process's own
+
+    def _came(self, keys: Sequence[str]) -> bool:
+        """Return whether all keys are in the store, at once or within seconds."""
+        deadline = time.monotonic() + LAST_WORDS_S
+        while not (came := self._words.check(list(keys))) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return bool(came)
+
+    def _all(self, what: str) -> list[str]:
+        """Return what each rank has written, and wait for those that have not yet."""
+        deadline = time.monotonic() + START_S
+        texts = []
+        for rank in range(self.size):
+            key = f"{what} {rank}"
+            try:
+                self._words.wait([key], timedelta(seconds=max(deadline - time.monotonic(), 0.1)))
+            except RuntimeError:
+                raise UserError(
+                    f"rank {rank} of {self.size} has not come within {START_S:.0f} s: its own "
+                    "output, or torchrun's, says why"
+                ) from None
+            texts.append(self._words.get(key).decode())
+        return texts
+
+
+_meetings: list[Meeting] = []  # at most one, which a process joins once
+
+
+def meet(init_method: str = "env://") -> Meeting:
+    """Return the place where the processes of the run meet, which the first call joins.
+
+    Args:
+        init_method: Where the processes meet, as torch.distributed takes it.
+
+    Raises:
+        NoMeeting: Rank 0 cannot be reached, or cannot listen.
+    """
+    if _meetings:
+        return _meetings[0]
+    rank, size = launched_rank(), launched_size()
+    try:
+        store, _, _ = next(rendezvous(init_method, rank, size, timeout=timedelta(seconds=START_S)))
+    except (RuntimeError, ValueError) as error:
+        address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        raise NoMeeting(
+            f"rank {rank} could not be joined to the others at {address} (MASTER_ADDR and "
+            f"MASTER_PORT; another port may be free): {str(error).strip().splitlines()[0]}"
+        ) from None
+    _meetings.append(Meeting(store, rank, size))
+    return _meetings[0]
+
+
+def ranks_that_differ(values: Sequence[object]) -> list[int]:
+    """Return the ranks whose values differ from the value that most ranks have.
+
+    Where no value is the most frequent one, rank 0's counts.
+
+    Args:
+        values: A value of each rank, in the order of ranks.
+    """
+    counts = [sum(other == value for other in values) for value in values]
+    most = [value for value, count in zip(values, counts, strict=True) if count == max(counts)]
+    usual = most[0] if all(value == most[0] for value in most) else values[0]
+    return [rank for rank, value in enumerate(values) if value != usual]
+
+
+def named(ranks: Sequence[int]) -> str:
+    """Return the names of some ranks, in words."""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
+def _common(words: Sequence[str], own: str = "") -> str:
+    """Return the messages of all ranks in one text, the same message once.
+
+    Args:
+        words: The message of each rank; empty of a rank that has none.
+        own: The message that needs no rank before it.
+    """
+    ranks: dict[str, list[int]] = {}
+    for rank, text in enumerate(words):
+        if text:
+            ranks.setdefault(text, []).append(rank)
+    if len(ranks) == 1 and len(ranks[min(ranks)]) == len(words):
+        return min(ranks)
+    return "\n".join(
+        text if text == own else f"{named(having)}: {text}" for text, having in ranks.items()
+    )

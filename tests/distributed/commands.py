@@ -1,0 +1,108 @@
+"""Commands of `jetrl` on several ranks, as torchrun starts them, without torchrun's own start."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+LIMIT_S = 120.0
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The end of a command on one rank.
+
+    Attributes:
+        code: The exit code; negative for a signal.
+        out: What the rank wrote to standard output.
+        err: What the rank wrote to standard error.
+    """
+
+    code: int
+    out: str
+    err: str
+
+
+def free_port() -> int:
+    """Return a port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def run_commands(
+    words: Sequence[Sequence[object]],
+    folder: Path,
+    port: int | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> list[Ended]:
+    """Return the ends of `jetrl` commands, each on one of as many ranks of this machine.
+
+    Args:
+        words: The words of each rank's command.
+        folder: The working directory of all ranks.
+        port: The port that the ranks meet at; None: a free one.
+        environment: More environment variables.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.distributed.preloaded"])
+    shared = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port or free_port()),
+        "WORLD_SIZE": str(len(words)),
+        "LOCAL_WORLD_SIZE": str(len(words)),
+        **(environment or {}),
+    }
+    with tempfile.TemporaryDirectory() as outputs:
+        processes = []
+        for rank, own in enumerate(words):
+            variables = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            output = str(Path(outputs) / str(rank))
+            arguments = ([str(word) for word in own], variables, str(folder), output)
+            processes.append(context.Process(target=_command, args=arguments, daemon=False))
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(timeout=LIMIT_S)
+        ends = []
+        for rank, process in enumerate(processes):
+            running = process.is_alive()
+            process.kill()
+            process.join()
+            out, err = (Path(f"{outputs}/{rank}.{end}").read_text() for end in ("out", "err"))
+            assert not running, f"rank {rank} has not ended within {LIMIT_S} s: {out}{err}"
+            ends.append(Ended(process.exitcode or 0, out, err))
+        return ends
+
+
+def _command(words: list[str], variables: dict[str, str], folder: str, output: str) -> None:
+    """Run one command as the program that its rank is."""
+    import torch
+
+    from jetrl.cli.main import main
+
+    torch.set_num_threads(1)
+    os.environ |= variables
+    os.chdir(folder)
+    for descriptor, end in ((1, "out"), (2, "err")):
+        file = os.open(f"{output}.{end}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(file, descriptor)
+    sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", encoding="utf-8", closefd=False, buffering=1)  # noqa: SIM115
+    sys.argv = ["jetrl", *words]
+    code = 1
+    try:
+        code = main()
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)  # not by Python's end, which waits for threads of gloo

@@ -1,0 +1,122 @@
+"""Commands as several ranks: one message on one console, exit codes, and what is refused."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from tests.distributed.commands import Ended, run_commands
+
+from jetrl.cli.main import COMMANDS, main
+from jetrl.distributed.meeting import ranks_that_differ
+from jetrl.distributed.world import ONE_PROCESS, world
+
+
+def _refused(ends: list[Ended]) -> str:
+    """Return the one message of ranks that all end with code 2, which rank 0 alone has printed."""
+    assert [end.code for end in ends] == [2] * len(ends), ends
+    assert all(end.out == "" for end in ends), ends
+    assert all(end.err == "" for end in ends[1:]), ends
+    assert ends[0].err.count("\n") == 1, ends
+    return ends[0].err
+
+
+def test_a_mistake_that_all_ranks_find_is_printed_once(tmp_path: Path) -> None:
+    ends = run_commands([["train", "demo", "train.lrr=1"]] * 3, tmp_path)
+    assert _refused(ends).startswith("error: override 'train.lrr=1': unknown setting train.lrr")
+
+
+def test_a_mistake_of_one_rank_ends_all_and_names_the_rank(tmp_path: Path) -> None:
+    ends = run_commands([["train", "demo"], ["train", "demo"], ["train", "nowhere.toml"]], tmp_path)
+    assert "rank 2: " in _refused(ends)
+    assert "nowhere.toml" in ends[0].err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_settings_that_differ_are_named(tmp_path: Path) -> None:
+    words = ["train", "demo", "train.lr=1e-3"]
+    ends = run_commands([words, ["train", "demo", "train.lr=2e-3"], words], tmp_path)
+    assert "is jetrl" not in _refused(ends)
+    assert "on rank 1 and " in ends[0].err
+
+
+def test_more_ranks_than_gpus_are_refused(tmp_path: Path) -> None:
+    ends = run_commands([["train", "demo", "run.device=cuda"]] * 2, tmp_path)
+    assert "2 processes and 0 GPUs" in _refused(ends)
+
+
+def test_the_plan_fp32_is_refused(tmp_path: Path) -> None:
+    ends = run_commands([["train", "demo", "precision.preset=fp32"]] * 2, tmp_path)
+    assert "precision.preset = fp32 and 2 processes" in _refused(ends)
+
+
+def test_words_that_cannot_be_parsed_are_shown_once(tmp_path: Path) -> None:
+    ends = run_commands([["train", "--bogus"]] * 2, tmp_path)
+    assert [end.code for end in ends] == [2, 2]
+    assert "unrecognized arguments: --bogus" in ends[0].err
+    assert ends[1].err == ""
+
+
+def test_a_port_in_use_is_said(tmp_path: Path) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        rank_0 = run_commands([["train", "demo"]], tmp_path, port, {"WORLD_SIZE": "2"})
+    assert rank_0[0].code == 2
+    assert f"rank 0 could not be joined to the others at 127.0.0.1:{port}" in rank_0[0].err
+
+
+@pytest.mark.parametrize("command", sorted(COMMANDS.keys() - {"train", "sft", "eval", "bench"}))
+def test_commands_of_one_process_are_refused(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import jetrl.cli.ranks
+
+    said: list[tuple[str, int]] = []
+
+    def end(words: str, code: int, printed: bool = False) -> None:
+        said.append((words, code))
+        raise SystemExit(code)
+
+    monkeypatch.setattr(jetrl.cli.ranks, "end", end)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    arguments = {
+        "sample": ["m", "p"],
+        "parity": ["m"],
+        "compare": ["a", "b"],
+        "replay": ["f"],
+        "export": ["m", "out"],
+        "runs": ["list"],
+        "init": ["out"],
+    }
+    with pytest.raises(SystemExit):
+        main([command, *arguments.get(command, [])])
+    assert said[0][1] == 2
+    assert f"jetrl {command} is one process, and 2 were started" in said[0][0]
+
+
+def test_a_run_without_torchrun_has_no_process_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for variable in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(variable, raising=False)
+    opened: list[str] = []
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: opened.append("a group"))
+    monkeypatch.setattr(dist, "new_group", lambda *_, **__: opened.append("another"))
+    settings = "task.options.max_operand=4 sft.steps=1 sft.until=none eval.every=0 loop.steps=0"
+    assert main(["train", "demo", *settings.split(), "report.enabled=false"]) == 0
+    assert not opened
+    assert not dist.is_initialized()
+    assert world() is ONE_PROCESS
+
+
+def test_ranks_differ_from_what_most_have() -> None:
+    assert ranks_that_differ([5, 5, 5]) == []
+    assert ranks_that_differ([7, 5, 5]) == [0]
+    assert ranks_that_differ([5, 7]) == [1]
+    assert ranks_that_differ([5, 5, 7, 7]) == [2, 3]
+    assert ranks_that_differ([1, 2, 3]) == [1, 2]
+    assert ranks_that_differ([1, 2, 3, 3]) == [0, 1]
