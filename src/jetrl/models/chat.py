@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from transformers import PreTrainedTokenizerBase
 
 from jetrl.errors import UserError
+from jetrl.models.template_process import TemplateError, render_messages
 from jetrl.types import Example, Prompt, Turn
 
 _MARK = "jetrl-marks-the-assistant"  # what a template writes around it is cut at this text
@@ -210,13 +211,9 @@ def _render(
         if not all(isinstance(message.get(key), str) for key in ("role", "content")):
             raise UserError(f"{where}: message {message!r} needs a role and a content, both text")
     try:
-        text = tokenizer.apply_chat_template(
-            [dict(message) for message in messages], tokenize=False, add_generation_prompt=open_turn
-        )
-    except Exception as error:  # a template is a program: what it raises is its author's choice
+        return render_messages(tokenizer, messages, open_turn)
+    except TemplateError as error:
         raise UserError(f"{where}: the tokenizer's chat template refuses it: {error}") from error
-    assert isinstance(text, str)
-    return text
 
 
 def _check_written(message: Mapping[str, str], text: str, where: str) -> None:

@@ -1,0 +1,75 @@
+"""Chat templates are rendered as by transformers, within limits of time and memory."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from jetrl.errors import UserError
+from jetrl.models import template_process
+from jetrl.models.chat import encode_prompt
+from jetrl.models.template_process import TemplateError, TemplateProcess, render_messages
+from jetrl.models.tiny_tokenizers import character_tokenizer
+from jetrl.types import Prompt
+
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}{% if not loop.first %}\n{% endif %}<{{ m.role }}>"
+    "{{ m['content'] | trim }}{{ loop.length }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+MESSAGES = [{"role": "user", "content": " 1+1?é\ud83d "}, {"role": "assistant", "content": "2"}]
+
+
+def request(template, messages=MESSAGES):
+    fields = {"template": template, "messages": messages, "open_turn": False}
+    return json.dumps({**fields, "special_tokens": {}}).encode()
+
+
+@pytest.fixture(scope="module")
+def process():
+    process = TemplateProcess(limit_s=0.5, memory_mib=128)
+    yield process
+    process.close()
+
+
+@pytest.mark.parametrize("open_turn", [False, True])
+def test_the_text_is_that_of_transformers(open_turn):
+    tokenizer = character_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    text = render_messages(tokenizer, MESSAGES, open_turn)
+    assert text == tokenizer.apply_chat_template(
+        MESSAGES, tokenize=False, add_generation_prompt=open_turn
+    )
+
+
+BOMBS = [
+    pytest.param(
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+        "longer than 0.5 s",
+        id="nested-loops",
+    ),
+    pytest.param("{{ 'a' * 2**30 }}", "memory", id="repeated-text"),
+    pytest.param("{{ 'a' * 2**40 }}", "memory", id="more-than-there-is"),
+    pytest.param("{{ 'a' | center(2**33) }}", "memory", id="filter"),
+    pytest.param("{{ 9 ** (9 ** 9) }}", "longer than 0.5 s", id="power"),
+    pytest.param("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "recursion", id="recursion"),
+    pytest.param("{{ raise_exception('not for you') }}", "^not for you$", id="its-own-error"),
+    pytest.param("{{ ''.__class__.__mro__ }}", "unsafe", id="sandbox"),
+]
+
+
+@pytest.mark.parametrize("template, message", BOMBS)
+def test_a_bomb_is_an_error_and_the_next_template_is_rendered(process, template, message):
+    with pytest.raises(TemplateError, match=message):
+        process.render(request(template))
+    assert process.render(request("{{ messages[1].content }}")) == "2"
+
+
+def test_a_prompt_names_the_bomb(monkeypatch, process):
+    monkeypatch.setattr(template_process, "_shared", lambda: process)
+    tokenizer = character_tokenizer()
+    tokenizer.chat_template = "{{ 'a' * 2**30 }}"
+    prompt = Prompt(id="p7", messages=({"role": "user", "content": "?"},))
+    with pytest.raises(UserError, match=r"'p7': the tokenizer's chat template .*memory"):
+        encode_prompt(tokenizer, prompt)
