@@ -169,8 +169,13 @@ def problem_of(error: ValidationError) -> str:
     message = _SUBJECT.sub("", first["msg"])
     if first["type"] == "missing":
         return f"{field} is missing"
-    shown = printable(_Repr().repr(first["input"]))
-    return f"{field} = {shown} {message}" if field else f"{shown} {message}"
+    shown = shown_value(first["input"])
+    return f"{field} = {shown}: {message}" if field else f"{shown}: {message}"
+
+
+def shown_value(value: Any) -> str:
+    """Return a short text for a value of any size, without control characters."""
+    return printable(_Repr().repr(value))
 
 
 def printable(text: str) -> str:

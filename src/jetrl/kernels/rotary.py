@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+_POSITIONS_AT_ONCE = 2**18  # angles in float64 take four times the room of the table
+
 
 def rotary_table(
     inverse_frequencies: np.ndarray, max_positions: int, attention_factor: float = 1.0
@@ -21,10 +23,14 @@ def rotary_table(
         max_positions: positions from 0 on.
         attention_factor: What cosines and sines are multiplied by (YaRN).
     """
-    # In float64, rounded once at the end: an angle grows to thousands of turns.
-    angles = np.outer(np.arange(max_positions, dtype=np.float64), inverse_frequencies)
-    table = np.stack([np.cos(angles), np.sin(angles)], axis=1)
-    return torch.from_numpy((attention_factor * table).astype(np.float32))
+    table = np.empty((max_positions, 2, len(inverse_frequencies)), np.float32)
+    for start in range(0, max_positions, _POSITIONS_AT_ONCE):
+        rows = np.arange(start, min(start + _POSITIONS_AT_ONCE, max_positions), dtype=np.float64)
+        # In float64, rounded once at the end: an angle grows to thousands of turns.
+        angles = np.outer(rows, inverse_frequencies)
+        wide = attention_factor * np.stack([np.cos(angles), np.sin(angles)], axis=1)
+        table[start : start + len(rows)] = wide
+    return torch.from_numpy(table)
 
 
 def rotary(x: Tensor, positions: Tensor, table: Tensor) -> Tensor:

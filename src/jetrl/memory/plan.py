@@ -118,7 +118,7 @@ class OtherModels:
 
         def read(path: str | None) -> ModelConfig | None:
             own = path is None or path == "policy"
-            return None if own else ModelConfig.from_hf(hf.read_config(str(path)))
+            return None if own else hf.model_config(str(path))
 
         paths = (settings.reference.path, settings.critic.path, settings.reward.model_path)
         return OtherModels(*map(read, paths))

@@ -29,6 +29,8 @@ from typing import Any, Literal
 import numpy as np
 
 from jetrl.errors import UserError
+from jetrl.files import checked, shown_value
+from jetrl.models.config_schema import HF_CONFIG
 from jetrl.models.config_values import flag, integer, positive
 from jetrl.models.rope import (
     DEFAULT_THETA,
@@ -102,6 +104,8 @@ Head = Literal["lm", "score"]
 (ForSequenceClassification with one label)."""
 
 _LM, _SCORE = "ForCausalLM", "ForSequenceClassification"  # endings of an architecture's name
+_SMALL_TABLE = 2**29  # bytes of a table of rotary positions that any model may have
+_MOST_TOKENS = 2**31  # of a vocabulary
 _QWEN3_HEAD_DIM = 128  # of Qwen3 when config.json names none, as in transformers
 
 
@@ -170,8 +174,10 @@ class ModelConfig:
 
         Raises:
             UserError: An architecture or option this decoder does not compute, a missing key, a
-                value of the wrong type, head counts that do not divide; the message names the key.
+                value of the wrong type or out of bounds, head counts that do not divide; the
+                message names the key.
         """
+        checked(HF_CONFIG, config, "config.json")
         family, head = _family(config)
         _refuse_unsupported(config, family)
         shared = FAMILIES[family]
@@ -186,7 +192,7 @@ class ModelConfig:
         max_position_embeddings = integer(config, "max_position_embeddings")
         rope_theta, rope_scaling = read_rope(config, max_position_embeddings, shared.rope_theta)
         num_layers = integer(config, "num_hidden_layers")
-        return cls(
+        model = cls(
             family=family,
             vocab_size=integer(config, "vocab_size"),
             hidden_size=hidden_size,
@@ -207,6 +213,8 @@ class ModelConfig:
             head=head,
             layers_without_rope=_layers_without_rope(config, family, num_layers),
         )
+        _check_positions(model)
+        return model
 
 
 def inverse_frequencies(config: ModelConfig) -> np.ndarray:
@@ -257,8 +265,10 @@ def token_ids(value: Any, where: str) -> tuple[int, ...]:
     """
     values = [] if value is None else value if isinstance(value, list | tuple) else [value]
     for item in values:
-        if isinstance(item, bool) or not isinstance(item, int) or item < 0:
-            raise UserError(f"{where} = {value!r}: give a token id or a list of token ids")
+        if type(item) is not int or not 0 <= item < _MOST_TOKENS:
+            raise UserError(
+                f"{where} = {shown_value(value)}: give a token id or a list of token ids"
+            )
     return tuple(values)
 
 
@@ -368,3 +378,17 @@ def _layers_without_rope(config: Mapping[str, Any], family: str, num_layers: int
             "expected, 1 for a layer with rotary positions and 0 for one without"
         )
     return frozenset(index for index in range(num_layers) if not rotated[index])
+
+
+def _check_positions(model: ModelConfig) -> None:
+    """Raise where the table of rotary positions is larger than the weights that it belongs to.
+
+    The weights are on the disk in full; the table is made from a number.
+    """
+    size = 4 * model.max_position_embeddings * model.head_dim
+    if size > max(_SMALL_TABLE, 4 * num_parameters(model)):
+        raise UserError(
+            f"config.json: max_position_embeddings = {model.max_position_embeddings}: the table of "
+            f"rotary positions would take {size / 2**30:.1f} GiB, more than the weights; lower it "
+            "to the longest sequence that is needed, prompt and completion"
+        )

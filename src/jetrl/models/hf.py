@@ -37,6 +37,7 @@ from jetrl.precision.quantize import QTensor, dequantize
 __all__ = [
     "eos_token_ids",
     "load_tokenizer",
+    "model_config",
     "open_weights",
     "read_config",
     "read_generation_config",
@@ -56,6 +57,19 @@ def read_config(path: str | Path) -> dict[str, Any]:
         UserError: No such directory or file, or not a JSON object.
     """
     return read_object(model_directory(path) / "config.json")
+
+
+def model_config(path: str | Path) -> ModelConfig:
+    """Return the model of `path`/config.json.
+
+    Raises:
+        UserError: As `read_config` and `ModelConfig.from_hf`; the message names the file.
+    """
+    contents = read_config(path)
+    try:
+        return ModelConfig.from_hf(contents)
+    except UserError as error:  # which begins with config.json
+        raise UserError(f"{path}/{error}") from None
 
 
 def read_generation_config(path: str | Path) -> dict[str, Any]:

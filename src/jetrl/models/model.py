@@ -89,7 +89,7 @@ class Model:
             UserError: A file or tensor that is missing, damaged or unsupported, by name; a head of
                 another kind.
         """
-        config = ModelConfig.from_hf(hf.read_config(path))
+        config = hf.model_config(path)
         if config.head != cls.head:
             raise UserError(
                 f"{path}: {config.architecture} has a head for {_HEADS[config.head]}, and one for "

@@ -43,7 +43,7 @@ class ScalarModel(Model):
         Raises:
             UserError: A file or tensor that is missing, damaged or unsupported, by name.
         """
-        config = ModelConfig.from_hf(hf.read_config(path))
+        config = hf.model_config(path)
         if config.head == "score":
             return cls.from_pretrained(path, plan, device)
         tokenizer = hf.load_tokenizer(path) if hf.has_tokenizer(path) else None

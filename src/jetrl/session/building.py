@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from jetrl.distributed.world import world
 from jetrl.errors import UserError
+from jetrl.files import read_json
 from jetrl.models import hf
 from jetrl.models.families import ModelConfig, num_parameters
 from jetrl.models.hf_files import load_tensors
@@ -113,7 +113,7 @@ def build_scalar_model(settings: Settings, plan: PrecisionPlan, task: Task) -> S
         UserError: As `build_policy`.
     """
     path = settings.model.path
-    if path is not None and ModelConfig.from_hf(hf.read_config(path)).head == "score":
+    if path is not None and hf.model_config(path).head == "score":
         model = ScalarModel.from_pretrained(path, plan, choose_device(settings.run.device))
         if settings.model.tokenizer is not None:
             model.tokenizer = _tokenizer(settings.model.tokenizer, task.alphabet)
@@ -244,8 +244,10 @@ def model_config(settings: Settings) -> ModelConfig:
             layers in BF16 than it has.
     """
     path, precision = settings.model.path, settings.precision
-    contents = model_config_dict(settings) if path is None else hf.read_config(path)
-    config = ModelConfig.from_hf(contents)
+    if path is None:
+        config = ModelConfig.from_hf(model_config_dict(settings))
+    else:
+        config = hf.model_config(path)
     for key in ("first_layers_bf16", "last_layers_bf16"):
         if getattr(precision, key) > config.num_layers:
             raise UserError(
@@ -263,8 +265,8 @@ def model_config_dict(settings: Settings) -> dict[str, Any]:
     if config is None:
         raise UserError("no model: set model.path or model.config")
     try:
-        contents = json.loads(Path(config).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        contents = read_json(config)
+    except (OSError, UserError) as error:
         raise UserError(f"model.config {config}: {error}") from None
     if not isinstance(contents, dict):
         raise UserError(f"model.config {config}: not a JSON object")

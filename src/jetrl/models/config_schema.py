@@ -1,0 +1,135 @@
+"""The schema of a model directory's config.json, as far as this decoder reads it.
+
+The bounds are far above every model there is, and low enough that a file of a few bytes cannot ask
+for years of work: what is within them is compared with the tensors before anything of its size is
+made. `families` says what is missing and what is not supported.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import Field, TypeAdapter
+
+from jetrl.files import Stored
+
+Name = Annotated[str, Field(max_length=200)]
+Layers = Annotated[int, Field(ge=1, le=1024)]
+Heads = Annotated[int, Field(ge=1, le=2**14)]
+Width = Annotated[int, Field(ge=1, le=2**20)]
+Vocabulary = Annotated[int, Field(ge=1, le=2**24)]
+Positions = Annotated[int, Field(ge=1, le=2**40)]
+Positive = Annotated[float, Field(gt=0, le=1e30)]
+NotNegative = Annotated[float, Field(ge=0, le=1e30)]
+Theta = Annotated[float, Field(gt=1, le=1e30)]
+
+
+class Rope(Stored):
+    """The contents of `rope_scaling` or `rope_parameters`.
+
+    Attributes:
+        rope_type: The rule of the rotary frequencies.
+        type: The rule, as older files name it.
+        rope_theta: The base of the frequencies.
+        factor: The divisor of slow frequencies, of llama3.
+        low_freq_factor: The bound of slow frequencies, of llama3.
+        high_freq_factor: The bound of fast frequencies, of llama3.
+        original_max_position_embeddings: The original context, of llama3 and YaRN.
+        beta_fast: The turns from which on a frequency is kept, of YaRN.
+        beta_slow: The turns up to which a frequency is divided, of YaRN.
+        attention_factor: The factor of cosines and sines, of YaRN.
+        mscale: A factor of the attention factor, of YaRN.
+        mscale_all_dim: A divisor of the attention factor, of YaRN.
+        truncate: Whether bounds are rounded to whole pairs, of YaRN.
+    """
+
+    rope_type: Name | None = None
+    type: Name | None = None
+    rope_theta: Theta | None = None
+    factor: Positive | None = None
+    low_freq_factor: Positive | None = None
+    high_freq_factor: Positive | None = None
+    original_max_position_embeddings: Positions | None = None
+    beta_fast: Positive | None = None
+    beta_slow: Positive | None = None
+    attention_factor: Positive | None = None
+    mscale: NotNegative | None = None
+    mscale_all_dim: NotNegative | None = None
+    truncate: bool | None = None
+
+
+class Quantization(Stored):
+    """The contents of `quantization_config`.
+
+    Attributes:
+        quant_method: The name of the method.
+        weight_block_size: The rows and columns of a block with one scale.
+    """
+
+    quant_method: Name | None = None
+    weight_block_size: list[int] | None = None
+
+
+class HfConfig(Stored):
+    """The contents of config.json.
+
+    Attributes:
+        architectures: The names of the model's classes.
+        model_type: The name of the family.
+        vocab_size: Rows of the embedding.
+        hidden_size: Elements of the residual stream.
+        intermediate_size: Elements between the products of the feed-forward block.
+        num_hidden_layers: Decoder layers.
+        num_attention_heads: Query heads.
+        num_key_value_heads: Key-value heads.
+        head_dim: Elements of a head.
+        max_position_embeddings: The context, in tokens.
+        original_max_position_embeddings: The original context, of llama3.
+        rms_norm_eps: The epsilon of every norm.
+        rope_theta: The base of the rotary frequencies.
+        rope_scaling: The rotary rule.
+        rope_parameters: The rotary rule, of transformers 5.
+        tie_word_embeddings: Whether lm_head is the embedding.
+        use_sliding_window: Whether attention sees a window.
+        sliding_window: The tokens of that window.
+        no_rope_layers: 0 for each layer without rotary positions, of SmolLM3.
+        no_rope_layer_interval: The distance of such layers, of SmolLM3.
+        attention_bias: Whether the attention's linears have biases.
+        mlp_bias: Whether the feed-forward block's linears have biases.
+        hidden_act: The activation.
+        layer_types: The kind of each layer.
+        num_labels: The numbers of a classifier.
+        id2label: The names of a classifier's numbers.
+        quantization_config: The format of quantized weights.
+    """
+
+    architectures: Annotated[list[Name], Field(max_length=16)] | None = None
+    model_type: Name | None = None
+    vocab_size: Vocabulary | None = None
+    hidden_size: Width | None = None
+    intermediate_size: Width | None = None
+    num_hidden_layers: Layers | None = None
+    num_attention_heads: Heads | None = None
+    num_key_value_heads: Heads | None = None
+    head_dim: Heads | None = None
+    max_position_embeddings: Positions | None = None
+    original_max_position_embeddings: Positions | None = None
+    rms_norm_eps: Positive | None = None
+    rope_theta: Theta | None = None
+    rope_scaling: Rope | None = None
+    rope_parameters: Rope | None = None
+    tie_word_embeddings: bool | None = None
+    use_sliding_window: bool | None = None
+    sliding_window: int | None = None
+    no_rope_layers: Annotated[list[int], Field(max_length=1024)] | None = None
+    no_rope_layer_interval: Positions | None = None
+    attention_bias: bool | None = None
+    mlp_bias: bool | None = None
+    hidden_act: Name | None = None
+    layer_types: Annotated[list[Name], Field(max_length=1024)] | None = None
+    num_labels: int | None = None
+    id2label: dict[Any, Any] | None = None
+    quantization_config: Quantization | None = None
+
+
+HF_CONFIG = TypeAdapter(HfConfig)
