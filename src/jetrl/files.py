@@ -89,7 +89,7 @@ def read_bytes(path: str | Path, most: int = MOST_BYTES) -> bytes:
     """
     with open_regular(path) as file:
         try:
-            contents = file.read(most + 1)
+            contents = file.read(min(most, os.fstat(file.fileno()).st_size) + 1)
         except OSError as error:
             raise UserError(f"{path}: {error.strerror or error}") from None
     if len(contents) > most:

@@ -29,7 +29,7 @@ from typing import Any, Literal
 import numpy as np
 
 from jetrl.errors import UserError
-from jetrl.files import checked, shown_value
+from jetrl.files import checked, printable, shown_value
 from jetrl.models.config_schema import HF_CONFIG
 from jetrl.models.config_values import flag, integer, positive
 from jetrl.models.rope import (
@@ -287,7 +287,8 @@ def _family(config: Mapping[str, Any]) -> tuple[str, Head]:
         family = by_architecture.get(causal)
         if family is None or model_type not in (None, family):
             raise UserError(
-                f"config.json: architecture {architecture} (model_type {model_type}) is not "
+                f"config.json: architecture {printable(architecture)} (model_type "
+                f"{printable(str(model_type))}) is not "
                 f"supported{_nearest(model_type)}; supported: {supported}"
             )
         if scores:
@@ -335,7 +336,7 @@ def _refuse_unsupported(config: Mapping[str, Any], family: str) -> None:
     layer_types = set(config.get("layer_types") or ()) - {"full_attention"}
     if layer_types:
         raise UserError(
-            f"config.json: layer_types has {', '.join(sorted(map(str, layer_types)))}; only "
+            f"config.json: layer_types has {printable(', '.join(sorted(layer_types)))}; only "
             "full_attention is supported"
         )
     for key in ("attention_bias", "mlp_bias"):

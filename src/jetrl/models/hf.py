@@ -32,6 +32,7 @@ from jetrl.models.hf_files import (
 )
 from jetrl.models.hf_names import FP8_BLOCK, SCALE_SUFFIX, StoredTensor, stored_tensors
 from jetrl.models.hf_save import save_model
+from jetrl.models.tokenizer_files import check_tokenizer_files
 from jetrl.precision.quantize import QTensor, dequantize
 
 __all__ = [
@@ -131,6 +132,7 @@ def _load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
             f"{directory}: no tokenizer ({', '.join(_TOKENIZER_FILES)}); copy the tokenizer files "
             "of the model into it, or set model.tokenizer to a directory that has them"
         )
+    check_tokenizer_files(directory)
     settings_file = directory / "tokenizer_config.json"
     settings = read_object(settings_file) if settings_file.exists() else {}
     declared = str(settings.get("tokenizer_class")).removesuffix("Fast")

@@ -54,10 +54,13 @@ def _reply(line: bytes) -> bytes:
 
 def _rendered(request: dict[str, Any]) -> str:
     """Return the text of a request's messages, as `apply_chat_template` renders it."""
-    rendered, _ = render_jinja_template(
+    rendered: Any = render_jinja_template(
         conversations=[request["messages"]],
         chat_template=request["template"],
         add_generation_prompt=request["open_turn"],
         **request["special_tokens"],
     )
-    return str(rendered[0])
+    text: str = rendered[0][
+        0
+    ]  # of the first conversation, beside the spans that generated text has
+    return text

@@ -1,0 +1,142 @@
+"""Model directories of others: what a file of a few bytes asks for is bounded before it is made."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import tracemalloc
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from jetrl.errors import UserError
+from jetrl.models import hf
+from jetrl.models.hf_files import load_tensors
+from jetrl.models.policy import Policy
+from jetrl.models.tiny import make_tiny
+from jetrl.precision import PrecisionPlan
+
+PLAN = PrecisionPlan.preset("bf16")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    make_tiny(folder, hidden_size=32, num_heads=2, num_kv_heads=1, head_dim=16, num_layers=1)
+    return folder
+
+
+@pytest.fixture
+def copy(model, tmp_path):
+    """A copy of the model whose JSON files can be changed."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for file in model.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    return folder
+
+
+def change(file, **changes):
+    contents = json.loads(file.read_text())
+    file.write_text(json.dumps(contents | changes))
+
+
+SIZES = [
+    pytest.param({"num_hidden_layers": 10**6}, "num_hidden_layers = 1000000", id="layers"),
+    pytest.param({"max_position_embeddings": 10**8}, "max_position_embeddings = 1000", id="rope"),
+    pytest.param({"hidden_size": 10**12}, "hidden_size = 1000000000000", id="width"),
+    pytest.param({"vocab_size": 10**300}, "vocab_size = 1000", id="vocabulary"),
+    pytest.param({"num_attention_heads": -1}, "num_attention_heads = -1", id="heads"),
+    pytest.param({"rms_norm_eps": float("inf")}, "rms_norm_eps = inf", id="infinity"),
+    pytest.param({"rope_theta": float("nan")}, "rope_theta = nan", id="nan"),
+    pytest.param({"architectures": {"a": 1}}, r"architectures = \{", id="architectures"),
+    pytest.param({"layer_types": [["full_attention"]]}, "layer_types.0 = ", id="layer-types"),
+    pytest.param({"layer_types": 3}, "layer_types = 3", id="number-of-types"),
+    pytest.param({"model_type": "\x1b]0;x\x07"}, r"model_type .*x1b", id="control"),
+    pytest.param({"eos_token_id": 2**70}, "eos_token_id = 1180", id="token"),
+    pytest.param({"rope_scaling": {"factor": []}}, r"rope_scaling.factor = \[\]", id="rope-type"),
+    pytest.param({"quantization_config": [1]}, r"quantization_config = \[1\]", id="quantization"),
+    pytest.param(
+        {"quantization_config": {"quant_method": "fp8", "weight_block_size": 128}},
+        "quantization_config.weight_block_size = 128",
+        id="block",
+    ),
+]
+
+
+@pytest.mark.parametrize("changes, message", SIZES)
+def test_a_config_out_of_bounds_names_file_and_key(copy, changes, message):
+    change(copy / "config.json", **changes)
+    tracemalloc.start()
+    began = time.process_time()
+    with pytest.raises(UserError, match=rf"{copy}/config\.json: .*{message}") as caught:
+        Policy.from_pretrained(copy, PLAN)
+    assert time.process_time() - began < 5
+    assert tracemalloc.get_traced_memory()[1] < 2**24
+    tracemalloc.stop()
+    assert str(caught.value).isprintable()
+
+
+def test_layers_within_the_bounds_are_looked_for_in_the_files(copy):
+    change(copy / "config.json", num_hidden_layers=1000)
+    with pytest.raises(UserError, match=r"tensor model\.layers\.1\..* is missing"):
+        Policy.from_pretrained(copy, PLAN)
+
+
+@pytest.mark.parametrize("contents", ["[]", "3", "{", "[" * 5000, '{"a": ' + "9" * 5000 + "}"])
+def test_what_is_no_config_names_the_file(copy, contents):
+    (copy / "config.json").write_text(contents)
+    with pytest.raises(UserError, match=r"config\.json: "):
+        hf.model_config(copy)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
+def test_a_pipe_is_not_waited_for(copy, name):
+    (copy / name).unlink()
+    os.mkfifo(copy / name)
+    with pytest.raises(UserError, match=f"{name}: not a regular file"):
+        Policy.from_pretrained(copy, PLAN)
+
+
+def doubled(times):
+    replace = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
+    return {"type": "Sequence", "normalizers": [replace] * times}
+
+
+NORMALIZERS = [
+    pytest.param(doubled(30), "256 times as long", id="doubled"),
+    pytest.param({"type": "Sequence", "normalizers": [doubled(5), doubled(5)]}, "256", id="nested"),
+    pytest.param(
+        {"type": "Replace", "pattern": {"Regex": ""}, "content": "a" * 300}, "256", id="between"
+    ),
+    pytest.param({"type": "Replace"}, "not a tokenizer's", id="without-fields"),
+    pytest.param([1], "not a tokenizer's", id="list"),
+]
+
+
+@pytest.mark.parametrize("normalizer, message", NORMALIZERS)
+def test_a_normalizer_that_multiplies_is_refused(copy, normalizer, message):
+    change(copy / "tokenizer.json", normalizer=normalizer)
+    with pytest.raises(UserError, match=rf"tokenizer\.json: normalizer.*{message}"):
+        hf.load_tokenizer(copy)
+
+
+def test_normalizers_of_real_tokenizers_are_taken(copy):
+    stages = [
+        {"type": "Prepend", "prepend": "\u2581"},
+        {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"},
+        {"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "},
+        {"type": "NFC"},
+    ]
+    change(copy / "tokenizer.json", normalizer={"type": "Sequence", "normalizers": stages})
+    hf.load_tokenizer(copy)
+
+
+def test_masters_of_another_kind_are_named(tmp_path):
+    save_file({"x": torch.ones(2)}, tmp_path / "x.safetensors")
+    assert set(load_tensors(tmp_path / "x.safetensors")) == {"x"}
+    (tmp_path / "x.safetensors").write_bytes(b"[]")
+    with pytest.raises(UserError, match=r"x\.safetensors: missing or not a safetensors file"):
+        load_tensors(tmp_path / "x.safetensors")
