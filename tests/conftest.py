@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Generator
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+os.environ["HF_HUB_OFFLINE"] = "1"  # no test asks a network, whatever machine it runs on
 torch.set_num_threads(1)  # tiny tensors are slower with two, and test workers share the cores
 
 # A limit is for what hangs, never for what is slow: no verdict depends on other work.

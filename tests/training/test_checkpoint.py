@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from jetrl.errors import RunStopped, UserError
+from jetrl.models.families import ModelConfig
 from jetrl.settings.loading import Settings
 from jetrl.training import checkpoint as module
 from jetrl.training import checkpoint_files
@@ -465,3 +466,20 @@ def test_nothing_is_pickled(made, tmp_path):
         assert all(
             entry["dtype"] == "F32" for key, entry in header.items() if key != "__metadata__"
         )
+
+
+def test_the_models_description_has_the_keys_of_earlier_checkpoints():
+    """A run resumes where the checkpoint describes the same model, in the same keys."""
+    sizes = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 4}
+    config = {"model_type": "llama", **sizes, "num_attention_heads": 2, "rms_norm_eps": 1e-6}
+    config["max_position_embeddings"] = 16
+    description = module._model_dict(SimpleNamespace(config=ModelConfig.from_hf(config)))
+    assert list(description) == [
+        *("family", "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads"),
+        *("num_kv_heads", "head_dim", "rms_norm_eps", "rope_theta", "rope_scaling"),
+        *("tie_word_embeddings", "qkv_bias", "qk_norm", "max_position_embeddings"),
+        *("eos_token_ids", "head"),
+    ]
+    config["model_type"] = "smollm3"
+    description = module._model_dict(SimpleNamespace(config=ModelConfig.from_hf(config)))
+    assert description["layers_without_rope"] == [3]

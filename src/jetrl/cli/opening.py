@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from jetrl.errors import UserError
+from jetrl.models.hub import is_hub_name
 from jetrl.models.policy import Policy
 from jetrl.precision import PrecisionPlan
 from jetrl.runs import RunDirectory
@@ -22,7 +23,7 @@ class ModelLocation(NamedTuple):
     """The folder that a model is read from, and the run that it belongs to.
 
     Attributes:
-        path: A Hugging Face directory, or a checkpoint, which always has a run.
+        path: A Hugging Face directory, a name of its hub, or a checkpoint, which always has a run.
         run: The run directory of the model; None if it belongs to no run.
     """
 
@@ -41,7 +42,7 @@ def open_policy(
     """Return the policy at a path, under the precision plan that the user or the run names.
 
     Args:
-        path: A Hugging Face directory, a run directory, or a checkpoint.
+        path: A Hugging Face directory, a name of its hub, a run directory, or a checkpoint.
         preset: The precision preset; None: the run's own plan.
         device: "auto", "cpu" or "cuda".
         fallback_plan: The preset of a model that belongs to no run, where `preset` is None.
@@ -84,8 +85,13 @@ def find_model(path: Path) -> ModelLocation:
         return ModelLocation(path, run)
     if (path / "config.toml").is_file():
         return ModelLocation(_newest(path), path)
+    if is_hub_name(path):
+        return ModelLocation(path, None)
     if not path.exists():
-        raise UserError(f"{path}: no such model; give a Hugging Face directory or a run directory")
+        raise UserError(
+            f"{path}: no such model; give a Hugging Face directory, a name of its hub, or a run "
+            "directory"
+        )
     raise UserError(
         f"{path}: neither a Hugging Face directory (config.json), nor a run directory "
         "(config.toml), nor a checkpoint"

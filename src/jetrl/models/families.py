@@ -156,7 +156,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     raw: Mapping[str, Any] = field(repr=False, compare=False)
     head: Head = "lm"
-    layers_without_rope: frozenset[int] = frozenset()
+    layers_without_rope: tuple[int, ...] = ()
 
     @property
     def architecture(self) -> str:
@@ -365,20 +365,22 @@ def _head_dim(config: Mapping[str, Any], family: str, hidden_size: int, num_head
     return head_dim
 
 
-def _layers_without_rope(config: Mapping[str, Any], family: str, num_layers: int) -> frozenset[int]:
+def _layers_without_rope(
+    config: Mapping[str, Any], family: str, num_layers: int
+) -> tuple[int, ...]:
     """Return the layers that do not rotate: those of SmolLM3's `no_rope_layers` that are 0."""
     if family != "smollm3":
-        return frozenset()
+        return ()
     rotated = config.get("no_rope_layers")
     if rotated is None:
         every = integer(config, "no_rope_layer_interval", 4)
-        return frozenset(range(every - 1, num_layers, every))
+        return tuple(range(every - 1, num_layers, every))
     if not isinstance(rotated, list) or len(rotated) < num_layers or set(rotated) - {0, 1}:
         raise UserError(
             f"config.json: no_rope_layers = {rotated!r}: a list of {num_layers} numbers is "
             "expected, 1 for a layer with rotary positions and 0 for one without"
         )
-    return frozenset(index for index in range(num_layers) if not rotated[index])
+    return tuple(index for index in range(num_layers) if not rotated[index])
 
 
 def _check_positions(model: ModelConfig) -> None:

@@ -1,7 +1,8 @@
 """Reading a Hugging Face model directory: config.json, weights, tokenizer, generation settings.
 
-Everything is local: nothing is looked up on a hub and no code from a model directory is run. What a
-directory lacks or has too much of is an error that names the file and the tensor. Weights come from
+A path may be a name of the hub (hub.py), whose files are in its cache; no code from a model
+directory is ever run. What a directory lacks or has too much of is an error that names the file and
+the tensor. Weights come from
 safetensors files, mapped into memory and read tensor by tensor, so that loading reads each byte
 once and holds little. `save_model`
 (hf_save.py) writes what is read here.
@@ -23,7 +24,6 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 from jetrl.errors import UserError
 from jetrl.models.families import ModelConfig, token_ids
 from jetrl.models.hf_files import (
-    INDEX,
     first_line,
     model_directory,
     open_tensors,
@@ -32,6 +32,7 @@ from jetrl.models.hf_files import (
 )
 from jetrl.models.hf_names import FP8_BLOCK, SCALE_SUFFIX, StoredTensor, stored_tensors
 from jetrl.models.hf_save import save_model
+from jetrl.models.hub import INDEX, TOKENIZER_FILES
 from jetrl.models.tokenizer_files import check_tokenizer_files
 from jetrl.precision.quantize import QTensor, dequantize
 
@@ -45,7 +46,6 @@ __all__ = [
     "save_model",
 ]
 
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 _GENERIC_TOKENIZERS = ("None", "PreTrainedTokenizer", "TokenizersBackend")  # tokenizer.json alone
 _IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)  # buffers that old checkpoints kept; recomputed here
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -98,7 +98,7 @@ def eos_token_ids(
 
 def has_tokenizer(path: str | Path) -> bool:
     """Return whether a directory holds tokenizer files."""
-    return any((model_directory(path) / name).exists() for name in _TOKENIZER_FILES)
+    return any((model_directory(path) / name).exists() for name in TOKENIZER_FILES)
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
@@ -129,7 +129,7 @@ def _load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
     """Return a directory's tokenizer, of the class that the directory declares."""
     if not has_tokenizer(directory):
         raise UserError(
-            f"{directory}: no tokenizer ({', '.join(_TOKENIZER_FILES)}); copy the tokenizer files "
+            f"{directory}: no tokenizer ({', '.join(TOKENIZER_FILES)}); copy the tokenizer files "
             "of the model into it, or set model.tokenizer to a directory that has them"
         )
     check_tokenizer_files(directory)
@@ -172,7 +172,7 @@ def open_weights(
             config.json, an unsupported quantization; each by name. What is wrong with a tensor's
             contents is raised when the tensor is read.
     """
-    directory = model_directory(path)
+    directory = model_directory(path, "weights")
     _check_quantization(config.raw.get("quantization_config"))
     files = tensor_files(directory)
     with ExitStack() as stack:

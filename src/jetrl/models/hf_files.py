@@ -16,8 +16,8 @@ from torch import Tensor
 
 from jetrl.errors import UserError
 from jetrl.files import open_regular, read_json
+from jetrl.models.hub import INDEX, Part, is_hub_name, snapshot
 
-INDEX = "model.safetensors.index.json"
 _CONTENTS = (
     "a Hugging Face model directory has config.json, model.safetensors (or "
     "model.safetensors.index.json and its shards) and tokenizer.json"
@@ -100,9 +100,19 @@ def load_tensors(file: Path) -> dict[str, Tensor]:
         raise UserError(f"{file}: missing or not a safetensors file ({reason})") from None
 
 
-def model_directory(path: str | Path) -> Path:
-    """Return the path, if it is a directory; else raise."""
+def model_directory(path: str | Path, part: Part = "small") -> Path:
+    """Return the directory of a model: the path itself, or the hub's cache for a name of the hub.
+
+    Args:
+        path: A directory, OWNER/NAME or OWNER/NAME@REVISION.
+        part: The part of a model of the hub that is read, and downloaded where it is not here.
+
+    Raises:
+        UserError: There is no such directory, and no such model on the hub.
+    """
     directory = Path(path)
+    if is_hub_name(path):
+        return snapshot(str(path), part)
     if not directory.is_dir():
         what = "is a file, not a directory" if directory.exists() else "no such directory"
         raise UserError(f"{directory}: {what}; {_CONTENTS}")

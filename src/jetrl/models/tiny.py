@@ -111,7 +111,7 @@ class RandomWeights(Mapping[str, Tensor]):
 def random_weights(
     config: ModelConfig, seed: int, device: str | torch.device = "cpu"
 ) -> dict[str, Tensor]:
-    """Return every parameter of `RandomWeights`, all of them in memory.
+    """Return every parameter of `RandomWeights` at once, in memory.
 
     Args:
         config: The model's config.

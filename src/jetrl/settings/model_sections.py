@@ -12,7 +12,7 @@ class ReferenceSettings(Section):
 
     path: str | None = Field(
         None,
-        description="a Hugging Face model directory; unset: the policy as RL begins, if "
+        description="a Hugging Face model directory or name; unset: the policy as RL begins, if "
         "algorithm.kl > 0 (with a path and kl = 0 the KL is measured alone)",
     )
     offload: bool = Field(False, description="kept in CPU memory between its uses")
@@ -23,8 +23,8 @@ class CriticSettings(Section):
 
     path: str | None = Field(
         None,
-        description="a Hugging Face model directory, or policy for a copy of the policy's decoder "
-        "as RL begins; unset: no critic",
+        description="a Hugging Face model directory or name, or policy for a copy of the policy's "
+        "decoder as RL begins; unset: no critic",
     )
     lr: PositiveFloat = Field(
         1e-5, description="peak learning rate of its AdamW; the rest is as in [train]"
@@ -43,7 +43,8 @@ class RewardSettings(Section):
     rule: NonNegativeFloat = Field(1.0, description="weight of the task's own score")
     model: NonNegativeFloat = Field(0.0, description="weight of the reward model's score; 0: none")
     model_path: str | None = Field(
-        None, description="a Hugging Face ...ForSequenceClassification directory with one label"
+        None,
+        description="a Hugging Face directory or name, ...ForSequenceClassification with one label",
     )
     offload: bool = Field(False, description="reward model kept in CPU memory between its uses")
 

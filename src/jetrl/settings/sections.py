@@ -59,7 +59,9 @@ class RunSettings(Section):
 class ModelSettings(Section):
     """The section `[model]`: the policy's weights or shape, and its tokenizer."""
 
-    path: str | None = Field(None, description="a Hugging Face model directory")
+    path: str | None = Field(
+        None, description="a Hugging Face model directory, or a name of its hub: NAME[@REVISION]"
+    )
     config: dict[str, Any] | str | None = Field(
         None, description="config.json contents, or its path: random weights from run.seed"
     )

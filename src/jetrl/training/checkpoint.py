@@ -469,4 +469,6 @@ def _model_dict(policy: Model) -> dict[str, Any]:
     """Return the configuration of a model as a checkpoint keeps it."""
     config = dataclasses.asdict(policy.config)
     config.pop("raw", None)  # the source's config.json; what matters of it is in the other fields
+    if not config.get("layers_without_rope"):  # checkpoints of earlier versions have no such key
+        config.pop("layers_without_rope", None)
     return as_json(config)

@@ -1,0 +1,161 @@
+"""Models by their names on the hub, from a cache that the test makes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import huggingface_hub
+import pytest
+import torch
+from huggingface_hub import constants, errors
+
+from jetrl import Policy
+from jetrl.cli.opening import open_policy
+from jetrl.errors import UserError
+from jetrl.models import hub
+from jetrl.models.hf import read_config
+from jetrl.models.tiny import make_tiny
+from jetrl.precision import PrecisionPlan
+
+NAME = "someone/tiny-qwen3"
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+FP32 = PrecisionPlan.preset("fp32")
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The folder of a model in a cache of its own, with links from a commit to its blobs."""
+    folder = tmp_path / "cache" / "models--someone--tiny-qwen3"
+    (folder / "refs").mkdir(parents=True)
+    (folder / "refs" / "main").write_text(COMMIT)
+    make_tiny(folder / "blobs", hidden_size=32, num_heads=2, num_kv_heads=1)
+    (folder / "snapshots" / COMMIT).mkdir(parents=True)
+    for blob in (folder / "blobs").iterdir():
+        (folder / "snapshots" / COMMIT / blob.name).symlink_to(f"../../blobs/{blob.name}")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    hub.snapshot.cache_clear()
+    yield folder
+    hub.snapshot.cache_clear()
+
+
+def downloads(monkeypatch: pytest.MonkeyPatch, answer: object) -> list[str]:
+    """Make downloads answer with a folder or an error, and return the names that were asked for."""
+    asked, real = [], huggingface_hub.snapshot_download
+
+    def download(repository: str, local_files_only: bool = False, **options: object) -> object:
+        if local_files_only:
+            return real(repository, local_files_only=True, **options)
+        asked.append(f"{repository}@{options['revision']}")
+        if isinstance(answer, Exception):
+            raise answer
+        return str(answer)
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    return asked
+
+
+@pytest.mark.parametrize("revision", ["", "@main", f"@{COMMIT}"])
+def test_a_cached_model_is_read_without_asking_the_network(
+    cache: Path, revision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = downloads(monkeypatch, AssertionError("asked"))
+    policy = Policy.from_pretrained(NAME + revision, FP32)
+    local = Policy.from_pretrained(cache / "snapshots" / COMMIT, FP32)
+    assert asked == []
+    assert policy.tokenizer is not None
+    for name, master in policy.master_weights().items():
+        assert torch.equal(master, local.master_weights()[name])
+    assert open_policy(NAME + revision, "fp32", "cpu").config == policy.config
+
+
+def test_what_the_cache_lacks_is_downloaded_once(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The small files come first: a config is read before any weights are there."""
+    whole = shutil.copytree(cache / "snapshots" / COMMIT, cache.parent / "whole")
+    (cache / "snapshots" / COMMIT / "model.safetensors").unlink()
+    asked = downloads(monkeypatch, whole)
+    assert read_config(NAME)["model_type"] == "qwen3"
+    assert asked == []
+    Policy.from_pretrained(NAME, FP32)
+    Policy.from_pretrained(NAME, FP32)
+    assert asked == [f"{NAME}@None"]
+
+
+def test_half_of_the_shards_is_not_the_model(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    snapshot = cache / "snapshots" / COMMIT
+    (snapshot / "model.safetensors").rename(snapshot / "model-00001-of-00002.safetensors")
+    names = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
+    (snapshot / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    asked = downloads(monkeypatch, errors.LocalEntryNotFoundError("no network"))
+    with pytest.raises(UserError, match="the hub cannot be reached"):
+        Policy.from_pretrained(NAME, FP32)
+    assert asked == [f"{NAME}@None"]
+
+
+def test_a_cached_model_without_a_tokenizer_needs_no_network(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for file in (cache / "snapshots" / COMMIT).glob("tokenizer*"):
+        file.unlink()
+    downloads(monkeypatch, errors.LocalEntryNotFoundError("no network"))
+    assert Policy.from_pretrained(NAME, FP32).tokenizer is None
+
+
+def http_error(kind: type[errors.HfHubHTTPError]) -> errors.HfHubHTTPError:
+    response = SimpleNamespace(headers={}, request=None)  # what the errors read of a response
+    return kind("refused", response=response)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "error, message",
+    [
+        (http_error(errors.GatedRepoError), "accept its terms: https://huggingface.co/some/model"),
+        (http_error(errors.RepositoryNotFoundError), "no model some/model.*HF_TOKEN"),
+        (http_error(errors.RevisionNotFoundError), "it has no revision 'v2'"),
+        (ConnectionError("name not known"), "cannot be reached .ConnectionError: name not known"),
+        (
+            errors.LocalEntryNotFoundError("no\nnetwork"),
+            r"cannot be reached.*hf download some/model",
+        ),
+    ],
+    ids=["gated", "unknown", "revision", "connection", "network"],
+)
+def test_what_cannot_be_downloaded_says_why(
+    cache: Path, error: Exception, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    downloads(monkeypatch, error)
+    with pytest.raises(UserError, match=f"some/model@v2: no such directory here, .*{message}"):
+        Policy.from_pretrained("some/model@v2", FP32)
+
+
+def test_offline_mode_is_named(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(
+        UserError, match=r"does not hold it, and HF_HUB_OFFLINE is set.*hf download"
+    ):
+        Policy.from_pretrained("some/model", FP32)
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["models/none", "./some/model", "/some/model", "model", "a/b/c", "../some", "some/", "~/m"],
+)
+def test_paths_are_no_names(path: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A path into a folder that is here, such as models/, is a mistyped path."""
+    (cache.parents[1] / "models").mkdir()
+    asked = downloads(monkeypatch, AssertionError("asked"))
+    with pytest.raises(UserError, match="no such directory"):
+        Policy.from_pretrained(path, FP32)
+    assert asked == []
+
+
+def test_a_directory_of_that_name_goes_first(cache: Path) -> None:
+    make_tiny(Path(NAME), hidden_size=64)
+    assert Policy.from_pretrained(NAME, FP32).config.hidden_size == 64
