@@ -7,13 +7,15 @@ import pytest
 import torch
 
 from jetrl.precision import QTensor, dequantize, quantize
+from jetrl.precision.quantize import codes_as_float64
 
+MAXIMUM = {"e4m3": 448.0, "int8": 127.0}
 BLOCKS = [(1, 128), (128, 128), (128, 1)]
 
 
-def by_hand(x: torch.Tensor, block: tuple[int, int], maximum: float = 448.0) -> QTensor:
+def by_hand(x: torch.Tensor, block: tuple[int, int], format: str = "e4m3") -> QTensor:
     """The rule of docs/precision.md, one group at a time, in numpy float32."""
-    values = x.float().numpy()
+    values, maximum = x.float().numpy(), MAXIMUM[format]
     rows, columns = block
     shape = [-(-values.shape[0] // rows), -(-values.shape[1] // columns)]
     scales, scaled = np.zeros(shape, np.float32), np.zeros_like(values)
@@ -25,7 +27,10 @@ def by_hand(x: torch.Tensor, block: tuple[int, int], maximum: float = 448.0) -> 
                 scales[i, j] = a / np.float32(maximum)
                 product = values[part] * (np.float32(maximum) / a)
                 scaled[part] = np.clip(product, -maximum, maximum)
-    codes = torch.from_numpy(scaled).to(torch.float8_e4m3fn)
+    if format == "int8":  # numpy rounds to even, as IEEE says
+        codes = torch.from_numpy(np.rint(np.nan_to_num(scaled, nan=0.0)).astype(np.int8))
+    else:
+        codes = torch.from_numpy(scaled).to(torch.float8_e4m3fn)
     return QTensor(codes, torch.from_numpy(scales), block)
 
 
@@ -35,14 +40,15 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.nan_to_num(nan=-1.0), b.nan_to_num(nan=-1.0))
 
 
-@pytest.mark.parametrize("block", BLOCKS, ids=str)
+@pytest.mark.parametrize("format", MAXIMUM)
+@pytest.mark.parametrize("block", [*BLOCKS, (1, 64)], ids=str)
 @pytest.mark.parametrize("std", [1e-30, 1e-10, 1e-3, 1.0, 1e3])
 @pytest.mark.parametrize("rows", [1, 63, 129])
-def test_matches_the_rule(block: tuple[int, int], std: float, rows: int) -> None:
+def test_matches_the_rule(block: tuple[int, int], std: float, rows: int, format: str) -> None:
     generator = torch.Generator().manual_seed(rows)
     x = (torch.randn(rows, 256, generator=generator) * std).bfloat16()
     x[0, :128] = 0
-    q, expected = quantize(x, block), by_hand(x, block)
+    q, expected = quantize(x, block, format), by_hand(x, block, format)
     assert same_bits(q.codes, expected.codes)
     assert same_bits(q.scales, expected.scales)
 
@@ -72,6 +78,48 @@ def test_nan_and_inf_give_nan_codes_never_a_clamped_value() -> None:
     assert dequantize(q)[1, 200].isnan()
 
 
+def test_int8_rounds_ties_to_even_and_uses_all_codes_but_the_lowest() -> None:
+    codes = torch.arange(-127, 128).float()
+    q = quantize(codes[None], (1, 255), "int8")
+    assert q.scales.item() == 1.0
+    assert q.codes.tolist() == [codes.int().tolist()]
+    ties = torch.cat([codes[:-1] + 0.5, codes[-1:]])  # the last keeps the scale at 1
+    halves = quantize(ties[None], (1, 255), "int8").codes[0, :-1]
+    assert torch.all(halves % 2 == 0)
+    assert torch.all((halves - ties[:-1]).abs() == 0.5)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("scales", ["fp32", "pow2"])
+def test_a_bad_value_shows_in_its_whole_int8_group(bad: float, scales: str) -> None:
+    """Integers know no NaN, so the group's scale says it, and no code is a clamped value."""
+    x = torch.ones(2, 256)
+    x[1, 200] = bad
+    q = quantize(x, format="int8", scales=scales)
+    assert not q.scales[1, 1].isfinite()
+    assert not q.codes[1, 128:].any()
+    back = dequantize(q)
+    assert back[1, 128:].isnan().all()
+    assert back[0].isfinite().all(), "the other groups are untouched"
+    assert back[1, :128].isfinite().all(), "the other groups are untouched"
+
+
+def test_int8_is_within_half_a_step_everywhere() -> None:
+    # Half a scale; 2**-14 of a scale covers the roundings of s, of x * r (up to 127, so 2**-17 of a
+    # step) and of the product that brings it back.
+    x = torch.randn(64, 512, generator=torch.Generator().manual_seed(1))
+    q = quantize(x, format="int8")
+    step = q.scales.repeat_interleave(128, dim=1)
+    assert torch.all((dequantize(q) - x).abs() <= step * (0.5 + 2.0**-14))
+
+
+@pytest.mark.parametrize("format", MAXIMUM)
+def test_codes_in_float64_are_the_codes(format: str) -> None:
+    x = torch.randn(16, 128, generator=torch.Generator().manual_seed(6))
+    codes = quantize(x, format=format).codes
+    assert torch.equal(codes_as_float64(codes), codes.double())
+
+
 def test_dequantize_is_within_half_a_step() -> None:
     # E4M3 has 4 significant bits: a relative error of at most 2**-4, or half the smallest step
     # (2**-10 codes) of the group's scale; 2**-20 covers the roundings of s and of x * r.
@@ -89,9 +137,10 @@ def test_largest_value_of_a_group_comes_back() -> None:
     assert torch.all((back - largest).abs() <= largest * 2.0**-23)
 
 
-def test_pow2_scales_are_powers_of_two_and_not_smaller() -> None:
+@pytest.mark.parametrize("format", MAXIMUM)
+def test_pow2_scales_are_powers_of_two_and_not_smaller(format: str) -> None:
     x = torch.randn(32, 256, generator=torch.Generator().manual_seed(3))
-    plain, rounded = quantize(x), quantize(x, scales="pow2")
+    plain, rounded = (quantize(x, format=format, scales=s) for s in ("fp32", "pow2"))
     mantissa, _ = torch.frexp(rounded.scales)
     assert torch.all(mantissa == 0.5)
     assert torch.all(rounded.scales >= plain.scales)

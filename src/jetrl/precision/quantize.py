@@ -1,4 +1,4 @@
-"""The one quantizer: the rule by which every FP8 tensor in jetrl is made, and its constants.
+"""The one quantizer: the rule by which all codes in jetrl are made, FP8 or INT8, and its constants.
 
 For a group of values with absolute maximum `a` (float32, from the values as they are):
 
@@ -10,6 +10,13 @@ For a group of values with absolute maximum `a` (float32, from the values as the
 
 `pow2` scales round s up to a power of two and use r = 1 / s. E5M2 (gradients, if a plan asks for
 it) has 57344 in place of 448. A non-finite value gets a NaN code; it is never clamped away.
+
+INT8 (keys and values, if a plan asks for it) has 127 in place of 448, and
+
+    q  = int8(x * r)                     float32 product, round to nearest, ties to even
+
+Integers know no NaN: a product that is no number has code 0. But a non-finite value makes its
+group's scale NaN or Inf, so all values of the group come back as NaN.
 
 Groups by operand of a product along K: the left one 1 x 128 (X in FProp, dY in DGrad, and dY along
 tokens, 128 x 1, in WGrad), the right one 128 x 128 (the weight, whose transpose is then a byte
@@ -26,20 +33,22 @@ import torch
 from torch import Tensor
 
 FP8Format = Literal["e4m3", "e5m2"]
+CodeFormat = FP8Format | Literal["int8"]
 
 FORMATS: dict[str, tuple[torch.dtype, float]] = {
     "e4m3": (torch.float8_e4m3fn, 448.0),
     "e5m2": (torch.float8_e5m2, 57344.0),
+    "int8": (torch.int8, 127.0),
 }
 AMAX_FLOOR = 2.0**-100
 
 
 @dataclass(frozen=True)
 class QTensor:
-    """A matrix, or a batch of matrices, as FP8 codes with a scale for each group of values.
+    """A matrix, or a batch of matrices, as codes with a scale for each group of values.
 
     Attributes:
-        codes: float8_e4m3fn (or float8_e5m2) [..., M, K].
+        codes: float8_e4m3fn (or float8_e5m2, or int8) [..., M, K].
         scales: float32 [..., ceil(M/bm), ceil(K/bk)].
         block: (bm, bk), the rows and columns of a group of values that share a scale.
     """
@@ -62,10 +71,10 @@ class QTensor:
 def quantize(
     x: Tensor,
     block: tuple[int, int] = (1, 128),
-    format: FP8Format = "e4m3",
+    format: CodeFormat = "e4m3",
     scales: Literal["fp32", "pow2"] = "fp32",
 ) -> QTensor:
-    """Return x as FP8 codes and scales, in groups over its last two dimensions.
+    """Return x as codes and scales, in groups over its last two dimensions.
 
     Args:
         x: bfloat16, float16 or float32 [..., M, K].
@@ -95,6 +104,8 @@ def quantize(
     # Rounding may carry a value past the maximum: it saturates. NaN passes the clamp.
     codes = (groups * multiplier).clamp(-maximum, maximum)
     codes = codes.flatten(-4, -3).flatten(-2, -1)[..., : x.shape[-2], : x.shape[-1]]
+    if dtype == torch.int8:
+        codes = codes.nan_to_num(nan=0.0).round()  # a float that is no integer would be cut off
     return QTensor(codes.to(dtype), stored.squeeze(-1).squeeze(-2), block)
 
 
@@ -106,7 +117,7 @@ def dequantize(q: QTensor) -> Tensor:
 
 
 def codes_as_float64(codes: Tensor) -> Tensor:
-    """Return the exact values of FP8 codes as float64, by table: eight times faster than a cast."""
+    """Return the exact values of codes as float64, by table: eight times faster than a cast."""
     indices = codes.view(torch.uint8).flatten().int()
     return _values_of(codes.dtype, codes.device).index_select(0, indices).view(codes.shape)
 

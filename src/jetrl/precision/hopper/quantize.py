@@ -21,7 +21,7 @@ non-finite and its own code NaN. How the results lie in memory is in `precision.
 from __future__ import annotations
 
 import struct
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import triton
@@ -271,6 +271,8 @@ def rule(format: FP8Format, scales: str) -> dict[str, Any]:
     """
     if scales not in ("fp32", "pow2"):
         raise ValueError(f"scales are fp32 or pow2, not {scales!r}")
+    if format not in get_args(FP8Format):
+        raise ValueError(f"these kernels make codes of e4m3 or e5m2, not {format!r}")
     return {"MAXIMUM": FORMATS[format][1], "FLOOR_BITS": _FLOOR_BITS, "POW2": scales == "pow2"}
 
 
