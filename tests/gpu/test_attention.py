@@ -9,16 +9,18 @@ import numpy as np
 import pytest
 import torch
 
-from jetrl.kernels.attention.reference import quantize_kv
+from jetrl.kernels.attention.reference import quantize_keys_and_values
 from jetrl.kernels.rotary import rotary_table
 from jetrl.models.attention import PackedKeyValues
 from jetrl.models.rotary import Rotary
 from jetrl.precision import PrecisionPlan
+from jetrl.settings.presets import key_and_value_formats
 
 pytestmark = pytest.mark.gpu
 
 LENGTHS = [200, 1, 63, 64, 65, 1023, 1024, 1025, 2111]
-FORMATS = ["fp8", "bf16"]
+FORMATS = ["fp8", "int8", "bf16"]
+ALL_FORMATS = [*FORMATS, "int8+fp8", "fp8+int8"]
 
 
 @pytest.fixture(scope="module")
@@ -45,10 +47,12 @@ class Batch:
         return [sum(self.lengths[:i]) for i in range(len(self.lengths) + 1)]
 
 
-def store(x: torch.Tensor, kv: str) -> tuple[torch.Tensor, torch.Tensor | None]:
-    if kv == "bf16":
+def store(x: torch.Tensor, stored_format: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+    if stored_format == "bf16":
         return x, None
     amax = x.float().abs().amax(-1).clamp_min(2.0**-100)
+    if stored_format == "int8":
+        return (x.float() * (127.0 / amax)[..., None]).round().to(torch.int8), amax / 127.0
     return (x.float() * (448.0 / amax)[..., None]).to(torch.float8_e4m3fn), amax / 448.0
 
 
@@ -64,7 +68,8 @@ def batch(
     q = (1.5 * normal(tokens, heads, head_dim)).bfloat16()
     k = normal(tokens, groups, head_dim).bfloat16()
     v = (normal(tokens, groups, head_dim) * normal(tokens, groups, 1).exp2()).bfloat16()
-    (k8, ks), (v8, vs) = store(k, kv), store(v, kv)
+    key_format, value_format = key_and_value_formats(kv)
+    (k8, ks), (v8, vs) = store(k, key_format), store(v, value_format)
     codes = gpu.KeyValueCodes(k8, ks, v8, vs)
 
     counts = [-(-n // 64) for n in lengths]
@@ -75,7 +80,8 @@ def batch(
         if x is None:
             paged.append(None)
             continue
-        pool = torch.full((sum(counts) + 3, 64, *x.shape[1:]), math.nan, device="cuda").to(x.dtype)
+        anything = 99 if x.dtype == torch.int8 else math.nan
+        pool = torch.full((sum(counts) + 3, 64, *x.shape[1:]), anything, device="cuda").to(x.dtype)
         row = 0
         for n, table in zip(lengths, tables, strict=True):
             for i, page in enumerate(table):
@@ -123,7 +129,7 @@ def positions(lengths: list[int]) -> list[tuple[int, int]]:
     return picks
 
 
-@pytest.mark.parametrize("kv", FORMATS)
+@pytest.mark.parametrize("kv", ALL_FORMATS)
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize(
     "heads, groups", [(2, 2), (4, 2), (8, 2), (10, 2), (14, 2), (8, 1), (16, 1)]
@@ -137,7 +143,7 @@ def test_decode_has_the_bits_of_training(
     assert same_bits(decode(gpu, b, picks), packed(gpu, b)[0][rows])
 
 
-@pytest.mark.parametrize("kv", FORMATS)
+@pytest.mark.parametrize("kv", ALL_FORMATS)
 def test_contexts_up_to_40k_agree(gpu, kv: str) -> None:
     b = batch(gpu, [40_000, 9000], 8, 2, 128, kv)
     picks = [
@@ -147,7 +153,7 @@ def test_contexts_up_to_40k_agree(gpu, kv: str) -> None:
     assert same_bits(decode(gpu, b, picks), packed(gpu, b)[0][rows])
 
 
-@pytest.mark.parametrize("kv", FORMATS)
+@pytest.mark.parametrize("kv", ALL_FORMATS)
 @pytest.mark.parametrize("chunk", [1, 37, 64, 300, 1024])
 def test_prefill_has_the_bits_of_training_in_any_chunks(gpu, chunk: int, kv: str) -> None:
     b = batch(gpu, [1300, 65, 700], 8, 2, 128, kv)
@@ -166,6 +172,32 @@ def test_prefill_has_the_bits_of_training_in_any_chunks(gpu, chunk: int, kv: str
         "cuda",
     )
     assert same_bits(gpu.attend_prefill(b.q[rows].contiguous(), b.pages, tiles), expected[rows])
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("stored_format", ["fp8", "int8"])
+def test_every_code_is_widened_exactly(gpu, stored_format: str, head_dim: int) -> None:
+    """The output of a sequence of one key, whose weight is 1, is its value, rounded to BF16."""
+    finite = (torch.arange(256).view(-1, 1) + torch.arange(head_dim)).to(torch.uint8)
+    codes = finite.view(torch.int8)
+    if stored_format == "fp8":
+        codes = torch.where(finite & 127 == 127, 0, finite).view(torch.float8_e4m3fn)
+    codes = codes.view(256, 1, head_dim).cuda()
+    scales = torch.ones(256, 1, device="cuda")
+    q = torch.ones(256, 2, head_dim, dtype=torch.bfloat16, device="cuda")
+    tiles = gpu.QueryTiles.packed(range(257), "cuda")
+    stored = gpu.KeyValueCodes(codes, scales, codes, scales)
+    expected = codes.float().bfloat16().expand(256, 2, head_dim)
+    assert torch.equal(gpu.attend_tiles(q, gpu.stage_keys(stored, tiles), tiles)[0], expected)
+    pages = [bits(torch.zeros(256, 64, 1, head_dim, device="cuda").to(codes.dtype)) for _ in "kv"]
+    for page in pages:
+        page[:, 0] = bits(codes)
+    lines = torch.ones(256, 64, 1, device="cuda")
+    k, v = (page.view(codes.dtype) for page in pages)
+    table = torch.arange(256, dtype=torch.int32, device="cuda")[:, None]
+    ones = torch.ones(256, dtype=torch.int32, device="cuda")
+    paged = gpu.KeyValueCodes(k, lines, v, lines)
+    assert torch.equal(gpu.attend_decode(q, paged, table, ones, 1), expected)
 
 
 def test_a_row_is_independent_of_its_batch_and_of_the_launch(gpu) -> None:
@@ -254,7 +286,7 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
     return ((a.double() - b).norm() / b.norm()).item()
 
 
-@pytest.mark.parametrize("kv", FORMATS)
+@pytest.mark.parametrize("kv", ALL_FORMATS)
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_output_is_close_to_float64(gpu, head_dim: int, kv: str) -> None:
     b = batch(gpu, [1500], 8, 2, head_dim, kv)
@@ -268,9 +300,10 @@ def test_output_is_close_to_float64(gpu, head_dim: int, kv: str) -> None:
     assert (lse.double() - expected_lse).abs().max() < head_dim * 2**-19
 
 
+@pytest.mark.parametrize("kv", ["fp8", "int8"])
 @pytest.mark.parametrize("exponent", [-99, -60, -20, 0, 10])
-def test_value_scales_of_any_size_are_as_accurate_as_one(gpu, exponent: int) -> None:
-    b = batch(gpu, [1100], 4, 2, 128, "fp8")
+def test_value_scales_of_any_size_are_as_accurate_as_one(gpu, exponent: int, kv: str) -> None:
+    b = batch(gpu, [1100], 4, 2, 128, kv)
     scaled = gpu.KeyValueCodes(
         b.codes.k, b.codes.k_scales, b.codes.v, b.codes.v_scales * 2.0**exponent
     )
@@ -314,7 +347,7 @@ def test_values_of_mixed_scales_and_zero_rows(gpu) -> None:
     assert (o[0] == 0).all()
 
 
-@pytest.mark.parametrize("kv", FORMATS)
+@pytest.mark.parametrize("kv", ALL_FORMATS)
 def test_nan_reaches_the_output_of_its_own_rows_only(gpu, kv: str) -> None:
     b = batch(gpu, [300, 300], 4, 2, 128, kv)
     clean = packed(gpu, b)[0]
@@ -359,7 +392,7 @@ def test_decode_runs_in_a_cuda_graph_with_new_lengths(gpu) -> None:
         assert same_bits(o, expected[rows])
 
 
-@pytest.mark.parametrize("kv", FORMATS)
+@pytest.mark.parametrize("kv", ALL_FORMATS)
 def test_decode_in_a_cuda_graph_waits_for_the_newest_key(gpu, kv: str) -> None:
     """In a graph, decode asks for older pages before the kernel in front has ended.
 
@@ -502,12 +535,13 @@ def test_gradients_do_not_depend_on_how_much_of_ds_is_kept(
 
 @pytest.mark.parametrize("tokens", [1, 63, 129, 1000])
 @pytest.mark.parametrize("groups, head_dim", [(1, 64), (3, 128), (8, 128)])
+@pytest.mark.parametrize("kv", ["fp8", "int8"])
 def test_scaled_keys_are_the_product_rounded_once(
-    gpu, groups: int, head_dim: int, tokens: int
+    gpu, kv: str, groups: int, head_dim: int, tokens: int
 ) -> None:
     from jetrl.kernels.attention.backward_dq import scaled_keys
 
-    codes = batch(gpu, [tokens], groups, groups, head_dim, "fp8").codes
+    codes = batch(gpu, [tokens], groups, groups, head_dim, kv).codes
     expected = (codes.k.float() * codes.k_scales[..., None]).bfloat16()
     assert same_bits(scaled_keys(codes), expected)
 
@@ -530,7 +564,7 @@ def trained(b: Batch, kv: str, do: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return qkv.grad.unflatten(1, (-1, head_dim)).split([heads, groups, groups], dim=1)
 
 
-@pytest.mark.parametrize("kv", FORMATS)
+@pytest.mark.parametrize("kv", ALL_FORMATS)
 @pytest.mark.parametrize("heads, groups, head_dim", [(8, 2, 128), (7, 1, 64), (2, 2, 128)])
 def test_gradients_are_close_to_float64(
     gpu, heads: int, groups: int, head_dim: int, kv: str
@@ -543,8 +577,7 @@ def test_gradients_are_close_to_float64(
         x.clone().requires_grad_()
         for x in (
             b.q.double(),
-            values(*quantize_kv(b.k, kv)),
-            values(*quantize_kv(b.v, kv)),
+            *(values(*stored) for stored in quantize_keys_and_values(b.k, b.v, kv)),
         )
     ]
     for s, n in zip(b.starts, lengths, strict=False):
@@ -555,10 +588,11 @@ def test_gradients_are_close_to_float64(
         assert relative(ours, theirs.grad) < 2**-7
 
 
-def test_gradients_are_deterministic(gpu) -> None:
-    b = batch(gpu, [700, 300], 8, 2, 128, "fp8")
+@pytest.mark.parametrize("kv", ["fp8", "int8"])
+def test_gradients_are_deterministic(gpu, kv: str) -> None:
+    b = batch(gpu, [700, 300], 8, 2, 128, kv)
     do = torch.randn_like(b.q)
-    runs = [trained(b, "fp8", do) for _ in range(2)]
+    runs = [trained(b, kv, do) for _ in range(2)]
     assert all(same_bits(x, y) for x, y in zip(*runs, strict=True))
 
 

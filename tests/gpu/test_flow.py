@@ -11,7 +11,7 @@ from small_models import FAMILIES, config
 
 from jetrl import Policy, RolloutEngine, SamplingParams
 from jetrl.errors import UserError
-from jetrl.kernels.attention.reference import quantize_kv
+from jetrl.kernels.attention.reference import quantize_keys_and_values
 from jetrl.models.attention import PackedKeyValues
 from jetrl.parity import locate, measure, random_prompts, self_check
 from jetrl.precision import PrecisionPlan
@@ -44,7 +44,16 @@ def test_sampled_logprobs_are_the_trainers(preset: str, family: str) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"scales": "pow2"}, {"kv": "bf16"}, {"first_layers_bf16": 1}, {"lm_head": "fp8"}],
+    [
+        {"scales": "pow2"},
+        {"kv": "bf16"},
+        {"kv": "int8"},
+        {"kv": "int8", "scales": "pow2"},
+        {"kv": "int8+fp8"},
+        {"kv": "fp8+int8"},
+        {"first_layers_bf16": 1},
+        {"lm_head": "fp8"},
+    ],
     ids=lambda o: ",".join(f"{k}={v}" for k, v in o.items()),
 )
 def test_plan_options_stay_exact(options: dict[str, Any]) -> None:
@@ -115,8 +124,8 @@ class AttentionKernels(torch.autograd.Function):
         from jetrl.kernels.attention.layout import KeyValueCodes
         from jetrl.kernels.attention.stage import stage_keys
 
-        k_codes, k_scales = quantize_kv(k, plan.kv, plan.scales)
-        v_codes, v_scales = quantize_kv(v, plan.kv, plan.scales)
+        stored = quantize_keys_and_values(k, v, plan.kv, plan.scales)
+        (k_codes, k_scales), (v_codes, v_scales) = stored
         codes = KeyValueCodes(k_codes.contiguous(), k_scales, v_codes.contiguous(), v_scales)
         q = q.contiguous()
         o, lse = attend_tiles(q, stage_keys(codes, tiles), tiles)

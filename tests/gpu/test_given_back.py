@@ -81,7 +81,7 @@ def test_too_much_is_out_of_memory(mapped: Any) -> None:
     assert beside_tensors() == before
 
 
-@pytest.mark.parametrize("kv", ["fp8", "bf16"])
+@pytest.mark.parametrize("kv", ["fp8", "int8", "bf16"])
 @pytest.mark.parametrize("options", [{}, {"top_p": 0.8}], ids=str)
 def test_after_an_update_the_graphs_are_the_same(kv: str, options: dict[str, Any]) -> None:
     """Two updates of the masters; in between a trainer's forward and backward use the memory."""

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from jetrl.kernels.attention.reference import quantize_kv
+from jetrl.kernels.attention.reference import quantize_keys_and_values
 from jetrl.kernels.norm import rms_norm_ref
 from jetrl.kernels.rotary import rotary, rotary_table
 
@@ -38,7 +38,7 @@ def reference(qkv, positions, table, weights, heads, groups, head_dim):
     return rotary(q, positions, table), rotary(k, positions, table), v
 
 
-@pytest.mark.parametrize("kv_format", ["fp8", "bf16"])
+@pytest.mark.parametrize("kv_format", ["fp8", "int8", "int8+fp8", "fp8+int8", "bf16"])
 @pytest.mark.parametrize("normed", [True, False])
 @pytest.mark.parametrize("heads, groups, head_dim", HEADS)
 @pytest.mark.parametrize("tokens", [1, 63, 300])
@@ -54,28 +54,63 @@ def test_bits_of_the_reference(
         qkv.cuda(), positions.cuda(), table.cuda(), on_gpu, EPS, heads, cache, None
     )
     assert torch.equal(ours.cpu(), q)
-    for codes, scales, x in (
-        (cache.k_codes, cache.k_scales, k),
-        (cache.v_codes, cache.v_scales, v),
-    ):
-        expected, expected_scales = quantize_kv(x, kv_format)
-        assert torch.equal(codes[:, 0].cpu().float(), expected.float())
-        if expected_scales is not None:
-            assert torch.equal(scales[:, 0].cpu(), expected_scales)
+    assert_stored(cache, quantize_keys_and_values(k, v, kv_format))
 
 
-def test_pages_get_the_bytes_of_the_dense_array(kernels) -> None:
+def assert_stored(cache, expected) -> None:
+    """Assert that a dense cache holds `quantize_keys_and_values`, where a NaN equals any NaN."""
+    ours = (cache.k_codes, cache.k_scales), (cache.v_codes, cache.v_scales)
+    for (codes, scales), (true_codes, true_scales) in zip(ours, expected, strict=True):
+        assert codes.dtype == true_codes.dtype
+        assert (scales is None) == (true_scales is None)
+        for a, b in ((codes, true_codes), (scales, true_scales)):
+            if a is not None:
+                found, wanted = a[:, 0].cpu().float(), b.float()
+                torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("kv_format", ["fp8", "int8", "int8+fp8"])
+@pytest.mark.parametrize("scales", ["fp32", "pow2"])
+@pytest.mark.parametrize("heads, groups, head_dim", HEADS)
+@pytest.mark.parametrize("tokens", [63, 300])
+def test_codes_of_any_magnitude_are_the_quantizers(
+    kernels, tokens: int, heads: int, groups: int, head_dim: int, scales: str, kv_format: str
+) -> None:
+    """Standard deviations from 1e-30 to 1e3, groups of zeros, NaN and Inf, codes between two."""
+    g = torch.Generator().manual_seed(tokens)
+    x = torch.randn(tokens, heads + 2 * groups, head_dim, generator=g)
+    x *= 10.0 ** torch.randint(-30, 4, (tokens, heads + 2 * groups, 1), generator=g)
+    x[3], x[4, :, 7], x[5, :, 8], x[6, :, 9] = 0, torch.nan, torch.inf, -torch.inf
+    # 127 and halves of odd integers, which a scale of 1 leaves for INT8 to round to even.
+    x[7] = torch.arange(head_dim) % 127 + 0.5
+    x[7, :, 0] = 127
+    x = x.bfloat16()
+    k, v = x[:, heads : heads + groups], x[:, heads + groups :]
+    table = torch.zeros(1, 2, head_dim // 2, device="cuda")
+    table[:, 0] = 1  # no rotation
+    positions = torch.zeros(tokens, dtype=torch.int64, device="cuda")
+    cache = kernels.dense_cache(tokens, groups, head_dim, kv_format, "cuda")
+    kernels.qk_norm_rotary_cache(
+        x.flatten(1).cuda(), positions, table, None, EPS, heads, cache, None, scales
+    )
+    # NaN and Inf make the other of the rotated pair NaN (0 * Inf): so they do in the reference.
+    k = rotary(k, torch.zeros(tokens, dtype=torch.int64), table.cpu())
+    assert_stored(cache, quantize_keys_and_values(k, v, kv_format, scales))
+
+
+@pytest.mark.parametrize("kv_format", ["fp8", "int8"])
+def test_pages_get_the_bytes_of_the_dense_array(kernels, kv_format: str) -> None:
     """Written at slots of pages, with padding tokens skipped and the other slots untouched."""
     tokens, heads, groups, head_dim, page = 100, 8, 2, 128, 64
     qkv, positions, table, weights = inputs(tokens, heads, groups, head_dim)
     arguments = (
         qkv.cuda(), positions.cuda(), table.cuda(), tuple(w.cuda() for w in weights), EPS, heads
     )  # fmt: skip
-    dense = kernels.dense_cache(tokens, groups, head_dim, "fp8", "cuda")
+    dense = kernels.dense_cache(tokens, groups, head_dim, kv_format, "cuda")
     kernels.qk_norm_rotary_cache(*arguments, dense, None)
     shape = (5, page, groups, head_dim)
     paged = kernels.CacheSlots(
-        *(torch.full(shape, 2.0, device="cuda").to(torch.float8_e4m3fn) for _ in range(2)),
+        *(torch.full(shape, 2.0, device="cuda").to(dense.k_codes.dtype) for _ in range(2)),
         *(torch.full(shape[:3], -1.0, device="cuda") for _ in range(2)),
     )
     slots = torch.randperm(5 * page, generator=torch.Generator().manual_seed(0))[:tokens].cuda()

@@ -220,6 +220,37 @@ def long_attention() -> None:
             out.backward(torch.empty(out.shape, dtype=out.dtype, device=META))
 
 
+def stored_formats(kv: str, head_dim: int) -> None:
+    """Compile what reads and writes keys and values of a format: training, prompts and decode."""
+    from jetrl.bench.shapes import SHAPES
+    from jetrl.models.attention import PackedKeyValues
+    from jetrl.models.families import ModelConfig
+    from jetrl.models.rotary import Rotary
+    from jetrl.precision import PrecisionPlan
+    from jetrl.rollout.kv_cache import PagedCache
+    from jetrl.rollout.paged_attention import DecodeWork, Span
+
+    plan = PrecisionPlan.preset("unified").replace(kv=kv)
+    config = ModelConfig.from_hf(
+        {**SHAPES["qwen3-8b"], "num_hidden_layers": 1, "head_dim": head_dim}
+    )
+    cache = PagedCache(config, plan, 4096, 64, META)
+
+    def attend(source: Any, tokens: int) -> torch.Tensor:
+        positions = torch.zeros(tokens, dtype=torch.int64, device=META)
+        rope = Rotary(positions, torch.empty(1, 2, head_dim // 2, device=META), None, 32, 8)
+        qkv = torch.empty(tokens, 48 * head_dim, dtype=torch.bfloat16, device=META)
+        return source.attend(0, qkv.requires_grad_(), rope, last=False)
+
+    tables = torch.zeros(8, 32, dtype=torch.int32, device=META)
+    work = DecodeWork(tables, tables[:, 0], 2048)
+    attend(cache.decode_key_values(torch.zeros(8, dtype=torch.int64, device=META), work), 8)
+    attend(cache.key_values([Span(0, 0, 300, list(range(5)))]), 300)
+    with torch.enable_grad():
+        out = attend(PackedKeyValues(torch.tensor([0, 300]), plan, META), 300)
+        out.backward(torch.empty(out.shape, dtype=out.dtype, device=META))
+
+
 def small_operations() -> None:
     """Compile the operations of the self-check, one by one."""
     from jetrl.kernels.logprob import chosen_logprobs
@@ -255,6 +286,10 @@ PIECES: dict[str, Callable[[], object]] = {
     f"{work.__name__}, {shape}, {plan}": functools.partial(work, shape, plan)
     for shape, plan in MODELS
     for work in (decode, prefill, update)
+}
+STORED = (("int8", 128), ("int8", 64), ("int8+fp8", 128), ("fp8+int8", 128))
+PIECES |= {
+    f"keys and values, {kv}, {d}": functools.partial(stored_formats, kv, d) for kv, d in STORED
 }
 PIECES |= {"optimizer": optimizer, "long attention": long_attention}
 PIECES |= {"small operations": small_operations, "chains of products": chains}

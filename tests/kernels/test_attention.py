@@ -9,10 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from jetrl.kernels.attention.reference import attend_dense, attend_packed, quantize_kv
-from jetrl.precision import QTensor, dequantize
+from jetrl.kernels.attention.reference import (
+    attend_dense,
+    attend_packed,
+    quantize_keys_and_values,
+    stored_values,
+)
 
-FORMATS = ["fp8", "bf16", "fp32"]
+CODED = ["fp8", "int8", "int8+fp8", "fp8+int8"]
+FORMATS = [*CODED, "bf16", "fp32"]
 
 
 def inputs(tokens: int, heads: int, groups: int, dim: int, kv: str, seed: int = 0) -> list[Tensor]:
@@ -21,12 +26,9 @@ def inputs(tokens: int, heads: int, groups: int, dim: int, kv: str, seed: int = 
     return [torch.randn(tokens, n, dim, generator=g).to(dtype) * 2 for n in (heads, groups, groups)]
 
 
-def stored(x: Tensor, kv: str) -> Tensor:
-    """The values as the cache would give them back, float64."""
-    codes, scales = quantize_kv(x, kv)
-    if scales is None:
-        return codes.double()
-    return dequantize(QTensor(codes, scales[..., None], (1, x.shape[-1]))).double()
+def stored(k: Tensor, v: Tensor, kv: str) -> list[Tensor]:
+    """The keys and values as the cache would give them back, float64."""
+    return [stored_values(*codes).double() for codes in quantize_keys_and_values(k, v, kv)]
 
 
 def causal64(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -44,7 +46,7 @@ def test_matches_float64(kv: str, heads: int, groups: int, dim: int) -> None:
     q, k, v = inputs(sum(lengths), heads, groups, dim, kv)
     cu = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()])
     out = attend_packed(q, k, v, cu, kv)
-    k64, v64 = stored(k, kv), stored(v, kv)
+    k64, v64 = stored(k, v, kv)
     for start, length in zip(cu.tolist(), lengths, strict=False):
         s = slice(start, start + length)
         true = causal64(q[s].double(), k64[s], v64[s])
@@ -55,7 +57,7 @@ def test_matches_float64(kv: str, heads: int, groups: int, dim: int) -> None:
         assert torch.all((out[s] - true).abs() <= bound)
 
 
-@pytest.mark.parametrize("kv", ["fp8", "bf16"])
+@pytest.mark.parametrize("kv", [*CODED, "bf16"])
 def test_bits_do_not_depend_on_batch_or_padding(kv: str) -> None:
     lengths = [5, 40, 17, 1]
     q, k, v = inputs(sum(lengths), 4, 2, 64, kv)
@@ -67,16 +69,16 @@ def test_bits_do_not_depend_on_batch_or_padding(kv: str) -> None:
         assert torch.equal(alone, together[s])
 
 
-@pytest.mark.parametrize("kv", ["fp8", "bf16"])
+@pytest.mark.parametrize("kv", [*CODED, "bf16"])
 def test_decode_equals_the_packed_forward(kv: str) -> None:
     """Decode gives the packed forward's bits over a longer buffer whose unused part is NaN."""
     length, room = 29, 64
     q, k, v = inputs(length, 4, 2, 64, kv)
     packed = attend_packed(q, k, v, torch.tensor([0, length]), kv)
     buffers = []
-    for x in (k, v):
-        codes, scales = quantize_kv(x, kv)
-        buffer = torch.full((1, room, 2, 64), torch.nan).to(codes.dtype)
+    for codes, scales in quantize_keys_and_values(k, v, kv):
+        anything = 99 if codes.dtype == torch.int8 else torch.nan
+        buffer = torch.full((1, room, 2, 64), anything).to(codes.dtype)
         buffer[0, :length] = codes
         scale_buffer = None
         if scales is not None:
@@ -111,12 +113,13 @@ def test_gradients_match_float64(kv: str) -> None:
         assert torch.all((narrow.grad - true.grad).abs() <= bound)
 
 
-def test_fp8_gradient_passes_straight_through() -> None:
+@pytest.mark.parametrize("kv", CODED)
+def test_the_gradient_passes_straight_through(kv: str) -> None:
     """The gradient is that of attention over the stored values, given to the values before."""
-    q, k, v = inputs(12, 2, 1, 64, "fp8")
-    stored_k, stored_v = stored(k, "fp8"), stored(v, "fp8")
+    q, k, v = inputs(12, 2, 1, 64, kv)
+    stored_k, stored_v = stored(k, v, kv)
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    out = attend_packed(*leaves, torch.tensor([0, 12]), "fp8")
+    out = attend_packed(*leaves, torch.tensor([0, 12]), kv)
     out.backward(torch.ones_like(out))
     wide = [x.detach().double().requires_grad_() for x in (q, stored_k, stored_v)]
     causal64(*wide).sum().backward()
@@ -125,9 +128,26 @@ def test_fp8_gradient_passes_straight_through() -> None:
         assert torch.all((narrow.grad - true.grad).abs() <= bound)
 
 
+@pytest.mark.parametrize("kv", CODED)
 @pytest.mark.parametrize("std", [1e-30, 1e-6, 1e3])
-def test_any_scale_of_keys_and_values(std: float) -> None:
-    q, k, v = inputs(20, 2, 2, 64, "fp8")
-    out = attend_packed(q, k, (v * std).bfloat16(), torch.tensor([0, 20]), "fp8")
+def test_any_scale_of_keys_and_values(std: float, kv: str) -> None:
+    q, k, v = inputs(20, 2, 2, 64, kv)
+    out = attend_packed(q, k, (v * std).bfloat16(), torch.tensor([0, 20]), kv)
     assert out.isfinite().all()
     assert out.float().abs().max() > 0
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize(
+    "kv, which", [("int8", 0), ("int8", 1), ("int8+fp8", 0), ("fp8+int8", 1)], ids=str
+)
+def test_a_bad_value_in_int8_shows_in_all_that_see_it(kv: str, which: int, bad: float) -> None:
+    """A NaN or an Inf among the INT8 keys (0) or values (1) is no finite number to anybody."""
+    q, *keys_and_values = inputs(20, 4, 2, 64, kv)
+    clean = attend_packed(q, *keys_and_values, torch.tensor([0, 8, 20]), kv)
+    keys_and_values[which][11, 1, 5] = bad
+    out = attend_packed(q, *keys_and_values, torch.tensor([0, 8, 20]), kv)
+    assert out[11:, 2:].isnan().all()
+    touched = torch.zeros_like(out, dtype=torch.bool)
+    touched[11:, 2:] = True
+    assert torch.equal(out[~touched], clean[~touched])

@@ -178,17 +178,17 @@ def test_contexts_are_staged_where_prompts_go_on(where: str) -> None:
     assert forward(replace(load, sequences=1), "4096 prompt tokens, contexts of 4096") < plain * 2
 
 
-@pytest.mark.parametrize("kv", ["fp8", "bf16"])
+@pytest.mark.parametrize("kv", ["fp8", "int8", "bf16"])
 def test_staged_keys_take_what_is_counted(kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
     stage = pytest.importorskip("jetrl.kernels.attention.stage", exc_type=ImportError)
     monkeypatch.setattr(stage, "stage_keys_kernel", defaultdict(lambda: lambda *a, **k: None))
     config, plan = ModelConfig.from_hf(CONFIG), PrecisionPlan.preset("unified").replace(kv=kv)
-    dtype = torch.float8_e4m3fn if kv == "fp8" else torch.bfloat16
+    dtype = {"fp8": torch.float8_e4m3fn, "int8": torch.int8, "bf16": torch.bfloat16}[kv]
     codes = torch.zeros(10, 64, 2, 64, dtype=dtype)
-    scales = torch.ones(10, 64, 2) if kv == "fp8" else None
+    scales = torch.ones(10, 64, 2) if kv != "bf16" else None
     tiles = QueryTiles.paged([3], [640], [list(range(10))], "cpu")
     staged = stage.stage_keys(KeyValueCodes(codes, scales, codes, scales), tiles)
-    unused = 0 if kv == "fp8" else staged.factors.nbytes
+    unused = 0 if kv != "bf16" else staged.factors.nbytes
     counted = 640 * staged_bytes_per_token(config, plan)
     assert staged.kv.nbytes + staged.factors.nbytes - unused == counted
 

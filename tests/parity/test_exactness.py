@@ -78,6 +78,11 @@ def test_sampled_logprobs_are_the_trainers(preset: str, family: str) -> None:
 OPTIONS = [
     {"scales": "pow2"},
     {"kv": "bf16"},
+    {"kv": "fp8"},
+    {"kv": "int8"},
+    {"kv": "int8", "scales": "pow2"},
+    {"kv": "int8+fp8"},
+    {"kv": "fp8+int8"},
     {"lm_head": "fp8"},
     {"first_layers_bf16": 1},
     {"last_layers_bf16": 1, "grad_output": "e5m2"},

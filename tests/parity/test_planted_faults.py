@@ -56,7 +56,8 @@ def scale_of_stored_values(patch: Patch) -> None:
 
 
 def rule_of_stored_values(patch: Patch) -> None:
-    wrong(patch, key_values, "quantize_kv", lambda true, x, form, rule: true(x, form, "pow2"))
+    name = "quantize_keys_and_values"
+    wrong(patch, key_values, name, lambda true, k, v, form, rule: true(k, v, form, "pow2"))
 
 
 def position_of_decoded_tokens(patch: Patch) -> None:

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+import re
+
 import pytest
+from pydantic import ValidationError
 
 from jetrl.cli.arguments import PLANS
 from jetrl.errors import UserError
 from jetrl.precision import PrecisionPlan
 from jetrl.settings import PrecisionSettings
-from jetrl.settings.presets import DEFAULT_PRESET, PRESETS
+from jetrl.settings.presets import DEFAULT_PRESET, PRESETS, key_and_value_formats
 
 TABLE = {  # docs/precision.md: rollout linears, training linears, keys and values, rest, lm_head
     "fp32": ("fp32", "fp32", "fp32", "fp32", "fp32"),
@@ -49,6 +52,32 @@ def test_layers_kept_in_bf16_are_so_on_both_sides() -> None:
 def test_settings_override_only_what_they_name() -> None:
     plan = PrecisionPlan.from_settings(PrecisionSettings(preset="unified", kv="bf16"))
     assert plan == PrecisionPlan.preset("unified").replace(kv="bf16")
+
+
+@pytest.mark.parametrize("kv", ["fp8", "int8", "int8+fp8", "fp8+int8", "bf16"])
+def test_keys_and_values_have_the_formats_that_are_named(kv: str) -> None:
+    plan = PrecisionPlan.from_settings(PrecisionSettings(preset="unified", kv=kv))
+    assert plan.kv == kv
+    assert plan.exact
+    assert PrecisionPlan.from_dict(plan.to_dict()) == plan
+    keys, values = key_and_value_formats(kv)
+    assert kv == (keys if keys == values else f"{keys}+{values}")
+
+
+def test_keys_and_values_are_described() -> None:
+    plan = PrecisionPlan.preset("unified")
+    told = dict(plan.replace(kv="int8+fp8").describe())["keys and values, both sides"]
+    assert told == "INT8, fp32 scales; FP8 e4m3, fp32 scales"
+    told = dict(plan.replace(kv="int8", scales="pow2").describe())["keys and values, both sides"]
+    assert told == "INT8, pow2 scales"
+
+
+@pytest.mark.parametrize("kv", ["int4", "int8+bf16", "fp8+fp8", "int8+"])
+def test_unknown_formats_of_keys_and_values_are_named(kv: str) -> None:
+    with pytest.raises(UserError, match=rf"precision.kv = '{re.escape(kv)}': use one of .*int8"):
+        PrecisionPlan.preset("unified").replace(kv=kv)
+    with pytest.raises(ValidationError, match="int8"):
+        PrecisionSettings(preset="unified", kv=kv)
 
 
 def test_description_says_what_is_promised() -> None:

@@ -21,8 +21,13 @@ def config(policy):
     return policy.config
 
 
-def make_cache(config: ModelConfig, preset="unified", num_pages=64, page_size=4):
-    return PagedCache(config, PrecisionPlan.preset(preset), num_pages, page_size, CPU)
+def plan_of(preset: str, kv: str | None = None) -> PrecisionPlan:
+    plan = PrecisionPlan.preset(preset)
+    return plan if kv is None else plan.replace(kv=kv)
+
+
+def make_cache(config: ModelConfig, preset="unified", num_pages=64, page_size=4, kv=None):
+    return PagedCache(config, plan_of(preset, kv), num_pages, page_size, CPU)
 
 
 def random_qkv(config, tokens, dtype, seed=0):
@@ -53,12 +58,15 @@ def run_in_chunks(cache, config, layer, lengths, qkv, chunk, rng):
     return out
 
 
-@pytest.mark.parametrize("preset", ["unified", "jet"])
+@pytest.mark.parametrize(
+    "preset, kv",
+    [("jet", None), *(("unified", kv) for kv in ("fp8", "int8", "int8+fp8", "fp8+int8"))],
+)
 @pytest.mark.parametrize("page_size, chunk", [(1, 1), (4, 7), (16, 64), (3, 2)])
-def test_paged_equals_packed_as_bits(config, preset, page_size, chunk):
+def test_paged_equals_packed_as_bits(config, preset, kv, page_size, chunk):
     lengths = [1, 5, 17, 16, 3, 40]
-    cache = make_cache(config, preset, num_pages=90, page_size=page_size)
-    plan = PrecisionPlan.preset(preset)
+    cache = make_cache(config, preset, num_pages=90, page_size=page_size, kv=kv)
+    plan = plan_of(preset, kv)
     q, k, v = random_qkv(config, sum(lengths), torch.bfloat16)
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)
     wanted = attend_packed(q, k, v, cu_seqlens, plan.kv, plan.scales)
@@ -95,12 +103,13 @@ def test_the_last_layer_attends_for_the_ends_alone(config):
         assert torch.equal(a.scales, b.scales)
 
 
-def test_slots_of_no_token_may_hold_anything(config):
+@pytest.mark.parametrize("kv", ["fp8", "int8", "int8+fp8"])
+def test_slots_of_no_token_may_hold_anything(config, kv):
     """Old NaN in the rest of a page and in other pages does not reach a result."""
     lengths = [5, 9, 2]
     results = []
     for fill in (0.0, torch.nan):
-        cache = make_cache(config)
+        cache = make_cache(config, kv=kv)
         tokens = cache.num_pages * cache.page_size
         dirt = [torch.full_like(x, fill) for x in random_qkv(config, tokens, torch.bfloat16)]
         whole = Span(0, 0, tokens, list(range(cache.num_pages)))
@@ -111,9 +120,10 @@ def test_slots_of_no_token_may_hold_anything(config):
     assert torch.equal(results[0], results[1])
 
 
-def test_copies_read_all_sources_first(config):
+@pytest.mark.parametrize("kv", ["fp8", "int8", "int8+fp8"])
+def test_copies_read_all_sources_first(config, kv):
     """A page may be a source and a destination in one step: 0 -> 1 -> 2."""
-    cache = make_cache(config, num_pages=3, page_size=2)
+    cache = make_cache(config, num_pages=3, page_size=2, kv=kv)
     q, k, v = random_qkv(config, 2, torch.bfloat16)
     for page in range(3):
         span = Span(0, 0, 2, [page])
@@ -127,15 +137,24 @@ def test_copies_read_all_sources_first(config):
         assert torch.equal(cache._values.scales[0, page], scales[page - 1])
 
 
-@pytest.mark.parametrize("preset, share", [("unified", 36), ("bf16", 64), ("fp32", 128)])
-def test_page_bytes_is_what_a_page_takes(config, preset, share):
-    """`share`: bytes a head of 32 values, with the 4 bytes of its scale under FP8."""
-    cache = make_cache(config, preset, num_pages=7, page_size=4)
+@pytest.mark.parametrize(
+    "preset, kv, share",
+    [
+        ("unified", "fp8", 36),
+        ("unified", "int8", 36),
+        ("unified", "fp8+int8", 36),
+        ("bf16", None, 64),
+        ("fp32", None, 128),
+    ],
+)
+def test_page_bytes_is_what_a_page_takes(config, preset, kv, share):
+    """`share`: bytes a head of 32 values, with the 4 bytes of its scale beside codes."""
+    cache = make_cache(config, preset, num_pages=7, page_size=4, kv=kv)
     tensors = [
         t for s in (cache._keys, cache._values) for t in (s.codes, s.scales) if t is not None
     ]
     taken = sum(t.numel() * t.element_size() for t in tensors)
-    page = PagedCache.page_bytes(config, PrecisionPlan.preset(preset), 4)
+    page = PagedCache.page_bytes(config, plan_of(preset, kv), 4)
     assert taken == 7 * page
     assert page == 2 * 2 * 4 * 2 * share, "keys and values, layers, tokens, heads"
 

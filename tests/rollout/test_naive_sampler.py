@@ -25,6 +25,8 @@ PLANS = [
     ("unified", {"kv": "bf16", "scales": "pow2"}),
     ("jet", {}),
     ("jet", {"kv": "fp8", "first_layers_bf16": 1}),
+    ("unified", {"kv": "int8"}),
+    ("unified", {"kv": "int8+fp8", "scales": "pow2"}),
     ("mixed", {}),
     ("bf16", {}),
     ("fp32", {}),
@@ -138,7 +140,7 @@ def naive(policy, prompt, key, params, limit, replies, index):
         start = len(tokens)
 
 
-@pytest.mark.parametrize("case", range(21))
+@pytest.mark.parametrize("case", range(27))
 def test_the_engine_draws_what_a_naive_sampler_draws(make_policy, case: int) -> None:
     chance = random.Random(case)
     choose = chance.choice

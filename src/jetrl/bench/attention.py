@@ -1,6 +1,6 @@
 """Speed of attention on one GPU: decode, training forward, prefill and backward.
 
-    jetrl bench attention [--parts decode packed prefill torch] [--kv fp8 bf16] [--out FILE]
+    jetrl bench attention [--parts decode packed prefill torch] [--kv fp8 int8 bf16] [--out FILE]
 
 Medians of repeated runs. Decode rotates among enough caches to exceed the L2, in a CUDA graph, and
 counts the bytes of keys, values and scales once; the rest counts the floating-point operations of
@@ -34,14 +34,15 @@ from jetrl.kernels.attention.hopper import (
     attend_tiles,
     stage_keys,
 )
-from jetrl.kernels.attention.reference import quantize_kv
+from jetrl.kernels.attention.reference import quantize_keys_and_values
 
 HEADS, GROUPS, HEAD_DIM = 32, 8, 128  # Qwen3-8B
 DECODE = [(64, 8192), (8, 8192), (256, 512), (1, 32768)]
 FORWARD = [(1, 8192), (4, 4096), (8, 2048), (1, 32768)]
 PREFILL = [(2048, 8192), (512, 32768)]
 PARTS = ["decode", "packed", "prefill", "torch"]
-KV = ["fp8", "bf16"]
+KV = ["fp8", "int8", "bf16"]
+KV_CHOICES = [*KV, "int8+fp8", "fp8+int8"]
 
 
 def milliseconds(f: Callable[[], Any]) -> float:
@@ -57,12 +58,11 @@ def random_codes(rows: tuple[int, ...], kv: str, head_dim: int = HEAD_DIM) -> Ke
         kv: The format of keys and values.
         head_dim: The channels of a head.
     """
-    tensors: list[Any] = []
-    for _ in range(2):
-        tensors += quantize_kv(
-            torch.randn(*rows, GROUPS, head_dim, device="cuda", dtype=torch.bfloat16), kv
-        )
-    return KeyValueCodes(*tensors)
+    k, v = (
+        torch.randn(*rows, GROUPS, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(2)
+    )
+    (k_codes, k_scales), (v_codes, v_scales) = quantize_keys_and_values(k, v, kv)
+    return KeyValueCodes(k_codes, k_scales, v_codes, v_scales)
 
 
 def queries(tokens: int, head_dim: int = HEAD_DIM) -> Tensor:
@@ -101,7 +101,7 @@ def bench_decode(batch: int, length: int, kv: str) -> dict[str, Any]:
         kv: The format of keys and values.
     """
     pages = -(-length // 64)
-    token_bytes = GROUPS * 2 * (HEAD_DIM + 4 if kv == "fp8" else 2 * HEAD_DIM)
+    token_bytes = GROUPS * 2 * (2 * HEAD_DIM if kv == "bf16" else HEAD_DIM + 4)
     copies = 1 + int(3e8) // (batch * length * token_bytes)
     cache = random_codes((batch * pages * copies, 64), kv)
     order = torch.randperm(batch * pages * copies, device="cuda").int()
@@ -230,7 +230,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = bench_parser("attention", __doc__)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="all unless named")
     parser.add_argument(
-        "--kv", nargs="+", choices=KV, default=KV, help="formats of keys and values"
+        "--kv", nargs="+", choices=KV_CHOICES, default=KV, help="formats of keys and values"
     )
     parser.add_argument("--out", type=Path, help="write the results here as well")
     args = parser.parse_args(argv)

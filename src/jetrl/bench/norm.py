@@ -63,11 +63,14 @@ def _rotary_rows(tokens: int) -> list[Row]:
     table = torch.randn(tokens, 2, HEAD_DIM // 2, device="cuda")
     positions = torch.arange(tokens, device="cuda") % 4096
     weights = (torch.ones(HEAD_DIM, device="cuda").bfloat16(),) * 2
-    cache = dense_cache(tokens, GROUPS, HEAD_DIM, "fp8", "cuda")
-    forward = [
-        partial(qk_norm_rotary_cache, x, positions, table, weights, EPS, HEADS, cache, None)
-        for x in xs
-    ]
+    caches = (dense_cache(tokens, GROUPS, HEAD_DIM, kv, "cuda") for kv in ("fp8", "int8"))
+    forward, to_int8 = (
+        [
+            partial(qk_norm_rotary_cache, x, positions, table, weights, EPS, HEADS, cache, None)
+            for x in xs
+        ]
+        for cache in caches
+    )
     q, k = _random(tokens, HEADS, HEAD_DIM, sets=1)[0], _random(tokens, GROUPS, HEAD_DIM, sets=1)[0]
     backward = [
         partial(qk_norm_rotary_backward, q, k, k, x, positions, table, weights, EPS) for x in xs
@@ -76,6 +79,7 @@ def _rotary_rows(tokens: int) -> list[Row]:
     moved = 2 * width * 2 + (HEADS + GROUPS) * HEAD_DIM * 2
     return [
         memory_row("qk norm, rotary, quantize kv", shape, tokens * (2 * width + written), forward),
+        memory_row("the same to int8", shape, tokens * (2 * width + written), to_int8),
         memory_row("qk norm and rotary backward", shape, tokens * moved, backward),
     ]
 

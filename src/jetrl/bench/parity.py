@@ -32,7 +32,9 @@ from jetrl.precision import PrecisionPlan
 _TEMPERATURE = 0.6
 
 
-def make_policy(shape: str, plan: str, device: str, layers: int | None) -> Policy:
+def make_policy(
+    shape: str, plan: str, device: str, layers: int | None, kv: str | None = None
+) -> Policy:
     """Return a policy with random weights, whose logits have a standard deviation of about 2.
 
     Args:
@@ -40,12 +42,15 @@ def make_policy(shape: str, plan: str, device: str, layers: int | None) -> Polic
         plan: The precision preset.
         device: "cuda" or "cpu".
         layers: Decoder layers; None: the shape's own.
+        kv: The formats of keys and values; None: the preset's.
     """
     config = dict(SHAPES[shape])
     if layers is not None:
         config["num_hidden_layers"] = layers
     config["initializer_range"] = float(2.0 / np.sqrt(config["hidden_size"]))
-    return Policy.from_config(config, PrecisionPlan.preset(plan), seed=0, device=device)
+    chosen = PrecisionPlan.preset(plan)
+    chosen = chosen if kv is None else chosen.replace(kv=kv)
+    return Policy.from_config(config, chosen, seed=0, device=device)
 
 
 def prove(policy: Policy) -> dict[str, Any]:

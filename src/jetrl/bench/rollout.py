@@ -19,6 +19,7 @@ there are and what that took is in the row.
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Sequence
@@ -146,6 +147,7 @@ def run_case(policy: Policy, batch: int, prompt: int, response: int, profiled: b
     floor += int(batch * context * kv_bytes_per_token(policy.config, policy.plan))
     row: Row = {
         "plan": policy.plan.name,
+        "kv": policy.plan.kv,
         "sequences": batch,
         "prompt": prompt,
         "response": response,
@@ -236,6 +238,7 @@ def run_grpo(policy: Policy) -> Row:
     owners = [prompts[i // GRPO_SAMPLES] for i in range(count)]
     return {
         "plan": policy.plan.name,
+        "kv": policy.plan.kv,
         "load": "grpo",
         "sequences": count,
         "tokens": stats.tokens_drawn,
@@ -317,6 +320,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = bench_parser("rollout", __doc__)
     add_shape_arguments(parser)
     parser.add_argument("--plan", action="append", help="repeatable; default: unified")
+    parser.add_argument("--kv", action="append", help="repeatable; default: the plan's own")
     parser.add_argument("--case", action="append", help="BxPxR, repeatable; instead of:")
     parser.add_argument("--batch", type=int, default=64, help="sequences (default 64)")
     parser.add_argument("--prompt", type=int, default=128, help="tokens (default 128)")
@@ -327,7 +331,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     cases = args.case or ([] if args.load else [f"{args.batch}x{args.prompt}x{args.response}"])
     command = f"jetrl bench rollout --shape {args.shape}"
-    command += options("plan", args.plan) + options("case", cases)
+    command += options("plan", args.plan) + options("kv", args.kv) + options("case", cases)
     command += (f" --load {args.load}" if args.load else "") + " --profile" * args.profile
     rows: list[Row] = []
     copy_bandwidth()  # every row needs it, and it is measured once, while memory is free
@@ -341,8 +345,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             rows[-1][key] = profile
         write_results(args.out, "rollout", command, rows)  # each time: a later case may fail
 
-    for plan in args.plan or ["unified"]:
-        policy = make_policy(args.shape, plan, "cuda", args.layers)
+    for plan, kv in itertools.product(args.plan or ["unified"], args.kv or [None]):
+        policy = make_policy(args.shape, plan, "cuda", args.layers, kv)
         for case in cases:
             batch, prompt, response = (int(number) for number in case.split("x"))
             add(run_case(policy, batch, prompt, response, args.profile))

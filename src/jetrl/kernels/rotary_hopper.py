@@ -1,11 +1,11 @@
 """From a layer's qkv to attention on Hopper: QK norm, rotary embedding, quantized keys and values.
 
 A program takes eight or 16 heads of a token. Together they read its row of qkv once, and write the
-rotated queries and, at the token's slot, its keys and values as the cache stores them: FP8 codes
-with one scale for each head, or BF16. The slots of sampling are places in the pages; of training,
-0..T-1 of a dense array: the same kernel makes the same bytes for both. The bits are the reference's
-throughout (`rms_norm`, `rotary`, `quantize_kv`): exact integer sums of squares, IEEE operations, no
-fusion.
+rotated queries and, at the token's slot, its keys and values as the cache stores them: FP8 or INT8
+codes with one scale for each head, or BF16. The slots of sampling are places in the pages; of
+training, 0..T-1 of a dense array: the same kernel makes the same bytes for both. The bits are the
+reference's throughout (`rms_norm`, `rotary`, `quantize_kv`): exact integer sums of squares, IEEE
+operations, no fusion.
 
 The kernels are bound by memory if a value costs few instructions, so the layout is explicit
 (Gluon): a head is handled as two halves, the pairs that the rotation mixes, and lies in four lanes
@@ -33,6 +33,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from jetrl.kernels.attention.layout import CODES, stored_dtype
 from jetrl.precision.hopper import tile
 from jetrl.precision.hopper.checks import check_matrix
 from jetrl.precision.hopper.launch import (
@@ -40,12 +41,14 @@ from jetrl.precision.hopper.launch import (
     gluon_let_next_start,
     gluon_wait_for_previous,
 )
-from jetrl.precision.hopper.quantize import rule
 from jetrl.precision.layout import cdiv
-from jetrl.precision.quantize import AMAX_FLOOR
+from jetrl.precision.quantize import AMAX_FLOOR, FORMATS
+from jetrl.settings.presets import key_and_value_formats
 
 HEADS = 8  # heads of a program; no bit depends on it
 _FEW_TOKENS = 256  # up to a decode step's: a program is launched for its latency
+# The largest code of a cache's dtype; of bfloat16, which has no codes, a number that is not used.
+_MAXIMA = {torch.bfloat16: 1.0} | {FORMATS[x][0]: FORMATS[x][1] for x in CODES.values()}
 
 
 @dataclass(frozen=True)
@@ -53,8 +56,8 @@ class CacheSlots:
     """The tensors that keys and values are written to: a cache's pages, or one slot for each token.
 
     Attributes:
-        k_codes: float8_e4m3fn, or bfloat16 without scales, [pages, page_size, G, D].
-        v_codes: like k_codes.
+        k_codes: float8_e4m3fn or int8, or bfloat16 without scales, [pages, page_size, G, D].
+        v_codes: like k_codes; FP8 beside INT8 is fine.
         k_scales: float32 [pages, page_size, G], or None with bfloat16.
         v_scales: like k_scales.
     """
@@ -265,8 +268,8 @@ def _store_cache(
         scale, multiplier = tile.scale_and_multiplier(amax, MAXIMUM, FLOOR, POW2)
         heads = first_head + gl.arange(0, 8, gl.SliceLayout(1, LAYOUT))
         gl.store(scales_ptr + slot * G + heads, scale, mask=heads < G)
-        first = (first * multiplier[:, None]).to(codes_ptr.dtype.element_ty)
-        second = (second * multiplier[:, None]).to(codes_ptr.dtype.element_ty)
+        first = tile.to_codes(first * multiplier[:, None], codes_ptr.dtype.element_ty)
+        second = tile.to_codes(second * multiplier[:, None], codes_ptr.dtype.element_ty)
     store_halves(codes_ptr + slot * G * D, first_head, first, second, G, D, LAYOUT)
 
 
@@ -292,7 +295,8 @@ def _forward_kernel(
     q_ptr, k_codes_ptr, k_scales_ptr, v_codes_ptr, v_scales_ptr,
     H: gl.constexpr, G: gl.constexpr, HAS_SLOTS: gl.constexpr, QUANTIZE: gl.constexpr,
     NORM: gl.constexpr, D: gl.constexpr, ROUNDS: gl.constexpr, EPS: gl.constexpr,
-    MAXIMUM: gl.constexpr, FLOOR: gl.constexpr, POW2: gl.constexpr, LAYOUT: gl.constexpr,
+    K_MAXIMUM: gl.constexpr, V_MAXIMUM: gl.constexpr, FLOOR: gl.constexpr, POW2: gl.constexpr,
+    LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Take one token's queries, keys or values, eight heads in each of ROUNDS rounds (1 or 2).
 
@@ -305,7 +309,7 @@ def _forward_kernel(
         q_weight_ptr, k_weight_ptr: bfloat16 [D], the norms' weights, read with NORM.
         slots_ptr: int64 [T], read with HAS_SLOTS; else token t has slot t.
         q_ptr: bfloat16 [T, H, D], written.
-        k_codes_ptr, v_codes_ptr: FP8 or bfloat16 [slots, G, D], written.
+        k_codes_ptr, v_codes_ptr: FP8, int8 or bfloat16 [slots, G, D], written.
         k_scales_ptr, v_scales_ptr: float32 [slots, G], written with QUANTIZE.
     """
     # Programs of a token are neighbours, so that its row is read by them at about the same time.
@@ -344,22 +348,22 @@ def _forward_kernel(
             v_first, v_second = load_halves(v_ptr, head, G, D, LAYOUT)
             _store_key(
                 k_ptr, table_ptr, position, k_weight_ptr, slot, head, k_codes_ptr, k_scales_ptr,
-                G, QUANTIZE, NORM, D, EPS, MAXIMUM, FLOOR, POW2, LAYOUT,
+                G, QUANTIZE, NORM, D, EPS, K_MAXIMUM, FLOOR, POW2, LAYOUT,
             )  # fmt: skip
             _store_cache(
                 v_first, v_second, slot, head, v_codes_ptr, v_scales_ptr,
-                G, QUANTIZE, D, MAXIMUM, FLOOR, POW2, LAYOUT,
+                G, QUANTIZE, D, V_MAXIMUM, FLOOR, POW2, LAYOUT,
             )  # fmt: skip
         elif part < Q_PARTS + KV_PARTS:
             _store_key(
                 k_ptr, table_ptr, position, k_weight_ptr, slot, head, k_codes_ptr, k_scales_ptr,
-                G, QUANTIZE, NORM, D, EPS, MAXIMUM, FLOOR, POW2, LAYOUT,
+                G, QUANTIZE, NORM, D, EPS, K_MAXIMUM, FLOOR, POW2, LAYOUT,
             )  # fmt: skip
         else:
             first, second = load_halves(v_ptr, head, G, D, LAYOUT)
             _store_cache(
                 first, second, slot, head, v_codes_ptr, v_scales_ptr,
-                G, QUANTIZE, D, MAXIMUM, FLOOR, POW2, LAYOUT,
+                G, QUANTIZE, D, V_MAXIMUM, FLOOR, POW2, LAYOUT,
             )  # fmt: skip
 
 
@@ -406,15 +410,14 @@ def qk_norm_rotary_cache(
     num_warps, rounds = (4, 1) if tokens <= _FEW_TOKENS else (1, 2)
     # Programs of a token: of its queries, and of its keys and values, together or apart.
     parts = cdiv(num_heads, HEADS * rounds) + (3 - rounds) * cdiv(groups, HEADS)
-    constants = rule("e4m3", scales)
-    del constants["FLOOR_BITS"]
     _forward_kernel[(tokens * parts,)](
         qkv, positions, table, q_weight, k_weight, positions if slots is None else slots, q,
         cache.k_codes, cache.k_codes if cache.k_scales is None else cache.k_scales,
         cache.v_codes, cache.v_codes if cache.v_scales is None else cache.v_scales,
         num_heads, groups, slots is not None, cache.k_scales is not None,
         norm_weights is not None, head_dim, rounds, eps,
-        **constants, FLOOR=AMAX_FLOOR, LAYOUT=heads_layout(head_dim, num_warps),
+        _MAXIMA[cache.k_codes.dtype], _MAXIMA[cache.v_codes.dtype], AMAX_FLOOR, scales == "pow2",
+        heads_layout(head_dim, num_warps),
         num_warps=num_warps, maxnreg=88, enable_fp_fusion=False, **OVERLAPPED,
     )  # fmt: skip
     return q
@@ -429,20 +432,21 @@ def dense_cache(
         tokens: T.
         groups: key-value heads, G.
         head_dim: D.
-        kv_format: "fp8" for codes with scales, else bfloat16.
+        kv_format: `PrecisionPlan.kv`, the stored formats.
         device: of the tensors.
     """
-    dtype = torch.float8_e4m3fn if kv_format == "fp8" else torch.bfloat16
 
-    def codes() -> Tensor:
-        return torch.empty(tokens, 1, groups, head_dim, dtype=dtype, device=device)
+    def codes(stored: str) -> Tensor:
+        shape = (tokens, 1, groups, head_dim)
+        return torch.empty(shape, dtype=stored_dtype(stored), device=device)
 
-    def scales() -> Tensor | None:
-        if kv_format != "fp8":
+    def scales(stored: str) -> Tensor | None:
+        if stored not in CODES:
             return None
         return torch.empty(tokens, 1, groups, dtype=torch.float32, device=device)
 
-    return CacheSlots(codes(), codes(), scales(), scales())
+    keys, values = key_and_value_formats(kv_format)
+    return CacheSlots(codes(keys), codes(values), scales(keys), scales(values))
 
 
 def _check(
@@ -472,8 +476,9 @@ def _check(
         ("k", cache.k_codes, cache.k_scales),
         ("v", cache.v_codes, cache.v_scales),
     ):
-        expected = torch.bfloat16 if scales is None else torch.float8_e4m3fn
-        if codes.dtype != expected or codes.dim() != 4 or codes.shape[3] != head_dim:
+        known = codes.dtype in _MAXIMA and (codes.dtype == torch.bfloat16) == (scales is None)
+        if not known or codes.dim() != 4 or codes.shape[3] != head_dim:
+            expected = "bfloat16" if scales is None else "float8_e4m3fn or int8"
             raise ValueError(f"{name}_codes: {expected} [pages, page_size, G, {head_dim}], not "
                              f"{codes.dtype} {list(codes.shape)}")  # fmt: skip
         if not codes.is_contiguous() or (scales is not None and not scales.is_contiguous()):

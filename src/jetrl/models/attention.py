@@ -14,27 +14,33 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from jetrl.kernels.attention.layout import QueryTiles
-from jetrl.kernels.attention.reference import attend_packed, quantize_kv, stored_values
+from jetrl.kernels.attention.layout import CODES, QueryTiles, stored_dtype
+from jetrl.kernels.attention.reference import (
+    attend_packed,
+    quantize_keys_and_values,
+    stored_values,
+)
 from jetrl.models.families import ModelConfig
 from jetrl.models.rotary import Rotary
 from jetrl.models.trace import tell
 from jetrl.precision.plan import PrecisionPlan
 from jetrl.precision.quantize import QTensor
+from jetrl.settings.presets import key_and_value_formats
 
 
 def kv_bytes_per_token(config: ModelConfig, plan: PrecisionPlan) -> int:
     """Return the bytes of keys and values of one token in all layers, scales included."""
-    sizes = {"fp8": config.head_dim + 4, "bf16": 2 * config.head_dim, "fp32": 4 * config.head_dim}
-    return 2 * config.num_layers * config.num_kv_heads * sizes[plan.kv]
+    formats = key_and_value_formats(plan.kv)
+    sizes = [stored_dtype(x).itemsize * config.head_dim + 4 * (x in CODES) for x in formats]
+    return config.num_layers * config.num_kv_heads * sum(sizes)
 
 
 def staged_bytes_per_token(config: ModelConfig, plan: PrecisionPlan) -> int:
     """Return the bytes of a token's key and value in one layer as a GPU's attention stages them.
 
-    Attention over prompts reads them in 16 bits, and the factors of FP8 keys.
+    Attention over prompts reads them in 16 bits, and the factors of keys with scales.
     """
-    factors = 4 * 4 if plan.kv == "fp8" else 0
+    factors = 4 * 4 if key_and_value_formats(plan.kv)[0] in CODES else 0
     return config.num_kv_heads * (2 * 2 * config.head_dim + factors)
 
 
@@ -94,6 +100,6 @@ class PackedKeyValues:
             return attend_packed_hopper(qkv, rope, self._tiles, plan, self._length)
         q, k, v = rope.heads(qkv)
         if rope.trace is not None:  # codes are made once more, for whoever watches
-            stored = (quantize_kv(x.detach(), plan.kv, plan.scales) for x in (k, v))
+            stored = quantize_keys_and_values(k.detach(), v.detach(), plan.kv, plan.scales)
             tell(rope.trace, "keys and values", torch.cat([stored_values(*x) for x in stored], 1))
         return attend_packed(q, k, v, self._cu_seqlens, plan.kv, plan.scales).flatten(-2, -1)

@@ -11,13 +11,19 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from jetrl.errors import UserError
 from jetrl.settings import PrecisionSettings
-from jetrl.settings.presets import PRESETS, Format, is_exact
+from jetrl.settings.presets import (
+    PRESETS,
+    Format,
+    KVFormat,
+    is_exact,
+    key_and_value_formats,
+)
 
-__all__ = ["FP8_BLOCK", "Format", "GradFormat", "PrecisionPlan", "ScaleRule", "Side"]
+__all__ = ["FP8_BLOCK", "Format", "GradFormat", "KVFormat", "PrecisionPlan", "ScaleRule", "Side"]
 
 Side = Literal["rollout", "train"]
 GradFormat = Literal["e4m3", "e5m2", "bf16"]
@@ -34,7 +40,7 @@ class PrecisionPlan:
         name: The preset that the plan was made of.
         rollout_linear: The decoder layers' linears, sampling side.
         train_linear: The decoder layers' linears, training side.
-        kv: Keys and values, on both sides.
+        kv: Keys and values, on both sides: one format for both, or the keys' + the values'.
         rest: Embeddings, norms and the residual stream.
         lm_head: The output projection, on both sides.
         grad_output: dY as DGrad and WGrad read it where train_linear is fp8.
@@ -46,13 +52,18 @@ class PrecisionPlan:
     name: str
     rollout_linear: Format
     train_linear: Format
-    kv: Format
+    kv: KVFormat
     rest: Format
     lm_head: Format
     grad_output: GradFormat = "e4m3"
     scales: ScaleRule = "fp32"
     first_layers_bf16: int = 0
     last_layers_bf16: int = 0
+
+    def __post_init__(self) -> None:
+        if self.kv not in get_args(KVFormat):
+            formats = ", ".join(get_args(KVFormat))
+            raise UserError(f"precision.kv = {self.kv!r}: use one of {formats}")
 
     @staticmethod
     def preset(name: str) -> PrecisionPlan:
@@ -115,7 +126,9 @@ class PrecisionPlan:
     def describe(self) -> list[tuple[str, str]]:
         """Return rows of (role, format) for people: what is printed before a run."""
         fp8 = f"FP8 e4m3, {self.scales} scales"
-        names = {"fp8": fp8, "bf16": "BF16", "fp32": "FP32"}
+        int8 = f"INT8, {self.scales} scales"
+        names = {"fp8": fp8, "int8": int8, "bf16": "BF16", "fp32": "FP32"}
+        keys, values = (names[format] for format in key_and_value_formats(self.kv))
         gradient = "BF16" if self.grad_output == "bf16" else f"FP8 {self.grad_output}"
         training = names[self.train_linear]
         if self.train_linear == "fp8":
@@ -123,7 +136,7 @@ class PrecisionPlan:
         rows = [
             ("rollout linears", names[self.rollout_linear]),
             ("training linears", training),
-            ("keys and values, both sides", names[self.kv]),
+            ("keys and values, both sides", keys if keys == values else f"{keys}; {values}"),
             ("embeddings, norms, residual", names[self.rest]),
             ("lm_head, both sides", names[self.lm_head]),
             ("master weights", "FP32"),

@@ -41,7 +41,7 @@ class PagedCache:
 
     Args:
         config: The model's shape.
-        plan: The precision plan: `kv` is the stored format, `scales` the rule of its scales.
+        plan: The precision plan: `kv` names the stored formats, `scales` the rule of their scales.
         num_pages: The number of pages.
         page_size: Tokens of a page.
         device: The device that holds the pages.

@@ -1,7 +1,7 @@
 """The memory of keys and values: two stores in one range of bytes.
 
-    codes   [layers, pages, page_size, G, D]   float8_e4m3fn under kv = fp8, else the values
-    scales  [layers, pages, page_size, G]      float32 under kv = fp8, else absent
+    codes   [layers, pages, page_size, G, D]   float8_e4m3fn or int8, or the values as they are
+    scales  [layers, pages, page_size, G]      float32 beside FP8 or INT8 codes, else absent
 
 Dimensions: B items of a batch, P pages, L keys, G key-value heads, D head size.
 """
@@ -13,10 +13,10 @@ import math
 import torch
 from torch import Tensor
 
+from jetrl.kernels.attention.layout import CODES, stored_dtype
 from jetrl.kernels.attention.reference import stored_values
 from jetrl.precision.plan import PrecisionPlan
-
-_DTYPES = {"fp8": torch.float8_e4m3fn, "bf16": torch.bfloat16, "fp32": torch.float32}
+from jetrl.settings.presets import key_and_value_formats
 
 
 class KVStore:
@@ -24,7 +24,7 @@ class KVStore:
 
     Args:
         codes: [layers, P, page_size, G, D], in the stored format.
-        scales: float32 [layers, P, page_size, G] under kv = fp8, otherwise None.
+        scales: float32 [layers, P, page_size, G] beside codes, otherwise None.
     """
 
     def __init__(self, codes: Tensor, scales: Tensor | None) -> None:
@@ -39,13 +39,13 @@ class KVStore:
             layer: The layer.
             slots: int64 [T], page * page_size + offset.
             codes: [T, G, D], in the stored format.
-            scales: float32 [T, G] under kv = fp8, otherwise None.
+            scales: float32 [T, G] beside codes, otherwise None.
         """
         assert codes.dtype == self.codes.dtype, f"{codes.dtype} into a cache of {self.codes.dtype}"
         raw = codes.view(torch.uint8) if scales is not None else codes
         self._raw[layer].flatten(0, 1)[slots] = raw
         if self.scales is not None:
-            assert scales is not None, "FP8 codes without their scales"
+            assert scales is not None, "codes without their scales"
             self.scales[layer].flatten(0, 1)[slots] = scales
 
     def values(self, layer: int, slots: Tensor) -> Tensor:
@@ -84,12 +84,14 @@ def stores(memory: Tensor, shape: tuple[int, ...], plan: PrecisionPlan) -> tuple
     Args:
         memory: uint8, of just the size of both stores.
         shape: The shape of the codes of one store, [layers, P, page_size, G, D].
-        plan: The precision plan, whose `kv` is the stored format.
+        plan: The precision plan, whose `kv` names the stored formats.
     """
-    if plan.kv != "fp8":
-        codes = memory.view(_DTYPES[plan.kv]).view(2, *shape)
+    formats = key_and_value_formats(plan.kv)
+    keys, values = (stored_dtype(format) for format in formats)
+    if formats[0] not in CODES:
+        codes = memory.view(keys).view(2, *shape)
         return KVStore(codes[0], None), KVStore(codes[1], None)
     scales_size = 2 * 4 * math.prod(shape[:-1])
     scales = memory[:scales_size].view(torch.float32).view(2, *shape[:-1])
-    codes = memory[scales_size:].view(_DTYPES["fp8"]).view(2, *shape)
-    return KVStore(codes[0], scales[0]), KVStore(codes[1], scales[1])
+    codes = memory[scales_size:].view(2, *shape)
+    return KVStore(codes[0].view(keys), scales[0]), KVStore(codes[1].view(values), scales[1])

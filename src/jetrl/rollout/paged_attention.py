@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from jetrl.kernels.attention.layout import KeyValueCodes, QueryTiles
-from jetrl.kernels.attention.reference import attend_dense, quantize_kv
+from jetrl.kernels.attention.reference import attend_dense, quantize_keys_and_values
 from jetrl.models.rotary import Rotary
 from jetrl.precision.plan import PrecisionPlan
 from jetrl.precision.quantize import QTensor
@@ -162,8 +162,9 @@ class PagedKeyValues(_OverPages):
         Returns:
             [T, H, D], or [R, H, D] of the last layer.
         """
-        self._keys.write(layer, self._slots, *quantize_kv(k, self._plan.kv, self._plan.scales))
-        self._values.write(layer, self._slots, *quantize_kv(v, self._plan.kv, self._plan.scales))
+        keys, values = quantize_keys_and_values(k, v, self._plan.kv, self._plan.scales)
+        self._keys.write(layer, self._slots, *keys)
+        self._values.write(layer, self._slots, *values)
         q, parts = self._queries(q, last)
         assert isinstance(parts, list), "gathered pages attend in parts"
         out = torch.empty_like(q)

@@ -70,8 +70,8 @@ class RolloutSizes:
         if replace(after, max_pages=None) == replace(before, max_pages=None):
             raise OutOfMemoryStop(
                 f"out of memory in rollout ({problem}) with one sequence at a time; lower "
-                "rollout.max_tokens, take precision.kv=fp8 if it is not, or use a device with "
-                "more memory. The last checkpoint is good"
+                "rollout.max_tokens, take precision.kv=fp8 or int8 if it is neither, or use a "
+                "device with more memory. The last checkpoint is good"
             )
         self.now = after
         self._retries += 1

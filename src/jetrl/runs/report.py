@@ -53,6 +53,9 @@ FORMATS = {
     "e4m3": "FP8 (e4m3)",
     "e5m2": "FP8 (e5m2)",
     "fp8": "FP8 (e4m3)",
+    "int8": "INT8",
+    "int8+fp8": "keys INT8, values FP8 (e4m3)",
+    "fp8+int8": "keys FP8 (e4m3), values INT8",
     "bf16": "BF16",
     "fp32": "FP32",
 }

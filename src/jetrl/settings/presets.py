@@ -9,6 +9,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 Format = Literal["fp32", "bf16", "fp8"]
+StoredFormat = Literal["fp32", "bf16", "fp8", "int8"]
+KVFormat = Literal[StoredFormat, "int8+fp8", "fp8+int8"]
 
 
 class PresetFormats(NamedTuple):
@@ -17,14 +19,14 @@ class PresetFormats(NamedTuple):
     Attributes:
         rollout_linear: The decoder layers' linears on the sampling side.
         train_linear: The decoder layers' linears on the training side.
-        kv: Keys and values, on both sides.
+        kv: Keys and values, on both sides: one format for both, or the keys' + the values'.
         rest: Embeddings, norms and the residual stream, on both sides.
         lm_head: The output projection, on both sides.
     """
 
     rollout_linear: Format
     train_linear: Format
-    kv: Format
+    kv: KVFormat
     rest: Format
     lm_head: Format
 
@@ -42,6 +44,12 @@ if TYPE_CHECKING:
     Preset = str
 else:
     Preset = Literal[tuple(PRESETS)]
+
+
+def key_and_value_formats(kv: str) -> tuple[str, str]:
+    """Return the formats of keys and of values that a plan's `kv` names, such as "int8+fp8"."""
+    keys, _, values = kv.partition("+")
+    return keys, values or keys
 
 
 def is_exact(rollout_linear: str | None, train_linear: str | None) -> bool:

@@ -94,8 +94,8 @@ class PrecisionSettings(Section):
         0, description="decoder layers at the start kept in BF16"
     )
     last_layers_bf16: NonNegative = Field(0, description="decoder layers at the end kept in BF16")
-    kv: Literal["fp8", "bf16"] | None = Field(
-        None, description="keys and values; unset: the preset's"
+    kv: Literal["fp8", "int8", "int8+fp8", "fp8+int8", "bf16"] | None = Field(
+        None, description="keys and values, or keys + values apart; unset: the preset's"
     )
     lm_head: Literal["bf16", "fp8"] | None = Field(
         None, description="output projection; unset: the preset's (bf16)"

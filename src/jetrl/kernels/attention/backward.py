@@ -179,7 +179,7 @@ def dkdv_kernel(
 
     Args:
         q_desc: bfloat16 [T, H * D], by boxes [BLOCK_M, D].
-        k_ptr: FP8 or bfloat16 [T, G, D].
+        k_ptr: FP8, int8 or bfloat16 [T, G, D].
         v_ptr: like k_ptr.
         ks_ptr: float32 [T, G], read with SCALED.
         vs_ptr: like ks_ptr.
@@ -198,12 +198,12 @@ def dkdv_kernel(
         G: key-value heads.
         GROUP: query heads of a key-value head.
         D: channels of a head.
-        SCALED: whether keys and values are FP8 codes with scales.
+        SCALED: whether keys and values are codes with scales.
         BLOCK_M: queries of a step.
         BLOCK_N: keys of a program.
         STORE: whether dS is kept, for dQ.
     """
-    # The block's keys and values are loaded once for all queries; FP8 codes are exact in BF16.
+    # The block's keys and values are loaded once for all queries; codes are exact in BF16.
     # Keys past the end of the sequence are zeros, with a scale of zero, and masked below.
     # Key-value heads are the fastest index of the programs; blocks of keys come longest first.
     group_here = tl.program_id(0) % num_groups
@@ -343,7 +343,7 @@ def dq_kernel(
         G: key-value heads.
         GROUP: query heads of a key-value head.
         D: channels of a head.
-        SCALED: whether keys and values are FP8 codes with scales.
+        SCALED: whether keys and values are codes with scales.
         BLOCK_M: queries of a program.
         BLOCK_N: keys of a step.
     """

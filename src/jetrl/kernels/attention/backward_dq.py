@@ -97,7 +97,7 @@ def scaled_keys_kernel(k_ptr, scales_ptr, out_ptr, num_lines, D: tl.constexpr, L
     """Write keys with their scales, LINES pairs of a token and a head in a program.
 
     Args:
-        k_ptr: FP8 [num_lines, D].
+        k_ptr: FP8 or int8 [num_lines, D].
         scales_ptr: float32 [num_lines].
         out_ptr: bfloat16 [num_lines, D], written.
         num_lines: T * G.

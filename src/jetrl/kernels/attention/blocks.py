@@ -3,7 +3,7 @@
 A warpgroup has 64 queries, their keys and values come in shared memory, in a ring of stages that
 the loading warp fills (`attention.forward`). Of three warpgroups one multiplies while another is in
 its softmax. With BF16 keys the scores of a block are issued with the values of the one before it;
-with FP8 keys, whose softmax takes more registers and more of the time, one product at a time is
+with coded keys, whose softmax takes more registers and more of the time, one product at a time is
 faster (docs/notes-attention.md).
 """
 
@@ -130,7 +130,7 @@ def attend_whole_blocks(
         m: float32 [ROWS], the maxima before.
         total: float32 [ROWS], the sums before.
         acc: float32 [ROWS, D], the outputs before.
-        SCALED: whether keys and values are FP8 codes with scales.
+        SCALED: whether keys and values are codes with scales.
         SCORE_SCALE: `attention.core.score_scale`.
 
     Returns:
@@ -182,7 +182,7 @@ def attend_whole_blocks_in_turn(
         m: the maxima before.
         total: the sums before.
         acc: the outputs before.
-        SCALED: whether keys and values are FP8 codes with scales.
+        SCALED: whether keys and values are codes with scales.
         SCORE_SCALE: `attention.core.score_scale`.
 
     Returns:
@@ -231,7 +231,7 @@ def attend_cut_blocks(
         total: the sums before.
         acc: the outputs before.
         position: int32 [ROWS], each query's own position, its last visible key.
-        SCALED: whether keys and values are FP8 codes with scales.
+        SCALED: whether keys and values are codes with scales.
         SCORE_SCALE: `attention.core.score_scale`.
 
     Returns:

@@ -48,7 +48,7 @@ def combine_kernel(
         H: query heads.
         D: channels of a head.
         SPLIT_LENGTH: keys of a split.
-        SCALED: whether keys and values are FP8 codes with scales.
+        SCALED: whether keys and values are codes with scales.
         CHUNK: splits loaded at a time.
         QUANTIZE: whether the output is a row of 1 x 128 groups.
         MAXIMUM: largest value of the codes' format.

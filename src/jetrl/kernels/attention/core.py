@@ -73,17 +73,55 @@ def score_scale(head_dim: int, scaled: bool) -> float:
 
     Args:
         head_dim: channels of a head.
-        scaled: whether keys are FP8 codes, whose queries are prescaled.
+        scaled: whether keys are codes with scales, whose queries are prescaled.
     """
     scale = math.log2(math.e) / math.sqrt(head_dim)
     return scale / QUERY_PRESCALE if scaled else scale
 
 
 @gluon.jit
-def channel_of_slot(slot):
-    """Return the channel in slot `slot` of the permuted head_dim that is used with FP8 keys.
+def widen_codes(codes):
+    """Return codes, FP8 or INT8, as float16, which is exact.
 
-    A thread of the decode kernel reads 4 neighbouring FP8 codes as one word and widens them to two
+    Hopper converts two FP8 codes by an instruction, INT8 codes one by one and slowly. So a code c
+    becomes the low byte of the float16 whose high byte makes it 1152 + c, four codes by three
+    instructions, and 1152 is subtracted from two at a time.
+    """
+    if codes.dtype == gl.int8:
+        wide = gl.inline_asm_elementwise(
+            """
+            {
+            .reg .b32 bytes, low, high, offset;
+            xor.b32 bytes, $2, 0x80808080;
+            prmt.b32 low, bytes, 0x64646464, 0x4140;
+            prmt.b32 high, bytes, 0x64646464, 0x4342;
+            mov.b32 offset, 0x64806480;
+            sub.rn.f16x2 $0, low, offset;
+            sub.rn.f16x2 $1, high, offset;
+            }
+            """,
+            "=r,=r,r", [codes], dtype=gl.float16, is_pure=True, pack=4,
+        )  # fmt: skip
+    else:
+        wide = gl.inline_asm_elementwise(
+            """
+            {
+            .reg .b16 low, high;
+            mov.b32 {low, high}, $2;
+            cvt.rn.f16x2.e4m3x2 $0, low;
+            cvt.rn.f16x2.e4m3x2 $1, high;
+            }
+            """,
+            "=r,=r,r", [codes], dtype=gl.float16, is_pure=True, pack=4,
+        )  # fmt: skip
+    return wide
+
+
+@gluon.jit
+def channel_of_slot(slot):
+    """Return the channel in slot `slot` of the permuted head_dim that is used with coded keys.
+
+    A thread of the decode kernel reads 4 neighbouring codes as one word and widens them to two
     FP16 pairs. That lands channels in another one of the two instructions of 16 than FP16 keys read
     in order would. So keys that are widened before the kernel (prefill, training) are stored in
     this order, and their queries too: `slots_of_channels`.
@@ -118,7 +156,7 @@ def key_factors(k_scale, v_scale, SCORE_SCALE: gl.constexpr):
 
 @gluon.jit
 def query_codes(q, SCALED: gl.constexpr):
-    """Return the 16-bit operand of BF16 queries: FP16, prescaled, for FP8 keys, else themselves."""
+    """Return the 16-bit operand of BF16 queries: FP16, prescaled, for codes, else themselves."""
     if SCALED:
         q = (q.to(gl.float32) * _PRESCALE).to(gl.float16)
     return q
@@ -203,7 +241,7 @@ def softmax_block(
         position: int32 [M], the last visible key of each query; read only with MASKED.
         first_key: position of the block's first key; used only with MASKED.
         MASKED: whether some query sees the block in part.
-        SCALED: whether keys and values are FP8 codes with scales.
+        SCALED: whether keys and values are codes with scales.
         SCORE_SCALE: `score_scale`.
         KEYS: the axis of the keys.
     """

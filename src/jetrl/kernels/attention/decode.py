@@ -1,18 +1,18 @@
 """Attention of one new token per sequence over pages of keys and values (decode).
 
-Memory-bound: a token's FP8 key and value are read once, 2 * (D + 4) bytes for each key-value head.
-One warp owns (sequence, key-value head, split): the pages of the split stream through shared
-memory, and each page is one block of `attention.core`. Several such warps share a multiprocessor,
-so that there are always loads in flight: two pages of each, one of them multiplied. In a captured
-graph the first pages are asked for while the kernel in front, which writes the newest key and
-value, still runs (`launch_hopper`). A second kernel folds the splits of long contexts in order
-(`attention.combine`).
+Memory-bound: a token's key and value, FP8 or INT8 codes, are read once, 2 * (D + 4) bytes for each
+key-value head. One warp owns (sequence, key-value head, split): the pages of the split stream
+through shared memory, and each page is one block of `attention.core`. Several such warps share a
+multiprocessor, so that there are always loads in flight: two pages of each, one of them multiplied.
+In a captured graph the first pages are asked for while the kernel in front, which writes the newest
+key and value, still runs (`launch_hopper`). A second kernel folds the splits of long contexts in
+order (`attention.combine`).
 
 Everything is turned: scores are [keys, queries] = K Q^T and outputs [channels, queries] = V^T E, so
 the query heads of a group are the 8 columns of a tensor-core instruction (16 for larger groups) and
 not its 16 rows, most of which would be padding. A product does not know which operand is left.
 
-FP8 codes are widened in registers. Keys are read as the words the tensor core's operand layout
+Codes are widened in registers. Keys are read as the words the tensor core's operand layout
 asks for, which permutes head_dim (`channel_of_slot`). Values are read 16 bytes at a time, so that a
 thread holds neighbouring channels of a key; which channels share a tensor-core tile does not matter
 to a sum over keys, so the accumulator's rows are simply named differently when they are stored.
@@ -60,8 +60,8 @@ def _by_channels(
 ):
     """Return o [D, COLUMNS] with D / 8 neighbouring channels of a column in each thread.
 
-    A thread then makes codes in pairs and stores 8 or 16 at a time. With FP8 values, whose channels
-    come in the order of `pages._fp8_values`, this only renames registers.
+    A thread then makes codes in pairs and stores 8 or 16 at a time. With coded values, whose
+    channels come in the order of `pages._coded_values`, this only renames registers.
 
     Args:
         o: float32 [D, COLUMNS], in the layout mma.
@@ -212,8 +212,8 @@ def decode_kernel(
 
     Args:
         q_ptr: bfloat16 [B, H, D].
-        k_ptr: FP8 or bfloat16 [P, BLOCK_N, G, D].
-        v_ptr: like k_ptr.
+        k_ptr: FP8, int8 or bfloat16 [P, BLOCK_N, G, D].
+        v_ptr: like k_ptr; FP8 beside int8 is fine.
         ks_ptr: float32 [P, BLOCK_N, G], read with SCALED.
         vs_ptr: like ks_ptr.
         pages_ptr: int32 [B, table_width], the pages of each sequence.
@@ -233,7 +233,7 @@ def decode_kernel(
         D: channels of a head, 64 or 128.
         BLOCK_N: tokens of a page.
         SPLIT: pages of a split.
-        SCALED: whether keys and values are FP8 codes with scales.
+        SCALED: whether keys and values are codes with scales.
         SCORE_SCALE: `attention.core.score_scale`.
         QUANTIZE: whether outputs are 1 x 128 groups (D is 128).
         MAXIMUM: largest value of the codes' format.
@@ -274,10 +274,10 @@ def decode_kernel(
     last = gl.minimum(first + SPLIT, all_blocks)
     # Warps past the context's end have no work; the first one stays to write zeros if it is empty.
     if (first < last) | (split == 0):
-        # Two stages of pages and the scratch of `attend_page`: 35 KB with FP8 and head_dim 128, so
-        # that six warps share a multiprocessor. Three or four stages were not faster.
+        # Two stages of pages and the scratch of `attend_page`: 35 KB with codes and head_dim 128,
+        # so that six warps share a multiprocessor. Three or four stages were not faster.
         k_smem = gl.allocate_shared_memory(k_ptr.dtype.element_ty, [2, BLOCK_N, D], swizzled)
-        v_smem = gl.allocate_shared_memory(k_ptr.dtype.element_ty, [2, BLOCK_N, D], swizzled)
+        v_smem = gl.allocate_shared_memory(v_ptr.dtype.element_ty, [2, BLOCK_N, D], swizzled)
         s_smem = gl.allocate_shared_memory(gl.float32, [4, BLOCK_N], line)
         f_smem = gl.allocate_shared_memory(gl.float32, [3, BLOCK_N], line)
         e_dtype: gl.constexpr = gl.float16 if SCALED else gl.bfloat16

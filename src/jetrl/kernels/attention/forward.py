@@ -57,7 +57,7 @@ from jetrl.precision.layout import empty_row_groups
 from jetrl.precision.plan import FP8_BLOCK
 from jetrl.precision.quantize import AMAX_FLOOR, FORMATS, QTensor
 
-_STAGES = 5  # blocks in shared memory, 33 KB each with FP8 keys: as many as fit
+_STAGES = 5  # blocks in shared memory, 33 KB each with coded keys: as many as fit
 # The order in which wgmma reads its operands from shared memory and the bulk copy writes them.
 _TILE_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 _CODES = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2))
@@ -180,7 +180,7 @@ def _attend_rows(
             full_blocks = gl.minimum((first_position + 1) // BLOCK_N, num_blocks)
 
             # Queries to shared memory, where wgmma reads them: there is no room in registers. With
-            # FP8 keys they are prescaled and put in the channel order of the staged keys.
+            # coded keys they are prescaled and put in the channel order of the staged keys.
             at = (row0 + r).to(gl.int64)[:, None] * (H * D) + (head * D + d)[None, :]
             q = gl.load(q_ptr + at, mask=(r < num_rows)[:, None], other=0.0)
             q = query_codes(q, SCALED)
@@ -334,7 +334,7 @@ def forward_kernel(
         BLOCK_N: keys of a block.
         SPLIT: blocks of a split.
         STAGES: blocks in shared memory.
-        SCALED: whether keys and values are FP8 codes with scales.
+        SCALED: whether keys and values are codes with scales.
         SCORE_SCALE: `attention.core.score_scale`.
         QUANTIZE: whether outputs are 1 x 128 groups (D is 128).
         MAXIMUM: largest value of the codes' format.

@@ -16,12 +16,23 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from jetrl.precision.quantize import FORMATS, CodeFormat
+
+# The codes of the stored formats that have scales.
+CODES: dict[str, CodeFormat] = {"fp8": "e4m3", "int8": "int8"}
 BLOCK_KEYS = 64  # keys of one block, and tokens of one page: the kernels read a page as a block
 TILE_ROWS = 192  # queries of a forward tile: three warpgroups of 64
 BACKWARD_KEYS = 128  # keys of a dK, dV tile
 BACKWARD_QUERIES = 64  # queries of a dQ tile
 DS_TILE_BYTES = BACKWARD_KEYS * BACKWARD_QUERIES * 2  # bfloat16
 STORED_DS_BYTES = 5 * 2**29  # kept at once, at most; 4 x 4096 tokens of 32 heads take 2.06 GiB
+
+
+def stored_dtype(format: str) -> torch.dtype:
+    """Return the dtype of keys or values that are stored as "fp8", "int8", "bf16" or "fp32"."""
+    if format in CODES:
+        return FORMATS[CODES[format]][0]
+    return {"bf16": torch.bfloat16, "fp32": torch.float32}[format]
 
 
 @dataclass(frozen=True)
@@ -31,9 +42,9 @@ class KeyValueCodes:
     All tensors are contiguous and on one device. `...` is T for a packed batch and P, 64 for pages.
 
     Attributes:
-        k: float8_e4m3fn, or bfloat16 without scales, [..., G, D].
+        k: float8_e4m3fn or int8, or bfloat16 without scales, [..., G, D].
         k_scales: float32 [..., G], one scale for each token and head, or None with bfloat16.
-        v: of the dtype and shape of k.
+        v: like k; FP8 beside INT8 is fine.
         v_scales: like k_scales.
     """
 
@@ -43,9 +54,12 @@ class KeyValueCodes:
     v_scales: Tensor | None
 
     def __post_init__(self) -> None:
-        expected = torch.bfloat16 if self.k_scales is None else torch.float8_e4m3fn
+        formats = ("bf16",) if self.k_scales is None else tuple(CODES)
+        dtypes = [stored_dtype(format) for format in formats]
+        expected = " or ".join(map(str, dtypes))
         for name, codes, scales in (("k", self.k, self.k_scales), ("v", self.v, self.v_scales)):
-            if codes.dtype != expected or codes.shape != self.k.shape or not codes.is_contiguous():
+            right = codes.dtype in dtypes and codes.shape == self.k.shape
+            if not right or not codes.is_contiguous():
                 raise ValueError(
                     f"{name}: contiguous {expected} of shape {list(self.k.shape)} expected, got "
                     f"{codes.dtype} {list(codes.shape)} with strides {codes.stride()}"
@@ -66,7 +80,7 @@ class KeyValueCodes:
 
     @property
     def scaled(self) -> bool:
-        """True if keys and values are FP8 codes with scales."""
+        """True if keys and values are codes with scales, FP8 or INT8."""
         return self.k_scales is not None
 
     @property

@@ -16,7 +16,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from jetrl.kernels.attention.core import key_factors, query_codes, softmax_block
+from jetrl.kernels.attention.core import (
+    key_factors,
+    query_codes,
+    softmax_block,
+    widen_codes,
+)
 from jetrl.precision.hopper import gluon_names
 
 
@@ -24,7 +29,7 @@ class Pages(NamedTuple):
     """The stored keys and values of one key-value head, and their two stages in shared memory.
 
     Attributes:
-        k_ptr: FP8 or bfloat16 [P, BLOCK_N, G, D].
+        k_ptr: FP8, int8 or bfloat16 [P, BLOCK_N, G, D].
         v_ptr: like k_ptr.
         ks_ptr: float32 [P, BLOCK_N, G], the keys' scales.
         vs_ptr: float32 [P, BLOCK_N, G], the values' scales.
@@ -63,7 +68,7 @@ def load_page(pages, page, stage, keys_left, G: gl.constexpr, SCALED: gl.constex
         stage: 0 or 1.
         keys_left: keys of the context from the page's first one on.
         G: key-value heads.
-        SCALED: whether keys and values are FP8 codes with scales.
+        SCALED: whether keys and values are codes with scales.
     """
     BLOCK_N: gl.constexpr = pages.k.shape[1]
     D: gl.constexpr = pages.k.shape[2]
@@ -96,10 +101,10 @@ def load_queries(
         GROUP: queries.
         D: channels of a head.
         COLUMNS: 8 or 16.
-        SCALED: whether keys are FP8 codes.
+        SCALED: whether keys are codes with scales.
         mma: the layout of the product.
     """
-    # With FP8 keys a thread holds runs of 4 channels, as of the keys (`attend_page`).
+    # With coded keys a thread holds runs of 4 channels, as of the keys (`attend_page`).
     layout: gl.constexpr = gl.DotOperandLayout(1, mma, 4 if SCALED else 2)
     column = gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
     channel = gl.arange(0, D, gl.SliceLayout(1, layout))
@@ -108,11 +113,11 @@ def load_queries(
 
 
 @gluon.jit
-def _fp8_values(v_smem, BLOCK_N: gl.constexpr, D: gl.constexpr, mma: gl.constexpr):
-    """Return FP8 values as an FP16 operand [D, BLOCK_N]; row 8 j + g is channel (D / 8) g + j.
+def _coded_values(v_smem, BLOCK_N: gl.constexpr, D: gl.constexpr, mma: gl.constexpr):
+    """Return coded values as an FP16 operand [D, BLOCK_N]; row 8 j + g is channel (D / 8) g + j.
 
     Args:
-        v_smem: FP8 [BLOCK_N, D], one page.
+        v_smem: FP8 or int8 [BLOCK_N, D], one page.
         mma: the layout of the product.
     """
     # The operand of V^T wants in thread 4 g + t rows g and g + 8 of each 16, and keys 2 t, 2 t + 1,
@@ -127,7 +132,7 @@ def _fp8_values(v_smem, BLOCK_N: gl.constexpr, D: gl.constexpr, mma: gl.constexp
             block_bases=[],
             shape=[BLOCK_N, D],
         )
-        v = v_smem.load(wide).to(gl.float16)
+        v = v_smem.load(wide)
     else:
         narrow: gl.constexpr = gl.DistributedLinearLayout(
             reg_bases=[[0, 1], [0, 2], [0, 4], [1, 0], [8, 0], [16, 0], [32, 0]],
@@ -136,10 +141,11 @@ def _fp8_values(v_smem, BLOCK_N: gl.constexpr, D: gl.constexpr, mma: gl.constexp
             block_bases=[],
             shape=[BLOCK_N, D],
         )
-        v = v_smem.load(narrow).to(gl.float16)
+        v = v_smem.load(narrow)
     # From [keys, g, j] to rows 8 j + g: thread 4 g + t now has what the operand wants of it.
     v = v.reshape([BLOCK_N, 8, D // 8]).permute((2, 1, 0)).reshape([D, BLOCK_N])
-    return gl.convert_layout(v, gl.DotOperandLayout(0, mma, 2), assert_trivial=True)
+    v = gl.convert_layout(v, gl.DotOperandLayout(0, mma, 2), assert_trivial=True)
+    return widen_codes(v)
 
 
 @gluon.jit
@@ -159,7 +165,7 @@ def attend_page(
         position: the context's last key.
         first_key: position of the page's first key.
         MASKED: whether the context ends inside the page.
-        SCALED: whether keys and values are FP8 codes with scales.
+        SCALED: whether keys and values are codes with scales.
         SCORE_SCALE: `attention.core.score_scale`.
         mma: the layout of the products.
     """
@@ -183,7 +189,7 @@ def attend_page(
         pages.factors.index(1).store(b)
         pages.factors.index(2).store(c)
         # A thread reads 4 neighbouring codes, which is one word, and widens them in registers.
-        k = pages.k.index(stage).load(gl.DotOperandLayout(0, mma, 4)).to(gl.float16)
+        k = widen_codes(pages.k.index(stage).load(gl.DotOperandLayout(0, mma, 4)))
     else:
         k = pages.k.index(stage).load(gl.DotOperandLayout(0, mma, 2))
 
@@ -198,7 +204,7 @@ def attend_page(
     # accumulator's: they change threads through shared memory.
     weights.store(e.to(weights.dtype))
     if SCALED:
-        v = _fp8_values(pages.v.index(stage), BLOCK_N, D, mma)
+        v = _coded_values(pages.v.index(stage), BLOCK_N, D, mma)
     else:
         v = pages.v.index(stage).permute((1, 0)).load(gl.DotOperandLayout(0, mma, 2))
     p = weights.load(gl.DotOperandLayout(1, mma, 2))

@@ -8,8 +8,8 @@ dense arrays, gathered from pages or cut from a packed batch, with padding that 
     p = exp(s - max s)                  float32, IEEE operations only
     o = sum(p * v_scale * v) / sum(p)   both sums exact on a grid of the row's own maximum
 
-FP8 keys and values are used as quantized; the gradient passes straight through to the values that
-were quantized. The backward needs no bit agreement and is plain float32.
+Keys and values in FP8 or INT8 are used as quantized; the gradient passes straight through to the
+values that were quantized. The backward needs no bit agreement and is plain float32.
 """
 
 from __future__ import annotations
@@ -20,31 +20,52 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from jetrl.kernels.attention.layout import CODES
 from jetrl.precision.exact import align, exp_nonpositive
 from jetrl.precision.quantize import QTensor, codes_as_float64, dequantize, quantize
+from jetrl.settings.presets import key_and_value_formats
 
 # Bits on the grids: query 24 + code 18 + 8 (D up to 256), and weight 18 + code 18 + 17 (2**17
-# keys), both at most 53: float64 sums are exact. An E4M3 code is an integer below 2**18 over 2**9.
+# keys), both at most 53: float64 sums are exact. An E4M3 code is an integer below 2**18 over 2**9,
+# an INT8 code one below 2**7.
 _QUERY_BITS, _VALUE_BITS, _WEIGHT_BITS = 24, 18, 18
 _MASS_GRID = 2.0**30
 _MAX_SCORES = 2**23  # scores held at once; longer work is cut into pieces, with the same bits
 
 
-def quantize_kv(x: Tensor, kv_format: str, scales: str = "fp32") -> tuple[Tensor, Tensor | None]:
+Stored = tuple[Tensor, Tensor | None]
+
+
+def quantize_kv(x: Tensor, stored_format: str, scales: str = "fp32") -> Stored:
     """Return keys or values as they are stored.
 
     Args:
         x: [T, G, D], keys or values.
-        kv_format: "fp8" or another format, in which values are stored as they are.
+        stored_format: "fp8", "int8", or another format, in which values are stored as they are.
         scales: "fp32", or "pow2" for scales that are powers of two.
 
     Returns:
-        FP8 codes and float32 scales [T, G], one for each token and head; or x and None.
+        Codes and float32 scales [T, G], one for each token and head; or x and None.
     """
-    if kv_format != "fp8":
+    if stored_format not in CODES:
         return x, None
-    q = quantize(x, (1, x.shape[-1]), scales=scales)  # type: ignore[arg-type]
+    q = quantize(x, (1, x.shape[-1]), CODES[stored_format], scales)  # type: ignore[arg-type]
     return q.codes, q.scales.squeeze(-1)
+
+
+def quantize_keys_and_values(
+    k: Tensor, v: Tensor, kv_format: str, scales: str = "fp32"
+) -> tuple[Stored, Stored]:
+    """Return keys and values as they are stored, each as `quantize_kv` returns them.
+
+    Args:
+        k: [T, G, D], rotated keys.
+        v: [T, G, D], values.
+        kv_format: `PrecisionPlan.kv`: a format of both, or the keys' + the values'.
+        scales: "fp32", or "pow2" for scales that are powers of two.
+    """
+    key_format, value_format = key_and_value_formats(kv_format)
+    return quantize_kv(k, key_format, scales), quantize_kv(v, value_format, scales)
 
 
 def stored_values(codes: Tensor, scales: Tensor | None) -> Tensor:
@@ -74,7 +95,7 @@ def attend_dense(
 
     Args:
         q: bfloat16 [B, Q, H, D].
-        k_codes: [B, L, G, D], float8_e4m3fn with scales, or bfloat16.
+        k_codes: [B, L, G, D], float8_e4m3fn or int8 with scales, or bfloat16.
         k_scales: float32 [B, L, G], or None with bfloat16.
         v_codes: like k_codes.
         v_scales: like k_scales.
@@ -178,7 +199,7 @@ def attend_packed(
         k: like q, [T, G, D], rotated.
         v: like q, [T, G, D].
         cu_seqlens: int64 [S + 1], first row of each sequence, then T.
-        kv_format: how keys and values are stored.
+        kv_format: `PrecisionPlan.kv`, how keys and values are stored.
         scales: "fp32", or "pow2" for scales that are powers of two.
 
     Returns:
@@ -193,8 +214,8 @@ class _PackedAttention(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, kv_format: str, scales: str
     ) -> Tensor:
-        k_codes, k_scales = quantize_kv(k, kv_format, scales)
-        v_codes, v_scales = quantize_kv(v, kv_format, scales)
+        stored = quantize_keys_and_values(k, v, kv_format, scales)
+        (k_codes, k_scales), (v_codes, v_scales) = stored
         ctx.save_for_backward(q, k_codes, k_scales, v_codes, v_scales, cu_seqlens)
         out = torch.empty_like(q)
         for tokens, positions, valid in _dense_batches(cu_seqlens):

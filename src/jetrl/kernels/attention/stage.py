@@ -2,7 +2,7 @@
 
 One pass over keys and values, before the forward of a layer: widens them to the operand the tensor
 core wants, lines each sequence up to blocks of 64, padded with zeros, and works out the keys'
-factors (`attention.core`). It makes packed sequences, FP8 pages and BF16 pages the same thing.
+factors (`attention.core`). It makes packed sequences, coded pages and BF16 pages the same thing.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -17,7 +17,12 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from jetrl.kernels.attention.core import channel_of_slot, key_factors, score_scale
+from jetrl.kernels.attention.core import (
+    channel_of_slot,
+    key_factors,
+    score_scale,
+    widen_codes,
+)
 from jetrl.kernels.attention.layout import BLOCK_KEYS, KeyValueCodes, QueryTiles
 
 
@@ -40,7 +45,7 @@ def stage_keys_kernel(
     """Stage one block of 64 keys and values of one key-value head, and the keys' factors.
 
     Args:
-        k_ptr: FP8 or bfloat16 [rows, G, D], a packed batch or pages.
+        k_ptr: FP8, int8 or bfloat16 [rows, G, D], a packed batch or pages.
         v_ptr: like k_ptr.
         ks_ptr: float32 [rows, G], the keys' scales, read with SCALED.
         vs_ptr: float32 [rows, G], the values' scales, read with SCALED.
@@ -51,7 +56,7 @@ def stage_keys_kernel(
         G: key-value heads.
         D: channels of a head.
         BLOCK_N: keys of a block.
-        SCALED: whether keys and values are FP8 codes with scales.
+        SCALED: whether keys and values are codes with scales.
         SCORE_SCALE: `attention.core.score_scale`.
     """
     # A thread holds 8 channels of a key: 16 bytes as they are written.
@@ -76,7 +81,7 @@ def stage_keys_kernel(
     v_out = k_out + BLOCK_N * D
     v = gl.load(v_ptr + source + d[None, :], mask=ok, other=0.0)
     if SCALED:
-        # FP8 codes are exact in FP16. Keys change the order of their channels on the way, to the
+        # Codes are exact in FP16. Keys change the order of their channels on the way, to the
         # one in which decode's tensor-core instructions add them.
         k = gl.load(k_ptr + source + channel_of_slot(d)[None, :], mask=ok, other=0.0)
         # A scale of 1 for keys past the context: zero would have factors that are not finite.
@@ -88,8 +93,8 @@ def stage_keys_kernel(
         gl.store(f, a)
         gl.store(f + BLOCK_N, b)
         gl.store(f + 2 * BLOCK_N, c)
-        gl.store(k_out, k.to(gl.float16))
-        gl.store(v_out, v.to(gl.float16))
+        gl.store(k_out, widen_codes(k))
+        gl.store(v_out, widen_codes(v))
     else:
         # BF16 keys are read in order by decode, too.
         gl.store(k_out, gl.load(k_ptr + source + d[None, :], mask=ok, other=0.0))

@@ -246,6 +246,33 @@ def scale_and_multiplier(amax, MAXIMUM: gl.constexpr, FLOOR: gl.constexpr, POW2:
 
 
 @gluon.jit
+def to_codes(x, dtype: gl.constexpr):
+    """Return float32 products of values and multipliers as codes, FP8 or INT8, by the rule.
+
+    INT8 codes are rounded to nearest, ties to even, and a NaN becomes 0: four conversions, and two
+    instructions that pack them into a word.
+    """
+    if dtype == gl.int8:
+        codes = gl.inline_asm_elementwise(
+            """
+            {
+            .reg .b32 a, b, c, d;
+            cvt.rni.s32.f32 a, $1;
+            cvt.rni.s32.f32 b, $2;
+            cvt.rni.s32.f32 c, $3;
+            cvt.rni.s32.f32 d, $4;
+            cvt.pack.sat.s8.s32.b32 d, d, c, 0;
+            cvt.pack.sat.s8.s32.b32 $0, b, a, d;
+            }
+            """,
+            "=r,f,f,f,f", [x], dtype=gl.int8, is_pure=True, pack=4,
+        )  # fmt: skip
+    else:
+        codes = x.to(dtype)
+    return codes
+
+
+@gluon.jit
 def store_turned(codes_ptr, codes, block, column, num_columns, padded_rows):
     """Store a tile of codes transposed, at [column, row] of an array.
 
