@@ -153,16 +153,16 @@ def test_wgrad_is_near_the_product_and_the_same_in_both_libraries(
 
 @pytest.mark.parametrize("shape", [(128, 128), (1152, 896)], ids=str)
 def test_a_product_is_added_in_float32(shape) -> None:
-    from jetrl.precision.hopper.add import add_product
+    from jetrl.precision.hopper.add import add_products
 
     product = random(*shape, 4)
     total = torch.randn(*shape, device="cuda")
     expected = total + product.float()
-    assert torch.equal(add_product(product, None), product.float())
-    assert add_product(product, total) is total
+    assert torch.equal(add_products(product[None], None), product.float())
+    assert add_products(product[None], total) is total
     assert torch.equal(total, expected)
     with pytest.raises(ValueError, match="float16"):
-        add_product(product.half(), total)
+        add_products(product[None].half(), total)
 
 
 @pytest.mark.parametrize("scales", ["fp32", "pow2"])

@@ -78,8 +78,8 @@ def test_a_weight_that_no_layer_reads_is_an_error() -> None:
 def test_two_layers_of_one_name_are_an_error() -> None:
     p = policy()
     formats = p.plan.linear_formats(0, 2)
-    with pytest.raises(AssertionError, match="two layers are called lm_head"):
-        p.weights.quantized("lm_head", p.weights.master("embed.weight"), formats)
+    with pytest.raises(AssertionError, match="two layers are called embed"):
+        p.weights.quantized("embed", "embed.weight", formats)
 
 
 @pytest.mark.parametrize("side", ["rollout", "train"])

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 
+from jetrl.precision.gradients import Gradients
 from jetrl.types import Completion, Prompt, Sample, Score
 
 sys.path.insert(0, str(Path(__file__).parent))  # one_layer.py
@@ -79,6 +80,7 @@ class Bigram:
             "table.weight": nn.Parameter(table),
             "table.bias": nn.Parameter(torch.zeros(vocab_size)),
         }
+        self.weights = SimpleNamespace(shards={}, gradients=Gradients())
         self.calls: list[tuple[str, object]] = []
 
     def master_weights(self) -> dict[str, nn.Parameter]:

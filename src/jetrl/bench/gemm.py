@@ -11,7 +11,7 @@ from torch import Tensor
 
 from jetrl.bench._bits import gemms
 from jetrl.bench._timing import Row, report, seconds_in_turn
-from jetrl.precision.hopper.add import add_product
+from jetrl.precision.hopper.add import add_products
 from jetrl.precision.hopper.gemm import Backend, deep_gemm_installed, fp8_matmul_hopper
 from jetrl.precision.hopper.quantize import (
     quantize_rows,
@@ -102,7 +102,7 @@ def _backward_rows(layer: str, dys: list[Tensor], weight: Tensor, k: int) -> lis
     inputs = [(a, x) for (a, _), x in zip(operands, xs, strict=True)]
 
     def wgrad(a: QTensor, x: Tensor, into: Tensor | None) -> Tensor:
-        return add_product(fp8_matmul_hopper(a, quantize_squares(x).mT), into)
+        return add_products(fp8_matmul_hopper(a, quantize_squares(x).mT)[None], into)
 
     def bf16_adding(dy: Tensor, x: Tensor) -> Tensor:
         return torch.ops.aten.addmm.dtype_out(total, dy.t(), x, torch.float32, out=total)

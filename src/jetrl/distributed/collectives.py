@@ -14,6 +14,9 @@ from torch import Tensor
 
 from jetrl.distributed.shards import Shard
 
+# Named so from torch 2.13 on; the earlier name still is in torch 2.11.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 def as_bytes(tensor: Tensor) -> Tensor:
     """Return the bytes of a contiguous tensor as uint8 [rows, bytes of a row], without a copy."""
@@ -31,7 +34,7 @@ def gather_rows(tensor: Tensor, counts: Sequence[int]) -> None:
     pieces = list(as_bytes(tensor).split(list(counts)))
     own = pieces[dist.get_rank()]
     if len(set(counts)) == 1:
-        dist.all_gather_into_tensor(as_bytes(tensor), own)
+        _all_gather(as_bytes(tensor), own)
     elif dist.get_backend() == "nccl":
         dist.all_gather(pieces, own)
     else:  # gloo gathers equal sizes only
@@ -40,44 +43,38 @@ def gather_rows(tensor: Tensor, counts: Sequence[int]) -> None:
                 dist.broadcast(piece, src=rank)
 
 
-def exchange_rows(
-    product: Tensor | None, shard: Shard, row: tuple[int, ...], like: Tensor, present: int
-) -> tuple[list[Tensor], dist.Work | None]:
+def exchange_rows(product: Tensor | None, shard: Shard, received: Tensor) -> dist.Work | None:
     """Send the rows of a product to the ranks that own them, and receive own rows of theirs.
 
     Args:
         product: [N, ...], contiguous; None of a rank that has none.
         shard: How the rows are divided.
-        row: The shape of a row.
-        like: A tensor with the dtype and device of the products.
-        present: How many ranks, from rank 0 on, have a product.
+        received: [present, n, ...], filled with this rank's n rows of the products of the first
+            `present` ranks, which are those that have one.
 
     Returns:
-        For each of these ranks its product's rows that this rank owns, [n, ...] each; and the work
-        to wait for on a GPU, before which they must not be read.
+        The work to wait for on a GPU, before which `received` must not be read; None on a CPU.
     """
-    size = len(shard.bounds) - 1
-    own = shard.own_rows.stop - shard.own_rows.start
-    received = [like.new_empty((own, *row)) for _ in range(present)]
-    empty = torch.empty(0, dtype=torch.uint8, device=like.device)
+    size, present = len(shard.bounds) - 1, len(received)
+    empty = torch.empty(0, dtype=torch.uint8, device=received.device)
     sent = [empty] * size
     if product is not None:
         sent = [piece.flatten() for piece in as_bytes(product).split(shard.counts())]
-    into = [as_bytes(piece).flatten() if own else empty for piece in received]
+    into = [as_bytes(piece).flatten() if piece.numel() else empty for piece in received]
     into += [empty] * (size - present)
     if dist.get_backend() == "nccl":
-        return received, dist.all_to_all(into, sent, async_op=True)
+        return dist.all_to_all(into, sent, async_op=True)
     output = torch.empty(sum(map(len, into)), dtype=torch.uint8)
     sizes_in, sizes_out = [len(piece) for piece in into], [len(piece) for piece in sent]
     dist.all_to_all_single(output, torch.cat(sent), sizes_in, sizes_out)
     for piece, values in zip(into, output.split(sizes_in), strict=True):
         piece.copy_(values)
-    return received, None
+    return None
 
 
 def gather_equal(tensor: Tensor) -> Tensor:
     """Return the tensors of all ranks, which have one shape [...], as [size, ...]."""
     gathered = tensor.new_empty((dist.get_world_size(), *tensor.shape))
     flat = as_bytes(tensor.reshape(1, -1)).flatten()
-    dist.all_gather_into_tensor(as_bytes(gathered.reshape(len(gathered), -1)).flatten(), flat)
+    _all_gather(as_bytes(gathered.reshape(len(gathered), -1)).flatten(), flat)
     return gathered

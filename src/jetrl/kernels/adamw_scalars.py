@@ -90,6 +90,16 @@ def adamw_scalars(
     )
 
 
+def from_element(scalars: AdamWScalars, first: int) -> AdamWScalars:
+    """Return the scalars for a part of a tensor, whose dither then is that of the whole tensor.
+
+    Args:
+        scalars: those of the whole tensor.
+        first: the number of the part's first element in the whole tensor.
+    """
+    return scalars._replace(salt=(scalars.salt + first * ELEMENT_STRIDE) % 2**32)
+
+
 def _float32(x: float) -> float:
     return float(np.float32(x))
 

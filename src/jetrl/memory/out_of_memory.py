@@ -10,6 +10,7 @@ from typing import TypeVar
 import torch
 
 from jetrl.distributed.agreement import OUT_OF_MEMORY, agree
+from jetrl.distributed.world import world
 from jetrl.errors import OutOfMemoryStop
 
 Result = TypeVar("Result")
@@ -26,13 +27,53 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and _CPU_ALLOCATOR in str(error)
 
 
-def within_memory(attempt: Callable[[], Result], shrink: Callable[[str], None]) -> Result:
+def on_all_ranks(work: Callable[[], Result]) -> Result:
+    """Return what `work` returns, and raise on all ranks where memory runs out on one.
+
+    Args:
+        work: Work of this rank alone, without a collective that others would wait in.
+
+    Raises:
+        MemoryError: Memory ran out on a rank of several.
+    """
+    if world().size == 1:
+        return work()
+    problem, results = "", []
+    try:
+        results.append(work())
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        problem = first_line(error)
+    raise_on_all_ranks(problem)
+    return results[0]
+
+
+def raise_on_all_ranks(problem: str) -> None:
+    """Raise on every rank where memory has run out on one; every rank calls this function.
+
+    Args:
+        problem: One line of the allocator's message; empty where memory has not run out here.
+
+    Raises:
+        MemoryError: Memory ran out on a rank.
+    """
+    problem = agree(OUT_OF_MEMORY, problem)
+    if problem:
+        raise MemoryError(problem)
+
+
+def within_memory(
+    attempt: Callable[[], Result], shrink: Callable[[str], None], together: bool = True
+) -> Result:
     """Return what `attempt` returns, trying again with less work whenever memory runs out.
 
     Args:
         attempt: The work, which can be begun again from the start.
         shrink: Makes the next attempt need less memory, or raises because it cannot; called with
             one line of the allocator's message.
+        together: Whether all ranks try again when memory runs out on one; if not, `attempt` has no
+            collective, and may be called on some ranks only.
     """
     while True:
         problem = ""
@@ -41,8 +82,9 @@ def within_memory(attempt: Callable[[], Result], shrink: Callable[[str], None]) 
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            problem = _first_line(error)
-        problem = agree(OUT_OF_MEMORY, problem)
+            problem = first_line(error)
+        if together:
+            problem = agree(OUT_OF_MEMORY, problem)
         if not problem:
             return result
         # Not inside the handler: until it ends, the traceback holds what the attempt had made.
@@ -62,7 +104,7 @@ def explained(phase: str, advice: str) -> Iterator[None]:
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        problem = _first_line(error)
+        problem = first_line(error)
     else:
         return
     raise OutOfMemoryStop(f"out of memory in {phase} ({problem}); {advice}")
@@ -75,7 +117,7 @@ def release() -> None:
         torch.cuda.empty_cache()
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
     """Return the start of torch's long message: how much was asked for, and how much is free."""
     text = str(error).strip() or type(error).__name__
     return ". ".join(text.splitlines()[0].split(". ")[:3])

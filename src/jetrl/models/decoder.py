@@ -29,15 +29,15 @@ from torch.utils.checkpoint import checkpoint
 
 from jetrl.kernels.rotary import rotary_table
 from jetrl.models.attention import KeyValues
+from jetrl.models.embedding import embed
 from jetrl.models.families import ModelConfig, inverse_frequencies
 from jetrl.models.feed_forward import FeedForward
-from jetrl.models.layer import add_norm, embed, norm_linear
+from jetrl.models.layer import add_norm, norm_linear
 from jetrl.models.rotary import Rotary
 from jetrl.models.trace import Trace, prefixed, tell
 from jetrl.models.weights import Weights
 from jetrl.precision.exact import exact_matmul
-from jetrl.precision.linear import Linear
-from jetrl.precision.plan import Format, Side
+from jetrl.precision.plan import Side
 
 
 class DecoderLayer(nn.Module):
@@ -123,10 +123,8 @@ class Decoder(nn.Module):
         super().__init__()
         self.config, self.weights = config, weights
         self.trace: Trace | None = None
-        plan = weights.plan
-        embedding = self.embed = weights.master("embed.weight")
-        if weights.frozen:
-            self.embed = nn.Parameter(embedding.to(weights.dtype), requires_grad=False)
+        self.embedding = weights.embedding()
+        self.embed = self.embedding.master
         self.layers = nn.ModuleList(
             DecoderLayer(index, config, weights) for index in range(config.num_layers)
         )
@@ -134,13 +132,7 @@ class Decoder(nn.Module):
         if config.head == "score":
             self.score = weights.master("score.weight")
         else:
-            if not config.tie_word_embeddings:
-                embedding = weights.master("lm_head.weight")
-            elif weights.frozen and plan.lm_head == "bf16":
-                embedding = self.embed  # rounded already: one tensor for both
-            formats: dict[Side, Format] = {"rollout": plan.lm_head, "train": plan.lm_head}
-            head = weights.quantized("lm_head", embedding, formats)
-            self.lm_head = Linear(head, None, plan, torch.float32, weights.gradients)
+            self.lm_head = weights.head(self.embedding, config.tie_word_embeddings)
         weights.check_complete()
         scaling, context = config.rope_scaling, config.max_position_embeddings
         factor = 1.0 if scaling is None else scaling.attention_factor
@@ -196,7 +188,7 @@ class Decoder(nn.Module):
             side: The side of the flow that calls.
             checkpoint_layers: Compute layers again in backward, for which their inputs are kept.
         """
-        x = embed(token_ids, self.embed, self.weights.dtype, self.weights.gradients)
+        x = embed(token_ids, self.embedding, self.weights.gradients)
         tell(self.trace, "embed", x)
         delta = None
         for layer in self.layers:

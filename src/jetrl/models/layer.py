@@ -1,6 +1,5 @@
 """The operations of a decoder that a GPU fuses: their references, and the choice between the two.
 
-    embed         rows of the embedding, in the activations' dtype
     norm_linear   total = x + delta;  y = linear(norm(total))
     norm_mlp      total = x + delta;  y = down(swiglu(gate_up(norm(total))))
     add_norm      norm(x + delta)
@@ -9,18 +8,17 @@ Each function's body is the reference and the specification. BF16 tensors on a G
 form (`models.layer_hopper`), which has the same bits in the forward. `delta` is what the operation
 before adds to the residual stream x, handed on so that the addition can be part of the next norm.
 
-Legend: T tokens, D hidden size, N output features, V vocabulary.
+Legend: T tokens, D hidden size, N output features.
 """
 
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from jetrl.kernels.swiglu import swiglu
 from jetrl.models.norm import RMSNorm
 from jetrl.models.trace import Trace, tell
-from jetrl.precision.gradients import Gradients
 from jetrl.precision.linear import Linear
 from jetrl.precision.plan import Side
 
@@ -28,22 +26,6 @@ from jetrl.precision.plan import Side
 def _fuses(x: Tensor) -> bool:
     """Return whether the fused forms take x: BF16 on a GPU."""
     return x.is_cuda and x.dtype == torch.bfloat16
-
-
-def embed(token_ids: Tensor, embedding: Tensor, dtype: torch.dtype, gradients: Gradients) -> Tensor:
-    """Return the embeddings [T, D] of tokens.
-
-    Args:
-        token_ids: int64 [T].
-        embedding: The master weight [V, D], or a frozen model's, in the activations' dtype.
-        dtype: The activations' dtype.
-        gradients: The sink of the master weight's gradient, which a GPU adds to in place.
-    """
-    if token_ids.is_cuda and dtype == torch.bfloat16 and embedding.dtype == torch.float32:
-        from jetrl.models.embedding_hopper import embed_hopper
-
-        return embed_hopper(token_ids, embedding, gradients)
-    return nn.functional.embedding(token_ids, embedding).to(dtype)
 
 
 def norm_linear(

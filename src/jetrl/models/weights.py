@@ -1,8 +1,8 @@
 """The weights of a model: FP32 master weights, and quantized weights made from those.
 
 The optimizer changes master weights. `requantize` rounds them into the quantized weights, which
-every GEMM and norm of both sides reads, and which keep their addresses for as long as the model
-lives: captured CUDA graphs read them there. The embedding, the biases and a scalar head are read
+every GEMM and norm of both sides reads, and the embedding, and which keep their addresses for as
+long as the model lives: captured CUDA graphs read them there. The biases and a scalar head are read
 from their master weights as they are.
 
 A layer asks for all that it reads by name when it is made. What it reads rounded is registered
@@ -11,6 +11,10 @@ be left out: a master weight that no layer asked for is an error when the model 
 
 The weights of a frozen model are read from their files one at a time, rounded for the training
 side, and dropped: under an FP8 plan about a byte a parameter stays, where masters take four.
+
+In a run of several processes a rank owns some rows of each matrix: master weight, gradient and
+moments have these rows alone, in whole blocks of 128 (`distributed.shards`). Quantized weights are
+whole on every rank.
 """
 
 from __future__ import annotations
@@ -20,9 +24,13 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
+from jetrl.distributed.shards import Shard, shard_of
+from jetrl.distributed.world import world
+from jetrl.errors import UserError
 from jetrl.models.norm import RMSNorm
 from jetrl.precision.gradients import Gradients
 from jetrl.precision.linear import Linear
+from jetrl.precision.ordered_gradients import OrderedGradients
 from jetrl.precision.plan import Format, PrecisionPlan, Side
 from jetrl.precision.quantized_weight import QuantizedWeight
 
@@ -38,9 +46,13 @@ class Weights:
 
     Attributes:
         masters: The FP32 master weights by name, the very parameters that the optimizer changes;
-            none of a frozen model.
+            of a matrix that is divided, the rows that this rank owns. None of a frozen model.
+        shards: The division of the rows of each matrix that is divided among ranks, by name.
         gradients: The sink of the master weights' gradients.
         dtype: The dtype of activations: bfloat16, or float32 under the fp32 plan.
+
+    Raises:
+        UserError: The fp32 plan in a run of several processes.
     """
 
     def __init__(
@@ -52,14 +64,31 @@ class Weights:
     ) -> None:
         self.plan, self.device, self.frozen = plan, device, frozen
         self.dtype = torch.float32 if plan.rest == "fp32" else torch.bfloat16
-        self.gradients = Gradients()
         self._tensors: Mapping[str, Tensor] = {} if not frozen else tensors
         self.masters: dict[str, nn.Parameter] = {}
+        self.shards: dict[str, Shard] = {}
         if not frozen:
-            self.masters = {name: self._parameter(tensor) for name, tensor in tensors.items()}
+            self._keep_masters(tensors)
+        self.gradients = Gradients()
+        if world().size > 1 and not frozen:
+            self.gradients = OrderedGradients(world(), self.masters, self.shards)
         self._asked_for: set[str] = set()
         self._quantized: dict[str, QuantizedWeight] = {}
         self._addresses: dict[str, list[int]] = {}
+
+    def _keep_masters(self, tensors: Mapping[str, Tensor]) -> None:
+        """Put the master weights on the device, one after the other: own rows of those divided."""
+        if world().size > 1 and self.plan.rest == "fp32":
+            raise UserError(
+                "precision.preset=fp32 multiplies by whole master weights, which are divided among "
+                "several processes: use one process, or another preset"
+            )
+        for name, tensor in tensors.items():
+            shard = shard_of(len(tensor), world().rank, world().size) if tensor.dim() > 1 else None
+            if shard is not None:
+                self.shards[name] = shard
+                tensor = tensor[shard.own_rows].clone()
+            self.masters[name] = self._parameter(tensor)
 
     def _parameter(self, tensor: Tensor) -> nn.Parameter:
         """Return a tensor as a master weight on the device."""
@@ -71,19 +100,19 @@ class Weights:
         self._asked_for.add(name)
         return self._parameter(self._tensors[name]) if self.frozen else self.masters[name]
 
-    def quantized(
-        self, layer: str, master: nn.Parameter, formats: Mapping[Side, Format]
-    ) -> QuantizedWeight:
+    def quantized(self, layer: str, name: str, formats: Mapping[Side, Format]) -> QuantizedWeight:
         """Return a master weight as a layer reads it, rounded again by each `requantize`.
 
         Args:
             layer: The layer's name, under which its quantized weight is registered.
-            master: The layer's master weight, from `master`.
+            name: The master weight's name.
             formats: The format that each side reads.
         """
         assert layer not in self._quantized, f"two layers are called {layer}"
+        master = self.master(name)
         frozen = self.frozen and master.dim() > 1
-        weight = QuantizedWeight(layer, master, formats, self.plan.scales, frozen)
+        shard = self.shards.get(name)
+        weight = QuantizedWeight(layer, master, formats, self.plan.scales, frozen, shard)
         self._quantized[layer] = weight
         self._addresses[layer] = _addresses(weight)
         return weight
@@ -96,14 +125,41 @@ class Weights:
             formats: The format that each side multiplies in.
             bias: Whether the layer adds a bias.
         """
-        weight = self.quantized(name, self.master(f"{name}.weight"), formats)
+        weight = self.quantized(name, f"{name}.weight", formats)
         bias_master = self.master(f"{name}.bias") if bias else None
+        in_bf16 = formats["train"] == "fp8" and self.plan.grad_output != "bf16"
+        self.gradients.expect(weight.master, torch.bfloat16 if in_bf16 else torch.float32)
         return Linear(weight, bias_master, self.plan, self.dtype, self.gradients)
+
+    def embedding(self) -> QuantizedWeight:
+        """Return the embedding [V, D] in the activations' dtype."""
+        formats: dict[Side, Format] = {"rollout": self.plan.rest, "train": self.plan.rest}
+        weight = self.quantized("embed", "embed.weight", formats)
+        self.gradients.expect(weight.master, None)
+        return weight
+
+    def head(self, embedding: QuantizedWeight, tied: bool) -> Linear:
+        """Return the output head, whose logits are float32.
+
+        Args:
+            embedding: The embedding.
+            tied: Whether the head multiplies by the embedding, which in one format is one tensor.
+        """
+        formats: dict[Side, Format] = {"rollout": self.plan.lm_head, "train": self.plan.lm_head}
+        weight = embedding
+        if not tied or formats != embedding.formats:
+            name = "embed.weight" if tied else "lm_head.weight"
+            weight = self.quantized("lm_head", name, formats)
+        self.gradients.sum_chunks(weight.master)
+        self.gradients.expect(weight.master, torch.float32)
+        head = Linear(weight, None, self.plan, torch.float32, self.gradients)
+        head.name = "lm_head"
+        return head
 
     def norm(self, name: str, eps: float) -> RMSNorm:
         """Return the RMSNorm of the parameter `name`.weight."""
         formats: dict[Side, Format] = {"rollout": self.plan.rest, "train": self.plan.rest}
-        return RMSNorm(self.quantized(name, self.master(f"{name}.weight"), formats), eps)
+        return RMSNorm(self.quantized(name, f"{name}.weight", formats), eps)
 
     def check_complete(self) -> None:
         """Check that some layer reads each master weight, once all layers are made."""

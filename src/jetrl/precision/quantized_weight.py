@@ -4,6 +4,9 @@ This is the one place where a weight is rounded. A quantized weight has one tens
 that a side of the flow asks for, and one alone where both sides ask for the same: the trainer then
 multiplies by the very bytes that the sampler did. After an update of the master weight they are
 overwritten in place, on every device: captured CUDA graphs read them by address.
+
+In a run of several processes each rank has the rows of a master weight that it owns, rounds these,
+and receives the rest of the quantized weight, which is whole on every rank.
 """
 
 from __future__ import annotations
@@ -15,9 +18,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from jetrl.distributed.collectives import gather_rows
+from jetrl.distributed.shards import Shard
 from jetrl.errors import UserError
+from jetrl.precision.layout import empty_weight
 from jetrl.precision.plan import FP8_BLOCK, Format, ScaleRule, Side
-from jetrl.precision.quantize import QTensor, quantize
+from jetrl.precision.quantize import FORMATS, QTensor, quantize
 
 _FP8_GROUPS = (FP8_BLOCK, FP8_BLOCK)
 
@@ -54,13 +60,16 @@ class QuantizedWeight:
 
     Args:
         name: The layer that reads the roundings, for messages.
-        master: The FP32 master weight, [N, K] for a linear layer or [D] for a norm.
+        master: The FP32 master weight, [N, K] for a linear layer or [D] for a norm; with a shard
+            the rows of the weight that this rank owns.
         formats: The format that each side reads.
         scales: The rule for the scales of FP8 codes.
         frozen: Keep what the training side's forward reads, and not the master weight's memory.
+        shard: The division of the weight's rows among ranks; None where this rank has all.
 
     Attributes:
         master: The master weight; of a frozen one the shape alone (but under fp32, which reads it).
+        shape: The shape of the whole weight.
 
     Raises:
         UserError: A side reads FP8, and a dimension is not a multiple of 128.
@@ -73,15 +82,23 @@ class QuantizedWeight:
         formats: Mapping[Side, Format],
         scales: ScaleRule = "fp32",
         frozen: bool = False,
+        shard: Shard | None = None,
     ) -> None:
         self.name, self.master, self.formats, self.scales = name, master, formats, scales
+        self.shard = shard
+        num_rows = len(master) if shard is None else shard.num_rows
+        self.shape = torch.Size((num_rows, *master.shape[1:]))
         kept = {formats["train"]} if frozen else set(formats.values())
-        if "fp8" in formats.values() and any(size % FP8_BLOCK for size in master.shape):
+        if "fp8" in formats.values() and any(size % FP8_BLOCK for size in self.shape):
             raise UserError(
                 f"layer {name}: FP8 needs dimensions that are multiples of {FP8_BLOCK}, and this "
-                f"weight is {list(master.shape)}; use precision.preset=bf16 (--plan bf16)"
+                f"weight is {list(self.shape)}; use precision.preset=bf16 (--plan bf16)"
             )
-        self._by_format = {format: self._rounded(format) for format in kept}
+        if shard is None:
+            self._by_format = {format: self._rounded(format) for format in sorted(kept)}
+        else:
+            self._by_format = {format: self._empty(format) for format in sorted(kept)}
+            self.requantize()
         if frozen and "fp32" not in kept:
             empty = torch.empty((), device=master.device).expand(master.shape)
             self.master = nn.Parameter(empty, requires_grad=False)
@@ -91,9 +108,20 @@ class QuantizedWeight:
         return self._by_format[self.formats[side]]
 
     def requantize(self) -> None:
-        """Round the master weight again, into the tensors that are there."""
+        """Round the master weight again, into the tensors that are there.
+
+        Of a weight that is divided, every rank rounds its own rows and receives the others'.
+        """
         for format, earlier in self._by_format.items():
-            self._rounded(format, earlier)
+            self._rounded(format, earlier if self.shard is None else _own(earlier, self.shard))
+        if self.shard is None:
+            return
+        for weight in self._by_format.values():
+            if isinstance(weight, FP8Weight):
+                gather_rows(weight.direct.codes, self.shard.counts())
+                gather_rows(_with_padding(weight.direct.scales), self.shard.counts(FP8_BLOCK))
+            else:
+                gather_rows(weight, self.shard.counts())
 
     def fp8_scales(self) -> list[Tensor]:
         """Return the scales of the FP8 rounding, if there is one."""
@@ -119,9 +147,21 @@ class QuantizedWeight:
             else:
                 self._by_format[format] = moved(weight)
 
+    def _empty(self, format: Format) -> Operand:
+        """Return the whole weight in a format, not filled yet."""
+        assert format != "fp32", "a weight that is read as it is cannot be divided"
+        if format == "bf16":
+            return torch.empty(self.shape, dtype=torch.bfloat16, device=self.master.device)
+        dtype, _ = FORMATS["e4m3"]
+        rows, columns = self.shape
+        return FP8Weight(empty_weight(rows, columns, dtype, self.master.device))
+
     def _rounded(self, format: Format, into: Operand | None = None) -> Operand:
         """Return the master weight in a format, written over `into` where that is given."""
         weight = self.master.detach()
+        if not weight.numel():  # a rank that owns no row
+            assert into is not None, "a whole weight has rows"
+            return into
         if format == "fp32":
             return self.master
         if format == "bf16":
@@ -137,3 +177,17 @@ class QuantizedWeight:
         earlier.codes.copy_(quantized.codes)
         earlier.scales.copy_(quantized.scales)
         return FP8Weight(earlier)
+
+
+def _own(whole: Operand, shard: Shard) -> Operand:
+    """Return the rows of a quantized weight that this rank owns, sharing memory."""
+    if isinstance(whole, Tensor):
+        return whole[shard.own_rows]
+    blocks = slice(*(row // FP8_BLOCK for row in (shard.own_rows.start, shard.own_rows.stop)))
+    q = whole.direct
+    return FP8Weight(QTensor(q.codes[shard.own_rows], q.scales[blocks], q.block))
+
+
+def _with_padding(scales: Tensor) -> Tensor:
+    """Return scales [N, K] with the padding that follows each of their rows in memory."""
+    return scales.as_strided((len(scales), scales.stride(0)), (scales.stride(0), 1))

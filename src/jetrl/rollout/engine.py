@@ -168,6 +168,7 @@ class RolloutEngine:
         return within_memory(
             lambda: self._generate(prompts, params, progress, system_prompt, chosen),
             lambda problem: self.sizes.halve(self._pool.pages, self._pool.needed, problem),
+            together=False,
         )
 
     def _generate(

@@ -11,7 +11,6 @@ import logging
 from dataclasses import dataclass, replace
 from typing import Any
 
-from jetrl.distributed.agreement import LARGEST_SIZE, agree
 from jetrl.errors import OutOfMemoryStop
 
 logger = logging.getLogger(__name__)
@@ -60,10 +59,9 @@ class RolloutSizes:
         before = self.now
         limit = before.max_pages if pages is None else pages
         after = Sizes(
-            max_batch_size=agree(LARGEST_SIZE, max(1, before.max_batch_size // 2)),
-            max_prefill_tokens=agree(
-                LARGEST_SIZE,
-                max(min(_LEAST_PREFILL, before.max_prefill_tokens), before.max_prefill_tokens // 2),
+            max_batch_size=max(1, before.max_batch_size // 2),
+            max_prefill_tokens=max(
+                min(_LEAST_PREFILL, before.max_prefill_tokens), before.max_prefill_tokens // 2
             ),
             max_pages=None if limit is None else max(needed, limit // 2),
         )

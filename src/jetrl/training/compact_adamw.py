@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from jetrl.distributed.shards import Shard
 from jetrl.kernels.adamw import adamw_
-from jetrl.kernels.adamw_scalars import AdamWScalars, adamw_scalars
+from jetrl.kernels.adamw_scalars import AdamWScalars, adamw_scalars, from_element
 from jetrl.settings import TrainSettings
 
 KEYS = {"ratio": torch.uint8, "root": torch.int16}
@@ -30,10 +32,16 @@ class CompactAdamW:
     Args:
         masters: The float32 matrices by name; gradients are read from `.grad`.
         settings: betas, eps and weight_decay.
+        shards: The division of the rows of matrices among ranks, by name.
     """
 
-    def __init__(self, masters: Mapping[str, nn.Parameter], settings: TrainSettings) -> None:
-        self._masters = dict(masters)
+    def __init__(
+        self,
+        masters: Mapping[str, nn.Parameter],
+        settings: TrainSettings,
+        shards: Mapping[str, Shard],
+    ) -> None:
+        self._masters, self._shards = dict(masters), shards
         self._settings = settings
         self._states: dict[str, _State] = {}
 
@@ -60,8 +68,11 @@ class CompactAdamW:
                 scalars[state.step] = adamw_scalars(
                     state.step, lr, settings.betas, settings.eps, settings.weight_decay
                 )
+            own = scalars[state.step]
+            if name in self._shards:
+                own = from_element(own, self._shards[name].first_row * math.prod(master.shape[1:]))
             gradient = master.grad.contiguous()
-            adamw_(master.detach(), gradient, state.ratio, state.root, clip, scalars[state.step])
+            adamw_(master.detach(), gradient, state.ratio, state.root, clip, own)
 
     def state(self, name: str) -> dict[str, torch.Tensor]:
         """Return the state of one matrix, the tensors themselves; {} before its first gradient.

@@ -66,7 +66,7 @@ class MicroBatch:
                 advantages=batch.advantages[tokens],
                 sample_ids=batch.sample_ids[sequences.start : sequences.stop],
             ),
-            **{name: tensor[trained] for name, tensor in self._tensors().items()},
+            **{name: tensor[trained] for name, tensor in self.known().items()},
         )
 
     def to_tensors(self) -> dict[str, torch.Tensor]:
@@ -75,7 +75,7 @@ class MicroBatch:
             name: torch.from_numpy(np.ascontiguousarray(getattr(self.batch, name)))
             for name in _BATCH_FIELDS
         }
-        return arrays | {name: tensor.cpu() for name, tensor in self._tensors().items()}
+        return arrays | {name: tensor.cpu() for name, tensor in self.known().items()}
 
     @classmethod
     def from_tensors(
@@ -85,7 +85,7 @@ class MicroBatch:
         batch = Batch(**{name: tensors[name].numpy() for name in _BATCH_FIELDS})
         return cls(batch, **{n: t.to(device) for n, t in tensors.items() if n not in _BATCH_FIELDS})
 
-    def _tensors(self) -> dict[str, torch.Tensor]:
+    def known(self) -> dict[str, torch.Tensor]:
         """Return the tensors [N] that are known, by name."""
         names = (field.name for field in dataclasses.fields(self) if field.name != "batch")
         return {name: tensor for name in names if (tensor := getattr(self, name)) is not None}
@@ -114,6 +114,11 @@ class Minibatch:
         self._size = size
         self.num_tokens = sum(int(micro.batch.loss_mask.sum()) for micro in micro_batches)
         self.num_sequences = sum(micro.batch.num_sequences for micro in micro_batches)
+
+    @staticmethod
+    def tokens_of(micro_batch: MicroBatch) -> int:
+        """Return how many tokens the forward of a micro-batch reads."""
+        return micro_batch.batch.num_tokens
 
     def shrink(self, problem: str) -> None:
         """Halve the size of the run, and divide the micro-batches accordingly.

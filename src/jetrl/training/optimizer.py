@@ -10,15 +10,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
+from jetrl.distributed.shards import Shard
+from jetrl.distributed.world import world
 from jetrl.errors import UserError
 from jetrl.kernels.adamw import is_compact
 from jetrl.settings import TrainSettings
 from jetrl.settings.loading import Settings
 from jetrl.training.compact_adamw import KEYS, CompactAdamW
+from jetrl.training.gradient_norm import gradient_norm
+
+if TYPE_CHECKING:
+    from jetrl.models.model import Model
 
 ADVICE = (
     "the weights, gradients and AdamW's moments take 16 bytes a parameter, or 11 with "
@@ -63,18 +70,25 @@ class Optimizer:
         masters: The float32 parameters by name; gradients are read from `.grad`.
         settings: lr, warm-up, schedule, betas, eps, weight_decay, grad_clip, optimizer_states.
         total_updates: The number of updates at which the schedule ends.
+        shards: The division of the rows of parameters among ranks, by name; moments have the shape
+            of the rows that this rank owns.
 
     Attributes:
         masters: The float32 parameters by name.
+        shards: The division of the rows of parameters among ranks, by name.
         settings: The settings of the optimizer.
         total_updates: The number of updates at which the schedule ends.
         num_updates: How many updates were made so far.
     """
 
     def __init__(
-        self, masters: Mapping[str, nn.Parameter], settings: TrainSettings, total_updates: int
+        self,
+        masters: Mapping[str, nn.Parameter],
+        settings: TrainSettings,
+        total_updates: int,
+        shards: Mapping[str, Shard] | None = None,
     ) -> None:
-        self.masters = dict(masters)
+        self.masters, self.shards = dict(masters), dict(shards or {})
         self.settings = settings
         self.total_updates = total_updates
         self.num_updates = 0
@@ -84,7 +98,7 @@ class Optimizer:
         }
         self._kinds = kinds
         compact = {name: p for name, p in self.masters.items() if kinds[name] == "compact"}
-        self._compact = CompactAdamW(compact, settings)
+        self._compact = CompactAdamW(compact, settings, self.shards)
         self._wide = [p for name, p in self.masters.items() if kinds[name] == "fp32"]
         groups = [
             {
@@ -117,16 +131,18 @@ class Optimizer:
 
     def gradient_norm(self) -> torch.Tensor:
         """Return the norm of all gradients together, a float32 scalar on the device."""
-        gradients = [p.grad for p in self.masters.values() if p.grad is not None]
-        return torch.nn.utils.get_total_norm(gradients)
+        gradients = {name: p.grad for name, p in self.masters.items() if p.grad is not None}
+        return gradient_norm(gradients, self.shards)
 
     def nonfinite_gradients(self) -> list[str]:
         """Return the names of the master weights whose gradient holds a NaN or an infinity."""
-        return [
+        own = [
             name
             for name, master in self.masters.items()
             if master.grad is not None and not bool(torch.isfinite(master.grad).all())
         ]
+        found = set().union(*world().gather("the gradients that are not finite", own))
+        return [name for name in self.masters if name in found]
 
     def apply(self, total_norm: torch.Tensor) -> None:
         """Clip the gradients to `grad_clip`, update the master weights, forget the gradients.
@@ -211,10 +227,10 @@ class Optimizer:
             )
 
 
-def supervised_optimizer(masters: Mapping[str, nn.Parameter], settings: Settings) -> Optimizer:
+def supervised_optimizer(model: Model, settings: Settings) -> Optimizer:
     """Return an optimizer with lr, warm-up and schedule of `settings.sft`, the rest of `train`."""
     sft = settings.sft
     train = settings.train.model_copy(
         update={"lr": sft.lr, "warmup_steps": sft.warmup_steps, "schedule": sft.schedule}
     )
-    return Optimizer(masters, train, total_updates=sft.steps)
+    return Optimizer(model.master_weights(), train, sft.steps, model.weights.shards)

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from jetrl.distributed.world import world
 from jetrl.errors import RunStopped
-from jetrl.memory.out_of_memory import within_memory
+from jetrl.memory.out_of_memory import on_all_ranks, within_memory
 from jetrl.training.advantages import (
     Advantages,
     StepRewards,
@@ -73,11 +74,7 @@ class Preparation:
     def _prepare(self, samples: Sequence[Sample]) -> tuple[list[Minibatch], dict[str, float]]:
         """Do the work of `__call__`, with micro-batches of the present size."""
         packed = self._pack(samples)
-        with contextlib.nullcontext() if self.reference is None else self.reference.used():
-            forwarded = [
-                [self._forward(batch, first=k == 0) for batch in batches]
-                for k, batches in enumerate(packed)
-            ]
+        forwarded = self._forward_all(packed)
         rewards, metrics = self._rewards(samples, list(chain(*forwarded)))
         advantages = self.objective.advantages(rewards)
         if rewards.values is not None and advantages.returns is not None:
@@ -86,6 +83,30 @@ class Preparation:
             Minibatch([_with_advantages(micro, advantages) for micro in micro_batches], self.size)
             for micro_batches in forwarded
         ], metrics
+
+    def _forward_all(self, packed: Sequence[Sequence[Batch]]) -> list[list[MicroBatch]]:
+        """Return the batches of each update with what is known before the first update.
+
+        Of several processes each forwards its share of all batches, and all of them get the result.
+        """
+        batches = [(batch, k == 0) for k, batches in enumerate(packed) for batch in batches]
+
+        def forward_share() -> list[MicroBatch]:
+            with contextlib.nullcontext() if self.reference is None else self.reference.used():
+                return [self._forward(batch, first) for batch, first in world().share(batches)]
+
+        own = on_all_ranks(forward_share)
+        micro_batches = iter(own)
+        if world().size > 1:
+            of_own = [{name: tensor.cpu() for name, tensor in m.known().items()} for m in own]
+            known = world().gather_in_order("numbers from before the updates", of_own)
+            micro_batches = iter(
+                [
+                    MicroBatch(batch, **{n: t.to(self.policy.device) for n, t in tensors.items()})
+                    for (batch, _), tensors in zip(batches, known, strict=True)
+                ]
+            )
+        return [[next(micro_batches) for _ in batches] for batches in packed]
 
     def _pack(self, samples: Sequence[Sample]) -> list[list[Batch]]:
         """Return the batches of each update, without updates that have no trained token."""

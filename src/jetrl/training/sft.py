@@ -47,7 +47,7 @@ class SftTrainer:
         self.settings = settings
         self.micro_batch_size = micro_batch_size or MicroBatchSize.of(settings.train)
         self.guard = guard or Guard(settings.train.on_nonfinite, "sft.lr")
-        self.optimizer = supervised_optimizer(policy.master_weights(), settings)
+        self.optimizer = supervised_optimizer(policy, settings)
         # Not a method: without a reference back, the moments are gone as soon as the trainer is.
         loss = partial(_loss, policy, settings.train.activation_checkpointing)
         self._update = Update(policy, self.optimizer, self.guard, loss, "sft")

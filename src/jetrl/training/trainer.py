@@ -108,6 +108,7 @@ class Trainer:
             policy.master_weights(),
             settings.train,
             total_updates=settings.loop.steps * settings.train.updates_per_step,
+            shards=policy.weights.shards,
         )
         self.micro_batch_size = micro_batch_size or MicroBatchSize.of(settings.train)
         self.guard = guard or Guard(settings.train.on_nonfinite)
@@ -168,9 +169,11 @@ class Trainer:
             accumulated = self._update.accumulate(minibatch)
             # No weight of the step has changed before the first `finish`.
             if k == 0:
-                metrics |= self._compare(samples, version, minibatches, accumulated.outputs)
+                outputs = accumulated.all_outputs()
+                metrics |= self._compare(samples, version, minibatches, outputs)
             if k == len(minibatches) - 1 and self.calibration is not None:
-                metrics |= self.calibration.before_last_update(minibatch, accumulated.outputs)
+                outputs = accumulated.all_outputs()
+                metrics |= self.calibration.before_last_update(minibatch, outputs)
             stats = self._update.finish(accumulated, k)
             updates.append(stats)
             if stats.applied and self.critic is not None:

@@ -17,12 +17,22 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from jetrl.memory.out_of_memory import explained, within_memory
+from jetrl.distributed.world import world
+from jetrl.memory.out_of_memory import (
+    explained,
+    first_line,
+    is_out_of_memory,
+    raise_on_all_ranks,
+    release,
+    within_memory,
+)
 from jetrl.training.guard import Guard, NonFiniteUpdate
 from jetrl.training.losses import MicroBatchLoss
 from jetrl.training.optimizer import ADVICE, Optimizer
@@ -42,6 +52,10 @@ class Divisible(Protocol):
     def num_tokens(self) -> int:
         """Return how many tokens the metrics of the update are means over."""
 
+    @staticmethod
+    def tokens_of(micro_batch: Any) -> int:
+        """Return how many tokens the forward of a micro-batch reads."""
+
     def shrink(self, problem: str) -> None:
         """Divide the micro-batches further, or raise `OutOfMemoryStop` where that cannot be done.
 
@@ -57,18 +71,22 @@ AnyMinibatch = TypeVar("AnyMinibatch", bound=Divisible)
 class Accumulated(Generic[AnyMinibatch]):
     """The forwards and backwards of one update; its numbers are still on the device.
 
+    Of several processes each has forwarded its share of the micro-batches.
+
     Attributes:
         minibatch: The data of the update.
-        metrics: float64 scalars by name: the micro-batches' shares of the update's means, added.
-        peaks: float64 scalars by name: the largest value of any micro-batch.
-        outputs: What the model gave for each micro-batch, without gradient: the log-probs of a
-            policy, float32 [N]; the score differences of a reward model, float32 [P].
+        shares: For each micro-batch of this process float64 scalars by name, to be added over all.
+        peaks: For each micro-batch of this process float64 scalars, of which the largest counts.
+        metrics: float64 scalars by name that are measured over the whole update at once.
+        outputs: What the model gave for each micro-batch of this process, without gradient: the
+            log-probs of a policy, float32 [N]; the score differences of a reward model, [P].
         grad_norm: float32 scalar: the norm of all gradients together.
     """
 
     minibatch: AnyMinibatch
+    shares: list[dict[str, Tensor]] = field(default_factory=list)
+    peaks: list[dict[str, Tensor]] = field(default_factory=list)
     metrics: dict[str, Tensor] = field(default_factory=dict)
-    peaks: dict[str, Tensor] = field(default_factory=dict)
     outputs: list[Tensor] = field(default_factory=list)
     grad_norm: Tensor = field(init=False)
 
@@ -79,13 +97,17 @@ class Accumulated(Generic[AnyMinibatch]):
             loss_name: The metric name of the loss itself.
             loss: The loss of the micro-batch, after its backward.
         """
-        shares = {loss_name: loss.loss.detach().double(), **loss.metrics}
-        for name, share in shares.items():
-            self.metrics[name] = self.metrics[name] + share if name in self.metrics else share
-        for name, peak in loss.peaks.items():
-            self.peaks[name] = torch.maximum(self.peaks.get(name, peak), peak)
+        self.shares.append({loss_name: loss.loss.detach().double(), **loss.metrics})
+        self.peaks.append(loss.peaks)
         if loss.outputs is not None:
             self.outputs.append(loss.outputs)
+
+    def all_outputs(self) -> list[Tensor]:
+        """Return the outputs of all micro-batches of the update, in order, on every process."""
+        if world().size == 1:
+            return self.outputs
+        own = [output.cpu() for output in self.outputs]
+        return world().gather_in_order("the outputs of the update's forwards", own)
 
 
 @dataclass(frozen=True)
@@ -202,15 +224,51 @@ class Update(Generic[AnyMinibatch]):
         return self._read(accumulated)
 
     def _forward_backward(self, minibatch: AnyMinibatch) -> Accumulated[AnyMinibatch]:
-        """Run forward and backward of all micro-batches, from gradients of zero."""
+        """Run forward and backward of all micro-batches, from gradients of zero.
+
+        They are made in rounds, in which every process has one micro-batch, as long as there are.
+        """
         self.optimizer.zero_grad()
+        gradients = self.model.weights.gradients
+        gradients.begin_update()
         accumulated = Accumulated(minibatch)
-        for micro_batch in minibatch.micro_batches:
-            loss = self.loss(micro_batch, minibatch)
-            loss.loss.backward()
-            accumulated.add(self._name("loss"), loss)
-            del loss  # and with it what is left of the graph, before the next forward
+        micro_batches, size = minibatch.micro_batches, world().size
+        for first in range(0, len(micro_batches), size):
+            self._round(micro_batches[first : first + size], accumulated)
+        gradients.end_update()
         return accumulated
+
+    def _round(self, micro_batches: Sequence[Any], accumulated: Accumulated[AnyMinibatch]) -> None:
+        """Run forward and backward of this process's micro-batch of a round, if it has one.
+
+        Args:
+            micro_batches: One micro-batch of each process, in order; the last ones may have none.
+            accumulated: What the numbers of the micro-batch are added to.
+
+        Raises:
+            MemoryError: Memory ran out on a rank of several; one process raises its own error.
+        """
+        gradients, minibatch = self.model.weights.gradients, accumulated.minibatch
+        own = list(micro_batches[world().rank : world().rank + 1])
+        gradients.begin_micro_batch([minibatch.tokens_of(m) for m in micro_batches], bool(own))
+
+        def forward_backward() -> None:
+            for micro_batch in own:
+                loss = self.loss(micro_batch, minibatch)
+                loss.loss.backward()
+                accumulated.add(self._name("loss"), loss)
+
+        problem = ""
+        try:
+            forward_backward()
+        except Exception as error:
+            if world().size == 1 or not is_out_of_memory(error):
+                raise
+            problem = first_line(error)
+        if problem:
+            release()
+        gradients.end_micro_batch(failed=bool(problem))
+        raise_on_all_ranks(problem)
 
     def _repeat(self, minibatch: AnyMinibatch) -> None:
         """Run forward and backward of all micro-batches again, and forget the gradients."""
@@ -223,14 +281,19 @@ class Update(Generic[AnyMinibatch]):
         """Return the numbers of an update, in one read from the device."""
         norm = accumulated.grad_norm
         scales = torch.nn.utils.get_total_norm(list(self.model.weight_scales().values()))
-        metrics, peaks = accumulated.metrics, accumulated.peaks
-        on_device = [*metrics.values(), *peaks.values(), norm, scales]
+        records = [*accumulated.shares, *accumulated.peaks, accumulated.metrics]
+        on_device = [*chain(*(record.values() for record in records)), norm, scales]
         numbers = torch.stack([n.detach().double().to(norm.device) for n in on_device]).tolist()
-        grad_norm, weight_scales_norm = numbers[-2:]
+        *numbers, grad_norm, weight_scales_norm = numbers
+        values = iter(numbers)
+        read = [{name: next(values) for name in record} for record in records]
+        count = len(accumulated.shares)
+        of_micro_batches = list(zip(read[:count], read[count : 2 * count], strict=True))
+        metrics, peaks = _added(world().gather_in_order("metrics of the update", of_micro_batches))
         return UpdateStats(
             accumulated.minibatch.num_tokens,
-            dict(zip(metrics, numbers, strict=False)),
-            dict(zip(peaks, numbers[len(metrics) : -2], strict=True)),
+            metrics | read[-1],
+            peaks,
             grad_norm,
             weight_scales_norm,
             self.optimizer.lr,
@@ -247,3 +310,21 @@ class Update(Generic[AnyMinibatch]):
         if self.synchronize and self.model.device.type == "cuda":
             torch.cuda.synchronize(self.model.device)
         return time.perf_counter() - start
+
+
+def _added(
+    of_micro_batches: Sequence[tuple[dict[str, float], dict[str, float]]],
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Return the sums of shares, in the order of micro-batches, and the largest of peaks.
+
+    Args:
+        of_micro_batches: The shares and the peaks of each micro-batch, by name.
+    """
+    metrics: dict[str, float] = {}
+    peaks: dict[str, float] = {}
+    for shares, highest in of_micro_batches:
+        for name, share in shares.items():
+            metrics[name] = metrics[name] + share if name in metrics else share
+        for name, peak in highest.items():
+            peaks[name] = float(np.maximum(peaks.get(name, peak), peak))  # a NaN stays
+    return metrics, peaks

@@ -1,4 +1,4 @@
-"""The addition of a BF16 product to an FP32 gradient on Hopper, in one pass of memory.
+"""The addition of products to an FP32 gradient on Hopper, in one pass of memory.
 
 torch's own kernels for two dtypes reach half of the memory's speed (one H200, torch 2.11,
 2026-11-21, four linears of Qwen3-8B: `add_` of BF16 to FP32 832 microseconds for 1.9 GB).
@@ -21,11 +21,13 @@ _BLOCK = 4096  # elements of a program: 16 a thread
 
 
 @triton.jit
-def _add_kernel(product_ptr, total_ptr, size, ADD: tl.constexpr, BLOCK: tl.constexpr):
-    """Write product, or with ADD total + product, to BLOCK elements of total.
+def _add_kernel(
+    products_ptr, total_ptr, size, ADD: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Write the sum of the products, with ADD on top of total, to BLOCK elements of total.
 
     Args:
-        product_ptr: bfloat16 [size].
+        products_ptr: bfloat16 or float32 [COUNT, size]; they are added in this order.
         total_ptr: float32 [size], written, and read with ADD.
         size: elements.
     """
@@ -33,28 +35,35 @@ def _add_kernel(product_ptr, total_ptr, size, ADD: tl.constexpr, BLOCK: tl.const
     block = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64)
     places = block * BLOCK + tl.arange(0, BLOCK)
     mask = places < size
-    total = tl.load(product_ptr + places, mask=mask).to(tl.float32)
+    total = tl.load(products_ptr + places, mask=mask).to(tl.float32)
     if ADD:
         total += tl.load(total_ptr + places, mask=mask)
+    for piece in tl.static_range(1, COUNT):
+        first = tl.full((), piece, tl.int64) * size
+        total += tl.load(products_ptr + first + places, mask=mask).to(tl.float32)
     tl.store(total_ptr + places, total, mask=mask)
 
 
-def add_product(product: Tensor, total: Tensor | None) -> Tensor:
-    """Return total + product, in place, or the product itself as float32 without a total.
+def add_products(products: Tensor, total: Tensor | None, begun: bool = True) -> Tensor:
+    """Return total + products[0] + products[1] + ..., in place, each sum rounded to float32.
 
     Args:
-        product: bfloat16 [N, K] contiguous.
-        total: float32 [N, K] contiguous, changed in place.
+        products: bfloat16 or float32 [P, N, K] contiguous.
+        total: float32 [N, K] contiguous, changed in place; None: a new one is made.
+        begun: whether total has values; if not, the sum begins with products[0].
 
     Raises:
         ValueError: other dtypes, shapes or layouts.
     """
-    add = total is not None
+    add = begun and total is not None
     if total is None:
-        total = torch.empty_like(product, dtype=torch.float32)
-    check_tensor("add_product", "product", product, torch.bfloat16, product.shape)
-    check_tensor("add_product", "total", total, torch.float32, product.shape)
-    size = product.numel()
+        total = torch.empty_like(products[0], dtype=torch.float32)
+    if products.dtype != torch.float32:
+        check_tensor("add_products", "products", products, torch.bfloat16, products.shape)
+    check_tensor("add_products", "total", total, torch.float32, products.shape[1:])
+    size = total.numel()
     if size:
-        _add_kernel[(cdiv(size, _BLOCK),)](product, total, size, add, _BLOCK, num_warps=8)
+        _add_kernel[(cdiv(size, _BLOCK),)](
+            products, total, size, add, len(products), _BLOCK, num_warps=8
+        )
     return total

@@ -49,6 +49,7 @@ class Critic:
             model.master_weights(),
             settings.train.model_copy(update={"lr": settings.critic.lr}),
             total_updates=settings.loop.steps * settings.train.updates_per_step,
+            shards=model.weights.shards,
         )
         self._update = Update(
             model,

@@ -37,6 +37,11 @@ class PairMinibatch:
         self.num_tokens = sum(map(_num_tokens, pairs))
         self.micro_batches = self._packed()
 
+    @staticmethod
+    def tokens_of(micro_batch: Sequence[Pair]) -> int:
+        """Return how many tokens the forward of a micro-batch reads."""
+        return sum(map(_num_tokens, micro_batch))
+
     def shrink(self, problem: str) -> None:
         """Halve the size of micro-batches, and divide the pairs again.
 
@@ -78,7 +83,7 @@ class RewardTrainer:
         self.model = model
         self.micro_batch_size = size or MicroBatchSize.of(settings.train)
         self.guard = Guard(settings.train.on_nonfinite, "sft.lr")
-        self.optimizer = supervised_optimizer(model.master_weights(), settings)
+        self.optimizer = supervised_optimizer(model, settings)
         self._checkpoint_layers = settings.train.activation_checkpointing
         self._update = Update(model, self.optimizer, self.guard, self._loss, "sft")
 
@@ -102,7 +107,7 @@ class RewardTrainer:
             raise UserError("a reward model cannot be trained on no pairs")
         self.model.check_sequences([sequence for pair in pairs for sequence in pair])
         accumulated = self._update.accumulate(PairMinibatch(pairs, self.micro_batch_size))
-        margin = torch.cat(accumulated.outputs).double()
+        margin = torch.cat(accumulated.all_outputs()).double()
         accumulated.metrics["reward_model/accuracy"] = (margin > 0).double().mean()
         accumulated.metrics["reward_model/margin"] = margin.mean()
         stats = self._update.finish(accumulated)

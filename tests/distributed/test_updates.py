@@ -1,0 +1,134 @@
+"""Updates have the same bits at any number of ranks: weights, moments, codes, metrics."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.distributed.ranks import run_ranks
+
+from jetrl.distributed.collectives import gather_rows
+from jetrl.distributed.world import world
+from jetrl.models.policy import Policy
+from jetrl.precision import PrecisionPlan
+from jetrl.settings.loading import Settings
+from jetrl.training import SftTrainer, Trainer
+from jetrl.types import Completion, Example, Prompt, Sample, Score
+
+CONFIG: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 300,  # two whole blocks of rows, and a ragged one
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 128,
+    "hidden_act": "silu",
+}
+
+
+def _samples(policy: Policy, step: int, number: int = 8) -> list[Sample]:
+    """Return samples with log-probs of the policy, four of each prompt."""
+    g = np.random.default_rng(step)
+    samples = []
+    for i in range(number):
+        prompt = tuple(map(int, g.integers(0, 300, 5)))
+        tokens = tuple(map(int, g.integers(0, 300, int(g.integers(3, 30)))))
+        with torch.no_grad():
+            logprobs = policy.logprobs([[*prompt, *tokens]])[0][len(prompt) - 1 :]
+        completion = Completion(tokens, tuple(logprobs.tolist()), "stop", "")
+        reward = Score(float(g.integers(0, 2)))
+        samples.append(Sample(Prompt(id=str(i // 2), text=""), i // 2, prompt, completion, reward))
+    return samples
+
+
+def _digest(tensors: dict[str, torch.Tensor]) -> str:
+    digest = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        digest.update(name.encode())
+        digest.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:12]
+
+
+def _whole(policy: Policy, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return tensors with the rows of all ranks."""
+    shards, whole = policy.weights.shards, {}
+    for name, tensor in tensors.items():
+        shard = shards.get(name.split(".", 1)[1] if name not in shards else name)
+        whole[name] = tensor.detach()
+        if shard is not None and tensor.dim() > 1:
+            whole[name] = tensor.new_zeros((shard.num_rows, *tensor.shape[1:]))
+            whole[name][shard.own_rows] = tensor.detach()
+            gather_rows(whole[name], shard.counts())
+    return whole
+
+
+def _train(preset: str, tied: bool, states: str, updates: int, options: dict[str, Any]) -> Any:
+    """Return digests and metrics of supervised and reinforcement updates of a tiny policy."""
+    torch.manual_seed(0)
+    plan = PrecisionPlan.preset(preset).replace(**options)
+    vocabulary = 384 if plan.lm_head == "fp8" else CONFIG["vocab_size"]  # FP8 has whole blocks
+    config = {**CONFIG, "tie_word_embeddings": tied, "vocab_size": vocabulary}
+    policy = Policy.from_config(config, plan, seed=1)
+    settings = Settings.model_validate(
+        {
+            "precision": {"preset": preset, **options},
+            "train": {
+                "tokens_per_micro_batch": 45,
+                "updates_per_step": updates,
+                "lr": 1e-3,
+                "optimizer_states": states,
+                "warmup_steps": 0,
+            },
+            "sft": {"steps": 2, "lr": 1e-3},
+            "rollout": {"prompts_per_step": 5, "samples_per_prompt": 2, "max_tokens": 64},
+            "algorithm": {"name": "grpo"},
+        }
+    )
+    g = np.random.default_rng(3)
+    examples = [
+        Example(tuple(map(int, g.integers(0, 300, 4))), tuple(map(int, g.integers(0, 300, 20))))
+        for _ in range(5)
+    ]
+    results: list[Any] = [SftTrainer(policy, settings).step(examples)]
+    trainer = Trainer(policy, settings)
+    for step in range(2):
+        metrics = trainer.step(_samples(policy, step)).metrics
+        results.append({n: v for n, v in metrics.items() if "timing" not in n})
+    masters = _whole(policy, dict(policy.master_weights()))
+    moments = _whole(policy, trainer.optimizer.state_tensors())
+    weights = policy.weights._quantized
+    quantized = {
+        f"{name}.{i}": tensor
+        for name, weight in weights.items()
+        for i, tensor in enumerate(weight.tensors())
+    }
+    return results, _digest(masters), _digest(moments), _digest(quantized), world().size
+
+
+@pytest.mark.parametrize(
+    "preset, tied, states, updates, options, sizes",
+    [
+        ("unified", True, "compact", 1, {}, (2, 3, 4)),
+        ("unified", False, "compact", 2, {"grad_output": "bf16"}, (2,)),
+        ("bf16", True, "fp32", 1, {}, (3,)),
+        ("mixed", False, "compact", 2, {"lm_head": "fp8"}, (2,)),
+    ],
+)
+def test_an_update_has_the_same_bits_on_any_number_of_ranks(
+    preset: str, tied: bool, states: str, updates: int, options: dict[str, Any], sizes: tuple[int]
+) -> None:
+    alone = _train(preset, tied, states, updates, options)
+    assert alone[0][1]["policy/grad_norm"] > 0
+    for size in sizes:
+        for results in run_ranks(size, _train, preset, tied, states, updates, options):
+            assert results[-1] == size
+            assert results[:-1] == alone[:-1]
