@@ -105,12 +105,7 @@ def _train(preset: str, tied: bool, states: str, updates: int, options: dict[str
         results.append({n: v for n, v in metrics.items() if "timing" not in n})
     masters = _whole(policy, dict(policy.master_weights()))
     moments = _whole(policy, trainer.optimizer.state_tensors())
-    weights = policy.weights._quantized
-    quantized = {
-        f"{name}.{i}": tensor
-        for name, weight in weights.items()
-        for i, tensor in enumerate(weight.tensors())
-    }
+    quantized = policy.weights.quantized_tensors()
     return results, _digest(masters), _digest(moments), _digest(quantized), world().size
 
 

@@ -183,6 +183,14 @@ class Weights:
                     "where it was; a layer has to overwrite it in place"
                 )
 
+    def quantized_tensors(self) -> dict[str, Tensor]:
+        """Return every tensor of the quantized weights, by its layer's name and a number."""
+        return {
+            f"{layer}.{number}": tensor
+            for layer, weight in self._quantized.items()
+            for number, tensor in enumerate(weight.tensors())
+        }
+
     def scales(self) -> dict[str, Tensor]:
         """Return the float32 scales of each FP8 weight by its layer's name."""
         weights = self._quantized.items()

@@ -1,0 +1,114 @@
+"""Several GPUs: the kernels of ordered gradients, and updates with the bits of one GPU."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from jetrl.distributed.shards import shard_of
+from jetrl.kernels.block_norm import block_squares
+from jetrl.precision.gradients import matmul_product, rows_added
+
+pytestmark = pytest.mark.gpu
+
+WORKER = Path(__file__).parent / "ranks_worker.py"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+def test_products_are_added_one_after_the_other(count: int, dtype: torch.dtype) -> None:
+    from jetrl.precision.hopper.add import add_products
+
+    g = torch.Generator("cuda").manual_seed(0)
+    products = torch.randn(count, 300, 640, generator=g, device="cuda").to(dtype)
+    total = torch.randn(300, 640, generator=g, device="cuda")
+    first, expected = products[0].float(), total.clone()
+    for product in products:
+        expected += product
+    for product in products[1:]:
+        first = first + product
+    assert torch.equal(add_products(products, None), first)
+    assert torch.equal(add_products(products, total.clone(), begun=False), first)
+    assert add_products(products, total) is total
+    assert torch.equal(total, expected)
+
+
+@pytest.mark.parametrize("shape", [(1024, 4096), (1100, 512), (151936, 128), (72, 333)], ids=str)
+def test_squares_of_blocks_do_not_depend_on_the_division(shape: tuple[int, int]) -> None:
+    x = torch.randn(*shape, device="cuda")
+    whole = block_squares(x)
+    assert len(whole) == -(-shape[0] // 128)
+    torch.testing.assert_close(whole.double().sum(), x.double().square().sum())
+    for size in (2, 3, 4):
+        shards = [shard for r in range(size) if (shard := shard_of(shape[0], r, size))]
+        if shards:
+            parts = [block_squares(x[shard.own_rows].clone()) for shard in shards]
+            assert torch.equal(torch.cat(parts), whole)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_rows_of_the_embedding_are_added_by_their_owners(size: int) -> None:
+    g = torch.Generator("cuda").manual_seed(0)
+    rows = torch.randint(0, 900, (5000,), generator=g, device="cuda")
+    rows[::3] = 17  # a token that comes often
+    values = torch.randn(5000, 512, generator=g, device="cuda").bfloat16()
+    total = torch.randn(1100, 512, generator=g, device="cuda")
+    expected = rows_added(total.clone(), rows, values, range(1100))
+    parts = []
+    for rank in range(size):
+        shard = shard_of(1100, rank, size)
+        assert shard is not None
+        own = range(shard.own_rows.start, shard.own_rows.stop)
+        parts.append(rows_added(total[shard.own_rows].clone(), rows, values, own))
+    assert torch.equal(torch.cat(parts), expected)
+    plain = total.clone().index_put_((rows,), values.float(), accumulate=True)
+    assert torch.equal(plain, expected)
+
+
+@pytest.mark.parametrize("tokens, n, k", itertools.product([100, 4096], [512, 4096], [512, 12288]))
+def test_a_product_added_in_the_gemm_is_the_sum(tokens: int, n: int, k: int) -> None:
+    """One process adds within the GEMM, and the owner of rows what arrives: with the same bits."""
+    g = torch.Generator("cuda").manual_seed(0)
+    dy = torch.randn(tokens, n, generator=g, device="cuda").bfloat16()
+    x = torch.randn(tokens, k, generator=g, device="cuda").bfloat16()
+    total = torch.randn(n, k, generator=g, device="cuda")
+    expected = total + matmul_product(dy, x, None)
+    assert torch.equal(matmul_product(dy, x, total), expected)
+
+
+def _run(size: int, presets: list[str]) -> dict[str, Any]:
+    """Return what the worker prints on so many GPUs; one process is not started by torchrun."""
+    command = [sys.executable]
+    if size > 1:
+        command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
+    done = subprocess.run(
+        [*command, str(WORKER), *presets],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    results: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return results
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_updates_have_the_bits_of_one_gpu() -> None:
+    presets = ["unified", "bf16"]
+    alone = _run(1, presets)
+    for size in (n for n in (2, 4) if n <= torch.cuda.device_count()):
+        results = _run(size, presets)
+        for name, result in results.items():
+            assert result.pop("size") == size
+            assert result == {k: v for k, v in alone[name].items() if k != "size"}, name
+            assert result["different"] == 0 or "unified" not in name
