@@ -173,6 +173,29 @@ def test_dry_run_of_what_does_not_fit_says_so_last(
     assert "master weights" in done.err
 
 
+def test_dry_run_plans_for_gpus_that_this_machine_does_not_have(
+    jetrl: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["train", "demo", "--dry-run"]
+    shape = ["model.config.hidden_size=2048", "model.config.intermediate_size=8192"]
+    one, four = (jetrl(*words, *shape, "--gpus", count) for count in "14")
+    assert (one.code, four.code) == (0, 0), four.err
+    assert "# memory plan, with prompts" in one.out
+    assert "# memory plan of each of 4 GPUs, with prompts" in four.out
+
+    def masters(text: str) -> float:
+        return float(text.partition("master weights, FP32")[2].split()[0])
+
+    assert masters(four.out) == pytest.approx(masters(one.out) / 4, abs=0.002)
+    small = jetrl(*words, *shape, "--gpus=1", "--gpu-memory=4")
+    assert small.code == 2
+    assert "2.8 GiB are free" in small.err
+    assert "GPUs like this one" in small.err
+    assert jetrl("train", "demo", "--gpus=2").err.startswith("error: --gpus goes with --dry-run")
+    assert "--gpu-memory -1: a number above 0" in jetrl(*words, "--gpu-memory=-1").err
+
+
 def test_a_real_run_from_the_command_line(
     jetrl: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -142,8 +142,9 @@ def test_prompts_are_counted_once_for_their_completions() -> None:
         sequences=64, tokens=100 + one.rollout.max_tokens, trained=64, prompts=400
     )
     held_out = settings("eval.every=1", "eval.prompts=200", "rollout.max_batch_size=50")
-    assert Workload.of(held_out, LARGE, 10).sequences == 50
-    assert Workload.of(held_out, LARGE, 10).prompts == 2000
+    load = Workload.of(held_out, LARGE, 10)
+    assert (load.sequences, load.prompts) == (512, 2000)
+    assert load.of_a_rank(held_out, 1).sequences == 50
 
 
 def test_pages_take_what_is_left() -> None:
@@ -220,7 +221,7 @@ def test_what_does_not_fit_is_refused_with_the_plan_and_what_would() -> None:
     ):
         check_fits(settings(), LARGE, OtherModels(), load, "cuda", 105 * GIB)
     with pytest.raises(UserError, match="no setting makes it fit"):
-        check_fits(settings(), LARGE, OtherModels(), load, "cuda", 40 * GIB)
+        check_fits(settings(), LARGE, OtherModels(), load, "cuda", 12 * GIB)
     with pytest.raises(UserError, match="does not fit in CPU memory"):
         check_fits(settings(), LARGE, OtherModels(), load, "cpu", 40 * GIB)
 

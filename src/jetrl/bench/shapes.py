@@ -38,6 +38,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": {**_shape(_QWEN3, 1024, 3072, 28, 16, 8, 151936), "tie_word_embeddings": True},
     "qwen3-1.7b": {**_shape(_QWEN3, 2048, 6144, 28, 16, 8, 151936), "tie_word_embeddings": True},
     "qwen3-8b": _shape(_QWEN3, 4096, 12288, 36, 32, 8, 151936),
+    "qwen3-14b": _shape(_QWEN3, 5120, 17408, 40, 40, 8, 151936),
     "qwen3-32b": _shape(_QWEN3, 5120, 25600, 64, 64, 8, 151936),
     "qwen2.5-7b": _shape(_QWEN2, 3584, 18944, 28, 28, 4, 152064),
     "llama3.1-8b": _shape(_LLAMA, 4096, 14336, 32, 32, 8, 128256),

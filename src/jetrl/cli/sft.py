@@ -26,6 +26,7 @@ from jetrl.cli.train import (
     closing_lines,
     dry_run,
     exit_code,
+    planned_gpus,
     prompt_lines,
     recipe_settings,
     say_how_to_go_on,
@@ -66,13 +67,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    settings = recipe_settings(args.words, args.resume)
+    settings, gpus = recipe_settings(args.words, args.resume), planned_gpus(args)
     if settings.sft.steps == 0:
         raise UserError("sft.steps = 0: say how many updates, as in sft.steps=100")
     if (args.dry_run or args.preflight) and launched_rank() > 0:
         return 0  # rank 0 shows it
     if args.dry_run:
-        for part in dry_run(settings, pairs=args.task == "reward"):
+        for part in dry_run(settings, args.task == "reward", gpus):
             print(part)
         return 0
     if args.preflight:

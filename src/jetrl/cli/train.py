@@ -20,12 +20,13 @@ import shlex
 import shutil
 import textwrap
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jetrl.cli.arguments import table, tell
 from jetrl.cli.ranks import joined
-from jetrl.distributed.world import launched_rank
+from jetrl.distributed.world import launched_rank, launched_size, started_by_torchrun
 from jetrl.errors import Terminated, TimeLimitReached, UserError
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
 RUNS_ON_RANKS = True
 DEFAULT_RECIPE = "demo"
+_GIB_OF_CUDA = 1.25  # of a GPU's memory by its name: the driver's and a context's, about
 _MEANING = 58  # column where a setting's meaning starts
 
 
@@ -74,12 +76,52 @@ def add_resume_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def add_dry_run_argument(parser: argparse.ArgumentParser) -> None:
-    """Add --dry-run."""
+    """Add --dry-run, and the options for GPUs that this machine does not have."""
     parser.add_argument(
         "--dry-run",
         action="store_true",
         help="print settings, precision plan and memory plan, and stop",
     )
+    parser.add_argument(
+        "--gpus",
+        type=int,
+        metavar="N",
+        help="with --dry-run: the memory plan of a run on N GPUs, one process each",
+    )
+    parser.add_argument(
+        "--gpu-memory",
+        type=float,
+        metavar="GIB",
+        help="with --dry-run: plan for GPUs of so much memory, as 80 or 141, instead of this "
+        "machine's",
+    )
+
+
+def planned_gpus(args: argparse.Namespace) -> PlannedGPUs:
+    """Return the GPUs that the options --gpus and --gpu-memory name.
+
+    Raises:
+        UserError: An option without --dry-run, or a number that is not above 0.
+    """
+    for name, value in (("--gpus", args.gpus), ("--gpu-memory", args.gpu_memory)):
+        if value is not None and not args.dry_run:
+            raise UserError(f"{name} goes with --dry-run: a run has the GPUs that torchrun starts")
+        if value is not None and not value > 0:
+            raise UserError(f"{name} {value:g}: a number above 0 is expected")
+    return PlannedGPUs(args.gpus or launched_size(), args.gpu_memory)
+
+
+@dataclass(frozen=True)
+class PlannedGPUs:
+    """The GPUs that a dry run plans for.
+
+    Attributes:
+        count: How many: as many as torchrun has started, unless --gpus says otherwise.
+        gib: The memory of one; None: that of this machine's GPU.
+    """
+
+    count: int = 1
+    gib: float | None = None
 
 
 def recipe_settings(words: Sequence[str], resume: bool = False) -> Settings:
@@ -125,11 +167,11 @@ def settings_help() -> str:
 
 
 def run(args: argparse.Namespace) -> int:
-    settings = recipe_settings(args.words, args.resume)
+    settings, gpus = recipe_settings(args.words, args.resume), planned_gpus(args)
     if (args.dry_run or args.preflight) and launched_rank() > 0:
         return 0  # rank 0 shows it
     if args.dry_run:
-        for part in dry_run(settings):
+        for part in dry_run(settings, gpus=gpus):
             print(part)
         return 0
     if args.preflight:
@@ -246,12 +288,15 @@ def sample_command(model: Path, settings: Settings) -> str:
     return f"jetrl sample {shlex.quote(str(model))}{chat} '{prompt}'"
 
 
-def dry_run(settings: Settings, pairs: bool = False) -> Iterator[str]:
+def dry_run(
+    settings: Settings, pairs: bool = False, gpus: PlannedGPUs = PlannedGPUs()
+) -> Iterator[str]:
     """Yield the resolved settings (TOML), the precision plan by role, and the memory plan.
 
     Args:
         settings: The settings of the run.
         pairs: True to plan the training of a reward model.
+        gpus: The GPUs that are planned for; by default this machine's.
 
     Raises:
         UserError: With prompts as long as answers the run would not fit on this machine; settings
@@ -259,7 +304,7 @@ def dry_run(settings: Settings, pairs: bool = False) -> Iterator[str]:
     """
     from jetrl.memory.device import free_bytes
     from jetrl.memory.fitting import check_fits, shown
-    from jetrl.memory.plan import OtherModels, Workload
+    from jetrl.memory.plan import GIB, OtherModels, Workload
     from jetrl.precision import PrecisionPlan
     from jetrl.session.building import choose_device, model_config
     from jetrl.session.reward_training import plan_reward_memory
@@ -271,12 +316,18 @@ def dry_run(settings: Settings, pairs: bool = False) -> Iterator[str]:
     yield table(plan.describe(), indent="#   ") + "\n"
     device, load = choose_device(settings.run.device), Workload.of(settings, config)
     free = free_bytes(device)
+    if gpus.gib is not None:
+        device, free = "cuda", int((gpus.gib - _GIB_OF_CUDA) * GIB)
+    elif gpus.count > 1 and device == "cpu" and not started_by_torchrun():
+        device, free = "cuda", None  # of GPUs that are somewhere else
     try:
         if pairs:
-            fitted = plan_reward_memory(settings, load.tokens, device, free)
+            fitted = plan_reward_memory(settings, load.tokens, device, free, gpus.count)
         else:
-            fitted = check_fits(settings, config, OtherModels.of(settings), load, device, free)
+            others = OtherModels.of(settings)
+            fitted = check_fits(settings, config, others, load, device, free, gpus.count)
     except UserError as error:
         raise UserError(f"with prompts as long as answers, {error}") from None
-    yield "# memory plan, with prompts as long as answers"
+    each = f" of each of {gpus.count} GPUs" if gpus.count > 1 else ""
+    yield f"# memory plan{each}, with prompts as long as answers"
     yield shown(fitted.plan, indent="#   ")

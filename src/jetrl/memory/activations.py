@@ -19,9 +19,12 @@ from jetrl.kernels.attention.layout import (
     STORED_DS_BYTES,
 )
 from jetrl.kernels.logit_chunks import rows_at_once
+from jetrl.memory.exchange import ExchangedBytes
 from jetrl.models.attention import kv_bytes_per_token, staged_bytes_per_token
 from jetrl.models.families import ModelConfig
 from jetrl.precision.plan import FP8_BLOCK, Format, PrecisionPlan
+
+_NOTHING = ExchangedBytes()  # on one GPU
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,11 @@ def kept_bytes(
 
 
 def on_top_bytes(
-    config: ModelConfig, plan: PrecisionPlan, batch: PlannedMicroBatch, recomputed: bool = False
+    config: ModelConfig,
+    plan: PrecisionPlan,
+    batch: PlannedMicroBatch,
+    recomputed: bool = False,
+    exchanged: ExchangedBytes = _NOTHING,
 ) -> int:
     """Return the most bytes held on top of the kept activations: in lm_head or in a layer.
 
@@ -74,8 +81,10 @@ def on_top_bytes(
         plan: The model's precision plan.
         batch: The largest micro-batch.
         recomputed: Whether layers and logits are computed again in backward.
+        exchanged: What the exchange of gradients between GPUs holds meanwhile.
     """
-    return max(_head_bytes(config, batch, recomputed), _layer_backward_bytes(config, plan, batch))
+    in_head = _head_bytes(config, batch, recomputed) + exchanged.in_head
+    return max(in_head, _layer_backward_bytes(config, plan, batch) + exchanged.in_layer)
 
 
 def _head_bytes(config: ModelConfig, batch: PlannedMicroBatch, recomputed: bool) -> int:

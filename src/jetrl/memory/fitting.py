@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from jetrl.distributed.agreement import LARGEST_SIZE, agree
+from jetrl.distributed.world import world
 from jetrl.errors import UserError
 from jetrl.memory.plan import GIB, MemoryPlan, OtherModels, Workload, memory_plan
 from jetrl.models.families import ModelConfig
+from jetrl.precision.plan import PrecisionPlan
 from jetrl.settings.loading import Settings, as_override
 
 STEP = 1024  # Micro-batches are planned in multiples of so many tokens.
 # Left out of the plan: the code of kernels (0.2 GiB), and holes between allocations.
 MARGIN = 3 * 2**29
+_MORE_GPUS = (2, 4, 8, 16, 32, 64)  # numbers of GPUs that are tried where one run does not fit
+Remedy = tuple[str, str, object]  # section, key and value of a setting
 _FEW_SEQUENCES = 256  # Decode's graphs and logits take little for so many at once.
 
 
@@ -22,7 +27,7 @@ class Fitted:
     """A memory plan that fits its device.
 
     Attributes:
-        plan: What will be held.
+        plan: What will be held; on several GPUs, by the rank that holds the most.
         tokens: The most tokens of a micro-batch: train.tokens_per_micro_batch, or fewer where that
             many do not fit.
         free: Bytes that the device had free before anything was loaded; None where it is not known.
@@ -33,6 +38,55 @@ class Fitted:
     free: int | None
 
 
+@dataclass(frozen=True)
+class _Run:
+    """A run whose memory is planned: the arguments of `memory_plan` that stay the same.
+
+    Attributes:
+        settings: The run's settings.
+        config: The shape of the model that is trained.
+        others: The shapes of the models beside it.
+        load: The largest work of a step.
+        cards: How many GPUs the run has.
+    """
+
+    settings: Settings
+    config: ModelConfig
+    others: OtherModels
+    load: Workload
+    cards: int
+
+    @property
+    def can_be_divided(self) -> bool:
+        """True where more GPUs hold less each: not where forwards read the master weights."""
+        return PrecisionPlan.from_settings(self.settings.precision).rest != "fp32"
+
+    def plan(self, free: int | None, tokens: int, device: str = "cuda") -> MemoryPlan:
+        """Return the plan with micro-batches of so many tokens.
+
+        Args:
+            free: Free bytes of the device; None: not known.
+            tokens: Tokens of a micro-batch.
+            device: "cpu" or "cuda".
+        """
+        return memory_plan(
+            self.settings, self.config, self.others, self.load, free, tokens, device, self.cards
+        )
+
+    def largest(self, free: int) -> Fitted | None:
+        """Return the plan with the largest micro-batches that fit, None if no size does.
+
+        Where the bits are to be those of fewer GPUs, the size is the one that fits on these.
+        """
+        most = self.settings.train.tokens_per_micro_batch
+        fewest = self.settings.distributed.same_bits_down_to or self.cards
+        for tokens in (most, *range((most - 1) // STEP * STEP, 0, -STEP)):
+            plans = [replace(self, cards=n).plan(free, tokens) for n in {fewest, self.cards}]
+            if all(plan.peak + MARGIN <= free for plan in plans):
+                return Fitted(self.plan(free, tokens), tokens, free)
+        return None
+
+
 def check_fits(
     settings: Settings,
     config: ModelConfig,
@@ -40,11 +94,13 @@ def check_fits(
     load: Workload,
     device: str,
     free: int | None,
+    cards: int | None = None,
 ) -> Fitted:
     """Return the memory plan of a run that fits its device.
 
     On a GPU a micro-batch gets as many tokens as there is room for, up to
-    train.tokens_per_micro_batch.
+    train.tokens_per_micro_batch. Every process of a run on several GPUs calls this function, and
+    gets the same plan, made for the least free memory of any.
 
     Args:
         settings: The run's settings.
@@ -54,29 +110,42 @@ def check_fits(
         device: "cpu" or "cuda".
         free: Bytes that the device has free before anything is loaded; None, where they are not
             known, plans whatever is asked for.
+        cards: How many GPUs the run has; None: one for each of its processes.
 
     Raises:
-        UserError: The run does not fit; the message has the plan and settings that would fit.
+        UserError: The run does not fit; the message has the plan and what would fit.
     """
     tokens = settings.train.tokens_per_micro_batch
+    run = _Run(settings, config, others, load, world().size if cards is None else cards)
+    fewest = settings.distributed.same_bits_down_to
+    if fewest > run.cards:
+        raise UserError(
+            f"distributed.same_bits_down_to = {fewest}, and this run has {run.cards} "
+            f"GPU{'s' * (run.cards > 1)}: its micro-batches would not be those of {fewest} GPUs; "
+            f"set distributed.same_bits_down_to={run.cards}"
+        )
+    if free is not None:
+        free = agree(LARGEST_SIZE, free)
     if free is None or device == "cpu":
-        plan = memory_plan(settings, config, others, load, tokens=tokens, device=device)
+        plan = run.plan(None, tokens, device)
         # The CPU's references keep other activations, so only what is certain is refused.
-        if free is not None and plan.at("optimizer") > free:
+        needed = plan.at("optimizer") * world().local_size
+        if free is not None and needed > free:
             raise UserError(
                 f"the model does not fit in CPU memory: weights, optimizer states and gradients "
-                f"take {plan.at('optimizer') / GIB:.1f} GiB, and {free / GIB:.1f} GiB are free\n\n"
-                + shown(plan)
+                f"take {needed / GIB:.1f} GiB, and {free / GIB:.1f} GiB are free\n\n" + shown(plan)
             )
         return Fitted(plan, tokens, free)
-    fitted = _largest(settings, config, others, load, free)
+    fitted = run.largest(free)
     if fitted is not None:
         return fitted
-    least = memory_plan(settings, config, others, load, free, tokens=min(STEP, tokens))
+    tightest = replace(run, cards=fewest or run.cards)
+    least = tightest.plan(free, min(STEP, tokens))
+    where, each = ("the GPU", "") if tightest.cards == 1 else (f"{tightest.cards} GPUs", " on each")
     raise UserError(
-        f"the model does not fit on the GPU: even with micro-batches of {least.micro_batch.tokens} "
-        f"tokens it needs {(least.peak + MARGIN) / GIB:.1f} GiB, and {free / GIB:.1f} GiB are "
-        f"free\n\n{shown(least)}\n\n{_advice(settings, config, others, load, free)}"
+        f"the model does not fit on {where}: even with micro-batches of {least.micro_batch.tokens} "
+        f"tokens it needs {(least.peak + MARGIN) / GIB:.1f} GiB{each}, and {free / GIB:.1f} GiB "
+        f"are free\n\n{shown(least)}\n\n{_advice(tightest, free)}"
     )
 
 
@@ -89,47 +158,80 @@ def shown(plan: MemoryPlan, indent: str = "  ") -> str:
     )
 
 
-def _largest(
-    settings: Settings, config: ModelConfig, others: OtherModels, load: Workload, free: int
-) -> Fitted | None:
-    """Return the plan with the largest micro-batches that fit, None if no size does."""
-    most = settings.train.tokens_per_micro_batch
-    sizes = [most, *range((most - 1) // STEP * STEP, 0, -STEP)]
-    for tokens in sizes:
-        plan = memory_plan(settings, config, others, load, free, tokens)
-        if plan.peak + MARGIN <= free:
-            return Fitted(plan, tokens, free)
-    return None
+def _advice(run: _Run, free: int) -> str:
+    """Return, in words, the fewest settings with which the run fits, and the fewest GPUs."""
+    settings_words = _settings_that_fit(run, free)
+    more = _more_gpus_that_fit(run, free)
+    if settings_words and more:
+        return f"{settings_words}\n{more}"
+    shorter = ", or lower rollout.max_tokens" if run.load.sequences else ""
+    nothing = (
+        f"no setting makes it fit: take a smaller model or a GPU with more memory{shorter}"
+        if not more
+        else "no setting alone makes it fit"
+    )
+    return settings_words or (f"{nothing}; {more}" if more else nothing)
 
 
-def _advice(
-    settings: Settings, config: ModelConfig, others: OtherModels, load: Workload, free: int
-) -> str:
-    """Return, in words, the fewest settings with which the run fits."""
-    remedies = list(_remedies(settings, load))
+def _settings_that_fit(run: _Run, free: int) -> str:
+    """Return, in words, the fewest settings with which the run fits; empty where none do."""
+    remedies = list(_remedies(run))
     for count in range(1, len(remedies) + 1):
         for chosen in itertools.combinations(remedies, count):
-            changed = settings
-            for section, key, value in chosen:
-                new = getattr(changed, section).model_copy(update={key: value})
-                changed = changed.model_copy(update={section: new})
-            together = min(load.sequences, changed.rollout.max_batch_size)
-            fewer = replace(load, sequences=together)
-            fitted = _largest(changed, config, others, fewer, free)
+            fitted = _with(run, chosen).largest(free)
             if fitted is not None:
-                words = " ".join(
-                    f"{part}.{key}={as_override(value)}" for part, key, value in chosen
-                )
+                return f"it fits with {_as_words(chosen)}: {_what_fits(fitted)}"
+    return ""
+
+
+def _more_gpus_that_fit(run: _Run, free: int) -> str:
+    """Return, in words, the fewest GPUs like this one on which the run fits; empty for none.
+
+    They are tried with the settings of the run, and then with all that save memory.
+    """
+    counts = [n for n in _MORE_GPUS if n > run.cards and run.can_be_divided]
+    fewest = bool(run.settings.distributed.same_bits_down_to)
+    for remedies in {(): None, tuple(_remedies(run)): None}:
+        for cards in counts:
+            chosen = (*remedies, *[("distributed", "same_bits_down_to", cards)] * fewest)
+            fitted = _with(run, chosen, cards).largest(free)
+            if fitted is not None:
+                words = f", with {_as_words(chosen)}" if chosen else ""
                 return (
-                    f"it fits with {words}: {fitted.plan.peak / GIB:.1f} GiB, in micro-batches of "
-                    f"up to {fitted.plan.micro_batch.tokens} tokens"
+                    f"it fits on {cards} GPUs like this one (torchrun --nproc-per-node){words}: "
+                    f"{_what_fits(fitted, ' on each')}"
                 )
-    shorter = ", or lower rollout.max_tokens" if load.sequences else ""
-    return f"no setting makes it fit: take a smaller model or a GPU with more memory{shorter}"
+    return ""
 
 
-def _remedies(settings: Settings, load: Workload) -> Iterator[tuple[str, str, object]]:
-    """Yield (section, key, value) of settings that save memory, the cheapest first."""
+def _with(run: _Run, chosen: Sequence[Remedy], cards: int | None = None) -> _Run:
+    """Return a run with other settings, and on other GPUs if `cards` is given."""
+    settings = run.settings
+    for section, key, value in chosen:
+        new = getattr(settings, section).model_copy(update={key: value})
+        settings = settings.model_copy(update={section: new})
+    return replace(run, settings=settings, cards=cards or run.cards)
+
+
+def _as_words(chosen: Sequence[Remedy]) -> str:
+    """Return settings as the command line takes them."""
+    return " ".join(f"{part}.{key}={as_override(value)}" for part, key, value in chosen)
+
+
+def _what_fits(fitted: Fitted, each: str = "") -> str:
+    """Return the memory and the micro-batches of a plan in words.
+
+    Args:
+        fitted: The plan.
+        each: What follows the memory.
+    """
+    tokens = fitted.plan.micro_batch.tokens
+    return f"{fitted.plan.peak / GIB:.1f} GiB{each}, in micro-batches of up to {tokens} tokens"
+
+
+def _remedies(run: _Run) -> Iterator[Remedy]:
+    """Yield settings that save memory, the cheapest first."""
+    settings = run.settings
     train = settings.train
     measured = settings.reference.path is not None or settings.algorithm.kl > 0
     if measured and not settings.reference.offload:
@@ -138,7 +240,7 @@ def _remedies(settings: Settings, load: Workload) -> Iterator[tuple[str, str, ob
         yield "reward", "offload", True
     if train.optimizer_states == "fp32":
         yield "train", "optimizer_states", "compact"
-    if load.sequences > _FEW_SEQUENCES:
+    if run.load.of_a_rank(settings, run.cards).sequences > _FEW_SEQUENCES:
         yield "rollout", "max_batch_size", _FEW_SEQUENCES
     if not train.activation_checkpointing:
         yield "train", "activation_checkpointing", True

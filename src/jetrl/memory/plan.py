@@ -10,21 +10,33 @@
 The peak of the update is the highest of the last four. Gradients live from the first backward of
 an update to its optimizer step; KV pages from the step's first rollout to what follows it. On a GPU
 decode's graphs stay, with the memory that their forwards work in.
+
+On several GPUs the plan is that of the rank that holds the most. Master weights, optimizer states
+and gradients of matrices are divided by rows; what forwards read is whole on every GPU. Prompts are
+divided, and a micro-batch has as many tokens as on one GPU.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from jetrl.memory import activations
 from jetrl.memory.activations import PlannedMicroBatch
+from jetrl.memory.exchange import ExchangedBytes
 from jetrl.memory.pages import gpu_pages_room, most_contexts
-from jetrl.memory.weights import frozen_bytes, optimizer_bytes, quantized_bytes
+from jetrl.memory.weights import (
+    frozen_bytes,
+    optimizer_bytes,
+    owned_parameters,
+    owned_shapes,
+    quantized_bytes,
+)
 from jetrl.models import hf
 from jetrl.models.attention import kv_bytes_per_token, staged_bytes_per_token
-from jetrl.models.families import ModelConfig, num_parameters
+from jetrl.models.families import ModelConfig
 from jetrl.precision.plan import PrecisionPlan
 from jetrl.settings.loading import Settings
 
@@ -129,8 +141,8 @@ class Workload:
     """The largest work that one training step can ask for.
 
     Attributes:
-        sequences: Completions sampled at once; 0 where nothing is sampled, as in the training of a
-            reward model, which has no other model beside it.
+        sequences: Completions of one call, those of all GPUs; 0 where nothing is sampled, as in the
+            training of a reward model, which has no other model beside it.
         tokens: Tokens of the longest sequence, prompt included.
         trained: Sequences of one update.
         prompts: Tokens of all prompts of one call, each counted once for all its completions.
@@ -171,7 +183,7 @@ class Workload:
             prompts = max(prompts, held_out.prompts or most)
         prompt = answer if longest_prompt is None else longest_prompt
         return Workload(
-            sequences=min(sequences, rollout.max_batch_size),
+            sequences=sequences,
             tokens=min(config.max_position_embeddings, prompt + answer),
             trained=-(-most // settings.train.updates_per_step),
             prompts=prompts * prompt,
@@ -183,6 +195,23 @@ class Workload:
         """Return the work of training a reward model on pairs of at most `longest` tokens each."""
         return Workload(0, longest, 2 * settings.sft.examples_per_step, 0, together=2)
 
+    def of_a_rank(self, settings: Settings, cards: int) -> Workload:
+        """Return the work of one GPU: the sequences sampled at once, and its share of prompts.
+
+        The completions of a prompt stay on one GPU. An update's sequences remain those of all GPUs:
+        its micro-batches are made of all of them, and then divided.
+
+        Args:
+            settings: The run's settings.
+            cards: How many GPUs the prompts are divided among.
+        """
+        each = settings.rollout.samples_per_prompt
+        sequences = self.sequences
+        if cards > 1:
+            sequences = min(sequences, -(-sequences // (each * cards)) * each)
+        together = min(sequences, settings.rollout.max_batch_size)
+        return replace(self, sequences=together, prompts=-(-self.prompts // cards))
+
 
 def memory_plan(
     settings: Settings,
@@ -192,8 +221,9 @@ def memory_plan(
     free: int | None = None,
     tokens: int | None = None,
     device: str = "cuda",
+    cards: int = 1,
 ) -> MemoryPlan:
-    """Plan what a run holds in memory.
+    """Plan what a run holds in memory, on several GPUs what the rank with the most holds.
 
     Args:
         settings: The run's settings.
@@ -204,28 +234,30 @@ def memory_plan(
             a GPU; None plans as many pages as the load can use.
         tokens: Tokens of a micro-batch; by default train.tokens_per_micro_batch.
         device: "cpu" or "cuda", whose libraries have memory of their own.
+        cards: How many GPUs the run has, one a process.
     """
     plan = PrecisionPlan.from_settings(settings.precision)
     load, others = load or Workload.of(settings, config), others or OtherModels()
+    load = load.of_a_rank(settings, cards)
     if tokens is None:
         tokens = settings.train.tokens_per_micro_batch
     batch = _micro_batch(tokens, load)
     moments = _moments(settings, others, load)
-    rows = _trained_model(settings, config, plan, moments)
+    rows = _trained_model(settings, config, plan, moments, cards)
     if load.sequences:
-        rows += _others(settings, config, others, plan, moments)
+        rows += _others(settings, config, others, plan, moments, cards)
         resident = sum(row.bytes.get("rollout", 0) for row in rows)
         left = None if free is None else max(0, free - resident)
         # On a GPU the captured graphs of decode stay for the whole step.
         with_graphs: tuple[Moment, ...] = ("rollout",) if device == "cpu" else moments
         rows += _rollout(settings, config, plan, load, left, with_graphs)
         rows += _forwards(settings, config, others, plan, load, tokens, moments)
-    rows += _training("", "backward", config, plan, batch, settings)
+    rows += _training("", "backward", config, plan, batch, settings, cards)
     if device != "cpu":
         rows.append(_always(moments, "libraries", _LIBRARIES))
     if "critic" in moments:
         critic = (others.critic or config).with_scalar_head()
-        rows += _training("critic: ", "critic", critic, plan, batch, settings)
+        rows += _training("critic: ", "critic", critic, plan, batch, settings, cards)
     return MemoryPlan(tuple(row for row in rows if any(row.bytes.values())), batch)
 
 
@@ -262,14 +294,18 @@ def _always(moments: tuple[Moment, ...], what: str, size: int) -> Row:
 
 
 def _trained_model(
-    settings: Settings, config: ModelConfig, plan: PrecisionPlan, moments: tuple[Moment, ...]
+    settings: Settings,
+    config: ModelConfig,
+    plan: PrecisionPlan,
+    moments: tuple[Moment, ...],
+    cards: int,
 ) -> list[Row]:
     """Return the rows of the trained model's weights and optimizer states."""
     states = f"optimizer states, {settings.train.optimizer_states}"
     sides = " for sampling and training" if config.head == "lm" else ""
     return [
-        _always(moments, "master weights, FP32", 4 * num_parameters(config)),
-        _always(moments, states, optimizer_bytes(settings, config)),
+        _always(moments, "master weights, FP32", 4 * owned_parameters(config, cards)),
+        _always(moments, states, optimizer_bytes(settings, config, cards)),
         _always(moments, f"quantized weights{sides}", quantized_bytes(config, plan)),
     ]
 
@@ -280,6 +316,7 @@ def _others(
     others: OtherModels,
     plan: PrecisionPlan,
     moments: tuple[Moment, ...],
+    cards: int,
 ) -> list[Row]:
     """Return the rows of the other models' weights and optimizer states."""
     rows = []
@@ -290,8 +327,8 @@ def _others(
         rows.append(_always(held, "reference: quantized weights alone", size))
     if settings.critic.path is not None:
         critic = (others.critic or config).with_scalar_head()
-        weights = 4 * num_parameters(critic) + quantized_bytes(critic, plan)
-        size = weights + optimizer_bytes(settings, critic)
+        weights = 4 * owned_parameters(critic, cards) + quantized_bytes(critic, plan)
+        size = weights + optimizer_bytes(settings, critic, cards)
         rows.append(_always(moments, "critic: weights, optimizer states", size))
     if others.reward is not None:
         held = ("reward",) if settings.reward.offload else moments
@@ -376,6 +413,7 @@ def _training(
     plan: PrecisionPlan,
     batch: PlannedMicroBatch,
     settings: Settings,
+    cards: int,
 ) -> list[Row]:
     """Return the rows of gradients and activations of one model's update.
 
@@ -388,24 +426,35 @@ def _training(
         plan: The model's precision plan.
         batch: The largest micro-batch.
         settings: The run's settings.
+        cards: How many GPUs the gradients are divided among.
     """
     end: Moment = "optimizer" if moment == "backward" else moment
-    gradients = 4 * num_parameters(config)
-    head = 1 if config.head == "score" else config.vocab_size
-    first = gradients if batch.several else 4 * head * config.hidden_size
+    gradients = 4 * owned_parameters(config, cards)
+    head = "embed.weight" if config.tie_word_embeddings else "lm_head.weight"
+    head = "score.weight" if config.head == "score" else head
+    first = gradients if batch.several else 4 * math.prod(owned_shapes(config, cards)[head])
     recomputed = settings.train.activation_checkpointing
     kept = activations.kept_bytes(config, plan, batch.tokens, recomputed)
-    on_top = activations.on_top_bytes(config, plan, batch, recomputed)
+    travels = ExchangedBytes.of(config, plan, batch.tokens, cards)
+    alone = activations.on_top_bytes(config, plan, batch, recomputed)
+    on_top = activations.on_top_bytes(config, plan, batch, recomputed, travels)
     last = activations.last_bytes(config, plan, batch)
+    exchange = on_top - alone, travels.at_end
     if end == moment:  # One column stands for both moments: the higher of the two.
-        if not batch.several and gradients + last > first + kept + on_top:
-            first, kept, on_top = gradients, 0, last
-        sizes = {moment: first}, {moment: kept}, {moment: on_top}
+        if not batch.several and gradients + last + exchange[1] > first + kept + on_top:
+            first, kept, alone, exchange = gradients, 0, last, (travels.at_end, 0)
+        sizes = {moment: first}, {moment: kept}, {moment: alone}, {moment: exchange[0]}
     else:
         sizes = (
             {moment: first, end: gradients},
             {moment: kept},
-            {moment: on_top, end: last},
+            {moment: alone, end: last},
+            {moment: exchange[0], end: exchange[1]},
         )
-    names = ("gradients, FP32", f"activations of {batch.tokens} tokens", "while gradients are made")
+    names = (
+        "gradients, FP32",
+        f"activations of {batch.tokens} tokens",
+        "while gradients are made",
+        "gradients that travel between GPUs",
+    )
     return [Row(whose + name, size) for name, size in zip(names, sizes, strict=True)]

@@ -1,19 +1,47 @@
-"""Bytes that a model holds beside its master weights: optimizer states and quantized weights."""
+"""Bytes of a model's weights: master weights, optimizer states and quantized weights."""
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
+from jetrl.distributed.shards import shard_of
 from jetrl.kernels.adamw import state_bytes
 from jetrl.models.families import ModelConfig, parameter_shapes
 from jetrl.precision.plan import FP8_BLOCK, PrecisionPlan
 from jetrl.settings.loading import Settings
 
 
-def optimizer_bytes(settings: Settings, config: ModelConfig) -> int:
-    """Return the bytes of the optimizer's states, whose format is train.optimizer_states."""
+def owned_shapes(config: ModelConfig, cards: int) -> dict[str, tuple[int, ...]]:
+    """Return the shape of the rows that one rank, the largest owner, has of each master weight.
+
+    Args:
+        config: The model's shape.
+        cards: How many GPUs the rows of matrices are divided among.
+    """
+
+    def owned(shape: tuple[int, ...]) -> tuple[int, ...]:
+        shard = shard_of(shape[0], 0, cards) if len(shape) > 1 else None
+        return shape if shard is None else (max(shard.counts()), *shape[1:])
+
+    return {name: owned(shape) for name, shape in parameter_shapes(config).items()}
+
+
+def owned_parameters(config: ModelConfig, cards: int) -> int:
+    """Return the number of elements of `owned_shapes`."""
+    return sum(map(math.prod, owned_shapes(config, cards).values()))
+
+
+def optimizer_bytes(settings: Settings, config: ModelConfig, cards: int = 1) -> int:
+    """Return the bytes of the optimizer's states, whose format is train.optimizer_states.
+
+    Args:
+        settings: The run's settings.
+        config: The model's shape.
+        cards: How many GPUs the states are divided among.
+    """
     states = settings.train.optimizer_states
-    return sum(state_bytes(shape, states) for shape in parameter_shapes(config).values())
+    return sum(state_bytes(shape, states) for shape in owned_shapes(config, cards).values())
 
 
 def frozen_bytes(config: ModelConfig, plan: PrecisionPlan) -> int:

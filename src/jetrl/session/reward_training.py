@@ -127,7 +127,9 @@ def open_reward_context(settings: Settings) -> RewardContext:
     return RewardContext(model, task, prompts, memory, loading, [], held_out, facts)
 
 
-def plan_reward_memory(settings: Settings, longest: int, device: str, free: int | None) -> Fitted:
+def plan_reward_memory(
+    settings: Settings, longest: int, device: str, free: int | None, cards: int | None = None
+) -> Fitted:
     """Return the memory plan of a training on sequences of at most `longest` tokens.
 
     Args:
@@ -135,12 +137,13 @@ def plan_reward_memory(settings: Settings, longest: int, device: str, free: int 
         longest: The tokens of the longest sequence.
         device: The device, cpu or cuda.
         free: The free bytes of the device before anything is loaded; None: not known.
+        cards: How many GPUs the run has; None: one for each of its processes.
 
     Raises:
         UserError: As `memory.check_fits`.
     """
     config, load = model_config(settings).with_scalar_head(), Workload.of_pairs(settings, longest)
-    return check_fits(settings, config, OtherModels(), load, device, free)
+    return check_fits(settings, config, OtherModels(), load, device, free, cards)
 
 
 def accuracy(model: ScalarModel, pairs: Sequence[Pair], tokens_at_once: int) -> float:

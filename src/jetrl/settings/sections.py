@@ -303,6 +303,11 @@ class DistributedSettings(Section):
         description="seconds that a rank waits for the others, which may still be sampling; then "
         "the run ends",
     )
+    same_bits_down_to: NonNegative = Field(
+        0,
+        description="the fewest GPUs whose bits this run is to have: its micro-batches are sized "
+        "for them; 0: for as many as it has",
+    )
 
 
 class WatchdogSettings(Section):

@@ -1,0 +1,160 @@
+"""The memory plan of a run on several GPUs: what is divided, what is whole, and what fits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from jetrl.bench.shapes import SHAPES
+from jetrl.distributed.shards import shard_of
+from jetrl.errors import UserError
+from jetrl.memory.exchange import ExchangedBytes
+from jetrl.memory.fitting import Fitted, check_fits
+from jetrl.memory.plan import MemoryPlan, OtherModels, Workload, memory_plan
+from jetrl.memory.weights import owned_shapes
+from jetrl.models.families import ModelConfig, parameter_shapes
+from jetrl.precision.plan import PrecisionPlan
+from jetrl.settings.loading import load_config
+
+GIB = 2**30
+# What is free on an empty card: nvidia-smi shows 140.4 GiB of an H200 and 79.6 GiB of an H100.
+H200, H100 = int(139.8 * GIB), int(78.8 * GIB)
+LOAD = Workload(sequences=128, tokens=2304, trained=128, prompts=16 * 256)
+
+
+def settings(*overrides: str) -> Any:
+    common = ["sft.steps=0", "eval.every=0", "precision.preset=unified"]
+    sizes = ["rollout.samples_per_prompt=8", "train.tokens_per_micro_batch=16384"]
+    return load_config("demo", [*common, *sizes, "train.optimizer_states=compact", *overrides])
+
+
+def shape(name: str) -> ModelConfig:
+    return ModelConfig.from_hf(SHAPES[name])
+
+
+def row(plan: MemoryPlan, what: str, moment: str = "rollout") -> int:
+    [match] = [r for r in plan.rows if r.what.startswith(what)]
+    return match.bytes.get(moment, 0)  # type: ignore[call-overload, no-any-return]
+
+
+def fit(name: str, cards: int, free: int = H200, *overrides: str) -> Fitted:
+    return check_fits(settings(*overrides), shape(name), OtherModels(), LOAD, "cuda", free, cards)
+
+
+@pytest.mark.parametrize("cards", [2, 3, 4, 8])
+def test_masters_moments_and_gradients_are_those_of_the_rank_with_the_most(cards: int) -> None:
+    config = shape("qwen3-8b")
+    of_ranks = []
+    for rank in range(cards):
+        total = 0
+        for rows, *columns in parameter_shapes(config).values():
+            shard = shard_of(rows, rank, cards) if columns else None
+            own = rows if shard is None else shard.own_rows.stop - shard.own_rows.start
+            total += own * (columns[0] if columns else 1)
+        of_ranks.append(total)
+    plan = memory_plan(settings(), config, load=LOAD, cards=cards)
+    one = memory_plan(settings(), config, load=LOAD)
+    assert row(plan, "master weights") == 4 * max(of_ranks)
+    assert row(plan, "gradients, FP32", "optimizer") == 4 * max(of_ranks)
+    assert row(plan, "optimizer states") == pytest.approx(3 * max(of_ranks), rel=1e-3)
+    assert row(plan, "quantized weights") == row(one, "quantized weights")
+    assert row(plan, "activations", "backward") == row(one, "activations", "backward")
+
+
+def test_vectors_and_small_matrices_are_whole_on_every_gpu() -> None:
+    owned = owned_shapes(shape("tiny").with_scalar_head(), 4)
+    assert owned["layers.0.input_norm.weight"] == (256,)
+    assert owned["score.weight"] == (1, 256)
+    assert owned["layers.0.qkv.weight"] == (128, 256)  # four blocks
+    assert owned_shapes(shape("tiny"), 3)["layers.0.gate_up.weight"] == (384, 256)  # of eight
+
+
+def test_prompts_are_divided_and_the_samples_of_a_prompt_stay_together() -> None:
+    one = settings("rollout.max_batch_size=24")
+    load = Workload(sequences=56, tokens=512, trained=56, prompts=700)
+    assert load.of_a_rank(one, 1).sequences == 24
+    assert load.of_a_rank(one, 4).sequences == 16  # two prompts of seven
+    assert load.of_a_rank(one, 8).sequences == 8
+    assert load.of_a_rank(one, 4).prompts == 175
+    assert load.of_a_rank(one, 4).trained == 56
+
+
+def test_one_gpu_exchanges_nothing_and_several_the_products_that_are_in_flight() -> None:
+    config, plan = shape("qwen3-8b"), PrecisionPlan.preset("unified")
+    assert ExchangedBytes.of(config, plan, 4096, cards=1) == ExchangedBytes()
+    two = ExchangedBytes.of(config, plan, 4096, cards=2)
+    head, down, gate_up = 4 * 151936 * 4096, 2 * 4096 * 12288, 2 * 24576 * 4096
+    assert two.in_head == head
+    # Each is there as it was made and as it is received; the layer counts what it makes itself.
+    assert two.in_layer == 2 * (head + down) + gate_up
+    wide = ExchangedBytes.of(config, PrecisionPlan.preset("bf16"), 4096, cards=2)
+    assert wide.in_layer == 2 * (head + 2 * down + 2 * gate_up)
+    more = ExchangedBytes.of(config, plan, 4096, cards=8)
+    assert more.in_layer == two.in_layer
+    assert more.at_end - two.at_end == 6 * 2 * 4096 * 4096
+    assert ExchangedBytes.of(config.with_scalar_head(), plan, 4096, cards=2).in_head == 0
+    rows = memory_plan(settings(), config, load=LOAD).rows
+    assert not [r for r in rows if r.what.startswith("gradients that travel")]
+
+
+def test_qwen3_14b_trains_on_two_cards_of_141_gb_and_not_on_one() -> None:
+    with pytest.raises(UserError, match=r"no setting alone makes it fit; it fits on 2 GPUs"):
+        fit("qwen3-14b", 1)
+    two = fit("qwen3-14b", 2)
+    assert two.tokens >= 8192
+    assert two.plan.peak < H200
+    assert fit("qwen3-14b", 2, H200, "train.activation_checkpointing=true").tokens == 16384
+
+
+def test_qwen3_32b_trains_on_four_cards_of_141_gb() -> None:
+    recomputed = "train.activation_checkpointing=true"
+    four = fit("qwen3-32b", 4, H200, recomputed)
+    assert four.tokens >= 4 * 2304
+    with pytest.raises(UserError) as error:
+        fit("qwen3-32b", 2, H200, recomputed)
+    assert "does not fit on 2 GPUs" in str(error.value)
+    assert "GiB on each, and 139.8 GiB are free" in str(error.value)
+    assert "it fits on 4 GPUs like this one (torchrun --nproc-per-node): " in str(error.value)
+    with pytest.raises(UserError) as error:
+        fit("qwen3-32b", 4)
+    assert "it fits with train.activation_checkpointing=true: " in str(error.value)
+    assert "\nit fits on 8 GPUs like this one" in str(error.value)
+
+
+def test_qwen3_8b_trains_on_two_cards_of_80_gb() -> None:
+    assert fit("qwen3-8b", 2, H100).tokens >= 2 * 2304
+    with pytest.raises(UserError, match="no setting alone makes it fit; it fits on 2 GPUs"):
+        fit("qwen3-8b", 1, H100)
+
+
+def test_a_plan_that_cannot_be_divided_names_no_more_gpus() -> None:
+    with pytest.raises(UserError, match="take a smaller model or a GPU with more memory") as error:
+        fit("qwen3-14b", 1, H200, "precision.preset=fp32")
+    assert "GPUs like this one" not in str(error.value)
+
+
+def test_the_micro_batches_of_fewer_gpus_are_kept_where_their_bits_are_wanted() -> None:
+    alone = fit("qwen3-8b", 1)
+    assert alone.tokens < 16384
+    assert fit("qwen3-8b", 4).tokens == 16384
+    same = fit("qwen3-8b", 4, H200, "distributed.same_bits_down_to=1")
+    assert same.tokens == alone.tokens
+    assert same.plan.peak < alone.plan.peak
+    with pytest.raises(UserError) as error:
+        fit("qwen3-14b", 4, H200, "distributed.same_bits_down_to=1")
+    assert "does not fit on the GPU" in str(error.value)
+    assert "it fits on 2 GPUs like this one (torchrun --nproc-per-node), with " in str(error.value)
+    assert "distributed.same_bits_down_to=2" in str(error.value)
+    with pytest.raises(UserError, match=r"set distributed\.same_bits_down_to=1"):
+        fit("qwen3-8b", 1, H200, "distributed.same_bits_down_to=2")
+
+
+def test_fewer_sequences_together_are_no_advice_where_a_gpu_has_few() -> None:
+    load = Workload(sequences=4096, tokens=512, trained=4096, prompts=8192)
+    many = settings("rollout.max_batch_size=4096", "train.activation_checkpointing=true")
+    least = memory_plan(many, shape("qwen3-8b"), None, load, tokens=1024, cards=16).peak
+    with pytest.raises(UserError) as error:
+        check_fits(many, shape("qwen3-8b"), OtherModels(), load, "cuda", least - GIB, 16)
+    # Each of 16 GPUs has 256 sequences: fewer together would save nothing.
+    assert "rollout.max_batch_size" not in str(error.value)
