@@ -18,12 +18,14 @@ from pathlib import Path
 import pytest
 import torch
 
+import jetrl.loop
 import jetrl.parity
 from jetrl import train
 from jetrl.cli import checks
 from jetrl.cli import eval as eval_command
 from jetrl.cli.opening import find_model, open_policy
 from jetrl.errors import UserError
+from jetrl.models.tiny import make_tiny
 from jetrl.precision import PrecisionPlan
 from jetrl.runs import RunDirectory
 from jetrl.session.building import build_policy
@@ -432,3 +434,29 @@ def test_low_disk_and_missing_packages_are_named(
     monkeypatch.undo()
     missing = checks.check_core("no-such-package")
     assert (missing.status, missing.next_step) == ("FAIL", "pip install no-such-package")
+
+
+def test_a_model_of_an_fp32_run_keeps_what_was_trained(tmp_path: Path) -> None:
+    """The weights in the run directory and in --out of a supervised run are those it ended with."""
+    words = ["sft.steps=1", "sft.until=none", "loop.steps=0", "precision.preset=fp32"]
+    words += [f"run.dir={tmp_path}", "eval.every=0", "sft.examples_per_step=2"]
+    run = jetrl.loop.sft(load_config("demo", words), out=tmp_path / "out").run_path
+    ours = open_policy(run / "model", "fp32", "cpu").master_weights()
+    copied = open_policy(tmp_path / "out", "fp32", "cpu").master_weights()
+    rounded = 0
+    for name, master in ours.items():
+        assert torch.equal(master, copied[name])
+        rounded += torch.equal(master, master.bfloat16().float())
+    assert rounded < len(ours), "not one weight has more digits than BF16 has"
+
+
+def test_a_tokenizer_setting_replaces_no_models_own_in_silence(
+    tiny_model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = tiny_model.parent / "other"
+    make_tiny(other, alphabet="ab", vocab_size=97, hidden_size=32)
+    plan = PrecisionPlan.preset("fp32")
+    for tokenizer, said in ((tiny_model, False), (other, True)):
+        words = [f"model.path={tiny_model}", f"model.tokenizer={tokenizer}"]
+        build_policy(load_config(None, words), plan, None)
+        assert ("replaces the tokenizer of" in caplog.text) == said

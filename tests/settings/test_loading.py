@@ -340,3 +340,30 @@ def test_another_task_sets_the_recipes_task_section_aside(tmp_path: Path) -> Non
     same = load_config(recipe, ["task=gsm8k", "task.timeout_s=3"]).task
     assert (same.path, same.options, same.timeout_s) == ("data", {"strict": True}, 3.0)
     assert load_config(recipe, ["task.split=test"]).task.path == "data"
+
+
+def test_a_path_on_the_command_line_takes_the_place_of_the_recipes_config(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = load_config("demo", ["model.path=models/mine"]).model
+    assert (model.path, model.config, model.tokenizer) == ("models/mine", None, None)
+    words = (
+        "model.path=models/mine takes the place of the recipe's model.config and model.tokenizer"
+    )
+    assert caplog.messages == [words]
+
+
+@pytest.mark.parametrize(
+    "overrides, kept",
+    [
+        (["model.path=models/mine", "model.tokenizer=models/other"], "models/other"),
+        (["model.path=models/mine", "model.config=none"], "characters"),  # one's own choice
+    ],
+)
+def test_a_tokenizer_on_the_command_line_is_kept(overrides: list[str], kept: str) -> None:
+    model = load_config("demo", overrides).model
+    assert (model.path, model.config, model.tokenizer) == ("models/mine", None, kept)
+
+
+def test_a_path_of_none_leaves_the_recipes_config() -> None:
+    assert load_config("demo", ["model.path=none"]).model.config is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ from jetrl.tasks import Task, build_task
 from jetrl.training import Critic
 from jetrl.training.guard import Guard
 
+logger = logging.getLogger(__name__)
+
 CHARACTERS = "characters"  # model.tokenizer: one token a character of the task's alphabet
 _SMALL_MODEL = 20_000_000  # parameters
 
@@ -45,7 +48,8 @@ def build_policy(settings: Settings, plan: PrecisionPlan, alphabet: str | None) 
     if model.path is not None:
         policy = Policy.from_pretrained(model.path, plan, device)
         if model.tokenizer is not None:
-            policy.tokenizer = _tokenizer(model.tokenizer, alphabet)
+            own, policy.tokenizer = policy.tokenizer, _tokenizer(model.tokenizer, alphabet)
+            _say_replaced(own, policy.tokenizer, f"model.tokenizer={model.tokenizer}", model.path)
     elif model.config is not None:
         tokenizer = None if model.tokenizer is None else _tokenizer(model.tokenizer, alphabet)
         config = model_config_dict(settings)
@@ -115,8 +119,10 @@ def build_scalar_model(settings: Settings, plan: PrecisionPlan, task: Task) -> S
     path = settings.model.path
     if path is not None and hf.model_config(path).head == "score":
         model = ScalarModel.from_pretrained(path, plan, choose_device(settings.run.device))
-        if settings.model.tokenizer is not None:
-            model.tokenizer = _tokenizer(settings.model.tokenizer, task.alphabet)
+        name = settings.model.tokenizer
+        if name is not None:
+            own, model.tokenizer = model.tokenizer, _tokenizer(name, task.alphabet)
+            _say_replaced(own, model.tokenizer, f"model.tokenizer={name}", path)
         return model
     policy = build_policy(settings, plan, task.alphabet)
     weights = policy.master_weights()
@@ -271,6 +277,20 @@ def model_config_dict(settings: Settings) -> dict[str, Any]:
     if not isinstance(contents, dict):
         raise UserError(f"model.config {config}: not a JSON object")
     return contents
+
+
+def _say_replaced(
+    own: PreTrainedTokenizerBase | None, new: PreTrainedTokenizerBase, setting: str, path: str
+) -> None:
+    """Warn where a setting replaces the tokenizer of a model directory by one of other tokens."""
+    if own is None or own.get_vocab() == new.get_vocab():
+        return
+    differ = len(own.get_vocab().items() ^ new.get_vocab().items())
+    logger.warning(
+        "%s replaces the tokenizer of %s, and %d tokens differ: the model reads other words than "
+        "it was trained with; model.tokenizer=none keeps its own",
+        *(setting, path, differ),
+    )
 
 
 def _tokenizer(name: str, alphabet: str | None) -> PreTrainedTokenizerBase:

@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from jetrl.errors import MismatchError, RunStopped
 from jetrl.parity import check_correction, located
@@ -390,7 +390,10 @@ class Session:
             self._save_stopped_run()
             run.stops.raise_signal()
             run.attempt.end("stopped", run.stops.reason)
-        model_path = run.export("bfloat16", out)
+        # Under fp32 the weights are used as they are, so a rounded model would be another one.
+        dtype: Literal["bfloat16", "float32"]
+        dtype = "float32" if self.context.policy.plan.rest == "fp32" else "bfloat16"
+        model_path = run.export(dtype, out)
         run_path = run.directory.path
         return RunResult(
             run_path=run_path,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import datetime
 import difflib
 import json
+import logging
 import math
 import re
 import tomllib
@@ -34,6 +35,8 @@ __all__ = [
     "to_toml",
 ]
 
+logger = logging.getLogger(__name__)
+
 RECIPES = Path(__file__).parents[1] / "recipes"
 _NO_TOML = (ValueError, RecursionError)  # also a number of 5,000 digits, or 1,000 brackets
 
@@ -45,7 +48,9 @@ def load_config(recipe: str | Path | None = None, overrides: Sequence[str] = ())
     An override's value is read as TOML where the setting is not text (`1e-6`, `true`, `["a"]`),
     unchanged where it is text, and `none` unsets. `task=NAME` is short for `task.name=NAME`; where
     it names another task than the recipe, the recipe's [task] section, which was for its own task,
-    is set aside. Relative paths stay relative to the working folder.
+    is set aside. Likewise an override of model.path takes the place of the recipe's model.config,
+    and of the tokenizer that was for it; a warning says so. Relative paths stay relative to the
+    working folder.
 
     Raises:
         UserError: There is no such recipe, the TOML does not parse, a key is unknown (the message
@@ -58,6 +63,7 @@ def load_config(recipe: str | Path | None = None, overrides: Sequence[str] = ())
         path = find_recipe(recipe)
         tree = _read_toml(path, origins)
     _set_aside_task(tree, overrides)
+    _set_aside_config(tree, overrides)
     for override in overrides:
         _apply_override(tree, override, origins)
     _check_tree(tree, Settings, (), origins)
@@ -164,6 +170,23 @@ def _set_aside_task(tree: dict[str, Any], overrides: Sequence[str]) -> None:
     section = tree.get("task")
     if names and isinstance(section, dict) and _parse_value(names[-1], True) != section.get("name"):
         tree["task"] = {}
+
+
+def _set_aside_config(tree: dict[str, Any], overrides: Sequence[str]) -> None:
+    """Drop the recipe's model.config, and the tokenizer made for it, if overrides name a path."""
+    given = {key.strip(): text.strip() for key, _, text in (o.partition("=") for o in overrides)}
+    section = tree.get("model")
+    if given.get("model.path", "none") == "none" or not isinstance(section, dict):
+        return
+    if "config" not in section or any(key.startswith("model.config") for key in given):
+        return
+    dropped = [key for key in ("config", "tokenizer") if key in section]
+    tree["model"] = {key: value for key, value in section.items() if key not in dropped}
+    logger.warning(
+        "model.path=%s takes the place of the recipe's %s",
+        given["model.path"],
+        " and ".join(f"model.{key}" for key in dropped),
+    )
 
 
 def _apply_override(tree: dict[str, Any], override: str, origins: _Origins) -> None:
