@@ -45,6 +45,11 @@ class World:
         """Return this rank's items of a list that all ranks have: every `size`-th one."""
         return items[self.rank :: self.size]
 
+    def share_of_machine(self, count: int) -> int:
+        """Return how many of a machine's `count` helpers this rank has: at least 1, but 0 of 0."""
+        more = count % self.local_size > self.local_rank
+        return max(count // self.local_size + more, min(count, 1))
+
     def in_order(self, shares: Sequence[Sequence[Item]]) -> list[Item]:
         """Return the list whose `share` each rank had, from the shares in the order of ranks."""
         total = sum(map(len, shares))

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from jetrl.distributed.world import world
 from jetrl.errors import UserError
 from jetrl.models import hf
 from jetrl.models.families import ModelConfig
@@ -103,21 +104,25 @@ class ScalarModel(Model):
         """Return the number after the last token of each sequence, float32 [S] on the CPU.
 
         A sequence's score does not depend on the others. The forwards are packed, each of at most
-        `tokens_at_once` tokens, or of one longer sequence.
+        `tokens_at_once` tokens, or of one longer sequence. Ranks divide the forwards.
 
         Raises:
             UserError: An empty sequence, one longer than the context, or a token id out of range.
         """
         self.check_sequences(sequences)
-        scores, start = [], 0
+        packs, start = [], 0
         while start < len(sequences):
             end, total = start + 1, len(sequences[start])
             while end < len(sequences) and total + len(sequences[end]) <= tokens_at_once:
                 total += len(sequences[end])
                 end += 1
-            token_ids, cu_seqlens = pack(sequences[start:end], self.device)
-            scores.append(self.values(token_ids, cu_seqlens, cu_seqlens[1:] - 1).cpu())
+            packs.append(sequences[start:end])
             start = end
+        own = []
+        for sequences_at_once in world().share(packs):
+            token_ids, cu_seqlens = pack(sequences_at_once, self.device)
+            own.append(self.values(token_ids, cu_seqlens, cu_seqlens[1:] - 1).cpu())
+        scores = world().gather_in_order("scores of sequences", own)
         return torch.cat(scores) if scores else torch.zeros(0)
 
 

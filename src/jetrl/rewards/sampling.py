@@ -3,15 +3,21 @@
 The prompts of a task become token ids (`encode_prompts`), these become completions
 (`sample_prompts`), and each completion is handed to the scoring processes as soon as it is finished
 (`Scoring`), so that scores are computed while other completions are still drawn.
+
+In a run of several ranks each rank samples and scores its share of the prompts, whole groups, and
+the samples are gathered: what follows sees all of them on every rank. The random keys of sequences
+are made for the whole list of prompts, so no token depends on the number of ranks.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from array import array
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from jetrl.distributed.world import world
 from jetrl.errors import UserError
 from jetrl.models.chat import encode_prompt
 from jetrl.models.model import Model
@@ -19,6 +25,7 @@ from jetrl.rewards.environment import TaskEnvironment
 from jetrl.rollout.engine import ProgressCallback, RolloutEngine
 from jetrl.rollout.options import GenerateOptions
 from jetrl.rollout.progress import Progress
+from jetrl.rollout.sequence import sequence_keys
 from jetrl.tasks import ScoredText, Scorer, Task, read_prompts
 from jetrl.types import Completion, Prompt, Sample, SamplingParams, Score
 
@@ -82,9 +89,11 @@ class Scoring:
 
     Args:
         scorer: The scoring processes; a scorer without processes scores in `samples`.
-        prompts: The prompts of the completions, in order.
+        prompts: The prompts of the completions, in order: those of all ranks.
         each: The number of completions of each prompt.
         continues_step: Whether other completions of the same training step were scored before.
+        own: The indices of the prompts that this rank samples and scores, ascending; by default its
+            share of the prompts, those with the same stop strings one after the other.
     """
 
     def __init__(
@@ -93,17 +102,22 @@ class Scoring:
         prompts: Sequence[EncodedPrompt],
         each: int,
         continues_step: bool = False,
+        own: Sequence[int] | None = None,
     ) -> None:
         if not continues_step:
             scorer.begin_step()
         self.scorer, self.prompts, self.each = scorer, prompts, each
+        if own is None:
+            together = [i for members in _by_stop(prompts).values() for i in members]
+            own = sorted(world().share(together))
+        self.own = own
         self._begun: dict[int, tuple[int, Completion]] = {}  # index: scorer's ticket, completion
 
     def finished(self, index: int, completion: Completion) -> None:
         """Begin to score a completion that has come to its end; `samples` gets the same one later.
 
         Args:
-            index: The completion's index among all completions of the prompts.
+            index: The completion's index among the completions of this rank's prompts.
             completion: The finished completion.
         """
         if self.scorer.has_workers and not completion.failure:
@@ -114,7 +128,15 @@ class Scoring:
         self.scorer.attend()
 
     def samples(self, completions: Sequence[Completion]) -> list[Sample]:
-        """Return all completions with their scores, grouped by prompt; waits for the last score.
+        """Return the samples of all ranks, grouped by prompt; waits for the last score.
+
+        Args:
+            completions: The completions of this rank's prompts.
+        """
+        return self.gathered(self.own_samples(completions))
+
+    def own_samples(self, completions: Sequence[Completion]) -> list[Sample]:
+        """Return this rank's completions with their scores; waits for the last of these.
 
         A completion that its environment broke down at is not scored: the sample has the
         environment's failure and reward 0.
@@ -127,16 +149,35 @@ class Scoring:
             if completion.failure:
                 scores[i] = ScoredText(Score(0.0), completion.failure)
         return [
-            Sample(
-                prompt=self.prompts[i // self.each].prompt,
-                group=i // self.each,
-                prompt_token_ids=self.prompts[i // self.each].token_ids,
-                completion=completion,
-                score=scores[i].score,
-                failure=scores[i].failure,
-            )
+            self._sample(self.own[i // self.each], completion, scores[i])
             for i, completion in enumerate(completions)
         ]
+
+    def gathered(self, own_samples: Sequence[Sample]) -> list[Sample]:
+        """Return the samples of all ranks, grouped by prompt, from those of each rank."""
+        if world().size == 1:
+            return list(own_samples)
+        packed = [_packed(sample) for sample in own_samples]
+        by_prompt: dict[int, list[_PackedSample]] = {}
+        for samples in world().gather("samples of the step", packed):
+            for sample in samples:
+                by_prompt.setdefault(sample[0], []).append(sample)
+        return [
+            self._sample(group, _unpacked(completion, token_ids, logprobs), score)
+            for group in sorted(by_prompt)
+            for _, completion, token_ids, logprobs, score in by_prompt[group]
+        ]
+
+    def _sample(self, group: int, completion: Completion, scored: ScoredText) -> Sample:
+        """Return the sample of a completion of the prompt number `group`."""
+        return Sample(
+            prompt=self.prompts[group].prompt,
+            group=group,
+            prompt_token_ids=self.prompts[group].token_ids,
+            completion=completion,
+            score=scored.score,
+            failure=scored.failure,
+        )
 
     def drop(self) -> None:
         """Forget every score that was begun."""
@@ -151,10 +192,39 @@ class Scoring:
         """
         ticket, known = self._begun.get(index, (0, None))
         if known != completion:
-            prompt = self.prompts[index // self.each].prompt
+            prompt = self.prompts[self.own[index // self.each]].prompt
             ticket = self.scorer.begin(prompt, completion.turns or completion.text)
             self._begun[index] = ticket, completion
         return ticket
+
+
+_PackedSample = tuple[int, Completion, "array[int]", "array[float]", ScoredText]
+"""A group's number, a completion without tokens, its tokens and log-probs, and its score."""
+
+
+def _packed(sample: Sample) -> _PackedSample:
+    """Return what other ranks do not know of a sample, its numbers in arrays: fast to send."""
+    completion = sample.completion
+    return (
+        sample.group,
+        dataclasses.replace(completion, token_ids=(), logprobs=()),
+        array("q", completion.token_ids),
+        array("d", completion.logprobs),
+        ScoredText(sample.score, sample.failure),
+    )
+
+
+def _unpacked(completion: Completion, token_ids: array[int], logprobs: array[float]) -> Completion:
+    """Return the completion that `_packed` took apart."""
+    return dataclasses.replace(completion, token_ids=tuple(token_ids), logprobs=tuple(logprobs))
+
+
+def _by_stop(prompts: Sequence[EncodedPrompt]) -> dict[tuple[str, ...], list[int]]:
+    """Return the indices of the prompts that end at the same strings, by these strings."""
+    members: dict[tuple[str, ...], list[int]] = {}
+    for index, prompt in enumerate(prompts):
+        members.setdefault(prompt.stop, []).append(index)
+    return members
 
 
 def sample_prompts(
@@ -164,20 +234,22 @@ def sample_prompts(
     max_turns: int = 1,
     progress: ProgressCallback | None = None,
 ) -> list[Completion]:
-    """Return `params.n` completions of each prompt of `scoring`, in order.
+    """Return `params.n` completions of each prompt that this rank samples, in order.
 
     A completion ends at `params.stop` and at its prompt's own stop strings; prompts with the same
     stop strings are sampled together.
 
     Args:
         engine: The engine that samples.
-        scoring: The prompts; it is told of each completion that is finished.
+        scoring: The prompts, and which of them this rank samples; it is told of each completion
+            that is finished.
         params: How to sample; `params.n` is the scoring's number of completions a prompt.
         max_turns: The most turns of a completion; above 1 the task's `step` answers each turn.
         progress: Called after each forward with what is done; None: nobody wants to know.
     """
     assert params.n == scoring.each, f"{params.n} completions a prompt, {scoring.each} to be scored"
     prompts = scoring.prompts
+    place = {index: i for i, index in enumerate(scoring.own)}
     completions: dict[int, Completion] = {}
     indices: list[int] = []  # of the completions that are drawn together, in `completions`
 
@@ -190,19 +262,25 @@ def sample_prompts(
         scoring.finished(indices[index], completion)
 
     try:
-        for stop in dict.fromkeys(prompt.stop for prompt in prompts):
-            members = [i for i, prompt in enumerate(prompts) if prompt.stop == stop]
+        for stop, members in _by_stop(prompts).items():
+            # The keys are those of the whole list, whichever ranks its prompts are sampled by.
+            keys = sequence_keys([prompts[i].token_ids for i in members], params.n)
+            own = [(i, key) for i, key in zip(members, keys, strict=True) if i in place]
+            if not own:
+                continue
             stops = tuple(dict.fromkeys((*params.stop, *stop)))
-            indices = [member * params.n + k for member in members for k in range(params.n)]
+            indices = [place[i] * params.n + k for i, _ in own for k in range(params.n)]
             environment = None
             if max_turns > 1:
-                task_prompts = [prompts[i].prompt for i in members]
+                task_prompts = [prompts[i].prompt for i, _ in own]
                 environment = TaskEnvironment(scoring.scorer, task_prompts, params.n, max_turns)
             drawn = engine.generate(
-                [list(prompts[i].token_ids) for i in members],
+                [list(prompts[i].token_ids) for i, _ in own],
                 dataclasses.replace(params, stop=stops),
                 attend,
-                options=GenerateOptions(environment=environment, finished=finished),
+                options=GenerateOptions(
+                    environment=environment, keys=[key for _, key in own], finished=finished
+                ),
             )
             completions |= zip(indices, drawn, strict=True)
     except BaseException:  # nobody will have the completions whose scores were begun

@@ -259,6 +259,7 @@ class RolloutEngine:
             options.max_turns,
             options.max_tokens,
             first=0 if partial is None else partial.num_resumed,
+            keys=options.keys,
         )
         if partial is None:
             return groups

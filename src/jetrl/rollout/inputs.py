@@ -60,6 +60,7 @@ def make_groups(
     max_turns: int = 1,
     max_tokens: Sequence[int] | None = None,
     first: int = 0,
+    keys: Sequence[Sequence[int]] | None = None,
 ) -> list[list[RunningSequence]]:
     """Return the sequences of a call, a group of n for each prompt.
 
@@ -71,6 +72,7 @@ def make_groups(
         max_turns: The most turns of a completion; above 1 where an environment replies.
         max_tokens: A limit for each completion, where they have limits of their own.
         first: The index of the first sequence.
+        keys: The random keys of each prompt's sequences; None makes them of the prompts.
 
     Raises:
         UserError: There is not one limit of at least 1 for each sequence, a stop id is outside the
@@ -97,7 +99,8 @@ def make_groups(
             f"completion, not {len(max_tokens)} with {min(max_tokens, default=1)} among them"
         )
     groups: list[list[RunningSequence]] = []
-    keys = sequence_keys(prompts, params.n)
+    if keys is None:
+        keys = sequence_keys(prompts, params.n)
     for number, prompt in enumerate(prompts):
         group = []
         for sample, key in enumerate(keys[number]):

@@ -26,6 +26,8 @@ class GenerateOptions:
         partial: Completions to continue, and the number of complete prompts that ends the call;
             completions that are cut off have finish_reason "cancelled", and `engine.unfinished`
             holds what continuing them takes.
+        keys: The keys of the completions' random numbers, n for each prompt, where the call has
+            some of the prompts of a longer list; by default those of `sequence.sequence_keys`.
         finished: Called with the index of each completion that ends and the completion, while
             others are still drawn; called again with the same values where the call starts over.
 
@@ -36,6 +38,7 @@ class GenerateOptions:
     environment: Environment | None = None
     max_tokens: Sequence[int] | None = None
     partial: Partial | None = None
+    keys: Sequence[Sequence[int]] | None = None
     finished: FinishedCallback | None = None
 
     def __post_init__(self) -> None:

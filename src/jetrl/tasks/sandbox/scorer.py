@@ -26,6 +26,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, Self
 
+from jetrl.distributed.world import world
 from jetrl.errors import UserError
 from jetrl.settings import TaskSettings
 from jetrl.tasks.messages import describe_error
@@ -131,8 +132,12 @@ class Scorer:
 
     @classmethod
     def from_settings(cls, task: TaskSettings) -> Self:
-        """Return the scorer that the settings of a run describe."""
-        limits = (task.workers, task.timeout_s, task.memory_mib, task.max_lost_s)
+        """Return the scorer that the settings of a run describe.
+
+        The processes are those of a machine: its ranks divide them, with at least one each.
+        """
+        share = world().share_of_machine(task.workers)
+        limits = (share, task.timeout_s, task.memory_mib, task.max_lost_s)
         return cls(task.name, task.path, task.options, *limits)
 
     def __enter__(self) -> Self:
