@@ -57,7 +57,7 @@ def saved(run: Path) -> list[int]:
     "number, owner, name, done",
     [
         (signal.SIGTERM, verbs, "sample_prompts", 2),
-        (signal.SIGTERM, Scoring, "samples", 2),
+        (signal.SIGTERM, Scoring, "own_samples", 2),
         (signal.SIGTERM, Trainer, "step", 3),
         (signal.SIGINT, verbs, "sample_prompts", 3),
         (signal.SIGINT, Trainer, "step", 3),
@@ -122,7 +122,7 @@ def test_a_step_given_up_leaves_nothing_in_what_is_carried_from_step_to_step(
     """In the fourth step: the third has no checkpoint yet."""
     uncut = train(small(*words, name="uncut"))
     with (
-        raised_in(monkeypatch, Scoring, "samples", 4, signal.SIGTERM),
+        raised_in(monkeypatch, Scoring, "own_samples", 4, signal.SIGTERM),
         pytest.raises(Terminated),
     ):
         train(small(*words))

@@ -7,11 +7,13 @@ of all processes become one, and is taken by calling `agree`. A run of one proce
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from jetrl.distributed.world import world
+from jetrl.errors import RunStopped, UserError
 
 Value = TypeVar("Value", bool, int, str)
 
@@ -51,3 +53,28 @@ def agree(decision: Decision[Value], answer: Value) -> Value:
         answer: This process's own answer.
     """
     return decision.combine(world().gather(decision.question, answer))
+
+
+@contextlib.contextmanager
+def ending_together(what: str, *others: type[BaseException]) -> Iterator[None]:
+    """Let all processes leave the body in the same way: an error of one is raised by all.
+
+    A body that ends early, by a UserError or by RunStopped, waits here for the other processes. The
+    body itself may not wait for them.
+
+    Args:
+        what: What the body does, for messages.
+        others: More errors that all processes raise.
+    """
+    if world().size == 1:
+        yield
+        return
+    error: BaseException | None = None
+    told: tuple[type[BaseException], ...] = (UserError, RunStopped, *others)
+    try:
+        yield
+    except told as raised:
+        error = raised
+    errors = [one for one in world().gather(f"the end of {what}", error) if one is not None]
+    if errors:
+        raise errors[0]

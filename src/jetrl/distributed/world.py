@@ -84,6 +84,21 @@ class World:
         """
         return make()
 
+    def from_first_alone(self, what: str, make: Callable[[], Item], otherwise: Item) -> Item:
+        """Return what `make` makes on rank 0, and `otherwise` on the other ranks.
+
+        The value need not be one that `pickle` can encode. An error that `make` raises is raised by
+        every rank.
+
+        Args:
+            what: What is made, for messages.
+            make: Makes the value; called by rank 0 alone.
+            otherwise: The value of the other ranks.
+        """
+        made: list[Item] = []
+        self.from_first(what, lambda: made.append(make()))
+        return made[0] if made else otherwise
+
     def same(self, what: str, value: Any) -> None:
         """Check that all ranks have the same value.
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from jetrl.distributed.agreement import ending_together
 from jetrl.models.policy import Policy
 from jetrl.rewards.environment import turns_of
 from jetrl.rewards.sampling import EncodedPrompt, Scoring, encode_prompts, sample_prompts
@@ -62,7 +63,10 @@ def evaluate(
         progress: Called after each forward with the progress so far.
     """
     scoring = Scoring(scorer, prompts, params.n)
-    samples = scoring.samples(sample_prompts(engine, scoring, params, max_turns, progress))
+    with ending_together("an evaluation"):
+        completions = sample_prompts(engine, scoring, params, max_turns, progress)
+        own_samples = scoring.own_samples(completions)
+    samples = scoring.gathered(own_samples)
     tasks = dict.fromkeys(sample.prompt.task for sample in samples)
     by_task = {
         task: _results([s for s in samples if s.prompt.task == task], params.n, threshold)

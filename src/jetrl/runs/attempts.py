@@ -285,24 +285,10 @@ def attempt_logged(
         }
     )
     with logging_to(path / "log.txt", attempt, remarks):
-        log = logging.getLogger("jetrl")
         try:
-            yield attempt
-        except (KeyboardInterrupt, Terminated) as error:
-            signal = "SIGTERM" if isinstance(error, Terminated) else "Ctrl-C"
-            attempt.end("interrupted", attempt.reason or signal)
-            raise
-        except RunStopped as error:
-            attempt.end("stopped", str(error))
-            log.error("stopped: %s", error)
-            raise
-        except BaseException as error:
-            attempt.end("failed", f"{type(error).__name__}: {error}")
-            log.exception("failed")
-            raise
+            with end_of_attempt(attempt):
+                yield attempt
         finally:
-            attempt.ended = time.time()
-            attempt.state = attempt.state or "finished"
             # Write the end, unless the disk is full: then the first error is the one to raise.
             end = {
                 "event": "end",
@@ -315,5 +301,28 @@ def attempt_logged(
             except StorageError as error:
                 if attempt.state == "finished":
                     raise
-                log.error("%s", error)  # the error that ended the run is the one to raise
-            log.info("%s after %.1f s", attempt.state, attempt.ended - attempt.started)
+                logging.getLogger("jetrl").error("%s", error)  # what ended the run is raised
+
+
+@contextmanager
+def end_of_attempt(attempt: Attempt) -> Iterator[None]:
+    """Take down how an attempt ends within the block, in its record and in the log."""
+    log = logging.getLogger("jetrl")
+    try:
+        yield
+    except (KeyboardInterrupt, Terminated) as error:
+        signal = "SIGTERM" if isinstance(error, Terminated) else "Ctrl-C"
+        attempt.end("interrupted", attempt.reason or signal)
+        raise
+    except RunStopped as error:
+        attempt.end("stopped", str(error))
+        log.error("stopped: %s", error)
+        raise
+    except BaseException as error:
+        attempt.end("failed", f"{type(error).__name__}: {error}")
+        log.exception("failed")
+        raise
+    finally:
+        attempt.ended = time.time()
+        attempt.state = attempt.state or "finished"
+        log.info("%s after %.1f s", attempt.state, attempt.ended - attempt.started)

@@ -57,6 +57,7 @@ class RunDirectory:
     Attributes:
         path: The directory, runs/NAME.
         log_file: The file log.txt.
+        hang_file: The file hang.txt.
         metrics_file: The file metrics.jsonl.
         checkpoints_dir: The folder of the checkpoints.
         rollouts_dir: The folder of the rollouts.
@@ -67,6 +68,7 @@ class RunDirectory:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.log_file = path / "log.txt"
+        self.hang_file = path / "hang.txt"
         self.metrics_file = path / "metrics.jsonl"
         self.checkpoints_dir = path / "checkpoints"
         self.rollouts_dir = path / "rollouts"

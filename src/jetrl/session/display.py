@@ -83,3 +83,22 @@ class Display:
         if self._console is None:
             self._console = self._open()
         return self._console
+
+
+class SilentDisplay(Display):
+    """The display of a rank other than the first, which shows nothing."""
+
+    def close(self) -> None:
+        """Do nothing: no console was opened."""
+
+    def note(self, *notes: str) -> None:
+        """Show nothing."""
+
+    def step(self, stats: StepStats) -> None:
+        """Show nothing."""
+
+    def progress(self, progress: Progress) -> None:
+        """Show nothing."""
+
+    def begin(self, phase: str, step: int) -> None:
+        """Show nothing."""

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from jetrl.distributed.world import world
 from jetrl.memory.device import free_bytes
 from jetrl.memory.fitting import Fitted, check_fits
 from jetrl.memory.out_of_memory import explained
@@ -54,7 +55,7 @@ def train_reward_model(
         TimeLimitReached: The time limit; the update was finished, its checkpoint written.
     """
     began = time.monotonic()
-    RunDirectory.check_name(settings, resume=resume)
+    world().from_first("the run's name", lambda: RunDirectory.check_name(settings, resume=resume))
     context = open_reward_context(settings)
     size = MicroBatchSize.of(settings.train, context.memory.tokens)
     trainer = RewardTrainer(context.model, settings, size)

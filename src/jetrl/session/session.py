@@ -19,6 +19,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Self
 
+from jetrl.distributed.agreement import ending_together
+from jetrl.distributed.world import world
 from jetrl.errors import MismatchError, RunStopped
 from jetrl.parity import check_correction, located
 from jetrl.rewards.evaluate import Evaluation, evaluate
@@ -82,7 +84,9 @@ class Session:
     def _open(self, stack: contextlib.ExitStack) -> None:
         """Load everything, make or open the run directory, and resume if asked to."""
         settings = self.settings
-        RunDirectory.check_name(settings, resume=self._resumes)
+        world().from_first(
+            "the run's name", lambda: RunDirectory.check_name(settings, resume=self._resumes)
+        )
         self.context = context = open_context(settings, stack)
         self.run = run = TrainingRun(
             settings,
@@ -192,7 +196,8 @@ class Session:
 
     def evaluate_start(self) -> None:
         """Evaluate before the first step, and write the checkpoint that follows a warm-up."""
-        if self.last_step.number > 0 or self.run.directory.metrics("rl"):
+        begun = world().from_first("the metrics", lambda: bool(self.run.directory.metrics("rl")))
+        if self.last_step.number > 0 or begun:
             return
         self.run.phases.start_step(0)
         step = self.evaluate(Step(0))
@@ -234,9 +239,10 @@ class Session:
         params = rollout_params(self.settings, step.number, step.round)
         prompts, metrics = step.prompts, {}
         with (
-            self.run.stops.giving_up(possible=not partial_rollouts.on),
             self.run.phases.phase("rollout"),
             self._nonfinite.sampling(step.number),
+            ending_together(f"the rollout of step {step.number}", StepGivenUp),
+            self.run.stops.giving_up(possible=not partial_rollouts.on),
         ):
             if partial_rollouts.on:
                 prompts, completions = partial_rollouts.sample(
@@ -256,7 +262,7 @@ class Session:
             prompts=prompts,
             completions=completions,
             scoring=scoring,
-            rollout_tokens=num_tokens,
+            rollout_tokens=sum(world().gather("drawn tokens", num_tokens)),
             metrics={**step.metrics, **metrics},
         )
 
@@ -267,16 +273,19 @@ class Session:
             RunStopped: Not one completion could be scored.
         """
         assert step.scoring is not None, "nothing was sampled"
-        reward = self.context.reward
-        with (
-            self.run.stops.giving_up(possible=not self._partial_rollouts.on),
-            self.run.phases.phase("reward"),
-        ):
-            samples = step.scoring.samples(step.completions)
+        reward, stops = self.context.reward, self.run.stops
+        possible = not self._partial_rollouts.on
+        with self.run.phases.phase("reward"):
+            scores = f"the scores of step {step.number}"
+            with ending_together(scores, StepGivenUp), stops.giving_up(possible):
+                own_samples = step.scoring.own_samples(step.completions)
+            samples = step.scoring.gathered(own_samples)
             if reward is not None:
                 if reward.has_model:
                     self._free_kv_pages()
-                samples = reward(samples)
+                # Ranks divide the forwards of a reward model, and none may leave the others alone.
+                with stops.giving_up(possible and world().size == 1):
+                    samples = reward(samples)
         failures = [sample.failure for sample in samples if sample.failure]
         if failures:
             logger.warning("%d completions not judged; the first: %s", len(failures), failures[0])
@@ -386,7 +395,7 @@ class Session:
             KeyboardInterrupt, Terminated: A signal asked the run to stop; its state is saved.
         """
         run = self.run
-        if run.stops.reason:
+        if run.stops.decide():
             self._save_stopped_run()
             run.stops.raise_signal()
             run.attempt.end("stopped", run.stops.reason)
@@ -456,6 +465,7 @@ class Session:
     def _save_given_up_step(self, error: BaseException | None) -> None:
         """Save the run as it was before a step that SIGTERM cut."""
         if isinstance(error, StepGivenUp):
+            self.run.stops.decide()  # a rank may not have had the signal itself
             self._save_stopped_run()
 
     def _write_line(self, step: Step) -> None:

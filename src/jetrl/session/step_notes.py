@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 
+from jetrl.distributed.world import world
 from jetrl.rollout.engine import RolloutEngine
 from jetrl.runs import Learning, RunDirectory
 from jetrl.runs.anomalies import Anomalies
@@ -33,7 +34,7 @@ class StepNotes:
     ) -> None:
         self._reproductions = directory.path / FOLDER
         self._engine, self._micro_batch_size, self._note = engine, micro_batch_size, note
-        lines = directory.metrics("rl")
+        lines = world().from_first("the metrics", lambda: directory.metrics("rl"))
         self._anomalies = Anomalies([line for line in lines if line["step"] > 0])
         self._learning = Learning(lines)
 
@@ -45,7 +46,9 @@ class StepNotes:
             metrics: The metrics of its samples and updates, without times.
         """
         anomalies = self._anomalies.see(metrics)
-        rollout_retries = self._engine.sizes.take_retries()
+        rollout_retries = sum(
+            world().gather("retries of the rollout", self._engine.sizes.take_retries())
+        )
         for text in anomalies:
             logger.warning("step %d: %s", step, text)
         notes = list(anomalies)

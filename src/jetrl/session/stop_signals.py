@@ -10,6 +10,9 @@ The run decides after every step.
 
 [1] With partial rollouts (rollout.oversample) something has: the step is finished.
 
+In a run of several ranks all stop after the same step, whichever rank the signal came to. A rank
+that gives a step up waits for the others, which have had the signal as well or finish their part.
+
 Then the checkpoint and the report are written. A run that is left at once leaves the last
 checkpoint as it was: that is complete, or has another name.
 """
@@ -30,10 +33,15 @@ from jetrl.errors import Terminated
 
 _STEPS_LOOKED_AT = 10  # for the time that the next one may take
 _STDERR = 2
+_CTRL_C, _SIGTERM = "interrupted by Ctrl-C", "terminated by SIGTERM"
 
 
 class StepGivenUp(Terminated):
     """SIGTERM while a step was sampled or scored: the run ends after the step before."""
+
+
+_RAISED: dict[str, type[BaseException]] = {_CTRL_C: KeyboardInterrupt, _SIGTERM: Terminated}
+"""What each reason raises when the run has been saved."""
 
 
 class StopSignals:
@@ -52,7 +60,7 @@ class StopSignals:
     def __init__(self, max_hours: float | None, elapsed_s: float, began: float) -> None:
         self.reason = ""
         self.at_once = False
-        self._signal: type[BaseException] | None = None  # what the first signal raises at the end
+        self._received: type[BaseException] | None = None  # this process's own first signal
         self._may_give_up = False
         self._max_hours = max_hours
         self._elapsed_before = elapsed_s
@@ -66,13 +74,15 @@ class StopSignals:
 
     def decide(self) -> bool:
         """Decide, alike in all processes, whether the run stops here; `reason` says why."""
-        self.reason = agree(STOP, self.reason)
-        return bool(self.reason)
+        agreed = agree(STOP, self.reason)
+        if agreed:  # else a signal may have come while the others answered
+            self.reason = agreed
+        return bool(agreed)
 
     def raise_signal(self) -> None:
         """Raise KeyboardInterrupt or Terminated, if a signal asked to stop."""
-        if self._signal is not None:
-            raise self._signal
+        if self.reason in _RAISED:
+            raise _RAISED[self.reason]
 
     def check_time(self, step_s: float, ending_s: float) -> None:
         """Ask to stop when another step, and what follows the last one, would not end in time.
@@ -127,18 +137,18 @@ class StopSignals:
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         """Ask to stop after the step; leave at once if any signal asked before."""
-        if self._signal is not None:
+        if self._received is not None:
             self.at_once = True
             raise KeyboardInterrupt
-        self._signal, self.reason = KeyboardInterrupt, "interrupted by Ctrl-C"
+        self._received, self.reason = KeyboardInterrupt, _CTRL_C
         _say("stopping after this step; Ctrl-C again to leave at once")
 
     def _terminate(self, number: int, frame: FrameType | None) -> None:
         """Give the step up or ask to stop after it; leave at once on a second SIGTERM."""
-        if self._signal is Terminated:
+        if self._received is Terminated:
             self.at_once = True
             raise Terminated
-        self._signal, self.reason = Terminated, "terminated by SIGTERM"
+        self._received, self.reason = Terminated, _SIGTERM
         if self._may_give_up:
             self._may_give_up = False
             _say("SIGTERM: this step is given up, the checkpoint is written")

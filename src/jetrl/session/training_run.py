@@ -13,12 +13,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
+from jetrl.distributed.world import world
 from jetrl.errors import StorageError
-from jetrl.runs import RunDirectory, open_trackers, summary_of, write_report
+from jetrl.runs import open_trackers, summary_of, write_report
+from jetrl.runs.follower import open_run_directory
 from jetrl.runs.status import StatusFile
 from jetrl.runs.storing import storing
+from jetrl.runs.trackers import Trackers
 from jetrl.session.checkpoints import RunCheckpoints
-from jetrl.session.display import Display
+from jetrl.session.display import Display, SilentDisplay
 from jetrl.session.memory_peaks import MemoryPeaks, memory_plan_notes, micro_batch_notes
 from jetrl.session.open import TrainingContext
 from jetrl.session.phases import Phases
@@ -71,30 +74,40 @@ class TrainingRun:
         model = context.model
 
         # The run directory, with the record of this attempt, and trackers beside it.
-        self.directory = RunDirectory.create(settings, model.plan.to_dict(), resume=resume)
+        first = world().is_first
+        self.directory = open_run_directory(settings, model.plan.to_dict(), resume)
         self.directory.notes += context.notes
         path = self.directory.path
-        if settings.report.enabled:
+        if settings.report.enabled and first:
             # Written last, when the run's end is recorded.
             stack.push(lambda _, error, __: _report(path, error))
         stack.enter_context(self.directory)
         facts = {"plan": model.plan.name, "device": str(model.device)}
         self.attempt = stack.enter_context(self.directory.attempt(sys.argv, facts))
-        self.trackers = open_trackers(
-            trackers, settings.trackers.project, path, settings.model_dump(mode="json")
+        values = settings.model_dump(mode="json")
+        project = settings.trackers.project
+        self.trackers = world().from_first_alone(
+            "the trackers", lambda: open_trackers(trackers, project, path, values), Trackers({})
         )
         stack.callback(lambda: self.trackers.close(lambda: summary_of(self.directory.history())))
 
         # Signals, the console, and who hears of the phases.
-        self.stops = StopSignals(settings.run.max_hours, self.directory.history().elapsed_s, began)
-        self.display = Display(settings.loop.steps, lambda: self.stops.elapsed_s)
+        elapsed_s = world().from_first(
+            "the time of earlier attempts", lambda: self.directory.history().elapsed_s
+        )
+        self.stops = StopSignals(settings.run.max_hours, elapsed_s, began)
+        display = Display if first else SilentDisplay
+        self.display = display(settings.loop.steps, lambda: self.stops.elapsed_s)
         self.phases, self.memory_peaks = Phases(), MemoryPeaks(model.device)
-        status = StatusFile(path)
-        stack.callback(status.close)
-        hang_file, end_attempt = path / "hang.txt", self.directory.end_attempt_for_hang
+        self.phases.observers += [self.display, self.memory_peaks]
+        if first:
+            status = StatusFile(path)
+            stack.callback(status.close)
+            self.phases.observers.append(status)
+        hang_file, end_attempt = self.directory.hang_file, self.directory.end_attempt_for_hang
         watchdog = Watchdog(settings.watchdog, hang_file, hang_state, end_attempt)
         stack.enter_context(watchdog)
-        self.phases.observers += [self.display, self.memory_peaks, status, watchdog]
+        self.phases.observers.append(watchdog)
 
         # What is still done when the run is left: the checkpoint that is being written comes first.
         self.checkpoints = RunCheckpoints(self.directory, settings)

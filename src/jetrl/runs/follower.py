@@ -1,0 +1,119 @@
+"""The run directory as ranks other than the first have it: they write nothing there but a log.
+
+    runs/NAME/ranks/
+      rank_1.txt        Python logging of rank 1, and what it and its libraries print
+      rank_1_hang.txt   where it hung, if it did
+
+Rank 0 alone makes the directory and writes it. What a rank reads there and decides by, it has from
+rank 0 (`World.from_first`), which may have written more in the meantime.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+from jetrl.distributed.world import World, world
+from jetrl.runs.attempts import Attempt, end_of_attempt, logging_to, versions
+from jetrl.runs.directory import Phase, RunDirectory
+from jetrl.runs.storing import storing
+from jetrl.settings.loading import Settings
+from jetrl.types import Sample, StepStats
+
+FOLDER = "ranks"
+
+
+def open_run_directory(settings: Settings, plan: Mapping[str, Any], resume: bool) -> RunDirectory:
+    """Return the directory of a run, which rank 0 makes or resumes as `RunDirectory.create` does.
+
+    Args:
+        settings: Resolved settings; run.name must be set.
+        plan: The precision plan, from PrecisionPlan.to_dict().
+        resume: Whether to continue the run that is in the directory.
+
+    Raises:
+        UserError: As `RunDirectory.create`; on every rank.
+    """
+    made: list[RunDirectory] = []
+
+    def create() -> tuple[Path, dict[str, tuple[Any, Any]]]:
+        made.append(RunDirectory.create(settings, plan, resume=resume))
+        if world().size > 1:
+            with storing(made[0].path):
+                (made[0].path / FOLDER).mkdir(exist_ok=True)
+        return made[0].path, made[0].changed_settings
+
+    path, changed_settings = world().from_first("the run directory", create)
+    return made[0] if made else FollowedDirectory(path, changed_settings, world())
+
+
+class FollowedDirectory(RunDirectory):
+    """The run directory of a rank that follows rank 0: nothing but this rank's log is written.
+
+    Args:
+        path: The directory.
+        changed_settings: As of `RunDirectory`.
+        own: The world of the rank.
+    """
+
+    def __init__(
+        self, path: Path, changed_settings: dict[str, tuple[Any, Any]], own: World
+    ) -> None:
+        super().__init__(path)
+        self.changed_settings = changed_settings
+        self.log_file = path / FOLDER / f"rank_{own.rank}.txt"
+        self.hang_file = path / FOLDER / f"rank_{own.rank}_hang.txt"
+        self._own = own
+
+    def attempt(
+        self, command: Sequence[str], notes: Mapping[str, str] | None = None
+    ) -> AbstractContextManager[Attempt]:
+        """Return a context in which logging, and what the process prints, go to this rank's log."""
+        where = {"rank": f"{self._own.rank} of {self._own.size}, on {self._own.node}"}
+        attempt = Attempt(time.time(), " ".join(command), versions(), {**where, **(notes or {})})
+        return self._logged(attempt)
+
+    @contextlib.contextmanager
+    def _logged(self, attempt: Attempt) -> Iterator[Attempt]:
+        """Send logging and the process's outputs to the log within the block."""
+        log = self.log_file
+        with logging_to(log, attempt), printing_to(log), end_of_attempt(attempt):
+            yield attempt
+
+    def end_attempt_for_hang(self, reason: str) -> None:
+        """Do nothing: the attempt is rank 0's."""
+
+    def write_step(self, stats: StepStats, phase: Phase = "rl") -> None:
+        """Do nothing: rank 0 writes the metrics."""
+
+    def write_rollouts(self, step: int, samples: Iterable[Sample]) -> Path:
+        """Return the file that rank 0 writes the samples of a step to."""
+        return self._rollouts_file(step)
+
+    def truncate_after(self, step: int, phase: Phase = "rl") -> None:
+        """Do nothing: rank 0 drops the lines after a step."""
+
+
+@contextlib.contextmanager
+def printing_to(file: Path) -> Iterator[None]:
+    """Append what this process and its libraries print to a file, within the block."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    before = [(descriptor, os.dup(descriptor)) for descriptor in (1, 2)]
+    with storing(file), open(file, "ab", buffering=0) as log:
+        for descriptor, _ in before:
+            os.dup2(log.fileno(), descriptor)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for descriptor, kept in before:
+            os.dup2(kept, descriptor)
+            os.close(kept)
