@@ -19,6 +19,7 @@ import pytest
 from jetrl import train
 from jetrl.errors import StorageError
 from jetrl.runs import RunDirectory
+from jetrl.training import Checkpoints
 
 PROGRAM = """
 import contextlib, logging, os, subprocess, sys
@@ -122,6 +123,34 @@ def test_a_file_that_cannot_be_opened(name: str, small: Callable, tmp_path: Path
         train(small(), resume=True)
     file.rmdir()
     assert train(small(), resume=True).steps == 5
+
+
+@pytest.mark.parametrize("failing", [1, 2, 3])
+@pytest.mark.parametrize("every", [1, 2])
+def test_any_checkpoint_of_the_warm_up(
+    failing: int, every: int, small: Callable, same: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk is full from a checkpoint on, and has room again when the run is resumed.
+
+    The checkpoint fails in the background, so the line of the next update is written.
+    """
+    words = ("sft.steps=4", "sft.examples_per_step=4", f"checkpoint.every={every}", "loop.steps=2")
+    uncut = train(small(*words, name="uncut"))
+    begun = 0
+
+    def full(self: Any, snapshot: Any) -> Path:
+        nonlocal begun
+        begun += 1
+        if begun >= failing:
+            raise StorageError("checkpoint could not be written; go on with --resume")
+        return write(self, snapshot)
+
+    with monkeypatch.context() as patch:
+        write = Checkpoints.write
+        patch.setattr(Checkpoints, "write", full)
+        with pytest.raises(StorageError, match="go on with --resume"):
+            train(small(*words))
+    assert same(train(small(*words), resume=True).run_path, uncut.run_path)
 
 
 def test_a_model_that_cannot_be_exported(

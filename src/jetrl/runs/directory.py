@@ -252,14 +252,20 @@ class RunDirectory:
     def had_checkpoint(self, every: int) -> bool:
         """Return whether a checkpoint has been written, by the metrics and the attempts.
 
-        The first checkpoint is complete before the second one is due, and a finished run has one.
+        The second checkpoint waits for the first one to be complete. The line of a step is written
+        after its checkpoint has begun, that of a supervised update before: so the line of the
+        second checkpoint proves the first one in steps, and only the line after it in updates. A
+        finished run has had a checkpoint as well.
 
         Args:
             every: The run's checkpoint.every.
         """
-        last = max((record["step"] for record in self.metrics()), default=0)
+        steps = [record["step"] for record in self.metrics("rl")]
+        updates = [record["step"] for record in self.metrics("sft")]
+        second = 2 * every
+        saved_twice = max(steps, default=0) >= second or max(updates, default=0) > second
         finished = any(attempt.state == "finished" for attempt in self.attempts())
-        return (every > 0 and last >= 2 * every) or (finished and bool(self.metrics("rl")))
+        return (every > 0 and saved_twice) or (finished and bool(steps))
 
     def attempts(self) -> list[Attempt]:
         """Return the attempts of the run, oldest first."""
