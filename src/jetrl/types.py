@@ -24,6 +24,8 @@ from typing import TYPE_CHECKING, Any, Literal, SupportsIndex
 if TYPE_CHECKING:
     import numpy as np
 
+PlainText = Literal["replies", "all", "none"]
+"""In which texts special tokens are encoded as text: replies, all that a task gives, or none."""
 FinishReason = Literal["stop", "length", "cancelled"]
 Reply = str | Mapping[str, str]
 """An environment's reply to a turn: plain text for text prompts, a message for chat prompts."""
@@ -156,6 +158,7 @@ class Completion:
         failure: The reason why the environment could not answer, which ended the completion.
         versions: The version of the policy that drew each token, of a completion that was cut off
             or continued; () of any other.
+        unusable_reply: Whether the failure is a reply that could not be given to the model.
 
         Completion(token_ids=(5, 9, 7, 7, 6), logprobs=(-0.1, -0.2, 0.0, 0.0, -0.3),
                    finish_reason="stop", text="2+3=5.", environment=((2, 4),),
@@ -170,6 +173,7 @@ class Completion:
     turns: tuple[Turn, ...] = ()
     failure: str = ""
     versions: tuple[int, ...] = ()
+    unusable_reply: bool = False
 
     @property
     def num_sampled(self) -> int:

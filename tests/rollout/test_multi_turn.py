@@ -175,6 +175,44 @@ def test_an_environment_that_fails_ends_its_sequence_alone(policy):
             assert completion == wanted[index]
 
 
+def test_a_reply_that_is_no_text_for_the_model_ends_its_own_completion(policy):
+    """Half of a character, a character that the tokenizer lacks, and no text at all."""
+    unusable = {1: "\ud83d", 3: "日", 8: ""}
+    wanted, _ = generate(policy, Scripted(delay=2))
+    script = Scripted()
+
+    def reply(sequence, turn):
+        return unusable.get(sequence, script.reply(sequence, turn))
+
+    out, _ = generate(policy, Scripted(delay=2, reply=reply))
+    failed = [index for index, completion in enumerate(out) if completion.unusable_reply]
+    assert failed == [index for index in unusable if wanted[index].environment]
+    assert failed, "none of these was asked"
+    for index, completion in enumerate(out):
+        if index in failed:
+            assert "reply" in completion.failure
+            assert completion.failure.isprintable()
+            assert (completion.finish_reason, completion.environment) == ("stop", ())
+            assert completion.token_ids == wanted[index].token_ids[: len(completion.token_ids)]
+        else:
+            assert completion == wanted[index]
+
+
+def test_special_tokens_in_a_reply_are_text_unless_they_are_asked_for(make_policy):
+    policy = make_policy()
+    replies = Scripted(reply=lambda s, n: "a<eos>b")
+
+    def told():
+        out, _ = generate(policy, replies)
+        return {c.token_ids[slice(*span)] for c in out for span in c.environment}
+
+    (as_text,) = told()
+    assert policy.tokenizer.decode(as_text) == "a<eos>b"
+    assert len(as_text) == 7
+    policy.plain_text = "none"
+    assert {len(tokens) for tokens in told()} == {3}
+
+
 def test_what_cannot_be_written_is_a_user_error_and_frees_the_pages(policy, make_policy):
     environment = Scripted(reply=lambda s, n: {"role": "tool", "content": "42"})
     engine = RolloutEngine(policy)

@@ -77,8 +77,10 @@ def run(args: argparse.Namespace) -> int:
         task = build_task(own_task)
         task_scorer = Scorer.from_settings(own_task.model_copy(update=limits))
     with task_scorer as scorer:
+        policy = open_policy(args.model, args.plan, args.device)
+        policy.plain_text = own_task.special_tokens_as_text
         result = evaluate_model(
-            open_policy(args.model, args.plan, args.device),
+            policy,
             task,
             scorer,
             params,

@@ -7,6 +7,9 @@ already starts with that token does not get a second one.
 
 Messages go through the tokenizer's chat template with the opening of an assistant turn at the end.
 The template writes all special tokens itself, so none are added to its output.
+
+Special tokens in the environment's text are encoded as text, not as control tokens, and on request
+so are those of prompts and worked answers (special_tokens.py).
 """
 
 from __future__ import annotations
@@ -17,14 +20,22 @@ from collections.abc import Mapping, Sequence
 from transformers import PreTrainedTokenizerBase
 
 from jetrl.errors import UserError
+from jetrl.models.special_tokens import encode_hidden, has_special_tokens, hide_special_tokens
 from jetrl.models.template_process import TemplateError, render_messages
-from jetrl.types import Example, Prompt, Turn
+from jetrl.types import Example, PlainText, Prompt, Turn
 
 _MARK = "jetrl-marks-the-assistant"  # what a template writes around it is cut at this text
 
 
+class ReplyError(UserError):
+    """The error of one reply of the environment, whose text cannot be given to the model."""
+
+
 def encode_prompt(
-    tokenizer: PreTrainedTokenizerBase | None, prompt: Prompt, system_prompt: str | None = None
+    tokenizer: PreTrainedTokenizerBase | None,
+    prompt: Prompt,
+    system_prompt: str | None = None,
+    plain_text: PlainText = "replies",
 ) -> list[int]:
     """Return the token ids of a prompt, at least one.
 
@@ -32,6 +43,7 @@ def encode_prompt(
         tokenizer: The model's tokenizer, or None.
         prompt: A prompt of text or of messages.
         system_prompt: Text put before the messages of a chat prompt as a system message.
+        plain_text: "all" encodes special tokens in the prompt as text.
 
     Raises:
         UserError: No tokenizer; no chat template, or one that fails on these messages; a system
@@ -45,7 +57,7 @@ def encode_prompt(
             "to a directory that has one"
         )
     if prompt.messages is not None:
-        token_ids = _encode_messages(tokenizer, prompt.messages, system_prompt, where)
+        token_ids = _encode_messages(tokenizer, prompt.messages, system_prompt, where, plain_text)
     elif system_prompt is not None:
         raise UserError(
             f"{where} is plain text, which a system prompt cannot be put before; unset the system "
@@ -53,14 +65,18 @@ def encode_prompt(
         )
     else:
         assert prompt.text is not None  # Prompt holds exactly one of text and messages
-        token_ids = encode_text(tokenizer, prompt.text, where)
+        token_ids = encode_text(tokenizer, prompt.text, where, as_text=plain_text == "all")
     if not token_ids:
         raise UserError(f"{where}: no tokens; a prompt needs at least one")
     return token_ids
 
 
 def encode_text(
-    tokenizer: PreTrainedTokenizerBase, text: str, where: str = "text", begin: bool = True
+    tokenizer: PreTrainedTokenizerBase,
+    text: str,
+    where: str = "text",
+    begin: bool = True,
+    as_text: bool = False,
 ) -> list[int]:
     """Return the token ids of a text, behind the beginning-of-sequence token if one is added.
 
@@ -69,15 +85,18 @@ def encode_text(
         text: The text.
         where: Whose text it is, for messages.
         begin: False for the continuation of a sequence (an answer), which gets no such token.
+        as_text: Encode special tokens in the text as text.
 
     Raises:
         UserError: The tokenizer has no token for some of the text.
     """
     try:
-        plain = tokenizer.encode(text, add_special_tokens=False)
+        as_text = as_text and has_special_tokens(tokenizer, text)
+        split = {"split_special_tokens": True} if as_text else {}
+        plain = tokenizer.encode(text, add_special_tokens=False, **split)
         bos = tokenizer.bos_token_id
         if begin and bos is not None and plain[:1] != [bos]:
-            opened = tokenizer.encode(text, add_special_tokens=True)
+            opened = tokenizer.encode(text, add_special_tokens=True, **split)
             return [bos, *plain] if opened[:1] == [bos] else plain
     except Exception as error:  # the tokenizers library raises bare Exception
         raise UserError(f"{where}: {_lacking(tokenizer, text) or error}") from error
@@ -89,6 +108,7 @@ def encode_reply(
     reply: str | Mapping[str, str],
     completion: Sequence[int],
     where: str = "reply",
+    as_text: bool = True,
 ) -> list[int]:
     """Return the token ids from the end of an assistant's turn to the begin of its next one.
 
@@ -101,23 +121,87 @@ def encode_reply(
         reply: The environment's reply, a text or a message.
         completion: Token ids of the assistant's turn, the end token included if it was drawn.
         where: Whose reply it is, for messages.
+        as_text: Encode special tokens in the reply as text, so that it cannot end its own turn.
 
     Raises:
-        UserError: No chat template for a message, one that refuses it, leaves it out, or ends an
-            assistant's message otherwise when another follows; characters the tokenizer lacks.
+        ReplyError: The characters of the reply are no tokens, or the chat template refuses it or
+            leaves it out, and would take another text in the same message.
+        UserError: There is no chat template for a message, or one that takes no such message,
+            whatever its text; or it ends an assistant's message otherwise when another follows.
     """
     if isinstance(reply, str):
-        return encode_text(tokenizer, reply, where, begin=False)
+        return _encode_reply_text(tokenizer, reply, where, {}, as_text)
+    hidden = hide_special_tokens(tokenizer, [dict(reply)] if as_text else [])
+    message = hidden.messages[0] if as_text else reply
+    try:
+        end, after = _reply_text(tokenizer, message, where)
+    except UserError as error:
+        _reply_text(tokenizer, {**reply, "content": "?"}, where)  # raises if any text is refused
+        raise ReplyError(hidden.shown(str(error))) from None
+    # The model may have drawn the token that ends its turn: the template's end is not repeated.
+    drawn = tokenizer.decode(list(completion[-1:])) if completion else ""
+    assert isinstance(drawn, str)
+    return _encode_reply_text(tokenizer, end.removeprefix(drawn) + after, where, hidden.names)
+
+
+def _encode_reply_text(
+    tokenizer: PreTrainedTokenizerBase,
+    text: str,
+    where: str,
+    names: Mapping[str, str],
+    as_text: bool = False,
+) -> list[int]:
+    """Return the token ids of a reply's text.
+
+    Args:
+        tokenizer: The tokenizer.
+        text: The text, of a chat template or of a reply that is plain text.
+        where: Whose reply it is, for messages.
+        names: The special tokens' names that placeholders in the text stand for.
+        as_text: Encode special tokens in a text without placeholders as text.
+
+    Raises:
+        ReplyError: The tokenizer has no token for some of the text.
+    """
+    try:
+        if names:
+            return encode_hidden(tokenizer, text, names)
+        return encode_text(tokenizer, text, where, begin=False, as_text=as_text)
+    except UserError as error:
+        raise ReplyError(str(error)) from None
+    except Exception as error:  # the tokenizers library raises bare Exception
+        raise ReplyError(f"{where}: {_lacking(tokenizer, text) or error}") from error
+
+
+def _reply_text(
+    tokenizer: PreTrainedTokenizerBase, reply: Mapping[str, str], where: str
+) -> tuple[str, str]:
+    """Return a chat template's text after an assistant's message that a reply follows.
+
+    Args:
+        tokenizer: The tokenizer.
+        reply: The environment's message.
+        where: Whose reply it is, for messages.
+
+    Returns:
+        The end of the assistant's message; and the reply, with the opening of the next message.
+
+    Raises:
+        UserError: As `encode_reply`, of messages.
+    """
+    own_mark = _MARK
+    while any(own_mark in value for value in reply.values() if isinstance(value, str)):
+        own_mark += "-x"
     turn: list[Mapping[str, str]] = [
         {"role": "user", "content": "?"},
-        {"role": "assistant", "content": _MARK},
+        {"role": "assistant", "content": own_mark},
     ]
     last = _render(tokenizer, turn, where, open_turn=False)
     followed = _render(tokenizer, [*turn, reply], where, open_turn=True)
     # What is in front of the mark may differ (Qwen3 opens a block of thought in a last message):
     # the sequence has that already.
-    _, mark, end = last.rpartition(_MARK)
-    _, mark_again, rest = followed.rpartition(_MARK)
+    _, mark, end = last.rpartition(own_mark)
+    _, mark_again, rest = followed.rpartition(own_mark)
     if not mark or not mark_again or not rest.startswith(end):
         raise UserError(
             f"{where}: the tokenizer's chat template does not write an assistant's message the "
@@ -126,11 +210,7 @@ def encode_reply(
         )
     after = rest.removeprefix(end)
     _check_written(reply, after, where)
-    # The model may have drawn the token that ends its turn: the template's end is not repeated.
-    drawn = tokenizer.decode(list(completion[-1:])) if completion else ""
-    assert isinstance(drawn, str)
-    end = end.removeprefix(drawn)
-    return encode_text(tokenizer, end + after, where, begin=False)
+    return end, after
 
 
 def encode_turns(
@@ -138,6 +218,7 @@ def encode_turns(
     prompt: Sequence[int],
     turns: Sequence[Turn],
     where: str = "answer",
+    plain_text: PlainText = "replies",
 ) -> Example:
     """Return a worked answer as the sequence that sampling it would have been.
 
@@ -148,6 +229,7 @@ def encode_turns(
             has one, and so does a turn that a message follows. A turn that a text follows is
             written without: the task's stop string is part of the turn.
         where: Whose answer it is, for messages.
+        plain_text: Whose special tokens are encoded as text: those of replies, "all" or "none".
 
     Raises:
         UserError: As `encode_text` and `encode_reply`.
@@ -156,12 +238,15 @@ def encode_turns(
     completion: list[int] = []
     environment = []
     for turn in turns:
-        answer = encode_text(tokenizer, turn.completion, where, begin=False)
+        answer = encode_text(
+            tokenizer, turn.completion, where, begin=False, as_text=plain_text == "all"
+        )
         answer += [] if isinstance(turn.reply, str) else end
         completion += answer
         if turn.reply is not None:
             start = len(completion)
-            completion += encode_reply(tokenizer, turn.reply, answer, where)
+            as_text = plain_text != "none"
+            completion += encode_reply(tokenizer, turn.reply, answer, where, as_text)
             environment.append((start, len(completion)))
     return Example(prompt, completion, environment)
 
@@ -180,9 +265,13 @@ def _encode_messages(
     messages: Sequence[Mapping[str, str]],
     system_prompt: str | None,
     where: str,
+    plain_text: PlainText,
 ) -> list[int]:
     """Return the token ids of messages by the chat template, an assistant's turn opened."""
-    conversation = [dict(message) for message in messages]
+    conversation, names = [dict(message) for message in messages], dict[str, str]()
+    if plain_text == "all":
+        _check_messages(conversation, where)
+        conversation, names = hide_special_tokens(tokenizer, conversation)
     if system_prompt is not None:
         if any(message.get("role") == "system" for message in conversation):
             raise UserError(f"{where} has a system message of its own; unset the system prompt")
@@ -191,6 +280,8 @@ def _encode_messages(
     for message in conversation:
         if message["role"] != "assistant":  # of which templates leave out old thoughts
             _check_written(message, text, where)
+    if names:
+        return _encode_reply_text(tokenizer, text, where, names)
     return encode_text(tokenizer, text, where, begin=False)
 
 
@@ -207,13 +298,18 @@ def _render(
             "instruct model, put chat_template.jinja beside its tokenizer, or use text prompts "
             '(task.options.format="text", where the task has it)'
         )
-    for message in messages:
-        if not all(isinstance(message.get(key), str) for key in ("role", "content")):
-            raise UserError(f"{where}: message {message!r} needs a role and a content, both text")
+    _check_messages(messages, where)
     try:
         return render_messages(tokenizer, messages, open_turn)
     except TemplateError as error:
         raise UserError(f"{where}: the tokenizer's chat template refuses it: {error}") from error
+
+
+def _check_messages(messages: Sequence[Mapping[str, str]], where: str) -> None:
+    """Raise where a message has no role or no content that is text."""
+    for message in messages:
+        if not all(isinstance(message.get(key), str) for key in ("role", "content")):
+            raise UserError(f"{where}: message {message!r} needs a role and a content, both text")
 
 
 def _check_written(message: Mapping[str, str], text: str, where: str) -> None:
@@ -229,6 +325,9 @@ def _check_written(message: Mapping[str, str], text: str, where: str) -> None:
 
 def _lacking(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
     """Return a sentence on the characters of `text` that are no tokens, empty if there are none."""
+    halves = sorted({repr(half) for half in text if "\ud800" <= half <= "\udfff"})
+    if halves:
+        return f"{' '.join(halves[:10])} is half of a character (a surrogate), which is no text"
     vocabulary = tokenizer.get_vocab()
     characters = sorted({character for character in text if character not in vocabulary})
     if not characters:

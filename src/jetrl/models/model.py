@@ -24,6 +24,7 @@ from jetrl.models.packed import token_positions, upload
 from jetrl.models.tiny import RandomWeights
 from jetrl.models.weights import Weights
 from jetrl.precision.plan import PrecisionPlan
+from jetrl.types import PlainText
 
 
 class Model:
@@ -38,6 +39,9 @@ class Model:
         generation_config: The directory's generation_config.json.
         frozen: Keep what the training side's forward reads alone; such a model is not trained,
             sampled from or saved.
+
+    Attributes:
+        plain_text: In which texts of a task special tokens are encoded as text.
 
     Raises:
         UserError: A device, or a model on that device, without kernels.
@@ -59,6 +63,7 @@ class Model:
         self.config, self.plan, self.device = config, plan, torch.device(device)
         check_device(config, plan, self.device)
         self.tokenizer = tokenizer
+        self.plain_text: PlainText = "replies"
         self.generation_config = dict(generation_config or {})
         self._offloaded = False
         self.weights = Weights(weights, plan, self.device, frozen)

@@ -68,7 +68,7 @@ def encode_prompts(
         num_seen[prompt.task] += 1
         if limit and num_seen[prompt.task] > limit:
             continue
-        token_ids = encode_prompt(policy.tokenizer, prompt, system_prompt)
+        token_ids = encode_prompt(policy.tokenizer, prompt, system_prompt, policy.plain_text)
         encoded.append(EncodedPrompt(prompt, tuple(token_ids), tuple(task.stops(prompt))))
     if not encoded:
         raise UserError(f"{where} has no prompts")

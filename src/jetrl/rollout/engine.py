@@ -159,7 +159,7 @@ class RolloutEngine:
         Raises:
             UserError: A prompt is empty, too long or outside the vocabulary, stop strings have no
                 tokenizer, or the cache is too small for one sequence, before anything has run; or
-                an environment's reply cannot be written in tokens.
+                the tokenizer's chat template takes no reply of an environment.
             NonFiniteLogits: Logits have no finite softmax.
             OutOfMemoryStop: Memory ran out with one sequence at a time. Before that `sizes` are
                 halved and the call starts over, with the same draws.

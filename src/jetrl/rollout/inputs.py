@@ -37,7 +37,9 @@ def encode_prompts(
         if isinstance(prompt, str):
             prompt = Prompt(id=str(index), text=prompt)
         if isinstance(prompt, Prompt):
-            token_ids = chat.encode_prompt(policy.tokenizer, prompt, system_prompt)
+            token_ids = chat.encode_prompt(
+                policy.tokenizer, prompt, system_prompt, policy.plain_text
+            )
         else:
             token_ids = _integers(prompt, index)
         _check_ids(token_ids, policy.config.vocab_size, f"prompt {index}")

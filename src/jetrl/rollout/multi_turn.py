@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from jetrl.models.chat import decode, encode_reply
+from jetrl.models.chat import ReplyError, decode, encode_reply
 from jetrl.models.policy import Policy
 from jetrl.rollout.scheduler import ScheduledStep, Scheduler
 from jetrl.rollout.sequence import RunningSequence
@@ -74,10 +74,12 @@ class MultiTurn:
     def __init__(self, policy: Policy, environment: Environment, scheduler: Scheduler) -> None:
         assert policy.tokenizer is not None, "an environment needs a tokenizer"
         self._tokenizer = policy.tokenizer
+        self._as_text = policy.plain_text != "none"
         self._environment = environment
         self._scheduler = scheduler
         self._turns: dict[int, list[Turn]] = {}
         self._failures: dict[int, str] = {}
+        self._unusable: set[int] = set()  # of the failures, those of replies that are no tokens
         self._asked: set[int] = set()
         # Replies to sequences that still have draws pending past the end of their turn.
         self._early: list[EnvironmentReply] = []
@@ -111,15 +113,29 @@ class MultiTurn:
             if failure:
                 self._failures[index] = failure
             elif reply is not None:
-                turn = sequence.generated[sequence.turn_start :]
-                token_ids = encode_reply(self._tokenizer, reply, turn, f"the reply {reply!r:.80}")
+                token_ids = self._encode(sequence, reply)
                 text = self._text(sequence)
-                if not token_ids:
-                    token_ids = None
-                    self._failures[index] = "the environment's reply is empty"
             self._scheduler.reply(index, token_ids)
             if reply is not None and not sequence.finished:
                 self._turns[index].append(Turn(text, reply))
+
+    def _encode(self, sequence: RunningSequence, reply: Reply) -> list[int] | None:
+        """Return the token ids of a reply; None where the reply cannot be given to the model.
+
+        Then the completion has failed and ends, and the others go on.
+        """
+        turn = sequence.generated[sequence.turn_start :]
+        where = f"the reply {reply!r:.80}"
+        try:
+            token_ids = encode_reply(self._tokenizer, reply, turn, where, self._as_text)
+            problem = "the environment's reply is empty"
+        except ReplyError as error:
+            token_ids, problem = [], str(error)
+        if token_ids:
+            return token_ids
+        self._failures[sequence.index] = problem
+        self._unusable.add(sequence.index)
+        return None
 
     def completion(self, sequence: RunningSequence) -> Completion:
         """Return a finished sequence as a completion, whose text is that of both sides."""
@@ -134,6 +150,7 @@ class MultiTurn:
             environment=tuple(sequence.environment),
             turns=(*self._turns.get(sequence.index, ()), Turn(last)),
             failure=self._failures.get(sequence.index, ""),
+            unusable_reply=sequence.index in self._unusable,
         )
 
     def _text(self, sequence: RunningSequence) -> str:

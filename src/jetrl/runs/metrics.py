@@ -74,6 +74,12 @@ METRICS: tuple[Metric, ...] = (
         "count",
         "completions that could not be scored (error or time-out); their reward is 0",
     ),
+    Metric(
+        "reward/unusable_replies",
+        "count",
+        "of these failures, completions of several turns that ended at a reply of the environment "
+        "which is no text for the model (half of a character, one that the tokenizer lacks, none)",
+    ),
     Metric("reward/part/<name>", "reward", "mean of one named part of the task's score"),
     Metric("reward/task/<task>", "reward", "mean reward of one of the tasks that are mixed"),
     Metric(

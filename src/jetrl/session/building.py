@@ -61,6 +61,7 @@ def build_policy(settings: Settings, plan: PrecisionPlan, alphabet: str | None) 
             "no model: set model.path to a Hugging Face directory (`jetrl init` makes a small "
             "one), or model.config to the contents of a config.json"
         )
+    policy.plain_text = settings.task.special_tokens_as_text
     limit_threads(policy.config)
     if policy.tokenizer is not None and len(policy.tokenizer) > policy.config.vocab_size:
         raise UserError(
@@ -123,10 +124,13 @@ def build_scalar_model(settings: Settings, plan: PrecisionPlan, task: Task) -> S
         if name is not None:
             own, model.tokenizer = model.tokenizer, _tokenizer(name, task.alphabet)
             _say_replaced(own, model.tokenizer, f"model.tokenizer={name}", path)
+        model.plain_text = settings.task.special_tokens_as_text
         return model
     policy = build_policy(settings, plan, task.alphabet)
     weights = policy.master_weights()
-    return ScalarModel.with_new_head(policy.config, weights, plan, policy.device, policy.tokenizer)
+    model = ScalarModel.with_new_head(policy.config, weights, plan, policy.device, policy.tokenizer)
+    model.plain_text = policy.plain_text
+    return model
 
 
 def build_reference(

@@ -37,7 +37,8 @@ def worked_answer(task: Task, model: Model, encoded: EncodedPrompt) -> Example:
         )
     where = f"prompt {encoded.prompt.id!r}"
     turns = [Turn(answer)] if isinstance(answer, str) else list(answer)
-    example = encode_turns(model.tokenizer, encoded.token_ids, turns, where)
+    tokenizer, plain_text = model.tokenizer, model.plain_text
+    example = encode_turns(tokenizer, encoded.token_ids, turns, where, plain_text)
     num_tokens = len(example.prompt) + len(example.completion)
     _check_context(model, num_tokens, f"{where} and its worked answer")
     return example
@@ -67,7 +68,8 @@ def preference_pair(task: Task, model: Model, encoded: EncodedPrompt) -> Pair:
     if not is_pair or not all(isinstance(text, str) for text in texts):
         raise UserError(f"task {task.label}, {where}: its preference is not two texts")
     examples = [
-        encode_turns(model.tokenizer, encoded.token_ids, [Turn(text)], where) for text in texts
+        encode_turns(model.tokenizer, encoded.token_ids, [Turn(text)], where, model.plain_text)
+        for text in texts
     ]
     better, worse = ((*example.prompt, *example.completion) for example in examples)
     longest = max(len(better), len(worse))

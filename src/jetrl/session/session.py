@@ -289,7 +289,8 @@ class Session:
         failures = [sample.failure for sample in samples if sample.failure]
         if failures:
             logger.warning("%d completions not judged; the first: %s", len(failures), failures[0])
-        if len(failures) == len(samples):
+        unusable = any(sample.completion.unusable_reply for sample in samples)
+        if len(failures) == len(samples) and not unusable:
             raise RunStopped(
                 f"none of the step's {len(samples)} completions could be judged by task "
                 f"{self.context.task.label}; the first failure: {failures[0]}"

@@ -68,6 +68,7 @@ def _turn_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     return {
         "response_length/turns": float(np.mean([len(s.completion.turns) for s in samples])),
         "response_length/sampled": float(np.mean([s.completion.num_sampled for s in samples])),
+        "reward/unusable_replies": float(sum(s.completion.unusable_reply for s in samples)),
     }
 
 

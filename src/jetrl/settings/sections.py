@@ -113,6 +113,11 @@ class TaskSettings(Section):
     eval_split: str = Field("test", description="held-out split")
     system_prompt: str | None = Field(None, description="put before chat prompts")
     options: dict[str, Any] = Field(default_factory=dict, description="passed to the task by name")
+    special_tokens_as_text: Literal["replies", "all", "none"] = Field(
+        "replies",
+        description="where the name of a special token, such as <|im_end|>, becomes text and no "
+        "control token: replies of the environment; all: prompts and worked answers too",
+    )
     max_turns: Positive | None = Field(
         None, description="turns of a completion at most; unset: the task's own (1 for most)"
     )
