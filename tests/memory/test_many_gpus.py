@@ -5,15 +5,21 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+from tests.distributed.ranks import run_ranks
 
 from jetrl.bench.shapes import SHAPES
 from jetrl.distributed.shards import shard_of
+from jetrl.distributed.world import world
 from jetrl.errors import UserError
-from jetrl.memory.exchange import ExchangedBytes
 from jetrl.memory.fitting import Fitted, check_fits
 from jetrl.memory.plan import MemoryPlan, OtherModels, Workload, memory_plan
+from jetrl.memory.products import ProductBytes
 from jetrl.memory.weights import owned_shapes
 from jetrl.models.families import ModelConfig, parameter_shapes
+from jetrl.models.norm import RMSNorm
+from jetrl.models.policy import Policy
+from jetrl.precision.linear import Linear
 from jetrl.precision.plan import PrecisionPlan
 from jetrl.settings.loading import load_config
 
@@ -80,22 +86,56 @@ def test_prompts_are_divided_and_the_samples_of_a_prompt_stay_together() -> None
     assert load.of_a_rank(one, 4).trained == 56
 
 
-def test_one_gpu_exchanges_nothing_and_several_the_products_that_are_in_flight() -> None:
+def test_several_gpus_hold_the_products_that_are_in_flight() -> None:
     config, plan = shape("qwen3-8b"), PrecisionPlan.preset("unified")
-    assert ExchangedBytes.of(config, plan, 4096, cards=1) == ExchangedBytes()
-    two = ExchangedBytes.of(config, plan, 4096, cards=2)
+
+    def of(config: ModelConfig, plan: PrecisionPlan, cards: int) -> ProductBytes:
+        return ProductBytes.of(config, plan, tokens=4096, several=False, cards=cards)
+
+    assert of(config, plan, 1) == ProductBytes()
+    two, more = of(config, plan, 2), of(config, plan, 8)
     head, down, gate_up = 4 * 151936 * 4096, 2 * 4096 * 12288, 2 * 24576 * 4096
     assert two.in_head == head
     # Each is there as it was made and as it is received; the layer counts what it makes itself.
     assert two.in_layer == 2 * (head + down) + gate_up
-    wide = ExchangedBytes.of(config, PrecisionPlan.preset("bf16"), 4096, cards=2)
-    assert wide.in_layer == 2 * (head + 2 * down + 2 * gate_up)
-    more = ExchangedBytes.of(config, plan, 4096, cards=8)
     assert more.in_layer == two.in_layer
     assert more.at_end - two.at_end == 6 * 2 * 4096 * 4096
-    assert ExchangedBytes.of(config.with_scalar_head(), plan, 4096, cards=2).in_head == 0
-    rows = memory_plan(settings(), config, load=LOAD).rows
-    assert not [r for r in rows if r.what.startswith("gradients that travel")]
+    wide = of(config, PrecisionPlan.preset("bf16"), 2)
+    assert wide.in_layer == 2 * (head + 2 * down + 2 * gate_up)
+    assert of(config.with_scalar_head(), plan, 2).in_head == 0
+
+
+def _bytes_on_this_rank() -> tuple[int, int, int]:
+    """The bytes of master weights, quantized weights and gradients of a policy after a backward."""
+    policy = Policy.from_config(SHAPES["tiny"], PrecisionPlan.preset("unified"))
+    gradients = policy.weights.gradients
+    gradients.begin_update()
+    gradients.begin_micro_batch([8] * world().size)
+    token_ids, ends = torch.arange(8), torch.tensor([0, 8])
+    logprobs, _ = policy.train_logprobs(token_ids, ends, torch.arange(1, 8))
+    logprobs.sum().backward()
+    gradients.end_micro_batch()
+    gradients.end_update()
+    masters = policy.master_weights().values()
+    linears = [m for m in policy.decoder.modules() if isinstance(m, Linear | RMSNorm)]
+    weights = [policy.decoder.embedding, *(module.quantized for module in linears)]
+    quantized = {id(t): t.nbytes for weight in weights for t in weight.tensors()}
+    held = sum(quantized.values()) + policy.decoder.rotary_table.nbytes
+    return (
+        sum(master.nbytes for master in masters),
+        held,
+        sum(master.grad.nbytes for master in masters if master.grad is not None),
+    )
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_hold_what_is_planned(size: int) -> None:
+    of_ranks = run_ranks(size, _bytes_on_this_rank)
+    plan = memory_plan(settings(), shape("tiny"), load=LOAD, cards=size, device="cpu")
+    masters, quantized, gradients = (max(sizes) for sizes in zip(*of_ranks, strict=True))
+    assert row(plan, "master weights") == masters
+    assert row(plan, "quantized weights") == quantized
+    assert row(plan, "gradients, FP32", "optimizer") == gradients
 
 
 def test_qwen3_14b_trains_on_two_cards_of_141_gb_and_not_on_one() -> None:

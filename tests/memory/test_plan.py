@@ -18,13 +18,13 @@ from jetrl.memory.fitting import check_fits
 from jetrl.memory.plan import MemoryPlan, OtherModels, Workload, memory_plan
 from jetrl.models.attention import staged_bytes_per_token
 from jetrl.models.families import ModelConfig
+from jetrl.models.model import Model
 from jetrl.models.norm import RMSNorm
 from jetrl.models.policy import Policy
 from jetrl.models.scalar_model import ScalarModel
 from jetrl.models.tiny import make_tiny
 from jetrl.precision import PrecisionPlan
 from jetrl.precision.linear import Linear
-from jetrl.precision.quantized_weight import FP8Weight
 from jetrl.settings.loading import load_config
 
 GIB = 2**30
@@ -56,6 +56,13 @@ def settings(*overrides: str) -> Any:
     return load_config("demo", ["sft.steps=0", "eval.every=0", *overrides])
 
 
+def quantized_tensors(model: Model) -> list[torch.Tensor]:
+    """The tensors that the forwards of a model read, each once."""
+    weights = [model.decoder.embedding]
+    weights += [m.quantized for m in model.decoder.modules() if isinstance(m, (Linear, RMSNorm))]
+    return list({id(t): t for weight in weights for t in weight.tensors()}.values())
+
+
 @pytest.mark.parametrize("preset", ["bf16", "mixed", "jet", "unified"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_masters_and_working_copies_are_those_of_a_policy(preset: str, tied: bool) -> None:
@@ -65,15 +72,7 @@ def test_masters_and_working_copies_are_those_of_a_policy(preset: str, tied: boo
     masters = sum(4 * p.numel() for p in policy.master_weights().values())
     assert row(plan, "master weights") == masters
     copies = policy.decoder.rotary_table.nbytes
-    for module in policy.decoder.modules():
-        if isinstance(module, Linear):
-            for operand in {id(o): o for o in map(module.operand, ("rollout", "train"))}.values():
-                if isinstance(operand, FP8Weight):
-                    copies += operand.direct.codes.nbytes + operand.direct.scales.nbytes
-                else:
-                    copies += operand.nbytes
-        elif isinstance(module, RMSNorm):
-            copies += module.rounded.nbytes
+    copies += sum(tensor.nbytes for tensor in quantized_tensors(policy))
     assert row(plan, "quantized weights") == copies
 
 
@@ -122,6 +121,18 @@ def test_an_fp8_head_tied_to_the_embedding_has_a_gradient_of_its_own_for_a_momen
     ]
     one, two = (row(plan, "while gradients", "optimizer") for plan in plans)
     assert two - one == 4 * 512 * 256
+
+
+def test_lm_heads_gradient_of_a_micro_batch_is_held_beside_the_sum() -> None:
+    what, head = "lm_head's gradient of a micro-batch", 4 * LARGE.vocab_size * LARGE.hidden_size
+    several = memory_plan(settings(), LARGE, load=Workload(64, 512, 64, 8192))
+    assert [row(several, what, moment) for moment in ("backward", "optimizer")] == [head, head]
+    one = memory_plan(settings(), LARGE, load=Workload(4, 512, 4, 8192))
+    assert not [r for r in one.rows if r.what == what], "the first product is the sum"
+    tied = ModelConfig.from_hf({**SHAPES["qwen3-8b"], "tie_word_embeddings": True})
+    plan = memory_plan(settings(), tied, load=Workload(64, 512, 64, 8192))
+    # Added before the embedding's rows are.
+    assert [row(plan, what, moment) for moment in ("backward", "optimizer")] == [head, 0]
 
 
 def test_recomputed_layers_keep_their_inputs() -> None:
@@ -253,18 +264,13 @@ def test_models_of_other_directories_count_with_their_own_sizes(tmp_path: Path) 
     plan = memory_plan(one, ModelConfig.from_hf({**CONFIG, "tie_word_embeddings": True}), others)
     critic = ScalarModel.from_language_model(path, PrecisionPlan.preset("unified"))
     masters = sum(4 * p.numel() for p in critic.master_weights().values())
-    copies = sum(
-        operand.direct.codes.nbytes + operand.direct.scales.nbytes
-        for module in critic.decoder.modules()
-        if isinstance(module, Linear) and isinstance(operand := module.operand("train"), FP8Weight)
-    )
-    norms = sum(m.rounded.nbytes for m in critic.decoder.modules() if isinstance(m, RMSNorm))
+    copies = sum(tensor.nbytes for tensor in quantized_tensors(critic))
     table = critic.decoder.rotary_table.nbytes
-    assert row(plan, "critic: weights") == 3 * masters + copies + norms + table
+    assert row(plan, "critic: weights") == 3 * masters + copies + table
     assert row(plan, "critic: gradients", "critic") > 0
     reference = Policy.from_pretrained(path, PrecisionPlan.preset("unified"), frozen=True)
-    held = sum(b.nbytes for b in {id(p): p for p in reference.decoder.buffers()}.values())
-    assert row(plan, "reference") > held
+    held = sum(tensor.nbytes for tensor in quantized_tensors(reference))
+    assert row(plan, "reference") == held + reference.decoder.rotary_table.nbytes
     with pytest.raises(UserError, match="no such directory"):
         OtherModels.of(settings("algorithm.kl=0.1", "reference.path=/nowhere"))
 

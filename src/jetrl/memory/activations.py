@@ -19,12 +19,12 @@ from jetrl.kernels.attention.layout import (
     STORED_DS_BYTES,
 )
 from jetrl.kernels.logit_chunks import rows_at_once
-from jetrl.memory.exchange import ExchangedBytes
+from jetrl.memory.products import ProductBytes
 from jetrl.models.attention import kv_bytes_per_token, staged_bytes_per_token
 from jetrl.models.families import ModelConfig
 from jetrl.precision.plan import FP8_BLOCK, Format, PrecisionPlan
 
-_NOTHING = ExchangedBytes()  # on one GPU
+_NONE = ProductBytes()
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def on_top_bytes(
     plan: PrecisionPlan,
     batch: PlannedMicroBatch,
     recomputed: bool = False,
-    exchanged: ExchangedBytes = _NOTHING,
+    products: ProductBytes = _NONE,
 ) -> int:
     """Return the most bytes held on top of the kept activations: in lm_head or in a layer.
 
@@ -81,10 +81,10 @@ def on_top_bytes(
         plan: The model's precision plan.
         batch: The largest micro-batch.
         recomputed: Whether layers and logits are computed again in backward.
-        exchanged: What the exchange of gradients between GPUs holds meanwhile.
+        products: The products that are held beside the sums of gradients.
     """
-    in_head = _head_bytes(config, batch, recomputed) + exchanged.in_head
-    return max(in_head, _layer_backward_bytes(config, plan, batch) + exchanged.in_layer)
+    in_head = _head_bytes(config, batch, recomputed) + products.in_head
+    return max(in_head, _layer_backward_bytes(config, plan, batch) + products.in_layer)
 
 
 def _head_bytes(config: ModelConfig, batch: PlannedMicroBatch, recomputed: bool) -> int:

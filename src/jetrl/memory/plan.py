@@ -25,8 +25,8 @@ from typing import Literal
 
 from jetrl.memory import activations
 from jetrl.memory.activations import PlannedMicroBatch
-from jetrl.memory.exchange import ExchangedBytes
 from jetrl.memory.pages import gpu_pages_room, most_contexts
+from jetrl.memory.products import ProductBytes
 from jetrl.memory.weights import (
     frozen_bytes,
     optimizer_bytes,
@@ -435,26 +435,26 @@ def _training(
     first = gradients if batch.several else 4 * math.prod(owned_shapes(config, cards)[head])
     recomputed = settings.train.activation_checkpointing
     kept = activations.kept_bytes(config, plan, batch.tokens, recomputed)
-    travels = ExchangedBytes.of(config, plan, batch.tokens, cards)
+    products = ProductBytes.of(config, plan, batch.tokens, batch.several, cards)
     alone = activations.on_top_bytes(config, plan, batch, recomputed)
-    on_top = activations.on_top_bytes(config, plan, batch, recomputed, travels)
+    on_top = activations.on_top_bytes(config, plan, batch, recomputed, products)
     last = activations.last_bytes(config, plan, batch)
-    exchange = on_top - alone, travels.at_end
+    beside = on_top - alone, products.at_end
     if end == moment:  # One column stands for both moments: the higher of the two.
-        if not batch.several and gradients + last + exchange[1] > first + kept + on_top:
-            first, kept, alone, exchange = gradients, 0, last, (travels.at_end, 0)
-        sizes = {moment: first}, {moment: kept}, {moment: alone}, {moment: exchange[0]}
+        if not batch.several and gradients + last + beside[1] > first + kept + on_top:
+            first, kept, alone, beside = gradients, 0, last, (products.at_end, 0)
+        sizes = {moment: first}, {moment: kept}, {moment: alone}, {moment: beside[0]}
     else:
         sizes = (
             {moment: first, end: gradients},
             {moment: kept},
             {moment: alone, end: last},
-            {moment: exchange[0], end: exchange[1]},
+            {moment: beside[0], end: beside[1]},
         )
     names = (
         "gradients, FP32",
         f"activations of {batch.tokens} tokens",
         "while gradients are made",
-        "gradients that travel between GPUs",
+        "lm_head's gradient of a micro-batch" if cards == 1 else "gradients between GPUs",
     )
     return [Row(whose + name, size) for name, size in zip(names, sizes, strict=True)]

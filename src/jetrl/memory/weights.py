@@ -46,11 +46,7 @@ def optimizer_bytes(settings: Settings, config: ModelConfig, cards: int = 1) -> 
 
 def frozen_bytes(config: ModelConfig, plan: PrecisionPlan) -> int:
     """Return the bytes of a frozen model: the weights that its forward reads."""
-    quantized = quantized_bytes(config, plan, sides=("train",))
-    if config.head == "score":
-        return quantized
-    shared = config.tie_word_embeddings and plan.lm_head == "bf16"
-    return quantized + (0 if shared else 2 * config.vocab_size * config.hidden_size)
+    return quantized_bytes(config, plan, sides=("train",))
 
 
 def quantized_bytes(
@@ -58,7 +54,10 @@ def quantized_bytes(
     plan: PrecisionPlan,
     sides: tuple[Literal["rollout", "train"], ...] = ("rollout", "train"),
 ) -> int:
-    """Return the bytes of the weights as GEMMs and norms read them, and of the rotary table.
+    """Return the bytes of the weights as forwards read them, and of the rotary table.
+
+    The embedding is rounded to the dtype of activations. A head that is tied to it is the same
+    tensor, where it has the same format.
 
     Args:
         config: The model's shape.
@@ -71,9 +70,13 @@ def quantized_bytes(
         scales = 4 * -(-rows // FP8_BLOCK) * -(-columns // FP8_BLOCK)
         return {"fp8": elements + scales, "bf16": 2 * elements, "fp32": 0}[format]
 
-    lm_head = "embed.weight" if config.tie_word_embeddings else "lm_head.weight"
     tables = 2 if config.layers_without_rope else 1  # rotary positions, and angles of zero
     total = tables * 4 * config.max_position_embeddings * config.head_dim
+    vocabulary = (config.vocab_size, config.hidden_size)
+    total += weight_bytes(plan.rest, *vocabulary)
+    shared = config.tie_word_embeddings and plan.lm_head == plan.rest
+    if config.head == "lm" and not shared:
+        total += weight_bytes(plan.lm_head, *vocabulary)
     wide = 4 if plan.rest == "fp32" else 2
     for name, shape in parameter_shapes(config).items():
         parts = name.split(".")
@@ -83,6 +86,4 @@ def quantized_bytes(
             total += sum(weight_bytes(format, *shape) for format in formats)
         elif name.endswith("norm.weight"):
             total += wide * shape[0]
-        elif config.head == "lm" and name == lm_head:
-            total += weight_bytes(plan.lm_head, *shape)
     return total

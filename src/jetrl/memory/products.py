@@ -1,0 +1,67 @@
+"""Bytes of the products of a micro-batch that are held beside the sums of gradients.
+
+On one GPU that is lm_head's alone, which backward makes in chunks and adds to the sum when it is
+complete. In a run on several GPUs a linear's product is made whole by each of them, sent by rows to
+the GPUs that own these rows, and received from all (`precision.ordered_gradients`). A product in
+flight takes its own bytes, and as many for what is received: the own rows of every GPU's product.
+The latest products are in flight together, so lm_head's, the largest by far, is still held while
+the MLP of the last layer makes its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jetrl.models.families import ModelConfig, parameter_shapes
+from jetrl.precision.plan import PrecisionPlan
+
+
+@dataclass(frozen=True)
+class ProductBytes:
+    """The bytes of products beside the sums, at the highest moments of a backward.
+
+    Attributes:
+        in_head: While lm_head's backward runs: its product.
+        in_layer: While the last layer's MLP makes the product of gate_up; that product itself is
+            counted with the layer.
+        at_end: While the embedding's rows are added, on several GPUs beside the products of the
+            first layer.
+    """
+
+    in_head: int = 0
+    in_layer: int = 0
+    at_end: int = 0
+
+    @staticmethod
+    def of(
+        config: ModelConfig, plan: PrecisionPlan, tokens: int, several: bool, cards: int
+    ) -> ProductBytes:
+        """Return the bytes beside the sums in the backward of a micro-batch.
+
+        Args:
+            config: The model's shape.
+            plan: The model's precision plan.
+            tokens: Tokens of the micro-batch.
+            several: Whether an update has more than one micro-batch.
+            cards: How many GPUs the model is divided among.
+        """
+        tied = config.tie_word_embeddings
+        head = 0 if config.head == "score" else 4 * config.vocab_size * config.hidden_size
+        if cards == 1:  # The product of the first micro-batch is the sum.
+            beside = head if several else 0
+            return ProductBytes(beside, beside, 0 if tied else beside)
+        shapes = parameter_shapes(config)
+        in_bf16 = plan.train_linear == "fp8" and plan.grad_output != "bf16"
+
+        def product(linear: str) -> int:
+            rows, columns = shapes[f"layers.0.{linear}.weight"]
+            return (2 if in_bf16 else 4) * rows * columns
+
+        counted = product("gate_up") if in_bf16 else 0
+        rows = 2 * (cards + 1) * tokens * config.hidden_size  # BF16, of all GPUs and the own ones
+        received = head if tied else 0  # waits for these rows
+        return ProductBytes(
+            in_head=head,
+            in_layer=2 * (head + product("down") + product("gate_up")) - counted,
+            at_end=rows + received + 2 * (product("gate_up") + product("o") + product("qkv")),
+        )
