@@ -31,6 +31,7 @@ from jetrl.runs import RunDirectory
 from jetrl.session.building import build_policy
 from jetrl.settings.loading import load_config, to_toml
 from jetrl.tasks import get_task
+from jetrl.tasks.benchmarks import SOURCES
 from jetrl.training import Checkpoints, Optimizer
 
 
@@ -460,3 +461,44 @@ def test_a_tokenizer_setting_replaces_no_models_own_in_silence(
         words = [f"model.path={tiny_model}", f"model.tokenizer={tokenizer}"]
         build_policy(load_config(None, words), plan, None)
         assert ("replaces the tokenizer of" in caplog.text) == said
+
+
+def test_eval_on_several_sets_is_one_table(
+    jetrl: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [json.dumps({"problem": f"{i} + 1 =", "answer": str(i + 1)}) for i in range(3)]
+    (tmp_path / "test.jsonl").write_text("\n".join(rows))
+    model = make_tiny(
+        tmp_path / "model", tokenizer="bpe", text_files=[tmp_path / "test.jsonl"], vocab_size=300
+    )
+    for name in ("math500", "aime24"):
+        source = dataclasses.replace(SOURCES[name], path=str(tmp_path), split="test")
+        monkeypatch.setitem(SOURCES, name, source)
+    words = ["eval", model, "--task", "math500,aime24", "--samples", 2, "--max-tokens", 2]
+    words += ["--workers", 0]
+    done = jetrl(*words)
+    assert done.code == 0, done.err
+    head, *lines = done.out.splitlines()
+    assert head.split("  ")[-1] == "not judged"
+    assert head.split()[:5] == ["prompts", "mean@2", "pass@2", "maj@2", "tokens"]
+    assert [line.split()[0] for line in lines] == ["math500", "aime24", "mean"]
+    sets = json.loads(jetrl(*words, "--json").out)["sets"]
+    assert [len(sets[name]["samples"]) for name in ("math500", "aime24")] == [6, 6]
+    assert set(sets["aime24"]) >= {"mean", "pass_at_k", "maj_at_k"}
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["--task", "math500,math500"], "name each set once"),
+        (["--task", "math500,aime24", "--path", "x"], "--path is for one set"),
+        (["--task", "math500,arithmetik"], "unknown task 'arithmetik'"),
+        (["--task", "gsm8k"], "openai/gsm8k"),  # of the hub, which no test reaches
+    ],
+)
+def test_eval_refuses_bad_sets(
+    words: list[str], message: str, jetrl: Callable, tiny_model: Path
+) -> None:
+    done = jetrl("eval", tiny_model, *words, "--workers", 0)
+    assert done.code == 2
+    assert message in done.err

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from jetrl.rewards.evaluate import _majorities
 from jetrl.rewards.sampling import EncodedPrompt, Scoring, sample_prompts
 from jetrl.rollout.progress import Progress
 from jetrl.tasks import Scorer
-from jetrl.types import Completion, Prompt, SamplingParams
+from jetrl.types import Completion, Prompt, SamplingParams, Score
 
 TASK = f"{Path(__file__).parents[1] / 'tasks' / 'awkward_task.py'}:Awkward"
 PROMPTS = [EncodedPrompt(Prompt(id=str(i), text="?"), (i,), ("stop",) * (i % 2)) for i in range(4)]
@@ -93,3 +95,17 @@ def test_an_error_while_sampling_leaves_nothing_behind(scorer):
         sample_prompts(Engine(fails=True), scoring, PARAMS)
     assert not scorer._payloads
     assert rewards(scorer, Engine()) == EXPECTED
+
+
+def test_the_majority_is_the_most_frequent_answer_and_of_several_the_first():
+    answers = [["1", "2", "2", None], ["2", "1", None, None], [None] * 4]
+    samples = [
+        SimpleNamespace(score=Score(float(answer == "2"))) for group in answers for answer in group
+    ]
+    votes = [answer for group in answers for answer in group]
+    # of one: 3 of 12; of two: {1, 2} no, {2, -} yes, {2, 1} yes (the first), no, no, no
+    assert _majorities(samples, votes, 4, 1.0) == {
+        1: pytest.approx(3 / 12),
+        2: pytest.approx(2 / 6),
+        4: pytest.approx(2 / 3),
+    }

@@ -1,14 +1,20 @@
-"""Measure a model on a task's held-out prompts: mean@n and pass@k.
+"""Measure a model on a task's held-out prompts: mean@n, pass@k and maj@k.
 
 For example:
 
     jetrl eval runs/demo --samples 4              the run's own task, on its held-out split
     jetrl eval models/qwen3-8b --task gsm8k --path data/gsm8k --samples 8 --temperature 0.6
+    jetrl eval Qwen/Qwen3-8B --task math500,aime24,gpqa_diamond --samples 16 --temperature 0.6
     jetrl eval runs/mine --trust-task             where the run's task is a Python file of yours
 
 Of a run on its own task, what is not given is as in the run's own evaluations: [eval], the run's
 stop strings, draws and scoring limits. Else it is one greedy completion, or several at temperature
-1, of up to 1024 tokens for every prompt, scored by two processes within 10 seconds each.
+1, of up to 1024 tokens for every prompt (a set's own number for those people report), scored by two
+processes within 10 seconds each.
+
+Sets that are known by name, or by their id on the hub: gsm8k, math500, aime24, aime25, amc,
+gpqa_diamond, mmlu_pro. They are read by the package `datasets` (pip install 'jetrl[data]'), or from
+--path.
 """
 
 from __future__ import annotations
@@ -18,7 +24,8 @@ import contextlib
 import json
 import sys
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,20 +35,24 @@ from jetrl.randomness import derive_seed
 from jetrl.users_code import files_named, trust_only
 
 if TYPE_CHECKING:
+    from jetrl.models.policy import Policy
     from jetrl.rewards.evaluate import Evaluation
     from jetrl.settings import Settings, TaskSettings
+    from jetrl.tasks import Scorer, Task
     from jetrl.types import SamplingParams
 
 
 RUNS_ON_RANKS = True
+GSM8K = "openai/gsm8k"  # on the hub, where --path names no other
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
     parser.add_argument(
         "--task",
-        help="a built-in name, reasoning_gym:NAME, or file.py:Class (default: the run's own task, "
-        "with its path, options, held-out split and system prompt)",
+        help="a built-in name, reasoning_gym:NAME, or file.py:Class, or several names with commas "
+        "between (default: the run's own task, with its path, options, held-out split and system "
+        "prompt)",
     )
     parser.add_argument("--path", help="data file or folder, where the task reads one")
     parser.add_argument(
@@ -63,35 +74,107 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    settings = own_settings(args)
-    fill_in(args, settings)
-    params = sampling_params(args, () if settings is None else settings.rollout.stop)
-    own_task = task_settings(args, settings)
-
     from jetrl.cli.opening import open_policy
-    from jetrl.rewards.evaluate import evaluate_model
+
+    names = [args.task] if args.task is None else task_names(args)
+    sets = [one_set(args, name) for name in names]
+    for own in sets[1:]:  # what a set lacks is said before the others are evaluated
+        build_scored(own)[1].close()
+    results: dict[str, Evaluation] = {}
+    policy: Policy | None = None
+    for own in sets:
+        task, scorer = build_scored(own)
+        with scorer:
+            policy = policy or open_policy(args.model, args.plan, args.device)
+            policy.plain_text = own.task.special_tokens_as_text
+            results[own.label] = evaluated(own, policy, task, scorer)
+    if len(results) == 1:
+        result = next(iter(results.values()))
+        print(as_json(result) if args.json else as_text(result, sets[0].params.n))
+    elif args.json:
+        print(
+            json.dumps(
+                {"sets": {name: as_object(r) for name, r in results.items()}}, ensure_ascii=False
+            )
+        )
+    else:
+        print(as_table(results, sets[0].params.n))
+    return 0
+
+
+@dataclass(frozen=True)
+class OneSet:
+    """A set of prompts to evaluate on, and how.
+
+    Attributes:
+        label: The name of the set.
+        args: The arguments of the command, filled in for this set.
+        task: The settings of its task.
+        params: The way completions are drawn.
+    """
+
+    label: str
+    args: argparse.Namespace
+    task: TaskSettings
+    params: SamplingParams
+
+
+def task_names(args: argparse.Namespace) -> list[str]:
+    """Return the names of --task, one or several with commas between.
+
+    Raises:
+        UserError: A name is given twice, or several come with an argument that is for one.
+    """
+    names = [name.strip() for name in args.task.split(",")]
+    if len(set(names)) < len(names) or not all(names):
+        raise UserError(f"--task {args.task}: name each set once, with a comma between")
+    for option in ("path", "option", "split") if len(names) > 1 else ():
+        if getattr(args, option):
+            raise UserError(f"--{option} is for one set, and --task names {len(names)}")
+    return names
+
+
+def one_set(args: argparse.Namespace, name: str | None) -> OneSet:
+    """Return the set of a name, or of the run's own task where there is none."""
+    own = argparse.Namespace(**vars(args) | {"task": name})
+    settings = own_settings(own)
+    fill_in(own, settings)
+    params = sampling_params(own, () if settings is None else settings.rollout.stop)
+    return OneSet(name or "", own, task_settings(own, settings), params)
+
+
+def build_scored(one: OneSet) -> tuple[Task, Scorer]:
+    """Return the task of a set, and the processes that score it."""
     from jetrl.tasks import Scorer, build_task
 
-    limits = {"workers": args.workers, "timeout_s": args.timeout}
-    with typed_files_trusted(args):
-        task = build_task(own_task)
-        task_scorer = Scorer.from_settings(own_task.model_copy(update=limits))
-    with task_scorer as scorer:
-        policy = open_policy(args.model, args.plan, args.device)
-        policy.plain_text = own_task.special_tokens_as_text
-        result = evaluate_model(
-            policy,
-            task,
-            scorer,
-            params,
-            split=own_task.eval_split,
-            num_prompts=args.prompts,
-            threshold=args.threshold,
-            system_prompt=own_task.system_prompt,
-            max_turns=own_task.max_turns,
-        )
-    print(as_json(result) if args.json else as_text(result, args.samples))
-    return 0
+    limits = {"workers": one.args.workers, "timeout_s": one.args.timeout}
+    with typed_files_trusted(one.args):
+        task = build_task(one.task)
+        return task, Scorer.from_settings(one.task.model_copy(update=limits))
+
+
+def evaluated(one: OneSet, policy: Policy, task: Task, scorer: Scorer) -> Evaluation:
+    """Return the results of a policy on a set.
+
+    Args:
+        one: The set.
+        policy: The policy.
+        task: The task of the set.
+        scorer: The processes that score it.
+    """
+    from jetrl.rewards.evaluate import evaluate_model
+
+    return evaluate_model(
+        policy,
+        task,
+        scorer,
+        one.params,
+        split=one.task.eval_split,
+        num_prompts=one.args.prompts,
+        threshold=one.args.threshold,
+        system_prompt=one.task.system_prompt,
+        max_turns=one.task.max_turns,
+    )
 
 
 def own_settings(args: argparse.Namespace) -> Settings | None:
@@ -127,7 +210,7 @@ def fill_in(args: argparse.Namespace, settings: Settings | None) -> None:
         "samples": 1,
         "top_p": 1.0,
         "threshold": 1.0,
-        "max_tokens": 1024,
+        "max_tokens": usual_tokens(args.task),
         "seed": 0,
         "workers": 2,
         "timeout": 10.0,
@@ -152,6 +235,14 @@ def fill_in(args: argparse.Namespace, settings: Settings | None) -> None:
         args.temperature = None if several_greedy else settings.eval.temperature
 
 
+def usual_tokens(task: str | None) -> int:
+    """Return the tokens that a completion of a task may have where the user does not say."""
+    from jetrl.tasks.benchmarks import SOURCES, benchmark_name
+
+    known = benchmark_name(task or "")
+    return SOURCES[known].max_tokens if known else 1024
+
+
 def task_settings(args: argparse.Namespace, settings: Settings | None) -> TaskSettings:
     """Return the settings of the task that --task names, or of the run's own task.
 
@@ -159,7 +250,10 @@ def task_settings(args: argparse.Namespace, settings: Settings | None) -> TaskSe
     """
     from jetrl.settings import TaskSettings
 
-    task = TaskSettings(name=args.task) if settings is None else settings.task
+    if args.task == "gsm8k" or args.task == GSM8K:
+        task = TaskSettings(name="gsm8k", path=GSM8K)
+    else:
+        task = TaskSettings(name=args.task) if settings is None else settings.task
     changes: dict[str, Any] = {"options": {**task.options, **task_options(args.option)}}
     given = {"path": args.path, "eval_split": args.split, "system_prompt": args.system}
     changes |= {key: value for key, value in given.items() if value is not None}
@@ -228,6 +322,7 @@ def as_text(result: Evaluation, samples: int) -> str:
         ("prompts", str(num_prompts)),
         (f"mean@{samples}", f"{result.mean:.4f}"),
         *((f"pass@{k}", f"{share:.4f}") for k, share in result.pass_at_k.items()),
+        *((f"maj@{k}", f"{share:.4f}") for k, share in result.maj_at_k.items() if k > 1),
         ("response length", f"{result.response_length:.1f} tokens"),
         ("cut off", f"{100 * result.clip_ratio:.1f}%"),
     ]
@@ -244,27 +339,49 @@ def as_text(result: Evaluation, samples: int) -> str:
     return table(rows)
 
 
+def as_table(results: Mapping[str, Evaluation], samples: int) -> str:
+    """Return the results of several sets as a table, a line each, and a line of their means."""
+    from jetrl.runs.format import visible
+
+    several = samples > 1
+    head = ["", "prompts", f"mean@{samples}"]
+    head += [f"pass@{samples}", f"maj@{samples}"] if several else []
+    rows: list[list[str]] = []
+    for name, result in results.items():
+        row = [visible(name), str(len(result.samples) // samples), f"{result.mean:.4f}"]
+        if several:
+            majority = result.maj_at_k.get(samples)
+            row.append(f"{result.pass_at_k[samples]:.4f}")
+            row.append("-" if majority is None else f"{majority:.4f}")
+        cut, failures = f"{100 * result.clip_ratio:.1f}%", str(result.failures)
+        rows.append([*row, f"{result.response_length:.1f}", cut, failures])
+    mean = sum(result.mean for result in results.values()) / len(results)
+    return table([[*head, "tokens", "cut off", "not judged"], *rows, ["mean", "", f"{mean:.4f}"]])
+
+
 def as_json(result: Evaluation) -> str:
-    """Return the results, those of each task of a mixture, and every completion as JSON."""
-    names = ("mean", "pass_at_k", "response_length", "clip_ratio", "failures")
-    return json.dumps(
-        {
-            **{name: getattr(result, name) for name in names},
-            "tasks": {
-                task: {name: getattr(own, name) for name in names}
-                for task, own in result.by_task.items()
-            },
-            "samples": [
-                {
-                    "id": sample.prompt.id,
-                    "completion": sample.completion.text,
-                    "reward": sample.score.reward,
-                    "answer": sample.prompt.answer,
-                    "finish_reason": sample.completion.finish_reason,
-                    "failure": sample.failure,
-                }
-                for sample in result.samples
-            ],
+    """Return the results of a set as JSON."""
+    return json.dumps(as_object(result), ensure_ascii=False)
+
+
+def as_object(result: Evaluation) -> dict[str, Any]:
+    """Return the results, those of each task of a mixture, and every completion."""
+    names = ("mean", "pass_at_k", "maj_at_k", "response_length", "clip_ratio", "failures")
+    return {
+        **{name: getattr(result, name) for name in names},
+        "tasks": {
+            task: {name: getattr(own, name) for name in names}
+            for task, own in result.by_task.items()
         },
-        ensure_ascii=False,
-    )
+        "samples": [
+            {
+                "id": sample.prompt.id,
+                "completion": sample.completion.text,
+                "reward": sample.score.reward,
+                "answer": sample.prompt.answer,
+                "finish_reason": sample.completion.finish_reason,
+                "failure": sample.failure,
+            }
+            for sample in result.samples
+        ],
+    }

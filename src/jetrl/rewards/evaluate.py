@@ -1,9 +1,10 @@
-"""Evaluating a policy on prompts: mean@n and pass@k."""
+"""Evaluating a policy on prompts: mean@n, pass@k and maj@k."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -31,6 +32,8 @@ class Evaluation:
         failures: The number of completions that the scorer could not score.
         samples: The scored completions.
         by_task: The results of each task where several are mixed, by `Prompt.task`; otherwise {}.
+        maj_at_k: The share of groups of k completions of a prompt whose most frequent answer (the
+            first of several) solves the prompt; {} of a task whose answers cannot be compared.
     """
 
     mean: float
@@ -40,6 +43,7 @@ class Evaluation:
     failures: int
     samples: tuple[Sample, ...]
     by_task: Mapping[str, Evaluation] = field(default_factory=dict)
+    maj_at_k: Mapping[int, float] = field(default_factory=dict)
 
 
 def evaluate(
@@ -80,7 +84,7 @@ def _results(samples: Sequence[Sample], n: int, threshold: float) -> Evaluation:
     """Return the results of samples that hold n completions of each prompt in turn."""
     rewards = np.array([s.score.reward for s in samples]).reshape(-1, n)
     solved = (rewards >= threshold).sum(1)
-    ks = sorted({2**i for i in range(n.bit_length()) if 2**i <= n} | {n})
+    ks = _numbers_of_completions(n)
     return Evaluation(
         mean=float(rewards.mean()),
         pass_at_k={k: _pass_at_k(solved, n, k) for k in ks},
@@ -89,6 +93,36 @@ def _results(samples: Sequence[Sample], n: int, threshold: float) -> Evaluation:
         failures=sum(bool(s.failure) for s in samples),
         samples=tuple(samples),
     )
+
+
+def _numbers_of_completions(n: int) -> list[int]:
+    """Return the powers of two up to n, and n."""
+    return sorted({2**i for i in range(n.bit_length()) if 2**i <= n} | {n})
+
+
+def _majorities(
+    samples: Sequence[Sample], votes: Sequence[str | None], n: int, threshold: float
+) -> dict[int, float]:
+    """Return maj@k of samples that hold n completions of each prompt in turn, over groups of k.
+
+    Args:
+        samples: The scored completions.
+        votes: Each completion's answer; None where it gives none.
+        n: The number of completions of a prompt.
+        threshold: The least reward of a solution.
+    """
+    majorities = {}
+    for k in _numbers_of_completions(n):
+        solved = []
+        for prompt in range(0, len(samples), n):
+            for start in range(prompt, prompt + n - k + 1, k):
+                given = [i for i in range(start, start + k) if votes[i] is not None]
+                counts = Counter(votes[i] for i in given)
+                best = counts.most_common(1)[0][0] if counts else None
+                first = next((i for i in given if votes[i] == best), None)
+                solved.append(first is not None and samples[first].score.reward >= threshold)
+        majorities[k] = float(np.mean(solved))
+    return majorities
 
 
 def _pass_at_k(solved: np.ndarray, n: int, k: int) -> float:
@@ -124,4 +158,9 @@ def evaluate_model(
     """
     encoded = encode_prompts(policy, task, split, num_prompts, system_prompt)
     turns = turns_of(task, max_turns)
-    return evaluate(RolloutEngine(policy), scorer, encoded, params, threshold, turns, progress)
+    result = evaluate(RolloutEngine(policy), scorer, encoded, params, threshold, turns, progress)
+    votes = [task.vote(sample.prompt, sample.completion.text) for sample in result.samples]
+    if not any(vote is not None for vote in votes):
+        return result
+    majorities = _majorities(result.samples, votes, params.n, threshold)
+    return dataclasses.replace(result, maj_at_k=majorities)

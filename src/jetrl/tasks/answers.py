@@ -26,6 +26,7 @@ import re
 from collections import deque
 from dataclasses import dataclass
 from decimal import Decimal
+from fractions import Fraction
 
 from jetrl.tasks.equality import MAX_LENGTH, same_value
 from jetrl.tasks.number_text import (
@@ -109,6 +110,23 @@ def gold_answer(text: str) -> str:
     if not NUMBER.fullmatch(cleaned):
         return cleaned + "%" * percent
     return plain_number(cleaned) + "%" * percent
+
+
+def answer_key(completion: str, strict: bool = False) -> str | None:
+    """Return a completion's answer in one form for equal numbers; None where it gives none.
+
+    Args:
+        completion: The completion.
+        strict: Whether only a marked answer counts.
+    """
+    answer = final_answer(completion, strict)
+    if answer is None or not answer.text:
+        return None
+    if not NUMBER.fullmatch(answer.text):
+        return re.sub(r"\s+", "", answer.text)
+    above, _, below = answer.text.partition("/")
+    value, divisor = Decimal(above), Decimal(below or 1)
+    return str(Fraction(value) / Fraction(divisor)) if divisor else None
 
 
 def is_right(gold: str, answer: Answer) -> bool:

@@ -107,6 +107,18 @@ class Task:
         """
         return None
 
+    def vote(self, prompt: Prompt, completion: str) -> str | None:
+        """Return what a completion answers, in one form for equal answers; None where nothing.
+
+        The most frequent answer of several completions is their majority (maj@k of `jetrl eval`).
+        A task whose completions cannot be compared leaves this as it is.
+
+        Args:
+            prompt: The prompt that the completion answers.
+            completion: The text that the model wrote.
+        """
+        return None
+
     def self_test(self) -> Iterable[tuple[Prompt, str, float | None]]:
         """Return cases that are scored once at start, as (prompt, completion, expected reward).
 

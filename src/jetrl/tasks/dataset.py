@@ -14,6 +14,7 @@ from decimal import Decimal
 from typing import Any
 
 from jetrl.errors import UserError
+from jetrl.tasks.answers import answer_key
 from jetrl.tasks.base import Task
 from jetrl.tasks.checkers import get_checker
 from jetrl.tasks.messages import check_format, nearest, question_content
@@ -84,7 +85,7 @@ class Dataset(Task):
         self.test_share, self.seed = test_share, seed
         self.stop = tuple(stop)
         self._check = get_checker(checker, pattern, strict)
-        self._needs_answer = checker == "math"
+        self._needs_answer, self._strict = checker == "math", strict
         self._own_splits = splits_of(path)
         if self._own_splits:
             self.splits = tuple(self._own_splits)
@@ -108,6 +109,10 @@ class Dataset(Task):
 
     def score(self, prompt: Prompt, completion: str) -> float | Score:
         return self._check(prompt, completion)
+
+    def vote(self, prompt: Prompt, completion: str) -> str | None:
+        """Return the answer that the checker `math` would look at; None of other checkers."""
+        return answer_key(completion, self._strict) if self._needs_answer else None
 
     def demonstration(self, prompt: Prompt) -> str | None:
         worked = prompt.metadata.get(self.fields["demonstration"])

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable
 
 from jetrl.errors import UserError
-from jetrl.tasks.answers import find_number
+from jetrl.tasks.answers import answer_key, find_number
 from jetrl.tasks.base import Task
 from jetrl.tasks.checkers import check_math
 from jetrl.tasks.equality import load_math_verify
@@ -75,6 +75,9 @@ class Gsm8k(Task):
 
     def score(self, prompt: Prompt, completion: str) -> Score:
         return check_math(prompt.answer or "", completion, self.strict)
+
+    def vote(self, prompt: Prompt, completion: str) -> str | None:
+        return answer_key(completion, self.strict)
 
     def demonstration(self, prompt: Prompt) -> str | None:
         """Return the worked answer without its calculator annotations `<<48+24=72>>`."""

@@ -12,6 +12,7 @@ from typing import Any
 from jetrl.errors import UserError
 from jetrl.tasks.arithmetic import Arithmetic
 from jetrl.tasks.base import Task
+from jetrl.tasks.benchmarks import SOURCES, Benchmark, benchmark_name
 from jetrl.tasks.dataset import Dataset
 from jetrl.tasks.gsm8k import Gsm8k
 from jetrl.tasks.messages import check_options, describe_error, nearest
@@ -31,9 +32,12 @@ def get_single_task(name: str, options: dict[str, Any]) -> Task:
         raise UserError(f"task {name}: add the class, as in {name}:MyTask")
     if colon and file.endswith(".py"):
         return build(load_task_class(Path(file), class_name), name, options)
+    benchmark = benchmark_name(name)
+    if benchmark is not None and name not in BUILT_IN:
+        return build(Benchmark, name, {**options, "set": benchmark})
     if name not in BUILT_IN:
         raise UserError(
-            f"unknown task {name!r}{nearest(name, [*BUILT_IN, 'mix'])} "
+            f"unknown task {name!r}{nearest(name, [*BUILT_IN, 'mix', *SOURCES])} "
             "(also possible: reasoning_gym:NAME, file.py:Class)"
         )
     return build(BUILT_IN[name], name, options)

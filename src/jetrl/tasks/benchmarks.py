@@ -1,0 +1,207 @@
+r"""The held-out sets that people report: MATH-500, AIME, AMC, GPQA-diamond, MMLU-Pro.
+
+Each is a `Source`: a data set of the hub, with its split and columns known, and whether it asks for
+a value (judged as GSM8K's answers, answers.py) or for the letter of a choice. `task.path` may name
+a local copy instead. They have one split, `test`: none of them is for training.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jetrl.errors import UserError
+from jetrl.tasks.answers import answer_key, gold_answer
+from jetrl.tasks.base import Task
+from jetrl.tasks.checkers import check_math
+from jetrl.tasks.equality import load_math_verify
+from jetrl.tasks.messages import check_format, nearest, question_content
+from jetrl.tasks.rows import SUFFIXES, Row, check_path, read_rows
+from jetrl.types import Prompt, Score
+
+BOXED = "Please reason step by step, and put your final answer within \\boxed{}."
+LETTER = (
+    "Think step by step. End with the letter of the right choice on a line of its own, written as "
+    "\\boxed{LETTER}."
+)
+LETTERS = "ABCDEFGHIJ"
+_SAID = re.compile(r"(?i:answer)(?i:\s+is)?\s*:?\s*[*_$(\s]*([A-J])(?![\w'])")
+_BOX = re.compile(r"\\boxed\{[\s({$]*(?:\\(?:text|mathrm|textbf|mathbf)\s*\{)?[\s(]*([A-J])(?!\w)")
+
+
+@dataclass(frozen=True)
+class Source:
+    """A held-out set of the hub.
+
+    Attributes:
+        path: The data set's id on the hub.
+        split: The data set's split with the questions.
+        question: The column of the question.
+        answer: The column of the right answer: a value, or of choices the letter or the right text.
+        choices: The column of a list of choices, or the columns of the wrong ones; () for a value.
+        config: The data set's configuration; None for its only one.
+        max_tokens: Tokens of a completion that an evaluation leaves room for by default.
+    """
+
+    path: str
+    split: str
+    question: str
+    answer: str
+    choices: tuple[str, ...] = ()
+    config: str | None = None
+    max_tokens: int = 4096
+
+
+SOURCES: dict[str, Source] = {
+    "math500": Source("HuggingFaceH4/MATH-500", "test", "problem", "answer"),
+    "aime24": Source("HuggingFaceH4/aime_2024", "train", "problem", "answer", max_tokens=16384),
+    "aime25": Source("math-ai/aime25", "test", "problem", "answer", max_tokens=16384),
+    "amc": Source("AI-MO/aimo-validation-amc", "train", "problem", "answer", max_tokens=8192),
+    "gpqa_diamond": Source(
+        "Idavidrein/gpqa",
+        "train",
+        "Question",
+        "Correct Answer",
+        ("Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3"),
+        config="gpqa_diamond",
+        max_tokens=8192,
+    ),
+    "mmlu_pro": Source("TIGER-Lab/MMLU-Pro", "test", "question", "answer", ("options",)),
+}
+_OTHER_NAMES = {
+    "math-500": "math500",
+    "aime2024": "aime24",
+    "aime_2024": "aime24",
+    "aime2025": "aime25",
+    "aime_2025": "aime25",
+    "amc23": "amc",
+    "gpqa": "gpqa_diamond",
+    "mmlu-pro": "mmlu_pro",
+}
+
+
+def benchmark_name(name: str) -> str | None:
+    """Return the key of `SOURCES` that a name or a hub id means; None for none of them."""
+    lower = name.lower()
+    by_path = {source.path.lower(): key for key, source in SOURCES.items()}
+    key = _OTHER_NAMES.get(lower, by_path.get(lower, lower))
+    return key if key in SOURCES else None
+
+
+class Benchmark(Task):
+    r"""A held-out set that people report.
+
+    The reward is 1 for the right value or letter and 0 otherwise; the part `answered` is 1 where
+    the completion marks an answer.
+
+    Args:
+        set: A key of `SOURCES`.
+        path: A local copy: a folder with a file of the split, or `test.jsonl`; or one such file.
+            Default: the set's id on the hub.
+        format: "chat" gives messages for the chat template, "text" the plain question.
+        instruction: The text after the question.
+        seed: The seed of the order of choices, where the data has the right one first.
+    """
+
+    splits = ("test",)
+
+    def __init__(
+        self,
+        set: str,
+        path: str | None = None,
+        format: str = "chat",
+        instruction: str | None = None,
+        seed: int = 0,
+    ) -> None:
+        if set not in SOURCES:
+            raise UserError(f"task.options.set = {set!r}{nearest(set, list(SOURCES))}")
+        check_format(format)
+        load_math_verify()
+        self.name, self.source = set, SOURCES[set]
+        self.path = path or self.source.path
+        if path is not None:
+            check_path(path)
+        self.format, self.seed = format, seed
+        usual = LETTER if self.source.choices else BOXED
+        self.instruction = usual if instruction is None else instruction
+
+    def prompts(self, split: str) -> Iterable[Prompt]:
+        """Return the questions of the set, with the right value or letter as answer."""
+        self.check_split(split)
+        rows = read_rows(self.path, self._stored_split(), self.source.config)
+        prompts = [self._prompt(number, row, where) for number, (row, where) in enumerate(rows)]
+        if not prompts:
+            raise UserError(f"task {self.name}: no questions in {self.path}")
+        return prompts
+
+    def score(self, prompt: Prompt, completion: str) -> Score:
+        if not self.source.choices:
+            return check_math(prompt.answer or "", completion)
+        letter = chosen_letter(completion)
+        answered = float(letter is not None)
+        return Score(float(letter == prompt.answer), {"answered": answered})
+
+    def vote(self, prompt: Prompt, completion: str) -> str | None:
+        """Return the letter or value that a completion gives."""
+        return chosen_letter(completion) if self.source.choices else answer_key(completion)
+
+    def self_test(self) -> list[tuple[Prompt, str, float | None]]:
+        answer, wrong = ("B", "\\boxed{A}") if self.source.choices else ("18", "\\boxed{19}")
+        prompt = Prompt(id="self-test", text="?", answer=answer)
+        return [(prompt, f"so \\boxed{{{answer}}}", 1.0), (prompt, wrong, 0.0), (prompt, "", 0.0)]
+
+    def _stored_split(self) -> str:
+        """Return the split to read: the data set's own, or `test` of a folder that lacks that."""
+        folder = Path(self.path).expanduser()
+        stored = self.source.split
+        if folder.is_dir() and not any((folder / f"{stored}{end}").is_file() for end in SUFFIXES):
+            return "test"
+        return stored
+
+    def _prompt(self, number: int, row: Row, where: str) -> Prompt:
+        question = str(_column(row, self.source.question, where)).strip()
+        right = _column(row, self.source.answer, where)
+        answer = gold_answer(str(right))
+        if self.source.choices:
+            choices, answer = self._choices(number, row, str(right), where)
+            lines = [f"{letter}. {text}" for letter, text in zip(LETTERS, choices, strict=False)]
+            question = "\n".join([question, "", *lines])
+        content = question_content(self.format, f"{question}\n\n{self.instruction}".strip())
+        return Prompt(id=f"{self.name}-{number}", answer=answer, **content)
+
+    def _choices(self, number: int, row: Row, right: str, where: str) -> tuple[list[str], str]:
+        """Return the choices in the order of their letters, and the letter of the right one."""
+        columns = [_column(row, name, where) for name in self.source.choices]
+        if len(columns) == 1:  # a list, whose right one is named by its letter
+            choices = [str(choice) for choice in columns[0]]
+            letter = right.strip()
+        else:  # the right text and wrong ones, in an order drawn for each question
+            choices = [right.strip(), *(str(choice).strip() for choice in columns)]
+            order = list(range(len(choices)))
+            random.Random(f"{self.seed}:{number}").shuffle(order)
+            choices, letter = [choices[i] for i in order], LETTERS[order.index(0)]
+        if not 2 <= len(choices) <= len(LETTERS) or letter not in LETTERS[: len(choices)]:
+            raise UserError(
+                f"{where}: {len(choices)} choices, and {letter!r:.40} as the right one; 2 to "
+                f"{len(LETTERS)} choices and a letter of theirs are expected"
+            )
+        return choices, letter
+
+
+def chosen_letter(completion: str) -> str | None:
+    r"""Return the letter that a completion chooses: the last `\boxed{B}`, or `answer is B`."""
+    for pattern in (_BOX, _SAID):
+        letters = pattern.findall(completion)
+        if letters:
+            return str(letters[-1])
+    return None
+
+
+def _column(row: Row, name: str, where: str) -> Any:
+    if row.get(name) is None:
+        raise UserError(f"{where}: no column {name!r}{nearest(name, list(row))}")
+    return row[name]
