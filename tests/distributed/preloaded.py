@@ -4,4 +4,5 @@ import torch
 import torch.distributed  # noqa: F401
 import transformers  # noqa: F401
 
+import jetrl.distributed.shard_files
 import jetrl.session.session  # noqa: F401

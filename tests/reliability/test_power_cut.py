@@ -138,6 +138,8 @@ def parts() -> tuple[Any, Optimizer, nn.Parameter]:
     model = SimpleNamespace(
         config=Sizes(),
         plan=PrecisionPlan.preset("unified"),
+        tokenizer=None,
+        weights=SimpleNamespace(shards={}),
         master_weights=lambda: masters,
         requantize=lambda: None,
     )

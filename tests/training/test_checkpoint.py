@@ -22,6 +22,7 @@ from jetrl.training import checkpoint as module
 from jetrl.training import checkpoint_files
 from jetrl.training.checkpoint import Checkpoints
 from jetrl.training.checkpoint_files import fingerprint, is_known_by
+from jetrl.training.checkpoint_loading import model_dict
 from jetrl.training.trainer import Trainer
 
 SETTINGS = Settings.model_validate({"train": {"lr": 0.05, "weight_decay": 0.1}})
@@ -307,6 +308,7 @@ def test_a_real_write_that_fails(tmp_path):
 
         masters = {"w": nn.Parameter(torch.ones(200, 200))}
         policy = SimpleNamespace(config=Config(), plan=SimpleNamespace(to_dict=dict),
+                                 weights=SimpleNamespace(shards={}),
                                  master_weights=lambda: masters, requantize=lambda: None,
                                  tokenizer=None)
         optimizer = Optimizer(masters, Settings().train, 1)
@@ -473,7 +475,7 @@ def test_the_models_description_has_the_keys_of_earlier_checkpoints():
     sizes = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 4}
     config = {"model_type": "llama", **sizes, "num_attention_heads": 2, "rms_norm_eps": 1e-6}
     config["max_position_embeddings"] = 16
-    description = module._model_dict(SimpleNamespace(config=ModelConfig.from_hf(config)))
+    description = model_dict(SimpleNamespace(config=ModelConfig.from_hf(config)))
     assert list(description) == [
         *("family", "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads"),
         *("num_kv_heads", "head_dim", "rms_norm_eps", "rope_theta", "rope_scaling"),
@@ -481,5 +483,5 @@ def test_the_models_description_has_the_keys_of_earlier_checkpoints():
         *("eos_token_ids", "head"),
     ]
     config["model_type"] = "smollm3"
-    description = module._model_dict(SimpleNamespace(config=ModelConfig.from_hf(config)))
+    description = model_dict(SimpleNamespace(config=ModelConfig.from_hf(config)))
     assert description["layers_without_rope"] == [3]

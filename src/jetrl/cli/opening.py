@@ -6,6 +6,7 @@ import contextlib
 from pathlib import Path
 from typing import NamedTuple
 
+from jetrl.distributed.world import world
 from jetrl.errors import UserError
 from jetrl.models.hub import is_hub_name
 from jetrl.models.policy import Policy
@@ -15,8 +16,6 @@ from jetrl.session.building import choose_device, limit_threads, policy_of_maste
 from jetrl.settings.loading import load_config
 from jetrl.settings.presets import DEFAULT_PRESET
 from jetrl.training import Checkpoints
-
-MASTERS = "masters.safetensors"  # of a checkpoint
 
 
 class ModelLocation(NamedTuple):
@@ -33,7 +32,7 @@ class ModelLocation(NamedTuple):
     @property
     def is_checkpoint(self) -> bool:
         """True for a checkpoint with FP32 master weights."""
-        return (self.path / MASTERS).is_file()
+        return Checkpoints.masters(self.path) is not None
 
 
 def open_policy(
@@ -59,12 +58,16 @@ def open_policy(
     chosen = choose_device(device)
     if location.is_checkpoint:
         assert location.run is not None  # by find_model
-        Checkpoints.check(location.path)
+        world().from_first(
+            "whether the checkpoint is good", lambda: Checkpoints.check(location.path)
+        )
         settings = load_config(
             location.run / "config.toml", [f"run.device={chosen.partition(':')[0]}"]
         )
         alphabet = Checkpoints.alphabet(location.path)
-        return policy_of_masters(settings, plan, location.path / MASTERS, alphabet)
+        masters = Checkpoints.masters(location.path)
+        assert masters is not None  # by find_model
+        return policy_of_masters(settings, plan, masters, alphabet)
     policy = Policy.from_pretrained(location.path, plan, chosen)
     limit_threads(policy.config)
     return policy
@@ -78,7 +81,7 @@ def find_model(path: Path) -> ModelLocation:
     """
     if (path / "config.json").is_file():
         return ModelLocation(path, path.parent if (path.parent / "config.toml").is_file() else None)
-    if (path / MASTERS).is_file():
+    if Checkpoints.masters(path) is not None:
         run = path.resolve().parent.parent
         if not (run / "config.toml").is_file():
             raise UserError(f"{path}: a checkpoint outside of its run, whose settings it needs")
@@ -108,13 +111,14 @@ def _newest(run: Path) -> Path:
     """
     model = run / "model" / "config.json"
     checkpoints = Checkpoints(run / "checkpoints")
-    masters = [checkpoints.path(step) / MASTERS for step in checkpoints.steps()]
-    written = [file for file in (model, *masters) if file.is_file()]
+    steps = checkpoints.steps()
+    masters = [checkpoints.masters(checkpoints.path(step)) for step in steps]
+    written = [place for place in (model, *masters) if place is not None and place.exists()]
     if not written:
         raise UserError(f"{run}: this run has no model and no checkpoint yet")
     last_step = 0
     with contextlib.suppress(UserError):  # a damaged line of metrics does not hide the model
         last_step = max((line["step"] for line in RunDirectory.open(run).metrics("rl")), default=0)
-    if last_step and masters and masters[-1].is_file() and checkpoints.steps()[-1] >= last_step:
+    if last_step and masters and masters[-1] is not None and steps[-1] >= last_step:
         return masters[-1].parent
-    return max(written, key=lambda file: file.stat().st_mtime_ns).parent
+    return max(written, key=lambda place: place.stat().st_mtime_ns).parent

@@ -12,6 +12,7 @@ network between the machines of a run has to be private, as torch.distributed de
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import socket
 from collections.abc import Callable, Iterator, Mapping
@@ -43,14 +44,16 @@ class ProcessGroupWorld(World):
 
     Attributes:
         hosts: The gloo group by which the hosts speak.
+        timeout_s: How long a rank waits for the others.
     """
 
     hosts: Any = None
+    timeout_s: float = TIMEOUT_S
 
     def gather(self, what: str, value: Item) -> list[Item]:
         """Return the values of all ranks, in the order of ranks."""
         values: list[Any] = [None] * self.size
-        with self._explained(what):
+        with self.awaiting(what):
             dist.all_gather_object(values, value, group=self.hosts)
         return values
 
@@ -62,12 +65,31 @@ class ProcessGroupWorld(World):
                 told[0] = make()
             except Exception as error:
                 told[1] = error
-        with self._explained(what):
+        with self.awaiting(what):
             dist.broadcast_object_list(told, src=0, group=self.hosts)
         if told[1] is not None:
             raise told[1]
         value: Item = told[0]
         return value
+
+    def together(self, what: str, work: Callable[[], Item]) -> Item:
+        """Return what this rank makes; an error of one rank is raised by every rank."""
+        failure: Exception | None = None
+        try:
+            made = work()
+        except Exception as error:
+            failure = error
+        for rank, error_there in enumerate(self.gather(what, failure)):
+            if error_there is not None:
+                raise of_rank(error_there, rank) from None
+        return made
+
+    def channel(self) -> ProcessGroupWorld:
+        """Return the same processes, with a gloo group of their own."""
+        timeout = timedelta(seconds=self.timeout_s)
+        with self.awaiting("another group of processes"):
+            hosts = dist.new_group(backend="gloo", timeout=timeout)
+        return dataclasses.replace(self, hosts=hosts)
 
     def same(self, what: str, value: Any) -> None:
         """Check that all ranks have the same value."""
@@ -81,8 +103,8 @@ class ProcessGroupWorld(World):
             )
 
     @contextlib.contextmanager
-    def _explained(self, what: str) -> Iterator[None]:
-        """Turn an error of the process group into one that says what was waited for."""
+    def awaiting(self, what: str) -> Iterator[None]:
+        """Turn an error of the process group, in the block, into one that says what was awaited."""
         try:
             yield
         except (RuntimeError, ValueError) as error:
@@ -93,6 +115,13 @@ class ProcessGroupWorld(World):
                 f"rank {self.rank} waited for the others ({what}), and one of them is gone or did "
                 f"not answer: {line}"
             ) from None
+
+
+def of_rank(error: Exception, rank: int) -> Exception:
+    """Return the error of a rank, with the rank in its message where a file was the trouble."""
+    if not isinstance(error, OSError):
+        return error
+    return OSError(error.errno, f"{error.strerror or error} (rank {rank})", error.filename)
 
 
 @contextlib.contextmanager
@@ -155,6 +184,7 @@ def open_world(
         local_size=local_size,
         node=socket.gethostname(),
         hosts=hosts,
+        timeout_s=timeout_s,
     )
     set_world(world)
     try:

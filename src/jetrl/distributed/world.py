@@ -10,6 +10,7 @@ This module imports no torch. `process_group.py` opens the world of several proc
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -98,6 +99,32 @@ class World:
         made: list[Item] = []
         self.from_first(what, lambda: made.append(make()))
         return made[0] if made else otherwise
+
+    def together(self, what: str, work: Callable[[], Item]) -> Item:
+        """Return what this rank makes, when every rank has made its own.
+
+        An error that a rank raises is raised by every rank; of several errors, the lowest rank's.
+
+        Args:
+            what: What is made, for messages.
+            work: Makes this rank's value, which stays here.
+        """
+        return work()
+
+    def channel(self) -> World:
+        """Return the same processes, whose messages do not mix with those of this world.
+
+        Another thread speaks through it. Every rank calls this method.
+        """
+        return self
+
+    def awaiting(self, what: str) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which this rank waits for the others by other means than this class.
+
+        Args:
+            what: What is waited for, for messages about a rank that does not answer.
+        """
+        return contextlib.nullcontext()
 
     def same(self, what: str, value: Any) -> None:
         """Check that all ranks have the same value.

@@ -8,6 +8,10 @@ A checkpoint is copied to CPU memory and written by another thread while trainin
 one is being written. A run that is cut before its checkpoint is complete is resumed from the one
 before, and writes the lines since then again with the same bits, so nothing waits for the disk.
 
+In a run of several processes each rank copies and writes the rows that it owns. Every rank calls
+the methods of this module at the same points; what is on the disk is looked at by rank 0, and so is
+what parts keep but for their tensors, which is alike on all ranks.
+
     checkpoints/step_000050     after 50 RL steps; step_000000 is the end of the warm-up
     checkpoints/sft/step_000050 after 50 updates of the warm-up; removed when it has ended
                                 (of a reward model: they stay)
@@ -24,7 +28,10 @@ from typing import Any, Protocol
 
 import torch
 
-from jetrl.errors import StorageError, UserError
+from jetrl.distributed.agreement import Decision, agree
+from jetrl.distributed.shards import Shard
+from jetrl.distributed.world import world
+from jetrl.errors import RunStopped, UserError
 from jetrl.memory.cpu import available_bytes
 from jetrl.models.hf_files import sync
 from jetrl.models.model import Model
@@ -34,10 +41,14 @@ from jetrl.session.stored_states import NAMES, check_extra
 from jetrl.settings.loading import Settings
 from jetrl.training import Checkpoints, Optimizer, Trainer
 from jetrl.training.background import Background
-from jetrl.training.checkpoint import Snapshot
+from jetrl.training.checkpoint import Loaded, Snapshot
+from jetrl.training.stored_tensors import divided
 from jetrl.types import StepStats
 
 logger = logging.getLogger(__name__)
+
+_FAILED = Decision[bool]("whether the checkpoint could not be written", any)
+_FITS = Decision[bool]("whether a copy of the checkpoint fits in CPU memory", all)
 
 
 class Stateful(Protocol):
@@ -56,8 +67,11 @@ class StatefulTensors(Protocol):
     def state_tensors(self) -> Mapping[str, torch.Tensor]:
         """Return the tensors for a checkpoint, by name."""
 
+    def shard_of(self, name: str) -> Shard | None:
+        """Return how the rows of a tensor are divided among ranks, None where they are not."""
+
     def load_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Take over the tensors of a checkpoint."""
+        """Take over the tensors of a checkpoint, of those that are divided own rows."""
 
 
 class RunCheckpoints:
@@ -73,8 +87,9 @@ class RunCheckpoints:
         self._seed = settings.run.seed
         self._evaluates = settings.eval.every > 0
         keep_last, keep_best = self._settings.keep_last, self._settings.keep_best
-        self._steps = Checkpoints(run.checkpoints_dir, keep_last, keep_best)
-        self._supervised = Checkpoints(run.checkpoints_dir / "sft", keep_last)
+        self._ranks = ranks = world().channel()
+        self._steps = Checkpoints(run.checkpoints_dir, keep_last, keep_best, ranks)
+        self._supervised = Checkpoints(run.checkpoints_dir / "sft", keep_last, ranks=ranks)
         self._background = Background()
         self._good_step: int | None = None
         self._longest_write_s = 0.0
@@ -108,9 +123,16 @@ class RunCheckpoints:
         Raises:
             StorageError: This checkpoint or the one before could not be written.
         """
-        others = {name: part.state_tensors() for name, part in self._tensors.items()}
+        self._background.wait()  # before memory is taken for the next copy
+        others, shards = {}, {}
+        for name, part in self._tensors.items():
+            others[name] = part.state_tensors()
+            shards[name] = divided(others[name], part.shard_of)
         extra, score = {"metrics": dict(metrics)}, self._score(metrics)
-        self._write(self._steps, step, trainer.policy, trainer.optimizer, extra, score, others)
+        snapshot = self._steps.snapshot(
+            *(step, trainer.policy, trainer.optimizer, self._extra(extra), score, others, shards)
+        )
+        self._write(self._steps, snapshot)
 
     def save_supervised(self, update: int, model: Model, optimizer: Optimizer) -> None:
         """Write the checkpoint after a supervised update, as `save` does.
@@ -123,12 +145,24 @@ class RunCheckpoints:
         Raises:
             StorageError: This checkpoint or the one before could not be written.
         """
-        self._write(self._supervised, update, model, optimizer)
+        self._background.wait()
+        snapshot = self._supervised.snapshot(update, model, optimizer, self._extra({}))
+        self._write(self._supervised, snapshot)
 
     def masters_after(self, step: int, rl: bool) -> Path | None:
-        """Return the file with the master weights after a step or supervised update, if any."""
-        path = (self._steps if rl else self._supervised).path(step) / "masters.safetensors"
-        return path if path.is_file() else None
+        """Return where the master weights after a step or supervised update are, if anywhere.
+
+        Args:
+            step: The step, or the supervised update.
+            rl: Whether it is a step of reinforcement learning.
+
+        Returns:
+            A file, or of several ranks a folder.
+        """
+        checkpoints = self._steps if rl else self._supervised
+        return world().from_first(
+            "the saved master weights", lambda: checkpoints.masters(checkpoints.path(step))
+        )
 
     def _load_state(self, states: Mapping[str, Any]) -> None:
         """Give each part its state, where the checkpoint has one."""
@@ -147,28 +181,22 @@ class RunCheckpoints:
         means = [metrics[n] for n in metrics if n.startswith("eval/") and n.endswith("/mean")]
         return sum(means) / len(means) if means else None
 
-    def _write(
-        self,
-        checkpoints: Checkpoints,
-        step: int,
-        model: Model,
-        optimizer: Optimizer,
-        extra: Mapping[str, Any] | None = None,
-        score: float | None = None,
-        others: Mapping[str, Mapping[str, torch.Tensor]] | None = None,
-    ) -> None:
-        """Write a checkpoint in the background if its copy fits in CPU memory, else right here."""
-        self._background.wait()  # before memory is taken for the next copy
+    def _extra(self, extra: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what a checkpoint holds beside tensors, with the states of all parts."""
         states = {name: part.state() for name, part in self._states.items()}
-        extra = {**(extra or {}), "seed": self._seed, "states": states}
-        snapshot = checkpoints.snapshot(step, model, optimizer, extra, score, others)
+        return {**extra, "seed": self._seed, "states": states}
+
+    def _write(self, checkpoints: Checkpoints, snapshot: Snapshot) -> None:
+        """Write a checkpoint in the background if its copy fits in CPU memory, else right here."""
         available = available_bytes()
-        fits = available is None or snapshot.num_bytes < 0.8 * available
+        # The ranks of a machine copy about as many bytes each, into the same memory.
+        needed = snapshot.num_bytes * world().local_size
+        fits = agree(_FITS, available is None or needed < 0.8 * available)
         if self._settings.background and not fits:
             logger.warning(
                 "the checkpoint of step %d is written before training goes on: a copy of %.1f GiB "
                 "does not fit in the %.1f GiB of CPU memory that are free",
-                *(snapshot.step, snapshot.num_bytes / 2**30, (available or 0) / 2**30),
+                *(snapshot.step, needed / 2**30, (available or 0) / 2**30),
             )
         if self._settings.background and fits:
             snapshot = snapshot.copied()
@@ -187,19 +215,27 @@ class RunCheckpoints:
     def _finish(self, checkpoints: Checkpoints, snapshot: Snapshot) -> None:
         """Write a snapshot to the disk."""
         began = time.monotonic()
-        # A resume does not write the earlier lines again: they must outlive a power cut, too.
-        for path in (self._run.metrics_file, self._run.rollouts_dir, self._run.path):
-            with storing(path):
-                sync(path)
+        self._ranks.from_first("the run's lines", self._flush_lines)
         checkpoints.write(snapshot)
         self._longest_write_s = max(self._longest_write_s, time.monotonic() - began)
         if checkpoints is self._steps:
             self._good_step = snapshot.step
-            shutil.rmtree(self._supervised.directory, ignore_errors=True)
+            if self._ranks.is_first:
+                shutil.rmtree(self._supervised.directory, ignore_errors=True)
+
+    def _flush_lines(self) -> None:
+        """Put the lines of the run so far on the disk: they are not written again by a resume."""
+        for path in (self._run.metrics_file, self._run.rollouts_dir, self._run.path):
+            with storing(path):
+                sync(path)
 
     def check(self) -> None:
-        """Raise the error of the checkpoint that is being written, without waiting for its end."""
-        self._background.check()
+        """Raise the error of the checkpoint that is being written, without waiting for its end.
+
+        Where one rank has met the error already, the others wait for theirs, which is the same.
+        """
+        if agree(_FAILED, self._background.has_failed):
+            self._background.wait()
 
     def wait(self) -> None:
         """Return when the checkpoint that is being written is complete.
@@ -213,13 +249,13 @@ class RunCheckpoints:
         """Wait as `wait` does, where an error has ended the run: a second error is only logged."""
         try:
             self.wait()
-        except StorageError as failure:
+        except RunStopped as failure:
             logger.warning("%s", failure)
 
     @property
     def last_step(self) -> int | None:
         """The step of the newest checkpoint, good or damaged; None if there is none."""
-        steps = self._steps.steps()
+        steps = world().from_first("the checkpoints", self._steps.steps)
         return steps[-1] if steps else None
 
     @property
@@ -239,7 +275,8 @@ class RunCheckpoints:
     @property
     def in_supervised_updates(self) -> bool:
         """True if the run was cut in its supervised updates, after a checkpoint."""
-        return self.last_step is None and bool(self._supervised.steps())
+        steps = world().from_first("the supervised checkpoints", self._supervised.steps)
+        return self.last_step is None and bool(steps)
 
     def start_over(self) -> list[str]:
         """Forget the lines of a run without a checkpoint, which is begun from its start.
@@ -250,6 +287,11 @@ class RunCheckpoints:
         Raises:
             UserError: The run has had a checkpoint: its steps are not forgotten with that.
         """
+        world().from_first("whether the run may begin anew", self._forget_all)
+        return ["no checkpoint yet: the run begins anew"]
+
+    def _forget_all(self) -> None:
+        """Do the work of `start_over`, on rank 0."""
         every, _ = self._run.changed_settings.get("checkpoint.every", (self._settings.every, None))
         if self._run.had_checkpoint(every):
             raise UserError(
@@ -258,7 +300,6 @@ class RunCheckpoints:
                 f"anew, delete {self._run.path}"
             )
         self._run.truncate_after(-1, "sft")
-        return ["no checkpoint yet: the run begins anew"]
 
     def load(self, trainer: Trainer) -> tuple[int, list[str]]:
         """Resume from the last good checkpoint, and forget all lines after it.
@@ -284,9 +325,15 @@ class RunCheckpoints:
         self._load_state(loaded.extra["states"])
         for name, owner in self._tensors.items():
             if name in loaded.tensors:
-                owner.load_tensors(loaded.tensors[name])
+                owner.load_tensors(loaded.tensors[name].own(owner.shard_of))
         self._good_step = loaded.step
         self._steps.tidy(loaded.step)
+        world().from_first("the run's lines", lambda: self._go_back(latest.path, loaded))
+        notes = [*latest.notes, f"resumed after step {loaded.step}", *_ranks_note(loaded.ranks)]
+        return loaded.step, notes
+
+    def _go_back(self, path: Path, loaded: Loaded) -> None:
+        """Forget the lines after a checkpoint's step, and write that step's if it has none yet."""
         self._run.truncate_after(loaded.step)
         last = max((r["step"] for r in self._run.metrics("rl")), default=-1)
         metrics = loaded.extra.get("metrics")
@@ -294,8 +341,7 @@ class RunCheckpoints:
             try:
                 self._run.write_step(StepStats(loaded.step, metrics))
             except ValueError as error:
-                raise UserError(f"{latest.path}/state.json: extra.metrics: {error}") from None
-        return loaded.step, [*latest.notes, f"resumed after step {loaded.step}"]
+                raise UserError(f"{path}/state.json: extra.metrics: {error}") from None
 
     def load_supervised(self, model: Model, optimizer: Optimizer) -> tuple[int, list[str]]:
         """Resume supervised updates, as `load` does.
@@ -313,5 +359,12 @@ class RunCheckpoints:
         loaded = self._supervised.load(latest.path, model, optimizer)
         check_extra(loaded.extra, f"{latest.path}/state.json")
         self._load_state(loaded.extra["states"])
-        self._run.truncate_after(loaded.step, "sft")
-        return loaded.step, [*latest.notes, f"resumed after supervised update {loaded.step}"]
+        world().from_first("the run's lines", lambda: self._run.truncate_after(loaded.step, "sft"))
+        note = f"resumed after supervised update {loaded.step}"
+        return loaded.step, [*latest.notes, note, *_ranks_note(loaded.ranks)]
+
+
+def _ranks_note(ranks: int) -> list[str]:
+    """Return a note where a checkpoint was written by another number of processes than read."""
+    size = world().size
+    return [] if ranks == size else [f"resumed on {size} rank{'s' * (size > 1)}, was {ranks}"]

@@ -25,10 +25,10 @@ class Background:
         self._thread = threading.Thread(target=self._run, args=(job,), name=name, daemon=True)
         self._thread.start()
 
-    def check(self) -> None:
-        """Raise what the last job raised, if it has ended, without waiting for its end."""
-        if self._thread is not None and not self._thread.is_alive():
-            self.wait()
+    @property
+    def has_failed(self) -> bool:
+        """True if the last job has ended with an error, which `wait` raises."""
+        return self._error is not None
 
     def wait(self) -> None:
         """Wait for the job that runs, if one does, and raise what it raised."""

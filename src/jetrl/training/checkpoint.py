@@ -8,6 +8,11 @@
                                 characters, score, and what the loop added
         manifest.json           size and SHA-256 of each of the other files
 
+Several processes write a folder of files in place of each of these files of tensors, masters/ and
+so on, each of which has the rows that one rank owns (`distributed.shard_files`): format 3. Both
+formats are read by any number of processes. All ranks write a checkpoint or none does: rank 0 makes
+the folder, collects the checksums of all files, and writes state.json and the manifest last.
+
 A checkpoint is written into a folder whose name starts with a dot, every file is flushed to the
 disk, and the folder is then renamed: under its real name it is complete or it does not exist. Older
 ones are removed after that, never before. Nothing is pickled, so a checkpoint cannot run code.
@@ -23,7 +28,6 @@ import json
 import os
 import re
 import shutil
-import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,28 +35,30 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from jetrl.distributed.shards import Shard
+from jetrl.distributed.world import World, world
 from jetrl.errors import StorageError, UserError
-from jetrl.files import checked, read_json
-from jetrl.models.hf_files import load_tensors, sync
+from jetrl.models.hf_files import sync
 from jetrl.models.tiny_tokenizers import alphabet_of
-from jetrl.training.checkpoint_files import (
-    as_json,
-    differences,
-    fingerprint,
-    is_known_by,
-    tensor_differences,
-    write_tensors,
-    write_text,
+from jetrl.training.checkpoint_files import Fingerprint
+from jetrl.training.checkpoint_folder import (
+    FORMAT,
+    MASTERS,
+    OPTIMIZER,
+    SHARDED_FORMAT,
+    masters_of,
+    parts_of,
+    problem_of,
+    state_of,
 )
-from jetrl.training.checkpoint_schemas import MANIFEST, MOST_STATE_BYTES, STATE
+from jetrl.training.checkpoint_loading import load_into, model_dict
+from jetrl.training.checkpoint_writing import complete_folder, fingerprints, write_parts
 from jetrl.training.optimizer import Optimizer
+from jetrl.training.stored_tensors import StoredTensors, divided
 
 if TYPE_CHECKING:
     from jetrl.models.model import Model
 
-FORMAT = 2
-_MASTERS, _OPTIMIZER = "masters", "optimizer"
-_STATE, _MANIFEST = "state.json", "manifest.json"
 _NAME = re.compile(r"step_(\d{6,})")
 _WRITING, _REPLACED = ".writing-", ".replaced-"
 
@@ -64,12 +70,14 @@ class Snapshot:
     Attributes:
         step: How many steps are done.
         state: The text of state.json.
-        tensors: The tensors by file, then by name.
+        tensors: The tensors by part, then by name.
+        shards: The division of the rows of those that are divided among ranks, by part and name.
     """
 
     step: int
     state: str
     tensors: Mapping[str, Mapping[str, torch.Tensor]]
+    shards: Mapping[str, Mapping[str, Shard]]
 
     @property
     def num_bytes(self) -> int:
@@ -79,8 +87,8 @@ class Snapshot:
     def copied(self) -> Snapshot:
         """Return a copy in CPU memory, which can be written while training changes the tensors."""
         tensors = {
-            file: {name: t.to("cpu", copy=True) for name, t in named.items()}
-            for file, named in self.tensors.items()
+            part: {name: t.to("cpu", copy=True) for name, t in named.items()}
+            for part, named in self.tensors.items()
         }
         return dataclasses.replace(self, tensors=tensors)
 
@@ -104,29 +112,48 @@ class Loaded(NamedTuple):
         step: How many steps are done.
         extra: What `save` was given as `extra`, as JSON reads it back.
         tensors: The tensors of other parts of the run, by part and name.
+        ranks: How many processes wrote the checkpoint.
     """
 
     step: int
     extra: dict[str, Any]
-    tensors: dict[str, dict[str, torch.Tensor]]
+    tensors: dict[str, StoredTensors]
+    ranks: int
 
 
 class Checkpoints:
-    """The checkpoints of a run, which one process may save while others read.
+    """The checkpoints of a run, which may be saved while other programs read them.
+
+    Every rank of a run calls `save`, `snapshot`, `write`, `latest`, `load` and `tidy`. What is on
+    the disk is looked at by rank 0, and an error of one rank is raised by all.
 
     Args:
         directory: The folder of the checkpoints; the first `save` makes it.
         keep_last: How many of the newest checkpoints `save` leaves.
         keep_best: How many of the checkpoints with the highest score `save` leaves as well.
+        ranks: The processes of the run; None: those of `world()`. Where `write` runs in a thread of
+            its own, they need a channel of their own.
     """
 
-    def __init__(self, directory: str | Path, keep_last: int = 2, keep_best: int = 0) -> None:
+    def __init__(
+        self,
+        directory: str | Path,
+        keep_last: int = 2,
+        keep_best: int = 0,
+        ranks: World | None = None,
+    ) -> None:
         if keep_last < 1:
             raise ValueError(f"keep_last must be at least 1, not {keep_last}")
         self.directory = Path(directory)
         self.keep_last, self.keep_best = keep_last, keep_best
+        self._own_ranks = ranks
         # What `latest` has found to be undamaged, so that `load` need not read it twice.
         self._verified: Path | None = None
+
+    @property
+    def _ranks(self) -> World:
+        """The processes that write and read together."""
+        return self._own_ranks or world()
 
     def steps(self) -> list[int]:
         """Return the steps that have a checkpoint, good or damaged, ascending."""
@@ -141,6 +168,15 @@ class Checkpoints:
     def path(self, step: int) -> Path:
         """Return the folder of the checkpoint of a step, which need not exist."""
         return self.directory / f"step_{step:06d}"
+
+    @staticmethod
+    def masters(path: Path) -> Path | None:
+        """Return the file or folder with a checkpoint's master weights, None without any.
+
+        Args:
+            path: The folder of the checkpoint, or any folder.
+        """
+        return masters_of(path)
 
     def save(
         self,
@@ -169,6 +205,7 @@ class Checkpoints:
         extra: Mapping[str, Any],
         score: float | None = None,
         others: Mapping[str, Mapping[str, torch.Tensor]] | None = None,
+        shards: Mapping[str, Mapping[str, Shard]] | None = None,
     ) -> Snapshot:
         """Return the contents of a checkpoint, which are the run's own tensors until `copied`.
 
@@ -180,24 +217,35 @@ class Checkpoints:
                 string keys.
             score: The score of the step, for keep_best; higher is better.
             others: Tensors of other parts of the run, by part (a file name) and name.
+            shards: The division of the rows of those that are divided among ranks, likewise.
 
         Raises:
             TypeError: extra holds what JSON cannot say.
         """
+        size = self._ranks.size
         state = {
-            "format": FORMAT,
+            **({"format": FORMAT} if size == 1 else {"format": SHARDED_FORMAT, "ranks": size}),
             "step": step,
             "num_updates": optimizer.num_updates,
             "plan": policy.plan.to_dict(),
-            "model": _model_dict(policy),
+            "model": model_dict(policy),
             "alphabet": alphabet_of(policy.tokenizer),
             "score": score,
             "extra": dict(extra),
         }
         masters = {name: p.detach() for name, p in policy.master_weights().items()}
-        assert not {_MASTERS, _OPTIMIZER} & set(others or {}), "names of the policy's own files"
-        tensors = {_MASTERS: masters, _OPTIMIZER: optimizer.state_tensors(), **(others or {})}
-        return Snapshot(step, json.dumps(state, indent=1), tensors)
+        moments = optimizer.state_tensors()
+        assert not {MASTERS, OPTIMIZER} & set(others or {}), "names of the policy's own files"
+        return Snapshot(
+            step,
+            json.dumps(state, indent=1),
+            {MASTERS: masters, OPTIMIZER: moments, **(others or {})},
+            {
+                MASTERS: policy.weights.shards,
+                OPTIMIZER: divided(moments, optimizer.shard_of),
+                **(shards or {}),
+            },
+        )
 
     def write(self, snapshot: Snapshot) -> Path:
         """Write a checkpoint, then remove all but the newest and best ones, and return its folder.
@@ -212,32 +260,45 @@ class Checkpoints:
         """
         target = self.path(snapshot.step)
         writing = self.directory / f"{_WRITING}{target.name}"
+        ranks = self._ranks
         try:
-            if not self.directory.is_dir():
-                self.directory.mkdir(parents=True)
-                sync(self.directory.parent)
-            self._put_back()
-            self._clean()
-            writing.mkdir()
-            self._write_files(writing, snapshot)
-            sync(writing)
-            self._put_in_place(writing, target)
+            ranks.from_first("the folder of a checkpoint", lambda: self._begin(writing))
+            own = write_parts(writing, snapshot.tensors, snapshot.shards, ranks)
+            files = fingerprints(writing, own, ranks)
+            ranks.from_first(
+                "the end of a checkpoint",
+                lambda: self._complete(writing, target, snapshot.state, files),
+            )
         except BaseException as error:
-            shutil.rmtree(writing, ignore_errors=True)
+            if ranks.is_first:
+                shutil.rmtree(writing, ignore_errors=True)
             if isinstance(error, OSError):
-                raise StorageError(self._explain_failure(target, error)) from None
+                failed = error
+                message = ranks.from_first(
+                    "why a checkpoint failed", lambda: self._explain_failure(target, failed)
+                )
+                raise StorageError(message) from None
             raise
-        self._prune(snapshot.step, self.steps())
+        ranks.from_first(
+            "the checkpoints to keep", lambda: self._prune(snapshot.step, self.steps())
+        )
         return target
 
-    @staticmethod
-    def _write_files(folder: Path, snapshot: Snapshot) -> None:
-        """Write the files of a checkpoint, the manifest last."""
-        for name, tensors in snapshot.tensors.items():
-            write_tensors(folder / f"{name}.safetensors", tensors)
-        write_text(folder / _STATE, snapshot.state)
-        manifest = {path.name: fingerprint(path) for path in sorted(folder.iterdir())}
-        write_text(folder / _MANIFEST, json.dumps(manifest, indent=1))
+    def _begin(self, writing: Path) -> None:
+        """Make the folder that a checkpoint is written into."""
+        if not self.directory.is_dir():
+            self.directory.mkdir(parents=True)
+            sync(self.directory.parent)
+        self._put_back()
+        self._clean()
+        writing.mkdir()
+
+    def _complete(
+        self, writing: Path, target: Path, state: str, files: Mapping[str, Fingerprint]
+    ) -> None:
+        """Complete the folder that a checkpoint is written into, and give it its real name."""
+        complete_folder(writing, state, files)
+        self._put_in_place(writing, target)
 
     def latest(self) -> Latest:
         """Return the newest good checkpoint, after comparing every file with its checksum.
@@ -246,14 +307,19 @@ class Checkpoints:
             UserError: No checkpoint is good; says how each is damaged. Or the newest good one is of
                 another format: an older one is not taken in its place.
         """
+        latest = self._ranks.from_first("the newest checkpoint", self._latest)
+        self._verified = latest.path
+        return latest
+
+    def _latest(self) -> Latest:
+        """Do the work of `latest`, on rank 0."""
         self._put_back()
         notes: list[str] = []
         for step in reversed(self.steps()):
             path = self.path(step)
-            problem = self._problem(path)
+            problem = problem_of(path)
             if problem is None:
-                self._state(path)
-                self._verified = path
+                state_of(path)
                 return Latest(path, notes)
             notes.append(f"checkpoint {path} is damaged ({problem}) and was skipped")
         if notes:
@@ -275,33 +341,19 @@ class Checkpoints:
             UserError: The checkpoint is damaged, or its precision plan, model or tensors are not
                 this run's: each difference is named. Nothing was changed then.
         """
-        path = Path(path)
+        path, ranks = Path(path), self._ranks
         if path != self._verified:
-            self.check(path)
+            ranks.from_first("whether a checkpoint is good", lambda: self.check(path))
         self._verified = None
-        state = self._state(path)
-        problems = [
-            *differences("precision plan", state["plan"], as_json(policy.plan.to_dict())),
-            *differences("model", state["model"], _model_dict(policy)),
-        ]
-        masters = policy.master_weights()
-        # The manifest's files alone: nothing beside them was compared with a checksum.
-        names = map(Path, self._manifest(path))
-        files = {name.stem: path / name for name in names if name.suffix == ".safetensors"}
-        tensors = load_tensors(files.pop(_MASTERS))
-        problems += tensor_differences(tensors, masters)
-        if problems:
-            raise UserError(
-                f"checkpoint {path} does not fit this run: {'; '.join(problems)}. Resume with "
-                "the settings it was made with"
-            )
-        optimizer.load_state(load_tensors(files.pop(_OPTIMIZER)), state["num_updates"])
-        with torch.no_grad():
-            for name, master in masters.items():
-                master.copy_(tensors[name])
+        state, parts = ranks.from_first(
+            "the contents of a checkpoint", lambda: (state_of(path), parts_of(path))
+        )
+        others = ranks.together(
+            "the tensors of a checkpoint",
+            lambda: load_into(policy, optimizer, path, state, parts),
+        )
         policy.requantize()
-        others = {name: load_tensors(file) for name, file in files.items()}
-        return Loaded(state["step"], state["extra"], others)
+        return Loaded(state["step"], state["extra"], others, state.get("ranks", 1))
 
     @classmethod
     def check(cls, path: Path) -> None:
@@ -310,10 +362,10 @@ class Checkpoints:
         Raises:
             UserError: The checkpoint is damaged, or of another format; the message says how.
         """
-        problem = cls._problem(path)
+        problem = problem_of(path)
         if problem is not None:
             raise UserError(f"checkpoint {path} is damaged: {problem}; use another one")
-        cls._state(path)
+        state_of(path)
 
     @classmethod
     def alphabet(cls, path: Path) -> str | None:
@@ -323,78 +375,8 @@ class Checkpoints:
             None where the tokenizer is another one, or the checkpoint of a version that did not
             store the alphabet.
         """
-        alphabet: str | None = cls._state(path).get("alphabet")
+        alphabet: str | None = state_of(path).get("alphabet")
         return alphabet
-
-    @classmethod
-    def _problem(cls, path: Path) -> str | None:
-        """Return how a checkpoint is damaged, None if it is not."""
-        try:
-            manifest = cls._manifest(path)
-            for name, expected in manifest.items():
-                found = (path / name).stat()
-                if not stat.S_ISREG(found.st_mode):
-                    return f"{name} is not a regular file"
-                if found.st_size != expected["bytes"]:
-                    return f"{name} has {found.st_size} bytes instead of {expected['bytes']}"
-            for name in sorted(manifest):
-                if not is_known_by(path / name, manifest[name]):
-                    return f"{name} does not match its checksum"
-            cls._any_state(path)
-        except OSError as error:
-            return f"{Path(error.filename or path).name}: {error.strerror or error}"
-        except UserError as error:
-            return str(error)
-        return None
-
-    @staticmethod
-    def _manifest(path: Path) -> dict[str, dict[str, Any]]:
-        """Return the fingerprints of a checkpoint's files by their names.
-
-        Raises:
-            FileNotFoundError: There is no manifest.
-            UserError: The file is not a manifest, or leaves out a file of every checkpoint.
-        """
-        try:
-            manifest: dict[str, dict[str, Any]] = read_json(path / _MANIFEST)
-            checked(MANIFEST, manifest, str(path / _MANIFEST))
-        except UserError as error:
-            raise UserError(f"{_MANIFEST} is not a checkpoint's manifest ({error})") from None
-        for name in (f"{_MASTERS}.safetensors", f"{_OPTIMIZER}.safetensors", _STATE):
-            if name not in manifest:
-                raise UserError(f"{_MANIFEST} is not a checkpoint's manifest (it lacks {name})")
-        return manifest
-
-    @staticmethod
-    def _any_state(path: Path) -> dict[str, Any]:
-        """Return the contents of state.json, checked where its format is this version's.
-
-        Raises:
-            FileNotFoundError: There is no state.json.
-            UserError: The file is not a checkpoint's state.
-        """
-        state: Any = read_json(path / _STATE, MOST_STATE_BYTES)
-        version = state.get("format") if isinstance(state, dict) else None
-        if type(version) is int and version != FORMAT:
-            return {"format": version}
-        checked(STATE, state, str(path / _STATE))
-        return dict(state)
-
-    @classmethod
-    def _state(cls, path: Path) -> dict[str, Any]:
-        """Return the contents of state.json of an undamaged checkpoint.
-
-        Raises:
-            UserError: The checkpoint has another format.
-        """
-        state = cls._any_state(path)
-        if state["format"] != FORMAT:
-            raise UserError(
-                f"checkpoint {path} has format {state['format']}, and this version of jetrl reads "
-                f"format {FORMAT}: go on with the version that wrote it (log.txt of the run names "
-                "it), or start a new run from an exported model"
-            )
-        return state
 
     def _put_in_place(self, writing: Path, target: Path) -> None:
         """Give a complete checkpoint its real name; one that has that name goes only afterwards."""
@@ -428,6 +410,10 @@ class Checkpoints:
 
     def tidy(self, step: int) -> None:
         """Remove what a crash kept `write` from removing, up to the step that is resumed from."""
+        self._ranks.from_first("the checkpoints to keep", lambda: self._tidy(step))
+
+    def _tidy(self, step: int) -> None:
+        """Do the work of `tidy`, on rank 0."""
         self._clean()
         self._prune(step, [s for s in self.steps() if s <= step])
 
@@ -445,7 +431,7 @@ class Checkpoints:
         if not self.keep_best:
             return None
         try:
-            score = self._state(self.path(step))["score"]
+            score = state_of(self.path(step))["score"]
         except (OSError, UserError):
             return None
         return None if score is None else float(score)
@@ -463,12 +449,3 @@ class Checkpoints:
             f"checkpoint {target} could not be written: {reason} ({free}). Nothing of it was left, "
             f"earlier checkpoints are unchanged; {good}. Free some space and go on with --resume"
         )
-
-
-def _model_dict(policy: Model) -> dict[str, Any]:
-    """Return the configuration of a model as a checkpoint keeps it."""
-    config = dataclasses.asdict(policy.config)
-    config.pop("raw", None)  # the source's config.json; what matters of it is in the other fields
-    if not config.get("layers_without_rope"):  # checkpoints of earlier versions have no such key
-        config.pop("layers_without_rope", None)
-    return as_json(config)

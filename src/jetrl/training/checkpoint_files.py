@@ -14,6 +14,10 @@ from typing import IO, Any
 
 import torch
 
+from jetrl.training.stored_tensors import Layout
+
+Fingerprint = dict[str, Any]
+
 # By safetensors' format (huggingface.co/docs/safetensors): the names of what a checkpoint holds.
 _DTYPES = {
     torch.float32: "F32",
@@ -94,7 +98,7 @@ def write_text(path: Path, text: str) -> None:
         _flush(file)
 
 
-def fingerprint(path: Path) -> dict[str, Any]:
+def fingerprint(path: Path) -> Fingerprint:
     """Return the fingerprint of a file, by which a manifest knows it.
 
     Returns:
@@ -164,14 +168,12 @@ def differences(what: str, saved: Mapping[str, Any], current: Mapping[str, Any])
     ]
 
 
-def tensor_differences(
-    tensors: Mapping[str, torch.Tensor], masters: Mapping[str, torch.Tensor]
-) -> list[str]:
+def tensor_differences(tensors: Mapping[str, Layout], masters: Mapping[str, Layout]) -> list[str]:
     """Return one sentence for each tensor that is missing, too many, or of another shape or type.
 
     Args:
-        tensors: The tensors of the checkpoint, by name.
-        masters: The master weights of this run, by name.
+        tensors: The dtypes and shapes of the checkpoint's tensors, by name.
+        masters: Those of the whole master weights of this run, by name.
     """
     return [
         *(f"the checkpoint lacks {name}" for name in masters if name not in tensors),

@@ -10,8 +10,9 @@ from jetrl.files import Count, Step, Stored
 
 MOST_STATE_BYTES = 2**30  # of state.json: partial rollouts keep a token in some 40 bytes
 
-FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.\-]*$", max_length=255)]
-"""The name of a file beside the manifest, in no other folder and not hidden."""
+_PLAIN = r"[A-Za-z0-9_][A-Za-z0-9_.\-]*"
+FileName = Annotated[str, Field(pattern=rf"^({_PLAIN}/)?{_PLAIN}$", max_length=255)]
+"""The name of a file beside the manifest, or in a folder beside it, none of them hidden."""
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
@@ -48,6 +49,7 @@ class State(Stored):
         extra: JSON values of the run (`session.stored_states`).
         alphabet: The characters of a tokenizer of single characters; None for other tokenizers, and
             of checkpoints that were written before it was stored.
+        ranks: How many processes wrote the checkpoint.
     """
 
     format: Count
@@ -58,6 +60,7 @@ class State(Stored):
     score: float | None
     extra: dict[str, Any]
     alphabet: str | None = None
+    ranks: Annotated[int, Field(ge=1, lt=2**31)] = 1
 
 
 MANIFEST = TypeAdapter(dict[FileName, Fingerprint])

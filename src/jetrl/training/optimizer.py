@@ -178,6 +178,18 @@ class Optimizer:
                     tensors[f"{key}.{name}"] = state[key]
         return tensors
 
+    def shard_of(self, name: str) -> Shard | None:
+        """Return how the rows of a moment are divided among ranks.
+
+        Args:
+            name: A name as of `state_tensors`.
+
+        Returns:
+            None of a tensor that every rank has whole.
+        """
+        key, _, master = name.partition(".")
+        return None if key == "step" else self.shards.get(master)
+
     def load_state(self, tensors: Mapping[str, torch.Tensor], num_updates: int) -> None:
         """Take over what `state_tensors` returned, bit for bit, and the number of updates so far.
 

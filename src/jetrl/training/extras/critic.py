@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
+from jetrl.distributed.shards import Shard
 from jetrl.errors import UserError
 from jetrl.models.scalar_model import ScalarModel
 from jetrl.settings.loading import Settings
@@ -109,6 +110,20 @@ class Critic:
         moments = {f"adamw.{n}": t for n, t in self.optimizer.state_tensors().items()}
         return masters | moments | {"updates": torch.tensor(self.optimizer.num_updates)}
 
+    def shard_of(self, name: str) -> Shard | None:
+        """Return how the rows of a tensor of `state_tensors` are divided among ranks.
+
+        Args:
+            name: The name of the tensor.
+
+        Returns:
+            None of a tensor that every rank has whole.
+        """
+        kind, _, own_name = name.partition(".")
+        if kind == "master":
+            return self.optimizer.shards.get(own_name)
+        return self.optimizer.shard_of(own_name)
+
     def load_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Take over what `state_tensors` returned, bit for bit.
 
@@ -116,13 +131,13 @@ class Critic:
             UserError: The tensors are those of another model; nothing was changed then.
         """
         masters = self.model.master_weights()
-        saved = {n.removeprefix("master."): t for n, t in tensors.items() if n.startswith("master")}
+        saved = {n.removeprefix("master."): tensors[n] for n in tensors if n.startswith("master")}
         if {n: t.shape for n, t in saved.items()} != {n: p.shape for n, p in masters.items()}:
             raise UserError(
                 "the checkpoint's critic is of another model: resume with the settings "
                 "it was made with"
             )
-        moments = {n.removeprefix("adamw."): t for n, t in tensors.items() if n.startswith("adamw")}
+        moments = {n.removeprefix("adamw."): tensors[n] for n in tensors if n.startswith("adamw")}
         updates = tensors.get("updates", torch.tensor(-1))
         if updates.numel() != 1 or updates.is_floating_point() or int(updates) < 0:
             raise UserError(

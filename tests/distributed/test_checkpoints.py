@@ -1,0 +1,347 @@
+"""Checkpoints of several ranks: written by all or none, read by any number with the same bits."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from tests.distributed.ranks import run_ranks
+from tests.distributed.tiny_policy import digest, make_policy, update
+
+from jetrl.distributed.world import world
+from jetrl.errors import StorageError, UserError
+from jetrl.session.checkpoints import RunCheckpoints
+from jetrl.settings.loading import Settings
+from jetrl.training import Checkpoints
+from jetrl.training.checkpoint_files import fingerprint
+from jetrl.training.stored_tensors import StoredTensors
+
+SETTINGS = Settings.model_validate({"checkpoint": {"keep_last": 9}})
+KEYS = ("masters", "optimizer")
+
+
+class Part:
+    """A part of a run with a tensor that is divided as the embedding is, and one that is not."""
+
+    def __init__(self, policy: Any) -> None:
+        self._shard = policy.weights.shards.get("embed.weight")
+        whole = torch.arange(300 * 2, dtype=torch.int16).view(300, 2)
+        self.tensors = {
+            "own": whole if self._shard is None else whole[self._shard.own_rows].clone(),
+            "count": torch.tensor(7),
+        }
+
+    def state_tensors(self) -> dict[str, torch.Tensor]:
+        return self.tensors
+
+    def shard_of(self, name: str) -> Any:
+        return self._shard if name == "own" else None
+
+    def load_tensors(self, tensors: Any) -> None:
+        assert tensors.keys() == self.tensors.keys()
+        assert all(torch.equal(tensors[name], self.tensors[name]) for name in tensors)
+        self.tensors = {}
+
+
+def fake_run(folder: Path) -> Any:
+    """Return as much of a run directory as checkpoints ask for."""
+    return SimpleNamespace(
+        path=folder,
+        metrics_file=folder / "metrics.jsonl",
+        rollouts_dir=folder / "rollouts",
+        checkpoints_dir=folder / "checkpoints",
+        changed_settings={},
+        truncate_after=lambda step: None,
+        metrics=lambda phase: [{"step": 99}],
+    )
+
+
+def resumed(folder: Path) -> tuple[RunCheckpoints, Any, Any, tuple[int, list[str]]]:
+    """Return what loads the last checkpoint of a run: policy, optimizer, step and notes."""
+    policy, optimizer = make_policy(seed=5)
+    checkpoints, part = RunCheckpoints(fake_run(folder), SETTINGS), Part(policy)
+    checkpoints.register_tensors("critic", part)
+    trainer = SimpleNamespace(policy=policy, optimizer=optimizer)
+    found = checkpoints.load(trainer)
+    assert not part.tensors, "the part's tensors were not loaded"
+    return checkpoints, policy, optimizer, found
+
+
+def begin(folder: Path) -> str:
+    """Save a run after its first update, in the background; return the digest."""
+    policy, optimizer = make_policy(seed=1)
+    update(policy, optimizer)
+    checkpoints = RunCheckpoints(fake_run(folder), SETTINGS)
+    checkpoints.register_tensors("critic", Part(policy))
+    trainer = SimpleNamespace(policy=policy, optimizer=optimizer)
+    saved = digest(policy, optimizer)
+    checkpoints.save(1, trainer, {"reward/mean": 0.5})
+    update(policy, optimizer)  # while the first checkpoint is written
+    checkpoints.wait()
+    return saved
+
+
+def go_on(folder: Path) -> tuple[str, str, int, list[str]]:
+    """Resume a run, make an update and save it; return both digests, the step and the notes."""
+    checkpoints, policy, optimizer, (step, notes) = resumed(folder)
+    loaded = digest(policy, optimizer)
+    update(policy, optimizer)
+    checkpoints.register_tensors("again", Part(policy))
+    checkpoints._tensors["critic"] = checkpoints._tensors.pop("again")
+    trainer = SimpleNamespace(policy=policy, optimizer=optimizer)
+    checkpoints.save(step + 1, trainer, {"reward/mean": 0.5})
+    checkpoints.wait()
+    return loaded, digest(policy, optimizer), step, notes
+
+
+def run_folder(path: Path) -> Path:
+    (path / "rollouts").mkdir(parents=True)
+    (path / "metrics.jsonl").touch()
+    return path
+
+
+def files_of(path: Path) -> list[str]:
+    return sorted(p.relative_to(path).as_posix() for p in path.rglob("*") if p.is_file())
+
+
+def same_bytes(one: Path, other: Path) -> None:
+    assert files_of(one) == files_of(other)
+    for name in files_of(one):
+        assert (one / name).read_bytes() == (other / name).read_bytes(), name
+
+
+def test_a_run_goes_on_at_any_number_of_ranks_with_the_same_bits(tmp_path: Path) -> None:
+    """4 ranks, 2, 1 and 3: as one process, whose own checkpoints stay as they were."""
+    alone, folder = run_folder(tmp_path / "alone"), run_folder(tmp_path / "ranks")
+    after = [begin(alone)]
+    for _ in range(3):
+        after.append(go_on(alone)[1])
+
+    assert run_ranks(4, begin, folder) == [after[0]] * 4
+    first = folder / "checkpoints" / "step_000001"
+    state = json.loads((first / "state.json").read_text())
+    assert (state["format"], state["ranks"]) == (3, 4)
+    assert {name.split("/")[0] for name in files_of(first)} == {
+        *("critic", "manifest.json", "masters", "optimizer", "state.json")
+    }
+    told = ["resumed after step 1", "resumed on 2 ranks, was 4"]
+    assert run_ranks(2, go_on, folder) == [(*after[:2], 1, told)] * 2
+    told = ["resumed after step 2", "resumed on 1 rank, was 2"]
+    assert go_on(folder) == (*after[1:3], 2, told)
+    # One process writes what it always wrote, byte for byte.
+    steps = [run / "checkpoints" / "step_000003" for run in (alone, folder)]
+    same_bytes(*steps)
+    told = ["resumed after step 3", "resumed on 3 ranks, was 1"]
+    assert run_ranks(3, go_on, folder) == [(*after[2:4], 3, told)] * 3
+    for part in ("masters", "optimizer", "critic"):
+        whole = load_file(alone / "checkpoints" / "step_000004" / f"{part}.safetensors")
+        stored = StoredTensors(folder / "checkpoints" / "step_000004" / part)
+        assert stored.keys() == whole.keys()
+        assert all(torch.equal(stored[name], whole[name]) for name in whole)
+
+
+def test_a_reader_of_safetensors_understands_a_rank_s_file(tmp_path: Path) -> None:
+    run_ranks(2, begin, run_folder(tmp_path / "run"))
+    whole: dict[str, torch.Tensor] = {}
+    for file in sorted((tmp_path / "run/checkpoints/step_000001/masters").iterdir()):
+        with safe_open(file, "pt") as handle:
+            places = json.loads(handle.metadata()["DCP_SHARDING_INFO"])
+            for name in handle.keys():  # noqa: SIM118
+                rows = handle.get_tensor(name)
+                first = places[name]["saved_offsets"][0]
+                assert first == len(whole.get(name, ())), f"{name} begins where rank 0's rows end"
+                whole[name] = torch.cat([whole[name], rows]) if name in whole else rows
+    policy, optimizer = make_policy(seed=1)
+    update(policy, optimizer)
+    assert whole.keys() == policy.master_weights().keys()
+    assert all(torch.equal(p, whole[name]) for name, p in policy.master_weights().items())
+
+
+# A rank that cannot write
+
+
+def fails_on(rank: int, target: str, nth: int = 1) -> Any:
+    """Return a context in which the nth call of a function fails on one rank: a full disk."""
+    calls = []
+
+    def full_disk(*arguments: Any, **words: Any) -> Any:
+        calls.append(1)
+        if len(calls) == nth:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return original(*arguments, **words)
+
+    patch = mock.patch(target, full_disk)
+    original = patch.get_original()[0]
+    return patch if world().rank == rank else mock.MagicMock()
+
+
+POINTS: list[tuple[int, str, int]] = [
+    (1, "torch.distributed.checkpoint.filesystem.os.fsync", 2),  # of its second part
+    (2, "jetrl.training.checkpoint_writing.fingerprint", 1),
+    (0, "jetrl.distributed.shard_files.HuggingFaceStorageWriter.write_data", 1),
+    (0, "jetrl.training.checkpoint_writing.write_text", 2),  # of the manifest
+    (0, "jetrl.session.checkpoints.sync", 1),  # of the run's lines
+]
+
+
+def check_forever(checkpoints: RunCheckpoints) -> None:
+    """Train on, as it were, until all ranks know that one of the ranks has failed."""
+    while True:
+        checkpoints.check()
+
+
+def fail_everywhere(folder: Path) -> list[str]:
+    """Save a run after two updates; a rank fails at each of the points, in the second one."""
+    policy, optimizer = make_policy(seed=1)
+    checkpoints = RunCheckpoints(fake_run(folder), SETTINGS)
+    trainer = SimpleNamespace(policy=policy, optimizer=optimizer)
+    checkpoints.save(1, trainer, {})
+    checkpoints.wait()
+    update(policy, optimizer)
+    messages = []
+    for rank, target, nth in POINTS:
+        with fails_on(rank, target, nth):
+            checkpoints.save(2, trainer, {})
+            with pytest.raises(StorageError) as caught:
+                check_forever(checkpoints)
+        messages.append(str(caught.value))
+        checkpoints.wait()
+        assert checkpoints.good_step == 1
+        world().barrier("all have failed")
+        assert sorted(p.name for p in (folder / "checkpoints").iterdir()) == ["step_000001"]
+        world().barrier("all have looked")
+    checkpoints.save(2, trainer, {})
+    checkpoints.wait()
+    return messages
+
+
+def test_a_full_disk_of_one_rank_leaves_the_earlier_checkpoint_and_stops_all(
+    tmp_path: Path,
+) -> None:
+    folder = run_folder(tmp_path)
+    messages = run_ranks(3, fail_everywhere, folder)
+    assert messages[0] == messages[1] == messages[2]
+    for (rank, _, _), message in zip(POINTS[:3], messages[0], strict=False):
+        assert f"No space left on device (rank {rank})" in message
+        assert "step_000002 could not be written" in message
+        assert "the last one before it is" in message
+    assert all("No space left on device" in message for message in messages[0])
+    assert Checkpoints(folder / "checkpoints").latest().path.name == "step_000002"
+
+
+# Damage
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of two ranks."""
+    folder = run_folder(tmp_path_factory.mktemp("written"))
+    run_ranks(2, begin, folder)
+    return folder / "checkpoints" / "step_000001"
+
+
+SHARD = "shard-00002-model-00001-of-00001.safetensors"
+
+
+def forge(path: Path) -> None:
+    """Write the manifest of a checkpoint's files anew, with right checksums."""
+    files = [path / name for name in files_of(path) if name != "manifest.json"]
+    manifest = {f.relative_to(path).as_posix(): fingerprint(f) for f in files}
+    (path / "manifest.json").write_text(json.dumps(manifest))
+
+
+def rewrite(file: Path, metadata: dict[str, str] | None) -> None:
+    """Write a rank's file with other metadata, under a right checksum."""
+    tensors = load_file(file)
+    save_file(tensors, file, metadata=metadata)
+    forge(file.parents[1])
+
+
+def truncate(file: Path) -> None:
+    os.truncate(file, file.stat().st_size - 1)
+
+
+def flip(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+
+
+def lose(file: Path) -> None:
+    file.with_name(SHARD.replace("00002", "00001")).unlink()
+    forge(file.parents[1])
+
+
+def twice(file: Path) -> None:
+    shutil.copy(file, file.with_name("shard-00003.safetensors"))
+    forge(file.parents[1])
+
+
+DAMAGE: list[Any] = [
+    pytest.param(truncate, r"masters/shard-00002\S* has \d+ bytes instead of", id="truncated"),
+    pytest.param(flip, r"masters/shard-00002\S* does not match its checksum", id="flipped"),
+    pytest.param(Path.unlink, r"shard-00002\S*: No such file", id="missing"),
+    pytest.param(
+        lambda f: shutil.copy(f, f.with_name("other.safetensors")),
+        r"masters/other.safetensors is not a file of this checkpoint",
+        id="foreign",
+    ),
+    pytest.param(lose, r"masters: .* every row of \S+ once", id="rows-missing"),
+    pytest.param(twice, r"masters: .* every row of \S+ once", id="rows-twice"),
+    pytest.param(lambda f: rewrite(f, None), r"shard-00002\S*: no rank's file", id="no-places"),
+    pytest.param(
+        lambda f: rewrite(f, {"DCP_SHARDING_INFO": '{"embed.weight": {"saved_offsets": [-1]}}'}),
+        r"shard-00002\S*: DCP_SHARDING_INFO: embed.weight.saved_offsets.0 = -1",
+        id="negative-place",
+    ),
+    pytest.param(
+        lambda f: rewrite(f, {"DCP_SHARDING_INFO": "{}"}),
+        r"shard-00002\S*: DCP_SHARDING_INFO does not say where",
+        id="places-missing",
+    ),
+    pytest.param(
+        lambda f: rewrite(f, {"DCP_SHARDING_INFO": "[" * 9000}),
+        r"shard-00002\S*: missing or not a safetensors file",
+        id="deep-places",
+    ),
+    pytest.param(
+        lambda f: (f.write_bytes(b"no"), forge(f.parents[1])),
+        r"shard-00002\S*: missing or not a safetensors file",
+        id="no-safetensors",
+    ),
+]
+
+
+@pytest.mark.parametrize("damage, message", DAMAGE)
+def test_damage_is_named_by_file(
+    written: Path, tmp_path: Path, damage: Callable[[Path], Any], message: str
+) -> None:
+    path = tmp_path / written.name
+    shutil.copytree(written, path)
+    damage(path / "masters" / SHARD)
+    policy, optimizer = make_policy(seed=5)
+    before = digest(policy, optimizer)
+    with pytest.raises(UserError, match=message):
+        Checkpoints(tmp_path).load(path, policy, optimizer)
+    assert digest(policy, optimizer) == before
+
+
+def test_an_optimizer_without_states_after_updates_is_damage(written: Path, tmp_path: Path) -> None:
+    path = tmp_path / written.name
+    shutil.copytree(written, path)
+    shutil.rmtree(path / "optimizer")
+    forge(path)
+    policy, optimizer = make_policy(seed=5)
+    with pytest.raises(UserError, match="made 1 updates, and has no optimizer state"):
+        Checkpoints(tmp_path).load(path, policy, optimizer)

@@ -1,0 +1,74 @@
+"""A tiny policy whose matrices are divided among ranks, and its optimizer after an update."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+
+from jetrl.distributed.collectives import whole_tensor
+from jetrl.distributed.shards import Shard
+from jetrl.models.policy import Policy
+from jetrl.precision import PrecisionPlan
+from jetrl.settings.loading import Settings
+from jetrl.training import Optimizer
+
+CONFIG: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 300,  # two whole blocks of rows, and a ragged one
+    "hidden_size": 128,  # one block: of several ranks one owns it, the others no row
+    "intermediate_size": 384,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 2048,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+}
+
+
+def make_policy(seed: int, states: str = "compact") -> tuple[Policy, Optimizer]:
+    """Return a policy of random weights and an optimizer without moments."""
+    policy = Policy.from_config(CONFIG, PrecisionPlan.preset("unified"), seed=seed)
+    settings = Settings.model_validate({"train": {"lr": 1e-3, "optimizer_states": states}})
+    return policy, Optimizer(
+        policy.master_weights(), settings.train, total_updates=9, shards=policy.weights.shards
+    )
+
+
+def update(policy: Policy, optimizer: Optimizer) -> None:
+    """Make an update by gradients that do not depend on the number of ranks."""
+    g = torch.Generator().manual_seed(optimizer.num_updates)
+    for name, master in policy.master_weights().items():
+        shard = policy.weights.shards.get(name)
+        rows = len(master) if shard is None else shard.num_rows
+        whole = torch.randn((rows, *master.shape[1:]), generator=g)
+        master.grad = whole if shard is None else whole[shard.own_rows].clone()
+    optimizer.apply(torch.tensor(1.0))
+    policy.requantize()
+
+
+def digest(policy: Policy, optimizer: Optimizer) -> str:
+    """Return a digest of master weights, moments and quantized weights, alike on all ranks."""
+    found = hashlib.sha256(str(optimizer.num_updates).encode())
+    states = optimizer.state_tensors()
+    tensors = {
+        **policy.whole_masters(),
+        **{name: _whole(states[name], optimizer.shard_of(name)) for name in sorted(states)},
+        **policy.weight_scales(),
+    }
+    for weight in policy.weights._quantized.values():
+        tensors |= {f"{weight.name} {i}": t for i, t in enumerate(weight.tensors())}
+    for name, tensor in tensors.items():
+        found.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        found.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+def _whole(tensor: torch.Tensor, shard: Shard | None) -> torch.Tensor:
+    return tensor if shard is None else whole_tensor(tensor, shard)
