@@ -43,6 +43,19 @@ def gather_rows(tensor: Tensor, counts: Sequence[int]) -> None:
                 dist.broadcast(piece, src=rank)
 
 
+def whole_tensor(own: Tensor, shard: Shard) -> Tensor:
+    """Return a whole tensor [N, ...] on every rank, of which each has its own rows.
+
+    Args:
+        own: The rows that this rank owns, contiguous.
+        shard: How the rows are divided.
+    """
+    whole = own.new_empty((shard.num_rows, *own.shape[1:]))
+    whole[shard.own_rows] = own
+    gather_rows(whole, shard.counts())
+    return whole
+
+
 def exchange_rows(product: Tensor | None, shard: Shard, received: Tensor) -> dist.Work | None:
     """Send the rows of a product to the ranks that own them, and receive own rows of theirs.
 

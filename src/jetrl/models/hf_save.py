@@ -5,6 +5,10 @@ moved there at the end. FP8 directories hold the weights of the decoder layers' 
 float8_e4m3fn with one float32 scale for each 128 x 128 block (`weight_scale_inv`, the factor a code
 is multiplied by: what our quantizer stores as `scales`), all else in BF16, and say so in
 config.json.
+
+In a run of several processes rank 0 writes. Tensors are gathered and rounded one after the other,
+so that one whole tensor at a time is on a GPU; rank 0 holds a file's in CPU memory. An error of
+rank 0 is raised by all ranks.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Collection, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,6 +29,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from jetrl.distributed.world import world
 from jetrl.errors import StorageError, UserError
 from jetrl.models.families import ModelConfig
 from jetrl.models.hf_files import sync
@@ -47,7 +53,7 @@ def save_model(
     scales: Literal["fp32", "pow2"] = "fp32",
     overwrite: bool = False,
 ) -> None:
-    """Write a model directory.
+    """Write a model directory; every rank of a run calls this function, and rank 0 writes.
 
     The directory has config.json, safetensors (with an index when there is more than one), the
     tokenizer with its chat template, and generation_config.json.
@@ -55,7 +61,8 @@ def save_model(
     Args:
         path: The directory.
         config: The model's config.
-        weights: Every parameter of the config under our names, any floating dtype and device.
+        weights: Every parameter of the config under our names, any floating dtype and device; read
+            once each, in the config's order.
         dtype: The dtype of the tensors written; fp8 as the module says.
         tokenizer: The tokenizer to write, or None.
         generation_config: The contents of generation_config.json, or None.
@@ -73,33 +80,41 @@ def save_model(
     """
     if dtype not in ("bfloat16", "float32", "fp8"):
         raise ValueError(f"save_model: dtype = {dtype!r}; one of bfloat16, float32, fp8")
-    _check_weights(config, weights)
+    _check_names(config, weights)
     plan = _ShardPlan(config, dtype, frozenset(bf16_layers), scales, max_shard_bytes)
     target = Path(path)
-    _check_target(target, overwrite)
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        scratch = Path(
-            tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent)
-        )
-    except OSError as error:
-        message = f"{target}: cannot write there: {error.strerror or error}"
-        kind = StorageError if error.errno in _OF_DISKS else UserError
-        raise kind(message) from error
-    try:
-        plan.write(scratch, weights)
+    scratch = world().from_first("a folder to write into", lambda: _begin(target, overwrite))
+
+    def finish() -> None:
         _write_json(scratch / "config.json", plan.config_json())
         if tokenizer is not None:
             _save_tokenizer(scratch, tokenizer)
         if generation_config:
             _write_json(scratch / "generation_config.json", dict(generation_config))
         _publish(scratch, target)
-    except (OSError, SafetensorError) as error:
+
+    try:
+        plan.write(scratch, weights)
+        world().from_first("the end of a model directory", finish)
+    except OSError as error:
         raise StorageError(
             f"{target}: not written: {error}. Make room there and start again, a run with --resume"
         ) from error
     finally:
-        shutil.rmtree(scratch, ignore_errors=True)  # gone already when it was moved into place
+        if world().is_first:
+            shutil.rmtree(scratch, ignore_errors=True)  # gone already when it was moved into place
+
+
+def _begin(target: Path, overwrite: bool) -> Path:
+    """Return a new hidden folder beside a directory that can be written."""
+    _check_target(target, overwrite)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        return Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent))
+    except OSError as error:
+        message = f"{target}: cannot write there: {error.strerror or error}"
+        kind = StorageError if error.errno in _OF_DISKS else UserError
+        raise kind(message) from error
 
 
 class _ShardPlan:
@@ -118,11 +133,12 @@ class _ShardPlan:
         self.bf16_layers = bf16_layers
         self.scales = scales
         self.torch_dtype = torch.float32 if dtype == "float32" else torch.bfloat16
+        self._parameters = stored_tensors(config)
         self.total_bytes = 0
         # a shard: (our parameter, first row of the part in it, the part)
         self.shards: list[list[tuple[str, int, StoredTensor]]] = [[]]
         used = 0
-        for name, parts in stored_tensors(config).items():
+        for name, parts in self._parameters.items():
             row = 0
             for part in parts:
                 size = self._num_bytes(part)
@@ -141,19 +157,33 @@ class _ShardPlan:
     def write(self, directory: Path, weights: Mapping[str, Tensor]) -> None:
         """Write the safetensors files, and their index when there is more than one."""
         weight_map: dict[str, str] = {}
+        name, whole = "", torch.empty(0)
         for number, shard in enumerate(self.shards, start=1):
             file = "model.safetensors"
             if len(self.shards) > 1:
                 file = f"model-{number:05d}-of-{len(self.shards):05d}.safetensors"
             tensors: dict[str, Tensor] = {}
-            for name, row, part in shard:
-                rows = weights[name].detach()[row : row + part.shape[0]]
-                tensors |= self._encode(part, rows)
-            save_file(tensors, str(directory / file), metadata={"format": "pt"})
+            for parameter, row, part in shard:
+                if parameter != name:  # whose parts may be in two files
+                    whole = torch.empty(0)  # one at a time is in memory
+                    name, whole = parameter, self._whole(weights, parameter)
+                if world().is_first:
+                    tensors |= self._encode(part, whole[row : row + part.shape[0]])
+            path = directory / file
+            world().from_first("a file of weights", partial(_save_file, tensors, path))
             weight_map |= dict.fromkeys(tensors, file)
         if len(self.shards) > 1:
             index = {"metadata": {"total_size": self.total_bytes}, "weight_map": weight_map}
-            _write_json(directory / "model.safetensors.index.json", index)
+            index_file = directory / "model.safetensors.index.json"
+            world().from_first("the index of the files", partial(_write_json, index_file, index))
+
+    def _whole(self, weights: Mapping[str, Tensor], name: str) -> Tensor:
+        """Return one of the weights, of the shape that the config has."""
+        parts, weight = self._parameters[name], weights[name].detach()
+        shape = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
+        if tuple(weight.shape) != shape:
+            raise ValueError(f"save_model: {name} is {list(weight.shape)}, not {list(shape)}")
+        return weight
 
     def config_json(self) -> dict[str, Any]:
         """Return config.json with these weights' dtype and, for FP8, their layout."""
@@ -169,7 +199,7 @@ class _ShardPlan:
         if self.dtype == "fp8":
             kept = [
                 part.name.removesuffix(".weight")
-                for parts in stored_tensors(self.config).values()
+                for parts in self._parameters.values()
                 for part in parts
                 if part.linear_weight and part.layer in self.bf16_layers
             ]
@@ -227,20 +257,20 @@ def _save_tokenizer(directory: Path, tokenizer: PreTrainedTokenizerBase) -> None
     _write_json(file, settings)
 
 
-def _check_weights(config: ModelConfig, weights: Mapping[str, Tensor]) -> None:
-    """Raise where weights are not the config's parameters, by name and shape."""
-    shapes = {
-        name: (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
-        for name, parts in stored_tensors(config).items()
-    }
-    if set(shapes) != set(weights):
-        missing, extra = sorted(set(shapes) - set(weights)), sorted(set(weights) - set(shapes))
+def _check_names(config: ModelConfig, weights: Mapping[str, Tensor]) -> None:
+    """Raise where weights are not the config's parameters, by name."""
+    names = set(stored_tensors(config))
+    if names != set(weights):
+        missing, extra = sorted(names - set(weights)), sorted(set(weights) - names)
         raise ValueError(f"save_model: missing {missing[:5]}, not of this config {extra[:5]}")
-    for name, shape in shapes.items():
-        if tuple(weights[name].shape) != shape:
-            raise ValueError(
-                f"save_model: {name} is {list(weights[name].shape)}, not {list(shape)}"
-            )
+
+
+def _save_file(tensors: dict[str, Tensor], file: Path) -> None:
+    """Write a safetensors file."""
+    try:
+        save_file(tensors, str(file), metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(str(error)) from error
 
 
 def _check_target(target: Path, overwrite: bool) -> None:

@@ -22,7 +22,7 @@ from jetrl.models.decoder import Decoder
 from jetrl.models.families import Head, ModelConfig
 from jetrl.models.packed import token_positions, upload
 from jetrl.models.tiny import RandomWeights
-from jetrl.models.weights import Weights
+from jetrl.models.weights import Weights, WholeMasters
 from jetrl.precision.plan import PrecisionPlan
 from jetrl.types import PlainText
 
@@ -133,7 +133,7 @@ class Model:
         dtype: Literal["bfloat16", "float32", "fp8"] = "bfloat16",
         overwrite: bool = False,
     ) -> None:
-        """Write a Hugging Face directory.
+        """Write a Hugging Face directory; rank 0 writes, and every rank calls this method.
 
         Args:
             path: The directory.
@@ -146,7 +146,7 @@ class Model:
         hf.save_model(
             path,
             self.config,
-            {name: master.detach() for name, master in self.weights.masters.items()},
+            self.whole_masters(),
             dtype,
             tokenizer=self.tokenizer,
             generation_config=self.generation_config or None,
@@ -156,8 +156,18 @@ class Model:
         )
 
     def master_weights(self) -> dict[str, nn.Parameter]:
-        """Return the FP32 master weights by name: the parameters that the optimizer changes."""
+        """Return the FP32 master weights by name: the parameters that the optimizer changes.
+
+        Of a matrix that is divided among ranks they are the rows that this rank owns.
+        """
         return self.weights.masters
+
+    def whole_masters(self) -> Mapping[str, Tensor]:
+        """Return the whole FP32 master weights by name, gathered from all ranks one at a time.
+
+        Every rank reads the same names in the same order.
+        """
+        return WholeMasters(self.weights)
 
     def weight_scales(self) -> dict[str, Tensor]:
         """Return the float32 scales of each FP8 weight by its layer's name."""

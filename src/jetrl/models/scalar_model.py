@@ -9,7 +9,7 @@ Legend: T tokens, S sequences, R rows that are needed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -66,18 +66,13 @@ class ScalarModel(Model):
 
         Args:
             config: The language model's config.
-            weights: The language model's weights by name, which are copied.
+            weights: The language model's weights by name, which are copied; each is read once.
             plan: The precision plan.
             device: The device.
             tokenizer: The tokenizer, or None.
         """
         check_device(config, plan, torch.device(device))
-        body = {
-            name: weights[name].detach().to(device, torch.float32, copy=True)
-            for name in weights
-            if name != "lm_head.weight"
-        }
-        body["score.weight"] = torch.zeros(1, config.hidden_size, device=device)
+        body = _WithNewHead(weights, config.hidden_size, torch.device(device))
         return cls(config.with_scalar_head(), plan, body, device, tokenizer)
 
     def values(
@@ -124,6 +119,25 @@ class ScalarModel(Model):
             own.append(self.values(token_ids, cu_seqlens, cu_seqlens[1:] - 1).cpu())
         scores = world().gather_in_order("scores of sequences", own)
         return torch.cat(scores) if scores else torch.zeros(0)
+
+
+class _WithNewHead(Mapping[str, Tensor]):
+    """Copies of a language model's weights with a scalar head of zeros, made when they are read."""
+
+    def __init__(self, weights: Mapping[str, Tensor], width: int, device: torch.device) -> None:
+        self._weights, self._width, self._device = weights, width, device
+        self._names = [name for name in weights if name != "lm_head.weight"]
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name == "score.weight":
+            return torch.zeros(1, self._width, device=self._device)
+        return self._weights[name].detach().to(self._device, torch.float32, copy=True)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([*self._names, "score.weight"])
+
+    def __len__(self) -> int:
+        return len(self._names) + 1
 
 
 def check_same_tokenizer(

@@ -19,11 +19,12 @@ whole on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
 
+from jetrl.distributed.collectives import whole_tensor
 from jetrl.distributed.shards import Shard, shard_of
 from jetrl.distributed.world import world
 from jetrl.errors import UserError
@@ -94,6 +95,14 @@ class Weights:
         """Return a tensor as a master weight on the device."""
         wide = tensor.to(self.device, torch.float32)
         return nn.Parameter(wide, requires_grad=not self.frozen)
+
+    def whole(self, name: str) -> Tensor:
+        """Return a whole master weight, float32; of one that is divided a copy, gathered here.
+
+        Every rank calls this method, for the same names in the same order.
+        """
+        master, shard = self.masters[name].detach(), self.shards.get(name)
+        return master if shard is None else whole_tensor(master, shard)
 
     def master(self, name: str) -> nn.Parameter:
         """Return a master weight, for a layer that reads its values as they are."""
@@ -201,6 +210,30 @@ class Weights:
         assert self.frozen, "weights that are trained stay where they are"
         for weight in self._quantized.values():
             weight.move(moved)
+
+
+class WholeMasters(Mapping[str, Tensor]):
+    """The whole master weights by name, of which a divided one is gathered when it is read.
+
+    One at a time is in memory while a reader keeps none of them. Every rank reads the same names in
+    the same order.
+
+    Args:
+        weights: The weights of a model that is not frozen.
+    """
+
+    def __init__(self, weights: Weights) -> None:
+        assert not weights.frozen, "a frozen model has no master weights"
+        self._weights = weights
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._weights.whole(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._weights.masters)
+
+    def __len__(self) -> int:
+        return len(self._weights.masters)
 
 
 def _addresses(weight: QuantizedWeight) -> list[int]:

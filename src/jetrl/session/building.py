@@ -15,7 +15,6 @@ from jetrl.errors import UserError
 from jetrl.files import read_json
 from jetrl.models import hf
 from jetrl.models.families import ModelConfig, num_parameters
-from jetrl.models.hf_files import load_tensors
 from jetrl.models.model import Model
 from jetrl.models.policy import Policy
 from jetrl.models.scalar_model import ScalarModel, check_same_tokenizer
@@ -25,7 +24,9 @@ from jetrl.rewards.reward import Reward
 from jetrl.settings.loading import Settings
 from jetrl.tasks import Task, build_task
 from jetrl.training import Critic
+from jetrl.training.checkpoint_files import tensor_differences
 from jetrl.training.guard import Guard
+from jetrl.training.stored_tensors import StoredTensors, whole_layouts
 
 logger = logging.getLogger(__name__)
 
@@ -72,14 +73,14 @@ def build_policy(settings: Settings, plan: PrecisionPlan, alphabet: str | None) 
 
 
 def policy_of_masters(
-    settings: Settings, plan: PrecisionPlan, file: Path, alphabet: str | None
+    settings: Settings, plan: PrecisionPlan, saved: Path, alphabet: str | None
 ) -> Policy:
     """Return the policy of a run's settings with master weights of that run.
 
     Args:
         settings: The settings of the run.
         plan: The precision plan of the policy.
-        file: The file of the master weights, masters.safetensors.
+        saved: The master weights: the file masters.safetensors, or the folder of several ranks.
         alphabet: The alphabet that was stored with the weights. None: the tokenizer is not one of
             characters, or the weights are of a version that stored no alphabet. Then the task is
             asked, which takes --trust-task where it is a user's.
@@ -90,18 +91,14 @@ def policy_of_masters(
     if settings.model.tokenizer == CHARACTERS and alphabet is None:
         alphabet = build_task(settings.task).alphabet
     policy = build_policy(settings, plan, alphabet)
-    masters = policy.master_weights()
-    tensors = load_tensors(file)
-    wrong = sorted(
-        name
-        for name in tensors.keys() | masters.keys()
-        if name not in tensors or name not in masters or tensors[name].shape != masters[name].shape
-    )
+    masters, shards = policy.master_weights(), policy.weights.shards
+    stored = StoredTensors(saved)
+    wrong = tensor_differences(stored.layouts, whole_layouts(masters, shards))
     if wrong:
-        raise UserError(f"{file}: not of the run's model: {', '.join(wrong[:5])}")
+        raise UserError(f"{saved}: not of the run's model: {', '.join(wrong[:5])}")
     with torch.no_grad():
         for name, master in masters.items():
-            master.copy_(tensors[name])
+            master.copy_(stored.rows(name, shards.get(name)))
     policy.requantize()
     return policy
 
@@ -140,7 +137,7 @@ def build_reference(
 
     It is the model at reference.path, or the policy at the start of RL. It has only quantized
     weights, in the policy's formats. The policy at the start is kept in the run directory in FP32,
-    so that a resumed run measures against the same one.
+    so that a resumed run measures against the same one. Every rank calls this function.
 
     Args:
         settings: The settings of the run.
@@ -156,7 +153,8 @@ def build_reference(
     if settings.algorithm.kl == 0 and own_path is None:
         return None
     path = run_path / "reference" if own_path is None else Path(own_path)
-    if own_path is None and not (begun and path.exists()):
+    kept = begun and world().from_first("whether the reference is kept", path.exists)
+    if own_path is None and not kept:
         if begun and settings.sft.steps:
             raise UserError(
                 f"algorithm.kl = {settings.algorithm.kl} measures against the policy as the "
@@ -204,7 +202,7 @@ def build_critic(settings: Settings, policy: Policy, guard: Guard | None = None)
     if path is None:
         return None
     if path == "policy":
-        weights = policy.master_weights()
+        weights = policy.whole_masters()
         model = ScalarModel.with_new_head(
             policy.config, weights, policy.plan, policy.device, policy.tokenizer
         )

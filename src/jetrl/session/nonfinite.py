@@ -12,6 +12,8 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
+from jetrl.distributed.agreement import Decision, agree
+from jetrl.distributed.world import world
 from jetrl.errors import NonFiniteError
 from jetrl.memory.out_of_memory import is_out_of_memory
 from jetrl.models.model import Model
@@ -36,6 +38,10 @@ from jetrl.types import Sample
 logger = logging.getLogger(__name__)
 
 FOLDER = "nonfinite"
+_FIRST = Decision[str](
+    "the first value that was not finite, empty where all are",
+    lambda answers: next(filter(None, answers), ""),
+)
 MOST_KEPT = 3  # reproductions of a run: each holds the weights
 _NOT_AGAIN = (
     "and it was not met again when it was repeated at once: an operation that does not give the "
@@ -106,8 +112,11 @@ class NonFiniteReports:
             raise NonFiniteError(f"{error}. {self._keep(facts, write)}") from None
 
     def _report_update(self, step: int, samples: Sequence[Sample], refused: NonFiniteUpdate) -> str:
-        """Keep a reproduction of a refused update; return what is known, in words."""
-        first = self._first_nonfinite(refused.repeat, refused.model)
+        """Keep a reproduction of a refused update; return what is known, in words.
+
+        All ranks refuse an update together, and repeat it; one of them meets the first value.
+        """
+        first = agree(_FIRST, self._first_nonfinite(refused.repeat, refused.model))
         if refused.model is not self._policy:  # `jetrl replay` is for the policy
             return _where(step, first)
         kind: Kind = "update" if samples else "supervised update"
@@ -159,7 +168,9 @@ class NonFiniteReports:
         prefix = "sft_" if facts.kind == "supervised update" else ""
         update = f"_update_{facts.update + 1}" if facts.update else ""
         folder = self._folder / f"{prefix}step_{facts.step:06d}{update}"
-        kept = [path for path in self._folder.glob("*") if path != folder]
+        kept = world().from_first(
+            "reproductions", lambda: [path for path in self._folder.glob("*") if path != folder]
+        )
         if len(kept) >= MOST_KEPT:
             return f"{first}. Not kept: {self._folder} has {len(kept)} already"
         try:

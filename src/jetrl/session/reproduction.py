@@ -3,7 +3,8 @@
     runs/NAME/nonfinite/step_000007/
         reproduction.json           what happened, and the first value that was not finite
         config.toml                 the run's settings
-        masters.safetensors         the master weights that it happened with
+        masters.safetensors         the master weights that it happened with; of several ranks a
+                                    folder masters/, as in a checkpoint
         micro_batches.safetensors   of an update: its packed tokens, log-probs and advantages
         samples.jsonl               of an update: its completions, to be read
         tokens.json                 of sampling: the sequence whose logits were not finite
@@ -13,7 +14,6 @@ Nothing in the folder is code. It is whole when reproduction.json is there, whic
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
@@ -24,10 +24,10 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 
+from jetrl.distributed.world import world
 from jetrl.errors import UserError
+from jetrl.models.hf_files import load_tensors
 from jetrl.models.policy import Policy
 from jetrl.precision import PrecisionPlan
 from jetrl.runs.jsonl import write_atomically, write_jsonl
@@ -36,12 +36,15 @@ from jetrl.session.building import build_critic, policy_of_masters
 from jetrl.settings.loading import Settings, load_config, to_toml
 from jetrl.training import SftTrainer, Trainer
 from jetrl.training.checkpoint_files import write_tensors
+from jetrl.training.checkpoint_folder import MASTERS, masters_of
+from jetrl.training.checkpoint_writing import write_parts
 from jetrl.training.first_nonfinite import Watch, watch
 from jetrl.training.micro_batches import MicroBatch
 from jetrl.types import Sample
 
 FORMAT = 1
-FACTS, CONFIG, MASTERS = "reproduction.json", "config.toml", "masters.safetensors"
+FACTS, CONFIG = "reproduction.json", "config.toml"
+_MASTERS_FILE = "masters.safetensors"
 MICRO_BATCHES, SAMPLES, TOKENS = "micro_batches.safetensors", "samples.jsonl", "tokens.json"
 
 Kind = Literal["update", "supervised update", "sampling"]
@@ -108,7 +111,7 @@ def write_reproduction(
     token_ids: Sequence[int] = (),
     saved_masters: Path | None = None,
 ) -> None:
-    """Write a reproduction, in place of an earlier one in the same folder.
+    """Write a reproduction, in place of an earlier one in the same folder; every rank calls this.
 
     Args:
         folder: The folder to write.
@@ -118,32 +121,38 @@ def write_reproduction(
         micro_batches: The micro-batches of an update.
         samples: The samples of an update of reinforcement learning.
         token_ids: The sequence whose logits were not finite, of sampling.
-        saved_masters: A file with the very master weights, which is linked to instead of written.
+        saved_masters: A file or folder with the very master weights, which is linked to instead of
+            written.
 
     Raises:
         OSError: The folder cannot be written.
     """
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    write_atomically(folder / CONFIG, to_toml(settings))
-    try:
-        linked = saved_masters is not None and _link(saved_masters, folder / MASTERS)
-        if not linked:
-            write_tensors(folder / MASTERS, policy.master_weights())
+
+    def begin() -> bool:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        write_atomically(folder / CONFIG, to_toml(settings))
+        return saved_masters is not None and _link(saved_masters, folder)
+
+    def complete() -> None:
         if micro_batches:
             tensors = {
                 f"{number}.{name}": tensor
                 for number, micro in enumerate(micro_batches)
                 for name, tensor in micro.to_tensors().items()
             }
-            save_file(tensors, folder / MICRO_BATCHES)
-    except SafetensorError as error:
-        raise OSError(str(error)) from error
-    if samples:
-        write_jsonl(folder / SAMPLES, (record_of(facts.step, sample) for sample in samples))
-    if token_ids:
-        write_atomically(folder / TOKENS, json.dumps(list(token_ids)))
-    write_atomically(folder / FACTS, json.dumps(asdict(facts), indent=1) + "\n")
+            write_tensors(folder / MICRO_BATCHES, tensors)
+        if samples:
+            write_jsonl(folder / SAMPLES, (record_of(facts.step, sample) for sample in samples))
+        if token_ids:
+            write_atomically(folder / TOKENS, json.dumps(list(token_ids)))
+        write_atomically(folder / FACTS, json.dumps(asdict(facts), indent=1) + "\n")
+
+    if not world().from_first("the folder of a reproduction", begin):
+        masters = {name: p.detach() for name, p in policy.master_weights().items()}
+        shards = {MASTERS: policy.weights.shards}
+        write_parts(folder, {MASTERS: masters}, shards, world())
+    world().from_first("a reproduction", complete)
 
 
 def replay(path: Path, preset: str | None = None, device: str | None = None) -> Replay:
@@ -169,7 +178,9 @@ def replay(path: Path, preset: str | None = None, device: str | None = None) -> 
         if preset is None
         else PrecisionPlan.preset(preset)
     )
-    policy = policy_of_masters(settings, plan, folder / MASTERS, facts.alphabet)
+    policy = policy_of_masters(
+        settings, plan, masters_of(folder) or folder / _MASTERS_FILE, facts.alphabet
+    )
     if facts.kind == "sampling":
         tokens = _token_ids(folder)
         with watch(policy) as operations:
@@ -246,11 +257,7 @@ def _read_facts(folder: Path) -> Facts:
 
 def _micro_batches(folder: Path, device: torch.device) -> list[MicroBatch]:
     """Return the micro-batches of a folder, on a device."""
-    file = folder / MICRO_BATCHES
-    try:
-        tensors = load_file(file)
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"{file}: missing or damaged: {error}") from None
+    tensors = load_tensors(folder / MICRO_BATCHES)
     fields: dict[int, dict[str, torch.Tensor]] = {}
     for name, tensor in tensors.items():
         number, _, field = name.partition(".")
@@ -269,9 +276,20 @@ def _token_ids(folder: Path) -> list[int]:
     return token_ids
 
 
-def _link(source: Path, target: Path) -> bool:
-    """Link a file to a second name; return whether that could be done."""
-    with contextlib.suppress(OSError):  # another file system, or one without links
-        os.link(source, target)
-        return True
-    return False
+def _link(saved: Path, folder: Path) -> bool:
+    """Link the file of master weights, or the files of a folder, into a folder of the same name.
+
+    Returns:
+        Whether that could be done.
+    """
+    sources = sorted(saved.iterdir()) if saved.is_dir() else [saved]
+    try:
+        for source in sources:
+            target = folder / source.relative_to(saved.parent)
+            target.parent.mkdir(exist_ok=True)
+            os.link(source, target)
+    except OSError:  # another file system, or one without links
+        # What is written instead must not be written into a file of the checkpoint.
+        shutil.rmtree(folder / saved.name, ignore_errors=True)
+        return False
+    return True

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from jetrl.distributed.world import world
 from jetrl.memory.out_of_memory import explained, within_memory
 from jetrl.precision.plan import PrecisionPlan
 from jetrl.training.forward import batch_logprobs
@@ -79,8 +80,7 @@ class ClipCalibration:
         self._reference, self._every = reference, every
         self.bounds = reference
         self._steps = 0
-        self._bf16: Policy | None = None
-        self._logprobs_before: list[np.ndarray] = []
+        self._logprobs_before: list[np.ndarray] | None = None  # where a calibration is due
 
     def before_updates(self, minibatches: Sequence[Minibatch]) -> None:
         """Forward the last minibatch of a step in BF16, if a calibration is due.
@@ -93,12 +93,7 @@ class ClipCalibration:
         """
         self._steps += 1
         if self._steps % self._every == 0 and len(minibatches) > 1:
-            policy = self._policy
-            masters = {name: p.detach() for name, p in policy.master_weights().items()}
-            plan = PrecisionPlan.preset("bf16")
-            with explained("calibrated clipping", _ADVICE):
-                self._bf16 = type(policy)(policy.config, plan, masters, policy.device)
-            self._logprobs_before = self._forward(self._bf16, minibatches[-1])
+            self._logprobs_before = self._forward(minibatches[-1])
 
     def before_last_update(
         self, minibatch: Minibatch, logprobs: Sequence[torch.Tensor]
@@ -118,43 +113,52 @@ class ClipCalibration:
             OutOfMemoryStop: As `before_updates`.
         """
         metrics = {}
-        if self._bf16 is not None:
+        before, self._logprobs_before = self._logprobs_before, None
+        if before is not None:
             trainer = np.concatenate([part.detach().cpu().numpy() for part in logprobs])
             if np.isfinite(trainer).all():
-                metrics["policy/over_clipped"] = self._calibrate(self._bf16, minibatch, trainer)
-            self._bf16 = None
+                metrics["policy/over_clipped"] = self._calibrate(before, minibatch, trainer)
         return metrics | {
             "policy/clip_low": self.bounds.low,
             "policy/clip_high": self.bounds.high,
         }
 
-    def _calibrate(self, bf16: Policy, minibatch: Minibatch, trainer: np.ndarray) -> float:
+    def _calibrate(
+        self, before: Sequence[np.ndarray], minibatch: Minibatch, trainer: np.ndarray
+    ) -> float:
         """Move the bounds, and return the share of tokens that are cut off in FP8 alone.
 
         Args:
-            bf16: The BF16 policy that shares the master weights.
+            before: The BF16 log-probs of the minibatch before the step, float32 [N] a micro-batch.
             minibatch: The last minibatch of the step.
             trainer: float32 [N], the trainer's log-probs of the minibatch.
         """
-        with explained("calibrated clipping", _ADVICE):
-            bf16.requantize()
-        logprobs_after = self._forward(bf16, minibatch)
+        logprobs_after = self._forward(minibatch)
         batches = [micro.batch for micro in minibatch.micro_batches]
         rollout = np.concatenate([b.rollout_logprobs[targets(b)] for b in batches])
         advantages = np.concatenate([b.advantages[targets(b)] for b in batches])
         fp8_ratios = np.exp(trainer - rollout)
-        bf16_ratios = np.exp(np.concatenate(logprobs_after) - np.concatenate(self._logprobs_before))
+        bf16_ratios = np.exp(np.concatenate(logprobs_after) - np.concatenate(before))
         target = calibrated(fp8_ratios, bf16_ratios, advantages, np.exp(rollout), self._reference)
         if target is not None:
             self.bounds = moved(self.bounds, target)
         return over_clipped(fp8_ratios, bf16_ratios, advantages, self._reference.low)
 
-    def _forward(self, bf16: Policy, minibatch: Minibatch) -> list[np.ndarray]:
-        """Return the BF16 log-probs of a minibatch, float32 [N] a micro-batch."""
-        return within_memory(
-            lambda: [self._logprobs(bf16, micro) for micro in minibatch.micro_batches],
+    def _forward(self, minibatch: Minibatch) -> list[np.ndarray]:
+        """Return the log-probs of a minibatch by BF16 weights, float32 [N] a micro-batch.
+
+        The BF16 weights are made of the present master weights, and dropped. Each rank of a run
+        forwards its share of the micro-batches.
+        """
+        policy, plan = self._policy, PrecisionPlan.preset("bf16")
+        with explained("calibrated clipping", _ADVICE):
+            masters = policy.whole_masters()
+            bf16 = type(policy)(policy.config, plan, masters, policy.device, frozen=True)
+        own = within_memory(
+            lambda: [self._logprobs(bf16, m) for m in world().share(minibatch.micro_batches)],
             minibatch.shrink,
         )
+        return world().gather_in_order("log-probs by BF16 weights", own)
 
     @torch.no_grad()
     def _logprobs(self, bf16: Policy, micro: MicroBatch) -> np.ndarray:
