@@ -1,4 +1,4 @@
-"""One rank of tests/gpu/test_ranks.py: updates of a small model, and digests of what they made."""
+"""The program of one rank in tests/gpu/test_ranks.py: updates of a small model, as digests."""
 
 from __future__ import annotations
 

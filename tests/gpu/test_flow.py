@@ -357,5 +357,5 @@ def test_sft_learns_and_stays_exact_after_updates() -> None:
 def test_what_the_gpu_cannot_do_is_refused() -> None:
     with pytest.raises(UserError, match="e5m2"):
         policy(PrecisionPlan.preset("unified").replace(grad_output="e5m2"))
-    with pytest.raises(UserError, match="pages of 64"):
+    with pytest.raises(UserError, match="a page has 64 tokens"):
         RolloutEngine(policy("unified"), page_size=16).generate([[1, 2]], SamplingParams())
