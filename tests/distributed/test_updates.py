@@ -13,7 +13,7 @@ from tests.distributed.ranks import run_ranks
 from jetrl.distributed.collectives import gather_rows
 from jetrl.distributed.world import world
 from jetrl.models.policy import Policy
-from jetrl.precision import PrecisionPlan
+from jetrl.precision import PrecisionPlan, ordered_gradients
 from jetrl.settings.loading import Settings
 from jetrl.training import SftTrainer, Trainer
 from jetrl.types import Completion, Example, Prompt, Sample, Score
@@ -71,9 +71,16 @@ def _whole(policy: Policy, tensors: dict[str, torch.Tensor]) -> dict[str, torch.
     return whole
 
 
-def _train(preset: str, tied: bool, states: str, updates: int, options: dict[str, Any]) -> Any:
+def _train(
+    preset: str,
+    tied: bool,
+    states: str,
+    updates: int,
+    options: dict[str, Any],
+    at_once: int = 2**29,
+) -> Any:
     """Return digests and metrics of supervised and reinforcement updates of a tiny policy."""
-    torch.manual_seed(0)
+    ordered_gradients._AT_ONCE = at_once
     plan = PrecisionPlan.preset(preset).replace(**options)
     vocabulary = 384 if plan.lm_head == "fp8" else CONFIG["vocab_size"]  # FP8 has whole blocks
     config = {**CONFIG, "tie_word_embeddings": tied, "vocab_size": vocabulary}
@@ -124,6 +131,6 @@ def test_an_update_has_the_same_bits_on_any_number_of_ranks(
     alone = _train(preset, tied, states, updates, options)
     assert alone[0][1]["policy/grad_norm"] > 0
     for size in sizes:
-        for results in run_ranks(size, _train, preset, tied, states, updates, options):
+        for results in run_ranks(size, _train, preset, tied, states, updates, options, 20_000):
             assert results[-1] == size
             assert results[:-1] == alone[:-1]

@@ -10,7 +10,7 @@ import torch
 from tests.distributed.ranks import run_ranks
 
 from jetrl.distributed.agreement import LARGEST_SIZE, OUT_OF_MEMORY, agree
-from jetrl.distributed.collectives import exchange_rows, gather_equal, gather_rows
+from jetrl.distributed.collectives import exchange, gather_equal, gather_rows
 from jetrl.distributed.shards import Shard, shard_of
 from jetrl.distributed.world import ONE_PROCESS, world
 from jetrl.errors import RanksDiffer, UserError
@@ -46,7 +46,7 @@ def _move(num_rows: int) -> bool:
     present = me.size - 1  # the last rank has no product
     product = (me.rank + 1) * whole if me.rank < present else None
     pieces = whole.new_empty(present, *whole[shard.own_rows].shape)
-    exchange_rows(product, shard, pieces)
+    exchange(None if product is None else product.split(shard.counts()), pieces)
     everyone = gather_equal(torch.tensor([me.rank, 7]))
     return bool(
         torch.equal(mine, whole)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import Work
 
 from jetrl.distributed.shards import Shard
 
@@ -56,25 +57,21 @@ def whole_tensor(own: Tensor, shard: Shard) -> Tensor:
     return whole
 
 
-def exchange_rows(product: Tensor | None, shard: Shard, received: Tensor) -> dist.Work | None:
-    """Send the rows of a product to the ranks that own them, and receive own rows of theirs.
+def exchange(pieces: Sequence[Tensor] | None, received: Tensor) -> Work | None:
+    """Send a piece of a tensor to every rank, and receive those that others have for this rank.
 
     Args:
-        product: [N, ...], contiguous; None of a rank that has none.
-        shard: How the rows are divided.
-        received: [present, n, ...], filled with this rank's n rows of the products of the first
-            `present` ranks, which are those that have one.
+        pieces: A contiguous piece for each rank, in order; None of a rank that has nothing to send.
+        received: [present, ...], filled with what the first `present` ranks have sent, which are
+            those that have pieces; contiguous.
 
     Returns:
         The work to wait for on a GPU, before which `received` must not be read; None on a CPU.
     """
-    size, present = len(shard.bounds) - 1, len(received)
+    size, present = dist.get_world_size(), len(received)
     empty = torch.empty(0, dtype=torch.uint8, device=received.device)
-    sent = [empty] * size
-    if product is not None:
-        sent = [piece.flatten() for piece in as_bytes(product).split(shard.counts())]
-    into = [as_bytes(piece).flatten() if piece.numel() else empty for piece in received]
-    into += [empty] * (size - present)
+    sent = [empty] * size if pieces is None else [_flat_bytes(piece) for piece in pieces]
+    into = [_flat_bytes(piece) for piece in received] + [empty] * (size - present)
     if dist.get_backend() == "nccl":
         return dist.all_to_all(into, sent, async_op=True)
     output = torch.empty(sum(map(len, into)), dtype=torch.uint8)
@@ -83,6 +80,13 @@ def exchange_rows(product: Tensor | None, shard: Shard, received: Tensor) -> dis
     for piece, values in zip(into, output.split(sizes_in), strict=True):
         piece.copy_(values)
     return None
+
+
+def _flat_bytes(tensor: Tensor) -> Tensor:
+    """Return the bytes of a contiguous tensor as uint8 [bytes], without a copy."""
+    if not tensor.numel():
+        return torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return tensor.view(-1).view(torch.uint8)
 
 
 def gather_equal(tensor: Tensor) -> Tensor:

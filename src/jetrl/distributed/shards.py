@@ -25,6 +25,11 @@ class Shard:
     rank: int
 
     @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return len(self.bounds) - 1
+
+    @property
     def num_rows(self) -> int:
         """The number of rows of the whole matrix."""
         return self.bounds[-1]
@@ -38,6 +43,23 @@ class Shard:
     def own_rows(self) -> slice:
         """The rows that this rank owns; none where there are fewer blocks than ranks."""
         return slice(self.bounds[self.rank], self.bounds[self.rank + 1])
+
+    def slices(self, num_rows: int) -> list[list[slice]]:
+        """Return the rows of every rank in slices, the k-th of every rank in the k-th list.
+
+        Args:
+            num_rows: The most rows that the slices of one list have together, but at least one row
+                a rank; a rank that has fewer rows than another has empty slices at the end.
+        """
+        step = max(1, num_rows // self.size)
+        longest = max(self.counts())
+        return [
+            [
+                slice(min(first + start, end), min(first + start + step, end))
+                for first, end in itertools.pairwise(self.bounds)
+            ]
+            for start in range(0, longest, step)
+        ]
 
     def counts(self, block: int = 1) -> list[int]:
         """Return how many rows, or blocks of rows, each rank owns.

@@ -6,7 +6,7 @@ products of a round of micro-batches to its rows in the order of the micro-batch
 numbers, added in the same order, at any number of ranks. Nothing is added on the way.
 
     backward of this rank's micro-batch      product of a linear, complete
-        exchange_rows                        own rows of every rank's product arrive
+        exchange                             own rows of every rank's product arrive
         add_products                         sum of own rows + product of rank 0 + of rank 1 + ...
 
 The ranks of a collective have to call it in the same order, so products leave in a fixed order,
@@ -19,6 +19,7 @@ than one block of rows, are whole on every rank: all of their gradients go to al
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -26,12 +27,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from jetrl.distributed.collectives import exchange_rows, gather_equal
+from jetrl.distributed.collectives import Work, exchange, gather_equal
 from jetrl.distributed.shards import Shard
 from jetrl.distributed.world import World
 from jetrl.precision.gradients import Gradients, matmul_product, rows_added
 from jetrl.precision.quantize import QTensor
 
+_AT_ONCE = 2**29  # bytes of a product that travel at one time
 _IN_FLIGHT = 3  # products that travel, or are added, while backward makes the next ones
 
 
@@ -61,6 +63,11 @@ class _Stage:
         """The shape of the whole master weight."""
         rows = len(self.master) if self.shard is None else self.shard.num_rows
         return (rows, *self.master.shape[1:])
+
+    @property
+    def row_bytes(self) -> int:
+        """The bytes of a row of a product."""
+        return math.prod(self.shape[1:]) * (self.dtype or torch.bfloat16).itemsize
 
     @property
     def own(self) -> range:
@@ -100,6 +107,7 @@ class OrderedGradients(Gradients):
         self._shards: dict[Tensor, Shard] = {masters[name]: shard for name, shard in shards.items()}
         self._stages: deque[_Stage] = deque()  # in the order of backward
         self._totals: dict[Tensor, Tensor] = {}
+        self._begun: set[tuple[Tensor, int]] = set()  # master weight and first row of sums
         self._whole: list[nn.Parameter] = []  # whose gradients autograd makes
         self._whole_total: Tensor | None = None  # of all of these, end to end
         self._num_tokens: Sequence[int] = ()  # of the micro-batch of each rank that has one
@@ -130,6 +138,7 @@ class OrderedGradients(Gradients):
     def begin_update(self) -> None:
         """Begin the gradients of an update, from gradients of zero."""
         self._totals.clear()
+        self._begun.clear()
         self._travelling.clear()
         self._whole_total = None
         expected = {stage.master for stage in self._stages}
@@ -251,37 +260,69 @@ class OrderedGradients(Gradients):
             self._send_rows(stage, made)
             return
         product = None if made is None else made[0].contiguous()
-        present, device = len(self._num_tokens), stage.master.device
-        shape = (present, len(stage.own), *stage.shape[1:])
-        work = None
-        if stage.shard is not None:
-            received = torch.empty(shape, dtype=stage.dtype, device=device)
-            work = exchange_rows(product, stage.shard, received)
-        else:
-            if product is None:
-                product = torch.zeros(stage.shape, dtype=stage.dtype, device=device)
-            received = gather_equal(product)[:present]
-        if any(other.before is stage for other in self._stages):
+        if stage.shard is None:
+            self._gather_product(stage, product)
+        elif any(other.before is stage for other in self._stages):
+            # The embedding's rows are added in between, when they have come too.
+            (rows,) = stage.shard.slices(stage.shard.size * stage.shard.num_rows)
+            stage.received, work = self._exchange(stage, product, rows)
             if work is not None:
                 work.wait()
+        else:
+            for pieces in stage.shard.slices(max(1, _AT_ONCE // stage.row_bytes)):
+                self._exchange_and_add(stage, product, pieces)
+
+    def _gather_product(self, stage: _Stage, product: Tensor | None) -> None:
+        """Give every rank the products of all, and add them: of a matrix that is not divided."""
+        if product is None:
+            assert stage.dtype is not None, "the embedding's rows have a way of their own"
+            product = torch.zeros(stage.shape, dtype=stage.dtype, device=stage.master.device)
+        received = gather_equal(product)[: len(self._num_tokens)]
+        if any(other.before is stage for other in self._stages):
             stage.received = received
-            return
-        if work is None:
+        else:
             self._totals[stage.master] = _summed(self._totals.get(stage.master), received)
+
+    def _exchange(
+        self, stage: _Stage, product: Tensor | None, rows: Sequence[slice]
+    ) -> tuple[Tensor, Work | None]:
+        """Send some rows of a product to their owners, and receive own rows of all ranks' products.
+
+        Args:
+            stage: The stage of the product.
+            product: This rank's product, if it has one.
+            rows: The rows that travel to each rank.
+        """
+        own = rows[self._world.rank]
+        shape = (len(self._num_tokens), own.stop - own.start, *stage.shape[1:])
+        received = torch.empty(shape, dtype=stage.dtype, device=stage.master.device)
+        pieces = None if product is None else [product[piece] for piece in rows]
+        return received, exchange(pieces, received)
+
+    def _exchange_and_add(
+        self, stage: _Stage, product: Tensor | None, rows: Sequence[slice]
+    ) -> None:
+        """Exchange some rows of a product as `_exchange` does, and add them to the sum."""
+        assert stage.shard is not None, "the rows of a matrix that is divided"
+        received, work = self._exchange(stage, product, rows)
+        own, first = rows[self._world.rank], stage.shard.first_row
+        begun = stage.master in self._totals and (stage.master, own.start) in self._begun
+        if stage.master not in self._totals:
+            # Made on this stream, so that its memory serves other phases too.
+            self._totals[stage.master] = torch.empty_like(stage.master, dtype=torch.float32)
+        self._begun.add((stage.master, own.start))
+        total = self._totals[stage.master][own.start - first : own.stop - first]
+        if work is None:
+            _summed(total, received, begun)
             return
-        # Made on this stream, so that its memory serves other phases too.
-        begun = stage.master in self._totals
-        if not begun:
-            self._totals[stage.master] = torch.empty_like(received[0], dtype=torch.float32)
-        total = self._totals[stage.master]
         # The sums are made on a stream of their own, beside the backward of the next layers.
-        stream = self._side_stream(device)
-        with torch.cuda.stream(stream):
+        with torch.cuda.stream(self._side_stream(stage.master.device)):
             work.wait()
             _summed(total, received, begun)
             added = torch.cuda.Event()
             added.record()
-        self._travelling.append(_Travelling([received, total, *(made or ())], added))
+        sent = [] if product is None else [product]
+        self._travelling.append(_Travelling([received, total, *sent], added))
         while len(self._travelling) > _IN_FLIGHT:
             self._await_oldest()
 
@@ -341,15 +382,18 @@ def _summed(total: Tensor | None, products: Tensor, begun: bool = True) -> Tenso
     """Return total + products[0] + products[1] + ..., each sum rounded to float32.
 
     Args:
-        total: The sum so far, changed in place; None: the sum begins with products[0].
+        total: The sum so far, changed in place; None: a new one is made.
         products: [P, ...], contiguous.
-        begun: Whether `total` has values.
+        begun: Whether `total` has values; if not, the sum begins with products[0].
     """
     if products.is_cuda:
         from jetrl.precision.hopper.add import add_products
 
         return add_products(products, total, begun)
+    begun = begun and total is not None
+    if total is None:
+        total = torch.empty_like(products[0], dtype=torch.float32)
     for product in products:
-        total = product.float() if total is None else total.add_(product)
-    assert total is not None, "a round has a micro-batch"
+        total = total.add_(product) if begun else total.copy_(product)
+        begun = True
     return total
