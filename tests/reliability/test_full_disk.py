@@ -6,6 +6,7 @@ The disk is a small tmpfs in a mount namespace of its own, where the system lets
 from __future__ import annotations
 
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -19,6 +20,7 @@ import pytest
 from jetrl import train
 from jetrl.errors import StorageError
 from jetrl.runs import RunDirectory
+from jetrl.session import Session
 from jetrl.training import Checkpoints
 
 PROGRAM = """
@@ -165,6 +167,24 @@ def test_a_model_that_cannot_be_exported(
         with pytest.raises(StorageError, match=r"model: not written: .*No space left.*--resume"):
             train(small())
     assert same(train(small(), resume=True).run_path, uncut.run_path)
+
+
+@pytest.mark.parametrize("every", [0, 1])
+def test_a_run_directory_that_is_deleted_ends_the_run_as_a_file_that_cannot_be_written(
+    every: int, small: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = Session.record
+
+    def deleted(self: Session, step: Any) -> None:
+        if step.number == 2:
+            shutil.rmtree(tmp_path / "run")
+        record(self, step)
+
+    monkeypatch.setattr(Session, "record", deleted)
+    words = (f"checkpoint.every={every}", "rollout.keep_every=9", "report.enabled=true")
+    with pytest.raises(StorageError, match=r"metrics.jsonl (was deleted|could not be written)"):
+        train(small(*words))
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_file_system_that_cannot_flush_names(

@@ -28,7 +28,7 @@ from contextlib import AbstractContextManager, closing
 from pathlib import Path
 from typing import Any, Self
 
-from jetrl.errors import UserError
+from jetrl.errors import StorageError, UserError
 from jetrl.files import checked, read_stored, read_text
 from jetrl.runs.attempts import Attempt, RunLock, attempt_logged, read_attempts, run_state
 from jetrl.runs.history import RunHistory, history_of, in_phase, phase_of
@@ -411,6 +411,11 @@ class RunDirectory:
     def _check_writable(self) -> None:
         if self._lock is None:
             raise ValueError(f"{self.path} is open for reading only; use RunDirectory.create")
+        if self._metrics_writer is not None and not self.metrics_file.is_file():
+            raise StorageError(
+                f"{self.metrics_file} was deleted while the run wrote it, and the run stops; put "
+                f"{self.path} back from a copy and go on with --resume, or start a new run"
+            )
 
 
 def _position(record: Record) -> tuple[int, int]:

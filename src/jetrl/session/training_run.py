@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from jetrl.distributed.world import world
-from jetrl.errors import StorageError
+from jetrl.errors import StorageError, UserError
 from jetrl.runs import open_trackers, summary_of, write_report
 from jetrl.runs.follower import open_run_directory
 from jetrl.runs.status import StatusFile
@@ -149,7 +149,7 @@ def _report(path: Path, error: BaseException | None) -> None:
     try:
         with storing(path / "report.html"):
             write_report(path)
-    except StorageError as failure:
+    except (StorageError, UserError) as failure:  # UserError: the directory is gone
         if error is None:
             raise
         logger.warning("%s", failure)  # what ended the run is what to say
