@@ -5,7 +5,7 @@ import pytest
 from jetrl.tasks import Scorer
 from jetrl.tasks.answers import final_answer, find_number
 from jetrl.tasks.checkers import check_math
-from jetrl.tasks.equality import same_value
+from jetrl.tasks.equality import same_value, without_doubled_brackets
 from jetrl.types import Prompt
 
 GOLDEN = [
@@ -206,3 +206,35 @@ def test_an_answer_that_takes_for_ever_to_evaluate_scores_0(limits_of_starts):
     assert tower.score.reward == 0
     assert "took longer than 0.5 s" in tower.failure
     assert fine.score.reward == 1
+
+
+@pytest.mark.parametrize(
+    "answer, right",
+    [
+        ("(" * 30 + "18" + ")" * 30, True),
+        ("(" * 30 + "19" + ")" * 30, False),
+        ("{" * 30 + "18" + "}" * 30, True),
+        (r"\left(" * 14 + "18" + r"\right)" * 14, True),
+        ("(" * 20 + "9" + ")" * 20 + "+" + "(" * 20 + "9" + ")" * 20, True),
+        (r"2 \cdot " + "(" * 30 + "9" + ")" * 30, True),
+    ],
+)
+def test_brackets_around_brackets_take_no_time(answer: str, right: bool) -> None:
+    """Each bracket multiplied the time that LaTeX took to be read; 30 of them took minutes."""
+    assert check_math("#### 18", rf"\boxed{{{answer}}}").reward == right
+
+
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        ("((18))", "((18))"),  # few brackets are read as they are
+        ("((((((((((1,2))))))))))", "(1,2)"),
+        ("(((((((((1+(2))))))))))", "(1+(2))"),
+        ("(((((((((1)+(2)))))))))", "((1)+(2))"),
+        (r"\frac{{{{{{{{{{1}}}}}}}}}}{2}", r"\frac{1}{2}"),
+        ("(((((((((1", "(((((((((1"),
+        ("({({({({({1})})})})})", "({({({({({1})})})})})"),
+    ],
+)
+def test_only_brackets_right_around_brackets_are_dropped(text: str, expected: str) -> None:
+    assert without_doubled_brackets(text) == expected
