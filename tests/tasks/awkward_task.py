@@ -79,6 +79,8 @@ SENT = {
     "bool": b'{"reward": true, "parts": {}, "failure": "", "last": false, "chunk": ""}\n',
     "too large": b'{"reward": 1%s, "parts": {}, "failure": "", "last": false, "chunk": ""}\n'
     % (b"0" * 400),
+    "too large for a mean": b'{"reward": 1e308, "parts": {}, "failure": "", "last": false, '
+    b'"chunk": ""}\n',
     "list": b"[" * 5000 + b"]" * 5000 + b"\n",
     "parts": b'{"reward": 1, "parts": {"a": "b"}, "failure": "", "last": false, "chunk": ""}\n',
     "not text": b"\xff\xfe\n",
@@ -131,6 +133,8 @@ class Awkward(Task):
         if word == "memory":
             self.held = bytearray(int(rest) << 20)
             return 1.0
+        if word == "import":
+            raise ImportError("libtorch_cpu.so: failed to map segment from shared object")
         if word == "leak":
             LEAKED.append(bytearray(int(rest) << 20))
             return 1.0

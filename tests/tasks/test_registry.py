@@ -120,11 +120,20 @@ def test_numbers_become_scores_of_python_floats(value):
 
 @pytest.mark.parametrize(
     "value",
-    [None, "1", [1.0], 1j, float("nan"), float("inf"), 10**400, np.ones(2), Score(float("nan"))],
+    [
+        *(None, "1", [1.0], 1j, float("nan"), float("inf"), 10**400, np.ones(2)),
+        *(Score(float("nan")), 1e308, -1.1e15),
+    ],
 )
 def test_anything_else_is_an_error_that_names_task_and_prompt(value):
     with pytest.raises(ScoreError, match="task t, prompt 'p': score returned"):
         to_score(value, "t", "p")
+
+
+def test_a_part_too_large_for_a_mean_is_an_error():
+    with pytest.raises(ScoreError, match=r"part 'a' of the score returned 1e\+308; give a number"):
+        to_score(Score(1.0, {"a": 1e308}), "t", "p")
+    assert to_score(-1e15, "t", "p").reward == -1e15
 
 
 def test_a_task_without_its_methods_says_so():

@@ -188,6 +188,37 @@ def test_a_worker_that_cannot_build_the_task_is_an_error_at_start(tmp_path):
         Scorer(f"{file}:Moody", workers=2)
 
 
+DIES_AT_START = """
+import os
+from pathlib import Path
+from jetrl.tasks import Task
+from jetrl.types import Prompt
+if os.getpid() != {parent}:
+    with open({file!r}, "a") as starts:
+        starts.write("x")
+    if Path({file!r}).stat().st_size <= {deaths}:
+        print("no more memory", flush=True)
+        os._exit(9)
+class Weak(Task):
+    def prompts(self, split): return [Prompt(id="0", text="?")]
+    def score(self, prompt, completion): return 1.0
+"""
+
+
+@pytest.mark.parametrize("deaths", [1, 2])
+def test_a_worker_that_dies_while_it_starts_gets_a_second_try(deaths, tmp_path, caplog):
+    file, starts = tmp_path / "weak.py", tmp_path / "starts"
+    file.write_text(DIES_AT_START.format(parent=os.getpid(), file=str(starts), deaths=deaths))
+    if deaths == 1:
+        with Scorer(f"{file}:Weak", workers=1) as scorer:
+            assert score(scorer, "x")[0].score.reward == 1.0
+        assert "is started again: it ended with code 9: no more memory" in caplog.text
+    else:
+        with pytest.raises(UserError, match="did not start: it ended with code 9: no more memory"):
+            Scorer(f"{file}:Weak", workers=1)
+    assert starts.read_text() == "xx"
+
+
 def test_metadata_that_cannot_be_sent_names_the_prompt(scorer):
     prompt = Prompt(id="p8", text="?", metadata={"file": sys.stdout, "call": lambda: 0})
     with pytest.raises(UserError, match="prompt 'p8': its metadata cannot be sent"):

@@ -15,6 +15,12 @@ from types import MappingProxyType
 from jetrl.errors import UserError
 from jetrl.types import Prompt, Reply, Score, Turn
 
+LARGEST = 1e15
+"""The largest reward or part of a score, by its absolute value.
+
+Sums and squares of such numbers are finite in float32: a mean or a spread of larger ones is not.
+"""
+
 
 class ScoreError(UserError):
     """A task's score is not a finite number.
@@ -59,9 +65,10 @@ class Task:
     def score(self, prompt: Prompt, completion: str) -> float | Score:
         """Return the reward of one completion, a finite number.
 
-        A `Score(reward, parts)` has named parts for the logs as well. The completion may be any
-        text, the empty one included. The score must depend on nothing but these arguments: the same
-        completion gets the same score whichever worker sees it.
+        It is a number from -1e15 to 1e15. A `Score(reward, parts)` has named parts for the logs as
+        well. The completion may be any text, the empty one included. The score must depend on
+        nothing but these arguments: the same completion gets the same score whichever worker sees
+        it.
         """
         raise NotImplementedError(f"{type(self).__name__} has no score(prompt, completion)")
 
@@ -189,8 +196,8 @@ def to_score(value: object, task: str, prompt_id: str) -> Score:
         prompt_id: The prompt's id, for the message.
 
     Raises:
-        ScoreError: The value is not a number, NaN or infinite; the message names the task and the
-            prompt.
+        ScoreError: The value is not a number, NaN, infinite or too large; the message names the
+            task and the prompt.
     """
     where = f"task {task}, prompt {prompt_id!r}"
     if isinstance(value, Score):
@@ -219,6 +226,10 @@ def _number(value: object, what: str) -> float:
         raise ScoreError(f"{what} returned a number too large for a float") from None
     if not math.isfinite(number):
         raise ScoreError(f"{what} returned {number}, which is not a finite number")
+    if abs(number) > LARGEST:
+        raise ScoreError(
+            f"{what} returned {number}; give a number from -{LARGEST:g} to {LARGEST:g}"
+        )
     return number
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import re
 import secrets
@@ -33,6 +34,8 @@ from jetrl.tasks.sandbox.wire import (
     parse_started,
 )
 from jetrl.tasks.sandbox.worker import WorkerSetup
+
+logger = logging.getLogger(__name__)
 
 START_LIMIT_S = 120.0  # importing a task's packages from a cold disk
 KEPT_OUTPUT = 100_000  # bytes: a traceback of many threads
@@ -63,6 +66,7 @@ class WorkerProcess:
         self._returned: list[int] = []
         self._lost_s = 0.0
         self._starts = 0
+        self._deaths_at_start = 0  # in a row
         self._has_worked = False
         self._process: subprocess.Popen[bytes] | None = None
         self.start()
@@ -128,6 +132,7 @@ class WorkerProcess:
         The last reply may be the failure of an item that the process died of or was killed for.
         """
         replies: list[tuple[int, WorkerReply]] = []
+        died = False
         if not self.running:
             return replies
         self._read_output()
@@ -156,7 +161,7 @@ class WorkerProcess:
                 replies.append((self.jobs.popleft(), reply))
                 self._answered += 1
         except EOFError:
-            failure = self._cause_of_death()
+            failure, died = self._cause_of_death(), True
         except WireError as error:
             failure = f"score made its worker send what is no answer: {error}"
         else:
@@ -168,9 +173,8 @@ class WorkerProcess:
         # The process died, sent nonsense or took too long: the item that it was at is a failure.
         self._end()
         if not self.ready:
-            raise self._no_start(
-                f"task {self.setup.name}: its scoring worker did not start: {failure}"
-            )
+            self._failed_start(failure, died)
+            return replies
         if self.jobs:
             # Who reads may be late; the process's own timer was not.
             self._lost_s += min(time.monotonic(), self.deadline) - self._began
@@ -206,6 +210,22 @@ class WorkerProcess:
             self._end()
             raise self._no_start(error)
         self.ready = self._has_worked = True
+        self._deaths_at_start = 0
+
+    def _failed_start(self, failure: str, died: bool) -> None:
+        """Take note of a start that failed; the scorer starts a process again that is not running.
+
+        Args:
+            failure: The reason.
+            died: Whether the process ended by itself: a cause that may be gone at a second try,
+                such as the memory of a busy machine. A task that hangs hangs again.
+        """
+        self._deaths_at_start += died
+        if not died or self._deaths_at_start > 1:
+            raise self._no_start(
+                f"task {self.setup.name}: its scoring worker did not start: {failure}"
+            )
+        logger.warning("a scoring worker died while it started, and is started again: %s", failure)
 
     def _no_start(self, why: str) -> UserError | RunStopped:
         """Return the error to raise: a user's mistake at the first start, later a stopped run."""

@@ -9,10 +9,11 @@ is checked like any other input. A line has a largest length and a fixed form; a
 from __future__ import annotations
 
 import json
-import math
 import pickle
 import struct
 from typing import Any, BinaryIO, NamedTuple
+
+from jetrl.tasks.base import LARGEST
 
 MAX_LINE = 2**16  # bytes of one line from a worker
 MAX_FAILURE = 2000  # characters
@@ -163,6 +164,6 @@ def _finite(value: object) -> float:
         number = float(value)
     except OverflowError:
         raise WireError("a score too large for a float") from None
-    if not math.isfinite(number):
-        raise WireError("a score that is not finite")
+    if not abs(number) <= LARGEST:
+        raise WireError("a score that is not finite, or too large")
     return number

@@ -28,7 +28,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,12 @@ from jetrl.tasks.user_files import use_sources
 from jetrl.types import Prompt, Turn
 
 STDERR = 2
+_NO_MEMORY = (
+    "failed to map segment",
+    "Cannot allocate memory",
+    "can't allocate memory",
+    "bad_alloc",
+)
 _RAN_OUT = (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM)
 
 
@@ -171,26 +177,43 @@ def score_safely(task: Task, item: Item, memory_mib: int = 0) -> WorkerReply:
         return WorkerReply(0.0, {}, str(error))
     except KeyboardInterrupt:
         raise
-    except MemoryError as error:
-        limit = f"; task.memory_mib = {memory_mib}" if memory_mib else ""
-        failure = f"score ran out of memory: {describe_error(error)}{limit}"
-        return WorkerReply(0.0, {}, failure, last=True)
     except BaseException as error:  # SystemExit and the like are the task's failures too
+        if _lacks_memory(error):
+            limit = f"; task.memory_mib = {memory_mib}" if memory_mib else ""
+            failure = f"score ran out of memory: {describe_error(error)}{limit}"
+            return WorkerReply(0.0, {}, failure, last=True)
         return WorkerReply(0.0, {}, f"score raised {describe_error(error)}", last=_ran_out(error))
 
 
 def _ran_out(error: BaseException) -> bool:
     """Return whether memory, files, threads or processes ran out, by an error and its causes."""
+    return _lacks_memory(error) or any(
+        (isinstance(cause, OSError) and cause.errno in _RAN_OUT)
+        or (isinstance(cause, RuntimeError) and "can't start new thread" in str(cause))
+        for cause in _causes(error)
+    )
+
+
+def _lacks_memory(error: BaseException) -> bool:
+    """Return whether memory ran out, by an error and its causes.
+
+    An import of a large library says so only in words: the loader could not map its file.
+    """
+    return any(
+        isinstance(cause, MemoryError) or any(words in str(cause) for words in _NO_MEMORY)
+        for cause in _causes(error)
+        if isinstance(cause, MemoryError | ImportError | OSError | RuntimeError)
+    )
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """Yield an error and the errors that led to it, at most ten: a chain may lead to itself."""
     cause: BaseException | None = error
-    for _ in range(10):  # a chain may lead back to itself
-        if isinstance(cause, MemoryError):
-            return True
-        if isinstance(cause, OSError) and cause.errno in _RAN_OUT:
-            return True
-        if isinstance(cause, RuntimeError) and "can't start new thread" in str(cause):
-            return True
-        cause = cause and (cause.__cause__ or cause.__context__)
-    return False
+    for _ in range(10):
+        if cause is None:
+            return
+        yield cause
+        cause = cause.__cause__ or cause.__context__
 
 
 def _answer(task: Task, item: Item) -> WorkerReply:
