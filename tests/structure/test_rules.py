@@ -138,6 +138,16 @@ def test_the_check_sees_a_second_quantizer(text: str, what: str) -> None:
     assert list(quantizer_constants(ast.parse(text))) == [(1, what)]
 
 
+def test_processes_speak_in_one_place_alone() -> None:
+    """The rest of the code knows `world()` and the collectives, and not who moves the bytes."""
+    elsewhere = [
+        str(path.relative_to(SOURCE))
+        for path in FILES
+        if path.parent != SOURCE / "distributed" and "torch.distributed" in path.read_text("utf-8")
+    ]
+    assert elsewhere == []
+
+
 def test_naming_an_fp8_type_is_not_a_cast() -> None:
     text = "codes = torch.empty(n, dtype=torch.float8_e4m3fn)\nok = x.dtype == torch.float8_e4m3fn"
     assert list(quantizer_constants(ast.parse(text))) == []
