@@ -27,7 +27,7 @@ AWKWARD = str(Path(__file__).with_name("awkward_task.py"))
         ),
         ("arithmetic", {"digit": 2}, "task.options.digit: .* did you mean digits?"),
         ("arithmetic", {"path": "x"}, "task.path: task arithmetic has no such option"),
-        ("gsm8k", {}, "task gsm8k needs task.path"),
+        ("dataset", {}, "task dataset needs task.path"),
         ("reasoning_gym:chain_summ", {}, "did you mean chain_sum?"),
         ("no_such_file.py:Mine", {}, "task file no_such_file.py: no such file"),
         ("mine.py", {}, "add the class, as in mine.py:MyTask"),

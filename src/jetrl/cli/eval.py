@@ -43,7 +43,6 @@ if TYPE_CHECKING:
 
 
 RUNS_ON_RANKS = True
-GSM8K = "openai/gsm8k"  # on the hub, where --path names no other
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -250,10 +249,7 @@ def task_settings(args: argparse.Namespace, settings: Settings | None) -> TaskSe
     """
     from jetrl.settings import TaskSettings
 
-    if args.task == "gsm8k" or args.task == GSM8K:
-        task = TaskSettings(name="gsm8k", path=GSM8K)
-    else:
-        task = TaskSettings(name=args.task) if settings is None else settings.task
+    task = TaskSettings(name=args.task) if settings is None else settings.task
     changes: dict[str, Any] = {"options": {**task.options, **task_options(args.option)}}
     given = {"path": args.path, "eval_split": args.split, "system_prompt": args.system}
     changes |= {key: value for key, value in given.items() if value is not None}

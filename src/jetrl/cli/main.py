@@ -36,6 +36,7 @@ COMMANDS = {
     "doctor": "what works on this machine, and what to do about the rest",
     "export": "write a Hugging Face directory (BF16, FP32 or FP8)",
     "runs": "list, show and plot finished and running runs",
+    "recipes": "list the recipes that come with jetrl, and what each needs",
     "init": "make a tiny model with random weights, to try things out",
 }
 

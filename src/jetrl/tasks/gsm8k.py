@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from pathlib import Path
 
 from jetrl.errors import UserError
 from jetrl.tasks.answers import answer_key, find_number
@@ -23,6 +24,7 @@ INSTRUCTION = (
     "Think step by step. End with the answer on a line of its own, written as #### NUMBER."
 )
 FIELDS = ("question", "answer")
+OWN_DATA = str(Path(__file__).parents[1] / "data" / "gsm8k")  # OpenAI's GSM8K, MIT licence
 _ANNOTATION = re.compile(r"<<[^<>]*>>")
 
 
@@ -35,6 +37,7 @@ class Gsm8k(Task):
     Args:
         path: A folder with train.jsonl and test.jsonl (or .parquet); one such file, whose rows are
             the prompts of both splits; or the name of a data set for `datasets` (`openai/gsm8k`).
+            Default: GSM8K itself, which is part of jetrl.
         format: "chat" gives messages for the chat template, "text" the plain prompt
             "Question: ...\nAnswer:\n", for base models and models without a template.
         instruction: Text after the question in a chat prompt.
@@ -46,7 +49,7 @@ class Gsm8k(Task):
 
     def __init__(
         self,
-        path: str,
+        path: str = OWN_DATA,
         format: str = "chat",
         instruction: str = INSTRUCTION,
         strict: bool = False,

@@ -20,6 +20,7 @@ from jetrl.tasks.reasoning import ReasoningGym
 from jetrl.tasks.user_files import load_task_class
 from jetrl.types import Prompt
 
+GSM8K_ON_THE_HUB = "openai/gsm8k"
 BUILT_IN: dict[str, type[Task]] = {task.name: task for task in (Arithmetic, Dataset, Gsm8k)}
 
 
@@ -35,6 +36,8 @@ def get_single_task(name: str, options: dict[str, Any]) -> Task:
     benchmark = benchmark_name(name)
     if benchmark is not None and name not in BUILT_IN:
         return build(Benchmark, name, {**options, "set": benchmark})
+    if name == GSM8K_ON_THE_HUB:
+        return build(Gsm8k, name, options)
     if name not in BUILT_IN:
         raise UserError(
             f"unknown task {name!r}{nearest(name, [*BUILT_IN, 'mix', *SOURCES])} "

@@ -1,0 +1,76 @@
+"""The recipes that come with jetrl: listed, and each with a memory plan that fits."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants
+
+from jetrl.memory import device
+from jetrl.models import hub
+from jetrl.settings.loading import packaged_recipes
+
+CONFIGS = json.loads(Path(__file__).with_name("model_configs.json").read_text(encoding="utf-8"))
+REAL = [name for name in packaged_recipes() if name not in ("demo", "gsm8k-smoke")]
+H200_GIB = 139.0  # free on an H200 that nothing else uses
+
+
+@pytest.fixture
+def h200(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU of that size, and a hub's cache with the config of each model and no weights."""
+    for name, config in CONFIGS.items():
+        folder = tmp_path / f"models--{name.replace('/', '--')}"
+        snapshot = folder / "snapshots" / ("a" * 40)
+        snapshot.mkdir(parents=True)
+        (folder / "refs").mkdir()
+        (folder / "refs" / "main").write_text("a" * 40)
+        (snapshot / "config.json").write_text(json.dumps(config))
+        (snapshot / "tokenizer.json").write_text("{}")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(device, "free_bytes", lambda _: int(H200_GIB * 2**30))
+    hub.snapshot.cache_clear()
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_a_recipe_for_an_h200_fits_one(name: str, h200: None, jetrl: Callable) -> None:
+    """Its model is read by its name on the hub, and the plan of its memory is below the GPU's."""
+    done = jetrl("train", name, "--dry-run", "run.device=cuda")
+    assert done.code == 0, done.err
+    phases = next(line for line in done.out.splitlines() if line.split()[1:2] == ["all"])
+    assert max(map(float, phases.split()[2:])) < H200_GIB
+    assert 'name = "unified"' in done.out or "# precision plan: unified" in done.out
+
+
+def test_a_recipe_that_does_not_fit_says_so(h200: None, jetrl: Callable) -> None:
+    words = ("train", "qwen3-8b-gsm8k", "--dry-run", "run.device=cuda")
+    done = jetrl(*words, "train.optimizer_states=fp32")
+    assert done.code == 2
+    assert "train.optimizer_states=compact" in done.err
+
+
+def test_the_recipes_are_listed_with_what_they_need(jetrl: Callable) -> None:
+    done = jetrl("recipes")
+    assert done.code == 0
+    recipes = json.loads(jetrl("recipes", "--json").out)
+    assert [recipe["name"] for recipe in recipes] == packaged_recipes()
+    for recipe in recipes:
+        assert recipe["name"] in done.out
+        assert recipe["what"].endswith(".")
+        assert recipe["needs"].endswith(".")
+    assert {"qwen3-8b-gsm8k", "qwen3-8b-math", "qwen3-1.7b-gsm8k"} <= set(REAL)
+    assert {"qwen2.5-7b-gsm8k", "llama3.1-8b-gsm8k"} <= set(REAL)
+
+
+def test_a_recipe_is_shown(jetrl: Callable) -> None:
+    assert 'path = "Qwen/Qwen3-1.7B"' in jetrl("recipes", "qwen3-1.7b-gsm8k").out
+    assert "did you mean qwen3-8b-math?" in jetrl("recipes", "qwen3-8b-mat").err
+
+
+def test_gsm8k_needs_no_path(jetrl: Callable) -> None:
+    from jetrl.tasks import get_task
+
+    assert len(list(get_task("gsm8k").prompts("test"))) == 1319
+    assert len(list(get_task("openai/gsm8k").prompts("train"))) == 7473
