@@ -8,6 +8,8 @@ from pathlib import Path
 
 from jetrl.config import load_config
 
+from jetrl.tasks import build_task
+
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
