@@ -9,6 +9,11 @@ rollout.oversample, its first step draws more to fill up, or fewer. A completion
 steps was drawn by several policies: `Completion.versions` says which policy drew which token. The
 tokens of the present policy are exactly the trainer's, and checked; the others keep the log-probs
 that they were drawn with, and are off-policy by as many steps.
+
+In a run of several ranks each rank samples until its own part of prompts_per_step is complete, and
+continues what waited with it. So which completions are cut off does not depend on the speed of a
+rank, and a run is repeated with the same bits on as many ranks, though not on another number. Every
+rank knows the waiting groups of all; a resumed run deals them out to the ranks that it has.
 """
 
 from __future__ import annotations
@@ -16,16 +21,20 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
+from jetrl.distributed.world import world
 from jetrl.errors import UserError
 from jetrl.models.policy import Policy
 from jetrl.rewards.sampling import EncodedPrompt
 from jetrl.rollout.engine import ProgressCallback, RolloutEngine
 from jetrl.rollout.options import GenerateOptions
 from jetrl.rollout.partial import Partial
+from jetrl.rollout.sequence import sequence_keys
 from jetrl.settings.loading import Settings
 from jetrl.types import Completion, SamplingParams, Unfinished
+
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -75,16 +84,23 @@ class PartialRollouts:
         self._prompts_per_step = settings.rollout.prompts_per_step
         self._share = settings.rollout.oversample
         self._by_id = {encoded.prompt.id: encoded for encoded in prompts}
-        self._groups: list[Group] = []
+        self._waiting: list[list[Group]] = [[] for _ in range(world().size)]  # of each rank
         self._problem = _problem(policy, prompts, max_turns, dynamic_sampling)
         self.on = self._share > 0
         if self.on and self._problem:
             raise UserError(f"rollout.oversample = {self._share}: {self._problem}")
+        if self.on and self._prompts_per_step < world().size:
+            raise UserError(
+                f"rollout.oversample = {self._share}: {world().size} ranks sample whole prompts, "
+                f"and rollout.prompts_per_step = {self._prompts_per_step}: at least one a rank"
+            )
 
     @property
     def num_unfinished(self) -> int:
         """The number of completions that are continued in the next step."""
-        return sum(not _is_complete(member) for group in self._groups for member in group.members)
+        return sum(
+            not _is_complete(m) for groups in self._waiting for g in groups for m in g.members
+        )
 
     def start_step(self) -> int:
         """Return how many prompts the step draws beside its own, so that enough groups wait.
@@ -92,9 +108,32 @@ class PartialRollouts:
         In the first step these are all of the groups that are to wait. Where more groups wait than
         should, the number is negative: the step begins so many prompts fewer.
         """
-        self.on = self._share > 0 or bool(self._groups)
-        should_wait = math.ceil(self._share * self._prompts_per_step)
-        return max(should_wait - len(self._groups), -self._prompts_per_step)
+        self.on = self._share > 0 or any(self._waiting)
+        return sum(self._lacking()) - self._prompts_per_step
+
+    def _lacking(self) -> list[int]:
+        """Return how many groups each rank begins, so that enough wait after the step."""
+        should_wait, size = math.ceil(self._share * self._prompts_per_step), world().size
+        lacking = []
+        for rank, groups in enumerate(self._waiting):
+            trained = len(range(rank, self._prompts_per_step, size))
+            lacking.append(max(trained + len(range(rank, should_wait, size)) - len(groups), 0))
+        return lacking
+
+    def _dealt(self, num_prompts: int) -> list[int]:
+        """Return the numbers of the prompts that this rank begins, of those that the step draws.
+
+        The ranks take turns, each until it has what it lacks.
+        """
+        lacking, own, rank = self._lacking(), [], 0
+        for number in range(num_prompts):
+            while not lacking[rank]:
+                rank = (rank + 1) % len(lacking)
+            lacking[rank] -= 1
+            if rank == world().rank:
+                own.append(number)
+            rank = (rank + 1) % len(lacking)
+        return own
 
     def sample(
         self,
@@ -103,30 +142,38 @@ class PartialRollouts:
         params: SamplingParams,
         version: int,
         progress: ProgressCallback,
-    ) -> tuple[list[EncodedPrompt], list[Completion]]:
+    ) -> list[Group]:
         """Continue the groups that wait, and begin new ones, until enough are complete.
 
         Args:
             engine: The engine that samples.
-            prompts: The prompts of the new groups.
+            prompts: The prompts of the new groups, of all ranks.
             params: How to sample.
             version: The version of the policy, which is the number of the step.
             progress: Called after each forward with what is done.
 
         Returns:
-            The prompts of the complete groups that the step trains on, and their completions.
+            This rank's groups, those that waited first, for `choose`.
         """
-        waiting = self._groups
+        ranks = world()
+        waiting = self._waiting[ranks.rank]
         resume = [[m for m in group.members if not _is_complete(m)] for group in waiting]
         resume = [members for members in resume if members]
-        enough = self._prompts_per_step - sum(group.complete for group in waiting)
-        any_prompt = prompts[0] if prompts else waiting[0].prompt  # all have the same stop strings
+        quota = len(ranks.share(range(self._prompts_per_step)))
+        enough = quota - sum(group.complete for group in waiting)
+        keys = sequence_keys([prompt.token_ids for prompt in prompts], params.n)
+        own = self._dealt(len(prompts))
+        # All prompts have the same stop strings.
+        earlier = [group.prompt for of_rank in self._waiting for group in of_rank]
+        any_prompt = [*prompts, *earlier][0]
         stop = tuple(dict.fromkeys((*params.stop, *any_prompt.stop)))
         completions = engine.generate(
-            [list(prompt.token_ids) for prompt in prompts],
+            [list(prompts[number].token_ids) for number in own],
             replace(params, stop=stop),
             progress,
-            options=GenerateOptions(partial=Partial(enough, resume, version)),
+            options=GenerateOptions(
+                partial=Partial(enough, resume, version), keys=[keys[number] for number in own]
+            ),
         )
         cut_off = engine.unfinished
         indices = iter(range(len(completions)))
@@ -143,23 +190,41 @@ class PartialRollouts:
             )
             for group in waiting
         ]
-        groups += [Group(p, tuple(next_member(p) for _ in range(params.n))) for p in prompts]
+        for number in own:
+            prompt = prompts[number]
+            groups.append(Group(prompt, tuple(next_member(prompt) for _ in range(params.n))))
+        return groups
 
-        # The oldest complete groups are trained on; the others wait.
-        chosen = [group for group in groups if group.complete][: self._prompts_per_step]
+    def choose(
+        self, groups: Sequence[Group], version: int
+    ) -> tuple[list[EncodedPrompt], list[Completion]]:
+        """Take the oldest complete groups to train on, and let the others wait.
+
+        Args:
+            groups: This rank's groups, from `sample`.
+            version: The version of the policy.
+
+        Returns:
+            The prompts that the step trains on, of all ranks, and the completions of this rank's
+            share of them.
+        """
+        ranks = world()
+        quota = len(ranks.share(range(self._prompts_per_step)))
+        chosen = [group for group in groups if group.complete][:quota]
         chosen_ids = {id(group) for group in chosen}
-        self._groups = [_dated(group, version) for group in groups if id(group) not in chosen_ids]
+        left = [_dated(group, version) for group in groups if id(group) not in chosen_ids]
+        states = ranks.gather("waiting groups", [_state(group) for group in left])
+        self._waiting = [[self._group(state) for state in of_rank] for of_rank in states]
+        self._waiting[ranks.rank] = left
+        ids = ranks.gather("prompts of the step", [group.prompt.prompt.id for group in chosen])
         return (
-            [group.prompt for group in chosen],
+            [self._by_id[prompt_id] for prompt_id in _in_turn(ids)],
             [member.completion for group in chosen for member in group.members],
         )
 
     def state(self) -> Any:
-        """Return the waiting groups for a checkpoint, as JSON values."""
-        return [
-            [group.prompt.prompt.id, [_record(member) for member in group.members]]
-            for group in self._groups
-        ]
+        """Return the waiting groups of all ranks for a checkpoint, as JSON values."""
+        return [_state(group) for group in _in_turn(self._waiting)]
 
     def load_state(self, state: Any) -> None:
         """Take over the waiting groups of a checkpoint.
@@ -173,16 +238,25 @@ class PartialRollouts:
                 "the checkpoint has unfinished completions, of a time when rollout.oversample was "
                 f"set: {self._problem}"
             )
-        self._groups = []
-        for prompt_id, members in state:
-            prompt = self._by_id.get(prompt_id)
-            if prompt is None:
-                raise UserError(
-                    f"the checkpoint has unfinished completions of prompt {prompt_id!r}, which the "
-                    "task does not have now: put its data back as it was, or start a new run "
-                    "under another run.name"
-                )
-            self._groups.append(Group(prompt, tuple(_member(prompt, m) for m in members)))
+        groups = [self._group(group) for group in state]
+        size = world().size
+        self._waiting = [groups[rank::size] for rank in range(size)]
+
+    def _group(self, state: Any) -> Group:
+        """Return the group that `_state` made JSON values of.
+
+        Raises:
+            UserError: The task no longer has its prompt.
+        """
+        prompt_id, members = state
+        prompt = self._by_id.get(prompt_id)
+        if prompt is None:
+            raise UserError(
+                f"the checkpoint has unfinished completions of prompt {prompt_id!r}, which the "
+                "task does not have now: put its data back as it was, or start a new run "
+                "under another run.name"
+            )
+        return Group(prompt, tuple(_member(prompt, member) for member in members))
 
 
 def _problem(
@@ -220,6 +294,17 @@ def _dated(group: Group, version: int) -> Group:
             for c in (m.completion,)
         ),
     )
+
+
+def _in_turn(lists: Sequence[Sequence[Item]]) -> list[Item]:
+    """Return the first item of each list, then the second ones, and so on."""
+    longest = max(map(len, lists))
+    return [items[i] for i in range(longest) for items in lists if i < len(items)]
+
+
+def _state(group: Group) -> Any:
+    """Return a group as JSON values."""
+    return [group.prompt.prompt.id, [_record(member) for member in group.members]]
 
 
 def _record(member: Unfinished) -> list[Any]:

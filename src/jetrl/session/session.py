@@ -235,28 +235,25 @@ class Session:
         partial rollouts the completions are those that are complete, of this step's prompts and of
         earlier ones, and they are scored later.
         """
-        context, partial_rollouts = self.context, self._partial_rollouts
-        params = rollout_params(self.settings, step.number, step.round)
-        prompts, metrics = step.prompts, {}
-        with (
-            self.run.phases.phase("rollout"),
-            self._nonfinite.sampling(step.number),
-            ending_together(f"the rollout of step {step.number}", StepGivenUp),
-            self.run.stops.giving_up(possible=not partial_rollouts.on),
-        ):
-            if partial_rollouts.on:
-                prompts, completions = partial_rollouts.sample(
-                    context.engine, prompts, params, step.number, self._show_progress
+        context, partial_rollouts, number = self.context, self._partial_rollouts, step.number
+        prompts, params = step.prompts, rollout_params(self.settings, number, step.round)
+        metrics = {}
+        if partial_rollouts.on:
+            with self._rollout(number):
+                groups = partial_rollouts.sample(
+                    context.engine, prompts, params, number, self._show_progress
                 )
-                scoring = Scoring(context.scorer, prompts, params.n)
-                num_tokens = context.engine.stats.tokens_drawn
-                metrics["partial_rollout/unfinished"] = float(partial_rollouts.num_unfinished)
-            else:
+            prompts, completions = partial_rollouts.choose(groups, number)
+            scoring = Scoring(context.scorer, prompts, params.n)
+            num_tokens = context.engine.stats.tokens_drawn
+            metrics["partial_rollout/unfinished"] = float(partial_rollouts.num_unfinished)
+        else:
+            with self._rollout(number), self.run.stops.giving_up():
                 scoring = Scoring(context.scorer, prompts, params.n, continues_step=step.round > 1)
                 completions = sample_prompts(
                     context.engine, scoring, params, context.max_turns, self._show_progress
                 )
-                num_tokens = sum(completion.num_sampled for completion in completions)
+            num_tokens = sum(completion.num_sampled for completion in completions)
         return replace(
             step,
             prompts=prompts,
@@ -415,6 +412,16 @@ class Session:
         )
 
     # Parts of the verbs
+
+    @contextlib.contextmanager
+    def _rollout(self, step: int) -> Iterator[None]:
+        """Draw this rank's completions of a step in the body of the `with`."""
+        with (
+            self.run.phases.phase("rollout"),
+            self._nonfinite.sampling(step),
+            ending_together(f"the rollout of step {step}", StepGivenUp),
+        ):
+            yield
 
     def _order(self, use: str) -> PromptOrder:
         """Return an order of the prompts of its own for each use."""

@@ -106,7 +106,7 @@ class StopSignals:
             )
 
     @contextlib.contextmanager
-    def giving_up(self, possible: bool) -> Iterator[None]:
+    def giving_up(self, possible: bool = True) -> Iterator[None]:
         """Let SIGTERM cut the body of the `with`, by StepGivenUp.
 
         Args:
