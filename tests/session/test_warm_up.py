@@ -10,6 +10,7 @@ import pytest
 from jetrl import load_config
 from jetrl.rollout.engine import RolloutEngine
 from jetrl.session import Session
+from jetrl.session.open import RunContext
 from jetrl.training import SftTrainer
 
 TINY = [
@@ -40,8 +41,8 @@ def test_kv_pages_make_room_for_the_updates_between_two_looks(
 
     seen(SftTrainer, "step")
     seen(RolloutEngine, "generate")
-    seen(Session, "_free_kv_pages")
+    seen(RunContext, "free_kv_pages")
     with Session(load_config("demo", [*TINY, f"run.dir={tmp_path}"])) as session:
         session.warm_up()
-    looked = ["generate", "_free_kv_pages"]
+    looked = ["generate", "free_kv_pages"]
     assert order == ["step", *looked, "step", *looked, "step", *looked]

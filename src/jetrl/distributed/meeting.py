@@ -16,7 +16,7 @@ from datetime import timedelta
 from torch.distributed import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from jetrl.distributed.world import launched_rank, launched_size
+from jetrl.distributed.world import launched_rank, launched_size, named, ranks_that_differ
 from jetrl.errors import UserError
 
 START_S = 300.0  # for the slowest rank to import what it needs, from a cold disk
@@ -148,25 +148,6 @@ def meet(init_method: str = "env://") -> Meeting:
         ) from None
     _meetings.append(Meeting(store, rank, size))
     return _meetings[0]
-
-
-def ranks_that_differ(values: Sequence[object]) -> list[int]:
-    """Return the ranks whose values differ from the value that most ranks have.
-
-    Where no value is the most frequent one, rank 0's counts.
-
-    Args:
-        values: A value of each rank, in the order of ranks.
-    """
-    counts = [sum(other == value for other in values) for value in values]
-    most = [value for value, count in zip(values, counts, strict=True) if count == max(counts)]
-    usual = most[0] if all(value == most[0] for value in most) else values[0]
-    return [rank for rank, value in enumerate(values) if value != usual]
-
-
-def named(ranks: Sequence[int]) -> str:
-    """Return the names of some ranks, in words."""
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 def _common(words: Sequence[str], own: str = "") -> str:

@@ -15,16 +15,24 @@ import contextlib
 import dataclasses
 import os
 import socket
+import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from jetrl.distributed.meeting import meet, named, ranks_that_differ
-from jetrl.distributed.world import ONE_PROCESS, World, set_world, started_by_torchrun
+from jetrl.distributed.meeting import meet
+from jetrl.distributed.world import (
+    ONE_PROCESS,
+    World,
+    named,
+    ranks_that_differ,
+    set_world,
+    started_by_torchrun,
+)
 from jetrl.errors import RanksDiffer, RunStopped, UserError
 
 Item = TypeVar("Item")
@@ -45,10 +53,17 @@ class ProcessGroupWorld(World):
     Attributes:
         hosts: The gloo group by which the hosts speak.
         timeout_s: How long a rank waits for the others.
+        waits: The seconds that this process has waited for the others, in a list of one.
     """
 
     hosts: Any = None
     timeout_s: float = TIMEOUT_S
+    waits: list[float] = field(default_factory=lambda: [0.0], compare=False)
+
+    @property
+    def waited_s(self) -> float:
+        """The seconds that this process has waited for the others, on the host."""
+        return self.waits[0]
 
     def gather(self, what: str, value: Item) -> list[Item]:
         """Return the values of all ranks, in the order of ranks."""
@@ -89,7 +104,7 @@ class ProcessGroupWorld(World):
         timeout = timedelta(seconds=self.timeout_s)
         with self.awaiting("another group of processes"):
             hosts = dist.new_group(backend="gloo", timeout=timeout)
-        return dataclasses.replace(self, hosts=hosts)
+        return dataclasses.replace(self, hosts=hosts, waits=[0.0])
 
     def same(self, what: str, value: Any) -> None:
         """Check that all ranks have the same value."""
@@ -105,8 +120,10 @@ class ProcessGroupWorld(World):
     @contextlib.contextmanager
     def awaiting(self, what: str) -> Iterator[None]:
         """Turn an error of the process group, in the block, into one that says what was awaited."""
+        began = time.monotonic()
         try:
             yield
+            self.waits[0] += time.monotonic() - began
         except (RuntimeError, ValueError) as error:
             if isinstance(error, RunStopped):
                 raise

@@ -38,6 +38,11 @@ class World:
     node: str = ""
 
     @property
+    def waited_s(self) -> float:
+        """The seconds that this process has waited for the others, on the host."""
+        return 0.0
+
+    @property
     def is_first(self) -> bool:
         """True of rank 0, which alone writes the run directory and speaks to the user."""
         return self.rank == 0
@@ -170,3 +175,22 @@ def set_world(new: World) -> None:
     """Make `new` the world of this process; called when a process group opens or closes."""
     global _world
     _world = new
+
+
+def ranks_that_differ(values: Sequence[object]) -> list[int]:
+    """Return the ranks whose values differ from the value that most ranks have.
+
+    Where no value is the most frequent one, rank 0's counts.
+
+    Args:
+        values: A value of each rank, in the order of ranks.
+    """
+    counts = [sum(other == value for other in values) for value in values]
+    most = [value for value, count in zip(values, counts, strict=True) if count == max(counts)]
+    usual = most[0] if all(value == most[0] for value in most) else values[0]
+    return [rank for rank, value in enumerate(values) if value != usual]
+
+
+def named(ranks: Sequence[int]) -> str:
+    """Return the names of some ranks, in words."""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

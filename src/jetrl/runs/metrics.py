@@ -342,9 +342,35 @@ METRICS: tuple[Metric, ...] = (
         known_as={"verl": "perf/throughput (of the whole step, per GPU)"},
     ),
     Metric(
+        "distributed/size",
+        "ranks",
+        "processes of the run, one a GPU; this and the other distributed/* only where torchrun has "
+        "started several",
+        measured=True,
+    ),
+    Metric(
+        "distributed/wait_share",
+        "share",
+        "of timing/step_s, how long a rank waited for others on the host, mean over ranks: for the "
+        "longest completion, a score, a message",
+        measured=True,
+    ),
+    Metric(
+        "distributed/rollout_tokens_per_s_per_rank",
+        "tokens/s",
+        "throughput/rollout_tokens_per_s over the number of ranks",
+        measured=True,
+    ),
+    Metric(
+        "distributed/train_tokens_per_s_per_rank",
+        "tokens/s",
+        "throughput/train_tokens_per_s over the number of ranks",
+        measured=True,
+    ),
+    Metric(
         "memory/peak_gib",
         "GiB",
-        "peak memory of the device (of the process on CPU)",
+        "peak memory of the device (of the process on CPU); of several ranks, the highest",
         True,
         known_as={"verl": "perf/max_memory_allocated_gb", "prime-rl": "perf/peak_memory"},
     ),

@@ -82,6 +82,11 @@ class RunContext(TrainingContext):
         """The policy that is trained."""
         return self.model
 
+    def free_kv_pages(self) -> None:
+        """Give back the KV pages, which took all free memory of a GPU: other models need it now."""
+        if self.policy.device.type == "cuda":
+            self.engine.free_cache()
+
 
 def open_context(settings: Settings, stack: contextlib.ExitStack) -> RunContext:
     """Load the models and data of a run; the stack closes the scoring processes.

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from typing import Protocol
 
+from jetrl.distributed.world import world
 from jetrl.memory.out_of_memory import explained
 
 _ADVICE = "`jetrl train --dry-run` prints what is held and when. The last checkpoint is good"
@@ -43,18 +44,23 @@ class Phases:
         self.timings: dict[str, float] = {}
         self.observers: list[PhaseObserver] = []
         self.step = 0
-        self._step_began = time.monotonic()
+        self._step_began, self._waited_before = time.monotonic(), world().waited_s
 
     def start_step(self, step: int) -> None:
         """Begin a step, without the timings of the step before."""
         self.step = step
         self.timings.clear()
-        self._step_began = time.monotonic()
+        self._step_began, self._waited_before = time.monotonic(), world().waited_s
 
     @property
     def step_s(self) -> float:
         """The seconds since the present step began."""
         return time.monotonic() - self._step_began
+
+    @property
+    def waited_s(self) -> float:
+        """The seconds of the present step in which this process waited for others, on the host."""
+        return world().waited_s - self._waited_before
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:

@@ -34,10 +34,17 @@ from jetrl.session.nonfinite import NonFiniteReports
 from jetrl.session.open import open_context
 from jetrl.session.partial_rollouts import PartialRollouts
 from jetrl.session.prompt_order import PromptOrder
+from jetrl.session.replicas import compare_prompts, compare_samples, compare_weights
 from jetrl.session.results import RunResult
 from jetrl.session.sampling_params import eval_params, rollout_params
 from jetrl.session.step import Step
-from jetrl.session.step_metrics import eval_metrics, sample_metrics, throughput_metrics
+from jetrl.session.step_metrics import (
+    distributed_metrics,
+    eval_metrics,
+    largest_of_ranks,
+    sample_metrics,
+    throughput_metrics,
+)
 from jetrl.session.step_notes import StepNotes
 from jetrl.session.stop_signals import StepGivenUp
 from jetrl.session.supervised import SupervisedUpdates
@@ -46,7 +53,7 @@ from jetrl.session.watchdog import hang_state
 from jetrl.settings.loading import Settings
 from jetrl.training import SftTrainer, StepMismatchError, Trainer
 from jetrl.training.micro_batches import MicroBatchSize
-from jetrl.types import Sample, StepStats
+from jetrl.types import Sample
 
 logger = logging.getLogger(__name__)
 
@@ -204,7 +211,7 @@ class Session:
         if self.settings.sft.steps:
             self._save_checkpoint(step)
         if step.metrics:
-            self._write_line(step)
+            self.run.write_line(step.number, step.metrics)
 
     # The verbs of a step
 
@@ -226,7 +233,9 @@ class Session:
         more = self._partial_rollouts.start_step()
         if more > 0:
             prompts += self._order("oversample").draw(number, more)
-        return Step(number, prompts=prompts[: len(prompts) + min(more, 0)])
+        prompts = prompts[: len(prompts) + min(more, 0)]
+        compare_prompts(number, prompts)
+        return Step(number, prompts=prompts)
 
     def sample(self, step: Step) -> Step:
         """Draw samples_per_prompt completions of each prompt, with their log-probs.
@@ -279,7 +288,7 @@ class Session:
             samples = step.scoring.gathered(own_samples)
             if reward is not None:
                 if reward.has_model:
-                    self._free_kv_pages()
+                    self.context.free_kv_pages()
                 # Ranks divide the forwards of a reward model, and none may leave the others alone.
                 with stops.giving_up(possible and world().size == 1):
                     samples = reward(samples)
@@ -335,14 +344,16 @@ class Session:
             NonFiniteError, OutOfMemoryStop: As the trainer's step; a reproduction was kept.
         """
         number, phases = step.number, self.run.phases
-        self._free_kv_pages()
+        self.context.free_kv_pages()
         self._nonfinite.expect_updates(number, step.samples)
+        compare_samples(number, step.samples)
         try:
             with phases.phase("update"):
                 trained = self.trainer.step(step.samples, number)
         except StepMismatchError as error:
             self.run.directory.write_rollouts(number, step.samples)
             raise MismatchError(f"step {number}: {error}; {self._locate(error)}") from None
+        compare_weights(f"after step {number}", *self.trainer.models)
         phases.timings |= trained.timings
         compares_group = self.context.objective.algorithm.compares_group
         metrics = {
@@ -375,15 +386,16 @@ class Session:
         metrics = {
             **step.metrics,
             **throughput_metrics(run.phases.timings, step.samples, step.rollout_tokens),
-            **run.memory_peaks.take_metrics(),
+            **largest_of_ranks(run.memory_peaks.take_metrics()),
         }
         run.checkpoints.check()
         if run.checkpoints.is_due(number) or is_last:
             self._save_checkpoint(replace(step, metrics=metrics))
             metrics["timing/checkpoint_s"] = run.phases.timings["checkpoint"]
         metrics["timing/step_s"] = run.phases.step_s
+        metrics |= distributed_metrics(metrics, run.phases.waited_s)
         self.last_step = replace(step, metrics=metrics)
-        self._write_line(self.last_step)
+        run.write_line(number, metrics, step.samples)
         self._step_notes.on_record(number, metrics)
 
     def finish(self, out: str | Path | None = None) -> RunResult:
@@ -444,13 +456,8 @@ class Session:
     def _held_out_reward(self) -> float:
         """Return the held-out mean reward between two supervised updates."""
         mean = self._held_out(0).mean
-        self._free_kv_pages()
+        self.context.free_kv_pages()
         return mean
-
-    def _free_kv_pages(self) -> None:
-        """Give back the KV pages, which took all free memory of a GPU: other models need it now."""
-        if self.context.policy.device.type == "cuda":
-            self.context.engine.free_cache()
 
     def _save_checkpoint(self, step: Step) -> None:
         """Write the checkpoint after a step."""
@@ -475,13 +482,6 @@ class Session:
         if isinstance(error, StepGivenUp):
             self.run.stops.decide()  # a rank may not have had the signal itself
             self._save_stopped_run()
-
-    def _write_line(self, step: Step) -> None:
-        """Write the metrics of a step, and show them."""
-        stats = StepStats(step.number, step.metrics, step.samples)
-        self.run.directory.write_step(stats)
-        self.run.display.step(stats)
-        self.run.trackers.log(stats.step, stats.metrics)
 
     def _locate(self, error: StepMismatchError) -> str:
         """Return where sampler and trainer begin to differ, in words."""

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from jetrl.distributed.world import world
 from jetrl.rewards.evaluate import Evaluation
 from jetrl.runs.metrics import eval_metric, part_metric, task_metric
 from jetrl.types import Sample
@@ -88,6 +89,35 @@ def throughput_metrics(
         "throughput/rollout_tokens_per_s": rollout_tokens / timings["rollout"],
         "throughput/train_tokens_per_s": num_trained / timings["update"],
     }
+
+
+def distributed_metrics(metrics: Mapping[str, float], waited_s: float) -> dict[str, float]:
+    """Return what a step's speeds are for each of several ranks, and how much these wait.
+
+    In a run of one process there is nothing to say.
+
+    Args:
+        metrics: The metrics of the step, with its times and speeds.
+        waited_s: The seconds of the step in which this rank waited for others.
+    """
+    size = world().size
+    if size == 1:
+        return {}
+    waits = world().gather("times of waiting", waited_s)
+    return {
+        "distributed/size": float(size),
+        "distributed/wait_share": sum(waits) / size / metrics["timing/step_s"],
+        **{
+            f"distributed/{name}_per_rank": metrics[f"throughput/{name}"] / size
+            for name in ("rollout_tokens_per_s", "train_tokens_per_s")
+        },
+    }
+
+
+def largest_of_ranks(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return the largest value of each metric that any rank has measured."""
+    values = world().gather("measurements", dict(metrics))
+    return {name: max(one[name] for one in values if name in one) for name in metrics}
 
 
 def eval_metrics(task: str, evaluation: Evaluation) -> dict[str, float]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -28,6 +28,7 @@ from jetrl.session.phases import Phases
 from jetrl.session.stop_signals import StopSignals
 from jetrl.session.watchdog import Watchdog
 from jetrl.settings.loading import Settings
+from jetrl.types import Sample, StepStats
 
 logger = logging.getLogger(__name__)
 
@@ -121,6 +122,21 @@ class TrainingRun:
         """Show the tokens of a micro-batch, where they are not train.tokens_per_micro_batch."""
         setting = self.settings.train.tokens_per_micro_batch
         self.display.note(*micro_batch_notes(self.context.memory, tokens, setting))
+
+    def write_line(
+        self, step: int, metrics: Mapping[str, float], samples: Sequence[Sample] = ()
+    ) -> None:
+        """Write the metrics of a step, and show them.
+
+        Args:
+            step: The number of the step.
+            metrics: The metrics.
+            samples: The samples of the step, of which some are shown.
+        """
+        stats = StepStats(step, metrics, samples)
+        self.directory.write_step(stats)
+        self.display.step(stats)
+        self.trackers.log(step, metrics)
 
     def export(self, dtype: Literal["bfloat16", "float32"], out: str | Path | None) -> Path:
         """Write the trained model as a Hugging Face directory; return the one in the run directory.

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from jetrl.errors import UserError
+from jetrl.models.model import Model
 from jetrl.models.packed import upload
 from jetrl.settings.loading import Settings
 from jetrl.training.extras.calibration import ClipBounds, ClipCalibration
@@ -133,6 +134,11 @@ class Trainer:
             watched=("loss", "entropy"),
             synchronize=True,
         )
+
+    @property
+    def models(self) -> list[Model]:
+        """The models that are trained: the policy, and the critic's where there is one."""
+        return [self.policy, *([] if self.critic is None else [self.critic.model])]
 
     def step(self, samples: Sequence[Sample], version: int = 0) -> TrainedStep:
         """Make `train.updates_per_step` updates on the samples of one training step.
