@@ -66,9 +66,8 @@ def run(policy: Policy, share: float, steps: int, prompts_per_step: int, mean: i
         drawn, at = encoded[at : at + count], at + count
         began = time.perf_counter()
         if partial_rollouts.on:
-            completions = partial_rollouts.sample(
-                engine, drawn, params, step, lambda progress: None
-            )[1]
+            groups = partial_rollouts.sample(engine, drawn, params, step, lambda progress: None)
+            _, completions = partial_rollouts.choose(groups, step)
         else:
             completions = engine.generate([list(p.token_ids) for p in drawn], params)
         rows.append(_row(share, step, time.perf_counter() - began, completions, engine))
