@@ -1,0 +1,58 @@
+"""Whole runs of a tiny model, and what two of them have to share, for tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from jetrl import load_config, train
+from jetrl.runs import RunDirectory, reproducible
+
+TASK = Path(__file__).parents[1] / "reliability" / "soak_task.py"
+SMALL = [
+    f"task.name={TASK}:Digits",
+    "task.options={max_operand = 29, test_share = 0.2, mistakes = 0.55}",
+    "task.workers=0",
+    "model.config.num_hidden_layers=1",
+    "model.config.max_position_embeddings=64",
+    "sft.steps=3",
+    "sft.until=2.0",
+    "sft.check_every=2",
+    "sft.examples_per_step=6",
+    "rollout.prompts_per_step=5",
+    "rollout.samples_per_prompt=3",
+    "rollout.max_tokens=6",
+    "algorithm.dynamic_sampling=true",
+    "eval.every=2",
+    "eval.prompts=5",
+    "train.lr=3e-3",
+    "train.updates_per_step=2",
+    "train.warmup_steps=0",
+    "train.tokens_per_micro_batch=48",
+    "checkpoint.every=3",
+    "loop.steps=5",
+    "report.enabled=false",
+]
+
+
+def run_small(folder: str, name: str, *overrides: str, resume: bool = False) -> str:
+    """Return the directory of a small run, whose every matrix is divided among ranks.
+
+    Args:
+        folder: The folder of run directories.
+        name: The run's name.
+        overrides: Settings that differ from those of `SMALL`.
+        resume: Whether to go on with a run.
+    """
+    words = [*SMALL, f"run.dir={folder}", f"run.name={name}", *overrides]
+    return str(train(load_config("demo", words), resume=resume).run_path)
+
+
+def results(run: Path) -> dict[str, Any]:
+    """Return what a run has to share with another: metrics but times, completions, the model."""
+    lines = [
+        {"step": line["step"], "phase": line.get("phase"), **reproducible(line)}
+        for line in RunDirectory.open(run).metrics()
+    ]
+    files = [*sorted((run / "rollouts").iterdir()), *sorted((run / "model").iterdir())]
+    return {"metrics": lines, **{str(file.relative_to(run)): file.read_bytes() for file in files}}

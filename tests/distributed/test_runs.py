@@ -1,0 +1,172 @@
+"""Whole runs on one, two, three and four ranks have the same results, byte for byte."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.distributed.ranks import run_ranks
+from tests.distributed.runs import results, run_small
+
+from jetrl import load_config
+from jetrl.distributed.world import world
+from jetrl.errors import NonFiniteError, RanksDiffer, Terminated
+from jetrl.models.policy import Policy
+from jetrl.precision import PrecisionPlan
+from jetrl.rollout.engine import RolloutEngine
+from jetrl.rollout.sequence import NonFiniteLogits
+from jetrl.runs import RunDirectory
+from jetrl.session import session as verbs
+from jetrl.session.prompt_order import PromptOrder
+from jetrl.session.replicas import compare_weights
+from jetrl.training import Trainer
+
+STEPS_ALONE = ["sft.steps=0", "eval.every=0", "algorithm.dynamic_sampling=false"]
+PARTIAL = [
+    *STEPS_ALONE,
+    "train.schedule=constant",
+    "rollout.oversample=0.8",
+    "rollout.max_tokens=12",
+    "rollout.max_batch_size=7",  # so that some are cut off
+]
+
+_FLIPPED = "layers.0.down.0"
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Path(run_small(str(tmp_path_factory.mktemp("runs")), "alone"))
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_a_run_has_the_same_results_on_any_number_of_ranks(
+    size: int, alone: Path, tmp_path: Path
+) -> None:
+    path = Path(run_ranks(size, run_small, str(tmp_path), "run")[0])
+    expected, found = results(alone), results(path)
+    assert found["metrics"] == expected["metrics"]
+    assert [name for name in expected if found.get(name) != expected[name]] == []
+    assert found.keys() == expected.keys()
+    assert max(line.get("dynamic_sampling/rounds", 0) for line in found["metrics"]) > 1
+    last = RunDirectory.open(path).metrics("rl")[-1]
+    assert last["distributed/size"] == size
+    assert 0 < last["distributed/wait_share"] < 1
+    logs = sorted(file.name for file in (path / "ranks").iterdir())
+    assert logs == [f"rank_{rank}.txt" for rank in range(1, size)]
+
+
+def _at(owner: Any, name: str, call: int, act: Any) -> None:
+    """Let `act` run before the n-th call (from 1) of a function, in this process from now on."""
+    original, calls = getattr(owner, name), 0
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == call:
+            act()
+        return original(*args, **kwargs)
+
+    setattr(owner, name, wrapped)
+
+
+def _terminated(folder: str, on_ranks: tuple[int, ...], name: str) -> str:
+    """Return how a run ends with SIGTERM on some ranks in the sampling of step 3, and go on."""
+    if world().rank in on_ranks:
+        _at(verbs, "sample_prompts", 3, lambda: signal.raise_signal(signal.SIGTERM))
+    try:
+        run_small(folder, name, *STEPS_ALONE)
+    except Terminated as end:
+        return type(end).__name__
+    return "not at all"
+
+
+def _stopped_and_resumed(folder: str) -> list[str]:
+    ends = [_terminated(folder, (0, 1), "both"), _terminated(folder, (1,), "one")]
+    for name in ("both", "one"):
+        run_small(folder, name, *STEPS_ALONE, resume=True)
+    return ends
+
+
+def test_a_signal_to_any_rank_stops_all_after_the_same_step(tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    assert run_ranks(2, _stopped_and_resumed, folder) == [["StepGivenUp"] * 2] * 2
+    expected = results(Path(run_small(folder, "alone", *STEPS_ALONE)))
+    for name in ("both", "one"):
+        found = RunDirectory.open(tmp_path / name)
+        assert [attempt.reason for attempt in found.attempts()] == ["SIGTERM", ""]
+        assert results(found.path) == expected
+
+
+def _trouble(folder: str) -> list[str]:
+    """Return how runs end in which rank 1 alone meets something."""
+    ends = []
+
+    def end_of(name: str, kind: type[Exception]) -> None:
+        with pytest.raises(kind) as raised:
+            run_small(folder, name, *STEPS_ALONE)
+        ends.append(str(raised.value))
+
+    def not_finite() -> None:
+        error = NonFiniteLogits(0)
+        error.token_ids = (1, 2)
+        raise error
+
+    def one_prompt_less() -> None:
+        draw = PromptOrder.draw
+        PromptOrder.draw = lambda self, step, count: draw(self, step, count)[1:]  # type: ignore
+
+    original = RolloutEngine.generate, PromptOrder.draw
+    if world().rank == 1:
+        _at(RolloutEngine, "generate", 2, not_finite)
+    end_of("nan", NonFiniteError)
+    RolloutEngine.generate = original[0]  # type: ignore[method-assign]
+    if world().rank == 1:
+        _at(Trainer, "step", 2, one_prompt_less)
+    end_of("prompts", RanksDiffer)
+    return ends
+
+
+def test_what_one_rank_meets_ends_all_with_its_message(tmp_path: Path) -> None:
+    ends = run_ranks(2, _trouble, str(tmp_path))
+    assert ends[0] == ends[1]
+    assert ends[0][0].startswith("sampling met logits that are not finite")
+    assert ends[0][1].startswith("rank 1 differs from rank 0 in the prompts of step 3")
+
+
+def _flipped() -> str:
+    config = load_config("demo", ["model.config.num_hidden_layers=1"]).model.config
+    assert isinstance(config, dict)
+    policy = Policy.from_config(config, PrecisionPlan.preset("unified"))
+    compare_weights("at the start", policy)
+    if world().rank == 0:
+        policy.weights.quantized_tensors()[_FLIPPED].view(torch.uint8).view(-1)[77] += 1
+    with pytest.raises(RanksDiffer) as raised:
+        compare_weights("after step 4", policy)
+    return str(raised.value)
+
+
+def test_a_flipped_bit_is_found_by_the_majority() -> None:
+    messages = run_ranks(3, _flipped)
+    words = "rank 0 differs from the other ranks in 1 of "
+    assert [message.startswith(words) for message in messages] == [True] * 3, messages
+    assert f"after step 4, first in {_FLIPPED}" in messages[0]
+
+
+def _partial(folder: str) -> list[str]:
+    whole = run_small(folder, "whole", *PARTIAL)
+    cut = run_small(folder, "cut", *PARTIAL, "loop.steps=3")
+    run_small(folder, "cut", *PARTIAL, resume=True)
+    return [whole, cut]
+
+
+def test_partial_rollouts_are_repeated_and_resumed_on_as_many_ranks(tmp_path: Path) -> None:
+    whole, cut = map(Path, run_ranks(2, _partial, str(tmp_path))[0])
+    expected, found = results(whole), results(cut)
+    assert expected["metrics"][2]["partial_rollout/unfinished"] > 0  # of the checkpoint
+    assert found["metrics"] == expected["metrics"]
+    assert found == expected
+    alone = Path(run_small(str(tmp_path), "cut", *PARTIAL, "loop.steps=7", resume=True))
+    assert len(RunDirectory.open(alone).metrics("rl")) == 7
