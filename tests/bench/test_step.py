@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from tests.distributed.ranks import run_ranks
 
+from jetrl.bench import _ranks
 from jetrl.bench._flow import Choices, Flow, policy_of
-from jetrl.bench._load import Load, flops
+from jetrl.bench._load import Load, flops, load_text, make_samples
+from jetrl.bench._ranks import tensor_digest
 from jetrl.bench.shapes import SHAPES
 from jetrl.bench.step import compare, main, measure
 from jetrl.bench.train import measure as measure_training
 from jetrl.errors import UserError
 from jetrl.models.families import ModelConfig
+from jetrl.training import pack
+from jetrl.types import Completion
 
 LOAD = Load(prompts=2, samples=2, prompt_length=20, response_length=12)
 CHOICES = Choices("tiny", "cpu", None, 1e-3, None, None, {})
@@ -92,3 +99,74 @@ def test_words_that_do_not_fit_are_named(tmp_path: Path, capsys: Any) -> None:
     with pytest.raises(SystemExit):
         main([*words, "--load", "8x8x256"])
     assert "--load: invalid" in capsys.readouterr().err
+
+
+TAIL = Load(prompts=3, samples=2, prompt_length=8, response_length=24, mean_length=8)
+
+
+def test_lengths_with_a_tail_do_not_depend_on_the_number_of_prompts() -> None:
+    lengths = TAIL.response_lengths()
+    assert len(lengths) == 6
+    assert len(set(lengths)) > 2
+    assert max(lengths) <= 24
+    more = replace(TAIL, prompts=400)
+    assert more.response_lengths()[:6] == lengths
+    assert sum(more.response_lengths()) / 800 == pytest.approx(8, rel=0.1)
+    assert TAIL.drawn == sum(lengths)
+    assert TAIL.tokens == 6 * 8 + sum(lengths)
+    assert load_text("3x2x8x24x8") == TAIL
+    config = ModelConfig.from_hf(SHAPES["tiny"])
+    equal = replace(TAIL, mean_length=0)
+    assert flops(config, TAIL)["update"] < flops(config, equal)["update"]
+
+
+def test_a_digest_of_parts_is_that_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_ranks, "_AT_ONCE", 100)
+    tensor = torch.randn(7, 30)
+    whole = tensor_digest("x", tensor)
+    parts = [tensor_digest("x", tensor[a:b], 30 * a) for a, b in ((0, 3), (3, 3), (3, 7))]
+    assert sum(parts) % 2**64 == whole
+    assert tensor_digest("y", tensor) != whole
+    for place in (0, 99, 100, 209):
+        other = tensor.clone()
+        other.view(-1).view(torch.int32)[place] ^= 1
+        assert tensor_digest("x", other) != whole
+    swapped = tensor.clone()
+    swapped[[0, 1]] = tensor[[1, 0]]
+    assert tensor_digest("x", swapped) != whole
+    for dtype in (torch.uint8, torch.bfloat16, torch.float8_e4m3fn):
+        tensor_digest("x", torch.zeros(3, 4).to(dtype))
+
+
+def _step(load: Load, plan: str, exchange: bool = False) -> Any:
+    choices = Choices("tiny", "cpu", 1, 1e-3, 40, None, {}, warm_micro_batches=2)
+    return measure(policy_of(plan, choices), load, choices, 1e12, digest=True, exchange=exchange)
+
+
+def test_a_step_has_the_same_digests_on_two_ranks() -> None:
+    alone = _step(TAIL, "unified")
+    assert alone["ranks"] == 1
+    assert alone["digests"]["warm"] != alone["digests"]["step"]
+    assert "exchange" not in alone
+    for row in run_ranks(2, _step, TAIL, "unified", True):
+        assert row["digests"] == alone["digests"]
+        assert row["ranks"] == 2
+        assert row["compared_tokens"] == alone["compared_tokens"] == TAIL.drawn
+        assert row["different"] == alone["different"] == 0
+        assert "gather" in row["seconds"]
+        assert row["exchange"]["rounds"] == -(-alone_micro_batches() // 2)
+        assert row["exchange"]["gb_sent_a_round"] >= 0
+        assert set(row["planned_gib"]) == {"rollout", "update"}
+
+
+def alone_micro_batches() -> int:
+    """The number of micro-batches of 40 tokens that hold the sequences of TAIL."""
+    prompts = TAIL.random_prompts(256, 1)
+    completions = [Completion((1,) * n, (0.0,) * n, "length") for n in TAIL.response_lengths()]
+    return len(pack(make_samples(prompts, completions, [0.0] * 6), 40))
+
+
+def test_each_rank_needs_a_prompt() -> None:
+    load = replace(TAIL, prompts=1)
+    with pytest.raises(AssertionError, match="1 prompts for 2 ranks: give each one"):
+        run_ranks(2, Flow, policy_of("bf16", CHOICES), load, CHOICES)

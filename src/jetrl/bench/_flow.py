@@ -5,28 +5,39 @@ back before an update. Memory decides how large a micro-batch may be: the most w
 to 16384 tokens, with which two micro-batches (the second adds to gradients that are there) run
 beside the optimizer's states and 256 MiB that stay free. Where not even one sequence fits, layers
 are recomputed.
+
+Of several ranks each samples its share of the prompts, as in a run, and all train together. There
+the memory plan decides how large a micro-batch is, instead of trials.
 """
 
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from jetrl.bench._load import Load, make_samples, random_rewards
 from jetrl.bench._timing import Row
 from jetrl.bench.parity import make_policy
 from jetrl.bench.rollout import capture_graphs
-from jetrl.errors import OutOfMemoryStop
-from jetrl.memory.device import peak_bytes, reset_peak
+from jetrl.distributed.agreement import LARGEST_SIZE, agree
+from jetrl.distributed.world import world
+from jetrl.errors import OutOfMemoryStop, UserError
+from jetrl.memory.device import free_bytes, peak_bytes, reset_peak
+from jetrl.memory.fitting import MARGIN
 from jetrl.memory.out_of_memory import release
+from jetrl.memory.plan import MemoryPlan, Workload, memory_plan
 from jetrl.models.policy import Policy
 from jetrl.precision.linear import Linear
 from jetrl.precision.quantized_weight import FP8Weight
 from jetrl.rollout.engine import RolloutEngine
+from jetrl.rollout.options import GenerateOptions
+from jetrl.rollout.sequence import sequence_keys
 from jetrl.settings.loading import Settings, load_config
 from jetrl.training import Trainer, pack
 from jetrl.training.forward import batch_logprobs
@@ -49,8 +60,10 @@ class Choices:
         layers: Decoder layers; None: the shape's own.
         learning_rate: Large enough that FP8 codes change.
         tokens_per_micro_batch: Tokens; None: the largest micro-batch that fits.
-        max_batch_size: Sequences sampled together; None: all.
+        max_batch_size: Sequences sampled together by a rank; None: all.
         train: Further settings of [train].
+        warm_micro_batches: Micro-batches of the update that warms up; None: two a rank. The weights
+            after it depend on their number.
     """
 
     shape: str
@@ -60,6 +73,7 @@ class Choices:
     tokens_per_micro_batch: int | None
     max_batch_size: int | None
     train: dict[str, Any]
+    warm_micro_batches: int | None = None
 
 
 def policy_of(plan: str, choices: Choices) -> Policy:
@@ -95,39 +109,77 @@ class Flow:
     def __init__(self, policy: Policy, load: Load, choices: Choices) -> None:
         self.policy, self.load, self._choices = policy, load, choices
         self.vocabulary = policy.config.vocab_size
-        batch_size = choices.max_batch_size or load.sequences
+        if load.prompts < world().size:
+            raise UserError(f"{load.prompts} prompts for {world().size} ranks: give each one")
+        self._own = world().share(range(load.prompts))
+        batch_size = choices.max_batch_size or -(-load.prompts // world().size) * load.samples
+        self._together = min(len(self._own) * load.samples, batch_size)
         self.engine = RolloutEngine(self.policy, max_batch_size=batch_size)
         self.peaks: dict[str, float] = {}
         self.captured = (0, 0.0)
         self.trainer: Trainer
         self.chosen: Row = {"max_batch_size": batch_size, **choices.train}
+        free = free_bytes(policy.device)
+        on_gpu = policy.device.type == "cuda"
+        held = torch.cuda.memory_allocated(policy.device) if on_gpu else 0
+        self._free = None if free is None or not on_gpu else agree(LARGEST_SIZE, free + held)
 
     # The phases of a step
 
-    def sample(self, seed: int, response_length: int | None = None) -> list[Sample]:
-        """Return completions of random prompts, drawn to full length, with random rewards."""
-        prompts = self.load.random_prompts(self.vocabulary, seed)
-        params = SamplingParams(
-            n=self.load.samples,
-            max_tokens=response_length or self.load.response_length,
-            ignore_eos=True,
-            seed=seed,
+    def sample(self, seed: int, response_length: int | None = None) -> list[Completion]:
+        """Return completions of this rank's random prompts, drawn to their full lengths.
+
+        Args:
+            seed: The seed of prompts and draws.
+            response_length: Tokens of a completion at most; None: those of the load.
+        """
+        load = self.load
+        prompts = load.random_prompts(self.vocabulary, seed)
+        most = response_length or load.response_length
+        params = SamplingParams(n=load.samples, max_tokens=most, ignore_eos=True, seed=seed)
+        keys, limits = sequence_keys(prompts, load.samples), load.response_lengths()
+        options = GenerateOptions(
+            max_tokens=[
+                min(most, length)
+                for i in self._own
+                for length in limits[i * load.samples : (i + 1) * load.samples]
+            ],
+            keys=[keys[i] for i in self._own],
         )
-        completions = self.engine.generate(prompts, params)
-        return make_samples(prompts, completions, random_rewards(len(completions), seed))
+        return self.engine.generate([prompts[i] for i in self._own], params, options=options)
+
+    def gathered(self, completions: Sequence[Completion], seed: int) -> list[Sample]:
+        """Return the samples of all ranks, with random rewards.
+
+        Args:
+            completions: This rank's completions, from `sample`.
+            seed: The seed that they were sampled with.
+        """
+        prompts, each = self.load.random_prompts(self.vocabulary, seed), self.load.samples
+        whole = list(completions)
+        if world().size > 1:
+            packed = [(array("q", c.token_ids), array("d", c.logprobs)) for c in completions]
+            groups = [packed[i : i + each] for i in range(0, len(packed), each)]
+            whole = [
+                Completion(tuple(token_ids), tuple(logprobs), "length")
+                for group in world().gather_in_order("completions", groups)
+                for token_ids, logprobs in group
+            ]
+        return make_samples(prompts, whole, random_rewards(len(whole), seed))
 
     @torch.no_grad()
     def old_logprobs(self, samples: Sequence[Sample]) -> list[list[float]]:
         """Return the trainer's log-probs of each completion, by a forward without gradients.
 
-        A flow whose sampler's log-probs are not its trainer's needs this pass.
+        A flow whose sampler's log-probs are not its trainer's needs this pass. Ranks divide it.
         """
         logprobs: list[list[float]] = [[] for _ in samples]
         batches = pack(samples, max(MOST_TOKENS, self.load.length))
-        packed = [batch_logprobs(self.policy, batch)[0] for batch in batches]
+        own = [batch_logprobs(self.policy, batch)[0].cpu() for batch in world().share(batches)]
+        packed = world().gather_in_order("log-probs", [rows.numpy() for rows in own])
         for batch, rows in zip(batches, packed, strict=True):
-            lengths = [len(samples[i].completion.token_ids) for i in batch.sample_ids]
-            for i, values in zip(batch.sample_ids, rows.cpu().split(lengths), strict=True):
+            ends = np.cumsum([len(samples[i].completion.token_ids) for i in batch.sample_ids])
+            for i, values in zip(batch.sample_ids, np.split(rows, ends[:-1]), strict=True):
                 logprobs[i] = values.tolist()
         return logprobs
 
@@ -154,8 +206,11 @@ class Flow:
     def _capture(self) -> None:
         """Capture the decode graphs of the load, in a cache of as many pages as the load takes."""
         engine, load = self.engine, self.load
-        count = min(load.sequences, engine.max_batch_size)
-        shared = engine.page_size if count < load.sequences else 0  # with those that wait
+        if self.policy.device.type != "cuda":
+            return
+        count = self._together
+        all_at_once = count == len(self._own) * load.samples
+        shared = 0 if all_at_once else engine.page_size  # with those that wait
         graphs, seconds = capture_graphs(engine, count, load.prompt_length, load.length + shared)
         self.captured = (self.captured[0] + graphs, self.captured[1] + seconds)
 
@@ -180,7 +235,8 @@ class Flow:
         given, length = self._choices.tokens_per_micro_batch, self.load.length
         most = max(1, (given or MOST_TOKENS) // length)
         counts = [most] if given else range(min(most, self.load.sequences), 0, -1)
-        for checkpointing in (False, True):
+        recomputed = self._choices.train.get("activation_checkpointing")
+        for checkpointing in (False, True) if recomputed is None else (recomputed == "true",):
             for count in counts:
                 if self._fits(count, checkpointing):
                     if rest := self.load.sequences % count:
@@ -191,14 +247,35 @@ class Flow:
             "with layers recomputed"
         )
 
+    def planned(self) -> MemoryPlan:
+        """Return the memory plan of the load with the chosen micro-batches."""
+        load, chosen = self.load, self.chosen
+        recomputed = bool(chosen["activation_checkpointing"])
+        settings = self._settings(chosen["micro_batch_tokens"], recomputed, for_plan=True)
+        return memory_plan(
+            settings,
+            self.policy.config,
+            load=Workload(
+                load.sequences, load.length, load.sequences, load.prompts * load.prompt_length
+            ),
+            free=self._free,
+            device=self.policy.device.type,
+            cards=world().size,
+        )
+
     def _fits(self, count: int, checkpointing: bool) -> bool:
-        tokens = count * self.load.length
+        given = self._choices.tokens_per_micro_batch
+        tokens = given if given and self.load.mean_length else count * self.load.length
         self.chosen |= {"micro_batch_tokens": tokens, "activation_checkpointing": checkpointing}
+        planned = world().size > 1 and not given and self._free is not None
+        if planned and self.planned().peak + MARGIN > (self._free or 0):
+            return False
         settings = self._settings(tokens, checkpointing)
         size = _Tried(tokens)
         trainer = Trainer(self.policy, settings, micro_batch_size=size)
         spare = torch.empty(_SPARE_BYTES, dtype=torch.uint8, device=self.policy.device)
-        samples = self.synthetic(2 * count, seed=1)
+        warm = self._choices.warm_micro_batches or 2 * world().size
+        samples = self.synthetic(warm * count, seed=1)
         try:
             for tried in (samples[:1], samples):
                 self._train_on(tried, trainer)
@@ -214,17 +291,18 @@ class Flow:
             release()
         return fits
 
+    def expected(self, samples: Sequence[Sample]) -> Sequence[Sample]:
+        """Return samples with the log-probs that the trainer expects of an exact plan's sampler."""
+        if not self.policy.plan.exact:
+            return samples
+        return with_logprobs(samples, self.old_logprobs(samples))
+
     def _train_on(self, samples: Sequence[Sample], trainer: Trainer) -> None:
-        """Make a step on samples that nobody drew.
+        """Make a step on samples that nobody drew."""
+        trainer.step(self.expected(samples))
 
-        Of an exact plan's sampler the trainer expects its own log-probs.
-        """
-        if self.policy.plan.exact:
-            samples = with_logprobs(samples, self.old_logprobs(samples))
-        trainer.step(samples)
-
-    def _settings(self, tokens: int, checkpointing: bool) -> Settings:
-        choices = self._choices
+    def _settings(self, tokens: int, checkpointing: bool, for_plan: bool = False) -> Settings:
+        choices, load = self._choices, self.load
         train = {
             "lr": choices.learning_rate,
             "tokens_per_micro_batch": tokens,
@@ -232,12 +310,23 @@ class Flow:
             **choices.train,
         }
         words = [f"train.{key}={value}" for key, value in train.items()]
-        return load_config(None, [f"rollout.max_tokens={self.load.response_length}", *words])
+        if for_plan:
+            words += [
+                f"precision.preset={self.policy.plan.name}",
+                f"rollout.prompts_per_step={load.prompts}",
+                f"rollout.samples_per_prompt={load.samples}",
+                f"rollout.max_batch_size={self.engine.max_batch_size}",
+            ]
+        return load_config(None, [f"rollout.max_tokens={load.response_length}", *words])
 
     # Measuring
 
     def timed(self, phase: str, work: Callable[[], Any]) -> tuple[float, Any]:
-        """Return the seconds and the result of a function; keep its peak in `peaks`."""
+        """Return the seconds and the result of a function; keep its peak in `peaks`.
+
+        All ranks begin together, and each has its own seconds.
+        """
+        world().barrier(phase)
         on_gpu = self.policy.device.type == "cuda"
         if on_gpu:
             torch.cuda.synchronize()

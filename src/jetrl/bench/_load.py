@@ -18,22 +18,30 @@ import numpy as np
 from jetrl.models.families import ModelConfig, parameter_shapes
 from jetrl.types import Completion, Prompt, Sample, Score
 
+_SIGMA = 0.8  # of the logarithm of lengths with a tail
+
 
 @dataclass(frozen=True)
 class Load:
-    """The load of a step: prompts of one length, each with completions of one length.
+    """The load of a step: prompts of one length, each with completions.
+
+    Completions have one length, or lengths with a long tail: drawn from a log-normal distribution
+    whose logarithm has a standard deviation of 0.8. The first completions of a load with more
+    prompts have the same lengths.
 
     Attributes:
         prompts: The number of prompts.
         samples: Completions of each prompt.
         prompt_length: Tokens of a prompt.
-        response_length: Tokens of a completion.
+        response_length: Tokens of a completion; with a tail, of the longest that there can be.
+        mean_length: The mean of lengths with a tail, before they are cut; 0: no tail.
     """
 
     prompts: int
     samples: int
     prompt_length: int
     response_length: int
+    mean_length: int = 0
 
     @property
     def sequences(self) -> int:
@@ -42,24 +50,33 @@ class Load:
 
     @property
     def length(self) -> int:
-        """The tokens of a sequence."""
+        """The tokens of a sequence, of the longest that there can be."""
         return self.prompt_length + self.response_length
 
     @property
     def tokens(self) -> int:
         """The tokens of all sequences, which are trained on."""
-        return self.sequences * self.length
+        return self.sequences * self.prompt_length + self.drawn
 
     @property
     def drawn(self) -> int:
         """The tokens of all completions."""
-        return self.sequences * self.response_length
+        return sum(self.response_lengths())
 
     def __str__(self) -> str:
+        tail = f", log-normal with a mean of {self.mean_length}" if self.mean_length else ""
         return (
             f"{self.prompts} prompts x {self.samples} samples, {self.prompt_length} + "
-            f"{self.response_length} tokens"
+            f"{self.response_length} tokens{tail}"
         )
+
+    def response_lengths(self) -> list[int]:
+        """Return the tokens of each completion, those of a prompt side by side."""
+        if not self.mean_length:
+            return [self.response_length] * self.sequences
+        center = math.log(self.mean_length) - _SIGMA**2 / 2
+        drawn = np.random.default_rng(0).normal(center, _SIGMA, self.sequences)
+        return [int(n) for n in np.exp(drawn).round().clip(1, self.response_length)]
 
     def random_prompts(self, vocabulary: int, seed: int) -> list[list[int]]:
         """Return random token ids for the prompts."""
@@ -113,13 +130,14 @@ def flops(config: ModelConfig, load: Load) -> dict[str, float]:
     )
     head = config.vocab_size * config.hidden_size
     heads = 2 * config.num_layers * config.num_heads * config.head_dim
-    square, prompt_square = load.length**2, load.prompt_length**2
+    squares = sum((load.prompt_length + n) ** 2 for n in load.response_lengths())
+    prompt_square = load.prompt_length**2
     forward = 2 * (layers * load.tokens + head * load.drawn)
-    attention = heads * square * load.sequences
+    attention = heads * squares
     prompts = load.prompts * load.prompt_length
     return {
         "rollout": 2 * (layers * (prompts + load.drawn) + head * load.drawn)
-        + heads * (prompt_square * load.prompts + (square - prompt_square) * load.sequences),
+        + heads * (prompt_square * load.prompts + squares - prompt_square * load.sequences),
         "old_logprobs": forward + attention,
         "update": 3 * forward + 3.5 * attention,
     }
@@ -140,10 +158,15 @@ def add_load_arguments(parser: argparse.ArgumentParser, prompts: int, samples: i
 
 
 def load_text(text: str) -> Load:
-    """Return the load PxSxLxR: prompts, samples of each, prompt and response tokens."""
+    """Return the load PxSxLxR or PxSxLxRxM.
+
+    The numbers are prompts, samples of each, prompt and response tokens, and the mean length of
+    responses with a tail.
+    """
     return Load(*map(int, text.split("x")))
 
 
 def load_of(args: argparse.Namespace) -> Load:
-    """Return the load that the arguments of `add_load_arguments` give."""
-    return Load(args.prompts, args.samples, args.prompt_length, args.response_length)
+    """Return the load that the arguments of `add_load_arguments` give, with --mean-length."""
+    mean = getattr(args, "mean_length", 0)
+    return Load(args.prompts, args.samples, args.prompt_length, args.response_length, mean)

@@ -1,4 +1,4 @@
-r"""A whole step of reinforcement learning on one GPU, at the shape of a real model: BF16 and FP8.
+r"""A whole step of reinforcement learning, at the shape of a real model: BF16 and FP8.
 
     jetrl bench step --shape qwen3-8b --prompts 32 --samples 8 --prompt-length 256 \
         --response-length 2048 --out step.json
@@ -21,6 +21,21 @@ optimizer (`_flow`), and samples all sequences together; where memory has no roo
 the youngest wait. MFU is the model's FLOPs (`_load`) over the time and over the rate of a large
 BF16 product, measured in the same run; so too under an FP8 plan.
 
+Under torchrun the step is that of all ranks: each samples its share of the prompts, and all train
+together. The load is the whole step's, or with `--batch-per-rank` that of each rank. Seconds and
+memory are those of the slowest and of the fullest rank, and beside the phases above there are
+
+    gather         every rank gets the completions of all
+    requantize     own rows are rounded, and the quantized weights gathered: the refresh
+
+`--digest` adds digests of codes, master weights and moments after the warm-up and after the step;
+they are equal at any number of ranks that is given the same load, --tokens-per-micro-batch and
+--warm-micro-batches. `--exchange` makes two more updates, with and without the exchange of
+gradients, and the exchange of one micro-batch alone.
+
+    torchrun --nproc-per-node 4 -m jetrl bench step --shape qwen3-8b --plan unified \
+        --batch-per-rank --digest --exchange
+
 A run of both plans takes minutes. `--plan bf16 --out a.json`, then `--plan unified --beside a.json
 --out b.json` is the same in two.
 """
@@ -30,7 +45,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +53,7 @@ import torch
 
 from jetrl.bench._flow import Choices, Flow, codes_of, policy_of, share_changed
 from jetrl.bench._load import Load, add_load_arguments, flops, load_of, load_text
+from jetrl.bench._ranks import digests, recorded_exchange, slowest, without_exchange
 from jetrl.bench._timing import (
     Row,
     add_shape_arguments,
@@ -48,54 +64,86 @@ from jetrl.bench._timing import (
     print_table,
     write_results,
 )
+from jetrl.distributed.world import world
 from jetrl.errors import UserError
 from jetrl.memory.out_of_memory import release
 from jetrl.models.policy import Policy
+from jetrl.training import pack
+from jetrl.types import Sample
 
-PARTS = ("rollout", "old_logprobs", "update", "optimizer", "requantize")
+PARTS = ("rollout", "gather", "old_logprobs", "update", "optimizer", "requantize")
 
 
-def measure(policy: Policy, load: Load, choices: Choices, limit: float) -> Row:
+def measure(
+    policy: Policy,
+    load: Load,
+    choices: Choices,
+    limit: float,
+    digest: bool = False,
+    exchange: bool = False,
+) -> Row:
     """Return the row of a plan under a load.
 
     Args:
         policy: The policy under the plan.
-        load: The prompts and completions of the step.
+        load: The prompts and completions of the step, of all ranks.
         choices: The choices that are the same for all plans.
         limit: The FLOP/s that MFU is a share of.
+        digest: Whether to add digests of the model.
+        exchange: Whether to measure the exchange of gradients.
     """
     flow = Flow(policy, load, choices)
     before = codes_of(flow.policy)
     flow.warm_up()
     changed = share_changed(before, codes_of(flow.policy))
     del before
-    seconds: dict[str, float] = {}
-    seconds["rollout"], samples = flow.timed("rollout", lambda: flow.sample(seed=1))
+    found: Row = {"digests": {"warm": digests(policy, flow.trainer)}} if digest else {}
+    own_s: dict[str, float] = {}
+    own_s["rollout"], completions = flow.timed("rollout", lambda: flow.sample(seed=1))
     stats = flow.engine.stats
+    gather_s, samples = flow.timed("gather", lambda: flow.gathered(completions, seed=1))
+    if world().size > 1:
+        own_s["gather"] = gather_s
+    flow.peaks.pop("gather", None)
     if not flow.policy.plan.exact:
         flow.engine.free_cache()
         work = lambda: flow.old_logprobs(samples)  # noqa: E731
-        seconds["old_logprobs"] = flow.timed("old_logprobs", work)[0]
-    whole, trained = flow.timed("update", lambda: flow.update(samples))
+        own_s["old_logprobs"] = flow.timed("old_logprobs", work)[0]
+    whole_s, trained = flow.timed("update", lambda: flow.update(samples))
     metrics, timings = trained.metrics, trained.timings
-    seconds |= {name: timings[name] for name in ("optimizer", "requantize")}
-    seconds["update"] = whole - timings["optimizer"] - timings["requantize"]
+    own_s |= {name: timings[name] for name in ("optimizer", "requantize")}
+    own_s["update"] = whole_s - timings["optimizer"] - timings["requantize"]
+    if digest:
+        found["digests"]["step"] = digests(policy, flow.trainer)
+    if exchange and world().size > 1:
+        found["exchange"] = exchange_of(flow, samples)
+    whole = slowest("the seconds of the update", {"whole": whole_s})["whole"]
+    seconds = slowest("the seconds of the step", own_s)
     needed = flops(flow.policy.config, load)
     rates = {
         "rollout": (load.drawn, seconds["rollout"]),
         "old_logprobs": (load.tokens, seconds.get("old_logprobs")),
         "update": (load.tokens, whole),
     }
+    size, plan = world().size, flow.planned()
     return {
         "plan": policy.plan.name,
+        "ranks": size,
         "load": str(load),
         "settings": flow.chosen,
         "seconds": {name: round(seconds[name], 3) for name in PARTS if name in seconds},
         "step_s": round(sum(seconds.values()), 2),
         "training_s": round(whole, 2),
         "tokens_per_s": {n: round(t / s) for n, (t, s) in rates.items() if s is not None},
-        "mfu": {n: round(needed[n] / s / limit, 3) for n, (_, s) in rates.items() if s is not None},
-        "peak_gib": flow.peaks,
+        "mfu": {
+            n: round(needed[n] / s / limit / size, 3)
+            for n, (_, s) in rates.items()
+            if s is not None
+        },
+        "peak_gib": slowest("the peaks of memory", flow.peaks),
+        "planned_gib": {
+            name: round(getattr(plan, name) / 2**30, 1) for name in ("rollout", "update")
+        },
         "compared_tokens": int(metrics["mismatch/num_tokens"]),
         "different": int(metrics["mismatch/num_different"]),
         "mean_abs_logprob_diff": metrics["mismatch/mean_abs_logprob_diff"],
@@ -106,6 +154,43 @@ def measure(policy: Policy, load: Load, choices: Choices, limit: float) -> Row:
         "preemptions": stats.preemptions,
         "train_retries": int(metrics.get("memory/train_retries", 0)),
         "rollout_idle_share": round(stats.device_idle_s / stats.seconds, 4),
+        **found,
+    }
+
+
+def exchange_of(flow: Flow, samples: Sequence[Sample]) -> Row:
+    """Return what the exchange of gradients costs: updates with it and without it.
+
+    Both updates have the same work but for the way of the products. The weights are of no use
+    afterwards.
+
+    Args:
+        flow: The sampler and trainer, after the step.
+        samples: The samples of the step.
+    """
+    own: dict[str, float] = {}
+    again = flow.expected(samples)
+    with recorded_exchange() as exchanged:
+        own["update"] = flow.timed("exchanged", lambda: flow.update(again))[0]
+    again = flow.expected(samples)
+    with without_exchange():
+        own["update_without"] = flow.timed("alone", lambda: flow.update(again))[0]
+    num_micro_batches = len(pack(samples, flow.trainer.micro_batch_size.tokens))
+    rounds = -(-num_micro_batches // world().size)
+    per_round = len(exchanged.products) // rounds
+    sent = exchanged.bytes / rounds
+    exchanged.products = exchanged.products[:per_round]
+    own["round_alone"] = min(exchanged.seconds(flow.policy.device) for _ in range(3))
+    for phase in ("exchanged", "alone"):
+        flow.peaks.pop(phase, None)
+    seconds = slowest("the seconds of the exchange", own)
+    return {
+        "update_s": round(seconds["update"], 3),
+        "update_without_s": round(seconds["update_without"], 3),
+        "share": round(1 - seconds["update_without"] / seconds["update"], 4),
+        "rounds": rounds,
+        "round_alone_ms": round(1e3 * seconds["round_alone"], 2),
+        "gb_sent_a_round": round(sent / 1e9, 3),
     }
 
 
@@ -126,7 +211,7 @@ def table(rows: Sequence[Row]) -> list[Row]:
     """Return the columns of each row that are read first."""
     lines = []
     for row in rows:
-        line = {"plan": row["plan"], "load": row["load"]}
+        line = {"plan": row["plan"], "load": row["load"], "ranks": row.get("ranks", 1)}
         line |= {f"{name} s": row["seconds"].get(name, "") for name in PARTS}
         line |= {"step s": row["step_s"]}
         line |= {f"{name} tok/s": rate for name, rate in row["tokens_per_s"].items()}
@@ -201,10 +286,13 @@ def command_of(name: str, args: argparse.Namespace, load: Load) -> str:
         args: The arguments of `add_arguments`.
         load: The load.
     """
-    command = f"jetrl bench {name} --shape {args.shape}{options('plan', args.plan)}"
+    ranks = world().size
+    command = f"torchrun --nproc-per-node {ranks} -m " if ranks > 1 else ""
+    command += f"jetrl bench {name} --shape {args.shape}{options('plan', args.plan)}"
     command += f" --layers {args.layers}" if args.layers else ""
     command += f" --prompts {load.prompts} --samples {load.samples}"
     command += f" --prompt-length {load.prompt_length} --response-length {load.response_length}"
+    command += f" --mean-length {load.mean_length}" if load.mean_length else ""
     if args.tokens_per_micro_batch:
         command += f" --tokens-per-micro-batch {args.tokens_per_micro_batch}"
     return command + options("train", args.train)
@@ -216,13 +304,33 @@ def main(argv: Sequence[str] | None = None) -> None:
     add_arguments(parser, ("bf16", "unified"))
     add_load_arguments(parser, prompts=32, samples=8)
     parser.add_argument(
+        "--mean-length",
+        type=int,
+        default=0,
+        help="a long tail: log-normal lengths with this mean, of at most --response-length tokens",
+    )
+    parser.add_argument(
         "--load",
         action="append",
         type=load_text,
         default=[],
         metavar="PxSxLxR",
         help="another load with the same policy, as 8x8x256x8192: prompts, samples of each, prompt "
-        "and response tokens; repeatable",
+        "and response tokens (and the mean length, where they have a tail); repeatable",
+    )
+    parser.add_argument(
+        "--batch-per-rank", action="store_true", help="the load is that of each rank, not of all"
+    )
+    parser.add_argument(
+        "--digest", action="store_true", help="add digests of codes, master weights and moments"
+    )
+    parser.add_argument(
+        "--exchange", action="store_true", help="measure what the exchange of gradients costs"
+    )
+    parser.add_argument(
+        "--warm-micro-batches",
+        type=int,
+        help="micro-batches of the update that warms up; default: two a rank",
     )
     parser.add_argument(
         "--beside",
@@ -232,10 +340,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--max-batch-size", type=int, help="sequences together; default: all")
     parser.add_argument("--out", default="build/bench/step.json", type=Path, help="JSON file")
     args = parser.parse_args(argv)
-    choices = choices_of(args, args.max_batch_size)
+    choices = replace(
+        choices_of(args, args.max_batch_size), warm_micro_batches=args.warm_micro_batches
+    )
     loads = [load_of(args), *args.load]
     command = command_of("step", args, loads[0])
     command += options("load", ["x".join(map(str, astuple(more))) for more in args.load])
+    for name in ("batch_per_rank", "digest", "exchange"):
+        command += f" --{name.replace('_', '-')}" if getattr(args, name) else ""
+    if args.warm_micro_batches:
+        command += f" --warm-micro-batches {args.warm_micro_batches}"
+    if args.batch_per_rank:
+        loads = [replace(load, prompts=load.prompts * world().size) for load in loads]
     limit = limit_of(args.device)
     facts = {"bf16_matrix_teraflops": round(limit / 1e12, 1)}
     if args.device == "cuda":
@@ -244,17 +360,22 @@ def main(argv: Sequence[str] | None = None) -> None:
     for plan in args.plan or ["bf16", "unified"]:
         policy = policy_of(plan, choices)
         for load in loads:
-            row = {"shape": args.shape, **measure(policy, load, choices, limit)}
+            row = measure(policy, load, choices, limit, args.digest, args.exchange)
+            row = {"shape": args.shape, **row}
             release()
-            base = next((r for r in rows if (r["plan"], r["load"]) == ("bf16", str(load))), None)
+            key = ("bf16", world().size, str(load))
+            base = next((r for r in rows if (r["plan"], r.get("ranks", 1), r["load"]) == key), None)
             if base is not None:
                 row["times_bf16"] = compare(row, base)
             rows.append(row)
             print_table(table(rows))
             changed = f"working weights changed: {row['weights_changed']:.3%}"
             print(f"{plan}: {row['settings']}; {changed}")
+            for name in ("planned_gib", "exchange", "digests"):
+                if name in row:
+                    print(f"{plan} {name}: {row[name]}")
             print(f"times bf16: {row.get('times_bf16', '-')}", flush=True)
-            if args.device == "cuda":
+            if args.device == "cuda" and world().is_first:
                 write_results(args.out, "step", command, rows, **facts)
         del policy
         release()

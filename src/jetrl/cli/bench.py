@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import importlib
 
+from jetrl.cli.ranks import joined_on
 from jetrl.distributed.world import launched_size
 from jetrl.errors import UserError
 
@@ -58,7 +59,8 @@ def run(args: argparse.Namespace) -> int:
     on_cpu = args.name in CPU_TOO and "--device cpu" in words
     if not on_cpu and not {"-h", "--help"} & set(args.arguments):
         _require_gpu()
-    benchmark.main(args.arguments)
+    with joined_on("cpu" if on_cpu else "cuda"):
+        benchmark.main(args.arguments)
     return 0
 
 
