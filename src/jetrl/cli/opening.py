@@ -52,7 +52,8 @@ def open_policy(
     """
     location = find_model(Path(path))
     if preset is None and location.run is not None:
-        plan = PrecisionPlan.from_dict(RunDirectory.open(location.run).plan())
+        stored = RunDirectory.open(location.run).plan()
+        plan = PrecisionPlan.from_dict(stored, str(location.run / "plan.json"))
     else:
         plan = PrecisionPlan.preset(preset or fallback_plan)
     chosen = choose_device(device)

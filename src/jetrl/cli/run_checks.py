@@ -8,10 +8,12 @@ from __future__ import annotations
 import re
 import shlex
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from jetrl.cli.checks import Finding, Severity, check_disk
 from jetrl.errors import UserError
+from jetrl.files import read_bytes
 from jetrl.runs import Attempt, RunDirectory
 from jetrl.runs.format import duration
 from jetrl.runs.status import Status, read_status
@@ -26,17 +28,22 @@ def run_checks(path: Path) -> list[Finding]:
         UserError: The path is not a run directory.
     """
     run = RunDirectory.open(path)
-    findings = [
-        check_end(run),
-        check_progress(run),
-        *check_checkpoints(run),
-        *check_hang(run),
-        *check_numbers(run),
-        *check_nonfinite(run),
-        check_disk(path),
-    ]
-    if run.state() not in ("running", "finished"):
-        findings.append(how_to_go_on(run))
+    checks: dict[str, Callable[[RunDirectory], list[Finding]]] = {
+        "end": lambda run: [check_end(run)],
+        "progress": lambda run: [check_progress(run)],
+        "checkpoints": check_checkpoints,
+        "hang": check_hang,
+        "numbers": check_numbers,
+        "not finite": check_nonfinite,
+        "disk": lambda _: [check_disk(path)],
+        "to go on": how_to_go_on,
+    }
+    findings: list[Finding] = []
+    for name, check in checks.items():
+        try:
+            findings += check(run)
+        except UserError as error:  # a damaged file hides nothing of the others
+            findings.append(Finding("FAIL", name, str(error), "repair or delete what is named"))
     return findings
 
 
@@ -115,8 +122,8 @@ def check_checkpoints(run: RunDirectory) -> list[Finding]:
 def check_hang(run: RunDirectory) -> list[Finding]:
     """Return the last hang, if hang.txt tells of one."""
     try:
-        text = (run.path / "hang.txt").read_text(encoding="utf-8", errors="replace")
-    except OSError:
+        text = read_bytes(run.path / "hang.txt").decode("utf-8", errors="replace")
+    except FileNotFoundError:
         return []
     headers = re.findall(r"(?m)^==== (.*)$", text)
     if not text.strip():
@@ -151,7 +158,7 @@ def check_numbers(run: RunDirectory) -> list[Finding]:
     }
     lines = run.metrics()
     totals = {
-        name: sum(line.get(name, 0) for line in lines)
+        name: sum(float(line.get(name, 0)) for line in lines)
         for name in ("mismatch/num_different", *warnings)
     }
     findings = [
@@ -176,11 +183,13 @@ def check_nonfinite(run: RunDirectory) -> list[Finding]:
     return [Finding("WARN", "not finite", f"kept to be run again: {names}", again)]
 
 
-def how_to_go_on(run: RunDirectory) -> Finding:
-    """Return the command that resumes the run with its own settings."""
+def how_to_go_on(run: RunDirectory) -> list[Finding]:
+    """Return the command that resumes the run with its own settings, unless it runs or is done."""
+    if run.state() in ("running", "finished"):
+        return []
     command, *options = _command(run).split()
     again = shlex.join(["jetrl", command, str(run.path / "config.toml"), *options, "--resume"])
-    return Finding("OK", "to go on", again)
+    return [Finding("OK", "to go on", again)]
 
 
 def _command(run: RunDirectory) -> str:

@@ -51,8 +51,14 @@ def run(args: argparse.Namespace) -> int:
 
         print(plot_runs(paths, args.metric, args.out))
         return 0
+    problems = []
     for path in paths:
-        show_command(path, args.json)
+        try:
+            show_command(path, args.json)
+        except UserError as error:  # one damaged run does not hide the others
+            problems.append(str(error))
+    if problems:
+        raise UserError("\n".join(problems))
     return 0
 
 

@@ -13,7 +13,10 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from pydantic import TypeAdapter
+
 from jetrl.errors import UserError
+from jetrl.files import checked, shown_value
 from jetrl.settings import PrecisionSettings
 from jetrl.settings.presets import (
     PRESETS,
@@ -30,6 +33,7 @@ GradFormat = Literal["e4m3", "e5m2", "bf16"]
 ScaleRule = Literal["fp32", "pow2"]
 
 FP8_BLOCK = 128
+_SETTINGS = TypeAdapter(PrecisionSettings)
 
 
 @dataclass(frozen=True)
@@ -119,9 +123,23 @@ class PrecisionPlan:
         return dataclasses.asdict(self)
 
     @staticmethod
-    def from_dict(fields: dict[str, Any]) -> PrecisionPlan:
-        """Return the plan that `to_dict` described."""
-        return PrecisionPlan(**fields)
+    def from_dict(fields: dict[str, Any], where: str = "precision plan") -> PrecisionPlan:
+        """Return the plan that `to_dict` described.
+
+        Args:
+            fields: The fields of a preset's plan, by name.
+            where: The file of the fields, for messages.
+
+        Raises:
+            UserError: The fields are not those of a preset with its options changed.
+        """
+        name = fields.get("name")
+        if not isinstance(name, str) or name not in PRESETS:
+            shown = shown_value(name)
+            raise UserError(f"{where}: name = {shown}: use one of {', '.join(PRESETS)}")
+        preset = PrecisionPlan.preset(name).to_dict()
+        changed = {k: v for k, v in fields.items() if k not in preset or v != preset[k]}
+        return PrecisionPlan.from_settings(checked(_SETTINGS, {"preset": name, **changed}, where))
 
     def describe(self) -> list[tuple[str, str]]:
         """Return rows of (role, format) for people: what is printed before a run."""

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from statistics import fmean, median
+from statistics import median
 
 from jetrl.runs.format import number
+from jetrl.runs.history import mean
 from jetrl.runs.watch import Watch
 
 WINDOW = 32  # steps
@@ -79,8 +80,8 @@ class Anomalies(Watch):
         rewards = [*self._values("reward/mean"), metrics.get("reward/mean", math.nan)]
         if len(entropies) < WINDOW or len(rewards) < WINDOW or not math.isfinite(entropies[-1]):
             return ""
-        old, new = median(entropies[: WINDOW // 2]), fmean(entropies[-RECENT:])
-        rise = fmean(rewards[-RECENT:]) - median(rewards[: WINDOW // 2])
+        old, new = median(entropies[: WINDOW // 2]), mean(entropies[-RECENT:])
+        rise = mean(rewards[-RECENT:]) - median(rewards[: WINDOW // 2])
         if rise > SAME_REWARD * max(map(abs, rewards)):
             return ""
         went = f"from {number(old)} to {number(new)} nats in {WINDOW} steps without a higher reward"

@@ -14,7 +14,7 @@ from typing import Any
 from jetrl.errors import UserError
 from jetrl.runs.directory import RunDirectory, settings_that_differ
 from jetrl.runs.format import count, duration, metric_value, number
-from jetrl.runs.history import history_of, phase_of, values_of
+from jetrl.runs.history import history_of, mean, phase_of, values_of
 from jetrl.runs.jsonl import Record
 from jetrl.runs.metrics import find_metric, reproducible
 from jetrl.runs.overview import labels, mismatch_text
@@ -212,7 +212,7 @@ def _reached_by(records: Sequence[Record]) -> dict[str, float]:
             if values := values_of(over, name):
                 reached[name] = reduce(values)
 
-    add(_REACHED, records[-max(1, len(records) // 10) :], statistics.fmean)
+    add(_REACHED, records[-max(1, len(records) // 10) :], mean)
     reached.update({change.name: change.last for change in history_of(records).evals})
     add(_MEDIANS, records, statistics.median)
     add(("memory/peak_gib",), records, max)

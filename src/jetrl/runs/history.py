@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 from jetrl.runs.attempts import Attempt
@@ -114,6 +115,18 @@ def in_phase(records: Sequence[dict[str, Any]], phase: str) -> list[dict[str, An
 def values_of(records: Iterable[Mapping[str, Any]], name: str) -> list[Any]:
     """Return the values of a metric, from the lines that have it."""
     return [record[name] for record in records if name in record]
+
+
+def mean(values: Iterable[float]) -> float:
+    """Return the mean of at least one value: NaN or infinite where a sum of values is not finite.
+
+    `statistics.fmean` raises an error there.
+    """
+    listed = [float(value) for value in values]
+    try:
+        return fmean(listed)
+    except (OverflowError, ValueError):
+        return sum(listed) / len(listed)
 
 
 def _total(records: Sequence[dict[str, Any]], name: str) -> int | None:

@@ -7,9 +7,9 @@ never warned. Numbers that go out of bounds (spikes, entropy) are in anomalies.p
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from statistics import fmean
 
 from jetrl.runs.format import number, percent
+from jetrl.runs.history import mean
 from jetrl.runs.metrics import part_metric
 from jetrl.runs.watch import Watch
 
@@ -45,16 +45,16 @@ def problems(steps: Collection[Mapping[str, float]], when: str, look: str) -> di
         look: Advice on where to look at completions, for the messages.
     """
 
-    def mean(name: str) -> float | None:
+    def mean_of(name: str) -> float | None:
         values = [step[name] for step in steps if name in step]
-        return fmean(values) if values else None
+        return mean(values) if values else None
 
     texts: dict[str, str] = {}
-    reward = fmean(step["reward/mean"] for step in steps)
+    reward = mean(step["reward/mean"] for step in steps)
     spread = max(step.get("reward/std", 0.0) for step in steps)
-    same = mean("reward/zero_std_groups") or 0.0
-    cut_off = mean("response_length/clip_ratio") or 0.0
-    answered = mean(ANSWERED)
+    same = mean_of("reward/zero_std_groups") or 0.0
+    cut_off = mean_of("response_length/clip_ratio") or 0.0
+    answered = mean_of(ANSWERED)
     if answered is not None and answered <= UNRECOGNISED:
         texts["format"] = (
             f"{when}: {percent(answered)} of the completions hold an answer in the form that the "

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from jetrl.errors import UserError
 from jetrl.runs.directory import RunDirectory
-from jetrl.runs.format import count, date, duration, metric_value, number, visible
+from jetrl.runs.format import clip, count, date, duration, metric_value, number, visible
 from jetrl.runs.history import RunHistory, in_phase
 from jetrl.runs.jsonl import Record
 from jetrl.runs.metrics import find_metric, is_eval_mean
@@ -89,8 +89,8 @@ def runs_table(rows: Sequence[RunRow]) -> Table:
             continue
         table.add_row(
             name,
-            row.state,
-            visible(row.preset),
+            Text(row.state),
+            Text(visible(row.preset)),
             count(history.num_steps),
             number(history.reward.last) if history.reward else "",
             metric_value(history.evals[0].name, history.evals[0].last) if history.evals else "",
@@ -137,8 +137,9 @@ def show_run(path: str | Path) -> str:
     rows.append(("last checkpoint", last))
     report = run.path / "report.html"
     rows.append(("report", str(report) if report.is_file() else "none"))
-    width = max(len(label) for label, _ in rows)
-    return "\n".join(f"{label:<{width}}  {visible(value)}" for label, value in rows)
+    shown = [(clip(visible(label), 60), visible(value)) for label, value in rows]
+    width = max(len(label) for label, _ in shown)
+    return "\n".join(f"{label:<{width}}  {value}" for label, value in shown)
 
 
 def plot_runs(
@@ -176,10 +177,10 @@ def plot_runs(
         for name, axes in zip(names, grid.flat, strict=False):
             for number_of_run, (label, records) in enumerate(runs.items()):
                 color = COLORS[LINES[number_of_run % len(LINES)]]
-                line(axes, *series(_phase_of(records, name), name), label, color)
+                line(axes, *series(_phase_of(records, name), name), clip(visible(label), 60), color)
             metric = find_metric(name)
             finish(axes, metric.unit if metric else "")
-            axes.set_title(name, loc="left", fontsize=10, fontweight="bold")
+            axes.set_title(clip(visible(name), 60), loc="left", fontsize=10, fontweight="bold")
         handles, texts = grid.flat[0].get_legend_handles_labels()
         figure.legend(handles, texts, loc="outside upper left", ncols=4)
         out = Path(out_png)
@@ -206,7 +207,7 @@ def _row(path: Path) -> RunRow:
         run = RunDirectory.open(path)
         preset = str(run.plan().get("name", ""))
         return RunRow(path.name, path, run.state(), run.history(), preset)
-    except (UserError, OSError, KeyError, TypeError, ValueError) as error:
+    except Exception as error:  # whatever is wrong with one run, the others are listed
         return RunRow(path.name, path, "damaged", RunHistory(), problem=str(error))
 
 

@@ -39,6 +39,7 @@ SIZE_INCHES = (5.4, 2.5)
 PNG_DPI = 160
 MAX_POINTS = 400
 SMOOTH_FROM = 40
+MOST_DRAWN = 1e100  # sums and squares of such values are finite
 
 STYLE: dict[Any, Any] = {
     "font.size": 9,
@@ -120,11 +121,16 @@ def _figure() -> tuple[Figure, Axes]:
 
 
 def series(records: Records, name: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return the steps and values of a metric, float64; infinities become gaps."""
+    """Return the steps and values of a metric, float64, what cannot be drawn as gaps."""
     having = [r for r in records if name in r]
     steps = np.array([r["step"] for r in having], dtype=np.float64)
-    values = np.array([float(r[name]) for r in having], dtype=np.float64)
-    return steps, np.where(np.isfinite(values), values, np.nan)
+    return steps, drawable([r[name] for r in having])
+
+
+def drawable(values: Sequence[float]) -> np.ndarray:
+    """Return values as float64, NaN in place of infinities and of what is as good as infinite."""
+    array = np.array([float(value) for value in values], dtype=np.float64)
+    return np.where(np.abs(array) < MOST_DRAWN, array, np.nan)
 
 
 def line(axes: Axes, steps: np.ndarray, values: np.ndarray, label: str, color: str) -> None:

@@ -12,9 +12,19 @@ from collections.abc import Callable, Mapping
 import numpy as np
 from matplotlib.axes import Axes
 
-from jetrl.runs.format import count, number, percent
+from jetrl.runs.format import clip, count, number, percent, visible
 from jetrl.runs.history import in_phase
-from jetrl.runs.plot_style import COLORS, LINES, Chart, Records, finish, line, series, thin
+from jetrl.runs.plot_style import (
+    COLORS,
+    LINES,
+    Chart,
+    Records,
+    drawable,
+    finish,
+    line,
+    series,
+    thin,
+)
 
 MAX_BARS = 60
 PHASES = {
@@ -115,7 +125,7 @@ def _reward(records: Records) -> Chart | None:
     if not len(steps):
         return None
     having = [r for r in records if "reward/mean" in r]
-    spread = np.array([float(r.get("reward/std", math.nan)) for r in having])
+    spread = drawable([r.get("reward/std", math.nan) for r in having])
 
     def draw(axes: Axes) -> None:
         if np.isfinite(spread).any():
@@ -149,6 +159,7 @@ def _evaluation(records: Records) -> Chart | None:
         colors = iter(LINES * len(drawn))
         for name, (steps, values) in drawn.items():
             label = name.removeprefix("eval/").replace("/", " ").replace("pass_at_k", "pass@k")
+            label = clip(visible(label), 60)
             axes.plot(
                 steps,
                 values,
@@ -238,9 +249,9 @@ def _time(records: Records) -> Chart | None:
     if not having:
         return None
     steps = np.array([r["step"] for r in having], dtype=np.float64)
-    whole = np.array([float(r["timing/step_s"]) for r in having])
+    whole = np.nan_to_num(drawable([r["timing/step_s"] for r in having]))
     phases = {
-        phase: np.array([float(r.get(f"timing/{phase}_s", 0.0)) for r in having])
+        phase: np.nan_to_num(drawable([r.get(f"timing/{phase}_s", 0.0) for r in having]))
         for phase in PHASES
         if phase != "other"
     }
