@@ -276,7 +276,7 @@ def test_no_more_than_a_few_are_kept(tmp_path: Path, bad_at: Any, bad_swiglu: An
     "damage, words",
     [
         (lambda f: (f / "reproduction.json").unlink(), "no reproduction"),
-        (lambda f: (f / "reproduction.json").write_text("[" * 5000), "not a reproduction's"),
+        (lambda f: (f / "reproduction.json").write_text("[" * 5000), "not readable as JSON"),
         (lambda f: (f / "reproduction.json").write_text('{"kind": 1}'), "not a reproduction's"),
         (
             lambda f: (f / "masters.safetensors").write_bytes(b"\x40"),

@@ -21,18 +21,20 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
+from pydantic import ConfigDict, Field, TypeAdapter
 
 from jetrl.distributed.world import world
 from jetrl.errors import UserError
-from jetrl.models.hf_files import load_tensors
+from jetrl.files import Count, Seed, Step, Stored, checked, read_json, read_stored, shown_value
 from jetrl.models.policy import Policy
 from jetrl.precision import PrecisionPlan
 from jetrl.runs.jsonl import write_atomically, write_jsonl
 from jetrl.runs.rollout_records import record_of
 from jetrl.session.building import build_critic, policy_of_masters
+from jetrl.session.stored_micro_batches import read_micro_batches
 from jetrl.settings.loading import Settings, load_config, to_toml
 from jetrl.training import SftTrainer, Trainer
 from jetrl.training.checkpoint_files import write_tensors
@@ -76,6 +78,26 @@ class Facts:
     device: str
     format: int = FORMAT
     alphabet: str | None = None
+
+
+class StoredFacts(Stored):
+    """The schema of reproduction.json: the fields of `Facts`, and no others."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    kind: Kind
+    step: Step
+    update: Count
+    what: str
+    first: str
+    seed: Seed
+    device: str
+    format: int = FORMAT
+    alphabet: str | None = None
+
+
+_FACTS = TypeAdapter(StoredFacts)
+_TOKENS = TypeAdapter(Annotated[list[Count], Field(strict=True, min_length=1, fail_fast=True)])
 
 
 @dataclass(frozen=True)
@@ -187,7 +209,7 @@ def replay(path: Path, preset: str | None = None, device: str | None = None) -> 
             largest = largest_logit(policy, tokens)
         return Replay(facts, {"largest |logit|": largest}, [], first_nonfinite(operations))
     trainer = _trainer(facts, policy, settings)
-    micro_batches = _micro_batches(folder, policy.device)
+    micro_batches = read_micro_batches(folder / MICRO_BATCHES, policy.config, policy.device)
     with watch(policy) as operations:
         numbers = trainer.accumulate(micro_batches)
     norms = [
@@ -243,37 +265,24 @@ def _read_facts(folder: Path) -> Facts:
     """Return the contents of a folder's reproduction.json."""
     file = folder / FACTS
     try:
-        facts = Facts(**json.loads(file.read_text(encoding="utf-8")))
+        contents = read_json(file)
     except FileNotFoundError:
         raise UserError(
             f"{folder}: no reproduction ({FACTS}); give a folder of runs/NAME/nonfinite"
         ) from None
-    except (OSError, ValueError, TypeError, RecursionError) as error:
-        raise UserError(f"{file}: not a reproduction's: {error}") from None
-    if facts.format != FORMAT:
-        raise UserError(f"{file}: format {facts.format}; this version reads {FORMAT}")
-    return facts
-
-
-def _micro_batches(folder: Path, device: torch.device) -> list[MicroBatch]:
-    """Return the micro-batches of a folder, on a device."""
-    tensors = load_tensors(folder / MICRO_BATCHES)
-    fields: dict[int, dict[str, torch.Tensor]] = {}
-    for name, tensor in tensors.items():
-        number, _, field = name.partition(".")
-        fields.setdefault(int(number), {})[field] = tensor
-    return [MicroBatch.from_tensors(fields[number], device) for number in sorted(fields)]
+    version = contents.get("format", FORMAT) if isinstance(contents, dict) else FORMAT
+    if type(version) is int and version != FORMAT:
+        raise UserError(f"{file}: format {shown_value(version)}; this version reads {FORMAT}")
+    checked(_FACTS, contents, f"{file}: not a reproduction's")
+    return Facts(**contents)
 
 
 def _token_ids(folder: Path) -> list[int]:
     """Return the sequence of a folder's tokens.json."""
     try:
-        token_ids = json.loads((folder / TOKENS).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{folder / TOKENS}: {error}") from None
-    if not isinstance(token_ids, list) or not token_ids or {*map(type, token_ids)} != {int}:
-        raise UserError(f"{folder / TOKENS}: not the token ids of a sequence")
-    return token_ids
+        return read_stored(folder / TOKENS, _TOKENS)
+    except FileNotFoundError:
+        raise UserError(f"{folder / TOKENS}: missing from a reproduction of sampling") from None
 
 
 def _link(saved: Path, folder: Path) -> bool:

@@ -1,0 +1,483 @@
+"""Every file that is read back, damaged by Hypothesis: only errors that name the file.
+
+A case takes the JSON (or TOML) that jetrl writes, changes values, keys or bytes, and drives what
+reads the file. `make soak` runs 10,000 cases of each (`JETRL_FUZZ_CASES`). A failure is printed as
+the smallest case that fails.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+import os
+import resource
+import shutil
+import time
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+from jetrl.cli.run_checks import run_checks
+from jetrl.errors import UserError
+from jetrl.models import hf
+from jetrl.models.families import inverse_frequencies, parameter_shapes
+from jetrl.precision import PrecisionPlan
+from jetrl.runs import RunDirectory, compare_runs, comparison_rows, list_runs, runs_table, show_run
+from jetrl.runs.format import visible
+from jetrl.runs.status import StatusFile, read_status
+from jetrl.session.reproduction import _read_facts
+from jetrl.session.stored_states import check_extra
+from jetrl.settings.loading import load_config, to_toml
+from jetrl.training.checkpoint import Checkpoints
+from jetrl.training.checkpoint_files import fingerprint
+from jetrl.types import Completion, Prompt, Sample, Score, StepStats
+
+CASES = int(os.environ.get("JETRL_FUZZ_CASES", "300"))
+TRACED = CASES > 300  # every allocation of a case: three times as slow
+MOST_S, MOST_MIB = 5.0, 200  # of a case: CPU time, and memory at its peak
+
+fuzzed = settings(
+    max_examples=CASES,
+    derandomize=CASES <= 300,  # `make test` runs the same cases each time
+    deadline=None,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+)
+
+ODD_NUMBERS = st.sampled_from(
+    [-1, 0, 1, 2**31, 2**53, 2**63, 2**64, 10**18, 10**400, -(10**400), 1e308, -1e308, 5e-324]
+) | st.sampled_from([float("nan"), float("inf"), float("-inf"), 0.5, -0.0, True, False])
+ODD_TEXTS = st.text(max_size=12) | st.sampled_from(
+    [
+        "\x1b]0;title\x07\x1b[2J",
+        "\u202e\u2066reversed",
+        "[red]markup[/red][link=file:x]",
+        "[/]",
+        "\ud800",
+        "\0",
+        "../../x",
+        "/dev/stdin",
+        "$\\frac{",
+        "<script>",
+        "running",
+        "x" * 5000,
+        "eval/\x1b[2J/mean",
+    ]
+)
+ODD = st.recursive(
+    st.none() | ODD_NUMBERS | ODD_TEXTS,
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(ODD_TEXTS.filter(bool), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+
+
+def places(value: Any) -> list[tuple[Any, Any]]:
+    """Return each container of a JSON value with each of its keys."""
+    if isinstance(value, dict):
+        found = [(value, key) for key in value]
+        return found + [place for item in value.values() for place in places(item)]
+    if isinstance(value, list):
+        found = [(value, index) for index in range(len(value))]
+        return found + [place for item in value for place in places(item)]
+    return []
+
+
+@st.composite
+def changed(draw: st.DrawFn, whole: Any) -> Any:
+    """Return a JSON value with one to three of its values replaced, removed, moved or added."""
+    value = copy.deepcopy(whole)
+    for _ in range(draw(st.integers(1, 3))):
+        found = places(value)
+        if not found or draw(st.integers(0, 30)) == 0:
+            return draw(ODD)
+        container, key = draw(st.sampled_from(found))
+        kind = draw(st.sampled_from(["replace", "replace", "replace", "remove", "add", "deepen"]))
+        if kind == "replace":
+            like = ODD_TEXTS if isinstance(container[key], str) else ODD_NUMBERS
+            container[key] = draw(like if draw(st.booleans()) else ODD)
+        elif kind == "remove":
+            del container[key]
+        elif kind == "deepen":
+            container[key] = [container[key]]
+        elif isinstance(container, dict):
+            container[draw(ODD_TEXTS)] = draw(ODD)
+        else:
+            container.insert(key, draw(ODD))
+    return value
+
+
+@st.composite
+def file_of(draw: st.DrawFn, whole: Any) -> bytes:
+    """Return the bytes of a JSON file: of a changed value, at times with changed bytes."""
+    data = json.dumps(draw(changed(whole))).encode()
+    if draw(st.integers(0, 5)) == 0:
+        start = draw(st.integers(0, len(data)))
+        end = draw(st.integers(start, min(len(data), start + 20)))
+        nasty = st.binary(max_size=20) | st.sampled_from(
+            [b"[" * 4000, b'{"a":' * 4000, b"9" * 5000, b"\0", b"\xff\xfe", b"1e999", b"\xed\xa0"]
+        )
+        data = data[:start] + draw(nasty) + data[end:]
+    return data
+
+
+def lines_of(whole: list[Any]) -> st.SearchStrategy[bytes]:
+    """Return a strategy for the bytes of a file of JSON lines."""
+    lines = st.tuples(*(file_of(line) | st.just(json.dumps(line).encode()) for line in whole))
+    return lines.map(lambda parts: b"\n".join(parts) + b"\n")
+
+
+def peak_kib() -> int:
+    """Return the most memory that this process has had."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def survives(path: Path, *reads: Callable[[], Any]) -> None:
+    """Call what reads a file: each gives a result, or an error that names the file."""
+    if TRACED:
+        tracemalloc.start()
+    before, began = peak_kib(), time.process_time()
+    try:
+        for read in reads:
+            try:
+                read()
+            except UserError as error:
+                message = str(error)
+                assert path.name in message, message
+                assert ": " in message
+                assert len(message) < 2000
+        assert time.process_time() - began < MOST_S
+        assert peak_kib() - before < MOST_MIB * 2**10
+        assert tracemalloc.get_traced_memory()[1] < MOST_MIB * 2**20
+    finally:
+        tracemalloc.stop()
+
+
+CONFIG = {
+    "run": {"name": "damaged"},
+    "task": {"name": "arithmetic"},
+    "model": {"path": "x"},
+    "precision": {"preset": "unified"},
+    "loop": {"steps": 3},
+    "checkpoint": {"every": 5},
+    "report": {"samples": 2},
+}
+
+
+def toml_of(value: Any) -> str:
+    """Return a table as TOML, inline, where TOML can say its values."""
+    if isinstance(value, dict):
+        items = (f"{toml_of(str(key))} = {toml_of(item)}" for key, item in value.items())
+        return "{" + ", ".join(items) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(toml_of, value)) + "]"
+    if isinstance(value, str | bool):
+        return json.dumps(value)
+    return "nan" if value is None or value != value else str(value)
+
+
+def toml_lines(tables: dict[Any, Any]) -> str:
+    """Return tables as TOML, a line for each."""
+    return "".join(f"{toml_of(str(key))} = {toml_of(value)}\n" for key, value in tables.items())
+
+
+METRICS = {
+    "reward/mean": 0.5,
+    "reward/std": 0.1,
+    "policy/entropy": 1.0,
+    "eval/arithmetic/mean": 0.25,
+    "mismatch/num_tokens": 100,
+    "mismatch/num_different": 0,
+    "timing/step_s": 1.5,
+    "timing/rollout_s": 1.0,
+    "memory/peak_gib": 0.2,
+}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of a few steps, as jetrl writes it."""
+    folder = tmp_path_factory.mktemp("runs")
+    chosen = load_config("demo", [f"run.dir={folder}", "run.name=whole"])
+    sample = Sample(
+        Prompt(id="p", text="1+1="), 0, (1, 2), Completion((3,), (-0.5,), "stop", "2"), Score(1.0)
+    )
+    run = RunDirectory.create(chosen, PrecisionPlan.preset("unified").to_dict())
+    with run, run.attempt(["jetrl", "train"], {"device": "cpu"}):
+        status = StatusFile(run.path)
+        run.write_rollouts(1, [sample])
+        for step in range(1, 4):
+            status.begin("update", step)
+            run.write_step(StepStats(step, METRICS))
+        status.close()
+    (run.path / "config.toml").write_text(toml_lines(CONFIG))  # a short one is read faster
+    return run.path
+
+
+@pytest.fixture(scope="module")
+def damaged(whole: Path) -> Path:
+    """A copy of the run, whose files a case replaces."""
+    return Path(shutil.copytree(whole, whole.parent / "damaged"))
+
+
+@pytest.fixture(autouse=True)
+def put_back(request: pytest.FixtureRequest) -> Any:
+    """Make the damaged run whole again after each test."""
+    yield
+    if "damaged" in request.fixturenames:
+        whole, damaged = (request.getfixturevalue(name) for name in ("whole", "damaged"))
+        shutil.copytree(whole, damaged, dirs_exist_ok=True)
+
+
+def shown_is_safe(text: str) -> None:
+    """Check that a text cannot drive a terminal."""
+    assert visible(text, newlines=True) == text
+
+
+def readers(whole: Path, path: Path) -> list[Callable[[], Any]]:
+    """Return what looks at a run: the commands runs list, runs show, compare and doctor."""
+
+    def list_command() -> None:
+        console = Console(file=io.StringIO(), width=200, force_terminal=True)
+        with console.capture() as captured:
+            rows = list_runs(whole.parent)
+            console.print(runs_table(rows))
+        assert {row.name for row in rows} == {"whole", "damaged"}
+        text = captured.get()
+        assert "\x07" not in text
+        assert "\x1b]" not in text
+        assert "finished" in text  # of the whole run
+
+    def doctor() -> None:
+        for finding in run_checks(path):
+            shown_is_safe(visible(finding.detail, newlines=True))
+
+    return [
+        list_command,
+        lambda: shown_is_safe(show_run(path)),
+        lambda: comparison_rows(compare_runs([whole, path])),
+        lambda: comparison_rows(compare_runs([path, whole])),
+        doctor,
+        lambda: RunDirectory.open(path).state(),
+    ]
+
+
+METRICS_LINES = [{"step": step, "time": 1.7e9 + step, **METRICS} for step in (1, 2)]
+ATTEMPTS = [
+    {"event": "start", "time": 1.7e9, "command": "jetrl train", "versions": {"torch": "2"}}
+    | {"notes": {"device": "cpu"}, "pid": 1, "host": "h"},
+    {"event": "end", "time": 1.7e9 + 9, "state": "finished", "reason": ""},
+]
+PLAN = PrecisionPlan.preset("unified").to_dict()
+
+
+@fuzzed
+@given(data=lines_of(METRICS_LINES))
+def test_metrics(whole: Path, damaged: Path, data: bytes) -> None:
+    (damaged / "metrics.jsonl").write_bytes(data)
+    survives(damaged / "metrics.jsonl", *readers(whole, damaged))
+
+
+@fuzzed
+@given(data=lines_of(ATTEMPTS))
+def test_attempts(whole: Path, damaged: Path, data: bytes) -> None:
+    (damaged / "attempts.jsonl").write_bytes(data)
+    survives(damaged / "attempts.jsonl", *readers(whole, damaged))
+
+
+@fuzzed
+@given(data=file_of({"phase": "update", "step": 3, "time": 1.7e9, "pid": 7}))
+def test_status(whole: Path, damaged: Path, data: bytes) -> None:
+    (damaged / "status.json").write_bytes(data)
+    file = damaged / "status.json"
+    survives(file, lambda: read_status(damaged), *readers(whole, damaged)[-2:])
+
+
+@fuzzed
+@given(data=file_of(PLAN))
+def test_plan(whole: Path, damaged: Path, data: bytes) -> None:
+    file = damaged / "plan.json"
+    file.write_bytes(data)
+
+    def make_plan() -> None:
+        plan = PrecisionPlan.from_dict(RunDirectory.open(damaged).plan(), str(file))
+        assert plan.describe()
+
+    survives(file, make_plan, *readers(whole, damaged))
+
+
+@fuzzed
+@given(tree=changed(CONFIG))
+def test_settings_of_a_run(whole: Path, damaged: Path, tree: Any) -> None:
+    text = toml_lines(tree if isinstance(tree, dict) else {"run": tree})
+    (damaged / "config.toml").write_text(text, encoding="utf-8", errors="surrogatepass")
+    survives(damaged / "config.toml", *readers(whole, damaged))
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint whose tensors are a few bytes, which checking does not read as tensors."""
+    path = tmp_path_factory.mktemp("checkpoints") / "step_000003"
+    path.mkdir()
+    for name in ("masters", "optimizer"):
+        (path / f"{name}.safetensors").write_bytes(b"\0" * 8)
+    (path / "state.json").write_text(json.dumps(STATE))
+    (path / "manifest.json").write_text(json.dumps(manifest_of(path)))
+    return path
+
+
+def manifest_of(path: Path) -> dict[str, Any]:
+    """Return the manifest of a checkpoint's folder."""
+    files = sorted(file for file in path.iterdir() if file.name != "manifest.json")
+    return {file.name: fingerprint(file) for file in files}
+
+
+EXTRA = {
+    "seed": 3,
+    "metrics": {"reward/mean": 0.5},
+    "states": {
+        "prompts": {"p": [1.5, 2.0]},
+        "partial rollouts": [["p", [[7, [1, 2], [-0.5, -1.0], "cancelled", "ab", [1, 1]]]]],
+        "micro_batches": {"tokens": 8, "setting": 16},
+        "rollout_sizes": {"asked": [8, 16, None], "now": [4, 8, 3]},
+        "guard": {"in_a_row": 0},
+        "clip": {"steps": 4, "low": 0.8, "high": 1.2},
+    },
+}
+STATE = {
+    "format": 2,
+    "step": 3,
+    "num_updates": 3,
+    "plan": PLAN,
+    "model": {"vocab_size": 32},
+    "score": 0.5,
+    "extra": EXTRA,
+}
+
+
+@fuzzed
+@given(data=file_of(STATE))
+def test_state(checkpoint: Path, data: bytes) -> None:
+    """A forged state: its checksum is right."""
+    (checkpoint / "state.json").write_bytes(data)
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest_of(checkpoint)))
+    survives(
+        checkpoint,
+        lambda: Checkpoints.check(checkpoint),
+        lambda: Checkpoints(checkpoint.parent, keep_best=1)._score(3),
+    )
+
+
+@fuzzed
+@given(extra=changed(EXTRA))
+def test_states_of_parts(extra: Any) -> None:
+    survives(Path("state.json"), lambda: check_extra(extra, "x/state.json"))
+
+
+@fuzzed
+@given(data=st.data())
+def test_manifest(checkpoint: Path, data: st.DataObject) -> None:
+    (checkpoint / "state.json").write_text(json.dumps(STATE))
+    (checkpoint / "manifest.json").write_bytes(data.draw(file_of(manifest_of(checkpoint))))
+    survives(
+        checkpoint,
+        lambda: Checkpoints.check(checkpoint),
+        lambda: Checkpoints(checkpoint.parent).latest(),
+    )
+
+
+FACTS = {
+    "kind": "update",
+    "step": 7,
+    "update": 0,
+    "what": "loss",
+    "first": "",
+    "seed": 3,
+    "device": "cpu",
+    "format": 1,
+    "alphabet": None,
+}
+
+
+@fuzzed
+@given(data=file_of(FACTS))
+def test_reproduction(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
+    folder = tmp_path_factory.getbasetemp()
+    (folder / "reproduction.json").write_bytes(data)
+    survives(folder / "reproduction.json", lambda: _read_facts(folder))
+
+
+HF_CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 16,
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e4,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 8.0,
+        "beta_fast": 32.0,
+        "original_max_position_embeddings": 4,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.5,
+        "truncate": True,
+    },
+    "max_position_embeddings": 16,
+    "tie_word_embeddings": True,
+    "use_sliding_window": False,
+    "layer_types": ["full_attention", "full_attention"],
+    "hidden_act": "silu",
+    "eos_token_id": [1, 2],
+    "no_rope_layers": [1, 0],
+    "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+}
+LLAMA3 = HF_CONFIG | {
+    "architectures": None,
+    "model_type": "smollm3",
+    "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}
+    | {"high_freq_factor": 4.0, "original_max_position_embeddings": 8},
+}
+
+
+@fuzzed
+@given(data=file_of(HF_CONFIG) | file_of(LLAMA3))
+def test_config_json(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
+    folder = tmp_path_factory.getbasetemp()
+    (folder / "config.json").write_bytes(data)
+
+    def read() -> None:
+        model = hf.model_config(folder)
+        assert len(parameter_shapes(model)) < 20_000
+        inverse_frequencies(model)
+        hf._check_quantization(model.raw.get("quantization_config"))
+
+    survives(folder / "config.json", read)
+
+
+def test_what_jetrl_writes_is_taken(whole: Path, checkpoint: Path, tmp_path: Path) -> None:
+    """The cases begin with files that are whole."""
+    for read in readers(whole, whole)[1:]:
+        read()
+    (checkpoint / "state.json").write_text(json.dumps(STATE))
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest_of(checkpoint)))
+    Checkpoints.check(checkpoint)
+    (tmp_path / "reproduction.json").write_text(json.dumps(FACTS))
+    assert _read_facts(tmp_path).step == 7
+    for config in (HF_CONFIG, LLAMA3):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        hf.model_config(tmp_path)
+    assert to_toml(load_config("demo"))
