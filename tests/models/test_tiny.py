@@ -286,3 +286,8 @@ def test_a_directory_in_use_is_kept(tmp_path: Path) -> None:
     weights = load_weights(path, ModelConfig.from_hf(read_config(path)))
     expected = random_weights(ModelConfig.from_hf(read_config(path)), seed=1)
     assert torch.equal(weights["embed.weight"], expected["embed.weight"])
+
+
+def test_a_seed_beyond_64_bits_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"seed 1180591620717411303424: a seed has 64 bits"):
+        make_tiny(tmp_path / "tiny", seed=2**70)

@@ -67,7 +67,7 @@ def rewrite(path: Path, number: int, **changes: object) -> None:
 
 
 def listed(folder: Path) -> str:
-    """What `jetrl runs list` writes to a terminal."""
+    """Return the text that `jetrl runs list` writes to a terminal."""
     console = Console(file=io.StringIO(), width=300, force_terminal=True, color_system="standard")
     with console.capture() as captured:
         console.print(runs_table(list_runs(folder)))

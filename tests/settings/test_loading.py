@@ -367,3 +367,9 @@ def test_a_tokenizer_on_the_command_line_is_kept(overrides: list[str], kept: str
 
 def test_a_path_of_none_leaves_the_recipes_config() -> None:
     assert load_config("demo", ["model.path=none"]).model.config is not None
+
+
+@pytest.mark.parametrize("key", ["run.seed", "rollout.top_k", "loop.steps", "rollout.max_tokens"])
+def test_whole_numbers_beyond_64_bits_are_refused(key: str) -> None:
+    with pytest.raises(UserError, match=rf"{key}.*should be less than 9223372036854775808"):
+        load_config("demo", [f"{key}={2**70}"])

@@ -253,3 +253,13 @@ def test_the_packages_are_named_where_they_are_missing(tmp_path, monkeypatch) ->
     monkeypatch.setitem(__import__("sys").modules, "pyarrow.parquet", None)
     with pytest.raises(UserError, match=r"`pyarrow` is needed: pip install 'jetrl\[data\]'"):
         read_prompts(get_task("dataset", path=tmp_path), "train")
+
+
+def test_whole_numbers_of_thousands_of_digits_are_texts(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"q": "?", "a": %s}\n' % ("9" * 4000))
+    task = get_task("dataset", path=str(file), prompt="q", answer="a")
+    assert [prompt.answer for prompt in task.prompts("train")] == ["9" * 4000]
+    file.write_text('{"q": "?", "a": %s}\n' % ("9" * 5000))
+    with pytest.raises(UserError, match=r"rows\.jsonl, line 1: not JSON that can be read"):
+        list(get_task("dataset", path=str(file), prompt="q", answer="a").prompts("train"))

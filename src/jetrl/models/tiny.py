@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from jetrl.errors import UserError
+from jetrl.files import shown_value
 from jetrl.models.families import FAMILIES, ModelConfig, parameter_shapes
 from jetrl.models.hf_save import SaveDtype, save_model
 from jetrl.models.tiny_tokenizers import PRINTABLE, character_tokenizer, train_bpe_tokenizer
@@ -56,12 +57,14 @@ class RandomWeights(Mapping[str, Tensor]):
 
     def __init__(self, config: ModelConfig, seed: int, device: str | torch.device = "cpu") -> None:
         std = config.raw.get("initializer_range", _DEFAULT_STD)
-        if isinstance(std, bool) or not isinstance(std, int | float) or not std > 0:
+        if isinstance(std, bool) or not isinstance(std, int | float) or not 0 < std < 1e30:
             raise UserError(
                 f"config.json: initializer_range = {std!r}: a number above 0 is expected"
             )
         self._std, self._num_layers = float(std), config.num_layers
         self._shapes, self._device = parameter_shapes(config), device
+        if not -(2**63) <= seed < 2**64:
+            raise UserError(f"seed {shown_value(seed)}: a seed has 64 bits")
         self._generator = torch.Generator(device).manual_seed(seed)
         self._unmade = list(reversed(self._shapes))
         self._states: dict[str, Tensor] = {}

@@ -128,7 +128,7 @@ def series(records: Records, name: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def drawable(values: Sequence[float]) -> np.ndarray:
-    """Return values as float64, NaN in place of infinities and of what is as good as infinite."""
+    """Return values as float64, with NaN in place of infinities and of values above 1e100."""
     array = np.array([float(value) for value in values], dtype=np.float64)
     return np.where(np.abs(array) < MOST_DRAWN, array, np.nan)
 

@@ -165,8 +165,9 @@ class Dataset(Task):
         if not self.fields[role]:
             return None
         value = self._field(row, role, where)
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not isinstance(value, str) and not (number and math.isfinite(value)):
+        whole = isinstance(value, int) and not isinstance(value, bool)  # of any number of digits
+        number = whole or (isinstance(value, float) and math.isfinite(value))
+        if not isinstance(value, str) and not number:
             raise UserError(
                 f"{where}: field {self.fields[role]!r} (the {role}) is {value!r:.60}, not a text "
                 "or a number"
