@@ -205,8 +205,12 @@ def test_a_real_run_from_the_command_line(
     words += ["rollout.prompts_per_step=2", "rollout.samples_per_prompt=2", "rollout.max_tokens=3"]
     done = jetrl("train", *words)
     assert done.code == 0, done.err
-    for line in done.out.splitlines()[-5:-1]:
+    for line in done.out.splitlines()[-6:-2]:
         assert Path(line.split()[1]).exists()
+    reading = "in this task answers are written backwards, lowest digit first: 20+05=520 is right"
+    assert done.out.splitlines()[-1].startswith(reading)
+    assert reading in done.out.split("step 1/1")[0], "also before the first step"
+    assert "In this task answers are written backwards" in Path("runs/demo/report.html").read_text()
     assert jetrl("sample", "runs/demo", "12+07=", "--max-tokens", 2).code == 0
     again = jetrl("train", *words)
     assert again.code == 2

@@ -3,7 +3,7 @@ from html.parser import HTMLParser
 import pytest
 
 from jetrl.errors import UserError
-from jetrl.runs import write_report
+from jetrl.runs import RunDirectory, write_report
 from jetrl.runs.format import clip, duration, number, visible
 
 VOID = {"meta", "br", "hr", "link", "img", "input"}
@@ -141,3 +141,11 @@ def test_visible_and_clip():
     assert visible("a\x1b[0m\n\u202eb\u00e9") == "a\\x1b[0m\\n\\u202eb\u00e9"
     assert visible("a\nb", newlines=True) == "a\nb"
     assert clip("abcdef", 5) == "ab..."
+
+
+def test_how_completions_are_read_is_beside_them(make_run):
+    path = make_run()
+    assert "In this task" not in write_report(path).read_text(encoding="utf-8")
+    RunDirectory(path).write_reading("answers are written backwards: <52>")
+    page = write_report(path).read_text(encoding="utf-8")
+    assert "In this task answers are written backwards: &lt;52&gt;." in page

@@ -2,6 +2,7 @@ import pytest
 
 from jetrl.errors import UserError
 from jetrl.tasks import get_task
+from jetrl.tasks.arithmetic import Arithmetic
 
 
 def prompts(split, **options):
@@ -97,3 +98,13 @@ def test_the_smallest_task_still_has_both_splits():
         3,
         1,
     ]
+
+
+def test_the_task_says_how_its_answers_are_read():
+    assert Arithmetic(max_operand=29).reading == (
+        "answers are written backwards, lowest digit first: 20+05=520 is right, since 520 read "
+        "from its end is 025"
+    )
+    assert Arithmetic(reverse=False).reading == ""
+    assert "1+1=2" in Arithmetic(max_operand=1, digits=1, padded=False).reading
+    assert "05=" in Arithmetic(operators="-").reading

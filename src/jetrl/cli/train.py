@@ -269,6 +269,8 @@ def prompt_lines(prompt: Prompt) -> list[str]:
 
 def closing_lines(result: RunResult, settings: Settings) -> str:
     """Return lines that say where report, checkpoint and model are, and what to type next."""
+    from jetrl.runs import RunDirectory
+
     paths = {
         "run": result.run_path,
         "report": result.report_path,
@@ -278,6 +280,9 @@ def closing_lines(result: RunResult, settings: Settings) -> str:
     lines = [table([(label, str(path)) for label, path in paths.items() if path is not None])]
     if result.model_path is not None:
         lines.append(f"sample from it: {sample_command(result.model_path, settings)}")
+        reading = RunDirectory(result.run_path).reading()
+        if reading:
+            lines.append(f"in this task {reading}")
     return "\n".join(lines)
 
 

@@ -10,6 +10,7 @@
       attempts.jsonl                when the program was started on it, and how that ended
       status.json                   what it is doing, or was when it was killed
       hang.txt                      where it hung, if it did (session/watchdog.py)
+      reading.txt                   how people read the task's completions, if that has to be said
       report.html, plots/           written by `write_report`
 
 `create` makes one or, with resume, goes on with one, and holds a lock until `close`; `open` reads
@@ -49,6 +50,7 @@ from jetrl.types import Sample, StepStats
 
 PHASE_ORDER: dict[str, int] = {"sft": 0, "rl": 1}
 MAX_NAME = 120
+READING = "reading.txt"
 
 
 class RunDirectory:
@@ -290,6 +292,15 @@ class RunDirectory:
             raise UserError(f"{file}: {error}") from None
         checked(RUN_CONFIG, tree, str(file))
         return tree
+
+    def write_reading(self, sentence: str) -> None:
+        """Write how people read the task's completions, for the report."""
+        write_atomically(self.path / READING, sentence + "\n")
+
+    def reading(self) -> str:
+        """Return how people read the task's completions; "" where nothing has to be said."""
+        file = self.path / READING
+        return read_text(file).strip() if file.is_file() else ""
 
     def plan(self) -> dict[str, Any]:
         """Return the precision plan, as a dict.

@@ -203,9 +203,12 @@ def _samples(run: RunDirectory, config: Mapping[str, Any]) -> Html:
         shown = spread(records, max(1, num // len(chosen)))
         columns.append(Html(f"<div>{title}{join(_sample(r) for r in reversed(shown))}</div>"))
     note = "From the highest to the lowest reward of the first and the last step."
+    reading = run.reading()
+    if reading:
+        note = f"{note} In this task {reading}."
     return section(
         "Completions, early and late",
-        Html(f'<p class="soft" style="margin:-8px 0 14px">{note}</p>'),
+        Html(f'<p class="soft" style="margin:-8px 0 14px">{text(note)}</p>'),
         Html(f'<div class="columns">{join(columns)}</div>'),
     )
 

@@ -83,6 +83,9 @@ class TrainingRun:
             # Written last, when the run's end is recorded.
             stack.push(lambda _, error, __: _report(path, error))
         stack.enter_context(self.directory)
+        reading = context.task.reading
+        if reading and first:
+            self.directory.write_reading(reading)
         facts = {"plan": model.plan.name, "device": str(model.device)}
         self.attempt = stack.enter_context(self.directory.attempt(sys.argv, facts))
         values = settings.model_dump(mode="json")
@@ -116,7 +119,9 @@ class TrainingRun:
         stack.callback(self.display.close)
         stack.push(lambda _, error, __: self._settle(error))
         plan = memory_plan_notes(context.memory, context.loading, model.device)
-        self.display.note(*plan, *self.directory.notes)
+        self.display.note(
+            *plan, *self.directory.notes, *([f"in this task {reading}"] if reading else [])
+        )
 
     def note_micro_batches(self, tokens: int) -> None:
         """Show the tokens of a micro-batch, where they are not train.tokens_per_micro_batch."""

@@ -88,6 +88,13 @@ class Arithmetic(Task):
         self.mistakes = mistakes
         self._teacher = random.Random(seed)
         self.alphabet = "0123456789" + self.operators + "="
+        if reverse:
+            prompt = self._prompt(min(20, top), "+" if "+" in self.operators else "-", min(5, top))
+            answer = prompt.answer or ""
+            self.reading = (
+                f"answers are written backwards, lowest digit first: {prompt.text}{answer} is "
+                f"right, since {answer} read from its end is {answer[::-1]}"
+            )
 
     def prompts(self, split: str) -> Iterable[Prompt]:
         """Return `Prompt(id="7+25", text="07+25=", answer="230")` for each problem of the split."""

@@ -46,6 +46,8 @@ class Task:
             character; None where the task is made of free text.
         max_turns: Largest number of turns of a completion; above 1 where `step` replies.
         weights: Share of the prompts by `Prompt.task`, for a task made of several; {} else.
+        reading: A sentence for people who see the completions, where they are not written as a
+            person would write them; shown at a run's start and in its report.
     """
 
     name: str = ""
@@ -54,6 +56,7 @@ class Task:
     alphabet: str | None = None
     max_turns: int = 1
     weights: Mapping[str, float] = MappingProxyType({})
+    reading: str = ""
 
     def prompts(self, split: str) -> Iterable[Prompt]:
         """Return the prompts of a split, in an order that is the same every time.
