@@ -5,11 +5,16 @@ Calls that could do so are reported by name, with file and line.
 
 from __future__ import annotations
 
+import argparse
 import ast
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+
+from jetrl.cli import main
+from jetrl.users_code import check_trusted
 
 SOURCE = Path(__file__).parents[2] / "src" / "jetrl"
 FILES = sorted(SOURCE.rglob("*.py"))
@@ -79,3 +84,32 @@ def test_the_check_sees_it(text: str) -> None:
 
 def test_a_sockets_recv_is_not_a_connections() -> None:
     assert list(offences(ast.parse("data = socket.recv(65536)"))) == []
+
+
+@pytest.mark.parametrize("command", main.COMMANDS)
+@pytest.mark.parametrize("trusted", [False, True])
+def test_no_command_but_those_that_train_may_import_a_users_file_unasked(
+    command: str, trusted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The gate of `jetrl.users_code` is closed while a command runs, and open after it."""
+
+    def run(words: argparse.Namespace) -> int:
+        check_trusted(Path("evil.py"))
+        return 0
+
+    words = argparse.Namespace(trust_task=trusted)
+    monkeypatch.setattr(main, "parse", lambda *_: (SimpleNamespace(run=run), words))
+    closed = not trusted and command not in ("train", "sft")
+    assert main.main([command]) == (2 if closed else 0)
+    check_trusted(Path("evil.py"))
+
+
+@pytest.mark.parametrize("name", ["tasks/user_files.py", "training/objectives/users.py"])
+def test_a_users_file_passes_the_gate_before_it_is_imported(name: str) -> None:
+    """These are the two places that run a file by its path; no other one may."""
+    source = (SOURCE / name).read_text(encoding="utf-8")
+    assert source.index("check_trusted(file)") < source.index("exec_module(module)")
+    others = [path for path in FILES if "spec_from_file_location" in path.read_text("utf-8")]
+    assert [str(path.relative_to(SOURCE)) for path in others] == sorted(
+        ["tasks/user_files.py", "training/objectives/users.py"]
+    )

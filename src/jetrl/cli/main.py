@@ -16,6 +16,7 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from jetrl.cli import ranks
@@ -23,6 +24,7 @@ from jetrl.cli.arguments import HelpFormatter, Parser, tell
 from jetrl.distributed.world import launched_rank, launched_size
 from jetrl.errors import RunStopped, Terminated, UserError
 from jetrl.memory.cpu import keep_freed
+from jetrl.users_code import trust_only
 
 COMMANDS = {
     "train": "reinforcement learning from a recipe; without one, the demo",
@@ -92,9 +94,17 @@ def _command(arguments: Sequence[str]) -> int:
             f"jetrl {arguments[0]} is one process, and {launched_size()} were started: start it "
             "without torchrun"
         )
-    code: int = command.run(words)
+    with _users_files(arguments[0], words):
+        code: int = command.run(words)
     sys.stdout.flush()  # here, where a closed pipe is caught, and not when Python ends
     return code
+
+
+def _users_files(command: str, words: argparse.Namespace) -> AbstractContextManager[None]:
+    """Return the context in which a command may import the users' files that it may import."""
+    if command in RUN_USERS_FILES or getattr(words, "trust_task", False):
+        return nullcontext()
+    return trust_only()
 
 
 def _set_allocators() -> None:
