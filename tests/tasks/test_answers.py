@@ -220,7 +220,7 @@ def test_an_answer_that_takes_for_ever_to_evaluate_scores_0(limits_of_starts):
     ],
 )
 def test_brackets_around_brackets_take_no_time(answer: str, right: bool) -> None:
-    """Each bracket multiplied the time that LaTeX took to be read; 30 of them took minutes."""
+    """Reading LaTeX takes several times as long with each bracket; 30 brackets took minutes."""
     assert check_math("#### 18", rf"\boxed{{{answer}}}").reward == right
 
 
