@@ -159,6 +159,14 @@ def test_a_step_has_the_same_digests_on_two_ranks() -> None:
         assert set(row["planned_gib"]) == {"rollout", "update"}
 
 
+def test_a_rollout_alone_is_compared_with_a_step(capsys: Any) -> None:
+    words = "--shape tiny --device cpu --layers 1 --plan bf16 --plan unified --prompts 1 "
+    main([*words.split(), "--response-length", "8", "--prompt-length", "8", "--rollout-only"])
+    out = capsys.readouterr().out
+    assert "times bf16: {'rollout':" in out
+    assert "'training'" not in out
+
+
 def alone_micro_batches() -> int:
     """The number of micro-batches of 40 tokens that hold the sequences of TAIL."""
     prompts = TAIL.random_prompts(256, 1)

@@ -12,6 +12,7 @@ from jetrl.bench.shapes import SHAPES
 from jetrl.distributed.shards import shard_of
 from jetrl.distributed.world import world
 from jetrl.errors import UserError
+from jetrl.memory import products
 from jetrl.memory.fitting import Fitted, check_fits
 from jetrl.memory.plan import MemoryPlan, OtherModels, Workload, memory_plan
 from jetrl.memory.products import ProductBytes
@@ -19,6 +20,7 @@ from jetrl.memory.weights import owned_shapes
 from jetrl.models.families import ModelConfig, parameter_shapes
 from jetrl.models.norm import RMSNorm
 from jetrl.models.policy import Policy
+from jetrl.precision import ordered_gradients
 from jetrl.precision.linear import Linear
 from jetrl.precision.plan import PrecisionPlan
 from jetrl.settings.loading import load_config
@@ -96,12 +98,20 @@ def test_several_gpus_hold_the_products_that_are_in_flight() -> None:
     two, more = of(config, plan, 2), of(config, plan, 8)
     head, down, gate_up = 4 * 151936 * 4096, 2 * 4096 * 12288, 2 * 24576 * 4096
     assert two.in_head == head
-    # Each is there as it was made and as it is received; the layer counts what it makes itself.
-    assert two.in_layer == 2 * (head + down) + gate_up
+    # lm_head's product, and what is received of it: four slices of 512 MiB.
+    assert two.in_layer == head + 4 * 2**29
+    assert (products._AT_ONCE, products._TOGETHER) == (
+        ordered_gradients._AT_ONCE,
+        ordered_gradients._IN_FLIGHT + 1,
+    )
     assert more.in_layer == two.in_layer
     assert more.at_end - two.at_end == 6 * 2 * 4096 * 4096
     wide = of(config, PrecisionPlan.preset("bf16"), 2)
-    assert wide.in_layer == 2 * (head + 2 * down + 2 * gate_up)
+    # Two slices, and the MLP's products as they were made and as they are received.
+    assert wide.in_layer == head + 2 * 2**29 + 2 * (2 * down + 2 * gate_up)
+    tied = ModelConfig.from_hf({**SHAPES["qwen3-8b"], "tie_word_embeddings": True})
+    assert of(tied, plan, 2).in_layer == 2 * head
+    assert of(tied, plan, 2).at_end == two.at_end + head
     assert of(config.with_scalar_head(), plan, 2).in_head == 0
 
 

@@ -191,13 +191,18 @@ class Flow:
 
     # What comes before they are measured
 
-    def warm_up(self) -> None:
+    def warm_up(self, training: bool = True) -> None:
         """Run everything once, and leave sampler and trainer as after the update of a step.
 
         Kernels are compiled, decode's graphs are captured, and the weights have moved.
+
+        Args:
+            training: False to warm up the sampler alone, without a trainer.
         """
         self._capture()
         self.sample(seed=0, response_length=min(_WARM_TOKENS, self.load.response_length))
+        if not training:
+            return
         self.engine.free_cache()
         self.fit()
         self._capture()  # again, where the optimizer's states leave fewer pages

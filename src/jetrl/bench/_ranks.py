@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import time
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -105,22 +105,26 @@ class Exchanged:
     """The products that an update has sent to the owners of their rows.
 
     Attributes:
-        products: Dtype, number of columns and division of each, in the order of their way.
+        calls: For each exchange the shapes of the pieces for every rank (None: nothing to send),
+            and the shape and dtype of what is received.
         bytes: The bytes that this rank has sent to others.
     """
 
-    products: list[tuple[torch.dtype, tuple[int, ...], Shard]] = field(default_factory=list)
+    calls: list[tuple[list[torch.Size] | None, torch.Size, torch.dtype]] = field(
+        default_factory=list
+    )
     bytes: int = 0
 
     def seconds(self, device: torch.device) -> float:
         """Return the seconds of exchanging these products while the device does nothing else."""
         world().barrier("the exchange alone")
         began = time.perf_counter()
-        for dtype, columns, shard in self.products:
-            product = torch.zeros((shard.num_rows, *columns), dtype=dtype, device=device)
-            own = shard.own_rows.stop - shard.own_rows.start
-            received = torch.empty((world().size, own, *columns), dtype=dtype, device=device)
-            work = ordered_gradients.exchange_rows(product, shard, received)
+        for shapes, shape, dtype in self.calls:
+            pieces: list[Tensor] | None = None
+            if shapes is not None:
+                pieces = [torch.zeros(size, dtype=dtype, device=device) for size in shapes]
+            received = torch.empty(shape, dtype=dtype, device=device)
+            work = ordered_gradients.exchange(pieces, received)
             if work is not None:
                 work.wait()
         if device.type == "cuda":
@@ -131,20 +135,20 @@ class Exchanged:
 @contextlib.contextmanager
 def recorded_exchange() -> Iterator[Exchanged]:
     """Record the products that are exchanged within the block."""
-    exchange, log = ordered_gradients.exchange_rows, Exchanged()
+    exchange, log = ordered_gradients.exchange, Exchanged()
 
-    def recorded(product: Tensor | None, shard: Shard, received: Tensor) -> Any:
-        log.products.append((received.dtype, tuple(received.shape[2:]), shard))
-        if product is not None:
-            own = received[0].numel() if len(received) else 0
-            log.bytes += (product.numel() - own) * product.element_size()
-        return exchange(product, shard, received)
+    def recorded(pieces: Sequence[Tensor] | None, received: Tensor) -> Any:
+        shapes = None if pieces is None else [piece.shape for piece in pieces]
+        log.calls.append((shapes, received.shape, received.dtype))
+        for rank, piece in enumerate(pieces or ()):
+            log.bytes += piece.nbytes if rank != world().rank else 0
+        return exchange(pieces, received)
 
-    ordered_gradients.exchange_rows = recorded
+    ordered_gradients.exchange = recorded
     try:
         yield log
     finally:
-        ordered_gradients.exchange_rows = exchange
+        ordered_gradients.exchange = exchange
 
 
 class _Copied:
@@ -162,20 +166,20 @@ class _Copied:
 @contextlib.contextmanager
 def without_exchange() -> Iterator[None]:
     """Let no product travel within the block: sums get the same work, and wrong numbers."""
-    exchange = ordered_gradients.exchange_rows
+    exchange = ordered_gradients.exchange
 
-    def nothing(product: Tensor | None, shard: Shard, received: Tensor) -> Any:
-        if product is None:
+    def nothing(pieces: Sequence[Tensor] | None, received: Tensor) -> Any:
+        if pieces is None:
             received.zero_()
         else:
-            received.copy_(product[shard.own_rows].expand_as(received))
+            received.copy_(pieces[world().rank].expand_as(received))
         return _Copied() if received.is_cuda else None
 
-    ordered_gradients.exchange_rows = nothing
+    ordered_gradients.exchange = nothing
     try:
         yield
     finally:
-        ordered_gradients.exchange_rows = exchange
+        ordered_gradients.exchange = exchange
 
 
 def slowest(what: str, numbers: Row) -> Row:

@@ -158,6 +158,38 @@ def measure(
     }
 
 
+def measure_rollout(policy: Policy, load: Load, choices: Choices, limit: float) -> Row:
+    """Return the row of a rollout alone, of a model whose update may not fit.
+
+    Args:
+        policy: The policy under the plan.
+        load: The prompts and completions of the step, of all ranks.
+        choices: The choices that are the same for all plans.
+        limit: The FLOP/s that MFU is a share of.
+    """
+    flow = Flow(policy, load, choices)
+    flow.warm_up(training=False)
+    own_s, _ = flow.timed("rollout", lambda: flow.sample(seed=1))
+    stats, size = flow.engine.stats, world().size
+    needed = flops(policy.config, load)["rollout"]
+    seconds = slowest("the seconds of the rollout", {"rollout": own_s})["rollout"]
+    return {
+        "plan": policy.plan.name,
+        "ranks": size,
+        "load": str(load),
+        "settings": flow.chosen,
+        "seconds": {"rollout": round(seconds, 3)},
+        "tokens_per_s": {"rollout": round(load.drawn / seconds)},
+        "mfu": {"rollout": round(needed / seconds / limit / size, 3)},
+        "peak_gib": slowest("the peaks of memory", flow.peaks),
+        "graphs": flow.captured[0],
+        "capture_s": round(flow.captured[1], 2),
+        "graphs_captured_late": stats.graphs,
+        "preemptions": stats.preemptions,
+        "rollout_idle_share": round(stats.device_idle_s / stats.seconds, 4),
+    }
+
+
 def exchange_of(flow: Flow, samples: Sequence[Sample]) -> Row:
     """Return what the exchange of gradients costs: updates with it and without it.
 
@@ -177,9 +209,8 @@ def exchange_of(flow: Flow, samples: Sequence[Sample]) -> Row:
         own["update_without"] = flow.timed("alone", lambda: flow.update(again))[0]
     num_micro_batches = len(pack(samples, flow.trainer.micro_batch_size.tokens))
     rounds = -(-num_micro_batches // world().size)
-    per_round = len(exchanged.products) // rounds
     sent = exchanged.bytes / rounds
-    exchanged.products = exchanged.products[:per_round]
+    exchanged.calls = exchanged.calls[: len(exchanged.calls) // rounds]
     own["round_alone"] = min(exchanged.seconds(flow.policy.device) for _ in range(3))
     for phase in ("exchanged", "alone"):
         flow.peaks.pop(phase, None)
@@ -198,13 +229,14 @@ def compare(row: Row, base: Row) -> Row:
     """Return how many times as fast as `base` a plan is, and its share of the memory."""
     extra = base["seconds"].get("old_logprobs", 0.0)
     peaks = {n: g / base["peak_gib"][n] for n, g in row["peak_gib"].items()}
-    return {
-        "rollout": round(base["seconds"]["rollout"] / row["seconds"]["rollout"], 3),
-        "training": round(base["training_s"] / row["training_s"], 3),
-        "step": round(base["step_s"] / row["step_s"], 3),
-        "step_without_old_logprobs": round((base["step_s"] - extra) / row["step_s"], 3),
-        "peak_memory": {name: round(share, 3) for name, share in peaks.items()},
-    }
+    times = {"rollout": round(base["seconds"]["rollout"] / row["seconds"]["rollout"], 3)}
+    if "step_s" in row and "step_s" in base:
+        times |= {
+            "training": round(base["training_s"] / row["training_s"], 3),
+            "step": round(base["step_s"] / row["step_s"], 3),
+            "step_without_old_logprobs": round((base["step_s"] - extra) / row["step_s"], 3),
+        }
+    return {**times, "peak_memory": {name: round(share, 3) for name, share in peaks.items()}}
 
 
 def table(rows: Sequence[Row]) -> list[Row]:
@@ -213,11 +245,12 @@ def table(rows: Sequence[Row]) -> list[Row]:
     for row in rows:
         line = {"plan": row["plan"], "load": row["load"], "ranks": row.get("ranks", 1)}
         line |= {f"{name} s": row["seconds"].get(name, "") for name in PARTS}
-        line |= {"step s": row["step_s"]}
+        line |= {"step s": row.get("step_s", "")}
         line |= {f"{name} tok/s": rate for name, rate in row["tokens_per_s"].items()}
         line |= {f"{name} MFU": share for name, share in row["mfu"].items()}
         line |= {f"{name} GiB": size for name, size in row["peak_gib"].items()}
-        line |= {"different": f"{row['different']} of {row['compared_tokens']}"}
+        if "different" in row:
+            line |= {"different": f"{row['different']} of {row['compared_tokens']}"}
         lines.append(line)
     return lines
 
@@ -328,6 +361,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--exchange", action="store_true", help="measure what the exchange of gradients costs"
     )
     parser.add_argument(
+        "--rollout-only", action="store_true", help="no update, for a model that has no room for it"
+    )
+    parser.add_argument(
         "--warm-micro-batches",
         type=int,
         help="micro-batches of the update that warms up; default: two a rank",
@@ -346,7 +382,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     loads = [load_of(args), *args.load]
     command = command_of("step", args, loads[0])
     command += options("load", ["x".join(map(str, astuple(more))) for more in args.load])
-    for name in ("batch_per_rank", "digest", "exchange"):
+    for name in ("batch_per_rank", "digest", "exchange", "rollout_only"):
         command += f" --{name.replace('_', '-')}" if getattr(args, name) else ""
     if args.warm_micro_batches:
         command += f" --warm-micro-batches {args.warm_micro_batches}"
@@ -360,7 +396,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     for plan in args.plan or ["bf16", "unified"]:
         policy = policy_of(plan, choices)
         for load in loads:
-            row = measure(policy, load, choices, limit, args.digest, args.exchange)
+            if args.rollout_only:
+                row = measure_rollout(policy, load, choices, limit)
+            else:
+                row = measure(policy, load, choices, limit, args.digest, args.exchange)
             row = {"shape": args.shape, **row}
             release()
             key = ("bf16", world().size, str(load))
@@ -369,9 +408,8 @@ def main(argv: Sequence[str] | None = None) -> None:
                 row["times_bf16"] = compare(row, base)
             rows.append(row)
             print_table(table(rows))
-            changed = f"working weights changed: {row['weights_changed']:.3%}"
-            print(f"{plan}: {row['settings']}; {changed}")
-            for name in ("planned_gib", "exchange", "digests"):
+            print(f"{plan}: {row['settings']}")
+            for name in ("weights_changed", "planned_gib", "exchange", "digests"):
                 if name in row:
                     print(f"{plan} {name}: {row[name]}")
             print(f"times bf16: {row.get('times_bf16', '-')}", flush=True)

@@ -4,8 +4,8 @@ On one GPU that is lm_head's alone, which backward makes in chunks and adds to t
 complete. In a run on several GPUs a linear's product is made whole by each of them, sent by rows to
 the GPUs that own these rows, and received from all (`precision.ordered_gradients`). A product in
 flight takes its own bytes, and as many for what is received: the own rows of every GPU's product.
-The latest products are in flight together, so lm_head's, the largest by far, is still held while
-the MLP of the last layer makes its own.
+A large product travels in slices. The latest products and slices are in flight together, so
+lm_head's, the largest by far, is still held while the MLP of the last layer makes its own.
 """
 
 from __future__ import annotations
@@ -14,6 +14,10 @@ from dataclasses import dataclass
 
 from jetrl.models.families import ModelConfig, parameter_shapes
 from jetrl.precision.plan import PrecisionPlan
+
+# As of precision.ordered_gradients: bytes that travel at one time, and how many times together,
+# the one that has just begun among them.
+_AT_ONCE, _TOGETHER = 2**29, 4
 
 
 @dataclass(frozen=True)
@@ -57,11 +61,18 @@ class ProductBytes:
             rows, columns = shapes[f"layers.0.{linear}.weight"]
             return (2 if in_bf16 else 4) * rows * columns
 
-        counted = product("gate_up") if in_bf16 else 0
+        # While the MLP makes its products: all slices of lm_head's, then the latest with the MLP's.
+        slice_bytes = min(head, _AT_ONCE)
+        mlp = 2 * (product("down") + product("gate_up"))
+        mlp -= product("gate_up") if in_bf16 else 0
+        received = max(_TOGETHER * slice_bytes, (_TOGETHER - 2) * slice_bytes + mlp)
+        if tied:  # It is received whole, and waits for the embedding's rows.
+            received = max(head, mlp)
         rows = 2 * (cards + 1) * tokens * config.hidden_size  # BF16, of all GPUs and the own ones
-        received = head if tied else 0  # waits for these rows
         return ProductBytes(
             in_head=head,
-            in_layer=2 * (head + product("down") + product("gate_up")) - counted,
-            at_end=rows + received + 2 * (product("gate_up") + product("o") + product("qkv")),
+            in_layer=head + min(received, head + mlp),
+            at_end=rows
+            + (head if tied else 0)
+            + 2 * (product("gate_up") + product("o") + product("qkv")),
         )
