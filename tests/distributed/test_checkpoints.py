@@ -189,7 +189,7 @@ def fails_on(rank: int, target: str, nth: int = 1) -> Any:
 POINTS: list[tuple[int, str, int]] = [
     (1, "torch.distributed.checkpoint.filesystem.os.fsync", 2),  # of its second part
     (2, "jetrl.training.checkpoint_writing.fingerprint", 1),
-    (0, "jetrl.distributed.shard_files.HuggingFaceStorageWriter.write_data", 1),
+    (0, "torch.distributed.checkpoint.filesystem._write_files_from_queue", 1),
     (0, "jetrl.training.checkpoint_writing.write_text", 2),  # of the manifest
     (0, "jetrl.session.checkpoints.sync", 1),  # of the run's lines
 ]

@@ -23,7 +23,6 @@ from pydantic import TypeAdapter
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -34,13 +33,16 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import (
     LoadPlan,
     SavePlan,
+    SavePlanner,
     TensorWriteData,
     WriteItem,
     WriteItemType,
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
-from jetrl.distributed.process_group import ProcessGroupWorld, of_rank
+from jetrl.distributed.process_group import ProcessGroupWorld
 from jetrl.distributed.shards import Shard
 from jetrl.distributed.world import World
 from jetrl.errors import UserError
@@ -85,22 +87,16 @@ def write_shards(
     """
     assert isinstance(ranks, ProcessGroupWorld), "one process writes a file of its own"
     whole = {name: _whole_shape(tensor, shards.get(name)) for name, tensor in tensors.items()}
-    writer = HuggingFaceStorageWriter(str(folder), _files_of(tensors, whole, ranks.size), 1, True)
-    # Else another thread would copy by a stream of the machine's first GPU, not of this rank's.
-    writer.per_thread_copy_ahead = 0
-    try:
-        with ranks.awaiting("the files of a checkpoint"):
-            dcp.save(
-                dict(tensors),
-                storage_writer=writer,
-                planner=_OwnRows(shards, whole),
-                process_group=ranks.hosts,
-            )
-    except CheckpointException as error:
-        rank, (reason, _) = min(error.failures.items())
-        if isinstance(reason, OSError):
-            raise of_rank(reason, rank) from None
-        raise
+    ranks.together("a folder of a checkpoint", lambda: folder.mkdir(exist_ok=True))
+    writer = _Writer(folder, _files_of(tensors, whole, ranks.size))
+    with ranks.awaiting("the files of a checkpoint"):
+        dcp.save(
+            dict(tensors),
+            storage_writer=writer,
+            planner=_OwnRows(shards, whole),
+            process_group=ranks.hosts,
+        )
+    ranks.together("the files of a checkpoint", writer.check)
     return sorted(folder.glob(f"shard-{ranks.rank + 1:05d}-*.safetensors"))
 
 
@@ -127,6 +123,38 @@ def _chunk(shape: torch.Size, first_row: int) -> ChunkStorageMetadata:
     """Return the place of rows in a whole tensor, as DCP says it."""
     offsets = torch.Size([first_row, *[0] * (len(shape) - 1)] if shape else [])
     return ChunkStorageMetadata(offsets, shape)
+
+
+class _Writer(HuggingFaceStorageWriter):
+    """A writer of this rank's files that keeps what the disk says, until all ranks have written.
+
+    DCP's own way to tell the other ranks fails under Python 3.13 before torch 2.13.
+
+    Args:
+        folder: The folder of the files.
+        files: The number of the file, from 1, that a tensor is written into, by name.
+    """
+
+    def __init__(self, folder: Path, files: dict[str, int]) -> None:
+        super().__init__(str(folder), files, thread_count=1, save_distributed=True)
+        # Else another thread would copy by a stream of the machine's first GPU, not of this rank's.
+        self.per_thread_copy_ahead = 0
+        self._failure: OSError | None = None
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write the files of a plan, and flush them."""
+        try:
+            return super().write_data(plan, planner)
+        except OSError as error:
+            self._failure = error
+        nothing: Future[list[WriteResult]] = Future()
+        nothing.set_result([])
+        return nothing
+
+    def check(self) -> None:
+        """Raise the error that writing has met, if it has met one."""
+        if self._failure is not None:
+            raise self._failure
 
 
 class _OwnRows(DefaultSavePlanner):
