@@ -175,6 +175,7 @@ class OrderedGradients(Gradients):
             self._await_oldest()
         for master, total in self._totals.items():
             master.grad = total
+        self._totals.clear()  # the optimizer's to keep, and to forget before the next rollout
         if self._whole_total is not None:
             sizes = [master.numel() for master in self._whole]
             for master, part in zip(self._whole, self._whole_total.split(sizes), strict=True):
