@@ -1,10 +1,12 @@
-"""Runs that are finished or running: what they reached, and their plots.
+"""Runs that are finished or running: what they reached, their plots, and a live view.
 
 For example:
 
     jetrl runs list
     jetrl runs show demo
     jetrl runs plot demo demo-2 --out compare.png
+    jetrl runs watch demo                 while it runs: steps, times, completions
+    jetrl runs watch demo --browser       its report, refreshed, at an address of this machine
     jetrl runs plot demo --metric reward/mean --metric policy/entropy
 """
 
@@ -20,10 +22,10 @@ from jetrl.errors import UserError
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = (
-        "jetrl runs {list | show RUN | plot RUN ...} [--dir DIR] [--json] "
-        "[--metric NAME ...] [--out FILE]"
+        "jetrl runs {list | show RUN | plot RUN ... | watch RUN} [--dir DIR] [--json] "
+        "[--metric NAME ...] [--out FILE] [--every SECONDS] [--browser] [--port PORT]"
     )
-    parser.add_argument("action", choices=("list", "show", "plot"), help="what to do")
+    parser.add_argument("action", choices=("list", "show", "plot", "watch"), help="what to do")
     parser.add_argument("run", nargs="*", metavar="RUN", help="a run's name, or its directory")
     parser.add_argument("--dir", default="runs", help="folder that holds run directories")
     parser.add_argument(
@@ -35,6 +37,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--out", metavar="FILE", default="runs.png", help="plot: the PNG to write")
     parser.add_argument("--json", action="store_true", help="list, show: JSON")
+    parser.add_argument("--every", type=float, default=2.0, help="watch: seconds between looks")
+    parser.add_argument(
+        "--browser",
+        action="store_true",
+        help="watch: serve the report to a browser on this machine",
+    )
+    parser.add_argument(
+        "--port", type=int, default=8000, help="watch: port of --browser; 0: a free one"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -51,6 +62,8 @@ def run(args: argparse.Namespace) -> int:
 
         print(plot_runs(paths, args.metric, args.out))
         return 0
+    if args.action == "watch":
+        return watch_command(args, paths)
     problems = []
     for path in paths:
         try:
@@ -59,6 +72,21 @@ def run(args: argparse.Namespace) -> int:
             problems.append(str(error))
     if problems:
         raise UserError("\n".join(problems))
+    return 0
+
+
+def watch_command(args: argparse.Namespace, paths: list[Path]) -> int:
+    """Show a run until it ends, or serve its report until Ctrl-C."""
+    from jetrl.runs.live import page_server, watch
+
+    if len(paths) > 1 or not args.every > 0:
+        raise UserError("runs watch takes one run, and --every a number of seconds above 0")
+    if not args.browser:
+        watch(paths[0], args.every)
+        return 0
+    with page_server(paths[0], args.port, args.every) as server:
+        print(f"http://127.0.0.1:{server.server_address[1]}/  (Ctrl-C ends it)", flush=True)
+        server.serve_forever()
     return 0
 
 

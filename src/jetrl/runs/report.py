@@ -69,15 +69,31 @@ def write_report(run_path: str | Path) -> Path:
         UserError: The path is no run directory, or its metrics are damaged.
     """
     run = RunDirectory.open(run_path)
-    records, attempts, history = run.metrics(), run.attempts(), run.history()
-    config, plan = run.config(), run.plan()
-    charts = charts_of(records)
     plots = run.path / "plots"
     plots.mkdir(exist_ok=True)
     for old in plots.glob("*.png"):
         old.unlink()
-    for chart in charts:
+    for chart in charts_of(run.metrics()):
         to_png(chart, plots / f"{chart.key}.png")
+    path = run.path / "report.html"
+    write_atomically(path, report_page(run_path))
+    return path
+
+
+def report_page(run_path: str | Path, refresh_s: float | None = None) -> str:
+    """Return the report of a run as it is now, as HTML.
+
+    Args:
+        run_path: The run directory.
+        refresh_s: Seconds after which a browser asks for the page again; None: never.
+
+    Raises:
+        UserError: The path is no run directory, or its metrics are damaged.
+    """
+    run = RunDirectory.open(run_path)
+    records, attempts, history = run.metrics(), run.attempts(), run.history()
+    config, plan = run.config(), run.plan()
+    charts = charts_of(records)
     body = [
         _header(run, config, history, attempts),
         _headline(records, history, attempts),
@@ -92,9 +108,7 @@ def write_report(run_path: str | Path) -> Path:
             "/metrics.jsonl. The plots are in plots/ as PNG files.</footer>"
         ),
     ]
-    path = run.path / "report.html"
-    write_atomically(path, page(f"{run.name} - jetrl", body))
-    return path
+    return page(f"{run.name} - jetrl", body, refresh_s)
 
 
 def _header(

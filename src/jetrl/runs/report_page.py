@@ -129,12 +129,19 @@ def join(pieces: Iterable[Html]) -> Html:
     return Html("\n".join(pieces))
 
 
-def page(title: str, body: Sequence[Html]) -> str:
-    """Return the whole document."""
+def page(title: str, body: Sequence[Html], refresh_s: float | None = None) -> str:
+    """Return the whole document.
+
+    Args:
+        title: The title of the document.
+        body: The pieces of the page.
+        refresh_s: Seconds after which a browser asks for the page again; None: never.
+    """
+    refresh = f'<meta http-equiv="refresh" content="{refresh_s:g}">\n' if refresh_s else ""
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{html.escape(POLICY)}">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f'{refresh}<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>{text(title)}</title>\n<style>{STYLE_SHEET}</style>\n</head>\n"
         f"<body>\n<main>\n{join(body)}\n</main>\n</body>\n</html>\n"
     )
