@@ -124,7 +124,7 @@ def build_scalar_model(settings: Settings, plan: PrecisionPlan, task: Task) -> S
         model.plain_text = settings.task.special_tokens_as_text
         return model
     policy = build_policy(settings, plan, task.alphabet)
-    weights = policy.master_weights()
+    weights = policy.whole_masters()
     model = ScalarModel.with_new_head(policy.config, weights, plan, policy.device, policy.tokenizer)
     model.plain_text = policy.plain_text
     return model
