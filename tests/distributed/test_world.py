@@ -14,6 +14,8 @@ from jetrl.distributed.collectives import exchange, gather_equal, gather_rows
 from jetrl.distributed.shards import Shard, shard_of
 from jetrl.distributed.world import ONE_PROCESS, world
 from jetrl.errors import RanksDiffer, UserError
+from jetrl.rollout.progress import Progress
+from jetrl.session.rank_progress import RankProgress
 
 
 def _shares() -> list[int]:
@@ -89,3 +91,25 @@ def test_one_process_is_a_world_of_its_own() -> None:
     assert world().gather("it", 3) == [3]
     assert world().from_first("it", lambda: 4) == 4
     world().same("it", 5)
+
+
+def _progress() -> list[tuple[int, int, int]]:
+    now = 0.0
+    progress, shown = RankProgress(lambda: now), []
+    for phase, done in ((1, 2), (1, 3), (2, 1)):
+        if done != 3:
+            progress.begin("rollout", phase)
+        own = Progress(done + world().rank, 4, 10 * done, 5.0, 1, 8, 2.0, None)
+        if world().rank:
+            progress.of_all(own)
+        world().barrier("progress was written")
+        if world().is_first:
+            every = progress.of_all(own)
+            shown.append((every.sequences_done, every.sequences_total, every.tokens))
+        world().barrier("progress was read")
+        now += 0.6  # the second call of the first phase comes too early to look again
+    return shown
+
+
+def test_rank_0_shows_the_progress_of_all() -> None:
+    assert run_ranks(2, _progress)[0] == [(5, 8, 40), (6, 8, 50), (3, 8, 20)]

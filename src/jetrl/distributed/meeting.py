@@ -90,14 +90,26 @@ class Meeting:
             return None
         ends = [f"end {rank}" for rank in range(self.size)]
         self._came(ends)
-        ended = [self._words.get(key).decode() if self._words.check([key]) else "" for key in ends]
-        return _common(ended, own=words)
+        return _common([self.read(key) for key in ends], own=words)
 
     def told(self) -> None:
         """Say to the ranks that are ending that rank 0 has printed their words."""
         self._words.set(_TOLD, "yes")
         ending = [rank for rank in range(1, self.size) if self._words.check([f"end {rank}"])]
         self._came([f"heard {rank}" for rank in ending])  # the store may be this process's own
+
+    def write(self, key: str, text: str) -> None:
+        """Write a text for the other ranks, in place of an earlier one.
+
+        Args:
+            key: What the text is.
+            text: The text.
+        """
+        self._words.set(key, text)
+
+    def read(self, key: str) -> str:
+        """Return what a rank has written, without waiting; "" where nothing was written."""
+        return self._words.get(key).decode() if self._words.check([key]) else ""
 
     def _came(self, keys: Sequence[str]) -> bool:
         """Return whether all keys are in the store, at once or within seconds."""

@@ -492,4 +492,4 @@ class Session:
     def _show_progress(self, progress: Progress) -> None:
         """Show how far the sampling is, which is a sign of life."""
         self.run.phases.beat()
-        self.run.display.progress(progress)
+        self.run.display.progress(self.run.rank_progress.of_all(progress))

@@ -25,6 +25,7 @@ from jetrl.session.display import Display, SilentDisplay
 from jetrl.session.memory_peaks import MemoryPeaks, memory_plan_notes, micro_batch_notes
 from jetrl.session.open import TrainingContext
 from jetrl.session.phases import Phases
+from jetrl.session.rank_progress import RankProgress
 from jetrl.session.stop_signals import StopSignals
 from jetrl.session.watchdog import Watchdog
 from jetrl.settings.loading import Settings
@@ -55,6 +56,7 @@ class TrainingRun:
         phases: The clock of the run's phases.
         memory_peaks: The most memory that each phase held.
         display: The console.
+        rank_progress: The progress of rollouts on all ranks.
         checkpoints: The checkpoints of the run.
 
     Raises:
@@ -103,7 +105,8 @@ class TrainingRun:
         display = Display if first else SilentDisplay
         self.display = display(settings.loop.steps, lambda: self.stops.elapsed_s)
         self.phases, self.memory_peaks = Phases(), MemoryPeaks(model.device)
-        self.phases.observers += [self.display, self.memory_peaks]
+        self.rank_progress = RankProgress()
+        self.phases.observers += [self.display, self.memory_peaks, self.rank_progress]
         if first:
             status = StatusFile(path)
             stack.callback(status.close)
