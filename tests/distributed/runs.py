@@ -1,4 +1,4 @@
-"""Whole runs of a tiny model, and what two of them have to share, for tests."""
+"""The tiny run that tests repeat on several ranks, and the results that two such runs share."""
 
 from __future__ import annotations
 

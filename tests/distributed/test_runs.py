@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tests.distributed.ranks import run_ranks
-from tests.distributed.runs import results, run_small
+from tests.distributed.runs import SMALL, results, run_small
 
 from jetrl import load_config
 from jetrl.distributed.world import world
@@ -56,6 +59,42 @@ def test_a_run_has_the_same_results_on_any_number_of_ranks(
     assert 0 < last["distributed/wait_share"] < 1
     logs = sorted(file.name for file in (path / "ranks").iterdir())
     assert logs == [f"rank_{rank}.txt" for rank in range(1, size)]
+
+
+def test_torchrun_starts_a_run_with_one_console(tmp_path: Path) -> None:
+    words = [*SMALL, *STEPS_ALONE, f"run.dir={tmp_path}", "run.name=run", "loop.steps=1"]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
+    done = subprocess.run(
+        [sys.executable, *torchrun, "jetrl", "train", "demo", *words],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("step 1/1") == 1
+    assert done.stdout.count("sample from it: ") == 1
+    assert RunDirectory.open(tmp_path / "run").metrics("rl")[-1]["distributed/size"] == 2
+
+
+RARE = {
+    "ppo": ["algorithm.name=ppo", "critic.path=policy", "algorithm.dynamic_sampling=none"],
+    "pass-rate": ["algorithm.kl=0.05", "algorithm.calibrate_clip_every=2", "data.order=pass_rate"],
+    "jet": ["precision.preset=jet", "data.batch=shuffle_r1", "task.workers=3"],
+}
+
+
+def _rare(folder: str) -> list[str]:
+    steps = [*STEPS_ALONE, "loop.steps=2"]
+    return [run_small(folder, name, *steps, *words) for name, words in RARE.items()]
+
+
+def test_rare_parts_of_a_run_have_the_same_results_on_two_ranks(tmp_path: Path) -> None:
+    for name in ("alone", "two"):
+        (tmp_path / name).mkdir()
+    alone = _rare(str(tmp_path / "alone"))
+    for one, two in zip(alone, run_ranks(2, _rare, str(tmp_path / "two"))[0], strict=True):
+        assert results(Path(two)) == results(Path(one))
 
 
 def _at(owner: Any, name: str, call: int, act: Any) -> None:
