@@ -151,10 +151,17 @@ def test_a_run_goes_on_at_any_number_of_ranks_with_the_same_bits(tmp_path: Path)
         assert all(torch.equal(stored[name], whole[name]) for name in whole)
 
 
-def test_a_reader_of_safetensors_understands_a_rank_s_file(tmp_path: Path) -> None:
-    run_ranks(2, begin, run_folder(tmp_path / "run"))
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of two ranks."""
+    folder = run_folder(tmp_path_factory.mktemp("written"))
+    run_ranks(2, begin, folder)
+    return folder / "checkpoints" / "step_000001"
+
+
+def test_a_reader_of_safetensors_understands_a_rank_s_file(written: Path) -> None:
     whole: dict[str, torch.Tensor] = {}
-    for file in sorted((tmp_path / "run/checkpoints/step_000001/masters").iterdir()):
+    for file in sorted((written / "masters").iterdir()):
         with safe_open(file, "pt") as handle:
             places = json.loads(handle.metadata()["DCP_SHARDING_INFO"])
             for name in handle.keys():  # noqa: SIM118
@@ -241,14 +248,6 @@ def test_a_full_disk_of_one_rank_leaves_the_earlier_checkpoint_and_stops_all(
 
 
 # Damage
-
-
-@pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of two ranks."""
-    folder = run_folder(tmp_path_factory.mktemp("written"))
-    run_ranks(2, begin, folder)
-    return folder / "checkpoints" / "step_000001"
 
 
 SHARD = "shard-00002-model-00001-of-00001.safetensors"
