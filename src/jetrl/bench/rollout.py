@@ -8,7 +8,8 @@ A case is SEQUENCES x PROMPT TOKENS x RESPONSE TOKENS: all prompts different, en
 ignored, log-probs on. A decode step is timed from one to the next as the engine makes them, host
 included; the median is reported. Its floor is what it must read, the weights and the keys and
 values of the mean context, over the card's measured copy bandwidth. The first sequences' log-probs
-are compared with the trainer's, as bits. `--profile` says where the time of a forward goes, of
+are compared with the trainer's, as bits. With `--rounds` the formats of keys and values take turns,
+and the row of each is its median round's. `--profile` says where the time of a forward goes, of
 decode and of prefill, by kernel.
 
 The load `grpo` is 64 prompts of 256 tokens with 8 samples each, whose lengths are drawn from a
@@ -281,6 +282,15 @@ def check(policy: Policy, prompts: Sequence[list[int]], completions: Sequence[Co
     return {"checked_tokens": compared, "different": different if policy.plan.exact else "-"}
 
 
+def median_round(rounds: list[Row]) -> Row:
+    """Return the row of the round whose decode step is the median, with the steps of all rounds."""
+    if len(rounds) == 1:
+        return rounds[0]
+    ordered = sorted(rounds, key=lambda row: row["decode_ms"])
+    middle = ordered[(len(ordered) - 1) // 2]
+    return {**middle, "decode_ms_of_rounds": [row["decode_ms"] for row in rounds]}
+
+
 # The kind of a kernel by a part of its name; the first entry that fits counts.
 _KINDS = {
     "deep_gemm": "linears, FP8 (DeepGEMM)",
@@ -326,13 +336,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--prompt", type=int, default=128, help="tokens (default 128)")
     parser.add_argument("--response", type=int, default=512, help="tokens (default 512)")
     parser.add_argument("--load", choices=["grpo"], help="lengths with a tail, instead of a case")
+    parser.add_argument("--rounds", type=int, default=1, help="of each case (default 1)")
     parser.add_argument("--profile", action="store_true", help="time by kernel, a case at a time")
     parser.add_argument("--out", default="build/bench/rollout.json", type=Path, help="JSON file")
     args = parser.parse_args(argv)
     cases = args.case or ([] if args.load else [f"{args.batch}x{args.prompt}x{args.response}"])
     command = f"jetrl bench rollout --shape {args.shape}"
     command += options("plan", args.plan) + options("kv", args.kv) + options("case", cases)
+    command += f" --rounds {args.rounds}" * (args.rounds > 1)
     command += (f" --load {args.load}" if args.load else "") + " --profile" * args.profile
+    formats: list[str | None] = args.kv or [None]
     rows: list[Row] = []
     copy_bandwidth()  # every row needs it, and it is measured once, while memory is free
 
@@ -345,12 +358,23 @@ def main(argv: Sequence[str] | None = None) -> None:
             rows[-1][key] = profile
         write_results(args.out, "rollout", command, rows)  # each time: a later case may fail
 
-    for plan, kv in itertools.product(args.plan or ["unified"], args.kv or [None]):
-        policy = make_policy(args.shape, plan, "cuda", args.layers, kv)
+    for name in args.plan or ["unified"]:
+        policy = make_policy(args.shape, name, "cuda", args.layers)
+        # The format of keys and values is the cache's and the packed batch's alone, so one set of
+        # weights serves all.
+        plans = [policy.plan if kv is None else policy.plan.replace(kv=kv) for kv in formats]
         for case in cases:
             batch, prompt, response = (int(number) for number in case.split("x"))
-            add(run_case(policy, batch, prompt, response, args.profile))
-        if args.load:
+            rounds: list[list[Row]] = [[] for _ in plans]
+            for _, (taken, plan) in itertools.product(
+                range(args.rounds), zip(rounds, plans, strict=True)
+            ):
+                policy.plan = plan
+                taken.append(run_case(policy, batch, prompt, response, args.profile))
+            for taken in rounds:
+                add(median_round(taken))
+        for plan in plans if args.load else []:
+            policy.plan = plan
             add(run_grpo(policy))
         del policy
         torch.cuda.empty_cache()
