@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from jetrl.cli.train import recipe_settings
 from jetrl.errors import UserError
 from jetrl.loop import sft, train
 from jetrl.models.tiny import make_tiny
@@ -18,6 +19,7 @@ from jetrl.session import open as opening
 from jetrl.session.prompt_order import PromptOrder
 from jetrl.session.session import Session
 from jetrl.settings.loading import load_config
+from jetrl.settings.presets import PRESETS
 from jetrl.tasks import get_task
 from jetrl.types import Prompt
 
@@ -242,6 +244,27 @@ def test_a_resume_that_is_refused_leaves_the_settings_of_the_run(tmp_path: Path)
     assert own.read_text() == before
     assert train(load_config(own, ["loop.steps=2"]), resume=True).steps == 2
     assert "steps = 2" in own.read_text()
+
+
+def test_a_resumed_run_keeps_the_keys_and_values_that_its_preset_meant(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["sft.steps=0", "eval.every=0", "loop.steps=1", "report.enabled=false"]
+    words += ["rollout.prompts_per_step=4", "rollout.samples_per_prompt=2", "rollout.max_tokens=4"]
+    words += [f"run.dir={tmp_path}"]
+    train(load_config("demo", [*words, "run.name=old"]))
+    old, meant = tmp_path / "old", PRESETS["unified"]
+    plan = RunDirectory.open(old).plan()
+    other = "bf16" if meant.kv != "bf16" else "fp8"
+    monkeypatch.setitem(PRESETS, "unified", meant._replace(kv=other))
+    own = old / "config.toml"
+    with pytest.raises(UserError, match=r"another precision plan \(different: kv\)"):
+        train(load_config(own, [f"precision.kv={other}"]), resume=True)
+    assert train(load_config(own, ["loop.steps=2"]), resume=True).steps == 2
+    assert recipe_settings(["demo", *words, "run.name=old"], resume=True).precision.kv == meant.kv
+    assert RunDirectory.open(old).plan() == plan
+    train(load_config("demo", [*words, "run.name=new"]))
+    assert RunDirectory.open(tmp_path / "new").plan()["kv"] == other
 
 
 def test_pass_rates_are_not_kept_of_two_prompts_under_one_id() -> None:

@@ -134,6 +134,7 @@ def recipe_settings(words: Sequence[str], resume: bool = False) -> Settings:
     Raises:
         UserError: A second word is no override, or `load_config` refuses the settings.
     """
+    from jetrl.runs.directory import RunDirectory
     from jetrl.settings.loading import load_config
 
     overrides = [word for word in words if "=" in word]
@@ -142,7 +143,9 @@ def recipe_settings(words: Sequence[str], resume: bool = False) -> Settings:
         raise UserError(f"two recipes, {recipes[0]} and {recipes[1]}: settings are key=value")
     settings = load_config(recipes[0] if recipes else DEFAULT_RECIPE, overrides)
     own = Path(settings.run.dir) / str(settings.run.name) / "config.toml"
-    return load_config(own, overrides) if resume and own.is_file() else settings
+    if resume and own.is_file():
+        settings = RunDirectory.settings_of_resume(load_config(own, overrides))
+    return settings
 
 
 def settings_help() -> str:

@@ -46,6 +46,7 @@ from jetrl.runs.rollout_records import record_of
 from jetrl.runs.schemas import ATTEMPT_LINE, METRICS_LINE, PLAN, ROLLOUT_LINE, RUN_CONFIG, Phase
 from jetrl.runs.storing import storing
 from jetrl.settings.loading import Settings, to_toml
+from jetrl.settings.presets import PRESETS
 from jetrl.types import Sample, StepStats
 
 PHASE_ORDER: dict[str, int] = {"sft": 0, "rl": 1}
@@ -120,6 +121,26 @@ class RunDirectory:
         except OSError as error:
             raise UserError(f"run directory {run.path}: {error.strerror or error}") from None
         return run
+
+    @classmethod
+    def settings_of_resume(cls, settings: Settings) -> Settings:
+        """Return the settings of a resume: `precision.kv`, where unset, is what the run began with.
+
+        A preset may have come to mean another format of keys and values since the run was started.
+
+        Raises:
+            UserError: The run's name cannot be a folder's, or its plan.json is damaged.
+        """
+        run = cls(Path(settings.run.dir) / _checked_name(settings.run.name))
+        precision = settings.precision
+        if precision.kv is not None or not (run.path / "plan.json").is_file():
+            return settings
+        plan = run.plan()
+        kv = plan.get("kv")
+        if plan.get("name") != precision.preset or kv in (None, PRESETS[precision.preset].kv):
+            return settings
+        kept = precision.model_copy(update={"kv": kv})
+        return settings.model_copy(update={"precision": kept})
 
     @classmethod
     def check_name(cls, settings: Settings, *, resume: bool = False) -> None:

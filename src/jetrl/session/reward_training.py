@@ -55,6 +55,11 @@ def train_reward_model(
         TimeLimitReached: The time limit; the update was finished, its checkpoint written.
     """
     began = time.monotonic()
+    given = settings
+    if resume:
+        settings = world().from_first(
+            "the run's settings", lambda: RunDirectory.settings_of_resume(given)
+        )
     world().from_first("the run's name", lambda: RunDirectory.check_name(settings, resume=resume))
     context = open_reward_context(settings)
     size = MicroBatchSize.of(settings.train, context.memory.tokens)

@@ -90,6 +90,10 @@ class Session:
 
     def _open(self, stack: contextlib.ExitStack) -> None:
         """Load everything, make or open the run directory, and resume if asked to."""
+        if self._resumes:
+            self.settings = world().from_first(
+                "the run's settings", lambda: RunDirectory.settings_of_resume(self.settings)
+            )
         settings = self.settings
         world().from_first(
             "the run's name", lambda: RunDirectory.check_name(settings, resume=self._resumes)
