@@ -36,7 +36,7 @@ def h200(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", REAL)
 def test_a_recipe_for_an_h200_fits_one(name: str, h200: None, jetrl: Callable) -> None:
-    """Its model is read by its name on the hub, and the plan of its memory is below the GPU's."""
+    """A recipe reads its model by the name on the hub, and its memory plan fits the GPU."""
     done = jetrl("train", name, "--dry-run", "run.device=cuda")
     assert done.code == 0, done.err
     phases = next(line for line in done.out.splitlines() if line.split()[1:2] == ["all"])

@@ -254,7 +254,7 @@ SHARD = "shard-00002-model-00001-of-00001.safetensors"
 
 
 def forge(path: Path) -> None:
-    """Write the manifest of a checkpoint's files anew, with right checksums."""
+    """Write a manifest with right checksums for the files of a checkpoint."""
     files = [path / name for name in files_of(path) if name != "manifest.json"]
     manifest = {f.relative_to(path).as_posix(): fingerprint(f) for f in files}
     (path / "manifest.json").write_text(json.dumps(manifest))

@@ -158,7 +158,7 @@ class _Writer(HuggingFaceStorageWriter):
 
 
 class _OwnRows(DefaultSavePlanner):
-    """The plan of what a rank writes, of which DCP leaves out what another rank writes.
+    """The plan of a rank's writing, in which DCP leaves out the tensors of other ranks.
 
     Args:
         shards: The division of the rows of the tensors that are divided, by name.
@@ -191,7 +191,7 @@ class _OwnRows(DefaultSavePlanner):
 
 
 class _RowsToRead(DefaultLoadPlanner):
-    """The plan of what is read, into one tensor."""
+    """The plan of reading into one tensor."""
 
     def __init__(self, target: Tensor) -> None:
         super().__init__()

@@ -136,7 +136,7 @@ class Scoring:
         return self.gathered(self.own_samples(completions))
 
     def own_samples(self, completions: Sequence[Completion]) -> list[Sample]:
-        """Return this rank's completions with their scores; waits for the last of these.
+        """Return this rank's completions as scored samples, once the last score has come.
 
         A completion that its environment broke down at is not scored: the sample has the
         environment's failure and reward 0.

@@ -1,4 +1,4 @@
-"""The comparison of what every rank has to have alike: weights, prompts and samples.
+"""The comparison of weights, prompts and samples, which all ranks have to have alike.
 
 Each step compares a digest of it over the ranks. A rank that differs, by a fault of a GPU or by a
 task that gives other prompts each time, ends the run by name: what it trains on would no longer be

@@ -85,7 +85,7 @@ _OTHER_NAMES = {
 
 
 def benchmark_name(name: str) -> str | None:
-    """Return the key of `SOURCES` that a name or a hub id means; None for none of them."""
+    """Return the key of `SOURCES` that a name or a hub id means, None for another name."""
     lower = name.lower()
     by_path = {source.path.lower(): key for key, source in SOURCES.items()}
     key = _OTHER_NAMES.get(lower, by_path.get(lower, lower))

@@ -34,7 +34,7 @@ class Layout(NamedTuple):
 
 
 class StoredTensors(Mapping[str, torch.Tensor]):
-    """Tensors in a file or in a folder of files by name, read anew by each access.
+    """The tensors of a file or of a folder of files by name, read from the disk at each access.
 
     Args:
         path: The file, or the folder with the files of several ranks.
