@@ -24,7 +24,7 @@ from jetrl.runs import (
     show_run,
     write_report,
 )
-from jetrl.runs.format import visible
+from jetrl.runs.format import count, duration, number, percent, visible
 from jetrl.runs.history import mean
 from jetrl.runs.plot_style import to_svg
 from jetrl.runs.plots import charts_of
@@ -169,6 +169,13 @@ def test_measures_that_are_not_finite_are_shown(folder, value):
     assert run_checks(folder / "one")
 
 
+def test_numbers_of_hundreds_of_digits_fill_no_line():
+    for value in (1e308, -1e308, 10**300):
+        for form in (number, count, percent, duration):
+            assert len(form(value)) < 12
+    assert count(2**63 - 1) == "9,223,372,036,854,775,807"
+
+
 def test_a_mean_of_what_cannot_be_added_up_is_not_an_error():
     assert mean([1.0, 2.0, 4.5]) == 2.5
     assert mean([1e308, 1e308]) == float("inf")
@@ -177,8 +184,8 @@ def test_a_mean_of_what_cannot_be_added_up_is_not_an_error():
 
 def test_names_and_states_reach_no_terminal_raw(folder, capsys):
     file = folder / "one" / "metrics.jsonl"
-    for number in (0, 1):
-        rewrite(file, number, **{ODD_NAME: 0.5})
+    for line in (0, 1):
+        rewrite(file, line, **{ODD_NAME: 0.5})
     (folder / "one" / "plan.json").write_text(json.dumps({"name": "[red]\x1b]0;t\x07[/red]"}))
     rewrite(folder / "one" / "attempts.jsonl", 1, reason="\x1b[2J")
     text = listed(folder)

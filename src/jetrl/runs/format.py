@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 Item = TypeVar("Item")
+LONGEST = 1e19  # numbers from here on are written with an exponent: they would fill the line
 
 
 def number(value: float) -> str:
@@ -17,25 +18,29 @@ def number(value: float) -> str:
         return str(value)
     if value == int(value) and abs(value) < 1e15:
         return f"{int(value):,}"
-    if abs(value) >= 1000:
+    if 1000 <= abs(value) < LONGEST:
         return f"{value:,.0f}"
     return f"{value:.3g}"
 
 
 def count(value: float) -> str:
     """Return a whole number with separators: 12,345."""
-    return f"{round(value):,}" if math.isfinite(value) else str(value)
+    if not math.isfinite(value):
+        return str(value)
+    return f"{round(value):,}" if abs(value) < LONGEST else f"{value:.3g}"
 
 
 def percent(share: float) -> str:
     """Return a share as a percentage: 0.931 is 93.1%."""
-    return f"{100 * share:.1f}%"
+    return f"{100 * share:.1f}%" if abs(share) < LONGEST else f"{share:.3g}"
 
 
 def duration(seconds: float) -> str:
     """Return a time span in words: 85 ms, 4.1 s, 3m 12s, 2h 05m, 3d 04h."""
     if not math.isfinite(seconds):
         return str(seconds)
+    if seconds >= LONGEST:
+        return f"{seconds:.3g} s"
     if seconds < 0.0995:
         return f"{1000 * max(seconds, 0.0):.0f} ms"
     if seconds < 59.95:
