@@ -42,5 +42,6 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-32b": _shape(_QWEN3, 5120, 25600, 64, 64, 8, 151936),
     "qwen2.5-7b": _shape(_QWEN2, 3584, 18944, 28, 28, 4, 152064),
     "llama3.1-8b": _shape(_LLAMA, 4096, 14336, 32, 32, 8, 128256),
+    "llama3.1-70b": _shape(_LLAMA, 8192, 28672, 80, 64, 8, 128256),
     "tiny": _shape(_QWEN3, 256, 512, 2, 2, 1, 256),
 }

@@ -1,0 +1,480 @@
+"""How a step grows with the number of GPUs, simulated from rates that were measured on few.
+
+    python benchmarks/scaling.py --out benchmarks/results/cpu/scaling.json \
+        --plot docs/images/scaling.png
+
+Nothing here runs on a GPU. Times of decode, prefill and training are those of one H200, read from
+`benchmarks/results/h200`; of the links between four of one host, `MEASURED` has what was measured;
+`ASSUMED` has what was not: machines of eight GPUs, 50 GB/s a GPU between these, latencies. The
+rollout is simulated sequence by sequence, with lengths drawn from one distribution; the rest is
+arithmetic. A simulation of one GPU is compared with the measured rollout of the same lengths.
+
+The parts of a step:
+
+    rollout     the slowest rank's: all others wait for it
+    samples     every rank gets all completions, and packs them, on the host
+    update      forward and backward of the micro-batches, in rounds of one a rank
+    exchange    what the exchange of products adds to the update
+    optimizer   AdamW on own rows
+    refresh     quantized weights to all ranks
+    decisions   what ranks agree on, over gloo
+
+and the layouts:
+
+    shards over all   as jetrl is: a row of a master weight has one owner, who gets the products of
+                      every micro-batch
+    shards in a node  a mesh (replicate x shard): products stay in the machine, and FP32 sums go to
+                      the owners once an update. Micro-batches are summed in groups, so the bits are
+                      those of any number of GPUs that keeps the groups, not those of today
+    and own tokens    the mesh, and tokens go only to the rank that trains on them: all ranks get
+                      the lengths and rewards of all completions
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+RESULTS = Path(__file__).parent / "results" / "h200"
+COUNTS = (1, 8, 64, 1024)
+NODE = 8
+LAYOUTS = ("shards over all", "shards in a node", "and own tokens")
+# Four H200s of one host, NCCL 2.28.9 without multicast, 2026-11-22.
+MEASURED = {
+    "all_to_all_gb_per_s": {"33 MiB": 170, "201 MiB": 267, "524 MiB": 325, "1024 MiB": 333},
+    "all_gather_gb_per_s": {"33 MiB": 226, "201 MiB": 291, "524 MiB": 316, "1024 MiB": 325},
+    # Ten GEMMs of 32.9 ms took 4.0% longer beside one layer's exchange of 290 MB a rank.
+    "gemm_ms_beside_a_layers_exchange": 32.9,
+    "longer_beside_an_exchange": 0.040,
+    "exchanged_gb_of_a_layer": 0.290,
+    # Microseconds a token on one CPU core: taking completions from all ranks, and packing them.
+    "host_us_of_own_token": 0.112,
+    "host_us_of_each_token": 0.274,
+}
+ASSUMED = {
+    "gb_per_s_between_nodes": 50.0,
+    "us_a_message_between_nodes": 5.0,
+    "host_us_of_a_length": 3.0,
+    "bytes_of_a_sampled_token": 16.0,
+    "host_gb_per_s_between_nodes": 2.0,
+    "us_a_rank_of_a_decision": 20.0,
+    "decisions_of_an_update": 6.0,
+    "share_of_backward_in_an_update": 0.69,
+}
+PROMPT, SAMPLES, MEAN, LONGEST, SIGMA = 256, 8, 1500, 8192, 0.8
+MICRO_BATCH = 11520
+
+
+@dataclass(frozen=True)
+class Model:
+    """The sizes and rates of a model on one GPU.
+
+    Attributes:
+        name: Its name.
+        layers: Decoder layers.
+        linears: Elements of the four matrices of a layer, together.
+        vocabulary: Elements of the embedding, and of lm_head.
+        decode: Seconds of a decode step: a constant, a sequence's, and a token's of context.
+        prefill: Prompt tokens a second.
+        training: Seconds of a trained token: a constant, and a token's of its sequence.
+        optimizer: Seconds of AdamW on one GPU.
+        micro_batch: Tokens of a micro-batch.
+    """
+
+    name: str
+    layers: int
+    linears: int
+    vocabulary: int
+    decode: tuple[float, float, float]
+    prefill: float
+    training: tuple[float, float]
+    optimizer: float
+    micro_batch: int
+
+    @property
+    def parameters(self) -> int:
+        """Elements of all matrices."""
+        return self.layers * self.linears + 2 * self.vocabulary
+
+    def update_s(self, tokens: float, squares: float) -> float:
+        """Return the seconds of forward and backward on one GPU.
+
+        Args:
+            tokens: Tokens of all sequences.
+            squares: The sum of the squares of the sequences' tokens.
+        """
+        return self.training[0] * tokens + self.training[1] * squares
+
+
+def rows(name: str, plan: str = "unified") -> list[dict[str, Any]]:
+    """Return the rows of a plan in a file of measured results."""
+    content = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    return [row for row in content["rows"] if row["plan"] == plan]
+
+
+def measured_8b() -> Model:
+    """Return Qwen3-8B under `unified`, with rates fitted to the measured files."""
+    cases = rows("rollout")
+    factors, times = [], []
+    for case in cases:
+        context = case["sequences"] * (case["prompt"] + case["response"] / 2)
+        times.append(case["decode_ms"] / 1e3)
+        factors.append([1.0, case["sequences"], context])
+    relative = np.array(factors) / np.array(times)[:, None]
+    decode = np.linalg.lstsq(relative, np.ones(len(times)), rcond=None)[0]
+    short, long = rows("step_2048")[0], rows("step_8192")[0]
+    per_token = [1 / row["tokens_per_s"]["update"] for row in (short, long)]
+    slope = (per_token[1] - per_token[0]) / (8448 - 2304)
+    return Model(
+        name="Qwen3-8B",
+        layers=36,
+        linears=4096 * (6144 + 4096 + 3 * 12288),
+        vocabulary=151936 * 4096,
+        decode=(float(decode[0]), float(decode[1]), float(decode[2])),
+        prefill=cases[0]["prefill_tokens_per_s"],
+        training=(per_token[0] - slope * 2304, slope),
+        optimizer=short["seconds"]["optimizer"],
+        micro_batch=MICRO_BATCH,
+    )
+
+
+def scaled_32b(base: Model) -> Model:
+    """Return Qwen3-32B: rates of the 8B model, scaled by its sizes, layers recomputed."""
+    linears = 5120 * (10240 + 8192 + 3 * 25600)
+    times = 64 * linears / (base.layers * base.linears)
+    attention = 64 * 64 / (36 * 32)  # layers x query heads
+    decode, training = base.decode, base.training
+    return Model(
+        name="Qwen3-32B",
+        layers=64,
+        linears=linears,
+        vocabulary=151936 * 5120,
+        decode=(decode[0] * times, decode[1] * times, decode[2] * 64 / 36),
+        prefill=base.prefill / times,
+        training=(training[0] * times * 4 / 3, training[1] * attention * 4 / 3),
+        optimizer=base.optimizer * times,
+        micro_batch=9216,
+    )
+
+
+# Lengths and rollouts
+
+
+def tail(count: int, seed: int) -> np.ndarray:
+    """Return log-normal lengths, those of `jetrl bench rollout --load grpo` by distribution."""
+    center = np.log(MEAN) - SIGMA**2 / 2
+    drawn = np.exp(np.random.default_rng(seed).normal(center, SIGMA, count))
+    return np.clip(drawn.round(), 1, LONGEST).astype(np.int64)
+
+
+def dealt(lengths: np.ndarray, ranks: int) -> np.ndarray:
+    """Return the lengths of each rank [R, S]: prompt after prompt to the next rank."""
+    groups = lengths.reshape(-1, SAMPLES)
+    each = -(-len(groups) // ranks)
+    padded = np.zeros((each * ranks, SAMPLES), dtype=np.int64)
+    padded[: len(groups)] = groups
+    return padded.reshape(each, ranks, SAMPLES).swapaxes(0, 1).reshape(ranks, -1)
+
+
+def rollout_s(model: Model, remaining: np.ndarray, context: np.ndarray, quota: int = 0) -> Any:
+    """Return the seconds of each rank until its sequences end, and what is left of them.
+
+    All sequences of a rank run together, so its time has a closed form between two ends.
+
+    Args:
+        model: The model.
+        remaining: Tokens that each sequence has yet to draw [R, S]; those of a prompt are adjacent.
+        context: Tokens that each sequence has [R, S].
+        quota: Complete prompts with which a rank stops; 0: it draws all.
+    """
+    floor, sequence, token = model.decode
+    remaining, context = remaining.copy(), context.copy()
+    seconds = np.zeros(len(remaining))
+    while True:
+        active = remaining > 0
+        running = active.any(axis=1)
+        if quota:
+            complete = (~active).reshape(len(active), -1, SAMPLES).all(axis=2).sum(axis=1)
+            running &= complete < quota
+        if not running.any():
+            return seconds, remaining, context
+        steps = np.where(active, remaining, LONGEST + 1).min(axis=1) * running
+        count = active.sum(axis=1)
+        tokens = (context * active).sum(axis=1)
+        seconds += steps * (floor + sequence * count + token * tokens)
+        seconds += token * count * steps * (steps - 1) / 2
+        move = np.where(active, steps[:, None], 0)
+        remaining -= move
+        context += move
+
+
+def whole_rollout_s(model: Model, lengths: np.ndarray, ranks: int) -> float:
+    """Return the seconds of the slowest rank, prompts included."""
+    own = dealt(lengths, ranks)
+    prompts = own.shape[1] / SAMPLES * PROMPT / model.prefill
+    return float(rollout_s(model, own, np.full_like(own, PROMPT))[0].max() + prompts)
+
+
+def partial_rollout_s(model: Model, ranks: int, prompts: int, oversample: float = 0.25) -> float:
+    """Return the mean seconds of a step in which each rank stops at its quota of prompts.
+
+    What is cut off goes on in the next step. The first two steps are left out.
+
+    Args:
+        model: The model.
+        ranks: The number of ranks.
+        prompts: Complete prompts of a rank in a step.
+        oversample: The share of prompts that are drawn beyond these.
+    """
+    width, times = round(prompts * (1 + oversample)) * SAMPLES, []
+    remaining = tail(ranks * width, 1).reshape(ranks, width)
+    context = np.full_like(remaining, PROMPT)
+    for step in range(5):
+        seconds, remaining, context = rollout_s(model, remaining, context, prompts)
+        times.append(float(seconds.max() + prompts * PROMPT / model.prefill))
+        done = (remaining == 0).reshape(ranks, -1, SAMPLES).all(axis=2).repeat(SAMPLES, axis=1)
+        fresh = tail(ranks * width, 2 + step).reshape(ranks, width)
+        remaining, context = np.where(done, fresh, remaining), np.where(done, PROMPT, context)
+    return float(np.mean(times[2:]))
+
+
+# The rest of a step
+
+
+def link(kind: str) -> tuple[float, float]:
+    """Return latency in seconds and bytes a second of a collective, fitted to what was measured."""
+    sizes = np.array([float(name.split()[0]) * 2**20 for name in MEASURED[kind]])
+    seconds = sizes / (np.array(list(MEASURED[kind].values())) * 1e9)
+    slope, latency = np.polyfit(sizes, seconds, 1)
+    return float(latency), float(1 / slope)
+
+
+def exchange_s(model: Model, ranks: int, compute_s: float) -> float:
+    """Return the seconds that the exchange of one round adds to forward and backward.
+
+    Args:
+        model: The model.
+        ranks: The ranks that products are divided among.
+        compute_s: Seconds of forward and backward of a micro-batch.
+    """
+    if ranks == 1:
+        return 0.0
+    sent = (2 * model.layers * model.linears + 4 * model.vocabulary) * (ranks - 1) / ranks
+    slower = MEASURED["gemm_ms_beside_a_layers_exchange"] * MEASURED["longer_beside_an_exchange"]
+    beside = slower / 1e3 / (MEASURED["exchanged_gb_of_a_layer"] * 1e9) * sent
+    nodes = -(-ranks // NODE)
+    far = sent * (nodes - 1) / nodes / (ASSUMED["gb_per_s_between_nodes"] * 1e9)
+    messages = (4 * model.layers + 5) * (ranks - min(ranks, NODE))
+    far += messages * ASSUMED["us_a_message_between_nodes"] / 1e6
+    backward = compute_s * ASSUMED["share_of_backward_in_an_update"]
+    return beside + max(0.0, far - backward)
+
+
+def refresh_s(model: Model, ranks: int) -> float:
+    """Return the seconds until every rank has the quantized weights of all."""
+    if ranks == 1:
+        return 0.014
+    size = model.layers * model.linears + 4 * model.vocabulary  # FP8; embedding and head in BF16
+    latency, rate = link("all_gather_gb_per_s")
+    nodes = -(-ranks // NODE)
+    far = size * (nodes - 1) / nodes / NODE / (ASSUMED["gb_per_s_between_nodes"] * 1e9)
+    return 4 * model.layers * latency / 4 + size / rate + far
+
+
+def step(
+    model: Model, lengths: np.ndarray, ranks: int, layout: str = "", sampled_s: float = 0.0
+) -> dict[str, float]:
+    """Return the seconds of a step by part.
+
+    Args:
+        model: The model.
+        lengths: Tokens of all completions.
+        ranks: The number of ranks.
+        layout: One of `LAYOUTS`.
+        sampled_s: Seconds of the rollout, where these are known.
+    """
+    tokens = float(lengths.sum() + PROMPT * len(lengths))
+    squares = float(((lengths + PROMPT) ** 2).sum())
+    batches = int(np.ceil(tokens / model.micro_batch))
+    rounds = -(-batches // ranks)
+    one_s = model.update_s(tokens, squares) / batches
+    mesh, own_tokens = layout in LAYOUTS[1:], layout == LAYOUTS[2]
+    within = min(ranks, NODE) if mesh else ranks
+    exchange = rounds * exchange_s(model, within, one_s)
+    if mesh and ranks > NODE:  # FP32 sums of the node's rows, to their owners, once
+        exchange += 4 * model.parameters / NODE / (ASSUMED["gb_per_s_between_nodes"] * 1e9)
+    seen = tokens / ranks if own_tokens else tokens
+    host = MEASURED["host_us_of_each_token"] * seen
+    host += MEASURED["host_us_of_own_token"] * tokens / ranks
+    host += ASSUMED["host_us_of_a_length"] * len(lengths) * own_tokens
+    sent = ASSUMED["bytes_of_a_sampled_token"] * seen
+    decisions = ASSUMED["decisions_of_an_update"] + rounds
+    return {
+        "rollout": sampled_s or whole_rollout_s(model, lengths, ranks),
+        "samples": host / 1e6 * (ranks > 1)
+        + sent / (ASSUMED["host_gb_per_s_between_nodes"] * 1e9) * (ranks > NODE),
+        "update": rounds * one_s,
+        "exchange": exchange,
+        "optimizer": model.optimizer / ranks,
+        "refresh": refresh_s(model, ranks),
+        "decisions": decisions * (ranks - 1) * ASSUMED["us_a_rank_of_a_decision"] / 1e6,
+    }
+
+
+def row_of(
+    model: Model, load: str, layout: str, ranks: int, parts: dict[str, float], speed: float
+) -> dict[str, Any]:
+    """Return a row of the results.
+
+    Args:
+        model: The model.
+        load: The load in words.
+        layout: The layout in words.
+        ranks: The number of ranks.
+        parts: Seconds by part.
+        speed: How many times as fast as the fewest GPUs the step is, per sampled token.
+    """
+    shown = {name: float(f"{seconds:.3g}") for name, seconds in parts.items()}
+    return {
+        "model": model.name,
+        "load": load,
+        "layout": layout,
+        "gpus": ranks,
+        "seconds": shown,
+        "step_s": float(f"{sum(parts.values()):.4g}"),
+        "speed": float(f"{speed:.4g}"),
+    }
+
+
+def simulate(model: Model, counts: Sequence[int]) -> list[dict[str, Any]]:
+    """Return rows of loads, layouts and numbers of GPUs, the first number the one compared with."""
+    results = []
+
+    def add(load: str, lengths_of: Any, oversample: bool = False) -> None:
+        base = 0.0
+        for ranks in counts:
+            lengths = lengths_of(ranks)
+            cut = partial_rollout_s(model, ranks, 64) if oversample else 0.0
+            sampled = cut or whole_rollout_s(model, lengths, ranks)
+            for layout in LAYOUTS if ranks > NODE else LAYOUTS[:1]:
+                parts = step(model, lengths, ranks, layout, sampled)
+                rate = lengths.sum() / sum(parts.values())
+                base = base or rate / ranks
+                results.append(row_of(model, load, layout, ranks, parts, rate / base))
+
+    add("2,048 tokens, 256 completions a GPU", lambda r: np.full(256 * r, 2048))
+    add("long tail, 512 completions a GPU", lambda r: tail(512 * r, 0))
+    add("the same, partial rollouts (0.25)", lambda r: tail(512 * r, 0), oversample=True)
+    add("long tail, 8,192 completions in all", lambda r: tail(8192, 0))
+    return results
+
+
+def check(model: Model) -> dict[str, float]:
+    """Return the simulated and the measured seconds of one GPU on the same lengths."""
+    generator = np.random.default_rng(0)
+    generator.integers(0, 151936, (64, PROMPT))  # the prompts come first, as in the benchmark
+    center = np.log(MEAN) - SIGMA**2 / 2
+    drawn = np.exp(generator.normal(center, SIGMA, 512)).round().clip(1, LONGEST)
+    [measured] = rows("rollout_grpo")
+    assert int(drawn.sum()) == measured["tokens"], "not the lengths of the benchmark"
+    simulated = whole_rollout_s(model, drawn.astype(np.int64), 1)
+    return {
+        "rollout_s_simulated": round(simulated, 1),
+        "rollout_s_measured": measured["seconds"],
+        "ratio": round(simulated / measured["seconds"], 3),
+    }
+
+
+def plot(results: Sequence[dict[str, Any]], out: Path) -> None:
+    """Draw the share of linear growth by load, and the parts of a step, as a PNG."""
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    from jetrl.runs.plot_style import COLORS, STYLE
+
+    own = [row for row in results if row["model"] == "Qwen3-8B"]
+    loads = list(dict.fromkeys(row["load"] for row in own))
+    colors = [COLORS[n] for n in ("blue", "amber", "violet", "red", "green", "slate", "pink")]
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(10.5, 4.4), layout="constrained")
+        left, right = figure.subplots(1, 2, width_ratios=(1, 1.25))
+        for load, color in zip(loads, colors, strict=False):
+            for layout, style in zip(LAYOUTS, ("-", ":", "--"), strict=True):
+                line = [r for r in own if (r["load"], r["layout"]) == (load, layout)]
+                shares = [100 * r["speed"] / r["gpus"] for r in line]
+                label = load if style == "-" else None
+                left.plot([r["gpus"] for r in line], shares, style, color=color, label=label)
+        left.set_xscale("log", base=2)
+        left.set_xticks(COUNTS, [f"{count:,}" for count in COUNTS])
+        left.set_ylim(0, 105)
+        left.set_xlabel("GPUs (dotted: shards in a node; dashed: and own tokens)")
+        left.set_ylabel("% of linear growth")
+        left.legend(fontsize=7.5, loc="lower left")
+        bars = [r for r in own if r["load"] == loads[1]]
+        for place, row in enumerate(bars):
+            start = 0.0
+            for (part, seconds), color in zip(row["seconds"].items(), colors, strict=False):
+                label = part if not place else None
+                right.barh(place, seconds, 0.62, start, color=color, label=label)
+                start += seconds
+            right.text(start, place, f" {row['step_s']:.0f} s", va="center", fontsize=9)
+        right.set_yticks(
+            range(len(bars)), [f"{r['gpus']:,}, {r['layout']}" for r in bars], fontsize=9
+        )
+        right.invert_yaxis()
+        right.set_xlabel(f"seconds of a step: {loads[1]}")
+        right.margins(x=0.12)
+        right.legend(fontsize=8, ncols=4, loc="upper center", bbox_to_anchor=(0.5, 1.16))
+        figure.savefig(out, dpi=130, metadata={"Software": None})
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Simulate, print a table, and write JSON and picture."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, help="JSON file")
+    parser.add_argument("--plot", type=Path, help="PNG file")
+    args = parser.parse_args(argv)
+    small = measured_8b()
+    large = scaled_32b(small)
+    results = simulate(small, COUNTS) + simulate(large, (4, *COUNTS[1:]))
+    for row in results:
+        line = " ".join(f"{name} {seconds:g}" for name, seconds in row["seconds"].items())
+        print(
+            f"{row['model']:9} {row['load']:36} {row['layout']:16} {row['gpus']:5} "
+            f"step {row['step_s']:7.1f} s, x{row['speed']:7.2f}: {line}"
+        )
+    rates = {
+        model.name: {
+            "decode_ms": [float(f"{1e3 * number:.4g}") for number in model.decode],
+            "training_us_a_token": [float(f"{1e6 * number:.4g}") for number in model.training],
+        }
+        for model in (small, large)
+    }
+    content = {
+        "benchmark": "scaling",
+        "command": "python benchmarks/scaling.py",
+        "date": datetime.date.today().isoformat(),
+        "measured": MEASURED,
+        "assumed": ASSUMED,
+        "rates": rates,
+        "check": check(small),
+        "rows": results,
+    }
+    print(content["check"])
+    if args.out is not None:
+        args.out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    if args.plot is not None:
+        plot(results, args.plot)
+
+
+if __name__ == "__main__":
+    main()
