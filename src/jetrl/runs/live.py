@@ -135,7 +135,7 @@ def watch(
 
 
 def page_server(path: Path, port: int, every_s: float) -> http.server.HTTPServer:
-    """Return a server of a run's report, made anew for each request, to this machine alone.
+    """Return a server that gives a run's report to this machine alone, new at each request.
 
     Args:
         path: The run directory.
@@ -151,7 +151,7 @@ def page_server(path: Path, port: int, every_s: float) -> http.server.HTTPServer
         """Answers every request for `/` with the report."""
 
         def do_GET(self) -> None:
-            """Send the report of the run as it is now."""
+            """Send the report of the run at this moment."""
             if self.path != "/":
                 self.send_error(404)
                 return

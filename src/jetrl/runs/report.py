@@ -81,7 +81,7 @@ def write_report(run_path: str | Path) -> Path:
 
 
 def report_page(run_path: str | Path, refresh_s: float | None = None) -> str:
-    """Return the report of a run as it is now, as HTML.
+    """Return the report of a run at this moment, as HTML.
 
     Args:
         run_path: The run directory.
