@@ -42,7 +42,7 @@ class RankProgress:
         """Do nothing: the progress of a rollout says more than a sign of life."""
 
     def end(self, phase: str, seconds: float) -> None:
-        """Do nothing: the next phase begins anew."""
+        """Do nothing: a phase forgets the progress before it when it begins."""
 
     def of_all(self, own: Progress) -> Progress:
         """Return the progress of all ranks on rank 0, and this rank's own on the others.
@@ -69,7 +69,7 @@ class RankProgress:
         )
 
     def _read(self) -> tuple[int, int, int]:
-        """Return the sums of what the other ranks have written in this phase."""
+        """Return the sums of the progress that the other ranks have written in this phase."""
         assert self._meeting is not None
         done = total = tokens = 0
         for rank in range(1, world().size):
