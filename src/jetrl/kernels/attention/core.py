@@ -204,10 +204,10 @@ def _sum_down(t):
 
 @gluon.jit
 def _factor(factors, i: gl.constexpr, s, KEYS: gl.constexpr):
-    """Return line i of shared memory [., N], of one number a key, in a shape that fits scores s."""
+    """Return the keys' factors a, b or c, for i = 0, 1 or 2, in a shape that fits scores s."""
     mma: gl.constexpr = s.type.layout
     if KEYS == 0:
-        return factors.index(i).load(gl.SliceLayout(1, mma))[:, None]
+        return factors[i].load(gl.SliceLayout(1, mma))[:, None]
     else:
         return factors.slice(i, 1, 0).load(mma)
 
@@ -235,7 +235,8 @@ def softmax_block(
 
     Args:
         s: float32, the raw scores, in a tensor core's accumulator layout.
-        factors: float32 [., N] in shared memory, lines a, b, c; not read without scales.
+        factors: float32 in shared memory, not read without scales: lines a, b, c of [., N], or with
+            KEYS = 0 three lines [N].
         m: float32 [M], the maximum so far.
         total: float32 [M], the sum so far.
         position: int32 [M], the last visible key of each query; read only with MASKED.

@@ -278,17 +278,20 @@ def decode_kernel(
         # so that six warps share a multiprocessor. Three or four stages were not faster.
         k_smem = gl.allocate_shared_memory(k_ptr.dtype.element_ty, [2, BLOCK_N, D], swizzled)
         v_smem = gl.allocate_shared_memory(v_ptr.dtype.element_ty, [2, BLOCK_N, D], swizzled)
-        s_smem = gl.allocate_shared_memory(gl.float32, [4, BLOCK_N], line)
-        f_smem = gl.allocate_shared_memory(gl.float32, [3, BLOCK_N], line)
+        ks_smem = gl.allocate_shared_memory(gl.float32, [2, BLOCK_N], line)
+        vs_smem = gl.allocate_shared_memory(gl.float32, [2, BLOCK_N], line)
+        a_smem = gl.allocate_shared_memory(gl.float32, [BLOCK_N], line)
+        b_smem = gl.allocate_shared_memory(gl.float32, [BLOCK_N], line)
+        c_smem = gl.allocate_shared_memory(gl.float32, [BLOCK_N], line)
         e_dtype: gl.constexpr = gl.float16 if SCALED else gl.bfloat16
         e_smem = gl.allocate_shared_memory(e_dtype, [BLOCK_N, COLUMNS], lines)
-        n = gl.arange(0, BLOCK_N, gl.SliceLayout(1, tile_layout))
+        n = gl.arange(0, BLOCK_N, gl.SliceLayout(1, tile_layout)) % (32 // CHUNKS)
         d = gl.arange(0, D, gl.SliceLayout(0, tile_layout))
         tile_offsets = (n * (G * D) + group * D)[:, None] + d[None, :]
         key_offsets = gl.arange(0, BLOCK_N, key_layout) * G + group
         pages = Pages(
             k_ptr, v_ptr, ks_ptr, vs_ptr, tile_offsets, key_offsets,
-            k_smem, v_smem, s_smem, f_smem, e_smem,
+            k_smem, v_smem, ks_smem, vs_smem, (a_smem, b_smem, c_smem), e_smem,
         )  # fmt: skip
         newest = _start_first_pages(pages, page_0, page_1, first, last, length, G, BLOCK_N, SCALED)
 
@@ -311,9 +314,10 @@ def decode_kernel(
             # group, which is page b + 1. The barrier makes each thread's copies seen by all.
             if b == first:
                 async_copy.wait_group(2)
+                gluon_names.barrier()
             else:
                 async_copy.wait_group(1)
-            gluon_names.barrier()
+                gluon_names.barrier()
             # Two bodies, so that only the context's last page pays for the masks.
             if b < whole:
                 m, total, acc = attend_page(
