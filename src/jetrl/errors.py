@@ -4,12 +4,14 @@ The command line prints their message without a traceback. Bugs of jetrl stay As
 a traceback.
 
 Exit codes: 0 done; 1 a run that stopped itself for another reason than these, or a check that
-failed; 2 bad input; 3 sampler and trainer differ; 4 numbers that are not finite; 5 a phase hung;
-6 a file could not be written; 7 memory ran out and nothing can be made smaller; 75 run.max_hours
-reached (go on with --resume); 130 Ctrl-C; 143 SIGTERM.
+failed; 2 bad input; 3 sampler and trainer differ; 4 numbers that are not finite; 5 a phase hung, or
+another rank is gone; 6 a file could not be written; 7 memory ran out and nothing can be made
+smaller; 75 run.max_hours reached (go on with --resume); 130 Ctrl-C; 143 SIGTERM.
 """
 
 from __future__ import annotations
+
+import traceback
 
 
 class UserError(ValueError):
@@ -62,7 +64,33 @@ class RanksDiffer(RunStopped):
 EXIT_HANG = 5
 
 
+class RankLost(RunStopped):
+    """Another rank is gone, has failed, or did not answer in time.
+
+    Args:
+        message: Which rank, and what became of it.
+        exit_code: The exit code of the run: that of the failed rank, or that of a hang.
+    """
+
+    def __init__(self, message: str, exit_code: int = EXIT_HANG) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
 class Terminated(BaseException):
     """SIGTERM arrived; no Exception, so that no handler on the way keeps it."""
 
     exit_code = 143
+
+
+def ending(error: BaseException) -> tuple[str, int]:
+    """Return what the command line prints of an error that ends it, and the exit code."""
+    if isinstance(error, UserError):
+        return f"error: {error}", 2
+    if isinstance(error, RunStopped):
+        return f"stopped: {error}", error.exit_code
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted", 130
+    if isinstance(error, Terminated):
+        return "terminated", Terminated.exit_code
+    return "".join(traceback.format_exception(error)).rstrip(), 1

@@ -116,7 +116,7 @@ def fill_disk(point: str, occurrence: int) -> None:
     )
 
 
-def _raise(error: Exception) -> None:
+def _raise(error: BaseException) -> None:
     raise error
 
 
@@ -143,7 +143,12 @@ def poison(every: int, offset: int) -> None:
 
 def arm(point: str, occurrence: int) -> None:
     """This process ends when it comes by a point for the n-th time (from 1)."""
-    _wrap(POINTS[point], lambda seen: seen == occurrence, die)
+    _wrap(POINTS[point], lambda seen: seen == occurrence, lambda: die())
+
+
+def fail(point: str, occurrence: int, error: BaseException) -> None:
+    """This process raises an error when it comes by a point for the n-th time (from 1)."""
+    _wrap(POINTS[point], lambda seen: seen == occurrence, lambda: _raise(error))
 
 
 def _wrap(

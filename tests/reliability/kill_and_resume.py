@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import random
 import signal
@@ -117,11 +118,24 @@ def fingerprint(run: Path) -> dict[str, object]:
         "metrics": [{"step": r["step"], **reproducible(r)} for r in directory.metrics()],
         "rollouts": [path.read_bytes() for path in sorted((run / "rollouts").iterdir())],
         "checkpoints": sorted(path.name for path in (run / "checkpoints").iterdir()),
-        "last checkpoint": [path.read_bytes() for path in sorted(last.glob("*.safetensors"))],
+        "last checkpoint": {
+            str(path.relative_to(last)): tensors_of(path) for path in last.rglob("*.safetensors")
+        },
         "model": (run / "model" / "model.safetensors").read_bytes(),
         "report": (run / "report.html").is_file(),
         "left over": sorted(p.name for p in run.rglob(".*") if p.name != ".lock"),
     }
+
+
+def tensors_of(path: Path) -> tuple[object, bytes]:
+    """Return a safetensors file's tensors: where each lies, and the bytes of all.
+
+    The order of the file's further remarks is another one each time.
+    """
+    data = path.read_bytes()
+    start = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:start])
+    return {name: place for name, place in header.items() if name != "__metadata__"}, data[start:]
 
 
 def check_same(name: str, found: dict[str, object], expected: dict[str, object]) -> None:

@@ -14,7 +14,6 @@ import difflib
 import importlib
 import os
 import sys
-import traceback
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -22,7 +21,7 @@ from typing import Any
 from jetrl.cli import ranks
 from jetrl.cli.arguments import HelpFormatter, Parser, tell
 from jetrl.distributed.world import launched_rank, launched_size
-from jetrl.errors import RunStopped, Terminated, UserError
+from jetrl.errors import RunStopped, Terminated, UserError, ending
 from jetrl.memory.cpu import keep_freed
 from jetrl.users_code import trust_only
 
@@ -51,18 +50,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     _set_allocators()
     several = launched_size() > 1
+    cause: BaseException
     if several and launched_rank() > 0:
         ranks.be_silent()
     try:
         return _command(arguments)
-    except UserError as error:
-        words, code = f"error: {shown(error)}", 2
-    except RunStopped as error:
-        words, code = f"stopped: {shown(error)}", error.exit_code
-    except KeyboardInterrupt:
-        words, code = "interrupted", 130
-    except Terminated:
-        words, code = "terminated", Terminated.exit_code
+    except (UserError, RunStopped, KeyboardInterrupt, Terminated) as error:
+        cause = error
     except BrokenPipeError:  # the reader of our output went away: `jetrl runs list | head -1`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
@@ -70,12 +64,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         if several and end.code:  # wrong words; argparse has said so
             ranks.end("", 2, printed=True)
         raise
-    except Exception:
-        if several:
-            ranks.end(traceback.format_exc().rstrip(), 1)
-        raise
+    except Exception as error:
+        if not several:
+            raise
+        cause = error
+    words, code = ending(cause)
+    words = shown(words)
     if several:
-        ranks.end(words, code)
+        ranks.end(words, code, cause)
     tell(words)
     return code
 
@@ -145,11 +141,11 @@ def parse(command: str, arguments: Sequence[str]) -> tuple[Any, argparse.Namespa
     return module, parse_words(list(arguments))
 
 
-def shown(error: BaseException) -> str:
-    """Return an error's message without control characters, which a quoted file may contain."""
+def shown(text: str) -> str:
+    """Return a message without control characters, which a quoted file may contain."""
     from jetrl.runs.format import visible
 
-    return visible(str(error), newlines=True)
+    return visible(text, newlines=True)
 
 
 def usage() -> str:

@@ -11,17 +11,22 @@ import contextlib
 import os
 import shlex
 import sys
+import threading
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from jetrl.cli.arguments import tell
+from jetrl.distributed.board import Trouble
+from jetrl.distributed.peers import peers
 from jetrl.distributed.world import launched_rank, launched_size, started_by_torchrun
-from jetrl.errors import UserError
+from jetrl.errors import RankLost, RunStopped, Terminated, TimeLimitReached, UserError
 
 if TYPE_CHECKING:
     from jetrl.settings.loading import Settings
 
 _STDOUT, _STDERR = 1, 2
+_said = threading.Lock()  # taken by the thread that prints how this process ends
 _console = _STDERR  # where a rank other than the first prints what nobody prints for it
 
 
@@ -38,13 +43,14 @@ def be_silent() -> None:
 
 
 @contextlib.contextmanager
-def joined(settings: Settings) -> Iterator[None]:
+def joined(settings: Settings, resume: bool = False) -> Iterator[None]:
     """Join the processes that torchrun has started for a run, within the block.
 
     A process that torchrun did not start stays alone, without a process group.
 
     Args:
         settings: The settings of the run.
+        resume: Whether the run goes on.
 
     Raises:
         UserError: The ranks were started differently, or settings that need one process.
@@ -61,6 +67,7 @@ def joined(settings: Settings) -> Iterator[None]:
         for section, values in settings.model_dump(mode="json").items()
         for key, value in values.items()
     }
+    facts["what is done with the run"] = "resume it" if resume else "begin it"
     with joined_on(settings.run.device, settings.distributed.timeout_s, facts, problem):
         yield
 
@@ -97,7 +104,7 @@ def joined_on(
             alike[f"the version of {name}"] = version
     if chosen == "cuda":
         alike["the GPU"] = _gpu_name()
-    with open_world(chosen, timeout_s or TIMEOUT_S, facts=alike, problem=problem):
+    with open_world(chosen, timeout_s or TIMEOUT_S, facts=alike, problem=problem, leave=leave):
         yield
 
 
@@ -110,38 +117,114 @@ def _gpu_name() -> str:
     return torch.cuda.get_device_name(local_rank) if there else ""
 
 
-def end(words: str, code: int, printed: bool = False) -> NoReturn:
-    """End this rank with an exit code, after an error of any kind.
+def goes_on(settings: Settings) -> bool:
+    """Return whether torchrun starts the ranks again of a run that it has begun (--max-restarts).
+
+    Args:
+        settings: The settings of the run.
+
+    Raises:
+        Terminated, TimeLimitReached: The run was not lost, but asked to stop: it does not go on.
+    """
+    # Not by the number of restarts, which machines may count differently.
+    if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) == 0:
+        return False
+    from jetrl.distributed.processes import started_before
+    from jetrl.runs.attempts import read_attempts
+
+    path = Path(settings.run.dir) / str(settings.run.name)
+    attempts = read_attempts(path) if (path / "config.toml").is_file() else []
+    # Not a run of an earlier torchrun, which would be continued without being asked to.
+    if not attempts or not started_before(os.getppid(), attempts[-1].started):
+        return False
+    last = attempts[-1]
+    if last.state == "interrupted":
+        raise Terminated
+    if last.state == "stopped" and last.reason.startswith("run.max_hours"):
+        raise TimeLimitReached(f"{last.reason}; go on with --resume")
+    return True
+
+
+def end(
+    words: str, code: int, error: BaseException | None = None, printed: bool = False
+) -> NoReturn:
+    """End this rank with an exit code, after an error of any kind; the other ranks end as well.
 
     Args:
         words: This rank's message about its end.
         code: The exit code.
+        error: The error that ends it; None: one that is no other rank's.
         printed: Whether rank 0 has printed its message already.
     """
     from jetrl.distributed.meeting import NoMeeting, meet
 
+    trouble = peers().trouble() if _may_follow(error) else None
+    if trouble is not None and trouble.rank != launched_rank():
+        leave(trouble)
+    peers().failed(words, code)
     first = launched_rank() == 0
     try:
         meeting = meet()
         if not (printed or meeting.compared):  # the others may still be about to begin
             try:
                 meeting.compare({}, problem=words.removeprefix("error: "))
-            except UserError as error:
-                words = f"error: {error}"
-        to_print = meeting.end(words)
+            except UserError as common:
+                words = f"error: {common}"
+        to_print = meeting.end(words, heard=peers().is_well(0))
         if first and not printed:
-            tell(to_print or words)
+            _say_once(to_print or words)
         elif to_print is not None:
-            _say(to_print)
+            _say_once(to_print)
         if first:
             meeting.told()
-    except (NoMeeting, RuntimeError) as error:  # there is no store, or no longer
-        reason = f" ({error})" if isinstance(error, NoMeeting) and str(error) not in words else ""
-        _say(words + reason if first else f"rank {launched_rank()}: {words}{reason}")
+    except (NoMeeting, RuntimeError) as lost:  # there is no store, or no longer
+        reason = f" ({lost})" if isinstance(lost, NoMeeting) and str(lost) not in words else ""
+        _say_once(words + reason if first else f"rank {launched_rank()}: {words}{reason}")
+    _exit(code)
+
+
+def leave(trouble: Trouble) -> NoReturn:
+    """End this rank because of another's trouble, which one rank prints.
+
+    Args:
+        trouble: What became of the other rank.
+    """
+    from jetrl.distributed.meeting import NoMeeting, meet
+    from jetrl.runs.format import visible
+
+    rank = launched_rank()
+    if rank == int(trouble.rank == 0 and trouble.kind == "lost"):
+        _say_once(visible(trouble.message, newlines=True))
+    with contextlib.suppress(NoMeeting, RuntimeError):
+        meeting = meet().again()  # the main thread may be waiting on its connection
+        meeting.end("", heard=True)
+        if rank == 0:
+            meeting.told()
+    _exit(trouble.code)
+
+
+def _may_follow(error: BaseException | None) -> bool:
+    """Return whether an error may be nothing but the consequence of another rank's end."""
+    if isinstance(error, UserError | RunStopped):
+        return isinstance(error, RankLost)
+    return isinstance(error, Exception | Terminated)
+
+
+def _exit(code: int) -> NoReturn:
+    """End the process at once: Python's end would wait for threads of NCCL, which wait as well."""
     with contextlib.suppress(OSError):
         sys.stdout.flush()
-    # At once: Python's end would wait for threads of NCCL, which wait for the other ranks.
     os._exit(code)
+
+
+def _say_once(text: str) -> None:
+    """Print the message of this process's end, if no other thread has printed one."""
+    if not _said.acquire(blocking=False):
+        return
+    if launched_rank() == 0:
+        tell(text)
+    else:
+        _say(text)
 
 
 def _say(text: str) -> None:

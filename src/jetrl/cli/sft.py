@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jetrl.cli.arguments import table
-from jetrl.cli.ranks import joined
+from jetrl.cli.ranks import goes_on, joined
 from jetrl.cli.train import (
     add_dry_run_argument,
     add_recipe_arguments,
@@ -67,7 +67,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    settings, gpus = recipe_settings(args.words, args.resume), planned_gpus(args)
+    resume = args.resume or goes_on(recipe_settings(args.words))
+    settings, gpus = recipe_settings(args.words, resume), planned_gpus(args)
     if settings.sft.steps == 0:
         raise UserError("sft.steps = 0: say how many updates, as in sft.steps=100")
     if (args.dry_run or args.preflight) and launched_rank() > 0:
@@ -83,24 +84,24 @@ def run(args: argparse.Namespace) -> int:
     if args.out is not None and Path(args.out).exists() and not _is_empty(Path(args.out)):
         raise UserError(f"--out {args.out}: in use; name another directory")  # before the training
     if args.task == "reward":
-        return _reward(args, settings)
+        return _reward(args, settings, resume)
     from jetrl import loop
 
     try:
-        with joined(settings):
-            result = loop.sft(settings, out=args.out, resume=args.resume)
+        with joined(settings, resume):
+            result = loop.sft(settings, out=args.out, resume=resume)
     except (KeyboardInterrupt, Terminated) as end:
         return say_how_to_go_on(end, "sft", args, settings)
     print(closing_lines(result, settings))
     return exit_code(result)
 
 
-def _reward(args: argparse.Namespace, settings: Settings) -> int:
+def _reward(args: argparse.Namespace, settings: Settings, resume: bool) -> int:
     from jetrl.session.reward_training import train_reward_model
 
     try:
-        with joined(settings):
-            result = train_reward_model(settings, args.out, args.resume)
+        with joined(settings, resume):
+            result = train_reward_model(settings, args.out, resume)
     except (KeyboardInterrupt, Terminated) as end:
         return say_how_to_go_on(end, "sft", args, settings)
     model = args.out or str(result.model_path)

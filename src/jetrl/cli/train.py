@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jetrl.cli.arguments import table, tell
-from jetrl.cli.ranks import joined
+from jetrl.cli.ranks import goes_on, joined
 from jetrl.distributed.world import launched_rank, launched_size, started_by_torchrun
 from jetrl.errors import Terminated, TimeLimitReached, UserError
 
@@ -170,7 +170,8 @@ def settings_help() -> str:
 
 
 def run(args: argparse.Namespace) -> int:
-    settings, gpus = recipe_settings(args.words, args.resume), planned_gpus(args)
+    resume = args.resume or goes_on(recipe_settings(args.words))
+    settings, gpus = recipe_settings(args.words, resume), planned_gpus(args)
     if (args.dry_run or args.preflight) and launched_rank() > 0:
         return 0  # rank 0 shows it
     if args.dry_run:
@@ -182,8 +183,8 @@ def run(args: argparse.Namespace) -> int:
     from jetrl import loop
 
     try:
-        with joined(settings):
-            result = loop.train(settings, resume=args.resume)
+        with joined(settings, resume):
+            result = loop.train(settings, resume)
     except (KeyboardInterrupt, Terminated) as end:
         return say_how_to_go_on(end, "train", args, settings)
     print(closing_lines(result, settings))

@@ -6,17 +6,39 @@ the number of ranks nor on the network. Tensors travel as bytes: gloo has no FP8
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Work
 
+from jetrl.distributed.peers import peers
 from jetrl.distributed.shards import Shard
 
 # Named so from torch 2.13 on; the earlier name still is in torch 2.11.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+@contextlib.contextmanager
+def _together(what: str) -> Iterator[None]:
+    """Take part in a collective, and name the rank that is lost where it breaks.
+
+    Args:
+        what: What is exchanged.
+
+    Raises:
+        RankLost: The process group is broken.
+    """
+    with peers().awaiting(what):
+        try:
+            yield
+        except RuntimeError as error:
+            # What gloo raises has no type of its own.
+            if not isinstance(error, dist.DistError) and "gloo" not in str(error):
+                raise
+            raise peers().lost(what, str(error).strip().splitlines()[0]) from None
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
@@ -34,14 +56,15 @@ def gather_rows(tensor: Tensor, counts: Sequence[int]) -> None:
     """
     pieces = list(as_bytes(tensor).split(list(counts)))
     own = pieces[dist.get_rank()]
-    if len(set(counts)) == 1:
-        _all_gather(as_bytes(tensor), own)
-    elif dist.get_backend() == "nccl":
-        dist.all_gather(pieces, own)
-    else:  # gloo gathers equal sizes only
-        for rank, piece in enumerate(pieces):
-            if len(piece):
-                dist.broadcast(piece, src=rank)
+    with _together("rows of weights"):
+        if len(set(counts)) == 1:
+            _all_gather(as_bytes(tensor), own)
+        elif dist.get_backend() == "nccl":
+            dist.all_gather(pieces, own)
+        else:  # gloo gathers equal sizes only
+            for rank, piece in enumerate(pieces):
+                if len(piece):
+                    dist.broadcast(piece, src=rank)
 
 
 def whole_tensor(own: Tensor, shard: Shard) -> Tensor:
@@ -73,10 +96,12 @@ def exchange(pieces: Sequence[Tensor] | None, received: Tensor) -> Work | None:
     sent = [empty] * size if pieces is None else [_flat_bytes(piece) for piece in pieces]
     into = [_flat_bytes(piece) for piece in received] + [empty] * (size - present)
     if dist.get_backend() == "nccl":
-        return dist.all_to_all(into, sent, async_op=True)
+        with _together("gradients"):
+            return dist.all_to_all(into, sent, async_op=True)
     output = torch.empty(sum(map(len, into)), dtype=torch.uint8)
     sizes_in, sizes_out = [len(piece) for piece in into], [len(piece) for piece in sent]
-    dist.all_to_all_single(output, torch.cat(sent), sizes_in, sizes_out)
+    with _together("gradients"):
+        dist.all_to_all_single(output, torch.cat(sent), sizes_in, sizes_out)
     for piece, values in zip(into, output.split(sizes_in), strict=True):
         piece.copy_(values)
     return None
@@ -93,5 +118,6 @@ def gather_equal(tensor: Tensor) -> Tensor:
     """Return the tensors of all ranks, which have one shape [...], as [size, ...]."""
     gathered = tensor.new_empty((dist.get_world_size(), *tensor.shape))
     flat = as_bytes(tensor.reshape(1, -1)).flatten()
-    _all_gather(as_bytes(gathered.reshape(len(gathered), -1)).flatten(), flat)
+    with _together("sums"):
+        _all_gather(as_bytes(gathered.reshape(len(gathered), -1)).flatten(), flat)
     return gathered

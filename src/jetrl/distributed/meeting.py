@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from typing import Any
 
 from torch.distributed import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
@@ -46,6 +47,18 @@ class Meeting:
         self.compared = False
         self._words: Store = PrefixStore("jetrl", store)
 
+    def again(self) -> Meeting:
+        """Return this meeting on another connection, for another thread."""
+        return Meeting(_connected_again(self.store), self.rank, self.size)
+
+    def own_store(self, name: str) -> Store:
+        """Return a part of the store on another connection, on which nobody else waits.
+
+        Args:
+            name: The name of the part.
+        """
+        return PrefixStore(f"jetrl {name}", _connected_again(self.store))
+
     def compare(self, facts: Mapping[str, str], problem: str = "") -> None:
         """Return once all ranks have come with the same facts and without a problem.
 
@@ -73,23 +86,25 @@ class Meeting:
                     "ranks: start all ranks alike"
                 )
 
-    def end(self, words: str) -> str | None:
+    def end(self, words: str, heard: bool = False) -> str | None:
         """Return what this rank has to print when it ends with an error; None where nothing.
 
         Rank 0 prints its own words, and those of ranks that end for another reason. Another rank
         prints only where rank 0 does not do so within seconds.
 
         Args:
-            words: This rank's message about its end.
+            words: This rank's message about its end; empty where another rank's says it all.
+            heard: Whether rank 0 is known to be well, and will read the message.
         """
         self._words.set(f"end {self.rank}", words)
         if self.rank:
-            if not self._came([_TOLD]):
+            if not heard and not self._came([_TOLD]):
                 return f"rank {self.rank}: {words}"
             self._words.set(f"heard {self.rank}", "yes")
             return None
         ends = [f"end {rank}" for rank in range(self.size)]
-        self._came(ends)
+        if not heard:
+            self._came(ends)
         return _common([self.read(key) for key in ends], own=words)
 
     def told(self) -> None:
@@ -145,7 +160,7 @@ def meet(init_method: str = "env://") -> Meeting:
         init_method: Where the processes meet, as torch.distributed takes it.
 
     Raises:
-        NoMeeting: Rank 0 cannot be reached, or cannot listen.
+        NoMeeting: Rank 0 cannot be reached, or cannot listen, or restarts would go wrong.
     """
     if _meetings:
         return _meetings[0]
@@ -158,8 +173,34 @@ def meet(init_method: str = "env://") -> Meeting:
             f"rank {rank} could not be joined to the others at {address} (MASTER_ADDR and "
             f"MASTER_PORT; another port may be free): {str(error).strip().splitlines()[0]}"
         ) from None
-    _meetings.append(Meeting(store, rank, size))
+    _meetings.append(Meeting(_of_this_attempt(store), rank, size))
     return _meetings[0]
+
+
+def _connected_again(store: Any) -> Store:
+    """Return a store on another connection; torch's types do not have this method."""
+    again: Store = store.clone()
+    return again
+
+
+def _of_this_attempt(store: Store) -> Store:
+    """Return the part of a store that ranks of an earlier attempt have not written to.
+
+    Where torchrun starts the ranks again its store may be the same, with the addresses of processes
+    that are gone.
+
+    Raises:
+        NoMeeting: Machines may count their attempts differently, and share one store.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return store
+    machines = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
+    if machines > 1 and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0:
+        raise NoMeeting(
+            f"--max-restarts on {machines} machines: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 "
+            "where torchrun is started, or an attempt would meet what the one before left"
+        )
+    return PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 def _common(words: Sequence[str], own: str = "") -> str:

@@ -24,7 +24,11 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from jetrl.distributed.meeting import meet
+from jetrl.distributed.board import Board, RankStatus, Trouble
+from jetrl.distributed.meeting import Meeting, meet
+from jetrl.distributed.peer_watch import PeerWatch
+from jetrl.distributed.peers import NOBODY, Peers, peers
+from jetrl.distributed.processes import this_process
 from jetrl.distributed.world import (
     ONE_PROCESS,
     World,
@@ -33,17 +37,11 @@ from jetrl.distributed.world import (
     set_world,
     started_by_torchrun,
 )
-from jetrl.errors import RanksDiffer, RunStopped, UserError
+from jetrl.errors import RankLost, RanksDiffer, RunStopped, UserError
 
 Item = TypeVar("Item")
 
 TIMEOUT_S = 1800.0
-
-
-class RankLost(RunStopped):
-    """Another rank is gone, or did not answer in time."""
-
-    exit_code = 5
 
 
 @dataclass(frozen=True)
@@ -121,17 +119,15 @@ class ProcessGroupWorld(World):
     def awaiting(self, what: str) -> Iterator[None]:
         """Turn an error of the process group, in the block, into one that says what was awaited."""
         began = time.monotonic()
-        try:
-            yield
-            self.waits[0] += time.monotonic() - began
-        except (RuntimeError, ValueError) as error:
-            if isinstance(error, RunStopped):
-                raise
-            line = str(error).strip().splitlines()[0] if str(error).strip() else "no reason given"
-            raise RankLost(
-                f"rank {self.rank} waited for the others ({what}), and one of them is gone or did "
-                f"not answer: {line}"
-            ) from None
+        with peers().awaiting(what):
+            try:
+                yield
+                self.waits[0] += time.monotonic() - began
+            except (RuntimeError, ValueError) as error:
+                if isinstance(error, RunStopped):
+                    raise
+                reason = str(error).strip() or "no reason given"
+                raise peers().lost(what, reason.splitlines()[0]) from None
 
 
 def of_rank(error: Exception, rank: int) -> Exception:
@@ -148,8 +144,11 @@ def open_world(
     init_method: str = "env://",
     facts: Mapping[str, str] | None = None,
     problem: str = "",
+    leave: Callable[[Trouble], None] | None = None,
 ) -> Iterator[World]:
     """Join the processes that torchrun has started, within the block.
+
+    An error leaves the block without a word to the others: they hear of it by `peers()`.
 
     Args:
         device: "cuda" for one GPU a process, or "cpu".
@@ -157,6 +156,8 @@ def open_world(
         init_method: Where the processes meet, as torch.distributed takes it.
         facts: What has to be the same on all ranks, by name: settings, versions.
         problem: Why this rank cannot begin; empty where it can.
+        leave: Ends this process where another rank is lost and the main thread cannot; None: the
+            others are not watched.
 
     Raises:
         UserError: A rank has a problem or other facts, more processes on a machine than GPUs, or no
@@ -173,6 +174,7 @@ def open_world(
             f"{socket.gethostname()}: start at most one process a GPU (--nproc-per-node)"
         )
     meeting = meet(init_method)
+    watch = _watched(meeting, local_rank, local_size, leave)
     meeting.compare({"the device": device, **(facts or {})}, problem)
     group: dict[str, Any] = {
         "store": meeting.store,
@@ -189,6 +191,9 @@ def open_world(
             dist.init_process_group("gloo", **group)
         hosts = dist.new_group(backend="gloo", timeout=group["timeout"])
     except (RuntimeError, ValueError) as error:
+        trouble = watch.trouble()
+        if trouble is not None:
+            raise RankLost(trouble.reason, trouble.code) from None
         raise UserError(
             f"the {meeting.size} processes of the run have met, and could not be joined by "
             f"{'NCCL and gloo' if device == 'cuda' else 'gloo'}: "
@@ -206,7 +211,32 @@ def open_world(
     set_world(world)
     try:
         yield world
+        if watch is not NOBODY:  # else the last to end would see the others go
+            world.barrier("the end")
     finally:
         set_world(ONE_PROCESS)
+    watch.close()
     # Not on the way out of an error: NCCL would wait there for what never comes.
     dist.destroy_process_group()
+
+
+def _watched(
+    meeting: Meeting, local_rank: int, local_size: int, leave: Callable[[Trouble], None] | None
+) -> Peers:
+    """Return the other ranks, and begin to watch them if `leave` is given.
+
+    Args:
+        meeting: The place where the ranks meet.
+        local_rank: The number of this process on its machine.
+        local_size: How many processes there are on this machine.
+        leave: Ends this process; None: nothing is watched.
+    """
+    if leave is None or meeting.size == 1:
+        return NOBODY
+    first = meeting.rank - local_rank  # torchrun numbers the ranks of a machine in a row
+    watched = {*range(first, min(first + local_size, meeting.size)), 0}
+    watched.add((meeting.rank + 1) % meeting.size)
+    status = RankStatus(meeting.rank, socket.gethostname(), this_process())
+    watch = PeerWatch(Board(meeting.own_store("board")), status, meeting.size, watched, leave)
+    watch.open()
+    return watch

@@ -245,10 +245,14 @@ class RunCheckpoints:
         """
         self._background.wait()
 
-    def settle(self) -> None:
-        """Wait as `wait` does, where an error has ended the run: a second error is only logged."""
+    def settle(self, limit_s: float | None = None) -> None:
+        """Wait as `wait` does, where an error has ended the run: a second error is only logged.
+
+        Args:
+            limit_s: The most seconds to wait; None: until the checkpoint is complete.
+        """
         try:
-            self.wait()
+            self._background.wait(limit_s)
         except RunStopped as failure:
             logger.warning("%s", failure)
 

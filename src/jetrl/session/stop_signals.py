@@ -29,6 +29,7 @@ from collections.abc import Iterator
 from types import FrameType
 
 from jetrl.distributed.agreement import STOP, agree
+from jetrl.distributed.peers import peers
 from jetrl.errors import Terminated
 
 _STEPS_LOOKED_AT = 10  # for the time that the next one may take
@@ -144,7 +145,12 @@ class StopSignals:
         _say("stopping after this step; Ctrl-C again to leave at once")
 
     def _terminate(self, number: int, frame: FrameType | None) -> None:
-        """Give the step up or ask to stop after it; leave at once on a second SIGTERM."""
+        """Give the step up or ask to stop after it; leave at once on a second SIGTERM.
+
+        torchrun sends SIGTERM as well when another rank is lost: then RankLost is raised.
+        """
+        if peers().interrupted():
+            return
         if self._received is Terminated:
             self.at_once = True
             raise Terminated

@@ -13,10 +13,19 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
+from jetrl.distributed.board import Trouble
+from jetrl.distributed.peers import peers
 from jetrl.distributed.world import world
-from jetrl.errors import StorageError, UserError
+from jetrl.errors import (
+    RankLost,
+    StorageError,
+    Terminated,
+    TimeLimitReached,
+    UserError,
+    ending,
+)
 from jetrl.runs import open_trackers, summary_of, write_report
-from jetrl.runs.follower import open_run_directory
+from jetrl.runs.follower import FOLDER, open_run_directory
 from jetrl.runs.status import StatusFile
 from jetrl.runs.storing import storing
 from jetrl.runs.trackers import Trackers
@@ -32,6 +41,8 @@ from jetrl.settings.loading import Settings
 from jetrl.types import Sample, StepStats
 
 logger = logging.getLogger(__name__)
+
+_SETTLE_S = 5.0  # for a checkpoint of several ranks, of which one has met an error
 
 
 class TrainingRun:
@@ -115,6 +126,8 @@ class TrainingRun:
         watchdog = Watchdog(settings.watchdog, hang_file, hang_state, end_attempt)
         stack.enter_context(watchdog)
         self.phases.observers.append(watchdog)
+        if world().size > 1:
+            self._expect_losses()
 
         # What is still done when the run is left: the checkpoint that is being written comes first.
         self.checkpoints = RunCheckpoints(self.directory, settings)
@@ -163,13 +176,37 @@ class TrainingRun:
         return path
 
     def _settle(self, error: BaseException | None) -> None:
-        """Complete the checkpoint that is being written after an error, unless left at once."""
-        if error is not None and not self.stops.at_once:
-            self.checkpoints.settle()
+        """Complete the checkpoint that is being written after an error, unless left at once.
+
+        Of several ranks all do so alike after a signal. Where one has met an error, the others
+        wait for it, and soon hear of the error.
+        """
+        if error is None:
+            return
+        lost = isinstance(error, RankLost)
+        alike = isinstance(error, KeyboardInterrupt | Terminated | TimeLimitReached)
+        if alike:
+            peers().leaving()
+        if not (lost or self.stops.at_once):
+            self.checkpoints.settle(None if alike or world().size == 1 else _SETTLE_S)
+        if not (lost or alike):
+            peers().failed(*ending(error))
+
+    def _expect_losses(self) -> None:
+        """Say what is left behind when another rank is lost and this one's main thread is stuck."""
+
+        def end(trouble: Trouble) -> None:
+            self.directory.end_attempt_for_hang(trouble.reason)
+            self.display.close()
+
+        peers().records_in(self.directory.path / FOLDER)
+        peers().before_leaving(end)
 
 
 def _report(path: Path, error: BaseException | None) -> None:
     """Write the report of a run directory when the run has ended, by an error or without one."""
+    if isinstance(error, RankLost):  # all ranks are to be gone in seconds, as for a restart
+        return
     try:
         with storing(path / "report.html"):
             write_report(path)

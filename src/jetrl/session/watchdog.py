@@ -13,6 +13,9 @@ code that never returns. Should the main thread hold the interpreter's lock as w
 other thread of Python runs, a timer of faulthandler, which needs no lock, writes the stacks, and a
 timer of the system ends the process with the same exit code (where the system has none,
 faulthandler's timer ends it with 1).
+
+Of several ranks each has a watchdog. A rank that waits for others which are behind it does not
+hang; when one of those does, the others write their stacks as well and end with it.
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ from typing import IO, Self
 
 import torch
 
+from jetrl.distributed.peers import peers
 from jetrl.errors import EXIT_HANG
 from jetrl.memory.device import beside_tensors
 from jetrl.models.policy import Policy
@@ -106,6 +110,7 @@ class Watchdog:
                 self._file = open(self._path, "a", encoding="utf-8")
             self._exit = _exit_timer()
             threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+            peers().on_hang(self._write_stacks)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -126,6 +131,8 @@ class Watchdog:
         with self._lock:
             self._phase, self._step = phase, step
             self._last_sign, self._silence = time.monotonic(), 0.0
+        limit = self.limit_s(phase) if self._settings.enabled else None
+        peers().here("" if phase == BETWEEN else phase, step, limit)
 
     def _watch(self) -> None:
         """Look at the clock until the context ends; the body of the watchdog's thread."""
@@ -140,7 +147,7 @@ class Watchdog:
                 assert self._file is not None
                 # If this thread does not come by again in time, the interpreter's lock is held.
                 self._end_later(max(limit - silent, 0.0) + LAST_WORDS_S, self._file)
-            if silent > limit:
+            if silent > limit and not peers().waits_for_others():
                 self._end_process(phase, step, silent, limit)
 
     def _end_later(self, seconds: float, file: IO[str]) -> None:
@@ -161,16 +168,31 @@ class Watchdog:
             longest = "it had not ended before" if before is None else f"{before:.1f} s before"
             print(f"==== {date}  {why}", file=file)
             print(f"limit {limit:.1f} s; longest silence of this phase: {longest}", file=file)
-            print(f"process {os.getpid()}; the stacks, of the main thread last:\n", file=file)
-            file.flush()
-            faulthandler.dump_traceback(file, all_threads=True)
+            self._print_stacks(file)
             self._give_up(f"{why}; the stacks are in {self._path}")
             print("\n".join(["", *self._state()]), file=file)
             file.flush()
             os.fsync(file.fileno())
-            print(f"stopped: {why}; see {self._path}", file=sys.__stderr__, flush=True)
+            stopped = f"stopped: {why}; see {self._path}"
+            print(stopped, file=sys.__stderr__, flush=True)
+            peers().failed(stopped, EXIT_HANG, hangs=True)
         finally:
             os._exit(EXIT_HANG)
+
+    def _write_stacks(self, reason: str) -> None:
+        """Write where this rank waits, when another rank hangs."""
+        with self._lock:
+            if self._over.is_set() or self._file is None:
+                return
+            date = time.strftime("%Y-%m-%d %H:%M:%S %z")
+            print(f"==== {date}  {reason}", file=self._file)
+            self._print_stacks(self._file)
+
+    def _print_stacks(self, file: IO[str]) -> None:
+        """Print the stack of every Python thread into a file."""
+        print(f"process {os.getpid()}; the stacks, of the main thread last:\n", file=file)
+        file.flush()
+        faulthandler.dump_traceback(file, all_threads=True)
 
 
 def _exit_timer() -> ExitTimer | None:

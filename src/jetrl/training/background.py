@@ -30,10 +30,14 @@ class Background:
         """True if the last job has ended with an error, which `wait` raises."""
         return self._error is not None
 
-    def wait(self) -> None:
-        """Wait for the job that runs, if one does, and raise what it raised."""
+    def wait(self, limit_s: float | None = None) -> None:
+        """Wait for the job that runs, if one does, and raise what it raised.
+
+        Args:
+            limit_s: The most seconds to wait; None: until it has ended.
+        """
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(limit_s)
             self._thread = None
         error, self._error = self._error, None
         if error is not None:
