@@ -29,6 +29,31 @@ def doctor(path: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
     return code, re.sub(" {2,}", "  ", capsys.readouterr().out)  # columns
 
 
+def test_the_rank_that_ended_a_run_is_named(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The rank that had begun the fewest collectives is the one that the others waited for."""
+    ended(run, "stopped", "rank 1 is gone")
+    places = {"node": "a", "left": False, "place": "in update of step 3"}
+    ranks = [
+        {"rank": 0, "pid": 11, "collectives": 310, **places},
+        {"rank": 1, "pid": 12, "collectives": 306, **places},
+    ]
+    record = {"time": time.time(), "rank": 1, "words": "rank 1 is gone (process 12)"}
+    (run / "ranks").mkdir()
+    board = run / "ranks" / "board.json"
+    board.write_text(json.dumps({**record, "ranks": ranks}))
+    for name in ("collectives_rank_0.json", "nccl_timeout_rank_0", "rank_1.txt"):
+        (run / "ranks" / name).touch()
+    _, text = doctor(run, capsys)
+    assert "rank 1 is gone (process 12)" in text
+    assert "OK  rank 1  in update of step 3; 306 collectives begun, the fewest: others wait" in text
+    assert "OK  rank 0  in update of step 3; 310 collectives begun; process 11" in text
+    assert "collectives_rank_0.json, nccl_timeout_rank_0\n" in text
+    board.write_text(json.dumps({**record, "time": 1.0, "ranks": ranks}))
+    assert "collectives begun" not in doctor(run, capsys)[1]
+    board.write_text("[" * 100_000)
+    assert "board.json: " in doctor(run, capsys)[1]
+
+
 def without_end(run: Path) -> None:
     lines = (run / "attempts.jsonl").read_text().splitlines()
     (run / "attempts.jsonl").write_text(lines[0] + "\n")

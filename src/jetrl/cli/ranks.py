@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from jetrl.cli.arguments import tell
 from jetrl.distributed.board import Trouble
+from jetrl.distributed.flight_recorder import record_collectives
 from jetrl.distributed.peers import peers
 from jetrl.distributed.world import launched_rank, launched_size, started_by_torchrun
 from jetrl.errors import RankLost, RunStopped, Terminated, TimeLimitReached, UserError
@@ -55,6 +56,9 @@ def joined(settings: Settings, resume: bool = False) -> Iterator[None]:
     Raises:
         UserError: The ranks were started differently, or settings that need one process.
     """
+    if not started_by_torchrun():
+        yield
+        return
     problem = ""
     if settings.precision.preset == "fp32" and launched_size() > 1:
         problem = (
@@ -67,6 +71,7 @@ def joined(settings: Settings, resume: bool = False) -> Iterator[None]:
         for section, values in settings.model_dump(mode="json").items()
         for key, value in values.items()
     }
+    record_collectives(Path(settings.run.dir) / str(settings.run.name) / "ranks")
     facts["what is done with the run"] = "resume it" if resume else "begin it"
     with joined_on(settings.run.device, settings.distributed.timeout_s, facts, problem):
         yield
@@ -170,7 +175,10 @@ def end(
                 meeting.compare({}, problem=words.removeprefix("error: "))
             except UserError as common:
                 words = f"error: {common}"
-        to_print = meeting.end(words, heard=peers().is_well(0))
+        # Where this rank was the first to fail, the others follow without words of their own.
+        trouble = peers().trouble() if first else None
+        heard = peers().is_well(0) or (trouble is not None and trouble.rank == 0)
+        to_print = meeting.end(words, heard)
         if first and not printed:
             _say_once(to_print or words)
         elif to_print is not None:

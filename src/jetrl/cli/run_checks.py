@@ -5,6 +5,7 @@ Nothing is written, and the run may be running.
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import time
@@ -13,12 +14,15 @@ from pathlib import Path
 
 from jetrl.cli.checks import Finding, Severity, check_disk
 from jetrl.errors import UserError
-from jetrl.files import read_bytes
+from jetrl.files import checked, read_bytes
 from jetrl.runs import Attempt, RunDirectory
 from jetrl.runs.format import duration
+from jetrl.runs.schemas import BOARD
 from jetrl.runs.status import Status, read_status
 from jetrl.settings.presets import is_exact
 from jetrl.training import Checkpoints
+
+_RECORDED = re.compile(r"collectives_rank_\d+\.json|nccl_timeout_rank_\d+")
 
 
 def run_checks(path: Path) -> list[Finding]:
@@ -33,6 +37,7 @@ def run_checks(path: Path) -> list[Finding]:
         "progress": lambda run: [check_progress(run)],
         "checkpoints": check_checkpoints,
         "hang": check_hang,
+        "ranks": check_ranks,
         "numbers": check_numbers,
         "not finite": check_nonfinite,
         "disk": lambda _: [check_disk(path)],
@@ -139,6 +144,40 @@ def check_hang(run: RunDirectory) -> list[Finding]:
     last = headers[-1] if headers else "the interpreter's lock was held, faulthandler wrote it"
     step = "hang.txt has the stacks, the sequences and the memory; watchdog.* sets the limits"
     return [Finding("WARN", "hang", f"{last}{where}", step)]
+
+
+def check_ranks(run: RunDirectory) -> list[Finding]:
+    """Return where each rank was when one of them ended the last attempt, and what they recorded.
+
+    Raises:
+        UserError: The file board.json is damaged.
+    """
+    folder, attempts = run.path / "ranks", run.attempts()
+    try:
+        text = read_bytes(folder / "board.json")
+    except FileNotFoundError:
+        return []
+    try:
+        record = checked(BOARD, json.loads(text), str(folder / "board.json"))
+    except (RecursionError, ValueError) as error:
+        raise UserError(f"{folder / 'board.json'}: {error}") from None
+    if not attempts or record.time < attempts[-1].started:  # it tells of an earlier attempt
+        return []
+    findings = [Finding("WARN", "ranks", record.words)]
+    counts = [line.collectives for line in record.ranks]
+    for line in record.ranks:
+        detail = f"{line.place}; {line.collectives} collectives begun"
+        if line.collectives == min(counts) < max(counts):
+            detail += ", the fewest: others waited for it"
+        findings.append(Finding("OK", f"rank {line.rank}", f"{detail}; process {line.pid}"))
+    files = sorted(file.name for file in folder.glob("*") if _RECORDED.fullmatch(file.name))
+    if files:
+        step = (
+            "the collectives that each rank remembers; nccl_timeout_* is for `python -m "
+            "torch.distributed.flight_recorder.fr_trace`, which trusts what it reads"
+        )
+        findings.append(Finding("OK", "collectives", f"{folder}: {', '.join(files)}", step))
+    return findings
 
 
 def check_numbers(run: RunDirectory) -> list[Finding]:

@@ -70,6 +70,17 @@ class RankStatus:
     beat: int = 0
     left: bool = False
 
+    def record(self) -> dict[str, object]:
+        """Return what the run directory keeps of the line."""
+        return {
+            "rank": self.rank,
+            "node": self.node,
+            "pid": self.process.pid,
+            "place": self.place,
+            "collectives": self.number,
+            "left": self.left,
+        }
+
     @property
     def place(self) -> str:
         """The phase and step of the rank in words, with what it waits for."""

@@ -94,7 +94,8 @@ class Meeting:
 
         Args:
             words: This rank's message about its end; empty where another rank's says it all.
-            heard: Whether rank 0 is known to be well, and will read the message.
+            heard: Whether the others know of this end: rank 0 is well and prints it, or is this
+                rank, and no other has words of its own.
         """
         self._words.set(f"end {self.rank}", words)
         if self.rank:

@@ -18,7 +18,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -56,6 +56,7 @@ class PeerWatch(Peers):
         size: How many ranks there are.
         watched: The ranks whose lines are read each second: those of this machine, and a neighbor.
         leave: Ends this process with the message of a trouble; does not return.
+        write_collectives: Writes the collectives that a rank remembers into a folder.
     """
 
     def __init__(
@@ -65,9 +66,11 @@ class PeerWatch(Peers):
         size: int,
         watched: Collection[int],
         leave: Callable[[Trouble], None],
+        write_collectives: Callable[[Path, int], None] = lambda folder, rank: None,
     ) -> None:
         self._board, self._status, self._size = board, status, size
         self._rank, self._leave = status.rank, leave
+        self._write_collectives = write_collectives
         self._watched = [rank for rank in watched if rank != status.rank]
         self._main = threading.main_thread().ident
         self._number, self._awaits = 0, ""
@@ -293,13 +296,18 @@ class PeerWatch(Peers):
         if self._recorded:
             return
         self._recorded = True
-        if self._folder is None or self._rank != int(trouble.rank == 0 and trouble.kind == "lost"):
+        if self._folder is None:
+            return
+        if trouble.kind != "failed":
+            self._write_collectives(self._folder, self._rank)
+        if self._rank != int(trouble.rank == 0 and trouble.kind == "lost"):
             return
         lines = self._lines | {self._rank: self._status}
         record = {
             "time": time.time(),
-            "trouble": asdict(trouble),
-            "ranks": [asdict(lines[rank]) for rank in sorted(lines)],
+            "rank": trouble.rank,
+            "words": trouble.reason,
+            "ranks": [lines[rank].record() for rank in sorted(lines)],
         }
         try:
             (self._folder / RECORD).write_text(json.dumps(record, indent=1) + "\n")

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from jetrl.distributed.board import Board, RankStatus, Trouble
+from jetrl.distributed.flight_recorder import write_collectives
 from jetrl.distributed.meeting import Meeting, meet
 from jetrl.distributed.peer_watch import PeerWatch
 from jetrl.distributed.peers import NOBODY, Peers, peers
@@ -237,6 +238,8 @@ def _watched(
     watched = {*range(first, min(first + local_size, meeting.size)), 0}
     watched.add((meeting.rank + 1) % meeting.size)
     status = RankStatus(meeting.rank, socket.gethostname(), this_process())
-    watch = PeerWatch(Board(meeting.own_store("board")), status, meeting.size, watched, leave)
+    watch = PeerWatch(
+        Board(meeting.own_store("board")), status, meeting.size, watched, leave, write_collectives
+    )
     watch.open()
     return watch

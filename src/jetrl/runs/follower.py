@@ -2,7 +2,10 @@
 
     runs/NAME/ranks/
       rank_1.txt        Python logging of rank 1, and what it and its libraries print
-      rank_1_hang.txt   where it hung, if it did
+      rank_1_hang.txt   where it hung, if it did, or waited for a rank that hung
+      board.json        where each rank was, when one was lost or failed (distributed/board.py)
+      collectives_rank_1.json, nccl_timeout_rank_1
+                        the collectives that it remembered then (distributed/flight_recorder.py)
 
 Rank 0 alone makes the directory and writes it. What a rank reads there and decides by, it has from
 rank 0 (`World.from_first`), which may have written more in the meantime.

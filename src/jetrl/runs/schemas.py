@@ -80,6 +80,42 @@ class StatusRecord(Stored):
     pid: Count
 
 
+class RankLine(Stored):
+    """The place of a rank in board.json.
+
+    Attributes:
+        rank: The rank.
+        node: The name of its machine.
+        pid: The id of its process.
+        place: The phase and step that it was in, in words.
+        collectives: How many collectives it had begun.
+        left: Whether it was ending by itself.
+    """
+
+    rank: Count
+    node: Name
+    pid: Count
+    place: Annotated[str, Field(max_length=10 * MOST_NAME)]
+    collectives: Count
+    left: bool
+
+
+class BoardRecord(Stored):
+    """The contents of ranks/board.json: how a run of several ranks was ended by one of them.
+
+    Attributes:
+        time: Unix time of that.
+        rank: The rank; -1 for the key-value store that all share.
+        words: What became of it.
+        ranks: Where the ranks were.
+    """
+
+    time: UnixTime
+    rank: Annotated[int, Field(ge=-1, lt=2**31)]
+    words: str
+    ranks: list[RankLine]
+
+
 class RolloutLine(Stored):
     """A line of rollouts/step_NNNNNN.jsonl: a sample (`rollout_records.record_of`).
 
@@ -190,6 +226,7 @@ METRICS_LINE = TypeAdapter(MetricsLine)
 ATTEMPT_LINE = TypeAdapter(AttemptLine)
 ROLLOUT_LINE = TypeAdapter(RolloutLine)
 STATUS = TypeAdapter(StatusRecord)
+BOARD = TypeAdapter(BoardRecord)
 RUN_CONFIG = TypeAdapter(RunConfig)
 PLAN: TypeAdapter[dict[str, Any]] = TypeAdapter(dict[Name, Annotated[Any, AfterValidator(_plain)]])
 """The contents of plan.json: what `PrecisionPlan.to_dict` gives, names and plain values."""

@@ -1,0 +1,47 @@
+"""torch's flight recorder, which remembers the last collectives of a process.
+
+It is read when a rank is lost or hangs. NCCL's own thread writes its record as well, when a
+collective takes longer than the time limit of the process group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+_KEPT = "2000"  # collectives
+TIMEOUT_FILES, FILES = "nccl_timeout_rank_", "collectives_rank_"
+
+
+def record_collectives(folder: Path) -> None:
+    """Turn the flight recorder on, before a process group is opened; what is set already stays.
+
+    Args:
+        folder: The folder that NCCL's own record is written to.
+    """
+    file = str((folder / TIMEOUT_FILES).absolute())
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", _KEPT)
+    os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", file)
+    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
+    # torchrun's own choice, 1, makes NCCL clean up first, which may wait for what hangs.
+    if os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1") == "1":
+        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "3"
+
+
+def write_collectives(folder: Path, rank: int) -> None:
+    """Write the collectives that this process remembers into a folder, as JSON.
+
+    Args:
+        folder: The folder.
+        rank: The rank of this process.
+    """
+    from torch._C import _distributed_c10d as c10d
+
+    dump = getattr(c10d, "_dump_nccl_trace_json", None) or getattr(
+        c10d, "_dump_fr_trace_json", None
+    )
+    if dump is None:
+        return
+    with contextlib.suppress(RuntimeError, OSError):  # a full disk may be the trouble
+        (folder / f"{FILES}{rank}.json").write_bytes(dump())
