@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, NoReturn
 
 from jetrl.cli.arguments import tell
 from jetrl.distributed.board import Trouble
-from jetrl.distributed.flight_recorder import record_collectives
 from jetrl.distributed.peers import peers
 from jetrl.distributed.world import launched_rank, launched_size, started_by_torchrun
 from jetrl.errors import RankLost, RunStopped, Terminated, TimeLimitReached, UserError
@@ -59,6 +58,8 @@ def joined(settings: Settings, resume: bool = False) -> Iterator[None]:
     if not started_by_torchrun():
         yield
         return
+    from jetrl.distributed.flight_recorder import record_collectives
+
     problem = ""
     if settings.precision.preset == "fp32" and launched_size() > 1:
         problem = (

@@ -147,7 +147,7 @@ def check_hang(run: RunDirectory) -> list[Finding]:
 
 
 def check_ranks(run: RunDirectory) -> list[Finding]:
-    """Return where each rank was when one of them ended the last attempt, and what they recorded.
+    """Return where the ranks were when one rank ended the last attempt, with their records.
 
     Raises:
         UserError: The file board.json is damaged.
@@ -173,8 +173,8 @@ def check_ranks(run: RunDirectory) -> list[Finding]:
     files = sorted(file.name for file in folder.glob("*") if _RECORDED.fullmatch(file.name))
     if files:
         step = (
-            "the collectives that each rank remembers; nccl_timeout_* is for `python -m "
-            "torch.distributed.flight_recorder.fr_trace`, which trusts what it reads"
+            "the collectives that each rank remembers; torch's torchfrtrace reads nccl_timeout_*, "
+            "and trusts what it reads"
         )
         findings.append(Finding("OK", "collectives", f"{folder}: {', '.join(files)}", step))
     return findings

@@ -184,7 +184,7 @@ def run(args: argparse.Namespace) -> int:
 
     try:
         with joined(settings, resume):
-            result = loop.train(settings, resume)
+            result = loop.train(settings, resume=resume)
     except (KeyboardInterrupt, Terminated) as end:
         return say_how_to_go_on(end, "train", args, settings)
     print(closing_lines(result, settings))

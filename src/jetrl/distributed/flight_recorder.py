@@ -1,4 +1,4 @@
-"""torch's flight recorder, which remembers the last collectives of a process.
+"""The flight recorder of torch, which remembers the last collectives of a process.
 
 It is read when a rank is lost or hangs. NCCL's own thread writes its record as well, when a
 collective takes longer than the time limit of the process group.
@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import os
 from pathlib import Path
+
+from torch._C import _distributed_c10d as c10d
 
 _KEPT = "2000"  # collectives
 TIMEOUT_FILES, FILES = "nccl_timeout_rank_", "collectives_rank_"
@@ -36,8 +38,6 @@ def write_collectives(folder: Path, rank: int) -> None:
         folder: The folder.
         rank: The rank of this process.
     """
-    from torch._C import _distributed_c10d as c10d
-
     dump = getattr(c10d, "_dump_nccl_trace_json", None) or getattr(
         c10d, "_dump_fr_trace_json", None
     )

@@ -26,7 +26,7 @@ from typing import Any
 from jetrl.distributed.board import Board, RankStatus, Trouble
 from jetrl.distributed.peers import NOBODY, Peers, set_peers
 from jetrl.distributed.processes import is_gone, is_stopped
-from jetrl.errors import EXIT_HANG, RankLost, Terminated
+from jetrl.errors import EXIT_HANG, RankLost, Terminated, ending
 
 logger = logging.getLogger(__name__)
 
@@ -230,6 +230,7 @@ class PeerWatch(Peers):
     def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
         """End the process, where the run does not yet, or no longer, handle SIGTERM itself."""
         if not self.interrupted():
+            self.failed(*ending(Terminated()))
             raise Terminated
 
     # The thread that keeps the board
@@ -237,8 +238,7 @@ class PeerWatch(Peers):
     def _keep_board(self) -> None:
         """Write this rank's line and read those of others, each second or when asked to."""
         while not self._over.is_set():
-            met = all(rank in self._lines for rank in self._watched)
-            self._asked.wait(BEAT_S if met else TICK_S)
+            self._asked.wait(BEAT_S if self._has_met_all else TICK_S)
             self._asked.clear()
             began = self._talking_since = time.monotonic()
             trouble = None
@@ -254,6 +254,11 @@ class PeerWatch(Peers):
                 self._broken_since = self._broken_since or began
             self._talking_since = None
             self._note(trouble, began)
+
+    @property
+    def _has_met_all(self) -> bool:
+        """True once the lines of all watched ranks have been read."""
+        return all(rank in self._lines for rank in self._watched)
 
     def _write(self, again: bool = False) -> None:
         """Write this rank's line on the board; a board that does not answer is seen elsewhere.
@@ -370,6 +375,8 @@ class PeerWatch(Peers):
 
     def _find(self, now: float) -> Trouble | None:
         """Return the trouble of another rank or of the store; None where all are well."""
+        if not self._has_met_all:
+            self._ask(now)  # in the first moments: a rank may be lost right then
         for rank, line in list(self._lines.items()):
             if rank == self._rank or line.left:
                 continue

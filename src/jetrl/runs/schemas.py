@@ -101,7 +101,7 @@ class RankLine(Stored):
 
 
 class BoardRecord(Stored):
-    """The contents of ranks/board.json: how a run of several ranks was ended by one of them.
+    """The contents of ranks/board.json: how one of several ranks ended a run.
 
     Attributes:
         time: Unix time of that.
