@@ -14,6 +14,7 @@ import torch
 from jetrl.bench.shapes import SHAPES
 from jetrl.errors import UserError
 from jetrl.kernels.attention.layout import KeyValueCodes, QueryTiles
+from jetrl.memory import activations
 from jetrl.memory.fitting import check_fits
 from jetrl.memory.plan import MemoryPlan, OtherModels, Workload, memory_plan
 from jetrl.models.attention import staged_bytes_per_token
@@ -126,13 +127,19 @@ def test_an_fp8_head_tied_to_the_embedding_has_a_gradient_of_its_own_for_a_momen
 def test_lm_heads_gradient_of_a_micro_batch_is_held_beside_the_sum() -> None:
     what, head = "lm_head's gradient of a micro-batch", 4 * LARGE.vocab_size * LARGE.hidden_size
     several = memory_plan(settings(), LARGE, load=Workload(64, 512, 64, 8192))
-    assert [row(several, what, moment) for moment in ("backward", "optimizer")] == [head, head]
+    assert row(several, what, "optimizer") == head
+    # In backward the product takes the place of the forward's chunk of logits, which is gone then.
+    batch = several.micro_batch.tokens
+    logits, hidden = activations.logits_bytes(LARGE, batch), 10 * batch * LARGE.hidden_size
+    assert hidden < logits < hidden + head
+    assert row(several, what, "backward") == hidden + head - logits
     one = memory_plan(settings(), LARGE, load=Workload(4, 512, 4, 8192))
     assert not [r for r in one.rows if r.what == what], "the first product is the sum"
     tied = ModelConfig.from_hf({**SHAPES["qwen3-8b"], "tie_word_embeddings": True})
     plan = memory_plan(settings(), tied, load=Workload(64, 512, 64, 8192))
     # Added before the embedding's rows are.
-    assert [row(plan, what, moment) for moment in ("backward", "optimizer")] == [head, 0]
+    assert row(plan, what, "backward") == hidden + head - logits
+    assert row(plan, what, "optimizer") == 0
 
 
 def test_recomputed_layers_keep_their_inputs() -> None:

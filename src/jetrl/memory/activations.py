@@ -83,23 +83,31 @@ def on_top_bytes(
         recomputed: Whether layers and logits are computed again in backward.
         products: The products that are held beside the sums of gradients.
     """
-    in_head = _head_bytes(config, batch, recomputed) + products.in_head
+    in_head = _head_bytes(config, batch, recomputed, products.in_head)
     return max(in_head, _layer_backward_bytes(config, plan, batch) + products.in_layer)
 
 
-def _head_bytes(config: ModelConfig, batch: PlannedMicroBatch, recomputed: bool) -> int:
+def _head_bytes(
+    config: ModelConfig, batch: PlannedMicroBatch, recomputed: bool, product: int
+) -> int:
     """Return the most bytes that lm_head holds on top.
 
     The gradient of the logits, in bfloat16, is held for all rows, or for one chunk where logits are
     computed again; beside it a chunk of float32 logits, or in backward the gradient of the hidden
-    states, plain and scaled. The weight's gradient is added to the existing one.
+    states, plain and scaled, and the weight's gradient where that is not added to the existing one.
+
+    Args:
+        config: The model's shape.
+        batch: The largest micro-batch.
+        recomputed: Whether logits are computed again in backward.
+        product: Bytes of the weight's gradient of a micro-batch beside the sum.
     """
     if config.head == "score":
         return 0
     logits, hidden = logits_bytes(config, batch.tokens), 10 * batch.tokens * config.hidden_size
     if recomputed:
-        return logits + logits // 2 + hidden
-    return 2 * batch.tokens * config.vocab_size + max(logits, hidden)
+        return logits + logits // 2 + hidden + product
+    return 2 * batch.tokens * config.vocab_size + max(logits, hidden + product)
 
 
 def logits_bytes(config: ModelConfig, tokens: int) -> int:
