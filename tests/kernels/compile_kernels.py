@@ -197,11 +197,13 @@ def optimizer() -> None:
     """An update of the master weights, with moments of few bits."""
     from jetrl.kernels.adamw import adamw_
     from jetrl.kernels.adamw_scalars import adamw_scalars
+    from jetrl.kernels.block_norm import block_squares
 
     master = torch.empty(512, 512, device=META)
     states = [torch.empty(512, 512, dtype=kind, device=META) for kind in (torch.uint8, torch.int16)]
     scalars = adamw_scalars(1, lambda _: 0.1, (0.9, 0.95), 1e-8, 0.1)
     adamw_(master, master, *states, torch.empty((), device=META), scalars)
+    block_squares(master)
 
 
 def long_attention() -> None:

@@ -1,4 +1,4 @@
-"""A run while it goes on, for people: in the terminal, or in a browser on this machine.
+"""The live view of a run: in the terminal, or in a browser on this machine.
 
 Both read what the run writes into its directory and nothing else, so that they can be started and
 stopped at any time, from another terminal or machine, without the run noticing.
@@ -62,7 +62,7 @@ def frame(path: Path, now: float | None = None) -> Group:
 
 
 def curve(values: list[float], width: int = CURVE) -> str:
-    """Return values as a line of bars, each the mean of its share of them.
+    """Return values as a line of bars, each the mean of as many neighbouring values.
 
     Args:
         values: The values, at least one.
