@@ -123,10 +123,10 @@ def test_after_an_error_the_checkpoint_on_its_way_is_still_written(
         waits.wait()
         return write(checkpoints, snapshot)
 
-    def noted(background: Background) -> None:
+    def noted(background: Background, limit_s: float | None = None) -> None:
         if fails.is_set():
             waits.set()
-        wait(background)
+        wait(background, limit_s)
 
     monkeypatch.setattr(RewardTrainer, "step", failing)
     monkeypatch.setattr(Checkpoints, "write", late)

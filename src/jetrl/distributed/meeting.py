@@ -21,7 +21,7 @@ from jetrl.distributed.world import launched_rank, launched_size, named, ranks_t
 from jetrl.errors import UserError
 
 START_S = 300.0  # for the slowest rank to import what it needs, from a cold disk
-LAST_WORDS_S = 3.0  # for ranks that end at the same moment
+LAST_WORDS_S = 8.0  # for ranks that end at the same moment, on a machine that may be busy
 
 _TOLD = "told"
 
