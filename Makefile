@@ -74,6 +74,7 @@ test-busy: $(DEV_STAMP)
 # Each compares what it ends with, bit for bit, with a run that nobody disturbed.
 soak: $(DEV_STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/reliability/kill_and_resume.py --kills 60
+	OMP_NUM_THREADS=1 $(BIN)/python tests/reliability/kill_ranks.py --points 20 --times 20
 	OMP_NUM_THREADS=1 $(BIN)/python tests/reliability/soak.py --steps 1000
 	OMP_NUM_THREADS=1 $(BIN)/python tests/reliability/noisy_tool.py --steps 300
 	JETRL_FUZZ_CASES=10000 $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal \

@@ -28,7 +28,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -243,7 +243,7 @@ def raises_at(
 def _die(place: Path) -> None:
     """Write down where this rank is, and end it."""
     status = getattr(peers(), "_status", None)
-    place.write_text("" if status is None else f"{status.phase} of step {status.step}")
+    place.write_text("" if status is None else replace(status, awaits="").place)
     os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -54,7 +54,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if several and launched_rank() > 0:
         ranks.be_silent()
     try:
-        return _command(arguments)
+        code = _command(arguments)
+        if several and code:
+            ranks.exit_now(code)
+        return code
     except (UserError, RunStopped, KeyboardInterrupt, Terminated) as error:
         cause = error
     except BrokenPipeError:  # the reader of our output went away: `jetrl runs list | head -1`

@@ -189,7 +189,7 @@ def end(
     except (NoMeeting, RuntimeError) as lost:  # there is no store, or no longer
         reason = f" ({lost})" if isinstance(lost, NoMeeting) and str(lost) not in words else ""
         _say_once(words + reason if first else f"rank {launched_rank()}: {words}{reason}")
-    _exit(code)
+    exit_now(code)
 
 
 def leave(trouble: Trouble) -> NoReturn:
@@ -209,7 +209,7 @@ def leave(trouble: Trouble) -> NoReturn:
         meeting.end("", heard=True)
         if rank == 0:
             meeting.told()
-    _exit(trouble.code)
+    exit_now(trouble.code)
 
 
 def _may_follow(error: BaseException | None) -> bool:
@@ -219,8 +219,14 @@ def _may_follow(error: BaseException | None) -> bool:
     return isinstance(error, Exception | Terminated)
 
 
-def _exit(code: int) -> NoReturn:
-    """End the process at once: Python's end would wait for threads of NCCL, which wait as well."""
+def exit_now(code: int) -> NoReturn:
+    """End the process at once, since Python's own end may wait for what never comes.
+
+    Threads of NCCL wait for other ranks; threads that watch them would be killed within C++.
+
+    Args:
+        code: The exit code.
+    """
     with contextlib.suppress(OSError):
         sys.stdout.flush()
     os._exit(code)

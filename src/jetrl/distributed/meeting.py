@@ -7,16 +7,18 @@ messages there, so that rank 0 can print a common one once.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
 from torch.distributed import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
+from jetrl.distributed.peers import peers
 from jetrl.distributed.world import launched_rank, launched_size, named, ranks_that_differ
 from jetrl.errors import UserError
 
@@ -121,11 +123,22 @@ class Meeting:
             key: What the text is.
             text: The text.
         """
-        self._words.set(key, text)
+        with self._there():
+            self._words.set(key, text)
 
     def read(self, key: str) -> str:
         """Return what a rank has written, without waiting; "" where nothing was written."""
-        return self._words.get(key).decode() if self._words.check([key]) else ""
+        with self._there():
+            return self._words.get(key).decode() if self._words.check([key]) else ""
+
+    @contextlib.contextmanager
+    def _there(self) -> Iterator[None]:
+        """Turn an error of the store, in the block, into one that says who is lost."""
+        try:
+            yield
+        except RuntimeError as error:
+            reason = str(error).strip().splitlines()
+            raise peers().lost("the key-value store", reason[0] if reason else "") from None
 
     def _came(self, keys: Sequence[str]) -> bool:
         """Return whether all keys are in the store, at once or within seconds."""

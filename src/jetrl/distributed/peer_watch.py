@@ -33,13 +33,13 @@ logger = logging.getLogger(__name__)
 TICK_S = 0.2
 BEAT_S = 1.0
 ANSWER_S = 1.5  # for the store to answer, before a rank decides by what it knows itself
-BROKEN_S = 2.0  # of a store that refuses connections
+BROKEN_S = 1.0  # of a store that refuses connections
 STOPPED_S = 3.0  # of a process that is stopped, as a debugger may do for a moment
 SILENT_S = 30.0  # the least silence of a rank elsewhere that is a loss
 MAIN_S = 2.0  # for the main thread to take in a signal
 BUSY_S = 4.0  # for the main thread to take in trouble
-ENDING_S = 8.0  # for the main thread to end, once it has taken it in
-LEAVE_S = 4.0  # for last words, with a store or a disk that may not answer
+ENDING_S = 6.0  # for the main thread to end, once it has taken it in
+LEAVE_S = 3.0  # for last words, with a store or a disk that may not answer
 
 RECORD = "board.json"
 THE_STORE = -1  # in place of a rank: what the run's key-value store runs in
@@ -99,6 +99,7 @@ class PeerWatch(Peers):
         self._handler: Any = signal.SIG_DFL  # before this watch
         self._ending = self._orderly = False
         self._over = threading.Event()
+        self._threads: list[threading.Thread] = []
 
     # What the main thread says and asks
 
@@ -215,13 +216,17 @@ class PeerWatch(Peers):
             self._handler = signal.signal(signal.SIGTERM, self._on_sigterm)
             signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
         for name, body in (("board", self._keep_board), ("peers", self._watch)):
-            threading.Thread(target=body, name=name, daemon=True).start()
+            self._threads.append(threading.Thread(target=body, name=name, daemon=True))
+            self._threads[-1].start()
 
     def close(self) -> None:
         """End the watch, at the end of a run without trouble."""
         self.leaving()
         self._over.set()
         self._asked.set()
+        self._wake()
+        for thread in self._threads:  # Python's end would kill them within C++, and so the process
+            thread.join(ANSWER_S)
         if threading.get_ident() == self._main:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGTERM, self._handler)
