@@ -204,6 +204,8 @@ def leave(trouble: Trouble) -> NoReturn:
     rank = launched_rank()
     if rank == int(trouble.rank == 0 and trouble.kind == "lost"):
         _say_once(visible(trouble.message, newlines=True))
+    if trouble.rank < 0:  # the store itself is gone
+        exit_now(trouble.code)
     with contextlib.suppress(NoMeeting, RuntimeError):
         meeting = meet().again()  # the main thread may be waiting on its connection
         meeting.end("", heard=True)
