@@ -15,6 +15,7 @@ import logging
 import os
 import select
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
@@ -97,7 +98,7 @@ class PeerWatch(Peers):
         self._pipe = os.pipe()
         self._signals, self._unheard_since = 0, 0.0
         self._handler: Any = signal.SIG_DFL  # before this watch
-        self._ending = self._orderly = False
+        self._ending = self._orderly = self._interrupting = False
         self._over = threading.Event()
         self._threads: list[threading.Thread] = []
 
@@ -184,13 +185,25 @@ class PeerWatch(Peers):
         """Return whether a signal is to be ignored; raise RankLost where a lost rank caused it."""
         with contextlib.suppress(OSError):
             os.write(self._pipe[1], _HEARD)
-        if self._ending:
+        if self._ending or self._interrupting:  # a handler may be interrupted by another one
             return True
-        trouble = self.trouble()
+        self._interrupting = True
+        try:
+            trouble = self.trouble()
+        finally:
+            self._interrupting = False
         if trouble is None:
             return False
         self._ending = True
         raise RankLost(trouble.reason, trouble.code)
+
+    def _on_unraisable(self, caught: Any) -> None:
+        """Raise RankLost again which came where Python swallows errors, as in a destructor."""
+        if isinstance(caught.exc_value, RankLost) and self._main is not None:
+            self._ending = False
+            signal.pthread_kill(self._main, signal.SIGTERM)
+        else:
+            sys.__unraisablehook__(caught)
 
     def records_in(self, folder: Path) -> None:
         """Write the board into a folder, where trouble ends the run."""
@@ -215,6 +228,7 @@ class PeerWatch(Peers):
         if threading.get_ident() == self._main:
             self._handler = signal.signal(signal.SIGTERM, self._on_sigterm)
             signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
+            sys.unraisablehook = self._on_unraisable
         for name, body in (("board", self._keep_board), ("peers", self._watch)):
             self._threads.append(threading.Thread(target=body, name=name, daemon=True))
             self._threads[-1].start()
@@ -229,6 +243,7 @@ class PeerWatch(Peers):
             thread.join(ANSWER_S)
         if threading.get_ident() == self._main:
             signal.set_wakeup_fd(-1)
+            sys.unraisablehook = sys.__unraisablehook__
             signal.signal(signal.SIGTERM, self._handler)
         set_peers(NOBODY)
 
