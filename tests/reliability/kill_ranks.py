@@ -371,6 +371,7 @@ def main() -> None:
         record = {
             "command": f"python tests/reliability/kill_ranks.py --points {args.points} "
             f"--times {args.times} --seed {args.seed} --ranks {args.ranks}",
+            "date": time.strftime("%Y-%m-%d"),
             "torch": torch.__version__,
             "machine": f"{os.cpu_count()} cores, {platform.machine()}",
             "ranks": args.ranks,

@@ -106,7 +106,7 @@ class Meeting:
             self._words.set(f"heard {self.rank}", "yes")
             return None
         ends = [f"end {rank}" for rank in range(self.size)]
-        if not heard:
+        if not (heard and _has_agent_store()):  # else the others' store ends with this rank
             self._came(ends)
         return _common([self.read(key) for key in ends], own=words)
 
@@ -197,6 +197,11 @@ def _connected_again(store: Any) -> Store:
     return again
 
 
+def _has_agent_store() -> bool:
+    """Return whether torchrun keeps the store, and not rank 0."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
 def _of_this_attempt(store: Store) -> Store:
     """Return the part of a store that ranks of an earlier attempt have not written to.
 
@@ -206,7 +211,7 @@ def _of_this_attempt(store: Store) -> Store:
     Raises:
         NoMeeting: Machines may count their attempts differently, and share one store.
     """
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+    if not _has_agent_store():
         return store
     machines = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
     if machines > 1 and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0:

@@ -98,7 +98,8 @@ class PeerWatch(Peers):
         self._pipe = os.pipe()
         self._signals, self._unheard_since = 0, 0.0
         self._handler: Any = signal.SIG_DFL  # before this watch
-        self._ending = self._orderly = self._interrupting = False
+        self._ending = self._orderly = False
+        self._interrupting = self._swallowed = False
         self._over = threading.Event()
         self._threads: list[threading.Thread] = []
 
@@ -199,9 +200,8 @@ class PeerWatch(Peers):
 
     def _on_unraisable(self, caught: Any) -> None:
         """Raise RankLost again which came where Python swallows errors, as in a destructor."""
-        if isinstance(caught.exc_value, RankLost) and self._main is not None:
-            self._ending = False
-            signal.pthread_kill(self._main, signal.SIGTERM)
+        if isinstance(caught.exc_value, RankLost):
+            self._ending, self._swallowed = False, True
         else:
             sys.__unraisablehook__(caught)
 
@@ -452,11 +452,17 @@ class PeerWatch(Peers):
                     with contextlib.suppress(Exception):
                         work(trouble.reason)
             self._kill_stopped(trouble)
-            # Its handler raises RankLost, wherever in Python the main thread is.
-            if not self._ending and self._main and callable(signal.getsignal(signal.SIGTERM)):
-                signal.pthread_kill(self._main, signal.SIGTERM)
+            self._interrupt_main()
+        elif self._swallowed:
+            self._swallowed = False
+            self._interrupt_main()
         elif now - self._taken_in > (ENDING_S if self._ending else BUSY_S):
             self._end_process(trouble)
+
+    def _interrupt_main(self) -> None:
+        """Let the handler of SIGTERM raise RankLost, wherever in Python the main thread is."""
+        if not self._ending and self._main and callable(signal.getsignal(signal.SIGTERM)):
+            signal.pthread_kill(self._main, signal.SIGTERM)
 
     def _kill_stopped(self, trouble: Trouble) -> None:
         """Kill a lost rank of this machine that is stopped: nobody else can end it."""
