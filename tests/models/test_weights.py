@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 
@@ -98,3 +100,50 @@ def test_every_product_has_one_place_where_more_is_added(
         p.rollout_logits(p.rollout_forward(torch.tensor([1, 2, 3]), torch.arange(3), kv))
     layers = [f"layers.{i}.{name}" for i in range(2) for name in ("qkv", "o", "gate_up", "down")]
     assert seen == [*layers, "lm_head"]
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_base_is_trained_around(preset: str) -> None:
+    """Weights that are not trained serve both sides, and have neither masters nor gradients."""
+    whole = policy(preset)
+    around = Policy(
+        CONFIG, whole.plan, random_weights(CONFIG, 0), trains=lambda name: "norm" in name
+    )
+    assert all("norm" in name for name in around.master_weights())
+    sequences = [[1, 2, 3, 4, 5], [6, 7]]
+    for one in (whole, around):
+        torch.cat(one.logprobs(sequences)).sum().backward()
+    for name, master in around.master_weights().items():
+        assert torch.equal(master.grad, whole.master_weights()[name].grad), name
+    kept = [w for w in quantized(around) if w.fixed]
+    assert len(kept) == 9
+    assert all(w.master.grad is None for w in kept)
+    tensors = around.weights.quantized_tensors()
+    assert tensors.keys() == whole.weights.quantized_tensors().keys()
+    if preset != "fp32":
+        assert all(w.master.untyped_storage().nbytes() <= 4 for w in kept)
+    with torch.no_grad():
+        around.master_weights()["norm.weight"].mul_(2.0)
+    around.requantize()
+    assert torch.equal(around.decoder.norm.rounded.float(), around.master_weights()["norm.weight"])
+    with pytest.raises(AssertionError, match="fixed weight"):
+        kept[0].requantize()
+
+
+def test_a_base_is_read_one_tensor_at_a_time() -> None:
+    """A weight that is not trained is dropped before the next one is read."""
+    alive: list[weakref.ref[torch.Tensor]] = []
+    most = 0
+
+    class Counted(dict[str, torch.Tensor]):
+        def __getitem__(self, name: str) -> torch.Tensor:
+            nonlocal most
+            tensor = super().__getitem__(name).clone()
+            alive.append(weakref.ref(tensor))
+            most = max(most, sum(ref() is not None and ref().dim() > 1 for ref in alive))
+            return tensor
+
+    weights = Counted(random_weights(CONFIG, 0))
+    Policy(CONFIG, PrecisionPlan.preset("unified"), weights, trains=lambda name: False)
+    assert most <= 2
+    assert len(alive) >= len(weights)

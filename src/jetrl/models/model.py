@@ -7,7 +7,7 @@ both sides of the flow read (`models.weights`). `Policy` and `ScalarModel` say w
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
@@ -39,6 +39,8 @@ class Model:
         generation_config: The directory's generation_config.json.
         frozen: Keep what the training side's forward reads alone; such a model is not trained,
             sampled from or saved.
+        trains: Says by name which parameters are trained; None: all. The others keep no master
+            weights, and are read by both sides as they were rounded at first.
 
     Attributes:
         plain_text: In which texts of a task special tokens are encoded as text.
@@ -58,6 +60,7 @@ class Model:
         tokenizer: PreTrainedTokenizerBase | None = None,
         generation_config: Mapping[str, Any] | None = None,
         frozen: bool = False,
+        trains: Callable[[str], bool] | None = None,
     ) -> None:
         assert config.head == self.head, f"{type(self).__name__} has a head for {self.head}"
         self.config, self.plan, self.device = config, plan, torch.device(device)
@@ -66,7 +69,7 @@ class Model:
         self.plain_text: PlainText = "replies"
         self.generation_config = dict(generation_config or {})
         self._offloaded = False
-        self.weights = Weights(weights, plan, self.device, frozen)
+        self.weights = Weights(weights, plan, self.device, frozen, trains)
         self.decoder = Decoder(config, self.weights)
 
     @property

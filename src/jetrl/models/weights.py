@@ -9,8 +9,10 @@ A layer asks for all that it reads by name when it is made. What it reads rounde
 under the layer's name, and `requantize` goes through that register. So no weight of a new kind can
 be left out: a master weight that no layer asked for is an error when the model is made.
 
-The weights of a frozen model are read from their files one at a time, rounded for the training
-side, and dropped: under an FP8 plan about a byte a parameter stays, where masters take four.
+Not every weight need be trained. The others, a frozen base, are read from their files one at a
+time, rounded for the sides that read them, and dropped: under an FP8 plan about a byte a parameter
+stays, where masters take four, and no gradient or moment is ever made. Of a frozen model that is
+all, for the training side's forwards alone; a base that is trained around serves both sides.
 
 In a run of several processes a rank owns some rows of each matrix: master weight, gradient and
 moments have these rows alone, in whole blocks of 128 (`distributed.shards`). Quantized weights are
@@ -19,7 +21,7 @@ whole on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -43,11 +45,14 @@ class Weights:
         tensors: Every parameter by name, as in `families.parameter_shapes`; any floating dtype.
         plan: The precision plan.
         device: The device that the weights are put on.
-        frozen: Keep no master weight but those of vectors.
+        frozen: Train nothing, and keep what the training side's forwards read.
+        trains: Says by name which parameters are trained, and so have master weights; None: all,
+            or with `frozen` none.
 
     Attributes:
         masters: The FP32 master weights by name, the very parameters that the optimizer changes;
-            of a matrix that is divided, the rows that this rank owns. None of a frozen model.
+            of a matrix that is divided, the rows that this rank owns. None of a frozen model, and
+            none of the parameters that are not trained.
         shards: The division of the rows of each matrix that is divided among ranks, by name.
         gradients: The sink of the master weights' gradients.
         dtype: The dtype of activations: bfloat16, or float32 under the fp32 plan.
@@ -62,14 +67,17 @@ class Weights:
         plan: PrecisionPlan,
         device: torch.device,
         frozen: bool = False,
+        trains: Callable[[str], bool] | None = None,
     ) -> None:
+        assert not (frozen and trains), "a frozen model trains nothing"
         self.plan, self.device, self.frozen = plan, device, frozen
         self.dtype = torch.float32 if plan.rest == "fp32" else torch.bfloat16
-        self._tensors: Mapping[str, Tensor] = {} if not frozen else tensors
+        self.sides: tuple[Side, ...] = ("train",) if frozen else ("rollout", "train")
+        self._trains = trains or (lambda name: not frozen)
+        self._tensors: Mapping[str, Tensor] = tensors
         self.masters: dict[str, nn.Parameter] = {}
         self.shards: dict[str, Shard] = {}
-        if not frozen:
-            self._keep_masters(tensors)
+        self._keep_masters([name for name in tensors if self._trains(name)])
         self.gradients = Gradients()
         if world().size > 1 and not frozen:
             self.gradients = OrderedGradients(world(), self.masters, self.shards)
@@ -77,24 +85,20 @@ class Weights:
         self._quantized: dict[str, QuantizedWeight] = {}
         self._addresses: dict[str, list[int]] = {}
 
-    def _keep_masters(self, tensors: Mapping[str, Tensor]) -> None:
-        """Put the master weights on the device, one after the other: own rows of those divided."""
-        if world().size > 1 and self.plan.rest == "fp32":
+    def _keep_masters(self, names: Sequence[str]) -> None:
+        """Put master weights on the device, one after the other: own rows of those divided."""
+        if names and world().size > 1 and self.plan.rest == "fp32":
             raise UserError(
                 "precision.preset=fp32 multiplies by whole master weights, which are divided among "
                 "several processes: use one process, or another preset"
             )
-        for name, tensor in tensors.items():
+        for name in names:
+            tensor = self._tensors[name]
             shard = shard_of(len(tensor), world().rank, world().size) if tensor.dim() > 1 else None
             if shard is not None:
                 self.shards[name] = shard
                 tensor = tensor[shard.own_rows].clone()
-            self.masters[name] = self._parameter(tensor)
-
-    def _parameter(self, tensor: Tensor) -> nn.Parameter:
-        """Return a tensor as a master weight on the device."""
-        wide = tensor.to(self.device, torch.float32)
-        return nn.Parameter(wide, requires_grad=not self.frozen)
+            self.masters[name] = nn.Parameter(tensor.to(self.device, torch.float32))
 
     def whole(self, name: str) -> Tensor:
         """Return a whole master weight, float32; of one that is divided a copy, gathered here.
@@ -105,9 +109,15 @@ class Weights:
         return master if shard is None else whole_tensor(master, shard)
 
     def master(self, name: str) -> nn.Parameter:
-        """Return a master weight, for a layer that reads its values as they are."""
+        """Return a master weight, for a layer that reads its values as they are.
+
+        One that is not trained is read here, and needs no gradient.
+        """
         self._asked_for.add(name)
-        return self._parameter(self._tensors[name]) if self.frozen else self.masters[name]
+        if name in self.masters:
+            return self.masters[name]
+        wide = self._tensors[name].to(self.device, torch.float32)
+        return nn.Parameter(wide, requires_grad=False)
 
     def quantized(self, layer: str, name: str, formats: Mapping[Side, Format]) -> QuantizedWeight:
         """Return a master weight as a layer reads it, rounded again by each `requantize`.
@@ -119,9 +129,10 @@ class Weights:
         """
         assert layer not in self._quantized, f"two layers are called {layer}"
         master = self.master(name)
-        frozen = self.frozen and master.dim() > 1
-        shard = self.shards.get(name)
-        weight = QuantizedWeight(layer, master, formats, self.plan.scales, frozen, shard)
+        # A norm's master weight stays in any case: forwards with gradients read it as it is.
+        fixed = name not in self.masters and master.dim() > 1
+        shard, scales = self.shards.get(name), self.plan.scales
+        weight = QuantizedWeight(layer, master, formats, scales, shard, self.sides, fixed)
         self._quantized[layer] = weight
         self._addresses[layer] = _addresses(weight)
         return weight
@@ -137,15 +148,20 @@ class Weights:
         weight = self.quantized(name, f"{name}.weight", formats)
         bias_master = self.master(f"{name}.bias") if bias else None
         in_bf16 = formats["train"] == "fp8" and self.plan.grad_output != "bf16"
-        self.gradients.expect(weight.master, torch.bfloat16 if in_bf16 else torch.float32)
+        self._expect(weight, torch.bfloat16 if in_bf16 else torch.float32)
         return Linear(weight, bias_master, self.plan, self.dtype, self.gradients)
 
     def embedding(self) -> QuantizedWeight:
         """Return the embedding [V, D] in the activations' dtype."""
         formats: dict[Side, Format] = {"rollout": self.plan.rest, "train": self.plan.rest}
         weight = self.quantized("embed", "embed.weight", formats)
-        self.gradients.expect(weight.master, None)
+        self._expect(weight, None)
         return weight
+
+    def _expect(self, weight: QuantizedWeight, dtype: torch.dtype | None) -> None:
+        """Announce the gradients of a weight, unless that is not trained."""
+        if not weight.fixed:
+            self.gradients.expect(weight.master, dtype)
 
     def head(self, embedding: QuantizedWeight, tied: bool) -> Linear:
         """Return the output head, whose logits are float32.
@@ -159,8 +175,9 @@ class Weights:
         if not tied or formats != embedding.formats:
             name = "embed.weight" if tied else "lm_head.weight"
             weight = self.quantized("lm_head", name, formats)
-        self.gradients.sum_chunks(weight.master)
-        self.gradients.expect(weight.master, torch.float32)
+        if not weight.fixed:
+            self.gradients.sum_chunks(weight.master)
+        self._expect(weight, torch.float32)
         head = Linear(weight, None, self.plan, torch.float32, self.gradients)
         head.name = "lm_head"
         return head
@@ -172,20 +189,21 @@ class Weights:
 
     def check_complete(self) -> None:
         """Check that some layer reads each master weight, once all layers are made."""
-        unread = sorted(set(self._tensors or self.masters) - self._asked_for)
+        unread = sorted(set(self._tensors) - self._asked_for)
         assert not unread, f"no layer reads these weights, nor quantizes them: {', '.join(unread)}"
         self._tensors = {}
 
     @torch.no_grad()
     def requantize(self) -> None:
-        """Round every master weight into its quantized weight, in place.
+        """Round every master weight into its quantized weight, in place; a fixed weight stays.
 
         Raises:
             RuntimeError: A quantized weight lies at another address than when it was made.
         """
         assert not self.frozen, "a frozen model has no master weights to round"
         for layer, weight in self._quantized.items():
-            weight.requantize()
+            if not weight.fixed:
+                weight.requantize()
             if _addresses(weight) != self._addresses[layer]:
                 raise RuntimeError(
                     f"the quantized weight of {layer} has moved: captured CUDA graphs read it "

@@ -12,7 +12,7 @@ and receives the rest of the quantized weight, which is whole on every rank.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -64,12 +64,14 @@ class QuantizedWeight:
             the rows of the weight that this rank owns.
         formats: The format that each side reads.
         scales: The rule for the scales of FP8 codes.
-        frozen: Keep what the training side's forward reads, and not the master weight's memory.
         shard: The division of the weight's rows among ranks; None where this rank has all.
+        sides: The sides whose roundings are kept.
+        fixed: Round the weight once, and drop the master weight's memory.
 
     Attributes:
-        master: The master weight; of a frozen one the shape alone (but under fp32, which reads it).
+        master: The master weight; of a fixed one the shape alone (but under fp32, which reads it).
         shape: The shape of the whole weight.
+        fixed: Whether the weight is never rounded again.
 
     Raises:
         UserError: A side reads FP8, and a dimension is not a multiple of 128.
@@ -81,14 +83,15 @@ class QuantizedWeight:
         master: nn.Parameter,
         formats: Mapping[Side, Format],
         scales: ScaleRule = "fp32",
-        frozen: bool = False,
         shard: Shard | None = None,
+        sides: Collection[Side] = ("rollout", "train"),
+        fixed: bool = False,
     ) -> None:
         self.name, self.master, self.formats, self.scales = name, master, formats, scales
-        self.shard = shard
+        self.shard, self.fixed = shard, fixed
         num_rows = len(master) if shard is None else shard.num_rows
         self.shape = torch.Size((num_rows, *master.shape[1:]))
-        kept = {formats["train"]} if frozen else set(formats.values())
+        kept = {formats[side] for side in sides}
         if "fp8" in formats.values() and any(size % FP8_BLOCK for size in self.shape):
             raise UserError(
                 f"layer {name}: FP8 needs dimensions that are multiples of {FP8_BLOCK}, and this "
@@ -99,7 +102,7 @@ class QuantizedWeight:
         else:
             self._by_format = {format: self._empty(format) for format in sorted(kept)}
             self.requantize()
-        if frozen and "fp32" not in kept:
+        if fixed and "fp32" not in kept:
             empty = torch.empty((), device=master.device).expand(master.shape)
             self.master = nn.Parameter(empty, requires_grad=False)
 
@@ -112,6 +115,7 @@ class QuantizedWeight:
 
         Of a weight that is divided, every rank rounds its own rows and receives the others'.
         """
+        assert not self.fixed, f"{self.name}: a fixed weight has no master weight to round"
         for format, earlier in self._by_format.items():
             self._rounded(format, earlier if self.shard is None else _own(earlier, self.shard))
         if self.shard is None:
