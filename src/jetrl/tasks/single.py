@@ -16,12 +16,16 @@ from jetrl.tasks.benchmarks import SOURCES, Benchmark, benchmark_name
 from jetrl.tasks.dataset import Dataset
 from jetrl.tasks.gsm8k import Gsm8k
 from jetrl.tasks.messages import check_options, describe_error, nearest
+from jetrl.tasks.multiplication import Multiplication
+from jetrl.tasks.program import Program
 from jetrl.tasks.reasoning import ReasoningGym
 from jetrl.tasks.user_files import load_task_class
 from jetrl.types import Prompt
 
 GSM8K_ON_THE_HUB = "openai/gsm8k"
-BUILT_IN: dict[str, type[Task]] = {task.name: task for task in (Arithmetic, Dataset, Gsm8k)}
+BUILT_IN: dict[str, type[Task]] = {
+    task.name: task for task in (Arithmetic, Dataset, Gsm8k, Multiplication, Program)
+}
 
 
 def get_single_task(name: str, options: dict[str, Any]) -> Task:
