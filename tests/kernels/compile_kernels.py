@@ -271,6 +271,20 @@ def small_operations() -> None:
         chosen_logprobs(logits, chosen, 0.7)[0].backward(torch.empty(70, device=META))
 
 
+def nvfp4() -> None:
+    """Compile the products with NVFP4 weights, at the rows of decode and of training."""
+    from jetrl.precision.nvfp4_layout import HopperNVFP4
+    from jetrl.precision.nvfp4_weight import NVFP4Weight, nvfp4_dgrad, nvfp4_matmul
+
+    for n, k in ((4096, 4096), (24576, 4096)):
+        codes = torch.empty(n // 2 * k // 128, 32, dtype=torch.int32, device=META)
+        scales = torch.empty(n // 32, k // 2, dtype=torch.int32, device=META)
+        weight = NVFP4Weight(HopperNVFP4(codes, scales, 0.5, torch.Size((n, k))))
+        for rows in (1, 64, 128, 4096):
+            x = torch.empty(rows, k, dtype=torch.bfloat16, device=META)
+            nvfp4_dgrad(nvfp4_matmul(x, weight), weight)
+
+
 def chains() -> None:
     """The GPU tests' own kernel."""
     sys.path.insert(0, str(Path(__file__).parents[1] / "gpu"))
@@ -294,6 +308,7 @@ PIECES |= {
     f"keys and values, {kv}, {d}": functools.partial(stored_formats, kv, d) for kv, d in STORED
 }
 PIECES |= {"optimizer": optimizer, "long attention": long_attention}
+PIECES |= {"NVFP4 weights": nvfp4}
 PIECES |= {"small operations": small_operations, "chains of products": chains}
 
 

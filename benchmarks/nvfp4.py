@@ -1,0 +1,132 @@
+"""Products with NVFP4 weights beside FP8 and BF16 ones, by the number of rows.
+
+    python benchmarks/nvfp4.py --out FILE.json
+    python benchmarks/nvfp4.py --cuts --out FILE.json
+
+Each call reads another copy of its weight, so that none is still cached. "nvfp4" is what layers
+use; with its name come the two ways of which it chooses one by the number of rows: codes that the
+product unpacks itself, and a weight that is widened to BF16 first. FP8 is timed without the
+quantization of X, which kernels in front do. --cuts times the kernel of few rows with other tiles.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from jetrl.bench._timing import Row, print_table, seconds_in_turn, write_results
+from jetrl.bench.shapes import SHAPES
+from jetrl.precision.hopper.gemm import fp8_matmul_hopper
+from jetrl.precision.hopper.nvfp4 import nvfp4_dgrad_hopper, nvfp4_matmul_hopper, widened_hopper
+from jetrl.precision.hopper.nvfp4_rows import Tiles, nvfp4_rows_matmul
+from jetrl.precision.hopper.quantize import quantize_rows, quantize_weight
+from jetrl.precision.nvfp4 import quantize_nvfp4
+from jetrl.precision.nvfp4_layout import hopper_order
+
+_MORE_THAN_CACHED = 2**28  # bytes; the L2 cache has 50 MB
+_ROWS = (1, 8, 16, 32, 64, 128, 256, 512, 4096)
+_CUTS = {
+    8: [(1, 2, 4, 80), (1, 2, 6, 128), (1, 1, 8, 80), (2, 2, 4, 64), (2, 2, 4, 80), (2, 2, 6, 128),
+        (2, 1, 6, 80)],
+    32: [(1, 2, 4, 80), (2, 2, 3, 80), (2, 2, 4, 128), (2, 1, 5, 80)],
+    64: [(1, 1, 4, 80), (2, 1, 4, 80), (2, 1, 4, 128), (2, 2, 4, 128), (1, 2, 3, 128)],
+    128: [(1, 1, 4, 128), (2, 1, 3, 128), (2, 1, 5, 128), (2, 2, 3, 168)],
+    256: [(2, 1, 3, 128), (2, 1, 5, 128)],
+}  # fmt: skip
+
+
+def layers(model: str) -> dict[str, tuple[int, int]]:
+    """Return (N, K) of each linear of a model's decoder layer."""
+    m = SHAPES[model]
+    hidden, inner, size = m["hidden_size"], m["intermediate_size"], m["head_dim"]
+    heads, groups = m["num_attention_heads"], m["num_key_value_heads"]
+    return {
+        "qkv": ((heads + 2 * groups) * size, hidden),
+        "o": (hidden, heads * size),
+        "gate_up": (2 * inner, hidden),
+        "down": (hidden, inner),
+    }
+
+
+def timed(
+    where: dict[str, Any], weight_bytes: dict[str, float], forms: dict[str, list[Callable[[], Any]]]
+) -> list[Row]:
+    """Return a row for each form, timed in turn."""
+    rows = []
+    for name, seconds in zip(forms, seconds_in_turn(list(forms.values()), 7), strict=True):
+        row = {**where, "name": name, "microseconds": round(seconds * 1e6, 2)}
+        if name in weight_bytes and where["rows"] <= 512:
+            row["gigabytes_per_s"] = round(weight_bytes[name] / seconds / 1e9)
+        rows.append(row)
+    return rows
+
+
+def layer_rows(model: str, layer: str, n: int, k: int, cuts: bool) -> list[Row]:
+    """Return the rows of one layer's products."""
+    copies = 2 + int(_MORE_THAN_CACHED // (n * k * 0.5625))
+    weight = (torch.randn(n, k, device="cuda") * 0.02).bfloat16()
+    wide = [weight.clone() for _ in range(2 + _MORE_THAN_CACHED // (2 * n * k))]
+    fp8 = [quantize_weight(weight) for _ in range(2 + _MORE_THAN_CACHED // (n * k))]
+    first = hopper_order(quantize_nvfp4(weight))
+    nvfp4 = [dataclasses.replace(first, codes=first.codes.clone()) for _ in range(copies)]
+    size = {"bf16": 2.0 * n * k, "fp8": 1.0 * n * k}
+    size |= dict.fromkeys(("nvfp4", "nvfp4 codes", "nvfp4 widened"), 0.5625 * n * k)
+    out: list[Row] = []
+    for rows in _CUTS if cuts else _ROWS:
+        where = {"model": model, "layer": layer, "rows": rows}
+        x = torch.randn(rows, k, device="cuda").bfloat16()
+        few = rows <= 512
+        if cuts:
+            tiles = [Tiles(*cut) for cut in _CUTS[rows]]
+            forms: dict[str, list[Callable[[], Any]]] = {
+                f"units {t.units} group {t.group} rounds {t.rounds} registers {t.registers}": [
+                    partial(nvfp4_rows_matmul, x, w, torch.bfloat16, t) for w in nvfp4
+                ]
+                for t in tiles
+            }
+            out += timed(where, {}, forms)
+            continue
+        codes = quantize_rows(x)
+        forms = {
+            "bf16": [partial(torch.mm, x, w.t()) for w in wide[: None if few else 1]],
+            "fp8": [partial(fp8_matmul_hopper, codes, w) for w in fp8[: None if few else 1]],
+            "nvfp4": [partial(nvfp4_matmul_hopper, x, w) for w in nvfp4[: None if few else 1]],
+        }
+        if 64 <= rows <= 512:
+            for name, widen in (("nvfp4 codes", False), ("nvfp4 widened", True)):
+                forms[name] = [
+                    partial(nvfp4_matmul_hopper, x, w, torch.bfloat16, widen) for w in nvfp4[:4]
+                ]
+        if not few:
+            dy = torch.randn(rows, n, device="cuda").bfloat16()
+            forms["bf16 dgrad"] = [partial(torch.mm, dy, wide[0])]
+            forms["nvfp4 dgrad"] = [partial(nvfp4_dgrad_hopper, dy, nvfp4[0])]
+            forms["nvfp4 widening alone"] = [partial(widened_hopper, w) for w in nvfp4[:4]]
+        out += timed(where, size, forms)
+    return out
+
+
+def main() -> None:
+    """Time the products of the chosen models' layers, and write JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", nargs="+", default=["qwen3-8b", "qwen3-32b"])
+    parser.add_argument("--cuts", action="store_true", help="other tiles of the few-row kernel")
+    parser.add_argument("--out", default="build/bench/nvfp4.json", help="JSON file")
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    rows: list[Row] = []
+    for model in args.models:
+        for layer, (n, k) in layers(model).items():
+            rows += layer_rows(model, layer, n, k, args.cuts)
+    command = f"python benchmarks/nvfp4.py{' --cuts' if args.cuts else ''}"
+    write_results(args.out, "nvfp4", command, rows, weight_bits={"fp8": 8, "nvfp4": 4.5})
+    print_table(rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""Products with an NVFP4 weight on Hopper: `precision.nvfp4_weight`'s functions.
+
+Few rows read the codes themselves (`nvfp4_rows`). Many rows are multiplied by cuBLAS, which reads
+the weight widened to BF16: the widened values are exact, so this is the same product, and cuBLAS
+adds in the same order (tests/gpu/test_nvfp4.py). The widened weight is made for one product and
+dropped: kept, it would take 3.6 times the memory of the codes.
+
+Sums are multiplied by the matrix's scale before they are rounded, which is cuBLAS's alpha.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+# (a Triton function may annotate nothing but its compile-time constants)
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from jetrl.precision.hopper.checks import check_matrix
+from jetrl.precision.hopper.gemm import pinned_bf16_reductions
+from jetrl.precision.hopper.nvfp4_rows import nvfp4_rows_matmul
+from jetrl.precision.hopper.nvfp4_unpack import CODE_WORDS, SCALE_WORDS, unpack_blocks
+from jetrl.precision.nvfp4_layout import BLOCK, UNIT, HopperNVFP4
+
+# Up to so many rows the codes are read by the product itself.
+FEW_ROWS = 256
+_STORED = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
+
+
+@gluon.jit
+def widen_kernel(
+    codes_ptr, scales_ptr, out_ptr, blocks, K, WORDS: gl.constexpr, SCALES: gl.constexpr
+):  # fmt: skip
+    """Write 32 rows of 128 widened values each.
+
+    Args:
+        codes_ptr: int32, the weight's codes in the order of `nvfp4_layout`.
+        scales_ptr: int32, the weight's scales in that order.
+        out_ptr: bfloat16 [N, K], written.
+        blocks: blocks of 128 along K.
+        K: columns.
+        WORDS: the layout of a block's codes in registers.
+        SCALES: the layout of a block's scales in registers.
+    """
+    place = gl.program_id(0).to(gl.int64)  # unit by unit, block by block
+    row = gl.arange(0, 16, gl.SliceLayout(1, WORDS))
+    column = gl.arange(0, 32, gl.SliceLayout(0, WORDS))
+    words = gl.load(codes_ptr + place * 512 + row[:, None] * 32 + column[None, :])
+    scales = gl.load(scales_ptr + place * 64 + gl.arange(0, 64, SCALES))
+    steps = unpack_blocks(words, scales, 1)
+    rows = gl.arange(0, 32, gl.SliceLayout(1, _STORED))
+    columns = gl.arange(0, 64, gl.SliceLayout(0, _STORED))
+    corner = out_ptr + (place // blocks) * 32 * K + (place % blocks) * 128
+    for i in gl.static_range(2):
+        # [w, g, t, q1, q0, h, p] to the order of rows and columns
+        values = gl.reshape(gl.permute(steps[i], [0, 1, 3, 4, 5, 2, 6]), [32, 64])
+        values = gl.convert_layout(values, _STORED)
+        gl.store(corner + rows[:, None] * K + (columns + i * 64)[None, :], values)
+
+
+def widened_hopper(w: HopperNVFP4) -> Tensor:
+    """Return a weight's widened values times `WIDENED_FACTOR`, bfloat16 [N, K]."""
+    n, k = w.shape
+    out = torch.empty(n, k, dtype=torch.bfloat16, device=w.codes.device)
+    widen_kernel[(n // UNIT * (k // BLOCK),)](
+        w.codes, w.scales, out, k // BLOCK, k, CODE_WORDS[1], SCALE_WORDS[1],
+        num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
+    return out
+
+
+def nvfp4_matmul_hopper(
+    x: Tensor, w: HopperNVFP4, out_dtype: torch.dtype = torch.bfloat16, widen: bool | None = None
+) -> Tensor:
+    """Return X @ W^T, out_dtype [M, N]; a row has the same bits at any M.
+
+    Args:
+        x: bfloat16 [M, K].
+        w: The weight [N, K].
+        out_dtype: bfloat16 or float32.
+        widen: Whether the weight is widened first, to measure or to compare; by default where there
+            are many rows.
+    """
+    check_matrix("nvfp4_matmul", x, (torch.bfloat16,))
+    if x.shape[1] != w.shape[1]:
+        raise ValueError(f"nvfp4_matmul: [M, K] and [N, K], not {list(x.shape)}, {list(w.shape)}")
+    x = x if x.is_contiguous() else x.contiguous()
+    if not (x.shape[0] > FEW_ROWS if widen is None else widen):
+        return nvfp4_rows_matmul(x, w, out_dtype)
+    wide = widened_hopper(w)
+    with pinned_bf16_reductions():
+        if out_dtype == torch.float32:
+            return torch.mm(x, wide.t(), out_dtype=out_dtype).mul_(w.factor)
+        return _scaled_product(x, wide.t(), w.factor)
+
+
+def nvfp4_dgrad_hopper(dy: Tensor, w: HopperNVFP4) -> Tensor:
+    """Return dX = dY @ W, bfloat16 [M, K].
+
+    Args:
+        dy: bfloat16 [M, N].
+        w: The weight [N, K].
+    """
+    check_matrix("nvfp4_dgrad", dy, (torch.bfloat16,))
+    return _scaled_product(dy, widened_hopper(w), w.factor)
+
+
+def _scaled_product(a: Tensor, b: Tensor, factor: float) -> Tensor:
+    """Return bfloat16(float32(a @ b) * factor), rounded once."""
+    out = torch.empty(a.shape[0], b.shape[1], dtype=torch.bfloat16, device=a.device)
+    # What is added has the factor 0, and is not read.
+    return torch.addmm(out, a, b, beta=0, alpha=factor, out=out)

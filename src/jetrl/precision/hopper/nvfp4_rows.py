@@ -1,0 +1,275 @@
+"""The GEMM of few rows by an NVFP4 weight on Hopper: decode, where 4.5 bits a value are read.
+
+A program takes 32 or 64 rows of the weight over the whole of K, and all rows of X up to BLOCK_M. It
+computes the transpose of a tile of Y: the weight is the left operand of wgmma and is unpacked to
+BF16 in the registers from which the tensor core reads it (`nvfp4_unpack`), X the right one, in
+shared memory. So the instruction has no more columns than there are rows of X.
+
+The sum of an element goes along K in order, 16 products at a time, in one float32 accumulator, and
+is multiplied once by the matrix's scale: the order of cuBLAS's BF16 products without split K, by
+which many rows are multiplied (`precision.hopper.nvfp4`). Neither the tile nor the place of an
+operand, left or right, changes a bit.
+
+One warp copies tiles into a ring of ROUNDS stages, four warps unpack and multiply. A stage is GROUP
+blocks of 128 along K. In the last one K may end: what is copied of X from there on is zeros. The
+weight of a frozen base is written by no kernel that lets the next one start early, so it is always
+read before the kernel in front has ended (`precision.hopper.launch`).
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+# (a Triton function may annotate nothing but its compile-time constants)
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from jetrl.precision.hopper import gluon_names
+from jetrl.precision.hopper.launch import (
+    OVERLAPPED,
+    gluon_let_next_start,
+    gluon_wait_for_previous,
+)
+from jetrl.precision.hopper.nvfp4_unpack import CODE_WORDS, SCALE_WORDS, unpack_blocks
+from jetrl.precision.layout import cdiv
+from jetrl.precision.nvfp4_layout import BLOCK, UNIT, HopperNVFP4
+
+MOST_ROWS = 128  # of a program
+_CODES_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
+_SCALES_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+_X_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """The cut of a product into programs and stages.
+
+    Attributes:
+        units: units of 32 rows of the weight that a program has: 1 or 2.
+        group: blocks of 128 along K of a stage: 1 or 2.
+        rounds: stages that are in flight.
+        registers: the most registers of a thread, of the warps that copy and multiply alike.
+    """
+
+    units: int
+    group: int
+    rounds: int
+    registers: int
+
+
+@gluon.jit
+def _load_weight(
+    w_desc, s_desc, w_smem, s_smem, arrived, stage, unit, KB,
+    UNITS: gl.constexpr, GROUP: gl.constexpr, ROUNDS: gl.constexpr, BYTES: gl.constexpr,
+):  # fmt: skip
+    """Start the copies of a stage's codes and scales; its barrier is told of X's bytes too."""
+    slot = stage % ROUNDS
+    bar = arrived.index(slot)
+    mbarrier.expect(bar, BYTES)
+    for u in gl.static_range(UNITS):
+        row = ((unit + u) * KB + stage * GROUP) * 16
+        gluon_names.tma_load(w_desc, [row, 0], bar, w_smem.index(slot * UNITS + u))
+        columns = stage * (64 * GROUP)
+        gluon_names.tma_load(s_desc, [unit + u, columns], bar, s_smem.index(slot * UNITS + u))
+
+
+@gluon.jit
+def _load_rows(
+    x_desc, x_smem, arrived, stage, m0, GROUP: gl.constexpr, ROUNDS: gl.constexpr
+):  # fmt: skip
+    """Start the copies of a stage of X, 64 columns each."""
+    slot = stage % ROUNDS
+    for i in gl.static_range(2 * GROUP):
+        column = (stage * GROUP) * 128 + i * 64
+        place = x_smem.index(slot * (2 * GROUP) + i)
+        gluon_names.tma_load(x_desc, [m0, column], arrived.index(slot), place)
+
+
+@gluon.jit
+def _load(
+    x_desc, w_desc, s_desc, x_smem, w_smem, s_smem, arrived, left, m0, unit, KB,
+    UNITS: gl.constexpr, GROUP: gl.constexpr, ROUNDS: gl.constexpr,
+):  # fmt: skip
+    """Do the loading warp's work: keep every stage that is free asked for."""
+    BYTES: gl.constexpr = 2 * GROUP * x_desc.block_type.nbytes + UNITS * (
+        w_desc.block_type.nbytes + s_desc.block_type.nbytes
+    )
+    stages = (KB + GROUP - 1) // GROUP
+    ahead = gl.minimum(stages, ROUNDS)
+    # All stages are free at first. The weight does not depend on the kernel in front; X does.
+    for stage in range(ahead):
+        _load_weight(
+            w_desc, s_desc, w_smem, s_smem, arrived, stage, unit, KB, UNITS, GROUP, ROUNDS, BYTES
+        )
+    gluon_wait_for_previous()
+    gluon_let_next_start()
+    for stage in range(ahead):
+        _load_rows(x_desc, x_smem, arrived, stage, m0, GROUP, ROUNDS)
+    # The phase of a barrier flips each time round.
+    for stage in range(ahead, stages):
+        mbarrier.wait(left.index(stage % ROUNDS), ((stage // ROUNDS) & 1) ^ 1)
+        _load_weight(
+            w_desc, s_desc, w_smem, s_smem, arrived, stage, unit, KB, UNITS, GROUP, ROUNDS, BYTES
+        )
+        _load_rows(x_desc, x_smem, arrived, stage, m0, GROUP, ROUNDS)
+
+
+@gluon.jit
+def _multiply(
+    x_smem, w_smem, s_smem, arrived, left, y_ptr, factor, m0, unit, M, N, KB,
+    UNITS: gl.constexpr, BLOCK_M: gl.constexpr, GROUP: gl.constexpr, ROUNDS: gl.constexpr,
+    WORDS: gl.constexpr, SCALES: gl.constexpr, mma: gl.constexpr,
+):  # fmt: skip
+    """Do the multiplying warps' work: all of K for the program's tile, then its store.
+
+    Args:
+        x_smem, w_smem, s_smem, arrived, left, m0, unit, KB: as of `_load`.
+        y_ptr: [M, N], written.
+        factor: float32, what sums are multiplied by.
+        M, N: rows of X and of the weight.
+    """
+    left_operand: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=mma, k_width=2)
+    total = gl.zeros([64, BLOCK_M], gl.float32, mma)
+    for stage in range((KB + GROUP - 1) // GROUP):
+        slot = stage % ROUNDS
+        mbarrier.wait(arrived.index(slot), (stage // ROUNDS) & 1)
+        words = w_smem.index(slot * UNITS).load(WORDS)
+        scales = s_smem.index(slot * UNITS).reshape([64 * GROUP]).load(SCALES)
+        lower = unpack_blocks(words, scales, GROUP)
+        if UNITS == 2:
+            words = w_smem.index(slot * UNITS + 1).load(WORDS)
+            scales = s_smem.index(slot * UNITS + 1).reshape([64 * GROUP]).load(SCALES)
+            upper = unpack_blocks(words, scales, GROUP)
+        # The steps of a stage are started one after the other, and each is unpacked while the one
+        # before multiplies. (An accumulator in flight across the loop's back edge would make the
+        # assembler serialize every wgmma.)
+        for i in gl.static_range(2 * GROUP):
+            if UNITS == 2:
+                both = gl.join(lower[i], upper[i])
+            else:
+                both = gl.join(lower[i], gl.zeros_like(lower[i]))
+            # [w, g, t, q1, q0, h, p, unit] to the order of rows and columns
+            rows = gl.reshape(gl.permute(both, [0, 7, 1, 3, 4, 5, 2, 6]), [64, 64])
+            rows = gl.convert_layout(rows, left_operand, assert_trivial=True)
+            x = x_smem.index(slot * (2 * GROUP) + i).permute((1, 0))
+            total = warpgroup_mma(rows, x, total, is_async=True)
+        total = warpgroup_mma_wait(0, deps=[total])
+        gluon_names.barrier()  # every warp has left this stage
+        mbarrier.arrive(left.index(slot), count=1)
+    # Rows of the product's transpose: warps hold 8 of each unit. Columns past M are products of
+    # zeros.
+    places = gl.arange(0, 64, gl.SliceLayout(1, mma))
+    n = (unit + ((places >> 3) & 1)) * 32 + (places >> 4) * 8 + (places & 7)
+    mine = n < gl.minimum(N, (unit + UNITS) * 32)
+    m = m0 + gl.arange(0, BLOCK_M, gl.SliceLayout(0, mma))
+    y = (total * factor).to(y_ptr.dtype.element_ty)
+    gl.store(
+        y_ptr + m.to(gl.int64)[None, :] * N + n[:, None], y, mask=mine[:, None] & (m < M)[None, :]
+    )
+
+
+@gluon.jit(do_not_specialize=["M", "factor", "KB"])
+def nvfp4_rows_kernel(
+    x_desc, w_desc, s_desc, y_ptr, factor, M, N, KB, UNITS: gl.constexpr,
+    BLOCK_M: gl.constexpr, GROUP: gl.constexpr, ROUNDS: gl.constexpr,
+    WORDS: gl.constexpr, SCALES: gl.constexpr,
+):  # fmt: skip
+    """Multiply BLOCK_M rows of X by UNITS * 32 rows of the weight, over the whole of K.
+
+    Args:
+        x_desc: bfloat16 [M, K], boxes of [BLOCK_M, 64].
+        w_desc: int32, the weight's codes, boxes of [16 * GROUP, 32].
+        s_desc: int32, the weight's scales, boxes of [1, 64 * GROUP].
+        y_ptr: bfloat16 or float32 [M, N], written.
+        factor: float32, what sums are multiplied by.
+        M: rows of X.
+        N: rows of the weight.
+        KB: blocks of 128 along K.
+        UNITS: as of `Tiles`.
+        BLOCK_M: 8 to 128, a power of two.
+        GROUP: as of `Tiles`.
+        ROUNDS: as of `Tiles`.
+        WORDS: the layout of a stage's codes in registers.
+        SCALES: the layout of a stage's scales in registers.
+    """
+    mma: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_M, 16]
+    )
+    # Programs that share a part of the weight follow each other.
+    row_blocks = (M + BLOCK_M - 1) // BLOCK_M
+    m0 = (gl.program_id(0) % row_blocks) * BLOCK_M
+    unit = (gl.program_id(0) // row_blocks) * UNITS
+    x_smem = gl.allocate_shared_memory(
+        gl.bfloat16, [ROUNDS * 2 * GROUP, BLOCK_M, 64], x_desc.layout
+    )
+    w_smem = gl.allocate_shared_memory(gl.int32, [ROUNDS * UNITS, 16 * GROUP, 32], w_desc.layout)
+    s_smem = gl.allocate_shared_memory(gl.int32, [ROUNDS * UNITS, 1, 64 * GROUP], s_desc.layout)
+    arrived = gl.allocate_shared_memory(gl.int64, [ROUNDS, 1], mbarrier.MBarrierLayout())
+    left = gl.allocate_shared_memory(gl.int64, [ROUNDS, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(ROUNDS):
+        mbarrier.init(arrived.index(i), count=1)
+        mbarrier.init(left.index(i), count=1)
+    gl.warp_specialize(
+        [
+            (_multiply, (x_smem, w_smem, s_smem, arrived, left, y_ptr, factor, m0, unit, M, N, KB,
+                         UNITS, BLOCK_M, GROUP, ROUNDS, WORDS, SCALES, mma)),
+            (_load, (x_desc, w_desc, s_desc, x_smem, w_smem, s_smem, arrived, left, m0, unit, KB,
+                     UNITS, GROUP, ROUNDS)),
+        ],
+        [1],
+        [24],
+    )  # fmt: skip
+
+
+def tiles_for(rows: int, n: int) -> Tiles:
+    """Return the cut of a product of some rows of X with a weight of n rows.
+
+    Where 64 rows of the weight a program would leave multiprocessors idle, a program has 32.
+    """
+    units = 1 if n <= 8448 else 2
+    if rows <= 16:
+        return Tiles(units, 2, 4, 80)
+    return Tiles(units, 2, 4, 80) if rows <= 32 else Tiles(units, 1, 4, 128)
+
+
+def nvfp4_rows_matmul(
+    x: Tensor, w: HopperNVFP4, out_dtype: torch.dtype = torch.bfloat16, tiles: Tiles | None = None
+) -> Tensor:
+    """Return X @ W^T, out_dtype [M, N], reading the weight once for each 128 rows of X.
+
+    Args:
+        x: bfloat16 [M, K], contiguous, on the GPU.
+        w: The weight [N, K].
+        out_dtype: bfloat16 or float32.
+        tiles: A cut to measure; `tiles_for` by default.
+    """
+    rows, k = x.shape
+    n = w.shape[0]
+    out = torch.empty(rows, n, dtype=out_dtype, device=x.device)
+    if not rows:
+        return out
+    tiles = tiles or tiles_for(rows, n)
+    block_m = min(MOST_ROWS, max(8, 1 << (rows - 1).bit_length()))
+    group, words = tiles.group, 16 * tiles.group
+    grid = (cdiv(rows, block_m) * cdiv(n, UNIT * tiles.units),)
+    nvfp4_rows_kernel[grid](
+        TensorDescriptor(x, [rows, k], [k, 1], [block_m, 64], _X_LAYOUT),
+        TensorDescriptor(w.codes, list(w.codes.shape), [32, 1], [words, 32], _CODES_LAYOUT),
+        TensorDescriptor(
+            w.scales, list(w.scales.shape), [w.scales.shape[1], 1], [1, 64 * group], _SCALES_LAYOUT
+        ),
+        out, w.factor, rows, n, k // BLOCK, tiles.units, block_m, group, tiles.rounds,
+        CODE_WORDS[group], SCALE_WORDS[group],
+        num_warps=4, maxnreg=tiles.registers, enable_fp_fusion=False, **OVERLAPPED,
+    )  # fmt: skip
+    return out

@@ -1,0 +1,109 @@
+"""NVFP4 weights in memory as the Hopper kernels read them: other bytes for the same numbers.
+
+A kernel multiplies 64 rows of a weight by 16 values along K at once (wgmma), and each thread holds
+certain elements of these. Codes lie in the order in which threads take them, so that one load of 16
+bytes gives a thread all that it unpacks for 32 rows and 128 values along K:
+
+    rows      n = 32 unit + 8 w + g                            w < 4: warps, g < 8: lanes
+    columns   k = 128 block + 16 q + 8 h + 2 t + p             q < 8: groups, h < 2, t < 4: lanes,
+                                                               p < 2: halves of a register
+    codes     int32 [unit, block, w, g, t, q / 2]              a word has 8 codes: q % 2, h, p
+    scales    int32 [unit, block, w, g, q / 4]                 a word has 4 scales: q % 4
+
+Within a word the code (q % 2, h) of each half p is placed so that few instructions make the 16 bits
+of a BF16 of it: sign in bit 15, the two bits of the exponent and the one of the mantissa in bits 8
+to 6 (`CODE_BITS`). Read as BF16 this is the code times 2**-126.
+
+A scale, which is never negative, is kept as 5 bits of exponent and 3 of mantissa, without E4M3's
+subnormal numbers: shifted by 4 bits and added to `SCALE_OFFSET` it is the BF16 of the scale times
+2**119. The product with the code is then the widened value times `WIDENED_FACTOR`, exactly. A scale
+of zero has no such form: its group's codes become zeros.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from jetrl.precision.nvfp4 import NVFP4_GROUP, NVFP4Tensor, unpacked_codes
+
+UNIT = 32  # rows of a weight whose codes lie together
+BLOCK = 128  # values along K whose codes lie together
+WIDENED_FACTOR = 2.0**-7
+SCALE_OFFSET = (119 + 127 - 10) << 7
+# By (q % 2, h): which bits of a half of a word are sign, upper and lower bit of the exponent, and
+# mantissa. The first three differ by a shift; the fourth has what they leave.
+CODE_BITS = ((15, 8, 7, 6), (12, 5, 4, 3), (9, 2, 1, 0), (14, 13, 11, 10))
+
+
+@dataclass(frozen=True)
+class HopperNVFP4:
+    """A weight [N, K] in NVFP4, in the order of the kernels; 4.5 bits a value.
+
+    Attributes:
+        codes: int32 [N / 32 * K / 128 * 16, 32], as above; a unit's rows follow each other.
+        scales: int32 [N / 32, K / 128 * 64], as above.
+        factor: The matrix's scale over `WIDENED_FACTOR`: sums of products are multiplied by it.
+        shape: [N, K].
+    """
+
+    codes: Tensor
+    scales: Tensor
+    factor: float
+    shape: torch.Size
+
+
+def hopper_order(q: NVFP4Tensor) -> HopperNVFP4:
+    """Return a weight in the order of the kernels, on its device.
+
+    Args:
+        q: [N, K], N a multiple of 32 and K of 128, with scales that are finite and not negative.
+
+    Raises:
+        ValueError: Other dimensions.
+    """
+    num_rows, num_columns = q.shape
+    if num_rows % UNIT or num_columns % BLOCK:
+        raise ValueError(
+            f"NVFP4's kernels need rows in multiples of {UNIT} and columns of {BLOCK}, not "
+            f"{list(q.shape)}"
+        )
+    units, blocks = num_rows // UNIT, num_columns // BLOCK
+    codes = torch.empty(units, blocks * 512, dtype=torch.int32, device=q.codes.device)
+    scales = torch.empty(units, blocks * 64, dtype=torch.int32, device=q.codes.device)
+    # A unit's words take eight times its bytes while they are made: so many units at a time.
+    step = max(1, 2**25 // (UNIT * num_columns))
+    for start in range(0, units, step):
+        rows = slice(start * UNIT, (start + step) * UNIT)
+        part = NVFP4Tensor(q.codes[rows], q.scales[rows], q.scale)
+        codes[start : start + step] = _code_words(part, blocks)
+        scales[start : start + step] = _scale_words(part, blocks)
+    factor = float(q.scale) / WIDENED_FACTOR
+    return HopperNVFP4(codes.view(-1, 32), scales, factor, q.shape)
+
+
+def _code_words(q: NVFP4Tensor, blocks: int) -> Tensor:
+    """Return the words of the codes of some units, int32 [units, blocks * 512]."""
+    zero = (q.scales.float() == 0).repeat_interleave(NVFP4_GROUP, 1)
+    codes = unpacked_codes(q).masked_fill_(zero, 0).int()
+    # [unit, w, g, block, q / 2, q % 2, h, t, p], and the bits of a code from its sign on.
+    codes = codes.view(-1, 4, 8, blocks, 4, 2, 2, 4, 2)
+    halves = torch.zeros_like(codes[:, :, :, :, :, 0, 0])
+    for place, positions in enumerate(CODE_BITS):
+        code = codes[:, :, :, :, :, place // 2, place % 2]
+        for bit, position in zip((3, 2, 1, 0), positions, strict=True):
+            halves |= (code >> bit & 1) << position
+    words = halves[..., 0] | halves[..., 1] << 16
+    return words.permute(0, 3, 1, 2, 5, 4).flatten(1)
+
+
+def _scale_words(q: NVFP4Tensor, blocks: int) -> Tensor:
+    """Return the words of the scales of some units, int32 [units, blocks * 64]."""
+    mantissa, exponent = torch.frexp(q.scales.float())  # in [0.5, 1), so one more than usual
+    fields = (exponent + 9) * 8 + ((mantissa * 16).int() - 8)
+    fields = torch.where(mantissa == 0, 0, fields)
+    fields = fields.view(-1, 4, 8, blocks, 2, 4)  # [unit, w, g, block, q / 4, q % 4]
+    words = fields[..., 0] | fields[..., 1] << 8 | fields[..., 2] << 16 | fields[..., 3] << 24
+    return words.permute(0, 3, 1, 2, 4).flatten(1)

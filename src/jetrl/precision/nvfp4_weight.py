@@ -1,0 +1,90 @@
+"""Products with a weight in NVFP4: the same sums for any number of rows, on CPU and Hopper.
+
+    FProp   Y [T, N]  = X  [T, K] @ W [N, K]^T      X is BF16
+    DGrad   dX [T, K] = dY [T, N] @ W [N, K]        dY is BF16
+
+W is widened to BF16, which is exact (`precision.nvfp4`), and the float32 sum is multiplied by the
+matrix's scale and rounded once. The sums of FProp have the order of `gemm.bf16_matmul`; those of
+DGrad may have any, since gradients need no agreement of bits. There is no WGrad: a weight in NVFP4
+is never trained.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from jetrl.precision.exact import exact_matmul
+from jetrl.precision.nvfp4 import NVFP4Tensor, quantize_nvfp4, widened
+from jetrl.precision.nvfp4_layout import HopperNVFP4, hopper_order
+
+
+@dataclass(frozen=True)
+class NVFP4Weight:
+    """A weight [N, K] in NVFP4, as the products of its device read it.
+
+    Attributes:
+        stored: As checkpoints keep it, or on a GPU in the order of the kernels.
+    """
+
+    stored: NVFP4Tensor | HopperNVFP4
+
+    @staticmethod
+    def of(weight: Tensor) -> NVFP4Weight:
+        """Return a float32 or bfloat16 weight [N, K] in NVFP4, on its device."""
+        quantized = quantize_nvfp4(weight)
+        return NVFP4Weight(hopper_order(quantized) if weight.is_cuda else quantized)
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape [N, K] of the weight."""
+        return self.stored.shape
+
+    def tensors(self) -> list[Tensor]:
+        """Return the codes and the scales of groups."""
+        return [self.stored.codes, self.stored.scales]
+
+    def moved(self, move: Callable[[Tensor], Tensor]) -> NVFP4Weight:
+        """Return the weight with its codes and scales replaced by the results of `move`."""
+        codes, scales = move(self.stored.codes), move(self.stored.scales)
+        return NVFP4Weight(dataclasses.replace(self.stored, codes=codes, scales=scales))
+
+
+def nvfp4_matmul(x: Tensor, w: NVFP4Weight, out_dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Return x @ w^T, [M, N]; a row depends on that row of x and on w alone.
+
+    Args:
+        x: bfloat16 [M, K].
+        w: The weight [N, K].
+        out_dtype: The dtype of the product, to which float32 sums are rounded.
+    """
+    stored = w.stored
+    if isinstance(stored, HopperNVFP4):
+        from jetrl.precision.hopper.nvfp4 import nvfp4_matmul_hopper
+
+        return nvfp4_matmul_hopper(x, stored, out_dtype)
+    if x.dtype != torch.bfloat16 or x.shape[-1] != w.shape[1]:
+        raise ValueError(
+            f"nvfp4_matmul: bfloat16 [M, K] and [N, K], not {x.dtype} {list(x.shape)} and "
+            f"{list(w.shape)}"
+        )
+    return (exact_matmul(x, widened(stored).mT).float() * stored.scale).to(out_dtype)
+
+
+def nvfp4_dgrad(dy: Tensor, w: NVFP4Weight) -> Tensor:
+    """Return dX = dY @ w, bfloat16 [M, K].
+
+    Args:
+        dy: bfloat16 [M, N].
+        w: The weight [N, K].
+    """
+    stored = w.stored
+    if isinstance(stored, HopperNVFP4):
+        from jetrl.precision.hopper.nvfp4 import nvfp4_dgrad_hopper
+
+        return nvfp4_dgrad_hopper(dy, stored)
+    return (dy.float() @ widened(stored).float() * stored.scale).bfloat16()

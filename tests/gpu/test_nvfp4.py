@@ -1,0 +1,143 @@
+"""NVFP4 on Hopper: the reference's numbers, and one row's bits at any number of rows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from jetrl.bench.shapes import SHAPES as MODELS
+from jetrl.precision.nvfp4 import NVFP4Tensor, quantize_nvfp4, widened
+from jetrl.precision.nvfp4_layout import WIDENED_FACTOR, hopper_order
+from jetrl.precision.nvfp4_weight import NVFP4Weight, nvfp4_dgrad, nvfp4_matmul
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(scope="module")
+def hopper():
+    return pytest.importorskip("jetrl.precision.hopper.nvfp4")
+
+
+def random(rows: int, columns: int, seed: int, std: float = 1.0) -> torch.Tensor:
+    g = torch.Generator("cuda").manual_seed(seed)
+    x = torch.randn(rows, columns, generator=g, device="cuda").mul_(std)
+    return x.mul_(1 + 9 * (torch.rand(rows, 1, generator=g, device="cuda") > 0.9)).bfloat16()
+
+
+def any_codes(rows: int, columns: int, seed: int) -> NVFP4Tensor:
+    """Return every code beside every finite scale, zeros and subnormal ones too."""
+    g = torch.Generator("cuda").manual_seed(seed)
+    shapes = (256, (rows, columns // 2)), (127, (rows, columns // 16))
+    codes, scales = (
+        torch.randint(most, shape, generator=g, device="cuda", dtype=torch.uint8)
+        for most, shape in shapes
+    )
+    return NVFP4Tensor(codes, scales.view(torch.float8_e4m3fn), torch.tensor(0.3, device="cuda"))
+
+
+def layers() -> list[tuple[int, int]]:
+    """Return (N, K) of each linear of some models."""
+    shapes = set()
+    for name in ("qwen3-8b", "qwen3-32b", "qwen3-0.6b"):
+        m = MODELS[name]
+        hidden, inner, size = m["hidden_size"], m["intermediate_size"], m["head_dim"]
+        heads, groups = m["num_attention_heads"], m["num_key_value_heads"]
+        shapes |= {((heads + 2 * groups) * size, hidden), (hidden, heads * size)}
+        shapes |= {(2 * inner, hidden), (hidden, inner)}
+    return sorted(shapes)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_quantizer_has_the_bits_of_the_cpu(dtype: torch.dtype) -> None:
+    x = random(96, 1152, 0, 0.02).to(dtype)
+    x[3, 16:48] = 0
+    x[5] *= 1e-6
+    ours, true = quantize_nvfp4(x), quantize_nvfp4(x.cpu())
+    assert torch.equal(ours.codes.cpu(), true.codes)
+    assert torch.equal(ours.scales.cpu().view(torch.uint8), true.scales.view(torch.uint8))
+    assert ours.scale.item() == true.scale.item()
+    ordered, expected = hopper_order(ours), hopper_order(true)
+    assert torch.equal(ordered.codes.cpu(), expected.codes)
+    assert torch.equal(ordered.scales.cpu(), expected.scales)
+    assert ordered.factor == expected.factor
+
+
+@pytest.mark.parametrize("shape", [(32, 128), (96, 384), (1152, 896)], ids=str)
+def test_widening_is_exact(hopper, shape: tuple[int, int]) -> None:
+    q = any_codes(*shape, 1)
+    out = hopper.widened_hopper(hopper_order(q))
+    assert torch.equal(out, widened(q) * WIDENED_FACTOR)
+
+
+@pytest.mark.parametrize("shape", [*layers(), (1152, 896), (896, 4864), (128, 128)], ids=str)
+def test_a_row_has_the_same_bits_at_every_number_of_rows(hopper, shape: tuple[int, int]) -> None:
+    """The kernel that unpacks against cuBLAS on widened values, eagerly and replayed."""
+    n, k = shape
+    x = random(300, k, 2)
+    weight = NVFP4Weight.of(random(n, k, 3, 0.02)).stored
+    whole = hopper.nvfp4_matmul_hopper(x, weight, widen=True)
+    counts = (1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 100, 128, 129, 200, 256, 300)
+    different = {}
+    for rows in counts:
+        for widen in (False, True):
+            if widen and rows < 64:
+                continue
+            out = hopper.nvfp4_matmul_hopper(x[:rows], weight, widen=widen)
+            different[rows, widen] = int((out != whole[:rows]).sum())
+    assert not any(different.values()), f"different elements by (rows, widened): {different}"
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outs = [hopper.nvfp4_matmul_hopper(x[:33], weight) for _ in range(4)]
+    for _ in range(3):
+        for out in outs:
+            out.fill_(float("nan"))
+        graph.replay()
+        assert all(torch.equal(out, whole[:33]) for out in outs)
+
+
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", [(4096, 4096), (1152, 896)], ids=str)
+def test_any_codes_and_scales_and_tiles(hopper, shape, out_dtype: torch.dtype) -> None:
+    from jetrl.precision.hopper.nvfp4_rows import Tiles, nvfp4_rows_matmul
+
+    weight = hopper_order(any_codes(*shape, 4))
+    x = random(128, shape[1], 5)
+    expected = hopper.nvfp4_matmul_hopper(x, weight, out_dtype, widen=True)
+    for rows in (5, 64, 128):
+        for units in (1, 2):
+            for group in (1, 2):
+                tiles = Tiles(units, group, 2, 128)
+                out = nvfp4_rows_matmul(x[:rows], weight, out_dtype, tiles)
+                assert torch.equal(out, expected[:rows]), (rows, tiles)
+
+
+@pytest.mark.parametrize("rows", [1, 63, 129, 300])
+def test_close_to_the_exact_reference(rows: int) -> None:
+    """Within BF16's rounding, and that of sums in which tensor cores cut values off.
+
+    Each of K / 16 additions cuts 17 values off at 2**-23 of the largest, which is below the sum of
+    all terms' magnitudes.
+    """
+    n, k = 384, 896
+    x, w = random(rows, k, 6), random(n, k, 7, 0.02)
+    ours, reference = NVFP4Weight.of(w), NVFP4Weight.of(w.cpu())
+    values = (widened(reference.stored).double() * reference.stored.scale).cuda()
+    y = nvfp4_matmul(x, ours).double()
+    true, terms = x.double() @ values.mT, x.double().abs() @ values.abs().mT
+    bound = 2.0**-8 * true.abs() + 17 * k / 16 * 2.0**-23 * terms
+    assert ((y - true).abs() <= bound).all()
+    expected = nvfp4_matmul(x.cpu(), reference).double().cuda()
+    assert ((y - expected).abs() <= 2 * bound).all()
+    dy = random(rows, n, 8)
+    dx = nvfp4_dgrad(dy, ours).double()
+    true, terms = dy.double() @ values, dy.double().abs() @ values.abs()
+    assert ((dx - true).abs() <= 2.0**-8 * true.abs() + 17 * n / 16 * 2.0**-23 * terms).all()
+
+
+@pytest.mark.parametrize("rows", [70, 300])
+def test_nan_reaches_the_output_row_alone(rows: int) -> None:
+    x, weight = random(rows, 512, 9), NVFP4Weight.of(random(256, 512, 10, 0.02))
+    x[3, 5] = float("nan")
+    out = nvfp4_matmul(x, weight)
+    assert out[3].isnan().all()
+    assert int(out.isnan().any(1).sum()) == 1

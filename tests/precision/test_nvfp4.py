@@ -1,0 +1,246 @@
+"""NVFP4: the quantizer against a brute force in float64, exact widening, and the kernels' order."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from jetrl.precision.nvfp4 import (
+    NVFP4Tensor,
+    dequantize_nvfp4,
+    e2m1_codes,
+    quantize_nvfp4,
+    unpacked_codes,
+    widened,
+)
+from jetrl.precision.nvfp4_layout import WIDENED_FACTOR, hopper_order
+from jetrl.precision.nvfp4_weight import NVFP4Weight, nvfp4_dgrad, nvfp4_matmul
+
+E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+E4M3 = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
+
+
+def matrix(rows: int, columns: int, std: float = 0.02, seed: int = 0) -> torch.Tensor:
+    """Return values whose groups differ in size by many orders of magnitude."""
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, columns, generator=g) * std
+    powers = torch.randint(-20, 1, (rows, columns // 16), generator=g).float().exp2()
+    return x * powers.repeat_interleave(16, 1)
+
+
+def nearest(value: float, grid: list[float]) -> int:
+    """Return the index of the value of a grid that is nearest to another; of two the even one."""
+    distances = [abs(value - point) for point in grid]
+    best = min(distances)
+    near = [index for index, distance in enumerate(distances) if distance == best]
+    return near[0] if len(near) == 1 else next(index for index in near if index % 2 == 0)
+
+
+@pytest.mark.parametrize("std", [1e-30, 0.02, 1e3], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_codes_and_scales_are_the_nearest(std: float, dtype: torch.dtype) -> None:
+    """Every code is the value of E2M1 nearest to the quotient, every scale that of E4M3."""
+    x = matrix(5, 96, std).to(dtype)
+    q = quantize_nvfp4(x)
+    f32 = np.float32
+    scale = f32(x.abs().max().item()) / f32(6 * 448)
+    assert f32(q.scale) == scale
+    codes = unpacked_codes(q)
+    for row in range(5):
+        for group in range(6):
+            values = x[row, group * 16 : group * 16 + 16].float().numpy()
+            ratio = f32(np.abs(values).max()) / f32(f32(6) * scale)
+            expected = E4M3[max(1, nearest(float(ratio), E4M3.tolist()))]
+            assert q.scales[row, group].double() == expected
+            divisor = f32(float(expected)) * scale
+            for value, code in zip(values, codes[row, group * 16 :], strict=False):
+                quotient = f32(value) / divisor
+                assert int(code) & 7 == nearest(abs(float(quotient)), E2M1)
+                assert int(code) >> 3 == int(np.signbit(value))
+
+
+def test_ties_go_to_even_codes_and_large_values_saturate() -> None:
+    x = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 5.01, 1e30, math.inf, -0.25, -0.0])
+    assert e2m1_codes(x).tolist() == [0, 2, 2, 4, 4, 6, 6, 7, 7, 7, 8, 8]
+    every = torch.tensor(E2M1)
+    assert e2m1_codes(torch.cat((every, -every))).tolist() == list(range(16))
+
+
+def test_every_product_of_a_code_and_a_scale_is_exact_in_bfloat16() -> None:
+    codes = torch.arange(16, dtype=torch.uint8).repeat(127, 1)
+    packed = codes[:, 0::2] | codes[:, 1::2] << 4
+    scales = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn)[:, None]
+    q = NVFP4Tensor(packed, scales, torch.tensor(1.0))
+    signed = torch.tensor(E2M1 + [-value for value in E2M1], dtype=torch.float64)
+    assert torch.equal(widened(q).double(), signed * E4M3[:, None])
+    q = NVFP4Tensor(packed, scales, torch.tensor(0.3))
+    assert torch.equal(dequantize_nvfp4(q), (signed * E4M3[:, None]).float() * torch.tensor(0.3))
+
+
+def test_zeros_and_groups_of_zeros() -> None:
+    q = quantize_nvfp4(torch.zeros(3, 32))
+    assert 0 < q.scale < math.inf
+    assert not q.codes.any()
+    assert (q.scales.float() == 2.0**-9).all()
+    x = matrix(2, 64)
+    x[0, 16:32] = 0
+    q = quantize_nvfp4(x)
+    assert not unpacked_codes(q)[0, 16:32].any()
+    assert not dequantize_nvfp4(q)[0, 16:32].any()
+    assert quantize_nvfp4(torch.zeros(0, 32)).shape == (0, 32)
+
+
+def test_groups_far_below_the_matrix_keep_what_the_smallest_scale_can_say() -> None:
+    x = torch.full((1, 32), 2.0**-140)  # subnormal in float32
+    x[0, 16:] = 6 * 448 * 2.0**-10
+    x[0, 0] = 6 * 2.0**-19
+    q = quantize_nvfp4(x)
+    assert q.scales[0, 0].float() == 2.0**-9
+    assert dequantize_nvfp4(q)[0, :2].tolist() == [6 * 2.0**-19, 0.0]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_value_that_is_not_finite_shows_in_all(value: float) -> None:
+    x = matrix(4, 32)
+    x[2, 5] = value
+    assert dequantize_nvfp4(quantize_nvfp4(x)).isnan().all()
+
+
+def test_the_error_is_that_of_the_formats() -> None:
+    """A value is off by half the distance of its neighbours at most, and by its scale's rounding.
+
+    Codes are apart by 2 at most, and a group's maximum has code 6 if its scale were exact; the
+    scale is off by 2**-4 of itself, which saturation can cost in full: so a sixth and a sixteenth
+    of the group's maximum, with float32's rounding.
+    """
+    x = torch.randn(64, 256, generator=torch.Generator().manual_seed(1))
+    error = (dequantize_nvfp4(quantize_nvfp4(x)) - x).abs().unflatten(1, (-1, 16)).amax(2)
+    largest = x.abs().unflatten(1, (-1, 16)).amax(2)
+    assert (error <= (1 / 6 + 1 / 16 + 1e-5) * largest).all()
+    assert error.max() > 0
+
+
+@pytest.mark.parametrize("shape", [(3, 30), (2, 8), (16,)], ids=str)
+def test_shapes_without_whole_groups_are_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"multiples of 16|takes"):
+        quantize_nvfp4(torch.zeros(shape))
+    with pytest.raises(ValueError, match="takes"):
+        quantize_nvfp4(torch.zeros(4, 32, dtype=torch.int32))
+
+
+# The kernels' order, unpacked by the kernels' own instructions.
+
+
+def run(ptx: str, registers: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Run the instructions of an inline assembly on arrays of 32-bit registers."""
+
+    def value(name: str) -> np.ndarray:
+        if name.isidentifier() or name.startswith("$"):
+            return registers[name]
+        return np.array(int(name, 0), dtype=np.uint32)
+
+    def pairs(x: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(x).view(np.int16)).view(torch.bfloat16)
+
+    body = ptx.strip().removeprefix("{").removesuffix("}")
+    for line in filter(None, (line.strip() for line in body.split(";"))):
+        name, _, rest = line.partition(" ")
+        if name == ".reg":
+            continue
+        target, *names = (part.strip() for part in rest.split(","))
+        a, *others = map(value, names)
+        if name == "mov.b32":
+            result = a
+        elif name == "and.b32":
+            result = a & others[0]
+        elif name == "or.b32":
+            result = a | others[0]
+        elif name == "shl.b32":
+            result = a << others[0]
+        elif name == "shr.u32":
+            result = a >> others[0]
+        elif name == "mad.lo.s32":
+            result = a * others[0] + others[1]
+        elif name == "mul.rn.bf16x2":
+            product = pairs(a) * pairs(others[0])
+            result = product.view(torch.int16).numpy().view(np.uint32)
+        else:
+            assert name == "prmt.b32", name
+            both = a.astype(np.uint64) | others[0].astype(np.uint64) << np.uint64(32)
+            result = sum(
+                (both >> np.uint64(8 * (int(others[1]) >> 4 * i & 7)) & np.uint64(255))
+                << np.uint64(8 * i)
+                for i in range(4)
+            )
+        registers[target] = np.asarray(result).astype(np.uint32)
+    return registers
+
+
+@pytest.mark.parametrize("shape", [(32, 128), (96, 384)], ids=str)
+def test_the_kernels_instructions_unpack_the_kernels_order(shape: tuple[int, int]) -> None:
+    unpack = pytest.importorskip("jetrl.precision.hopper.nvfp4_unpack")
+    n, k = shape
+    g = torch.Generator().manual_seed(2)
+    codes = torch.randint(256, (n, k // 2), generator=g, dtype=torch.uint8)
+    scales = torch.randint(127, (n, k // 16), generator=g, dtype=torch.uint8)
+    scales[0, :3] = torch.tensor([0, 1, 126])  # zero, the smallest and the largest
+    q = NVFP4Tensor(codes, scales.view(torch.float8_e4m3fn), torch.tensor(0.25))
+    ordered = hopper_order(q)
+    assert ordered.factor == 0.25 / WIDENED_FACTOR
+    stored = ordered.codes.numel() * 32 + ordered.scales.numel() * 32
+    assert stored == 4.5 * n * k
+    words = ordered.codes.numpy().view(np.uint32).reshape(n // 32, k // 128, 4, 8, 4, 4)
+    packed = ordered.scales.numpy().view(np.uint32).reshape(n // 32, k // 128, 4, 8, 2)
+    found = torch.empty(n // 32, 4, 8, k // 128, 8, 2, 4, 2, dtype=torch.bfloat16)
+    for q2 in range(2):
+        four = run(str(unpack.UNPACK_SCALES.value), {"$4": packed[..., q2]})
+        for q1 in range(2):
+            inputs = {"$4": words[..., q2 * 2 + q1]}
+            inputs |= {f"${12 + 4 * q0}": four[f"${q1 * 2 + q0}"][..., None] for q0 in range(2)}
+            inputs = {key: np.broadcast_to(x, words.shape[:-1]) for key, x in inputs.items()}
+            outputs = run(str(unpack.UNPACK_WORD.value), dict(inputs))
+            for place in range(4):  # [unit, block, w, g, t] to [unit, w, g, block, q, h, t, p]
+                halves = np.ascontiguousarray(outputs[f"${place}"]).view(np.int16)
+                values = torch.from_numpy(halves).view(torch.bfloat16).unflatten(-1, (4, 2))
+                group = q2 * 4 + q1 * 2 + place // 2
+                found[:, :, :, :, group, place % 2] = values.permute(0, 2, 3, 1, 4, 5)
+    assert torch.equal(found.view(n, k), widened(q) * WIDENED_FACTOR)
+
+
+def test_the_kernels_refuse_other_dimensions() -> None:
+    with pytest.raises(ValueError, match=r"multiples of 32 and columns of 128, not \[32, 64\]"):
+        hopper_order(quantize_nvfp4(torch.zeros(32, 64)))
+
+
+# Products.
+
+
+def test_rows_have_the_same_bits_in_any_batch_and_are_the_products_of_the_values() -> None:
+    """The error is float32's rounding of a sum and BF16's, as of `exact_matmul`."""
+    g = torch.Generator().manual_seed(3)
+    x, w = torch.randn(37, 256, generator=g).bfloat16(), torch.randn(64, 256, generator=g)
+    weight = NVFP4Weight.of(w)
+    y = nvfp4_matmul(x, weight)
+    for rows in (slice(0, 1), slice(5, 22), slice(36, 37)):
+        assert torch.equal(nvfp4_matmul(x[rows], weight), y[rows])
+    values = dequantize_nvfp4(weight.stored).double()
+    true = x.double() @ values.mT
+    terms = x.double().abs() @ values.abs().mT
+    assert ((y.double() - true).abs() <= 2.0**-8 * true.abs() + 2.0**-20 * terms).all()
+    wide = nvfp4_matmul(x, weight, torch.float32)
+    assert torch.equal(wide.bfloat16(), y)
+    dy = torch.randn(37, 64, generator=g).bfloat16()
+    dx = nvfp4_dgrad(dy, weight)
+    true, terms = dy.double() @ values, dy.double().abs() @ values.abs()
+    assert ((dx.double() - true).abs() <= 2.0**-8 * true.abs() + 2.0**-17 * terms).all()
+
+
+def test_products_refuse_other_operands() -> None:
+    weight = NVFP4Weight.of(torch.zeros(32, 64))
+    with pytest.raises(ValueError, match=r"bfloat16 \[M, K\] and \[N, K\]"):
+        nvfp4_matmul(torch.zeros(2, 64), weight)
+    with pytest.raises(ValueError, match=r"\[2, 32\] and \[32, 64\]"):
+        nvfp4_matmul(torch.zeros(2, 32).bfloat16(), weight)
