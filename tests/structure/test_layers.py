@@ -1,6 +1,6 @@
 """Imports go down the layers: a failure names file, line and import.
 
-    {cli, bench} -> loop -> session -> {rewards, parity} -> {rollout, training, tasks, runs}
+    {cli, bench, study} -> loop -> session -> {rewards, parity} -> {rollout, training, tasks, runs}
         -> memory -> models -> kernels -> precision
 
 and everyone may use types, settings, errors, files, randomness, distributed and users_code. rollout
@@ -45,8 +45,9 @@ ALLOWED: dict[str, set[str]] = {
     "parity": BASE | BELOW_ROLLOUT | {"rollout", "training"},
     "session": EVERYTHING - {"loop"},
     "loop": BASE | {"session"},
-    "cli": EVERYTHING | {"bench"},
+    "cli": EVERYTHING | {"bench", "study"},
     "bench": EVERYTHING | {"cli"},
+    "study": EVERYTHING | {"cli"},
     "__main__": {"cli"},
     "": EVERYTHING,  # jetrl/__init__.py: public names, resolved on first use
 }

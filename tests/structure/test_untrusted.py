@@ -99,7 +99,7 @@ def test_no_command_but_those_that_train_may_import_a_users_file_unasked(
 
     words = argparse.Namespace(trust_task=trusted)
     monkeypatch.setattr(main, "parse", lambda *_: (SimpleNamespace(run=run), words))
-    closed = not trusted and command not in ("train", "sft")
+    closed = not trusted and command not in ("train", "sft", "study")
     assert main.main([command]) == (2 if closed else 0)
     check_trusted(Path("evil.py"))
 

@@ -32,6 +32,7 @@ COMMANDS = {
     "eval": "mean@n and pass@k of a model on a task",
     "parity": "compare the sampler's log-probs with the trainer's, bit by bit",
     "compare": "runs beside each other: settings, rewards, times, and where bits begin to differ",
+    "study": "arms times seeds side by side over the cards, and one report of them",
     "replay": "run again what gave a NaN or an infinity, and name the operation",
     "bench": "speed of the kernels, and parity at a real model's shape, on a GPU",
     "doctor": "what works on this machine, and what to do about the rest",
@@ -42,7 +43,7 @@ COMMANDS = {
 }
 
 # They run the Python files that their recipe names; the others, none that was not typed.
-RUN_USERS_FILES = ("train", "sft")
+RUN_USERS_FILES = ("train", "sft", "study")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -33,6 +33,7 @@ __all__ = [
     "load_config",
     "packaged_recipes",
     "to_toml",
+    "toml_value",
 ]
 
 logger = logging.getLogger(__name__)
@@ -41,7 +42,11 @@ RECIPES = Path(__file__).parents[1] / "recipes"
 _NO_TOML = (ValueError, RecursionError)  # also a number of 5,000 digits, or 1,000 brackets
 
 
-def load_config(recipe: str | Path | None = None, overrides: Sequence[str] = ()) -> Settings:
+def load_config(
+    recipe: str | Path | None = None,
+    overrides: Sequence[str] = (),
+    places: Mapping[str, str] | None = None,
+) -> Settings:
     """Return the settings of a TOML recipe and of `key=value` overrides, the last one winning.
 
     `recipe` is a file or the name of a packaged recipe (`demo`); `run.name` defaults to its name.
@@ -52,13 +57,19 @@ def load_config(recipe: str | Path | None = None, overrides: Sequence[str] = ())
     and of the tokenizer that was for it; a warning says so. Relative paths stay relative to the
     working folder.
 
+    Args:
+        recipe: A TOML file, or the name of a packaged recipe; None: no recipe.
+        overrides: Settings as `section.key=value`.
+        places: Where overrides were read, such as "study.toml, line 3", by dotted key, for
+            messages; one that is not there was typed.
+
     Raises:
         UserError: There is no such recipe, the TOML does not parse, a key is unknown (the message
             names the nearest), or a value has the wrong type, is out of range, or is at odds with
             another setting.
     """
     tree: dict[str, Any] = {}
-    origins = _Origins()
+    origins = _Origins(places=places or {})
     if recipe is not None:
         path = find_recipe(recipe)
         tree = _read_toml(path, origins)
@@ -104,14 +115,17 @@ def find_recipe(recipe: str | Path) -> Path:
 
 @dataclass
 class _Origins:
-    """The origins of settings, for error messages: lines of a recipe by key, overrides by key."""
+    """The origins of settings by key, for error messages: lines of a recipe, overrides, places."""
 
     recipe: Path | None = None
     lines: dict[str, int] = field(default_factory=dict)
     overrides: dict[str, str] = field(default_factory=dict)
+    places: Mapping[str, str] = field(default_factory=dict)
 
     def of(self, key: str) -> str:
         for prefix in _prefixes(key):
+            if prefix in self.places:
+                return self.places[prefix]
             if prefix in self.overrides:
                 return f"override {self.overrides[prefix]!r}"
         for prefix in _prefixes(key):
@@ -119,13 +133,13 @@ class _Origins:
                 return f"{self.recipe}, line {self.lines[prefix]}"
         for override_key, override in self.overrides.items():
             if override_key.startswith(f"{key}."):
-                return f"override {override!r}"
+                return self.places.get(override_key, f"override {override!r}")
         return str(self.recipe) if self.recipe else "the settings"
 
     def everywhere(self) -> str:
         names = [str(self.recipe)] if self.recipe else []
         if self.overrides:
-            names.append("the overrides")
+            names.append("the settings of the study" if self.places else "the overrides")
         return " and ".join(names) or "the settings"
 
 
@@ -290,7 +304,7 @@ def _explain(error: ValidationError, origins: _Origins) -> str:
         if item["type"] == "value_error":
             heads[key] = origins.of(key) if "." in key else origins.everywhere()
         else:
-            heads[key] = f"{origins.of(key)}: {key} = {_toml_value(_input_of(item))}"
+            heads[key] = f"{origins.of(key)}: {key} = {toml_value(_input_of(item))}"
         if message not in messages.setdefault(key, []):
             messages[key].append(message)
     return "\n".join(f"{heads[key]}: {' or '.join(texts)}" for key, texts in messages.items())
@@ -306,13 +320,11 @@ def to_toml(settings: Settings) -> str:
     for name, section in settings.model_dump(mode="json", exclude_none=True).items():
         tables = {key: value for key, value in section.items() if isinstance(value, dict)}
         lines.append(f"[{name}]")
-        lines += [f"{key} = {_toml_value(v)}" for key, v in section.items() if key not in tables]
+        lines += [f"{key} = {toml_value(v)}" for key, v in section.items() if key not in tables]
         for table, items in tables.items():
             if items:
                 lines += ["", f"[{name}.{table}]"]
-                lines += [
-                    f"{_toml_key(key)} = {_toml_value(value)}" for key, value in items.items()
-                ]
+                lines += [f"{_toml_key(key)} = {toml_value(value)}" for key, value in items.items()]
         lines.append("")
     return "\n".join(lines)
 
@@ -323,15 +335,16 @@ def as_override(value: object) -> str:
 
 
 def _toml_key(key: str) -> str:
-    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else _toml_value(key)
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else toml_value(key)
 
 
-def _toml_value(value: Any) -> str:
+def toml_value(value: Any) -> str:
+    """Return a value of a setting as TOML writes it behind `key =`."""
     if isinstance(value, dict):
-        inside = ", ".join(f"{_toml_key(str(k))} = {_toml_value(v)}" for k, v in value.items())
+        inside = ", ".join(f"{_toml_key(str(k))} = {toml_value(v)}" for k, v in value.items())
         return f"{{ {inside} }}" if inside else "{}"
     if isinstance(value, list | tuple):
-        return "[" + ", ".join(_toml_value(item) for item in value) + "]"
+        return "[" + ", ".join(toml_value(item) for item in value) + "]"
     if isinstance(value, str):
         # A TOML basic string takes JSON's escapes, but no surrogates and no raw DEL.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
@@ -346,7 +359,7 @@ def describe(model: type[BaseModel] = Settings) -> Iterator[tuple[str, str, str,
         section_model = typing.cast(type[BaseModel], section.annotation)
         for key, setting in section_model.model_fields.items():
             default = setting.get_default(call_default_factory=True)
-            shown = default if isinstance(default, str) else _toml_value(default)
+            shown = default if isinstance(default, str) else toml_value(default)
             yield (
                 f"{name}.{key}",
                 _type_name(setting.annotation),

@@ -1,0 +1,1 @@
+"""Studies: runs of several arms and seeds, side by side over the cards, and one report."""

@@ -1,0 +1,253 @@
+"""The report of a study: report.html, report.md and PNGs, made from its results file alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from jetrl.runs.format import count, duration, percent, visible
+from jetrl.runs.jsonl import write_atomically
+from jetrl.runs.plot_style import Chart, to_png, to_svg
+from jetrl.runs.report_page import Html, folded, join, page, section, table, text, tile
+from jetrl.runs.storing import storing
+from jetrl.study.analysis import (
+    ArmResult,
+    TwinGroup,
+    arm_results,
+    has_collapsed,
+    point_name,
+    twin_groups,
+)
+from jetrl.study.charts import accuracy_chart, curve_charts, difference_charts, dose_charts
+from jetrl.study.definition import Definition
+from jetrl.study.plan import grid_points
+from jetrl.study.results import Results, RunResult
+from jetrl.study.sections import CollapseSection
+from jetrl.study.tables import (
+    Table,
+    accuracy_tables,
+    mismatch_table,
+    seconds_table,
+    twin_table,
+    unfinished_table,
+)
+
+
+@dataclass(frozen=True)
+class WrittenReport:
+    """A report that was written.
+
+    Attributes:
+        html: The page.
+        markdown: The tables.
+        unequal_twins: The groups of twins whose weights differ.
+    """
+
+    html: Path
+    markdown: Path
+    unequal_twins: list[str]
+
+
+def write_report(definition: Definition, results: Results) -> WrittenReport:
+    """Write report.html, report.md and plots/*.png into the study's folder.
+
+    Args:
+        definition: The definition of the study.
+        results: Its results so far.
+
+    Raises:
+        StorageError: A file could not be written.
+    """
+    names = _known_runs(definition)
+    runs = [run for run in results.runs.values() if (run.arm, tuple(run.point.items())) in names]
+    arms = arm_results(definition, runs)
+    twins = list(twin_groups(definition, runs))
+    tables = _tables(definition, results, runs, arms, twins)
+    main_charts = [
+        *accuracy_chart(definition, runs, arms),
+        *difference_charts(definition, arms),
+        *dose_charts(definition, runs),
+    ]
+    curves = {
+        point_name(point): curve_charts(definition, runs, point)
+        for point in grid_points(definition)
+    }
+    out = definition.out
+    plots = out / "plots"
+    with storing(out / "report.html"):
+        plots.mkdir(parents=True, exist_ok=True)
+        for old in plots.glob("*.png"):
+            old.unlink()
+        for chart in [*main_charts, *(c for charts in curves.values() for c in charts)]:
+            to_png(chart, plots / f"{chart.key}.png")
+        body = _body(definition, results, runs, tables, main_charts, curves)
+        title = definition.study.title or definition.study.name
+        write_atomically(out / "report.html", page(f"{title} - jetrl study", body))
+        write_atomically(out / "report.md", markdown(definition, results, tables))
+    unequal = [group.name for group in twins if not group.equal]
+    return WrittenReport(out / "report.html", out / "report.md", unequal)
+
+
+def _known_runs(definition: Definition) -> set[tuple[str, tuple[tuple[str, str], ...]]]:
+    """Return the arms and grid points that a study has, as they stand in its results."""
+    points = [tuple(point.items()) for point in grid_points(definition)]
+    return {(arm, point) for arm in definition.arms for point in points}
+
+
+def _tables(
+    definition: Definition,
+    results: Results,
+    runs: Sequence[RunResult],
+    arms: Sequence[ArmResult],
+    twins: Sequence[TwinGroup],
+) -> list[Table]:
+    """Return the tables of the report, in reading order."""
+    tables = [
+        twin_table(definition, twins),
+        *accuracy_tables(definition, arms),
+        mismatch_table(definition, runs),
+        seconds_table(definition, runs),
+        unfinished_table(runs, results.failed),
+    ]
+    return [one for one in tables if one is not None]
+
+
+def _body(
+    definition: Definition,
+    results: Results,
+    runs: Sequence[RunResult],
+    tables: Sequence[Table],
+    charts: Sequence[Chart],
+    curves: Mapping[str, Sequence[Chart]],
+) -> list[Html]:
+    """Return the pieces of the page."""
+    study = definition.study
+    first = [one for one in tables if one.title.startswith(("Twin", "Final"))]
+    others = [one for one in tables if one not in first]
+    about = f"{' · '.join(results.devices)} · {results.date} · {results.source}"
+    sections = [section("Pictures", _figures(charts))] if charts else []
+    for point, own in curves.items():
+        if own:
+            sections.append(section("Curves" + f": {point}" * bool(point), _figures(own)))
+    return [
+        Html(
+            '<p class="kicker">jetrl study report</p>'
+            f'<div class="title"><h1>{text(study.title or study.name)}</h1></div>'
+            f'<p class="soft">{text(study.question)}</p>'
+            f'<p class="soft">{text(about)}</p>'
+        ),
+        _tiles(definition, runs, results),
+        *(_table_section(one) for one in first),
+        *sections,
+        *(_table_section(one) for one in others),
+        section(
+            "How to read this",
+            Html(f'<div class="card" style="padding:14px 18px">{_method(definition)}</div>'),
+            folded("The study file", json.dumps(definition.tree, indent=2, ensure_ascii=False)),
+        ),
+        Html(
+            f"<footer>Made by jetrl study from {text(results.path)}. The plots are in plots/ as "
+            "PNG files, the tables in report.md.</footer>"
+        ),
+    ]
+
+
+def _tiles(definition: Definition, runs: Sequence[RunResult], results: Results) -> Html:
+    """Return the headline: how many runs, collapses and tokens there were."""
+    planned = (
+        len(list(grid_points(definition))) * len(definition.arms) * len(definition.study.seeds)
+    )
+    fallen = sum(has_collapsed(run, definition.collapse) for run in runs)
+    tokens = sum(run.compared_tokens for run in runs)
+    failed = f", {len(results.failed)} failed" * bool(results.failed)
+    seconds = sum(run.wall_s for run in runs)
+    tiles = [
+        tile("Runs", text(f"{len(runs)} of {planned}"), f"{len(definition.arms)} arms{failed}"),
+        tile("Collapsed", text(str(fallen)), "by the rule below", "bad" if fallen else ""),
+        tile("Tokens compared", text(count(tokens)), "of sampler and trainer"),
+        tile("Time of all runs", text(duration(seconds)), "several at a time"),
+    ]
+    return Html(f'<div class="tiles">{join(tiles)}</div>')
+
+
+def _table_section(one: Table) -> Html:
+    note = Html(f'<p class="soft" style="margin:-8px 0 14px">{text(one.note)}</p>')
+    return section(one.title, note if one.note else Html(""), table(one.rows, one.head))
+
+
+def _figures(charts: Sequence[Chart]) -> Html:
+    figures = [
+        Html(
+            f'<figure class="card chart" role="img" aria-label="{text(chart.title)}"><figcaption>'
+            f"<h3>{text(chart.title)}</h3><p>{text(chart.caption)}</p></figcaption>"
+            f"{to_svg(chart)}</figure>"
+        )
+        for chart in charts
+    ]
+    return Html(f'<div class="charts">{join(figures)}</div>')
+
+
+def _method(definition: Definition) -> Html:
+    """Return how the numbers were made, in words."""
+    return join(Html(f"<p>{text(sentence)}</p>") for sentence in method(definition))
+
+
+def method(definition: Definition) -> list[str]:
+    """Return sentences on how the numbers of a report were made."""
+    study, settings = definition.study, definition.eval
+    prompts = f"{settings.prompts} held-out prompts" if settings.prompts else "all held-out prompts"
+    sentences = [
+        f"Accuracy is the mean reward of {settings.samples} completions of {prompts} at "
+        f"temperature {settings.temperature:g}, drawn from the final weights by one engine under "
+        f"the preset {settings.preset}, alike for all runs; a run that ended on numbers that are "
+        "not finite is evaluated with its last checkpoint.",
+        f"Intervals and bands are {100 * study.level:g}% t intervals over seeds. Differences are "
+        "paired by seed: arms of one seed share prompts, draws and first weights until their first "
+        "real difference. The permutation test flips the signs of the differences in all ways; "
+        "with n seeds its p-value cannot be below 2 / 2^n. Holm's method adjusts the t tests for "
+        "the number of arms.",
+        _rule(definition.collapse),
+        f"Curves are means over steps, at most {study.points} points a run.",
+    ]
+    if definition.start is not None:
+        sentences.append(
+            f"All arms of a grid point and seed begin from the very same weights, trained under "
+            f"{definition.start.precision} on worked answers."
+        )
+    return sentences
+
+
+def _rule(rule: CollapseSection) -> str:
+    """Return the rule of collapse in words."""
+    return (
+        f"A run has collapsed if it ended on numbers that are not finite, or if its {rule.metric} "
+        f"over the last {percent(rule.window)} of its steps is below {percent(rule.share)} of the "
+        f"highest mean over any stretch as long, and that was at least {rule.least:g}."
+    )
+
+
+def markdown(definition: Definition, results: Results, tables: Sequence[Table]) -> str:
+    """Return the tables of a report in Markdown, with how they were made.
+
+    Args:
+        definition: The definition of the study.
+        results: Its results.
+        tables: The tables.
+    """
+    study = definition.study
+    lines = [f"# {study.title or study.name}", ""]
+    lines += [study.question, ""] if study.question else []
+    lines += [f"{', '.join(results.devices)}, {results.date}, from `{results.source}`.", ""]
+    for one in tables:
+        lines += [f"## {one.title}", ""]
+        lines += [one.note, ""] if one.note else []
+        lines += [_markdown_row(one.head), _markdown_row(["---"] * len(one.head))]
+        lines += [*map(_markdown_row, one.rows), ""]
+    lines += ["## How to read this", "", *(f"- {sentence}" for sentence in method(definition)), ""]
+    return "\n".join(lines)
+
+
+def _markdown_row(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(visible(cell).replace("|", "\\|") for cell in cells) + " |"

@@ -1,0 +1,223 @@
+"""The statistics of a study: intervals, paired tests and equivalence, from Student's t.
+
+They rest on one special function, the regularized incomplete beta function, so that no package
+beside numpy is needed; the tests compare with tables and with cases computed by hand.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import fmean, stdev
+
+MOST_FLIPPED = 16  # differences whose signs are flipped in all 2**n ways
+_TERMS, _PRECISION = 500, 1e-15
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A mean with its confidence interval.
+
+    Attributes:
+        mean: The mean.
+        low: The lower end; NaN for fewer than two values.
+        high: The upper end; likewise.
+        n: The number of values.
+    """
+
+    mean: float
+    low: float
+    high: float
+    n: int
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Paired differences between two arms.
+
+    Attributes:
+        difference: The mean difference with its interval.
+        t_p: The two-sided p-value of the paired t test; NaN for fewer than two pairs.
+        flip_p: The two-sided p-value of the exact permutation test, which flips signs; NaN for
+            fewer than two pairs or more than `MOST_FLIPPED`.
+        equivalence_p: The p-value of the two one-sided t tests that the difference lies within the
+            margin on both sides; NaN for fewer than two pairs.
+    """
+
+    difference: Interval
+    t_p: float
+    flip_p: float
+    equivalence_p: float
+
+
+def beta_cdf(x: float, a: float, b: float) -> float:
+    """Return the regularized incomplete beta function I_x(a, b), the CDF of Beta(a, b).
+
+    It is the continued fraction of Numerical Recipes (3rd edition, 6.4), by Lentz's method.
+
+    Args:
+        x: The value, from 0 to 1.
+        a: The first parameter, above 0.
+        b: The second parameter, above 0.
+    """
+    if x <= 0.0:
+        return 0.0
+    if x >= 1.0:
+        return 1.0
+    if x > (a + 1) / (a + b + 2):  # the fraction converges fast on the other side
+        return 1.0 - beta_cdf(1 - x, b, a)
+    scale = math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b)
+    front = math.exp(scale + a * math.log(x) + b * math.log1p(-x)) / a
+    numerator, denominator = 1.0, 1 / _nonzero(1 - (a + b) * x / (a + 1))
+    value = denominator
+    for m in range(1, _TERMS):
+        for factor in (
+            m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m)),
+            -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1)),
+        ):
+            denominator = 1 / _nonzero(1 + factor * denominator)
+            numerator = _nonzero(1 + factor / numerator)
+            value *= denominator * numerator
+        if abs(denominator * numerator - 1) < _PRECISION:
+            break
+    return front * value
+
+
+def t_cdf(t: float, freedom: float) -> float:
+    """Return the CDF of Student's t distribution.
+
+    Args:
+        t: The value.
+        freedom: The degrees of freedom.
+    """
+    if math.isinf(t):
+        return 0.0 if t < 0 else 1.0
+    tail = 0.5 * beta_cdf(freedom / (freedom + t * t), freedom / 2, 0.5)
+    return tail if t < 0 else 1 - tail
+
+
+def t_quantile(probability: float, freedom: float) -> float:
+    """Return the value at which the CDF of Student's t distribution is a probability.
+
+    Args:
+        probability: The probability, between 0 and 1.
+        freedom: The degrees of freedom.
+    """
+    high = 1.0
+    while t_cdf(high, freedom) < max(probability, 1 - probability):
+        high *= 2
+    return _root(lambda t: t_cdf(t, freedom) - probability, -high, high)
+
+
+def mean_interval(values: Sequence[float], level: float) -> Interval:
+    """Return the mean of values with its t interval.
+
+    Args:
+        values: At least one value.
+        level: The confidence, such as 0.95.
+    """
+    n, mean = len(values), fmean(values)
+    if n < 2:
+        return Interval(mean, math.nan, math.nan, n)
+    half = t_quantile(0.5 + level / 2, n - 1) * stdev(values) / math.sqrt(n)
+    return Interval(mean, mean - half, mean + half, n)
+
+
+def share_interval(count: int, n: int, level: float) -> Interval:
+    """Return a share with its exact interval (Clopper and Pearson, 1934).
+
+    Args:
+        count: The number of cases that have a property.
+        n: The number of all cases, at least 1.
+        level: The confidence, such as 0.95.
+    """
+    tail = (1 - level) / 2
+    low, high = 0.0, 1.0
+    if count > 0:
+        low = _root(lambda p: beta_cdf(p, count, n - count + 1) - tail, 0.0, 1.0)
+    if count < n:
+        high = _root(lambda p: beta_cdf(p, count + 1, n - count) - (1 - tail), 0.0, 1.0)
+    return Interval(count / n, low, high, n)
+
+
+def compare(differences: Sequence[float], margin: float, level: float) -> Comparison:
+    """Return the comparison of two arms from their differences, pair by pair.
+
+    Args:
+        differences: The differences, at least one.
+        margin: The largest difference of arms that count as equivalent.
+        level: The confidence of the interval.
+    """
+    return Comparison(
+        mean_interval(differences, level),
+        t_test(differences),
+        flip_test(differences),
+        max(_one_sided(differences, -margin), _one_sided([-d for d in differences], -margin)),
+    )
+
+
+def t_test(differences: Sequence[float]) -> float:
+    """Return the two-sided p-value of the t test that the mean difference is 0."""
+    if len(differences) < 2:
+        return math.nan
+    upper = _one_sided(differences, 0.0)
+    return min(1.0, 2 * min(upper, 1 - upper)) if any(differences) else 1.0
+
+
+def flip_test(differences: Sequence[float]) -> float:
+    """Return the two-sided p-value of the permutation test that flips signs in all ways.
+
+    With n pairs it cannot be below 2 / 2**n.
+    """
+    n = len(differences)
+    if not 2 <= n <= MOST_FLIPPED:
+        return math.nan
+    own = abs(sum(differences)) * (1 - 1e-12)  # sums of the same terms may differ in last bits
+    as_large = 0
+    for signs in itertools.product((1, -1), repeat=n):
+        total = sum(sign * d for sign, d in zip(signs, differences, strict=True))
+        as_large += abs(total) >= own
+    return as_large / 2**n
+
+
+def adjusted(p_values: Sequence[float]) -> list[float]:
+    """Return p-values adjusted for their number by Holm's method (1979); NaN stays NaN."""
+    order = sorted(
+        (i for i, p in enumerate(p_values) if not math.isnan(p)), key=lambda i: p_values[i]
+    )
+    result, highest = [math.nan] * len(p_values), 0.0
+    for rank, index in enumerate(order):
+        highest = max(highest, min(1.0, (len(order) - rank) * p_values[index]))
+        result[index] = highest
+    return result
+
+
+def _one_sided(differences: Sequence[float], bound: float) -> float:
+    """Return the p-value of the t test that the mean difference is not above a bound."""
+    n = len(differences)
+    if n < 2:
+        return math.nan
+    distance, spread = fmean(differences) - bound, stdev(differences)
+    if spread == 0.0:
+        return 0.0 if distance > 0 else 1.0 if distance < 0 else 0.5
+    return 1 - t_cdf(distance / spread * math.sqrt(n), n - 1)
+
+
+def _root(function: Callable[[float], float], low: float, high: float) -> float:
+    """Return where an increasing function is 0, by halving."""
+    for _ in range(200):
+        middle = (low + high) / 2
+        if middle in (low, high):
+            break
+        if function(middle) < 0:
+            low = middle
+        else:
+            high = middle
+    return (low + high) / 2
+
+
+def _nonzero(value: float) -> float:
+    """Return a value, or one that can be divided by in place of 0."""
+    return value if abs(value) > 1e-300 else 1e-300

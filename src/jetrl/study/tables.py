@@ -1,0 +1,229 @@
+"""The tables of a study's report, as text that HTML and Markdown are made of."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from jetrl.runs.format import number, percent
+from jetrl.study.analysis import ArmResult, TwinGroup, point_name, runs_of
+from jetrl.study.definition import Definition
+from jetrl.study.plan import grid_points
+from jetrl.study.results import RunResult
+from jetrl.study.statistics import Interval
+
+PHASES = ("rollout", "reward", "update", "requantize", "checkpoint", "eval", "step")
+DASH = "-"
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of text.
+
+    Attributes:
+        title: The heading.
+        note: A line below the heading.
+        head: The names of the columns.
+        rows: The cells.
+    """
+
+    title: str
+    note: str
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+def accuracy_tables(definition: Definition, results: Sequence[ArmResult]) -> Iterator[Table]:
+    """Yield the table of final held-out accuracy of each grid point.
+
+    Args:
+        definition: The definition of the study.
+        results: The results of its arms.
+    """
+    study, preset = definition.study, definition.eval.preset
+    reference, level = definition.label(definition.reference), 100 * study.level
+    note = (
+        f"Final weights of each run, all evaluated under {preset}, mean over seeds with its "
+        f"{level:g}% interval; differences from {reference} are taken seed by seed. Equivalent: "
+        f"two one-sided t tests put the difference within {percent(study.margin)} "
+        f"(p below {1 - study.level:.2g})."
+    )
+    head = (
+        *("arm", "seeds", f"accuracy ({preset})", "own precision", f"minus {reference}"),
+        *("t test p", "Holm p", "permutation p", "equivalent", "collapsed"),
+    )
+    for point in dict.fromkeys(result.point for result in results):
+        rows = [_accuracy_row(definition, r) for r in results if r.point == point and r.collapsed]
+        if rows:
+            title = "Final held-out accuracy" + f": {point}" * bool(point)
+            yield Table(title, note, head, rows)
+            note = ""
+
+
+def _accuracy_row(definition: Definition, result: ArmResult) -> list[str]:
+    """Return the row of an arm at a grid point."""
+    comparison, collapsed = result.comparison, result.collapsed
+    assert collapsed is not None
+    seeds = str(result.common.n if result.common else 0)
+    if result.without_weights:
+        seeds += f" ({result.without_weights} without weights)"
+    row = [
+        definition.label(result.arm),
+        seeds,
+        shown_interval(result.common),
+        shown_interval(result.own),
+    ]
+    if comparison is None:
+        row += [DASH] * 5
+    else:
+        row += [
+            shown_interval(comparison.difference, signed=True),
+            shown_p(comparison.t_p),
+            shown_p(result.adjusted_p),
+            shown_p(comparison.flip_p),
+            _equivalence(comparison.equivalence_p, 1 - definition.study.level),
+        ]
+    return [*row, f"{result.num_collapsed} of {collapsed.n}"]
+
+
+def _equivalence(p: float, level: float) -> str:
+    """Return the verdict of an equivalence test, with its p-value."""
+    if math.isnan(p):
+        return DASH
+    return f"{'yes' if p < level else 'not shown'} (p {shown_p(p)})"
+
+
+def shown_interval(interval: Interval | None, signed: bool = False) -> str:
+    """Return a mean of shares with its interval, in per cent.
+
+    Args:
+        interval: The interval; None: a dash.
+        signed: Whether the sign of a positive number is written.
+    """
+    if interval is None:
+        return DASH
+    form = "+.2f" if signed else ".2f"
+    mean = f"{100 * interval.mean:{form}}%"
+    if math.isnan(interval.low):
+        return mean
+    return f"{mean} [{100 * interval.low:{form}}, {100 * interval.high:{form}}]"
+
+
+def shown_p(p: float) -> str:
+    """Return a p-value with at most three decimals."""
+    if math.isnan(p):
+        return DASH
+    return f"{p:.3f}" if p >= 0.001 else "below 0.001"
+
+
+def mismatch_table(definition: Definition, runs: Sequence[RunResult]) -> Table | None:
+    """Return the table of the mismatch of each arm, mean over all steps and seeds.
+
+    Args:
+        definition: The definition of the study.
+        runs: The runs of the study.
+    """
+    names = ("mean_abs_logprob_diff", "k3_kl", "token_mult_prob_error")
+    rows = []
+    for point, arm, own in _by_point_and_arm(definition, runs):
+        tokens = sum(run.compared_tokens for run in own)
+        if not tokens:
+            continue
+        different = sum(run.different_tokens for run in own)
+        values = [_mean_of_means(own, f"mismatch/{name}") for name in names]
+        shown = [DASH if v is None else f"{v:.4g}" for v in values]
+        rows.append(
+            [point, definition.label(arm), number(tokens), percent(different / tokens), *shown]
+        )
+    head = ("point", "arm", "tokens compared", "tokens that differ", *names)
+    note = "Log-probs of the trainer against the sampler's, over all steps and seeds."
+    return _without_empty_point(Table("Mismatch of sampler and trainer", note, head, rows))
+
+
+def seconds_table(definition: Definition, runs: Sequence[RunResult]) -> Table | None:
+    """Return the table of seconds a step by phase.
+
+    Args:
+        definition: The definition of the study.
+        runs: The runs of the study.
+    """
+    rows = []
+    for point, arm, own in _by_point_and_arm(definition, runs):
+        steps = sum(run.steps for run in own)
+        if steps:
+            sums = [sum(run.seconds.get(phase, 0.0) for run in own) for phase in PHASES]
+            rows.append([point, definition.label(arm), *(f"{total / steps:.3g}" for total in sums)])
+    note = "Mean seconds of a step; runs shared their card or cores with others."
+    head = ("point", "arm", *PHASES[:-1], "whole step")
+    return _without_empty_point(Table("Seconds by phase", note, head, rows))
+
+
+def twin_table(definition: Definition, groups: Sequence[TwinGroup]) -> Table | None:
+    """Return the table of twins; None of a study without.
+
+    Args:
+        definition: The definition of the study.
+        groups: The groups of twins.
+    """
+    rows = [
+        [
+            group.name,
+            "equal" if group.equal else "DIFFERENT",
+            ", ".join(
+                f"{definition.label(arm)} {sha[:12] or 'no weights'}"
+                + f" ({group.attempts[arm]} attempts)" * (group.attempts[arm] > 1)
+                for arm, sha in group.digests.items()
+            ),
+        ]
+        for group in groups
+    ]
+    note = "SHA-256 of the final FP32 master weights, which are to be equal in a group."
+    return Table("Twin runs", note, ("group", "weights", "SHA-256"), rows) if rows else None
+
+
+def unfinished_table(runs: Sequence[RunResult], failed: Mapping[str, str]) -> Table | None:
+    """Return the table of runs that did not come to their last step; None without.
+
+    Args:
+        runs: The runs of the study.
+        failed: The reasons of the runs that failed, by name.
+    """
+    rows = [
+        [run.name, "collapsed: numbers that are not finite", run.reason]
+        for run in runs
+        if run.end == "nonfinite"
+    ]
+    rows += [[name, "failed", reason] for name, reason in failed.items()]
+    note = "Runs that failed are in no other table."
+    head = ("run", "end", "message")
+    return Table("Runs that did not come to their end", note, head, rows) if rows else None
+
+
+def _by_point_and_arm(
+    definition: Definition, runs: Sequence[RunResult]
+) -> Iterator[tuple[str, str, list[RunResult]]]:
+    """Yield the name of each grid point, each arm and its runs there, where it has any."""
+    for point in grid_points(definition):
+        for arm in definition.arms:
+            own = runs_of(runs, point, arm)
+            if own:
+                yield point_name(point), arm, own
+
+
+def _mean_of_means(runs: Sequence[RunResult], metric: str) -> float | None:
+    """Return the mean of a metric over the kept points of all runs; None without any."""
+    kept = [
+        value for run in runs for value in run.curves.values.get(metric, ()) if value is not None
+    ]
+    return fmean(kept) if kept else None
+
+
+def _without_empty_point(table: Table) -> Table | None:
+    """Return a table without its first column where that is empty; None for no rows."""
+    if not table.rows:
+        return None
+    if any(row[0] for row in table.rows):
+        return table
+    return Table(table.title, table.note, table.head[1:], [row[1:] for row in table.rows])

@@ -1,0 +1,172 @@
+"""Study files: what they make, and what they refuse, by key and line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from jetrl.errors import UserError
+from jetrl.study.definition import Definition, read_definition
+from jetrl.study.plan import chosen, planned_runs
+
+Read = Callable[[str], Definition]
+HEAD = """\
+[study]
+name = "mine"
+seeds = [0, 3]
+[settings]
+recipe = "demo"
+train.lr = 1e-3
+"""
+ARMS = """\
+[arms.bf16]
+precision.preset = "bf16"
+[arms."mixed+tis"]
+precision.preset = "mixed"
+algorithm.correction = "tis"
+label = "mixed with TIS"
+dose = 1
+"""
+
+
+@pytest.fixture
+def study(tmp_path: Path) -> Read:
+    """Reads a study file of the given text."""
+
+    def read(text: str) -> Definition:
+        path = tmp_path / "mine.toml"
+        path.write_text(text)
+        return read_definition(path)
+
+    return read
+
+
+def test_runs_are_grid_times_arms_times_seeds(study: Read) -> None:
+    definition = study(
+        HEAD
+        + "[grid.length.short]\nrollout.max_tokens = 8\n"
+        + "[grid.length.long]\nrollout.max_tokens = 16\ntrain.lr = 2e-3\n"
+        + ARMS
+    )
+    runs = planned_runs(definition)
+    assert [run.name for run in runs[:4]] == [
+        "short-bf16-s0",
+        "short-mixed+tis-s0",
+        "long-bf16-s0",
+        "long-mixed+tis-s0",
+    ]
+    assert len({run.digest for run in runs}) == len(runs) == 8
+    last = runs[-1].settings
+    assert (last.run.seed, last.run.name, last.run.dir) == (
+        3,
+        "long-mixed+tis-s3",
+        "studies/mine/runs",
+    )
+    assert (last.rollout.max_tokens, last.train.lr, last.algorithm.correction) == (16, 2e-3, "tis")
+    assert definition.reference == "bf16"
+    assert definition.label("mixed+tis") == "mixed with TIS"
+    assert [run.name for run in chosen(runs, ["bf16", "length=long"])] == [
+        "long-bf16-s0",
+        "long-bf16-s3",
+    ]
+    with pytest.raises(UserError, match=r"--only bf61: no such arm.*bf16, mixed.tis, length=long"):
+        chosen(runs, ["bf61"])
+
+
+def test_a_start_is_shared_by_what_does_not_change_it(study: Read) -> None:
+    """Arms and algorithms share a start; another task, or another seed, has its own."""
+    definition = study(
+        HEAD
+        + "[start]\nsft.steps = 3\nprecision = 'fp32'\n"
+        + "[grid.loss.grpo]\nalgorithm.name = 'grpo'\n[grid.loss.gspo]\nalgorithm.name = 'gspo'\n"
+        + "[grid.sums.9]\ntask.options.max_operand = 9\n"
+        + "[grid.sums.19]\ntask.options.max_operand = 19\n"
+        + ARMS
+    )
+    runs = planned_runs(definition)
+    starts = [run.start for run in runs]
+    assert len(runs) == 16
+    assert len({start.digest for start in starts if start}) == 4
+    for run in runs:
+        assert run.start is not None
+        assert run.settings.model.path == f"{run.start.path}/model"
+        assert (run.settings.model.config, run.settings.sft.steps) == (None, 0)
+        assert run.start.settings.precision.preset == "fp32"
+        assert run.start.settings.model.config is not None
+
+
+def test_another_task_sets_the_options_of_the_first_aside(study: Read) -> None:
+    definition = study(
+        HEAD
+        + "task.options.max_operand = 9\n[grid.task.sums]\ntask.name = 'arithmetic'\n"
+        + "[grid.task.words]\ntask.name = 'gsm8k'\n"
+        + ARMS
+    )
+    options = {run.point["task"]: run.settings.task.options for run in planned_runs(definition)}
+    assert options["sums"]["max_operand"] == 9
+    assert options["words"] == {}
+
+
+def test_a_digest_is_of_what_differs_from_the_defaults(study: Read) -> None:
+    """Neither the study's folder nor a default that is written out changes a digest."""
+    plain = planned_runs(study(HEAD + ARMS))
+    out = planned_runs(study(HEAD.replace("[settings]", "out = 'elsewhere'\n[settings]") + ARMS))
+    default = planned_runs(study(HEAD + "train.grad_clip = 1.0\n" + ARMS))
+    other = planned_runs(study(HEAD + "train.grad_clip = 2.0\n" + ARMS))
+    assert [r.digest for r in plain] == [r.digest for r in out] == [r.digest for r in default]
+    assert not {r.digest for r in plain} & {r.digest for r in other}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[study\n", "not valid TOML"),
+        (ARMS, "study is missing"),
+        (HEAD, "arms is missing"),
+        (HEAD + "[arms]\n", "at least one arm"),
+        (HEAD.replace("name", "nmae") + ARMS, "line 2: unknown key study.nmae; did you mean name"),
+        (HEAD + ARMS + "[evals]\n", "line 14: unknown key evals; did you mean eval"),
+        (HEAD.replace("[0, 3]", "[0, 0]") + ARMS, "line 3: study.seeds = .*each one once"),
+        (HEAD.replace("[0, 3]", "[]") + ARMS, "at least one seed"),
+        (HEAD.replace("[0, 3]", "3") + ARMS, "line 3: study.seeds = 3"),
+        (HEAD.replace("mine", "../up") + ARMS, "line 2: study.name = '../up'"),
+        (
+            HEAD.replace("seeds", "reference = 'x'\nseeds") + ARMS,
+            "line 3.*x: no such arm; arms: bf16",
+        ),
+        (HEAD + ARMS + "twni = true\n", "line 14: unknown key arms.mixed.tis.twni.*twin"),
+        (HEAD + ARMS + "kill_after = [3, 2]\n", "line 14: .*ascending order"),
+        (HEAD + ARMS + "[collapse]\nmetric = 'reward/maen'\n", "did you mean reward/mean"),
+        (HEAD + ARMS + "[eval]\ntemperature = 0\n", "line 14: .*set samples = 1"),
+        (HEAD + "[grid.length]\n" + ARMS, "line 7: grid.length has no values"),
+    ],
+)
+def test_a_wrong_key_is_named_with_its_line(study: Read, text: str, message: str) -> None:
+    with pytest.raises(UserError, match=f"(?s)mine.toml.*{message}"):
+        study(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            HEAD + "train.lrr = 1\n" + ARMS,
+            r"line 7: unknown setting train.lrr; did you mean train.lr",
+        ),
+        (HEAD + ARMS + "train.lr = 'high'\n", r"line 14: train.lr = .*\(settings of the run mixed"),
+        (HEAD + "run.seed = 1\n" + ARMS, "line 7: run.seed is set by the study itself"),
+        (HEAD + "run.max_hours = 1.0\n" + ARMS, "line 7: run.max_hours: a study has its own limit"),
+        (HEAD + "[start]\nprecision = 'bf16'\nsft.steps = 0\n" + ARMS, "line 7: .*sft.steps = 0"),
+        (
+            HEAD + "[start]\nsft.steps = 9\n" + ARMS + "sft.steps = 1\n",
+            "line 16: arms.*sets sft.steps",
+        ),
+        (HEAD.replace('"demo"', '"no"') + ARMS, "recipe no: no such file"),
+        (HEAD + ARMS.replace('"mixed+tis"', "bf16-s0") + "[study.x]\n", "unknown key study.x"),
+    ],
+)
+def test_wrong_settings_are_named_before_any_run(study: Read, text: str, message: str) -> None:
+    with pytest.raises(UserError, match=f"(?s){message}"):
+        planned_runs(study(text))
