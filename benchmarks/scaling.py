@@ -4,10 +4,12 @@
         --plot docs/images/scaling.png
 
 Nothing here runs on a GPU. Times of decode, prefill and training are those of one H200, read from
-`benchmarks/results/h200`; of the links between four of one host, `MEASURED` has what was measured;
-`ASSUMED` has what was not: machines of eight GPUs, 50 GB/s a GPU between these, latencies. The
-rollout is simulated sequence by sequence, with lengths drawn from one distribution; the rest is
-arithmetic. A simulation of one GPU is compared with the measured rollout of the same lengths.
+`benchmarks/results/h200`; what the exchange of gradients adds to an update is that of two. The
+host's work is read from `benchmarks/results/cpu/host_work.json`. Of the links between four cards of
+one host, `MEASURED` has what was measured; `ASSUMED` has what was not: machines of eight GPUs,
+50 GB/s a GPU between these, latencies. The rollout is simulated sequence by sequence, with lengths
+drawn from one distribution; the rest is arithmetic. A simulation of one GPU is compared with the
+measured rollout of the same lengths.
 
 The parts of a step:
 
@@ -50,19 +52,12 @@ LAYOUTS = ("shards over all", "shards in a node", "and own tokens")
 MEASURED = {
     "all_to_all_gb_per_s": {"33 MiB": 170, "201 MiB": 267, "524 MiB": 325, "1024 MiB": 333},
     "all_gather_gb_per_s": {"33 MiB": 226, "201 MiB": 291, "524 MiB": 316, "1024 MiB": 325},
-    # Ten GEMMs of 32.9 ms took 4.0% longer beside one layer's exchange of 290 MB a rank.
-    "gemm_ms_beside_a_layers_exchange": 32.9,
-    "longer_beside_an_exchange": 0.040,
-    "exchanged_gb_of_a_layer": 0.290,
-    # Microseconds a token on one CPU core: taking completions from all ranks, and packing them.
-    "host_us_of_own_token": 0.112,
-    "host_us_of_each_token": 0.274,
 }
 ASSUMED = {
     "gb_per_s_between_nodes": 50.0,
     "us_a_message_between_nodes": 5.0,
     "host_us_of_a_length": 3.0,
-    "bytes_of_a_sampled_token": 16.0,
+    "bytes_of_a_sampled_token": 8.0,
     "host_gb_per_s_between_nodes": 2.0,
     "us_a_rank_of_a_decision": 20.0,
     "decisions_of_an_update": 6.0,
@@ -267,14 +262,27 @@ def exchange_s(model: Model, ranks: int, compute_s: float) -> float:
     if ranks == 1:
         return 0.0
     sent = (2 * model.layers * model.linears + 4 * model.vocabulary) * (ranks - 1) / ranks
-    slower = MEASURED["gemm_ms_beside_a_layers_exchange"] * MEASURED["longer_beside_an_exchange"]
-    beside = slower / 1e3 / (MEASURED["exchanged_gb_of_a_layer"] * 1e9) * sent
+    beside = exchange_ms_of_a_gb() / 1e3 * sent / 1e9
     nodes = -(-ranks // NODE)
     far = sent * (nodes - 1) / nodes / (ASSUMED["gb_per_s_between_nodes"] * 1e9)
     messages = (4 * model.layers + 5) * (ranks - min(ranks, NODE))
     far += messages * ASSUMED["us_a_message_between_nodes"] / 1e6
     backward = compute_s * ASSUMED["share_of_backward_in_an_update"]
     return beside + max(0.0, far - backward)
+
+
+def exchange_ms_of_a_gb() -> float:
+    """Return what an update grows by for each GB that a rank sends, as two H200s measured it."""
+    [row] = rows("step_2_cards")
+    found = row["exchange"]
+    longer = (found["update_s"] - found["update_without_s"]) / found["rounds"]
+    return float(1e3 * longer / found["gb_sent_a_round"])
+
+
+def host_work() -> dict[str, float]:
+    """Return the microseconds of a CPU core for a token: an own one, and one of any rank."""
+    content = json.loads((RESULTS.parent / "cpu" / "host_work.json").read_text(encoding="utf-8"))
+    return {name: content[name] for name in ("us_of_own_token", "us_of_each_token")}
 
 
 def refresh_s(model: Model, ranks: int) -> float:
@@ -311,8 +319,8 @@ def step(
     if mesh and ranks > NODE:  # FP32 sums of the node's rows, to their owners, once
         exchange += 4 * model.parameters / NODE / (ASSUMED["gb_per_s_between_nodes"] * 1e9)
     seen = tokens / ranks if own_tokens else tokens
-    host = MEASURED["host_us_of_each_token"] * seen
-    host += MEASURED["host_us_of_own_token"] * tokens / ranks
+    work = host_work()
+    host = work["us_of_each_token"] * seen + work["us_of_own_token"] * tokens / ranks
     host += ASSUMED["host_us_of_a_length"] * len(lengths) * own_tokens
     sent = ASSUMED["bytes_of_a_sampled_token"] * seen
     decisions = ASSUMED["decisions_of_an_update"] + rounds
@@ -463,7 +471,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         "benchmark": "scaling",
         "command": "python benchmarks/scaling.py",
         "date": datetime.date.today().isoformat(),
-        "measured": MEASURED,
+        "measured": {
+            **MEASURED,
+            "exchange_ms_of_a_gb": float(f"{exchange_ms_of_a_gb():.4g}"),
+            **{f"host_{name}": value for name, value in host_work().items()},
+        },
         "assumed": ASSUMED,
         "rates": rates,
         "check": check(small),

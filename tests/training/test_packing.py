@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 
 import numpy as np
 import pytest
@@ -10,6 +11,8 @@ import pytest
 from jetrl.errors import UserError
 from jetrl.training.minibatches import split_minibatches
 from jetrl.training.packing import (
+    _first_fit_decreasing,
+    _Sequence,
     by_batch,
     by_sample,
     pack,
@@ -161,3 +164,22 @@ def test_split(groups, count, expected):
 def test_split_of_too_few_samples_names_the_setting():
     with pytest.raises(UserError, match=r"train\.updates_per_step = 4 .* 3 samples"):
         split_minibatches([0, 0, 1], 4)
+
+
+def test_each_sequence_goes_into_the_first_batch_that_has_room() -> None:
+    """First fit, by decreasing length: the tree that finds the batch gives what a search gives."""
+    draws = random.Random(0)
+    for _ in range(200):
+        budget = draws.randint(1, 50)
+        lengths = {i: draws.randint(2, 60) for i in draws.sample(range(99), draws.randint(0, 30))}
+        room: list[int] = []
+        expected: list[list[int]] = []
+        for i in sorted(lengths, key=lambda i: (-lengths[i], i)):
+            k = next((k for k, left in enumerate(room) if lengths[i] <= left), len(room))
+            if k == len(room):
+                room.append(budget)
+                expected.append([])
+            room[k] -= lengths[i]
+            expected[k].append(i)
+        sequences = {i: _Sequence([0], [0] * (n - 1), [], []) for i, n in lengths.items()}
+        assert _first_fit_decreasing(sequences, budget) == [sorted(ids) for ids in expected]

@@ -158,10 +158,13 @@ class Flow:
         prompts, each = self.load.random_prompts(self.vocabulary, seed), self.load.samples
         whole = list(completions)
         if world().size > 1:
-            packed = [(array("q", c.token_ids), array("d", c.logprobs)) for c in completions]
+            packed = [
+                (array("i", c.token_ids).tobytes(), array("f", c.logprobs).tobytes())
+                for c in completions
+            ]
             groups = [packed[i : i + each] for i in range(0, len(packed), each)]
             whole = [
-                Completion(tuple(token_ids), tuple(logprobs), "length")
+                Completion(tuple(array("i", token_ids)), tuple(array("f", logprobs)), "length")
                 for group in world().gather_in_order("completions", groups)
                 for token_ids, logprobs in group
             ]

@@ -198,25 +198,30 @@ class Scoring:
         return ticket
 
 
-_PackedSample = tuple[int, Completion, "array[int]", "array[float]", ScoredText]
+_PackedSample = tuple[int, Completion, bytes, bytes, ScoredText]
 """A group's number, a completion without tokens, its tokens and log-probs, and its score."""
 
 
 def _packed(sample: Sample) -> _PackedSample:
-    """Return what other ranks do not know of a sample, its numbers in arrays: fast to send."""
+    """Return what other ranks do not know of a sample, its numbers as bytes of int32 and float32.
+
+    A log-prob is a float32 value. Bytes cost pickle nothing; arrays it encodes number by number.
+    """
     completion = sample.completion
     return (
         sample.group,
         dataclasses.replace(completion, token_ids=(), logprobs=()),
-        array("q", completion.token_ids),
-        array("d", completion.logprobs),
+        array("i", completion.token_ids).tobytes(),
+        array("f", completion.logprobs).tobytes(),
         ScoredText(sample.score, sample.failure),
     )
 
 
-def _unpacked(completion: Completion, token_ids: array[int], logprobs: array[float]) -> Completion:
+def _unpacked(completion: Completion, token_ids: bytes, logprobs: bytes) -> Completion:
     """Return the completion that `_packed` took apart."""
-    return dataclasses.replace(completion, token_ids=tuple(token_ids), logprobs=tuple(logprobs))
+    return dataclasses.replace(
+        completion, token_ids=tuple(array("i", token_ids)), logprobs=tuple(array("f", logprobs))
+    )
 
 
 def _by_stop(prompts: Sequence[EncodedPrompt]) -> dict[tuple[str, ...], list[int]]:

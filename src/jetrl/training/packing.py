@@ -181,15 +181,28 @@ def _pack(sequences: Mapping[int, _Sequence], tokens_per_micro_batch: int) -> li
 
 
 def _first_fit_decreasing(sequences: Mapping[int, _Sequence], budget: int) -> list[list[int]]:
-    """Return the numbers of the sequences of each batch, ascending."""
+    """Return the numbers of the sequences of each batch, ascending.
+
+    A sequence goes into the first batch that has room for it; one longer than the budget has a
+    batch of its own. A tree of the largest room below each node finds that batch, so that the time
+    grows with the number of sequences and not with its square.
+    """
+    size = 1
+    while size < len(sequences):
+        size *= 2
     bins: list[list[int]] = []
-    room: list[int] = []
+    room = [budget] * (2 * size)  # of node k, whose children are 2k and 2k + 1; leaves are batches
     for i in sorted(sequences, key=lambda i: (-sequences[i].length, i)):
-        length = sequences[i].length
-        k = next((k for k, left in enumerate(room) if length <= left), len(bins))
+        length = min(sequences[i].length, budget)
+        node = 1
+        while node < size:
+            node = 2 * node + (room[2 * node] < length)
+        k = node - size
         if k == len(bins):
             bins.append([])
-            room.append(budget)
         bins[k].append(i)
-        room[k] -= length
+        room[node] -= length
+        while node > 1:
+            node //= 2
+            room[node] = max(room[2 * node], room[2 * node + 1])
     return [sorted(ids) for ids in bins]
