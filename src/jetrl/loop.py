@@ -11,11 +11,15 @@ from __future__ import annotations
 from pathlib import Path
 
 from jetrl.session import RunResult, Session
+from jetrl.session.ranks import joined_in_script
 from jetrl.settings.loading import Settings
 
 
 def train(settings: Settings, resume: bool = False) -> RunResult:
     """Run reinforcement learning to its end, `loop.steps`, or resume it from its last checkpoint.
+
+    In a script that torchrun has started as several ranks the ranks are joined, and an error ends
+    all of them with its exit code instead of being raised.
 
     Raises:
         UserError: Settings, data or a model that cannot be used, before anything is trained.
@@ -23,7 +27,7 @@ def train(settings: Settings, resume: bool = False) -> RunResult:
         KeyboardInterrupt, Terminated: Ctrl-C, SIGTERM (session/stop_signals.py). The checkpoint and
             the report are written; a second signal leaves at once, with the last checkpoint good.
     """
-    with Session(settings, resume) as session:
+    with joined_in_script(settings, resume) as resumed, Session(settings, resumed) as session:
         session.warm_up()  # supervised, where sft.steps asks for it
         session.evaluate_start()
         for number in session.steps():
@@ -48,7 +52,7 @@ def sft(settings: Settings, out: str | Path | None = None, resume: bool = False)
     Raises:
         As `train`.
     """
-    with Session(settings, resume) as session:
+    with joined_in_script(settings, resume) as resumed, Session(settings, resumed) as session:
         session.warm_up()
         session.evaluate_start()
         return session.finish(out)

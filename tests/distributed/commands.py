@@ -7,7 +7,8 @@ import os
 import socket
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,6 +52,29 @@ def run_commands(
         port: The port that the ranks meet at; None: a free one.
         environment: More environment variables.
     """
+    texts = [[str(word) for word in own] for own in words]
+    return _run(_command, texts, folder, port, environment)
+
+
+def run_scripts(scripts: Sequence[str], folder: Path) -> list[Ended]:
+    """Return the ends of Python scripts, each on one of as many ranks; a single one is no rank.
+
+    Args:
+        scripts: The text of each rank's script.
+        folder: The working directory of all ranks.
+    """
+    return _run(_script, [[script] for script in scripts], folder, alone=len(scripts) == 1)
+
+
+def _run(
+    body: Callable[[list[str]], int],
+    words: Sequence[Sequence[str]],
+    folder: Path,
+    port: int | None = None,
+    environment: Mapping[str, str] | None = None,
+    alone: bool = False,
+) -> list[Ended]:
+    """Return the ends of ranks, each of which calls a function with its words."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.distributed.preloaded"])
     shared = {
@@ -65,8 +89,8 @@ def run_commands(
         for rank, own in enumerate(words):
             variables = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
             output = str(Path(outputs) / str(rank))
-            arguments = ([str(word) for word in own], variables, str(folder), output)
-            processes.append(context.Process(target=_command, args=arguments, daemon=False))
+            arguments = (body, list(own), {} if alone else variables, str(folder), output)
+            processes.append(context.Process(target=_rank, args=arguments, daemon=False))
         for process in processes:
             process.start()
         for process in processes:
@@ -82,11 +106,15 @@ def run_commands(
         return ends
 
 
-def _command(words: list[str], variables: dict[str, str], folder: str, output: str) -> None:
-    """Run one command as the program that its rank is."""
+def _rank(
+    body: Callable[[list[str]], int],
+    words: list[str],
+    variables: dict[str, str],
+    folder: str,
+    output: str,
+) -> None:
+    """Call a function as the program that a rank is."""
     import torch
-
-    from jetrl.cli.main import main
 
     torch.set_num_threads(1)
     os.environ |= variables
@@ -96,13 +124,29 @@ def _command(words: list[str], variables: dict[str, str], folder: str, output: s
         os.dup2(file, descriptor)
     sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", encoding="utf-8", closefd=False, buffering=1)  # noqa: SIM115
-    sys.argv = ["jetrl", *words]
     code = 1
     try:
-        code = main()
+        code = body(words)
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)  # not by Python's end, which waits for threads of gloo
+
+
+def _command(words: list[str]) -> int:
+    """Run one command and return its exit code."""
+    from jetrl.cli.main import main
+
+    sys.argv = ["jetrl", *words]
+    return main()
+
+
+def _script(words: list[str]) -> int:
+    """Run a script and return its exit code."""
+    sys.argv = ["script.py"]
+    exec(compile(words[0], "script.py", "exec"), {"__name__": "__main__"})
+    return 0

@@ -198,7 +198,7 @@ def test_torchrun_starts_a_lost_run_again_where_it_was(tmp_path: Path) -> None:
 
 
 def test_a_restart_does_not_go_on_with_a_run_of_before(tmp_path: Path) -> None:
-    from jetrl.cli.ranks import goes_on
+    from jetrl.session.ranks import goes_on
     from jetrl.settings.loading import load_config
 
     settings = load_config("demo", [f"run.dir={tmp_path}", "run.name=old"])

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import re
-import sys
 from collections.abc import Iterable, Sequence
 from typing import NoReturn
+
+from jetrl.distributed.console import tell as tell
 
 PLANS = ("fp32", "bf16", "mixed", "jet", "unified")  # settings.presets, which needs pydantic
 DEVICES = ("auto", "cpu", "cuda")
@@ -92,15 +92,6 @@ def add_sampling_arguments(
         "--top-k", type=int, default=0, help="this many most probable tokens; 0: all"
     )
     parser.add_argument("--seed", type=int, default=seed, help="fixes every draw")
-
-
-def tell(text: str) -> None:
-    """Print a line on stderr about how the program ends, if stderr can be written.
-
-    Where it cannot, the exit code alone says how the program ended, and stays what it is.
-    """
-    with contextlib.suppress(OSError):
-        print(text, file=sys.stderr, flush=True)
 
 
 def table(rows: Iterable[Sequence[str]], indent: str = "") -> str:

@@ -47,6 +47,7 @@ class Meeting:
     def __init__(self, store: Store, rank: int, size: int) -> None:
         self.store, self.rank, self.size = store, rank, size
         self.compared = False
+        self._joined = 0  # times: a script may do one run after the other
         self._words: Store = PrefixStore("jetrl", store)
 
     def again(self) -> Meeting:
@@ -59,7 +60,16 @@ class Meeting:
         Args:
             name: The name of the part.
         """
-        return PrefixStore(f"jetrl {name}", _connected_again(self.store))
+        return PrefixStore(f"jetrl {name} {self._joined}", _connected_again(self.store))
+
+    def group_store(self) -> Store:
+        """Return the part of the store in which the process group of the present run is made."""
+        return PrefixStore(f"group {self._joined}", self.store)
+
+    def part(self) -> None:
+        """Take note that the ranks have parted, at the end of a run; they may meet for another."""
+        self.compared = False
+        self._joined += 1
 
     def compare(self, facts: Mapping[str, str], problem: str = "") -> None:
         """Return once all ranks have come with the same facts and without a problem.
@@ -72,8 +82,11 @@ class Meeting:
             UserError: A rank has a problem or other facts, or did not come; on every rank.
         """
         self.compared = True
-        self._words.set(f"start {self.rank}", json.dumps({"problem": problem, "facts": {**facts}}))
-        came = [json.loads(text) for text in self._all("start")]
+        start = f"start {self._joined}"
+        self._words.set(
+            f"{start} {self.rank}", json.dumps({"problem": problem, "facts": {**facts}})
+        )
+        came = [json.loads(text) for text in self._all(start)]
         problems = [one["problem"] for one in came]
         if any(problems):
             raise UserError(_common(problems))

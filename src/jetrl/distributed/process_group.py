@@ -178,7 +178,7 @@ def open_world(
     watch = _watched(meeting, local_rank, local_size, leave)
     meeting.compare({"the device": device, **(facts or {})}, problem)
     group: dict[str, Any] = {
-        "store": meeting.store,
+        "store": meeting.group_store(),
         "rank": meeting.rank,
         "world_size": meeting.size,
         "timeout": timedelta(seconds=timeout_s),
@@ -219,6 +219,7 @@ def open_world(
     watch.close()
     # Not on the way out of an error: NCCL would wait there for what never comes.
     dist.destroy_process_group()
+    meeting.part()
 
 
 def _watched(

@@ -14,6 +14,7 @@ checkpoints           saving and resuming
 stop_signals          Ctrl-C, SIGTERM, the time limit
 phases, watchdog      what runs now, and a run that hangs
 display               the console
+ranks, last_words     the processes of a run on several GPUs, joined and ended
 memory_peaks          memory, planned and held
 step_metrics          the numbers of a step
 step_notes            what is unusual about a step

@@ -25,6 +25,7 @@ from jetrl.runs import RunDirectory
 from jetrl.session.building import build_scalar_model, choose_device, model_config
 from jetrl.session.examples import PairFacts, preference_pair, trained_examples
 from jetrl.session.open import TrainingContext
+from jetrl.session.ranks import joined_in_script
 from jetrl.session.results import RewardResult
 from jetrl.session.supervised import SupervisedUpdates
 from jetrl.session.training_run import TrainingRun
@@ -54,6 +55,12 @@ def train_reward_model(
         KeyboardInterrupt, Terminated: A signal; the update was finished, its checkpoint written.
         TimeLimitReached: The time limit; the update was finished, its checkpoint written.
     """
+    with joined_in_script(settings, resume) as resumed:
+        return _train(settings, out, resumed)
+
+
+def _train(settings: Settings, out: str | Path | None, resume: bool) -> RewardResult:
+    """Train a reward model as `train_reward_model` says, once the ranks are joined."""
     began = time.monotonic()
     given = settings
     if resume:
