@@ -16,7 +16,7 @@ from tests.distributed.runs import SMALL, results, run_small
 
 from jetrl import load_config
 from jetrl.distributed.world import world
-from jetrl.errors import NonFiniteError, RanksDiffer, Terminated
+from jetrl.errors import NonFiniteError, RanksDiffer, RunStopped, Terminated
 from jetrl.models.policy import Policy
 from jetrl.precision import PrecisionPlan
 from jetrl.rollout.engine import RolloutEngine
@@ -25,7 +25,8 @@ from jetrl.runs import RunDirectory
 from jetrl.session import session as verbs
 from jetrl.session.prompt_order import PromptOrder
 from jetrl.session.replicas import compare_weights
-from jetrl.training import Trainer
+from jetrl.training import StepMismatchError, Trainer
+from jetrl.training.mismatch import Difference
 
 STEPS_ALONE = ["sft.steps=0", "eval.every=0", "algorithm.dynamic_sampling=false"]
 PARTIAL = [
@@ -97,6 +98,31 @@ def test_rare_parts_of_a_run_have_the_same_results_on_two_ranks(tmp_path: Path) 
         assert results(Path(two)) == results(Path(one))
 
 
+TURNS = [
+    f"task.name={Path(__file__).with_name('turns_task.py')}:Counter",
+    "task.options={}",
+    "task.workers=1",
+    "model.config.vocab_size=14",
+    "rollout.max_tokens=24",
+    "loop.steps=2",
+]
+
+
+def _turns(folder: str) -> str:
+    return run_small(folder, "turns", *STEPS_ALONE, *TURNS)
+
+
+def test_turns_have_the_same_results_on_two_ranks(tmp_path: Path) -> None:
+    for name in ("alone", "two"):
+        (tmp_path / name).mkdir()
+    alone = Path(_turns(str(tmp_path / "alone")))
+    records = [r for step in (1, 2) for r in RunDirectory.open(alone).rollouts(step)]
+    assert {len(record["turns"]) for record in records} >= {2, 3}
+    assert any("half of a character" in record["failure"] for record in records)
+    two = Path(run_ranks(2, _turns, str(tmp_path / "two"))[0])
+    assert results(two) == results(alone)
+
+
 def _at(owner: Any, name: str, call: int, act: Any) -> None:
     """Let `act` run before the n-th call (from 1) of a function, in this process from now on."""
     original, calls = getattr(owner, name), 0
@@ -165,6 +191,20 @@ def _trouble(folder: str) -> list[str]:
     if world().rank == 1:
         _at(Trainer, "step", 2, one_prompt_less)
     end_of("prompts", RanksDiffer)
+    PromptOrder.draw = original[1]  # type: ignore[method-assign]
+
+    def differs(self: Any, samples: Any, step: int) -> None:
+        counts = {"num_different": 1.0, "num_tokens": 9.0, "max_abs_logprob_diff": 0.25}
+        metrics = {f"mismatch/{name}": value for name, value in counts.items()}
+        raise StepMismatchError("unified", samples, [Difference(1, 2, -0.5, -0.25)], metrics)
+
+    def not_located(*_: Any) -> str:
+        if world().rank == 1:
+            raise NonFiniteError("no forward any more")
+        return "first in a layer"
+
+    Trainer.step, verbs.located = differs, not_located  # type: ignore
+    end_of("mismatch", RunStopped)
     return ends
 
 
@@ -173,6 +213,8 @@ def test_what_one_rank_meets_ends_all_with_its_message(tmp_path: Path) -> None:
     assert ends[0] == ends[1]
     assert ends[0][0].startswith("sampling met logits that are not finite")
     assert ends[0][1].startswith("rank 1 differs from rank 0 in the prompts of step 3")
+    assert ends[0][2].startswith("step 1: ")
+    assert ends[0][2].endswith("; first in a layer")
 
 
 def _flipped() -> str:

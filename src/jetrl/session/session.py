@@ -182,8 +182,6 @@ class Session:
         if self._trainer.calibration is not None:
             run.checkpoints.register("clip", self._trainer.calibration)
 
-    # Before the first step
-
     def warm_up(self) -> None:
         """Train on the task's worked answers, if the settings ask for it, and make the RL trainer.
 
@@ -355,8 +353,9 @@ class Session:
             with phases.phase("update"):
                 trained = self.trainer.step(step.samples, number)
         except StepMismatchError as error:
-            self.run.directory.write_rollouts(number, step.samples)
-            raise MismatchError(f"step {number}: {error}; {self._locate(error)}") from None
+            with ending_together(f"the search for the operation that differs in step {number}"):
+                self.run.directory.write_rollouts(number, step.samples)
+                raise MismatchError(f"step {number}: {error}; {self._locate(error)}") from None
         compare_weights(f"after step {number}", *self.trainer.models)
         phases.timings |= trained.timings
         compares_group = self.context.objective.algorithm.compares_group
