@@ -4,7 +4,8 @@
 #     sh benchmarks/many_gpus.sh NAME [OUT]
 #
 # OUT is the folder of the JSON files, build/bench unless it is given. PYTHON is the interpreter.
-# Every call takes minutes on H200s of one host; kernels are compiled in the first one.
+# Steps print their peaks of memory beside the memory plan, by phase (peak_of_plan). Every call takes
+# minutes on H200s of one host; kernels are compiled in the first one.
 set -eu
 out=${2:-build/bench}
 python=${PYTHON:-python3}
@@ -33,12 +34,16 @@ same-1|same-2|same-4)
 weak-1|weak-2|weak-4)
     step "${1#weak-}" "$1" --shape qwen3-8b --plan unified $equal $tail $size \
         --batch-per-rank --exchange ;;
-# One GPU with and without torchrun.
-one-torchrun)
-    "$python" -m torch.distributed.run --standalone --nproc-per-node 1 -m jetrl bench step \
-        --shape qwen3-8b --plan unified $equal $size --out "$out/$1.json" ;;
-one-alone)
-    step 1 "$1" --shape qwen3-8b --plan unified $equal $size ;;
+# One GPU with and without torchrun, in turn on the same card.
+one-card)
+    "$python" benchmarks/one_card.py --out "$out/one_card.json" ;;
+# Two cards of 80 GB: so much memory is left on each, and the plan sizes the micro-batches.
+8b-2-80gb)
+    step 2 "$1" --shape qwen3-8b --plan unified --prompts 16 --samples 8 --prompt-length 256 \
+        --response-length 1024 --batch-per-rank --leave-free 78.75 ;;
+# How ranks end that are killed, stopped or fail, on two GPUs with NCCL.
+faults-2)
+    "$python" tests/reliability/fail_ranks.py --device cuda --out "$out/fail_ranks.json" ;;
 # FP8 beside BF16 on the same GPUs, each with the largest micro-batch that the plan has room for.
 plans-2|plans-4)
     step "${1#plans-}" "$1" --shape qwen3-8b --plan bf16 --plan unified $equal --batch-per-rank ;;
@@ -59,7 +64,9 @@ try)
     step 1 try-1 $tiny --warm-micro-batches 4 --digest
     step 2 try-2 $tiny --warm-micro-batches 4 --digest --exchange
     step 2 try-tail $tiny --load 2x2x8x24x8 --batch-per-rank
-    step 2 try-rollouts $tiny --plan bf16 --rollout-only ;;
+    step 2 try-rollouts $tiny --plan bf16 --rollout-only
+    "$python" benchmarks/one_card.py --device cpu --layers 1 --steps 2 --out "$out/one_card.json"
+    "$python" tests/reliability/fail_ranks.py --out "$out/fail_ranks.json" ;;
 *)
     sed -n 's/^\([a-z0-9|-]*\))$/\1/p' "$0" | tr '|' '\n'
     exit 2 ;;

@@ -36,6 +36,9 @@ gradients, and the exchange of one micro-batch alone.
     torchrun --nproc-per-node 4 -m jetrl bench step --shape qwen3-8b --plan unified \
         --batch-per-rank --digest --exchange
 
+Peaks of memory are given beside the memory plan, by phase. `--leave-free 78.75` takes memory of
+each GPU until so many GiB are left: as on a card of 80 GB.
+
 A run of both plans takes minutes. `--plan bf16 --out a.json`, then `--plan unified --beside a.json
 --out b.json` is the same in two.
 """
@@ -54,6 +57,7 @@ import torch
 from jetrl.bench._flow import Choices, Flow, codes_of, policy_of, share_changed
 from jetrl.bench._load import Load, add_load_arguments, flops, load_of, load_text
 from jetrl.bench._ranks import digests, recorded_exchange, slowest, without_exchange
+from jetrl.bench._smaller_card import leave_free
 from jetrl.bench._timing import (
     Row,
     add_shape_arguments,
@@ -126,6 +130,8 @@ def measure(
         "update": (load.tokens, whole),
     }
     size, plan = world().size, flow.planned()
+    peaks = slowest("the peaks of memory", flow.peaks)
+    planned = {name: getattr(plan, name) / 2**30 for name in ("rollout", "update")}
     return {
         "plan": policy.plan.name,
         "ranks": size,
@@ -140,10 +146,9 @@ def measure(
             for n, (_, s) in rates.items()
             if s is not None
         },
-        "peak_gib": slowest("the peaks of memory", flow.peaks),
-        "planned_gib": {
-            name: round(getattr(plan, name) / 2**30, 1) for name in ("rollout", "update")
-        },
+        "peak_gib": peaks,
+        "planned_gib": {name: round(size, 1) for name, size in planned.items()},
+        "peak_of_plan": {n: round(peaks[n] / s, 3) for n, s in planned.items() if n in peaks},
         "compared_tokens": int(metrics["mismatch/num_tokens"]),
         "different": int(metrics["mismatch/num_different"]),
         "mean_abs_logprob_diff": metrics["mismatch/mean_abs_logprob_diff"],
@@ -374,6 +379,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         help="JSON of an earlier run on such a card: its rows come first, and are compared with",
     )
     parser.add_argument("--max-batch-size", type=int, help="sequences together; default: all")
+    parser.add_argument(
+        "--leave-free",
+        type=float,
+        metavar="GIB",
+        help="take memory of each GPU until so much is free: 78.75 as on a card of 80 GB",
+    )
     parser.add_argument("--out", default="build/bench/step.json", type=Path, help="JSON file")
     args = parser.parse_args(argv)
     choices = replace(
@@ -386,12 +397,16 @@ def main(argv: Sequence[str] | None = None) -> None:
         command += f" --{name.replace('_', '-')}" if getattr(args, name) else ""
     if args.warm_micro_batches:
         command += f" --warm-micro-batches {args.warm_micro_batches}"
+    if args.leave_free is not None:
+        command += f" --leave-free {args.leave_free:g}"
     if args.batch_per_rank:
         loads = [replace(load, prompts=load.prompts * world().size) for load in loads]
+    leave_free(args.leave_free)
     limit = limit_of(args.device)
-    facts = {"bf16_matrix_teraflops": round(limit / 1e12, 1)}
+    facts: Row = {"bf16_matrix_teraflops": round(limit / 1e12, 1)}
     if args.device == "cuda":
         copy_bandwidth()  # the results name it, and it is measured once, while memory is free
+        release()
     rows = earlier_rows(args.beside)
     for plan in args.plan or ["bf16", "unified"]:
         policy = policy_of(plan, choices)
@@ -409,7 +424,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             rows.append(row)
             print_table(table(rows))
             print(f"{plan}: {row['settings']}")
-            for name in ("weights_changed", "planned_gib", "exchange", "digests"):
+            for name in ("weights_changed", "planned_gib", "peak_of_plan", "exchange", "digests"):
                 if name in row:
                     print(f"{plan} {name}: {row[name]}")
             print(f"times bf16: {row.get('times_bf16', '-')}", flush=True)
