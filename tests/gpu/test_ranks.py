@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,14 +13,19 @@ from typing import Any
 
 import pytest
 import torch
+from tests.distributed.runs import results
 
 from jetrl.distributed.shards import shard_of
 from jetrl.kernels.block_norm import block_squares
 from jetrl.precision.gradients import matmul_product, rows_added
+from jetrl.runs import RunDirectory
 
 pytestmark = pytest.mark.gpu
 
 WORKER = Path(__file__).parent / "ranks_worker.py"
+RUNS = WORKER.with_name("runs_worker.py")
+FAULTS = WORKER.parents[1] / "reliability" / "fail_ranks.py"
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -86,25 +92,67 @@ def test_a_product_added_in_the_gemm_is_the_sum(tokens: int, n: int, k: int) -> 
     assert torch.equal(matmul_product(dy, x, total), expected)
 
 
-def _run(size: int, presets: list[str]) -> dict[str, Any]:
-    """Return what the worker prints on so many GPUs; one process is not started by torchrun."""
+def _started(size: int, *words: str, restarts: int = 0) -> str:
+    """Return what a program prints on so many GPUs; one process is not started by torchrun."""
     command = [sys.executable]
     if size > 1:
-        command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
+        command += ["-m", "torch.distributed.run", f"--nproc-per-node={size}"]
+        command += ["--standalone", f"--max-restarts={restarts}"]
     done = subprocess.run(
-        [*command, str(WORKER), *presets],
+        [*command, *words],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
         timeout=400,
         check=False,
     )
-    assert done.returncode == 0, done.stderr[-4000:]
-    results: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+def _run(size: int, presets: list[str]) -> dict[str, Any]:
+    """Return what the worker prints on so many GPUs."""
+    results: dict[str, Any] = json.loads(_started(size, str(WORKER), *presets).splitlines()[-1])
     return results
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of runs on one GPU and on two, of which one was cut on two GPUs."""
+    folder = tmp_path_factory.mktemp("runs")
+    _started(2, str(RUNS), "cuda", str(folder), "two", "cut:2")
+    shutil.copytree(folder / "cut", folder / "cut-2")
+    _started(2, str(RUNS), "cuda", str(folder), "cut-2:resume")
+    _started(1, str(RUNS), "cuda", str(folder), "alone", "cut:resume")
+    return folder
+
+
+@two_gpus
+@pytest.mark.parametrize("name", ["two", "cut", "cut-2"])
+def test_runs_and_their_checkpoints_have_the_bits_of_one_gpu(folder: Path, name: str) -> None:
+    """A checkpoint that two GPUs wrote in the background is resumed by one and by two."""
+    alone = results(folder / "alone")
+    assert [line.get("mismatch/num_different") for line in alone["metrics"][-4:]] == [0.0] * 4
+    assert results(folder / name) == alone
+
+
+@two_gpus
+def test_torchrun_starts_a_lost_run_again_with_the_same_bits(folder: Path) -> None:
+    _started(2, str(RUNS), "cuda", str(folder), "again:killed", restarts=1)
+    assert len(RunDirectory.open(folder / "again").attempts()) == 2
+    assert results(folder / "again") == results(folder / "alone")
+
+
+@two_gpus
+def test_a_rank_that_fails_ends_both_within_seconds(tmp_path: Path) -> None:
+    file = tmp_path / "faults.json"
+    command = [sys.executable, str(FAULTS), "--device", "cuda", "--out", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    assert json.loads(file.read_text())["same_bits"]
+
+
+@two_gpus
 def test_updates_have_the_bits_of_one_gpu() -> None:
     presets = ["unified", "bf16"]
     alone = _run(1, presets)

@@ -68,11 +68,13 @@ class Ended:
         gone_s: The seconds from the end of the first rank that failed to the end of all; 0 where
             none failed.
         console: What the ranks printed in this start.
+        at: When the last rank ended, on this machine's monotonic clock.
     """
 
     codes: list[int]
     gone_s: float
     console: str
+    at: float = 0.0
 
     @property
     def failed(self) -> bool:
@@ -109,6 +111,7 @@ def launch(
         [codes[pid] for pid in pids],
         last_end - first_end if failed else 0.0,
         log.read_bytes()[before:].decode(errors="replace"),
+        last_end,
     )
 
 
