@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 import torch.distributed as dist
 from tests.distributed.commands import Ended, run_commands
 
+from jetrl.bench.shapes import SHAPES
 from jetrl.cli.main import COMMANDS, main
 from jetrl.distributed.meeting import ranks_that_differ
 from jetrl.distributed.world import ONE_PROCESS, world
@@ -120,3 +122,19 @@ def test_ranks_differ_from_what_most_have() -> None:
     assert ranks_that_differ([5, 5, 7, 7]) == [2, 3]
     assert ranks_that_differ([1, 2, 3]) == [1, 2]
     assert ranks_that_differ([1, 2, 3, 3]) == [0, 1]
+
+
+def test_qwen3_8b_fits_on_two_cards_of_80_gb_and_not_on_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    recipe = tmp_path / "8b.toml"
+    lines = [f"{key} = {json.dumps(value)}" for key, value in SHAPES["qwen3-8b"].items()]
+    recipe.write_text("\n".join(["[model]", 'tokenizer = "characters"', "[model.config]", *lines]))
+    words = ["train", str(recipe), "sft.steps=0", "train.optimizer_states=compact", "--dry-run"]
+    words += ["rollout.max_tokens=2048", "train.tokens_per_micro_batch=4608", "--gpu-memory=80"]
+    assert main([*words, "--gpus=2"]) == 0
+    out = capsys.readouterr().out
+    assert "# memory plan of each of 2 GPUs, with prompts" in out
+    assert main([*words, "--gpus=1"]) == 2
+    assert "it fits on 2 GPUs" in capsys.readouterr().err

@@ -40,9 +40,11 @@ from jetrl.distributed.flight_recorder import FILES
 from jetrl.distributed.peers import peers
 from jetrl.training import Checkpoints
 
-# Two micro-batches an update, so that each rank has one.
+# Two micro-batches an update, so that each rank has one, and matrices of which each has rows.
 SETTINGS = [
     *SMALL,
+    "model.config.hidden_size=256",
+    "model.config.vocab_size=256",
     "train.tokens_per_micro_batch=128",
     "train.updates_per_step=1",
     "sft.examples_per_step=16",
@@ -93,7 +95,7 @@ FAULTS = (
     Fault("hangs", 1, UPDATE, 2),
     Fault("killed", 1, "before the backward"),
     Fault("killed", 0, "after requantize"),
-    Fault("stopped", 1, "sampling, before a draw is taken in"),
+    Fault("stopped", 1, "sampling, before a forward"),
     Fault("raises", 1, "after the backward"),
     Fault("killed", 1, "checkpoint, while it is copied"),
     Fault("killed", 0),
@@ -209,14 +211,16 @@ def fail_ranks(folder: Path, device: str, seed: int) -> tuple[list[dict[str, Any
         if ended.failed:
             raise SystemExit(f"the uncut run failed:\n{ended.console[-3000:]}")
         print(f"{name}: {took:.1f} s", flush=True)
-    words = [*base, "run.name=cut", "watchdog.min_s=5", "watchdog.first_s=60"]
-    run, note, done = folder / "cut", folder / "note.json", []
+    words = [*base, "watchdog.min_s=5", "watchdog.first_s=60"]
+    note, done = folder / "note.json", []
+    runs = [folder / "cut-1"]
     for fault in FAULTS:
+        run = runs[-1]
         note.unlink(missing_ok=True)
         again = ["--resume"] if (run / "config.toml").is_file() else []
         seconds = rng.uniform(0.2 * took, 0.6 * took)
         ended = launch(
-            [*words, *again],
+            [*words, f"run.name={run.name}", *again],
             log,
             prepare=prepared(fault, note),
             outside=at_random(fault, seconds, note),
@@ -242,15 +246,19 @@ def fail_ranks(folder: Path, device: str, seed: int) -> tuple[list[dict[str, Any
         print(json.dumps(done[-1]), flush=True)
         if problems:
             print(ended.console[-3000:], flush=True)
-    ended = launch([*words, "--resume"], log)
-    if ended.failed:
-        raise SystemExit(f"the last resume ended with {ended.codes}:\n{ended.console[-3000:]}")
-    try:
-        check_same("cut", fingerprint(run), fingerprint(folder / "uncut"))
-    except SystemExit as different:
-        print(different, flush=True)
-        return done, False
-    return done, True
+        if not ended.failed:  # it came to its end without the fault
+            runs.append(folder / f"cut-{len(runs) + 1}")
+    same = True
+    for run in runs:
+        again = ["--resume"] if (run / "config.toml").is_file() else []
+        ended = launch([*words, f"run.name={run.name}", *again], log)
+        try:
+            assert not ended.failed, f"{run.name} ended with {ended.codes}: {ended.console[-3000:]}"
+            check_same(run.name, fingerprint(run), fingerprint(folder / "uncut"))
+        except (AssertionError, SystemExit) as different:
+            print(different, flush=True)
+            same = False
+    return done, same
 
 
 def main() -> int:
