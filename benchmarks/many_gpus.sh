@@ -59,14 +59,14 @@ plans-2|plans-4)
         --prompt-length 256 --response-length 2048 --rollout-only ;;
 # Without a GPU, to try the commands out on two processes, or on four: the digests are equal.
 try|try-4)
-    count=4
-    [ "$1" = try ] && count=2
+    ranks=4
+    [ "$1" = try ] && ranks=2
     tiny="--shape tiny --layers 1 --device cpu --plan unified --prompts 4 --samples 2"
     tiny="$tiny --prompt-length 8 --response-length 16 --tokens-per-micro-batch 48"
     step 1 try-1 $tiny --warm-micro-batches 4 --digest
-    step "$count" "$1-same" $tiny --warm-micro-batches 4 --digest --exchange
-    step "$count" "$1-tail" $tiny --load 2x2x8x24x8 --batch-per-rank
-    step "$count" "$1-rollouts" $tiny --plan bf16 --rollout-only
+    step "$ranks" "$1-same" $tiny --warm-micro-batches 4 --digest --exchange
+    step "$ranks" "$1-tail" $tiny --load 2x2x8x24x8 --batch-per-rank
+    step "$ranks" "$1-rollouts" $tiny --plan bf16 --rollout-only
     "$python" benchmarks/one_card.py --device cpu --layers 1 --steps 2 --out "$out/one_card.json"
     "$python" tests/reliability/fail_ranks.py --out "$out/fail_ranks.json" ;;
 *)
