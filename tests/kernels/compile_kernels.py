@@ -193,6 +193,48 @@ def update(shape: str, plan: str) -> None:
     policy.requantize()
 
 
+def other_options() -> None:
+    """Compile what other sampling and other gradients launch: one after the other, on one shape."""
+    from jetrl.bench.shapes import SHAPES
+    from jetrl.models.families import ModelConfig, parameter_shapes
+    from jetrl.models.policy import Policy
+    from jetrl.precision import PrecisionPlan
+    from jetrl.precision.deviation import SamplerDeviation
+
+    policy_of("qwen3-0.6b", "jet")  # which also lets a meta device pass
+    config = ModelConfig.from_hf({**SHAPES["qwen3-0.6b"], "num_hidden_layers": 2})
+    weights = {n: torch.empty(s, device=META) for n, s in parameter_shapes(config).items()}
+    dose = SamplerDeviation(
+        attention_split=256, logit_noise=0.1, scales="pow2", kv="fp8", weights_through_bf16=True
+    )
+    sampling = PrecisionPlan.preset("jet").replace(sampler_deviation=dose)
+    coded = SamplerDeviation(linears="fp8_activations")
+    for plan in (sampling, PrecisionPlan.preset("mixed").replace(sampler_deviation=coded)):
+        _sample(Policy(config, plan, weights, META))
+    for options in ({"grad_output": "e5m2"}, {"wgrad_input": "1x128"}):
+        plan = PrecisionPlan.preset("jet").replace(**options)
+        policy = Policy(config, plan, weights, META)
+        with torch.enable_grad():
+            ids, targets = torch.zeros(300, dtype=torch.int64), torch.arange(1, 100)
+            logprobs, _ = policy.train_logprobs(ids, torch.tensor([0, 300]), targets)
+            logprobs.backward(torch.empty(99, device=META))
+
+
+def _sample(policy: Any) -> None:
+    """Compile a forward over prompts and one of decode."""
+    from jetrl.rollout.decode_forward import DecodeBuffers, GraphForwards
+    from jetrl.rollout.kv_cache import PagedCache
+    from jetrl.rollout.paged_attention import Span
+
+    cache = PagedCache(policy.config, policy.plan, 4096, 64, META)
+    tokens = torch.zeros(300, dtype=torch.int64, device=META)
+    policy.rollout_forward(tokens, tokens, cache.key_values([Span(0, 0, 300, list(range(5)))]))
+    forwards = object.__new__(GraphForwards)
+    forwards._policy, forwards._cache, forwards.page_size = policy, cache, 64
+    forwards._buffers = DecodeBuffers.empty(512, 8, 256, META)
+    forwards.forward(8, 1024, False)
+
+
 def optimizer() -> None:
     """An update of the master weights, with moments of few bits."""
     from jetrl.kernels.adamw import adamw_
@@ -308,7 +350,7 @@ PIECES |= {
     f"keys and values, {kv}, {d}": functools.partial(stored_formats, kv, d) for kv, d in STORED
 }
 PIECES |= {"optimizer": optimizer, "long attention": long_attention}
-PIECES |= {"NVFP4 weights": nvfp4}
+PIECES |= {"NVFP4 weights": nvfp4, "other options": other_options}
 PIECES |= {"small operations": small_operations, "chains of products": chains}
 
 

@@ -4,13 +4,16 @@ import torch
 from torch import nn
 
 from jetrl.models.embedding import embed
+from jetrl.precision import PrecisionPlan
 from jetrl.precision.gradients import Gradients
 from jetrl.precision.quantized_weight import QuantizedWeight
+
+PLAN = PrecisionPlan.preset("bf16")
 
 
 def embed_of(token_ids: torch.Tensor, master: nn.Parameter) -> torch.Tensor:
     """Return BF16 rows of a master weight."""
-    weight = QuantizedWeight("embed", master, {"rollout": "bf16", "train": "bf16"})
+    weight = QuantizedWeight("embed", master, {"rollout": "bf16", "train": "bf16"}, PLAN)
     return embed(token_ids, weight, Gradients())
 
 

@@ -13,6 +13,7 @@ from jetrl.models.policy import Policy
 from jetrl.models.tiny import random_weights
 from jetrl.precision import PrecisionPlan, quantize
 from jetrl.precision.linear import Linear
+from jetrl.precision.plan import Rounding
 from jetrl.precision.quantized_weight import FP8Weight, QuantizedWeight
 
 CONFIG = ModelConfig.from_hf(
@@ -64,7 +65,7 @@ def test_a_layer_that_moves_its_weight_is_an_error() -> None:
 
     def made_again() -> None:
         codes = quantize(weight.master.detach(), (128, 128))
-        weight._by_format["fp8"] = FP8Weight(codes)
+        weight._stored[Rounding("fp8")] = FP8Weight(codes)
 
     p.requantize()
     weight.requantize = made_again

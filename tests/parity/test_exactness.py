@@ -86,6 +86,7 @@ OPTIONS = [
     {"lm_head": "fp8"},
     {"first_layers_bf16": 1},
     {"last_layers_bf16": 1, "grad_output": "e5m2"},
+    {"wgrad_input": "1x128"},
 ]
 
 

@@ -19,7 +19,7 @@ def make(plan: PrecisionPlan, n: int = 256, k: int = 384, bias: bool = False) ->
     g = torch.Generator().manual_seed(0)
     weight = nn.Parameter(torch.randn(n, k, generator=g) / math.sqrt(k))
     bias_master = nn.Parameter(torch.randn(n, generator=g)) if bias else None
-    quantized = QuantizedWeight("layers.0.test", weight, plan.linear_formats(0, 1), plan.scales)
+    quantized = QuantizedWeight("layers.0.test", weight, plan.linear_formats(0, 1), plan)
     return Linear(quantized, bias_master, plan, torch.bfloat16, Gradients())
 
 
@@ -39,10 +39,13 @@ def floor_db(*noises: float) -> float:
     return -10 * math.log10(sum(noises)) - 1.5
 
 
-@pytest.mark.parametrize("grad_output", ["e4m3", "e5m2", "bf16"])
+@pytest.mark.parametrize(
+    "grad_output, wgrad_input",
+    [("e4m3", "128x128"), ("e5m2", "128x128"), ("bf16", "128x128"), ("e4m3", "1x128")],
+)
 @pytest.mark.parametrize("tokens", [1, 63, 129, 300])
-def test_gradients_stay_above_the_floor(grad_output: str, tokens: int) -> None:
-    plan = PrecisionPlan.preset("unified").replace(grad_output=grad_output)
+def test_gradients_stay_above_the_floor(grad_output: str, wgrad_input: str, tokens: int) -> None:
+    plan = PrecisionPlan.preset("unified").replace(grad_output=grad_output, wgrad_input=wgrad_input)
     layer = make(plan)
     g = torch.Generator().manual_seed(tokens)
     x = torch.randn(tokens, 384, generator=g).bfloat16().requires_grad_()

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import re
 
 import pytest
@@ -15,6 +16,7 @@ TABLE = {  # docs/precision.md: rollout linears, training linears, keys and valu
     "fp32": ("fp32", "fp32", "fp32", "fp32", "fp32"),
     "bf16": ("bf16", "bf16", "bf16", "bf16", "bf16"),
     "mixed": ("fp8", "bf16", "bf16", "bf16", "bf16"),
+    "alike": ("fp8", "fp8", "bf16", "bf16", "bf16"),
     "jet": ("fp8", "fp8", "bf16", "bf16", "bf16"),
     "unified": ("fp8", "fp8", "fp8", "bf16", "bf16"),
 }
@@ -47,6 +49,22 @@ def test_layers_kept_in_bf16_are_so_on_both_sides() -> None:
     plan = PrecisionPlan.preset("unified").replace(first_layers_bf16=1, last_layers_bf16=2)
     formats = [[plan.linear_format(side, i, 5) for i in range(5)] for side in ("rollout", "train")]
     assert formats == [["bf16", "fp8", "fp8", "bf16", "bf16"]] * 2
+
+
+def test_pinned_sums_make_bf16_exact_and_free_ones_make_nothing_exact() -> None:
+    assert PrecisionPlan.preset("bf16").replace(pinned_sums=True).exact
+    assert not PrecisionPlan.preset("unified").replace(pinned_sums=False).exact
+    assert not PrecisionPlan.preset("mixed").replace(pinned_sums=True).exact  # formats differ
+
+
+def test_a_plan_without_the_later_options_is_stored_as_before_there_were_any() -> None:
+    later = {"wgrad_input", "pinned_sums", "sampler_deviation"}
+    assert not later & PrecisionPlan.preset("unified").to_dict().keys()
+    plan = PrecisionPlan.preset("jet").replace(wgrad_input="1x128", pinned_sums=False)
+    assert PrecisionPlan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
+    described = dict(plan.describe())
+    assert described["X into WGrad"] == "1x128 along tokens"
+    assert described["sums"] == "the library's order"
 
 
 def test_settings_override_only_what_they_name() -> None:

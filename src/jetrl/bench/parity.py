@@ -68,15 +68,21 @@ def prove(policy: Policy) -> dict[str, Any]:
     }
 
 
-def run(policy: Policy, load: tuple[int, int, int]) -> dict[str, Any]:
-    """Return the row of one load (sequences, sampled tokens, long) on one policy."""
-    batch, tokens, long = load
+def prompts_of(policy: Policy, load: tuple[int, int, int]) -> list[list[int]]:
+    """Return the random prompts of a load (sequences, sampled tokens, long), as token ids."""
+    batch, _, long = load
     generator = np.random.default_rng(0)
     every = min(8, batch)
     lengths = [
         long if i % every == every - 1 else int(generator.integers(1, 400)) for i in range(batch)
     ]
-    prompts = [generator.integers(0, policy.config.vocab_size, n).tolist() for n in lengths]
+    return [generator.integers(0, policy.config.vocab_size, n).tolist() for n in lengths]
+
+
+def run(policy: Policy, load: tuple[int, int, int]) -> dict[str, Any]:
+    """Return the row of one load (sequences, sampled tokens, long) on one policy."""
+    batch, tokens, long = load
+    prompts = prompts_of(policy, load)
     began = time.perf_counter()
     result = measure(
         policy,

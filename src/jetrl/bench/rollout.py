@@ -77,7 +77,7 @@ def weight_bytes(policy: Policy) -> int:
             if isinstance(operand, FP8Weight):
                 total += operand.direct.codes.nbytes + operand.direct.scales.nbytes
             else:
-                total += operand.nbytes
+                total += (operand if isinstance(operand, torch.Tensor) else operand.values).nbytes
     return total
 
 
@@ -145,7 +145,7 @@ def run_case(policy: Policy, batch: int, prompt: int, response: int, profiled: b
     step = watch.seconds_per_step(batch)
     context = prompt + response / 2
     floor = weight_bytes(policy)
-    floor += int(batch * context * kv_bytes_per_token(policy.config, policy.plan))
+    floor += int(batch * context * kv_bytes_per_token(policy.config, policy.plan.on("rollout")))
     row: Row = {
         "plan": policy.plan.name,
         "kv": policy.plan.kv,
@@ -230,7 +230,7 @@ def run_grpo(policy: Policy) -> Row:
     completions = engine.generate(prompts, params, options=GenerateOptions(max_tokens=max_tokens))
     stats, peak = engine.stats, peak_bytes()
     engine.free_cache()  # it has all the memory that the check needs
-    per_token = kv_bytes_per_token(policy.config, policy.plan)
+    per_token = kv_bytes_per_token(policy.config, policy.plan.on("rollout"))
     running = np.sort(lengths)[::-1]
     steps = int(running[0])
     alive = np.searchsorted(-running, -np.arange(1, steps + 1), side="right")

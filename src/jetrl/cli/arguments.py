@@ -9,7 +9,8 @@ from typing import NoReturn
 
 from jetrl.distributed.console import tell as tell
 
-PLANS = ("fp32", "bf16", "mixed", "jet", "unified")  # settings.presets, which needs pydantic
+# The presets of settings.presets, which needs pydantic.
+PLANS = ("fp32", "bf16", "mixed", "alike", "jet", "unified")
 DEVICES = ("auto", "cpu", "cuda")
 
 

@@ -1,4 +1,4 @@
-"""Measure speed on a Hopper GPU, of kernels, a layer, sampling, training, a step; and parity.
+"""Measure speed on a Hopper GPU (kernels, a layer, sampling, training, a step), and parity.
 
 For example:
 
@@ -23,12 +23,13 @@ from jetrl.errors import UserError
 HANDS_WORDS_ON = True
 RUNS_ON_RANKS = True
 ON_RANKS = ("step",)  # what several processes measure together
-CPU_TOO = ("step", "train")  # with --device cpu: to try them out
+CPU_TOO = ("mismatch", "step", "train")  # with --device cpu: to try them out
 BENCHMARKS = (
     "attention",
     "gemm",
     "layer",
     "logprob",
+    "mismatch",
     "norm",
     "optimizer",
     "parity",

@@ -19,7 +19,6 @@ from jetrl.runs import Attempt, RunDirectory
 from jetrl.runs.format import duration
 from jetrl.runs.schemas import BOARD
 from jetrl.runs.status import Status, read_status
-from jetrl.settings.presets import is_exact
 from jetrl.training import Checkpoints
 
 _RECORDED = re.compile(r"collectives_rank_\d+\.json|nccl_timeout_rank_\d+")
@@ -205,11 +204,18 @@ def check_numbers(run: RunDirectory) -> list[Finding]:
         for name, (words, step) in warnings.items()
         if totals[name]
     ]
-    different, plan = totals["mismatch/num_different"], run.plan()
-    if different and is_exact(plan.get("rollout_linear"), plan.get("train_linear")):
+    different = totals["mismatch/num_different"]
+    if different and _promises_equal_bits(run):
         detail = f"{different:g} tokens differ between sampler and trainer"
         findings.insert(0, Finding("FAIL", "mismatch/num_different", detail))
     return findings
+
+
+def _promises_equal_bits(run: RunDirectory) -> bool:
+    """Return whether the run's precision plan is exact."""
+    from jetrl.precision.plan import PrecisionPlan
+
+    return PrecisionPlan.from_dict(run.plan(), str(run.path / "plan.json")).exact
 
 
 def check_nonfinite(run: RunDirectory) -> list[Finding]:

@@ -319,7 +319,8 @@ def dry_run(
     from jetrl.session.reward_training import plan_reward_memory
     from jetrl.settings.loading import to_toml
 
-    plan, config = PrecisionPlan.from_settings(settings.precision), model_config(settings)
+    plan = PrecisionPlan.from_settings(settings.precision, settings.sampler_deviation)
+    config = model_config(settings)
     yield to_toml(settings)
     yield f"# precision plan: {plan.name}"
     yield table(plan.describe(), indent="#   ") + "\n"

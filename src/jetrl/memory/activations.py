@@ -22,7 +22,7 @@ from jetrl.kernels.logit_chunks import rows_at_once
 from jetrl.memory.products import ProductBytes
 from jetrl.models.attention import kv_bytes_per_token, staged_bytes_per_token
 from jetrl.models.families import ModelConfig
-from jetrl.precision.plan import FP8_BLOCK, Format, PrecisionPlan
+from jetrl.precision.plan import FP8_BLOCK, LinearFormat, PrecisionPlan
 
 _NONE = ProductBytes()
 
@@ -178,7 +178,9 @@ def forward_bytes(config: ModelConfig, plan: PrecisionPlan, tokens: int, context
     return max(tokens * mlp, tokens * attention + earlier)
 
 
-def _layer_bytes(config: ModelConfig, plan: PrecisionPlan, linear: Format, tokens: int) -> int:
+def _layer_bytes(
+    config: ModelConfig, plan: PrecisionPlan, linear: LinearFormat, tokens: int
+) -> int:
     """Return the bytes that one layer keeps for backward."""
     wide, hidden = _wide(plan), config.hidden_size
     heads, groups = config.num_heads, config.num_kv_heads

@@ -236,7 +236,7 @@ def memory_plan(
         device: "cpu" or "cuda", whose libraries have memory of their own.
         cards: How many GPUs the run has, one a process.
     """
-    plan = PrecisionPlan.from_settings(settings.precision)
+    plan = PrecisionPlan.from_settings(settings.precision, settings.sampler_deviation)
     load, others = load or Workload.of(settings, config), others or OtherModels()
     load = load.of_a_rank(settings, cards)
     if tokens is None:
@@ -381,11 +381,12 @@ def _rollout(
     """
     rollout = settings.rollout
     contexts = most_contexts(rollout.max_prefill_tokens, load.sequences, load.tokens)
-    page = rollout.page_size * kv_bytes_per_token(config, plan)
+    sampler = plan.on("rollout")
+    page = rollout.page_size * kv_bytes_per_token(config, sampler)
     needed = -(-load.tokens // rollout.page_size)
     pages = rollout.num_pages or needed * load.sequences
     if left is not None and rollout.num_pages is None:
-        room = gpu_pages_room(left, contexts * staged_bytes_per_token(config, plan))
+        room = gpu_pages_room(left, contexts * staged_bytes_per_token(config, sampler))
         pages = max(needed, min(pages, room // page))
     what = f"KV pages: {pages} of {rollout.page_size} tokens"
     # Where pages are short, sequences lose theirs and continue later by prefilling what they have.

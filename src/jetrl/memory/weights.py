@@ -68,22 +68,25 @@ def quantized_bytes(
     def weight_bytes(format: str, rows: int, columns: int) -> int:
         elements = rows * columns
         scales = 4 * -(-rows // FP8_BLOCK) * -(-columns // FP8_BLOCK)
-        return {"fp8": elements + scales, "bf16": 2 * elements, "fp32": 0}[format]
+        sizes = {"fp8": elements + scales, "fp32": 0}
+        return sizes.get(format, 2 * elements)
 
     tables = 2 if config.layers_without_rope else 1  # rotary positions, and angles of zero
     total = tables * 4 * config.max_position_embeddings * config.head_dim
     vocabulary = (config.vocab_size, config.hidden_size)
     total += weight_bytes(plan.rest, *vocabulary)
-    shared = config.tie_word_embeddings and plan.lm_head == plan.rest
+    heads = {plan.rounding(side, plan.on(side).lm_head) for side in sides}
+    shared = config.tie_word_embeddings and heads == {plan.rounding("train", plan.rest)}
     if config.head == "lm" and not shared:
-        total += weight_bytes(plan.lm_head, *vocabulary)
+        total += sum(weight_bytes(rounding.format, *vocabulary) for rounding in heads)
     wide = 4 if plan.rest == "fp32" else 2
     for name, shape in parameter_shapes(config).items():
         parts = name.split(".")
         if len(shape) == 2 and parts[0] == "layers":
             layer = int(parts[1])
-            formats = {plan.linear_format(s, layer, config.num_layers) for s in sides}
-            total += sum(weight_bytes(format, *shape) for format in formats)
+            formats = {s: plan.linear_format(s, layer, config.num_layers) for s in sides}
+            roundings = {plan.rounding(side, format) for side, format in formats.items()}
+            total += sum(weight_bytes(rounding.format, *shape) for rounding in roundings)
         elif name.endswith("norm.weight"):
             total += wide * shape[0]
     return total

@@ -32,7 +32,7 @@ def attend_packed_hopper(
 ) -> Tensor:
     """Return causal attention of a packed batch, bfloat16 [T, H * D], differentiable.
 
-    A plan that promises no bits takes cuDNN for sequences of one length. For others it takes the
+    A plan that pins no sums takes cuDNN for sequences of one length. For others it takes the
     exact kernels: they are faster than torch's FlashAttention-2, the library's only other form for
     packed sequences.
 
@@ -44,7 +44,7 @@ def attend_packed_hopper(
         length: The length of every sequence, or None where they differ.
     """
     masters = (None, None) if rope.norms is None else (rope.norms[0].weight, rope.norms[1].weight)
-    library = plan.kv == "bf16" and not plan.exact
+    library = plan.kv == "bf16" and not plan.pinned
     length = length if library else None
     out: Tensor = _PackedAttention.apply(qkv, *masters, rope, tiles, plan, length)
     return out

@@ -10,7 +10,7 @@ from jetrl.models.families import ModelConfig
 from jetrl.models.layer import norm_mlp
 from jetrl.models.trace import Trace, tell
 from jetrl.models.weights import Weights
-from jetrl.precision.plan import Format, Side
+from jetrl.precision.plan import LinearFormat, Side
 
 
 class FeedForward(nn.Module):
@@ -26,7 +26,7 @@ class FeedForward(nn.Module):
     """
 
     def __init__(
-        self, name: str, config: ModelConfig, weights: Weights, formats: Mapping[Side, Format]
+        self, name: str, config: ModelConfig, weights: Weights, formats: Mapping[Side, LinearFormat]
     ) -> None:
         super().__init__()
         self.norm = weights.norm(f"{name}.post_norm", config.rms_norm_eps)

@@ -58,7 +58,7 @@ class _Fixed:
         eps: The norm's epsilon.
         norm_weight: The norm's rounded weight, bfloat16 [D].
         weights: The quantized weight of each linear layer; all have one format.
-        plan: The precision plan.
+        plan: The precision plan of the side.
         gradients: The sink of the linear layers' gradients.
         keep: Whether backward may come, so that forward saves what it needs.
         trace: A function that sees the outputs of operations, or None.
@@ -76,7 +76,7 @@ class _Fixed:
     def of(norm: RMSNorm, linears: Sequence[Linear], side: Side, trace: Trace | None) -> _Fixed:
         """Read from the layers what one call on a side needs."""
         weights = tuple(linear.operand(side) for linear in linears)
-        plan, gradients = linears[0].plan, linears[0].gradients
+        plan, gradients = linears[0].plan.on(side), linears[0].gradients
         keep = torch.is_grad_enabled()
         return _Fixed(norm.eps, norm.rounded, weights, plan, gradients, keep, trace)
 
@@ -153,9 +153,11 @@ def _enter(x: Tensor, delta: Tensor | None, s: _Fixed) -> tuple[Tensor, Tensor |
 
 def _entered(total: Tensor, inverse: Tensor, kept: Sequence[Tensor], s: _Fixed) -> GEMMInput:
     """Return the normalised values as WGrad reads them: codes made again, or the kept BF16."""
-    if s.fp8:
+    if not s.fp8:
+        return kept[0]
+    if s.plan.wgrad_input == "128x128":
         return rms_norm_squares(total, s.norm_weight, inverse, s.plan.scales)
-    return kept[0]
+    return quantize_for_wgrad(rms_norm_forward(total, s.norm_weight, s.eps)[0], s.plan)
 
 
 def _leave(
@@ -251,14 +253,14 @@ def _swiglu_backward(
 ) -> tuple[OutputGradient, GEMMInput]:
     """Return dY of gate_up, and swiglu(gate_up) as WGrad of `down` reads the values."""
     plan = s.plan
-    if s.fp8 and plan.grad_output != "bf16":
+    if s.fp8 and plan.grad_output == "e4m3" and not plan.widens_wgrad:
         rows, tokens, gated = swiglu_backward_quantize(
             dgated, gate_up, plan.grad_output, plan.scales
         )
         return OutputGradient(rows, tokens), gated
     dgate_up = swiglu_backward(dgated, gate_up)
     y = quantize_for_wgrad(swiglu_forward(gate_up), plan) if s.fp8 else kept[0]
-    return OutputGradient(dgate_up, dgate_up), y
+    return quantize_output_gradient(dgate_up, s.weights[0], plan), y
 
 
 class _AddNorm(torch.autograd.Function):

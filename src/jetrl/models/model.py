@@ -65,6 +65,8 @@ class Model:
         assert config.head == self.head, f"{type(self).__name__} has a head for {self.head}"
         self.config, self.plan, self.device = config, plan, torch.device(device)
         check_device(config, plan, self.device)
+        if self.head == "lm" and not frozen:  # a model that is sampled from
+            plan.check_layers(config.num_layers)
         self.tokenizer = tokenizer
         self.plain_text: PlainText = "replies"
         self.generation_config = dict(generation_config or {})
@@ -250,8 +252,6 @@ def check_device(config: ModelConfig, plan: PrecisionPlan, device: torch.device)
             f"the GPU's attention takes head_dim 64 or 128 and at most 16 query heads a key "
             f"head, not {config.head_dim} and {group}; use run.device=cpu, or the fp32 preset"
         )
-    if plan.train_linear == "fp8" and plan.grad_output == "e5m2":
-        raise UserError("precision.grad_output=e5m2: Hopper's block-scaled GEMM takes e4m3 only")
 
 
 _HEADS: dict[Head, str] = {

@@ -34,7 +34,7 @@ from jetrl.models.norm import RMSNorm
 from jetrl.precision.gradients import Gradients
 from jetrl.precision.linear import Linear
 from jetrl.precision.ordered_gradients import OrderedGradients
-from jetrl.precision.plan import Format, PrecisionPlan, Side
+from jetrl.precision.plan import LinearFormat, PrecisionPlan, Side
 from jetrl.precision.quantized_weight import QuantizedWeight
 
 
@@ -119,7 +119,9 @@ class Weights:
         wide = self._tensors[name].to(self.device, torch.float32)
         return nn.Parameter(wide, requires_grad=False)
 
-    def quantized(self, layer: str, name: str, formats: Mapping[Side, Format]) -> QuantizedWeight:
+    def quantized(
+        self, layer: str, name: str, formats: Mapping[Side, LinearFormat]
+    ) -> QuantizedWeight:
         """Return a master weight as a layer reads it, rounded again by each `requantize`.
 
         Args:
@@ -131,13 +133,13 @@ class Weights:
         master = self.master(name)
         # A norm's master weight stays in any case: forwards with gradients read it as it is.
         fixed = name not in self.masters and master.dim() > 1
-        shard, scales = self.shards.get(name), self.plan.scales
-        weight = QuantizedWeight(layer, master, formats, scales, shard, self.sides, fixed)
+        shard = self.shards.get(name)
+        weight = QuantizedWeight(layer, master, formats, self.plan, shard, self.sides, fixed)
         self._quantized[layer] = weight
         self._addresses[layer] = _addresses(weight)
         return weight
 
-    def linear(self, name: str, formats: Mapping[Side, Format], bias: bool = False) -> Linear:
+    def linear(self, name: str, formats: Mapping[Side, LinearFormat], bias: bool = False) -> Linear:
         """Return the linear layer of the parameters `name`.weight and, with a bias, `name`.bias.
 
         Args:
@@ -147,13 +149,15 @@ class Weights:
         """
         weight = self.quantized(name, f"{name}.weight", formats)
         bias_master = self.master(f"{name}.bias") if bias else None
-        in_bf16 = formats["train"] == "fp8" and self.plan.grad_output != "bf16"
+        widened = self.device.type == "cuda" and self.plan.widens_wgrad
+        in_fp8 = formats["train"] == "fp8" and not widened
+        in_bf16 = in_fp8 and self.plan.grad_output != "bf16"
         self._expect(weight, torch.bfloat16 if in_bf16 else torch.float32)
         return Linear(weight, bias_master, self.plan, self.dtype, self.gradients)
 
     def embedding(self) -> QuantizedWeight:
         """Return the embedding [V, D] in the activations' dtype."""
-        formats: dict[Side, Format] = {"rollout": self.plan.rest, "train": self.plan.rest}
+        formats: dict[Side, LinearFormat] = {"rollout": self.plan.rest, "train": self.plan.rest}
         weight = self.quantized("embed", "embed.weight", formats)
         self._expect(weight, None)
         return weight
@@ -170,7 +174,8 @@ class Weights:
             embedding: The embedding.
             tied: Whether the head multiplies by the embedding, which in one format is one tensor.
         """
-        formats: dict[Side, Format] = {"rollout": self.plan.lm_head, "train": self.plan.lm_head}
+        sides: tuple[Side, Side] = ("rollout", "train")
+        formats: dict[Side, LinearFormat] = {side: self.plan.on(side).lm_head for side in sides}
         weight = embedding
         if not tied or formats != embedding.formats:
             name = "embed.weight" if tied else "lm_head.weight"
@@ -184,7 +189,7 @@ class Weights:
 
     def norm(self, name: str, eps: float) -> RMSNorm:
         """Return the RMSNorm of the parameter `name`.weight."""
-        formats: dict[Side, Format] = {"rollout": self.plan.rest, "train": self.plan.rest}
+        formats: dict[Side, LinearFormat] = {"rollout": self.plan.rest, "train": self.plan.rest}
         return RMSNorm(self.quantized(name, f"{name}.weight", formats), eps)
 
     def check_complete(self) -> None:

@@ -7,6 +7,8 @@ and one float32 add, K blocks in order, no split-K. FProp, DGrad and WGrad are t
     DGrad   dX [T, K] = dY [T, N] (1 x 128)   @  W^T [K, N] (128 x 128) ^T
     WGrad   dW [N, K] = dY^T [N, T] (1 x 128) @  X^T [K, T] (128 x 128) ^T
 
+On the CPU the right operand of WGrad may have groups of 1 x 128 as well (`precision.wgrad_input`).
+
 The reference below is exact: a product of two E4M3 codes has 8 significant bits, and 128 of them
 add without rounding in float64 whatever the order: a row depends on that row and on B alone.
 """
@@ -26,7 +28,8 @@ def fp8_matmul(a: QTensor, b: QTensor, out_dtype: torch.dtype = torch.bfloat16) 
 
     Args:
         a: [M, K] in groups of 1 x 128; the last group of a row may be smaller.
-        b: [N, K] in groups of 128 x 128; the last groups may be smaller.
+        b: [N, K] in groups of 128 x 128, on the CPU also of 1 x 128; the last groups may be
+            smaller.
         out_dtype: The dtype of the product, to which float32 sums are rounded.
 
     Raises:
@@ -38,10 +41,10 @@ def fp8_matmul(a: QTensor, b: QTensor, out_dtype: torch.dtype = torch.bfloat16) 
         return fp8_matmul_hopper(a, b, out_dtype)
     if a.shape[-1] != b.shape[-1] or a.codes.dim() != 2 or b.codes.dim() != 2:
         raise ValueError(f"fp8_matmul: [M, K] and [N, K], not {a.shape} and {b.shape}")
-    if a.block != (1, FP8_BLOCK) or b.block != (FP8_BLOCK, FP8_BLOCK):
+    if a.block != (1, FP8_BLOCK) or b.block not in ((FP8_BLOCK, FP8_BLOCK), (1, FP8_BLOCK)):
         raise ValueError(f"fp8_matmul: groups 1x128 and 128x128, not {a.block} and {b.block}")
     a_codes, b_codes = codes_as_float64(a.codes), codes_as_float64(b.codes)
-    b_scales = b.scales.repeat_interleave(FP8_BLOCK, dim=0)[: b.shape[0]]
+    b_scales = b.scales.repeat_interleave(b.block[0], dim=0)[: b.shape[0]]
     out = torch.zeros(a.shape[0], b.shape[0], dtype=torch.float32, device=a.codes.device)
     for block in range(a.scales.shape[1]):
         k = slice(block * FP8_BLOCK, (block + 1) * FP8_BLOCK)

@@ -12,7 +12,7 @@ Legend: T tokens, K input features, N output features.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,13 @@ from jetrl.precision.gemm import bf16_matmul, fp8_matmul
 from jetrl.precision.gradients import Gradients
 from jetrl.precision.plan import FP8_BLOCK, PrecisionPlan, Side
 from jetrl.precision.quantize import QTensor, dequantize, quantize
-from jetrl.precision.quantized_weight import FP8Weight, Operand, QuantizedWeight
+from jetrl.precision.quantized_weight import (
+    FP8Weight,
+    Operand,
+    QuantizedWeight,
+    StoredWeight,
+    WeightOfCodedInputs,
+)
 
 GEMMInput = QTensor | Tensor  # X or dY as a GEMM reads it: codes grouped 1 x 128, or BF16 values
 
@@ -49,16 +55,26 @@ def quantize_input(x: Tensor, plan: PrecisionPlan) -> QTensor:
 
 
 def quantize_for_wgrad(x: Tensor, plan: PrecisionPlan) -> QTensor:
-    """Return X [T, K] as WGrad reads it: groups of 128 x 128, on a GPU filled up with zeros."""
-    if x.is_cuda:
-        from jetrl.precision.hopper.quantize import quantize_squares
+    """Return X [T, K] as WGrad reads it, on a GPU filled up with zeros.
 
-        return quantize_squares(x, plan.scales)
-    return quantize(x, (FP8_BLOCK, FP8_BLOCK), "e4m3", plan.scales)
+    The groups are squares of 128 x 128, or with `wgrad_input` 1x128 columns of 128 tokens.
+    """
+    squares = plan.wgrad_input == "128x128"
+    if x.is_cuda:
+        from jetrl.precision.hopper.quantize import quantize_squares, quantize_tokens
+
+        if squares:
+            return quantize_squares(x, plan.scales)
+        return quantize_tokens(x, "e4m3", plan.scales)
+    return quantize(x, (FP8_BLOCK, FP8_BLOCK if squares else 1), "e4m3", plan.scales)
 
 
 def quantize_output_gradient(dy: Tensor, weight: Operand, plan: PrecisionPlan) -> OutputGradient:
     """Return dY as the GEMMs of backward read it; on a GPU both forms are made in one pass.
+
+    A GPU's FP8 GEMMs take E4M3 and squares of 128 x 128 alone. The codes of other settings become
+    the BF16 values that they stand for, rounded once more (to 8 significant bits, where a code has
+    3 or 4), and a BF16 product follows: for comparisons, where speed does not matter.
 
     Args:
         dy: bfloat16 [T, N].
@@ -71,9 +87,18 @@ def quantize_output_gradient(dy: Tensor, weight: Operand, plan: PrecisionPlan) -
     if dy.is_cuda:
         from jetrl.precision.hopper.quantize import quantize_rows_and_tokens
 
-        return OutputGradient(*quantize_rows_and_tokens(dy, format, plan.scales))
+        by_rows, by_tokens = quantize_rows_and_tokens(dy, format, plan.scales)
+        return OutputGradient(
+            _widened(by_rows, len(dy)) if format == "e5m2" else by_rows,
+            _widened(by_tokens, len(dy)) if plan.widens_wgrad else by_tokens,
+        )
     rows = quantize(dy, (1, FP8_BLOCK), format, plan.scales)
     return OutputGradient(rows, quantize(dy, (FP8_BLOCK, 1), format, plan.scales))
+
+
+def _widened(codes: QTensor, num_tokens: int) -> Tensor:
+    """Return the values of codes as bfloat16 [T, N], without tokens that fill up a group."""
+    return dequantize(codes)[:num_tokens].bfloat16()
 
 
 class Linear(nn.Module):
@@ -103,6 +128,12 @@ class Linear(nn.Module):
         self.quantized, self.gradients = quantized, gradients
         self.weight, self.bias = quantized.master, bias
 
+    @overload
+    def operand(self, side: Literal["train"]) -> StoredWeight: ...
+
+    @overload
+    def operand(self, side: Side) -> Operand: ...
+
     def operand(self, side: Side) -> Operand:
         """Return the quantized weight that `side` multiplies by."""
         return self.quantized.operand(side)
@@ -115,14 +146,14 @@ class Linear(nn.Module):
                 the values, by the kernel that made them.
             side: The side of the flow that calls.
         """
-        weight = self.operand(side)
+        weight, plan = self.operand(side), self.plan.on(side)
         if isinstance(x, QTensor):
             assert not torch.is_grad_enabled(), f"{self.name}: codes of X leave nothing for WGrad"
-            return self.add_to(fprop(x, weight, self.plan, self.out_dtype))
+            return self.add_to(fprop(x, weight, plan, self.out_dtype))
         if self.quantized.formats[side] == "fp32":
             return nn.functional.linear(x, self.weight, self.bias)
         y: Tensor = _LinearFunction.apply(
-            x, self.weight, weight, self.plan, self.out_dtype, self.gradients
+            x, self.weight, weight, plan, self.out_dtype, self.gradients
         )
         return self.add_to(y)
 
@@ -143,14 +174,18 @@ def fprop(
     Args:
         x: X [T, K] as the weight needs it: codes beside FP8, BF16 values beside BF16.
         weight: [N, K].
-        plan: The precision plan; an exact one pins the order of a BF16 product's sums.
+        plan: The precision plan of the side that calls, which may pin the order of a BF16 product's
+            sums.
         out_dtype: The dtype of Y.
     """
+    if isinstance(weight, WeightOfCodedInputs):
+        assert isinstance(x, Tensor), "X is coded here"
+        x, weight = dequantize(quantize_input(x, plan)).bfloat16(), weight.values
     if isinstance(weight, FP8Weight):
         assert isinstance(x, QTensor), "an FP8 weight multiplies codes"
         return fp8_matmul(x, weight.direct, out_dtype)
     assert isinstance(x, Tensor), "a BF16 weight multiplies BF16 values"
-    return bf16_matmul(x, weight, out_dtype, plan.exact)
+    return bf16_matmul(x, weight, out_dtype, plan.pinned)
 
 
 def dgrad(dy: OutputGradient, weight: Operand) -> Tensor:
@@ -162,6 +197,7 @@ def dgrad(dy: OutputGradient, weight: Operand) -> Tensor:
     if isinstance(rows, QTensor):
         assert isinstance(weight, FP8Weight), "codes of dY multiply an FP8 weight"
         return fp8_matmul(rows, weight.transposed)
+    assert not isinstance(weight, WeightOfCodedInputs), "such a weight is the sampler's alone"
     w = dequantize(weight.direct) if isinstance(weight, FP8Weight) else weight
     if rows.is_cuda:
         return rows @ w.bfloat16()

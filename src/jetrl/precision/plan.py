@@ -10,30 +10,62 @@ plan does is decided by its fields.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from pydantic import TypeAdapter
 
 from jetrl.errors import UserError
 from jetrl.files import checked, shown_value
-from jetrl.settings import PrecisionSettings
+from jetrl.precision.deviation import NO_DEVIATION, SamplerDeviation
+from jetrl.precision.plan_description import described
+from jetrl.settings import PrecisionSettings, SamplerDeviationSettings
 from jetrl.settings.presets import (
+    PRESET_DEVIATIONS,
     PRESETS,
     Format,
     KVFormat,
-    is_exact,
-    key_and_value_formats,
+    LinearFormat,
+    ScaleRule,
+    is_fp8,
 )
 
-__all__ = ["FP8_BLOCK", "Format", "GradFormat", "KVFormat", "PrecisionPlan", "ScaleRule", "Side"]
+__all__ = [
+    "FP8_BLOCK",
+    "Format",
+    "GradFormat",
+    "KVFormat",
+    "LinearFormat",
+    "PrecisionPlan",
+    "Rounding",
+    "ScaleRule",
+    "Side",
+]
 
 Side = Literal["rollout", "train"]
 GradFormat = Literal["e4m3", "e5m2", "bf16"]
-ScaleRule = Literal["fp32", "pow2"]
+WGradInput = Literal["128x128", "1x128"]
 
 FP8_BLOCK = 128
 _SETTINGS = TypeAdapter(PrecisionSettings)
+_DEVIATION_SETTINGS = TypeAdapter(SamplerDeviationSettings)
+# A plan is stored without these fields where they have their defaults, as before there were any.
+_STORED_IF_SET = ("wgrad_input", "pinned_sums", "sampler_deviation")
+
+
+class Rounding(NamedTuple):
+    """The rounding of a weight for one side: sides with the same one read the same tensor.
+
+    Attributes:
+        format: "fp8_weights" are the values of FP8 codes, as BF16.
+        scales: The rule of the scales of codes; "fp32" where there are none.
+        through_bf16: Whether codes are made of the master weight rounded to BF16.
+    """
+
+    format: Literal["fp32", "bf16", "fp8", "fp8_weights"]
+    scales: ScaleRule = "fp32"
+    through_bf16: bool = False
 
 
 @dataclass(frozen=True)
@@ -51,10 +83,14 @@ class PrecisionPlan:
         scales: Float32 scales, or scales rounded up to powers of two.
         first_layers_bf16: Decoder layers at the start whose linears stay BF16 on both sides.
         last_layers_bf16: Decoder layers at the end whose linears stay BF16 on both sides.
+        wgrad_input: The groups of X in WGrad: squares, or 1 x 128 along tokens.
+        pinned_sums: Whether every sum has one order, whatever the batch; None: where the linear
+            layers of both sides are FP8. Without, a GPU's library chooses the order of BF16 sums.
+        sampler_deviation: What the sampler computes otherwise than all of the above say.
     """
 
     name: str
-    rollout_linear: Format
+    rollout_linear: LinearFormat
     train_linear: Format
     kv: KVFormat
     rest: Format
@@ -63,6 +99,9 @@ class PrecisionPlan:
     scales: ScaleRule = "fp32"
     first_layers_bf16: int = 0
     last_layers_bf16: int = 0
+    wgrad_input: WGradInput = "128x128"
+    pinned_sums: bool | None = None
+    sampler_deviation: SamplerDeviation = NO_DEVIATION
 
     def __post_init__(self) -> None:
         if self.kv not in get_args(KVFormat):
@@ -74,13 +113,25 @@ class PrecisionPlan:
         """Return the plan of a preset (`settings.presets`); UserError for any other name."""
         if name not in PRESETS:
             raise UserError(f"precision preset {name!r}: use one of {', '.join(PRESETS)}")
-        return PrecisionPlan(name, *PRESETS[name])
+        deviation = SamplerDeviation(**PRESET_DEVIATIONS.get(name, {}))
+        return PrecisionPlan(name, *PRESETS[name], sampler_deviation=deviation)
 
     @staticmethod
-    def from_settings(settings: PrecisionSettings) -> PrecisionPlan:
-        """Return the plan of the preset with the options that the settings set."""
+    def from_settings(
+        settings: PrecisionSettings, deviation: SamplerDeviationSettings | None = None
+    ) -> PrecisionPlan:
+        """Return the plan of the preset with the options that the settings set.
+
+        Args:
+            settings: The section `[precision]`.
+            deviation: The section `[sampler_deviation]`; None: the preset's own.
+        """
         options = settings.model_dump(exclude={"preset"}, exclude_none=True)
-        return PrecisionPlan.preset(settings.preset).replace(**options)
+        plan = PrecisionPlan.preset(settings.preset)
+        if deviation is not None:
+            changes = deviation.model_dump(exclude_none=True)
+            options["sampler_deviation"] = dataclasses.replace(plan.sampler_deviation, **changes)
+        return plan.replace(**options)
 
     def replace(self, **options: Any) -> PrecisionPlan:
         """Return a plan with some fields changed; UserError for a field that does not exist."""
@@ -94,11 +145,57 @@ class PrecisionPlan:
         return plan
 
     @property
+    def pinned(self) -> bool:
+        """True where all sums are in one order, on which equal bits of the two sides depend."""
+        if self.pinned_sums is not None:
+            return self.pinned_sums
+        return is_fp8(self.rollout_linear, self.train_linear)
+
+    @property
+    def widens_wgrad(self) -> bool:
+        """True where no GPU's FP8 GEMM takes the operands of WGrad, which become BF16 there."""
+        return self.grad_output == "e5m2" or self.wgrad_input == "1x128"
+
+    @property
     def exact(self) -> bool:
         """True where sampler and trainer promise equal bits."""
-        return is_exact(self.rollout_linear, self.train_linear)
+        alike = self.rollout_linear == self.train_linear != "fp32"
+        return alike and self.pinned and not self._deviates
 
-    def linear_format(self, side: Side, layer: int, num_layers: int) -> Format:
+    @property
+    def _deviates(self) -> bool:
+        """True where the sampler computes anything otherwise than the trainer's fields say."""
+        own = self.sampler_deviation
+        others = (own.weights_through_bf16, own.bf16_layers, own.attention_split, own.logit_noise)
+        return any(others) or self._of_sampler is not self
+
+    @property
+    def deviation(self) -> str:
+        """What the sampler computes otherwise than the trainer, for people; "" for nothing."""
+        return self.sampler_deviation.describe() if self._deviates else ""
+
+    def on(self, side: Side) -> PrecisionPlan:
+        """Return the plan as one side reads it: on the sampler's with what it has otherwise.
+
+        This is the one seam of `sampler_deviation`: whatever reads a format or a rule of scales for
+        one side asks the plan of that side. Without a deviation it is this very plan.
+        """
+        return self._of_sampler if side == "rollout" else self
+
+    @functools.cached_property
+    def _of_sampler(self) -> PrecisionPlan:
+        """The plan with the formats and scales of the sampler in place of its own."""
+        deviation = self.sampler_deviation
+        changes = {
+            "rollout_linear": deviation.linears,
+            "scales": deviation.scales,
+            "kv": deviation.kv,
+            "lm_head": deviation.lm_head,
+        }
+        changes = {k: v for k, v in changes.items() if v not in (None, getattr(self, k))}
+        return dataclasses.replace(self, **changes) if changes else self  # type: ignore[arg-type]
+
+    def linear_format(self, side: Side, layer: int, num_layers: int) -> LinearFormat:
         """Return the format of a decoder layer's linears on one side.
 
         Args:
@@ -106,13 +203,43 @@ class PrecisionPlan:
             layer: The layer's index.
             num_layers: The decoder's number of layers.
         """
-        chosen = self.rollout_linear if side == "rollout" else self.train_linear
-        return "bf16" if chosen == "fp8" and self.keeps_bf16(layer, num_layers) else chosen
+        chosen = self.train_linear if side == "train" else self.on(side).rollout_linear
+        kept = self.keeps_bf16(layer, num_layers) or (
+            side == "rollout" and layer in self.sampler_deviation.bf16_layers
+        )
+        return "bf16" if kept and chosen != "fp32" else chosen
 
-    def linear_formats(self, layer: int, num_layers: int) -> dict[Side, Format]:
+    def linear_formats(self, layer: int, num_layers: int) -> dict[Side, LinearFormat]:
         """Return the format of a decoder layer's linears on each side."""
         sides: tuple[Side, Side] = ("rollout", "train")
         return {side: self.linear_format(side, layer, num_layers) for side in sides}
+
+    def check_layers(self, num_layers: int) -> None:
+        """Raise a UserError for a layer of `sampler_deviation` that a decoder does not have.
+
+        Args:
+            num_layers: The decoder's number of layers.
+        """
+        for layer in self.sampler_deviation.bf16_layers:
+            if layer >= num_layers:
+                raise UserError(
+                    f"sampler_deviation.bf16_layers has layer {layer}, and the model has layers 0 "
+                    f"to {num_layers - 1}: leave it out"
+                )
+
+    def rounding(self, side: Side, format: LinearFormat) -> Rounding:
+        """Return how a weight is rounded that one side reads in a format.
+
+        Args:
+            side: The side of the flow.
+            format: The format of the layer that reads the weight.
+        """
+        if format == "fp8_activations":
+            return Rounding("bf16")
+        if format in ("fp32", "bf16"):
+            return Rounding(format)
+        through_bf16 = side == "rollout" and self.sampler_deviation.weights_through_bf16
+        return Rounding(format, self.on(side).scales, through_bf16)
 
     def keeps_bf16(self, layer: int, num_layers: int) -> bool:
         """Return whether a decoder layer is one of those whose linears are never FP8."""
@@ -120,7 +247,14 @@ class PrecisionPlan:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields by name, as a run directory and a checkpoint keep them."""
-        return dataclasses.asdict(self)
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        defaults = {f.name: f.default for f in dataclasses.fields(self)}
+        preset = PrecisionPlan.preset(self.name) if self.name in PRESETS else self
+        unset = {k for k in _STORED_IF_SET if fields[k] == getattr(preset, k) == defaults[k]}
+        stored = {k: v for k, v in fields.items() if k not in unset}
+        if "sampler_deviation" in stored:
+            stored["sampler_deviation"] = self.sampler_deviation.to_dict()
+        return stored
 
     @staticmethod
     def from_dict(fields: dict[str, Any], where: str = "precision plan") -> PrecisionPlan:
@@ -139,30 +273,14 @@ class PrecisionPlan:
             raise UserError(f"{where}: name = {shown}: use one of {', '.join(PRESETS)}")
         preset = PrecisionPlan.preset(name).to_dict()
         changed = {k: v for k, v in fields.items() if k not in preset or v != preset[k]}
-        return PrecisionPlan.from_settings(checked(_SETTINGS, {"preset": name, **changed}, where))
+        deviation = changed.pop("sampler_deviation", None)
+        plan = PrecisionPlan.from_settings(checked(_SETTINGS, {"preset": name, **changed}, where))
+        if deviation is None:
+            return plan
+        own = checked(_DEVIATION_SETTINGS, deviation, f"{where}: sampler_deviation")
+        fields = own.model_dump(exclude_none=True)
+        return plan.replace(sampler_deviation=SamplerDeviation(**fields))
 
     def describe(self) -> list[tuple[str, str]]:
         """Return rows of (role, format) for people: what is printed before a run."""
-        fp8 = f"FP8 e4m3, {self.scales} scales"
-        int8 = f"INT8, {self.scales} scales"
-        names = {"fp8": fp8, "int8": int8, "bf16": "BF16", "fp32": "FP32"}
-        keys, values = (names[format] for format in key_and_value_formats(self.kv))
-        gradient = "BF16" if self.grad_output == "bf16" else f"FP8 {self.grad_output}"
-        training = names[self.train_linear]
-        if self.train_linear == "fp8":
-            training += f" (FProp, DGrad, WGrad; output gradients {gradient})"
-        rows = [
-            ("rollout linears", names[self.rollout_linear]),
-            ("training linears", training),
-            ("keys and values, both sides", keys if keys == values else f"{keys}; {values}"),
-            ("embeddings, norms, residual", names[self.rest]),
-            ("lm_head, both sides", names[self.lm_head]),
-            ("master weights", "FP32"),
-        ]
-        if self.first_layers_bf16 or self.last_layers_bf16:
-            kept = f"first {self.first_layers_bf16}, last {self.last_layers_bf16}"
-            rows.insert(2, ("layers kept in BF16, both sides", kept))
-        promise = (
-            "bit for bit equal (checked every step)" if self.exact else "not promised (measured)"
-        )
-        return [*rows, ("sampler and trainer log-probs", promise)]
+        return described(self)

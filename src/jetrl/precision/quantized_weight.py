@@ -1,6 +1,6 @@
 """The quantized weights of a layer: a master weight, rounded to what GEMMs and norms read.
 
-This is the one place where a weight is rounded. A quantized weight has one tensor for each format
+This is the one place where a weight is rounded. A quantized weight has one tensor for each rounding
 that a side of the flow asks for, and one alone where both sides ask for the same: the trainer then
 multiplies by the very bytes that the sampler did. After an update of the master weight they are
 overwritten in place, on every device: captured CUDA graphs read them by address.
@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from typing import Literal, overload
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +23,8 @@ from jetrl.distributed.collectives import gather_rows
 from jetrl.distributed.shards import Shard
 from jetrl.errors import UserError
 from jetrl.precision.layout import empty_weight
-from jetrl.precision.plan import FP8_BLOCK, Format, ScaleRule, Side
-from jetrl.precision.quantize import FORMATS, QTensor, quantize
+from jetrl.precision.plan import FP8_BLOCK, LinearFormat, PrecisionPlan, Rounding, ScaleRule, Side
+from jetrl.precision.quantize import FORMATS, QTensor, dequantize, quantize
 
 _FP8_GROUPS = (FP8_BLOCK, FP8_BLOCK)
 
@@ -52,7 +53,19 @@ class FP8Weight:
         return self.direct.mT
 
 
-Operand = FP8Weight | Tensor
+@dataclass(frozen=True)
+class WeightOfCodedInputs:
+    """A BF16 weight [N, K] that multiplies X as FP8 codes would say X: for comparisons alone.
+
+    Attributes:
+        values: bfloat16 [N, K].
+    """
+
+    values: Tensor
+
+
+StoredWeight = FP8Weight | Tensor
+Operand = StoredWeight | WeightOfCodedInputs
 
 
 class QuantizedWeight:
@@ -63,7 +76,7 @@ class QuantizedWeight:
         master: The FP32 master weight, [N, K] for a linear layer or [D] for a norm; with a shard
             the rows of the weight that this rank owns.
         formats: The format that each side reads.
-        scales: The rule for the scales of FP8 codes.
+        plan: The precision plan, which says how weights of a format are rounded.
         shard: The division of the weight's rows among ranks; None where this rank has all.
         sides: The sides whose roundings are kept.
         fixed: Round the weight once, and drop the master weight's memory.
@@ -81,34 +94,46 @@ class QuantizedWeight:
         self,
         name: str,
         master: nn.Parameter,
-        formats: Mapping[Side, Format],
-        scales: ScaleRule = "fp32",
+        formats: Mapping[Side, LinearFormat],
+        plan: PrecisionPlan,
         shard: Shard | None = None,
         sides: Collection[Side] = ("rollout", "train"),
         fixed: bool = False,
     ) -> None:
-        self.name, self.master, self.formats, self.scales = name, master, formats, scales
+        self.name, self.master, self.formats = name, master, formats
         self.shard, self.fixed = shard, fixed
+        self._roundings = {side: plan.rounding(side, format) for side, format in formats.items()}
         num_rows = len(master) if shard is None else shard.num_rows
         self.shape = torch.Size((num_rows, *master.shape[1:]))
-        kept = {formats[side] for side in sides}
-        if "fp8" in formats.values() and any(size % FP8_BLOCK for size in self.shape):
+        kept = {self._roundings[side] for side in sides}
+        coded = {"fp8", "fp8_weights", "fp8_activations"} & set(formats.values())
+        if coded and any(size % FP8_BLOCK for size in self.shape):
             raise UserError(
                 f"layer {name}: FP8 needs dimensions that are multiples of {FP8_BLOCK}, and this "
                 f"weight is {list(self.shape)}; use precision.preset=bf16 (--plan bf16)"
             )
         if shard is None:
-            self._by_format = {format: self._rounded(format) for format in sorted(kept)}
+            self._stored = {rounding: self._rounded(rounding) for rounding in sorted(kept)}
         else:
-            self._by_format = {format: self._empty(format) for format in sorted(kept)}
+            self._stored = {rounding: self._empty(rounding) for rounding in sorted(kept)}
             self.requantize()
-        if fixed and "fp32" not in kept:
+        if fixed and Rounding("fp32") not in kept:
             empty = torch.empty((), device=master.device).expand(master.shape)
             self.master = nn.Parameter(empty, requires_grad=False)
 
+    @overload
+    def operand(self, side: Literal["train"]) -> StoredWeight: ...
+
+    @overload
+    def operand(self, side: Side) -> Operand: ...
+
     def operand(self, side: Side) -> Operand:
         """Return the rounding that a side reads."""
-        return self._by_format[self.formats[side]]
+        weight = self._stored[self._roundings[side]]
+        if self.formats[side] == "fp8_activations":
+            assert isinstance(weight, Tensor), "X alone is coded"
+            return WeightOfCodedInputs(weight)
+        return weight
 
     def requantize(self) -> None:
         """Round the master weight again, into the tensors that are there.
@@ -116,11 +141,11 @@ class QuantizedWeight:
         Of a weight that is divided, every rank rounds its own rows and receives the others'.
         """
         assert not self.fixed, f"{self.name}: a fixed weight has no master weight to round"
-        for format, earlier in self._by_format.items():
-            self._rounded(format, earlier if self.shard is None else _own(earlier, self.shard))
+        for rounding, earlier in self._stored.items():
+            self._rounded(rounding, earlier if self.shard is None else _own(earlier, self.shard))
         if self.shard is None:
             return
-        for weight in self._by_format.values():
+        for weight in self._stored.values():
             if isinstance(weight, FP8Weight):
                 gather_rows(weight.direct.codes, self.shard.counts())
                 gather_rows(_with_padding(weight.direct.scales), self.shard.counts(FP8_BLOCK))
@@ -129,12 +154,12 @@ class QuantizedWeight:
 
     def fp8_scales(self) -> list[Tensor]:
         """Return the scales of the FP8 rounding, if there is one."""
-        return [w.direct.scales for w in self._by_format.values() if isinstance(w, FP8Weight)]
+        return [w.direct.scales for w in self._stored.values() if isinstance(w, FP8Weight)]
 
     def tensors(self) -> list[Tensor]:
         """Return every tensor that forwards read."""
         tensors: list[Tensor] = []
-        for weight in self._by_format.values():
+        for weight in self._stored.values():
             if isinstance(weight, FP8Weight):
                 tensors += [weight.direct.codes, weight.direct.scales]
             else:
@@ -143,47 +168,56 @@ class QuantizedWeight:
 
     def move(self, moved: Callable[[Tensor], Tensor]) -> None:
         """Replace every tensor that forwards read by what `moved` makes of the tensor."""
-        for format, weight in self._by_format.items():
+        for rounding, weight in self._stored.items():
             if isinstance(weight, FP8Weight):
                 codes, scales = moved(weight.direct.codes), moved(weight.direct.scales)
                 direct = dataclasses.replace(weight.direct, codes=codes, scales=scales)
-                self._by_format[format] = FP8Weight(direct)
+                self._stored[rounding] = FP8Weight(direct)
             else:
-                self._by_format[format] = moved(weight)
+                self._stored[rounding] = moved(weight)
 
-    def _empty(self, format: Format) -> Operand:
-        """Return the whole weight in a format, not filled yet."""
-        assert format != "fp32", "a weight that is read as it is cannot be divided"
-        if format == "bf16":
+    def _empty(self, rounding: Rounding) -> StoredWeight:
+        """Return the whole weight in a rounding, not filled yet."""
+        assert rounding.format != "fp32", "a weight that is read as it is cannot be divided"
+        if rounding.format != "fp8":
             return torch.empty(self.shape, dtype=torch.bfloat16, device=self.master.device)
         dtype, _ = FORMATS["e4m3"]
         rows, columns = self.shape
         return FP8Weight(empty_weight(rows, columns, dtype, self.master.device))
 
-    def _rounded(self, format: Format, into: Operand | None = None) -> Operand:
-        """Return the master weight in a format, written over `into` where that is given."""
+    def _rounded(self, rounding: Rounding, into: StoredWeight | None = None) -> StoredWeight:
+        """Return the master weight in a rounding, written over `into` where that is given."""
         weight = self.master.detach()
         if not weight.numel():  # a rank that owns no row
             assert into is not None, "a whole weight has rows"
             return into
-        if format == "fp32":
+        if rounding.format == "fp32":
             return self.master
-        if format == "bf16":
+        if rounding.through_bf16:
+            weight = weight.bfloat16().float()
+        if rounding.format == "fp8_weights":
+            weight = dequantize(_fp8(weight, rounding.scales).direct)
+        if rounding.format != "fp8":
             return into.copy_(weight) if isinstance(into, Tensor) else weight.bfloat16()
-        earlier = into.direct if isinstance(into, FP8Weight) else None
-        if weight.is_cuda:
-            from jetrl.precision.hopper.quantize import quantize_weight
-
-            return FP8Weight(quantize_weight(weight, scales=self.scales, out=earlier))
-        quantized = quantize(weight, _FP8_GROUPS, scales=self.scales)
-        if earlier is None:
-            return FP8Weight(quantized)
-        earlier.codes.copy_(quantized.codes)
-        earlier.scales.copy_(quantized.scales)
-        return FP8Weight(earlier)
+        return _fp8(weight, rounding.scales, into)
 
 
-def _own(whole: Operand, shard: Shard) -> Operand:
+def _fp8(weight: Tensor, scales: ScaleRule, into: StoredWeight | None = None) -> FP8Weight:
+    """Return float32 [N, K] in FP8, written over `into` where that is given."""
+    earlier = into.direct if isinstance(into, FP8Weight) else None
+    if weight.is_cuda:
+        from jetrl.precision.hopper.quantize import quantize_weight
+
+        return FP8Weight(quantize_weight(weight, scales=scales, out=earlier))
+    quantized = quantize(weight, _FP8_GROUPS, scales=scales)
+    if earlier is None:
+        return FP8Weight(quantized)
+    earlier.codes.copy_(quantized.codes)
+    earlier.scales.copy_(quantized.scales)
+    return FP8Weight(earlier)
+
+
+def _own(whole: StoredWeight, shard: Shard) -> StoredWeight:
     """Return the rows of a quantized weight that this rank owns, sharing memory."""
     if isinstance(whole, Tensor):
         return whole[shard.own_rows]

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from jetrl.kernels.decode import next_inputs, take_draws
 from jetrl.kernels.decode_state import DecodeState, Drawn
+from jetrl.kernels.logit_noise import with_noise
 from jetrl.kernels.sampling import sample
 from jetrl.memory.device import DeviceBytes
 from jetrl.models.policy import Policy
@@ -144,13 +145,13 @@ class EagerForwards:
             hidden = policy.rollout_forward(
                 inputs.token_ids[live], inputs.positions[live], self._cache.key_values(spans)
             )
-            logits = policy.rollout_logits(hidden)
+            logits, noise = policy.rollout_logits(hidden), policy.plan.sampler_deviation.logit_noise
             for part in torch.arange(len(live), device=live.device).split(
                 max(1, _LOGITS_AT_ONCE // logits.shape[1])
             ):
                 at = live[part]
                 tokens[at], logprobs[at], lse[at] = sample(
-                    logits[part],
+                    with_noise(logits[part], inputs.bits[at], noise),
                     inputs.bits[at],
                     buffers.temperature[at],
                     buffers.top_p[at],
@@ -223,8 +224,9 @@ class GraphForwards:
         work = DecodeWork(buffers.tables[:count], inputs.lengths, longest)
         kv = self._cache.decode_key_values(inputs.slots, work)
         hidden = self._policy.rollout_forward(inputs.token_ids, inputs.positions, kv)
+        noise = self._policy.plan.sampler_deviation.logit_noise
         tokens, logprobs, lse = sample(
-            self._policy.rollout_logits(hidden),
+            with_noise(self._policy.rollout_logits(hidden), inputs.bits, noise),
             inputs.bits,
             buffers.temperature[:count],
             buffers.top_p[:count],

@@ -62,6 +62,7 @@ class PagedCache:
         page_size: int,
         device: torch.device,
     ) -> None:
+        plan = plan.on("rollout")
         on_gpu = device.type == "cuda" and plan.kv != "fp32"
         if on_gpu and page_size != GPU_PAGE_SIZE:
             raise UserError(
@@ -94,7 +95,7 @@ class PagedCache:
             plan: The precision plan.
             page_size: Tokens of a page.
         """
-        return page_size * kv_bytes_per_token(config, plan)
+        return page_size * kv_bytes_per_token(config, plan.on("rollout"))
 
     @property
     def reads_pages_in_place(self) -> bool:

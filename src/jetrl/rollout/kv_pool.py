@@ -84,7 +84,8 @@ class KVPool:
         # filled page.
         num_pages = needed * together + int(num_sequences > together)
         contexts = most_contexts(now.max_prefill_tokens, together, longest.max_cached_tokens)
-        staged = contexts * staged_bytes_per_token(self._policy.config, self._policy.plan)
+        plan = self._policy.plan.on("rollout")
+        staged = contexts * staged_bytes_per_token(self._policy.config, plan)
         limit = self._sizes.max_pages(needed)
         if self._num_pages is not None and limit is not None:
             num_pages = limit
@@ -170,9 +171,10 @@ class KVPool:
         policy, free = self._policy, self._free_bytes()
         self._check_room(pages, free)
         cache = PagedCache(policy.config, policy.plan, pages, self._page_size, policy.device)
+        kv = policy.plan.on("rollout").kv
         logger.info(
             "KV cache: %d pages of %d tokens, %s, %.1f MiB of the %.1f GiB that were free",
-            *(pages, self._page_size, policy.plan.kv, cache.num_bytes / 2**20, free / 2**30),
+            *(pages, self._page_size, kv, cache.num_bytes / 2**20, free / 2**30),
         )
         return cache
 

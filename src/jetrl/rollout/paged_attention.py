@@ -126,6 +126,7 @@ class _OverPages:
         last: LastLayer | None = None,
     ) -> None:
         self._keys, self._values, self._plan = keys, values, plan
+        self._split = plan.sampler_deviation.attention_split
         self._slots, self._work, self._last = slots, work, last
         self.rows = None if last is None else last.rows
 
@@ -171,7 +172,8 @@ class PagedKeyValues(_OverPages):
         for part in parts:
             k_codes, k_scales = self._keys.gather(layer, part.pages, part.num_keys)
             v_codes, v_scales = self._values.gather(layer, part.pages, part.num_keys)
-            dense = attend_dense(q[part.rows], k_codes, k_scales, v_codes, v_scales, part.positions)
+            stored = (k_codes, k_scales, v_codes, v_scales)
+            dense = attend_dense(q[part.rows], *stored, part.positions, self._split)
             out[part.rows[part.valid]] = dense[part.valid]
         return out
 
@@ -188,6 +190,7 @@ class HopperKeyValues(_OverPages):
     def attend(self, layer: int, qkv: Tensor, rope: Rotary, last: bool) -> Tensor | QTensor:
         """Implement `KeyValues.attend`, with codes for the next linear layer where that is FP8."""
         from jetrl.kernels.attention.hopper import (
+            SPLIT_KEYS,
             attend_decode,
             attend_decode_quantized,
             attend_prefill,
@@ -209,15 +212,16 @@ class HopperKeyValues(_OverPages):
         q, work = self._queries(q, last)
         format = self._plan.linear_format("rollout", layer, len(self._keys.codes))
         as_codes, scales = format == "fp8" and rope.trace is None, self._plan.scales
+        split = self._split or SPLIT_KEYS
         if isinstance(work, DecodeWork):
             batch = work.tables, work.lengths, work.longest
             if as_codes:
-                return attend_decode_quantized(q, pages, *batch, scales)
-            return attend_decode(q, pages, *batch).flatten(1)
+                return attend_decode_quantized(q, pages, *batch, scales, split)
+            return attend_decode(q, pages, *batch, split).flatten(1)
         assert not isinstance(work, list), "kernels attend in tiles"
         if as_codes:
-            return attend_prefill_quantized(q, pages, work, scales)
-        return attend_prefill(q, pages, work).flatten(1)
+            return attend_prefill_quantized(q, pages, work, scales, split)
+        return attend_prefill(q, pages, work, split).flatten(1)
 
 
 def parts_of(

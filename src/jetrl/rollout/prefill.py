@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from jetrl.kernels.decode_state import BROKEN
+from jetrl.kernels.logit_noise import with_noise
 from jetrl.kernels.sampling import random_bits, sample
 from jetrl.models.policy import Policy
 from jetrl.rollout.kv_cache import PagedCache
@@ -94,6 +95,7 @@ class Prefill:
             f"{len(logits)} logits rows for {len(draws_of_rows)} chunks"
         )
         device, params = logits.device, self._params
+        noise = self._policy.plan.sampler_deviation.logit_noise
         rows = [row for row, draws in enumerate(draws_of_rows) for _ in draws]
         drawing = [sequences[index] for draws in draws_of_rows for index in draws]
         bits = random_bits(
@@ -107,9 +109,11 @@ class Prefill:
         for start in range(0, len(rows), at_once):
             part = slice(start, start + at_once)
             count = len(rows[part])
+            own_bits = to_device(bits[part], device)
+            own_logits = with_noise(logits[to_device(rows[part], device)], own_bits, noise)
             drawn, logprobs[part], lse = sample(
-                logits[to_device(rows[part], device)],
-                to_device(bits[part], device),
+                own_logits,
+                own_bits,
                 torch.full((count,), params.temperature, device=device),
                 torch.full((count,), params.top_p, device=device),
                 torch.full((count,), params.top_k, device=device, dtype=torch.int64),

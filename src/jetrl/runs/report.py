@@ -48,6 +48,9 @@ PLAN_ROLES = {
     "scales": "scales",
     "first_layers_bf16": "first layers kept in BF16",
     "last_layers_bf16": "last layers kept in BF16",
+    "wgrad_input": "X into WGrad, groups",
+    "pinned_sums": "sums in one order",
+    "sampler_deviation": "the sampler alone, otherwise",
 }
 FORMATS = {
     "e4m3": "FP8 (e4m3)",
@@ -295,10 +298,17 @@ def _default(defaults: Mapping[str, Any], name: str, key: str) -> str:
 
 def _plan_rows(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [
-        (PLAN_ROLES.get(key, key), FORMATS.get(str(value), str(value)))
+        (PLAN_ROLES.get(key, key), FORMATS.get(str(value), _plan_value(value)))
         for key, value in plan.items()
         if not (key.endswith("_layers_bf16") and value == 0)
     ]
+
+
+def _plan_value(value: Any) -> str:
+    """Return a field of a plan as text, the fields of a table one after the other."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} = {field}" for key, field in value.items())
+    return str(value)
 
 
 def _attempts(attempts: list[Attempt]) -> Html:

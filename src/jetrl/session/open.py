@@ -95,7 +95,7 @@ def open_context(settings: Settings, stack: contextlib.ExitStack) -> RunContext:
         UserError: Settings, data or a model that cannot be used.
     """
     check_trackers(settings.trackers.names)
-    plan = PrecisionPlan.from_settings(settings.precision)
+    plan = PrecisionPlan.from_settings(settings.precision, settings.sampler_deviation)
     objective = _objective(settings)  # a user's file runs
     config, others = model_config(settings), OtherModels.of(settings)
     device = choose_device(settings.run.device)

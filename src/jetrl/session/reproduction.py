@@ -196,7 +196,7 @@ def replay(path: Path, preset: str | None = None, device: str | None = None) -> 
         run = settings.run.model_copy(update={"device": device})
         settings = settings.model_copy(update={"run": run})
     plan = (
-        PrecisionPlan.from_settings(settings.precision)
+        PrecisionPlan.from_settings(settings.precision, settings.sampler_deviation)
         if preset is None
         else PrecisionPlan.preset(preset)
     )

@@ -91,6 +91,8 @@ class TrainingRun:
         first = world().is_first
         self.directory = open_run_directory(settings, model.plan.to_dict(), resume)
         self.directory.notes += context.notes
+        if model.plan.deviation:
+            self.directory.notes.append(f"the sampler deviates on purpose: {model.plan.deviation}")
         path = self.directory.path
         if settings.report.enabled and first:
             # Written last, when the run's end is recorded.

@@ -1,15 +1,16 @@
 """The settings of a run: every section and key, with its type, range and meaning.
 
-`sections.py` has the sections and `Settings`, the whole; `algorithm_section.py` and
-`model_sections.py` the sections of the algorithm and of the models beside the policy; `section.py`
-their base class; `loading.py` reads and writes them. No torch.
+`sections.py` has the sections and `Settings`, the whole; `algorithm_section.py`,
+`precision_section.py` and `model_sections.py` the sections of the algorithm, of the formats and of
+the models beside the policy; `section.py` their base class; `loading.py` reads and writes them. No
+torch.
 """
 
 from jetrl.settings.algorithm_section import AlgorithmSettings
 from jetrl.settings.model_sections import RewardSettings
+from jetrl.settings.precision_section import PrecisionSettings, SamplerDeviationSettings
 from jetrl.settings.sections import (
     ModelSettings,
-    PrecisionSettings,
     RolloutSettings,
     Settings,
     TaskSettings,
@@ -23,6 +24,7 @@ __all__ = [
     "PrecisionSettings",
     "RewardSettings",
     "RolloutSettings",
+    "SamplerDeviationSettings",
     "Settings",
     "TaskSettings",
     "TrainSettings",

@@ -6,11 +6,15 @@ read, and its name in `cli.arguments.PLANS`, which has to do without pydantic. N
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 Format = Literal["fp32", "bf16", "fp8"]
+# Of a linear layer: FP8 weights beside BF16 activations, and the other way round, are for studies.
+LinearFormat = Literal[Format, "fp8_weights", "fp8_activations"]
 StoredFormat = Literal["fp32", "bf16", "fp8", "int8"]
 KVFormat = Literal[StoredFormat, "int8+fp8", "fp8+int8"]
+ScaleRule = Literal["fp32", "pow2"]
 
 
 class PresetFormats(NamedTuple):
@@ -24,7 +28,7 @@ class PresetFormats(NamedTuple):
         lm_head: The output projection, on both sides.
     """
 
-    rollout_linear: Format
+    rollout_linear: LinearFormat
     train_linear: Format
     kv: KVFormat
     rest: Format
@@ -35,10 +39,16 @@ PRESETS = {
     "fp32": PresetFormats("fp32", "fp32", "fp32", "fp32", "fp32"),
     "bf16": PresetFormats("bf16", "bf16", "bf16", "bf16", "bf16"),
     "mixed": PresetFormats("fp8", "bf16", "bf16", "bf16", "bf16"),
+    "alike": PresetFormats("fp8", "fp8", "bf16", "bf16", "bf16"),
     "jet": PresetFormats("fp8", "fp8", "bf16", "bf16", "bf16"),
     "unified": PresetFormats("fp8", "fp8", "fp8", "bf16", "bf16"),
 }
 DEFAULT_PRESET = "unified"
+
+# What the sampler of a preset computes otherwise than the trainer, as `[sampler_deviation]` has it.
+PRESET_DEVIATIONS: Mapping[str, Mapping[str, Any]] = {
+    "alike": {"weights_through_bf16": True, "attention_split": 256},
+}
 
 if TYPE_CHECKING:
     Preset = str
@@ -52,6 +62,6 @@ def key_and_value_formats(kv: str) -> tuple[str, str]:
     return keys, values or keys
 
 
-def is_exact(rollout_linear: str | None, train_linear: str | None) -> bool:
-    """Return whether sampler and trainer promise equal bits: FP8 linears on both sides."""
+def is_fp8(rollout_linear: str | None, train_linear: str | None) -> bool:
+    """Return whether the linear layers of both sides are FP8."""
     return rollout_linear == train_linear == "fp8"

@@ -17,7 +17,8 @@ from pydantic import Field, field_validator, model_validator
 from jetrl.settings.algorithm_section import AlgorithmSettings
 from jetrl.settings.algorithms import ALGORITHMS, Algorithm
 from jetrl.settings.model_sections import CriticSettings, ReferenceSettings, RewardSettings
-from jetrl.settings.presets import DEFAULT_PRESET, PRESETS, Preset, is_exact
+from jetrl.settings.precision_section import PrecisionSettings, SamplerDeviationSettings
+from jetrl.settings.presets import PRESETS, is_fp8
 from jetrl.settings.section import (
     Beta,
     Mass,
@@ -78,28 +79,6 @@ class ModelSettings(Section):
         if self.path is not None and self.config is not None:
             raise ValueError("model.path and model.config are both set: keep one of them")
         return self
-
-
-class PrecisionSettings(Section):
-    """The section `[precision]`: a preset, and changes to it."""
-
-    preset: Preset = Field(
-        DEFAULT_PRESET, description="what is FP8, on which side (docs/precision.md)"
-    )
-    grad_output: Literal["e4m3", "e5m2", "bf16"] | None = Field(
-        None, description="output gradients in DGrad and WGrad; unset: the preset's"
-    )
-    scales: Literal["fp32", "pow2"] | None = Field(None, description="unset: the preset's (fp32)")
-    first_layers_bf16: NonNegative = Field(
-        0, description="decoder layers at the start kept in BF16"
-    )
-    last_layers_bf16: NonNegative = Field(0, description="decoder layers at the end kept in BF16")
-    kv: Literal["fp8", "int8", "int8+fp8", "fp8+int8", "bf16"] | None = Field(
-        None, description="keys and values, or keys + values apart; unset: the preset's"
-    )
-    lm_head: Literal["bf16", "fp8"] | None = Field(
-        None, description="output projection; unset: the preset's (bf16)"
-    )
 
 
 class TaskSettings(Section):
@@ -350,6 +329,7 @@ class Settings(Section):
     run: RunSettings = RunSettings()
     model: ModelSettings = ModelSettings()
     precision: PrecisionSettings = PrecisionSettings()
+    sampler_deviation: SamplerDeviationSettings = SamplerDeviationSettings()
     task: TaskSettings = TaskSettings()
     data: DataSettings = DataSettings()
     rollout: RolloutSettings = RolloutSettings()
@@ -410,8 +390,7 @@ class Settings(Section):
                 "one update a step every ratio is 1, and nothing is clipped"
             )
         formats = PRESETS[self.precision.preset]
-        exact = is_exact(formats.rollout_linear, formats.train_linear)
-        if self.algorithm.calibrate_clip_every and not exact:
+        if self.algorithm.calibrate_clip_every and not is_fp8(*formats[:2]):
             yield (
                 "algorithm.calibrate_clip_every is for FP8 on both sides: precision.preset = "
                 f"{self.precision.preset} has no FP8 ratios to calibrate"

@@ -49,12 +49,9 @@ import math
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from jetrl.kernels.attention.layout import BLOCK_KEYS
-
 # A split is a warp's work in decode: 512 keys would give long contexts more warps, but cost the
 # forward an eighth of its speed (docs/notes-attention.md).
 SPLIT_KEYS = 1024
-SPLIT_BLOCKS = SPLIT_KEYS // BLOCK_KEYS
 
 # Queries are multiplied by this before the cast to FP16: finite up to 2**21, and rounding errors
 # below 2**-20 whatever the magnitude of an entry.

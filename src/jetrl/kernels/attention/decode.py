@@ -34,7 +34,6 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from jetrl.kernels.attention.combine import combine_kernel
 from jetrl.kernels.attention.core import (
-    SPLIT_BLOCKS,
     SPLIT_KEYS,
     inverse,
     normalize,
@@ -351,6 +350,7 @@ def attend_decode(
     block_tables: Tensor,
     lengths: Tensor,
     max_length: int,
+    split_keys: int = SPLIT_KEYS,
 ) -> Tensor:
     """Return the attention of one query per sequence over its pages.
 
@@ -364,7 +364,8 @@ def attend_decode(
             entries past a context are not used.
         lengths: int32 [B], keys of each context, the query's own included; 0 gives a row of zeros.
         max_length: at least the longest length; it sizes the launch and never the arithmetic. A
-            context with more splits of 1024 keys than max_length has comes out as NaN.
+            context with more splits than max_length has comes out as NaN.
+        split_keys: keys of a split, a multiple of 64. Others than the default give other bits.
 
     Returns:
         The output, like q.
@@ -373,7 +374,7 @@ def attend_decode(
         ValueError: a tensor of another dtype or shape, or tables that cannot hold max_length.
     """
     o = torch.empty_like(q)
-    _launch(q, pages, block_tables, lengths, max_length, o, None, "fp32")
+    _launch(q, pages, block_tables, lengths, max_length, o, None, "fp32", split_keys)
     return o
 
 
@@ -384,6 +385,7 @@ def attend_decode_quantized(
     lengths: Tensor,
     max_length: int,
     scales: str = "fp32",
+    split_keys: int = SPLIT_KEYS,
 ) -> QTensor:
     """Return `quantize_rows(attend_decode(...).flatten(1))`, with the same bits.
 
@@ -397,16 +399,18 @@ def attend_decode_quantized(
         lengths: int32 [B], as of `attend_decode`.
         max_length: at least the longest length.
         scales: "fp32", or "pow2" for scales that are powers of two.
+        split_keys: keys of a split, a multiple of 64. Others than the default give other bits.
 
     Returns:
         Rows of 1 x 128 groups [B, H * D].
     """
     batch, heads, head_dim = q.shape
     if head_dim != FP8_BLOCK:
-        o = attend_decode(q, pages, block_tables, lengths, max_length)
+        o = attend_decode(q, pages, block_tables, lengths, max_length, split_keys)
         return quantize_rows(o.view(batch, heads * head_dim), scales=scales)
     rows = empty_row_groups(batch, heads * head_dim, FORMATS["e4m3"][0], q.device)
-    _launch(q, pages, block_tables, lengths, max_length, rows.codes, rows.scales, scales)
+    batch_pages = (block_tables, lengths, max_length)
+    _launch(q, pages, *batch_pages, rows.codes, rows.scales, scales, split_keys)
     return rows
 
 
@@ -419,6 +423,7 @@ def _launch(
     o: Tensor,
     o_scales: Tensor | None,
     scales: str,
+    split_keys: int,
 ) -> None:
     """Check the arguments of `attend_decode` and launch its kernels, which write o.
 
@@ -442,7 +447,7 @@ def _launch(
         )
     if block_tables.shape[1] * BLOCK_KEYS < max_length or max_length < 1:
         raise ValueError(f"{block_tables.shape[1]} pages a row cannot hold {max_length} tokens")
-    splits = -(-max_length // SPLIT_KEYS)
+    splits = -(-max_length // split_keys)
     # One split leaves no state; the kernel is the same, so that it is not compiled again for more.
     states = splits if splits > 1 else 0
     part = q.new_empty(batch, states, heads, head_dim, dtype=torch.float32)
@@ -454,12 +459,12 @@ def _launch(
         q, pages.k, pages.v, k_scales, v_scales, block_tables, lengths, *out[:2], part, state,
         block_tables.stride(0), block_tables.shape[1], out[2], splits,
         int(torch.cuda.is_current_stream_capturing()),
-        pages.num_heads, group, head_dim, BLOCK_KEYS, SPLIT_BLOCKS, pages.scaled,
+        pages.num_heads, group, head_dim, BLOCK_KEYS, split_keys // BLOCK_KEYS, pages.scaled,
         score_scale(head_dim, pages.scaled), *rule,
         num_warps=1, enable_fp_fusion=False, **OVERLAPPED,
     )  # fmt: skip
     if splits > 1:
         combine_kernel[(heads, batch)](
-            part, state, lengths, *out, splits, heads, head_dim, SPLIT_KEYS, pages.scaled, 8, *rule,
+            part, state, lengths, *out, splits, heads, head_dim, split_keys, pages.scaled, 8, *rule,
             num_warps=1, enable_fp_fusion=False, **OVERLAPPED,
         )  # fmt: skip

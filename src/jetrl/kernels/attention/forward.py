@@ -37,7 +37,6 @@ from jetrl.kernels.attention.blocks import (
     wait_for_block,
 )
 from jetrl.kernels.attention.core import (
-    SPLIT_BLOCKS,
     SPLIT_KEYS,
     fold_weights,
     inverse,
@@ -387,23 +386,30 @@ def forward_kernel(
     )  # fmt: skip
 
 
-def attend_tiles(q: Tensor, staged: StagedKeys, tiles: QueryTiles) -> tuple[Tensor, Tensor]:
+def attend_tiles(
+    q: Tensor, staged: StagedKeys, tiles: QueryTiles, split_keys: int = SPLIT_KEYS
+) -> tuple[Tensor, Tensor]:
     """Return the causal attention of the queries of `tiles` over staged keys.
 
     Args:
         q: bfloat16 [T, H, D], rotated, rows as `tiles` counts them.
         staged: the keys and values, staged for the same tiles.
         tiles: the work.
+        split_keys: keys of a split, a multiple of 64. Others than the default give other bits.
 
     Returns:
         The output, like q, and the natural log-sum-exp, float32 [H, T].
     """
     o = torch.empty_like(q)
-    return o, _launch(q, staged, tiles, o, None, "fp32")
+    return o, _launch(q, staged, tiles, o, None, "fp32", split_keys)
 
 
 def attend_tiles_quantized(
-    q: Tensor, staged: StagedKeys, tiles: QueryTiles, scales: str = "fp32"
+    q: Tensor,
+    staged: StagedKeys,
+    tiles: QueryTiles,
+    scales: str = "fp32",
+    split_keys: int = SPLIT_KEYS,
 ) -> QTensor:
     """Return `quantize_rows(attend_tiles(...)[0].flatten(1))`, with the same bits.
 
@@ -415,15 +421,17 @@ def attend_tiles_quantized(
         staged: the keys and values, staged for the same tiles.
         tiles: the work.
         scales: "fp32", or "pow2" for scales that are powers of two.
+        split_keys: keys of a split, a multiple of 64. Others than the default give other bits.
 
     Returns:
         Rows of 1 x 128 groups [T, H * D].
     """
     tokens, heads, head_dim = q.shape
     if head_dim != FP8_BLOCK:
-        return quantize_rows(attend_tiles(q, staged, tiles)[0].flatten(1), scales=scales)
+        attended, _ = attend_tiles(q, staged, tiles, split_keys)
+        return quantize_rows(attended.flatten(1), scales=scales)
     rows = empty_row_groups(tokens, heads * head_dim, FORMATS["e4m3"][0], q.device)
-    _launch(q, staged, tiles, rows.codes, rows.scales, scales)
+    _launch(q, staged, tiles, rows.codes, rows.scales, scales, split_keys)
     return rows
 
 
@@ -434,6 +442,7 @@ def _launch(
     o: Tensor,
     o_scales: Tensor | None,
     scales: str,
+    split_keys: int,
 ) -> Tensor:
     """Check the arguments of `attend_tiles`, launch the kernel, and return the log-sum-exp.
 
@@ -449,7 +458,7 @@ def _launch(
     lse = q.new_empty(heads, num_queries, dtype=torch.float32)
     # Contexts of one split need no scratch. A kernel takes no None, so `lse` stands for a tensor
     # that is not used, here and below.
-    scratch = q.new_empty(q.shape, dtype=torch.float32) if tiles.longest > SPLIT_KEYS else lse
+    scratch = q.new_empty(q.shape, dtype=torch.float32) if tiles.longest > split_keys else lse
     items = heads * len(tiles.tiles)
     programs = multiprocessors(q.device)
     out_scales, scale_stride = (lse, 0) if o_scales is None else (o_scales, o_scales.stride(1))
@@ -460,7 +469,7 @@ def _launch(
         TensorDescriptor.from_tensor(staged.factors, [4, BLOCK_KEYS], _LINE_LAYOUT),
         o, out_scales, lse, scratch, tiles.tiles, items, staged.num_blocks, num_queries,
         scale_stride,
-        heads, group, head_dim, BLOCK_KEYS, SPLIT_BLOCKS, _STAGES, staged.codes.scaled,
+        heads, group, head_dim, BLOCK_KEYS, split_keys // BLOCK_KEYS, _STAGES, staged.codes.scaled,
         score_scale(head_dim, staged.codes.scaled), *rule,
         num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip

@@ -23,6 +23,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from jetrl.kernels.attention.core import SPLIT_KEYS
 from jetrl.kernels.attention.decode import attend_decode, attend_decode_quantized
 from jetrl.kernels.attention.forward import attend_tiles, attend_tiles_quantized
 from jetrl.kernels.attention.layout import KeyValueCodes, QueryTiles
@@ -30,6 +31,7 @@ from jetrl.kernels.attention.stage import StagedKeys, stage_keys
 from jetrl.precision.quantize import QTensor
 
 __all__ = [
+    "SPLIT_KEYS",
     "KeyValueCodes",
     "QueryTiles",
     "StagedKeys",
@@ -43,7 +45,9 @@ __all__ = [
 ]
 
 
-def attend_prefill(q: Tensor, pages: KeyValueCodes, tiles: QueryTiles) -> Tensor:
+def attend_prefill(
+    q: Tensor, pages: KeyValueCodes, tiles: QueryTiles, split_keys: int = SPLIT_KEYS
+) -> Tensor:
     """Return the attention of prefill chunks over pages that hold their own keys and values, too.
 
     Costs one pass over the contexts' keys and values besides the attention itself, so it is meant
@@ -53,15 +57,20 @@ def attend_prefill(q: Tensor, pages: KeyValueCodes, tiles: QueryTiles) -> Tensor
         q: bfloat16 [T, H, D], rotated.
         pages: keys and values [P, 64, G, D].
         tiles: the work, of `QueryTiles.paged`.
+        split_keys: keys of a split, a multiple of 64. Others than the default give other bits.
 
     Returns:
         The output, like q.
     """
-    return attend_tiles(q, stage_keys(pages, tiles), tiles)[0]
+    return attend_tiles(q, stage_keys(pages, tiles), tiles, split_keys)[0]
 
 
 def attend_prefill_quantized(
-    q: Tensor, pages: KeyValueCodes, tiles: QueryTiles, scales: str = "fp32"
+    q: Tensor,
+    pages: KeyValueCodes,
+    tiles: QueryTiles,
+    scales: str = "fp32",
+    split_keys: int = SPLIT_KEYS,
 ) -> QTensor:
     """Return `quantize_rows(attend_prefill(...).flatten(1))`, with the same bits.
 
@@ -70,11 +79,12 @@ def attend_prefill_quantized(
         pages: keys and values [P, 64, G, D].
         tiles: the work, of `QueryTiles.paged`.
         scales: "fp32", or "pow2" for scales that are powers of two.
+        split_keys: keys of a split, a multiple of 64. Others than the default give other bits.
 
     Returns:
         Rows of 1 x 128 groups [T, H * D].
     """
-    return attend_tiles_quantized(q, stage_keys(pages, tiles), tiles, scales)
+    return attend_tiles_quantized(q, stage_keys(pages, tiles), tiles, scales, split_keys)
 
 
 def stored_values(codes: KeyValueCodes, slots: Tensor | None = None) -> Tensor:

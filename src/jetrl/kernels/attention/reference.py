@@ -87,11 +87,12 @@ def attend_dense(
     v_codes: Tensor,
     v_scales: Tensor | None,
     q_positions: Tensor,
+    split: int | None = None,
 ) -> Tensor:
     """Return the attention of a padded batch.
 
-    A row's bits do not depend on padding, on other rows, or on L. Tensors in float32 take ordinary
-    float32 attention (the fp32 plan).
+    A row's bits do not depend on padding, on other rows, or on L, unless `split` is given. Tensors
+    in float32 take ordinary float32 attention (the fp32 plan).
 
     Args:
         q: bfloat16 [B, Q, H, D].
@@ -100,6 +101,8 @@ def attend_dense(
         v_codes: like k_codes.
         v_scales: like k_scales.
         q_positions: int64 [B, Q]; a query sees key j if j is at most its position.
+        split: The keys of a split, whose sums are float32 sums in the library's order: the sums of
+            another engine's attention, for comparisons. None: exact sums.
 
     Returns:
         The output, like q.
@@ -116,7 +119,8 @@ def attend_dense(
         queries = max(1, _MAX_SCORES // (q.shape[2] * k_codes.shape[1]))
         for first in range(0, q.shape[1], queries):
             part = slice(first, first + queries)
-            out[b, part] = _attend(q[b, part], k, k_scale, v, v_scale, q_positions[b, part])
+            piece = (q[b, part], k, k_scale, v, v_scale, q_positions[b, part])
+            out[b, part] = _attend(*piece) if split is None else _attend_in_splits(*piece, split)
     return out
 
 
@@ -129,6 +133,43 @@ def _as_codes(codes: Tensor, scales: Tensor | None) -> tuple[Tensor, Tensor]:
     else:
         wide = codes_as_float64(codes)
     return wide.transpose(1, 2), scales.transpose(1, 2).unsqueeze(2)
+
+
+def _attend_in_splits(
+    q: Tensor,
+    k: Tensor,
+    k_scale: Tensor,
+    v: Tensor,
+    v_scale: Tensor,
+    positions: Tensor,
+    split: int,
+) -> Tensor:
+    """Return the attention of a piece of a batch by float32 sums of splits, folded in order.
+
+    Args:
+        q: As of `_attend`, like the four that follow.
+        split: The keys of a split.
+    """
+    groups = k.shape[1]
+    shared = q.shape[2] // groups
+    rows = q.unflatten(2, (groups, shared)).permute(0, 2, 3, 1, 4).flatten(2, 3).float()
+    hidden = torch.arange(k.shape[2], device=q.device) > positions.repeat(1, shared)[..., None]
+    v_seen = v.float().masked_fill(~_seen(positions, k.shape[2])[:, None, :, None], 0.0)
+    largest = rows.new_full((*rows.shape[:-1], 1), -torch.inf)
+    total, out = torch.zeros_like(largest), torch.zeros_like(rows)
+    for start in range(0, k.shape[2], split):
+        keys = slice(start, start + split)
+        unseen = hidden[:, None, :, keys]
+        scores = (rows @ k[:, :, keys].float().mT) * k_scale[..., keys] / math.sqrt(q.shape[-1])
+        scores = scores.masked_fill(unseen, -torch.inf)
+        # The first split has key 0, which all queries see: from then on the maximum is finite.
+        before, largest = largest, torch.maximum(largest, scores.amax(-1, keepdim=True))
+        mass, kept = (scores - largest).exp(), (before - largest).exp()
+        total = total * kept + mass.sum(-1, keepdim=True)
+        weights = mass * v_scale[..., keys].masked_fill(unseen, 0.0)
+        out = out * kept + weights @ v_seen[:, :, keys]
+    heads = (out / total).to(q.dtype).unflatten(2, (shared, q.shape[1]))
+    return heads.permute(0, 3, 1, 2, 4).flatten(2, 3)
 
 
 def _attend(
