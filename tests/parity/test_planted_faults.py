@@ -85,8 +85,8 @@ def length_of_decoded_contexts(patch: Patch) -> None:
 
 def keys_that_are_seen(patch: Patch) -> None:
     def attend(true: Any, *rest: Any) -> Tensor:
-        *before, positions = rest
-        return true(*before, (positions - 1).clamp(min=0))
+        *before, positions, split = rest
+        return true(*before, (positions - 1).clamp(min=0), split)
 
     wrong(patch, key_values, "attend_dense", attend)
 

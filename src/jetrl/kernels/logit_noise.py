@@ -38,7 +38,7 @@ def with_noise(logits: Tensor, bits: Tensor, scale: float) -> Tensor:
     if logits.is_cuda:
         from jetrl.kernels.logit_noise_hopper import add_noise_
 
-        return add_noise_(logits, bits, scale)
+        return add_noise_(logits, bits, scale, NOISE_COUNTER)
     return logits.add_(normal_noise(bits, logits.shape[1]).mul_(scale))
 
 

@@ -13,7 +13,6 @@ import triton
 import triton.language as tl
 from torch import Tensor, float32, int64
 
-from jetrl.kernels.logit_noise import NOISE_COUNTER
 from jetrl.precision.hopper.checks import check_matrix, check_tensor
 
 _BLOCK = 1024
@@ -45,13 +44,14 @@ def _noise_kernel(
     tl.store(places, tl.load(places, mask=inside) + scale * noise, mask=inside)
 
 
-def add_noise_(logits: Tensor, bits: Tensor, scale: float) -> Tensor:
+def add_noise_(logits: Tensor, bits: Tensor, scale: float, counter: int) -> Tensor:
     """Add `scale` times the noise of `logit_noise.normal_noise` to the logits, and return these.
 
     Args:
         logits: float32 [R, V] contiguous, written over.
         bits: int64 [R].
         scale: The standard deviation of the noise.
+        counter: The fourth word of Philox's counter.
     """
     check_matrix("add_noise_", logits, (float32,))
     rows, columns = logits.shape
@@ -59,5 +59,5 @@ def add_noise_(logits: Tensor, bits: Tensor, scale: float) -> Tensor:
     check_tensor("add_noise_", "bits", bits, int64, [rows])
     if rows:
         grid = (rows, triton.cdiv(columns, _BLOCK))
-        _noise_kernel[grid](logits, bits, columns, scale, NOISE_COUNTER, _BLOCK, num_warps=4)
+        _noise_kernel[grid](logits, bits, columns, scale, counter, _BLOCK, num_warps=4)
     return logits
