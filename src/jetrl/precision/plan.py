@@ -171,7 +171,7 @@ class PrecisionPlan:
 
     @property
     def deviation(self) -> str:
-        """What the sampler computes otherwise than the trainer, for people; "" for nothing."""
+        """The fields in which the sampler deviates from the trainer, for people; "" for none."""
         return self.sampler_deviation.describe() if self._deviates else ""
 
     def on(self, side: Side) -> PrecisionPlan:
