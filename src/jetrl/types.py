@@ -247,6 +247,14 @@ class Example:
     environment: Sequence[tuple[int, int]] = ()
 
 
+STEM_BLOCK = 128  # Tokens: the kernels of attention's backward take so many keys at a time.
+
+
+def stem_length(prompt_length: int) -> int:
+    """Return how many tokens of a prompt its samples can share: its whole blocks."""
+    return prompt_length // STEM_BLOCK * STEM_BLOCK
+
+
 @dataclass(frozen=True)
 class Batch:
     """Sequences packed end to end without padding: the input of one forward and backward.
@@ -259,6 +267,9 @@ class Batch:
         rollout_logprobs: float32 [T], the sampler's; 0 elsewhere.
         advantages: float32 [T]; 0 elsewhere.
         sample_ids: int64 [S], the number of each sequence's sample.
+        stem_ids: int64 [S]; sequences of equal number begin with the same tokens, which a forward
+            may compute once (`models.stems`). None: each is computed whole.
+        stem_lengths: int64 [S], how many tokens that are, 0 for none. None with stem_ids.
 
         Batch(token_ids=[5, 6, 7, 8, 9], cu_seqlens=[0, 3, 5], loss_mask=[F, F, T, F, T],
               rollout_logprobs=[0, 0, -0.5, 0, -0.1], advantages=[0, 0, 1, 0, -1],
@@ -271,11 +282,22 @@ class Batch:
     rollout_logprobs: np.ndarray
     advantages: np.ndarray
     sample_ids: np.ndarray
+    stem_ids: np.ndarray | None = None
+    stem_lengths: np.ndarray | None = None
 
     @property
     def num_tokens(self) -> int:
         """T, the number of tokens."""
         return len(self.token_ids)
+
+    @property
+    def num_computed_tokens(self) -> int:
+        """The number of tokens that a forward computes: those of a stem count once."""
+        if self.stem_ids is None or self.stem_lengths is None:
+            return self.num_tokens
+        lengths = self.stem_lengths.tolist()
+        once = dict(zip(self.stem_ids.tolist(), lengths, strict=True))
+        return self.num_tokens - sum(lengths) + sum(once.values())
 
     @property
     def num_sequences(self) -> int:

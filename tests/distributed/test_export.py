@@ -125,7 +125,9 @@ def numbers(folder: Path) -> dict[str, Any]:
     tokens = [[1, 2, 3, 299]]
     return {
         "reference": reference.logprobs(tokens)[0].tolist(),
-        "critic": critic.packed_hidden(torch.tensor(tokens[0]), torch.tensor([0, 4])).tolist(),
+        "critic": critic.packed_hidden(
+            torch.tensor(tokens[0]), torch.tensor([0, 4]), torch.arange(4)
+        ).tolist(),
         "bf16": bf16.logprobs(tokens)[0].tolist(),
         "reproduction": again.logprobs(tokens)[0].tolist(),
         "rows": len(critic.weights.masters["embed.weight"]),

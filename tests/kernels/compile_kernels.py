@@ -248,6 +248,15 @@ def optimizer() -> None:
     block_squares(master)
 
 
+def stems_of(length: int, rows: int) -> Any:
+    """Return the stems of a batch that is a stem of some length and two branches."""
+    from jetrl.models.stems import Stems
+
+    ends = [0, length, length + 1, rows]
+    empty = torch.zeros(0, dtype=torch.int64)
+    return Stems(empty, empty, empty, ends, [-1, 0, 0])
+
+
 def long_attention() -> None:
     """Compile the backward of a sequence whose dS is too large to be kept."""
     from jetrl.models.attention import PackedKeyValues
@@ -256,8 +265,9 @@ def long_attention() -> None:
 
     positions = torch.zeros(70_000, dtype=torch.int64, device=META)
     rope = Rotary(positions, torch.empty(1, 2, 64, device=META), None, 32, 8)
-    for plan in ("unified", "jet"):
-        kv = PackedKeyValues(torch.tensor([0, 70_000]), PrecisionPlan.preset(plan), META)
+    kinds = [("unified", None), ("jet", None), ("unified", stems_of(35_072, 70_000))]
+    for plan, stems in kinds:
+        kv = PackedKeyValues(torch.tensor([0, 70_000]), PrecisionPlan.preset(plan), META, stems)
         with torch.enable_grad():
             qkv = torch.empty(70_000, 48 * 128, dtype=torch.bfloat16, device=META).requires_grad_()
             out = kv.attend(0, qkv, rope, last=False)
@@ -290,9 +300,10 @@ def stored_formats(kv: str, head_dim: int) -> None:
     work = DecodeWork(tables, tables[:, 0], 2048)
     attend(cache.decode_key_values(torch.zeros(8, dtype=torch.int64, device=META), work), 8)
     attend(cache.key_values([Span(0, 0, 300, list(range(5)))]), 300)
-    with torch.enable_grad():
-        out = attend(PackedKeyValues(torch.tensor([0, 300]), plan, META), 300)
-        out.backward(torch.empty(out.shape, dtype=out.dtype, device=META))
+    for stems in (None, stems_of(128, 300)):
+        with torch.enable_grad():
+            out = attend(PackedKeyValues(torch.tensor([0, 300]), plan, META, stems), 300)
+            out.backward(torch.empty(out.shape, dtype=out.dtype, device=META))
 
 
 def small_operations() -> None:

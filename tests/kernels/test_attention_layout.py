@@ -24,23 +24,24 @@ def test_packed_tiles_cover_each_query_once_longest_first() -> None:
     assert rows_of(tiles) == list(range(494))
     assert tiles.num_queries == 494
     assert tiles.longest == 300
-    ends = [position + n for _, n, position, _ in tiles.tiles.tolist()]
+    ends = [position + n for _, n, position, *_ in tiles.tiles.tolist()]
     assert ends == sorted(ends, reverse=True)
     assert all(n <= TILE_ROWS for _, n, *_ in tiles.tiles.tolist())
     # a sequence's blocks: 64 keys each from its own first row, the last one cut
     assert tiles.key_blocks[:4].tolist() == [[0, 1], [1, 64], [65, 64], [129, 1]]
-    for first, _, position, block in tiles.tiles.tolist():
+    for first, _, position, block, *stem in tiles.tiles.tolist():
+        assert stem == [0, 0]
         assert tiles.key_blocks[block, 0] == first - position
 
 
 def test_backward_tiles_cover_keys_and_queries_once() -> None:
     tiles = QueryTiles.packed([0, 300, 301], "cpu")
     keys = sorted(
-        r for r, end, _ in tiles.key_tiles.tolist() for r in range(r, min(r + BACKWARD_KEYS, end))
+        r for r, end, *_ in tiles.key_tiles.tolist() for r in range(r, min(r + BACKWARD_KEYS, end))
     )
     queries = sorted(
         r
-        for _, q, end in tiles.query_tiles.tolist()
+        for _, q, end, *_ in tiles.query_tiles.tolist()
         for r in range(q, min(q + BACKWARD_QUERIES, end))
     )
     assert keys == queries == list(range(301))
@@ -54,14 +55,14 @@ def test_tiles_of_ds_are_written_once_and_found_again(cu: list[int]) -> None:
     """
     tiles = QueryTiles.packed(cu, "cpu")
     written = {}
-    for row, end, first_tile in tiles.key_tiles.tolist():
+    for row, end, first_tile, *_ in tiles.key_tiles.tolist():
         for i in range(-(-(end - row) // BACKWARD_QUERIES)):
             tile = first_tile + i
             assert tile not in written
             written[tile] = (row, row + i * BACKWARD_QUERIES)
     assert sorted(written) == list(range(tiles.stored_tiles))
     read = set()
-    for first, row, end, base in tiles.stored_query_tiles.tolist():
+    for first, row, end, base, *_ in tiles.stored_query_tiles.tolist():
         blocks = -(-(end - first) // BACKWARD_QUERIES)
         for m in range((row - first) // BACKWARD_QUERIES, blocks)[:2]:
             for j in range((row - first) // BACKWARD_KEYS + 1):
@@ -72,13 +73,96 @@ def test_tiles_of_ds_are_written_once_and_found_again(cu: list[int]) -> None:
     assert read == set(written)
 
 
+SHARED = [
+    # Runs' first rows, and the stem of each.
+    ([0, 128, 228, 229], [-1, 0, 0]),
+    ([0, 50, 306, 306 + 64, 370 + 129, 800], [-1, -1, 1, 1, 1]),
+    ([0, 128, 256, 400, 784, 785, 1000, 1100], [-1, -1, 0, -1, 1, 3, 3]),
+]
+
+
+@pytest.mark.parametrize("cu, stems", SHARED, ids=["two", "three", "mixed"])
+def test_forward_tiles_of_branches_read_their_stems_blocks_first(
+    cu: list[int], stems: list[int]
+) -> None:
+    tiles = QueryTiles.packed(cu, "cpu", stems)
+    assert tiles.shared
+    assert rows_of(tiles) == list(range(cu[-1]))
+    for row, count, position, own, stem_blocks, stem_block in tiles.tiles.tolist():
+        keys: list[int] = []
+        for b in range(-(-(position + count) // 64)):
+            first, valid = tiles.key_blocks[(stem_block if b < stem_blocks else own) + b].tolist()
+            assert b >= stem_blocks or valid == 64
+            keys += range(first, first + valid)
+        run = next(i for i, end in enumerate(cu[1:]) if row < end)
+        stem = stems[run]
+        visible = [] if stem < 0 else list(range(cu[stem], cu[stem + 1]))
+        visible += range(cu[run], row + count)
+        assert keys[: position + count] == visible
+    assert tiles.longest == max(
+        cu[i + 1] - cu[i] + (cu[s + 1] - cu[s] if s >= 0 else 0) for i, s in enumerate(stems)
+    )
+
+
+@pytest.mark.parametrize("cu, stems", SHARED, ids=["two", "three", "mixed"])
+def test_tiles_of_ds_with_stems_are_written_once_and_found_again(
+    cu: list[int], stems: list[int]
+) -> None:
+    """A tile of dS is named by its first key row and first query row; the kernels' own formulas."""
+    tiles = QueryTiles.packed(cu, "cpu", stems)
+    written = {}
+    for row, end, first_tile, entry, whole, entries, with_branches in tiles.key_tiles.tolist():
+        for i in range(-(-(end - row) // BACKWARD_QUERIES)):
+            assert first_tile + i not in written
+            written[first_tile + i] = (row, row + i * BACKWARD_QUERIES)
+        for i, block in enumerate(tiles.branch_blocks[entry : entry + entries].tolist()):
+            query, run_end, number = block
+            assert (run_end - query >= BACKWARD_QUERIES) == (i < whole)
+            assert with_branches + number not in written
+            written[with_branches + number] = (row, query)
+    assert sorted(written) == list(range(tiles.stored_tiles))
+    read = set()
+    for record in tiles.stored_query_tiles.tolist():
+        first, row, end, base, stem_row, stem_blocks, with_stem, step = record
+        blocks = -(-(end - first) // BACKWARD_QUERIES)
+        for i, m in enumerate(range((row - first) // BACKWARD_QUERIES, blocks)[:2]):
+            query = first + m * BACKWARD_QUERIES
+            for j in range(stem_blocks):
+                tile = with_stem + j * step + i
+                assert written[tile] == (stem_row + j * BACKWARD_KEYS, query)
+                read.add(tile)
+            for j in range((row - first) // BACKWARD_KEYS + 1):
+                tile = base + j * (blocks - j - 1) + m
+                assert written[tile] == (first + j * BACKWARD_KEYS, query)
+                read.add(tile)
+    assert read == set(written)
+    for first, row, end, stem_row, stem_end in tiles.query_tiles.tolist():
+        run = next(i for i, run_end in enumerate(cu[1:]) if row < run_end)
+        assert (first, end) == (cu[run], cu[run + 1])
+        stem = stems[run]
+        assert (stem_row, stem_end) == ((first, first) if stem < 0 else (cu[stem], cu[stem + 1]))
+
+
+@pytest.mark.parametrize("stems", [[-1, 1], [-1, 0, 1], [0, -1]], ids=str)
+def test_impossible_stems_are_refused(stems: list[int]) -> None:
+    with pytest.raises(ValueError, match="stem must be an earlier run"):
+        QueryTiles.packed([0, 128, 256, 300][: len(stems) + 1], "cpu", stems)
+
+
+def test_a_stem_has_whole_blocks() -> None:
+    with pytest.raises(ValueError, match="whole blocks of 128 rows; got run 0"):
+        QueryTiles.packed([0, 100, 200], "cpu", [-1, 0])
+
+
 def test_paged_tiles_name_pages_and_positions() -> None:
     tiles = QueryTiles.paged([3, 200], [70, 200], [[5, 9], [2, 0, 7, 1]], "cpu")
     assert rows_of(tiles) == list(range(203))
     assert tiles.key_blocks.tolist() == [
         [320, 64], [576, 6], [128, 64], [0, 64], [448, 64], [64, 8],
     ]  # fmt: skip
-    assert sorted(tiles.tiles.tolist()) == [[0, 3, 67, 0], [3, 192, 0, 2], [195, 8, 192, 2]]
+    assert sorted(tiles.tiles.tolist()) == [
+        [0, 3, 67, 0, 0, 0], [3, 192, 0, 2, 0, 0], [195, 8, 192, 2, 0, 0],
+    ]  # fmt: skip
     assert not len(tiles.key_tiles)
 
 

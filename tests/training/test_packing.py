@@ -13,6 +13,7 @@ from jetrl.training.minibatches import split_minibatches
 from jetrl.training.packing import (
     _first_fit_decreasing,
     _Sequence,
+    _Stem,
     by_batch,
     by_sample,
     pack,
@@ -182,4 +183,6 @@ def test_each_sequence_goes_into_the_first_batch_that_has_room() -> None:
             room[k] -= lengths[i]
             expected[k].append(i)
         sequences = {i: _Sequence([0], [0] * (n - 1), [], []) for i, n in lengths.items()}
-        assert _first_fit_decreasing(sequences, budget) == [sorted(ids) for ids in expected]
+        stems = {i: _Stem(i, 0) for i in lengths}
+        packed = _first_fit_decreasing(sequences, stems, budget)
+        assert packed == [sorted(ids) for ids in expected]

@@ -212,7 +212,9 @@ def exchange_of(flow: Flow, samples: Sequence[Sample]) -> Row:
     again = flow.expected(samples)
     with without_exchange():
         own["update_without"] = flow.timed("alone", lambda: flow.update(again))[0]
-    num_micro_batches = len(pack(samples, flow.trainer.micro_batch_size.tokens))
+    trainer = flow.trainer
+    share = trainer.settings.train.share_prompts
+    num_micro_batches = len(pack(samples, trainer.micro_batch_size.tokens, share_prompts=share))
     rounds = -(-num_micro_batches // world().size)
     sent = exchanged.bytes / rounds
     exchanged.calls = exchanged.calls[: len(exchanged.calls) // rounds]

@@ -22,6 +22,7 @@ from jetrl.kernels.attention.reference import (
 )
 from jetrl.models.families import ModelConfig
 from jetrl.models.rotary import Rotary
+from jetrl.models.stems import Stems
 from jetrl.models.trace import tell
 from jetrl.precision.plan import PrecisionPlan
 from jetrl.precision.quantize import QTensor
@@ -77,17 +78,27 @@ class PackedKeyValues:
         cu_seqlens: int64 [S + 1], on the CPU (then the host waits for nothing) or the device.
         plan: The precision plan.
         device: The device of the batch; default: that of cu_seqlens.
+        stems: The rows that are computed, where sequences share their first tokens; None: all.
     """
 
     def __init__(
-        self, cu_seqlens: Tensor, plan: PrecisionPlan, device: torch.device | None = None
+        self,
+        cu_seqlens: Tensor,
+        plan: PrecisionPlan,
+        device: torch.device | None = None,
+        stems: Stems | None = None,
     ) -> None:
         device = cu_seqlens.device if device is None else device
         on_gpu = device.type == "cuda" and plan.kv != "fp32"
         self._plan = plan
         self._cu_seqlens = cu_seqlens if on_gpu else cu_seqlens.to(device)
-        self._tiles = QueryTiles.packed(cu_seqlens.tolist(), device) if on_gpu else None
-        lengths = set(cu_seqlens.diff().tolist())
+        self._tiles: QueryTiles | None = None
+        self._row_of = None if stems is None else stems.row_of.to(device)
+        if on_gpu and stems is None:
+            self._tiles = QueryTiles.packed(cu_seqlens.tolist(), device)
+        elif on_gpu and stems is not None:
+            self._tiles = QueryTiles.packed(stems.run_starts, device, stems.stem_of)
+        lengths = set() if stems is not None else set(cu_seqlens.diff().tolist())
         self._length = lengths.pop() if len(lengths) == 1 else None
         self.rows = None
 
@@ -102,4 +113,6 @@ class PackedKeyValues:
         if rope.trace is not None:  # codes are made once more, for whoever watches
             stored = quantize_keys_and_values(k.detach(), v.detach(), plan.kv, plan.scales)
             tell(rope.trace, "keys and values", torch.cat([stored_values(*x) for x in stored], 1))
-        return attend_packed(q, k, v, self._cu_seqlens, plan.kv, plan.scales).flatten(-2, -1)
+        return attend_packed(q, k, v, self._cu_seqlens, plan.kv, plan.scales, self._row_of).flatten(
+            -2, -1
+        )

@@ -21,6 +21,7 @@ from jetrl.models.attention import PackedKeyValues
 from jetrl.models.decoder import Decoder
 from jetrl.models.families import Head, ModelConfig
 from jetrl.models.packed import token_positions, upload
+from jetrl.models.stems import Stems
 from jetrl.models.tiny import RandomWeights
 from jetrl.models.weights import Weights, WholeMasters
 from jetrl.precision.plan import PrecisionPlan
@@ -183,19 +184,31 @@ class Model:
         self.weights.requantize()
 
     def packed_hidden(
-        self, token_ids: Tensor, cu_seqlens: Tensor, checkpoint_layers: bool = False
+        self,
+        token_ids: Tensor,
+        cu_seqlens: Tensor,
+        rows: Tensor,
+        checkpoint_layers: bool = False,
+        stems: Stems | None = None,
     ) -> Tensor:
-        """Return the decoder's output over a packed batch by the training side, [T, D].
+        """Return the decoder's output at rows of a packed batch by the training side, [R, D].
 
         Args:
             token_ids: int64 [T] on the model's device, sequences end to end.
             cu_seqlens: int64 [S + 1], on the CPU (then the host waits for nothing) or the device.
+            rows: int64 [R] on the model's device, indices into token_ids.
             checkpoint_layers: Compute layers again in backward.
+            stems: The rows that are computed, where sequences share their first tokens; None: all.
         """
-        kv = PackedKeyValues(cu_seqlens, self.plan, self.device)
-        positions = upload(token_positions(cu_seqlens), self.device)
+        kv = PackedKeyValues(cu_seqlens, self.plan, self.device, stems)
+        if stems is None:
+            positions = upload(token_positions(cu_seqlens), self.device)
+        else:
+            positions = upload(stems.positions, self.device)
+            token_ids = token_ids[upload(stems.rows, self.device)]
+            rows = upload(stems.row_of, self.device)[rows]
         hidden: Tensor = self.decoder(token_ids, positions, kv, "train", checkpoint_layers)
-        return hidden
+        return hidden[rows]
 
     @contextlib.contextmanager
     def used(self) -> Iterator[None]:

@@ -20,6 +20,7 @@ from jetrl.kernels.logprob import chosen_logprobs
 from jetrl.models.attention import KeyValues
 from jetrl.models.model import Model
 from jetrl.models.packed import pack, token_positions, upload
+from jetrl.models.stems import Stems
 
 _LOGITS_AT_ONCE = 2**24  # float32 logits held for one chunk of rows of the training side
 
@@ -63,6 +64,7 @@ class Policy(Model):
         targets: Tensor,
         temperature: float = 1.0,
         checkpoint_layers: bool = False,
+        stems: Stems | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return log-probs of chosen tokens of a packed batch: the trainer's forward.
 
@@ -75,15 +77,15 @@ class Policy(Model):
             targets: int64 [R], indices into token_ids, never a sequence's first.
             temperature: What logits are divided by.
             checkpoint_layers: Compute layers again in backward.
+            stems: The rows that are computed, where sequences share their first tokens; None: all.
 
         Returns:
             The log-prob of each target given what precedes it, float32 [R], differentiable, and the
             entropy of its distribution in nats, float32 [R], not differentiable.
         """
         token_ids, targets = upload(token_ids, self.device), upload(targets, self.device)
-        hidden = self.packed_hidden(token_ids, cu_seqlens, checkpoint_layers)
-        rows, chosen = hidden[targets - 1], token_ids[targets]
-        return self._head_logprobs(rows, chosen, temperature, checkpoint_layers)
+        before = self.packed_hidden(token_ids, cu_seqlens, targets - 1, checkpoint_layers, stems)
+        return self._head_logprobs(before, token_ids[targets], temperature, checkpoint_layers)
 
     def _head_logprobs(
         self, hidden: Tensor, chosen: Tensor, temperature: float, recompute: bool

@@ -22,6 +22,7 @@ from jetrl.models import hf
 from jetrl.models.families import ModelConfig
 from jetrl.models.model import Model, check_device
 from jetrl.models.packed import pack, upload
+from jetrl.models.stems import Stems
 from jetrl.precision.plan import PrecisionPlan
 
 
@@ -76,7 +77,12 @@ class ScalarModel(Model):
         return cls(config.with_scalar_head(), plan, body, device, tokenizer)
 
     def values(
-        self, token_ids: Tensor, cu_seqlens: Tensor, rows: Tensor, checkpoint_layers: bool = False
+        self,
+        token_ids: Tensor,
+        cu_seqlens: Tensor,
+        rows: Tensor,
+        checkpoint_layers: bool = False,
+        stems: Stems | None = None,
     ) -> Tensor:
         """Return the model's numbers after chosen tokens of a packed batch, differentiable.
 
@@ -87,12 +93,14 @@ class ScalarModel(Model):
             cu_seqlens: int64 [S + 1], where each sequence starts, and T.
             rows: int64 [R], indices into token_ids.
             checkpoint_layers: Compute layers again in backward.
+            stems: The rows that are computed, where sequences share their first tokens; None: all.
 
         Returns:
             float32 [R].
         """
-        hidden = self.packed_hidden(upload(token_ids, self.device), cu_seqlens, checkpoint_layers)
-        return self.decoder.scores(hidden[upload(rows, self.device)])
+        token_ids, rows = upload(token_ids, self.device), upload(rows, self.device)
+        hidden = self.packed_hidden(token_ids, cu_seqlens, rows, checkpoint_layers, stems)
+        return self.decoder.scores(hidden)
 
     @torch.no_grad()
     def scores(self, sequences: Sequence[Sequence[int]], tokens_at_once: int) -> Tensor:

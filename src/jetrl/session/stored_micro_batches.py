@@ -15,6 +15,7 @@ from jetrl.errors import UserError
 from jetrl.models.families import ModelConfig
 from jetrl.models.hf_files import load_tensors
 from jetrl.training.micro_batches import MicroBatch
+from jetrl.types import STEM_BLOCK
 
 _NAME = re.compile(r"(\d{1,9})\.(\w+)")
 _BATCH = {
@@ -25,6 +26,7 @@ _BATCH = {
     "advantages": torch.float32,
     "sample_ids": torch.int64,
 }
+_STEMS = ("stem_ids", "stem_lengths")  # int64, for each sequence, both or none
 _OF_TRAINED_TOKENS = ("before", "ref_logprobs", "values", "returns")  # float32, where there are any
 
 
@@ -45,7 +47,7 @@ def read_micro_batches(
     numbered: dict[int, dict[str, torch.Tensor]] = {}
     for name, tensor in load_tensors(file).items():
         match = _NAME.fullmatch(name)
-        if match is None or match[2] not in (*_BATCH, *_OF_TRAINED_TOKENS):
+        if match is None or match[2] not in (*_BATCH, *_STEMS, *_OF_TRAINED_TOKENS):
             raise UserError(f"{file}: tensor {name!r}: no part of a micro-batch")
         numbered.setdefault(int(match[1]), {})[match[2]] = tensor
     if not numbered:
@@ -81,9 +83,38 @@ def _problem(tensors: Mapping[str, torch.Tensor], config: ModelConfig) -> str:
             return f"{name} has {len(tensors[name])} numbers, not {length}"
     if bool(mask[ends[:-1]].any()):
         return "loss_mask: trains on the first token of a sequence"
+    problem = _stem_problem(tensors)
+    if problem:
+        return problem
     trained = int(mask.sum())
     for name in _OF_TRAINED_TOKENS:
         tensor = tensors.get(name)
         if tensor is not None and (tensor.dtype, tensor.shape) != (torch.float32, (trained,)):
             return f"{name} is {tensor.dtype} {list(tensor.shape)}, not float32 [{trained}]"
+    return ""
+
+
+def _stem_problem(tensors: Mapping[str, torch.Tensor]) -> str:
+    """Return what is wrong with the stems that sequences share, "" if nothing is.
+
+    The other tensors of the sequences have been checked.
+    """
+    given = [name for name in _STEMS if name in tensors]
+    if not given:
+        return ""
+    tokens, ends = tensors["token_ids"], tensors["cu_seqlens"]
+    for name in _STEMS:
+        stems = tensors.get(name)
+        if stems is None or stems.dtype != torch.int64 or stems.shape != (len(ends) - 1,):
+            return f"{name}: not int64 [{len(ends) - 1}]"
+    stems_by_id: dict[int, list[int]] = {}
+    for i, length in enumerate(tensors["stem_lengths"].tolist()):
+        start, end = int(ends[i]), int(ends[i + 1])
+        if length % STEM_BLOCK or not 0 <= length < end - start:
+            return f"stem_lengths: {length} is no number of whole blocks within sequence {i}"
+        stem = tokens[start : start + length].tolist()
+        if stems_by_id.setdefault(int(tensors["stem_ids"][i]), stem) != stem:
+            return f"stem_ids: sequence {i} does not begin with the tokens of its stem"
+        if bool(tensors["loss_mask"][start : start + length].any()):
+            return f"loss_mask: trains on the stem of sequence {i}"
     return ""

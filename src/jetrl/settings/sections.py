@@ -206,6 +206,11 @@ class TrainSettings(Section):
     activation_checkpointing: bool = Field(
         False, description="recompute layers in backward: less memory, a third more time"
     )
+    share_prompts: bool = Field(
+        False,
+        description="compute the whole blocks of 128 tokens of a prompt once for all of its "
+        "samples in a micro-batch: less work where prompts are long beside their completions",
+    )
 
     @model_validator(mode="after")
     def compact_states_have_bounds(self) -> TrainSettings:

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from jetrl.models.packed import upload
+from jetrl.models.stems import Stems
 from jetrl.training.packing import targets
 from jetrl.types import Batch
 
@@ -36,6 +37,7 @@ def batch_logprobs(
         torch.from_numpy(targets(batch)),
         temperature,
         checkpoint_layers=checkpoint_layers,
+        stems=Stems.of(batch),
     )
 
 

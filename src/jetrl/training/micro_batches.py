@@ -27,6 +27,7 @@ from jetrl.types import Batch
 logger = logging.getLogger(__name__)
 
 _BATCH_FIELDS = [field.name for field in dataclasses.fields(Batch)]
+_OF_SEQUENCES = ("sample_ids", "stem_ids", "stem_lengths")
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,11 @@ class MicroBatch:
                 loss_mask=batch.loss_mask[tokens],
                 rollout_logprobs=batch.rollout_logprobs[tokens],
                 advantages=batch.advantages[tokens],
-                sample_ids=batch.sample_ids[sequences.start : sequences.stop],
+                **{
+                    name: values[sequences.start : sequences.stop]
+                    for name in _OF_SEQUENCES
+                    if (values := getattr(batch, name)) is not None
+                },
             ),
             **{name: tensor[trained] for name, tensor in self.known().items()},
         )
@@ -74,6 +79,7 @@ class MicroBatch:
         arrays = {
             name: torch.from_numpy(np.ascontiguousarray(getattr(self.batch, name)))
             for name in _BATCH_FIELDS
+            if getattr(self.batch, name) is not None
         }
         return arrays | {name: tensor.cpu() for name, tensor in self.known().items()}
 
@@ -82,7 +88,7 @@ class MicroBatch:
         cls, tensors: Mapping[str, torch.Tensor], device: torch.device | str
     ) -> MicroBatch:
         """Return the micro-batch whose `to_tensors` gave these tensors."""
-        batch = Batch(**{name: tensors[name].numpy() for name in _BATCH_FIELDS})
+        batch = Batch(**{n: tensors[n].numpy() for n in _BATCH_FIELDS if n in tensors})
         return cls(batch, **{n: t.to(device) for n, t in tensors.items() if n not in _BATCH_FIELDS})
 
     def known(self) -> dict[str, torch.Tensor]:
@@ -92,8 +98,15 @@ class MicroBatch:
 
 
 def sizes_of(batch: Batch) -> tuple[int, int]:
-    """Return how many tokens and how many sequences a batch has."""
-    return batch.num_tokens, batch.num_sequences
+    """Return how many tokens a forward of a batch computes, and how many sequences it has."""
+    return batch.num_computed_tokens, batch.num_sequences
+
+
+def _stems_of(batch: Batch) -> list[tuple[int, int]] | None:
+    """Return the number and the length of each sequence's stem; None where none is shared."""
+    if batch.stem_ids is None or batch.stem_lengths is None:
+        return None
+    return list(zip(batch.stem_ids.tolist(), batch.stem_lengths.tolist(), strict=True))
 
 
 class Minibatch:
@@ -117,8 +130,8 @@ class Minibatch:
 
     @staticmethod
     def tokens_of(micro_batch: MicroBatch) -> int:
-        """Return how many tokens the forward of a micro-batch reads."""
-        return micro_batch.batch.num_tokens
+        """Return how many tokens the forward of a micro-batch computes."""
+        return micro_batch.batch.num_computed_tokens
 
     def shrink(self, problem: str) -> None:
         """Halve the size of the run, and divide the micro-batches accordingly.
@@ -201,22 +214,33 @@ class MicroBatchSize:
         return [
             micro.select(sequences)
             for micro in micro_batches
-            for sequences in self.ranges(np.diff(micro.batch.cu_seqlens).tolist())
+            for sequences in self.ranges(
+                np.diff(micro.batch.cu_seqlens).tolist(), _stems_of(micro.batch)
+            )
         ]
 
-    def ranges(self, lengths: Sequence[int]) -> list[range]:
+    def ranges(
+        self, lengths: Sequence[int], stems: Sequence[tuple[int, int]] | None = None
+    ) -> list[range]:
         """Return ranges of neighbours that have the present size together, or one longer one.
 
         Args:
             lengths: The tokens of each sequence or pair.
+            stems: The number and the length of each sequence's stem, which counts once in a range;
+                None where none is shared.
         """
         ranges: list[range] = []
         start = total = 0
+        held: set[int] = set()  # the stems that the present range has
         for i, length in enumerate(lengths):
-            if i > start and total + length > self.tokens:
+            stem, shared = stems[i] if stems is not None else (i, 0)
+            added = length - shared if stem in held else length
+            if i > start and total + added > self.tokens:
                 ranges.append(range(start, i))
-                start, total = i, 0
-            total += length
+                start, total, added = i, 0, length
+                held.clear()
+            total += added
+            held.add(stem)
         return [*ranges, range(start, len(lengths))]
 
     def state(self) -> Any:

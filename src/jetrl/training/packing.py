@@ -1,27 +1,30 @@
 """Packing: sequences end to end in micro-batches, by a budget of tokens, without padding.
 
-No torch here. The samples of an update are packed longest first into the first micro-batch with
-room (first fit decreasing), and within a micro-batch they are in sample order. A sequence longer
-than the budget gets a micro-batch of its own. Nothing is random: the same samples give the same
-batches.
+The samples of an update are packed longest first into the first micro-batch with room (first fit
+decreasing), and within a micro-batch they are in sample order. A sequence longer than the budget
+gets a micro-batch of its own. Nothing is random: the same samples give the same batches.
+
+Where prompts are shared (`models.stems`), a stem counts once in a micro-batch, samples of a prompt
+follow each other, and one goes first of all into a micro-batch that has its stem.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from jetrl.errors import UserError
-from jetrl.types import Batch, Example, Sample
+from jetrl.types import Batch, Example, Sample, stem_length
 
 
 def pack(
     samples: Sequence[Sample],
     tokens_per_micro_batch: int,
     sample_ids: Sequence[int] | None = None,
+    share_prompts: bool = False,
 ) -> list[Batch]:
     """Return samples as micro-batches of at most so many tokens (or one longer sequence).
 
@@ -29,6 +32,7 @@ def pack(
         samples: All samples of one step.
         tokens_per_micro_batch: Prompt and completion tokens a micro-batch.
         sample_ids: The numbers of the samples to pack; by default all.
+        share_prompts: Whether samples of one prompt share its stem in a micro-batch.
 
     Returns:
         Batches whose loss_mask is True at exactly the sampled tokens, with advantages of 0
@@ -57,7 +61,7 @@ def pack(
         for i in chosen
         if (done := samples[i].completion).token_ids
     }
-    return _pack(sequences, tokens_per_micro_batch)
+    return _pack(sequences, tokens_per_micro_batch, share_prompts)
 
 
 def pack_examples(examples: Sequence[Example], tokens_per_micro_batch: int) -> list[Batch]:
@@ -78,7 +82,7 @@ def pack_examples(examples: Sequence[Example], tokens_per_micro_batch: int) -> l
         i: _Sequence(e.prompt, e.completion, [0.0] * len(e.completion), e.environment)
         for i, e in enumerate(examples)
     }
-    return _pack(sequences, tokens_per_micro_batch)
+    return _pack(sequences, tokens_per_micro_batch, share_prompts=False)
 
 
 def targets(batch: Batch) -> np.ndarray:
@@ -147,12 +151,38 @@ class _Sequence(NamedTuple):
         return len(self.prompt) + len(self.completion)
 
 
-def _pack(sequences: Mapping[int, _Sequence], tokens_per_micro_batch: int) -> list[Batch]:
-    """Return sequences, by sample number, as batches of at most so many tokens."""
+class _Stem(NamedTuple):
+    """The first tokens of a sequence, which others may share.
+
+    Attributes:
+        id: The number of the first sequence that begins with these tokens.
+        length: How many tokens there are; 0 if the sequence shares none.
+    """
+
+    id: int
+    length: int
+
+
+def _stems(sequences: Mapping[int, _Sequence]) -> dict[int, _Stem]:
+    """Return the stem of each sequence, by sample number: the whole blocks of its prompt."""
+    first: dict[tuple[int, ...], int] = {}
+    stems = {}
+    for i, sequence in sequences.items():
+        length = stem_length(len(sequence.prompt))
+        tokens = tuple(sequence.prompt[:length])
+        stems[i] = _Stem(first.setdefault(tokens, i) if length else i, length)
+    return stems
+
+
+def _pack(
+    sequences: Mapping[int, _Sequence], tokens_per_micro_batch: int, share_prompts: bool
+) -> list[Batch]:
+    """Return sequences, by sample number, as batches of at most so many computed tokens."""
     if tokens_per_micro_batch < 1:
         raise ValueError(f"tokens_per_micro_batch must be positive, not {tokens_per_micro_batch}")
     batches = []
-    for ids in _first_fit_decreasing(sequences, tokens_per_micro_batch):
+    stems = _stems(sequences) if share_prompts else {i: _Stem(i, 0) for i in sequences}
+    for ids in _first_fit_decreasing(sequences, stems, tokens_per_micro_batch):
         cu_seqlens = np.cumsum([0, *(sequences[i].length for i in ids)], dtype=np.int64)
         num_tokens = int(cu_seqlens[-1])
         token_ids = np.empty(num_tokens, dtype=np.int64)
@@ -175,34 +205,85 @@ def _pack(sequences: Mapping[int, _Sequence], tokens_per_micro_batch: int) -> li
                 rollout_logprobs=rollout_logprobs,
                 advantages=np.zeros(num_tokens, dtype=np.float32),
                 sample_ids=np.asarray(ids, dtype=np.int64),
+                stem_ids=_column(stems[i].id for i in ids) if share_prompts else None,
+                stem_lengths=_column(stems[i].length for i in ids) if share_prompts else None,
             )
         )
     return batches
 
 
-def _first_fit_decreasing(sequences: Mapping[int, _Sequence], budget: int) -> list[list[int]]:
+def _column(numbers: Iterable[int]) -> np.ndarray:
+    """Return integers as an array, int64 [S]."""
+    return np.fromiter(numbers, dtype=np.int64)
+
+
+class _Rooms:
+    """The number of tokens that each batch still has room for, and a search over them.
+
+    A tree of the largest room below each node finds the first batch with room, so that the time of
+    packing grows with the number of sequences and not with its square.
+
+    Args:
+        count: The most batches.
+        budget: The tokens of a batch.
+    """
+
+    def __init__(self, count: int, budget: int) -> None:
+        self._size = 1
+        while self._size < count:
+            self._size *= 2
+        # Of node k, whose children are 2k and 2k + 1; leaves are batches.
+        self._room = [budget] * (2 * self._size)
+
+    def of(self, k: int) -> int:
+        """Return the room of batch k."""
+        return self._room[self._size + k]
+
+    def first(self, length: int) -> int:
+        """Return the number of the first batch with room for some tokens, at most the budget."""
+        node = 1
+        while node < self._size:
+            node = 2 * node + (self._room[2 * node] < length)
+        return node - self._size
+
+    def take(self, k: int, length: int) -> None:
+        """Make the room of batch k smaller."""
+        node = self._size + k
+        self._room[node] -= length
+        while node > 1:
+            node //= 2
+            self._room[node] = max(self._room[2 * node], self._room[2 * node + 1])
+
+
+def _first_fit_decreasing(
+    sequences: Mapping[int, _Sequence], stems: Mapping[int, _Stem], budget: int
+) -> list[list[int]]:
     """Return the numbers of the sequences of each batch, ascending.
 
-    A sequence goes into the first batch that has room for it; one longer than the budget has a
-    batch of its own. A tree of the largest room below each node finds that batch, so that the time
-    grows with the number of sequences and not with its square.
+    Sequences with one stem come one after the other, the longest first. Each goes into the first
+    batch that has its stem and room for the rest, or else into the first with room for the whole;
+    one longer than the budget has a batch of its own.
     """
-    size = 1
-    while size < len(sequences):
-        size *= 2
+    longest: dict[int, int] = {}
+    for i, sequence in sequences.items():
+        stem = stems[i].id
+        longest[stem] = max(longest.get(stem, 0), sequence.length)
+    order = sorted(
+        sequences, key=lambda i: (-longest[stems[i].id], stems[i].id, -sequences[i].length, i)
+    )
     bins: list[list[int]] = []
-    room = [budget] * (2 * size)  # of node k, whose children are 2k and 2k + 1; leaves are batches
-    for i in sorted(sequences, key=lambda i: (-sequences[i].length, i)):
-        length = min(sequences[i].length, budget)
-        node = 1
-        while node < size:
-            node = 2 * node + (room[2 * node] < length)
-        k = node - size
+    rooms = _Rooms(len(sequences), budget)
+    holders: dict[int, list[int]] = {}  # of each stem the batches that have it
+    for i in order:
+        stem = stems[i]
+        cost = sequences[i].length - stem.length
+        k = next((k for k in holders.get(stem.id, ()) if cost <= rooms.of(k)), None)
+        if k is None:
+            cost = min(sequences[i].length, budget)
+            k = rooms.first(cost)
+            holders.setdefault(stem.id, []).append(k)
         if k == len(bins):
             bins.append([])
         bins[k].append(i)
-        room[node] -= length
-        while node > 1:
-            node //= 2
-            room[node] = max(room[2 * node], room[2 * node + 1])
+        rooms.take(k, cost)
     return [sorted(ids) for ids in bins]

@@ -47,6 +47,7 @@ class Preparation:
         size: How large a micro-batch may be, for the whole run.
         choose: Returns the numbers of the samples that each update of a step is made on.
         temperature: The temperature of the log-probs.
+        share_prompts: Whether samples of one prompt share its stem in a micro-batch.
     """
 
     policy: Policy
@@ -56,6 +57,7 @@ class Preparation:
     size: MicroBatchSize
     choose: Callable[[Sequence[Sample]], list[list[int]]]
     temperature: float
+    share_prompts: bool = False
 
     def __call__(self, samples: Sequence[Sample]) -> tuple[list[Minibatch], dict[str, float]]:
         """Return the minibatch of each update, and metrics of the rewards and of the critic.
@@ -110,7 +112,9 @@ class Preparation:
 
     def _pack(self, samples: Sequence[Sample]) -> list[list[Batch]]:
         """Return the batches of each update, without updates that have no trained token."""
-        packed = [pack(samples, self.size.tokens, ids) for ids in self.choose(samples)]
+        packed = [
+            pack(samples, self.size.tokens, ids, self.share_prompts) for ids in self.choose(samples)
+        ]
         packed = [batches for batches in packed if batches]
         if not packed:
             raise RunStopped(

@@ -124,6 +124,7 @@ class Trainer:
             self.micro_batch_size,
             lambda samples: choose_minibatches(samples, settings, self.optimizer.num_updates),
             self._temperature,
+            settings.train.share_prompts,
         )
         self._update = Update(
             policy,

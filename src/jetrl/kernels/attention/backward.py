@@ -9,9 +9,11 @@ BF16) and recomputes the weights P from the log-sum-exp:
 Key and value codes are exact in BF16; their scales multiply the float32 scores, dP and dS. One
 kernel owns blocks of keys (dK, dV, over all query heads of the group) and writes dS, in BF16 as it
 multiplies it; another owns blocks of queries and multiplies dS by the keys
-(`attention.backward_dq`). Where dS would take too much memory (one sequence of some 20,000 tokens),
-the second computes P and dS once more: 7 products for 5. Every sum has one order, so the gradients
-are deterministic.
+(`attention.backward_dq`). The keys of a stem, with which several sequences begin, are seen by the
+queries of all of these, whose sums are added in the order of `QueryTiles.branch_blocks`. Where dS
+would take too much memory (one sequence of some 20,000 tokens), another kernel computes P and dS
+once more (`attention.backward_dq_recomputed`): 7 products for 5. Every sum has one order, so the
+gradients are deterministic.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -28,9 +30,9 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from jetrl.kernels.attention.backward_dq import dq_of_stored, scaled_keys
+from jetrl.kernels.attention.backward_dq_recomputed import recomputed_dq
 from jetrl.kernels.attention.layout import (
     BACKWARD_KEYS,
-    BACKWARD_QUERIES,
     DS_TILE_BYTES,
     STORED_DS_BYTES,
     KeyValueCodes,
@@ -162,6 +164,7 @@ def dkdv_kernel(
     dk_ptr,
     dv_ptr,
     tiles_ptr,
+    branch_blocks_ptr,
     line_stride,
     scale,
     first_group,
@@ -174,6 +177,7 @@ def dkdv_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STORE: tl.constexpr,
+    SHARED: tl.constexpr,
 ):
     """Write dK and dV of one block of keys, summed over the query heads of its group and queries.
 
@@ -189,7 +193,8 @@ def dkdv_kernel(
         delta_ptr: float32 [H, line_stride].
         dk_ptr: bfloat16 [T, G, D], written.
         dv_ptr: like dk_ptr.
-        tiles_ptr: int32 [., 3], `QueryTiles.key_tiles`.
+        tiles_ptr: int32 [., 7], `QueryTiles.key_tiles`.
+        branch_blocks_ptr: int32 [., 3], `QueryTiles.branch_blocks`, read with SHARED.
         line_stride: tokens and padding.
         scale: 1 / sqrt(D).
         first_group: first key-value head of this launch.
@@ -202,13 +207,14 @@ def dkdv_kernel(
         BLOCK_M: queries of a step.
         BLOCK_N: keys of a program.
         STORE: whether dS is kept, for dQ.
+        SHARED: whether some sequences share a stem.
     """
     # The block's keys and values are loaded once for all queries; codes are exact in BF16.
     # Keys past the end of the sequence are zeros, with a scale of zero, and masked below.
     # Key-value heads are the fastest index of the programs; blocks of keys come longest first.
     group_here = tl.program_id(0) % num_groups
     group = first_group + group_here
-    record = tiles_ptr + tl.program_id(0) // num_groups * 3
+    record = tiles_ptr + tl.program_id(0) // num_groups * 7
     row0, end = tl.load(record), tl.load(record + 1)
     stored = tl.load(record + 2) + group_here * GROUP * head_tiles
     key = row0 + tl.arange(0, BLOCK_N)
@@ -247,135 +253,32 @@ def dkdv_kernel(
             delta_ptr, line_stride, row0 + i * BLOCK_M, end, group * GROUP + t // steps,
             k, v, a, vs, dk, dv, key, False, SCALED, D, BLOCK_M, STORE,
         )  # fmt: skip
+    # Of a stem the blocks of queries of its branches, which see all keys of the block: whole ones,
+    # then those that the end of a branch cuts. Their order is that of the list, so sums have one.
+    if SHARED:
+        first_entry = branch_blocks_ptr + tl.load(record + 3) * 3
+        num_whole, num_entries = tl.load(record + 4), tl.load(record + 5)
+        tile0 = tl.load(record + 6) + group_here * GROUP * head_tiles
+        for t in range(num_whole * GROUP):
+            entry = first_entry + t % num_whole * 3
+            place = (tile0 + t // num_whole * head_tiles + tl.load(entry + 2)) * BLOCK_N
+            dk, dv = _dkdv_step(
+                q_desc, do_desc, ds_desc, place, lse_ptr, delta_ptr, line_stride, tl.load(entry),
+                tl.load(entry + 1), group * GROUP + t // num_whole,
+                k, v, a, vs, dk, dv, key, False, SCALED, D, BLOCK_M, STORE,
+            )  # fmt: skip
+        num_cut = num_entries - num_whole
+        for t in range(num_cut * GROUP):
+            entry = first_entry + (num_whole + t % num_cut) * 3
+            place = (tile0 + t // num_cut * head_tiles + tl.load(entry + 2)) * BLOCK_N
+            dk, dv = _dkdv_step(
+                q_desc, do_desc, ds_desc, place, lse_ptr, delta_ptr, line_stride, tl.load(entry),
+                tl.load(entry + 1), group * GROUP + t // num_cut,
+                k, v, a, vs, dk, dv, key, True, SCALED, D, BLOCK_M, STORE,
+            )  # fmt: skip
     # dK is of what keys stand for, so their scales are not in it (straight-through).
     tl.store(dk_ptr + at, (dk * scale).to(tl.bfloat16), mask=ok[:, None])
     tl.store(dv_ptr + at, dv.to(tl.bfloat16), mask=ok[:, None])
-
-
-@triton.jit
-def _dq_step(
-    k_desc,
-    v_desc,
-    ks_ptr,
-    vs_ptr,
-    line_stride,
-    k0,
-    group,
-    q,
-    do,
-    lse,
-    delta,
-    dq,
-    row,
-    scale,
-    MASKED: tl.constexpr,
-    SCALED: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """Return dQ of a block of queries of one head with one block of keys added.
-
-    Args:
-        k_desc, v_desc: bfloat16 [T, G * D], codes, by boxes [BLOCK_N, D].
-        ks_ptr, vs_ptr: float32 [G, line_stride].
-        k0: first key row.
-        q, do: bfloat16 [BLOCK_M, D].
-        lse, delta: float32 [BLOCK_M].
-        dq: float32 [BLOCK_M, D], the sum before.
-        row: int32 [BLOCK_M], the queries' rows.
-        MASKED: whether some key is hidden from some query.
-    """
-    # Keys are codes here: their scales are in the scores, and once more in what multiplies them.
-    k = k_desc.load([k0, group * D])
-    v = v_desc.load([k0, group * D])
-    key = k0 + tl.arange(0, BLOCK_N)
-    s = tl.dot(q, k.T)
-    dp = tl.dot(do, v.T)
-    if SCALED:
-        line = group.to(tl.int64) * line_stride + key
-        ks = tl.load(ks_ptr + line)
-        p = tl.math.exp2(s * (ks * (scale * _LOG2_E))[None, :] - lse[:, None])
-        ds = p * (dp * tl.load(vs_ptr + line)[None, :] - delta[:, None]) * ks[None, :]
-    else:
-        p = tl.math.exp2(s * (scale * _LOG2_E) - lse[:, None])
-        ds = p * (dp - delta[:, None])
-    if MASKED:
-        ds = tl.where(key[None, :] <= row[:, None], ds, 0.0)
-    return tl.dot(ds.to(tl.bfloat16), k, dq)
-
-
-@triton.jit
-def dq_kernel(
-    q_ptr,
-    k_desc,
-    v_desc,
-    ks_ptr,
-    vs_ptr,
-    do_ptr,
-    lse_ptr,
-    delta_ptr,
-    dq_ptr,
-    tiles_ptr,
-    line_stride,
-    scale,
-    G: tl.constexpr,
-    GROUP: tl.constexpr,
-    D: tl.constexpr,
-    SCALED: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """Write dQ of one block of queries of one head, with P and dS computed once more.
-
-    Args:
-        q_ptr: bfloat16 [T, H, D].
-        k_desc: bfloat16 [T, G * D], codes, by boxes [BLOCK_N, D].
-        v_desc: like k_desc.
-        ks_ptr: float32 [G, line_stride], read with SCALED.
-        vs_ptr: like ks_ptr.
-        do_ptr: bfloat16 [T, H, D].
-        lse_ptr: float32 [H, line_stride], in base 2.
-        delta_ptr: float32 [H, line_stride].
-        dq_ptr: bfloat16 [T, H, D], written.
-        tiles_ptr: int32 [., 3], `QueryTiles.query_tiles`.
-        line_stride: tokens and padding.
-        scale: 1 / sqrt(D).
-        G: key-value heads.
-        GROUP: query heads of a key-value head.
-        D: channels of a head.
-        SCALED: whether keys and values are codes with scales.
-        BLOCK_M: queries of a program.
-        BLOCK_N: keys of a step.
-    """
-    # Rows past the end of the sequence have an infinite log-sum-exp, so weights of zero.
-    H: tl.constexpr = G * GROUP
-    # Heads are the fastest index of the programs; blocks of queries come longest first.
-    head = tl.program_id(0) % H
-    record = tiles_ptr + tl.program_id(0) // H * 3
-    first, row0, end = tl.load(record), tl.load(record + 1), tl.load(record + 2)
-    group = head // GROUP
-    row = row0 + tl.arange(0, BLOCK_M)
-    ok = row < end
-    at = row.to(tl.int64)[:, None] * (H * D) + head * D + tl.arange(0, D)[None, :]
-    q = tl.load(q_ptr + at, mask=ok[:, None], other=0.0)
-    do = tl.load(do_ptr + at, mask=ok[:, None], other=0.0)
-    line = head.to(tl.int64) * line_stride + row
-    lse = tl.load(lse_ptr + line, mask=ok, other=float("inf"))
-    delta = tl.load(delta_ptr + line, mask=ok, other=0.0)
-    dq = tl.zeros([BLOCK_M, D], tl.float32)
-    # Whole blocks of keys up to the diagonal, then masked ones.
-    middle = first + (row0 + 1 - first) // BLOCK_N * BLOCK_N
-    for k0 in range(first, middle, BLOCK_N):
-        dq = _dq_step(
-            k_desc, v_desc, ks_ptr, vs_ptr, line_stride, k0, group, q, do, lse, delta, dq, row,
-            scale, False, SCALED, D, BLOCK_N,
-        )  # fmt: skip
-    for k0 in range(middle, tl.minimum(row0 + BLOCK_M, end), BLOCK_N):
-        dq = _dq_step(
-            k_desc, v_desc, ks_ptr, vs_ptr, line_stride, k0, group, q, do, lse, delta, dq, row,
-            scale, True, SCALED, D, BLOCK_N,
-        )  # fmt: skip
-    tl.store(dq_ptr + at, (dq * scale).to(tl.bfloat16), mask=ok[:, None])
 
 
 def attention_backward(
@@ -440,48 +343,13 @@ def attention_backward(
         here = min(count, groups - first)
         dkdv_kernel[(here * len(tiles.key_tiles),)](
             q_rows, codes.k, codes.v, k_scales, v_scales, do_rows, ds_rows or q_rows, lse2, delta,
-            dk, dv, tiles.key_tiles, width, scale, first, here, tiles.stored_tiles, groups, group,
-            head_dim, codes.scaled, _STEP, BACKWARD_KEYS, store,
+            dk, dv, tiles.key_tiles, tiles.branch_blocks, width, scale, first, here,
+            tiles.stored_tiles, groups, group, head_dim, codes.scaled, _STEP, BACKWARD_KEYS, store,
+            tiles.shared,
             num_warps=8, num_stages=3,
         )  # fmt: skip
         if store:
             dq_of_stored(stored, keys, dq, tiles, scale, first, here, group)
     if not store:
-        _recompute_dq(q, do, codes, lse2, delta, dq, tiles, width, scale, group)
+        recomputed_dq(q, do, codes, lse2, delta, dq, tiles, width, scale, group)
     return dq, dk, dv
-
-
-def _recompute_dq(
-    q: Tensor,
-    do: Tensor,
-    codes: KeyValueCodes,
-    lse2: Tensor,
-    delta: Tensor,
-    dq: Tensor,
-    tiles: QueryTiles,
-    width: int,
-    scale: float,
-    group: int,
-) -> None:
-    """Write dQ with P and dS computed once more, where dS would take too much memory to keep."""
-    tokens, heads, head_dim = q.shape
-
-    def rows(x: Tensor) -> TensorDescriptor:
-        return TensorDescriptor.from_tensor(x.view(tokens, -1), [_STEP, head_dim])
-
-    k_scales, v_scales = (
-        delta if s is None else _lines(s, width) for s in (codes.k_scales, codes.v_scales)
-    )
-    dq_kernel[(heads * len(tiles.query_tiles),)](
-        q, rows(codes.k.to(q.dtype)), rows(codes.v.to(q.dtype)), k_scales, v_scales, do, lse2,
-        delta, dq, tiles.query_tiles, width, scale, codes.num_heads, group, head_dim, codes.scaled,
-        BACKWARD_QUERIES, _STEP,
-        num_warps=4, num_stages=2,
-    )  # fmt: skip
-
-
-def _lines(scales: Tensor, width: int) -> Tensor:
-    """Return scales [T, G] as lines [G, width], padded with zeros."""
-    out = scales.new_zeros(scales.shape[1], width)
-    out[:, : len(scales)] = scales.T
-    return out

@@ -46,6 +46,7 @@ def dq_stored_kernel(
     D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    SHARED: tl.constexpr,
 ):
     """Write dQ of two neighbouring blocks of BLOCK_M queries of one head.
 
@@ -53,7 +54,7 @@ def dq_stored_kernel(
         ds_desc: bfloat16 [tiles * BLOCK_N, BLOCK_M], by boxes of a tile.
         k_desc: bfloat16 [T, G * D], keys with their scales, by boxes [BLOCK_N, D].
         dq_ptr: bfloat16 [T, H, D], written.
-        tiles_ptr: int32 [., 4], `QueryTiles.stored_query_tiles`.
+        tiles_ptr: int32 [., 8], `QueryTiles.stored_query_tiles`.
         scale: 1 / sqrt(D).
         first_group: first key-value head whose dS is stored.
         num_heads: query heads whose dS is stored.
@@ -63,13 +64,14 @@ def dq_stored_kernel(
         D: channels of a head.
         BLOCK_M: queries of a tile of dS.
         BLOCK_N: keys of a tile of dS, twice BLOCK_M.
+        SHARED: whether some sequences share a stem.
     """
     # Blocks of queries m and m + 1 end at the same block of keys, the one on their diagonal, and
     # share each block of keys that is loaded. Their tiles are neighbours.
     # Heads are counted among those whose dS is stored: all, or a share of the key-value heads.
     head_here = tl.program_id(0) % num_heads
     head = first_group * GROUP + head_here
-    record = tiles_ptr + tl.program_id(0) // num_heads * 4
+    record = tiles_ptr + tl.program_id(0) // num_heads * 8
     first, row0 = tl.load(record), tl.load(record + 1)
     end = tl.load(record + 2)
     blocks = tl.cdiv(end - first, BLOCK_M)
@@ -77,6 +79,16 @@ def dq_stored_kernel(
     tile0 = tl.load(record + 3) + head_here * head_tiles + m
     low = tl.zeros([BLOCK_M, D], tl.float32)
     high = tl.zeros([BLOCK_M, D], tl.float32)
+    # The keys of the stem come first, as in the sequence.
+    if SHARED:
+        stem_row, stem_blocks = tl.load(record + 4), tl.load(record + 5)
+        with_stem = tl.load(record + 6) + head_here * head_tiles
+        step = tl.load(record + 7)
+        for j in range(0, stem_blocks):
+            k = k_desc.load([stem_row + j * BLOCK_N, (head // GROUP) * D])
+            place = (with_stem + j * step) * BLOCK_N
+            low = tl.dot(ds_desc.load([place, 0]).T, k, low)
+            high = tl.dot(ds_desc.load([place + BLOCK_N, 0]).T, k, high)
     # In the last turn keys past a query, or past the sequence's end, have a dS of zero. If block
     # m + 1 does not exist, its tiles are others', and no row of the product is stored.
     for j in range(0, (row0 - first) // BLOCK_N + 1):
@@ -152,6 +164,6 @@ def dq_of_stored(
         TensorDescriptor.from_tensor(stored, [BACKWARD_KEYS, BACKWARD_QUERIES]),
         TensorDescriptor.from_tensor(keys.view(tokens, -1), [BACKWARD_KEYS, head_dim]),
         dq, tiles.stored_query_tiles, scale, first_group, heads_here, tiles.stored_tiles,
-        heads, group, head_dim, BACKWARD_QUERIES, BACKWARD_KEYS,
+        heads, group, head_dim, BACKWARD_QUERIES, BACKWARD_KEYS, tiles.shared,
         num_warps=4, num_stages=3,
     )  # fmt: skip

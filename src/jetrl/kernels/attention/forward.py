@@ -92,7 +92,7 @@ def _load_blocks(
     Args:
         kv_desc: 16-bit [G * num_key_blocks * 2 * BLOCK_N, D], boxes [BLOCK_N, D].
         f_desc: float32 [G * num_key_blocks * 4, BLOCK_N], boxes [4, BLOCK_N].
-        tiles_ptr: int32 [n, 4], `QueryTiles.tiles`.
+        tiles_ptr: int32 [n, 6], `QueryTiles.tiles`.
         ring: the stages in shared memory.
         num_items: pairs of a tile and a head.
         num_key_blocks: blocks of all sequences.
@@ -107,21 +107,26 @@ def _load_blocks(
         if item < num_items:
             # All blocks that the tile's last row sees. Heads are the fastest index of the items, so
             # programs that run side by side share keys in the L2 cache.
-            tile = tiles_ptr + (item // H) * 4
+            tile = tiles_ptr + (item // H) * 6
             num_blocks = (gl.load(tile + 1) + gl.load(tile + 2) + BLOCK_N - 1) // BLOCK_N
-            block0 = gl.load(tile + 3) + (item % H // GROUP) * num_key_blocks
+            # The blocks of the tile's own run follow those of the run's stem, if it has one.
+            head_blocks = (item % H // GROUP) * num_key_blocks
+            own_block0 = gl.load(tile + 3) + head_blocks
+            stem_blocks = gl.load(tile + 4)
+            stem_block0 = gl.load(tile + 5) + head_blocks
             for b in range(0, num_blocks):
                 # A stage is free when all three warpgroups have released its last block; the first
                 # round asks for the phase before the first, which counts as over.
                 stage = (base + b) % STAGES
                 mbarrier.wait(ring.empty.index(stage), (((base + b) // STAGES) & 1) ^ 1)
                 bar = ring.full.index(stage)
-                row = (block0 + b) * 2 * BLOCK_N
+                block = gl.where(b < stem_blocks, stem_block0, own_block0) + b
+                row = block * 2 * BLOCK_N
                 # The barrier completes when so many bytes have arrived: keys, values and factors.
                 if SCALED:
                     mbarrier.expect(bar, 2 * kv_desc.block_type.nbytes + f_desc.block_type.nbytes)
                     factors = ring.factors.index(stage)
-                    gluon_names.tma_load(f_desc, [(block0 + b) * 4, 0], bar, factors)
+                    gluon_names.tma_load(f_desc, [block * 4, 0], bar, factors)
                 else:
                     mbarrier.expect(bar, 2 * kv_desc.block_type.nbytes)
                 gluon_names.tma_load(kv_desc, [row, 0], bar, ring.k.index(stage))
@@ -147,7 +152,7 @@ def _attend_rows(
         o_scales_ptr: float32 [H, scale_stride].
         lse_ptr: float32 [H, lse_stride].
         scratch_ptr: float32 [T, H, D], outputs of finished splits.
-        tiles_ptr: int32 [n, 4], `QueryTiles.tiles`.
+        tiles_ptr: int32 [n, 6], `QueryTiles.tiles`.
         ring: the stages in shared memory.
         num_items: pairs of a tile and a head.
     """
@@ -168,7 +173,7 @@ def _attend_rows(
             # The part's rows and the blocks that they see: `full_blocks` are seen whole by the
             # first row, so by all; of the others, up to `num_blocks`, some row sees a part only.
             # The tile's later rows may see more blocks, `all_blocks`, which come by here as well.
-            tile = tiles_ptr + (item // H) * 4
+            tile = tiles_ptr + (item // H) * 6
             head = item % H
             row0 = gl.load(tile) + skip
             num_rows = gl.load(tile + 1) - skip  # none is left for the last parts of a short tile
@@ -322,7 +327,7 @@ def forward_kernel(
         o_scales_ptr: float32 [H, scale_stride], written with QUANTIZE.
         lse_ptr: float32 [H, lse_stride], the natural log-sum-exp, written.
         scratch_ptr: float32 [T, H, D], outputs of finished splits; used for contexts of several.
-        tiles_ptr: int32 [n, 4], `QueryTiles.tiles`.
+        tiles_ptr: int32 [n, 6], `QueryTiles.tiles`.
         num_items: n * H.
         num_key_blocks: blocks of all sequences.
         lse_stride: from one head's line of log-sum-exps to the next.

@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -125,21 +126,34 @@ def check_queries(q: Tensor, codes: KeyValueCodes) -> int:
 class QueryTiles:
     """The lists of work of attention over a flat list of queries, each list longest item first.
 
+    A sequence of a packed batch is one run of rows, or two: a stem, the tokens with which several
+    sequences begin, and after it a branch, what is left of one of them. A query sees the keys of
+    its own run up to itself, and of a branch the whole stem before them. Stems have whole blocks of
+    BACKWARD_KEYS rows.
+
     The three lists of the backward are empty for pages. The gradients of raw scores, dS, are stored
-    in tiles of 128 keys x 64 queries, of every head alike: in a sequence with n blocks of queries,
-    block of keys j and block of queries m meet in its tile j * (n - j - 1) + m.
+    in tiles of 128 keys x 64 queries, of every head alike: in a run with n blocks of queries, block
+    of keys j and block of queries m meet in its tile j * (n - j - 1) + m. Block of keys j of a stem
+    and block of queries b, counted over all its branches' n blocks, meet in tile j * n + b of those
+    that come after the stem's own.
 
     Attributes:
-        tiles: int32 [n, 4], the forward's: first query row, rows, position of the first row in its
-            sequence, first staged block of its sequence.
+        tiles: int32 [n, 6], the forward's: first query row, rows, position of the first row in its
+            sequence; then the staged blocks of the keys: the first one of the run, less the blocks
+            of its stem; the blocks of the stem, and the first of these.
         key_blocks: int32 [m, 2]: first key row (a row of the packed batch, or 64 * page), valid
             keys.
-        key_tiles: int32 [., 3], the backward's of 128 keys: first key row, end row of its sequence,
-            its first tile of dS.
-        query_tiles: int32 [., 3], the backward's of 64 queries: first row of the sequence, first
-            query row, end row of the sequence.
-        stored_query_tiles: int32 [., 4], the backward's of 128 queries: the columns of query_tiles,
-            then the first tile of dS of the sequence.
+        key_tiles: int32 [., 7], the backward's of 128 keys: first key row, end row of its run, its
+            first tile of dS; then, of a stem: the first entry of `branch_blocks`, how many entries
+            are whole blocks, how many there are, and its first tile of dS with branches.
+        query_tiles: int32 [., 5], the backward's of 64 queries: first row of the run, first query
+            row, end row of the run, first row and end row of the stem.
+        stored_query_tiles: int32 [., 8], the backward's of 128 queries: first row of the run, first
+            query row, end row of the run, first tile of dS of the run; then the first row of the
+            stem, its blocks of keys, the first tile of dS with the stem, and the tiles from one of
+            the stem's blocks of keys to the next.
+        branch_blocks: int32 [., 3], the blocks of 64 queries of each stem's branches, whole blocks
+            first: first query row, end row of the run, number of the block in the stem's count.
         stored_tiles: tiles of dS of one head.
         num_queries: rows of q.
         longest: keys of the longest context.
@@ -150,24 +164,50 @@ class QueryTiles:
     key_tiles: Tensor
     query_tiles: Tensor
     stored_query_tiles: Tensor
+    branch_blocks: Tensor
     stored_tiles: int
     num_queries: int
     longest: int
 
+    @property
+    def shared(self) -> bool:
+        """True if some sequences share a stem."""
+        return len(self.branch_blocks) > 0
+
     @staticmethod
-    def packed(cu_seqlens: Sequence[int], device: torch.device | str) -> QueryTiles:
-        """Return the work of whole sequences packed end to end, whose queries see their own keys.
+    def packed(
+        cu_seqlens: Sequence[int],
+        device: torch.device | str,
+        stem_of: Sequence[int] | None = None,
+    ) -> QueryTiles:
+        """Return the work of runs packed end to end, whose queries see their own keys.
 
         Args:
-            cu_seqlens: first row of each sequence, then the number of rows.
+            cu_seqlens: first row of each run, then the number of rows.
             device: of the lists.
+            stem_of: the number of the run that is the stem of each run, an earlier one; -1 for a
+                stem, and for a whole sequence. None: all are whole sequences.
+
+        Raises:
+            ValueError: an empty run, or a stem that is no earlier run of whole blocks.
         """
         starts, lengths = list(cu_seqlens[:-1]), _lengths(cu_seqlens)
-        # A block may reach past its sequence, or past the batch: only its valid keys are read.
+        stems = [-1] * len(lengths) if stem_of is None else list(stem_of)
+        for i, stem in enumerate(stems):
+            if stem >= 0 and (stem >= i or stems[stem] >= 0 or lengths[stem] % BACKWARD_KEYS):
+                raise ValueError(
+                    f"run {i}: its stem must be an earlier run, without a stem, of whole blocks of "
+                    f"{BACKWARD_KEYS} rows; got run {stem}"
+                )
+        # A block may reach past its run, or past the batch: only its valid keys are read.
         blocks = [
             [s + b for b in range(0, n, BLOCK_KEYS)] for s, n in zip(starts, lengths, strict=True)
         ]
-        return _build(lengths, lengths, blocks, starts, device)
+        contexts = [
+            n + (lengths[stem] if stem >= 0 else 0) for n, stem in zip(lengths, stems, strict=True)
+        ]
+        runs = [_Run(s, n, stem) for s, n, stem in zip(starts, lengths, stems, strict=True)]
+        return _build(lengths, contexts, blocks, runs, device)
 
     @staticmethod
     def paged(
@@ -210,62 +250,67 @@ def _lengths(cu_seqlens: Sequence[int]) -> list[int]:
     return lengths
 
 
+class _Run(NamedTuple):
+    """Rows of a packed batch that follow each other: a sequence, a stem, or a branch.
+
+    Attributes:
+        start: the first row.
+        length: the number of rows.
+        stem: the number of the run that is the stem; -1 without one.
+    """
+
+    start: int
+    length: int
+    stem: int
+
+    @property
+    def query_blocks(self) -> int:
+        """The number of blocks of BACKWARD_QUERIES queries."""
+        return -(-self.length // BACKWARD_QUERIES)
+
+
 def _build(
     query_lengths: Sequence[int],
     context_lengths: Sequence[int],
     block_rows: Sequence[Sequence[int]],
-    starts: Sequence[int] | None,
+    runs: Sequence[_Run] | None,
     device: torch.device | str,
 ) -> QueryTiles:
     """Cut sequences into the lists of work of `QueryTiles`, and copy these to the device.
 
     Args:
         query_lengths: queries of each sequence, its last tokens.
-        context_lengths: tokens of each sequence.
-        block_rows: first row of each block of 64 keys of each sequence.
-        starts: first row of each sequence of a packed batch; None for pages, which have no
-            backward.
+        context_lengths: tokens of each sequence, those of its stem included.
+        block_rows: first row of each block of 64 keys of each sequence, without its stem's.
+        runs: of a packed batch the rows of each sequence; None for pages, which have no backward.
         device: of the lists.
     """
     # The forward: tiles of 192 queries, and every sequence's blocks of keys in one flat list. A
     # tile's keys are the `position` + `rows` first ones of its sequence, which is also its work.
-    tiles: list[tuple[int, int, int, int]] = []
+    tiles: list[tuple[int, ...]] = []
     key_blocks: list[tuple[int, int]] = []
+    first_blocks: list[int] = []
     row = 0  # of the queries
-    for queries, context, rows in zip(query_lengths, context_lengths, block_rows, strict=True):
+    for i, (queries, context, rows) in enumerate(
+        zip(query_lengths, context_lengths, block_rows, strict=True)
+    ):
+        stem = -1 if runs is None else runs[i].stem
+        before = 0 if stem < 0 else len(block_rows[stem])
+        stem_block = 0 if stem < 0 else first_blocks[stem]
+        first_blocks.append(len(key_blocks))
         for first in range(0, queries, TILE_ROWS):
             count = min(TILE_ROWS, queries - first)
-            tiles.append((row + first, count, context - queries + first, len(key_blocks)))
+            position = context - queries + first
+            own = len(key_blocks) - before
+            tiles.append((row + first, count, position, own, before, stem_block))
         # Every block of a sequence but the last has 64 valid keys.
+        own_keys = context - before * BLOCK_KEYS
         key_blocks += [
-            (start, min(BLOCK_KEYS, context - i * BLOCK_KEYS)) for i, start in enumerate(rows)
+            (start, min(BLOCK_KEYS, own_keys - i * BLOCK_KEYS)) for i, start in enumerate(rows)
         ]
         row += queries
     tiles.sort(key=lambda t: -(t[1] + t[2]))
-
-    # The backward. Block of keys j meets the blocks of queries from 2 j on, blocks - 2 j of them;
-    # the sum of these counts over the blocks before j is where its tiles of dS begin. `first_tile`
-    # is the tile that it shares with block of queries 2 j.
-    key_tiles: list[tuple[int, int, int]] = []
-    query_tiles: list[tuple[int, int, int]] = []
-    stored_query_tiles: list[tuple[int, int, int, int]] = []
-    stored = 0
-    for start, n in zip(starts or (), query_lengths, strict=starts is not None):
-        end, blocks = start + n, -(-n // BACKWARD_QUERIES)
-        per_key = BACKWARD_KEYS // BACKWARD_QUERIES
-        for j, first_row in enumerate(range(start, end, BACKWARD_KEYS)):
-            first_tile = stored + j * (blocks - j - 1) + per_key * j
-            key_tiles.append((first_row, end, first_tile))
-            stored_query_tiles.append((start, first_row, end, stored))
-        query_tiles += [(start, i, end) for i in range(start, end, BACKWARD_QUERIES)]
-        # Block of keys j has blocks - 2 j tiles; their sum over all j.
-        tall = -(-n // BACKWARD_KEYS)
-        stored += tall * blocks - (tall - 1) * tall
-    # Longest first: keys by their distance to the end of the sequence (the queries that see them),
-    # queries by their distance from its start (the keys that they see).
-    key_tiles.sort(key=lambda t: t[0] - t[1])
-    query_tiles.sort(key=lambda t: t[0] - t[1])
-    stored_query_tiles.sort(key=lambda t: t[0] - t[1])
+    backward = _backward_lists(runs or ())
 
     # From pinned memory, so that the host does not wait for the copies.
     def upload(records: Sequence[tuple[int, ...]], width: int) -> Tensor:
@@ -274,12 +319,79 @@ def _build(
         return (host.pin_memory() if on_gpu else host).to(device, non_blocking=True)
 
     return QueryTiles(
-        tiles=upload(tiles, 4),
+        tiles=upload(tiles, 6),
         key_blocks=upload(key_blocks, 2),
-        key_tiles=upload(key_tiles, 3),
-        query_tiles=upload(query_tiles, 3),
-        stored_query_tiles=upload(stored_query_tiles, 4),
-        stored_tiles=stored,
+        key_tiles=upload(backward.key_tiles, 7),
+        query_tiles=upload(backward.query_tiles, 5),
+        stored_query_tiles=upload(backward.stored_query_tiles, 8),
+        branch_blocks=upload(backward.branch_blocks, 3),
+        stored_tiles=backward.stored_tiles,
         num_queries=row,
         longest=max(context_lengths, default=0),
     )
+
+
+class _BackwardLists(NamedTuple):
+    """The lists of the backward, with the meaning that `QueryTiles` gives to their columns."""
+
+    key_tiles: list[tuple[int, ...]]
+    query_tiles: list[tuple[int, ...]]
+    stored_query_tiles: list[tuple[int, ...]]
+    branch_blocks: list[tuple[int, ...]]
+    stored_tiles: int
+
+
+def _backward_lists(runs: Sequence[_Run]) -> _BackwardLists:
+    """Return the work of the backward over a packed batch."""
+    lists = _BackwardLists([], [], [], [], 0)
+    # Of each branch its first block in the count of its stem's branches, and the blocks of all.
+    first_block, num_blocks = [0] * len(runs), [0] * len(runs)
+    for i, run in enumerate(runs):
+        if run.stem >= 0:
+            first_block[i] = num_blocks[run.stem]
+            num_blocks[run.stem] += run.query_blocks
+    with_branches = [0] * len(runs)  # of each stem, its first tile of dS with its branches
+    stored = 0
+    for i, run in enumerate(runs):
+        start, end, blocks = run.start, run.start + run.length, run.query_blocks
+        tall = -(-run.length // BACKWARD_KEYS)
+        # Block of keys j has blocks - 2 j tiles of the run; their sum over all j.
+        own, stored = stored, stored + tall * blocks - (tall - 1) * tall
+        with_branches[i], stored = stored, stored + tall * num_blocks[i]
+        branches = _branch_blocks(runs, i, first_block) if num_blocks[i] else []
+        whole = sum(b[1] - b[0] >= BACKWARD_QUERIES for b in branches)
+        stem = runs[run.stem] if run.stem >= 0 else _Run(start, 0, -1)
+        entry, step = len(lists.branch_blocks), num_blocks[run.stem] if run.stem >= 0 else 0
+        lists.branch_blocks.extend(branches)
+        for j, first_row in enumerate(range(start, end, BACKWARD_KEYS)):
+            # Block of keys j meets the run's blocks of queries from 2 j on; where its tiles of dS
+            # begin is the sum of the counts before. The first tile is shared with block 2 j.
+            per_key = BACKWARD_KEYS // BACKWARD_QUERIES
+            first_tile = own + j * (blocks - j - 1) + per_key * j
+            of_branches = (entry, whole, len(branches), with_branches[i] + j * num_blocks[i])
+            lists.key_tiles.append((first_row, end, first_tile, *of_branches))
+            with_stem = with_branches[run.stem] + first_block[i] + per_key * j
+            of_stem = (stem.start, stem.length // BACKWARD_KEYS, with_stem, step)
+            lists.stored_query_tiles.append((start, first_row, end, own, *of_stem))
+        lists.query_tiles.extend(
+            (start, first_row, end, stem.start, stem.start + stem.length)
+            for first_row in range(start, end, BACKWARD_QUERIES)
+        )
+    # Longest first: keys by the queries that see them, queries by the keys that they see.
+    lists.key_tiles.sort(key=lambda t: t[0] - t[1] - t[5] * BACKWARD_QUERIES)
+    lists.query_tiles.sort(key=lambda t: t[0] - t[1] - (t[4] - t[3]))
+    lists.stored_query_tiles.sort(key=lambda t: t[0] - t[1] - t[5] * BACKWARD_KEYS)
+    return lists._replace(stored_tiles=stored)
+
+
+def _branch_blocks(
+    runs: Sequence[_Run], stem: int, first_block: Sequence[int]
+) -> list[tuple[int, ...]]:
+    """Return the entries of `QueryTiles.branch_blocks` of one stem, whole blocks first."""
+    entries = [
+        (run.start + m * BACKWARD_QUERIES, run.start + run.length, first_block[i] + m)
+        for i, run in enumerate(runs)
+        if run.stem == stem
+        for m in range(run.query_blocks)
+    ]
+    return sorted(entries, key=lambda e: e[1] - e[0] < BACKWARD_QUERIES)

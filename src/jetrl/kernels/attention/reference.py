@@ -230,6 +230,7 @@ def attend_packed(
     cu_seqlens: Tensor,
     kv_format: str,
     scales: str = "fp32",
+    row_of: Tensor | None = None,
 ) -> Tensor:
     """Return the causal attention of sequences packed end to end, differentiable, for training.
 
@@ -239,27 +240,38 @@ def attend_packed(
         q: bfloat16 or float32 [T, H, D], rotated.
         k: like q, [T, G, D], rotated.
         v: like q, [T, G, D].
-        cu_seqlens: int64 [S + 1], first row of each sequence, then T.
+        cu_seqlens: int64 [S + 1], first row of each sequence, then their sum of rows.
         kv_format: `PrecisionPlan.kv`, how keys and values are stored.
         scales: "fp32", or "pow2" for scales that are powers of two.
+        row_of: int64, for each row that cu_seqlens counts its row in q, where sequences share their
+            first rows (`models.stems`); None: the row itself.
 
     Returns:
         The output, like q.
     """
-    o: Tensor = _PackedAttention.apply(q, k, v, cu_seqlens, kv_format, scales)
+    o: Tensor = _PackedAttention.apply(q, k, v, cu_seqlens, kv_format, scales, row_of)
     return o
 
 
 class _PackedAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, kv_format: str, scales: str
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cu_seqlens: Tensor,
+        kv_format: str,
+        scales: str,
+        row_of: Tensor | None,
     ) -> Tensor:
         stored = quantize_keys_and_values(k, v, kv_format, scales)
         (k_codes, k_scales), (v_codes, v_scales) = stored
-        ctx.save_for_backward(q, k_codes, k_scales, v_codes, v_scales, cu_seqlens)
+        ctx.save_for_backward(q, k_codes, k_scales, v_codes, v_scales, cu_seqlens, row_of)
         out = torch.empty_like(q)
-        for tokens, positions, valid in _dense_batches(cu_seqlens):
+        # Rows that sequences share are written once by each, with the same bits.
+        for rows, positions, valid in _dense_batches(cu_seqlens):
+            tokens = rows if row_of is None else row_of[rows]
             dense = attend_dense(
                 q[tokens],
                 k_codes[tokens],
@@ -273,17 +285,31 @@ class _PackedAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q, k_codes, k_scales, v_codes, v_scales, cu_seqlens = ctx.saved_tensors
-        do, dq = grads[0], torch.empty_like(q)
+        q, k_codes, k_scales, v_codes, v_scales, cu_seqlens, row_of = ctx.saved_tensors
+        do = grads[0]
         k, v = stored_values(k_codes, k_scales), stored_values(v_codes, v_scales)
-        dk, dv = torch.empty_like(k), torch.empty_like(v)
-        for tokens, _, valid in _dense_batches(cu_seqlens):
+        # Rows that sequences share get the sum over these; the gradient of their output, which is
+        # one row too, counts in the first sequence alone.
+        first = None if row_of is None else _first_of_each(row_of)
+        totals = [torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v)]
+        for rows, _, valid in _dense_batches(cu_seqlens):
+            tokens = rows if row_of is None else row_of[rows]
             dense_q, dense_k, dense_v, dense_do = (x[tokens].float() for x in (q, k, v, do))
-            dense_do = dense_do.masked_fill(~valid[..., None, None], 0.0)
-            parts = _dense_backward(dense_q, dense_k, dense_v, dense_do)
-            for total, part in zip((dq, dk, dv), parts, strict=True):
-                total[tokens[valid]] = part[valid].to(total.dtype)
-        return dq, dk.to(q.dtype), dv.to(q.dtype), None, None, None
+            counted = valid if first is None else valid & first[rows]
+            dense_do = dense_do.masked_fill(~counted[..., None, None], 0.0)
+            gradients = _dense_backward(dense_q, dense_k, dense_v, dense_do)
+            for total, gradient in zip(totals, gradients, strict=True):
+                total.index_add_(0, tokens[valid], gradient[valid])
+        dq, dk, dv = (total.to(q.dtype) for total in totals)
+        return dq, dk, dv, None, None, None, None
+
+
+def _first_of_each(row_of: Tensor) -> Tensor:
+    """Return, bool [T], which places of a list of row numbers name a row for the first time."""
+    places = torch.arange(len(row_of), device=row_of.device)
+    first = torch.full_like(places, len(row_of))
+    first.scatter_reduce_(0, row_of, places, "amin")
+    return first[row_of] == places
 
 
 def _dense_batches(cu_seqlens: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:

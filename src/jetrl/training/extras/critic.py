@@ -15,6 +15,7 @@ import torch
 from jetrl.distributed.shards import Shard
 from jetrl.errors import UserError
 from jetrl.models.scalar_model import ScalarModel
+from jetrl.models.stems import Stems
 from jetrl.settings.loading import Settings
 from jetrl.training.guard import Guard
 from jetrl.training.losses import MicroBatchLoss, value_loss
@@ -156,6 +157,7 @@ class Critic:
             torch.from_numpy(batch.cu_seqlens),
             torch.from_numpy(targets(batch) - 1),
             self._checkpoint_layers,
+            Stems.of(batch),
         )
 
 

@@ -1,0 +1,207 @@
+"""Prompts that are computed once for all of their samples: the same log-probs, less work."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from one_layer import config, scalar_config
+from torch import Tensor
+
+from jetrl.kernels.attention.reference import attend_packed
+from jetrl.models.policy import Policy
+from jetrl.models.scalar_model import ScalarModel
+from jetrl.models.stems import Stems
+from jetrl.precision.plan import PrecisionPlan
+from jetrl.settings.loading import Settings
+from jetrl.training import Trainer, pack
+from jetrl.training.forward import batch_logprobs
+from jetrl.training.micro_batches import MicroBatch, MicroBatchSize
+from jetrl.training.packing import targets
+from jetrl.types import Batch, stem_length
+
+CONFIG = config(vocab_size=32, max_position_embeddings=512, initializer_range=0.1)
+
+
+def batch_of(lengths: list[int], ids: list[int] | None, stems: list[int]) -> Batch:
+    ends = np.cumsum([0, *lengths])
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, 32, ends[-1])
+    for i, (start, stem) in enumerate(zip(ends, stems, strict=False)):
+        owner = ends[ids.index(ids[i])] if ids else start
+        tokens[start : start + stem] = tokens[owner : owner + stem]
+    mask = np.ones(ends[-1], dtype=np.bool_)
+    for start, stem in zip(ends, stems, strict=False):
+        mask[start : start + max(1, stem)] = False
+    zeros = np.zeros(ends[-1], dtype=np.float32)
+    return Batch(
+        token_ids=tokens,
+        cu_seqlens=ends,
+        loss_mask=mask,
+        rollout_logprobs=zeros,
+        advantages=zeros,
+        sample_ids=np.arange(len(lengths)),
+        stem_ids=None if ids is None else np.asarray(ids),
+        stem_lengths=None if ids is None else np.asarray(stems),
+    )
+
+
+def test_two_sequences_with_one_stem() -> None:
+    stems = Stems.of(batch_of([3, 4], [5, 5], [2, 2]))
+    assert stems is not None
+    assert stems.rows.tolist() == [0, 1, 2, 5, 6]
+    assert stems.row_of.tolist() == [0, 1, 2, 0, 1, 3, 4]
+    assert stems.positions.tolist() == [0, 1, 2, 2, 3]
+    assert list(stems.run_starts) == [0, 2, 3, 5]
+    assert list(stems.stem_of) == [-1, 0, 0]
+
+
+def test_sequences_without_a_sibling_are_one_run() -> None:
+    batch = batch_of([3, 4, 2, 5], [0, 7, 2, 7], [2, 3, 0, 3])
+    stems = Stems.of(batch)
+    assert stems is not None
+    assert list(stems.run_starts) == [0, 3, 6, 7, 9, 11]
+    assert list(stems.stem_of) == [-1, -1, 1, -1, 1]
+    assert len(stems.rows) == batch.num_computed_tokens == 11
+    tokens = torch.from_numpy(batch.token_ids)
+    assert torch.equal(tokens[stems.rows][stems.row_of], tokens)
+
+
+@pytest.mark.parametrize("ids", [None, [0, 1], [0, 0]], ids=["off", "different", "short"])
+def test_a_batch_that_shares_nothing_has_no_stems(ids: list[int] | None) -> None:
+    assert Stems.of(batch_of([3, 4], ids, [0, 0])) is None
+
+
+@pytest.mark.parametrize("prompt, length", [(1, 0), (127, 0), (128, 128), (300, 256)])
+def test_a_stem_is_the_whole_blocks_of_a_prompt(prompt: int, length: int) -> None:
+    assert stem_length(prompt) == length
+
+
+def group(sample, index: int, prompt: int, completions: list[int]):
+    rng = np.random.default_rng(index)
+    tokens = rng.integers(0, 32, prompt).tolist()
+    return [sample(index, tokens, rng.integers(0, 32, n).tolist(), float(n)) for n in completions]
+
+
+def test_samples_of_a_prompt_are_packed_beside_each_other(sample) -> None:
+    samples = group(sample, 0, 130, [30, 20, 10]) + group(sample, 1, 256, [4, 50])
+    whole, shared = pack(samples, 400), pack(samples, 400, share_prompts=True)
+    # Whole: 306 of 400 tokens, 260, 160 + 150 and 140. With stems: 256 + 50 + 4, then 128 and the
+    # rest of each sample.
+    assert [b.sample_ids.tolist() for b in whole] == [[4], [2, 3], [0, 1]]
+    assert [b.sample_ids.tolist() for b in shared] == [[3, 4], [0, 1, 2]]
+    assert [b.num_tokens for b in shared] == [566, 450]
+    assert [b.num_computed_tokens for b in shared] == [310, 194]
+    assert shared[1].stem_lengths.tolist() == [128, 128, 128]
+
+
+def test_a_stem_is_repeated_where_a_batch_is_full(sample) -> None:
+    batches = pack(group(sample, 0, 128, [100] * 5), 340, share_prompts=True)
+    assert [b.num_computed_tokens for b in batches] == [328, 328, 228]
+    assert sorted(i for b in batches for i in b.sample_ids.tolist()) == list(range(5))
+
+
+def test_a_batch_is_divided_by_computed_tokens(sample) -> None:
+    (batch,) = pack(group(sample, 0, 128, [10, 20, 30, 40]), 1000, share_prompts=True)
+    size = MicroBatchSize(200)
+    parts = size.split([MicroBatch(batch)])
+    assert [p.batch.num_computed_tokens for p in parts] == [188, 168]
+    assert [p.batch.sample_ids.tolist() for p in parts] == [[0, 1, 2], [3]]
+    again = MicroBatch.from_tensors(parts[0].to_tensors(), "cpu").batch
+    assert again.stem_lengths.tolist() == [128] * 3
+
+
+SHAPES = [140, 129, 300, 257, 131, 20]
+IDS, STEMS = [0, 0, 2, 2, 0, 5], [128, 128, 256, 256, 128, 0]
+
+
+def gradient(policy: Policy, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+    logprobs, _ = batch_logprobs(policy, batch)
+    weights = torch.linspace(-1, 1, len(logprobs))
+    (logprobs * weights).sum().backward()
+    masters = policy.master_weights()
+    gradients = {name: p.grad.clone() for name, p in masters.items() if p.grad is not None}
+    for p in masters.values():
+        p.grad = None
+    return logprobs.detach(), gradients
+
+
+@pytest.mark.parametrize("preset", ["unified", "jet", "bf16", "fp32"])
+def test_log_probs_have_the_same_bits_and_gradients_the_same_sums(preset: str) -> None:
+    policy = Policy.from_config(CONFIG, PrecisionPlan.preset(preset), seed=0)
+    shared, whole = batch_of(SHAPES, IDS, STEMS), batch_of(SHAPES, None, STEMS)
+    whole.token_ids[:] = shared.token_ids
+    logprobs, gradients = gradient(policy, shared)
+    expected, whole_gradients = gradient(policy, whole)
+    # float32 GEMMs of the library have other bits for other numbers of rows.
+    if preset == "fp32":
+        assert (logprobs - expected).abs().max() < 1e-5
+    else:
+        assert torch.equal(logprobs, expected)
+    # Gradients of equal tokens are added before they are rounded, in place of after: a rounding to
+    # BF16 (2**-9) or E4M3 (2**-4) of each of a layer's products, of which one norm is made.
+    tolerance = {"fp32": 1e-5, "bf16": 2.0**-6}.get(preset, 2.0**-3)
+    assert gradients.keys() == whole_gradients.keys()
+    for name, g in gradients.items():
+        other = whole_gradients[name]
+        assert (g - other).norm() <= tolerance * other.norm(), name
+
+
+def test_values_of_a_scalar_model_have_the_same_bits() -> None:
+    shared, whole = batch_of(SHAPES, IDS, STEMS), batch_of(SHAPES, None, STEMS)
+    score = scalar_config() | {"vocab_size": 32, "max_position_embeddings": 512}
+    model = ScalarModel.from_config(score, PrecisionPlan.preset("unified"), seed=0)
+
+    def values(stems: Stems | None) -> Tensor:
+        rows = torch.from_numpy(targets(shared))
+        ends = torch.from_numpy(whole.cu_seqlens)
+        return model.values(torch.from_numpy(shared.token_ids), ends, rows, stems=stems)
+
+    assert torch.equal(values(Stems.of(shared)), values(None))
+
+
+def test_attention_gives_a_shared_row_the_sum_of_its_gradients() -> None:
+    """In float32: dK and dV of a shared row are the sums over the sequences that have it."""
+    stems = Stems.of(batch_of([6, 5, 4], [0, 0, 0], [3, 3, 3]))
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(len(stems.rows), h, 16, generator=g) for h in (4, 2, 2))
+    do = torch.randn(q.shape, generator=g)
+    first = torch.tensor([0, 1, 2, 3, 4, 5, 9, 10, 14])  # the rows of the batch that count
+
+    def gradients(row_of: Tensor | None) -> tuple[Tensor, ...]:
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        if row_of is None:
+            whole = [x[stems.row_of] for x in leaves]
+            out = attend_packed(*whole, torch.tensor([0, 6, 11, 15]), "fp32")[first]
+        else:
+            out = attend_packed(*leaves, torch.tensor([0, 6, 11, 15]), "fp32", row_of=row_of)
+        return (out.detach(), *torch.autograd.grad(out, leaves, do))
+
+    for shared, expected in zip(gradients(stems.row_of), gradients(None), strict=True):
+        assert torch.allclose(shared, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("share", [False, True])
+def test_a_step_compares_all_tokens_and_trains(sample, share: bool) -> None:
+    """An exact plan would stop the step if a token's log-prob were not the sampler's."""
+    policy = Policy.from_config(CONFIG, PrecisionPlan.preset("unified"), seed=0)
+    samples = group(sample, 0, 130, [7, 5, 9]) + group(sample, 1, 140, [4, 6, 3])
+    sequences = [[*s.prompt_token_ids, *s.completion.token_ids] for s in samples]
+    with torch.no_grad():
+        logprobs = policy.logprobs(sequences)
+    drawn = [
+        sample(s.group, s.prompt_token_ids, s.completion.token_ids, s.score.reward, lp.tolist())
+        for s, lp in zip(
+            samples,
+            [lp[len(s.prompt_token_ids) - 1 :] for s, lp in zip(samples, logprobs, strict=True)],
+            strict=True,
+        )
+    ]
+    settings = Settings.model_validate(
+        {"train": {"share_prompts": share, "tokens_per_micro_batch": 600}}
+    )
+    trainer = Trainer(policy, settings)
+    before = {name: p.detach().clone() for name, p in policy.master_weights().items()}
+    metrics = trainer.step(drawn).metrics
+    assert metrics["mismatch/num_different"] == 0
+    assert any(not torch.equal(p, before[n]) for n, p in policy.master_weights().items())
