@@ -10,7 +10,7 @@ from tests.distributed.runs import SMALL, results
 
 from jetrl.runs import RunDirectory
 
-WORDS = [*SMALL, "eval.every=0", "algorithm.dynamic_sampling=false", "loop.steps=2", "sft.steps=2"]
+WORDS = [*SMALL, "eval.every=0", "algorithm.dynamic_sampling=false", "loop.steps=1", "sft.steps=1"]
 SCRIPT = """
 import sys
 from jetrl import load_config, train
@@ -21,6 +21,11 @@ def settings(name):
     return load_config("demo", [*WORDS, f"run.name={name}"])
 
 rank = int(os.environ.get("RANK", "0"))
+"""
+GROUP = """
+from pathlib import Path
+import torch.distributed as dist
+dist.init_process_group("gloo", Path('own').absolute().as_uri(), rank=rank, world_size=2)
 """
 
 
@@ -38,9 +43,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / str(size)).mkdir()
         ends = run_scripts([script(*lines)] * size, folder / str(size))
         assert [end.code for end in ends] == [0] * size, ends
-        assert all("then 2" in end.out for end in ends), ends
-        assert "step 2/2" in ends[0].out
-        assert all("step 2/2" not in end.out for end in ends[1:]), ends
+        assert all("then 1" in end.out for end in ends), ends
+        assert "step 1/1" in ends[0].out
+        assert all("step 1/1" not in end.out for end in ends[1:]), ends
     return folder
 
 
@@ -62,8 +67,9 @@ def test_the_ranks_of_a_script_train_together(folder: Path) -> None:
         ("train(settings('nowhere'), resume=True)", 2, "error: "),
         ("if rank: Session.sample = lambda self, step: 1 / 0", 1, "rank 1: Traceback"),
         ("if rank: WORDS.append('train.lr=1e-9')", 2, "error: train.lr is 1e-09 on rank 1"),
+        (GROUP, 2, "error: this program has opened a process group itself"),
     ],
-    ids=["a mistake", "a bug on one rank", "other settings"],
+    ids=["a mistake", "a bug on one rank", "other settings", "a group of its own"],
 )
 def test_an_error_in_a_script_ends_all_ranks(
     tmp_path: Path, line: str, code: int, words: str

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from tests.distributed.ranks import run_ranks
 
 from jetrl.distributed.agreement import LARGEST_SIZE, OUT_OF_MEMORY, agree
 from jetrl.distributed.collectives import exchange, gather_equal, gather_rows
+from jetrl.distributed.flight_recorder import record_collectives
 from jetrl.distributed.shards import Shard, shard_of
 from jetrl.distributed.world import ONE_PROCESS, world
 from jetrl.errors import RanksDiffer, UserError
@@ -113,3 +115,19 @@ def _progress() -> list[tuple[int, int, int]]:
 
 def test_rank_0_shows_the_progress_of_all() -> None:
     assert run_ranks(2, _progress)[0] == [(5, 8, 40), (6, 8, 50), (3, 8, 20)]
+
+
+def test_the_flight_recorder_leaves_what_a_user_has_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ("TORCH_FR_BUFFER_SIZE", "TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DUMP_ON_TIMEOUT")
+    for name in (*names, "TORCH_NCCL_ASYNC_ERROR_HANDLING"):
+        monkeypatch.setenv(name, "")  # so that it is removed in the end
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("TORCH_NCCL_TRACE_BUFFER_SIZE", "77")  # the name before torch 2.9
+    monkeypatch.delenv("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", raising=False)
+    record_collectives(tmp_path)
+    assert "TORCH_FR_BUFFER_SIZE" not in os.environ
+    assert os.environ["TORCH_FR_DUMP_TEMP_FILE"] == str(tmp_path / "nccl_timeout_rank_")
+    assert os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
+    assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "3"

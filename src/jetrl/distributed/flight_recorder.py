@@ -22,10 +22,17 @@ def record_collectives(folder: Path) -> None:
     Args:
         folder: The folder that NCCL's own record is written to.
     """
-    file = str((folder / TIMEOUT_FILES).absolute())
-    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", _KEPT)
-    os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", file)
-    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
+    # Each with the name that it had before torch 2.9, which is read as well and may be set.
+    settings = {
+        ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"): _KEPT,
+        ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"): str(
+            (folder / TIMEOUT_FILES).absolute()
+        ),
+        ("TORCH_NCCL_DUMP_ON_TIMEOUT",): "1",
+    }
+    for names, value in settings.items():
+        if not any(name in os.environ for name in names):
+            os.environ[names[0]] = value
     # torchrun's own choice, 1, makes NCCL clean up first, which may wait for what hangs.
     if os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1") == "1":
         os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "3"

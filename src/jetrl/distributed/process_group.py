@@ -174,6 +174,11 @@ def open_world(
             f"{local_size} processes and {torch.cuda.device_count()} GPUs on "
             f"{socket.gethostname()}: start at most one process a GPU (--nproc-per-node)"
         )
+    if dist.is_initialized():
+        problem = problem or (
+            "this program has opened a process group itself (torch.distributed."
+            "init_process_group): leave that to jetrl, or end it before (destroy_process_group)"
+        )
     meeting = meet(init_method)
     watch = _watched(meeting, local_rank, local_size, leave)
     meeting.compare({"the device": device, **(facts or {})}, problem)
