@@ -19,6 +19,7 @@ from jetrl.precision import PrecisionPlan, dequantize, quantize
 from jetrl.precision.deviation import SamplerDeviation
 from jetrl.precision.quantized_weight import FP8Weight
 from jetrl.rollout.sequence import sequence_keys
+from jetrl.runs.schemas import PLAN
 from jetrl.settings import PrecisionSettings, SamplerDeviationSettings
 
 CONFIG = {
@@ -66,7 +67,8 @@ def test_each_dose_moves_the_sampler_alone(dose: dict[str, Any]) -> None:
     described = dict(plan.describe())
     assert described["sampler and trainer log-probs"] == "not promised (measured)"
     assert next(iter(dose)) in described["sampler alone, otherwise"]
-    assert PrecisionPlan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
+    stored = PLAN.validate_python(json.loads(json.dumps(plan.to_dict())))  # as of plan.json
+    assert PrecisionPlan.from_dict(stored) == plan
     p, plain = policy_of(plan), policy_of(PrecisionPlan.preset("unified"))
     tokens = [list(range(3, 40))]
     assert torch.equal(p.logprobs(tokens)[0], plain.logprobs(tokens)[0])

@@ -119,6 +119,9 @@ def test_a_damaged_line_is_named_and_hides_no_other_run(folder, name, changes, m
 
 def test_files_of_odd_types_are_named(folder):
     run = RunDirectory.open(folder / "one")
+    (run.path / "plan.json").write_text('{"name": "jet", "sampler_deviation": {"kv": {}}}')
+    with pytest.raises(UserError, match=r"plan\.json: sampler_deviation"):
+        run.plan()
     (run.path / "plan.json").write_text('{"name": ["unified"]}')
     with pytest.raises(UserError, match=r"plan\.json: name = .*should be a short text"):
         run.plan()

@@ -222,11 +222,21 @@ def _plain(value: Any) -> Any:
     raise ValueError("should be a short text, a number, true, false or null")
 
 
+def _field(value: Any) -> Any:
+    """Return a field of a precision plan: a plain value, or a table of such and of lists."""
+    if not isinstance(value, dict):
+        return _plain(value)
+    return {
+        _plain(key): [_plain(item) for item in entry] if isinstance(entry, list) else _plain(entry)
+        for key, entry in value.items()
+    }
+
+
 METRICS_LINE = TypeAdapter(MetricsLine)
 ATTEMPT_LINE = TypeAdapter(AttemptLine)
 ROLLOUT_LINE = TypeAdapter(RolloutLine)
 STATUS = TypeAdapter(StatusRecord)
 BOARD = TypeAdapter(BoardRecord)
 RUN_CONFIG = TypeAdapter(RunConfig)
-PLAN: TypeAdapter[dict[str, Any]] = TypeAdapter(dict[Name, Annotated[Any, AfterValidator(_plain)]])
-"""The contents of plan.json: what `PrecisionPlan.to_dict` gives, names and plain values."""
+PLAN: TypeAdapter[dict[str, Any]] = TypeAdapter(dict[Name, Annotated[Any, AfterValidator(_field)]])
+"""The contents of plan.json: what `PrecisionPlan.to_dict` gives, names and values."""

@@ -318,6 +318,8 @@ def to_toml(settings: Settings) -> str:
     """Return the settings as TOML that `load_config` reads back as equal, without unset keys."""
     lines: list[str] = []
     for name, section in settings.model_dump(mode="json", exclude_none=True).items():
+        if not section:  # all of its keys are unset
+            continue
         tables = {key: value for key, value in section.items() if isinstance(value, dict)}
         lines.append(f"[{name}]")
         lines += [f"{key} = {toml_value(v)}" for key, v in section.items() if key not in tables]
