@@ -119,7 +119,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.out is not None:
         layers = "" if args.layers is None else f" --layers {args.layers}"
         load = "x".join(map(str, args.load))
-        words = f"--shape {args.shape}{layers} --load {load}"
+        cpu = " --device cpu" if args.device == "cpu" else ""
+        words = f"--shape {args.shape}{layers}{cpu} --load {load}"
         about = {
             "command": f"jetrl bench mismatch {words}",
             "device": torch.cuda.get_device_name() if args.device == "cuda" else "cpu",
