@@ -25,6 +25,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from jetrl.cli.run_checks import run_checks
+from jetrl.cli.study import opened
 from jetrl.errors import UserError
 from jetrl.models import hf
 from jetrl.models.families import inverse_frequencies, parameter_shapes
@@ -35,6 +36,7 @@ from jetrl.runs.status import StatusFile, read_status
 from jetrl.session.reproduction import _read_facts
 from jetrl.session.stored_states import check_extra
 from jetrl.settings.loading import load_config, to_toml
+from jetrl.study.report import markdown, report_charts, report_tables
 from jetrl.training.checkpoint import Checkpoints
 from jetrl.training.checkpoint_files import fingerprint
 from jetrl.types import Completion, Prompt, Sample, Score, StepStats
@@ -392,6 +394,50 @@ def test_manifest(checkpoint: Path, data: st.DataObject) -> None:
         lambda: Checkpoints.check(checkpoint),
         lambda: Checkpoints(checkpoint.parent).latest(),
     )
+
+
+STUDY: dict[str, Any] = {
+    "format": 1,
+    "date": "2026-11-22",
+    "command": "jetrl study x.toml",
+    "devices": ["CPU"],
+    "versions": {"torch": "2"},
+    "source": "x.toml",
+    "definition": {
+        "study": {"name": "x", "seeds": [0, 1]},
+        "grid": {"length": {"short": {}}},
+        "arms": {"a": {"twin": True, "dose": 1}, "b": {"label": "B", "twin": True, "dose": 2}},
+    },
+    "failed": {"short-c-s0": "why"},
+    "runs": [
+        {"name": f"short-{arm}-s{seed}", "point": {"length": "short"}, "arm": arm, "seed": seed}
+        | {"digest": "0", "end": "finished", "reason": "", "steps": 9, "wall_s": 2.5}
+        | {"seconds": {"step": 1.5}, "weights_sha256": "1", "compared_tokens": 5}
+        | {"common": {"preset": "bf16", "mean": 0.5, "solved": 0.5, "prompts": 2, "samples": 1}}
+        | {"curves": {"steps": [4, 9], "values": {"reward/mean": [0.5, None]}}}
+        for arm in "ab"
+        for seed in (0, 1)
+    ],
+}
+for study_run in STUDY["runs"]:
+    study_run["common"] |= {"response_length": 5.0, "clip_ratio": 0.0}
+
+
+@fuzzed
+@given(data=file_of(STUDY))
+def test_results_of_a_study(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
+    """Every reader but the plots, which take a second."""
+    file = tmp_path_factory.getbasetemp() / "study-results.json"
+    file.write_bytes(data)
+
+    def read() -> None:
+        definition, results = opened(file)
+        for chart in report_charts(definition, list(results.runs.values())):
+            assert chart.title
+        tables = report_tables(definition, results)
+        shown_is_safe(markdown(definition, results, tables))
+
+    survives(file, read)
 
 
 FACTS = {

@@ -141,6 +141,10 @@ def test_a_digest_is_of_what_differs_from_the_defaults(study: Read) -> None:
         (HEAD + ARMS + "[collapse]\nmetric = 'reward/maen'\n", "did you mean reward/mean"),
         (HEAD + ARMS + "[eval]\ntemperature = 0\n", "line 14: .*set samples = 1"),
         (HEAD + "[grid.length]\n" + ARMS, "line 7: grid.length has no values"),
+        (
+            HEAD + ARMS + "".join(f"[grid.a{n}.x]\n[grid.a{n}.y]\n" for n in range(12)),
+            "16,384 runs; a study has at most 10,000",
+        ),
     ],
 )
 def test_a_wrong_key_is_named_with_its_line(study: Read, text: str, message: str) -> None:

@@ -18,6 +18,7 @@ same bits. How to write a study: docs/study.md. Exit codes: 0 done, 1 a run fail
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import signal
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -105,7 +106,10 @@ def opened(path: Path) -> tuple[Definition, Results]:
 
     if path.suffix == ".json":
         results = read_results(path)
-        return definition_of(results.definition, path), results
+        definition = definition_of(results.definition, path)
+        # A file from elsewhere does not say where its report goes.
+        study = definition.study.model_copy(update={"out": None})
+        return dataclasses.replace(definition, study=study), results
     definition = read_definition(path)
     if definition.results_file.is_file():
         results = read_results(definition.results_file)

@@ -14,6 +14,7 @@ The same tree of tables is kept in the results file, so that a report can be mad
 from __future__ import annotations
 
 import difflib
+import math
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -37,6 +38,7 @@ from jetrl.study.sections import (
 )
 
 S = TypeVar("S", bound=Section)
+MOST_RUNS = 10_000
 
 
 @dataclass(frozen=True)
@@ -153,6 +155,9 @@ def definition_of(
     for axis, values in tables.grid.items():
         if not values:
             raise UserError(f"{_place(source, lines, f'grid.{axis}')}: grid.{axis} has no values")
+    sizes = [len(tables.study.seeds), len(arms), *(len(v) for v in tables.grid.values())]
+    if math.prod(sizes) > MOST_RUNS:
+        raise UserError(f"{source}: {math.prod(sizes):,} runs; a study has at most {MOST_RUNS:,}")
     return Definition(
         source,
         tree,

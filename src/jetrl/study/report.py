@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,14 +13,13 @@ from jetrl.runs.plot_style import Chart, to_png, to_svg
 from jetrl.runs.report_page import Html, folded, join, page, section, table, text, tile
 from jetrl.runs.storing import storing
 from jetrl.study.analysis import (
-    ArmResult,
-    TwinGroup,
     arm_results,
     has_collapsed,
     point_name,
     twin_groups,
 )
-from jetrl.study.charts import accuracy_chart, curve_charts, difference_charts, dose_charts
+from jetrl.study.arm_charts import accuracy_charts, difference_charts, dose_charts
+from jetrl.study.charts import curve_charts
 from jetrl.study.definition import Definition
 from jetrl.study.plan import grid_points
 from jetrl.study.results import Results, RunResult
@@ -60,16 +59,9 @@ def write_report(definition: Definition, results: Results) -> WrittenReport:
     Raises:
         StorageError: A file could not be written.
     """
-    names = _known_runs(definition)
-    runs = [run for run in results.runs.values() if (run.arm, tuple(run.point.items())) in names]
-    arms = arm_results(definition, runs)
-    twins = list(twin_groups(definition, runs))
-    tables = _tables(definition, results, runs, arms, twins)
-    main_charts = [
-        *accuracy_chart(definition, runs, arms),
-        *difference_charts(definition, arms),
-        *dose_charts(definition, runs),
-    ]
+    runs = known_runs(definition, results.runs.values())
+    tables = report_tables(definition, results)
+    main_charts = report_charts(definition, runs)
     curves = {
         point_name(point): curve_charts(definition, runs, point)
         for point in grid_points(definition)
@@ -86,27 +78,33 @@ def write_report(definition: Definition, results: Results) -> WrittenReport:
         title = definition.study.title or definition.study.name
         write_atomically(out / "report.html", page(f"{title} - jetrl study", body))
         write_atomically(out / "report.md", markdown(definition, results, tables))
-    unequal = [group.name for group in twins if not group.equal]
+    unequal = [group.name for group in twin_groups(definition, runs) if not group.equal]
     return WrittenReport(out / "report.html", out / "report.md", unequal)
 
 
-def _known_runs(definition: Definition) -> set[tuple[str, tuple[tuple[str, str], ...]]]:
-    """Return the arms and grid points that a study has, as they stand in its results."""
-    points = [tuple(point.items()) for point in grid_points(definition)]
-    return {(arm, point) for arm in definition.arms for point in points}
+def known_runs(definition: Definition, runs: Iterable[RunResult]) -> list[RunResult]:
+    """Return the runs whose arm and grid point a study has: its file may have lost some."""
+    points = list(grid_points(definition))
+    return [run for run in runs if run.arm in definition.arms and run.point in points]
 
 
-def _tables(
-    definition: Definition,
-    results: Results,
-    runs: Sequence[RunResult],
-    arms: Sequence[ArmResult],
-    twins: Sequence[TwinGroup],
-) -> list[Table]:
-    """Return the tables of the report, in reading order."""
+def report_charts(definition: Definition, runs: Sequence[RunResult]) -> list[Chart]:
+    """Return the plots of a report beside the curves."""
+    runs = known_runs(definition, runs)
+    arms = arm_results(definition, runs)
+    return [
+        *accuracy_charts(definition, runs, arms),
+        *difference_charts(definition, arms),
+        *dose_charts(definition, runs),
+    ]
+
+
+def report_tables(definition: Definition, results: Results) -> list[Table]:
+    """Return the tables of a report, in reading order."""
+    runs = known_runs(definition, results.runs.values())
     tables = [
-        twin_table(definition, twins),
-        *accuracy_tables(definition, arms),
+        twin_table(definition, list(twin_groups(definition, runs))),
+        *accuracy_tables(definition, arm_results(definition, runs)),
         mismatch_table(definition, runs),
         seconds_table(definition, runs),
         unfinished_table(runs, results.failed),
@@ -191,7 +189,9 @@ def _figures(charts: Sequence[Chart]) -> Html:
 
 def _method(definition: Definition) -> Html:
     """Return how the numbers were made, in words."""
-    return join(Html(f"<p>{text(sentence)}</p>") for sentence in method(definition))
+    return join(
+        Html(f'<p style="margin:6px 0">{text(sentence)}</p>') for sentence in method(definition)
+    )
 
 
 def method(definition: Definition) -> list[str]:
@@ -246,7 +246,7 @@ def markdown(definition: Definition, results: Results, tables: Sequence[Table]) 
         lines += [_markdown_row(one.head), _markdown_row(["---"] * len(one.head))]
         lines += [*map(_markdown_row, one.rows), ""]
     lines += ["## How to read this", "", *(f"- {sentence}" for sentence in method(definition)), ""]
-    return "\n".join(lines)
+    return visible("\n".join(lines), newlines=True)
 
 
 def _markdown_row(cells: Sequence[str]) -> str:

@@ -10,16 +10,15 @@ from __future__ import annotations
 
 import datetime
 import json
-import math
 import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter
 
 from jetrl.errors import UserError
-from jetrl.files import Count, Finite, Seed, Step, Stored, read_stored
+from jetrl.files import Count, Seed, Step, Stored, read_stored
 from jetrl.runs.attempts import versions
 from jetrl.runs.jsonl import write_atomically
 from jetrl.runs.schemas import Name
@@ -27,6 +26,8 @@ from jetrl.runs.storing import storing
 
 End = Literal["finished", "nonfinite"]
 """How a run ended: with its last step, or on a number that is NaN or infinite."""
+MOST = 1e100  # of a kept number: its square is finite
+Kept = Annotated[float, Field(ge=-MOST, le=MOST)]
 DIGITS = 6  # significant digits of a number that is kept
 MOST_BYTES = 2**28
 
@@ -40,7 +41,7 @@ class Curves(Stored):
     """
 
     steps: list[Step] = Field(default_factory=list)
-    values: dict[Name, list[Finite | None]] = Field(default_factory=dict)
+    values: dict[Name, list[Kept | None]] = Field(default_factory=dict)
 
 
 class FinalEvaluation(Stored):
@@ -57,12 +58,12 @@ class FinalEvaluation(Stored):
     """
 
     preset: Name
-    mean: Finite
-    solved: Finite
+    mean: Kept
+    solved: Kept
     prompts: Count
     samples: Count
-    response_length: Finite
-    clip_ratio: Finite
+    response_length: Kept
+    clip_ratio: Kept
 
 
 class RunResult(Stored):
@@ -98,9 +99,9 @@ class RunResult(Stored):
     end: End
     reason: str = ""
     steps: Step
-    wall_s: Finite = 0.0
+    wall_s: Kept = 0.0
     attempts: Count = 1
-    seconds: dict[Name, Finite] = Field(default_factory=dict)
+    seconds: dict[Name, Kept] = Field(default_factory=dict)
     weights_sha256: str = ""
     start_sha256: str = ""
     compared_tokens: Count = 0
@@ -221,5 +222,5 @@ def read_results(path: Path) -> Results:
 
 
 def rounded(value: float) -> float | None:
-    """Return a number with `DIGITS` significant digits; None for one that is not finite."""
-    return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None
+    """Return a number with `DIGITS` significant digits; None for one that is not finite or huge."""
+    return float(f"{value:.{DIGITS}g}") if abs(value) < MOST else None

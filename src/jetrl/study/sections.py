@@ -13,7 +13,7 @@ from jetrl.runs.metrics import check_metrics
 from jetrl.settings.presets import Preset
 from jetrl.settings.section import Mass, NonNegative, NonNegativeFloat, Positive, Section, Share
 
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_+.][A-Za-z0-9_+.-]*$", max_length=40)]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_+][A-Za-z0-9_+.-]*$", max_length=40)]
 """The name of a study, an arm, an axis or a value: it becomes part of a folder's name."""
 Layer = dict[str, Any]
 """Settings as nested tables: section, key, value."""

@@ -13,19 +13,16 @@ import shutil
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from jetrl.errors import NonFiniteError, UserError
 from jetrl.files import read_stored
-from jetrl.runs.attempts import is_locked, read_attempts, run_state
-from jetrl.runs.directory import settings_that_differ
+from jetrl.runs.attempts import read_attempts
 from jetrl.runs.format import clip, duration
 from jetrl.runs.jsonl import write_atomically
 from jetrl.runs.status import read_status
 from jetrl.runs.storing import storing
-from jetrl.settings.loading import Settings, load_config, to_toml
+from jetrl.settings.loading import to_toml
 from jetrl.study.collecting import result_of, sha256_of_model
 from jetrl.study.definition import Definition
 from jetrl.study.final_evaluation import (
@@ -35,40 +32,14 @@ from jetrl.study.final_evaluation import (
     has_weights,
     outcome_file,
 )
+from jetrl.study.items import Item, has_begun, look, steps_done
 from jetrl.study.plan import PlannedRun, PlannedStart
 from jetrl.study.processes import POLL_S, Child, Job, Pool, last_line
 from jetrl.study.progress import Progress, Standing
-from jetrl.study.results import End, Results
+from jetrl.study.results import Results
 
 MOST_FAILURES = 2
 PROGRAM = (sys.executable, "-m", "jetrl")
-Stage = Literal["train", "evaluate", "done", "failed"]
-
-
-@dataclass
-class _Item:
-    """A piece of work: a run of the study, or a start that runs wait for.
-
-    Attributes:
-        work: The run or the start.
-        stage: What is to be done next, or how it ended.
-        running: Whether a child process is at it.
-        failures: How often a child process failed.
-        end: How the run ended.
-        reason: The message that the run ended or failed with.
-    """
-
-    work: PlannedRun | PlannedStart
-    stage: Stage = "train"
-    running: bool = False
-    failures: int = 0
-    end: End = "finished"
-    reason: str = ""
-
-    @property
-    def is_over(self) -> bool:
-        """True if nothing is left to do."""
-        return self.stage in ("done", "failed")
 
 
 class Sitting:
@@ -96,15 +67,19 @@ class Sitting:
     ) -> None:
         self.definition, self.results, self.pool = definition, results, pool
         self._limit_s = None if minutes is None else 60 * minutes
-        self._items = {run.name: _Item(run) for run in runs}
+        self._items = {run.name: Item(run) for run in runs}
         starts = {run.start.name: run.start for run in runs if run.start is not None}
-        self._starts = {name: _Item(start) for name, start in starts.items()}
+        self._starts = {name: Item(start) for name, start in starts.items()}
         self._sha256: dict[str, str] = {}
+        self._killed: set[int] = set()  # ids of processes that were killed for kill_after
         for item in self._items.values():
-            self._look(item)
+            look(item, definition, results)
         for item in self._starts.values():
-            self._look(item)
+            look(item, definition, results)
         self.progress = Progress(self._standing())
+        for item in self._items.values():
+            if item.stage == "failed":
+                self._fail(item, item.reason)
 
     @property
     def left(self) -> list[str]:
@@ -148,47 +123,6 @@ class Sitting:
 
     # What is to be done
 
-    def _look(self, item: _Item) -> None:
-        """Set the stage of a piece of work to what its files say."""
-        work = item.work
-        result = self.results.runs.get(work.name)
-        if result is not None:
-            if result.digest != work.digest:
-                raise UserError(
-                    f"{self.results.path}: the run {work.name} was made with other settings than "
-                    f"{self.definition.source} now gives it; delete it there, or call the study "
-                    "or the arm otherwise"
-                )
-            item.stage = "done"
-        elif is_locked(work.path):
-            item.stage, item.reason = "failed", f"another process is writing {work.path}"
-        elif self._has_begun(work):
-            state = run_state(work.path)
-            if state == "finished":
-                item.stage = "evaluate" if isinstance(work, PlannedRun) else "done"
-
-    def _has_begun(self, work: PlannedRun | PlannedStart) -> bool:
-        """Return whether a run directory holds steps that were made with the present settings.
-
-        Raises:
-            UserError: It holds steps of other settings.
-        """
-        config = work.path / "config.toml"
-        if not config.is_file():
-            return False
-        before = load_config(config)
-        if before == work.settings:
-            return True
-        metrics = work.path / "metrics.jsonl"
-        if not (metrics.is_file() and metrics.stat().st_size):
-            return False  # it ended before its first step, and may begin with other settings
-        differing = settings_that_differ(_dumped(before), _dumped(work.settings))
-        changes = ", ".join(f"{key}: {old} -> {new}" for key, (old, new) in differing.items())
-        raise UserError(
-            f"{work.path}: begun with other settings than {self.definition.source} now gives it "
-            f"({clip(changes, 300)}); remove that folder, or call the study or the arm otherwise"
-        )
-
     def _next_job(self) -> Job | None:
         """Return the next command that can be started; None if there is none."""
         for item in self._items.values():
@@ -207,7 +141,7 @@ class Sitting:
             return self._training(item) if item.stage == "train" else self._evaluation(item)
         return None
 
-    def _training(self, item: _Item) -> Job:
+    def _training(self, item: Item) -> Job:
         """Return the command that trains, from the last checkpoint if there is one."""
         work = item.work
         recipe = self.definition.out / "recipes" / f"{work.name}.toml"
@@ -215,11 +149,11 @@ class Sitting:
             recipe.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(recipe, to_toml(work.settings))
         command = "train" if isinstance(work, PlannedRun) else "sft"
-        resume = ["--resume"] if self._has_begun(work) else []
+        resume = ["--resume"] if has_begun(work, self.definition) else []
         item.running = True
         return self._job(work.name, [*PROGRAM, command, str(recipe), *resume])
 
-    def _evaluation(self, item: _Item) -> Job:
+    def _evaluation(self, item: Item) -> Job:
         """Return the command that evaluates the final weights of a run."""
         section, file = self.definition.eval, self._request_file(item)
         request = Request(
@@ -238,7 +172,7 @@ class Sitting:
         item.running = True
         return self._job(item.work.name, [*PROGRAM, "study", "--evaluate", str(file)])
 
-    def _request_file(self, item: _Item) -> Path:
+    def _request_file(self, item: Item) -> Path:
         return self.definition.out / "evaluations" / f"{item.work.name}.json"
 
     def _job(self, name: str, words: Sequence[str]) -> Job:
@@ -246,7 +180,7 @@ class Sitting:
 
     # What has ended
 
-    def _item_of(self, child: Child) -> _Item:
+    def _item_of(self, child: Child) -> Item:
         return self._items.get(child.job.name) or self._starts[child.job.name]
 
     def _take_in(self, child: Child) -> None:
@@ -260,7 +194,7 @@ class Sitting:
             item.stage = "evaluate"
             if not has_weights(item.work.path):
                 self._finish(item, None)
-        elif self._was_killed_on_purpose(child):
+        elif child.process.pid in self._killed:
             self.progress.event(f"{item.work.name}: killed as arms.kill_after says; it is resumed")
         else:
             item.failures += 1
@@ -270,7 +204,7 @@ class Sitting:
             else:
                 self.progress.event(f"{item.work.name}: {clip(reason, 200)}; tried once more")
 
-    def _advance(self, item: _Item) -> None:
+    def _advance(self, item: Item) -> None:
         """Go on with a piece of work whose child process came to its end."""
         if isinstance(item.work, PlannedStart):
             item.stage = "done"
@@ -281,7 +215,7 @@ class Sitting:
             outcome = read_stored(outcome_file(self._request_file(item)), OUTCOME)
             self._finish(item, outcome)
 
-    def _finish(self, item: _Item, outcome: Outcome | None) -> None:
+    def _finish(self, item: Item, outcome: Outcome | None) -> None:
         """Take down the result of a run."""
         run = item.work
         assert isinstance(run, PlannedRun)
@@ -319,7 +253,7 @@ class Sitting:
             self._sha256[start.name] = own
         return self._sha256[start.name]
 
-    def _fail(self, item: _Item, reason: str) -> None:
+    def _fail(self, item: Item, reason: str) -> None:
         """Take down that a piece of work has failed; the others go on."""
         item.stage, item.reason = "failed", reason
         self.progress.event(f"{item.work.name}: failed: {clip(reason, 300)}")
@@ -334,20 +268,14 @@ class Sitting:
         item = self._item_of(child)
         if not isinstance(item.work, PlannedRun) or item.stage != "train":
             return
-        steps = self.definition.arms[item.work.arm].kill_after
-        if not steps:
-            return
-        killed = sum(attempt.ended is None for attempt in read_attempts(item.work.path)[:-1])
-        if killed < len(steps) and _steps_done(item.work.path) >= steps[killed]:
+        steps, path = self.definition.arms[item.work.arm].kill_after, item.work.path
+        status = read_status(path) if steps and path.is_dir() else None
+        if status is None or status.pid != child.process.pid:
+            return  # this attempt has not begun
+        killed = sum(attempt.ended is None for attempt in read_attempts(path)[:-1])
+        if killed < len(steps) and steps_done(path) >= steps[killed]:
+            self._killed.add(child.process.pid)
             child.kill()
-
-    def _was_killed_on_purpose(self, child: Child) -> bool:
-        item = self._item_of(child)
-        if not isinstance(item.work, PlannedRun) or item.stage != "train":
-            return False
-        steps = self.definition.arms[item.work.arm].kill_after
-        killed = sum(attempt.ended is None for attempt in read_attempts(item.work.path))
-        return child.process.returncode == -9 and 0 < killed <= len(steps)
 
     def _standing(self) -> Standing:
         """Return the standing of the study."""
@@ -359,7 +287,7 @@ class Sitting:
             steps = settings.loop.steps
             done = steps
             if item.stage == "train":
-                done = min(_steps_done(item.work.path), steps)
+                done = min(steps_done(item.work.path), steps)
             if item.running and item.stage == "train":
                 running.append(f"{item.work.name} {done}/{steps}")
             elif item.running:
@@ -371,15 +299,3 @@ class Sitting:
         return Standing(
             stages.count("done"), stages.count("failed"), len(stages), work_done, work, running
         )
-
-
-def _steps_done(path: Path) -> int:
-    """Return how many steps a run has made, by its status file."""
-    status = read_status(path) if path.is_dir() else None
-    if status is None:
-        return 0
-    return max(status.step - 1, 0) if status.phase else status.step
-
-
-def _dumped(settings: Settings) -> dict[str, dict[str, object]]:
-    return settings.model_dump(mode="json")

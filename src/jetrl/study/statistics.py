@@ -6,6 +6,7 @@ beside numpy is needed; the tests compare with tables and with cases computed by
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -98,6 +99,7 @@ def t_cdf(t: float, freedom: float) -> float:
     return tail if t < 0 else 1 - tail
 
 
+@functools.cache
 def t_quantile(probability: float, freedom: float) -> float:
     """Return the value at which the CDF of Student's t distribution is a probability.
 
@@ -125,6 +127,7 @@ def mean_interval(values: Sequence[float], level: float) -> Interval:
     return Interval(mean, mean - half, mean + half, n)
 
 
+@functools.cache
 def share_interval(count: int, n: int, level: float) -> Interval:
     """Return a share with its exact interval (Clopper and Pearson, 1934).
 

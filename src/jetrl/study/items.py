@@ -1,0 +1,109 @@
+"""The pieces of work of a study, and the state that earlier sittings left each in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from jetrl.errors import UserError
+from jetrl.runs.attempts import is_locked, run_state
+from jetrl.runs.directory import settings_that_differ
+from jetrl.runs.format import clip
+from jetrl.runs.status import read_status
+from jetrl.settings.loading import Settings, load_config
+from jetrl.study.definition import Definition
+from jetrl.study.plan import PlannedRun, PlannedStart
+from jetrl.study.results import End, Results
+
+Stage = Literal["train", "evaluate", "done", "failed"]
+
+
+@dataclass
+class Item:
+    """A piece of work: a run of the study, or a start that runs wait for.
+
+    Attributes:
+        work: The run or the start.
+        stage: What is to be done next, or how it ended.
+        running: Whether a child process is at it.
+        failures: How often a child process failed.
+        end: How the run ended.
+        reason: The message that the run ended or failed with.
+    """
+
+    work: PlannedRun | PlannedStart
+    stage: Stage = "train"
+    running: bool = False
+    failures: int = 0
+    end: End = "finished"
+    reason: str = ""
+
+    @property
+    def is_over(self) -> bool:
+        """True if nothing is left to do."""
+        return self.stage in ("done", "failed")
+
+
+def look(item: Item, definition: Definition, results: Results) -> None:
+    """Set the stage of a piece of work to what its files say.
+
+    Args:
+        item: The piece of work.
+        definition: The definition of the study.
+        results: Its results so far.
+
+    Raises:
+        UserError: Its result, or its run directory, is of other settings.
+    """
+    work = item.work
+    result = results.runs.get(work.name)
+    if result is not None:
+        if result.digest != work.digest:
+            raise UserError(
+                f"{results.path}: the run {work.name} was made with other settings than "
+                f"{definition.source} now gives it; delete it there, or call the study "
+                "or the arm otherwise"
+            )
+        item.stage = "done"
+    elif is_locked(work.path):
+        item.stage, item.reason = "failed", f"another process is writing {work.path}"
+    elif has_begun(work, definition):
+        state = run_state(work.path)
+        if state == "finished":
+            item.stage = "evaluate" if isinstance(work, PlannedRun) else "done"
+
+
+def has_begun(work: PlannedRun | PlannedStart, definition: Definition) -> bool:
+    """Return whether a run directory holds steps that were made with the present settings.
+
+    Raises:
+        UserError: It holds steps of other settings.
+    """
+    config = work.path / "config.toml"
+    if not config.is_file():
+        return False
+    before = load_config(config)
+    if before == work.settings:
+        return True
+    metrics = work.path / "metrics.jsonl"
+    if not (metrics.is_file() and metrics.stat().st_size):
+        return False  # it ended before its first step, and may begin with other settings
+    differing = settings_that_differ(_dumped(before), _dumped(work.settings))
+    changes = ", ".join(f"{key}: {old} -> {new}" for key, (old, new) in differing.items())
+    raise UserError(
+        f"{work.path}: begun with other settings than {definition.source} now gives it "
+        f"({clip(changes, 300)}); remove that folder, or call the study or the arm otherwise"
+    )
+
+
+def steps_done(path: Path) -> int:
+    """Return how many steps a run has made, by its status file."""
+    status = read_status(path) if path.is_dir() else None
+    if status is None:
+        return 0
+    return max(status.step - 1, 0) if status.phase else status.step
+
+
+def _dumped(settings: Settings) -> dict[str, dict[str, object]]:
+    return settings.model_dump(mode="json")

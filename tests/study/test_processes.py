@@ -1,0 +1,95 @@
+"""The processes of a study: places on cards, logs, and how they are ended."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from jetrl.study.processes import Job, Pool, cards_for, last_line
+from jetrl.study.progress import Progress, Standing
+
+Wait = Callable[[Callable[[], object]], None]
+
+
+def job(folder: Path, name: str, code: str) -> Job:
+    """A command that runs Python code, without the site packages that take long to find."""
+    return Job(name, [sys.executable, "-S", "-E", "-c", code], folder / f"{name}.txt")
+
+
+def ended(pool: Pool, wait_until: Wait) -> None:
+    wait_until(lambda: all(child.process.poll() is not None for child in pool.children))
+
+
+def test_children_are_dealt_out_to_the_cards(tmp_path: Path, wait_until: Wait) -> None:
+    pool = Pool(["3", "5"], jobs=2, threads=2)
+    code = "import os; print(os.environ['CUDA_VISIBLE_DEVICES'], os.environ['OMP_NUM_THREADS'])"
+    for number in range(4):
+        assert pool.has_place
+        pool.start(job(tmp_path, f"run{number}", code))
+    assert not pool.has_place
+    ended(pool, wait_until)
+    assert len(pool.ended()) == 4
+    assert pool.has_place
+    printed = [last_line(tmp_path / f"run{number}.txt") for number in range(4)]
+    assert printed == ["3 2", "5 2", "3 2", "5 2"]
+
+
+def test_a_log_keeps_what_earlier_attempts_printed(tmp_path: Path, wait_until: Wait) -> None:
+    pool = Pool([], jobs=1, threads=1)
+    for code in ("print('first')", "import sys; sys.exit('no memory')"):
+        pool.start(job(tmp_path, "run", code))
+        ended(pool, wait_until)
+        (child,) = pool.ended()
+    assert child.process.returncode == 1
+    text = (tmp_path / "run.txt").read_text()
+    assert text.index("first") < text.index("no memory")
+    assert last_line(tmp_path / "run.txt") == "no memory"
+    assert last_line(tmp_path / "none.txt") == ""
+
+
+def test_children_are_asked_to_end_and_then_killed(tmp_path: Path, wait_until: Wait) -> None:
+    """A child that saves itself on SIGTERM, and another, with a child, that does not hear it."""
+    pool = Pool([], jobs=2, threads=1)
+    saves = (
+        "import signal, sys, time\n"
+        "def end(*_): print('saved', flush=True); sys.exit(143)\n"
+        "signal.signal(signal.SIGTERM, end); print('ready', flush=True); time.sleep(600)"
+    )
+    deaf = (
+        "import os, signal, time\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "os.fork(); print('ready', flush=True); time.sleep(600)"
+    )
+    first = pool.start(job(tmp_path, "saves", saves))
+    second = pool.start(job(tmp_path, "deaf", deaf))
+    wait_until(lambda: "ready" in last_line(tmp_path / "saves.txt"))
+    wait_until(lambda: (tmp_path / "deaf.txt").read_text().count("ready") >= 2)
+    pool.stop(grace_s=0.5)
+    assert (first.process.returncode, second.process.returncode) == (143, -signal.SIGKILL)
+    assert last_line(tmp_path / "saves.txt") == "saved"
+    assert len(pool.ended()) == 2
+
+
+def test_cards_are_those_that_are_visible(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2, 7")
+    assert cards_for("cuda") == ["2", "7"]
+    assert cards_for("cpu") == []
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert cards_for("auto") == []
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
+    assert cards_for("auto") == ["0", "1", "2"]
+
+
+def test_the_live_line_estimates_the_time_that_is_left() -> None:
+    """A quarter of the work was done before; another quarter in 60 s leaves 120 s."""
+    progress = Progress(Standing(1, 0, 4, 25.0, 100.0, []))
+    standing = Standing(2, 1, 4, 50.0, 100.0, ["bf16-s0 3/9"])
+    assert progress.line(standing, 60.0) == (
+        "2 of 4 runs done, 1 failed, 1m 00s, about 2m 00s left | bf16-s0 3/9"
+    )
+    assert "left" not in progress.line(Standing(1, 0, 4, 25.0, 100.0, []), 5.0)

@@ -1,0 +1,238 @@
+"""A tiny study through the command: what it leaves, what a second call does, what it refuses."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from tests.study.conftest import PoolInThisProcess
+
+from jetrl.cli.main import main
+from jetrl.study.processes import Child, Job
+from jetrl.study.results import read_results
+
+
+class NoPool(PoolInThisProcess):
+    """A pool in which nothing may be started."""
+
+    def run(self, words: list[str]) -> int:
+        raise AssertionError(f"started {words}")
+
+
+@pytest.fixture
+def copy(tiny_study: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The study file with the results of the tiny study and none of its other files.
+
+    Its reports have no pictures, which take seconds.
+    """
+    monkeypatch.setattr("jetrl.study.report.to_png", lambda *_: None)
+    monkeypatch.setattr("jetrl.study.report.to_svg", lambda _: "")
+    (tmp_path / "out").mkdir()
+    for name in ("tiny.toml", "out/results.json"):
+        text = (tiny_study.parent / name).read_text()
+        (tmp_path / name).write_text(text.replace(str(tiny_study.parent), str(tmp_path)))
+    return tmp_path / "tiny.toml"
+
+
+def test_arms_begin_from_the_same_weights_and_twins_end_with_the_same(tiny_study: Path) -> None:
+    runs = read_results(tiny_study.parent / "out" / "results.json").runs
+    assert list(runs) == ["unified-s0", "pages-s0", "unified-s1", "pages-s1"]
+    assert len({run.start_sha256 for run in runs.values()}) == 1
+    shas = {name: run.weights_sha256 for name, run in runs.items()}
+    assert all(re.fullmatch(r"[0-9a-f]{64}", sha) for sha in shas.values())
+    assert shas["unified-s0"] == shas["pages-s0"] != shas["unified-s1"] == shas["pages-s1"]
+    for run in runs.values():
+        assert (run.end, run.steps, run.different_tokens) == ("finished", 3, 0)
+        assert run.compared_tokens > 0
+        assert run.common is not None
+        assert run.own is not None
+        assert (run.common.preset, run.own.preset) == ("bf16", "unified")
+        assert (run.common.prompts, run.common.samples) == (4, 2)
+        assert run.curves.steps == [2, 3]  # at most two points of three steps
+        assert {"reward/mean", "mismatch/k3_kl"} <= set(run.curves.values)
+        assert run.seconds["step"] >= run.seconds["rollout"] > 0
+
+
+def test_kept_curves_are_means_of_the_metrics(tiny_study: Path) -> None:
+    out = tiny_study.parent / "out"
+    lines = (out / "runs" / "pages-s1" / "metrics.jsonl").read_text().splitlines()
+    norms = [json.loads(line)["policy/grad_norm"] for line in lines]
+    kept = read_results(out / "results.json").runs["pages-s1"].curves
+    means = [(norms[0] + norms[1]) / 2, norms[2]]
+    assert kept.values["policy/grad_norm"] == pytest.approx(means, rel=1e-5)
+
+
+def test_the_report_has_tables_and_pictures(tiny_study: Path) -> None:
+    out = tiny_study.parent / "out"
+    page, tables = (out / "report.html").read_text(), (out / "report.md").read_text()
+    assert {path.name for path in (out / "plots").glob("*.png")} >= {
+        "accuracy.png",
+        "difference.png",
+        "reward.png",
+    }
+    assert "<svg" in page
+    assert "http://" not in re.sub(r'xmlns[:\w]*="[^"]*"|"http://www.w3.org[^"]*"', "", page)
+    row = next(line for line in tables.splitlines() if line.startswith("| pages of 8 | 2 |"))
+    assert "| +0.00% [+0.00, +0.00] | 1.000 | 1.000 | 1.000 | yes (p below 0.001) | 0 of 2 |" in row
+    assert "| seed 0 | equal |" in tables
+
+
+def test_what_is_done_is_not_run_again(
+    copy: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The results file alone says what is done: runs, weights and logs may be elsewhere."""
+    monkeypatch.setattr("jetrl.study.processes.Pool", NoPool)
+    assert main(["study", str(copy)]) == 0
+    assert main(["study", str(copy), "--dry-run"]) == 0
+    assert "4 runs, 4 done" in capsys.readouterr().out
+
+
+def test_the_report_is_made_from_the_results_file_alone(
+    copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The report goes to the working folder, wherever the file says that the runs went."""
+    results = copy.parent / "out" / "results.json"
+    copy.unlink()
+    monkeypatch.chdir(copy.parent)
+    assert main(["study", str(results)]) == 0
+    assert "| seed 1 | equal |" in Path("studies/tiny/report.md").read_text()
+    assert not (results.parent / "report.md").exists()
+
+
+def test_twins_that_differ_fail_loudly(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    results = copy.parent / "out" / "results.json"
+    sha = read_results(results).runs["pages-s1"].weights_sha256
+    text = results.read_text()
+    at = text.rindex(sha)
+    results.write_text(text[:at] + "0" * 64 + text[at + 64 :])
+    assert main(["study", str(copy), "--report-only"]) == 1
+    assert "twins differ: seed 1: " in capsys.readouterr().out
+    assert "| seed 1 | DIFFERENT |" in (results.parent / "report.md").read_text()
+
+
+def test_results_of_other_settings_are_refused(
+    copy: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("jetrl.study.processes.Pool", NoPool)
+    copy.write_text(copy.read_text().replace("page_size = 8", "page_size = 4"))
+    assert main(["study", str(copy), "--only", "unified"]) == 0
+    assert main(["study", str(copy)]) == 2
+    assert "run pages-s0 was made with other settings" in capsys.readouterr().err
+
+
+def test_a_run_directory_of_other_settings_is_refused(
+    tiny_study: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The message names what differs; nothing is overwritten."""
+    monkeypatch.setattr("jetrl.study.processes.Pool", NoPool)
+    other = tiny_study.with_name("other.toml")
+    text = tiny_study.read_text().replace("page_size = 8", "page_size = 4")
+    other.write_text(text.replace("points = 2", f"results = '{other}.json'"))
+    assert main(["study", str(other)]) == 2
+    assert "rollout.page_size: 8 -> 4" in capsys.readouterr().err
+
+
+class FailingPool(PoolInThisProcess):
+    """A pool whose commands of one run fail, and that ends others as a run of 3 steps would."""
+
+    calls: list[str]
+
+    def run(self, words: list[str]) -> int:
+        name = Path(words[1]).stem
+        type(self).calls.append(name)
+        if name.startswith("start"):
+            return 0
+        print("error: nothing works today")
+        return 2
+
+
+def test_what_fails_is_tried_once_more_and_then_reported(
+    tiny_study: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    file = tmp_path / "fails.toml"
+    file.write_text(tiny_study.read_text().replace(str(tiny_study.parent), str(tmp_path)))
+    FailingPool.calls = []
+    monkeypatch.setattr("jetrl.study.processes.Pool", FailingPool)
+    monkeypatch.setattr("jetrl.study.sitting.POLL_S", 0.0)
+    assert main(["study", str(file), "--only", "pages"]) == 1
+    start, *calls = FailingPool.calls
+    assert start.startswith("start-")
+    assert calls == ["pages-s0", "pages-s0", "pages-s1", "pages-s1"]
+    printed = capsys.readouterr().out
+    assert "failed: pages-s1: exit code 2: error: nothing works today" in printed
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "needs a study file"),
+        (["no.toml"], "study no.toml: no such file"),
+        (["no.json"], "no.json: no such file"),
+        (["FILE", "--jobs", "0"], "--jobs 0: a number above 0"),
+        (["FILE", "--minutes", "-1"], "--minutes -1: a number above 0"),
+        (["FILE", "--only", "unify"], "--only unify: no such arm or value"),
+    ],
+)
+def test_wrong_words(
+    copy: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    assert main(["study", *(word.replace("FILE", str(copy)) for word in words)]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_run_that_diverges_has_collapsed_and_is_no_failure(
+    tiny_study: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A learning rate beyond all measure: the weights are not finite after the first update."""
+    file = tmp_path / "wild.toml"
+    text = tiny_study.read_text().replace("points = 2", f"results = '{tmp_path / 'wild.json'}'")
+    text = text.replace("seeds = [0, 1]", "seeds = [1]").replace("[arms.pages]", "[arms.wild]")
+    wild = "\ntrain.lr = 1e18\ntrain.grad_clip = 1e20\n[eval]"
+    file.write_text(text.replace("\n[eval]", wild))
+    monkeypatch.setattr("jetrl.study.report.to_png", lambda *_: None)
+    monkeypatch.setattr("jetrl.study.report.to_svg", lambda _: "")
+    monkeypatch.setattr("jetrl.study.processes.Pool", PoolInThisProcess)
+    monkeypatch.setattr("jetrl.study.sitting.POLL_S", 0.0)
+    assert main(["study", str(file), "--only", "wild"]) == 0
+    (run,) = read_results(tmp_path / "wild.json").runs.values()
+    assert (run.end, run.steps, run.common) == ("nonfinite", 1, None)
+    assert "not finite" in run.reason
+    tables = (tiny_study.parent / "out" / "report.md").read_text()
+    assert "| pages of 8 | 0 (1 without weights) | - | - | - | - | - | - | - | 1 of 1 |" in tables
+
+
+class EndlessPool(PoolInThisProcess):
+    """A pool whose commands run until they are stopped."""
+
+    stopped: list[str]
+
+    def start(self, job: Job) -> None:
+        self.children.append(Child(job, None, SimpleNamespace(poll=lambda: None, pid=0)))  # type: ignore[arg-type]
+
+    def ended(self) -> list[Child]:
+        return []
+
+    def stop(self) -> None:
+        type(self).stopped += [child.job.name for child in self.children]
+
+
+def test_after_the_minutes_what_runs_is_stopped_and_what_is_left_is_said(
+    tiny_study: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    file = tmp_path / "cut.toml"
+    file.write_text(tiny_study.read_text().replace(str(tiny_study.parent), str(tmp_path)))
+    EndlessPool.stopped = []
+    monkeypatch.setattr("jetrl.study.processes.Pool", EndlessPool)
+    monkeypatch.setattr("jetrl.study.sitting.POLL_S", 0.0)
+    assert main(["study", str(file), "--minutes", "1e-9"]) == 75
+    assert [name[:6] for name in EndlessPool.stopped] == ["start-"]
+    assert "4 of 4 runs are left; the same command goes on" in capsys.readouterr().out
