@@ -1,0 +1,31 @@
+"""The study files of this repository can be run: their settings, arms and metrics are known."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from jetrl.study.definition import read_definition
+from jetrl.study.plan import planned_runs
+
+ROOT = Path(__file__).parents[2]
+FILES = sorted((ROOT / "benchmarks" / "study").glob("*.toml"))
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_a_committed_study_has_valid_runs(file, monkeypatch):
+    monkeypatch.chdir(ROOT)  # a study names files of the repository
+    definition = read_definition(file)
+    first = definition.study.seeds[:1]
+    one_seed = definition.study.model_copy(update={"seeds": first})
+    runs = planned_runs(replace(definition, study=one_seed))
+    assert {run.arm for run in runs} == set(definition.arms)
+    assert definition.results_file == Path(f"benchmarks/results/study/{file.stem}.json")
+    assert definition.study.name == file.stem
+    for run in runs:
+        config = run.settings.model.config
+        assert not isinstance(config, str) or (ROOT / config).is_file()
+
+
+def test_there_are_committed_studies():
+    assert {"flows", "doses", "ablations", "twins", "sanity"} <= {file.stem for file in FILES}
