@@ -5,6 +5,7 @@ import faulthandler
 import os
 import pickle
 import re
+import signal
 import socket
 import struct
 import sys
@@ -30,15 +31,25 @@ def let_the_limit_pass() -> None:
     faulthandler.dump_traceback_later(0.1, exit=True, file=2)
 
 
+def let_the_processor_time_pass() -> None:
+    """Let the processor time of the present score end in a moment, however long it is."""
+    signal.setitimer(signal.ITIMER_PROF, 0.1)
+
+
 def note_limits() -> None:
     """Keep the seconds of every time limit that is set from now on in `LIMITS`."""
-    set_limit = faulthandler.dump_traceback_later
+    set_limit, set_timer = faulthandler.dump_traceback_later, signal.setitimer
 
     def noted(seconds: float, **options: object) -> None:
         LIMITS.append(seconds)
         set_limit(seconds, **options)  # type: ignore[arg-type]
 
+    def noted_timer(which: int, seconds: float) -> None:
+        LIMITS.append(seconds)
+        set_timer(which, seconds)
+
     faulthandler.dump_traceback_later = noted  # type: ignore[assignment]
+    signal.setitimer = noted_timer  # type: ignore[assignment]
 
 
 class Touch:
@@ -99,7 +110,7 @@ class Awkward(Task):
         word, _, rest = completion.partition(" ")
         if word in ("hang", "hang-in-c", "hang-in-sleep"):
             if rest != "to the limit":
-                let_the_limit_pass()
+                (let_the_processor_time_pass if word == "hang-in-c" else let_the_limit_pass)()
             if word == "hang-in-c":
                 return re.fullmatch(r"(a+)+b", "a" * 40) is None
             while True:

@@ -204,7 +204,7 @@ def test_an_answer_that_takes_for_ever_to_evaluate_scores_0(limits_of_starts):
         scorer.close()
         tower, fine = scorer.score([(prompt, r"\boxed{9^{9^{9^{9^9}}}}"), (prompt, "#### 18")])
     assert tower.score.reward == 0
-    assert "took longer than 0.5 s" in tower.failure
+    assert "took longer than 0.5 s of processor time" in tower.failure
     assert fine.score.reward == 1
 
 

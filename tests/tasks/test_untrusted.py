@@ -121,11 +121,11 @@ def test_without_a_limit_memory_is_the_machines():
 
 
 def test_endless_output_costs_no_memory_and_no_disk(limits_of_starts):
-    limits_of_starts(60.0, 1.0, 60.0)
+    limits_of_starts(60.0, 0.5, 60.0)
     with Scorer(AWKWARD, workers=1, memory_mib=256) as scorer:
         scorer.close()
         first, last = score(scorer, "print-forever", "2.5")
-        assert "took longer than 1 s" in first.failure
+        assert "took longer than " in first.failure
         assert last.score.reward == 2.5
         assert all(len(worker._printed) <= 100_000 for worker in scorer._workers)
 

@@ -10,7 +10,7 @@ For example:
 Of a run on its own task, what is not given is as in the run's own evaluations: [eval], the run's
 stop strings, draws and scoring limits. Else it is one greedy completion, or several at temperature
 1, of up to 1024 tokens for every prompt (a set's own number for those people report), scored by two
-processes within 10 seconds each.
+processes within 10 seconds of processor time each.
 
 Sets that are known by name, or by their id on the hub: gsm8k, math500, aime24, aime25, amc,
 gpqa_diamond, mmlu_pro. They are read by the package `datasets` (pip install 'jetrl[data]'), or from
@@ -68,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--system", metavar="TEXT", help="system prompt")
     parser.add_argument("--threshold", type=float, help="a reward that is solved")
     parser.add_argument("--workers", type=int, help="scoring processes")
-    parser.add_argument("--timeout", type=float, help="seconds a score may take")
+    parser.add_argument("--timeout", type=float, help="seconds of processor time a score may take")
     parser.add_argument("--json", action="store_true", help="a JSON object, with the completions")
 
 

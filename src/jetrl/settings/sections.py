@@ -102,7 +102,9 @@ class TaskSettings(Section):
     )
     workers: NonNegative = Field(2, description="scoring processes; 0: score in this process")
     timeout_s: PositiveFloat = Field(
-        10.0, description="seconds; a score that takes longer counts 0, its worker is restarted"
+        10.0,
+        description="seconds of processor time, or ten times as many by the clock; a score that "
+        "takes longer is a failure and counts 0",
     )
     max_lost_s: NonNegativeFloat = Field(
         120.0,

@@ -102,7 +102,7 @@ class WorkerProcess:
         finally:
             theirs.close()
             os.close(write_end)
-        self.ready = False
+        self.ready = self._was_busy = False
         self._answered = 0
         self._starts += 1
         self._began = time.monotonic()
@@ -167,7 +167,7 @@ class WorkerProcess:
         else:
             if time.monotonic() < self.deadline:
                 return replies
-            failure = f"score took longer than {self.setup.timeout_s:g} s"
+            failure = f"score took longer than {self.setup.clock_s:g} s by the clock"
             if not self.ready:
                 failure = f"not ready after {START_LIMIT_S:g} s"
         # The process died, sent nonsense or took too long: the item that it was at is a failure.
@@ -176,8 +176,9 @@ class WorkerProcess:
             self._failed_start(failure, died)
             return replies
         if self.jobs:
-            # Who reads may be late; the process's own timer was not.
-            self._lost_s += min(time.monotonic(), self.deadline) - self._began
+            # Who reads may be late; the process's own timers were not.
+            lost_s = min(time.monotonic(), self.deadline) - self._began
+            self._lost_s += min(lost_s, self.setup.timeout_s) if self._was_busy else lost_s
             replies.append((self.jobs.popleft(), WorkerReply(0.0, {}, failure)))
         self._give_back()
         return replies
@@ -276,7 +277,7 @@ class WorkerProcess:
     def _set_deadline(self) -> None:
         """Set a deadline after the worker's own timer, for a worker that is not even running."""
         self._began = time.monotonic()
-        self.deadline = self._began + 2 * self.setup.timeout_s + 2.0
+        self.deadline = self._began + 2 * self.setup.clock_s + 2.0
 
     def _give_back(self) -> None:
         self._returned.extend(self.jobs)
@@ -311,9 +312,12 @@ class WorkerProcess:
             return f"it ended with code {code}: {text.strip()[-500:] or 'no output'}"
         where = _where(text)
         # A score that prints without end may have pushed the timer's own words out.
-        late = time.monotonic() - self._began >= self.setup.timeout_s
+        late = time.monotonic() - self._began >= self.setup.clock_s
         if code == 1 and (late or "Timeout (" in text):
-            return f"score took longer than {self.setup.timeout_s:g} s{where}"
+            return f"score took longer than {self.setup.clock_s:g} s by the clock{where}"
+        if code == -signal.SIGPROF:
+            self._was_busy = True
+            return f"score took longer than {self.setup.timeout_s:g} s of processor time{where}"
         if code < 0:
             return f"score crashed its worker with {signal.Signals(-code).name}{where}"
         return f"score ended its worker with exit code {code}"

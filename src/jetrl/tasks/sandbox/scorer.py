@@ -83,7 +83,8 @@ class Scorer:
         options: The task's options.
         workers: Number of processes; 0 scores in this process, without any protection from a score
             that hangs or crashes (a way to debug a task: prints and breakpoints work).
-        timeout_s: Seconds that one score may take.
+        timeout_s: Seconds of processor time that one score may take. By the clock, waiting
+            included, it may take ten times as long.
         memory_mib: MiB that one score may take beyond those that a worker has when its task is
             built; 0: no limit.
         max_lost_s: Seconds a worker that the scores of one step, with the turns of its rollout, may

@@ -7,11 +7,13 @@ for each item, in order. What the task prints goes to a pipe of which the parent
 read when the process dies.
 
 It ends when the parent does, with all that its task has started: a thread waits for the other end
-of the socket to close. A score that takes too long is ended by faulthandler's timer, which needs no
-interpreter lock, so that it stops a hanging C function as well, and leaves behind where the score
-was. A score that takes too much memory gets a MemoryError from the system's limit on the address
-space. A process in which memory, files, threads or processes ran out is not used any more: scores
-before may have left them behind.
+of the socket to close. A score has a limit of processor time, so that what else the machine does
+changes no verdict; the system's own timer ends the process. A score that waits for something uses
+no processor time: it has CLOCK_FACTOR times as long by the clock, and faulthandler's timer ends it.
+Neither needs the interpreter's lock, so that a hanging C function is stopped as well, and both
+leave behind where the score was. A score that takes too much memory gets a MemoryError from the
+system's limit on the address space. A process in which memory, files, threads or processes ran out
+is not used any more: scores before may have left them behind.
 """
 
 from __future__ import annotations
@@ -48,6 +50,7 @@ from jetrl.tasks.user_files import use_sources
 from jetrl.types import Prompt, Turn
 
 STDERR = 2
+CLOCK_FACTOR = 10  # seconds by the clock, for each second of processor time that a score may take
 _NO_MEMORY = (
     "failed to map segment",
     "Cannot allocate memory",
@@ -65,7 +68,7 @@ class WorkerSetup:
         name: The task's name, as for `get_task`.
         path: The task's data file or folder.
         options: The task's options.
-        timeout_s: Seconds that a score may take.
+        timeout_s: Seconds of processor time that a score may take.
         memory_mib: MiB that a score may take beyond those that the process has when the task is
             built; 0: no limit.
         sources: Sources of the user's files when the scorer was made, by path.
@@ -77,6 +80,11 @@ class WorkerSetup:
     timeout_s: float
     memory_mib: int = 0
     sources: Mapping[str, bytes] = field(default_factory=dict)
+
+    @property
+    def clock_s(self) -> float:
+        """Return the seconds by the clock that a score may take, waiting included."""
+        return CLOCK_FACTOR * self.timeout_s
 
 
 @dataclass(frozen=True)
@@ -98,6 +106,8 @@ def main(descriptor: int) -> None:
     """Serve the socket `descriptor` until its other end closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     faulthandler.enable(file=STDERR)
+    # At the end of its processor time the process writes where it is, and dies of the signal.
+    faulthandler.register(signal.SIGPROF, file=STDERR, chain=True)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     atexit.register(_end_session, descriptor)  # the first of the hooks, so the last to run
     connection, process = socket.socket(fileno=descriptor), os.getpid()
@@ -117,7 +127,7 @@ def main(descriptor: int) -> None:
     if setup.memory_mib:
         _limit_memory(setup.memory_mib * 2**20)
     connection.sendall(started_line())
-    # Score chunk after chunk, each item under a timer that ends the process when it runs out.
+    # Score chunk after chunk, each item under timers that end the process when they run out.
     while True:
         try:
             chunk, items = read_down(incoming)
@@ -125,13 +135,15 @@ def main(descriptor: int) -> None:
             return
         for item in items:
             try:
-                faulthandler.dump_traceback_later(setup.timeout_s, exit=True, file=STDERR)
+                faulthandler.dump_traceback_later(setup.clock_s, exit=True, file=STDERR)
+                signal.setitimer(signal.ITIMER_PROF, setup.timeout_s)
             except RuntimeError as error:  # its thread: scores before have left too many
                 reply = WorkerReply(0.0, {}, f"no timer for the score: {error}", last=True)
             else:
                 reply = _score_pickled(task, item, setup.memory_mib)
             if os.getpid() != process:
                 os._exit(0)  # a fork that the score should have ended: the answer is the other's
+            signal.setitimer(signal.ITIMER_PROF, 0.0)
             faulthandler.cancel_dump_traceback_later()
             connection.sendall(reply_line(reply._replace(chunk=chunk)))
             if reply.last:
