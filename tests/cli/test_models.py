@@ -282,19 +282,25 @@ class Digits(Task):
 """
 
 
-def test_eval_of_a_run_is_the_runs_own_evaluation(jetrl: Callable, tmp_path: Path) -> None:
-    """The same draws, ended by the run's own stop strings, scored within its own limits."""
+@pytest.mark.parametrize("plan", ["unified", "mixed", "bf16", "fp32"])
+def test_eval_of_a_run_is_the_runs_own_evaluation(
+    plan: str, jetrl: Callable, tmp_path: Path
+) -> None:
+    """The same draws of the same FP32 weights, ended by the run's stop strings, in its limits."""
     (tmp_path / "digits.py").write_text(DIGITS)
     words = [
         *("sft.steps=0", "loop.steps=1", "run.seed=5", f"run.dir={tmp_path}", "run.name=own"),
         *("rollout.prompts_per_step=2", "rollout.samples_per_prompt=2"),
         *(f"task={tmp_path / 'digits.py'}:Digits", "task.workers=0", 'rollout.stop=["1", "4"]'),
         *("eval.samples=2", "eval.temperature=1.0", "eval.top_p=0.9", "task.timeout_s=0.2"),
+        *(f"precision.preset={plan}", "report.enabled=false"),
     ]
     run = train(load_config("demo", words)).run_path
     own = RunDirectory.open(run).metrics("rl")[-1]
-    last = run / "checkpoints" / "step_000001"  # its masters; the model is rounded to BF16
-    done = json.loads(jetrl("eval", last, "--trust-task", "--json").out)
+    (run / "model" / "config.json").touch()  # the newest file; its weights are rounded, to BF16
+    answer = jetrl("eval", run, "--trust-task", "--json")
+    done = json.loads(answer.out)
+    assert "rounded" not in answer.err
     for name in ("mean", "response_length", "clip_ratio"):
         assert done[name] == own[f"eval/Digits/{name}"]
     parser = argparse.ArgumentParser()
@@ -302,6 +308,18 @@ def test_eval_of_a_run_is_the_runs_own_evaluation(jetrl: Callable, tmp_path: Pat
     args = parser.parse_args([str(run)])
     eval_command.fill_in(args, load_config(run / "config.toml"))
     assert (args.workers, args.timeout) == (0, 0.2)
+    shutil.rmtree(run / "checkpoints")
+    says = jetrl("eval", run, "--trust-task", "--prompts", 1).err
+    assert ("is rounded to BF16" in says) == (plan != "fp32")
+
+
+def test_eval_of_supervised_training_reads_its_fp32_weights(tmp_path: Path) -> None:
+    words = ["sft.steps=1", "sft.until=none", "eval.prompts=4", f"run.dir={tmp_path}"]
+    run = jetrl.loop.sft(load_config("demo", [*words, "report.enabled=false"])).run_path
+    assert find_model(run) == (run / "checkpoints" / "step_000000", run)
+    (run / "metrics.jsonl").write_text("damaged\ndamaged\n")
+    (run / "model" / "config.json").touch()
+    assert find_model(run) == (run / "model", run), "which was written later"
 
 
 def test_a_run_directory_stands_for_its_exported_model(tiny_model: Path, tmp_path: Path) -> None:

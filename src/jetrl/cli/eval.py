@@ -73,8 +73,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from jetrl.cli.opening import open_policy
-
     names = [args.task] if args.task is None else task_names(args)
     sets = [one_set(args, name) for name in names]
     for own in sets[1:]:  # what a set lacks is said before the others are evaluated
@@ -84,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
     for own in sets:
         task, scorer = build_scored(own)
         with scorer:
-            policy = policy or open_policy(args.model, args.plan, args.device)
+            policy = policy or opened(args)
             policy.plain_text = own.task.special_tokens_as_text
             results[own.label] = evaluated(own, policy, task, scorer)
     if len(results) == 1:
@@ -99,6 +97,21 @@ def run(args: argparse.Namespace) -> int:
     else:
         print(as_table(results, sets[0].params.n))
     return 0
+
+
+def opened(args: argparse.Namespace) -> Policy:
+    """Return the policy to measure; say on stderr where a run's weights are rounded ones."""
+    from jetrl.cli.opening import find_model, open_policy
+
+    location = find_model(Path(args.model))
+    policy = open_policy(args.model, args.plan, args.device)
+    if location.run is not None and not location.is_checkpoint and policy.plan.rest != "fp32":
+        print(
+            f"{location.path} is rounded to BF16, and the run has no checkpoint of its last step "
+            "to read: its own evaluations, of FP32 weights, may differ a little",
+            file=sys.stderr,
+        )
+    return policy
 
 
 @dataclass(frozen=True)

@@ -117,9 +117,9 @@ def _newest(run: Path) -> Path:
     written = [place for place in (model, *masters) if place is not None and place.exists()]
     if not written:
         raise UserError(f"{run}: this run has no model and no checkpoint yet")
-    last_step = 0
+    last_step: int | None = None
     with contextlib.suppress(UserError):  # a damaged line of metrics does not hide the model
         last_step = max((line["step"] for line in RunDirectory.open(run).metrics("rl")), default=0)
-    if last_step and masters and masters[-1] is not None and steps[-1] >= last_step:
-        return masters[-1].parent
+    if last_step is not None and steps and steps[-1] >= last_step and masters[-1] is not None:
+        return masters[-1].parent  # of supervised training, step 0
     return max(written, key=lambda place: place.stat().st_mtime_ns).parent
