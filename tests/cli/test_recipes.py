@@ -15,6 +15,7 @@ from jetrl.settings.loading import packaged_recipes
 
 CONFIGS = json.loads(Path(__file__).with_name("model_configs.json").read_text(encoding="utf-8"))
 REAL = [name for name in packaged_recipes() if name not in ("demo", "gsm8k-smoke")]
+GPUS = {"qwen3-8b-math-4gpus": 4, "qwen3-14b-gsm8k": 2}  # of the others: one
 H200_GIB = 139.0  # free on an H200 that nothing else uses
 
 
@@ -35,13 +36,23 @@ def h200(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", REAL)
-def test_a_recipe_for_an_h200_fits_one(name: str, h200: None, jetrl: Callable) -> None:
-    """A recipe reads its model by the name on the hub, and its memory plan fits the GPU."""
-    done = jetrl("train", name, "--dry-run", "run.device=cuda")
+def test_a_recipe_fits_the_gpus_that_it_asks_for(name: str, h200: None, jetrl: Callable) -> None:
+    """A recipe reads its model by the name on the hub, and its memory plan fits each GPU."""
+    count = GPUS.get(name, 1)
+    done = jetrl("train", name, "--dry-run", "run.device=cuda", "--gpus", count)
     assert done.code == 0, done.err
+    recipe = jetrl("recipes", name).out
+    assert (count == 1) == ("needs: one h200" in recipe.lower())
+    assert (count > 1) == (f"torchrun --standalone --nproc-per-node {count} " in recipe)
     phases = next(line for line in done.out.splitlines() if line.split()[1:2] == ["all"])
     assert max(map(float, phases.split()[2:])) < H200_GIB
     assert 'name = "unified"' in done.out or "# precision plan: unified" in done.out
+
+
+def test_14b_does_not_fit_one_gpu(h200: None, jetrl: Callable) -> None:
+    done = jetrl("train", "qwen3-14b-gsm8k", "--dry-run", "run.device=cuda")
+    assert done.code == 2
+    assert "GiB" in done.err
 
 
 def test_a_recipe_that_does_not_fit_says_so(h200: None, jetrl: Callable) -> None:
