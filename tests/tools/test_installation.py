@@ -86,7 +86,7 @@ LINES = [  # of the Dockerfile, in their order; what a group holds is checked be
 
 
 def test_each_line_of_the_dockerfile_is_one_that_was_checked() -> None:
-    """No docker is needed: each instruction has its form, and two lines that name one thing agree."""
+    """No docker is needed: instructions have their forms, and lines that name one thing agree."""
     text = re.sub(r"(?m)^#.*\n", "", DOCKERFILE)
     lines = [" ".join(line.split()) for line in text.replace("\\\n", " ").splitlines() if line]
     named: dict[str, str] = {}

@@ -1,0 +1,201 @@
+r"""Load jetrl's FP8 export in vLLM, and compare log-probs of prompts with each of our plans.
+
+    python benchmarks/vllm_export.py --shape qwen3-8b --layers 8     random weights
+    python benchmarks/vllm_export.py --model runs/mine               a model, on texts of GSM8K
+
+Needs vLLM (0.26.0 was used) beside jetrl. Where one environment does not hold both, run the two
+sides one after the other with the same --work: `--side ours` in the one with jetrl and a GPU,
+`--side vllm` in the other one, which needs jetrl's sources on PYTHONPATH alone; the second prints
+the table. `--side ours --device cpu --shape tiny` tries our side out.
+
+The weights are written as `jetrl export --dtype fp8` writes them (block-scaled, 128 x 128). Each
+plan then reads that directory and computes the log-prob of every token of the prompts behind the
+first; so does vLLM (`prompt_logprobs`), in eager mode, with keys and values in BF16 unless
+--kv-cache-dtype says fp8. A row has the differences of one plan from vLLM, in nats. An export that
+is read wrongly (a scale turned round, a layer left out) differs by nats; roundings differ by
+hundredths, and least under `jet`, whose linears are in FP8 and whose keys and values are in BF16,
+as vLLM's are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+PLANS = ("jet", "unified", "mixed", "bf16", "fp32")
+ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+
+
+def write_ours(args: argparse.Namespace) -> None:
+    """Write the export, the prompts, and the log-probs of each plan, into the folder --work."""
+    import torch
+
+    from jetrl import Policy
+    from jetrl.bench.parity import make_policy
+    from jetrl.cli.opening import open_policy
+    from jetrl.precision import PrecisionPlan
+
+    device = "cuda" if args.device == "cuda" else "cpu"
+    if args.model is None:
+        policy = make_policy(args.shape, "jet", device, args.layers)
+    else:
+        policy = open_policy(args.model, "jet", device)
+    prompts = prompt_tokens(policy, args.prompts, args.tokens)
+    export = args.work / "model"
+    policy.save_pretrained(export, dtype="fp8", overwrite=True)
+    del policy
+    logprobs: dict[str, list[list[float]]] = {}
+    for plan in PLANS:
+        reader = Policy.from_pretrained(export, PrecisionPlan.preset(plan), device)
+        with torch.no_grad():
+            logprobs[plan] = [reader.logprobs([prompt])[0].tolist() for prompt in prompts]
+        del reader
+        print(f"{plan}: {sum(map(len, logprobs[plan]))} log-probs", flush=True)
+    written = {"prompts": prompts, "logprobs": logprobs}
+    (args.work / "ours.json").write_text(json.dumps(written), encoding="utf-8")
+
+
+def prompt_tokens(policy: Any, count: int, length: int) -> list[list[int]]:
+    """Return the prompts as token ids: texts of GSM8K, or random ids for a model without tokenizer.
+
+    Args:
+        policy: The policy.
+        count: The number of prompts.
+        length: The most tokens of a prompt, and the number of random ones.
+    """
+    if policy.tokenizer is None:
+        draw = np.random.default_rng(0)
+        return draw.integers(0, policy.config.vocab_size, (count, length)).tolist()
+    from jetrl.tasks import get_task
+
+    task = get_task("gsm8k", format="text")
+    rows = list(task.prompts("test"))[:count]
+    texts = [f"{row.text} {task.demonstration(row)}" for row in rows]
+    return [policy.tokenizer.encode(text)[:length] for text in texts]
+
+
+def vllm_logprobs(
+    folder: Path, prompts: Sequence[Sequence[int]], kv_cache_dtype: str, memory: float
+) -> list[list[float]]:
+    """Return vLLM's log-probs of the tokens of prompts, from the second on.
+
+    Args:
+        folder: The exported directory.
+        prompts: Token ids.
+        kv_cache_dtype: auto (BF16) or fp8.
+        memory: The share of the GPU's memory that vLLM may take.
+    """
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(
+        model=str(folder),
+        skip_tokenizer_init=True,
+        generation_config="vllm",
+        dtype="bfloat16",
+        kv_cache_dtype=kv_cache_dtype,
+        max_model_len=max(map(len, prompts)) + 1,
+        gpu_memory_utilization=memory,
+        enable_prefix_caching=False,
+        enforce_eager=True,
+    )
+    params = SamplingParams(temperature=1.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+    requests = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+    outputs = llm.generate(requests, params, use_tqdm=False)
+    return [
+        [
+            entry[token].logprob
+            for token, entry in zip(prompt[1:], output.prompt_logprobs[1:], strict=True)
+        ]
+        for prompt, output in zip(prompts, outputs, strict=True)
+    ]
+
+
+def compare(
+    ours: dict[str, list[list[float]]], theirs: Sequence[Sequence[float]]
+) -> list[dict[str, Any]]:
+    """Return a row for each plan: how far its log-probs are from vLLM's, in nats.
+
+    Args:
+        ours: The log-probs of each prompt, by plan.
+        theirs: vLLM's log-probs of each prompt.
+
+    Raises:
+        ValueError: A prompt has another number of log-probs, or one is not finite.
+    """
+    rows = []
+    for plan, logprobs in ours.items():
+        prompts = zip(logprobs, theirs, strict=True)
+        pairs = [pair for one, other in prompts for pair in zip(one, other, strict=True)]
+        differences = [one - other for one, other in pairs]
+        if not all(map(math.isfinite, differences)):
+            raise ValueError(f"{plan}: a log-prob is not finite")
+        sizes = sorted(map(abs, differences))
+        rows.append(
+            {
+                "plan": plan,
+                "tokens": len(sizes),
+                "mean_abs_diff": round(sum(sizes) / len(sizes), 5),
+                "median_abs_diff": round(sizes[len(sizes) // 2], 5),
+                "max_abs_diff": round(sizes[-1], 4),
+                "mean_diff": round(sum(differences) / len(sizes), 5),
+                "mean_logprob": round(sum(one for one, _ in pairs) / len(sizes), 4),
+            }
+        )
+    return rows
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    from jetrl.bench._timing import print_table, write_results
+    from jetrl.bench.shapes import SHAPES
+
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-8b")
+    parser.add_argument("--layers", type=int, help="default: the shape's")
+    parser.add_argument("--model", help="a model or a run, in place of random weights")
+    parser.add_argument("--prompts", type=int, default=16, help="default 16")
+    parser.add_argument(
+        "--tokens", type=int, default=256, help="a prompt has at most (default 256)"
+    )
+    parser.add_argument("--side", choices=["both", "ours", "vllm"], default="both")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="of our side")
+    parser.add_argument("--kv-cache-dtype", choices=["auto", "fp8"], default="auto")
+    parser.add_argument("--gpu-memory-utilization", type=float, default=0.6)
+    parser.add_argument("--work", type=Path, default=Path("build/bench/vllm_export"))
+    parser.add_argument("--out", type=Path, default=Path("build/bench/vllm_export.json"))
+    args = parser.parse_args(argv)
+    args.work.mkdir(parents=True, exist_ok=True)
+    if args.side != "vllm":
+        write_ours(args)
+    if args.side == "ours":
+        return
+    written = args.work / "ours.json"
+    if not written.is_file():
+        parser.error(f"{written}: no such file; run --side ours with the same --work first")
+    for name, value in ENVIRONMENT.items():  # read when vLLM is imported
+        os.environ.setdefault(name, value)
+    ours = json.loads(written.read_text(encoding="utf-8"))
+    theirs = vllm_logprobs(
+        args.work / "model", ours["prompts"], args.kv_cache_dtype, args.gpu_memory_utilization
+    )
+    rows = compare(ours["logprobs"], theirs)
+    print_table(rows)
+    model = f"--shape {args.shape}" + (f" --layers {args.layers}" if args.layers else "")
+    command = f"python benchmarks/vllm_export.py {f'--model {args.model}' if args.model else model}"
+    command += f" --prompts {args.prompts} --tokens {args.tokens}"
+    command += f" --kv-cache-dtype {args.kv_cache_dtype}"
+    from vllm import __version__
+
+    write_results(args.out, "vllm_export", command, rows, vllm=__version__)
+
+
+if __name__ == "__main__":
+    main()
