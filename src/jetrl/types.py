@@ -222,6 +222,8 @@ class Sample:
         completion: The sampled answer.
         score: The task's verdict.
         failure: The reason why the scorer gave no verdict of its own; "" when it did.
+        readable: The prompt and the completion as a person would write them, to be shown beside
+            them; "" where they are written so already.
     """
 
     prompt: Prompt
@@ -230,6 +232,7 @@ class Sample:
     completion: Completion
     score: Score
     failure: str = ""
+    readable: str = ""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,5 @@
 import contextlib
+import dataclasses
 import io
 import os
 import re
@@ -39,6 +40,18 @@ def test_plain_output_has_no_control_codes(synthetic, monkeypatch):
     assert "reward 1  4+5=  ->  <script>" in text
     assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", text)
     assert text.endswith("checkpoint written\n")
+
+
+@pytest.mark.parametrize("file", [io.StringIO, Terminal])
+def test_an_answer_is_shown_as_people_write_it_with_the_raw_text_beside(synthetic, file):
+    shown, samples = file(), synthetic.samples_of(5)
+    read = [dataclasses.replace(sample, readable="4 + 5 = \x1b9") for sample in samples]
+    with contextlib.closing(Console(30, file=shown)) as console:
+        console.samples(5, [*read, samples[0]])
+    text = shown.getvalue()
+    assert "4 + 5 = \\x1b9" in text
+    assert "4+5=" in text
+    assert ("(written 4+5=  ->  " in text) == (file is io.StringIO)
 
 
 @pytest.mark.parametrize("mismatch, style", [(0, "32m0 different"), (3, "31m15 different")])

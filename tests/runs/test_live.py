@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import urllib.error
 import urllib.request
@@ -44,6 +45,15 @@ def test_how_completions_are_read_is_said(make_run):
     path = make_run(steps=1)
     RunDirectory(path).write_reading("answers are written backwards")
     assert "in this task answers are written backwards" in shown(path)
+
+
+def test_an_answer_is_shown_as_people_write_it_too(make_run):
+    path = make_run()
+    for file in (path / "rollouts").iterdir():
+        lines = map(json.loads, file.read_text(encoding="utf-8").splitlines())
+        read = [json.dumps({**line, "readable": "20 + 5 = <25>"}) for line in lines]
+        file.write_text("\n".join([*read, ""]), encoding="utf-8")
+    assert "   (20 + 5 = <25>)" in shown(path)
 
 
 def test_watching_ends_with_the_run(make_run, monkeypatch):

@@ -1,3 +1,4 @@
+import json
 from html.parser import HTMLParser
 
 import pytest
@@ -141,6 +142,16 @@ def test_visible_and_clip():
     assert visible("a\x1b[0m\n\u202eb\u00e9") == "a\\x1b[0m\\n\\u202eb\u00e9"
     assert visible("a\nb", newlines=True) == "a\nb"
     assert clip("abcdef", 5) == "ab..."
+
+
+def test_an_answer_is_shown_as_people_write_it_too(make_run):
+    path = make_run()
+    for file in (path / "rollouts").iterdir():
+        lines = map(json.loads, file.read_text(encoding="utf-8").splitlines())
+        read = [json.dumps({**line, "readable": "20 + 5 = <25>"}) for line in lines]
+        file.write_text("\n".join([*read, ""]), encoding="utf-8")
+    page = write_report(path).read_text(encoding="utf-8")
+    assert '<p class="readable">20 + 5 = &lt;25&gt;</p>' in page
 
 
 def test_how_completions_are_read_is_beside_them(make_run):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
@@ -31,4 +32,7 @@ def test_there_and_back(completion: Completion, task: str) -> None:
     sample = Sample(prompt, 3, (1, 2), completion, Score(0.5, {"called": 1.0}), "")
     record = json.loads(json.dumps(record_of(9, sample)))
     assert sample_of(record) == sample
+    assert "readable" not in record
+    read = dataclasses.replace(sample, readable="2 + 3 = 5")
+    assert sample_of(json.loads(json.dumps(record_of(9, read)))) == read
     assert ("turns" in record) == bool(completion.turns)

@@ -1,8 +1,9 @@
 import pytest
 
 from jetrl.errors import UserError
-from jetrl.tasks import get_task
+from jetrl.tasks import Scorer, get_task
 from jetrl.tasks.arithmetic import Arithmetic
+from jetrl.types import Prompt
 
 
 def prompts(split, **options):
@@ -106,5 +107,32 @@ def test_the_task_says_how_its_answers_are_read():
         "from its end is 025"
     )
     assert Arithmetic(reverse=False).reading == ""
+
+
+@pytest.mark.parametrize(
+    "completion, readable",
+    [
+        ("520", "20 + 5 = 25"),
+        (" 041 ", "20 + 5 = 140"),
+        ("000", "20 + 5 = 0"),
+        ("", "20 + 5 = (no number)"),
+        ("5+2", "20 + 5 = (no number)"),
+        ("\u0665", "20 + 5 = (no number)"),
+    ],
+)
+def test_a_reversed_answer_is_shown_as_people_write_it(completion, readable):
+    prompt = Arithmetic()._prompt(20, "+", 5)
+    assert Arithmetic().readable(prompt, completion) == readable
+    assert Arithmetic(reverse=False).readable(prompt, completion) == ""
+    assert Arithmetic(operators="-").readable(Prompt(id="x", text="?"), completion) == ""
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_what_people_read_comes_with_the_score(workers):
+    prompt = Arithmetic()._prompt(20, "+", 5)
+    with Scorer("arithmetic", workers=workers) as scorer:
+        right, wrong = scorer.score([(prompt, "520"), (prompt, "1" * 5000)])
+    assert (right.score.reward, right.readable) == (1.0, "20 + 5 = 25")
+    assert (wrong.score.reward, len(wrong.readable)) == (0.0, 500)
     assert "1+1=2" in Arithmetic(max_operand=1, digits=1, padded=False).reading
     assert "05=" in Arithmetic(operators="-").reading

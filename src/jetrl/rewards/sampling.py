@@ -177,6 +177,7 @@ class Scoring:
             completion=completion,
             score=scored.score,
             failure=scored.failure,
+            readable=scored.readable,
         )
 
     def drop(self) -> None:
@@ -213,7 +214,7 @@ def _packed(sample: Sample) -> _PackedSample:
         dataclasses.replace(completion, token_ids=(), logprobs=()),
         array("i", completion.token_ids).tobytes(),
         array("f", completion.logprobs).tobytes(),
-        ScoredText(sample.score, sample.failure),
+        ScoredText(sample.score, sample.failure, sample.readable),
     )
 
 

@@ -152,18 +152,26 @@ class Console:
     def samples(self, step: int, samples: Sequence[Sample]) -> None:
         """Print a table of a few completions, from the lowest to the highest reward."""
         shown = spread(sorted(samples, key=lambda s: s.score.reward), SAMPLE_ROWS)
-        rows = [(s.prompt.asked, s.completion.text, number(s.score.reward)) for s in shown]
+        rows = [
+            (s.prompt.asked, s.completion.text, s.readable, number(s.score.reward)) for s in shown
+        ]
         if self._bar is None:
-            for prompt, text, reward in rows:
+            for prompt, text, readable, reward in rows:
                 question, answer = clip(visible(prompt), 60), clip(visible(text), 100)
-                self._print([(f"    reward {reward}  {question}  ->  {answer}", "")])
+                raw = f"{question}  ->  {answer}"
+                read = f"{clip(visible(readable), 100)}   (written {raw})" if readable else raw
+                self._print([(f"    reward {reward}  {read}", "")])
             return
         table = Table(title=f"completions of step {step}", title_style=QUIET, border_style=QUIET)
         table.add_column("reward", justify="right")
         table.add_column("prompt", max_width=48)
         table.add_column("completion")
-        for prompt, text, reward in rows:
-            table.add_row(reward, Text(clip(visible(prompt), 120)), Text(clip(visible(text), 300)))
+        if any(readable for _, _, readable, _ in rows):
+            table.add_column("read", max_width=48)
+        for prompt, text, readable, reward in rows:
+            cells = [clip(visible(prompt), 120), clip(visible(text), 300)]
+            cells += [clip(visible(readable), 120)] if len(table.columns) > len(cells) + 1 else []
+            table.add_row(reward, *map(Text, cells))
         with self._unread():
             self._rich.print(table)
 

@@ -109,7 +109,10 @@ def _samples(run: RunDirectory) -> list[Text]:
         asked, said = prompt_text(record), str(record.get("completion", ""))
         head = f"  reward {number(float(record.get('reward', 0.0)))}  "
         lines.append(Text(head + clip(visible(asked), _WIDTH), style="dim"))
-        lines.append(Text(f"    {clip(visible(said), _WIDTH)}"))
+        readable = clip(visible(str(record.get("readable") or "")), _WIDTH)
+        lines.append(
+            Text(f"    {clip(visible(said), _WIDTH)}" + f"   ({readable})" * bool(readable))
+        )
     reading = run.reading()
     return [*lines, Text(f"in this task {visible(reading)}", style="dim")] if reading else lines
 

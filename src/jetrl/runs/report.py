@@ -247,9 +247,16 @@ def _sample(record: Record) -> Html:
     return Html(
         f'<article class="card sample"><header><span class="pill {tone}">reward '
         f"{text(number(reward))}</span>{text(' · '.join(facts))}</header>"
+        f"{_readable(record)}"
         f'<pre class="prompt">{text(_shortened(prompt_text(record), MAX_PROMPT))}</pre>'
         f"{_completion(record)}</article>"
     )
+
+
+def _readable(record: Record) -> Html:
+    """Return the prompt and the completion as a person would write them, where the task says so."""
+    line = str(record.get("readable") or "")
+    return Html(f'<p class="readable">{text(clip(line, 200))}</p>' if line else "")
 
 
 def _completion(record: Record) -> Html:

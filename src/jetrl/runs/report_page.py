@@ -97,6 +97,7 @@ pre { margin: 0; font: 13px/1.5 ui-monospace, SFMono-Regular, Menlo, Consolas, m
   white-space: pre-wrap; overflow-wrap: anywhere; }
 .sample pre { padding: 8px 10px; border-radius: 8px; background: var(--code); margin-top: 6px;
   max-height: 320px; overflow: auto; }
+.sample p.readable { font-weight: 600; margin: 8px 2px 0; }
 .sample pre.prompt { background: none; padding: 0 2px; color: var(--soft); }
 .sample pre.reply { background: none; border-left: 3px solid var(--line); border-radius: 0;
   margin-left: 14px; padding: 2px 10px; color: var(--soft); }

@@ -32,6 +32,7 @@ def record_of(step: int, sample: Sample) -> dict[str, Any]:
         "parts": {str(name): float(value) for name, value in sample.score.parts.items()},
         "finish_reason": completion.finish_reason,
         "failure": sample.failure,
+        **({"readable": sample.readable} if sample.readable else {}),
         "prompt_token_ids": [int(token) for token in sample.prompt_token_ids],
         "token_ids": [int(token) for token in completion.token_ids],
         "logprobs": [float(value) for value in completion.logprobs],
@@ -64,6 +65,7 @@ def sample_of(record: dict[str, Any]) -> Sample:
         ),
         score=Score(record["reward"], record["parts"]),
         failure=record["failure"],
+        readable=record.get("readable", ""),
     )
 
 

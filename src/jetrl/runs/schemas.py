@@ -138,6 +138,7 @@ class RolloutLine(Stored):
         turns: The turns of the completion, of a task that has turns.
         versions: The version of the policy that drew each token, of a partial rollout.
         task: The task of the prompt, of a mixture.
+        readable: The prompt and the completion as a person would write them; "" for nothing.
     """
 
     step: Step = 0
@@ -158,6 +159,7 @@ class RolloutLine(Stored):
     turns: list[dict[str, Any]] = Field(default_factory=list)
     versions: list[Step] = Field(default_factory=list)
     task: str = ""
+    readable: str = ""
 
 
 class RunConfig(Stored):

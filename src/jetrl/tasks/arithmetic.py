@@ -12,6 +12,7 @@ is ever held out, and both splits are the same for the same options.
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Iterable
 
 from jetrl.errors import UserError
@@ -123,6 +124,16 @@ class Arithmetic(Task):
 
     def score(self, prompt: Prompt, completion: str) -> float:
         return float(completion.strip(" ") == prompt.answer)
+
+    def readable(self, prompt: Prompt, completion: str) -> str:
+        """Return a sum with its reversed answer as `20 + 5 = 25`, for `20+05=` and `520`."""
+        asked = re.fullmatch(r"(\d+)([-+])(\d+)=", prompt.text or "")
+        if not self.reverse or asked is None:
+            return ""
+        answer = completion.strip(" ")
+        is_number = answer.isascii() and answer.isdigit()
+        result = answer[::-1].lstrip("0") or "0" if is_number else "(no number)"
+        return f"{int(asked[1])} {asked[2]} {int(asked[3])} = {result}"
 
     def demonstration(self, prompt: Prompt) -> str | None:
         answer, teacher = prompt.answer or "", self._teacher

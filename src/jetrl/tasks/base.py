@@ -117,6 +117,18 @@ class Task:
         """
         return None
 
+    def readable(self, prompt: Prompt, completion: str) -> str:
+        """Return a prompt and its completion as a person would write them, on one line.
+
+        It is shown beside both where people look at samples. The default, "", shows nothing: they
+        are written as a person would write them.
+
+        Args:
+            prompt: The prompt that the completion answers.
+            completion: The text that the model wrote; in the last turn, where it has several.
+        """
+        return ""
+
     def vote(self, prompt: Prompt, completion: str) -> str | None:
         """Return what a completion answers, in one form for equal answers; None where nothing.
 

@@ -134,6 +134,10 @@ class Mix(Task):
         task, own = self._own(prompt)
         return task.step(own, turns, completion) if len(turns) + 1 < task.max_turns else None
 
+    def readable(self, prompt: Prompt, completion: str) -> str:
+        task, own = self._own(prompt)
+        return task.readable(own, completion)
+
     def vote(self, prompt: Prompt, completion: str) -> str | None:
         task, own = self._own(prompt)
         return task.vote(own, completion)

@@ -49,10 +49,12 @@ class ScoredText:
     Attributes:
         score: The score that the task gave; a reward of 0 where it gave none.
         failure: The reason why the task gave no score; "" if it gave one.
+        readable: The prompt and the completion as a person would write them; "" for nothing.
     """
 
     score: Score
     failure: str = ""
+    readable: str = ""
 
 
 @dataclass(frozen=True)
@@ -202,7 +204,10 @@ class Scorer:
             while not self._payloads.keys().isdisjoint(tickets):
                 self._pump(wait_for_one=True)
         replies = [self._replies.pop(ticket) for ticket in tickets]
-        return [ScoredText(Score(reply.reward, reply.parts), reply.failure) for reply in replies]
+        return [
+            ScoredText(Score(reply.reward, reply.parts), reply.failure, reply.readable)
+            for reply in replies
+        ]
 
     def ask(self, prompt: Prompt, turns: Sequence[Turn], completion: str) -> int:
         """Ask the task for its reply to a turn (`Task.step`), and return a ticket.

@@ -19,6 +19,7 @@ MAX_LINE = 2**16  # bytes of one line from a worker
 MAX_FAILURE = 2000  # characters
 MAX_PARTS = 64
 MAX_PART_NAME = 200  # characters
+MAX_READABLE = 500  # characters of a prompt and its completion as a person would write them
 MAX_STEP_REPLY = 5000  # characters of an environment's reply: a line holds them, escaped too
 _LENGTH = struct.Struct("!Q")
 
@@ -39,6 +40,7 @@ class WorkerReply(NamedTuple):
         chunk: The random number that came with the items: a chunk cannot be answered before it was
             handed out.
         step_reply: The environment's reply to a turn; None ends the completion.
+        readable: The prompt and the completion as a person would write them; "" for nothing.
     """
 
     reward: float
@@ -47,6 +49,7 @@ class WorkerReply(NamedTuple):
     last: bool = False
     chunk: str = ""
     step_reply: str | dict[str, str] | None = None
+    readable: str = ""
 
 
 def pack_down(value: object) -> bytes:
@@ -107,7 +110,7 @@ def parse_reply(line: bytes) -> WorkerReply:
     reply = WorkerReply(**message)
     if not isinstance(reply.parts, dict) or len(reply.parts) > MAX_PARTS:
         raise WireError("the parts of its score are none")
-    texts = isinstance(reply.failure, str) and isinstance(reply.chunk, str)
+    texts = all(isinstance(item, str) for item in (reply.failure, reply.chunk, reply.readable))
     if not texts or not isinstance(reply.last, bool):
         raise WireError("a field of another type than a reply's")
     step_reply = reply.step_reply
@@ -122,6 +125,7 @@ def parse_reply(line: bytes) -> WorkerReply:
         reply.last,
         reply.chunk,
         step_reply,
+        reply.readable[:MAX_READABLE],
     )
 
 

@@ -40,6 +40,7 @@ from jetrl.tasks.base import ScoreError, Task, to_reply, to_score
 from jetrl.tasks.messages import describe_error
 from jetrl.tasks.registry import get_task
 from jetrl.tasks.sandbox.wire import (
+    MAX_READABLE,
     MAX_STEP_REPLY,
     WorkerReply,
     read_down,
@@ -248,7 +249,14 @@ def _answer(task: Task, item: Item) -> WorkerReply:
     else:
         value = task.score_turns(prompt, completion)
     score = to_score(value, task.label, prompt.id)
-    return WorkerReply(score.reward, dict(score.parts), "")
+    last = completion if isinstance(completion, str) else completion[-1].completion
+    readable = task.readable(prompt, last)
+    if not isinstance(readable, str):
+        raise ScoreError(
+            f"task {task.label}, prompt {prompt.id!r}: readable returned no text but "
+            f"{type(readable).__name__}"
+        )
+    return WorkerReply(score.reward, dict(score.parts), "", readable=readable[:MAX_READABLE])
 
 
 def _end_with_parent(descriptor: int) -> None:
