@@ -1,0 +1,107 @@
+"""Run the demo for some seeds, and write what it reaches: tables of README and docs/benchmarks.md.
+
+    python benchmarks/demo.py --out build/demo                  seeds 0, 1 and 2; minutes each
+    ATEN_CPU_CAPABILITY=avx2 python benchmarks/demo.py --out build/demo --seeds 0
+
+Sums of floats are made in another order where a processor has other vector units:
+ATEN_CPU_CAPABILITY (default, avx2, avx512) stands for other processors, and names the run. A run
+that is in the folder already is not repeated. `demo.json` in the folder has some steps of the first
+run's metrics, and a row for each run that is there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+STEPS = (0, 1, 10, 30, 60, 90, 120)
+ACCURACY = "eval/arithmetic/mean"
+TOKENS, DIFFERENT = "mismatch/num_tokens", "mismatch/num_different"
+NOT_KEPT = ("timing/", "throughput/", "memory/", "time")
+Lines = list[dict[str, Any]]
+
+
+def train(out: Path, seed: int, capability: str) -> None:
+    """Make the run of a seed, unless it is in the folder."""
+    name = f"demo-{seed}-{capability}"
+    if not (out / name / "model").is_dir():
+        words = [f"run.dir={out}", f"run.name={name}", f"run.seed={seed}"]
+        command = [sys.executable, "-m", "jetrl", "train", "demo", *words]
+        subprocess.run(command, check=True, stdout=sys.stderr)
+
+
+def metrics_of(run: Path) -> tuple[Lines, Lines]:
+    """Return the metrics of a run: the lines of its warm-up, and those of its steps."""
+    text = (run / "metrics.jsonl").read_text(encoding="utf-8")
+    lines = [json.loads(line) for line in text.splitlines()]
+    return [n for n in lines if "phase" in n], [n for n in lines if "phase" not in n]
+
+
+def summary(run: Path) -> dict[str, Any]:
+    """Return how a run began and ended: accuracies in percent of the held-out sums."""
+    _, seed, capability = run.name.split("-")
+    warm_up, steps = metrics_of(run)
+    accuracies = [line[ACCURACY] for line in steps if ACCURACY in line]
+    return {
+        "seed": int(seed),
+        "cpu_capability": capability,
+        "warm_up_updates": len(warm_up),
+        "percent_at_start": round(100 * accuracies[0], 1),
+        "percent_at_end": round(100 * accuracies[-1], 1),
+        "tokens": sum(int(line.get(TOKENS, 0)) for line in steps),
+        "different": sum(int(line.get(DIFFERENT, 0)) for line in steps),
+    }
+
+
+def rows_of(run: Path) -> Lines:
+    """Return some steps of a run, without times."""
+    return [
+        {key: value for key, value in line.items() if not key.startswith(NOT_KEPT)}
+        for line in metrics_of(run)[1]
+        if line["step"] in STEPS
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, default=Path("build/demo"))
+    parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2])
+    args = parser.parse_args()
+    out = args.out.resolve()
+    capability = os.environ.get("ATEN_CPU_CAPABILITY", "own")
+    for seed in args.seeds:
+        train(out, seed, capability)
+    runs = sorted(run.parent for run in out.glob("demo-*-*/model"))
+    if not runs:
+        parser.error(f"{out}: no run is there; name --seeds")
+    first = next((run for run in runs if run.name == "demo-0-own"), runs[0])
+    summaries = [summary(run) for run in runs]
+    results = {
+        "benchmark": "demo",
+        "command": "python benchmarks/demo.py",
+        "device": "CPU",
+        "versions": {"torch": importlib.metadata.version("torch")},
+        "date": datetime.date.today().isoformat(),
+        "what": f"metrics of some steps of {first.name}; runs has all runs; own: AVX-512 here",
+        "tokens": summary(first)["tokens"],
+        "different": summary(first)["different"],
+        "least_percent_at_end": min(run["percent_at_end"] for run in summaries),
+        "most_percent_at_end": max(run["percent_at_end"] for run in summaries),
+        "rows": rows_of(first),
+        "runs": summaries,
+    }
+    (out / "demo.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps(summaries, indent=1))
+
+
+if __name__ == "__main__":
+    main()
