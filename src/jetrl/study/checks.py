@@ -27,13 +27,14 @@ def check_runs(runs: Sequence[PlannedRun]) -> None:
             return build_task(run.settings.task)
 
         def plan(run: PlannedRun = run) -> object:
-            return PrecisionPlan.from_settings(run.settings.precision)
+            settings = run.settings
+            return PrecisionPlan.from_settings(settings.precision, settings.sampler_deviation)
 
         def model(run: PlannedRun = run) -> object:
             return model_config(run.start.settings if run.start else run.settings)
 
         _check_once(seen, run, settings.task, task)
-        _check_once(seen, run, settings.precision, plan)
+        _check_once(seen, run, (settings.precision, settings.sampler_deviation), plan)
         _check_once(seen, run, first.model, model)
 
 
