@@ -85,5 +85,7 @@ class SamplerDeviationSettings(Section):
     def whole_blocks(cls, keys: int | None) -> int | None:
         """Check that a split is made of whole blocks of keys, on every device alike."""
         if keys is not None and keys % _KEYS_OF_A_BLOCK:
-            raise ValueError(f"a multiple of {_KEYS_OF_A_BLOCK} keys, not {keys}")
+            raise ValueError(
+                f"sampler_deviation.attention_split = {keys}: take a multiple of {_KEYS_OF_A_BLOCK}"
+            )
         return keys
