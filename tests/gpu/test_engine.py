@@ -120,10 +120,7 @@ def test_graphs_are_eager_forwards_are_the_trainers(
     assert count_different(policy, prompts, graphs, 3, params.temperature or 1.0) == 0
     monkeypatch.setattr(GraphForwards, "prepare", lambda *_: None)
 
-    def eager(self: GraphForwards, count: int, longest: int, filtered: bool) -> None:
-        self.forward(count, longest, filtered)
-
-    monkeypatch.setattr(GraphForwards, "run", eager)
+    monkeypatch.setattr(GraphForwards, "run", GraphForwards.forward)
     assert outcome(RolloutEngine(policy).generate(prompts, params)) == outcome(graphs)
 
 

@@ -41,6 +41,7 @@ META = torch.device("meta")
 MODELS = (("qwen3-8b", "unified"), ("qwen3-0.6b", "jet"), ("llama3.1-8b", "mixed"))
 MODELS += (("qwen2.5-7b", "unified"), ("qwen3-1.7b", "bf16"))
 DECODES = ((8, 1024), (64, 8192), (256, 1024), (512, 1024))  # rows, longest context
+VERIFIED = ((8, 8), (64, 4), (512, 2))  # rows, tokens of a sequence
 
 compiled: dict[str, int] = {}  # how often each kernel was, by the present piece
 failed: dict[str, list[str]] = {}
@@ -153,17 +154,51 @@ def policy_of(shape: str, plan: str) -> Any:
 
 def decode(shape: str, plan: str) -> None:
     """Decode at several sizes."""
-    from jetrl.rollout.decode_forward import DecodeBuffers, GraphForwards
+    from jetrl.rollout.decode_forward import DecodeBuffers, ForwardSize, GraphForwards
     from jetrl.rollout.kv_cache import PagedCache
 
     policy = policy_of(shape, plan)
     cache = PagedCache(policy.config, policy.plan, 4096, 64, META)
     forwards = object.__new__(GraphForwards)  # no graphs, and no pool of theirs
     forwards._policy, forwards._cache, forwards.page_size = policy, cache, 64
-    forwards._buffers = DecodeBuffers.empty(512, 8, 256, META)
+    forwards._buffers, forwards._speculation = DecodeBuffers.empty(512, 8, 256, META), None
     for rows, longest in DECODES:
         for filtered in (False, True):
-            forwards.forward(rows, longest, filtered)
+            forwards.forward(ForwardSize(rows, longest, filtered))
+
+
+def speculation() -> None:
+    """Drafts, their verification, and attention of several queries a sequence."""
+    from jetrl.kernels.attention.decode import attend_decode, attend_decode_quantized
+    from jetrl.kernels.attention.layout import KeyValueCodes, stored_dtype
+    from jetrl.kernels.decode_state import DecodeState
+    from jetrl.kernels.decode_verify import Verified, take_verified, verify_inputs
+    from jetrl.kernels.draft import propose
+    from jetrl.kernels.draft_state import DraftText
+
+    def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=META)
+
+    state = DecodeState.empty(513, 256, META)
+    text = DraftText.empty(513, 16384, 2**12, 2**12, META)
+    for count, width in VERIFIED:
+        rows, queries = empty(count, dtype=torch.int64), count * width
+        drafts = propose(text, state, rows)
+        inputs = verify_inputs(state, text, drafts, rows, 64, width)
+        draws = (inputs.token_ids, *empty(2, queries, dtype=torch.float32))
+        out = Verified(
+            empty(16, 2048), empty(16, 2048, dtype=torch.float32), empty(16, 512), empty(1)
+        )
+        take_verified(state, text, drafts, inputs, rows, *draws, out)
+        for kv, heads, head_dim in (("fp8", 32, 128), ("bf16", 40, 128), ("int8", 16, 64)):
+            codes = empty(100, 64, 8, head_dim, dtype=stored_dtype(kv))
+            scales = None if kv == "bf16" else empty(100, 64, 8, dtype=torch.float32)
+            pages = KeyValueCodes(codes, scales, codes, scales)
+            q = empty(queries, heads, head_dim, dtype=torch.bfloat16)
+            work = (empty(count, 32), inputs.lengths, 2048)
+            if kv == "fp8":
+                attend_decode_quantized(q, pages, *work, queries=inputs.queries, width=width)
+            attend_decode(q, pages, *work, queries=inputs.queries, width=width)
 
 
 def prefill(shape: str, plan: str) -> None:
@@ -222,7 +257,7 @@ def other_options() -> None:
 
 def _sample(policy: Any) -> None:
     """Compile a forward over prompts and one of decode."""
-    from jetrl.rollout.decode_forward import DecodeBuffers, GraphForwards
+    from jetrl.rollout.decode_forward import DecodeBuffers, ForwardSize, GraphForwards
     from jetrl.rollout.kv_cache import PagedCache
     from jetrl.rollout.paged_attention import Span
 
@@ -231,8 +266,8 @@ def _sample(policy: Any) -> None:
     policy.rollout_forward(tokens, tokens, cache.key_values([Span(0, 0, 300, list(range(5)))]))
     forwards = object.__new__(GraphForwards)
     forwards._policy, forwards._cache, forwards.page_size = policy, cache, 64
-    forwards._buffers = DecodeBuffers.empty(512, 8, 256, META)
-    forwards.forward(8, 1024, False)
+    forwards._buffers, forwards._speculation = DecodeBuffers.empty(512, 8, 256, META), None
+    forwards.forward(ForwardSize(8, 1024, False))
 
 
 def optimizer() -> None:
@@ -361,7 +396,7 @@ PIECES |= {
     f"keys and values, {kv}, {d}": functools.partial(stored_formats, kv, d) for kv, d in STORED
 }
 PIECES |= {"optimizer": optimizer, "long attention": long_attention}
-PIECES |= {"NVFP4 weights": nvfp4, "other options": other_options}
+PIECES |= {"NVFP4 weights": nvfp4, "other options": other_options, "speculation": speculation}
 PIECES |= {"small operations": small_operations, "chains of products": chains}
 
 

@@ -173,10 +173,12 @@ def test_the_engine_draws_what_a_naive_sampler_draws(make_policy, case: int) -> 
     ]
     page = choose([1, 2, 4, 16, 64])
     longest = max(len(prompts[i // params.n]) + end - 1 for i, end in enumerate(ends))
+    batch = choose([1, 2, 8, 256])
+    num_pages = choose([None, -(-longest // page), 2 - longest // -page])
     engine = RolloutEngine(
         policy,
-        max_batch_size=choose([1, 2, 8, 256]),
-        num_pages=choose([None, -(-longest // page), 2 - longest // -page]),
+        max_batch_size=batch,
+        num_pages=num_pages,
         page_size=page,
         max_prefill_tokens=choose([1, 8, 64, 8192]),
     )
@@ -185,6 +187,21 @@ def test_the_engine_draws_what_a_naive_sampler_draws(make_policy, case: int) -> 
         prompts, params, options=GenerateOptions(environment=replies, max_tokens=limits)
     )
     assert engine.pages_in_use == 0
+    # Drafts change nothing: of siblings and the sequence itself, then of the call before. (Under
+    # fp32 a row's bits depend on the number of rows.)
+    speculating = RolloutEngine(
+        policy,
+        engine.max_batch_size,
+        num_pages,
+        page,
+        engine.sizes.now.max_prefill_tokens,
+        speculation=choose(["text", "text", "auto"]),
+    )
+    speculating._repeats, speculating._ahead = engine._repeats, engine._ahead
+    for _ in range(2):
+        again = None if replies is None else Replies(replies.max_turns, chance)
+        drafted = GenerateOptions(environment=again, max_tokens=limits)
+        assert preset == "fp32" or speculating.generate(prompts, params, options=drafted) == out
     for i, completion in enumerate(out):
         prompt = prompts[i // params.n]
         occurrence = prompts[: i // params.n].count(prompt)

@@ -42,6 +42,7 @@ class Simulation:
     repeats: int = 1
     ahead: int = 0  # steps that run before the draws of an earlier one are handed over
     late: int = 0  # steps that an environment's reply takes; by then no draw is pending
+    width: int = 1  # tokens of a sequence in a forward: drafts are right by chance
     computed: Counter = field(default_factory=Counter)
     steps: list[ScheduledStep] = field(default_factory=list)
 
@@ -59,7 +60,7 @@ class Simulation:
         return [sequence.generated for sequence in self.scheduler.sequences]
 
     def step(self):
-        step = self.scheduler.schedule(self.repeats)
+        step = self.scheduler.schedule(self.repeats, self.width)
         if step is not None:
             self.steps.append(step)
             self.check(step)
@@ -91,7 +92,7 @@ class Simulation:
         drawn = []
         for chunk in step.chunks:
             if step.decodes:
-                drawn.append(self.decode(chunk))
+                drawn.append(self.decode(chunk, step.width))
             else:
                 for position in range(chunk.start, chunk.start + chunk.length):
                     self.write(chunk.sequence, position)
@@ -101,16 +102,32 @@ class Simulation:
                     drawn.append(self.tokens[index][-1:])
         return [(tokens, [-1.0] * len(tokens)) for tokens in drawn]
 
-    def decode(self, chunk):
+    def decode(self, chunk, width):
         """Decode as the GPU does: continue from a sequence's last token, and stop by itself."""
+        sequence = self.scheduler.sequences[chunk.sequence]
         tokens, drawn = self.tokens[chunk.sequence], []
-        for position in range(chunk.start, chunk.start + chunk.length):
-            if tokens[-1] != STOP:
-                assert position == len(tokens) - 1
+        end = len(sequence.prompt) + sequence.rules.max_tokens
+        for _ in range(chunk.length):
+            first = len(tokens) - 1
+            # Each draft is right or wrong; the first wrong one ends the forward.
+            for position in range(first, min(first + width, end - 1)):
+                if tokens[-1] == STOP:
+                    break
+                if position > first and hash((len(self.steps), chunk.sequence, position)) % 2:
+                    self.overwrite(chunk.sequence, position)
+                    break
+                assert chunk.start <= position < chunk.reach
                 self.write(chunk.sequence, position)
-                tokens.append(self.draw(self.read(chunk.sequence, position + 1), chunk.sequence))
+                seen = self.read(chunk.sequence, position + 1)
+                tokens.append(self.draw(seen, chunk.sequence))
                 drawn.append(tokens[-1])
         return drawn
+
+    def overwrite(self, index, position):
+        """Write what is not the sequence's, as a wrong draft does, where the sequence may write."""
+        pages, size = self.scheduler.sequences[index].pages, self.scheduler.allocator.page_size
+        assert self.scheduler.allocator.users(pages[position // size]) == 1
+        self.memory[pages[position // size]][position % size] = None
 
     def write(self, index, position):
         sequence = self.scheduler.sequences[index]
@@ -300,6 +317,7 @@ def test_random_loads_finish_and_draw_the_same(seed):
         ahead=rng.choice([0, 1, 2]),
         late=rng.choice([0, 1, 5]),
         turns=turns,
+        width=rng.choice([1, 1, 2, 8]),
     )
     assert tight.run() == wanted
     assert tight.scheduler.allocator.num_used == 0

@@ -23,7 +23,7 @@ from jetrl.errors import UserError
 HANDS_WORDS_ON = True
 RUNS_ON_RANKS = True
 ON_RANKS = ("step",)  # what several processes measure together
-CPU_TOO = ("mismatch", "step", "train")  # with --device cpu: to try them out
+CPU_TOO = ("mismatch", "speculation", "step", "train")  # with --device cpu: to try them out
 BENCHMARKS = (
     "attention",
     "gemm",
@@ -36,6 +36,7 @@ BENCHMARKS = (
     "partial",
     "quantize",
     "rollout",
+    "speculation",
     "step",
     "train",
 )

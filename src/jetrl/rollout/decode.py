@@ -9,18 +9,27 @@ nothing more on the device, and the scheduler drops the draws past its end.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from jetrl.kernels.decode_state import MAX_STOP_IDS
+from jetrl.kernels.decode_state import MAX_STOP_IDS, Drawn
+from jetrl.kernels.decode_verify import Verified
 from jetrl.models.policy import Policy
-from jetrl.rollout.decode_forward import DecodeBuffers, EagerForwards, GraphForwards
+from jetrl.rollout.decode_forward import (
+    DecodeBuffers,
+    EagerForwards,
+    ForwardSize,
+    GraphForwards,
+)
 from jetrl.rollout.kv_cache import PagedCache
 from jetrl.rollout.launched_step import LaunchedStep, mark, to_device, to_host
+from jetrl.rollout.progress import SpeculationStats
 from jetrl.rollout.scheduler import ScheduledStep
 from jetrl.rollout.sequence import RunningSequence
+from jetrl.rollout.speculation import Speculation
 from jetrl.types import SamplingParams
 
 MAX_REPEATS = 16  # The most forwards of one decode step.
@@ -32,7 +41,8 @@ class _Resident:
 
     Attributes:
         slot: The sequence's slot in the device's state.
-        position: The position of the next token, unless the sequence ends before.
+        position: The position of the next token, unless the sequence ends before; the least, where
+            forwards verify drafts.
         pages: The page table as the device has it.
     """
 
@@ -49,18 +59,27 @@ class DecodeBatch:
         cache: The KV pages.
         max_batch_size: The most running sequences.
         max_model_len: The most tokens of a sequence.
+        speculation: The drafts that forwards verify; None for forwards of one token a sequence.
     """
 
     def __init__(
-        self, policy: Policy, cache: PagedCache, max_batch_size: int, max_model_len: int
+        self,
+        policy: Policy,
+        cache: PagedCache,
+        max_batch_size: int,
+        max_model_len: int,
+        speculation: Speculation | None = None,
     ) -> None:
         self._width = -(-max_model_len // cache.page_size)
         self._device = policy.device
-        self._buffers = DecodeBuffers.empty(max_batch_size, MAX_REPEATS, self._width, policy.device)
+        self._speculation = speculation
+        self._buffers = DecodeBuffers.empty(
+            max_batch_size, MAX_REPEATS, self._width, policy.device, speculation is not None
+        )
         # A traced forward runs eagerly, since the replay of a graph calls no Python.
         captured = cache.reads_pages_in_place and policy.decoder.trace is None
         forwards = GraphForwards if captured else EagerForwards
-        self._forwards = forwards(policy, cache, self._buffers)
+        self._forwards = forwards(policy, cache, self._buffers, speculation)
         self._free = list(range(max_batch_size))
         self._resident: dict[int, _Resident] = {}
         self._rows: list[int] = []
@@ -82,6 +101,8 @@ class DecodeBatch:
         self._resident.clear()
         self._rows = []
         self._before = (self._forwards.num_graphs, self._forwards.capture_s)
+        if self._speculation is not None:
+            self._speculation.begin()
         buffers.state.active.zero_()
         buffers.state.seed.fill_(params.seed)
         buffers.state.stops[: 1 + len(stops)] = torch.tensor([len(stops), *stops])
@@ -89,6 +110,33 @@ class DecodeBatch:
         buffers.top_p.fill_(params.top_p)
         buffers.top_k.fill_(params.top_k)
         self._filtered = params.top_p < 1 or params.top_k > 0
+
+    def width(self, sequences: int) -> int:
+        """Return the most tokens of a sequence in each forward of the next step.
+
+        Args:
+            sequences: The number of running sequences.
+        """
+        return 1 if self._speculation is None else self._speculation.widths.choose(sequences)
+
+    def ended(self, sequence: RunningSequence) -> None:
+        """Take in that a sequence has ended: its text serves for drafts."""
+        if self._speculation is not None:
+            self._speculation.ended(sequence)
+
+    def take_in(self, launched: LaunchedStep, seconds: float) -> None:
+        """Take in a step whose draws have arrived: what its drafts were worth.
+
+        Args:
+            launched: The step.
+            seconds: The seconds that the device took for it.
+        """
+        if self._speculation is not None:
+            self._speculation.take_in(launched, seconds)
+
+    def speculated(self) -> SpeculationStats | None:
+        """Return what the drafts of this call were worth; None without drafts."""
+        return None if self._speculation is None else self._speculation.stats()
 
     def forget(self, step: ScheduledStep) -> None:
         """Forget sequences that a step prefills or that lost their pages, before the step runs."""
@@ -102,16 +150,23 @@ class DecodeBatch:
         """Start a decode step, after its page copies, without waiting for the device."""
         assert step.decodes, "a step over prompts is not decode"
         assert step.repeats <= MAX_REPEATS, f"{step.repeats} forwards in one step"
-        longest = max(chunk.start + chunk.length for chunk in step.chunks)
-        self._forwards.prepare(len(step.chunks), longest, self._filtered)
+        longest = max(chunk.reach for chunk in step.chunks)
+        size = ForwardSize(len(step.chunks), longest, self._filtered, step.width)
+        self._forwards.prepare(size)
         self._place(step, sequences)
-        out = self._buffers.out
+        out: Drawn | Verified = self._buffers.out
+        if self._speculation is not None:
+            assert self._buffers.verified is not None, "no room for verifying drafts"
+            out = self._buffers.verified
         out.count.zero_()
-        began = mark(self._device)
+        began, called = mark(self._device), time.perf_counter()
         for _ in range(step.repeats):
-            self._forwards.run(len(step.chunks), longest, self._filtered)
+            self._forwards.run(size)
         tokens, logprobs = to_host(out.tokens), to_host(out.logprobs)
-        return LaunchedStep(step, tokens, logprobs, began, mark(self._device))
+        offers = to_host(out.offers) if isinstance(out, Verified) else None
+        ready = mark(self._device)
+        host_s = time.perf_counter() - called
+        return LaunchedStep(step, tokens, logprobs, began, ready, offers, host_s)
 
     def _place(self, step: ScheduledStep, sequences: Sequence[RunningSequence]) -> None:
         """Make the step's sequences the rows 0 to B, and write the news of each to the device."""
@@ -122,6 +177,7 @@ class DecodeBatch:
         rows: list[int] = []
         # New sequences bring their state, all others at most new pages.
         arrivals: list[tuple[int, int, int, int, int]] = []
+        arrived: list[tuple[int, RunningSequence]] = []
         pages: list[tuple[int, int]] = []
         for chunk in step.chunks:
             sequence = sequences[chunk.sequence]
@@ -133,7 +189,9 @@ class DecodeBatch:
                 limit = len(sequence.prompt) + sequence.rules.max_tokens - 1
                 token = sequence.generated[-1]
                 arrivals.append((slot, token, chunk.start, limit, sequence.key))
-            assert resident.position == chunk.start, f"{chunk} follows {resident.position}"
+                arrived.append((slot, sequence))
+            # The device may be further on: the host learns later how many drafts were right.
+            assert resident.position <= chunk.start, f"{chunk} follows {resident.position}"
             pages += self._new_pages(resident, sequence.pages, chunk.start)
             resident.position = chunk.start + chunk.length
             rows.append(resident.slot)
@@ -146,6 +204,8 @@ class DecodeBatch:
             state.limit[slots] = limits.int()
             state.key[slots] = keys
             state.active[slots] = 1
+        if arrived and self._speculation is not None:
+            self._speculation.arrive(arrived)
         if pages:
             entries, numbers = to_device(pages, self._device).unbind(1)
             state.tables.view(-1)[entries] = numbers.int()

@@ -7,7 +7,7 @@ called from Python: `EagerForwards`. A row computes the same bits in both, and i
 
 from __future__ import annotations
 
-import bisect
+import dataclasses
 import functools
 import logging
 import time
@@ -18,18 +18,20 @@ import torch
 from torch import Tensor
 
 from jetrl.kernels.decode import next_inputs, take_draws
-from jetrl.kernels.decode_state import DecodeState, Drawn
+from jetrl.kernels.decode_state import DecodeInputs, DecodeState, Drawn
+from jetrl.kernels.decode_verify import Verified, take_verified, verify_inputs
+from jetrl.kernels.draft_state import MAX_QUERIES, VerifyInputs
 from jetrl.kernels.logit_noise import with_noise
 from jetrl.kernels.sampling import sample
 from jetrl.memory.device import DeviceBytes
 from jetrl.models.policy import Policy
+from jetrl.rollout.batch_sizes import padded_batch, padded_context
 from jetrl.rollout.kv_cache import PagedCache
 from jetrl.rollout.paged_attention import DecodeWork, Span
+from jetrl.rollout.speculation import Speculation
 
 logger = logging.getLogger(__name__)
 
-_ROWS = [8, 16, 32, 64, 96, 128, 192, 256, *range(384, 4097, 128)]  # Batch sizes of graphs.
-_SPLIT_TOKENS = 1024  # Contexts are rounded up to this times a power of two.
 _LOGITS_AT_ONCE = 2**23  # Sampling makes several arrays of the logits that it handles at once.
 
 
@@ -41,10 +43,11 @@ class DecodeBuffers:
         state: The state of every slot.
         rows: int64 [R], the slot of each row.
         tables: int32 [R, W], the page table of each row.
-        temperature: float32 [R].
+        temperature: float32 [R], or [8 R] with room for verifying drafts, as the next two.
         top_p: float32 [R].
         top_k: int64 [R].
-        out: The draws of the forwards of one step.
+        out: The draws of the forwards of one step, without drafts.
+        verified: The draws of the forwards of one step that verify drafts; None without room.
         idle_slot: A slot that never holds a sequence, for rows that fill up a size.
     """
 
@@ -55,10 +58,13 @@ class DecodeBuffers:
     top_p: Tensor
     top_k: Tensor
     out: Drawn
+    verified: Verified | None
     idle_slot: int
 
     @staticmethod
-    def empty(slots: int, repeats: int, width: int, device: torch.device) -> DecodeBuffers:
+    def empty(
+        slots: int, repeats: int, width: int, device: torch.device, drafts: bool = False
+    ) -> DecodeBuffers:
         """Return buffers without a sequence.
 
         Args:
@@ -66,36 +72,47 @@ class DecodeBuffers:
             repeats: The most forwards of a step.
             width: The most pages of a sequence.
             device: The device.
+            drafts: Whether there is to be room for verifying drafts.
         """
         rows = padded_batch(slots)
+        queries = rows * MAX_QUERIES if drafts else rows
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        verified = None
+        if drafts:
+            logprobs = zeros(repeats, queries, dtype=torch.float32)
+            draws, offers = zeros(repeats, queries), zeros(repeats, rows)
+            verified = Verified(draws, logprobs, offers, zeros(1))
         return DecodeBuffers(
             state=DecodeState.empty(slots + 1, width, device),
             rows=torch.full((rows,), slots, device=device),
-            tables=torch.zeros(rows, width, dtype=torch.int32, device=device),
-            temperature=torch.ones(rows, device=device),
-            top_p=torch.ones(rows, device=device),
-            top_k=torch.zeros(rows, dtype=torch.int64, device=device),
-            out=Drawn(
-                torch.zeros(repeats, rows, dtype=torch.int32, device=device),
-                torch.zeros(repeats, rows, device=device),
-                torch.zeros(1, dtype=torch.int32, device=device),
-            ),
+            tables=zeros(rows, width),
+            temperature=torch.ones(queries, device=device),
+            top_p=torch.ones(queries, device=device),
+            top_k=zeros(queries, dtype=torch.int64),
+            out=Drawn(zeros(repeats, rows), zeros(repeats, rows, dtype=torch.float32), zeros(1)),
+            verified=verified,
             idle_slot=slots,
         )
 
 
-def padded_batch(count: int) -> int:
-    """Return the batch size of the graph that runs `count` rows."""
-    at = bisect.bisect_left(_ROWS, count)
-    return _ROWS[at] if at < len(_ROWS) else count
+@dataclass(frozen=True)
+class ForwardSize:
+    """The size of a forward.
 
+    Attributes:
+        rows: The number of sequences.
+        longest: Tokens of the longest context at the end of the step.
+        filtered: Whether top_p or top_k restrict the draws.
+        width: The most tokens of a sequence, above 1 to verify drafts.
+    """
 
-def padded_context(tokens: int) -> int:
-    """Return the context size of the graph that runs contexts of up to so many tokens."""
-    size = _SPLIT_TOKENS
-    while size < tokens:
-        size *= 2
-    return size
+    rows: int
+    longest: int
+    filtered: bool
+    width: int = 1
 
 
 class EagerForwards:
@@ -105,43 +122,87 @@ class EagerForwards:
         policy: The policy.
         cache: The KV pages.
         buffers: The tensors that forwards read and write.
+        speculation: The drafts; None for forwards of one token a sequence.
     """
 
     num_graphs, capture_s = 0, 0.0
 
-    def __init__(self, policy: Policy, cache: PagedCache, buffers: DecodeBuffers) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        cache: PagedCache,
+        buffers: DecodeBuffers,
+        speculation: Speculation | None = None,
+    ) -> None:
         self._policy, self._cache, self._buffers = policy, cache, buffers
+        self._speculation = speculation
         self.page_size = cache.page_size
 
-    def prepare(self, count: int, longest: int, filtered: bool) -> None:
+    def prepare(self, size: ForwardSize) -> None:
         """Do nothing: an eager forward needs no preparation.
 
         Args:
-            count: Unused.
-            longest: Unused.
-            filtered: Unused.
+            size: Unused.
         """
 
-    def run(self, count: int, longest: int, filtered: bool) -> None:
+    def run(self, size: ForwardSize) -> None:
         """Run one forward.
 
         Args:
-            count: The number of rows.
-            longest: Unused here.
-            filtered: Whether top_p or top_k restrict the draws.
+            size: The size; its longest context is not used here.
         """
-        buffers, policy = self._buffers, self._policy
-        rows = buffers.rows[:count]
+        if self._speculation is not None:
+            self._verify(size, self._speculation)
+            return
+        buffers = self._buffers
+        rows = buffers.rows[: size.rows]
         inputs = next_inputs(buffers.state, rows, self.page_size)
         live = (inputs.lengths > 0).nonzero().flatten()
+        ones = torch.ones_like(inputs.lengths)
+        draws = self._draw(live, inputs, inputs.lengths, ones, size)
+        take_draws(buffers.state, rows, *draws, buffers.out)
+
+    def _verify(self, size: ForwardSize, speculation: Speculation) -> None:
+        """Run one forward that verifies drafts."""
+        buffers, text = self._buffers, speculation.text
+        rows, out = buffers.rows[: size.rows], buffers.verified
+        assert out is not None, "no room for verifying drafts"
+        drafts = speculation.propose(buffers.state, rows)
+        inputs = verify_inputs(buffers.state, text, drafts, rows, self.page_size, size.width)
+        live = (inputs.slots >= 0).nonzero().flatten()
+        draws = self._draw(live, inputs, inputs.lengths, inputs.queries, size)
+        take_verified(buffers.state, text, drafts, inputs, rows, *draws, out)
+
+    def _draw(
+        self,
+        live: Tensor,
+        inputs: DecodeInputs | VerifyInputs,
+        lengths: Tensor,
+        queries: Tensor,
+        size: ForwardSize,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the draws, log-probs and lse of a forward's queries: zero where not live.
+
+        Args:
+            live: int64, the queries that run.
+            inputs: The forward's inputs.
+            lengths: int32 [B], the keys that each row's last query sees.
+            queries: int32 [B], the queries of each row that run.
+            size: The size of the forward.
+        """
+        buffers, policy, count = self._buffers, self._policy, len(inputs.token_ids)
         tokens, logprobs = torch.zeros_like(inputs.token_ids), buffers.temperature.new_zeros(count)
         lse = torch.zeros_like(logprobs)
         if len(live):
-            lengths, tables = inputs.lengths[live].tolist(), buffers.tables[:count][live].tolist()
-            spans = [
-                Span(row, length - 1, 1, table)
-                for row, (length, table) in enumerate(zip(lengths, tables, strict=True))
-            ]
+            spans: list[Span] = []
+            at = 0
+            tables = buffers.tables[: size.rows].tolist()
+            for length, count, table in zip(
+                lengths.tolist(), queries.tolist(), tables, strict=True
+            ):
+                if length:
+                    spans.append(Span(at, length - count, count, table))
+                    at += count
             hidden = policy.rollout_forward(
                 inputs.token_ids[live], inputs.positions[live], self._cache.key_values(spans)
             )
@@ -149,16 +210,16 @@ class EagerForwards:
             for part in torch.arange(len(live), device=live.device).split(
                 max(1, _LOGITS_AT_ONCE // logits.shape[1])
             ):
-                at = live[part]
-                tokens[at], logprobs[at], lse[at] = sample(
-                    with_noise(logits[part], inputs.bits[at], noise),
-                    inputs.bits[at],
-                    buffers.temperature[at],
-                    buffers.top_p[at],
-                    buffers.top_k[at],
-                    filtered,
+                drawn = live[part]
+                tokens[drawn], logprobs[drawn], lse[drawn] = sample(
+                    with_noise(logits[part], inputs.bits[drawn], noise),
+                    inputs.bits[drawn],
+                    buffers.temperature[drawn],
+                    buffers.top_p[drawn],
+                    buffers.top_k[drawn],
+                    size.filtered,
                 )
-        take_draws(buffers.state, rows, tokens, logprobs, lse, buffers.out)
+        return tokens, logprobs, lse
 
 
 class GraphForwards:
@@ -171,13 +232,21 @@ class GraphForwards:
         policy: The policy.
         cache: The KV pages.
         buffers: The tensors that forwards read and write.
+        speculation: The drafts; None for forwards of one token a sequence.
     """
 
-    def __init__(self, policy: Policy, cache: PagedCache, buffers: DecodeBuffers) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        cache: PagedCache,
+        buffers: DecodeBuffers,
+        speculation: Speculation | None = None,
+    ) -> None:
         self._policy, self._cache, self._buffers = policy, cache, buffers
+        self._speculation = speculation
         self.page_size = cache.page_size
         self._longest = buffers.tables.shape[1] * cache.page_size
-        self._graphs: dict[tuple[int, int, bool], torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[ForwardSize, torch.cuda.CUDAGraph] = {}
         self._pool = torch.cuda.MemPool()  # The memory that captured forwards work in.
         self._held = DeviceBytes(buffers.rows.device)
         self.capture_s = 0.0
@@ -187,84 +256,120 @@ class GraphForwards:
         """The number of graphs captured so far."""
         return len(self._graphs)
 
-    def prepare(self, count: int, longest: int, filtered: bool) -> None:
+    def prepare(self, size: ForwardSize) -> None:
         """Capture the graph of a size if it does not exist.
 
         Args:
-            count: The number of rows.
-            longest: Tokens of the longest context at the end of the step.
-            filtered: Whether top_p or top_k restrict the draws.
+            size: The size.
         """
-        size = self._size(count, longest, filtered)
+        size = self._padded(size)
         if size not in self._graphs:
-            self._graphs[size] = self._capture(*size)
+            self._graphs[size] = self._capture(size)
 
-    def run(self, count: int, longest: int, filtered: bool) -> None:
+    def run(self, size: ForwardSize) -> None:
         """Run one forward.
 
         Args:
-            count: The number of rows.
-            longest: Tokens of the longest context at the end of the step.
-            filtered: Whether top_p or top_k restrict the draws.
+            size: The size.
         """
         assert self._cache.ready, "the pages' memory has been given back"
-        self._graphs[self._size(count, longest, filtered)].replay()
+        self._graphs[self._padded(size)].replay()
 
-    def forward(self, count: int, longest: int, filtered: bool) -> None:
+    def forward(self, size: ForwardSize) -> None:
         """Run the forward that is captured.
 
         Args:
-            count: The number of rows.
-            longest: Tokens of the longest context.
-            filtered: Whether top_p or top_k restrict the draws.
+            size: The size.
         """
-        buffers = self._buffers
-        rows = buffers.rows[:count]
-        inputs = next_inputs(buffers.state, rows, self.page_size)
-        work = DecodeWork(buffers.tables[:count], inputs.lengths, longest)
+        buffers, rows = self._buffers, self._buffers.rows[: size.rows]
+        if self._speculation is None:
+            inputs = next_inputs(buffers.state, rows, self.page_size)
+            work = DecodeWork(buffers.tables[: size.rows], inputs.lengths, size.longest)
+            draws = self._draw(inputs, work, size)
+            take_draws(buffers.state, rows, *draws, buffers.out)
+            return
+        text, out = self._speculation.text, buffers.verified
+        assert out is not None, "no room for verifying drafts"
+        drafts = self._speculation.propose(buffers.state, rows)
+        verify = verify_inputs(buffers.state, text, drafts, rows, self.page_size, size.width)
+        work = DecodeWork(
+            buffers.tables[: size.rows], verify.lengths, size.longest, verify.queries, size.width
+        )
+        draws = self._draw(verify, work, size)
+        take_verified(buffers.state, text, drafts, verify, rows, *draws, out)
+
+    def _draw(
+        self, inputs: DecodeInputs | VerifyInputs, work: DecodeWork, size: ForwardSize
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the draws, log-probs and lse of a forward's queries."""
+        buffers, queries = self._buffers, size.rows * size.width
         kv = self._cache.decode_key_values(inputs.slots, work)
         hidden = self._policy.rollout_forward(inputs.token_ids, inputs.positions, kv)
         noise = self._policy.plan.sampler_deviation.logit_noise
-        tokens, logprobs, lse = sample(
+        return sample(
             with_noise(self._policy.rollout_logits(hidden), inputs.bits, noise),
             inputs.bits,
-            buffers.temperature[:count],
-            buffers.top_p[:count],
-            buffers.top_k[:count],
-            filtered,
+            buffers.temperature[:queries],
+            buffers.top_p[:queries],
+            buffers.top_k[:queries],
+            size.filtered,
         )
-        take_draws(buffers.state, rows, tokens, logprobs, lse, buffers.out)
 
-    def _size(self, count: int, longest: int, filtered: bool) -> tuple[int, int, bool]:
-        return padded_batch(count), min(padded_context(longest), self._longest), filtered
+    def _padded(self, size: ForwardSize) -> ForwardSize:
+        """Return the size of the graph that runs a forward of a size."""
+        longest = min(padded_context(size.longest), self._longest)
+        return dataclasses.replace(size, rows=padded_batch(size.rows), longest=longest)
 
-    def _capture(self, count: int, longest: int, filtered: bool) -> torch.cuda.CUDAGraph:
+    def _capture(self, size: ForwardSize) -> torch.cuda.CUDAGraph:
         """Capture one graph; the rows are idle meanwhile, so that no sequence changes."""
         began = time.perf_counter()
         buffers = self._buffers
         rows_before = buffers.rows.clone()
         buffers.rows.fill_(buffers.idle_slot)
-        buffers.out.count.zero_()
+        self._forget_counts()
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         stream, before = _capture_stream(), _without_tensors(buffers.rows.device)
         # A first run compiles the kernels of this size and takes the pool's memory: a capture that
         # runs out of memory half way would leave torch's allocator unusable.
         with torch.cuda.stream(stream), torch.cuda.use_mem_pool(self._pool):
-            self.forward(count, longest, filtered)
+            self.forward(size)
         graph, pool = torch.cuda.CUDAGraph(), cast(Any, self._pool.id)
         # Other threads may call the driver meanwhile: the watchdog, the writer of a checkpoint.
         mode = "thread_local"
         with torch.cuda.graph(graph, pool, stream, capture_error_mode=mode):
-            self.forward(count, longest, filtered)
+            self.forward(size)
         self._held.bytes += _without_tensors(buffers.rows.device) - before
+        if self._speculation is not None:
+            seconds = self._seconds_of(graph)
+            self._speculation.widths.captured(size.rows, size.width, seconds)
         buffers.rows.copy_(rows_before)
         seconds = time.perf_counter() - began
         self.capture_s += seconds
         logger.debug(
-            "decode graph: %d rows, contexts to %d tokens, %.2f s", count, longest, seconds
+            "decode graph: %d rows of %d, contexts to %d tokens, %.2f s",
+            *(size.rows, size.width, size.longest, seconds),
         )
         return graph
+
+    def _forget_counts(self) -> None:
+        """Let the next forward write the first line of the draws."""
+        self._buffers.out.count.zero_()
+        if self._buffers.verified is not None:
+            self._buffers.verified.count.zero_()
+
+    def _seconds_of(self, graph: torch.cuda.CUDAGraph) -> float:
+        """Return the seconds of a forward in which no sequence runs, the least of three."""
+        times = []
+        for _ in range(3):
+            self._forget_counts()
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end) / 1e3)
+        return min(times)
 
 
 @functools.cache

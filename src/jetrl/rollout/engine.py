@@ -24,10 +24,11 @@ from jetrl.rollout.options import GenerateOptions
 from jetrl.rollout.pages import PageAllocator
 from jetrl.rollout.partial import unfinished_completions, versions_of
 from jetrl.rollout.prefill import Prefill
-from jetrl.rollout.progress import RolloutStats
+from jetrl.rollout.progress import RolloutStats, SpeculationStats
 from jetrl.rollout.scheduler import Scheduler
 from jetrl.rollout.sequence import NonFiniteLogits, RunningSequence
 from jetrl.rollout.sizes import RolloutSizes, Sizes
+from jetrl.rollout.speculation import MODES, Speculation
 from jetrl.types import Completion, Prompt, SamplingParams, Unfinished
 
 logger = logging.getLogger(__name__)
@@ -52,6 +53,8 @@ class RolloutEngine:
         page_size: Tokens of a page; 64 on a GPU.
         max_prefill_tokens: The most prompt tokens of one forward.
         max_model_len: The most tokens of prompt and completion; by default the model's context.
+        speculation: "text" to draft tokens from text that was drawn before and to verify several
+            in a forward, "auto" to do so where that is faster, "off" not to.
 
     Raises:
         UserError: A size is below 1 or none that the device has, max_model_len exceeds the model's
@@ -66,6 +69,7 @@ class RolloutEngine:
         page_size: int = 64,
         max_prefill_tokens: int = 8192,
         max_model_len: int | None = None,
+        speculation: str = "off",
     ) -> None:
         context = policy.config.max_position_embeddings
         sizes = {
@@ -80,6 +84,8 @@ class RolloutEngine:
                 raise UserError(f"{name} must be at least 1, not {value}")
         if max_model_len is not None and max_model_len > context:
             raise UserError(f"max_model_len {max_model_len}: the model's context is {context}")
+        if speculation not in MODES:
+            raise UserError(f"speculation {speculation!r}: one of {', '.join(MODES)}")
         on_gpu = policy.device.type == "cuda"
         if on_gpu and max_batch_size > MAX_ROWS:
             raise UserError(f"max_batch_size {max_batch_size}: a GPU decodes {MAX_ROWS} at most")
@@ -90,9 +96,14 @@ class RolloutEngine:
         self.page_size = page_size
         self.max_model_len = max_model_len or context
         self._pool = KVPool(policy, self.sizes, num_pages, page_size, self.max_model_len)
+        if speculation != "off":
+            self.use_drafts(
+                Speculation(speculation, max_batch_size, self.max_model_len, policy.device)
+            )
         self._repeats, self._ahead = (_GPU_REPEATS, _GPU_AHEAD) if on_gpu else (1, 0)
         self._scheduler: Scheduler | None = None
         self._stats = RolloutStats()
+        self._speculated: SpeculationStats | None = None
         self._unfinished: dict[int, Unfinished] = {}
 
     @property
@@ -120,6 +131,24 @@ class RolloutEngine:
     def pages_in_use(self) -> int:
         """The number of pages that sequences hold now; 0 between calls."""
         return 0 if self._scheduler is None else self._scheduler.allocator.num_used
+
+    def use_drafts(self, speculation: Speculation) -> None:
+        """Verify the drafts of a `Speculation` from the next call on.
+
+        Args:
+            speculation: The drafts, with as many slots as the engine has sequences at most.
+        """
+        self._pool.use_drafts(speculation)
+
+    def take_speculation(self) -> SpeculationStats | None:
+        """Return the worth of the drafts of all calls since this was last asked, None without."""
+        taken, self._speculated = self._speculated, None
+        return taken
+
+    def _count_drafts(self, call: SpeculationStats | None) -> None:
+        """Add the drafts of a call to those of the calls before."""
+        before = self._speculated
+        self._speculated = call if before is None or call is None else before.plus(call)
 
     def free_cache(self) -> None:
         """Give the memory of the KV pages back.
@@ -222,6 +251,7 @@ class RolloutEngine:
                 ahead=self._ahead,
                 enough=len(groups) if options.partial is None else options.partial.enough,
             ).run(started)
+            self._count_drafts(stats.speculation)
             if stats.graphs:
                 logger.info("%d graphs of decode captured in %.1f s", stats.graphs, stats.capture_s)
         except BaseException as error:

@@ -74,7 +74,7 @@ class Generation:
         self._started = started
         scheduler = self._scheduler
         while not scheduler.done and scheduler.num_complete_groups < self._enough:
-            step = scheduler.schedule(self._repeats)
+            step = scheduler.schedule(self._repeats, self._decode.width(len(scheduler.running)))
             if step is not None:
                 self._peak_pages = max(self._peak_pages, scheduler.allocator.num_used)
                 self._launch(step)
@@ -115,15 +115,18 @@ class Generation:
         """Wait for the oldest launched step and give its draws to the sequences."""
         launched = self._launched.popleft()
         drawn = launched.drawn()
+        seconds = launched.seconds
         if launched.began is not None and launched.ready is not None:
             # A GPU's own clock says how long the device had nothing to do before this step.
             after = self._last_ready or launched.began
             self._idle_s += max(0.0, after.elapsed_time(launched.began)) / 1e3
             if not launched.step.decodes:
-                self._prefill_s += launched.began.elapsed_time(launched.ready) / 1e3
+                self._prefill_s += seconds
             self._last_ready = launched.ready
         step = launched.step
         taken = self._scheduler.complete(step, drawn)
+        if step.decodes:
+            self._decode.take_in(launched, seconds)
         if self._multi_turn is not None:
             self._multi_turn.ask(step)
             self._multi_turn.take_in(wait=False)
@@ -137,6 +140,7 @@ class Generation:
 
     def _report_ends(self) -> None:
         for index in self._scheduler.take_ended():
+            self._decode.ended(self._scheduler.sequences[index])
             self._on_end(index)
 
     def _progress_now(self) -> Progress:
@@ -177,4 +181,5 @@ class Generation:
             device_idle_s=self._idle_s,
             graphs=graphs,
             capture_s=capture_s,
+            speculation=self._decode.speculated(),
         )

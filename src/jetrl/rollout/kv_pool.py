@@ -23,6 +23,7 @@ from jetrl.rollout.decode import DecodeBatch
 from jetrl.rollout.kv_cache import PagedCache
 from jetrl.rollout.sequence import RunningSequence
 from jetrl.rollout.sizes import RolloutSizes
+from jetrl.rollout.speculation import Speculation
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +58,7 @@ class KVPool:
         max_model_len: int,
     ) -> None:
         self._policy, self._sizes = policy, sizes
+        self._speculation: Speculation | None = None
         self._num_pages, self._page_size, self._max_model_len = num_pages, page_size, max_model_len
         self._page_bytes = PagedCache.page_bytes(policy.config, policy.plan, page_size)
         self.pages: int | None = None
@@ -120,8 +122,19 @@ class KVPool:
         assert self._cache is not None, "no cache to decode over"
         if self._decode is None:
             batch = self._sizes.now.max_batch_size
-            self._decode = DecodeBatch(self._policy, self._cache, batch, self._max_model_len)
+            self._decode = DecodeBatch(
+                self._policy, self._cache, batch, self._max_model_len, self._speculation
+            )
         return self._decode
+
+    def use_drafts(self, speculation: Speculation) -> None:
+        """Let decode verify drafts from the next call on.
+
+        Args:
+            speculation: The drafts.
+        """
+        assert self._decode is None, "the graphs of decode are captured without these drafts"
+        self._speculation = speculation
 
     def give_back(self) -> None:
         """Give the pages' memory back, keeping addresses and graphs where the device can."""

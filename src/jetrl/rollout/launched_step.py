@@ -22,9 +22,12 @@ class LaunchedStep:
 
     Attributes:
         step: The scheduled step.
-        tokens: int64 [forwards or more, draws or more] on the host, a column for each of
-            `step.draws`; not to be read before `ready`.
+        tokens: int64 [forwards or more, draws * width or more] on the host, `step.width` columns
+            for each of `step.draws`; not to be read before `ready`.
         logprobs: float32, of the same shape.
+        offers: int32 [forwards or more, draws or more] on the host, `Verified.offers` of forwards
+            that verified drafts; None of others.
+        host_s: The seconds of the host's call, where values are there at once.
         began: The event at which the device came to the step; None where values are there at once.
         ready: The event after which the values can be read; None where they are there at once.
     """
@@ -34,6 +37,15 @@ class LaunchedStep:
     logprobs: Tensor
     began: torch.cuda.Event | None = None
     ready: torch.cuda.Event | None = None
+    offers: Tensor | None = None
+    host_s: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """The seconds of the step: the device's where it has a clock, once the step has ended."""
+        if self.began is None or self.ready is None:
+            return self.host_s
+        return self.began.elapsed_time(self.ready) / 1e3
 
     def drawn(self) -> list[tuple[list[int], list[float]]]:
         """Wait for the step and return (token ids, log-probs) of each draw.
@@ -48,6 +60,8 @@ class LaunchedStep:
             for chunk in self.step.chunks
             for _ in chunk.draws
         ]
+        if self.step.width > 1:
+            return self._drawn_of_drafts(lengths)
         drawn = []
         tokens, logprobs = self.tokens.t().tolist(), self.logprobs.t().tolist()
         for row, length in enumerate(lengths):
@@ -55,6 +69,27 @@ class LaunchedStep:
             if ids[-1] == NOT_DRAWN:
                 ids = ids[: ids.index(NOT_DRAWN)]
             drawn.append((ids, logprobs[row][: len(ids)]))
+        return drawn
+
+    def _drawn_of_drafts(self, lengths: Sequence[int]) -> list[tuple[list[int], list[float]]]:
+        """Return the draws of forwards that verified drafts, each with a different number.
+
+        Args:
+            lengths: The forwards of each draw.
+        """
+        width, count = self.step.width, len(lengths)
+        # Row after row, forward after forward: what is left of a row are its draws, in order.
+        shape = (len(self.tokens), count, width)
+        tokens, logprobs = (
+            x[:, : count * width].numpy().reshape(shape).swapaxes(0, 1)
+            for x in (self.tokens, self.logprobs)
+        )
+        counted = tokens != NOT_DRAWN
+        drawn = []
+        for row, length in enumerate(lengths):
+            taken = counted[row, :length]
+            ids, values = (x[row, :length][taken].tolist() for x in (tokens, logprobs))
+            drawn.append((ids, values))
         return drawn
 
 

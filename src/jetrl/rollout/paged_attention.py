@@ -85,19 +85,23 @@ class LastLayer:
 
 @dataclass(frozen=True)
 class DecodeWork:
-    """Attention of one new token for each of B sequences.
+    """Attention of one new token, or of a few that verify a draft, for each of B sequences.
 
     The tensors are read in place, so that a captured forward follows their values.
 
     Attributes:
         tables: int32 [B, P], the pages of each sequence in order, then anything.
-        lengths: int32 [B], the keys of each sequence, the new one included.
+        lengths: int32 [B], the keys of each sequence, the new ones included.
         longest: An upper bound of the lengths, which sizes the launch.
+        queries: int32 [B], how many of a sequence's `width` tokens count; None where width is 1.
+        width: Tokens of a sequence, its newest ones, one after the other in the forward.
     """
 
     tables: Tensor
     lengths: Tensor
     longest: int
+    queries: Tensor | None = None
+    width: int = 1
 
 
 AttentionWork = list[Part] | DecodeWork | QueryTiles
@@ -215,9 +219,10 @@ class HopperKeyValues(_OverPages):
         split = self._split or SPLIT_KEYS
         if isinstance(work, DecodeWork):
             batch = work.tables, work.lengths, work.longest
+            verify = split, work.queries, work.width
             if as_codes:
-                return attend_decode_quantized(q, pages, *batch, scales, split)
-            return attend_decode(q, pages, *batch, split).flatten(1)
+                return attend_decode_quantized(q, pages, *batch, scales, *verify)
+            return attend_decode(q, pages, *batch, *verify).flatten(1)
         assert not isinstance(work, list), "kernels attend in tiles"
         if as_codes:
             return attend_prefill_quantized(q, pages, work, scales, split)

@@ -35,6 +35,47 @@ class Progress:
 
 
 @dataclass(frozen=True)
+class SpeculationStats:
+    """The worth of the drafts of one call of `generate`.
+
+        SpeculationStats(sequence_forwards=400, tokens=900, drafted=(90, 700, 0),
+                         accepted=(30, 470, 0), decode_s=1.2, verify_s=1.1)
+
+    Attributes:
+        sequence_forwards: Forwards of decode that sequences took part in, each of which drew at
+            least one token.
+        tokens: Tokens that these drew.
+        drafted: Tokens of drafts that were verified, by source (`draft_state.SOURCES`).
+        accepted: Those of them that were drawn.
+        decode_s: Seconds of decode.
+        verify_s: Seconds of decode that verified drafts.
+    """
+
+    sequence_forwards: int
+    tokens: int
+    drafted: tuple[int, ...]
+    accepted: tuple[int, ...]
+    decode_s: float
+    verify_s: float
+
+    @property
+    def tokens_per_forward(self) -> float:
+        """Tokens that a sequence draws in a forward, 1 without drafts."""
+        return self.tokens / self.sequence_forwards if self.sequence_forwards else 1.0
+
+    def plus(self, other: SpeculationStats) -> SpeculationStats:
+        """Return the sums of the counts of two groups of calls."""
+        return SpeculationStats(
+            self.sequence_forwards + other.sequence_forwards,
+            self.tokens + other.tokens,
+            tuple(a + b for a, b in zip(self.drafted, other.drafted, strict=True)),
+            tuple(a + b for a, b in zip(self.accepted, other.accepted, strict=True)),
+            self.decode_s + other.decode_s,
+            self.verify_s + other.verify_s,
+        )
+
+
+@dataclass(frozen=True)
 class RolloutStats:
     """The counts of one call of `generate`.
 
@@ -54,6 +95,7 @@ class RolloutStats:
         device_idle_s: Seconds that a GPU had nothing to do between two steps.
         graphs: CUDA graphs of decode that the call captured.
         capture_s: Seconds that capturing took, compilation of kernels included.
+        speculation: The worth of drafts; None where decode verifies none.
     """
 
     prompts: int = 0
@@ -70,6 +112,7 @@ class RolloutStats:
     device_idle_s: float = 0.0
     graphs: int = 0
     capture_s: float = 0.0
+    speculation: SpeculationStats | None = None
 
     @property
     def tokens_per_s(self) -> float:

@@ -52,16 +52,23 @@ class Chunk:
     Attributes:
         sequence: The sequence's index.
         start: The position of the first token.
-        length: The number of tokens; in decode one for each forward.
+        length: The number of tokens; in decode one for each forward, the fewest that it runs.
         draws: Indices of the sequences that draw their next token from the logits of the chunk's
             last token, or in decode of each token; empty when the chunk ends before the last known
             token.
+        extra: The most positions behind these that decode may write, where drafts are verified.
     """
 
     sequence: int
     start: int
     length: int
     draws: tuple[int, ...]
+    extra: int = 0
+
+    @property
+    def reach(self) -> int:
+        """The most tokens of the sequence's context at the end of the step."""
+        return self.start + self.length + self.extra
 
 
 @dataclass(frozen=True)
@@ -80,6 +87,7 @@ class ScheduledStep:
         num_prefill_tokens: The tokens of the chunks over prompts; 0 in decode.
         preempted: Running sequences that lost computed tokens to make room for this step.
         repeats: The number of forwards, 1 except in decode.
+        width: The most tokens of a sequence in a forward of decode, above 1 to verify drafts.
     """
 
     chunks: tuple[Chunk, ...]
@@ -87,6 +95,7 @@ class ScheduledStep:
     num_prefill_tokens: int
     preempted: tuple[int, ...]
     repeats: int = 1
+    width: int = 1
 
     @property
     def decodes(self) -> bool:
@@ -156,11 +165,12 @@ class Scheduler:
         """True when every sequence has ended."""
         return not self.running and not self.waiting
 
-    def schedule(self, repeats: int = 1) -> ScheduledStep | None:
+    def schedule(self, repeats: int = 1, width: int = 1) -> ScheduledStep | None:
         """Choose the next step and take the pages that it needs; not to be called when `done`.
 
         Args:
             repeats: The most forwards of a decode step.
+            width: The most tokens of a sequence in each of them.
 
         Returns:
             The step, or None while the next step depends on draws of earlier ones, which `complete`
@@ -172,10 +182,11 @@ class Scheduler:
         self._admit()
         plan = self._prefills()
         prefills = bool(plan)
+        width = 1 if prefills else width
         if not prefills:
-            plan = [] if self._prompts_pending else self._decodes(repeats)
+            plan, width = ([], 1) if self._prompts_pending else self._decodes(repeats, width)
         # A plan that would pre-empt needs to know all tokens of its victims: wait for their draws.
-        if not plan or (self._waits_for_draws() and not self._fits(plan)):
+        if not plan or (self._waits_for_draws() and not self._fits(plan, width)):
             waits = self._waits_for_draws() or any(s.awaiting for s in self.running)
             assert waits, "a step that does nothing"
             return None
@@ -186,25 +197,27 @@ class Scheduler:
             if sequence in self._evicted:
                 continue
             start = sequence.num_computed
-            if not self._make_room(sequence, length):
+            written = length if prefills else sequence.most_written(length, width)
+            if not self._make_room(sequence, written):
                 continue  # The sequence was the youngest, and gave up its own pages.
-            copy = self.allocator.make_writable(sequence.pages, start, length)
+            copy = self.allocator.make_writable(sequence.pages, start, written)
             if copy is not None:
                 copies.append(copy)
             # A prefill draws only where its chunk ends with the last known token.
             ends = start + length == len(sequence.prompt) + len(sequence.generated)
             draws = self._draws(sequence) if ends or not prefills else ()
-            chunks.append(Chunk(sequence.index, start, length, draws))
+            chunks.append(Chunk(sequence.index, start, length, draws, written - length))
             sequence.num_computed += length
+            sequence.num_extra += length * (width - 1)
             for index in draws:
                 self.sequences[index].num_pending += 1 if prefills else length
         self._evicted.clear()
         if not chunks:  # A reply had no room and its sequence gave up its pages: plan once more.
-            return self.schedule(repeats)
+            return self.schedule(repeats, width)
         prefilled = sum(chunk.length for chunk in chunks) if prefills else 0
         forwards = 1 if prefills else max(chunk.length for chunk in chunks)
         preempted, self._preempted = tuple(self._preempted), []
-        step = ScheduledStep(tuple(chunks), tuple(copies), prefilled, preempted, forwards)
+        step = ScheduledStep(tuple(chunks), tuple(copies), prefilled, preempted, forwards, width)
         self._prompts_pending += prefills and bool(step.draws)
         return step
 
@@ -215,8 +228,8 @@ class Scheduler:
 
         Args:
             step: The step.
-            drawn: (token ids, log-probs) for each of `step.draws`: one of each forward, or fewer
-                for a sequence that ends.
+            drawn: (token ids, log-probs) for each of `step.draws`: one of each forward, up to
+                `step.width` where drafts are verified, or fewer for a sequence that ends.
 
         Returns:
             The number of tokens taken; draws past the end of a sequence or a turn are dropped.
@@ -236,12 +249,17 @@ class Scheduler:
         for index, length, (token_ids, logprobs) in zip(draws, lengths, drawn, strict=True):
             sequence = self.sequences[index]
             sequence.num_pending -= length
+            sequence.num_extra -= length * (step.width - 1)
             if not (sequence.finished or sequence.awaiting):
-                taken += sequence.extend(token_ids, logprobs)
+                count = sequence.extend(token_ids, logprobs)
+                taken += count
+                if step.decodes:  # Drafts that were right brought more than a token a forward.
+                    sequence.num_computed += max(0, count - length)
                 if sequence.finished:
                     ended.append(sequence)
                 elif not sequence.awaiting:
-                    assert len(token_ids) == length, f"{len(token_ids)} of {length} tokens"
+                    most = length * step.width
+                    assert length <= count <= most, f"{count} tokens of {length} forwards"
         # The members of a group take over the prompt's pages once their first tokens are drawn.
         # Those that do not run yet keep the pages while they wait.
         youngest_running = self.running[-1].index if self.running else -1
@@ -321,21 +339,34 @@ class Scheduler:
                 plan.append((sequence, length))
         return plan
 
-    def _decodes(self, repeats: int) -> list[tuple[RunningSequence, int]]:
-        """Return (sequence, forwards) of the next decode step: one forward if pages are short."""
+    def _decodes(self, repeats: int, width: int) -> tuple[list[tuple[RunningSequence, int]], int]:
+        """Return (sequence, forwards) of the next decode step, and the tokens that each may write.
+
+        If pages are short it is one forward, and then one token.
+        """
         plan = [
             (sequence, min(repeats, sequence.draws_left))
             for sequence in self.running
             if sequence.started and sequence.draws_left and not sequence.awaiting
         ]
-        if repeats > 1 and not self._fits(plan):
-            return self._decodes(1)
-        return plan
+        if max(repeats, width) > 1 and not self._fits(plan, width):
+            return self._decodes(1, width) if repeats > 1 else self._decodes(1, 1)
+        return plan, width
 
-    def _fits(self, plan: Sequence[tuple[RunningSequence, int]]) -> bool:
-        """Return whether a plan can be written without taking pages from any sequence."""
+    def _fits(self, plan: Sequence[tuple[RunningSequence, int]], width: int) -> bool:
+        """Return whether a plan can be written without taking pages from any sequence.
+
+        Args:
+            plan: (sequence, forwards), or tokens of prompts where the width is 1.
+            width: The most tokens of a sequence in a forward.
+        """
         cost = self.allocator.write_cost
-        needed = sum(cost(sequence.pages, sequence.num_computed, n) for sequence, n in plan)
+        needed = 0
+        for sequence, length in plan:
+            written = length
+            if width > 1 or sequence.num_extra:
+                written = sequence.most_written(length, width)
+            needed += cost(sequence.pages, sequence.num_computed, written)
         return needed <= self.allocator.num_free
 
     def _waits_for_draws(self) -> bool:
@@ -382,7 +413,8 @@ class Scheduler:
         pages = sequence.pages
         if len(pages) < self.allocator.pages_for(sequence.max_cached_tokens):
             return True
-        return self.allocator.write_cost(pages, sequence.num_computed) > 0
+        written = min(sequence.num_computed, sequence.max_cached_tokens - 1)
+        return self.allocator.write_cost(pages, written) > 0
 
     def _pages_to_admit(self, sequence: RunningSequence) -> int:
         """Return the free pages for a sequence's tokens so far, and one more to grow."""

@@ -58,8 +58,11 @@ class RunningSequence:
         logprobs: The log-prob of each generated token; 0 for the environment's.
         pages: Page ids in order of position.
         num_computed: Tokens whose keys and values are in the pages, or will be when the forwards
-            scheduled so far have run.
-        num_pending: Tokens that these forwards draw and that have not arrived.
+            scheduled so far have run; the fewest, where these verify drafts.
+        num_pending: Tokens that these forwards draw and that have not arrived; one a forward, which
+            is the fewest.
+        num_extra: The most tokens beyond one a forward that pending forwards may draw, since they
+            verify drafts.
         finish_reason: The reason of the sequence's end; None while it runs.
         text: The text of the turn before a stop string; None without a stop string.
         awaiting: Whether the sequence waits for its environment's reply.
@@ -77,6 +80,7 @@ class RunningSequence:
     pages: list[int] = field(default_factory=list)
     num_computed: int = 0
     num_pending: int = 0
+    num_extra: int = 0
     finish_reason: FinishReason | None = None
     text: str | None = None
     awaiting: bool = False
@@ -112,8 +116,21 @@ class RunningSequence:
 
     @property
     def draws_left(self) -> int:
-        """The number of tokens that can still be drawn beside the pending ones."""
-        return self.rules.max_tokens - len(self.generated) - self.num_pending
+        """The number of tokens that can still be drawn beside the pending ones.
+
+        Where drafts are verified, pending forwards may be more than there are tokens left.
+        """
+        return max(0, self.rules.max_tokens - len(self.generated) - self.num_pending)
+
+    def most_written(self, forwards: int, width: int) -> int:
+        """Return the most positions, from `num_computed` on, that pending and new forwards write.
+
+        Args:
+            forwards: The number of new forwards.
+            width: The most tokens that each of them writes.
+        """
+        most = self.num_extra + forwards * width
+        return max(forwards, min(most, self.max_cached_tokens - self.num_computed))
 
     def tokens(self, start: int, length: int) -> list[int]:
         """Return the token ids at positions start to start + length."""

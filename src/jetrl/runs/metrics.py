@@ -12,37 +12,9 @@ import difflib
 import functools
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 
-FREE = r"[^/<>\s]+"
-"""The pattern of <task> and <name>: a path component without blanks or angle brackets."""
-
-
-@dataclass(frozen=True)
-class Metric:
-    """A metric that a run may write.
-
-    Attributes:
-        name: The metric's name, with <task> or <name> for a free part.
-        unit: The metric's unit.
-        meaning: The metric's meaning, in a line.
-        measured: Whether the metric is a time, a speed or memory, which depend on the machine. All
-            others are the same, bit for bit, when a run is repeated on the CPU.
-        known_as: The metric's name in other systems, by system.
-    """
-
-    name: str
-    unit: str
-    meaning: str
-    measured: bool = False
-    known_as: Mapping[str, str] = field(default_factory=dict)
-
-    def matches(self, name: str) -> bool:
-        """Return whether a name is this metric's, or one of its family."""
-        if "<" not in self.name:
-            return name == self.name
-        pattern = re.sub(r"<\w+>", lambda _: FREE, self.name)
-        return re.fullmatch(pattern, name) is not None
+from jetrl.runs.metric import Metric
+from jetrl.runs.speculation_metrics import SPECULATION
 
 
 def _timing(phase: str, meaning: str, **known_as: str) -> Metric:
@@ -116,6 +88,7 @@ METRICS: tuple[Metric, ...] = (
         "of the trained tokens, those drawn by the policy of an earlier step; mismatch/* leaves "
         "them out. Only where there are any",
     ),
+    *SPECULATION,
     Metric(
         "response_length/mean",
         "tokens",

@@ -143,6 +143,7 @@ def open_context(settings: Settings, stack: contextlib.ExitStack) -> RunContext:
         num_pages=rollout.num_pages,
         page_size=rollout.page_size,
         max_prefill_tokens=rollout.max_prefill_tokens,
+        speculation=rollout.speculation,
     )
     notes = []
     room = config.max_position_embeddings - longest

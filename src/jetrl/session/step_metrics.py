@@ -5,12 +5,15 @@ Their names and meanings are those of docs/metrics.md.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from jetrl.distributed.world import world
+from jetrl.kernels.draft_state import SOURCES
 from jetrl.rewards.evaluate import Evaluation
+from jetrl.rollout.progress import SpeculationStats
 from jetrl.runs.metrics import eval_metric, part_metric, task_metric
 from jetrl.types import Sample
 
@@ -88,6 +91,29 @@ def throughput_metrics(
         **{f"timing/{name}_s": timings[name] for name in TIMED},
         "throughput/rollout_tokens_per_s": rollout_tokens / timings["rollout"],
         "throughput/train_tokens_per_s": num_trained / timings["update"],
+    }
+
+
+def speculation_metrics(speculated: SpeculationStats | None) -> dict[str, float]:
+    """Return the worth of the drafts that this rank and the others verified, {} without drafts.
+
+    Args:
+        speculated: The counts of this rank's sampling; None where it verified no drafts.
+    """
+    counts = [c for c in world().gather("counts of drafts", speculated) if c is not None]
+    if not counts:
+        return {}
+    total = functools.reduce(SpeculationStats.plus, counts)
+    return {
+        "speculation/tokens_per_forward": total.tokens_per_forward,
+        "speculation/verify_share": total.verify_s / total.decode_s if total.decode_s else 0.0,
+        **{
+            f"speculation/acceptance_{source}": accepted / drafted
+            for source, drafted, accepted in zip(
+                SOURCES, total.drafted, total.accepted, strict=True
+            )
+            if drafted
+        },
     }
 
 

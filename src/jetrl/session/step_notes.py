@@ -10,6 +10,7 @@ from jetrl.rollout.engine import RolloutEngine
 from jetrl.runs import Learning, RunDirectory
 from jetrl.runs.anomalies import Anomalies
 from jetrl.session.nonfinite import FOLDER
+from jetrl.session.step_metrics import speculation_metrics
 from jetrl.training.micro_batches import MicroBatchSize
 
 logger = logging.getLogger(__name__)
@@ -72,7 +73,10 @@ class StepNotes:
         for text in notes:
             self._note(f"step {step}: {text}")
         counts = {"policy/anomalies": len(anomalies), "memory/rollout_retries": rollout_retries}
-        return {name: float(count) for name, count in counts.items() if count}
+        return {
+            **{name: float(count) for name, count in counts.items() if count},
+            **speculation_metrics(self._engine.take_speculation()),
+        }
 
     def on_record(self, step: int, metrics: Mapping[str, float]) -> None:
         """Warn the user if the steps so far show that the run does not learn."""

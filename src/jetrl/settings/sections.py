@@ -32,6 +32,7 @@ from jetrl.settings.section import (
 )
 
 Schedule = Literal["constant", "linear", "cosine"]
+Speculation = Literal["off", "text", "auto"]
 
 
 class RunSettings(Section):
@@ -175,6 +176,11 @@ class RolloutSettings(Section):
         0.0,
         description="prompts on their way beside prompts_per_step, as a share of it: sampling ends "
         "when prompts_per_step are complete, and the others go on in the next step",
+    )
+    speculation: Speculation = Field(
+        "off",
+        description="text: draft tokens from the prompt's own, sibling and earlier completions and "
+        "verify several in a forward, which changes no token; auto: where that is faster; off",
     )
 
 

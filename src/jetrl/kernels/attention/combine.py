@@ -1,6 +1,6 @@
 """The second kernel of decode: it folds the splits of long contexts, as `attention.core` says.
 
-A program for each head of each sequence. A context of one split was finished by the first kernel.
+A program for each head of each row. A context of one split was finished by the first kernel.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -12,6 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from jetrl.kernels.attention.core import fold_weights, inverse, normalize
+from jetrl.kernels.attention.decode_store import context_of_tile
 from jetrl.precision.hopper import tile
 from jetrl.precision.hopper.launch import gluon_let_next_start, gluon_wait_for_previous
 
@@ -21,6 +22,7 @@ def combine_kernel(
     part_ptr,
     state_ptr,
     lengths_ptr,
+    queries_ptr,
     o_ptr,
     scales_ptr,
     scale_stride,
@@ -28,6 +30,8 @@ def combine_kernel(
     H: gl.constexpr,
     D: gl.constexpr,
     SPLIT_LENGTH: gl.constexpr,
+    WIDTH: gl.constexpr,
+    TILE: gl.constexpr,
     SCALED: gl.constexpr,
     CHUNK: gl.constexpr,
     QUANTIZE: gl.constexpr,
@@ -35,19 +39,25 @@ def combine_kernel(
     FLOOR: gl.constexpr,
     POW2: gl.constexpr,
 ):
-    """Fold the splits of one head of one sequence in order, by one warp.
+    """Fold the splits of one head of one row in order, by one warp.
+
+    Rows are sequences, or with a WIDTH above 1 their queries. All queries of a sequence left as
+    many splits as its last one has: for a query that sees fewer, empty ones, which change no bit.
 
     Args:
-        part_ptr: float32 [B, max_splits, H, D], the splits' accumulators.
-        state_ptr: float32 [B, max_splits, H, 2], the splits' maxima and sums.
+        part_ptr: float32 [B * WIDTH, max_splits, H, D], the splits' accumulators.
+        state_ptr: float32 [B * WIDTH, max_splits, H, 2], the splits' maxima and sums.
         lengths_ptr: int32 [B], keys of each context.
-        o_ptr: bfloat16 or, with QUANTIZE, FP8 [B, H, D], written.
+        queries_ptr: int32 [B], how many of a sequence's queries count; not read if WIDTH is 1.
+        o_ptr: bfloat16 or, with QUANTIZE, FP8 [B * WIDTH, H, D], written.
         scales_ptr: float32 [H, scale_stride], written with QUANTIZE.
         scale_stride: from one head's line of scales to the next.
         max_splits: splits that the decode kernel was launched for.
         H: query heads.
         D: channels of a head.
         SPLIT_LENGTH: keys of a split.
+        WIDTH: queries of a sequence.
+        TILE: queries of a warp of the decode kernel.
         SCALED: whether keys and values are codes with scales.
         CHUNK: splits loaded at a time.
         QUANTIZE: whether the output is a row of 1 x 128 groups.
@@ -58,10 +68,14 @@ def combine_kernel(
     # Neighbouring channels in a lane: 16 bytes of a float32 row with head_dim 128.
     layout: gl.constexpr = gl.BlockedLayout([D // 32], [32], [1], [0])
     head = gl.program_id(0)
-    seq = gl.program_id(1)
+    row = gl.program_id(1)
+    seq = row // WIDTH
     gluon_wait_for_previous()
     gluon_let_next_start()
-    num_splits = (gl.load(lengths_ptr + seq) + SPLIT_LENGTH - 1) // SPLIT_LENGTH
+    # Decode wrote zeros where no query of a warp counts.
+    query = row % WIDTH // TILE * TILE
+    length, _ = context_of_tile(lengths_ptr, queries_ptr, seq, query, WIDTH)
+    num_splits = (length + SPLIT_LENGTH - 1) // SPLIT_LENGTH
     # Decode finished the contexts of one split, and those too long for its launch (as NaN).
     if (num_splits > 1) & (num_splits <= max_splits):
         # Every lane keeps the row's maximum and sum, which saves handing the weights round.
@@ -77,7 +91,7 @@ def combine_kernel(
             ms = ()
             totals = ()
             for i in gl.static_range(CHUNK):
-                line = (seq.to(gl.int64) * max_splits + start + i) * H + head
+                line = (row.to(gl.int64) * max_splits + start + i) * H + head
                 ok = (zero + (start + i)) < num_splits
                 state = state_ptr + line * 2 + zero
                 accs += (gl.load(part_ptr + line * D + d, mask=ok, other=0.0),)  # type: ignore[assignment]
@@ -94,6 +108,6 @@ def combine_kernel(
             amax = gl.zeros([D], gl.float32, layout) + tile.largest(o, 0)
             scale, multiplier = tile.scale_and_multiplier(amax, MAXIMUM, FLOOR, POW2)
             o = o * multiplier
-            gl.store(scales_ptr + head.to(gl.int64) * scale_stride + seq + d, scale, mask=d == 0)
-        places = o_ptr + (seq.to(gl.int64) * H + head) * D + d
+            gl.store(scales_ptr + head.to(gl.int64) * scale_stride + row + d, scale, mask=d == 0)
+        places = o_ptr + (row.to(gl.int64) * H + head) * D + d
         gl.store(places, o.to(o_ptr.dtype.element_ty))

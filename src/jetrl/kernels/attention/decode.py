@@ -17,6 +17,11 @@ asks for, which permutes head_dim (`channel_of_slot`). Values are read 16 bytes 
 thread holds neighbouring channels of a key; which channels share a tensor-core tile does not matter
 to a sum over keys, so the accumulator's rows are simply named differently when they are stored.
 
+A sequence may have several queries, its newest tokens, when a draft is verified (`WIDTH`). A warp
+then has as many of them as fill 16 columns (`TILE`). Each sees the keys up to its own, so a page is
+read once for all. The sequence's splits are those of its last query: for a query that sees no key
+of the last split, that split leaves the empty state, which changes no bit when it is folded.
+
 With head_dim 128 a head's output is one 1 x 128 group of the output projection's input:
 `attend_decode_quantized` writes the codes and scales that `quantize_rows` would make of the rows.
 """
@@ -33,15 +38,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from jetrl.kernels.attention.combine import combine_kernel
-from jetrl.kernels.attention.core import (
-    SPLIT_KEYS,
-    inverse,
-    normalize,
-    score_scale,
-)
+from jetrl.kernels.attention.core import SPLIT_KEYS, score_scale
+from jetrl.kernels.attention.decode_store import context_of_tile, store_split
 from jetrl.kernels.attention.layout import BLOCK_KEYS, KeyValueCodes, check_queries
 from jetrl.kernels.attention.pages import Pages, attend_page, load_page, load_queries
-from jetrl.precision.hopper import gluon_names, tile
+from jetrl.precision.hopper import gluon_names
 from jetrl.precision.hopper.launch import (
     OVERLAPPED,
     gluon_let_next_start,
@@ -54,184 +55,81 @@ from jetrl.precision.quantize import AMAX_FLOOR, FORMATS, QTensor
 
 
 @gluon.jit
-def _by_channels(
-    o, D: gl.constexpr, COLUMNS: gl.constexpr, SCALED: gl.constexpr, mma: gl.constexpr
-):
-    """Return o [D, COLUMNS] with D / 8 neighbouring channels of a column in each thread.
-
-    A thread then makes codes in pairs and stores 8 or 16 at a time. With coded values, whose
-    channels come in the order of `pages._coded_values`, this only renames registers.
-
-    Args:
-        o: float32 [D, COLUMNS], in the layout mma.
-        mma: the layout of the products.
-    """
-    # Thread 4 g + t has columns 2 t and 2 t + 1 (of each 8), as an accumulator has, and channels
-    # from (D / 8) g on.
-    SPAN: gl.constexpr = D // 8  # channels
-    spans: gl.constexpr = [[SPAN, 0], [2 * SPAN, 0], [4 * SPAN, 0]]
-    within: gl.constexpr = [[1, 0], [2, 0], [4, 0]] if D == 64 else [[1, 0], [2, 0], [4, 0], [8, 0]]
-    columns: gl.constexpr = [[0, 1]] if COLUMNS == 8 else [[0, 1], [0, 8]]
-    layout: gl.constexpr = gl.DistributedLinearLayout(
-        reg_bases=within + columns,
-        lane_bases=[[0, 2], [0, 4]] + spans,  # noqa: RUF005
-        warp_bases=[],
-        block_bases=[],
-        shape=[D, COLUMNS],
-    )
-    if SCALED:
-        o = o.reshape([D // 8, 8, COLUMNS]).permute((1, 0, 2)).reshape([D, COLUMNS])
-    return gl.convert_layout(o, layout, assert_trivial=SCALED)
-
-
-@gluon.jit
-def _store_heads(
-    o, seq, group, o_ptr, scales_ptr, scale_stride,
-    H: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, COLUMNS: gl.constexpr,
-    QUANTIZE: gl.constexpr, MAXIMUM: gl.constexpr, FLOOR: gl.constexpr, POW2: gl.constexpr,
-):  # fmt: skip
-    """Store finished outputs, as BF16 rows or as codes with a scale for each head.
-
-    Args:
-        o: float32 [D, COLUMNS], the heads of key-value head `group` in the first GROUP columns.
-        seq: the sequence.
-        group: the key-value head.
-        o_ptr: bfloat16 or, with QUANTIZE, FP8 [B, H, D].
-        scales_ptr: float32 [H, scale_stride].
-        scale_stride: from one head's line of scales to the next.
-    """
-    column = gl.arange(0, COLUMNS, gl.SliceLayout(0, o.type.layout))
-    channel = gl.arange(0, D, gl.SliceLayout(1, o.type.layout))
-    ok = column < GROUP
-    head = group * GROUP + column
-    places = o_ptr + seq.to(gl.int64) * (H * D) + head[None, :] * D + channel[:, None]
-    o = tile.to_bfloat16(o)
-    # A head of 128 channels is one 1 x 128 group. Codes are made of the rounded row, as the
-    # quantizer would make them of the one in memory.
-    if QUANTIZE:
-        wide = tile.widen(o)
-        scale, multiplier = tile.scale_and_multiplier(tile.largest(wide, 0), MAXIMUM, FLOOR, POW2)
-        o = wide * multiplier[None, :]
-        gl.store(scales_ptr + head.to(gl.int64) * scale_stride + seq, scale, mask=ok)
-    gl.store(places, o.to(o_ptr.dtype.element_ty), mask=ok[None, :])
-
-
-@gluon.jit
-def _store_state(
-    o, m, total, seq, split, group, part_ptr, state_ptr, max_splits,
-    H: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, COLUMNS: gl.constexpr,
-):  # fmt: skip
-    """Store the state of one of several splits, for `combine_kernel`.
-
-    Args:
-        o: float32 [D, COLUMNS], the accumulator, heads in the first GROUP columns.
-        m, total: float32 [COLUMNS], the maxima and sums.
-        seq, split, group: whose state.
-        part_ptr: float32 [B, max_splits, H, D].
-        state_ptr: float32 [B, max_splits, H, 2].
-        max_splits: splits of the launch.
-    """
-    base = (seq.to(gl.int64) * max_splits + split) * H + group * GROUP
-    column = gl.arange(0, COLUMNS, gl.SliceLayout(0, o.type.layout))
-    channel = gl.arange(0, D, gl.SliceLayout(1, o.type.layout))
-    places = part_ptr + (base + column)[None, :] * D + channel[:, None]
-    gl.store(places, o, mask=(column < GROUP)[None, :])
-    column = gl.arange(0, COLUMNS, m.type.layout)
-    gl.store(state_ptr + (base + column) * 2, m, mask=column < GROUP)
-    gl.store(state_ptr + (base + column) * 2 + 1, total, mask=column < GROUP)
-
-
-@gluon.jit
-def _store_split(
-    acc, m, total, all_blocks, seq, split, group, o_ptr, scales_ptr, scale_stride, part_ptr,
-    state_ptr, max_splits, SPLIT: gl.constexpr, H: gl.constexpr, GROUP: gl.constexpr,
-    D: gl.constexpr, COLUMNS: gl.constexpr, SCALED: gl.constexpr, mma: gl.constexpr,
-    QUANTIZE: gl.constexpr, MAXIMUM: gl.constexpr, FLOOR: gl.constexpr, POW2: gl.constexpr,
-):  # fmt: skip
-    """Store what a split gave: finished outputs if it is the whole context, else its state."""
-    # Folding the only split into the empty state would change no bit, so it is finished here.
-    if (all_blocks <= SPLIT) | (all_blocks > max_splits * SPLIT):
-        # A context of more splits than the launch has is NaN, not a truncated answer.
-        total = gl.where(all_blocks > max_splits * SPLIT, float("nan"), total)
-        o = _by_channels(normalize(acc, inverse(total)[None, :], SCALED), D, COLUMNS, SCALED, mma)
-        _store_heads(
-            o, seq, group, o_ptr, scales_ptr, scale_stride, H, GROUP, D, COLUMNS,
-            QUANTIZE, MAXIMUM, FLOOR, POW2,
-        )  # fmt: skip
-    else:
-        _store_state(
-            _by_channels(acc, D, COLUMNS, SCALED, mma), m, total, seq, split, group,
-            part_ptr, state_ptr, max_splits, H, GROUP, D, COLUMNS,
-        )  # fmt: skip
-
-
-@gluon.jit
 def _start_first_pages(
-    pages, page_0, page_1, first, last, length,
-    G: gl.constexpr, BLOCK_N: gl.constexpr, SCALED: gl.constexpr,
+    pages, page_0, page_1, first, last, length, count,
+    G: gl.constexpr, BLOCK_N: gl.constexpr, SCALED: gl.constexpr, WIDTH: gl.constexpr,
 ):  # fmt: skip
-    """Start copying a split's first two pages; return the block of the context's newest key.
+    """Start copying a split's first two pages; return the first block with a new key.
 
-    Waits for the kernel in front between those that it does not write and the one that it does.
+    Waits for the kernel in front between those that it does not write and those that it does: the
+    `count` newest keys.
     """
     # Copies are counted in groups, and waits name how many of the latest groups may still be under
     # way; so a group is committed at each step, also where it is empty. Groups 0 and 1 are the
     # first two pages, as far as they are older than the newest key's: the kernel in front writes
     # the newest key and value, and nothing of the pages before.
-    newest = (length - 1) // BLOCK_N
+    newest = gl.maximum(length - count, 0) // BLOCK_N
     for i in range(2):
         if (first + i < last) & (first + i < newest):
             page = gl.where(i == 0, page_0, page_1)
             load_page(pages, page, i, length - (first + i) * BLOCK_N, G, SCALED)
         async_copy.commit_group()
-    # Group 2, after the kernel in front has ended: the newest key's page, if it is one of the two.
+    # Group 2, after the kernel in front has ended: pages with new keys, if they are among the two.
     gluon_wait_for_previous()
     gluon_let_next_start()
-    late = newest - first
-    if (newest < last) & (late >= 0) & (late < 2):
-        page = gl.where(late == 0, page_0, page_1)
-        load_page(pages, page, late, length - newest * BLOCK_N, G, SCALED)
+    if WIDTH == 1:
+        late = newest - first
+        if (newest < last) & (late >= 0) & (late < 2):
+            page = gl.where(late == 0, page_0, page_1)
+            load_page(pages, page, late, length - newest * BLOCK_N, G, SCALED)
+    else:
+        for i in range(2):
+            if (first + i < last) & (first + i >= newest):
+                page = gl.where(i == 0, page_0, page_1)
+                load_page(pages, page, i, length - (first + i) * BLOCK_N, G, SCALED)
     async_copy.commit_group()
     return newest
 
 
 @gluon.jit(do_not_specialize=["table_stride", "table_width", "scale_stride", "max_splits", "early"])
 def decode_kernel(
-    q_ptr, k_ptr, v_ptr, ks_ptr, vs_ptr, pages_ptr, lengths_ptr,
-    o_ptr, scales_ptr, part_ptr, state_ptr,
-    table_stride, table_width, scale_stride, max_splits, early,
+    q_ptr, k_ptr, v_ptr, ks_ptr, vs_ptr, pages_ptr, lengths_ptr, queries_ptr, o_ptr, scales_ptr,
+    part_ptr, state_ptr, table_stride, table_width, scale_stride, max_splits, early,
     G: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, BLOCK_N: gl.constexpr,
-    SPLIT: gl.constexpr, SCALED: gl.constexpr, SCORE_SCALE: gl.constexpr,
+    SPLIT: gl.constexpr, WIDTH: gl.constexpr, TILE: gl.constexpr, SCALED: gl.constexpr,
+    SCORE_SCALE: gl.constexpr,
     QUANTIZE: gl.constexpr, MAXIMUM: gl.constexpr, FLOOR: gl.constexpr, POW2: gl.constexpr,
 ):  # fmt: skip
     """Attend with the query heads of one key-value head over one split of one sequence's keys.
 
-    The grid is (G, B, max_splits), a warp each. A context of one split gives finished outputs, a
-    longer one the split's state.
+    The grid is (G * ceil(WIDTH / TILE), B, max_splits), a warp each. A context of one split gives
+    finished outputs, a longer one the split's state.
 
     Args:
-        q_ptr: bfloat16 [B, H, D].
+        q_ptr: bfloat16 [B * WIDTH, H, D].
         k_ptr: FP8, int8 or bfloat16 [P, BLOCK_N, G, D].
         v_ptr: like k_ptr; FP8 beside int8 is fine.
         ks_ptr: float32 [P, BLOCK_N, G], read with SCALED.
         vs_ptr: like ks_ptr.
         pages_ptr: int32 [B, table_width], the pages of each sequence.
-        lengths_ptr: int32 [B], keys of each context.
-        o_ptr: bfloat16 or, with QUANTIZE, FP8 [B, H, D], written for contexts of one split.
+        lengths_ptr: int32 [B], keys of each context, those of all its queries included.
+        queries_ptr: int32 [B], how many of a sequence's queries count; not read if WIDTH is 1.
+        o_ptr: bfloat16 or, with QUANTIZE, FP8 [B * WIDTH, H, D], written for contexts of one split.
         scales_ptr: float32 [H, scale_stride], written like o_ptr with QUANTIZE.
-        part_ptr: float32 [B, max_splits, H, D], the accumulators, written for longer contexts.
-        state_ptr: float32 [B, max_splits, H, 2], the maxima and sums, written like part_ptr.
+        part_ptr: float32 [B * WIDTH, max_splits, H, D], accumulators, written for longer contexts.
+        state_ptr: float32 [B * WIDTH, max_splits, H, 2], maxima and sums, written like part_ptr.
         table_stride: from one sequence's row of pages to the next.
         table_width: pages in a row of the table.
         scale_stride: from one head's line of scales to the next.
         max_splits: splits of the launch.
-        early: 1 to start copying pages while the kernel in front still runs; that kernel may then
-            write nothing that is read here but q and the newest key and value of each context.
+        early: 1 to copy the older pages while the kernel in front still runs (`attend_decode`).
         G: key-value heads.
         GROUP: query heads of a key-value head, at most 16.
         D: channels of a head, 64 or 128.
         BLOCK_N: tokens of a page.
         SPLIT: pages of a split.
+        WIDTH: queries of a sequence, the newest ones.
+        TILE: queries of a warp, whose heads fill 16 columns at most.
         SCALED: whether keys and values are codes with scales.
         SCORE_SCALE: `attention.core.score_scale`.
         QUANTIZE: whether outputs are 1 x 128 groups (D is 128).
@@ -246,7 +144,7 @@ def decode_kernel(
     VEC: gl.constexpr = 16 if SCALED else 8  # elements in 16 bytes, the widest copy
     CHUNKS: gl.constexpr = D // VEC  # copies of one key
     PHASES: gl.constexpr = 8 if CHUNKS >= 8 else CHUNKS
-    COLUMNS: gl.constexpr = 8 if GROUP <= 8 else 16
+    COLUMNS: gl.constexpr = 8 if GROUP * TILE <= 8 else 16
     # Pages in shared memory: the 16-byte chunks of a key are exchanged by the key's number, so that
     # the same chunk of neighbouring keys, which a product reads at once, lies in other banks.
     tile_layout: gl.constexpr = gl.BlockedLayout([1, VEC], [32 // CHUNKS, CHUNKS], [1, 1], [1, 0])
@@ -259,14 +157,15 @@ def decode_kernel(
     # Length and first two page numbers are read at once, since each takes a trip to memory; a page
     # number past the context is never used. Outside a graph nothing says what the kernel in front
     # writes, so all reads wait for its end.
-    group = gl.program_id(0)
+    group = gl.program_id(0) % G
+    query = gl.program_id(0) // G * TILE
     seq = gl.program_id(1)
     split = gl.program_id(2)
     if early == 0:
         gluon_wait_for_previous()
     first = split * SPLIT
     table = pages_ptr + seq.to(gl.int64) * table_stride
-    length = gl.load(lengths_ptr + seq)
+    length, count = context_of_tile(lengths_ptr, queries_ptr, seq, query, WIDTH)
     page_0 = gl.load(table + first)
     page_1 = gl.load(table + gl.minimum(first + 1, table_width - 1))
     all_blocks = (length + BLOCK_N - 1) // BLOCK_N
@@ -292,19 +191,19 @@ def decode_kernel(
             k_ptr, v_ptr, ks_ptr, vs_ptr, tile_offsets, key_offsets,
             k_smem, v_smem, ks_smem, vs_smem, (a_smem, b_smem, c_smem), e_smem,
         )  # fmt: skip
-        newest = _start_first_pages(pages, page_0, page_1, first, last, length, G, BLOCK_N, SCALED)
+        newest = _start_first_pages(
+            pages, page_0, page_1, first, last, length, count, G, BLOCK_N, SCALED, WIDTH
+        )
 
         # Queries while the pages are on their way, and the empty state.
-        q_base = q_ptr + (seq.to(gl.int64) * G + group) * (GROUP * D)
-        q = load_queries(q_base, GROUP, D, COLUMNS, SCALED, mma)
+        q = load_queries(q_ptr, seq, group, query, G, GROUP, D, COLUMNS, WIDTH, TILE, SCALED, mma)
         m = gl.full([COLUMNS], float("-inf"), gl.float32, column_layout)
         total = gl.zeros([COLUMNS], gl.float32, column_layout)
         acc = gl.zeros([D, COLUMNS], gl.float32, mma)
-        # A page number is read one step before its page is copied. (Past the last page the last
-        # number is read again.)
+        # A page number is read one step before its page is copied; past the last, that one again.
         end = gl.maximum(all_blocks - 1, 0)
         ahead = gl.load(table + gl.minimum(first + 2, end))
-        whole = length // BLOCK_N
+        whole = (length - count + 1 + query) // BLOCK_N  # pages that all of the queries see whole
         if first >= newest:  # the first page came in group 2
             async_copy.wait_group(0)
         for b in range(first, last):
@@ -320,13 +219,13 @@ def decode_kernel(
             # Two bodies, so that only the context's last page pays for the masks.
             if b < whole:
                 m, total, acc = attend_page(
-                    q, pages, stage, m, total, acc, length - 1, b * BLOCK_N,
-                    False, SCALED, SCORE_SCALE, mma,
+                    q, pages, stage, m, total, acc, length - 1, b * BLOCK_N, count, query,
+                    False, GROUP, WIDTH, SCALED, SCORE_SCALE, mma,
                 )  # fmt: skip
             else:
                 m, total, acc = attend_page(
-                    q, pages, stage, m, total, acc, length - 1, b * BLOCK_N,
-                    True, SCALED, SCORE_SCALE, mma,
+                    q, pages, stage, m, total, acc, length - 1, b * BLOCK_N, count, query,
+                    True, GROUP, WIDTH, SCALED, SCORE_SCALE, mma,
                 )  # fmt: skip
             # Every lane is done with the stage, so page b + 2 may be copied into it.
             gluon_names.barrier()
@@ -337,10 +236,10 @@ def decode_kernel(
             async_copy.commit_group()
         async_copy.wait_group(0)
 
-        _store_split(
-            acc, m, total, all_blocks, seq, split, group, o_ptr, scales_ptr, scale_stride,
+        store_split(
+            acc, m, total, all_blocks, seq, split, group, query, o_ptr, scales_ptr, scale_stride,
             part_ptr, state_ptr, max_splits, SPLIT, G * GROUP, GROUP, D, COLUMNS, SCALED, mma,
-            QUANTIZE, MAXIMUM, FLOOR, POW2,
+            WIDTH, TILE, QUANTIZE, MAXIMUM, FLOOR, POW2,
         )  # fmt: skip
 
 
@@ -351,21 +250,29 @@ def attend_decode(
     lengths: Tensor,
     max_length: int,
     split_keys: int = SPLIT_KEYS,
+    queries: Tensor | None = None,
+    width: int = 1,
 ) -> Tensor:
-    """Return the attention of one query per sequence over its pages.
+    """Return the attention of one query per sequence, or of a few, over its pages.
+
+    With several queries a sequence, each has the bits that it has alone: a query sees the keys up
+    to its own, in the same blocks and splits.
 
     May be captured in a CUDA graph. There, the kernel in front may write q and the newest key and
     value of each context, but nothing else that is read here.
 
     Args:
-        q: bfloat16 [B, H, D], rotated.
+        q: bfloat16 [B * width, H, D], rotated; a sequence's queries are rows side by side.
         pages: keys and values [P, 64, G, D].
         block_tables: int32 [B, at least ceil(max_length / 64)], the pages of each context in order;
             entries past a context are not used.
-        lengths: int32 [B], keys of each context, the query's own included; 0 gives a row of zeros.
+        lengths: int32 [B], keys of each context, its queries' own included; 0 gives rows of zeros.
         max_length: at least the longest length; it sizes the launch and never the arithmetic. A
             context with more splits than max_length has comes out as NaN.
         split_keys: keys of a split, a multiple of 64. Others than the default give other bits.
+        queries: int32 [B], how many of a sequence's queries count, the first ones; the rows of the
+            others come out as anything. None where width is 1.
+        width: queries of a sequence.
 
     Returns:
         The output, like q.
@@ -374,7 +281,8 @@ def attend_decode(
         ValueError: a tensor of another dtype or shape, or tables that cannot hold max_length.
     """
     o = torch.empty_like(q)
-    _launch(q, pages, block_tables, lengths, max_length, o, None, "fp32", split_keys)
+    batch_pages = (block_tables, lengths, max_length)
+    _launch(q, pages, *batch_pages, o, None, "fp32", split_keys, queries, width)
     return o
 
 
@@ -386,6 +294,8 @@ def attend_decode_quantized(
     max_length: int,
     scales: str = "fp32",
     split_keys: int = SPLIT_KEYS,
+    queries: Tensor | None = None,
+    width: int = 1,
 ) -> QTensor:
     """Return `quantize_rows(attend_decode(...).flatten(1))`, with the same bits.
 
@@ -393,24 +303,26 @@ def attend_decode_quantized(
     belong to two warps, and the quantizer runs after.
 
     Args:
-        q: bfloat16 [B, H, D], rotated.
+        q: bfloat16 [B * width, H, D], rotated.
         pages: keys and values [P, 64, G, D].
         block_tables: int32 [B, .], as of `attend_decode`.
         lengths: int32 [B], as of `attend_decode`.
         max_length: at least the longest length.
         scales: "fp32", or "pow2" for scales that are powers of two.
         split_keys: keys of a split, a multiple of 64. Others than the default give other bits.
+        queries: int32 [B], as of `attend_decode`.
+        width: queries of a sequence.
 
     Returns:
-        Rows of 1 x 128 groups [B, H * D].
+        Rows of 1 x 128 groups [B * width, H * D].
     """
-    batch, heads, head_dim = q.shape
-    if head_dim != FP8_BLOCK:
-        o = attend_decode(q, pages, block_tables, lengths, max_length, split_keys)
-        return quantize_rows(o.view(batch, heads * head_dim), scales=scales)
-    rows = empty_row_groups(batch, heads * head_dim, FORMATS["e4m3"][0], q.device)
+    count, heads, head_dim = q.shape
     batch_pages = (block_tables, lengths, max_length)
-    _launch(q, pages, *batch_pages, rows.codes, rows.scales, scales, split_keys)
+    if head_dim != FP8_BLOCK:
+        o = attend_decode(q, pages, *batch_pages, split_keys, queries, width)
+        return quantize_rows(o.view(count, heads * head_dim), scales=scales)
+    rows = empty_row_groups(count, heads * head_dim, FORMATS["e4m3"][0], q.device)
+    _launch(q, pages, *batch_pages, rows.codes, rows.scales, scales, split_keys, queries, width)
     return rows
 
 
@@ -424,15 +336,18 @@ def _launch(
     o_scales: Tensor | None,
     scales: str,
     split_keys: int,
+    queries: Tensor | None,
+    width: int,
 ) -> None:
     """Check the arguments of `attend_decode` and launch its kernels, which write o.
 
     Args:
-        o: bfloat16 [B, H, D], or with o_scales FP8 [B, H * D].
-        o_scales: float32 [B, H] with any stride between columns, or None.
+        o: bfloat16 [B * width, H, D], or with o_scales FP8 [B * width, H * D].
+        o_scales: float32 [B * width, H] with any stride between columns, or None.
     """
     group = check_queries(q, pages)
-    batch, heads, head_dim = q.shape
+    rows, heads, head_dim = q.shape
+    batch, rest = divmod(rows, width)
     if pages.k.ndim != 4 or pages.k.shape[1] != BLOCK_KEYS:
         raise ValueError(f"pages of {BLOCK_KEYS} tokens expected, got k {list(pages.k.shape)}")
     if block_tables.dtype != torch.int32 or block_tables.ndim != 2 or block_tables.stride(1) != 1:
@@ -445,26 +360,40 @@ def _launch(
             f"lengths: int32 [{batch}] expected, got {lengths.dtype} {list(lengths.shape)}, "
             f"with {len(block_tables)} block tables"
         )
+    counted = width == 1 or (
+        queries is not None and queries.dtype == torch.int32 and queries.shape == (batch,)
+    )
+    if rest or not counted:
+        raise ValueError(
+            f"{rows} rows of {width} queries a sequence need int32 [{rows // width}] queries, got "
+            f"{queries if queries is None else (queries.dtype, list(queries.shape))}"
+        )
     if block_tables.shape[1] * BLOCK_KEYS < max_length or max_length < 1:
         raise ValueError(f"{block_tables.shape[1]} pages a row cannot hold {max_length} tokens")
     splits = -(-max_length // split_keys)
     # One split leaves no state; the kernel is the same, so that it is not compiled again for more.
     states = splits if splits > 1 else 0
-    part = q.new_empty(batch, states, heads, head_dim, dtype=torch.float32)
-    state = q.new_empty(batch, states, heads, 2, dtype=torch.float32)
+    part = q.new_empty(rows, states, heads, head_dim, dtype=torch.float32)
+    state = q.new_empty(rows, states, heads, 2, dtype=torch.float32)
+    # Queries of a warp: their heads are the 16 columns that a tensor-core instruction has at most.
+    in_tile = min(width, max(1, 16 // group))
+    tiles = -(-width // in_tile)
+    queries = lengths if queries is None else queries
     k_scales, v_scales = (o if s is None else s for s in (pages.k_scales, pages.v_scales))
     out = (o, o, 0) if o_scales is None else (o, o_scales, o_scales.stride(1))
     rule = (o_scales is not None, FORMATS["e4m3"][1], AMAX_FLOOR, scales == "pow2")
-    decode_kernel[(pages.num_heads, batch, splits)](
-        q, pages.k, pages.v, k_scales, v_scales, block_tables, lengths, *out[:2], part, state,
+    decode_kernel[(pages.num_heads * tiles, batch, splits)](
+        q, pages.k, pages.v, k_scales, v_scales, block_tables, lengths, queries, *out[:2],
+        part, state,
         block_tables.stride(0), block_tables.shape[1], out[2], splits,
         int(torch.cuda.is_current_stream_capturing()),
-        pages.num_heads, group, head_dim, BLOCK_KEYS, split_keys // BLOCK_KEYS, pages.scaled,
-        score_scale(head_dim, pages.scaled), *rule,
+        pages.num_heads, group, head_dim, BLOCK_KEYS, split_keys // BLOCK_KEYS, width, in_tile,
+        pages.scaled, score_scale(head_dim, pages.scaled), *rule,
         num_warps=1, enable_fp_fusion=False, **OVERLAPPED,
     )  # fmt: skip
     if splits > 1:
-        combine_kernel[(heads, batch)](
-            part, state, lengths, *out, splits, heads, head_dim, split_keys, pages.scaled, 8, *rule,
+        combine_kernel[(heads, rows)](
+            part, state, lengths, queries, *out, splits, heads, head_dim, split_keys,
+            width, in_tile, pages.scaled, 8, *rule,
             num_warps=1, enable_fp_fusion=False, **OVERLAPPED,
         )  # fmt: skip

@@ -22,6 +22,7 @@ from jetrl.kernels.attention.core import (
     softmax_block,
     widen_codes,
 )
+from jetrl.kernels.attention.decode_store import column_is_used
 from jetrl.precision.hopper import gluon_names
 
 
@@ -101,16 +102,23 @@ def load_page(pages, page, stage, keys_left, G: gl.constexpr, SCALED: gl.constex
 
 @gluon.jit
 def load_queries(
-    q_ptr, GROUP: gl.constexpr, D: gl.constexpr, COLUMNS: gl.constexpr, SCALED: gl.constexpr,
+    q_ptr, seq, group, query, G: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr,
+    COLUMNS: gl.constexpr, WIDTH: gl.constexpr, TILE: gl.constexpr, SCALED: gl.constexpr,
     mma: gl.constexpr,
 ):  # fmt: skip
-    """Return GROUP queries as a tensor-core operand [D, COLUMNS], with zeros in the other columns.
+    """Return the heads of a tile's queries as a tensor-core operand [D, COLUMNS], else zeros.
 
     Args:
-        q_ptr: bfloat16 [GROUP, D].
-        GROUP: queries.
+        q_ptr: bfloat16 [B * WIDTH, G * GROUP, D].
+        seq: the sequence.
+        group: the key-value head.
+        query: the tile's first query among the sequence's WIDTH.
+        G: key-value heads.
+        GROUP: query heads of a key-value head.
         D: channels of a head.
         COLUMNS: 8 or 16.
+        WIDTH: queries of a sequence.
+        TILE: queries of a tile.
         SCALED: whether keys are codes with scales.
         mma: the layout of the product.
     """
@@ -118,8 +126,13 @@ def load_queries(
     layout: gl.constexpr = gl.DotOperandLayout(1, mma, 4 if SCALED else 2)
     column = gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
     channel = gl.arange(0, D, gl.SliceLayout(1, layout))
-    places = q_ptr + column[None, :] * D + channel[:, None]
-    return query_codes(gl.load(places, mask=(column < GROUP)[None, :], other=0.0), SCALED)
+    offsets = column * D
+    if WIDTH > 1:
+        offsets = (column // GROUP) * (G * GROUP * D) + (column % GROUP) * D
+    ok = column_is_used(column, query, GROUP, WIDTH, TILE)
+    base = q_ptr + ((seq.to(gl.int64) * WIDTH + query) * G + group) * (GROUP * D)
+    places = base + offsets[None, :] + channel[:, None]
+    return query_codes(gl.load(places, mask=ok[None, :], other=0.0), SCALED)
 
 
 @gluon.jit
@@ -160,8 +173,9 @@ def _coded_values(v_smem, BLOCK_N: gl.constexpr, D: gl.constexpr, mma: gl.conste
 
 @gluon.jit
 def attend_page(
-    q, pages, stage, m, total, acc, position, first_key,
-    MASKED: gl.constexpr, SCALED: gl.constexpr, SCORE_SCALE: gl.constexpr, mma: gl.constexpr,
+    q, pages, stage, m, total, acc, position, first_key, count, query,
+    MASKED: gl.constexpr, GROUP: gl.constexpr, WIDTH: gl.constexpr, SCALED: gl.constexpr,
+    SCORE_SCALE: gl.constexpr, mma: gl.constexpr,
 ):  # fmt: skip
     """Attend to one page: return the maximum, the sum and the outputs with its keys folded in.
 
@@ -174,7 +188,11 @@ def attend_page(
         acc: float32 [D, COLUMNS], the outputs before.
         position: the context's last key.
         first_key: position of the page's first key.
-        MASKED: whether the context ends inside the page.
+        count: queries of the context that count; the last of them is at the last key.
+        query: the tile's first query.
+        MASKED: whether the context of some query ends inside the page, or before it.
+        GROUP: query heads of a key-value head.
+        WIDTH: queries of a sequence.
         SCALED: whether keys and values are codes with scales.
         SCORE_SCALE: `attention.core.score_scale`.
         mma: the layout of the products.
@@ -208,6 +226,10 @@ def attend_page(
 
     # The softmax, down the keys.
     last = gl.full([COLUMNS], position, gl.int32, m.type.layout)
+    if MASKED and WIDTH > 1:
+        # Queries that do not count see what the last one that does sees.
+        own = query + gl.arange(0, COLUMNS, m.type.layout) // GROUP
+        last = position - count + 1 + gl.minimum(own, count - 1)
     e, m, total, decay = softmax_block(
         s, pages.factors, m, total, last, first_key, MASKED, SCALED, SCORE_SCALE, 0
     )

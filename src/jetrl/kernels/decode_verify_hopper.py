@@ -1,0 +1,302 @@
+"""`kernels.decode_verify` on Hopper: a kernel before a forward and one after its draws.
+
+As in `kernels.decode_hopper` a lane is a row, and the second kernel is one program for all rows,
+since it moves the counter of forwards on. Both go through a row's queries one after the other.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+# (a Triton function may annotate nothing but its compile-time constants)
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from jetrl.kernels.decode_hopper import random_bits
+from jetrl.kernels.decode_state import BROKEN, MAX_ROWS, NOT_DRAWN, DecodeState
+from jetrl.kernels.draft_hopper import ngram_entry
+from jetrl.kernels.draft_state import (
+    HASH_FACTOR,
+    HASH_SHIFT,
+    LAG,
+    MAX_DRAFT,
+    ORDERS,
+    Drafts,
+    DraftText,
+    VerifyInputs,
+)
+
+if TYPE_CHECKING:
+    from jetrl.kernels.decode_verify import Verified
+
+_LANES = 32  # rows of a program of the first kernel
+
+
+@triton.jit
+def _verify_inputs_kernel(
+    token_ptr, position_ptr, limit_ptr, key_ptr, active_ptr, tables_ptr, seed_ptr, budget_ptr,
+    draft_ptr, counts_ptr, rows_ptr,
+    token_ids_ptr, positions_ptr, slots_ptr, bits_ptr, lengths_ptr, queries_ptr,
+    count, pages, PAGE: tl.constexpr, WIDTH: tl.constexpr, DRAFT: tl.constexpr,
+    LANES: tl.constexpr,
+):  # fmt: skip
+    """Gather one forward's inputs from the slots of its rows and their drafts.
+
+    Args:
+        token_ptr, position_ptr, limit_ptr, key_ptr, active_ptr, tables_ptr, seed_ptr: of
+            `DecodeState`, read.
+        budget_ptr: of `DraftText`, read.
+        draft_ptr, counts_ptr: of `Drafts`, read.
+        rows_ptr: int64 [count], the slot of each row.
+        token_ids_ptr, positions_ptr, slots_ptr, bits_ptr, lengths_ptr, queries_ptr: of
+            `VerifyInputs`, written.
+        count: rows.
+        pages: pages of a table.
+        PAGE: tokens of a page.
+        WIDTH: queries of a row.
+        DRAFT: tokens of a draft at most.
+        LANES: rows of a program.
+    """
+    row = tl.program_id(0) * LANES + tl.arange(0, LANES)
+    mask = row < count
+    slot = tl.load(rows_ptr + row, mask=mask, other=0)
+    active = mask & (tl.load(active_ptr + slot, mask=mask, other=0) > 0)
+    position = tl.load(position_ptr + slot, mask=active, other=0)
+
+    # The query of position p draws the token of position p + 1, which may be the limit at most.
+    most = tl.load(limit_ptr + slot, mask=active, other=0) - 1 - position
+    most = tl.minimum(most, tl.load(budget_ptr + slot, mask=active, other=0))
+    drafted = tl.minimum(tl.load(counts_ptr + row, mask=active, other=0), most)
+    drafted = tl.minimum(tl.maximum(drafted, 0), WIDTH - 1)
+    queries = tl.where(active, 1 + drafted, 0)
+    tl.store(queries_ptr + row, queries, mask=mask)
+    tl.store(lengths_ptr + row, position + queries, mask=mask)
+
+    key = tl.load(key_ptr + slot, mask=active, other=0)
+    seed = tl.load(seed_ptr) + tl.zeros([LANES], tl.int64)
+    token = tl.load(token_ptr + slot, mask=active, other=0)
+    for j in tl.static_range(WIDTH):
+        used = j < queries
+        at = tl.where(used, position + j, 0)
+        if j > 0:
+            token = tl.load(draft_ptr + row * DRAFT + (j - 1), mask=used, other=0)
+        page = tl.load(tables_ptr + slot * pages + at // PAGE, mask=used, other=0)
+        place = page.to(tl.int64) * PAGE + at % PAGE
+        bits = random_bits(seed, key, at.to(tl.int64) + 1)
+        # Every query is written, since the buffers are new: one that does not count as such.
+        out = row * WIDTH + j
+        tl.store(token_ids_ptr + out, tl.where(used, token, 0).to(tl.int64), mask=mask)
+        tl.store(positions_ptr + out, at.to(tl.int64), mask=mask)
+        tl.store(slots_ptr + out, tl.where(used, place, -1), mask=mask)
+        tl.store(bits_ptr + out, tl.where(used, bits, -1), mask=mask)
+
+
+@triton.jit
+def _learn(
+    text_ptr, tables_ptr, group, base, end, known, entries,
+    FIRST: tl.constexpr, SECOND: tl.constexpr, FACTOR: tl.constexpr, SHIFT: tl.constexpr,
+):  # fmt: skip
+    """Enter the n-grams that end at a position of each sequence into the tables.
+
+    Args:
+        text_ptr, tables_ptr: of `DraftText`.
+        group: int64 [LANES], the prompts' keys.
+        base: int64 [LANES], the place of each sequence's first token.
+        end: int32 [LANES], the position at which the n-grams end.
+        known: which lanes have one.
+        entries: the entries of a table.
+        FIRST, SECOND: the lengths of n-grams.
+        FACTOR: `draft_state.HASH_FACTOR`.
+        SHIFT: `draft_state.HASH_SHIFT`.
+    """
+    last = base + end
+    ok = known & (end >= FIRST - 1)
+    entry = ngram_entry(text_ptr, group, last, ok, entries, FIRST, FACTOR, SHIFT)
+    tl.store(tables_ptr + entry, last.to(tl.int32), mask=ok)
+    ok = known & (end >= SECOND - 1)
+    entry = ngram_entry(text_ptr, group, last, ok, entries, SECOND, FACTOR, SHIFT)
+    tl.store(tables_ptr + entries + entry, last.to(tl.int32), mask=ok)
+
+
+@triton.jit
+def _take_verified_kernel(
+    token_ptr, position_ptr, limit_ptr, active_ptr, stops_ptr,
+    text_ptr, tables_ptr, group_ptr, budget_ptr,
+    draft_ptr, counts_ptr, sources_ptr, queries_ptr, rows_ptr,
+    tokens_ptr, logprobs_ptr, lse_ptr,
+    out_tokens_ptr, out_logprobs_ptr, out_offers_ptr, out_count_ptr,
+    count, out_width, offers_width, width, entries,
+    WIDTH: tl.constexpr, DRAFT: tl.constexpr, LAG: tl.constexpr,
+    FIRST: tl.constexpr, SECOND: tl.constexpr, FACTOR: tl.constexpr, SHIFT: tl.constexpr,
+    NOT_DRAWN: tl.constexpr, BROKEN: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """Take in one forward's draws: write those that count, move each sequence on or end it.
+
+    Args:
+        token_ptr, position_ptr, active_ptr: of `DecodeState`, read and written.
+        limit_ptr, stops_ptr: of `DecodeState`, read.
+        text_ptr, tables_ptr, budget_ptr: of `DraftText`, read and written.
+        group_ptr: of `DraftText`, read.
+        draft_ptr, counts_ptr, sources_ptr: of `Drafts`, read.
+        queries_ptr: of `VerifyInputs`, read.
+        rows_ptr: int64 [count], the slot of each row.
+        tokens_ptr, logprobs_ptr, lse_ptr: int64, float32 and float32 [count * WIDTH], what `sample`
+            gave.
+        out_tokens_ptr, out_logprobs_ptr, out_offers_ptr, out_count_ptr: of `Verified`; line
+            `out_count` is written.
+        count: rows.
+        out_width, offers_width: entries of a line of the draws and of the offers.
+        width: tokens of a slot's row of the text.
+        entries: entries of a table of n-grams.
+        WIDTH: queries of a row.
+        DRAFT: tokens of a draft at most.
+        LAG: tokens that follow an n-gram before it enters the table, at least WIDTH.
+        FIRST, SECOND: the lengths of n-grams.
+        FACTOR, SHIFT: of `draft_state`, for hashes.
+        NOT_DRAWN, BROKEN: what stands for no token.
+        LANES: at least count.
+    """
+    row = tl.arange(0, LANES)  # a single program: it moves the counter on
+    mask = row < count
+    slot = tl.load(rows_ptr + row, mask=mask, other=0)
+    queries = tl.load(queries_ptr + row, mask=mask, other=0)
+    active = queries > 0
+    position = tl.load(position_ptr + slot, mask=active, other=0)
+    limit = tl.load(limit_ptr + slot, mask=active, other=0)
+    base = slot * width
+    group = tl.load(group_ptr + slot, mask=active, other=0)
+    offered = tl.load(counts_ptr + row, mask=active, other=0) > 0
+    at = tl.load(out_count_ptr)
+    num_stops = tl.load(stops_ptr)
+
+    # Draw by draw, as long as each is what the draft said and ends nothing.
+    alive = active
+    taken = tl.zeros([LANES], tl.int32)
+    last_token = tl.zeros([LANES], tl.int32)
+    runs_on = active
+    hit = active & offered
+    for j in tl.static_range(WIDTH):
+        place = row * WIDTH + j
+        token = tl.load(tokens_ptr + place, mask=alive, other=0).to(tl.int32)
+        logprob = tl.load(logprobs_ptr + place, mask=alive, other=0.0)
+        lse = tl.load(lse_ptr + place, mask=alive, other=0.0)
+        finite = tl.abs(lse) < float("inf")
+        written = tl.where(alive, tl.where(finite, token, BROKEN), NOT_DRAWN)
+        tl.store(out_tokens_ptr + at * out_width + place, written, mask=mask)
+        tl.store(out_logprobs_ptr + at * out_width + place, logprob, mask=mask)
+        tl.store(text_ptr + base + position + 1 + j, token, mask=alive)
+
+        # The end of a sequence, by the rule of `rollout.stopping` as far as the device knows it.
+        goes_on = finite & (position + 1 + j < limit)
+        for i in range(0, num_stops):
+            goes_on = goes_on & (token != tl.load(stops_ptr + 1 + i))
+        taken += alive.to(tl.int32)
+        last_token = tl.where(alive, token, last_token)
+        runs_on = tl.where(alive, goes_on, runs_on)
+        # The n-gram that ends LAG tokens before: its tokens were written by earlier forwards.
+        end = position + 1 + j - LAG
+        _learn(text_ptr, tables_ptr, group, base, end, alive, entries, FIRST, SECOND, FACTOR, SHIFT)
+        if j < DRAFT:
+            guess = tl.load(draft_ptr + row * DRAFT + j, mask=alive, other=NOT_DRAWN)
+            if j == 0:
+                hit = hit & (token == guess)
+            alive = alive & goes_on & (token == guess) & (j + 1 < queries)
+
+    tl.store(token_ptr + slot, last_token, mask=active)
+    tl.store(position_ptr + slot, position + taken, mask=active)
+    tl.store(active_ptr + slot, runs_on.to(tl.int32), mask=active)
+    source = tl.load(sources_ptr + row, mask=active, other=0)
+    offer = queries - 1 + 8 * source + 32 * hit.to(tl.int32) + 64 * offered.to(tl.int32)
+    tl.store(out_offers_ptr + at * offers_width + row, tl.where(active, offer, 0), mask=mask)
+
+    # How far to guess next: less after a draft that was wrong from its first token on.
+    before = tl.load(budget_ptr + slot, mask=active, other=0)
+    right = taken - 1
+    after = tl.where(right > 0, tl.maximum(before, 2 * right + 1), before // 2)
+    after = tl.minimum(tl.maximum(after, 1), DRAFT)
+    tl.store(budget_ptr + slot, after, mask=active & (queries > 1))
+
+    tl.debug_barrier()  # every lane has read the counter
+    tl.store(out_count_ptr, at + 1)
+
+
+def verify_inputs(
+    state: DecodeState,
+    draft_text: DraftText,
+    drafts: Drafts,
+    rows: Tensor,
+    page_size: int,
+    width: int,
+) -> VerifyInputs:
+    """Return what `kernels.decode_verify.verify_inputs` returns, on Hopper.
+
+    Args:
+        state: the running sequences.
+        draft_text: the text, whose budgets are read.
+        drafts: a draft for each row.
+        rows: int64 [B], the slot of each row.
+        page_size: tokens of a KV page.
+        width: the queries of a row.
+    """
+    count = _check_rows(rows)
+    wide = torch.empty(4, count * width, dtype=torch.int64, device=rows.device)
+    lengths, queries = torch.empty(2, count, dtype=torch.int32, device=rows.device).unbind(0)
+    token_ids, positions, slots, bits = wide.unbind(0)
+    _verify_inputs_kernel[(triton.cdiv(count, _LANES),)](
+        state.token, state.position, state.limit, state.key, state.active, state.tables,
+        state.seed, draft_text.budget, drafts.tokens, drafts.counts, rows,
+        token_ids, positions, slots, bits, lengths, queries,
+        count, state.tables.shape[1], page_size, width, MAX_DRAFT, _LANES, num_warps=1,
+    )  # fmt: skip
+    return VerifyInputs(token_ids, positions, slots, bits, lengths, queries)
+
+
+def take_verified(
+    state: DecodeState,
+    draft_text: DraftText,
+    drafts: Drafts,
+    inputs: VerifyInputs,
+    rows: Tensor,
+    tokens: Tensor,
+    logprobs: Tensor,
+    lse: Tensor,
+    out: Verified,
+) -> None:
+    """Do what `kernels.decode_verify.take_verified` does, on Hopper.
+
+    Args:
+        state: the running sequences, changed in place.
+        draft_text: the text and the budgets, changed in place.
+        drafts: the drafts that the forward verified.
+        inputs: what the forward read.
+        rows: int64 [B], the slot of each row.
+        tokens: int64 [B * Q], the tokens drawn.
+        logprobs: float32 [B * Q], their log-probs.
+        lse: float32 [B * Q], not finite where there was no draw.
+        out: where the draws are written.
+    """
+    count = _check_rows(rows)
+    width = len(tokens) // count
+    _take_verified_kernel[(1,)](
+        state.token, state.position, state.limit, state.active, state.stops,
+        draft_text.text, draft_text.tables, draft_text.group, draft_text.budget,
+        drafts.tokens, drafts.counts, drafts.sources, inputs.queries, rows,
+        tokens, logprobs, lse, out.tokens, out.logprobs, out.offers, out.count,
+        count, out.tokens.shape[1], out.offers.shape[1], draft_text.width,
+        draft_text.tables.shape[1], width, MAX_DRAFT, LAG, *ORDERS, HASH_FACTOR, HASH_SHIFT,
+        NOT_DRAWN, BROKEN, max(32, triton.next_power_of_2(count)), num_warps=4,
+    )  # fmt: skip
+
+
+def _check_rows(rows: Tensor) -> int:
+    """Return the number of rows, or raise ValueError for rows that the kernels do not take."""
+    count = len(rows)
+    if rows.dtype != torch.int64 or not rows.is_contiguous() or not 1 <= count <= MAX_ROWS:
+        raise ValueError(
+            f"rows: contiguous int64 [1 to {MAX_ROWS}], not {rows.dtype} {list(rows.shape)}"
+        )
+    return count

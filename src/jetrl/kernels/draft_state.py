@@ -1,0 +1,139 @@
+"""The records of speculation on the device: the text that drafts come from, and a draft each.
+
+A draft is a guess of a sequence's next tokens. It is looked up in text that was drawn before: an
+n-gram table leads from the last tokens of a sequence to a place where the same tokens stood, and
+the draft is what followed there. `kernels.draft` (the reference) and `kernels.draft_hopper` (its
+Hopper form) read these records; `kernels.decode_verify` decides which tokens of a draft are what
+the sequence draws. What a draft says can only change how many tokens a forward brings: a stale
+table, a race between two writers or a text of another prompt costs speed and no bit.
+
+The text is one line of token ids. First comes a row of `width` tokens for each slot, the sequence
+that runs there by position; then the archive, completions one after the other, each with UNKNOWN
+behind it.
+
+Legend: S slots, B rows of a forward, N tokens of all text, E entries of a table.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+MAX_DRAFT = 7  # tokens of a draft at most: a forward verifies up to 8 tokens of a sequence
+MAX_QUERIES = MAX_DRAFT + 1
+# The lengths of n-grams, in the order in which they are looked up: longer ones are better guesses.
+ORDERS = (3, 2)
+# An n-gram enters the table when so many tokens behind it are known. So a sequence does not find
+# its own end, and a forward, which adds at most as many tokens, hashes none that it has just drawn.
+LAG = MAX_QUERIES
+UNKNOWN = -1  # in the text: no token; in a table: no place
+# An n-gram's hash: products by an odd number near 2**64 divided by the golden ratio, as a signed
+# integer. The lowest bits of a product depend on few bits of its factors.
+HASH_FACTOR = -7046029254386353131
+HASH_SHIFT = 20
+# Where a draft came from: the sequence's own text, that of another running sequence with the same
+# prompt, or a completion of the same prompt that had ended.
+SOURCES = ("self", "siblings", "earlier")
+
+
+@dataclass(frozen=True)
+class DraftText:
+    """The text that drafts are taken from, with the n-gram tables that lead into it.
+
+    Attributes:
+        text: int32 [N], token ids or UNKNOWN: the rows of the slots, then the archive.
+        tables: int32 [number of ORDERS, E], for the hash of a group and its n-gram the place in
+            `text` of the n-gram's last token; E is a power of two.
+        group: int64 [S], the key of the prompt of each slot's sequence: drafts come from sequences
+            of the same prompt.
+        budget: int32 [S], the most tokens of a sequence's next draft, from 1 to MAX_DRAFT; it
+            follows how many were right of late.
+        width: tokens of a slot's row.
+    """
+
+    text: Tensor
+    tables: Tensor
+    group: Tensor
+    budget: Tensor
+    width: int
+
+    @staticmethod
+    def empty(
+        slots: int, width: int, archive: int, entries: int, device: torch.device
+    ) -> DraftText:
+        """Return a text without tokens.
+
+        Args:
+            slots: the number of slots, S.
+            width: the most tokens of a sequence.
+            archive: the number of tokens of the archive.
+            entries: the entries of each table, a power of two.
+            device: where the tensors are.
+        """
+        assert entries & (entries - 1) == 0, f"{entries} entries are no power of two"
+        # One place more: the last token of a row is UNKNOWN, which ends a draft before the next
+        # row, as the first place of the archive ends that of the last one.
+        size = slots * (width + 1) + 1 + archive
+
+        def filled(*shape: int, value: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.full(shape, value, dtype=dtype, device=device)
+
+        return DraftText(
+            text=filled(size, value=UNKNOWN),
+            tables=filled(len(ORDERS), entries, value=UNKNOWN),
+            group=filled(slots, value=0, dtype=torch.int64),
+            budget=filled(slots, value=MAX_DRAFT),
+            width=width + 1,
+        )
+
+    @property
+    def slots(self) -> int:
+        """The number of slots, S."""
+        return len(self.group)
+
+    @property
+    def archive_start(self) -> int:
+        """The place of the archive's first token in `text`."""
+        return self.slots * self.width + 1
+
+
+@dataclass(frozen=True)
+class Drafts:
+    """A draft for each row of a forward.
+
+    Attributes:
+        tokens: int32 [B, MAX_DRAFT], token ids; what lies past a draft's end is not used.
+        counts: int32 [B], the tokens of each draft, 0 for none.
+        sources: int32 [B], the index of the draft's source in SOURCES.
+    """
+
+    tokens: Tensor
+    counts: Tensor
+    sources: Tensor
+
+
+@dataclass(frozen=True)
+class VerifyInputs:
+    """The inputs of model, cache and sampler in a forward that verifies drafts.
+
+    A row has Q queries, one after the other: the sequence's last token and up to Q - 1 tokens of
+    its draft. Queries past the draft's end, and those of a row whose sequence is not active, have
+    slot -1 and bits -1: they take part in every kernel and change nothing.
+
+    Attributes:
+        token_ids: int64 [B * Q].
+        positions: int64 [B * Q].
+        slots: int64 [B * Q], where in the cache the keys and values go: page * page_size + offset.
+        bits: int64 [B * Q], the random bits of each position's draw.
+        lengths: int32 [B], the number of keys that the row's last query sees; 0 where not active.
+        queries: int32 [B], the number of queries that count, from 0 to Q.
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    slots: Tensor
+    bits: Tensor
+    lengths: Tensor
+    queries: Tensor

@@ -1,0 +1,210 @@
+"""Speculation: drafts of a sequence's next tokens from text, and how long they should be.
+
+`Speculation` owns the text that drafts are taken from (`kernels.draft`) for the life of an engine,
+so that a step's completions serve as drafts for the same prompts in later steps and evaluations. It
+is no part of a checkpoint: a run draws the same tokens whatever the drafts are, and resumed it only
+begins without them.
+
+The host brings what the device does not know: a sequence's tokens when it gets a slot, and a
+completion when it has ended. In between the device adds what it draws by itself.
+
+How many tokens a forward verifies, its width, is one number for the batch (`draft_widths`). How
+much of it a sequence uses follows from how many of its drafts were right (`DraftText.budget`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from jetrl.kernels.decode_state import DecodeState
+from jetrl.kernels.draft import propose, remember
+from jetrl.kernels.draft_state import LAG, MAX_DRAFT, SOURCES, UNKNOWN, Drafts, DraftText
+from jetrl.rollout.draft_widths import DraftWidths
+from jetrl.rollout.launched_step import LaunchedStep, to_device
+from jetrl.rollout.progress import SpeculationStats
+from jetrl.rollout.sequence import RunningSequence
+
+MODES = ("off", "text", "auto")
+# Tokens of ended completions, and entries of a table of n-grams: 48 MiB on a GPU, 3 MiB elsewhere.
+_GPU_ARCHIVE, _CPU_ARCHIVE = 2**22, 2**18
+
+
+@dataclass
+class _Counts:
+    """The counts of one call, by source of the draft where there are several.
+
+    Attributes:
+        rows: Forwards of sequences, each of which drew at least one token.
+        tokens: Tokens that these drew.
+        drafted: Tokens of drafts that were verified.
+        accepted: Those of them that were drawn.
+        decode_s: Seconds of decode.
+        verify_s: Seconds of decode that verified drafts.
+    """
+
+    rows: int = 0
+    tokens: int = 0
+    drafted: list[int] = field(default_factory=lambda: [0] * len(SOURCES))
+    accepted: list[int] = field(default_factory=lambda: [0] * len(SOURCES))
+    decode_s: float = 0.0
+    verify_s: float = 0.0
+
+
+class Speculation:
+    """The drafts of one engine.
+
+    Args:
+        mode: "text" to verify drafts in every forward of decode, "auto" to do so where that is
+            faster.
+        slots: The most running sequences.
+        max_model_len: The most tokens of a sequence.
+        device: The device of the policy.
+
+    Attributes:
+        text: The text that drafts are taken from.
+        widths: The choice of the tokens that a forward verifies.
+    """
+
+    def __init__(self, mode: str, slots: int, max_model_len: int, device: torch.device) -> None:
+        assert mode in MODES[1:], f"speculation {mode}"
+        archive = _GPU_ARCHIVE if device.type == "cuda" else _CPU_ARCHIVE
+        # One slot more, which never holds a sequence.
+        self.text = DraftText.empty(slots + 1, max_model_len, archive, archive, device)
+        self.widths = DraftWidths(always=mode == "text")
+        self._device = device
+        self._ended: list[RunningSequence] = []
+        self._written = 0  # Tokens of the archive, from its start, that the next text comes behind.
+        self._groups: dict[tuple[int, ...], int] = {}
+        self._counts = _Counts()
+
+    def begin(self) -> None:
+        """Begin a call: its counts are zero, and what the call before left is put by."""
+        self._archive()
+        self._groups.clear()
+        self._counts = _Counts()
+
+    def arrive(self, arrivals: Sequence[tuple[int, RunningSequence]]) -> None:
+        """Take in the text of sequences that get a slot.
+
+        Args:
+            arrivals: (slot, sequence) pairs.
+        """
+        self._archive()
+        pieces = [
+            (slot * self.text.width, [*sequence.prompt, *sequence.generated], sequence)
+            for slot, sequence in arrivals
+        ]
+        if pieces:
+            self._remember(pieces, LAG)
+            slots = to_device([slot for slot, _ in arrivals], self._device)
+            groups = [self._group(sequence) for _, sequence in arrivals]
+            self.text.group[slots] = to_device(groups, self._device)
+            self.text.budget[slots] = MAX_DRAFT
+
+    def propose(self, state: DecodeState, rows: Tensor) -> Drafts:
+        """Return a draft for each row of a forward, without waiting for the device.
+
+        Args:
+            state: The running sequences.
+            rows: int64 [B], the slot of each row.
+        """
+        return propose(self.text, state, rows)
+
+    def ended(self, sequence: RunningSequence) -> None:
+        """Put a completion that has ended by, for later drafts of the same prompt."""
+        self._ended.append(sequence)
+
+    def _archive(self) -> None:
+        """Write the completions that have ended to the archive, over the oldest ones."""
+        room = len(self.text.text) - self.text.archive_start
+        pieces: list[tuple[int, list[int], RunningSequence]] = []
+        for sequence in self._ended:
+            # The prompt's last tokens lead to the first ones of the completion. An entry of
+            # UNKNOWN ends the piece.
+            text = [*sequence.prompt[-2:], *sequence.generated]
+            tokens = [*text[: room - 1], UNKNOWN]
+            if self._written + len(tokens) > room:
+                # Pieces of one call must not lie over each other.
+                self._remember(pieces, 1)
+                pieces, self._written = [], 0
+            pieces.append((self.text.archive_start + self._written, tokens, sequence))
+            self._written += len(tokens)
+        self._ended.clear()
+        self._remember(pieces, 1)
+
+    def _remember(self, pieces: Sequence[tuple[int, list[int], RunningSequence]], lag: int) -> None:
+        """Write pieces of text, (place, tokens, sequence), and learn their n-grams."""
+        if not pieces:
+            return
+        ids = np.concatenate([np.array(text, dtype=np.int64) for _, text, _ in pieces])
+        at = np.concatenate([np.arange(at, at + len(text)) for at, text, _ in pieces])
+        counts = [len(text) for _, text, _ in pieces]
+        keys = np.repeat([self._group(sequence) for _, _, sequence in pieces], counts)
+        device = self._device
+        places, tokens, groups = (to_device(x.astype(np.int64), device) for x in (at, ids, keys))
+        remember(self.text, places, tokens, groups, lag)
+
+    def _group(self, sequence: RunningSequence) -> int:
+        """Return the key of a sequence's prompt, a 63-bit integer."""
+        known = self._groups.get(sequence.prompt)
+        if known is None:
+            content = array("q", sequence.prompt).tobytes()
+            digest = hashlib.blake2b(content, digest_size=8).digest()
+            known = self._groups[sequence.prompt] = int.from_bytes(digest, "little") >> 1
+        return known
+
+    def take_in(self, launched: LaunchedStep, seconds: float) -> None:
+        """Count what a step of decode brought, and choose the next widths by it.
+
+        Args:
+            launched: The step, whose draws have arrived.
+            seconds: The seconds of the step on the device.
+        """
+        if launched.offers is None:
+            return
+        step, counts = launched.step, self._counts
+        rows = len(step.chunks)
+        shape = (len(launched.tokens), rows, step.width)
+        tokens = launched.tokens[: shape[0], : rows * step.width].numpy().reshape(shape)
+        drawn = (tokens[: step.repeats] >= 0).sum(-1)
+        offers = launched.offers[: step.repeats, :rows].numpy()
+        ran = drawn > 0
+        drafted, source = offers & 7, (offers >> 3) & 3
+        hit, offered = (offers >> 5) & 1, (offers >> 6) & 1
+        counts.rows += int(ran.sum())
+        counts.tokens += int(drawn.sum())
+        for index in range(len(SOURCES)):
+            here = ran & (source == index) & (drafted > 0)
+            counts.drafted[index] += int(drafted[here].sum())
+            counts.accepted[index] += int((drawn[here] - 1).sum())
+        counts.decode_s += seconds
+        counts.verify_s += seconds if step.width > 1 else 0.0
+        self.widths.observe(
+            rows=rows,
+            width=step.width,
+            forwards=step.repeats,
+            seconds=seconds,
+            drawn=drawn[ran],
+            drafted=drafted[ran],
+            hit=hit[ran],
+            offered=offered[ran],
+        )
+
+    def stats(self) -> SpeculationStats:
+        """Return the counts of the present call."""
+        counts = self._counts
+        return SpeculationStats(
+            sequence_forwards=counts.rows,
+            tokens=counts.tokens,
+            drafted=tuple(counts.drafted),
+            accepted=tuple(counts.accepted),
+            decode_s=counts.decode_s,
+            verify_s=counts.verify_s,
+        )

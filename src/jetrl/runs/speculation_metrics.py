@@ -1,0 +1,41 @@
+"""The metrics of speculation, `rollout.speculation`."""
+
+from __future__ import annotations
+
+from jetrl.runs.metric import Metric
+
+SPECULATION: tuple[Metric, ...] = (
+    Metric(
+        "speculation/tokens_per_forward",
+        "tokens",
+        "tokens that a sequence drew in a forward of decode, since the step before, evaluations "
+        "included; this and the other speculation/* only with rollout.speculation",
+        measured=True,
+    ),
+    Metric(
+        "speculation/verify_share",
+        "share",
+        "of the time of decode, that of forwards that verified drafts",
+        measured=True,
+    ),
+    Metric(
+        "speculation/acceptance_self",
+        "share",
+        "of the drafted tokens that came from the sequence's own text and were verified, those "
+        "that were drawn. Only where there are any, as the next two",
+        measured=True,
+    ),
+    Metric(
+        "speculation/acceptance_siblings",
+        "share",
+        "the same of drafts from other running completions of the prompt",
+        measured=True,
+    ),
+    Metric(
+        "speculation/acceptance_earlier",
+        "share",
+        "the same of drafts from completions of the prompt that had ended, of this step and of "
+        "earlier steps and evaluations",
+        measured=True,
+    ),
+)

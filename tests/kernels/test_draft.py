@@ -1,0 +1,151 @@
+"""Drafts from text and their verification: the reference, on states that are easy to follow."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from jetrl.kernels.decode_state import BROKEN, NOT_DRAWN, DecodeState
+from jetrl.kernels.decode_verify import Verified, take_verified, verify_inputs
+from jetrl.kernels.draft import extend, propose, remember
+from jetrl.kernels.draft_state import LAG, MAX_DRAFT, SOURCES, UNKNOWN, Drafts, DraftText
+
+CPU = torch.device("cpu")
+SLOTS, WIDTH = 3, 40
+
+
+def texts(*rows: list[int], archive: tuple[list[int], ...] = ()) -> tuple[DecodeState, DraftText]:
+    """Sequences of one prompt that stand at the end of their rows, and ended completions."""
+    state = DecodeState.empty(SLOTS, 10, CPU)
+    text = DraftText.empty(SLOTS, WIDTH, 200, 2**12, CPU)
+    text.group.fill_(77)
+    for slot, row in enumerate(rows):
+        state.active[slot], state.position[slot] = 1, len(row) - 1
+        state.token[slot], state.limit[slot] = row[-1], 39
+        learn(text, slot * text.width, row, LAG)
+    at = text.archive_start
+    for piece in archive:
+        learn(text, at, [*piece, UNKNOWN], 1)
+        at += len(piece) + 1
+    return state, text
+
+
+def learn(text: DraftText, at: int, tokens: list[int], lag: int, group: int = 77) -> None:
+    places = torch.arange(at, at + len(tokens))
+    remember(text, places, torch.tensor(tokens), torch.full_like(places, group), lag)
+
+
+def draft_of(state: DecodeState, text: DraftText, row: int = 0) -> tuple[list[int], str]:
+    drafts = propose(text, state, torch.arange(SLOTS))
+    count = int(drafts.counts[row])
+    return drafts.tokens[row, :count].tolist(), SOURCES[int(drafts.sources[row])]
+
+
+def test_a_draft_is_what_followed_the_last_tokens() -> None:
+    own = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 1, 2, 3]
+    assert draft_of(*texts(own)) == ([4, 5, 6, 7, 8, 9, 10], "self")
+    sibling = list(range(1, 20))
+    assert draft_of(*texts([5, 6, 7], sibling)) == ([8, 9, 10, 11, 12, 13, 14], "siblings")
+    assert draft_of(*texts([5, 6, 7], archive=([4, 5, 6, 7, 8, 9],))) == ([8, 9], "earlier")
+
+
+def test_two_tokens_lead_where_three_do_not() -> None:
+    archive = ([1, 6, 7, 30], [5, 6, 7, 40], [8, 6, 7, 50])
+    assert draft_of(*texts([5, 6, 7], archive=archive))[0] == [40]
+    assert draft_of(*texts([9, 6, 7], archive=archive))[0] == [50]  # the latest
+    assert draft_of(*texts([9, 9, 7], archive=archive))[0] == []
+    assert draft_of(*texts([7], archive=archive))[0] == []
+
+
+def test_other_prompts_and_written_over_text_are_not_drafted_from() -> None:
+    state, text = texts([5, 6, 7])
+    learn(text, text.archive_start, [4, 5, 6, 7, 8, UNKNOWN], 1, group=78)
+    assert draft_of(state, text)[0] == []
+    state, text = texts([5, 6, 7], archive=([4, 5, 6, 7, 8],))
+    text.text[text.archive_start + 2] = 99
+    assert draft_of(state, text)[0] == []
+
+
+def test_the_end_of_a_row_ends_a_draft() -> None:
+    state, text = texts(list(range(100, 140)))
+    text.text[: WIDTH - 1] = torch.arange(200, 200 + WIDTH - 1)
+    learn(text, WIDTH - 12, [*range(100, 112)], 1)
+    state.position[0], text.text[:3] = 2, torch.tensor([107, 108, 109])
+    assert draft_of(state, text)[0] == [110, 111]
+
+
+def test_a_sequence_that_grows_is_learned_with_a_lag() -> None:
+    state, text = texts([1, 2, 3])
+    rows, position = torch.tensor([0]), 2
+    for step in range(0, 24, 4):
+        new = torch.tensor([[(step + i) % 12 + 1 for i in range(3, 7)]])
+        extend(text, rows, torch.tensor([position]), new, torch.tensor([4]))
+        position += 4
+    state.position[0] = position
+    expected = [((position + i) % 12) + 1 for i in range(1, MAX_DRAFT + 1)]
+    assert draft_of(state, text) == (expected, "self")
+
+
+def test_text_that_the_archive_writes_over_is_never_half_a_piece() -> None:
+    """Pieces side by side: no n-gram crosses from one to the next."""
+    state, text = texts([2, 9, 9], archive=([1, 2], [9, 9, 7]))
+    assert draft_of(state, text)[0] == [7]  # by [9, 9] alone
+    state, text = texts([1, 2, 9], archive=([1, 2], [9, 9, 7]))
+    assert draft_of(state, text)[0] == []
+
+
+def verified(width: int) -> Verified:
+    draws = torch.zeros(4, SLOTS * width).int(), torch.zeros(4, SLOTS * width)
+    return Verified(*draws, torch.zeros(4, SLOTS).int(), torch.zeros(1).int())
+
+
+@pytest.mark.parametrize(
+    ("draws", "changes", "taken", "active"),
+    [
+        ([50, 51, 52, 53], {}, [50, 51, 52, 53], 1),  # all drafts were right
+        ([50, 51, 9, 53], {}, [50, 51, 9], 1),  # the third was wrong, and 9 is right
+        ([9, 51, 52, 53], {}, [9], 1),
+        ([50, 51, 52, 53], {"limit": 12}, [50, 51], 0),  # its last position
+        ([50, 51, 52, 53], {"stop": 51}, [50, 51], 0),
+        ([50, 51, 52, 53], {"broken": 1}, [50, BROKEN], 0),
+        ([50, 51, 52, 53], {"budget": 1}, [50, 51], 1),  # one draft, and what it led to
+    ],
+)
+def test_draws_count_up_to_the_first_that_the_draft_had_not(
+    draws: list[int], changes: dict[str, int], taken: list[int], active: int
+) -> None:
+    state, text = texts(list(range(11)))
+    state.limit[0] = changes.get("limit", 39)
+    state.stops[:2] = torch.tensor([1, changes.get("stop", 999)])
+    text.budget[0] = changes.get("budget", MAX_DRAFT)
+    tables = torch.arange(30).view(3, 10).int()
+    state.tables.copy_(tables)
+    guesses = torch.full((SLOTS, MAX_DRAFT), 60).int()
+    guesses[0, :3] = torch.tensor([50, 51, 52])
+    drafts = Drafts(guesses, torch.tensor([3, 0, 0]).int(), torch.tensor([2, 0, 0]).int())
+    rows = torch.arange(SLOTS)
+    inputs = verify_inputs(state, text, drafts, rows, 4, 4)
+    queries = min(4, 1 + changes.get("budget", 7), changes.get("limit", 39) - 10)
+    assert inputs.queries.tolist() == [queries, 0, 0]
+    assert inputs.lengths.tolist() == [10 + queries, 0, 0]
+    assert inputs.token_ids[:queries].tolist() == [10, 50, 51, 52][:queries]
+    assert inputs.positions[:queries].tolist() == list(range(10, 10 + queries))
+    assert inputs.slots.tolist() == [10, 11, 12, 13][:queries] + [-1] * (12 - queries)
+
+    out = verified(4)
+    lse = torch.zeros(12)
+    if "broken" in changes:
+        lse[changes["broken"]] = torch.nan
+    tokens = torch.tensor([*draws, *[0] * 8])
+    take_verified(state, text, drafts, inputs, rows, tokens, torch.arange(12.0), lse, out)
+    assert out.tokens[0].tolist() == taken + [NOT_DRAWN] * (12 - len(taken))
+    assert out.logprobs[0, : len(taken)].tolist() == list(range(len(taken)))
+    assert out.offers[0, 0] == queries - 1 + 8 * 2 + 32 * (draws[0] == 50) + 64
+    assert int(out.count) == 1
+    assert (state.position[0], state.active[0]) == (10 + len(taken), active)
+    if BROKEN not in taken:
+        assert state.token[0] == taken[-1]
+        assert text.text[11 : 11 + len(taken)].tolist() == taken
+    right = len(taken) - 1
+    budget = max(int(changes.get("budget", 7)), 2 * right + 1) if right else 3
+    assert text.budget[0] == min(budget, MAX_DRAFT)
