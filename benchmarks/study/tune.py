@@ -26,6 +26,8 @@ import time
 from pathlib import Path
 from typing import IO, Any
 
+import torch
+
 HERE = Path(__file__).resolve().parent
 GROUNDS = {
     "program-64": ["task.name=program", "task.options.rounds=2", "rollout.max_tokens=80"],
@@ -89,7 +91,7 @@ class Candidate:
     @property
     def name(self) -> str:
         """The name of the run."""
-        return f"{self.size}-{self.ground}-{self.lr:g}"
+        return f"{self.size}-{self.ground}-{self.sft_examples}-{self.sft_lr:g}-{self.lr:g}"
 
     def words(self) -> list[str]:
         """Return its settings for the command line."""
@@ -105,16 +107,19 @@ class Candidate:
 
 
 CANDIDATES = [
+    Candidate("5m", "product-512", 2500, 32, 5e-4, 1e-4),
+    Candidate("30m", "product-2048", 1500, 16, 5e-4, 5e-5),
+    Candidate("5m", "product-2048", 2500, 16, 5e-4, 1e-4),
+    Candidate("30m", "program-2048", 1000, 16, 5e-4, 5e-5),
+    Candidate("5m", "program-2048", 2000, 16, 5e-4, 1e-4),
+    Candidate("5m", "product-512", 2500, 64, 5e-4, 1e-4),
+    Candidate("30m", "program-64", 800, 64, 5e-4, 5e-5),
+    Candidate("30m", "product-64", 800, 64, 5e-4, 5e-5),
     Candidate("5m", "program-64", 800, 64, 1e-3, 1e-4),
-    Candidate("5m", "product-64", 1500, 64, 1e-3, 1e-4),
+    Candidate("5m", "product-64", 800, 64, 1e-3, 1e-4),
     Candidate("5m", "program-512", 800, 32, 1e-3, 1e-4),
-    Candidate("5m", "product-512", 1500, 32, 1e-3, 1e-4),
-    Candidate("5m", "program-2048", 800, 16, 1e-3, 1e-4),
-    Candidate("5m", "product-2048", 1500, 16, 1e-3, 1e-4),
     Candidate("30m", "program-512", 800, 32, 5e-4, 5e-5),
     Candidate("30m", "product-512", 1500, 32, 5e-4, 5e-5),
-    Candidate("5m", "program-64", 800, 64, 1e-3, 3e-4),
-    Candidate("5m", "product-64", 1500, 64, 1e-3, 3e-4),
     Candidate("100m", "program-512", 800, 32, 3e-4, 2e-5),
     Candidate("100m", "product-64", 1500, 64, 3e-4, 2e-5),
 ]
@@ -247,7 +252,8 @@ def main() -> None:
     results = {
         "benchmark": "study tuning",
         "command": " ".join(["python", "benchmarks/study/tune.py", *sys.argv[1:]]),
-        "device": args.device,
+        "device": torch.cuda.get_device_name() if args.device == "cuda" else "CPU",
+        "torch": torch.__version__,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "rows": rows,
     }
