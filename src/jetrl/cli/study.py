@@ -23,7 +23,7 @@ import signal
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jetrl.cli.arguments import table
+from jetrl.cli.arguments import table, tell
 from jetrl.errors import Terminated, TimeLimitReached, UserError
 
 if TYPE_CHECKING:
@@ -148,6 +148,9 @@ def work_off(
         pool = Pool(cards, jobs, definition.study.threads)
         sitting = Sitting(definition, runs, results, pool, args.minutes)
         sitting.work_off()
+    except (KeyboardInterrupt, Terminated):
+        tell("the runs were stopped at checkpoints; the same command goes on")
+        raise
     finally:
         signal.signal(signal.SIGTERM, before)
         lock.release()

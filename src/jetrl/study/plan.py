@@ -183,6 +183,7 @@ def _planned_start(
     settings = settings.model_copy(
         update={
             "precision": PrecisionSettings(preset=section.precision),
+            "sampler_deviation": defaults.sampler_deviation,
             "algorithm": defaults.algorithm,
             "loop": defaults.loop.model_copy(update={"steps": 0}),
         }

@@ -76,6 +76,9 @@ class Sitting:
             look(item, definition, results)
         for item in self._starts.values():
             look(item, definition, results)
+            if item.stage == "done":
+                assert isinstance(item.work, PlannedStart)
+                self._sha256_of_start(item.work)
         self.progress = Progress(self._standing())
         for item in self._items.values():
             if item.stage == "failed":
@@ -207,6 +210,11 @@ class Sitting:
     def _advance(self, item: Item) -> None:
         """Go on with a piece of work whose child process came to its end."""
         if isinstance(item.work, PlannedStart):
+            try:
+                self._sha256_of_start(item.work)
+            except UserError as error:
+                self._fail(item, str(error))
+                return
             item.stage = "done"
             self.progress.event(f"{item.work.name}: supervised start made")
         elif item.stage == "train":
