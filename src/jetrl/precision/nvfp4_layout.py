@@ -29,6 +29,7 @@ from torch import Tensor
 
 from jetrl.precision.nvfp4 import NVFP4_GROUP, NVFP4Tensor, unpacked_codes
 
+FEW_ROWS = 256  # of X: up to so many a product unpacks the codes itself
 UNIT = 32  # rows of a weight whose codes lie together
 BLOCK = 128  # values along K whose codes lie together
 WIDENED_FACTOR = 2.0**-7

@@ -21,11 +21,15 @@ from triton.experimental.gluon import language as gl
 from jetrl.precision.hopper.checks import check_matrix
 from jetrl.precision.hopper.gemm import pinned_bf16_reductions
 from jetrl.precision.hopper.nvfp4_rows import nvfp4_rows_matmul
-from jetrl.precision.hopper.nvfp4_unpack import CODE_WORDS, SCALE_WORDS, unpack_blocks
-from jetrl.precision.nvfp4_layout import BLOCK, UNIT, HopperNVFP4
+from jetrl.precision.hopper.nvfp4_unpack import (
+    CODE_WORDS,
+    SCALE_WORDS,
+    step_scales,
+    step_words,
+    unpack_step,
+)
+from jetrl.precision.nvfp4_layout import BLOCK, FEW_ROWS, UNIT, HopperNVFP4
 
-# Up to so many rows the codes are read by the product itself.
-FEW_ROWS = 256
 _STORED = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 
 
@@ -49,13 +53,15 @@ def widen_kernel(
     column = gl.arange(0, 32, gl.SliceLayout(0, WORDS))
     words = gl.load(codes_ptr + place * 512 + row[:, None] * 32 + column[None, :])
     scales = gl.load(scales_ptr + place * 64 + gl.arange(0, 64, SCALES))
-    steps = unpack_blocks(words, scales, 1)
+    words, scales = step_words(words, 1), step_scales(scales, 1)
     rows = gl.arange(0, 32, gl.SliceLayout(1, _STORED))
     columns = gl.arange(0, 64, gl.SliceLayout(0, _STORED))
     corner = out_ptr + (place // blocks) * 32 * K + (place % blocks) * 128
     for i in gl.static_range(2):
         # [w, g, t, q1, q0, h, p] to the order of rows and columns
-        values = gl.reshape(gl.permute(steps[i], [0, 1, 3, 4, 5, 2, 6]), [32, 64])
+        values = gl.reshape(
+            gl.permute(unpack_step(words[i], scales[i]), [0, 1, 3, 4, 5, 2, 6]), [32, 64]
+        )
         values = gl.convert_layout(values, _STORED)
         gl.store(corner + rows[:, None] * K + (columns + i * 64)[None, :], values)
 

@@ -40,7 +40,13 @@ from jetrl.precision.hopper.launch import (
     gluon_let_next_start,
     gluon_wait_for_previous,
 )
-from jetrl.precision.hopper.nvfp4_unpack import CODE_WORDS, SCALE_WORDS, unpack_blocks
+from jetrl.precision.hopper.nvfp4_unpack import (
+    CODE_WORDS,
+    SCALE_WORDS,
+    step_scales,
+    step_words,
+    unpack_step,
+)
 from jetrl.precision.layout import cdiv
 from jetrl.precision.nvfp4_layout import BLOCK, UNIT, HopperNVFP4
 
@@ -125,6 +131,37 @@ def _load(
 
 
 @gluon.jit
+def _stage_words(
+    w_smem, s_smem, slot, UNITS: gl.constexpr, GROUP: gl.constexpr,
+    WORDS: gl.constexpr, SCALES: gl.constexpr,
+):  # fmt: skip
+    """Return the words of a stage: for each unit those of the codes of its steps, then scales."""
+    parts = ()
+    for u in gl.static_range(UNITS):
+        words = w_smem.index(slot * UNITS + u).load(WORDS)
+        scales = s_smem.index(slot * UNITS + u).reshape([64 * GROUP]).load(SCALES)
+        both = step_words(words, GROUP) + step_scales(scales, GROUP)
+        parts += both  # type: ignore[assignment]
+    return parts
+
+
+@gluon.jit
+def _left_operand(
+    parts, step: gl.constexpr, UNITS: gl.constexpr, GROUP: gl.constexpr, layout: gl.constexpr
+):  # fmt: skip
+    """Return 64 rows and 64 columns of the weight, a step along K, as wgmma reads them."""
+    STEPS: gl.constexpr = 2 * GROUP
+    lower = unpack_step(parts[step], parts[STEPS + step])
+    if UNITS == 2:
+        both = gl.join(lower, unpack_step(parts[2 * STEPS + step], parts[3 * STEPS + step]))
+    else:
+        both = gl.join(lower, gl.zeros_like(lower))
+    # [w, g, t, q1, q0, h, p, unit] to the order of rows and columns
+    rows = gl.reshape(gl.permute(both, [0, 7, 1, 3, 4, 5, 2, 6]), [64, 64])
+    return gl.convert_layout(rows, layout, assert_trivial=True)
+
+
+@gluon.jit
 def _multiply(
     x_smem, w_smem, s_smem, arrived, left, y_ptr, factor, m0, unit, M, N, KB,
     UNITS: gl.constexpr, BLOCK_M: gl.constexpr, GROUP: gl.constexpr, ROUNDS: gl.constexpr,
@@ -138,31 +175,28 @@ def _multiply(
         factor: float32, what sums are multiplied by.
         M, N: rows of X and of the weight.
     """
-    left_operand: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=mma, k_width=2)
+    STEPS: gl.constexpr = 2 * GROUP
+    layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=mma, k_width=2)
     total = gl.zeros([64, BLOCK_M], gl.float32, mma)
-    for stage in range((KB + GROUP - 1) // GROUP):
+    stages = (KB + GROUP - 1) // GROUP
+    mbarrier.wait(arrived.index(0), 0)
+    parts = _stage_words(w_smem, s_smem, 0, UNITS, GROUP, WORDS, SCALES)
+    first = _left_operand(parts, 0, UNITS, GROUP, layout)
+    for stage in range(stages):
         slot = stage % ROUNDS
-        mbarrier.wait(arrived.index(slot), (stage // ROUNDS) & 1)
-        words = w_smem.index(slot * UNITS).load(WORDS)
-        scales = s_smem.index(slot * UNITS).reshape([64 * GROUP]).load(SCALES)
-        lower = unpack_blocks(words, scales, GROUP)
-        if UNITS == 2:
-            words = w_smem.index(slot * UNITS + 1).load(WORDS)
-            scales = s_smem.index(slot * UNITS + 1).reshape([64 * GROUP]).load(SCALES)
-            upper = unpack_blocks(words, scales, GROUP)
-        # The steps of a stage are started one after the other, and each is unpacked while the one
-        # before multiplies. (An accumulator in flight across the loop's back edge would make the
-        # assembler serialize every wgmma.)
-        for i in gl.static_range(2 * GROUP):
-            if UNITS == 2:
-                both = gl.join(lower[i], upper[i])
-            else:
-                both = gl.join(lower[i], gl.zeros_like(lower[i]))
-            # [w, g, t, q1, q0, h, p, unit] to the order of rows and columns
-            rows = gl.reshape(gl.permute(both, [0, 7, 1, 3, 4, 5, 2, 6]), [64, 64])
-            rows = gl.convert_layout(rows, left_operand, assert_trivial=True)
-            x = x_smem.index(slot * (2 * GROUP) + i).permute((1, 0))
+        # Each step is unpacked while the one before multiplies, and the first step of the next
+        # stage while the last one of this does. (An accumulator in flight across the loop's back
+        # edge would make the assembler serialize every wgmma.)
+        x = x_smem.index(slot * STEPS).permute((1, 0))
+        total = warpgroup_mma(first, x, total, is_async=True)
+        for step in gl.static_range(1, STEPS):
+            rows = _left_operand(parts, step, UNITS, GROUP, layout)
+            x = x_smem.index(slot * STEPS + step).permute((1, 0))
             total = warpgroup_mma(rows, x, total, is_async=True)
+        following = gl.minimum(stage + 1, stages - 1)
+        mbarrier.wait(arrived.index(following % ROUNDS), (following // ROUNDS) & 1)
+        parts = _stage_words(w_smem, s_smem, following % ROUNDS, UNITS, GROUP, WORDS, SCALES)
+        first = _left_operand(parts, 0, UNITS, GROUP, layout)
         total = warpgroup_mma_wait(0, deps=[total])
         gluon_names.barrier()  # every warp has left this stage
         mbarrier.arrive(left.index(slot), count=1)
@@ -236,10 +270,12 @@ def tiles_for(rows: int, n: int) -> Tiles:
 
     Where 64 rows of the weight a program would leave multiprocessors idle, a program has 32.
     """
-    units = 1 if n <= 8448 else 2
-    if rows <= 16:
-        return Tiles(units, 2, 4, 80)
-    return Tiles(units, 2, 4, 80) if rows <= 32 else Tiles(units, 1, 4, 128)
+    narrow, wide = n <= 5120, n > 16896
+    if rows <= 32:
+        return Tiles(1 if narrow else 2, 2, 4, 80)
+    if rows <= 64:
+        return Tiles(1, 2, 3, 128) if narrow else Tiles(2, 1 if wide else 2, 4, 128)
+    return Tiles(2, 1, 3, 128) if wide or rows > 128 else Tiles(2, 2, 3, 168)
 
 
 def nvfp4_rows_matmul(

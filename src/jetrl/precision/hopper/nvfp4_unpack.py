@@ -93,27 +93,34 @@ def unpack_step(words, scales):
 
 
 @gluon.jit
-def unpack_blocks(words, scales, GROUP: gl.constexpr):
-    """Return the widened values of GROUP blocks of a unit, a tensor for each step of 64 along K.
+def step_words(words, GROUP: gl.constexpr):
+    """Return the words of codes of each step of 64 along K, int32 [w, g, t, q1] each.
 
     Args:
-        words: int32 [16 * GROUP, 32] in CODE_WORDS, of codes.
-        scales: int32 [64 * GROUP] in SCALE_WORDS, of scales.
+        words: int32 [16 * GROUP, 32] in CODE_WORDS, of GROUP blocks of a unit.
         GROUP: 1 or 2.
     """
-    steps = ()
     if GROUP == 1:
-        words = gl.permute(gl.reshape(words, [4, 8, 4, 2, 2]), [0, 1, 2, 4, 3])
-        first, second = gl.split(words)
-        left, right = gl.split(gl.reshape(scales, [4, 8, 2]))
-        steps += (unpack_step(first, left), unpack_step(second, right))  # type: ignore[assignment]
+        steps = gl.split(gl.permute(gl.reshape(words, [4, 8, 4, 2, 2]), [0, 1, 2, 4, 3]))
     else:
         words = gl.permute(gl.reshape(words, [2, 4, 8, 4, 2, 2]), [1, 2, 3, 5, 4, 0])
+        first, second = gl.split(words)
+        steps = gl.split(first) + gl.split(second)
+    return steps
+
+
+@gluon.jit
+def step_scales(scales, GROUP: gl.constexpr):
+    """Return the words of scales of each step of 64 along K, int32 [w, g] each.
+
+    Args:
+        scales: int32 [64 * GROUP] in SCALE_WORDS, of GROUP blocks of a unit.
+        GROUP: 1 or 2.
+    """
+    if GROUP == 1:
+        steps = gl.split(gl.reshape(scales, [4, 8, 2]))
+    else:
         scales = gl.permute(gl.reshape(scales, [2, 4, 8, 2]), [1, 2, 3, 0])
-        word_blocks, scale_blocks = gl.split(words), gl.split(scales)
-        for block in gl.static_range(2):
-            first, second = gl.split(word_blocks[block])
-            left, right = gl.split(scale_blocks[block])
-            pair = (unpack_step(first, left), unpack_step(second, right))
-            steps += pair  # type: ignore[assignment]
+        first, second = gl.split(scales)
+        steps = gl.split(first) + gl.split(second)
     return steps
