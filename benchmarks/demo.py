@@ -21,6 +21,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
+
 STEPS = (0, 1, 10, 30, 60, 90, 120)
 ACCURACY = "eval/arithmetic/mean"
 TOKENS, DIFFERENT = "mismatch/num_tokens", "mismatch/num_different"
@@ -69,6 +71,12 @@ def rows_of(run: Path) -> Lines:
     ]
 
 
+def processor() -> str:
+    """Return the name of the processor, as Linux has it."""
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    return next((n.partition(": ")[2] for n in lines if n.startswith("model name")), "unknown")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -88,10 +96,11 @@ def main() -> None:
     results = {
         "benchmark": "demo",
         "command": "python benchmarks/demo.py",
-        "device": "CPU",
+        "device": f"CPU: {processor()}",
         "versions": {"torch": importlib.metadata.version("torch")},
         "date": datetime.date.today().isoformat(),
-        "what": f"metrics of some steps of {first.name}; runs has all runs; own: AVX-512 here",
+        "what": f"metrics of some steps of {first.name}; runs has all runs; the cpu_capability own "
+        f"is this processor's, {torch.backends.cpu.get_cpu_capability()}",
         "tokens": summary(first)["tokens"],
         "different": summary(first)["different"],
         "least_percent_at_end": min(run["percent_at_end"] for run in summaries),
