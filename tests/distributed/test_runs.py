@@ -81,7 +81,14 @@ def test_torchrun_starts_a_run_with_one_console(tmp_path: Path) -> None:
 RARE = {
     "ppo": ["algorithm.name=ppo", "critic.path=policy", "algorithm.dynamic_sampling=none"],
     "pass-rate": ["algorithm.kl=0.05", "algorithm.calibrate_clip_every=2", "data.order=pass_rate"],
-    "jet": ["precision.preset=jet", "data.batch=shuffle_r1", "task.workers=3"],
+    "alike": [
+        "precision.preset=alike",
+        "data.batch=shuffle_r1",
+        "task.workers=3",
+        "precision.wgrad_input=1x128",
+        "sampler_deviation.linears=fp8_weights",
+        "sampler_deviation.logit_noise=0.1",
+    ],
 }
 
 
