@@ -16,7 +16,10 @@ from jetrl.rollout.draft_widths import DraftWidths
 from jetrl.rollout.engine import RolloutEngine
 from jetrl.rollout.options import GenerateOptions
 from jetrl.rollout.partial import Partial
+from jetrl.rollout.progress import SpeculationStats
 from jetrl.rollout.speculation import Speculation
+from jetrl.runs.metrics import check_metrics
+from jetrl.session.step_metrics import speculation_metrics
 from jetrl.types import SamplingParams
 
 PROMPTS = [[5, 6, 7], [9] * 17, [11, 12, 13, 14]]
@@ -49,6 +52,19 @@ def test_text_brings_more_than_a_token_a_forward_and_changes_none(policy, plain)
     both = engine.take_speculation()
     assert both.tokens == first.tokens + engine.stats.speculation.tokens
     assert engine.take_speculation() is None
+
+
+def test_metrics_are_sums_over_calls_and_sources():
+    assert speculation_metrics(None) == {}
+    calls = SpeculationStats(100, 250, (10, 0, 90), (5, 0, 60), 4.0, 3.0)
+    metrics = speculation_metrics(calls.plus(calls))
+    assert metrics == check_metrics(metrics)
+    assert metrics == {
+        "speculation/tokens_per_forward": 2.5,
+        "speculation/verify_share": 0.75,
+        "speculation/acceptance_self": 0.5,
+        "speculation/acceptance_earlier": 60 / 90,
+    }
 
 
 def test_text_is_kept_when_the_pages_are_given_back(policy, plain):

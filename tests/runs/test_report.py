@@ -6,6 +6,7 @@ import pytest
 from jetrl.errors import UserError
 from jetrl.runs import RunDirectory, write_report
 from jetrl.runs.format import clip, duration, number, visible
+from jetrl.types import StepStats
 
 VOID = {"meta", "br", "hr", "link", "img", "input"}
 
@@ -111,6 +112,16 @@ def test_damaged_rollouts_are_said_and_damaged_metrics_refused(make_run):
 def test_report_of_a_run_that_goes_on(synthetic, create):
     with create() as run:
         assert "running" in write_report(run.path).read_text(encoding="utf-8")
+
+
+def test_drafts_are_shown_where_a_run_verified_some(synthetic, create):
+    with create() as run:
+        for step, tokens in ((1, 1.25), (2, 1.75)):
+            drafts = {"speculation/tokens_per_forward": tokens}
+            run.write_step(StepStats(step, {**synthetic.metrics_of(step), **drafts}))
+        text = write_report(run.path).read_text(encoding="utf-8")
+    assert "Tokens a forward, with drafts" in text
+    assert "1.75" in text
 
 
 @pytest.mark.parametrize(

@@ -160,6 +160,9 @@ def _headline(records: list[Record], history: RunHistory, attempts: list[Attempt
         steps += f" after {count(history.num_sft_steps)} of supervised warm-up"
     if len(attempts) > 1:
         steps += f", in {len(attempts)} attempts"
+    drafts = change_of(records, "speculation/tokens_per_forward")
+    if drafts is not None:
+        tiles.append(_change_tile("Tokens a forward, with drafts", drafts))
     tiles.append(tile("Wall time", text(duration(history.elapsed_s)), steps))
     loss = change_of(records, "sft/loss")
     if loss is not None and history.num_steps == 0:
