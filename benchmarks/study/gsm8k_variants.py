@@ -73,20 +73,30 @@ def _worked_again(
 ) -> dict[Fraction, Fraction] | None:
     """Return the new value of each old one after all calculations; None where there is none."""
     values = dict(named)
-    for expression, written in CALCULATION.findall(answer):
-        try:
-            old, result = calculated(expression, {}), value_of(written.strip())
+    try:
+        calculations = [
+            (expression, value_of(written.strip()))
+            for expression, written in CALCULATION.findall(answer)
+        ]
+        for expression, old in calculations:
             new = calculated(expression, values)
-        except (ValueError, SyntaxError, ZeroDivisionError):
+            if calculated(expression, {}) != old or not _may_become(old, new, values):
+                return None
+            values[old] = new
+        # A number is replaced wherever it stands, also before the calculation that gave it.
+        if any(calculated(expression, values) != values[old] for expression, old in calculations):
             return None
-        if old != result or values.get(old, new) != new or not 0 <= new <= LARGEST:
-            return None
-        whole = old.denominator == 1
-        if whole != (new.denominator == 1) or (100 * new).denominator != 1:
-            return None
-        values[old] = new
+    except (ValueError, SyntaxError, ZeroDivisionError):
+        return None
     final = value_of(answer.rpartition("####")[2].strip())
     return values if final in values and values != dict(named) else None
+
+
+def _may_become(old: Fraction, new: Fraction, values: Mapping[Fraction, Fraction]) -> bool:
+    """Return whether a value can take another's place: the only one, in bounds, whole as it was."""
+    hundredths = (100 * new).denominator == 1
+    alike = (old.denominator == 1) == (new.denominator == 1)
+    return values.get(old, new) == new and 0 <= new <= LARGEST and hundredths and alike
 
 
 def calculated(expression: str, values: Mapping[Fraction, Fraction]) -> Fraction:

@@ -1,0 +1,67 @@
+"""Variants of the questions of GSM8K with other numbers have calculations that hold."""
+
+import importlib.util
+import json
+import random
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SPEC = importlib.util.spec_from_file_location(
+    "gsm8k_variants", ROOT / "benchmarks" / "study" / "gsm8k_variants.py"
+)
+variants = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(variants)
+
+APPLES = {
+    "question": "Ann has 48 apples and sells half of them. Ben has 1,200. How many are left?",
+    "answer": "Ann has 48/2=<<48/2=24>>24.\nBoth have 24+1,200=<<24+1200=1224>>1224.\n#### 1,224",
+}
+
+
+def test_calculations_of_variants_hold_and_constants_stay():
+    rows = [
+        json.loads(line)
+        for line in (ROOT / "data/gsm8k/train.jsonl").read_text("utf-8").splitlines()[:200]
+    ]
+    source = random.Random(0)
+    made = [(row, variants.variant(row, source)) for row in rows]
+    # Three in four questions have a variant; half would be a sign that a rule is broken.
+    assert sum(other is not None for _, other in made) > 100
+    for row, other in made:
+        if other is None:
+            continue
+        assert other["question"] != row["question"]
+        calculations = variants.CALCULATION.findall(other["answer"])
+        assert len(calculations) == len(variants.CALCULATION.findall(row["answer"]))
+        for expression, result in calculations:
+            assert variants.calculated(expression, {}) == variants.value_of(result)
+
+
+def test_a_variant_rewrites_question_steps_and_answer():
+    other = variants.variant(APPLES, random.Random(1))
+    apples, more = (int(n) for n in variants.NUMBER.findall(other["question"]))
+    assert (apples, more) != (48, 1200)
+    total = apples // 2 + more
+    assert other["answer"].endswith(f"<<{apples // 2}+{more}={total}>>{total}.\n#### {total}")
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "48/2=<<48/2=25>>25\n#### 25",  # a wrong calculation
+        "48%=<<48%=0.48>>0.48\n#### 0.48",  # no sum, product or quotient
+        "48/0=<<48/0=1>>1\n#### 1",
+        "48**9=<<48**9=1>>1\n#### 1",
+        "no calculation\n#### 7",
+    ],
+)
+def test_answers_that_cannot_be_worked_again_have_no_variant(answer):
+    row = {"question": "Of 48 apples?", "answer": answer}
+    assert variants.variant(row, random.Random(0)) is None
+
+
+def test_numbers_within_a_calculation_are_replaced():
+    assert variants.calculated("1,200+.5*(8-2)", {Fraction(8): Fraction(4)}) == 1201
