@@ -342,6 +342,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     cases = args.case or ([] if args.load else [f"{args.batch}x{args.prompt}x{args.response}"])
     command = f"jetrl bench rollout --shape {args.shape}"
+    command += f" --layers {args.layers}" if args.layers else ""
     command += options("plan", args.plan) + options("kv", args.kv) + options("case", cases)
     command += f" --rounds {args.rounds}" * (args.rounds > 1)
     command += (f" --load {args.load}" if args.load else "") + " --profile" * args.profile
