@@ -61,7 +61,7 @@ def test_children_are_asked_to_end(tmp_path: Path, wait_until: Wait) -> None:
         "signal.signal(signal.SIGTERM, end); print('ready', flush=True); time.sleep(600)"
     )
     child = pool.start(job(tmp_path, "saves", code))
-    wait_until(lambda: "ready" in last_line(tmp_path / "saves.txt"))
+    wait_until(lambda: lines(tmp_path / "saves.txt").count("ready") == 1)
     pool.stop(grace_s=600)
     assert child.process.returncode == 143
     assert last_line(tmp_path / "saves.txt") == "saved"
@@ -77,10 +77,15 @@ def test_children_that_do_not_end_are_killed(tmp_path: Path, wait_until: Wait) -
         "os.fork(); print('ready', flush=True); time.sleep(600)"
     )
     child = pool.start(job(tmp_path, "deaf", code))
-    wait_until(lambda: (tmp_path / "deaf.txt").read_text().count("ready") == 2)
+    wait_until(lambda: lines(tmp_path / "deaf.txt").count("ready") == 2)
     pool.stop(grace_s=0.0)
     assert child.process.returncode == -signal.SIGKILL
     wait_until(lambda: not group_exists(child.process.pid))
+
+
+def lines(log: Path) -> list[str]:
+    """Return the lines of a log; the command, which it begins with, is no line of its own."""
+    return log.read_text().splitlines()
 
 
 def group_exists(group: int) -> bool:
