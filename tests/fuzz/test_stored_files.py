@@ -28,7 +28,8 @@ from jetrl.cli.run_checks import run_checks
 from jetrl.cli.study import opened
 from jetrl.errors import UserError
 from jetrl.models import hf
-from jetrl.models.families import inverse_frequencies, parameter_shapes
+from jetrl.models.families import ModelConfig, inverse_frequencies, parameter_shapes
+from jetrl.models.peft import base_of, read_lora, shapes_of
 from jetrl.precision import PrecisionPlan
 from jetrl.runs import RunDirectory, compare_runs, comparison_rows, list_runs, runs_table, show_run
 from jetrl.runs.format import visible
@@ -512,6 +513,37 @@ def test_config_json(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> N
         hf._check_quantization(model.raw.get("quantization_config"))
 
     survives(folder / "config.json", read)
+
+
+ADAPTER = {
+    "peft_type": "LORA",
+    "r": 4,
+    "lora_alpha": 8,
+    "lora_dropout": 0.0,
+    "target_modules": ["q_proj", "down_proj"],
+    "use_rslora": False,
+    "use_dora": False,
+    "bias": "none",
+    "init_lora_weights": True,
+    "modules_to_save": None,
+    "rank_pattern": {},
+    "base_model_name_or_path": "models/base",
+}
+
+
+@fuzzed
+@given(data=file_of(ADAPTER))
+def test_adapter_config_json(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
+    folder = tmp_path_factory.getbasetemp() / "adapter"
+    folder.mkdir(exist_ok=True)
+    (folder / "adapter_config.json").write_bytes(data)
+    model = ModelConfig.from_hf(HF_CONFIG)
+
+    def read() -> None:
+        assert shapes_of(folder, read_lora(folder), model)
+        base_of(folder)
+
+    survives(folder / "adapter_config.json", read)
 
 
 def test_what_jetrl_writes_is_taken(whole: Path, checkpoint: Path, tmp_path: Path) -> None:

@@ -139,25 +139,29 @@ def sources_for_meta() -> Iterator[None]:
 
 
 @functools.cache
-def policy_of(shape: str, plan: str) -> Any:
+def policy_of(shape: str, plan: str, rank: int = 0) -> Any:
+    """A policy of two layers; with a rank it has adapters."""
     import jetrl.models.model
     from jetrl.bench.shapes import SHAPES
+    from jetrl.models.adapter import Adapter, LoRA
     from jetrl.models.families import ModelConfig, parameter_shapes
     from jetrl.models.policy import Policy
     from jetrl.precision import PrecisionPlan
 
     jetrl.models.model.check_device = lambda *_: None
+    jetrl.models.model.base_digest = lambda *_: ""
     config = ModelConfig.from_hf({**SHAPES[shape], "num_hidden_layers": 2})
     weights = {n: torch.empty(s, device=META) for n, s in parameter_shapes(config).items()}
-    return Policy(config, PrecisionPlan.preset(plan), weights, META)
+    adapter = Adapter.new(config, LoRA(rank, 32.0), 0) if rank else None
+    return Policy(config, PrecisionPlan.preset(plan), weights, META, adapter=adapter)
 
 
-def decode(shape: str, plan: str) -> None:
+def decode(shape: str, plan: str, rank: int = 0) -> None:
     """Decode at several sizes."""
     from jetrl.rollout.decode_forward import DecodeBuffers, ForwardSize, GraphForwards
     from jetrl.rollout.kv_cache import PagedCache
 
-    policy = policy_of(shape, plan)
+    policy = policy_of(shape, plan, rank)
     cache = PagedCache(policy.config, policy.plan, 4096, 64, META)
     forwards = object.__new__(GraphForwards)  # no graphs, and no pool of theirs
     forwards._policy, forwards._cache, forwards.page_size = policy, cache, 64
@@ -201,12 +205,12 @@ def speculation() -> None:
             attend_decode(q, pages, *work, queries=inputs.queries, width=width)
 
 
-def prefill(shape: str, plan: str) -> None:
+def prefill(shape: str, plan: str, rank: int = 0) -> None:
     """Prompts with and without a last layer of their ends alone."""
     from jetrl.rollout.kv_cache import PagedCache
     from jetrl.rollout.paged_attention import Span
 
-    policy = policy_of(shape, plan)
+    policy = policy_of(shape, plan, rank)
     cache = PagedCache(policy.config, policy.plan, 4096, 64, META)
     spans = [Span(0, 0, 300, list(range(5))), Span(300, 64, 400, list(range(8)))]
     tokens = torch.zeros(700, dtype=torch.int64, device=META)
@@ -215,9 +219,9 @@ def prefill(shape: str, plan: str) -> None:
         policy.rollout_logits(policy.rollout_forward(tokens, tokens, kv))
 
 
-def update(shape: str, plan: str) -> None:
+def update(shape: str, plan: str, rank: int = 0) -> None:
     """Forward and backward, with and without recomputation, and the quantized weights."""
-    policy = policy_of(shape, plan)
+    policy = policy_of(shape, plan, rank)
     ends, targets = torch.tensor([0, 1000, 4096]), torch.arange(1, 900)
     for recomputed in (False, True):
         with torch.enable_grad():
@@ -389,6 +393,13 @@ def chains() -> None:
 PIECES: dict[str, Callable[[], object]] = {
     f"{work.__name__}, {shape}, {plan}": functools.partial(work, shape, plan)
     for shape, plan in MODELS
+    for work in (decode, prefill, update)
+}
+PIECES |= {
+    f"{work.__name__}, adapters of rank {rank}, {plan}": functools.partial(
+        work, "qwen3-8b", plan, rank
+    )
+    for rank, plan in ((32, "unified"), (8, "bf16"))
     for work in (decode, prefill, update)
 }
 STORED = (("int8", 128), ("int8", 64), ("int8+fp8", 128), ("fp8+int8", 128))

@@ -17,13 +17,14 @@ from jetrl.kernels.attention.layout import KeyValueCodes, QueryTiles
 from jetrl.memory import activations
 from jetrl.memory.fitting import check_fits
 from jetrl.memory.plan import MemoryPlan, OtherModels, Workload, memory_plan
+from jetrl.models.adapter import Adapter, LoRA
 from jetrl.models.attention import staged_bytes_per_token
 from jetrl.models.families import ModelConfig
 from jetrl.models.model import Model
 from jetrl.models.norm import RMSNorm
 from jetrl.models.policy import Policy
 from jetrl.models.scalar_model import ScalarModel
-from jetrl.models.tiny import make_tiny
+from jetrl.models.tiny import RandomWeights, make_tiny
 from jetrl.precision import PrecisionPlan
 from jetrl.precision.linear import Linear
 from jetrl.settings.loading import load_config
@@ -365,3 +366,56 @@ def test_the_plan_is_within_5_percent_of_what_an_h200_held_at_8b() -> None:
             tokens=chosen["micro_batch_tokens"],
         )
         assert plan.update / GIB == pytest.approx(case["peak_gib"]["update"], rel=0.05)
+
+
+@pytest.mark.parametrize(
+    "shape, sequences, tokens, gib, most",
+    [("qwen3-8b", 64, 8192, 80, 72), ("qwen3-32b", 512, 2304, 140.4, 138)],
+)
+def test_adapters_have_room_on_one_card(
+    shape: str, sequences: int, tokens: int, gib: float, most: int
+) -> None:
+    """The base is counted once, in the form that is multiplied by, and the adapter's states."""
+    config = ModelConfig.from_hf(SHAPES[shape])
+    large = ("precision.preset=unified", "train.tokens_per_micro_batch=16384")
+    chosen = settings("adapter.kind=lora", *large)
+    load = Workload(sequences, tokens, sequences, sequences * 32)
+    free = int((gib - 1.25) * GIB)
+    fitted = check_fits(chosen, config, OtherModels(), load, "cuda", free)
+    assert fitted.plan.peak < most * GIB
+    assert fitted.plan.micro_batch.tokens >= 8192
+    with pytest.raises(UserError, match="the model does not fit on the GPU"):
+        check_fits(settings(*large), config, OtherModels(), load, "cuda", free)
+
+
+@pytest.mark.parametrize("preset", ["unified", "bf16", "mixed", "fp32"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_base_and_its_adapter_are_those_of_a_policy(preset: str, tied: bool) -> None:
+    config = ModelConfig.from_hf({**CONFIG, "tie_word_embeddings": tied})
+    lora = LoRA(5, 10.0, targets=("q_proj", "v_proj", "down_proj"), train_norms=True)
+    plan = PrecisionPlan.preset(preset)
+    policy = Policy(config, plan, RandomWeights(config, 0), adapter=Adapter.new(config, lora, 0))
+    planned = memory_plan(
+        settings(
+            f"precision.preset={preset}",
+            "adapter.kind=lora",
+            "adapter.rank=5",
+            'adapter.targets=["q_proj", "v_proj", "down_proj"]',
+            "adapter.train_norms=true",
+        ),
+        config,
+    )
+    masters = sum(4 * p.numel() for p in policy.master_weights().values())
+    assert row(planned, "master weights of the adapter") == masters
+    assert row(planned, "gradients", "optimizer") == masters
+    assert row(planned, "optimizer states") == 2 * masters
+    adapters = [m.adapter for m in policy.decoder.modules() if isinstance(m, Linear) and m.adapter]
+    assert len(adapters) == 2 * 2
+    read = sum(tensor.nbytes for adapter in adapters for tensor in adapter.tensors())
+    base = policy.decoder.rotary_table.nbytes
+    base += sum(tensor.nbytes for tensor in quantized_tensors(policy))
+    if preset == "fp32":  # which multiplies by the master weights
+        assert read == 0
+    else:
+        assert row(planned, "adapter as forwards read it") == read
+        assert row(planned, "quantized weights") == base

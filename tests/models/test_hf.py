@@ -328,7 +328,7 @@ def test_a_full_disk_leaves_what_was_there(
     def full(*_: Any, **__: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(hf_save, "_write_json", full)
+    monkeypatch.setattr(hf_save, "write_json", full)
     with pytest.raises(StorageError, match=r"m: not written: .*No space left"):
         write_qwen3(tmp_path / "m", overwrite=overwrite)
     assert [child.name for child in tmp_path.iterdir()] == (["m"] if overwrite else [])

@@ -92,7 +92,7 @@ def test_every_product_has_one_place_where_more_is_added(
     p, seen = policy(), []
     add_to = Linear.add_to
     monkeypatch.setattr(
-        Linear, "add_to", lambda layer, product: seen.append(layer.name) or add_to(layer, product)
+        Linear, "add_to", lambda layer, y, x: seen.append(layer.name) or add_to(layer, y, x)
     )
     if side == "train":
         p.logprobs([[1, 2, 3]])

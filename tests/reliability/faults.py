@@ -82,7 +82,7 @@ POINTS: dict[str, tuple[str, str, str | Callable[..., None]]] = {
     ),
     "making the run directory": ("jetrl.runs.directory", "RunDirectory._make_folder", AFTER),
     "writing its settings": ("jetrl.runs.directory", "write_atomically", AFTER),
-    "exporting the model": ("jetrl.models.hf_save", "_publish", BEFORE),
+    "exporting the model": ("jetrl.models.hf_save", "publish_directory", BEFORE),
     "writing the report": ("jetrl.session.training_run", "write_report", BEFORE),
 }
 

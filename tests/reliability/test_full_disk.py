@@ -163,7 +163,7 @@ def test_a_model_that_cannot_be_exported(
 
     uncut = train(small(name="uncut"))
     with monkeypatch.context() as patch:
-        patch.setattr("jetrl.models.hf_save._write_json", full)
+        patch.setattr("jetrl.models.hf_save.write_json", full)
         with pytest.raises(StorageError, match=r"model: not written: .*No space left.*--resume"):
             train(small())
     assert same(train(small(), resume=True).run_path, uncut.run_path)

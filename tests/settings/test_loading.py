@@ -86,7 +86,7 @@ def test_override_values(override: str, section: str, key: str, value: object) -
         ("train.max_tokens=3", "did you mean rollout.max_tokens or eval.max_tokens?"),
         ("train.keep_lst=3", "did you mean checkpoint.keep_last?"),
         ("max_tokens=3", "did you mean rollout.max_tokens or eval.max_tokens?"),
-        ("zebra.lr=3", "known sections: run, model, precision"),
+        ("zebra.lr=3", "known sections: run, model, adapter"),
     ],
 )
 def test_an_unknown_key_is_refused_with_the_nearest(override: str, hint: str) -> None:

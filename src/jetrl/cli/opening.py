@@ -8,11 +8,18 @@ from typing import NamedTuple
 
 from jetrl.distributed.world import world
 from jetrl.errors import UserError
+from jetrl.models import hf
 from jetrl.models.hub import is_hub_name
+from jetrl.models.peft import base_of, is_adapter, read_adapter
 from jetrl.models.policy import Policy
 from jetrl.precision import PrecisionPlan
 from jetrl.runs import RunDirectory
-from jetrl.session.building import choose_device, limit_threads, policy_of_masters
+from jetrl.session.building import (
+    build_policy,
+    choose_device,
+    limit_threads,
+    policy_of_masters,
+)
 from jetrl.settings.loading import load_config
 from jetrl.settings.presets import DEFAULT_PRESET
 from jetrl.training import Checkpoints
@@ -22,7 +29,8 @@ class ModelLocation(NamedTuple):
     """The folder that a model is read from, and the run that it belongs to.
 
     Attributes:
-        path: A Hugging Face directory, a name of its hub, or a checkpoint, which always has a run.
+        path: A Hugging Face directory, a name of its hub, a directory with an adapter, or a
+            checkpoint, which always has a run.
         run: The run directory of the model; None if it belongs to no run.
     """
 
@@ -41,7 +49,8 @@ def open_policy(
     """Return the policy at a path, under the precision plan that the user or the run names.
 
     Args:
-        path: A Hugging Face directory, a name of its hub, a run directory, or a checkpoint.
+        path: A Hugging Face directory, a name of its hub, a directory with an adapter, a run
+            directory, or a checkpoint.
         preset: The precision preset; None: the run's own plan.
         device: "auto", "cpu" or "cuda".
         fallback_plan: The preset of a model that belongs to no run, where `preset` is None.
@@ -69,8 +78,47 @@ def open_policy(
         masters = Checkpoints.masters(location.path)
         assert masters is not None  # by find_model
         return policy_of_masters(settings, plan, masters, alphabet)
-    policy = Policy.from_pretrained(location.path, plan, chosen)
+    if is_adapter(location.path):
+        policy = _with_adapter(location, plan, chosen)
+    else:
+        policy = Policy.from_pretrained(location.path, plan, chosen)
     limit_threads(policy.config)
+    return policy
+
+
+def _with_adapter(location: ModelLocation, plan: PrecisionPlan, device: str) -> Policy:
+    """Return the policy of a directory with an adapter, over the base that it was trained on.
+
+    Raises:
+        UserError: The directory names no base, and belongs to no run that would.
+    """
+    path = location.path
+    base = base_of(path)
+    if base is None and location.run is not None:  # of random weights, which the run's seed makes
+        settings = load_config(
+            location.run / "config.toml", [f"run.device={device.partition(':')[0]}"]
+        )
+        changed = {
+            "adapter": settings.adapter.model_copy(update={"path": str(path), "targets": None}),
+            "model": settings.model.model_copy(update={"tokenizer": None}),  # it was exported
+        }
+        return _with_tokenizer(build_policy(settings.model_copy(update=changed), plan, None), path)
+    if base is None:
+        raise UserError(
+            f"{path}/adapter_config.json: base_model_name_or_path names no base; write "
+            "the directory of the model that this adapter was trained on there"
+        )
+    adapter = read_adapter(path, hf.model_config(base))
+    return _with_tokenizer(Policy.from_pretrained(base, plan, device, adapter=adapter), path)
+
+
+def _with_tokenizer(policy: Policy, path: Path) -> Policy:
+    """Return the policy with the tokenizer of an adapter's directory, if that has one."""
+    if hf.has_tokenizer(path):
+        policy.tokenizer = hf.load_tokenizer(path)
+        end = policy.tokenizer.eos_token_id
+        if not policy.generation_config and end is not None:
+            policy.generation_config = {"eos_token_id": end}
     return policy
 
 
@@ -80,7 +128,7 @@ def find_model(path: Path) -> ModelLocation:
     Raises:
         UserError: `path` is none of the three, or a run with neither model nor checkpoint.
     """
-    if (path / "config.json").is_file():
+    if (path / "config.json").is_file() or is_adapter(path):
         return ModelLocation(path, path.parent if (path.parent / "config.toml").is_file() else None)
     if Checkpoints.masters(path) is not None:
         run = path.resolve().parent.parent
@@ -97,8 +145,8 @@ def find_model(path: Path) -> ModelLocation:
             "directory"
         )
     raise UserError(
-        f"{path}: neither a Hugging Face directory (config.json), nor a run directory "
-        "(config.toml), nor a checkpoint"
+        f"{path}: neither a Hugging Face directory (config.json), nor an adapter's "
+        "(adapter_config.json), nor a run directory (config.toml), nor a checkpoint"
     )
 
 
@@ -110,7 +158,8 @@ def _newest(run: Path) -> Path:
     disk say nothing. Of others the one that was written last counts: a run that was cut has no
     model of its last steps, and a user may have removed the last checkpoints.
     """
-    model = run / "model" / "config.json"
+    adapted = is_adapter(run / "model")
+    model = run / "model" / ("adapter_config.json" if adapted else "config.json")
     checkpoints = Checkpoints(run / "checkpoints")
     steps = checkpoints.steps()
     masters = [checkpoints.masters(checkpoints.path(step)) for step in steps]

@@ -261,11 +261,13 @@ class NormQuantized:
         total: bfloat16 [T, D], x + delta (x itself without delta).
         inverse_rms: float32 [T] where it was asked for, for backward.
         rows: 1 x 128 groups [T, D] of the normalised values.
+        values: bfloat16 [T, D], these values, where they were asked for.
     """
 
     total: Tensor
     inverse_rms: Tensor | None
     rows: QTensor
+    values: Tensor | None = None
 
 
 def rms_norm_quantize(
@@ -275,8 +277,9 @@ def rms_norm_quantize(
     delta: Tensor | None = None,
     for_training: bool = False,
     scales: str = "fp32",
+    with_values: bool = False,
 ) -> NormQuantized:
-    """Return quantize(rms_norm(x + delta)), whose BF16 result is never written.
+    """Return quantize(rms_norm(x + delta)), whose BF16 result is written only where asked for.
 
     Args:
         x: bfloat16 [T, D] contiguous, D a multiple of 128.
@@ -285,6 +288,7 @@ def rms_norm_quantize(
         delta: bfloat16 [T, D], added to x; the sum is rounded to bfloat16.
         for_training: whether the inverse rms is kept for backward.
         scales: "fp32" or "pow2", the quantizer's scales.
+        with_values: whether the BF16 result is written as well, for an adapter.
     """
     _check("rms_norm_quantize", x, weight, delta)
     num_rows, width = x.shape
@@ -294,8 +298,9 @@ def rms_norm_quantize(
     total, inverse = x if delta is None else torch.empty_like(x), None
     if for_training:
         inverse = torch.empty(num_rows, dtype=torch.float32, device=x.device)
-    _launch_rows(x, weight, eps, delta, total, None, inverse, rows, rule("e4m3", scales))
-    return NormQuantized(total, inverse, rows)
+    values = torch.empty_like(x) if with_values else None
+    _launch_rows(x, weight, eps, delta, total, values, inverse, rows, rule("e4m3", scales))
+    return NormQuantized(total, inverse, rows, values)
 
 
 def rms_norm_squares(

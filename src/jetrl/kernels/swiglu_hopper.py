@@ -55,14 +55,14 @@ def sigmoid(gate, LOG2_E: tl.constexpr):
 @triton.jit(do_not_specialize=["num_rows", "scale_stride"])
 def _rows_kernel(
     x_ptr, y_ptr, codes_ptr, scales_ptr, num_rows, num_columns, scale_stride, column_blocks,
-    ROWS: tl.constexpr, QUANTIZE: tl.constexpr, LOG2_E: tl.constexpr,
+    ROWS: tl.constexpr, WRITE_Y: tl.constexpr, QUANTIZE: tl.constexpr, LOG2_E: tl.constexpr,
     MAXIMUM: tl.constexpr, FLOOR_BITS: tl.constexpr, POW2: tl.constexpr,
 ):  # fmt: skip
-    """Make y of ROWS rows and 128 columns, and write it or, with QUANTIZE, its groups.
+    """Make y of ROWS rows and 128 columns, and write it, its groups, or both.
 
     Args:
         x_ptr: bfloat16 [num_rows, 2 * num_columns], the gate's columns first.
-        y_ptr: bfloat16 [num_rows, num_columns], written without QUANTIZE.
+        y_ptr: bfloat16 [num_rows, num_columns], written with WRITE_Y.
         codes_ptr: FP8 [num_rows, num_columns], written with QUANTIZE.
         scales_ptr: float32 [num_rows, column_blocks], rows contiguous and groups scale_stride
             apart, written with QUANTIZE.
@@ -87,7 +87,7 @@ def _rows_kernel(
             y, rows, column, num_rows, num_columns, codes_ptr, scales_ptr, scale_stride,
             MAXIMUM, FLOOR_BITS, POW2,
         )  # fmt: skip
-    else:
+    if WRITE_Y:
         columns = column * 128 + tl.arange(0, 128)
         places = rows.to(tl.int64)[:, None] * num_columns + columns[None, :]
         tl.store(y_ptr + places, y.to(tl.bfloat16), mask=(rows < num_rows)[:, None])
@@ -140,6 +140,23 @@ def swiglu_quantize(gate_up: Tensor, scales: str = "fp32") -> QTensor:
     return rows
 
 
+def swiglu_quantize_with_values(gate_up: Tensor, scales: str = "fp32") -> tuple[QTensor, Tensor]:
+    """Return what `swiglu_quantize` returns, and the BF16 result, from one pass.
+
+    Args:
+        gate_up: bfloat16 [T, 2F] contiguous, the gate's columns first, F a multiple of 128.
+        scales: "fp32" or "pow2", the quantizer's scales.
+
+    Returns:
+        1 x 128 groups of [T, F], and bfloat16 [T, F].
+    """
+    num_rows, width = _check("swiglu_quantize_with_values", gate_up)
+    rows = empty_row_groups(num_rows, width, FORMATS["e4m3"][0], gate_up.device)
+    y = torch.empty(num_rows, width, dtype=torch.bfloat16, device=gate_up.device)
+    _launch_rows(gate_up, y, rows, rule("e4m3", scales))
+    return rows, y
+
+
 def swiglu_forward(gate_up: Tensor) -> Tensor:
     """Return silu(gate) * up for a consumer that reads BF16.
 
@@ -169,7 +186,7 @@ def _launch_rows(
         rows.codes if rows else gate_up,
         rows.scales if rows else gate_up,
         num_rows, width, rows.scales.stride(1) if rows else 0, column_blocks,
-        tile_rows(num_rows), rows is not None, LOG2_E,
+        tile_rows(num_rows), y is not None, rows is not None, LOG2_E,
         **options, num_warps=4, enable_fp_fusion=False, **OVERLAPPED,
     )  # fmt: skip
 

@@ -20,6 +20,7 @@ from jetrl.kernels.attention.layout import (
 )
 from jetrl.kernels.logit_chunks import rows_at_once
 from jetrl.memory.products import ProductBytes
+from jetrl.models.adapter import LoRA
 from jetrl.models.attention import kv_bytes_per_token, staged_bytes_per_token
 from jetrl.models.families import ModelConfig
 from jetrl.precision.plan import FP8_BLOCK, LinearFormat, PrecisionPlan
@@ -43,7 +44,11 @@ class PlannedMicroBatch:
 
 
 def kept_bytes(
-    config: ModelConfig, plan: PrecisionPlan, tokens: int, recomputed: bool = False
+    config: ModelConfig,
+    plan: PrecisionPlan,
+    tokens: int,
+    recomputed: bool = False,
+    lora: LoRA | None = None,
 ) -> int:
     """Return the bytes that a forward keeps for backward, lm_head's input included.
 
@@ -53,12 +58,16 @@ def kept_bytes(
         tokens: Tokens of the micro-batch.
         recomputed: Whether layers keep only their two inputs, so that all activations of one layer
             are held while that layer is computed again in backward.
+        lora: The adapter that is trained. Of every linear with one the product with A is kept.
     """
     wide = _wide(plan)
     layers = [
-        _layer_bytes(config, plan, plan.linear_format("train", i, config.num_layers), tokens)
+        _layer_bytes(config, plan, plan.linear_format("train", i, config.num_layers), tokens, lora)
         for i in range(config.num_layers)
     ]
+    if lora is not None:
+        for layer, shape in lora.shapes(config).items():
+            layers[int(layer.split(".")[1])] += wide * len(shape.parts) * shape.padded_rank * tokens
     # Each layer has two inputs, the residual stream and what is added to it; the first has one.
     inputs = (2 * config.num_layers - 1) * wide * config.hidden_size * tokens
     kept = inputs + max(layers) if recomputed else sum(layers)
@@ -73,6 +82,7 @@ def on_top_bytes(
     batch: PlannedMicroBatch,
     recomputed: bool = False,
     products: ProductBytes = _NONE,
+    lora: LoRA | None = None,
 ) -> int:
     """Return the most bytes held on top of the kept activations: in lm_head or in a layer.
 
@@ -82,9 +92,11 @@ def on_top_bytes(
         batch: The largest micro-batch.
         recomputed: Whether layers and logits are computed again in backward.
         products: The products that are held beside the sums of gradients.
+        lora: The adapter that is trained; None: all parameters are.
     """
     in_head = _head_bytes(config, batch, recomputed, products.in_head)
-    return max(in_head, _layer_backward_bytes(config, plan, batch) + products.in_layer)
+    in_layer = _layer_backward_bytes(config, plan, batch, lora is not None)
+    return max(in_head, in_layer + products.in_layer)
 
 
 def _head_bytes(
@@ -116,17 +128,22 @@ def logits_bytes(config: ModelConfig, tokens: int) -> int:
 
 
 def _layer_backward_bytes(
-    config: ModelConfig, plan: PrecisionPlan, batch: PlannedMicroBatch
+    config: ModelConfig, plan: PrecisionPlan, batch: PlannedMicroBatch, adapted: bool = False
 ) -> int:
     """Return the most bytes that one layer's backward holds on top.
 
     The MLP holds the gradients of its activations and of a weight, attention those of the heads,
-    and dS.
+    and dS. With adapters there is no gradient of a weight, and gradients of activations are in
+    BF16; beside them are the norm's output, made again, and dY and the weight of gate_up as DGrad
+    reads them.
     """
     tokens, hidden, inner = batch.tokens, config.hidden_size, config.intermediate_size
     # The first micro-batch allocates the gradient of gate_up; later ones add to it in place.
     gradient = 0 if batch.several else 4 * 2 * inner * hidden
-    if plan.train_linear == "fp8":
+    if adapted:
+        gate_up = 2 * inner * hidden if plan.train_linear == "fp8" else 0
+        mlp = (6 * hidden + 6 * inner) * tokens + gate_up
+    elif plan.train_linear == "fp8":
         # While dY of gate_up is made: dY of down as codes, dY of SwiGLU, the codes of its output.
         swiglu = (2 * hidden + 3 * inner) * tokens
         # While dW of gate_up is made: dX, the codes of X, and the product in bfloat16.
@@ -141,7 +158,9 @@ def _layer_backward_bytes(
     return max(mlp, heads + min(ds, STORED_DS_BYTES))
 
 
-def last_bytes(config: ModelConfig, plan: PrecisionPlan, batch: PlannedMicroBatch) -> int:
+def last_bytes(
+    config: ModelConfig, plan: PrecisionPlan, batch: PlannedMicroBatch, lora: LoRA | None = None
+) -> int:
     """Return the bytes held on top at the end of backward.
 
     The embedding's gradient needs the incoming gradients sorted by token; an FP8 lm_head that is
@@ -151,13 +170,18 @@ def last_bytes(config: ModelConfig, plan: PrecisionPlan, batch: PlannedMicroBatc
         config: The model's shape.
         plan: The model's precision plan.
         batch: The largest micro-batch.
+        lora: The adapter that is trained; None: all parameters are.
     """
+    if lora is not None and not lora.train_embeddings:
+        return 4 * batch.tokens * config.hidden_size
     tied = config.tie_word_embeddings and plan.lm_head == "fp8"
     head = 4 * config.vocab_size * config.hidden_size if tied else 0
     return 14 * batch.tokens * config.hidden_size + head
 
 
-def forward_bytes(config: ModelConfig, plan: PrecisionPlan, tokens: int, contexts: int = 0) -> int:
+def forward_bytes(
+    config: ModelConfig, plan: PrecisionPlan, tokens: int, contexts: int = 0, adapted: bool = False
+) -> int:
     """Return the most bytes of a forward without gradients, its logits left out.
 
     The MLP and attention are compared; attention stages keys and values in 16 bits and keeps the
@@ -168,10 +192,13 @@ def forward_bytes(config: ModelConfig, plan: PrecisionPlan, tokens: int, context
         plan: The model's precision plan.
         tokens: Tokens of the forward.
         contexts: Tokens whose keys the forward reads, its own included; 0 for its own alone.
+        adapted: Whether linear layers have adapters, which read BF16 values beside codes.
     """
     wide = _wide(plan)
     hidden, heads, groups = config.hidden_size, config.num_heads, config.num_kv_heads
     mlp = wide * (7 * hidden + 3 * config.intermediate_size)
+    if adapted:
+        mlp += wide * config.intermediate_size // 2
     attention = wide * (3 * hidden + (3 * heads + 6 * groups) * config.head_dim)
     attention += 4 * heads * config.head_dim
     earlier = max(0, contexts - tokens) * staged_bytes_per_token(config, plan)
@@ -179,15 +206,19 @@ def forward_bytes(config: ModelConfig, plan: PrecisionPlan, tokens: int, context
 
 
 def _layer_bytes(
-    config: ModelConfig, plan: PrecisionPlan, linear: LinearFormat, tokens: int
+    config: ModelConfig,
+    plan: PrecisionPlan,
+    linear: LinearFormat,
+    tokens: int,
+    lora: LoRA | None = None,
 ) -> int:
     """Return the bytes that one layer keeps for backward."""
     wide, hidden = _wide(plan), config.hidden_size
     heads, groups = config.num_heads, config.num_kv_heads
 
     def linear_input(columns: int) -> int:
-        """Return the bytes kept of a linear layer's input: under FP8 none."""
-        return 0 if linear == "fp8" else wide * columns * tokens
+        """Return the bytes kept of a linear layer's input: none under FP8, or with an adapter."""
+        return 0 if linear == "fp8" or lora is not None else wide * columns * tokens
 
     # The residual stream, the norm's inverse rms, and the normalized values.
     entered = (wide * hidden + 4) * tokens + linear_input(hidden)

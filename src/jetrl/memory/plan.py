@@ -28,15 +28,18 @@ from jetrl.memory.activations import PlannedMicroBatch
 from jetrl.memory.pages import gpu_pages_room, most_contexts
 from jetrl.memory.products import ProductBytes
 from jetrl.memory.weights import (
+    adapter_bytes,
     frozen_bytes,
     optimizer_bytes,
-    owned_parameters,
-    owned_shapes,
     quantized_bytes,
+    trained_parameters,
+    trained_shapes,
 )
 from jetrl.models import hf
+from jetrl.models.adapter import LoRA
 from jetrl.models.attention import kv_bytes_per_token, staged_bytes_per_token
-from jetrl.models.families import ModelConfig
+from jetrl.models.families import ModelConfig, num_parameters
+from jetrl.models.peft import lora_of
 from jetrl.precision.plan import PrecisionPlan
 from jetrl.settings.loading import Settings
 
@@ -237,13 +240,14 @@ def memory_plan(
         cards: How many GPUs the run has, one a process.
     """
     plan = PrecisionPlan.from_settings(settings.precision, settings.sampler_deviation)
+    lora = lora_of(settings.adapter)
     load, others = load or Workload.of(settings, config), others or OtherModels()
     load = load.of_a_rank(settings, cards)
     if tokens is None:
         tokens = settings.train.tokens_per_micro_batch
     batch = _micro_batch(tokens, load)
     moments = _moments(settings, others, load)
-    rows = _trained_model(settings, config, plan, moments, cards)
+    rows = _trained_model(settings, config, plan, moments, cards, lora)
     if load.sequences:
         rows += _others(settings, config, others, plan, moments, cards)
         resident = sum(row.bytes.get("rollout", 0) for row in rows)
@@ -252,7 +256,7 @@ def memory_plan(
         with_graphs: tuple[Moment, ...] = ("rollout",) if device == "cpu" else moments
         rows += _rollout(settings, config, plan, load, left, with_graphs)
         rows += _forwards(settings, config, others, plan, load, tokens, moments)
-    rows += _training("", "backward", config, plan, batch, settings, cards)
+    rows += _training("", "backward", config, plan, batch, settings, cards, lora)
     if device != "cpu":
         rows.append(_always(moments, "libraries", _LIBRARIES))
     if "critic" in moments:
@@ -277,6 +281,11 @@ def _measures(settings: Settings) -> bool:
     return settings.algorithm.kl > 0 or settings.reference.path is not None
 
 
+def _shares_base(settings: Settings) -> bool:
+    """Return whether the reference is the policy's own base, without its adapter."""
+    return settings.adapter.kind is not None and settings.reference.path is None
+
+
 def _micro_batch(limit: int, load: Workload) -> PlannedMicroBatch:
     """Return the largest micro-batch that packing makes.
 
@@ -299,14 +308,21 @@ def _trained_model(
     plan: PrecisionPlan,
     moments: tuple[Moment, ...],
     cards: int,
+    lora: LoRA | None,
 ) -> list[Row]:
     """Return the rows of the trained model's weights and optimizer states."""
     states = f"optimizer states, {settings.train.optimizer_states}"
     sides = " for sampling and training" if config.head == "lm" else ""
+    base, masters = quantized_bytes(config, plan), "master weights, FP32"
+    if lora is not None:
+        masters = "master weights of the adapter, FP32"
+        if plan.rest == "fp32":  # forwards read the frozen base in FP32
+            base += 4 * num_parameters(config)
     return [
-        _always(moments, "master weights, FP32", 4 * owned_parameters(config, cards)),
-        _always(moments, states, optimizer_bytes(settings, config, cards)),
-        _always(moments, f"quantized weights{sides}", quantized_bytes(config, plan)),
+        _always(moments, masters, 4 * trained_parameters(config, cards, lora)),
+        _always(moments, states, optimizer_bytes(settings, config, cards, lora)),
+        _always(moments, "adapter as forwards read it", adapter_bytes(config, plan, lora)),
+        _always(moments, f"quantized weights{sides}", base),
     ]
 
 
@@ -321,13 +337,13 @@ def _others(
     """Return the rows of the other models' weights and optimizer states."""
     rows = []
     held: tuple[Moment, ...]
-    if _measures(settings):
+    if _measures(settings) and not _shares_base(settings):
         held = ("reference",) if settings.reference.offload else moments
         size = frozen_bytes(others.reference or config, plan)
         rows.append(_always(held, "reference: quantized weights alone", size))
     if settings.critic.path is not None:
         critic = (others.critic or config).with_scalar_head()
-        weights = 4 * owned_parameters(critic, cards) + quantized_bytes(critic, plan)
+        weights = 4 * trained_parameters(critic, cards) + quantized_bytes(critic, plan)
         size = weights + optimizer_bytes(settings, critic, cards)
         rows.append(_always(moments, "critic: weights, optimizer states", size))
     if others.reward is not None:
@@ -396,9 +412,11 @@ def _rollout(
     logits = 4 * load.sequences * config.vocab_size
     # Decode's graphs keep what a forward of the largest batch makes; the first tokens after prompts
     # are drawn from logits outside of them, at most as many.
-    graphs = activations.forward_bytes(config, plan, load.sequences) + logits
+    adapted = settings.adapter.kind is not None
+    graphs = activations.forward_bytes(config, plan, load.sequences, 0, adapted) + logits
     decode = dict.fromkeys(with_graphs, graphs) | {"rollout": graphs + logits}
-    prefill = activations.forward_bytes(config, plan, prompts, contexts if continues else 0)
+    earlier = contexts if continues else 0
+    prefill = activations.forward_bytes(config, plan, prompts, earlier, adapted)
     over = f", contexts of {contexts}" if continues else ""
     return [
         Row(what, {"rollout": pages * page}),
@@ -415,6 +433,7 @@ def _training(
     batch: PlannedMicroBatch,
     settings: Settings,
     cards: int,
+    lora: LoRA | None = None,
 ) -> list[Row]:
     """Return the rows of gradients and activations of one model's update.
 
@@ -428,18 +447,20 @@ def _training(
         batch: The largest micro-batch.
         settings: The run's settings.
         cards: How many GPUs the gradients are divided among.
+        lora: The adapter that is trained; None: all parameters are.
     """
     end: Moment = "optimizer" if moment == "backward" else moment
-    gradients = 4 * owned_parameters(config, cards)
+    trained = trained_shapes(config, cards, lora)
+    gradients = 4 * trained_parameters(config, cards, lora)
     head = "embed.weight" if config.tie_word_embeddings else "lm_head.weight"
     head = "score.weight" if config.head == "score" else head
-    first = gradients if batch.several else 4 * math.prod(owned_shapes(config, cards)[head])
+    first = gradients if batch.several else 4 * math.prod(trained.get(head, (0,)))
     recomputed = settings.train.activation_checkpointing
-    kept = activations.kept_bytes(config, plan, batch.tokens, recomputed)
-    products = ProductBytes.of(config, plan, batch.tokens, batch.several, cards)
-    alone = activations.on_top_bytes(config, plan, batch, recomputed)
-    on_top = activations.on_top_bytes(config, plan, batch, recomputed, products)
-    last = activations.last_bytes(config, plan, batch)
+    kept = activations.kept_bytes(config, plan, batch.tokens, recomputed, lora)
+    products = ProductBytes.of(config, plan, batch.tokens, batch.several, cards, lora)
+    alone = activations.on_top_bytes(config, plan, batch, recomputed, lora=lora)
+    on_top = activations.on_top_bytes(config, plan, batch, recomputed, products, lora)
+    last = activations.last_bytes(config, plan, batch, lora)
     beside = on_top - alone, products.at_end
     if end == moment:  # One column stands for both moments: the higher of the two.
         if not batch.several and gradients + last + beside[1] > first + kept + on_top:

@@ -10,8 +10,10 @@ lm_head's, the largest by far, is still held while the MLP of the last layer mak
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+from jetrl.models.adapter import LoRA
 from jetrl.models.families import ModelConfig, parameter_shapes
 from jetrl.precision.plan import PrecisionPlan
 
@@ -38,7 +40,12 @@ class ProductBytes:
 
     @staticmethod
     def of(
-        config: ModelConfig, plan: PrecisionPlan, tokens: int, several: bool, cards: int
+        config: ModelConfig,
+        plan: PrecisionPlan,
+        tokens: int,
+        several: bool,
+        cards: int,
+        lora: LoRA | None = None,
     ) -> ProductBytes:
         """Return the bytes beside the sums in the backward of a micro-batch.
 
@@ -48,7 +55,10 @@ class ProductBytes:
             tokens: Tokens of the micro-batch.
             several: Whether an update has more than one micro-batch.
             cards: How many GPUs the model is divided among.
+            lora: The adapter that is trained; None: all parameters are.
         """
+        if lora is not None:
+            return _of_adapter(config, tokens, several, cards, lora)
         tied = config.tie_word_embeddings
         head = 0 if config.head == "score" else 4 * config.vocab_size * config.hidden_size
         if cards == 1:  # The product of the first micro-batch is the sum.
@@ -76,3 +86,24 @@ class ProductBytes:
             + (head if tied else 0)
             + 2 * (product("gate_up") + product("o") + product("qkv")),
         )
+
+
+def _of_adapter(
+    config: ModelConfig, tokens: int, several: bool, cards: int, lora: LoRA
+) -> ProductBytes:
+    """Return the bytes of products where an adapter is trained, and the layers' weights are not.
+
+    The gradients of A and B are whole on every GPU: at the end of a micro-batch those of all GPUs
+    are gathered, beside the own ones end to end.
+    """
+    trains_head = config.head == "lm" and (
+        lora.train_embeddings if config.tie_word_embeddings else lora.train_head
+    )
+    head = 4 * config.vocab_size * config.hidden_size if trains_head else 0
+    if cards == 1:
+        beside = head if several else 0
+        return ProductBytes(beside, beside, 0 if config.tie_word_embeddings else beside)
+    shapes = lora.shapes(config).values()
+    whole = 4 * sum(math.prod(s.a_shape) + math.prod(s.b_shape) for s in shapes)
+    rows = 2 * (cards + 1) * tokens * config.hidden_size if lora.train_embeddings else 0
+    return ProductBytes(head, 2 * head, (cards + 1) * whole + rows + 2 * head)

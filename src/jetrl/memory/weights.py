@@ -7,6 +7,7 @@ from typing import Literal
 
 from jetrl.distributed.shards import shard_of
 from jetrl.kernels.adamw import state_bytes
+from jetrl.models.adapter import LoRA, adapter_names
 from jetrl.models.families import ModelConfig, parameter_shapes
 from jetrl.precision.plan import FP8_BLOCK, PrecisionPlan
 from jetrl.settings.loading import Settings
@@ -27,21 +28,66 @@ def owned_shapes(config: ModelConfig, cards: int) -> dict[str, tuple[int, ...]]:
     return {name: owned(shape) for name, shape in parameter_shapes(config).items()}
 
 
-def owned_parameters(config: ModelConfig, cards: int) -> int:
-    """Return the number of elements of `owned_shapes`."""
-    return sum(map(math.prod, owned_shapes(config, cards).values()))
+def trained_shapes(
+    config: ModelConfig, cards: int, lora: LoRA | None = None
+) -> dict[str, tuple[int, ...]]:
+    """Return the shape of the rows that one rank has of each master weight that is trained.
+
+    Args:
+        config: The model's shape.
+        cards: How many GPUs the rows of matrices are divided among.
+        lora: The adapter, whose master weights every rank has whole, beside those of the base that
+            it trains too; None: all parameters are trained.
+    """
+    owned = owned_shapes(config, cards)
+    if lora is None:
+        return owned
+    shapes = {name: shape for name, shape in owned.items() if lora.trains(name)}
+    for layer, adapter in lora.shapes(config).items():
+        shapes |= dict(zip(adapter_names(layer), (adapter.a_shape, adapter.b_shape), strict=True))
+    return shapes
 
 
-def optimizer_bytes(settings: Settings, config: ModelConfig, cards: int = 1) -> int:
+def trained_parameters(config: ModelConfig, cards: int, lora: LoRA | None = None) -> int:
+    """Return the number of elements of `trained_shapes`, whose arguments these are.
+
+    Args:
+        config: The model's shape.
+        cards: How many GPUs the rows of matrices are divided among.
+        lora: The adapter that is trained; None: all parameters are.
+    """
+    return sum(map(math.prod, trained_shapes(config, cards, lora).values()))
+
+
+def adapter_bytes(config: ModelConfig, plan: PrecisionPlan, lora: LoRA | None) -> int:
+    """Return the bytes of an adapter as forwards read it; under the fp32 plan none of their own.
+
+    Args:
+        config: The model's shape.
+        plan: The model's precision plan.
+        lora: The adapter; None: there is none.
+    """
+    if lora is None or plan.rest == "fp32":
+        return 0
+    shapes = lora.shapes(config).values()
+    rows = sum(len(s.parts) * s.padded_rank * s.num_columns for s in shapes)
+    return 2 * (rows + sum(s.num_rows * s.padded_rank for s in shapes))
+
+
+def optimizer_bytes(
+    settings: Settings, config: ModelConfig, cards: int = 1, lora: LoRA | None = None
+) -> int:
     """Return the bytes of the optimizer's states, whose format is train.optimizer_states.
 
     Args:
         settings: The run's settings.
         config: The model's shape.
         cards: How many GPUs the states are divided among.
+        lora: The adapter that is trained; None: all parameters are.
     """
     states = settings.train.optimizer_states
-    return sum(state_bytes(shape, states) for shape in owned_shapes(config, cards).values())
+    shapes = trained_shapes(config, cards, lora).values()
+    return sum(state_bytes(shape, states) for shape in shapes)
 
 
 def frozen_bytes(config: ModelConfig, plan: PrecisionPlan) -> int:

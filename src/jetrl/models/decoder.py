@@ -37,6 +37,7 @@ from jetrl.models.rotary import Rotary
 from jetrl.models.trace import Trace, prefixed, tell
 from jetrl.models.weights import Weights
 from jetrl.precision.exact import exact_matmul
+from jetrl.precision.linear import Linear
 from jetrl.precision.plan import Side
 
 
@@ -104,7 +105,8 @@ class DecoderLayer(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             norms = (self.q_norm, self.k_norm)
         c = self.config
-        return Rotary(positions, table, norms, c.num_heads, c.num_kv_heads, trace)
+        as_values = self.o.adapter is not None
+        return Rotary(positions, table, norms, c.num_heads, c.num_kv_heads, trace, as_values)
 
 
 class Decoder(nn.Module):
@@ -171,6 +173,12 @@ class Decoder(nn.Module):
         part.layers = nn.ModuleList(list(self.layers)[:count])
         return part
 
+    def without_adapters(self) -> Decoder:
+        """Return this decoder with the adapters left out, sharing all weights: the base."""
+        part = _without_adapters(self)
+        assert isinstance(part, Decoder), "a copy has the class of its original"
+        return part
+
     def forward(
         self,
         token_ids: Tensor,
@@ -224,3 +232,15 @@ class Decoder(nn.Module):
             scores = (hidden.float() * self.score).sum(-1)
         tell(self.trace, "score", scores)
         return scores
+
+
+def _without_adapters(module: nn.Module) -> nn.Module:
+    """Return a copy of a module whose linear layers have no adapter, sharing all tensors."""
+    part = copy.copy(module)
+    part._modules = {
+        name: None if child is None else _without_adapters(child)
+        for name, child in module._modules.items()
+    }
+    if isinstance(part, Linear):
+        part.adapter = None
+    return part

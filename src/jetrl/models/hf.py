@@ -57,7 +57,13 @@ def read_config(path: str | Path) -> dict[str, Any]:
     Raises:
         UserError: No such directory or file, or not a JSON object.
     """
-    return read_object(model_directory(path) / "config.json")
+    directory = model_directory(path)
+    if (directory / "adapter_config.json").is_file() and not (directory / "config.json").is_file():
+        raise UserError(
+            f"{directory}: an adapter, not a whole model: train or sample with it by "
+            "adapter.kind=lora and adapter.path, or write a whole model with `jetrl export --merge`"
+        )
+    return read_object(directory / "config.json")
 
 
 def model_config(path: str | Path) -> ModelConfig:

@@ -25,7 +25,7 @@ from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
+from safetensors.torch import save_file as save_safetensors
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -83,15 +83,17 @@ def save_model(
     _check_names(config, weights)
     plan = _ShardPlan(config, dtype, frozenset(bf16_layers), scales, max_shard_bytes)
     target = Path(path)
-    scratch = world().from_first("a folder to write into", lambda: _begin(target, overwrite))
+    scratch = world().from_first(
+        "a folder to write into", lambda: begin_directory(target, overwrite)
+    )
 
     def finish() -> None:
-        _write_json(scratch / "config.json", plan.config_json())
+        write_json(scratch / "config.json", plan.config_json())
         if tokenizer is not None:
-            _save_tokenizer(scratch, tokenizer)
+            save_tokenizer(scratch, tokenizer)
         if generation_config:
-            _write_json(scratch / "generation_config.json", dict(generation_config))
-        _publish(scratch, target)
+            write_json(scratch / "generation_config.json", dict(generation_config))
+        publish_directory(scratch, target)
 
     try:
         plan.write(scratch, weights)
@@ -105,7 +107,7 @@ def save_model(
             shutil.rmtree(scratch, ignore_errors=True)  # gone already when it was moved into place
 
 
-def _begin(target: Path, overwrite: bool) -> Path:
+def begin_directory(target: Path, overwrite: bool) -> Path:
     """Return a new hidden folder beside a directory that can be written."""
     _check_target(target, overwrite)
     try:
@@ -170,12 +172,12 @@ class _ShardPlan:
                 if world().is_first:
                     tensors |= self._encode(part, whole[row : row + part.shape[0]])
             path = directory / file
-            world().from_first("a file of weights", partial(_save_file, tensors, path))
+            world().from_first("a file of weights", partial(save_file, tensors, path))
             weight_map |= dict.fromkeys(tensors, file)
         if len(self.shards) > 1:
             index = {"metadata": {"total_size": self.total_bytes}, "weight_map": weight_map}
             index_file = directory / "model.safetensors.index.json"
-            world().from_first("the index of the files", partial(_write_json, index_file, index))
+            world().from_first("the index of the files", partial(write_json, index_file, index))
 
     def _whole(self, weights: Mapping[str, Tensor], name: str) -> Tensor:
         """Return one of the weights, of the shape that the config has."""
@@ -239,7 +241,7 @@ class _ShardPlan:
         return part.num_elements + 4 * blocks[0][0] * blocks[1][0]
 
 
-def _save_tokenizer(directory: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+def save_tokenizer(directory: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     """Write the tokenizer's files as transformers 4 and 5 read them.
 
     transformers 5 writes a class TokenizersBackend and a list of extra_special_tokens (4 has an
@@ -254,7 +256,7 @@ def _save_tokenizer(directory: Path, tokenizer: PreTrainedTokenizerBase) -> None
         settings["additional_special_tokens"] = settings.pop("extra_special_tokens")
     for key in ("backend", "is_local", "local_files_only"):  # of how it was loaded
         settings.pop(key, None)
-    _write_json(file, settings)
+    write_json(file, settings)
 
 
 def _check_names(config: ModelConfig, weights: Mapping[str, Tensor]) -> None:
@@ -265,10 +267,18 @@ def _check_names(config: ModelConfig, weights: Mapping[str, Tensor]) -> None:
         raise ValueError(f"save_model: missing {missing[:5]}, not of this config {extra[:5]}")
 
 
-def _save_file(tensors: dict[str, Tensor], file: Path) -> None:
-    """Write a safetensors file."""
+def save_file(tensors: dict[str, Tensor], file: Path) -> None:
+    """Write a safetensors file.
+
+    Args:
+        tensors: The tensors by name.
+        file: The file.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
     try:
-        save_file(tensors, str(file), metadata={"format": "pt"})
+        save_safetensors(tensors, str(file), metadata={"format": "pt"})
     except SafetensorError as error:
         raise OSError(str(error)) from error
 
@@ -284,11 +294,11 @@ def _check_target(target: Path, overwrite: bool) -> None:
             f"{target}: exists and is not empty; name another directory, or say --overwrite "
             "(overwrite=True)"
         )
-    if not (target / "config.json").exists():
+    if not any((target / name).exists() for name in ("config.json", "adapter_config.json")):
         raise UserError(f"{target}: not a model directory (no config.json); it is not overwritten")
 
 
-def _publish(scratch: Path, target: Path) -> None:
+def publish_directory(scratch: Path, target: Path) -> None:
     """Move the finished directory into place; an earlier one goes only after that.
 
     Whoever may read a new file may read these: safetensors makes its files for their owner alone.
@@ -322,5 +332,11 @@ def _umask() -> int:
     return mask
 
 
-def _write_json(file: Path, contents: Mapping[str, Any]) -> None:
+def write_json(file: Path, contents: Mapping[str, Any]) -> None:
+    """Write an object as a JSON file.
+
+    Args:
+        file: The file.
+        contents: The object.
+    """
     file.write_text(json.dumps(contents, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -5,7 +5,8 @@
     add_norm      norm(x + delta)
 
 Each function's body is the reference and the specification. BF16 tensors on a GPU go to the fused
-form (`models.layer_hopper`), which has the same bits in the forward. `delta` is what the operation
+form (`models.layer_hopper`, with adapters `models.layer_adapter_hopper`), which has the same bits
+in the forward. `delta` is what the operation
 before adds to the residual stream x, handed on so that the addition can be part of the next norm.
 
 Legend: T tokens, D hidden size, N output features.
@@ -41,6 +42,10 @@ def norm_linear(
         side: The side of the flow that calls.
         trace: A function that sees the norm's output, or None.
     """
+    if _fuses(x) and linear.adapter is not None:
+        from jetrl.models.layer_adapter_hopper import norm_linear_adapted
+
+        return norm_linear_adapted(x, delta, norm, linear, side, trace)
     if _fuses(x):
         from jetrl.models.layer_hopper import norm_linear_hopper
 
@@ -71,6 +76,10 @@ def norm_mlp(
         side: The side of the flow that calls.
         trace: A function that sees the output of each operation but the last, or None.
     """
+    if _fuses(x) and not (gate_up.adapter is None and down.adapter is None):
+        from jetrl.models.layer_adapter_hopper import norm_mlp_adapted
+
+        return norm_mlp_adapted(x, delta, norm, gate_up, down, side, trace)
     if _fuses(x):
         from jetrl.models.layer_hopper import norm_mlp_hopper
 

@@ -101,7 +101,7 @@ def norm_linear_hopper(
     """
     fixed = _Fixed.of(norm, (linear,), side, trace)
     total, y = _NormLinear.apply(x, delta, norm.weight, linear.weight, fixed)
-    return total, linear.add_to(y)
+    return total, linear.with_bias(y)
 
 
 def norm_mlp_hopper(
@@ -127,7 +127,7 @@ def norm_mlp_hopper(
     assert gate_up.bias is None, "SwiGLU reads the product of gate_up alone"
     fixed = _Fixed.of(norm, (gate_up, down), side, trace)
     total, y = _NormMLP.apply(x, delta, norm.weight, gate_up.weight, down.weight, fixed)
-    return total, down.add_to(y)
+    return total, down.with_bias(y)
 
 
 def add_norm_hopper(x: Tensor, delta: Tensor, norm: RMSNorm) -> Tensor:
@@ -192,7 +192,7 @@ class _NormLinear(torch.autograd.Function):
         dtotal, dy = grads
         total, inverse, *kept = ctx.saved_tensors
         operands = quantize_output_gradient(dy.contiguous(), s.weights[0], s.plan)
-        dnormed = dgrad(operands, s.weights[0])
+        dnormed = dgrad(operands.rows, s.weights[0])
         dw = None
         if ctx.needs_input_grad[3]:
             dw = wgrad(operands, _entered(total, inverse, kept, s), ctx.master, s.gradients)
@@ -232,13 +232,13 @@ class _NormMLP(torch.autograd.Function):
         total, inverse, gate_up, *kept = ctx.saved_tensors
         # Through `down` and SwiGLU: one kernel makes gate_up's dY and, again, down's X.
         operands = quantize_output_gradient(dy.contiguous(), s.weights[1], s.plan)
-        dgate_up, gated = _swiglu_backward(dgrad(operands, s.weights[1]), gate_up, kept[1:], s)
+        dgate_up, gated = _swiglu_backward(dgrad(operands.rows, s.weights[1]), gate_up, kept[1:], s)
         dw_gate_up = dw_down = None
         if ctx.needs_input_grad[4]:
             dw_down = wgrad(operands, gated, ctx.masters[1], s.gradients)
         del operands, gated  # here a backward holds most
         # Through `gate_up`, whose X the norm makes again, and the norm.
-        dnormed = dgrad(dgate_up, s.weights[0])
+        dnormed = dgrad(dgate_up.rows, s.weights[0])
         if ctx.needs_input_grad[3]:
             entered = _entered(total, inverse, kept, s)
             dw_gate_up = wgrad(dgate_up, entered, ctx.masters[0], s.gradients)

@@ -17,10 +17,12 @@ from transformers import PreTrainedTokenizerBase
 
 from jetrl.errors import UserError
 from jetrl.models import hf
+from jetrl.models.adapter import Adapter, LoRA, base_digest
 from jetrl.models.attention import PackedKeyValues
 from jetrl.models.decoder import Decoder
 from jetrl.models.families import Head, ModelConfig
 from jetrl.models.packed import token_positions, upload
+from jetrl.models.peft import save_adapter
 from jetrl.models.stems import Stems
 from jetrl.models.tiny import RandomWeights
 from jetrl.models.weights import Weights, WholeMasters
@@ -40,14 +42,20 @@ class Model:
         generation_config: The directory's generation_config.json.
         frozen: Keep what the training side's forward reads alone; such a model is not trained,
             sampled from or saved.
-        trains: Says by name which parameters are trained; None: all. The others keep no master
-            weights, and are read by both sides as they were rounded at first.
+        trains: Says by name which parameters are trained; None: all, or with an adapter those that
+            it says. The others keep no master weights, and are read by both sides as they were
+            rounded at first.
+        adapter: The adapter beside the linear layers, or None.
 
     Attributes:
         plain_text: In which texts of a task special tokens are encoded as text.
+        lora: The kind of the adapter, or None.
+        base_digest: The digest of the base that the adapter is for; empty without an adapter.
+        base_path: The directory that the base was read from; None of random weights.
 
     Raises:
-        UserError: A device, or a model on that device, without kernels.
+        UserError: A device, or a model on that device, without kernels; an adapter that was made
+            on another base.
     """
 
     head: ClassVar[Head]
@@ -62,6 +70,7 @@ class Model:
         generation_config: Mapping[str, Any] | None = None,
         frozen: bool = False,
         trains: Callable[[str], bool] | None = None,
+        adapter: Adapter | None = None,
     ) -> None:
         assert config.head == self.head, f"{type(self).__name__} has a head for {self.head}"
         self.config, self.plan, self.device = config, plan, torch.device(device)
@@ -72,8 +81,29 @@ class Model:
         self.plain_text: PlainText = "replies"
         self.generation_config = dict(generation_config or {})
         self._offloaded = False
-        self.weights = Weights(weights, plan, self.device, frozen, trains)
+        self.lora = None if adapter is None else adapter.lora
+        if adapter is not None:
+            weights, trains = adapter.over(weights), trains or adapter.lora.trains
+        self.weights = Weights(weights, plan, self.device, frozen, trains, adapter)
         self.decoder = Decoder(config, self.weights)
+        self.base_path: str | None = None
+        self.base_digest = ""
+        if adapter is not None:
+            self.base_digest = self._checked_base(adapter)
+
+    def _checked_base(self, adapter: Adapter) -> str:
+        """Return the digest of the base, after comparing it with that of the adapter's own."""
+        embedding = self.decoder.embedding.operand("train")
+        assert isinstance(embedding, Tensor), "an embedding is never FP8"
+        vectors = [value for name, value in self.decoder.named_parameters() if value.dim() == 1]
+        digest = base_digest(self.config, vectors, embedding)
+        if not adapter.replaced and adapter.base_digest not in (None, digest):
+            raise UserError(
+                f"{adapter.origin}: this adapter was trained on another base than the one here: "
+                "its names, shapes or values differ; set model.path to the model that it was made "
+                "on (base_model_name_or_path in its adapter_config.json)"
+            )
+        return digest
 
     @property
     def frozen(self) -> bool:
@@ -87,6 +117,7 @@ class Model:
         plan: PrecisionPlan,
         device: str | torch.device = "cpu",
         frozen: bool = False,
+        adapter: Adapter | None = None,
     ) -> Self:
         """Return the model of a Hugging Face directory.
 
@@ -95,6 +126,7 @@ class Model:
             plan: The precision plan.
             device: The device.
             frozen: As of the class.
+            adapter: As of the class.
 
         Raises:
             UserError: A file or tensor that is missing, damaged or unsupported, by name; a head of
@@ -109,7 +141,11 @@ class Model:
         tokenizer = hf.load_tokenizer(path) if hf.has_tokenizer(path) else None
         generation_config = hf.read_generation_config(path)
         with hf.open_weights(path, config, device) as weights:
-            return cls(config, plan, weights, device, tokenizer, generation_config, frozen)
+            model = cls(
+                config, plan, weights, device, tokenizer, generation_config, frozen, adapter=adapter
+            )
+        model.base_path = str(path)
+        return model
 
     @classmethod
     def from_config(
@@ -119,6 +155,7 @@ class Model:
         seed: int = 0,
         device: str | torch.device = "cpu",
         tokenizer: PreTrainedTokenizerBase | None = None,
+        adapter: Adapter | None = None,
     ) -> Self:
         """Return a model with random weights.
 
@@ -128,10 +165,12 @@ class Model:
             seed: The seed of the weights.
             device: The device; the weights of a seed differ between a CPU and a GPU.
             tokenizer: The tokenizer, or None.
+            adapter: As of the class.
         """
         model = ModelConfig.from_hf(config)
         check_device(model, plan, torch.device(device))  # where the weights are made
-        return cls(model, plan, RandomWeights(model, seed, device), device, tokenizer)
+        weights = RandomWeights(model, seed, device)
+        return cls(model, plan, weights, device, tokenizer, adapter=adapter)
 
     def save_pretrained(
         self,
@@ -141,6 +180,8 @@ class Model:
     ) -> None:
         """Write a Hugging Face directory; rank 0 writes, and every rank calls this method.
 
+        Of a model with an adapter the directory is PEFT's: the adapter alone, in float32.
+
         Args:
             path: The directory.
             dtype: The dtype of the tensors; fp8 is block-scaled, as vLLM and transformers read it,
@@ -148,6 +189,9 @@ class Model:
             overwrite: Replace a model directory that is there.
         """
         assert not self.frozen, "a frozen model has no master weights to save"
+        if self.lora is not None:
+            self._save_adapter(path, self.lora, overwrite)
+            return
         num_layers = self.config.num_layers
         hf.save_model(
             path,
@@ -158,6 +202,19 @@ class Model:
             generation_config=self.generation_config or None,
             bf16_layers=[i for i in range(num_layers) if self.plan.keeps_bf16(i, num_layers)],
             scales=self.plan.scales,
+            overwrite=overwrite,
+        )
+
+    def _save_adapter(self, path: str | Path, lora: LoRA, overwrite: bool) -> None:
+        """Write the adapter and what is trained beside it."""
+        save_adapter(
+            path,
+            self.config,
+            lora,
+            {name: self.weights.whole(name) for name in self.master_weights()},
+            base=self.base_path,
+            digest=self.base_digest,
+            tokenizer=self.tokenizer,
             overwrite=overwrite,
         )
 
@@ -173,6 +230,7 @@ class Model:
 
         Every rank reads the same names in the same order.
         """
+        assert self.lora is None, "of a model with an adapter the base has no master weights"
         return WholeMasters(self.weights)
 
     def weight_scales(self) -> dict[str, Tensor]:

@@ -40,6 +40,17 @@ class Policy(Model):
         part.decoder = self.decoder.first_layers(count)
         return part
 
+    def base(self) -> Policy:
+        """Return this policy without its adapter, sharing all weights: the reference of a KL.
+
+        Nothing of it may be trained, or the base would change with the policy.
+        """
+        assert self.lora is not None, "a policy with an adapter has a base"
+        part = copy.copy(self)
+        part.decoder = self.decoder.without_adapters()
+        part.lora = None
+        return part
+
     @torch.no_grad()
     def rollout_forward(self, token_ids: Tensor, positions: Tensor, kv: KeyValues) -> Tensor:
         """Return the decoder's output by the rollout side, [T, D], or of `kv.rows`.

@@ -29,6 +29,8 @@ class Rotary:
         num_heads: H.
         num_kv_heads: G.
         trace: A function that sees the rotated queries and keys, or None.
+        as_values: Whether what reads attention's output reads BF16 values, as an adapter does, and
+            not the codes of the next linear layer.
     """
 
     positions: Tensor
@@ -37,6 +39,7 @@ class Rotary:
     num_heads: int
     num_kv_heads: int
     trace: Trace | None = None
+    as_values: bool = False
 
     @property
     def head_dim(self) -> int:

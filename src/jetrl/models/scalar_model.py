@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from jetrl.distributed.world import world
 from jetrl.errors import UserError
 from jetrl.models import hf
+from jetrl.models.adapter import Adapter
 from jetrl.models.families import ModelConfig
 from jetrl.models.model import Model, check_device
 from jetrl.models.packed import pack, upload
@@ -33,7 +34,11 @@ class ScalarModel(Model):
 
     @classmethod
     def from_language_model(
-        cls, path: str | Path, plan: PrecisionPlan, device: str | torch.device = "cpu"
+        cls,
+        path: str | Path,
+        plan: PrecisionPlan,
+        device: str | torch.device = "cpu",
+        adapter: Adapter | None = None,
     ) -> ScalarModel:
         """Return the decoder of a directory with the scalar head there, or a new one of zeros.
 
@@ -41,16 +46,19 @@ class ScalarModel(Model):
             path: A Hugging Face directory, of a language model or of a scalar model.
             plan: The precision plan.
             device: The device.
+            adapter: As of `Model`.
 
         Raises:
             UserError: A file or tensor that is missing, damaged or unsupported, by name.
         """
         config = hf.model_config(path)
         if config.head == "score":
-            return cls.from_pretrained(path, plan, device)
+            return cls.from_pretrained(path, plan, device, adapter=adapter)
         tokenizer = hf.load_tokenizer(path) if hf.has_tokenizer(path) else None
         with hf.open_weights(path, config, device) as weights:
-            return cls.with_new_head(config, weights, plan, device, tokenizer)
+            model = cls.with_new_head(config, weights, plan, device, tokenizer, adapter)
+        model.base_path = str(path)
+        return model
 
     @classmethod
     def with_new_head(
@@ -60,6 +68,7 @@ class ScalarModel(Model):
         plan: PrecisionPlan,
         device: str | torch.device,
         tokenizer: PreTrainedTokenizerBase | None,
+        adapter: Adapter | None = None,
     ) -> ScalarModel:
         """Return the decoder of a language model with a new head of zeros.
 
@@ -71,10 +80,12 @@ class ScalarModel(Model):
             plan: The precision plan.
             device: The device.
             tokenizer: The tokenizer, or None.
+            adapter: As of `Model`.
         """
         check_device(config, plan, torch.device(device))
         body = _WithNewHead(weights, config.hidden_size, torch.device(device))
-        return cls(config.with_scalar_head(), plan, body, device, tokenizer)
+        shape = config.with_scalar_head()
+        return cls(shape, plan, body, device, tokenizer, adapter=adapter)
 
     def values(
         self,

@@ -30,7 +30,9 @@ from jetrl.distributed.collectives import whole_tensor
 from jetrl.distributed.shards import Shard, shard_of
 from jetrl.distributed.world import world
 from jetrl.errors import UserError
+from jetrl.models.adapter import Adapter, adapter_names
 from jetrl.models.norm import RMSNorm
+from jetrl.precision.adapter import AdapterWeight
 from jetrl.precision.gradients import Gradients
 from jetrl.precision.linear import Linear
 from jetrl.precision.ordered_gradients import OrderedGradients
@@ -41,6 +43,9 @@ from jetrl.precision.quantized_weight import QuantizedWeight
 class Weights:
     """The master weights and quantized weights of one model.
 
+    An adapter (`models.adapter`) adds master weights of its own beside linear layers. They are
+    small, and whole on every rank, like norms.
+
     Args:
         tensors: Every parameter by name, as in `families.parameter_shapes`; any floating dtype.
         plan: The precision plan.
@@ -48,6 +53,7 @@ class Weights:
         frozen: Train nothing, and keep what the training side's forwards read.
         trains: Says by name which parameters are trained, and so have master weights; None: all,
             or with `frozen` none.
+        adapter: The adapter beside linear layers, or None.
 
     Attributes:
         masters: The FP32 master weights by name, the very parameters that the optimizer changes;
@@ -68,21 +74,24 @@ class Weights:
         device: torch.device,
         frozen: bool = False,
         trains: Callable[[str], bool] | None = None,
+        adapter: Adapter | None = None,
     ) -> None:
         assert not (frozen and trains), "a frozen model trains nothing"
         self.plan, self.device, self.frozen = plan, device, frozen
         self.dtype = torch.float32 if plan.rest == "fp32" else torch.bfloat16
         self.sides: tuple[Side, ...] = ("train",) if frozen else ("rollout", "train")
-        self._trains = trains or (lambda name: not frozen)
         self._tensors: Mapping[str, Tensor] = tensors
         self.masters: dict[str, nn.Parameter] = {}
         self.shards: dict[str, Shard] = {}
-        self._keep_masters([name for name in tensors if self._trains(name)])
+        if not frozen:
+            self._keep_masters([name for name in tensors if trains is None or trains(name)])
         self.gradients = Gradients()
         if world().size > 1 and not frozen:
             self.gradients = OrderedGradients(world(), self.masters, self.shards)
         self._asked_for: set[str] = set()
-        self._quantized: dict[str, QuantizedWeight] = {}
+        self._adapter = adapter
+        self._adapted: set[str] = set()
+        self._quantized: dict[str, QuantizedWeight | AdapterWeight] = {}
         self._addresses: dict[str, list[int]] = {}
 
     def _keep_masters(self, names: Sequence[str]) -> None:
@@ -153,7 +162,22 @@ class Weights:
         in_fp8 = formats["train"] == "fp8" and not widened
         in_bf16 = in_fp8 and self.plan.grad_output != "bf16"
         self._expect(weight, torch.bfloat16 if in_bf16 else torch.float32)
-        return Linear(weight, bias_master, self.plan, self.dtype, self.gradients)
+        beside = self._beside(name)
+        return Linear(weight, bias_master, self.plan, self.dtype, self.gradients, beside)
+
+    def _beside(self, layer: str) -> AdapterWeight | None:
+        """Return the adapter of a linear layer, which is registered as its quantized weight is."""
+        if self._adapter is None or layer not in self._adapter.shapes:
+            return None
+        self._adapted.add(layer)
+        for name in adapter_names(layer):
+            tensor = self._adapter.tensors[name].to(self.device, torch.float32, copy=True)
+            self.masters[name] = nn.Parameter(tensor)
+        a, b = (self.masters[name] for name in adapter_names(layer))
+        weight = AdapterWeight(layer, a, b, self._adapter.shapes[layer], self.dtype)
+        self._quantized[f"{layer}.lora"] = weight
+        self._addresses[f"{layer}.lora"] = _addresses(weight)
+        return weight
 
     def embedding(self) -> QuantizedWeight:
         """Return the embedding [V, D] in the activations' dtype."""
@@ -196,6 +220,9 @@ class Weights:
         """Check that some layer reads each master weight, once all layers are made."""
         unread = sorted(set(self._tensors) - self._asked_for)
         assert not unread, f"no layer reads these weights, nor quantizes them: {', '.join(unread)}"
+        adapted = set() if self._adapter is None else set(self._adapter.shapes)
+        assert adapted == self._adapted, f"no layer has these adapters: {adapted - self._adapted}"
+        self._adapter = None  # its tensors were copied
         self._tensors = {}
 
     @torch.no_grad()
@@ -232,6 +259,7 @@ class Weights:
         """Replace each tensor of a quantized weight by the result of `moved` for that tensor."""
         assert self.frozen, "weights that are trained stay where they are"
         for weight in self._quantized.values():
+            assert isinstance(weight, QuantizedWeight), "a frozen model has no adapter"
             weight.move(moved)
 
 
@@ -259,6 +287,6 @@ class WholeMasters(Mapping[str, Tensor]):
         return len(self._weights.masters)
 
 
-def _addresses(weight: QuantizedWeight) -> list[int]:
+def _addresses(weight: QuantizedWeight | AdapterWeight) -> list[int]:
     """Return the address of each tensor of a quantized weight."""
     return [tensor.data_ptr() for tensor in weight.tensors()]

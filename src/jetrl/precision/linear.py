@@ -6,6 +6,9 @@ dY both ways, for DGrad and for WGrad, and X once more, from the same BF16 value
 maker does not keep anyway. Gradients leave as BF16 (dX), and by the model's `Gradients`, which sums
 those of a master weight in FP32 (dW). The quantizers are passed straight through.
 
+A layer may have a low-rank adapter (`precision.adapter`), which reads X before it is quantized. Its
+weight is then frozen, and gets no WGrad.
+
 Legend: T tokens, K input features, N output features.
 """
 
@@ -17,6 +20,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor, nn
 
+from jetrl.precision.adapter import AdapterWeight, add_adapter
 from jetrl.precision.gemm import bf16_matmul, fp8_matmul
 from jetrl.precision.gradients import Gradients
 from jetrl.precision.plan import FP8_BLOCK, PrecisionPlan, Side
@@ -69,6 +73,25 @@ def quantize_for_wgrad(x: Tensor, plan: PrecisionPlan) -> QTensor:
     return quantize(x, (FP8_BLOCK, FP8_BLOCK if squares else 1), "e4m3", plan.scales)
 
 
+def quantize_for_dgrad(dy: Tensor, weight: Operand, plan: PrecisionPlan) -> GEMMInput:
+    """Return dY as DGrad alone reads it, for a weight that gets no gradient.
+
+    Args:
+        dy: bfloat16 [T, N].
+        weight: The weight that forward multiplied by.
+        plan: The precision plan, whose `grad_output` is the format of dY beside an FP8 weight.
+    """
+    format = plan.grad_output
+    if not isinstance(weight, FP8Weight) or format == "bf16":
+        return dy
+    if dy.is_cuda:
+        from jetrl.precision.hopper.quantize import quantize_rows
+
+        rows = quantize_rows(dy, format, plan.scales)
+        return _widened(rows, len(dy)) if format == "e5m2" else rows
+    return quantize(dy, (1, FP8_BLOCK), format, plan.scales)
+
+
 def quantize_output_gradient(dy: Tensor, weight: Operand, plan: PrecisionPlan) -> OutputGradient:
     """Return dY as the GEMMs of backward read it; on a GPU both forms are made in one pass.
 
@@ -110,9 +133,11 @@ class Linear(nn.Module):
         plan: The precision plan.
         out_dtype: The dtype of y.
         gradients: The sink of the master weight's gradient.
+        adapter: The adapter beside the weight, or None.
 
     Attributes:
         weight: The FP32 master weight [N, K].
+        adapter: The adapter beside the weight, or None.
     """
 
     def __init__(
@@ -122,11 +147,12 @@ class Linear(nn.Module):
         plan: PrecisionPlan,
         out_dtype: torch.dtype,
         gradients: Gradients,
+        adapter: AdapterWeight | None = None,
     ) -> None:
         super().__init__()
         self.name, self.plan, self.out_dtype = quantized.name, plan, out_dtype
         self.quantized, self.gradients = quantized, gradients
-        self.weight, self.bias = quantized.master, bias
+        self.weight, self.bias, self.adapter = quantized.master, bias, adapter
 
     @overload
     def operand(self, side: Literal["train"]) -> StoredWeight: ...
@@ -143,24 +169,37 @@ class Linear(nn.Module):
 
         Args:
             x: [T, K] in the activations' dtype, or, without gradients, as the layer would quantize
-                the values, by the kernel that made them.
+                the values, by the kernel that made them; of a layer with an adapter the values.
             side: The side of the flow that calls.
         """
         weight, plan = self.operand(side), self.plan.on(side)
         if isinstance(x, QTensor):
             assert not torch.is_grad_enabled(), f"{self.name}: codes of X leave nothing for WGrad"
-            return self.add_to(fprop(x, weight, plan, self.out_dtype))
+            assert self.adapter is None, f"{self.name}: an adapter reads the values behind codes"
+            return self.with_bias(fprop(x, weight, plan, self.out_dtype))
         if self.quantized.formats[side] == "fp32":
-            return nn.functional.linear(x, self.weight, self.bias)
+            whole = nn.functional.linear(x, self.weight, self.bias)
+            return whole if self.adapter is None else add_adapter(whole, x, self.adapter)
         y: Tensor = _LinearFunction.apply(
             x, self.weight, weight, plan, self.out_dtype, self.gradients
         )
-        return self.add_to(y)
+        return self.add_to(y, x)
 
-    def add_to(self, product: Tensor) -> Tensor:
-        """Return the product x @ weight^T plus what else the layer adds to y: today the bias.
+    def add_to(self, product: Tensor, x: Tensor) -> Tensor:
+        """Return the product x @ weight^T plus what else the layer adds: bias, then adapter.
 
-        The addition is in the product's dtype, after the product has been rounded to that dtype.
+        Each addition is in the product's dtype, after the product has been rounded to that dtype.
+
+        Args:
+            product: [T, N].
+            x: What the layer multiplied, before it was quantized, [T, K].
+        """
+        y = self.with_bias(product)
+        return y if self.adapter is None else add_adapter(y, x, self.adapter)
+
+    def with_bias(self, product: Tensor) -> Tensor:
+        """Return the product plus the bias, if the layer has one, in the product's dtype.
+
         The fused layers of a GPU (`models.layer_hopper`) call this method on their products too.
         """
         return product if self.bias is None else product + self.bias.to(product.dtype)
@@ -188,12 +227,15 @@ def fprop(
     return bf16_matmul(x, weight, out_dtype, plan.pinned)
 
 
-def dgrad(dy: OutputGradient, weight: Operand) -> Tensor:
+def dgrad(rows: GEMMInput, weight: Operand) -> Tensor:
     """Return dX = dY @ weight, bfloat16 [T, K].
 
     A product of BF16 values has float32 sums in any order: gradients need no agreement of bits.
+
+    Args:
+        rows: dY [T, N] in groups of 1 x 128, or BF16 values.
+        weight: The weight [N, K] that forward multiplied by.
     """
-    rows = dy.rows
     if isinstance(rows, QTensor):
         assert isinstance(weight, FP8Weight), "codes of dY multiply an FP8 weight"
         return fp8_matmul(rows, weight.transposed)
@@ -235,21 +277,30 @@ class _LinearFunction(torch.autograd.Function):
         out_dtype: torch.dtype,
         gradients: Gradients,
     ) -> Tensor:
-        ctx.save_for_backward(x)
-        ctx.master, ctx.weight, ctx.plan, ctx.gradients = master, weight, plan, gradients
+        if ctx.needs_input_grad[1]:
+            ctx.save_for_backward(x)
+        ctx.dtype, ctx.master, ctx.weight, ctx.plan, ctx.gradients = (
+            x.dtype,
+            master,
+            weight,
+            plan,
+            gradients,
+        )
         entered = quantize_input(x, plan) if isinstance(weight, FP8Weight) else x
         return fprop(entered, weight, plan, out_dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (x,) = ctx.saved_tensors
         weight, plan = ctx.weight, ctx.plan
+        if not ctx.needs_input_grad[1]:
+            rows = quantize_for_dgrad(grads[0].bfloat16().contiguous(), weight, plan)
+            dx = dgrad(rows, weight).to(ctx.dtype) if ctx.needs_input_grad[0] else None
+            return dx, None, None, None, None, None
+        (x,) = ctx.saved_tensors
         # Both forms of dY come from the same BF16 values, as both of X do.
         dy = quantize_output_gradient(grads[0].bfloat16().contiguous(), weight, plan)
-        dx = dgrad(dy, weight).to(x.dtype) if ctx.needs_input_grad[0] else None
-        dw = None
-        if ctx.needs_input_grad[1]:
-            # X is quantized here rather than kept: forward's groups of 1 x 128 are FProp's alone.
-            entered = quantize_for_wgrad(x, plan) if isinstance(weight, FP8Weight) else x
-            dw = wgrad(dy, entered, ctx.master, ctx.gradients)
+        dx = dgrad(dy.rows, weight).to(ctx.dtype) if ctx.needs_input_grad[0] else None
+        # X is quantized here rather than kept: forward's groups of 1 x 128 are FProp's alone.
+        entered = quantize_for_wgrad(x, plan) if isinstance(weight, FP8Weight) else x
+        dw = wgrad(dy, entered, ctx.master, ctx.gradients)
         return dx, dw, None, None, None, None

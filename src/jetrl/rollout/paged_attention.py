@@ -215,7 +215,8 @@ class HopperKeyValues(_OverPages):
             rope.trace("keys and values", stored_values(pages, self._slots))
         q, work = self._queries(q, last)
         format = self._plan.linear_format("rollout", layer, len(self._keys.codes))
-        as_codes, scales = format == "fp8" and rope.trace is None, self._plan.scales
+        watched = rope.trace is not None or rope.as_values
+        as_codes, scales = format == "fp8" and not watched, self._plan.scales
         split = self._split or SPLIT_KEYS
         if isinstance(work, DecodeWork):
             batch = work.tables, work.lengths, work.longest

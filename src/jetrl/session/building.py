@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from jetrl.distributed.world import world
@@ -16,11 +18,14 @@ from jetrl.files import read_json
 from jetrl.models import hf
 from jetrl.models.families import ModelConfig, num_parameters
 from jetrl.models.model import Model
+from jetrl.models.peft import adapter_of
 from jetrl.models.policy import Policy
 from jetrl.models.scalar_model import ScalarModel, check_same_tokenizer
+from jetrl.models.tiny import RandomWeights
 from jetrl.models.tiny_tokenizers import character_tokenizer
 from jetrl.precision import PrecisionPlan
 from jetrl.rewards.reward import Reward
+from jetrl.settings.adapter_section import AdapterSettings
 from jetrl.settings.loading import Settings
 from jetrl.tasks import Task, build_task
 from jetrl.training import Critic
@@ -47,14 +52,17 @@ def build_policy(settings: Settings, plan: PrecisionPlan, alphabet: str | None) 
     """
     model, device = settings.model, choose_device(settings.run.device)
     if model.path is not None:
-        policy = Policy.from_pretrained(model.path, plan, device)
+        adapter = adapter_of(settings.adapter, model_config(settings), settings.run.seed)
+        policy = Policy.from_pretrained(model.path, plan, device, adapter=adapter)
         if model.tokenizer is not None:
             own, policy.tokenizer = policy.tokenizer, _tokenizer(model.tokenizer, alphabet)
             _say_replaced(own, policy.tokenizer, f"model.tokenizer={model.tokenizer}", model.path)
     elif model.config is not None:
         tokenizer = None if model.tokenizer is None else _tokenizer(model.tokenizer, alphabet)
         config = model_config_dict(settings)
-        policy = Policy.from_config(config, plan, settings.run.seed, device, tokenizer)
+        seed = settings.run.seed
+        adapter = adapter_of(settings.adapter, ModelConfig.from_hf(config), seed)
+        policy = Policy.from_config(config, plan, seed, device, tokenizer, adapter)
         if tokenizer is not None and tokenizer.eos_token_id is not None:
             policy.generation_config = {"eos_token_id": tokenizer.eos_token_id}
     else:
@@ -114,18 +122,22 @@ def build_scalar_model(settings: Settings, plan: PrecisionPlan, task: Task) -> S
     Raises:
         UserError: As `build_policy`.
     """
-    path = settings.model.path
-    if path is not None and hf.model_config(path).head == "score":
-        model = ScalarModel.from_pretrained(path, plan, choose_device(settings.run.device))
+    path, config = settings.model.path, model_config(settings)
+    adapter = adapter_of(settings.adapter, config.with_scalar_head(), settings.run.seed)
+    if path is not None and (config.head == "score" or adapter is not None):
+        device = choose_device(settings.run.device)
+        model = ScalarModel.from_language_model(path, plan, device, adapter)
         name = settings.model.tokenizer
         if name is not None:
             own, model.tokenizer = model.tokenizer, _tokenizer(name, task.alphabet)
             _say_replaced(own, model.tokenizer, f"model.tokenizer={name}", path)
         model.plain_text = settings.task.special_tokens_as_text
         return model
-    policy = build_policy(settings, plan, task.alphabet)
-    weights = policy.whole_masters()
-    model = ScalarModel.with_new_head(policy.config, weights, plan, policy.device, policy.tokenizer)
+    whole = settings.model_copy(update={"adapter": AdapterSettings()})
+    policy = build_policy(whole, plan, task.alphabet)
+    model = ScalarModel.with_new_head(
+        policy.config, policy.whole_masters(), plan, policy.device, policy.tokenizer, adapter
+    )
     model.plain_text = policy.plain_text
     return model
 
@@ -134,6 +146,8 @@ def build_reference(
     settings: Settings, policy: Policy, run_path: Path, begun: bool = False
 ) -> Policy | None:
     """Return the frozen reference of the KL term; None without one.
+
+    The reference of a policy with an adapter is its base, which shares the policy's weights.
 
     It is the model at reference.path, or the policy at the start of RL. It has only quantized
     weights, in the policy's formats. The policy at the start is kept in the run directory in FP32,
@@ -152,6 +166,8 @@ def build_reference(
     own_path = settings.reference.path
     if settings.algorithm.kl == 0 and own_path is None:
         return None
+    if policy.lora is not None and own_path is None:
+        return policy.base()
     path = run_path / "reference" if own_path is None else Path(own_path)
     kept = begun and world().from_first("whether the reference is kept", path.exists)
     if own_path is None and not kept:
@@ -201,8 +217,15 @@ def build_critic(settings: Settings, policy: Policy, guard: Guard | None = None)
     path = settings.critic.path
     if path is None:
         return None
+    if path == "policy" and policy.lora is not None and policy.base_path is not None:
+        # All parameters of a critic are trained, so its masters are read from the base's directory.
+        path = policy.base_path
     if path == "policy":
-        weights = policy.whole_masters()
+        weights: Mapping[str, Tensor]
+        if policy.lora is None:
+            weights = policy.whole_masters()
+        else:
+            weights = RandomWeights(policy.config, settings.run.seed, policy.device)
         model = ScalarModel.with_new_head(
             policy.config, weights, policy.plan, policy.device, policy.tokenizer
         )

@@ -13,7 +13,8 @@ class ReferenceSettings(Section):
     path: str | None = Field(
         None,
         description="a Hugging Face model directory or name; unset: the policy as RL begins, if "
-        "algorithm.kl > 0 (with a path and kl = 0 the KL is measured alone)",
+        "algorithm.kl > 0, or with an adapter the model without it (with a path and kl = 0 the KL "
+        "is measured alone)",
     )
     offload: bool = Field(False, description="kept in CPU memory between its uses")
 

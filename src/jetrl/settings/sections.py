@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from jetrl.settings.adapter_section import AdapterSettings
 from jetrl.settings.algorithm_section import AlgorithmSettings
 from jetrl.settings.algorithms import ALGORITHMS, Algorithm
 from jetrl.settings.model_sections import CriticSettings, ReferenceSettings, RewardSettings
@@ -341,6 +342,7 @@ class Settings(Section):
 
     run: RunSettings = RunSettings()
     model: ModelSettings = ModelSettings()
+    adapter: AdapterSettings = AdapterSettings()
     precision: PrecisionSettings = PrecisionSettings()
     sampler_deviation: SamplerDeviationSettings = SamplerDeviationSettings()
     task: TaskSettings = TaskSettings()
@@ -365,7 +367,10 @@ class Settings(Section):
         """Check that the sections agree with each other."""
         problems = [*self._single_problems(), *self._length_problems()]
         if self.loop.steps > 0:
-            problems += self._learning_problems()
+            problems += [
+                *self._learning_problems(),
+                *self.adapter.problems(self.algorithm, self.reference),
+            ]
         if problems:
             raise ValueError("; ".join(problems))
         return self

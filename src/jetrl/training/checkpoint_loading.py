@@ -74,5 +74,7 @@ def model_dict(policy: Model) -> dict[str, Any]:
     config.pop("raw", None)  # the source's config.json; what matters of it is in the other fields
     if not config.get("layers_without_rope"):  # checkpoints of earlier versions have no such key
         config.pop("layers_without_rope", None)
+    if policy.lora is not None:
+        config["adapter"] = {**dataclasses.asdict(policy.lora), "base": policy.base_digest}
     configuration: dict[str, Any] = as_json(config)
     return configuration

@@ -1,0 +1,294 @@
+"""The adapter of a model: which linear layers have a low-rank adapter, and how it begins.
+
+Checkpoints keep Q, K and V apart, and so do the adapters that people have: each stored linear layer
+has an A and a B. Ours are stacked like the weights beside them (`precision.adapter`). The master
+weights of the adapter of `layers.0.qkv` are `layers.0.qkv.lora_A` and `layers.0.qkv.lora_B`.
+
+Targets are written as PEFT has them: `all-linear`; names, which stand for every stored linear layer
+that is so called or ends with it after a dot; or one text, a regular expression that matches the
+whole of a layer's name without its `model.` in front, or with it.
+
+A new adapter changes nothing: A is uniform within 1 / sqrt(K), as PEFT draws it, and B is zero. A
+draw is a function of the run's seed and the stored layer's name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from jetrl.errors import UserError
+from jetrl.models.families import ModelConfig, parameter_shapes
+from jetrl.models.hf_names import StoredTensor, stored_tensors
+from jetrl.precision.adapter import AdapterShape
+from jetrl.randomness import derive_seed
+
+ALL_LINEAR = "all-linear"
+_DIGEST_ROWS = 1024
+_EMBEDDINGS, _HEAD, _SCORE = "embed.weight", "lm_head.weight", "score.weight"
+
+
+@dataclass(frozen=True)
+class LoRA:
+    """The kind of an adapter: its rank and scale, its layers, and what else is trained.
+
+    Attributes:
+        rank: The rank of A and B.
+        alpha: The numerator of the scale.
+        rslora: Divide by the root of the rank instead of the rank.
+        targets: Names of linear layers, or one regular expression, as PEFT has them.
+        train_embeddings: Train the embedding too, in all its parameters.
+        train_norms: Train the norms' weights too.
+        train_head: Train the output head too.
+    """
+
+    rank: int
+    alpha: float
+    rslora: bool = False
+    targets: tuple[str, ...] | str = (ALL_LINEAR,)
+    train_embeddings: bool = False
+    train_norms: bool = False
+    train_head: bool = False
+
+    @property
+    def scale(self) -> float:
+        """The factor of the adapter's product."""
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+    def trains(self, name: str) -> bool:
+        """Return whether a parameter of the base is trained; a scalar head always is.
+
+        Args:
+            name: The name of the parameter, as in `families.parameter_shapes`.
+        """
+        if name == _EMBEDDINGS:
+            return self.train_embeddings
+        if name == _HEAD:
+            return self.train_head
+        return name == _SCORE or (name.endswith("norm.weight") and self.train_norms)
+
+    def check(self, config: ModelConfig) -> None:
+        """Raise a UserError where the model's head cannot be trained or frozen as asked for."""
+        tied = config.tie_word_embeddings and config.head == "lm"
+        if tied and self.train_head != self.train_embeddings:
+            raise UserError(
+                "adapter.train_head and adapter.train_embeddings: the model ties its output head "
+                "to its embedding, so set both or none of them"
+            )
+
+    def shapes(self, config: ModelConfig) -> dict[str, AdapterShape]:
+        """Return the shape of the adapter of each linear layer that has one, by the layer's name.
+
+        Raises:
+            UserError: A target matches no linear layer of the decoder.
+        """
+        self.check(config)
+        whole = parameter_shapes(config)
+        shapes: dict[str, AdapterShape] = {}
+        for layer, parts in adapted_parts(config, self.targets).items():
+            num_rows, num_columns = whole[f"{layer}.weight"]
+            rows = tuple((part.first_row, part.num_rows) for part in parts)
+            shapes[layer] = AdapterShape(self.rank, self.scale, num_rows, num_columns, rows)
+        return shapes
+
+
+@dataclass(frozen=True)
+class AdaptedPart:
+    """A stored linear layer with an adapter, which may be one of several in a layer of ours.
+
+    Attributes:
+        name: Its name in a checkpoint, without `.weight`.
+        first_row: The first of its rows in our layer's weight.
+        num_rows: How many rows it has.
+    """
+
+    name: str
+    first_row: int
+    num_rows: int
+
+
+def adapted_parts(
+    config: ModelConfig, targets: tuple[str, ...] | str
+) -> dict[str, tuple[AdaptedPart, ...]]:
+    """Return the stored linear layers that targets stand for, by the name of our layer.
+
+    Args:
+        config: The model's config.
+        targets: As of `LoRA`.
+
+    Raises:
+        UserError: A target matches no linear layer of the decoder.
+    """
+    linears = {
+        name.removesuffix(".weight"): parts
+        for name, parts in stored_tensors(config).items()
+        if parts[0].linear_weight
+    }
+    names = [part.name.removesuffix(".weight") for parts in linears.values() for part in parts]
+    chosen = _chosen(names, targets)
+    adapted = {layer: tuple(_with_rows(parts, chosen)) for layer, parts in linears.items()}
+    return {layer: parts for layer, parts in adapted.items() if parts}
+
+
+def _with_rows(parts: tuple[StoredTensor, ...], chosen: set[str]) -> Iterator[AdaptedPart]:
+    """Yield the chosen parts of a layer with their rows."""
+    row = 0
+    for part in parts:
+        name = part.name.removesuffix(".weight")
+        if name in chosen:
+            yield AdaptedPart(name, row, part.shape[0])
+        row += part.shape[0]
+
+
+def _chosen(names: list[str], targets: tuple[str, ...] | str) -> set[str]:
+    """Return the names that targets stand for."""
+    if targets in (ALL_LINEAR, (ALL_LINEAR,)):
+        return set(names)
+    kinds = sorted({name.rpartition(".")[2] for name in names})
+    known = f"the model's linear layers are called {', '.join(kinds)}"
+    if isinstance(targets, str):
+        try:
+            pattern = re.compile(targets)
+        except re.error as error:
+            raise UserError(
+                f"adapter.targets = {targets!r}: not a regular expression: {error}"
+            ) from None
+        chosen = {
+            name
+            for name in names
+            if pattern.fullmatch(name) or pattern.fullmatch(name.removeprefix("model."))
+        }
+        if not chosen:
+            raise UserError(f"adapter.targets = {targets!r} matches no linear layer; {known}")
+        return chosen
+    chosen = set()
+    for target in targets:
+        matched = {name for name in names if name == target or name.endswith(f".{target}")}
+        if not matched:
+            hint = ""
+            if target in ("lm_head", "embed_tokens"):
+                hint = " (adapter.train_head and adapter.train_embeddings train these whole)"
+            raise UserError(
+                f"adapter.targets: {target!r} matches no linear layer of the decoder{hint}; {known}"
+            )
+        chosen |= matched
+    if not chosen:
+        raise UserError(f"adapter.targets is empty: name linear layers, or {ALL_LINEAR}; {known}")
+    return chosen
+
+
+def adapter_names(layer: str) -> tuple[str, str]:
+    """Return the names of the master weights A and B of a linear layer's adapter."""
+    return f"{layer}.lora_A", f"{layer}.lora_B"
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """An adapter with the values that it begins with.
+
+    Attributes:
+        lora: The kind of the adapter.
+        shapes: The shape beside each linear layer that has one, by the layer's name.
+        tensors: A and B of each of these, by the names of `adapter_names`; each may be made or read
+            when it is asked for.
+        replaced: Parameters of the base that take the place of the directory's, by name.
+        origin: The directory that the adapter was read from; None of a new one.
+        base_digest: The digest of the base that it was made on, where that is known.
+    """
+
+    lora: LoRA
+    shapes: Mapping[str, AdapterShape]
+    tensors: Mapping[str, Tensor]
+    replaced: Mapping[str, Tensor] = field(default_factory=dict)
+    origin: str | None = None
+    base_digest: str | None = None
+
+    @staticmethod
+    def new(config: ModelConfig, lora: LoRA, seed: int) -> Adapter:
+        """Return an adapter that changes nothing yet: A of small numbers, and B zero.
+
+        Args:
+            config: The model's config.
+            lora: The kind of the adapter.
+            seed: The run's seed.
+
+        Raises:
+            UserError: As `LoRA.shapes`.
+        """
+        shapes = lora.shapes(config)
+        return Adapter(lora, shapes, _NewTensors(config, lora, shapes, seed))
+
+    def over(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return the parameters of the base with those that the adapter replaces."""
+        return _Over(self.replaced, weights) if self.replaced else weights
+
+
+def base_digest(config: ModelConfig, vectors: Sequence[Tensor], embedding: Tensor) -> str:
+    """Return a digest of a base: of all names and shapes, and of some of its values.
+
+    The values are those of norms and biases, and the first rows of the embedding, which training
+    changes in practice. They are the same under every precision plan.
+
+    Args:
+        config: The model's config.
+        vectors: The FP32 weights of norms and biases, in order.
+        embedding: The embedding [V, D], in any floating dtype.
+    """
+    digest = hashlib.sha256(repr(sorted(parameter_shapes(config).items())).encode())
+    for values in (*vectors, embedding[:_DIGEST_ROWS]):
+        digest.update(
+            values.detach().bfloat16().cpu().contiguous().view(torch.uint8).numpy().tobytes()
+        )
+    return digest.hexdigest()[:32]
+
+
+class _NewTensors(Mapping[str, Tensor]):
+    """A and B of a new adapter, each made when it is asked for, on the CPU."""
+
+    def __init__(
+        self, config: ModelConfig, lora: LoRA, shapes: Mapping[str, AdapterShape], seed: int
+    ) -> None:
+        self._parts, self._seed = adapted_parts(config, lora.targets), seed
+        self._shapes = shapes
+        self._names = [name for layer in shapes for name in adapter_names(layer)]
+
+    def __getitem__(self, name: str) -> Tensor:
+        layer, _, kind = name.rpartition(".")
+        shape = self._shapes[layer]
+        if kind == "lora_B":
+            return torch.zeros(shape.b_shape)
+        bound = 1 / math.sqrt(shape.num_columns)
+        drawn = []
+        for part in self._parts[layer]:
+            generator = torch.Generator().manual_seed(derive_seed(self._seed, "lora_A", part.name))
+            values = torch.empty(shape.rank, shape.num_columns)
+            drawn.append(values.uniform_(-bound, bound, generator=generator))
+        return torch.cat(drawn)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+class _Over(Mapping[str, Tensor]):
+    """Tensors by name, some of which come from another mapping."""
+
+    def __init__(self, first: Mapping[str, Tensor], then: Mapping[str, Tensor]) -> None:
+        self._first, self._then = first, then
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._first[name] if name in self._first else self._then[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._then)
+
+    def __len__(self) -> int:
+        return len(self._then)

@@ -1,0 +1,282 @@
+"""The operations of `models.layer` on Hopper where linear layers have adapters.
+
+    norm_linear_adapted   total = x + delta;  y = linear(norm(total))
+    norm_mlp_adapted      total = x + delta;  y = down(swiglu(gate_up(norm(total))))
+
+They are `models.layer_hopper`'s, with three differences. The norm and SwiGLU write their BF16
+values beside the codes, in the same pass, since an adapter reads the values. The base is frozen, so
+backward has no WGrad, and quantizes dY for DGrad alone. And the adapters' own gradients are made
+from values that backward makes again from the residual stream and from gate_up: like there, nothing
+of them is kept but the small products with A.
+
+Legend: T tokens, D hidden size, N output features, F intermediate size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from jetrl.kernels.norm_hopper import rms_norm_backward, rms_norm_forward, rms_norm_quantize
+from jetrl.kernels.swiglu_hopper import (
+    swiglu_backward,
+    swiglu_forward,
+    swiglu_quantize_with_values,
+)
+from jetrl.models.norm import RMSNorm
+from jetrl.models.trace import Trace, tell
+from jetrl.precision.adapter import (
+    AdapterWeight,
+    adapter_gradients,
+    add_adapter,
+    project_down,
+    project_up,
+)
+from jetrl.precision.linear import (
+    FP8Weight,
+    GEMMInput,
+    Linear,
+    Operand,
+    dgrad,
+    fprop,
+    quantize_for_dgrad,
+)
+from jetrl.precision.plan import PrecisionPlan, Side
+
+_NONE = torch.empty(0)
+
+
+@dataclass(frozen=True)
+class _Frozen:
+    """A linear layer with a frozen weight, and perhaps an adapter, as one call on a side reads it.
+
+    Attributes:
+        weight: The quantized weight.
+        bias: The bias, or None.
+        adapter: The adapter, or None.
+        plan: The precision plan of the side.
+    """
+
+    weight: Operand
+    bias: Tensor | None
+    adapter: AdapterWeight | None
+    plan: PrecisionPlan
+
+    @staticmethod
+    def of(linear: Linear, side: Side) -> _Frozen:
+        """Read from a layer what one call on a side needs."""
+        bias = None if linear.bias is None else linear.bias.detach()
+        return _Frozen(linear.operand(side), bias, linear.adapter, linear.plan.on(side))
+
+    @property
+    def masters(self) -> tuple[Tensor | None, Tensor | None]:
+        """The adapter's master weights, which are inputs for their gradients alone."""
+        return (None, None) if self.adapter is None else (self.adapter.a, self.adapter.b)
+
+    def forward(self, entered: GEMMInput, values: Tensor, keep: bool) -> tuple[Tensor, Tensor]:
+        """Return the layer's output, and the product with A where it is to be kept.
+
+        Args:
+            entered: X as FProp reads it.
+            values: X in BF16.
+            keep: Whether backward may come.
+        """
+        y = fprop(entered, self.weight, self.plan)
+        if self.bias is not None:
+            y += self.bias.to(y.dtype)
+        if self.adapter is None:
+            return y, _NONE
+        if not keep:
+            return add_adapter(y, values, self.adapter), _NONE
+        u = project_down(values, self.adapter)
+        return project_up(y, u, self.adapter), u
+
+    def backward(
+        self, dy: Tensor, values: Tensor, u: Tensor
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Return the gradients of X, A and B.
+
+        Args:
+            dy: bfloat16 [T, N], the gradient of the output.
+            values: X in BF16.
+            u: The product with A.
+        """
+        dx = dgrad(quantize_for_dgrad(dy, self.weight, self.plan), self.weight)
+        if self.adapter is None:
+            return dx, None, None
+        gradients = adapter_gradients(dy, values, u, self.adapter)
+        return dx.addmm_(gradients.u, self.adapter.down), gradients.a, gradients.b
+
+
+@dataclass(frozen=True)
+class _Fixed:
+    """The arguments of a fused function that get no gradients.
+
+    Attributes:
+        eps: The norm's epsilon.
+        norm_weight: The norm's rounded weight, bfloat16 [D].
+        linears: The linear layers; all have one format.
+        keep: Whether backward may come, so that forward saves what it needs.
+        trace: A function that sees the outputs of operations, or None.
+    """
+
+    eps: float
+    norm_weight: Tensor
+    linears: tuple[_Frozen, ...]
+    keep: bool
+    trace: Trace | None
+
+    @staticmethod
+    def of(norm: RMSNorm, linears: Sequence[Linear], side: Side, trace: Trace | None) -> _Fixed:
+        """Read from the layers what one call on a side needs."""
+        frozen = tuple(_Frozen.of(linear, side) for linear in linears)
+        return _Fixed(norm.eps, norm.rounded, frozen, torch.is_grad_enabled(), trace)
+
+    @property
+    def fp8(self) -> bool:
+        """True where the linear layers multiply codes."""
+        return isinstance(self.linears[0].weight, FP8Weight)
+
+    def enter(
+        self, x: Tensor, delta: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, GEMMInput, Tensor]:
+        """Return x + delta, the inverse rms, and the norm as FProp reads it and in BF16."""
+        if not self.fp8:
+            y, inverse, total = rms_norm_forward(x, self.norm_weight, self.eps, delta)
+            return total, inverse, y, y
+        scales = self.linears[0].plan.scales
+        n = rms_norm_quantize(x, self.norm_weight, self.eps, delta, self.keep, scales, True)
+        assert n.values is not None, "the values were asked for"
+        return n.total, n.inverse_rms, n.rows, n.values
+
+    def gated(self, gate_up: Tensor) -> tuple[GEMMInput, Tensor]:
+        """Return SwiGLU's output as FProp reads it and in BF16."""
+        if not self.fp8:
+            y = swiglu_forward(gate_up)
+            return y, y
+        return swiglu_quantize_with_values(gate_up, self.linears[0].plan.scales)
+
+    def normed(self, total: Tensor) -> Tensor:
+        """Return the norm of the residual stream in BF16 once more."""
+        return rms_norm_forward(total, self.norm_weight, self.eps)[0]
+
+
+def norm_linear_adapted(
+    x: Tensor, delta: Tensor | None, norm: RMSNorm, linear: Linear, side: Side, trace: Trace | None
+) -> tuple[Tensor, Tensor]:
+    """Return x + delta [T, D] and linear(norm(x + delta)) [T, N], as `models.layer.norm_linear`.
+
+    Args:
+        x: The residual stream, bfloat16 [T, D].
+        delta: What is added to the stream first, bfloat16 [T, D] or None.
+        norm: The norm in front of the linear layer.
+        linear: The layer, of N output features.
+        side: The side of the flow that calls.
+        trace: A function that sees the norm's output, or None.
+    """
+    fixed = _Fixed.of(norm, (linear,), side, trace)
+    total, y = _NormLinear.apply(x, delta, norm.weight, *fixed.linears[0].masters, fixed)
+    return total, y
+
+
+def norm_mlp_adapted(
+    x: Tensor,
+    delta: Tensor,
+    norm: RMSNorm,
+    gate_up: Linear,
+    down: Linear,
+    side: Side,
+    trace: Trace | None,
+) -> tuple[Tensor, Tensor]:
+    """Return x + delta and down(swiglu(gate_up(norm(x + delta)))), as `models.layer.norm_mlp`.
+
+    Args:
+        x: The residual stream, bfloat16 [T, D].
+        delta: What is added to the stream first, bfloat16 [T, D].
+        norm: The norm in front of the layers.
+        gate_up: The layer that makes the gate and, behind it, the values that are gated.
+        down: The layer back to D features.
+        side: The side of the flow that calls.
+        trace: A function that sees the output of each operation but the last, or None.
+    """
+    fixed = _Fixed.of(norm, (gate_up, down), side, trace)
+    masters = (*fixed.linears[0].masters, *fixed.linears[1].masters)
+    total, y = _NormMLP.apply(x, delta, norm.weight, *masters, fixed)
+    return total, y
+
+
+class _NormLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        delta: Tensor | None,
+        norm: Tensor,
+        a: Tensor | None,
+        b: Tensor | None,
+        s: _Fixed,
+    ) -> tuple[Tensor, Tensor]:
+        total, inverse, entered, values = s.enter(x, delta)
+        tell(s.trace, "input_norm", entered)
+        y, u = s.linears[0].forward(entered, values, s.keep)
+        if s.keep:
+            ctx.save_for_backward(total, inverse, u)
+        ctx.fixed, ctx.two_inputs = s, delta is not None
+        return total, y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        s: _Fixed = ctx.fixed
+        dtotal, dy = grads
+        total, inverse, u = ctx.saved_tensors
+        dnormed, da, db = s.linears[0].backward(dy.contiguous(), s.normed(total), u)
+        dx, dnorm = rms_norm_backward(dnormed, total, s.norm_weight, inverse, dtotal.contiguous())
+        return dx, dx if ctx.two_inputs else None, dnorm, da, db, None
+
+
+class _NormMLP(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        delta: Tensor,
+        norm: Tensor,
+        gate_up_a: Tensor | None,
+        gate_up_b: Tensor | None,
+        down_a: Tensor | None,
+        down_b: Tensor | None,
+        s: _Fixed,
+    ) -> tuple[Tensor, Tensor]:
+        total, inverse, entered, values = s.enter(x, delta)
+        tell(s.trace, "post_norm", entered)
+        gate_up, u_gate_up = s.linears[0].forward(entered, values, s.keep)
+        del entered, values
+        tell(s.trace, "gate_up", gate_up)
+        entered, values = s.gated(gate_up)
+        tell(s.trace, "swiglu", entered)
+        y, u_down = s.linears[1].forward(entered, values, s.keep)
+        if s.keep:
+            ctx.save_for_backward(total, inverse, gate_up, u_gate_up, u_down)
+        ctx.fixed = s
+        return total, y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        s: _Fixed = ctx.fixed
+        dtotal, dy = grads
+        total, inverse, gate_up, u_gate_up, u_down = ctx.saved_tensors
+        # SwiGLU's output is made again for the gradient of down's A, and dropped before gate_up's.
+        values = swiglu_forward(gate_up) if s.linears[1].adapter is not None else _NONE
+        dgated, da_down, db_down = s.linears[1].backward(dy.contiguous(), values, u_down)
+        del values
+        dgate_up = swiglu_backward(dgated, gate_up)
+        del dgated
+        values = s.normed(total) if s.linears[0].adapter is not None else _NONE
+        dnormed, da, db = s.linears[0].backward(dgate_up, values, u_gate_up)
+        del values, dgate_up
+        dx, dnorm = rms_norm_backward(dnormed, total, s.norm_weight, inverse, dtotal.contiguous())
+        return dx, dx, dnorm, da, db, da_down, db_down, None

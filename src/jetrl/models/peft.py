@@ -1,0 +1,409 @@
+"""PEFT's files: an adapter as adapter_config.json and adapter_model.safetensors, read and written.
+
+transformers with peft, and vLLM, read what is written here. Tensors are float32, the master weights
+themselves, so an adapter that is written and read again has the same bits. What is trained whole
+beside the adapter (embedding, norms, head) is written as PEFT's `modules_to_save`.
+
+A key of adapter_config.json that this reader does not know is refused unless it is off: an adapter
+of another kind would be read as something that it is not.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from jetrl.distributed.world import world
+from jetrl.errors import StorageError, UserError
+from jetrl.files import shown_value
+from jetrl.models.adapter import (
+    ALL_LINEAR,
+    AdaptedPart,
+    Adapter,
+    LoRA,
+    adapted_parts,
+    adapter_names,
+)
+from jetrl.models.families import ModelConfig
+from jetrl.models.hf_files import load_tensors, read_object
+from jetrl.models.hf_names import stored_tensors
+from jetrl.models.hf_save import (
+    begin_directory,
+    publish_directory,
+    save_file,
+    save_tokenizer,
+    write_json,
+)
+from jetrl.precision.adapter import AdapterShape
+from jetrl.settings.adapter_section import MOST_RANK, AdapterSettings
+
+logger = logging.getLogger(__name__)
+
+CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+# Beside PEFT's files, since the order of two entries in a safetensors head is left to chance.
+_OWN, _DIGEST = "jetrl_adapter.json", "base_digest"
+# Keys of adapter_config.json that change no number here, whatever they say.
+_WITHOUT_MEANING = {
+    "auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision",
+    "task_type", "qalora_group_size", "megatron_core", "runtime_config",
+}  # fmt: skip
+_READ = {
+    "peft_type", "r", "lora_alpha", "lora_dropout", "target_modules", "use_rslora",
+    "modules_to_save", "init_lora_weights", "bias",
+}  # fmt: skip
+_WHOLE = ("train_embeddings", "train_norms", "train_head")
+# How A and B began, where the base stayed as it was. PiSSA and its like change the base.
+_HARMLESS_BEGINNINGS = (True, False, None, "gaussian", "eva", "orthogonal")
+
+
+def is_adapter(path: str | Path) -> bool:
+    """Return whether a directory holds an adapter and no model."""
+    return (Path(path) / CONFIG).is_file() and not (Path(path) / "config.json").is_file()
+
+
+def base_of(path: str | Path) -> str | None:
+    """Return the model that an adapter's directory names as its base, None where it names none."""
+    base = read_object(Path(path) / CONFIG).get("base_model_name_or_path")
+    return base if isinstance(base, str) and base else None
+
+
+def lora_of(settings: AdapterSettings) -> LoRA | None:
+    """Return the kind of the adapter that settings ask for; None without one.
+
+    Raises:
+        UserError: As `read_lora`, of adapter.path; a setting that the adapter there contradicts.
+    """
+    if settings.kind is None:
+        return None
+    whole = settings.train_embeddings, settings.train_norms, settings.train_head
+    given = {
+        key: value
+        for key in ("rank", "alpha", "rslora", "targets")
+        if (value := getattr(settings, key)) is not None
+    }
+    if settings.path is None:
+        usual: dict[str, Any] = {"rank": 32, "alpha": 32.0, "rslora": False}
+        usual["targets"] = (ALL_LINEAR,)
+        usual |= given | dict(zip(_WHOLE, whole, strict=True))
+        return LoRA(**usual)
+    lora = read_lora(settings.path)
+    for key, value in given.items():
+        if value != getattr(lora, key) and key != "targets":
+            raise UserError(
+                f"adapter.{key} = {value}, and the adapter in {settings.path} has "
+                f"{getattr(lora, key)}: leave adapter.{key} out to go on with that adapter"
+            )
+    if "targets" in given:
+        raise UserError(
+            f"adapter.targets is set, and the adapter in {settings.path} has its own targets: "
+            "leave one of the two out"
+        )
+    embeddings, norms, head = whole
+    return dataclasses.replace(
+        lora, train_embeddings=embeddings, train_norms=norms, train_head=head
+    )
+
+
+def adapter_of(settings: AdapterSettings, config: ModelConfig, seed: int) -> Adapter | None:
+    """Return the adapter that settings ask for, new or read from adapter.path; None without one.
+
+    Args:
+        settings: The section [adapter].
+        config: The config of the model.
+        seed: The seed of a new adapter.
+
+    Raises:
+        UserError: As `lora_of`, `read_adapter` and `LoRA.shapes`.
+    """
+    lora = lora_of(settings)
+    if lora is None:
+        return None
+    if settings.path is None:
+        return Adapter.new(config, lora, seed)
+    return read_adapter(settings.path, config, lora)
+
+
+def read_lora(path: str | Path) -> LoRA:
+    """Return the kind of the adapter of a directory, without reading its tensors.
+
+    Raises:
+        UserError: There is no adapter; it is of a kind, or has a key, that is not supported.
+    """
+    directory = Path(path)
+    file = directory / CONFIG
+    if not file.is_file():
+        raise UserError(
+            f"{directory}: no adapter there; PEFT's directory has {CONFIG} and {TENSORS}"
+        )
+    contents = read_object(file)
+    _check_kind(file, contents)
+    rank, alpha = contents.get("r"), contents.get("lora_alpha")
+    if type(rank) is not int or not 1 <= rank <= MOST_RANK:
+        raise UserError(f"{file}: r = {shown_value(rank)}: a rank from 1 to {MOST_RANK} is needed")
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 < alpha < 1e30:
+        raise UserError(f"{file}: lora_alpha = {shown_value(alpha)}: a number above 0 is needed")
+    targets = contents.get("target_modules")
+    if isinstance(targets, list) and all(isinstance(target, str) for target in targets):
+        targets = tuple(targets)
+    elif not isinstance(targets, str):
+        raise UserError(
+            f"{file}: target_modules = {shown_value(targets)}: a list of names, or one text"
+        )
+    return LoRA(rank, float(alpha), contents.get("use_rslora") is True, targets)
+
+
+def _check_kind(file: Path, contents: Mapping[str, Any]) -> None:
+    """Raise where adapter_config.json describes something else than a plain LoRA."""
+    if contents.get("peft_type") != "LORA":
+        raise UserError(
+            f"{file}: peft_type = {shown_value(contents.get('peft_type'))}: only LORA is supported"
+        )
+    if contents.get("use_dora"):
+        raise UserError(
+            f"{file}: use_dora is true, and DoRA, which scales the base's columns by norms that "
+            "change with the adapter, is not supported; train a plain LoRA"
+        )
+    bias = contents.get("bias", "none")
+    if bias != "none":
+        raise UserError(f"{file}: bias = {shown_value(bias)}: adapters of biases are not supported")
+    begun = contents.get("init_lora_weights", True)
+    if not any(begun is known or begun == known for known in _HARMLESS_BEGINNINGS):
+        raise UserError(
+            f"{file}: init_lora_weights = {shown_value(begun)} may have changed the base; convert "
+            "the adapter to a plain LoRA (PEFT's path_initial_model_for_weight_conversion)"
+        )
+    if contents.get("lora_dropout"):
+        logger.warning("%s: lora_dropout is not applied here", file)
+    for key in sorted(contents.keys() - _READ - _WITHOUT_MEANING - {"use_dora"}):
+        if contents[key]:
+            raise UserError(
+                f"{file}: {key} = {shown_value(contents[key])} is not supported here; an adapter "
+                "without it can be read"
+            )
+
+
+def read_adapter(path: str | Path, config: ModelConfig, trains: LoRA | None = None) -> Adapter:
+    """Return the adapter of a directory, for a model.
+
+    Args:
+        path: The directory.
+        config: The config of the model that the adapter is for.
+        trains: What is trained whole beside the adapter is as in this one; None: nothing.
+
+    Raises:
+        UserError: As `read_lora`; targets that match nothing of the model, tensors that are missing
+            or have another shape, tensors that no target has a place for; a pickled file.
+    """
+    directory = Path(path)
+    lora = read_lora(directory)
+    if trains is not None:
+        lora = dataclasses.replace(lora, **{key: getattr(trains, key) for key in _WHOLE})
+    file = directory / TENSORS
+    if not file.is_file():
+        pickled = directory / "adapter_model.bin"
+        hint = f"; {pickled.name} is pickled: save it again with safetensors"
+        raise UserError(f"{file}: no such file{hint if pickled.is_file() else ''}")
+    digest = read_object(directory / _OWN).get(_DIGEST) if (directory / _OWN).is_file() else None
+    stored = load_tensors(file)
+    shapes = shapes_of(directory, lora, config)
+    parts = adapted_parts(config, lora.targets)
+    tensors: dict[str, Tensor] = {}
+    for layer, shape in shapes.items():
+        a_name, b_name = adapter_names(layer)
+        a, b = [], []
+        for part in parts[layer]:
+            a.append(_taken(stored, file, part, "A", (lora.rank, shape.num_columns)))
+            b.append(_taken(stored, file, part, "B", (part.num_rows, lora.rank)))
+        tensors[a_name], tensors[b_name] = torch.cat(a), torch.cat(b)
+    replaced = _taken_whole(stored, file, config)
+    if stored:
+        name = min(stored)
+        raise UserError(
+            f"{file}: {len(stored)} tensors that {CONFIG} and the model have no place for, such as "
+            f"{name}: is this adapter for another base?"
+        )
+    return Adapter(lora, shapes, tensors, replaced, str(directory), digest)
+
+
+def shapes_of(path: str | Path, lora: LoRA, config: ModelConfig) -> dict[str, AdapterShape]:
+    """Return the shapes of the adapter of a directory beside a model's linear layers.
+
+    Args:
+        path: The directory, for messages.
+        lora: The kind of the adapter.
+        config: The config of the model.
+
+    Raises:
+        UserError: A target matches no linear layer of the model; the message names the file.
+    """
+    try:
+        return lora.shapes(config)
+    except UserError as error:
+        raise UserError(f"{Path(path) / CONFIG}: {error}") from None
+
+
+def _taken(
+    stored: dict[str, Tensor], file: Path, part: AdaptedPart, kind: str, shape: tuple[int, int]
+) -> Tensor:
+    """Return A or B of one stored linear layer, and take it out of the tensors of the file."""
+    name = f"{_PREFIX}{part.name}.lora_{kind}.weight"
+    if name not in stored:
+        raise UserError(f"{file}: tensor {name} is missing; {CONFIG} names its layer as a target")
+    tensor = stored.pop(name)
+    if tuple(tensor.shape) != shape or not tensor.is_floating_point():
+        raise UserError(
+            f"{file}: tensor {name} is {tensor.dtype} {list(tensor.shape)}, and for this model "
+            f"{list(shape)} is needed: is it an adapter for another base?"
+        )
+    return tensor.float()
+
+
+def _taken_whole(stored: dict[str, Tensor], file: Path, config: ModelConfig) -> dict[str, Tensor]:
+    """Return the parameters that the adapter replaces, by our names, and take them out."""
+    replaced = {}
+    for name, parts in stored_tensors(config).items():
+        key = _PREFIX + parts[0].name
+        if len(parts) == 1 and not parts[0].linear_weight and key in stored:
+            replaced[name] = stored.pop(key)
+            if tuple(replaced[name].shape) != parts[0].shape:
+                raise UserError(
+                    f"{file}: tensor {key} has shape {list(replaced[name].shape)}, and the model "
+                    f"needs {list(parts[0].shape)}"
+                )
+    return replaced
+
+
+def save_adapter(
+    path: str | Path,
+    config: ModelConfig,
+    lora: LoRA,
+    masters: Mapping[str, Tensor],
+    base: str | None,
+    digest: str,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    overwrite: bool = False,
+) -> None:
+    """Write an adapter's directory; every rank of a run calls this function, and rank 0 writes.
+
+    Args:
+        path: The directory, which appears whole or not at all.
+        config: The config of the base.
+        lora: The kind of the adapter.
+        masters: The whole master weights that are trained, by our names.
+        base: The directory of the base, or a name of the hub.
+        digest: The digest of the base.
+        tokenizer: The tokenizer to write, or None.
+        overwrite: Replace an adapter or a model that is at `path`.
+
+    Raises:
+        UserError: Something is at `path` already, or nothing can be made there.
+        StorageError: The disk is full, or refuses.
+    """
+    target = Path(path)
+    scratch = world().from_first(
+        "a folder to write into", lambda: begin_directory(target, overwrite)
+    )
+
+    def write() -> None:
+        stored = stored_adapter(config, lora, masters)
+        saved = sorted({_module(name) for name in stored if ".lora_" not in name})
+        contents = adapter_json(config, lora, base, saved)
+        write_json(scratch / CONFIG, contents)
+        save_file(stored, scratch / TENSORS)
+        write_json(scratch / _OWN, {_DIGEST: digest})
+        if tokenizer is not None:
+            save_tokenizer(scratch, tokenizer)
+        publish_directory(scratch, target)
+
+    try:
+        world().from_first("an adapter's directory", write)
+    except OSError as error:
+        raise StorageError(
+            f"{target}: not written: {error}. Make room there and start again, a run with --resume"
+        ) from error
+    finally:
+        if world().is_first:
+            shutil.rmtree(scratch, ignore_errors=True)
+
+
+def stored_adapter(
+    config: ModelConfig, lora: LoRA, masters: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Return master weights by the names that PEFT's files have, float32 on the CPU.
+
+    Args:
+        config: The config of the base.
+        lora: The kind of the adapter.
+        masters: The whole master weights that are trained, by our names.
+    """
+    tensors: dict[str, Tensor] = {}
+    left = dict(masters)
+    for layer, parts in adapted_parts(config, lora.targets).items():
+        a_name, b_name = adapter_names(layer)
+        all_a = left.pop(a_name).split(lora.rank)
+        all_b = left.pop(b_name).split([part.num_rows for part in parts])
+        for part, a, b in zip(parts, all_a, all_b, strict=True):
+            tensors[f"{_PREFIX}{part.name}.lora_A.weight"] = a
+            tensors[f"{_PREFIX}{part.name}.lora_B.weight"] = b
+    for name, master in left.items():
+        (whole,) = stored_tensors(config)[name]
+        tensors[_PREFIX + whole.name] = master
+    return {
+        name: tensor.detach().to("cpu", torch.float32, copy=True).contiguous()
+        for name, tensor in tensors.items()
+    }
+
+
+def adapter_json(
+    config: ModelConfig, lora: LoRA, base: str | None, saved: list[str]
+) -> dict[str, Any]:
+    """Return the contents of adapter_config.json.
+
+    Args:
+        config: The config of the base.
+        lora: The kind of the adapter.
+        base: The directory of the base, or a name of the hub.
+        saved: The modules that are trained whole.
+    """
+    alpha = lora.alpha
+    return {
+        "auto_mapping": None,
+        "base_model_name_or_path": base,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
+        "lora_dropout": 0.0,
+        "modules_to_save": saved or None,
+        "peft_type": "LORA",
+        "r": lora.rank,
+        "target_modules": _target_names(config, lora),
+        "task_type": "SEQ_CLS" if config.head == "score" else "CAUSAL_LM",
+        "use_dora": False,
+        "use_rslora": lora.rslora,
+    }
+
+
+def _target_names(config: ModelConfig, lora: LoRA) -> list[str]:
+    """Return target_modules as every reader takes them: last names, or whole ones if need be."""
+    parts = adapted_parts(config, lora.targets)
+    names = [part.name for of_layer in parts.values() for part in of_layer]
+    last = tuple(sorted({name.rpartition(".")[2] for name in names}))
+    same = adapted_parts(config, last)
+    every = [part.name for of_layer in same.values() for part in of_layer]
+    return list(last) if lora.targets in (ALL_LINEAR, (ALL_LINEAR,)) or every == names else names
+
+
+def _module(name: str) -> str:
+    """Return the module of a tensor that is saved whole, as modules_to_save names it."""
+    return name.removesuffix(".weight").rpartition(".")[2]

@@ -1,0 +1,281 @@
+"""A low-rank adapter beside a linear layer: y = x W^T + (x A^T) (s B)^T, with W frozen.
+
+A linear layer may be several of a checkpoint's, stacked by rows (Q, K and V), and each of those has
+an A [r, K] and a B [n, r] of its own. Here all A lie under each other, and so do all B:
+
+    down   [P * R, K]   A of every part, bfloat16, each filled up with zeros to R rows
+    up     [N, R]       s B of the part that each row of y belongs to, zeros where there is none
+
+with P parts and R the rank up to a multiple of 16, which the tensor core multiplies at once. Both
+are rounded from FP32 master weights by `requantize`, s B after the product with s. Then
+
+    u = bfloat16(x A^T)           once for all parts, [T, P * R]
+    d = bfloat16(u_part (s B)^T)  each part for its rows of y
+    y = y + d                     in y's dtype
+
+so every product is rounded in one place, and sampling and training call the same function. Sums
+over K are made in chunks of 512, each from zero, which are added in order: any number of programs
+may share the work of a few rows, and a row has the same bits in every batch. On the CPU the sums
+are exact (`precision.exact`).
+
+Gradients of A and B are FP32 products that autograd sums. The base has none.
+
+Legend: T tokens, K input features, N output features, r rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from jetrl.precision.gemm import bf16_matmul
+
+_TENSOR_CORE_DEPTH = 16
+
+
+@dataclass(frozen=True)
+class AdapterShape:
+    """The shape of an adapter, and where its parts lie in the layer's output.
+
+    Attributes:
+        rank: r.
+        scale: s, what the product is multiplied by.
+        num_rows: N, rows of the layer's weight.
+        num_columns: K, columns of the layer's weight.
+        parts: For each part the first of its rows of y, and how many there are.
+    """
+
+    rank: int
+    scale: float
+    num_rows: int
+    num_columns: int
+    parts: tuple[tuple[int, int], ...]
+
+    @property
+    def padded_rank(self) -> int:
+        """R, the rank up to a multiple of 16."""
+        return -(-self.rank // _TENSOR_CORE_DEPTH) * _TENSOR_CORE_DEPTH
+
+    @property
+    def a_shape(self) -> tuple[int, int]:
+        """The shape of the master weight A, all parts under each other: [P * r, K]."""
+        return len(self.parts) * self.rank, self.num_columns
+
+    @property
+    def b_shape(self) -> tuple[int, int]:
+        """The shape of the master weight B, all parts under each other: [their rows, r]."""
+        return sum(count for _, count in self.parts), self.rank
+
+
+class AdapterWeight:
+    """The master weights of an adapter together with what both sides multiply by.
+
+    Args:
+        name: The layer's name, for messages.
+        a: FP32 master weight A [P * r, K].
+        b: FP32 master weight B [rows of all parts, r].
+        shape: The shape of the adapter.
+        dtype: bfloat16, or float32 under the fp32 plan, which multiplies by the master weights.
+
+    Attributes:
+        a: The master weight A.
+        b: The master weight B.
+        down: bfloat16 [P * R, K], A as both sides read it.
+        up: bfloat16 [N, R], s B as both sides read it.
+        columns: int32 [N / 64 rounded up], the first column of u for each 64 rows of y, or -1 where
+            no part adds to them: for the GPU's kernel.
+        fixed: False: the weight is rounded again after each update.
+    """
+
+    fixed = False
+
+    def __init__(
+        self,
+        name: str,
+        a: nn.Parameter,
+        b: nn.Parameter,
+        shape: AdapterShape,
+        dtype: torch.dtype,
+    ) -> None:
+        assert tuple(a.shape) == shape.a_shape, f"{name}: A is {list(a.shape)}"
+        assert tuple(b.shape) == shape.b_shape, f"{name}: B is {list(b.shape)}"
+        self.name, self.a, self.b, self.shape = name, a, b, shape
+        self.in_fp32 = dtype == torch.float32
+        rows, rank = len(shape.parts) * shape.padded_rank, shape.padded_rank
+        self.down = torch.zeros(0 if self.in_fp32 else rows, shape.num_columns, dtype=dtype)
+        self.up = torch.zeros(0 if self.in_fp32 else shape.num_rows, rank, dtype=dtype)
+        self.down, self.up = self.down.to(a.device), self.up.to(a.device)
+        self.columns = _columns(shape).to(a.device)
+        self.requantize()
+
+    @torch.no_grad()
+    def requantize(self) -> None:
+        """Round the master weights again, into the tensors that are there."""
+        if self.in_fp32:
+            return
+        shape, rank = self.shape, self.shape.rank
+        parts = len(shape.parts)
+        by_part = self.down.view(parts, shape.padded_rank, shape.num_columns)
+        by_part[:, :rank].copy_(self.a.view(parts, rank, shape.num_columns))
+        for (first, count), b in zip(shape.parts, self.b_parts(), strict=True):
+            self.up[first : first + count, :rank].copy_(b * shape.scale)
+
+    def b_parts(self) -> tuple[Tensor, ...]:
+        """Return the master weight B of each part, [its rows, r]."""
+        return self.b.split([count for _, count in self.shape.parts])
+
+    def tensors(self) -> list[Tensor]:
+        """Return every tensor that forwards read."""
+        return [] if self.in_fp32 else [self.down, self.up]
+
+    def fp8_scales(self) -> list[Tensor]:
+        """Return the scales of an FP8 rounding: an adapter has none."""
+        return []
+
+
+def _columns(shape: AdapterShape) -> Tensor:
+    """Return the first column of u for each 64 rows of y, int32; -1 where no part adds to them."""
+    columns = torch.full((-(-shape.num_rows // 64),), -1, dtype=torch.int32)
+    for part, (first, count) in enumerate(shape.parts):
+        columns[first // 64 : -(-(first + count) // 64)] = part * shape.padded_rank
+    return columns
+
+
+def add_adapter(y: Tensor, x: Tensor, weight: AdapterWeight) -> Tensor:
+    """Return y + (x A^T) (s B)^T [T, N], differentiable in all of y, x, A and B.
+
+    Args:
+        y: The layer's product, with its bias, [T, N]; a GPU without gradients adds to it in place.
+        x: What the layer multiplied before it was quantized, [T, K] in the activations' dtype.
+        weight: The adapter.
+    """
+    if weight.in_fp32:
+        return _added_in_fp32(y, x, weight)
+    if torch.is_grad_enabled():
+        total: Tensor = _AddAdapter.apply(y, x, weight.a, weight.b, weight)
+        return total
+    if y.is_cuda:
+        from jetrl.precision.hopper.adapter import add_adapter_hopper
+
+        return add_adapter_hopper(y, x, weight.down, weight.up, weight.columns)
+    return project_up(y, project_down(x, weight), weight)
+
+
+def project_down(x: Tensor, weight: AdapterWeight) -> Tensor:
+    """Return u = x A^T, bfloat16 [T, P * R].
+
+    Args:
+        x: bfloat16 [T, K].
+        weight: The adapter.
+    """
+    if x.is_cuda:
+        from jetrl.precision.hopper.adapter import project_down_hopper
+
+        return project_down_hopper(x, weight.down)
+    return bf16_matmul(x, weight.down)
+
+
+def project_up(y: Tensor, u: Tensor, weight: AdapterWeight) -> Tensor:
+    """Return y + u_part (s B)^T [T, N]; a GPU adds to y in place.
+
+    Args:
+        y: bfloat16 [T, N].
+        u: bfloat16 [T, P * R], of `project_down`.
+        weight: The adapter.
+    """
+    if y.is_cuda:
+        from jetrl.precision.hopper.adapter import project_up_hopper
+
+        return project_up_hopper(y, u, weight.up, weight.columns)
+    total, rank = y.clone(), weight.shape.padded_rank
+    for part, (first, count) in enumerate(weight.shape.parts):
+        rows, columns = slice(first, first + count), slice(part * rank, (part + 1) * rank)
+        total[:, rows] += bf16_matmul(u[:, columns], weight.up[rows])
+    return total
+
+
+@dataclass(frozen=True)
+class AdapterGradients:
+    """The gradients of an adapter.
+
+    Attributes:
+        a: float32, of the master weight A.
+        b: float32, of the master weight B.
+        u: bfloat16 [T, P * R], of `project_down`'s result: x has the gradient u @ down.
+    """
+
+    a: Tensor
+    b: Tensor
+    u: Tensor
+
+
+def adapter_gradients(dy: Tensor, x: Tensor, u: Tensor, weight: AdapterWeight) -> AdapterGradients:
+    """Return the gradients of an adapter; products have FP32 sums in any order.
+
+    Args:
+        dy: bfloat16 [T, N], the gradient of the layer's output.
+        x: bfloat16 [T, K], what forward multiplied.
+        u: bfloat16 [T, P * R], as forward made it.
+        weight: The adapter.
+    """
+    shape = weight.shape
+    rank, padded = shape.rank, shape.padded_rank
+    du, db = [], []
+    for part, (first, count) in enumerate(shape.parts):
+        rows, column = slice(first, first + count), part * padded
+        du.append(_product(dy[:, rows], weight.up[rows]))
+        db.append(_sums(dy[:, rows], u[:, column : column + rank]))
+    whole_du = torch.cat(du, dim=1) if len(du) > 1 else du[0]
+    da = _sums(whole_du, x).view(len(shape.parts), padded, -1)[:, :rank]
+    return AdapterGradients(da.reshape(weight.a.shape), torch.cat(db).mul_(shape.scale), whole_du)
+
+
+def input_gradient(gradients: AdapterGradients, weight: AdapterWeight) -> Tensor:
+    """Return what the adapter adds to the gradient of x, bfloat16 [T, K]."""
+    return _product(gradients.u, weight.down)
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """Return a @ b in bfloat16, with FP32 sums."""
+    return a @ b if a.is_cuda else (a.float() @ b.float()).bfloat16()
+
+
+def _sums(a: Tensor, b: Tensor) -> Tensor:
+    """Return a^T @ b in float32."""
+    return torch.mm(a.mT, b, out_dtype=torch.float32) if a.is_cuda else a.float().mT @ b.float()
+
+
+def _added_in_fp32(y: Tensor, x: Tensor, weight: AdapterWeight) -> Tensor:
+    """Return what `add_adapter` returns under the fp32 plan, by autograd's own operations."""
+    pieces: list[Tensor] = []
+    end = 0
+    a_parts: Sequence[Tensor] = weight.a.split(weight.shape.rank)
+    for (first, count), a, b in zip(weight.shape.parts, a_parts, weight.b_parts(), strict=True):
+        added = (x @ a.mT) @ (b * weight.shape.scale).mT
+        pieces += [y[:, end:first], y[:, first : first + count] + added]
+        end = first + count
+    return torch.cat([*pieces, y[:, end:]], dim=1)
+
+
+class _AddAdapter(torch.autograd.Function):
+    """The adapter with its gradients; the master weights are inputs for these alone."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, y: Tensor, x: Tensor, a: Tensor, b: Tensor, weight: AdapterWeight
+    ) -> Tensor:
+        u = project_down(x, weight)
+        ctx.save_for_backward(x, u)
+        ctx.weight = weight
+        return project_up(y.clone() if y.is_cuda else y, u, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, u = ctx.saved_tensors
+        gradients = adapter_gradients(grads[0].bfloat16(), x, u, ctx.weight)
+        dx = input_gradient(gradients, ctx.weight) if ctx.needs_input_grad[1] else None
+        return grads[0], dx, gradients.a, gradients.b, None

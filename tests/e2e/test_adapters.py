@@ -1,0 +1,137 @@
+"""Whole runs with adapters: they learn, stay exact, resume with the same bits, and are exported."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.distributed.ranks import run_ranks
+from tests.distributed.runs import results, run_small
+
+from jetrl import load_config, train
+from jetrl.cli.main import main
+from jetrl.cli.opening import open_policy
+from jetrl.errors import UserError
+from jetrl.models.tiny import make_tiny
+from jetrl.runs import RunDirectory, reproducible
+
+TINY = [
+    "sft.steps=2",
+    "sft.examples_per_step=8",
+    "rollout.prompts_per_step=4",
+    "rollout.samples_per_prompt=4",
+    "rollout.max_tokens=6",
+    "eval.every=0",
+    "train.lr=1e-2",
+    "checkpoint.every=2",
+    "report.enabled=false",
+    "model.config.num_hidden_layers=1",
+    "model.config.max_position_embeddings=64",
+    "algorithm.kl=0.01",
+    "adapter.kind=lora",
+    "adapter.rank=4",
+]
+
+
+def settings(path: Path, *overrides: str, name: str = "run") -> Any:
+    return load_config("demo", [*TINY, f"run.dir={path}", f"run.name={name}", *overrides])
+
+
+def metrics(path: Path) -> list[dict[str, float]]:
+    return [{"step": r["step"], **reproducible(r)} for r in RunDirectory.open(path).metrics()]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train(settings(tmp_path_factory.mktemp("runs"), "loop.steps=4")).run_path
+
+
+def test_a_run_is_exact_and_leaves_an_adapter(run: Path) -> None:
+    steps = RunDirectory.open(run).metrics("rl")[-4:]
+    assert all(line["mismatch/num_different"] == 0 for line in steps)
+    assert all(line["policy/kl_ref"] > 0 for line in steps), "the warm-up has moved the adapter"
+    names = {file.name for file in (run / "model").iterdir()}
+    assert {"adapter_config.json", "adapter_model.safetensors"} <= names
+    assert "model.safetensors" not in names
+    assert not (run / "reference").exists(), "the base is the reference"
+    saved = sorted((run / "checkpoints").glob("step_*"))[-1]
+    assert (saved / "masters.safetensors").stat().st_size < 200_000
+    state = json.loads((saved / "state.json").read_text())
+    assert state["model"]["adapter"]["rank"] == 4
+
+
+def test_the_kl_to_the_base_is_zero_where_the_adapter_is_new(tmp_path: Path) -> None:
+    path = train(settings(tmp_path, "sft.steps=0", "loop.steps=1")).run_path
+    assert RunDirectory.open(path).metrics("rl")[-1]["policy/kl_ref"] == 0
+
+
+def test_a_resumed_run_has_the_bits_of_an_uncut_one(run: Path, tmp_path: Path) -> None:
+    cut = train(settings(tmp_path, "loop.steps=2")).run_path
+    train(settings(tmp_path, "loop.steps=4"), resume=True)
+    assert metrics(cut)[-2:] == metrics(run)[-2:]
+    for name in ("masters", "optimizer"):
+        file = f"checkpoints/step_000004/{name}.safetensors"
+        assert (cut / file).read_bytes() == (run / file).read_bytes()
+    with pytest.raises(UserError, match=r"model adapter.*rank"):
+        train(settings(tmp_path, "loop.steps=6", "adapter.rank=5"), resume=True)
+
+
+def test_two_ranks_have_the_bits_of_one(tmp_path: Path) -> None:
+    options = ("adapter.kind=lora", "adapter.rank=4", "adapter.train_norms=true", "loop.steps=3")
+    alone = Path(run_small(str(tmp_path), "alone", *options))
+    path = Path(run_ranks(2, run_small, str(tmp_path), "two", *options)[0])
+    expected, found = results(alone), results(path)
+    assert found == expected
+
+
+def test_commands_take_a_run_with_an_adapter(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def said(*words: object) -> str:
+        assert main([str(word) for word in words]) == 0
+        return capsys.readouterr().out
+
+    prompts = ["12+7=", "--temperature", "0", "--max-tokens", "6", "--device", "cpu"]
+    of_run = said("sample", run, *prompts)
+    assert said("sample", run / "model", *prompts) == of_run
+    assert "an adapter, float32" in said("export", run, tmp_path / "adapter")
+    of_export = (tmp_path / "adapter" / "adapter_model.safetensors").read_bytes()
+    assert of_export == (run / "model" / "adapter_model.safetensors").read_bytes()
+    printed = said("export", run, tmp_path / "whole", "--merge", "--dtype", "float32")
+    assert "merged into FP8, what is left of the adapter's change is off by" in printed
+    merged, adapted = (open_policy(p, "fp32", "cpu") for p in (tmp_path / "whole", run / "model"))
+    with torch.no_grad():
+        ours, theirs = (p.logprobs([[1, 2, 3, 4, 5, 6]])[0] for p in (merged, adapted))
+    assert (ours - theirs).norm() <= 1e-5 * theirs.norm()
+    assert main(["export", str(tmp_path / "whole"), str(tmp_path / "x"), "--merge"]) == 2
+    assert "has no adapter to merge" in capsys.readouterr().err
+    assert main(["export", str(run), str(tmp_path / "x"), "--dtype", "fp8"]) == 2
+    assert "add --merge" in capsys.readouterr().err
+
+
+def test_a_run_goes_on_from_an_adapter_on_a_directory(tmp_path: Path) -> None:
+    """The base is read from its directory; an adapter of another base is refused."""
+    base = make_tiny(
+        tmp_path / "base", num_layers=1, alphabet="0123456789+=", initializer_range=0.1
+    )
+    words = [f"model.path={base}", "sft.steps=0", "loop.steps=1", "algorithm.kl=0"]
+    words += ["model.config=none", "model.tokenizer=none"]
+    fresh = [w for w in TINY if not w.startswith(("model.config", "adapter.rank", "algorithm.kl"))]
+
+    def go(name: str, *more: str) -> Path:
+        overrides = [*fresh, *words, f"run.dir={tmp_path}", f"run.name={name}", *more]
+        return train(load_config("demo", overrides)).run_path
+
+    first = go("first", "adapter.rank=2", 'adapter.targets=["q_proj", "down_proj"]')
+    second = go("second", f"adapter.path={first / 'model'}")
+    config = json.loads((second / "model" / "adapter_config.json").read_text())
+    assert (config["r"], sorted(config["target_modules"])) == (2, ["down_proj", "q_proj"])
+    assert config["base_model_name_or_path"] == str(base)
+    other = make_tiny(tmp_path / "other", num_layers=1, alphabet="0123456789+=", seed=5)
+    with pytest.raises(UserError, match="trained on another base"):
+        go("third", f"adapter.path={first / 'model'}", f"model.path={other}")
+    with pytest.raises(UserError, match=r"calibrate_clip_every.*set it to 0"):
+        go("fourth", "algorithm.calibrate_clip_every=1", "train.updates_per_step=2")

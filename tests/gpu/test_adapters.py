@@ -1,0 +1,187 @@
+"""Adapters on a Hopper GPU: bits in every batch, captured graphs, gradients, memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from small_models import FAMILIES, config
+
+from jetrl import Policy, RolloutEngine, SamplingParams
+from jetrl.memory import activations
+from jetrl.memory.weights import adapter_bytes, quantized_bytes
+from jetrl.models.adapter import Adapter, LoRA
+from jetrl.models.families import ModelConfig
+from jetrl.models.tiny import random_weights
+from jetrl.parity import locate, measure, random_prompts
+from jetrl.parity.checks import check_policy, failures
+from jetrl.precision import PrecisionPlan
+from jetrl.precision.adapter import (
+    AdapterShape,
+    AdapterWeight,
+    add_adapter,
+    project_down,
+    project_up,
+)
+from jetrl.settings.loading import load_config
+from jetrl.training import SftTrainer
+from jetrl.types import Example
+
+pytestmark = pytest.mark.gpu
+
+
+def policy(
+    preset: str, family: str = "qwen3", device: str = "cuda", rank: int = 12, **options: Any
+) -> Policy:
+    """A policy whose adapter has become something."""
+    shape = ModelConfig.from_hf(config(family))
+    adapter = Adapter.new(shape, LoRA(rank, 2.0 * rank, **options), 0)
+    plan, weights = PrecisionPlan.preset(preset), random_weights(shape, 0)
+    p = Policy(shape, plan, weights, device, adapter=adapter)
+    g = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, master in p.master_weights().items():
+            if name.endswith("lora_B"):
+                master.add_(torch.randn(master.shape, generator=g).to(device) * 0.05)
+    p.requantize()
+    return p
+
+
+def weight(rank: int, columns: int, parts: tuple[tuple[int, int], ...], rows: int) -> AdapterWeight:
+    shape = AdapterShape(rank, 0.7, rows, columns, parts)
+    g = torch.Generator("cuda").manual_seed(rank)
+    a, b = (
+        torch.nn.Parameter(torch.randn(size, device="cuda", generator=g) / 8)
+        for size in (shape.a_shape, shape.b_shape)
+    )
+    return AdapterWeight("layers.0.qkv", a, b, shape, torch.bfloat16)
+
+
+PARTS = [
+    (8, 4096, ((0, 4096), (4096, 1024), (5120, 1024)), 6144),
+    (32, 12288, ((0, 4096),), 4096),
+    (100, 1152, ((0, 512), (640, 128)), 768),
+]
+
+
+@pytest.mark.parametrize("rank, columns, parts, rows", PARTS, ids=["qkv", "down", "odd"])
+def test_a_row_has_the_same_bits_in_any_batch(
+    rank: int, columns: int, parts: tuple[tuple[int, int], ...], rows: int
+) -> None:
+    w = weight(rank, columns, parts, rows)
+    g = torch.Generator("cuda").manual_seed(0)
+    x = torch.randn(4500, columns, device="cuda", generator=g).bfloat16()
+    y = torch.randn(4500, rows, device="cuda", generator=g).bfloat16()
+    with torch.no_grad():
+        whole = add_adapter(y.clone(), x, w)
+        for part in (slice(0, 1), slice(3, 10), slice(5, 21), slice(5, 22), slice(70, 1200)):
+            alone = add_adapter(y[part].clone(), x[part], w)
+            assert torch.equal(alone, whole[part]), part
+        u = project_down(x, w)
+        assert torch.equal(project_up(y.clone(), u, w), whole)
+        assert torch.equal(project_down(x[:9], w), u[:9])
+    assert torch.equal(add_adapter(y, x, w), whole), "with gradients"
+    # Float64 products of the same rounded values, rounded at the same places: the sums of a tensor
+    # core are off by far less than BF16 rounds, so few results round the other way.
+    padded = w.shape.padded_rank
+    expected = y.double()
+    exact_u = (x.double() @ w.down.double().mT).bfloat16()
+    for number, (first, count) in enumerate(parts):
+        up = w.up[first : first + count].double()
+        added = exact_u[:, number * padded : (number + 1) * padded].double() @ up.mT
+        expected[:, first : first + count] += added.bfloat16().double()
+    expected = expected.bfloat16()
+    assert (whole == expected).double().mean() > 0.9
+    assert (whole.double() - expected.double()).norm() < 2**-8 * expected.double().norm()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("preset", ["unified", "jet"])
+@pytest.mark.parametrize("batch", [3, 64])
+def test_sampled_logprobs_are_the_trainers(preset: str, family: str, batch: int) -> None:
+    p = policy(preset, family)
+    prompts = random_prompts(p, 12, 80, seed=2)
+    result = measure(
+        p, prompts=prompts, samples=3, max_tokens=60, max_batch_size=batch, gradients=True
+    )
+    where = locate(p, *result.first_different) if result.first_different else None
+    assert (result.different, where) == (0, None)
+    assert result.tokens == 12 * 3 * 60
+
+
+def test_some_layers_have_adapters_and_others_none() -> None:
+    p = policy("unified", targets=("q_proj", "down_proj"))
+    assert measure(p, num_prompts=6, samples=2, max_tokens=40).different == 0
+    assert failures(check_policy(p)) == []
+
+
+@pytest.mark.parametrize("preset", ["unified", "mixed", "bf16"])
+def test_gradients_follow_the_reference(preset: str) -> None:
+    """Gradients of the GPU and of the CPU agree to the noise of quantized and BF16 activations."""
+    on_cpu, on_gpu = policy(preset, device="cpu"), policy(preset)
+    g = torch.Generator().manual_seed(4)
+    sequences = [torch.randint(0, 1024, (n,), generator=g).tolist() for n in (130, 7, 65)]
+    for p in (on_cpu, on_gpu):
+        torch.cat(p.logprobs(sequences)).mean().backward()
+    for name, master in on_cpu.master_weights().items():
+        ours, true = on_gpu.master_weights()[name].grad.cpu(), master.grad
+        assert (ours - true).norm() <= 0.25 * true.norm(), name
+
+
+def test_updates_move_the_adapter_alone_and_graphs_read_it() -> None:
+    """The base has the bits that it had; graphs captured before an update read the new A and B."""
+    p = policy("unified")
+    before = {name: t.clone() for name, t in p.weights.quantized_tensors().items()}
+    engine, prompts = RolloutEngine(p), random_prompts(p, 5, 30, seed=3)
+
+    def different() -> int:
+        params = SamplingParams(max_tokens=20, ignore_eos=True)
+        drawn = engine.generate(prompts, params)
+        with torch.no_grad():
+            trained = p.logprobs([[*t, *c.token_ids] for t, c in zip(prompts, drawn, strict=True)])
+        return sum(
+            logprobs[-20:].tolist() != list(completion.logprobs)
+            for logprobs, completion in zip(trained, drawn, strict=True)
+        )
+
+    assert different() == 0
+    settings = load_config(None, ["sft.lr=1e-2", "sft.steps=2"])
+    trainer = SftTrainer(p, settings)
+    examples = [Example(tuple(range(i, i + 20)), tuple(range(40, 90))) for i in range(8)]
+    losses = [trainer.step(examples)["sft/loss"] for _ in range(4)]
+    assert losses[-1] < losses[0]
+    after = p.weights.quantized_tensors()
+    changed = {name for name, tensor in after.items() if not torch.equal(tensor, before[name])}
+    assert changed
+    assert all(".lora." in name for name in changed)
+    assert different() == 0
+
+
+def test_the_bytes_of_a_model_with_adapters_are_planned() -> None:
+    sizes = {"hidden_size": 1024, "intermediate_size": 2048}
+    shape = ModelConfig.from_hf(config(**sizes))
+    lora = LoRA(32, 32.0)
+
+    def requested(which: str) -> int:
+        return int(torch.cuda.memory_stats()[f"requested_bytes.all.{which}"])
+
+    before = requested("current")
+    adapter = Adapter.new(shape, lora, 0)
+    plan = PrecisionPlan.preset("unified")
+    p = Policy(shape, plan, random_weights(shape, 0), "cuda", adapter=adapter)
+    held = requested("current") - before
+    masters = sum(master.nbytes for master in p.master_weights().values())
+    planned = masters + quantized_bytes(shape, plan) + adapter_bytes(shape, plan, lora)
+    assert held == pytest.approx(planned, rel=0.01)
+    tokens = 8192
+    ids = torch.randint(0, 1024, (tokens,), device="cuda")
+    ends, targets = torch.tensor([0, 5000, tokens]), torch.arange(1, 4000, device="cuda")
+    for _ in range(2):  # the first time compiles, and leaves gradients
+        before = requested("current")
+        logprobs, _ = p.train_logprobs(ids, ends, targets)
+        kept = requested("current") - before
+        logprobs.sum().backward()
+        del logprobs
+    planned = activations.kept_bytes(shape, plan, tokens, lora=lora)
+    assert kept - 2 * len(targets) * shape.vocab_size == pytest.approx(planned, rel=0.05)

@@ -1,0 +1,112 @@
+"""Adapters beside a linear layer: bits in any batch, parts, and gradients against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from jetrl.precision.adapter import AdapterShape, AdapterWeight, add_adapter, project_down
+
+# Q has an adapter and V has one; K, between the two, has none.
+SHAPE = AdapterShape(rank=5, scale=0.7, num_rows=96, num_columns=200, parts=((0, 40), (64, 32)))
+
+
+def weight(dtype: torch.dtype = torch.bfloat16) -> AdapterWeight:
+    g = torch.Generator().manual_seed(0)
+    a = torch.nn.Parameter(torch.randn(SHAPE.a_shape, generator=g) / 14)
+    b = torch.nn.Parameter(torch.randn(SHAPE.b_shape, generator=g))
+    return AdapterWeight("layers.0.qkv", a, b, SHAPE, dtype)
+
+
+def inputs(rows: int = 130) -> tuple[torch.Tensor, torch.Tensor]:
+    g = torch.Generator().manual_seed(1)
+    x = torch.randn(rows, SHAPE.num_columns, generator=g).bfloat16()
+    return torch.randn(rows, SHAPE.num_rows, generator=g).bfloat16(), x
+
+
+def dense(w: AdapterWeight, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """The matrix [N, K] that the adapter adds to the layer's weight."""
+    rows = torch.zeros(SHAPE.num_rows, SHAPE.num_columns, dtype=a.dtype)
+    parts = zip(SHAPE.parts, a.split(SHAPE.rank), b.split([40, 32]), strict=True)
+    for (first, count), part_a, part_b in parts:
+        rows[first : first + count] = SHAPE.scale * part_b @ part_a
+    return rows
+
+
+def test_a_row_has_the_same_bits_in_any_batch() -> None:
+    w, (y, x) = weight(), inputs()
+    with torch.no_grad():
+        whole = add_adapter(y, x, w)
+        for rows in (slice(0, 1), slice(3, 10), slice(5, 69)):
+            assert torch.equal(add_adapter(y[rows], x[rows], w), whole[rows])
+    assert torch.equal(add_adapter(y, x, w).detach(), whole), "with gradients too"
+    assert torch.equal(whole[:, 40:64], y[:, 40:64]), "no part adds to these rows of the layer"
+    assert not torch.equal(whole[:, :40], y[:, :40])
+
+
+def test_products_are_rounded_where_the_module_says() -> None:
+    """Once after x A^T, once after u B^T, and once after the addition."""
+    w, (y, x) = weight(), inputs(9)
+    a, b = w.a.detach().bfloat16(), (w.b.detach() * SHAPE.scale).bfloat16()
+    u = (x.double() @ a.double().mT).bfloat16()
+    expected = y.clone()
+    for part, (first, count) in enumerate(SHAPE.parts):
+        up = b.split([40, 32])[part]
+        added = (u[:, 5 * part : 5 * part + 5].double() @ up.double().mT).bfloat16()
+        expected[:, first : first + count] += added
+    with torch.no_grad():
+        # the exact sums of the CPU have a grid of 18 bits: a rounding to 8 rarely sees it
+        same = add_adapter(y, x, w) == expected
+    assert same.double().mean() > 0.99
+    padded = project_down(x, w)
+    assert padded.shape == (9, 2 * 16)
+    assert not padded.view(9, 2, 16)[:, :, 5:].any()
+
+
+def test_gradients_are_those_of_a_dense_product_in_float64() -> None:
+    """Operands are rounded to BF16 at most twice on the way, and sums are FP32: 2 * 2**-8."""
+    w, (y, x) = weight(), inputs()
+    y.requires_grad_()
+    x.requires_grad_()
+    g = torch.Generator().manual_seed(2)
+    dy = torch.randn(y.shape, generator=g).bfloat16()
+    add_adapter(y, x, w).backward(dy)
+    a, b = (m.detach().double().requires_grad_() for m in (w.a, w.b))
+    wide = x.detach().double().requires_grad_()
+    (wide @ dense(w, a, b).mT).backward(dy.double())
+    assert torch.equal(y.grad, dy)
+    for ours, theirs in ((w.a.grad, a.grad), (w.b.grad, b.grad), (x.grad, wide.grad)):
+        assert ours is not None
+        assert (ours.double() - theirs).norm() < 2 * 2**-8 * theirs.norm()
+    assert w.a.grad.dtype == w.b.grad.dtype == torch.float32
+
+
+def test_fp32_multiplies_by_the_master_weights() -> None:
+    w, (y, x) = weight(torch.float32), inputs(9)
+    y, x = y.float(), x.float()
+    out = add_adapter(y, x, w)
+    expected = y.double() + x.double() @ dense(w, w.a.detach().double(), w.b.detach().double()).mT
+    assert (out.detach() - expected).norm() < 1e-6 * expected.norm()
+    out.sum().backward()
+    assert w.a.grad is not None
+    assert w.tensors() == []
+
+
+def test_requantize_overwrites_in_place() -> None:
+    w = weight()
+    addresses = [tensor.data_ptr() for tensor in w.tensors()]
+    with torch.no_grad():
+        w.a.mul_(2)
+        w.b.zero_()
+    before = w.down.clone()
+    w.requantize()
+    assert [tensor.data_ptr() for tensor in w.tensors()] == addresses
+    assert torch.equal(w.down.float(), 2 * before.float())
+    assert not w.up.any()
+
+
+@pytest.mark.parametrize("rank, padded", [(1, 16), (16, 16), (17, 32)])
+def test_a_rank_is_filled_up_to_what_the_tensor_core_takes(rank: int, padded: int) -> None:
+    shape = AdapterShape(rank, 1.0, 128, 64, ((0, 128),))
+    assert shape.padded_rank == padded
+    assert (shape.a_shape, shape.b_shape) == ((rank, 64), (128, rank))
