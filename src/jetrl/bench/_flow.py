@@ -64,6 +64,7 @@ class Choices:
         train: Further settings of [train].
         warm_micro_batches: Micro-batches of the update that warms up; None: two a rank. The weights
             after it depend on their number.
+        adapter_rank: The rank of adapters on a frozen base; 0: all parameters are trained.
     """
 
     shape: str
@@ -74,11 +75,13 @@ class Choices:
     max_batch_size: int | None
     train: dict[str, Any]
     warm_micro_batches: int | None = None
+    adapter_rank: int = 0
 
 
 def policy_of(plan: str, choices: Choices) -> Policy:
     """Return a policy of a plan with random weights."""
-    return make_policy(choices.shape, plan, choices.device, choices.layers)
+    rank = choices.adapter_rank
+    return make_policy(choices.shape, plan, choices.device, choices.layers, adapter_rank=rank)
 
 
 class _Tried(MicroBatchSize):
@@ -325,6 +328,8 @@ class Flow:
                 f"rollout.samples_per_prompt={load.samples}",
                 f"rollout.max_batch_size={self.engine.max_batch_size}",
             ]
+        if for_plan and choices.adapter_rank:
+            words += ["adapter.kind=lora", f"adapter.rank={choices.adapter_rank}"]
         return load_config(None, [f"rollout.max_tokens={load.response_length}", *words])
 
     # Measuring

@@ -116,11 +116,16 @@ def make_samples(
     ]
 
 
-def flops(config: ModelConfig, load: Load) -> dict[str, float]:
+def flops(config: ModelConfig, load: Load, frozen: bool = False) -> dict[str, float]:
     """Return the floating-point operations of a step by phase.
 
     The phases are `rollout` (a prompt counts once for its samples), `old_logprobs` (a forward) and
     `update` (forward and backward).
+
+    Args:
+        config: The model's shape.
+        load: The prompts and completions of the step.
+        frozen: Whether the weights get no gradients; adapters' own products are not counted.
     """
     shapes = parameter_shapes(config)
     layers = sum(
@@ -139,7 +144,7 @@ def flops(config: ModelConfig, load: Load) -> dict[str, float]:
         "rollout": 2 * (layers * (prompts + load.drawn) + head * load.drawn)
         + heads * (prompt_square * load.prompts + squares - prompt_square * load.sequences),
         "old_logprobs": forward + attention,
-        "update": 3 * forward + 3.5 * attention,
+        "update": (2 if frozen else 3) * forward + 3.5 * attention,
     }
 
 

@@ -221,6 +221,17 @@ def require_same_bits(benchmark: str, different: int) -> None:
         )
 
 
+def add_adapter_argument(parser: argparse.ArgumentParser) -> None:
+    """Add --adapter-rank."""
+    parser.add_argument(
+        "--adapter-rank",
+        type=int,
+        default=0,
+        metavar="R",
+        help="adapters of this rank on a frozen base; default: all parameters are trained",
+    )
+
+
 def add_shape_arguments(parser: argparse.ArgumentParser) -> None:
     """Add --shape and --layers, for a model with random weights."""
     parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-8b")

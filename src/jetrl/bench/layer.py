@@ -5,7 +5,8 @@
 Rows: `bf16` (the strongest BF16 form: plain GEMMs, the fastest attention of torch, fused norms),
 `mixed`, `jet`, `unified`, and `unified, fastest attention`: the same flow with the attention of the
 `bf16` row, which keeps no promise. That row against `unified` is the price of exactness. Every
-row's bits with and without gradients are compared first.
+row's bits with and without gradients are compared first. With `--adapter-rank 32` each row comes
+twice: with weights that are trained, and with adapters on frozen weights.
 
 Times are medians over layer passes that follow each other without a pause, between CUDA events;
 weights and activations together are far larger than the cache. FLOPs: 2 for each multiply and add
@@ -14,6 +15,7 @@ of the linears, forward and twice backward, and of the causal half of attention,
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence
@@ -22,13 +24,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import jetrl.precision.linear as linear
-from jetrl.bench._timing import Row, bench_parser, options, print_table, watched, write_results
+from jetrl.bench._timing import (
+    Row,
+    add_adapter_argument,
+    bench_parser,
+    options,
+    print_table,
+    watched,
+    write_results,
+)
 from jetrl.bench.shapes import SHAPES
-from jetrl.models import attention_hopper, layer_hopper
+from jetrl.models import attention_hopper, layer_adapter_hopper, layer_hopper
+from jetrl.models.adapter import Adapter, LoRA
 from jetrl.models.attention import PackedKeyValues
 from jetrl.models.decoder import DecoderLayer
+from jetrl.models.families import ModelConfig
 from jetrl.models.policy import Policy
+from jetrl.precision import adapter, linear
 from jetrl.precision.plan import PrecisionPlan
 
 ROWS = {  # name: (plan of the layer, plan of its attention)
@@ -54,6 +66,12 @@ OPERATIONS = {
         "fprop", "dgrad", "wgrad", "quantize_input", "quantize_output_gradient",
         "quantize_for_wgrad",
     ),
+    layer_adapter_hopper: (
+        "fprop", "dgrad", "quantize_for_dgrad", "rms_norm_quantize", "rms_norm_forward",
+        "rms_norm_backward", "swiglu_quantize_with_values", "swiglu_forward", "swiglu_backward",
+        "project_down", "project_up", "adapter_gradients",
+    ),
+    adapter: ("project_down", "project_up", "adapter_gradients", "input_gradient"),
 }  # fmt: skip
 
 
@@ -66,11 +84,16 @@ class LayerBench:
         attention: The precision preset of the attention.
         tokens: Tokens of all sequences.
         length: Tokens of a sequence.
+        rank: The rank of adapters on frozen weights; 0: the weights are trained.
     """
 
-    def __init__(self, shape: str, plan: str, attention: str, tokens: int, length: int) -> None:
+    def __init__(
+        self, shape: str, plan: str, attention: str, tokens: int, length: int, rank: int = 0
+    ) -> None:
         config = {**SHAPES[shape], "num_hidden_layers": 1, "vocab_size": 256}
-        self.policy = Policy.from_config(config, PrecisionPlan.preset(plan), 0, "cuda")
+        beside = Adapter.new(ModelConfig.from_hf(config), LoRA(rank, 32.0), 0) if rank else None
+        preset = PrecisionPlan.preset(plan)
+        self.policy = Policy.from_config(config, preset, 0, "cuda", adapter=beside)
         layer = self.policy.decoder.layers[0]
         assert isinstance(layer, DecoderLayer)
         self.layer, self.tokens, self.length = layer, tokens, length
@@ -110,7 +133,8 @@ class LayerBench:
         weights = sum(layer.weight.numel() for layer in linears)
         attention = 2 * self.tokens * self.length * c.num_heads * c.head_dim
         products = 2 * self.tokens * weights
-        return {"forward": products + attention, "backward": 2 * products + 2.5 * attention}
+        backward = products if self.policy.lora is not None else 2 * products
+        return {"forward": products + attention, "backward": backward + 2.5 * attention}
 
 
 def different_without_gradients(bench: LayerBench) -> int:
@@ -200,7 +224,7 @@ def saved_bytes_of_others(bench: LayerBench) -> int:
     return bench.tokens * (2 * wide + keys_and_values + 4 * c.num_heads + 2 * 4)
 
 
-def measure(name: str, shape: str, tokens: int, length: int) -> Row:
+def measure(name: str, shape: str, tokens: int, length: int, rank: int = 0) -> Row:
     """Return a row of the benchmark.
 
     Args:
@@ -208,8 +232,9 @@ def measure(name: str, shape: str, tokens: int, length: int) -> Row:
         shape: A name of `jetrl.bench.shapes`.
         tokens: Tokens of all sequences.
         length: Tokens of a sequence.
+        rank: The rank of adapters on frozen weights; 0: the weights are trained.
     """
-    bench = LayerBench(shape, *ROWS[name], tokens, length)
+    bench = LayerBench(shape, *ROWS[name], tokens, length, rank)
     different = different_without_gradients(bench)
     forward, backward = milliseconds(bench, accumulate=False)
     accumulating = milliseconds(bench, accumulate=True)[1]
@@ -217,7 +242,7 @@ def measure(name: str, shape: str, tokens: int, length: int) -> Row:
     everything = saved_bytes(bench)
     linears = everything - saved_bytes_of_others(bench)
     return {
-        "name": name,
+        "name": name if not rank else f"{name}, adapters of rank {rank}",
         "forward_ms": round(forward, 3),
         "backward_ms": round(backward, 3),
         "total_ms": round(forward + backward, 3),
@@ -230,7 +255,7 @@ def measure(name: str, shape: str, tokens: int, length: int) -> Row:
     }
 
 
-def run(shape: str, tokens: int, length: int, names: Sequence[str]) -> list[Row]:
+def run(shape: str, tokens: int, length: int, names: Sequence[str], rank: int = 0) -> list[Row]:
     """Return the rows, with ratios to `bf16` and to `unified, fastest attention`.
 
     Args:
@@ -238,10 +263,11 @@ def run(shape: str, tokens: int, length: int, names: Sequence[str]) -> list[Row]
         tokens: Tokens of all sequences.
         length: Tokens of a sequence.
         names: Names of `ROWS`.
+        rank: With a rank each row comes a second time, with adapters on frozen weights.
     """
     rows = []
-    for name in names:
-        rows.append(measure(name, shape, tokens, length))
+    for name, with_rank in itertools.product(names, (0, rank) if rank else (0,)):
+        rows.append(measure(name, shape, tokens, length, with_rank))
         print(f"{name}: {rows[-1]['total_ms']} ms", flush=True)
     times = {row["name"]: row["total_ms"] for row in rows}
     for row in rows:
@@ -260,10 +286,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--length", type=int, default=4096, help="tokens a sequence")
     parser.add_argument("--row", action="append", choices=ROWS, help="repeatable; default: all")
+    add_adapter_argument(parser)
     parser.add_argument("--out", default="build/bench/layer.json", help="JSON file")
     args = parser.parse_args(argv)
-    rows = run(args.shape, args.tokens, args.length, args.row or list(ROWS))
+    rows = run(args.shape, args.tokens, args.length, args.row or list(ROWS), args.adapter_rank)
     command = f"jetrl bench layer --shape {args.shape} --tokens {args.tokens}"
+    command += f" --adapter-rank {args.adapter_rank}" if args.adapter_rank else ""
     chosen = options("row", [f'"{name}"' for name in args.row or []])
     write_results(args.out, "layer", f"{command} --length {args.length}{chosen}", rows)
     tables = [row.pop("operations_ms") for row in rows]

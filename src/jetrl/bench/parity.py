@@ -25,6 +25,8 @@ import torch
 
 from jetrl.bench._timing import add_shape_arguments, bench_parser, options, versions
 from jetrl.bench.shapes import SHAPES
+from jetrl.models.adapter import Adapter, LoRA
+from jetrl.models.families import ModelConfig
 from jetrl.models.policy import Policy
 from jetrl.parity import check_policy, failures, located, measure
 from jetrl.precision import PrecisionPlan
@@ -33,7 +35,12 @@ _TEMPERATURE = 0.6
 
 
 def make_policy(
-    shape: str, plan: str, device: str, layers: int | None, kv: str | None = None
+    shape: str,
+    plan: str,
+    device: str,
+    layers: int | None,
+    kv: str | None = None,
+    adapter_rank: int = 0,
 ) -> Policy:
     """Return a policy with random weights, whose logits have a standard deviation of about 2.
 
@@ -43,6 +50,8 @@ def make_policy(
         device: "cuda" or "cpu".
         layers: Decoder layers; None: the shape's own.
         kv: The formats of keys and values; None: the preset's.
+        adapter_rank: The rank of adapters on a frozen base, whose B is random too; 0: all
+            parameters are trained.
     """
     config = dict(SHAPES[shape])
     if layers is not None:
@@ -50,7 +59,17 @@ def make_policy(
     config["initializer_range"] = float(2.0 / np.sqrt(config["hidden_size"]))
     chosen = PrecisionPlan.preset(plan)
     chosen = chosen if kv is None else chosen.replace(kv=kv)
-    return Policy.from_config(config, chosen, seed=0, device=device)
+    if not adapter_rank:
+        return Policy.from_config(config, chosen, seed=0, device=device)
+    adapter = Adapter.new(ModelConfig.from_hf(config), LoRA(adapter_rank, 32.0), seed=0)
+    policy = Policy.from_config(config, chosen, seed=0, device=device, adapter=adapter)
+    generator = torch.Generator(device).manual_seed(0)
+    with torch.no_grad():
+        for name, master in policy.master_weights().items():
+            if name.endswith("lora_B"):
+                master.normal_(0.0, 0.02, generator=generator)
+    policy.requantize()
+    return policy
 
 
 def prove(policy: Policy) -> dict[str, Any]:

@@ -34,6 +34,7 @@ from jetrl.bench._prefill import prefill_profile
 from jetrl.bench._profile import kernel_rows, totals
 from jetrl.bench._timing import (
     Row,
+    add_adapter_argument,
     add_shape_arguments,
     bench_parser,
     copy_bandwidth,
@@ -305,6 +306,9 @@ _KINDS = {
     "_forward_kernel": "QK norm, rotary, keys and values to their pages",
     "forward_kernel": "attention",
     "stage_keys_kernel": "keys and values widened for attention",
+    "_down_kernel": "adapters: product with A",
+    "_sum_kernel": "adapters: product with A",
+    "_up_kernel": "adapters: product with B",
     "_sample_kernel": "log-probs and draw",
     "_filtered_kernel": "top_k and top_p",
     "_take_kernel": "what was drawn",
@@ -331,6 +335,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add_shape_arguments(parser)
     parser.add_argument("--plan", action="append", help="repeatable; default: unified")
     parser.add_argument("--kv", action="append", help="repeatable; default: the plan's own")
+    add_adapter_argument(parser)
     parser.add_argument("--case", action="append", help="BxPxR, repeatable; instead of:")
     parser.add_argument("--batch", type=int, default=64, help="sequences (default 64)")
     parser.add_argument("--prompt", type=int, default=128, help="tokens (default 128)")
@@ -344,6 +349,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     command = f"jetrl bench rollout --shape {args.shape}"
     command += f" --layers {args.layers}" if args.layers else ""
     command += options("plan", args.plan) + options("kv", args.kv) + options("case", cases)
+    command += f" --adapter-rank {args.adapter_rank}" * (args.adapter_rank > 0)
     command += f" --rounds {args.rounds}" * (args.rounds > 1)
     command += (f" --load {args.load}" if args.load else "") + " --profile" * args.profile
     formats: list[str | None] = args.kv or [None]
@@ -352,7 +358,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     def add(row: Row) -> None:
         profiles = {key: row.pop(key) for key in ("profile", "prefill_profile") if key in row}
-        rows.append({"shape": args.shape, **row})
+        rows.append({"shape": args.shape, "adapter_rank": args.adapter_rank, **row})
         print_table([rows[-1]])
         for key, profile in profiles.items():
             print_table(profile)
@@ -360,7 +366,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         write_results(args.out, "rollout", command, rows)  # each time: a later case may fail
 
     for name in args.plan or ["unified"]:
-        policy = make_policy(args.shape, name, "cuda", args.layers)
+        rank = args.adapter_rank
+        policy = make_policy(args.shape, name, "cuda", args.layers, adapter_rank=rank)
         # The format of keys and values is the cache's and the packed batch's alone, so one set of
         # weights serves all.
         plans = [policy.plan if kv is None else policy.plan.replace(kv=kv) for kv in formats]

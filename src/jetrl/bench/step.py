@@ -60,6 +60,7 @@ from jetrl.bench._ranks import digests, recorded_exchange, slowest, without_exch
 from jetrl.bench._smaller_card import leave_free
 from jetrl.bench._timing import (
     Row,
+    add_adapter_argument,
     add_shape_arguments,
     bench_parser,
     copy_bandwidth,
@@ -123,7 +124,7 @@ def measure(
         found["exchange"] = exchange_of(flow, samples)
     whole = slowest("the seconds of the update", {"whole": whole_s})["whole"]
     seconds = slowest("the seconds of the step", own_s)
-    needed = flops(flow.policy.config, load)
+    needed = flops(flow.policy.config, load, choices.adapter_rank > 0)
     rates = {
         "rollout": (load.drawn, seconds["rollout"]),
         "old_logprobs": (load.tokens, seconds.get("old_logprobs")),
@@ -134,6 +135,7 @@ def measure(
     planned = {name: getattr(plan, name) / 2**30 for name in ("rollout", "update")}
     return {
         "plan": policy.plan.name,
+        "adapter_rank": choices.adapter_rank,
         "ranks": size,
         "load": str(load),
         "settings": flow.chosen,
@@ -295,6 +297,7 @@ def add_arguments(parser: argparse.ArgumentParser, plans: Sequence[str]) -> None
         metavar="KEY=VALUE",
         help="a setting of [train]; optimizer_states=compact unless given",
     )
+    add_adapter_argument(parser)
     parser.add_argument("--device", default="cuda", help="cpu: to try it out, nothing is written")
 
 
@@ -310,6 +313,7 @@ def choices_of(args: argparse.Namespace, max_batch_size: int | None = None) -> C
         tokens_per_micro_batch=args.tokens_per_micro_batch,
         max_batch_size=max_batch_size,
         train=train,
+        adapter_rank=args.adapter_rank,
     )
 
 
@@ -333,6 +337,7 @@ def command_of(name: str, args: argparse.Namespace, load: Load) -> str:
     command += f" --prompts {load.prompts} --samples {load.samples}"
     command += f" --prompt-length {load.prompt_length} --response-length {load.response_length}"
     command += f" --mean-length {load.mean_length}" if load.mean_length else ""
+    command += f" --adapter-rank {args.adapter_rank}" if args.adapter_rank else ""
     if args.tokens_per_micro_batch:
         command += f" --tokens-per-micro-batch {args.tokens_per_micro_batch}"
     return command + options("train", args.train)
