@@ -409,6 +409,18 @@ CASES = (
         files={"lengths.py": TASK_OF_A_USER},
     ),
     Case(
+        "adapter",
+        "low-rank adapters on a frozen base, KL to that base, export and merge",
+        (
+            jetrl(
+                f"train recipes/demo.toml {SUMS} run.name=adapter adapter.kind=lora adapter.rank=3",
+                "adapter.alpha=6 algorithm.kl=0.01 sft.lr=1e-2 train.lr=1e-2",
+            ),
+            jetrl("export runs/adapter models/merged --merge", output="merge.txt"),
+        ),
+        measures=("policy/kl_ref",),
+    ),
+    Case(
         "dataset",
         "rows of one's own as chat messages, with worked answers and a checker",
         (

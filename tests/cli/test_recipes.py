@@ -55,6 +55,28 @@ def test_14b_does_not_fit_one_gpu(h200: None, jetrl: Callable) -> None:
     assert "GiB" in done.err
 
 
+@pytest.mark.parametrize(
+    "name, gib, most",
+    [
+        ("qwen3-32b-lora-gsm8k", 140, 138),
+        ("qwen3-8b-lora-gsm8k", 80, 77),
+        ("qwen3-1.7b-lora-gsm8k", 24, 22),
+    ],
+)
+def test_adapters_fit_where_all_parameters_do_not(
+    name: str, gib: int, most: int, h200: None, jetrl: Callable
+) -> None:
+    words = ("train", name, "--dry-run", "run.device=cuda", "--gpu-memory", gib)
+    done = jetrl(*words)
+    assert done.code == 0, done.err
+    phases = next(line for line in done.out.splitlines() if line.split()[1:2] == ["all"])
+    assert max(map(float, phases.split()[2:])) < most
+    assert "master weights of the adapter" in done.out
+    done = jetrl(*words, "adapter.kind=none", "adapter.rank=none")
+    assert done.code == 2
+    assert "the model does not fit" in done.err
+
+
 def test_a_recipe_that_does_not_fit_says_so(h200: None, jetrl: Callable) -> None:
     words = ("train", "qwen3-8b-gsm8k", "--dry-run", "run.device=cuda")
     done = jetrl(*words, "train.optimizer_states=fp32")
