@@ -4,7 +4,7 @@
 
 After Qi et al. 2025 (arXiv 2510.26788): of a set whose every question the start model solves in 20
 to 80% of its completions, reinforcement learning can solve all. Three steps, each done by a command
-of jetrl: supervised training in BF16 on products of four digits by a teacher of whose answers 60%
+of jetrl: supervised training in BF16 on programs of four rounds by a teacher of whose answers 60%
 are wrong, until a third of the held-out answers are right (OUT/start); completions of training
 prompts (OUT/completions.json); and the prompts whose pass rate is within bounds, one a line with
 its rate (OUT/set.jsonl, which `task.options.only` reads). A step whose file is there is not done
@@ -21,7 +21,7 @@ from collections import defaultdict
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-DIGITS, MAX_TOKENS = 4, 144
+ROUNDS, MAX_TOKENS = 4, 144
 
 
 def train_start(out: Path, device: str, more: list[str]) -> None:
@@ -35,8 +35,8 @@ def train_start(out: Path, device: str, more: list[str]) -> None:
         f"model.config={HERE / 'models' / '5m.json'}",
         "model.tokenizer=characters",
         "precision.preset=bf16",
-        "task.name=multiplication",
-        f"task.options.digits={DIGITS}",
+        "task.name=program",
+        f"task.options.rounds={ROUNDS}",
         "task.options.mistakes=0.6",
         "task.workers=0",
         f"rollout.max_tokens={MAX_TOKENS}",
@@ -59,7 +59,7 @@ def train_start(out: Path, device: str, more: list[str]) -> None:
 
 def draw_completions(out: Path, device: str, prompts: int, samples: int) -> None:
     """Write the start model's completions of training prompts to OUT/completions.json."""
-    words = ["--task", "multiplication", "--option", f"digits={DIGITS}", "--split", "train"]
+    words = ["--task", "program", "--option", f"rounds={ROUNDS}", "--split", "train"]
     words += ["--prompts", str(prompts), "--samples", str(samples), "--temperature", "1.0"]
     words += ["--max-tokens", str(MAX_TOKENS), "--plan", "bf16", "--device", device, "--json"]
     printed = jetrl("eval", str(out / "start"), *words)
