@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.figure import Figure
 
 from jetrl.study.analysis import ALL_POINTS, arm_results, has_collapsed, twin_groups
 from jetrl.study.arm_charts import dose_charts
@@ -164,6 +165,16 @@ def test_doses_have_plots_only_where_arms_have_doses() -> None:
     assert dose_charts(definition(none={}, some={}), runs) == []
     doses = dose_charts(definition(none={"dose": 0}, some={"dose": 0.5}), runs)
     assert [chart.key for chart in doses] == ["dose-accuracy", "dose-collapse"]
+
+
+def test_a_dose_at_which_all_runs_end_without_weights_is_in_the_plot_of_collapses() -> None:
+    kl = {"mismatch/k3_kl": [1e-2]}
+    runs = [run("short", "wild", s, None, [0.5], curves=kl, end="nonfinite") for s in range(2)]
+    _, collapses = dose_charts(definition(wild={"dose": 1}), runs)
+    axes = Figure().add_subplot()
+    collapses.draw(axes)
+    (line,) = [line for line in axes.lines if line.get_marker() == "o"]
+    assert (list(line.get_xdata()), list(line.get_ydata())) == ([1e-2], [1.0])
 
 
 def test_results_are_read_back_as_they_were(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from jetrl.study.charts import MISMATCH, color_of, label_powers
 from jetrl.study.definition import Definition
 from jetrl.study.plan import grid_points
 from jetrl.study.results import RunResult
-from jetrl.study.statistics import mean_interval, share_interval
+from jetrl.study.statistics import Interval, mean_interval, share_interval
 
 ROW_INCHES = 0.3  # height of a row of the plots that have a row for each arm
 
@@ -160,10 +160,11 @@ def _dose_place(definition: Definition, runs: Sequence[RunResult]) -> tuple[floa
     """
     kls = [kl for run in runs if (kl := mean_of_curve(run, MISMATCH)) is not None]
     values = [value for run in runs if (value := common_accuracy(run)) is not None]
-    if not kls or not values:
+    if not kls:
         return None
     level = definition.study.level
-    accuracy = mean_interval(values, level)
+    nothing = Interval(math.nan, math.nan, math.nan, 0)  # all runs ended without weights
+    accuracy = mean_interval(values, level) if values else nothing
     fallen = sum(has_collapsed(run, definition.collapse) for run in runs)
     rate = share_interval(fallen, len(runs), level)
     return (

@@ -131,6 +131,7 @@ def _body(
             sections.append(section("Curves" + f": {point}" * bool(point), _figures(own)))
     return [
         Html(
+            "<style>td, th { overflow-wrap: break-word; padding-right: 12px; }</style>"
             '<p class="kicker">jetrl study report</p>'
             f'<div class="title"><h1>{text(study.title or study.name)}</h1></div>'
             f'<p class="soft">{text(study.question)}</p>'

@@ -73,7 +73,7 @@ def _accuracy_row(definition: Definition, result: ArmResult) -> list[str]:
         definition.label(result.arm),
         seeds,
         shown_interval(result.common),
-        shown_interval(result.own),
+        DASH if result.own is None else f"{100 * result.own.mean:.2f}%",
     ]
     if comparison is None:
         row += [DASH] * 5
