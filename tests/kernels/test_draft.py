@@ -147,5 +147,6 @@ def test_draws_count_up_to_the_first_that_the_draft_had_not(
         assert state.token[0] == taken[-1]
         assert text.text[11 : 11 + len(taken)].tolist() == taken
     right = len(taken) - 1
-    budget = max(int(changes.get("budget", 7)), 2 * right + 1) if right else 3
-    assert text.budget[0] == min(budget, MAX_DRAFT)
+    before = changes.get("budget", MAX_DRAFT)
+    after = MAX_DRAFT if right > 1 else max(3, before - (right == 0))
+    assert text.budget[0] == after

@@ -10,12 +10,14 @@ every token of which is wrong with the chosen chance. A chance of 0.5, 0.6 and 0
 brings 2.0, 2.5 and 3.3 tokens a forward where drafts may be long. Look-ups in text, which a run
 pays for, run as well. The mode is `auto`, which chooses the width of each step.
 
-Seconds are of whole calls without the capture of graphs; prompts count. All tokens and log-probs
+Seconds are of whole calls without the capture of graphs; prompts count. Calls with speculation off
+take turns with the others, and their median is what a speed-up refers to. All tokens and log-probs
 are compared with those of the call without speculation, as bits.
 """
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -30,7 +32,9 @@ from jetrl.kernels.decode_state import DecodeState
 from jetrl.kernels.draft_state import MAX_DRAFT, UNKNOWN, Drafts
 from jetrl.models.policy import Policy
 from jetrl.rollout.engine import RolloutEngine
+from jetrl.rollout.launched_step import to_device
 from jetrl.rollout.options import GenerateOptions
+from jetrl.rollout.progress import RolloutStats
 from jetrl.rollout.sequence import RunningSequence
 from jetrl.rollout.speculation import Speculation
 from jetrl.types import Completion, SamplingParams
@@ -47,11 +51,15 @@ class KnownDrafts(Speculation):
 
     def __init__(self, slots: int, max_model_len: int, device: torch.device) -> None:
         super().__init__("auto", slots, max_model_len, device)
-        # The draft of each position, of each slot's sequence; room for a draft behind the last.
-        width = max_model_len + MAX_DRAFT + 1
-        shape = (slots + 1, width)
+        # The token of each position, of each slot's sequence, with room for a draft behind the
+        # last; and how many are known from a position on, up to the longest draft.
+        self._width = max_model_len + MAX_DRAFT + 1
+        shape = (slots + 1, self._width)
         self._script = torch.full(shape, UNKNOWN, dtype=torch.int32, device=device)
-        self._known: Sequence[Sequence[int]] = ()
+        self._left = torch.zeros(shape, dtype=torch.int32, device=device)
+        self._base = torch.arange(slots + 1, device=device) * self._width + 1
+        self._behind = torch.arange(MAX_DRAFT, device=device)
+        self._known: Sequence[np.ndarray] = ()
 
     def know(self, completions: Sequence[Completion], right: float, vocabulary: int) -> None:
         """Take the completions of the next call.
@@ -66,26 +74,32 @@ class KnownDrafts(Speculation):
         for completion in completions:
             tokens = np.array(completion.token_ids)
             wrong = chance.random(len(tokens)) >= right
-            known.append(np.where(wrong, (tokens + 1) % vocabulary, tokens).tolist())
+            known.append(np.where(wrong, (tokens + 1) % vocabulary, tokens))
         self._known = known
 
     def arrive(self, arrivals: Sequence[tuple[int, RunningSequence]]) -> None:
         """Take in the text, and the known completion, of sequences that get a slot."""
         super().arrive(arrivals)
-        for slot, sequence in arrivals:
+        if not arrivals:
+            return
+        scripts = np.full((len(arrivals), self._width), UNKNOWN, dtype=np.int32)
+        left = np.zeros_like(scripts)
+        for row, (_, sequence) in enumerate(arrivals):
             start, known = len(sequence.prompt), self._known[sequence.index]
-            self._script[slot] = UNKNOWN
-            script = torch.tensor(known, dtype=torch.int32)
-            self._script[slot, start : start + len(known)] = script.to(self._script.device)
+            end = start + len(known)
+            scripts[row, start:end] = known
+            left[row, start:end] = np.minimum(np.arange(len(known), 0, -1), MAX_DRAFT)
+        device = self._script.device
+        slots = to_device([slot for slot, _ in arrivals], device)
+        self._script[slots] = to_device(scripts, device)
+        self._left[slots] = to_device(left, device)
 
     def propose(self, state: DecodeState, rows: Tensor) -> Drafts:
         """Return the known tokens behind each row's last one, after a look-up in the text."""
         drafts = super().propose(state, rows)
-        behind = torch.arange(1, MAX_DRAFT + 1, device=rows.device)
-        at = state.position[rows].long()[:, None] + behind
-        tokens = self._script[rows].gather(1, at)
-        counts = (tokens >= 0).sum(1).int()
-        return Drafts(tokens, counts, drafts.sources * 0)
+        first = (self._base + state.position)[rows]
+        tokens = self._script.view(-1)[first[:, None] + self._behind]
+        return Drafts(tokens, self._left.view(-1)[first], drafts.sources)
 
 
 def run_case(policy: Policy, load: Load, shares: Sequence[float]) -> list[Row]:
@@ -104,35 +118,45 @@ def run_case(policy: Policy, load: Load, shares: Sequence[float]) -> list[Row]:
     short = GenerateOptions(max_tokens=[min(n, 20) for n in load.response_lengths()])
     off.generate(prompts, params, options=short)  # what is compiled or captured first
     expected = off.generate(prompts, params, options=options)
-    plain = off.stats.seconds - off.stats.capture_s
-    rows: list[Row] = [_row(load, "off", None, plain, plain, off, expected, expected)]
-    off.free_cache()
-    del off
+    calls = [off.stats]
     engine = RolloutEngine(policy, count, pages, max_model_len=load.length)
     drafts = KnownDrafts(count, engine.max_model_len, policy.device)
     engine.use_drafts(drafts)
+    compared: list[tuple[float | None, RolloutStats, list[Completion]]] = []
     for share in shares:
         drafts.know(expected, share, policy.config.vocab_size)
         completions = engine.generate(prompts, params, options=options)
-        seconds = engine.stats.seconds - engine.stats.capture_s
-        rows.append(_row(load, "auto", share, seconds, plain, engine, completions, expected))
+        compared.append((share, engine.stats, completions))
+        # In turn: a card that is warm, or at its power limit, is slower.
+        off.generate(prompts, params, options=options)
+        calls.append(off.stats)
+    plain = statistics.median(stats.seconds - stats.capture_s for stats in calls)
+    middle = min(calls, key=lambda stats: abs(stats.seconds - stats.capture_s - plain))
+    compared.insert(0, (None, middle, expected))
+    off.free_cache()
     engine.free_cache()
-    return rows
+    return [_row(load, *one, plain, expected) for one in compared]
 
 
 def _row(
     load: Load,
-    mode: str,
     right: float | None,
-    seconds: float,
-    plain: float,
-    engine: RolloutEngine,
+    stats: RolloutStats,
     completions: Sequence[Completion],
+    plain: float,
     expected: Sequence[Completion],
 ) -> Row:
-    """Return the row of one call."""
-    stats = engine.stats
-    drafts = stats.speculation
+    """Return the row of one call.
+
+    Args:
+        load: The load.
+        right: The chance of a drafted token to be right; None with speculation off.
+        stats: The counts of the call.
+        completions: Its completions.
+        plain: The seconds of a call with speculation off.
+        expected: The completions of that.
+    """
+    drafts, seconds = stats.speculation, stats.seconds - stats.capture_s
     tokens = logprobs = 0
     for one, other in zip(completions, expected, strict=True):
         assert len(one.token_ids) == len(other.token_ids), "completions of other lengths"
@@ -144,7 +168,7 @@ def _row(
         tokens, logprobs = tokens + different[0], logprobs + different[1]
     return {
         "load": str(load),
-        "speculation": mode,
+        "speculation": "off" if right is None else "auto",
         "right": right,
         "seconds": round(seconds, 3),
         "speed_up": round(plain / seconds, 3),

@@ -28,7 +28,13 @@ from torch import Tensor
 
 from jetrl.kernels.decode_state import BROKEN, NOT_DRAWN, DecodeState
 from jetrl.kernels.draft import extend
-from jetrl.kernels.draft_state import MAX_DRAFT, Drafts, DraftText, VerifyInputs
+from jetrl.kernels.draft_state import (
+    LEAST_BUDGET,
+    MAX_DRAFT,
+    Drafts,
+    DraftText,
+    VerifyInputs,
+)
 from jetrl.kernels.sampling import random_bits
 
 
@@ -167,6 +173,6 @@ def take_verified(
     state.active[slots] = (~ends[live].gather(1, last).squeeze(1)).int()
     offered, right = inputs.queries[live] - 1, counts[live] - 1
     before = draft_text.budget[slots]
-    after = torch.where(right > 0, torch.maximum(before, 2 * right.int() + 1), before // 2)
-    after = torch.where(offered > 0, after.clamp(1, MAX_DRAFT), before)
+    after = torch.where(right == 0, before - 1, torch.where(right > 1, MAX_DRAFT, before))
+    after = torch.where(offered > 0, after.clamp(min=LEAST_BUDGET), before)
     draft_text.budget[slots] = after

@@ -23,6 +23,7 @@ from jetrl.kernels.draft_state import (
     HASH_FACTOR,
     HASH_SHIFT,
     LAG,
+    LEAST_BUDGET,
     MAX_DRAFT,
     ORDERS,
     Drafts,
@@ -130,7 +131,7 @@ def _take_verified_kernel(
     tokens_ptr, logprobs_ptr, lse_ptr,
     out_tokens_ptr, out_logprobs_ptr, out_offers_ptr, out_count_ptr,
     count, out_width, offers_width, width, entries,
-    WIDTH: tl.constexpr, DRAFT: tl.constexpr, LAG: tl.constexpr,
+    WIDTH: tl.constexpr, DRAFT: tl.constexpr, LEAST: tl.constexpr, LAG: tl.constexpr,
     FIRST: tl.constexpr, SECOND: tl.constexpr, FACTOR: tl.constexpr, SHIFT: tl.constexpr,
     NOT_DRAWN: tl.constexpr, BROKEN: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
@@ -154,6 +155,7 @@ def _take_verified_kernel(
         entries: entries of a table of n-grams.
         WIDTH: queries of a row.
         DRAFT: tokens of a draft at most.
+        LEAST: the least budget.
         LAG: tokens that follow an n-gram before it enters the table, at least WIDTH.
         FIRST, SECOND: the lengths of n-grams.
         FACTOR, SHIFT: of `draft_state`, for hashes.
@@ -216,8 +218,8 @@ def _take_verified_kernel(
     # How far to guess next: less after a draft that was wrong from its first token on.
     before = tl.load(budget_ptr + slot, mask=active, other=0)
     right = taken - 1
-    after = tl.where(right > 0, tl.maximum(before, 2 * right + 1), before // 2)
-    after = tl.minimum(tl.maximum(after, 1), DRAFT)
+    after = tl.where(right == 0, before - 1, tl.where(right > 1, DRAFT, before))
+    after = tl.maximum(after, LEAST)
     tl.store(budget_ptr + slot, after, mask=active & (queries > 1))
 
     tl.debug_barrier()  # every lane has read the counter
@@ -287,8 +289,9 @@ def take_verified(
         drafts.tokens, drafts.counts, drafts.sources, inputs.queries, rows,
         tokens, logprobs, lse, out.tokens, out.logprobs, out.offers, out.count,
         count, out.tokens.shape[1], out.offers.shape[1], draft_text.width,
-        draft_text.tables.shape[1], width, MAX_DRAFT, LAG, *ORDERS, HASH_FACTOR, HASH_SHIFT,
-        NOT_DRAWN, BROKEN, max(32, triton.next_power_of_2(count)), num_warps=4,
+        draft_text.tables.shape[1], width, MAX_DRAFT, LEAST_BUDGET, LAG, *ORDERS,
+        HASH_FACTOR, HASH_SHIFT, NOT_DRAWN, BROKEN,
+        max(32, triton.next_power_of_2(count)), num_warps=4,
     )  # fmt: skip
 
 

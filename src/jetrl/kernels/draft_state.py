@@ -23,6 +23,9 @@ from torch import Tensor
 
 MAX_DRAFT = 7  # tokens of a draft at most: a forward verifies up to 8 tokens of a sequence
 MAX_QUERIES = MAX_DRAFT + 1
+# The shortest draft to which a sequence is cut whose drafts are wrong. Rows are computed for the
+# width of the batch in any case; what a shorter draft saves is a second tile of attention.
+LEAST_BUDGET = 3
 # The lengths of n-grams, in the order in which they are looked up: longer ones are better guesses.
 ORDERS = (3, 2)
 # An n-gram enters the table when so many tokens behind it are known. So a sequence does not find
@@ -48,8 +51,9 @@ class DraftText:
             `text` of the n-gram's last token; E is a power of two.
         group: int64 [S], the key of the prompt of each slot's sequence: drafts come from sequences
             of the same prompt.
-        budget: int32 [S], the most tokens of a sequence's next draft, from 1 to MAX_DRAFT; it
-            follows how many were right of late.
+        budget: int32 [S], the most tokens of a sequence's next draft, LEAST_BUDGET to MAX_DRAFT:
+            one less after each draft that was wrong from its first token on, and all after one of
+            which two tokens or more were right.
         width: tokens of a slot's row.
     """
 

@@ -162,8 +162,9 @@ class DecodeBatch:
         began, called = mark(self._device), time.perf_counter()
         for _ in range(step.repeats):
             self._forwards.run(size)
-        tokens, logprobs = to_host(out.tokens), to_host(out.logprobs)
-        offers = to_host(out.offers) if isinstance(out, Verified) else None
+        used = (slice(0, step.repeats), slice(0, size.rows * size.width))
+        tokens, logprobs = (to_host(x[used].contiguous()) for x in (out.tokens, out.logprobs))
+        offers = to_host(out.offers[used].contiguous()) if isinstance(out, Verified) else None
         ready = mark(self._device)
         host_s = time.perf_counter() - called
         return LaunchedStep(step, tokens, logprobs, began, ready, offers, host_s)
