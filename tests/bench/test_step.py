@@ -43,6 +43,16 @@ def test_flops_of_a_step_by_hand() -> None:
     assert drawn < counted["rollout"] < drawn + 4 * attention * 33 / 32
 
 
+def test_a_step_with_adapters() -> None:
+    choices = replace(CHOICES, adapter_rank=4)
+    row = measure(policy_of("unified", choices), LOAD, choices, limit=1e12)
+    assert (row["different"], row["compared_tokens"], row["adapter_rank"]) == (0, 48, 4)
+    assert row["weights_changed"] == 0, "the base stays"
+    config = ModelConfig.from_hf(SHAPES["tiny"])
+    saved = flops(config, LOAD)["update"] - flops(config, LOAD, frozen=True)["update"]
+    assert 0 < saved < flops(config, LOAD)["update"] / 3
+
+
 def test_a_step_of_both_plans() -> None:
     base, row = (
         measure(policy_of(plan, CHOICES), LOAD, CHOICES, limit=1e12) for plan in ("bf16", "unified")

@@ -15,7 +15,9 @@ from jetrl import load_config, train
 from jetrl.cli.main import main
 from jetrl.cli.opening import open_policy
 from jetrl.errors import UserError
+from jetrl.models.scalar_model import ScalarModel
 from jetrl.models.tiny import make_tiny
+from jetrl.precision import PrecisionPlan
 from jetrl.runs import RunDirectory, reproducible
 
 TINY = [
@@ -110,6 +112,24 @@ def test_commands_take_a_run_with_an_adapter(
     assert "has no adapter to merge" in capsys.readouterr().err
     assert main(["export", str(run), str(tmp_path / "x"), "--dtype", "fp8"]) == 2
     assert "add --merge" in capsys.readouterr().err
+
+
+def test_a_reward_model_is_trained_by_an_adapter_and_merged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["sft.until=none", "sft.steps=2", "sft.examples_per_step=4", "eval.prompts=4"]
+    words += ["model.config.num_hidden_layers=1", "adapter.kind=lora", "adapter.rank=2"]
+    run = [f"run.dir={tmp_path}", "run.name=judge", "report.enabled=false"]
+    assert main(["sft", "demo", "--task", "reward", *words, *run]) == 0
+    assert "--merge, then as a whole model" in capsys.readouterr().out
+    adapter, whole = tmp_path / "judge" / "model", tmp_path / "whole"
+    command = ["export", str(adapter), str(whole), "--merge", "--dtype", "float32"]
+    assert main(command) == 0
+    assert "measured: merged into FP8" in capsys.readouterr().out
+    judge = ScalarModel.from_pretrained(whole, PrecisionPlan.preset("unified"), frozen=True)
+    assert judge.scores([[1, 2, 3]], 9).abs().item() > 0
+    with pytest.raises(UserError, match="an adapter, not a whole model"):
+        ScalarModel.from_pretrained(adapter, PrecisionPlan.preset("unified"), frozen=True)
 
 
 def test_a_run_goes_on_from_an_adapter_on_a_directory(tmp_path: Path) -> None:

@@ -13,15 +13,19 @@ from __future__ import annotations
 import argparse
 import contextlib
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 from jetrl.cli.arguments import DEVICES, add_trust_argument
 from jetrl.errors import UserError
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
+    from transformers import PreTrainedTokenizerBase
 
-    from jetrl.models.policy import Policy
+    from jetrl.models.adapter import LoRA
+    from jetrl.models.families import ModelConfig
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,12 +49,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from jetrl.cli.opening import open_policy
 
-    policy = open_policy(args.model, None, args.device, fallback_plan="fp32")
     if args.merge:
-        if policy.lora is None:
-            raise UserError(f"--merge: {args.model} has no adapter to merge; leave --merge out")
-        _merge(args, policy)
+        _merge(args, _merged_parts(args))
         return 0
+    policy = open_policy(args.model, None, args.device, fallback_plan="fp32")
     if policy.lora is not None and args.dtype != "bfloat16":
         raise UserError(
             f"--dtype {args.dtype} is of a whole model's weights, and {args.model} has an adapter, "
@@ -61,24 +63,74 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _merge(args: argparse.Namespace, policy: Policy) -> None:
+class _Parts(NamedTuple):
+    """The parts of a merged model.
+
+    Attributes:
+        config: The config of the merged model.
+        lora: The kind of the adapter.
+        masters: What was trained, by our names.
+        base: The directory of the base; None of random weights.
+        base_config: The config of the base, whose head may be another one.
+        tokenizer: The tokenizer, or None.
+    """
+
+    config: ModelConfig
+    lora: LoRA
+    masters: Mapping[str, Tensor]
+    base: str | None
+    base_config: ModelConfig
+    tokenizer: PreTrainedTokenizerBase | None
+
+
+def _merged_parts(args: argparse.Namespace) -> _Parts:
+    """Return what is merged: of an adapter's directory its files, else of the run's checkpoint."""
+    from jetrl.cli.opening import find_model, open_policy
+    from jetrl.models import hf
+    from jetrl.models.peft import base_of, is_adapter, is_scalar, read_adapter
+    from jetrl.session.building import model_config
+    from jetrl.settings.loading import load_config
+
+    location = find_model(Path(args.model))
+    if not is_adapter(location.path):
+        policy = open_policy(args.model, None, args.device, fallback_plan="fp32")
+        if policy.lora is None:
+            raise UserError(f"--merge: {args.model} has no adapter to merge; leave --merge out")
+        masters = policy.master_weights()
+        config, base = policy.config, policy.base_path
+        return _Parts(config, policy.lora, masters, base, config, policy.tokenizer)
+    path, base = location.path, base_of(location.path)
+    if base is None and location.run is None:
+        raise UserError(f"{path}/adapter_config.json: base_model_name_or_path names no base")
+    own = load_config(location.run / "config.toml") if base is None and location.run else None
+    config = hf.model_config(base) if own is None else model_config(own)
+    shape = config.with_scalar_head() if is_scalar(path) and config.head == "lm" else config
+    adapter = read_adapter(path, shape)
+    masters = {**adapter.tensors, **adapter.replaced}
+    tokenizer = hf.load_tokenizer(path) if hf.has_tokenizer(path) else None
+    return _Parts(shape, adapter.lora, masters, base, config, tokenizer)
+
+
+def _merge(args: argparse.Namespace, parts: _Parts) -> None:
     """Write the base with the adapter merged into its weights, and print what rounding leaves."""
+    import torch
+
     from jetrl.models import hf
     from jetrl.models.merging import MergedWeights, merging_losses
+    from jetrl.session.building import choose_device
 
-    assert policy.lora is not None, "a policy with an adapter"
-    config, masters = policy.config, policy.master_weights()
-    with _base_weights(args, policy) as base:
-        merged = MergedWeights(config, policy.lora, base, masters, policy.device)
+    device = torch.device(choose_device(args.device))
+    generation = None if parts.base is None else hf.read_generation_config(parts.base)
+    with _base_weights(args, parts, device) as base:
+        merged = MergedWeights(parts.config, parts.lora, base, parts.masters, device)
         losses = merging_losses(base, merged)
         hf.save_model(
             args.out,
-            config,
+            parts.config,
             merged,
             args.dtype,
-            tokenizer=policy.tokenizer,
-            generation_config=policy.generation_config or None,
-            scales=policy.plan.scales,
+            tokenizer=parts.tokenizer,
+            generation_config=generation,
             overwrite=args.overwrite,
         )
     print(f"wrote {args.out} ({args.dtype}, the adapter merged)")
@@ -93,20 +145,20 @@ def _merge(args: argparse.Namespace, policy: Policy) -> None:
 
 
 @contextlib.contextmanager
-def _base_weights(args: argparse.Namespace, policy: Policy) -> Iterator[Mapping[str, Tensor]]:
-    """Yield the weights of the base of a policy with an adapter, read or made when asked for."""
-    from pathlib import Path
-
+def _base_weights(
+    args: argparse.Namespace, parts: _Parts, device: torch.device
+) -> Iterator[Mapping[str, Tensor]]:
+    """Yield the weights of the base, each read or made when it is asked for."""
     from jetrl.cli.opening import find_model
     from jetrl.models import hf
     from jetrl.models.tiny import RandomWeights
     from jetrl.settings.loading import load_config
 
-    if policy.base_path is not None:
-        with hf.open_weights(policy.base_path, policy.config, policy.device) as weights:
+    if parts.base is not None:
+        with hf.open_weights(parts.base, parts.base_config, device) as weights:
             yield weights
         return
     run = find_model(Path(args.model)).run
     assert run is not None, "a base of random weights is made by the seed of a run"
     seed = load_config(run / "config.toml").run.seed
-    yield RandomWeights(policy.config, seed, policy.device)
+    yield RandomWeights(parts.base_config, seed, device)

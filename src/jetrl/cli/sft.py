@@ -113,6 +113,9 @@ def _reward(args: argparse.Namespace, settings: Settings, resume: bool) -> int:
         ("held out", f"{result.accuracy:.1%} of {result.pairs} pairs in the right order"),
     ]
     print(table(rows))
+    if settings.adapter.kind is not None:
+        print(f"use it: jetrl export {model} MERGED --merge, then as a whole model:")
+        model = "MERGED"
     print(f"use it: jetrl train ... reward.model=1.0 reward.model_path={model}")
     return 0
 

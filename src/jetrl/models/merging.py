@@ -115,9 +115,10 @@ def merging_losses(base: Mapping[str, Tensor], merged: MergedWeights) -> dict[st
         change = merged.change(layer)
         before = base[f"{layer}.weight"].to(change.device, torch.float32)
         for format, total in sums.items():
-            left, right = _rounded(before, format), _rounded(before + change, format)
+            left, left_stored = _rounded(before, format)
+            right, right_stored = _rounded(before + change, format)
             error = (right - left - change).double().square().sum()
-            differ = (right != left).sum()
+            differ = (right_stored != left_stored).sum()
             numbers = (error, change.double().square().sum(), differ, change.numel())
             total += torch.tensor([float(n) for n in numbers], dtype=torch.float64)
     losses = {}
@@ -127,8 +128,10 @@ def merging_losses(base: Mapping[str, Tensor], merged: MergedWeights) -> dict[st
     return losses
 
 
-def _rounded(weight: Tensor, format: str) -> Tensor:
-    """Return a weight rounded to a format, as float32."""
+def _rounded(weight: Tensor, format: str) -> tuple[Tensor, Tensor]:
+    """Return a weight rounded to a format, as float32, and the stored numbers: of FP8 the codes."""
     if format == "bfloat16":
-        return weight.bfloat16().float()
-    return dequantize(quantize(weight, (FP8_BLOCK, FP8_BLOCK)))
+        rounded = weight.bfloat16().float()
+        return rounded, rounded
+    quantized = quantize(weight, (FP8_BLOCK, FP8_BLOCK))
+    return dequantize(quantized), quantized.codes.view(torch.uint8)

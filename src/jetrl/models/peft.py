@@ -132,6 +132,11 @@ def adapter_of(settings: AdapterSettings, config: ModelConfig, seed: int) -> Ada
     return read_adapter(settings.path, config, lora)
 
 
+def is_scalar(path: str | Path) -> bool:
+    """Return whether an adapter's directory is of a model with a scalar head, a reward model."""
+    return read_object(Path(path) / CONFIG).get("task_type") == "SEQ_CLS"
+
+
 def read_lora(path: str | Path) -> LoRA:
     """Return the kind of the adapter of a directory, without reading its tensors.
 
