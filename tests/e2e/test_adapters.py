@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -155,3 +156,35 @@ def test_a_run_goes_on_from_an_adapter_on_a_directory(tmp_path: Path) -> None:
         go("third", f"adapter.path={first / 'model'}", f"model.path={other}")
     with pytest.raises(UserError, match=r"calibrate_clip_every.*set it to 0"):
         go("fourth", "algorithm.calibrate_clip_every=1", "train.updates_per_step=2")
+
+
+def test_a_base_in_nvfp4_with_noise_is_exact_and_resumes_with_the_same_bits(tmp_path: Path) -> None:
+    """Noise of (seed, step, layer), of which evaluation and exports know nothing."""
+    options = ["precision.base=nvfp4", "adapter.noise_start=0.05", "adapter.noise_end=0.01"]
+    options += ["adapter.noise_stages=3", "eval.every=4", "sft.steps=0", "loop.steps=4"]
+    uncut = train(settings(tmp_path, *options, name="uncut")).run_path
+    lines = [line for line in RunDirectory.open(uncut).metrics("rl") if line["step"] > 0]
+    assert [line["mismatch/num_different"] for line in lines] == [0] * 4
+    sigmas = [line["noise/sigma"] for line in lines]
+    assert sigmas == pytest.approx([0, 0.05, (0.05 * 0.01) ** 0.5, 0.01])
+    shutil.copytree(uncut, tmp_path / "cut")
+    shutil.rmtree(tmp_path / "cut" / "checkpoints" / "step_000004")
+    cut = train(settings(tmp_path, *options, name="cut"), resume=True).run_path
+    assert metrics(cut)[-2:] == metrics(uncut)[-2:]
+    for name in ("masters", "optimizer"):
+        file = f"checkpoints/step_000004/{name}.safetensors"
+        assert (cut / file).read_bytes() == (uncut / file).read_bytes()
+
+
+def test_nvfp4_and_noise_without_an_adapter_are_refused(tmp_path: Path) -> None:
+    whole = [word for word in TINY if not word.startswith("adapter")]
+    with pytest.raises(UserError, match=r"precision\.base = nvfp4.*adapter\.kind=lora"):
+        load_config("demo", [*whole, "precision.base=nvfp4"])
+    with pytest.raises(UserError, match=r"adapter\.noise_start is set.*adapter\.kind=lora"):
+        load_config("demo", [*whole, "adapter.noise_start=0.01"])
+    with pytest.raises(UserError, match=r"noise_start = 0\.0001 is below"):
+        load_config("demo", [*TINY, "adapter.noise_start=1e-4"])
+    with pytest.raises(UserError, match=r"noise_start.*preset = fp32"):
+        load_config("demo", [*TINY, "adapter.noise_start=0.01", "precision.preset=fp32"])
+    with pytest.raises(UserError, match=r"nvfp4.*unified or jet"):
+        train(settings(tmp_path, "precision.base=nvfp4", "precision.preset=bf16"))

@@ -24,7 +24,7 @@ from jetrl.models.model import Model
 from jetrl.models.norm import RMSNorm
 from jetrl.models.policy import Policy
 from jetrl.models.scalar_model import ScalarModel
-from jetrl.models.tiny import RandomWeights, make_tiny
+from jetrl.models.tiny import RandomWeights, make_tiny, random_weights
 from jetrl.precision import PrecisionPlan
 from jetrl.precision.linear import Linear
 from jetrl.settings.loading import load_config
@@ -76,6 +76,31 @@ def test_masters_and_working_copies_are_those_of_a_policy(preset: str, tied: boo
     copies = policy.decoder.rotary_table.nbytes
     copies += sum(tensor.nbytes for tensor in quantized_tensors(policy))
     assert row(plan, "quantized weights") == copies
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_base_in_nvfp4_is_counted_as_it_is(tied: bool) -> None:
+    config = ModelConfig.from_hf({**CONFIG, "tie_word_embeddings": tied})
+    overrides = ("adapter.kind=lora", "precision.base=nvfp4", "precision.first_layers_bf16=1")
+    asked = settings(*overrides)
+    plan = PrecisionPlan.from_settings(asked.precision)
+    policy = Policy(config, plan, random_weights(config, 0), trains=lambda name: False)
+    held = policy.decoder.rotary_table.nbytes
+    held += sum(tensor.nbytes for tensor in quantized_tensors(policy))
+    assert row(memory_plan(asked, config), "quantized weights") == held
+
+
+@pytest.mark.parametrize("shape", ["qwen3-8b", "qwen3-32b"])
+def test_nvfp4_takes_57_hundredths_of_fp8_and_a_widened_weight_on_top(shape: str) -> None:
+    config = ModelConfig.from_hf(SHAPES[shape])
+    words = ("adapter.kind=lora", "rollout.max_prefill_tokens=512")
+    plans = [memory_plan(settings(*words, f"precision.base={b}"), config) for b in ("fp8", "nvfp4")]
+    beside = 4 * config.vocab_size * config.hidden_size  # embedding and head, in BF16
+    fp8, nvfp4 = (row(plan, "quantized weights") - beside for plan in plans)
+    assert 0.5 * fp8 < nvfp4 <= 0.57 * fp8
+    widened = 4 * config.intermediate_size * config.hidden_size
+    fp8, nvfp4 = (row(plan, "a forward of") for plan in plans)
+    assert nvfp4 - fp8 == widened
 
 
 def test_a_moment_is_the_sum_of_its_rows_and_the_peak_the_highest() -> None:

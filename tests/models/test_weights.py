@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 
 import pytest
 import torch
 
+from jetrl.errors import UserError
 from jetrl.models.attention import PackedKeyValues
 from jetrl.models.families import ModelConfig
 from jetrl.models.policy import Policy
@@ -148,3 +150,32 @@ def test_a_base_is_read_one_tensor_at_a_time() -> None:
     Policy(CONFIG, PrecisionPlan.preset("unified"), weights, trains=lambda name: False)
     assert most <= 2
     assert len(alive) >= len(weights)
+
+
+def nvfp4_policy(trains: Callable[[str], bool] | None, **changes: torch.Tensor) -> Policy:
+    plan = PrecisionPlan.preset("unified").replace(base="nvfp4")
+    return Policy(CONFIG, plan, {**random_weights(CONFIG, 0), **changes}, trains=trains)
+
+
+def test_a_base_in_nvfp4_takes_at_most_57_hundredths_of_one_in_fp8() -> None:
+    def linear_bytes(p: Policy) -> int:
+        tensors = p.weights.quantized_tensors().items()
+        return sum(t.nbytes for name, t in tensors if "layers" in name and "norm" not in name)
+
+    nvfp4 = nvfp4_policy(lambda name: False)
+    fp8 = Policy(
+        CONFIG,
+        PrecisionPlan.preset("unified"),
+        random_weights(CONFIG, 0),
+        trains=lambda name: False,
+    )
+    assert linear_bytes(nvfp4) <= 0.57 * linear_bytes(fp8)
+
+
+def test_what_nvfp4_cannot_keep_is_refused_by_the_layers_name() -> None:
+    with pytest.raises(UserError, match=r"layers\.0\.qkv: precision.base=nvfp4.*adapter\.kind"):
+        nvfp4_policy(None)
+    bad = random_weights(CONFIG, 0)["layers.1.o.weight"].clone()
+    bad[3, 4] = torch.inf
+    with pytest.raises(UserError, match=r"layers\.1\.o: the weight has values that are NaN or Inf"):
+        nvfp4_policy(lambda name: False, **{"layers.1.o.weight": bad})

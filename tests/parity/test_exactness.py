@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from jetrl import Policy, RolloutEngine, SamplingParams
+from jetrl.models.tiny import random_weights
 from jetrl.parity import (
     check_policy,
     locate,
@@ -22,6 +23,7 @@ from jetrl.parity import (
 )
 from jetrl.parity import checks as parity_checks
 from jetrl.precision import PrecisionPlan
+from jetrl.precision.nvfp4_weight import NVFP4Weight
 from jetrl.rollout.paged_attention import PagedKeyValues
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -103,6 +105,22 @@ def test_every_plan_option_stays_exact(options: dict[str, Any]) -> None:
     result = measure(p, num_prompts=4, max_tokens=12)
     assert result.tokens == 4 * 2 * 12
     assert result.different == 0
+
+
+@pytest.mark.parametrize("preset", ["jet", "unified"])
+def test_a_base_in_nvfp4_is_exact(preset: str) -> None:
+    """Weights in NVFP4 serve both sides, also after what is trained beside them has moved."""
+    plan = PrecisionPlan.preset(preset).replace(base="nvfp4", last_layers_bf16=1)
+    config = policy(preset).config
+    p = Policy(config, plan, random_weights(config, 0), trains=lambda name: "norm" in name)
+    kinds = [type(layer.qkv.operand("train")) for layer in p.decoder.layers]
+    assert kinds == [NVFP4Weight, torch.Tensor]
+    assert measure(p, num_prompts=3, max_tokens=8).different == 0
+    with torch.no_grad():
+        for master in p.master_weights().values():
+            master.mul_(1.25)
+    p.requantize()
+    assert measure(p, num_prompts=3, max_tokens=8).different == 0
 
 
 def test_exact_after_the_weights_have_moved() -> None:

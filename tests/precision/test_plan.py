@@ -101,3 +101,17 @@ def test_unknown_formats_of_keys_and_values_are_named(kv: str) -> None:
 def test_description_says_what_is_promised() -> None:
     assert "bit for bit" in dict(PrecisionPlan.preset("unified").describe()).popitem()[1]
     assert "not promised" in dict(PrecisionPlan.preset("mixed").describe()).popitem()[1]
+
+
+def test_a_base_in_nvfp4_stands_for_fp8_on_both_sides() -> None:
+    plan = PrecisionPlan.from_settings(PrecisionSettings(base="nvfp4", first_layers_bf16=1))
+    formats = [[plan.linear_format(side, i, 3) for i in range(3)] for side in ("rollout", "train")]
+    assert formats == [["bf16", "nvfp4", "nvfp4"]] * 2
+    assert plan.exact
+    assert PrecisionPlan.from_dict(plan.to_dict()) == plan
+    described = dict(plan.describe())
+    assert described["rollout linears"] == described["training linears"]
+    assert described["rollout linears"].startswith("NVFP4 weights")
+    for preset in ("bf16", "mixed", "fp32"):
+        with pytest.raises(UserError, match=r"nvfp4.*unified or jet"):
+            PrecisionPlan.preset(preset).replace(base="nvfp4")

@@ -34,7 +34,7 @@ from jetrl.memory.out_of_memory import release
 from jetrl.memory.plan import MemoryPlan, Workload, memory_plan
 from jetrl.models.policy import Policy
 from jetrl.precision.linear import Linear
-from jetrl.precision.quantized_weight import FP8Weight
+from jetrl.precision.quantized_weight import operand_tensors
 from jetrl.rollout.engine import RolloutEngine
 from jetrl.rollout.options import GenerateOptions
 from jetrl.rollout.sequence import sequence_keys
@@ -65,6 +65,7 @@ class Choices:
         warm_micro_batches: Micro-batches of the update that warms up; None: two a rank. The weights
             after it depend on their number.
         adapter_rank: The rank of adapters on a frozen base; 0: all parameters are trained.
+        base: The format of a frozen base.
     """
 
     shape: str
@@ -76,12 +77,15 @@ class Choices:
     train: dict[str, Any]
     warm_micro_batches: int | None = None
     adapter_rank: int = 0
+    base: str = "fp8"
 
 
 def policy_of(plan: str, choices: Choices) -> Policy:
     """Return a policy of a plan with random weights."""
-    rank = choices.adapter_rank
-    return make_policy(choices.shape, plan, choices.device, choices.layers, adapter_rank=rank)
+    rank, base = choices.adapter_rank, choices.base
+    return make_policy(
+        choices.shape, plan, choices.device, choices.layers, adapter_rank=rank, base=base
+    )
 
 
 class _Tried(MicroBatchSize):
@@ -330,6 +334,7 @@ class Flow:
             ]
         if for_plan and choices.adapter_rank:
             words += ["adapter.kind=lora", f"adapter.rank={choices.adapter_rank}"]
+            words.append(f"precision.base={choices.base}")
         return load_config(None, [f"rollout.max_tokens={load.response_length}", *words])
 
     # Measuring
@@ -369,11 +374,8 @@ def codes_of(policy: Policy, every: int = 12) -> dict[str, torch.Tensor]:
     for layer in list(policy.decoder.layers)[::every]:
         for linear in layer.modules():
             if isinstance(linear, Linear):
-                operand = linear.operand("train")
-                if isinstance(operand, FP8Weight):
-                    codes = operand.direct.codes.view(torch.uint8)
-                else:
-                    codes = operand.view(torch.int16)
+                codes = operand_tensors(linear.operand("train"))[0]
+                codes = codes.view(torch.int16 if codes.dtype == torch.bfloat16 else torch.uint8)
                 copies[linear.name] = codes.to("cpu", copy=True)
     return copies
 

@@ -37,7 +37,7 @@ from jetrl.kernels.adamw_scalars import adamw_scalars
 from jetrl.memory.out_of_memory import release
 from jetrl.models.policy import Policy
 from jetrl.precision.linear import Linear
-from jetrl.precision.quantized_weight import FP8Weight
+from jetrl.precision.quantized_weight import operand_tensors
 from jetrl.settings import TrainSettings
 from jetrl.training.optimizer import Optimizer
 
@@ -120,10 +120,7 @@ def requantize_bytes(policy: Policy) -> int:
     for module in policy.decoder.modules():
         if isinstance(module, Linear):
             copy = module.operand("train")  # the same one for both sides under this plan
-            if isinstance(copy, FP8Weight):
-                total += copy.direct.codes.nbytes + copy.direct.scales.nbytes
-            else:
-                total += copy.nbytes
+            total += sum(tensor.nbytes for tensor in operand_tensors(copy))
             total += 4 * module.weight.numel()
     return total
 

@@ -41,6 +41,7 @@ def make_policy(
     layers: int | None,
     kv: str | None = None,
     adapter_rank: int = 0,
+    base: str = "fp8",
 ) -> Policy:
     """Return a policy with random weights, whose logits have a standard deviation of about 2.
 
@@ -52,13 +53,14 @@ def make_policy(
         kv: The formats of keys and values; None: the preset's.
         adapter_rank: The rank of adapters on a frozen base, whose B is random too; 0: all
             parameters are trained.
+        base: The format of a frozen base.
     """
     config = dict(SHAPES[shape])
     if layers is not None:
         config["num_hidden_layers"] = layers
     config["initializer_range"] = float(2.0 / np.sqrt(config["hidden_size"]))
     chosen = PrecisionPlan.preset(plan)
-    chosen = chosen if kv is None else chosen.replace(kv=kv)
+    chosen = chosen.replace(base=base) if kv is None else chosen.replace(base=base, kv=kv)
     if not adapter_rank:
         return Policy.from_config(config, chosen, seed=0, device=device)
     adapter = Adapter.new(ModelConfig.from_hf(config), LoRA(adapter_rank, 32.0), seed=0)

@@ -35,6 +35,7 @@ from jetrl.bench._profile import kernel_rows, totals
 from jetrl.bench._timing import (
     Row,
     add_adapter_argument,
+    add_base_argument,
     add_shape_arguments,
     bench_parser,
     copy_bandwidth,
@@ -47,7 +48,7 @@ from jetrl.memory.device import peak_bytes, reset_peak
 from jetrl.models.attention import kv_bytes_per_token
 from jetrl.models.policy import Policy
 from jetrl.precision.linear import Linear
-from jetrl.precision.quantized_weight import FP8Weight
+from jetrl.precision.quantized_weight import operand_tensors
 from jetrl.rollout.decode_forward import padded_batch, padded_context
 from jetrl.rollout.engine import RolloutEngine
 from jetrl.rollout.options import GenerateOptions
@@ -74,11 +75,7 @@ def weight_bytes(policy: Policy) -> int:
     total = 0
     for module in policy.decoder.modules():
         if isinstance(module, Linear):
-            operand = module.operand("rollout")
-            if isinstance(operand, FP8Weight):
-                total += operand.direct.codes.nbytes + operand.direct.scales.nbytes
-            else:
-                total += (operand if isinstance(operand, torch.Tensor) else operand.values).nbytes
+            total += sum(t.nbytes for t in operand_tensors(module.operand("rollout")))
     return total
 
 
@@ -336,6 +333,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--plan", action="append", help="repeatable; default: unified")
     parser.add_argument("--kv", action="append", help="repeatable; default: the plan's own")
     add_adapter_argument(parser)
+    add_base_argument(parser)
     parser.add_argument("--case", action="append", help="BxPxR, repeatable; instead of:")
     parser.add_argument("--batch", type=int, default=64, help="sequences (default 64)")
     parser.add_argument("--prompt", type=int, default=128, help="tokens (default 128)")
@@ -350,6 +348,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     command += f" --layers {args.layers}" if args.layers else ""
     command += options("plan", args.plan) + options("kv", args.kv) + options("case", cases)
     command += f" --adapter-rank {args.adapter_rank}" * (args.adapter_rank > 0)
+    command += " --base nvfp4" * (args.base == "nvfp4")
     command += f" --rounds {args.rounds}" * (args.rounds > 1)
     command += (f" --load {args.load}" if args.load else "") + " --profile" * args.profile
     formats: list[str | None] = args.kv or [None]
@@ -358,7 +357,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     def add(row: Row) -> None:
         profiles = {key: row.pop(key) for key in ("profile", "prefill_profile") if key in row}
-        rows.append({"shape": args.shape, "adapter_rank": args.adapter_rank, **row})
+        beside = {"adapter_rank": args.adapter_rank, "base": args.base}
+        rows.append({"shape": args.shape, **beside, **row})
         print_table([rows[-1]])
         for key, profile in profiles.items():
             print_table(profile)
@@ -367,7 +367,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     for name in args.plan or ["unified"]:
         rank = args.adapter_rank
-        policy = make_policy(args.shape, name, "cuda", args.layers, adapter_rank=rank)
+        policy = make_policy(
+            args.shape, name, "cuda", args.layers, adapter_rank=rank, base=args.base
+        )
         # The format of keys and values is the cache's and the packed batch's alone, so one set of
         # weights serves all.
         plans = [policy.plan if kv is None else policy.plan.replace(kv=kv) for kv in formats]

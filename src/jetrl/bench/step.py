@@ -61,6 +61,7 @@ from jetrl.bench._smaller_card import leave_free
 from jetrl.bench._timing import (
     Row,
     add_adapter_argument,
+    add_base_argument,
     add_shape_arguments,
     bench_parser,
     copy_bandwidth,
@@ -136,6 +137,7 @@ def measure(
     return {
         "plan": policy.plan.name,
         "adapter_rank": choices.adapter_rank,
+        "base": choices.base,
         "ranks": size,
         "load": str(load),
         "settings": flow.chosen,
@@ -298,6 +300,7 @@ def add_arguments(parser: argparse.ArgumentParser, plans: Sequence[str]) -> None
         help="a setting of [train]; optimizer_states=compact unless given",
     )
     add_adapter_argument(parser)
+    add_base_argument(parser)
     parser.add_argument("--device", default="cuda", help="cpu: to try it out, nothing is written")
 
 
@@ -314,6 +317,7 @@ def choices_of(args: argparse.Namespace, max_batch_size: int | None = None) -> C
         max_batch_size=max_batch_size,
         train=train,
         adapter_rank=args.adapter_rank,
+        base=args.base,
     )
 
 
@@ -338,6 +342,7 @@ def command_of(name: str, args: argparse.Namespace, load: Load) -> str:
     command += f" --prompt-length {load.prompt_length} --response-length {load.response_length}"
     command += f" --mean-length {load.mean_length}" if load.mean_length else ""
     command += f" --adapter-rank {args.adapter_rank}" if args.adapter_rank else ""
+    command += " --base nvfp4" if args.base == "nvfp4" else ""
     if args.tokens_per_micro_batch:
         command += f" --tokens-per-micro-batch {args.tokens_per_micro_batch}"
     return command + options("train", args.train)

@@ -23,6 +23,7 @@ from jetrl.memory.products import ProductBytes
 from jetrl.models.adapter import LoRA
 from jetrl.models.attention import kv_bytes_per_token, staged_bytes_per_token
 from jetrl.models.families import ModelConfig
+from jetrl.precision.nvfp4_layout import FEW_ROWS
 from jetrl.precision.plan import FP8_BLOCK, LinearFormat, PrecisionPlan
 
 _NONE = ProductBytes()
@@ -135,13 +136,14 @@ def _layer_backward_bytes(
     The MLP holds the gradients of its activations and of a weight, attention those of the heads,
     and dS. With adapters there is no gradient of a weight, and gradients of activations are in
     BF16; beside them are the norm's output, made again, and dY and the weight of gate_up as DGrad
-    reads them.
+    reads them: turned codes, or an NVFP4 weight widened to BF16.
     """
     tokens, hidden, inner = batch.tokens, config.hidden_size, config.intermediate_size
     # The first micro-batch allocates the gradient of gate_up; later ones add to it in place.
     gradient = 0 if batch.several else 4 * 2 * inner * hidden
     if adapted:
         gate_up = 2 * inner * hidden if plan.train_linear == "fp8" else 0
+        gate_up = _widened(config, plan, tokens) or gate_up
         mlp = (6 * hidden + 6 * inner) * tokens + gate_up
     elif plan.train_linear == "fp8":
         # While dY of gate_up is made: dY of down as codes, dY of SwiGLU, the codes of its output.
@@ -202,7 +204,7 @@ def forward_bytes(
     attention = wide * (3 * hidden + (3 * heads + 6 * groups) * config.head_dim)
     attention += 4 * heads * config.head_dim
     earlier = max(0, contexts - tokens) * staged_bytes_per_token(config, plan)
-    return max(tokens * mlp, tokens * attention + earlier)
+    return max(tokens * mlp, tokens * attention + earlier) + _widened(config, plan, tokens)
 
 
 def _layer_bytes(
@@ -229,6 +231,13 @@ def _layer_bytes(
     gates = 2 * wide * config.intermediate_size * tokens
     attention = (qkv + attended + stored) * tokens
     return 2 * entered + attention + gates + linear_input(config.intermediate_size)
+
+
+def _widened(config: ModelConfig, plan: PrecisionPlan, tokens: int) -> int:
+    """Return the bytes of the largest NVFP4 weight that is widened to BF16 for one product."""
+    if plan.base != "nvfp4" or tokens <= FEW_ROWS:
+        return 0
+    return 4 * config.intermediate_size * config.hidden_size
 
 
 def _codes(columns: int, tokens: int) -> int:

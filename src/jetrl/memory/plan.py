@@ -261,7 +261,8 @@ def memory_plan(
         rows.append(_always(moments, "libraries", _LIBRARIES))
     if "critic" in moments:
         critic = (others.critic or config).with_scalar_head()
-        rows += _training("critic: ", "critic", critic, plan, batch, settings, cards)
+        own = plan.without_base
+        rows += _training("critic: ", "critic", critic, own, batch, settings, cards)
     return MemoryPlan(tuple(row for row in rows if any(row.bytes.values())), batch)
 
 
@@ -343,12 +344,13 @@ def _others(
         rows.append(_always(held, "reference: quantized weights alone", size))
     if settings.critic.path is not None:
         critic = (others.critic or config).with_scalar_head()
-        weights = 4 * trained_parameters(critic, cards) + quantized_bytes(critic, plan)
+        weights = 4 * trained_parameters(critic, cards)
+        weights += quantized_bytes(critic, plan.without_base)
         size = weights + optimizer_bytes(settings, critic, cards)
         rows.append(_always(moments, "critic: weights, optimizer states", size))
     if others.reward is not None:
         held = ("reward",) if settings.reward.offload else moments
-        size = frozen_bytes(others.reward, plan)
+        size = frozen_bytes(others.reward, plan.without_base)
         rows.append(_always(held, "reward model: quantized weights alone", size))
     return rows
 
@@ -367,7 +369,7 @@ def _forwards(
     tokens = min(max(micro_batch_tokens, load.tokens), completions * load.tokens)
     rows = []
     if others.reward is not None:
-        size = activations.forward_bytes(others.reward, plan, tokens)
+        size = activations.forward_bytes(others.reward, plan.without_base, tokens)
         rows.append(Row(f"reward model: a forward of {tokens} tokens", {"reward": size}))
     if "reference" in moments:
         reference = others.reference or config

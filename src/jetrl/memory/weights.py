@@ -9,6 +9,7 @@ from jetrl.distributed.shards import shard_of
 from jetrl.kernels.adamw import state_bytes
 from jetrl.models.adapter import LoRA, adapter_names
 from jetrl.models.families import ModelConfig, parameter_shapes
+from jetrl.precision.nvfp4 import NVFP4_GROUP
 from jetrl.precision.plan import FP8_BLOCK, PrecisionPlan
 from jetrl.settings.loading import Settings
 
@@ -114,7 +115,8 @@ def quantized_bytes(
     def weight_bytes(format: str, rows: int, columns: int) -> int:
         elements = rows * columns
         scales = 4 * -(-rows // FP8_BLOCK) * -(-columns // FP8_BLOCK)
-        sizes = {"fp8": elements + scales, "fp32": 0}
+        nvfp4 = elements // 2 + elements // NVFP4_GROUP
+        sizes = {"fp8": elements + scales, "nvfp4": nvfp4, "fp32": 0}
         return sizes.get(format, 2 * elements)
 
     tables = 2 if config.layers_without_rope else 1  # rotary positions, and angles of zero

@@ -33,5 +33,8 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the norm of x [..., D], with the same shape and dtype."""
-        weight = self.weight.to(x.dtype) if torch.is_grad_enabled() else self.rounded
-        return rms_norm(x, weight, self.eps)
+        if not torch.is_grad_enabled():
+            return rms_norm(x, self.rounded, self.eps)
+        noise = self.quantized.noise
+        weight = self.weight if noise is None else self.weight + noise
+        return rms_norm(x, weight.to(x.dtype), self.eps)

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from jetrl.precision.adapter import AdapterWeight, add_adapter
 from jetrl.precision.gemm import bf16_matmul, fp8_matmul
 from jetrl.precision.gradients import Gradients
+from jetrl.precision.nvfp4_weight import NVFP4Weight, nvfp4_dgrad, nvfp4_matmul
 from jetrl.precision.plan import FP8_BLOCK, PrecisionPlan, Side
 from jetrl.precision.quantize import QTensor, dequantize, quantize
 from jetrl.precision.quantized_weight import (
@@ -223,7 +224,9 @@ def fprop(
     if isinstance(weight, FP8Weight):
         assert isinstance(x, QTensor), "an FP8 weight multiplies codes"
         return fp8_matmul(x, weight.direct, out_dtype)
-    assert isinstance(x, Tensor), "a BF16 weight multiplies BF16 values"
+    assert isinstance(x, Tensor), "an NVFP4 or BF16 weight multiplies BF16 values"
+    if isinstance(weight, NVFP4Weight):
+        return nvfp4_matmul(x, weight, out_dtype)
     return bf16_matmul(x, weight, out_dtype, plan.pinned)
 
 
@@ -240,6 +243,8 @@ def dgrad(rows: GEMMInput, weight: Operand) -> Tensor:
         assert isinstance(weight, FP8Weight), "codes of dY multiply an FP8 weight"
         return fp8_matmul(rows, weight.transposed)
     assert not isinstance(weight, WeightOfCodedInputs), "such a weight is the sampler's alone"
+    if isinstance(weight, NVFP4Weight):
+        return nvfp4_dgrad(rows, weight)
     w = dequantize(weight.direct) if isinstance(weight, FP8Weight) else weight
     if rows.is_cuda:
         return rows @ w.bfloat16()

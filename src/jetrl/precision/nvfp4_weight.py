@@ -44,6 +44,12 @@ class NVFP4Weight:
         """The shape [N, K] of the weight."""
         return self.stored.shape
 
+    @property
+    def stored_scale(self) -> float:
+        """The matrix's scale, by which the device's products multiply."""
+        stored = self.stored
+        return stored.factor if isinstance(stored, HopperNVFP4) else float(stored.scale)
+
     def tensors(self) -> list[Tensor]:
         """Return the codes and the scales of groups."""
         return [self.stored.codes, self.stored.scales]

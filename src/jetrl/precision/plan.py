@@ -24,6 +24,7 @@ from jetrl.settings import PrecisionSettings, SamplerDeviationSettings
 from jetrl.settings.presets import (
     PRESET_DEVIATIONS,
     PRESETS,
+    BaseFormat,
     Format,
     KVFormat,
     LinearFormat,
@@ -51,7 +52,7 @@ FP8_BLOCK = 128
 _SETTINGS = TypeAdapter(PrecisionSettings)
 _DEVIATION_SETTINGS = TypeAdapter(SamplerDeviationSettings)
 # A plan is stored without these fields where they have their defaults, as before there were any.
-_STORED_IF_SET = ("wgrad_input", "pinned_sums", "sampler_deviation")
+_STORED_IF_SET = ("wgrad_input", "pinned_sums", "sampler_deviation", "base")
 
 
 class Rounding(NamedTuple):
@@ -63,7 +64,7 @@ class Rounding(NamedTuple):
         through_bf16: Whether codes are made of the master weight rounded to BF16.
     """
 
-    format: Literal["fp32", "bf16", "fp8", "fp8_weights"]
+    format: Literal["fp32", "bf16", "fp8", "fp8_weights", "nvfp4"]
     scales: ScaleRule = "fp32"
     through_bf16: bool = False
 
@@ -87,6 +88,7 @@ class PrecisionPlan:
         pinned_sums: Whether every sum has one order, whatever the batch; None: where the linear
             layers of both sides are FP8. Without, a GPU's library chooses the order of BF16 sums.
         sampler_deviation: What the sampler computes otherwise than all of the above say.
+        base: What stands for fp8 in the linears of a base that is not trained.
     """
 
     name: str
@@ -102,11 +104,20 @@ class PrecisionPlan:
     wgrad_input: WGradInput = "128x128"
     pinned_sums: bool | None = None
     sampler_deviation: SamplerDeviation = NO_DEVIATION
+    base: BaseFormat = "fp8"
 
     def __post_init__(self) -> None:
         if self.kv not in get_args(KVFormat):
             formats = ", ".join(get_args(KVFormat))
             raise UserError(f"precision.kv = {self.kv!r}: use one of {formats}")
+        own = self.sampler_deviation
+        alike = is_fp8(self.rollout_linear, self.train_linear) and own.linears is None
+        if self.base == "nvfp4" and (own.weights_through_bf16 or not alike):
+            raise UserError(
+                f"precision.base = nvfp4 stands for FP8 weights that both sides read alike, and "
+                f"the preset {self.name}, or sampler_deviation, has none: use precision.preset = "
+                "unified or jet, and leave sampler_deviation's linears and weights_through_bf16 out"
+            )
 
     @staticmethod
     def preset(name: str) -> PrecisionPlan:
@@ -207,7 +218,14 @@ class PrecisionPlan:
         kept = self.keeps_bf16(layer, num_layers) or (
             side == "rollout" and layer in self.sampler_deviation.bf16_layers
         )
-        return "bf16" if kept and chosen != "fp32" else chosen
+        if kept and chosen != "fp32":
+            return "bf16"
+        return self.base if chosen == "fp8" else chosen
+
+    @property
+    def without_base(self) -> PrecisionPlan:
+        """The plan of a critic and of a reward model, which are no base of an adapter."""
+        return dataclasses.replace(self, base="fp8")
 
     def linear_formats(self, layer: int, num_layers: int) -> dict[Side, LinearFormat]:
         """Return the format of a decoder layer's linears on each side."""
@@ -236,7 +254,7 @@ class PrecisionPlan:
         """
         if format == "fp8_activations":
             return Rounding("bf16")
-        if format in ("fp32", "bf16"):
+        if format in ("fp32", "bf16", "nvfp4"):
             return Rounding(format)
         through_bf16 = side == "rollout" and self.sampler_deviation.weights_through_bf16
         return Rounding(format, self.on(side).scales, through_bf16)

@@ -17,11 +17,13 @@ def described(plan: PrecisionPlan) -> list[tuple[str, str]]:
     names = {"fp8": fp8, "int8": int8, "bf16": "BF16", "fp32": "FP32"}
     keys, values = (names[format] for format in key_and_value_formats(plan.kv))
     gradient = "BF16" if plan.grad_output == "bf16" else f"FP8 {plan.grad_output}"
-    training = names[plan.train_linear]
-    if plan.train_linear == "fp8":
+    rollout, training = names[plan.rollout_linear], names[plan.train_linear]
+    if plan.base == "nvfp4":
+        rollout = training = "NVFP4 weights, frozen; BF16 activations"
+    elif plan.train_linear == "fp8":
         training += f" (FProp, DGrad, WGrad; output gradients {gradient})"
     rows = [
-        ("rollout linears", names[plan.rollout_linear]),
+        ("rollout linears", rollout),
         ("training linears", training),
         ("keys and values, both sides", keys if keys == values else f"{keys}; {values}"),
         ("embeddings, norms, residual", names[plan.rest]),

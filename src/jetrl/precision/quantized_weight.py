@@ -12,6 +12,7 @@ and receives the rest of the quantized weight, which is whole on every rank.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal, overload
@@ -23,6 +24,7 @@ from jetrl.distributed.collectives import gather_rows
 from jetrl.distributed.shards import Shard
 from jetrl.errors import UserError
 from jetrl.precision.layout import empty_weight
+from jetrl.precision.nvfp4_weight import NVFP4Weight
 from jetrl.precision.plan import FP8_BLOCK, LinearFormat, PrecisionPlan, Rounding, ScaleRule, Side
 from jetrl.precision.quantize import FORMATS, QTensor, dequantize, quantize
 
@@ -64,8 +66,17 @@ class WeightOfCodedInputs:
     values: Tensor
 
 
-StoredWeight = FP8Weight | Tensor
+StoredWeight = FP8Weight | NVFP4Weight | Tensor
 Operand = StoredWeight | WeightOfCodedInputs
+
+
+def operand_tensors(weight: Operand) -> list[Tensor]:
+    """Return the tensors of a quantized weight: codes and scales, or the weight itself."""
+    if isinstance(weight, FP8Weight):
+        return [weight.direct.codes, weight.direct.scales]
+    if isinstance(weight, NVFP4Weight):
+        return weight.tensors()
+    return [weight.values if isinstance(weight, WeightOfCodedInputs) else weight]
 
 
 class QuantizedWeight:
@@ -85,9 +96,11 @@ class QuantizedWeight:
         master: The master weight; of a fixed one the shape alone (but under fp32, which reads it).
         shape: The shape of the whole weight.
         fixed: Whether the weight is never rounded again.
+        noise: What is added to the master weight before it is rounded, float32; None: nothing.
 
     Raises:
-        UserError: A side reads FP8, and a dimension is not a multiple of 128.
+        UserError: A side reads FP8 or NVFP4, and a dimension is not a multiple of 128; or NVFP4,
+            and the weight is trained or has a value that is not finite.
     """
 
     def __init__(
@@ -102,16 +115,12 @@ class QuantizedWeight:
     ) -> None:
         self.name, self.master, self.formats = name, master, formats
         self.shard, self.fixed = shard, fixed
+        self.noise: Tensor | None = None
         self._roundings = {side: plan.rounding(side, format) for side, format in formats.items()}
         num_rows = len(master) if shard is None else shard.num_rows
         self.shape = torch.Size((num_rows, *master.shape[1:]))
         kept = {self._roundings[side] for side in sides}
-        coded = {"fp8", "fp8_weights", "fp8_activations"} & set(formats.values())
-        if coded and any(size % FP8_BLOCK for size in self.shape):
-            raise UserError(
-                f"layer {name}: FP8 needs dimensions that are multiples of {FP8_BLOCK}, and this "
-                f"weight is {list(self.shape)}; use precision.preset=bf16 (--plan bf16)"
-            )
+        self._check_formats()
         if shard is None:
             self._stored = {rounding: self._rounded(rounding) for rounding in sorted(kept)}
         else:
@@ -120,6 +129,21 @@ class QuantizedWeight:
         if fixed and Rounding("fp32") not in kept:
             empty = torch.empty((), device=master.device).expand(master.shape)
             self.master = nn.Parameter(empty, requires_grad=False)
+
+    def _check_formats(self) -> None:
+        """Check that the weight can have the formats that the sides read."""
+        formats = set(self.formats.values())
+        coded = "NVFP4" if "nvfp4" in formats else "FP8"
+        if formats - {"fp32", "bf16"} and any(size % FP8_BLOCK for size in self.shape):
+            raise UserError(
+                f"layer {self.name}: {coded} needs dimensions that are multiples of {FP8_BLOCK}, "
+                f"and this weight is {list(self.shape)}; use precision.preset=bf16 (--plan bf16)"
+            )
+        if "nvfp4" in formats and not self.fixed:
+            raise UserError(
+                f"layer {self.name}: precision.base=nvfp4 is for weights that are not trained; "
+                "train an adapter beside them (adapter.kind=lora), or leave precision.base unset"
+            )
 
     @overload
     def operand(self, side: Literal["train"]) -> StoredWeight: ...
@@ -150,7 +174,17 @@ class QuantizedWeight:
                 gather_rows(weight.direct.codes, self.shard.counts())
                 gather_rows(_with_padding(weight.direct.scales), self.shard.counts(FP8_BLOCK))
             else:
+                assert isinstance(weight, Tensor), "a weight in NVFP4 is whole on every rank"
                 gather_rows(weight, self.shard.counts())
+
+    def add_noise(self, noise: Tensor | None) -> None:
+        """Round the master weight plus some noise, now and at each `requantize`, in place.
+
+        Args:
+            noise: float32 like the master weight; None: no noise from now on.
+        """
+        self.noise = noise
+        self.requantize()
 
     def fp8_scales(self) -> list[Tensor]:
         """Return the scales of the FP8 rounding, if there is one."""
@@ -158,13 +192,7 @@ class QuantizedWeight:
 
     def tensors(self) -> list[Tensor]:
         """Return every tensor that forwards read."""
-        tensors: list[Tensor] = []
-        for weight in self._stored.values():
-            if isinstance(weight, FP8Weight):
-                tensors += [weight.direct.codes, weight.direct.scales]
-            else:
-                tensors.append(weight)
-        return tensors
+        return [t for weight in self._stored.values() for t in operand_tensors(weight)]
 
     def move(self, moved: Callable[[Tensor], Tensor]) -> None:
         """Replace every tensor that forwards read by what `moved` makes of the tensor."""
@@ -173,6 +201,8 @@ class QuantizedWeight:
                 codes, scales = moved(weight.direct.codes), moved(weight.direct.scales)
                 direct = dataclasses.replace(weight.direct, codes=codes, scales=scales)
                 self._stored[rounding] = FP8Weight(direct)
+            elif isinstance(weight, NVFP4Weight):
+                self._stored[rounding] = weight.moved(moved)
             else:
                 self._stored[rounding] = moved(weight)
 
@@ -188,11 +218,16 @@ class QuantizedWeight:
     def _rounded(self, rounding: Rounding, into: StoredWeight | None = None) -> StoredWeight:
         """Return the master weight in a rounding, written over `into` where that is given."""
         weight = self.master.detach()
+        if self.noise is not None:
+            assert rounding.format != "fp32", "a master weight that is read has no room for noise"
+            weight = weight + self.noise
         if not weight.numel():  # a rank that owns no row
             assert into is not None, "a whole weight has rows"
             return into
         if rounding.format == "fp32":
             return self.master
+        if rounding.format == "nvfp4":
+            return self._in_nvfp4(weight)
         if rounding.through_bf16:
             weight = weight.bfloat16().float()
         if rounding.format == "fp8_weights":
@@ -200,6 +235,16 @@ class QuantizedWeight:
         if rounding.format != "fp8":
             return into.copy_(weight) if isinstance(into, Tensor) else weight.bfloat16()
         return _fp8(weight, rounding.scales, into)
+
+    def _in_nvfp4(self, weight: Tensor) -> NVFP4Weight:
+        """Return a weight [N, K] in NVFP4, or raise UserError for values that are not finite."""
+        rounded = NVFP4Weight.of(weight)
+        if not math.isfinite(rounded.stored_scale):
+            raise UserError(
+                f"layer {self.name}: the weight has values that are NaN or Inf, which NVFP4 cannot "
+                "keep; mend the model's files, or leave precision.base unset"
+            )
+        return rounded
 
 
 def _fp8(weight: Tensor, scales: ScaleRule, into: StoredWeight | None = None) -> FP8Weight:
@@ -222,6 +267,7 @@ def _own(whole: StoredWeight, shard: Shard) -> StoredWeight:
     if isinstance(whole, Tensor):
         return whole[shard.own_rows]
     blocks = slice(*(row // FP8_BLOCK for row in (shard.own_rows.start, shard.own_rows.stop)))
+    assert isinstance(whole, FP8Weight), "a weight in NVFP4 is whole on every rank"
     q = whole.direct
     return FP8Weight(QTensor(q.codes[shard.own_rows], q.scales[blocks], q.block))
 

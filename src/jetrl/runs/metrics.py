@@ -90,6 +90,11 @@ METRICS: tuple[Metric, ...] = (
     ),
     *SPECULATION,
     Metric(
+        "noise/sigma",
+        "deviation",
+        "of the Gaussian noise on the norms' weights in this step (adapter.noise_start)",
+    ),
+    Metric(
         "response_length/mean",
         "tokens",
         "mean length of a completion",

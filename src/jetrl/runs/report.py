@@ -51,11 +51,13 @@ PLAN_ROLES = {
     "wgrad_input": "X into WGrad, groups",
     "pinned_sums": "sums in one order",
     "sampler_deviation": "the sampler alone, otherwise",
+    "base": "FP8 linears of a frozen base",
 }
 FORMATS = {
     "e4m3": "FP8 (e4m3)",
     "e5m2": "FP8 (e5m2)",
     "fp8": "FP8 (e4m3)",
+    "nvfp4": "NVFP4",
     "int8": "INT8",
     "int8+fp8": "keys INT8, values FP8 (e4m3)",
     "fp8+int8": "keys FP8 (e4m3), values INT8",

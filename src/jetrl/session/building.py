@@ -200,7 +200,8 @@ def build_reward(settings: Settings, policy: Policy, tokens_at_once: int) -> Rew
     """
     if not settings.reward.is_weighed:
         return None
-    return Reward(settings.reward, policy, policy.plan, settings.rollout.max_tokens, tokens_at_once)
+    plan = policy.plan.without_base
+    return Reward(settings.reward, policy, plan, settings.rollout.max_tokens, tokens_at_once)
 
 
 def build_critic(settings: Settings, policy: Policy, guard: Guard | None = None) -> Critic | None:
@@ -217,6 +218,7 @@ def build_critic(settings: Settings, policy: Policy, guard: Guard | None = None)
     path = settings.critic.path
     if path is None:
         return None
+    plan = policy.plan.without_base
     if path == "policy" and policy.lora is not None and policy.base_path is not None:
         # All parameters of a critic are trained, so its masters are read from the base's directory.
         path = policy.base_path
@@ -227,10 +229,10 @@ def build_critic(settings: Settings, policy: Policy, guard: Guard | None = None)
         else:
             weights = RandomWeights(policy.config, settings.run.seed, policy.device)
         model = ScalarModel.with_new_head(
-            policy.config, weights, policy.plan, policy.device, policy.tokenizer
+            policy.config, weights, plan, policy.device, policy.tokenizer
         )
     else:
-        model = ScalarModel.from_language_model(path, policy.plan, policy.device)
+        model = ScalarModel.from_language_model(path, plan, policy.device)
         _check_vocabulary(policy, model, f"critic.path = {path}")
     return Critic(model, settings, guard)
 

@@ -16,6 +16,7 @@ from jetrl.memory.out_of_memory import explained
 from jetrl.memory.plan import OtherModels, Workload
 from jetrl.models.families import ModelConfig
 from jetrl.models.model import Model
+from jetrl.models.norm_noise import NormNoise
 from jetrl.models.policy import Policy
 from jetrl.parity import require_exact
 from jetrl.precision import PrecisionPlan
@@ -67,6 +68,7 @@ class RunContext(TrainingContext):
         scorer: The scoring processes.
         engine: The engine that samples from the policy.
         reward: Makes the rewards of [reward]; None where the reward is the task's own score.
+        noise: The noise on the policy's norms, which `[adapter]` asks for.
     """
 
     model: Policy
@@ -76,6 +78,7 @@ class RunContext(TrainingContext):
     scorer: Scorer
     engine: RolloutEngine
     reward: Reward | None
+    noise: NormNoise
 
     @property
     def policy(self) -> Policy:
@@ -165,6 +168,7 @@ def open_context(settings: Settings, stack: contextlib.ExitStack) -> RunContext:
         scorer=stack.enter_context(Scorer.from_settings(task_settings)),
         engine=engine,
         reward=reward,
+        noise=NormNoise(policy, settings),
     )
 
 

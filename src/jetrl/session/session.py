@@ -237,7 +237,7 @@ class Session:
             prompts += self._order("oversample").draw(number, more)
         prompts = prompts[: len(prompts) + min(more, 0)]
         compare_prompts(number, prompts)
-        return Step(number, prompts=prompts)
+        return Step(number, prompts=prompts, metrics=self.context.noise.begin_step(number))
 
     def sample(self, step: Step) -> Step:
         """Draw samples_per_prompt completions of each prompt, with their log-probs.
@@ -445,7 +445,7 @@ class Session:
     def _held_out(self, step: int) -> Evaluation:
         """Evaluate the policy after a step on the held-out prompts."""
         context = self.context
-        with self.run.phases.phase("eval"), self._nonfinite.sampling(step):
+        with self.run.phases.phase("eval"), self._nonfinite.sampling(step), context.noise.off():
             return evaluate(
                 context.engine,
                 context.scorer,

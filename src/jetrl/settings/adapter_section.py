@@ -9,7 +9,8 @@ from pydantic import Field, model_validator
 
 from jetrl.settings.algorithm_section import AlgorithmSettings
 from jetrl.settings.model_sections import ReferenceSettings
-from jetrl.settings.section import PositiveFloat, Section
+from jetrl.settings.precision_section import PrecisionSettings
+from jetrl.settings.section import NonNegativeFloat, Positive, PositiveFloat, Section
 
 MOST_RANK = 512
 Rank = Annotated[int, Field(ge=1, le=MOST_RANK)]
@@ -41,11 +42,39 @@ class AdapterSettings(Section):
     train_embeddings: bool = Field(False, description="train the embedding too, as a whole")
     train_norms: bool = Field(False, description="train the norms' weights too")
     train_head: bool = Field(False, description="train the output head too, as a whole")
+    noise_start: NonNegativeFloat = Field(
+        0.0,
+        description="RL samples and trains with Gaussian noise of this deviation on the weights of "
+        "norms, after a first part of the run without any (QeRL: 0.01); 0: no noise",
+    )
+    noise_end: PositiveFloat = Field(
+        5e-4, description="deviation of the noise in the last part of the run"
+    )
+    noise_stages: Positive = Field(
+        10, description="parts of the run with noise, whose deviation falls from one to the next"
+    )
 
     @property
     def trains_more(self) -> bool:
         """Return whether parameters of the base are trained beside the adapter."""
         return self.train_embeddings or self.train_norms or self.train_head
+
+    def base_problems(self, precision: PrecisionSettings) -> Iterator[str]:
+        """Yield messages about a precision that does not agree with the section.
+
+        Args:
+            precision: The section [precision].
+        """
+        if precision.base == "nvfp4" and self.kind is None:
+            yield (
+                "precision.base = nvfp4 is for a model that is not trained: set adapter.kind=lora, "
+                "or leave precision.base out"
+            )
+        if precision.preset == "fp32" and self.noise_start:
+            yield (
+                "adapter.noise_start is noise on the rounded weights of norms, and "
+                "precision.preset = fp32 has none: choose another preset, or leave it out"
+            )
 
     def problems(self, algorithm: AlgorithmSettings, reference: ReferenceSettings) -> Iterator[str]:
         """Yield messages about settings of a reinforcement learning run that an adapter excludes.
@@ -77,6 +106,12 @@ class AdapterSettings(Section):
     def is_switched_on(self) -> AdapterSettings:
         """Check that no other key is set where adapter.kind is unset."""
         if self.kind is not None:
+            if 0 < self.noise_start < self.noise_end:
+                raise ValueError(
+                    f"adapter.noise_start = {self.noise_start:g} is below adapter.noise_end = "
+                    f"{self.noise_end:g}, and the noise falls over a run: raise noise_start, or "
+                    "lower noise_end"
+                )
             return self
         for key, field in type(self).model_fields.items():
             if getattr(self, key) != field.default:

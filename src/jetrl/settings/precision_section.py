@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
-from jetrl.settings.presets import DEFAULT_PRESET, Preset
+from jetrl.settings.presets import DEFAULT_PRESET, BaseFormat, Preset
 from jetrl.settings.section import NonNegative, NonNegativeFloat, Positive, Section
 
 _KEYS_OF_A_BLOCK = 64  # The GPU's attention reads so many keys at a time.
@@ -31,6 +31,11 @@ class PrecisionSettings(Section):
     )
     lm_head: Literal["bf16", "fp8"] | None = Field(
         None, description="output projection; unset: the preset's (bf16)"
+    )
+    base: BaseFormat | None = Field(
+        None,
+        description="linears of a base that is not trained, beside an adapter: nvfp4 has 4.5 bits "
+        "a weight and BF16 activations (docs/precision.md); unset: fp8",
     )
     wgrad_input: Literal["128x128", "1x128"] | None = Field(
         None, description="values of X in WGrad that share a scale; 1x128: along tokens; unset: "

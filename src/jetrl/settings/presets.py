@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 Format = Literal["fp32", "bf16", "fp8"]
 # Of a linear layer: FP8 weights beside BF16 activations, and the other way round, are for studies.
-LinearFormat = Literal[Format, "fp8_weights", "fp8_activations"]
+# NVFP4 weights are those of a base that is not trained.
+LinearFormat = Literal[Format, "fp8_weights", "fp8_activations", "nvfp4"]
+BaseFormat = Literal["fp8", "nvfp4"]
 StoredFormat = Literal["fp32", "bf16", "fp8", "int8"]
 KVFormat = Literal[StoredFormat, "int8+fp8", "fp8+int8"]
 ScaleRule = Literal["fp32", "pow2"]

@@ -366,6 +366,7 @@ class Settings(Section):
     def agree(self) -> Settings:
         """Check that the sections agree with each other."""
         problems = [*self._single_problems(), *self._length_problems()]
+        problems += self.adapter.base_problems(self.precision)
         if self.loop.steps > 0:
             problems += [
                 *self._learning_problems(),

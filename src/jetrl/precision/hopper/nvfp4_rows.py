@@ -141,7 +141,7 @@ def _stage_words(
         words = w_smem.index(slot * UNITS + u).load(WORDS)
         scales = s_smem.index(slot * UNITS + u).reshape([64 * GROUP]).load(SCALES)
         both = step_words(words, GROUP) + step_scales(scales, GROUP)
-        parts += both  # type: ignore[assignment]
+        parts += both
     return parts
 
 

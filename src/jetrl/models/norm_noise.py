@@ -1,0 +1,110 @@
+"""Adaptive quantization noise of QeRL: Gaussian noise on the weights of norms, for exploration.
+
+Quantization noise raises the entropy of what is sampled, and QeRL (arXiv 2510.11696) adds more of
+it, which fades out over a run: to the weight of every norm in front of attention and of a
+feed-forward block, w + z with z ~ N(0, sigma**2). A norm's weight is one factor of each column of
+the linear layer behind it, so this is a noise of the layer's weights that costs nothing.
+
+The noise is added where the FP32 weight is rounded to what forwards multiply by, so sampler and
+trainer read the same bits, and under an exact plan they agree as without noise. It is the same
+within a step, also between the updates of one, and a function of (seed, step, layer): a resumed run
+draws it again, and so does every rank. Master weights, and with them checkpoints and exports, are
+without noise. Evaluation is done without it.
+
+A run of S steps is divided into stages + 1 equal parts. The first has no noise; in part k = 1 to
+`stages` sigma is start * (end / start) ** ((k - 1) / (stages - 1)).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from jetrl.models.model import Model
+from jetrl.models.norm import RMSNorm
+from jetrl.randomness import derive_seed
+from jetrl.settings.loading import Settings
+
+_NOISY = ("input_norm", "post_norm")  # of a layer; not those of queries and keys, nor the last
+
+
+@dataclass(frozen=True)
+class NoiseSchedule:
+    """The standard deviation of the noise by step.
+
+    Attributes:
+        start: Sigma of the first part with noise; 0: never any noise.
+        end: Sigma of the last part.
+        stages: How many parts of the run have noise.
+        num_steps: Steps of the run.
+    """
+
+    start: float
+    end: float
+    stages: int
+    num_steps: int
+
+    def sigma(self, step: int) -> float:
+        """Return the standard deviation in a step, from 1 on."""
+        part = (step - 1) * (self.stages + 1) // max(self.num_steps, 1)
+        if self.start == 0 or part <= 0:
+            return 0.0
+        done = (min(part, self.stages) - 1) / max(self.stages - 1, 1)
+        return float(self.start * (self.end / self.start) ** done)
+
+
+class NormNoise:
+    """The noise on one model's norms, none where `adapter.noise_start` is 0.
+
+    Args:
+        model: The model.
+        settings: The settings of the run.
+    """
+
+    def __init__(self, model: Model, settings: Settings) -> None:
+        adapter = settings.adapter
+        self._schedule = NoiseSchedule(
+            adapter.noise_start, adapter.noise_end, adapter.noise_stages, settings.loop.steps
+        )
+        self._seed, self._step = settings.run.seed, 0
+        self._norms: dict[str, RMSNorm] = {}
+        if adapter.noise_start > 0:
+            self._norms = {
+                module.quantized.name: module
+                for module in model.decoder.modules()
+                if isinstance(module, RMSNorm) and module.quantized.name.endswith(_NOISY)
+            }
+
+    def begin_step(self, step: int) -> dict[str, float]:
+        """Put the noise of a step on the norms, and return its metrics.
+
+        Args:
+            step: The number of the step, from 1; 0: no noise.
+        """
+        self._step = step
+        if not self._norms:
+            return {}
+        sigma = self._schedule.sigma(step) if step else 0.0
+        for name, norm in self._norms.items():
+            norm.quantized.add_noise(self._draw(name, norm, sigma) if sigma else None)
+        return {"noise/sigma": sigma}
+
+    @contextlib.contextmanager
+    def off(self) -> Iterator[None]:
+        """Take the noise off the norms while the context is open."""
+        step = self._step
+        self.begin_step(0)
+        try:
+            yield
+        finally:
+            self.begin_step(step)
+
+    def _draw(self, name: str, norm: RMSNorm, sigma: float) -> torch.Tensor:
+        """Return the noise of one norm, float32 [D], on its device."""
+        key = derive_seed(self._seed, "norm noise", self._step, name)
+        drawn = np.random.Generator(np.random.Philox(key=key)).standard_normal(norm.weight.numel())
+        return torch.from_numpy((drawn * sigma).astype(np.float32)).to(norm.weight.device)
