@@ -1,14 +1,15 @@
 """The GEMM of few rows by an NVFP4 weight on Hopper: decode, where 4.5 bits a value are read.
 
 A program takes 32 or 64 rows of the weight over the whole of K, and all rows of X up to BLOCK_M. It
-computes the transpose of a tile of Y: the weight is the left operand of wgmma and is unpacked to
-BF16 in the registers from which the tensor core reads it (`nvfp4_unpack`), X the right one, in
-shared memory. So the instruction has no more columns than there are rows of X.
+computes the transpose of a tile of Y: the weight is the left operand and is unpacked to BF16 in the
+registers from which the tensor core reads it (`nvfp4_unpack`), X the right one. So the instruction
+has no more columns than there are rows of X. Up to 16 rows that is mma.sync, since a wgmma takes
+some 30 cycles however few its columns are; from then on wgmma, which reads X in shared memory.
 
 The sum of an element goes along K in order, 16 products at a time, in one float32 accumulator, and
 is multiplied once by the matrix's scale: the order of cuBLAS's BF16 products without split K, by
-which many rows are multiplied (`precision.hopper.nvfp4`). Neither the tile nor the place of an
-operand, left or right, changes a bit.
+which many rows are multiplied (`precision.hopper.nvfp4`). Neither the instruction nor the tile nor
+the place of an operand, left or right, changes a bit.
 
 One warp copies tiles into a ring of ROUNDS stages, four warps unpack and multiply. A stage is GROUP
 blocks of 128 along K. In the last one K may end: what is copied of X from there on is zeros. The
@@ -27,6 +28,7 @@ import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
     warpgroup_mma,
@@ -177,6 +179,8 @@ def _multiply(
     """
     STEPS: gl.constexpr = 2 * GROUP
     layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=mma, k_width=2)
+    columns: gl.constexpr = gl.DotOperandLayout(operand_index=1, parent=mma, k_width=2)
+    SYNC: gl.constexpr = BLOCK_M <= 16
     total = gl.zeros([64, BLOCK_M], gl.float32, mma)
     stages = (KB + GROUP - 1) // GROUP
     mbarrier.wait(arrived.index(0), 0)
@@ -187,17 +191,21 @@ def _multiply(
         # Each step is unpacked while the one before multiplies, and the first step of the next
         # stage while the last one of this does. (An accumulator in flight across the loop's back
         # edge would make the assembler serialize every wgmma.)
-        x = x_smem.index(slot * STEPS).permute((1, 0))
-        total = warpgroup_mma(first, x, total, is_async=True)
-        for step in gl.static_range(1, STEPS):
-            rows = _left_operand(parts, step, UNITS, GROUP, layout)
+        for step in gl.static_range(STEPS):
+            rows = first
+            if step > 0:
+                rows = _left_operand(parts, step, UNITS, GROUP, layout)
             x = x_smem.index(slot * STEPS + step).permute((1, 0))
-            total = warpgroup_mma(rows, x, total, is_async=True)
+            if SYNC:
+                total = mma_v2(rows, x.load(columns), total)
+            else:
+                total = warpgroup_mma(rows, x, total, is_async=True)
         following = gl.minimum(stage + 1, stages - 1)
         mbarrier.wait(arrived.index(following % ROUNDS), (following // ROUNDS) & 1)
         parts = _stage_words(w_smem, s_smem, following % ROUNDS, UNITS, GROUP, WORDS, SCALES)
         first = _left_operand(parts, 0, UNITS, GROUP, layout)
-        total = warpgroup_mma_wait(0, deps=[total])
+        if not SYNC:
+            total = warpgroup_mma_wait(0, deps=[total])
         gluon_names.barrier()  # every warp has left this stage
         mbarrier.arrive(left.index(slot), count=1)
     # Rows of the product's transpose: warps hold 8 of each unit. Columns past M are products of
@@ -237,7 +245,9 @@ def nvfp4_rows_kernel(
         SCALES: the layout of a stage's scales in registers.
     """
     mma: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_M, 16]
+        version=[2 if BLOCK_M <= 16 else 3, 0],
+        warps_per_cta=[4, 1],
+        instr_shape=[16, 8] if BLOCK_M <= 16 else [16, BLOCK_M, 16],
     )
     # Programs that share a part of the weight follow each other.
     row_blocks = (M + BLOCK_M - 1) // BLOCK_M
@@ -268,11 +278,12 @@ def nvfp4_rows_kernel(
 def tiles_for(rows: int, n: int) -> Tiles:
     """Return the cut of a product of some rows of X with a weight of n rows.
 
-    Where 64 rows of the weight a program would leave multiprocessors idle, a program has 32.
+    Where 64 rows of the weight a program would leave multiprocessors idle, a program has 32. wgmma
+    takes as long for 32 as for 64, so two such programs a multiprocessor are too many there.
     """
-    narrow, wide = n <= 5120, n > 16896
+    narrow, wide = n <= 4224, n > 8448
     if rows <= 32:
-        return Tiles(1 if narrow else 2, 2, 4, 80)
+        return Tiles(1 if narrow or (rows <= 16 and not wide) else 2, 2, 4, 80)
     if rows <= 64:
         return Tiles(1, 2, 3, 128) if narrow else Tiles(2, 1 if wide else 2, 4, 128)
     return Tiles(2, 1, 3, 128) if wide or rows > 128 else Tiles(2, 2, 3, 168)
