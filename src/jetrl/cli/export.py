@@ -96,19 +96,20 @@ def _merged_parts(args: argparse.Namespace) -> _Parts:
         policy = open_policy(args.model, None, args.device, fallback_plan="fp32")
         if policy.lora is None:
             raise UserError(f"--merge: {args.model} has no adapter to merge; leave --merge out")
-        masters = policy.master_weights()
-        config, base = policy.config, policy.base_path
-        return _Parts(config, policy.lora, masters, base, config, policy.tokenizer)
+        config, masters = policy.config, policy.master_weights()
+        return _Parts(config, policy.lora, masters, policy.base_path, config, policy.tokenizer)
     path, base = location.path, base_of(location.path)
-    if base is None and location.run is None:
+    if base is not None:
+        config = hf.model_config(base)
+    elif location.run is not None:
+        config = model_config(load_config(location.run / "config.toml"))
+    else:
         raise UserError(f"{path}/adapter_config.json: base_model_name_or_path names no base")
-    own = load_config(location.run / "config.toml") if base is None and location.run else None
-    config = hf.model_config(base) if own is None else model_config(own)
     shape = config.with_scalar_head() if is_scalar(path) and config.head == "lm" else config
     adapter = read_adapter(path, shape)
-    masters = {**adapter.tensors, **adapter.replaced}
+    trained = {**adapter.tensors, **adapter.replaced}
     tokenizer = hf.load_tokenizer(path) if hf.has_tokenizer(path) else None
-    return _Parts(shape, adapter.lora, masters, base, config, tokenizer)
+    return _Parts(shape, adapter.lora, trained, base, config, tokenizer)
 
 
 def _merge(args: argparse.Namespace, parts: _Parts) -> None:
