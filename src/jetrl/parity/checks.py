@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from jetrl.errors import MismatchError
 from jetrl.kernels.logprob import chosen_logprobs
@@ -25,6 +25,7 @@ from jetrl.models.rotary import Rotary
 from jetrl.parity.locating import located
 from jetrl.parity.measuring import ParityResult, measure
 from jetrl.precision import PrecisionPlan, quantize
+from jetrl.precision.adapter import AdapterShape, AdapterWeight, add_adapter
 from jetrl.precision.gemm import bf16_matmul, fp8_matmul
 from jetrl.precision.linear import Linear
 from jetrl.randomness import derive_seed
@@ -167,10 +168,14 @@ def self_check(device: str | torch.device = "cpu") -> list[Check]:
     cu = torch.tensor([0, 30, 70], device=device)
     qkv = normal(70, (4 + 2 + 2) * 64)
     logits, chosen = normal(70, 999).float() * 4, torch.arange(70, device=device)
-    norm_weight = normal(256)
+    norm_weight, product = normal(256), normal(70, 96)
+    shape = AdapterShape(8, 1.0, num_rows=96, num_columns=256, parts=((0, 96),))
+    a, b = (nn.Parameter(normal(*size).float()) for size in (shape.a_shape, shape.b_shape))
+    adapter = AdapterWeight("adapter", a, b, shape, torch.bfloat16)
     by_rows: dict[str, Callable[[slice], Tensor]] = {
         "FP8 GEMM": lambda s: fp8_matmul(quantize(x[s]), weight, torch.float32),
         "BF16 GEMM": lambda s: bf16_matmul(x[s], bf16_weight, torch.float32),
+        "adapter": lambda s: add_adapter(product[s].clone(), x[s], adapter),
         "RMSNorm": lambda s: rms_norm(x[s], norm_weight, 1e-6),
         "SwiGLU": lambda s: swiglu(x[s]),
         "log-probs": lambda s: chosen_logprobs(logits[s], chosen[s], 0.7)[0],

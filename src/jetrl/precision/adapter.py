@@ -103,6 +103,9 @@ class AdapterWeight:
     ) -> None:
         assert tuple(a.shape) == shape.a_shape, f"{name}: A is {list(a.shape)}"
         assert tuple(b.shape) == shape.b_shape, f"{name}: B is {list(b.shape)}"
+        # The GPU's kernel has 64 rows of y to a tile, which all belong to one part.
+        whole_tiles = all(first % 64 == 0 for first, _ in shape.parts)
+        assert whole_tiles or a.device.type == "cpu", f"{name}: parts begin at {shape.parts}"
         self.name, self.a, self.b, self.shape = name, a, b, shape
         self.in_fp32 = dtype == torch.float32
         rows, rank = len(shape.parts) * shape.padded_rank, shape.padded_rank
