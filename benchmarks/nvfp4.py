@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -64,8 +64,16 @@ def timed(
     return rows
 
 
-def layer_rows(model: str, layer: str, n: int, k: int, cuts: bool) -> list[Row]:
+def together(rows: Sequence[Row]) -> Row:
+    """Return the row of all linears of a decoder layer, from the row of each."""
+    microseconds = round(sum(row["microseconds"] for row in rows), 1)
+    shared = {key: rows[0][key] for key in ("model", "rows", "name")}
+    return {**shared, "layer": "together", "microseconds": microseconds}
+
+
+def layer_rows(model: str, layer: str, shape: tuple[int, int], cuts: bool) -> list[Row]:
     """Return the rows of one layer's products."""
+    n, k = shape
     copies = 2 + int(_MORE_THAN_CACHED // (n * k * 0.5625))
     weight = (torch.randn(n, k, device="cuda") * 0.02).bfloat16()
     wide = [weight.clone() for _ in range(2 + _MORE_THAN_CACHED // (2 * n * k))]
@@ -119,8 +127,10 @@ def main() -> None:
     torch.manual_seed(0)
     rows: list[Row] = []
     for model in args.models:
-        for layer, (n, k) in layers(model).items():
-            rows += layer_rows(model, layer, n, k, args.cuts)
+        of_layers = [layer_rows(model, *layer, args.cuts) for layer in layers(model).items()]
+        rows += [row for of_layer in of_layers for row in of_layer]
+        if not args.cuts:
+            rows += [together(same) for same in zip(*of_layers, strict=True)]
     command = f"python benchmarks/nvfp4.py{' --cuts' if args.cuts else ''}"
     write_results(args.out, "nvfp4", command, rows, weight_bits={"fp8": 8, "nvfp4": 4.5})
     print_table(rows)

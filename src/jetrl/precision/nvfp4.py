@@ -83,7 +83,8 @@ def quantize_nvfp4(x: Tensor) -> NVFP4Tensor:
         raise ValueError(
             f"NVFP4 needs columns in multiples of {NVFP4_GROUP}, and this matrix is {list(x.shape)}"
         )
-    largest = x.abs().amax().float() if x.numel() else x.new_zeros((), dtype=torch.float32)
+    low, high = x.aminmax() if x.numel() else (x.new_zeros(()), x.new_zeros(()))
+    largest = torch.maximum(-low, high).float()
     # Not finite whatever the value: Inf - Inf and NaN - NaN are NaN.
     floored = torch.maximum(largest, largest.new_tensor(AMAX_FLOOR)) + (largest - largest)
     scale = floored / floored.new_tensor(_MAXIMUM * _SCALE_MAXIMUM)
