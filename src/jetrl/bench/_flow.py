@@ -229,14 +229,22 @@ class Flow:
         graphs, seconds = capture_graphs(engine, count, load.prompt_length, load.length + shared)
         self.captured = (self.captured[0] + graphs, self.captured[1] + seconds)
 
-    def synthetic(self, sequences: int, seed: int) -> list[Sample]:
-        """Return samples of the load's lengths that nobody drew, without log-probs: one group."""
+    def synthetic(self, sequences: int, seed: int, one_prompt: bool = False) -> list[Sample]:
+        """Return samples of the load's lengths that nobody drew, without log-probs: one group.
+
+        Args:
+            sequences: How many samples.
+            seed: The seed of their tokens.
+            one_prompt: Whether all have the same prompt.
+        """
         load = self.load
         sizes = (load.prompt_length, load.response_length)
         prompts, answers = (
             Load(sequences, 1, size, 0).random_prompts(self.vocabulary, seed + place)
             for place, size in enumerate(sizes)
         )
+        if one_prompt:
+            prompts = prompts[:1] * sequences
         zeros = (0.0,) * load.response_length
         completions = [Completion(tuple(answer), zeros, "length") for answer in answers]
         samples = make_samples(prompts, completions, random_rewards(len(completions), seed))
@@ -245,17 +253,22 @@ class Flow:
     def fit(self) -> None:
         """Make the trainer with the largest micro-batch that fits, and have it make updates.
 
-        One of them is with the load's last, smaller micro-batch, which may have its own kernels.
+        One of them is with the load's last, smaller micro-batch, which may have its own kernels, as
+        has one whose samples share their prompt.
         """
-        given, length = self._choices.tokens_per_micro_batch, self.load.length
+        load = self.load
+        given, length = self._choices.tokens_per_micro_batch, load.length
         most = max(1, (given or MOST_TOKENS) // length)
-        counts = [most] if given else range(min(most, self.load.sequences), 0, -1)
+        counts = [most] if given else range(min(most, load.sequences), 0, -1)
         recomputed = self._choices.train.get("activation_checkpointing")
         for checkpointing in (False, True) if recomputed is None else (recomputed == "true",):
             for count in counts:
                 if self._fits(count, checkpointing):
-                    if rest := self.load.sequences % count:
+                    if rest := load.sequences % count:
                         self._train_on(self.synthetic(rest, seed=2), self.trainer)
+                    if self.trainer.settings.train.share_prompts:
+                        shared = self.synthetic(load.samples, seed=3, one_prompt=True)
+                        self._train_on(shared, self.trainer)
                     return
         raise OutOfMemoryStop(
             f"{self.policy.plan.name}: not even {counts[-1]} sequences of {length} tokens fit, "

@@ -93,7 +93,7 @@ class Program(WrittenOut):
         steps: list[str] = []
         for left in range(int(rounds), 0, -1):
             prefix = f"{left:02d})"
-            for letter, sign, operand in body.split(","):
+            for letter, sign, operand in map(tuple, body.split(",")):
                 own = values[letter]
                 other = values[operand] if operand in values else int(operand)
                 value = (own + other if sign == "+" else own - other) % 10

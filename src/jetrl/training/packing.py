@@ -266,8 +266,8 @@ def _first_fit_decreasing(
     """
     longest: dict[int, int] = {}
     for i, sequence in sequences.items():
-        stem = stems[i].id
-        longest[stem] = max(longest.get(stem, 0), sequence.length)
+        id = stems[i].id
+        longest[id] = max(longest.get(id, 0), sequence.length)
     order = sorted(
         sequences, key=lambda i: (-longest[stems[i].id], stems[i].id, -sequences[i].length, i)
     )

@@ -249,8 +249,8 @@ def _answer(task: Task, item: Item) -> WorkerReply:
     else:
         value = task.score_turns(prompt, completion)
     score = to_score(value, task.label, prompt.id)
-    last = completion if isinstance(completion, str) else completion[-1].completion
-    readable = task.readable(prompt, last)
+    text = completion if isinstance(completion, str) else completion[-1].completion
+    readable = task.readable(prompt, text)
     if not isinstance(readable, str):
         raise ScoreError(
             f"task {task.label}, prompt {prompt.id!r}: readable returned no text but "
