@@ -33,8 +33,10 @@ COLORS = {
     "pink": "#c74b86",
     "slate": "#71809a",
     "red": "#d23f3f",
+    "teal": "#1a9fb5",
+    "brown": "#8a5a36",
 }
-LINES = ("blue", "amber", "green", "violet", "pink", "slate")
+LINES = ("blue", "amber", "green", "violet", "pink", "slate", "teal", "brown")
 SIZE_INCHES = (5.4, 2.5)
 PNG_DPI = 160
 MAX_POINTS = 400

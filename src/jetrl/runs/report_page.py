@@ -26,6 +26,8 @@ DARK = {
     "pink": "#ee7fb4",
     "slate": "#94a3b8",
     "red": "#ff7b72",
+    "teal": "#4cc9dc",
+    "brown": "#c79a73",
 }
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
