@@ -164,7 +164,7 @@ def test_a_draws_log_prob_is_of_the_noisy_distribution() -> None:
         prompt = prompts[index // 2]
         ids = torch.tensor(prompt + list(completion.token_ids))
         with torch.no_grad():
-            hidden = p.packed_hidden(ids, torch.tensor([0, len(ids)]))
+            hidden = p.packed_hidden(ids, torch.tensor([0, len(ids)]), torch.arange(len(ids)))
             logits = p.decoder.logits(hidden, "train")[len(prompt) - 1 : -1]
         positions = np.arange(len(prompt), len(ids))
         ones = np.ones_like(positions)

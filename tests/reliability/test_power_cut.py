@@ -140,6 +140,7 @@ def parts() -> tuple[Any, Optimizer, nn.Parameter]:
         plan=PrecisionPlan.preset("unified"),
         tokenizer=None,
         weights=SimpleNamespace(shards={}),
+        lora=None,
         master_weights=lambda: masters,
         requantize=lambda: None,
     )

@@ -23,7 +23,7 @@ AWKWARD = str(Path(__file__).with_name("awkward_task.py"))
         (
             "zzz",
             {},
-            "there is: arithmetic, dataset, gsm8k, mix, math500.*reasoning_gym:NAME, file.py:Class",
+            "there is: arithmetic, .*, program, mix, math500.*reasoning_gym:NAME, file.py:Class",
         ),
         ("arithmetic", {"digit": 2}, "task.options.digit: .* did you mean digits?"),
         ("arithmetic", {"path": "x"}, "task.path: task arithmetic has no such option"),

@@ -68,6 +68,7 @@ class Bigram:
     """
 
     tokenizer = None
+    lora = None
 
     def __init__(self, exact: bool = True, vocab_size: int = 11, seed: int = 0) -> None:
         self.device = torch.device("cpu")

@@ -308,7 +308,7 @@ def test_a_real_write_that_fails(tmp_path):
 
         masters = {"w": nn.Parameter(torch.ones(200, 200))}
         policy = SimpleNamespace(config=Config(), plan=SimpleNamespace(to_dict=dict),
-                                 weights=SimpleNamespace(shards={}),
+                                 weights=SimpleNamespace(shards={}), lora=None,
                                  master_weights=lambda: masters, requantize=lambda: None,
                                  tokenizer=None)
         optimizer = Optimizer(masters, Settings().train, 1)
@@ -475,7 +475,7 @@ def test_the_models_description_has_the_keys_of_earlier_checkpoints():
     sizes = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 4}
     config = {"model_type": "llama", **sizes, "num_attention_heads": 2, "rms_norm_eps": 1e-6}
     config["max_position_embeddings"] = 16
-    description = model_dict(SimpleNamespace(config=ModelConfig.from_hf(config)))
+    description = model_dict(SimpleNamespace(config=ModelConfig.from_hf(config), lora=None))
     assert list(description) == [
         *("family", "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads"),
         *("num_kv_heads", "head_dim", "rms_norm_eps", "rope_theta", "rope_scaling"),
@@ -483,5 +483,5 @@ def test_the_models_description_has_the_keys_of_earlier_checkpoints():
         *("eos_token_ids", "head"),
     ]
     config["model_type"] = "smollm3"
-    description = model_dict(SimpleNamespace(config=ModelConfig.from_hf(config)))
+    description = model_dict(SimpleNamespace(config=ModelConfig.from_hf(config), lora=None))
     assert description["layers_without_rope"] == [3]
