@@ -63,8 +63,9 @@ def test_words_become_settings() -> None:
 
 
 def test_train_without_a_recipe_runs_the_demo_and_says_what_next(
-    jetrl: Callable, loop: FakeLoop
+    jetrl: Callable, loop: FakeLoop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.chdir(tmp_path)  # where nobody has made the run of this name
     done = jetrl("train")
     assert loop.calls == [("train", load_config("demo"), {"resume": False})]
     assert done.code == 0
