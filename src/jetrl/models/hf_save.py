@@ -13,12 +13,13 @@ rank 0 is raised by all ranks.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
 import shutil
 import tempfile
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -95,16 +96,31 @@ def save_model(
             write_json(scratch / "generation_config.json", dict(generation_config))
         publish_directory(scratch, target)
 
-    try:
+    with filling(scratch, target):
         plan.write(scratch, weights)
         world().from_first("the end of a model directory", finish)
+
+
+@contextlib.contextmanager
+def filling(scratch: Path, target: Path) -> Iterator[None]:
+    """Remove the folder of `begin_directory` after the block, which fills and publishes it.
+
+    Args:
+        scratch: The folder, which is gone already where the block has moved it into place.
+        target: The directory that is written, for the message.
+
+    Raises:
+        StorageError: The disk is full, or refuses.
+    """
+    try:
+        yield
     except OSError as error:
         raise StorageError(
             f"{target}: not written: {error}. Make room there and start again, a run with --resume"
         ) from error
     finally:
         if world().is_first:
-            shutil.rmtree(scratch, ignore_errors=True)  # gone already when it was moved into place
+            shutil.rmtree(scratch, ignore_errors=True)
 
 
 def begin_directory(target: Path, overwrite: bool) -> Path:

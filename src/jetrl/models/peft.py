@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from jetrl.distributed.world import world
-from jetrl.errors import StorageError, UserError
+from jetrl.errors import UserError
 from jetrl.files import shown_value
 from jetrl.models.adapter import (
     ALL_LINEAR,
@@ -37,6 +36,7 @@ from jetrl.models.hf_files import load_tensors, read_object
 from jetrl.models.hf_names import stored_tensors
 from jetrl.models.hf_save import (
     begin_directory,
+    filling,
     publish_directory,
     save_file,
     save_tokenizer,
@@ -329,15 +329,8 @@ def save_adapter(
             save_tokenizer(scratch, tokenizer)
         publish_directory(scratch, target)
 
-    try:
+    with filling(scratch, target):
         world().from_first("an adapter's directory", write)
-    except OSError as error:
-        raise StorageError(
-            f"{target}: not written: {error}. Make room there and start again, a run with --resume"
-        ) from error
-    finally:
-        if world().is_first:
-            shutil.rmtree(scratch, ignore_errors=True)
 
 
 def stored_adapter(

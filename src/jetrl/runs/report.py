@@ -19,10 +19,11 @@ from jetrl.runs.format import clip, count, date, duration, number, percent, spre
 from jetrl.runs.history import Change, RunHistory, change_of, in_phase
 from jetrl.runs.jsonl import Record, write_atomically
 from jetrl.runs.learning import Learning
-from jetrl.runs.plot_style import Chart, to_png, to_svg
+from jetrl.runs.plot_style import Chart, to_png
 from jetrl.runs.plots import charts_of
 from jetrl.runs.report_page import (
     Html,
+    figures,
     folded,
     from_to,
     join,
@@ -197,15 +198,7 @@ def _warnings(records: list[Record]) -> Html:
 def _charts(charts: list[Chart]) -> Html:
     if not charts:
         return section("Curves", Html('<p class="card empty">No step was finished.</p>'))
-    figures = [
-        Html(
-            f'<figure class="card chart" role="img" aria-label="{text(chart.title)}"><figcaption>'
-            f"<h3>{text(chart.title)}</h3><p>{text(chart.caption)}</p></figcaption>"
-            f"{to_svg(chart)}</figure>"
-        )
-        for chart in charts
-    ]
-    return section("Curves", Html(f'<div class="charts">{join(figures)}</div>'))
+    return section("Curves", figures(charts))
 
 
 def _samples(run: RunDirectory, config: Mapping[str, Any]) -> Html:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import NewType
 
 from jetrl.runs.format import visible
-from jetrl.runs.plot_style import COLORS
+from jetrl.runs.plot_style import COLORS, Chart, to_svg
 
 Html = NewType("Html", str)
 
@@ -179,6 +179,19 @@ def table(rows: Iterable[Sequence[object]], head: Sequence[str] = ()) -> Html:
         cells = "".join(f"<td>{text(cell)}</td>" for cell in others)
         lines.append(f"<tr><td><code>{text(first)}</code></td>{cells}</tr>")
     return Html('<div class="card scroll"><table>' + "\n".join(lines) + "</table></div>")
+
+
+def figures(charts: Iterable[Chart]) -> Html:
+    """Return charts, each with its title and caption, in the columns that the page has room for."""
+    drawn = [
+        Html(
+            f'<figure class="card chart" role="img" aria-label="{text(chart.title)}"><figcaption>'
+            f"<h3>{text(chart.title)}</h3><p>{text(chart.caption)}</p></figcaption>"
+            f"{to_svg(chart)}</figure>"
+        )
+        for chart in charts
+    ]
+    return Html(f'<div class="charts">{join(drawn)}</div>')
 
 
 def section(title: str, *pieces: Html) -> Html:

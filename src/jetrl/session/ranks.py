@@ -57,7 +57,7 @@ def joined_in_script(settings: Settings, resume: bool) -> Iterator[bool]:
 def joined(settings: Settings, resume: bool = False) -> Iterator[None]:
     """Join the processes that torchrun has started for a run, within the block.
 
-    A process that torchrun did not start stays alone, without a process group.
+    The callers have asked whether torchrun started this process; one alone joins nothing.
 
     Args:
         settings: The settings of the run.
@@ -66,9 +66,6 @@ def joined(settings: Settings, resume: bool = False) -> Iterator[None]:
     Raises:
         UserError: The ranks were started differently, or settings that need one process.
     """
-    if not started_by_torchrun():
-        yield
-        return
     problem = ""
     if settings.precision.preset == "fp32" and launched_size() > 1:
         problem = (
@@ -105,9 +102,6 @@ def joined_on(
     Raises:
         UserError: The ranks were started differently, or there is a problem.
     """
-    if not started_by_torchrun():
-        yield
-        return
     chosen = choose_device(device)
     alike = {"the command line": shlex.join(sys.argv[1:]), **(facts or {})}
     for name, version in versions().items():

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from jetrl.runs.format import count, duration, percent, visible
 from jetrl.runs.jsonl import write_atomically
-from jetrl.runs.plot_style import Chart, to_png, to_svg
-from jetrl.runs.report_page import Html, folded, join, page, section, table, text, tile
+from jetrl.runs.plot_style import Chart, to_png
+from jetrl.runs.report_page import Html, figures, folded, join, page, section, table, text, tile
 from jetrl.runs.storing import storing
 from jetrl.study.analysis import (
     arm_results,
@@ -125,10 +125,10 @@ def _body(
     first = [one for one in tables if one.title.startswith(("Twin", "Final"))]
     others = [one for one in tables if one not in first]
     about = f"{' · '.join(results.devices)} · {results.date} · {results.source}"
-    sections = [section("Pictures", _figures(charts))] if charts else []
+    sections = [section("Pictures", figures(charts))] if charts else []
     for point, own in curves.items():
         if own:
-            sections.append(section("Curves" + f": {point}" * bool(point), _figures(own)))
+            sections.append(section("Curves" + f": {point}" * bool(point), figures(own)))
     return [
         Html(
             "<style>td, th { overflow-wrap: break-word; padding-right: 12px; }</style>"
@@ -174,18 +174,6 @@ def _tiles(definition: Definition, runs: Sequence[RunResult], results: Results) 
 def _table_section(one: Table) -> Html:
     note = Html(f'<p class="soft" style="margin:-8px 0 14px">{text(one.note)}</p>')
     return section(one.title, note if one.note else Html(""), table(one.rows, one.head))
-
-
-def _figures(charts: Sequence[Chart]) -> Html:
-    figures = [
-        Html(
-            f'<figure class="card chart" role="img" aria-label="{text(chart.title)}"><figcaption>'
-            f"<h3>{text(chart.title)}</h3><p>{text(chart.caption)}</p></figcaption>"
-            f"{to_svg(chart)}</figure>"
-        )
-        for chart in charts
-    ]
-    return Html(f'<div class="charts">{join(figures)}</div>')
 
 
 def _method(definition: Definition) -> Html:
