@@ -71,8 +71,18 @@ def together(rows: Sequence[Row]) -> Row:
     return {**shared, "layer": "together", "microseconds": microseconds}
 
 
-def layer_rows(model: str, layer: str, shape: tuple[int, int], cuts: bool) -> list[Row]:
-    """Return the rows of one layer's products."""
+def layer_rows(
+    model: str, layer: str, shape: tuple[int, int], cuts: bool, numbers: Sequence[int]
+) -> list[Row]:
+    """Return the rows of one layer's products.
+
+    Args:
+        model: The name of the model's shape.
+        layer: The name of the linear layer.
+        shape: (N, K) of its weight.
+        cuts: True to time the tiles of `_CUTS` in place of the products that layers use.
+        numbers: The numbers of rows of X.
+    """
     n, k = shape
     copies = 2 + int(_MORE_THAN_CACHED // (n * k * 0.5625))
     weight = (torch.randn(n, k, device="cuda") * 0.02).bfloat16()
@@ -83,7 +93,7 @@ def layer_rows(model: str, layer: str, shape: tuple[int, int], cuts: bool) -> li
     size = {"bf16": 2.0 * n * k, "fp8": 1.0 * n * k}
     size |= dict.fromkeys(("nvfp4", "nvfp4 codes", "nvfp4 widened"), 0.5625 * n * k)
     out: list[Row] = []
-    for rows in _CUTS if cuts else _ROWS:
+    for rows in numbers:
         where = {"model": model, "layer": layer, "rows": rows}
         x = torch.randn(rows, k, device="cuda").bfloat16()
         few = rows <= 512
@@ -121,17 +131,23 @@ def main() -> None:
     """Time the products of the chosen models' layers, and write JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="+", default=["qwen3-8b", "qwen3-32b"])
+    parser.add_argument("--rows", nargs="+", type=int, help="of X; default: 1 to 4096")
     parser.add_argument("--cuts", action="store_true", help="other tiles of the few-row kernel")
     parser.add_argument("--out", default="build/bench/nvfp4.json", help="JSON file")
     args = parser.parse_args()
     torch.manual_seed(0)
     rows: list[Row] = []
+    numbers = args.rows or tuple(_CUTS if args.cuts else _ROWS)
     for model in args.models:
-        of_layers = [layer_rows(model, *layer, args.cuts) for layer in layers(model).items()]
+        of_layers = [
+            layer_rows(model, *layer, args.cuts, numbers) for layer in layers(model).items()
+        ]
         rows += [row for of_layer in of_layers for row in of_layer]
         if not args.cuts:
             rows += [together(same) for same in zip(*of_layers, strict=True)]
-    command = f"python benchmarks/nvfp4.py{' --cuts' if args.cuts else ''}"
+    command = "python benchmarks/nvfp4.py" + " --cuts" * args.cuts
+    command += f" --models {' '.join(args.models)}"
+    command += f" --rows {' '.join(map(str, args.rows))}" if args.rows else ""
     write_results(args.out, "nvfp4", command, rows, weight_bits={"fp8": 8, "nvfp4": 4.5})
     print_table(rows)
 

@@ -3,6 +3,7 @@ r"""The rollout engine on one GPU, at the shape of a real model with random weig
     jetrl bench rollout --shape qwen3-8b --plan unified --plan bf16 \
         --case 256x128x512 --case 64x8192x128 --out rollout.json
     jetrl bench rollout --shape qwen3-8b --load grpo
+    jetrl bench rollout --shape qwen3-8b --adapter-rank 32 --base fp8 --base nvfp4 --case 8x128x256
 
 A case is SEQUENCES x PROMPT TOKENS x RESPONSE TOKENS: all prompts different, end-of-sequence
 ignored, log-probs on. A decode step is timed from one to the next as the engine makes them, host
@@ -35,7 +36,6 @@ from jetrl.bench._profile import kernel_rows, totals
 from jetrl.bench._timing import (
     Row,
     add_adapter_argument,
-    add_base_argument,
     add_shape_arguments,
     bench_parser,
     copy_bandwidth,
@@ -293,6 +293,8 @@ def median_round(rounds: list[Row]) -> Row:
 _KINDS = {
     "deep_gemm": "linears, FP8 (DeepGEMM)",
     "rows_gemm_kernel": "linears, FP8 (few rows)",
+    "nvfp4_rows_kernel": "linears, NVFP4 (few rows)",
+    "widen_kernel": "linears, NVFP4 (widening for many rows)",
     "cutlass": "linears (cuBLAS)",
     "nvjet_sm90_tss": "lm_head, BF16 (cuBLAS)",
     "nvjet": "linears, BF16 (cuBLAS)",
@@ -333,7 +335,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--plan", action="append", help="repeatable; default: unified")
     parser.add_argument("--kv", action="append", help="repeatable; default: the plan's own")
     add_adapter_argument(parser)
-    add_base_argument(parser)
+    parser.add_argument(
+        "--base",
+        action="append",
+        choices=("fp8", "nvfp4"),
+        help="format of a frozen base (precision.base), repeatable; nvfp4 needs --adapter-rank",
+    )
     parser.add_argument("--case", action="append", help="BxPxR, repeatable; instead of:")
     parser.add_argument("--batch", type=int, default=64, help="sequences (default 64)")
     parser.add_argument("--prompt", type=int, default=128, help="tokens (default 128)")
@@ -348,16 +355,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     command += f" --layers {args.layers}" if args.layers else ""
     command += options("plan", args.plan) + options("kv", args.kv) + options("case", cases)
     command += f" --adapter-rank {args.adapter_rank}" * (args.adapter_rank > 0)
-    command += " --base nvfp4" * (args.base == "nvfp4")
+    command += options("base", args.base)
     command += f" --rounds {args.rounds}" * (args.rounds > 1)
     command += (f" --load {args.load}" if args.load else "") + " --profile" * args.profile
     formats: list[str | None] = args.kv or [None]
     rows: list[Row] = []
     copy_bandwidth()  # every row needs it, and it is measured once, while memory is free
 
-    def add(row: Row) -> None:
+    def add(row: Row, base: str) -> None:
         profiles = {key: row.pop(key) for key in ("profile", "prefill_profile") if key in row}
-        beside = {"adapter_rank": args.adapter_rank, "base": args.base}
+        beside = {"adapter_rank": args.adapter_rank, "base": base}
         rows.append({"shape": args.shape, **beside, **row})
         print_table([rows[-1]])
         for key, profile in profiles.items():
@@ -365,11 +372,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             rows[-1][key] = profile
         write_results(args.out, "rollout", command, rows)  # each time: a later case may fail
 
-    for name in args.plan or ["unified"]:
+    for name, base in itertools.product(args.plan or ["unified"], args.base or ["fp8"]):
         rank = args.adapter_rank
-        policy = make_policy(
-            args.shape, name, "cuda", args.layers, adapter_rank=rank, base=args.base
-        )
+        policy = make_policy(args.shape, name, "cuda", args.layers, adapter_rank=rank, base=base)
         # The format of keys and values is the cache's and the packed batch's alone, so one set of
         # weights serves all.
         plans = [policy.plan if kv is None else policy.plan.replace(kv=kv) for kv in formats]
@@ -382,10 +387,10 @@ def main(argv: Sequence[str] | None = None) -> None:
                 policy.plan = plan
                 taken.append(run_case(policy, batch, prompt, response, args.profile))
             for taken in rounds:
-                add(median_round(taken))
+                add(median_round(taken), base)
         for plan in plans if args.load else []:
             policy.plan = plan
-            add(run_grpo(policy))
+            add(run_grpo(policy), base)
         del policy
         torch.cuda.empty_cache()
 
