@@ -124,6 +124,8 @@ def test_lengths_with_a_tail_do_not_depend_on_the_number_of_prompts() -> None:
     assert sum(more.response_lengths()) / 800 == pytest.approx(8, rel=0.1)
     assert TAIL.drawn == sum(lengths)
     assert TAIL.tokens == 6 * 8 + sum(lengths)
+    held = [sum(8 + t for n in lengths if n >= t) for t in range(1, 25)]
+    assert TAIL.most_held == max(held)
     assert load_text("3x2x8x24x8") == TAIL
     config = ModelConfig.from_hf(SHAPES["tiny"])
     equal = replace(TAIL, mean_length=0)

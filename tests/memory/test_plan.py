@@ -202,6 +202,15 @@ def test_pages_take_what_is_left() -> None:
     assert row(part, "KV pages") == pytest.approx(left, abs=64 * 76032)
     # Sequences that lose their pages are prefilled again, behind the prompt that their group has.
     assert row(part, "a forward of 8192 prompt tokens, contexts of 524288") > staged
+    # Where lengths are known, no sequence need lose its pages.
+    pages = row(part, "KV pages") // (64 * 76032)
+    known = replace(load, most_held=64 * (pages - 256))
+    short = memory_plan(settings(), LARGE, load=known, free=150 * GIB)
+    assert row(short, "KV pages") == row(part, "KV pages")
+    assert row(short, "a forward of 8192 prompt tokens") < staged
+    known = replace(load, most_held=64 * (pages - 255))
+    longer = memory_plan(settings(), LARGE, load=known, free=150 * GIB)
+    assert longer.rollout == part.rollout
 
 
 @pytest.mark.parametrize("where", ["task.max_turns=4", "rollout.oversample=0.5", "the task's own"])

@@ -209,13 +209,17 @@ class Flow:
         Args:
             training: False to warm up the sampler alone, without a trainer.
         """
+        few = min(_WARM_TOKENS, self.load.response_length)
         self._capture()
-        self.sample(seed=0, response_length=min(_WARM_TOKENS, self.load.response_length))
+        self.sample(seed=0, response_length=few)
         if not training:
             return
         self.engine.free_cache()
         self.fit()
-        self._capture()  # again, where the optimizer's states leave fewer pages
+        # Where the optimizer's states leave fewer pages, there is a new cache without graphs.
+        self.sample(seed=0, response_length=few)
+        if self.engine.stats.graphs:
+            self._capture()
         self.engine.free_cache()
 
     def _capture(self) -> None:
@@ -284,7 +288,11 @@ class Flow:
             settings,
             self.policy.config,
             load=Workload(
-                load.sequences, load.length, load.sequences, load.prompts * load.prompt_length
+                load.sequences,
+                load.length,
+                load.sequences,
+                load.prompts * load.prompt_length,
+                most_held=load.most_held if self._together == load.sequences else None,
             ),
             free=self._free,
             device=self.policy.device.type,

@@ -63,6 +63,13 @@ class Load:
         """The tokens of all completions."""
         return sum(self.response_lengths())
 
+    @property
+    def most_held(self) -> int:
+        """The most tokens that sequences hold at once where all begin together."""
+        lengths = np.sort(self.response_lengths())
+        running = np.arange(self.sequences, 0, -1)
+        return int((running * (self.prompt_length + lengths)).max())
+
     def __str__(self) -> str:
         tail = f", log-normal with a mean of {self.mean_length}" if self.mean_length else ""
         return (

@@ -152,6 +152,8 @@ class Workload:
         together: Sequences that no micro-batch divides: 2 for the pairs of a reward model.
         continues: Whether forwards over prompts read keys and values of earlier tokens, as for the
             replies of an environment and for completions that the step before cut off.
+        most_held: The most tokens that all sequences of one call hold at once, where their lengths
+            are known; None: every sequence may become the longest.
     """
 
     sequences: int
@@ -160,6 +162,7 @@ class Workload:
     prompts: int
     together: int = 1
     continues: bool = False
+    most_held: int | None = None
 
     @staticmethod
     def of(
@@ -408,7 +411,11 @@ def _rollout(
         pages = max(needed, min(pages, room // page))
     what = f"KV pages: {pages} of {rollout.page_size} tokens"
     # Where pages are short, sequences lose theirs and continue later by prefilling what they have.
-    continues = load.continues or pages < needed * load.sequences
+    held = needed * load.sequences
+    if load.most_held is not None:
+        # A sequence's last page is partly filled.
+        held = min(held, load.most_held // rollout.page_size + load.sequences)
+    continues = load.continues or pages < held
     read = load.sequences * load.tokens if continues else load.prompts
     prompts = min(rollout.max_prefill_tokens, read)
     logits = 4 * load.sequences * config.vocab_size
