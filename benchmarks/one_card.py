@@ -1,12 +1,14 @@
-"""One GPU with torchrun and without it, in turn on the same card: steps of the same model.
+"""One GPU with torchrun and without it: steps of the same model, in turn on the same card.
 
     python benchmarks/one_card.py --out benchmarks/results/h200/one_card.json
 
-Four processes come one after the other: alone, torchrun, torchrun, alone. Each makes a policy of
-Qwen3-8B's shape with fewer layers, warms up, and measures many steps: a rollout and an update, with
-the seconds of each. A card that is warm, or another one, is slower by more than what is looked for
-here, so both ways run on the same card, in an order that takes out a drift. The figure is the ratio
-of the mean of medians, torchrun's to the other, beside how far two processes of one way are apart.
+Three processes are on the card at the same time, two started alone and one by torchrun. Each makes
+a policy of Qwen3-8B's shape with fewer layers and warms up; then they take turns, a step each (a
+rollout and an update), and every second round in the opposite order. A card's speed drifts by more
+than what is looked for here, and so do processes that come one after the other: steps that are
+seconds apart share the drift. The figure is the median over rounds of the ratio of the seconds of
+one process to the mean of both that were started alone, with a 95% interval of the mean ratio; the
+two processes that were started alone, compared with each other, show what the method can tell.
 """
 
 from __future__ import annotations
@@ -14,20 +16,21 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import math
 import os
+import socket
 import statistics
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
-ORDER = ("alone", "torchrun", "torchrun", "alone")
+WAYS = ("alone", "torchrun", "alone again")
 PARTS = ("rollout", "update", "step")
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the seconds of each step of this process, by part."""
+def measure(args: argparse.Namespace) -> None:
+    """Make a step whenever the other end of the connection asks for one, and report its seconds."""
     import torch
 
     from jetrl.bench._flow import Choices, Flow, policy_of
@@ -40,83 +43,129 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     load = Load(2, 2, 8, 16) if small else Load(8, 8, 256, 512)
     train = {"optimizer_states": "compact"}
     shape = "tiny" if small else "qwen3-8b"
-    choices = Choices(shape, args.device, args.layers, 1e-4, load.length * 16, None, train)
-    seconds: dict[str, list[float]] = {part: [] for part in PARTS}
-    with joined_on(args.device):
+    layers = 1 if small else args.layers
+    choices = Choices(shape, args.device, layers, 1e-4, load.length * 16, None, train)
+    with joined_on(args.device), socket.create_connection(("127.0.0.1", args.port)) as connection:
+        asked, answers = connection.makefile("r"), connection.makefile("w")
+
+        def answer(content: dict[str, Any]) -> None:
+            answers.write(json.dumps(content) + "\n")
+            answers.flush()
+
         flow = Flow(policy_of("unified", choices), load, choices)
         flow.warm_up()
-        for step in range(args.steps + 1):
+        assert world().size == 1
+        device = "cpu" if small else torch.cuda.get_device_name()
+        answer({"device": device, "versions": versions(), "load": str(load)})
+        for step, _ in enumerate(asked):
             sampling, drawn = flow.timed("rollout", lambda seed=step: flow.sample(seed))
             samples = flow.gathered(drawn, step)
             training, trained = flow.timed("update", lambda given=samples: flow.update(given))
             assert not trained.metrics["mismatch/num_different"]
-            if step:  # the first one may still compile
-                for part, taken in zip(
-                    PARTS, (sampling, training, sampling + training), strict=True
-                ):
-                    seconds[part].append(taken)
-        size = world().size
-        device = "cpu" if small else torch.cuda.get_device_name()
-    assert size == 1
-    return {"seconds": seconds, "device": device, "versions": versions(), "load": str(load)}
+            answer({"rollout": sampling, "update": training, "step": sampling + training})
 
 
-def started(way: str, args: argparse.Namespace, file: Path) -> dict[str, Any]:
-    """Return what a process measures that is started in one of the two ways."""
-    command = [sys.executable]
-    if way == "torchrun":
-        command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
-    words = ["--device", args.device, "--layers", args.layers, "--steps", args.steps]
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": args.card}
-    command += [__file__, "--measure", str(file), *map(str, words)]
-    subprocess.run(command, env=environment, check=True)
-    results: dict[str, Any] = json.loads(file.read_text())
-    return results
+class Process:
+    """A process that makes steps when it is asked to.
+
+    Args:
+        way: A way of WAYS.
+        args: The arguments of this program.
+        listener: The socket that it connects to.
+
+    Attributes:
+        about: The device, versions and load that it reported.
+    """
+
+    def __init__(self, way: str, args: argparse.Namespace, listener: socket.socket) -> None:
+        command = [sys.executable]
+        if way == "torchrun":
+            command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
+        command += [__file__, "--port", str(listener.getsockname()[1])]
+        command += ["--device", args.device, "--layers", str(args.layers)]
+        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": args.card}
+        self._process = subprocess.Popen(command, env=environment)
+        listener.settimeout(600)
+        connection, _ = listener.accept()
+        connection.settimeout(600)
+        self._answers, self._asked = connection.makefile("r"), connection.makefile("w")
+        connection.close()  # the two files keep it open
+        self.about = json.loads(self._answers.readline())
+
+    def step(self) -> dict[str, float]:
+        """Return the seconds of a step that the process makes now, by part."""
+        self._asked.write("step\n")
+        self._asked.flush()
+        seconds: dict[str, float] = json.loads(self._answers.readline())
+        return seconds
+
+    def end(self) -> None:
+        """Let the process end, and wait for it."""
+        self._asked.close()
+        self._answers.close()
+        self._process.wait(60)
+
+
+def compared(taken: list[float], others: list[list[float]]) -> dict[str, float | list[float]]:
+    """Return the median ratio of steps to those of other processes, and the mean's interval.
+
+    Args:
+        taken: The seconds of a process by round.
+        others: The seconds of the processes that it is compared with, by round.
+    """
+    means = [statistics.mean(of_round) for of_round in zip(*others, strict=True)]
+    ratios = [one / other for one, other in zip(taken, means, strict=True)]
+    mean, half = statistics.mean(ratios), math.inf
+    if len(ratios) > 1:
+        half = 1.96 * statistics.stdev(ratios) / math.sqrt(len(ratios))
+    interval = [round(mean - half, 5), round(mean + half, 5)]
+    return {"median": round(statistics.median(ratios), 5), "interval_95": interval}
 
 
 def main() -> None:
-    """Measure both ways in turn, print the ratio, and write the JSON file."""
+    """Let the processes take turns, print the ratios, and write the JSON file."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, default=Path("build/bench/one_card.json"))
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--card", default="0", help="the number of the GPU")
     parser.add_argument("--device", default="cuda", help="cpu: to try it out")
-    parser.add_argument("--measure", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.measure is not None:
-        args.measure.write_text(json.dumps(measure(args)))
+    if args.port is not None:
+        measure(args)
         return
-    medians: dict[str, dict[str, list[float]]] = {way: {p: [] for p in PARTS} for way in ORDER}
-    results: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for way in ORDER:
-            results = started(way, args, Path(folder) / "seconds.json")
-            for part, taken in results["seconds"].items():
-                medians[way][part].append(round(statistics.median(taken), 5))
-            print(way, {part: medians[way][part][-1] for part in PARTS}, flush=True)
-    ratios = {
-        part: round(statistics.mean(medians["torchrun"][part]) / statistics.mean(alone), 5)
-        for part, alone in medians["alone"].items()
+    listener = socket.create_server(("127.0.0.1", 0))
+    # One after the other: two that warm up at once would take longer, not shorter.
+    processes = {way: Process(way, args, listener) for way in WAYS}
+    seconds: dict[str, dict[str, list[float]]] = {way: {p: [] for p in PARTS} for way in WAYS}
+    for turn in range(args.rounds + 1):
+        for way in WAYS if turn % 2 else reversed(WAYS):
+            taken = processes[way].step()
+            for part in PARTS if turn else ():  # the first step may still compile
+                seconds[way][part].append(round(taken[part], 5))
+    about = processes["alone"].about
+    for process in processes.values():
+        process.end()
+    alone = [seconds[way] for way in WAYS if way != "torchrun"]
+    torchrun = {
+        part: compared(seconds["torchrun"][part], [one[part] for one in alone]) for part in PARTS
     }
-    apart = {
-        way: round(max(parts["step"]) / min(parts["step"]) - 1, 5) for way, parts in medians.items()
-    }
+    again = {part: compared(alone[1][part], [alone[0][part]]) for part in PARTS}
     content = {
         "benchmark": "one_card",
-        "command": f"python benchmarks/one_card.py --layers {args.layers} --steps {args.steps}",
+        "command": f"python benchmarks/one_card.py --layers {args.layers} --rounds {args.rounds}",
         "date": datetime.date.today().isoformat(),
-        **{name: results[name] for name in ("device", "versions", "load")},
-        "order": ORDER,
-        "median_s": medians,
-        "torchrun_to_alone": ratios,
-        "two_processes_of_one_way_apart": apart,
+        **about,
+        "torchrun_to_alone": torchrun,
+        "alone_again_to_alone": again,
+        "seconds": seconds,
     }
-    print({"torchrun_to_alone": ratios, "two_processes_of_one_way_apart": apart})
+    print(json.dumps({"torchrun_to_alone": torchrun, "alone_again_to_alone": again}, indent=1))
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    args.out.write_text(json.dumps(content) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
