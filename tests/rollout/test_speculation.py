@@ -56,7 +56,7 @@ def test_text_brings_more_than_a_token_a_forward_and_changes_none(policy, plain)
 
 def test_metrics_are_sums_over_calls_and_sources():
     assert speculation_metrics(None) == {}
-    calls = SpeculationStats(100, 250, (10, 0, 90), (5, 0, 60), 4.0, 3.0)
+    calls = SpeculationStats(100, 250, (10, 0, 90, 0), (5, 0, 60, 0), 4.0, 3.0)
     metrics = speculation_metrics(calls.plus(calls))
     assert metrics == check_metrics(metrics)
     assert metrics == {
@@ -107,7 +107,7 @@ def test_what_an_earlier_call_cut_off_goes_on_with_the_same_tokens(policy):
 
 
 def test_a_mode_that_there_is_not_is_refused(policy):
-    with pytest.raises(UserError, match="speculation 'fast': one of off, text, auto"):
+    with pytest.raises(UserError, match="speculation 'fast': one of off, text, head, auto"):
         RolloutEngine(policy, speculation="fast")
 
 
@@ -125,14 +125,16 @@ def test_the_archive_goes_round(policy):
     assert {10 + 5, 10 + 6} <= set(archive.tolist()) <= {-1, 1, 2, 13, 14, 15, 16}
 
 
-def observed(widths, rows, width, seconds, hit, forwards=8):
+def observed(widths, rows, width, seconds, hit, forwards=8, head=False):
     """Steps in which the first token of each draft is right by a share, and the others after it."""
     count = 100
     hits = (np.arange(count) < hit * count).astype(int)
     for _ in range(30):
         drafted = np.full(count, width - 1)
         drawn = 1 + hits * (width - 1)
-        widths.observe(rows, width, forwards, seconds * forwards, drawn, drafted, hits, hits | 1)
+        offered, by_head = hits | 1, np.full(count, head)
+        took = seconds * forwards
+        widths.observe(rows, width, forwards, took, drawn, drafted, hits, offered, by_head)
 
 
 def test_widths_follow_what_drafts_are_worth():
@@ -164,3 +166,28 @@ def test_a_large_batch_whose_forwards_grow_by_each_row_verifies_nothing():
 def test_text_always_verifies():
     widths = DraftWidths(always=True)
     assert [widths.choose(n) for n in (1, 32, 33, 64, 65, 500)] == [8, 8, 4, 4, 2, 2]
+
+
+def test_the_widths_of_a_head_end_at_its_longest_draft():
+    longest = [max(DraftWidths(True, 1 + n).choose(1) for _ in range(2)) for n in (1, 2, 3, 4, 7)]
+    assert longest == [2, 4, 4, 8, 8]
+
+
+def test_a_head_that_is_not_asked_is_asked_once_in_a_while():
+    widths = DraftWidths(always=False)
+    observed(widths, 8, 1, 3.0, 0.0)
+    assert [widths.choose(8) for _ in range(100)] == [1] * 100, "no head"
+    widths.head_tokens = 3
+    chosen = [widths.choose(8) for _ in range(100)]
+    assert chosen[0] == 2
+    assert 2 <= chosen.count(2) <= 4
+    assert set(chosen) == {1, 2}
+    assert [widths.choose(200) for _ in range(100)] == [1] * 100, "of hundreds of sequences never"
+    observed(widths, 8, 2, 3.1, 0.9, head=True)
+    assert widths.choose(8) == 4
+    observed(widths, 8, 4, 3.2, 0.9, head=True)
+    observed(widths, 8, 1, 3.0, 0.0)
+    assert widths.choose(8) == 4, "steps without drafts say nothing of the head"
+    observed(widths, 8, 8, 3.2, 0.0)
+    observed(widths, 8, 4, 3.2, 0.9, head=True)
+    assert widths.choose(8) == 4, "a draft of the head has three tokens"

@@ -94,9 +94,9 @@ class KnownDrafts(Speculation):
         self._script[slots] = to_device(scripts, device)
         self._left[slots] = to_device(left, device)
 
-    def propose(self, state: DecodeState, rows: Tensor) -> Drafts:
+    def propose(self, state: DecodeState, rows: Tensor, width: int) -> Drafts:
         """Return the known tokens behind each row's last one, after a look-up in the text."""
-        drafts = super().propose(state, rows)
+        drafts = super().propose(state, rows, width)
         first = (self._base + state.position)[rows]
         tokens = self._script.view(-1)[first[:, None] + self._behind]
         return Drafts(tokens, self._left.view(-1)[first], drafts.sources)

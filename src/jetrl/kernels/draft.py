@@ -31,23 +31,28 @@ from jetrl.kernels.draft_state import (
 )
 
 
-def propose(draft_text: DraftText, state: DecodeState, rows: Tensor) -> Drafts:
+def propose(
+    draft_text: DraftText, state: DecodeState, rows: Tensor, longest_only: bool = False
+) -> Drafts:
     """Return a draft for each row, looked up by the last tokens of the row's sequence.
 
     Args:
         draft_text: the text and its tables.
         state: the running sequences; slot s of it is slot s of the text.
         rows: int64 [B], the slot of each row.
+        longest_only: whether only the longest n-grams lead to a draft.
     """
     if rows.is_cuda:
         from jetrl.kernels.draft_hopper import propose as propose_hopper
 
-        return propose_hopper(draft_text, state, rows)
+        return propose_hopper(draft_text, state, rows, longest_only)
     text, width = draft_text.text, draft_text.width
     own = rows * width
     end = own + torch.where(state.active[rows] > 0, state.position[rows], 0).long()
     place = torch.full_like(rows, UNKNOWN)
     for table, order in zip(draft_text.tables, ORDERS, strict=True):
+        if longest_only and order != ORDERS[0]:
+            continue
         enough = (state.active[rows] > 0) & (state.position[rows] >= order - 1)
         last = torch.where(enough, end, order - 1)
         entry = table[ngram_entry(draft_text, draft_text.group[rows], last, order)].long()

@@ -88,7 +88,7 @@ def _propose_kernel(
     text_ptr, tables_ptr, group_ptr, position_ptr, active_ptr, rows_ptr,
     tokens_ptr, counts_ptr, sources_ptr,
     count, size, width, slots, entries,
-    FIRST: tl.constexpr, SECOND: tl.constexpr, DRAFT: tl.constexpr,
+    FIRST: tl.constexpr, SECOND: tl.constexpr, DRAFT: tl.constexpr, FIRST_ONLY: tl.constexpr,
     FACTOR: tl.constexpr, SHIFT: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """Look up a draft for each row.
@@ -105,6 +105,7 @@ def _propose_kernel(
         entries: entries of a table.
         FIRST, SECOND: the lengths of n-grams.
         DRAFT: tokens of a draft at most.
+        FIRST_ONLY: whether n-grams of the second length lead to no draft.
         FACTOR: `draft_state.HASH_FACTOR`.
         SHIFT: `draft_state.HASH_SHIFT`.
         LANES: rows of a program.
@@ -121,12 +122,15 @@ def _propose_kernel(
     long_place, long_same = _look_up(
         text_ptr, tables_ptr, group, end, position, active, entries, FIRST, FACTOR, SHIFT
     )
-    short_place, short_same = _look_up(
-        text_ptr, tables_ptr + entries, group, end, position, active, entries,
-        SECOND, FACTOR, SHIFT,
-    )  # fmt: skip
-    place = tl.where(long_same, long_place, short_place)
-    alive = long_same | short_same
+    place = long_place
+    alive = long_same
+    if not FIRST_ONLY:
+        short_place, short_same = _look_up(
+            text_ptr, tables_ptr + entries, group, end, position, active, entries,
+            SECOND, FACTOR, SHIFT,
+        )  # fmt: skip
+        place = tl.where(long_same, long_place, short_place)
+        alive = long_same | short_same
 
     # What followed there, up to the first place that holds no token.
     length = tl.zeros([LANES], tl.int32)
@@ -141,13 +145,16 @@ def _propose_kernel(
     tl.store(counts_ptr + row, length, mask=mask)
 
 
-def propose(draft_text: DraftText, state: DecodeState, rows: Tensor) -> Drafts:
+def propose(
+    draft_text: DraftText, state: DecodeState, rows: Tensor, longest_only: bool = False
+) -> Drafts:
     """Return what `kernels.draft.propose` returns, on Hopper.
 
     Args:
         draft_text: the text and its tables.
         state: the running sequences.
         rows: int64 [B], the slot of each row.
+        longest_only: whether only the longest n-grams lead to a draft.
     """
     count = len(rows)
     tokens = torch.empty(count, MAX_DRAFT, dtype=torch.int32, device=rows.device)
@@ -156,7 +163,7 @@ def propose(draft_text: DraftText, state: DecodeState, rows: Tensor) -> Drafts:
         draft_text.text, draft_text.tables, draft_text.group, state.position, state.active, rows,
         tokens, counts, sources,
         count, len(draft_text.text), draft_text.width, draft_text.slots,
-        draft_text.tables.shape[1], *ORDERS, MAX_DRAFT, HASH_FACTOR, HASH_SHIFT, _LANES,
-        num_warps=1,
+        draft_text.tables.shape[1], *ORDERS, MAX_DRAFT, longest_only,
+        HASH_FACTOR, HASH_SHIFT, _LANES, num_warps=1,
     )  # fmt: skip
     return Drafts(tokens, counts, sources)

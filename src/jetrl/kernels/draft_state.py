@@ -37,8 +37,9 @@ UNKNOWN = -1  # in the text: no token; in a table: no place
 HASH_FACTOR = -7046029254386353131
 HASH_SHIFT = 20
 # Where a draft came from: the sequence's own text, that of another running sequence with the same
-# prompt, or a completion of the same prompt that had ended.
-SOURCES = ("self", "siblings", "earlier")
+# prompt, a completion of the same prompt that had ended, or the draft head (`models.draft_head`).
+SOURCES = ("self", "siblings", "earlier", "head")
+HEAD = SOURCES.index("head")
 
 
 @dataclass(frozen=True)

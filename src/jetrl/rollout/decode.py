@@ -117,7 +117,7 @@ class DecodeBatch:
         Args:
             sequences: The number of running sequences.
         """
-        return 1 if self._speculation is None else self._speculation.widths.choose(sequences)
+        return 1 if self._speculation is None else self._speculation.choose(sequences)
 
     def ended(self, sequence: RunningSequence) -> None:
         """Take in that a sequence has ended: its text serves for drafts."""

@@ -159,7 +159,7 @@ class EagerForwards:
         inputs = next_inputs(buffers.state, rows, self.page_size)
         live = (inputs.lengths > 0).nonzero().flatten()
         ones = torch.ones_like(inputs.lengths)
-        draws = self._draw(live, inputs, inputs.lengths, ones, size)
+        draws, _ = self._draw(live, inputs, inputs.lengths, ones, size)
         take_draws(buffers.state, rows, *draws, buffers.out)
 
     def _verify(self, size: ForwardSize, speculation: Speculation) -> None:
@@ -167,11 +167,12 @@ class EagerForwards:
         buffers, text = self._buffers, speculation.text
         rows, out = buffers.rows[: size.rows], buffers.verified
         assert out is not None, "no room for verifying drafts"
-        drafts = speculation.propose(buffers.state, rows)
+        drafts = speculation.propose(buffers.state, rows, size.width)
         inputs = verify_inputs(buffers.state, text, drafts, rows, self.page_size, size.width)
         live = (inputs.slots >= 0).nonzero().flatten()
-        draws = self._draw(live, inputs, inputs.lengths, inputs.queries, size)
+        draws, hidden = self._draw(live, inputs, inputs.lengths, inputs.queries, size)
         take_verified(buffers.state, text, drafts, inputs, rows, *draws, out)
+        speculation.keep(hidden, inputs, buffers.state, rows)
 
     def _draw(
         self,
@@ -180,8 +181,10 @@ class EagerForwards:
         lengths: Tensor,
         queries: Tensor,
         size: ForwardSize,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the draws, log-probs and lse of a forward's queries: zero where not live.
+    ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
+        """Return the draws, log-probs and lse of a forward's queries, and their hidden states.
+
+        All are zero where not live.
 
         Args:
             live: int64, the queries that run.
@@ -193,6 +196,9 @@ class EagerForwards:
         buffers, policy, count = self._buffers, self._policy, len(inputs.token_ids)
         tokens, logprobs = torch.zeros_like(inputs.token_ids), buffers.temperature.new_zeros(count)
         lse = torch.zeros_like(logprobs)
+        all_hidden = torch.zeros(
+            len(tokens), policy.config.hidden_size, dtype=policy.weights.dtype, device=live.device
+        )
         if len(live):
             spans: list[Span] = []
             at = 0
@@ -206,6 +212,7 @@ class EagerForwards:
             hidden = policy.rollout_forward(
                 inputs.token_ids[live], inputs.positions[live], self._cache.key_values(spans)
             )
+            all_hidden[live] = hidden
             logits, noise = policy.rollout_logits(hidden), policy.plan.sampler_deviation.logit_noise
             for part in torch.arange(len(live), device=live.device).split(
                 max(1, _LOGITS_AT_ONCE // logits.shape[1])
@@ -219,7 +226,7 @@ class EagerForwards:
                     buffers.top_k[drawn],
                     size.filtered,
                 )
-        return tokens, logprobs, lse
+        return (tokens, logprobs, lse), all_hidden
 
 
 class GraphForwards:
@@ -285,28 +292,29 @@ class GraphForwards:
         if self._speculation is None:
             inputs = next_inputs(buffers.state, rows, self.page_size)
             work = DecodeWork(buffers.tables[: size.rows], inputs.lengths, size.longest)
-            draws = self._draw(inputs, work, size)
+            draws, _ = self._draw(inputs, work, size)
             take_draws(buffers.state, rows, *draws, buffers.out)
             return
         text, out = self._speculation.text, buffers.verified
         assert out is not None, "no room for verifying drafts"
-        drafts = self._speculation.propose(buffers.state, rows)
+        drafts = self._speculation.propose(buffers.state, rows, size.width)
         verify = verify_inputs(buffers.state, text, drafts, rows, self.page_size, size.width)
         work = DecodeWork(
             buffers.tables[: size.rows], verify.lengths, size.longest, verify.queries, size.width
         )
-        draws = self._draw(verify, work, size)
+        draws, hidden = self._draw(verify, work, size)
         take_verified(buffers.state, text, drafts, verify, rows, *draws, out)
+        self._speculation.keep(hidden, verify, buffers.state, rows)
 
     def _draw(
         self, inputs: DecodeInputs | VerifyInputs, work: DecodeWork, size: ForwardSize
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the draws, log-probs and lse of a forward's queries."""
+    ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
+        """Return the draws, log-probs and lse of a forward's queries, and their hidden states."""
         buffers, queries = self._buffers, size.rows * size.width
         kv = self._cache.decode_key_values(inputs.slots, work)
         hidden = self._policy.rollout_forward(inputs.token_ids, inputs.positions, kv)
         noise = self._policy.plan.sampler_deviation.logit_noise
-        return sample(
+        draws = sample(
             with_noise(self._policy.rollout_logits(hidden), inputs.bits, noise),
             inputs.bits,
             buffers.temperature[:queries],
@@ -314,6 +322,7 @@ class GraphForwards:
             buffers.top_k[:queries],
             size.filtered,
         )
+        return draws, hidden
 
     def _padded(self, size: ForwardSize) -> ForwardSize:
         """Return the size of the graph that runs a forward of a size."""

@@ -15,6 +15,7 @@ from jetrl.errors import UserError
 from jetrl.kernels.attention.layout import BLOCK_KEYS
 from jetrl.kernels.decode_state import MAX_ROWS
 from jetrl.memory.out_of_memory import within_memory
+from jetrl.models.draft_head import DraftHead
 from jetrl.models.policy import Policy
 from jetrl.rollout.generation import Generation, ProgressCallback
 from jetrl.rollout.inputs import encode_prompts, make_groups, resumed_groups, text_decoder
@@ -54,11 +55,14 @@ class RolloutEngine:
         max_prefill_tokens: The most prompt tokens of one forward.
         max_model_len: The most tokens of prompt and completion; by default the model's context.
         speculation: "text" to draft tokens from text that was drawn before and to verify several
-            in a forward, "auto" to do so where that is faster, "off" not to.
+            in a forward, "head" to draft them by a draft head, "auto" to do either where that is
+            faster, "off" not to.
+        draft_head: The draft head of the policy, which "head" needs and "auto" uses where it is
+            given.
 
     Raises:
-        UserError: A size is below 1 or none that the device has, max_model_len exceeds the model's
-            context, or there is no memory for so many pages.
+        UserError: "head" without a draft head; a size is below 1 or none that the device has,
+            max_model_len exceeds the model's context, or there is no memory for so many pages.
     """
 
     def __init__(
@@ -70,6 +74,7 @@ class RolloutEngine:
         max_prefill_tokens: int = 8192,
         max_model_len: int | None = None,
         speculation: str = "off",
+        draft_head: DraftHead | None = None,
     ) -> None:
         context = policy.config.max_position_embeddings
         sizes = {
@@ -86,6 +91,10 @@ class RolloutEngine:
             raise UserError(f"max_model_len {max_model_len}: the model's context is {context}")
         if speculation not in MODES:
             raise UserError(f"speculation {speculation!r}: one of {', '.join(MODES)}")
+        if speculation == "head" and draft_head is None:
+            raise UserError(
+                "speculation 'head' needs a draft head, which a run trains; use text, auto or off"
+            )
         on_gpu = policy.device.type == "cuda"
         if on_gpu and max_batch_size > MAX_ROWS:
             raise UserError(f"max_batch_size {max_batch_size}: a GPU decodes {MAX_ROWS} at most")
@@ -97,9 +106,8 @@ class RolloutEngine:
         self.max_model_len = max_model_len or context
         self._pool = KVPool(policy, self.sizes, num_pages, page_size, self.max_model_len)
         if speculation != "off":
-            self.use_drafts(
-                Speculation(speculation, max_batch_size, self.max_model_len, policy.device)
-            )
+            shape = (max_batch_size, self.max_model_len)
+            self.use_drafts(Speculation(speculation, *shape, policy.device, draft_head))
         self._repeats, self._ahead = (_GPU_REPEATS, _GPU_AHEAD) if on_gpu else (1, 0)
         self._scheduler: Scheduler | None = None
         self._stats = RolloutStats()

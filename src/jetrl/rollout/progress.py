@@ -38,8 +38,8 @@ class Progress:
 class SpeculationStats:
     """The worth of the drafts of one call of `generate`.
 
-        SpeculationStats(sequence_forwards=400, tokens=900, drafted=(90, 700, 0),
-                         accepted=(30, 470, 0), decode_s=1.2, verify_s=1.1)
+        SpeculationStats(sequence_forwards=400, tokens=900, drafted=(90, 700, 0, 0),
+                         accepted=(30, 470, 0, 0), decode_s=1.2, verify_s=1.1)
 
     Attributes:
         sequence_forwards: Forwards of decode that sequences took part in, each of which drew at

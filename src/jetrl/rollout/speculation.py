@@ -1,9 +1,12 @@
-"""Speculation: drafts of a sequence's next tokens from text, and how long they should be.
+"""Speculation: drafts of a sequence's next tokens, and how long they should be.
 
 `Speculation` owns the text that drafts are taken from (`kernels.draft`) for the life of an engine,
 so that a step's completions serve as drafts for the same prompts in later steps and evaluations. It
 is no part of a checkpoint: a run draws the same tokens whatever the drafts are, and resumed it only
 begins without them.
+
+Another source is a draft head (`head_drafts`), in place of the text or beside it. Of both, a
+sequence takes the text's draft where its last three tokens lead to one, and else the head's.
 
 The host brings what the device does not know: a sequence's tokens when it gets a slot, and a
 completion when it has ended. In between the device adds what it draws by itself.
@@ -25,13 +28,25 @@ from torch import Tensor
 
 from jetrl.kernels.decode_state import DecodeState
 from jetrl.kernels.draft import propose, remember
-from jetrl.kernels.draft_state import LAG, MAX_DRAFT, SOURCES, UNKNOWN, Drafts, DraftText
+from jetrl.kernels.draft_state import (
+    HEAD,
+    LAG,
+    MAX_DRAFT,
+    MAX_QUERIES,
+    SOURCES,
+    UNKNOWN,
+    Drafts,
+    DraftText,
+    VerifyInputs,
+)
+from jetrl.models.draft_head import DraftHead
 from jetrl.rollout.draft_widths import DraftWidths
+from jetrl.rollout.head_drafts import HeadDrafts
 from jetrl.rollout.launched_step import LaunchedStep, to_device
 from jetrl.rollout.progress import SpeculationStats
 from jetrl.rollout.sequence import RunningSequence
 
-MODES = ("off", "text", "auto")
+MODES = ("off", "text", "head", "auto")
 # Tokens of ended completions, and entries of a table of n-grams: 48 MiB on a GPU, 3 MiB elsewhere.
 _GPU_ARCHIVE, _CPU_ARCHIVE = 2**22, 2**18
 
@@ -61,23 +76,39 @@ class Speculation:
     """The drafts of one engine.
 
     Args:
-        mode: "text" to verify drafts in every forward of decode, "auto" to do so where that is
-            faster.
+        mode: "text" or "head" to verify drafts of this source in every forward of decode, "auto" to
+            verify those of all sources where that is faster.
         slots: The most running sequences.
         max_model_len: The most tokens of a sequence.
         device: The device of the policy.
+        head: The draft head; None: without one.
 
     Attributes:
         text: The text that drafts are taken from.
+        head: The drafts of the head; None without one.
         widths: The choice of the tokens that a forward verifies.
     """
 
-    def __init__(self, mode: str, slots: int, max_model_len: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        mode: str,
+        slots: int,
+        max_model_len: int,
+        device: torch.device,
+        head: DraftHead | None = None,
+    ) -> None:
         assert mode in MODES[1:], f"speculation {mode}"
+        self._reads_text = mode != "head"
         archive = _GPU_ARCHIVE if device.type == "cuda" else _CPU_ARCHIVE
+        if not self._reads_text:
+            archive = 1
         # One slot more, which never holds a sequence.
         self.text = DraftText.empty(slots + 1, max_model_len, archive, archive, device)
-        self.widths = DraftWidths(always=mode == "text")
+        self.head = None
+        if head is not None and mode != "text":
+            self.head = HeadDrafts(head, slots + 1)
+        most = MAX_QUERIES if head is None or self._reads_text else 1 + head.tokens
+        self.widths = DraftWidths(mode != "auto", most)
         self._device = device
         self._ended: list[RunningSequence] = []
         self._written = 0  # Tokens of the archive, from its start, that the next text comes behind.
@@ -86,6 +117,9 @@ class Speculation:
 
     def begin(self) -> None:
         """Begin a call: its counts are zero, and what the call before left is put by."""
+        if self.head is not None:
+            self.head.begin()
+            self.widths.head_tokens = self.head.head.tokens if self.head.trained else 0
         self._archive()
         self._groups.clear()
         self._counts = _Counts()
@@ -97,29 +131,63 @@ class Speculation:
             arrivals: (slot, sequence) pairs.
         """
         self._archive()
-        pieces = [
-            (slot * self.text.width, [*sequence.prompt, *sequence.generated], sequence)
-            for slot, sequence in arrivals
-        ]
-        if pieces:
+        if not arrivals:
+            return
+        slots = to_device([slot for slot, _ in arrivals], self._device)
+        self.text.budget[slots] = MAX_DRAFT
+        if self.head is not None:
+            self.head.arrive([slot for slot, _ in arrivals])
+        if self._reads_text:
+            pieces = [
+                (slot * self.text.width, [*sequence.prompt, *sequence.generated], sequence)
+                for slot, sequence in arrivals
+            ]
             self._remember(pieces, LAG)
-            slots = to_device([slot for slot, _ in arrivals], self._device)
             groups = [self._group(sequence) for _, sequence in arrivals]
             self.text.group[slots] = to_device(groups, self._device)
-            self.text.budget[slots] = MAX_DRAFT
 
-    def propose(self, state: DecodeState, rows: Tensor) -> Drafts:
+    def choose(self, sequences: int) -> int:
+        """Return the most tokens of a sequence in each forward of the next step.
+
+        Args:
+            sequences: The number of running sequences.
+        """
+        if self.head is not None and not self._reads_text and not self.head.trained:
+            return 1  # there is no draft to verify
+        return self.widths.choose(sequences)
+
+    def propose(self, state: DecodeState, rows: Tensor, width: int) -> Drafts:
         """Return a draft for each row of a forward, without waiting for the device.
 
         Args:
             state: The running sequences.
             rows: int64 [B], the slot of each row.
+            width: The most tokens of a sequence in the forward. One of a single token verifies
+                nothing: the text is looked up all the same, and the head is not asked.
         """
-        return propose(self.text, state, rows)
+        head = self.head
+        text = propose(self.text, state, rows, longest_only=head is not None)
+        if head is None or width == 1:
+            return text
+        count = min(head.head.tokens, width - 1)
+        return head.propose(state, rows, count, text if self._reads_text else None)
+
+    def keep(self, hidden: Tensor, inputs: VerifyInputs, state: DecodeState, rows: Tensor) -> None:
+        """Keep what the next drafts of the head begin at, after a forward's draws were taken in.
+
+        Args:
+            hidden: [B * Q, D], the hidden states of the forward's queries.
+            inputs: What the forward read.
+            state: The running sequences after the forward.
+            rows: int64 [B], the slot of each row.
+        """
+        if self.head is not None:
+            self.head.keep(hidden, inputs, state, rows)
 
     def ended(self, sequence: RunningSequence) -> None:
         """Put a completion that has ended by, for later drafts of the same prompt."""
-        self._ended.append(sequence)
+        if self._reads_text:
+            self._ended.append(sequence)
 
     def _archive(self) -> None:
         """Write the completions that have ended to the archive, over the oldest ones."""
@@ -195,6 +263,7 @@ class Speculation:
             drafted=drafted[ran],
             hit=hit[ran],
             offered=offered[ran],
+            by_head=(source == HEAD)[ran],
         )
 
     def stats(self) -> SpeculationStats:

@@ -22,7 +22,7 @@ SPECULATION: tuple[Metric, ...] = (
         "speculation/acceptance_self",
         "share",
         "of the drafted tokens that came from the sequence's own text and were verified, those "
-        "that were drawn. Only where there are any, as the next two",
+        "that were drawn. Only where there are any, as the next three",
         measured=True,
     ),
     Metric(
@@ -36,6 +36,12 @@ SPECULATION: tuple[Metric, ...] = (
         "share",
         "the same of drafts from completions of the prompt that had ended, of this step and of "
         "earlier steps and evaluations",
+        measured=True,
+    ),
+    Metric(
+        "speculation/acceptance_head",
+        "share",
+        "the same of guesses of the draft head",
         measured=True,
     ),
 )
