@@ -74,8 +74,11 @@ class PoolInThisProcess:
 
     has_place = property(lambda self: not self.children)
 
+    def warm_up(self, most: int) -> None:
+        pass
+
     def start(self, job: Job) -> None:
-        words = list(job.words[3:])
+        words = list(job.words)
         self.commands.append(words)
         job.log.parent.mkdir(parents=True, exist_ok=True)
         with (

@@ -1,16 +1,15 @@
 """A sitting at a study: its runs are worked off until all are done, or a limit or a signal ends it.
 
-Each run is a child process, `jetrl train`, followed by one that evaluates its final weights; its
-supervised start, if it has one, comes before. What is done is skipped, what was cut is resumed with
-the same bits, and what fails is tried once more and then reported, while the others go on. A run
-that ends on numbers that are not finite has collapsed: that is a result.
+Each run is a command in a child process, `jetrl train`, followed by one that evaluates its final
+weights; its supervised start, if it has one, comes before. What is done is skipped, what was cut is
+resumed with the same bits, and what fails is tried once more and then reported, while the others go
+on. A run that ends on numbers that are not finite has collapsed: that is a result.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -39,7 +38,6 @@ from jetrl.study.progress import Progress, Standing
 from jetrl.study.results import Results
 
 MOST_FAILURES = 2
-PROGRAM = (sys.executable, "-m", "jetrl")
 
 
 class Sitting:
@@ -98,6 +96,7 @@ class Sitting:
         """
         began = time.monotonic()
         try:
+            self.pool.warm_up(len(self.left))
             while self._goes_on():
                 if self._limit_s is not None and time.monotonic() - began > self._limit_s:
                     running = len(self.pool.children)
@@ -154,7 +153,7 @@ class Sitting:
         command = "train" if isinstance(work, PlannedRun) else "sft"
         resume = ["--resume"] if has_begun(work, self.definition) else []
         item.running = True
-        return self._job(work.name, [*PROGRAM, command, str(recipe), *resume])
+        return self._job(work.name, [command, str(recipe), *resume])
 
     def _evaluation(self, item: Item) -> Job:
         """Return the command that evaluates the final weights of a run."""
@@ -173,7 +172,7 @@ class Sitting:
             file.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(file, json.dumps(request.model_dump(mode="json")) + "\n")
         item.running = True
-        return self._job(item.work.name, [*PROGRAM, "study", "--evaluate", str(file)])
+        return self._job(item.work.name, ["study", "--evaluate", str(file)])
 
     def _request_file(self, item: Item) -> Path:
         return self.definition.out / "evaluations" / f"{item.work.name}.json"
@@ -283,7 +282,7 @@ class Sitting:
         killed = sum(attempt.ended is None for attempt in read_attempts(path)[:-1])
         if killed < len(steps) and steps_done(path) >= steps[killed]:
             self._killed.add(child.process.pid)
-            child.kill()
+            child.process.kill()
 
     def _standing(self) -> Standing:
         """Return the standing of the study."""
