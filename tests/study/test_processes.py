@@ -83,7 +83,7 @@ def test_a_log_keeps_what_earlier_attempts_printed(
 def test_a_process_runs_one_command_after_the_other(
     tmp_path: Path, wait_until: Wait, make_pool: Callable[..., Pool]
 ) -> None:
-    """What the first command has loaded is there for the second, and each has its own log."""
+    """The second command finds what the first one loaded, and each has its own log."""
     pool = make_pool([], jobs=1, threads=1)
     pool.warm_up(5)
     seen = "import sys; print(*(name in sys.modules for name in ('colorsys', 'given_back')))"
@@ -112,7 +112,7 @@ def test_a_command_that_fails_ends_its_process(
     code: str,
     expected: int,
 ) -> None:
-    """What an error left behind reaches no other command: the next one has a new process."""
+    """The next command has a new process, so what an error left behind does not reach it."""
     pool = make_pool([], jobs=1, threads=1)
     first = pool.start(job(tmp_path, "run", code))
     ended(pool, wait_until)
