@@ -71,6 +71,7 @@ def test_runs_are_grid_times_arms_times_seeds(study: Read) -> None:
         "long-bf16-s0",
         "long-bf16-s3",
     ]
+    assert [run.name for run in chosen(runs, ["bf16", "length=long", "seed=3"])] == ["long-bf16-s3"]
     with pytest.raises(UserError, match=r"--only bf61: no such arm.*bf16, mixed.tis, length=long"):
         chosen(runs, ["bf61"])
 

@@ -141,6 +141,7 @@ def evaluate_model(
     system_prompt: str | None = None,
     max_turns: int | None = None,
     progress: ProgressCallback | None = None,
+    max_batch_size: int = 256,
 ) -> Evaluation:
     """Evaluate a policy on the prompts of a task's split.
 
@@ -155,10 +156,12 @@ def evaluate_model(
         system_prompt: A system message before each chat prompt.
         max_turns: The most turns of a completion; by default the task's own.
         progress: Called after each forward with the progress so far.
+        max_batch_size: The most completions that are drawn at once.
     """
     encoded = encode_prompts(policy, task, split, num_prompts, system_prompt)
     turns = turns_of(task, max_turns)
-    result = evaluate(RolloutEngine(policy), scorer, encoded, params, threshold, turns, progress)
+    engine = RolloutEngine(policy, max_batch_size=max_batch_size)
+    result = evaluate(engine, scorer, encoded, params, threshold, turns, progress)
     votes = [task.vote(sample.prompt, sample.completion.text) for sample in result.samples]
     if not any(vote is not None for vote in votes):
         return result

@@ -31,6 +31,8 @@ from jetrl.training import Checkpoints
 from jetrl.training.stored_tensors import StoredTensors
 from jetrl.types import SamplingParams
 
+MOST_AT_ONCE = 1024  # completions: a step of a small model takes hardly longer for more of them
+
 
 class Request(Stored):
     """The order to evaluate a run.
@@ -151,6 +153,7 @@ def _evaluation(policy: Policy, settings: Settings, request: Request) -> FinalEv
             threshold=settings.eval.threshold,
             system_prompt=settings.task.system_prompt,
             max_turns=settings.task.max_turns,
+            max_batch_size=MOST_AT_ONCE,
         )
     return FinalEvaluation(
         preset=policy.plan.name,

@@ -120,14 +120,14 @@ def chosen(runs: Sequence[PlannedRun], only: Sequence[str]) -> list[PlannedRun]:
 
     Args:
         runs: All runs.
-        only: Names of arms, and AXIS=VALUE; none: all runs. Several arms are alternatives, and so
-            are several values of an axis.
+        only: Names of arms, AXIS=VALUE and seed=NUMBER; none: all runs. Several arms are
+            alternatives, and so are several values of an axis and several seeds.
 
     Raises:
         UserError: There is no such arm, axis or value.
     """
     arms = {run.arm for run in runs}
-    values = {f"{axis}={value}" for run in runs for axis, value in run.point.items()}
+    values = {f"{axis}={value}" for run in runs for axis, value in _place_of(run).items()}
     for name in only:
         if name not in arms | values:
             known = ", ".join([*sorted(arms), *sorted(values)])
@@ -139,8 +139,13 @@ def chosen(runs: Sequence[PlannedRun], only: Sequence[str]) -> list[PlannedRun]:
         run
         for run in runs
         if run.arm in named_arms
-        and all(f"{axis}={run.point[axis]}" in named_values for axis in axes)
+        and all(f"{axis}={_place_of(run)[axis]}" in named_values for axis in axes)
     ]
+
+
+def _place_of(run: PlannedRun) -> dict[str, str]:
+    """Return the seed of a run and its grid point, whose axes win where one is called seed."""
+    return {"seed": str(run.seed), **run.point}
 
 
 def _planned_run(definition: Definition, point: dict[str, str], arm: str, seed: int) -> PlannedRun:

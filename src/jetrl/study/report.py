@@ -143,7 +143,7 @@ def _body(
         *(_table_section(one) for one in others),
         section(
             "How to read this",
-            Html(f'<div class="card" style="padding:14px 18px">{_method(definition)}</div>'),
+            Html(f'<div class="card" style="padding:14px 18px">{_method(definition, runs)}</div>'),
             folded("The study file", json.dumps(definition.tree, indent=2, ensure_ascii=False)),
         ),
         Html(
@@ -176,19 +176,26 @@ def _table_section(one: Table) -> Html:
     return section(one.title, note if one.note else Html(""), table(one.rows, one.head))
 
 
-def _method(definition: Definition) -> Html:
+def _method(definition: Definition, runs: Sequence[RunResult]) -> Html:
     """Return how the numbers were made, in words."""
-    return join(
-        Html(f'<p style="margin:6px 0">{text(sentence)}</p>') for sentence in method(definition)
-    )
+    sentences = method(definition, runs)
+    return join(Html(f'<p style="margin:6px 0">{text(one)}</p>') for one in sentences)
 
 
-def method(definition: Definition) -> list[str]:
-    """Return sentences on how the numbers of a report were made."""
+def method(definition: Definition, runs: Sequence[RunResult]) -> list[str]:
+    """Return sentences on how the numbers of a report were made.
+
+    Args:
+        definition: The definition of the study.
+        runs: Its runs.
+    """
     study, settings = definition.study, definition.eval
     prompts = f"{settings.prompts} held-out prompts" if settings.prompts else "all held-out prompts"
+    # Runs of an earlier sitting may have been evaluated with fewer draws.
+    draws = sorted({run.common.samples for run in runs if run.common is not None})
+    samples = " or ".join(map(str, draws or [settings.samples]))
     sentences = [
-        f"Accuracy is the mean reward of {settings.samples} completions of {prompts} at "
+        f"Accuracy is the mean reward of {samples} completions of each of {prompts} at "
         f"temperature {settings.temperature:g}, drawn from the final weights by one engine under "
         f"the preset {settings.preset}, alike for all runs; a run that ended on numbers that are "
         "not finite is evaluated with its last checkpoint.",
@@ -225,7 +232,7 @@ def markdown(definition: Definition, results: Results, tables: Sequence[Table]) 
         results: Its results.
         tables: The tables.
     """
-    study = definition.study
+    study, runs = definition.study, known_runs(definition, results.runs.values())
     lines = [f"# {study.title or study.name}", ""]
     lines += [study.question, ""] if study.question else []
     lines += [f"{', '.join(results.devices)}, {results.date}, from `{results.source}`.", ""]
@@ -234,7 +241,12 @@ def markdown(definition: Definition, results: Results, tables: Sequence[Table]) 
         lines += [one.note, ""] if one.note else []
         lines += [_markdown_row(one.head), _markdown_row(["---"] * len(one.head))]
         lines += [*map(_markdown_row, one.rows), ""]
-    lines += ["## How to read this", "", *(f"- {sentence}" for sentence in method(definition)), ""]
+    lines += [
+        "## How to read this",
+        "",
+        *(f"- {sentence}" for sentence in method(definition, runs)),
+        "",
+    ]
     return visible("\n".join(lines), newlines=True)
 
 
