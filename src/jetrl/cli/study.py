@@ -6,6 +6,7 @@ For example:
     jetrl study flows.toml --dry-run                        its runs, and what is done of them
     jetrl study flows.toml --only bf16 --only unified       some arms
     jetrl study flows.toml --only length=64 --jobs 8        one value of an axis, 8 runs a card
+    jetrl study flows.toml --only seed=0 --only seed=1      some seeds
     jetrl study flows.toml --minutes 10                     stop at checkpoints after ten minutes
     jetrl study flows.toml --report-only                    the report of what is there
     jetrl study benchmarks/results/study/flows.json         the report from the committed results
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = (
-        "jetrl study STUDY.toml [--only ARM | AXIS=VALUE ...] [--jobs N] [--minutes M] "
+        "jetrl study STUDY.toml [--only ARM | AXIS=VALUE | seed=N ...] [--jobs N] [--minutes M] "
         "[--report-only | --dry-run]"
     )
     parser.add_argument(
@@ -47,8 +48,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--only",
         action="append",
         default=[],
-        metavar="ARM | AXIS=VALUE",
-        help="run these arms, at these values of the grid, alone (repeatable)",
+        metavar="ARM | AXIS=VALUE | seed=N",
+        help="run these arms, values of the grid and seeds alone (repeatable)",
     )
     parser.add_argument(
         "--jobs", type=int, metavar="N", help="runs side by side on a card (default: study.jobs)"
