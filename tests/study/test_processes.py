@@ -101,6 +101,20 @@ def test_a_process_runs_one_command_after_the_other(
     ]
 
 
+def test_a_process_of_a_study_runs_commands_of_jetrl(tmp_path: Path, wait_until: Wait) -> None:
+    pool, codes = Pool([], jobs=1, threads=1), []
+    try:
+        for name, word in (("known", "--version"), ("unknown", "trian")):
+            pool.start(Job(name, [word], tmp_path / f"{name}.txt"))
+            ended(pool, wait_until)
+            codes += [child.process.returncode for child in pool.ended()]
+    finally:
+        pool.stop()
+    assert codes == [0, 2]
+    assert last_line(tmp_path / "known.txt").startswith("jetrl 0")
+    assert "did you mean train?" in last_line(tmp_path / "unknown.txt")
+
+
 @pytest.mark.parametrize(
     ("code", "expected"),
     [("raise ValueError('odd')", 1), ("import sys; sys.exit(3)", 3), ("import os; os._exit(9)", 9)],

@@ -67,12 +67,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dry-run", action="store_true", help="list the runs and their state, and stop"
     )
     parser.add_argument("--evaluate", metavar="REQUEST", help=argparse.SUPPRESS)
-    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.serve:
-        return serve_commands()
     if args.evaluate is not None:
         from jetrl.study.final_evaluation import answer_request
 
@@ -97,28 +94,6 @@ def run(args: argparse.Namespace) -> int:
         print(dry_run(definition, runs, results))
         return 0
     return work_off(args, definition, runs, results)
-
-
-def serve_commands() -> int:
-    """Run the commands that a study orders on standard input, and return an exit code.
-
-    What they all need is imported before the first one comes.
-    """
-    import gc
-
-    import torch
-
-    import jetrl.loop
-    import jetrl.study.final_evaluation  # noqa: F401
-    from jetrl.cli.main import main
-    from jetrl.study.worker import serve
-
-    def give_back() -> None:
-        gc.collect()
-        if torch.cuda.is_initialized():
-            torch.cuda.empty_cache()
-
-    return serve(main, give_back)
 
 
 def opened(path: Path) -> tuple[Definition, Results]:

@@ -25,7 +25,7 @@ from jetrl.study.worker import order_of
 
 POLL_S = 0.1
 GRACE_S = 180.0  # for a checkpoint, after SIGTERM
-SERVER = (sys.executable, "-m", "jetrl", "study", "--serve")
+SERVER = (sys.executable, "-m", "jetrl.study.server")
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 

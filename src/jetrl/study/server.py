@@ -1,0 +1,30 @@
+"""The program of a study's child processes: commands of jetrl, one after the other.
+
+A study starts it as `python -m jetrl.study.server`; `jetrl.study.worker` says how it is spoken to.
+What all commands need is imported before the first one comes. The settings of torch's allocators
+come with the environment, from the study's own process.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+
+import torch
+import torch._dynamo  # optimizers import it when the first one is made
+
+import jetrl.loop
+import jetrl.study.final_evaluation  # noqa: F401
+from jetrl.cli.main import main
+from jetrl.study.worker import serve
+
+
+def give_back() -> None:
+    """Give back the memory that the last command held."""
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    sys.exit(serve(main, give_back))
