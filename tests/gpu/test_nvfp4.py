@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from small_models import config
@@ -17,7 +19,7 @@ from jetrl.parity import measure, random_prompts
 from jetrl.parity.checks import check_policy, failures
 from jetrl.precision import PrecisionPlan
 from jetrl.precision.nvfp4 import NVFP4Tensor, quantize_nvfp4, widened
-from jetrl.precision.nvfp4_layout import WIDENED_FACTOR, hopper_order
+from jetrl.precision.nvfp4_layout import WIDENED_FACTOR, hopper_order, parts_of
 from jetrl.precision.nvfp4_weight import NVFP4Weight, nvfp4_dgrad, nvfp4_matmul
 from jetrl.settings import Settings
 
@@ -124,6 +126,29 @@ def test_any_codes_and_scales_and_tiles(hopper, shape, out_dtype: torch.dtype) -
     ):
         tiles = Tiles(units, group, 2, 128)
         out = nvfp4_rows_matmul(x[:rows], weight, out_dtype, tiles)
+        assert torch.equal(out, expected[:rows]), (rows, tiles)
+
+
+@pytest.mark.parametrize("shape", [(4096, 12288), (224, 10752), (96, 23040)], ids=str)
+def test_the_parts_of_a_long_sum_are_added_in_order(hopper, shape: tuple[int, int]) -> None:
+    """Side by side, one after the other, and by the products of parts that cuBLAS makes."""
+    from jetrl.precision.hopper.nvfp4_rows import Tiles, nvfp4_rows_matmul
+
+    n, k = shape
+    q = quantize_nvfp4(random(n, k, 11, 0.02))
+    weight, x = hopper_order(q), random(200, k, 12)
+    parts, columns = parts_of(k)
+    assert parts == -(-k // 5120)
+    wide, sums = widened(q) * WIDENED_FACTOR, torch.zeros(200, n, device="cuda")
+    for part, right in zip(x.split(columns, 1), wide.split(columns, 1), strict=True):
+        sums += torch.mm(part.contiguous(), right.t().contiguous(), out_dtype=torch.float32)
+    expected = sums * weight.factor
+    assert torch.equal(hopper.nvfp4_matmul_hopper(x, weight, torch.float32, widen=True), expected)
+    for rows, units, group, apart in itertools.product((1, 5, 16, 200), (1, 2), (1, 2), (0, 1)):
+        if apart and rows > 16:
+            continue
+        tiles = Tiles(units, group, 2, 80 if rows <= 16 else 128, bool(apart))
+        out = nvfp4_rows_matmul(x[:rows], weight, torch.float32, tiles)
         assert torch.equal(out, expected[:rows]), (rows, tiles)
 
 

@@ -16,7 +16,7 @@ from jetrl.precision.nvfp4 import (
     unpacked_codes,
     widened,
 )
-from jetrl.precision.nvfp4_layout import WIDENED_FACTOR, hopper_order
+from jetrl.precision.nvfp4_layout import WIDENED_FACTOR, hopper_order, parts_of
 from jetrl.precision.nvfp4_weight import NVFP4Weight, nvfp4_dgrad, nvfp4_matmul
 
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
@@ -208,6 +208,15 @@ def test_the_kernels_instructions_unpack_the_kernels_order(shape: tuple[int, int
                 group = q2 * 4 + q1 * 2 + place // 2
                 found[:, :, :, :, group, place % 2] = values.permute(0, 2, 3, 1, 4, 5)
     assert torch.equal(found.view(n, k), widened(q) * WIDENED_FACTOR)
+
+
+@pytest.mark.parametrize("k", [128, 5120, 5248, 12288, 17408, 18944, 25600, 28672])
+def test_long_sums_have_equal_parts(k: int) -> None:
+    parts, columns = parts_of(k)
+    assert (parts - 1) * columns < k <= parts * columns
+    assert columns <= 5120 or parts == 1
+    assert columns % 256 == 0
+    assert parts == -(-k // 5120), "no more than are needed"
 
 
 def test_the_kernels_refuse_other_dimensions() -> None:

@@ -23,7 +23,7 @@ from jetrl.memory.products import ProductBytes
 from jetrl.models.adapter import LoRA
 from jetrl.models.attention import kv_bytes_per_token, staged_bytes_per_token
 from jetrl.models.families import ModelConfig
-from jetrl.precision.nvfp4_layout import FEW_ROWS
+from jetrl.precision.nvfp4_layout import FEW_ROWS, ROWS_AT_ONCE, parts_of
 from jetrl.precision.plan import FP8_BLOCK, LinearFormat, PrecisionPlan
 
 _NONE = ProductBytes()
@@ -234,10 +234,13 @@ def _layer_bytes(
 
 
 def _widened(config: ModelConfig, plan: PrecisionPlan, tokens: int) -> int:
-    """Return the bytes of the largest NVFP4 weight that is widened to BF16 for one product."""
+    """Return the most bytes of an NVFP4 weight widened to BF16 for one product, and of its sums."""
     if plan.base != "nvfp4" or tokens <= FEW_ROWS:
         return 0
-    return 4 * config.intermediate_size * config.hidden_size
+    inner, hidden = config.intermediate_size, config.hidden_size
+    # Of gate and up; of down, whose sums of parts are float32.
+    sums = 8 * min(tokens, ROWS_AT_ONCE) * hidden if parts_of(inner)[0] > 1 else 0
+    return max(4 * inner * hidden, 2 * inner * hidden + sums)
 
 
 def _codes(columns: int, tokens: int) -> int:

@@ -5,7 +5,9 @@ the weight widened to BF16: the widened values are exact, so this is the same pr
 adds in the same order (tests/gpu/test_nvfp4.py). The widened weight is made for one product and
 dropped: kept, it would take 3.6 times the memory of the codes.
 
-Sums are multiplied by the matrix's scale before they are rounded, which is cuBLAS's alpha.
+Sums are multiplied by the matrix's scale before they are rounded, which is cuBLAS's alpha. Where K
+has several parts (`nvfp4_layout.parts_of`), cuBLAS makes the float32 sums of each part, which are
+added in order and then multiplied and rounded, for `ROWS_AT_ONCE` rows at a time.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -28,7 +30,14 @@ from jetrl.precision.hopper.nvfp4_unpack import (
     step_words,
     unpack_step,
 )
-from jetrl.precision.nvfp4_layout import BLOCK, FEW_ROWS, UNIT, HopperNVFP4
+from jetrl.precision.nvfp4_layout import (
+    BLOCK,
+    FEW_ROWS,
+    ROWS_AT_ONCE,
+    UNIT,
+    HopperNVFP4,
+    parts_of,
+)
 
 _STORED = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 
@@ -96,7 +105,10 @@ def nvfp4_matmul_hopper(
     if not (x.shape[0] > FEW_ROWS if widen is None else widen):
         return nvfp4_rows_matmul(x, w, out_dtype)
     wide = widened_hopper(w)
+    parts, columns = parts_of(x.shape[1])
     with pinned_bf16_reductions():
+        if parts > 1:
+            return _product_in_parts(x, wide, w.factor, columns, out_dtype)
         if out_dtype == torch.float32:
             return torch.mm(x, wide.t(), out_dtype=out_dtype).mul_(w.factor)
         return _scaled_product(x, wide.t(), w.factor)
@@ -111,6 +123,28 @@ def nvfp4_dgrad_hopper(dy: Tensor, w: HopperNVFP4) -> Tensor:
     """
     check_matrix("nvfp4_dgrad", dy, (torch.bfloat16,))
     return _scaled_product(dy, widened_hopper(w), w.factor)
+
+
+def _product_in_parts(
+    x: Tensor, wide: Tensor, factor: float, columns: int, out_dtype: torch.dtype
+) -> Tensor:
+    """Return X @ W^T times a factor, with the sums of parts of K added in order.
+
+    Args:
+        x: bfloat16 [M, K].
+        wide: bfloat16 [N, K].
+        factor: What sums are multiplied by.
+        columns: Columns of a part but the last.
+        out_dtype: The dtype of the product.
+    """
+    out = torch.empty(x.shape[0], wide.shape[0], dtype=out_dtype, device=x.device)
+    for rows, product in zip(x.split(ROWS_AT_ONCE), out.split(ROWS_AT_ONCE), strict=True):
+        sums = None
+        for part, weight in zip(rows.split(columns, 1), wide.split(columns, 1), strict=True):
+            found = torch.mm(part, weight.t(), out_dtype=torch.float32)
+            sums = found if sums is None else sums.add_(found)
+        torch.mul(sums, factor, out=product)
+    return out
 
 
 def _scaled_product(a: Tensor, b: Tensor, factor: float) -> Tensor:

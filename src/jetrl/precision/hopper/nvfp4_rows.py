@@ -6,15 +6,19 @@ registers from which the tensor core reads it (`nvfp4_unpack`), X the right one.
 has no more columns than there are rows of X. Up to 16 rows that is mma.sync, since a wgmma takes
 some 30 cycles however few its columns are; from then on wgmma, which reads X in shared memory.
 
-The sum of an element goes along K in order, 16 products at a time, in one float32 accumulator, and
-is multiplied once by the matrix's scale: the order of cuBLAS's BF16 products without split K, by
-which many rows are multiplied (`precision.hopper.nvfp4`). Neither the instruction nor the tile nor
-the place of an operand, left or right, changes a bit.
+The sum of an element goes along K in order, 16 products at a time, in one float32 accumulator for
+each part of K (`nvfp4_layout.parts_of`). Parts are added in order, and their sum is multiplied once
+by the matrix's scale: the order of cuBLAS's BF16 products of parts without split K, by which many
+rows are multiplied (`precision.hopper.nvfp4`). Neither the instruction nor the tile nor the place
+of an operand, left or right, changes a bit.
 
-One warp copies tiles into a ring of ROUNDS stages, four warps unpack and multiply. A stage is GROUP
-blocks of 128 along K. In the last one K may end: what is copied of X from there on is zeros. The
-weight of a frozen base is written by no kernel that lets the next one start early, so it is always
-read before the kernel in front has ended (`precision.hopper.launch`).
+A chain of mma.sync takes some 32 cycles a product, and with few rows of the weight a multiprocessor
+has one program. So up to 16 rows each part of K may have four warps of its own; otherwise four
+warps make one part after the other. One more warp copies tiles into rings of ROUNDS stages, one
+ring for each four warps. A stage is GROUP blocks of 128 along K. In the last one K may end: what is
+copied of X from there on is zeros. The weight of a frozen base is written by no kernel that lets
+the next one start early, so it is always read before the kernel in front has ended
+(`precision.hopper.launch`).
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -50,9 +54,10 @@ from jetrl.precision.hopper.nvfp4_unpack import (
     unpack_step,
 )
 from jetrl.precision.layout import cdiv
-from jetrl.precision.nvfp4_layout import BLOCK, UNIT, HopperNVFP4
+from jetrl.precision.nvfp4_layout import BLOCK, UNIT, HopperNVFP4, parts_of
 
 MOST_ROWS = 128  # of a program
+MOST_APART = 5  # parts of K that have warps of their own
 _CODES_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
 _SCALES_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 _X_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -65,71 +70,90 @@ class Tiles:
     Attributes:
         units: units of 32 rows of the weight that a program has: 1 or 2.
         group: blocks of 128 along K of a stage: 1 or 2.
-        rounds: stages that are in flight.
+        rounds: stages that are in flight, of each ring.
         registers: the most registers of a thread, of the warps that copy and multiply alike.
+        apart: whether each part of K has warps of its own; up to 16 rows of X.
     """
 
     units: int
     group: int
     rounds: int
     registers: int
+    apart: bool = False
 
 
 @gluon.jit
 def _load_weight(
-    w_desc, s_desc, w_smem, s_smem, arrived, stage, unit, KB,
-    UNITS: gl.constexpr, GROUP: gl.constexpr, ROUNDS: gl.constexpr, BYTES: gl.constexpr,
+    w_desc, s_desc, w_smem, s_smem, arrived, slot, block, unit, KB,
+    UNITS: gl.constexpr, GROUP: gl.constexpr, BYTES: gl.constexpr,
 ):  # fmt: skip
     """Start the copies of a stage's codes and scales; its barrier is told of X's bytes too."""
-    slot = stage % ROUNDS
     bar = arrived.index(slot)
     mbarrier.expect(bar, BYTES)
     for u in gl.static_range(UNITS):
-        row = ((unit + u) * KB + stage * GROUP) * 16
+        row = ((unit + u) * KB + block) * 16
         gluon_names.tma_load(w_desc, [row, 0], bar, w_smem.index(slot * UNITS + u))
-        columns = stage * (64 * GROUP)
-        gluon_names.tma_load(s_desc, [unit + u, columns], bar, s_smem.index(slot * UNITS + u))
+        gluon_names.tma_load(s_desc, [unit + u, block * 64], bar, s_smem.index(slot * UNITS + u))
 
 
 @gluon.jit
-def _load_rows(
-    x_desc, x_smem, arrived, stage, m0, GROUP: gl.constexpr, ROUNDS: gl.constexpr
-):  # fmt: skip
+def _load_rows(x_desc, x_smem, arrived, slot, block, m0, GROUP: gl.constexpr):
     """Start the copies of a stage of X, 64 columns each."""
-    slot = stage % ROUNDS
     for i in gl.static_range(2 * GROUP):
-        column = (stage * GROUP) * 128 + i * 64
         place = x_smem.index(slot * (2 * GROUP) + i)
-        gluon_names.tma_load(x_desc, [m0, column], arrived.index(slot), place)
+        gluon_names.tma_load(x_desc, [m0, block * 128 + i * 64], arrived.index(slot), place)
 
 
 @gluon.jit
 def _load(
-    x_desc, w_desc, s_desc, x_smem, w_smem, s_smem, arrived, left, m0, unit, KB,
-    UNITS: gl.constexpr, GROUP: gl.constexpr, ROUNDS: gl.constexpr,
+    x_desc, w_desc, s_desc, x_smem, w_smem, s_smem, arrived, left, m0, unit, KB, RB,
+    RINGS: gl.constexpr, UNITS: gl.constexpr, GROUP: gl.constexpr, ROUNDS: gl.constexpr,
 ):  # fmt: skip
-    """Do the loading warp's work: keep every stage that is free asked for."""
+    """Do the copying warp's work: the stages of all rings, stage by stage.
+
+    Args:
+        x_desc, w_desc, s_desc: of X, and of the weight's codes and scales.
+        x_smem, w_smem, s_smem: the stages' tiles.
+        arrived: a barrier for each stage, for its copies.
+        left: a barrier for each stage, for the warps that multiply.
+        m0: first row of X.
+        unit: first unit of the weight.
+        KB: blocks of 128 along K.
+        RB: blocks of a ring but the last, which has the rest.
+        RINGS: rings.
+    """
     BYTES: gl.constexpr = 2 * GROUP * x_desc.block_type.nbytes + UNITS * (
         w_desc.block_type.nbytes + s_desc.block_type.nbytes
     )
-    stages = (KB + GROUP - 1) // GROUP
-    ahead = gl.minimum(stages, ROUNDS)
+    # Of the last ring, and of the others, which have no fewer.
+    last = (KB - (RINGS - 1) * RB + GROUP - 1) // GROUP
+    stages = (gl.minimum(RB, KB) + GROUP - 1) // GROUP
     # All stages are free at first. The weight does not depend on the kernel in front; X does.
-    for stage in range(ahead):
-        _load_weight(
-            w_desc, s_desc, w_smem, s_smem, arrived, stage, unit, KB, UNITS, GROUP, ROUNDS, BYTES
-        )
+    for stage in range(gl.minimum(stages, ROUNDS)):
+        for ring in gl.static_range(RINGS):
+            if (ring + 1 < RINGS) | (stage < last):
+                _load_weight(
+                    w_desc, s_desc, w_smem, s_smem, arrived, ring * ROUNDS + stage,
+                    ring * RB + stage * GROUP, unit, KB, UNITS, GROUP, BYTES,
+                )  # fmt: skip
     gluon_wait_for_previous()
     gluon_let_next_start()
-    for stage in range(ahead):
-        _load_rows(x_desc, x_smem, arrived, stage, m0, GROUP, ROUNDS)
+    for stage in range(gl.minimum(stages, ROUNDS)):
+        for ring in gl.static_range(RINGS):
+            if (ring + 1 < RINGS) | (stage < last):
+                slot, block = ring * ROUNDS + stage, ring * RB + stage * GROUP
+                _load_rows(x_desc, x_smem, arrived, slot, block, m0, GROUP)
     # The phase of a barrier flips each time round.
-    for stage in range(ahead, stages):
-        mbarrier.wait(left.index(stage % ROUNDS), ((stage // ROUNDS) & 1) ^ 1)
-        _load_weight(
-            w_desc, s_desc, w_smem, s_smem, arrived, stage, unit, KB, UNITS, GROUP, ROUNDS, BYTES
-        )
-        _load_rows(x_desc, x_smem, arrived, stage, m0, GROUP, ROUNDS)
+    for stage in range(ROUNDS, stages):
+        for ring in gl.static_range(RINGS):
+            if (ring + 1 < RINGS) | (stage < last):
+                slot, block = ring * ROUNDS + stage % ROUNDS, ring * RB + stage * GROUP
+                mbarrier.wait(left.index(slot), ((stage // ROUNDS) & 1) ^ 1)
+                _load_weight(
+                    w_desc, s_desc, w_smem, s_smem, arrived, slot, block, unit, KB,
+                    UNITS, GROUP, BYTES,
+                )  # fmt: skip
+                _load_rows(x_desc, x_smem, arrived, slot, block, m0, GROUP)
 
 
 @gluon.jit
@@ -164,30 +188,32 @@ def _left_operand(
 
 
 @gluon.jit
-def _multiply(
-    x_smem, w_smem, s_smem, arrived, left, y_ptr, factor, m0, unit, M, N, KB,
-    UNITS: gl.constexpr, BLOCK_M: gl.constexpr, GROUP: gl.constexpr, ROUNDS: gl.constexpr,
+def _sum(
+    x_smem, w_smem, s_smem, arrived, left, ring, stages, part_stages, BLOCK_M: gl.constexpr,
+    PARTS: gl.constexpr, UNITS: gl.constexpr, GROUP: gl.constexpr, ROUNDS: gl.constexpr,
     WORDS: gl.constexpr, SCALES: gl.constexpr, mma: gl.constexpr,
 ):  # fmt: skip
-    """Do the multiplying warps' work: all of K for the program's tile, then its store.
+    """Return the sums of the products of a ring, float32 [64, BLOCK_M].
 
     Args:
-        x_smem, w_smem, s_smem, arrived, left, m0, unit, KB: as of `_load`.
-        y_ptr: [M, N], written.
-        factor: float32, what sums are multiplied by.
-        M, N: rows of X and of the weight.
+        x_smem, w_smem, s_smem, arrived, left: as of `_load`.
+        ring: the ring.
+        stages: its stages.
+        part_stages: stages of a part of K.
+        PARTS: parts of K in the ring; their sums are added in order.
     """
     STEPS: gl.constexpr = 2 * GROUP
     layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=mma, k_width=2)
     columns: gl.constexpr = gl.DotOperandLayout(operand_index=1, parent=mma, k_width=2)
     SYNC: gl.constexpr = BLOCK_M <= 16
     total = gl.zeros([64, BLOCK_M], gl.float32, mma)
-    stages = (KB + GROUP - 1) // GROUP
-    mbarrier.wait(arrived.index(0), 0)
-    parts = _stage_words(w_smem, s_smem, 0, UNITS, GROUP, WORDS, SCALES)
+    before = total
+    first_slot = ring * ROUNDS
+    mbarrier.wait(arrived.index(first_slot), 0)
+    parts = _stage_words(w_smem, s_smem, first_slot, UNITS, GROUP, WORDS, SCALES)
     first = _left_operand(parts, 0, UNITS, GROUP, layout)
     for stage in range(stages):
-        slot = stage % ROUNDS
+        slot = first_slot + stage % ROUNDS
         # Each step is unpacked while the one before multiplies, and the first step of the next
         # stage while the last one of this does. (An accumulator in flight across the loop's back
         # edge would make the assembler serialize every wgmma.)
@@ -201,15 +227,30 @@ def _multiply(
             else:
                 total = warpgroup_mma(rows, x, total, is_async=True)
         following = gl.minimum(stage + 1, stages - 1)
-        mbarrier.wait(arrived.index(following % ROUNDS), (following // ROUNDS) & 1)
-        parts = _stage_words(w_smem, s_smem, following % ROUNDS, UNITS, GROUP, WORDS, SCALES)
+        slot_following = first_slot + following % ROUNDS
+        mbarrier.wait(arrived.index(slot_following), (following // ROUNDS) & 1)
+        parts = _stage_words(w_smem, s_smem, slot_following, UNITS, GROUP, WORDS, SCALES)
         first = _left_operand(parts, 0, UNITS, GROUP, layout)
         if not SYNC:
             total = warpgroup_mma_wait(0, deps=[total])
         gluon_names.barrier()  # every warp has left this stage
         mbarrier.arrive(left.index(slot), count=1)
-    # Rows of the product's transpose: warps hold 8 of each unit. Columns past M are products of
-    # zeros.
+        if PARTS > 1:  # noqa: SIM102 (known when it is compiled)
+            if (stage + 1) % part_stages == 0:
+                before += total
+                total = gl.zeros([64, BLOCK_M], gl.float32, mma)
+    if PARTS > 1:
+        total = before + total  # of the last part, or zeros
+    return total
+
+
+@gluon.jit
+def _store(
+    total, y_ptr, factor, m0, unit, M, N, BLOCK_M: gl.constexpr, UNITS: gl.constexpr,
+    mma: gl.constexpr,
+):  # fmt: skip
+    """Store the product's transpose, float32 [64, BLOCK_M], times the factor."""
+    # Warps hold 8 rows of each unit. Columns past M are products of zeros.
     places = gl.arange(0, 64, gl.SliceLayout(1, mma))
     n = (unit + ((places >> 3) & 1)) * 32 + (places >> 4) * 8 + (places & 7)
     mine = n < gl.minimum(N, (unit + UNITS) * 32)
@@ -220,11 +261,53 @@ def _multiply(
     )
 
 
-@gluon.jit(do_not_specialize=["M", "factor", "KB"])
+@gluon.jit
+def _work(
+    x_desc, w_desc, s_desc, x_smem, w_smem, s_smem, arrived, left, sums_smem, done,
+    y_ptr, factor, m0, unit, M, N, KB, RB, part_stages, place: gl.constexpr, RINGS: gl.constexpr,
+    PARTS: gl.constexpr, BLOCK_M: gl.constexpr, UNITS: gl.constexpr, GROUP: gl.constexpr,
+    ROUNDS: gl.constexpr, WORDS: gl.constexpr, SCALES: gl.constexpr, mma: gl.constexpr,
+):  # fmt: skip
+    """Do the work of the warps of a ring, or behind the rings that of the warp that copies.
+
+    Args:
+        x_desc, w_desc, s_desc, x_smem, w_smem, s_smem, arrived, left, m0, unit, KB, RB: as of
+            `_load`.
+        sums_smem: float32 [RINGS - 1, 64, BLOCK_M], for the sums of the rings behind the first.
+        done: a barrier for each of these, at its ring.
+        y_ptr: [M, N], written.
+        factor: float32, what sums are multiplied by.
+        M, N: rows of X and of the weight.
+        part_stages: stages of a part of K.
+        place: the ring, or RINGS.
+        RINGS: rings, the sums of which are added in order.
+        PARTS: parts of K in a ring.
+    """
+    if place == RINGS:
+        _load(x_desc, w_desc, s_desc, x_smem, w_smem, s_smem, arrived, left, m0, unit, KB, RB,
+              RINGS, UNITS, GROUP, ROUNDS)  # fmt: skip
+    else:
+        blocks = RB if place + 1 < RINGS else KB - (RINGS - 1) * RB
+        total = _sum(
+            x_smem, w_smem, s_smem, arrived, left, place, (blocks + GROUP - 1) // GROUP,
+            part_stages, BLOCK_M, PARTS, UNITS, GROUP, ROUNDS, WORDS, SCALES, mma,
+        )  # fmt: skip
+        if place > 0:
+            sums_smem.index(place - 1).store(total)
+            gluon_names.barrier()
+            mbarrier.arrive(done.index(place), count=1)
+        else:
+            for ring in gl.static_range(1, RINGS):
+                mbarrier.wait(done.index(ring), 0)
+                total += sums_smem.index(ring - 1).load(mma)
+            _store(total, y_ptr, factor, m0, unit, M, N, BLOCK_M, UNITS, mma)
+
+
+@gluon.jit(do_not_specialize=["M", "factor", "KB", "PB"])
 def nvfp4_rows_kernel(
-    x_desc, w_desc, s_desc, y_ptr, factor, M, N, KB, UNITS: gl.constexpr,
-    BLOCK_M: gl.constexpr, GROUP: gl.constexpr, ROUNDS: gl.constexpr,
-    WORDS: gl.constexpr, SCALES: gl.constexpr,
+    x_desc, w_desc, s_desc, y_ptr, factor, M, N, KB, PB, RINGS: gl.constexpr, PARTS: gl.constexpr,
+    UNITS: gl.constexpr, BLOCK_M: gl.constexpr, GROUP: gl.constexpr, ROUNDS: gl.constexpr,
+    WARPS: gl.constexpr, REGISTERS: gl.constexpr, WORDS: gl.constexpr, SCALES: gl.constexpr,
 ):  # fmt: skip
     """Multiply BLOCK_M rows of X by UNITS * 32 rows of the weight, over the whole of K.
 
@@ -237,10 +320,15 @@ def nvfp4_rows_kernel(
         M: rows of X.
         N: rows of the weight.
         KB: blocks of 128 along K.
+        PB: blocks of a part of K, a multiple of 2; of all of K where there is one part.
+        RINGS: parts that have warps of their own; 1: the first four warps make all of them.
+        PARTS: parts of K in a ring.
         UNITS: as of `Tiles`.
         BLOCK_M: 8 to 128, a power of two.
         GROUP: as of `Tiles`.
         ROUNDS: as of `Tiles`.
+        WARPS: warps of each ring behind the first, and that of the copies.
+        REGISTERS: the most registers of a thread of each of these.
         WORDS: the layout of a stage's codes in registers.
         SCALES: the layout of a stage's scales in registers.
     """
@@ -249,39 +337,56 @@ def nvfp4_rows_kernel(
         warps_per_cta=[4, 1],
         instr_shape=[16, 8] if BLOCK_M <= 16 else [16, BLOCK_M, 16],
     )
+    flat: gl.constexpr = gl.SwizzledSharedLayout(vec=1, per_phase=1, max_phase=1, order=[1, 0])
     # Programs that share a part of the weight follow each other.
     row_blocks = (M + BLOCK_M - 1) // BLOCK_M
     m0 = (gl.program_id(0) % row_blocks) * BLOCK_M
     unit = (gl.program_id(0) // row_blocks) * UNITS
-    x_smem = gl.allocate_shared_memory(
-        gl.bfloat16, [ROUNDS * 2 * GROUP, BLOCK_M, 64], x_desc.layout
-    )
-    w_smem = gl.allocate_shared_memory(gl.int32, [ROUNDS * UNITS, 16 * GROUP, 32], w_desc.layout)
-    s_smem = gl.allocate_shared_memory(gl.int32, [ROUNDS * UNITS, 1, 64 * GROUP], s_desc.layout)
-    arrived = gl.allocate_shared_memory(gl.int64, [ROUNDS, 1], mbarrier.MBarrierLayout())
-    left = gl.allocate_shared_memory(gl.int64, [ROUNDS, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(ROUNDS):
+    SLOTS: gl.constexpr = RINGS * ROUNDS
+    x_smem = gl.allocate_shared_memory(gl.bfloat16, [SLOTS * 2 * GROUP, BLOCK_M, 64], x_desc.layout)
+    w_smem = gl.allocate_shared_memory(gl.int32, [SLOTS * UNITS, 16 * GROUP, 32], w_desc.layout)
+    s_smem = gl.allocate_shared_memory(gl.int32, [SLOTS * UNITS, 1, 64 * GROUP], s_desc.layout)
+    arrived = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    left = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(SLOTS):
         mbarrier.init(arrived.index(i), count=1)
         mbarrier.init(left.index(i), count=1)
+    # A ring has all of K, or a part.
+    RB = KB if RINGS == 1 else PB
+    sums_smem = s_smem
+    if RINGS > 1:
+        sums_smem = gl.allocate_shared_memory(gl.float32, [RINGS - 1, 64, BLOCK_M], flat)
+    done = gl.allocate_shared_memory(gl.int64, [RINGS, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(RINGS):
+        mbarrier.init(done.index(i), count=1)
+    # The first four warps, those of the rings behind the first, and the one that copies.
     gl.warp_specialize(
         [
-            (_multiply, (x_smem, w_smem, s_smem, arrived, left, y_ptr, factor, m0, unit, M, N, KB,
-                         UNITS, BLOCK_M, GROUP, ROUNDS, WORDS, SCALES, mma)),
-            (_load, (x_desc, w_desc, s_desc, x_smem, w_smem, s_smem, arrived, left, m0, unit, KB,
-                     UNITS, GROUP, ROUNDS)),
+            (_work, (x_desc, w_desc, s_desc, x_smem, w_smem, s_smem, arrived, left, sums_smem, done,
+                     y_ptr, factor, m0, unit, M, N, KB, RB, PB // GROUP, gl.constexpr(place), RINGS,
+                     PARTS, BLOCK_M, UNITS, GROUP, ROUNDS, WORDS, SCALES, mma))
+            for place in (0, 1, 2, 3, 4, 5)[: RINGS + 1]
         ],
-        [1],
-        [24],
+        WARPS,
+        REGISTERS,
     )  # fmt: skip
 
 
-def tiles_for(rows: int, n: int) -> Tiles:
+def tiles_for(rows: int, n: int, parts: int) -> Tiles:
     """Return the cut of a product of some rows of X with a weight of n rows.
 
     Where 64 rows of the weight a program would leave multiprocessors idle, a program has 32. wgmma
     takes as long for 32 as for 64, so two such programs a multiprocessor are too many there.
+
+    Args:
+        rows: Rows of X.
+        n: Rows of the weight.
+        parts: Parts of K.
     """
     narrow, wide = n <= 4224, n > 8448
+    # A multiprocessor holds one program with more than two rings.
+    if rows <= 16 and not wide and 1 < parts <= (MOST_APART if narrow else 2):
+        return Tiles(1, 2, 2 if parts > 3 else 4, 80, apart=True)
     if rows <= 32:
         return Tiles(1 if narrow or (rows <= 16 and not wide) else 2, 2, 4, 80)
     if rows <= 64:
@@ -305,8 +410,10 @@ def nvfp4_rows_matmul(
     out = torch.empty(rows, n, dtype=out_dtype, device=x.device)
     if not rows:
         return out
-    tiles = tiles or tiles_for(rows, n)
+    parts, columns = parts_of(k)
+    tiles = tiles or tiles_for(rows, n, parts)
     block_m = min(MOST_ROWS, max(8, 1 << (rows - 1).bit_length()))
+    rings = parts if tiles.apart else 1
     group, words = tiles.group, 16 * tiles.group
     grid = (cdiv(rows, block_m) * cdiv(n, UNIT * tiles.units),)
     nvfp4_rows_kernel[grid](
@@ -315,8 +422,9 @@ def nvfp4_rows_matmul(
         TensorDescriptor(
             w.scales, list(w.scales.shape), [w.scales.shape[1], 1], [1, 64 * group], _SCALES_LAYOUT
         ),
-        out, w.factor, rows, n, k // BLOCK, tiles.units, block_m, group, tiles.rounds,
-        CODE_WORDS[group], SCALE_WORDS[group],
+        out, w.factor, rows, n, k // BLOCK, columns // BLOCK, rings, parts // rings,
+        tiles.units, block_m, group, tiles.rounds, (*[4] * (rings - 1), 1),
+        (*[tiles.registers] * (rings - 1), 24), CODE_WORDS[group], SCALE_WORDS[group],
         num_warps=4, maxnreg=tiles.registers, enable_fp_fusion=False, **OVERLAPPED,
     )  # fmt: skip
     return out
