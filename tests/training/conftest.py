@@ -104,6 +104,7 @@ class Bigram:
         temperature: float = 1.0,
         checkpoint_layers: bool = False,
         stems: None = None,
+        seen: None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         self.calls.append(("grad" if torch.is_grad_enabled() else "no_grad", checkpoint_layers))
         assert not set(targets.tolist()) & set(cu_seqlens.tolist())

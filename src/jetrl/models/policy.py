@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -76,6 +76,7 @@ class Policy(Model):
         temperature: float = 1.0,
         checkpoint_layers: bool = False,
         stems: Stems | None = None,
+        seen: Callable[[Tensor], None] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return log-probs of chosen tokens of a packed batch: the trainer's forward.
 
@@ -89,6 +90,7 @@ class Policy(Model):
             temperature: What logits are divided by.
             checkpoint_layers: Compute layers again in backward.
             stems: The rows that are computed, where sequences share their first tokens; None: all.
+            seen: Called with the hidden states [R, D] that the log-probs are made of.
 
         Returns:
             The log-prob of each target given what precedes it, float32 [R], differentiable, and the
@@ -96,6 +98,8 @@ class Policy(Model):
         """
         token_ids, targets = upload(token_ids, self.device), upload(targets, self.device)
         before = self.packed_hidden(token_ids, cu_seqlens, targets - 1, checkpoint_layers, stems)
+        if seen is not None:
+            seen(before.detach())
         return self._head_logprobs(before, token_ids[targets], temperature, checkpoint_layers)
 
     def _head_logprobs(

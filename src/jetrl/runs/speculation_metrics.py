@@ -44,4 +44,25 @@ SPECULATION: tuple[Metric, ...] = (
         "the same of guesses of the draft head",
         measured=True,
     ),
+    Metric(
+        "draft_head/loss",
+        "nats",
+        "cross entropy of the draft head's guesses over the tokens that it knows, mean over "
+        "guesses and the step's updates, before each; this and the next two with "
+        "rollout.speculation = head or auto",
+    ),
+    Metric(
+        "draft_head/accuracy",
+        "share",
+        "of the tokens that it learned from, those whose next token it guessed first",
+    ),
+    Metric(
+        "draft_head/skipped_updates",
+        "count",
+        "its updates with a gradient that was not finite, which were left out; absent where none "
+        "was",
+    ),
+    Metric(
+        "timing/draft_head_s", "s", "of the update, the training of the draft head", measured=True
+    ),
 )

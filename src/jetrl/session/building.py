@@ -16,6 +16,7 @@ from jetrl.distributed.world import world
 from jetrl.errors import UserError
 from jetrl.files import read_json
 from jetrl.models import hf
+from jetrl.models.draft_head import DraftHead
 from jetrl.models.families import ModelConfig, num_parameters
 from jetrl.models.model import Model
 from jetrl.models.peft import adapter_of
@@ -30,6 +31,7 @@ from jetrl.settings.loading import Settings
 from jetrl.tasks import Task, build_task
 from jetrl.training import Critic
 from jetrl.training.checkpoint_files import tensor_differences
+from jetrl.training.extras.draft_head import DraftHeadTraining
 from jetrl.training.guard import Guard
 from jetrl.training.stored_tensors import StoredTensors, whole_layouts
 
@@ -235,6 +237,16 @@ def build_critic(settings: Settings, policy: Policy, guard: Guard | None = None)
         model = ScalarModel.from_language_model(path, plan, policy.device)
         _check_vocabulary(policy, model, f"critic.path = {path}")
     return Critic(model, settings, guard)
+
+
+def build_draft_head(settings: Settings, head: DraftHead | None) -> DraftHeadTraining | None:
+    """Return the training of a draft head, None without one.
+
+    Args:
+        settings: The settings of the run.
+        head: The draft head, or None.
+    """
+    return None if head is None else DraftHeadTraining(head, settings)
 
 
 def _check_vocabulary(policy: Policy, other: Model, where: str) -> None:

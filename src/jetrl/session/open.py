@@ -14,12 +14,14 @@ from jetrl.memory.device import free_bytes
 from jetrl.memory.fitting import Fitted, check_fits
 from jetrl.memory.out_of_memory import explained
 from jetrl.memory.plan import OtherModels, Workload
+from jetrl.models.draft_head import DraftHead
 from jetrl.models.families import ModelConfig
 from jetrl.models.model import Model
 from jetrl.models.norm_noise import NormNoise
 from jetrl.models.policy import Policy
 from jetrl.parity import require_exact
 from jetrl.precision import PrecisionPlan
+from jetrl.randomness import derive_seed
 from jetrl.rewards.environment import turns_of
 from jetrl.rewards.reward import Reward
 from jetrl.rewards.sampling import EncodedPrompt, encode_prompts
@@ -69,6 +71,7 @@ class RunContext(TrainingContext):
         engine: The engine that samples from the policy.
         reward: Makes the rewards of [reward]; None where the reward is the task's own score.
         noise: The noise on the policy's norms, which `[adapter]` asks for.
+        draft_head: The draft head that the engine asks and the trainer trains, or None.
     """
 
     model: Policy
@@ -79,6 +82,7 @@ class RunContext(TrainingContext):
     engine: RolloutEngine
     reward: Reward | None
     noise: NormNoise
+    draft_head: DraftHead | None
 
     @property
     def policy(self) -> Policy:
@@ -139,7 +143,10 @@ def open_context(settings: Settings, stack: contextlib.ExitStack) -> RunContext:
     loading = f"models loaded in {load_s:.1f} s"
     if proof_s is not None:
         loading += f", exactness proven in {proof_s:.1f} s"
-    rollout = settings.rollout
+    rollout, draft_head = settings.rollout, None
+    if rollout.asks_head and settings.loop.steps:
+        seed = derive_seed(settings.run.seed, "draft head")
+        draft_head = DraftHead(policy, settings.draft_head.tokens, seed)
     engine = RolloutEngine(
         policy,
         max_batch_size=rollout.max_batch_size,
@@ -147,6 +154,7 @@ def open_context(settings: Settings, stack: contextlib.ExitStack) -> RunContext:
         page_size=rollout.page_size,
         max_prefill_tokens=rollout.max_prefill_tokens,
         speculation=rollout.speculation,
+        draft_head=draft_head,
     )
     notes = []
     room = config.max_position_embeddings - longest
@@ -169,6 +177,7 @@ def open_context(settings: Settings, stack: contextlib.ExitStack) -> RunContext:
         engine=engine,
         reward=reward,
         noise=NormNoise(policy, settings),
+        draft_head=draft_head,
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -69,12 +69,13 @@ def samples_digest(samples: Sequence[Sample]) -> str:
     return digest.hexdigest()
 
 
-def compare_weights(when: str, *models: Model) -> None:
+def compare_weights(when: str, *models: Model, beside: Mapping[str, Tensor] | None = None) -> None:
     """Check that all ranks read the same quantized weights, and the same undivided master weights.
 
     Args:
         when: The moment, for the message.
         models: The models that are trained.
+        beside: Tensors of a draft head, by name, which every rank has whole.
 
     Raises:
         RanksDiffer: They do not; the message names a weight.
@@ -82,6 +83,8 @@ def compare_weights(when: str, *models: Model) -> None:
     if world().size == 1:
         return
     tensors: dict[str, Tensor] = {}
+    for name, tensor in (beside or {}).items():
+        tensors[f"draft head: {name}"] = tensor.to(models[0].device)
     for number, model in enumerate(models):
         weights, prefix = model.weights, f"model {number + 1}: " if number else ""
         whole = {n: m.detach() for n, m in weights.masters.items() if n not in weights.shards}

@@ -27,7 +27,7 @@ from jetrl.rewards.evaluate import Evaluation, evaluate
 from jetrl.rewards.sampling import Scoring, sample_prompts
 from jetrl.rollout.progress import Progress
 from jetrl.runs import RunDirectory
-from jetrl.session.building import build_critic, build_reference
+from jetrl.session.building import build_critic, build_draft_head, build_reference
 from jetrl.session.dynamic_sampling import refill
 from jetrl.session.examples import worked_answer
 from jetrl.session.nonfinite import NonFiniteReports
@@ -171,6 +171,9 @@ class Session:
         critic = build_critic(self.settings, self.context.policy, reports.critic_guard)
         if critic is not None:
             run.checkpoints.register_tensors("critic", critic)
+        draft_head = build_draft_head(self.settings, self.context.draft_head)
+        if draft_head is not None:
+            run.checkpoints.register_tensors("draft_head", draft_head)
         self._trainer = Trainer(
             self.context.policy,
             self.settings,
@@ -178,6 +181,7 @@ class Session:
             critic,
             self._micro_batch_size,
             reports.guard,
+            draft_head,
         )
         if self._trainer.calibration is not None:
             run.checkpoints.register("clip", self._trainer.calibration)
@@ -356,7 +360,9 @@ class Session:
             with ending_together(f"the search for the operation that differs in step {number}"):
                 self.run.directory.write_rollouts(number, step.samples)
                 raise MismatchError(f"step {number}: {error}; {self._locate(error)}") from None
-        compare_weights(f"after step {number}", *self.trainer.models)
+        head = self.trainer.draft_head
+        beside = {} if head is None else head.state_tensors()
+        compare_weights(f"after step {number}", *self.trainer.models, beside=beside)
         phases.timings |= trained.timings
         compares_group = self.context.objective.algorithm.compares_group
         metrics = {

@@ -17,6 +17,7 @@ from pydantic import Field, field_validator, model_validator
 from jetrl.settings.adapter_section import AdapterSettings
 from jetrl.settings.algorithm_section import AlgorithmSettings
 from jetrl.settings.algorithms import ALGORITHMS, Algorithm
+from jetrl.settings.draft_head_section import DraftHeadSettings
 from jetrl.settings.model_sections import CriticSettings, ReferenceSettings, RewardSettings
 from jetrl.settings.precision_section import PrecisionSettings, SamplerDeviationSettings
 from jetrl.settings.presets import PRESETS, is_fp8
@@ -33,7 +34,7 @@ from jetrl.settings.section import (
 )
 
 Schedule = Literal["constant", "linear", "cosine"]
-Speculation = Literal["off", "text", "auto"]
+Speculation = Literal["off", "text", "head", "auto"]
 
 
 class RunSettings(Section):
@@ -181,8 +182,14 @@ class RolloutSettings(Section):
     speculation: Speculation = Field(
         "off",
         description="text: draft tokens from the prompt's own, sibling and earlier completions and "
-        "verify several in a forward, which changes no token; auto: where that is faster; off",
+        "verify several in a forward, which changes no token; head: from a small network that is "
+        "trained beside the policy; auto: from both, where that is faster; off",
     )
+
+    @property
+    def asks_head(self) -> bool:
+        """Return whether a draft head is trained and asked."""
+        return self.speculation in ("head", "auto")
 
 
 class TrainSettings(Section):
@@ -348,6 +355,7 @@ class Settings(Section):
     task: TaskSettings = TaskSettings()
     data: DataSettings = DataSettings()
     rollout: RolloutSettings = RolloutSettings()
+    draft_head: DraftHeadSettings = DraftHeadSettings()
     algorithm: AlgorithmSettings = AlgorithmSettings()
     reference: ReferenceSettings = ReferenceSettings()
     critic: CriticSettings = CriticSettings()
@@ -454,6 +462,11 @@ class Settings(Section):
             yield f"critic.path is set, but algorithm.name = {name} has no critic; leave it out"
 
     def _single_problems(self) -> Iterator[str]:
+        if self.rollout.speculation == "head" and not self.loop.steps:
+            yield (
+                "rollout.speculation = head has drafts from a network that RL trains, and "
+                "loop.steps = 0: there is no RL here; take text or off"
+            )
         if self.eval.samples > 1 and self.eval.temperature == 0:
             yield (
                 f"eval.samples = {self.eval.samples} with eval.temperature = 0 draws the same "

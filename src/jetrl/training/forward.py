@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,7 +18,11 @@ if TYPE_CHECKING:
 
 
 def batch_logprobs(
-    policy: Policy, batch: Batch, temperature: float = 1.0, checkpoint_layers: bool = False
+    policy: Policy,
+    batch: Batch,
+    temperature: float = 1.0,
+    checkpoint_layers: bool = False,
+    seen: Callable[[torch.Tensor], None] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return log-probs and entropies of the N trained tokens of a batch, in batch order.
 
@@ -27,6 +32,7 @@ def batch_logprobs(
         temperature: The temperature that logits are divided by.
         checkpoint_layers: Whether to compute layers again on the way back instead of keeping what
             they computed.
+        seen: Called with the hidden states [N, D] from which the tokens were drawn.
 
     Returns:
         (log-probs, float32 [N], differentiable unless under no_grad; entropy in nats, float32 [N]).
@@ -38,6 +44,7 @@ def batch_logprobs(
         temperature,
         checkpoint_layers=checkpoint_layers,
         stems=Stems.of(batch),
+        seen=seen,
     )
 
 

@@ -31,6 +31,7 @@ from jetrl.models.packed import upload
 from jetrl.settings.loading import Settings
 from jetrl.training.extras.calibration import ClipBounds, ClipCalibration
 from jetrl.training.extras.critic import Critic
+from jetrl.training.extras.draft_head import DraftHeadTraining
 from jetrl.training.forward import at_targets, batch_logprobs
 from jetrl.training.guard import Guard
 from jetrl.training.losses import MicroBatchLoss
@@ -72,8 +73,10 @@ class Trainer:
         critic: The value model of an algorithm that needs one, updated beside the policy.
         micro_batch_size: The size that the run has for micro-batches; by default a new one.
         guard: The run's guard, which refuses updates that are not finite; by default a new one.
+        draft_head: The draft head that learns from the policy's forwards, or None.
 
     Attributes:
+        draft_head: The draft head that learns from the policy's forwards, or None.
         objective: What is optimized.
         preparation: Makes micro-batches of the samples before the first update of a step.
         optimizer: The optimizer, whose state goes into checkpoints.
@@ -91,6 +94,7 @@ class Trainer:
         critic: Critic | None = None,
         micro_batch_size: MicroBatchSize | None = None,
         guard: Guard | None = None,
+        draft_head: DraftHeadTraining | None = None,
     ) -> None:
         if settings.algorithm.kl > 0 and reference is None:
             raise UserError(
@@ -100,6 +104,7 @@ class Trainer:
         self.policy = policy
         self.settings = settings
         self.critic = critic
+        self.draft_head = draft_head
         self.objective = Objective.from_settings(settings.algorithm, settings.rollout.max_tokens)
         if self.objective.algorithm.needs_critic and critic is None:
             raise UserError(
@@ -155,8 +160,9 @@ class Trainer:
             tokens. policy/grad_norm: mean over updates, before the clip. policy/lr: of the last
             update. policy/active_fraction: trained tokens whose advantage is not 0 (0: every group
             had equal rewards, and the policy gradient is zero). correction/* with a correction.
-            And the `mismatch/*` of all trained tokens. Where it happened, policy/skipped_updates
-            and critic/skipped_updates (which are in none of the means) and memory/train_retries.
+            And the `mismatch/*` of all trained tokens, and draft_head/* with a draft head. Where it
+            happened, policy/skipped_updates and critic/skipped_updates (which are in none of the
+            means) and memory/train_retries.
 
         Raises:
             StepMismatchError: Sampler and trainer differ under an exact plan; no weight changed.
@@ -170,6 +176,8 @@ class Trainer:
         minibatches, metrics = self.preparation(samples)
         if self.calibration is not None:
             self.calibration.before_updates(minibatches)
+        if self.draft_head is not None:
+            self.draft_head.begin(version, minibatches[0].micro_batches)
         updates: list[UpdateStats] = []
         critic_updates: list[dict[str, float]] = []
         for k, minibatch in enumerate(minibatches):
@@ -178,6 +186,7 @@ class Trainer:
             if k == 0:
                 outputs = accumulated.all_outputs()
                 metrics |= self._compare(samples, version, minibatches, outputs)
+                metrics |= {} if self.draft_head is None else self.draft_head.learn()
             if k == len(minibatches) - 1 and self.calibration is not None:
                 outputs = accumulated.all_outputs()
                 metrics |= self.calibration.before_last_update(minibatch, outputs)
@@ -185,6 +194,8 @@ class Trainer:
             updates.append(stats)
             if stats.applied and self.critic is not None:
                 critic_updates.append(self.critic.update(k, minibatch))
+        if self.draft_head is not None:
+            self.draft_head.round()
         metrics |= _update_metrics(updates, critic_updates) | self.micro_batch_size.take_metrics()
         requantize_s = sum(update.requantize_s for update in updates)
         return TrainedStep(
@@ -203,9 +214,9 @@ class Trainer:
     def _loss(self, micro: MicroBatch, minibatch: Minibatch) -> MicroBatchLoss:
         """Run the forward of a micro-batch, and return its share of the minibatch's loss."""
         batch, device = micro.batch, self.policy.device
-        logprobs, entropy = batch_logprobs(
-            self.policy, batch, self._temperature, self.settings.train.activation_checkpointing
-        )
+        recompute = self.settings.train.activation_checkpointing
+        seen = None if self.draft_head is None else self.draft_head.observer(batch)
+        logprobs, entropy = batch_logprobs(self.policy, batch, self._temperature, recompute, seen)
         rollout_logprobs = at_targets(batch.rollout_logprobs, batch, device)
         if self.policy.plan.exact:
             behavior = rollout_logprobs

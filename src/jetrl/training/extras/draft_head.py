@@ -1,0 +1,326 @@
+"""The training of a draft head (`models.draft_head`) on what the policy has drawn.
+
+The head learns from the forward that the trainer makes anyway: at a seeded share of the sampled
+tokens the hidden state from which the token was drawn is copied, without gradient. From that state
+and the token the head guesses the next tokens, fed with the true ones in between, and learns them
+by their cross entropy over the tokens that it knows. Its updates have an optimizer of their own,
+and nothing of them reaches the policy: states, embedding and output head are values here.
+
+    begin       choose the tokens to learn from, of a step's first update
+    observer    copy hidden states out of the forward of a micro-batch
+    learn       make the updates; from here on nothing is copied
+    round       after the step's last update: let the sampler read what was learned
+
+Of several ranks each copies states from its own micro-batches; they are gathered, and every rank
+makes the same updates.
+
+Legend: P tokens that are learned from, D hidden size, K tokens of a draft, R trained tokens of a
+micro-batch.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy, linear
+
+from jetrl.distributed.shards import Shard
+from jetrl.distributed.world import world
+from jetrl.errors import UserError
+from jetrl.models.draft_head import DraftHead
+from jetrl.models.packed import upload
+from jetrl.randomness import derive_seed
+from jetrl.settings.loading import Settings
+from jetrl.training.micro_batches import MicroBatch
+from jetrl.training.optimizer import Optimizer
+from jetrl.training.packing import targets, trained_lengths
+from jetrl.types import Batch
+
+_WARMUP_UPDATES = 20
+_NOT_KNOWN = -100  # the target that a cross entropy leaves out
+
+
+@dataclass
+class _Lessons:
+    """The tokens of one step that the head learns from.
+
+    Attributes:
+        places: By sample number, which of its trained tokens, ascending, and where among the P.
+        tokens: int64 [P, 1 + K], each token and those behind it.
+        follows: bool [P, K], whether such a token exists and was sampled.
+        hidden: [P, D] on the device, the hidden states from which the tokens were drawn.
+        copied: bool [P], which of these have been copied on this rank.
+        seed: The seed of the order in which they are learned.
+    """
+
+    places: dict[int, tuple[np.ndarray, np.ndarray]]
+    tokens: np.ndarray
+    follows: np.ndarray
+    hidden: Tensor
+    copied: np.ndarray
+    seed: int
+
+
+class DraftHeadTraining:
+    """A draft head with its optimizer.
+
+    Args:
+        head: The draft head.
+        settings: `draft_head`, the rest of the optimizer in `train`, and run.seed.
+
+    Attributes:
+        head: The draft head.
+        optimizer: The optimizer over its master weights.
+    """
+
+    def __init__(self, head: DraftHead, settings: Settings) -> None:
+        self.head, self._settings = head, settings.draft_head
+        self._seed = settings.run.seed
+        own = {
+            "lr": self._settings.lr,
+            "warmup_steps": _WARMUP_UPDATES,
+            "schedule": "constant",
+            "weight_decay": 0.0,
+            "betas": (0.9, 0.95),
+        }
+        self.optimizer = Optimizer(head.masters, settings.train.model_copy(update=own), 1)
+        # How often each token of the vocabulary was drawn: the head knows the most frequent ones.
+        self._counts = np.zeros(head.policy.config.vocab_size, dtype=np.int64)
+        self._lessons: _Lessons | None = None
+        head.round()
+
+    def begin(self, step: int, micro_batches: Sequence[MicroBatch]) -> None:
+        """Choose the tokens to learn from.
+
+        Args:
+            step: The number of the step.
+            micro_batches: Those of the step's first update, on every rank all of them.
+        """
+        batches = {int(i): micro.batch for micro in micro_batches for i in micro.batch.sample_ids}
+        # A sample's last token has nothing behind it.
+        lengths = {
+            int(i): int(length) - 1
+            for micro in micro_batches
+            for i, length in zip(micro.batch.sample_ids, trained_lengths(micro.batch), strict=True)
+        }
+        samples = sorted(lengths)
+        ends = np.cumsum([lengths[i] for i in samples])
+        total = int(ends[-1]) if samples else 0
+        count = min(math.ceil(total * self._settings.share), self._settings.most_tokens)
+        seed = derive_seed(self._seed, "draft head", step)
+        chance = np.random.Generator(np.random.Philox(key=seed))
+        chosen = np.sort(chance.choice(total, count, replace=False)) if total else np.zeros(0, int)
+        sizes = (count, self.head.policy.config.hidden_size)
+        lessons = _Lessons(
+            places={},
+            tokens=np.zeros((count, 1 + self.head.tokens), dtype=np.int64),
+            follows=np.zeros((count, self.head.tokens), dtype=bool),
+            hidden=torch.zeros(
+                sizes, dtype=self.head.policy.weights.dtype, device=self.head.policy.device
+            ),
+            copied=np.zeros(count, dtype=bool),
+            seed=seed,
+        )
+        bounds = np.searchsorted(chosen, [0, *ends])
+        for number, sample in enumerate(samples):
+            slots = np.arange(bounds[number], bounds[number + 1])
+            if len(slots):
+                ordinals = chosen[slots] - (ends[number] - lengths[sample])
+                lessons.places[sample] = (ordinals, slots)
+                self._read(lessons, batches[sample], sample)
+        for batch in {id(micro.batch): micro.batch for micro in micro_batches}.values():
+            drawn = batch.token_ids[targets(batch)]
+            self._counts += np.bincount(drawn, minlength=len(self._counts))
+        self._lessons = lessons
+
+    def _read(self, lessons: _Lessons, batch: Batch, sample: int) -> None:
+        """Read the chosen tokens of a sample, and those behind them, from a batch that has it."""
+        ordinals, slots = lessons.places[sample]
+        which = int(np.flatnonzero(batch.sample_ids == sample)[0])
+        start, end = batch.cu_seqlens[which : which + 2]
+        trained = start + np.flatnonzero(batch.loss_mask[start:end])
+        at = trained[ordinals][:, None] + np.arange(1 + self.head.tokens)
+        inside = np.minimum(at, end - 1)
+        lessons.tokens[slots] = batch.token_ids[inside]
+        sampled = (at < end) & batch.loss_mask[inside]
+        lessons.follows[slots] = sampled[:, 1:].cumprod(1).astype(bool)
+
+    def observer(self, batch: Batch) -> Callable[[Tensor], None] | None:
+        """Return what copies the chosen hidden states of a batch, None where there are none.
+
+        Args:
+            batch: The batch, whose forward gives [R, D], the state before each trained token.
+        """
+        lessons = self._lessons
+        if lessons is None:
+            return None
+        firsts = np.cumsum([0, *trained_lengths(batch)])
+        rows, slots = [], []
+        for first, sample in zip(firsts, batch.sample_ids.tolist(), strict=False):
+            if sample in lessons.places:
+                ordinals, own = lessons.places[sample]
+                rows.append(first + ordinals)
+                slots.append(own)
+        if not rows:
+            return None
+        row_N, slot_N = np.concatenate(rows), np.concatenate(slots)
+
+        def copy(hidden: Tensor) -> None:
+            into, out_of = (upload(torch.from_numpy(x), hidden.device) for x in (slot_N, row_N))
+            lessons.hidden[into] = hidden.detach()[out_of]
+            lessons.copied[slot_N] = True
+
+        return copy
+
+    def learn(self) -> dict[str, float]:
+        """Make the updates of a step, each on some of the chosen tokens.
+
+        Returns:
+            draft_head/loss and draft_head/accuracy before each update, means over the tokens;
+            timing/draft_head_s; where it happened draft_head/skipped_updates. {} where no token was
+            chosen.
+        """
+        lessons, self._lessons = self._lessons, None
+        assert lessons is not None, "begin comes first"
+        began = self._now()
+        self._gather(lessons)
+        self.head.know(self._counts)
+        self.head.round()  # the output head of the forward that the states came from
+        places = torch.full((len(self._counts),), _NOT_KNOWN, device=self.head.known.device)
+        places[self.head.known] = torch.arange(len(self.head.known), device=places.device)
+        finite = torch.isfinite(lessons.hidden).all(1).cpu().numpy()
+        usable = np.flatnonzero(lessons.copied & finite & lessons.follows[:, 0])
+        order = np.random.Generator(np.random.Philox(key=lessons.seed + 1)).permutation(usable)
+        numbers: list[Tensor] = []
+        skipped = 0
+        for first in range(0, len(order), self._settings.tokens_per_update):
+            which = order[first : first + self._settings.tokens_per_update]
+            sums = self._forward_backward(lessons, which, places)
+            norm = self.optimizer.gradient_norm()
+            if bool(torch.isfinite(norm)):
+                self.optimizer.apply(norm)
+                numbers.append(sums)
+            else:
+                self.optimizer.zero_grad()
+                skipped += 1
+        self.head.trained = self.optimizer.num_updates > 0
+        if not numbers:
+            return {}
+        loss, tokens, right, firsts = torch.stack(numbers).double().sum(0).tolist()
+        metrics = {
+            "draft_head/loss": loss / tokens if tokens else 0.0,
+            "draft_head/accuracy": right / firsts,
+            "timing/draft_head_s": self._now() - began,
+        }
+        return metrics | ({"draft_head/skipped_updates": float(skipped)} if skipped else {})
+
+    def _forward_backward(self, lessons: _Lessons, which: np.ndarray, places: Tensor) -> Tensor:
+        """Run forward and backward of one update.
+
+        Args:
+            lessons: What is learned from.
+            which: int64 [N], the tokens of the update.
+            places: int64 [V], where among the known tokens each token of the vocabulary is.
+
+        Returns:
+            float32 [4]: the sum of cross entropies and how many they are; how many first guesses
+            were right, of how many.
+        """
+        head, device = self.head, places.device
+        weights = {n: m.to(head.weights[n].dtype) for n, m in head.masters.items()}
+        tokens = upload(torch.from_numpy(lessons.tokens[which]), device)
+        follows = upload(torch.from_numpy(lessons.follows[which]), device)
+        hidden = lessons.hidden[upload(torch.from_numpy(which), device)]
+        wanted = torch.where(follows, places[tokens[:, 1:]], _NOT_KNOWN)
+        losses = []
+        right = torch.zeros((), device=device)
+        for i in range(head.tokens):
+            hidden = head.next_hidden(weights, hidden, tokens[:, i])
+            logits = linear(hidden, head.rows).float()
+            losses.append(
+                cross_entropy(logits, wanted[:, i], ignore_index=_NOT_KNOWN, reduction="sum")
+            )
+            if i == 0:
+                right = (logits.argmax(1) == wanted[:, 0]).sum()
+        count = (wanted != _NOT_KNOWN).sum()
+        total = torch.stack(losses).sum()
+        (total / count.clamp(min=1)).backward()  # type: ignore[no-untyped-call]
+        return torch.stack(
+            [total.detach(), count.float(), right.float(), follows[:, 0].sum().float()]
+        )
+
+    def _gather(self, lessons: _Lessons) -> None:
+        """Complete the hidden states by those that other ranks have copied."""
+        if world().size == 1:
+            return
+        own = np.flatnonzero(lessons.copied)
+        share = (own, lessons.hidden[torch.from_numpy(own).to(lessons.hidden.device)].cpu())
+        for slots, hidden in world().gather("hidden states for the draft head", share):
+            lessons.hidden[torch.from_numpy(slots).to(lessons.hidden.device)] = hidden.to(
+                lessons.hidden.device
+            )
+            lessons.copied[slots] = True
+
+    def round(self) -> None:
+        """Let the sampler read what was learned, beside the policy's present output head."""
+        self.head.round()
+
+    def _now(self) -> float:
+        """Return the time at which the device has nothing left to do."""
+        if self.head.policy.device.type == "cuda":
+            torch.cuda.synchronize(self.head.policy.device)
+        return time.perf_counter()
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """Return master weights, moments, the number of updates and the counts of tokens."""
+        masters = {f"master.{n}": p.detach() for n, p in self.head.masters.items()}
+        moments = {f"adamw.{n}": t for n, t in self.optimizer.state_tensors().items()}
+        numbers = {
+            "updates": torch.tensor(self.optimizer.num_updates),
+            "counts": torch.from_numpy(self._counts),
+        }
+        return masters | moments | numbers
+
+    def shard_of(self, name: str) -> Shard | None:
+        """Return None: every rank has the whole head.
+
+        Args:
+            name: The name of a tensor.
+        """
+        return None
+
+    def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take over what `state_tensors` returned, bit for bit.
+
+        Raises:
+            UserError: The tensors are those of another head; nothing was changed then.
+        """
+        masters = {f"master.{n}": p for n, p in self.head.masters.items()}
+        updates, counts = tensors.get("updates"), tensors.get("counts")
+        wrong = [n for n, p in masters.items() if n not in tensors or tensors[n].shape != p.shape]
+        if wrong or counts is None or counts.shape != self._counts.shape:
+            raise UserError(
+                "the checkpoint's draft head is of another model, first in "
+                f"{(wrong or ['counts'])[0]}: resume with the settings it was made with, or "
+                "without it (rollout.speculation=text)"
+            )
+        whole = (x is not None and not x.is_floating_point() for x in (updates, counts))
+        if not all(whole) or updates is None or updates.numel() != 1 or int(updates) < 0:
+            raise UserError(
+                "draft_head.safetensors of the checkpoint has no count of updates: it is damaged"
+            )
+        moments = {n.removeprefix("adamw."): tensors[n] for n in tensors if n.startswith("adamw")}
+        self.optimizer.load_state(moments, int(updates))
+        with torch.no_grad():
+            for name, master in masters.items():
+                master.copy_(tensors[name])
+        self._counts = counts.cpu().numpy().astype(np.int64)
+        self.head.trained = int(updates) > 0
+        self.head.know(self._counts)
+        self.head.round()
