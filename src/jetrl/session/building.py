@@ -26,6 +26,7 @@ from jetrl.models.tiny import RandomWeights
 from jetrl.models.tiny_tokenizers import character_tokenizer
 from jetrl.precision import PrecisionPlan
 from jetrl.rewards.reward import Reward
+from jetrl.session.checkpoints import RunCheckpoints
 from jetrl.settings.adapter_section import AdapterSettings
 from jetrl.settings.loading import Settings
 from jetrl.tasks import Task, build_task
@@ -239,14 +240,21 @@ def build_critic(settings: Settings, policy: Policy, guard: Guard | None = None)
     return Critic(model, settings, guard)
 
 
-def build_draft_head(settings: Settings, head: DraftHead | None) -> DraftHeadTraining | None:
+def build_draft_head(
+    settings: Settings, head: DraftHead | None, checkpoints: RunCheckpoints
+) -> DraftHeadTraining | None:
     """Return the training of a draft head, None without one.
 
     Args:
         settings: The settings of the run.
         head: The draft head, or None.
+        checkpoints: The run's checkpoints, which are to have the head.
     """
-    return None if head is None else DraftHeadTraining(head, settings)
+    if head is None:
+        return None
+    training = DraftHeadTraining(head, settings)
+    checkpoints.register_tensors("draft_head", training)
+    return training
 
 
 def _check_vocabulary(policy: Policy, other: Model, where: str) -> None:

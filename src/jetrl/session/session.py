@@ -171,9 +171,6 @@ class Session:
         critic = build_critic(self.settings, self.context.policy, reports.critic_guard)
         if critic is not None:
             run.checkpoints.register_tensors("critic", critic)
-        draft_head = build_draft_head(self.settings, self.context.draft_head)
-        if draft_head is not None:
-            run.checkpoints.register_tensors("draft_head", draft_head)
         self._trainer = Trainer(
             self.context.policy,
             self.settings,
@@ -181,7 +178,7 @@ class Session:
             critic,
             self._micro_batch_size,
             reports.guard,
-            draft_head,
+            build_draft_head(self.settings, self.context.draft_head, run.checkpoints),
         )
         if self._trainer.calibration is not None:
             run.checkpoints.register("clip", self._trainer.calibration)
@@ -360,9 +357,8 @@ class Session:
             with ending_together(f"the search for the operation that differs in step {number}"):
                 self.run.directory.write_rollouts(number, step.samples)
                 raise MismatchError(f"step {number}: {error}; {self._locate(error)}") from None
-        head = self.trainer.draft_head
-        beside = {} if head is None else head.state_tensors()
-        compare_weights(f"after step {number}", *self.trainer.models, beside=beside)
+        trainer = self.trainer
+        compare_weights(f"after step {number}", *trainer.models, beside=trainer.tensors_beside)
         phases.timings |= trained.timings
         compares_group = self.context.objective.algorithm.compares_group
         metrics = {

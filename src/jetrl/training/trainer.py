@@ -146,6 +146,11 @@ class Trainer:
         """The models that are trained: the policy, and the critic's where there is one."""
         return [self.policy, *([] if self.critic is None else [self.critic.model])]
 
+    @property
+    def tensors_beside(self) -> dict[str, torch.Tensor]:
+        """The tensors of the draft head by name, which every rank has alike; {} without one."""
+        return {} if self.draft_head is None else self.draft_head.state_tensors()
+
     def step(self, samples: Sequence[Sample], version: int = 0) -> TrainedStep:
         """Make `train.updates_per_step` updates on the samples of one training step.
 

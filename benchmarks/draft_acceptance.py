@@ -1,0 +1,168 @@
+"""How many drafted tokens are right in real runs, step by step: drafts from text, head and both.
+
+    python benchmarks/draft_acceptance.py --out build/drafts
+
+Models of 5 and 33 million parameters are trained from random weights on worked answers of three
+tasks: traced programs of about 500 characters, products worked out digit by digit, and GSM8K's
+questions with a tokenizer of their own. Each is then trained by GRPO three times, with
+rollout.speculation text, head and auto, all from the same weights and with the same seed, until the
+time is over. The processes share the card, so seconds mean nothing here; tokens a forward do. Every
+step's are written to draft_acceptance.json in the folder, and whether the three runs of a task had
+the same gradient norms, bit for bit, as they must.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+MODELS = Path(__file__).resolve().parent / "study" / "models"
+GSM8K = Path(__file__).resolve().parents[1] / "data" / "gsm8k"
+MODES = ("text", "head", "auto")
+TASKS = {
+    "program": [
+        f"model.config={MODELS / '5m.json'}",
+        "model.tokenizer=characters",
+        "task.name=program",
+        "task.options.rounds=15",
+        "task.options.mistakes=0.6",
+        "rollout.max_tokens=520",
+    ],
+    "multiplication": [
+        f"model.config={MODELS / '30m.json'}",
+        "model.tokenizer=characters",
+        "task.name=multiplication",
+        "task.options.digits=6",
+        "task.options.mistakes=0.6",
+        "rollout.max_tokens=300",
+    ],
+    "gsm8k": ["task.name=gsm8k", "task.options.format=text", "rollout.max_tokens=256"],
+}
+COMMON = [
+    "task.workers=0",
+    "train.betas=[0.9,0.95]",
+    "train.tokens_per_micro_batch=16384",
+    "checkpoint.every=0",
+    "report.enabled=false",
+    "eval.every=0",
+]
+RL = [
+    "rollout.prompts_per_step=8",
+    "rollout.samples_per_prompt=8",
+    "rollout.num_pages=1500",
+    "rollout.keep_every=1000",
+    "algorithm.aggregation=token_mean",
+    "train.lr=3e-5",
+    "loop.steps=1000",
+    "draft_head.lr=1e-3",
+    "draft_head.share=0.25",
+    "draft_head.tokens_per_update=512",
+]
+GSM8K_SHAPE = ["--hidden-size", "512", "--num-layers", "10", "--num-heads", "8"]
+GSM8K_SHAPE += ["--num-kv-heads", "4", "--intermediate-size", "1536", "--context", "1024"]
+
+
+def jetrl(folder: Path, name: str, words: list[str]) -> None:
+    """Run a command of jetrl, its console in FOLDER/NAME.txt; raise an error where it fails."""
+    with (folder / f"{name}.txt").open("w") as console:
+        call = [sys.executable, "-m", "jetrl", *words]
+        done = subprocess.run(call, stdout=console, stderr=subprocess.STDOUT)
+    if done.returncode:
+        raise RuntimeError(f"{folder / name}.txt: jetrl {words[0]} failed")
+
+
+def run_task(args: argparse.Namespace, task: str) -> dict[str, Any]:
+    """Train a task's model on worked answers, then by GRPO in each mode; return all steps."""
+    folder: Path = args.out / task
+    folder.mkdir(parents=True, exist_ok=True)
+    recipe = folder / "empty.toml"
+    recipe.touch()
+    words = [*COMMON, *TASKS[task], f"run.dir={folder}", f"run.device={args.device}"]
+    warm_up = ["sft.examples_per_step=64", "sft.lr=1e-3", "sft.warmup_steps=50"]
+    warm_up += [f"sft.steps={args.sft_steps}", "run.name=warm-up"]
+    if task == "gsm8k":
+        text = ["--tokenizer", "bpe", "--text", str(GSM8K / "train.jsonl"), "--vocab-size", "4096"]
+        jetrl(folder, "init", ["init", str(folder / "random"), *GSM8K_SHAPE, *text])
+        warm_up.append(f"model.path={folder / 'random'}")
+    start = folder / "start"
+    more = [*args.more, "--out", str(start)]
+    jetrl(folder, "warm-up", ["sft", str(recipe), *words, *warm_up, *more])
+    model = [word for word in words if not word.startswith("model.")] + [f"model.path={start}"]
+    model += [*RL, f"run.max_hours={args.seconds / 3600}"]
+
+    def reinforce(mode: str) -> list[dict[str, Any]]:
+        own = [f"run.name={mode}", f"rollout.speculation={mode}"]
+        own += [word for word in args.more if not word.startswith("model.")]
+        jetrl(folder, mode, ["train", str(recipe), *model, *own])
+        lines = (folder / mode / "metrics.jsonl").read_text().splitlines()
+        return [line for line in map(json.loads, lines) if line["step"] > 0]
+
+    with ThreadPoolExecutor(len(args.modes)) as pool:
+        steps = dict(zip(args.modes, pool.map(reinforce, args.modes), strict=True))
+    together = min(map(len, steps.values()))
+    norms = {tuple(line["policy/grad_norm"] for line in s[:together]) for s in steps.values()}
+    return {
+        "task": task,
+        "steps_in_all": together,
+        "same_gradient_norms": len(norms) == 1,
+        "modes": {mode: [_numbers(line) for line in lines] for mode, lines in steps.items()},
+    }
+
+
+def _numbers(line: dict[str, Any]) -> dict[str, float]:
+    """Return what is written of a step's metrics."""
+    wanted = ("speculation/", "draft_head/", "response_length/mean", "reward/mean", "timing/draft")
+    found = {"step": line["step"]}
+    return found | {n: round(v, 4) for n, v in line.items() if n.startswith(wanted)}
+
+
+def print_table(rows: list[dict[str, Any]]) -> None:
+    """Print tokens a forward and shares of right tokens, early in the runs and at their end."""
+    print(f"{'task':15}{'mode':6}{'step':>5}  tokens/forward  self  siblings  earlier  head  loss")
+    for row in rows:
+        for mode, steps in row["modes"].items():
+            for line in (steps[min(2, len(steps) - 1)], steps[-1]) if steps else ():
+                shares = [
+                    line.get(f"speculation/acceptance_{source}", float("nan"))
+                    for source in ("self", "siblings", "earlier", "head")
+                ]
+                values = "".join(f"{share:8.2f}" for share in shares)
+                loss = line.get("draft_head/loss", float("nan"))
+                tokens = line["speculation/tokens_per_forward"]
+                print(f"{row['task']:15}{mode:6}{line['step']:5}{tokens:10.3f}{values}{loss:8.3f}")
+        print(f"{row['task']}: {row['steps_in_all']} steps in all modes, ", end="")
+        print(f"gradient norms {'the same' if row['same_gradient_norms'] else 'DIFFERENT'}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("build/drafts"), help="folder")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--task", dest="tasks", action="append", choices=list(TASKS))
+    parser.add_argument("--mode", dest="modes", action="append", choices=[*MODES, "off"])
+    parser.add_argument("--sft-steps", type=int, default=400, help="supervised updates")
+    parser.add_argument("--seconds", type=float, default=90, help="of each run of GRPO")
+    parser.add_argument("more", nargs="*", metavar="KEY=VALUE", help="settings of both trainings")
+    args = parser.parse_args()
+    args.tasks, args.modes = args.tasks or list(TASKS), args.modes or list(MODES)
+    args.out.mkdir(parents=True, exist_ok=True)
+    with ThreadPoolExecutor(len(args.tasks)) as pool:
+        rows = list(pool.map(lambda task: run_task(args, task), args.tasks))
+    result = {
+        "benchmark": "draft_acceptance",
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "command": " ".join(["python", "benchmarks/draft_acceptance.py", *sys.argv[1:]]),
+        "rows": rows,
+    }
+    (args.out / "draft_acceptance.json").write_text(json.dumps(result, indent=1) + "\n")
+    print_table(rows)
+
+
+if __name__ == "__main__":
+    main()
