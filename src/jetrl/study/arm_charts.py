@@ -69,9 +69,9 @@ def _accuracy_chart(
             axes.plot([row.common.mean], [place], "D", color=color, markersize=5)
         _rows_of_arms(axes, definition, rows)
 
-    title = "Final held-out accuracy"
     name = point_name(point)
-    caption = f"{name}: " * bool(name) + "dots are seeds, lines the interval of the mean"
+    title = "Final held-out accuracy" + f": {name}" * bool(name)
+    caption = "dots are seeds, lines the interval of the mean"
     key = "-".join([*point.values(), "accuracy"])
     return Chart(key, title, caption, draw, height=1.0 + ROW_INCHES * len(rows))
 
@@ -102,13 +102,13 @@ def _difference_chart(definition: Definition, point: str, rows: Sequence[ArmResu
             assert row.comparison is not None
             interval, color = row.comparison.difference, color_of(definition, row.arm)
             if math.isfinite(interval.low):
-                axes.plot([interval.low, interval.high], [place] * 2, color=color, linewidth=2)
+                ends = [max(interval.low, -1.0), min(interval.high, 1.0)]
+                axes.plot(ends, [place] * 2, color=color, linewidth=2)
             axes.plot([interval.mean], [place], "D", color=color, markersize=5)
         _rows_of_arms(axes, definition, rows)
 
-    caption = f"{point}: " * bool(point)
-    caption += f"seed by seed; the green band is the margin of {percent(margin)}"
-    title = f"Difference from {definition.label(definition.reference)}"
+    caption = f"seed by seed; the green band is the margin of {percent(margin)}"
+    title = f"Difference from {definition.label(definition.reference)}" + f": {point}" * bool(point)
     key = f"{point.replace(', ', '-').replace(ALL_POINTS, 'all')}-difference".lstrip("-")
     return Chart(key, title, caption, draw, height=1.0 + ROW_INCHES * len(rows))
 

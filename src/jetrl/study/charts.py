@@ -1,10 +1,15 @@
-"""The curves of a study: metrics over steps, with a line for each arm and a band over seeds."""
+"""The curves of a study: metrics over steps, with a line for each arm and a band over seeds.
+
+The line is the mean, the band reaches from the lowest seed to the highest. A run that collapsed
+has a thin line of its own: it would hide in a mean.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -13,10 +18,9 @@ from matplotlib.ticker import NullFormatter
 
 from jetrl.runs.format import percent
 from jetrl.runs.plot_style import COLORS, LINES, Chart, finish
-from jetrl.study.analysis import runs_of
+from jetrl.study.analysis import has_collapsed, point_name, runs_of
 from jetrl.study.definition import Definition
 from jetrl.study.results import Curves, RunResult
-from jetrl.study.statistics import mean_interval
 
 MISMATCH = "mismatch/k3_kl"
 DASHES = ("-", "--", ":", "-.")
@@ -86,8 +90,7 @@ def curve_charts(
         point: The grid point.
     """
     by_arm = {arm: runs_of(runs, point, arm) for arm in definition.arms}
-    prefix = "-".join([*point.values(), ""])
-    charts = (_curve_chart(definition, by_arm, kind, prefix) for kind in CURVES)
+    charts = (_curve_chart(definition, by_arm, kind, point) for kind in CURVES)
     return [chart for chart in charts if chart is not None]
 
 
@@ -95,12 +98,12 @@ def _curve_chart(
     definition: Definition,
     by_arm: Mapping[str, Sequence[RunResult]],
     kind: CurveKind,
-    prefix: str,
+    point: Mapping[str, str],
 ) -> Chart | None:
-    """Return the plot of a metric over steps; None where no run has it."""
+    """Return the plot of a metric over steps at a grid point; None where no run has it."""
     bands = {}
     for arm, runs in by_arm.items():
-        band = _band([_curve(run, kind) for run in runs], definition.study.level)
+        band = _band([_curve(run, kind) for run in runs])
         if band is not None and not (kind.log and not np.nanmax(band[1], initial=0.0) > 0):
             bands[arm] = band
     if not bands:
@@ -112,10 +115,14 @@ def _curve_chart(
         for arm, (steps, mean, low, high) in bands.items():
             color = color_of(definition, arm)
             if kind.log:
-                mean = np.where(mean > 0, mean, np.nan)
-            low, high = np.maximum(low, bottom), np.minimum(high, top)
-            known = np.isfinite(low) & np.isfinite(high)
+                mean, low = (np.where(line > 0, line, np.nan) for line in (mean, low))
+            low = np.maximum(low, bottom)
+            known = np.isfinite(low) & (high > low)
             axes.fill_between(steps, low, high, where=known, color=color, alpha=0.13, linewidth=0)
+            for run in by_arm[arm]:
+                if has_collapsed(run, definition.collapse):
+                    own = _curve(run, kind)
+                    axes.plot(*zip(*own.items(), strict=True), color=color, linewidth=0.8)
             axes.plot(
                 steps,
                 mean,
@@ -131,6 +138,8 @@ def _curve_chart(
             axes.set_yscale("log")
             label_powers(axes.yaxis)
             axes.set_ylim(bottom, top)
+        elif kind.unit == "share":
+            axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.3g}%")
 
     zero = [
         definition.label(arm)
@@ -141,22 +150,18 @@ def _curve_chart(
     caption = "at the end: " + ", ".join(last)
     if zero:
         caption += f"; exactly 0 throughout, not drawn: {', '.join(zero)}"
-    return Chart(f"{prefix}{kind.key}", kind.title, caption, draw, height=2.9)
+    key, name = "-".join([*point.values(), kind.key]), point_name(point)
+    return Chart(key, kind.title + f": {name}" * bool(name), caption, draw, height=2.9)
 
 
 def _limits(kind: CurveKind, means: Sequence[np.ndarray]) -> tuple[float, float]:
-    """Return the values that bands are cut off at: those that the metric cannot be beyond.
-
-    On a logarithmic axis they are the powers of ten around the means.
-    """
-    if kind.log:
-        positive = np.concatenate(means)
-        positive = positive[positive > 0]
-        low, high = math.floor(np.log10(positive.min())), math.ceil(np.log10(positive.max()))
-        return 10.0**low, 10.0 ** max(high, low + 1)
-    if kind.unit == "share":
-        return 0.0, 1.0
-    return (-math.inf if kind.unit == "reward" else 0.0), math.inf
+    """Return the ends of a logarithmic axis, powers of ten around the means; else no ends."""
+    if not kind.log:
+        return -math.inf, math.inf
+    positive = np.concatenate(means)
+    positive = positive[positive > 0]
+    low, high = math.floor(np.log10(positive.min())), math.ceil(np.log10(positive.max()))
+    return 10.0**low, 10.0 ** max(high, low + 1)
 
 
 def label_powers(axis: Axis) -> None:
@@ -183,21 +188,19 @@ def _curve(run: RunResult, kind: CurveKind) -> dict[int, float]:
 
 
 def _band(
-    curves: Sequence[Mapping[int, float]], level: float
+    curves: Sequence[Mapping[int, float]],
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray] | None:
-    """Return steps, means and the ends of the t interval at each step; None without values."""
+    """Return steps, and the mean, the lowest and the highest value at each; None without values."""
     steps = sorted({step for curve in curves for step in curve})
     if not steps:
         return None
-    intervals = [
-        mean_interval([curve[step] for curve in curves if step in curve], level) for step in steps
+    values = [[curve[step] for curve in curves if step in curve] for step in steps]
+    rows = [
+        (float(step), fmean(own), min(own), max(own))
+        for step, own in zip(steps, values, strict=True)
     ]
-    return (
-        np.array(steps, dtype=np.float64),
-        np.array([interval.mean for interval in intervals]),
-        np.array([interval.low for interval in intervals]),
-        np.array([interval.high for interval in intervals]),
-    )
+    columns = np.array(rows).T
+    return columns[0], columns[1], columns[2], columns[3]
 
 
 def _finish(axes: Axes, unit: str, num_lines: int) -> None:

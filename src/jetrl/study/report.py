@@ -199,13 +199,14 @@ def method(definition: Definition, runs: Sequence[RunResult]) -> list[str]:
         f"temperature {settings.temperature:g}, drawn from the final weights by one engine under "
         f"the preset {settings.preset}, alike for all runs; a run that ended on numbers that are "
         "not finite is evaluated with its last checkpoint.",
-        f"Intervals and bands are {100 * study.level:g}% t intervals over seeds. Differences are "
+        f"Intervals are {100 * study.level:g}% t intervals over seeds. Differences are "
         "paired by seed: arms of one seed share prompts, draws and first weights until their first "
         "real difference. The permutation test flips the signs of the differences in all ways; "
         "with n seeds its p-value cannot be below 2 / 2^n. Holm's method adjusts the t tests for "
         "the number of arms.",
         _rule(definition.collapse),
-        f"Curves are means over steps, at most {study.points} points a run.",
+        f"Curves are means over steps, at most {study.points} points a run. Bands reach from the "
+        "lowest seed to the highest; a run that collapsed has a thin line of its own.",
     ]
     if definition.start is not None:
         sentences.append(

@@ -96,7 +96,7 @@ def _equivalence(p: float, level: float) -> str:
 
 
 def shown_interval(interval: Interval | None, signed: bool = False) -> str:
-    """Return a mean of shares with its interval, in per cent.
+    """Return a mean of shares with its interval, in per cent, cut off where no share can be.
 
     Args:
         interval: The interval; None: a dash.
@@ -108,7 +108,8 @@ def shown_interval(interval: Interval | None, signed: bool = False) -> str:
     mean = f"{100 * interval.mean:{form}}%"
     if math.isnan(interval.low):
         return mean
-    return f"{mean} [{100 * interval.low:{form}}, {100 * interval.high:{form}}]"
+    low, high = max(interval.low, -1.0 if signed else 0.0), min(interval.high, 1.0)
+    return f"{mean} [{100 * low:{form}}, {100 * high:{form}}]"
 
 
 def shown_p(p: float) -> str:
