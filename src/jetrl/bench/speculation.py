@@ -8,7 +8,8 @@ length of responses with a tail (`jetrl.bench._load`). Weights are random, so no
 good draft. The completions are drawn once with speculation off; then drafts are these completions,
 every token of which is wrong with the chosen chance. A chance of 0.5, 0.6 and 0.7 to be right
 brings 2.0, 2.5 and 3.3 tokens a forward where drafts may be long. Look-ups in text, which a run
-pays for, run as well. The mode is `auto`, which chooses the width of each step.
+pays for, run as well, and with `--head` the guesses of a draft head. The mode is `auto`, which
+chooses the width of each step.
 
 Seconds are of whole calls without the capture of graphs; prompts count. Calls with speculation off
 take turns with the others, and their median is what a speed-up refers to. All tokens and log-probs
@@ -30,6 +31,7 @@ from jetrl.bench._timing import Row, add_shape_arguments, bench_parser, print_ta
 from jetrl.bench.parity import make_policy
 from jetrl.kernels.decode_state import DecodeState
 from jetrl.kernels.draft_state import MAX_DRAFT, UNKNOWN, Drafts
+from jetrl.models.draft_head import DraftHead
 from jetrl.models.policy import Policy
 from jetrl.rollout.engine import RolloutEngine
 from jetrl.rollout.launched_step import to_device
@@ -47,10 +49,13 @@ class KnownDrafts(Speculation):
         slots: The most running sequences.
         max_model_len: The most tokens of a sequence.
         device: The device.
+        head: A draft head, whose guesses are made as well and thrown away.
     """
 
-    def __init__(self, slots: int, max_model_len: int, device: torch.device) -> None:
-        super().__init__("auto", slots, max_model_len, device)
+    def __init__(
+        self, slots: int, max_model_len: int, device: torch.device, head: DraftHead | None = None
+    ) -> None:
+        super().__init__("auto", slots, max_model_len, device, head)
         # The token of each position, of each slot's sequence, with room for a draft behind the
         # last; and how many are known from a position on, up to the longest draft.
         self._width = max_model_len + MAX_DRAFT + 1
@@ -102,13 +107,16 @@ class KnownDrafts(Speculation):
         return Drafts(tokens, self._left.view(-1)[first], drafts.sources)
 
 
-def run_case(policy: Policy, load: Load, shares: Sequence[float]) -> list[Row]:
+def run_case(
+    policy: Policy, load: Load, shares: Sequence[float], head: DraftHead | None = None
+) -> list[Row]:
     """Return a row of the call without speculation, and one for each share of right tokens.
 
     Args:
         policy: The policy that samples.
         load: The prompts and lengths.
         shares: The chances of a drafted token to be right.
+        head: A draft head that is asked as well; None: without.
     """
     prompts, count = load.random_prompts(policy.config.vocab_size, 0), load.sequences
     params = SamplingParams(load.samples, load.response_length, ignore_eos=True, seed=1)
@@ -120,7 +128,7 @@ def run_case(policy: Policy, load: Load, shares: Sequence[float]) -> list[Row]:
     expected = off.generate(prompts, params, options=options)
     calls = [off.stats]
     engine = RolloutEngine(policy, count, pages, max_model_len=load.length)
-    drafts = KnownDrafts(count, engine.max_model_len, policy.device)
+    drafts = KnownDrafts(count, engine.max_model_len, policy.device, head)
     engine.use_drafts(drafts)
     compared: list[tuple[float | None, RolloutStats, list[Completion]]] = []
     for share in shares:
@@ -198,18 +206,24 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--out", default="build/bench/speculation.json", type=Path, help="JSON file"
     )
+    parser.add_argument("--head", action="store_true", help="ask a draft head of 3 tokens as well")
     args = parser.parse_args(argv)
     cases, shares = args.case or ["1x8x128x1024"], args.right or [0.5, 0.6, 0.7]
     policy = make_policy(args.shape, args.plan, args.device, args.layers)
+    head = DraftHead(policy, 3, 0) if args.head else None
+    if head is not None:
+        head.trained = True
     rows: list[Row] = []
     for case in cases:
-        rows += run_case(policy, load_text(case), shares)
+        rows += run_case(policy, load_text(case), shares, head)
         print_table(rows)
     if args.device == "cpu":
         return
     model = {"shape": args.shape, "layers": policy.config.num_layers, "plan": args.plan}
+    model |= {"draft_head": True} if args.head else {}
     words = [f"jetrl bench speculation --shape {args.shape} --plan {args.plan}"]
     words += [] if args.layers is None else [f"--layers {args.layers}"]
+    words += ["--head"] if args.head else []
     words += [f"--case {case}" for case in cases] + [f"--right {share}" for share in shares]
     write_results(args.out, "speculation", " ".join(words), [{**model, **row} for row in rows])
 

@@ -23,9 +23,16 @@ from jetrl.errors import UserError
 HANDS_WORDS_ON = True
 RUNS_ON_RANKS = True
 ON_RANKS = ("step",)  # what several processes measure together
-CPU_TOO = ("mismatch", "speculation", "step", "train")  # with --device cpu: to try them out
+CPU_TOO = (
+    "draft_head",
+    "mismatch",
+    "speculation",
+    "step",
+    "train",
+)  # with --device cpu: to try them out
 BENCHMARKS = (
     "attention",
+    "draft_head",
     "gemm",
     "layer",
     "logprob",
