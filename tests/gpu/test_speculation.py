@@ -13,11 +13,12 @@ from small_models import config
 from jetrl import Policy, RolloutEngine, SamplingParams
 from jetrl.kernels.attention.decode import attend_decode, attend_decode_quantized
 from jetrl.kernels.attention.layout import KeyValueCodes
+from jetrl.kernels.attention.queries import SequenceQueries
 from jetrl.kernels.attention.reference import quantize_kv
 from jetrl.kernels.decode_state import DecodeState
 from jetrl.kernels.decode_verify import Verified, take_verified, verify_inputs
 from jetrl.kernels.draft import ngram_entry, propose, remember
-from jetrl.kernels.draft_state import MAX_DRAFT, ORDERS, UNKNOWN, DraftText
+from jetrl.kernels.draft_state import MAX_DRAFT, ORDERS, QUALITY_ONE, UNKNOWN, DraftText
 from jetrl.parity import random_prompts
 from jetrl.precision import PrecisionPlan
 
@@ -40,8 +41,10 @@ def assert_equal(cpu: Any, gpu: Any, names: list[str]) -> None:
         assert torch.equal(getattr(cpu, name), getattr(gpu, name).cpu()), name
 
 
-@pytest.mark.parametrize("width", [1, 2, 4, 8])
-def test_drafts_and_their_verification_are_the_references(width: int) -> None:
+@pytest.mark.parametrize(
+    ("width", "size"), [(1, 171), (2, 342), (2, 180), (4, 300), (8, 1368), (8, 500), (8, 171)]
+)
+def test_drafts_and_their_verification_are_the_references(width: int, size: int) -> None:
     generator = torch.Generator().manual_seed(width)
     slots, length, rows = 200, 60, 171
 
@@ -58,7 +61,7 @@ def test_drafts_and_their_verification_are_the_references(width: int) -> None:
     state.stops[:3] = torch.tensor([2, 1, 2])
     text = DraftText.empty(slots, length, 5000, 2**16, torch.device("cpu"))
     text.group.copy_(integers(0, 2**62, slots // 10).repeat_interleave(10))
-    text.budget.copy_(integers(1, MAX_DRAFT + 1, slots))
+    text.quality.copy_(integers(0, QUALITY_ONE + 1, slots))
     for slot in range(slots):
         # All are far enough that what is drawn enters the tables only in this test.
         tokens = integers(3, VOCABULARY, int(state.position[slot]) + 1)
@@ -82,22 +85,22 @@ def test_drafts_and_their_verification_are_the_references(width: int) -> None:
     assert_equal(drafts, gpu_drafts, ["counts", "sources"])
     used = torch.arange(MAX_DRAFT) < drafts.counts[:, None]
     assert torch.equal(drafts.tokens[used], gpu_drafts.tokens.cpu()[used])
-    inputs = verify_inputs(state, text, drafts, which, 4, width)
-    gpu_inputs = verify_inputs(gpu_state, gpu_text, gpu_drafts, which.cuda(), 4, width)
+    inputs = verify_inputs(state, text, drafts, which, 4, width, size)
+    gpu_inputs = verify_inputs(gpu_state, gpu_text, gpu_drafts, which.cuda(), 4, width, size)
     assert_equal(inputs, gpu_inputs, [f.name for f in dataclasses.fields(inputs)])
     # Draws that are mostly what the drafts say.
-    guesses = torch.nn.functional.pad(drafts.tokens, (0, 1), value=3)[:, :width]
-    wrong = (integers(0, 4, rows, width) == 0) | (guesses < 0)
-    tokens = torch.where(wrong, integers(0, VOCABULARY, rows, width), guesses).flatten().long()
-    logprobs = torch.randn(rows * width, generator=generator)
-    lse = torch.where(integers(0, 40, rows * width) == 0, torch.nan, logprobs)
+    right = inputs.token_ids.roll(-1)  # of each query but a sequence's last
+    wrong = integers(0, 4, size) == 0
+    tokens = torch.where(wrong, integers(0, VOCABULARY, size), right)
+    logprobs = torch.randn(size, generator=generator)
+    lse = torch.where(integers(0, 40, size) == 0, torch.nan, logprobs)
     before = copy.deepcopy(text.tables)
-    take_verified(state, text, drafts, inputs, which, tokens, logprobs, lse, out)
+    take_verified(state, text, drafts, inputs, which, tokens, logprobs, lse, out, width)
     on_device = (x.cuda() for x in (which, tokens, logprobs, lse))
-    take_verified(gpu_state, gpu_text, gpu_drafts, gpu_inputs, *on_device, gpu_out)
+    take_verified(gpu_state, gpu_text, gpu_drafts, gpu_inputs, *on_device, gpu_out, width)
     assert_equal(out, gpu_out, ["tokens", "logprobs", "offers", "count"])
     assert_equal(state, gpu_state, ["token", "position", "active"])
-    assert_equal(text, gpu_text, ["text", "budget"])
+    assert_equal(text, gpu_text, ["text", "quality"])
     # Where two n-grams went to one entry either may have come last.
     assert int((text.tables != before).sum()) > 50
     for order, gpu_table, table in zip(ORDERS, gpu_text.tables.cpu(), text.tables, strict=True):
@@ -145,26 +148,26 @@ def test_each_query_has_the_bits_that_it_has_alone(
     ).int()
     lengths = torch.tensor(ends, device="cuda").int()
     queries = torch.tensor(counts, device="cuda").int()
-    q = torch.randn(
-        len(ends) * width, heads * group, head_dim, device="cuda", generator=generator
-    ).bfloat16()
-    several = {"queries": queries, "width": width}
-    together = attend_decode(q, pages, tables, lengths, 3000, **several)
-    codes = attend_decode_quantized(q, pages, tables, lengths, 3000, **several)
+    # Rows one after the other, and padding behind them.
+    size = sum(counts) + 5
+    first = (queries.cumsum(0) - queries).int()
+    keys = torch.nn.functional.pad(lengths.repeat_interleave(queries), (0, 5)).int()
+    q = torch.randn(size, heads * group, head_dim, device="cuda", generator=generator).bfloat16()
+    several = SequenceQueries(queries, first, keys, width)
+    together = attend_decode(q, pages, tables, lengths, 3000, queries=several)
+    codes = attend_decode_quantized(q, pages, tables, lengths, 3000, queries=several)
     for j in range(width):
         # Query j of each sequence, as decode of one token a forward would attend.
         own = torch.where(queries > j, lengths - queries + 1 + j, 0)
-        alone = attend_decode(q[j::width].contiguous(), pages, tables, own.int(), 3000)
-        alone_codes = attend_decode_quantized(
-            q[j::width].contiguous(), pages, tables, own.int(), 3000
-        )
+        rows = (first + j).clamp(max=size - 1).long()
+        alone = attend_decode(q[rows], pages, tables, own.int(), 3000)
+        alone_codes = attend_decode_quantized(q[rows], pages, tables, own.int(), 3000)
         live = queries > j
-        assert torch.equal(together[j::width][live], alone[live])
+        assert torch.equal(together[rows][live], alone[live])
         assert torch.equal(
-            codes.codes[j::width][live].view(torch.uint8),
-            alone_codes.codes[live].view(torch.uint8),
+            codes.codes[rows][live].view(torch.uint8), alone_codes.codes[live].view(torch.uint8)
         )
-        assert torch.equal(codes.scales[j::width][live], alone_codes.scales[live])
+        assert torch.equal(codes.scales[rows][live], alone_codes.scales[live])
 
 
 def outcome(completions: Any) -> list[Any]:

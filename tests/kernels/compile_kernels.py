@@ -41,7 +41,7 @@ META = torch.device("meta")
 MODELS = (("qwen3-8b", "unified"), ("qwen3-0.6b", "jet"), ("llama3.1-8b", "mixed"))
 MODELS += (("qwen2.5-7b", "unified"), ("qwen3-1.7b", "bf16"))
 DECODES = ((8, 1024), (64, 8192), (256, 1024), (512, 1024))  # rows, longest context
-VERIFIED = ((8, 8), (64, 4), (512, 2))  # rows, tokens of a sequence
+VERIFIED = ((8, 8, 64), (64, 4, 128), (512, 2, 640), (100, 1, 100))  # sequences, tokens each, rows
 
 compiled: dict[str, int] = {}  # how often each kernel was, by the present piece
 failed: dict[str, list[str]] = {}
@@ -175,6 +175,7 @@ def speculation() -> None:
     """Drafts, their verification, and attention of several queries a sequence."""
     from jetrl.kernels.attention.decode import attend_decode, attend_decode_quantized
     from jetrl.kernels.attention.layout import KeyValueCodes, stored_dtype
+    from jetrl.kernels.attention.queries import SequenceQueries
     from jetrl.kernels.decode_state import DecodeState
     from jetrl.kernels.decode_verify import Verified, take_verified, verify_inputs
     from jetrl.kernels.draft import propose
@@ -185,24 +186,25 @@ def speculation() -> None:
 
     state = DecodeState.empty(513, 256, META)
     text = DraftText.empty(513, 16384, 2**12, 2**12, META)
-    for count, width in VERIFIED:
-        rows, queries = empty(count, dtype=torch.int64), count * width
+    for count, width, size in VERIFIED:
+        rows = empty(count, dtype=torch.int64)
         drafts = propose(text, state, rows)
-        inputs = verify_inputs(state, text, drafts, rows, 64, width)
-        draws = (inputs.token_ids, *empty(2, queries, dtype=torch.float32))
+        inputs = verify_inputs(state, text, drafts, rows, 64, width, size)
+        several = SequenceQueries(inputs.queries, inputs.first, inputs.keys, width)
+        draws = (inputs.token_ids, *empty(2, size, dtype=torch.float32))
         out = Verified(
             empty(16, 2048), empty(16, 2048, dtype=torch.float32), empty(16, 512), empty(1)
         )
-        take_verified(state, text, drafts, inputs, rows, *draws, out)
+        take_verified(state, text, drafts, inputs, rows, *draws, out, width)
         for kv, heads, head_dim in (("fp8", 32, 128), ("bf16", 40, 128), ("int8", 16, 64)):
             codes = empty(100, 64, 8, head_dim, dtype=stored_dtype(kv))
             scales = None if kv == "bf16" else empty(100, 64, 8, dtype=torch.float32)
             pages = KeyValueCodes(codes, scales, codes, scales)
-            q = empty(queries, heads, head_dim, dtype=torch.bfloat16)
+            q = empty(size, heads, head_dim, dtype=torch.bfloat16)
             work = (empty(count, 32), inputs.lengths, 2048)
             if kv == "fp8":
-                attend_decode_quantized(q, pages, *work, queries=inputs.queries, width=width)
-            attend_decode(q, pages, *work, queries=inputs.queries, width=width)
+                attend_decode_quantized(q, pages, *work, queries=several)
+            attend_decode(q, pages, *work, queries=several)
 
 
 def prefill(shape: str, plan: str, rank: int = 0) -> None:

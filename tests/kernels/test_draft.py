@@ -108,7 +108,7 @@ def verified(width: int) -> Verified:
         ([50, 51, 52, 53], {"limit": 12}, [50, 51], 0),  # its last position
         ([50, 51, 52, 53], {"stop": 51}, [50, 51], 0),
         ([50, 51, 52, 53], {"broken": 1}, [50, BROKEN], 0),
-        ([50, 51, 52, 53], {"budget": 1}, [50, 51], 1),  # one draft, and what it led to
+        ([50, 51, 52, 53], {"rows": 2}, [50, 51], 1),  # one draft, and what it led to
     ],
 )
 def test_draws_count_up_to_the_first_that_the_draft_had_not(
@@ -117,27 +117,29 @@ def test_draws_count_up_to_the_first_that_the_draft_had_not(
     state, text = texts(list(range(11)))
     state.limit[0] = changes.get("limit", 39)
     state.stops[:2] = torch.tensor([1, changes.get("stop", 999)])
-    text.budget[0] = changes.get("budget", MAX_DRAFT)
     tables = torch.arange(30).view(3, 10).int()
     state.tables.copy_(tables)
     guesses = torch.full((SLOTS, MAX_DRAFT), 60).int()
     guesses[0, :3] = torch.tensor([50, 51, 52])
     drafts = Drafts(guesses, torch.tensor([3, 0, 0]).int(), torch.tensor([2, 0, 0]).int())
     rows = torch.arange(SLOTS)
-    inputs = verify_inputs(state, text, drafts, rows, 4, 4)
-    queries = min(4, 1 + changes.get("budget", 7), changes.get("limit", 39) - 10)
+    size = changes.get("rows", 12)
+    inputs = verify_inputs(state, text, drafts, rows, 4, 4, size)
+    queries = min(4, size, changes.get("limit", 39) - 10)
     assert inputs.queries.tolist() == [queries, 0, 0]
     assert inputs.lengths.tolist() == [10 + queries, 0, 0]
     assert inputs.token_ids[:queries].tolist() == [10, 50, 51, 52][:queries]
     assert inputs.positions[:queries].tolist() == list(range(10, 10 + queries))
-    assert inputs.slots.tolist() == [10, 11, 12, 13][:queries] + [-1] * (12 - queries)
+    assert inputs.slots.tolist() == [10, 11, 12, 13][:queries] + [-1] * (size - queries)
+    assert inputs.keys.tolist() == [10 + queries] * queries + [0] * (size - queries)
+    assert inputs.first.tolist() == [0, queries, queries]
 
     out = verified(4)
-    lse = torch.zeros(12)
+    lse = torch.zeros(size)
     if "broken" in changes:
         lse[changes["broken"]] = torch.nan
-    tokens = torch.tensor([*draws, *[0] * 8])
-    take_verified(state, text, drafts, inputs, rows, tokens, torch.arange(12.0), lse, out)
+    tokens, logprobs = torch.tensor([*draws, *[0] * 8])[:size], torch.arange(float(size))
+    take_verified(state, text, drafts, inputs, rows, tokens, logprobs, lse, out, 4)
     assert out.tokens[0].tolist() == taken + [NOT_DRAWN] * (12 - len(taken))
     assert out.logprobs[0, : len(taken)].tolist() == list(range(len(taken)))
     assert out.offers[0, 0] == queries - 1 + 8 * 2 + 32 * (draws[0] == 50) + 64
@@ -146,7 +148,6 @@ def test_draws_count_up_to_the_first_that_the_draft_had_not(
     if BROKEN not in taken:
         assert state.token[0] == taken[-1]
         assert text.text[11 : 11 + len(taken)].tolist() == taken
-    right = len(taken) - 1
-    before = changes.get("budget", MAX_DRAFT)
-    after = MAX_DRAFT if right > 1 else max(3, before - (right == 0))
-    assert text.budget[0] == after
+    # An eighth of the way to 256 times whether the first token of the draft was right.
+    after = 192 + (256 - 192) // 8 if draws[0] == 50 else 192 - 192 // 8
+    assert text.quality.tolist() == [after, 192, 192]

@@ -12,7 +12,10 @@ import pytest
 import torch
 
 from jetrl.errors import UserError
-from jetrl.rollout.draft_widths import DraftWidths
+from jetrl.kernels.decode_verify import share_rows
+from jetrl.rollout.batch_sizes import padded_batch
+from jetrl.rollout.draft_widths import DraftWidths, Width, choices
+from jetrl.rollout.draft_worth import DraftWorth
 from jetrl.rollout.engine import RolloutEngine
 from jetrl.rollout.options import GenerateOptions
 from jetrl.rollout.partial import Partial
@@ -125,69 +128,190 @@ def test_the_archive_goes_round(policy):
     assert {10 + 5, 10 + 6} <= set(archive.tolist()) <= {-1, 1, 2, 13, 14, 15, 16}
 
 
-def observed(widths, rows, width, seconds, hit, forwards=8, head=False):
+class Drawn:
+    """Choices drawn at random: widths, rows from one a sequence on, and with or without drafts."""
+
+    def __init__(self, widths, rows):
+        self.generator, self.widths, self.rows = np.random.default_rng(3), widths, rows
+        self.worth = DraftWorth()
+        self.chosen = set()
+
+    def choose(self, sequences):
+        size, most = padded_batch(sequences), int(self.generator.choice(self.widths))
+        rows = size + int(self.generator.integers(0, self.rows + 1))
+        drafts = bool(self.generator.integers(0, 3))
+        width = Width(most, min(rows, size * most) if most > 1 else size, most > 1 or drafts)
+        self.chosen.add((width.most, width.drafts))
+        return width
+
+    def observe(self, **_):
+        pass
+
+
+@pytest.mark.parametrize("rows", [0, 3, 64])
+def test_any_width_and_any_number_of_rows_draw_the_same(policy, plain, rows):
+    engine = speculating(policy)
+    widths = engine._pool._speculation.widths = Drawn([1, 2, 3, 4, 8], rows)
+    for _ in range(2):
+        assert engine.generate(PROMPTS, PARAMS) == plain
+    assert {1, 2, 8} <= {most for most, _ in widths.chosen}
+    assert engine.stats.speculation.tokens_per_forward > 1.1
+
+
+def test_rows_for_drafts_go_where_they_are_most_likely_right():
+    def shared(wanted, quality, extra, turn=0):
+        drafted = share_rows(torch.tensor(wanted), torch.tensor(quality), extra, turn)
+        assert drafted.sum() <= extra
+        return drafted.tolist()
+
+    assert shared([7, 7, 7], [256, 256, 256], 21) == [7, 7, 7]
+    assert shared([7, 0, 2], [256, 256, 256], 9) == [7, 0, 2]
+    assert shared([7, 7, 7], [192, 192, 192], 6) == [2, 2, 2], "first all first tokens"
+    # One token more than rows for it: another sequence's each time.
+    assert sorted(tuple(shared([7, 7, 7], [192] * 3, 4, turn)) for turn in range(3)) == [
+        (1, 1, 2),
+        (1, 2, 1),
+        (2, 1, 1),
+    ]
+    assert shared([7, 7, 7], [250, 100, 0], 4) == [4, 0, 0]
+    assert shared([7, 7, 7], [250, 200, 100], 11) == [7, 3, 1]
+    assert shared([7, 7], [0, 0], 100) == [3, 3], "no more of what is always wrong"
+    assert shared([7, 7], [0, 256], 0) == [0, 0]
+
+
+def test_random_shares_use_the_rows():
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(300):
+        count, extra = (int(torch.randint(1, n, (), generator=generator)) for n in (40, 200))
+        wanted = torch.randint(0, 8, (count,), generator=generator)
+        quality = torch.randint(128, 257, (count,), generator=generator)
+        drafted = share_rows(wanted, quality, extra, int(wanted.sum()) * 37)
+        assert bool((drafted >= 0).all() & (drafted <= wanted).all())
+        # Sequences of at least every second draft right may have 7 tokens each.
+        assert int(drafted.sum()) == min(extra, int(wanted.sum()))
+
+
+def observed(widths, sequences, most, rows, seconds, hit, steps=30, forwards=8, head=False):
     """Steps in which the first token of each draft is right by a share, and the others after it."""
     count = 100
     hits = (np.arange(count) < hit * count).astype(int)
-    for _ in range(30):
-        drafted = np.full(count, width - 1)
-        drawn = 1 + hits * (width - 1)
-        offered, by_head = hits | 1, np.full(count, head)
-        took = seconds * forwards
-        widths.observe(rows, width, forwards, took, drawn, drafted, hits, offered, by_head)
+    width = Width(most, rows, True)
+    for _ in range(steps):
+        drafted = np.full(count, most - 1)
+        drawn = 1 + hits * (most - 1)
+        times = {"forwards": forwards, "seconds": seconds * forwards}
+        what = {"drawn": drawn, "drafted": drafted, "hit": hits, "offered": hits | 1}
+        widths.observe(sequences, width, **times, **what, by_head=np.full(count, head))
+
+
+def chosen(widths, sequences):
+    width = widths.choose(sequences)
+    return width.most, width.rows
 
 
 def test_widths_follow_what_drafts_are_worth():
     widths = DraftWidths(always=False)
-    assert widths.choose(8) == 1, "how long a forward takes is not known"
-    observed(widths, 8, 1, 3.0, 0.0)
-    assert widths.choose(8) == 1, "no draft is right"
-    observed(widths, 8, 1, 3.0, 0.9)
-    assert widths.choose(8) == 2, "a trial"
-    observed(widths, 8, 2, 3.1, 0.9)
-    assert widths.choose(8) == 4
-    observed(widths, 8, 4, 3.2, 0.9)
-    assert widths.choose(8) == 8
-    observed(widths, 8, 8, 30.0, 0.9)
-    assert widths.choose(8) == 4, "too slow"
-    observed(widths, 8, 4, 3.2, 0.01)
-    assert widths.choose(8) == 1, "for one in a hundred it does not pay"
+    assert chosen(widths, 8) == (1, 8), "how long a forward takes is not known"
+    observed(widths, 8, 1, 8, 3.0, 0.0)
+    assert chosen(widths, 8) == (1, 8), "no draft is right"
+    observed(widths, 8, 1, 8, 3.0, 0.9)
+    assert chosen(widths, 8) == (2, 16), "a trial"
+    observed(widths, 8, 2, 16, 3.1, 0.9, 2)
+    assert chosen(widths, 8) == (4, 32)
+    observed(widths, 8, 4, 32, 3.2, 0.9, 2)
+    assert chosen(widths, 8) == (8, 64)
+    observed(widths, 8, 8, 64, 30.0, 0.9, 2)
+    assert chosen(widths, 8) == (4, 32), "too slow"
+    observed(widths, 8, 1, 8, 3.0, 0.01)
+    assert chosen(widths, 8) == (1, 8), "for one in a hundred it does not pay"
+
+
+def test_longer_contexts_change_no_choice():
+    """The seconds of a choice that ran when contexts were short say little later."""
+    widths = DraftWidths(always=False)
+    observed(widths, 64, 1, 64, 4.0, 0.5, 2)
+    observed(widths, 64, 2, 80, 6.5, 0.5, 2)
+    assert chosen(widths, 64) == (1, 64), "2.5 more is too much of 4"
+    observed(widths, 64, 1, 64, 12.0, 0.5, 12)
+    assert chosen(widths, 64)[0] > 1, "2.5 more is little of 12"
+    observed(widths, 64, 2, 128, 15.0, 0.5, 2)
+    # All take longer and longer: the forwards that verify say so too.
+    for step in range(50):
+        observed(widths, 64, 2, 128, 15.0 + 0.2 * step, 0.5, 1)
+        assert widths._times.plain[64] <= 13.0 + 0.2 * step
+    assert widths._times.plain[64] > 20.0
+
+
+def test_a_step_without_drafts_comes_again_and_again():
+    widths = DraftWidths(always=False)
+    observed(widths, 8, 1, 8, 3.0, 0.9, 2)
+    most = []
+    for _ in range(200):
+        width = widths.choose(8)
+        most.append(width.most)
+        observed(widths, 8, width.most, width.rows, 3.0 + width.rows / 1000, 0.9, 1)
+    assert max(most) == 8
+    assert 2 <= most.count(1) <= 4
+
+
+def test_drafts_are_looked_up_seldom_where_none_is_verified():
+    widths = DraftWidths(always=False)
+    looked_up = []
+    for _ in range(100):
+        width = widths.choose(256)
+        looked_up.append(width.drafts)
+        none = np.zeros(0, dtype=int)
+        widths.observe(256, width, 8, 56.0, none, none, none, none, none)
+    assert looked_up[:4] == [True] * 4
+    assert 10 <= sum(looked_up[4:]) <= 14
 
 
 def test_a_large_batch_whose_forwards_grow_by_each_row_verifies_nothing():
     widths = DraftWidths(always=False)
-    widths.captured(256, 1, 6.0)
-    widths.captured(256, 2, 11.0)
-    observed(widths, 250, 1, 7.4, 0.6)
-    assert widths.choose(250) == 1
-    assert widths.choose(2000) == 1
+    widths.captured(256, 1, 256, 6.0)
+    for most, rows in choices(256):
+        widths.captured(256, most, rows, 6.0 + (rows - 256) * 5 / 256)
+    observed(widths, 250, 1, 256, 7.4, 0.5)
+    assert chosen(widths, 250) == (1, 256)
+    # One sequence in four has a draft, which is nearly always right: rows for these are few.
+    for _ in range(30):
+        offered = (np.arange(200) % 4 == 0).astype(int)
+        drawn = np.ones(200, dtype=int)
+        drafts = (drawn, 0 * drawn, offered, offered, np.zeros(200, dtype=bool))
+        widths.observe(250, Width(1, 256, True), 8, 59.2, *drafts)
+    assert chosen(widths, 250) == (2, 320)
+    assert widths.choose(2000).most == 1
+
+
+def test_rows_of_choices():
+    assert choices(8) == [(2, 16), (4, 32), (8, 64)]
+    assert choices(64) == [(2, 80), (2, 96), (2, 128), (4, 128), (4, 192), (8, 256), (8, 512)]
+    assert choices(512) == [(2, 640), (2, 768), (2, 1024), (4, 1024)]
+    assert choices(1024) == []
 
 
 def test_text_always_verifies():
     widths = DraftWidths(always=True)
-    assert [widths.choose(n) for n in (1, 32, 33, 64, 65, 500)] == [8, 8, 4, 4, 2, 2]
+    assert widths.choose(33) == Width(4, 256, True)
 
 
 def test_the_widths_of_a_head_end_at_its_longest_draft():
-    longest = [max(DraftWidths(True, 1 + n).choose(1) for _ in range(2)) for n in (1, 2, 3, 4, 7)]
+    longest = [DraftWidths(True, 1 + n).choose(1).most for n in (1, 2, 3, 4, 7)]
     assert longest == [2, 4, 4, 8, 8]
 
 
 def test_a_head_that_is_not_asked_is_asked_once_in_a_while():
     widths = DraftWidths(always=False)
-    observed(widths, 8, 1, 3.0, 0.0)
-    assert [widths.choose(8) for _ in range(100)] == [1] * 100, "no head"
-    widths.head_tokens = 3
-    chosen = [widths.choose(8) for _ in range(100)]
-    assert chosen[0] == 2
-    assert 2 <= chosen.count(2) <= 4
-    assert set(chosen) == {1, 2}
-    assert [widths.choose(200) for _ in range(100)] == [1] * 100, "of hundreds of sequences never"
-    observed(widths, 8, 2, 3.1, 0.9, head=True)
-    assert widths.choose(8) == 4
-    observed(widths, 8, 4, 3.2, 0.9, head=True)
-    observed(widths, 8, 1, 3.0, 0.0)
-    assert widths.choose(8) == 4, "steps without drafts say nothing of the head"
-    observed(widths, 8, 8, 3.2, 0.0)
-    observed(widths, 8, 4, 3.2, 0.9, head=True)
-    assert widths.choose(8) == 4, "a draft of the head has three tokens"
+    observed(widths, 8, 1, 8, 3.0, 0.0)
+    assert {widths.choose(8).most for _ in range(100)} == {1}, "no head"
+    widths.worth.head_tokens = 3
+    most = [widths.choose(8).most for _ in range(100)]
+    assert most[0] == 2
+    assert 2 <= most.count(2) <= 4
+    assert set(most) == {1, 2}
+    assert {widths.choose(200).most for _ in range(100)} == {1}, "of hundreds of sequences never"
+    observed(widths, 8, 2, 16, 3.1, 0.9, 10, head=True)
+    assert chosen(widths, 8) == (4, 32)
+    observed(widths, 8, 4, 32, 3.9, 0.9, 10, head=True)
+    observed(widths, 8, 1, 8, 3.0, 0.0)
+    assert chosen(widths, 8) == (4, 32), "steps without drafts say nothing of the head"

@@ -9,14 +9,20 @@ tokens. Keys and values of drafted tokens that were wrong are overwritten, since
 begins at their position.
 
     drafts = propose(draft_text, state, rows)                           kernels.draft
-    inputs = verify_inputs(state, draft_text, drafts, rows, page_size, Q)
-    tokens, logprobs, lse = ...                                         the model and Q * B draws
-    take_verified(state, draft_text, drafts, inputs, rows, tokens, logprobs, lse, out)
+    inputs = verify_inputs(state, draft_text, drafts, rows, page_size, Q, R)
+    tokens, logprobs, lse = ...                                         the model and R draws
+    take_verified(state, draft_text, drafts, inputs, rows, tokens, logprobs, lse, out, Q)
+
+A forward has R rows, a number that its captured graph is made for: one for each running sequence,
+and the rest for tokens of drafts. Where there are more of these than rows, sequences whose drafts
+were right of late get more of them (`share_rows`). So rows are not spent on sequences without a
+draft, and a large batch can verify the few drafts that are worth it.
 
 As in `kernels.decode`, nothing is read that is not on the device, and the rule by which a sequence
 ends is the same, applied draw by draw.
 
-Legend: S slots, B rows, Q queries of a row, K forwards that a `Verified` holds.
+Legend: S slots, B sequences of a forward, Q queries of a sequence at most, R rows of the forward,
+K forwards that a `Verified` holds.
 """
 
 from __future__ import annotations
@@ -29,8 +35,11 @@ from torch import Tensor
 from jetrl.kernels.decode_state import BROKEN, NOT_DRAWN, DecodeState
 from jetrl.kernels.draft import extend
 from jetrl.kernels.draft_state import (
-    LEAST_BUDGET,
-    MAX_DRAFT,
+    COST_FACTOR,
+    COST_TOP,
+    QUALITY_ONE,
+    QUALITY_SHIFT,
+    REACH_BITS,
     Drafts,
     DraftText,
     VerifyInputs,
@@ -42,13 +51,13 @@ from jetrl.kernels.sampling import random_bits
 class Verified:
     """The draws of up to K forwards that verified drafts, which the host reads together.
 
-    A forward of B rows and Q queries writes the first B * Q, or B, entries of its line.
+    A forward writes the first B * Q, or B, entries of its line.
 
     Attributes:
-        tokens: int32 [K, at least B * Q], token ids, row after row: those that count, then
+        tokens: int32 [K, at least B * Q], token ids, Q of each sequence: those that count, then
             NOT_DRAWN; BROKEN for a draw whose logits have no finite softmax.
         logprobs: float32, of the same shape.
-        offers: int32 [K, at least B], of each row
+        offers: int32 [K, at least B], of each sequence
             drafted + 8 * source + 32 * hit + 64 * offered: the drafted tokens that were verified,
             the draft's index in SOURCES, whether its first token was drawn, and whether there was
             a draft, verified or not.
@@ -68,47 +77,86 @@ def verify_inputs(
     rows: Tensor,
     page_size: int,
     width: int,
+    size: int,
 ) -> VerifyInputs:
-    """Return what the next forward of some rows reads: last tokens, and drafts behind them.
+    """Return what the next forward of some sequences reads: last tokens, and drafts behind them.
 
-    A draft is cut to the width, to the sequence's budget and to its last position.
+    A draft is cut to the width, to the sequence's last position and to its share of the rows.
 
     Args:
         state: the running sequences.
-        draft_text: the text, whose budgets are read.
-        drafts: a draft for each row.
-        rows: int64 [B], the slot of each row.
+        draft_text: the text, by whose `quality` rows are shared.
+        drafts: a draft for each sequence.
+        rows: int64 [B], the slot of each sequence.
         page_size: tokens of a KV page.
-        width: the queries of a row, Q, at most MAX_QUERIES.
+        width: the most queries of a sequence, Q, at most MAX_QUERIES.
+        size: the rows of the forward, R: B to B * Q of them, and B where Q is 1.
     """
     if rows.is_cuda:
         from jetrl.kernels.decode_verify_hopper import verify_inputs as verify_inputs_hopper
 
-        return verify_inputs_hopper(state, draft_text, drafts, rows, page_size, width)
+        return verify_inputs_hopper(state, draft_text, drafts, rows, page_size, width, size)
     active = state.active[rows] > 0
     position = torch.where(active, state.position[rows], 0).long()
     # The query of position p draws the token of position p + 1, which may be the limit at most.
-    most = torch.minimum(draft_text.budget[rows], state.limit[rows] - 1 - position)
-    queries = 1 + torch.minimum(drafts.counts, most).clamp(0, width - 1)
-    queries = torch.where(active, queries, 0)
+    wanted = torch.minimum(drafts.counts, state.limit[rows] - 1 - position).clamp(0, width - 1)
+    wanted = torch.where(active, wanted, 0).int()
+    extra = size - int(active.sum())
+    drafted = share_rows(wanted, draft_text.quality[rows], extra, int(position.sum()))
+    queries = torch.where(active, 1 + drafted, 0)
+    first = queries.cumsum(0) - queries if width > 1 else torch.arange(len(rows))
+    # Query by query, and from there to rows.
     ahead = torch.arange(width)
     used = ahead < queries[:, None]
-    positions = torch.where(used, position[:, None] + ahead, 0)
-    tokens = torch.cat([state.token[rows][:, None], drafts.tokens[:, : width - 1]], dim=1)
-    page = state.tables[rows[:, None], positions // page_size].long()
-    bits = random_bits(
-        state.seed.expand(positions.numel()).numpy(),
-        state.key[rows].repeat_interleave(width).numpy(),
-        (positions + 1).flatten().numpy(),
-    )
+    places = (first[:, None] + ahead)[used]
+    positions = (position[:, None] + ahead)[used]
+    tokens = torch.cat([state.token[rows][:, None], drafts.tokens[:, : width - 1]], dim=1)[used]
+    slot = rows[:, None].expand_as(used)[used]
+    page = state.tables[slot, positions // page_size].long()
+    seeds = state.seed.expand(len(slot)).numpy()
+    bits = random_bits(seeds, state.key[slot].numpy(), (positions + 1).numpy())
+    lengths = torch.where(active, position + queries, 0).int()
+
+    def by_row(values: Tensor, padding: int) -> Tensor:
+        return torch.full((size,), padding, dtype=values.dtype).index_put((places,), values)
+
     return VerifyInputs(
-        token_ids=torch.where(used, tokens, 0).long().flatten(),
-        positions=positions.flatten(),
-        slots=torch.where(used, page * page_size + positions % page_size, -1).flatten(),
-        bits=torch.where(used.flatten(), torch.from_numpy(bits), -1),
-        lengths=torch.where(active, position + queries, 0).int(),
+        token_ids=by_row(tokens.long(), 0),
+        positions=by_row(positions, 0),
+        slots=by_row(page * page_size + positions % page_size, -1),
+        bits=by_row(torch.from_numpy(bits), -1),
+        keys=by_row(lengths[:, None].expand_as(used)[used], 0),
+        lengths=lengths,
         queries=queries.int(),
+        first=first.int(),
     )
+
+
+def share_rows(wanted: Tensor, quality: Tensor, extra: int, turn: int) -> Tensor:
+    """Return the number of tokens of each sequence's draft that a forward verifies, int32 [B].
+
+    The j-th token of a draft is right with a chance of about s^j, where s is the sequence's share
+    of right drafts, and the tokens with the highest chances are taken: floor(x / cost) of each
+    sequence, where x is the same for all, the largest for which there are rows. What is left goes
+    to sequences that come next, beginning at another one each time.
+
+    Args:
+        wanted: int32 [B], the tokens of each draft that could be verified.
+        quality: int32 [B], of `DraftText`, for each sequence.
+        extra: the rows for tokens of drafts.
+        turn: any number, by which the rows that are left go round.
+    """
+    cost = COST_FACTOR * (COST_TOP - quality)
+    reach = 0
+    for bit in reversed(range(REACH_BITS)):
+        if int(torch.minimum(wanted, (reach + 2**bit) // cost).sum()) <= extra:
+            reach += 2**bit
+    drafted = torch.minimum(wanted, reach // cost)
+    following = torch.minimum(wanted, (reach + 1) // cost) > drafted
+    if reach == 2**REACH_BITS - 1:
+        return drafted  # What comes next is too unlikely.
+    order = (following.cumsum(0) - 1 + turn) % following.sum().clamp(min=1)
+    return drafted + (following & (order < extra - drafted.sum()))
 
 
 def take_verified(
@@ -121,30 +169,34 @@ def take_verified(
     logprobs: Tensor,
     lse: Tensor,
     out: Verified,
+    width: int,
 ) -> None:
     """Record the draws of a forward that count, and move each sequence on by as many or end it.
 
     Args:
         state: the running sequences, changed in place.
-        draft_text: the text, which grows by the draws, and the budgets of the next drafts.
+        draft_text: the text, which grows by the draws, and the quality of drafts.
         drafts: the drafts that the forward verified.
         inputs: what the forward read.
-        rows: int64 [B], the slot of each row.
-        tokens: int64 [B * Q], the tokens drawn.
-        logprobs: float32 [B * Q], their log-probs.
-        lse: float32 [B * Q], the log-sum-exp of each draw's logits, not finite where there was no
+        rows: int64 [B], the slot of each sequence.
+        tokens: int64 [R], the tokens drawn.
+        logprobs: float32 [R], their log-probs.
+        lse: float32 [R], the log-sum-exp of each draw's logits, not finite where there was no
             draw.
         out: where the draws are written: the line of its count, which moves on.
+        width: the most queries of a sequence, Q.
     """
     if rows.is_cuda:
         from jetrl.kernels.decode_verify_hopper import take_verified as take_verified_hopper
 
-        take_verified_hopper(state, draft_text, drafts, inputs, rows, tokens, logprobs, lse, out)
+        on_device = (tokens, logprobs, lse)
+        take_verified_hopper(state, draft_text, drafts, inputs, rows, *on_device, out, width)
         return
     batch = len(rows)
-    width = len(tokens) // batch
-    drawn, finite = tokens.view(batch, width).int(), torch.isfinite(lse).view(batch, width)
     position, ahead = state.position[rows].long(), torch.arange(width)
+    # From rows to the queries of each sequence; those that do not count read any row.
+    places = (inputs.first[:, None] + ahead).clamp(max=len(tokens) - 1)
+    drawn, finite = tokens[places].int(), torch.isfinite(lse[places])
     # Which draws end the sequence; and up to which one all tokens before it were drawn.
     ends = torch.isin(drawn, state.stops[1 : 1 + int(state.stops[0])]) | ~finite
     ends |= position[:, None] + 1 + ahead >= state.limit[rows][:, None]
@@ -157,22 +209,18 @@ def take_verified(
     out.tokens[at, : batch * width] = torch.where(
         taken, torch.where(finite, drawn, BROKEN), NOT_DRAWN
     ).flatten()
-    out.logprobs[at, : batch * width] = torch.where(
-        taken, logprobs.view(batch, width), 0.0
-    ).flatten()
+    out.logprobs[at, : batch * width] = torch.where(taken, logprobs[places], 0.0).flatten()
     hit = (drawn[:, 0] == drafts.tokens[:, 0]) & (drafts.counts > 0)
     offer = inputs.queries - 1 + 8 * drafts.sources + 32 * hit + 64 * (drafts.counts > 0)
     out.offers[at, :batch] = torch.where(counts > 0, offer, 0).int()
     out.count.add_(1)
-    # The sequences: their text, their last tokens, whether they go on, and how far to guess.
+    # The sequences: their text, their last tokens, whether they go on, and how good drafts are.
     live = counts > 0
     slots, last = rows[live], (counts[live] - 1)[:, None]
     extend(draft_text, rows[live], position[live], drawn[live].long(), counts[live])
     state.token[slots] = drawn[live].gather(1, last).squeeze(1)
     state.position[slots] += counts[live].int()
     state.active[slots] = (~ends[live].gather(1, last).squeeze(1)).int()
-    offered, right = inputs.queries[live] - 1, counts[live] - 1
-    before = draft_text.budget[slots]
-    after = torch.where(right == 0, before - 1, torch.where(right > 1, MAX_DRAFT, before))
-    after = torch.where(offered > 0, after.clamp(min=LEAST_BUDGET), before)
-    draft_text.budget[slots] = after
+    before = draft_text.quality[slots]
+    after = before + ((QUALITY_ONE * hit[live] - before) >> QUALITY_SHIFT)
+    draft_text.quality[slots] = torch.where(drafts.counts[live] > 0, after, before).int()

@@ -1,7 +1,8 @@
 """`kernels.decode_verify` on Hopper: a kernel before a forward and one after its draws.
 
-As in `kernels.decode_hopper` a lane is a row, and the second kernel is one program for all rows,
-since it moves the counter of forwards on. Both go through a row's queries one after the other.
+A lane is a sequence. Both are one program for all sequences: the first shares the forward's rows
+among them, the second moves the counter of forwards on. Both go through a sequence's queries one
+after the other.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -20,12 +21,16 @@ from jetrl.kernels.decode_hopper import random_bits
 from jetrl.kernels.decode_state import BROKEN, MAX_ROWS, NOT_DRAWN, DecodeState
 from jetrl.kernels.draft_hopper import ngram_entry
 from jetrl.kernels.draft_state import (
+    COST_FACTOR,
+    COST_TOP,
     HASH_FACTOR,
     HASH_SHIFT,
     LAG,
-    LEAST_BUDGET,
     MAX_DRAFT,
     ORDERS,
+    QUALITY_ONE,
+    QUALITY_SHIFT,
+    REACH_BITS,
     Drafts,
     DraftText,
     VerifyInputs,
@@ -34,48 +39,85 @@ from jetrl.kernels.draft_state import (
 if TYPE_CHECKING:
     from jetrl.kernels.decode_verify import Verified
 
-_LANES = 32  # rows of a program of the first kernel
+
+@triton.jit
+def _shared_rows(
+    wanted, quality, extra, turn, QFACTOR: tl.constexpr, QTOP: tl.constexpr, BITS: tl.constexpr
+):  # fmt: skip
+    """Return the tokens of each draft that a forward verifies, as `decode_verify.share_rows`.
+
+    Args:
+        wanted: int32 [LANES], the tokens of each draft that could be verified.
+        quality: int32 [LANES], of `DraftText`.
+        extra: the rows for tokens of drafts.
+        turn: any number, by which the rows that are left go round.
+        QFACTOR, QTOP, BITS: `draft_state.COST_FACTOR`, COST_TOP and REACH_BITS.
+    """
+    cost = QFACTOR * (QTOP - quality)
+    reach = 0
+    for i in tl.static_range(BITS):
+        tried = reach + (1 << (BITS - 1 - i))
+        reach = tl.where(tl.sum(tl.minimum(wanted, tried // cost)) <= extra, tried, reach)
+    drafted = tl.minimum(wanted, reach // cost)
+    following = tl.minimum(wanted, (reach + 1) // cost) > drafted
+    following = following & (reach < (1 << BITS) - 1)
+    count = following.to(tl.int32)
+    order = (tl.cumsum(count) - 1 + turn) % tl.maximum(tl.sum(count), 1)
+    return drafted + (following & (order < extra - tl.sum(drafted))).to(tl.int32)
 
 
 @triton.jit
 def _verify_inputs_kernel(
-    token_ptr, position_ptr, limit_ptr, key_ptr, active_ptr, tables_ptr, seed_ptr, budget_ptr,
+    token_ptr, position_ptr, limit_ptr, key_ptr, active_ptr, tables_ptr, seed_ptr, quality_ptr,
     draft_ptr, counts_ptr, rows_ptr,
-    token_ids_ptr, positions_ptr, slots_ptr, bits_ptr, lengths_ptr, queries_ptr,
-    count, pages, PAGE: tl.constexpr, WIDTH: tl.constexpr, DRAFT: tl.constexpr,
-    LANES: tl.constexpr,
+    token_ids_ptr, positions_ptr, slots_ptr, bits_ptr, keys_ptr, lengths_ptr, queries_ptr,
+    first_ptr, count, size, pages,
+    PAGE: tl.constexpr, WIDTH: tl.constexpr, DRAFT: tl.constexpr,
+    QFACTOR: tl.constexpr, QTOP: tl.constexpr, BITS: tl.constexpr,
+    LANES: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
-    """Gather one forward's inputs from the slots of its rows and their drafts.
+    """Gather one forward's inputs from the slots of its sequences and their drafts.
 
     Args:
         token_ptr, position_ptr, limit_ptr, key_ptr, active_ptr, tables_ptr, seed_ptr: of
             `DecodeState`, read.
-        budget_ptr: of `DraftText`, read.
+        quality_ptr: of `DraftText`, read.
         draft_ptr, counts_ptr: of `Drafts`, read.
-        rows_ptr: int64 [count], the slot of each row.
-        token_ids_ptr, positions_ptr, slots_ptr, bits_ptr, lengths_ptr, queries_ptr: of
-            `VerifyInputs`, written.
-        count: rows.
+        rows_ptr: int64 [count], the slot of each sequence.
+        token_ids_ptr, positions_ptr, slots_ptr, bits_ptr, keys_ptr, lengths_ptr, queries_ptr,
+            first_ptr: of `VerifyInputs`, written.
+        count: sequences.
+        size: rows of the forward.
         pages: pages of a table.
         PAGE: tokens of a page.
-        WIDTH: queries of a row.
+        WIDTH: the most queries of a sequence.
         DRAFT: tokens of a draft at most.
-        LANES: rows of a program.
+        QFACTOR, QTOP, BITS: `draft_state.COST_FACTOR`, COST_TOP and REACH_BITS.
+        LANES: at least count.
+        PADDED: at least size.
     """
-    row = tl.program_id(0) * LANES + tl.arange(0, LANES)
+    row = tl.arange(0, LANES)  # a single program: rows are shared among all sequences
     mask = row < count
     slot = tl.load(rows_ptr + row, mask=mask, other=0)
     active = mask & (tl.load(active_ptr + slot, mask=mask, other=0) > 0)
     position = tl.load(position_ptr + slot, mask=active, other=0)
-
-    # The query of position p draws the token of position p + 1, which may be the limit at most.
-    most = tl.load(limit_ptr + slot, mask=active, other=0) - 1 - position
-    most = tl.minimum(most, tl.load(budget_ptr + slot, mask=active, other=0))
-    drafted = tl.minimum(tl.load(counts_ptr + row, mask=active, other=0), most)
-    drafted = tl.minimum(tl.maximum(drafted, 0), WIDTH - 1)
-    queries = tl.where(active, 1 + drafted, 0)
+    queries = active.to(tl.int32)
+    first = row
+    if WIDTH > 1:
+        # The query of position p draws the token of position p + 1, the limit's at most.
+        most = tl.load(limit_ptr + slot, mask=active, other=0) - 1 - position
+        wanted = tl.minimum(tl.load(counts_ptr + row, mask=active, other=0), most)
+        wanted = tl.minimum(tl.maximum(wanted, 0), WIDTH - 1)
+        quality = tl.load(quality_ptr + slot, mask=active, other=0)
+        extra = size - tl.sum(queries)
+        turn = tl.sum(position)
+        queries += _shared_rows(wanted, quality, extra, turn, QFACTOR, QTOP, BITS)
+        queries = tl.where(active, queries, 0)
+        first = tl.cumsum(queries) - queries
+    length = tl.where(active, position + queries, 0)
     tl.store(queries_ptr + row, queries, mask=mask)
-    tl.store(lengths_ptr + row, position + queries, mask=mask)
+    tl.store(lengths_ptr + row, length, mask=mask)
+    tl.store(first_ptr + row, first, mask=mask)
 
     key = tl.load(key_ptr + slot, mask=active, other=0)
     seed = tl.load(seed_ptr) + tl.zeros([LANES], tl.int64)
@@ -88,12 +130,26 @@ def _verify_inputs_kernel(
         page = tl.load(tables_ptr + slot * pages + at // PAGE, mask=used, other=0)
         place = page.to(tl.int64) * PAGE + at % PAGE
         bits = random_bits(seed, key, at.to(tl.int64) + 1)
-        # Every query is written, since the buffers are new: one that does not count as such.
-        out = row * WIDTH + j
-        tl.store(token_ids_ptr + out, tl.where(used, token, 0).to(tl.int64), mask=mask)
-        tl.store(positions_ptr + out, at.to(tl.int64), mask=mask)
-        tl.store(slots_ptr + out, tl.where(used, place, -1), mask=mask)
-        tl.store(bits_ptr + out, tl.where(used, bits, -1), mask=mask)
+        written = used
+        if WIDTH == 1:
+            written = mask  # the row of a sequence that is not active is padding where it lies
+        out = first + j
+        tl.store(token_ids_ptr + out, tl.where(used, token, 0).to(tl.int64), mask=written)
+        tl.store(positions_ptr + out, at.to(tl.int64), mask=written)
+        tl.store(slots_ptr + out, tl.where(used, place, -1), mask=written)
+        tl.store(bits_ptr + out, tl.where(used, bits, -1), mask=written)
+        tl.store(keys_ptr + out, length, mask=written)
+
+    if WIDTH > 1:
+        # Every row is written, since the buffers are new: those behind the last as padding.
+        left = tl.arange(0, PADDED)
+        padding = (left >= tl.sum(queries)) & (left < size)
+        zero = tl.zeros([PADDED], tl.int64)
+        tl.store(token_ids_ptr + left, zero, mask=padding)
+        tl.store(positions_ptr + left, zero, mask=padding)
+        tl.store(slots_ptr + left, zero - 1, mask=padding)
+        tl.store(bits_ptr + left, zero - 1, mask=padding)
+        tl.store(keys_ptr + left, zero.to(tl.int32), mask=padding)
 
 
 @triton.jit
@@ -126,13 +182,14 @@ def _learn(
 @triton.jit
 def _take_verified_kernel(
     token_ptr, position_ptr, limit_ptr, active_ptr, stops_ptr,
-    text_ptr, tables_ptr, group_ptr, budget_ptr,
-    draft_ptr, counts_ptr, sources_ptr, queries_ptr, rows_ptr,
+    text_ptr, tables_ptr, group_ptr, quality_ptr,
+    draft_ptr, counts_ptr, sources_ptr, queries_ptr, first_ptr, rows_ptr,
     tokens_ptr, logprobs_ptr, lse_ptr,
     out_tokens_ptr, out_logprobs_ptr, out_offers_ptr, out_count_ptr,
     count, out_width, offers_width, width, entries,
-    WIDTH: tl.constexpr, DRAFT: tl.constexpr, LEAST: tl.constexpr, LAG: tl.constexpr,
-    FIRST: tl.constexpr, SECOND: tl.constexpr, FACTOR: tl.constexpr, SHIFT: tl.constexpr,
+    WIDTH: tl.constexpr, DRAFT: tl.constexpr, QONE: tl.constexpr, QSHIFT: tl.constexpr,
+    LAG: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, FACTOR: tl.constexpr,
+    SHIFT: tl.constexpr,
     NOT_DRAWN: tl.constexpr, BROKEN: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """Take in one forward's draws: write those that count, move each sequence on or end it.
@@ -140,22 +197,22 @@ def _take_verified_kernel(
     Args:
         token_ptr, position_ptr, active_ptr: of `DecodeState`, read and written.
         limit_ptr, stops_ptr: of `DecodeState`, read.
-        text_ptr, tables_ptr, budget_ptr: of `DraftText`, read and written.
+        text_ptr, tables_ptr, quality_ptr: of `DraftText`, read and written.
         group_ptr: of `DraftText`, read.
         draft_ptr, counts_ptr, sources_ptr: of `Drafts`, read.
-        queries_ptr: of `VerifyInputs`, read.
-        rows_ptr: int64 [count], the slot of each row.
-        tokens_ptr, logprobs_ptr, lse_ptr: int64, float32 and float32 [count * WIDTH], what `sample`
-            gave.
+        queries_ptr, first_ptr: of `VerifyInputs`, read.
+        rows_ptr: int64 [count], the slot of each sequence.
+        tokens_ptr, logprobs_ptr, lse_ptr: int64, float32 and float32 [rows of the forward], what
+            `sample` gave.
         out_tokens_ptr, out_logprobs_ptr, out_offers_ptr, out_count_ptr: of `Verified`; line
             `out_count` is written.
-        count: rows.
+        count: sequences.
         out_width, offers_width: entries of a line of the draws and of the offers.
         width: tokens of a slot's row of the text.
         entries: entries of a table of n-grams.
-        WIDTH: queries of a row.
+        WIDTH: the most queries of a sequence.
         DRAFT: tokens of a draft at most.
-        LEAST: the least budget.
+        QONE, QSHIFT: `draft_state.QUALITY_ONE` and QUALITY_SHIFT.
         LAG: tokens that follow an n-gram before it enters the table, at least WIDTH.
         FIRST, SECOND: the lengths of n-grams.
         FACTOR, SHIFT: of `draft_state`, for hashes.
@@ -166,6 +223,7 @@ def _take_verified_kernel(
     mask = row < count
     slot = tl.load(rows_ptr + row, mask=mask, other=0)
     queries = tl.load(queries_ptr + row, mask=mask, other=0)
+    first = tl.load(first_ptr + row, mask=mask, other=0)
     active = queries > 0
     position = tl.load(position_ptr + slot, mask=active, other=0)
     limit = tl.load(limit_ptr + slot, mask=active, other=0)
@@ -183,9 +241,9 @@ def _take_verified_kernel(
     hit = active & offered
     for j in tl.static_range(WIDTH):
         place = row * WIDTH + j
-        token = tl.load(tokens_ptr + place, mask=alive, other=0).to(tl.int32)
-        logprob = tl.load(logprobs_ptr + place, mask=alive, other=0.0)
-        lse = tl.load(lse_ptr + place, mask=alive, other=0.0)
+        token = tl.load(tokens_ptr + first + j, mask=alive, other=0).to(tl.int32)
+        logprob = tl.load(logprobs_ptr + first + j, mask=alive, other=0.0)
+        lse = tl.load(lse_ptr + first + j, mask=alive, other=0.0)
         finite = tl.abs(lse) < float("inf")
         written = tl.where(alive, tl.where(finite, token, BROKEN), NOT_DRAWN)
         tl.store(out_tokens_ptr + at * out_width + place, written, mask=mask)
@@ -215,12 +273,10 @@ def _take_verified_kernel(
     offer = queries - 1 + 8 * source + 32 * hit.to(tl.int32) + 64 * offered.to(tl.int32)
     tl.store(out_offers_ptr + at * offers_width + row, tl.where(active, offer, 0), mask=mask)
 
-    # How far to guess next: less after a draft that was wrong from its first token on.
-    before = tl.load(budget_ptr + slot, mask=active, other=0)
-    right = taken - 1
-    after = tl.where(right == 0, before - 1, tl.where(right > 1, DRAFT, before))
-    after = tl.maximum(after, LEAST)
-    tl.store(budget_ptr + slot, after, mask=active & (queries > 1))
+    # How good the sequence's drafts are.
+    before = tl.load(quality_ptr + slot, mask=active, other=0)
+    after = before + ((QONE * hit.to(tl.int32) - before) >> QSHIFT)
+    tl.store(quality_ptr + slot, after, mask=active & offered)
 
     tl.debug_barrier()  # every lane has read the counter
     tl.store(out_count_ptr, at + 1)
@@ -233,28 +289,33 @@ def verify_inputs(
     rows: Tensor,
     page_size: int,
     width: int,
+    size: int,
 ) -> VerifyInputs:
     """Return what `kernels.decode_verify.verify_inputs` returns, on Hopper.
 
     Args:
         state: the running sequences.
-        draft_text: the text, whose budgets are read.
-        drafts: a draft for each row.
-        rows: int64 [B], the slot of each row.
+        draft_text: the text, whose `quality` is read.
+        drafts: a draft for each sequence.
+        rows: int64 [B], the slot of each sequence.
         page_size: tokens of a KV page.
-        width: the queries of a row.
+        width: the most queries of a sequence.
+        size: the rows of the forward.
     """
     count = _check_rows(rows)
-    wide = torch.empty(4, count * width, dtype=torch.int64, device=rows.device)
-    lengths, queries = torch.empty(2, count, dtype=torch.int32, device=rows.device).unbind(0)
-    token_ids, positions, slots, bits = wide.unbind(0)
-    _verify_inputs_kernel[(triton.cdiv(count, _LANES),)](
+    if not count <= size <= count * width:
+        raise ValueError(f"{size} rows for {count} sequences of 1 to {width} queries")
+    wide = torch.empty(4, size, dtype=torch.int64, device=rows.device)
+    keys = torch.empty(size, dtype=torch.int32, device=rows.device)
+    each = torch.empty(3, count, dtype=torch.int32, device=rows.device)
+    _verify_inputs_kernel[(1,)](
         state.token, state.position, state.limit, state.key, state.active, state.tables,
-        state.seed, draft_text.budget, drafts.tokens, drafts.counts, rows,
-        token_ids, positions, slots, bits, lengths, queries,
-        count, state.tables.shape[1], page_size, width, MAX_DRAFT, _LANES, num_warps=1,
+        state.seed, draft_text.quality, drafts.tokens, drafts.counts, rows,
+        *wide.unbind(0), keys, *each.unbind(0), count, size, state.tables.shape[1],
+        page_size, width, MAX_DRAFT, COST_FACTOR, COST_TOP, REACH_BITS,
+        max(32, triton.next_power_of_2(count)), triton.next_power_of_2(size), num_warps=4,
     )  # fmt: skip
-    return VerifyInputs(token_ids, positions, slots, bits, lengths, queries)
+    return VerifyInputs(*wide.unbind(0), keys, *each.unbind(0))
 
 
 def take_verified(
@@ -267,29 +328,30 @@ def take_verified(
     logprobs: Tensor,
     lse: Tensor,
     out: Verified,
+    width: int,
 ) -> None:
     """Do what `kernels.decode_verify.take_verified` does, on Hopper.
 
     Args:
         state: the running sequences, changed in place.
-        draft_text: the text and the budgets, changed in place.
+        draft_text: the text and the quality of drafts, changed in place.
         drafts: the drafts that the forward verified.
         inputs: what the forward read.
-        rows: int64 [B], the slot of each row.
-        tokens: int64 [B * Q], the tokens drawn.
-        logprobs: float32 [B * Q], their log-probs.
-        lse: float32 [B * Q], not finite where there was no draw.
+        rows: int64 [B], the slot of each sequence.
+        tokens: int64 [R], the tokens drawn.
+        logprobs: float32 [R], their log-probs.
+        lse: float32 [R], not finite where there was no draw.
         out: where the draws are written.
+        width: the most queries of a sequence.
     """
     count = _check_rows(rows)
-    width = len(tokens) // count
     _take_verified_kernel[(1,)](
         state.token, state.position, state.limit, state.active, state.stops,
-        draft_text.text, draft_text.tables, draft_text.group, draft_text.budget,
-        drafts.tokens, drafts.counts, drafts.sources, inputs.queries, rows,
+        draft_text.text, draft_text.tables, draft_text.group, draft_text.quality,
+        drafts.tokens, drafts.counts, drafts.sources, inputs.queries, inputs.first, rows,
         tokens, logprobs, lse, out.tokens, out.logprobs, out.offers, out.count,
         count, out.tokens.shape[1], out.offers.shape[1], draft_text.width,
-        draft_text.tables.shape[1], width, MAX_DRAFT, LEAST_BUDGET, LAG, *ORDERS,
+        draft_text.tables.shape[1], width, MAX_DRAFT, QUALITY_ONE, QUALITY_SHIFT, LAG, *ORDERS,
         HASH_FACTOR, HASH_SHIFT, NOT_DRAWN, BROKEN,
         max(32, triton.next_power_of_2(count)), num_warps=4,
     )  # fmt: skip

@@ -11,7 +11,7 @@ The text is one line of token ids. First comes a row of `width` tokens for each 
 that runs there by position; then the archive, completions one after the other, each with UNKNOWN
 behind it.
 
-Legend: S slots, B rows of a forward, N tokens of all text, E entries of a table.
+Legend: S slots, B sequences of a forward, R its rows, N tokens of all text, E entries of a table.
 """
 
 from __future__ import annotations
@@ -23,9 +23,14 @@ from torch import Tensor
 
 MAX_DRAFT = 7  # tokens of a draft at most: a forward verifies up to 8 tokens of a sequence
 MAX_QUERIES = MAX_DRAFT + 1
-# The shortest draft to which a sequence is cut whose drafts are wrong. Rows are computed for the
-# width of the batch in any case; what a shorter draft saves is a second tile of attention.
-LEAST_BUDGET = 3
+# How good a sequence's drafts are: 256 times the share of them whose first token was right, a mean
+# that forgets an eighth with each draft. Sequences begin as if three in four were right.
+QUALITY_ONE, QUALITY_SHIFT, FIRST_QUALITY = 256, 3, 192
+# A forward has a number of rows for drafts, which go to the tokens that are most likely right. A
+# sequence has floor(x / cost) of them, where x is one number for all sequences and the cost grows
+# with the share of drafts that are wrong: 16 for the best, 528 for the worst. So x, at most
+# 2**REACH_BITS - 1, says how unlikely a token may be; a sequence whose drafts are wrong gets 3.
+COST_FACTOR, COST_TOP, REACH_BITS = 2, 264, 11
 # The lengths of n-grams, in the order in which they are looked up: longer ones are better guesses.
 ORDERS = (3, 2)
 # An n-gram enters the table when so many tokens behind it are known. So a sequence does not find
@@ -52,16 +57,15 @@ class DraftText:
             `text` of the n-gram's last token; E is a power of two.
         group: int64 [S], the key of the prompt of each slot's sequence: drafts come from sequences
             of the same prompt.
-        budget: int32 [S], the most tokens of a sequence's next draft, LEAST_BUDGET to MAX_DRAFT:
-            one less after each draft that was wrong from its first token on, and all after one of
-            which two tokens or more were right.
+        quality: int32 [S], how often the first tokens of a sequence's last drafts were right, from
+            0 to QUALITY_ONE, by which sequences share the rows of a forward.
         width: tokens of a slot's row.
     """
 
     text: Tensor
     tables: Tensor
     group: Tensor
-    budget: Tensor
+    quality: Tensor
     width: int
 
     @staticmethod
@@ -89,7 +93,7 @@ class DraftText:
             text=filled(size, value=UNKNOWN),
             tables=filled(len(ORDERS), entries, value=UNKNOWN),
             group=filled(slots, value=0, dtype=torch.int64),
-            budget=filled(slots, value=MAX_DRAFT),
+            quality=filled(slots, value=FIRST_QUALITY),
             width=width + 1,
         )
 
@@ -106,7 +110,7 @@ class DraftText:
 
 @dataclass(frozen=True)
 class Drafts:
-    """A draft for each row of a forward.
+    """A draft for each sequence of a forward.
 
     Attributes:
         tokens: int32 [B, MAX_DRAFT], token ids; what lies past a draft's end is not used.
@@ -123,22 +127,28 @@ class Drafts:
 class VerifyInputs:
     """The inputs of model, cache and sampler in a forward that verifies drafts.
 
-    A row has Q queries, one after the other: the sequence's last token and up to Q - 1 tokens of
-    its draft. Queries past the draft's end, and those of a row whose sequence is not active, have
-    slot -1 and bits -1: they take part in every kernel and change nothing.
+    An active sequence has 1 to Q queries, one row after the other: its last token, and tokens of
+    its draft. The rows of the next active sequence follow. What is left of the R rows is padding,
+    with slot -1 and bits -1: it takes part in every kernel and changes nothing. Where Q is 1 each
+    sequence has a row, and that of one that is not active is padding.
 
     Attributes:
-        token_ids: int64 [B * Q].
-        positions: int64 [B * Q].
-        slots: int64 [B * Q], where in the cache the keys and values go: page * page_size + offset.
-        bits: int64 [B * Q], the random bits of each position's draw.
-        lengths: int32 [B], the number of keys that the row's last query sees; 0 where not active.
-        queries: int32 [B], the number of queries that count, from 0 to Q.
+        token_ids: int64 [R].
+        positions: int64 [R].
+        slots: int64 [R], where in the cache the keys and values go: page * page_size + offset.
+        bits: int64 [R], the random bits of each position's draw.
+        keys: int32 [R], the number of keys that the last query of the row's sequence sees; 0 for
+            padding.
+        lengths: int32 [B], the same of each sequence; 0 where not active.
+        queries: int32 [B], the number of its queries, from 0 to Q.
+        first: int32 [B], the row of its first query.
     """
 
     token_ids: Tensor
     positions: Tensor
     slots: Tensor
     bits: Tensor
+    keys: Tensor
     lengths: Tensor
     queries: Tensor
+    first: Tensor

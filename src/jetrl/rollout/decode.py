@@ -18,12 +18,14 @@ import torch
 from jetrl.kernels.decode_state import MAX_STOP_IDS, Drawn
 from jetrl.kernels.decode_verify import Verified
 from jetrl.models.policy import Policy
+from jetrl.rollout.batch_sizes import padded_batch
 from jetrl.rollout.decode_forward import (
     DecodeBuffers,
     EagerForwards,
     ForwardSize,
     GraphForwards,
 )
+from jetrl.rollout.draft_widths import Width
 from jetrl.rollout.kv_cache import PagedCache
 from jetrl.rollout.launched_step import LaunchedStep, mark, to_device, to_host
 from jetrl.rollout.progress import SpeculationStats
@@ -84,6 +86,7 @@ class DecodeBatch:
         self._resident: dict[int, _Resident] = {}
         self._rows: list[int] = []
         self._before = (0, 0.0)  # Graphs, and seconds of capturing, before this call.
+        self._verify: Width | None = None  # What the next step verifies.
 
     @property
     def captured(self) -> tuple[int, float]:
@@ -117,7 +120,10 @@ class DecodeBatch:
         Args:
             sequences: The number of running sequences.
         """
-        return 1 if self._speculation is None else self._speculation.choose(sequences)
+        if self._speculation is None:
+            return 1
+        self._verify = self._speculation.choose(sequences)
+        return self._verify.most
 
     def ended(self, sequence: RunningSequence) -> None:
         """Take in that a sequence has ended: its text serves for drafts."""
@@ -151,7 +157,8 @@ class DecodeBatch:
         assert step.decodes, "a step over prompts is not decode"
         assert step.repeats <= MAX_REPEATS, f"{step.repeats} forwards in one step"
         longest = max(chunk.reach for chunk in step.chunks)
-        size = ForwardSize(len(step.chunks), longest, self._filtered, step.width)
+        verify = self._verified(step)
+        size = ForwardSize(len(step.chunks), longest, self._filtered, verify)
         self._forwards.prepare(size)
         self._place(step, sequences)
         out: Drawn | Verified = self._buffers.out
@@ -162,12 +169,25 @@ class DecodeBatch:
         began, called = mark(self._device), time.perf_counter()
         for _ in range(step.repeats):
             self._forwards.run(size)
-        used = (slice(0, step.repeats), slice(0, size.rows * size.width))
+        used = (slice(0, step.repeats), slice(0, size.rows * step.width))
         tokens, logprobs = (to_host(x[used].contiguous()) for x in (out.tokens, out.logprobs))
         offers = to_host(out.offers[used].contiguous()) if isinstance(out, Verified) else None
         ready = mark(self._device)
         host_s = time.perf_counter() - called
-        return LaunchedStep(step, tokens, logprobs, began, ready, offers, host_s)
+        return LaunchedStep(step, tokens, logprobs, began, ready, offers, verify, host_s)
+
+    def _verified(self, step: ScheduledStep) -> Width | None:
+        """Return what the forwards of a step verify; None without drafts.
+
+        Fewer sequences may run than were asked for, and where pages are short a step verifies
+        nothing.
+        """
+        if self._verify is None:
+            return None
+        size = padded_batch(len(step.chunks))
+        if step.width == 1:
+            return Width(1, size, self._verify.drafts)
+        return Width(step.width, min(self._verify.rows, size * step.width), True)
 
     def _place(self, step: ScheduledStep, sequences: Sequence[RunningSequence]) -> None:
         """Make the step's sequences the rows 0 to B, and write the news of each to the device."""

@@ -17,15 +17,17 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from jetrl.kernels.attention.queries import SequenceQueries
 from jetrl.kernels.decode import next_inputs, take_draws
 from jetrl.kernels.decode_state import DecodeInputs, DecodeState, Drawn
 from jetrl.kernels.decode_verify import Verified, take_verified, verify_inputs
-from jetrl.kernels.draft_state import MAX_QUERIES, VerifyInputs
+from jetrl.kernels.draft_state import MAX_DRAFT, MAX_QUERIES, Drafts, VerifyInputs
 from jetrl.kernels.logit_noise import with_noise
 from jetrl.kernels.sampling import sample
 from jetrl.memory.device import DeviceBytes
 from jetrl.models.policy import Policy
 from jetrl.rollout.batch_sizes import padded_batch, padded_context
+from jetrl.rollout.draft_widths import Width
 from jetrl.rollout.kv_cache import PagedCache
 from jetrl.rollout.paged_attention import DecodeWork, Span
 from jetrl.rollout.speculation import Speculation
@@ -48,6 +50,7 @@ class DecodeBuffers:
         top_k: int64 [R].
         out: The draws of the forwards of one step, without drafts.
         verified: The draws of the forwards of one step that verify drafts; None without room.
+        no_drafts: A draft without a token for each row; None without room.
         idle_slot: A slot that never holds a sequence, for rows that fill up a size.
     """
 
@@ -59,6 +62,7 @@ class DecodeBuffers:
     top_k: Tensor
     out: Drawn
     verified: Verified | None
+    no_drafts: Drafts | None
     idle_slot: int
 
     @staticmethod
@@ -80,8 +84,9 @@ class DecodeBuffers:
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        verified = None
+        verified, no_drafts = None, None
         if drafts:
+            no_drafts = Drafts(zeros(rows, MAX_DRAFT), zeros(rows), zeros(rows))
             logprobs = zeros(repeats, queries, dtype=torch.float32)
             draws, offers = zeros(repeats, queries), zeros(repeats, rows)
             verified = Verified(draws, logprobs, offers, zeros(1))
@@ -94,6 +99,7 @@ class DecodeBuffers:
             top_k=zeros(queries, dtype=torch.int64),
             out=Drawn(zeros(repeats, rows), zeros(repeats, rows, dtype=torch.float32), zeros(1)),
             verified=verified,
+            no_drafts=no_drafts,
             idle_slot=slots,
         )
 
@@ -106,13 +112,30 @@ class ForwardSize:
         rows: The number of sequences.
         longest: Tokens of the longest context at the end of the step.
         filtered: Whether top_p or top_k restrict the draws.
-        width: The most tokens of a sequence, above 1 to verify drafts.
+        verify: What the forward verifies; None where decode has no drafts.
     """
 
     rows: int
     longest: int
     filtered: bool
-    width: int = 1
+    verify: Width | None = None
+
+
+def drafts_of(size: ForwardSize, speculation: Speculation, buffers: DecodeBuffers) -> Drafts:
+    """Return a draft for each row of a forward, empty ones where none are looked up.
+
+    Args:
+        size: The size of the forward.
+        speculation: The drafts of the engine.
+        buffers: The tensors that forwards read and write.
+    """
+    assert size.verify is not None, "a forward without drafts"
+    assert buffers.no_drafts is not None, "no room for drafts"
+    if size.verify.drafts:
+        rows = buffers.rows[: size.rows]
+        return speculation.propose(buffers.state, rows, size.verify.most)
+    none = buffers.no_drafts
+    return Drafts(none.tokens[: size.rows], none.counts[: size.rows], none.sources[: size.rows])
 
 
 class EagerForwards:
@@ -164,14 +187,17 @@ class EagerForwards:
 
     def _verify(self, size: ForwardSize, speculation: Speculation) -> None:
         """Run one forward that verifies drafts."""
-        buffers, text = self._buffers, speculation.text
+        buffers, verify = self._buffers, size.verify
         rows, out = buffers.rows[: size.rows], buffers.verified
+        assert verify is not None, "a forward without drafts"
         assert out is not None, "no room for verifying drafts"
-        drafts = speculation.propose(buffers.state, rows, size.width)
-        inputs = verify_inputs(buffers.state, text, drafts, rows, self.page_size, size.width)
+        drafts = drafts_of(size, speculation, buffers)
+        count = min(verify.rows, size.rows * verify.most)  # no sequences fill up a size here
+        known = (buffers.state, speculation.text, drafts)
+        inputs = verify_inputs(*known, rows, self.page_size, verify.most, count)
         live = (inputs.slots >= 0).nonzero().flatten()
         draws, hidden = self._draw(live, inputs, inputs.lengths, inputs.queries, size)
-        take_verified(buffers.state, text, drafts, inputs, rows, *draws, out)
+        take_verified(*known, inputs, rows, *draws, out, verify.most)
         speculation.keep(hidden, inputs, buffers.state, rows)
 
     def _draw(
@@ -295,22 +321,25 @@ class GraphForwards:
             draws, _ = self._draw(inputs, work, size)
             take_draws(buffers.state, rows, *draws, buffers.out)
             return
-        text, out = self._speculation.text, buffers.verified
+        verify, out = size.verify, buffers.verified
+        assert verify is not None, "a forward without drafts"
         assert out is not None, "no room for verifying drafts"
-        drafts = self._speculation.propose(buffers.state, rows, size.width)
-        verify = verify_inputs(buffers.state, text, drafts, rows, self.page_size, size.width)
-        work = DecodeWork(
-            buffers.tables[: size.rows], verify.lengths, size.longest, verify.queries, size.width
-        )
-        draws, hidden = self._draw(verify, work, size)
-        take_verified(buffers.state, text, drafts, verify, rows, *draws, out)
-        self._speculation.keep(hidden, verify, buffers.state, rows)
+        drafts = drafts_of(size, self._speculation, buffers)
+        known = (buffers.state, self._speculation.text, drafts)
+        several = verify_inputs(*known, rows, self.page_size, verify.most, verify.rows)
+        queries = None
+        if verify.most > 1:
+            queries = SequenceQueries(several.queries, several.first, several.keys, verify.most)
+        work = DecodeWork(buffers.tables[: size.rows], several.lengths, size.longest, queries)
+        draws, hidden = self._draw(several, work, size)
+        take_verified(*known, several, rows, *draws, out, verify.most)
+        self._speculation.keep(hidden, several, buffers.state, rows)
 
     def _draw(
         self, inputs: DecodeInputs | VerifyInputs, work: DecodeWork, size: ForwardSize
     ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
         """Return the draws, log-probs and lse of a forward's queries, and their hidden states."""
-        buffers, queries = self._buffers, size.rows * size.width
+        buffers, queries = self._buffers, len(inputs.token_ids)
         kv = self._cache.decode_key_values(inputs.slots, work)
         hidden = self._policy.rollout_forward(inputs.token_ids, inputs.positions, kv)
         noise = self._policy.plan.sampler_deviation.logit_noise
@@ -351,13 +380,15 @@ class GraphForwards:
         self._held.bytes += _without_tensors(buffers.rows.device) - before
         if self._speculation is not None:
             seconds = self._seconds_of(graph)
-            self._speculation.widths.captured(size.rows, size.width, seconds)
+            assert size.verify is not None, "no width of a forward over drafts"
+            width = size.verify
+            self._speculation.widths.captured(size.rows, width.most, width.rows, seconds)
         buffers.rows.copy_(rows_before)
         seconds = time.perf_counter() - began
         self.capture_s += seconds
         logger.debug(
-            "decode graph: %d rows of %d, contexts to %d tokens, %.2f s",
-            *(size.rows, size.width, size.longest, seconds),
+            "decode graph: %d sequences, %s, contexts to %d tokens, %.2f s",
+            *(size.rows, size.verify or "no drafts", size.longest, seconds),
         )
         return graph
 

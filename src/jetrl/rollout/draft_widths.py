@@ -1,145 +1,120 @@
-"""The number of tokens that a forward of decode verifies, chosen for the batch; without torch.
+"""How many tokens a forward of decode verifies, chosen for the batch; without torch.
 
-A forward of Q tokens a sequence takes longer than one of 1, by how much depends on the batch: a few
-sequences hardly notice, hundreds pay for every row. What it brings depends on the drafts. So the
-width is the one with the most expected tokens a second:
+A forward over R rows takes longer than one over a row a sequence, by how much depends on the batch:
+a few sequences hardly notice, hundreds pay for every row. What it brings depends on the drafts
+(`draft_worth`). So the choice is the one with the most expected tokens a second.
 
-    tokens(Q) = 1 + h * (1 + a + a^2 + ... + a^(Q - 2))
+Seconds of a forward without drafts are those of the last steps. What a choice takes longer is
+measured where it ran beside such steps; before it has run it is what the two took when their graphs
+were captured, with no sequence in them. Contexts grow meanwhile, for all choices alike: so a
+forward that verifies says how long one without drafts would take, for a while.
 
-where h is the share of forwards in which a draft's first token is right, and a the chance that the
-next one is, after one that was. Both are means of the last steps, of text and of the draft head by
-themselves, whose tokens are added. Text is looked up also where nothing is verified, so its h is
-known there too. The head is asked only where its guesses are verified; so where none is, a step is,
-once in a while. Seconds are those of the last steps of a size and width; of a
-width that has not run, those of a forward of width 1, changed by what the two took when their
-graphs were captured, with no sequence in them.
+Where nothing is verified, text is looked up in every few steps, so that its worth is known. The
+draft head is asked only where its guesses are verified; so where none is, a step is, once in a
+while.
 
 Nothing here changes a token.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from jetrl.rollout.batch_sizes import padded_batch
+from jetrl.rollout.draft_worth import DraftWorth
 
 WIDTHS = (1, 2, 4, 8)  # Tokens of a sequence in a forward: the last one drawn, and drafts.
-_KEPT = 0.8  # The share of a mean that a new step of decode leaves.
-_GAIN = 1.05  # The expected gain from which on drafts are verified: what is left is the risk.
-_TRIAL = 1.15  # The same, where a width has not run and its graph is not captured.
-_ALWAYS_ROWS = 256  # Tokens of a forward where drafts are always verified, if not two a sequence.
-_MOST_ROWS = 1024  # Tokens of a forward at most, where the width is chosen.
+# Such a width, and the rows of a forward for each sequence.
+_SHARES = ((2, 1.25), (2, 1.5), (2, 2), (4, 2), (4, 3), (8, 4), (8, 8))
+_FEW_ROWS = 64  # Rows that a forward has at least: fewer are not faster.
+_MOST_ROWS = 1024  # Rows of a forward at most, where they are chosen.
+_ALWAYS_ROWS = 256  # Rows of a forward where drafts are always verified, if not two a sequence.
+_GAIN = 1.02  # The expected gain from which on drafts are verified: what is left is the risk.
+_TRIAL = 1.15  # The same, where a choice has not run and its graph is not captured.
 _ASK_EVERY = 32  # Steps without a verified draft after which the draft head is asked again.
+_LOOK_UP_EVERY = 8  # Steps without a verified draft from one that looks drafts up to the next.
+_FIRST_STEPS = 4  # Steps at the start that look drafts up.
+_FRESH = 8  # Steps after one without drafts by which a choice's seconds are measured.
+_PROBE_EVERY = 64  # Steps that verify drafts, from one that does not to the next.
 
 
-class _Worth:
-    """The worth of one source's drafts, as means of the last steps.
+@dataclass(frozen=True)
+class Width:
+    """What each forward of a step of decode verifies.
 
     Attributes:
-        hit: The share of forwards in which the first token of a draft of this source was right.
-        chain: The chance that the next token of a draft is right, after one that was.
+        most: The most tokens of a sequence: the last one drawn, and drafts; 1 to verify none.
+        rows: The rows of a forward, padded sequences included.
+        drafts: Whether drafts are looked up.
     """
 
-    def __init__(self) -> None:
-        self.hit = self.chain = 0.0
-
-    def tokens(self, most: int) -> float:
-        """Return the tokens that drafts of at most so many tokens are expected to bring."""
-        return self.hit * sum(self.chain**i for i in range(most))
-
-    def observe(
-        self, drawn: np.ndarray, drafted: np.ndarray, hit: np.ndarray, offered: np.ndarray
-    ) -> None:
-        """Take in the drafts of a step, as `DraftWidths.observe`, of other sources with zeros."""
-        self.hit = _KEPT * self.hit + (1 - _KEPT) * float(hit.mean())
-        # Of the drafts that were right in their first token and had a second: how many in that too,
-        # and so on. Without any, the share of first tokens stands for it.
-        several = (drafted > 1) & (drawn > 1) & (offered > 0)
-        tried = np.minimum(drafted, drawn)[several] - 1
-        if tried.sum() > 0:
-            chain = float((drawn[several] - 2).sum()) / float(tried.sum())
-        elif offered.any():
-            chain = float(hit.sum()) / float(offered.sum())
-        else:
-            return
-        self.chain = _KEPT * self.chain + (1 - _KEPT) * chain
+    most: int
+    rows: int
+    drafts: bool
 
 
 class DraftWidths:
-    """The choice of the tokens that a forward verifies.
+    """The choice of what forwards verify.
 
     Args:
         always: Whether each forward verifies drafts; otherwise only where that is faster.
         most: The most tokens of a sequence that a forward can use.
 
     Attributes:
-        head_tokens: The most tokens of a draft of the draft head; 0 without a head that has
-            learned anything.
+        worth: What drafts are expected to bring.
     """
 
     def __init__(self, always: bool, most: int = WIDTHS[-1]) -> None:
         self._always = always
         self._widths = [width for width in WIDTHS if width // 2 < most]
-        self._seconds: dict[tuple[int, int], float] = {}
-        self._idle: dict[tuple[int, int], float] = {}
-        self._text, self._head = _Worth(), _Worth()
-        self.head_tokens = 0
+        self.worth = DraftWorth()
+        self._times = _Times()
+        self._steps = 0  # Steps observed so far.
+        self._without = 0  # Steps since one that verified drafts.
         self._unasked = _ASK_EVERY
 
-    def choose(self, rows: int) -> int:
-        """Return the width of the next step.
+    def choose(self, sequences: int) -> Width:
+        """Return what the forwards of the next step verify.
 
         Args:
-            rows: The sequences of the step.
+            sequences: The sequences of the step, 0 where none has its prompt in the cache yet.
         """
-        size = padded_batch(rows)
+        sequences = max(1, sequences)
+        size = padded_batch(sequences)
         if self._always:
-            return max(w for w in self._widths if w == 2 or size * w <= _ALWAYS_ROWS)
-        plain = self._seconds.get((size, 1))
-        if plain is None:
-            return 1  # How long a forward takes has to be known first.
-        best = self._best(size, plain)
-        self._unasked = self._unasked + 1 if best == 1 else 0
-        if self.head_tokens and self._unasked > _ASK_EVERY and size * 2 <= _ALWAYS_ROWS:
-            self._unasked = 0
-            return 2
-        return best
+            most = max(w for w in self._widths if w == 2 or size * w <= _ALWAYS_ROWS)
+            return Width(most, size * most, True)
+        most, rows = 1, size
+        if self._times.known(size):
+            most, rows = self._fastest(size, sequences)
+            self._unasked = self._unasked + 1 if most == 1 else 0
+            if self.worth.head_tokens and self._unasked > _ASK_EVERY and size * 2 <= _ALWAYS_ROWS:
+                self._unasked = 0
+                most, rows = 2, size * 2
+        if most > 1:
+            self._without = 0
+            return Width(most, rows, True)
+        self._without += 1
+        looks_up = self._steps < _FIRST_STEPS or self._without % _LOOK_UP_EVERY == 1
+        return Width(1, size, looks_up)
 
-    def _best(self, size: int, plain: float) -> int:
-        """Return the width with the most expected tokens a second.
-
-        Args:
-            size: The rows of the step's graph.
-            plain: The seconds of a forward of width 1.
-        """
-        best, rate, slope = 1, _GAIN / plain, 0.0
-        for width in self._widths[1:]:
-            if size * width > _MOST_ROWS:
-                break
-            tokens, seconds = self._tokens(width), self._expected_seconds(size, width)
-            if seconds is None:
-                # Tried where it pays if a token more costs what it cost up to the width before.
-                guess = plain + slope * (width - 1)
-                return width if tokens / guess >= _TRIAL / _GAIN * rate else best
-            if tokens / seconds > rate:
-                best, rate = width, tokens / seconds
-            slope = max(0.0, (seconds - plain) / (width - 1))
-        return best
-
-    def captured(self, rows: int, width: int, seconds: float) -> None:
+    def captured(self, size: int, width: int, rows: int, seconds: float) -> None:
         """Take in how long a forward takes in which no sequence runs.
 
         Args:
-            rows: The rows of its graph.
-            width: The tokens of a row.
+            size: The sequences of its graph.
+            width: The most tokens of a sequence.
+            rows: The rows of the graph.
             seconds: The seconds of the forward.
         """
-        self._idle[rows, width] = seconds
+        self._times.idle[size, width, rows] = seconds
 
     def observe(
         self,
-        rows: int,
-        width: int,
+        sequences: int,
+        width: Width,
         forwards: int,
         seconds: float,
         drawn: np.ndarray,
@@ -151,8 +126,8 @@ class DraftWidths:
         """Take in what a step of decode brought.
 
         Args:
-            rows: The sequences of the step.
-            width: The most tokens of a sequence in a forward.
+            sequences: The sequences of the step.
+            width: What its forwards verified.
             forwards: The number of forwards.
             seconds: The seconds of all of them.
             drawn: int [N], the tokens that each forward of a running sequence drew.
@@ -161,25 +136,114 @@ class DraftWidths:
             offered: int [N], 1 where there was a draft.
             by_head: bool [N], whether the draft was the draft head's.
         """
-        size = (padded_batch(rows), width)
-        now = seconds / forwards
-        before = self._seconds.get(size, now)
-        self._seconds[size] = 0.5 * before + 0.5 * now
-        if not len(drawn):
+        self._steps += 1
+        self._times.observe(padded_batch(sequences), width, seconds / forwards)
+        if len(drawn) and width.drafts:
+            drafts = (drawn, drafted, hit, offered, by_head)
+            self.worth.observe(width.most, width.rows, forwards, *drafts)
+
+    def _fastest(self, size: int, sequences: int) -> tuple[int, int]:
+        """Return the width and the rows with the most expected tokens a second.
+
+        Args:
+            size: The sequences of the graph.
+            sequences: Those that run.
+        """
+        plain = self._times.plain[size]
+        best, rate, slope = (1, size), _GAIN / plain, 0.0
+        for most, rows in choices(size):
+            if most not in self._widths:
+                continue
+            tokens = self.worth.tokens(sequences, most, rows)
+            extra = self._times.extra_of(size, most, rows)
+            if extra is None:
+                # Tried where it pays if a row more costs what it cost up to the choice before.
+                if tokens / (plain + slope * (rows - size)) >= _TRIAL / _GAIN * rate:
+                    return most, rows
+                continue
+            if tokens / (plain + extra) > rate:
+                best, rate = (most, rows), tokens / (plain + extra)
+            slope = extra / (rows - size)
+        return best
+
+
+class _Times:
+    """The seconds of forwards, by the sequences of their graphs.
+
+    Attributes:
+        plain: Of each size, the seconds of a forward without drafts.
+        idle: Of (size, width, rows), the seconds of a forward in which no sequence runs.
+    """
+
+    def __init__(self) -> None:
+        self.plain: dict[int, float] = {}
+        self.idle: dict[tuple[int, int, int], float] = {}
+        self._extra: dict[tuple[int, int, int], float] = {}
+        # Of each size: steps since one without drafts, and the choice and seconds of the last one.
+        self._since: dict[int, int] = {}
+        self._last: dict[int, tuple[tuple[int, int, int], float]] = {}
+
+    def known(self, size: int) -> bool:
+        """Return whether the seconds of a forward without drafts are known well enough.
+
+        Args:
+            size: The sequences of the graph.
+        """
+        return size in self.plain and self._since.get(size, 0) < _PROBE_EVERY
+
+    def observe(self, size: int, width: Width, now: float) -> None:
+        """Take in the seconds of a forward: of its choice, or of what all choices have in common.
+
+        Args:
+            size: The sequences of the graph.
+            width: What the forward verified.
+            now: The seconds.
+        """
+        plain = self.plain.get(size)
+        if width.most == 1:
+            last = self._last.pop(size, None)
+            self.plain[size] = now if plain is None or last is not None else (plain + now) / 2
+            if last is not None:
+                key, seconds = last
+                self._extra[key] = max(0.0, seconds - now)
+            self._since[size] = 0
             return
-        self._text.observe(drawn, drafted, hit * ~by_head, offered * ~by_head)
-        if width > 1:
-            self._head.observe(drawn, drafted, hit * by_head, offered * by_head)
+        key = (size, width.most, width.rows)
+        self._last[size] = key, now
+        self._since[size] = self._since.get(size, 0) + 1
+        if plain is None:
+            return
+        extra = self._extra.get(key)
+        if extra is None or self._since[size] <= _FRESH:
+            measured = max(0.0, now - plain)
+            self._extra[key] = measured if extra is None else (extra + measured) / 2
+        else:
+            self.plain[size] = (plain + max(now - extra, 0.0)) / 2
 
-    def _tokens(self, width: int) -> float:
-        """Return the expected tokens of a sequence in a forward."""
-        guessed = self._head.tokens(min(width - 1, self.head_tokens))
-        return 1.0 + self._text.tokens(width - 1) + guessed
+    def extra_of(self, size: int, width: int, rows: int) -> float | None:
+        """Return the seconds that a choice takes longer; None where nothing is known of it.
 
-    def _expected_seconds(self, size: int, width: int) -> float | None:
-        """Return the expected seconds of a forward; None where nothing is known of its width."""
-        known = self._seconds.get((size, width))
-        idle, plain_idle = self._idle.get((size, width)), self._idle.get((size, 1))
+        Args:
+            size: The sequences of the graph.
+            width: The most tokens of a sequence.
+            rows: The rows of a forward.
+        """
+        known = self._extra.get((size, width, rows))
+        idle, plain_idle = self.idle.get((size, width, rows)), self.idle.get((size, 1, size))
         if known is None and idle is not None and plain_idle is not None:
-            known = self._seconds[size, 1] + idle - plain_idle
+            known = max(0.0, idle - plain_idle)
         return known
+
+
+def choices(size: int) -> list[tuple[int, int]]:
+    """Return the widths and rows with which forwards of a size may verify drafts, few rows first.
+
+    Args:
+        size: The sequences of the graph.
+    """
+    found = set()
+    for width, share in _SHARES:
+        rows = min(size * width, max(_FEW_ROWS, -(-int(size * share) // 8) * 8))
+        if rows <= _MOST_ROWS:
+            found.add((width, rows))
+    return sorted(found, key=lambda choice: (choice[1], choice[0]))

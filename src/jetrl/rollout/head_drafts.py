@@ -81,14 +81,13 @@ class HeadDrafts:
         """Keep the hidden states from which a forward drew the sequences' last tokens.
 
         Args:
-            hidden: [B * Q, D], those of all queries of the forward.
+            hidden: [R, D], those of all rows of the forward.
             inputs: What the forward read.
             state: The running sequences after the forward.
             rows: int64 [B], the slot of each row.
         """
-        count = len(rows)
-        width = len(hidden) // count
-        drawn = state.position[rows] - inputs.positions[::width]
-        last = torch.arange(count, device=rows.device) * width + (drawn - 1).clamp(0, width - 1)
+        # The query of the last token that counted; any row of a sequence that is not active.
+        drawn = state.position[rows] - (inputs.lengths - inputs.queries)
+        last = (inputs.first + drawn - 1).clamp(0, len(hidden) - 1).long()
         self._hidden.index_copy_(0, rows, hidden[last])
         self._ready.index_copy_(0, rows, (inputs.queries > 0).int() * self._on)

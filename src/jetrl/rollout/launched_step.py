@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from jetrl.kernels.decode_state import NOT_DRAWN
+from jetrl.rollout.draft_widths import Width
 from jetrl.rollout.scheduler import ScheduledStep
 
 
@@ -27,6 +28,7 @@ class LaunchedStep:
         logprobs: float32, of the same shape.
         offers: int32 [forwards or more, draws or more] on the host, `Verified.offers` of forwards
             that verified drafts; None of others.
+        width: What the forwards of a step of decode verified; None without drafts.
         host_s: The seconds of the host's call, where values are there at once.
         began: The event at which the device came to the step; None where values are there at once.
         ready: The event after which the values can be read; None where they are there at once.
@@ -38,6 +40,7 @@ class LaunchedStep:
     began: torch.cuda.Event | None = None
     ready: torch.cuda.Event | None = None
     offers: Tensor | None = None
+    width: Width | None = None
     host_s: float = 0.0
 
     @property

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from jetrl.kernels.attention.layout import KeyValueCodes, QueryTiles
+from jetrl.kernels.attention.queries import SequenceQueries
 from jetrl.kernels.attention.reference import attend_dense, quantize_keys_and_values
 from jetrl.models.rotary import Rotary
 from jetrl.precision.plan import PrecisionPlan
@@ -93,15 +94,13 @@ class DecodeWork:
         tables: int32 [B, P], the pages of each sequence in order, then anything.
         lengths: int32 [B], the keys of each sequence, the new ones included.
         longest: An upper bound of the lengths, which sizes the launch.
-        queries: int32 [B], how many of a sequence's `width` tokens count; None where width is 1.
-        width: Tokens of a sequence, its newest ones, one after the other in the forward.
+        queries: Where several new tokens of a sequence lie; None where each has one, a row.
     """
 
     tables: Tensor
     lengths: Tensor
     longest: int
-    queries: Tensor | None = None
-    width: int = 1
+    queries: SequenceQueries | None = None
 
 
 AttentionWork = list[Part] | DecodeWork | QueryTiles
@@ -220,10 +219,9 @@ class HopperKeyValues(_OverPages):
         split = self._split or SPLIT_KEYS
         if isinstance(work, DecodeWork):
             batch = work.tables, work.lengths, work.longest
-            verify = split, work.queries, work.width
             if as_codes:
-                return attend_decode_quantized(q, pages, *batch, scales, *verify)
-            return attend_decode(q, pages, *batch, *verify).flatten(1)
+                return attend_decode_quantized(q, pages, *batch, scales, split, work.queries)
+            return attend_decode(q, pages, *batch, split, work.queries).flatten(1)
         assert not isinstance(work, list), "kernels attend in tiles"
         if as_codes:
             return attend_prefill_quantized(q, pages, work, scales, split)

@@ -11,8 +11,8 @@ sequence takes the text's draft where its last three tokens lead to one, and els
 The host brings what the device does not know: a sequence's tokens when it gets a slot, and a
 completion when it has ended. In between the device adds what it draws by itself.
 
-How many tokens a forward verifies, its width, is one number for the batch (`draft_widths`). How
-much of it a sequence uses follows from how many of its drafts were right (`DraftText.budget`).
+How many tokens a forward verifies is one choice for the batch (`draft_widths`). How many of them a
+sequence gets follows from how many of its drafts were right (`DraftText.quality`).
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from torch import Tensor
 from jetrl.kernels.decode_state import DecodeState
 from jetrl.kernels.draft import propose, remember
 from jetrl.kernels.draft_state import (
+    FIRST_QUALITY,
     HEAD,
     LAG,
-    MAX_DRAFT,
     MAX_QUERIES,
     SOURCES,
     UNKNOWN,
@@ -40,7 +40,8 @@ from jetrl.kernels.draft_state import (
     VerifyInputs,
 )
 from jetrl.models.draft_head import DraftHead
-from jetrl.rollout.draft_widths import DraftWidths
+from jetrl.rollout.batch_sizes import padded_batch
+from jetrl.rollout.draft_widths import DraftWidths, Width
 from jetrl.rollout.head_drafts import HeadDrafts
 from jetrl.rollout.launched_step import LaunchedStep, to_device
 from jetrl.rollout.progress import SpeculationStats
@@ -86,7 +87,7 @@ class Speculation:
     Attributes:
         text: The text that drafts are taken from.
         head: The drafts of the head; None without one.
-        widths: The choice of the tokens that a forward verifies.
+        widths: The choice of what forwards verify.
     """
 
     def __init__(
@@ -119,7 +120,7 @@ class Speculation:
         """Begin a call: its counts are zero, and what the call before left is put by."""
         if self.head is not None:
             self.head.begin()
-            self.widths.head_tokens = self.head.head.tokens if self.head.trained else 0
+            self.widths.worth.head_tokens = self.head.head.tokens if self.head.trained else 0
         self._archive()
         self._groups.clear()
         self._counts = _Counts()
@@ -134,7 +135,7 @@ class Speculation:
         if not arrivals:
             return
         slots = to_device([slot for slot, _ in arrivals], self._device)
-        self.text.budget[slots] = MAX_DRAFT
+        self.text.quality[slots] = FIRST_QUALITY
         if self.head is not None:
             self.head.arrive([slot for slot, _ in arrivals])
         if self._reads_text:
@@ -146,14 +147,14 @@ class Speculation:
             groups = [self._group(sequence) for _, sequence in arrivals]
             self.text.group[slots] = to_device(groups, self._device)
 
-    def choose(self, sequences: int) -> int:
-        """Return the most tokens of a sequence in each forward of the next step.
+    def choose(self, sequences: int) -> Width:
+        """Return what each forward of the next step verifies.
 
         Args:
             sequences: The number of running sequences.
         """
         if self.head is not None and not self._reads_text and not self.head.trained:
-            return 1  # there is no draft to verify
+            return Width(1, padded_batch(sequences), drafts=False)
         return self.widths.choose(sequences)
 
     def propose(self, state: DecodeState, rows: Tensor, width: int) -> Drafts:
@@ -176,7 +177,7 @@ class Speculation:
         """Keep what the next drafts of the head begin at, after a forward's draws were taken in.
 
         Args:
-            hidden: [B * Q, D], the hidden states of the forward's queries.
+            hidden: [R, D], the hidden states of the forward's rows.
             inputs: What the forward read.
             state: The running sequences after the forward.
             rows: int64 [B], the slot of each row.
@@ -235,7 +236,7 @@ class Speculation:
             launched: The step, whose draws have arrived.
             seconds: The seconds of the step on the device.
         """
-        if launched.offers is None:
+        if launched.offers is None or launched.width is None:
             return
         step, counts = launched.step, self._counts
         rows = len(step.chunks)
@@ -255,8 +256,8 @@ class Speculation:
         counts.decode_s += seconds
         counts.verify_s += seconds if step.width > 1 else 0.0
         self.widths.observe(
-            rows=rows,
-            width=step.width,
+            sequences=rows,
+            width=launched.width,
             forwards=step.repeats,
             seconds=seconds,
             drawn=drawn[ran],

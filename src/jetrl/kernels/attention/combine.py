@@ -12,7 +12,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from jetrl.kernels.attention.core import fold_weights, inverse, normalize
-from jetrl.kernels.attention.decode_store import context_of_tile
 from jetrl.precision.hopper import tile
 from jetrl.precision.hopper.launch import gluon_let_next_start, gluon_wait_for_previous
 
@@ -21,8 +20,7 @@ from jetrl.precision.hopper.launch import gluon_let_next_start, gluon_wait_for_p
 def combine_kernel(
     part_ptr,
     state_ptr,
-    lengths_ptr,
-    queries_ptr,
+    keys_ptr,
     o_ptr,
     scales_ptr,
     scale_stride,
@@ -30,8 +28,6 @@ def combine_kernel(
     H: gl.constexpr,
     D: gl.constexpr,
     SPLIT_LENGTH: gl.constexpr,
-    WIDTH: gl.constexpr,
-    TILE: gl.constexpr,
     SCALED: gl.constexpr,
     CHUNK: gl.constexpr,
     QUANTIZE: gl.constexpr,
@@ -41,23 +37,20 @@ def combine_kernel(
 ):
     """Fold the splits of one head of one row in order, by one warp.
 
-    Rows are sequences, or with a WIDTH above 1 their queries. All queries of a sequence left as
+    Rows are sequences, or their queries where they have several. All queries of a sequence left as
     many splits as its last one has: for a query that sees fewer, empty ones, which change no bit.
 
     Args:
-        part_ptr: float32 [B * WIDTH, max_splits, H, D], the splits' accumulators.
-        state_ptr: float32 [B * WIDTH, max_splits, H, 2], the splits' maxima and sums.
-        lengths_ptr: int32 [B], keys of each context.
-        queries_ptr: int32 [B], how many of a sequence's queries count; not read if WIDTH is 1.
-        o_ptr: bfloat16 or, with QUANTIZE, FP8 [B * WIDTH, H, D], written.
+        part_ptr: float32 [R, max_splits, H, D], the splits' accumulators.
+        state_ptr: float32 [R, max_splits, H, 2], the splits' maxima and sums.
+        keys_ptr: int32 [R], keys of the context that each row belongs to; 0 for padding.
+        o_ptr: bfloat16 or, with QUANTIZE, FP8 [R, H, D], written.
         scales_ptr: float32 [H, scale_stride], written with QUANTIZE.
         scale_stride: from one head's line of scales to the next.
         max_splits: splits that the decode kernel was launched for.
         H: query heads.
         D: channels of a head.
         SPLIT_LENGTH: keys of a split.
-        WIDTH: queries of a sequence.
-        TILE: queries of a warp of the decode kernel.
         SCALED: whether keys and values are codes with scales.
         CHUNK: splits loaded at a time.
         QUANTIZE: whether the output is a row of 1 x 128 groups.
@@ -69,12 +62,9 @@ def combine_kernel(
     layout: gl.constexpr = gl.BlockedLayout([D // 32], [32], [1], [0])
     head = gl.program_id(0)
     row = gl.program_id(1)
-    seq = row // WIDTH
     gluon_wait_for_previous()
     gluon_let_next_start()
-    # Decode wrote zeros where no query of a warp counts.
-    query = row % WIDTH // TILE * TILE
-    length, _ = context_of_tile(lengths_ptr, queries_ptr, seq, query, WIDTH)
+    length = gl.load(keys_ptr + row)
     num_splits = (length + SPLIT_LENGTH - 1) // SPLIT_LENGTH
     # Decode finished the contexts of one split, and those too long for its launch (as NaN).
     if (num_splits > 1) & (num_splits <= max_splits):

@@ -17,10 +17,11 @@ asks for, which permutes head_dim (`channel_of_slot`). Values are read 16 bytes 
 thread holds neighbouring channels of a key; which channels share a tensor-core tile does not matter
 to a sum over keys, so the accumulator's rows are simply named differently when they are stored.
 
-A sequence may have several queries, its newest tokens, when a draft is verified (`WIDTH`). A warp
-then has as many of them as fill 16 columns (`TILE`). Each sees the keys up to its own, so a page is
-read once for all. The sequence's splits are those of its last query: for a query that sees no key
-of the last split, that split leaves the empty state, which changes no bit when it is folded.
+A sequence may have several queries, its newest tokens, when a draft is verified: up to `WIDTH`, and
+each sequence another number (`SequenceQueries`). A warp then has as many of them as fill 16 columns
+(`TILE`). Each sees the keys up to its own, so a page is read once for all. The sequence's splits
+are those of its last query: for a query that sees no key of the last split, that split leaves the
+empty state, which changes no bit when it is folded.
 
 With head_dim 128 a head's output is one 1 x 128 group of the output projection's input:
 `attend_decode_quantized` writes the codes and scales that `quantize_rows` would make of the rows.
@@ -42,6 +43,7 @@ from jetrl.kernels.attention.core import SPLIT_KEYS, score_scale
 from jetrl.kernels.attention.decode_store import context_of_tile, store_split
 from jetrl.kernels.attention.layout import BLOCK_KEYS, KeyValueCodes, check_queries
 from jetrl.kernels.attention.pages import Pages, attend_page, load_page, load_queries
+from jetrl.kernels.attention.queries import SequenceQueries
 from jetrl.precision.hopper import gluon_names
 from jetrl.precision.hopper.launch import (
     OVERLAPPED,
@@ -93,8 +95,9 @@ def _start_first_pages(
 
 @gluon.jit(do_not_specialize=["table_stride", "table_width", "scale_stride", "max_splits", "early"])
 def decode_kernel(
-    q_ptr, k_ptr, v_ptr, ks_ptr, vs_ptr, pages_ptr, lengths_ptr, queries_ptr, o_ptr, scales_ptr,
-    part_ptr, state_ptr, table_stride, table_width, scale_stride, max_splits, early,
+    q_ptr, k_ptr, v_ptr, ks_ptr, vs_ptr, pages_ptr, lengths_ptr, queries_ptr, first_ptr,
+    o_ptr, scales_ptr, part_ptr, state_ptr, table_stride, table_width, scale_stride, max_splits,
+    early,
     G: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, BLOCK_N: gl.constexpr,
     SPLIT: gl.constexpr, WIDTH: gl.constexpr, TILE: gl.constexpr, SCALED: gl.constexpr,
     SCORE_SCALE: gl.constexpr,
@@ -106,18 +109,20 @@ def decode_kernel(
     finished outputs, a longer one the split's state.
 
     Args:
-        q_ptr: bfloat16 [B * WIDTH, H, D].
+        q_ptr: bfloat16 [R, H, D].
         k_ptr: FP8, int8 or bfloat16 [P, BLOCK_N, G, D].
         v_ptr: like k_ptr; FP8 beside int8 is fine.
         ks_ptr: float32 [P, BLOCK_N, G], read with SCALED.
         vs_ptr: like ks_ptr.
         pages_ptr: int32 [B, table_width], the pages of each sequence.
         lengths_ptr: int32 [B], keys of each context, those of all its queries included.
-        queries_ptr: int32 [B], how many of a sequence's queries count; not read if WIDTH is 1.
-        o_ptr: bfloat16 or, with QUANTIZE, FP8 [B * WIDTH, H, D], written for contexts of one split.
+        queries_ptr: int32 [B], the queries of each sequence; not read if WIDTH is 1.
+        first_ptr: int32 [B], the row of a sequence's first query; not read if WIDTH is 1, where
+            rows are sequences.
+        o_ptr: bfloat16 or, with QUANTIZE, FP8 [R, H, D], written for contexts of one split.
         scales_ptr: float32 [H, scale_stride], written like o_ptr with QUANTIZE.
-        part_ptr: float32 [B * WIDTH, max_splits, H, D], accumulators, written for longer contexts.
-        state_ptr: float32 [B * WIDTH, max_splits, H, 2], maxima and sums, written like part_ptr.
+        part_ptr: float32 [R, max_splits, H, D], accumulators, written for longer contexts.
+        state_ptr: float32 [R, max_splits, H, 2], maxima and sums, written like part_ptr.
         table_stride: from one sequence's row of pages to the next.
         table_width: pages in a row of the table.
         scale_stride: from one head's line of scales to the next.
@@ -128,8 +133,8 @@ def decode_kernel(
         D: channels of a head, 64 or 128.
         BLOCK_N: tokens of a page.
         SPLIT: pages of a split.
-        WIDTH: queries of a sequence, the newest ones.
-        TILE: queries of a warp, whose heads fill 16 columns at most.
+        WIDTH: the most queries of a sequence, its newest tokens.
+        TILE: the most queries of a warp, whose heads fill 16 columns at most.
         SCALED: whether keys and values are codes with scales.
         SCORE_SCALE: `attention.core.score_scale`.
         QUANTIZE: whether outputs are 1 x 128 groups (D is 128).
@@ -165,13 +170,16 @@ def decode_kernel(
         gluon_wait_for_previous()
     first = split * SPLIT
     table = pages_ptr + seq.to(gl.int64) * table_stride
-    length, count = context_of_tile(lengths_ptr, queries_ptr, seq, query, WIDTH)
+    length, count, row, used = context_of_tile(
+        lengths_ptr, queries_ptr, first_ptr, seq, query, WIDTH, TILE
+    )
     page_0 = gl.load(table + first)
     page_1 = gl.load(table + gl.minimum(first + 1, table_width - 1))
     all_blocks = (length + BLOCK_N - 1) // BLOCK_N
     last = gl.minimum(first + SPLIT, all_blocks)
-    # Warps past the context's end have no work; the first one stays to write zeros if it is empty.
-    if (first < last) | (split == 0):
+    # Warps past the context's end have no work; the first one stays to write zeros if it is empty,
+    # and has a row to write them to.
+    if (first < last) | ((split == 0) & (WIDTH == 1)):
         # Two stages of pages and the scratch of `attend_page`: 35 KB with codes and head_dim 128,
         # so that six warps share a multiprocessor. Three or four stages were not faster.
         k_smem = gl.allocate_shared_memory(k_ptr.dtype.element_ty, [2, BLOCK_N, D], swizzled)
@@ -196,7 +204,7 @@ def decode_kernel(
         )
 
         # Queries while the pages are on their way, and the empty state.
-        q = load_queries(q_ptr, seq, group, query, G, GROUP, D, COLUMNS, WIDTH, TILE, SCALED, mma)
+        q = load_queries(q_ptr, row, used, group, G, GROUP, D, COLUMNS, WIDTH, SCALED, mma)
         m = gl.full([COLUMNS], float("-inf"), gl.float32, column_layout)
         total = gl.zeros([COLUMNS], gl.float32, column_layout)
         acc = gl.zeros([D, COLUMNS], gl.float32, mma)
@@ -237,9 +245,9 @@ def decode_kernel(
         async_copy.wait_group(0)
 
         store_split(
-            acc, m, total, all_blocks, seq, split, group, query, o_ptr, scales_ptr, scale_stride,
+            acc, m, total, all_blocks, row, used, split, group, o_ptr, scales_ptr, scale_stride,
             part_ptr, state_ptr, max_splits, SPLIT, G * GROUP, GROUP, D, COLUMNS, SCALED, mma,
-            WIDTH, TILE, QUANTIZE, MAXIMUM, FLOOR, POW2,
+            WIDTH, QUANTIZE, MAXIMUM, FLOOR, POW2,
         )  # fmt: skip
 
 
@@ -250,8 +258,7 @@ def attend_decode(
     lengths: Tensor,
     max_length: int,
     split_keys: int = SPLIT_KEYS,
-    queries: Tensor | None = None,
-    width: int = 1,
+    queries: SequenceQueries | None = None,
 ) -> Tensor:
     """Return the attention of one query per sequence, or of a few, over its pages.
 
@@ -262,7 +269,7 @@ def attend_decode(
     value of each context, but nothing else that is read here.
 
     Args:
-        q: bfloat16 [B * width, H, D], rotated; a sequence's queries are rows side by side.
+        q: bfloat16 [B, H, D], rotated, or [R, H, D] with several queries a sequence.
         pages: keys and values [P, 64, G, D].
         block_tables: int32 [B, at least ceil(max_length / 64)], the pages of each context in order;
             entries past a context are not used.
@@ -270,9 +277,7 @@ def attend_decode(
         max_length: at least the longest length; it sizes the launch and never the arithmetic. A
             context with more splits than max_length has comes out as NaN.
         split_keys: keys of a split, a multiple of 64. Others than the default give other bits.
-        queries: int32 [B], how many of a sequence's queries count, the first ones; the rows of the
-            others come out as anything. None where width is 1.
-        width: queries of a sequence.
+        queries: where several queries of a sequence lie; rows of padding come out as anything.
 
     Returns:
         The output, like q.
@@ -282,7 +287,7 @@ def attend_decode(
     """
     o = torch.empty_like(q)
     batch_pages = (block_tables, lengths, max_length)
-    _launch(q, pages, *batch_pages, o, None, "fp32", split_keys, queries, width)
+    _launch(q, pages, *batch_pages, o, None, "fp32", split_keys, queries)
     return o
 
 
@@ -294,8 +299,7 @@ def attend_decode_quantized(
     max_length: int,
     scales: str = "fp32",
     split_keys: int = SPLIT_KEYS,
-    queries: Tensor | None = None,
-    width: int = 1,
+    queries: SequenceQueries | None = None,
 ) -> QTensor:
     """Return `quantize_rows(attend_decode(...).flatten(1))`, with the same bits.
 
@@ -303,26 +307,25 @@ def attend_decode_quantized(
     belong to two warps, and the quantizer runs after.
 
     Args:
-        q: bfloat16 [B * width, H, D], rotated.
+        q: bfloat16 [B, H, D], or [R, H, D], as of `attend_decode`.
         pages: keys and values [P, 64, G, D].
         block_tables: int32 [B, .], as of `attend_decode`.
         lengths: int32 [B], as of `attend_decode`.
         max_length: at least the longest length.
         scales: "fp32", or "pow2" for scales that are powers of two.
         split_keys: keys of a split, a multiple of 64. Others than the default give other bits.
-        queries: int32 [B], as of `attend_decode`.
-        width: queries of a sequence.
+        queries: as of `attend_decode`.
 
     Returns:
-        Rows of 1 x 128 groups [B * width, H * D].
+        Rows of 1 x 128 groups, [B, H * D] or [R, H * D].
     """
     count, heads, head_dim = q.shape
     batch_pages = (block_tables, lengths, max_length)
     if head_dim != FP8_BLOCK:
-        o = attend_decode(q, pages, *batch_pages, split_keys, queries, width)
+        o = attend_decode(q, pages, *batch_pages, split_keys, queries)
         return quantize_rows(o.view(count, heads * head_dim), scales=scales)
     rows = empty_row_groups(count, heads * head_dim, FORMATS["e4m3"][0], q.device)
-    _launch(q, pages, *batch_pages, rows.codes, rows.scales, scales, split_keys, queries, width)
+    _launch(q, pages, *batch_pages, rows.codes, rows.scales, scales, split_keys, queries)
     return rows
 
 
@@ -336,18 +339,17 @@ def _launch(
     o_scales: Tensor | None,
     scales: str,
     split_keys: int,
-    queries: Tensor | None,
-    width: int,
+    queries: SequenceQueries | None,
 ) -> None:
     """Check the arguments of `attend_decode` and launch its kernels, which write o.
 
     Args:
-        o: bfloat16 [B * width, H, D], or with o_scales FP8 [B * width, H * D].
-        o_scales: float32 [B * width, H] with any stride between columns, or None.
+        o: bfloat16 [R, H, D], or with o_scales FP8 [R, H * D].
+        o_scales: float32 [R, H] with any stride between columns, or None.
     """
     group = check_queries(q, pages)
     rows, heads, head_dim = q.shape
-    batch, rest = divmod(rows, width)
+    batch, width = len(block_tables), 1 if queries is None else queries.most
     if pages.k.ndim != 4 or pages.k.shape[1] != BLOCK_KEYS:
         raise ValueError(f"pages of {BLOCK_KEYS} tokens expected, got k {list(pages.k.shape)}")
     if block_tables.dtype != torch.int32 or block_tables.ndim != 2 or block_tables.stride(1) != 1:
@@ -355,19 +357,15 @@ def _launch(
             f"block tables: int32 [B, N] with contiguous rows expected, got {block_tables.dtype} "
             f"{list(block_tables.shape)}"
         )
-    if lengths.dtype != torch.int32 or lengths.shape != (batch,) or len(block_tables) != batch:
+    if queries is not None:
+        queries.check(batch, rows)
+    if lengths.dtype != torch.int32 or lengths.shape != (batch,):
         raise ValueError(
-            f"lengths: int32 [{batch}] expected, got {lengths.dtype} {list(lengths.shape)}, "
-            f"with {len(block_tables)} block tables"
+            f"lengths: int32 [{batch}] expected, got {lengths.dtype} {list(lengths.shape)}, with "
+            f"{batch} block tables"
         )
-    counted = width == 1 or (
-        queries is not None and queries.dtype == torch.int32 and queries.shape == (batch,)
-    )
-    if rest or not counted:
-        raise ValueError(
-            f"{rows} rows of {width} queries a sequence need int32 [{rows // width}] queries, got "
-            f"{queries if queries is None else (queries.dtype, list(queries.shape))}"
-        )
+    if queries is None and rows != batch:
+        raise ValueError(f"{rows} rows for {batch} sequences of one query each")
     if block_tables.shape[1] * BLOCK_KEYS < max_length or max_length < 1:
         raise ValueError(f"{block_tables.shape[1]} pages a row cannot hold {max_length} tokens")
     splits = -(-max_length // split_keys)
@@ -378,13 +376,15 @@ def _launch(
     # Queries of a warp: their heads are the 16 columns that a tensor-core instruction has at most.
     in_tile = min(width, max(1, 16 // group))
     tiles = -(-width // in_tile)
-    queries = lengths if queries is None else queries
+    counts, first, keys = lengths, lengths, lengths
+    if queries is not None:
+        counts, first, keys = queries.counts, queries.first, queries.keys
     k_scales, v_scales = (o if s is None else s for s in (pages.k_scales, pages.v_scales))
     out = (o, o, 0) if o_scales is None else (o, o_scales, o_scales.stride(1))
     rule = (o_scales is not None, FORMATS["e4m3"][1], AMAX_FLOOR, scales == "pow2")
     decode_kernel[(pages.num_heads * tiles, batch, splits)](
-        q, pages.k, pages.v, k_scales, v_scales, block_tables, lengths, queries, *out[:2],
-        part, state,
+        q, pages.k, pages.v, k_scales, v_scales, block_tables, lengths, counts, first,
+        *out[:2], part, state,
         block_tables.stride(0), block_tables.shape[1], out[2], splits,
         int(torch.cuda.is_current_stream_capturing()),
         pages.num_heads, group, head_dim, BLOCK_KEYS, split_keys // BLOCK_KEYS, width, in_tile,
@@ -393,7 +393,6 @@ def _launch(
     )  # fmt: skip
     if splits > 1:
         combine_kernel[(heads, rows)](
-            part, state, lengths, queries, *out, splits, heads, head_dim, split_keys,
-            width, in_tile, pages.scaled, 8, *rule,
+            part, state, keys, *out, splits, heads, head_dim, split_keys, pages.scaled, 8, *rule,
             num_warps=1, enable_fp_fusion=False, **OVERLAPPED,
         )  # fmt: skip

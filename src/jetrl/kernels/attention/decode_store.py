@@ -17,60 +17,66 @@ from jetrl.precision.hopper import tile
 
 
 @gluon.jit
-def context_of_tile(lengths_ptr, queries_ptr, seq, query, WIDTH: gl.constexpr):
-    """Return the keys of a sequence's context, and how many of its queries count.
+def context_of_tile(
+    lengths_ptr, queries_ptr, first_ptr, seq, query, WIDTH: gl.constexpr, TILE: gl.constexpr
+):  # fmt: skip
+    """Return a sequence's keys, how many queries it has, a tile's first row and its queries.
 
-    A tile without a query that counts has no keys.
+    A tile without a query has no keys.
 
     Args:
         lengths_ptr: int32 [B], keys of each context.
-        queries_ptr: int32 [B], how many queries count; not read if WIDTH is 1.
+        queries_ptr: int32 [B], queries of each sequence; not read if WIDTH is 1.
+        first_ptr: int32 [B], the row of each sequence's first query; not read if WIDTH is 1.
         seq: the sequence.
         query: the tile's first query.
-        WIDTH: queries of a sequence.
+        WIDTH: the most queries of a sequence.
+        TILE: the most queries of a tile.
     """
     length = gl.load(lengths_ptr + seq)
     count = seq * 0 + 1
+    row = seq
+    used = count
     if WIDTH > 1:
         count = gl.load(queries_ptr + seq)
+        row = gl.load(first_ptr + seq) + query
         length = gl.where(query < count, length, 0)
-    return length, count
+        used = gl.minimum(count - query, TILE)
+    return length, count, row, used
 
 
 @gluon.jit
-def row_and_head(column, seq, group, query, GROUP: gl.constexpr, WIDTH: gl.constexpr):
+def row_and_head(column, first_row, group, GROUP: gl.constexpr, WIDTH: gl.constexpr):
     """Return the row of the forward and the query head of a tile's columns.
 
     Args:
         column: int32 [COLUMNS], the columns.
-        seq: the sequence.
+        first_row: the row of the tile's first query.
         group: the key-value head.
-        query: the tile's first query among the sequence's WIDTH.
         GROUP: query heads of a key-value head.
-        WIDTH: queries of a sequence.
+        WIDTH: the most queries of a sequence.
     """
-    row = column * 0 + seq
+    row = column * 0 + first_row
     head = group * GROUP + column
     if WIDTH > 1:
-        row = seq * WIDTH + query + column // GROUP
+        row = first_row + column // GROUP
         head = group * GROUP + column % GROUP
     return row, head
 
 
 @gluon.jit
-def column_is_used(column, query, GROUP: gl.constexpr, WIDTH: gl.constexpr, TILE: gl.constexpr):
+def column_is_used(column, used, GROUP: gl.constexpr, WIDTH: gl.constexpr):
     """Return which columns of a tile are a query's heads.
 
     Args:
         column: int32 [COLUMNS], the columns.
-        query: the tile's first query.
+        used: the queries of the tile, at most 0 for none; 1 where WIDTH is 1.
         GROUP: query heads of a key-value head.
-        WIDTH: queries of a sequence.
-        TILE: queries of a tile.
+        WIDTH: the most queries of a sequence.
     """
-    ok = column < GROUP * TILE
+    ok = column < GROUP
     if WIDTH > 1:
-        ok = ok & (query + column // GROUP < WIDTH)
+        ok = column < GROUP * used
     return ok
 
 
@@ -107,26 +113,26 @@ def _by_channels(
 
 @gluon.jit
 def _store_heads(
-    o, seq, group, query, o_ptr, scales_ptr, scale_stride,
+    o, first_row, used, group, o_ptr, scales_ptr, scale_stride,
     H: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, COLUMNS: gl.constexpr,
-    WIDTH: gl.constexpr, TILE: gl.constexpr,
+    WIDTH: gl.constexpr,
     QUANTIZE: gl.constexpr, MAXIMUM: gl.constexpr, FLOOR: gl.constexpr, POW2: gl.constexpr,
 ):  # fmt: skip
     """Store finished outputs, as BF16 rows or as codes with a scale for each head.
 
     Args:
         o: float32 [D, COLUMNS], the heads of key-value head `group` in the first columns.
-        seq: the sequence.
+        first_row: the row of the tile's first query.
+        used: the queries of the tile.
         group: the key-value head.
-        query: the tile's first query.
         o_ptr: bfloat16 or, with QUANTIZE, FP8 [rows, H, D].
         scales_ptr: float32 [H, scale_stride].
         scale_stride: from one head's line of scales to the next.
     """
     column = gl.arange(0, COLUMNS, gl.SliceLayout(0, o.type.layout))
     channel = gl.arange(0, D, gl.SliceLayout(1, o.type.layout))
-    ok = column_is_used(column, query, GROUP, WIDTH, TILE)
-    row, head = row_and_head(column, seq, group, query, GROUP, WIDTH)
+    ok = column_is_used(column, used, GROUP, WIDTH)
+    row, head = row_and_head(column, first_row, group, GROUP, WIDTH)
     places = o_ptr + row.to(gl.int64)[None, :] * (H * D) + head[None, :] * D + channel[:, None]
     o = tile.to_bfloat16(o)
     # A head of 128 channels is one 1 x 128 group. Codes are made of the rounded row, as the
@@ -141,40 +147,43 @@ def _store_heads(
 
 @gluon.jit
 def _store_state(
-    o, m, total, seq, split, group, query, part_ptr, state_ptr, max_splits,
+    o, m, total, first_row, used, split, group, part_ptr, state_ptr, max_splits,
     H: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, COLUMNS: gl.constexpr,
-    WIDTH: gl.constexpr, TILE: gl.constexpr,
+    WIDTH: gl.constexpr,
 ):  # fmt: skip
     """Store the state of one of several splits, for `combine_kernel`.
 
     Args:
         o: float32 [D, COLUMNS], the accumulator, heads in the first columns.
         m, total: float32 [COLUMNS], the maxima and sums.
-        seq, split, group, query: whose state.
+        first_row: the row of the tile's first query.
+        used: the queries of the tile.
+        split: the split of the context.
+        group: the key-value head.
         part_ptr: float32 [rows, max_splits, H, D].
         state_ptr: float32 [rows, max_splits, H, 2].
         max_splits: splits of the launch.
     """
     column = gl.arange(0, COLUMNS, gl.SliceLayout(0, o.type.layout))
     channel = gl.arange(0, D, gl.SliceLayout(1, o.type.layout))
-    row, head = row_and_head(column, seq, group, query, GROUP, WIDTH)
+    row, head = row_and_head(column, first_row, group, GROUP, WIDTH)
     line = (row.to(gl.int64) * max_splits + split) * H + head
-    ok = column_is_used(column, query, GROUP, WIDTH, TILE)
+    ok = column_is_used(column, used, GROUP, WIDTH)
     gl.store(part_ptr + line[None, :] * D + channel[:, None], o, mask=ok[None, :])
     column = gl.arange(0, COLUMNS, m.type.layout)
-    row, head = row_and_head(column, seq, group, query, GROUP, WIDTH)
+    row, head = row_and_head(column, first_row, group, GROUP, WIDTH)
     line = (row.to(gl.int64) * max_splits + split) * H + head
-    ok = column_is_used(column, query, GROUP, WIDTH, TILE)
+    ok = column_is_used(column, used, GROUP, WIDTH)
     gl.store(state_ptr + line * 2, m, mask=ok)
     gl.store(state_ptr + line * 2 + 1, total, mask=ok)
 
 
 @gluon.jit
 def store_split(
-    acc, m, total, all_blocks, seq, split, group, query, o_ptr, scales_ptr, scale_stride, part_ptr,
-    state_ptr, max_splits, SPLIT: gl.constexpr, H: gl.constexpr, GROUP: gl.constexpr,
+    acc, m, total, all_blocks, first_row, used, split, group, o_ptr, scales_ptr, scale_stride,
+    part_ptr, state_ptr, max_splits, SPLIT: gl.constexpr, H: gl.constexpr, GROUP: gl.constexpr,
     D: gl.constexpr, COLUMNS: gl.constexpr, SCALED: gl.constexpr, mma: gl.constexpr,
-    WIDTH: gl.constexpr, TILE: gl.constexpr,
+    WIDTH: gl.constexpr,
     QUANTIZE: gl.constexpr, MAXIMUM: gl.constexpr, FLOOR: gl.constexpr, POW2: gl.constexpr,
 ):  # fmt: skip
     """Store what a split gave: finished outputs if it is the whole context, else its state.
@@ -184,10 +193,10 @@ def store_split(
         m: float32 [COLUMNS], the maxima.
         total: float32 [COLUMNS], the sums.
         all_blocks: pages of the context.
-        seq: the sequence.
-        split: the split of its context.
+        first_row: the row of the tile's first query.
+        used: the queries of the tile.
+        split: the split of the context.
         group: the key-value head.
-        query: the tile's first query.
         o_ptr: where finished outputs go, as of `_store_heads`.
         scales_ptr: as of `_store_heads`.
         scale_stride: as of `_store_heads`.
@@ -201,8 +210,7 @@ def store_split(
         COLUMNS: columns of the tile.
         SCALED: whether keys and values are codes with scales.
         mma: the layout of the products.
-        WIDTH: queries of a sequence.
-        TILE: queries of a tile.
+        WIDTH: the most queries of a sequence.
         QUANTIZE: as of `_store_heads`.
         MAXIMUM: as of `_store_heads`.
         FLOOR: as of `_store_heads`.
@@ -215,11 +223,11 @@ def store_split(
         total = gl.where(all_blocks > max_splits * SPLIT, float("nan"), total)
         o = _by_channels(normalize(acc, inverse(total)[None, :], SCALED), D, COLUMNS, SCALED, mma)
         _store_heads(
-            o, seq, group, query, o_ptr, scales_ptr, scale_stride, H, GROUP, D, COLUMNS,
-            WIDTH, TILE, QUANTIZE, MAXIMUM, FLOOR, POW2,
+            o, first_row, used, group, o_ptr, scales_ptr, scale_stride, H, GROUP, D, COLUMNS,
+            WIDTH, QUANTIZE, MAXIMUM, FLOOR, POW2,
         )  # fmt: skip
     else:
         _store_state(
-            _by_channels(acc, D, COLUMNS, SCALED, mma), m, total, seq, split, group,
-            query, part_ptr, state_ptr, max_splits, H, GROUP, D, COLUMNS, WIDTH, TILE,
+            _by_channels(acc, D, COLUMNS, SCALED, mma), m, total, first_row, used, split, group,
+            part_ptr, state_ptr, max_splits, H, GROUP, D, COLUMNS, WIDTH,
         )  # fmt: skip

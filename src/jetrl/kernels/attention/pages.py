@@ -102,23 +102,21 @@ def load_page(pages, page, stage, keys_left, G: gl.constexpr, SCALED: gl.constex
 
 @gluon.jit
 def load_queries(
-    q_ptr, seq, group, query, G: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr,
-    COLUMNS: gl.constexpr, WIDTH: gl.constexpr, TILE: gl.constexpr, SCALED: gl.constexpr,
-    mma: gl.constexpr,
+    q_ptr, first_row, used, group, G: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr,
+    COLUMNS: gl.constexpr, WIDTH: gl.constexpr, SCALED: gl.constexpr, mma: gl.constexpr,
 ):  # fmt: skip
     """Return the heads of a tile's queries as a tensor-core operand [D, COLUMNS], else zeros.
 
     Args:
-        q_ptr: bfloat16 [B * WIDTH, G * GROUP, D].
-        seq: the sequence.
+        q_ptr: bfloat16 [R, G * GROUP, D].
+        first_row: the row of the tile's first query.
+        used: the queries of the tile.
         group: the key-value head.
-        query: the tile's first query among the sequence's WIDTH.
         G: key-value heads.
         GROUP: query heads of a key-value head.
         D: channels of a head.
         COLUMNS: 8 or 16.
-        WIDTH: queries of a sequence.
-        TILE: queries of a tile.
+        WIDTH: the most queries of a sequence.
         SCALED: whether keys are codes with scales.
         mma: the layout of the product.
     """
@@ -129,8 +127,8 @@ def load_queries(
     offsets = column * D
     if WIDTH > 1:
         offsets = (column // GROUP) * (G * GROUP * D) + (column % GROUP) * D
-    ok = column_is_used(column, query, GROUP, WIDTH, TILE)
-    base = q_ptr + ((seq.to(gl.int64) * WIDTH + query) * G + group) * (GROUP * D)
+    ok = column_is_used(column, used, GROUP, WIDTH)
+    base = q_ptr + (first_row.to(gl.int64) * G + group) * (GROUP * D)
     places = base + offsets[None, :] + channel[:, None]
     return query_codes(gl.load(places, mask=ok[None, :], other=0.0), SCALED)
 
@@ -188,11 +186,11 @@ def attend_page(
         acc: float32 [D, COLUMNS], the outputs before.
         position: the context's last key.
         first_key: position of the page's first key.
-        count: queries of the context that count; the last of them is at the last key.
+        count: queries of the sequence; the last of them is at the last key.
         query: the tile's first query.
         MASKED: whether the context of some query ends inside the page, or before it.
         GROUP: query heads of a key-value head.
-        WIDTH: queries of a sequence.
+        WIDTH: the most queries of a sequence.
         SCALED: whether keys and values are codes with scales.
         SCORE_SCALE: `attention.core.score_scale`.
         mma: the layout of the products.
@@ -227,7 +225,7 @@ def attend_page(
     # The softmax, down the keys.
     last = gl.full([COLUMNS], position, gl.int32, m.type.layout)
     if MASKED and WIDTH > 1:
-        # Queries that do not count see what the last one that does sees.
+        # Columns without a query see what the last query sees.
         own = query + gl.arange(0, COLUMNS, m.type.layout) // GROUP
         last = position - count + 1 + gl.minimum(own, count - 1)
     e, m, total, decay = softmax_block(
