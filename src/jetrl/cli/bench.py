@@ -46,6 +46,7 @@ BENCHMARKS = (
     "speculation",
     "step",
     "train",
+    "verify",
 )
 
 
