@@ -1,4 +1,4 @@
-r"""One forward of decode that verifies drafts on one GPU: its time by sequences, rows and context.
+r"""Time one forward of decode that verifies drafts on a GPU, by sequences, rows and context.
 
     jetrl bench verify --shape qwen3-8b --case 64x2048 --case 256x1024 \
         --width 1x1 --width 2x2 --width 4x2 --out verify.json

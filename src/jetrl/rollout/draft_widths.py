@@ -1,4 +1,4 @@
-"""How many tokens a forward of decode verifies, chosen for the batch; without torch.
+"""The choice of how many tokens a forward of decode verifies, by batch; without torch.
 
 A forward over R rows takes longer than one over a row a sequence, by how much depends on the batch:
 a few sequences hardly notice, hundreds pay for every row. What it brings depends on the drafts
@@ -42,7 +42,7 @@ _PROBE_EVERY = 64  # Steps that verify drafts, from one that does not to the nex
 
 @dataclass(frozen=True)
 class Width:
-    """What each forward of a step of decode verifies.
+    """The size of the forwards of a step of decode, with or without drafts.
 
     Attributes:
         most: The most tokens of a sequence: the last one drawn, and drafts; 1 to verify none.
@@ -56,7 +56,7 @@ class Width:
 
 
 class DraftWidths:
-    """The choice of what forwards verify.
+    """The choice of a step's `Width` by the worth of drafts and the seconds of forwards.
 
     Args:
         always: Whether each forward verifies drafts; otherwise only where that is faster.
@@ -192,7 +192,7 @@ class _Times:
         return size in self.plain and self._since.get(size, 0) < _PROBE_EVERY
 
     def observe(self, size: int, width: Width, now: float) -> None:
-        """Take in the seconds of a forward: of its choice, or of what all choices have in common.
+        """Take in the seconds of a forward, for its own width or for what all widths share.
 
         Args:
             size: The sequences of the graph.
@@ -221,7 +221,7 @@ class _Times:
             self.plain[size] = (plain + max(now - extra, 0.0)) / 2
 
     def extra_of(self, size: int, width: int, rows: int) -> float | None:
-        """Return the seconds that a choice takes longer; None where nothing is known of it.
+        """Return the seconds that a width takes longer than none; None where nothing is known.
 
         Args:
             size: The sequences of the graph.

@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class SequenceQueries:
-    """Where the queries of B sequences lie among the R rows of a forward of decode.
+    """The places of the queries of B sequences among the R rows of a forward of decode.
 
     A sequence's queries are rows side by side, and its last query is at its last key. A row that
     no sequence has is padding.
