@@ -95,9 +95,8 @@ def _start_first_pages(
 
 @gluon.jit(do_not_specialize=["table_stride", "table_width", "scale_stride", "max_splits", "early"])
 def decode_kernel(
-    q_ptr, k_ptr, v_ptr, ks_ptr, vs_ptr, pages_ptr, lengths_ptr, queries_ptr, first_ptr,
-    o_ptr, scales_ptr, part_ptr, state_ptr, table_stride, table_width, scale_stride, max_splits,
-    early,
+    q_ptr, k_ptr, v_ptr, ks_ptr, vs_ptr, pages_ptr, lengths_ptr, queries_ptr, first_ptr, o_ptr,
+    scales_ptr, part_ptr, state_ptr, table_stride, table_width, scale_stride, max_splits, early,
     G: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, BLOCK_N: gl.constexpr,
     SPLIT: gl.constexpr, WIDTH: gl.constexpr, TILE: gl.constexpr, SCALED: gl.constexpr,
     SCORE_SCALE: gl.constexpr,
@@ -117,8 +116,7 @@ def decode_kernel(
         pages_ptr: int32 [B, table_width], the pages of each sequence.
         lengths_ptr: int32 [B], keys of each context, those of all its queries included.
         queries_ptr: int32 [B], the queries of each sequence; not read if WIDTH is 1.
-        first_ptr: int32 [B], the row of a sequence's first query; not read if WIDTH is 1, where
-            rows are sequences.
+        first_ptr: int32 [B], the row of each first query; not read if WIDTH is 1 (rows are B).
         o_ptr: bfloat16 or, with QUANTIZE, FP8 [R, H, D], written for contexts of one split.
         scales_ptr: float32 [H, scale_stride], written like o_ptr with QUANTIZE.
         part_ptr: float32 [R, max_splits, H, D], accumulators, written for longer contexts.
@@ -159,9 +157,8 @@ def decode_kernel(
     lines: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 1, [1, 0])
     column_layout: gl.constexpr = gl.SliceLayout(0, mma)
 
-    # Length and first two page numbers are read at once, since each takes a trip to memory; a page
-    # number past the context is never used. Outside a graph nothing says what the kernel in front
-    # writes, so all reads wait for its end.
+    # Length and first two page numbers are read at once, one trip to memory; page numbers past the
+    # context are not used. Outside a graph all reads wait for the end of the kernel in front.
     group = gl.program_id(0) % G
     query = gl.program_id(0) // G * TILE
     seq = gl.program_id(1)
@@ -170,15 +167,13 @@ def decode_kernel(
         gluon_wait_for_previous()
     first = split * SPLIT
     table = pages_ptr + seq.to(gl.int64) * table_stride
-    length, count, row, used = context_of_tile(
-        lengths_ptr, queries_ptr, first_ptr, seq, query, WIDTH, TILE
-    )
+    context = context_of_tile(lengths_ptr, queries_ptr, first_ptr, seq, query, WIDTH, TILE)
+    length, count, row, used = context
     page_0 = gl.load(table + first)
     page_1 = gl.load(table + gl.minimum(first + 1, table_width - 1))
     all_blocks = (length + BLOCK_N - 1) // BLOCK_N
     last = gl.minimum(first + SPLIT, all_blocks)
-    # Warps past the context's end have no work; the first one stays to write zeros if it is empty,
-    # and has a row to write them to.
+    # Warps past the context's end have no work; the first one stays to write zeros to its row.
     if (first < last) | ((split == 0) & (WIDTH == 1)):
         # Two stages of pages and the scratch of `attend_page`: 35 KB with codes and head_dim 128,
         # so that six warps share a multiprocessor. Three or four stages were not faster.
