@@ -26,12 +26,14 @@ from jetrl.precision.hopper.nvfp4 import nvfp4_dgrad_hopper, nvfp4_matmul_hopper
 from jetrl.precision.hopper.nvfp4_rows import Tiles, nvfp4_rows_matmul
 from jetrl.precision.hopper.quantize import quantize_rows, quantize_weight
 from jetrl.precision.nvfp4 import quantize_nvfp4
-from jetrl.precision.nvfp4_layout import hopper_order
+from jetrl.precision.nvfp4_layout import hopper_order, parts_of
 
 _MORE_THAN_CACHED = 2**28  # bytes; the L2 cache has 50 MB
 _ROWS = (1, 8, 16, 32, 64, 128, 256, 512, 4096)
-_CUTS = {
-    8: [(1, 2, 4, 80), (1, 2, 8, 80), (2, 2, 4, 64), (2, 2, 4, 80), (2, 2, 6, 128), (2, 1, 8, 80)],
+_CUTS = {  # units, group, rounds, registers, and 1 where parts of K are made side by side
+    8: [(1, 2, 4, 80), (2, 2, 4, 80), (2, 2, 4, 96), (2, 2, 3, 80), (1, 2, 4, 64), (1, 2, 4, 80, 1),
+        (1, 2, 6, 80, 1), (1, 2, 8, 80, 1), (2, 2, 4, 80, 1), (1, 4, 4, 96, 1)],
+    16: [(2, 2, 4, 80), (1, 2, 4, 80, 1), (1, 2, 6, 80, 1), (2, 2, 4, 96, 1)],
     32: [(1, 2, 4, 80), (2, 2, 3, 80), (2, 2, 4, 128)],
     64: [(1, 2, 3, 128), (2, 1, 4, 128), (2, 2, 4, 128)],
     128: [(2, 1, 3, 128), (2, 2, 3, 168)],
@@ -98,9 +100,11 @@ def layer_rows(
         x = torch.randn(rows, k, device="cuda").bfloat16()
         few = rows <= 512
         if cuts:
-            tiles = [Tiles(*cut) for cut in _CUTS[rows]]
+            several = parts_of(n, k)[0] > 1
+            tiles = [Tiles(*cut) for cut in _CUTS[rows] if several or len(cut) < 5]
             forms: dict[str, list[Callable[[], Any]]] = {
-                f"units {t.units} group {t.group} rounds {t.rounds} registers {t.registers}": [
+                f"units {t.units} group {t.group} rounds {t.rounds} registers {t.registers}"
+                + ", parts together" * t.together: [
                     partial(nvfp4_rows_matmul, x, w, torch.bfloat16, t) for w in nvfp4
                 ]
                 for t in tiles

@@ -370,7 +370,7 @@ def nvfp4() -> None:
     from jetrl.precision.nvfp4_layout import HopperNVFP4
     from jetrl.precision.nvfp4_weight import NVFP4Weight, nvfp4_dgrad, nvfp4_matmul
 
-    for n, k in ((4096, 4096), (24576, 4096), (4096, 12288), (3584, 18944), (5120, 25600)):
+    for n, k in ((4096, 4096), (24576, 4096), (4096, 12288), (384, 896), (128, 128)):
         codes = torch.empty(n // 2 * k // 128, 32, dtype=torch.int32, device=META)
         scales = torch.empty(n // 32, k // 2, dtype=torch.int32, device=META)
         weight = NVFP4Weight(HopperNVFP4(codes, scales, 0.5, torch.Size((n, k))))

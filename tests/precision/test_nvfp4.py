@@ -210,13 +210,17 @@ def test_the_kernels_instructions_unpack_the_kernels_order(shape: tuple[int, int
     assert torch.equal(found.view(n, k), widened(q) * WIDENED_FACTOR)
 
 
-@pytest.mark.parametrize("k", [128, 5120, 5248, 12288, 17408, 18944, 25600, 28672])
-def test_long_sums_have_equal_parts(k: int) -> None:
-    parts, columns = parts_of(k)
-    assert (parts - 1) * columns < k <= parts * columns
-    assert columns <= 5120 or parts == 1
+@pytest.mark.parametrize("k", [128, 256, 384, 896, 4096, 8192, 8320, 12288, 18944, 25600])
+def test_sums_of_narrow_weights_have_equal_parts(k: int) -> None:
+    """The kernels have one, two or four, each of whole stages of 256 columns but the last."""
+    parts, columns = parts_of(4096, k)
+    assert parts in (1, 2, 4)
+    assert (parts == 1) == (k <= 256)
+    assert (parts == 4) == (k > 8192)
     assert columns % 256 == 0
-    assert parts == -(-k // 5120), "no more than are needed"
+    assert (parts - 1) * columns < k <= parts * columns
+    assert parts * columns - k < 256 * parts, "as equal as whole stages can be"
+    assert parts_of(24576, k) == (1, k)
 
 
 def test_the_kernels_refuse_other_dimensions() -> None:

@@ -239,7 +239,8 @@ def _widened(config: ModelConfig, plan: PrecisionPlan, tokens: int) -> int:
         return 0
     inner, hidden = config.intermediate_size, config.hidden_size
     # Of gate and up; of down, whose sums of parts are float32.
-    sums = 8 * min(tokens, ROWS_AT_ONCE) * hidden if parts_of(inner)[0] > 1 else 0
+    parts, _ = parts_of(hidden, inner)
+    sums = 8 * min(tokens, ROWS_AT_ONCE) * hidden if parts > 1 else 0
     return max(4 * inner * hidden, 2 * inner * hidden + sums)
 
 

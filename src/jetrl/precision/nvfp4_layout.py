@@ -14,9 +14,10 @@ Within a word the code (q % 2, h) of each half p is placed so that few instructi
 of a BF16 of it: sign in bit 15, the two bits of the exponent and the one of the mantissa in bits 8
 to 6 (`CODE_BITS`). Read as BF16 this is the code times 2**-126.
 
-The sum over K is one chain of products up to `LONGEST_CHAIN` columns. More columns are cut into
-equal parts, the sums of which are added in order (`parts_of`): a chain takes its time however many
-multiprocessors there are, and in decode the parts of a sum are made side by side.
+A sum over K is one chain of products in a weight of many rows, whose programs fill a GPU. In one of
+up to `NARROW` rows it is cut into two or four parts, the sums of which are added in order
+(`parts_of`): a product waits some 33 cycles for the one before it, and in decode the parts are made
+side by side.
 
 A scale, which is never negative, is kept as 5 bits of exponent and 3 of mantissa, without E4M3's
 subnormal numbers: shifted by 4 bits and added to `SCALE_OFFSET` it is the BF16 of the scale times
@@ -37,8 +38,9 @@ FEW_ROWS = 256  # of X: up to so many a product unpacks the codes itself
 UNIT = 32  # rows of a weight whose codes lie together
 BLOCK = 128  # values along K whose codes lie together
 WIDENED_FACTOR = 2.0**-7
-LONGEST_CHAIN = 5120  # columns
+NARROW = 8448  # rows of a weight
 ROWS_AT_ONCE = 4096  # of X: of so many there are float32 sums while parts are added
+_TWO_PARTS = 8192  # columns; more have four
 _PART_STEP = 2 * BLOCK  # a part begins where a stage of the kernels may begin
 SCALE_OFFSET = (119 + 127 - 10) << 7
 # By (q % 2, h): which bits of a half of a word are sign, upper and lower bit of the exponent, and
@@ -63,14 +65,19 @@ class HopperNVFP4:
     shape: torch.Size
 
 
-def parts_of(k: int) -> tuple[int, int]:
+def parts_of(n: int, k: int) -> tuple[int, int]:
     """Return in how many parts a sum over K is made, and the columns of each but the last.
 
+    There are one, two or four parts.
+
     Args:
+        n: N, rows of the weight.
         k: K, columns of the weight.
     """
-    least = -(-k // LONGEST_CHAIN)
-    columns = -(-k // (least * _PART_STEP)) * _PART_STEP
+    if n > NARROW:
+        return 1, k
+    wanted = 2 if k <= _TWO_PARTS else 4
+    columns = -(-k // (wanted * _PART_STEP)) * _PART_STEP
     return -(-k // columns), columns
 
 

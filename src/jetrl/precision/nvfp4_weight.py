@@ -5,9 +5,9 @@
 
 W is widened to BF16, which is exact (`precision.nvfp4`), and the float32 sum is multiplied by the
 matrix's scale and rounded once. The sums of FProp have the order of `gemm.bf16_matmul`, in parts of
-K where it is long (`nvfp4_layout.parts_of`), at any number of rows; those of DGrad may have any
-order, since gradients need no agreement of bits. There is no WGrad: a weight in NVFP4 is never
-trained.
+K where a weight has few rows (`nvfp4_layout.parts_of`), at any number of rows of X; those of DGrad
+may have any order, since gradients need no agreement of bits. There is no WGrad: a weight in NVFP4
+is never trained.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ def widen_kernel(
     column = gl.arange(0, 32, gl.SliceLayout(0, WORDS))
     words = gl.load(codes_ptr + place * 512 + row[:, None] * 32 + column[None, :])
     scales = gl.load(scales_ptr + place * 64 + gl.arange(0, 64, SCALES))
-    words, scales = step_words(words, 1), step_scales(scales, 1)
+    words, scales = step_words(words), step_scales(scales)
     rows = gl.arange(0, 32, gl.SliceLayout(1, _STORED))
     columns = gl.arange(0, 64, gl.SliceLayout(0, _STORED))
     corner = out_ptr + (place // blocks) * 32 * K + (place % blocks) * 128
@@ -80,7 +80,7 @@ def widened_hopper(w: HopperNVFP4) -> Tensor:
     n, k = w.shape
     out = torch.empty(n, k, dtype=torch.bfloat16, device=w.codes.device)
     widen_kernel[(n // UNIT * (k // BLOCK),)](
-        w.codes, w.scales, out, k // BLOCK, k, CODE_WORDS[1], SCALE_WORDS[1],
+        w.codes, w.scales, out, k // BLOCK, k, CODE_WORDS, SCALE_WORDS,
         num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     return out
@@ -105,7 +105,7 @@ def nvfp4_matmul_hopper(
     if not (x.shape[0] > FEW_ROWS if widen is None else widen):
         return nvfp4_rows_matmul(x, w, out_dtype)
     wide = widened_hopper(w)
-    parts, columns = parts_of(x.shape[1])
+    parts, columns = parts_of(*w.shape)
     with pinned_bf16_reductions():
         if parts > 1:
             return _product_in_parts(x, wide, w.factor, columns, out_dtype)

@@ -12,11 +12,13 @@ by the matrix's scale: the order of cuBLAS's BF16 products of parts without spli
 rows are multiplied (`precision.hopper.nvfp4`). Neither the instruction nor the tile nor the place
 of an operand, left or right, changes a bit.
 
-A chain of mma.sync takes some 32 cycles a product, and with few rows of the weight a multiprocessor
-has one program. So up to 16 rows each part of K may have four warps of its own; otherwise four
-warps make one part after the other. One more warp copies tiles into rings of ROUNDS stages, one
-ring for each four warps. A stage is GROUP blocks of 128 along K. In the last one K may end: what is
-copied of X from there on is zeros. The weight of a frozen base is written by no kernel that lets
+A product waits some 33 cycles for the one before it in its chain, and a multiprocessor has few
+warps where the weight has few rows. So up to 16 rows four warps make two parts in turn, and four
+parts have eight warps. Otherwise four warps make one part after the other.
+
+One more warp copies tiles into rings of ROUNDS stages, one ring for each four warps. A stage is
+GROUP blocks of 128 along K, of parts made in turn as many of each. In the last one K may end: what
+is copied of X from there on is zeros. The weight of a frozen base is written by no kernel that lets
 the next one start early, so it is always read before the kernel in front has ended
 (`precision.hopper.launch`).
 """
@@ -57,7 +59,6 @@ from jetrl.precision.layout import cdiv
 from jetrl.precision.nvfp4_layout import BLOCK, UNIT, HopperNVFP4, parts_of
 
 MOST_ROWS = 128  # of a program
-MOST_APART = 5  # parts of K that have warps of their own
 _CODES_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
 _SCALES_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 _X_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -72,42 +73,61 @@ class Tiles:
         group: blocks of 128 along K of a stage: 1 or 2.
         rounds: stages that are in flight, of each ring.
         registers: the most registers of a thread, of the warps that copy and multiply alike.
-        apart: whether each part of K has warps of its own; up to 16 rows of X.
+        together: whether the parts of K are made side by side; up to 16 rows of X.
     """
 
     units: int
     group: int
     rounds: int
     registers: int
-    apart: bool = False
+    together: bool = False
+
+
+@gluon.jit
+def _block_of(
+    ring, stage, PB, i: gl.constexpr, CHAINS: gl.constexpr, GROUP: gl.constexpr
+):  # fmt: skip
+    """Return the block along K that is block i of a stage of a ring."""
+    EACH: gl.constexpr = GROUP // CHAINS
+    return (ring * CHAINS + i // EACH) * PB + stage * EACH + i % EACH
 
 
 @gluon.jit
 def _load_weight(
-    w_desc, s_desc, w_smem, s_smem, arrived, slot, block, unit, KB,
-    UNITS: gl.constexpr, GROUP: gl.constexpr, BYTES: gl.constexpr,
+    w_desc, s_desc, w_smem, s_smem, arrived, ring, stage, unit, KB, PB, CHAINS: gl.constexpr,
+    UNITS: gl.constexpr, GROUP: gl.constexpr, ROUNDS: gl.constexpr, BYTES: gl.constexpr,
 ):  # fmt: skip
     """Start the copies of a stage's codes and scales; its barrier is told of X's bytes too."""
+    slot = ring * ROUNDS + stage % ROUNDS
     bar = arrived.index(slot)
     mbarrier.expect(bar, BYTES)
     for u in gl.static_range(UNITS):
-        row = ((unit + u) * KB + block) * 16
-        gluon_names.tma_load(w_desc, [row, 0], bar, w_smem.index(slot * UNITS + u))
-        gluon_names.tma_load(s_desc, [unit + u, block * 64], bar, s_smem.index(slot * UNITS + u))
+        for i in gl.static_range(GROUP):
+            place = (slot * UNITS + u) * GROUP + i
+            block = _block_of(ring, stage, PB, i, CHAINS, GROUP)
+            row = ((unit + u) * KB + block) * 16
+            gluon_names.tma_load(w_desc, [row, 0], bar, w_smem.index(place))
+            gluon_names.tma_load(s_desc, [unit + u, block * 64], bar, s_smem.index(place))
 
 
 @gluon.jit
-def _load_rows(x_desc, x_smem, arrived, slot, block, m0, GROUP: gl.constexpr):
+def _load_rows(
+    x_desc, x_smem, arrived, ring, stage, m0, PB, CHAINS: gl.constexpr, GROUP: gl.constexpr,
+    ROUNDS: gl.constexpr,
+):  # fmt: skip
     """Start the copies of a stage of X, 64 columns each."""
+    slot = ring * ROUNDS + stage % ROUNDS
     for i in gl.static_range(2 * GROUP):
+        column = _block_of(ring, stage, PB, i // 2, CHAINS, GROUP) * 128 + i % 2 * 64
         place = x_smem.index(slot * (2 * GROUP) + i)
-        gluon_names.tma_load(x_desc, [m0, block * 128 + i * 64], arrived.index(slot), place)
+        gluon_names.tma_load(x_desc, [m0, column], arrived.index(slot), place)
 
 
 @gluon.jit
 def _load(
-    x_desc, w_desc, s_desc, x_smem, w_smem, s_smem, arrived, left, m0, unit, KB, RB,
-    RINGS: gl.constexpr, UNITS: gl.constexpr, GROUP: gl.constexpr, ROUNDS: gl.constexpr,
+    x_desc, w_desc, s_desc, x_smem, w_smem, s_smem, arrived, left, m0, unit, KB, PB, stages,
+    RINGS: gl.constexpr, CHAINS: gl.constexpr, UNITS: gl.constexpr, GROUP: gl.constexpr,
+    ROUNDS: gl.constexpr,
 ):  # fmt: skip
     """Do the copying warp's work: the stages of all rings, stage by stage.
 
@@ -119,41 +139,37 @@ def _load(
         m0: first row of X.
         unit: first unit of the weight.
         KB: blocks of 128 along K.
-        RB: blocks of a ring but the last, which has the rest.
+        PB: blocks of a part of K.
+        stages: stages of a ring.
         RINGS: rings.
+        CHAINS: parts of K that a ring has in turn.
     """
-    BYTES: gl.constexpr = 2 * GROUP * x_desc.block_type.nbytes + UNITS * (
-        w_desc.block_type.nbytes + s_desc.block_type.nbytes
+    BYTES: gl.constexpr = GROUP * (
+        2 * x_desc.block_type.nbytes + UNITS * (w_desc.block_type.nbytes + s_desc.block_type.nbytes)
     )
-    # Of the last ring, and of the others, which have no fewer.
-    last = (KB - (RINGS - 1) * RB + GROUP - 1) // GROUP
-    stages = (gl.minimum(RB, KB) + GROUP - 1) // GROUP
+    ahead = gl.minimum(stages, ROUNDS)
     # All stages are free at first. The weight does not depend on the kernel in front; X does.
-    for stage in range(gl.minimum(stages, ROUNDS)):
+    for stage in range(ahead):
         for ring in gl.static_range(RINGS):
-            if (ring + 1 < RINGS) | (stage < last):
-                _load_weight(
-                    w_desc, s_desc, w_smem, s_smem, arrived, ring * ROUNDS + stage,
-                    ring * RB + stage * GROUP, unit, KB, UNITS, GROUP, BYTES,
-                )  # fmt: skip
+            _load_weight(
+                w_desc, s_desc, w_smem, s_smem, arrived, ring, stage, unit, KB, PB,
+                CHAINS, UNITS, GROUP, ROUNDS, BYTES,
+            )  # fmt: skip
     gluon_wait_for_previous()
     gluon_let_next_start()
-    for stage in range(gl.minimum(stages, ROUNDS)):
+    for stage in range(ahead):
         for ring in gl.static_range(RINGS):
-            if (ring + 1 < RINGS) | (stage < last):
-                slot, block = ring * ROUNDS + stage, ring * RB + stage * GROUP
-                _load_rows(x_desc, x_smem, arrived, slot, block, m0, GROUP)
+            _load_rows(x_desc, x_smem, arrived, ring, stage, m0, PB, CHAINS, GROUP, ROUNDS)
     # The phase of a barrier flips each time round.
-    for stage in range(ROUNDS, stages):
+    for stage in range(ahead, stages):
         for ring in gl.static_range(RINGS):
-            if (ring + 1 < RINGS) | (stage < last):
-                slot, block = ring * ROUNDS + stage % ROUNDS, ring * RB + stage * GROUP
-                mbarrier.wait(left.index(slot), ((stage // ROUNDS) & 1) ^ 1)
-                _load_weight(
-                    w_desc, s_desc, w_smem, s_smem, arrived, slot, block, unit, KB,
-                    UNITS, GROUP, BYTES,
-                )  # fmt: skip
-                _load_rows(x_desc, x_smem, arrived, slot, block, m0, GROUP)
+            slot = ring * ROUNDS + stage % ROUNDS
+            mbarrier.wait(left.index(slot), ((stage // ROUNDS) & 1) ^ 1)
+            _load_weight(
+                w_desc, s_desc, w_smem, s_smem, arrived, ring, stage, unit, KB, PB,
+                CHAINS, UNITS, GROUP, ROUNDS, BYTES,
+            )  # fmt: skip
+            _load_rows(x_desc, x_smem, arrived, ring, stage, m0, PB, CHAINS, GROUP, ROUNDS)
 
 
 @gluon.jit
@@ -164,10 +180,11 @@ def _stage_words(
     """Return the words of a stage: for each unit those of the codes of its steps, then scales."""
     parts = ()
     for u in gl.static_range(UNITS):
-        words = w_smem.index(slot * UNITS + u).load(WORDS)
-        scales = s_smem.index(slot * UNITS + u).reshape([64 * GROUP]).load(SCALES)
-        both = step_words(words, GROUP) + step_scales(scales, GROUP)
-        parts += both
+        for i in gl.static_range(GROUP):
+            parts += step_words(w_smem.index((slot * UNITS + u) * GROUP + i).load(WORDS))
+        for i in gl.static_range(GROUP):
+            scales = s_smem.index((slot * UNITS + u) * GROUP + i).reshape([64]).load(SCALES)
+            parts += step_scales(scales)
     return parts
 
 
@@ -190,24 +207,27 @@ def _left_operand(
 @gluon.jit
 def _sum(
     x_smem, w_smem, s_smem, arrived, left, ring, stages, part_stages, BLOCK_M: gl.constexpr,
-    PARTS: gl.constexpr, UNITS: gl.constexpr, GROUP: gl.constexpr, ROUNDS: gl.constexpr,
-    WORDS: gl.constexpr, SCALES: gl.constexpr, mma: gl.constexpr,
+    CHAINS: gl.constexpr, PARTS: gl.constexpr, UNITS: gl.constexpr, GROUP: gl.constexpr,
+    ROUNDS: gl.constexpr, WORDS: gl.constexpr, SCALES: gl.constexpr, mma: gl.constexpr,
 ):  # fmt: skip
-    """Return the sums of the products of a ring, float32 [64, BLOCK_M].
+    """Return the sums of the products of a ring, and of its second chain, float32 [64, BLOCK_M].
 
     Args:
         x_smem, w_smem, s_smem, arrived, left: as of `_load`.
         ring: the ring.
         stages: its stages.
-        part_stages: stages of a part of K.
-        PARTS: parts of K in the ring; their sums are added in order.
+        part_stages: stages of a part of K that follows another one.
+        CHAINS: parts of K that are made in turn; without a second one its sums are zeros.
+        PARTS: parts of K that follow each other; their sums are added in order.
     """
-    STEPS: gl.constexpr = 2 * GROUP
+    EACH: gl.constexpr = 2 * GROUP // CHAINS  # steps of a chain in a stage
     layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=mma, k_width=2)
     columns: gl.constexpr = gl.DotOperandLayout(operand_index=1, parent=mma, k_width=2)
     SYNC: gl.constexpr = BLOCK_M <= 16
+    gl.static_assert(SYNC or CHAINS == 1, "wgmma has one chain")
+    gl.static_assert(PARTS == 1 or CHAINS == 1, "parts are made in turn or one after the other")
     total = gl.zeros([64, BLOCK_M], gl.float32, mma)
-    before = total
+    second = total
     first_slot = ring * ROUNDS
     mbarrier.wait(arrived.index(first_slot), 0)
     parts = _stage_words(w_smem, s_smem, first_slot, UNITS, GROUP, WORDS, SCALES)
@@ -217,15 +237,18 @@ def _sum(
         # Each step is unpacked while the one before multiplies, and the first step of the next
         # stage while the last one of this does. (An accumulator in flight across the loop's back
         # edge would make the assembler serialize every wgmma.)
-        for step in gl.static_range(STEPS):
-            rows = first
-            if step > 0:
-                rows = _left_operand(parts, step, UNITS, GROUP, layout)
-            x = x_smem.index(slot * STEPS + step).permute((1, 0))
-            if SYNC:
-                total = mma_v2(rows, x.load(columns), total)
-            else:
-                total = warpgroup_mma(rows, x, total, is_async=True)
+        for step in gl.static_range(EACH):
+            for chain in gl.static_range(CHAINS):
+                rows = first
+                if step + chain > 0:
+                    rows = _left_operand(parts, chain * EACH + step, UNITS, GROUP, layout)
+                x = x_smem.index(slot * 2 * GROUP + chain * EACH + step).permute((1, 0))
+                if not SYNC:
+                    total = warpgroup_mma(rows, x, total, is_async=True)
+                elif chain == 0:
+                    total = mma_v2(rows, x.load(columns), total)
+                else:
+                    second = mma_v2(rows, x.load(columns), second)
         following = gl.minimum(stage + 1, stages - 1)
         slot_following = first_slot + following % ROUNDS
         mbarrier.wait(arrived.index(slot_following), (following // ROUNDS) & 1)
@@ -237,11 +260,11 @@ def _sum(
         mbarrier.arrive(left.index(slot), count=1)
         if PARTS > 1:  # noqa: SIM102 (known when it is compiled)
             if (stage + 1) % part_stages == 0:
-                before += total
+                second += total  # of the parts before
                 total = gl.zeros([64, BLOCK_M], gl.float32, mma)
     if PARTS > 1:
-        total = before + total  # of the last part, or zeros
-    return total
+        total = second + total  # of the last part, or zeros
+    return total, second
 
 
 @gluon.jit
@@ -263,74 +286,81 @@ def _store(
 
 @gluon.jit
 def _work(
-    x_desc, w_desc, s_desc, x_smem, w_smem, s_smem, arrived, left, sums_smem, done,
-    y_ptr, factor, m0, unit, M, N, KB, RB, part_stages, place: gl.constexpr, RINGS: gl.constexpr,
-    PARTS: gl.constexpr, BLOCK_M: gl.constexpr, UNITS: gl.constexpr, GROUP: gl.constexpr,
-    ROUNDS: gl.constexpr, WORDS: gl.constexpr, SCALES: gl.constexpr, mma: gl.constexpr,
+    x_desc, w_desc, s_desc, x_smem, w_smem, s_smem, arrived, left, sums_smem, done, y_ptr, factor,
+    m0, unit, M, N, KB, PB, stages, place: gl.constexpr, RINGS: gl.constexpr,
+    CHAINS: gl.constexpr, PARTS: gl.constexpr, BLOCK_M: gl.constexpr, UNITS: gl.constexpr,
+    GROUP: gl.constexpr, ROUNDS: gl.constexpr, WORDS: gl.constexpr, SCALES: gl.constexpr,
+    mma: gl.constexpr,
 ):  # fmt: skip
     """Do the work of the warps of a ring, or behind the rings that of the warp that copies.
 
     Args:
-        x_desc, w_desc, s_desc, x_smem, w_smem, s_smem, arrived, left, m0, unit, KB, RB: as of
-            `_load`.
-        sums_smem: float32 [RINGS - 1, 64, BLOCK_M], for the sums of the rings behind the first.
-        done: a barrier for each of these, at its ring.
+        x_desc, w_desc, s_desc, x_smem, w_smem, s_smem, arrived, left, m0, unit, KB, PB, stages: as
+            of `_load`.
+        sums_smem: float32 [(RINGS - 1) * CHAINS, 64, BLOCK_M], for the sums of the second ring.
+        done: a barrier for these.
         y_ptr: [M, N], written.
         factor: float32, what sums are multiplied by.
         M, N: rows of X and of the weight.
-        part_stages: stages of a part of K.
         place: the ring, or RINGS.
-        RINGS: rings, the sums of which are added in order.
-        PARTS: parts of K in a ring.
+        RINGS: rings, the sums of which are added in order; 1 or 2.
+        CHAINS: parts of K that a ring makes in turn.
+        PARTS: parts of K that a ring makes one after the other.
     """
     if place == RINGS:
-        _load(x_desc, w_desc, s_desc, x_smem, w_smem, s_smem, arrived, left, m0, unit, KB, RB,
-              RINGS, UNITS, GROUP, ROUNDS)  # fmt: skip
+        _load(x_desc, w_desc, s_desc, x_smem, w_smem, s_smem, arrived, left, m0, unit, KB, PB,
+              stages, RINGS, CHAINS, UNITS, GROUP, ROUNDS)  # fmt: skip
     else:
-        blocks = RB if place + 1 < RINGS else KB - (RINGS - 1) * RB
-        total = _sum(
-            x_smem, w_smem, s_smem, arrived, left, place, (blocks + GROUP - 1) // GROUP,
-            part_stages, BLOCK_M, PARTS, UNITS, GROUP, ROUNDS, WORDS, SCALES, mma,
+        total, second = _sum(
+            x_smem, w_smem, s_smem, arrived, left, place, stages, PB // GROUP, BLOCK_M, CHAINS,
+            PARTS, UNITS, GROUP, ROUNDS, WORDS, SCALES, mma,
         )  # fmt: skip
         if place > 0:
-            sums_smem.index(place - 1).store(total)
+            sums_smem.index(0).store(total)
+            if CHAINS > 1:
+                sums_smem.index(1).store(second)
             gluon_names.barrier()
-            mbarrier.arrive(done.index(place), count=1)
+            mbarrier.arrive(done, count=1)
         else:
-            for ring in gl.static_range(1, RINGS):
-                mbarrier.wait(done.index(ring), 0)
-                total += sums_smem.index(ring - 1).load(mma)
+            if CHAINS > 1:
+                total += second
+            if RINGS > 1:
+                mbarrier.wait(done, 0)
+                for chain in gl.static_range(CHAINS):
+                    total += sums_smem.index(chain).load(mma)
             _store(total, y_ptr, factor, m0, unit, M, N, BLOCK_M, UNITS, mma)
 
 
 @gluon.jit(do_not_specialize=["M", "factor", "KB", "PB"])
 def nvfp4_rows_kernel(
-    x_desc, w_desc, s_desc, y_ptr, factor, M, N, KB, PB, RINGS: gl.constexpr, PARTS: gl.constexpr,
-    UNITS: gl.constexpr, BLOCK_M: gl.constexpr, GROUP: gl.constexpr, ROUNDS: gl.constexpr,
-    WARPS: gl.constexpr, REGISTERS: gl.constexpr, WORDS: gl.constexpr, SCALES: gl.constexpr,
+    x_desc, w_desc, s_desc, y_ptr, factor, M, N, KB, PB, RINGS: gl.constexpr, CHAINS: gl.constexpr,
+    PARTS: gl.constexpr, UNITS: gl.constexpr, BLOCK_M: gl.constexpr, GROUP: gl.constexpr,
+    ROUNDS: gl.constexpr, WARPS: gl.constexpr, REGISTERS: gl.constexpr, WORDS: gl.constexpr,
+    SCALES: gl.constexpr,
 ):  # fmt: skip
     """Multiply BLOCK_M rows of X by UNITS * 32 rows of the weight, over the whole of K.
 
     Args:
         x_desc: bfloat16 [M, K], boxes of [BLOCK_M, 64].
-        w_desc: int32, the weight's codes, boxes of [16 * GROUP, 32].
-        s_desc: int32, the weight's scales, boxes of [1, 64 * GROUP].
+        w_desc: int32, the weight's codes, boxes of [16, 32].
+        s_desc: int32, the weight's scales, boxes of [1, 64].
         y_ptr: bfloat16 or float32 [M, N], written.
         factor: float32, what sums are multiplied by.
         M: rows of X.
         N: rows of the weight.
         KB: blocks of 128 along K.
-        PB: blocks of a part of K, a multiple of 2; of all of K where there is one part.
-        RINGS: parts that have warps of their own; 1: the first four warps make all of them.
-        PARTS: parts of K in a ring.
+        PB: blocks of a part of K but the last, a multiple of 2 where there are several.
+        RINGS: as of `_work`.
+        CHAINS: as of `_work`; GROUP is a multiple of it.
+        PARTS: as of `_work`.
         UNITS: as of `Tiles`.
         BLOCK_M: 8 to 128, a power of two.
         GROUP: as of `Tiles`.
         ROUNDS: as of `Tiles`.
         WARPS: warps of each ring behind the first, and that of the copies.
         REGISTERS: the most registers of a thread of each of these.
-        WORDS: the layout of a stage's codes in registers.
-        SCALES: the layout of a stage's scales in registers.
+        WORDS: the layout of a block's codes in registers.
+        SCALES: the layout of a block's scales in registers.
     """
     mma: gl.constexpr = gl.NVMMADistributedLayout(
         version=[2 if BLOCK_M <= 16 else 3, 0],
@@ -343,29 +373,30 @@ def nvfp4_rows_kernel(
     m0 = (gl.program_id(0) % row_blocks) * BLOCK_M
     unit = (gl.program_id(0) // row_blocks) * UNITS
     SLOTS: gl.constexpr = RINGS * ROUNDS
+    TILES: gl.constexpr = SLOTS * UNITS * GROUP
     x_smem = gl.allocate_shared_memory(gl.bfloat16, [SLOTS * 2 * GROUP, BLOCK_M, 64], x_desc.layout)
-    w_smem = gl.allocate_shared_memory(gl.int32, [SLOTS * UNITS, 16 * GROUP, 32], w_desc.layout)
-    s_smem = gl.allocate_shared_memory(gl.int32, [SLOTS * UNITS, 1, 64 * GROUP], s_desc.layout)
+    w_smem = gl.allocate_shared_memory(gl.int32, [TILES, 16, 32], w_desc.layout)
+    s_smem = gl.allocate_shared_memory(gl.int32, [TILES, 1, 64], s_desc.layout)
     arrived = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     left = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    done = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     for i in gl.static_range(SLOTS):
         mbarrier.init(arrived.index(i), count=1)
         mbarrier.init(left.index(i), count=1)
-    # A ring has all of K, or a part.
-    RB = KB if RINGS == 1 else PB
+    mbarrier.init(done, count=1)
     sums_smem = s_smem
     if RINGS > 1:
-        sums_smem = gl.allocate_shared_memory(gl.float32, [RINGS - 1, 64, BLOCK_M], flat)
-    done = gl.allocate_shared_memory(gl.int64, [RINGS, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(RINGS):
-        mbarrier.init(done.index(i), count=1)
-    # The first four warps, those of the rings behind the first, and the one that copies.
+        sums_smem = gl.allocate_shared_memory(gl.float32, [CHAINS, 64, BLOCK_M], flat)
+    # Of a ring; of parts that are made side by side, the last may end earlier: zeros follow.
+    blocks = KB if RINGS * CHAINS == 1 else PB * CHAINS
+    stages = (blocks + GROUP - 1) // GROUP
+    # The first four warps, those of the second ring, and the one that copies.
     gl.warp_specialize(
         [
             (_work, (x_desc, w_desc, s_desc, x_smem, w_smem, s_smem, arrived, left, sums_smem, done,
-                     y_ptr, factor, m0, unit, M, N, KB, RB, PB // GROUP, gl.constexpr(place), RINGS,
-                     PARTS, BLOCK_M, UNITS, GROUP, ROUNDS, WORDS, SCALES, mma))
-            for place in (0, 1, 2, 3, 4, 5)[: RINGS + 1]
+                     y_ptr, factor, m0, unit, M, N, KB, PB, stages, gl.constexpr(place), RINGS,
+                     CHAINS, PARTS, BLOCK_M, UNITS, GROUP, ROUNDS, WORDS, SCALES, mma))
+            for place in (0, 1, 2)[: RINGS + 1]
         ],
         WARPS,
         REGISTERS,
@@ -384,9 +415,8 @@ def tiles_for(rows: int, n: int, parts: int) -> Tiles:
         parts: Parts of K.
     """
     narrow, wide = n <= 4224, n > 8448
-    # A multiprocessor holds one program with more than two rings.
-    if rows <= 16 and not wide and 1 < parts <= (MOST_APART if narrow else 2):
-        return Tiles(1, 2, 2 if parts > 3 else 4, 80, apart=True)
+    if rows <= 16 and parts > 1:
+        return Tiles(1, 2, 6 if parts == 4 else 8, 80, together=True)
     if rows <= 32:
         return Tiles(1 if narrow or (rows <= 16 and not wide) else 2, 2, 4, 80)
     if rows <= 64:
@@ -410,21 +440,20 @@ def nvfp4_rows_matmul(
     out = torch.empty(rows, n, dtype=out_dtype, device=x.device)
     if not rows:
         return out
-    parts, columns = parts_of(k)
+    parts, columns = parts_of(n, k)
     tiles = tiles or tiles_for(rows, n, parts)
     block_m = min(MOST_ROWS, max(8, 1 << (rows - 1).bit_length()))
-    rings = parts if tiles.apart else 1
-    group, words = tiles.group, 16 * tiles.group
+    rings, chains = (cdiv(parts, 2), min(parts, 2)) if tiles.together else (1, 1)
     grid = (cdiv(rows, block_m) * cdiv(n, UNIT * tiles.units),)
     nvfp4_rows_kernel[grid](
         TensorDescriptor(x, [rows, k], [k, 1], [block_m, 64], _X_LAYOUT),
-        TensorDescriptor(w.codes, list(w.codes.shape), [32, 1], [words, 32], _CODES_LAYOUT),
+        TensorDescriptor(w.codes, list(w.codes.shape), [32, 1], [16, 32], _CODES_LAYOUT),
         TensorDescriptor(
-            w.scales, list(w.scales.shape), [w.scales.shape[1], 1], [1, 64 * group], _SCALES_LAYOUT
+            w.scales, list(w.scales.shape), [w.scales.shape[1], 1], [1, 64], _SCALES_LAYOUT
         ),
-        out, w.factor, rows, n, k // BLOCK, columns // BLOCK, rings, parts // rings,
-        tiles.units, block_m, group, tiles.rounds, (*[4] * (rings - 1), 1),
-        (*[tiles.registers] * (rings - 1), 24), CODE_WORDS[group], SCALE_WORDS[group],
+        out, w.factor, rows, n, k // BLOCK, columns // BLOCK, rings, chains,
+        parts // (rings * chains), tiles.units, block_m, tiles.group, tiles.rounds,
+        (*[4] * (rings - 1), 1), (*[tiles.registers] * (rings - 1), 24), CODE_WORDS, SCALE_WORDS,
         num_warps=4, maxnreg=tiles.registers, enable_fp_fusion=False, **OVERLAPPED,
     )  # fmt: skip
     return out

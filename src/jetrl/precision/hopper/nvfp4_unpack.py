@@ -52,19 +52,11 @@ _W = [[1, 0, 0, 0, 0, 0, 0], [2, 0, 0, 0, 0, 0, 0]]
 VALUES = gl.constexpr(
     gl.DistributedLinearLayout([_P, _H, _Q0, _Q1], _T + _G, _W, [], [4, 8, 4, 2, 2, 2, 2])
 )
-# Words of the codes of GROUP blocks of a unit, [16 * GROUP, 32]; of their scales, [64 * GROUP].
+# Words of the codes of a block of a unit, [16, 32]; of its scales, [64].
 _CODE_LANES, _CODE_WARPS = [[0, 4], [0, 8], [0, 16], [1, 0], [2, 0]], [[4, 0], [8, 0]]
-CODE_WORDS = {
-    1: gl.DistributedLinearLayout([[0, 1], [0, 2]], _CODE_LANES, _CODE_WARPS, [], [16, 32]),
-    2: gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [16, 0]], _CODE_LANES, _CODE_WARPS, [], [32, 32]
-    ),
-}
+CODE_WORDS = gl.DistributedLinearLayout([[0, 1], [0, 2]], _CODE_LANES, _CODE_WARPS, [], [16, 32])
 _SCALE_LANES, _SCALE_WARPS = [[0], [0], [2], [4], [8]], [[16], [32]]
-SCALE_WORDS = {
-    1: gl.DistributedLinearLayout([[1]], _SCALE_LANES, _SCALE_WARPS, [], [64]),
-    2: gl.DistributedLinearLayout([[1], [64]], _SCALE_LANES, _SCALE_WARPS, [], [128]),
-}
+SCALE_WORDS = gl.DistributedLinearLayout([[1]], _SCALE_LANES, _SCALE_WARPS, [], [64])
 
 
 @gluon.jit
@@ -93,34 +85,20 @@ def unpack_step(words, scales):
 
 
 @gluon.jit
-def step_words(words, GROUP: gl.constexpr):
+def step_words(words):
     """Return the words of codes of each step of 64 along K, int32 [w, g, t, q1] each.
 
     Args:
-        words: int32 [16 * GROUP, 32] in CODE_WORDS, of GROUP blocks of a unit.
-        GROUP: 1 or 2.
+        words: int32 [16, 32] in CODE_WORDS, of a block of a unit.
     """
-    if GROUP == 1:
-        steps = gl.split(gl.permute(gl.reshape(words, [4, 8, 4, 2, 2]), [0, 1, 2, 4, 3]))
-    else:
-        words = gl.permute(gl.reshape(words, [2, 4, 8, 4, 2, 2]), [1, 2, 3, 5, 4, 0])
-        first, second = gl.split(words)
-        steps = gl.split(first) + gl.split(second)
-    return steps
+    return gl.split(gl.permute(gl.reshape(words, [4, 8, 4, 2, 2]), [0, 1, 2, 4, 3]))
 
 
 @gluon.jit
-def step_scales(scales, GROUP: gl.constexpr):
+def step_scales(scales):
     """Return the words of scales of each step of 64 along K, int32 [w, g] each.
 
     Args:
-        scales: int32 [64 * GROUP] in SCALE_WORDS, of GROUP blocks of a unit.
-        GROUP: 1 or 2.
+        scales: int32 [64] in SCALE_WORDS, of a block of a unit.
     """
-    if GROUP == 1:
-        steps = gl.split(gl.reshape(scales, [4, 8, 2]))
-    else:
-        scales = gl.permute(gl.reshape(scales, [2, 4, 8, 2]), [1, 2, 3, 0])
-        first, second = gl.split(scales)
-        steps = gl.split(first) + gl.split(second)
-    return steps
+    return gl.split(gl.reshape(scales, [4, 8, 2]))
