@@ -32,6 +32,7 @@ from jetrl.parity import check_policy, failures, located, measure
 from jetrl.precision import PrecisionPlan
 
 _TEMPERATURE = 0.6
+ALPHA = 32.0  # of adapters
 
 
 def make_policy(
@@ -63,7 +64,7 @@ def make_policy(
     chosen = chosen.replace(base=base) if kv is None else chosen.replace(base=base, kv=kv)
     if not adapter_rank:
         return Policy.from_config(config, chosen, seed=0, device=device)
-    adapter = Adapter.new(ModelConfig.from_hf(config), LoRA(adapter_rank, 32.0), seed=0)
+    adapter = Adapter.new(ModelConfig.from_hf(config), LoRA(adapter_rank, ALPHA), seed=0)
     policy = Policy.from_config(config, chosen, seed=0, device=device, adapter=adapter)
     generator = torch.Generator(device).manual_seed(0)
     with torch.no_grad():

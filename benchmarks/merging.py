@@ -1,0 +1,151 @@
+"""The price of sampling with an adapter that stays beside its FP8 base, and that of merging it.
+
+    python benchmarks/merging.py --out FILE.json
+    python benchmarks/merging.py --shape tiny --device cpu
+
+Two policies have the same random base and the same adapter, whose B is random with a given standard
+deviation. One keeps the adapter beside the base, as training does. The other has the adapter merged
+into the base's weights before these are rounded to FP8. For each deviation:
+
+    error, changed    what is left of the adapter's change in the merged weights (`models.merging`)
+    effect            mean absolute difference of log-probs that the adapter makes to the base
+    merged            mean absolute difference of log-probs between a sampler with merged weights
+                      and the trainer, whose adapter stays apart; K3 KL; tokens that differ
+    unmerged          the same with the adapter apart on both sides
+
+The decode step of both is timed at each --batch, on a GPU alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from jetrl.bench._timing import Row, print_table, write_results
+from jetrl.bench.parity import ALPHA, make_policy
+from jetrl.bench.rollout import run_case
+from jetrl.bench.shapes import SHAPES
+from jetrl.models.adapter import LoRA
+from jetrl.models.merging import MergedWeights, merging_losses
+from jetrl.models.policy import Policy
+from jetrl.models.tiny import RandomWeights
+from jetrl.rollout.engine import RolloutEngine
+from jetrl.types import SamplingParams
+
+_TEMPERATURE = 0.6
+
+
+def set_deviation(policy: Policy, deviation: float) -> None:
+    """Draw B of every adapter anew, with a standard deviation."""
+    generator = torch.Generator(policy.device).manual_seed(1)
+    with torch.no_grad():
+        for name, master in policy.master_weights().items():
+            if name.endswith("lora_B"):
+                master.normal_(0.0, deviation, generator=generator)
+    policy.requantize()
+
+
+def base_of(policy: Policy) -> RandomWeights:
+    """Return the base's weights, made again when they are asked for."""
+    return RandomWeights(policy.config, 0, policy.device)
+
+
+def merged_weights(policy: Policy, rank: int) -> MergedWeights:
+    """Return the base's weights with the policy's adapter of a rank merged in."""
+    lora, masters = LoRA(rank, ALPHA), policy.master_weights()
+    return MergedWeights(policy.config, lora, base_of(policy), masters, policy.device)
+
+
+def frozen(policy: Policy, weights: RandomWeights | MergedWeights) -> Policy:
+    """Return a policy of the same plan that holds weights without an adapter and trains none."""
+    return Policy(policy.config, policy.plan, weights, policy.device, trains=lambda name: False)
+
+
+@torch.no_grad()
+def differences(sampler: Policy, trainer: Policy, sequences: int, tokens: int) -> Row:
+    """Return how far the log-probs of a sampler's tokens are from those of a trainer."""
+    prompts = np.random.default_rng(0).integers(0, sampler.config.vocab_size, (sequences, 64))
+    params = SamplingParams(max_tokens=tokens, ignore_eos=True, seed=1, temperature=_TEMPERATURE)
+    engine = RolloutEngine(sampler, max_batch_size=sequences)
+    completions = engine.generate(prompts.tolist(), params)
+    engine.free_cache()
+    ours, theirs = [], []
+    for prompt, completion in zip(prompts.tolist(), completions, strict=True):
+        (found,) = trainer.logprobs([[*prompt, *completion.token_ids]], _TEMPERATURE)
+        theirs.append(found[len(prompt) - 1 :].cpu())
+        ours.append(torch.tensor(completion.logprobs))
+    left, right = torch.cat(ours), torch.cat(theirs)
+    ratio = (right - left).double()
+    return {
+        "mean_abs_difference": float(ratio.abs().mean()),
+        "k3": float((ratio.exp() - 1 - ratio).mean()),
+        "different": int((left.view(torch.int32) != right.view(torch.int32)).sum()),
+        "tokens": left.numel(),
+    }
+
+
+def row_of(
+    policy: Policy, rank: int, deviation: float, batches: Sequence[int], load: tuple[int, int]
+) -> Row:
+    """Return the row of an adapter of a rank whose B has a standard deviation.
+
+    Args:
+        policy: The policy with the adapter.
+        rank: The adapter's rank.
+        deviation: The standard deviation.
+        batches: Numbers of sequences at which the decode step is timed.
+        load: Sequences and tokens of a comparison.
+    """
+    set_deviation(policy, deviation)
+    merged = merged_weights(policy, rank)
+    losses = merging_losses(base_of(policy), merged)
+    row: Row = {"deviation_of_b": deviation}
+    for name, loss in losses.items():
+        row |= {f"{name}_error": round(loss.error, 4), f"{name}_changed": round(loss.changed, 4)}
+    base = frozen(policy, base_of(policy))
+    row["effect"] = differences(base, policy, *load)
+    del base
+    whole = frozen(policy, merged)
+    row["merged"] = differences(whole, policy, *load)
+    row["unmerged"] = differences(policy, policy, *load)
+    for batch in batches:
+        times = {}
+        for name, each in (("unmerged", policy), ("merged", whole)):
+            times[name] = run_case(each, batch, 128, 128, False)["decode_ms"]
+        ratio = round(times["unmerged"] / times["merged"], 4)
+        row[f"decode_ms_{batch}"] = {**times, "unmerged_over_merged": ratio}
+    return row
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure both policies for each deviation, and write JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-8b")
+    parser.add_argument("--layers", type=int, help="default: the shape's")
+    parser.add_argument("--rank", type=int, default=32, help="default 32")
+    parser.add_argument("--deviations", nargs="+", type=float, default=[1e-3, 4e-3, 2e-2])
+    parser.add_argument("--batch", nargs="*", type=int, default=[8, 64, 256])
+    parser.add_argument("--sequences", type=int, default=64, help="of a comparison (default 64)")
+    parser.add_argument("--tokens", type=int, default=256, help="of each (default 256)")
+    parser.add_argument("--device", default="cuda", help="cpu: to try it out, nothing is written")
+    parser.add_argument("--out", default="build/bench/merging.json", help="JSON file")
+    args = parser.parse_args(argv)
+    on_gpu = args.device == "cuda"
+    policy = make_policy(args.shape, "unified", args.device, args.layers, adapter_rank=args.rank)
+    rows: list[Row] = []
+    for index, deviation in enumerate(args.deviations):
+        batches = args.batch if on_gpu and index == 0 else []
+        load = (args.sequences, args.tokens)
+        rows.append({"shape": args.shape, **row_of(policy, args.rank, deviation, batches, load)})
+        print_table(rows[-1:])
+        if on_gpu:
+            command = "python benchmarks/merging.py"
+            command += f" --shape {args.shape}" if args.shape != "qwen3-8b" else ""
+            write_results(args.out, "merging", command, rows, rank=args.rank)
+
+
+if __name__ == "__main__":
+    main()
