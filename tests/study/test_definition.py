@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from jetrl.errors import UserError
+from jetrl.precision import PrecisionPlan
 from jetrl.study.definition import Definition, read_definition
 from jetrl.study.plan import chosen, planned_runs
 
@@ -96,6 +97,20 @@ def test_a_start_is_shared_by_what_does_not_change_it(study: Read) -> None:
         assert (run.settings.model.config, run.settings.sft.steps) == (None, 0)
         assert run.start.settings.precision.preset == "fp32"
         assert run.start.settings.model.config is not None
+
+
+def test_a_start_with_pinned_sums_is_exact(study: Read) -> None:
+    """Under BF16 a GPU's backward does not repeat; a start is to, on whichever machine."""
+    text = HEAD + "[start]\nsft.steps = 3\nprecision = 'bf16'\n"
+    plans = {}
+    for pinned in (False, True):
+        words = "pinned_sums = true\n" * pinned
+        start = planned_runs(study(text + words + ARMS))[0].start
+        assert start is not None
+        plans[pinned] = PrecisionPlan.from_settings(
+            start.settings.precision, start.settings.sampler_deviation
+        )
+    assert (plans[False].exact, plans[True].exact) == (False, True)
 
 
 def test_another_task_sets_the_options_of_the_first_aside(study: Read) -> None:

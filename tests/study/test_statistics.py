@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 
 import pytest
 
@@ -12,6 +13,7 @@ from jetrl.study.statistics import (
     compare,
     flip_test,
     mean_interval,
+    pairs_needed,
     share_interval,
     t_cdf,
     t_quantile,
@@ -110,6 +112,26 @@ def test_equivalence_agrees_with_the_interval() -> None:
     widest = max(abs(interval.low), abs(interval.high))
     assert compare(differences, widest * 1.0001, 0.95).equivalence_p < 0.05
     assert compare(differences, widest * 0.9999, 0.95).equivalence_p > 0.05
+
+
+def test_pairs_needed_for_equivalence() -> None:
+    """With a spread of one margin: sqrt(n) >= t(0.95) + t(0.9), by the printed tables of t."""
+    differences = [-math.sqrt(0.75), math.sqrt(0.75), -math.sqrt(0.75), math.sqrt(0.75)]
+    assert math.sqrt(10) < 1.833 + 1.383  # nine degrees of freedom
+    assert math.sqrt(11) > 1.812 + 1.372  # ten
+    assert pairs_needed(differences, 1.0, 0.95) == 11
+    assert pairs_needed(differences, 0.1, 0.95) is None
+    assert pairs_needed([0.0], 0.1, 0.95) is None
+
+
+def test_so_many_pairs_show_equivalence_four_times_of_five() -> None:
+    source = random.Random(0)
+    spread = 0.85 * math.sqrt(0.75)
+    number = pairs_needed([-spread, spread, -spread, spread], 1.0, 0.95)
+    assert number is not None
+    draws = [[source.gauss(0, 0.85) for _ in range(number)] for _ in range(400)]
+    shown = sum(compare(own, 1.0, 0.95).equivalence_p < 0.05 for own in draws)
+    assert 400 * (0.8 - 0.06) < shown < 400 * (0.8 + 0.06)  # three standard deviations
 
 
 def test_an_exact_interval_of_a_share() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -166,6 +167,23 @@ def test_what_fails_is_tried_once_more_and_then_reported(
     assert calls == ["pages-s0", "pages-s0", "pages-s1", "pages-s1"]
     printed = capsys.readouterr().out
     assert "failed: pages-s1: exit code 2: error: nothing works today" in printed
+
+
+def test_a_start_that_was_put_back_from_a_copy_is_not_trained_again(
+    tiny_study: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model alone is enough: its folder's name has the digest of the settings."""
+    file = tmp_path / "copied.toml"
+    file.write_text(tiny_study.read_text().replace(str(tiny_study.parent), str(tmp_path)))
+    (start,) = (tiny_study.parent / "out" / "starts").glob("start-*")
+    shutil.copytree(start / "model", tmp_path / "out" / "starts" / start.name / "model")
+    FailingPool.calls = []
+    monkeypatch.setattr("jetrl.study.processes.Pool", FailingPool)
+    monkeypatch.setattr("jetrl.study.sitting.POLL_S", 0.0)
+    words = ["--only", "pages", "--only", "seed=1", "--no-report"]
+    assert main(["study", str(file), *words]) == 1
+    assert FailingPool.calls == ["pages-s1", "pages-s1"]
+    assert not (tmp_path / "out" / "report.html").exists()
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ For example:
     jetrl study flows.toml --only length=64 --jobs 8        one value of an axis, 8 runs a card
     jetrl study flows.toml --only seed=0 --only seed=1      some seeds
     jetrl study flows.toml --minutes 10                     stop at checkpoints after ten minutes
+    jetrl study flows.toml --minutes 10 --no-report         the same, and no report at the end
     jetrl study flows.toml --report-only                    the report of what is there
     jetrl study benchmarks/results/study/flows.json         the report from the committed results
 
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = (
         "jetrl study STUDY.toml [--only ARM | AXIS=VALUE | seed=N ...] [--jobs N] [--minutes M] "
-        "[--report-only | --dry-run]"
+        "[--no-report | --report-only | --dry-run]"
     )
     parser.add_argument(
         "study", nargs="?", metavar="STUDY", help="a study file, or a results file (.json)"
@@ -65,6 +66,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--dry-run", action="store_true", help="list the runs and their state, and stop"
+    )
+    parser.add_argument(
+        "--no-report", action="store_true", help="run, and leave the report to --report-only"
     )
     parser.add_argument("--evaluate", metavar="REQUEST", help=argparse.SUPPRESS)
 
@@ -155,7 +159,9 @@ def work_off(
     finally:
         signal.signal(signal.SIGTERM, before)
         lock.release()
-    code = report(definition, results) if results.runs else 1
+    code = 1 if results.failed or not results.runs else 0
+    if results.runs and not args.no_report:
+        code = report(definition, results)
     for name, reason in results.failed.items():
         print(f"failed: {name}: {reason}")
     if sitting.left:

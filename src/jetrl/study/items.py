@@ -72,6 +72,10 @@ def look(item: Item, definition: Definition, results: Results) -> None:
         state = run_state(work.path)
         if state == "finished":
             item.stage = "evaluate" if isinstance(work, PlannedRun) else "done"
+    elif isinstance(work, PlannedStart) and (work.path / "model" / "config.json").is_file():
+        item.stage = (
+            "done"  # its model was put there from a copy; its name has the settings' digest
+        )
 
 
 def has_begun(work: PlannedRun | PlannedStart, definition: Definition) -> bool:

@@ -187,7 +187,9 @@ def _planned_start(
     defaults = Settings()
     settings = settings.model_copy(
         update={
-            "precision": PrecisionSettings(preset=section.precision),
+            "precision": PrecisionSettings(
+                preset=section.precision, pinned_sums=section.pinned_sums or None
+            ),
             "sampler_deviation": defaults.sampler_deviation,
             "algorithm": defaults.algorithm,
             "loop": defaults.loop.model_copy(update={"steps": 0}),

@@ -203,7 +203,8 @@ def method(definition: Definition, runs: Sequence[RunResult]) -> list[str]:
         "paired by seed: arms of one seed share prompts, draws and first weights until their first "
         "real difference. The permutation test flips the signs of the differences in all ways; "
         "with n seeds its p-value cannot be below 2 / 2^n. Holm's method adjusts the t tests for "
-        "the number of arms.",
+        "the number of arms. Where equivalence is not shown, the number of seeds is named with "
+        "which equal arms whose differences spread as these would pass four times of five.",
         _rule(definition.collapse),
         f"Curves are means over steps, at most {study.points} points a run. Bands reach from the "
         "lowest seed to the highest; a run that collapsed has a thin line of its own.",

@@ -116,6 +116,11 @@ class StartSection(Section):
     """The section `[start]`: supervised training before the runs, whose weights all arms share."""
 
     precision: Preset = Field("bf16", description="precision preset of the supervised training")
+    pinned_sums: bool = Field(
+        False,
+        description="true: repeats to the bit wherever it is made, as an exact plan does; bf16 and "
+        "mixed do not otherwise on a GPU",
+    )
     seed: NonNegative | None = Field(
         None, description="run.seed of one start for all seeds; unset: one start for each seed"
     )

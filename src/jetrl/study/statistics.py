@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from statistics import fmean, stdev
 
 MOST_FLIPPED = 16  # differences whose signs are flipped in all 2**n ways
+MOST_SEEDS = 100  # a number of pairs beyond it is not named
 _TERMS, _PRECISION = 500, 1e-15
 
 
@@ -45,12 +46,14 @@ class Comparison:
             fewer than two pairs or more than `MOST_FLIPPED`.
         equivalence_p: The p-value of the two one-sided t tests that the difference lies within the
             margin on both sides; NaN for fewer than two pairs.
+        pairs_needed: The number of pairs that would show equivalence; see `pairs_needed`.
     """
 
     difference: Interval
     t_p: float
     flip_p: float
     equivalence_p: float
+    pairs_needed: int | None
 
 
 def beta_cdf(x: float, a: float, b: float) -> float:
@@ -158,7 +161,35 @@ def compare(differences: Sequence[float], margin: float, level: float) -> Compar
         t_test(differences),
         flip_test(differences),
         max(_one_sided(differences, -margin), _one_sided([-d for d in differences], -margin)),
+        pairs_needed(differences, margin, level),
     )
+
+
+def pairs_needed(
+    differences: Sequence[float], margin: float, level: float, power: float = 0.8
+) -> int | None:
+    """Return how many pairs with this spread would show the equivalence of arms that are equal.
+
+    With so many, two one-sided t tests put a true difference of 0 within the margin with
+    probability `power`: the estimate has to stay `t` of the level below the margin on both sides.
+
+    Args:
+        differences: Differences whose spread is taken.
+        margin: The largest difference of arms that count as equivalent.
+        level: The confidence of the tests.
+        power: The probability.
+
+    Returns:
+        The number; None for fewer than two differences, or above `MOST_SEEDS`.
+    """
+    if len(differences) < 2:
+        return None
+    spread = stdev(differences)
+    for n in range(2, MOST_SEEDS + 1):
+        steps = t_quantile(level, n - 1) + t_quantile(0.5 + power / 2, n - 1)
+        if margin * math.sqrt(n) >= spread * steps:
+            return n
+    return None
 
 
 def t_test(differences: Sequence[float]) -> float:

@@ -12,7 +12,7 @@ from jetrl.study.analysis import ArmResult, TwinGroup, point_name, runs_of
 from jetrl.study.definition import Definition
 from jetrl.study.plan import grid_points
 from jetrl.study.results import RunResult
-from jetrl.study.statistics import Interval
+from jetrl.study.statistics import Comparison, Interval
 
 PHASES = ("rollout", "reward", "update", "requantize", "checkpoint", "eval", "step")
 DASH = "-"
@@ -83,16 +83,20 @@ def _accuracy_row(definition: Definition, result: ArmResult) -> list[str]:
             shown_p(comparison.t_p),
             shown_p(result.adjusted_p),
             shown_p(comparison.flip_p),
-            _equivalence(comparison.equivalence_p, 1 - definition.study.level),
+            _equivalence(comparison, 1 - definition.study.level),
         ]
     return [*row, f"{result.num_collapsed} of {collapsed.n}"]
 
 
-def _equivalence(p: float, level: float) -> str:
-    """Return the verdict of an equivalence test, with its p-value."""
+def _equivalence(comparison: Comparison, level: float) -> str:
+    """Return the verdict of an equivalence test, its p-value, and the seeds that would show it."""
+    p, needed = comparison.equivalence_p, comparison.pairs_needed
     if math.isnan(p):
         return DASH
-    return f"{'yes' if p < level else 'not shown'} (p {shown_p(p)})"
+    if p < level:
+        return f"yes (p {shown_p(p)})"
+    enough = needed is not None and needed > comparison.difference.n
+    return f"not shown (p {shown_p(p)}{f'; {needed} seeds would do' if enough else ''})"
 
 
 def shown_interval(interval: Interval | None, signed: bool = False) -> str:
