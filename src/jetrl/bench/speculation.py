@@ -1,170 +1,167 @@
 r"""Speculation on one GPU: speed as a function of how many drafts are right, and the bits.
 
-    jetrl bench speculation --shape qwen3-8b --case 1x8x128x1024 --case 8x8x8192x512 \
-        --right 0.5 --right 0.6 --right 0.7 --out speculation.json
+    jetrl bench speculation --shape qwen3-8b --load 8 --load 256 --out speculation.json
+    jetrl bench speculation --load 64-part --right 0.5 --fixed 2x2 --fixed 4x4
+    jetrl bench speculation --load exact --mode text --right 0.7
 
 A case is PROMPTS x SAMPLES x PROMPT TOKENS x RESPONSE TOKENS, and may have a fifth number, the mean
-length of responses with a tail (`jetrl.bench._load`). Weights are random, so no text would be a
-good draft. The completions are drawn once with speculation off; then drafts are these completions,
-every token of which is wrong with the chosen chance. A chance of 0.5, 0.6 and 0.7 to be right
-brings 2.0, 2.5 and 3.3 tokens a forward where drafts may be long. Look-ups in text, which a run
-pays for, run as well, and with `--head` the guesses of a draft head. The mode is `auto`, which
-chooses the width of each step.
+length of responses with a tail (`jetrl.bench._load`); a load is one case by name, or several.
+Weights are random, so no text would be a good draft. The completions are drawn once with
+speculation off; then drafts are these completions, every token of which is wrong with the chosen
+chance. A chance of 0.5, 0.6 and 0.7 to be right brings 2.0, 2.5 and 3.3 tokens a forward where
+drafts may be long. Look-ups in text, which a run pays for, run as well, and with `--head` the
+guesses of a draft head. The mode is `auto`, which chooses the width of each step, or `text`, which
+always verifies; `--fixed` adds calls in which every forward verifies the same.
 
-Seconds are of whole calls without the capture of graphs; prompts count. Calls with speculation off
-take turns with the others, and their median is what a speed-up refers to. All tokens and log-probs
-are compared with those of the call without speculation, as bits.
+Seconds are of whole calls without the capture of graphs; `decode_s` also leaves the prompts out.
+Before it is timed, each call runs with short completions, so that what is compiled is not part of
+it. A call with speculation off that is short runs again at the end, and the mean is what a speed-up
+refers to. All tokens and log-probs are compared with those of the call without speculation, as
+bits. On one H200 with three shares, at the shape of qwen3-8b, a load is expected to take: 8 about
+15 seconds, 256 about 120, 64-part 50, 64 about 220, grpo 190, exact with one share 80.
 """
 
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import torch
-from torch import Tensor
 
+from jetrl.bench._known_drafts import FixedWidth, KnownDrafts
 from jetrl.bench._load import Load, load_text
 from jetrl.bench._timing import Row, add_shape_arguments, bench_parser, print_table, write_results
 from jetrl.bench.parity import make_policy
-from jetrl.kernels.decode_state import DecodeState
-from jetrl.kernels.draft_state import MAX_DRAFT, UNKNOWN, Drafts
 from jetrl.models.draft_head import DraftHead
 from jetrl.models.policy import Policy
 from jetrl.rollout.engine import RolloutEngine
-from jetrl.rollout.launched_step import to_device
 from jetrl.rollout.options import GenerateOptions
 from jetrl.rollout.progress import RolloutStats
-from jetrl.rollout.sequence import RunningSequence
-from jetrl.rollout.speculation import Speculation
 from jetrl.types import Completion, SamplingParams
 
+# Loads by name.
+LOADS = {
+    "8": ("1x8x128x1024",),
+    "64": ("8x8x256x8192",),
+    "grpo": ("64x8x256x8192x1500",),
+    "256": ("32x8x256x2048",),
+    # 64 sequences at the mean context of the load 64, for an eighth of its tokens.
+    "64-part": ("64x1x3584x1024",),
+    # 216,000 tokens at batches of 1 to 512 and contexts to 32k.
+    "exact": (
+        "1x1x30000x2000",
+        "2x4x15000x1000",
+        "4x8x7000x700",
+        "8x8x1500x600",
+        "16x8x500x400",
+        "32x8x150x200",
+        "64x8x60x70",
+    ),
+}
+_SHORT_S = 30  # Calls without speculation that are shorter run twice.
+_WARM_TOKENS = 64  # Of each completion in the call before those that are timed.
 
-class KnownDrafts(Speculation):
-    """Drafts that are known completions, with wrong tokens among them.
 
-    Args:
-        slots: The most running sequences.
-        max_model_len: The most tokens of a sequence.
-        device: The device.
-        head: A draft head, whose guesses are made as well and thrown away.
+@dataclass(frozen=True)
+class Drafting:
+    """The drafts of the calls of a benchmark, and what verifies them.
+
+    Attributes:
+        shares: The chances of a drafted token to be right.
+        head: A draft head that is asked as well; None: without.
+        mode: "auto", or "text" to verify drafts in every forward.
+        fixed: (most tokens, share of rows) of further calls, whose forwards all verify the same.
     """
 
-    def __init__(
-        self, slots: int, max_model_len: int, device: torch.device, head: DraftHead | None = None
-    ) -> None:
-        super().__init__("auto", slots, max_model_len, device, head)
-        # The token of each position, of each slot's sequence, with room for a draft behind the
-        # last; and how many are known from a position on, up to the longest draft.
-        self._width = max_model_len + MAX_DRAFT + 1
-        shape = (slots + 1, self._width)
-        self._script = torch.full(shape, UNKNOWN, dtype=torch.int32, device=device)
-        self._left = torch.zeros(shape, dtype=torch.int32, device=device)
-        self._base = torch.arange(slots + 1, device=device) * self._width + 1
-        self._behind = torch.arange(MAX_DRAFT, device=device)
-        self._known: Sequence[np.ndarray] = ()
-
-    def know(self, completions: Sequence[Completion], right: float, vocabulary: int) -> None:
-        """Take the completions of the next call.
-
-        Args:
-            completions: The completions, in the order of the call's sequences.
-            right: The chance of a token of a draft to be the completion's.
-            vocabulary: The number of tokens that a wrong one is drawn from.
-        """
-        chance = np.random.default_rng(0)
-        known = []
-        for completion in completions:
-            tokens = np.array(completion.token_ids)
-            wrong = chance.random(len(tokens)) >= right
-            known.append(np.where(wrong, (tokens + 1) % vocabulary, tokens))
-        self._known = known
-
-    def arrive(self, arrivals: Sequence[tuple[int, RunningSequence]]) -> None:
-        """Take in the text, and the known completion, of sequences that get a slot."""
-        super().arrive(arrivals)
-        if not arrivals:
-            return
-        scripts = np.full((len(arrivals), self._width), UNKNOWN, dtype=np.int32)
-        left = np.zeros_like(scripts)
-        for row, (_, sequence) in enumerate(arrivals):
-            start, known = len(sequence.prompt), self._known[sequence.index]
-            end = start + len(known)
-            scripts[row, start:end] = known
-            left[row, start:end] = np.minimum(np.arange(len(known), 0, -1), MAX_DRAFT)
-        device = self._script.device
-        slots = to_device([slot for slot, _ in arrivals], device)
-        self._script[slots] = to_device(scripts, device)
-        self._left[slots] = to_device(left, device)
-
-    def propose(self, state: DecodeState, rows: Tensor, width: int) -> Drafts:
-        """Return the known tokens behind each row's last one, after a look-up in the text."""
-        drafts = super().propose(state, rows, width)
-        first = (self._base + state.position)[rows]
-        tokens = self._script.view(-1)[first[:, None] + self._behind]
-        return Drafts(tokens, self._left.view(-1)[first], drafts.sources)
+    shares: Sequence[float]
+    head: DraftHead | None = None
+    mode: str = "auto"
+    fixed: Sequence[tuple[int, float]] = ()
 
 
-def run_case(
-    policy: Policy, load: Load, shares: Sequence[float], head: DraftHead | None = None
-) -> list[Row]:
+def run_case(policy: Policy, load: Load, drafting: Drafting) -> list[Row]:
     """Return a row of the call without speculation, and one for each share of right tokens.
 
     Args:
         policy: The policy that samples.
         load: The prompts and lengths.
-        shares: The chances of a drafted token to be right.
-        head: A draft head that is asked as well; None: without.
+        drafting: The drafts.
     """
     prompts, count = load.random_prompts(policy.config.vocab_size, 0), load.sequences
     params = SamplingParams(load.samples, load.response_length, ignore_eos=True, seed=1)
     options = GenerateOptions(max_tokens=load.response_lengths())
-    pages = count * -(-load.length // 64) + 1
-    off = RolloutEngine(policy, count, pages, max_model_len=load.length)
-    short = GenerateOptions(max_tokens=[min(n, 20) for n in load.response_lengths()])
-    off.generate(prompts, params, options=short)  # what is compiled or captured first
-    expected = off.generate(prompts, params, options=options)
-    calls = [off.stats]
-    engine = RolloutEngine(policy, count, pages, max_model_len=load.length)
-    drafts = KnownDrafts(count, engine.max_model_len, policy.device, head)
-    engine.use_drafts(drafts)
-    compared: list[tuple[float | None, RolloutStats, list[Completion]]] = []
-    for share in shares:
-        drafts.know(expected, share, policy.config.vocab_size)
+    lengths = [min(n, _WARM_TOKENS) for n in load.response_lengths()]
+    short = GenerateOptions(max_tokens=lengths)
+
+    # With enough pages from the start a longer call keeps the graphs of the short one. The pages
+    # of a long tail at its longest are more than there is memory for, and than are used.
+    pages = None if load.mean_length else count * -(-load.length // 64) + 1
+
+    def called(engine: RolloutEngine) -> tuple[RolloutStats, list[Completion]]:
         completions = engine.generate(prompts, params, options=options)
-        compared.append((share, engine.stats, completions))
-        # In turn: a card that is warm, or at its power limit, is slower.
-        off.generate(prompts, params, options=options)
-        calls.append(off.stats)
-    plain = statistics.median(stats.seconds - stats.capture_s for stats in calls)
-    middle = min(calls, key=lambda stats: abs(stats.seconds - stats.capture_s - plain))
-    compared.insert(0, (None, middle, expected))
-    off.free_cache()
-    engine.free_cache()
-    return [_row(load, *one, plain, expected) for one in compared]
+        stats = engine.stats
+        engine.free_cache()  # two engines may have more pages than memory has room for
+        return stats, completions
+
+    off = RolloutEngine(policy, count, pages, max_model_len=load.length)
+    off.generate(prompts, params, options=short)  # what is compiled or captured first
+    stats, expected = called(off)
+    calls, rows = [stats], []
+    for most, share in [(0, 0.0), *drafting.fixed]:
+        engine = RolloutEngine(policy, count, pages, max_model_len=load.length)
+        slots = (count, engine.max_model_len, policy.device)
+        drafts = KnownDrafts(*slots, drafting.head, drafting.mode)
+        if most:
+            drafts.widths = FixedWidth(most, share)
+        engine.use_drafts(drafts)
+        for right in drafting.shares:
+            drafts.know(expected, right, policy.config.vocab_size)
+            engine.generate(prompts, params, options=short)
+            rows.append((f"{most}x{share:g}" if most else drafting.mode, right, *called(engine)))
+    if stats.seconds < _SHORT_S and policy.device.type == "cuda":
+        # A card that is warm, or at its power limit, is slower.
+        calls.append(called(off)[0])
+    plain = statistics.mean(_seconds(stats) for stats in calls)
+    rows.insert(0, ("off", None, calls[0], expected))
+    return [_row(load, *row, plain, _decode_seconds(calls[0]), expected) for row in rows]
+
+
+def _seconds(stats: RolloutStats) -> float:
+    """Return the seconds of a call without the capture of graphs."""
+    return stats.seconds - stats.capture_s
+
+
+def _decode_seconds(stats: RolloutStats) -> float:
+    """Return the seconds of a call without the capture of graphs and without its prompts."""
+    return _seconds(stats) - stats.prefill_s
 
 
 def _row(
     load: Load,
+    mode: str,
     right: float | None,
     stats: RolloutStats,
     completions: Sequence[Completion],
     plain: float,
+    plain_decode: float,
     expected: Sequence[Completion],
 ) -> Row:
     """Return the row of one call.
 
     Args:
         load: The load.
+        mode: "off", what chose the widths, or the fixed one.
         right: The chance of a drafted token to be right; None with speculation off.
         stats: The counts of the call.
         completions: Its completions.
         plain: The seconds of a call with speculation off.
+        plain_decode: Those of its decode.
         expected: The completions of that.
     """
-    drafts, seconds = stats.speculation, stats.seconds - stats.capture_s
+    drafts, seconds, decode = stats.speculation, _seconds(stats), _decode_seconds(stats)
     tokens = logprobs = 0
     for one, other in zip(completions, expected, strict=True):
         assert len(one.token_ids) == len(other.token_ids), "completions of other lengths"
@@ -176,10 +173,12 @@ def _row(
         tokens, logprobs = tokens + different[0], logprobs + different[1]
     return {
         "load": str(load),
-        "speculation": "off" if right is None else "auto",
+        "speculation": mode,
         "right": right,
         "seconds": round(seconds, 3),
         "speed_up": round(plain / seconds, 3),
+        "decode_s": round(decode, 3),
+        "decode_speed_up": round(plain_decode / decode, 3),
         "tokens_per_forward": 1.0 if drafts is None else round(drafts.tokens_per_forward, 3),
         "forwards": stats.forwards,
         "verify_share": 0.0 if drafts is None else round(drafts.verify_s / drafts.decode_s, 3),
@@ -188,6 +187,7 @@ def _row(
         "different_logprobs": logprobs,
         "graphs": stats.graphs,
         "capture_s": round(stats.capture_s, 2),
+        "idle_s": round(stats.device_idle_s, 3),
     }
 
 
@@ -200,23 +200,37 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--case", action="append", help="PxSxLxR or PxSxLxRxM, repeatable; default: 1x8x128x1024"
     )
+    parser.add_argument("--load", action="append", choices=LOADS, help="repeatable")
     parser.add_argument(
         "--right", type=float, action="append", help="repeatable; default: 0.5, 0.6 and 0.7"
     )
+    parser.add_argument(
+        "--fixed", action="append", help="MOSTxSHARE, repeatable: calls of this width as well"
+    )
+    parser.add_argument("--mode", choices=("auto", "text"), default="auto")
     parser.add_argument(
         "--out", default="build/bench/speculation.json", type=Path, help="JSON file"
     )
     parser.add_argument("--head", action="store_true", help="ask a draft head of 3 tokens as well")
     args = parser.parse_args(argv)
-    cases, shares = args.case or ["1x8x128x1024"], args.right or [0.5, 0.6, 0.7]
+    shares = args.right or [0.5, 0.6, 0.7]
+    cases = [*(args.case or []), *(case for name in args.load or [] for case in LOADS[name])]
     policy = make_policy(args.shape, args.plan, args.device, args.layers)
     head = DraftHead(policy, 3, 0) if args.head else None
     if head is not None:
         head.trained = True
+    fixed = [(int(m), float(s)) for m, s in (one.split("x") for one in args.fixed or [])]
+    drafting = Drafting(shares, head, args.mode, fixed)
     rows: list[Row] = []
-    for case in cases:
-        rows += run_case(policy, load_text(case), shares, head)
-        print_table(rows)
+    for case in cases or ["1x8x128x1024"]:
+        began = time.perf_counter()
+        of_case = run_case(policy, load_text(case), drafting)
+        rows += of_case
+        print_table(of_case)
+        print(f"{case}: {time.perf_counter() - began:.0f} s", flush=True)
+    different = [sum(row[f"different_{what}"] for row in rows) for what in ("tokens", "logprobs")]
+    tokens = sum(row["tokens"] for row in rows if row["right"] is not None)
+    print(f"{different[0]} tokens and {different[1]} log-probs of {tokens} differ", flush=True)
     if args.device == "cpu":
         return
     model = {"shape": args.shape, "layers": policy.config.num_layers, "plan": args.plan}
@@ -224,7 +238,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     words = [f"jetrl bench speculation --shape {args.shape} --plan {args.plan}"]
     words += [] if args.layers is None else [f"--layers {args.layers}"]
     words += ["--head"] if args.head else []
-    words += [f"--case {case}" for case in cases] + [f"--right {share}" for share in shares]
+    words += [] if args.mode == "auto" else [f"--mode {args.mode}"]
+    words += [f"--load {name}" for name in args.load or []]
+    words += [f"--case {case}" for case in args.case or []]
+    words += [f"--right {share}" for share in shares]
+    words += [f"--fixed {one}" for one in args.fixed or []]
     write_results(args.out, "speculation", " ".join(words), [{**model, **row} for row in rows])
 
 
