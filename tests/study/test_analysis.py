@@ -91,6 +91,16 @@ def test_over_all_points_a_seed_counts_once() -> None:
     assert (difference.mean, difference.n) == (pytest.approx(-0.01), 2)
 
 
+def test_points_without_runs_are_no_part_of_all_points() -> None:
+    three = dict(definition().tree)
+    three["grid"] = {"length": {"short": {}, "long": {}, "longest": {}}}
+    runs = [run(point, "bf16", 0, 0.5) for point in ("short", "long")]
+    every = arm_results(definition_of(three, Path("made-up.toml")), runs)
+    counts = [r.common.n for r in every if r.point == ALL_POINTS and r.common is not None]
+    assert counts == [1]
+    assert not any(r.point == ALL_POINTS for r in arm_results(definition(), runs[:1]))
+
+
 def test_a_run_without_weights_is_counted_and_not_averaged() -> None:
     runs = [run("short", "mixed", 0, 0.5), run("short", "mixed", 1, None, end="nonfinite")]
     mixed = next(r for r in arm_results(definition(), runs) if r.arm == "mixed")

@@ -102,7 +102,8 @@ def runs_of(runs: Sequence[RunResult], point: Mapping[str, str], arm: str) -> li
 def arm_results(definition: Definition, runs: Sequence[RunResult]) -> list[ArmResult]:
     """Return the results of each arm at each grid point, and over all points if there are several.
 
-    Over all points the value of a seed is its mean over the points, for seeds that have all.
+    Over all points that have runs, the value of a seed is its mean over them, for seeds that have
+    all.
 
     Args:
         definition: The definition of the study.
@@ -113,9 +114,10 @@ def arm_results(definition: Definition, runs: Sequence[RunResult]) -> list[ArmRe
     for point in points:
         chosen = {arm: runs_of(runs, point, arm) for arm in definition.arms}
         results += _results_at(definition, point_name(point), chosen, 1)
-    if len(points) > 1:
+    begun = sum(any(run.point == point for run in runs) for point in points)
+    if begun > 1:
         chosen = {arm: [run for run in runs if run.arm == arm] for arm in definition.arms}
-        results += _results_at(definition, ALL_POINTS, chosen, len(points))
+        results += _results_at(definition, ALL_POINTS, chosen, begun)
     return results
 
 
