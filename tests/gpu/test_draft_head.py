@@ -122,7 +122,7 @@ def drawn_samples(engine: RolloutEngine, prompts: list[list[int]], seed: int) ->
     ]
 
 
-def train(with_head: bool, steps: int = 12) -> tuple[Any, ...]:
+def train(with_head: bool, steps: int = 8) -> tuple[Any, ...]:
     """Return the policy's weights, the head's, and accuracy and acceptance by step."""
     policy = make_policy()
     settings = Settings.model_validate(

@@ -188,6 +188,7 @@ def speculation() -> None:
     text = DraftText.empty(513, 16384, 2**12, 2**12, META)
     for count, width, size in VERIFIED:
         rows = empty(count, dtype=torch.int64)
+        propose(text, state, rows, longest_only=True)
         drafts = propose(text, state, rows)
         inputs = verify_inputs(state, text, drafts, rows, 64, width, size)
         several = SequenceQueries(inputs.queries, inputs.first, inputs.keys, width)

@@ -19,6 +19,7 @@ from jetrl.memory.fitting import check_fits
 from jetrl.memory.plan import MemoryPlan, OtherModels, Workload, memory_plan
 from jetrl.models.adapter import Adapter, LoRA
 from jetrl.models.attention import staged_bytes_per_token
+from jetrl.models.draft_head import DraftHead
 from jetrl.models.families import ModelConfig
 from jetrl.models.model import Model
 from jetrl.models.norm import RMSNorm
@@ -296,6 +297,22 @@ def test_many_sequences_together_are_named_where_their_graphs_leave_no_room() ->
     few = memory_plan(many, LARGE, None, Workload(256, 512, 4096, 8192), tokens=1024).peak + 2 * GIB
     with pytest.raises(UserError, match=r"it fits with rollout\.max_batch_size=256: "):
         check_fits(many, LARGE, OtherModels(), Workload(4096, 512, 4096, 8192), "cuda", few)
+
+
+def test_a_draft_head_counts_with_its_states() -> None:
+    config = ModelConfig.from_hf({**CONFIG, "tie_word_embeddings": True})
+    policy = Policy(config, PrecisionPlan.preset("unified"), random_weights(config, 0))
+    head = DraftHead(policy, 3, 0)
+    elements = sum(master.numel() for master in head.masters.values())
+    kept = sum(w.nbytes for w in head.weights.values()) + head.rows.nbytes
+    states = 100 * config.hidden_size * 2
+    for moments, size in (("fp32", 8), ("compact", 3)):
+        words = ["rollout.speculation=head", "draft_head.most_tokens=100"]
+        plan = memory_plan(settings(*words, f"train.optimizer_states={moments}"), config)
+        expected = (4 + size) * elements + kept + states
+        # Norms, and the scales of compact states, are as those of any model.
+        assert row(plan, "draft head: weights") == pytest.approx(expected, rel=0.05)
+    assert not any("draft head" in r.what for r in memory_plan(settings(), config).rows)
 
 
 def test_models_of_other_directories_count_with_their_own_sizes(tmp_path: Path) -> None:

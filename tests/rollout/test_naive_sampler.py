@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from jetrl.models.attention import PackedKeyValues
+from jetrl.models.draft_head import DraftHead
 from jetrl.rollout.engine import RolloutEngine
 from jetrl.rollout.multi_turn import EnvironmentReply
 from jetrl.rollout.options import GenerateOptions
@@ -189,13 +190,16 @@ def test_the_engine_draws_what_a_naive_sampler_draws(make_policy, case: int) -> 
     assert engine.pages_in_use == 0
     # Drafts change nothing: of siblings and the sequence itself, then of the call before. (Under
     # fp32 a row's bits depend on the number of rows.)
+    head = DraftHead(policy, choose([1, 3, 7]), seed=case)
+    head.trained = True
     speculating = RolloutEngine(
         policy,
         engine.max_batch_size,
         num_pages,
         page,
         engine.sizes.now.max_prefill_tokens,
-        speculation=choose(["text", "text", "auto"]),
+        speculation=choose(["text", "head", "auto"]),
+        draft_head=head,
     )
     speculating._repeats, speculating._ahead = engine._repeats, engine._ahead
     for _ in range(2):

@@ -118,10 +118,14 @@ def test_drafts_are_shown_where_a_run_verified_some(synthetic, create):
     with create() as run:
         for step, tokens in ((1, 1.25), (2, 1.75)):
             drafts = {"speculation/tokens_per_forward": tokens}
+            if step == 2:
+                drafts["speculation/acceptance_head"] = 0.625
             run.write_step(StepStats(step, {**synthetic.metrics_of(step), **drafts}))
         text = write_report(run.path).read_text(encoding="utf-8")
     assert "Tokens a forward, with drafts" in text
     assert "1.75" in text
+    assert "Right guesses of the draft head" in text
+    assert "0.625" in text
 
 
 @pytest.mark.parametrize(

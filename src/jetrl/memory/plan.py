@@ -29,6 +29,7 @@ from jetrl.memory.pages import gpu_pages_room, most_contexts
 from jetrl.memory.products import ProductBytes
 from jetrl.memory.weights import (
     adapter_bytes,
+    draft_head_bytes,
     frozen_bytes,
     optimizer_bytes,
     quantized_bytes,
@@ -351,6 +352,9 @@ def _others(
         weights += quantized_bytes(critic, plan.without_base)
         size = weights + optimizer_bytes(settings, critic, cards)
         rows.append(_always(moments, "critic: weights, optimizer states", size))
+    if settings.rollout.asks_head:
+        size = draft_head_bytes(settings, config, plan)
+        rows.append(_always(moments, "draft head: weights, optimizer states", size))
     if others.reward is not None:
         held = ("reward",) if settings.reward.offload else moments
         size = frozen_bytes(others.reward, plan.without_base)

@@ -8,6 +8,7 @@ from typing import Literal
 from jetrl.distributed.shards import shard_of
 from jetrl.kernels.adamw import state_bytes
 from jetrl.models.adapter import LoRA, adapter_names
+from jetrl.models.draft_head import KNOWN_TOKENS, draft_head_shapes
 from jetrl.models.families import ModelConfig, parameter_shapes
 from jetrl.precision.nvfp4 import NVFP4_GROUP
 from jetrl.precision.plan import FP8_BLOCK, PrecisionPlan
@@ -89,6 +90,22 @@ def optimizer_bytes(
     states = settings.train.optimizer_states
     shapes = trained_shapes(config, cards, lora).values()
     return sum(state_bytes(shape, states) for shape in shapes)
+
+
+def draft_head_bytes(settings: Settings, config: ModelConfig, plan: PrecisionPlan) -> int:
+    """Return the bytes of a draft head: its weights twice, optimizer states, and states of a step.
+
+    Args:
+        settings: The run's settings.
+        config: The policy's shape.
+        plan: The policy's precision plan.
+    """
+    width = 4 if plan.rest == "fp32" else 2
+    size, shapes = config.hidden_size, draft_head_shapes(config.hidden_size).values()
+    weights = sum(map(math.prod, shapes)) * (4 + width)
+    weights += sum(state_bytes(shape, settings.train.optimizer_states) for shape in shapes)
+    rows = min(KNOWN_TOKENS, config.vocab_size) + settings.draft_head.most_tokens
+    return weights + width * size * rows
 
 
 def frozen_bytes(config: ModelConfig, plan: PrecisionPlan) -> int:

@@ -166,6 +166,9 @@ def _headline(records: list[Record], history: RunHistory, attempts: list[Attempt
     drafts = change_of(records, "speculation/tokens_per_forward")
     if drafts is not None:
         tiles.append(_change_tile("Tokens a forward, with drafts", drafts))
+    guesses = change_of(records, "speculation/acceptance_head")
+    if guesses is not None:
+        tiles.append(_change_tile("Right guesses of the draft head", guesses))
     tiles.append(tile("Wall time", text(duration(history.elapsed_s)), steps))
     loss = change_of(records, "sft/loss")
     if loss is not None and history.num_steps == 0:

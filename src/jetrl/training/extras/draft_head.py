@@ -250,7 +250,7 @@ class DraftHeadTraining:
                 right = (logits.argmax(1) == wanted[:, 0]).sum()
         count = (wanted != _NOT_KNOWN).sum()
         total = torch.stack(losses).sum()
-        (total / count.clamp(min=1)).backward()  # type: ignore[no-untyped-call]
+        (total / count.clamp(min=1)).backward()
         return torch.stack(
             [total.detach(), count.float(), right.float(), follows[:, 0].sum().float()]
         )

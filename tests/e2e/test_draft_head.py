@@ -1,0 +1,135 @@
+"""Whole runs with a draft head: the same bits as without, and resumed with the same head."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from jetrl import load_config, train
+from jetrl.errors import UserError
+from jetrl.runs import RunDirectory, reproducible
+
+TINY = [
+    "sft.steps=20",
+    "sft.until=none",
+    "sft.examples_per_step=16",
+    "rollout.prompts_per_step=4",
+    "rollout.samples_per_prompt=4",
+    "rollout.max_tokens=12",
+    "eval.every=2",
+    "eval.prompts=8",
+    "checkpoint.every=2",
+    "checkpoint.keep_last=9",
+    "report.enabled=false",
+    "model.config.num_hidden_layers=1",
+    "model.config.max_position_embeddings=64",
+    "loop.steps=4",
+    "draft_head.share=1.0",
+    "draft_head.lr=5e-3",
+    "draft_head.tokens_per_update=16",
+]
+
+
+def settings(path: Path, name: str, *overrides: str) -> Any:
+    return load_config("demo", [*TINY, f"run.dir={path}", f"run.name={name}", *overrides])
+
+
+def numbers(path: Path) -> list[dict[str, float]]:
+    """The metrics of all steps, without times and without those of the head."""
+    return [
+        {n: v for n, v in reproducible(r).items() if not n.startswith("draft_head/")}
+        for r in RunDirectory.open(path).metrics()
+    ]
+
+
+def rollouts(path: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in (path / "rollouts").iterdir()}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("runs")
+    return {
+        mode: train(settings(folder, mode, f"rollout.speculation={mode}")).run_path
+        for mode in ("off", "head", "auto")
+    }
+
+
+@pytest.mark.parametrize("mode", ["head", "auto"])
+def test_a_run_has_the_same_bits_with_a_head_and_without(runs: Any, mode: str) -> None:
+    plain, other = runs["off"], runs[mode]
+    assert numbers(plain) == numbers(other)
+    assert rollouts(plain) == rollouts(other)
+    for name in ("model.safetensors", "config.json"):
+        assert (plain / "model" / name).read_bytes() == (other / "model" / name).read_bytes()
+    masters = "checkpoints/step_000004/masters.safetensors"
+    assert (plain / masters).read_bytes() == (other / masters).read_bytes()
+
+
+def test_a_run_says_what_its_head_was_worth(runs: Any) -> None:
+    steps = RunDirectory.open(runs["head"]).metrics("rl")[-4:]
+    assert steps[-1]["draft_head/loss"] < steps[0]["draft_head/loss"]
+    assert 0 < steps[-1]["draft_head/accuracy"] <= 1
+    assert all(line["timing/draft_head_s"] > 0 for line in steps)
+    assert "speculation/acceptance_head" not in steps[0], "it had learned nothing by then"
+    assert steps[-1]["speculation/acceptance_head"] > 0
+    assert steps[-1]["speculation/tokens_per_forward"] > 1
+    exported = load_file(runs["head"] / "model" / "model.safetensors")
+    assert not any("fc.weight" in name for name in exported)
+
+
+@pytest.mark.parametrize("mode", ["head", "auto"])
+def test_a_resumed_run_has_the_same_policy_and_the_same_head(
+    runs: Any, tmp_path: Path, mode: str
+) -> None:
+    cut = tmp_path / mode
+    shutil.copytree(runs[mode], cut)
+    for step in (3, 4):
+        shutil.rmtree(cut / "checkpoints" / f"step_{step:06d}", ignore_errors=True)
+    train(settings(tmp_path, mode, f"rollout.speculation={mode}"), resume=True)
+    for name in ("masters", "optimizer", "draft_head"):
+        file = f"checkpoints/step_000004/{name}.safetensors"
+        assert (cut / file).read_bytes() == (runs[mode] / file).read_bytes(), name
+    assert numbers(cut) == numbers(runs[mode])
+    losses = [
+        [line.get("draft_head/loss") for line in RunDirectory.open(path).metrics("rl")]
+        for path in (cut, runs[mode])
+    ]
+    assert losses[0] == losses[1]
+
+
+def test_a_run_may_get_a_head_later_and_lose_it_again(runs: Any, tmp_path: Path) -> None:
+    cut = tmp_path / "later"
+    shutil.copytree(runs["off"], cut)
+    shutil.rmtree(cut / "checkpoints" / "step_000004")
+    train(settings(tmp_path, "later", "rollout.speculation=head"), resume=True)
+    masters = "checkpoints/step_000004/masters.safetensors"
+    assert (cut / masters).read_bytes() == (runs["off"] / masters).read_bytes()
+    head = load_file(cut / "checkpoints/step_000004/draft_head.safetensors")
+    assert int(head["updates"]) > 0
+    train(settings(tmp_path, "later", "rollout.speculation=off", "loop.steps=5"), resume=True)
+    files = {file.name for file in (cut / "checkpoints" / "step_000005").iterdir()}
+    assert "draft_head.safetensors" not in files
+
+
+def test_the_number_of_guesses_may_change(runs: Any, tmp_path: Path) -> None:
+    cut = tmp_path / "other"
+    shutil.copytree(runs["head"], cut)
+    manifest = (cut / "checkpoints" / "step_000004" / "manifest.json").read_text()
+    assert "draft_head.safetensors" in manifest
+    more = train(
+        settings(
+            tmp_path, "other", "rollout.speculation=head", "draft_head.tokens=2", "loop.steps=5"
+        ),
+        resume=True,
+    )
+    assert more.steps == 5, "its weights are the same for any number"
+
+
+def test_a_head_without_steps_that_train_it_is_refused() -> None:
+    with pytest.raises(UserError, match=r"rollout\.speculation = head has drafts from a network"):
+        load_config("demo", ["rollout.speculation=head", "loop.steps=0"])
