@@ -61,7 +61,7 @@ LOADS = {
         "64x8x60x70",
     ),
 }
-_SHORT_S = 30  # Calls without speculation that are shorter run twice.
+_SHORT_S = 20  # Calls without speculation that are shorter run twice.
 _WARM_TOKENS = 64  # Of each completion in the call before those that are timed.
 
 
