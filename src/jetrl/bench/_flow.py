@@ -363,7 +363,8 @@ class Flow:
     def timed(self, phase: str, work: Callable[[], Any]) -> tuple[float, Any]:
         """Return the seconds and the result of a function; keep its peak in `peaks`.
 
-        All ranks begin together, and each has its own seconds.
+        All ranks begin together, and each has its own seconds. They are printed at once, since a
+        later phase of a large model may run out of time.
         """
         world().barrier(phase)
         on_gpu = self.policy.device.type == "cuda"
@@ -375,7 +376,10 @@ class Flow:
         if on_gpu:
             torch.cuda.synchronize()
             self.peaks[phase] = round(peak_bytes() / 2**30, 1)
-        return time.perf_counter() - began, result
+        seconds = time.perf_counter() - began
+        if world().is_first:
+            print(f"{phase}: {seconds:.2f} s, peak {self.peaks.get(phase, 0.0)} GiB", flush=True)
+        return seconds, result
 
 
 def with_logprobs(samples: Sequence[Sample], logprobs: Sequence[Sequence[float]]) -> list[Sample]:
