@@ -9,7 +9,7 @@ import pytest
 import torch
 from one_layer import config
 
-from jetrl.errors import UserError
+from jetrl.errors import OutOfMemoryStop, UserError
 from jetrl.kernels.draft_state import HEAD
 from jetrl.models.draft_head import DraftHead
 from jetrl.models.policy import Policy
@@ -184,6 +184,18 @@ def test_a_step_without_a_token_to_learn_from_is_no_error(sample):
     assert training.observer(batches[0].batch) is None
     assert training.learn() == {}
     assert not training.head.trained
+
+
+def test_no_memory_for_a_head_is_said_in_words(sample, monkeypatch):
+    training = make_training(make_policy())
+    training.begin(0, micro_batches(draw(training.head.policy, sample, 0)))
+
+    def full(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
+
+    monkeypatch.setattr(training, "_gather", full)
+    with pytest.raises(OutOfMemoryStop, match=r"training of the draft head.*most_tokens"):
+        training.learn()
 
 
 def test_states_that_are_not_finite_are_left_out(sample):

@@ -19,7 +19,7 @@ class DraftHeadSettings(Section):
     tokens: Tokens = Field(3, description="tokens that it guesses, one after the other")
     lr: PositiveFloat = Field(5e-4, description="learning rate of its AdamW")
     share: PositiveShare = Field(
-        0.1, description="share of the tokens of a step's first update that it learns from"
+        0.2, description="share of the tokens of a step's first update that it learns from"
     )
     most_tokens: Positive = Field(16384, description="tokens of a step that it learns from at most")
     tokens_per_update: Positive = Field(1024, description="tokens of one of its updates")

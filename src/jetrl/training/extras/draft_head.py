@@ -33,6 +33,7 @@ from torch.nn.functional import cross_entropy, linear
 from jetrl.distributed.shards import Shard
 from jetrl.distributed.world import world
 from jetrl.errors import UserError
+from jetrl.memory.out_of_memory import explained
 from jetrl.models.draft_head import DraftHead
 from jetrl.models.packed import upload
 from jetrl.randomness import derive_seed
@@ -43,6 +44,11 @@ from jetrl.training.packing import targets, trained_lengths
 from jetrl.types import Batch
 
 _WARMUP_UPDATES = 20
+_ADVICE = (
+    "lower draft_head.tokens_per_update or draft_head.most_tokens, set "
+    "train.optimizer_states=compact, or do without the head (rollout.speculation=text). The last "
+    "checkpoint is good"
+)
 _NOT_KNOWN = -100  # the target that a cross entropy leaves out
 
 
@@ -185,9 +191,17 @@ class DraftHeadTraining:
             draft_head/loss and draft_head/accuracy before each update, means over the tokens;
             timing/draft_head_s; where it happened draft_head/skipped_updates. {} where no token was
             chosen.
+
+        Raises:
+            OutOfMemoryStop: The device has no room for one of them.
         """
         lessons, self._lessons = self._lessons, None
         assert lessons is not None, "begin comes first"
+        with explained("the training of the draft head", _ADVICE):
+            return self._learn(lessons)
+
+    def _learn(self, lessons: _Lessons) -> dict[str, float]:
+        """Do the work of `learn`."""
         began = self._now()
         self._gather(lessons)
         self.head.know(self._counts)
