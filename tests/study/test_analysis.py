@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import matplotlib as mpl
 import pytest
 from matplotlib.figure import Figure
 
+from jetrl.runs.plot_style import SIZE_INCHES, STYLE
 from jetrl.study.analysis import ALL_POINTS, arm_results, has_collapsed, twin_groups
 from jetrl.study.arm_charts import dose_charts
 from jetrl.study.charts import curve_charts
@@ -177,13 +180,40 @@ def test_doses_have_plots_only_where_arms_have_doses() -> None:
     assert [chart.key for chart in doses] == ["dose-accuracy", "dose-collapse"]
 
 
+def test_each_value_of_the_first_axis_has_plots_of_doses_with_whole_axes() -> None:
+    """Long names of lines take fewer columns of the legend, not the width of the plot."""
+    tree = dict(definition(none={"dose": 0}, some={"dose": 0.5}).tree)
+    names = [f"an-algorithm-with-a-long-name-{n}" for n in range(6)]
+    tree["grid"] = {"length": {"short": {}, "long": {}}, "algorithm": {n: {} for n in names}}
+    two_axes = definition_of(tree, Path("made-up.toml"))
+    runs = []
+    for length, name in itertools.product(("short", "long"), names):
+        for arm, kl in (("none", 0.0), ("some", 1e-3)):
+            one = run(length, arm, 0, 0.5, curves={"mismatch/k3_kl": [kl]})
+            runs.append(one.model_copy(update={"point": {"length": length, "algorithm": name}}))
+    charts = dose_charts(two_axes, runs)
+    assert [chart.key for chart in charts] == [
+        "dose-accuracy-short",
+        "dose-collapse-short",
+        "dose-accuracy-long",
+        "dose-collapse-long",
+    ]
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(SIZE_INCHES[0], charts[0].height), layout="constrained")
+        axes = figure.subplots()
+        charts[0].draw(axes)
+        figure.draw_without_rendering()
+        assert axes.get_position().width > 0.8
+        assert [line.get_label() for line in axes.lines if line.get_marker() == "D"] == names
+
+
 def test_a_dose_at_which_all_runs_end_without_weights_is_in_the_plot_of_collapses() -> None:
     kl = {"mismatch/k3_kl": [1e-2]}
     runs = [run("short", "wild", s, None, [0.5], curves=kl, end="nonfinite") for s in range(2)]
     _, collapses = dose_charts(definition(wild={"dose": 1}), runs)
     axes = Figure().add_subplot()
     collapses.draw(axes)
-    (line,) = [line for line in axes.lines if line.get_marker() == "o"]
+    (line,) = [line for line in axes.lines if line.get_marker() == "D"]
     assert (list(line.get_xdata()), list(line.get_ydata())) == ([1e-2], [1.0])
 
 

@@ -17,7 +17,7 @@ from matplotlib.axis import Axis
 from matplotlib.ticker import NullFormatter
 
 from jetrl.runs.format import percent
-from jetrl.runs.plot_style import COLORS, LINES, Chart, finish
+from jetrl.runs.plot_style import COLORS, LINES, SIZE_INCHES, Chart, finish
 from jetrl.study.analysis import has_collapsed, point_name, runs_of
 from jetrl.study.definition import Definition
 from jetrl.study.results import Curves, RunResult
@@ -133,7 +133,8 @@ def _curve_chart(
                 marker="o" if len(steps) <= 12 else "",
                 markersize=3,
             )
-        _finish(axes, kind.unit, len(by_arm))
+        finish(axes, kind.unit, 1)
+        legend_above(axes, [definition.label(arm) for arm in bands])
         if kind.log:
             axes.set_yscale("log")
             label_powers(axes.yaxis)
@@ -203,8 +204,9 @@ def _band(
     return columns[0], columns[1], columns[2], columns[3]
 
 
-def _finish(axes: Axes, unit: str, num_lines: int) -> None:
-    """Give a plot its axes and a legend above, in rows of four names."""
-    finish(axes, unit, 1)
-    if num_lines > 1:
-        axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=4, borderaxespad=0.2)
+def legend_above(axes: Axes, names: Sequence[str]) -> None:
+    """Give a plot of several lines a legend above, in as many columns as its width has room for."""
+    if len(names) > 1:
+        column_inches = 0.5 + 0.075 * max(map(len, names))
+        columns = max(1, min(4, int(0.85 * SIZE_INCHES[0] / column_inches)))
+        axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=columns, borderaxespad=0.2)
