@@ -1,7 +1,7 @@
 """Imports go down the layers: a failure names file, line and import.
 
-    {cli, bench, study} -> loop -> session -> {rewards, parity} -> {rollout, training, tasks, runs}
-        -> memory -> models -> kernels -> precision
+    {cli, bench, study} -> loop -> session -> {rewards, parity, compiling}
+        -> {rollout, training, tasks, runs} -> memory -> models -> kernels -> precision
 
 and everyone may use types, settings, errors, files, randomness, distributed and users_code. rollout
 and training never import each other; tasks and runs know neither the model nor torch.
@@ -23,7 +23,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 BASE = {"types", "errors", "files", "randomness", "settings", "distributed", "users_code"}
 BELOW_ROLLOUT = {"precision", "kernels", "models", "memory"}
 PARTS = {"rollout", "training", "tasks", "runs"}
-EVERYTHING = BASE | BELOW_ROLLOUT | PARTS | {"rewards", "parity", "session", "loop"}
+EVERYTHING = BASE | BELOW_ROLLOUT | PARTS | {"rewards", "parity", "compiling", "session", "loop"}
 
 ALLOWED: dict[str, set[str]] = {
     "types": set(),
@@ -43,6 +43,7 @@ ALLOWED: dict[str, set[str]] = {
     "runs": BASE,
     "rewards": BASE | BELOW_ROLLOUT | {"rollout", "tasks"},
     "parity": BASE | BELOW_ROLLOUT | {"rollout", "training"},
+    "compiling": BASE | BELOW_ROLLOUT | {"rollout"},
     "session": EVERYTHING - {"loop"},
     "loop": BASE | {"session"},
     "cli": EVERYTHING | {"bench", "study"},

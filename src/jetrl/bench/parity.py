@@ -25,6 +25,7 @@ import torch
 
 from jetrl.bench._timing import add_shape_arguments, bench_parser, options, versions
 from jetrl.bench.shapes import SHAPES
+from jetrl.compiling import compiled_ahead
 from jetrl.models.adapter import Adapter, LoRA
 from jetrl.models.families import ModelConfig
 from jetrl.models.policy import Policy
@@ -62,10 +63,12 @@ def make_policy(
     config["initializer_range"] = float(2.0 / np.sqrt(config["hidden_size"]))
     chosen = PrecisionPlan.preset(plan)
     chosen = chosen.replace(base=base) if kv is None else chosen.replace(base=base, kv=kv)
-    if not adapter_rank:
-        return Policy.from_config(config, chosen, seed=0, device=device)
-    adapter = Adapter.new(ModelConfig.from_hf(config), LoRA(adapter_rank, ALPHA), seed=0)
-    policy = Policy.from_config(config, chosen, seed=0, device=device, adapter=adapter)
+    shape_of = ModelConfig.from_hf(config)
+    adapter = Adapter.new(shape_of, LoRA(adapter_rank, ALPHA), seed=0) if adapter_rank else None
+    with compiled_ahead(shape_of, chosen, device, adapter):
+        policy = Policy.from_config(config, chosen, seed=0, device=device, adapter=adapter)
+    if adapter is None:
+        return policy
     generator = torch.Generator(device).manual_seed(0)
     with torch.no_grad():
         for name, master in policy.master_weights().items():

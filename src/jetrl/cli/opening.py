@@ -6,6 +6,7 @@ import contextlib
 from pathlib import Path
 from typing import NamedTuple
 
+from jetrl.compiling import compiled_ahead
 from jetrl.distributed.world import world
 from jetrl.errors import UserError
 from jetrl.models import hf
@@ -81,7 +82,8 @@ def open_policy(
     if is_adapter(location.path):
         policy = _with_adapter(location, plan, chosen)
     else:
-        policy = Policy.from_pretrained(location.path, plan, chosen)
+        with compiled_ahead(hf.model_config(location.path), plan, chosen):
+            policy = Policy.from_pretrained(location.path, plan, chosen)
     limit_threads(policy.config)
     return policy
 
@@ -108,8 +110,11 @@ def _with_adapter(location: ModelLocation, plan: PrecisionPlan, device: str) -> 
             f"{path}/adapter_config.json: base_model_name_or_path names no base; write "
             "the directory of the model that this adapter was trained on there"
         )
-    adapter = read_adapter(path, hf.model_config(base))
-    return _with_tokenizer(Policy.from_pretrained(base, plan, device, adapter=adapter), path)
+    config = hf.model_config(base)
+    adapter = read_adapter(path, config)
+    with compiled_ahead(config, plan, device, adapter):
+        policy = Policy.from_pretrained(base, plan, device, adapter=adapter)
+    return _with_tokenizer(policy, path)
 
 
 def _with_tokenizer(policy: Policy, path: Path) -> Policy:

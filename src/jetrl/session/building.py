@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from jetrl.compiling import compiled_ahead
 from jetrl.distributed.world import world
 from jetrl.errors import UserError
 from jetrl.files import read_json
@@ -55,17 +56,19 @@ def build_policy(settings: Settings, plan: PrecisionPlan, alphabet: str | None) 
     """
     model, device = settings.model, choose_device(settings.run.device)
     if model.path is not None:
-        adapter = adapter_of(settings.adapter, model_config(settings), settings.run.seed)
-        policy = Policy.from_pretrained(model.path, plan, device, adapter=adapter)
+        config = model_config(settings)
+        adapter = adapter_of(settings.adapter, config, settings.run.seed)
+        with compiled_ahead(config, plan, device, adapter, settings.rollout.max_batch_size):
+            policy = Policy.from_pretrained(model.path, plan, device, adapter=adapter)
         if model.tokenizer is not None:
             own, policy.tokenizer = policy.tokenizer, _tokenizer(model.tokenizer, alphabet)
             _say_replaced(own, policy.tokenizer, f"model.tokenizer={model.tokenizer}", model.path)
     elif model.config is not None:
         tokenizer = None if model.tokenizer is None else _tokenizer(model.tokenizer, alphabet)
-        config = model_config_dict(settings)
-        seed = settings.run.seed
-        adapter = adapter_of(settings.adapter, ModelConfig.from_hf(config), seed)
-        policy = Policy.from_config(config, plan, seed, device, tokenizer, adapter)
+        config, seed = ModelConfig.from_hf(model_config_dict(settings)), settings.run.seed
+        adapter = adapter_of(settings.adapter, config, seed)
+        with compiled_ahead(config, plan, device, adapter, settings.rollout.max_batch_size):
+            policy = Policy.from_config(config.raw, plan, seed, device, tokenizer, adapter)
         if tokenizer is not None and tokenizer.eos_token_id is not None:
             policy.generation_config = {"eos_token_id": tokenizer.eos_token_id}
     else:
