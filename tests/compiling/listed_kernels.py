@@ -1,4 +1,4 @@
-"""Which kernels do launches of many sizes ask for that are not among those compiled ahead?
+"""Print the kernels that launches of many sizes ask for and that are not compiled ahead.
 
     python tests/compiling/listed_kernels.py '{"shape": "qwen3-8b", "plan": "unified"}'
 

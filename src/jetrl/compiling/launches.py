@@ -50,7 +50,7 @@ _TOKENS = ((1, 2), (300, 1001), (1000, 4096))  # Ends of the two sequences of a 
 
 @dataclass(frozen=True)
 class Work:
-    """What decides which kernels a run compiles.
+    """The model and the sizes that decide which kernels a run compiles.
 
     Attributes:
         config: The model.

@@ -133,7 +133,7 @@ def _take_triton(hand_over: Callable[[Kernel], None]) -> None:
 
 
 def _take_libraries() -> None:
-    """Put stand-ins in place of what asks the GPU's driver by itself."""
+    """Replace DeepGEMM, the mapped memory of KV pages and the digest of a base: they need a GPU."""
     products: Any = gemm
     products._load_deep_gemm = lambda: SimpleNamespace(fp8_gemm_nt=lambda *_, **__: None)
     model: Any = jetrl.models.model
