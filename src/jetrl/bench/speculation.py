@@ -109,7 +109,8 @@ def run_case(policy: Policy, load: Load, drafting: Drafting) -> list[Row]:
     off = RolloutEngine(policy, count, pages, max_model_len=load.length)
     off.generate(prompts, params, options=short)  # what is compiled or captured first
     stats, expected = called(off)
-    calls, rows = [stats], []
+    calls = [stats]
+    rows: list[tuple[str, float | None, RolloutStats, list[Completion]]] = []
     for most, share in [(0, 0.0), *drafting.fixed]:
         engine = RolloutEngine(policy, count, pages, max_model_len=load.length)
         slots = (count, engine.max_model_len, policy.device)

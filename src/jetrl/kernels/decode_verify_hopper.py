@@ -308,14 +308,17 @@ def verify_inputs(
     wide = torch.empty(4, size, dtype=torch.int64, device=rows.device)
     keys = torch.empty(size, dtype=torch.int32, device=rows.device)
     each = torch.empty(3, count, dtype=torch.int32, device=rows.device)
+    token_ids, positions, slots, bits = wide.unbind(0)
+    lengths, queries, first = each.unbind(0)
     _verify_inputs_kernel[(1,)](
         state.token, state.position, state.limit, state.key, state.active, state.tables,
         state.seed, draft_text.quality, drafts.tokens, drafts.counts, rows,
-        *wide.unbind(0), keys, *each.unbind(0), count, size, state.tables.shape[1],
-        page_size, width, MAX_DRAFT, COST_FACTOR, COST_TOP, REACH_BITS,
+        token_ids, positions, slots, bits, keys, lengths, queries, first,
+        count, size, state.tables.shape[1], page_size, width, MAX_DRAFT,
+        COST_FACTOR, COST_TOP, REACH_BITS,
         max(32, triton.next_power_of_2(count)), triton.next_power_of_2(size), num_warps=4,
     )  # fmt: skip
-    return VerifyInputs(*wide.unbind(0), keys, *each.unbind(0))
+    return VerifyInputs(token_ids, positions, slots, bits, keys, lengths, queries, first)
 
 
 def take_verified(
