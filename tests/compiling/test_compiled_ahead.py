@@ -104,7 +104,7 @@ def test_one_of_two_processes_compiles_and_the_other_waits(
         assert not ahead._locked(second)
         first.write("{}")
         first.flush()
-        ahead._turn(second, time.monotonic())  # does not wait for the lock
+        ahead._wait_for_turn(second, time.monotonic())  # does not wait for the lock
     monkeypatch.setattr(ahead, "_Worker", None)
     with ahead._compiled(work()):
         pass

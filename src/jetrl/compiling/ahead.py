@@ -35,7 +35,7 @@ from jetrl.precision.plan import PrecisionPlan
 logger = logging.getLogger(__name__)
 
 _PACKAGE = Path(__file__).parents[1]
-_LIMIT_S = 600.0  # Far longer than all kernels take on one core.
+_LIMIT_S = 120.0  # Several times what all kernels take on one core.
 _SILENT_S = 5.0
 _WAITING = (
     "compiling the GPU's kernels, as many at once as there are cores; what is compiled is kept in "
@@ -90,7 +90,9 @@ def _compiled(work: Work) -> Iterator[None]:
         try:
             yield
             began = time.monotonic()
-            report = _turn(record, began) if worker is None else worker.report(began)
+            if worker is None:
+                _wait_for_turn(record, began)
+            report = None if worker is None else worker.report(began)
         finally:
             if worker is not None:
                 worker.end()
@@ -129,7 +131,7 @@ def _locked(record: IO[str]) -> bool:
     return True
 
 
-def _turn(record: IO[str], began: float) -> None:
+def _wait_for_turn(record: IO[str], began: float) -> None:
     """Wait until the process that has the kernels compiled is done, or has ended."""
     while not _locked(record) and not record.seek(0, os.SEEK_END):
         if time.monotonic() - began > _LIMIT_S:

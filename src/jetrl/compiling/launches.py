@@ -205,9 +205,7 @@ def _forward_and_backward(
 def optimizer() -> None:
     """Launch what the optimizer launches: AdamW with compact moments, and the gradient's norm."""
     master = torch.empty(512, 512, device=CUDA)
-    moments = [
-        torch.empty(512, 512, dtype=kind, device=CUDA) for kind in (torch.uint8, torch.int16)
-    ]
+    ratio, root = (torch.empty_like(master, dtype=kind) for kind in (torch.uint8, torch.int16))
     scalars = adamw_scalars(1, lambda _: 0.1, (0.9, 0.95), 1e-8, 0.1)
-    adamw_(master, master, *moments, torch.empty((), device=CUDA), scalars)
+    adamw_(master, master, ratio, root, torch.empty((), device=CUDA), scalars)
     block_squares(master)
