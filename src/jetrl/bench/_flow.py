@@ -12,6 +12,7 @@ the memory plan decides how large a micro-batch is, instead of trials.
 
 from __future__ import annotations
 
+import sys
 import time
 from array import array
 from collections.abc import Callable, Sequence
@@ -378,7 +379,8 @@ class Flow:
             self.peaks[phase] = round(peak_bytes() / 2**30, 1)
         seconds = time.perf_counter() - began
         if world().is_first:
-            print(f"{phase}: {seconds:.2f} s, peak {self.peaks.get(phase, 0.0)} GiB", flush=True)
+            peak = self.peaks.get(phase, 0.0)
+            print(f"{phase}: {seconds:.2f} s, peak {peak} GiB", file=sys.stderr, flush=True)
         return seconds, result
 
 
