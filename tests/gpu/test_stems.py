@@ -107,6 +107,7 @@ def test_attention_has_the_bits_of_whole_sequences(
 
     expected = run(q, k, v, do * once, QueryTiles.packed(w.starts, "cuda"))
     tiles = QueryTiles.packed(w.stems.run_starts, "cuda", w.stems.stem_of)
+    assert tiles.num_parts == 4  # of the two blocks of keys of the stem with the longest sequence
     shared = run(*(w.computed(x) for x in (q, k, v, do)), tiles)
     row_of = w.stems.row_of.cuda()
     of_stems = torch.zeros(len(rows), dtype=torch.bool, device="cuda")

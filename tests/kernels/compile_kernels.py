@@ -290,13 +290,13 @@ def optimizer() -> None:
     block_squares(master)
 
 
-def stems_of(length: int, rows: int) -> Any:
-    """Return the stems of a batch that is a stem of some length and two branches."""
+def stems_of(length: int, rows: int, branches: int = 2) -> Any:
+    """Return the stems of a batch that is a stem of some length and branches, all but one short."""
     from jetrl.models.stems import Stems
 
-    ends = [0, length, length + 1, rows]
+    ends = [0, *(length + i for i in range(branches)), rows]
     empty = torch.zeros(0, dtype=torch.int64)
-    return Stems(empty, empty, empty, ends, [-1, 0, 0])
+    return Stems(empty, empty, empty, ends, [-1] + [0] * branches)
 
 
 def long_attention() -> None:
@@ -307,7 +307,7 @@ def long_attention() -> None:
 
     positions = torch.zeros(70_000, dtype=torch.int64, device=META)
     rope = Rotary(positions, torch.empty(1, 2, 64, device=META), None, 32, 8)
-    kinds = [("unified", None), ("jet", None), ("unified", stems_of(35_072, 70_000))]
+    kinds = [("unified", None), ("jet", None), ("unified", stems_of(35_072, 70_000, 600))]
     for plan, stems in kinds:
         kv = PackedKeyValues(torch.tensor([0, 70_000]), PrecisionPlan.preset(plan), META, stems)
         with torch.enable_grad():
@@ -342,7 +342,7 @@ def stored_formats(kv: str, head_dim: int) -> None:
     work = DecodeWork(tables, tables[:, 0], 2048)
     attend(cache.decode_key_values(torch.zeros(8, dtype=torch.int64, device=META), work), 8)
     attend(cache.key_values([Span(0, 0, 300, list(range(5)))]), 300)
-    for stems in (None, stems_of(128, 300)):
+    for stems in (None, stems_of(128, 300), stems_of(128, 300, 20)):  # in one part, in two
         with torch.enable_grad():
             out = attend(PackedKeyValues(torch.tensor([0, 300]), plan, META, stems), 300)
             out.backward(torch.empty(out.shape, dtype=out.dtype, device=META))

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
-from jetrl.kernels.attention.layout import (
-    BACKWARD_KEYS,
-    BACKWARD_QUERIES,
-    TILE_ROWS,
-    KeyValueCodes,
-    QueryTiles,
-)
+from jetrl.kernels.attention.backward_lists import BACKWARD_KEYS, BACKWARD_QUERIES
+from jetrl.kernels.attention.layout import TILE_ROWS, KeyValueCodes, QueryTiles
 
 
 def rows_of(tiles: QueryTiles) -> list[int]:
@@ -78,10 +75,21 @@ SHARED = [
     ([0, 128, 228, 229], [-1, 0, 0]),
     ([0, 50, 306, 306 + 64, 370 + 129, 800], [-1, -1, 1, 1, 1]),
     ([0, 128, 256, 400, 784, 785, 1000, 1100], [-1, -1, 0, -1, 1, 3, 3]),
+    # One stem of two blocks of keys and twelve branches of up to eight blocks of queries, beside a
+    # stem of one branch: at most 16 blocks of queries in a part.
+    (
+        [0, 256, *(256 + 400 * i + i**2 for i in range(1, 13)), 5400, 5500],
+        [-1, *[0] * 12, -1, -1],
+    ),
+    # The longest sequence has 32 blocks of queries of its own, more than a part needs.
+    ([0, 128, 2176, 2900, 3600, 4300, 4301], [-1, 0, 0, 0, 0, 0]),
+    # All of the stem's own blocks of queries make its first part.
+    ([0, 2048, 2148, 2248, 2300], [-1, 0, 0, 0]),
 ]
+SHARED_IDS = ["two", "three", "mixed", "divided", "long branch", "long stem"]
 
 
-@pytest.mark.parametrize("cu, stems", SHARED, ids=["two", "three", "mixed"])
+@pytest.mark.parametrize("cu, stems", SHARED, ids=SHARED_IDS)
 def test_forward_tiles_of_branches_read_their_stems_blocks_first(
     cu: list[int], stems: list[int]
 ) -> None:
@@ -104,22 +112,21 @@ def test_forward_tiles_of_branches_read_their_stems_blocks_first(
     )
 
 
-@pytest.mark.parametrize("cu, stems", SHARED, ids=["two", "three", "mixed"])
+@pytest.mark.parametrize("cu, stems", SHARED, ids=SHARED_IDS)
 def test_tiles_of_ds_with_stems_are_written_once_and_found_again(
     cu: list[int], stems: list[int]
 ) -> None:
     """A tile of dS is named by its first key row and first query row; the kernels' own formulas."""
     tiles = QueryTiles.packed(cu, "cpu", stems)
     written = {}
-    for row, end, first_tile, entry, whole, entries, with_branches in tiles.key_tiles.tolist():
-        for i in range(-(-(end - row) // BACKWARD_QUERIES)):
+    for row, end, first_tile, entry, entries, with_branches, _ in tiles.key_tiles.tolist():
+        for i in range(-(-(end - row) // BACKWARD_QUERIES) if first_tile >= 0 else 0):
             assert first_tile + i not in written
             written[first_tile + i] = (row, row + i * BACKWARD_QUERIES)
-        for i, block in enumerate(tiles.branch_blocks[entry : entry + entries].tolist()):
-            query, run_end, number = block
-            assert (run_end - query >= BACKWARD_QUERIES) == (i < whole)
-            assert with_branches + number not in written
-            written[with_branches + number] = (row, query)
+        for first, run_end, number in tiles.branches[entry : entry + entries].tolist():
+            for i, query in enumerate(range(first, run_end, BACKWARD_QUERIES)):
+                assert with_branches + number + i not in written
+                written[with_branches + number + i] = (row, query)
     assert sorted(written) == list(range(tiles.stored_tiles))
     read = set()
     for record in tiles.stored_query_tiles.tolist():
@@ -141,6 +148,53 @@ def test_tiles_of_ds_with_stems_are_written_once_and_found_again(
         assert (first, end) == (cu[run], cu[run + 1])
         stem = stems[run]
         assert (stem_row, stem_end) == ((first, first) if stem < 0 else (cu[stem], cu[stem + 1]))
+
+
+@pytest.mark.parametrize("cu, stems", SHARED, ids=SHARED_IDS)
+def test_no_program_of_a_stems_keys_lasts_longer_than_the_longest_sequence(
+    cu: list[int], stems: list[int]
+) -> None:
+    """Parts have consecutive places, in the order in which their sums are added."""
+    tiles = QueryTiles.packed(cu, "cpu", stems)
+    blocks, parts, rows = [], {}, []
+    for row, end, first_tile, first, entries, _, place in tiles.key_tiles.tolist():
+        queries = [end - row] * (first_tile >= 0)
+        queries += [b - a for a, b, _ in tiles.branches[first : first + entries].tolist()]
+        blocks.append(sum(-(-n // BACKWARD_QUERIES) for n in queries))
+        assert 0 < blocks[-1] <= max(-(-tiles.longest // BACKWARD_QUERIES), 16)
+        if place < 0:
+            assert first_tile >= 0
+            rows.append(row)
+        else:
+            parts[place] = (row, first_tile >= 0, first, entries)
+    assert blocks == sorted(blocks, reverse=True)
+    assert sorted(parts) == list(range(tiles.num_parts))
+    for row, place, count in tiles.divided_key_tiles.tolist():
+        rows.append(row)
+        of_row = [parts.pop(place + i) for i in range(count)]
+        assert count > 1
+        assert [part[:2] for part in of_row] == [(row, i == 0) for i in range(count)]
+        assert all(a[2] + a[3] == b[2] for a, b in itertools.pairwise(of_row))
+    assert not parts
+    assert sorted(rows) == [r for a, b in itertools.pairwise(cu) for r in range(a, b, 128)]
+
+
+def test_parts_have_as_many_branches_as_make_no_more_blocks_than_the_longest_sequence() -> None:
+    """Two blocks of keys, 4 and 2 own blocks of queries, 5 x 32 of branches: 36 at most a part."""
+    ends = [0, 256, *(256 + 2048 * i for i in range(1, 6))]
+    tiles = QueryTiles.packed(ends, "cpu", [-1, *[0] * 5])
+    assert tiles.divided_key_tiles.tolist() == [[0, 0, 5], [128, 5, 5]]
+    of_stem = [t for t in tiles.key_tiles.tolist() if t[0] < 256]
+    assert of_stem == [  # longest first: 36 blocks, 34, and eight times 32
+        [0, 256, 0, 0, 1, 6, 0],
+        [128, 256, 4, 0, 1, 166, 5],
+        *([0, 256, -1, i, 1, 6, i] for i in range(1, 5)),
+        *([128, 256, -1, i, 1, 166, 5 + i] for i in range(1, 5)),
+    ]
+    few = [0, 128, *(228 + 100 * i for i in range(20))]
+    tiles = QueryTiles.packed(few, "cpu", [-1, *[0] * 20])
+    counts = [t[4] for t in sorted(tiles.key_tiles.tolist(), key=lambda t: t[6]) if t[0] == 0]
+    assert counts == [7, 8, 5]  # of 2 blocks each, and 2 of the stem: 16 at most
 
 
 @pytest.mark.parametrize("stems", [[-1, 1], [-1, 0, 1], [0, -1]], ids=str)

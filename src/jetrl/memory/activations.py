@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from jetrl.kernels.attention.layout import (
+from jetrl.kernels.attention.backward_lists import (
     BACKWARD_KEYS,
     BACKWARD_QUERIES,
     DS_TILE_BYTES,

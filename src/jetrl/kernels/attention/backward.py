@@ -10,10 +10,11 @@ Key and value codes are exact in BF16; their scales multiply the float32 scores,
 kernel owns blocks of keys (dK, dV, over all query heads of the group) and writes dS, in BF16 as it
 multiplies it; another owns blocks of queries and multiplies dS by the keys
 (`attention.backward_dq`). The keys of a stem, with which several sequences begin, are seen by the
-queries of all of these, whose sums are added in the order of `QueryTiles.branch_blocks`. Where dS
-would take too much memory (one sequence of some 20,000 tokens), another kernel computes P and dS
-once more (`attention.backward_dq_recomputed`): 7 products for 5. Every sum has one order, so the
-gradients are deterministic.
+queries of all of these, whose sums are added in the order of `QueryTiles.branches`, in one program
+or in several parts (`attention.backward_parts`). Where dS would take too much memory (one sequence
+of some 20,000 tokens), another kernel computes P and dS once more
+(`attention.backward_dq_recomputed`): 7 products for 5. Every sum has one order, so the gradients
+are deterministic.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -31,14 +32,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from jetrl.kernels.attention.backward_dq import dq_of_stored, scaled_keys
 from jetrl.kernels.attention.backward_dq_recomputed import recomputed_dq
-from jetrl.kernels.attention.layout import (
-    BACKWARD_KEYS,
-    DS_TILE_BYTES,
-    STORED_DS_BYTES,
-    KeyValueCodes,
-    QueryTiles,
-    check_queries,
-)
+from jetrl.kernels.attention.backward_lists import BACKWARD_KEYS, DS_TILE_BYTES, STORED_DS_BYTES
+from jetrl.kernels.attention.backward_parts import add_parts, part_bytes
+from jetrl.kernels.attention.layout import KeyValueCodes, QueryTiles, check_queries
 from jetrl.precision.layout import cdiv, round_up
 
 _STEP = 64  # rows of the inner loops
@@ -163,8 +159,9 @@ def dkdv_kernel(
     delta_ptr,
     dk_ptr,
     dv_ptr,
+    sums_ptr,
     tiles_ptr,
-    branch_blocks_ptr,
+    branches_ptr,
     line_stride,
     scale,
     first_group,
@@ -193,8 +190,10 @@ def dkdv_kernel(
         delta_ptr: float32 [H, line_stride].
         dk_ptr: bfloat16 [T, G, D], written.
         dv_ptr: like dk_ptr.
+        sums_ptr: float32 [num_parts, num_groups, 2, BLOCK_N, D], written by the parts of a divided
+            block of keys, with SHARED.
         tiles_ptr: int32 [., 7], `QueryTiles.key_tiles`.
-        branch_blocks_ptr: int32 [., 3], `QueryTiles.branch_blocks`, read with SHARED.
+        branches_ptr: int32 [., 3], `QueryTiles.branches`, read with SHARED.
         line_stride: tokens and padding.
         scale: 1 / sqrt(D).
         first_group: first key-value head of this launch.
@@ -234,9 +233,12 @@ def dkdv_kernel(
     # Blocks of queries: the first ones meet the diagonal, the last one may be cut by the end.
     # Masked steps of all heads come first, then whole ones, each kind in one loop over heads and
     # blocks, so that the compiler's pipeline of loads runs through from head to head.
-    num_blocks = tl.cdiv(end - row0, BLOCK_M)
+    num_own = end - row0
+    if SHARED:  # of a divided block of keys the first part has the run's own queries
+        num_own = tl.where(tl.load(record + 2) >= 0, num_own, 0)
+    num_blocks = tl.cdiv(num_own, BLOCK_M)
     diagonal = tl.minimum(num_blocks, BLOCK_N // BLOCK_M)
-    whole = tl.maximum((end - row0) // BLOCK_M, diagonal)
+    whole = tl.maximum(num_own // BLOCK_M, diagonal)
     edges = diagonal + num_blocks - whole  # per head: those on the diagonal, and the cut one
     for t in range(edges * GROUP):
         i = tl.where(t % edges < diagonal, t % edges, whole)
@@ -253,29 +255,41 @@ def dkdv_kernel(
             delta_ptr, line_stride, row0 + i * BLOCK_M, end, group * GROUP + t // steps,
             k, v, a, vs, dk, dv, key, False, SCALED, D, BLOCK_M, STORE,
         )  # fmt: skip
-    # Of a stem the blocks of queries of its branches, which see all keys of the block: whole ones,
-    # then those that the end of a branch cuts. Their order is that of the list, so sums have one.
+    # Of a stem the queries of its branches, which see all keys of the block: branch after branch,
+    # so that sums have one order, and within a branch whole blocks of all heads, then those that
+    # its end cuts. Rows follow from t alone: the pipeline of loads is shorter where an address has
+    # to be loaded first.
     if SHARED:
-        first_entry = branch_blocks_ptr + tl.load(record + 3) * 3
-        num_whole, num_entries = tl.load(record + 4), tl.load(record + 5)
-        tile0 = tl.load(record + 6) + group_here * GROUP * head_tiles
-        for t in range(num_whole * GROUP):
-            entry = first_entry + t % num_whole * 3
-            place = (tile0 + t // num_whole * head_tiles + tl.load(entry + 2)) * BLOCK_N
-            dk, dv = _dkdv_step(
-                q_desc, do_desc, ds_desc, place, lse_ptr, delta_ptr, line_stride, tl.load(entry),
-                tl.load(entry + 1), group * GROUP + t // num_whole,
-                k, v, a, vs, dk, dv, key, False, SCALED, D, BLOCK_M, STORE,
-            )  # fmt: skip
-        num_cut = num_entries - num_whole
-        for t in range(num_cut * GROUP):
-            entry = first_entry + (num_whole + t % num_cut) * 3
-            place = (tile0 + t // num_cut * head_tiles + tl.load(entry + 2)) * BLOCK_N
-            dk, dv = _dkdv_step(
-                q_desc, do_desc, ds_desc, place, lse_ptr, delta_ptr, line_stride, tl.load(entry),
-                tl.load(entry + 1), group * GROUP + t // num_cut,
-                k, v, a, vs, dk, dv, key, True, SCALED, D, BLOCK_M, STORE,
-            )  # fmt: skip
+        tile0 = tl.load(record + 5) + group_here * GROUP * head_tiles
+        for b in range(tl.load(record + 4)):
+            branch = branches_ptr + (tl.load(record + 3) + b) * 3
+            first_query, end_query = tl.load(branch), tl.load(branch + 1)
+            tile = tile0 + tl.load(branch + 2)
+            num_whole = (end_query - first_query) // BLOCK_M
+            for t in range(num_whole * GROUP):
+                i = t % num_whole
+                dk, dv = _dkdv_step(
+                    q_desc, do_desc, ds_desc, (tile + t // num_whole * head_tiles + i) * BLOCK_N,
+                    lse_ptr, delta_ptr, line_stride, first_query + i * BLOCK_M, end_query,
+                    group * GROUP + t // num_whole,
+                    k, v, a, vs, dk, dv, key, False, SCALED, D, BLOCK_M, STORE,
+                )  # fmt: skip
+            num_cut = tl.cdiv(end_query - first_query, BLOCK_M) - num_whole
+            for t in range(num_cut * GROUP):
+                dk, dv = _dkdv_step(
+                    q_desc, do_desc, ds_desc, (tile + t * head_tiles + num_whole) * BLOCK_N,
+                    lse_ptr, delta_ptr, line_stride, first_query + num_whole * BLOCK_M, end_query,
+                    group * GROUP + t,
+                    k, v, a, vs, dk, dv, key, True, SCALED, D, BLOCK_M, STORE,
+                )  # fmt: skip
+        # A part leaves its float32 sums, and no row of the gradients.
+        place = tl.load(record + 6)
+        if place >= 0:
+            within = tl.arange(0, BLOCK_N)[:, None] * D + tl.arange(0, D)[None, :]
+            sums = (place.to(tl.int64) * num_groups + group_here) * (2 * BLOCK_N * D)
+            tl.store(sums_ptr + sums + within, dk)
+            tl.store(sums_ptr + sums + BLOCK_N * D + within, dv)
+            ok = key < row0
     # dK is of what keys stand for, so their scales are not in it (straight-through).
     tl.store(dk_ptr + at, (dk * scale).to(tl.bfloat16), mask=ok[:, None])
     tl.store(dv_ptr + at, dv.to(tl.bfloat16), mask=ok[:, None])
@@ -331,23 +345,27 @@ def attention_backward(
     # even one fits, dQ is computed from the start. Tensors that a kernel does not read are stood in
     # for by others, since it takes no None.
     k_scales, v_scales = (delta if s is None else s for s in (codes.k_scales, codes.v_scales))
-    at_once = STORED_DS_BYTES // (group * tiles.stored_tiles * DS_TILE_BYTES)
+    of_parts = tiles.num_parts * part_bytes(head_dim)
+    at_once = STORED_DS_BYTES // (group * tiles.stored_tiles * DS_TILE_BYTES + of_parts)
     store, count = at_once > 0, min(groups, max(1, at_once)) if at_once else groups
     q_rows, do_rows, ds_rows = rows(q), rows(do), None
     if store:
         keys = scaled_keys(codes)
         stored = q.new_empty(count * group * tiles.stored_tiles * BACKWARD_KEYS, _STEP)
         ds_rows = TensorDescriptor.from_tensor(stored, [BACKWARD_KEYS, _STEP])
-    # Each turn's dS takes the place of the last one's, which has been multiplied by then.
+    sums = delta if not of_parts else q.new_empty(count * of_parts // 4, dtype=torch.float32)
+    # Each turn's dS and sums take the place of the last one's, which have been read by then.
     for first in range(0, groups, count):
         here = min(count, groups - first)
         dkdv_kernel[(here * len(tiles.key_tiles),)](
             q_rows, codes.k, codes.v, k_scales, v_scales, do_rows, ds_rows or q_rows, lse2, delta,
-            dk, dv, tiles.key_tiles, tiles.branch_blocks, width, scale, first, here,
+            dk, dv, sums, tiles.key_tiles, tiles.branches, width, scale, first, here,
             tiles.stored_tiles, groups, group, head_dim, codes.scaled, _STEP, BACKWARD_KEYS, store,
             tiles.shared,
             num_warps=8, num_stages=3,
         )  # fmt: skip
+        if of_parts:
+            add_parts(sums, dk, dv, tiles, scale, first, here)
         if store:
             dq_of_stored(stored, keys, dq, tiles, scale, first, here, group)
     if not store:

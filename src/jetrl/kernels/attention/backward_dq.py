@@ -20,12 +20,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from jetrl.kernels.attention.layout import (
-    BACKWARD_KEYS,
-    BACKWARD_QUERIES,
-    KeyValueCodes,
-    QueryTiles,
-)
+from jetrl.kernels.attention.backward_lists import BACKWARD_KEYS, BACKWARD_QUERIES
+from jetrl.kernels.attention.layout import KeyValueCodes, QueryTiles
 from jetrl.precision.layout import cdiv
 
 _LINES = 64  # of a program: 8 KB of codes, 16 KB written

@@ -14,7 +14,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from jetrl.kernels.attention.layout import BACKWARD_QUERIES, KeyValueCodes, QueryTiles
+from jetrl.kernels.attention.backward_lists import BACKWARD_QUERIES
+from jetrl.kernels.attention.layout import KeyValueCodes, QueryTiles
 
 _STEP = 64  # keys of a step
 _LOG2_E = tl.constexpr(1.4426950408889634)

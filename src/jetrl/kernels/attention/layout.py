@@ -12,21 +12,17 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from jetrl.kernels.attention.backward_lists import BACKWARD_KEYS, Run, backward_lists
 from jetrl.precision.quantize import FORMATS, CodeFormat
 
 # The codes of the stored formats that have scales.
 CODES: dict[str, CodeFormat] = {"fp8": "e4m3", "int8": "int8"}
 BLOCK_KEYS = 64  # keys of one block, and tokens of one page: the kernels read a page as a block
 TILE_ROWS = 192  # queries of a forward tile: three warpgroups of 64
-BACKWARD_KEYS = 128  # keys of a dK, dV tile
-BACKWARD_QUERIES = 64  # queries of a dQ tile
-DS_TILE_BYTES = BACKWARD_KEYS * BACKWARD_QUERIES * 2  # bfloat16
-STORED_DS_BYTES = 5 * 2**29  # kept at once, at most; 4 x 4096 tokens of 32 heads take 2.06 GiB
 
 
 def stored_dtype(format: str) -> torch.dtype:
@@ -131,11 +127,11 @@ class QueryTiles:
     its own run up to itself, and of a branch the whole stem before them. Stems have whole blocks of
     BACKWARD_KEYS rows.
 
-    The three lists of the backward are empty for pages. The gradients of raw scores, dS, are stored
-    in tiles of 128 keys x 64 queries, of every head alike: in a run with n blocks of queries, block
-    of keys j and block of queries m meet in its tile j * (n - j - 1) + m. Block of keys j of a stem
-    and block of queries b, counted over all its branches' n blocks, meet in tile j * n + b of those
-    that come after the stem's own.
+    The lists of the backward (`attention.backward_lists`) are empty for pages. The gradients of raw
+    scores, dS, are stored in tiles of 128 keys x 64 queries, of every head alike: in a run with n
+    blocks of queries, block of keys j and block of queries m meet in its tile j * (n - j - 1) + m.
+    Block of keys j of a stem and block of queries b, counted over all its branches' n blocks, meet
+    in tile j * n + b of those that come after the stem's own.
 
     Attributes:
         tiles: int32 [n, 6], the forward's: first query row, rows, position of the first row in its
@@ -144,17 +140,22 @@ class QueryTiles:
         key_blocks: int32 [m, 2]: first key row (a row of the packed batch, or 64 * page), valid
             keys.
         key_tiles: int32 [., 7], the backward's of 128 keys: first key row, end row of its run, its
-            first tile of dS; then, of a stem: the first entry of `branch_blocks`, how many entries
-            are whole blocks, how many there are, and its first tile of dS with branches.
+            first tile of dS (-1 in the later parts of a stem's, which leave out the run's own
+            queries); then, of a stem: the first entry of `branches`, how many entries there are,
+            and its first tile of dS with branches; then the place of its sums among those of all
+            parts, -1 where the tile is no part.
+        divided_key_tiles: int32 [., 3], the blocks of 128 keys of stems whose queries are divided
+            into parts: first key row, place of the first part's sums, number of parts.
         query_tiles: int32 [., 5], the backward's of 64 queries: first row of the run, first query
             row, end row of the run, first row and end row of the stem.
         stored_query_tiles: int32 [., 8], the backward's of 128 queries: first row of the run, first
             query row, end row of the run, first tile of dS of the run; then the first row of the
             stem, its blocks of keys, the first tile of dS with the stem, and the tiles from one of
             the stem's blocks of keys to the next.
-        branch_blocks: int32 [., 3], the blocks of 64 queries of each stem's branches, whole blocks
-            first: first query row, end row of the run, number of the block in the stem's count.
+        branches: int32 [., 3], each stem's branches: first query row, end row of the run, number of
+            its first block of 64 queries in the stem's count.
         stored_tiles: tiles of dS of one head.
+        num_parts: parts of all of `divided_key_tiles`.
         num_queries: rows of q.
         longest: keys of the longest context.
     """
@@ -162,17 +163,19 @@ class QueryTiles:
     tiles: Tensor
     key_blocks: Tensor
     key_tiles: Tensor
+    divided_key_tiles: Tensor
     query_tiles: Tensor
     stored_query_tiles: Tensor
-    branch_blocks: Tensor
+    branches: Tensor
     stored_tiles: int
+    num_parts: int
     num_queries: int
     longest: int
 
     @property
     def shared(self) -> bool:
         """True if some sequences share a stem."""
-        return len(self.branch_blocks) > 0
+        return len(self.branches) > 0
 
     @staticmethod
     def packed(
@@ -206,7 +209,7 @@ class QueryTiles:
         contexts = [
             n + (lengths[stem] if stem >= 0 else 0) for n, stem in zip(lengths, stems, strict=True)
         ]
-        runs = [_Run(s, n, stem) for s, n, stem in zip(starts, lengths, stems, strict=True)]
+        runs = [Run(s, n, stem) for s, n, stem in zip(starts, lengths, stems, strict=True)]
         return _build(lengths, contexts, blocks, runs, device)
 
     @staticmethod
@@ -250,30 +253,11 @@ def _lengths(cu_seqlens: Sequence[int]) -> list[int]:
     return lengths
 
 
-class _Run(NamedTuple):
-    """Rows of a packed batch that follow each other: a sequence, a stem, or a branch.
-
-    Attributes:
-        start: the first row.
-        length: the number of rows.
-        stem: the number of the run that is the stem; -1 without one.
-    """
-
-    start: int
-    length: int
-    stem: int
-
-    @property
-    def query_blocks(self) -> int:
-        """The number of blocks of BACKWARD_QUERIES queries."""
-        return -(-self.length // BACKWARD_QUERIES)
-
-
 def _build(
     query_lengths: Sequence[int],
     context_lengths: Sequence[int],
     block_rows: Sequence[Sequence[int]],
-    runs: Sequence[_Run] | None,
+    runs: Sequence[Run] | None,
     device: torch.device | str,
 ) -> QueryTiles:
     """Cut sequences into the lists of work of `QueryTiles`, and copy these to the device.
@@ -310,7 +294,7 @@ def _build(
         ]
         row += queries
     tiles.sort(key=lambda t: -(t[1] + t[2]))
-    backward = _backward_lists(runs or ())
+    backward = backward_lists(runs or ())
 
     # From pinned memory, so that the host does not wait for the copies.
     def upload(records: Sequence[tuple[int, ...]], width: int) -> Tensor:
@@ -322,76 +306,12 @@ def _build(
         tiles=upload(tiles, 6),
         key_blocks=upload(key_blocks, 2),
         key_tiles=upload(backward.key_tiles, 7),
+        divided_key_tiles=upload(backward.divided_key_tiles, 3),
         query_tiles=upload(backward.query_tiles, 5),
         stored_query_tiles=upload(backward.stored_query_tiles, 8),
-        branch_blocks=upload(backward.branch_blocks, 3),
+        branches=upload(backward.branches, 3),
         stored_tiles=backward.stored_tiles,
+        num_parts=backward.num_parts,
         num_queries=row,
         longest=max(context_lengths, default=0),
     )
-
-
-class _BackwardLists(NamedTuple):
-    """The lists of the backward, with the meaning that `QueryTiles` gives to their columns."""
-
-    key_tiles: list[tuple[int, ...]]
-    query_tiles: list[tuple[int, ...]]
-    stored_query_tiles: list[tuple[int, ...]]
-    branch_blocks: list[tuple[int, ...]]
-    stored_tiles: int
-
-
-def _backward_lists(runs: Sequence[_Run]) -> _BackwardLists:
-    """Return the work of the backward over a packed batch."""
-    lists = _BackwardLists([], [], [], [], 0)
-    # Of each branch its first block in the count of its stem's branches, and the blocks of all.
-    first_block, num_blocks = [0] * len(runs), [0] * len(runs)
-    for i, run in enumerate(runs):
-        if run.stem >= 0:
-            first_block[i] = num_blocks[run.stem]
-            num_blocks[run.stem] += run.query_blocks
-    with_branches = [0] * len(runs)  # of each stem, its first tile of dS with its branches
-    stored = 0
-    for i, run in enumerate(runs):
-        start, end, blocks = run.start, run.start + run.length, run.query_blocks
-        tall = -(-run.length // BACKWARD_KEYS)
-        # Block of keys j has blocks - 2 j tiles of the run; their sum over all j.
-        own, stored = stored, stored + tall * blocks - (tall - 1) * tall
-        with_branches[i], stored = stored, stored + tall * num_blocks[i]
-        branches = _branch_blocks(runs, i, first_block) if num_blocks[i] else []
-        whole = sum(b[1] - b[0] >= BACKWARD_QUERIES for b in branches)
-        stem = runs[run.stem] if run.stem >= 0 else _Run(start, 0, -1)
-        entry, step = len(lists.branch_blocks), num_blocks[run.stem] if run.stem >= 0 else 0
-        lists.branch_blocks.extend(branches)
-        for j, first_row in enumerate(range(start, end, BACKWARD_KEYS)):
-            # Block of keys j meets the run's blocks of queries from 2 j on; where its tiles of dS
-            # begin is the sum of the counts before. The first tile is shared with block 2 j.
-            per_key = BACKWARD_KEYS // BACKWARD_QUERIES
-            first_tile = own + j * (blocks - j - 1) + per_key * j
-            of_branches = (entry, whole, len(branches), with_branches[i] + j * num_blocks[i])
-            lists.key_tiles.append((first_row, end, first_tile, *of_branches))
-            with_stem = with_branches[run.stem] + first_block[i] + per_key * j
-            of_stem = (stem.start, stem.length // BACKWARD_KEYS, with_stem, step)
-            lists.stored_query_tiles.append((start, first_row, end, own, *of_stem))
-        lists.query_tiles.extend(
-            (start, first_row, end, stem.start, stem.start + stem.length)
-            for first_row in range(start, end, BACKWARD_QUERIES)
-        )
-    # Longest first: keys by the queries that see them, queries by the keys that they see.
-    lists.key_tiles.sort(key=lambda t: t[0] - t[1] - t[5] * BACKWARD_QUERIES)
-    lists.query_tiles.sort(key=lambda t: t[0] - t[1] - (t[4] - t[3]))
-    lists.stored_query_tiles.sort(key=lambda t: t[0] - t[1] - t[5] * BACKWARD_KEYS)
-    return lists._replace(stored_tiles=stored)
-
-
-def _branch_blocks(
-    runs: Sequence[_Run], stem: int, first_block: Sequence[int]
-) -> list[tuple[int, ...]]:
-    """Return the entries of `QueryTiles.branch_blocks` of one stem, whole blocks first."""
-    entries = [
-        (run.start + m * BACKWARD_QUERIES, run.start + run.length, first_block[i] + m)
-        for i, run in enumerate(runs)
-        if run.stem == stem
-        for m in range(run.query_blocks)
-    ]
-    return sorted(entries, key=lambda e: e[1] - e[0] < BACKWARD_QUERIES)

@@ -1,0 +1,177 @@
+"""The lists of work of attention's backward: blocks of keys with their queries, and the other way.
+
+A program of the kernel of dK and dV has a block of 128 keys and goes through all blocks of 64
+queries that see them. The keys of a stem are seen by the queries of all its branches, so a program
+would take as much longer as there are branches, and some few would still run when all others have
+ended. So the queries of a stem's block of keys are divided into parts where they have more blocks
+than the longest sequence: the first part has the stem's own queries and as many branches as make it
+no longer than that sequence, each later one the branches that follow. A part has a program and
+float32 sums of its own, which are added in the order of the parts (`attention.backward_parts`). How
+they are divided follows from the lengths in the batch alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+BACKWARD_KEYS = 128  # keys of a dK, dV tile
+BACKWARD_QUERIES = 64  # queries of a dQ tile
+DS_TILE_BYTES = BACKWARD_KEYS * BACKWARD_QUERIES * 2  # bfloat16
+STORED_DS_BYTES = 5 * 2**29  # kept at once, at most; 4 x 4096 tokens of 32 heads take 2.06 GiB
+# Blocks of queries that a part may always have: the sums of a part are 128 KB of a head of 128
+# channels, and many small parts would cost more to write and read than a better balance saves.
+_FEWEST_OF_A_PART = 16
+
+
+class Run(NamedTuple):
+    """Rows of a packed batch that follow each other: a sequence, a stem, or a branch.
+
+    Attributes:
+        start: the first row.
+        length: the number of rows.
+        stem: the number of the run that is the stem; -1 without one.
+    """
+
+    start: int
+    length: int
+    stem: int
+
+    @property
+    def query_blocks(self) -> int:
+        """The number of blocks of BACKWARD_QUERIES queries."""
+        return -(-self.length // BACKWARD_QUERIES)
+
+
+@dataclass
+class BackwardLists:
+    """The lists of the backward; `QueryTiles` says what their columns are.
+
+    Attributes:
+        key_tiles: as of `QueryTiles`, like all that follow.
+        divided_key_tiles: blocks of keys in parts.
+        query_tiles: blocks of 64 queries.
+        stored_query_tiles: blocks of 128 queries.
+        branches: branches, stem after stem.
+        stored_tiles: tiles of dS of one head.
+        num_parts: parts of all divided blocks of keys.
+    """
+
+    key_tiles: list[tuple[int, ...]] = field(default_factory=list)
+    divided_key_tiles: list[tuple[int, ...]] = field(default_factory=list)
+    query_tiles: list[tuple[int, ...]] = field(default_factory=list)
+    stored_query_tiles: list[tuple[int, ...]] = field(default_factory=list)
+    branches: list[tuple[int, ...]] = field(default_factory=list)
+    stored_tiles: int = 0
+    num_parts: int = 0
+
+
+def backward_lists(runs: Sequence[Run]) -> BackwardLists:
+    """Return the work of the backward over a packed batch, each list longest item first."""
+    lists = BackwardLists()
+    branches: list[list[Run]] = [[] for _ in runs]  # of each stem
+    first_block = [0] * len(runs)  # of each branch, in the count of its stem's branches
+    for i, run in enumerate(runs):
+        if run.stem >= 0:
+            first_block[i] = sum(branch.query_blocks for branch in branches[run.stem])
+            branches[run.stem].append(run)
+    most = _most_blocks_of_a_part(runs)
+    with_branches = [0] * len(runs)  # of each stem, its first tile of dS with its branches
+    num_blocks = [sum(branch.query_blocks for branch in of_stem) for of_stem in branches]
+    work: list[tuple[int, tuple[int, ...]]] = []  # of each entry of key_tiles its blocks of queries
+    for i, run in enumerate(runs):
+        start, end, blocks = run.start, run.start + run.length, run.query_blocks
+        tall = -(-run.length // BACKWARD_KEYS)
+        # Block of keys j has blocks - 2 j tiles of the run; their sum over all j.
+        own = lists.stored_tiles
+        with_branches[i] = own + tall * blocks - (tall - 1) * tall
+        lists.stored_tiles = with_branches[i] + tall * num_blocks[i]
+        stem = runs[run.stem] if run.stem >= 0 else Run(start, 0, -1)
+        step = num_blocks[run.stem] if run.stem >= 0 else 0
+        for j, first_row in enumerate(range(start, end, BACKWARD_KEYS)):
+            # Block of keys j meets the run's blocks of queries from 2 j on; where its tiles of dS
+            # begin is the sum of the counts before. The first tile is shared with block 2 j.
+            per_key = BACKWARD_KEYS // BACKWARD_QUERIES
+            first_tile = own + j * (blocks - j - 1) + per_key * j
+            tile = _KeyTile(first_row, end, first_tile, with_branches[i] + j * num_blocks[i])
+            work += _key_tiles(lists, tile, blocks - per_key * j, branches[i], most)
+            with_stem = with_branches[run.stem] + first_block[i] + per_key * j
+            of_stem = (stem.start, stem.length // BACKWARD_KEYS, with_stem, step)
+            lists.stored_query_tiles.append((start, first_row, end, own, *of_stem))
+        first = 0
+        for branch in branches[i]:
+            lists.branches.append((branch.start, branch.start + branch.length, first))
+            first += branch.query_blocks
+        lists.query_tiles.extend(
+            (start, first_row, end, stem.start, stem.start + stem.length)
+            for first_row in range(start, end, BACKWARD_QUERIES)
+        )
+    # Longest first: keys by the queries that see them, queries by the keys that they see.
+    lists.key_tiles.extend(record for _, record in sorted(work, key=lambda w: -w[0]))
+    lists.query_tiles.sort(key=lambda t: t[0] - t[1] - (t[4] - t[3]))
+    lists.stored_query_tiles.sort(key=lambda t: t[0] - t[1] - t[5] * BACKWARD_KEYS)
+    return lists
+
+
+class _KeyTile(NamedTuple):
+    """A block of keys of a run.
+
+    Attributes:
+        row: its first row.
+        end: the end row of its run.
+        first_tile: its first tile of dS of the run's own queries.
+        with_branches: its first tile of dS with the run's branches.
+    """
+
+    row: int
+    end: int
+    first_tile: int
+    with_branches: int
+
+
+def _key_tiles(
+    lists: BackwardLists, tile: _KeyTile, own: int, branches: Sequence[Run], most: int
+) -> list[tuple[int, tuple[int, ...]]]:
+    """Return the entries of `key_tiles` of a block of keys, one for each part, and their work.
+
+    Args:
+        lists: gets the entry of `divided_key_tiles`, where there are several parts.
+        tile: the block of keys.
+        own: the run's own blocks of queries that see it.
+        branches: the run's branches.
+        most: blocks of queries of a part.
+
+    Returns:
+        Blocks of queries, and the entry.
+    """
+    # Each part is as many branches as make no more than `most` blocks with what it has already.
+    parts, counts = [own], [0]
+    for branch in branches:
+        if parts[-1] + branch.query_blocks > most:
+            parts.append(0)
+            counts.append(0)
+        parts[-1] += branch.query_blocks
+        counts[-1] += 1
+    divided = len(parts) > 1
+    if divided:
+        lists.divided_key_tiles.append((tile.row, lists.num_parts, len(parts)))
+    first = len(lists.branches)
+    entries: list[tuple[int, tuple[int, ...]]] = []
+    for part, (blocks, count) in enumerate(zip(parts, counts, strict=True)):
+        place = lists.num_parts + part if divided else -1
+        first_tile = -1 if part else tile.first_tile
+        record = (tile.row, tile.end, first_tile, first, count, tile.with_branches, place)
+        entries.append((blocks, record))
+        first += count
+    lists.num_parts += len(parts) if divided else 0
+    return entries
+
+
+def _most_blocks_of_a_part(runs: Sequence[Run]) -> int:
+    """Return the most blocks of queries of a part: those of the longest sequence, with its stem."""
+    longest = max(
+        (r.query_blocks + (runs[r.stem].query_blocks if r.stem >= 0 else 0) for r in runs),
+        default=0,
+    )
+    return max(longest, _FEWEST_OF_A_PART)
