@@ -380,6 +380,28 @@ def test_a_reference_that_waits_elsewhere_is_there_when_it_is_asked(tmp_path: Pa
     assert far.peak == far.update == far.at("reference")
 
 
+@pytest.mark.parametrize("share", ["true", "auto"])
+def test_shared_prompts_may_have_twice_the_gradients_of_scores(share: str) -> None:
+    """A branch's queries see its whole stem, and in the worst case their own keys are few.
+
+    The vocabulary is small, so that not the head but attention needs the most. 4096 tokens of 1024:
+    4 x 16 x 8 tiles of 16 KiB for each of 32 heads, in place of 4 x (16 x 8 / 2 + 1); and sums of
+    dK and dV in float32 of 8 heads of 128, for as many rows as tokens and one longest sequence.
+    """
+    config = replace(LARGE, vocab_size=512, intermediate_size=512)
+    whole, shared = (
+        memory_plan(
+            settings("train.tokens_per_micro_batch=4096", f"train.share_prompts={value}"),
+            config,
+            load=Workload(8, 1024, 8, 8192),
+        )
+        for value in ("false", share)
+    )
+    tiles = 32 * 4 * (16 * 8 - (16 * 8 // 2 + 1)) * 2**14
+    parts = 2 * 4 * 8 * 128 * (4096 + 1024)
+    assert shared.update - whole.update == tiles + parts
+
+
 def test_a_reward_models_training_has_a_plan_of_its_own() -> None:
     config = ModelConfig.from_hf(CONFIG).with_scalar_head()
     model = ScalarModel.from_config(

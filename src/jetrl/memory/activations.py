@@ -37,11 +37,13 @@ class PlannedMicroBatch:
         tokens: Its tokens.
         longest: Tokens of its longest sequence.
         several: Whether an update has more than one micro-batch.
+        shared: Whether sequences may share their first tokens, which count once.
     """
 
     tokens: int
     longest: int
     several: bool
+    shared: bool = False
 
 
 def kept_bytes(
@@ -156,7 +158,11 @@ def _layer_backward_bytes(
     heads = 2 * (3 * config.num_heads + 4 * config.num_kv_heads) * config.head_dim * tokens
     sequences = -(-tokens // batch.longest)
     across = -(-batch.longest // BACKWARD_QUERIES) * -(-batch.longest // BACKWARD_KEYS)
-    ds = config.num_heads * sequences * (across // 2 + 1) * DS_TILE_BYTES
+    # The queries of a branch see all keys of their stem, whose sums may be of several parts.
+    met = across if batch.shared else across // 2 + 1
+    ds = config.num_heads * sequences * met * DS_TILE_BYTES
+    if batch.shared:
+        ds += config.num_kv_heads * 2 * 4 * config.head_dim * (tokens + batch.longest)
     return max(mlp, heads + min(ds, STORED_DS_BYTES))
 
 

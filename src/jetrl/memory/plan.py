@@ -249,7 +249,7 @@ def memory_plan(
     load = load.of_a_rank(settings, cards)
     if tokens is None:
         tokens = settings.train.tokens_per_micro_batch
-    batch = _micro_batch(tokens, load)
+    batch = _micro_batch(tokens, load, settings.train.share_prompts is not False)
     moments = _moments(settings, others, load)
     rows = _trained_model(settings, config, plan, moments, cards, lora)
     if load.sequences:
@@ -291,7 +291,7 @@ def _shares_base(settings: Settings) -> bool:
     return settings.adapter.kind is not None and settings.reference.path is None
 
 
-def _micro_batch(limit: int, load: Workload) -> PlannedMicroBatch:
+def _micro_batch(limit: int, load: Workload, shared: bool) -> PlannedMicroBatch:
     """Return the largest micro-batch that packing makes.
 
     It holds whole sequences of at most `limit` tokens together, or a single longer sequence (of a
@@ -299,7 +299,7 @@ def _micro_batch(limit: int, load: Workload) -> PlannedMicroBatch:
     """
     whole = load.trained * load.tokens
     tokens = min(max(limit, load.together * load.tokens), whole)
-    return PlannedMicroBatch(tokens, load.tokens, several=whole > tokens)
+    return PlannedMicroBatch(tokens, load.tokens, several=whole > tokens, shared=shared)
 
 
 def _always(moments: tuple[Moment, ...], what: str, size: int) -> Row:
