@@ -75,6 +75,7 @@ from jetrl.errors import UserError
 from jetrl.memory.out_of_memory import release
 from jetrl.models.policy import Policy
 from jetrl.training import pack
+from jetrl.training.sharing import shares_prompts
 from jetrl.types import Sample
 
 PARTS = ("rollout", "gather", "old_logprobs", "update", "optimizer", "requantize")
@@ -217,7 +218,7 @@ def exchange_of(flow: Flow, samples: Sequence[Sample]) -> Row:
     with without_exchange():
         own["update_without"] = flow.timed("alone", lambda: flow.update(again))[0]
     trainer = flow.trainer
-    share = trainer.settings.train.share_prompts
+    share = shares_prompts(trainer.settings.train.share_prompts, samples)
     num_micro_batches = len(pack(samples, trainer.micro_batch_size.tokens, share_prompts=share))
     rounds = -(-num_micro_batches // world().size)
     sent = exchanged.bytes / rounds

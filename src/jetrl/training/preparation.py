@@ -29,6 +29,7 @@ from jetrl.training.forward import at_targets, batch_logprobs
 from jetrl.training.micro_batches import MicroBatch, MicroBatchSize, Minibatch, sizes_of
 from jetrl.training.objectives import Objective
 from jetrl.training.packing import by_batch, by_sample, pack, with_advantages
+from jetrl.training.sharing import SharePrompts, shares_prompts
 from jetrl.types import Batch, Sample
 
 if TYPE_CHECKING:
@@ -47,7 +48,8 @@ class Preparation:
         size: How large a micro-batch may be, for the whole run.
         choose: Returns the numbers of the samples that each update of a step is made on.
         temperature: The temperature of the log-probs.
-        share_prompts: Whether samples of one prompt share its stem in a micro-batch.
+        share_prompts: Whether samples of one prompt share its stem in a micro-batch; "auto": in
+            updates where that saves enough.
     """
 
     policy: Policy
@@ -57,7 +59,7 @@ class Preparation:
     size: MicroBatchSize
     choose: Callable[[Sequence[Sample]], list[list[int]]]
     temperature: float
-    share_prompts: bool = False
+    share_prompts: SharePrompts = False
 
     def __call__(self, samples: Sequence[Sample]) -> tuple[list[Minibatch], dict[str, float]]:
         """Return the minibatch of each update, and metrics of the rewards and of the critic.
@@ -113,7 +115,8 @@ class Preparation:
     def _pack(self, samples: Sequence[Sample]) -> list[list[Batch]]:
         """Return the batches of each update, without updates that have no trained token."""
         packed = [
-            pack(samples, self.size.tokens, ids, self.share_prompts) for ids in self.choose(samples)
+            pack(samples, self.size.tokens, ids, shares_prompts(self.share_prompts, samples, ids))
+            for ids in self.choose(samples)
         ]
         packed = [batches for batches in packed if batches]
         if not packed:
