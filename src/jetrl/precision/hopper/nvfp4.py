@@ -139,10 +139,10 @@ def _product_in_parts(
     """
     out = torch.empty(x.shape[0], wide.shape[0], dtype=out_dtype, device=x.device)
     for rows, product in zip(x.split(ROWS_AT_ONCE), out.split(ROWS_AT_ONCE), strict=True):
-        sums = None
-        for part, weight in zip(rows.split(columns, 1), wide.split(columns, 1), strict=True):
-            found = torch.mm(part, weight.t(), out_dtype=torch.float32)
-            sums = found if sums is None else sums.add_(found)
+        first, *others = zip(rows.split(columns, 1), wide.split(columns, 1), strict=True)
+        sums = torch.mm(first[0], first[1].t(), out_dtype=torch.float32)
+        for part, weight in others:
+            sums += torch.mm(part, weight.t(), out_dtype=torch.float32)
         torch.mul(sums, factor, out=product)
     return out
 
