@@ -96,6 +96,109 @@ def test_a_row_has_the_same_bits_in_any_batch(
     assert (whole.double() - expected.double()).norm() < 2**-8 * expected.double().norm()
 
 
+# Rows of a tile and one more or less, one kernel and the next.
+ROWS = [1, 8, 16, 17, 63, 64, 65, 129, 256, 1000]
+# (N, K) and the parts of the linears of Qwen3-8B, and of a layer with a part without an adapter
+LINEARS = {
+    "qkv": (6144, 4096, ((0, 4096), (4096, 1024), (5120, 1024))),
+    "o": (4096, 4096, ((0, 4096),)),
+    "gate_up": (24576, 4096, ((0, 12288), (12288, 12288))),
+    "down": (4096, 12288, ((0, 4096),)),
+    "odd": (1152, 896, ((0, 512), (640, 128))),
+}
+
+
+def poison(*like: torch.Tensor) -> None:
+    """Fill memory with NaN, where the allocator then puts tensors of the same sizes."""
+    held = [torch.full_like(tensor, float("nan")) for tensor in like]
+    del held
+
+
+def activations_of(rows: int, columns: int) -> torch.Tensor:
+    g = torch.Generator("cuda").manual_seed(rows)
+    x = torch.randn(rows, columns, device="cuda", generator=g)
+    return (x * (1 + 9 * (torch.rand(rows, 1, device="cuda", generator=g) > 0.9))).bfloat16()
+
+
+@pytest.mark.parametrize("rank", [1, 8, 32, 64, 100])
+@pytest.mark.parametrize("columns", [4096, 12288, 896])
+def test_few_rows_have_the_sums_of_many(rank: int, columns: int) -> None:
+    """The product with A in one launch against programs of whole rows, eagerly and replayed."""
+    from jetrl.precision.hopper import adapter
+    from jetrl.precision.hopper.adapter_rows import project_down_rows
+
+    w = weight(rank, columns, ((0, 64), (64, 64)), 128)
+    x = activations_of(4100, columns)
+    whole = adapter.project_down_hopper(x, w.down)
+    for rows in ROWS:
+        poison(torch.empty(64, rows, len(w.down), device="cuda"), whole[:rows])
+        assert torch.equal(project_down_rows(x[:rows], w.down, w.arrived), whole[:rows]), rows
+        assert torch.equal(
+            project_down_rows(x[3 : 3 + rows], w.down, w.arrived, False), whole[3 : 3 + rows]
+        )
+    assert not w.arrived.any()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = [project_down_rows(x[i : i + 33] * 1, w.down, w.arrived) for i in range(4)]
+    for _ in range(3):
+        for u in out:
+            u.fill_(float("nan"))
+        graph.replay()
+        assert all(torch.equal(u, whole[i : i + 33]) for i, u in enumerate(out))
+
+
+@pytest.mark.parametrize("rank", [8, 32, 64])
+@pytest.mark.parametrize("linear", LINEARS)
+def test_a_product_with_an_adapter_has_the_bits_of_both(linear: str, rank: int) -> None:
+    """The adapter added before the product is written, against a pass over the written product."""
+    from jetrl.precision.hopper.adapter import project_down_hopper, project_up_hopper
+    from jetrl.precision.hopper.adapter_epilogue import AdapterOperands
+    from jetrl.precision.hopper.adapter_rows import project_down_rows
+    from jetrl.precision.hopper.gemm import fp8_matmul_adapted, fp8_matmul_hopper
+    from jetrl.precision.hopper.gemm_rows import rows_matmul
+    from jetrl.precision.hopper.quantize import quantize_rows, quantize_weight
+
+    n, columns, parts = LINEARS[linear]
+    w = weight(rank, columns, parts, n)
+    g = torch.Generator("cuda").manual_seed(7)
+    base = quantize_weight((torch.randn(n, columns, device="cuda", generator=g) / 50).bfloat16())
+    x = activations_of(1000, columns)
+    u = project_down_hopper(x, w.down)
+    product = fp8_matmul_hopper(quantize_rows(x), base, backend="cublas")
+    whole = project_up_hopper(product.clone(), u, w.up, w.columns)
+    assert not torch.equal(whole, product)
+    bad = []
+    for rows in ROWS:
+        a, operands = quantize_rows(x[:rows]), AdapterOperands(u[:rows], w.up, w.columns)
+        for backend in ("triton", "cublas") if rows <= 256 else ("cublas",):
+            poison(whole[:rows])
+            out = fp8_matmul_adapted(a, base, operands, backend)
+            if not torch.equal(out, whole[:rows]):
+                bad.append((rows, backend, int((out != whole[:rows]).sum())))
+    assert not bad, f"(rows, library, different elements): {bad}"
+
+    def call(i: int, late: bool) -> torch.Tensor:
+        part = x[i : i + 33] * 1
+        a = quantize_rows(part)
+        operands = AdapterOperands(
+            project_down_rows(part, w.down, w.arrived, not late), w.up, w.columns
+        )
+        scales = a.scales.as_strided((64, columns // 128), (1, 64))
+        codes = a.codes.as_strided((64, columns), (columns, 1))
+        return rows_matmul(33, codes, scales, base, adapter=operands, x_first=late)
+
+    for late in (False, True):
+        assert torch.equal(call(5, late), whole[5:38])
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            outs = [call(i, late) for i in range(4)]
+        for _ in range(3):
+            for out in outs:
+                out.fill_(float("nan"))
+            graph.replay()
+            assert all(torch.equal(out, whole[i : i + 33]) for i, out in enumerate(outs)), late
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("preset", ["unified", "jet"])
 @pytest.mark.parametrize("batch", [3, 64])

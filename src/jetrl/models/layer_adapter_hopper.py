@@ -32,15 +32,13 @@ from jetrl.models.trace import Trace, tell
 from jetrl.precision.adapter import (
     AdapterWeight,
     adapter_gradients,
-    add_adapter,
-    project_down,
-    project_up,
 )
 from jetrl.precision.linear import (
     FP8Weight,
     GEMMInput,
     Linear,
     Operand,
+    adapted_fprop,
     dgrad,
     fprop,
     quantize_for_dgrad,
@@ -77,23 +75,19 @@ class _Frozen:
         """The adapter's master weights, which are inputs for their gradients alone."""
         return (None, None) if self.adapter is None else (self.adapter.a, self.adapter.b)
 
-    def forward(self, entered: GEMMInput, values: Tensor, keep: bool) -> tuple[Tensor, Tensor]:
-        """Return the layer's output, and the product with A where it is to be kept.
+    def forward(self, entered: GEMMInput, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the layer's output, and the adapter's product with A.
 
         Args:
             entered: X as FProp reads it.
             values: X in BF16.
-            keep: Whether backward may come.
         """
+        if self.adapter is not None:
+            return adapted_fprop(entered, values, self.weight, self.plan, self.bias, self.adapter)
         y = fprop(entered, self.weight, self.plan)
         if self.bias is not None:
             y += self.bias.to(y.dtype)
-        if self.adapter is None:
-            return y, _NONE
-        if not keep:
-            return add_adapter(y, values, self.adapter), _NONE
-        u = project_down(values, self.adapter)
-        return project_up(y, u, self.adapter), u
+        return y, _NONE
 
     def backward(
         self, dy: Tensor, values: Tensor, u: Tensor
@@ -222,7 +216,7 @@ class _NormLinear(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         total, inverse, entered, values = s.enter(x, delta)
         tell(s.trace, "input_norm", entered)
-        y, u = s.linears[0].forward(entered, values, s.keep)
+        y, u = s.linears[0].forward(entered, values)
         if s.keep:
             ctx.save_for_backward(total, inverse, u)
         ctx.fixed, ctx.two_inputs = s, delta is not None
@@ -253,12 +247,12 @@ class _NormMLP(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         total, inverse, entered, values = s.enter(x, delta)
         tell(s.trace, "post_norm", entered)
-        gate_up, u_gate_up = s.linears[0].forward(entered, values, s.keep)
+        gate_up, u_gate_up = s.linears[0].forward(entered, values)
         del entered, values
         tell(s.trace, "gate_up", gate_up)
         entered, values = s.gated(gate_up)
         tell(s.trace, "swiglu", entered)
-        y, u_down = s.linears[1].forward(entered, values, s.keep)
+        y, u_down = s.linears[1].forward(entered, values)
         if s.keep:
             ctx.save_for_backward(total, inverse, gate_up, u_gate_up, u_down)
         ctx.fixed = s

@@ -87,7 +87,8 @@ class AdapterWeight:
         down: bfloat16 [P * R, K], A as both sides read it.
         up: bfloat16 [N, R], s B as both sides read it.
         columns: int32 [N / 64 rounded up], the first column of u for each 64 rows of y, or -1 where
-            no part adds to them: for the GPU's kernel.
+            no part adds to them: for the GPU's kernels.
+        arrived: int32 zeros, in which the programs of a GPU's product with A are counted.
         fixed: False: the weight is rounded again after each update.
     """
 
@@ -113,6 +114,8 @@ class AdapterWeight:
         self.up = torch.zeros(0 if self.in_fp32 else shape.num_rows, rank, dtype=dtype)
         self.down, self.up = self.down.to(a.device), self.up.to(a.device)
         self.columns = _columns(shape).to(a.device)
+        self.arrived = torch.zeros(64 * rows // _TENSOR_CORE_DEPTH, dtype=torch.int32)
+        self.arrived = self.arrived.to(a.device)
         self.requantize()
 
     @torch.no_grad()
@@ -161,10 +164,6 @@ def add_adapter(y: Tensor, x: Tensor, weight: AdapterWeight) -> Tensor:
     if torch.is_grad_enabled():
         total: Tensor = _AddAdapter.apply(y, x, weight.a, weight.b, weight)
         return total
-    if y.is_cuda:
-        from jetrl.precision.hopper.adapter import add_adapter_hopper
-
-        return add_adapter_hopper(y, x, weight.down, weight.up, weight.columns)
     return project_up(y, project_down(x, weight), weight)
 
 
@@ -178,7 +177,7 @@ def project_down(x: Tensor, weight: AdapterWeight) -> Tensor:
     if x.is_cuda:
         from jetrl.precision.hopper.adapter import project_down_hopper
 
-        return project_down_hopper(x, weight.down)
+        return project_down_hopper(x, weight.down, weight.arrived)
     return bf16_matmul(x, weight.down)
 
 

@@ -20,7 +20,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor, nn
 
-from jetrl.precision.adapter import AdapterWeight, add_adapter
+from jetrl.precision.adapter import AdapterWeight, add_adapter, project_down, project_up
 from jetrl.precision.gemm import bf16_matmul, fp8_matmul
 from jetrl.precision.gradients import Gradients
 from jetrl.precision.nvfp4_weight import NVFP4Weight, nvfp4_dgrad, nvfp4_matmul
@@ -181,6 +181,9 @@ class Linear(nn.Module):
         if self.quantized.formats[side] == "fp32":
             whole = nn.functional.linear(x, self.weight, self.bias)
             return whole if self.adapter is None else add_adapter(whole, x, self.adapter)
+        if self.adapter is not None and x.is_cuda and not torch.is_grad_enabled():
+            entered = quantize_input(x, plan) if isinstance(weight, FP8Weight) else x
+            return adapted_fprop(entered, x, weight, plan, self.bias, self.adapter)[0]
         y: Tensor = _LinearFunction.apply(
             x, self.weight, weight, plan, self.out_dtype, self.gradients
         )
@@ -228,6 +231,44 @@ def fprop(
     if isinstance(weight, NVFP4Weight):
         return nvfp4_matmul(x, weight, out_dtype)
     return bf16_matmul(x, weight, out_dtype, plan.pinned)
+
+
+def adapted_fprop(
+    x: GEMMInput,
+    values: Tensor,
+    weight: Operand,
+    plan: PrecisionPlan,
+    bias: Tensor | None,
+    adapter: AdapterWeight,
+) -> tuple[Tensor, Tensor]:
+    """Return Y = X @ weight^T + bias with the adapter's product added, and its product with A.
+
+    The product with A comes first: on a GPU it is then made while the layer's own reads its weight,
+    and that of few rows adds the product with B before it writes Y.
+
+    Args:
+        x: X [T, K] as the weight needs it, as of `fprop`.
+        values: X before it was quantized, bfloat16 [T, K].
+        weight: [N, K].
+        plan: The precision plan of the side that calls.
+        bias: The bias [N], or None.
+        adapter: The adapter.
+
+    Returns:
+        Y, bfloat16 [T, N], and the product with A, bfloat16 [T, P * R].
+    """
+    u = project_down(values, adapter)
+    if values.is_cuda and isinstance(weight, FP8Weight) and bias is None:
+        from jetrl.precision.hopper.adapter_epilogue import AdapterOperands
+        from jetrl.precision.hopper.gemm import fp8_matmul_adapted
+
+        assert isinstance(x, QTensor), "an FP8 weight multiplies codes"
+        operands = AdapterOperands(u, adapter.up, adapter.columns)
+        return fp8_matmul_adapted(x, weight.direct, operands), u
+    y = fprop(x, weight, plan)
+    if bias is not None:
+        y += bias.to(y.dtype)
+    return project_up(y, u, adapter), u
 
 
 def dgrad(rows: GEMMInput, weight: Operand) -> Tensor:

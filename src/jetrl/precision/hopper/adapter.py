@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from jetrl.precision.hopper.adapter_rows import project_down_rows
 from jetrl.precision.hopper.checks import check_matrix, check_tensor
 from jetrl.precision.hopper.launch import OVERLAPPED, let_next_start, wait_for_previous
 from jetrl.precision.layout import cdiv
@@ -180,14 +181,18 @@ def _up_kernel(
         tl.store(y_ptr + places, (y + added).to(tl.bfloat16), mask=mask)
 
 
-def project_down_hopper(x: Tensor, down: Tensor) -> Tensor:
+def project_down_hopper(x: Tensor, down: Tensor, arrived: Tensor | None = None) -> Tensor:
     """Return u = x A^T, bfloat16 [T, R], as `precision.adapter.project_down`.
 
     Args:
         x: bfloat16 [T, K], its rows contiguous.
         down: bfloat16 [R, K], A.
+        arrived: int32 zeros, as of `adapter_rows.project_down_rows`; without them few rows take
+            another kernel for the sums.
     """
     check_matrix("project_down", x, _BF16)
+    if arrived is not None and len(x) < _MANY_ROWS:
+        return project_down_rows(x, down, arrived)
     if len(x) < _MANY_ROWS:
         return _added(_chunks(x, down))
     out = torch.empty(len(x), len(down), dtype=torch.bfloat16, device=x.device)

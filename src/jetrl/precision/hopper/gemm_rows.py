@@ -15,6 +15,10 @@ Stages form ROUNDS groups of GROUP blocks. A group has two barriers: `arrived`, 
 come, and `left`, when the multiplying warps have read them. Barriers are of groups and not of
 blocks because the tensor cores drain at the end of each (0.07 microseconds a group; the tiles that
 were tried, and their times, are in docs/notes-gemm.md).
+
+An adapter's product with B joins before the store (`precision.hopper.adapter_epilogue`). Its u is
+what the kernel directly in front makes, while this one reads its weight. That kernel needs room on
+the multiprocessors beside this one's programs, so such a product has fewer stages.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -22,7 +26,7 @@ were tried, and their times, are in docs/notes-gemm.md).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -36,6 +40,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from jetrl.precision.hopper import gluon_names
+from jetrl.precision.hopper.adapter_epilogue import (
+    AdapterOperands,
+    first_columns,
+    prefetch_rows,
+    with_adapter,
+)
 from jetrl.precision.hopper.launch import (
     OVERLAPPED,
     gluon_let_next_start,
@@ -46,6 +56,7 @@ from jetrl.precision.quantize import QTensor
 
 _CODES_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
 _SCALES_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+_ROOM = 176 * 1024  # bytes of stages beside which a program of the product with A fits
 
 
 @dataclass(frozen=True)
@@ -108,9 +119,9 @@ def _load_rows(
 
 @gluon.jit
 def _load(
-    x_desc, s_desc, w_desc, x_smem, s_smem, w_smem, arrived, left, m0, n0, early,
+    x_desc, s_desc, w_desc, x_smem, s_smem, w_smem, arrived, left, b_ptr, m0, n0, N, early,
     KB: gl.constexpr, PARTS: gl.constexpr, BOX_M: gl.constexpr, BLOCK_N: gl.constexpr,
-    ROUNDS: gl.constexpr, GROUP: gl.constexpr,
+    ROUNDS: gl.constexpr, GROUP: gl.constexpr, RANK: gl.constexpr, X_FIRST: gl.constexpr,
 ):  # fmt: skip
     """Do the loading warp's work: keep every stage that is free asked for.
 
@@ -120,10 +131,13 @@ def _load(
         w_desc: FP8 [N, K], boxes of [BLOCK_N, 128].
         x_smem, s_smem, w_smem: the stages in shared memory.
         arrived, left: the barriers of each group.
+        b_ptr: the adapter's B, as of `rows_gemm_kernel`.
         m0, n0: the program's first rows of X and of the weight.
+        N: rows of the weight.
         early: whether weights are asked for while the kernel in front still runs; outside of a
             captured graph that may be the one that writes them.
         KB: blocks of 128 along K.
+        RANK, X_FIRST: as of `rows_gemm_kernel`.
     """
     BLOCK_BYTES: gl.constexpr = (
         x_desc.block_type.nbytes + s_desc.block_type.nbytes + PARTS * w_desc.block_type.nbytes
@@ -138,10 +152,16 @@ def _load(
         _load_weights(
             w_desc, w_smem, arrived, group, n0, GROUP, PARTS, BLOCK_N, ROUNDS, GROUP, BLOCK_BYTES
         )
-    gluon_wait_for_previous()
-    gluon_let_next_start()
+    if RANK > 0:
+        prefetch_rows(b_ptr, n0, N, PARTS * BLOCK_N, RANK)
+    if not X_FIRST:
+        gluon_wait_for_previous()
+        gluon_let_next_start()
     for group in range(AHEAD):
         _load_rows(x_desc, s_desc, x_smem, s_smem, arrived, group, m0, GROUP, BOX_M, ROUNDS, GROUP)
+    if X_FIRST:
+        gluon_wait_for_previous()
+        gluon_let_next_start()
     # From then on a group's stages are asked for again once the multiplying warps have left them.
     # The phase of a barrier flips each time round.
     for group in range(AHEAD, GROUPS):
@@ -223,9 +243,10 @@ def _multiply_group(
 
 @gluon.jit
 def _multiply(
-    x_smem, s_smem, w_smem, arrived, left, ws_ptr, ws_stride, y_ptr, m0, n0, M, N, early,
+    x_smem, s_smem, w_smem, arrived, left, ws_ptr, ws_stride, y_ptr, u_ptr, b_ptr, columns_ptr,
+    u_stride, m0, n0, M, N, early,
     KB: gl.constexpr, PARTS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-    ROUNDS: gl.constexpr, GROUP: gl.constexpr, mma: gl.constexpr,
+    ROUNDS: gl.constexpr, GROUP: gl.constexpr, RANK: gl.constexpr, mma: gl.constexpr,
 ):  # fmt: skip
     """Do the multiplying warps' work: all of K for the program's tiles, then their store.
 
@@ -233,6 +254,7 @@ def _multiply(
         x_smem, s_smem, w_smem, arrived, left, m0, n0, early, KB: as of `_load`.
         ws_ptr, ws_stride: the weight's scales, as of `_multiply_group`.
         y_ptr: bfloat16 [M, N], written.
+        u_ptr, b_ptr, columns_ptr, u_stride, RANK: the adapter, as of `rows_gemm_kernel`.
         M, N: rows of X and of the weight.
     """
     totals = ()
@@ -240,6 +262,8 @@ def _multiply(
         totals += (gl.zeros([BLOCK_M, BLOCK_N], gl.float32, mma),)  # type: ignore[assignment]
     if early == 0:
         gluon_wait_for_previous()  # the weight's scales may be what it writes
+    if RANK > 0:
+        firsts = first_columns(columns_ptr, n0, N, PARTS, BLOCK_N)
     for group in range(KB // GROUP):
         totals = _multiply_group(
             x_smem, s_smem, w_smem, arrived, ws_ptr, ws_stride, group, n0, N, totals, GROUP,
@@ -256,19 +280,26 @@ def _multiply(
     rows = m0 + gl.arange(0, BLOCK_M, gl.SliceLayout(1, mma))
     columns = n0 + gl.arange(0, BLOCK_N, gl.SliceLayout(0, mma))
     places = y_ptr + rows.to(gl.int64)[:, None] * N + columns[None, :]
+    if RANK > 0:
+        gluon_wait_for_previous()  # u is what it writes
     for part in gl.static_range(PARTS):
         left_columns = (columns + part * BLOCK_N < N)[None, :]
-        gl.store(
-            places + part * BLOCK_N, totals[part].to(gl.bfloat16),
-            mask=(rows < M)[:, None] & left_columns,
-        )  # fmt: skip
+        if RANK > 0:
+            y = with_adapter(
+                totals[part], u_ptr, b_ptr, firsts[part], m0, n0 + part * BLOCK_N, M, N, u_stride,
+                RANK,
+            )  # fmt: skip
+        else:
+            y = totals[part].to(gl.bfloat16)
+        gl.store(places + part * BLOCK_N, y, mask=(rows < M)[:, None] & left_columns)
 
 
 @gluon.jit(do_not_specialize=["M", "early"])
 def rows_gemm_kernel(
-    x_desc, s_desc, w_desc, ws_ptr, y_ptr, M, N, ws_stride, early,
-    KB: gl.constexpr, PARTS: gl.constexpr, BOX_M: gl.constexpr, BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr, ROUNDS: gl.constexpr, GROUP: gl.constexpr, num_warps: gl.constexpr,
+    x_desc, s_desc, w_desc, ws_ptr, y_ptr, u_ptr, b_ptr, columns_ptr, M, N, ws_stride, u_stride,
+    early, KB: gl.constexpr, PARTS: gl.constexpr, BOX_M: gl.constexpr, BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr, ROUNDS: gl.constexpr, GROUP: gl.constexpr, RANK: gl.constexpr,
+    X_FIRST: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Multiply BLOCK_M rows of X by PARTS * BLOCK_N rows of the weight, over the whole of K.
 
@@ -278,9 +309,13 @@ def rows_gemm_kernel(
         w_desc: FP8 [N, K], boxes of [BLOCK_N, 128].
         ws_ptr: float32 [N / 128, K / 128], the weight's scales.
         y_ptr: bfloat16 [M, N], written.
+        u_ptr: bfloat16 [M, u_stride], the adapter's product with A; read with RANK.
+        b_ptr: bfloat16 [N, RANK], the adapter's B.
+        columns_ptr: int32, the first columns of u, as of `adapter_epilogue.first_columns`.
         M: rows of X.
         N: rows of the weight.
         ws_stride: from one line of the weight's scales to the next.
+        u_stride: columns of u.
         early: 1 where the weight may be read before the kernel in front has ended.
         KB: blocks of 128 along K.
         PARTS: as of `Tiles`.
@@ -289,6 +324,9 @@ def rows_gemm_kernel(
         BLOCK_N: as of `Tiles`.
         ROUNDS: as of `Tiles`.
         GROUP: as of `Tiles`.
+        RANK: columns of the adapter's B; 0: there is no adapter.
+        X_FIRST: whether X is asked for before the kernel in front has ended, since it is what
+            kernels before that one wrote, for which that one has waited before it let this start.
         num_warps: that multiply: one for 16 rows of X.
     """
     mma: gl.constexpr = gl.NVMMADistributedLayout(
@@ -307,10 +345,11 @@ def rows_gemm_kernel(
         mbarrier.init(left.index(i), count=1)
     gl.warp_specialize(
         [
-            (_multiply, (x_smem, s_smem, w_smem, arrived, left, ws_ptr, ws_stride, y_ptr, m0, n0,
-                         M, N, early, KB, PARTS, BLOCK_M, BLOCK_N, ROUNDS, GROUP, mma)),
-            (_load, (x_desc, s_desc, w_desc, x_smem, s_smem, w_smem, arrived, left, m0, n0,
-                     early, KB, PARTS, BOX_M, BLOCK_N, ROUNDS, GROUP)),
+            (_multiply, (x_smem, s_smem, w_smem, arrived, left, ws_ptr, ws_stride, y_ptr, u_ptr,
+                         b_ptr, columns_ptr, u_stride, m0, n0, M, N, early, KB, PARTS, BLOCK_M,
+                         BLOCK_N, ROUNDS, GROUP, RANK, mma)),
+            (_load, (x_desc, s_desc, w_desc, x_smem, s_smem, w_smem, arrived, left, b_ptr, m0, n0,
+                     N, early, KB, PARTS, BOX_M, BLOCK_N, ROUNDS, GROUP, RANK, X_FIRST)),
         ],
         [1],
         [24],
@@ -341,8 +380,31 @@ def tiles_for(rows: int, n: int) -> Tiles:
     return Tiles(64, 2, 64, 4, 1)
 
 
+def tiles_beside(rows: int, n: int) -> Tiles:
+    """Return the cut of a product that leaves room for the product with an adapter's A.
+
+    A program of that one takes 48 KiB of the multiprocessor's shared memory (227 KiB).
+
+    Args:
+        rows: of X.
+        n: rows of the weight.
+    """
+    tiles = tiles_for(rows, n)
+    block = (tiles.block_m + tiles.parts * tiles.block_n) * 128 + tiles.block_m * 4
+    rounds = tiles.rounds
+    while rounds > 2 and rounds * tiles.group * block > _ROOM:
+        rounds -= 1
+    return replace(tiles, rounds=rounds)
+
+
 def rows_matmul(
-    rows: int, codes: Tensor, scales: Tensor, b: QTensor, tiles: Tiles | None = None
+    rows: int,
+    codes: Tensor,
+    scales: Tensor,
+    b: QTensor,
+    tiles: Tiles | None = None,
+    adapter: AdapterOperands | None = None,
+    x_first: bool = False,
 ) -> Tensor:
     """Return the first rows of a product with a weight, bfloat16 [rows, N].
 
@@ -353,17 +415,24 @@ def rows_matmul(
         codes: float8_e4m3fn [padded, K] contiguous, padded at least 64.
         scales: float32 [padded, K / 128] with strides (1, padded).
         b: 128 x 128 groups [N, K].
-        tiles: a cut to measure; `tiles_for` by default.
+        tiles: a cut to measure; `tiles_for` by default, with an adapter `tiles_beside`.
+        adapter: the adapter whose product is added, or None; its u is what the kernel directly in
+            front makes.
+        x_first: whether X is read before that kernel has ended, which must not be what writes X,
+            and lets this kernel start after it has waited.
     """
     padded, k = codes.shape
     n = b.shape[0]
-    tiles = tiles or tiles_for(rows, n)
+    tiles = tiles or (tiles_beside if adapter else tiles_for)(rows, n)
     b_scales = b.scales if b.scales.stride(1) == 1 else b.scales.contiguous()
     # As few rows as X has, since a box past the end of the array is slow; 16 at least.
     box = min(tiles.block_m, max(16, 1 << (rows - 1).bit_length()))
     out = torch.empty(rows, n, dtype=torch.bfloat16, device=codes.device)
     if not rows:
         return out
+    if adapter is not None:
+        adapter.check(rows, n)
+    beside = (out, out, out) if adapter is None else (adapter.u, adapter.up, adapter.columns)
     grid = (-(-rows // tiles.block_m), -(-n // (tiles.parts * tiles.block_n)))
     rows_gemm_kernel[grid](
         TensorDescriptor(codes, [padded, k], [k, 1], [box, FP8_BLOCK], _CODES_LAYOUT),
@@ -374,9 +443,11 @@ def rows_matmul(
         TensorDescriptor(
             b.codes, [n, k], [b.codes.stride(0), 1], [tiles.block_n, FP8_BLOCK], _CODES_LAYOUT
         ),
-        b_scales, out, rows, n, b_scales.stride(0),
+        b_scales, out, *beside, rows, n, b_scales.stride(0),
+        0 if adapter is None else adapter.u.stride(0),
         int(torch.cuda.is_current_stream_capturing()),
         k // FP8_BLOCK, tiles.parts, box, tiles.block_m, tiles.block_n, tiles.rounds, tiles.group,
+        0 if adapter is None else adapter.up.shape[1], x_first,
         num_warps=tiles.block_m // 16,
         # Of all warps: those that multiply take over most registers of the four that load.
         maxnreg=128 if tiles.block_m == 64 else 168,

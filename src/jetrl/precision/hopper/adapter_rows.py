@@ -1,0 +1,189 @@
+"""The adapter's product with A of few rows on Hopper: u = x A^T in one launch, with pinned bits.
+
+Decode waits for this product in front of every linear layer, so latency is all that counts. Each
+chunk of 512 along K has a program of its own for some rows of x and of A, which makes the chunk's
+chain of tensor-core products from zero and writes the sum in float32. The program that arrives last
+adds the sums of all chunks from the first to the last and rounds the result once. So the order of
+every sum is that of `precision.hopper.adapter`, whichever program comes last. The tensor core is
+asked by mma.sync, which has the bits of wgmma (tests/gpu/test_tensor_cores.py).
+
+A is not written by the kernel in front, so in a captured graph it is read before that has ended.
+The kernel behind may start at once, before this one has waited (`AT_ONCE`): it then reads weights
+while the kernel in front and this one run. When it has waited for this kernel, it has waited for
+the one in front too, since every program here does so.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+# (a Triton function may annotate nothing but its compile-time constants)
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+
+from jetrl.precision.hopper import gluon_names
+from jetrl.precision.hopper.checks import check_matrix, check_tensor
+from jetrl.precision.hopper.launch import (
+    OVERLAPPED,
+    gluon_let_next_start,
+    gluon_wait_for_previous,
+)
+from jetrl.precision.layout import cdiv
+
+CHUNK = 512  # along K; pinned, since the bits depend on it
+MOST_ROWS = 4096  # fewer than these
+_FEW_ROWS = 64  # up to here a program has 16 rows
+_RANKS = 32  # rows of A that a program has
+
+
+@gluon.jit
+def _copy_tile(
+    smem, ptr, first_row, num_rows, first_column, num_columns, stride, loads: gl.constexpr
+):
+    """Start copying a tile of a matrix to shared memory, with zeros where it has none.
+
+    Args:
+        smem: bfloat16 [rows, columns].
+        ptr: the matrix, bfloat16, 16 bytes of whose rows are copied at once.
+        first_row: the first row that is copied.
+        num_rows: of the matrix.
+        first_column: the first column that is copied.
+        num_columns: of the matrix.
+        stride: from one row to the next.
+        loads: the layout of the copies.
+    """
+    ROWS: gl.constexpr = smem.shape[0]
+    COLUMNS: gl.constexpr = smem.shape[1]
+    rows = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, loads))
+    columns = first_column + gl.arange(0, COLUMNS, gl.SliceLayout(0, loads))
+    inside = (rows < num_rows)[:, None] & (columns < num_columns)[None, :]
+    places = ptr + rows.to(gl.int64)[:, None] * stride + columns[None, :]
+    gluon_names.async_load(smem, places, mask=inside)
+    async_copy.commit_group()
+
+
+@gluon.jit(do_not_specialize=["num_rows", "early"])
+def down_rows_kernel(
+    x_ptr, a_ptr, sums_ptr, out_ptr, arrived_ptr, num_rows, num_columns, rank, x_stride, chunks,
+    early, AT_ONCE: gl.constexpr, CHUNK: gl.constexpr, ROWS: gl.constexpr, RANKS: gl.constexpr,
+):  # fmt: skip
+    """Multiply ROWS rows of x by RANKS rows of A over one chunk of K; the last program adds up.
+
+    Args:
+        x_ptr: bfloat16 [num_rows, num_columns], rows x_stride apart.
+        a_ptr: bfloat16 [rank, num_columns].
+        sums_ptr: float32 [chunks, num_rows, rank], written.
+        out_ptr: bfloat16 [num_rows, rank], written.
+        arrived_ptr: int32, zero for each tile of the result, and zero again when the kernel ends.
+        num_rows: tokens.
+        num_columns: K.
+        rank: rows of A.
+        x_stride: from one row of x to the next.
+        chunks: chunks of K.
+        early: 1 where A may be read before the kernel in front has ended.
+        AT_ONCE: whether the kernel behind may start before this one has waited.
+        CHUNK: columns of a chunk.
+        ROWS: 16 or 64.
+        RANKS: 16 or 32.
+    """
+    loads: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
+    shared: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+    mma: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[2, 0], warps_per_cta=[ROWS // 16, 64 // ROWS], instr_shape=[16, 8]
+    )
+    row0, rank0 = gl.program_id(0) * ROWS, gl.program_id(1) * RANKS
+    chunk = gl.program_id(2)
+    x_smem = gl.allocate_shared_memory(gl.bfloat16, [ROWS, CHUNK], shared)
+    a_smem = gl.allocate_shared_memory(gl.bfloat16, [RANKS, CHUNK], shared)
+    if AT_ONCE:
+        gluon_let_next_start()
+    if early == 0:
+        gluon_wait_for_previous()
+    _copy_tile(a_smem, a_ptr, rank0, rank, chunk * CHUNK, num_columns, num_columns, loads)
+    gluon_wait_for_previous()
+    if not AT_ONCE:
+        gluon_let_next_start()
+    _copy_tile(x_smem, x_ptr, row0, num_rows, chunk * CHUNK, num_columns, x_stride, loads)
+    async_copy.wait_group(0)
+    gluon_names.barrier()
+
+    # The chunk's chain: 16 products at a time, in the order of K.
+    total = gl.zeros([ROWS, RANKS], gl.float32, mma)
+    for column in gl.static_range(0, CHUNK, 64):
+        x = x_smem.slice(column, 64, 1).load(gl.DotOperandLayout(0, mma, 2))
+        a = a_smem.slice(column, 64, 1).permute((1, 0)).load(gl.DotOperandLayout(1, mma, 2))
+        total = mma_v2(x, a, total)
+    rows = row0 + gl.arange(0, ROWS, gl.SliceLayout(1, mma))
+    ranks = rank0 + gl.arange(0, RANKS, gl.SliceLayout(0, mma))
+    mask = (rows < num_rows)[:, None] & (ranks < rank)[None, :]
+    places = rows[:, None] * rank + ranks[None, :]
+    size = num_rows * rank
+    gl.store(sums_ptr + chunk * size + places, total, mask=mask)
+
+    # Every thread has stored before one of them counts the program, which releases the stores of
+    # all; who counts last acquires those of the other programs.
+    gluon_names.barrier()
+    tile = gl.program_id(0) * gl.num_programs(1) + gl.program_id(1)
+    before = gl.atomic_add(arrived_ptr + tile, 1, sem="acq_rel", scope="gpu")
+    if before == chunks - 1:
+        total = gl.zeros([ROWS, RANKS], gl.float32, mma)
+        for first in range(0, chunks, 8):
+            # Eight loads are under way at once; past the last chunk there is nothing to add.
+            parts = ()
+            for i in gl.static_range(8):
+                part = gl.load(
+                    sums_ptr + (first + i) * size + places, mask=mask & (first + i < chunks),
+                    other=0.0, cache_modifier=".cg",
+                )  # fmt: skip
+                parts += (part,)  # type: ignore[assignment]
+            for i in gl.static_range(8):
+                total += parts[i]
+        gl.store(out_ptr + places, total.to(gl.bfloat16), mask=mask)
+        gl.store(arrived_ptr + tile, 0)
+
+
+def arrivals(rank: int, device: torch.device | str) -> Tensor:
+    """Return the zeros in which the programs of an adapter's product are counted.
+
+    Args:
+        rank: rows of A.
+        device: where A is.
+    """
+    return torch.zeros(MOST_ROWS // 64 * cdiv(rank, 16), dtype=torch.int32, device=device)
+
+
+def project_down_rows(x: Tensor, down: Tensor, arrived: Tensor, at_once: bool = True) -> Tensor:
+    """Return u = x A^T, bfloat16 [T, R], as `precision.adapter.project_down`, of few rows.
+
+    Captured in a graph, the kernel must not directly follow the one that writes A.
+
+    Args:
+        x: bfloat16 [T, K], its rows contiguous, T below `MOST_ROWS` and K a multiple of 16.
+        down: bfloat16 [R, K], A.
+        arrived: int32, of `arrivals`: no two products that run at once share it.
+        at_once: whether the kernel behind may start before the one in front has ended: it may then
+            read what neither of the two writes.
+    """
+    check_matrix("project_down", x, (torch.bfloat16,))
+    (num_rows, num_columns), rank = x.shape, len(down)
+    check_tensor("project_down", "A", down, torch.bfloat16, (rank, num_columns))
+    if num_rows >= MOST_ROWS or num_columns % 16 or x.stride(0) % 16:
+        raise ValueError(
+            f"project_down: fewer than {MOST_ROWS} rows and K a multiple of 16, not "
+            f"{list(x.shape)} with strides {list(x.stride())}"
+        )
+    out = torch.empty(num_rows, rank, dtype=torch.bfloat16, device=x.device)
+    if not num_rows:
+        return out
+    chunks, ranks = cdiv(num_columns, CHUNK), min(_RANKS, rank)
+    rows = 16 if num_rows <= _FEW_ROWS else 64
+    sums = torch.empty(chunks, num_rows, rank, dtype=torch.float32, device=x.device)
+    down_rows_kernel[(cdiv(num_rows, rows), cdiv(rank, ranks), chunks)](
+        x, down, sums, out, arrived, num_rows, num_columns, rank, x.stride(0), chunks,
+        int(torch.cuda.is_current_stream_capturing()), at_once, CHUNK, rows, ranks,
+        num_warps=4, enable_fp_fusion=False, **OVERLAPPED,
+    )  # fmt: skip
+    return out
