@@ -199,6 +199,46 @@ def test_a_product_with_an_adapter_has_the_bits_of_both(linear: str, rank: int) 
             assert all(torch.equal(out, whole[i : i + 33]) for i, out in enumerate(outs)), late
 
 
+@pytest.mark.parametrize("parts", [((0, 1536), (1536, 1536)), ((0, 1536),), ((1536, 1536),)])
+@pytest.mark.parametrize("rank", [8, 32])
+def test_swiglu_adds_what_adapters_make(rank: int, parts: tuple[tuple[int, int], ...]) -> None:
+    """SwiGLU of a product and its adapters against passes one after the other."""
+    from jetrl.kernels.swiglu_adapter_hopper import swiglu_adapted, swiglu_adapted_backward
+    from jetrl.kernels.swiglu_hopper import (
+        swiglu_backward,
+        swiglu_forward,
+        swiglu_quantize_with_values,
+    )
+    from jetrl.precision.hopper.adapter_epilogue import AdapterOperands
+    from jetrl.precision.hopper.quantize import quantize_rows
+
+    w, behind = weight(rank, 512, parts, 3072), weight(rank, 1536, ((0, 512),), 512)
+    for rows in ROWS:
+        u, product = project_down(activations_of(rows, 512), w), activations_of(rows, 3072)
+        whole = project_up(product.clone(), u, w)
+        assert not torch.equal(whole, product)
+        operands = AdapterOperands(u, w.up, w.columns)
+        expected, values = swiglu_quantize_with_values(whole)
+        poison(values, product)
+        codes, y = swiglu_adapted(product, operands)
+        assert torch.equal(y, values), rows
+        assert torch.equal(codes.codes.view(torch.uint8), expected.codes.view(torch.uint8)), rows
+        assert torch.equal(codes.scales, expected.scales), rows
+        dy, du = activations_of(rows, 1536), activations_of(rows, behind.shape.padded_rank)
+        for pair in ((du, behind.down), None):
+            poison(values, product, product)
+            codes, dx, y = swiglu_adapted_backward(dy, pair, product, operands)
+            whole_dy = dy if pair is None else torch.addmm(dy, *pair)
+            true = swiglu_backward(whole_dy, whole)
+            # A sum in another order rounds another way now and then.
+            assert (dx != true).double().mean() < (0.05 if pair else 1e-9), (rows, pair is None)
+            assert (dx.float() - true.float()).norm() <= 2**-8 * true.float().norm()
+            assert pair is None or torch.equal(y, swiglu_forward(whole))
+            again = quantize_rows(dx)
+            assert torch.equal(codes.codes.view(torch.uint8), again.codes.view(torch.uint8))
+            assert torch.equal(codes.scales, again.scales)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("preset", ["unified", "jet"])
 @pytest.mark.parametrize("batch", [3, 64])

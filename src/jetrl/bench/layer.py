@@ -40,7 +40,7 @@ from jetrl.models.attention import PackedKeyValues
 from jetrl.models.decoder import DecoderLayer
 from jetrl.models.families import ModelConfig
 from jetrl.models.policy import Policy
-from jetrl.precision import adapter, linear
+from jetrl.precision import linear
 from jetrl.precision.plan import PrecisionPlan
 
 ROWS = {  # name: (plan of the layer, plan of its attention)
@@ -64,14 +64,14 @@ OPERATIONS = {
     ),
     linear: (
         "fprop", "dgrad", "wgrad", "quantize_input", "quantize_output_gradient",
-        "quantize_for_wgrad",
+        "quantize_for_wgrad", "quantize_for_dgrad", "adapted_fprop", "adapter_gradients",
     ),
     layer_adapter_hopper: (
         "fprop", "dgrad", "quantize_for_dgrad", "rms_norm_quantize", "rms_norm_forward",
         "rms_norm_backward", "swiglu_quantize_with_values", "swiglu_forward", "swiglu_backward",
-        "adapter_gradients",
+        "project_down", "project_up", "adapter_gradients", "rank_gradient", "adapted_fprop",
+        "swiglu_adapted", "swiglu_adapted_backward",
     ),
-    adapter: ("project_down", "project_up", "adapter_gradients", "input_gradient"),
 }  # fmt: skip
 
 

@@ -3,11 +3,12 @@
     norm_linear_adapted   total = x + delta;  y = linear(norm(total))
     norm_mlp_adapted      total = x + delta;  y = down(swiglu(gate_up(norm(total))))
 
-They are `models.layer_hopper`'s, with three differences. The norm and SwiGLU write their BF16
+They are `models.layer_hopper`'s, with four differences. The norm and SwiGLU write their BF16
 values beside the codes, in the same pass, since an adapter reads the values. The base is frozen, so
-backward has no WGrad, and quantizes dY for DGrad alone. And the adapters' own gradients are made
-from values that backward makes again from the residual stream and from gate_up: like there, nothing
-of them is kept but the small products with A.
+backward has no WGrad, and quantizes dY for DGrad alone. The adapters' own gradients are made from
+values that backward makes again from the residual stream and from gate_up: like there, nothing of
+them is kept but the small products with A. And where many rows are multiplied, SwiGLU and its
+backward read gate_up's product and add its adapters themselves (`kernels.swiglu_adapter_hopper`).
 
 Legend: T tokens, D hidden size, N output features, F intermediate size.
 """
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor
 
 from jetrl.kernels.norm_hopper import rms_norm_backward, rms_norm_forward, rms_norm_quantize
+from jetrl.kernels.swiglu_adapter_hopper import swiglu_adapted, swiglu_adapted_backward
 from jetrl.kernels.swiglu_hopper import (
     swiglu_backward,
     swiglu_forward,
@@ -32,7 +34,11 @@ from jetrl.models.trace import Trace, tell
 from jetrl.precision.adapter import (
     AdapterWeight,
     adapter_gradients,
+    project_down,
+    project_up,
+    rank_gradient,
 )
+from jetrl.precision.hopper.adapter_epilogue import AdapterOperands
 from jetrl.precision.linear import (
     FP8Weight,
     GEMMInput,
@@ -46,6 +52,7 @@ from jetrl.precision.linear import (
 from jetrl.precision.plan import PrecisionPlan, Side
 
 _NONE = torch.empty(0)
+_FEW_ROWS = 128  # up to here the widest GEMM is a kernel of ours, which adds what adapters make
 
 
 @dataclass(frozen=True)
@@ -89,8 +96,29 @@ class _Frozen:
             y += self.bias.to(y.dtype)
         return y, _NONE
 
+    def product(self, entered: GEMMInput, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the layer's product alone, and the adapter's product with A.
+
+        Args:
+            entered: X as FProp reads it.
+            values: X in BF16.
+        """
+        assert self.adapter is not None
+        assert self.bias is None, "a bias is added before the adapter"
+        u = project_down(values, self.adapter)
+        return fprop(entered, self.weight, self.plan), u
+
+    def operands(self, u: Tensor) -> AdapterOperands:
+        """Return what is multiplied and added to the layer's product.
+
+        Args:
+            u: The product with A.
+        """
+        assert self.adapter is not None
+        return AdapterOperands(u, self.adapter.up, self.adapter.columns)
+
     def backward(
-        self, dy: Tensor, values: Tensor, u: Tensor
+        self, dy: Tensor, values: Tensor, u: Tensor, codes: GEMMInput | None = None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Return the gradients of X, A and B.
 
@@ -98,8 +126,11 @@ class _Frozen:
             dy: bfloat16 [T, N], the gradient of the output.
             values: X in BF16.
             u: The product with A.
+            codes: dY as DGrad reads it, where it was made already.
         """
-        dx = dgrad(quantize_for_dgrad(dy, self.weight, self.plan), self.weight)
+        if codes is None:
+            codes = quantize_for_dgrad(dy, self.weight, self.plan)
+        dx = dgrad(codes, self.weight)
         if self.adapter is None:
             return dx, None, None
         gradients = adapter_gradients(dy, values, u, self.adapter)
@@ -153,6 +184,30 @@ class _Fixed:
             y = swiglu_forward(gate_up)
             return y, y
         return swiglu_quantize_with_values(gate_up, self.linears[0].plan.scales)
+
+    def swiglu_adds(self, num_rows: int) -> bool:
+        """Return whether gate_up's adapters are added where SwiGLU reads the product.
+
+        A few-row GEMM adds them itself. No bit depends on the choice.
+
+        Args:
+            num_rows: T.
+        """
+        gate_up = self.linears[0]
+        if not self.fp8 or gate_up.adapter is None or gate_up.bias is not None:
+            return False
+        return gate_up.plan.grad_output == "e4m3" if self.keep else num_rows > _FEW_ROWS
+
+    def tell_sum(self, product: Tensor, u: Tensor) -> None:
+        """Tell the trace, if there is one, gate_up's output, which nothing else writes.
+
+        Args:
+            product: The product of gate_up.
+            u: The product with A.
+        """
+        adapter = self.linears[0].adapter
+        if self.trace is not None and adapter is not None:
+            tell(self.trace, "gate_up", project_up(product.clone(), u, adapter))
 
     def normed(self, total: Tensor) -> Tensor:
         """Return the norm of the residual stream in BF16 once more."""
@@ -247,30 +302,79 @@ class _NormMLP(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         total, inverse, entered, values = s.enter(x, delta)
         tell(s.trace, "post_norm", entered)
-        gate_up, u_gate_up = s.linears[0].forward(entered, values)
-        del entered, values
-        tell(s.trace, "gate_up", gate_up)
-        entered, values = s.gated(gate_up)
+        joins = s.swiglu_adds(len(x))
+        if joins:
+            gate_up, u_gate_up = s.linears[0].product(entered, values)
+            s.tell_sum(gate_up, u_gate_up)
+            del entered, values
+            entered, values = swiglu_adapted(
+                gate_up, s.linears[0].operands(u_gate_up), s.linears[0].plan.scales
+            )
+        else:
+            gate_up, u_gate_up = s.linears[0].forward(entered, values)
+            del entered, values
+            tell(s.trace, "gate_up", gate_up)
+            entered, values = s.gated(gate_up)
         tell(s.trace, "swiglu", entered)
         y, u_down = s.linears[1].forward(entered, values)
         if s.keep:
             ctx.save_for_backward(total, inverse, gate_up, u_gate_up, u_down)
-        ctx.fixed = s
+        ctx.fixed, ctx.joins = s, joins
         return total, y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         s: _Fixed = ctx.fixed
-        dtotal, dy = grads
+        dtotal, dy = grads[0].contiguous(), grads[1].contiguous()
         total, inverse, gate_up, u_gate_up, u_down = ctx.saved_tensors
-        # SwiGLU's output is made again for the gradient of down's A, and dropped before gate_up's.
-        values = swiglu_forward(gate_up) if s.linears[1].adapter is not None else _NONE
-        dgated, da_down, db_down = s.linears[1].backward(dy.contiguous(), values, u_down)
-        del values
-        dgate_up = swiglu_backward(dgated, gate_up)
-        del dgated
+        through = _through_adapted_swiglu if ctx.joins else _through_swiglu
+        dgate_up, codes, da_down, db_down = through(s, dy, gate_up, u_gate_up, u_down)
         values = s.normed(total) if s.linears[0].adapter is not None else _NONE
-        dnormed, da, db = s.linears[0].backward(dgate_up, values, u_gate_up)
-        del values, dgate_up
-        dx, dnorm = rms_norm_backward(dnormed, total, s.norm_weight, inverse, dtotal.contiguous())
+        dnormed, da, db = s.linears[0].backward(dgate_up, values, u_gate_up, codes)
+        del values, dgate_up, codes
+        dx, dnorm = rms_norm_backward(dnormed, total, s.norm_weight, inverse, dtotal)
         return dx, dx, dnorm, da, db, da_down, db_down, None
+
+
+def _through_swiglu(
+    s: _Fixed, dy: Tensor, gate_up: Tensor, _: Tensor, u_down: Tensor
+) -> tuple[Tensor, None, Tensor | None, Tensor | None]:
+    """Return the gradient of gate_up in BF16, None for its codes, and those of `down`'s A and B.
+
+    Args:
+        s: The arguments without gradients.
+        dy: bfloat16 [T, D], the gradient of the output of `down`.
+        gate_up: bfloat16 [T, 2F], the output of gate_up.
+        _: The product with A of gate_up, which is not needed.
+        u_down: The product with A of `down`.
+    """
+    # SwiGLU's output is made again for the gradient of down's A, and dropped before gate_up's.
+    values = swiglu_forward(gate_up) if s.linears[1].adapter is not None else _NONE
+    dgated, da_down, db_down = s.linears[1].backward(dy, values, u_down)
+    del values
+    return swiglu_backward(dgated, gate_up), None, da_down, db_down
+
+
+def _through_adapted_swiglu(
+    s: _Fixed, dy: Tensor, product: Tensor, u_gate_up: Tensor, u_down: Tensor
+) -> tuple[Tensor, GEMMInput, Tensor | None, Tensor | None]:
+    """Return the gradient of gate_up in BF16 and as codes, and those of `down`'s A and B.
+
+    Args:
+        s: The arguments without gradients.
+        dy: bfloat16 [T, D], the gradient of the output of `down`.
+        product: bfloat16 [T, 2F], the product of gate_up without its adapters.
+        u_gate_up: The product with A of gate_up.
+        u_down: The product with A of `down`.
+    """
+    gate_up, down = s.linears
+    du = None if down.adapter is None else rank_gradient(dy, down.adapter)
+    dgated = dgrad(quantize_for_dgrad(dy, down.weight, down.plan), down.weight)
+    behind = None if down.adapter is None or du is None else (du, down.adapter.down)
+    codes, dgate_up, values = swiglu_adapted_backward(
+        dgated, behind, product, gate_up.operands(u_gate_up), gate_up.plan.scales
+    )
+    if down.adapter is None:
+        return dgate_up, codes, None, None
+    gradients = adapter_gradients(dy, values, u_down, down.adapter, du)
+    return dgate_up, codes, gradients.a, gradients.b

@@ -215,7 +215,21 @@ class AdapterGradients:
     u: Tensor
 
 
-def adapter_gradients(dy: Tensor, x: Tensor, u: Tensor, weight: AdapterWeight) -> AdapterGradients:
+def rank_gradient(dy: Tensor, weight: AdapterWeight) -> Tensor:
+    """Return the gradient of the product with A, bfloat16 [T, P * R], with FP32 sums in any order.
+
+    Args:
+        dy: bfloat16 [T, N], the gradient of the layer's output.
+        weight: The adapter.
+    """
+    parts = weight.shape.parts
+    du = [_product(dy[:, at : at + count], weight.up[at : at + count]) for at, count in parts]
+    return torch.cat(du, dim=1) if len(du) > 1 else du[0]
+
+
+def adapter_gradients(
+    dy: Tensor, x: Tensor, u: Tensor, weight: AdapterWeight, du: Tensor | None = None
+) -> AdapterGradients:
     """Return the gradients of an adapter; products have FP32 sums in any order.
 
     Args:
@@ -223,17 +237,18 @@ def adapter_gradients(dy: Tensor, x: Tensor, u: Tensor, weight: AdapterWeight) -
         x: bfloat16 [T, K], what forward multiplied.
         u: bfloat16 [T, P * R], as forward made it.
         weight: The adapter.
+        du: What `rank_gradient` returned, where it is known already.
     """
     shape = weight.shape
     rank, padded = shape.rank, shape.padded_rank
-    du, db = [], []
+    du = rank_gradient(dy, weight) if du is None else du
+    db = []
     for part, (first, count) in enumerate(shape.parts):
-        rows, column = slice(first, first + count), part * padded
-        du.append(_product(dy[:, rows], weight.up[rows]))
-        db.append(_sums(dy[:, rows], u[:, column : column + rank]))
-    whole_du = torch.cat(du, dim=1) if len(du) > 1 else du[0]
-    da = _sums(whole_du, x).view(len(shape.parts), padded, -1)[:, :rank]
-    return AdapterGradients(da.reshape(weight.a.shape), torch.cat(db).mul_(shape.scale), whole_du)
+        column = part * padded
+        db.append(_sums(dy[:, first : first + count], u[:, column : column + rank]))
+    da = _sums(du, x).view(len(shape.parts), padded, -1)[:, :rank]
+    whole = torch.cat(db) if len(db) > 1 else db[0]
+    return AdapterGradients(da.reshape(weight.a.shape), whole.mul_(shape.scale), du)
 
 
 def input_gradient(gradients: AdapterGradients, weight: AdapterWeight) -> Tensor:

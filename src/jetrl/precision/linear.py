@@ -20,7 +20,13 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor, nn
 
-from jetrl.precision.adapter import AdapterWeight, add_adapter, project_down, project_up
+from jetrl.precision.adapter import (
+    AdapterWeight,
+    adapter_gradients,
+    add_adapter,
+    project_down,
+    project_up,
+)
 from jetrl.precision.gemm import bf16_matmul, fp8_matmul
 from jetrl.precision.gradients import Gradients
 from jetrl.precision.nvfp4_weight import NVFP4Weight, nvfp4_dgrad, nvfp4_matmul
@@ -181,9 +187,12 @@ class Linear(nn.Module):
         if self.quantized.formats[side] == "fp32":
             whole = nn.functional.linear(x, self.weight, self.bias)
             return whole if self.adapter is None else add_adapter(whole, x, self.adapter)
-        if self.adapter is not None and x.is_cuda and not torch.is_grad_enabled():
-            entered = quantize_input(x, plan) if isinstance(weight, FP8Weight) else x
-            return adapted_fprop(entered, x, weight, plan, self.bias, self.adapter)[0]
+        if self.adapter is not None and x.is_cuda:
+            adapter = self.adapter
+            whole = _AdaptedFunction.apply(
+                x, adapter.a, adapter.b, weight, plan, self.bias, adapter
+            )
+            return whole
         y: Tensor = _LinearFunction.apply(
             x, self.weight, weight, plan, self.out_dtype, self.gradients
         )
@@ -350,3 +359,36 @@ class _LinearFunction(torch.autograd.Function):
         entered = quantize_for_wgrad(x, plan) if isinstance(weight, FP8Weight) else x
         dw = wgrad(dy, entered, ctx.master, ctx.gradients)
         return dx, dw, None, None, None, None
+
+
+class _AdaptedFunction(torch.autograd.Function):
+    """A frozen linear layer and its adapter on a GPU, so that nothing is copied between the two.
+
+    The adapter's master weights are inputs for their gradients alone.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        a: Tensor,
+        b: Tensor,
+        weight: Operand,
+        plan: PrecisionPlan,
+        bias: Tensor | None,
+        adapter: AdapterWeight,
+    ) -> Tensor:
+        entered = quantize_input(x, plan) if isinstance(weight, FP8Weight) else x
+        y, u = adapted_fprop(entered, x, weight, plan, bias, adapter)
+        ctx.save_for_backward(x, u)
+        ctx.weight, ctx.plan, ctx.adapter = weight, plan, adapter
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, u = ctx.saved_tensors
+        dy = grads[0].bfloat16().contiguous()
+        dx = dgrad(quantize_for_dgrad(dy, ctx.weight, ctx.plan), ctx.weight)
+        gradients = adapter_gradients(dy, x, u, ctx.adapter)
+        dx.addmm_(gradients.u, ctx.adapter.down)
+        return dx, gradients.a, gradients.b, None, None, None, None
