@@ -125,7 +125,8 @@ def activations_of(rows: int, columns: int) -> torch.Tensor:
 def test_few_rows_have_the_sums_of_many(rank: int, columns: int) -> None:
     """The product with A in one launch against programs of whole rows, eagerly and replayed."""
     from jetrl.precision.hopper import adapter
-    from jetrl.precision.hopper.adapter_rows import project_down_rows
+    from jetrl.precision.hopper.adapter_rows import project_down_quantize, project_down_rows
+    from jetrl.precision.hopper.quantize import quantize_rows
 
     w = weight(rank, columns, ((0, 64), (64, 64)), 128)
     x = activations_of(4100, columns)
@@ -136,6 +137,13 @@ def test_few_rows_have_the_sums_of_many(rank: int, columns: int) -> None:
         assert torch.equal(
             project_down_rows(x[3 : 3 + rows], w.down, w.arrived, False), whole[3 : 3 + rows]
         )
+        for scales in ("fp32", "pow2"):
+            expected = quantize_rows(x[:rows], scales=scales)
+            poison(torch.empty(max(rows, 64), columns // 4, device="cuda"))
+            u, codes = project_down_quantize(x[:rows], w.down, w.arrived, scales)
+            assert torch.equal(u, whole[:rows])
+            assert torch.equal(codes.codes.view(torch.uint8), expected.codes.view(torch.uint8))
+            assert torch.equal(codes.scales, expected.scales)
     assert not w.arrived.any()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -90,7 +90,9 @@ class _Frozen:
             values: X in BF16.
         """
         if self.adapter is not None:
-            return adapted_fprop(entered, values, self.weight, self.plan, self.bias, self.adapter)
+            u = project_down(values, self.adapter)
+            y = adapted_fprop(entered, u, self.weight, self.plan, self.bias, self.adapter)
+            return y, u
         y = fprop(entered, self.weight, self.plan)
         if self.bias is not None:
             y += self.bias.to(y.dtype)

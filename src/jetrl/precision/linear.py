@@ -244,40 +244,36 @@ def fprop(
 
 def adapted_fprop(
     x: GEMMInput,
-    values: Tensor,
+    u: Tensor,
     weight: Operand,
     plan: PrecisionPlan,
     bias: Tensor | None,
     adapter: AdapterWeight,
-) -> tuple[Tensor, Tensor]:
-    """Return Y = X @ weight^T + bias with the adapter's product added, and its product with A.
+) -> Tensor:
+    """Return Y = X @ weight^T + bias with the adapter's product added, bfloat16 [T, N].
 
-    The product with A comes first: on a GPU it is then made while the layer's own reads its weight,
-    and that of few rows adds the product with B before it writes Y.
+    On a GPU u is made directly before: then the layer's product reads its weight meanwhile, and
+    that of few rows adds the product with B before it writes Y.
 
     Args:
         x: X [T, K] as the weight needs it, as of `fprop`.
-        values: X before it was quantized, bfloat16 [T, K].
+        u: The product with A, bfloat16 [T, P * R].
         weight: [N, K].
         plan: The precision plan of the side that calls.
         bias: The bias [N], or None.
         adapter: The adapter.
-
-    Returns:
-        Y, bfloat16 [T, N], and the product with A, bfloat16 [T, P * R].
     """
-    u = project_down(values, adapter)
-    if values.is_cuda and isinstance(weight, FP8Weight) and bias is None:
+    if u.is_cuda and isinstance(weight, FP8Weight) and bias is None:
         from jetrl.precision.hopper.adapter_epilogue import AdapterOperands
         from jetrl.precision.hopper.gemm import fp8_matmul_adapted
 
         assert isinstance(x, QTensor), "an FP8 weight multiplies codes"
         operands = AdapterOperands(u, adapter.up, adapter.columns)
-        return fp8_matmul_adapted(x, weight.direct, operands), u
+        return fp8_matmul_adapted(x, weight.direct, operands)
     y = fprop(x, weight, plan)
     if bias is not None:
         y += bias.to(y.dtype)
-    return project_up(y, u, adapter), u
+    return project_up(y, u, adapter)
 
 
 def dgrad(rows: GEMMInput, weight: Operand) -> Tensor:
@@ -361,6 +357,26 @@ class _LinearFunction(torch.autograd.Function):
         return dx, dw, None, None, None, None
 
 
+def _enter(
+    x: Tensor, weight: Operand, plan: PrecisionPlan, adapter: AdapterWeight
+) -> tuple[Tensor, GEMMInput]:
+    """Return the product with A, and X as FProp reads it; few rows are read once for both.
+
+    Args:
+        x: X, bfloat16 [T, K] on a GPU.
+        weight: [N, K].
+        plan: The precision plan of the side that calls.
+        adapter: The adapter.
+    """
+    if not isinstance(weight, FP8Weight):
+        return project_down(x, adapter), x
+    from jetrl.precision.hopper.adapter_rows import MOST_ROWS, project_down_quantize
+
+    if len(x) < MOST_ROWS:
+        return project_down_quantize(x, adapter.down, adapter.arrived, plan.scales)
+    return project_down(x, adapter), quantize_input(x, plan)
+
+
 class _AdaptedFunction(torch.autograd.Function):
     """A frozen linear layer and its adapter on a GPU, so that nothing is copied between the two.
 
@@ -378,8 +394,8 @@ class _AdaptedFunction(torch.autograd.Function):
         bias: Tensor | None,
         adapter: AdapterWeight,
     ) -> Tensor:
-        entered = quantize_input(x, plan) if isinstance(weight, FP8Weight) else x
-        y, u = adapted_fprop(entered, x, weight, plan, bias, adapter)
+        u, entered = _enter(x, weight, plan, adapter)
+        y = adapted_fprop(entered, u, weight, plan, bias, adapter)
         ctx.save_for_backward(x, u)
         ctx.weight, ctx.plan, ctx.adapter = weight, plan, adapter
         return y

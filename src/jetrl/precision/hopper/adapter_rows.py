@@ -11,6 +11,8 @@ A is not written by the kernel in front, so in a captured graph it is read befor
 The kernel behind may start at once, before this one has waited (`AT_ONCE`): it then reads weights
 while the kernel in front and this one run. When it has waited for this kernel, it has waited for
 the one in front too, since every program here does so.
+
+Where nothing has quantized x yet, the programs of the first ranks do: they hold x anyway.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -24,14 +26,17 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
-from jetrl.precision.hopper import gluon_names
+from jetrl.precision.hopper import gluon_names, tile
 from jetrl.precision.hopper.checks import check_matrix, check_tensor
 from jetrl.precision.hopper.launch import (
     OVERLAPPED,
     gluon_let_next_start,
     gluon_wait_for_previous,
 )
-from jetrl.precision.layout import cdiv
+from jetrl.precision.hopper.quantize import tile_rule
+from jetrl.precision.layout import cdiv, empty_row_groups
+from jetrl.precision.plan import FP8_BLOCK
+from jetrl.precision.quantize import FORMATS, QTensor
 
 CHUNK = 512  # along K; pinned, since the bits depend on it
 MOST_ROWS = 4096  # fewer than these
@@ -65,10 +70,51 @@ def _copy_tile(
     async_copy.commit_group()
 
 
-@gluon.jit(do_not_specialize=["num_rows", "early"])
+@gluon.jit
+def _store_codes(
+    smem, codes_ptr, scales_ptr, scale_stride, first_row, num_rows, first_column, num_columns, mine,
+    MAXIMUM: gl.constexpr, FLOOR: gl.constexpr, POW2: gl.constexpr,
+):  # fmt: skip
+    """Quantize a tile in shared memory as 1 x 128 groups.
+
+    Args:
+        smem: bfloat16 [rows, columns], zeros where the matrix has nothing.
+        codes_ptr: FP8 [num_rows, num_columns], written.
+        scales_ptr: float32, one line of rows for each 128 columns, scale_stride apart, written.
+        scale_stride: padded rows of the scales.
+        first_row: the tile's first row.
+        num_rows: of the matrix.
+        first_column: the tile's first column.
+        num_columns: of the matrix, a multiple of 128.
+        mine: whether this program does.
+        MAXIMUM: as of `tile.scale_and_multiplier`.
+        FLOOR: as of `tile.scale_and_multiplier`.
+        POW2: as of `tile.scale_and_multiplier`.
+    """
+    ROWS: gl.constexpr = smem.shape[0]
+    COLUMNS: gl.constexpr = smem.shape[1]
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    rows = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    columns = first_column + gl.arange(0, 128, gl.SliceLayout(0, layout))
+    places = rows.to(gl.int64)[:, None] * num_columns + columns[None, :]
+    if mine:
+        for start in gl.static_range(0, COLUMNS, 128):
+            column = first_column + start
+            mask = (rows < num_rows) & (column < num_columns)
+            values = smem.slice(start, 128, 1).load(layout).to(gl.float32)
+            amax = tile.largest(values, 1)
+            scale, multiplier = tile.scale_and_multiplier(amax, MAXIMUM, FLOOR, POW2)
+            codes = (values * multiplier[:, None]).to(codes_ptr.dtype.element_ty)
+            gl.store(codes_ptr + (places + start), codes, mask=mask[:, None])
+            gl.store(scales_ptr + (column // 128 * scale_stride + rows), scale, mask=mask)
+
+
+@gluon.jit(do_not_specialize=["num_rows", "scale_stride", "early"])
 def down_rows_kernel(
-    x_ptr, a_ptr, sums_ptr, out_ptr, arrived_ptr, num_rows, num_columns, rank, x_stride, chunks,
-    early, AT_ONCE: gl.constexpr, CHUNK: gl.constexpr, ROWS: gl.constexpr, RANKS: gl.constexpr,
+    x_ptr, a_ptr, sums_ptr, out_ptr, arrived_ptr, codes_ptr, scales_ptr, num_rows, num_columns,
+    rank, x_stride, scale_stride, chunks, early, AT_ONCE: gl.constexpr, CHUNK: gl.constexpr,
+    ROWS: gl.constexpr, RANKS: gl.constexpr, QUANTIZE: gl.constexpr,
+    MAXIMUM: gl.constexpr, FLOOR: gl.constexpr, POW2: gl.constexpr,
 ):  # fmt: skip
     """Multiply ROWS rows of x by RANKS rows of A over one chunk of K; the last program adds up.
 
@@ -78,16 +124,23 @@ def down_rows_kernel(
         sums_ptr: float32 [chunks, num_rows, rank], written.
         out_ptr: bfloat16 [num_rows, rank], written.
         arrived_ptr: int32, zero for each tile of the result, and zero again when the kernel ends.
+        codes_ptr: FP8 [num_rows, num_columns], x's codes, written with QUANTIZE.
+        scales_ptr: float32, their scales, as of `_store_codes`.
         num_rows: tokens.
         num_columns: K.
         rank: rows of A.
         x_stride: from one row of x to the next.
+        scale_stride: padded rows of the scales.
         chunks: chunks of K.
         early: 1 where A may be read before the kernel in front has ended.
         AT_ONCE: whether the kernel behind may start before this one has waited.
         CHUNK: columns of a chunk.
         ROWS: 16 or 64.
         RANKS: 16 or 32.
+        QUANTIZE: whether x is quantized, by the programs of the first ranks.
+        MAXIMUM: as of `tile.scale_and_multiplier`.
+        FLOOR: as of `tile.scale_and_multiplier`.
+        POW2: as of `tile.scale_and_multiplier`.
     """
     loads: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
     shared: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
@@ -122,6 +175,11 @@ def down_rows_kernel(
     places = rows[:, None] * rank + ranks[None, :]
     size = num_rows * rank
     gl.store(sums_ptr + chunk * size + places, total, mask=mask)
+    if QUANTIZE:
+        _store_codes(
+            x_smem, codes_ptr, scales_ptr, scale_stride, row0, num_rows, chunk * CHUNK,
+            num_columns, gl.program_id(1) == 0, MAXIMUM, FLOOR, POW2,
+        )  # fmt: skip
 
     # Every thread has stored before one of them counts the program, which releases the stores of
     # all; who counts last acquires those of the other programs.
@@ -167,12 +225,35 @@ def project_down_rows(x: Tensor, down: Tensor, arrived: Tensor, at_once: bool = 
         at_once: whether the kernel behind may start before the one in front has ended: it may then
             read what neither of the two writes.
     """
+    return _launch(x, down, arrived, at_once, None, "fp32")
+
+
+def project_down_quantize(
+    x: Tensor, down: Tensor, arrived: Tensor, scales: str = "fp32"
+) -> tuple[Tensor, QTensor]:
+    """Return what `project_down_rows` returns, and x in 1 x 128 groups, from one pass.
+
+    Args:
+        x: as of `project_down_rows`, K a multiple of 128.
+        down: as of `project_down_rows`.
+        arrived: as of `project_down_rows`.
+        scales: "fp32" or "pow2", the quantizer's scales.
+    """
+    rows = empty_row_groups(*x.shape, FORMATS["e4m3"][0], x.device)
+    return _launch(x, down, arrived, True, rows, scales), rows
+
+
+def _launch(
+    x: Tensor, down: Tensor, arrived: Tensor, at_once: bool, codes: QTensor | None, scales: str
+) -> Tensor:
+    """Launch down_rows_kernel over rows, ranks and chunks; x stands in for codes that are not."""
     check_matrix("project_down", x, (torch.bfloat16,))
     (num_rows, num_columns), rank = x.shape, len(down)
     check_tensor("project_down", "A", down, torch.bfloat16, (rank, num_columns))
-    if num_rows >= MOST_ROWS or num_columns % 16 or x.stride(0) % 16:
+    multiple = 16 if codes is None else FP8_BLOCK
+    if num_rows >= MOST_ROWS or num_columns % multiple or x.stride(0) % 16:
         raise ValueError(
-            f"project_down: fewer than {MOST_ROWS} rows and K a multiple of 16, not "
+            f"project_down: fewer than {MOST_ROWS} rows and K a multiple of {multiple}, not "
             f"{list(x.shape)} with strides {list(x.stride())}"
         )
     out = torch.empty(num_rows, rank, dtype=torch.bfloat16, device=x.device)
@@ -181,9 +262,13 @@ def project_down_rows(x: Tensor, down: Tensor, arrived: Tensor, at_once: bool = 
     chunks, ranks = cdiv(num_columns, CHUNK), min(_RANKS, rank)
     rows = 16 if num_rows <= _FEW_ROWS else 64
     sums = torch.empty(chunks, num_rows, rank, dtype=torch.float32, device=x.device)
+    constants = tile_rule("e4m3", scales)
     down_rows_kernel[(cdiv(num_rows, rows), cdiv(rank, ranks), chunks)](
-        x, down, sums, out, arrived, num_rows, num_columns, rank, x.stride(0), chunks,
+        x, down, sums, out, arrived, x if codes is None else codes.codes,
+        x if codes is None else codes.scales, num_rows, num_columns, rank, x.stride(0),
+        0 if codes is None else codes.scales.stride(1), chunks,
         int(torch.cuda.is_current_stream_capturing()), at_once, CHUNK, rows, ranks,
+        codes is not None, constants["MAXIMUM"], constants["FLOOR"], constants["POW2"],
         num_warps=4, enable_fp_fusion=False, **OVERLAPPED,
     )  # fmt: skip
     return out
