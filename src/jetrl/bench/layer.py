@@ -69,8 +69,7 @@ OPERATIONS = {
     layer_adapter_hopper: (
         "fprop", "dgrad", "quantize_for_dgrad", "rms_norm_quantize", "rms_norm_forward",
         "rms_norm_backward", "swiglu_quantize_with_values", "swiglu_forward", "swiglu_backward",
-        "project_down", "project_up", "adapter_gradients", "rank_gradient", "adapted_fprop",
-        "swiglu_adapted", "swiglu_adapted_backward",
+        "adapter_gradients", "rank_gradient", "adapted_fprop", "swiglu_backward_values_",
     ),
 }  # fmt: skip
 

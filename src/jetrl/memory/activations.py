@@ -147,6 +147,8 @@ def _layer_backward_bytes(
         gate_up = 2 * inner * hidden if plan.train_linear == "fp8" else 0
         gate_up = _widened(config, plan, tokens) or gate_up
         mlp = (6 * hidden + 6 * inner) * tokens + gate_up
+        if plan.train_linear == "fp8":  # SwiGLU's dY, then Y in its place, and dX twice
+            mlp = max(mlp, (4 * hidden + 8 * inner) * tokens)
     elif plan.train_linear == "fp8":
         # While dY of gate_up is made: dY of down as codes, dY of SwiGLU, the codes of its output.
         swiglu = (2 * hidden + 3 * inner) * tokens

@@ -3,12 +3,11 @@
     norm_linear_adapted   total = x + delta;  y = linear(norm(total))
     norm_mlp_adapted      total = x + delta;  y = down(swiglu(gate_up(norm(total))))
 
-They are `models.layer_hopper`'s, with four differences. The norm and SwiGLU write their BF16
+They are `models.layer_hopper`'s, with three differences. The norm and SwiGLU write their BF16
 values beside the codes, in the same pass, since an adapter reads the values. The base is frozen, so
-backward has no WGrad, and quantizes dY for DGrad alone. The adapters' own gradients are made from
-values that backward makes again from the residual stream and from gate_up: like there, nothing of
-them is kept but the small products with A. And where many rows are multiplied, SwiGLU and its
-backward read gate_up's product and add its adapters themselves (`kernels.swiglu_adapter_hopper`).
+backward has no WGrad, and quantizes dY for DGrad alone. And the adapters' own gradients are made
+from values that backward makes again from the residual stream and from gate_up: like there, nothing
+of them is kept but the small products with A.
 
 Legend: T tokens, D hidden size, N output features, F intermediate size.
 """
@@ -23,7 +22,7 @@ import torch
 from torch import Tensor
 
 from jetrl.kernels.norm_hopper import rms_norm_backward, rms_norm_forward, rms_norm_quantize
-from jetrl.kernels.swiglu_adapter_hopper import swiglu_adapted, swiglu_adapted_backward
+from jetrl.kernels.swiglu_adapter_hopper import swiglu_backward_values_
 from jetrl.kernels.swiglu_hopper import (
     swiglu_backward,
     swiglu_forward,
@@ -34,11 +33,8 @@ from jetrl.models.trace import Trace, tell
 from jetrl.precision.adapter import (
     AdapterWeight,
     adapter_gradients,
-    project_down,
-    project_up,
     rank_gradient,
 )
-from jetrl.precision.hopper.adapter_epilogue import AdapterOperands
 from jetrl.precision.linear import (
     FP8Weight,
     GEMMInput,
@@ -52,7 +48,6 @@ from jetrl.precision.linear import (
 from jetrl.precision.plan import PrecisionPlan, Side
 
 _NONE = torch.empty(0)
-_FEW_ROWS = 128  # up to here the widest GEMM is a kernel of ours, which adds what adapters make
 
 
 @dataclass(frozen=True)
@@ -90,34 +85,11 @@ class _Frozen:
             values: X in BF16.
         """
         if self.adapter is not None:
-            u = project_down(values, self.adapter)
-            y = adapted_fprop(entered, u, self.weight, self.plan, self.bias, self.adapter)
-            return y, u
+            return adapted_fprop(entered, values, self.weight, self.plan, self.bias, self.adapter)
         y = fprop(entered, self.weight, self.plan)
         if self.bias is not None:
             y += self.bias.to(y.dtype)
         return y, _NONE
-
-    def product(self, entered: GEMMInput, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the layer's product alone, and the adapter's product with A.
-
-        Args:
-            entered: X as FProp reads it.
-            values: X in BF16.
-        """
-        assert self.adapter is not None
-        assert self.bias is None, "a bias is added before the adapter"
-        u = project_down(values, self.adapter)
-        return fprop(entered, self.weight, self.plan), u
-
-    def operands(self, u: Tensor) -> AdapterOperands:
-        """Return what is multiplied and added to the layer's product.
-
-        Args:
-            u: The product with A.
-        """
-        assert self.adapter is not None
-        return AdapterOperands(u, self.adapter.up, self.adapter.columns)
 
     def backward(
         self, dy: Tensor, values: Tensor, u: Tensor, codes: GEMMInput | None = None
@@ -186,30 +158,6 @@ class _Fixed:
             y = swiglu_forward(gate_up)
             return y, y
         return swiglu_quantize_with_values(gate_up, self.linears[0].plan.scales)
-
-    def swiglu_adds(self, num_rows: int) -> bool:
-        """Return whether gate_up's adapters are added where SwiGLU reads the product.
-
-        A few-row GEMM adds them itself. No bit depends on the choice.
-
-        Args:
-            num_rows: T.
-        """
-        gate_up = self.linears[0]
-        if not self.fp8 or gate_up.adapter is None or gate_up.bias is not None:
-            return False
-        return gate_up.plan.grad_output == "e4m3" if self.keep else num_rows > _FEW_ROWS
-
-    def tell_sum(self, product: Tensor, u: Tensor) -> None:
-        """Tell the trace, if there is one, gate_up's output, which nothing else writes.
-
-        Args:
-            product: The product of gate_up.
-            u: The product with A.
-        """
-        adapter = self.linears[0].adapter
-        if self.trace is not None and adapter is not None:
-            tell(self.trace, "gate_up", project_up(product.clone(), u, adapter))
 
     def normed(self, total: Tensor) -> Tensor:
         """Return the norm of the residual stream in BF16 once more."""
@@ -304,24 +252,15 @@ class _NormMLP(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         total, inverse, entered, values = s.enter(x, delta)
         tell(s.trace, "post_norm", entered)
-        joins = s.swiglu_adds(len(x))
-        if joins:
-            gate_up, u_gate_up = s.linears[0].product(entered, values)
-            s.tell_sum(gate_up, u_gate_up)
-            del entered, values
-            entered, values = swiglu_adapted(
-                gate_up, s.linears[0].operands(u_gate_up), s.linears[0].plan.scales
-            )
-        else:
-            gate_up, u_gate_up = s.linears[0].forward(entered, values)
-            del entered, values
-            tell(s.trace, "gate_up", gate_up)
-            entered, values = s.gated(gate_up)
+        gate_up, u_gate_up = s.linears[0].forward(entered, values)
+        del entered, values
+        tell(s.trace, "gate_up", gate_up)
+        entered, values = s.gated(gate_up)
         tell(s.trace, "swiglu", entered)
         y, u_down = s.linears[1].forward(entered, values)
         if s.keep:
             ctx.save_for_backward(total, inverse, gate_up, u_gate_up, u_down)
-        ctx.fixed, ctx.joins = s, joins
+        ctx.fixed = s
         return total, y
 
     @staticmethod
@@ -329,8 +268,7 @@ class _NormMLP(torch.autograd.Function):
         s: _Fixed = ctx.fixed
         dtotal, dy = grads[0].contiguous(), grads[1].contiguous()
         total, inverse, gate_up, u_gate_up, u_down = ctx.saved_tensors
-        through = _through_adapted_swiglu if ctx.joins else _through_swiglu
-        dgate_up, codes, da_down, db_down = through(s, dy, gate_up, u_gate_up, u_down)
+        dgate_up, codes, da_down, db_down = _through_swiglu(s, dy, gate_up, u_down)
         values = s.normed(total) if s.linears[0].adapter is not None else _NONE
         dnormed, da, db = s.linears[0].backward(dgate_up, values, u_gate_up, codes)
         del values, dgate_up, codes
@@ -339,44 +277,32 @@ class _NormMLP(torch.autograd.Function):
 
 
 def _through_swiglu(
-    s: _Fixed, dy: Tensor, gate_up: Tensor, _: Tensor, u_down: Tensor
-) -> tuple[Tensor, None, Tensor | None, Tensor | None]:
-    """Return the gradient of gate_up in BF16, None for its codes, and those of `down`'s A and B.
+    s: _Fixed, dy: Tensor, gate_up: Tensor, u_down: Tensor
+) -> tuple[Tensor, GEMMInput | None, Tensor | None, Tensor | None]:
+    """Return the gradient of gate_up in BF16 and perhaps as codes, and those of `down`'s A and B.
 
     Args:
         s: The arguments without gradients.
         dy: bfloat16 [T, D], the gradient of the output of `down`.
         gate_up: bfloat16 [T, 2F], the output of gate_up.
-        _: The product with A of gate_up, which is not needed.
         u_down: The product with A of `down`.
     """
-    # SwiGLU's output is made again for the gradient of down's A, and dropped before gate_up's.
-    values = swiglu_forward(gate_up) if s.linears[1].adapter is not None else _NONE
-    dgated, da_down, db_down = s.linears[1].backward(dy, values, u_down)
-    del values
-    return swiglu_backward(dgated, gate_up), None, da_down, db_down
-
-
-def _through_adapted_swiglu(
-    s: _Fixed, dy: Tensor, product: Tensor, u_gate_up: Tensor, u_down: Tensor
-) -> tuple[Tensor, GEMMInput, Tensor | None, Tensor | None]:
-    """Return the gradient of gate_up in BF16 and as codes, and those of `down`'s A and B.
-
-    Args:
-        s: The arguments without gradients.
-        dy: bfloat16 [T, D], the gradient of the output of `down`.
-        product: bfloat16 [T, 2F], the product of gate_up without its adapters.
-        u_gate_up: The product with A of gate_up.
-        u_down: The product with A of `down`.
-    """
-    gate_up, down = s.linears
-    du = None if down.adapter is None else rank_gradient(dy, down.adapter)
+    down = s.linears[1]
     dgated = dgrad(quantize_for_dgrad(dy, down.weight, down.plan), down.weight)
-    behind = None if down.adapter is None or du is None else (du, down.adapter.down)
-    codes, dgate_up, values = swiglu_adapted_backward(
-        dgated, behind, product, gate_up.operands(u_gate_up), gate_up.plan.scales
-    )
-    if down.adapter is None:
-        return dgate_up, codes, None, None
-    gradients = adapter_gradients(dy, values, u_down, down.adapter, du)
-    return dgate_up, codes, gradients.a, gradients.b
+    du = None
+    if down.adapter is not None:
+        du = rank_gradient(dy, down.adapter)
+        dgated.addmm_(du, down.adapter.down)
+    codes: GEMMInput | None = None
+    fused = s.fp8 and down.plan.grad_output == "e4m3"
+    if fused:  # SwiGLU's output takes the place of its gradient
+        codes, dgate_up = swiglu_backward_values_(dgated, gate_up, down.plan.scales)
+    da = db = None
+    if down.adapter is not None:
+        values = dgated if fused else swiglu_forward(gate_up)
+        gradients = adapter_gradients(dy, values, u_down, down.adapter, du)
+        da, db = gradients.a, gradients.b
+        del values
+    if not fused:
+        dgate_up = swiglu_backward(dgated, gate_up)
+    return dgate_up, codes, da, db

@@ -35,6 +35,7 @@ from torch import Tensor, nn
 from jetrl.precision.gemm import bf16_matmul
 
 _TENSOR_CORE_DEPTH = 16
+_ARRIVED = 256  # words for each 16 rows of A in which a GPU counts programs, at most
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,7 @@ class AdapterWeight:
         self.up = torch.zeros(0 if self.in_fp32 else shape.num_rows, rank, dtype=dtype)
         self.down, self.up = self.down.to(a.device), self.up.to(a.device)
         self.columns = _columns(shape).to(a.device)
-        self.arrived = torch.zeros(64 * rows // _TENSOR_CORE_DEPTH, dtype=torch.int32)
+        self.arrived = torch.zeros(_ARRIVED * rows // _TENSOR_CORE_DEPTH + 1, dtype=torch.int32)
         self.arrived = self.arrived.to(a.device)
         self.requantize()
 

@@ -244,36 +244,35 @@ def fprop(
 
 def adapted_fprop(
     x: GEMMInput,
-    u: Tensor,
+    values: Tensor,
     weight: Operand,
     plan: PrecisionPlan,
     bias: Tensor | None,
     adapter: AdapterWeight,
-) -> Tensor:
-    """Return Y = X @ weight^T + bias with the adapter's product added, bfloat16 [T, N].
-
-    On a GPU u is made directly before: then the layer's product reads its weight meanwhile, and
-    that of few rows adds the product with B before it writes Y.
+) -> tuple[Tensor, Tensor]:
+    """Return Y = X @ weight^T + bias with the adapter's product added, and its product with A.
 
     Args:
         x: X [T, K] as the weight needs it, as of `fprop`.
-        u: The product with A, bfloat16 [T, P * R].
+        values: X before it was quantized, bfloat16 [T, K].
         weight: [N, K].
         plan: The precision plan of the side that calls.
         bias: The bias [N], or None.
         adapter: The adapter.
+
+    Returns:
+        Y, bfloat16 [T, N], and the product with A, bfloat16 [T, P * R].
     """
-    if u.is_cuda and isinstance(weight, FP8Weight) and bias is None:
-        from jetrl.precision.hopper.adapter_epilogue import AdapterOperands
-        from jetrl.precision.hopper.gemm import fp8_matmul_adapted
+    if values.is_cuda and isinstance(weight, FP8Weight) and bias is None:
+        from jetrl.precision.hopper.adapter_linear import adapted_matmul
 
         assert isinstance(x, QTensor), "an FP8 weight multiplies codes"
-        operands = AdapterOperands(u, adapter.up, adapter.columns)
-        return fp8_matmul_adapted(x, weight.direct, operands)
+        return adapted_matmul(x, values, weight.direct, adapter)
     y = fprop(x, weight, plan)
     if bias is not None:
         y += bias.to(y.dtype)
-    return project_up(y, u, adapter)
+    u = project_down(values, adapter)
+    return project_up(y, u, adapter), u
 
 
 def dgrad(rows: GEMMInput, weight: Operand) -> Tensor:
@@ -357,24 +356,30 @@ class _LinearFunction(torch.autograd.Function):
         return dx, dw, None, None, None, None
 
 
-def _enter(
-    x: Tensor, weight: Operand, plan: PrecisionPlan, adapter: AdapterWeight
-) -> tuple[Tensor, GEMMInput]:
-    """Return the product with A, and X as FProp reads it; few rows are read once for both.
+def _adapted_linear(
+    x: Tensor,
+    weight: Operand,
+    plan: PrecisionPlan,
+    bias: Tensor | None,
+    adapter: AdapterWeight,
+) -> tuple[Tensor, Tensor]:
+    """Return what `adapted_fprop` returns, of values; a GPU reads few rows once for both products.
 
     Args:
         x: X, bfloat16 [T, K] on a GPU.
-        weight: [N, K].
-        plan: The precision plan of the side that calls.
+        weight: As of `adapted_fprop`.
+        plan: As of `adapted_fprop`.
+        bias: As of `adapted_fprop`.
         adapter: The adapter.
     """
     if not isinstance(weight, FP8Weight):
-        return project_down(x, adapter), x
-    from jetrl.precision.hopper.adapter_rows import MOST_ROWS, project_down_quantize
+        return adapted_fprop(x, x, weight, plan, bias, adapter)
+    from jetrl.precision.hopper.adapter_linear import quantized_adapted_matmul
+    from jetrl.precision.hopper.adapter_rows import MOST_ROWS
 
-    if len(x) < MOST_ROWS:
-        return project_down_quantize(x, adapter.down, adapter.arrived, plan.scales)
-    return project_down(x, adapter), quantize_input(x, plan)
+    if bias is None and len(x) < MOST_ROWS:
+        return quantized_adapted_matmul(x, weight.direct, adapter, plan.scales)
+    return adapted_fprop(quantize_input(x, plan), x, weight, plan, bias, adapter)
 
 
 class _AdaptedFunction(torch.autograd.Function):
@@ -394,8 +399,7 @@ class _AdaptedFunction(torch.autograd.Function):
         bias: Tensor | None,
         adapter: AdapterWeight,
     ) -> Tensor:
-        u, entered = _enter(x, weight, plan, adapter)
-        y = adapted_fprop(entered, u, weight, plan, bias, adapter)
+        y, u = _adapted_linear(x, weight, plan, bias, adapter)
         ctx.save_for_backward(x, u)
         ctx.weight, ctx.plan, ctx.adapter = weight, plan, adapter
         return y

@@ -3,12 +3,12 @@
 The sum of a product's row over K has one order: chunks of 512 along K, each a chain of tensor-core
 products from zero, are added in float32 from the first to the last. A program of many rows makes
 all chunks, one after the other. Few rows would leave most multiprocessors idle that way: there
-each chunk has a program of its own, which writes its sum, and the sums are added in the same order
-afterwards, by a small kernel or, of a decode step of few sequences, by the product with B. Tiles
-are pinned, so the number of rows changes no bit.
+each chunk has a program of its own (`precision.hopper.adapter_rows`), and the sums are added in the
+same order. So the number of rows changes no bit.
 
 The product with B, whose sum is over the rank, adds its result to the layer's product in place: the
-rounded product d and y are added and rounded as bfloat16 tensors would be.
+rounded product d and y are added and rounded as bfloat16 tensors would be. A GEMM of few rows does
+so before it writes y (`precision.hopper.adapter_epilogue`).
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -21,17 +21,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from jetrl.precision.hopper.adapter_rows import project_down_rows
+from jetrl.precision.hopper.adapter_rows import CHUNK, MOST_ROWS, project_down_rows
 from jetrl.precision.hopper.checks import check_matrix, check_tensor
 from jetrl.precision.hopper.launch import OVERLAPPED, let_next_start, wait_for_previous
 from jetrl.precision.layout import cdiv
 
 _BF16 = (torch.bfloat16,)
 # Pinned: the bits of every product depend on these.
-_CHUNK = 512  # along K
 _ROWS, _DEPTH, _OUTPUTS = 64, 64, 64
-_MANY_ROWS = 4096  # from here on, programs of whole rows fill the card
-_FEW_ROWS = 16  # up to here the product with B adds the chunks itself
 
 
 @triton.jit
@@ -62,21 +59,19 @@ def _chunk_sum(
 @triton.jit(do_not_specialize=["num_rows"])
 def _down_kernel(
     x_ptr, a_ptr, out_ptr, num_rows, num_columns, rank, x_stride, chunks,
-    WHOLE: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr, BLOCK_R: tl.constexpr,
-    DEPTH: tl.constexpr,
+    CHUNK: tl.constexpr, ROWS: tl.constexpr, BLOCK_R: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """Multiply ROWS rows of x by BLOCK_R rows of A, over all chunks of K or over one.
+    """Multiply ROWS rows of x by BLOCK_R rows of A, over all chunks of K.
 
     Args:
         x_ptr: bfloat16 [num_rows, num_columns], rows x_stride apart.
         a_ptr: bfloat16 [rank, num_columns].
-        out_ptr: bfloat16 [num_rows, rank], written; without WHOLE float32 [chunks, num_rows, rank].
+        out_ptr: bfloat16 [num_rows, rank], written.
         num_rows: tokens.
         num_columns: K.
         rank: rows of A.
         x_stride: from one row of x to the next.
         chunks: chunks of K.
-        WHOLE: whether a program adds all chunks, or makes the one of its number.
         CHUNK: columns of a chunk.
         ROWS: rows of x that a program has.
         BLOCK_R: rows of A that a program has, a power of two.
@@ -86,65 +81,33 @@ def _down_kernel(
     ranks = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
     wait_for_previous()
     let_next_start()
-    mask = (rows < num_rows)[:, None] & (ranks < rank)[None, :]
-    places = rows.to(tl.int64)[:, None] * rank + ranks[None, :]
-    if WHOLE:
-        total = tl.zeros([ROWS, BLOCK_R], tl.float32)
-        for chunk in range(chunks):
-            total += _chunk_sum(
-                x_ptr, a_ptr, rows, ranks, chunk, num_rows, num_columns, rank, x_stride,
-                CHUNK, ROWS, BLOCK_R, DEPTH,
-            )  # fmt: skip
-        tl.store(out_ptr + places, total.to(tl.bfloat16), mask=mask)
-    else:
-        chunk = tl.program_id(2)
-        total = _chunk_sum(
+    total = tl.zeros([ROWS, BLOCK_R], tl.float32)
+    for chunk in range(chunks):
+        total += _chunk_sum(
             x_ptr, a_ptr, rows, ranks, chunk, num_rows, num_columns, rank, x_stride,
             CHUNK, ROWS, BLOCK_R, DEPTH,
         )  # fmt: skip
-        tl.store(out_ptr + chunk.to(tl.int64) * num_rows * rank + places, total, mask=mask)
-
-
-@triton.jit(do_not_specialize=["size"])
-def _sum_kernel(chunk_ptr, out_ptr, size, chunks, BLOCK: tl.constexpr):
-    """Add the sums of all chunks in order, and round the result once.
-
-    Args:
-        chunk_ptr: float32 [chunks, size].
-        out_ptr: bfloat16 [size], written.
-        size: numbers of a chunk.
-        chunks: how many there are.
-        BLOCK: numbers that a program has.
-    """
-    places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = places < size
-    wait_for_previous()
-    let_next_start()
-    total = tl.zeros([BLOCK], tl.float32)
-    for chunk in range(chunks):
-        total += tl.load(chunk_ptr + chunk * size + places, mask=mask, other=0.0)
+    mask = (rows < num_rows)[:, None] & (ranks < rank)[None, :]
+    places = rows.to(tl.int64)[:, None] * rank + ranks[None, :]
     tl.store(out_ptr + places, total.to(tl.bfloat16), mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _up_kernel(
-    y_ptr, u_ptr, b_ptr, columns_ptr, num_rows, num_outputs, u_stride, chunks,
-    RANK: tl.constexpr, IN_CHUNKS: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr,
-    BLOCK_R: tl.constexpr,
+    y_ptr, u_ptr, b_ptr, columns_ptr, num_rows, num_outputs, u_stride,
+    RANK: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """Add u B^T to ROWS rows and OUTPUTS columns of y, each product rounded before it is added.
 
     Args:
         y_ptr: bfloat16 [num_rows, num_outputs], changed in place.
-        u_ptr: bfloat16 [num_rows, u_stride]; with IN_CHUNKS float32 [chunks, num_rows, u_stride].
+        u_ptr: bfloat16 [num_rows, u_stride].
         b_ptr: bfloat16 [num_outputs, RANK].
         columns_ptr: int32 [num_outputs / OUTPUTS], the first column of u for these outputs, or -1.
         num_rows: tokens.
         num_outputs: N.
         u_stride: columns of u.
-        chunks: chunks of K that u is given in.
         RANK: columns of b.
-        IN_CHUNKS: whether u is given as the sums of chunks.
         ROWS: rows of y that a program has.
         OUTPUTS: columns of y that a program has.
         BLOCK_R: columns of u of a step, a power of two.
@@ -152,51 +115,62 @@ def _up_kernel(
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     outputs = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
     first = tl.load(columns_ptr + tl.program_id(1))
+    places = rows.to(tl.int64)[:, None] * num_outputs + outputs[None, :]
+    inside = (rows < num_rows)[:, None] & (outputs < num_outputs)[None, :]
     wait_for_previous()
     let_next_start()
     if first >= 0:
+        # Asked for first, since it comes from furthest away.
+        y = tl.load(y_ptr + places, mask=inside, other=0.0)
         total = tl.zeros([ROWS, OUTPUTS], tl.float32)
         for start in tl.static_range(0, RANK, BLOCK_R):
             ranks = start + tl.arange(0, BLOCK_R)
-            mask = (rows < num_rows)[:, None] & (ranks < RANK)[None, :]
-            places = rows.to(tl.int64)[:, None] * u_stride + (first + ranks)[None, :]
-            if IN_CHUNKS:
-                added = tl.zeros([ROWS, BLOCK_R], tl.float32)
-                for chunk in range(chunks):
-                    of_chunk = u_ptr + chunk * num_rows * u_stride
-                    added += tl.load(of_chunk + places, mask=mask, other=0.0)
-                u = added.to(tl.bfloat16)
-            else:
-                u = tl.load(u_ptr + places, mask=mask, other=0.0)
+            u = tl.load(
+                u_ptr + rows.to(tl.int64)[:, None] * u_stride + (first + ranks)[None, :],
+                mask=(rows < num_rows)[:, None] & (ranks < RANK)[None, :],
+                other=0.0,
+            )
             b = tl.load(
                 b_ptr + outputs.to(tl.int64)[:, None] * RANK + ranks[None, :],
                 mask=(outputs < num_outputs)[:, None] & (ranks < RANK)[None, :],
                 other=0.0,
             )
             total = tl.dot(u, b.T, total)
-        places = rows.to(tl.int64)[:, None] * num_outputs + outputs[None, :]
-        mask = (rows < num_rows)[:, None] & (outputs < num_outputs)[None, :]
-        y = tl.load(y_ptr + places, mask=mask, other=0.0).to(tl.float32)
         added = total.to(tl.bfloat16).to(tl.float32)
-        tl.store(y_ptr + places, (y + added).to(tl.bfloat16), mask=mask)
+        tl.store(y_ptr + places, (y.to(tl.float32) + added).to(tl.bfloat16), mask=inside)
 
 
-def project_down_hopper(x: Tensor, down: Tensor, arrived: Tensor | None = None) -> Tensor:
+def project_down_hopper(x: Tensor, down: Tensor, arrived: Tensor) -> Tensor:
     """Return u = x A^T, bfloat16 [T, R], as `precision.adapter.project_down`.
 
     Args:
         x: bfloat16 [T, K], its rows contiguous.
         down: bfloat16 [R, K], A.
-        arrived: int32 zeros, as of `adapter_rows.project_down_rows`; without them few rows take
-            another kernel for the sums.
+        arrived: int32, as of `adapter_rows.project_down_rows`, which takes fewer rows.
+    """
+    return (
+        project_down_rows(x, down, arrived) if len(x) < MOST_ROWS else project_down_whole(x, down)
+    )
+
+
+def project_down_whole(x: Tensor, down: Tensor) -> Tensor:
+    """Return u = x A^T, bfloat16 [T, R], each row by a program that makes all chunks.
+
+    Args:
+        x: bfloat16 [T, K], its rows contiguous.
+        down: bfloat16 [R, K], A.
     """
     check_matrix("project_down", x, _BF16)
-    if arrived is not None and len(x) < _MANY_ROWS:
-        return project_down_rows(x, down, arrived)
-    if len(x) < _MANY_ROWS:
-        return _added(_chunks(x, down))
-    out = torch.empty(len(x), len(down), dtype=torch.bfloat16, device=x.device)
-    _launch_down(x, down, out, whole=True)
+    (num_rows, num_columns), rank = x.shape, len(down)
+    check_tensor("project_down", "A", down, torch.bfloat16, (rank, num_columns))
+    out = torch.empty(num_rows, rank, dtype=torch.bfloat16, device=x.device)
+    block = min(128, _power_of_two(rank))
+    if num_rows:
+        _down_kernel[(cdiv(num_rows, _ROWS), cdiv(rank, block))](
+            x, down, out, num_rows, num_columns, rank, x.stride(0), cdiv(num_columns, CHUNK),
+            CHUNK, _ROWS, block, _DEPTH,
+            num_warps=4, num_stages=4, enable_fp_fusion=False, **OVERLAPPED,
+        )  # fmt: skip
     return out
 
 
@@ -205,7 +179,7 @@ def project_up_hopper(y: Tensor, u: Tensor, up: Tensor, columns: Tensor) -> Tens
 
     Args:
         y: bfloat16 [T, N] contiguous.
-        u: bfloat16 [T, P * R] contiguous; or float32 [C, T, P * R], the sums of C chunks of K.
+        u: bfloat16 [T, P * R] contiguous.
         up: bfloat16 [N, R], s B.
         columns: int32 [N / 64], the first column of u for each 64 columns of y, or -1.
     """
@@ -215,59 +189,10 @@ def project_up_hopper(y: Tensor, u: Tensor, up: Tensor, columns: Tensor) -> Tens
     rank = up.shape[1]
     if num_rows:
         _up_kernel[(cdiv(num_rows, _ROWS), cdiv(num_outputs, _OUTPUTS))](
-            y, u, up, columns, num_rows, num_outputs, u.shape[-1], len(u) if u.dim() == 3 else 0,
-            rank, u.dim() == 3, _ROWS, _OUTPUTS, min(64, _power_of_two(rank)),
-            num_warps=4, enable_fp_fusion=False, **OVERLAPPED,
+            y, u, up, columns, num_rows, num_outputs, u.stride(0), rank, _ROWS, _OUTPUTS,
+            min(64, _power_of_two(rank)), num_warps=4, enable_fp_fusion=False, **OVERLAPPED,
         )  # fmt: skip
     return y
-
-
-def add_adapter_hopper(y: Tensor, x: Tensor, down: Tensor, up: Tensor, columns: Tensor) -> Tensor:
-    """Return y after (x A^T) (s B)^T was added in place: the forward without gradients.
-
-    Args:
-        y: bfloat16 [T, N] contiguous.
-        x: bfloat16 [T, K], its rows contiguous.
-        down: bfloat16 [P * R, K], A of every part.
-        up: bfloat16 [N, R], s B.
-        columns: int32 [N / 64], as of `project_up_hopper`.
-    """
-    check_matrix("add_adapter", x, _BF16)
-    u = _chunks(x, down) if len(x) <= _FEW_ROWS else project_down_hopper(x, down)
-    return project_up_hopper(y, u, up, columns)
-
-
-def _chunks(x: Tensor, down: Tensor) -> Tensor:
-    """Return the sums of the chunks of K of x A^T, float32 [C, T, R]."""
-    chunks = cdiv(x.shape[1], _CHUNK)
-    out = torch.empty(chunks, len(x), len(down), dtype=torch.float32, device=x.device)
-    _launch_down(x, down, out, whole=False)
-    return out
-
-
-def _added(chunks: Tensor) -> Tensor:
-    """Return the sum of chunks [C, T, R] in order, bfloat16 [T, R]."""
-    out = torch.empty(chunks.shape[1:], dtype=torch.bfloat16, device=chunks.device)
-    if out.numel():
-        _sum_kernel[(cdiv(out.numel(), 512),)](
-            chunks, out, out.numel(), len(chunks), 512,
-            num_warps=4, enable_fp_fusion=False, **OVERLAPPED,
-        )  # fmt: skip
-    return out
-
-
-def _launch_down(x: Tensor, down: Tensor, out: Tensor, whole: bool) -> None:
-    """Launch _down_kernel over rows, ranks and, unless a program has them all, chunks."""
-    num_rows, num_columns = x.shape
-    check_tensor("project_down", "A", down, torch.bfloat16, (len(down), num_columns))
-    chunks, block = cdiv(num_columns, _CHUNK), min(128, _power_of_two(len(down)))
-    if num_rows:
-        grid = (cdiv(num_rows, _ROWS), cdiv(len(down), block), 1 if whole else chunks)
-        _down_kernel[grid](
-            x, down, out, num_rows, num_columns, len(down), x.stride(0), chunks,
-            whole, _CHUNK, _ROWS, block, _DEPTH,
-            num_warps=4, num_stages=4, enable_fp_fusion=False, **OVERLAPPED,
-        )  # fmt: skip
 
 
 def _power_of_two(value: int) -> int:

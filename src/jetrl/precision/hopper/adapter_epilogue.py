@@ -2,10 +2,9 @@
 
 The tile of the layer's product is rounded to bfloat16, then the tile of u B^T, then their sum: the
 bits of `precision.adapter`. The sum over the rank is one chain of tensor-core products from zero,
-16 at a time. The instruction is mma.sync, which has the bits of wgmma and takes both operands from
-registers: a tile of u and one of B are a few kilobytes, which come straight from memory into the
-registers in which the instruction reads them. Its result lies in the registers in which wgmma has
-the layer's product.
+16 at a time. The instruction is mma.sync, which has the bits of wgmma, and whose result lies in the
+registers in which wgmma has the layer's product. A warp of its own copies tiles of B, and of u when
+that is there, to shared memory meanwhile.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -20,8 +19,15 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from jetrl.precision.hopper import gluon_names
 from jetrl.precision.hopper.checks import check_tensor
+from jetrl.precision.hopper.launch import gluon_let_next_start, gluon_wait_for_previous
+
+LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=32, element_bitwidth=16, rank=2)
+MOST_RANKS = 64  # of a part: what fits beside the GEMM's stages
 
 
 @dataclass(frozen=True)
@@ -32,11 +38,14 @@ class AdapterOperands:
         u: bfloat16 [T, P * R], the product with A of every part.
         up: bfloat16 [N, R], s B.
         columns: int32 [N / 64 rounded up], the first column of u for each 64 rows of y, or -1.
+        ready: int32 [1], nonzero when what the kernel in front of u's wrote can be read
+            (`adapter_rows.ready_word`); None: wait for u instead.
     """
 
     u: Tensor
     up: Tensor
     columns: Tensor
+    ready: Tensor | None = None
 
     def check(self, rows: int, n: int) -> None:
         """Raise ValueError for tensors that do not fit a product [rows, n]."""
@@ -46,33 +55,88 @@ class AdapterOperands:
         if self.up.shape[1] % 16:
             raise ValueError(f"adapter: B has columns in multiples of 16, not {self.up.shape[1]}")
 
+    def descriptors(self, box: int, block_n: int) -> tuple[TensorDescriptor, TensorDescriptor]:
+        """Return what describes u and B for bulk copies.
+
+        Args:
+            box: Rows of u that are copied at once.
+            block_n: Rows of B that are copied at once.
+        """
+        (rows, width), (n, rank) = self.u.shape, self.up.shape
+        return (
+            TensorDescriptor(self.u, [rows, width], [self.u.stride(0), 1], [box, 16], LAYOUT),
+            TensorDescriptor(self.up, [n, rank], [rank, 1], [block_n, 16], LAYOUT),
+        )
+
 
 @gluon.jit
-def prefetch_rows(ptr, first, count, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
-    """Ask for rows of a matrix to be in the L2 cache; one lane of each warp that calls does.
+def wait_until_ready(ready_ptr):
+    """Wait for the product with A to say that what the kernel before it wrote can be read.
+
+    Its word orders the bulk copies behind it too, which are not ordinary reads.
 
     Args:
-        ptr: the matrix, bfloat16 [count, COLUMNS], its rows multiples of 16 bytes.
-        first: the first row.
-        count: rows of the matrix.
-        ROWS: how many rows, if there are so many.
-        COLUMNS: of the matrix.
+        ready_ptr: int32, nonzero as soon as that is so (`adapter_rows.down_rows_kernel`).
     """
-    place = (ptr + first.to(gl.int64) * COLUMNS).to(gl.int64)
-    size = gl.minimum(ROWS, count - first) * (2 * COLUMNS)
     gl.inline_asm_elementwise(
         """
         {
-        .reg .pred one;
-        .reg .b32 lane;
-        mov.u32 lane, %laneid;
-        setp.eq.u32 one, lane, 0;
-        @one cp.async.bulk.prefetch.L2.global [$1], $2;
-        mov.b32 $0, 0;
+        .reg .pred none;
+        .reg .b32 word;
+        again:
+        ld.acquire.gpu.global.b32 word, [$1];
+        setp.eq.b32 none, word, 0;
+        @none bra again;
+        fence.proxy.async;
+        mov.b32 $0, word;
         }
         """,
-        "=r,l,r", [place, size], dtype=gl.int32, is_pure=False, pack=1,
+        "=r,l", [ready_ptr.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
+
+
+@gluon.jit
+def load_beside(
+    u_desc, b_desc, columns_ptr, u_smem, b_smem, beside, m0, n0, N, early,
+    PARTS: gl.constexpr, BOX_M: gl.constexpr, BLOCK_N: gl.constexpr, RANK: gl.constexpr,
+):  # fmt: skip
+    """Do a warp's work beside the GEMM: copy B's tiles, wait for u's kernel, and copy u's tiles.
+
+    It is this warp that lets the kernel behind start.
+
+    Args:
+        u_desc: bfloat16 [M, P * R], u in boxes of [BOX_M, 16].
+        b_desc: bfloat16 [N, RANK], B in boxes of [BLOCK_N, 16].
+        columns_ptr: int32 [N / 64 rounded up], the first column of u for each 64 rows of B, or -1.
+        u_smem: where tiles of u go: RANK / 16 for each part.
+        b_smem: where tiles of B go, likewise.
+        beside: the barrier of both.
+        m0: the program's first row of u.
+        n0: the program's first row of B; a part lies within 64 that begin at a multiple of 64.
+        N: rows of B.
+        early: 1 where B may be read before the kernel in front has ended.
+        PARTS: tiles of y that the program has.
+        BOX_M: rows of u that are copied.
+        BLOCK_N: columns of a tile of y.
+        RANK: columns of B, a multiple of 16.
+    """
+    STEPS: gl.constexpr = RANK // 16
+    if early == 0:
+        gluon_wait_for_previous()
+    bar = beside.index(0)
+    mbarrier.expect(bar, PARTS * STEPS * (u_desc.block_type.nbytes + b_desc.block_type.nbytes))
+    for part in gl.static_range(PARTS):
+        for i in gl.static_range(STEPS):
+            place = b_smem.index(part * STEPS + i)
+            gluon_names.tma_load(b_desc, [n0 + part * BLOCK_N, i * 16], bar, place)
+    firsts = first_columns(columns_ptr, n0, N, PARTS, BLOCK_N)
+    gluon_wait_for_previous()
+    gluon_let_next_start()
+    for part in gl.static_range(PARTS):
+        first = gl.maximum(firsts[part], 0)
+        for i in gl.static_range(STEPS):
+            place = u_smem.index(part * STEPS + i).slice(0, BOX_M, 0)
+            gluon_names.tma_load(u_desc, [m0, first + i * 16], bar, place)
 
 
 @gluon.jit
@@ -80,8 +144,8 @@ def first_columns(columns_ptr, n0, N, PARTS: gl.constexpr, BLOCK_N: gl.constexpr
     """Return the first column of u for each of PARTS tiles of BLOCK_N columns of y, or -1.
 
     Args:
-        columns_ptr: int32 [N / 64 rounded up], as of `AdapterOperands`.
-        n0: the first tile's first column, a multiple of BLOCK_N, which divides 64.
+        columns_ptr: int32 [N / 64 rounded up], as of `load_beside`.
+        n0: the first tile's first column.
         N: columns of y; past them there is no tile, and what is returned for one does not count.
         PARTS: how many tiles.
         BLOCK_N: columns of a tile.
@@ -94,64 +158,16 @@ def first_columns(columns_ptr, n0, N, PARTS: gl.constexpr, BLOCK_N: gl.constexpr
 
 
 @gluon.jit
-def _add_ranks(
-    added, u_ptr, b_ptr, first, m0, n0, M, N, u_stride, RANK: gl.constexpr, START: gl.constexpr
-):
-    """Return a tile of u B^T with the products of up to 64 ranks added, 16 at a time.
-
-    Their loads are under way at once.
-
-    Args:
-        added: float32 [BLOCK_M, BLOCK_N], in a layout of mma.sync.
-        u_ptr: as of `with_adapter`.
-        b_ptr: as of `with_adapter`.
-        first: as of `with_adapter`.
-        m0: as of `with_adapter`.
-        n0: as of `with_adapter`.
-        M: as of `with_adapter`.
-        N: as of `with_adapter`.
-        u_stride: as of `with_adapter`.
-        RANK: as of `with_adapter`.
-        START: the first rank.
-    """
-    COUNT: gl.constexpr = (RANK - START if RANK - START < 64 else 64) // 16
-    left: gl.constexpr = gl.DotOperandLayout(0, added.type.layout, 2)
-    right: gl.constexpr = gl.DotOperandLayout(1, added.type.layout, 2)
-    rows = m0 + gl.arange(0, added.shape[0], gl.SliceLayout(1, left))
-    columns = n0 + gl.arange(0, added.shape[1], gl.SliceLayout(0, right))
-    # A multiple of 16, which the compiler is shown: two values of a row are one load.
-    start = gl.maximum(first, 0) // 16 * 16
-    u_places = rows[:, None] * u_stride + gl.arange(0, 16, gl.SliceLayout(0, left))[None, :]
-    b_places = columns[None, :] * RANK + gl.arange(0, 16, gl.SliceLayout(1, right))[:, None]
-    us = ()
-    bs = ()
-    for i in gl.static_range(COUNT):
-        u = gl.load(
-            u_ptr + (start + START + i * 16) + u_places, mask=(rows < M)[:, None], other=0.0
-        )
-        us += (u,)  # type: ignore[assignment]
-        b = gl.load(b_ptr + (START + i * 16) + b_places, mask=(columns < N)[None, :], other=0.0)
-        bs += (b,)  # type: ignore[assignment]
-    for i in gl.static_range(COUNT):
-        added = mma_v2(us[i], bs[i], added)
-    return added
-
-
-@gluon.jit
-def with_adapter(total, u_ptr, b_ptr, first, m0, n0, M, N, u_stride, RANK: gl.constexpr):
+def with_adapter(total, u_smem, b_smem, first, part: gl.constexpr, STEPS: gl.constexpr):
     """Return a tile of the layer's product with the adapter's added, bfloat16 like total.
 
     Args:
         total: float32 [BLOCK_M, BLOCK_N], the layer's product, in a layout of wgmma.
-        u_ptr: bfloat16 [M, u_stride].
-        b_ptr: bfloat16 [N, RANK].
+        u_smem: tiles of u, as of `load_beside`.
+        b_smem: tiles of B.
         first: the first column of u for this tile, or -1 where nothing is added.
-        m0: the tile's first row.
-        n0: the tile's first column.
-        M: rows of y.
-        N: columns of y.
-        u_stride: columns of u.
-        RANK: columns of B, a multiple of 16.
+        part: which tile of the program.
+        STEPS: tiles of u and of B for each tile of y.
     """
     BLOCK_M: gl.constexpr = total.shape[0]
     BLOCK_N: gl.constexpr = total.shape[1]
@@ -159,8 +175,10 @@ def with_adapter(total, u_ptr, b_ptr, first, m0, n0, M, N, u_stride, RANK: gl.co
         version=[2, 0], warps_per_cta=total.type.layout.warps_per_cta, instr_shape=[16, 8]
     )
     added = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, product)
-    for rank in gl.static_range(0, RANK, 64):
-        added = _add_ranks(added, u_ptr, b_ptr, first, m0, n0, M, N, u_stride, RANK, rank)
+    for i in gl.static_range(STEPS):
+        u = u_smem.index(part * STEPS + i).load(gl.DotOperandLayout(0, product, 2))
+        b = b_smem.index(part * STEPS + i).permute((1, 0)).load(gl.DotOperandLayout(1, product, 2))
+        added = mma_v2(u, b, added)
     added = gl.convert_layout(added, total.type.layout, assert_trivial=True).to(gl.bfloat16)
     y = total.to(gl.bfloat16)
     both = (y.to(gl.float32) + added.to(gl.float32)).to(gl.bfloat16)

@@ -8,9 +8,11 @@ every sum is that of `precision.hopper.adapter`, whichever program comes last. T
 asked by mma.sync, which has the bits of wgmma (tests/gpu/test_tensor_cores.py).
 
 A is not written by the kernel in front, so in a captured graph it is read before that has ended.
-The kernel behind may start at once, before this one has waited (`AT_ONCE`): it then reads weights
-while the kernel in front and this one run. When it has waited for this kernel, it has waited for
-the one in front too, since every program here does so.
+The kernel behind may start at once, before this one has waited: it then reads weights while the
+kernel in front and this one run. When it has waited for this kernel, it has waited for the one in
+front too, since every program here does so. And with `SIGNAL` it need not wait for this kernel to
+read what the one in front wrote: a word says when it can. The word is 0 again before the kernel
+behind starts, since each program lets it start, and the first one has written the word by then.
 
 Where nothing has quantized x yet, the programs of the first ranks do: they hold x anyway.
 """
@@ -40,7 +42,7 @@ from jetrl.precision.quantize import FORMATS, QTensor
 
 CHUNK = 512  # along K; pinned, since the bits depend on it
 MOST_ROWS = 4096  # fewer than these
-_FEW_ROWS = 64  # up to here a program has 16 rows
+_FEW_ROWS = 256  # up to here a program has 16 rows
 _RANKS = 32  # rows of A that a program has
 
 
@@ -68,6 +70,34 @@ def _copy_tile(
     places = ptr + rows.to(gl.int64)[:, None] * stride + columns[None, :]
     gluon_names.async_load(smem, places, mask=inside)
     async_copy.commit_group()
+
+
+@gluon.jit
+def _write_word(ptr, value: gl.constexpr, mine):
+    """Write a word after all that this thread has seen written, and see it written.
+
+    Args:
+        ptr: int32.
+        value: what is written, by the program's first thread.
+        mine: whether this program does.
+    """
+    thread = gl.where(mine, 0, 4096)
+    gl.inline_asm_elementwise(
+        """
+        {
+        .reg .pred one;
+        .reg .b32 thread;
+        mov.u32 thread, %tid.x;
+        setp.eq.u32 one, thread, $3;
+        @one fence.acq_rel.gpu;
+        @one st.relaxed.gpu.global.b32 [$1], $2;
+        @one fence.acq_rel.gpu;
+        mov.b32 $0, 0;
+        }
+        """,
+        "=r,l,r,r", [ptr.to(gl.int64), value, thread], dtype=gl.int32, is_pure=False,
+        pack=1,
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -111,9 +141,9 @@ def _store_codes(
 
 @gluon.jit(do_not_specialize=["num_rows", "scale_stride", "early"])
 def down_rows_kernel(
-    x_ptr, a_ptr, sums_ptr, out_ptr, arrived_ptr, codes_ptr, scales_ptr, num_rows, num_columns,
-    rank, x_stride, scale_stride, chunks, early, AT_ONCE: gl.constexpr, CHUNK: gl.constexpr,
-    ROWS: gl.constexpr, RANKS: gl.constexpr, QUANTIZE: gl.constexpr,
+    x_ptr, a_ptr, sums_ptr, out_ptr, arrived_ptr, ready_ptr, codes_ptr, scales_ptr, num_rows,
+    num_columns, rank, x_stride, scale_stride, chunks, early, SIGNAL: gl.constexpr,
+    CHUNK: gl.constexpr, ROWS: gl.constexpr, RANKS: gl.constexpr, QUANTIZE: gl.constexpr,
     MAXIMUM: gl.constexpr, FLOOR: gl.constexpr, POW2: gl.constexpr,
 ):  # fmt: skip
     """Multiply ROWS rows of x by RANKS rows of A over one chunk of K; the last program adds up.
@@ -124,6 +154,8 @@ def down_rows_kernel(
         sums_ptr: float32 [chunks, num_rows, rank], written.
         out_ptr: bfloat16 [num_rows, rank], written.
         arrived_ptr: int32, zero for each tile of the result, and zero again when the kernel ends.
+        ready_ptr: int32, with SIGNAL 0 before the kernel behind starts, and 1 from when what the
+            kernel in front wrote can be read.
         codes_ptr: FP8 [num_rows, num_columns], x's codes, written with QUANTIZE.
         scales_ptr: float32, their scales, as of `_store_codes`.
         num_rows: tokens.
@@ -133,7 +165,7 @@ def down_rows_kernel(
         scale_stride: padded rows of the scales.
         chunks: chunks of K.
         early: 1 where A may be read before the kernel in front has ended.
-        AT_ONCE: whether the kernel behind may start before this one has waited.
+        SIGNAL: whether the kernel behind is told by ready_ptr that this one has waited.
         CHUNK: columns of a chunk.
         ROWS: 16 or 64.
         RANKS: 16 or 32.
@@ -151,15 +183,18 @@ def down_rows_kernel(
     chunk = gl.program_id(2)
     x_smem = gl.allocate_shared_memory(gl.bfloat16, [ROWS, CHUNK], shared)
     a_smem = gl.allocate_shared_memory(gl.bfloat16, [RANKS, CHUNK], shared)
-    if AT_ONCE:
-        gluon_let_next_start()
+    tells = (gl.program_id(0) == 0) & (gl.program_id(1) == 0) & (chunk == 0)
+    if SIGNAL:
+        _write_word(ready_ptr, 0, tells)
+        gluon_names.barrier()  # no thread lets the kernel behind start before that
+    gluon_let_next_start()
     if early == 0:
         gluon_wait_for_previous()
     _copy_tile(a_smem, a_ptr, rank0, rank, chunk * CHUNK, num_columns, num_columns, loads)
     gluon_wait_for_previous()
-    if not AT_ONCE:
-        gluon_let_next_start()
     _copy_tile(x_smem, x_ptr, row0, num_rows, chunk * CHUNK, num_columns, x_stride, loads)
+    if SIGNAL:
+        _write_word(ready_ptr, 1, tells)
     async_copy.wait_group(0)
     gluon_names.barrier()
 
@@ -206,26 +241,48 @@ def down_rows_kernel(
 def arrivals(rank: int, device: torch.device | str) -> Tensor:
     """Return the zeros in which the programs of an adapter's product are counted.
 
+    The last of these words is that of `ready_word`.
+
     Args:
-        rank: rows of A.
+        rank: rows of A, a multiple of 16.
         device: where A is.
     """
-    return torch.zeros(MOST_ROWS // 64 * cdiv(rank, 16), dtype=torch.int32, device=device)
+    return torch.zeros(MOST_ROWS // 16 * rank // 16 + 1, dtype=torch.int32, device=device)
 
 
-def project_down_rows(x: Tensor, down: Tensor, arrived: Tensor, at_once: bool = True) -> Tensor:
+def ready_word(arrived: Tensor) -> Tensor:
+    """Return the word that says when what stands before the product with A can be read, int32 [1].
+
+    Args:
+        arrived: int32, of `arrivals`.
+    """
+    return arrived[-1:]
+
+
+def down_program_bytes(rows: int) -> int:
+    """Return the bytes of shared memory of a program of the product with A.
+
+    Args:
+        rows: rows of x.
+    """
+    return (_tile_rows(rows) + _RANKS) * CHUNK * 2
+
+
+def project_down_rows(x: Tensor, down: Tensor, arrived: Tensor, signal: bool = False) -> Tensor:
     """Return u = x A^T, bfloat16 [T, R], as `precision.adapter.project_down`, of few rows.
 
-    Captured in a graph, the kernel must not directly follow the one that writes A.
+    Captured in a graph, the kernel must not directly follow the one that writes A. The kernel
+    behind may start before the one in front has ended: it may then read what neither writes, and
+    once it has waited it may read what both wrote.
 
     Args:
         x: bfloat16 [T, K], its rows contiguous, T below `MOST_ROWS` and K a multiple of 16.
         down: bfloat16 [R, K], A.
         arrived: int32, of `arrivals`: no two products that run at once share it.
-        at_once: whether the kernel behind may start before the one in front has ended: it may then
-            read what neither of the two writes.
+        signal: whether `ready_word` tells the kernel behind when it may read what the kernel in
+            front wrote.
     """
-    return _launch(x, down, arrived, at_once, None, "fp32")
+    return _launch(x, down, arrived, signal, None, "fp32")
 
 
 def project_down_quantize(
@@ -240,11 +297,16 @@ def project_down_quantize(
         scales: "fp32" or "pow2", the quantizer's scales.
     """
     rows = empty_row_groups(*x.shape, FORMATS["e4m3"][0], x.device)
-    return _launch(x, down, arrived, True, rows, scales), rows
+    return _launch(x, down, arrived, False, rows, scales), rows
+
+
+def _tile_rows(rows: int) -> int:
+    """Return the rows of a program: few where there are multiprocessors for more programs."""
+    return 16 if rows <= _FEW_ROWS else 64
 
 
 def _launch(
-    x: Tensor, down: Tensor, arrived: Tensor, at_once: bool, codes: QTensor | None, scales: str
+    x: Tensor, down: Tensor, arrived: Tensor, signal: bool, codes: QTensor | None, scales: str
 ) -> Tensor:
     """Launch down_rows_kernel over rows, ranks and chunks; x stands in for codes that are not."""
     check_matrix("project_down", x, (torch.bfloat16,))
@@ -259,15 +321,14 @@ def _launch(
     out = torch.empty(num_rows, rank, dtype=torch.bfloat16, device=x.device)
     if not num_rows:
         return out
-    chunks, ranks = cdiv(num_columns, CHUNK), min(_RANKS, rank)
-    rows = 16 if num_rows <= _FEW_ROWS else 64
+    chunks, ranks, rows = cdiv(num_columns, CHUNK), min(_RANKS, rank), _tile_rows(num_rows)
     sums = torch.empty(chunks, num_rows, rank, dtype=torch.float32, device=x.device)
     constants = tile_rule("e4m3", scales)
     down_rows_kernel[(cdiv(num_rows, rows), cdiv(rank, ranks), chunks)](
-        x, down, sums, out, arrived, x if codes is None else codes.codes,
+        x, down, sums, out, arrived, ready_word(arrived), x if codes is None else codes.codes,
         x if codes is None else codes.scales, num_rows, num_columns, rank, x.stride(0),
         0 if codes is None else codes.scales.stride(1), chunks,
-        int(torch.cuda.is_current_stream_capturing()), at_once, CHUNK, rows, ranks,
+        int(torch.cuda.is_current_stream_capturing()), signal, CHUNK, rows, ranks,
         codes is not None, constants["MAXIMUM"], constants["FLOOR"], constants["POW2"],
         num_warps=4, enable_fp_fusion=False, **OVERLAPPED,
     )  # fmt: skip

@@ -28,8 +28,6 @@ from torch import Tensor
 from torch.nn.functional import ScalingType, scaled_mm
 
 from jetrl.errors import UserError
-from jetrl.precision.hopper.adapter import project_up_hopper
-from jetrl.precision.hopper.adapter_epilogue import AdapterOperands
 from jetrl.precision.hopper.gemm_rows import rows_matmul
 from jetrl.precision.layout import first_rows, padded_rows, round_up
 from jetrl.precision.plan import FP8_BLOCK
@@ -105,33 +103,12 @@ def fp8_matmul_hopper(
     if chosen != "cublas" and out_dtype != torch.bfloat16:
         raise ValueError(f"{chosen} gives bfloat16, not {out_dtype}")
     # The libraries are launched with padded rows, whose results are dropped; ours writes a's rows.
-    rows, codes, scales = _row_operand(a)
+    rows, codes, scales = row_operand(a)
     if chosen == "triton":
         return rows_matmul(rows, codes, scales, b)
     if chosen == "deep_gemm":
         return first_rows(_deep_gemm(codes, scales, b), rows)
     return first_rows(_cublas(codes, scales, b, out_dtype), rows)
-
-
-def fp8_matmul_adapted(
-    a: QTensor, b: QTensor, adapter: AdapterOperands, backend: Backend | None = None
-) -> Tensor:
-    """Return a @ b^T + u B^T, bfloat16 [M, N], as `fp8_matmul` and `precision.adapter.project_up`.
-
-    Few rows add the adapter's product before the layer's leaves the registers; what the libraries
-    multiply is read and written once more.
-
-    Args:
-        a: 1 x 128 groups [M, K], as of `fp8_matmul_hopper`.
-        b: 128 x 128 groups [N, K], as of `fp8_matmul_hopper`.
-        adapter: the adapter's product with A, which the kernel directly in front made, and its B.
-        backend: one to measure or to compare; the fastest by default.
-    """
-    _check(a, b, torch.bfloat16)
-    if (backend or backend_for(a, b, torch.bfloat16)) == "triton":
-        return rows_matmul(*_row_operand(a), b, adapter=adapter)
-    y = fp8_matmul_hopper(a, b, backend=backend)
-    return project_up_hopper(y, adapter.u, adapter.up, adapter.columns)
 
 
 def bf16_matmul_hopper(a: Tensor, b: Tensor, out_dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -255,7 +232,7 @@ def _load_deep_gemm() -> Any:
     return library
 
 
-def _row_operand(a: QTensor) -> tuple[int, Tensor, Tensor]:
+def row_operand(a: QTensor) -> tuple[int, Tensor, Tensor]:
     """Return a's rows, and codes and scales of `padded_rows`, in place where possible."""
     rows = a.shape[0]
     padded = padded_rows(rows)

@@ -17,8 +17,10 @@ blocks because the tensor cores drain at the end of each (0.07 microseconds a gr
 were tried, and their times, are in docs/notes-gemm.md).
 
 An adapter's product with B joins before the store (`precision.hopper.adapter_epilogue`). Its u is
-what the kernel directly in front makes, while this one reads its weight. That kernel needs room on
-the multiprocessors beside this one's programs, so such a product has fewer stages.
+what the kernel directly in front makes (`precision.hopper.adapter_rows`), while this one reads its
+weight and multiplies: that kernel says by a word in memory when X can be read, so that only the
+last step waits for u. It needs room on the multiprocessors beside this one's programs, so such a
+product has fewer stages.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -43,9 +45,11 @@ from jetrl.precision.hopper import gluon_names
 from jetrl.precision.hopper.adapter_epilogue import (
     AdapterOperands,
     first_columns,
-    prefetch_rows,
+    load_beside,
+    wait_until_ready,
     with_adapter,
 )
+from jetrl.precision.hopper.adapter_rows import down_program_bytes
 from jetrl.precision.hopper.launch import (
     OVERLAPPED,
     gluon_let_next_start,
@@ -56,7 +60,7 @@ from jetrl.precision.quantize import QTensor
 
 _CODES_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
 _SCALES_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-_ROOM = 176 * 1024  # bytes of stages beside which a program of the product with A fits
+_SHARED_MEMORY = 225 * 1024  # bytes of a multiprocessor, less what two programs and barriers need
 
 
 @dataclass(frozen=True)
@@ -119,9 +123,9 @@ def _load_rows(
 
 @gluon.jit
 def _load(
-    x_desc, s_desc, w_desc, x_smem, s_smem, w_smem, arrived, left, b_ptr, m0, n0, N, early,
+    x_desc, s_desc, w_desc, x_smem, s_smem, w_smem, arrived, left, ready_ptr, m0, n0, early,
     KB: gl.constexpr, PARTS: gl.constexpr, BOX_M: gl.constexpr, BLOCK_N: gl.constexpr,
-    ROUNDS: gl.constexpr, GROUP: gl.constexpr, RANK: gl.constexpr, X_FIRST: gl.constexpr,
+    ROUNDS: gl.constexpr, GROUP: gl.constexpr, RANK: gl.constexpr, SIGNALLED: gl.constexpr,
 ):  # fmt: skip
     """Do the loading warp's work: keep every stage that is free asked for.
 
@@ -131,13 +135,12 @@ def _load(
         w_desc: FP8 [N, K], boxes of [BLOCK_N, 128].
         x_smem, s_smem, w_smem: the stages in shared memory.
         arrived, left: the barriers of each group.
-        b_ptr: the adapter's B, as of `rows_gemm_kernel`.
+        ready_ptr: int32, says when X can be read, with SIGNALLED.
         m0, n0: the program's first rows of X and of the weight.
-        N: rows of the weight.
         early: whether weights are asked for while the kernel in front still runs; outside of a
             captured graph that may be the one that writes them.
         KB: blocks of 128 along K.
-        RANK, X_FIRST: as of `rows_gemm_kernel`.
+        RANK, SIGNALLED: as of `rows_gemm_kernel`.
     """
     BLOCK_BYTES: gl.constexpr = (
         x_desc.block_type.nbytes + s_desc.block_type.nbytes + PARTS * w_desc.block_type.nbytes
@@ -152,16 +155,14 @@ def _load(
         _load_weights(
             w_desc, w_smem, arrived, group, n0, GROUP, PARTS, BLOCK_N, ROUNDS, GROUP, BLOCK_BYTES
         )
-    if RANK > 0:
-        prefetch_rows(b_ptr, n0, N, PARTS * BLOCK_N, RANK)
-    if not X_FIRST:
+    if SIGNALLED:
+        wait_until_ready(ready_ptr)
+    else:
         gluon_wait_for_previous()
+    if RANK == 0:
         gluon_let_next_start()
     for group in range(AHEAD):
         _load_rows(x_desc, s_desc, x_smem, s_smem, arrived, group, m0, GROUP, BOX_M, ROUNDS, GROUP)
-    if X_FIRST:
-        gluon_wait_for_previous()
-        gluon_let_next_start()
     # From then on a group's stages are asked for again once the multiplying warps have left them.
     # The phase of a barrier flips each time round.
     for group in range(AHEAD, GROUPS):
@@ -243,8 +244,8 @@ def _multiply_group(
 
 @gluon.jit
 def _multiply(
-    x_smem, s_smem, w_smem, arrived, left, ws_ptr, ws_stride, y_ptr, u_ptr, b_ptr, columns_ptr,
-    u_stride, m0, n0, M, N, early,
+    x_smem, s_smem, w_smem, arrived, left, ws_ptr, ws_stride, y_ptr, columns_ptr, u_smem, b_smem,
+    beside, m0, n0, M, N, early,
     KB: gl.constexpr, PARTS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
     ROUNDS: gl.constexpr, GROUP: gl.constexpr, RANK: gl.constexpr, mma: gl.constexpr,
 ):  # fmt: skip
@@ -254,7 +255,7 @@ def _multiply(
         x_smem, s_smem, w_smem, arrived, left, m0, n0, early, KB: as of `_load`.
         ws_ptr, ws_stride: the weight's scales, as of `_multiply_group`.
         y_ptr: bfloat16 [M, N], written.
-        u_ptr, b_ptr, columns_ptr, u_stride, RANK: the adapter, as of `rows_gemm_kernel`.
+        columns_ptr, u_smem, b_smem, beside, RANK: the adapter, as of `load_beside`.
         M, N: rows of X and of the weight.
     """
     totals = ()
@@ -281,14 +282,11 @@ def _multiply(
     columns = n0 + gl.arange(0, BLOCK_N, gl.SliceLayout(0, mma))
     places = y_ptr + rows.to(gl.int64)[:, None] * N + columns[None, :]
     if RANK > 0:
-        gluon_wait_for_previous()  # u is what it writes
+        mbarrier.wait(beside.index(0), 0)
     for part in gl.static_range(PARTS):
         left_columns = (columns + part * BLOCK_N < N)[None, :]
         if RANK > 0:
-            y = with_adapter(
-                totals[part], u_ptr, b_ptr, firsts[part], m0, n0 + part * BLOCK_N, M, N, u_stride,
-                RANK,
-            )  # fmt: skip
+            y = with_adapter(totals[part], u_smem, b_smem, firsts[part], part, RANK // 16)
         else:
             y = totals[part].to(gl.bfloat16)
         gl.store(places + part * BLOCK_N, y, mask=(rows < M)[:, None] & left_columns)
@@ -296,10 +294,10 @@ def _multiply(
 
 @gluon.jit(do_not_specialize=["M", "early"])
 def rows_gemm_kernel(
-    x_desc, s_desc, w_desc, ws_ptr, y_ptr, u_ptr, b_ptr, columns_ptr, M, N, ws_stride, u_stride,
+    x_desc, s_desc, w_desc, u_desc, b_desc, ws_ptr, y_ptr, columns_ptr, ready_ptr, M, N, ws_stride,
     early, KB: gl.constexpr, PARTS: gl.constexpr, BOX_M: gl.constexpr, BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr, ROUNDS: gl.constexpr, GROUP: gl.constexpr, RANK: gl.constexpr,
-    X_FIRST: gl.constexpr, num_warps: gl.constexpr,
+    SIGNALLED: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Multiply BLOCK_M rows of X by PARTS * BLOCK_N rows of the weight, over the whole of K.
 
@@ -307,15 +305,15 @@ def rows_gemm_kernel(
         x_desc: FP8 [M padded, K], boxes of [BOX_M, 128].
         s_desc: float32 [K / 128, M padded], X's scales, boxes of [1, BLOCK_M].
         w_desc: FP8 [N, K], boxes of [BLOCK_N, 128].
+        u_desc: with RANK the adapter's product with A, as of `adapter_epilogue.load_beside`.
+        b_desc: the adapter's B, likewise.
         ws_ptr: float32 [N / 128, K / 128], the weight's scales.
         y_ptr: bfloat16 [M, N], written.
-        u_ptr: bfloat16 [M, u_stride], the adapter's product with A; read with RANK.
-        b_ptr: bfloat16 [N, RANK], the adapter's B.
-        columns_ptr: int32, the first columns of u, as of `adapter_epilogue.first_columns`.
+        columns_ptr: int32, the first columns of u, likewise.
+        ready_ptr: int32, as of `adapter_epilogue.wait_until_ready`, read with SIGNALLED.
         M: rows of X.
         N: rows of the weight.
         ws_stride: from one line of the weight's scales to the next.
-        u_stride: columns of u.
         early: 1 where the weight may be read before the kernel in front has ended.
         KB: blocks of 128 along K.
         PARTS: as of `Tiles`.
@@ -325,8 +323,8 @@ def rows_gemm_kernel(
         ROUNDS: as of `Tiles`.
         GROUP: as of `Tiles`.
         RANK: columns of the adapter's B; 0: there is no adapter.
-        X_FIRST: whether X is asked for before the kernel in front has ended, since it is what
-            kernels before that one wrote, for which that one has waited before it let this start.
+        SIGNALLED: whether X is what a kernel before the one in front wrote, which says when X can
+            be read; otherwise that is when the one in front has ended.
         num_warps: that multiply: one for 16 rows of X.
     """
     mma: gl.constexpr = gl.NVMMADistributedLayout(
@@ -343,17 +341,43 @@ def rows_gemm_kernel(
     for i in gl.static_range(ROUNDS):
         mbarrier.init(arrived.index(i), count=1)
         mbarrier.init(left.index(i), count=1)
-    gl.warp_specialize(
-        [
-            (_multiply, (x_smem, s_smem, w_smem, arrived, left, ws_ptr, ws_stride, y_ptr, u_ptr,
-                         b_ptr, columns_ptr, u_stride, m0, n0, M, N, early, KB, PARTS, BLOCK_M,
-                         BLOCK_N, ROUNDS, GROUP, RANK, mma)),
-            (_load, (x_desc, s_desc, w_desc, x_smem, s_smem, w_smem, arrived, left, b_ptr, m0, n0,
-                     N, early, KB, PARTS, BOX_M, BLOCK_N, ROUNDS, GROUP, RANK, X_FIRST)),
-        ],
-        [1],
-        [24],
-    )  # fmt: skip
+    # Without an adapter its memory is named and not there.
+    COUNT: gl.constexpr = PARTS * (RANK // 16)
+    u_smem = w_smem
+    b_smem = w_smem
+    beside = arrived
+    if RANK > 0:
+        u_smem = gl.allocate_shared_memory(u_desc.dtype, [COUNT, BLOCK_M, 16], u_desc.layout)
+        b_smem = gl.allocate_shared_memory(b_desc.dtype, [COUNT, BLOCK_N, 16], b_desc.layout)
+        beside = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+        mbarrier.init(beside.index(0), count=1)
+        gl.warp_specialize(
+            [
+                (_multiply, (x_smem, s_smem, w_smem, arrived, left, ws_ptr, ws_stride, y_ptr,
+                             columns_ptr, u_smem, b_smem, beside, m0, n0, M, N, early, KB, PARTS,
+                             BLOCK_M, BLOCK_N, ROUNDS, GROUP, RANK, mma)),
+                (_load, (x_desc, s_desc, w_desc, x_smem, s_smem, w_smem, arrived, left, ready_ptr,
+                         m0, n0, early, KB, PARTS, BOX_M, BLOCK_N, ROUNDS, GROUP, RANK,
+                         SIGNALLED)),
+                (load_beside, (u_desc, b_desc, columns_ptr, u_smem, b_smem, beside, m0, n0, N,
+                               early, PARTS, BOX_M, BLOCK_N, RANK)),
+            ],
+            [1, 1],
+            [24, 24],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_multiply, (x_smem, s_smem, w_smem, arrived, left, ws_ptr, ws_stride, y_ptr,
+                             columns_ptr, u_smem, b_smem, beside, m0, n0, M, N, early, KB, PARTS,
+                             BLOCK_M, BLOCK_N, ROUNDS, GROUP, RANK, mma)),
+                (_load, (x_desc, s_desc, w_desc, x_smem, s_smem, w_smem, arrived, left, ready_ptr,
+                         m0, n0, early, KB, PARTS, BOX_M, BLOCK_N, ROUNDS, GROUP, RANK,
+                         SIGNALLED)),
+            ],
+            [1],
+            [24],
+        )  # fmt: skip
 
 
 def tiles_for(rows: int, n: int) -> Tiles:
@@ -380,19 +404,27 @@ def tiles_for(rows: int, n: int) -> Tiles:
     return Tiles(64, 2, 64, 4, 1)
 
 
-def tiles_beside(rows: int, n: int) -> Tiles:
-    """Return the cut of a product that leaves room for the product with an adapter's A.
+def tiles_beside(rows: int, n: int, rank: int) -> Tiles | None:
+    """Return the cut of a product to which an adapter's is added; None where a library is faster.
 
-    A program of that one takes 48 KiB of the multiprocessor's shared memory (227 KiB).
+    It leaves room for the tiles of u and B, and for a program of the product with A, which runs on
+    the same multiprocessor meanwhile. Up to 256 rows are cut where all programs run at once.
 
     Args:
         rows: of X.
         n: rows of the weight.
+        rank: columns of B.
     """
     tiles = tiles_for(rows, n)
+    if rows > 128:
+        if rows > 256 or n > 6336:
+            return None
+        tiles = Tiles(128, 1, 64, 4, 2) if n <= 4224 else Tiles(128, 3, 32, 7, 1)
     block = (tiles.block_m + tiles.parts * tiles.block_n) * 128 + tiles.block_m * 4
+    mine = tiles.parts * (tiles.block_m + tiles.block_n) * rank * 2
+    room = _SHARED_MEMORY - down_program_bytes(rows) - mine
     rounds = tiles.rounds
-    while rounds > 2 and rounds * tiles.group * block > _ROOM:
+    while rounds > 2 and rounds * tiles.group * block > room:
         rounds -= 1
     return replace(tiles, rounds=rounds)
 
@@ -404,7 +436,6 @@ def rows_matmul(
     b: QTensor,
     tiles: Tiles | None = None,
     adapter: AdapterOperands | None = None,
-    x_first: bool = False,
 ) -> Tensor:
     """Return the first rows of a product with a weight, bfloat16 [rows, N].
 
@@ -418,21 +449,26 @@ def rows_matmul(
         tiles: a cut to measure; `tiles_for` by default, with an adapter `tiles_beside`.
         adapter: the adapter whose product is added, or None; its u is what the kernel directly in
             front makes.
-        x_first: whether X is read before that kernel has ended, which must not be what writes X,
-            and lets this kernel start after it has waited.
     """
     padded, k = codes.shape
     n = b.shape[0]
-    tiles = tiles or (tiles_beside if adapter else tiles_for)(rows, n)
-    b_scales = b.scales if b.scales.stride(1) == 1 else b.scales.contiguous()
-    # As few rows as X has, since a box past the end of the array is slow; 16 at least.
-    box = min(tiles.block_m, max(16, 1 << (rows - 1).bit_length()))
     out = torch.empty(rows, n, dtype=torch.bfloat16, device=codes.device)
     if not rows:
         return out
+    rank = 0 if adapter is None else adapter.up.shape[1]
+    if tiles is None:
+        tiles = (tiles_beside(rows, n, rank) if rank else None) or tiles_for(rows, n)
+    b_scales = b.scales if b.scales.stride(1) == 1 else b.scales.contiguous()
+    # As few rows as X has, since a box past the end of the array is slow; 16 at least.
+    box = min(tiles.block_m, max(16, 1 << (rows - 1).bit_length()))
+    weight = TensorDescriptor(
+        b.codes, [n, k], [b.codes.stride(0), 1], [tiles.block_n, FP8_BLOCK], _CODES_LAYOUT
+    )
+    beside, columns, ready = (weight, weight), out, None
     if adapter is not None:
         adapter.check(rows, n)
-    beside = (out, out, out) if adapter is None else (adapter.u, adapter.up, adapter.columns)
+        beside, columns = adapter.descriptors(box, tiles.block_n), adapter.columns
+        ready = adapter.ready
     grid = (-(-rows // tiles.block_m), -(-n // (tiles.parts * tiles.block_n)))
     rows_gemm_kernel[grid](
         TensorDescriptor(codes, [padded, k], [k, 1], [box, FP8_BLOCK], _CODES_LAYOUT),
@@ -440,14 +476,10 @@ def rows_matmul(
             scales, [k // FP8_BLOCK, padded], [scales.stride(1), 1], [1, tiles.block_m],
             _SCALES_LAYOUT,
         ),
-        TensorDescriptor(
-            b.codes, [n, k], [b.codes.stride(0), 1], [tiles.block_n, FP8_BLOCK], _CODES_LAYOUT
-        ),
-        b_scales, out, *beside, rows, n, b_scales.stride(0),
-        0 if adapter is None else adapter.u.stride(0),
-        int(torch.cuda.is_current_stream_capturing()),
+        weight, *beside, b_scales, out, columns, columns if ready is None else ready, rows, n,
+        b_scales.stride(0), int(torch.cuda.is_current_stream_capturing()),
         k // FP8_BLOCK, tiles.parts, box, tiles.block_m, tiles.block_n, tiles.rounds, tiles.group,
-        0 if adapter is None else adapter.up.shape[1], x_first,
+        rank, ready is not None,
         num_warps=tiles.block_m // 16,
         # Of all warps: those that multiply take over most registers of the four that load.
         maxnreg=128 if tiles.block_m == 64 else 168,

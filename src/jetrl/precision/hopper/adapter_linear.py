@@ -1,0 +1,87 @@
+"""An FP8 linear layer with an adapter on Hopper: the product with A, then the layer's own.
+
+Few rows: the layer's kernel starts beside the product with A and adds the product with B before it
+writes y. The libraries' kernels know no adapters: behind them a pass reads and writes y once more.
+All give the same bits.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from jetrl.precision.adapter import AdapterWeight
+from jetrl.precision.hopper.adapter import project_down_hopper, project_up_hopper
+from jetrl.precision.hopper.adapter_epilogue import MOST_RANKS, AdapterOperands
+from jetrl.precision.hopper.adapter_rows import (
+    project_down_quantize,
+    project_down_rows,
+    ready_word,
+)
+from jetrl.precision.hopper.gemm import fp8_matmul_hopper, row_operand
+from jetrl.precision.hopper.gemm_rows import rows_matmul, tiles_beside
+from jetrl.precision.quantize import QTensor
+
+Form = Literal["fused", "passes"]
+
+
+def form_for(rows: int, n: int, rank: int) -> Form:
+    """Return the faster form of a product with an adapter.
+
+    Args:
+        rows: of X.
+        n: rows of the layer's weight.
+        rank: columns of B.
+    """
+    fits = rank <= MOST_RANKS and tiles_beside(rows, n, rank) is not None
+    return "fused" if fits else "passes"
+
+
+def adapted_matmul(
+    a: QTensor, values: Tensor, b: QTensor, adapter: AdapterWeight, form: Form | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return a @ b^T with the adapter's product added, and the product with A.
+
+    Args:
+        a: 1 x 128 groups [T, K], as of `fp8_matmul_hopper`.
+        values: bfloat16 [T, K], what was quantized.
+        b: 128 x 128 groups [N, K].
+        adapter: The adapter.
+        form: one to measure or to compare; the faster one by default.
+
+    Returns:
+        bfloat16 [T, N] and bfloat16 [T, P * R].
+    """
+    up, columns, arrived = adapter.up, adapter.columns, adapter.arrived
+    if (form or form_for(len(values), len(up), up.shape[1])) == "fused":
+        u = project_down_rows(values, adapter.down, arrived, signal=True)
+        operands = AdapterOperands(u, up, columns, ready_word(arrived))
+        return rows_matmul(*row_operand(a), b, adapter=operands), u
+    u = project_down_hopper(values, adapter.down, arrived)
+    y = fp8_matmul_hopper(a, b)
+    return project_up_hopper(y, u, up, columns), u
+
+
+def quantized_adapted_matmul(
+    x: Tensor, b: QTensor, adapter: AdapterWeight, scales: str, form: Form | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return quantize(x) @ b^T with the adapter's product added, and the product with A.
+
+    Args:
+        x: bfloat16 [T, K], its rows contiguous, of fewer than `adapter_rows.MOST_ROWS` rows.
+        b: 128 x 128 groups [N, K].
+        adapter: The adapter.
+        scales: "fp32" or "pow2", the quantizer's scales.
+        form: as of `adapted_matmul`.
+
+    Returns:
+        bfloat16 [T, N] and bfloat16 [T, P * R].
+    """
+    u, a = project_down_quantize(x, adapter.down, adapter.arrived, scales)
+    if (form or form_for(len(x), len(adapter.up), adapter.up.shape[1])) == "fused":
+        operands = AdapterOperands(u, adapter.up, adapter.columns)
+        return rows_matmul(*row_operand(a), b, adapter=operands), u
+    y = fp8_matmul_hopper(a, b, torch.bfloat16)
+    return project_up_hopper(y, u, adapter.up, adapter.columns), u
