@@ -380,6 +380,25 @@ def nvfp4() -> None:
             nvfp4_dgrad(nvfp4_matmul(x, weight), weight)
 
 
+def adapters() -> None:
+    """Compile the products of adapters of other ranks and shapes than those of a whole model."""
+    from jetrl.precision.adapter import AdapterShape, AdapterWeight
+    from jetrl.precision.hopper.adapter_linear import adapted_matmul, quantized_adapted_matmul
+    from jetrl.precision.hopper.quantize import quantize_rows
+    from jetrl.precision.layout import empty_weight
+
+    for rank, rows, n, k in ((48, 33, 1152, 896), (64, 8, 24576, 4096), (100, 200, 768, 1152)):
+        shape = AdapterShape(rank, 1.0, n, k, ((0, n // 2), (n // 2, n // 2)))
+        a, b = (
+            torch.nn.Parameter(torch.empty(s, device=META)) for s in (shape.a_shape, shape.b_shape)
+        )
+        weight = AdapterWeight("qkv", a, b, shape, torch.bfloat16)
+        base = empty_weight(n, k, torch.float8_e4m3fn, META)
+        x = torch.empty(rows, k, dtype=torch.bfloat16, device=META)
+        adapted_matmul(quantize_rows(x), x, base, weight)
+        quantized_adapted_matmul(x, base, weight, "pow2")
+
+
 def chains() -> None:
     """The GPU tests' own kernel."""
     sys.path.insert(0, str(Path(__file__).parents[1] / "gpu"))
@@ -412,6 +431,7 @@ PIECES |= {
 PIECES |= {"optimizer": optimizer, "long attention": long_attention}
 PIECES |= {"NVFP4 weights": nvfp4, "other options": other_options, "speculation": speculation}
 PIECES |= {"small operations": small_operations, "chains of products": chains}
+PIECES |= {"products of adapters": adapters}
 
 
 def compile_piece(name: str) -> dict[str, Any]:

@@ -296,7 +296,7 @@ def project_down_quantize(
         arrived: as of `project_down_rows`.
         scales: "fp32" or "pow2", the quantizer's scales.
     """
-    rows = empty_row_groups(*x.shape, FORMATS["e4m3"][0], x.device)
+    rows = empty_row_groups(x.shape[0], x.shape[1], FORMATS["e4m3"][0], x.device)
     return _launch(x, down, arrived, False, rows, scales), rows
 
 
