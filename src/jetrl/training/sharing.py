@@ -14,9 +14,8 @@ from typing import Literal
 from jetrl.types import Sample, stem_length
 
 SharePrompts = bool | Literal["auto"]
-# Of an update's tokens, those that "auto" wants to save. On one H200 with Qwen3-8B's shape an
-# update that saved 58% of them took 0.48 times as long, and one that saved 8% was no faster
-# (docs/training.md).
+# The share of an update's tokens that "auto" wants to save. A smaller one may be lost again:
+# products take as long for some more rows, and another packing may fill micro-batches less evenly.
 WORTH_SHARING = 0.15
 
 
