@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from tests.distributed.ranks import run_ranks
-from tests.distributed.tiny_policy import CONFIG
+from tests.distributed.tiny_policy import CONFIG, digest_of, random_samples
 
 from jetrl.distributed.world import world
 from jetrl.errors import RanksDiffer
@@ -20,30 +18,6 @@ from jetrl.session.replicas import compare_weights
 from jetrl.settings.loading import Settings
 from jetrl.training import Trainer
 from jetrl.training.extras.draft_head import DraftHeadTraining
-from jetrl.types import Completion, Prompt, Sample, Score
-
-
-def _samples(policy: Policy, step: int, number: int = 8) -> list[Sample]:
-    """Return samples with log-probs of the policy, four of each prompt."""
-    g = np.random.default_rng(step)
-    samples = []
-    for i in range(number):
-        prompt = tuple(map(int, g.integers(0, 300, 5)))
-        tokens = tuple(map(int, g.integers(0, 300, int(g.integers(3, 30)))))
-        with torch.no_grad():
-            logprobs = policy.logprobs([[*prompt, *tokens]])[0][len(prompt) - 1 :]
-        completion = Completion(tokens, tuple(logprobs.tolist()), "stop", "")
-        reward = Score(float(g.integers(0, 2)))
-        samples.append(Sample(Prompt(id=str(i // 4), text=""), i // 4, prompt, completion, reward))
-    return samples
-
-
-def _digest(tensors: dict[str, torch.Tensor]) -> str:
-    digest = hashlib.sha256()
-    for name, tensor in sorted(tensors.items()):
-        digest.update(name.encode())
-        digest.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
 
 
 def _train() -> Any:
@@ -59,10 +33,10 @@ def _train() -> Any:
     trainer = Trainer(policy, settings, draft_head=training)
     losses = []
     for step in range(3):
-        metrics = trainer.step(_samples(policy, step), step).metrics
+        metrics = trainer.step(random_samples(policy, step, 4), step).metrics
         losses.append((metrics["draft_head/loss"], metrics["draft_head/accuracy"]))
         compare_weights("here", policy, beside=trainer.tensors_beside)
-    found = _digest(training.state_tensors()), _digest(training.head.weights), losses
+    found = digest_of(training.state_tensors()), digest_of(training.head.weights), losses
     differs = ""
     with torch.no_grad():
         training.head.masters["fc.weight"][0, 0] += world().rank
@@ -70,7 +44,7 @@ def _train() -> Any:
         compare_weights("here", policy, beside=trainer.tensors_beside)
     except RanksDiffer as error:
         differs = str(error)
-    return found, _digest(policy.weights.quantized_tensors()), differs
+    return found, digest_of(policy.weights.quantized_tensors()), differs
 
 
 @pytest.mark.parametrize("size", [2, 3])

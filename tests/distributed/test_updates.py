@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from tests.distributed.ranks import run_ranks
+from tests.distributed.tiny_policy import digest_of, random_samples
 
 from jetrl.distributed.collectives import gather_rows
 from jetrl.distributed.world import world
@@ -16,7 +16,7 @@ from jetrl.models.policy import Policy
 from jetrl.precision import PrecisionPlan, ordered_gradients
 from jetrl.settings.loading import Settings
 from jetrl.training import SftTrainer, Trainer
-from jetrl.types import Completion, Example, Prompt, Sample, Score
+from jetrl.types import Example
 
 CONFIG: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -33,29 +33,6 @@ CONFIG: dict[str, Any] = {
     "max_position_embeddings": 128,
     "hidden_act": "silu",
 }
-
-
-def _samples(policy: Policy, step: int, number: int = 8) -> list[Sample]:
-    """Return samples with log-probs of the policy, four of each prompt."""
-    g = np.random.default_rng(step)
-    samples = []
-    for i in range(number):
-        prompt = tuple(map(int, g.integers(0, 300, 5)))
-        tokens = tuple(map(int, g.integers(0, 300, int(g.integers(3, 30)))))
-        with torch.no_grad():
-            logprobs = policy.logprobs([[*prompt, *tokens]])[0][len(prompt) - 1 :]
-        completion = Completion(tokens, tuple(logprobs.tolist()), "stop", "")
-        reward = Score(float(g.integers(0, 2)))
-        samples.append(Sample(Prompt(id=str(i // 2), text=""), i // 2, prompt, completion, reward))
-    return samples
-
-
-def _digest(tensors: dict[str, torch.Tensor]) -> str:
-    digest = hashlib.sha256()
-    for name, tensor in sorted(tensors.items()):
-        digest.update(name.encode())
-        digest.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()[:12]
 
 
 def _whole(policy: Policy, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -108,12 +85,12 @@ def _train(
     results: list[Any] = [SftTrainer(policy, settings).step(examples)]
     trainer = Trainer(policy, settings)
     for step in range(2):
-        metrics = trainer.step(_samples(policy, step)).metrics
+        metrics = trainer.step(random_samples(policy, step, 2)).metrics
         results.append({n: v for n, v in metrics.items() if "timing" not in n})
     masters = _whole(policy, dict(policy.master_weights()))
     moments = _whole(policy, trainer.optimizer.state_tensors())
     quantized = policy.weights.quantized_tensors()
-    return results, _digest(masters), _digest(moments), _digest(quantized), world().size
+    return results, digest_of(masters), digest_of(moments), digest_of(quantized), world().size
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from typing import Any
 
+import numpy as np
 import torch
 
 from jetrl.distributed.collectives import whole_tensor
@@ -13,6 +14,7 @@ from jetrl.models.policy import Policy
 from jetrl.precision import PrecisionPlan
 from jetrl.settings.loading import Settings
 from jetrl.training import Optimizer
+from jetrl.types import Completion, Prompt, Sample, Score
 
 CONFIG: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -72,3 +74,33 @@ def digest(policy: Policy, optimizer: Optimizer) -> str:
 
 def _whole(tensor: torch.Tensor, shard: Shard | None) -> torch.Tensor:
     return tensor if shard is None else whole_tensor(tensor, shard)
+
+
+def random_samples(policy: Policy, step: int, group_size: int) -> list[Sample]:
+    """Return eight samples of random tokens, with log-probs of the policy.
+
+    Args:
+        policy: The policy.
+        step: The seed.
+        group_size: The samples of each prompt.
+    """
+    g = np.random.default_rng(step)
+    samples = []
+    for i in range(8):
+        prompt = tuple(map(int, g.integers(0, 300, 5)))
+        tokens = tuple(map(int, g.integers(0, 300, int(g.integers(3, 30)))))
+        with torch.no_grad():
+            logprobs = policy.logprobs([[*prompt, *tokens]])[0][len(prompt) - 1 :]
+        completion = Completion(tokens, tuple(logprobs.tolist()), "stop", "")
+        reward, group = Score(float(g.integers(0, 2))), i // group_size
+        samples.append(Sample(Prompt(id=str(group), text=""), group, prompt, completion, reward))
+    return samples
+
+
+def digest_of(tensors: dict[str, torch.Tensor]) -> str:
+    """Return a digest of the bytes of tensors and of their names."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        digest.update(name.encode())
+        digest.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:12]
