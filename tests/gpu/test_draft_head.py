@@ -129,7 +129,12 @@ def train(with_head: bool, steps: int = 8) -> tuple[Any, ...]:
         {
             "train": {"lr": 1e-5},
             "draft_head": {"share": 1.0, "lr": 2e-3, "tokens_per_update": 256},
-            "rollout": {"prompts_per_step": 8, "samples_per_prompt": 4, "max_tokens": 60},
+            "rollout": {
+                "prompts_per_step": 8,
+                "samples_per_prompt": 4,
+                "max_tokens": 60,
+                "temperature": 0.3,  # that of `drawn_samples`
+            },
         }
     )
     head = DraftHead(policy, 3, 0) if with_head else None
