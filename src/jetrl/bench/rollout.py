@@ -113,7 +113,7 @@ class _Watch:
 
 
 def run_case(policy: Policy, batch: int, prompt: int, response: int, profiled: bool) -> Row:
-    """Return the row of one case, timed after a short run of its sizes.
+    """Return the row of one case, timed after a short run of the same sizes.
 
     The short run has two of the prompts, where all prompts are too long for a warm-up.
 

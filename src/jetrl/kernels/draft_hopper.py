@@ -57,7 +57,7 @@ def _look_up(
     text_ptr, table_ptr, group, end, position, active, entries,
     ORDER: tl.constexpr, FACTOR: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
-    """Return the place where a sequence's last ORDER tokens stood before, and whether there is one.
+    """Return where the last ORDER tokens of a sequence stood before, and whether they did.
 
     Args:
         text_ptr: int32 [N], the text.

@@ -242,7 +242,7 @@ def _layer_bytes(
 
 
 def _widened(config: ModelConfig, plan: PrecisionPlan, tokens: int) -> int:
-    """Return the most bytes of an NVFP4 weight widened to BF16 for one product, and of its sums."""
+    """Return the most bytes that one product with an NVFP4 weight takes: BF16 weight and sums."""
     if plan.base != "nvfp4" or tokens <= FEW_ROWS:
         return 0
     inner, hidden = config.intermediate_size, config.hidden_size

@@ -26,7 +26,7 @@ from jetrl.precision.nvfp4_layout import HopperNVFP4, hopper_order
 
 @dataclass(frozen=True)
 class NVFP4Weight:
-    """A weight [N, K] in NVFP4, as the products of its device read it.
+    """A weight [N, K] in NVFP4, in the order of bytes that the device's products read.
 
     Attributes:
         stored: As checkpoints keep it, or on a GPU in the order of the kernels.

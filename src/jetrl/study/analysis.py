@@ -159,7 +159,7 @@ def _results_at(
 
 
 def by_seed(runs: Sequence[RunResult], accuracy: Accuracy, num_points: int = 1) -> dict[int, float]:
-    """Return the accuracy of each seed, the mean of its grid points where it has them all.
+    """Return the accuracy of each seed that has all grid points: the mean over these.
 
     Args:
         runs: The runs of an arm.

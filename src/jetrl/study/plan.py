@@ -110,7 +110,7 @@ def planned_runs(definition: Definition) -> list[PlannedRun]:
 
 
 def grid_points(definition: Definition) -> Iterator[dict[str, str]]:
-    """Yield the points of the grid: the name of a value by the name of its axis."""
+    """Yield the points of the grid: for the name of each axis the name of a value."""
     for names in itertools.product(*definition.grid.values()):
         yield dict(zip(definition.grid, names, strict=True))
 

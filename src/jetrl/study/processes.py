@@ -203,7 +203,7 @@ class Pool:
         return Worker(self._program, card, environment)
 
     def _idle_worker(self, card: str | None) -> Worker | None:
-        """Return a process on a card that waits for a command; None if there is none."""
+        """Return a process on a card that waits for a command; None if no process does."""
         for worker in [one for one in self._idle if one.card == card]:
             self._idle.remove(worker)
             if worker.is_alive:

@@ -127,7 +127,7 @@ class StartSection(Section):
 
 
 class Arm(Section):
-    """The keys of an arm that are no settings of its runs."""
+    """The keys of an arm beside the settings of the runs."""
 
     label: str = Field("", description="name in plots and tables; empty: the arm's name")
     dose: float | None = Field(None, description="size of a deviation, for the plots of doses")

@@ -177,7 +177,7 @@ def _stage_words(
     w_smem, s_smem, slot, UNITS: gl.constexpr, GROUP: gl.constexpr,
     WORDS: gl.constexpr, SCALES: gl.constexpr,
 ):  # fmt: skip
-    """Return the words of a stage: for each unit those of the codes of its steps, then scales."""
+    """Return the words of a stage: for each unit the words of all steps' codes, then scales."""
     parts = ()
     for u in gl.static_range(UNITS):
         for i in gl.static_range(GROUP):
@@ -210,7 +210,7 @@ def _sum(
     CHAINS: gl.constexpr, PARTS: gl.constexpr, UNITS: gl.constexpr, GROUP: gl.constexpr,
     ROUNDS: gl.constexpr, WORDS: gl.constexpr, SCALES: gl.constexpr, mma: gl.constexpr,
 ):  # fmt: skip
-    """Return the sums of the products of a ring, and of its second chain, float32 [64, BLOCK_M].
+    """Return the sums of the two chains of products of a ring, float32 [64, BLOCK_M] each.
 
     Args:
         x_smem, w_smem, s_smem, arrived, left: as of `_load`.
