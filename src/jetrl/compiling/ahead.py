@@ -1,8 +1,9 @@
 """The side of the run: kernels are compiled by other processes while its block makes the model.
 
 A file beside Triton's cached kernels, named for all that decides which kernels there are, says that
-they were compiled. Where it does, nothing is started. It is also the lock: of the ranks of a
-machine, and of all runs that share the cache, one has the kernels compiled and the others wait.
+they were compiled, or why they were not. Where it does, nothing is started. It is also the lock: of
+the ranks of a machine, and of all runs that share the cache, one has the kernels compiled and the
+others wait.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ def _compiled(work: Work) -> Iterator[None]:
         yield
         return
     with record:
-        if record.seek(0, os.SEEK_END):  # compiled before
+        if record.seek(0, os.SEEK_END):  # tried before
             yield
             return
         worker = _Worker(work) if _locked(record) else None
@@ -103,7 +104,7 @@ def _compiled(work: Work) -> Iterator[None]:
 
 
 def _record(work: Work) -> IO[str]:
-    """Return the file that says, once it has contents, that a run's kernels were compiled."""
+    """Return the file that says, once it has contents, how a run's kernels were compiled."""
     import triton
 
     folder = Path(triton.knobs.cache.dir)
@@ -139,6 +140,11 @@ def _wait_for_turn(record: IO[str], began: float) -> None:
         time.sleep(0.1)
 
 
+def _failed(reason: str) -> Mapping[str, Any]:
+    """Return the report of a copy that says nothing; later runs do not wait for another one."""
+    return {"kernels": 0, "failed": [reason]}
+
+
 class _Worker:
     """A copy of this process that has kernels compiled.
 
@@ -156,8 +162,8 @@ class _Worker:
             run_apart(work, answers)
         os.close(answers)
 
-    def report(self, began: float) -> Mapping[str, Any] | None:
-        """Return what the copy says when all is compiled; None where it fails.
+    def report(self, began: float) -> Mapping[str, Any]:
+        """Return what the copy says when all is compiled, or why it says nothing.
 
         Args:
             began: The time since which the run waits for it.
@@ -166,8 +172,7 @@ class _Worker:
         while True:
             waited = time.monotonic() - began
             if waited > _LIMIT_S:
-                logger.debug("kernels compiled ahead: not done after %.0f s", waited)
-                return None
+                return _failed(f"not done after {waited:.0f} s")
             if waited > _SILENT_S and not said and world().is_first:
                 print(_WAITING, file=sys.stderr, flush=True)
                 said = True
@@ -178,8 +183,7 @@ class _Worker:
                 break
             answer += part
         if not answer:
-            logger.debug("kernels compiled ahead: the process ended without a word")
-            return None
+            return _failed("the process ended without a word")
         report: Mapping[str, Any] = json.loads(answer)
         for problem in report["failed"]:
             logger.debug("kernels compiled ahead: %s", problem)
