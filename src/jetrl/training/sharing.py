@@ -16,7 +16,8 @@ from jetrl.types import Sample, stem_length
 SharePrompts = bool | Literal["auto"]
 # The share of an update's tokens that "auto" wants to save. A smaller one may be lost again:
 # products take as long for some more rows, and another packing may fill micro-batches less evenly.
-WORTH_SHARING = 0.15
+# Measured at the shape of Qwen3-8B, 10% of the tokens save 3% of an update, and 58% save half.
+WORTH_SHARING = 0.08
 
 
 def shares_prompts(
