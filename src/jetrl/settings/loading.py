@@ -314,10 +314,16 @@ def _input_of(item: Any) -> Any:
     return "none" if item["input"] is None else item["input"]
 
 
-def to_toml(settings: Settings) -> str:
-    """Return the settings as TOML that `load_config` reads back as equal, without unset keys."""
+def to_toml(settings: Settings, *, defaults: bool = True) -> str:
+    """Return the settings as TOML that `load_config` reads back as equal, without unset keys.
+
+    Args:
+        settings: The settings.
+        defaults: Whether settings that nobody gave a value are written, with their defaults.
+    """
     lines: list[str] = []
-    for name, section in settings.model_dump(mode="json", exclude_none=True).items():
+    tree = settings.model_dump(mode="json", exclude_none=True, exclude_unset=not defaults)
+    for name, section in tree.items():
         if not section:  # all of its keys are unset
             continue
         tables = {key: value for key, value in section.items() if isinstance(value, dict)}

@@ -60,6 +60,7 @@ def result_of(
         arm=run.arm,
         seed=run.seed,
         digest=run.digest,
+        said=run.said,
         end=end,
         reason=reason,
         steps=history.last_step if steps else 0,

@@ -13,7 +13,7 @@ from jetrl.runs.format import clip
 from jetrl.runs.status import read_status
 from jetrl.settings.loading import Settings, load_config
 from jetrl.study.definition import Definition
-from jetrl.study.plan import PlannedRun, PlannedStart
+from jetrl.study.plan import PlannedRun, PlannedStart, recipe_of
 from jetrl.study.results import End, Results
 
 Stage = Literal["train", "evaluate", "done", "failed"]
@@ -59,7 +59,8 @@ def look(item: Item, definition: Definition, results: Results) -> None:
     work = item.work
     result = results.runs.get(work.name)
     if result is not None:
-        if result.digest != work.digest:
+        assert isinstance(work, PlannedRun)  # a start has no result
+        if result.digest != work.digest and result.said != work.said:
             raise UserError(
                 f"{results.path}: the run {work.name} was made with other settings than "
                 f"{definition.source} now gives it; delete it there, or call the study "
@@ -73,13 +74,14 @@ def look(item: Item, definition: Definition, results: Results) -> None:
         if state == "finished":
             item.stage = "evaluate" if isinstance(work, PlannedRun) else "done"
     elif isinstance(work, PlannedStart) and (work.path / "model" / "config.json").is_file():
-        item.stage = (
-            "done"  # its model was put there from a copy; its name has the settings' digest
-        )
+        item.stage = "done"  # its model was put there from a copy; its name has the digest
 
 
 def has_begun(work: PlannedRun | PlannedStart, definition: Definition) -> bool:
     """Return whether a run directory holds steps that were made with the present settings.
+
+    A setting that only its default gives a value keeps the one that the run began with: what counts
+    is that the study says of the run what it said when the run began.
 
     Raises:
         UserError: It holds steps of other settings.
@@ -94,11 +96,21 @@ def has_begun(work: PlannedRun | PlannedStart, definition: Definition) -> bool:
     if not (metrics.is_file() and metrics.stat().st_size):
         return False  # it ended before its first step, and may begin with other settings
     differing = settings_that_differ(_dumped(before), _dumped(work.settings))
+    recipe = recipe_file(work, definition)
+    if recipe.is_file() and recipe.read_text(encoding="utf-8") == recipe_of(work.settings):
+        said = work.settings.model_dump(mode="json", exclude_unset=True)
+        if not any(f"{section}.{key}" in differing for section in said for key in said[section]):
+            return True
     changes = ", ".join(f"{key}: {old} -> {new}" for key, (old, new) in differing.items())
     raise UserError(
         f"{work.path}: begun with other settings than {definition.source} now gives it "
         f"({clip(changes, 300)}); remove that folder, or call the study or the arm otherwise"
     )
+
+
+def recipe_file(work: PlannedRun | PlannedStart, definition: Definition) -> Path:
+    """Return the file of a run's recipe, with which its command is started."""
+    return definition.out / "recipes" / f"{work.name}.toml"
 
 
 def steps_done(path: Path) -> int:

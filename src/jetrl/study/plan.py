@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from jetrl.errors import UserError
-from jetrl.settings.loading import Settings, load_config, toml_value
+from jetrl.settings.loading import Settings, load_config, to_toml, toml_value
 from jetrl.settings.sections import ModelSettings, PrecisionSettings
 from jetrl.study.definition import Definition
 from jetrl.study.sections import Layer, StartSection
@@ -31,12 +31,14 @@ class PlannedStart:
     Attributes:
         name: The name of its run directory.
         settings: Its settings.
-        digest: A digest of these settings.
+        digest: A digest of these settings as far as they differ from their defaults.
+        said: A digest of what the study and its recipe say of these settings.
     """
 
     name: str
     settings: Settings
     digest: str
+    said: str
 
     @property
     def path(self) -> Path:
@@ -54,7 +56,10 @@ class PlannedRun:
         arm: The name of its arm.
         seed: Its run.seed.
         settings: Its settings.
-        digest: A digest of these settings, and of those of its start.
+        digest: A digest of these settings as far as they differ from their defaults, and of those
+            of its start.
+        said: A digest of what the study and its recipe say of these settings, likewise; it stays
+            when a default is changed.
         start: The training that made its first weights; None: its own settings say.
     """
 
@@ -64,12 +69,18 @@ class PlannedRun:
     seed: int
     settings: Settings
     digest: str
+    said: str
     start: PlannedStart | None = None
 
     @property
     def path(self) -> Path:
         """The run directory."""
         return Path(self.settings.run.dir) / self.name
+
+
+def recipe_of(settings: Settings) -> str:
+    """Return a run's recipe as TOML: what the study and its own recipe say, without defaults."""
+    return to_toml(settings, defaults=False)
 
 
 @dataclass(frozen=True)
@@ -158,18 +169,18 @@ def _planned_run(definition: Definition, point: dict[str, str], arm: str, seed: 
     task = load_config(definition.recipe).task.name
     settings = _resolved(definition, _merged([*shared, own], task), name, seed, RUN)
     if definition.start is None:
-        return PlannedRun(name, point, arm, seed, settings, _digest(settings))
+        return PlannedRun(name, point, arm, seed, settings, _digest(settings), _said(settings))
     if "sft.steps" in own:
         raise UserError(
             f"{own['sft.steps'].place}: arms.{arm} sets sft.steps, and [start] trains before all "
             "arms: write it there"
         )
     start = _planned_start(definition, definition.start, _merged(shared, task), seed)
-    digest = _digest(settings, start.digest)
+    digest, said = _digest(settings, start.digest), _said(settings, start.said)
     model = ModelSettings(path=str(start.path / "model"))
     sft = settings.sft.model_copy(update={"steps": 0, "until": None})
     begun = settings.model_copy(update={"model": model, "sft": sft})
-    return PlannedRun(name, point, arm, seed, begun, digest, start)
+    return PlannedRun(name, point, arm, seed, begun, digest, said, start)
 
 
 def _planned_start(
@@ -195,10 +206,10 @@ def _planned_start(
             "loop": defaults.loop.model_copy(update={"steps": 0}),
         }
     )
-    digest = _digest(settings)
+    digest, said = _digest(settings), _said(settings)
     name = f"start-{digest}"
     run = settings.run.model_copy(update={"name": name})
-    return PlannedStart(name, settings.model_copy(update={"run": run}), digest)
+    return PlannedStart(name, settings.model_copy(update={"run": run}), digest, said)
 
 
 def _resolved(definition: Definition, flat: Flat, name: str, seed: int, folder: str) -> Settings:
@@ -273,7 +284,16 @@ def _merged(layers: Sequence[Flat], task: str) -> Flat:
 
 def _digest(settings: Settings, start: str = "") -> str:
     """Return a digest of the settings that differ from their defaults, without name and folder."""
-    tree = settings.model_dump(mode="json", exclude_defaults=True)
+    return _digest_of(settings.model_dump(mode="json", exclude_defaults=True), start)
+
+
+def _said(settings: Settings, start: str = "") -> str:
+    """Return a digest of the settings that were given a value, without name and folder."""
+    return _digest_of(settings.model_dump(mode="json", exclude_unset=True), start)
+
+
+def _digest_of(tree: dict[str, Any], start: str) -> str:
+    """Return a digest of settings in sections and of a start's digest, without name and folder."""
     run = {k: v for k, v in tree.pop("run", {}).items() if k not in ("name", "dir")}
     text = json.dumps([start, run, tree], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:12]

@@ -75,6 +75,7 @@ class RunResult(Stored):
         arm: The name of its arm.
         seed: Its seed.
         digest: The digest of its settings (`study.plan`).
+        said: The digest of what the study said of them, likewise; "" in older files.
         end: The way it ended.
         reason: The message that it ended with, where it did not come to its last step.
         steps: The steps that it made.
@@ -96,6 +97,7 @@ class RunResult(Stored):
     arm: Name
     seed: Seed
     digest: Name
+    said: str = ""
     end: End
     reason: str = ""
     steps: Step

@@ -21,7 +21,6 @@ from jetrl.runs.format import clip, duration
 from jetrl.runs.jsonl import write_atomically
 from jetrl.runs.status import read_status
 from jetrl.runs.storing import storing
-from jetrl.settings.loading import to_toml
 from jetrl.study.collecting import result_of, sha256_of_model
 from jetrl.study.definition import Definition
 from jetrl.study.final_evaluation import (
@@ -31,8 +30,8 @@ from jetrl.study.final_evaluation import (
     has_weights,
     outcome_file,
 )
-from jetrl.study.items import Item, has_begun, look, steps_done
-from jetrl.study.plan import PlannedRun, PlannedStart
+from jetrl.study.items import Item, has_begun, look, recipe_file, steps_done
+from jetrl.study.plan import PlannedRun, PlannedStart, recipe_of
 from jetrl.study.processes import POLL_S, Child, Job, Pool, last_line
 from jetrl.study.progress import Progress, Standing
 from jetrl.study.results import Results
@@ -146,10 +145,10 @@ class Sitting:
     def _training(self, item: Item) -> Job:
         """Return the command that trains, from the last checkpoint if there is one."""
         work = item.work
-        recipe = self.definition.out / "recipes" / f"{work.name}.toml"
+        recipe = recipe_file(work, self.definition)
         with storing(recipe):
             recipe.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(recipe, to_toml(work.settings))
+            write_atomically(recipe, recipe_of(work.settings))
         command = "train" if isinstance(work, PlannedRun) else "sft"
         resume = ["--resume"] if has_begun(work, self.definition) else []
         item.running = True

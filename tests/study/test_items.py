@@ -1,0 +1,128 @@
+"""A study recognises what earlier sittings left, also where defaults have changed since."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jetrl.errors import UserError
+from jetrl.settings.loading import load_config, to_toml
+from jetrl.settings.sections import Settings
+from jetrl.study.definition import Definition, definition_of
+from jetrl.study.items import Item, has_begun, look, recipe_file
+from jetrl.study.plan import PlannedRun, planned_runs, recipe_of
+from jetrl.study.results import Results, RunResult
+
+
+def planned(out: Path, **train: Any) -> tuple[PlannedRun, Definition]:
+    """A run of a study of one arm that gives the settings of [train] these values."""
+    tree = {
+        "study": {"name": "s", "seeds": [0], "out": str(out)},
+        "settings": {"train": train},
+        "arms": {"one": {}},
+    }
+    definition = definition_of(tree, out / "s.toml")
+    (run,) = planned_runs(definition)
+    return run, definition
+
+
+def begin(run: PlannedRun, definition: Definition, **old_defaults: Any) -> None:
+    """Leave what a sitting leaves of a run that has made a step, under other defaults than now."""
+    train = run.settings.train.model_copy(update=old_defaults)
+    run.path.mkdir(parents=True)
+    (run.path / "config.toml").write_text(to_toml(run.settings.model_copy(update={"train": train})))
+    (run.path / "metrics.jsonl").write_text('{"step": 1}\n')
+    recipe = recipe_file(run, definition)
+    recipe.parent.mkdir(parents=True)
+    recipe.write_text(recipe_of(run.settings))
+
+
+def test_a_recipe_has_what_the_study_says_and_reads_back_as_the_run(tmp_path: Path) -> None:
+    run, _ = planned(tmp_path, lr=3e-4)
+    file = tmp_path / "recipe.toml"
+    file.write_text(recipe_of(run.settings))
+    assert "grad_clip" not in file.read_text()
+    assert load_config(file) == run.settings
+
+
+def test_a_changed_default_does_not_stop_a_run_from_going_on(tmp_path: Path) -> None:
+    run, definition = planned(tmp_path, lr=3e-4)
+    begin(run, definition, grad_clip=0.123)
+    assert has_begun(run, definition)
+
+
+def test_a_key_that_the_study_says_no_more_is_a_change(tmp_path: Path) -> None:
+    begin(*planned(tmp_path, lr=3e-4, grad_clip=0.123))
+    with pytest.raises(UserError, match=r"train\.grad_clip: 0\.123 -> "):
+        has_begun(*planned(tmp_path, lr=3e-4))
+
+
+def test_a_key_that_the_study_says_now_is_a_change(tmp_path: Path) -> None:
+    begin(*planned(tmp_path, lr=3e-4), grad_clip=0.123)
+    with pytest.raises(UserError, match=r"train\.grad_clip: 0\.123 -> 0\.5"):
+        has_begun(*planned(tmp_path, lr=3e-4, grad_clip=0.5))
+
+
+def test_a_run_directory_at_odds_with_its_recipe_is_refused(tmp_path: Path) -> None:
+    run, definition = planned(tmp_path, lr=3e-4)
+    begin(run, definition, lr=1e-4)
+    with pytest.raises(UserError, match=r"train\.lr: 0\.0001 -> 0\.0003"):
+        has_begun(run, definition)
+
+
+@pytest.mark.parametrize(
+    ("digest", "said", "is_known"),
+    [
+        ("same", "", True),  # a file of before there was `said`
+        ("same", "other", True),
+        ("other", "same", True),  # a default has changed
+        ("other", "other", False),
+        ("other", "", False),
+    ],
+)
+def test_a_result_is_known_by_its_settings_or_by_what_was_said(
+    tmp_path: Path, digest: str, said: str, is_known: bool
+) -> None:
+    run, definition = planned(tmp_path, lr=3e-4)
+    result = RunResult(
+        name=run.name,
+        point={},
+        arm="one",
+        seed=0,
+        digest=run.digest if digest == "same" else "0",
+        said={"same": run.said, "other": "0", "": ""}[said],
+        end="finished",
+        steps=1,
+    )
+    results = Results(tmp_path / "r.json", "s.toml", definition.tree, runs={run.name: result})
+    item = Item(run)
+    if is_known:
+        look(item, definition, results)
+        assert item.stage == "done"
+    else:
+        with pytest.raises(UserError, match="made with other settings"):
+            look(item, definition, results)
+
+
+def test_what_is_said_stays_where_a_default_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A digest of differences from defaults loses a value that becomes the default."""
+    run, _ = planned(tmp_path, lr=3e-4)
+    other, _ = planned(tmp_path, lr=1e-4)
+    assert run.said != other.said
+    section = Settings.model_fields["train"].annotation
+    assert section is not None
+    monkeypatch.setattr(section.__pydantic_fields__["lr"], "default", 3e-4)
+    section.model_rebuild(force=True)
+    Settings.model_rebuild(force=True)
+    try:
+        again, _ = planned(tmp_path, lr=3e-4)
+        assert again.digest != run.digest
+        assert again.said == run.said
+    finally:
+        monkeypatch.undo()
+        section.model_rebuild(force=True)
+        Settings.model_rebuild(force=True)
