@@ -166,7 +166,7 @@ def _planned_run(definition: Definition, point: dict[str, str], arm: str, seed: 
         shared.append(_flat(definition, definition.grid[axis][value], f"grid.{axis}.{value}"))
     own = _flat(definition, definition.arm_settings[arm], f"arms.{arm}")
     name = "-".join([*point.values(), arm, f"s{seed}"])
-    task = load_config(definition.recipe).task.name
+    task = None if definition.recipe is None else load_config(definition.recipe).task.name
     settings = _resolved(definition, _merged([*shared, own], task), name, seed, RUN)
     if definition.start is None:
         return PlannedRun(name, point, arm, seed, settings, _digest(settings), _said(settings))
@@ -254,21 +254,23 @@ def _flat(definition: Definition, layer: Layer, path: str) -> Flat:
     return dict(walk(layer, ()))
 
 
-def _merged(layers: Sequence[Flat], task: str) -> Flat:
+def _merged(layers: Sequence[Flat], task: str | None) -> Flat:
     """Return settings of which later layers win.
 
     Another task than that of an earlier layer sets the earlier one's options aside, and a model's
-    path sets an earlier shape and its tokenizer aside, as on the command line.
+    path sets an earlier shape and its tokenizer aside, as on the command line. Options before any
+    task is named are those of all tasks that are named later.
 
     Args:
         layers: The settings of each layer.
-        task: The recipe's task.
+        task: The recipe's task; None without a recipe.
     """
     merged: Flat = {}
     for layer in layers:
         name = layer.get("task.name")
-        if name is not None and name.value != task:
-            merged = {key: s for key, s in merged.items() if not key.startswith("task.")}
+        if name is not None:
+            if task not in (None, name.value):
+                merged = {key: s for key, s in merged.items() if not key.startswith("task.")}
             task = name.value
         if "model.path" in layer:
             merged = {
