@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from adapted_linears import LINEARS, activations_of, poison, weight
 from small_models import FAMILIES, config
 
 from jetrl import Policy, RolloutEngine, SamplingParams
@@ -18,8 +19,6 @@ from jetrl.parity import locate, measure, random_prompts
 from jetrl.parity.checks import check_policy, failures
 from jetrl.precision import PrecisionPlan
 from jetrl.precision.adapter import (
-    AdapterShape,
-    AdapterWeight,
     add_adapter,
     project_down,
     project_up,
@@ -46,16 +45,6 @@ def policy(
                 master.add_(torch.randn(master.shape, generator=g).to(device) * 0.05)
     p.requantize()
     return p
-
-
-def weight(rank: int, columns: int, parts: tuple[tuple[int, int], ...], rows: int) -> AdapterWeight:
-    shape = AdapterShape(rank, 0.7, rows, columns, parts)
-    g = torch.Generator("cuda").manual_seed(rank)
-    a, b = (
-        torch.nn.Parameter(torch.randn(size, device="cuda", generator=g) / 8)
-        for size in (shape.a_shape, shape.b_shape)
-    )
-    return AdapterWeight("layers.0.qkv", a, b, shape, torch.bfloat16)
 
 
 PARTS = [
@@ -98,26 +87,6 @@ def test_a_row_has_the_same_bits_in_any_batch(
 
 # Rows of a tile and one more or less, one kernel and the next.
 ROWS = [1, 8, 16, 17, 63, 64, 65, 129, 256, 1000]
-# (N, K) and the parts of the linears of Qwen3-8B, and of a layer with a part without an adapter
-LINEARS = {
-    "qkv": (6144, 4096, ((0, 4096), (4096, 1024), (5120, 1024))),
-    "o": (4096, 4096, ((0, 4096),)),
-    "gate_up": (24576, 4096, ((0, 12288), (12288, 12288))),
-    "down": (4096, 12288, ((0, 4096),)),
-    "odd": (1152, 896, ((0, 512), (640, 128))),
-}
-
-
-def poison(*like: torch.Tensor) -> None:
-    """Fill memory with NaN, where the allocator then puts tensors of the same sizes."""
-    held = [torch.full_like(tensor, float("nan")) for tensor in like]
-    del held
-
-
-def activations_of(rows: int, columns: int) -> torch.Tensor:
-    g = torch.Generator("cuda").manual_seed(rows)
-    x = torch.randn(rows, columns, device="cuda", generator=g)
-    return (x * (1 + 9 * (torch.rand(rows, 1, device="cuda", generator=g) > 0.9))).bfloat16()
 
 
 @pytest.mark.parametrize("rank", [1, 8, 32, 64, 100])

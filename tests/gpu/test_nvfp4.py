@@ -6,6 +6,8 @@ import itertools
 
 import pytest
 import torch
+from adapted_linears import LINEARS, activations_of, poison
+from adapted_linears import weight as adapter_weight
 from small_models import config
 
 from jetrl import Policy, RolloutEngine, SamplingParams
@@ -151,6 +153,51 @@ def test_the_parts_of_a_long_sum_are_added_in_order(hopper, shape: tuple[int, in
         tiles = Tiles(units, group, 2, 80 if rows <= 16 else 128, bool(together))
         out = nvfp4_rows_matmul(x[:rows], weight, torch.float32, tiles)
         assert torch.equal(out, expected[:rows]), (rows, tiles)
+
+
+@pytest.mark.parametrize("rank", [8, 32, 64])
+@pytest.mark.parametrize("linear", LINEARS)
+def test_a_product_with_an_adapter_has_the_bits_of_both(hopper, linear: str, rank: int) -> None:
+    """The adapter added before the product is written, against a pass over cuBLAS's product.
+
+    At every number of rows that is fused, eagerly, and replayed behind a kernel that writes X.
+    """
+    from jetrl.precision.hopper.adapter import project_down_whole, project_up_hopper
+    from jetrl.precision.hopper.adapter_linear import (
+        NVFP4_FUSED_ROWS,
+        nvfp4_adapted_matmul,
+        nvfp4_form_for,
+    )
+
+    n, k, parts = LINEARS[linear]
+    adapter = adapter_weight(rank, k, parts, n)
+    base = NVFP4Weight.of(random(n, k, 13, 0.02)).stored
+    x = activations_of(NVFP4_FUSED_ROWS + 40, k)
+    u = project_down_whole(x, adapter.down)
+    product = hopper.nvfp4_matmul_hopper(x, base, widen=True)
+    whole = project_up_hopper(product.clone(), u, adapter.up, adapter.columns)
+    assert not torch.equal(whole, product)
+    assert nvfp4_form_for(NVFP4_FUSED_ROWS, adapter.shape.padded_rank) == "fused"
+    different = {}
+    for rows in range(1, NVFP4_FUSED_ROWS + 40, 1 if linear in ("odd", "o") else 7):
+        for form in ("fused", "passes"):
+            poison(whole[:rows], u[:rows])
+            y, made = nvfp4_adapted_matmul(x[:rows], base, adapter, form)
+            different[rows, form] = int((y != whole[:rows]).sum() + (made != u[:rows]).sum())
+    assert not any(different.values()), {key: bad for key, bad in different.items() if bad}
+    assert not adapter.arrived[:-1].any()
+    for rows in (1, 8, 16, 17, 33, 64, NVFP4_FUSED_ROWS):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            outs = [
+                nvfp4_adapted_matmul(x[i : i + rows] * 1, base, adapter, "fused")[0]
+                for i in range(4)
+            ]
+        for _ in range(3):
+            for out in outs:
+                out.fill_(float("nan"))
+            graph.replay()
+            assert all(torch.equal(out, whole[i : i + rows]) for i, out in enumerate(outs)), rows
 
 
 @pytest.mark.parametrize("rows", [1, 63, 129, 300])

@@ -366,15 +366,21 @@ def small_operations() -> None:
         chosen_logprobs(logits, chosen, 0.7)[0].backward(torch.empty(70, device=META))
 
 
+def nvfp4_weight_of(n: int, k: int) -> Any:
+    """Return an NVFP4 weight [n, k] without contents, in the order of the kernels."""
+    from jetrl.precision.nvfp4_layout import HopperNVFP4
+
+    codes = torch.empty(n // 2 * k // 128, 32, dtype=torch.int32, device=META)
+    scales = torch.empty(n // 32, k // 2, dtype=torch.int32, device=META)
+    return HopperNVFP4(codes, scales, 0.5, torch.Size((n, k)))
+
+
 def nvfp4() -> None:
     """Compile the products with NVFP4 weights, at the rows of decode and of training."""
-    from jetrl.precision.nvfp4_layout import HopperNVFP4
     from jetrl.precision.nvfp4_weight import NVFP4Weight, nvfp4_dgrad, nvfp4_matmul
 
     for n, k in ((4096, 4096), (24576, 4096), (4096, 12288), (384, 896), (128, 128)):
-        codes = torch.empty(n // 2 * k // 128, 32, dtype=torch.int32, device=META)
-        scales = torch.empty(n // 32, k // 2, dtype=torch.int32, device=META)
-        weight = NVFP4Weight(HopperNVFP4(codes, scales, 0.5, torch.Size((n, k))))
+        weight = NVFP4Weight(nvfp4_weight_of(n, k))
         for rows in (1, 64, 128, 4096):
             x = torch.empty(rows, k, dtype=torch.bfloat16, device=META)
             nvfp4_dgrad(nvfp4_matmul(x, weight), weight)
@@ -397,6 +403,25 @@ def adapters() -> None:
         x = torch.empty(rows, k, dtype=torch.bfloat16, device=META)
         adapted_matmul(quantize_rows(x), x, base, weight)
         quantized_adapted_matmul(x, base, weight, "pow2")
+
+
+def adapters_on_nvfp4() -> None:
+    """Compile the products of NVFP4 weights with adapters, of each cut and instruction."""
+    from jetrl.precision.adapter import AdapterShape, AdapterWeight
+    from jetrl.precision.hopper.adapter_linear import nvfp4_adapted_matmul
+
+    for rank, rows, n, k in (
+        (32, 8, 24576, 4096), (32, 8, 4096, 12288), (8, 1, 6144, 4096), (64, 16, 24576, 4096),
+        (48, 32, 1152, 896), (32, 64, 24576, 4096), (32, 64, 4096, 12288), (100, 8, 384, 896),
+        (32, 128, 6144, 4096), (8, 5000, 384, 896),
+    ):  # fmt: skip
+        shape = AdapterShape(rank, 1.0, n, k, ((0, n // 2), (n // 2, n // 2)))
+        a, b = (
+            torch.nn.Parameter(torch.empty(s, device=META)) for s in (shape.a_shape, shape.b_shape)
+        )
+        weight = AdapterWeight("qkv", a, b, shape, torch.bfloat16)
+        x = torch.empty(rows, k, dtype=torch.bfloat16, device=META)
+        nvfp4_adapted_matmul(x, nvfp4_weight_of(n, k), weight)
 
 
 def chains() -> None:
@@ -431,7 +456,7 @@ PIECES |= {
 PIECES |= {"optimizer": optimizer, "long attention": long_attention}
 PIECES |= {"NVFP4 weights": nvfp4, "other options": other_options, "speculation": speculation}
 PIECES |= {"small operations": small_operations, "chains of products": chains}
-PIECES |= {"products of adapters": adapters}
+PIECES |= {"products of adapters": adapters, "adapters on NVFP4": adapters_on_nvfp4}
 
 
 def compile_piece(name: str) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from jetrl.precision.adapter import (
 )
 from jetrl.precision.gemm import bf16_matmul, fp8_matmul
 from jetrl.precision.gradients import Gradients
+from jetrl.precision.nvfp4_layout import HopperNVFP4
 from jetrl.precision.nvfp4_weight import NVFP4Weight, nvfp4_dgrad, nvfp4_matmul
 from jetrl.precision.plan import FP8_BLOCK, PrecisionPlan, Side
 from jetrl.precision.quantize import QTensor, dequantize, quantize
@@ -268,6 +269,10 @@ def adapted_fprop(
 
         assert isinstance(x, QTensor), "an FP8 weight multiplies codes"
         return adapted_matmul(x, values, weight.direct, adapter)
+    if isinstance(weight, NVFP4Weight) and isinstance(weight.stored, HopperNVFP4) and bias is None:
+        from jetrl.precision.hopper.adapter_linear import nvfp4_adapted_matmul
+
+        return nvfp4_adapted_matmul(values, weight.stored, adapter)
     y = fprop(x, weight, plan)
     if bias is not None:
         y += bias.to(y.dtype)

@@ -1,4 +1,4 @@
-"""An FP8 linear layer with an adapter on Hopper: the product with A, then the layer's own.
+"""A linear layer in FP8 or NVFP4 with an adapter on Hopper: the product with A, then its own.
 
 Few rows: the layer's kernel starts beside the product with A and adds the product with B before it
 writes y. The libraries' kernels know no adapters: behind them a pass reads and writes y once more.
@@ -22,9 +22,13 @@ from jetrl.precision.hopper.adapter_rows import (
 )
 from jetrl.precision.hopper.gemm import fp8_matmul_hopper, row_operand
 from jetrl.precision.hopper.gemm_rows import rows_matmul, tiles_beside
+from jetrl.precision.hopper.nvfp4 import nvfp4_matmul_hopper
+from jetrl.precision.hopper.nvfp4_rows import nvfp4_rows_matmul
+from jetrl.precision.nvfp4_layout import HopperNVFP4
 from jetrl.precision.quantize import QTensor
 
 Form = Literal["fused", "passes"]
+NVFP4_FUSED_ROWS = 128  # of X: up to so many an NVFP4 product adds the adapter's itself
 
 
 def form_for(rows: int, n: int, rank: int) -> Form:
@@ -85,3 +89,36 @@ def quantized_adapted_matmul(
         return rows_matmul(*row_operand(a), b, adapter=operands), u
     y = fp8_matmul_hopper(a, b, torch.bfloat16)
     return project_up_hopper(y, u, adapter.up, adapter.columns), u
+
+
+def nvfp4_form_for(rows: int, rank: int) -> Form:
+    """Return the faster form of a product of an NVFP4 weight with an adapter.
+
+    Args:
+        rows: of X.
+        rank: columns of B.
+    """
+    return "fused" if rows <= NVFP4_FUSED_ROWS and rank <= MOST_RANKS else "passes"
+
+
+def nvfp4_adapted_matmul(
+    x: Tensor, w: HopperNVFP4, adapter: AdapterWeight, form: Form | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return x @ w^T with the adapter's product added, and the product with A.
+
+    Args:
+        x: bfloat16 [T, K].
+        w: The weight [N, K].
+        adapter: The adapter.
+        form: one to measure or to compare; the faster one by default.
+
+    Returns:
+        bfloat16 [T, N] and bfloat16 [T, P * R].
+    """
+    x = x if x.is_contiguous() else x.contiguous()
+    if (form or nvfp4_form_for(len(x), adapter.up.shape[1])) == "fused":
+        u = project_down_rows(x, adapter.down, adapter.arrived, signal=True)
+        operands = AdapterOperands(u, adapter.up, adapter.columns, ready_word(adapter.arrived))
+        return nvfp4_rows_matmul(x, w, adapter=operands), u
+    u = project_down_hopper(x, adapter.down, adapter.arrived)
+    return project_up_hopper(nvfp4_matmul_hopper(x, w), u, adapter.up, adapter.columns), u

@@ -44,6 +44,7 @@ CHUNK = 512  # along K; pinned, since the bits depend on it
 MOST_ROWS = 4096  # fewer than these
 _FEW_ROWS = 256  # up to here a program has 16 rows
 _RANKS = 32  # rows of A that a program has
+DOWN_PROGRAM_REGISTERS = 128 * 64  # of a multiprocessor, at most, of a program of 16 rows
 
 
 @gluon.jit

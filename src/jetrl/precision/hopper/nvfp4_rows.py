@@ -16,11 +16,14 @@ A product waits some 33 cycles for the one before it in its chain, and a multipr
 warps where the weight has few rows. So up to 16 rows four warps make two parts in turn, and four
 parts have eight warps. Otherwise four warps make one part after the other.
 
-One more warp copies tiles into rings of ROUNDS stages, one ring for each four warps. A stage is
-GROUP blocks of 128 along K, of parts made in turn as many of each. In the last one K may end: what
-is copied of X from there on is zeros. The weight of a frozen base is written by no kernel that lets
-the next one start early, so it is always read before the kernel in front has ended
-(`precision.hopper.launch`).
+One more warp copies tiles into rings of ROUNDS stages, one ring for each four warps
+(`nvfp4_loads`). A stage is GROUP blocks of 128 along K, of parts made in turn as many of each. In
+the last one K may end: what is copied of X from there on is zeros.
+
+An adapter's product with B joins before the store (`nvfp4_epilogue`), as in the FP8 GEMM of few
+rows (`gemm_rows`): its u is what the kernel directly in front makes, while this one reads its
+weight and multiplies, and a word in memory says when X can be read. A warp of its own copies tiles
+of u and B.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -28,7 +31,7 @@ the next one start early, so it is always read before the kernel in front has en
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -43,11 +46,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from jetrl.precision.hopper import gluon_names
-from jetrl.precision.hopper.launch import (
-    OVERLAPPED,
-    gluon_let_next_start,
-    gluon_wait_for_previous,
-)
+from jetrl.precision.hopper.adapter_epilogue import AdapterOperands, load_beside
+from jetrl.precision.hopper.adapter_rows import DOWN_PROGRAM_REGISTERS, down_program_bytes
+from jetrl.precision.hopper.launch import OVERLAPPED
+from jetrl.precision.hopper.nvfp4_epilogue import store_product
+from jetrl.precision.hopper.nvfp4_loads import load_stages
 from jetrl.precision.hopper.nvfp4_unpack import (
     CODE_WORDS,
     SCALE_WORDS,
@@ -59,6 +62,8 @@ from jetrl.precision.layout import cdiv
 from jetrl.precision.nvfp4_layout import BLOCK, UNIT, HopperNVFP4, parts_of
 
 MOST_ROWS = 128  # of a program
+_UNIT_BYTES = 2048 + 256  # of the codes and scales of 32 rows and 128 columns
+_BARRIERS = 512  # bytes, at most
 _CODES_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
 _SCALES_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 _X_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -81,95 +86,6 @@ class Tiles:
     rounds: int
     registers: int
     together: bool = False
-
-
-@gluon.jit
-def _block_of(
-    ring, stage, PB, i: gl.constexpr, CHAINS: gl.constexpr, GROUP: gl.constexpr
-):  # fmt: skip
-    """Return the block along K that is block i of a stage of a ring."""
-    EACH: gl.constexpr = GROUP // CHAINS
-    return (ring * CHAINS + i // EACH) * PB + stage * EACH + i % EACH
-
-
-@gluon.jit
-def _load_weight(
-    w_desc, s_desc, w_smem, s_smem, arrived, ring, stage, unit, KB, PB, CHAINS: gl.constexpr,
-    UNITS: gl.constexpr, GROUP: gl.constexpr, ROUNDS: gl.constexpr, BYTES: gl.constexpr,
-):  # fmt: skip
-    """Start the copies of a stage's codes and scales; its barrier is told of X's bytes too."""
-    slot = ring * ROUNDS + stage % ROUNDS
-    bar = arrived.index(slot)
-    mbarrier.expect(bar, BYTES)
-    for u in gl.static_range(UNITS):
-        for i in gl.static_range(GROUP):
-            place = (slot * UNITS + u) * GROUP + i
-            block = _block_of(ring, stage, PB, i, CHAINS, GROUP)
-            row = ((unit + u) * KB + block) * 16
-            gluon_names.tma_load(w_desc, [row, 0], bar, w_smem.index(place))
-            gluon_names.tma_load(s_desc, [unit + u, block * 64], bar, s_smem.index(place))
-
-
-@gluon.jit
-def _load_rows(
-    x_desc, x_smem, arrived, ring, stage, m0, PB, CHAINS: gl.constexpr, GROUP: gl.constexpr,
-    ROUNDS: gl.constexpr,
-):  # fmt: skip
-    """Start the copies of a stage of X, 64 columns each."""
-    slot = ring * ROUNDS + stage % ROUNDS
-    for i in gl.static_range(2 * GROUP):
-        column = _block_of(ring, stage, PB, i // 2, CHAINS, GROUP) * 128 + i % 2 * 64
-        place = x_smem.index(slot * (2 * GROUP) + i)
-        gluon_names.tma_load(x_desc, [m0, column], arrived.index(slot), place)
-
-
-@gluon.jit
-def _load(
-    x_desc, w_desc, s_desc, x_smem, w_smem, s_smem, arrived, left, m0, unit, KB, PB, stages,
-    RINGS: gl.constexpr, CHAINS: gl.constexpr, UNITS: gl.constexpr, GROUP: gl.constexpr,
-    ROUNDS: gl.constexpr,
-):  # fmt: skip
-    """Do the copying warp's work: the stages of all rings, stage by stage.
-
-    Args:
-        x_desc, w_desc, s_desc: of X, and of the weight's codes and scales.
-        x_smem, w_smem, s_smem: the stages' tiles.
-        arrived: a barrier for each stage, for its copies.
-        left: a barrier for each stage, for the warps that multiply.
-        m0: first row of X.
-        unit: first unit of the weight.
-        KB: blocks of 128 along K.
-        PB: blocks of a part of K.
-        stages: stages of a ring.
-        RINGS: rings.
-        CHAINS: parts of K that a ring has in turn.
-    """
-    BYTES: gl.constexpr = GROUP * (
-        2 * x_desc.block_type.nbytes + UNITS * (w_desc.block_type.nbytes + s_desc.block_type.nbytes)
-    )
-    ahead = gl.minimum(stages, ROUNDS)
-    # All stages are free at first. The weight does not depend on the kernel in front; X does.
-    for stage in range(ahead):
-        for ring in gl.static_range(RINGS):
-            _load_weight(
-                w_desc, s_desc, w_smem, s_smem, arrived, ring, stage, unit, KB, PB,
-                CHAINS, UNITS, GROUP, ROUNDS, BYTES,
-            )  # fmt: skip
-    gluon_wait_for_previous()
-    gluon_let_next_start()
-    for stage in range(ahead):
-        for ring in gl.static_range(RINGS):
-            _load_rows(x_desc, x_smem, arrived, ring, stage, m0, PB, CHAINS, GROUP, ROUNDS)
-    # The phase of a barrier flips each time round.
-    for stage in range(ahead, stages):
-        for ring in gl.static_range(RINGS):
-            slot = ring * ROUNDS + stage % ROUNDS
-            mbarrier.wait(left.index(slot), ((stage // ROUNDS) & 1) ^ 1)
-            _load_weight(
-                w_desc, s_desc, w_smem, s_smem, arrived, ring, stage, unit, KB, PB,
-                CHAINS, UNITS, GROUP, ROUNDS, BYTES,
-            )  # fmt: skip
-            _load_rows(x_desc, x_smem, arrived, ring, stage, m0, PB, CHAINS, GROUP, ROUNDS)
 
 
 @gluon.jit
@@ -268,48 +184,39 @@ def _sum(
 
 
 @gluon.jit
-def _store(
-    total, y_ptr, factor, m0, unit, M, N, BLOCK_M: gl.constexpr, UNITS: gl.constexpr,
-    mma: gl.constexpr,
-):  # fmt: skip
-    """Store the product's transpose, float32 [64, BLOCK_M], times the factor."""
-    # Warps hold 8 rows of each unit. Columns past M are products of zeros.
-    places = gl.arange(0, 64, gl.SliceLayout(1, mma))
-    n = (unit + ((places >> 3) & 1)) * 32 + (places >> 4) * 8 + (places & 7)
-    mine = n < gl.minimum(N, (unit + UNITS) * 32)
-    m = m0 + gl.arange(0, BLOCK_M, gl.SliceLayout(0, mma))
-    y = (total * factor).to(y_ptr.dtype.element_ty)
-    gl.store(
-        y_ptr + m.to(gl.int64)[None, :] * N + n[:, None], y, mask=mine[:, None] & (m < M)[None, :]
-    )
-
-
-@gluon.jit
 def _work(
-    x_desc, w_desc, s_desc, x_smem, w_smem, s_smem, arrived, left, sums_smem, done, y_ptr, factor,
-    m0, unit, M, N, KB, PB, stages, place: gl.constexpr, RINGS: gl.constexpr,
-    CHAINS: gl.constexpr, PARTS: gl.constexpr, BLOCK_M: gl.constexpr, UNITS: gl.constexpr,
-    GROUP: gl.constexpr, ROUNDS: gl.constexpr, WORDS: gl.constexpr, SCALES: gl.constexpr,
+    x_desc, w_desc, s_desc, u_desc, b_desc, x_smem, w_smem, s_smem, u_smem, b_smem, arrived, left,
+    beside, sums_smem, done, y_ptr, columns_ptr, ready_ptr, factor, m0, unit, M, N, KB, PB, stages,
+    early, place: gl.constexpr, RINGS: gl.constexpr, CHAINS: gl.constexpr, PARTS: gl.constexpr,
+    BLOCK_M: gl.constexpr, UNITS: gl.constexpr, GROUP: gl.constexpr, ROUNDS: gl.constexpr,
+    RANK: gl.constexpr, SIGNALLED: gl.constexpr, WORDS: gl.constexpr, SCALES: gl.constexpr,
     mma: gl.constexpr,
 ):  # fmt: skip
-    """Do the work of the warps of a ring, or behind the rings that of the warp that copies.
+    """Do the work of the warps of a ring, or behind the rings that of the warps that copy.
 
     Args:
-        x_desc, w_desc, s_desc, x_smem, w_smem, s_smem, arrived, left, m0, unit, KB, PB, stages: as
-            of `_load`.
+        x_desc, w_desc, s_desc, x_smem, w_smem, s_smem, arrived, left, ready_ptr, m0, unit, KB, PB,
+            stages: as of `nvfp4_loads.load_stages`.
+        u_desc, b_desc, u_smem, b_smem, beside, columns_ptr, early: with RANK the adapter, as of
+            `adapter_epilogue.load_beside`.
         sums_smem: float32 [(RINGS - 1) * CHAINS, 64, BLOCK_M], for the sums of the second ring.
         done: a barrier for these.
         y_ptr: [M, N], written.
         factor: float32, what sums are multiplied by.
         M, N: rows of X and of the weight.
-        place: the ring, or RINGS.
+        place: the ring; RINGS for the warp that copies stages, and one more for the adapter's.
         RINGS: rings, the sums of which are added in order; 1 or 2.
         CHAINS: parts of K that a ring makes in turn.
         PARTS: parts of K that a ring makes one after the other.
+        RANK, SIGNALLED: as of `nvfp4_rows_kernel`.
     """
-    if place == RINGS:
-        _load(x_desc, w_desc, s_desc, x_smem, w_smem, s_smem, arrived, left, m0, unit, KB, PB,
-              stages, RINGS, CHAINS, UNITS, GROUP, ROUNDS)  # fmt: skip
+    if place == RINGS + 1:
+        load_beside(u_desc, b_desc, columns_ptr, u_smem, b_smem, beside, m0, unit * 32, N, early,
+                    1, BLOCK_M, UNITS * 32, RANK)  # fmt: skip
+    elif place == RINGS:
+        load_stages(x_desc, w_desc, s_desc, x_smem, w_smem, s_smem, arrived, left, ready_ptr, m0,
+                    unit, KB, PB, stages, RINGS, CHAINS, UNITS, GROUP, ROUNDS, RANK,
+                    SIGNALLED)  # fmt: skip
     else:
         total, second = _sum(
             x_smem, w_smem, s_smem, arrived, left, place, stages, PB // GROUP, BLOCK_M, CHAINS,
@@ -328,14 +235,16 @@ def _work(
                 mbarrier.wait(done, 0)
                 for chain in gl.static_range(CHAINS):
                     total += sums_smem.index(chain).load(mma)
-            _store(total, y_ptr, factor, m0, unit, M, N, BLOCK_M, UNITS, mma)
+            store_product(total, y_ptr, factor, m0, unit, M, N, columns_ptr, u_smem, b_smem,
+                          beside, BLOCK_M, UNITS, RANK, mma)  # fmt: skip
 
 
-@gluon.jit(do_not_specialize=["M", "factor", "KB", "PB"])
+@gluon.jit(do_not_specialize=["M", "factor", "KB", "PB", "early"])
 def nvfp4_rows_kernel(
-    x_desc, w_desc, s_desc, y_ptr, factor, M, N, KB, PB, RINGS: gl.constexpr, CHAINS: gl.constexpr,
-    PARTS: gl.constexpr, UNITS: gl.constexpr, BLOCK_M: gl.constexpr, GROUP: gl.constexpr,
-    ROUNDS: gl.constexpr, WARPS: gl.constexpr, REGISTERS: gl.constexpr, WORDS: gl.constexpr,
+    x_desc, w_desc, s_desc, u_desc, b_desc, y_ptr, columns_ptr, ready_ptr, factor, M, N, KB, PB,
+    early, RINGS: gl.constexpr, CHAINS: gl.constexpr, PARTS: gl.constexpr, UNITS: gl.constexpr,
+    BLOCK_M: gl.constexpr, GROUP: gl.constexpr, ROUNDS: gl.constexpr, RANK: gl.constexpr,
+    SIGNALLED: gl.constexpr, WARPS: gl.constexpr, REGISTERS: gl.constexpr, WORDS: gl.constexpr,
     SCALES: gl.constexpr,
 ):  # fmt: skip
     """Multiply BLOCK_M rows of X by UNITS * 32 rows of the weight, over the whole of K.
@@ -344,12 +253,17 @@ def nvfp4_rows_kernel(
         x_desc: bfloat16 [M, K], boxes of [BLOCK_M, 64].
         w_desc: int32, the weight's codes, boxes of [16, 32].
         s_desc: int32, the weight's scales, boxes of [1, 64].
-        y_ptr: bfloat16 or float32 [M, N], written.
+        u_desc: with RANK the adapter's product with A, as of `adapter_epilogue.load_beside`.
+        b_desc: the adapter's B, likewise.
+        y_ptr: bfloat16, or without an adapter float32, [M, N], written.
+        columns_ptr: int32, the first columns of u, likewise.
+        ready_ptr: int32, as of `adapter_epilogue.wait_until_ready`, read with SIGNALLED.
         factor: float32, what sums are multiplied by.
         M: rows of X.
         N: rows of the weight.
         KB: blocks of 128 along K.
         PB: blocks of a part of K but the last, a multiple of 2 where there are several.
+        early: 1 where the adapter's B may be read before the kernel in front has ended.
         RINGS: as of `_work`.
         CHAINS: as of `_work`; GROUP is a multiple of it.
         PARTS: as of `_work`.
@@ -357,7 +271,10 @@ def nvfp4_rows_kernel(
         BLOCK_M: 8 to 128, a power of two.
         GROUP: as of `Tiles`.
         ROUNDS: as of `Tiles`.
-        WARPS: warps of each ring behind the first, and that of the copies.
+        RANK: columns of the adapter's B; 0: there is no adapter.
+        SIGNALLED: whether X is what a kernel before the one in front wrote, which says when X can
+            be read; otherwise that is when the one in front has ended.
+        WARPS: warps of each ring behind the first, and those of the copies.
         REGISTERS: the most registers of a thread of each of these.
         WORDS: the layout of a block's codes in registers.
         SCALES: the layout of a block's scales in registers.
@@ -387,16 +304,27 @@ def nvfp4_rows_kernel(
     sums_smem = s_smem
     if RINGS > 1:
         sums_smem = gl.allocate_shared_memory(gl.float32, [CHAINS, 64, BLOCK_M], flat)
+    # Without an adapter its memory is named and not there.
+    u_smem = s_smem
+    b_smem = s_smem
+    beside = arrived
+    if RANK > 0:
+        STEPS: gl.constexpr = RANK // 16
+        u_smem = gl.allocate_shared_memory(gl.bfloat16, [STEPS, BLOCK_M, 16], u_desc.layout)
+        b_smem = gl.allocate_shared_memory(gl.bfloat16, [STEPS, UNITS * 32, 16], b_desc.layout)
+        beside = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+        mbarrier.init(beside.index(0), count=1)
     # Of a ring; of parts that are made side by side, the last may end earlier: zeros follow.
     blocks = KB if RINGS * CHAINS == 1 else PB * CHAINS
     stages = (blocks + GROUP - 1) // GROUP
-    # The first four warps, those of the second ring, and the one that copies.
+    # The first four warps, those of the second ring, and those that copy.
     gl.warp_specialize(
         [
-            (_work, (x_desc, w_desc, s_desc, x_smem, w_smem, s_smem, arrived, left, sums_smem, done,
-                     y_ptr, factor, m0, unit, M, N, KB, PB, stages, gl.constexpr(place), RINGS,
-                     CHAINS, PARTS, BLOCK_M, UNITS, GROUP, ROUNDS, WORDS, SCALES, mma))
-            for place in (0, 1, 2)[: RINGS + 1]
+            (_work, (x_desc, w_desc, s_desc, u_desc, b_desc, x_smem, w_smem, s_smem, u_smem, b_smem,
+                     arrived, left, beside, sums_smem, done, y_ptr, columns_ptr, ready_ptr, factor,
+                     m0, unit, M, N, KB, PB, stages, early, gl.constexpr(place), RINGS, CHAINS,
+                     PARTS, BLOCK_M, UNITS, GROUP, ROUNDS, RANK, SIGNALLED, WORDS, SCALES, mma))
+            for place in (0, 1, 2, 3)[: RINGS + (2 if RANK > 0 else 1)]
         ],
         WARPS,
         REGISTERS,
@@ -424,16 +352,53 @@ def tiles_for(rows: int, n: int, parts: int) -> Tiles:
     return Tiles(2, 1, 3, 128) if wide or rows > 128 else Tiles(2, 2, 3, 168)
 
 
+def tiles_beside(rows: int, n: int, parts: int, rank: int) -> Tiles:
+    """Return the cut of a product to which an adapter's is added.
+
+    It leaves room on each multiprocessor for the tiles of u and B, and for a program of the product
+    with A, which runs there meanwhile, so that all programs run at once that would without it.
+
+    Args:
+        rows: Rows of X.
+        n: Rows of the weight.
+        parts: Parts of K.
+        rank: Columns of B.
+    """
+    tiles, block_m = tiles_for(rows, n, parts), _block_rows(rows)
+    rings = cdiv(parts, 2) if tiles.together else 1
+    threads = 128 * (rings + 1)
+    programs = cdiv(rows, block_m) * cdiv(n, UNIT * tiles.units)
+    programs = min(cdiv(programs, 132), 65536 // (threads * tiles.registers))
+    # A kilobyte of shared memory is the system's, of each program.
+    room = (228 * 1024 - down_program_bytes(rows) - 1024) // programs - 1024
+    room -= rank * 2 * (block_m + UNIT * tiles.units) + _BARRIERS
+    stage = rings * tiles.group * (block_m * BLOCK * 2 + tiles.units * _UNIT_BYTES)
+    rounds = max(2, min(tiles.rounds, room // stage))
+    registers = (65536 - DOWN_PROGRAM_REGISTERS) // (programs * threads) // 8 * 8
+    return replace(tiles, rounds=rounds, registers=min(tiles.registers, registers))
+
+
+def _block_rows(rows: int) -> int:
+    """Return the rows of X that a program has, of so many."""
+    return min(MOST_ROWS, max(8, 1 << (rows - 1).bit_length()))
+
+
 def nvfp4_rows_matmul(
-    x: Tensor, w: HopperNVFP4, out_dtype: torch.dtype = torch.bfloat16, tiles: Tiles | None = None
+    x: Tensor,
+    w: HopperNVFP4,
+    out_dtype: torch.dtype = torch.bfloat16,
+    tiles: Tiles | None = None,
+    adapter: AdapterOperands | None = None,
 ) -> Tensor:
     """Return X @ W^T, out_dtype [M, N], reading the weight once for each 128 rows of X.
 
     Args:
         x: bfloat16 [M, K], contiguous, on the GPU.
         w: The weight [N, K].
-        out_dtype: bfloat16 or float32.
-        tiles: A cut to measure; `tiles_for` by default.
+        out_dtype: bfloat16 or float32; bfloat16 with an adapter.
+        tiles: A cut to measure; `tiles_for` by default, with an adapter `tiles_beside`.
+        adapter: The adapter whose product is added, or None; its u is what the kernel directly in
+            front makes. Captured in a graph, neither may directly follow what writes A or B.
     """
     rows, k = x.shape
     n = w.shape[0]
@@ -441,19 +406,30 @@ def nvfp4_rows_matmul(
     if not rows:
         return out
     parts, columns = parts_of(n, k)
-    tiles = tiles or tiles_for(rows, n, parts)
-    block_m = min(MOST_ROWS, max(8, 1 << (rows - 1).bit_length()))
+    rank = 0 if adapter is None else adapter.up.shape[1]
+    if tiles is None:
+        tiles = tiles_beside(rows, n, parts, rank) if rank else tiles_for(rows, n, parts)
+    block_m = _block_rows(rows)
     rings, chains = (cdiv(parts, 2), min(parts, 2)) if tiles.together else (1, 1)
+    codes = TensorDescriptor(w.codes, list(w.codes.shape), [32, 1], [16, 32], _CODES_LAYOUT)
+    beside, first_columns, ready = (codes, codes), out, None
+    if adapter is not None:
+        adapter.check(rows, n)
+        beside, first_columns = adapter.descriptors(block_m, UNIT * tiles.units), adapter.columns
+        ready = adapter.ready
+    copies = 1 if adapter is None else 2  # warps
     grid = (cdiv(rows, block_m) * cdiv(n, UNIT * tiles.units),)
     nvfp4_rows_kernel[grid](
         TensorDescriptor(x, [rows, k], [k, 1], [block_m, 64], _X_LAYOUT),
-        TensorDescriptor(w.codes, list(w.codes.shape), [32, 1], [16, 32], _CODES_LAYOUT),
+        codes,
         TensorDescriptor(
             w.scales, list(w.scales.shape), [w.scales.shape[1], 1], [1, 64], _SCALES_LAYOUT
         ),
-        out, w.factor, rows, n, k // BLOCK, columns // BLOCK, rings, chains,
-        parts // (rings * chains), tiles.units, block_m, tiles.group, tiles.rounds,
-        (*[4] * (rings - 1), 1), (*[tiles.registers] * (rings - 1), 24), CODE_WORDS, SCALE_WORDS,
+        *beside, out, first_columns, first_columns if ready is None else ready, w.factor, rows, n,
+        k // BLOCK, columns // BLOCK, int(torch.cuda.is_current_stream_capturing()), rings, chains,
+        parts // (rings * chains), tiles.units, block_m, tiles.group, tiles.rounds, rank,
+        ready is not None, (*[4] * (rings - 1), *[1] * copies),
+        (*[tiles.registers] * (rings - 1), *[24] * copies), CODE_WORDS, SCALE_WORDS,
         num_warps=4, maxnreg=tiles.registers, enable_fp_fusion=False, **OVERLAPPED,
     )  # fmt: skip
     return out
