@@ -16,9 +16,9 @@ A product waits some 33 cycles for the one before it in its chain, and a multipr
 warps where the weight has few rows. So up to 16 rows four warps make two parts in turn, and four
 parts have eight warps. Otherwise four warps make one part after the other.
 
-One more warp copies tiles into rings of ROUNDS stages, one ring for each four warps
-(`nvfp4_loads`). A stage is GROUP blocks of 128 along K, of parts made in turn as many of each. In
-the last one K may end: what is copied of X from there on is zeros.
+Two more warps copy tiles of the weight and of X into rings of ROUNDS stages, one ring for each four
+warps (`nvfp4_loads`). A stage is GROUP blocks of 128 along K, of parts made in turn as many of
+each. In the last one K may end: what is copied of X from there on is zeros.
 
 An adapter's product with B joins before the store (`nvfp4_epilogue`), as in the FP8 GEMM of few
 rows (`gemm_rows`): its u is what the kernel directly in front makes, while this one reads its
@@ -50,10 +50,10 @@ from jetrl.precision.hopper.adapter_epilogue import AdapterOperands, load_beside
 from jetrl.precision.hopper.adapter_rows import DOWN_PROGRAM_REGISTERS, down_program_bytes
 from jetrl.precision.hopper.launch import OVERLAPPED
 from jetrl.precision.hopper.nvfp4_epilogue import store_product
-from jetrl.precision.hopper.nvfp4_loads import load_stages
+from jetrl.precision.hopper.nvfp4_loads import load_rows, load_weight
 from jetrl.precision.hopper.nvfp4_unpack import (
     CODE_WORDS,
-    SCALE_WORDS,
+    SCALE_LINE,
     step_scales,
     step_words,
     unpack_step,
@@ -90,17 +90,19 @@ class Tiles:
 
 @gluon.jit
 def _stage_words(
-    w_smem, s_smem, slot, UNITS: gl.constexpr, GROUP: gl.constexpr,
+    w_smem, s_smem, slot, CHAINS: gl.constexpr, UNITS: gl.constexpr, GROUP: gl.constexpr,
     WORDS: gl.constexpr, SCALES: gl.constexpr,
 ):  # fmt: skip
     """Return the words of a stage: for each unit the words of all steps' codes, then scales."""
+    EACH: gl.constexpr = GROUP // CHAINS
     parts = ()
     for u in gl.static_range(UNITS):
         for i in gl.static_range(GROUP):
-            parts += step_words(w_smem.index((slot * UNITS + u) * GROUP + i).load(WORDS))
+            codes = w_smem.index((slot * UNITS + u) * CHAINS + i // EACH)
+            parts += step_words(codes.slice(i % EACH * 16, 16, 0).load(WORDS))
         for i in gl.static_range(GROUP):
-            scales = s_smem.index((slot * UNITS + u) * GROUP + i).reshape([64]).load(SCALES)
-            parts += step_scales(scales)
+            scales = s_smem.index((slot * UNITS + u) * CHAINS + i // EACH)
+            parts += step_scales(scales.slice(i % EACH, 1, 0).load(SCALES))
     return parts
 
 
@@ -129,7 +131,7 @@ def _sum(
     """Return the sums of the two chains of products of a ring, float32 [64, BLOCK_M] each.
 
     Args:
-        x_smem, w_smem, s_smem, arrived, left: as of `_load`.
+        x_smem, w_smem, s_smem, arrived, left: as of `nvfp4_loads`.
         ring: the ring.
         stages: its stages.
         part_stages: stages of a part of K that follows another one.
@@ -146,7 +148,7 @@ def _sum(
     second = total
     first_slot = ring * ROUNDS
     mbarrier.wait(arrived.index(first_slot), 0)
-    parts = _stage_words(w_smem, s_smem, first_slot, UNITS, GROUP, WORDS, SCALES)
+    parts = _stage_words(w_smem, s_smem, first_slot, CHAINS, UNITS, GROUP, WORDS, SCALES)
     first = _left_operand(parts, 0, UNITS, GROUP, layout)
     for stage in range(stages):
         slot = first_slot + stage % ROUNDS
@@ -168,7 +170,7 @@ def _sum(
         following = gl.minimum(stage + 1, stages - 1)
         slot_following = first_slot + following % ROUNDS
         mbarrier.wait(arrived.index(slot_following), (following // ROUNDS) & 1)
-        parts = _stage_words(w_smem, s_smem, slot_following, UNITS, GROUP, WORDS, SCALES)
+        parts = _stage_words(w_smem, s_smem, slot_following, CHAINS, UNITS, GROUP, WORDS, SCALES)
         first = _left_operand(parts, 0, UNITS, GROUP, layout)
         if not SYNC:
             total = warpgroup_mma_wait(0, deps=[total])
@@ -196,7 +198,7 @@ def _work(
 
     Args:
         x_desc, w_desc, s_desc, x_smem, w_smem, s_smem, arrived, left, ready_ptr, m0, unit, KB, PB,
-            stages: as of `nvfp4_loads.load_stages`.
+            stages: as of `nvfp4_loads`.
         u_desc, b_desc, u_smem, b_smem, beside, columns_ptr, early: with RANK the adapter, as of
             `adapter_epilogue.load_beside`.
         sums_smem: float32 [(RINGS - 1) * CHAINS, 64, BLOCK_M], for the sums of the second ring.
@@ -204,19 +206,21 @@ def _work(
         y_ptr: [M, N], written.
         factor: float32, what sums are multiplied by.
         M, N: rows of X and of the weight.
-        place: the ring; RINGS for the warp that copies stages, and one more for the adapter's.
+        place: the ring; behind the rings the warps that copy the weight, X, and the adapter.
         RINGS: rings, the sums of which are added in order; 1 or 2.
         CHAINS: parts of K that a ring makes in turn.
         PARTS: parts of K that a ring makes one after the other.
         RANK, SIGNALLED: as of `nvfp4_rows_kernel`.
     """
-    if place == RINGS + 1:
+    if place == RINGS + 2:
         load_beside(u_desc, b_desc, columns_ptr, u_smem, b_smem, beside, m0, unit * 32, N, early,
                     1, BLOCK_M, UNITS * 32, RANK)  # fmt: skip
+    elif place == RINGS + 1:
+        load_rows(x_desc, x_smem, arrived, left, ready_ptr, m0, PB, stages, RINGS, CHAINS, GROUP,
+                  ROUNDS, RANK, SIGNALLED)  # fmt: skip
     elif place == RINGS:
-        load_stages(x_desc, w_desc, s_desc, x_smem, w_smem, s_smem, arrived, left, ready_ptr, m0,
-                    unit, KB, PB, stages, RINGS, CHAINS, UNITS, GROUP, ROUNDS, RANK,
-                    SIGNALLED)  # fmt: skip
+        load_weight(w_desc, s_desc, w_smem, s_smem, arrived, left, unit, KB, PB, stages, RINGS,
+                    CHAINS, UNITS, GROUP, ROUNDS)  # fmt: skip
     else:
         total, second = _sum(
             x_smem, w_smem, s_smem, arrived, left, place, stages, PB // GROUP, BLOCK_M, CHAINS,
@@ -251,8 +255,8 @@ def nvfp4_rows_kernel(
 
     Args:
         x_desc: bfloat16 [M, K], boxes of [BLOCK_M, 64].
-        w_desc: int32, the weight's codes, boxes of [16, 32].
-        s_desc: int32, the weight's scales, boxes of [1, 64].
+        w_desc: int32, the weight's codes, boxes of [GROUP / CHAINS * 16, 32].
+        s_desc: int32, the weight's scales, boxes of [GROUP / CHAINS, 64].
         u_desc: with RANK the adapter's product with A, as of `adapter_epilogue.load_beside`.
         b_desc: the adapter's B, likewise.
         y_ptr: bfloat16, or without an adapter float32, [M, N], written.
@@ -290,15 +294,16 @@ def nvfp4_rows_kernel(
     m0 = (gl.program_id(0) % row_blocks) * BLOCK_M
     unit = (gl.program_id(0) // row_blocks) * UNITS
     SLOTS: gl.constexpr = RINGS * ROUNDS
-    TILES: gl.constexpr = SLOTS * UNITS * GROUP
+    TILES: gl.constexpr = SLOTS * UNITS * CHAINS
+    EACH: gl.constexpr = GROUP // CHAINS
     x_smem = gl.allocate_shared_memory(gl.bfloat16, [SLOTS * 2 * GROUP, BLOCK_M, 64], x_desc.layout)
-    w_smem = gl.allocate_shared_memory(gl.int32, [TILES, 16, 32], w_desc.layout)
-    s_smem = gl.allocate_shared_memory(gl.int32, [TILES, 1, 64], s_desc.layout)
+    w_smem = gl.allocate_shared_memory(gl.int32, [TILES, EACH * 16, 32], w_desc.layout)
+    s_smem = gl.allocate_shared_memory(gl.int32, [TILES, EACH, 64], s_desc.layout)
     arrived = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     left = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     done = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     for i in gl.static_range(SLOTS):
-        mbarrier.init(arrived.index(i), count=1)
+        mbarrier.init(arrived.index(i), count=2)
         mbarrier.init(left.index(i), count=1)
     mbarrier.init(done, count=1)
     sums_smem = s_smem
@@ -324,7 +329,7 @@ def nvfp4_rows_kernel(
                      arrived, left, beside, sums_smem, done, y_ptr, columns_ptr, ready_ptr, factor,
                      m0, unit, M, N, KB, PB, stages, early, gl.constexpr(place), RINGS, CHAINS,
                      PARTS, BLOCK_M, UNITS, GROUP, ROUNDS, RANK, SIGNALLED, WORDS, SCALES, mma))
-            for place in (0, 1, 2, 3)[: RINGS + (2 if RANK > 0 else 1)]
+            for place in (0, 1, 2, 3, 4)[: RINGS + (3 if RANK > 0 else 2)]
         ],
         WARPS,
         REGISTERS,
@@ -411,25 +416,24 @@ def nvfp4_rows_matmul(
         tiles = tiles_beside(rows, n, parts, rank) if rank else tiles_for(rows, n, parts)
     block_m = _block_rows(rows)
     rings, chains = (cdiv(parts, 2), min(parts, 2)) if tiles.together else (1, 1)
-    codes = TensorDescriptor(w.codes, list(w.codes.shape), [32, 1], [16, 32], _CODES_LAYOUT)
+    each, blocks = tiles.group // chains, w.codes.shape[0] // 16
+    codes = TensorDescriptor(w.codes, [blocks * 16, 32], [32, 1], [each * 16, 32], _CODES_LAYOUT)
     beside, first_columns, ready = (codes, codes), out, None
     if adapter is not None:
         adapter.check(rows, n)
         beside, first_columns = adapter.descriptors(block_m, UNIT * tiles.units), adapter.columns
         ready = adapter.ready
-    copies = 1 if adapter is None else 2  # warps
+    copies = 2 if adapter is None else 3  # warps
     grid = (cdiv(rows, block_m) * cdiv(n, UNIT * tiles.units),)
     nvfp4_rows_kernel[grid](
         TensorDescriptor(x, [rows, k], [k, 1], [block_m, 64], _X_LAYOUT),
         codes,
-        TensorDescriptor(
-            w.scales, list(w.scales.shape), [w.scales.shape[1], 1], [1, 64], _SCALES_LAYOUT
-        ),
+        TensorDescriptor(w.scales, [blocks, 64], [64, 1], [each, 64], _SCALES_LAYOUT),
         *beside, out, first_columns, first_columns if ready is None else ready, w.factor, rows, n,
         k // BLOCK, columns // BLOCK, int(torch.cuda.is_current_stream_capturing()), rings, chains,
         parts // (rings * chains), tiles.units, block_m, tiles.group, tiles.rounds, rank,
         ready is not None, (*[4] * (rings - 1), *[1] * copies),
-        (*[tiles.registers] * (rings - 1), *[24] * copies), CODE_WORDS, SCALE_WORDS,
+        (*[tiles.registers] * (rings - 1), *[24] * copies), CODE_WORDS, SCALE_LINE,
         num_warps=4, maxnreg=tiles.registers, enable_fp_fusion=False, **OVERLAPPED,
     )  # fmt: skip
     return out

@@ -57,6 +57,10 @@ _CODE_LANES, _CODE_WARPS = [[0, 4], [0, 8], [0, 16], [1, 0], [2, 0]], [[4, 0], [
 CODE_WORDS = gl.DistributedLinearLayout([[0, 1], [0, 2]], _CODE_LANES, _CODE_WARPS, [], [16, 32])
 _SCALE_LANES, _SCALE_WARPS = [[0], [0], [2], [4], [8]], [[16], [32]]
 SCALE_WORDS = gl.DistributedLinearLayout([[1]], _SCALE_LANES, _SCALE_WARPS, [], [64])
+SCALE_LINE = gl.DistributedLinearLayout(  # the same as a line, [1, 64]
+    [[0, 1]], [[0, *lane] for lane in _SCALE_LANES], [[0, *warp] for warp in _SCALE_WARPS], [],
+    [1, 64],
+)  # fmt: skip
 
 
 @gluon.jit
@@ -99,6 +103,6 @@ def step_scales(scales):
     """Return the words of scales of each step of 64 along K, int32 [w, g] each.
 
     Args:
-        scales: int32 [64] in SCALE_WORDS, of a block of a unit.
+        scales: int32 [64] in SCALE_WORDS or [1, 64] in SCALE_LINE, of a block of a unit.
     """
     return gl.split(gl.reshape(scales, [4, 8, 2]))
