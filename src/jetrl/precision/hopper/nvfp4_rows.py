@@ -340,7 +340,8 @@ def tiles_for(rows: int, n: int, parts: int) -> Tiles:
     """Return the cut of a product of some rows of X with a weight of n rows.
 
     Where 64 rows of the weight a program would leave multiprocessors idle, a program has 32. wgmma
-    takes as long for 32 as for 64, so two such programs a multiprocessor are too many there.
+    takes as long for 32 as for 64, so two such programs a multiprocessor are too many there. The
+    384 programs of a wide weight of 8B all run at once up to 64 rows, three a multiprocessor.
 
     Args:
         rows: Rows of X.
@@ -350,10 +351,12 @@ def tiles_for(rows: int, n: int, parts: int) -> Tiles:
     narrow, wide = n <= 4224, n > 8448
     if rows <= 16 and parts > 1:
         return Tiles(1, 2, 6 if parts == 4 else 8, 80, together=True)
+    if wide and 16 < rows <= 64:
+        return Tiles(2, 1, 4 if rows <= 32 else 3, 80)
     if rows <= 32:
         return Tiles(1 if narrow or (rows <= 16 and not wide) else 2, 2, 4, 80)
     if rows <= 64:
-        return Tiles(1, 2, 3, 128) if narrow else Tiles(2, 1 if wide else 2, 4, 128)
+        return Tiles(1, 2, 3, 128) if narrow else Tiles(2, 2, 4, 128)
     return Tiles(2, 1, 3, 128) if wide or rows > 128 else Tiles(2, 2, 3, 168)
 
 
