@@ -177,7 +177,7 @@ def test_doses_have_plots_only_where_arms_have_doses() -> None:
     runs = [run("short", arm, 0, 0.5, [0.5], curves=kl) for arm in ("none", "some")]
     assert dose_charts(definition(none={}, some={}), runs) == []
     doses = dose_charts(definition(none={"dose": 0}, some={"dose": 0.5}), runs)
-    assert [chart.key for chart in doses] == ["dose-accuracy", "dose-collapse"]
+    assert [chart.key for chart in doses] == ["dose-accuracy", "dose-lost"]
 
 
 def test_each_value_of_the_first_axis_has_plots_of_doses_with_whole_axes() -> None:
@@ -194,9 +194,9 @@ def test_each_value_of_the_first_axis_has_plots_of_doses_with_whole_axes() -> No
     charts = dose_charts(two_axes, runs)
     assert [chart.key for chart in charts] == [
         "dose-accuracy-short",
-        "dose-collapse-short",
+        "dose-lost-short",
         "dose-accuracy-long",
-        "dose-collapse-long",
+        "dose-lost-long",
     ]
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(SIZE_INCHES[0], charts[0].height), layout="constrained")
@@ -207,12 +207,12 @@ def test_each_value_of_the_first_axis_has_plots_of_doses_with_whole_axes() -> No
         assert [line.get_label() for line in axes.lines if line.get_marker() == "D"] == names
 
 
-def test_a_dose_at_which_all_runs_end_without_weights_is_in_the_plot_of_collapses() -> None:
+def test_a_dose_at_which_all_runs_end_without_weights_is_in_the_plot_of_lost_runs() -> None:
     kl = {"mismatch/k3_kl": [1e-2]}
     runs = [run("short", "wild", s, None, [0.5], curves=kl, end="nonfinite") for s in range(2)]
-    _, collapses = dose_charts(definition(wild={"dose": 1}), runs)
+    _, lost = dose_charts(definition(wild={"dose": 1}), runs)
     axes = Figure().add_subplot()
-    collapses.draw(axes)
+    lost.draw(axes)
     (line,) = [line for line in axes.lines if line.get_marker() == "D"]
     assert (list(line.get_xdata()), list(line.get_ydata())) == ([1e-2], [1.0])
 

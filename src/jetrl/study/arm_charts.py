@@ -17,16 +17,17 @@ from jetrl.study.analysis import (
     ALL_POINTS,
     ArmResult,
     common_accuracy,
-    has_collapsed,
     mean_of_curve,
     point_name,
     runs_of,
 )
 from jetrl.study.charts import MISMATCH, color_of, label_powers, legend_above
 from jetrl.study.definition import Definition
+from jetrl.study.lost import Loss, lost_names
 from jetrl.study.plan import grid_points
 from jetrl.study.results import RunResult
 from jetrl.study.statistics import Interval, share_interval
+from jetrl.study.tables import accuracy_name
 
 ROW_INCHES = 0.3  # height of a row of the plots that have a row for each arm
 _SEED: dict[str, Any] = {"alpha": 0.4, "markersize": 3}  # how a run is drawn beside a mean
@@ -73,7 +74,7 @@ def _accuracy_chart(
         _rows_of_arms(axes, definition, rows)
 
     name = point_name(point)
-    title = "Final held-out accuracy" + f": {name}" * bool(name)
+    title = accuracy_name(definition) + f": {name}" * bool(name)
     caption = "dots are seeds, lines the interval of the mean"
     key = "-".join([*point.values(), "accuracy"])
     return Chart(key, title, caption, draw, height=1.0 + ROW_INCHES * len(rows))
@@ -131,7 +132,7 @@ class _DosePlace:
     Attributes:
         kl: The mean K3 KL of its runs.
         values: The final accuracy of each run that has one.
-        rate: The share of runs that collapsed, with its interval.
+        rate: The share of runs that were lost, with its interval.
     """
 
     kl: float
@@ -143,7 +144,7 @@ DoseLines = Mapping[str, Sequence[_DosePlace]]
 
 
 def dose_charts(definition: Definition, runs: Sequence[RunResult]) -> list[Chart]:
-    """Return plots of outcome and collapse against the measured K3 KL, of arms that have a dose.
+    """Return plots of outcome and lost runs against the measured K3 KL, of arms that have a dose.
 
     There is a line for each grid point, and a place on it for each dose; in a grid of several axes
     each value of the first has plots of its own.
@@ -156,28 +157,31 @@ def dose_charts(definition: Definition, runs: Sequence[RunResult]) -> list[Chart
         (name for name, arm in definition.arms.items() if arm.dose is not None),
         key=lambda name: definition.arms[name].dose or 0.0,
     )
+    lost = lost_names(definition, runs)
     plots: dict[str, dict[str, list[_DosePlace]]] = {}
     for point in grid_points(definition):
         names = list(point.values())
         plot, line = (names[0], ", ".join(names[1:])) if len(names) > 1 else ("", point_name(point))
-        places = [_dose_place(definition, runs_of(runs, point, arm)) for arm in arms]
+        places = [_dose_place(definition, runs_of(runs, point, arm), lost) for arm in arms]
         known = [place for place in places if place is not None]
         if known:
             plots.setdefault(plot, {})[line or "runs"] = known
     charts = []
     for plot, lines in plots.items():
-        charts += [_dose_accuracy_chart(plot, lines), _dose_collapse_chart(plot, lines)]
+        charts += [_dose_accuracy_chart(plot, lines), _dose_lost_chart(plot, lines)]
     return charts
 
 
-def _dose_place(definition: Definition, runs: Sequence[RunResult]) -> _DosePlace | None:
+def _dose_place(
+    definition: Definition, runs: Sequence[RunResult], lost: Mapping[str, Loss]
+) -> _DosePlace | None:
     """Return the place of the runs of a dose; None without runs."""
     kls = [kl for run in runs if (kl := mean_of_curve(run, MISMATCH)) is not None]
     values = [value for run in runs if (value := common_accuracy(run)) is not None]
     if not kls:
         return None
-    fallen = sum(has_collapsed(run, definition.collapse) for run in runs)
-    return _DosePlace(fmean(kls), values, share_interval(fallen, len(runs), definition.study.level))
+    count = sum(run.name in lost for run in runs)
+    return _DosePlace(fmean(kls), values, share_interval(count, len(runs), definition.study.level))
 
 
 def _dose_accuracy_chart(plot: str, lines: DoseLines) -> Chart:
@@ -200,8 +204,8 @@ def _dose_accuracy_chart(plot: str, lines: DoseLines) -> Chart:
     )
 
 
-def _dose_collapse_chart(plot: str, lines: DoseLines) -> Chart:
-    """Return the plot of the shares of runs that collapsed by mismatch, with their intervals."""
+def _dose_lost_chart(plot: str, lines: DoseLines) -> Chart:
+    """Return the plot of the shares of runs that were lost by mismatch, with their intervals."""
 
     def draw(axes: Axes) -> None:
         for x, places, color, name in _drawn(lines):
@@ -214,8 +218,8 @@ def _dose_collapse_chart(plot: str, lines: DoseLines) -> Chart:
         axes.set_ylim(-0.04, 1.04)
 
     return Chart(
-        "-".join(filter(None, ["dose-collapse", plot])),
-        "Collapses by mismatch" + f": {plot}" * bool(plot),
+        "-".join(filter(None, ["dose-lost", plot])),
+        "Runs lost by mismatch" + f": {plot}" * bool(plot),
         "against the mean K3 KL of sampler and trainer, by dose; bars are exact intervals",
         draw,
         height=2.9,

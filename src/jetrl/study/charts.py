@@ -1,7 +1,7 @@
 """The curves of a study: metrics over steps, with a line for each arm and a band over seeds.
 
-The line is the mean, the band reaches from the lowest seed to the highest. A run that collapsed
-has a thin line of its own: it would hide in a mean.
+The line is the mean, the band reaches from the lowest seed to the highest. A run that collapsed or
+fell behind has a thin line of its own: it would hide in a mean.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from matplotlib.ticker import NullFormatter
 
 from jetrl.runs.format import percent
 from jetrl.runs.plot_style import COLORS, LINES, SIZE_INCHES, Chart, finish
-from jetrl.study.analysis import has_collapsed, point_name, runs_of
+from jetrl.study.analysis import point_name, runs_of
 from jetrl.study.definition import Definition
+from jetrl.study.lost import lost_names
 from jetrl.study.results import Curves, RunResult
 
 MISMATCH = "mismatch/k3_kl"
@@ -90,7 +91,8 @@ def curve_charts(
         point: The grid point.
     """
     by_arm = {arm: runs_of(runs, point, arm) for arm in definition.arms}
-    charts = (_curve_chart(definition, by_arm, kind, point) for kind in CURVES)
+    lost = frozenset(lost_names(definition, runs))
+    charts = (_curve_chart(definition, by_arm, kind, point, lost) for kind in CURVES)
     return [chart for chart in charts if chart is not None]
 
 
@@ -99,6 +101,7 @@ def _curve_chart(
     by_arm: Mapping[str, Sequence[RunResult]],
     kind: CurveKind,
     point: Mapping[str, str],
+    lost: frozenset[str],
 ) -> Chart | None:
     """Return the plot of a metric over steps at a grid point; None where no run has it."""
     bands = {}
@@ -120,7 +123,7 @@ def _curve_chart(
             known = np.isfinite(low) & (high > low)
             axes.fill_between(steps, low, high, where=known, color=color, alpha=0.13, linewidth=0)
             for run in by_arm[arm]:
-                if has_collapsed(run, definition.collapse):
+                if run.name in lost:
                     own = _curve(run, kind)
                     axes.plot(*zip(*own.items(), strict=True), color=color, linewidth=0.8)
             axes.plot(

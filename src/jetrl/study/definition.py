@@ -90,6 +90,12 @@ class Definition:
         """The file of the results."""
         return Path(self.study.results) if self.study.results else self.out / "results.json"
 
+    @property
+    def evaluates_training_set(self) -> bool:
+        """True if the settings of all runs let them be evaluated on the training prompts."""
+        task = self.common.get("task")
+        return isinstance(task, dict) and task.get("eval_split") == "train"
+
     def label(self, arm: str) -> str:
         """Return the name of an arm in plots and tables."""
         return self.arms[arm].label or arm

@@ -12,15 +12,12 @@ from jetrl.runs.jsonl import write_atomically
 from jetrl.runs.plot_style import Chart, to_png
 from jetrl.runs.report_page import Html, figures, folded, join, page, section, table, text, tile
 from jetrl.runs.storing import storing
-from jetrl.study.analysis import (
-    arm_results,
-    has_collapsed,
-    point_name,
-    twin_groups,
-)
+from jetrl.study.analysis import arm_results, point_name, twin_groups
 from jetrl.study.arm_charts import accuracy_charts, difference_charts, dose_charts
 from jetrl.study.charts import curve_charts
 from jetrl.study.definition import Definition
+from jetrl.study.lost import lost_names, lost_runs
+from jetrl.study.lost_tables import lost_table, seed_tables
 from jetrl.study.plan import grid_points
 from jetrl.study.results import Results, RunResult
 from jetrl.study.sections import CollapseSection
@@ -105,6 +102,8 @@ def report_tables(definition: Definition, results: Results) -> list[Table]:
     tables = [
         twin_table(definition, list(twin_groups(definition, runs))),
         *accuracy_tables(definition, arm_results(definition, runs)),
+        lost_table(definition, list(lost_runs(definition, runs))),
+        *seed_tables(definition, runs, lost_names(definition, runs)),
         mismatch_table(definition, runs),
         seconds_table(definition, runs),
         unfinished_table(runs, results.failed),
@@ -122,7 +121,7 @@ def _body(
 ) -> list[Html]:
     """Return the pieces of the page."""
     study = definition.study
-    first = [one for one in tables if one.title.startswith(("Twin", "Final"))]
+    first = [one for one in tables if one.title.startswith(("Twin", "Final", "Lost"))]
     others = [one for one in tables if one not in first]
     about = f"{' · '.join(results.devices)} · {results.date} · {results.source}"
     sections = [section("Pictures", figures(charts))] if charts else []
@@ -158,13 +157,14 @@ def _tiles(definition: Definition, runs: Sequence[RunResult], results: Results) 
     planned = (
         len(list(grid_points(definition))) * len(definition.arms) * len(definition.study.seeds)
     )
-    fallen = sum(has_collapsed(run, definition.collapse) for run in runs)
+    lost = list(lost_names(definition, runs).values())
+    kinds = f"{lost.count('collapsed')} collapsed, {lost.count('behind')} fell behind"
     tokens = sum(run.compared_tokens for run in runs)
     failed = f", {len(results.failed)} failed" * bool(results.failed)
     seconds = sum(run.wall_s for run in runs)
     tiles = [
         tile("Runs", text(f"{len(runs)} of {planned}"), f"{len(definition.arms)} arms{failed}"),
-        tile("Collapsed", text(str(fallen)), "by the rule below", "bad" if fallen else ""),
+        tile("Lost", text(str(len(lost))), kinds, "bad" if lost else ""),
         tile("Tokens compared", text(count(tokens)), "of sampler and trainer"),
         tile("Time of all runs", text(duration(seconds)), "several at a time"),
     ]
@@ -190,7 +190,8 @@ def method(definition: Definition, runs: Sequence[RunResult]) -> list[str]:
         runs: Its runs.
     """
     study, settings = definition.study, definition.eval
-    prompts = f"{settings.prompts} held-out prompts" if settings.prompts else "all held-out prompts"
+    kind = "training" if definition.evaluates_training_set else "held-out"
+    prompts = f"{settings.prompts or 'all'} {kind} prompts"
     # Runs of an earlier sitting may have been evaluated with fewer draws.
     draws = sorted({run.common.samples for run in runs if run.common is not None})
     samples = " or ".join(map(str, draws or [settings.samples]))
@@ -206,8 +207,12 @@ def method(definition: Definition, runs: Sequence[RunResult]) -> list[str]:
         "the number of arms. Where equivalence is not shown, the number of seeds is named with "
         "which equal arms whose differences spread as these would pass four times of five.",
         _rule(definition.collapse),
+        f"A run that has not collapsed fell behind if its final accuracy is more than "
+        f"{100 * definition.collapse.behind:g} points below the median of the runs of "
+        f"{definition.label(definition.reference)} at the same grid point.",
         f"Curves are means over steps, at most {study.points} points a run. Bands reach from the "
-        "lowest seed to the highest; a run that collapsed has a thin line of its own.",
+        "lowest seed to the highest; a run that collapsed or fell behind has a thin line of its "
+        "own.",
     ]
     if definition.start is not None:
         sentences.append(

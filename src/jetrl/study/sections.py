@@ -104,6 +104,12 @@ class CollapseSection(Section):
         0.05, description="highest mean below which a run has not learnt, and cannot collapse"
     )
 
+    behind: Annotated[float, Field(gt=0, lt=1)] = Field(
+        0.1,
+        description="how far below the median of the reference arm's final accuracies a run that "
+        "has not collapsed has fallen behind",
+    )
+
     @field_validator("metric")
     @classmethod
     def known_metric(cls, metric: str) -> str:

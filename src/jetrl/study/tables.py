@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from jetrl.runs.format import number, percent
-from jetrl.study.analysis import ArmResult, TwinGroup, point_name, runs_of
+from jetrl.study.analysis import ArmResult, TwinGroup, mean_of_curve, point_name, runs_of
 from jetrl.study.definition import Definition
 from jetrl.study.plan import grid_points
 from jetrl.study.results import RunResult
@@ -35,8 +35,14 @@ class Table:
     rows: Sequence[Sequence[str]]
 
 
+def accuracy_name(definition: Definition) -> str:
+    """Return what the final accuracy is called: on held-out prompts, or on the training set."""
+    on_training_set = definition.evaluates_training_set
+    return "Final accuracy on the training set" if on_training_set else "Final held-out accuracy"
+
+
 def accuracy_tables(definition: Definition, results: Sequence[ArmResult]) -> Iterator[Table]:
-    """Yield the table of final held-out accuracy of each grid point.
+    """Yield the table of final accuracy of each grid point.
 
     Args:
         definition: The definition of the study.
@@ -57,7 +63,7 @@ def accuracy_tables(definition: Definition, results: Sequence[ArmResult]) -> Ite
     for point in dict.fromkeys(result.point for result in results):
         rows = [_accuracy_row(definition, r) for r in results if r.point == point and r.collapsed]
         if rows:
-            title = "Final held-out accuracy" + f": {point}" * bool(point)
+            title = accuracy_name(definition) + f": {point}" * bool(point)
             yield Table(title, note, head, rows)
             note = ""
 
@@ -137,14 +143,16 @@ def mismatch_table(definition: Definition, runs: Sequence[RunResult]) -> Table |
         if not tokens:
             continue
         different = sum(run.different_tokens for run in own)
-        values = [_mean_of_means(own, f"mismatch/{name}") for name in names]
-        shown = [DASH if v is None else f"{v:.4g}" for v in values]
+        shown = [_mean_and_range(own, f"mismatch/{name}") for name in names]
         rows.append(
             [point, definition.label(arm), number(tokens), percent(different / tokens), *shown]
         )
     head = ("point", "arm", "tokens compared", "tokens that differ", *names)
-    note = "Log-probs of the trainer against the sampler's, over all steps and seeds."
-    return _without_empty_point(Table("Mismatch of sampler and trainer", note, head, rows))
+    note = (
+        "Log-probs of the trainer against the sampler's, over all steps and seeds; in brackets the "
+        "means of the lowest and the highest run."
+    )
+    return without_point(Table("Mismatch of sampler and trainer", note, head, rows))
 
 
 def seconds_table(definition: Definition, runs: Sequence[RunResult]) -> Table | None:
@@ -162,7 +170,7 @@ def seconds_table(definition: Definition, runs: Sequence[RunResult]) -> Table | 
             rows.append([point, definition.label(arm), *(f"{total / steps:.3g}" for total in sums)])
     note = "Mean seconds of a step; runs shared their card or cores with others."
     head = ("point", "arm", *PHASES[:-1], "whole step")
-    return _without_empty_point(Table("Seconds by phase", note, head, rows))
+    return without_point(Table("Seconds by phase", note, head, rows))
 
 
 def twin_table(definition: Definition, groups: Sequence[TwinGroup]) -> Table | None:
@@ -217,15 +225,17 @@ def _by_point_and_arm(
                 yield point_name(point), arm, own
 
 
-def _mean_of_means(runs: Sequence[RunResult], metric: str) -> float | None:
-    """Return the mean of a metric over the kept points of all runs; None without any."""
-    kept = [
-        value for run in runs for value in run.curves.values.get(metric, ()) if value is not None
-    ]
-    return fmean(kept) if kept else None
+def _mean_and_range(runs: Sequence[RunResult], metric: str) -> str:
+    """Return the mean of a metric over runs, with the means of the lowest and highest run."""
+    means = [mean for run in runs if (mean := mean_of_curve(run, metric)) is not None]
+    if not means:
+        return DASH
+    low, high = min(means), max(means)
+    ends = f" [{low:.3g}, {high:.3g}]" if f"{low:.3g}" != f"{high:.3g}" else ""
+    return f"{fmean(means):.3g}{ends}"
 
 
-def _without_empty_point(table: Table) -> Table | None:
+def without_point(table: Table) -> Table | None:
     """Return a table without its first column where that is empty; None for no rows."""
     if not table.rows:
         return None
