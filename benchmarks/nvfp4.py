@@ -30,12 +30,13 @@ from jetrl.precision.nvfp4_layout import hopper_order, parts_of
 
 _MORE_THAN_CACHED = 2**28  # bytes; the L2 cache has 50 MB
 _ROWS = (1, 8, 16, 32, 64, 128, 256, 512, 4096)
-_CUTS = {  # units, group, rounds, registers, and 1 where parts of K are made side by side
+_CUTS = {  # units, group, rounds, registers, 1 where parts of K are made side by side, sides
     8: [(1, 2, 4, 80), (2, 2, 4, 80), (2, 2, 4, 72), (2, 4, 2, 80), (2, 2, 3, 80), (1, 2, 4, 80, 1),
-        (1, 2, 6, 80, 1), (1, 2, 8, 80, 1), (2, 2, 4, 80, 1), (1, 4, 3, 80, 1), (1, 4, 4, 80, 1)],
+        (1, 2, 6, 80, 1), (1, 2, 8, 80, 1), (2, 2, 4, 80, 1), (1, 4, 3, 80, 1), (1, 4, 4, 80, 1),
+        (2, 2, 4, 96, 0, 3)],
     16: [(2, 2, 4, 80), (2, 2, 3, 72), (1, 2, 4, 80, 1), (1, 2, 6, 80, 1), (1, 4, 3, 80, 1)],
-    32: [(1, 2, 4, 80), (2, 1, 4, 80), (2, 2, 3, 80), (2, 2, 4, 128)],
-    64: [(1, 2, 3, 128), (2, 1, 3, 80), (2, 1, 4, 128), (2, 2, 4, 128)],
+    32: [(1, 2, 4, 80), (2, 1, 4, 80), (2, 2, 3, 80), (2, 2, 4, 128), (2, 1, 6, 112, 0, 3)],
+    64: [(1, 2, 3, 128), (2, 1, 3, 80), (2, 1, 4, 128), (2, 2, 4, 128), (2, 1, 6, 112, 0, 3)],
     128: [(2, 1, 3, 128), (2, 2, 3, 168)],
 }  # fmt: skip
 
@@ -101,9 +102,10 @@ def layer_rows(
         few = rows <= 512
         if cuts:
             several = parts_of(n, k)[0] > 1
-            tiles = [Tiles(*cut) for cut in _CUTS[rows] if several or len(cut) < 5]
+            tiles = [t for t in (Tiles(*cut) for cut in _CUTS[rows]) if several or not t.together]
             forms: dict[str, list[Callable[[], Any]]] = {
                 f"units {t.units} group {t.group} rounds {t.rounds} registers {t.registers}"
+                + f" sides {t.sides}"
                 + ", parts together" * t.together: [
                     partial(nvfp4_rows_matmul, x, w, torch.bfloat16, t) for w in nvfp4
                 ]

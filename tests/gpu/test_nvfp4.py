@@ -118,15 +118,17 @@ def test_any_codes_and_scales_and_tiles(hopper, shape, out_dtype: torch.dtype) -
     weight = hopper_order(any_codes(*shape, 4))
     x = random(128, shape[1], 5)
     expected = hopper.nvfp4_matmul_hopper(x, weight, out_dtype, widen=True)
-    for rows, units, group in (
-        (5, 1, 1),
-        (5, 2, 1),
-        (5, 1, 2),
-        (5, 2, 2),
-        (128, 1, 2),
-        (128, 2, 1),
+    for rows, units, group, sides in (
+        (5, 1, 1, 1),
+        (5, 2, 1, 1),
+        (5, 1, 2, 1),
+        (5, 2, 2, 3),
+        (40, 2, 1, 3),
+        (64, 1, 2, 2),
+        (128, 1, 2, 1),
+        (128, 2, 1, 1),
     ):
-        tiles = Tiles(units, group, 2, 128)
+        tiles = Tiles(units, group, 2, 128 if sides < 3 else 112, sides=sides)
         out = nvfp4_rows_matmul(x[:rows], weight, out_dtype, tiles)
         assert torch.equal(out, expected[:rows]), (rows, tiles)
 
@@ -147,8 +149,9 @@ def test_the_parts_of_a_long_sum_are_added_in_order(hopper, shape: tuple[int, in
             sums += torch.mm(part.contiguous(), right.t().contiguous(), out_dtype=torch.float32)
     expected = sums * weight.factor
     assert torch.equal(hopper.nvfp4_matmul_hopper(x, weight, torch.float32, widen=True), expected)
-    for rows, units, group, together in itertools.product((1, 5, 16, 200), (1, 2), (1, 2), (0, 1)):
-        if together and (rows > 16 or group == 1):
+    cuts = itertools.product((1, 5, 16, 200), (1, 2), (1, 2, 4), (0, 1))
+    for rows, units, group, together in cuts:
+        if (together and (rows > 16 or group == 1)) or (group == 4 and not together):
             continue
         tiles = Tiles(units, group, 2, 80 if rows <= 16 else 128, bool(together))
         out = nvfp4_rows_matmul(x[:rows], weight, torch.float32, tiles)
@@ -163,11 +166,13 @@ def test_a_product_with_an_adapter_has_the_bits_of_both(hopper, linear: str, ran
     At every number of rows that is fused, eagerly, and replayed behind a kernel that writes X.
     """
     from jetrl.precision.hopper.adapter import project_down_whole, project_up_hopper
+    from jetrl.precision.hopper.adapter_epilogue import AdapterOperands
     from jetrl.precision.hopper.adapter_linear import (
         NVFP4_FUSED_ROWS,
         nvfp4_adapted_matmul,
         nvfp4_form_for,
     )
+    from jetrl.precision.hopper.nvfp4_rows import Tiles, nvfp4_rows_matmul
 
     n, k, parts = LINEARS[linear]
     adapter = adapter_weight(rank, k, parts, n)
@@ -186,6 +191,11 @@ def test_a_product_with_an_adapter_has_the_bits_of_both(hopper, linear: str, ran
             different[rows, form] = int((y != whole[:rows]).sum() + (made != u[:rows]).sum())
     assert not any(different.values()), {key: bad for key, bad in different.items() if bad}
     assert not adapter.arrived[:-1].any()
+    for rows in (5, 40):  # sides that lie past the last row of the weight, too
+        operands = AdapterOperands(u[:rows].clone(), adapter.up, adapter.columns)
+        tiles = Tiles(2, 1, 2, 112, sides=3)
+        y = nvfp4_rows_matmul(x[:rows], base, tiles=tiles, adapter=operands)
+        assert torch.equal(y, whole[:rows]), (rows, tiles)
     for rows in (1, 8, 16, 17, 33, 64, NVFP4_FUSED_ROWS):
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):

@@ -48,14 +48,15 @@ def _rows_of_b(b_smem, UNITS: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def _added(
-    u_smem, b_smem, layout: gl.constexpr, BLOCK_M: gl.constexpr, UNITS: gl.constexpr,
-    STEPS: gl.constexpr,
+    u_smem, b_smem, side: gl.constexpr, layout: gl.constexpr, BLOCK_M: gl.constexpr,
+    UNITS: gl.constexpr, STEPS: gl.constexpr,
 ):  # fmt: skip
     """Return the transpose of a tile of u B^T, float32 [64, BLOCK_M], one chain from zero.
 
     Args:
-        u_smem: bfloat16 [STEPS, BLOCK_M, 16], tiles of u.
-        b_smem: bfloat16 [STEPS, UNITS * 32, 16], tiles of B.
+        u_smem: bfloat16 [sides * STEPS, BLOCK_M, 16], tiles of u.
+        b_smem: bfloat16 [sides * STEPS, UNITS * 32, 16], tiles of B.
+        side: which of these are multiplied.
         layout: of the layer's product.
         BLOCK_M: rows of u.
         UNITS: as of `_rows_of_b`.
@@ -67,15 +68,15 @@ def _added(
     )
     total = gl.zeros([64, BLOCK_M], gl.float32, product)
     for i in gl.static_range(STEPS):
-        b = _rows_of_b(b_smem.index(i), UNITS, gl.DotOperandLayout(0, product, 2))
-        u = u_smem.index(i).permute((1, 0)).load(gl.DotOperandLayout(1, product, 2))
+        b = _rows_of_b(b_smem.index(side * STEPS + i), UNITS, gl.DotOperandLayout(0, product, 2))
+        u = u_smem.index(side * STEPS + i).permute((1, 0)).load(gl.DotOperandLayout(1, product, 2))
         total = mma_v2(b, u, total)
     return gl.convert_layout(total, layout, assert_trivial=True)
 
 
 @gluon.jit
 def store_product(
-    total, y_ptr, factor, m0, unit, M, N, columns_ptr, u_smem, b_smem, beside,
+    total, y_ptr, factor, m0, unit, M, N, columns_ptr, u_smem, b_smem, beside, side: gl.constexpr,
     BLOCK_M: gl.constexpr, UNITS: gl.constexpr, RANK: gl.constexpr, mma: gl.constexpr,
 ):  # fmt: skip
     """Store the product's transpose times the factor, with the adapter's product added.
@@ -85,15 +86,16 @@ def store_product(
         y_ptr: [M, N], written; bfloat16 with an adapter.
         factor: float32, what sums are multiplied by.
         m0: the program's first row of X.
-        unit: its first unit of 32 rows of the weight.
+        unit: the first unit of 32 rows of the weight of these warps.
         M: rows of X.
         N: rows of the weight.
         columns_ptr: int32, as of `adapter_epilogue.load_beside`.
         u_smem: as of `_added`, with RANK.
         b_smem: as of `_added`, with RANK.
         beside: the barrier of both.
+        side: as of `_added`.
         BLOCK_M: rows of X that the program has.
-        UNITS: units of the weight that the program has.
+        UNITS: units of the weight that these warps have.
         RANK: columns of the adapter's B; 0: there is no adapter.
         mma: the layout of total.
     """
@@ -104,9 +106,9 @@ def store_product(
     m = m0 + gl.arange(0, BLOCK_M, gl.SliceLayout(0, mma))
     y = (total * factor).to(y_ptr.dtype.element_ty)
     if RANK > 0:
-        first = gl.load(columns_ptr + unit // 2)
+        first = gl.load(columns_ptr + gl.minimum(unit * 32, N - 1) // 64)
         mbarrier.wait(beside.index(0), 0)
-        added = _added(u_smem, b_smem, mma, BLOCK_M, UNITS, RANK // 16).to(gl.bfloat16)
+        added = _added(u_smem, b_smem, side, mma, BLOCK_M, UNITS, RANK // 16).to(gl.bfloat16)
         both = (y.to(gl.float32) + added.to(gl.float32)).to(gl.bfloat16)
         y = gl.where(first >= 0, both, y)
     gl.store(

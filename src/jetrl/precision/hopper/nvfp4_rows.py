@@ -79,6 +79,8 @@ class Tiles:
         rounds: stages that are in flight, of each ring.
         registers: the most registers of a thread, of the warps that copy and multiply alike.
         together: whether the parts of K are made side by side; up to 16 rows of X.
+        sides: how many times so many units a program has, each by four warps that read the same X;
+            1 where parts are made side by side.
     """
 
     units: int
@@ -86,11 +88,12 @@ class Tiles:
     rounds: int
     registers: int
     together: bool = False
+    sides: int = 1
 
 
 @gluon.jit
 def _stage_words(
-    w_smem, s_smem, slot, CHAINS: gl.constexpr, UNITS: gl.constexpr, GROUP: gl.constexpr,
+    w_smem, s_smem, first_tile, CHAINS: gl.constexpr, UNITS: gl.constexpr, GROUP: gl.constexpr,
     WORDS: gl.constexpr, SCALES: gl.constexpr,
 ):  # fmt: skip
     """Return the words of a stage: for each unit the words of all steps' codes, then scales."""
@@ -98,10 +101,10 @@ def _stage_words(
     parts = ()
     for u in gl.static_range(UNITS):
         for i in gl.static_range(GROUP):
-            codes = w_smem.index((slot * UNITS + u) * CHAINS + i // EACH)
+            codes = w_smem.index(first_tile + u * CHAINS + i // EACH)
             parts += step_words(codes.slice(i % EACH * 16, 16, 0).load(WORDS))
         for i in gl.static_range(GROUP):
-            scales = s_smem.index((slot * UNITS + u) * CHAINS + i // EACH)
+            scales = s_smem.index(first_tile + u * CHAINS + i // EACH)
             parts += step_scales(scales.slice(i % EACH, 1, 0).load(SCALES))
     return parts
 
@@ -124,15 +127,17 @@ def _left_operand(
 
 @gluon.jit
 def _sum(
-    x_smem, w_smem, s_smem, arrived, left, ring, stages, part_stages, BLOCK_M: gl.constexpr,
-    CHAINS: gl.constexpr, PARTS: gl.constexpr, UNITS: gl.constexpr, GROUP: gl.constexpr,
-    ROUNDS: gl.constexpr, WORDS: gl.constexpr, SCALES: gl.constexpr, mma: gl.constexpr,
+    x_smem, w_smem, s_smem, arrived, left, ring, side, stages, part_stages, BLOCK_M: gl.constexpr,
+    CHAINS: gl.constexpr, PARTS: gl.constexpr, SIDES: gl.constexpr, UNITS: gl.constexpr,
+    GROUP: gl.constexpr, ROUNDS: gl.constexpr, WORDS: gl.constexpr, SCALES: gl.constexpr,
+    mma: gl.constexpr,
 ):  # fmt: skip
     """Return the sums of the two chains of products of a ring, float32 [64, BLOCK_M] each.
 
     Args:
         x_smem, w_smem, s_smem, arrived, left: as of `nvfp4_loads`.
         ring: the ring.
+        side: the side, which says what units of a stage are taken.
         stages: its stages.
         part_stages: stages of a part of K that follows another one.
         CHAINS: parts of K that are made in turn; without a second one its sums are zeros.
@@ -148,7 +153,9 @@ def _sum(
     second = total
     first_slot = ring * ROUNDS
     mbarrier.wait(arrived.index(first_slot), 0)
-    parts = _stage_words(w_smem, s_smem, first_slot, CHAINS, UNITS, GROUP, WORDS, SCALES)
+    TILES: gl.constexpr = UNITS * CHAINS  # of a side
+    first_tile = (first_slot * SIDES + side) * TILES
+    parts = _stage_words(w_smem, s_smem, first_tile, CHAINS, UNITS, GROUP, WORDS, SCALES)
     first = _left_operand(parts, 0, UNITS, GROUP, layout)
     for stage in range(stages):
         slot = first_slot + stage % ROUNDS
@@ -170,7 +177,8 @@ def _sum(
         following = gl.minimum(stage + 1, stages - 1)
         slot_following = first_slot + following % ROUNDS
         mbarrier.wait(arrived.index(slot_following), (following // ROUNDS) & 1)
-        parts = _stage_words(w_smem, s_smem, slot_following, CHAINS, UNITS, GROUP, WORDS, SCALES)
+        tile_following = (slot_following * SIDES + side) * TILES
+        parts = _stage_words(w_smem, s_smem, tile_following, CHAINS, UNITS, GROUP, WORDS, SCALES)
         first = _left_operand(parts, 0, UNITS, GROUP, layout)
         if not SYNC:
             total = warpgroup_mma_wait(0, deps=[total])
@@ -190,11 +198,11 @@ def _work(
     x_desc, w_desc, s_desc, u_desc, b_desc, x_smem, w_smem, s_smem, u_smem, b_smem, arrived, left,
     beside, sums_smem, done, y_ptr, columns_ptr, ready_ptr, factor, m0, unit, M, N, KB, PB, stages,
     early, place: gl.constexpr, RINGS: gl.constexpr, CHAINS: gl.constexpr, PARTS: gl.constexpr,
-    BLOCK_M: gl.constexpr, UNITS: gl.constexpr, GROUP: gl.constexpr, ROUNDS: gl.constexpr,
-    RANK: gl.constexpr, SIGNALLED: gl.constexpr, WORDS: gl.constexpr, SCALES: gl.constexpr,
-    mma: gl.constexpr,
+    BLOCK_M: gl.constexpr, SIDES: gl.constexpr, UNITS: gl.constexpr, GROUP: gl.constexpr,
+    ROUNDS: gl.constexpr, RANK: gl.constexpr, SIGNALLED: gl.constexpr, WORDS: gl.constexpr,
+    SCALES: gl.constexpr, mma: gl.constexpr,
 ):  # fmt: skip
-    """Do the work of the warps of a ring, or behind the rings that of the warps that copy.
+    """Do the work of the warps of a ring or a side, or behind these that of the warps that copy.
 
     Args:
         x_desc, w_desc, s_desc, x_smem, w_smem, s_smem, arrived, left, ready_ptr, m0, unit, KB, PB,
@@ -206,27 +214,30 @@ def _work(
         y_ptr: [M, N], written.
         factor: float32, what sums are multiplied by.
         M, N: rows of X and of the weight.
-        place: the ring; behind the rings the warps that copy the weight, X, and the adapter.
+        place: the ring, or the side of the only ring; behind these the warps that copy the weight,
+            X, and the adapter.
         RINGS: rings, the sums of which are added in order; 1 or 2.
         CHAINS: parts of K that a ring makes in turn.
         PARTS: parts of K that a ring makes one after the other.
+        SIDES: sides; 1 where there are several rings.
         RANK, SIGNALLED: as of `nvfp4_rows_kernel`.
     """
-    if place == RINGS + 2:
+    COPIES: gl.constexpr = RINGS * SIDES  # the first place behind the warps that multiply
+    if place == COPIES + 2:
         load_beside(u_desc, b_desc, columns_ptr, u_smem, b_smem, beside, m0, unit * 32, N, early,
-                    1, BLOCK_M, UNITS * 32, RANK)  # fmt: skip
-    elif place == RINGS + 1:
+                    SIDES, BLOCK_M, UNITS * 32, RANK)  # fmt: skip
+    elif place == COPIES + 1:
         load_rows(x_desc, x_smem, arrived, left, ready_ptr, m0, PB, stages, RINGS, CHAINS, GROUP,
                   ROUNDS, RANK, SIGNALLED)  # fmt: skip
-    elif place == RINGS:
+    elif place == COPIES:
         load_weight(w_desc, s_desc, w_smem, s_smem, arrived, left, unit, KB, PB, stages, RINGS,
-                    CHAINS, UNITS, GROUP, ROUNDS)  # fmt: skip
+                    CHAINS, SIDES * UNITS, GROUP, ROUNDS)  # fmt: skip
     else:
         total, second = _sum(
-            x_smem, w_smem, s_smem, arrived, left, place, stages, PB // GROUP, BLOCK_M, CHAINS,
-            PARTS, UNITS, GROUP, ROUNDS, WORDS, SCALES, mma,
+            x_smem, w_smem, s_smem, arrived, left, place // SIDES, place % SIDES, stages,
+            PB // GROUP, BLOCK_M, CHAINS, PARTS, SIDES, UNITS, GROUP, ROUNDS, WORDS, SCALES, mma,
         )  # fmt: skip
-        if place > 0:
+        if place // SIDES > 0:
             sums_smem.index(0).store(total)
             if CHAINS > 1:
                 sums_smem.index(1).store(second)
@@ -239,19 +250,20 @@ def _work(
                 mbarrier.wait(done, 0)
                 for chain in gl.static_range(CHAINS):
                     total += sums_smem.index(chain).load(mma)
-            store_product(total, y_ptr, factor, m0, unit, M, N, columns_ptr, u_smem, b_smem,
-                          beside, BLOCK_M, UNITS, RANK, mma)  # fmt: skip
+            store_product(total, y_ptr, factor, m0, unit + place % SIDES * UNITS, M, N, columns_ptr,
+                          u_smem, b_smem, beside, place % SIDES, BLOCK_M, UNITS, RANK,
+                          mma)  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=["M", "factor", "KB", "PB", "early"])
 def nvfp4_rows_kernel(
     x_desc, w_desc, s_desc, u_desc, b_desc, y_ptr, columns_ptr, ready_ptr, factor, M, N, KB, PB,
-    early, RINGS: gl.constexpr, CHAINS: gl.constexpr, PARTS: gl.constexpr, UNITS: gl.constexpr,
-    BLOCK_M: gl.constexpr, GROUP: gl.constexpr, ROUNDS: gl.constexpr, RANK: gl.constexpr,
-    SIGNALLED: gl.constexpr, WARPS: gl.constexpr, REGISTERS: gl.constexpr, WORDS: gl.constexpr,
-    SCALES: gl.constexpr,
+    early, RINGS: gl.constexpr, CHAINS: gl.constexpr, PARTS: gl.constexpr, SIDES: gl.constexpr,
+    UNITS: gl.constexpr, BLOCK_M: gl.constexpr, GROUP: gl.constexpr, ROUNDS: gl.constexpr,
+    RANK: gl.constexpr, SIGNALLED: gl.constexpr, WARPS: gl.constexpr, REGISTERS: gl.constexpr,
+    WORDS: gl.constexpr, SCALES: gl.constexpr,
 ):  # fmt: skip
-    """Multiply BLOCK_M rows of X by UNITS * 32 rows of the weight, over the whole of K.
+    """Multiply BLOCK_M rows of X by SIDES * UNITS * 32 rows of the weight, over the whole of K.
 
     Args:
         x_desc: bfloat16 [M, K], boxes of [BLOCK_M, 64].
@@ -271,6 +283,7 @@ def nvfp4_rows_kernel(
         RINGS: as of `_work`.
         CHAINS: as of `_work`; GROUP is a multiple of it.
         PARTS: as of `_work`.
+        SIDES: as of `_work`.
         UNITS: as of `Tiles`.
         BLOCK_M: 8 to 128, a power of two.
         GROUP: as of `Tiles`.
@@ -278,7 +291,7 @@ def nvfp4_rows_kernel(
         RANK: columns of the adapter's B; 0: there is no adapter.
         SIGNALLED: whether X is what a kernel before the one in front wrote, which says when X can
             be read; otherwise that is when the one in front has ended.
-        WARPS: warps of each ring behind the first, and those of the copies.
+        WARPS: warps of each ring or side behind the first, and those of the copies.
         REGISTERS: the most registers of a thread of each of these.
         WORDS: the layout of a block's codes in registers.
         SCALES: the layout of a block's scales in registers.
@@ -292,9 +305,9 @@ def nvfp4_rows_kernel(
     # Programs that share a part of the weight follow each other.
     row_blocks = (M + BLOCK_M - 1) // BLOCK_M
     m0 = (gl.program_id(0) % row_blocks) * BLOCK_M
-    unit = (gl.program_id(0) // row_blocks) * UNITS
+    unit = (gl.program_id(0) // row_blocks) * (SIDES * UNITS)
     SLOTS: gl.constexpr = RINGS * ROUNDS
-    TILES: gl.constexpr = SLOTS * UNITS * CHAINS
+    TILES: gl.constexpr = SLOTS * SIDES * UNITS * CHAINS
     EACH: gl.constexpr = GROUP // CHAINS
     x_smem = gl.allocate_shared_memory(gl.bfloat16, [SLOTS * 2 * GROUP, BLOCK_M, 64], x_desc.layout)
     w_smem = gl.allocate_shared_memory(gl.int32, [TILES, EACH * 16, 32], w_desc.layout)
@@ -304,7 +317,7 @@ def nvfp4_rows_kernel(
     done = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     for i in gl.static_range(SLOTS):
         mbarrier.init(arrived.index(i), count=2)
-        mbarrier.init(left.index(i), count=1)
+        mbarrier.init(left.index(i), count=SIDES)
     mbarrier.init(done, count=1)
     sums_smem = s_smem
     if RINGS > 1:
@@ -314,22 +327,23 @@ def nvfp4_rows_kernel(
     b_smem = s_smem
     beside = arrived
     if RANK > 0:
-        STEPS: gl.constexpr = RANK // 16
-        u_smem = gl.allocate_shared_memory(gl.bfloat16, [STEPS, BLOCK_M, 16], u_desc.layout)
-        b_smem = gl.allocate_shared_memory(gl.bfloat16, [STEPS, UNITS * 32, 16], b_desc.layout)
+        COUNT: gl.constexpr = SIDES * (RANK // 16)
+        u_smem = gl.allocate_shared_memory(gl.bfloat16, [COUNT, BLOCK_M, 16], u_desc.layout)
+        b_smem = gl.allocate_shared_memory(gl.bfloat16, [COUNT, UNITS * 32, 16], b_desc.layout)
         beside = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
         mbarrier.init(beside.index(0), count=1)
     # Of a ring; of parts that are made side by side, the last may end earlier: zeros follow.
     blocks = KB if RINGS * CHAINS == 1 else PB * CHAINS
     stages = (blocks + GROUP - 1) // GROUP
-    # The first four warps, those of the second ring, and those that copy.
+    # The first four warps, those of the other rings or sides, and those that copy.
     gl.warp_specialize(
         [
             (_work, (x_desc, w_desc, s_desc, u_desc, b_desc, x_smem, w_smem, s_smem, u_smem, b_smem,
                      arrived, left, beside, sums_smem, done, y_ptr, columns_ptr, ready_ptr, factor,
                      m0, unit, M, N, KB, PB, stages, early, gl.constexpr(place), RINGS, CHAINS,
-                     PARTS, BLOCK_M, UNITS, GROUP, ROUNDS, RANK, SIGNALLED, WORDS, SCALES, mma))
-            for place in (0, 1, 2, 3, 4)[: RINGS + (3 if RANK > 0 else 2)]
+                     PARTS, BLOCK_M, SIDES, UNITS, GROUP, ROUNDS, RANK, SIGNALLED, WORDS, SCALES,
+                     mma))
+            for place in (0, 1, 2, 3, 4, 5)[: RINGS * SIDES + (3 if RANK > 0 else 2)]
         ],
         WARPS,
         REGISTERS,
@@ -340,8 +354,9 @@ def tiles_for(rows: int, n: int, parts: int) -> Tiles:
     """Return the cut of a product of some rows of X with a weight of n rows.
 
     Where 64 rows of the weight a program would leave multiprocessors idle, a program has 32. wgmma
-    takes as long for 32 as for 64, so two such programs a multiprocessor are too many there. The
-    384 programs of a wide weight of 8B all run at once up to 64 rows, three a multiprocessor.
+    takes as long for 32 as for 64, so two such programs a multiprocessor are too many there. With
+    some dozens of rows reading X takes longer than reading the weight, so a program has 192 rows of
+    a wide weight where all programs run at once.
 
     Args:
         rows: Rows of X.
@@ -351,12 +366,12 @@ def tiles_for(rows: int, n: int, parts: int) -> Tiles:
     narrow, wide = n <= 4224, n > 8448
     if rows <= 16 and parts > 1:
         return Tiles(1, 2, 6 if parts == 4 else 8, 80, together=True)
-    if wide and 16 < rows <= 64:
-        return Tiles(2, 1, 4 if rows <= 32 else 3, 80)
+    if wide and 16 < rows <= 64 and n <= 192 * 132:
+        return Tiles(2, 1, 6, 112, sides=3)
     if rows <= 32:
         return Tiles(1 if narrow or (rows <= 16 and not wide) else 2, 2, 4, 80)
     if rows <= 64:
-        return Tiles(1, 2, 3, 128) if narrow else Tiles(2, 2, 4, 128)
+        return Tiles(1, 2, 3, 128) if narrow else Tiles(2, 1 if wide else 2, 4, 128)
     return Tiles(2, 1, 3, 128) if wide or rows > 128 else Tiles(2, 2, 3, 168)
 
 
@@ -374,13 +389,14 @@ def tiles_beside(rows: int, n: int, parts: int, rank: int) -> Tiles:
     """
     tiles, block_m = tiles_for(rows, n, parts), _block_rows(rows)
     rings = cdiv(parts, 2) if tiles.together else 1
-    threads = 128 * (rings + 1)
-    programs = cdiv(rows, block_m) * cdiv(n, UNIT * tiles.units)
+    units = tiles.sides * tiles.units
+    threads = 128 * (rings * tiles.sides + 1)
+    programs = cdiv(rows, block_m) * cdiv(n, UNIT * units)
     programs = min(cdiv(programs, 132), 65536 // (threads * tiles.registers))
     # A kilobyte of shared memory is the system's, of each program.
     room = (228 * 1024 - down_program_bytes(rows) - 1024) // programs - 1024
-    room -= rank * 2 * (block_m + UNIT * tiles.units) + _BARRIERS
-    stage = rings * tiles.group * (block_m * BLOCK * 2 + tiles.units * _UNIT_BYTES)
+    room -= rank * 2 * (tiles.sides * block_m + UNIT * units) + _BARRIERS
+    stage = rings * tiles.group * (block_m * BLOCK * 2 + units * _UNIT_BYTES)
     rounds = max(2, min(tiles.rounds, room // stage))
     registers = (65536 - DOWN_PROGRAM_REGISTERS) // (programs * threads) // 8 * 8
     return replace(tiles, rounds=rounds, registers=min(tiles.registers, registers))
@@ -427,16 +443,17 @@ def nvfp4_rows_matmul(
         beside, first_columns = adapter.descriptors(block_m, UNIT * tiles.units), adapter.columns
         ready = adapter.ready
     copies = 2 if adapter is None else 3  # warps
-    grid = (cdiv(rows, block_m) * cdiv(n, UNIT * tiles.units),)
+    others = rings * tiles.sides - 1  # groups of four warps behind the first
+    grid = (cdiv(rows, block_m) * cdiv(n, UNIT * tiles.units * tiles.sides),)
     nvfp4_rows_kernel[grid](
         TensorDescriptor(x, [rows, k], [k, 1], [block_m, 64], _X_LAYOUT),
         codes,
         TensorDescriptor(w.scales, [blocks, 64], [64, 1], [each, 64], _SCALES_LAYOUT),
         *beside, out, first_columns, first_columns if ready is None else ready, w.factor, rows, n,
         k // BLOCK, columns // BLOCK, int(torch.cuda.is_current_stream_capturing()), rings, chains,
-        parts // (rings * chains), tiles.units, block_m, tiles.group, tiles.rounds, rank,
-        ready is not None, (*[4] * (rings - 1), *[1] * copies),
-        (*[tiles.registers] * (rings - 1), *[24] * copies), CODE_WORDS, SCALE_LINE,
+        parts // (rings * chains), tiles.sides, tiles.units, block_m, tiles.group, tiles.rounds,
+        rank, ready is not None, (*[4] * others, *[1] * copies),
+        (*[tiles.registers] * others, *[24] * copies), CODE_WORDS, SCALE_LINE,
         num_warps=4, maxnreg=tiles.registers, enable_fp_fusion=False, **OVERLAPPED,
     )  # fmt: skip
     return out
