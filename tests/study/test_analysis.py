@@ -172,6 +172,19 @@ def test_an_arm_whose_mismatch_is_zero_is_named_and_not_drawn() -> None:
     )
 
 
+def test_a_legend_of_many_arms_leaves_the_curves_their_height() -> None:
+    names = [f"an arm with a name of some length, {n}" for n in range(12)]
+    many = definition(**{f"a{n}": {"label": name} for n, name in enumerate(names)})
+    runs = [run("short", arm, 0, 0.5, RISES) for arm in many.arms]
+    (chart,) = curve_charts(many, runs, {"length": "short"})
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(SIZE_INCHES[0], chart.height), layout="constrained")
+        axes = figure.subplots()
+        chart.draw(axes)
+        figure.draw_without_rendering()
+        assert axes.get_position().height * chart.height > 1.5
+
+
 def test_doses_have_plots_only_where_arms_have_doses() -> None:
     kl = {"mismatch/k3_kl": [1e-4]}
     runs = [run("short", arm, 0, 0.5, [0.5], curves=kl) for arm in ("none", "some")]

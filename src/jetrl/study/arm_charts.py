@@ -21,7 +21,13 @@ from jetrl.study.analysis import (
     point_name,
     runs_of,
 )
-from jetrl.study.charts import MISMATCH, color_of, label_powers, legend_above
+from jetrl.study.charts import (
+    MISMATCH,
+    color_of,
+    height_with_legend,
+    label_powers,
+    legend_above,
+)
 from jetrl.study.definition import Definition
 from jetrl.study.lost import Loss, lost_names
 from jetrl.study.plan import grid_points
@@ -200,7 +206,7 @@ def _dose_accuracy_chart(plot: str, lines: DoseLines) -> Chart:
         "Final accuracy by mismatch" + f": {plot}" * bool(plot),
         "against the mean K3 KL of sampler and trainer, by dose; dots are seeds",
         draw,
-        height=2.9,
+        height_with_legend(list(lines)),
     )
 
 
@@ -222,7 +228,7 @@ def _dose_lost_chart(plot: str, lines: DoseLines) -> Chart:
         "Runs lost by mismatch" + f": {plot}" * bool(plot),
         "against the mean K3 KL of sampler and trainer, by dose; bars are exact intervals",
         draw,
-        height=2.9,
+        height_with_legend(list(lines)),
     )
 
 

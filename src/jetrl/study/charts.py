@@ -25,6 +25,7 @@ from jetrl.study.results import Curves, RunResult
 
 MISMATCH = "mismatch/k3_kl"
 DASHES = ("-", "--", ":", "-.")
+AXES_INCHES, LEGEND_ROW_INCHES = 2.4, 0.19  # height of a plot without its legend, and of its rows
 
 
 @dataclass(frozen=True)
@@ -155,7 +156,10 @@ def _curve_chart(
     if zero:
         caption += f"; exactly 0 throughout, not drawn: {', '.join(zero)}"
     key, name = "-".join([*point.values(), kind.key]), point_name(point)
-    return Chart(key, kind.title + f": {name}" * bool(name), caption, draw, height=2.9)
+    on_training_set = kind is HELD_OUT and definition.evaluates_training_set
+    title = "Accuracy on the training set" if on_training_set else kind.title
+    height = height_with_legend([definition.label(arm) for arm in bands])
+    return Chart(key, title + f": {name}" * bool(name), caption, draw, height)
 
 
 def _limits(kind: CurveKind, means: Sequence[np.ndarray]) -> tuple[float, float]:
@@ -210,6 +214,21 @@ def _band(
 def legend_above(axes: Axes, names: Sequence[str]) -> None:
     """Give a plot of several lines a legend above, in as many columns as its width has room for."""
     if len(names) > 1:
-        column_inches = 0.5 + 0.075 * max(map(len, names))
-        columns = max(1, min(4, int(0.85 * SIZE_INCHES[0] / column_inches)))
+        columns = _columns(names)
         axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=columns, borderaxespad=0.2)
+
+
+def height_with_legend(names: Sequence[str]) -> float:
+    """Return the height in inches of a plot whose legend stands above it, however many its lines.
+
+    Args:
+        names: The names of the lines.
+    """
+    rows = math.ceil(len(names) / _columns(names)) if len(names) > 1 else 0
+    return AXES_INCHES + LEGEND_ROW_INCHES * rows
+
+
+def _columns(names: Sequence[str]) -> int:
+    """Return the columns of a legend, as many as a plot's width has room for."""
+    column_inches = 0.5 + 0.075 * max(map(len, names))
+    return max(1, min(4, int(0.85 * SIZE_INCHES[0] / column_inches)))

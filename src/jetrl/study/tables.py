@@ -79,7 +79,7 @@ def _accuracy_row(definition: Definition, result: ArmResult) -> list[str]:
         definition.label(result.arm),
         seeds,
         shown_interval(result.common),
-        DASH if result.own is None else f"{100 * result.own.mean:.2f}%",
+        shown_interval(result.own),
     ]
     if comparison is None:
         row += [DASH] * 5
