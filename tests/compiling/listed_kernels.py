@@ -26,8 +26,10 @@ from jetrl.precision import PrecisionPlan
 from jetrl.precision.hopper import gemm
 from jetrl.rollout.decode import MAX_REPEATS
 from jetrl.rollout.decode_forward import DecodeBuffers, ForwardSize, GraphForwards
+from jetrl.rollout.draft_widths import Width, choices
 from jetrl.rollout.kv_cache import PagedCache
 from jetrl.rollout.paged_attention import Span
+from jetrl.rollout.speculation import Speculation
 
 CUDA = launches.CUDA
 ROUNDS = 8
@@ -59,14 +61,20 @@ def prompts(policy: Policy, rng: random.Random) -> None:
     sample(logits, whole, ones, ones, whole, rng.random() < 0.5)
 
 
-def decode(policy: Policy, rng: random.Random, slots: int, rows: int) -> None:
+def decode(policy: Policy, rng: random.Random, slots: int, rows: int, drafts: bool) -> None:
     forwards = object.__new__(GraphForwards)
     forwards._policy, forwards.page_size, forwards._speculation = policy, 64, None
+    verified = None
+    if drafts:
+        longest = rng.randint(100, 9000)
+        forwards._speculation = Speculation("auto", slots, longest, CUDA)
+        most, several = rng.choice(choices(rows))
+        verified = Width(most, several, True)
     forwards._cache = PagedCache(policy.config, policy.plan, rng.randint(100, 3000), 64, CUDA)
     width = -(-policy.config.max_position_embeddings // 64)
-    forwards._buffers = DecodeBuffers.empty(slots, MAX_REPEATS, width, CUDA)
+    forwards._buffers = DecodeBuffers.empty(slots, MAX_REPEATS, width, CUDA, drafts)
     longest = rng.choice([1024, 2048, 8192, 32768])
-    forwards.forward(ForwardSize(rows, min(longest, 64 * width), rng.random() < 0.5))
+    forwards.forward(ForwardSize(rows, min(longest, 64 * width), rng.random() < 0.5, verified))
 
 
 def main(request: dict[str, Any]) -> dict[str, Any]:
@@ -79,7 +87,12 @@ def main(request: dict[str, Any]) -> dict[str, Any]:
     lora = LoRA(request["rank"], 32.0) if "rank" in request else None
     slots = request.get("max_batch_size", 256)
     work = launches.Work(
-        config, plan.replace(base=request.get("base", plan.base)), lora, slots, multiprocessors=132
+        config,
+        plan.replace(base=request.get("base", plan.base)),
+        lora,
+        slots,
+        multiprocessors=132,
+        speculation=request.get("speculation", False),
     )
     found: list[Kernel] = []
     rng = random.Random(0)
@@ -89,7 +102,8 @@ def main(request: dict[str, Any]) -> dict[str, Any]:
         listed = len(found)
         policy = launches.stand_in_policy(work)
         rounds = [(prompts, ()), (micro_batch, ())] * ROUNDS
-        rounds += [(decode, (slots, rows)) for rows in launches.graph_rows(slots)]
+        for drafts in (False, True)[: 1 + work.speculation]:
+            rounds += [(decode, (slots, rows, drafts)) for rows in launches.graph_rows(slots)]
         for launched, sizes in rounds:
             before = len(found)
             launched(policy, rng, *sizes)

@@ -36,15 +36,15 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     "shape, plan, options",
     [
-        ("qwen3-8b", "unified", {}),
-        ("qwen3-0.6b", "jet", {}),
+        ("qwen3-8b", "unified", {"speculation": True}),
+        ("qwen3-0.6b", "jet", {"speculation": True, "max_batch_size": 8}),
         ("llama3.1-8b", "mixed", {"max_batch_size": 100}),
         ("qwen3-8b", "unified", {"rank": 8, "base": "nvfp4"}),
     ],
     ids=str,
 )
 def test_launches_of_other_sizes_ask_for_no_other_kernels(
-    shape: str, plan: str, options: dict[str, int | str]
+    shape: str, plan: str, options: dict[str, int | str | bool]
 ) -> None:
     """A process goes through the listed launches, then through many of other sizes."""
     request = json.dumps({"shape": shape, "plan": plan, **options})
@@ -54,7 +54,7 @@ def test_launches_of_other_sizes_ask_for_no_other_kernels(
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout)
     assert found["listed"] > 30
-    assert found["others"] > 20  # launches of other sizes
+    assert found["others"] > 15  # launches of other sizes
     assert found["missing"] == []
 
 

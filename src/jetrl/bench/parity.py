@@ -44,6 +44,7 @@ def make_policy(
     kv: str | None = None,
     adapter_rank: int = 0,
     base: str = "fp8",
+    speculation: bool = False,
 ) -> Policy:
     """Return a policy with random weights, whose logits have a standard deviation of about 2.
 
@@ -56,6 +57,7 @@ def make_policy(
         adapter_rank: The rank of adapters on a frozen base, whose B is random too; 0: all
             parameters are trained.
         base: The format of a frozen base.
+        speculation: Whether decode is to verify drafts, whose kernels are compiled ahead then.
     """
     config = dict(SHAPES[shape])
     if layers is not None:
@@ -65,7 +67,7 @@ def make_policy(
     chosen = chosen.replace(base=base) if kv is None else chosen.replace(base=base, kv=kv)
     shape_of = ModelConfig.from_hf(config)
     adapter = Adapter.new(shape_of, LoRA(adapter_rank, ALPHA), seed=0) if adapter_rank else None
-    with compiled_ahead(shape_of, chosen, device, adapter):
+    with compiled_ahead(shape_of, chosen, device, adapter, speculation=speculation):
         policy = Policy.from_config(config, chosen, seed=0, device=device, adapter=adapter)
     if adapter is None:
         return policy

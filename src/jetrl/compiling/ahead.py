@@ -51,6 +51,7 @@ def compiled_ahead(
     device: str | torch.device,
     adapter: Adapter | None = None,
     max_batch_size: int = 256,
+    speculation: bool = False,
 ) -> Iterator[None]:
     """Compile the kernels of a model's run beside the block, and wait for them at its end.
 
@@ -63,6 +64,7 @@ def compiled_ahead(
         device: The device that the model is on.
         adapter: The model's adapter, or None.
         max_batch_size: The most sequences of a forward of decode.
+        speculation: Whether decode verifies drafts.
     """
     there = torch.device(device).type == "cuda" and torch.cuda.is_available()
     if not there or importlib.util.find_spec("triton") is None:
@@ -70,7 +72,7 @@ def compiled_ahead(
         return
     lora = None if adapter is None else adapter.lora
     multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-    with _compiled(Work(config, plan, lora, max_batch_size, multiprocessors)):
+    with _compiled(Work(config, plan, lora, max_batch_size, multiprocessors, speculation)):
         yield
 
 

@@ -33,8 +33,10 @@ from jetrl.precision.linear import Linear
 from jetrl.rollout.batch_sizes import padded_batch
 from jetrl.rollout.decode import MAX_REPEATS
 from jetrl.rollout.decode_forward import DecodeBuffers, ForwardSize, GraphForwards
+from jetrl.rollout.draft_widths import Width, choices
 from jetrl.rollout.kv_cache import PagedCache
 from jetrl.rollout.paged_attention import Span
+from jetrl.rollout.speculation import Speculation
 
 CUDA = torch.device("cuda")
 _PAGE = 64  # Tokens of a KV page.
@@ -58,6 +60,7 @@ class Work:
         lora: The kind of the adapter, or None.
         max_batch_size: The most sequences of a forward of decode.
         multiprocessors: The GPU's.
+        speculation: Whether decode verifies drafts.
     """
 
     config: ModelConfig
@@ -65,6 +68,7 @@ class Work:
     lora: LoRA | None
     max_batch_size: int
     multiprocessors: int
+    speculation: bool = False
 
 
 def go_through(work: Work) -> None:
@@ -80,6 +84,8 @@ def go_through(work: Work) -> None:
     update(policy)
     optimizer()
     decode(policy, work.max_batch_size, graph_rows(work.max_batch_size))
+    if work.speculation:
+        verify(policy, work.max_batch_size)
 
 
 def stand_in_policy(work: Work) -> Policy:
@@ -155,14 +161,42 @@ def decode(policy: Policy, slots: int, batches: Iterable[int]) -> None:
         slots: The most sequences of a forward.
         batches: The sequences of each forward.
     """
-    width = -(-policy.config.max_position_embeddings // _PAGE)
-    forwards = object.__new__(GraphForwards)  # No graphs, and no memory of theirs.
-    forwards._policy, forwards.page_size, forwards._speculation = policy, _PAGE, None
-    forwards._cache = PagedCache(policy.config, policy.plan, _PAGES, _PAGE, CUDA)
-    forwards._buffers = DecodeBuffers.empty(slots, MAX_REPEATS, width, CUDA)
+    forwards = decode_forwards(policy, slots, None)
     for rows in batches:
         for longest, filtered in itertools.product(_CONTEXTS, (False, True)):
             forwards.forward(ForwardSize(rows, longest, filtered))
+
+
+def verify(policy: Policy, slots: int) -> None:
+    """Launch forwards of decode that look drafts up and verify them.
+
+    Args:
+        policy: The policy.
+        slots: The most sequences of a forward.
+    """
+    # How many tokens of text there are is in no kernel, as little as the longest context is.
+    forwards = decode_forwards(policy, slots, Speculation("auto", slots, _PAGE, CUDA))
+    for rows in graph_rows(slots):
+        for most, several in ((1, rows), *choices(rows)):
+            verified = Width(most, several, drafts=True)
+            forwards.forward(ForwardSize(rows, _CONTEXTS[-1], False, verified))
+
+
+def decode_forwards(policy: Policy, slots: int, speculation: Speculation | None) -> GraphForwards:
+    """Return forwards of decode without graphs and without memory for them.
+
+    Args:
+        policy: The policy.
+        slots: The most sequences of a forward.
+        speculation: The drafts; None for forwards of one token a sequence.
+    """
+    width = -(-policy.config.max_position_embeddings // _PAGE)
+    forwards = object.__new__(GraphForwards)
+    forwards._policy, forwards.page_size, forwards._speculation = policy, _PAGE, speculation
+    forwards._cache = PagedCache(policy.config, policy.plan, _PAGES, _PAGE, CUDA)
+    drafts = speculation is not None
+    forwards._buffers = DecodeBuffers.empty(slots, MAX_REPEATS, width, CUDA, drafts)
+    return forwards
 
 
 def update(policy: Policy) -> None:

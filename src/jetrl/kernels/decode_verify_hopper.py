@@ -39,6 +39,8 @@ from jetrl.kernels.draft_state import (
 if TYPE_CHECKING:
     from jetrl.kernels.decode_verify import Verified
 
+_LANES = (32, 256, 1024)  # of the kernels' forms; beyond, MAX_ROWS
+
 
 @triton.jit
 def _shared_rows(
@@ -66,15 +68,14 @@ def _shared_rows(
     return drafted + (following & (order < extra - tl.sum(drafted))).to(tl.int32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "size", "pages", "width"])
 def _verify_inputs_kernel(
     token_ptr, position_ptr, limit_ptr, key_ptr, active_ptr, tables_ptr, seed_ptr, quality_ptr,
     draft_ptr, counts_ptr, rows_ptr,
     token_ids_ptr, positions_ptr, slots_ptr, bits_ptr, keys_ptr, lengths_ptr, queries_ptr,
-    first_ptr, count, size, pages,
-    PAGE: tl.constexpr, WIDTH: tl.constexpr, DRAFT: tl.constexpr,
-    QFACTOR: tl.constexpr, QTOP: tl.constexpr, BITS: tl.constexpr,
-    LANES: tl.constexpr, PADDED: tl.constexpr,
+    first_ptr, count, size, pages, width,
+    PAGE: tl.constexpr, DRAFT: tl.constexpr,
+    QFACTOR: tl.constexpr, QTOP: tl.constexpr, BITS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """Gather one forward's inputs from the slots of its sequences and their drafts.
 
@@ -89,12 +90,11 @@ def _verify_inputs_kernel(
         count: sequences.
         size: rows of the forward.
         pages: pages of a table.
+        width: the most queries of a sequence.
         PAGE: tokens of a page.
-        WIDTH: the most queries of a sequence.
         DRAFT: tokens of a draft at most.
         QFACTOR, QTOP, BITS: `draft_state.COST_FACTOR`, COST_TOP and REACH_BITS.
         LANES: at least count.
-        PADDED: at least size.
     """
     row = tl.arange(0, LANES)  # a single program: rows are shared among all sequences
     mask = row < count
@@ -103,11 +103,11 @@ def _verify_inputs_kernel(
     position = tl.load(position_ptr + slot, mask=active, other=0)
     queries = active.to(tl.int32)
     first = row
-    if WIDTH > 1:
+    if width > 1:
         # The query of position p draws the token of position p + 1, the limit's at most.
         most = tl.load(limit_ptr + slot, mask=active, other=0) - 1 - position
         wanted = tl.minimum(tl.load(counts_ptr + row, mask=active, other=0), most)
-        wanted = tl.minimum(tl.maximum(wanted, 0), WIDTH - 1)
+        wanted = tl.minimum(tl.maximum(wanted, 0), width - 1)
         quality = tl.load(quality_ptr + slot, mask=active, other=0)
         extra = size - tl.sum(queries)
         turn = tl.sum(position)
@@ -121,18 +121,18 @@ def _verify_inputs_kernel(
 
     key = tl.load(key_ptr + slot, mask=active, other=0)
     seed = tl.load(seed_ptr) + tl.zeros([LANES], tl.int64)
-    token = tl.load(token_ptr + slot, mask=active, other=0)
-    for j in tl.static_range(WIDTH):
+    last = tl.load(token_ptr + slot, mask=active, other=0)
+    # A loop by a number of the launch, since what is unrolled is compiled for seconds.
+    for j in range(width):
         used = j < queries
         at = tl.where(used, position + j, 0)
-        if j > 0:
-            token = tl.load(draft_ptr + row * DRAFT + (j - 1), mask=used, other=0)
+        guess = tl.load(draft_ptr + row * DRAFT + (j - 1), mask=used & (j > 0), other=0)
+        token = tl.where(j > 0, guess, last)
         page = tl.load(tables_ptr + slot * pages + at // PAGE, mask=used, other=0)
         place = page.to(tl.int64) * PAGE + at % PAGE
         bits = random_bits(seed, key, at.to(tl.int64) + 1)
-        written = used
-        if WIDTH == 1:
-            written = mask  # the row of a sequence that is not active is padding where it lies
+        # Of one query each, the row of a sequence that is not active is padding where it lies.
+        written = used | (mask & (width == 1))
         out = first + j
         tl.store(token_ids_ptr + out, tl.where(used, token, 0).to(tl.int64), mask=written)
         tl.store(positions_ptr + out, at.to(tl.int64), mask=written)
@@ -140,16 +140,17 @@ def _verify_inputs_kernel(
         tl.store(bits_ptr + out, tl.where(used, bits, -1), mask=written)
         tl.store(keys_ptr + out, length, mask=written)
 
-    if WIDTH > 1:
+    if width > 1:
         # Every row is written, since the buffers are new: those behind the last as padding.
-        left = tl.arange(0, PADDED)
-        padding = (left >= tl.sum(queries)) & (left < size)
-        zero = tl.zeros([PADDED], tl.int64)
-        tl.store(token_ids_ptr + left, zero, mask=padding)
-        tl.store(positions_ptr + left, zero, mask=padding)
-        tl.store(slots_ptr + left, zero - 1, mask=padding)
-        tl.store(bits_ptr + left, zero - 1, mask=padding)
-        tl.store(keys_ptr + left, zero.to(tl.int32), mask=padding)
+        zero = tl.zeros([LANES], tl.int64)
+        for start in range(tl.sum(queries), size, LANES):
+            left = start + tl.arange(0, LANES)
+            padding = left < size
+            tl.store(token_ids_ptr + left, zero, mask=padding)
+            tl.store(positions_ptr + left, zero, mask=padding)
+            tl.store(slots_ptr + left, zero - 1, mask=padding)
+            tl.store(bits_ptr + left, zero - 1, mask=padding)
+            tl.store(keys_ptr + left, zero.to(tl.int32), mask=padding)
 
 
 @triton.jit
@@ -179,15 +180,17 @@ def _learn(
     tl.store(tables_ptr + entries + entry, last.to(tl.int32), mask=ok)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["count", "out_width", "offers_width", "text_width", "entries", "width"]
+)
 def _take_verified_kernel(
     token_ptr, position_ptr, limit_ptr, active_ptr, stops_ptr,
     text_ptr, tables_ptr, group_ptr, quality_ptr,
     draft_ptr, counts_ptr, sources_ptr, queries_ptr, first_ptr, rows_ptr,
     tokens_ptr, logprobs_ptr, lse_ptr,
     out_tokens_ptr, out_logprobs_ptr, out_offers_ptr, out_count_ptr,
-    count, out_width, offers_width, width, entries,
-    WIDTH: tl.constexpr, DRAFT: tl.constexpr, QONE: tl.constexpr, QSHIFT: tl.constexpr,
+    count, out_width, offers_width, text_width, entries, width,
+    DRAFT: tl.constexpr, QONE: tl.constexpr, QSHIFT: tl.constexpr,
     LAG: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, FACTOR: tl.constexpr,
     SHIFT: tl.constexpr,
     NOT_DRAWN: tl.constexpr, BROKEN: tl.constexpr, LANES: tl.constexpr,
@@ -208,12 +211,12 @@ def _take_verified_kernel(
             `out_count` is written.
         count: sequences.
         out_width, offers_width: entries of a line of the draws and of the offers.
-        width: tokens of a slot's row of the text.
+        text_width: tokens of a slot's row of the text.
         entries: entries of a table of n-grams.
-        WIDTH: the most queries of a sequence.
+        width: the most queries of a sequence.
         DRAFT: tokens of a draft at most.
         QONE, QSHIFT: `draft_state.QUALITY_ONE` and QUALITY_SHIFT.
-        LAG: tokens that follow an n-gram before it enters the table, at least WIDTH.
+        LAG: tokens that follow an n-gram before it enters the table, at least width.
         FIRST, SECOND: the lengths of n-grams.
         FACTOR, SHIFT: of `draft_state`, for hashes.
         NOT_DRAWN, BROKEN: what stands for no token.
@@ -227,7 +230,7 @@ def _take_verified_kernel(
     active = queries > 0
     position = tl.load(position_ptr + slot, mask=active, other=0)
     limit = tl.load(limit_ptr + slot, mask=active, other=0)
-    base = slot * width
+    base = slot * text_width
     group = tl.load(group_ptr + slot, mask=active, other=0)
     offered = tl.load(counts_ptr + row, mask=active, other=0) > 0
     at = tl.load(out_count_ptr)
@@ -239,8 +242,8 @@ def _take_verified_kernel(
     last_token = tl.zeros([LANES], tl.int32)
     runs_on = active
     hit = active & offered
-    for j in tl.static_range(WIDTH):
-        place = row * WIDTH + j
+    for j in range(width):
+        place = row * width + j
         token = tl.load(tokens_ptr + first + j, mask=alive, other=0).to(tl.int32)
         logprob = tl.load(logprobs_ptr + first + j, mask=alive, other=0.0)
         lse = tl.load(lse_ptr + first + j, mask=alive, other=0.0)
@@ -260,11 +263,10 @@ def _take_verified_kernel(
         # The n-gram that ends LAG tokens before: its tokens were written by earlier forwards.
         end = position + 1 + j - LAG
         _learn(text_ptr, tables_ptr, group, base, end, alive, entries, FIRST, SECOND, FACTOR, SHIFT)
-        if j < DRAFT:
-            guess = tl.load(draft_ptr + row * DRAFT + j, mask=alive, other=NOT_DRAWN)
-            if j == 0:
-                hit = hit & (token == guess)
-            alive = alive & goes_on & (token == guess) & (j + 1 < queries)
+        guess = tl.load(draft_ptr + row * DRAFT + j, mask=alive & (j < DRAFT), other=NOT_DRAWN)
+        same = token == guess
+        hit = hit & (same | (j > 0))
+        alive = alive & goes_on & same & (j + 1 < queries)
 
     tl.store(token_ptr + slot, last_token, mask=active)
     tl.store(position_ptr + slot, position + taken, mask=active)
@@ -314,9 +316,8 @@ def verify_inputs(
         state.token, state.position, state.limit, state.key, state.active, state.tables,
         state.seed, draft_text.quality, drafts.tokens, drafts.counts, rows,
         token_ids, positions, slots, bits, keys, lengths, queries, first,
-        count, size, state.tables.shape[1], page_size, width, MAX_DRAFT,
-        COST_FACTOR, COST_TOP, REACH_BITS,
-        max(32, triton.next_power_of_2(count)), triton.next_power_of_2(size), num_warps=4,
+        count, size, state.tables.shape[1], width, page_size, MAX_DRAFT,
+        COST_FACTOR, COST_TOP, REACH_BITS, _lanes(count), num_warps=4,
     )  # fmt: skip
     return VerifyInputs(token_ids, positions, slots, bits, keys, lengths, queries, first)
 
@@ -355,9 +356,13 @@ def take_verified(
         tokens, logprobs, lse, out.tokens, out.logprobs, out.offers, out.count,
         count, out.tokens.shape[1], out.offers.shape[1], draft_text.width,
         draft_text.tables.shape[1], width, MAX_DRAFT, QUALITY_ONE, QUALITY_SHIFT, LAG, *ORDERS,
-        HASH_FACTOR, HASH_SHIFT, NOT_DRAWN, BROKEN,
-        max(32, triton.next_power_of_2(count)), num_warps=4,
+        HASH_FACTOR, HASH_SHIFT, NOT_DRAWN, BROKEN, _lanes(count), num_warps=4,
     )  # fmt: skip
+
+
+def _lanes(count: int) -> int:
+    """Return the lanes of a kernel for so many sequences: of few sizes, each is compiled."""
+    return next((lanes for lanes in _LANES if count <= lanes), MAX_ROWS)
 
 
 def _check_rows(rows: Tensor) -> int:

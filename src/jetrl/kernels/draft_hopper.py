@@ -83,7 +83,7 @@ def _look_up(
     return place, same
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "size", "width", "slots", "entries"])
 def _propose_kernel(
     text_ptr, tables_ptr, group_ptr, position_ptr, active_ptr, rows_ptr,
     tokens_ptr, counts_ptr, sources_ptr,

@@ -55,10 +55,12 @@ def build_policy(settings: Settings, plan: PrecisionPlan, alphabet: str | None) 
         UserError: No model is named, or it cannot be used; the message says which key to set.
     """
     model, device = settings.model, choose_device(settings.run.device)
+    rollout = settings.rollout
+    decode = rollout.max_batch_size, rollout.speculation != "off"  # what its kernels depend on
     if model.path is not None:
         config = model_config(settings)
         adapter = adapter_of(settings.adapter, config, settings.run.seed)
-        with compiled_ahead(config, plan, device, adapter, settings.rollout.max_batch_size):
+        with compiled_ahead(config, plan, device, adapter, *decode):
             policy = Policy.from_pretrained(model.path, plan, device, adapter=adapter)
         if model.tokenizer is not None:
             own, policy.tokenizer = policy.tokenizer, _tokenizer(model.tokenizer, alphabet)
@@ -67,7 +69,7 @@ def build_policy(settings: Settings, plan: PrecisionPlan, alphabet: str | None) 
         tokenizer = None if model.tokenizer is None else _tokenizer(model.tokenizer, alphabet)
         config, seed = ModelConfig.from_hf(model_config_dict(settings)), settings.run.seed
         adapter = adapter_of(settings.adapter, config, seed)
-        with compiled_ahead(config, plan, device, adapter, settings.rollout.max_batch_size):
+        with compiled_ahead(config, plan, device, adapter, *decode):
             policy = Policy.from_config(config.raw, plan, seed, device, tokenizer, adapter)
         if tokenizer is not None and tokenizer.eos_token_id is not None:
             policy.generation_config = {"eos_token_id": tokenizer.eos_token_id}

@@ -17,8 +17,8 @@ asks for, which permutes head_dim (`channel_of_slot`). Values are read 16 bytes 
 thread holds neighbouring channels of a key; which channels share a tensor-core tile does not matter
 to a sum over keys, so the accumulator's rows are simply named differently when they are stored.
 
-A sequence may have several queries, its newest tokens, when a draft is verified: up to `WIDTH`, and
-each sequence another number (`SequenceQueries`). A warp then has as many of them as fill 16 columns
+A sequence may have several queries, its newest tokens, when a draft is verified: each
+sequence another number (`SequenceQueries`). A warp then has as many of them as fill 16 columns
 (`TILE`). Each sees the keys up to its own, so a page is read once for all. The sequence's splits
 are those of its last query: for a query that sees no key of the last split, that split leaves the
 empty state, which changes no bit when it is folded.
@@ -59,7 +59,7 @@ from jetrl.precision.quantize import AMAX_FLOOR, FORMATS, QTensor
 @gluon.jit
 def _start_first_pages(
     pages, page_0, page_1, first, last, length, count,
-    G: gl.constexpr, BLOCK_N: gl.constexpr, SCALED: gl.constexpr, WIDTH: gl.constexpr,
+    G: gl.constexpr, BLOCK_N: gl.constexpr, SCALED: gl.constexpr, SEVERAL: gl.constexpr,
 ):  # fmt: skip
     """Start copying a split's first two pages; return the first block with a new key.
 
@@ -79,7 +79,7 @@ def _start_first_pages(
     # Group 2, after the kernel in front has ended: pages with new keys, if they are among the two.
     gluon_wait_for_previous()
     gluon_let_next_start()
-    if WIDTH == 1:
+    if not SEVERAL:
         late = newest - first
         if (newest < last) & (late >= 0) & (late < 2):
             page = gl.where(late == 0, page_0, page_1)
@@ -98,14 +98,14 @@ def decode_kernel(
     q_ptr, k_ptr, v_ptr, ks_ptr, vs_ptr, pages_ptr, lengths_ptr, queries_ptr, first_ptr, o_ptr,
     scales_ptr, part_ptr, state_ptr, table_stride, table_width, scale_stride, max_splits, early,
     G: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, BLOCK_N: gl.constexpr,
-    SPLIT: gl.constexpr, WIDTH: gl.constexpr, TILE: gl.constexpr, SCALED: gl.constexpr,
+    SPLIT: gl.constexpr, SEVERAL: gl.constexpr, TILE: gl.constexpr, SCALED: gl.constexpr,
     SCORE_SCALE: gl.constexpr,
     QUANTIZE: gl.constexpr, MAXIMUM: gl.constexpr, FLOOR: gl.constexpr, POW2: gl.constexpr,
 ):  # fmt: skip
     """Attend with the query heads of one key-value head over one split of one sequence's keys.
 
-    The grid is (G * ceil(WIDTH / TILE), B, max_splits), a warp each. A context of one split gives
-    finished outputs, a longer one the split's state.
+    The grid is (G * ceil(queries / TILE), B, max_splits) for the most queries of a sequence, a
+    warp each. A context of one split gives finished outputs, a longer one the split's state.
 
     Args:
         q_ptr: bfloat16 [R, H, D].
@@ -115,8 +115,8 @@ def decode_kernel(
         vs_ptr: like ks_ptr.
         pages_ptr: int32 [B, table_width], the pages of each sequence.
         lengths_ptr: int32 [B], keys of each context, those of all its queries included.
-        queries_ptr: int32 [B], the queries of each sequence; not read if WIDTH is 1.
-        first_ptr: int32 [B], the row of each first query; not read if WIDTH is 1 (rows are B).
+        queries_ptr: int32 [B], the queries of each sequence; not read unless SEVERAL.
+        first_ptr: int32 [B], the row of each first query; not read unless SEVERAL (rows are B).
         o_ptr: bfloat16 or, with QUANTIZE, FP8 [R, H, D], written for contexts of one split.
         scales_ptr: float32 [H, scale_stride], written like o_ptr with QUANTIZE.
         part_ptr: float32 [R, max_splits, H, D], accumulators, written for longer contexts.
@@ -131,7 +131,7 @@ def decode_kernel(
         D: channels of a head, 64 or 128.
         BLOCK_N: tokens of a page.
         SPLIT: pages of a split.
-        WIDTH: the most queries of a sequence, its newest tokens.
+        SEVERAL: whether a sequence may have several queries, its newest tokens.
         TILE: the most queries of a warp, whose heads fill 16 columns at most.
         SCALED: whether keys and values are codes with scales.
         SCORE_SCALE: `attention.core.score_scale`.
@@ -167,14 +167,14 @@ def decode_kernel(
         gluon_wait_for_previous()
     first = split * SPLIT
     table = pages_ptr + seq.to(gl.int64) * table_stride
-    context = context_of_tile(lengths_ptr, queries_ptr, first_ptr, seq, query, WIDTH, TILE)
+    context = context_of_tile(lengths_ptr, queries_ptr, first_ptr, seq, query, SEVERAL, TILE)
     length, count, row, used = context
     page_0 = gl.load(table + first)
     page_1 = gl.load(table + gl.minimum(first + 1, table_width - 1))
     all_blocks = (length + BLOCK_N - 1) // BLOCK_N
     last = gl.minimum(first + SPLIT, all_blocks)
     # Warps past the context's end have no work; the first one stays to write zeros to its row.
-    if (first < last) | ((split == 0) & (WIDTH == 1)):
+    if (first < last) | ((split == 0) & (not SEVERAL)):
         # Two stages of pages and the scratch of `attend_page`: 35 KB with codes and head_dim 128,
         # so that six warps share a multiprocessor. Three or four stages were not faster.
         k_smem = gl.allocate_shared_memory(k_ptr.dtype.element_ty, [2, BLOCK_N, D], swizzled)
@@ -195,11 +195,11 @@ def decode_kernel(
             k_smem, v_smem, ks_smem, vs_smem, (a_smem, b_smem, c_smem), e_smem,
         )  # fmt: skip
         newest = _start_first_pages(
-            pages, page_0, page_1, first, last, length, count, G, BLOCK_N, SCALED, WIDTH
+            pages, page_0, page_1, first, last, length, count, G, BLOCK_N, SCALED, SEVERAL
         )
 
         # Queries while the pages are on their way, and the empty state.
-        q = load_queries(q_ptr, row, used, group, G, GROUP, D, COLUMNS, WIDTH, SCALED, mma)
+        q = load_queries(q_ptr, row, used, group, G, GROUP, D, COLUMNS, SEVERAL, SCALED, mma)
         m = gl.full([COLUMNS], float("-inf"), gl.float32, column_layout)
         total = gl.zeros([COLUMNS], gl.float32, column_layout)
         acc = gl.zeros([D, COLUMNS], gl.float32, mma)
@@ -223,12 +223,12 @@ def decode_kernel(
             if b < whole:
                 m, total, acc = attend_page(
                     q, pages, stage, m, total, acc, length - 1, b * BLOCK_N, count, query,
-                    False, GROUP, WIDTH, SCALED, SCORE_SCALE, mma,
+                    False, GROUP, SEVERAL, SCALED, SCORE_SCALE, mma,
                 )  # fmt: skip
             else:
                 m, total, acc = attend_page(
                     q, pages, stage, m, total, acc, length - 1, b * BLOCK_N, count, query,
-                    True, GROUP, WIDTH, SCALED, SCORE_SCALE, mma,
+                    True, GROUP, SEVERAL, SCALED, SCORE_SCALE, mma,
                 )  # fmt: skip
             # Every lane is done with the stage, so page b + 2 may be copied into it.
             gluon_names.barrier()
@@ -242,7 +242,7 @@ def decode_kernel(
         store_split(
             acc, m, total, all_blocks, row, used, split, group, o_ptr, scales_ptr, scale_stride,
             part_ptr, state_ptr, max_splits, SPLIT, G * GROUP, GROUP, D, COLUMNS, SCALED, mma,
-            WIDTH, QUANTIZE, MAXIMUM, FLOOR, POW2,
+            SEVERAL, QUANTIZE, MAXIMUM, FLOOR, POW2,
         )  # fmt: skip
 
 
@@ -382,7 +382,7 @@ def _launch(
         *out[:2], part, state,
         block_tables.stride(0), block_tables.shape[1], out[2], splits,
         int(torch.cuda.is_current_stream_capturing()),
-        pages.num_heads, group, head_dim, BLOCK_KEYS, split_keys // BLOCK_KEYS, width, in_tile,
+        pages.num_heads, group, head_dim, BLOCK_KEYS, split_keys // BLOCK_KEYS, width > 1, in_tile,
         pages.scaled, score_scale(head_dim, pages.scaled), *rule,
         num_warps=1, enable_fp_fusion=False, **OVERLAPPED,
     )  # fmt: skip

@@ -18,7 +18,7 @@ from jetrl.precision.hopper import tile
 
 @gluon.jit
 def context_of_tile(
-    lengths_ptr, queries_ptr, first_ptr, seq, query, WIDTH: gl.constexpr, TILE: gl.constexpr
+    lengths_ptr, queries_ptr, first_ptr, seq, query, SEVERAL: gl.constexpr, TILE: gl.constexpr
 ):  # fmt: skip
     """Return a sequence's keys, how many queries it has, a tile's first row and its queries.
 
@@ -26,18 +26,18 @@ def context_of_tile(
 
     Args:
         lengths_ptr: int32 [B], keys of each context.
-        queries_ptr: int32 [B], queries of each sequence; not read if WIDTH is 1.
-        first_ptr: int32 [B], the row of each sequence's first query; not read if WIDTH is 1.
+        queries_ptr: int32 [B], queries of each sequence; not read unless SEVERAL.
+        first_ptr: int32 [B], the row of each sequence's first query; not read unless SEVERAL.
         seq: the sequence.
         query: the tile's first query.
-        WIDTH: the most queries of a sequence.
+        SEVERAL: whether a sequence may have several queries.
         TILE: the most queries of a tile.
     """
     length = gl.load(lengths_ptr + seq)
     count = seq * 0 + 1
     row = seq
     used = count
-    if WIDTH > 1:
+    if SEVERAL:
         count = gl.load(queries_ptr + seq)
         row = gl.load(first_ptr + seq) + query
         length = gl.where(query < count, length, 0)
@@ -46,7 +46,7 @@ def context_of_tile(
 
 
 @gluon.jit
-def row_and_head(column, first_row, group, GROUP: gl.constexpr, WIDTH: gl.constexpr):
+def row_and_head(column, first_row, group, GROUP: gl.constexpr, SEVERAL: gl.constexpr):
     """Return the row of the forward and the query head of a tile's columns.
 
     Args:
@@ -54,28 +54,28 @@ def row_and_head(column, first_row, group, GROUP: gl.constexpr, WIDTH: gl.conste
         first_row: the row of the tile's first query.
         group: the key-value head.
         GROUP: query heads of a key-value head.
-        WIDTH: the most queries of a sequence.
+        SEVERAL: whether a sequence may have several queries.
     """
     row = column * 0 + first_row
     head = group * GROUP + column
-    if WIDTH > 1:
+    if SEVERAL:
         row = first_row + column // GROUP
         head = group * GROUP + column % GROUP
     return row, head
 
 
 @gluon.jit
-def column_is_used(column, used, GROUP: gl.constexpr, WIDTH: gl.constexpr):
+def column_is_used(column, used, GROUP: gl.constexpr, SEVERAL: gl.constexpr):
     """Return which columns of a tile are a query's heads.
 
     Args:
         column: int32 [COLUMNS], the columns.
-        used: the queries of the tile, at most 0 for none; 1 where WIDTH is 1.
+        used: the queries of the tile, at most 0 for none; 1 unless SEVERAL.
         GROUP: query heads of a key-value head.
-        WIDTH: the most queries of a sequence.
+        SEVERAL: whether a sequence may have several queries.
     """
     ok = column < GROUP
-    if WIDTH > 1:
+    if SEVERAL:
         ok = column < GROUP * used
     return ok
 
@@ -115,7 +115,7 @@ def _by_channels(
 def _store_heads(
     o, first_row, used, group, o_ptr, scales_ptr, scale_stride,
     H: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, COLUMNS: gl.constexpr,
-    WIDTH: gl.constexpr,
+    SEVERAL: gl.constexpr,
     QUANTIZE: gl.constexpr, MAXIMUM: gl.constexpr, FLOOR: gl.constexpr, POW2: gl.constexpr,
 ):  # fmt: skip
     """Store finished outputs, as BF16 rows or as codes with a scale for each head.
@@ -131,8 +131,8 @@ def _store_heads(
     """
     column = gl.arange(0, COLUMNS, gl.SliceLayout(0, o.type.layout))
     channel = gl.arange(0, D, gl.SliceLayout(1, o.type.layout))
-    ok = column_is_used(column, used, GROUP, WIDTH)
-    row, head = row_and_head(column, first_row, group, GROUP, WIDTH)
+    ok = column_is_used(column, used, GROUP, SEVERAL)
+    row, head = row_and_head(column, first_row, group, GROUP, SEVERAL)
     places = o_ptr + row.to(gl.int64)[None, :] * (H * D) + head[None, :] * D + channel[:, None]
     o = tile.to_bfloat16(o)
     # A head of 128 channels is one 1 x 128 group. Codes are made of the rounded row, as the
@@ -149,7 +149,7 @@ def _store_heads(
 def _store_state(
     o, m, total, first_row, used, split, group, part_ptr, state_ptr, max_splits,
     H: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, COLUMNS: gl.constexpr,
-    WIDTH: gl.constexpr,
+    SEVERAL: gl.constexpr,
 ):  # fmt: skip
     """Store the state of one of several splits, for `combine_kernel`.
 
@@ -166,14 +166,14 @@ def _store_state(
     """
     column = gl.arange(0, COLUMNS, gl.SliceLayout(0, o.type.layout))
     channel = gl.arange(0, D, gl.SliceLayout(1, o.type.layout))
-    row, head = row_and_head(column, first_row, group, GROUP, WIDTH)
+    row, head = row_and_head(column, first_row, group, GROUP, SEVERAL)
     line = (row.to(gl.int64) * max_splits + split) * H + head
-    ok = column_is_used(column, used, GROUP, WIDTH)
+    ok = column_is_used(column, used, GROUP, SEVERAL)
     gl.store(part_ptr + line[None, :] * D + channel[:, None], o, mask=ok[None, :])
     column = gl.arange(0, COLUMNS, m.type.layout)
-    row, head = row_and_head(column, first_row, group, GROUP, WIDTH)
+    row, head = row_and_head(column, first_row, group, GROUP, SEVERAL)
     line = (row.to(gl.int64) * max_splits + split) * H + head
-    ok = column_is_used(column, used, GROUP, WIDTH)
+    ok = column_is_used(column, used, GROUP, SEVERAL)
     gl.store(state_ptr + line * 2, m, mask=ok)
     gl.store(state_ptr + line * 2 + 1, total, mask=ok)
 
@@ -183,7 +183,7 @@ def store_split(
     acc, m, total, all_blocks, first_row, used, split, group, o_ptr, scales_ptr, scale_stride,
     part_ptr, state_ptr, max_splits, SPLIT: gl.constexpr, H: gl.constexpr, GROUP: gl.constexpr,
     D: gl.constexpr, COLUMNS: gl.constexpr, SCALED: gl.constexpr, mma: gl.constexpr,
-    WIDTH: gl.constexpr,
+    SEVERAL: gl.constexpr,
     QUANTIZE: gl.constexpr, MAXIMUM: gl.constexpr, FLOOR: gl.constexpr, POW2: gl.constexpr,
 ):  # fmt: skip
     """Store what a split gave: finished outputs if it is the whole context, else its state.
@@ -210,7 +210,7 @@ def store_split(
         COLUMNS: columns of the tile.
         SCALED: whether keys and values are codes with scales.
         mma: the layout of the products.
-        WIDTH: the most queries of a sequence.
+        SEVERAL: whether a sequence may have several queries.
         QUANTIZE: as of `_store_heads`.
         MAXIMUM: as of `_store_heads`.
         FLOOR: as of `_store_heads`.
@@ -224,10 +224,10 @@ def store_split(
         o = _by_channels(normalize(acc, inverse(total)[None, :], SCALED), D, COLUMNS, SCALED, mma)
         _store_heads(
             o, first_row, used, group, o_ptr, scales_ptr, scale_stride, H, GROUP, D, COLUMNS,
-            WIDTH, QUANTIZE, MAXIMUM, FLOOR, POW2,
+            SEVERAL, QUANTIZE, MAXIMUM, FLOOR, POW2,
         )  # fmt: skip
     else:
         _store_state(
             _by_channels(acc, D, COLUMNS, SCALED, mma), m, total, first_row, used, split, group,
-            part_ptr, state_ptr, max_splits, H, GROUP, D, COLUMNS, WIDTH,
+            part_ptr, state_ptr, max_splits, H, GROUP, D, COLUMNS, SEVERAL,
         )  # fmt: skip

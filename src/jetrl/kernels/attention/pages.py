@@ -103,7 +103,7 @@ def load_page(pages, page, stage, keys_left, G: gl.constexpr, SCALED: gl.constex
 @gluon.jit
 def load_queries(
     q_ptr, first_row, used, group, G: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr,
-    COLUMNS: gl.constexpr, WIDTH: gl.constexpr, SCALED: gl.constexpr, mma: gl.constexpr,
+    COLUMNS: gl.constexpr, SEVERAL: gl.constexpr, SCALED: gl.constexpr, mma: gl.constexpr,
 ):  # fmt: skip
     """Return the heads of a tile's queries as a tensor-core operand [D, COLUMNS], else zeros.
 
@@ -116,7 +116,7 @@ def load_queries(
         GROUP: query heads of a key-value head.
         D: channels of a head.
         COLUMNS: 8 or 16.
-        WIDTH: the most queries of a sequence.
+        SEVERAL: whether a sequence may have several queries.
         SCALED: whether keys are codes with scales.
         mma: the layout of the product.
     """
@@ -125,9 +125,9 @@ def load_queries(
     column = gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
     channel = gl.arange(0, D, gl.SliceLayout(1, layout))
     offsets = column * D
-    if WIDTH > 1:
+    if SEVERAL:
         offsets = (column // GROUP) * (G * GROUP * D) + (column % GROUP) * D
-    ok = column_is_used(column, used, GROUP, WIDTH)
+    ok = column_is_used(column, used, GROUP, SEVERAL)
     base = q_ptr + (first_row.to(gl.int64) * G + group) * (GROUP * D)
     places = base + offsets[None, :] + channel[:, None]
     return query_codes(gl.load(places, mask=ok[None, :], other=0.0), SCALED)
@@ -172,7 +172,7 @@ def _coded_values(v_smem, BLOCK_N: gl.constexpr, D: gl.constexpr, mma: gl.conste
 @gluon.jit
 def attend_page(
     q, pages, stage, m, total, acc, position, first_key, count, query,
-    MASKED: gl.constexpr, GROUP: gl.constexpr, WIDTH: gl.constexpr, SCALED: gl.constexpr,
+    MASKED: gl.constexpr, GROUP: gl.constexpr, SEVERAL: gl.constexpr, SCALED: gl.constexpr,
     SCORE_SCALE: gl.constexpr, mma: gl.constexpr,
 ):  # fmt: skip
     """Attend to one page: return the maximum, the sum and the outputs with its keys folded in.
@@ -190,7 +190,7 @@ def attend_page(
         query: the tile's first query.
         MASKED: whether the context of some query ends inside the page, or before it.
         GROUP: query heads of a key-value head.
-        WIDTH: the most queries of a sequence.
+        SEVERAL: whether a sequence may have several queries.
         SCALED: whether keys and values are codes with scales.
         SCORE_SCALE: `attention.core.score_scale`.
         mma: the layout of the products.
@@ -224,7 +224,7 @@ def attend_page(
 
     # The softmax, down the keys.
     last = gl.full([COLUMNS], position, gl.int32, m.type.layout)
-    if MASKED and WIDTH > 1:
+    if MASKED and SEVERAL:
         # Columns without a query see what the last query sees.
         own = query + gl.arange(0, COLUMNS, m.type.layout) // GROUP
         last = position - count + 1 + gl.minimum(own, count - 1)
