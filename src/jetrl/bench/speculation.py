@@ -14,18 +14,23 @@ guesses of a draft head. The mode is `auto`, which chooses the width of each ste
 always verifies; `--fixed` adds calls in which every forward verifies the same.
 
 Seconds are of whole calls without the capture of graphs; `decode_s` also leaves the prompts out.
-Before it is timed, each call runs with short completions, so that what is compiled is not part of
-it. A call with speculation off that is short runs again at the end, and the mean is what a speed-up
-refers to. All tokens and log-probs are compared with those of the call without speculation, as
-bits. On one H200 with three shares, at the shape of qwen3-8b, a load is expected to take: 8 about
-15 seconds, 256 about 120, 64-part 50, 64 about 220, grpo 190, exact with one share 80.
+`widths` of the JSON says for each size of forward, SEQUENCES/MOST/ROWS, how many ran, their
+milliseconds and the tokens a sequence that they brought. Before the first call of a mode is timed,
+one runs with short completions, so that what is compiled is not part of it. A call with
+speculation off that is short runs again at the end, and the mean is what a speed-up refers to. All
+tokens and log-probs are compared with those of the call without speculation, as bits.
+
+The JSON is written after each call, so that a benchmark that is cut keeps its rows. On one H200, at
+the shape of qwen3-8b, a load is expected to take, with S shares: 8 about 8 + 2 S seconds, 256 about
+40 + 18 S, tail 25 + 10 S, 64-part 28 + 10 S, 64 about 70 + 50 S, grpo 60 + 45 S, exact 40 + 40 S.
 """
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,13 +38,21 @@ import numpy as np
 
 from jetrl.bench._known_drafts import FixedWidth, KnownDrafts
 from jetrl.bench._load import Load, load_text
-from jetrl.bench._timing import Row, add_shape_arguments, bench_parser, print_table, write_results
+from jetrl.bench._timing import (
+    Row,
+    add_shape_arguments,
+    bench_parser,
+    options,
+    print_table,
+    write_results,
+)
 from jetrl.bench.parity import make_policy
 from jetrl.models.draft_head import DraftHead
 from jetrl.models.policy import Policy
 from jetrl.rollout.engine import RolloutEngine
 from jetrl.rollout.options import GenerateOptions
 from jetrl.rollout.progress import RolloutStats
+from jetrl.rollout.speculation import Spent
 from jetrl.types import Completion, SamplingParams
 
 # Loads by name.
@@ -47,6 +60,8 @@ LOADS = {
     "8": ("1x8x128x1024",),
     "64": ("8x8x256x8192",),
     "grpo": ("64x8x256x8192x1500",),
+    # A quarter of its sequences at half of its lengths.
+    "tail": ("16x8x256x4096x750",),
     "256": ("32x8x256x2048",),
     # 64 sequences at the mean context of the load 64, for an eighth of its tokens.
     "64-part": ("64x1x3584x1024",),
@@ -82,8 +97,8 @@ class Drafting:
     fixed: Sequence[tuple[int, float]] = ()
 
 
-def run_case(policy: Policy, load: Load, drafting: Drafting) -> list[Row]:
-    """Return a row of the call without speculation, and one for each share of right tokens.
+def run_case(policy: Policy, load: Load, drafting: Drafting) -> Iterator[list[Row]]:
+    """Yield the rows so far after each call: that without speculation, and one for each share.
 
     Args:
         policy: The policy that samples.
@@ -92,7 +107,7 @@ def run_case(policy: Policy, load: Load, drafting: Drafting) -> list[Row]:
     """
     prompts, count = load.random_prompts(policy.config.vocab_size, 0), load.sequences
     params = SamplingParams(load.samples, load.response_length, ignore_eos=True, seed=1)
-    options = GenerateOptions(max_tokens=load.response_lengths())
+    whole = GenerateOptions(max_tokens=load.response_lengths())
     lengths = [min(n, _WARM_TOKENS) for n in load.response_lengths()]
     short = GenerateOptions(max_tokens=lengths)
 
@@ -101,7 +116,7 @@ def run_case(policy: Policy, load: Load, drafting: Drafting) -> list[Row]:
     pages = None if load.mean_length else count * -(-load.length // 64) + 1
 
     def called(engine: RolloutEngine) -> tuple[RolloutStats, list[Completion]]:
-        completions = engine.generate(prompts, params, options=options)
+        completions = engine.generate(prompts, params, options=whole)
         stats = engine.stats
         engine.free_cache()  # two engines may have more pages than memory has room for
         return stats, completions
@@ -110,7 +125,8 @@ def run_case(policy: Policy, load: Load, drafting: Drafting) -> list[Row]:
     off.generate(prompts, params, options=short)  # what is compiled or captured first
     stats, expected = called(off)
     calls = [stats]
-    rows: list[tuple[str, float | None, RolloutStats, list[Completion]]] = []
+    rows = [_row(load, "off", None, stats, expected, expected, {})]
+    yield _compared(rows, calls)
     for most, share in [(0, 0.0), *drafting.fixed]:
         engine = RolloutEngine(policy, count, pages, max_model_len=load.length)
         slots = (count, engine.max_model_len, policy.device)
@@ -118,16 +134,38 @@ def run_case(policy: Policy, load: Load, drafting: Drafting) -> list[Row]:
         if most:
             drafts.widths = FixedWidth(most, share)
         engine.use_drafts(drafts)
-        for right in drafting.shares:
+        for index, right in enumerate(drafting.shares):
             drafts.know(expected, right, policy.config.vocab_size)
-            engine.generate(prompts, params, options=short)
-            rows.append((f"{most}x{share:g}" if most else drafting.mode, right, *called(engine)))
-    if stats.seconds < _SHORT_S and policy.device.type == "cuda":
+            if index == 0:
+                engine.generate(prompts, params, options=short)
+            drafts.spent.clear()
+            stats, completions = called(engine)
+            mode = f"{most}x{share:g}" if most else drafting.mode
+            rows.append(_row(load, mode, right, stats, completions, expected, drafts.spent))
+            yield _compared(rows, calls)
+    if calls[0].seconds < _SHORT_S and policy.device.type == "cuda":
         # A card that is warm, or at its power limit, is slower.
         calls.append(called(off)[0])
+        yield _compared(rows, calls)
+
+
+def _compared(rows: Sequence[Row], calls: Sequence[RolloutStats]) -> list[Row]:
+    """Return rows with their speed-ups over calls without speculation.
+
+    Args:
+        rows: The rows of the calls.
+        calls: The counts of the calls without speculation.
+    """
     plain = statistics.mean(_seconds(stats) for stats in calls)
-    rows.insert(0, ("off", None, calls[0], expected))
-    return [_row(load, *row, plain, _decode_seconds(calls[0]), expected) for row in rows]
+    plain_decode = statistics.mean(_decode_seconds(stats) for stats in calls)
+    found = []
+    for row in rows:
+        speeds = {
+            "speed_up": round(plain / row["seconds"], 3),
+            "decode_speed_up": round(plain_decode / row["decode_s"], 3),
+        }
+        found.append({key: speeds.get(key, value) for key, value in row.items()})
+    return found
 
 
 def _seconds(stats: RolloutStats) -> float:
@@ -146,11 +184,10 @@ def _row(
     right: float | None,
     stats: RolloutStats,
     completions: Sequence[Completion],
-    plain: float,
-    plain_decode: float,
     expected: Sequence[Completion],
+    spent: Mapping[tuple[int, int, int], Spent],
 ) -> Row:
-    """Return the row of one call.
+    """Return the row of one call, without its speed-ups.
 
     Args:
         load: The load.
@@ -158,9 +195,8 @@ def _row(
         right: The chance of a drafted token to be right; None with speculation off.
         stats: The counts of the call.
         completions: Its completions.
-        plain: The seconds of a call with speculation off.
-        plain_decode: Those of its decode.
-        expected: The completions of that.
+        expected: The completions of the call with speculation off.
+        spent: What its forwards took, by their size.
     """
     drafts, seconds, decode = stats.speculation, _seconds(stats), _decode_seconds(stats)
     tokens = logprobs = 0
@@ -177,9 +213,9 @@ def _row(
         "speculation": mode,
         "right": right,
         "seconds": round(seconds, 3),
-        "speed_up": round(plain / seconds, 3),
+        "speed_up": 1.0,
         "decode_s": round(decode, 3),
-        "decode_speed_up": round(plain_decode / decode, 3),
+        "decode_speed_up": 1.0,
         "tokens_per_forward": 1.0 if drafts is None else round(drafts.tokens_per_forward, 3),
         "forwards": stats.forwards,
         "verify_share": 0.0 if drafts is None else round(drafts.verify_s / drafts.decode_s, 3),
@@ -189,6 +225,14 @@ def _row(
         "graphs": stats.graphs,
         "capture_s": round(stats.capture_s, 2),
         "idle_s": round(stats.device_idle_s, 3),
+        "widths": {
+            "/".join(map(str, size)): {
+                "forwards": one.forwards,
+                "ms": round(1e3 * one.seconds / one.forwards, 3),
+                "tokens": round(one.tokens / max(1, one.sequences), 3),
+            }
+            for size, one in sorted(spent.items())
+        },
     }
 
 
@@ -216,35 +260,40 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     shares = args.right or [0.5, 0.6, 0.7]
     cases = [*(args.case or []), *(case for name in args.load or [] for case in LOADS[name])]
-    policy = make_policy(args.shape, args.plan, args.device, args.layers)
+    policy = make_policy(args.shape, args.plan, args.device, args.layers, speculation=True)
     head = DraftHead(policy, 3, 0) if args.head else None
     if head is not None:
         head.trained = True
     fixed = [(int(m), float(s)) for m, s in (one.split("x") for one in args.fixed or [])]
     drafting = Drafting(shares, head, args.mode, fixed)
+    model = {"shape": args.shape, "layers": policy.config.num_layers, "plan": args.plan}
+    model |= {"draft_head": True} if args.head else {}
     rows: list[Row] = []
     for case in cases or ["1x8x128x1024"]:
         began = time.perf_counter()
-        of_case = run_case(policy, load_text(case), drafting)
+        of_case: list[Row] = []
+        for of_case in run_case(policy, load_text(case), drafting):
+            last = of_case[-1]
+            print(f"{case} {last['speculation']} {last['right']}: {last['seconds']} s", flush=True)
+            if args.device != "cpu":
+                found = [{**model, **row} for row in (*rows, *of_case)]
+                write_results(args.out, "speculation", _command(args, shares), found)
         rows += of_case
-        print_table(of_case)
+        print_table([{k: v for k, v in row.items() if k != "widths"} for row in of_case])
         print(f"{case}: {time.perf_counter() - began:.0f} s", flush=True)
     different = [sum(row[f"different_{what}"] for row in rows) for what in ("tokens", "logprobs")]
     tokens = sum(row["tokens"] for row in rows if row["right"] is not None)
     print(f"{different[0]} tokens and {different[1]} log-probs of {tokens} differ", flush=True)
-    if args.device == "cpu":
-        return
-    model = {"shape": args.shape, "layers": policy.config.num_layers, "plan": args.plan}
-    model |= {"draft_head": True} if args.head else {}
-    words = [f"jetrl bench speculation --shape {args.shape} --plan {args.plan}"]
-    words += [] if args.layers is None else [f"--layers {args.layers}"]
-    words += ["--head"] if args.head else []
-    words += [] if args.mode == "auto" else [f"--mode {args.mode}"]
-    words += [f"--load {name}" for name in args.load or []]
-    words += [f"--case {case}" for case in args.case or []]
-    words += [f"--right {share}" for share in shares]
-    words += [f"--fixed {one}" for one in args.fixed or []]
-    write_results(args.out, "speculation", " ".join(words), [{**model, **row} for row in rows])
+
+
+def _command(args: argparse.Namespace, shares: Sequence[float]) -> str:
+    """Return the command that measures the same again."""
+    words = f"jetrl bench speculation --shape {args.shape} --plan {args.plan}"
+    words += "" if args.layers is None else f" --layers {args.layers}"
+    words += " --head" if args.head else ""
+    words += "" if args.mode == "auto" else f" --mode {args.mode}"
+    words += options("load", args.load) + options("case", args.case)
+    return words + options("right", shares) + options("fixed", args.fixed)
 
 
 if __name__ == "__main__":

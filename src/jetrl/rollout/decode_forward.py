@@ -360,12 +360,12 @@ class GraphForwards:
 
     def _capture(self, size: ForwardSize) -> torch.cuda.CUDAGraph:
         """Capture one graph; the rows are idle meanwhile, so that no sequence changes."""
-        began = time.perf_counter()
         buffers = self._buffers
         rows_before = buffers.rows.clone()
         buffers.rows.fill_(buffers.idle_slot)
         self._forget_counts()
         torch.cuda.synchronize()
+        began = time.perf_counter()  # The steps in front, which had been launched, are no part.
         torch.cuda.empty_cache()
         stream, before = _capture_stream(), _without_tensors(buffers.rows.device)
         # A first run compiles the kernels of this size and takes the pool's memory: a capture that

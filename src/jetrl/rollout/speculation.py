@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -50,6 +51,23 @@ from jetrl.rollout.sequence import RunningSequence
 MODES = ("off", "text", "head", "auto")
 # Tokens of ended completions, and entries of a table of n-grams: 48 MiB on a GPU, 3 MiB elsewhere.
 _GPU_ARCHIVE, _CPU_ARCHIVE = 2**22, 2**18
+
+
+@dataclass
+class Spent:
+    """What forwards of one size took and brought.
+
+    Attributes:
+        forwards: The number of forwards.
+        seconds: The seconds of all of them.
+        sequences: Forwards of sequences, each of which drew at least one token.
+        tokens: Tokens that these drew.
+    """
+
+    forwards: int = 0
+    seconds: float = 0.0
+    sequences: int = 0
+    tokens: int = 0
 
 
 @dataclass
@@ -88,6 +106,8 @@ class Speculation:
         text: The text that drafts are taken from.
         head: The drafts of the head; None without one.
         widths: The choice of what forwards verify.
+        spent: What forwards took and brought, by (sequences of the graph, most tokens of a
+            sequence, rows), since this was last cleared.
     """
 
     def __init__(
@@ -110,6 +130,7 @@ class Speculation:
             self.head = HeadDrafts(head, slots + 1)
         most = MAX_QUERIES if head is None or self._reads_text else 1 + head.tokens
         self.widths = DraftWidths(mode != "auto", most)
+        self.spent: defaultdict[tuple[int, int, int], Spent] = defaultdict(Spent)
         self._device = device
         self._ended: list[RunningSequence] = []
         self._written = 0  # Tokens of the archive, from its start, that the next text comes behind.
@@ -253,11 +274,17 @@ class Speculation:
             here = ran & (source == index) & (drafted > 0)
             counts.drafted[index] += int(drafted[here].sum())
             counts.accepted[index] += int((drawn[here] - 1).sum())
+        width = launched.width
+        spent = self.spent[padded_batch(rows), width.most, width.rows]
+        spent.forwards += step.repeats
+        spent.seconds += seconds
+        spent.sequences += int(ran.sum())
+        spent.tokens += int(drawn.sum())
         counts.decode_s += seconds
         counts.verify_s += seconds if step.width > 1 else 0.0
         self.widths.observe(
             sequences=rows,
-            width=launched.width,
+            width=width,
             forwards=step.repeats,
             seconds=seconds,
             drawn=drawn[ran],
