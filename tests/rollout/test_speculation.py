@@ -230,10 +230,10 @@ def test_longer_contexts_change_no_choice():
     """The seconds of a choice that ran when contexts were short say little later."""
     widths = DraftWidths(always=False)
     observed(widths, 64, 1, 64, 4.0, 0.5, 2)
-    observed(widths, 64, 2, 80, 6.5, 0.5, 2)
-    assert chosen(widths, 64) == (1, 64), "2.5 more is too much of 4"
+    observed(widths, 64, 2, 128, 7.0, 0.5, 2)
+    assert chosen(widths, 64) == (1, 64), "3 more is too much of 4"
     observed(widths, 64, 1, 64, 12.0, 0.5, 12)
-    assert chosen(widths, 64)[0] > 1, "2.5 more is little of 12"
+    assert chosen(widths, 64)[0] > 1, "3 more is little of 12"
     observed(widths, 64, 2, 128, 15.0, 0.5, 2)
     # All take longer and longer: the forwards that verify say so too.
     for step in range(50):
@@ -285,8 +285,8 @@ def test_a_large_batch_whose_forwards_grow_by_each_row_verifies_nothing():
 
 def test_rows_of_choices():
     assert choices(8) == [(2, 16), (4, 32), (8, 64)]
-    assert choices(64) == [(2, 80), (2, 96), (2, 128), (4, 128), (4, 192), (8, 256), (8, 512)]
-    assert choices(512) == [(2, 640), (2, 768), (2, 1024), (4, 1024)]
+    assert choices(64) == [(2, 128), (4, 128), (4, 256), (8, 256), (8, 512)]
+    assert choices(512) == [(2, 640), (2, 1024), (4, 1024)]
     assert choices(1024) == []
 
 

@@ -27,8 +27,8 @@ from jetrl.rollout.draft_worth import DraftWorth
 
 WIDTHS = (1, 2, 4, 8)  # Tokens of a sequence in a forward: the last one drawn, and drafts.
 # Such a width, and the rows of a forward for each sequence.
-_SHARES = ((2, 1.25), (2, 1.5), (2, 2), (4, 2), (4, 3), (8, 4), (8, 8))
-_FEW_ROWS = 64  # Rows that a forward has at least: fewer are not faster.
+_SHARES = ((2, 1.25), (2, 2), (4, 2), (4, 4), (8, 4), (8, 8))
+_TILE = 64  # Rows of a forward come in steps of so many, as in a GEMM: fewer are not faster.
 _MOST_ROWS = 1024  # Rows of a forward at most, where they are chosen.
 _ALWAYS_ROWS = 256  # Rows of a forward where drafts are always verified, if not two a sequence.
 _GAIN = 1.02  # The expected gain from which on drafts are verified: what is left is the risk.
@@ -150,20 +150,21 @@ class DraftWidths:
             sequences: Those that run.
         """
         plain = self._times.plain[size]
-        best, rate, slope = (1, size), _GAIN / plain, 0.0
+        best, rate, most_extra = (1, size), _GAIN / plain, 0.0
         for most, rows in choices(size):
             if most not in self._widths:
                 continue
             tokens = self.worth.tokens(sequences, most, rows)
             extra = self._times.extra_of(size, most, rows)
             if extra is None:
-                # Tried where it pays if a row more costs what it cost up to the choice before.
-                if tokens / (plain + slope * (rows - size)) >= _TRIAL / _GAIN * rate:
+                # Tried where it pays if it takes no longer than choices of fewer rows. What a row
+                # more takes says little, since times grow in steps.
+                if tokens / (plain + most_extra) >= _TRIAL / _GAIN * rate:
                     return most, rows
                 continue
             if tokens / (plain + extra) > rate:
                 best, rate = (most, rows), tokens / (plain + extra)
-            slope = extra / (rows - size)
+            most_extra = max(most_extra, extra)
         return best
 
 
@@ -243,7 +244,7 @@ def choices(size: int) -> list[tuple[int, int]]:
     """
     found = set()
     for width, share in _SHARES:
-        rows = min(size * width, max(_FEW_ROWS, -(-int(size * share) // 8) * 8))
+        rows = min(size * width, -(-int(size * share) // _TILE) * _TILE)
         if rows <= _MOST_ROWS:
             found.add((width, rows))
     return sorted(found, key=lambda choice: (choice[1], choice[0]))

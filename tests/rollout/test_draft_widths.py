@@ -1,0 +1,104 @@
+"""What `auto` chooses, over the steps of a call whose forwards take seconds by a formula."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from jetrl.kernels.decode_verify import share_rows
+from jetrl.kernels.draft_state import FIRST_QUALITY, MAX_DRAFT, QUALITY_ONE, QUALITY_SHIFT
+from jetrl.rollout.draft_widths import DraftWidths, Width, choices
+
+FORWARDS, STEPS = 8, 60
+NONE = Width(1, 0, False)
+
+
+def milliseconds(most: int, rows: int, attention: float) -> float:
+    """Return the time of a forward as at the shape of 8B: products of a weight, and attention.
+
+    Products of up to 64 rows take the same, and then grow in steps of 64 rows, faster beyond 256.
+    Attention reads pages once for four queries.
+
+    Args:
+        most: The most tokens of a sequence.
+        rows: The rows of the forward.
+        attention: The milliseconds of attention with one query a sequence.
+    """
+    tiles = -(-rows // 64)
+    products = 3.3 + 0.7 * (tiles - 1) + 0.45 * max(0, tiles - 4)
+    return products + attention * (1 + 0.03 * min(most - 1, 3) + 0.8 * (most > 4))
+
+
+class Batch:
+    """Sequences without an end, whose drafts' tokens are right with a chance."""
+
+    def __init__(self, sequences: int, right: float) -> None:
+        self.chance, self.right = np.random.default_rng(0), right
+        self.quality = torch.full((sequences,), FIRST_QUALITY, dtype=torch.int32)
+
+    def forward(self, width: Width, turn: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return what each sequence drew, how many tokens it verified, and if the first was right.
+
+        Args:
+            width: What the forward verifies.
+            turn: Any number.
+        """
+        count = len(self.quality)
+        right = self.chance.random((count, MAX_DRAFT)) < self.right
+        drafted = np.zeros(count, dtype=int)
+        if width.most > 1:
+            wanted = torch.full((count,), width.most - 1, dtype=torch.int32)
+            drafted = share_rows(wanted, self.quality, width.rows - count, turn).numpy()
+        kept = right & (np.arange(MAX_DRAFT) < drafted[:, None])
+        drawn = 1 + kept.cumprod(1).sum(1)
+        hit = right[:, 0].astype(int)
+        if width.drafts:
+            self.quality += (
+                QUALITY_ONE * torch.from_numpy(hit).int() - self.quality
+            ) >> QUALITY_SHIFT
+        return drawn, drafted, hit
+
+
+def tokens_a_millisecond(
+    sequences: int, right: float, attention: float, fixed: Width | None = None
+) -> float:
+    """Return the tokens a sequence that a millisecond of many steps brings.
+
+    Args:
+        sequences: The sequences.
+        right: The chance of a drafted token to be right.
+        attention: As of `milliseconds`.
+        fixed: What each forward verifies; None for what `auto` chooses.
+    """
+    widths, batch = DraftWidths(always=False), Batch(sequences, right)
+    tokens = taken = 0.0
+    for step in range(STEPS):
+        width = widths.choose(sequences) if fixed is None else fixed
+        each = [batch.forward(width, FORWARDS * step + i) for i in range(FORWARDS)]
+        drawn, drafted, hit = (np.concatenate(values) for values in zip(*each, strict=True))
+        spent = FORWARDS * milliseconds(width.most, max(width.rows, sequences), attention)
+        # Clocks are not exact.
+        spent *= 1 + 0.004 * batch.chance.standard_normal()
+        tokens, taken = tokens + drawn.mean() * FORWARDS, taken + spent
+        one = np.ones_like(hit)
+        widths.observe(sequences, width, FORWARDS, spent / 1e3, drawn, drafted, hit, one, one == 0)
+    return tokens / taken
+
+
+@pytest.mark.parametrize(
+    ("sequences", "attention"), [(8, 0.2), (64, 5.3), (64, 0.5), (256, 3.0)], ids=str
+)
+@pytest.mark.parametrize("right", [0.0, 0.3, 0.5, 0.6, 0.7, 0.85])
+def test_auto_loses_nothing_and_is_near_the_best_width(
+    sequences: int, attention: float, right: float
+) -> None:
+    """It begins with nothing known: 60 steps are those in which it tries its choices as well."""
+    off = tokens_a_millisecond(sequences, right, attention, NONE)
+    auto = tokens_a_millisecond(sequences, right, attention) / off
+    best = max(
+        tokens_a_millisecond(sequences, right, attention, Width(most, rows, True))
+        for most, rows in choices(sequences)
+    )
+    assert auto >= 0.98
+    assert auto >= 0.93 * best / off
