@@ -1,4 +1,4 @@
-"""What `auto` chooses, over the steps of a call whose forwards take seconds by a formula."""
+"""The choices of `auto` over the steps of a call whose forwards take seconds by a formula."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def tokens_a_millisecond(
 def test_auto_loses_nothing_and_is_near_the_best_width(
     sequences: int, attention: float, right: float
 ) -> None:
-    """It begins with nothing known: 60 steps are those in which it tries its choices as well."""
+    """The steps that try a choice are among the 60, since nothing is known before them."""
     off = tokens_a_millisecond(sequences, right, attention, NONE)
     auto = tokens_a_millisecond(sequences, right, attention) / off
     best = max(

@@ -55,7 +55,7 @@ _GPU_ARCHIVE, _CPU_ARCHIVE = 2**22, 2**18
 
 @dataclass
 class Spent:
-    """What forwards of one size took and brought.
+    """The time that forwards of one size took, and the tokens that they brought.
 
     Attributes:
         forwards: The number of forwards.
