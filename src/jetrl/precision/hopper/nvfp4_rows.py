@@ -174,6 +174,9 @@ def _sum(
                     total = mma_v2(rows, x.load(columns), total)
                 else:
                     second = mma_v2(rows, x.load(columns), second)
+        if SYNC:
+            gluon_names.barrier()  # every warp has left this stage
+            mbarrier.arrive(left.index(slot), count=1)
         following = gl.minimum(stage + 1, stages - 1)
         slot_following = first_slot + following % ROUNDS
         mbarrier.wait(arrived.index(slot_following), (following // ROUNDS) & 1)
@@ -182,8 +185,8 @@ def _sum(
         first = _left_operand(parts, 0, UNITS, GROUP, layout)
         if not SYNC:
             total = warpgroup_mma_wait(0, deps=[total])
-        gluon_names.barrier()  # every warp has left this stage
-        mbarrier.arrive(left.index(slot), count=1)
+            gluon_names.barrier()
+            mbarrier.arrive(left.index(slot), count=1)
         if PARTS > 1:  # noqa: SIM102 (known when it is compiled)
             if (stage + 1) % part_stages == 0:
                 second += total  # of the parts before
