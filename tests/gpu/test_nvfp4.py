@@ -20,8 +20,14 @@ from jetrl.models.tiny import random_weights
 from jetrl.parity import measure, random_prompts
 from jetrl.parity.checks import check_policy, failures
 from jetrl.precision import PrecisionPlan
-from jetrl.precision.nvfp4 import NVFP4Tensor, quantize_nvfp4, widened
-from jetrl.precision.nvfp4_layout import WIDENED_FACTOR, hopper_order, parts_of
+from jetrl.precision.nvfp4 import (
+    NVFP4Tensor,
+    dequantize_nvfp4,
+    quantize_nvfp4,
+    stacked_nvfp4,
+    widened,
+)
+from jetrl.precision.nvfp4_layout import WIDENED_FACTOR, RowFactors, hopper_order, parts_of
 from jetrl.precision.nvfp4_weight import NVFP4Weight, nvfp4_dgrad, nvfp4_matmul
 from jetrl.settings import Settings
 
@@ -231,6 +237,43 @@ def test_close_to_the_exact_reference(rows: int) -> None:
     dx = nvfp4_dgrad(dy, ours).double()
     true, terms = dy.double() @ values, dy.double().abs() @ values.abs()
     assert ((dx - true).abs() <= 2.0**-8 * true.abs() + 17 * n / 16 * 2.0**-23 * terms).all()
+
+
+@pytest.mark.parametrize("rows", [(4096, 1024, 1024), (12288, 12288), (40, 24, 64)], ids=str)
+def test_rows_with_scales_of_their_own(hopper, rows: tuple[int, ...]) -> None:
+    """Each row's bits are those of the same sums under one scale, at every number of rows of X.
+
+    A scale's power of two changes no bit of a product's rounding, so such scales are compared
+    exactly; the others within BF16's rounding of float64.
+    """
+    k = 896
+    parts = [quantize_nvfp4(random(n, k, 20 + i, 0.02)) for i, n in enumerate(rows)]
+    one = parts[0].scale
+    powers = [2.0**-i for i in range(len(rows))]
+    twofold = [NVFP4Tensor(p.codes, p.scales, one * f) for p, f in zip(parts, powers, strict=True)]
+    shared = hopper_order(stacked_nvfp4([NVFP4Tensor(p.codes, p.scales, one) for p in parts]))
+    own, x = hopper_order(stacked_nvfp4(twofold)), random(300, k, 30)
+    assert isinstance(own.factor, RowFactors)
+    of_rows = torch.cat([torch.full((n,), f) for n, f in zip(rows, powers, strict=True)]).cuda()
+    for out_dtype in (torch.bfloat16, torch.float32):
+        expected = hopper.nvfp4_matmul_hopper(x, shared, out_dtype, widen=True) * of_rows
+        for count, widen in itertools.product((1, 7, 16, 33, 64, 129, 256, 300), (False, True)):
+            if widen and count < 64:
+                continue
+            out = hopper.nvfp4_matmul_hopper(x[:count], own, out_dtype, widen=widen)
+            assert torch.equal(out, expected[:count].to(out_dtype)), (count, widen)
+    weight = stacked_nvfp4(parts)
+    values, ordered = dequantize_nvfp4(weight).double(), hopper_order(weight)
+    y, true = hopper.nvfp4_matmul_hopper(x, ordered).double(), x.double() @ values.mT
+    terms = x.double().abs() @ values.abs().mT
+    assert ((y - true).abs() <= 2.0**-8 * true.abs() + 17 * k / 16 * 2.0**-23 * terms).all()
+    for count in (5, 33, 200):
+        assert torch.equal(hopper.nvfp4_matmul_hopper(x[:count], ordered), y[:count].bfloat16())
+    dy = random(300, sum(rows), 31)
+    dx, true = hopper.nvfp4_dgrad_hopper(dy, ordered).double(), dy.double() @ values
+    terms = dy.double().abs() @ values.abs()
+    bound = 2.0**-8 * true.abs() + 17 * sum(rows) / 16 * 2.0**-23 * terms
+    assert ((dx - true).abs() <= bound).all()
 
 
 @pytest.mark.parametrize("rows", [70, 300])

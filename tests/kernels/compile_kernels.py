@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.machinery
+import itertools
 import json
 import os
 import re
@@ -366,21 +367,23 @@ def small_operations() -> None:
         chosen_logprobs(logits, chosen, 0.7)[0].backward(torch.empty(70, device=META))
 
 
-def nvfp4_weight_of(n: int, k: int) -> Any:
-    """Return an NVFP4 weight [n, k] without contents, in the order of the kernels."""
-    from jetrl.precision.nvfp4_layout import HopperNVFP4
+def nvfp4_weight_of(n: int, k: int, by_row: bool = False) -> Any:
+    """Return an NVFP4 weight [n, k] without contents, with one scale or with scales of rows."""
+    from jetrl.precision.nvfp4_layout import HopperNVFP4, RowFactors
 
     codes = torch.empty(n // 2 * k // 128, 32, dtype=torch.int32, device=META)
     scales = torch.empty(n // 32, k // 2, dtype=torch.int32, device=META)
-    return HopperNVFP4(codes, scales, 0.5, torch.Size((n, k)))
+    of_rows = RowFactors(((0, n // 4, 0.5), (n // 4, n, 0.25)), torch.empty(n, device=META))
+    return HopperNVFP4(codes, scales, of_rows if by_row else 0.5, torch.Size((n, k)))
 
 
 def nvfp4() -> None:
     """Compile the products with NVFP4 weights, at the rows of decode and of training."""
     from jetrl.precision.nvfp4_weight import NVFP4Weight, nvfp4_dgrad, nvfp4_matmul
 
-    for n, k in ((4096, 4096), (24576, 4096), (4096, 12288), (384, 896), (128, 128)):
-        weight = NVFP4Weight(nvfp4_weight_of(n, k))
+    shapes = ((4096, 4096), (24576, 4096), (4096, 12288), (384, 896), (128, 128))
+    for (n, k), by_row in itertools.product(shapes, (False, True)):
+        weight = NVFP4Weight(nvfp4_weight_of(n, k, by_row))
         for rows in (1, 64, 128, 4096):
             x = torch.empty(rows, k, dtype=torch.bfloat16, device=META)
             nvfp4_dgrad(nvfp4_matmul(x, weight), weight)
@@ -421,7 +424,8 @@ def adapters_on_nvfp4() -> None:
         )
         weight = AdapterWeight("qkv", a, b, shape, torch.bfloat16)
         x = torch.empty(rows, k, dtype=torch.bfloat16, device=META)
-        nvfp4_adapted_matmul(x, nvfp4_weight_of(n, k), weight)
+        for by_row in (False, True):
+            nvfp4_adapted_matmul(x, nvfp4_weight_of(n, k, by_row), weight)
 
 
 def chains() -> None:

@@ -13,10 +13,11 @@ from jetrl.precision.nvfp4 import (
     dequantize_nvfp4,
     e2m1_codes,
     quantize_nvfp4,
+    stacked_nvfp4,
     unpacked_codes,
     widened,
 )
-from jetrl.precision.nvfp4_layout import WIDENED_FACTOR, hopper_order, parts_of
+from jetrl.precision.nvfp4_layout import WIDENED_FACTOR, RowFactors, hopper_order, parts_of
 from jetrl.precision.nvfp4_weight import NVFP4Weight, nvfp4_dgrad, nvfp4_matmul
 
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
@@ -257,3 +258,37 @@ def test_products_refuse_other_operands() -> None:
         nvfp4_matmul(torch.zeros(2, 64), weight)
     with pytest.raises(ValueError, match=r"\[2, 32\] and \[32, 64\]"):
         nvfp4_matmul(torch.zeros(2, 32).bfloat16(), weight)
+
+
+def test_matrices_with_scales_of_their_own_are_stacked_as_they_are() -> None:
+    """Values, products and gradients are those of the matrices, which keep codes and scales."""
+    weights = [matrix(rows, 256, std, rows) for rows, std in ((96, 0.02), (48, 3.0), (112, 1e-4))]
+    parts = [quantize_nvfp4(weight) for weight in weights]
+    whole = stacked_nvfp4(parts)
+    assert whole.rows == (96, 48, 112)
+    assert torch.equal(dequantize_nvfp4(whole), torch.cat([dequantize_nvfp4(p) for p in parts]))
+    x = torch.randn(9, 256, generator=torch.Generator().manual_seed(3)).bfloat16()
+    products = [nvfp4_matmul(x, NVFP4Weight(part)) for part in parts]
+    assert torch.equal(nvfp4_matmul(x, NVFP4Weight(whole)), torch.cat(products, 1))
+    dy = torch.randn(9, 256, generator=torch.Generator().manual_seed(4)).bfloat16()
+    values = dequantize_nvfp4(whole).double()
+    exact, terms = dy.double() @ values, dy.double().abs() @ values.abs()
+    bound = 2.0**-8 * exact.abs() + 256 * 2.0**-24 * terms  # BF16's rounding, and float32 sums
+    assert ((nvfp4_dgrad(dy, NVFP4Weight(whole)).double() - exact).abs() <= bound).all()
+    factor = hopper_order(whole).factor
+    assert isinstance(factor, RowFactors)
+    assert [(start, end) for start, end, _ in factor.ranges] == [(0, 96), (96, 144), (144, 256)]
+    scales = torch.cat([p.scale.expand(len(p.codes)) for p in parts])
+    assert torch.equal(factor.of_rows * WIDENED_FACTOR, scales)
+    assert all((factor.of_rows[s:e] == own).all() for s, e, own in factor.ranges)
+
+
+def test_matrices_of_one_scale_are_stacked_to_a_matrix_of_that_scale() -> None:
+    q = quantize_nvfp4(matrix(64, 128))
+    halves = [NVFP4Tensor(q.codes[s], q.scales[s], q.scale) for s in (slice(0, 24), slice(24, 64))]
+    whole = stacked_nvfp4(halves)
+    assert whole.rows == ()
+    assert torch.equal(whole.codes, q.codes)
+    assert torch.equal(whole.scales.view(torch.uint8), q.scales.view(torch.uint8))
+    assert whole.scale.shape == ()
+    assert whole.scale == q.scale

@@ -27,6 +27,7 @@ type and nothing else in jetrl uses it.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -55,17 +56,43 @@ class NVFP4Tensor:
     Attributes:
         codes: uint8 [N, K / 2], E2M1 codes, two to a byte: the value of even K in the lower bits.
         scales: float8_e4m3fn [N, K / 16], of the groups along K.
-        scale: float32 [], of the matrix; values are multiplied by it.
+        scale: float32 [], of the matrix; values are multiplied by it. Or [P], one of each of P
+            matrices that are stacked along N.
+        rows: The rows of each of these P matrices; empty where `scale` is one.
     """
 
     codes: Tensor
     scales: Tensor
     scale: Tensor
+    rows: tuple[int, ...] = ()
 
     @property
     def shape(self) -> torch.Size:
         """The shape [N, K] of the matrix."""
         return torch.Size((self.codes.shape[0], self.codes.shape[1] * 2))
+
+    @property
+    def row_scales(self) -> Tensor:
+        """The scale of the matrix, float32 []; or that of each row, [N], where they differ."""
+        if not self.rows:
+            return self.scale
+        return self.scale.repeat_interleave(torch.tensor(self.rows, device=self.scale.device))
+
+
+def stacked_nvfp4(parts: Sequence[NVFP4Tensor]) -> NVFP4Tensor:
+    """Return matrices stacked along N, as a copy: the same codes under the same scales.
+
+    Where all have one scale, so has the result.
+
+    Args:
+        parts: One or more matrices [N, K] with one scale each, of one K, on one device.
+    """
+    codes = torch.cat([part.codes for part in parts])
+    scales = torch.cat([part.scales.view(torch.uint8) for part in parts]).view(_SCALE_TYPE)
+    scale = torch.stack([part.scale for part in parts])
+    if bool((scale == scale[0]).all()):
+        return NVFP4Tensor(codes, scales, scale[0])
+    return NVFP4Tensor(codes, scales, scale, tuple(len(part.codes) for part in parts))
 
 
 def quantize_nvfp4(x: Tensor) -> NVFP4Tensor:
@@ -133,5 +160,5 @@ def widened(q: NVFP4Tensor) -> Tensor:
 
 
 def dequantize_nvfp4(q: NVFP4Tensor) -> Tensor:
-    """Return float32 [N, K]: the widened values times the matrix's scale, one float32 product."""
-    return widened(q).float() * q.scale
+    """Return float32 [N, K]: the widened values times their matrix's scale, one float32 product."""
+    return widened(q).float() * q.row_scales[..., None]

@@ -23,10 +23,14 @@ A scale, which is never negative, is kept as 5 bits of exponent and 3 of mantiss
 subnormal numbers: shifted by 4 bits and added to `SCALE_OFFSET` it is the BF16 of the scale times
 2**119. The product with the code is then the widened value times `WIDENED_FACTOR`, exactly. A scale
 of zero has no such form: its group's codes become zeros.
+
+Sums are multiplied by one factor, that of the matrix; or, where several matrices with scales of
+their own are stacked, by that of the row (`RowFactors`).
 """
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -49,19 +53,33 @@ CODE_BITS = ((15, 8, 7, 6), (12, 5, 4, 3), (9, 2, 1, 0), (14, 13, 11, 10))
 
 
 @dataclass(frozen=True)
+class RowFactors:
+    """The factors of a weight whose rows belong to several matrices with scales of their own.
+
+    Attributes:
+        ranges: The first row, the row behind the last one, and the factor, of each matrix.
+        of_rows: float32 [N], the factor of each row, on the device.
+    """
+
+    ranges: tuple[tuple[int, int, float], ...]
+    of_rows: Tensor
+
+
+@dataclass(frozen=True)
 class HopperNVFP4:
     """A weight [N, K] in NVFP4, in the order of the kernels; 4.5 bits a value.
 
     Attributes:
         codes: int32 [N / 32 * K / 128 * 16, 32], as above; a unit's rows follow each other.
         scales: int32 [N / 32, K / 128 * 64], as above.
-        factor: The matrix's scale over `WIDENED_FACTOR`: sums of products are multiplied by it.
+        factor: The matrix's scale over `WIDENED_FACTOR`, or those of its rows: sums of products are
+            multiplied by it.
         shape: [N, K].
     """
 
     codes: Tensor
     scales: Tensor
-    factor: float
+    factor: float | RowFactors
     shape: torch.Size
 
 
@@ -106,8 +124,17 @@ def hopper_order(q: NVFP4Tensor) -> HopperNVFP4:
         part = NVFP4Tensor(q.codes[rows], q.scales[rows], q.scale)
         codes[start : start + step] = _code_words(part, blocks)
         scales[start : start + step] = _scale_words(part, blocks)
-    factor = float(q.scale) / WIDENED_FACTOR
-    return HopperNVFP4(codes.view(-1, 32), scales, factor, q.shape)
+    return HopperNVFP4(codes.view(-1, 32), scales, _factor(q), q.shape)
+
+
+def _factor(q: NVFP4Tensor) -> float | RowFactors:
+    """Return what sums of products with a weight in the kernels' order are multiplied by."""
+    if not q.rows:
+        return float(q.scale) / WIDENED_FACTOR
+    ends = list(itertools.accumulate(q.rows))
+    factors = [scale / WIDENED_FACTOR for scale in q.scale.tolist()]
+    ranges = tuple(zip([0, *ends[:-1]], ends, factors, strict=True))
+    return RowFactors(ranges, q.row_scales / WIDENED_FACTOR)
 
 
 def _code_words(q: NVFP4Tensor, blocks: int) -> Tensor:

@@ -4,10 +4,12 @@
     DGrad   dX [T, K] = dY [T, N] @ W [N, K]        dY is BF16
 
 W is widened to BF16, which is exact (`precision.nvfp4`), and the float32 sum is multiplied by the
-matrix's scale and rounded once. The sums of FProp have the order of `gemm.bf16_matmul`, in parts of
-K where a weight has few rows (`nvfp4_layout.parts_of`), at any number of rows of X; those of DGrad
-may have any order, since gradients need no agreement of bits. There is no WGrad: a weight in NVFP4
-is never trained.
+matrix's scale and rounded once. Where W is stacked of matrices with scales of their own, a sum of
+FProp is multiplied by the scale of its row of W, and DGrad adds the products of the matrices.
+
+The sums of FProp have the order of `gemm.bf16_matmul`, in parts of K where a weight has few rows
+(`nvfp4_layout.parts_of`), at any number of rows of X; those of DGrad may have any order, since
+gradients need no agreement of bits. There is no WGrad: a weight in NVFP4 is never trained.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from torch import Tensor
 
 from jetrl.precision.exact import exact_matmul
 from jetrl.precision.nvfp4 import NVFP4Tensor, quantize_nvfp4, widened
-from jetrl.precision.nvfp4_layout import HopperNVFP4, hopper_order
+from jetrl.precision.nvfp4_layout import HopperNVFP4, RowFactors, hopper_order
 
 
 @dataclass(frozen=True)
@@ -37,8 +39,12 @@ class NVFP4Weight:
     @staticmethod
     def of(weight: Tensor) -> NVFP4Weight:
         """Return a float32 or bfloat16 weight [N, K] in NVFP4, on its device."""
-        quantized = quantize_nvfp4(weight)
-        return NVFP4Weight(hopper_order(quantized) if weight.is_cuda else quantized)
+        return NVFP4Weight.of_codes(quantize_nvfp4(weight))
+
+    @staticmethod
+    def of_codes(quantized: NVFP4Tensor) -> NVFP4Weight:
+        """Return a weight [N, K] that is in NVFP4 already, with the same codes and scales."""
+        return NVFP4Weight(hopper_order(quantized) if quantized.codes.is_cuda else quantized)
 
     @property
     def shape(self) -> torch.Size:
@@ -46,10 +52,12 @@ class NVFP4Weight:
         return self.stored.shape
 
     @property
-    def stored_scale(self) -> float:
-        """The matrix's scale, by which the device's products multiply."""
-        stored = self.stored
-        return stored.factor if isinstance(stored, HopperNVFP4) else float(stored.scale)
+    def is_finite(self) -> bool:
+        """True where all values are finite, which the scale says by which sums are multiplied."""
+        scale = self.stored.factor if isinstance(self.stored, HopperNVFP4) else self.stored.scale
+        if isinstance(scale, RowFactors):
+            scale = scale.of_rows
+        return bool(torch.as_tensor(scale).isfinite().all())
 
     def tensors(self) -> list[Tensor]:
         """Return the codes and the scales of groups."""
@@ -79,7 +87,7 @@ def nvfp4_matmul(x: Tensor, w: NVFP4Weight, out_dtype: torch.dtype = torch.bfloa
             f"nvfp4_matmul: bfloat16 [M, K] and [N, K], not {x.dtype} {list(x.shape)} and "
             f"{list(w.shape)}"
         )
-    return (exact_matmul(x, widened(stored).mT).float() * stored.scale).to(out_dtype)
+    return (exact_matmul(x, widened(stored).mT).float() * stored.row_scales).to(out_dtype)
 
 
 def nvfp4_dgrad(dy: Tensor, w: NVFP4Weight) -> Tensor:
@@ -94,4 +102,8 @@ def nvfp4_dgrad(dy: Tensor, w: NVFP4Weight) -> Tensor:
         from jetrl.precision.hopper.nvfp4 import nvfp4_dgrad_hopper
 
         return nvfp4_dgrad_hopper(dy, stored)
-    return (dy.float() @ widened(stored).float() * stored.scale).bfloat16()
+    left, wide = dy.float(), widened(stored).float()
+    if not stored.rows:
+        return (left @ wide * stored.scale).bfloat16()
+    parts = zip(left.split(stored.rows, 1), wide.split(stored.rows), stored.scale, strict=True)
+    return torch.stack([rows @ part * scale for rows, part, scale in parts]).sum(0).bfloat16()

@@ -12,7 +12,6 @@ and receives the rest of the quantized weight, which is whole on every rank.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal, overload
@@ -24,6 +23,7 @@ from jetrl.distributed.collectives import gather_rows
 from jetrl.distributed.shards import Shard
 from jetrl.errors import UserError
 from jetrl.precision.layout import empty_weight
+from jetrl.precision.nvfp4 import NVFP4Tensor
 from jetrl.precision.nvfp4_weight import NVFP4Weight
 from jetrl.precision.plan import FP8_BLOCK, LinearFormat, PrecisionPlan, Rounding, ScaleRule, Side
 from jetrl.precision.quantize import FORMATS, QTensor, dequantize, quantize
@@ -91,6 +91,8 @@ class QuantizedWeight:
         shard: The division of the weight's rows among ranks; None where this rank has all.
         sides: The sides whose roundings are kept.
         fixed: Round the weight once, and drop the master weight's memory.
+        codes: The weight where it is in NVFP4 already, which is then never rounded; of `master` the
+            shape alone is read. Both sides read NVFP4.
 
     Attributes:
         master: The master weight; of a fixed one the shape alone (but under fp32, which reads it).
@@ -112,6 +114,7 @@ class QuantizedWeight:
         shard: Shard | None = None,
         sides: Collection[Side] = ("rollout", "train"),
         fixed: bool = False,
+        codes: NVFP4Tensor | None = None,
     ) -> None:
         self.name, self.master, self.formats = name, master, formats
         self.shard, self.fixed = shard, fixed
@@ -121,7 +124,13 @@ class QuantizedWeight:
         self.shape = torch.Size((num_rows, *master.shape[1:]))
         kept = {self._roundings[side] for side in sides}
         self._check_formats()
-        if shard is None:
+        if codes is not None:
+            assert fixed, "a weight with codes has no master weight"
+            assert kept == {Rounding("nvfp4")}, "codes are read as they are"
+            self._stored: dict[Rounding, StoredWeight] = dict.fromkeys(
+                kept, NVFP4Weight.of_codes(codes)
+            )
+        elif shard is None:
             self._stored = {rounding: self._rounded(rounding) for rounding in sorted(kept)}
         else:
             self._stored = {rounding: self._empty(rounding) for rounding in sorted(kept)}
@@ -239,7 +248,7 @@ class QuantizedWeight:
     def _in_nvfp4(self, weight: Tensor) -> NVFP4Weight:
         """Return a weight [N, K] in NVFP4, or raise UserError for values that are not finite."""
         rounded = NVFP4Weight.of(weight)
-        if not math.isfinite(rounded.stored_scale):
+        if not rounded.is_finite:
             raise UserError(
                 f"layer {self.name}: the weight has values that are NaN or Inf, which NVFP4 cannot "
                 "keep; mend the model's files, or leave precision.base unset"

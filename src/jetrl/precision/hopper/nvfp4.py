@@ -8,6 +8,9 @@ dropped: kept, it would take 3.6 times the memory of the codes.
 Sums are multiplied by the matrix's scale before they are rounded, which is cuBLAS's alpha. Where K
 has several parts (`nvfp4_layout.parts_of`), cuBLAS makes the float32 sums of each part, which are
 added in order and then multiplied and rounded, for `ROWS_AT_ONCE` rows at a time.
+
+Where a weight is stacked of matrices with scales of their own, the float32 sums are made in the
+same way and multiplied by the scale of each row; DGrad adds the products of the matrices.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -36,6 +39,7 @@ from jetrl.precision.nvfp4_layout import (
     ROWS_AT_ONCE,
     UNIT,
     HopperNVFP4,
+    RowFactors,
     parts_of,
 )
 
@@ -106,12 +110,13 @@ def nvfp4_matmul_hopper(
         return nvfp4_rows_matmul(x, w, out_dtype)
     wide = widened_hopper(w)
     parts, columns = parts_of(*w.shape)
+    factor = w.factor.of_rows if isinstance(w.factor, RowFactors) else w.factor
     with pinned_bf16_reductions():
-        if parts > 1:
-            return _product_in_parts(x, wide, w.factor, columns, out_dtype)
+        if parts > 1 or isinstance(factor, Tensor):
+            return _product_in_parts(x, wide, factor, columns, out_dtype)
         if out_dtype == torch.float32:
-            return torch.mm(x, wide.t(), out_dtype=out_dtype).mul_(w.factor)
-        return _scaled_product(x, wide.t(), w.factor)
+            return torch.mm(x, wide.t(), out_dtype=out_dtype).mul_(factor)
+        return _scaled_product(x, wide.t(), factor)
 
 
 def nvfp4_dgrad_hopper(dy: Tensor, w: HopperNVFP4) -> Tensor:
@@ -122,18 +127,28 @@ def nvfp4_dgrad_hopper(dy: Tensor, w: HopperNVFP4) -> Tensor:
         w: The weight [N, K].
     """
     check_matrix("nvfp4_dgrad", dy, (torch.bfloat16,))
-    return _scaled_product(dy, widened_hopper(w), w.factor)
+    wide = widened_hopper(w)
+    if not isinstance(w.factor, RowFactors):
+        return _scaled_product(dy, wide, w.factor)
+    out = torch.empty(dy.shape[0], w.shape[1], dtype=torch.bfloat16, device=dy.device)
+    for rows, product in zip(dy.split(ROWS_AT_ONCE), out.split(ROWS_AT_ONCE), strict=True):
+        sums = torch.zeros(product.shape, device=dy.device)
+        for start, end, own in w.factor.ranges:
+            part = torch.mm(rows[:, start:end], wide[start:end], out_dtype=torch.float32)
+            sums.add_(part, alpha=own)
+        product.copy_(sums)
+    return out
 
 
 def _product_in_parts(
-    x: Tensor, wide: Tensor, factor: float, columns: int, out_dtype: torch.dtype
+    x: Tensor, wide: Tensor, factor: float | Tensor, columns: int, out_dtype: torch.dtype
 ) -> Tensor:
-    """Return X @ W^T times a factor, with the sums of parts of K added in order.
+    """Return X @ W^T times a factor, with the sums of one or more parts of K added in order.
 
     Args:
         x: bfloat16 [M, K].
         wide: bfloat16 [N, K].
-        factor: What sums are multiplied by.
+        factor: What sums are multiplied by: a number, or float32 [N].
         columns: Columns of a part but the last.
         out_dtype: The dtype of the product.
     """

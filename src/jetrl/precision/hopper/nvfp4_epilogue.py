@@ -84,7 +84,8 @@ def store_product(
     Args:
         total: float32 [64, BLOCK_M], the sums.
         y_ptr: [M, N], written; bfloat16 with an adapter.
-        factor: float32, what sums are multiplied by.
+        factor: float32, what sums are multiplied by; or a pointer to float32 [N], those of rows of
+            the weight.
         m0: the program's first row of X.
         unit: the first unit of 32 rows of the weight of these warps.
         M: rows of X.
@@ -104,6 +105,8 @@ def store_product(
     n = (unit + ((places >> 3) & 1)) * 32 + (places >> 4) * 8 + (places & 7)
     mine = n < gl.minimum(N, (unit + UNITS) * 32)
     m = m0 + gl.arange(0, BLOCK_M, gl.SliceLayout(0, mma))
+    if factor.dtype.is_ptr():
+        factor = gl.load(factor + n, mask=mine, other=0.0)[:, None]
     y = (total * factor).to(y_ptr.dtype.element_ty)
     if RANK > 0:
         first = gl.load(columns_ptr + gl.minimum(unit * 32, N - 1) // 64)

@@ -59,7 +59,7 @@ from jetrl.precision.hopper.nvfp4_unpack import (
     unpack_step,
 )
 from jetrl.precision.layout import cdiv
-from jetrl.precision.nvfp4_layout import BLOCK, UNIT, HopperNVFP4, parts_of
+from jetrl.precision.nvfp4_layout import BLOCK, UNIT, HopperNVFP4, RowFactors, parts_of
 
 MOST_ROWS = 128  # of a program
 _UNIT_BYTES = 2048 + 256  # of the codes and scales of 32 rows and 128 columns
@@ -215,7 +215,7 @@ def _work(
         sums_smem: float32 [(RINGS - 1) * CHAINS, 64, BLOCK_M], for the sums of the second ring.
         done: a barrier for these.
         y_ptr: [M, N], written.
-        factor: float32, what sums are multiplied by.
+        factor: as of `nvfp4_epilogue.store_product`.
         M, N: rows of X and of the weight.
         place: the ring, or the side of the only ring; behind these the warps that copy the weight,
             X, and the adapter.
@@ -277,7 +277,7 @@ def nvfp4_rows_kernel(
         y_ptr: bfloat16, or without an adapter float32, [M, N], written.
         columns_ptr: int32, the first columns of u, likewise.
         ready_ptr: int32, as of `adapter_epilogue.wait_until_ready`, read with SIGNALLED.
-        factor: float32, what sums are multiplied by.
+        factor: as of `nvfp4_epilogue.store_product`.
         M: rows of X.
         N: rows of the weight.
         KB: blocks of 128 along K.
@@ -445,6 +445,7 @@ def nvfp4_rows_matmul(
         adapter.check(rows, n)
         beside, first_columns = adapter.descriptors(block_m, UNIT * tiles.units), adapter.columns
         ready = adapter.ready
+    factor = w.factor.of_rows if isinstance(w.factor, RowFactors) else w.factor
     copies = 2 if adapter is None else 3  # warps
     others = rings * tiles.sides - 1  # groups of four warps behind the first
     grid = (cdiv(rows, block_m) * cdiv(n, UNIT * tiles.units * tiles.sides),)
@@ -452,7 +453,7 @@ def nvfp4_rows_matmul(
         TensorDescriptor(x, [rows, k], [k, 1], [block_m, 64], _X_LAYOUT),
         codes,
         TensorDescriptor(w.scales, [blocks, 64], [64, 1], [each, 64], _SCALES_LAYOUT),
-        *beside, out, first_columns, first_columns if ready is None else ready, w.factor, rows, n,
+        *beside, out, first_columns, first_columns if ready is None else ready, factor, rows, n,
         k // BLOCK, columns // BLOCK, int(torch.cuda.is_current_stream_capturing()), rings, chains,
         parts // (rings * chains), tiles.sides, tiles.units, block_m, tiles.group, tiles.rounds,
         rank, ready is not None, (*[4] * others, *[1] * copies),
