@@ -10,6 +10,7 @@ from jetrl.kernels.adamw import state_bytes
 from jetrl.models.adapter import LoRA, adapter_names
 from jetrl.models.draft_head import KNOWN_TOKENS, draft_head_shapes
 from jetrl.models.families import ModelConfig, parameter_shapes
+from jetrl.models.nvfp4_files import left_in_16_bits
 from jetrl.precision.nvfp4 import NVFP4_GROUP
 from jetrl.precision.plan import FP8_BLOCK, PrecisionPlan
 from jetrl.settings.loading import Settings
@@ -120,7 +121,8 @@ def quantized_bytes(
 ) -> int:
     """Return the bytes of the weights as forwards read them, and of the rotary table.
 
-    The embedding is rounded to the dtype of activations. A head that is tied to it is the same
+    The embedding is rounded to the dtype of activations. Files in NVFP4 may leave linear layers in
+    16 bits, which stay so. A head that is tied to it is the same
     tensor, where it has the same format.
 
     Args:
@@ -145,8 +147,12 @@ def quantized_bytes(
     if config.head == "lm" and not shared:
         total += sum(weight_bytes(rounding.format, *vocabulary) for rounding in heads)
     wide = 4 if plan.rest == "fp32" else 2
+    left = left_in_16_bits(config) if plan.base == "nvfp4" else set()
     for name, shape in parameter_shapes(config).items():
         parts = name.split(".")
+        if name in left:
+            total += weight_bytes("bf16", *shape)
+            continue
         if len(shape) == 2 and parts[0] == "layers":
             layer = int(parts[1])
             formats = {s: plan.linear_format(s, layer, config.num_layers) for s in sides}

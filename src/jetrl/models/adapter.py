@@ -24,9 +24,11 @@ import torch
 from torch import Tensor
 
 from jetrl.errors import UserError
+from jetrl.models.coded_weights import CodedWeights, codes_of, left_wide
 from jetrl.models.families import ModelConfig, parameter_shapes
 from jetrl.models.hf_names import StoredTensor, stored_tensors
 from jetrl.precision.adapter import AdapterShape
+from jetrl.precision.nvfp4 import NVFP4Tensor
 from jetrl.randomness import derive_seed
 
 ALL_LINEAR = "all-linear"
@@ -278,7 +280,7 @@ class _NewTensors(Mapping[str, Tensor]):
         return len(self._names)
 
 
-class _Over(Mapping[str, Tensor]):
+class _Over(CodedWeights):
     """Tensors by name, some of which come from another mapping."""
 
     def __init__(self, first: Mapping[str, Tensor], then: Mapping[str, Tensor]) -> None:
@@ -286,6 +288,14 @@ class _Over(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         return self._first[name] if name in self._first else self._then[name]
+
+    def codes(self, name: str) -> NVFP4Tensor | None:
+        """Return the codes of a tensor that comes from the second mapping, if it has codes."""
+        return None if name in self._first else codes_of(self._then, name)
+
+    def left_wide(self, name: str) -> bool:
+        """Return whether a tensor has 16 or 32 bits in a directory with others in NVFP4."""
+        return left_wide(self._then, name)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._then)

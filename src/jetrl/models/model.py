@@ -21,6 +21,7 @@ from jetrl.models.adapter import Adapter, LoRA, base_digest
 from jetrl.models.attention import PackedKeyValues
 from jetrl.models.decoder import Decoder
 from jetrl.models.families import Head, ModelConfig
+from jetrl.models.nvfp4_files import check_base
 from jetrl.models.packed import token_positions, upload
 from jetrl.models.peft import save_adapter
 from jetrl.models.stems import Stems
@@ -118,6 +119,7 @@ class Model:
         device: str | torch.device = "cpu",
         frozen: bool = False,
         adapter: Adapter | None = None,
+        trains: Callable[[str], bool] | None = None,
     ) -> Self:
         """Return the model of a Hugging Face directory.
 
@@ -127,6 +129,7 @@ class Model:
             device: The device.
             frozen: As of the class.
             adapter: As of the class.
+            trains: As of the class.
 
         Raises:
             UserError: A file or tensor that is missing, damaged or unsupported, by name; a head of
@@ -138,11 +141,12 @@ class Model:
                 f"{path}: {config.architecture} has a head for {_HEADS[config.head]}, and one for "
                 f"{_HEADS[cls.head]} is needed here"
             )
+        check_base(config, plan, path)
         tokenizer = hf.load_tokenizer(path) if hf.has_tokenizer(path) else None
         generation_config = hf.read_generation_config(path)
         with hf.open_weights(path, config, device) as weights:
             model = cls(
-                config, plan, weights, device, tokenizer, generation_config, frozen, adapter=adapter
+                config, plan, weights, device, tokenizer, generation_config, frozen, trains, adapter
             )
         model.base_path = str(path)
         return model

@@ -20,10 +20,13 @@ from jetrl.distributed.world import world
 from jetrl.errors import UserError
 from jetrl.models import hf
 from jetrl.models.adapter import Adapter
+from jetrl.models.coded_weights import CodedWeights, codes_of, left_wide
 from jetrl.models.families import ModelConfig
 from jetrl.models.model import Model, check_device
+from jetrl.models.nvfp4_files import check_base
 from jetrl.models.packed import pack, upload
 from jetrl.models.stems import Stems
+from jetrl.precision.nvfp4 import NVFP4Tensor
 from jetrl.precision.plan import PrecisionPlan
 
 
@@ -54,6 +57,7 @@ class ScalarModel(Model):
         config = hf.model_config(path)
         if config.head == "score":
             return cls.from_pretrained(path, plan, device, adapter=adapter)
+        check_base(config, plan, path)
         tokenizer = hf.load_tokenizer(path) if hf.has_tokenizer(path) else None
         with hf.open_weights(path, config, device) as weights:
             model = cls.with_new_head(config, weights, plan, device, tokenizer, adapter)
@@ -140,7 +144,7 @@ class ScalarModel(Model):
         return torch.cat(scores) if scores else torch.zeros(0)
 
 
-class _WithNewHead(Mapping[str, Tensor]):
+class _WithNewHead(CodedWeights):
     """Copies of a language model's weights with a scalar head of zeros, made when they are read."""
 
     def __init__(self, weights: Mapping[str, Tensor], width: int, device: torch.device) -> None:
@@ -151,6 +155,14 @@ class _WithNewHead(Mapping[str, Tensor]):
         if name == "score.weight":
             return torch.zeros(1, self._width, device=self._device)
         return self._weights[name].detach().to(self._device, torch.float32, copy=True)
+
+    def codes(self, name: str) -> NVFP4Tensor | None:
+        """Return the codes of one of the language model's weights, if it has codes."""
+        return codes_of(self._weights, name)
+
+    def left_wide(self, name: str) -> bool:
+        """Return whether a weight has 16 or 32 bits in a directory with others in NVFP4."""
+        return left_wide(self._weights, name)
 
     def __iter__(self) -> Iterator[str]:
         return iter([*self._names, "score.weight"])

@@ -11,8 +11,9 @@ be left out: a master weight that no layer asked for is an error when the model 
 
 Not every weight need be trained. The others, a frozen base, are read from their files one at a
 time, rounded for the sides that read them, and dropped: under an FP8 plan about a byte a parameter
-stays, where masters take four, and no gradient or moment is ever made. Of a frozen model that is
-all, for the training side's forwards alone; a base that is trained around serves both sides.
+stays, where masters take four, and no gradient or moment is ever made. Of files that are in NVFP4
+already the codes are kept as they are. Of a frozen model that is all, for the training side's
+forwards alone; a base that is trained around serves both sides.
 
 In a run of several processes a rank owns some rows of each matrix: master weight, gradient and
 moments have these rows alone, in whole blocks of 128 (`distributed.shards`). Quantized weights are
@@ -31,6 +32,7 @@ from jetrl.distributed.shards import Shard, shard_of
 from jetrl.distributed.world import world
 from jetrl.errors import UserError
 from jetrl.models.adapter import Adapter, adapter_names
+from jetrl.models.coded_weights import codes_of, left_wide
 from jetrl.models.norm import RMSNorm
 from jetrl.precision.adapter import AdapterWeight
 from jetrl.precision.gradients import Gradients
@@ -139,11 +141,17 @@ class Weights:
             formats: The format that each side reads.
         """
         assert layer not in self._quantized, f"two layers are called {layer}"
-        master = self.master(name)
+        codes = codes_of(self._tensors, name) if "nvfp4" in formats.values() else None
+        if codes is None:
+            master = self.master(name)
+        else:  # which are not rounded: of the master weight there is the shape alone
+            self._asked_for.add(name)
+            empty = torch.empty((), device=self.device).expand(codes.shape)
+            master = nn.Parameter(empty, requires_grad=False)
         # A norm's master weight stays in any case: forwards with gradients read it as it is.
         fixed = name not in self.masters and master.dim() > 1
         shard = self.shards.get(name)
-        weight = QuantizedWeight(layer, master, formats, self.plan, shard, self.sides, fixed)
+        weight = QuantizedWeight(layer, master, formats, self.plan, shard, self.sides, fixed, codes)
         self._quantized[layer] = weight
         self._addresses[layer] = _addresses(weight)
         return weight
@@ -156,6 +164,8 @@ class Weights:
             formats: The format that each side multiplies in.
             bias: Whether the layer adds a bias.
         """
+        if "nvfp4" in formats.values() and left_wide(self._tensors, f"{name}.weight"):
+            formats = {"rollout": "bf16", "train": "bf16"}
         weight = self.quantized(name, f"{name}.weight", formats)
         bias_master = self.master(f"{name}.bias") if bias else None
         widened = self.device.type == "cuda" and self.plan.widens_wgrad

@@ -20,6 +20,7 @@ from jetrl.models import hf
 from jetrl.models.draft_head import DraftHead
 from jetrl.models.families import ModelConfig, num_parameters
 from jetrl.models.model import Model
+from jetrl.models.nvfp4_files import check_base
 from jetrl.models.peft import adapter_of
 from jetrl.models.policy import Policy
 from jetrl.models.scalar_model import ScalarModel, check_same_tokenizer
@@ -299,7 +300,7 @@ def model_config(settings: Settings) -> ModelConfig:
 
     Raises:
         UserError: No model is named, or its config.json cannot be used; precision keeps more of its
-            layers in BF16 than it has.
+            layers in BF16 than it has, or rounds linear layers that are in NVFP4 already.
     """
     path, precision = settings.model.path, settings.precision
     if path is None:
@@ -312,6 +313,11 @@ def model_config(settings: Settings) -> ModelConfig:
                 f"precision.{key} = {getattr(precision, key)}: the model has "
                 f"{config.num_layers} layers"
             )
+    if path is not None:
+        plan = PrecisionPlan.from_settings(precision, settings.sampler_deviation)
+        check_base(config, plan, path)
+        if settings.critic.path == "policy":
+            check_base(config, plan.without_base, path)
     return config
 
 
