@@ -47,10 +47,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from jetrl.cli.opening import open_policy
+    from jetrl.cli.opening import find_model, open_policy
+    from jetrl.models import hf
+    from jetrl.models.nvfp4_files import is_nvfp4
 
     if args.merge:
         _merge(args, _merged_parts(args))
+        return 0
+    path = find_model(Path(args.model)).path
+    if (path / "config.json").is_file() and is_nvfp4(hf.model_config(path)):
+        _widen(args, path)
         return 0
     policy = open_policy(args.model, None, args.device, fallback_plan="fp32")
     if policy.lora is not None and args.dtype != "bfloat16":
@@ -61,6 +67,25 @@ def run(args: argparse.Namespace) -> int:
     policy.save_pretrained(args.out, dtype=args.dtype, overwrite=args.overwrite)
     print(f"wrote {args.out} ({args.dtype if policy.lora is None else 'an adapter, float32'})")
     return 0
+
+
+def _widen(args: argparse.Namespace, path: Path) -> None:
+    """Write a directory in NVFP4 with the values that its codes stand for."""
+    from jetrl.models import hf
+    from jetrl.session.building import choose_device
+
+    config = hf.model_config(path)
+    with hf.open_weights(path, config, choose_device(args.device)) as weights:
+        hf.save_model(
+            args.out,
+            config,
+            weights,
+            args.dtype,
+            tokenizer=hf.load_tokenizer(path) if hf.has_tokenizer(path) else None,
+            generation_config=hf.read_generation_config(path),
+            overwrite=args.overwrite,
+        )
+    print(f"wrote {args.out} ({args.dtype}, the values of {path}'s NVFP4 codes)")
 
 
 class _Parts(NamedTuple):
@@ -118,6 +143,7 @@ def _merge(args: argparse.Namespace, parts: _Parts) -> None:
 
     from jetrl.models import hf
     from jetrl.models.merging import MergedWeights, merging_losses
+    from jetrl.models.nvfp4_files import is_nvfp4
     from jetrl.session.building import choose_device
 
     device = torch.device(choose_device(args.device))
@@ -135,6 +161,8 @@ def _merge(args: argparse.Namespace, parts: _Parts) -> None:
             overwrite=args.overwrite,
         )
     print(f"wrote {args.out} ({args.dtype}, the adapter merged)")
+    if is_nvfp4(parts.base_config):
+        print("the base is in NVFP4: the adapter was added to the values of its codes")
     for format, loss in losses.items():
         name = {"bfloat16": "BF16", "fp8": "FP8"}[format]
         print(

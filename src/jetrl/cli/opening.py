@@ -11,6 +11,7 @@ from jetrl.distributed.world import world
 from jetrl.errors import UserError
 from jetrl.models import hf
 from jetrl.models.hub import is_hub_name
+from jetrl.models.nvfp4_files import is_nvfp4
 from jetrl.models.peft import base_of, is_adapter, read_adapter
 from jetrl.models.policy import Policy
 from jetrl.precision import PrecisionPlan
@@ -78,14 +79,41 @@ def open_policy(
         alphabet = Checkpoints.alphabet(location.path)
         masters = Checkpoints.masters(location.path)
         assert masters is not None  # by find_model
+        plan = _plan_over(settings.model.path, plan, preset)
         return policy_of_masters(settings, plan, masters, alphabet)
     if is_adapter(location.path):
+        plan = _plan_over(base_of(location.path), plan, preset)
         policy = _with_adapter(location, plan, chosen)
     else:
+        plan = _plan_over(location.path, plan, preset)
         with compiled_ahead(hf.model_config(location.path), plan, chosen):
-            policy = Policy.from_pretrained(location.path, plan, chosen)
+            trains = _nothing if plan.base == "nvfp4" else None
+            policy = Policy.from_pretrained(location.path, plan, chosen, trains=trains)
     limit_threads(policy.config)
     return policy
+
+
+def _nothing(_: str) -> bool:
+    """Train no parameter, whatever its name."""
+    return False
+
+
+def _plan_over(base: str | Path | None, plan: PrecisionPlan, preset: str | None) -> PrecisionPlan:
+    """Return a plan that reads linear layers which are in NVFP4 already as they are.
+
+    Args:
+        base: The Hugging Face directory that holds them; None of random weights.
+        plan: The plan for directories in other formats.
+        preset: The precision preset that the user asked for, or None.
+
+    Raises:
+        UserError: The user asked for a preset without FP8, for which NVFP4 would stand.
+    """
+    if base is None or plan.base == "nvfp4" or not is_nvfp4(hf.model_config(base)):
+        return plan
+    if preset is None:
+        plan = PrecisionPlan.preset(DEFAULT_PRESET)
+    return plan.replace(base="nvfp4")
 
 
 def _with_adapter(location: ModelLocation, plan: PrecisionPlan, device: str) -> Policy:
