@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 
 import pytest
 import torch
 from adapted_linears import LINEARS, activations_of, poison
 from adapted_linears import weight as adapter_weight
 from small_models import config
+from tests.models.nvfp4_directories import to_nvfp4
 
 from jetrl import Policy, RolloutEngine, SamplingParams
 from jetrl.bench.shapes import SHAPES as MODELS
 from jetrl.memory.weights import quantized_bytes
 from jetrl.models.adapter import Adapter, LoRA
 from jetrl.models.families import ModelConfig
+from jetrl.models.hf import model_config, save_model
 from jetrl.models.norm_noise import NormNoise
 from jetrl.models.tiny import random_weights
 from jetrl.parity import measure, random_prompts
@@ -317,6 +320,38 @@ def test_the_sampler_is_the_trainer(family: str) -> None:
         )
         assert result.tokens == 8 * samples * 12
         assert result.different == 0
+
+
+@pytest.mark.parametrize("layout", ["modelopt", "compressed-tensors"])
+def test_the_sampler_is_the_trainer_over_files_in_nvfp4(layout: str, tmp_path: Path) -> None:
+    """With scales that differ among Q, K and V, and layers that are left in BF16."""
+    shape, path = ModelConfig.from_hf(config("qwen3")), tmp_path / "m"
+    save_model(path, shape, random_weights(shape, 0))
+    to_nvfp4(path, layout, apart=True, left=("1.mlp.down_proj",))
+    stored = model_config(path)
+    plan = PrecisionPlan.preset("unified").replace(base="nvfp4")
+    p, on_cpu = (
+        Policy.from_pretrained(path, plan, device, adapter=Adapter.new(stored, LoRA(12, 24.0), 0))
+        for device in ("cuda", "cpu")
+    )
+    assert failures(check_policy(p)) == []
+    result = measure(p, random_prompts(p, 7, 60, seed=1), samples=3, max_tokens=12, gradients=True)
+    assert result.different == 0
+    x = random(40, shape.hidden_size, 40)
+    ours, theirs = (m.decoder.layers[0].qkv.operand("train") for m in (p, on_cpu))
+    assert isinstance(ours, NVFP4Weight)
+    assert isinstance(theirs, NVFP4Weight)
+    y, expected = nvfp4_matmul(x, ours).double().cpu(), nvfp4_matmul(x.cpu(), theirs).double()
+    assert (y - expected).norm() <= 2.0**-8 * expected.norm()
+
+
+@pytest.mark.parametrize("rows", [4097, 4101, 4127])
+def test_the_last_rows_of_a_long_product_have_the_bits_of_few(hopper, rows: int) -> None:
+    """Sums of parts of K are made 4096 rows at a time; the rest may be few."""
+    x, weight = random(rows, 2560, 41), hopper_order(quantize_nvfp4(random(2560, 2560, 42, 0.02)))
+    assert parts_of(2560, 2560)[0] > 1
+    last = hopper.nvfp4_matmul_hopper(x[4096:], weight, widen=False)
+    assert torch.equal(hopper.nvfp4_matmul_hopper(x, weight)[4096:], last)
 
 
 def noisy_settings() -> Settings:
