@@ -19,6 +19,7 @@ from jetrl.study.charts import curve_charts
 from jetrl.study.definition import Definition, definition_of
 from jetrl.study.results import Curves, FinalEvaluation, Results, RunResult, read_results
 from jetrl.study.sections import CollapseSection
+from jetrl.study.tables import twin_table
 
 
 def definition(**arms: dict[str, Any]) -> Definition:
@@ -157,6 +158,19 @@ def test_twins_are_compared_within_their_group_point_and_seed() -> None:
     }
     without = [run("long", arm, 1, 0.5, weights_sha256="") for arm in "ab"]
     assert not next(twin_groups(arms, without)).equal
+
+
+@pytest.mark.parametrize(("norms", "learnt"), [([0.0, 0.0], False), ([0.0, 0.3], True)])
+def test_equal_twins_that_had_no_gradient_show_nothing(norms: list[float], learnt: bool) -> None:
+    study = definition(a={"twin": True}, b={"twin": True})
+    curves = {"policy/grad_norm": norms}
+    runs = [run("long", arm, 1, 0.5, curves=curves, weights_sha256="1") for arm in "ab"]
+    groups = list(twin_groups(study, runs))
+    assert [group.learnt for group in groups] == [learnt]
+    table = twin_table(study, groups)
+    assert table is not None
+    words = "equal" if learnt else "equal, but no run had a gradient: this shows nothing"
+    assert table.rows[0][1] == words
 
 
 def test_an_arm_whose_mismatch_is_zero_is_named_and_not_drawn() -> None:

@@ -21,6 +21,7 @@ from jetrl.study.statistics import (
 )
 
 ALL_POINTS = "all points"
+GRADIENT = "policy/grad_norm"
 Accuracy = Callable[[RunResult], float | None]
 
 
@@ -60,11 +61,13 @@ class TwinGroup:
         name: The name of the group, of the grid point and of the seed.
         digests: The SHA-256 of the final weights, by arm.
         attempts: How often each run was started, by arm.
+        learnt: Whether any run had a gradient; without one, equal weights show nothing.
     """
 
     name: str
     digests: Mapping[str, str]
     attempts: Mapping[str, int]
+    learnt: bool
 
     @property
     def equal(self) -> bool:
@@ -221,4 +224,5 @@ def twin_groups(definition: Definition, runs: Sequence[RunResult]) -> Iterator[T
                         ", ".join([*filter(None, words), f"seed {seed}"]),
                         {run.arm: run.weights_sha256 for run in members},
                         {run.arm: run.attempts for run in members},
+                        any(any(run.curves.values.get(GRADIENT, ())) for run in members),
                     )

@@ -183,7 +183,7 @@ def twin_table(definition: Definition, groups: Sequence[TwinGroup]) -> Table | N
     rows = [
         [
             group.name,
-            "equal" if group.equal else "DIFFERENT",
+            _twins(group),
             ", ".join(
                 f"{definition.label(arm)} {sha[:12] or 'no weights'}"
                 + f" ({group.attempts[arm]} attempts)" * (group.attempts[arm] > 1)
@@ -194,6 +194,13 @@ def twin_table(definition: Definition, groups: Sequence[TwinGroup]) -> Table | N
     ]
     note = "SHA-256 of the final FP32 master weights, which are to be equal in a group."
     return Table("Twin runs", note, ("group", "weights", "SHA-256"), rows) if rows else None
+
+
+def _twins(group: TwinGroup) -> str:
+    """Return the verdict on the weights of a group of twins."""
+    if not group.equal:
+        return "DIFFERENT"
+    return "equal" if group.learnt else "equal, but no run had a gradient: this shows nothing"
 
 
 def unfinished_table(runs: Sequence[RunResult], failed: Mapping[str, str]) -> Table | None:
