@@ -35,6 +35,7 @@ def train_start(out: Path, device: str, more: list[str]) -> None:
         f"model.config={HERE / 'models' / '5m.json'}",
         "model.tokenizer=characters",
         "precision.preset=bf16",
+        "precision.pinned_sums=true",  # its weights repeat on every machine
         "task.name=program",
         f"task.options.rounds={ROUNDS}",
         "task.options.mistakes=0.6",

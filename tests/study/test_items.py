@@ -11,6 +11,7 @@ from jetrl.errors import UserError
 from jetrl.settings.loading import load_config, to_toml
 from jetrl.settings.sections import Settings
 from jetrl.study.definition import Definition, definition_of
+from jetrl.study.first_weights import FirstWeights
 from jetrl.study.items import Item, has_begun, look, recipe_file
 from jetrl.study.plan import PlannedRun, planned_runs, recipe_of
 from jetrl.study.results import Results, RunResult
@@ -26,6 +27,12 @@ def planned(out: Path, **train: Any) -> tuple[PlannedRun, Definition]:
     definition = definition_of(tree, out / "s.toml")
     (run,) = planned_runs(definition)
     return run, definition
+
+
+def result_of(run: PlannedRun, **more: Any) -> RunResult:
+    """A result of a run that finished."""
+    known = {"name": run.name, "point": {}, "arm": run.arm, "seed": run.seed, "steps": 1}
+    return RunResult(**{**known, "digest": run.digest, "end": "finished", **more})
 
 
 def begin(run: PlannedRun, definition: Definition, **old_defaults: Any) -> None:
@@ -86,15 +93,10 @@ def test_a_result_is_known_by_its_settings_or_by_what_was_said(
     tmp_path: Path, digest: str, said: str, is_known: bool
 ) -> None:
     run, definition = planned(tmp_path, lr=3e-4)
-    result = RunResult(
-        name=run.name,
-        point={},
-        arm="one",
-        seed=0,
+    result = result_of(
+        run,
         digest=run.digest if digest == "same" else "0",
         said={"same": run.said, "other": "0", "": ""}[said],
-        end="finished",
-        steps=1,
     )
     results = Results(tmp_path / "r.json", "s.toml", definition.tree, runs={run.name: result})
     item = Item(run)
@@ -104,6 +106,31 @@ def test_a_result_is_known_by_its_settings_or_by_what_was_said(
     else:
         with pytest.raises(UserError, match="made with other settings"):
             look(item, definition, results)
+
+
+def test_a_model_that_was_made_again_with_other_weights_is_refused(tmp_path: Path) -> None:
+    """Also one that no [start] made, and that the runs have in common by its path."""
+    tree = {
+        "study": {"name": "s", "seeds": [0, 1], "out": str(tmp_path / "out")},
+        "settings": {"model": {"path": str(tmp_path / "model")}},
+        "arms": {"one": {}},
+    }
+    definition = definition_of(tree, tmp_path / "s.toml")
+    runs = planned_runs(definition)
+    results = Results(tmp_path / "r.json", "s.toml", tree)
+    assert FirstWeights(runs, results).sha256(None) == ""
+    assert FirstWeights(runs, results).sha256(str(tmp_path / "model")) == "", "not there yet"
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "model" / "model.safetensors").write_bytes(b"weights")
+    own = FirstWeights(runs, results).sha256(str(tmp_path / "model"))
+    assert own
+    for sha256 in ("", own):
+        results.runs = {runs[0].name: result_of(runs[0], start_sha256=sha256)}
+        FirstWeights(runs, results).check_folders()
+    (tmp_path / "model" / "model.safetensors").write_bytes(b"other")
+    with pytest.raises(UserError, match=r"model: other weights than one-s0 in .*r\.json"):
+        FirstWeights(runs, results).check_folders()
 
 
 def test_what_is_said_stays_where_a_default_changes(

@@ -44,7 +44,7 @@ def result_of(
         end: The way it ended.
         reason: The message that it ended with; "" after its last step.
         outcome: Its evaluations; None where it left no weights.
-        start_sha256: The SHA-256 of the weights that it began from; "" without [start].
+        start_sha256: The SHA-256 of the weights that it began from, as `FirstWeights` has it.
 
     Raises:
         UserError: A file of the run is damaged.

@@ -83,7 +83,8 @@ class RunResult(Stored):
         attempts: How often it was started.
         seconds: The sum of each `timing/` metric over its steps, by phase.
         weights_sha256: The SHA-256 of its final FP32 master weights; "" where it left none.
-        start_sha256: The SHA-256 of the weights that it began from; "" without [start].
+        start_sha256: The SHA-256 of the weights that it began from; "" for random weights, and for
+            a model that was in no folder of the machine.
         compared_tokens: The tokens whose log-probs of sampler and trainer were compared.
         different_tokens: The compared tokens whose log-probs differ in any bit.
         common: The evaluation in the study's precision; None where there are no weights.

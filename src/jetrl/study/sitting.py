@@ -21,7 +21,7 @@ from jetrl.runs.format import clip, duration
 from jetrl.runs.jsonl import write_atomically
 from jetrl.runs.status import read_status
 from jetrl.runs.storing import storing
-from jetrl.study.collecting import result_of, sha256_of_model
+from jetrl.study.collecting import result_of
 from jetrl.study.definition import Definition
 from jetrl.study.final_evaluation import (
     OUTCOME,
@@ -30,6 +30,7 @@ from jetrl.study.final_evaluation import (
     has_weights,
     outcome_file,
 )
+from jetrl.study.first_weights import FirstWeights
 from jetrl.study.items import Item, has_begun, look, recipe_file, steps_done
 from jetrl.study.plan import PlannedRun, PlannedStart, recipe_of
 from jetrl.study.processes import POLL_S, Child, Job, Pool, last_line
@@ -67,15 +68,13 @@ class Sitting:
         self._items = {run.name: Item(run) for run in runs}
         starts = {run.start.name: run.start for run in runs if run.start is not None}
         self._starts = {name: Item(start) for name, start in starts.items()}
-        self._sha256: dict[str, str] = {}
+        self._first_weights = FirstWeights(runs, results)
         self._killed: set[int] = set()  # ids of processes that were killed for kill_after
         for item in self._items.values():
             look(item, definition, results)
         for item in self._starts.values():
             look(item, definition, results)
-            if item.stage == "done":
-                assert isinstance(item.work, PlannedStart)
-                self._sha256_of_start(item.work)
+        self._first_weights.check_folders()
         self.progress = Progress(self._standing())
         for item in self._items.values():
             if item.stage == "failed":
@@ -209,7 +208,7 @@ class Sitting:
         """Go on with a piece of work whose child process came to its end."""
         if isinstance(item.work, PlannedStart):
             try:
-                self._sha256_of_start(item.work)
+                self._first_weights.sha256(str(item.work.path / "model"))
             except UserError as error:
                 self._fail(item, str(error))
                 return
@@ -225,7 +224,7 @@ class Sitting:
         """Take down the result of a run."""
         run = item.work
         assert isinstance(run, PlannedRun)
-        sha256 = "" if run.start is None else self._sha256_of_start(run.start)
+        sha256 = self._first_weights.sha256(run.settings.model.path)
         result = result_of(self.definition, run, item.end, item.reason, outcome, sha256)
         self.results.add(result, outcome.device if outcome else "")
         item.stage = "done"
@@ -238,26 +237,6 @@ class Sitting:
         if item.end == "nonfinite":
             words.append(f"collapsed: {clip(item.reason, 120)}")
         self.progress.event(f"{run.name}: {', '.join(words)}")
-
-    def _sha256_of_start(self, start: PlannedStart) -> str:
-        """Return the SHA-256 of the weights of a start, from which its runs began.
-
-        Raises:
-            UserError: Results that are there already began from other weights.
-        """
-        if start.name not in self._sha256:
-            own = sha256_of_model(start.path / "model")
-            for item in self._items.values():
-                done = self.results.runs.get(item.work.name)
-                same = isinstance(item.work, PlannedRun) and item.work.start == start
-                if done is not None and same and done.start_sha256 != own:
-                    raise UserError(
-                        f"{start.path}: other weights than {done.name} in {self.results.path} "
-                        "began from (another machine or version); put that start back from a copy, "
-                        "or begin the results anew"
-                    )
-            self._sha256[start.name] = own
-        return self._sha256[start.name]
 
     def _fail(self, item: Item, reason: str) -> None:
         """Take down that a piece of work has failed; the others go on."""
