@@ -76,7 +76,7 @@ def _added(
 
 @gluon.jit
 def store_product(
-    total, y_ptr, factor, m0, unit, M, N, columns_ptr, u_smem, b_smem, beside, side: gl.constexpr,
+    total, y_ptr, factor, m0, unit, M, N, first, u_smem, b_smem, beside, side: gl.constexpr,
     BLOCK_M: gl.constexpr, UNITS: gl.constexpr, RANK: gl.constexpr, mma: gl.constexpr,
 ):  # fmt: skip
     """Store the product's transpose times the factor, with the adapter's product added.
@@ -90,7 +90,7 @@ def store_product(
         unit: the first unit of 32 rows of the weight of these warps.
         M: rows of X.
         N: rows of the weight.
-        columns_ptr: int32, as of `adapter_epilogue.load_beside`.
+        first: with RANK the first column of u for these rows, or -1 where nothing is added.
         u_smem: as of `_added`, with RANK.
         b_smem: as of `_added`, with RANK.
         beside: the barrier of both.
@@ -109,7 +109,6 @@ def store_product(
         factor = gl.load(factor + n, mask=mine, other=0.0)[:, None]
     y = (total * factor).to(y_ptr.dtype.element_ty)
     if RANK > 0:
-        first = gl.load(columns_ptr + gl.minimum(unit * 32, N - 1) // 64)
         mbarrier.wait(beside.index(0), 0)
         added = _added(u_smem, b_smem, side, mma, BLOCK_M, UNITS, RANK // 16).to(gl.bfloat16)
         both = (y.to(gl.float32) + added.to(gl.float32)).to(gl.bfloat16)

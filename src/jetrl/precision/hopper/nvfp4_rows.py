@@ -236,6 +236,10 @@ def _work(
         load_weight(w_desc, s_desc, w_smem, s_smem, arrived, left, unit, KB, PB, stages, RINGS,
                     CHAINS, SIDES * UNITS, GROUP, ROUNDS)  # fmt: skip
     else:
+        mine = unit + place % SIDES * UNITS
+        first = 0
+        if RANK > 0:  # here, since memory is far away
+            first = gl.load(columns_ptr + gl.minimum(mine * 32, N - 1) // 64)
         total, second = _sum(
             x_smem, w_smem, s_smem, arrived, left, place // SIDES, place % SIDES, stages,
             PB // GROUP, BLOCK_M, CHAINS, PARTS, SIDES, UNITS, GROUP, ROUNDS, WORDS, SCALES, mma,
@@ -253,9 +257,8 @@ def _work(
                 mbarrier.wait(done, 0)
                 for chain in gl.static_range(CHAINS):
                     total += sums_smem.index(chain).load(mma)
-            store_product(total, y_ptr, factor, m0, unit + place % SIDES * UNITS, M, N, columns_ptr,
-                          u_smem, b_smem, beside, place % SIDES, BLOCK_M, UNITS, RANK,
-                          mma)  # fmt: skip
+            store_product(total, y_ptr, factor, m0, mine, M, N, first, u_smem, b_smem, beside,
+                          place % SIDES, BLOCK_M, UNITS, RANK, mma)  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=["M", "factor", "KB", "PB", "early"])
