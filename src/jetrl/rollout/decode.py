@@ -94,6 +94,10 @@ class DecodeBatch:
         forwards, (graphs, seconds) = self._forwards, self._before
         return forwards.num_graphs - graphs, forwards.capture_s - seconds
 
+    def close(self) -> None:
+        """Give up what forwards keep, in the right order; nothing is launched afterwards."""
+        self._forwards.close()
+
     def begin(self, params: SamplingParams, stop_ids: frozenset[int]) -> None:
         """Forget all sequences and take the parameters of a call.
 

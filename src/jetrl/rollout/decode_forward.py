@@ -28,6 +28,7 @@ from jetrl.memory.device import DeviceBytes
 from jetrl.models.policy import Policy
 from jetrl.rollout.batch_sizes import padded_batch, padded_context
 from jetrl.rollout.draft_widths import Width
+from jetrl.rollout.graph_pool import GraphPool
 from jetrl.rollout.kv_cache import PagedCache
 from jetrl.rollout.paged_attention import DecodeWork, Span
 from jetrl.rollout.speculation import Speculation
@@ -161,6 +162,9 @@ class EagerForwards:
         self._speculation = speculation
         self.page_size = cache.page_size
 
+    def close(self) -> None:
+        """Do nothing: an eager forward keeps nothing."""
+
     def prepare(self, size: ForwardSize) -> None:
         """Do nothing: an eager forward needs no preparation.
 
@@ -280,7 +284,7 @@ class GraphForwards:
         self.page_size = cache.page_size
         self._longest = buffers.tables.shape[1] * cache.page_size
         self._graphs: dict[ForwardSize, torch.cuda.CUDAGraph] = {}
-        self._pool = torch.cuda.MemPool()  # The memory that captured forwards work in.
+        self._pool = GraphPool()  # The memory that captured forwards work in.
         self._held = DeviceBytes(buffers.rows.device)
         self.capture_s = 0.0
 
@@ -288,6 +292,12 @@ class GraphForwards:
     def num_graphs(self) -> int:
         """The number of graphs captured so far."""
         return len(self._graphs)
+
+    def close(self) -> None:
+        """Give the graphs up, and then their memory; no forward runs afterwards."""
+        self._graphs.clear()
+        self._pool.close()
+        self._held.bytes = 0
 
     def prepare(self, size: ForwardSize) -> None:
         """Capture the graph of a size if it does not exist.
@@ -370,9 +380,9 @@ class GraphForwards:
         stream, before = _capture_stream(), _without_tensors(buffers.rows.device)
         # A first run compiles the kernels of this size and takes the pool's memory: a capture that
         # runs out of memory half way would leave torch's allocator unusable.
-        with torch.cuda.stream(stream), torch.cuda.use_mem_pool(self._pool):
+        with torch.cuda.stream(stream), torch.cuda.use_mem_pool(self._pool.pool):
             self.forward(size)
-        graph, pool = torch.cuda.CUDAGraph(), cast(Any, self._pool.id)
+        graph, pool = self._pool.new_graph(), cast(Any, self._pool.pool.id)
         # Other threads may call the driver meanwhile: the watchdog, the writer of a checkpoint.
         mode = "thread_local"
         with torch.cuda.graph(graph, pool, stream, capture_error_mode=mode):

@@ -141,13 +141,17 @@ class KVPool:
         if self._cache is not None and self._cache.keeps_addresses:
             self._cache.give_back()
         else:
-            self._cache = self._decode = None
+            self.drop()
 
     def drop(self) -> None:
         """Give up cache and graphs; the next call makes new ones."""
-        cache, self._cache, self._decode = self._cache, None, None
+        cache, decode = self._cache, self._decode
+        self._cache = self._decode = None
+        # A traceback may keep the objects alive, and Python may collect them in any order.
+        if decode is not None:
+            decode.close()
         if cache is not None and cache.keeps_addresses:
-            cache.give_back()  # A traceback may keep the object alive.
+            cache.give_back()
 
     def _is_enough(self, cache: PagedCache, useful: int, staged: int, needed: int) -> bool:
         """Return whether a call can use the present cache.

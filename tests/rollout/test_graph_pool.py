@@ -1,0 +1,127 @@
+"""Graphs of decode are given up before the memory that they work in, however their owner ends."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+
+from jetrl.rollout.decode_forward import DecodeBuffers, EagerForwards, GraphForwards
+from jetrl.rollout.engine import RolloutEngine
+from jetrl.rollout.graph_pool import GraphPool
+from jetrl.types import SamplingParams
+
+
+class Pool:
+    """In place of torch's memory pool, which ends the process if a graph still uses it."""
+
+    log: list[str]
+
+    def __init__(self) -> None:
+        self.users = 0
+
+    def __del__(self) -> None:
+        self.log.append(f"pool gone, {self.users} graphs use it")
+
+
+class Graph:
+    """In place of a CUDA graph."""
+
+    log: list[str]
+    pool: Pool | None = None
+
+    def capture(self, pool: Pool) -> None:
+        self.pool = pool
+        pool.users += 1
+
+    def reset(self) -> None:
+        self.log.append("graph reset")
+        if self.pool is not None:
+            self.pool.users -= 1
+            self.pool = None
+
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    found: list[str] = []
+    for name, kind in (("MemPool", Pool), ("CUDAGraph", Graph)):
+        monkeypatch.setattr(torch.cuda, name, kind)
+        monkeypatch.setattr(kind, "log", found, raising=False)
+    return found
+
+
+def captured(pool: GraphPool) -> Any:
+    graph: Any = pool.new_graph()
+    graph.capture(pool.pool)
+    return graph
+
+
+ENDED = ["graph reset", "graph reset", "pool gone, 0 graphs use it"]
+
+
+def test_graphs_end_before_their_pool_and_once(log: list[str]) -> None:
+    pool = GraphPool()
+    kept = [captured(pool), captured(pool)]
+    pool.close()
+    assert log == ENDED
+    pool.close()
+    del pool, kept
+    assert log == ENDED
+
+
+def test_a_circle_that_is_collected_ends_in_the_same_order(log: list[str]) -> None:
+    class Owner:
+        pass
+
+    owner: Any = Owner()
+    owner.pool = GraphPool()
+    owner.graphs = {1: captured(owner.pool), 2: captured(owner.pool)}
+    owner.itself = owner
+    del owner
+    gc.collect()
+    assert log == ENDED
+
+
+def test_a_traceback_that_holds_a_graph_keeps_no_memory(log: list[str], policy: Any) -> None:
+    """The forward fails while its graph is captured; its owner is closed while the error lives."""
+    buffers = DecodeBuffers.empty(8, 2, 4, torch.device("cpu"))
+    forwards = GraphForwards(policy, _Cache(), buffers)  # type: ignore[arg-type]
+
+    def capture() -> None:
+        captured(forwards._pool)
+        graph = captured(forwards._pool)
+        raise RuntimeError(f"no room for {graph}")
+
+    with pytest.raises(RuntimeError, match="no room") as error:
+        capture()
+    forwards.close()
+    assert error.traceback[-1].frame.f_locals["graph"].pool is None
+    assert log == ENDED
+
+
+class _Cache:
+    page_size = 4
+
+
+def test_an_engine_that_fails_closes_its_forwards(
+    policy: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[EagerForwards] = []
+    monkeypatch.setattr(EagerForwards, "close", lambda forwards: closed.append(forwards))
+    engine = RolloutEngine(policy, page_size=4, max_batch_size=8)
+    params = SamplingParams(n=2, max_tokens=5, seed=7)
+    expected = engine.generate([[5, 6, 7]], params)
+
+    def fail(*_: object) -> None:
+        assert not closed
+        raise RuntimeError("no room for a graph")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(EagerForwards, "prepare", fail)
+        with pytest.raises(RuntimeError, match="no room for a graph"):
+            engine.generate([[5, 6, 7]], params)
+        assert len(closed) == 1
+    assert engine.generate([[5, 6, 7]], params) == expected
+    assert len(closed) == 1
