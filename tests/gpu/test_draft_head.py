@@ -122,13 +122,28 @@ def drawn_samples(engine: RolloutEngine, prompts: list[list[int]], seed: int) ->
     ]
 
 
-def train(with_head: bool, steps: int = 8) -> tuple[Any, ...]:
-    """Return the policy's weights, the head's, and accuracy and acceptance by step."""
+def policy_of_the_last_token() -> Policy:
+    """A policy whose layers add nothing, so that the next token follows from the last one alone.
+
+    The hidden state behind a token is the norm of its embedding: what a head learns is the same for
+    all tokens. In a policy whose layers are random too, the next token is a hash of all before.
+    """
     policy = make_policy()
+    with torch.no_grad():
+        for name, master in policy.master_weights().items():
+            if name.endswith((".o.weight", ".down.weight")):
+                master.zero_()
+    policy.requantize()
+    return policy
+
+
+def train(with_head: bool, steps: int = 3) -> tuple[Any, ...]:
+    """Return the policy's weights, the head's, and accuracy and acceptance by step."""
+    policy = policy_of_the_last_token()
     settings = Settings.model_validate(
         {
             "train": {"lr": 1e-5},
-            "draft_head": {"share": 1.0, "lr": 2e-3, "tokens_per_update": 256},
+            "draft_head": {"share": 1.0, "lr": 2e-3, "tokens_per_update": 64},
             "rollout": {
                 "prompts_per_step": 8,
                 "samples_per_prompt": 4,
@@ -166,7 +181,7 @@ def test_a_head_learns_leaves_the_policy_alone_and_repeats_itself() -> None:
     assert all(torch.equal(head[name], again[1][name]) for name in head)
     assert (accuracies, accepted) == again[2:]
     print(f"accuracy {accuracies[0]:.3f} to {accuracies[-1]:.3f}, accepted {accepted[-1]:.3f}")
-    # Chance is one in 512; a policy of random weights at temperature 0.3 mostly repeats itself.
-    assert accuracies[-1] > max(0.1, 3 * accuracies[0])
+    # Chance is one in 512. On the CPU the third step has an accuracy of 0.97, and accepts 0.72.
+    assert accuracies[-1] > max(0.5, accuracies[0])
     assert accepted[0] == 0, "nothing was learned before the first step"
-    assert accepted[-1] > 0.05
+    assert accepted[-1] > 0.25
