@@ -55,6 +55,7 @@ def test_arms_begin_from_the_same_weights_and_twins_end_with_the_same(tiny_study
         assert run.curves.steps == [2, 3]  # at most two points of three steps
         assert {"reward/mean", "mismatch/k3_kl"} <= set(run.curves.values)
         assert run.seconds["step"] >= run.seconds["rollout"] > 0
+        assert run.seconds["final_evaluation"] > 0
 
 
 def test_kept_curves_are_means_of_the_metrics(tiny_study: Path) -> None:

@@ -14,7 +14,7 @@ from jetrl.runs.metrics import is_eval_mean
 from jetrl.study.definition import Definition
 from jetrl.study.final_evaluation import Outcome
 from jetrl.study.plan import PlannedRun
-from jetrl.study.results import Curves, End, RunResult, rounded
+from jetrl.study.results import FINAL_EVALUATION, Curves, End, RunResult, rounded
 
 KEPT_METRICS = (
     "reward/mean",
@@ -66,7 +66,7 @@ def result_of(
         steps=history.last_step if steps else 0,
         wall_s=rounded(history.elapsed_s) or 0.0,
         attempts=len(directory.attempts()),
-        seconds=_seconds(steps),
+        seconds=_seconds(steps) | _seconds_of_evaluation(outcome),
         weights_sha256=outcome.weights_sha256 if outcome else "",
         start_sha256=start_sha256,
         compared_tokens=history.num_tokens or 0,
@@ -99,6 +99,11 @@ def _seconds(steps: Sequence[Record]) -> dict[str, float]:
         name.removeprefix("timing/").removesuffix("_s"): rounded(total) or 0.0
         for name, total in sums.items()
     }
+
+
+def _seconds_of_evaluation(outcome: Outcome | None) -> dict[str, float]:
+    """Return the seconds of a run's final evaluation under their own name; {} without one."""
+    return {} if outcome is None else {FINAL_EVALUATION: rounded(outcome.seconds) or 0.0}
 
 
 def _thinned(steps: Sequence[Record], names: Sequence[str], window: int) -> Curves:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 from pathlib import Path
 from typing import Annotated
 
@@ -67,12 +68,14 @@ class Outcome(Stored):
         device: The device that evaluated.
         common: The evaluation in the study's precision.
         own: The evaluation in the run's own precision; None where it was not asked for.
+        seconds: The seconds that all of it took, the models opened included.
     """
 
     weights_sha256: str
     device: str
     common: FinalEvaluation
     own: FinalEvaluation | None = None
+    seconds: Finite = 0.0
 
 
 REQUEST, OUTCOME = TypeAdapter(Request), TypeAdapter(Outcome)
@@ -112,6 +115,7 @@ def evaluated(request: Request) -> Outcome:
     Raises:
         UserError: The run has no weights, or they cannot be used.
     """
+    began = time.perf_counter()
     run = Path(request.run)
     settings = load_config(run / "config.toml")
     stored_plan = PrecisionPlan.from_dict(RunDirectory.open(run).plan(), str(run / "plan.json"))
@@ -127,7 +131,8 @@ def evaluated(request: Request) -> Outcome:
         policy = open_policy(run, request.preset, device)
         common = _evaluation(policy, settings, request)
         name = _device_name(policy)
-    return Outcome(weights_sha256=sha256_of_weights(run), device=name, common=common, own=own)
+    sha256, seconds = sha256_of_weights(run), time.perf_counter() - began
+    return Outcome(weights_sha256=sha256, device=name, common=common, own=own, seconds=seconds)
 
 
 def _evaluation(policy: Policy, settings: Settings, request: Request) -> FinalEvaluation:

@@ -30,6 +30,7 @@ MOST = 1e100  # of a kept number: its square is finite
 Kept = Annotated[float, Field(ge=-MOST, le=MOST)]
 DIGITS = 6  # significant digits of a number that is kept
 MOST_BYTES = 2**28
+FINAL_EVALUATION = "final_evaluation"
 
 
 class Curves(Stored):
@@ -81,7 +82,8 @@ class RunResult(Stored):
         steps: The steps that it made.
         wall_s: The seconds of all its attempts.
         attempts: How often it was started.
-        seconds: The sum of each `timing/` metric over its steps, by phase.
+        seconds: The sum of each `timing/` metric over its steps, by phase, and the seconds of the
+            final evaluation, as FINAL_EVALUATION; older files have none of the latter.
         weights_sha256: The SHA-256 of its final FP32 master weights; "" where it left none.
         start_sha256: The SHA-256 of the weights that it began from; "" for random weights, and for
             a model that was in no folder of the machine.

@@ -11,7 +11,7 @@ from jetrl.runs.format import number, percent
 from jetrl.study.analysis import ArmResult, TwinGroup, mean_of_curve, point_name, runs_of
 from jetrl.study.definition import Definition
 from jetrl.study.plan import grid_points
-from jetrl.study.results import RunResult
+from jetrl.study.results import FINAL_EVALUATION, RunResult
 from jetrl.study.statistics import Comparison, Interval
 
 PHASES = ("rollout", "reward", "update", "requantize", "checkpoint", "eval", "step")
@@ -167,9 +167,19 @@ def seconds_table(definition: Definition, runs: Sequence[RunResult]) -> Table | 
         steps = sum(run.steps for run in own)
         if steps:
             sums = [sum(run.seconds.get(phase, 0.0) for run in own) for phase in PHASES]
-            rows.append([point, definition.label(arm), *(f"{total / steps:.3g}" for total in sums)])
-    note = "Mean seconds of a step; runs shared their card or cores with others."
-    head = ("point", "arm", *PHASES[:-1], "whole step")
+            known = [
+                run.seconds[FINAL_EVALUATION] for run in own if FINAL_EVALUATION in run.seconds
+            ]
+            ends = [f"{fmean(run.wall_s for run in own):.3g}", DASH]
+            if known:
+                ends[1] = f"{fmean(known):.3g}"
+            means = (f"{total / steps:.3g}" for total in sums)
+            rows.append([point, definition.label(arm), *means, *ends])
+    note = (
+        "Mean seconds of a step, of a whole run and of its final evaluation; runs shared their "
+        "card or cores with others."
+    )
+    head = ("point", "arm", *PHASES[:-1], "whole step", "whole run", "final evaluation")
     return without_point(Table("Seconds by phase", note, head, rows))
 
 
