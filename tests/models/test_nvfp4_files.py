@@ -163,6 +163,10 @@ def test_layers_that_are_left_in_16_bits_stay_so_and_are_counted(
     config = hf.model_config(path)
     expected = {"layers.0.qkv.weight", "layers.1.qkv.weight", "layers.0.down.weight"}
     assert left_in_16_bits(config) == expected
+    if layout == "compressed-tensors":  # which may name the layers with codes instead
+        said = altered(layout, *GROUP, "targets", value=["re:.*(o|gate|up|1.mlp.down)_proj$"])
+        change_config(path, quantization_config=said)
+        assert left_in_16_bits(hf.model_config(path)) == expected
     p = policy(path)
     kept = load_file(path / "model.safetensors")["model.layers.0.mlp.down_proj.weight"]
     operand = p.decoder.layers[0].feed_forward.down.operand("rollout")
@@ -333,8 +337,9 @@ def test_other_formats_are_refused(said: dict[str, Any], message: str, tmp_path:
     path = directory(tmp_path / "m")
     to_nvfp4(path, "modelopt")
     change_config(path, quantization_config=said)
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(UserError, match=message) as raised:
         policy(path)
+    assert f"{path}/config.json: " in str(raised.value)
 
 
 def test_a_plan_that_would_round_the_codes_again_is_refused(tmp_path: Path) -> None:

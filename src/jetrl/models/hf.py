@@ -80,6 +80,7 @@ def model_config(path: str | Path) -> ModelConfig:
     if "quantization_config" not in contents and sidecar.exists():
         contents = {**contents, "quantization_config": _of_modelopt(sidecar)}
     try:
+        nvfp4_layout(contents.get("quantization_config"))
         return ModelConfig.from_hf(contents)
     except UserError as error:  # which begins with config.json
         raise UserError(f"{path}/{error}") from None
@@ -191,7 +192,10 @@ def open_weights(
             contents is raised when the tensor is read.
     """
     directory = model_directory(path, "weights")
-    layout = _check_quantization(config.raw.get("quantization_config"))
+    try:
+        layout = _check_quantization(config.raw.get("quantization_config"))
+    except UserError as error:  # which begins with the file's name
+        raise UserError(f"{path}/{error}") from None
     files = tensor_files(directory)
     with ExitStack() as stack:
         opened = sorted(set(files.values()))

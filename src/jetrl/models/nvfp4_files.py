@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -54,6 +54,7 @@ class NVFP4Layout:
         divides: Whether values are divided by the matrix's scale, not multiplied.
         unread: Endings of the names of tensors that are not read.
         left_out: Patterns of the layers that stay in 16 bits, as the tool writes them.
+        coded: Patterns of the layers that have codes; empty: all.
     """
 
     tool: str
@@ -61,6 +62,7 @@ class NVFP4Layout:
     divides: bool
     unread: tuple[str, ...]
     left_out: tuple[str, ...] = ()
+    coded: tuple[str, ...] = ()
 
     def names(self, weight: str) -> tuple[str, ...]:
         """Return the names of the codes, the group scales and the matrix's scale of a weight.
@@ -72,13 +74,20 @@ class NVFP4Layout:
 
     def leaves_out(self, layer: str) -> bool:
         """Return whether a stored layer stays in 16 bits, by what config.json says."""
-        return any(_matches(pattern, layer) for pattern in self.left_out)
+        coded = not self.coded or any(_matches(pattern, layer) for pattern in self.coded)
+        return not coded or any(_matches(pattern, layer) for pattern in self.left_out)
 
 
 def _matches(pattern: str, layer: str) -> bool:
-    """Return whether a layer's name is a pattern, or matches one with `re:` or with wildcards."""
+    """Return whether a pattern stands for a layer.
+
+    Args:
+        pattern: The name of the layer or of a module around it, with wildcards or not; or a regular
+            expression behind `re:`.
+        layer: The layer's name.
+    """
     if not pattern.startswith("re:"):
-        return fnmatchcase(layer, pattern)
+        return fnmatchcase(layer, pattern) or layer.startswith(f"{pattern}.")
     try:
         return re.match(pattern.removeprefix("re:"), layer) is not None
     except re.error:
@@ -116,7 +125,7 @@ def nvfp4_layout(quantization: Any) -> NVFP4Layout | None:
     producer = quantization.get("producer")
     named = [quantization.get("quant_method"), quantization.get("quant_library")]
     named.append(producer.get("name") if isinstance(producer, Mapping) else None)
-    if any(str(name).startswith("modelopt") for name in named):
+    if any(str(name).lower().startswith("modelopt") for name in named):
         return _modelopt_layout(quantization)
     return None
 
@@ -155,7 +164,12 @@ def _compressed_tensors_layout(quantization: Mapping[str, Any]) -> NVFP4Layout:
     for key in ("transform_config", "sparsity_config"):
         if quantization.get(key):
             raise UserError(f"{where}.{key} is not supported: {quantization[key]!r}")
-    return _leaving_out(_COMPRESSED_TENSORS, f"{where}.ignore", quantization.get("ignore"))
+    layout = _leaving_out(_COMPRESSED_TENSORS, f"{where}.ignore", quantization.get("ignore"))
+    targets = [
+        target for group in groups.values() for target in group.get("targets") or ("Linear",)
+    ]
+    every = "Linear" in targets
+    return replace(layout, coded=() if every else tuple(str(target) for target in targets))
 
 
 def _check_group(where: str, group: Any, shared_format: Any) -> None:
@@ -191,7 +205,7 @@ def _leaving_out(layout: NVFP4Layout, key: str, patterns: Any) -> NVFP4Layout:
     listed = [] if patterns is None else patterns
     if not isinstance(listed, list) or not all(isinstance(pattern, str) for pattern in listed):
         raise UserError(f"{key} = {patterns!r}: a list of texts is expected")
-    return NVFP4Layout(layout.tool, layout.ends, layout.divides, layout.unread, tuple(listed))
+    return replace(layout, left_out=tuple(listed))
 
 
 def is_nvfp4(config: ModelConfig) -> bool:
