@@ -29,6 +29,8 @@ from jetrl.cli.study import opened
 from jetrl.errors import UserError
 from jetrl.models import hf
 from jetrl.models.families import ModelConfig, inverse_frequencies, parameter_shapes
+from jetrl.models.hf_weights import check_quantization
+from jetrl.models.nvfp4_files import left_in_16_bits
 from jetrl.models.peft import base_of, read_lora, shapes_of
 from jetrl.precision import PrecisionPlan
 from jetrl.runs import RunDirectory, compare_runs, comparison_rows, list_runs, runs_table, show_run
@@ -499,9 +501,36 @@ LLAMA3 = HF_CONFIG | {
     | {"high_freq_factor": 4.0, "original_max_position_embeddings": 8},
 }
 
+_WEIGHTS = {"num_bits": 4, "type": "float", "group_size": 16, "strategy": "tensor_group"}
+COMPRESSED = HF_CONFIG | {
+    "quantization_config": {
+        "quant_method": "compressed-tensors",
+        "format": "nvfp4-pack-quantized",
+        "config_groups": {"group_0": {"targets": ["re:.*mlp.*"], "weights": _WEIGHTS}},
+        "ignore": ["lm_head", "*v_proj"],
+    }
+}
+MODELOPT = {
+    "producer": {"name": "modelopt"},
+    "quantization": {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["lm_head"]},
+}
+
 
 @fuzzed
-@given(data=file_of(HF_CONFIG) | file_of(LLAMA3))
+@given(data=file_of(MODELOPT))
+def test_hf_quant_config_json(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
+    folder = tmp_path_factory.getbasetemp() / "modelopt"
+    folder.mkdir(exist_ok=True)
+    whole = {k: v for k, v in HF_CONFIG.items() if k != "quantization_config"}
+    (folder / "config.json").write_text(json.dumps(whole))
+    (folder / "hf_quant_config.json").write_bytes(data)
+    survives(
+        folder / "hf_quant_config.json", lambda: left_in_16_bits(hf.model_config(folder)) and None
+    )
+
+
+@fuzzed
+@given(data=file_of(HF_CONFIG) | file_of(LLAMA3) | file_of(COMPRESSED))
 def test_config_json(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
     folder = tmp_path_factory.getbasetemp()
     (folder / "config.json").write_bytes(data)
@@ -510,7 +539,8 @@ def test_config_json(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> N
         model = hf.model_config(folder)
         assert len(parameter_shapes(model)) < 20_000
         inverse_frequencies(model)
-        hf._check_quantization(model.raw.get("quantization_config"))
+        left_in_16_bits(model)
+        check_quantization(model.raw.get("quantization_config"))
 
     survives(folder / "config.json", read)
 

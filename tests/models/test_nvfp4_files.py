@@ -342,6 +342,13 @@ def test_other_formats_are_refused(said: dict[str, Any], message: str, tmp_path:
     assert f"{path}/config.json: " in str(raised.value)
 
 
+def test_a_file_of_modelopt_without_a_quantization_is_refused(tmp_path: Path) -> None:
+    path = directory(tmp_path / "m")
+    (path / "hf_quant_config.json").write_text("{}")
+    with pytest.raises(UserError, match=r"m/hf_quant_config\.json: no object `quantization`"):
+        policy(path)
+
+
 def test_a_plan_that_would_round_the_codes_again_is_refused(tmp_path: Path) -> None:
     path = directory(tmp_path / "m")
     to_nvfp4(path, "compressed-tensors")

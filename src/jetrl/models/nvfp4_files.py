@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 
 from jetrl.errors import UserError
+from jetrl.files import shown_value
 from jetrl.models.families import ModelConfig
 from jetrl.models.hf_names import StoredTensor, stored_tensors
 from jetrl.precision.nvfp4 import NVFP4_GROUP, NVFP4Tensor
@@ -138,8 +139,8 @@ def _modelopt_layout(quantization: Mapping[str, Any]) -> NVFP4Layout:
     algorithm = str(said.get("quant_algo")).upper()
     if algorithm not in _MODELOPT_FORMATS:
         raise UserError(
-            f"{where}.quant_algo = {said.get('quant_algo')!r} is not supported; of ModelOpt's "
-            f"formats {' and '.join(_MODELOPT_FORMATS)} are read, as a frozen base"
+            f"{where}.quant_algo = {shown_value(said.get('quant_algo'))} is not supported; of "
+            f"ModelOpt's formats {' and '.join(_MODELOPT_FORMATS)} are read, as a frozen base"
         )
     groups = said.get("config_groups")
     sizes = {f"{where}.group_size": said.get("group_size", NVFP4_GROUP)}
@@ -158,54 +159,63 @@ def _compressed_tensors_layout(quantization: Mapping[str, Any]) -> NVFP4Layout:
     where = "config.json: quantization_config"
     groups = quantization.get("config_groups")
     if not isinstance(groups, Mapping) or not groups:
-        raise UserError(f"{where}.config_groups = {groups!r}: an object of groups is expected")
+        shown = shown_value(groups)
+        raise UserError(f"{where}.config_groups = {shown}: an object of groups is expected")
     for name, group in groups.items():
         _check_group(f"{where}.config_groups.{name}", group, quantization.get("format"))
     for key in ("transform_config", "sparsity_config"):
         if quantization.get(key):
-            raise UserError(f"{where}.{key} is not supported: {quantization[key]!r}")
+            raise UserError(f"{where}.{key} is not supported: {shown_value(quantization[key])}")
     layout = _leaving_out(_COMPRESSED_TENSORS, f"{where}.ignore", quantization.get("ignore"))
     targets = [
-        target for group in groups.values() for target in group.get("targets") or ("Linear",)
+        target
+        for name, group in groups.items()
+        for target in _texts(f"{where}.config_groups.{name}.targets", group.get("targets"))
     ]
-    every = "Linear" in targets
-    return replace(layout, coded=() if every else tuple(str(target) for target in targets))
+    return replace(layout, coded=() if "Linear" in targets else tuple(targets))
 
 
 def _check_group(where: str, group: Any, shared_format: Any) -> None:
     """Raise for a group of compressed-tensors' layers that are not in NVFP4."""
     weights = group.get("weights") if isinstance(group, Mapping) else None
     if not isinstance(weights, Mapping):
-        raise UserError(f"{where}.weights = {weights!r}: an object is expected")
+        raise UserError(f"{where}.weights = {shown_value(weights)}: an object is expected")
     format = group.get("format") or shared_format
-    kind = f"{weights.get('num_bits')} bits of type {weights.get('type')!r}"
+    kind = f"{shown_value(weights.get('num_bits'))} bits of type {shown_value(weights.get('type'))}"
     if format != _CT_FORMAT or (weights.get("num_bits"), weights.get("type")) != (4, "float"):
         raise UserError(
-            f"{where}: format {format!r} with {kind} is not supported; of compressed-tensors' "
-            f"formats {_CT_FORMAT!r} with 4 bits of type 'float' is read, as a frozen base"
+            f"{where}: format {shown_value(format)} with {kind} is not supported; of "
+            f"compressed-tensors' formats {_CT_FORMAT!r} with 4 bits of type 'float' is read, as a "
+            "frozen base"
         )
     _check_group_size(f"{where}.weights.group_size", weights.get("group_size"))
     if weights.get("strategy", "tensor_group") != "tensor_group" or not weights.get(
         "symmetric", True
     ):
         raise UserError(
-            f"{where}.weights: strategy {weights.get('strategy')!r} with symmetric = "
-            f"{weights.get('symmetric')!r}; NVFP4 has 'tensor_group' and true"
+            f"{where}.weights: strategy {shown_value(weights.get('strategy'))} with symmetric = "
+            f"{shown_value(weights.get('symmetric'))}; NVFP4 has 'tensor_group' and true"
         )
 
 
 def _check_group_size(key: str, size: Any) -> None:
     """Raise for another group size than NVFP4's."""
     if size != NVFP4_GROUP:
-        raise UserError(f"{key} = {size!r}: NVFP4 weights are read in groups of {NVFP4_GROUP}")
+        shown = shown_value(size)
+        raise UserError(f"{key} = {shown}: NVFP4 weights are read in groups of {NVFP4_GROUP}")
 
 
 def _leaving_out(layout: NVFP4Layout, key: str, patterns: Any) -> NVFP4Layout:
     """Return a layout with the patterns of the layers that stay in 16 bits."""
-    listed = [] if patterns is None else patterns
-    if not isinstance(listed, list) or not all(isinstance(pattern, str) for pattern in listed):
-        raise UserError(f"{key} = {patterns!r}: a list of texts is expected")
-    return replace(layout, left_out=tuple(listed))
+    return replace(layout, left_out=tuple(_texts(key, patterns)))
+
+
+def _texts(key: str, value: Any) -> list[str]:
+    """Return a list of texts in config.json; a missing one is empty."""
+    listed = [] if value is None else value
+    if not isinstance(listed, list) or not all(isinstance(text, str) for text in listed):
+        raise UserError(f"{key} = {shown_value(value)}: a list of texts is expected")
+    return listed
 
 
 def is_nvfp4(config: ModelConfig) -> bool:
