@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -151,3 +157,17 @@ def test_draws_count_up_to_the_first_that_the_draft_had_not(
     # An eighth of the way to 256 times whether the first token of the draft was right.
     after = 192 + (256 - 192) // 8 if draws[0] == 50 else 192 - 192 // 8
     assert text.quality.tolist() == [after, 192, 192]
+
+
+def test_the_hopper_kernels_do_what_the_references_do() -> None:
+    """Triton's interpreter runs them on the CPU, in a process of its own."""
+    pytest.importorskip("triton", reason="it is there on Linux alone")
+    program = Path(__file__).with_name("interpreted_verify.py")
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(
+        [sys.executable, str(program)], capture_output=True, text=True, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    different, drafted = json.loads(done.stdout)
+    assert different == []
+    assert drafted > 50, "tokens of drafts that were drawn"
