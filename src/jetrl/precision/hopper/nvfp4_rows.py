@@ -403,7 +403,8 @@ def tiles_for(rows: int, n: int, parts: int) -> Tiles:
     if wide and 16 < rows <= 64 and n <= 192 * 132:
         return Tiles(2, 1, 6, 112, sides=3)
     if rows <= 32:
-        return Tiles(1 if narrow or (rows <= 16 and not wide) else 2, 2, 4, 80)
+        units = 1 if narrow or (rows <= 16 and not wide) else 2
+        return Tiles(units, 2, 4, 80 if rows <= 16 or narrow else 112)
     if rows <= 64:
         return Tiles(1, 2, 3, 128) if narrow else Tiles(2, 1 if wide else 2, 4, 128)
     return Tiles(2, 1, 3, 128) if wide or rows > 128 else Tiles(2, 2, 3, 168)
