@@ -115,6 +115,8 @@ def store_product(
         n = ((unit + ((places >> 3) & 1)) * 32 + (places >> 4) * 8 + (places & 7))[:, None]
         m = m0 + gl.arange(0, BLOCK_M, gl.SliceLayout(0, mma))[None, :]
         limit = gl.minimum(N, (unit + UNITS) * 32)
+    if factor.dtype.is_ptr():
+        factor = gl.load(factor + n, mask=n < limit, other=0.0)
     total = total * factor
     y = total.to(y_ptr.dtype.element_ty)
     if RANK > 0:
