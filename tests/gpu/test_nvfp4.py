@@ -352,7 +352,7 @@ def test_the_sampler_is_the_trainer_over_files_in_nvfp4(layout: str, tmp_path: P
 
 @pytest.mark.parametrize("rows", [4097, 4101, 4127])
 def test_the_last_rows_of_a_long_product_have_the_bits_of_few(hopper, rows: int) -> None:
-    """Sums of parts of K are made 4096 rows at a time; the rest may be few."""
+    """Sums of parts of K are made for 4096 rows at most at a time, in pieces of like size."""
     x, weight = random(rows, 2560, 41), hopper_order(quantize_nvfp4(random(2560, 2560, 42, 0.02)))
     assert parts_of(2560, 2560)[0] > 1
     last = hopper.nvfp4_matmul_hopper(x[4096:], weight, widen=False)

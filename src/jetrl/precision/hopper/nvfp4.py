@@ -7,7 +7,7 @@ dropped: kept, it would take 3.6 times the memory of the codes.
 
 Sums are multiplied by the matrix's scale before they are rounded, which is cuBLAS's alpha. Where K
 has several parts (`nvfp4_layout.parts_of`), cuBLAS makes the float32 sums of each part, which are
-added in order and then multiplied and rounded, for `ROWS_AT_ONCE` rows at a time.
+added in order and then multiplied and rounded, for at most `ROWS_AT_ONCE` rows at a time.
 
 Where a weight is stacked of matrices with scales of their own, the float32 sums are made in the
 same way and multiplied by the scale of each row; DGrad adds the products of the matrices.
@@ -33,6 +33,7 @@ from jetrl.precision.hopper.nvfp4_unpack import (
     step_words,
     unpack_step,
 )
+from jetrl.precision.layout import cdiv
 from jetrl.precision.nvfp4_layout import (
     BLOCK,
     FEW_ROWS,
@@ -153,7 +154,10 @@ def _product_in_parts(
         out_dtype: The dtype of the product.
     """
     out = torch.empty(x.shape[0], wide.shape[0], dtype=out_dtype, device=x.device)
-    for rows, product in zip(x.split(ROWS_AT_ONCE), out.split(ROWS_AT_ONCE), strict=True):
+    # The sums of all of K may be those of a wide weight. Pieces are of like size: a rest of a few
+    # rows would be another product of cuBLAS, about whose order of sums nothing is known.
+    pieces = cdiv(x.shape[0], ROWS_AT_ONCE if columns < x.shape[1] else ROWS_AT_ONCE // 4)
+    for rows, product in zip(x.chunk(pieces), out.chunk(pieces), strict=True):
         first, *others = zip(rows.split(columns, 1), wide.split(columns, 1), strict=True)
         sums = torch.mm(first[0], first[1].t(), out_dtype=torch.float32)
         for part, weight in others:
