@@ -19,7 +19,7 @@ from jetrl.study.charts import curve_charts
 from jetrl.study.definition import Definition, definition_of
 from jetrl.study.results import Curves, FinalEvaluation, Results, RunResult, read_results
 from jetrl.study.sections import CollapseSection
-from jetrl.study.tables import twin_table
+from jetrl.study.tables import accuracy_tables, twin_table
 
 
 def definition(**arms: dict[str, Any]) -> Definition:
@@ -258,3 +258,9 @@ def test_results_are_read_back_as_they_were(tmp_path: Path) -> None:
     lines = results.path.read_text().splitlines()
     assert sum(line.startswith('  {"name":') for line in lines) == 2, "a run a line"
     assert '"command": "jetrl study made-up.toml"' in results.path.read_text()
+
+
+def test_arms_that_learnt_nothing_are_not_called_equivalent() -> None:
+    runs = [run("short", arm, s, 0.0) for arm in ("bf16", "mixed") for s in range(3)]
+    (table,) = accuracy_tables(definition(), arm_results(definition(), runs))
+    assert table.rows[1][-2] == "not shown (nothing was learnt)"

@@ -89,7 +89,9 @@ def _accuracy_row(definition: Definition, result: ArmResult) -> list[str]:
             shown_p(comparison.t_p),
             shown_p(result.adjusted_p),
             shown_p(comparison.flip_p),
-            _equivalence(comparison, 1 - definition.study.level),
+            _equivalence(comparison, 1 - definition.study.level)
+            if result.common is not None and result.common.mean > 0
+            else "not shown (nothing was learnt)",
         ]
     return [*row, f"{result.num_collapsed} of {collapsed.n}"]
 
