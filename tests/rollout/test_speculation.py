@@ -136,6 +136,9 @@ class Drawn:
         self.worth = DraftWorth()
         self.chosen = set()
 
+    def begin(self):
+        pass
+
     def choose(self, sequences):
         size, most = padded_batch(sequences), int(self.generator.choice(self.widths))
         rows = size + int(self.generator.integers(0, self.rows + 1))
@@ -240,6 +243,21 @@ def test_longer_contexts_change_no_choice():
         observed(widths, 64, 2, 128, 15.0 + 0.2 * step, 0.5, 1)
         assert widths._times.plain[64] <= 13.0 + 0.2 * step
     assert widths._times.plain[64] > 20.0
+
+
+def test_a_new_call_is_not_compared_with_the_end_of_the_one_before():
+    """A forward at the end of the last call took longer, since its contexts were long."""
+    widths = DraftWidths(always=False)
+    observed(widths, 64, 1, 64, 12.0, 0.7, 2)
+    observed(widths, 64, 2, 128, 14.0, 0.7, 3)
+    assert chosen(widths, 64)[0] > 1
+    widths.begin()
+    assert chosen(widths, 64) == (1, 64), "how long a forward takes is not known"
+    observed(widths, 64, 1, 64, 4.0, 0.7, 1)
+    assert widths._times.extra_of(64, 2, 128) == pytest.approx(2.0)
+    observed(widths, 64, 2, 128, 6.1, 0.7, 1)
+    observed(widths, 32, 1, 32, 2.0, 0.7, 1)  # of another number of sequences
+    assert widths._times.extra_of(64, 2, 128) == pytest.approx(2.05)
 
 
 def test_a_step_without_drafts_comes_again_and_again():

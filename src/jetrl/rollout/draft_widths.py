@@ -75,6 +75,10 @@ class DraftWidths:
         self._without = 0  # Steps since one that verified drafts.
         self._unasked = _ASK_EVERY
 
+    def begin(self) -> None:
+        """Begin a call, the contexts of whose sequences are short again."""
+        self._times.begin()
+
     def choose(self, sequences: int) -> Width:
         """Return what the forwards of the next step verify.
 
@@ -180,9 +184,15 @@ class _Times:
         self.plain: dict[int, float] = {}
         self.idle: dict[tuple[int, int, int], float] = {}
         self._extra: dict[tuple[int, int, int], float] = {}
-        # Of each size: steps since one without drafts, and the choice and seconds of the last one.
-        self._since: dict[int, int] = {}
-        self._last: dict[int, tuple[tuple[int, int, int], float]] = {}
+        self._since: dict[int, int] = {}  # Of each size, steps since one without drafts.
+        # The choice and the seconds of the step before, if it verified drafts.
+        self._last: tuple[tuple[int, int, int], float] | None = None
+
+    def begin(self) -> None:
+        """Forget how long forwards without drafts took: the contexts of a new call are others."""
+        self.plain.clear()
+        self._since.clear()
+        self._last = None
 
     def known(self, size: int) -> bool:
         """Return whether the seconds of a forward without drafts are known well enough.
@@ -200,17 +210,16 @@ class _Times:
             width: What the forward verified.
             now: The seconds.
         """
-        plain = self.plain.get(size)
+        plain, last, self._last = self.plain.get(size), self._last, None
         if width.most == 1:
-            last = self._last.pop(size, None)
             self.plain[size] = now if plain is None or last is not None else (plain + now) / 2
-            if last is not None:
-                key, seconds = last
-                self._extra[key] = max(0.0, seconds - now)
+            # Of two steps side by side, contexts are the same.
+            if last is not None and last[0][0] == size:
+                self._extra[last[0]] = max(0.0, last[1] - now)
             self._since[size] = 0
             return
         key = (size, width.most, width.rows)
-        self._last[size] = key, now
+        self._last = key, now
         self._since[size] = self._since.get(size, 0) + 1
         if plain is None:
             return

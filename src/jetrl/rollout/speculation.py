@@ -142,6 +142,7 @@ class Speculation:
         if self.head is not None:
             self.head.begin()
             self.widths.worth.head_tokens = self.head.head.tokens if self.head.trained else 0
+        self.widths.begin()
         self._archive()
         self._groups.clear()
         self._counts = _Counts()
