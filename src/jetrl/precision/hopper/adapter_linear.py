@@ -28,7 +28,9 @@ from jetrl.precision.nvfp4_layout import HopperNVFP4
 from jetrl.precision.quantize import QTensor
 
 Form = Literal["fused", "passes"]
-NVFP4_FUSED_ROWS = 128  # of X: up to so many an NVFP4 product adds the adapter's itself
+# Rows of X up to which an NVFP4 product adds the adapter's itself. None does: where programs shared
+# a multiprocessor, some had wrong bits (one H200, 2026-11-23).
+NVFP4_FUSED_ROWS = 0
 
 
 def form_for(rows: int, n: int, rank: int) -> Form:

@@ -392,21 +392,32 @@ def tiles_for(rows: int, n: int, parts: int) -> Tiles:
     some dozens of rows reading X takes longer than reading the weight, so a program has 192 rows of
     a wide weight where all programs run at once.
 
+    Where there is no more than one program for each multiprocessor, its stages take more than half
+    of the shared memory: or else two programs were put on one, and others had none (26 microseconds
+    in place of 20, with an adapter, for 8 rows and a weight of 4,096 x 12,288).
+
     Args:
         rows: Rows of X.
         n: Rows of the weight.
         parts: Parts of K.
     """
     narrow, wide = n <= 4224, n > 8448
+    if rows <= 8 and parts > 1:
+        return (
+            Tiles(1, 2, 8 if parts == 4 else 14, 80, True) if narrow else Tiles(2, 2, 9, 80, True)
+        )
     if rows <= 16 and parts > 1:
-        return Tiles(1, 2, 6 if parts == 4 else 8, 80, together=True)
+        return (
+            Tiles(1, 2, 6 if parts == 4 else 10, 80, True) if narrow else Tiles(2, 2, 7, 80, True)
+        )
     if wide and 16 < rows <= 64 and n <= 192 * 132:
         return Tiles(2, 1, 6, 112, sides=3)
     if rows <= 32:
         units = 1 if narrow or (rows <= 16 and not wide) else 2
-        return Tiles(units, 2, 4, 80 if rows <= 16 or narrow else 112)
+        rounds = 6 if narrow else 4 if wide else 5
+        return Tiles(units, 2, rounds, 80 if rows <= 16 or narrow else 112)
     if rows <= 64:
-        return Tiles(1, 2, 3, 128) if narrow else Tiles(2, 1 if wide else 2, 4, 128)
+        return Tiles(1, 2, 4, 128) if narrow else Tiles(2, 1 if wide else 2, 4, 128)
     return Tiles(2, 1, 3, 128) if wide or rows > 128 else Tiles(2, 2, 3, 168)
 
 
