@@ -171,10 +171,7 @@ def test_the_parts_of_a_long_sum_are_added_in_order(hopper, shape: tuple[int, in
         assert torch.equal(out, expected[:rows]), (rows, tiles)
 
 
-_WRONG = pytest.mark.xfail(reason="some programs that share a multiprocessor have wrong bits")
-
-
-@pytest.mark.parametrize("form", ["passes", pytest.param("fused", marks=_WRONG)])
+@pytest.mark.parametrize("form", ["passes", "fused"])
 @pytest.mark.parametrize("rank", [8, 64])
 @pytest.mark.parametrize("linear", LINEARS)
 def test_a_product_with_an_adapter_has_the_bits_of_both(

@@ -28,8 +28,8 @@ from jetrl.precision.nvfp4_layout import HopperNVFP4
 from jetrl.precision.quantize import QTensor
 
 Form = Literal["fused", "passes"]
-# Rows of X up to which an NVFP4 product adds the adapter's itself. None does: where programs shared
-# a multiprocessor, some had wrong bits (one H200, 2026-11-23).
+# Rows of X up to which an NVFP4 product adds the adapter's itself. None does until a GPU has shown
+# its bits; 128 is what it is made for.
 NVFP4_FUSED_ROWS = 0
 
 

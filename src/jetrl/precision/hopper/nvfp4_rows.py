@@ -31,8 +31,6 @@ of u and B.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -47,10 +45,10 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from jetrl.precision.hopper import gluon_names
 from jetrl.precision.hopper.adapter_epilogue import AdapterOperands, load_beside
-from jetrl.precision.hopper.adapter_rows import DOWN_PROGRAM_REGISTERS, down_program_bytes
 from jetrl.precision.hopper.launch import OVERLAPPED
 from jetrl.precision.hopper.nvfp4_epilogue import store_product
 from jetrl.precision.hopper.nvfp4_loads import load_rows, load_weight
+from jetrl.precision.hopper.nvfp4_tiles import Tiles, block_rows, tiles_beside, tiles_for
 from jetrl.precision.hopper.nvfp4_unpack import (
     CODE_WORDS,
     SCALE_LINE,
@@ -61,37 +59,9 @@ from jetrl.precision.hopper.nvfp4_unpack import (
 from jetrl.precision.layout import cdiv
 from jetrl.precision.nvfp4_layout import BLOCK, UNIT, HopperNVFP4, RowFactors, parts_of
 
-MOST_ROWS = 128  # of a program
-_UNIT_BYTES = 2048 + 256  # of the codes and scales of 32 rows and 128 columns
-_BARRIERS = 512  # bytes, at most
 _CODES_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
 _SCALES_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 _X_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-
-
-@dataclass(frozen=True)
-class Tiles:
-    """The cut of a product into programs and stages.
-
-    Attributes:
-        units: units of 32 rows of the weight that a program has: 1 or 2.
-        group: blocks of 128 along K of a stage: 1 or 2.
-        rounds: stages that are in flight, of each ring.
-        registers: the most registers of a thread, of the warps that copy and multiply alike.
-        together: whether the parts of K are made side by side; up to 16 rows of X.
-        sides: how many times so many units a program has, each by four warps that read the same X;
-            1 where parts are made side by side.
-        upright: whether mma.sync has X on its left, up to 64 rows of X and with one unit: then no
-            half of an instruction is of a unit that is not there.
-    """
-
-    units: int
-    group: int
-    rounds: int
-    registers: int
-    together: bool = False
-    sides: int = 1
-    upright: bool = False
 
 
 @gluon.jit
@@ -348,15 +318,17 @@ def nvfp4_rows_kernel(
     s_smem = gl.allocate_shared_memory(gl.int32, [TILES, EACH, 64], s_desc.layout)
     arrived = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     left = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    done = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     for i in gl.static_range(SLOTS):
         mbarrier.init(arrived.index(i), count=2)
         mbarrier.init(left.index(i), count=SIDES)
-    mbarrier.init(done, count=1)
+    # A barrier that nothing waited for would lie where a tile of B goes, and its first words were
+    # seen to arrive behind that tile's. So what is not used is named and not there.
+    done = arrived
     sums_smem = s_smem
     if RINGS > 1:
+        done = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+        mbarrier.init(done, count=1)
         sums_smem = gl.allocate_shared_memory(gl.float32, [CHAINS, SHAPE[0], SHAPE[1]], flat)
-    # Without an adapter its memory is named and not there.
     u_smem = s_smem
     b_smem = s_smem
     beside = arrived
@@ -382,77 +354,6 @@ def nvfp4_rows_kernel(
         WARPS,
         REGISTERS,
     )  # fmt: skip
-
-
-def tiles_for(rows: int, n: int, parts: int) -> Tiles:
-    """Return the cut of a product of some rows of X with a weight of n rows.
-
-    Where 64 rows of the weight a program would leave multiprocessors idle, a program has 32. wgmma
-    takes as long for 32 as for 64, so two such programs a multiprocessor are too many there. With
-    some dozens of rows reading X takes longer than reading the weight, so a program has 192 rows of
-    a wide weight where all programs run at once.
-
-    Where there is no more than one program for each multiprocessor, its stages take more than half
-    of the shared memory: or else two programs were put on one, and others had none (26 microseconds
-    in place of 20, with an adapter, for 8 rows and a weight of 4,096 x 12,288).
-
-    Args:
-        rows: Rows of X.
-        n: Rows of the weight.
-        parts: Parts of K.
-    """
-    narrow, wide = n <= 4224, n > 8448
-    if rows <= 8 and parts > 1:
-        return (
-            Tiles(1, 2, 8 if parts == 4 else 14, 80, True) if narrow else Tiles(2, 2, 9, 80, True)
-        )
-    if rows <= 16 and parts > 1:
-        return (
-            Tiles(1, 2, 6 if parts == 4 else 10, 80, True) if narrow else Tiles(2, 2, 7, 80, True)
-        )
-    if wide and 16 < rows <= 64 and n <= 192 * 132:
-        return Tiles(2, 1, 6, 112, sides=3)
-    if rows <= 32:
-        units = 1 if narrow or (rows <= 16 and not wide) else 2
-        rounds = 6 if narrow else 4 if wide else 5
-        return Tiles(units, 2, rounds, 80 if rows <= 16 or narrow else 112)
-    if rows <= 64:
-        return Tiles(1, 2, 4, 128) if narrow else Tiles(2, 1 if wide else 2, 4, 128)
-    return Tiles(2, 1, 3, 128) if wide or rows > 128 else Tiles(2, 2, 3, 168)
-
-
-def tiles_beside(rows: int, n: int, parts: int, rank: int) -> Tiles:
-    """Return the cut of a product to which an adapter's is added.
-
-    It leaves room on each multiprocessor for the tiles of u and B, and for a program of the product
-    with A, which runs there meanwhile, so that all programs run at once that would without it.
-
-    Args:
-        rows: Rows of X.
-        n: Rows of the weight.
-        parts: Parts of K.
-        rank: Columns of B.
-    """
-    tiles, block_m = tiles_for(rows, n, parts), _block_rows(rows)
-    if tiles.upright:
-        block_m = max(16, block_m)
-    rings = cdiv(parts, 2) if tiles.together else 1
-    units = tiles.sides * tiles.units
-    threads = 128 * (rings * tiles.sides + 1)
-    programs = cdiv(rows, block_m) * cdiv(n, UNIT * units)
-    programs = min(cdiv(programs, 132), 65536 // (threads * tiles.registers))
-    # A kilobyte of shared memory is the system's, of each program.
-    room = (228 * 1024 - down_program_bytes(rows) - 1024) // programs - 1024
-    room -= rank * 2 * (tiles.sides * block_m + UNIT * units) + _BARRIERS
-    stage = rings * tiles.group * (block_m * BLOCK * 2 + units * _UNIT_BYTES)
-    rounds = max(2, min(tiles.rounds, room // stage))
-    registers = (65536 - DOWN_PROGRAM_REGISTERS) // (programs * threads) // 8 * 8
-    return replace(tiles, rounds=rounds, registers=min(tiles.registers, registers))
-
-
-def _block_rows(rows: int) -> int:
-    """Return the rows of X that a program has, of so many."""
-    return min(MOST_ROWS, max(8, 1 << (rows - 1).bit_length()))
 
 
 def nvfp4_rows_matmul(
@@ -481,7 +382,7 @@ def nvfp4_rows_matmul(
     rank = 0 if adapter is None else adapter.up.shape[1]
     if tiles is None:
         tiles = tiles_beside(rows, n, parts, rank) if rank else tiles_for(rows, n, parts)
-    block_m = max(16, _block_rows(rows)) if tiles.upright else _block_rows(rows)
+    block_m = max(16, block_rows(rows)) if tiles.upright else block_rows(rows)
     rings, chains = (cdiv(parts, 2), min(parts, 2)) if tiles.together else (1, 1)
     each, blocks = tiles.group // chains, w.codes.shape[0] // 16
     codes = TensorDescriptor(w.codes, [blocks * 16, 32], [32, 1], [each * 16, 32], _CODES_LAYOUT)
