@@ -77,7 +77,7 @@ def _verify_inputs_kernel(
     PAGE: tl.constexpr, DRAFT: tl.constexpr,
     QFACTOR: tl.constexpr, QTOP: tl.constexpr, BITS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """Gather one forward's inputs from the slots of its sequences and their drafts.
+    """Gather the inputs of one forward of decode from its sequences' slots and their drafts.
 
     Args:
         token_ptr, position_ptr, limit_ptr, key_ptr, active_ptr, tables_ptr, seed_ptr: of

@@ -104,7 +104,7 @@ class _StoredWeights(CodedWeights):
         return self._layout is not None and not any(map(self._has_codes, self._parts[name]))
 
     def _has_codes(self, part: StoredTensor) -> bool:
-        """Return whether a stored tensor is in NVFP4, be all of its tensors there or not."""
+        """Return whether the files have any NVFP4 tensor of a stored weight."""
         if self._layout is None:
             return False
         names = {name for name in self._layout.names(part.name) if name in self.files}

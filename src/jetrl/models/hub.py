@@ -81,7 +81,7 @@ def snapshot(name: str, part: Part) -> Path:
 
 
 def _cached(repository: str, revision: str | None) -> Path | None:
-    """Return the folder of a model in the cache, be it whole or not; None where there is none."""
+    """Return a model's folder in the cache, complete or not; None where the cache has none."""
     try:
         folder = huggingface_hub.snapshot_download(
             repository, revision=revision, allow_patterns="config.json", local_files_only=True
