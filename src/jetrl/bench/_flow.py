@@ -67,6 +67,8 @@ class Choices:
             after it depend on their number.
         adapter_rank: The rank of adapters on a frozen base; 0: all parameters are trained.
         base: The format of a frozen base.
+        drafts_right: The chance of a drafted token to be right, where a step with drafts is
+            measured; None: none is.
     """
 
     shape: str
@@ -79,13 +81,19 @@ class Choices:
     warm_micro_batches: int | None = None
     adapter_rank: int = 0
     base: str = "fp8"
+    drafts_right: float | None = None
 
 
 def policy_of(plan: str, choices: Choices) -> Policy:
     """Return a policy of a plan with random weights."""
-    rank, base = choices.adapter_rank, choices.base
     return make_policy(
-        choices.shape, plan, choices.device, choices.layers, adapter_rank=rank, base=base
+        choices.shape,
+        plan,
+        choices.device,
+        choices.layers,
+        adapter_rank=choices.adapter_rank,
+        base=choices.base,
+        speculation=choices.drafts_right is not None,
     )
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from jetrl.bench._timing import Row
 from jetrl.kernels.decode_state import DecodeState
 from jetrl.kernels.draft_state import MAX_DRAFT, UNKNOWN, Drafts
 from jetrl.models.draft_head import DraftHead
@@ -15,7 +16,7 @@ from jetrl.rollout.batch_sizes import padded_batch
 from jetrl.rollout.draft_widths import DraftWidths, Width
 from jetrl.rollout.launched_step import to_device
 from jetrl.rollout.sequence import RunningSequence
-from jetrl.rollout.speculation import Speculation
+from jetrl.rollout.speculation import Speculation, Spent
 from jetrl.types import Completion
 
 
@@ -106,3 +107,37 @@ class KnownDrafts(Speculation):
         first = (self._base + state.position)[rows]
         tokens = self._script.view(-1)[first[:, None] + self._behind]
         return Drafts(tokens, self._left.view(-1)[first], drafts.sources)
+
+
+def differences(
+    completions: Sequence[Completion], expected: Sequence[Completion]
+) -> tuple[int, int]:
+    """Return how many tokens, and how many log-probs as bits, differ from the expected ones.
+
+    Args:
+        completions: The completions.
+        expected: Completions of the same lengths.
+    """
+    tokens = logprobs = 0
+    for one, other in zip(completions, expected, strict=True):
+        assert len(one.token_ids) == len(other.token_ids), "completions of other lengths"
+        pairs = ((one.token_ids, other.token_ids), (one.logprobs, other.logprobs))
+        different = [int((np.array(a) != np.array(b)).sum()) for a, b in pairs]
+        tokens, logprobs = tokens + different[0], logprobs + different[1]
+    return tokens, logprobs
+
+
+def width_rows(spent: Mapping[tuple[int, int, int], Spent]) -> Row:
+    """Return what forwards took and brought, by SEQUENCES/MOST/ROWS.
+
+    Args:
+        spent: The same as `Speculation.spent`.
+    """
+    return {
+        "/".join(map(str, size)): {
+            "forwards": one.forwards,
+            "ms": round(1e3 * one.seconds / one.forwards, 3),
+            "tokens": round(one.tokens / max(1, one.sequences), 3),
+        }
+        for size, one in sorted(spent.items())
+    }

@@ -34,9 +34,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
-from jetrl.bench._known_drafts import FixedWidth, KnownDrafts
+from jetrl.bench._known_drafts import FixedWidth, KnownDrafts, differences, width_rows
 from jetrl.bench._load import Load, load_text
 from jetrl.bench._timing import (
     Row,
@@ -199,15 +197,7 @@ def _row(
         spent: What its forwards took, by their size.
     """
     drafts, seconds, decode = stats.speculation, _seconds(stats), _decode_seconds(stats)
-    tokens = logprobs = 0
-    for one, other in zip(completions, expected, strict=True):
-        assert len(one.token_ids) == len(other.token_ids), "completions of other lengths"
-        pairs = (
-            (np.array(x), np.array(y))
-            for x, y in ((one.token_ids, other.token_ids), (one.logprobs, other.logprobs))
-        )
-        different = [int((a != b).sum()) for a, b in pairs]
-        tokens, logprobs = tokens + different[0], logprobs + different[1]
+    tokens, logprobs = differences(completions, expected)
     return {
         "load": str(load),
         "speculation": mode,
@@ -225,14 +215,7 @@ def _row(
         "graphs": stats.graphs,
         "capture_s": round(stats.capture_s, 2),
         "idle_s": round(stats.device_idle_s, 3),
-        "widths": {
-            "/".join(map(str, size)): {
-                "forwards": one.forwards,
-                "ms": round(1e3 * one.seconds / one.forwards, 3),
-                "tokens": round(one.tokens / max(1, one.sequences), 3),
-            }
-            for size, one in sorted(spent.items())
-        },
+        "widths": width_rows(spent),
     }
 
 

@@ -39,6 +39,17 @@ gradients, and the exchange of one micro-batch alone.
 Peaks of memory are given beside the memory plan, by phase. `--leave-free 78.75` takes memory of
 each GPU until so many GiB are left: as on a card of 80 GB.
 
+`--drafts-right 0.6` measures the step twice, with speculation off and then with drafts: the first
+step's completions, each token of which is right with this chance (`jetrl bench speculation`; 0.5,
+0.6 and 0.7 bring 2.0, 2.5 and 3.3 tokens a forward where drafts may be long). Look-ups in text run
+as in a run. Both steps draw the same tokens of the same weights, since the first one's update has a
+learning rate of zero; tokens and log-probs that differ are counted. `rollout` leaves out the
+capture of graphs there, which is `late_capture_s` (`rollout_idle_share` counts it). With
+`--one-update` both rows have the seconds of one update, made after both rollouts.
+
+    jetrl bench step --shape qwen3-8b --plan unified --prompts 8 --samples 8 \
+        --response-length 8192 --drafts-right 0.6
+
 A run of both plans takes minutes. `--plan bf16 --out a.json`, then `--plan unified --beside a.json
 --out b.json` is the same in two.
 """
@@ -47,14 +58,15 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from jetrl.bench._flow import Choices, Flow, codes_of, policy_of, share_changed
+from jetrl.bench._drafted_step import measure_with_drafts
+from jetrl.bench._flow import Choices, Flow, policy_of
 from jetrl.bench._load import Load, add_load_arguments, flops, load_of, load_text
 from jetrl.bench._ranks import digests, recorded_exchange, slowest, without_exchange
 from jetrl.bench._smaller_card import leave_free
@@ -70,6 +82,7 @@ from jetrl.bench._timing import (
     print_table,
     write_results,
 )
+from jetrl.bench._whole_step import PARTS, draw, step_row, train, warmed
 from jetrl.distributed.world import world
 from jetrl.errors import UserError
 from jetrl.memory.out_of_memory import release
@@ -78,7 +91,18 @@ from jetrl.training import pack
 from jetrl.training.sharing import shares_prompts
 from jetrl.types import Sample
 
-PARTS = ("rollout", "gather", "old_logprobs", "update", "optimizer", "requantize")
+# Of a row, what is printed below the table.
+PRINTED = (
+    "weights_changed",
+    "planned_gib",
+    "peak_of_plan",
+    "tokens_per_forward",
+    "different_tokens",
+    "different_logprobs",
+    "times_off",
+    "exchange",
+    "digests",
+)
 
 
 def measure(
@@ -99,73 +123,15 @@ def measure(
         digest: Whether to add digests of the model.
         exchange: Whether to measure the exchange of gradients.
     """
-    flow = Flow(policy, load, choices)
-    before = codes_of(flow.policy)
-    flow.warm_up()
-    changed = share_changed(before, codes_of(flow.policy))
-    del before
+    flow, changed = warmed(policy, load, choices)
     found: Row = {"digests": {"warm": digests(policy, flow.trainer)}} if digest else {}
-    own_s: dict[str, float] = {}
-    own_s["rollout"], completions = flow.timed("rollout", lambda: flow.sample(seed=1))
-    stats = flow.engine.stats
-    gather_s, samples = flow.timed("gather", lambda: flow.gathered(completions, seed=1))
-    if world().size > 1:
-        own_s["gather"] = gather_s
-    flow.peaks.pop("gather", None)
-    if not flow.policy.plan.exact:
-        flow.engine.free_cache()
-        work = lambda: flow.old_logprobs(samples)  # noqa: E731
-        own_s["old_logprobs"] = flow.timed("old_logprobs", work)[0]
-    whole_s, trained = flow.timed("update", lambda: flow.update(samples))
-    metrics, timings = trained.metrics, trained.timings
-    own_s |= {name: timings[name] for name in ("optimizer", "requantize")}
-    own_s["update"] = whole_s - timings["optimizer"] - timings["requantize"]
+    rollout = draw(flow)
+    update = train(flow, rollout.samples)
     if digest:
         found["digests"]["step"] = digests(policy, flow.trainer)
     if exchange and world().size > 1:
-        found["exchange"] = exchange_of(flow, samples)
-    whole = slowest("the seconds of the update", {"whole": whole_s})["whole"]
-    seconds = slowest("the seconds of the step", own_s)
-    needed = flops(flow.policy.config, load, choices.adapter_rank > 0)
-    rates = {
-        "rollout": (load.drawn, seconds["rollout"]),
-        "old_logprobs": (load.tokens, seconds.get("old_logprobs")),
-        "update": (load.tokens, whole),
-    }
-    size, plan = world().size, flow.planned()
-    peaks = slowest("the peaks of memory", flow.peaks)
-    planned = {name: getattr(plan, name) / 2**30 for name in ("rollout", "update")}
-    return {
-        "plan": policy.plan.name,
-        "adapter_rank": choices.adapter_rank,
-        "base": choices.base,
-        "ranks": size,
-        "load": str(load),
-        "settings": flow.chosen,
-        "seconds": {name: round(seconds[name], 3) for name in PARTS if name in seconds},
-        "step_s": round(sum(seconds.values()), 2),
-        "training_s": round(whole, 2),
-        "tokens_per_s": {n: round(t / s) for n, (t, s) in rates.items() if s is not None},
-        "mfu": {
-            n: round(needed[n] / s / limit / size, 3)
-            for n, (_, s) in rates.items()
-            if s is not None
-        },
-        "peak_gib": peaks,
-        "planned_gib": {name: round(size, 1) for name, size in planned.items()},
-        "peak_of_plan": {n: round(peaks[n] / s, 3) for n, s in planned.items() if n in peaks},
-        "compared_tokens": int(metrics["mismatch/num_tokens"]),
-        "different": int(metrics["mismatch/num_different"]),
-        "mean_abs_logprob_diff": metrics["mismatch/mean_abs_logprob_diff"],
-        "weights_changed": round(changed, 5),
-        "graphs": flow.captured[0],
-        "capture_s": round(flow.captured[1], 2),
-        "graphs_captured_late": stats.graphs,
-        "preemptions": stats.preemptions,
-        "train_retries": int(metrics.get("memory/train_retries", 0)),
-        "rollout_idle_share": round(stats.device_idle_s / stats.seconds, 4),
-        **found,
-    }
+        found["exchange"] = exchange_of(flow, rollout.samples)
+    return {**step_row(flow, choices, limit, rollout, update, changed), **found}
 
 
 def measure_rollout(policy: Policy, load: Load, choices: Choices, limit: float) -> Row:
@@ -349,6 +315,49 @@ def command_of(name: str, args: argparse.Namespace, load: Load) -> str:
     return command + options("train", args.train)
 
 
+def rows_of(
+    args: argparse.Namespace, policy: Policy, loads: Sequence[Load], choices: Choices, limit: float
+) -> Iterator[tuple[Load, Row]]:
+    """Yield each load with each of its rows, as they are measured.
+
+    Args:
+        args: The arguments of the command.
+        policy: The policy under the plan.
+        loads: The loads.
+        choices: The choices that are the same for all plans.
+        limit: The FLOP/s that MFU is a share of.
+    """
+    for load in loads:
+        if args.drafts_right is not None:
+            for row in measure_with_drafts(policy, load, choices, limit, args.one_update):
+                yield load, row
+        elif args.rollout_only:
+            yield load, measure_rollout(policy, load, choices, limit)
+        else:
+            yield load, measure(policy, load, choices, limit, args.digest, args.exchange)
+
+
+def check_drafts(args: argparse.Namespace) -> None:
+    """Raise an error where --drafts-right or --one-update cannot be used as they are given.
+
+    Raises:
+        UserError: The share is no share, or there is an argument that they do not go with.
+    """
+    right = args.drafts_right
+    if right is None:
+        if args.one_update:
+            raise UserError("--one-update goes with --drafts-right: give both")
+        return
+    if not 0 <= right <= 1:
+        raise UserError(f"--drafts-right {right:g}: give a share from 0 to 1")
+    if world().size > 1:
+        raise UserError("--drafts-right measures a step of one GPU: leave torchrun out")
+    for name in ("digest", "exchange", "rollout_only"):
+        if getattr(args, name):
+            other = "--" + name.replace("_", "-")
+            raise UserError(f"--drafts-right and {other} do not go together: leave one out")
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Run `jetrl bench step`."""
     parser = bench_parser("step", __doc__)
@@ -382,6 +391,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--rollout-only", action="store_true", help="no update, for a model that has no room for it"
     )
     parser.add_argument(
+        "--drafts-right",
+        type=float,
+        metavar="SHARE",
+        help="measure the step also with drafts, whose tokens are right by this chance; one GPU",
+    )
+    parser.add_argument(
+        "--one-update", action="store_true", help="with --drafts-right: one update for both steps"
+    )
+    parser.add_argument(
         "--warm-micro-batches",
         type=int,
         help="micro-batches of the update that warms up; default: two a rank",
@@ -400,14 +418,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--out", default="build/bench/step.json", type=Path, help="JSON file")
     args = parser.parse_args(argv)
+    check_drafts(args)
     choices = replace(
-        choices_of(args, args.max_batch_size), warm_micro_batches=args.warm_micro_batches
+        choices_of(args, args.max_batch_size),
+        warm_micro_batches=args.warm_micro_batches,
+        drafts_right=args.drafts_right,
     )
     loads = [load_of(args), *args.load]
     command = command_of("step", args, loads[0])
     command += options("load", ["x".join(map(str, astuple(more))) for more in args.load])
-    for name in ("batch_per_rank", "digest", "exchange", "rollout_only"):
+    for name in ("batch_per_rank", "digest", "exchange", "rollout_only", "one_update"):
         command += f" --{name.replace('_', '-')}" if getattr(args, name) else ""
+    command += "" if args.drafts_right is None else f" --drafts-right {args.drafts_right:g}"
     if args.warm_micro_batches:
         command += f" --warm-micro-batches {args.warm_micro_batches}"
     if args.leave_free is not None:
@@ -423,11 +445,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows = earlier_rows(args.beside)
     for plan in args.plan or ["bf16", "unified"]:
         policy = policy_of(plan, choices)
-        for load in loads:
-            if args.rollout_only:
-                row = measure_rollout(policy, load, choices, limit)
-            else:
-                row = measure(policy, load, choices, limit, args.digest, args.exchange)
+        for load, row in rows_of(args, policy, loads, choices, limit):
             row = {"shape": args.shape, **row}
             release()
             key = ("bf16", world().size, str(load))
@@ -437,7 +455,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             rows.append(row)
             print_table(table(rows))
             print(f"{plan}: {row['settings']}")
-            for name in ("weights_changed", "planned_gib", "peak_of_plan", "exchange", "digests"):
+            for name in PRINTED:
                 if name in row:
                     print(f"{plan} {name}: {row[name]}")
             print(f"times bf16: {row.get('times_bf16', '-')}", flush=True)

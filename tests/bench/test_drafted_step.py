@@ -1,0 +1,81 @@
+"""A step with drafts of known quality beside the same step without, tried out on the CPU."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+
+from jetrl.bench import _drafted_step
+from jetrl.bench._drafted_step import measure_with_drafts
+from jetrl.bench._flow import Choices, policy_of
+from jetrl.bench._load import Load
+from jetrl.bench._timing import Row
+from jetrl.bench.step import main
+from jetrl.errors import UserError
+
+LOAD = Load(prompts=2, samples=2, prompt_length=20, response_length=12)
+WORDS = "--shape tiny --device cpu --layers 1 --plan unified --prompts 1 --samples 2 "
+LENGTHS = "--prompt-length 8 --response-length 8 "
+
+
+def _rows(right: float, one_update: bool = False) -> list[Row]:
+    choices = Choices("tiny", "cpu", 1, 1e-3, None, None, {}, drafts_right=right)
+    policy = policy_of("unified", choices)
+    return list(measure_with_drafts(policy, LOAD, choices, 1e12, one_update, mode="text"))
+
+
+def test_a_step_with_drafts_draws_the_same_tokens_in_fewer_forwards() -> None:
+    off, on = _rows(right=1.0)
+    assert [row["speculation"] for row in (off, on)] == ["off", "text"]
+    assert [row["right"] for row in (off, on)] == [None, 1.0]
+    for row in (off, on):
+        assert (row["different_tokens"], row["different_logprobs"]) == (0, 0)
+        assert (row["different"], row["compared_tokens"], row["updates"]) == (0, 48, 2)
+        assert row["step_s"] == pytest.approx(sum(row["seconds"].values()), abs=0.01)
+        assert {"rollout", "update", "optimizer", "requantize"} == set(row["seconds"])
+        assert row["weights_changed"] > 0, "the warm-up has another learning rate than zero"
+    assert off["tokens_per_forward"] == 1.0
+    assert on["tokens_per_forward"] > 3
+    assert on["forwards"] < off["forwards"]
+    assert on["accepted"] == on["drafted"] > 0
+    assert sum(width["forwards"] for width in on["widths"].values()) == on["forwards"] - 1
+    assert off["seconds"]["update"] != on["seconds"]["update"]
+
+
+def test_wrong_drafts_bring_nothing_and_one_update_serves_both_rows() -> None:
+    off, on = _rows(right=0.0, one_update=True)
+    assert on["tokens_per_forward"] == 1.0
+    assert on["accepted"] == 0 < on["drafted"]
+    assert (on["different_tokens"], on["different_logprobs"]) == (0, 0)
+    assert [row["updates"] for row in (off, on)] == [1, 1]
+    both = [{k: v for k, v in row["seconds"].items() if k != "rollout"} for row in (off, on)]
+    assert both[0] == both[1]
+
+
+def test_a_step_of_other_weights_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_drafted_step, "_weights_kept", lambda trainer: contextlib.nullcontext())
+    _, on = _rows(right=1.0)
+    assert on["different_logprobs"] > 0
+
+
+def test_the_command_measures_both(capsys: Any) -> None:
+    main([*(WORDS + LENGTHS).split(), "--drafts-right", "0.6"])
+    out = capsys.readouterr().out
+    assert out.count("unified different_logprobs: 0\n") == 2
+    assert "unified times_off: {'rollout':" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        ("--drafts-right 1.5", "--drafts-right 1.5: give a share from 0 to 1"),
+        ("--drafts-right 0.6 --digest", "--drafts-right and --digest do not go together"),
+        ("--drafts-right 0.6 --rollout-only", "--drafts-right and --rollout-only do not"),
+        ("--one-update", "--one-update goes with --drafts-right"),
+    ],
+)
+def test_words_that_do_not_go_together_are_named(words: str, problem: str) -> None:
+    with pytest.raises(UserError, match=problem):
+        main([*(WORDS + LENGTHS + words).split()])
