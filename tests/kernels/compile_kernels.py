@@ -44,7 +44,10 @@ MODELS += (("qwen2.5-7b", "unified"), ("qwen3-1.7b", "bf16"))
 DECODES = ((8, 1024), (64, 8192), (256, 1024), (512, 1024))  # rows, longest context
 VERIFIED = ((8, 8, 64), (64, 4, 128), (512, 2, 640), (100, 1, 100))  # sequences, tokens each, rows
 
+SHARED_MEMORY = 227 * 1024  # bytes that a program may have on Hopper
+
 compiled: dict[str, int] = {}  # how often each kernel was, by the present piece
+shared: dict[str, int] = {}  # bytes of shared memory of the kernel that was compiled last, by name
 failed: dict[str, list[str]] = {}
 
 
@@ -76,6 +79,9 @@ def take_triton() -> None:
         try:
             kernel = do_compile(self, key, signature, device, *rest)
             compiled[name] = compiled.get(name, 0) + 1
+            shared[name] = kernel.metadata.shared
+            if shared[name] > SHARED_MEMORY:
+                raise ValueError(f"{shared[name]} bytes of shared memory, of {SHARED_MEMORY}")
         except Exception as error:  # the others go on
             told = [line for line in traceback.format_exception(error) if line.strip()]
             failed.setdefault(name, []).append(told[-1][-2000:])
@@ -428,6 +434,33 @@ def adapters_on_nvfp4() -> None:
             nvfp4_adapted_matmul(x, nvfp4_weight_of(n, k, by_row), weight)
 
 
+def nvfp4_shared_memory() -> None:
+    """Compare the shared memory that is counted for cuts of NVFP4 products with Triton's."""
+    from jetrl.precision.hopper.adapter_epilogue import AdapterOperands
+    from jetrl.precision.hopper.nvfp4_rows import nvfp4_rows_matmul
+    from jetrl.precision.hopper.nvfp4_tiles import (
+        TRITONS_OWN,
+        shared_bytes,
+        tiles_beside,
+        tiles_for,
+    )
+    from jetrl.precision.nvfp4_layout import parts_of
+
+    for rank, rows, n, k in (
+        (0, 8, 5120, 25600), (64, 16, 4096, 12288), (0, 64, 24576, 4096), (32, 128, 6144, 4096),
+    ):  # fmt: skip
+        x = torch.empty(rows, k, dtype=torch.bfloat16, device=META)
+        u, up = (torch.empty(m, rank, dtype=torch.bfloat16, device=META) for m in (rows, n))
+        words = torch.empty(-(-n // 64), dtype=torch.int32, device=META)
+        adapter = AdapterOperands(u, up, words, words) if rank else None
+        nvfp4_rows_matmul(x, nvfp4_weight_of(n, k), adapter=adapter)
+        parts, _ = parts_of(n, k)
+        tiles = tiles_beside(rows, n, parts, rank) if rank else tiles_for(rows, n, parts)
+        more = shared_bytes(tiles, rows, parts, rank) - shared["nvfp4_rows.nvfp4_rows_kernel"]
+        if not 0 <= more <= TRITONS_OWN:
+            raise ValueError(f"{more} bytes more are counted than there are: {rows}, {n}, {k}")
+
+
 def chains() -> None:
     """The GPU tests' own kernel."""
     sys.path.insert(0, str(Path(__file__).parents[1] / "gpu"))
@@ -461,6 +494,7 @@ PIECES |= {"optimizer": optimizer, "long attention": long_attention}
 PIECES |= {"NVFP4 weights": nvfp4, "other options": other_options, "speculation": speculation}
 PIECES |= {"small operations": small_operations, "chains of products": chains}
 PIECES |= {"products of adapters": adapters, "adapters on NVFP4": adapters_on_nvfp4}
+PIECES |= {"shared memory of NVFP4 products": nvfp4_shared_memory}
 
 
 def compile_piece(name: str) -> dict[str, Any]:

@@ -48,7 +48,7 @@ from jetrl.precision.hopper.adapter_epilogue import AdapterOperands, load_beside
 from jetrl.precision.hopper.launch import OVERLAPPED
 from jetrl.precision.hopper.nvfp4_epilogue import store_product
 from jetrl.precision.hopper.nvfp4_loads import load_rows, load_weight
-from jetrl.precision.hopper.nvfp4_tiles import Tiles, block_rows, tiles_beside, tiles_for
+from jetrl.precision.hopper.nvfp4_tiles import Tiles, tiles_beside, tiles_for
 from jetrl.precision.hopper.nvfp4_unpack import (
     CODE_WORDS,
     SCALE_LINE,
@@ -382,8 +382,7 @@ def nvfp4_rows_matmul(
     rank = 0 if adapter is None else adapter.up.shape[1]
     if tiles is None:
         tiles = tiles_beside(rows, n, parts, rank) if rank else tiles_for(rows, n, parts)
-    block_m = max(16, block_rows(rows)) if tiles.upright else block_rows(rows)
-    rings, chains = (cdiv(parts, 2), min(parts, 2)) if tiles.together else (1, 1)
+    block_m, rings, chains = tiles.block_rows(rows), tiles.rings(parts), tiles.chains(parts)
     each, blocks = tiles.group // chains, w.codes.shape[0] // 16
     codes = TensorDescriptor(w.codes, [blocks * 16, 32], [32, 1], [each * 16, 32], _CODES_LAYOUT)
     beside, first_columns, ready = (codes, codes), out, None

@@ -1,6 +1,8 @@
 """The cut of a few-row product with an NVFP4 weight into programs and stages, by its shape.
 
-The kernel is that of `precision.hopper.nvfp4_rows`. No bit depends on the cut.
+The kernel is that of `precision.hopper.nvfp4_rows`. No bit depends on the cut. Cuts were measured
+at the shapes of some models; at any other one a cut keeps as many of its stages as fit in a
+program's shared memory.
 """
 
 from __future__ import annotations
@@ -12,8 +14,10 @@ from jetrl.precision.layout import cdiv
 from jetrl.precision.nvfp4_layout import BLOCK, UNIT
 
 MOST_ROWS = 128  # of a program
+SHARED_MEMORY = 227 * 1024  # bytes that a program may have
+TRITONS_OWN = 512  # bytes, at most, of what Triton keeps there itself: arguments of warps, padding
 _UNIT_BYTES = 2048 + 256  # of the codes and scales of 32 rows and 128 columns
-_BARRIERS = 512  # bytes, at most
+_BARRIER = 8  # bytes
 
 
 @dataclass(frozen=True)
@@ -40,9 +44,64 @@ class Tiles:
     sides: int = 1
     upright: bool = False
 
+    def rings(self, parts: int) -> int:
+        """Return how many rings of stages a program has, of a sum in so many parts of K."""
+        return cdiv(parts, 2) if self.together else 1
+
+    def chains(self, parts: int) -> int:
+        """Return how many parts of K a ring makes in turn, of so many."""
+        return min(parts, 2) if self.together else 1
+
+    def block_rows(self, rows: int) -> int:
+        """Return the rows of X that a program has, of so many."""
+        least = 16 if self.upright else 8
+        return min(MOST_ROWS, max(least, 1 << (rows - 1).bit_length()))
+
+
+def shared_bytes(tiles: Tiles, rows: int, parts: int, rank: int) -> int:
+    """Return the most bytes of shared memory of a program; what Triton adds may be less.
+
+    Args:
+        tiles: The cut.
+        rows: Rows of X.
+        parts: Parts of K.
+        rank: Columns of an adapter's B; 0 without an adapter.
+    """
+    rings, block_m, units = tiles.rings(parts), tiles.block_rows(rows), tiles.sides * tiles.units
+    stage = tiles.group * (block_m * BLOCK * 2 + units * _UNIT_BYTES) + 2 * _BARRIER
+    sums = tiles.chains(parts) * 64 * block_m * 4 + _BARRIER if rings > 1 else 0
+    beside = rank * 2 * (tiles.sides * block_m + units * UNIT) + _BARRIER if rank else 0
+    return rings * tiles.rounds * stage + sums + beside + TRITONS_OWN
+
 
 def tiles_for(rows: int, n: int, parts: int) -> Tiles:
     """Return the cut of a product of some rows of X with a weight of n rows.
+
+    Args:
+        rows: Rows of X.
+        n: Rows of the weight.
+        parts: Parts of K.
+    """
+    return _with_stages_in(SHARED_MEMORY, _measured_cut(rows, n, parts), rows, parts, 0)
+
+
+def _with_stages_in(room: int, tiles: Tiles, rows: int, parts: int, rank: int) -> Tiles:
+    """Return a cut with as many of its stages as fit in some bytes of shared memory, 2 at least.
+
+    Args:
+        room: The bytes.
+        tiles: The cut.
+        rows: Rows of X.
+        parts: Parts of K.
+        rank: Columns of an adapter's B, or 0.
+    """
+    while tiles.rounds > 2 and shared_bytes(tiles, rows, parts, rank) > room:
+        tiles = replace(tiles, rounds=tiles.rounds - 1)
+    return tiles
+
+
+def _measured_cut(rows: int, n: int, parts: int) -> Tiles:
+    """Return the cut that was fastest at the shapes of the models that were measured.
 
     Where 64 rows of the weight a program would leave multiprocessors idle, a program has 32. wgmma
     takes as long for 32 as for 64, so two such programs a multiprocessor are too many there. With
@@ -90,23 +149,12 @@ def tiles_beside(rows: int, n: int, parts: int, rank: int) -> Tiles:
         parts: Parts of K.
         rank: Columns of B.
     """
-    tiles, block_m = tiles_for(rows, n, parts), block_rows(rows)
-    if tiles.upright:
-        block_m = max(16, block_m)
-    rings = cdiv(parts, 2) if tiles.together else 1
-    units = tiles.sides * tiles.units
-    threads = 128 * (rings * tiles.sides + 1)
-    programs = cdiv(rows, block_m) * cdiv(n, UNIT * units)
+    tiles = _measured_cut(rows, n, parts)
+    threads = 128 * (tiles.rings(parts) * tiles.sides + 1)
+    programs = cdiv(rows, tiles.block_rows(rows)) * cdiv(n, UNIT * tiles.units * tiles.sides)
     programs = min(cdiv(programs, 132), 65536 // (threads * tiles.registers))
     # A kilobyte of shared memory is the system's, of each program.
     room = (228 * 1024 - down_program_bytes(rows) - 1024) // programs - 1024
-    room -= rank * 2 * (tiles.sides * block_m + UNIT * units) + _BARRIERS
-    stage = rings * tiles.group * (block_m * BLOCK * 2 + units * _UNIT_BYTES)
-    rounds = max(2, min(tiles.rounds, room // stage))
+    tiles = _with_stages_in(room, tiles, rows, parts, rank)
     registers = (65536 - DOWN_PROGRAM_REGISTERS) // (programs * threads) // 8 * 8
-    return replace(tiles, rounds=rounds, registers=min(tiles.registers, registers))
-
-
-def block_rows(rows: int) -> int:
-    """Return the rows of X that a program has, of so many."""
-    return min(MOST_ROWS, max(8, 1 << (rows - 1).bit_length()))
+    return replace(tiles, registers=min(tiles.registers, registers))

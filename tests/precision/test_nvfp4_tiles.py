@@ -1,0 +1,55 @@
+"""Cuts of few-row NVFP4 products fit in a multiprocessor, at the linears of every model shape.
+
+That what is counted is what Triton allocates: tests/kernels/compile_kernels.py.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from jetrl.bench.shapes import SHAPES
+from jetrl.precision.nvfp4_layout import FEW_ROWS, parts_of
+
+pytest.importorskip("triton", reason="it is there on Linux alone")
+
+from jetrl.precision.hopper.adapter_epilogue import MOST_RANKS
+from jetrl.precision.hopper.nvfp4_tiles import (
+    SHARED_MEMORY,
+    Tiles,
+    shared_bytes,
+    tiles_beside,
+    tiles_for,
+)
+
+
+def linears(shape: str) -> dict[str, tuple[int, int]]:
+    """Return (N, K) of each linear of a model."""
+    m = SHAPES[shape]
+    hidden, inner, size = m["hidden_size"], m["intermediate_size"], m["head_dim"]
+    heads, groups = m["num_attention_heads"], m["num_key_value_heads"]
+    return {
+        "qkv": ((heads + 2 * groups) * size, hidden),
+        "o": (hidden, heads * size),
+        "gate_up": (2 * inner, hidden),
+        "down": (hidden, inner),
+    }
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_cut_fits_in_shared_memory(shape: str) -> None:
+    for linear, (n, k) in linears(shape).items():
+        parts, _ = parts_of(n, k)
+        for rows in range(1, FEW_ROWS + 1):
+            for rank in (0, *range(16, MOST_RANKS + 1, 16)):
+                tiles = tiles_beside(rows, n, parts, rank) if rank else tiles_for(rows, n, parts)
+                size = shared_bytes(tiles, rows, parts, rank)
+                assert size <= SHARED_MEMORY, (linear, rows, rank, tiles, size)
+                assert tiles.rounds >= 2
+
+
+def test_what_did_not_fit_is_seen() -> None:
+    """Triton counted 244,192 bytes for this cut of `down` of Qwen3-32B on a GPU, of 232,448."""
+    size = shared_bytes(Tiles(2, 2, 9, 80, together=True), 8, 4, 0)
+    assert 244_192 <= size <= 244_192 + 512
+    assert SHARED_MEMORY == 232_448
+    assert tiles_for(8, 5120, 4).rounds == 8
