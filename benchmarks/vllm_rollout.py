@@ -1,170 +1,90 @@
 """Run vLLM on the loads of `jetrl bench rollout`: the same prompts, the same lengths.
 
-    python benchmarks/vllm_rollout.py --quantization fp8
+    python benchmarks/vllm_rollout.py --load grpo --quantization fp8
     jetrl bench rollout --shape qwen3-8b --plan unified --load grpo
     jetrl bench rollout --shape qwen3-8b --plan unified --case 64x8192x128
 
+    python benchmarks/vllm_rollout.py --load tail --quantization fp8 --quantization fp8_per_block \
+        --quantization fp8+ngram --quantization fp8+known
+    jetrl bench speculation --shape qwen3-8b --load tail --right 0.6
+
 Needs vLLM (0.26.0 was used) beside jetrl, and the GPU for itself: run the two one after the other.
-64 prompts x 8 samples, each sample a request with its length as max_tokens and end-of-sequence
-ignored; log-probs of the drawn tokens are on; prompts are token ids, so no tokenizer runs. Weights
-are random: only the shape counts. Whole-phase tokens/s are of one `generate` call, the tail
-included, after a warm-up that compiles and captures what it uses. Then prefill alone: 64 prompts of
-8192 tokens, one token drawn after each, to stand beside `jetrl bench rollout --case 64x8192x128`.
+Each sample is a request with its length as max_tokens and end-of-sequence ignored; log-probs of the
+drawn tokens are on; prompts are token ids, so no tokenizer runs. Weights are random: only the shape
+counts. Whole-phase tokens/s are of one `generate` call, the tail included, after a warm-up that
+compiles and captures what it uses. With `grpo` comes prefill alone: 64 prompts of 8192 tokens, one
+token drawn after each, to stand beside `jetrl bench rollout --case 64x8192x128`.
 
 vLLM runs as it does by default (its compiler, CUDA graphs, asynchronous scheduling, prefix caching,
 its own choice of kernels), but for --max-num-seqs and for what spares it work: no detokenizer, flat
 log-probs, and one process, so that no token is sent to another. `fp8` is its online quantization of
 the linears; `fp8_per_block` has blocks of 128 x 128 as jetrl has; `none` is BF16. Which kernels it
 chose is in its log; what it says of its layers, in the row. Half the bytes of keys and values need
-not be faster there on Hopper: try --kv-cache-dtype auto (BF16) as well.
+not be faster there on Hopper: try --kv-cache-dtype auto (BF16) as well. Blocks may be multiplied by
+DeepGEMM or FlashInfer, which compile for minutes; by CUTLASS with VLLM_USE_DEEP_GEMM=0 and
+VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER=0.
+
+After a `+` stands how vLLM speculates. `ngram` looks the last tokens up in the text before them, on
+the CPU, and `ngram_gpu` on the GPU. Random weights repeat next to nothing, so their rows say what
+looking up costs where it finds nothing; they say nothing of text that repeats. `known` stands for
+text that does: every sequence has drafts at no cost, and vLLM's rejection sampler takes each token
+of a draft with a chance of 0.6 if it took those before it, whatever the model says. These are the
+odds of `jetrl bench speculation --right 0.6`, though there the tokens are the model's own.
+
+Several --quantization start side by side on one GPU, each in a process with memory for this load
+alone, and are timed in turn when all have started. An engine that waits for its turn does nothing.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.metadata
 import importlib.util
-import json
 import os
-import re
-import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-import numpy as np
+import torch
+from in_turn import in_turn
+from vllm_engine import DRAFTS, LINEARS, Setup, measure
 
-from jetrl.bench._timing import Row, print_table, write_results
-from jetrl.bench.rollout import GRPO_MAX, GRPO_PROMPT, grpo_load, warm_lengths
+from jetrl.bench._load import TAILED
+from jetrl.bench._timing import Row, copy_bandwidth, options, print_table, write_results
 from jetrl.bench.shapes import SHAPES
 
 ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-PREFILL_PROMPTS, PREFILL_PROMPT = 64, 8192
 
 
-def model_folder(shape: str, folder: str) -> str:
-    """Writes the config.json of a named shape; there are no weights beside it."""
-    config = {**SHAPES[shape], "torch_dtype": "bfloat16"}
-    Path(folder, "config.json").write_text(json.dumps(config), encoding="utf-8")
-    return folder
-
-
-def generate(llm: Any, prompts: list[list[int]], lengths: list[int]) -> float:
-    """Return the seconds of one call that draws `lengths` tokens after the prompts.
-
-    Each prompt's samples stand side by side.
-
-    Raises:
-        AssertionError: A completion has another length, or no log-probs.
-    """
-    from vllm import SamplingParams
-
-    requests = [
-        {"prompt_token_ids": p} for p in prompts for _ in range(len(lengths) // len(prompts))
-    ]
-    fixed = {"ignore_eos": True, "logprobs": 0, "flat_logprobs": True, "detokenize": False}
-    params = [SamplingParams(temperature=1.0, max_tokens=length, **fixed) for length in lengths]
-    began = time.perf_counter()
-    outputs = llm.generate(requests, params, use_tqdm=False)
-    seconds = time.perf_counter() - began
-    for output, length in zip(outputs, lengths, strict=True):
-        drawn = output.outputs[0]
-        assert len(drawn.token_ids) == len(drawn.logprobs) == length, (output.request_id, length)
-    return seconds
-
-
-def prefill_load(vocabulary: int) -> tuple[list[list[int]], list[int]]:
-    """Prompts that share nothing, and one token after each."""
-    shape = (PREFILL_PROMPTS, PREFILL_PROMPT)
-    return np.random.default_rng(1).integers(0, vocabulary, shape).tolist(), [1] * PREFILL_PROMPTS
-
-
-def run(
-    shape: str,
-    quantization: str,
-    kv_cache_dtype: str,
-    max_num_seqs: int,
-    gpu_memory_utilization: float,
-) -> list[Row]:
-    """Both loads on one vLLM; started_s is its start, compilation and captures included."""
-    from vllm import LLM
-
-    vocabulary = SHAPES[shape]["vocab_size"]
-    prompts, lengths = grpo_load(vocabulary)
-    began = time.perf_counter()
-    with tempfile.TemporaryDirectory() as folder:
-        llm = LLM(
-            model=model_folder(shape, folder),
-            load_format="dummy",
-            skip_tokenizer_init=True,
-            generation_config="vllm",
-            quantization=None if quantization == "none" else quantization,
-            kv_cache_dtype=kv_cache_dtype,
-            max_model_len=GRPO_PROMPT + GRPO_MAX,
-            max_num_seqs=max_num_seqs,
-            gpu_memory_utilization=gpu_memory_utilization,
-            enable_prefix_caching=True,
+def quantization_and_drafts(text: str) -> tuple[str, str]:
+    """Return the format of the linears and the way to speculate of FORMAT or FORMAT+DRAFTS."""
+    quantization, _, drafts = text.partition("+")
+    if quantization not in LINEARS or drafts not in ("", *DRAFTS):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is none of {', '.join(LINEARS)}, with +{', +'.join(DRAFTS)} or nothing"
         )
-        started = time.perf_counter() - began
-        warm = generate(llm, prompts, warm_lengths(len(lengths)))
-        print(f"vLLM: started in {started:.1f} s, warmed up in {warm:.1f} s", flush=True)
-        config = llm.llm_engine.vllm_config
-        engine = {
-            "shape": shape,
-            "engine": "vLLM",
-            "quantization": quantization,
-            "started_s": round(started, 1),
-            "max_num_seqs": max_num_seqs,
-            "max_num_batched_tokens": config.scheduler_config.max_num_batched_tokens,
-            "kv_cache_dtype": config.cache_config.cache_dtype,
-            "cudagraph_mode": config.compilation_config.cudagraph_mode.name,
-            "async_scheduling": config.scheduler_config.async_scheduling,
-        }
-        llm.reset_prefix_cache()
-        seconds = generate(llm, prompts, lengths)
-        grpo = {
-            "load": "grpo",
-            "sequences": len(lengths),
-            "tokens": sum(lengths),
-            "longest": max(lengths),
-            "tokens_per_s": round(sum(lengths) / seconds),
-            "seconds": round(seconds, 2),
-        }
-        print_table([grpo | engine])  # before anything else can fail
-        llm.reset_prefix_cache()
-        prompts, lengths = prefill_load(vocabulary)
-        seconds = generate(llm, prompts, lengths)
-        tokens = PREFILL_PROMPTS * PREFILL_PROMPT
-        prefill = {
-            "load": "prefill",
-            "sequences": PREFILL_PROMPTS,
-            "prompt": PREFILL_PROMPT,
-            "prefill_tokens_per_s": round(tokens / seconds),
-            "seconds": round(seconds, 2),
-        }
-        print_table([prefill | engine])
-        engine["layers"] = sorted(set(re.findall(r"\b(?:quant|backend)=(\w+)", repr(llm))))
-        llm.llm_engine.engine_core.shutdown()
-    return [grpo | engine, prefill | engine]
+    return quantization, drafts or "off"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    """Measure each engine, and write the rows so far after each."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-8b")
+    parser.add_argument("--load", choices=TAILED, default="grpo", help="default: grpo")
     parser.add_argument(
         "--quantization",
-        choices=["none", "fp8", "fp8_per_block", "fp8_per_channel"],
-        default="fp8",
-        help="of the linears (default fp8: a scale per weight and one per token)",
+        type=quantization_and_drafts,
+        action="append",
+        metavar="FORMAT[+DRAFTS]",
+        help=f"repeatable; {', '.join(LINEARS)}; + {', '.join(DRAFTS)} (default: fp8)",
     )
     parser.add_argument(
         "--kv-cache-dtype", choices=["fp8", "auto"], help="default: fp8, but auto (BF16) for none"
     )
-    parser.add_argument("--max-num-seqs", type=int, default=512, help="at once (default 512: all)")
-    parser.add_argument("--gpu-memory-utilization", type=float, default=0.9)
+    parser.add_argument("--max-num-seqs", type=int, help="at once (default: all)")
+    parser.add_argument("--start-limit", type=float, default=600, help="seconds (default 600)")
     parser.add_argument(
         "--out", default="build/bench/rollout_vllm.json", type=Path, help="JSON file"
     )
@@ -173,13 +93,30 @@ def main(argv: Sequence[str] | None = None) -> None:
         os.environ.setdefault(name, value)
     if importlib.util.find_spec("flashinfer") is None:  # vLLM takes it for granted
         os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
-    kv = args.kv_cache_dtype or ("auto" if args.quantization == "none" else "fp8")
-    rows = run(args.shape, args.quantization, kv, args.max_num_seqs, args.gpu_memory_utilization)
-    command = (
-        f"python benchmarks/vllm_rollout.py --shape {args.shape} --quantization "
-        f"{args.quantization} --kv-cache-dtype {kv} --max-num-seqs {args.max_num_seqs}"
-    )
-    write_results(args.out, "rollout_vllm", command, rows, vllm=importlib.metadata.version("vllm"))
+    engines = args.quantization or [("fp8", "off")]
+    command = f"python benchmarks/vllm_rollout.py --shape {args.shape} --load {args.load}"
+    command += options("quantization", ["+".join(e).removesuffix("+off") for e in engines])
+    if args.kv_cache_dtype:
+        command += f" --kv-cache-dtype {args.kv_cache_dtype}"
+    if args.max_num_seqs:
+        command += f" --max-num-seqs {args.max_num_seqs}"
+    jobs = {}
+    for quantization, drafts in engines:
+        kv = args.kv_cache_dtype or ("auto" if quantization == "none" else "fp8")
+        setup = Setup(
+            args.shape, args.load, quantization, drafts, kv, args.max_num_seqs, len(engines)
+        )
+        jobs[setup.name] = setup
+    copy_bandwidth()  # which the results have, measured while memory is free
+    torch.cuda.empty_cache()
+    rows: list[Row] = []
+    vllm = importlib.metadata.version("vllm")
+    logs = args.out.parent / "vllm-logs"
+    with contextlib.closing(in_turn(measure, jobs, logs, args.start_limit)) as results:
+        for _, row in results:
+            rows.append(row)
+            print_table([row])
+            write_results(args.out, "rollout_vllm", command, rows, vllm=vllm)
 
 
 if __name__ == "__main__":

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from jetrl.bench import partial
+from jetrl.bench._load import Load
 from jetrl.bench.parity import make_policy
 
 
 def test_what_is_carried_over_is_drawn_before_it_is_handed_over(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for name, value in {"GRPO_PROMPT": 5, "GRPO_MAX": 24, "GRPO_SAMPLES": 2}.items():
-        monkeypatch.setattr(partial, name, value)
+    monkeypatch.setattr(partial, "_LOAD", Load(3, 2, 5, 24))
     policy = make_policy("tiny", "unified", "cpu", None)
     *whole, total = partial.run(policy, share=0.0, steps=2, prompts_per_step=3, mean=8)
     assert [row["drawn"] for row in whole] == [row["tokens"] for row in whole]

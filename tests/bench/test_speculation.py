@@ -6,9 +6,9 @@ import numpy as np
 import torch
 
 from jetrl.bench._known_drafts import FixedWidth, KnownDrafts
-from jetrl.bench._load import load_text
+from jetrl.bench._load import LOADS, load_text
 from jetrl.bench.parity import make_policy
-from jetrl.bench.speculation import LOADS, Drafting, run_case
+from jetrl.bench.speculation import Drafting, run_case
 from jetrl.bench.verify import forms
 from jetrl.rollout.draft_widths import Width, choices
 from jetrl.types import Completion

@@ -18,6 +18,28 @@ import numpy as np
 from jetrl.models.families import ModelConfig, parameter_shapes
 from jetrl.types import Completion, Prompt, Sample, Score
 
+# Cases by name, as `load_text` reads them.
+LOADS = {
+    "8": ("1x8x128x1024",),
+    "64": ("8x8x256x8192",),
+    "grpo": ("64x8x256x8192x1500",),
+    # A quarter of its sequences at half of its lengths.
+    "tail": ("16x8x256x4096x750",),
+    "256": ("32x8x256x2048",),
+    # 64 sequences at the mean context of the load 64, for an eighth of its tokens.
+    "64-part": ("64x1x3584x1024",),
+    # 216,000 tokens at batches of 1 to 512 and contexts to 32k.
+    "exact": (
+        "1x1x30000x2000",
+        "2x4x15000x1000",
+        "4x8x7000x700",
+        "8x8x1500x600",
+        "16x8x500x400",
+        "32x8x150x200",
+        "64x8x60x70",
+    ),
+}
+TAILED = ("grpo", "tail")
 _SIGMA = 0.8  # of the logarithm of lengths with a tail
 
 
@@ -77,15 +99,15 @@ class Load:
             f"{self.response_length} tokens{tail}"
         )
 
-    def response_lengths(self) -> list[int]:
+    def response_lengths(self, seed: int | np.random.Generator = 0) -> list[int]:
         """Return the tokens of each completion, those of a prompt side by side."""
         if not self.mean_length:
             return [self.response_length] * self.sequences
         center = math.log(self.mean_length) - _SIGMA**2 / 2
-        drawn = np.random.default_rng(0).normal(center, _SIGMA, self.sequences)
+        drawn = np.random.default_rng(seed).normal(center, _SIGMA, self.sequences)
         return [int(n) for n in np.exp(drawn).round().clip(1, self.response_length)]
 
-    def random_prompts(self, vocabulary: int, seed: int) -> list[list[int]]:
+    def random_prompts(self, vocabulary: int, seed: int | np.random.Generator) -> list[list[int]]:
         """Return random token ids for the prompts."""
         shape = (self.prompts, self.prompt_length)
         prompts: list[list[int]] = (
@@ -176,6 +198,23 @@ def load_text(text: str) -> Load:
     responses with a tail.
     """
     return Load(*map(int, text.split("x")))
+
+
+def tailed_load(name: str, vocabulary: int) -> tuple[Load, list[list[int]], list[int]]:
+    """Return a load with a tail, its prompts, and the tokens of each completion.
+
+    The completions of a prompt stand side by side. Rollouts of `grpo` have always been measured
+    with prompts and lengths of one generator, so its lengths are not those of `jetrl bench
+    speculation`; those of other loads are.
+
+    Args:
+        name: One of `TAILED`.
+        vocabulary: The number of token ids.
+    """
+    (case,) = LOADS[name]
+    load = load_text(case)
+    seed = np.random.default_rng(0) if name == "grpo" else 0
+    return load, load.random_prompts(vocabulary, seed), load.response_lengths(seed)
 
 
 def load_of(args: argparse.Namespace) -> Load:

@@ -20,15 +20,17 @@ from pathlib import Path
 
 import numpy as np
 
+from jetrl.bench._load import LOADS, load_text
 from jetrl.bench._timing import Row, add_shape_arguments, bench_parser, print_table, write_results
 from jetrl.bench.parity import make_policy
-from jetrl.bench.rollout import GRPO_MAX, GRPO_MEAN, GRPO_PROMPT, GRPO_SAMPLES
 from jetrl.models.policy import Policy
 from jetrl.rewards.sampling import EncodedPrompt
 from jetrl.rollout.engine import RolloutEngine
 from jetrl.session.partial_rollouts import PartialRollouts
 from jetrl.settings.loading import load_config
 from jetrl.types import Completion, Prompt, SamplingParams
+
+_LOAD = load_text(LOADS["grpo"][0])
 
 
 def run(policy: Policy, share: float, steps: int, prompts_per_step: int, mean: int) -> list[Row]:
@@ -48,16 +50,22 @@ def run(policy: Policy, share: float, steps: int, prompts_per_step: int, mean: i
     encoded = [
         EncodedPrompt(Prompt(str(i), text=""), tuple(ids))
         for i, ids in enumerate(
-            generator.integers(0, vocabulary, (3 * steps * prompts_per_step, GRPO_PROMPT)).tolist()
+            generator.integers(
+                0, vocabulary, (3 * steps * prompts_per_step, _LOAD.prompt_length)
+            ).tolist()
         )
     ]
     partial_rollouts = PartialRollouts(
         load_config("demo", words), policy, encoded, 1, dynamic_sampling=False
     )
-    sequences = GRPO_SAMPLES * (prompts_per_step + math.ceil(share * prompts_per_step))
+    sequences = _LOAD.samples * (prompts_per_step + math.ceil(share * prompts_per_step))
     engine = RolloutEngine(policy, max_batch_size=sequences)
     params = SamplingParams(
-        n=GRPO_SAMPLES, max_tokens=GRPO_MAX, ignore_eos=True, stop_token_ids=tuple(stops), seed=1
+        n=_LOAD.samples,
+        max_tokens=_LOAD.response_length,
+        ignore_eos=True,
+        stop_token_ids=tuple(stops),
+        seed=1,
     )
     rows: list[Row] = []
     at = 0
@@ -115,7 +123,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=3, help="2 or more (default 3)")
     parser.add_argument("--prompts", type=int, default=64, help="a step (default 64)")
     parser.add_argument(
-        "--mean", type=int, default=GRPO_MEAN, help=f"length in tokens (default {GRPO_MEAN})"
+        "--mean",
+        type=int,
+        default=_LOAD.mean_length,
+        help=f"length in tokens (default {_LOAD.mean_length})",
     )
     parser.add_argument(
         "--oversample", type=float, action="append", help="repeatable; default: 0 and 0.25"

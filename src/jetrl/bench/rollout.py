@@ -14,9 +14,10 @@ and the row of each is its median round's. `--profile` says where the time of a 
 decode and of prefill, by kernel.
 
 The load `grpo` is 64 prompts of 256 tokens with 8 samples each, whose lengths are drawn from a
-log-normal distribution (sigma 0.8 of the logarithm, mean 1500, at most 8192): it has a tail. Before
-it is timed, every size of batch and of context runs once, so that all graphs are captured; how many
-there are and what that took is in the row.
+log-normal distribution (sigma 0.8 of the logarithm, mean 1500, at most 8192): it has a tail. `tail`
+is 16 such prompts with half the lengths, those of `jetrl bench speculation`. Before one is timed,
+every size of batch and of context runs once, so that all graphs are captured; how many there are
+and what that took is in the row.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from jetrl.bench._load import TAILED, tailed_load
 from jetrl.bench._prefill import prefill_profile
 from jetrl.bench._profile import kernel_rows, totals
 from jetrl.bench._timing import (
@@ -55,14 +57,6 @@ from jetrl.rollout.options import GenerateOptions
 from jetrl.rollout.progress import Progress
 from jetrl.types import Completion, SamplingParams
 
-GRPO_PROMPTS, GRPO_SAMPLES, GRPO_PROMPT, GRPO_MEAN, GRPO_MAX, GRPO_SIGMA = (
-    64,
-    8,
-    256,
-    1500,
-    8192,
-    0.8,
-)
 CHECKED_TOKENS = 20_000  # of the exactness check
 _WARM_TOKENS = 2**16  # of prompts that are all run before the timing
 # Of a warm-up: tokens that one more number of running sequences lasts, at least the forwards of a
@@ -171,16 +165,6 @@ def run_case(policy: Policy, batch: int, prompt: int, response: int, profiled: b
     return row
 
 
-def grpo_load(vocabulary: int) -> tuple[list[list[int]], list[int]]:
-    """Return the prompts, and the tokens of each sample, those of a prompt side by side."""
-    generator = np.random.default_rng(0)
-    prompts = generator.integers(0, vocabulary, (GRPO_PROMPTS, GRPO_PROMPT)).tolist()
-    count = GRPO_PROMPTS * GRPO_SAMPLES
-    center = np.log(GRPO_MEAN) - GRPO_SIGMA**2 / 2
-    lengths = np.exp(generator.normal(center, GRPO_SIGMA, count)).round().clip(1, GRPO_MAX)
-    return prompts, [int(n) for n in lengths]
-
-
 def warm_lengths(count: int) -> list[int]:
     """Return the tokens of each sequence of a warm-up, the longest first.
 
@@ -217,13 +201,18 @@ def capture_graphs(
     return graphs, seconds
 
 
-def run_grpo(policy: Policy) -> Row:
-    """Return the row of the load with a tail."""
-    prompts, max_tokens = grpo_load(policy.config.vocab_size)
+def run_tailed(policy: Policy, name: str) -> Row:
+    """Return the row of a load with a tail.
+
+    Args:
+        policy: The policy that samples.
+        name: The load's name.
+    """
+    load, prompts, max_tokens = tailed_load(name, policy.config.vocab_size)
     lengths, count = np.array(max_tokens), len(max_tokens)
     engine = RolloutEngine(policy, max_batch_size=count)
-    params = SamplingParams(n=GRPO_SAMPLES, max_tokens=GRPO_MAX, ignore_eos=True, seed=1)
-    graphs, capture_s = capture_graphs(engine, count, GRPO_PROMPT, GRPO_PROMPT + GRPO_MAX)
+    params = SamplingParams(load.samples, load.response_length, ignore_eos=True, seed=1)
+    graphs, capture_s = capture_graphs(engine, count, load.prompt_length, load.length)
     reset_peak()
     completions = engine.generate(prompts, params, options=GenerateOptions(max_tokens=max_tokens))
     stats, peak = engine.stats, peak_bytes()
@@ -232,13 +221,13 @@ def run_grpo(policy: Policy) -> Row:
     running = np.sort(lengths)[::-1]
     steps = int(running[0])
     alive = np.searchsorted(-running, -np.arange(1, steps + 1), side="right")
-    kv = float((lengths * (lengths + 1) / 2 + lengths * GRPO_PROMPT).sum()) * per_token
+    kv = float((lengths * (lengths + 1) / 2 + lengths * load.prompt_length).sum()) * per_token
     floor = (steps * weight_bytes(policy) + kv) / copy_bandwidth()
-    owners = [prompts[i // GRPO_SAMPLES] for i in range(count)]
+    owners = [prompts[i // load.samples] for i in range(count)]
     return {
         "plan": policy.plan.name,
         "kv": policy.plan.kv,
-        "load": "grpo",
+        "load": name,
         "sequences": count,
         "tokens": stats.tokens_drawn,
         "mean_length": round(float(lengths.mean())),
@@ -345,7 +334,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--batch", type=int, default=64, help="sequences (default 64)")
     parser.add_argument("--prompt", type=int, default=128, help="tokens (default 128)")
     parser.add_argument("--response", type=int, default=512, help="tokens (default 512)")
-    parser.add_argument("--load", choices=["grpo"], help="lengths with a tail, instead of a case")
+    parser.add_argument("--load", choices=TAILED, help="lengths with a tail, instead of a case")
     parser.add_argument("--rounds", type=int, default=1, help="of each case (default 1)")
     parser.add_argument("--profile", action="store_true", help="time by kernel, a case at a time")
     parser.add_argument("--out", default="build/bench/rollout.json", type=Path, help="JSON file")
@@ -390,7 +379,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 add(median_round(taken), base)
         for plan in plans if args.load else []:
             policy.plan = plan
-            add(run_grpo(policy), base)
+            add(run_tailed(policy, args.load), base)
         del policy
         torch.cuda.empty_cache()
 

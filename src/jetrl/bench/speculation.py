@@ -35,7 +35,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jetrl.bench._known_drafts import FixedWidth, KnownDrafts, differences, width_rows
-from jetrl.bench._load import Load, load_text
+from jetrl.bench._load import LOADS, Load, load_text
 from jetrl.bench._timing import (
     Row,
     add_shape_arguments,
@@ -53,27 +53,6 @@ from jetrl.rollout.progress import RolloutStats
 from jetrl.rollout.speculation import Spent
 from jetrl.types import Completion, SamplingParams
 
-# Loads by name.
-LOADS = {
-    "8": ("1x8x128x1024",),
-    "64": ("8x8x256x8192",),
-    "grpo": ("64x8x256x8192x1500",),
-    # A quarter of its sequences at half of its lengths.
-    "tail": ("16x8x256x4096x750",),
-    "256": ("32x8x256x2048",),
-    # 64 sequences at the mean context of the load 64, for an eighth of its tokens.
-    "64-part": ("64x1x3584x1024",),
-    # 216,000 tokens at batches of 1 to 512 and contexts to 32k.
-    "exact": (
-        "1x1x30000x2000",
-        "2x4x15000x1000",
-        "4x8x7000x700",
-        "8x8x1500x600",
-        "16x8x500x400",
-        "32x8x150x200",
-        "64x8x60x70",
-    ),
-}
 _SHORT_S = 20  # Calls without speculation that are shorter run twice.
 _WARM_TOKENS = 64  # Of each completion in the call before those that are timed.
 
