@@ -8,7 +8,11 @@ questions with a tokenizer of their own. Each is then trained by GRPO three time
 rollout.speculation text, head and auto, all from the same weights and with the same seed, until the
 time is over. The processes share the card, so seconds mean nothing here; tokens a forward do. Every
 step's are written to draft_acceptance.json in the folder, and whether the three runs of a task had
-the same gradient norms, bit for bit, as they must.
+the same gradient norms, bit for bit, as they must. Where that was cut before its end,
+
+    python benchmarks/draft_acceptance.py --out build/drafts --read
+
+writes the file from the steps that the folder has.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import statistics
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +30,7 @@ from typing import Any
 MODELS = Path(__file__).resolve().parent / "study" / "models"
 GSM8K = Path(__file__).resolve().parents[1] / "data" / "gsm8k"
 MODES = ("text", "head", "auto")
+MEAN_STEPS = 10  # the table has means of as many first and last steps
 TIME_IS_OVER = 75  # the exit status of a run that run.max_hours has ended
 TASKS = {
     "program": [
@@ -78,8 +84,8 @@ def jetrl(folder: Path, name: str, words: list[str]) -> None:
         raise RuntimeError(f"{folder / name}.txt: jetrl {words[0]} failed")
 
 
-def run_task(args: argparse.Namespace, task: str) -> dict[str, Any]:
-    """Train a task's model on worked answers, then by GRPO in each mode; return all steps."""
+def run_task(args: argparse.Namespace, task: str) -> None:
+    """Train a task's model on worked answers, then by GRPO in each mode."""
     folder: Path = args.out / task
     folder.mkdir(parents=True, exist_ok=True)
     recipe = folder / "empty.toml"
@@ -97,21 +103,30 @@ def run_task(args: argparse.Namespace, task: str) -> dict[str, Any]:
     model = [word for word in words if not word.startswith("model.")] + [f"model.path={start}"]
     model += [*RL, f"run.max_hours={args.seconds / 3600}"]
 
-    def reinforce(mode: str) -> list[dict[str, Any]]:
+    def reinforce(mode: str) -> None:
         own = [f"run.name={mode}", f"rollout.speculation={mode}"]
         own += [word for word in args.more if not word.startswith("model.")]
         jetrl(folder, mode, ["train", str(recipe), *model, *own])
-        lines = (folder / mode / "metrics.jsonl").read_text().splitlines()
-        return [line for line in map(json.loads, lines) if line["step"] > 0]
 
     with ThreadPoolExecutor(len(args.modes)) as pool:
-        steps = dict(zip(args.modes, pool.map(reinforce, args.modes), strict=True))
+        list(pool.map(reinforce, args.modes))
+
+
+def read_task(args: argparse.Namespace, task: str) -> dict[str, Any]:
+    """Return all steps that the runs of a task have done, and whether their gradients agree."""
+
+    def steps_of(mode: str) -> list[dict[str, Any]]:
+        lines = (args.out / task / mode / "metrics.jsonl").read_text().splitlines()
+        return [line for line in map(json.loads, lines) if line["step"] > 0]
+
+    steps = {mode: steps_of(mode) for mode in args.modes}
     together = min(map(len, steps.values()))
     norms = {tuple(line["policy/grad_norm"] for line in s[:together]) for s in steps.values()}
     return {
         "task": task,
         "steps_in_all": together,
         "same_gradient_norms": len(norms) == 1,
+        "means": {mode: _means(lines) for mode, lines in steps.items()},
         "modes": {mode: [_numbers(line) for line in lines] for mode, lines in steps.items()},
     }
 
@@ -123,20 +138,32 @@ def _numbers(line: dict[str, Any]) -> dict[str, float]:
     return found | {n: round(v, 4) for n, v in line.items() if n.startswith(wanted)}
 
 
+def _means(lines: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Return means of first and last steps, of each metric over those steps that have it."""
+    found: dict[str, dict[str, float]] = {}
+    for name, part in (("first", lines[:MEAN_STEPS]), ("last", lines[-MEAN_STEPS:])):
+        rows = [_numbers(line) for line in part]
+        keys = dict.fromkeys(key for row in rows for key in row if key != "step")
+        found[name] = {
+            key: round(statistics.mean(row[key] for row in rows if key in row), 4) for key in keys
+        }
+    return found
+
+
 def print_table(rows: list[dict[str, Any]]) -> None:
-    """Print tokens a forward and shares of right tokens, early in the runs and at their end."""
-    print(f"{'task':15}{'mode':6}{'step':>5}  tokens/forward  self  siblings  earlier  head  loss")
+    """Print tokens a forward and shares of right tokens: means of the first and the last steps."""
+    print(f"{'task':15}{'mode':6}{'steps':6}  tokens/forward  self  siblings  head  loss")
     for row in rows:
-        for mode, steps in row["modes"].items():
-            for line in (steps[min(2, len(steps) - 1)], steps[-1]) if steps else ():
+        for mode, parts in row["means"].items():
+            for part, line in parts.items():
                 shares = [
                     line.get(f"speculation/acceptance_{source}", float("nan"))
-                    for source in ("self", "siblings", "earlier", "head")
+                    for source in ("self", "siblings", "head")
                 ]
                 values = "".join(f"{share:8.2f}" for share in shares)
                 loss = line.get("draft_head/loss", float("nan"))
                 tokens = line["speculation/tokens_per_forward"]
-                print(f"{row['task']:15}{mode:6}{line['step']:5}{tokens:10.3f}{values}{loss:8.3f}")
+                print(f"{row['task']:15}{mode:6}{part:6}{tokens:10.3f}{values}{loss:8.3f}")
         print(f"{row['task']}: {row['steps_in_all']} steps in all modes, ", end="")
         print(f"gradient norms {'the same' if row['same_gradient_norms'] else 'DIFFERENT'}")
 
@@ -149,12 +176,15 @@ def main() -> None:
     parser.add_argument("--mode", dest="modes", action="append", choices=[*MODES, "off"])
     parser.add_argument("--sft-steps", type=int, default=400, help="supervised updates")
     parser.add_argument("--seconds", type=float, default=90, help="of each run of GRPO")
+    parser.add_argument("--read", action="store_true", help="train nothing: read what is there")
     parser.add_argument("more", nargs="*", metavar="KEY=VALUE", help="settings of both trainings")
     args = parser.parse_args()
     args.tasks, args.modes = args.tasks or list(TASKS), args.modes or list(MODES)
     args.out.mkdir(parents=True, exist_ok=True)
-    with ThreadPoolExecutor(len(args.tasks)) as pool:
-        rows = list(pool.map(lambda task: run_task(args, task), args.tasks))
+    if not args.read:
+        with ThreadPoolExecutor(len(args.tasks)) as pool:
+            list(pool.map(lambda task: run_task(args, task), args.tasks))
+    rows = [read_task(args, task) for task in args.tasks]
     result = {
         "benchmark": "draft_acceptance",
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
