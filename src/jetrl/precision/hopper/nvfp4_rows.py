@@ -37,6 +37,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
     mbarrier,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -118,6 +119,21 @@ def _add_product(x_smem, weight, total, UPRIGHT: gl.constexpr, mma: gl.constexpr
 
 
 @gluon.jit
+def _leave(left):
+    """Let a stage be copied over, once every warp has read it.
+
+    A barrier alone does not keep a bulk copy behind the ordinary reads in front of it: the compiler
+    puts the barrier in front of the last instructions that need what was read.
+
+    Args:
+        left: the stage's barrier for the warps that multiply.
+    """
+    fence_async_shared()
+    gluon_names.barrier()
+    mbarrier.arrive(left, count=1)
+
+
+@gluon.jit
 def _sum(
     x_smem, w_smem, s_smem, arrived, left, ring, side, stages, part_stages, BLOCK_M: gl.constexpr,
     CHAINS: gl.constexpr, PARTS: gl.constexpr, SIDES: gl.constexpr, UNITS: gl.constexpr,
@@ -169,8 +185,7 @@ def _sum(
                 else:
                     second = _add_product(x, weight, second, UPRIGHT, mma)
         if SYNC:
-            gluon_names.barrier()  # every warp has left this stage
-            mbarrier.arrive(left.index(slot), count=1)
+            _leave(left.index(slot))
         following = gl.minimum(stage + 1, stages - 1)
         slot_following = first_slot + following % ROUNDS
         mbarrier.wait(arrived.index(slot_following), (following // ROUNDS) & 1)
@@ -179,8 +194,7 @@ def _sum(
         first = _weight_operand(parts, 0, UPRIGHT, UNITS, GROUP, layout)
         if not SYNC:
             total = warpgroup_mma_wait(0, deps=[total])
-            gluon_names.barrier()
-            mbarrier.arrive(left.index(slot), count=1)
+            _leave(left.index(slot))
         if PARTS > 1:  # noqa: SIM102 (known when it is compiled)
             if (stage + 1) % part_stages == 0:
                 second += total  # of the parts before
