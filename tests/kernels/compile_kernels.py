@@ -437,7 +437,7 @@ def adapters_on_nvfp4() -> None:
 def nvfp4_shared_memory() -> None:
     """Compare the shared memory that is counted for cuts of NVFP4 products with Triton's."""
     from jetrl.precision.hopper.adapter_epilogue import AdapterOperands
-    from jetrl.precision.hopper.nvfp4_rows import nvfp4_rows_matmul
+    from jetrl.precision.hopper.nvfp4_rows import nvfp4_rows_kernel, nvfp4_rows_matmul
     from jetrl.precision.hopper.nvfp4_tiles import (
         TRITONS_OWN,
         shared_bytes,
@@ -453,6 +453,7 @@ def nvfp4_shared_memory() -> None:
         u, up = (torch.empty(m, rank, dtype=torch.bfloat16, device=META) for m in (rows, n))
         words = torch.empty(-(-n // 64), dtype=torch.int32, device=META)
         adapter = AdapterOperands(u, up, words, words) if rank else None
+        nvfp4_rows_kernel.device_caches.clear()  # what another piece compiled is compiled again
         nvfp4_rows_matmul(x, nvfp4_weight_of(n, k), adapter=adapter)
         parts, _ = parts_of(n, k)
         tiles = tiles_beside(rows, n, parts, rank) if rank else tiles_for(rows, n, parts)
