@@ -1,0 +1,83 @@
+"""NVFP4 products with adapters one behind another, as in decode, replayed with other inputs.
+
+A product that reads or overwrites something too early is wrong once in many thousand. So a second
+graph makes the products once more, in passes, and counts the elements that differ.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from adapted_linears import LINEARS, activations_of, weight
+
+from jetrl.precision.adapter import AdapterWeight
+from jetrl.precision.nvfp4 import quantize_nvfp4
+from jetrl.precision.nvfp4_layout import HopperNVFP4, hopper_order
+
+pytestmark = pytest.mark.gpu
+
+LAYERS, REPLAYS, RANK = 4, 400, 32
+Layer = dict[str, tuple[HopperNVFP4, AdapterWeight]]
+
+
+def layer(seed: int) -> Layer:
+    """Return the linear layers of a layer of Qwen3-8B, each with its adapter."""
+    g = torch.Generator("cuda").manual_seed(seed)
+    made = {}
+    for name, (n, k, parts) in LINEARS.items():
+        if name != "odd":
+            base = torch.randn(n, k, generator=g, device="cuda").mul_(k**-0.5)
+            made[name] = hopper_order(quantize_nvfp4(base)), weight(RANK, k, parts, n)
+    return made
+
+
+@pytest.mark.parametrize("rows", [1, 8, 12, 16, 32, 64])
+def test_products_behind_each_other_have_the_bits_of_passes(rows: int) -> None:
+    hopper = pytest.importorskip("jetrl.precision.hopper.adapter_linear")
+    from jetrl.kernels.norm_hopper import rms_norm_forward
+    from jetrl.kernels.swiglu_hopper import swiglu_forward
+
+    layers = [layer(seed) for seed in range(LAYERS)]
+    inputs = activations_of(8 * rows, 4096).view(8, rows, 4096)
+    start, ones = inputs[0].clone(), torch.ones(4096, dtype=torch.bfloat16, device="cuda")
+    products: dict[tuple[int, str], tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def product(index: int, name: str, x: torch.Tensor) -> torch.Tensor:
+        y, _ = hopper.nvfp4_adapted_matmul(x, *layers[index][name], "fused")
+        products[index, name] = x, y
+        return y
+
+    def normed(x: torch.Tensor) -> torch.Tensor:
+        return rms_norm_forward(x, ones, 1e-6)[0]
+
+    def forward() -> None:
+        x = start
+        for index in range(LAYERS):
+            product(index, "qkv", normed(x))
+            x = product(index, "o", normed(x))
+            x = product(index, "down", swiglu_forward(product(index, "gate_up", normed(x))))
+
+    wrong = torch.zeros(LAYERS * 4, dtype=torch.int64, device="cuda")
+
+    def check() -> None:
+        for place, ((index, name), (x, y)) in enumerate(products.items()):
+            true, _ = hopper.nvfp4_adapted_matmul(x, *layers[index][name], "passes")
+            wrong[place] += (y != true).sum()
+
+    graphs = []
+    for work in (forward, check):
+        work()
+        torch.cuda.synchronize()
+        graphs.append(torch.cuda.CUDAGraph())
+        with torch.cuda.graph(graphs[-1]):
+            work()
+    wrong.zero_()
+    for x in itertools.islice(itertools.cycle(inputs), REPLAYS):
+        start.copy_(x)
+        for graph in graphs:
+            graph.replay()
+    found = dict(zip(products, wrong.tolist(), strict=True))
+    assert len(found) == 4 * LAYERS
+    assert not any(found.values()), {key: count for key, count in found.items() if count}
