@@ -28,9 +28,7 @@ from jetrl.precision.nvfp4_layout import HopperNVFP4
 from jetrl.precision.quantize import QTensor
 
 Form = Literal["fused", "passes"]
-# Rows of X up to which an NVFP4 product adds the adapter's itself. None does until a GPU has shown
-# its bits; 128 is what it is made for.
-NVFP4_FUSED_ROWS = 0
+NVFP4_FUSED_ROWS = 128  # of X: up to so many, an NVFP4 product adds the adapter's itself
 
 
 def form_for(rows: int, n: int, rank: int) -> Form:
