@@ -1,0 +1,73 @@
+#!/bin/sh
+# Measurements on one GPU that take minutes each, one name a call:
+#
+#     sh benchmarks/one_gpu.sh NAME [OUT]
+#     sh benchmarks/one_gpu.sh study STUDY.toml MINUTES [--only ...]
+#
+# OUT is the folder of the JSON files, build/bench unless it is given. PYTHON is the interpreter. The
+# seconds are those that one H200 is expected to take, start included. `study` works a study off with
+# runs that share the card under NVIDIA's multi-process service (docs/study.md); JOBS is their number.
+set -eu
+out=build/bench
+[ "${1:-}" = study ] || out=${2:-$out}
+python=${PYTHON:-python3}
+mkdir -p "$out"
+
+bench() { # FILE NAME OPTIONS...: jetrl bench NAME
+    file=$1
+    shift
+    "$python" -m jetrl bench "$@" --out "$out/$file.json"
+}
+
+step="step --plan unified --prompt-length 256"
+eight="--shape qwen3-8b --plan unified"
+decode="--case 8x128x256 --case 16x128x256 --case 32x128x256 --case 64x128x256"
+
+case ${1:-} in
+# 32B on one card: 64 prompts x 8 with a long tail, adapters of rank 32 on a frozen base; 560 s.
+32b-adapters)
+    bench step_32b_tail $step --shape qwen3-32b --adapter-rank 32 --prompts 64 --samples 8 \
+        --response-length 8192 --mean-length 1500 ;;
+# 8B with adapters in a card of 80 GB, 64 sequences of 8,192 tokens; 190 s.
+8b-adapters-80gb)
+    bench step_8b_adapter_80gb $step --shape qwen3-8b --adapter-rank 32 --prompts 8 --samples 8 \
+        --response-length 7936 --leave-free 78.75 ;;
+# A whole step of 8,192 tokens without speculation, and with drafts right by 0.6; 240 s.
+drafts-8192)
+    bench step_drafts_8192 $step --shape qwen3-8b --prompts 8 --samples 8 --response-length 8192 \
+        --drafts-right 0.6 ;;
+# What speculation costs where drafts are seldom right: it must not lose; 150 s.
+wrong-drafts)
+    bench speculation_wrong speculation $eight --load 256 --load tail --right 0.1 --right 0.2 ;;
+# Decode with adapters on a base in FP8 and in NVFP4; 75 s.
+nvfp4-decode)
+    bench rollout_nvfp4 rollout --shape qwen3-8b --adapter-rank 32 --base fp8 --base nvfp4 $decode ;;
+# Products with NVFP4 weights by rows; 60 s.
+nvfp4-products)
+    "$python" benchmarks/nvfp4.py --out "$out/nvfp4.json" ;;
+# The price of merging an adapter into FP8; 80 s.
+merging)
+    "$python" benchmarks/merging.py --out "$out/merging.json" ;;
+# Runs of a study: no process is killed, since that may leave the service unusable.
+study)
+    study=$2 minutes=$3
+    shift 3
+    CUDA_MPS_PIPE_DIRECTORY=$(mktemp -d)
+    CUDA_MPS_LOG_DIRECTORY=$CUDA_MPS_PIPE_DIRECTORY
+    export CUDA_MPS_PIPE_DIRECTORY CUDA_MPS_LOG_DIRECTORY OMP_NUM_THREADS=1
+    nvidia-cuda-mps-control -d
+    trap 'echo quit | nvidia-cuda-mps-control' EXIT
+    "$python" -m jetrl study "$study" --jobs "${JOBS:-15}" --minutes "$minutes" --no-report "$@" ;;
+# Without a GPU: most of these commands with a tiny model.
+try)
+    tiny="--shape tiny --layers 1 --device cpu --plan unified"
+    short="--prompts 2 --samples 2 --prompt-length 8 --response-length 16"
+    size="--tokens-per-micro-batch 48"
+    bench try-adapters step $tiny $short $size --adapter-rank 4 --mean-length 8
+    bench try-drafts step $tiny $short $size --drafts-right 0.6
+    bench try-wrong-drafts speculation $tiny --case 1x2x8x16 --right 0.1
+    "$python" benchmarks/merging.py --shape tiny --device cpu --out "$out/try-merging.json" ;;
+*)
+    sed -n 's/^\([a-z0-9|-]*\))$/\1/p' "$0" | tr '|' '\n'
+    exit 2 ;;
+esac
