@@ -50,7 +50,7 @@ merging)
     "$python" benchmarks/merging.py --out "$out/merging.json" ;;
 # Runs of a study: no process is killed, since that may leave the service unusable.
 study)
-    study=$2 minutes=$3
+    study=${2:?STUDY.toml is missing} minutes=${3:?MINUTES are missing}
     shift 3
     CUDA_MPS_PIPE_DIRECTORY=$(mktemp -d)
     CUDA_MPS_LOG_DIRECTORY=$CUDA_MPS_PIPE_DIRECTORY
