@@ -35,6 +35,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
     mbarrier,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -270,6 +271,9 @@ def _multiply(
             x_smem, s_smem, w_smem, arrived, ws_ptr, ws_stride, group, n0, N, totals, GROUP,
             PARTS, BLOCK_M, BLOCK_N, ROUNDS, GROUP, mma,
         )  # fmt: skip
+        # X's scales were read by ordinary loads, and a barrier alone does not keep these in front
+        # of the bulk copy that follows (docs/notes-gemm.md, "When a stage may be copied over").
+        fence_async_shared()
         gluon_names.barrier()  # every warp has left these stages
         mbarrier.arrive(left.index(group % ROUNDS), count=1)
     if KB % GROUP:
