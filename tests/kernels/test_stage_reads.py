@@ -1,0 +1,55 @@
+"""Machine code that gives a stage back too early is told from code that does not."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from stage_reads import reads_under_way
+
+
+def line(address: int, text: str, code: int, control: int) -> str:
+    """Return an instruction as the disassembler writes it, in two lines."""
+    return f" /*{address:04x}*/ {text} ; /* 0x{code:016x} */\n /* 0x{control:016x} */"
+
+
+# As the assembler made them of an NVFP4 product of 16 rows that was wrong on a GPU.
+LOAD = line(0x00, "LDSM.16.M88.4 R24, [R12+0x1800]", 0x001800000C18783B, 0x0000620000000200)
+BARRIER = line(0x40, "BAR.SYNC.DEFER_BLOCKING 0x0, 0x80", 0x0002000000007B1D, 0x000FE20000010000)
+ARRIVAL = "@!P0 SYNCS.ARRIVE.TRANS64.A1T0 RZ, [R2+UR5], RZ"
+LEAVE = line(0x60, ARRIVAL, 0x000000FF02FF89A7, 0x0001E20008100005)
+# As it made them of the same product with a fence: the second instruction waits for the first.
+FENCE = line(0x10, "MEMBAR.ALL.CTA", 0x0000000000007992, 0x0005EC0000008000)
+FENCE += "\n" + line(0x20, "FENCE.VIEW.ASYNC.S", 0x00000000000073C6, 0x004EA20000000000)
+# A product that waits for the load's scoreboard, which is 1, and one that waits for none.
+PRODUCT = "HMMA.16816.F32.BF16 R60, R4, R24, R60"
+USE = line(0x30, PRODUCT, 0x00000018043C723C, 0x002FE2000004183C)
+OTHER = line(0x30, PRODUCT, 0x00000018043C723C, 0x000FE2000004183C)
+AGAIN = line(0x70, "@P1 BRA `(.L_x_1)", 0x0000000000007947, 0x000FEA000383FFFF)
+
+
+@pytest.mark.parametrize(
+    ("code", "early"),
+    [
+        ((LOAD, BARRIER, LEAVE), True),
+        ((LOAD, OTHER, BARRIER, LEAVE), True),
+        ((LOAD, BARRIER, USE, LEAVE), True),  # other warps may be behind
+        ((FENCE, LOAD, BARRIER, LEAVE), True),
+        ((LOAD, FENCE, BARRIER, LEAVE), False),
+        ((LOAD, USE, BARRIER, LEAVE), False),
+        ((BARRIER, LEAVE, LOAD, USE), False),
+    ],
+    ids=["unread", "other", "behind", "fence before", "fence", "read", "later"],
+)
+def test_reads_under_way_are_found(code: tuple[str, ...], early: bool) -> None:
+    found = reads_under_way("\n".join(code))
+    assert bool(found) is early
+    assert all(x.endswith(": 0000") for x in found)
+
+
+def test_reads_of_the_turn_before_are_found() -> None:
+    assert reads_under_way("\n".join((".L_x_1:", BARRIER, LEAVE, LOAD, AGAIN)))
+    assert not reads_under_way("\n".join((".L_x_1:", BARRIER, LEAVE, LOAD, USE, AGAIN)))
