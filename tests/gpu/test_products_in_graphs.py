@@ -1,4 +1,4 @@
-"""NVFP4 products with adapters one behind another, as in decode, replayed with other inputs.
+"""Products with adapters one behind another, as in decode, replayed with other inputs.
 
 A product that reads or overwrites something too early is wrong once in many thousand. So a second
 graph makes the products once more, in passes, and counts the elements that differ.
@@ -7,6 +7,7 @@ graph makes the products once more, in passes, and counts the elements that diff
 from __future__ import annotations
 
 import itertools
+from typing import Literal
 
 import pytest
 import torch
@@ -15,37 +16,56 @@ from adapted_linears import LINEARS, activations_of, weight
 from jetrl.precision.adapter import AdapterWeight
 from jetrl.precision.nvfp4 import quantize_nvfp4
 from jetrl.precision.nvfp4_layout import HopperNVFP4, hopper_order
+from jetrl.precision.quantize import QTensor
 
 pytestmark = pytest.mark.gpu
 
 LAYERS, REPLAYS, RANK = 4, 400, 32
-Layer = dict[str, tuple[HopperNVFP4, AdapterWeight]]
+Base = HopperNVFP4 | QTensor
+Layer = dict[str, tuple[Base, AdapterWeight]]
 
 
-def layer(seed: int) -> Layer:
+def layer(seed: int, codes: str) -> Layer:
     """Return the linear layers of a layer of Qwen3-8B, each with its adapter."""
+    from jetrl.precision.hopper.quantize import quantize_weight
+
     g = torch.Generator("cuda").manual_seed(seed)
     made = {}
     for name, (n, k, parts) in LINEARS.items():
         if name != "odd":
             base = torch.randn(n, k, generator=g, device="cuda").mul_(k**-0.5)
-            made[name] = hopper_order(quantize_nvfp4(base)), weight(RANK, k, parts, n)
+            nvfp4 = codes == "nvfp4"
+            quantized = hopper_order(quantize_nvfp4(base)) if nvfp4 else quantize_weight(base)
+            made[name] = quantized, weight(RANK, k, parts, n)
     return made
 
 
+def adapted(
+    x: torch.Tensor, base: Base, adapter: AdapterWeight, form: Literal["fused", "passes"]
+) -> torch.Tensor:
+    """Return a product with its adapter's added; X is quantized in front of an FP8 product."""
+    from jetrl.precision.hopper.adapter_linear import adapted_matmul, nvfp4_adapted_matmul
+    from jetrl.precision.hopper.quantize import quantize_rows
+
+    if isinstance(base, QTensor):
+        return adapted_matmul(quantize_rows(x), x, base, adapter, form)[0]
+    return nvfp4_adapted_matmul(x, base, adapter, form)[0]
+
+
+@pytest.mark.parametrize("codes", ["nvfp4", "fp8"])
 @pytest.mark.parametrize("rows", [1, 8, 12, 16, 32, 64])
-def test_products_behind_each_other_have_the_bits_of_passes(rows: int) -> None:
-    hopper = pytest.importorskip("jetrl.precision.hopper.adapter_linear")
+def test_products_behind_each_other_have_the_bits_of_passes(rows: int, codes: str) -> None:
+    pytest.importorskip("jetrl.precision.hopper.adapter_linear")
     from jetrl.kernels.norm_hopper import rms_norm_forward
     from jetrl.kernels.swiglu_hopper import swiglu_forward
 
-    layers = [layer(seed) for seed in range(LAYERS)]
+    layers = [layer(seed, codes) for seed in range(LAYERS)]
     inputs = activations_of(8 * rows, 4096).view(8, rows, 4096)
     start, ones = inputs[0].clone(), torch.ones(4096, dtype=torch.bfloat16, device="cuda")
     products: dict[tuple[int, str], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def product(index: int, name: str, x: torch.Tensor) -> torch.Tensor:
-        y, _ = hopper.nvfp4_adapted_matmul(x, *layers[index][name], "fused")
+        y = adapted(x, *layers[index][name], "fused")
         products[index, name] = x, y
         return y
 
@@ -63,7 +83,7 @@ def test_products_behind_each_other_have_the_bits_of_passes(rows: int) -> None:
 
     def check() -> None:
         for place, ((index, name), (x, y)) in enumerate(products.items()):
-            true, _ = hopper.nvfp4_adapted_matmul(x, *layers[index][name], "passes")
+            true = adapted(x, *layers[index][name], "passes")
             wrong[place] += (y != true).sum()
 
     graphs = []
