@@ -469,6 +469,8 @@ def nvfp4_shared_memory() -> None:
     )
     from jetrl.precision.nvfp4_layout import parts_of
 
+    # Two rings have an arrival that gives no stage back, which would pass for one that does.
+    examined["nvfp4_rows.nvfp4_rows_kernel"] = EXAMINED
     for rank, rows, n, k in (
         (0, 8, 5120, 25600), (64, 16, 4096, 12288), (0, 64, 24576, 4096), (32, 128, 6144, 4096),
     ):  # fmt: skip
