@@ -85,8 +85,10 @@ def test_a_run_is_exact_and_its_files_go_on(
     assert (merged - wide - change).norm() <= 1e-5 * change.norm()
 
 
-def test_the_dry_run_knows_the_format(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = [*WORDS, f"model.path={base}", "--dry-run"]
+def test_the_dry_run_knows_the_format(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*WORDS, f"model.path={base}", f"run.dir={tmp_path}", "--dry-run"]
     assert main(["train", "demo", *words]) == 2
     assert "its linear layers are in NVFP4 (NVIDIA ModelOpt)" in capsys.readouterr().err
     assert main(["train", "demo", *words, *ADAPTER]) == 0
