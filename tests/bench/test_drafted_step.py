@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from jetrl.bench import _drafted_step
+from jetrl.bench import _drafted_step, _whole_step
 from jetrl.bench._drafted_step import measure_with_drafts
-from jetrl.bench._flow import Choices, policy_of
+from jetrl.bench._flow import Choices, Flow, policy_of
 from jetrl.bench._load import Load
 from jetrl.bench._timing import Row
+from jetrl.bench._whole_step import TimedUpdate
 from jetrl.bench.step import main
 from jetrl.errors import UserError
+from jetrl.types import Sample
 
 LOAD = Load(prompts=2, samples=2, prompt_length=20, response_length=12)
 WORDS = "--shape tiny --device cpu --layers 1 --plan unified --prompts 1 --samples 2 "
@@ -26,8 +29,27 @@ def _rows(right: float, one_update: bool = False) -> list[Row]:
     return list(measure_with_drafts(policy, LOAD, choices, 1e12, one_update, mode="text"))
 
 
-def test_a_step_with_drafts_draws_the_same_tokens_in_fewer_forwards() -> None:
+@pytest.fixture
+def updates(monkeypatch: pytest.MonkeyPatch) -> list[TimedUpdate]:
+    """The updates that are timed, in their order."""
+    timed: list[TimedUpdate] = []
+
+    def train(flow: Flow, samples: Sequence[Sample]) -> TimedUpdate:
+        timed.append(_whole_step.train(flow, samples))
+        return timed[-1]
+
+    monkeypatch.setattr(_drafted_step, "train", train)
+    return timed
+
+
+def test_a_step_with_drafts_draws_the_same_tokens_in_fewer_forwards(
+    updates: list[TimedUpdate],
+) -> None:
     off, on = _rows(right=1.0)
+    assert len(updates) == 2
+    for row, update in zip((off, on), updates, strict=True):
+        for name, seconds in update.seconds.items():
+            assert row["seconds"][name] == pytest.approx(seconds, abs=0.001), "its own update's"
     assert [row["speculation"] for row in (off, on)] == ["off", "text"]
     assert [row["right"] for row in (off, on)] == [None, 1.0]
     for row in (off, on):
@@ -41,11 +63,13 @@ def test_a_step_with_drafts_draws_the_same_tokens_in_fewer_forwards() -> None:
     assert on["forwards"] < off["forwards"]
     assert on["accepted"] == on["drafted"] > 0
     assert sum(width["forwards"] for width in on["widths"].values()) == on["forwards"] - 1
-    assert off["seconds"]["update"] != on["seconds"]["update"]
 
 
-def test_wrong_drafts_bring_nothing_and_one_update_serves_both_rows() -> None:
+def test_wrong_drafts_bring_nothing_and_one_update_serves_both_rows(
+    updates: list[TimedUpdate],
+) -> None:
     off, on = _rows(right=0.0, one_update=True)
+    assert len(updates) == 1
     assert on["tokens_per_forward"] == 1.0
     assert on["accepted"] == 0 < on["drafted"]
     assert (on["different_tokens"], on["different_logprobs"]) == (0, 0)
