@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from jetrl.bench._timing import Row, print_table, seconds_in_turn, write_results
-from jetrl.bench.shapes import SHAPES
+from jetrl.bench.shapes import linear_shapes
 from jetrl.precision.hopper.gemm import fp8_matmul_hopper
 from jetrl.precision.hopper.nvfp4 import nvfp4_dgrad_hopper, nvfp4_matmul_hopper, widened_hopper
 from jetrl.precision.hopper.nvfp4_rows import Tiles, nvfp4_rows_matmul
@@ -41,19 +41,6 @@ _CUTS = {  # units, group, rounds, registers, 1 where parts are made side by sid
          (1, 2, 2, 112, True, 1, True)],
     128: [(2, 1, 3, 128), (2, 2, 3, 168)],
 }  # fmt: skip
-
-
-def layers(model: str) -> dict[str, tuple[int, int]]:
-    """Return (N, K) of each linear of a model's decoder layer."""
-    m = SHAPES[model]
-    hidden, inner, size = m["hidden_size"], m["intermediate_size"], m["head_dim"]
-    heads, groups = m["num_attention_heads"], m["num_key_value_heads"]
-    return {
-        "qkv": ((heads + 2 * groups) * size, hidden),
-        "o": (hidden, heads * size),
-        "gate_up": (2 * inner, hidden),
-        "down": (hidden, inner),
-    }
 
 
 def timed(
@@ -149,7 +136,7 @@ def main() -> None:
     numbers = args.rows or tuple(_CUTS if args.cuts else _ROWS)
     for model in args.models:
         of_layers = [
-            layer_rows(model, *layer, args.cuts, numbers) for layer in layers(model).items()
+            layer_rows(model, *layer, args.cuts, numbers) for layer in linear_shapes(model).items()
         ]
         rows += [row for of_layer in of_layers for row in of_layer]
         if not args.cuts:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from jetrl.bench.shapes import SHAPES
+from jetrl.bench.shapes import SHAPES, linear_shapes
 from jetrl.precision.nvfp4_layout import FEW_ROWS, parts_of
 
 pytest.importorskip("triton", reason="it is there on Linux alone")
@@ -22,22 +22,9 @@ from jetrl.precision.hopper.nvfp4_tiles import (
 )
 
 
-def linears(shape: str) -> dict[str, tuple[int, int]]:
-    """Return (N, K) of each linear of a model."""
-    m = SHAPES[shape]
-    hidden, inner, size = m["hidden_size"], m["intermediate_size"], m["head_dim"]
-    heads, groups = m["num_attention_heads"], m["num_key_value_heads"]
-    return {
-        "qkv": ((heads + 2 * groups) * size, hidden),
-        "o": (hidden, heads * size),
-        "gate_up": (2 * inner, hidden),
-        "down": (hidden, inner),
-    }
-
-
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_cut_fits_in_shared_memory(shape: str) -> None:
-    for linear, (n, k) in linears(shape).items():
+    for linear, (n, k) in linear_shapes(shape).items():
         parts, _ = parts_of(n, k)
         for rows in range(1, FEW_ROWS + 1):
             for rank in (0, *range(16, MOST_RANKS + 1, 16)):

@@ -45,3 +45,20 @@ SHAPES: dict[str, dict[str, Any]] = {
     "llama3.1-70b": _shape(_LLAMA, 8192, 28672, 80, 64, 8, 128256),
     "tiny": _shape(_QWEN3, 256, 512, 2, 2, 1, 256),
 }
+
+
+def linear_shapes(model: str) -> dict[str, tuple[int, int]]:
+    """Return (N, K) of each linear of a decoder layer, with Q, K and V in one, and gate and up.
+
+    Args:
+        model: The name of a shape.
+    """
+    m = SHAPES[model]
+    hidden, inner, size = m["hidden_size"], m["intermediate_size"], m["head_dim"]
+    heads, groups = m["num_attention_heads"], m["num_key_value_heads"]
+    return {
+        "qkv": ((heads + 2 * groups) * size, hidden),
+        "o": (hidden, heads * size),
+        "gate_up": (2 * inner, hidden),
+        "down": (hidden, inner),
+    }
