@@ -122,7 +122,7 @@ def _use_drafts(flow: Flow, off: TimedRollout, right: float, mode: str) -> Known
 
 
 def _drafting(rollout: TimedRollout, off: TimedRollout) -> Row:
-    """Return what the drafts of a rollout brought, and how many of its bits differ.
+    """Return the tokens per forward that drafts brought, and how many tokens they changed.
 
     Args:
         rollout: The rollout.

@@ -318,7 +318,7 @@ def command_of(name: str, args: argparse.Namespace, load: Load) -> str:
 def rows_of(
     args: argparse.Namespace, policy: Policy, loads: Sequence[Load], choices: Choices, limit: float
 ) -> Iterator[tuple[Load, Row]]:
-    """Yield each load with each of its rows, as they are measured.
+    """Yield (load, result row) pairs of one policy in the order of measurement.
 
     Args:
         args: The arguments of the command.

@@ -191,7 +191,7 @@ class _StoredWeights(CodedWeights):
         return tensor
 
     def _check_tied_head(self, embedding: Tensor) -> None:
-        """Check that a tied checkpoint's lm_head, if there is one, is the embedding."""
+        """Check that a checkpoint with tied embeddings has no lm_head unlike its embedding."""
         if "lm_head.weight" not in self.files:
             return
         head = self._tensor("lm_head.weight", tuple(embedding.shape))

@@ -86,7 +86,7 @@ def tiles_for(rows: int, n: int, parts: int) -> Tiles:
 
 
 def _with_stages_in(room: int, tiles: Tiles, rows: int, parts: int, rank: int) -> Tiles:
-    """Return a cut with as many of its stages as fit in some bytes of shared memory, 2 at least.
+    """Return a cut whose stages, at least 2, fit in the given bytes of shared memory.
 
     Args:
         room: The bytes.
