@@ -70,29 +70,36 @@ class AdapterOperands:
 
 
 @gluon.jit
-def wait_until_ready(ready_ptr):
-    """Wait for the product with A to say that what the kernel before it wrote can be read.
+def wait_for_rows(ready_ptr, SIGNALLED: gl.constexpr):
+    """Wait until X can be read.
 
-    Its word orders the bulk copies behind it too, which are not ordinary reads.
+    A word from the product with A orders the bulk copies behind it too, which are not ordinary
+    reads.
 
     Args:
-        ready_ptr: int32, nonzero as soon as that is so (`adapter_rows.down_rows_kernel`).
+        ready_ptr: int32, with SIGNALLED nonzero as soon as X can be read
+            (`adapter_rows.down_rows_kernel`).
+        SIGNALLED: whether a word says so; otherwise X can be read when the kernel in front has
+            ended.
     """
-    gl.inline_asm_elementwise(
-        """
-        {
-        .reg .pred none;
-        .reg .b32 word;
-        again:
-        ld.acquire.gpu.global.b32 word, [$1];
-        setp.eq.b32 none, word, 0;
-        @none bra again;
-        fence.proxy.async;
-        mov.b32 $0, word;
-        }
-        """,
-        "=r,l", [ready_ptr.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+    if SIGNALLED:
+        gl.inline_asm_elementwise(
+            """
+            {
+            .reg .pred none;
+            .reg .b32 word;
+            again:
+            ld.acquire.gpu.global.b32 word, [$1];
+            setp.eq.b32 none, word, 0;
+            @none bra again;
+            fence.proxy.async.global;
+            mov.b32 $0, word;
+            }
+            """,
+            "=r,l", [ready_ptr.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+    else:
+        gluon_wait_for_previous()
 
 
 @gluon.jit

@@ -74,31 +74,29 @@ def _copy_tile(
 
 
 @gluon.jit
-def _write_word(ptr, value: gl.constexpr, mine):
-    """Write a word after all that this thread has seen written, and see it written.
+def _write_word(ptr, value: gl.constexpr, mine, PUBLISH: gl.constexpr):
+    """Write a word by the program's first thread.
 
     Args:
         ptr: int32.
-        value: what is written, by the program's first thread.
+        value: what is written.
         mine: whether this program does.
+        PUBLISH: whether who reads the word sees all that this thread has seen written; otherwise
+            the word itself is seen by all before the thread goes on.
     """
+    before: gl.constexpr = "@one fence.acq_rel.gpu;" if PUBLISH else ""
+    behind: gl.constexpr = "" if PUBLISH else "@one fence.acq_rel.gpu;"
+    write: gl.constexpr = (
+        "{ .reg .pred one; .reg .b32 thread; mov.u32 thread, %tid.x; setp.eq.u32 one, thread, $3;"
+        + before
+        + "@one st.relaxed.gpu.global.b32 [$1], $2;"
+        + behind
+        + "mov.b32 $0, 0; }"
+    )
     thread = gl.where(mine, 0, 4096)
     gl.inline_asm_elementwise(
-        """
-        {
-        .reg .pred one;
-        .reg .b32 thread;
-        mov.u32 thread, %tid.x;
-        setp.eq.u32 one, thread, $3;
-        @one fence.acq_rel.gpu;
-        @one st.relaxed.gpu.global.b32 [$1], $2;
-        @one fence.acq_rel.gpu;
-        mov.b32 $0, 0;
-        }
-        """,
-        "=r,l,r,r", [ptr.to(gl.int64), value, thread], dtype=gl.int32, is_pure=False,
-        pack=1,
-    )  # fmt: skip
+        write, "=r,l,r,r", [ptr.to(gl.int64), value, thread], dtype=gl.int32, is_pure=False, pack=1
+    )
 
 
 @gluon.jit
@@ -186,16 +184,16 @@ def down_rows_kernel(
     a_smem = gl.allocate_shared_memory(gl.bfloat16, [RANKS, CHUNK], shared)
     tells = (gl.program_id(0) == 0) & (gl.program_id(1) == 0) & (chunk == 0)
     if SIGNAL:
-        _write_word(ready_ptr, 0, tells)
+        _write_word(ready_ptr, 0, tells, False)
         gluon_names.barrier()  # no thread lets the kernel behind start before that
     gluon_let_next_start()
     if early == 0:
         gluon_wait_for_previous()
     _copy_tile(a_smem, a_ptr, rank0, rank, chunk * CHUNK, num_columns, num_columns, loads)
     gluon_wait_for_previous()
-    _copy_tile(x_smem, x_ptr, row0, num_rows, chunk * CHUNK, num_columns, x_stride, loads)
     if SIGNAL:
-        _write_word(ready_ptr, 1, tells)
+        _write_word(ready_ptr, 1, tells, True)  # in front of copies, which its fence would wait for
+    _copy_tile(x_smem, x_ptr, row0, num_rows, chunk * CHUNK, num_columns, x_stride, loads)
     async_copy.wait_group(0)
     gluon_names.barrier()
 

@@ -47,7 +47,7 @@ from jetrl.precision.hopper.adapter_epilogue import (
     AdapterOperands,
     first_columns,
     load_beside,
-    wait_until_ready,
+    wait_for_rows,
     with_adapter,
 )
 from jetrl.precision.hopper.adapter_rows import down_program_bytes
@@ -156,10 +156,7 @@ def _load(
         _load_weights(
             w_desc, w_smem, arrived, group, n0, GROUP, PARTS, BLOCK_N, ROUNDS, GROUP, BLOCK_BYTES
         )
-    if SIGNALLED:
-        wait_until_ready(ready_ptr)
-    else:
-        gluon_wait_for_previous()
+    wait_for_rows(ready_ptr, SIGNALLED)
     if RANK == 0:
         gluon_let_next_start()
     for group in range(AHEAD):
@@ -314,7 +311,7 @@ def rows_gemm_kernel(
         ws_ptr: float32 [N / 128, K / 128], the weight's scales.
         y_ptr: bfloat16 [M, N], written.
         columns_ptr: int32, the first columns of u, likewise.
-        ready_ptr: int32, as of `adapter_epilogue.wait_until_ready`, read with SIGNALLED.
+        ready_ptr: int32, as of `adapter_epilogue.wait_for_rows`, read with SIGNALLED.
         M: rows of X.
         N: rows of the weight.
         ws_stride: from one line of the weight's scales to the next.

@@ -17,8 +17,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from jetrl.precision.hopper import gluon_names
-from jetrl.precision.hopper.adapter_epilogue import wait_until_ready
-from jetrl.precision.hopper.launch import gluon_let_next_start, gluon_wait_for_previous
+from jetrl.precision.hopper.adapter_epilogue import wait_for_rows
+from jetrl.precision.hopper.launch import gluon_let_next_start
 
 
 @gluon.jit
@@ -88,10 +88,7 @@ def load_rows(
         SIGNALLED: as of `nvfp4_rows.nvfp4_rows_kernel`.
     """
     EACH: gl.constexpr = GROUP // CHAINS
-    if SIGNALLED:
-        wait_until_ready(ready_ptr)
-    else:
-        gluon_wait_for_previous()
+    wait_for_rows(ready_ptr, SIGNALLED)
     if RANK == 0:
         gluon_let_next_start()
     for stage in range(stages):

@@ -292,7 +292,7 @@ def nvfp4_rows_kernel(
         b_desc: the adapter's B, likewise.
         y_ptr: bfloat16, or without an adapter float32, [M, N], written.
         columns_ptr: int32, the first columns of u, likewise.
-        ready_ptr: int32, as of `adapter_epilogue.wait_until_ready`, read with SIGNALLED.
+        ready_ptr: int32, as of `adapter_epilogue.wait_for_rows`, read with SIGNALLED.
         factor: as of `nvfp4_epilogue.store_product`.
         M: rows of X.
         N: rows of the weight.
