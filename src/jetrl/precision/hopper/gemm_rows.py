@@ -352,33 +352,20 @@ def rows_gemm_kernel(
         b_smem = gl.allocate_shared_memory(b_desc.dtype, [COUNT, BLOCK_N, 16], b_desc.layout)
         beside = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
         mbarrier.init(beside.index(0), count=1)
-        gl.warp_specialize(
-            [
-                (_multiply, (x_smem, s_smem, w_smem, arrived, left, ws_ptr, ws_stride, y_ptr,
-                             columns_ptr, u_smem, b_smem, beside, m0, n0, M, N, early, KB, PARTS,
-                             BLOCK_M, BLOCK_N, ROUNDS, GROUP, RANK, mma)),
-                (_load, (x_desc, s_desc, w_desc, x_smem, s_smem, w_smem, arrived, left, ready_ptr,
-                         m0, n0, early, KB, PARTS, BOX_M, BLOCK_N, ROUNDS, GROUP, RANK,
-                         SIGNALLED)),
-                (load_beside, (u_desc, b_desc, columns_ptr, u_smem, b_smem, beside, m0, n0, N,
-                               early, PARTS, BOX_M, BLOCK_N, RANK)),
-            ],
-            [1, 1],
-            [24, 24],
-        )  # fmt: skip
-    else:
-        gl.warp_specialize(
-            [
-                (_multiply, (x_smem, s_smem, w_smem, arrived, left, ws_ptr, ws_stride, y_ptr,
-                             columns_ptr, u_smem, b_smem, beside, m0, n0, M, N, early, KB, PARTS,
-                             BLOCK_M, BLOCK_N, ROUNDS, GROUP, RANK, mma)),
-                (_load, (x_desc, s_desc, w_desc, x_smem, s_smem, w_smem, arrived, left, ready_ptr,
-                         m0, n0, early, KB, PARTS, BOX_M, BLOCK_N, ROUNDS, GROUP, RANK,
-                         SIGNALLED)),
-            ],
-            [1],
-            [24],
-        )  # fmt: skip
+    # The warps that multiply, the one that copies, and with an adapter the one that copies that.
+    gl.warp_specialize(
+        [
+            (_multiply, (x_smem, s_smem, w_smem, arrived, left, ws_ptr, ws_stride, y_ptr,
+                         columns_ptr, u_smem, b_smem, beside, m0, n0, M, N, early, KB, PARTS,
+                         BLOCK_M, BLOCK_N, ROUNDS, GROUP, RANK, mma)),
+            (_load, (x_desc, s_desc, w_desc, x_smem, s_smem, w_smem, arrived, left, ready_ptr,
+                     m0, n0, early, KB, PARTS, BOX_M, BLOCK_N, ROUNDS, GROUP, RANK, SIGNALLED)),
+            (load_beside, (u_desc, b_desc, columns_ptr, u_smem, b_smem, beside, m0, n0, N, early,
+                           PARTS, BOX_M, BLOCK_N, RANK)),
+        ][: 3 if RANK > 0 else 2],
+        [1, 1][: 2 if RANK > 0 else 1],
+        [24, 24][: 2 if RANK > 0 else 1],
+    )  # fmt: skip
 
 
 def tiles_for(rows: int, n: int) -> Tiles:
