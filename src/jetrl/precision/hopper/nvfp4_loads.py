@@ -64,15 +64,15 @@ def load_weight(
 
 @gluon.jit
 def load_rows(
-    x_desc, x_smem, arrived, left, ready_ptr, m0, PB, stages, RINGS: gl.constexpr,
+    x_desc, copied_x, arrived, left, ready_ptr, m0, PB, stages, RINGS: gl.constexpr,
     CHAINS: gl.constexpr, GROUP: gl.constexpr, ROUNDS: gl.constexpr, RANK: gl.constexpr,
     SIGNALLED: gl.constexpr,
 ):  # fmt: skip
-    """Do the work of the warp that copies X: all stages of all rings, 64 columns at a time.
+    """Do the work of the warp that copies X: all stages of all rings, a part of K at a time.
 
     Args:
-        x_desc: bfloat16 [M, K], boxes of [BLOCK_M, 64].
-        x_smem: the tiles of X, two for each block of a stage.
+        x_desc: bfloat16 [K / 64, M, 64], X in boxes of the neighbouring blocks of a stage.
+        copied_x: the boxes, one for each chain of a stage.
         arrived: as of `load_weight`.
         left: as of `load_weight`.
         ready_ptr: int32, says when X can be read, with SIGNALLED.
@@ -96,9 +96,8 @@ def load_rows(
             slot = ring * ROUNDS + stage % ROUNDS
             mbarrier.wait(left.index(slot), ((stage // ROUNDS) & 1) ^ 1)
             bar = arrived.index(slot)
-            mbarrier.expect(bar, 2 * GROUP * x_desc.block_type.nbytes)
-            for i in gl.static_range(2 * GROUP):
-                block = (ring * CHAINS + i // (2 * EACH)) * PB + stage * EACH
-                column = block * 128 + i % (2 * EACH) * 64
-                place = x_smem.index(slot * (2 * GROUP) + i)
-                gluon_names.tma_load(x_desc, [m0, column], bar, place)
+            mbarrier.expect(bar, CHAINS * x_desc.block_type.nbytes)
+            for chain in gl.static_range(CHAINS):
+                block = (ring * CHAINS + chain) * PB + stage * EACH
+                box = copied_x.index(slot * CHAINS + chain)
+                gluon_names.tma_load(x_desc, [block * 2, m0, 0], bar, box)

@@ -62,7 +62,8 @@ from jetrl.precision.nvfp4_layout import BLOCK, UNIT, HopperNVFP4, RowFactors, p
 
 _CODES_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
 _SCALES_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-_X_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+_X_LAYOUT = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
+_X_COPY_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
 
 
 @gluon.jit
@@ -210,18 +211,19 @@ def _sum(
 
 @gluon.jit
 def _work(
-    x_desc, w_desc, s_desc, u_desc, b_desc, x_smem, w_smem, s_smem, u_smem, b_smem, arrived, left,
-    beside, sums_smem, done, y_ptr, columns_ptr, ready_ptr, factor, m0, unit, M, N, KB, PB, stages,
-    early, place: gl.constexpr, RINGS: gl.constexpr, CHAINS: gl.constexpr, PARTS: gl.constexpr,
-    BLOCK_M: gl.constexpr, SIDES: gl.constexpr, UNITS: gl.constexpr, GROUP: gl.constexpr,
-    ROUNDS: gl.constexpr, UPRIGHT: gl.constexpr, RANK: gl.constexpr, SIGNALLED: gl.constexpr,
-    WORDS: gl.constexpr, SCALES: gl.constexpr, mma: gl.constexpr,
+    x_desc, w_desc, s_desc, u_desc, b_desc, x_smem, copied_x, w_smem, s_smem, u_smem, b_smem,
+    arrived, left, beside, sums_smem, done, y_ptr, columns_ptr, ready_ptr, factor, m0, unit, M, N,
+    KB, PB, stages, early, place: gl.constexpr, RINGS: gl.constexpr, CHAINS: gl.constexpr,
+    PARTS: gl.constexpr, BLOCK_M: gl.constexpr, SIDES: gl.constexpr, UNITS: gl.constexpr,
+    GROUP: gl.constexpr, ROUNDS: gl.constexpr, UPRIGHT: gl.constexpr, RANK: gl.constexpr,
+    SIGNALLED: gl.constexpr, WORDS: gl.constexpr, SCALES: gl.constexpr, mma: gl.constexpr,
 ):  # fmt: skip
     """Do the work of the warps of a ring or a side, or behind these that of the warps that copy.
 
     Args:
-        x_desc, w_desc, s_desc, x_smem, w_smem, s_smem, arrived, left, ready_ptr, m0, unit, KB, PB,
-            stages: as of `nvfp4_loads`.
+        x_desc, w_desc, s_desc, copied_x, w_smem, s_smem, arrived, left, ready_ptr, m0, unit, KB,
+            PB, stages: as of `nvfp4_loads`.
+        x_smem: the memory of copied_x, as tiles of 64 columns.
         u_desc, b_desc, u_smem, b_smem, beside, columns_ptr, early: with RANK the adapter, as of
             `adapter_epilogue.load_beside`.
         sums_smem: float32, (RINGS - 1) * CHAINS tiles, for the sums of the second ring.
@@ -242,8 +244,8 @@ def _work(
         load_beside(u_desc, b_desc, columns_ptr, u_smem, b_smem, beside, m0, unit * 32, N, early,
                     SIDES, BLOCK_M, UNITS * 32, RANK)  # fmt: skip
     elif place == COPIES + 1:
-        load_rows(x_desc, x_smem, arrived, left, ready_ptr, m0, PB, stages, RINGS, CHAINS, GROUP,
-                  ROUNDS, RANK, SIGNALLED)  # fmt: skip
+        load_rows(x_desc, copied_x, arrived, left, ready_ptr, m0, PB, stages, RINGS, CHAINS,
+                  GROUP, ROUNDS, RANK, SIGNALLED)  # fmt: skip
     elif place == COPIES:
         load_weight(w_desc, s_desc, w_smem, s_smem, arrived, left, unit, KB, PB, stages, RINGS,
                     CHAINS, SIDES * UNITS, GROUP, ROUNDS)  # fmt: skip
@@ -285,7 +287,7 @@ def nvfp4_rows_kernel(
     """Multiply BLOCK_M rows of X by SIDES * UNITS * 32 rows of the weight, over the whole of K.
 
     Args:
-        x_desc: bfloat16 [M, K], boxes of [BLOCK_M, 64].
+        x_desc: bfloat16 [K / 64, M, 64], X, boxes of [2 * GROUP / CHAINS, BLOCK_M, 64].
         w_desc: int32, the weight's codes, boxes of [GROUP / CHAINS * 16, 32].
         s_desc: int32, the weight's scales, boxes of [GROUP / CHAINS, 64].
         u_desc: with RANK the adapter's product with A, as of `adapter_epilogue.load_beside`.
@@ -331,7 +333,11 @@ def nvfp4_rows_kernel(
     SLOTS: gl.constexpr = RINGS * ROUNDS
     TILES: gl.constexpr = SLOTS * SIDES * UNITS * CHAINS
     EACH: gl.constexpr = GROUP // CHAINS
-    x_smem = gl.allocate_shared_memory(gl.bfloat16, [SLOTS * 2 * GROUP, BLOCK_M, 64], x_desc.layout)
+    BOXES: gl.constexpr = SLOTS * CHAINS
+    copied_x = gl.allocate_shared_memory(gl.bfloat16, [BOXES, 2 * EACH, BLOCK_M, 64], x_desc.layout)
+    x_smem = gluon_names.reinterpret(
+        copied_x, gl.bfloat16, [BOXES * 2 * EACH, BLOCK_M, 64], _X_LAYOUT
+    )
     w_smem = gl.allocate_shared_memory(gl.int32, [TILES, EACH * 16, 32], w_desc.layout)
     s_smem = gl.allocate_shared_memory(gl.int32, [TILES, EACH, 64], s_desc.layout)
     arrived = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
@@ -362,11 +368,11 @@ def nvfp4_rows_kernel(
     # The first four warps, those of the other rings or sides, and those that copy.
     gl.warp_specialize(
         [
-            (_work, (x_desc, w_desc, s_desc, u_desc, b_desc, x_smem, w_smem, s_smem, u_smem, b_smem,
-                     arrived, left, beside, sums_smem, done, y_ptr, columns_ptr, ready_ptr, factor,
-                     m0, unit, M, N, KB, PB, stages, early, gl.constexpr(place), RINGS, CHAINS,
-                     PARTS, BLOCK_M, SIDES, UNITS, GROUP, ROUNDS, UPRIGHT, RANK, SIGNALLED, WORDS,
-                     SCALES, mma))
+            (_work, (x_desc, w_desc, s_desc, u_desc, b_desc, x_smem, copied_x, w_smem, s_smem,
+                     u_smem, b_smem, arrived, left, beside, sums_smem, done, y_ptr, columns_ptr,
+                     ready_ptr, factor, m0, unit, M, N, KB, PB, stages, early, gl.constexpr(place),
+                     RINGS, CHAINS, PARTS, BLOCK_M, SIDES, UNITS, GROUP, ROUNDS, UPRIGHT, RANK,
+                     SIGNALLED, WORDS, SCALES, mma))
             for place in (0, 1, 2, 3, 4, 5)[: RINGS * SIDES + (3 if RANK > 0 else 2)]
         ],
         WARPS,
@@ -413,7 +419,9 @@ def nvfp4_rows_matmul(
     others = rings * tiles.sides - 1  # groups of four warps behind the first
     grid = (cdiv(rows, block_m) * cdiv(n, UNIT * tiles.units * tiles.sides),)
     nvfp4_rows_kernel[grid](
-        TensorDescriptor(x, [rows, k], [k, 1], [block_m, 64], _X_LAYOUT),
+        TensorDescriptor(
+            x, [k // 64, rows, 64], [64, k, 1], [2 * each, block_m, 64], _X_COPY_LAYOUT
+        ),
         codes,
         TensorDescriptor(w.scales, [blocks, 64], [64, 1], [each, 64], _SCALES_LAYOUT),
         *beside, out, first_columns, first_columns if ready is None else ready, factor, rows, n,
