@@ -132,10 +132,10 @@ def _row_kernel(
     # The weight is not written by the kernel in front, so few rows load it before they wait. With
     # many rows the registers that hold it meanwhile would cost programs on the multiprocessor: 8%
     # at 16,384 rows.
+    let_next_start()
     if FEW:
         weight = tl.load(weight_ptr + columns, mask=mask, other=0.0)
     wait_for_previous()
-    let_next_start()
 
     # The residual stream: rounded to bfloat16 before it is used, as the next block will read it.
     x = tl.load(x_ptr + places, mask=mask, other=0.0).to(tl.float32)

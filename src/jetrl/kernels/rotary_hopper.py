@@ -319,8 +319,8 @@ def _forward_kernel(
     token = (gl.program_id(0) // PARTS).to(gl.int64)
     part = gl.program_id(0) % PARTS
     # Nothing is read before the kernel in front has ended: reading the angles was slower.
-    gluon_wait_for_previous()
     gluon_let_next_start()
+    gluon_wait_for_previous()
     position = gl.load(positions_ptr + token)
     slot = token
     if HAS_SLOTS:

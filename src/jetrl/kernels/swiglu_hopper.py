@@ -75,8 +75,8 @@ def _rows_kernel(
     """
     block, column = tl.program_id(0) // column_blocks, tl.program_id(0) % column_blocks
     rows = block * ROWS + tl.arange(0, ROWS)
-    wait_for_previous()
     let_next_start()
+    wait_for_previous()
     # A tile's columns of the gate and the same columns of up lie num_columns apart in one row.
     gate = load_tile(x_ptr, rows, column, num_rows, num_columns, 2 * num_columns)
     up = load_tile(x_ptr + num_columns, rows, column, num_rows, num_columns, 2 * num_columns)

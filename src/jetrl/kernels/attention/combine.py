@@ -62,8 +62,8 @@ def combine_kernel(
     layout: gl.constexpr = gl.BlockedLayout([D // 32], [32], [1], [0])
     head = gl.program_id(0)
     row = gl.program_id(1)
-    gluon_wait_for_previous()
     gluon_let_next_start()
+    gluon_wait_for_previous()
     length = gl.load(keys_ptr + row)
     num_splits = (length + SPLIT_LENGTH - 1) // SPLIT_LENGTH
     # Decode finished the contexts of one split, and those too long for its launch (as NaN).

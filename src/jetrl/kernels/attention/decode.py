@@ -78,7 +78,6 @@ def _start_first_pages(
         async_copy.commit_group()
     # Group 2, after the kernel in front has ended: pages with new keys, if they are among the two.
     gluon_wait_for_previous()
-    gluon_let_next_start()
     if not SEVERAL:
         late = newest - first
         if (newest < last) & (late >= 0) & (late < 2):
@@ -159,10 +158,10 @@ def decode_kernel(
 
     # Length and first two page numbers are read at once, one trip to memory; page numbers past the
     # context are not used. Outside a graph all reads wait for the end of the kernel in front.
-    group = gl.program_id(0) % G
-    query = gl.program_id(0) // G * TILE
+    group, query = gl.program_id(0) % G, gl.program_id(0) // G * TILE
     seq = gl.program_id(1)
     split = gl.program_id(2)
+    gluon_let_next_start()
     if early == 0:
         gluon_wait_for_previous()
     first = split * SPLIT

@@ -24,7 +24,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from jetrl.precision.hopper import gluon_names
 from jetrl.precision.hopper.checks import check_tensor
-from jetrl.precision.hopper.launch import gluon_let_next_start, gluon_wait_for_previous
+from jetrl.precision.hopper.launch import gluon_wait_for_previous
 
 LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=32, element_bitwidth=16, rank=2)
 MOST_RANKS = 64  # of a part: what fits beside the GEMM's stages
@@ -109,8 +109,6 @@ def load_beside(
 ):  # fmt: skip
     """Do a warp's work beside the GEMM: copy B's tiles, wait for u's kernel, and copy u's tiles.
 
-    It is this warp that lets the kernel behind start.
-
     Args:
         u_desc: bfloat16 [M, P * R], u in boxes of [BOX_M, 16].
         b_desc: bfloat16 [N, RANK], B in boxes of [BLOCK_N, 16].
@@ -138,7 +136,6 @@ def load_beside(
             gluon_names.tma_load(b_desc, [n0 + part * BLOCK_N, i * 16], bar, place)
     firsts = first_columns(columns_ptr, n0, N, PARTS, BLOCK_N)
     gluon_wait_for_previous()
-    gluon_let_next_start()
     for part in gl.static_range(PARTS):
         first = gl.maximum(firsts[part], 0)
         for i in gl.static_range(STEPS):

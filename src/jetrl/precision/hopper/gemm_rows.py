@@ -157,8 +157,7 @@ def _load(
             w_desc, w_smem, arrived, group, n0, GROUP, PARTS, BLOCK_N, ROUNDS, GROUP, BLOCK_BYTES
         )
     wait_for_rows(ready_ptr, SIGNALLED)
-    if RANK == 0:
-        gluon_let_next_start()
+    gluon_let_next_start()
     for group in range(AHEAD):
         _load_rows(x_desc, s_desc, x_smem, s_smem, arrived, group, m0, GROUP, BOX_M, ROUNDS, GROUP)
     # From then on a group's stages are asked for again once the multiplying warps have left them.

@@ -2,11 +2,11 @@
 
 Decode is a chain of kernels of a few microseconds, and a launch costs one of them. A kernel that is
 launched with `OVERLAPPED` may start as soon as every program of the one before has called
-`let_next_start`, or ended. It may then set itself up and read what the kernel before it does not
-write: weights, page tables, old pages. It calls `wait_for_previous` before it reads or writes
-anything else, and `let_next_start` only after that. So whatever a kernel reads before its wait was
-written before the kernel before it began: weights must not be written by a kernel that calls
-`let_next_start`.
+`let_next_start`, or ended. Most call it at once, and the product of a linear layer when its X can
+be read: so the kernels behind are there when it ends, and the next product has begun to copy its
+weight. All a kernel may do before it calls `wait_for_previous` is set itself up and read what no
+kernel of the forward writes that lets others start: weights, page tables, old pages. Since every
+kernel waits before it ends, one that has waited sees what all before it wrote.
 
 Without the launch attribute, or behind a kernel that never calls it, both are no-operations.
 """

@@ -65,8 +65,7 @@ def load_weight(
 @gluon.jit
 def load_rows(
     x_desc, copied_x, arrived, left, ready_ptr, m0, PB, stages, RINGS: gl.constexpr,
-    CHAINS: gl.constexpr, GROUP: gl.constexpr, ROUNDS: gl.constexpr, RANK: gl.constexpr,
-    SIGNALLED: gl.constexpr,
+    CHAINS: gl.constexpr, GROUP: gl.constexpr, ROUNDS: gl.constexpr, SIGNALLED: gl.constexpr,
 ):  # fmt: skip
     """Do the work of the warp that copies X: all stages of all rings, a part of K at a time.
 
@@ -83,14 +82,11 @@ def load_rows(
         CHAINS: as of `load_weight`.
         GROUP: as of `load_weight`.
         ROUNDS: as of `load_weight`.
-        RANK: columns of the adapter's B, or 0; with an adapter another warp lets the kernel behind
-            start.
         SIGNALLED: as of `nvfp4_rows.nvfp4_rows_kernel`.
     """
     EACH: gl.constexpr = GROUP // CHAINS
     wait_for_rows(ready_ptr, SIGNALLED)
-    if RANK == 0:
-        gluon_let_next_start()
+    gluon_let_next_start()
     for stage in range(stages):
         for ring in gl.static_range(RINGS):
             slot = ring * ROUNDS + stage % ROUNDS

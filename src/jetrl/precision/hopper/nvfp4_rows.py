@@ -245,7 +245,7 @@ def _work(
                     SIDES, BLOCK_M, UNITS * 32, RANK)  # fmt: skip
     elif place == COPIES + 1:
         load_rows(x_desc, copied_x, arrived, left, ready_ptr, m0, PB, stages, RINGS, CHAINS,
-                  GROUP, ROUNDS, RANK, SIGNALLED)  # fmt: skip
+                  GROUP, ROUNDS, SIGNALLED)  # fmt: skip
     elif place == COPIES:
         load_weight(w_desc, s_desc, w_smem, s_smem, arrived, left, unit, KB, PB, stages, RINGS,
                     CHAINS, SIDES * UNITS, GROUP, ROUNDS)  # fmt: skip
