@@ -78,6 +78,21 @@ def test_wrong_drafts_bring_nothing_and_one_update_serves_both_rows(
     assert both[0] == both[1]
 
 
+@pytest.mark.parametrize("one_update", [False, True])
+def test_the_row_without_drafts_is_there_before_drafts_are_used(
+    monkeypatch: pytest.MonkeyPatch, one_update: bool
+) -> None:
+    def cut(*_: Any) -> None:
+        raise InterruptedError
+
+    monkeypatch.setattr(_drafted_step, "_use_drafts", cut)
+    choices = Choices("tiny", "cpu", 1, 1e-3, None, None, {}, drafts_right=1.0)
+    rows = measure_with_drafts(policy_of("unified", choices), LOAD, choices, 1e12, one_update)
+    assert next(rows)["seconds"]["update"] > 0
+    with pytest.raises(InterruptedError):
+        next(rows)
+
+
 def test_a_step_of_other_weights_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_drafted_step, "_weights_kept", lambda trainer: contextlib.nullcontext())
     _, on = _rows(right=1.0)

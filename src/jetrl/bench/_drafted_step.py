@@ -32,7 +32,7 @@ def measure_with_drafts(
     one_update: bool = False,
     mode: str = "auto",
 ) -> Iterator[Row]:
-    """Yield the rows of a step with speculation off, and of the same step with drafts.
+    """Yield the row of a step with speculation off, and then that of the same step with drafts.
 
     Seconds of both rollouts are without the capture of graphs in them, as `late_capture_s`.
 
@@ -42,32 +42,28 @@ def measure_with_drafts(
         choices: The choices that are the same for all plans; `drafts_right` is the chance of a
             drafted token to be right.
         limit: The FLOP/s that MFU is a share of.
-        one_update: Whether to make the update once, after both rollouts; it is that of both rows.
+        one_update: Whether to make the update once, of the first rollout; it is that of both rows.
         mode: "auto", or "text" to verify drafts in every forward.
     """
     right = choices.drafts_right
     assert right is not None, "no drafts"
     flow, changed = warmed(policy, load, choices)
     off = _without_capture(draw(flow))
-    update = None
-    if not one_update:
-        with _weights_kept(flow.trainer):
-            update = train(flow, off.samples)
-        plain = step_row(flow, choices, limit, off, update, changed)
-        yield {**plain, **_drafting(off, off), "updates": 2}
+    with _weights_kept(flow.trainer):
+        update = train(flow, off.samples)
+    updates = 1 if one_update else 2
+    plain = step_row(flow, choices, limit, off, update, changed)
+    yield {**plain, **_drafting(off, off), "updates": updates}
     plain_engine = flow.engine  # Kept, so that its graphs are not collected before their memory.
     drafts = _use_drafts(flow, off, right, mode)
     on = _without_capture(draw(flow))
-    own = train(flow, on.samples)
+    own = update if one_update else train(flow, on.samples)
     del plain_engine
-    if update is None:
-        plain = step_row(flow, choices, limit, off, own, changed)
-        yield {**plain, **_drafting(off, off), "updates": 1}
     row = step_row(flow, choices, limit, on, own, changed)
     yield {
         **row,
         **_drafting(on, off),
-        "updates": 1 if one_update else 2,
+        "updates": updates,
         "speculation": mode,
         "right": right,
         "widths": width_rows(drafts.spent),

@@ -45,7 +45,7 @@ step's completions, each token of which is right with this chance (`jetrl bench 
 as in a run. Both steps draw the same tokens of the same weights, since the first one's update has a
 learning rate of zero; tokens and log-probs that differ are counted. `rollout` leaves out the
 capture of graphs there, which is `late_capture_s` (`rollout_idle_share` counts it). With
-`--one-update` both rows have the seconds of one update, made after both rollouts.
+`--one-update` both rows have the seconds of one update, made of the first rollout's tokens.
 
     jetrl bench step --shape qwen3-8b --plan unified --prompts 8 --samples 8 \
         --response-length 8192 --drafts-right 0.6
