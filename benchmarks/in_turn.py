@@ -15,10 +15,15 @@ from pathlib import Path
 from typing import Any
 
 _LINES = 15  # of the log of a process that failed
+_GLANCE_S = 0.1  # from one look for the gate to the next
 
 
 def in_turn(
-    work: Callable[[Any], Iterator[Any]], jobs: Mapping[str, Any], logs: Path, limit: float
+    work: Callable[[Any], Iterator[Any]],
+    jobs: Mapping[str, Any],
+    logs: Path,
+    limit: float,
+    gate: Path | None = None,
 ) -> Iterator[tuple[str, Any]]:
     """Yield (name, result) of jobs in their order, each as soon as it is there.
 
@@ -30,6 +35,7 @@ def in_turn(
         jobs: The jobs by name.
         logs: The folder of a file NAME.log for each job, with all that its process prints.
         limit: The most seconds until all are ready; who is not is ended.
+        gate: A file that somebody else makes; the first turn waits for it.
     """
     context = multiprocessing.get_context("spawn")
     logs.mkdir(parents=True, exist_ok=True)
@@ -46,6 +52,8 @@ def in_turn(
             if name not in ready:
                 processes[name].kill()
                 _report(name, f"was not ready after {limit:g} s or failed", logs)
+        while gate is not None and not gate.exists():
+            time.sleep(_GLANCE_S)
         for name in ready:
             connections[name].send(None)
             while (result := _received(connections[name])) is not None:

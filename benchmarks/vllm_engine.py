@@ -65,6 +65,7 @@ class Setup:
         kv_cache_dtype: The format of keys and values.
         max_num_seqs: The most sequences at once; None: all.
         engines: How many engines share the GPU.
+        beside: Whether other programs use the GPU while the engine starts.
     """
 
     shape: str
@@ -74,6 +75,7 @@ class Setup:
     kv_cache_dtype: str
     max_num_seqs: int | None
     engines: int
+    beside: bool = False
 
     @property
     def name(self) -> str:
@@ -131,7 +133,7 @@ def settings(setup: Setup) -> dict[str, Any]:
         "kv_cache_dtype": setup.kv_cache_dtype,
         "max_model_len": load.length,
         "max_num_seqs": setup.max_num_seqs or len(lengths),
-        "gpu_memory_utilization": 0.9 / setup.engines,
+        "gpu_memory_utilization": 0.9 / (setup.engines + 3 * setup.beside),
         "enable_prefix_caching": True,
     }
     if setup.drafts != "off":
@@ -139,7 +141,7 @@ def settings(setup: Setup) -> dict[str, Any]:
             "num_speculative_tokens": DRAFT_TOKENS,
             **DRAFTS[setup.drafts],
         }
-    if setup.engines > 1:
+    if setup.engines > 1 or setup.beside:
         # What is free while others start says nothing of what is left for this one.
         held = 2 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * shape["head_dim"]
         held *= 2 if setup.kv_cache_dtype == "auto" else 1

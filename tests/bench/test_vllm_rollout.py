@@ -106,6 +106,9 @@ def test_engines_that_share_a_gpu_have_room_for_the_load_alone(benchmarks: Any) 
     shared = benchmarks.Setup("qwen3-8b", "tail", "none", "off", "auto", 64, 3)
     of_token = 36 * 2 * 8 * 128 * 2
     assert benchmarks.settings(shared)["kv_cache_memory_bytes"] == int(1.25 * 58_850 * of_token)
+    beside = benchmarks.Setup("qwen3-8b", "tail", "none", "off", "auto", 64, 1, beside=True)
+    assert benchmarks.settings(beside)["kv_cache_memory_bytes"] == int(1.25 * 58_850 * of_token)
+    assert benchmarks.settings(beside)["gpu_memory_utilization"] == 0.225
 
 
 def test_known_drafts_are_taken_with_the_chance_of_a_right_token(benchmarks: Any) -> None:
@@ -152,3 +155,24 @@ def test_jobs_take_turns_and_fail_alone(
     assert (logs / "one.log").read_text() == "about one\n"
     assert list(in_turn.in_turn(words.work, {"late": "late"}, logs, 0)) == []
     assert "late was not ready after 0 s" in capsys.readouterr().out
+
+
+def test_the_first_turn_waits_for_its_file(
+    benchmarks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "words.py").write_text(WORK)
+    import in_turn
+    import words
+
+    gate, waits = tmp_path / "gate", []
+
+    def sleep(seconds: float) -> None:
+        waits.append(seconds)
+        if len(waits) == 3:
+            gate.touch()
+
+    monkeypatch.setattr(in_turn.time, "sleep", sleep)
+    results = list(in_turn.in_turn(words.work, {"one": "one"}, tmp_path / "logs", 600, gate))
+    assert len(waits) == 3
+    assert results == [("one", "ONE"), ("one", 2)]
