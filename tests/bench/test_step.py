@@ -53,6 +53,25 @@ def test_a_step_with_adapters() -> None:
     assert 0 < saved < flops(config, LOAD)["update"] / 3
 
 
+def test_what_is_known_of_a_step_is_given_after_each_phase(capsys: Any) -> None:
+    choices, known = replace(CHOICES, adapter_rank=4), []
+    policy = policy_of("unified", choices)
+    row = measure(policy, TAIL, choices, limit=1e12, known=known.append)
+    warm, rollout = known
+    assert warm["missing"] == ["rollout", "update"]
+    assert "seconds" not in warm
+    assert rollout["missing"] == ["update"]
+    assert "missing" not in row
+    for name in ("seconds", "tokens_per_s", "mfu"):
+        assert rollout[name].keys() == {"rollout"}
+        assert rollout[name]["rollout"] == row[name]["rollout"]
+    same = rollout.keys() - {"missing", "seconds", "tokens_per_s", "mfu", "peak_gib"}
+    assert {name: row[name] for name in same} == {name: rollout[name] for name in same}
+    lines = capsys.readouterr().err.splitlines()
+    phases = [line.split("] ")[1] for line in lines if line.startswith("[")]
+    assert phases[-3:] == ["rollout", "gather", "update"]
+
+
 def test_a_step_of_both_plans() -> None:
     base, row = (
         measure(policy_of(plan, CHOICES), LOAD, CHOICES, limit=1e12) for plan in ("bf16", "unified")

@@ -23,9 +23,10 @@ import numpy as np
 import torch
 
 from jetrl.bench._load import Load, make_samples, random_rewards
+from jetrl.bench._phases import RolloutLines, begins
 from jetrl.bench._timing import Row
 from jetrl.bench.parity import make_policy
-from jetrl.bench.rollout import capture_graphs
+from jetrl.bench.rollout import capture_graphs, capture_largest
 from jetrl.distributed.agreement import LARGEST_SIZE, agree
 from jetrl.distributed.world import world
 from jetrl.errors import OutOfMemoryStop, UserError
@@ -153,16 +154,18 @@ class Flow:
         prompts = load.random_prompts(self.vocabulary, seed)
         most = response_length or load.response_length
         params = SamplingParams(n=load.samples, max_tokens=most, ignore_eos=True, seed=seed)
-        keys, limits = sequence_keys(prompts, load.samples), load.response_lengths()
+        keys = sequence_keys(prompts, load.samples)
         options = GenerateOptions(
-            max_tokens=[
-                min(most, length)
-                for i in self._own
-                for length in limits[i * load.samples : (i + 1) * load.samples]
-            ],
+            max_tokens=[min(most, length) for length in self._own_lengths()],
             keys=[keys[i] for i in self._own],
         )
-        return self.engine.generate([prompts[i] for i in self._own], params, options=options)
+        own = [prompts[i] for i in self._own]
+        return self.engine.generate(own, params, progress=RolloutLines(), options=options)
+
+    def _own_lengths(self) -> list[int]:
+        """Return the tokens of each of this rank's completions, those of a prompt side by side."""
+        lengths, each = self.load.response_lengths(), self.load.samples
+        return [n for i in self._own for n in lengths[i * each : (i + 1) * each]]
 
     def gathered(self, completions: Sequence[Completion], seed: int) -> list[Sample]:
         """Return the samples of all ranks, with random rewards.
@@ -218,28 +221,39 @@ class Flow:
         Args:
             training: False to warm up the sampler alone, without a trainer.
         """
-        few = min(_WARM_TOKENS, self.load.response_length)
+        if training:
+            # Micro-batches are tried beside the memory of the largest graph. The others come
+            # later: where the optimizer's states leave fewer pages, there is a new cache then,
+            # without graphs.
+            begins("the largest graph of decode")
+            self._capture(largest=True)
+            self.engine.free_cache()
+            begins("updates that warm up, with the largest micro-batch that fits")
+            self.fit()
+        begins("all graphs of decode")
         self._capture()
-        self.sample(seed=0, response_length=few)
-        if not training:
-            return
-        self.engine.free_cache()
-        self.fit()
-        # Where the optimizer's states leave fewer pages, there is a new cache without graphs.
-        self.sample(seed=0, response_length=few)
-        if self.engine.stats.graphs:
-            self._capture()
+        begins("sampling that warms up")
+        self.sample(seed=0, response_length=min(_WARM_TOKENS, self.load.response_length))
         self.engine.free_cache()
 
-    def _capture(self) -> None:
-        """Capture the decode graphs of the load, in a cache of as many pages as the load takes."""
+    def _capture(self, largest: bool = False) -> None:
+        """Capture the decode graphs of the load, in a cache of as many pages as the load takes.
+
+        Args:
+            largest: Whether to capture the largest graph alone.
+        """
         engine, load = self.engine, self.load
         if self.policy.device.type != "cuda":
             return
-        count = self._together
-        all_at_once = count == len(self._own) * load.samples
-        shared = 0 if all_at_once else engine.page_size  # with those that wait
-        graphs, seconds = capture_graphs(engine, count, load.prompt_length, load.length + shared)
+        count, own = self._together, len(self._own) * load.samples
+        shared = 0 if count == own else engine.page_size  # with those that wait
+        longest = load.length + shared
+        if largest:
+            graphs, seconds = capture_largest(engine, count, longest)
+        else:
+            known = load.mean_length > 0 and count == own
+            totals = [load.prompt_length + n for n in self._own_lengths()] if known else None
+            graphs, seconds = capture_graphs(engine, count, load.prompt_length, longest, totals)
         self.captured = (self.captured[0] + graphs, self.captured[1] + seconds)
 
     def synthetic(self, sequences: int, seed: int, one_prompt: bool = False) -> list[Sample]:
@@ -248,17 +262,21 @@ class Flow:
         Args:
             sequences: How many samples.
             seed: The seed of their tokens.
-            one_prompt: Whether all have the same prompt.
+            one_prompt: Whether all have the same prompt, and are short enough for a micro-batch.
         """
         load = self.load
-        sizes = (load.prompt_length, load.response_length)
+        longest = load.response_length
+        if one_prompt:
+            each = self.chosen["micro_batch_tokens"] // sequences
+            longest = max(1, min(longest, each - load.prompt_length))
+        sizes = (load.prompt_length, longest)
         prompts, answers = (
             Load(sequences, 1, size, 0).random_prompts(self.vocabulary, seed + place)
             for place, size in enumerate(sizes)
         )
         if one_prompt:
             prompts = prompts[:1] * sequences
-        zeros = (0.0,) * load.response_length
+        zeros = (0.0,) * longest
         completions = [Completion(tuple(answer), zeros, "length") for answer in answers]
         samples = make_samples(prompts, completions, random_rewards(len(completions), seed))
         return [replace(sample, group=0) for sample in samples]
@@ -376,6 +394,7 @@ class Flow:
         later phase of a large model may run out of time.
         """
         world().barrier(phase)
+        begins(phase)
         on_gpu = self.policy.device.type == "cuda"
         if on_gpu:
             torch.cuda.synchronize()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from jetrl.bench._flow import Choices, Flow, codes_of, share_changed
@@ -13,6 +13,8 @@ from jetrl.distributed.world import world
 from jetrl.models.policy import Policy
 from jetrl.rollout.progress import RolloutStats
 from jetrl.types import Completion, Sample
+
+Known = Callable[[Row], None]
 
 PARTS = ("rollout", "gather", "old_logprobs", "update", "optimizer", "requantize")
 
@@ -96,6 +98,51 @@ def train(flow: Flow, samples: Sequence[Sample]) -> TimedUpdate:
     return TimedUpdate(seconds, whole_s, trained.metrics, dict(flow.peaks))
 
 
+def warm_row(flow: Flow, choices: Choices) -> Row:
+    """Return what is known of a step when all has been warmed up.
+
+    Args:
+        flow: The sampler and trainer.
+        choices: The choices that are the same for all plans.
+    """
+    return {
+        "plan": flow.policy.plan.name,
+        "adapter_rank": choices.adapter_rank,
+        "base": choices.base,
+        "ranks": world().size,
+        "load": str(flow.load),
+        "settings": flow.chosen,
+        "graphs": flow.captured[0],
+        "capture_s": round(flow.captured[1], 2),
+    }
+
+
+def rollout_row(flow: Flow, choices: Choices, limit: float, rollout: TimedRollout) -> Row:
+    """Return the row of a rollout without its update.
+
+    Args:
+        flow: The sampler.
+        choices: The choices that are the same for all plans.
+        limit: The FLOP/s that MFU is a share of.
+        rollout: The rollout.
+    """
+    load, stats, size = flow.load, rollout.stats, world().size
+    seconds = slowest("the seconds of the rollout", rollout.seconds)
+    needed = flops(flow.policy.config, load)["rollout"]
+    return {
+        **warm_row(flow, choices),
+        "seconds": {name: round(spent, 3) for name, spent in seconds.items()},
+        "tokens_per_s": {"rollout": round(load.drawn / seconds["rollout"])},
+        "mfu": {"rollout": round(needed / seconds["rollout"] / limit / size, 3)},
+        "peak_gib": slowest("the peaks of the rollout", rollout.peaks),
+        "graphs": rollout.captured[0],
+        "capture_s": round(rollout.captured[1], 2),
+        "graphs_captured_late": stats.graphs,
+        "preemptions": stats.preemptions,
+        "rollout_idle_share": round(stats.device_idle_s / stats.seconds, 4),
+    }
+
+
 def step_row(
     flow: Flow,
     choices: Choices,
@@ -114,7 +161,7 @@ def step_row(
         update: The update.
         changed: The share of the codes that the warm-up changed.
     """
-    load, stats, metrics = flow.load, rollout.stats, update.metrics
+    load, metrics = flow.load, update.metrics
     whole = slowest("the seconds of the update", {"whole": update.whole_s})["whole"]
     seconds = slowest("the seconds of the step", {**rollout.seconds, **update.seconds})
     needed = flops(flow.policy.config, load, choices.adapter_rank > 0)
@@ -127,12 +174,7 @@ def step_row(
     peaks = slowest("the peaks of memory", {**update.peaks, **rollout.peaks})
     planned = {name: getattr(plan, name) / 2**30 for name in ("rollout", "update")}
     return {
-        "plan": flow.policy.plan.name,
-        "adapter_rank": choices.adapter_rank,
-        "base": choices.base,
-        "ranks": size,
-        "load": str(load),
-        "settings": flow.chosen,
+        **rollout_row(flow, choices, limit, rollout),
         "seconds": {name: round(seconds[name], 3) for name in PARTS if name in seconds},
         "step_s": round(sum(seconds.values()), 2),
         "training_s": round(whole, 2),
@@ -149,10 +191,5 @@ def step_row(
         "different": int(metrics["mismatch/num_different"]),
         "mean_abs_logprob_diff": metrics["mismatch/mean_abs_logprob_diff"],
         "weights_changed": round(changed, 5),
-        "graphs": rollout.captured[0],
-        "capture_s": round(rollout.captured[1], 2),
-        "graphs_captured_late": stats.graphs,
-        "preemptions": stats.preemptions,
         "train_retries": int(metrics.get("memory/train_retries", 0)),
-        "rollout_idle_share": round(stats.device_idle_s / stats.seconds, 4),
     }

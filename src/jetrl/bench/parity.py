@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from jetrl.bench._phases import begins
 from jetrl.bench._timing import add_shape_arguments, bench_parser, options, versions
 from jetrl.bench.shapes import SHAPES
 from jetrl.compiling import compiled_ahead
@@ -69,6 +70,7 @@ def make_policy(
     adapter = Adapter.new(shape_of, LoRA(adapter_rank, ALPHA), seed=0) if adapter_rank else None
     with compiled_ahead(shape_of, chosen, device, adapter, speculation=speculation):
         policy = Policy.from_config(config, chosen, seed=0, device=device, adapter=adapter)
+        begins("the weights are made; waiting for kernels that are compiled beside them")
     if adapter is None:
         return policy
     generator = torch.Generator(device).manual_seed(0)

@@ -62,6 +62,7 @@ _WARM_TOKENS = 2**16  # of prompts that are all run before the timing
 # Of a warm-up: tokens that one more number of running sequences lasts, at least the forwards of a
 # decode step; and the most sequences that end at once.
 _WINDOW, _TOGETHER = 8, 64
+_AHEAD = 64  # Tokens by which the context of a launched decode step may be ahead of the ends known.
 
 
 def weight_bytes(policy: Policy) -> int:
@@ -174,30 +175,60 @@ def warm_lengths(count: int) -> list[int]:
     return [_WINDOW * sum(min(n, count) > index for n in running) for index in range(count)]
 
 
+def capture_largest(engine: RolloutEngine, count: int, longest: int) -> tuple[int, float]:
+    """Capture the graph of all sequences at the longest context; return 1 (or 0) and the seconds.
+
+    No other graph of the sequences works in more memory, and the cache has all the pages that they
+    can use.
+
+    Args:
+        engine: The engine that keeps the graph.
+        count: The number of sequences.
+        longest: Tokens of the longest sequence.
+    """
+    few = min(_WINDOW, longest - 1)
+    params = SamplingParams(n=count, max_tokens=few, ignore_eos=True, seed=1)
+    engine.generate([[1] * (longest - few)], params)
+    return engine.stats.graphs, engine.stats.capture_s
+
+
 def capture_graphs(
-    engine: RolloutEngine, count: int, shortest: int, longest: int
+    engine: RolloutEngine,
+    count: int,
+    shortest: int,
+    longest: int,
+    totals: Sequence[int] | None = None,
 ) -> tuple[int, float]:
     """Capture every graph that sequences need; return the number of graphs and the seconds.
 
     Samples of one prompt are drawn for each size of context, the longest first: a call that needs
-    more pages makes a new cache, without graphs.
+    more pages makes a new cache, without graphs. Where sequences have different lengths and all run
+    together, few of them reach the longer contexts, which then need graphs of small batches alone.
 
     Args:
         engine: The engine that keeps the graphs.
         count: The number of sequences.
         shortest: Tokens of the shortest prompt.
         longest: Tokens of the longest sequence.
+        totals: Tokens of each sequence at its end, its prompt's included, where all run together;
+            None: every batch comes up at every context.
     """
-    graphs, seconds, lengths = 0, 0.0, warm_lengths(count)
-    params = SamplingParams(n=count, max_tokens=lengths[0], ignore_eos=True, seed=1)
+    graphs, seconds = (0, 0.0) if totals is None else capture_largest(engine, count, longest)
     size, first = padded_context(longest), padded_context(shortest + 1)
-    prompt = max(1 if size == padded_context(1) else size // 2 + 1, longest - lengths[0])
+    end = longest
     while size >= first:
+        together = count
+        if totals is not None and size > first:
+            together = sum(total > size // 2 - _AHEAD for total in totals)
+        lengths = warm_lengths(max(1, together))
+        shortest_of_size = 1 if size == padded_context(1) else size // 2 + 1
+        prompt = max(shortest_of_size, end - lengths[0])
+        params = SamplingParams(n=len(lengths), max_tokens=lengths[0], ignore_eos=True, seed=1)
         engine.generate([[1] * prompt], params, options=GenerateOptions(max_tokens=lengths))
         graphs += engine.stats.graphs
         seconds += engine.stats.capture_s
         size //= 2
-        prompt = size - lengths[0]
+        end = size
     return graphs, seconds
 
 

@@ -50,6 +50,10 @@ capture of graphs there, which is `late_capture_s` (`rollout_idle_share` counts 
     jetrl bench step --shape qwen3-8b --plan unified --prompts 8 --samples 8 \
         --response-length 8192 --drafts-right 0.6
 
+Lines on the console say when each phase begins. The JSON is written as soon as something is known,
+after the warm-up and after the rollout: `missing` names what such a row lacks, so that a run that
+is cut off in its update leaves its rollout.
+
 A run of both plans takes minutes. `--plan bf16 --out a.json`, then `--plan unified --beside a.json
 --out b.json` is the same in two.
 """
@@ -67,7 +71,8 @@ import torch
 
 from jetrl.bench._drafted_step import measure_with_drafts
 from jetrl.bench._flow import Choices, Flow, policy_of
-from jetrl.bench._load import Load, add_load_arguments, flops, load_of, load_text
+from jetrl.bench._load import Load, add_load_arguments, load_of, load_text
+from jetrl.bench._phases import begins
 from jetrl.bench._ranks import digests, recorded_exchange, slowest, without_exchange
 from jetrl.bench._smaller_card import leave_free
 from jetrl.bench._timing import (
@@ -82,7 +87,16 @@ from jetrl.bench._timing import (
     print_table,
     write_results,
 )
-from jetrl.bench._whole_step import PARTS, draw, step_row, train, warmed
+from jetrl.bench._whole_step import (
+    PARTS,
+    Known,
+    draw,
+    rollout_row,
+    step_row,
+    train,
+    warm_row,
+    warmed,
+)
 from jetrl.distributed.world import world
 from jetrl.errors import UserError
 from jetrl.memory.out_of_memory import release
@@ -112,6 +126,7 @@ def measure(
     limit: float,
     digest: bool = False,
     exchange: bool = False,
+    known: Known = lambda row: None,
 ) -> Row:
     """Return the row of a plan under a load.
 
@@ -122,10 +137,13 @@ def measure(
         limit: The FLOP/s that MFU is a share of.
         digest: Whether to add digests of the model.
         exchange: Whether to measure the exchange of gradients.
+        known: Called with the row as far as it is known, after the warm-up and after the rollout.
     """
     flow, changed = warmed(policy, load, choices)
+    known({**warm_row(flow, choices), "missing": ["rollout", "update"]})
     found: Row = {"digests": {"warm": digests(policy, flow.trainer)}} if digest else {}
     rollout = draw(flow)
+    known({**rollout_row(flow, choices, limit, rollout), "missing": ["update"]})
     update = train(flow, rollout.samples)
     if digest:
         found["digests"]["step"] = digests(policy, flow.trainer)
@@ -145,25 +163,7 @@ def measure_rollout(policy: Policy, load: Load, choices: Choices, limit: float) 
     """
     flow = Flow(policy, load, choices)
     flow.warm_up(training=False)
-    own_s, _ = flow.timed("rollout", lambda: flow.sample(seed=1))
-    stats, size = flow.engine.stats, world().size
-    needed = flops(policy.config, load)["rollout"]
-    seconds = slowest("the seconds of the rollout", {"rollout": own_s})["rollout"]
-    return {
-        "plan": policy.plan.name,
-        "ranks": size,
-        "load": str(load),
-        "settings": flow.chosen,
-        "seconds": {"rollout": round(seconds, 3)},
-        "tokens_per_s": {"rollout": round(load.drawn / seconds)},
-        "mfu": {"rollout": round(needed / seconds / limit / size, 3)},
-        "peak_gib": slowest("the peaks of memory", flow.peaks),
-        "graphs": flow.captured[0],
-        "capture_s": round(flow.captured[1], 2),
-        "graphs_captured_late": stats.graphs,
-        "preemptions": stats.preemptions,
-        "rollout_idle_share": round(stats.device_idle_s / stats.seconds, 4),
-    }
+    return rollout_row(flow, choices, limit, draw(flow))
 
 
 def exchange_of(flow: Flow, samples: Sequence[Sample]) -> Row:
@@ -316,7 +316,12 @@ def command_of(name: str, args: argparse.Namespace, load: Load) -> str:
 
 
 def rows_of(
-    args: argparse.Namespace, policy: Policy, loads: Sequence[Load], choices: Choices, limit: float
+    args: argparse.Namespace,
+    policy: Policy,
+    loads: Sequence[Load],
+    choices: Choices,
+    limit: float,
+    known: Known,
 ) -> Iterator[tuple[Load, Row]]:
     """Yield (load, result row) pairs of one policy in the order of measurement.
 
@@ -326,6 +331,7 @@ def rows_of(
         loads: The loads.
         choices: The choices that are the same for all plans.
         limit: The FLOP/s that MFU is a share of.
+        known: Called with a row as far as it is known.
     """
     for load in loads:
         if args.drafts_right is not None:
@@ -334,7 +340,7 @@ def rows_of(
         elif args.rollout_only:
             yield load, measure_rollout(policy, load, choices, limit)
         else:
-            yield load, measure(policy, load, choices, limit, args.digest, args.exchange)
+            yield load, measure(policy, load, choices, limit, args.digest, args.exchange, known)
 
 
 def check_drafts(args: argparse.Namespace) -> None:
@@ -437,15 +443,23 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.batch_per_rank:
         loads = [replace(load, prompts=load.prompts * world().size) for load in loads]
     leave_free(args.leave_free)
+    begins("the rates of a large product and of a copy")
     limit = limit_of(args.device)
     facts: Row = {"bf16_matrix_teraflops": round(limit / 1e12, 1)}
     if args.device == "cuda":
         copy_bandwidth()  # the results name it, and it is measured once, while memory is free
         release()
     rows = earlier_rows(args.beside)
+
+    def write(unfinished: Sequence[Row] = ()) -> None:
+        if args.device == "cuda" and world().is_first:
+            known = [{"shape": args.shape, **row} for row in unfinished]
+            write_results(args.out, "step", command, [*rows, *known], **facts)
+
     for plan in args.plan or ["bf16", "unified"]:
+        begins(f"weights and kernels of the plan {plan}")
         policy = policy_of(plan, choices)
-        for load, row in rows_of(args, policy, loads, choices, limit):
+        for load, row in rows_of(args, policy, loads, choices, limit, lambda row: write([row])):
             row = {"shape": args.shape, **row}
             release()
             key = ("bf16", world().size, str(load))
@@ -459,8 +473,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 if name in row:
                     print(f"{plan} {name}: {row[name]}")
             print(f"times bf16: {row.get('times_bf16', '-')}", flush=True)
-            if args.device == "cuda" and world().is_first:
-                write_results(args.out, "step", command, rows, **facts)
+            write()
         del policy
         release()
 
