@@ -1,3 +1,6 @@
+import json
+import re
+
 import pytest
 
 from jetrl.errors import UserError
@@ -20,6 +23,18 @@ def test_every_problem_exactly_once_and_no_training_problem_held_out():
 def test_the_same_options_give_the_same_splits_and_another_seed_others():
     assert prompts("train", seed=3) == prompts("train", seed=3)
     assert prompts("test", seed=3) != prompts("test", seed=4)
+
+
+def test_only_the_sums_of_a_file_are_trained_on(tmp_path):
+    usual = prompts("train")
+    file = tmp_path / "solved.jsonl"
+    file.write_text("".join(json.dumps({"id": usual[at].id}) + "\n" for at in (7, 3, 5)))
+    assert prompts("train", only=str(file)) == [usual[3], usual[5], usual[7]]
+    assert prompts("test", only=str(file)) == prompts("test")
+    held_out = prompts("test")[0].id
+    file.write_text(json.dumps({"id": held_out}) + "\n")
+    with pytest.raises(UserError, match=f"no training prompt '{re.escape(held_out)}'"):
+        prompts("train", only=str(file))
 
 
 @pytest.mark.parametrize(
@@ -80,6 +95,7 @@ def test_only_exactly_the_right_digits_count(completion, reward):
         ({"max_operand": 100}, "max_operand = 100: give 1 to 99"),
         ({"test_share": 1.0}, "test_share"),
         ({"seed": "a"}, "seed"),
+        ({"only": 3}, "only = 3"),
     ],
 )
 def test_bad_options(options, message):

@@ -11,12 +11,15 @@ is ever held out, and both splits are the same for the same options.
 
 from __future__ import annotations
 
+import itertools
 import random
 import re
 from collections.abc import Iterable
+from pathlib import Path
 
 from jetrl.errors import UserError
 from jetrl.tasks.base import Task
+from jetrl.tasks.chosen_prompts import only_these
 from jetrl.types import Prompt
 
 OPERATORS = "+-"
@@ -38,6 +41,8 @@ class Arithmetic(Task):
         mistakes: Share of the worked answers (`demonstration`) with one wrong digit, drawn again
             for every call: a careless teacher, whose pupil learns to add and to err as often, which
             reinforcement then mends.
+        only: A file of JSON lines with an `id` each: the training prompts of these ids are used
+            alone, in their usual order. Unset: all.
     """
 
     name = "arithmetic"
@@ -53,6 +58,7 @@ class Arithmetic(Task):
         seed: int = 0,
         test_share: float = 0.1,
         mistakes: float = 0.0,
+        only: str | None = None,
     ) -> None:
         largest = 10**digits - 1 if isinstance(digits, int) and 1 <= digits <= 3 else 0
         top = largest if max_operand is None else max_operand
@@ -75,6 +81,7 @@ class Arithmetic(Task):
                 f"mistakes = {mistakes!r}: give a share, 0 to 1",
             ),
             (isinstance(seed, int), f"seed = {seed!r}: give an integer"),
+            (only is None or isinstance(only, str), f"only = {only!r}: give the name of a file"),
         ]
         for holds, message in checks:
             if not holds:
@@ -87,6 +94,7 @@ class Arithmetic(Task):
         self.seed = seed
         self.test_share = test_share
         self.mistakes = mistakes
+        self.only = only
         self._teacher = random.Random(seed)
         self.alphabet = "0123456789" + self.operators + "="
         if reverse:
@@ -98,7 +106,11 @@ class Arithmetic(Task):
             )
 
     def prompts(self, split: str) -> Iterable[Prompt]:
-        """Return `Prompt(id="7+25", text="07+25=", answer="230")` for each problem of the split."""
+        """Return `Prompt(id="7+25", text="07+25=", answer="230")` for each problem of the split.
+
+        Raises:
+            UserError: The file of `only` does not read, or names a prompt that is not there.
+        """
         self.check_split(split)
         problems = [
             (left, sign, right)
@@ -109,7 +121,10 @@ class Arithmetic(Task):
         random.Random(self.seed).shuffle(problems)
         num_test = min(max(1, round(len(problems) * self.test_share)), len(problems) - 1)
         chosen = problems[:num_test] if split == "test" else problems[num_test:]
-        return [self._prompt(*problem) for problem in chosen]
+        prompts = {prompt.id: prompt for prompt in itertools.starmap(self._prompt, chosen)}
+        if split == "train" and self.only is not None:
+            return [prompts[one] for one in only_these([*prompts], Path(self.only), self.label)]
+        return list(prompts.values())
 
     def _prompt(self, left: int, sign: str, right: int) -> Prompt:
         result = str(left + right if sign == "+" else left - right)

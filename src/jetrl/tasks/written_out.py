@@ -13,7 +13,6 @@ held out.
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from pathlib import Path
 
 from jetrl.errors import UserError
 from jetrl.tasks.base import Task
+from jetrl.tasks.chosen_prompts import only_these
 from jetrl.types import Prompt, Score
 
 REWARDS = ("answer", "steps")
@@ -138,7 +138,7 @@ class WrittenOut(Task):
         test = self._draw("test", self.test_size, drawn)
         texts = test if split == "test" else self._draw("train", self.size, drawn)
         if split == "train" and self.only is not None:
-            texts = self._only_these(texts, Path(self.only))
+            texts = only_these(texts, Path(self.only), self.label)
         return [Prompt(id=text, text=text, answer=self.solve(text)[-1]) for text in texts]
 
     def _draw(self, split: str, count: int, drawn: set[str]) -> list[str]:
@@ -152,17 +152,6 @@ class WrittenOut(Task):
                 drawn.add(text)
                 texts.append(text)
         return texts
-
-    def _only_these(self, texts: Sequence[str], file: Path) -> list[str]:
-        """Return the texts whose ids stand in a file of JSON lines."""
-        ids = set(_read_ids(file))
-        unknown = sorted(ids.difference(texts))
-        if unknown:
-            raise UserError(
-                f"{file}: no training prompt {unknown[0]!r} ({len(unknown)} such); were these ids "
-                f"drawn with other options of task {self.label}?"
-            )
-        return [text for text in texts if text in ids]
 
     def score(self, prompt: Prompt, completion: str) -> Score:
         right_steps = self.solve(prompt.text or "")
@@ -219,25 +208,3 @@ def is_in(value: object, low: int, high: int) -> bool:
 
 def _is_count(value: object) -> bool:
     return is_in(value, 1, 10**7)
-
-
-def _read_ids(file: Path) -> list[str]:
-    """Return the `id` of every line of a file of JSON lines."""
-    try:
-        lines = file.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise UserError(f"task.options.only = {file}: {error.strerror or error}") from None
-    except UnicodeDecodeError as error:
-        raise UserError(f"{file}: not UTF-8 text ({error.reason})") from None
-    ids: list[str] = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise UserError(f"{file}, line {number}: not JSON: {error}") from None
-        if not isinstance(row, dict) or not isinstance(row.get("id"), str):
-            raise UserError(f'{file}, line {number}: no object with an "id" that is a text')
-        ids.append(row["id"])
-    if not ids:
-        raise UserError(f"{file}: no lines; each is an object with the id of a prompt")
-    return ids
