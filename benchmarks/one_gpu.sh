@@ -2,11 +2,12 @@
 # Measurements on one GPU that take minutes each, one name a call:
 #
 #     sh benchmarks/one_gpu.sh NAME [OUT]
-#     sh benchmarks/one_gpu.sh study STUDY.toml MINUTES [--only ...]
+#     sh benchmarks/one_gpu.sh study STUDY.toml MINUTES [more studies] [--only ...]
 #
 # OUT is the folder of the JSON files, build/bench unless it is given. PYTHON is the interpreter. The
-# seconds are those that one H200 is expected to take, start included. `study` works a study off with
-# runs that share the card under NVIDIA's multi-process service (docs/study.md); JOBS is their number.
+# seconds are those that one H200 is expected to take, start included. `study` works studies off, or
+# what a queue file names, with runs that share the card under NVIDIA's multi-process service
+# (docs/studies.md); JOBS is their number, and BESIDE a command that runs at the same time.
 set -eu
 out=build/bench
 [ "${1:-}" = study ] || out=${2:-$out}
@@ -63,7 +64,12 @@ study)
     export CUDA_MPS_PIPE_DIRECTORY CUDA_MPS_LOG_DIRECTORY OMP_NUM_THREADS=1
     nvidia-cuda-mps-control -d
     trap 'echo quit | nvidia-cuda-mps-control' EXIT
-    "$python" -m jetrl study "$study" --jobs "${JOBS:-15}" --minutes "$minutes" --no-report "$@" ;;
+    if [ -n "${BESIDE:-}" ]; then sh -c "$BESIDE" & fi
+    code=0
+    "$python" -m jetrl study --jobs "${JOBS:-15}" --minutes "$minutes" --no-report "$study" "$@" ||
+        code=$?
+    wait
+    exit $code ;;
 # Without a GPU: most of these commands with a tiny model.
 try)
     tiny="--shape tiny --layers 1 --device cpu --plan unified"

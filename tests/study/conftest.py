@@ -109,6 +109,6 @@ def tiny_study(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file.write_text(TINY.replace("OUT", str(folder / "out")))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("jetrl.study.processes.Pool", PoolInThisProcess)
-        patch.setattr("jetrl.study.sitting.POLL_S", 0.0)
+        patch.setattr("jetrl.study.places.POLL_S", 0.0)
         assert main(["study", str(file)]) == 0
     return file

@@ -1,4 +1,4 @@
-"""The study files of this repository can be run: their settings, arms and metrics are known."""
+"""The study and queue files of this repository can be run: settings, arms and metrics are known."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -6,10 +6,12 @@ from pathlib import Path
 import pytest
 
 from jetrl.study.definition import read_definition
-from jetrl.study.plan import planned_runs
+from jetrl.study.plan import chosen, planned_runs
+from jetrl.study.queue_file import entries_of
 
 ROOT = Path(__file__).parents[2]
-FILES = sorted((ROOT / "benchmarks" / "study").glob("*.toml"))
+QUEUES = sorted((ROOT / "benchmarks" / "study").glob("queue*.toml"))
+FILES = sorted({*(ROOT / "benchmarks" / "study").glob("*.toml")}.difference(QUEUES))
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
@@ -27,5 +29,13 @@ def test_a_committed_study_has_valid_runs(file, monkeypatch):
         assert not isinstance(config, str) or (ROOT / config).is_file()
 
 
+@pytest.mark.parametrize("file", QUEUES, ids=lambda file: file.stem)
+def test_a_committed_queue_names_runs(file, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    for entry in entries_of([file], []):
+        assert chosen(planned_runs(read_definition(entry.file)), entry.only)
+
+
 def test_there_are_committed_studies():
     assert {"flows", "doses", "ablations", "twins", "sanity"} <= {file.stem for file in FILES}
+    assert {"queue", "queue_sanity"} <= {file.stem for file in QUEUES}

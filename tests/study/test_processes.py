@@ -200,7 +200,8 @@ def test_cards_are_those_that_are_visible(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_the_live_line_estimates_the_time_that_is_left() -> None:
     """A quarter of the work was done before; another quarter in 60 s leaves 120 s."""
-    progress = Progress(Standing(1, 0, 4, 25.0, 100.0, []))
+    progress = Progress()
+    progress.begin(Standing(1, 0, 4, 25.0, 100.0, []))
     standing = Standing(2, 1, 4, 50.0, 100.0, ["bf16-s0 3/9"])
     assert progress.line(standing, 60.0) == (
         "2 of 4 runs done, 1 failed, 1m 00s, about 2m 00s left | bf16-s0 3/9"

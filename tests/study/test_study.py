@@ -161,7 +161,7 @@ def test_what_fails_is_tried_once_more_and_then_reported(
     file.write_text(tiny_study.read_text().replace(str(tiny_study.parent), str(tmp_path)))
     FailingPool.calls = []
     monkeypatch.setattr("jetrl.study.processes.Pool", FailingPool)
-    monkeypatch.setattr("jetrl.study.sitting.POLL_S", 0.0)
+    monkeypatch.setattr("jetrl.study.places.POLL_S", 0.0)
     assert main(["study", str(file), "--only", "pages"]) == 1
     start, *calls = FailingPool.calls
     assert start.startswith("start-")
@@ -180,7 +180,7 @@ def test_a_start_that_was_put_back_from_a_copy_is_not_trained_again(
     shutil.copytree(start / "model", tmp_path / "out" / "starts" / start.name / "model")
     FailingPool.calls = []
     monkeypatch.setattr("jetrl.study.processes.Pool", FailingPool)
-    monkeypatch.setattr("jetrl.study.sitting.POLL_S", 0.0)
+    monkeypatch.setattr("jetrl.study.places.POLL_S", 0.0)
     words = ["--only", "pages", "--only", "seed=1", "--no-report"]
     assert main(["study", str(file), *words]) == 1
     assert FailingPool.calls == ["pages-s1", "pages-s1"]
@@ -217,7 +217,7 @@ def test_a_run_that_diverges_has_collapsed_and_is_no_failure(
     monkeypatch.setattr("jetrl.study.report.to_png", lambda *_: None)
     monkeypatch.setattr("jetrl.runs.report_page.to_svg", lambda _: "")
     monkeypatch.setattr("jetrl.study.processes.Pool", PoolInThisProcess)
-    monkeypatch.setattr("jetrl.study.sitting.POLL_S", 0.0)
+    monkeypatch.setattr("jetrl.study.places.POLL_S", 0.0)
     assert main(["study", str(file), "--only", "wild"]) == 0
     (run,) = read_results(tmp_path / "wild.json").runs.values()
     assert (run.end, run.steps, run.common) == ("nonfinite", 1, None)
@@ -251,7 +251,7 @@ def test_after_the_minutes_what_runs_is_stopped_and_what_is_left_is_said(
     file.write_text(tiny_study.read_text().replace(str(tiny_study.parent), str(tmp_path)))
     EndlessPool.stopped = []
     monkeypatch.setattr("jetrl.study.processes.Pool", EndlessPool)
-    monkeypatch.setattr("jetrl.study.sitting.POLL_S", 0.0)
+    monkeypatch.setattr("jetrl.study.places.POLL_S", 0.0)
     assert main(["study", str(file), "--minutes", "1e-9"]) == 75
     assert [name[:6] for name in EndlessPool.stopped] == ["start-"]
     assert "4 of 4 runs are left; the same command goes on" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""A study: arms times seeds as runs side by side over the cards that are there, and one report.
+"""Studies: arms times seeds as runs side by side over the cards that are there, and a report each.
 
 For example:
 
@@ -10,16 +10,19 @@ For example:
     jetrl study flows.toml --minutes 10                     stop at checkpoints after ten minutes
     jetrl study flows.toml --minutes 10 --no-report         the same, and no report at the end
     jetrl study flows.toml --report-only                    the report of what is there
+    jetrl study doses.toml flows.toml --jobs 15             two studies, which share 15 places
+    jetrl study queue.toml --jobs 15 --minutes 9            those that a queue file names
     jetrl study benchmarks/results/study/flows.json         the report from the committed results
 
 The same command goes on: runs that are done are skipped, runs that were cut are resumed with the
-same bits. How to write a study: docs/study.md. Exit codes: 0 done, 1 a run failed or twins differ,
-2 bad input, 75 runs are left after --minutes, 130 Ctrl-C.
+same bits. How to write a study and a queue file: docs/studies.md. Exit codes: 0 done, 1 a run
+failed or twins differ, 2 bad input, 75 runs are left after --minutes, 130 Ctrl-C.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import signal
 from pathlib import Path
@@ -33,24 +36,28 @@ if TYPE_CHECKING:
     from types import FrameType
 
     from jetrl.study.definition import Definition
-    from jetrl.study.plan import PlannedRun
+    from jetrl.study.queue import Work
     from jetrl.study.results import Results
+    from jetrl.study.sitting import Sitting
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = (
-        "jetrl study STUDY.toml [--only ARM | AXIS=VALUE | seed=N ...] [--jobs N] [--minutes M] "
-        "[--no-report | --report-only | --dry-run]"
+        "jetrl study STUDY.toml [...] [--only ARM | AXIS=VALUE | seed=N ...] [--jobs N] "
+        "[--minutes M] [--no-report | --report-only | --dry-run]"
     )
     parser.add_argument(
-        "study", nargs="?", metavar="STUDY", help="a study file, or a results file (.json)"
+        "study",
+        nargs="*",
+        metavar="STUDY",
+        help="a study file, a results file (.json), or a queue file that names several studies",
     )
     parser.add_argument(
         "--only",
         action="append",
         default=[],
         metavar="ARM | AXIS=VALUE | seed=N",
-        help="run these arms, values of the grid and seeds alone (repeatable)",
+        help="run these arms, values of the grid and seeds of each study alone (repeatable)",
     )
     parser.add_argument(
         "--jobs", type=int, metavar="N", help="runs side by side on a card (default: study.jobs)"
@@ -79,25 +86,33 @@ def run(args: argparse.Namespace) -> int:
 
         answer_request(Path(args.evaluate))
         return 0
-    if args.study is None:
-        raise UserError("jetrl study needs a study file; docs/study.md shows how to write one")
+    if not args.study:
+        raise UserError("jetrl study needs a study file; docs/studies.md shows how to write one")
     for name in ("jobs", "minutes"):
         value = getattr(args, name)
         if value is not None and not value > 0:
             raise UserError(f"--{name} {value:g}: a number above 0 is expected")
-    definition, results = opened(Path(args.study))
-    if args.report_only or Path(args.study).suffix == ".json":
-        if not results.runs:
-            raise UserError(f"{results.path}: no run is done yet, so there is nothing to report")
-        return report(definition, results)
 
-    from jetrl.study.plan import chosen, planned_runs
+    from jetrl.study.queue import work_of
+    from jetrl.study.queue_file import entries_of
 
-    runs = chosen(planned_runs(definition), args.only)
+    entries = entries_of([Path(name) for name in args.study], args.only)
+    opened_files = {entry.file: opened(entry.file) for entry in entries}
+    if args.report_only or all(file.suffix == ".json" for file in opened_files):
+        for _, results in opened_files.values():
+            if not results.runs:
+                raise UserError(
+                    f"{results.path}: no run is done yet, so there is nothing to report"
+                )
+        return max(report(definition, results) for definition, results in opened_files.values())
+    for file in opened_files:
+        if file.suffix == ".json":
+            raise UserError(f"{file}: results run nothing; give the study file, or no study file")
+    queue = [work_of(entry, *opened_files[entry.file]) for entry in entries]
     if args.dry_run:
-        print(dry_run(definition, runs, results))
+        print("\n\n".join(map(dry_run, queue)))
         return 0
-    return work_off(args, definition, runs, results)
+    return work_off(args, queue)
 
 
 def opened(path: Path) -> tuple[Definition, Results]:
@@ -124,48 +139,57 @@ def opened(path: Path) -> tuple[Definition, Results]:
     return definition, results
 
 
-def work_off(
-    args: argparse.Namespace,
-    definition: Definition,
-    runs: Sequence[PlannedRun],
-    results: Results,
-) -> int:
-    """Work off runs, write the report, and return an exit code.
+def work_off(args: argparse.Namespace, queue: Sequence[Work]) -> int:
+    """Work off the runs of a queue, write the reports, and return an exit code.
 
     Args:
         args: The arguments of the command.
-        definition: The definition of the study.
-        runs: The runs to work off.
-        results: The results so far.
+        queue: The runs, in the order in which places go to them.
     """
     from jetrl.runs.attempts import RunLock
+    from jetrl.study import places
     from jetrl.study.checks import check_runs
     from jetrl.study.processes import Pool, cards_for
-    from jetrl.study.sitting import Sitting
+    from jetrl.study.progress import Progress
+    from jetrl.study.queue import parts_of
 
-    check_runs(runs)
-    cards = cards_for(runs[0].settings.run.device)
-    jobs = args.jobs or definition.study.jobs or (4 if cards else 1)
-    definition.out.mkdir(parents=True, exist_ok=True)
-    lock = RunLock(definition.out)
+    check_runs([run for work in queue for run in work.runs])
+    first = queue[0]
+    cards = cards_for(first.runs[0].settings.run.device)
+    jobs = args.jobs or first.definition.study.jobs or (4 if cards else 1)
     before = signal.signal(signal.SIGTERM, _terminate)
-    try:
-        pool = Pool(cards, jobs, definition.study.threads)
-        sitting = Sitting(definition, runs, results, pool, args.minutes)
-        sitting.work_off()
-    except (KeyboardInterrupt, Terminated):
-        tell("the runs were stopped at checkpoints; the same command goes on")
-        raise
-    finally:
-        signal.signal(signal.SIGTERM, before)
-        lock.release()
+    with contextlib.ExitStack() as locks:
+        locks.callback(signal.signal, signal.SIGTERM, before)
+        for out in {work.definition.out for work in queue}:
+            out.mkdir(parents=True, exist_ok=True)
+            locks.callback(RunLock(out).release)
+        pool, progress = Pool(cards, jobs, first.definition.study.threads), Progress()
+        parts = parts_of(queue, progress)
+        try:
+            places.work_off(parts, pool, progress, args.minutes)
+        except (KeyboardInterrupt, Terminated):
+            tell("the runs were stopped at checkpoints; the same command goes on")
+            raise
+    sittings = {id(part.sitting): part.sitting for part in parts}.values()
+    return max(ended(sitting, with_report=not args.no_report) for sitting in sittings)
+
+
+def ended(sitting: Sitting, with_report: bool) -> int:
+    """Write the report of a study that was worked at, say what is left, and return an exit code.
+
+    Args:
+        sitting: The sitting at the study.
+        with_report: Whether the report is written.
+    """
+    definition, results = sitting.definition, sitting.results
     code = 1 if results.failed or not results.runs else 0
-    if results.runs and not args.no_report:
+    if results.runs and with_report:
         code = report(definition, results)
     for name, reason in results.failed.items():
         print(f"failed: {name}: {reason}")
     if sitting.left:
-        print(f"{len(sitting.left)} of {len(runs)} runs are left; the same command goes on")
+        total = sitting.standing().total
+        print(f"{len(sitting.left)} of {total} runs are left; the same command goes on")
         return TimeLimitReached.exit_code
     return code
 
@@ -185,18 +209,17 @@ def report(definition: Definition, results: Results) -> int:
     return 1 if written.unequal_twins or results.failed else 0
 
 
-def dry_run(definition: Definition, runs: Sequence[PlannedRun], results: Results) -> str:
-    """Return the runs of a study and the state of each, as a table.
+def dry_run(work: Work) -> str:
+    """Return the runs of a part of the queue and the state of each, as a table.
 
     Args:
-        definition: The definition of the study.
-        runs: The runs.
-        results: The results so far.
+        work: The part.
     """
     from jetrl.runs.attempts import run_state
 
+    results = work.results
     rows = [("run", "arm", "seed", "steps", "begins from", "state")]
-    for one in runs:
+    for one in work.runs:
         state = "to do"
         if one.name in results.runs:
             state = "done"
@@ -204,5 +227,6 @@ def dry_run(definition: Definition, runs: Sequence[PlannedRun], results: Results
             state = run_state(one.path)
         start = one.start.name if one.start else one.settings.model.path or "random weights"
         rows.append((one.name, one.arm, str(one.seed), str(one.settings.loop.steps), start, state))
-    done = sum(one.name in results.runs for one in runs)
-    return f"{table(rows)}\n\n{len(runs)} runs, {done} done; they go to {definition.out}"
+    done = sum(one.name in results.runs for one in work.runs)
+    out = work.definition.out
+    return f"{table(rows)}\n\n{len(work.runs)} runs, {done} done; they go to {out}"

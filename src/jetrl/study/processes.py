@@ -37,11 +37,13 @@ class Job:
         name: The name of the run that it is for.
         words: The words of the command, without the program's name.
         log: The file that gets what it prints, behind what is in it.
+        study: The study file of the run.
     """
 
     name: str
     words: Sequence[str]
     log: Path
+    study: str = ""
 
 
 class Worker:

@@ -1,4 +1,4 @@
-"""The console of a study: a line for each run that ends, and below them one line that is live."""
+"""The console of studies: a line for each run that ends, and below them one line that is live."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ REFRESH_S, QUIET_S = 0.5, 60.0  # between live lines: on a terminal, and in a lo
 
 @dataclass(frozen=True)
 class Standing:
-    """The standing of a study at a moment.
+    """The standing of one study, or of several together, at a moment.
 
     Attributes:
         done: The number of runs that are done.
@@ -34,18 +34,37 @@ class Standing:
     running: Sequence[str]
 
 
-class Progress:
-    """The console of a study.
+def together(standings: Sequence[Standing]) -> Standing:
+    """Return the standing of several studies together.
 
     Args:
-        standing: The standing before the first run is started, which the estimate begins from.
+        standings: The standing of each.
     """
+    return Standing(
+        sum(one.done for one in standings),
+        sum(one.failed for one in standings),
+        sum(one.total for one in standings),
+        sum(one.work_done for one in standings),
+        sum(one.work for one in standings),
+        [words for one in standings for words in one.running],
+    )
 
-    def __init__(self, standing: Standing) -> None:
-        self._began = time.monotonic()
-        self._first = standing
-        self._shown_at = self._began
+
+class Progress:
+    """The console of studies."""
+
+    def __init__(self) -> None:
         self._terminal = sys.stdout.isatty()
+        self.begin(Standing(0, 0, 0, 0.0, 0.0, []))
+
+    def begin(self, standing: Standing) -> None:
+        """Begin the estimate of the time that is left.
+
+        Args:
+            standing: The standing before the first run is started.
+        """
+        self._began = self._shown_at = time.monotonic()
+        self._first = standing
 
     def event(self, text: str) -> None:
         """Print a line that stays."""
@@ -78,7 +97,7 @@ class Progress:
 
         Args:
             standing: The standing.
-            elapsed_s: The seconds since the study was started.
+            elapsed_s: The seconds since the runs were begun.
         """
         pieces = [f"{standing.done} of {standing.total} runs done"]
         if standing.failed:

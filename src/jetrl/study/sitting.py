@@ -1,17 +1,17 @@
-"""A sitting at a study: its runs are worked off until all are done, or a limit or a signal ends it.
+"""A sitting at a study: which command comes next, and what is taken down when one has ended.
 
 Each run is a command in a child process, `jetrl train`, followed by one that evaluates its final
 weights; its supervised start, if it has one, comes before. What is done is skipped, what was cut is
 resumed with the same bits, and what fails is tried once more and then reported, while the others go
-on. A run that ends on numbers that are not finite has collapsed: that is a result.
+on. A run that ends on numbers that are not finite has collapsed: that is a result. `places.py`
+starts the commands, of one study or of several.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Container, Sequence
 from pathlib import Path
 
 from jetrl.errors import NonFiniteError, UserError
@@ -33,8 +33,8 @@ from jetrl.study.final_evaluation import (
 from jetrl.study.first_weights import FirstWeights
 from jetrl.study.items import Item, has_begun, look, recipe_file, steps_done
 from jetrl.study.plan import PlannedRun, PlannedStart, recipe_of
-from jetrl.study.processes import POLL_S, Child, Job, Pool, last_line
-from jetrl.study.progress import Progress, Standing
+from jetrl.study.processes import Child, Job, last_line
+from jetrl.study.progress import Standing
 from jetrl.study.results import Results
 
 MOST_FAILURES = 2
@@ -47,9 +47,7 @@ class Sitting:
         definition: The definition of the study.
         runs: The runs to work off.
         results: The results so far, which those of the runs are added to.
-        pool: The places for child processes.
-        minutes: The minutes after which no run is begun and those that run are stopped at a
-            checkpoint; None: no limit.
+        tell: Prints a line about a run.
 
     Raises:
         UserError: The results, or a run directory, are of other settings.
@@ -60,11 +58,9 @@ class Sitting:
         definition: Definition,
         runs: Sequence[PlannedRun],
         results: Results,
-        pool: Pool,
-        minutes: float | None = None,
+        tell: Callable[[str], None],
     ) -> None:
-        self.definition, self.results, self.pool = definition, results, pool
-        self._limit_s = None if minutes is None else 60 * minutes
+        self.definition, self.results, self._tell = definition, results, tell
         self._items = {run.name: Item(run) for run in runs}
         starts = {run.start.name: run.start for run in runs if run.start is not None}
         self._starts = {name: Item(start) for name, start in starts.items()}
@@ -75,7 +71,6 @@ class Sitting:
         for item in self._starts.values():
             look(item, definition, results)
         self._first_weights.check_folders()
-        self.progress = Progress(self._standing())
         for item in self._items.values():
             if item.stage == "failed":
                 self._fail(item, item.reason)
@@ -85,48 +80,19 @@ class Sitting:
         """The names of the runs that are neither done nor failed."""
         return [name for name, item in self._items.items() if not item.is_over]
 
-    def work_off(self) -> None:
-        """Work off the runs; those that are running at the end are stopped at a checkpoint.
-
-        Raises:
-            KeyboardInterrupt, Terminated: A signal; the runs were stopped before.
-            StorageError: A file of the study could not be written; likewise.
-        """
-        began = time.monotonic()
-        try:
-            self.pool.warm_up(len(self.left))
-            while self._goes_on():
-                if self._limit_s is not None and time.monotonic() - began > self._limit_s:
-                    running = len(self.pool.children)
-                    self.progress.event(f"the time is up: {running} runs stop at a checkpoint")
-                    return
-                time.sleep(POLL_S)
-        finally:
-            self.pool.stop()
-            for child in self.pool.ended():  # those that came to their end meanwhile
-                self._item_of(child).running = False
-            self.progress.close()
-
-    def _goes_on(self) -> bool:
-        """Take in what has ended, start what can be started; return whether anything is running."""
-        for child in self.pool.ended():
-            self._take_in(child)
-        for child in self.pool.children:
-            self._kill_if_due(child)
-        while self.pool.has_place:
-            job = self._next_job()
-            if job is None:
-                break
-            self.pool.start(job)
-        self.progress.show(self._standing)
-        return bool(self.pool.children)
-
     # What is to be done
 
-    def _next_job(self) -> Job | None:
-        """Return the next command that can be started; None if there is none."""
-        for item in self._items.values():
-            if item.is_over or item.running:
+    def next_job(self, names: Container[str]) -> Job | None:
+        """Return the next command that can be started, which counts as running; None if none can.
+
+        Args:
+            names: The names of the runs that it may be for.
+
+        Raises:
+            StorageError: A file that the command reads could not be written.
+        """
+        for name, item in self._items.items():
+            if name not in names or item.is_over or item.running:
                 continue
             start = item.work.start if isinstance(item.work, PlannedRun) else None
             if start is not None and item.stage == "train":
@@ -176,15 +142,23 @@ class Sitting:
         return self.definition.out / "evaluations" / f"{item.work.name}.json"
 
     def _job(self, name: str, words: Sequence[str]) -> Job:
-        return Job(name, words, self.definition.out / "logs" / f"{name}.txt")
+        log = self.definition.out / "logs" / f"{name}.txt"
+        return Job(name, words, log, str(self.definition.source))
 
     # What has ended
 
     def _item_of(self, child: Child) -> Item:
         return self._items.get(child.job.name) or self._starts[child.job.name]
 
-    def _take_in(self, child: Child) -> None:
-        """Go on with a piece of work whose child process has ended."""
+    def take_in(self, child: Child) -> None:
+        """Go on with a piece of work whose command has ended.
+
+        Args:
+            child: The child process of the command.
+
+        Raises:
+            StorageError: A file of the study could not be written.
+        """
         item, code = self._item_of(child), child.process.returncode
         item.running = False
         if code == 0:
@@ -195,14 +169,14 @@ class Sitting:
             if not has_weights(item.work.path):
                 self._finish(item, None)
         elif child.process.pid in self._killed:
-            self.progress.event(f"{item.work.name}: killed as arms.kill_after says; it is resumed")
+            self._tell(f"{item.work.name}: killed as arms.kill_after says; it is resumed")
         else:
             item.failures += 1
             reason = f"exit code {code}: {last_line(child.job.log)}"
             if item.failures >= MOST_FAILURES:
                 self._fail(item, reason)
             else:
-                self.progress.event(f"{item.work.name}: {clip(reason, 200)}; tried once more")
+                self._tell(f"{item.work.name}: {clip(reason, 200)}; tried once more")
 
     def _advance(self, item: Item) -> None:
         """Go on with a piece of work whose child process came to its end."""
@@ -213,7 +187,7 @@ class Sitting:
                 self._fail(item, str(error))
                 return
             item.stage = "done"
-            self.progress.event(f"{item.work.name}: supervised start made")
+            self._tell(f"{item.work.name}: supervised start made")
         elif item.stage == "train":
             item.stage = "evaluate"
         else:
@@ -236,20 +210,24 @@ class Sitting:
             words.append(f"held out {100 * outcome.common.mean:.1f}%")
         if item.end == "nonfinite":
             words.append(f"collapsed: {clip(item.reason, 120)}")
-        self.progress.event(f"{run.name}: {', '.join(words)}")
+        self._tell(f"{run.name}: {', '.join(words)}")
 
     def _fail(self, item: Item, reason: str) -> None:
         """Take down that a piece of work has failed; the others go on."""
         item.stage, item.reason = "failed", reason
-        self.progress.event(f"{item.work.name}: failed: {clip(reason, 300)}")
+        self._tell(f"{item.work.name}: failed: {clip(reason, 300)}")
         if isinstance(item.work, PlannedRun):
             self.results.failed[item.work.name] = reason
             self.results.write()
 
     # Kills, and the standing
 
-    def _kill_if_due(self, child: Child) -> None:
-        """Kill a run that has come to a step of its arm's kill_after."""
+    def kill_if_due(self, child: Child) -> None:
+        """Kill a run that has come to a step of its arm's kill_after.
+
+        Args:
+            child: The child process of a command of this study.
+        """
         item = self._item_of(child)
         if not isinstance(item.work, PlannedRun) or item.stage != "train":
             return
@@ -262,7 +240,7 @@ class Sitting:
             self._killed.add(child.process.pid)
             child.process.kill()
 
-    def _standing(self) -> Standing:
+    def standing(self) -> Standing:
         """Return the standing of the study."""
         work = work_done = 0.0
         running = []

@@ -1,0 +1,130 @@
+"""Several studies whose runs share the places: who gets them first, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from tests.study.conftest import TINY, PoolInThisProcess
+
+from jetrl.cli.main import main
+from jetrl.study.processes import Child, Job
+from jetrl.study.results import read_results
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the study files one.toml and two.toml, which is the working folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("jetrl.study.places.POLL_S", 0.0)
+    for name in ("one", "two"):
+        text = TINY.replace('"tiny"', f'"{name}"').replace("OUT", f"out-{name}")
+        (tmp_path / f"{name}.toml").write_text(text)
+    return tmp_path
+
+
+class ThreePlaces(PoolInThisProcess):
+    """Three places; a command lasts until the study looks again, and those of runs fail."""
+
+    begun: list[list[str]]
+    has_place = property(lambda self: len(self.children) < 3)
+
+    def start(self, job: Job) -> None:
+        is_start = job.name.startswith("start-")
+        self.begun[-1].append(f"{job.study[:3]} {'start' if is_start else job.name}")
+        code = 0 if is_start else 2
+        process = SimpleNamespace(returncode=code, pid=0)
+        self.children.append(Child(job, None, process))  # type: ignore[arg-type]
+
+    def ended(self) -> list[Child]:
+        self.begun.append([])
+        return super().ended()
+
+
+QUEUE = """
+[[study]]
+file = "one.toml"
+only = ["pages", "seed=1"]
+[[study]]
+file = "two.toml"
+only = ["seed=0"]
+[[study]]
+file = "one.toml"
+only = ["seed=0"]
+"""
+
+
+def test_places_go_to_the_first_of_the_queue_that_has_a_command(
+    files: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """While the first study's start is trained the second gets places, and its runs come first."""
+    ThreePlaces.begun = []
+    monkeypatch.setattr("jetrl.study.processes.Pool", ThreePlaces)
+    (files / "queue.toml").write_text(QUEUE)
+    assert main(["study", "queue.toml", "--no-report"]) == 1
+    assert [names for names in ThreePlaces.begun if names] == [
+        ["one start", "two start"],
+        ["one pages-s1", "two unified-s0", "two pages-s0"],
+        ["one pages-s1", "two unified-s0", "two pages-s0"],
+        ["one unified-s0", "one pages-s0"],
+        ["one unified-s0", "one pages-s0"],
+    ]
+    printed = capsys.readouterr().out
+    assert "two: pages-s0: failed: exit code 2" in printed
+    assert sorted(read_results(files / "out-one" / "results.json").failed) == [
+        "pages-s0",
+        "pages-s1",
+        "unified-s0",
+    ]
+
+
+def test_each_study_has_its_own_results_and_report(
+    tiny_study: Path, files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("jetrl.study.report.to_png", lambda *_: None)
+    monkeypatch.setattr("jetrl.runs.report_page.to_svg", lambda _: "")
+    done = (tiny_study.parent / "out" / "results.json").read_text()
+    for name in ("one", "two"):
+        (files / f"out-{name}").mkdir()
+        (files / f"out-{name}" / "results.json").write_text(done)
+    monkeypatch.setattr("jetrl.study.processes.Pool", PoolInThisProcess)
+    assert main(["study", "one.toml", "two.toml"]) == 0
+    assert all((files / f"out-{name}" / "report.html").is_file() for name in ("one", "two"))
+    assert main(["study", "one.toml", "two.toml", "--report-only"]) == 0
+
+
+def test_the_runs_of_a_queue_are_listed(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (files / "queue.toml").write_text(QUEUE)
+    assert main(["study", "queue.toml", "--dry-run"]) == 0
+    printed = capsys.readouterr().out
+    assert "1 runs, 0 done; they go to out-one" in printed
+    assert printed.count("2 runs, 0 done") == 2
+
+
+@pytest.mark.parametrize(
+    ("queue", "words", "message"),
+    [
+        (QUEUE, ["--only", "pages"], "queue.toml is a queue file, which says itself what is run"),
+        ("study = []", [], "queue.toml: study: "),
+        ("[[study]]\nfile = 3", [], "queue.toml: study.0.file: "),
+        ("[[study]]\nfiles = 3", [], "a [[study]] has file and only"),
+        ("[[study]]\nfile = 'no.toml'", [], "study no.toml: no such file"),
+        ("[[study]]\nfile = 'one.toml'\nonly = ['x']", [], "queue.toml: one.toml: --only x: no "),
+        ("[[study]]\nfile = 'one.toml'", ["./one.toml", "copy.toml"], "both write "),
+        ("[[study]]\nfile = 'one.toml'", ["done.json"], "done.json: results run nothing"),
+    ],
+)
+def test_wrong_queues(
+    files: Path,
+    tiny_study: Path,
+    capsys: pytest.CaptureFixture[str],
+    queue: str,
+    words: list[str],
+    message: str,
+) -> None:
+    (files / "queue.toml").write_text(queue)
+    (files / "copy.toml").write_text((files / "one.toml").read_text())
+    (files / "done.json").write_text((tiny_study.parent / "out" / "results.json").read_text())
+    assert main(["study", "queue.toml", *words]) == 2
+    assert message in capsys.readouterr().err
