@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -181,6 +184,8 @@ def test_interrupted_and_used_again(policy: Policy, prompts: Any) -> None:
     def interrupt(progress: Any) -> None:
         nonlocal calls
         calls += 1
+        if calls == 3:
+            torch.cuda._sleep(10**9)  # The step behind it has not begun when the call is cut.
         if calls == 4:
             raise KeyboardInterrupt
 
@@ -188,6 +193,19 @@ def test_interrupted_and_used_again(policy: Policy, prompts: Any) -> None:
         engine.generate(prompts, params, progress=interrupt)
     assert engine.pages_in_use == 0
     assert outcome(engine.generate(prompts, params)) == wanted
+
+
+def test_interrupted_where_segments_of_memory_grow() -> None:
+    """With the allocator of the command line, memory of a graph that is given up is unmapped."""
+    test = f"{__file__}::{test_interrupted_and_used_again.__name__}"
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", test],
+        env={**os.environ, "PYTORCH_ALLOC_CONF": "expandable_segments:True"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_logits_that_are_not_finite_stop_the_run(prompts: Any) -> None:

@@ -49,6 +49,8 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     for name, kind in (("MemPool", Pool), ("CUDAGraph", Graph)):
         monkeypatch.setattr(torch.cuda, name, kind)
         monkeypatch.setattr(kind, "log", found, raising=False)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: found.append("device has ended"))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     return found
 
 
@@ -58,7 +60,7 @@ def captured(pool: GraphPool) -> Any:
     return graph
 
 
-ENDED = ["graph reset", "graph reset", "pool gone, 0 graphs use it"]
+ENDED = ["device has ended", "graph reset", "graph reset", "pool gone, 0 graphs use it"]
 
 
 def test_graphs_end_before_their_pool_and_once(log: list[str]) -> None:
@@ -69,6 +71,17 @@ def test_graphs_end_before_their_pool_and_once(log: list[str]) -> None:
     pool.close()
     del pool, kept
     assert log == ENDED
+
+
+def test_nothing_waits_for_the_device_in_a_capture(
+    log: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    pool = GraphPool()
+    kept = captured(pool)
+    pool.close()
+    assert log == ["graph reset", "pool gone, 0 graphs use it"]
+    del kept
 
 
 def test_a_circle_that_is_collected_ends_in_the_same_order(log: list[str]) -> None:
