@@ -196,6 +196,7 @@ def test_a_start_that_was_put_back_from_a_copy_is_not_trained_again(
         (["FILE", "--jobs", "0"], "--jobs 0: a number above 0"),
         (["FILE", "--minutes", "-1"], "--minutes -1: a number above 0"),
         (["FILE", "--only", "unify"], "--only unify: no such arm or value"),
+        (["FILE", "--only", "pages", "--report-only"], "a report is of all that is done"),
     ],
 )
 def test_wrong_words(

@@ -99,6 +99,8 @@ def run(args: argparse.Namespace) -> int:
     entries = entries_of([Path(name) for name in args.study], args.only)
     opened_files = {entry.file: opened(entry.file) for entry in entries}
     if args.report_only or all(file.suffix == ".json" for file in opened_files):
+        if args.only:
+            raise UserError("--only chooses runs to work off; a report is of all that is done")
         for _, results in opened_files.values():
             if not results.runs:
                 raise UserError(
