@@ -30,15 +30,13 @@ from jetrl.precision.nvfp4_layout import hopper_order, parts_of
 
 _MORE_THAN_CACHED = 2**28  # bytes; the L2 cache has 50 MB
 _ROWS = (1, 8, 16, 32, 64, 128, 256, 512, 4096)
-_CUTS = {  # units, group, rounds, registers, 1 where parts are made side by side, sides, upright
+_CUTS = {  # units, group, rounds, registers, 1 where parts are made side by side, sides
     8: [(1, 2, 4, 80), (2, 2, 4, 80), (2, 2, 4, 72), (2, 4, 2, 80), (2, 2, 3, 80), (1, 2, 4, 80, 1),
         (1, 2, 6, 80, 1), (1, 2, 8, 80, 1), (2, 2, 4, 80, 1), (1, 4, 3, 80, 1), (1, 4, 4, 80, 1),
         (2, 2, 4, 96, 0, 3)],
     16: [(2, 2, 4, 80), (2, 2, 3, 72), (1, 2, 4, 80, 1), (1, 2, 6, 80, 1), (1, 4, 3, 80, 1)],
-    32: [(1, 2, 4, 80), (2, 1, 4, 80), (2, 2, 3, 80), (2, 2, 4, 128), (2, 1, 6, 112, 0, 3),
-         (1, 2, 3, 112, True, 1, True)],
-    64: [(1, 2, 3, 128), (2, 1, 3, 80), (2, 1, 4, 128), (2, 2, 4, 128), (2, 1, 6, 112, 0, 3),
-         (1, 2, 2, 112, True, 1, True)],
+    32: [(1, 2, 4, 80), (2, 1, 4, 80), (2, 2, 3, 80), (2, 2, 4, 128), (2, 1, 6, 112, 0, 3)],
+    64: [(1, 2, 3, 128), (2, 1, 3, 80), (2, 1, 4, 128), (2, 2, 4, 128), (2, 1, 6, 112, 0, 3)],
     128: [(2, 1, 3, 128), (2, 2, 3, 168)],
 }  # fmt: skip
 
@@ -95,7 +93,6 @@ def layer_rows(
             forms: dict[str, list[Callable[[], Any]]] = {
                 f"units {t.units} group {t.group} rounds {t.rounds} registers {t.registers}"
                 + f" sides {t.sides}"
-                + ", upright" * t.upright
                 + ", parts together" * t.together: [
                     partial(nvfp4_rows_matmul, x, w, torch.bfloat16, t) for w in nvfp4
                 ]

@@ -165,10 +165,6 @@ def test_the_parts_of_a_long_sum_are_added_in_order(hopper, shape: tuple[int, in
         tiles = Tiles(units, group, 2, 80 if rows <= 16 else 128, bool(together))
         out = nvfp4_rows_matmul(x[:rows], weight, torch.float32, tiles)
         assert torch.equal(out, expected[:rows]), (rows, tiles)
-    for rows, together in ((5, True), (40, True), (40, False), (64, True)):
-        tiles = Tiles(1, 2, 2, 112, together, upright=True)
-        out = nvfp4_rows_matmul(x[:rows], weight, torch.float32, tiles)
-        assert torch.equal(out, expected[:rows]), (rows, tiles)
 
 
 @pytest.mark.parametrize("form", ["passes", "fused"])
@@ -202,11 +198,11 @@ def test_a_product_with_an_adapter_has_the_bits_of_both(
     assert not any(different.values()), {key: bad for key, bad in different.items() if bad}
     assert not adapter.arrived[:-1].any()
     # Sides that lie past the last row of the weight, too.
-    cuts = Tiles(2, 1, 2, 112, sides=3), Tiles(1, 2, 2, 112, True, upright=True)
-    for rows, tiles in itertools.product((5, 40), cuts if form == "fused" else ()):
+    tiles = Tiles(2, 1, 2, 112, sides=3)
+    for rows in (5, 40) if form == "fused" else ():
         operands = AdapterOperands(u[:rows].clone(), adapter.up, adapter.columns)
         y = nvfp4_rows_matmul(x[:rows], base, tiles=tiles, adapter=operands)
-        assert torch.equal(y, whole[:rows]), (rows, tiles)
+        assert torch.equal(y, whole[:rows]), rows
     for rows in (1, 8, 16, 17, 33, 64, 128):
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):

@@ -2,8 +2,7 @@
 
 The tile in registers is the transpose of a tile of Y, float32 [64, BLOCK_M]. Its rows are rows of
 the weight in the order in which warps hold them: eight of the program's first unit of 32, then
-eight of its second, for each warp. Where there is one unit, the others are zeros. (An upright
-product's tile is that of Y, and a warp has eight of its columns.)
+eight of its second, for each warp. Where there is one unit, the others are zeros.
 
 With an adapter the tile of Y is rounded to bfloat16, then that of u B^T, then their sum: the bits
 of `precision.adapter`, as at the end of the FP8 GEMM (`precision.hopper.adapter_epilogue`). Here B
@@ -19,8 +18,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
-
-from jetrl.precision.hopper.adapter_epilogue import with_adapter
 
 # Rows and columns of a tile of B: warps have 8 rows of each unit, lanes the places of mma.sync.
 _LANES, _WARPS = [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]], [[8, 0], [16, 0]]
@@ -80,13 +77,12 @@ def _added(
 @gluon.jit
 def store_product(
     total, y_ptr, factor, m0, unit, M, N, first, u_smem, b_smem, beside, side: gl.constexpr,
-    BLOCK_M: gl.constexpr, UNITS: gl.constexpr, UPRIGHT: gl.constexpr, RANK: gl.constexpr,
-    mma: gl.constexpr,
+    BLOCK_M: gl.constexpr, UNITS: gl.constexpr, RANK: gl.constexpr, mma: gl.constexpr,
 ):  # fmt: skip
     """Store the product times the factor, with the adapter's product added.
 
     Args:
-        total: float32 [64, BLOCK_M], the sums, or with UPRIGHT their transpose [BLOCK_M, 32].
+        total: float32 [64, BLOCK_M], the sums.
         y_ptr: [M, N], written; bfloat16 with an adapter.
         factor: float32, what sums are multiplied by; or a pointer to float32 [N], those of rows of
             the weight.
@@ -101,30 +97,21 @@ def store_product(
         side: as of `_added`.
         BLOCK_M: rows of X that the program has.
         UNITS: units of the weight that these warps have.
-        UPRIGHT: as of `nvfp4_rows.Tiles`.
         RANK: columns of the adapter's B; 0: there is no adapter.
         mma: the layout of total.
     """
-    if UPRIGHT:
-        m = m0 + gl.arange(0, BLOCK_M, gl.SliceLayout(1, mma))[:, None]
-        n = unit * 32 + gl.arange(0, 32, gl.SliceLayout(0, mma))[None, :]
-        limit = N
-    else:
-        # Warps hold 8 rows of each unit. Columns past M are products of zeros.
-        places = gl.arange(0, 64, gl.SliceLayout(1, mma))
-        n = ((unit + ((places >> 3) & 1)) * 32 + (places >> 4) * 8 + (places & 7))[:, None]
-        m = m0 + gl.arange(0, BLOCK_M, gl.SliceLayout(0, mma))[None, :]
-        limit = gl.minimum(N, (unit + UNITS) * 32)
+    # Warps hold 8 rows of each unit. Columns past M are products of zeros.
+    places = gl.arange(0, 64, gl.SliceLayout(1, mma))
+    n = ((unit + ((places >> 3) & 1)) * 32 + (places >> 4) * 8 + (places & 7))[:, None]
+    m = m0 + gl.arange(0, BLOCK_M, gl.SliceLayout(0, mma))[None, :]
+    limit = gl.minimum(N, (unit + UNITS) * 32)
     if factor.dtype.is_ptr():
         factor = gl.load(factor + n, mask=n < limit, other=0.0)
     total = total * factor
     y = total.to(y_ptr.dtype.element_ty)
     if RANK > 0:
         mbarrier.wait(beside.index(0), 0)
-        if UPRIGHT:
-            y = with_adapter(total, u_smem, b_smem, first, side, RANK // 16)
-        else:
-            added = _added(u_smem, b_smem, side, mma, BLOCK_M, UNITS, RANK // 16).to(gl.bfloat16)
-            both = (y.to(gl.float32) + added.to(gl.float32)).to(gl.bfloat16)
-            y = gl.where(first >= 0, both, y)
+        added = _added(u_smem, b_smem, side, mma, BLOCK_M, UNITS, RANK // 16).to(gl.bfloat16)
+        both = (y.to(gl.float32) + added.to(gl.float32)).to(gl.bfloat16)
+        y = gl.where(first >= 0, both, y)
     gl.store(y_ptr + m.to(gl.int64) * N + n, y, mask=(n < limit) & (m < M))

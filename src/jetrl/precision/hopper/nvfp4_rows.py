@@ -86,37 +86,24 @@ def _stage_words(
 
 @gluon.jit
 def _weight_operand(
-    parts, step: gl.constexpr, UPRIGHT: gl.constexpr, UNITS: gl.constexpr, GROUP: gl.constexpr,
-    layout: gl.constexpr,
+    parts, step: gl.constexpr, UNITS: gl.constexpr, GROUP: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
-    """Return a step of 64 along K of the weight as the tensor core reads it.
-
-    That is 64 rows of the weight as the left operand, or with UPRIGHT 32 rows as the right one.
-    """
+    """Return a step of 64 along K of 64 rows of the weight, as the tensor core's left operand."""
     STEPS: gl.constexpr = 2 * GROUP
     lower = unpack_step(parts[step], parts[STEPS + step])
-    if UPRIGHT:
-        # [w, g, t, q1, q0, h, p] to the order of columns and rows
-        operand = gl.reshape(gl.permute(lower, [3, 4, 5, 2, 6, 0, 1]), [64, 32])
+    if UNITS == 2:
+        both = gl.join(lower, unpack_step(parts[2 * STEPS + step], parts[3 * STEPS + step]))
     else:
-        if UNITS == 2:
-            both = gl.join(lower, unpack_step(parts[2 * STEPS + step], parts[3 * STEPS + step]))
-        else:
-            both = gl.join(lower, gl.zeros_like(lower))
-        # [w, g, t, q1, q0, h, p, unit] to the order of rows and columns
-        operand = gl.reshape(gl.permute(both, [0, 7, 1, 3, 4, 5, 2, 6]), [64, 64])
+        both = gl.join(lower, gl.zeros_like(lower))
+    # [w, g, t, q1, q0, h, p, unit] to the order of rows and columns
+    operand = gl.reshape(gl.permute(both, [0, 7, 1, 3, 4, 5, 2, 6]), [64, 64])
     return gl.convert_layout(operand, layout, assert_trivial=True)
 
 
 @gluon.jit
-def _add_product(x_smem, weight, total, UPRIGHT: gl.constexpr, mma: gl.constexpr):
+def _add_product(x_smem, weight, total, mma: gl.constexpr):
     """Return total plus the product of a tile of X and a step of the weight, by mma.sync."""
-    if UPRIGHT:
-        total = mma_v2(x_smem.load(gl.DotOperandLayout(0, mma, 2)), weight, total)
-    else:
-        x = x_smem.permute((1, 0)).load(gl.DotOperandLayout(1, mma, 2))
-        total = mma_v2(weight, x, total)
-    return total
+    return mma_v2(weight, x_smem.permute((1, 0)).load(gl.DotOperandLayout(1, mma, 2)), total)
 
 
 @gluon.jit
@@ -142,10 +129,10 @@ def _leave(left, SYNC: gl.constexpr):
 def _sum(
     x_smem, w_smem, s_smem, arrived, left, ring, side, stages, part_stages, BLOCK_M: gl.constexpr,
     CHAINS: gl.constexpr, PARTS: gl.constexpr, SIDES: gl.constexpr, UNITS: gl.constexpr,
-    GROUP: gl.constexpr, ROUNDS: gl.constexpr, UPRIGHT: gl.constexpr, WORDS: gl.constexpr,
-    SCALES: gl.constexpr, mma: gl.constexpr,
+    GROUP: gl.constexpr, ROUNDS: gl.constexpr, WORDS: gl.constexpr, SCALES: gl.constexpr,
+    mma: gl.constexpr,
 ):  # fmt: skip
-    """Return the sums of the two chains of products of a ring, float32, as of `Tiles.upright`.
+    """Return the sums of the two chains of products of a ring, float32 [64, BLOCK_M].
 
     Args:
         x_smem, w_smem, s_smem, arrived, left: as of `nvfp4_loads`.
@@ -157,19 +144,18 @@ def _sum(
         PARTS: parts of K that follow each other; their sums are added in order.
     """
     EACH: gl.constexpr = 2 * GROUP // CHAINS  # steps of a chain in a stage
-    layout: gl.constexpr = gl.DotOperandLayout(1 if UPRIGHT else 0, parent=mma, k_width=2)
-    SHAPE: gl.constexpr = [BLOCK_M, 32] if UPRIGHT else [64, BLOCK_M]
-    SYNC: gl.constexpr = UPRIGHT or BLOCK_M <= 16
+    layout: gl.constexpr = gl.DotOperandLayout(0, parent=mma, k_width=2)
+    SYNC: gl.constexpr = BLOCK_M <= 16
     gl.static_assert(SYNC or CHAINS == 1, "wgmma has one chain")
     gl.static_assert(PARTS == 1 or CHAINS == 1, "parts are made in turn or one after the other")
-    total = gl.zeros(SHAPE, gl.float32, mma)
+    total = gl.zeros([64, BLOCK_M], gl.float32, mma)
     second = total
     first_slot = ring * ROUNDS
     mbarrier.wait(arrived.index(first_slot), 0)
     TILES: gl.constexpr = UNITS * CHAINS  # of a side
     first_tile = (first_slot * SIDES + side) * TILES
     parts = _stage_words(w_smem, s_smem, first_tile, CHAINS, UNITS, GROUP, WORDS, SCALES)
-    first = _weight_operand(parts, 0, UPRIGHT, UNITS, GROUP, layout)
+    first = _weight_operand(parts, 0, UNITS, GROUP, layout)
     for stage in range(stages):
         slot = first_slot + stage % ROUNDS
         # Each step is unpacked while the one before multiplies, and the first step of the next
@@ -179,16 +165,14 @@ def _sum(
             for chain in gl.static_range(CHAINS):
                 weight = first
                 if step + chain > 0:
-                    weight = _weight_operand(
-                        parts, chain * EACH + step, UPRIGHT, UNITS, GROUP, layout
-                    )
+                    weight = _weight_operand(parts, chain * EACH + step, UNITS, GROUP, layout)
                 x = x_smem.index(slot * 2 * GROUP + chain * EACH + step)
                 if not SYNC:
                     total = warpgroup_mma(weight, x.permute((1, 0)), total, is_async=True)
                 elif chain == 0:
-                    total = _add_product(x, weight, total, UPRIGHT, mma)
+                    total = _add_product(x, weight, total, mma)
                 else:
-                    second = _add_product(x, weight, second, UPRIGHT, mma)
+                    second = _add_product(x, weight, second, mma)
         if SYNC:
             _leave(left.index(slot), SYNC)
         following = gl.minimum(stage + 1, stages - 1)
@@ -196,14 +180,14 @@ def _sum(
         mbarrier.wait(arrived.index(slot_following), (following // ROUNDS) & 1)
         tile_following = (slot_following * SIDES + side) * TILES
         parts = _stage_words(w_smem, s_smem, tile_following, CHAINS, UNITS, GROUP, WORDS, SCALES)
-        first = _weight_operand(parts, 0, UPRIGHT, UNITS, GROUP, layout)
+        first = _weight_operand(parts, 0, UNITS, GROUP, layout)
         if not SYNC:
             total = warpgroup_mma_wait(0, deps=[total])
             _leave(left.index(slot), SYNC)
         if PARTS > 1:  # noqa: SIM102 (known when it is compiled)
             if (stage + 1) % part_stages == 0:
                 second += total  # of the parts before
-                total = gl.zeros(SHAPE, gl.float32, mma)
+                total = gl.zeros([64, BLOCK_M], gl.float32, mma)
     if PARTS > 1:
         total = second + total  # of the last part, or zeros
     return total, second
@@ -215,8 +199,8 @@ def _work(
     arrived, left, beside, sums_smem, done, y_ptr, columns_ptr, ready_ptr, factor, m0, unit, M, N,
     KB, PB, stages, early, place: gl.constexpr, RINGS: gl.constexpr, CHAINS: gl.constexpr,
     PARTS: gl.constexpr, BLOCK_M: gl.constexpr, SIDES: gl.constexpr, UNITS: gl.constexpr,
-    GROUP: gl.constexpr, ROUNDS: gl.constexpr, UPRIGHT: gl.constexpr, RANK: gl.constexpr,
-    SIGNALLED: gl.constexpr, WORDS: gl.constexpr, SCALES: gl.constexpr, mma: gl.constexpr,
+    GROUP: gl.constexpr, ROUNDS: gl.constexpr, RANK: gl.constexpr, SIGNALLED: gl.constexpr,
+    WORDS: gl.constexpr, SCALES: gl.constexpr, mma: gl.constexpr,
 ):  # fmt: skip
     """Do the work of the warps of a ring or a side, or behind these that of the warps that copy.
 
@@ -256,8 +240,7 @@ def _work(
             first = gl.load(columns_ptr + gl.minimum(mine * 32, N - 1) // 64)
         total, second = _sum(
             x_smem, w_smem, s_smem, arrived, left, place // SIDES, place % SIDES, stages,
-            PB // GROUP, BLOCK_M, CHAINS, PARTS, SIDES, UNITS, GROUP, ROUNDS, UPRIGHT, WORDS,
-            SCALES, mma,
+            PB // GROUP, BLOCK_M, CHAINS, PARTS, SIDES, UNITS, GROUP, ROUNDS, WORDS, SCALES, mma,
         )  # fmt: skip
         if place // SIDES > 0:
             sums_smem.index(0).store(total)
@@ -273,7 +256,7 @@ def _work(
                 for chain in gl.static_range(CHAINS):
                     total += sums_smem.index(chain).load(mma)
             store_product(total, y_ptr, factor, m0, mine, M, N, first, u_smem, b_smem, beside,
-                          place % SIDES, BLOCK_M, UNITS, UPRIGHT, RANK, mma)  # fmt: skip
+                          place % SIDES, BLOCK_M, UNITS, RANK, mma)  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=["M", "factor", "KB", "PB", "early"])
@@ -281,8 +264,8 @@ def nvfp4_rows_kernel(
     x_desc, w_desc, s_desc, u_desc, b_desc, y_ptr, columns_ptr, ready_ptr, factor, M, N, KB, PB,
     early, RINGS: gl.constexpr, CHAINS: gl.constexpr, PARTS: gl.constexpr, SIDES: gl.constexpr,
     UNITS: gl.constexpr, BLOCK_M: gl.constexpr, GROUP: gl.constexpr, ROUNDS: gl.constexpr,
-    UPRIGHT: gl.constexpr, RANK: gl.constexpr, SIGNALLED: gl.constexpr, WARPS: gl.constexpr,
-    REGISTERS: gl.constexpr, WORDS: gl.constexpr, SCALES: gl.constexpr,
+    RANK: gl.constexpr, SIGNALLED: gl.constexpr, WARPS: gl.constexpr, REGISTERS: gl.constexpr,
+    WORDS: gl.constexpr, SCALES: gl.constexpr,
 ):  # fmt: skip
     """Multiply BLOCK_M rows of X by SIDES * UNITS * 32 rows of the weight, over the whole of K.
 
@@ -306,10 +289,9 @@ def nvfp4_rows_kernel(
         PARTS: as of `_work`.
         SIDES: as of `_work`.
         UNITS: as of `Tiles`.
-        BLOCK_M: 8 to 128, a power of two; at least 16 with UPRIGHT.
+        BLOCK_M: 8 to 128, a power of two.
         GROUP: as of `Tiles`.
         ROUNDS: as of `Tiles`.
-        UPRIGHT: as of `Tiles`.
         RANK: columns of the adapter's B; 0: there is no adapter.
         SIGNALLED: whether X is what a kernel before the one in front wrote, which says when X can
             be read; otherwise that is when the one in front has ended.
@@ -318,13 +300,12 @@ def nvfp4_rows_kernel(
         WORDS: the layout of a block's codes in registers.
         SCALES: the layout of a block's scales in registers.
     """
-    SYNC: gl.constexpr = UPRIGHT or BLOCK_M <= 16
+    SYNC: gl.constexpr = BLOCK_M <= 16
     mma: gl.constexpr = gl.NVMMADistributedLayout(
         version=[2 if SYNC else 3, 0],
-        warps_per_cta=[1, 4] if UPRIGHT else [4, 1],
+        warps_per_cta=[4, 1],
         instr_shape=[16, 8] if SYNC else [16, BLOCK_M, 16],
     )
-    SHAPE: gl.constexpr = [BLOCK_M, 32] if UPRIGHT else [64, BLOCK_M]
     flat: gl.constexpr = gl.SwizzledSharedLayout(vec=1, per_phase=1, max_phase=1, order=[1, 0])
     # Programs that share a part of the weight follow each other.
     row_blocks = (M + BLOCK_M - 1) // BLOCK_M
@@ -352,7 +333,7 @@ def nvfp4_rows_kernel(
     if RINGS > 1:
         done = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
         mbarrier.init(done, count=1)
-        sums_smem = gl.allocate_shared_memory(gl.float32, [CHAINS, SHAPE[0], SHAPE[1]], flat)
+        sums_smem = gl.allocate_shared_memory(gl.float32, [CHAINS, 64, BLOCK_M], flat)
     u_smem = s_smem
     b_smem = s_smem
     beside = arrived
@@ -371,8 +352,8 @@ def nvfp4_rows_kernel(
             (_work, (x_desc, w_desc, s_desc, u_desc, b_desc, x_smem, copied_x, w_smem, s_smem,
                      u_smem, b_smem, arrived, left, beside, sums_smem, done, y_ptr, columns_ptr,
                      ready_ptr, factor, m0, unit, M, N, KB, PB, stages, early, gl.constexpr(place),
-                     RINGS, CHAINS, PARTS, BLOCK_M, SIDES, UNITS, GROUP, ROUNDS, UPRIGHT, RANK,
-                     SIGNALLED, WORDS, SCALES, mma))
+                     RINGS, CHAINS, PARTS, BLOCK_M, SIDES, UNITS, GROUP, ROUNDS, RANK, SIGNALLED,
+                     WORDS, SCALES, mma))
             for place in (0, 1, 2, 3, 4, 5)[: RINGS * SIDES + (3 if RANK > 0 else 2)]
         ],
         WARPS,
@@ -427,7 +408,7 @@ def nvfp4_rows_matmul(
         *beside, out, first_columns, first_columns if ready is None else ready, factor, rows, n,
         k // BLOCK, columns // BLOCK, int(torch.cuda.is_current_stream_capturing()), rings, chains,
         parts // (rings * chains), tiles.sides, tiles.units, block_m, tiles.group, tiles.rounds,
-        tiles.upright, rank, ready is not None, (*[4] * others, *[1] * copies),
+        rank, ready is not None, (*[4] * others, *[1] * copies),
         (*[tiles.registers] * others, *[24] * copies), CODE_WORDS, SCALE_LINE,
         num_warps=4, maxnreg=tiles.registers, enable_fp_fusion=False, **OVERLAPPED,
     )  # fmt: skip

@@ -26,14 +26,12 @@ class Tiles:
 
     Attributes:
         units: units of 32 rows of the weight that a program has: 1 or 2.
-        group: blocks of 128 along K of a stage: 1 or 2.
+        group: blocks of 128 along K of a stage: 1 or 2, or 4 where parts are made side by side.
         rounds: stages that are in flight, of each ring.
         registers: the most registers of a thread, of the warps that copy and multiply alike.
         together: whether the parts of K are made side by side; up to 16 rows of X.
         sides: how many times so many units a program has, each by four warps that read the same X;
             1 where parts are made side by side.
-        upright: whether mma.sync has X on its left, up to 64 rows of X and with one unit: then no
-            half of an instruction is of a unit that is not there.
     """
 
     units: int
@@ -42,7 +40,6 @@ class Tiles:
     registers: int
     together: bool = False
     sides: int = 1
-    upright: bool = False
 
     def rings(self, parts: int) -> int:
         """Return how many rings of stages a program has, of a sum in so many parts of K."""
@@ -54,8 +51,7 @@ class Tiles:
 
     def block_rows(self, rows: int) -> int:
         """Return the rows of X that a program has, of so many."""
-        least = 16 if self.upright else 8
-        return min(MOST_ROWS, max(least, 1 << (rows - 1).bit_length()))
+        return min(MOST_ROWS, max(8, 1 << (rows - 1).bit_length()))
 
 
 def shared_bytes(tiles: Tiles, rows: int, parts: int, rank: int) -> int:
@@ -119,9 +115,7 @@ def _measured_cut(rows: int, n: int, parts: int) -> Tiles:
     """
     narrow, wide = n <= 4224, n > 8448
     if rows <= 8 and parts > 1:
-        return (
-            Tiles(1, 2, 8 if parts == 4 else 14, 80, True) if narrow else Tiles(2, 2, 9, 80, True)
-        )
+        return Tiles(1, 4, 4 if parts == 4 else 7, 80, True) if narrow else Tiles(2, 2, 9, 80, True)
     if rows <= 16 and parts > 1:
         return (
             Tiles(1, 2, 6 if parts == 4 else 10, 80, True) if narrow else Tiles(2, 2, 7, 80, True)
