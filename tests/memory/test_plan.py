@@ -15,6 +15,7 @@ from jetrl.bench.shapes import SHAPES
 from jetrl.errors import UserError
 from jetrl.kernels.attention.layout import KeyValueCodes, QueryTiles
 from jetrl.memory import activations
+from jetrl.memory.drafts import CPU_ARCHIVE, GPU_ARCHIVE
 from jetrl.memory.fitting import check_fits
 from jetrl.memory.plan import MemoryPlan, OtherModels, Workload, memory_plan
 from jetrl.models.adapter import Adapter, LoRA
@@ -28,6 +29,7 @@ from jetrl.models.scalar_model import ScalarModel
 from jetrl.models.tiny import RandomWeights, make_tiny, random_weights
 from jetrl.precision import PrecisionPlan
 from jetrl.precision.linear import Linear
+from jetrl.rollout.speculation import Speculation
 from jetrl.settings.loading import load_config
 
 GIB = 2**30
@@ -315,6 +317,33 @@ def test_a_draft_head_counts_with_its_states() -> None:
     assert not any("draft head" in r.what for r in memory_plan(settings(), config).rows)
 
 
+def test_drafts_count_with_their_text_and_rows() -> None:
+    config = ModelConfig.from_hf({**CONFIG, "tie_word_embeddings": True})
+    words = ["rollout.max_batch_size=48", "rollout.speculation=text"]
+    load = Workload(48, 64, 48, 64)
+    policy = Policy(config, PrecisionPlan.preset("unified"), random_weights(config, 0))
+    text = Speculation("text", 48, config.max_position_embeddings, policy.device).text
+    kept = text.text.nbytes + text.tables.nbytes + 3 * 4 * (GPU_ARCHIVE - CPU_ARCHIVE)
+    plan = memory_plan(settings(*words), config, load=load)
+    assert row(plan, "text of drafts") == pytest.approx(kept, rel=1e-3)
+    # Unset, drafts are verified on a GPU under a plan that is exact.
+    for more, device, there in (
+        ([], "cuda", True),
+        ([], "cpu", False),
+        (["precision.preset=bf16"], "cuda", False),
+        (["rollout.speculation=off"], "cuda", False),
+    ):
+        plan = memory_plan(settings(*more), config, device=device)
+        assert any("text of drafts" in r.what for r in plan.rows) == there, (more, device)
+    # 48 sequences of 4 tokens are verified together by text, of 8 by auto.
+    graphs = {}
+    for mode in ("off", "text", "auto"):
+        plan = memory_plan(settings(words[0], f"rollout.speculation={mode}"), config, load=load)
+        graphs[mode] = row(plan, "decode's graphs") - 4 * 48 * config.vocab_size
+    assert graphs["text"] == pytest.approx(256 / 48 * graphs["off"], rel=0.01)
+    assert graphs["auto"] == pytest.approx(8 * graphs["off"], rel=0.01)
+
+
 def test_models_of_other_directories_count_with_their_own_sizes(tmp_path: Path) -> None:
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_layers": 3, "head_dim": 64}
     path = make_tiny(tmp_path / "other", **sizes)
@@ -356,7 +385,8 @@ def test_a_reward_models_forward_has_a_column(tmp_path: Path) -> None:
     assert row(offloaded, "reward model: quantized", "optimizer") == 0
     assert held.at("reward") == offloaded.at("reward")
     weights = sum(row(held, what, "reward") for what in ("master", "optimizer st", "quantized"))
-    other = sum(row(held, what, "reward") for what in ("libraries", "decode's graphs"))
+    others = ("libraries", "decode's graphs", "text of drafts")
+    other = sum(row(held, what, "reward") for what in others)
     assert held.at("reward") - other == weights + copies + forward
     assert "reward" in held.table()[0][2]
     assert memory_plan(settings(), LARGE, load=load).at("reward") == 0

@@ -21,10 +21,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, get_args
 
 from jetrl.memory import activations
 from jetrl.memory.activations import PlannedMicroBatch
+from jetrl.memory.drafts import most_rows, text_bytes
 from jetrl.memory.pages import gpu_pages_room, most_contexts
 from jetrl.memory.products import ProductBytes
 from jetrl.memory.weights import (
@@ -42,12 +43,11 @@ from jetrl.models.attention import kv_bytes_per_token, staged_bytes_per_token
 from jetrl.models.families import ModelConfig, num_parameters
 from jetrl.models.peft import lora_of
 from jetrl.precision.plan import PrecisionPlan
+from jetrl.settings.draft_head_section import verified_drafts
 from jetrl.settings.loading import Settings
 
 Moment = Literal["rollout", "reward", "reference", "backward", "optimizer", "critic"]
-MOMENTS: tuple[Moment, ...] = (
-    "rollout", "reward", "reference", "backward", "optimizer", "critic",
-)  # fmt: skip
+MOMENTS: tuple[Moment, ...] = get_args(Moment)
 GIB = 2**30
 # cuBLAS's workspaces, DeepGEMM's and Triton's scratch; measured with torch 2.11.
 _LIBRARIES = 128 * 2**20
@@ -247,8 +247,7 @@ def memory_plan(
     lora = lora_of(settings.adapter)
     load, others = load or Workload.of(settings, config), others or OtherModels()
     load = load.of_a_rank(settings, cards)
-    if tokens is None:
-        tokens = settings.train.tokens_per_micro_batch
+    tokens = settings.train.tokens_per_micro_batch if tokens is None else tokens
     batch = _micro_batch(tokens, load, settings.train.share_prompts is not False)
     moments = _moments(settings, others, load)
     rows = _trained_model(settings, config, plan, moments, cards, lora)
@@ -258,7 +257,8 @@ def memory_plan(
         left = None if free is None else max(0, free - resident)
         # On a GPU the captured graphs of decode stay for the whole step.
         with_graphs: tuple[Moment, ...] = ("rollout",) if device == "cpu" else moments
-        rows += _rollout(settings, config, plan, load, left, with_graphs)
+        mode = verified_drafts(settings.rollout.speculation, plan.exact, device)
+        rows += _rollout(settings, config, plan, load, left, with_graphs, mode)
         rows += _forwards(settings, config, others, plan, load, tokens, moments)
     rows += _training("", "backward", config, plan, batch, settings, cards, lora)
     if device != "cpu":
@@ -393,6 +393,7 @@ def _rollout(
     load: Workload,
     left: int | None,
     with_graphs: tuple[Moment, ...],
+    drafts: str,
 ) -> list[Row]:
     """Return the rows of sampling.
 
@@ -403,6 +404,7 @@ def _rollout(
         load: The largest work of a step.
         left: Bytes of the device beside what is held in any case; None for as many as it takes.
         with_graphs: The moments at which decode's captured graphs are held.
+        drafts: What is verified: off, text, head or auto.
     """
     rollout = settings.rollout
     contexts = most_contexts(rollout.max_prefill_tokens, load.sequences, load.tokens)
@@ -422,18 +424,21 @@ def _rollout(
     continues = load.continues or pages < held
     read = load.sequences * load.tokens if continues else load.prompts
     prompts = min(rollout.max_prefill_tokens, read)
-    logits = 4 * load.sequences * config.vocab_size
+    logit = 4 * config.vocab_size
     # Decode's graphs keep what a forward of the largest batch makes; the first tokens after prompts
     # are drawn from logits outside of them, at most as many.
     adapted = settings.adapter.kind is not None
-    graphs = activations.forward_bytes(config, plan, load.sequences, 0, adapted) + logits
-    decode = dict.fromkeys(with_graphs, graphs) | {"rollout": graphs + logits}
+    rows = most_rows(load.sequences, drafts)
+    graphs = activations.forward_bytes(config, plan, rows, 0, adapted) + rows * logit
+    decode = dict.fromkeys(with_graphs, graphs) | {"rollout": graphs + load.sequences * logit}
+    text = text_bytes(rollout.max_batch_size, config.max_position_embeddings, drafts)
     earlier = contexts if continues else 0
     prefill = activations.forward_bytes(config, plan, prompts, earlier, adapted)
     over = f", contexts of {contexts}" if continues else ""
     return [
         Row(what, {"rollout": pages * page}),
         Row("decode's graphs and logits", decode),
+        Row("text of drafts", dict.fromkeys(with_graphs, text)),
         Row(f"a forward of {prompts} prompt tokens{over}", {"rollout": prefill}),
     ]
 

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from jetrl.memory.drafts import ALWAYS_ROWS, MOST_ROWS
 from jetrl.rollout.batch_sizes import padded_batch
 from jetrl.rollout.draft_worth import DraftWorth
 
@@ -29,8 +30,6 @@ WIDTHS = (1, 2, 4, 8)  # Tokens of a sequence in a forward: the last one drawn, 
 # Such a width, and the rows of a forward for each sequence.
 _SHARES = ((2, 1.25), (2, 2), (4, 2), (4, 4), (8, 4), (8, 8))
 _TILE = 64  # Rows of a forward come in steps of so many, as in a GEMM: fewer are not faster.
-_MOST_ROWS = 1024  # Rows of a forward at most, where they are chosen.
-_ALWAYS_ROWS = 256  # Rows of a forward where drafts are always verified, if not two a sequence.
 _GAIN = 1.02  # The expected gain from which on drafts are verified: what is left is the risk.
 _TRIAL = 1.15  # The same, where a choice has not run and its graph is not captured.
 _ASK_EVERY = 32  # Steps without a verified draft after which the draft head is asked again.
@@ -88,13 +87,13 @@ class DraftWidths:
         sequences = max(1, sequences)
         size = padded_batch(sequences)
         if self._always:
-            most = max(w for w in self._widths if w == 2 or size * w <= _ALWAYS_ROWS)
+            most = max(w for w in self._widths if w == 2 or size * w <= ALWAYS_ROWS)
             return Width(most, size * most, True)
         most, rows = 1, size
         if self._times.known(size):
             most, rows = self._fastest(size, sequences)
             self._unasked = self._unasked + 1 if most == 1 else 0
-            if self.worth.head_tokens and self._unasked > _ASK_EVERY and size * 2 <= _ALWAYS_ROWS:
+            if self.worth.head_tokens and self._unasked > _ASK_EVERY and size * 2 <= ALWAYS_ROWS:
                 self._unasked = 0
                 most, rows = 2, size * 2
         if most > 1:
@@ -254,6 +253,6 @@ def choices(size: int) -> list[tuple[int, int]]:
     found = set()
     for width, share in _SHARES:
         rows = min(size * width, -(-int(size * share) // _TILE) * _TILE)
-        if rows <= _MOST_ROWS:
+        if rows <= MOST_ROWS:
             found.add((width, rows))
     return sorted(found, key=lambda choice: (choice[1], choice[0]))

@@ -40,6 +40,7 @@ from jetrl.kernels.draft_state import (
     DraftText,
     VerifyInputs,
 )
+from jetrl.memory.drafts import CPU_ARCHIVE, GPU_ARCHIVE
 from jetrl.models.draft_head import DraftHead
 from jetrl.rollout.batch_sizes import padded_batch
 from jetrl.rollout.draft_widths import DraftWidths, Width
@@ -49,8 +50,6 @@ from jetrl.rollout.progress import SpeculationStats
 from jetrl.rollout.sequence import RunningSequence
 
 MODES = ("off", "text", "head", "auto")
-# Tokens of ended completions, and entries of a table of n-grams: 48 MiB on a GPU, 3 MiB elsewhere.
-_GPU_ARCHIVE, _CPU_ARCHIVE = 2**22, 2**18
 
 
 @dataclass
@@ -120,7 +119,7 @@ class Speculation:
     ) -> None:
         assert mode in MODES[1:], f"speculation {mode}"
         self._reads_text = mode != "head"
-        archive = _GPU_ARCHIVE if device.type == "cuda" else _CPU_ARCHIVE
+        archive = GPU_ARCHIVE if device.type == "cuda" else CPU_ARCHIVE
         if not self._reads_text:
             archive = 1
         # One slot more, which never holds a sequence.

@@ -9,7 +9,7 @@ SPECULATION: tuple[Metric, ...] = (
         "speculation/tokens_per_forward",
         "tokens",
         "tokens that a sequence drew in a forward of decode, since the step before, evaluations "
-        "included; this and the other speculation/* only with rollout.speculation",
+        "included; this and the other speculation/* only where rollout.speculation is not off",
         measured=True,
     ),
     Metric(
@@ -48,8 +48,8 @@ SPECULATION: tuple[Metric, ...] = (
         "draft_head/loss",
         "nats",
         "cross entropy of the draft head's guesses over the tokens that it knows, mean over "
-        "guesses and the step's updates, before each; this and the next two with "
-        "rollout.speculation = head or auto",
+        "guesses and the step's updates, before each; this and the next two where "
+        "rollout.speculation is head or auto",
     ),
     Metric(
         "draft_head/accuracy",

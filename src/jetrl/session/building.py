@@ -30,6 +30,7 @@ from jetrl.precision import PrecisionPlan
 from jetrl.rewards.reward import Reward
 from jetrl.session.checkpoints import RunCheckpoints
 from jetrl.settings.adapter_section import AdapterSettings
+from jetrl.settings.draft_head_section import verified_drafts
 from jetrl.settings.loading import Settings
 from jetrl.tasks import Task, build_task
 from jetrl.training import Critic
@@ -57,7 +58,8 @@ def build_policy(settings: Settings, plan: PrecisionPlan, alphabet: str | None) 
     """
     model, device = settings.model, choose_device(settings.run.device)
     rollout = settings.rollout
-    decode = rollout.max_batch_size, rollout.speculation != "off"  # what its kernels depend on
+    drafts = verified_drafts(rollout.speculation, plan.exact, device)
+    decode = rollout.max_batch_size, drafts != "off"  # what its kernels depend on
     if model.path is not None:
         config = model_config(settings)
         adapter = adapter_of(settings.adapter, config, settings.run.seed)

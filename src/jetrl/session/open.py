@@ -29,6 +29,7 @@ from jetrl.rollout.engine import RolloutEngine
 from jetrl.runs import check_trackers
 from jetrl.session.building import build_policy, build_reward, choose_device, model_config
 from jetrl.session.examples import trained_examples, worked_answer
+from jetrl.settings.draft_head_section import verified_drafts
 from jetrl.settings.loading import Settings
 from jetrl.tasks import Scorer, Task, build_task
 from jetrl.training.objectives import Objective
@@ -153,7 +154,7 @@ def open_context(settings: Settings, stack: contextlib.ExitStack) -> RunContext:
         num_pages=rollout.num_pages,
         page_size=rollout.page_size,
         max_prefill_tokens=rollout.max_prefill_tokens,
-        speculation=rollout.speculation,
+        speculation=verified_drafts(rollout.speculation, plan.exact, device),
         draft_head=draft_head,
     )
     notes = []

@@ -17,7 +17,7 @@ from pydantic import Field, field_validator, model_validator
 from jetrl.settings.adapter_section import AdapterSettings
 from jetrl.settings.algorithm_section import AlgorithmSettings
 from jetrl.settings.algorithms import ALGORITHMS, Algorithm
-from jetrl.settings.draft_head_section import DraftHeadSettings
+from jetrl.settings.draft_head_section import DraftHeadSettings, Speculation
 from jetrl.settings.model_sections import CriticSettings, ReferenceSettings, RewardSettings
 from jetrl.settings.precision_section import PrecisionSettings, SamplerDeviationSettings
 from jetrl.settings.presets import PRESETS, is_fp8
@@ -34,7 +34,6 @@ from jetrl.settings.section import (
 )
 
 Schedule = Literal["constant", "linear", "cosine"]
-Speculation = Literal["off", "text", "head", "auto"]
 
 
 class RunSettings(Section):
@@ -179,11 +178,12 @@ class RolloutSettings(Section):
         description="prompts on their way beside prompts_per_step, as a share of it: sampling ends "
         "when prompts_per_step are complete, and the others go on in the next step",
     )
-    speculation: Speculation = Field(
-        "off",
+    speculation: Speculation | None = Field(
+        None,
         description="text: draft tokens from the prompt's own, sibling and earlier completions and "
         "verify several in a forward, which changes no token; head: from a small network that is "
-        "trained beside the policy; auto: from both, where that is faster; off",
+        "trained beside the policy; auto: from both, where that is faster; off; unset: from text, "
+        "where that is faster, on a GPU under a plan that is exact, else off",
     )
 
     @property
