@@ -123,7 +123,7 @@ def test_the_archive_goes_round(policy):
         length = room // 3
         sequence = SimpleNamespace(prompt=(1, 2), generated=[10 + number] * length)
         speculation.ended(sequence)
-        speculation.begin()
+        speculation.put_by()
     archive = text.text[text.archive_start :]
     assert {10 + 5, 10 + 6} <= set(archive.tolist()) <= {-1, 1, 2, 13, 14, 15, 16}
 

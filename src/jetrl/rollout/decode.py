@@ -134,6 +134,11 @@ class DecodeBatch:
         if self._speculation is not None:
             self._speculation.ended(sequence)
 
+    def put_by(self) -> None:
+        """Put the text of sequences that have ended by, while the device is at work on prompts."""
+        if self._speculation is not None:
+            self._speculation.put_by()
+
     def take_in(self, launched: LaunchedStep, seconds: float) -> None:
         """Take in a step whose draws have arrived: what its drafts were worth.
 

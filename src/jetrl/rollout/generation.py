@@ -96,6 +96,8 @@ class Generation:
         sequences = self._scheduler.sequences
         launch = self._decode.launch if step.decodes else self._launch_prefill
         self._launched.append(launch(step, sequences))
+        if not step.decodes:
+            self._decode.put_by()
         if len(self._launched) > self._ahead:
             self._take_in_oldest()
 

@@ -137,12 +137,11 @@ class Speculation:
         self._counts = _Counts()
 
     def begin(self) -> None:
-        """Begin a call: its counts are zero, and what the call before left is put by."""
+        """Begin a call: its counts are zero."""
         if self.head is not None:
             self.head.begin()
             self.widths.worth.head_tokens = self.head.head.tokens if self.head.trained else 0
         self.widths.begin()
-        self._archive()
         self._groups.clear()
         self._counts = _Counts()
 
@@ -152,7 +151,7 @@ class Speculation:
         Args:
             arrivals: (slot, sequence) pairs.
         """
-        self._archive()
+        self.put_by()
         if not arrivals:
             return
         slots = to_device([slot for slot, _ in arrivals], self._device)
@@ -207,12 +206,15 @@ class Speculation:
             self.head.keep(hidden, inputs, state, rows)
 
     def ended(self, sequence: RunningSequence) -> None:
-        """Put a completion that has ended by, for later drafts of the same prompt."""
+        """Take in that a sequence has ended: its text is put by for drafts of the same prompt."""
         if self._reads_text:
             self._ended.append(sequence)
 
-    def _archive(self) -> None:
-        """Write the completions that have ended to the archive, over the oldest ones."""
+    def put_by(self) -> None:
+        """Write the completions that have ended to the archive, over the oldest ones.
+
+        The host takes a while for the text of a whole step: best while the device is at work.
+        """
         room = len(self.text.text) - self.text.archive_start
         pieces: list[tuple[int, list[int], RunningSequence]] = []
         for sequence in self._ended:
