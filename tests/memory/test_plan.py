@@ -332,6 +332,7 @@ def test_drafts_count_with_their_text_and_rows() -> None:
         ([], "cpu", False),
         (["precision.preset=bf16"], "cuda", False),
         (["rollout.speculation=off"], "cuda", False),
+        (["rollout.oversample=0.5"], "cuda", False),
     ):
         plan = memory_plan(settings(*more), config, device=device)
         assert any("text of drafts" in r.what for r in plan.rows) == there, (more, device)

@@ -379,8 +379,9 @@ class Flow:
                 f"rollout.prompts_per_step={load.prompts}",
                 f"rollout.samples_per_prompt={load.samples}",
                 f"rollout.max_batch_size={self.engine.max_batch_size}",
-                f"rollout.speculation={'off' if choices.drafts_right is None else 'text'}",
             ]
+        if choices.drafts_right is None:
+            words.append("rollout.speculation=off")
         if for_plan and choices.adapter_rank:
             words += ["adapter.kind=lora", f"adapter.rank={choices.adapter_rank}"]
             words.append(f"precision.base={choices.base}")

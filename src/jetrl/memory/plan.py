@@ -257,8 +257,7 @@ def memory_plan(
         left = None if free is None else max(0, free - resident)
         # On a GPU the captured graphs of decode stay for the whole step.
         with_graphs: tuple[Moment, ...] = ("rollout",) if device == "cpu" else moments
-        mode = verified_drafts(settings.rollout.speculation, plan.exact, device)
-        rows += _rollout(settings, config, plan, load, left, with_graphs, mode)
+        rows += _rollout(settings, config, plan, load, left, with_graphs, device)
         rows += _forwards(settings, config, others, plan, load, tokens, moments)
     rows += _training("", "backward", config, plan, batch, settings, cards, lora)
     if device != "cpu":
@@ -393,7 +392,7 @@ def _rollout(
     load: Workload,
     left: int | None,
     with_graphs: tuple[Moment, ...],
-    drafts: str,
+    device: str,
 ) -> list[Row]:
     """Return the rows of sampling.
 
@@ -404,9 +403,10 @@ def _rollout(
         load: The largest work of a step.
         left: Bytes of the device beside what is held in any case; None for as many as it takes.
         with_graphs: The moments at which decode's captured graphs are held.
-        drafts: What is verified: off, text, head or auto.
+        device: "cpu" or "cuda".
     """
     rollout = settings.rollout
+    drafts = verified_drafts(rollout.speculation, plan.exact, device, rollout.oversample)
     contexts = most_contexts(rollout.max_prefill_tokens, load.sequences, load.tokens)
     sampler = plan.on("rollout")
     page = rollout.page_size * kv_bytes_per_token(config, sampler)

@@ -58,7 +58,7 @@ def build_policy(settings: Settings, plan: PrecisionPlan, alphabet: str | None) 
     """
     model, device = settings.model, choose_device(settings.run.device)
     rollout = settings.rollout
-    drafts = verified_drafts(rollout.speculation, plan.exact, device)
+    drafts = verified_drafts(rollout.speculation, plan.exact, device, rollout.oversample)
     decode = rollout.max_batch_size, drafts != "off"  # what its kernels depend on
     if model.path is not None:
         config = model_config(settings)

@@ -154,7 +154,7 @@ def open_context(settings: Settings, stack: contextlib.ExitStack) -> RunContext:
         num_pages=rollout.num_pages,
         page_size=rollout.page_size,
         max_prefill_tokens=rollout.max_prefill_tokens,
-        speculation=verified_drafts(rollout.speculation, plan.exact, device),
+        speculation=verified_drafts(rollout.speculation, plan.exact, device, rollout.oversample),
         draft_head=draft_head,
     )
     notes = []

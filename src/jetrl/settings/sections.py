@@ -183,7 +183,7 @@ class RolloutSettings(Section):
         description="text: draft tokens from the prompt's own, sibling and earlier completions and "
         "verify several in a forward, which changes no token; head: from a small network that is "
         "trained beside the policy; auto: from both, where that is faster; off; unset: from text, "
-        "where that is faster, on a GPU under a plan that is exact, else off",
+        "where that is faster, on a GPU under a plan that is exact with oversample = 0, else off",
     )
 
     @property
