@@ -26,8 +26,9 @@ pytestmark = pytest.mark.gpu
 CONFIG = config(vocab_size=5000, max_position_embeddings=8192, eos_token_id=7)
 
 
-def make_policy(preset: str = "unified") -> Policy:
-    return Policy.from_config(CONFIG, PrecisionPlan.preset(preset), seed=0, device="cuda")
+def make_policy(preset: str = "unified", **changes: Any) -> Policy:
+    plan = PrecisionPlan.preset(preset)
+    return Policy.from_config({**CONFIG, **changes}, plan, seed=0, device="cuda")
 
 
 @pytest.fixture(scope="module")
@@ -175,7 +176,10 @@ def test_new_weights_are_used_by_old_graphs(prompts: Any) -> None:
     assert after == outcome(RolloutEngine(policy).generate(prompts, params))
 
 
-def test_interrupted_and_used_again(policy: Policy, prompts: Any) -> None:
+@pytest.mark.parametrize("vocab_size", [5000, 150_000])
+def test_interrupted_and_used_again(prompts: Any, vocab_size: int) -> None:
+    """Graphs of the larger vocabulary work in memory of many MiB, which torch gives back whole."""
+    policy = make_policy(vocab_size=vocab_size)
     params = SamplingParams(n=2, max_tokens=90, seed=2)
     engine = RolloutEngine(policy)
     wanted = outcome(engine.generate(prompts, params))
