@@ -114,12 +114,14 @@ def _measured_cut(rows: int, n: int, parts: int) -> Tiles:
         parts: Parts of K.
     """
     narrow, wide = n <= 4224, n > 8448
-    if rows <= 8 and parts > 1:
-        return Tiles(1, 4, 4 if parts == 4 else 7, 80, True) if narrow else Tiles(2, 2, 9, 80, True)
     if rows <= 16 and parts > 1:
-        return (
-            Tiles(1, 2, 6 if parts == 4 else 10, 80, True) if narrow else Tiles(2, 2, 7, 80, True)
-        )
+        if not narrow and parts == 2:
+            return Tiles(2, 4, 5, 112, True) if rows <= 8 else Tiles(2, 4, 4, 80, True)
+        if not narrow:
+            return Tiles(2, 2, 9 if rows <= 8 else 7, 80, True)
+        if parts == 2:
+            return Tiles(1, 4, 7 if rows <= 8 else 5, 80, True)
+        return Tiles(1, 4, 4 if rows <= 8 else 3, 80, True)
     if wide and 16 < rows <= 64 and n <= 192 * 132:
         return Tiles(2, 1, 6, 112, sides=3)
     if rows <= 32:
