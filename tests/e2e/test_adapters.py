@@ -133,8 +133,10 @@ def test_a_reward_model_is_trained_by_an_adapter_and_merged(
         ScalarModel.from_pretrained(adapter, PrecisionPlan.preset("unified"), frozen=True)
 
 
-def test_a_run_goes_on_from_an_adapter_on_a_directory(tmp_path: Path) -> None:
-    """The base is read from its directory; an adapter of another base is refused."""
+def test_a_run_goes_on_from_an_adapter_on_a_directory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The base is read from its directory; an adapter of another base is refused, not merged."""
     base = make_tiny(
         tmp_path / "base", num_layers=1, alphabet="0123456789+=", initializer_range=0.1
     )
@@ -154,6 +156,14 @@ def test_a_run_goes_on_from_an_adapter_on_a_directory(tmp_path: Path) -> None:
     other = make_tiny(tmp_path / "other", num_layers=1, alphabet="0123456789+=", seed=5)
     with pytest.raises(UserError, match="trained on another base"):
         go("third", f"adapter.path={first / 'model'}", f"model.path={other}")
+    file, out = second / "model" / "adapter_config.json", str(tmp_path / "merged")
+    for base_path, said in ((other, "trained on another base"), ("gone", "'gone': no such direc")):
+        file.write_text(json.dumps(config | {"base_model_name_or_path": str(base_path)}))
+        assert main(["export", str(second / "model"), out, "--merge"]) == 2
+        assert said in capsys.readouterr().err
+        assert not Path(out).exists()
+    file.write_text(json.dumps(config))
+    assert main(["export", str(second / "model"), out, "--merge"]) == 0
     with pytest.raises(UserError, match=r"calibrate_clip_every.*set it to 0"):
         go("fourth", "algorithm.calibrate_clip_every=1", "train.updates_per_step=2")
 

@@ -31,7 +31,7 @@ from jetrl.models import hf
 from jetrl.models.families import ModelConfig, inverse_frequencies, parameter_shapes
 from jetrl.models.hf_weights import check_quantization
 from jetrl.models.nvfp4_files import left_in_16_bits
-from jetrl.models.peft import base_of, read_lora, shapes_of
+from jetrl.models.peft import base_of, read_lora
 from jetrl.precision import PrecisionPlan
 from jetrl.runs import RunDirectory, compare_runs, comparison_rows, list_runs, runs_table, show_run
 from jetrl.runs.format import visible
@@ -570,7 +570,7 @@ def test_adapter_config_json(tmp_path_factory: pytest.TempPathFactory, data: byt
     model = ModelConfig.from_hf(HF_CONFIG)
 
     def read() -> None:
-        assert shapes_of(folder, read_lora(folder), model)
+        assert read_lora(folder).shapes(model)
         base_of(folder)
 
     survives(folder / "adapter_config.json", read)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
-    from jetrl.models.adapter import LoRA
+    from jetrl.models.adapter import Adapter, LoRA
     from jetrl.models.families import ModelConfig
 
 
@@ -98,6 +98,8 @@ class _Parts(NamedTuple):
         base: The directory of the base; None of random weights.
         base_config: The config of the base, whose head may be another one.
         tokenizer: The tokenizer, or None.
+        adapter: The adapter of a directory, whose base is compared with the one here; None of a
+            checkpoint, whose run names its base.
     """
 
     config: ModelConfig
@@ -106,13 +108,14 @@ class _Parts(NamedTuple):
     base: str | None
     base_config: ModelConfig
     tokenizer: PreTrainedTokenizerBase | None
+    adapter: Adapter | None = None
 
 
 def _merged_parts(args: argparse.Namespace) -> _Parts:
     """Return what is merged: of an adapter's directory its files, else of the run's checkpoint."""
     from jetrl.cli.opening import find_model, open_policy
     from jetrl.models import hf
-    from jetrl.models.peft import base_of, is_adapter, is_scalar, read_adapter
+    from jetrl.models.peft import base_of, is_adapter, is_scalar, read_adapter, without_base
     from jetrl.session.building import model_config
     from jetrl.settings.loading import load_config
 
@@ -129,12 +132,12 @@ def _merged_parts(args: argparse.Namespace) -> _Parts:
     elif location.run is not None:
         config = model_config(load_config(location.run / "config.toml"))
     else:
-        raise UserError(f"{path}/adapter_config.json: base_model_name_or_path names no base")
+        raise without_base(path)
     shape = config.with_scalar_head() if is_scalar(path) and config.head == "lm" else config
     adapter = read_adapter(path, shape)
     trained = {**adapter.tensors, **adapter.replaced}
     tokenizer = hf.load_tokenizer(path) if hf.has_tokenizer(path) else None
-    return _Parts(shape, adapter.lora, trained, base, config, tokenizer)
+    return _Parts(shape, adapter.lora, trained, base, config, tokenizer, adapter)
 
 
 def _merge(args: argparse.Namespace, parts: _Parts) -> None:
@@ -142,6 +145,7 @@ def _merge(args: argparse.Namespace, parts: _Parts) -> None:
     import torch
 
     from jetrl.models import hf
+    from jetrl.models.adapter import stored_base_digest
     from jetrl.models.merging import MergedWeights, merging_losses
     from jetrl.models.nvfp4_files import is_nvfp4
     from jetrl.session.building import choose_device
@@ -149,6 +153,8 @@ def _merge(args: argparse.Namespace, parts: _Parts) -> None:
     device = torch.device(choose_device(args.device))
     generation = None if parts.base is None else hf.read_generation_config(parts.base)
     with _base_weights(args, parts, device) as base:
+        if parts.adapter is not None:
+            parts.adapter.check_base(stored_base_digest(parts.config, base))
         merged = MergedWeights(parts.config, parts.lora, base, parts.masters, device)
         losses = merging_losses(base, merged)
         hf.save_model(

@@ -12,7 +12,7 @@ from jetrl.errors import UserError
 from jetrl.models import hf
 from jetrl.models.hub import is_hub_name
 from jetrl.models.nvfp4_files import is_nvfp4
-from jetrl.models.peft import base_of, is_adapter, read_adapter
+from jetrl.models.peft import base_of, is_adapter, read_adapter, without_base
 from jetrl.models.policy import Policy
 from jetrl.precision import PrecisionPlan
 from jetrl.runs import RunDirectory
@@ -134,10 +134,7 @@ def _with_adapter(location: ModelLocation, plan: PrecisionPlan, device: str) -> 
         }
         return _with_tokenizer(build_policy(settings.model_copy(update=changed), plan, None), path)
     if base is None:
-        raise UserError(
-            f"{path}/adapter_config.json: base_model_name_or_path names no base; write "
-            "the directory of the model that this adapter was trained on there"
-        )
+        raise without_base(path)
     config = hf.model_config(base)
     adapter = read_adapter(path, config)
     with compiled_ahead(config, plan, device, adapter):

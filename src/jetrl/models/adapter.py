@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from jetrl.errors import UserError
+from jetrl.files import shown_value
 from jetrl.models.coded_weights import CodedWeights, codes_of, left_wide
 from jetrl.models.families import ModelConfig, parameter_shapes
 from jetrl.models.hf_names import StoredTensor, stored_tensors
@@ -48,6 +49,7 @@ class LoRA:
         train_embeddings: Train the embedding too, in all its parameters.
         train_norms: Train the norms' weights too.
         train_head: Train the output head too.
+        targets_key: What a message calls the targets: a setting, or a file and its key.
     """
 
     rank: int
@@ -57,6 +59,7 @@ class LoRA:
     train_embeddings: bool = False
     train_norms: bool = False
     train_head: bool = False
+    targets_key: str = field(default="adapter.targets", compare=False, repr=False)
 
     @property
     def scale(self) -> float:
@@ -93,7 +96,7 @@ class LoRA:
         self.check(config)
         whole = parameter_shapes(config)
         shapes: dict[str, AdapterShape] = {}
-        for layer, parts in adapted_parts(config, self.targets).items():
+        for layer, parts in adapted_parts(config, self.targets, self.targets_key).items():
             num_rows, num_columns = whole[f"{layer}.weight"]
             rows = tuple((part.first_row, part.num_rows) for part in parts)
             shapes[layer] = AdapterShape(self.rank, self.scale, num_rows, num_columns, rows)
@@ -116,13 +119,14 @@ class AdaptedPart:
 
 
 def adapted_parts(
-    config: ModelConfig, targets: tuple[str, ...] | str
+    config: ModelConfig, targets: tuple[str, ...] | str, key: str = "adapter.targets"
 ) -> dict[str, tuple[AdaptedPart, ...]]:
     """Return the stored linear layers that targets stand for, by the name of our layer.
 
     Args:
         config: The model's config.
         targets: As of `LoRA`.
+        key: What a message calls the targets.
 
     Raises:
         UserError: A target matches no linear layer of the decoder.
@@ -133,7 +137,7 @@ def adapted_parts(
         if parts[0].linear_weight
     }
     names = [part.name.removesuffix(".weight") for parts in linears.values() for part in parts]
-    chosen = _chosen(names, targets)
+    chosen = _chosen(names, targets, key)
     adapted = {layer: tuple(_with_rows(parts, chosen)) for layer, parts in linears.items()}
     return {layer: parts for layer, parts in adapted.items() if parts}
 
@@ -148,26 +152,25 @@ def _with_rows(parts: tuple[StoredTensor, ...], chosen: set[str]) -> Iterator[Ad
         row += part.shape[0]
 
 
-def _chosen(names: list[str], targets: tuple[str, ...] | str) -> set[str]:
-    """Return the names that targets stand for."""
+def _chosen(names: list[str], targets: tuple[str, ...] | str, key: str) -> set[str]:
+    """Return the names that targets stand for; a message calls the targets by a key."""
     if targets in (ALL_LINEAR, (ALL_LINEAR,)):
         return set(names)
     kinds = sorted({name.rpartition(".")[2] for name in names})
     known = f"the model's linear layers are called {', '.join(kinds)}"
     if isinstance(targets, str):
+        shown = shown_value(targets)
         try:
             pattern = re.compile(targets)
         except re.error as error:
-            raise UserError(
-                f"adapter.targets = {targets!r}: not a regular expression: {error}"
-            ) from None
+            raise UserError(f"{key} = {shown}: not a regular expression: {error}") from None
         chosen = {
             name
             for name in names
             if pattern.fullmatch(name) or pattern.fullmatch(name.removeprefix("model."))
         }
         if not chosen:
-            raise UserError(f"adapter.targets = {targets!r} matches no linear layer; {known}")
+            raise UserError(f"{key} = {shown} matches no linear layer; {known}")
         return chosen
     chosen = set()
     for target in targets:
@@ -176,12 +179,11 @@ def _chosen(names: list[str], targets: tuple[str, ...] | str) -> set[str]:
             hint = ""
             if target in ("lm_head", "embed_tokens"):
                 hint = " (adapter.train_head and adapter.train_embeddings train these whole)"
-            raise UserError(
-                f"adapter.targets: {target!r} matches no linear layer of the decoder{hint}; {known}"
-            )
+            shown = shown_value(target)
+            raise UserError(f"{key}: {shown} matches no linear layer of the decoder{hint}; {known}")
         chosen |= matched
     if not chosen:
-        raise UserError(f"adapter.targets is empty: name linear layers, or {ALL_LINEAR}; {known}")
+        raise UserError(f"{key} is empty: name linear layers, or {ALL_LINEAR}; {known}")
     return chosen
 
 
@@ -225,6 +227,26 @@ class Adapter:
         """
         shapes = lora.shapes(config)
         return Adapter(lora, shapes, _NewTensors(config, lora, shapes, seed))
+
+    def check_base(self, digest: str) -> None:
+        """Raise where the adapter was made on another base.
+
+        An adapter that replaces parameters of the base has the digest of what it put there, which
+        is not compared.
+
+        Args:
+            digest: The digest of the base that is here.
+
+        Raises:
+            UserError: The digests differ.
+        """
+        if not self.replaced and self.base_digest not in (None, digest):
+            raise UserError(
+                f"{self.origin}: this adapter was trained on another base than the one here: "
+                "its names, shapes or values differ; give the model that it was made on, to a run "
+                "as model.path, and where an adapter's directory is opened as "
+                "base_model_name_or_path in its adapter_config.json"
+            )
 
     def over(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Return the parameters of the base with those that the adapter replaces."""
@@ -278,6 +300,18 @@ class _NewTensors(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._names)
+
+
+def stored_base_digest(config: ModelConfig, weights: Mapping[str, Tensor]) -> str:
+    """Return the `base_digest` of a base's parameters, read by name.
+
+    Args:
+        config: The config of the model that the adapter is for.
+        weights: The parameters of the base.
+    """
+    shapes = parameter_shapes(config)
+    vectors = [weights[name] for name, shape in shapes.items() if len(shape) == 1]
+    return base_digest(config, vectors, weights[_EMBEDDINGS])
 
 
 class _Over(CodedWeights):

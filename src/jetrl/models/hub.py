@@ -46,7 +46,7 @@ def is_hub_name(path: str | Path) -> bool:
     A path into a folder that exists (`models/NAME` beside a folder `models`) is a mistyped path.
     """
     name = str(path)
-    if Path(name).exists() or not _NAME.fullmatch(name) or ".." in name:
+    if not _NAME.fullmatch(name) or ".." in name or Path(name).exists():
         return False
     return not Path(name.partition("/")[0]).is_dir()
 

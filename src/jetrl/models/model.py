@@ -98,12 +98,7 @@ class Model:
         assert isinstance(embedding, Tensor), "an embedding is never FP8"
         vectors = [value for name, value in self.decoder.named_parameters() if value.dim() == 1]
         digest = base_digest(self.config, vectors, embedding)
-        if not adapter.replaced and adapter.base_digest not in (None, digest):
-            raise UserError(
-                f"{adapter.origin}: this adapter was trained on another base than the one here: "
-                "its names, shapes or values differ; set model.path to the model that it was made "
-                "on (base_model_name_or_path in its adapter_config.json)"
-            )
+        adapter.check_base(digest)
         return digest
 
     @property

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -42,18 +43,19 @@ from jetrl.models.hf_save import (
     save_tokenizer,
     write_json,
 )
-from jetrl.precision.adapter import AdapterShape
+from jetrl.models.hub import is_hub_name
 from jetrl.settings.adapter_section import MOST_RANK, AdapterSettings
 
 logger = logging.getLogger(__name__)
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
-_PREFIX = "base_model.model."
+_PREFIX, _BASE = "base_model.model.", "base_model_name_or_path"
+_NEEDED = "write the directory of the model that this adapter was trained on there"
 # Beside PEFT's files, since the order of two entries in a safetensors head is left to chance.
 _OWN, _DIGEST = "jetrl_adapter.json", "base_digest"
 # Keys of adapter_config.json that change no number here, whatever they say.
 _WITHOUT_MEANING = {
-    "auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision",
+    "auto_mapping", _BASE, "inference_mode", "peft_version", "revision",
     "task_type", "qalora_group_size", "megatron_core", "runtime_config",
 }  # fmt: skip
 _READ = {
@@ -71,9 +73,24 @@ def is_adapter(path: str | Path) -> bool:
 
 
 def base_of(path: str | Path) -> str | None:
-    """Return the model that an adapter's directory names as its base, None where it names none."""
-    base = read_object(Path(path) / CONFIG).get("base_model_name_or_path")
-    return base if isinstance(base, str) and base else None
+    """Return the model that an adapter's directory names as its base, None where it names none.
+
+    Raises:
+        UserError: It names a directory that is not there.
+    """
+    base = read_object(Path(path) / CONFIG).get(_BASE)
+    if not isinstance(base, str) or not base:
+        return None
+    if not is_hub_name(base) and not os.path.isdir(base):
+        raise UserError(
+            f"{Path(path) / CONFIG}: {_BASE} = {shown_value(base)}: no such directory; {_NEEDED}"
+        )
+    return base
+
+
+def without_base(path: str | Path) -> UserError:
+    """Return the error of an adapter's directory that names no base and belongs to no run."""
+    return UserError(f"{Path(path) / CONFIG}: {_BASE} names no base; {_NEEDED}")
 
 
 def lora_of(settings: AdapterSettings) -> LoRA | None:
@@ -163,7 +180,8 @@ def read_lora(path: str | Path) -> LoRA:
         raise UserError(
             f"{file}: target_modules = {shown_value(targets)}: a list of names, or one text"
         )
-    return LoRA(rank, float(alpha), contents.get("use_rslora") is True, targets)
+    key = f"{file}: target_modules"
+    return LoRA(rank, float(alpha), contents.get("use_rslora") is True, targets, targets_key=key)
 
 
 def _check_kind(file: Path, contents: Mapping[str, Any]) -> None:
@@ -215,11 +233,13 @@ def read_adapter(path: str | Path, config: ModelConfig, trains: LoRA | None = No
     file = directory / TENSORS
     if not file.is_file():
         pickled = directory / "adapter_model.bin"
-        hint = f"; {pickled.name} is pickled: save it again with safetensors"
-        raise UserError(f"{file}: no such file{hint if pickled.is_file() else ''}")
+        hint = f"PEFT's directory has it beside {CONFIG}"
+        if pickled.is_file():
+            hint = f"{pickled.name} is pickled: save it again with safetensors"
+        raise UserError(f"{file}: no such file; {hint}")
     digest = read_object(directory / _OWN).get(_DIGEST) if (directory / _OWN).is_file() else None
     stored = load_tensors(file)
-    shapes = shapes_of(directory, lora, config)
+    shapes = lora.shapes(config)
     parts = adapted_parts(config, lora.targets)
     tensors: dict[str, Tensor] = {}
     for layer, shape in shapes.items():
@@ -231,29 +251,12 @@ def read_adapter(path: str | Path, config: ModelConfig, trains: LoRA | None = No
         tensors[a_name], tensors[b_name] = torch.cat(a), torch.cat(b)
     replaced = _taken_whole(stored, file, config)
     if stored:
-        name = min(stored)
+        more = f", and {len(stored) - 1} more" if len(stored) > 1 else ""
         raise UserError(
-            f"{file}: {len(stored)} tensors that {CONFIG} and the model have no place for, such as "
-            f"{name}: is this adapter for another base?"
+            f"{file}: {CONFIG} and the model have no place for tensor {min(stored)}{more}: is this "
+            "adapter for another base, or are its target_modules too few?"
         )
     return Adapter(lora, shapes, tensors, replaced, str(directory), digest)
-
-
-def shapes_of(path: str | Path, lora: LoRA, config: ModelConfig) -> dict[str, AdapterShape]:
-    """Return the shapes of the adapter of a directory beside a model's linear layers.
-
-    Args:
-        path: The directory, for messages.
-        lora: The kind of the adapter.
-        config: The config of the model.
-
-    Raises:
-        UserError: A target matches no linear layer of the model; the message names the file.
-    """
-    try:
-        return lora.shapes(config)
-    except UserError as error:
-        raise UserError(f"{Path(path) / CONFIG}: {error}") from None
 
 
 def _taken(
@@ -264,10 +267,22 @@ def _taken(
     if name not in stored:
         raise UserError(f"{file}: tensor {name} is missing; {CONFIG} names its layer as a target")
     tensor = stored.pop(name)
-    if tuple(tensor.shape) != shape or not tensor.is_floating_point():
+    if tuple(tensor.shape) != shape:
         raise UserError(
-            f"{file}: tensor {name} is {tensor.dtype} {list(tensor.shape)}, and for this model "
-            f"{list(shape)} is needed: is it an adapter for another base?"
+            f"{file}: tensor {name} has shape {list(tensor.shape)}, and with the r of {CONFIG} "
+            f"this model needs {list(shape)}: is it an adapter for another base?"
+        )
+    return _checked_numbers(tensor, name, file)
+
+
+def _checked_numbers(tensor: Tensor, name: str, file: Path) -> Tensor:
+    """Return a stored tensor as float32, once its values are known to be finite numbers."""
+    if not tensor.is_floating_point():
+        raise UserError(f"{file}: tensor {name} is {tensor.dtype}: a floating dtype is needed")
+    if not bool(tensor.float().isfinite().all()):
+        raise UserError(
+            f"{file}: tensor {name} has a NaN or an infinity: take an earlier checkpoint of the "
+            "adapter"
         )
     return tensor.float()
 
@@ -284,6 +299,7 @@ def _taken_whole(stored: dict[str, Tensor], file: Path, config: ModelConfig) -> 
                     f"{file}: tensor {key} has shape {list(replaced[name].shape)}, and the model "
                     f"needs {list(parts[0].shape)}"
                 )
+            replaced[name] = _checked_numbers(replaced[name], key, file)
     return replaced
 
 
