@@ -127,14 +127,14 @@ def rollout_row(flow: Flow, choices: Choices, limit: float, rollout: TimedRollou
         rollout: The rollout.
     """
     load, stats, size = flow.load, rollout.stats, world().size
-    seconds = slowest("the seconds of the rollout", rollout.seconds)
+    seconds = slowest("the seconds of the rollout", dict(rollout.seconds))
     needed = flops(flow.policy.config, load)["rollout"]
     return {
         **warm_row(flow, choices),
         "seconds": {name: round(spent, 3) for name, spent in seconds.items()},
         "tokens_per_s": {"rollout": round(load.drawn / seconds["rollout"])},
         "mfu": {"rollout": round(needed / seconds["rollout"] / limit / size, 3)},
-        "peak_gib": slowest("the peaks of the rollout", rollout.peaks),
+        "peak_gib": slowest("the peaks of the rollout", dict(rollout.peaks)),
         "graphs": rollout.captured[0],
         "capture_s": round(rollout.captured[1], 2),
         "graphs_captured_late": stats.graphs,
