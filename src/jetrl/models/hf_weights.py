@@ -213,7 +213,10 @@ class _StoredWeights(CodedWeights):
                     f"{file}: tensor {name} has shape {list(stored)}, config.json expects "
                     f"{expected}"
                 )
-            tensor: Tensor = self.handles[file].get_tensor(name)
+            # Opened for this tensor alone: a mapping keeps every page that was read through it, and
+            # one for the whole load would end with the directory's size in this process's memory.
+            with open_tensors(file) as handle:
+                tensor: Tensor = handle.get_tensor(name)
             return tensor.to(self.device)
         except (SafetensorError, OSError) as error:
             raise UserError(f"{file}: tensor {name} cannot be read: {error}") from error
