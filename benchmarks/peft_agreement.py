@@ -1,0 +1,141 @@
+"""How far transformers with peft is from jetrl, on an adapter's directory that jetrl wrote.
+
+    pip install peft
+    python benchmarks/peft_agreement.py --out benchmarks/results/cpu/peft_agreement.json
+
+For a tiny random model of each family: an adapter of rank 8 on all linear layers, with random A and
+B and, in the rows that say so, embedding, norms and head that are replaced whole, is written by
+`save_pretrained`. transformers and peft read it over the same base. Differences are of the
+log-probs of random tokens:
+
+    effect              mean, that the adapter makes to its base
+    fp32                largest, between jetrl under fp32 and peft in FP32
+    bf16, unified       mean, between jetrl under that plan and peft in FP32
+    peft_bf16           mean, between peft in BF16 and peft in FP32: the rounding's own size
+    merged              mean, between the model of `jetrl export --merge` in transformers and peft
+    written_back        whether the adapter that peft saves gives jetrl the same bits
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.metadata
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from jetrl.bench._timing import print_table
+from jetrl.cli.main import main as jetrl
+from jetrl.models import hf
+from jetrl.models.adapter import Adapter, LoRA
+from jetrl.models.families import FAMILIES
+from jetrl.models.peft import read_adapter
+from jetrl.models.policy import Policy
+from jetrl.models.tiny import make_tiny
+from jetrl.precision import PrecisionPlan
+
+_PACKAGES = ("torch", "transformers", "peft")
+
+
+def ours(base: Path, preset: str, adapter: Path, lora: LoRA, tokens: Tensor) -> Tensor:
+    """Return jetrl's log-probs of tokens [S, T], float32 [S, T - 1]."""
+    read = read_adapter(adapter, hf.model_config(base), lora)
+    policy = Policy.from_pretrained(base, PrecisionPlan.preset(preset), adapter=read)
+    with torch.no_grad():
+        return torch.stack(policy.logprobs(tokens.tolist()))
+
+
+def theirs(model: Any, tokens: Tensor) -> Tensor:
+    """Return the log-probs of tokens [S, T] by a model of transformers, float32 [S, T - 1]."""
+    with torch.no_grad():
+        logprobs = model.eval()(tokens).logits.float().log_softmax(-1)
+    return logprobs[:, :-1].gather(-1, tokens[:, 1:, None])[..., 0]
+
+
+def write_adapter(base: Path, path: Path, lora: LoRA) -> None:
+    """Write an adapter with random numbers for a base."""
+    plan = PrecisionPlan.preset("bf16")
+    adapter = Adapter.new(hf.model_config(base), lora, seed=0)
+    policy = Policy.from_pretrained(base, plan, adapter=adapter)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for master in policy.master_weights().values():
+            master.add_(0.05 * torch.randn(master.shape, generator=generator))
+    policy.save_pretrained(path)
+
+
+def row_of(family: str, whole: bool, folder: Path) -> dict[str, Any]:
+    """Return the row of a family.
+
+    Args:
+        family: A key of `FAMILIES`.
+        whole: Whether embedding, norms and head are replaced beside the adapter.
+        folder: An empty folder.
+    """
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    base, adapter, back, merged = (folder / name for name in ("base", "adapter", "back", "merged"))
+    make_tiny(base, family, initializer_range=0.1, seed=3, tie_word_embeddings=not whole)
+    lora = LoRA(8, 32.0, train_embeddings=whole, train_norms=whole, train_head=whole)
+    write_adapter(base, adapter, lora)
+    tokens = torch.randint(3, 90, (8, 48), generator=torch.Generator().manual_seed(2))
+
+    def peft(dtype: torch.dtype) -> Any:
+        model = AutoModelForCausalLM.from_pretrained(base, dtype=dtype)
+        return PeftModel.from_pretrained(model, adapter)
+
+    wide = peft(torch.float32)
+    reference = theirs(wide, tokens)
+    wide.save_pretrained(back)
+    assert jetrl(["export", str(adapter), str(merged), "--merge"]) == 0
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    merged_model = AutoModelForCausalLM.from_pretrained(merged, dtype=torch.float32)
+
+    def mean(logprobs: Tensor) -> float:
+        return float(f"{float((logprobs - reference).abs().mean()):.2g}")
+
+    same = ours(base, "fp32", adapter, lora, tokens)
+    return {
+        "family": family,
+        "replaced_whole": whole,
+        "effect": mean(theirs(model, tokens)),
+        "fp32": float(f"{float((same - reference).abs().max()):.2g}"),
+        "bf16": mean(ours(base, "bf16", adapter, lora, tokens)),
+        "unified": mean(ours(base, "unified", adapter, lora, tokens)),
+        "peft_bf16": mean(theirs(peft(torch.bfloat16), tokens)),
+        "merged": mean(theirs(merged_model, tokens)),
+        "written_back": torch.equal(same, ours(base, "fp32", back, lora, tokens)),
+    }
+
+
+def main() -> None:
+    """Compare each family, and write JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", default="build/bench/peft_agreement.json", type=Path)
+    args = parser.parse_args()
+    rows = []
+    for family in FAMILIES:
+        for whole in (False, True):
+            with tempfile.TemporaryDirectory() as folder:
+                rows.append(row_of(family, whole, Path(folder)))
+    print_table(rows)
+    fields = {
+        "benchmark": "peft_agreement",
+        "command": "python benchmarks/peft_agreement.py",
+        "device": "CPU",
+        "date": datetime.date.today().isoformat(),
+        "versions": {name: importlib.metadata.version(name) for name in _PACKAGES},
+        "rows": rows,
+    }
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(fields, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
