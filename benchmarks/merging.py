@@ -24,6 +24,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from jetrl.bench._phases import begins
 from jetrl.bench._timing import Row, print_table, write_results
 from jetrl.bench.parity import ALPHA, make_policy
 from jetrl.bench.rollout import run_case
@@ -99,12 +100,14 @@ def row_of(
         batches: Numbers of sequences at which the decode step is timed.
         load: Sequences and tokens of a comparison.
     """
+    begins(f"B with a deviation of {deviation:g}: what rounding leaves of it")
     set_deviation(policy, deviation)
     merged = merged_weights(policy, rank)
     losses = merging_losses(base_of(policy), merged)
     row: Row = {"deviation_of_b": deviation}
     for name, loss in losses.items():
         row |= {f"{name}_error": round(loss.error, 4), f"{name}_changed": round(loss.changed, 4)}
+    begins("differences of log-probs")
     base = frozen(policy, base_of(policy))
     row["effect"] = differences(base, policy, *load)
     del base
@@ -112,6 +115,7 @@ def row_of(
     row["merged"] = differences(whole, policy, *load)
     row["unmerged"] = differences(policy, policy, *load)
     for batch in batches:
+        begins(f"decode of {batch} sequences")
         times = {}
         for name, each in (("unmerged", policy), ("merged", whole)):
             times[name] = run_case(each, batch, 128, 128, False)["decode_ms"]

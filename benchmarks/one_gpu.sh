@@ -27,11 +27,13 @@ decode="--case 8x128x256 --case 16x128x256 --case 32x128x256 --case 64x128x256"
 tail="--adapter-rank 32 --prompts 64 --samples 8 --response-length 8192 --mean-length 1500"
 
 case ${1:-} in
-# 32B on one card: 64 prompts x 8 with a long tail, adapters of rank 32 on a frozen base; 480 s.
-# The JSON is written after each phase, so that a run that is cut off leaves its rollout.
+# 32B on one card: 64 prompts x 8 with a long tail, adapters of rank 32 on a frozen base; 450 s on a
+# machine where 32b-compile has run, 560 s on another. The JSON is written after each phase, so that
+# a run that is cut off leaves its rollout.
 32b-adapters)
     bench step_32b_tail $step --shape qwen3-32b $tail ;;
-# The same with two of its 64 layers: a rehearsal that fills the caches of compiled kernels; 90 s.
+# The same with two of its 64 layers: a rehearsal that fills the caches of compiled kernels; 150 s on
+# a fresh machine.
 32b-compile)
     bench step_32b_two_layers $step --shape qwen3-32b --layers 2 $tail ;;
 # 8B with adapters in a card of 80 GB, 64 sequences of 8,192 tokens; 190 s.
