@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from jetrl.errors import RunStopped, UserError
+from jetrl.models.adapter import LoRA
 from jetrl.models.families import ModelConfig
 from jetrl.settings.loading import Settings
 from jetrl.training import checkpoint as module
@@ -485,3 +486,9 @@ def test_the_models_description_has_the_keys_of_earlier_checkpoints():
     config["model_type"] = "smollm3"
     description = model_dict(SimpleNamespace(config=ModelConfig.from_hf(config), lora=None))
     assert description["layers_without_rope"] == [3]
+    lora = LoRA(8, 16.0, targets_key="adapter_config.json: target_modules")
+    model = SimpleNamespace(config=ModelConfig.from_hf(config), lora=lora, base_digest="0")
+    assert list(model_dict(model)["adapter"]) == [
+        *("rank", "alpha", "rslora", "targets"),
+        *("train_embeddings", "train_norms", "train_head", "base"),
+    ]
