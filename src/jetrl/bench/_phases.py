@@ -1,7 +1,7 @@
 """Lines on the console that say how far a benchmark of several minutes has come.
 
-A machine may be lent for minutes alone. Where a benchmark is cut off, these lines say in which
-phase, and what each earlier phase took.
+Where a time limit cuts a benchmark off, these lines say in which phase, and what each earlier
+phase took.
 """
 
 from __future__ import annotations
