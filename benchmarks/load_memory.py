@@ -20,7 +20,6 @@ as parameters are read one after the other.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import math
 import subprocess
@@ -33,7 +32,7 @@ from typing import Any
 
 import torch
 
-from jetrl.bench._timing import print_table
+from jetrl.bench._timing import print_table, write_results
 from jetrl.bench.shapes import SHAPES
 from jetrl.models.adapter import Adapter, LoRA
 from jetrl.models.families import ModelConfig, parameter_shapes
@@ -151,20 +150,10 @@ def main() -> None:
             out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
             rows.append(json.loads(out))
     print_table(rows)
-    fields = {
-        "benchmark": "load_memory",
-        "command": "python benchmarks/load_memory.py",
-        "device": "CPU",
-        "date": datetime.date.today().isoformat(),
-        "shape": args.shape,
-        "layers": args.layers,
-        "vocabulary": args.vocabulary,
-        "adapter_rank": args.rank,
-        **facts,
-        "rows": rows,
-    }
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(fields, indent=1) + "\n", encoding="utf-8")
+    sizes = {"shape": args.shape, "layers": args.layers, "vocabulary": args.vocabulary}
+    facts = {**sizes, "adapter_rank": args.rank, **facts}
+    command = "python benchmarks/load_memory.py"
+    write_results(args.out, "load_memory", command, rows, **facts)
 
 
 if __name__ == "__main__":

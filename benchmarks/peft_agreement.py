@@ -19,9 +19,7 @@ log-probs of random tokens:
 from __future__ import annotations
 
 import argparse
-import datetime
 import importlib.metadata
-import json
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -29,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jetrl.bench._timing import print_table
+from jetrl.bench._timing import print_table, write_results
 from jetrl.cli.main import main as jetrl
 from jetrl.models import hf
 from jetrl.models.adapter import Adapter, LoRA
@@ -125,16 +123,9 @@ def main() -> None:
             with tempfile.TemporaryDirectory() as folder:
                 rows.append(row_of(family, whole, Path(folder)))
     print_table(rows)
-    fields = {
-        "benchmark": "peft_agreement",
-        "command": "python benchmarks/peft_agreement.py",
-        "device": "CPU",
-        "date": datetime.date.today().isoformat(),
-        "versions": {name: importlib.metadata.version(name) for name in _PACKAGES},
-        "rows": rows,
-    }
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(fields, indent=1) + "\n", encoding="utf-8")
+    versions = {name: importlib.metadata.version(name) for name in _PACKAGES}
+    command = "python benchmarks/peft_agreement.py"
+    write_results(args.out, "peft_agreement", command, rows, versions=versions)
 
 
 if __name__ == "__main__":

@@ -169,13 +169,15 @@ def versions() -> dict[str, str | None]:
 
 
 def environment() -> Row:
-    """Return the device, the versions, the date and the speed of a copy."""
-    return {
-        "device": torch.cuda.get_device_name(),
+    """Return the device, the versions and the date, and of a GPU the speed of a copy."""
+    on_gpu = torch.cuda.is_available()
+    facts = {
+        "device": torch.cuda.get_device_name() if on_gpu else "CPU",
         "versions": versions(),
         "date": datetime.date.today().isoformat(),
-        "copy_terabytes_per_s": round(copy_bandwidth() / 1e12, 3),
     }
+    speed = {"copy_terabytes_per_s": round(copy_bandwidth() / 1e12, 3)} if on_gpu else {}
+    return {**facts, **speed}
 
 
 def write_results(

@@ -254,7 +254,7 @@ class Adapter:
 
 
 def base_digest(config: ModelConfig, vectors: Sequence[Tensor], embedding: Tensor) -> str:
-    """Return a digest of a base model: of all its names and shapes, and of some of its values.
+    """Return a digest of a base model's parameter names and shapes, and of some parameter values.
 
     The values are those of norms and biases, and the first rows of the embedding, which training
     changes in practice. They are the same under every precision plan.

@@ -277,7 +277,7 @@ def _check_vocabulary(policy: Policy, other: Model, where: str) -> None:
 
 
 def choose_device(name: str) -> str:
-    """Return the device of run.device; `auto` is a Hopper GPU if there is one, else the CPU.
+    """Return the device that the setting run.device names: `auto` is a Hopper GPU, else the CPU.
 
     The GPU of a rank of several is the one that has the rank's number on its machine.
     """

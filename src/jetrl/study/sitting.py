@@ -108,7 +108,7 @@ class Sitting:
         return None
 
     def _training(self, item: Item) -> Job:
-        """Return the command that trains, from the last checkpoint if there is one."""
+        """Return the command that trains a run, from the run's last checkpoint if there is one."""
         work = item.work
         recipe = recipe_file(work, self.definition)
         with storing(recipe):
@@ -223,7 +223,7 @@ class Sitting:
     # Kills, and the standing
 
     def kill_if_due(self, child: Child) -> None:
-        """Kill a run that has come to a step of its arm's kill_after.
+        """Kill a run that has come to a step at which the study file (kill_after) has runs killed.
 
         Args:
             child: The child process of a command of this study.
