@@ -9,11 +9,11 @@ from jetrl.kernels.sampling import _keep_most_probable, sample
 
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
-kernels = pytest.importorskip("jetrl.kernels.sampling_hopper")
+kernels = pytest.importorskip("jetrl.kernels.draw_hopper")
 
 pytestmark = pytest.mark.gpu
 
-weights_of = kernels._weights
+weights_of = kernels.row_weights
 
 
 @triton.jit
@@ -35,7 +35,7 @@ def integer_weights(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Te
     grid = (len(logits), triton.cdiv(logits.shape[1], kernels.BLOCK))
     _weights_kernel[grid](
         logits, temperature, row_max, out, logits.shape[1],
-        kernels.BLOCK, kernels.LOG2_E, kernels._WEIGHT_ONE,
+        kernels.BLOCK, kernels.LOG2_E, kernels.WEIGHT_ONE,
         num_warps=kernels.NUM_WARPS, enable_fp_fusion=False,
     )  # fmt: skip
     return out

@@ -55,6 +55,7 @@ EXAMINED = 4
 examined: dict[str, int] = {}  # how many of each were
 compiled: dict[str, int] = {}  # how often each kernel was, by the present piece
 shared: dict[str, int] = {}  # bytes of shared memory of the kernel that was compiled last, by name
+layouts: dict[str, list[str]] = {}  # of the float32 sums of that kernel, of which dimension each
 failed: dict[str, list[str]] = {}
 
 
@@ -91,6 +92,17 @@ def check_stages(name: str, code: dict[str, Any]) -> None:
         raise ValueError(f"reads may be under way when a stage is given back: {found}")
 
 
+def layouts_of_sums(code: str) -> list[str]:
+    """Return the dimension and the layout of each float32 sum, in the order of Triton's code."""
+    named = dict(re.findall(r"^(#\w+) = (.*)$", code, re.MULTILINE))
+    reduce = r'"tt\.reduce"\(.*?axis = (\d).*?= arith\.(\w+).*?\(tensor<[\dx]*f32, ([^\n]*?)>\) ->'
+    return [
+        f"{axis} {re.sub('#[a-z]+[0-9]*', lambda name: named.get(name[0], name[0]), layout)}"
+        for axis, operation, layout in re.findall(reduce, code, re.DOTALL)
+        if operation == "addf"
+    ]
+
+
 def take_triton() -> None:
     """Compiles what is launched, counts it, and does not launch."""
     driver.set_active(Driver())
@@ -102,6 +114,7 @@ def take_triton() -> None:
             kernel = do_compile(self, key, signature, device, *rest)
             compiled[name] = compiled.get(name, 0) + 1
             shared[name] = kernel.metadata.shared
+            layouts[name] = layouts_of_sums(kernel.asm.get("ttgir", ""))
             if shared[name] > SHARED_MEMORY:
                 raise ValueError(f"{shared[name]} bytes of shared memory, of {SHARED_MEMORY}")
             check_stages(name, kernel.asm)
@@ -487,6 +500,37 @@ def nvfp4_shared_memory() -> None:
             raise ValueError(f"{more} bytes more are counted than there are: {rows}, {n}, {k}")
 
 
+def lanes_of_rows() -> None:
+    """Compare the layouts in which trainer and sampler sum over the lanes of a row of logits.
+
+    The first size of a vocabulary is a multiple of 16, which Triton is told, the second is not.
+    """
+    from jetrl.kernels import draw_hopper, logprob_hopper
+    from jetrl.kernels.sampling import sample
+
+    trainer, *samplers = (
+        logprob_hopper._forward_kernel,
+        draw_hopper._sample_lanes_kernel,
+        draw_hopper._sample_draw_kernel,
+    )
+    for vocabulary in (4096, 1000):
+        logits = torch.empty(8, vocabulary, device=META)
+        some, whole = logits[:, 0], torch.zeros(8, dtype=torch.int64, device=META)
+        for kernel in (trainer, *samplers):
+            kernel.device_caches.clear()  # what another piece compiled is compiled again
+        logprob_hopper.chosen_logprobs(logits, whole, 0.7)
+        sample(logits, whole, some.contiguous(), some.contiguous(), whole, False)
+        ours, lanes, drawn = (
+            layouts[f"{kernel.module.rpartition('.')[2]}.{kernel.__name__}"]
+            for kernel in (trainer, *samplers)
+        )
+        within = {re.sub("warpsPerCTA = .*?]", "", sums) for sums in ours if sums[0] == "1"}
+        if {re.sub("warpsPerCTA = .*?]", "", sums) for sums in lanes} != within or not within:
+            raise ValueError(f"{vocabulary}: lanes are summed as {lanes}, the trainer's {ours}")
+        if not drawn or not set(drawn) <= {sums for sums in ours if sums[0] == "0"}:
+            raise ValueError(f"{vocabulary}: rows are summed as {drawn}, the trainer's {ours}")
+
+
 def chains() -> None:
     """The GPU tests' own kernel."""
     sys.path.insert(0, str(Path(__file__).parents[1] / "gpu"))
@@ -519,6 +563,7 @@ PIECES |= {
 PIECES |= {"optimizer": optimizer, "long attention": long_attention}
 PIECES |= {"NVFP4 weights": nvfp4, "other options": other_options, "speculation": speculation}
 PIECES |= {"small operations": small_operations, "chains of products": chains}
+PIECES |= {"lanes of rows of logits": lanes_of_rows}
 PIECES |= {"products of adapters": adapters, "adapters on NVFP4": adapters_on_nvfp4}
 PIECES |= {"shared memory of NVFP4 products": nvfp4_shared_memory}
 

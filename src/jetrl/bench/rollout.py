@@ -328,7 +328,7 @@ _KINDS = {
     "stage_keys_kernel": "keys and values widened for attention",
     "_down_kernel": "adapters: product with A",
     "_up_kernel": "adapters: product with B",
-    "_sample_kernel": "log-probs and draw",
+    "_sample_": "log-probs and draw",
     "_filtered_kernel": "top_k and top_p",
     "_take_kernel": "what was drawn",
     "_inputs_kernel": "inputs and random bits",

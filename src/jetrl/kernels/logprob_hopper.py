@@ -4,9 +4,10 @@
 
 One program a row reads its logits once. Each lane keeps its own running (max, sum, sum of e * z)
 over its quadruples of neighbouring columns; lanes are combined at the end. BLOCK and the number of
-warps are pinned, so a row's bits depend on that row alone, and the sampler, which calls the same
-`row_statistics`, gets the trainer's log-probs bit for bit. exp is the hardware's exp2 (relative
-error near 2**-22); the sum of 151936 of them is within 1e-6 of the reference's exact one.
+warps are pinned, so a row's bits depend on that row alone, and the sampler, where several programs
+have the lanes and the same function combines them (`kernels.draw_hopper`), gets the trainer's
+log-probs bit for bit. exp is the hardware's exp2 (relative error near 2**-22); the sum of 151936 of
+them is within 1e-6 of the reference's exact one.
 
 `lm_head_logprobs` never holds more float32 logits than one chunk of rows. Forward makes a chunk's
 logits and reduces them; for backward it turns them into the gradient of each row's log-prob, in
@@ -56,23 +57,27 @@ def scaled_logits(row_ptr, columns, num_columns, temperature):
 
 
 @triton.jit
-def row_statistics(row_ptr, num_columns, temperature, BLOCK: tl.constexpr, LOG2_E: tl.constexpr):
-    """Return max z, lse, and the mean of z - max under the softmax, float32 scalars, in one read.
+def lane_statistics(
+    row_ptr, columns, num_columns, temperature, BLOCK: tl.constexpr, LOG2_E: tl.constexpr
+):
+    """Return each lane's max z, the sum of e = exp(z - max), and that of e * (z - max).
+
+    A lane is four neighbouring columns of each block: one 16-byte load. What a lane gets does not
+    depend on which others the program has.
 
     Args:
         row_ptr: float32 [num_columns], one row's logits.
+        columns: int32 [L, 4], the lanes' columns of the first block.
         num_columns: the vocabulary's size.
         temperature: a scalar.
-        BLOCK: columns of one pass of the program's lanes.
+        BLOCK: columns of a block.
         LOG2_E: log2(e), for exp2 in place of exp.
     """
-    # A lane is four neighbouring columns of each block: one 16-byte load. It keeps its own running
-    # maximum, so the loop has no reduction across lanes, which the warps would have to meet for.
-    LANES: tl.constexpr = BLOCK // 4
-    lane_max = tl.full([LANES], -1e30, tl.float32)  # finite: -inf - -inf would be NaN
-    lane_sum = tl.zeros([LANES], tl.float32)
-    lane_moment = tl.zeros([LANES], tl.float32)
-    columns = tl.arange(0, LANES)[:, None] * 4 + tl.arange(0, 4)[None, :]
+    # A lane keeps its own running maximum, so the loop has no reduction across lanes, which the
+    # warps would have to meet for.
+    lane_max = tl.full([columns.shape[0]], -1e30, tl.float32)  # finite: -inf - -inf would be NaN
+    lane_sum = tl.zeros([columns.shape[0]], tl.float32)
+    lane_moment = tl.zeros([columns.shape[0]], tl.float32)
     for start in tl.range(0, num_columns, BLOCK, num_stages=3):
         z = scaled_logits(row_ptr, start + columns, num_columns, temperature)
         # A larger maximum scales what has been summed by exp(step), and moves the moment's origin.
@@ -85,8 +90,19 @@ def row_statistics(row_ptr, num_columns, temperature, BLOCK: tl.constexpr, LOG2_
         lane_moment += tl.sum(mass * tl.maximum(shifted, -1e30), 1)  # 0 * -inf would be NaN
         lane_sum = lane_sum * kept + tl.sum(mass, 1)
         lane_max = larger
+    return lane_max, lane_sum, lane_moment
 
-    # The lanes at the end, in the order that BLOCK and the number of warps pin.
+
+@triton.jit
+def statistics_of_lanes(lane_max, lane_sum, lane_moment, LOG2_E: tl.constexpr):
+    """Return max z, lse, and the mean of z - max under the softmax, from all lanes of a row.
+
+    The order of their sums is what BLOCK, the number of warps and the layout of lanes pin.
+
+    Args:
+        lane_max, lane_sum, lane_moment: float32 [BLOCK / 4], as of `lane_statistics`.
+        LOG2_E: log2(e).
+    """
     row_max = tl.max(lane_max, 0)
     step = lane_max - row_max
     kept = tl.math.exp2(step * LOG2_E)
@@ -95,6 +111,24 @@ def row_statistics(row_ptr, num_columns, temperature, BLOCK: tl.constexpr, LOG2_
     # Without a positive total (a row of -inf or NaN) there is no softmax: NaN says so to the host.
     lse = tl.log(total.to(tl.float64)).to(tl.float32)
     return row_max, tl.where(total > 0.0, lse, float("nan")), tl.math.div_rn(moment, total)
+
+
+@triton.jit
+def row_statistics(row_ptr, num_columns, temperature, BLOCK: tl.constexpr, LOG2_E: tl.constexpr):
+    """Return max z, lse, and the mean of z - max under the softmax, float32 scalars, in one read.
+
+    Args:
+        row_ptr: float32 [num_columns], one row's logits.
+        num_columns: the vocabulary's size.
+        temperature: a scalar.
+        BLOCK: columns of one pass of the program's lanes.
+        LOG2_E: log2(e), for exp2 in place of exp.
+    """
+    columns = tl.arange(0, BLOCK // 4)[:, None] * 4 + tl.arange(0, 4)[None, :]
+    lane_max, lane_sum, lane_moment = lane_statistics(
+        row_ptr, columns, num_columns, temperature, BLOCK, LOG2_E
+    )
+    return statistics_of_lanes(lane_max, lane_sum, lane_moment, LOG2_E)
 
 
 @triton.jit

@@ -1,15 +1,9 @@
-"""Sampling on Hopper: the integer draw of `kernels.sampling`, one program a row.
+"""Sampling on Hopper: the draw of `kernels.draw_hopper`, and what top_k and top_p keep of a row.
 
-A row is read three times (after the first from the cache): its statistics, just as the trainer
-takes them (`row_statistics`: equal bits of log-probs); the int64 weights, summed for each block;
-and the one block in which the cumulative sum passes the target. Integer sums are the same in any
-order, so for the same weights this picks the reference's token. The weights themselves come from
-the hardware's exp2, so they may differ from the CPU's in the last bits.
-
-top_k and top_p keep the weights above a threshold, and of those equal to it the first ones. The
-threshold is the largest x for which enough weights, or weights of enough mass, are at least x,
-found two bits at a time, a reading of the row each, and not by sorting. Weights are integers up to
-2**40, so 21 readings find it exactly, whatever the vocabulary.
+They keep the weights above a threshold, and of those equal to it the first ones. The threshold is
+the largest x for which enough weights, or weights of enough mass, are at least x, found two bits at
+a time, a reading of the row each, and not by sorting. Weights are integers up to 2**40, so 21
+readings find it exactly, whatever the vocabulary. One program has a row.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -22,113 +16,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from jetrl.kernels.logprob_hopper import BLOCK, LOG2_E, NUM_WARPS, row_statistics, scaled_logits
+from jetrl.kernels.draw_hopper import WEIGHT_ONE, draw, find_block, row_weights
+from jetrl.kernels.logprob_hopper import BLOCK, LOG2_E, NUM_WARPS
 from jetrl.precision.hopper.checks import check_matrix, check_tensor
 
-_WEIGHT_ONE = 2.0**40
 _TOP_BITS = 40  # the highest bit of the largest weight; even, since two bits are found at a time
-
-
-@triton.jit
-def _weights(
-    row_ptr, columns, num_columns, temperature, row_max, LOG2_E: tl.constexpr, ONE: tl.constexpr
-):
-    """Return int64 weights, exp(z - max) * 2**40 rounded half to even; 0 outside the row."""
-    z = scaled_logits(row_ptr, columns, num_columns, temperature)
-    scaled = tl.math.exp2((z - row_max) * LOG2_E) * ONE
-    # Adding 1.5 * 2**23 rounds what is below 2**22; a float32 above that and below 2**23 may keep a
-    # half, which the conversion cuts off, and is an integer from there on.
-    magic = tl.full(scaled.shape, 12582912.0, tl.float32)
-    return tl.where(scaled < 4194304.0, (scaled + magic) - magic, scaled).to(tl.int64)
-
-
-@triton.jit
-def _find_block(sums_ptr, num_blocks, total, bits):
-    """Return the target, the block in which the cumulative sum passes it, and the sum before that.
-
-    The target is `bits` of 2**53 parts of the total, as in `kernels.sampling.sample`.
-
-    Args:
-        sums_ptr: int64 [num_blocks], the sum of the weights of each block.
-        num_blocks: blocks of the row.
-        total: int64, the sum of all.
-        bits: int64 in [0, 2**53).
-    """
-    product = bits.to(tl.float64) * (2.0**-53) * total.to(tl.float64)
-    target = tl.minimum(product.to(tl.int64), total - 1)
-    # Scalar work, 38 blocks for a vocabulary of 151,936. `block == place` holds until the first
-    # block that is not skipped: from there on nothing moves.
-    before = tl.zeros([], tl.int64)
-    place = 0
-    for block in range(0, num_blocks):
-        block_sum = tl.load(sums_ptr + block)
-        skip = (before + block_sum <= target) & (block == place)
-        before += tl.where(skip, block_sum, 0)
-        place += tl.where(skip, 1, 0)
-    return target, place, before
-
-
-@triton.jit
-def _sample_kernel(
-    logits_ptr, bits_ptr, temperature_ptr, tokens_ptr, logprobs_ptr, max_ptr, lse_ptr, sums_ptr,
-    num_columns, num_blocks, BLOCK: tl.constexpr, LOG2_E: tl.constexpr, ONE: tl.constexpr,
-):  # fmt: skip
-    """Draw one row's token from its full distribution.
-
-    Args:
-        logits_ptr: float32 [R, num_columns].
-        bits_ptr: int64 [R], random bits; -1 gives an arbitrary token within the row.
-        temperature_ptr: float32 [R], 0 for the most probable token.
-        tokens_ptr: int64 [R], written.
-        logprobs_ptr: float32 [R], written.
-        max_ptr, lse_ptr: float32 [R], written: max z, and the log-sum-exp above it.
-        sums_ptr: int64 [R, num_blocks], room for the sums of blocks.
-        num_columns: the vocabulary's size.
-        num_blocks: blocks of BLOCK columns.
-        ONE: the weight of the most probable token.
-    """
-    row = tl.program_id(0)
-    row_ptr = logits_ptr + row.to(tl.int64) * num_columns
-    given = tl.load(temperature_ptr + row)
-    greedy = given == 0.0
-    temperature = tl.where(greedy, 1.0, given)
-
-    # First reading: the trainer's own reduction, whose log-prob this is to equal bit for bit.
-    row_max, lse, _ = row_statistics(row_ptr, num_columns, temperature, BLOCK, LOG2_E)
-    tl.store(max_ptr + row, row_max)
-    tl.store(lse_ptr + row, lse)
-
-    # Second reading: the weights of each block, and for a greedy row the first column of the
-    # maximum. A draw needs the total before it has a target, so blocks leave their sums in memory.
-    total = tl.zeros([], tl.int64)
-    best = num_columns
-    for block in tl.range(0, num_blocks, num_stages=3):
-        columns = block * BLOCK + tl.arange(0, BLOCK)
-        weights = _weights(row_ptr, columns, num_columns, temperature, row_max, LOG2_E, ONE)
-        if greedy:
-            z = scaled_logits(row_ptr, columns, num_columns, temperature)
-            best = tl.minimum(best, tl.min(tl.where(z == row_max, columns, num_columns), 0))
-        block_sum = tl.sum(weights, 0)
-        tl.store(sums_ptr + row * num_blocks + block, block_sum)
-        total += block_sum
-
-    # Third: the one block in which the cumulative weight passes the target.
-    token = best
-    if not greedy:
-        tl.debug_barrier()  # every warp sees the sums
-        target, place, before = _find_block(
-            sums_ptr + row * num_blocks, num_blocks, total, tl.load(bits_ptr + row)
-        )
-        columns = place * BLOCK + tl.arange(0, BLOCK)
-        weights = _weights(row_ptr, columns, num_columns, temperature, row_max, LOG2_E, ONE)
-        passed = (before + tl.cumsum(weights, 0) <= target) & (columns < num_columns)
-        token = place * BLOCK + tl.sum(passed.to(tl.int32), 0)
-
-    # A row without a softmax draws nothing: its token stays within the row and is not used.
-    token = tl.minimum(token, num_columns - 1)
-    z = tl.math.div_rn(tl.load(row_ptr + token), temperature)
-    tl.store(tokens_ptr + row, token.to(tl.int64))
-    tl.store(logprobs_ptr + row, (z - row_max) - lse)
 
 
 @triton.jit
@@ -156,7 +48,7 @@ def _largest_bound(
         reach_3 = tl.zeros([], tl.int64)
         for block in range(0, num_blocks):
             columns = block * BLOCK + tl.arange(0, BLOCK)
-            weights = _weights(row_ptr, columns, num_columns, temperature, row_max, LOG2_E, ONE)
+            weights = row_weights(row_ptr, columns, num_columns, temperature, row_max, LOG2_E, ONE)
             value = weights if MASS else tl.full(weights.shape, 1, tl.int64)
             reach_1 += tl.sum(tl.where(weights >= first, value, 0), 0)
             reach_2 += tl.sum(tl.where(weights >= second, value, 0), 0)
@@ -182,7 +74,7 @@ def _above(
     total = tl.zeros([], tl.int64)
     for block in range(0, num_blocks):
         columns = block * BLOCK + tl.arange(0, BLOCK)
-        weights = _weights(row_ptr, columns, num_columns, temperature, row_max, LOG2_E, ONE)
+        weights = row_weights(row_ptr, columns, num_columns, temperature, row_max, LOG2_E, ONE)
         above = weights > bound
         count += tl.sum(above.to(tl.int64), 0)
         mass += tl.sum(tl.where(above, weights, 0), 0)
@@ -216,13 +108,13 @@ def _kept(weights, columns, num_columns, bound, ties_before, limit, mass_above, 
 def _filtered_kernel(
     logits_ptr, bits_ptr, temperature_ptr, top_p_ptr, top_k_ptr,
     tokens_ptr, logprobs_ptr, max_ptr, lse_ptr, sums_ptr, ties_ptr, num_columns, num_blocks,
-    TOP: tl.constexpr, BLOCK: tl.constexpr, LOG2_E: tl.constexpr, ONE: tl.constexpr,
+    TOP: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, LOG2_E: tl.constexpr,
+    ONE: tl.constexpr,
 ):  # fmt: skip
     """Draw one row's token again, among what top_k and top_p keep, unless its temperature is 0.
 
     Args:
-        logits_ptr, bits_ptr, temperature_ptr, max_ptr, lse_ptr: as _sample_kernel read and left
-            them.
+        logits_ptr, bits_ptr, temperature_ptr, max_ptr, lse_ptr: as of `draw_hopper`'s draw.
         top_p_ptr: float32 [R], 1 for off.
         top_k_ptr: int64 [R], 0 for off.
         tokens_ptr, logprobs_ptr: int64 and float32 [R], written over the first draw.
@@ -231,6 +123,7 @@ def _filtered_kernel(
         num_columns: the vocabulary's size.
         num_blocks: blocks of BLOCK columns.
         TOP: the highest bit of the largest weight.
+        BLOCKS: a power of two, at least num_blocks.
         ONE: the weight of the most probable token.
     """
     row = tl.program_id(0)
@@ -266,26 +159,22 @@ def _filtered_kernel(
                 row_ptr, num_columns, num_blocks, temperature, row_max, bound, BLOCK, LOG2_E, ONE
             )
 
-        # The draw, as in _sample_kernel, of the weights that are kept.
-        total = tl.zeros([], tl.int64)
+        # The draw, as in `kernels.draw_hopper`, of the weights that are kept.
         ties_before = tl.zeros([], tl.int64)
         for block in range(0, num_blocks):
             columns = block * BLOCK + tl.arange(0, BLOCK)
-            weights = _weights(row_ptr, columns, num_columns, temperature, row_max, LOG2_E, ONE)
+            weights = row_weights(row_ptr, columns, num_columns, temperature, row_max, LOG2_E, ONE)
             kept, ties = _kept(
                 weights, columns, num_columns, bound, ties_before, limit, mass, needed
             )
-            block_sum = tl.sum(kept, 0)
-            tl.store(sums_ptr + row * num_blocks + block, block_sum)
+            tl.store(sums_ptr + row * num_blocks + block, tl.sum(kept, 0))
             tl.store(ties_ptr + row * num_blocks + block, ties_before)
-            total += block_sum
             ties_before += tl.sum(ties.to(tl.int64), 0)
         tl.debug_barrier()  # every warp sees the sums
-        target, place, before = _find_block(
-            sums_ptr + row * num_blocks, num_blocks, total, tl.load(bits_ptr + row)
-        )
+        bits = tl.load(bits_ptr + row)
+        target, place, before = find_block(sums_ptr + row * num_blocks, num_blocks, bits, BLOCKS)
         columns = place * BLOCK + tl.arange(0, BLOCK)
-        weights = _weights(row_ptr, columns, num_columns, temperature, row_max, LOG2_E, ONE)
+        weights = row_weights(row_ptr, columns, num_columns, temperature, row_max, LOG2_E, ONE)
         # Past the last block only for a row without a softmax, which draws nothing.
         ties_before = tl.load(ties_ptr + row * num_blocks + tl.minimum(place, num_blocks - 1))
         kept, _ = _kept(weights, columns, num_columns, bound, ties_before, limit, mass, needed)
@@ -317,19 +206,13 @@ def sample(
     check_tensor("sample", "temperature", temperature, torch.float32, [rows])
     check_tensor("sample", "top_p", top_p, torch.float32, [rows])
     check_tensor("sample", "top_k", top_k, torch.int64, [rows])
-    device, blocks = logits.device, triton.cdiv(vocabulary, BLOCK)
-    tokens = torch.empty(rows, dtype=torch.int64, device=device)
-    logprobs, row_max, lse = torch.empty(3, rows, dtype=torch.float32, device=device)
-    sums = torch.empty(rows, blocks, dtype=torch.int64, device=device)
-    if rows:
-        _sample_kernel[(rows,)](
-            logits, bits, temperature, tokens, logprobs, row_max, lse, sums, vocabulary, blocks,
-            BLOCK, LOG2_E, _WEIGHT_ONE, num_warps=NUM_WARPS, enable_fp_fusion=False,
-        )  # fmt: skip
+    tokens, logprobs, row_max, lse, sums = draw(logits, bits, temperature)
     if filtered and rows:
+        blocks = sums.shape[1]
         _filtered_kernel[(rows,)](
             logits, bits, temperature, top_p, top_k, tokens, logprobs, row_max, lse,
             sums, torch.empty_like(sums), vocabulary, blocks, _TOP_BITS,
-            BLOCK, LOG2_E, _WEIGHT_ONE, num_warps=NUM_WARPS, enable_fp_fusion=False,
+            triton.next_power_of_2(blocks), BLOCK, LOG2_E, WEIGHT_ONE,
+            num_warps=NUM_WARPS, enable_fp_fusion=False,
         )  # fmt: skip
     return tokens, logprobs, lse
