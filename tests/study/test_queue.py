@@ -79,6 +79,41 @@ def test_places_go_to_the_first_of_the_queue_that_has_a_command(
     ]
 
 
+class ALongStart(ThreePlaces):
+    """The same places; trainings of runs end well, and the first study's start takes one longer."""
+
+    def start(self, job: Job) -> None:
+        super().start(job)
+        if "--evaluate" in job.words:
+            self.begun[-1][-1] += " evaluated"
+        elif job.words[0] == "train":
+            self.children[-1].process.returncode = 0
+
+    def ended(self) -> list[Child]:
+        first = len(self.begun) == 1
+        held = [c for c in self.children if first and c.job.study.startswith("one")]
+        self.children = [child for child in self.children if child not in held]
+        gone = super().ended()
+        self.children = held
+        return gone
+
+
+def test_runs_that_are_trained_are_evaluated_before_others_begin(
+    files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ThreePlaces.begun = []
+    monkeypatch.setattr("jetrl.study.processes.Pool", ALongStart)
+    queue = '[[study]]\nfile = "one.toml"\n[[study]]\nfile = "two.toml"\nonly = ["seed=0"]\n'
+    (files / "queue.toml").write_text(queue)
+    assert main(["study", "queue.toml", "--no-report"]) == 1
+    begun = [names for names in ThreePlaces.begun if names]
+    assert begun[:3] == [
+        ["one start", "two start"],
+        ["two unified-s0", "two pages-s0"],
+        ["two unified-s0 evaluated", "two pages-s0 evaluated", "one unified-s0"],
+    ]
+
+
 def test_each_study_has_its_own_results_and_report(
     tiny_study: Path, files: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -83,9 +83,11 @@ def _fill(pool: Pool, parts: Sequence[Part]) -> None:
 
 
 def _next_job(parts: Sequence[Part]) -> Job | None:
-    """Return the next command of the first part that has one; None if none has."""
+    """Return the next command: an evaluation, else a training, of the first part that has one."""
     for part in parts:
-        job = part.sitting.next_job(part.names)
-        if job is not None:
+        if job := part.sitting.next_evaluation(part.names):
+            return job
+    for part in parts:
+        if job := part.sitting.next_training(part.names):
             return job
     return None

@@ -82,8 +82,8 @@ class Sitting:
 
     # What is to be done
 
-    def next_job(self, names: Container[str]) -> Job | None:
-        """Return the next command that can be started, which counts as running; None if none can.
+    def next_evaluation(self, names: Container[str]) -> Job | None:
+        """Return the evaluation of a run that is trained, which counts as running; None if none is.
 
         Args:
             names: The names of the runs that it may be for.
@@ -92,19 +92,32 @@ class Sitting:
             StorageError: A file that the command reads could not be written.
         """
         for name, item in self._items.items():
-            if name not in names or item.is_over or item.running:
+            if name in names and item.stage == "evaluate" and not item.running:
+                return self._evaluation(item)
+        return None
+
+    def next_training(self, names: Container[str]) -> Job | None:
+        """Return the training of a run or of its start, which counts as running; None if none can.
+
+        Args:
+            names: The names of the runs that it may be for.
+
+        Raises:
+            StorageError: A file that the command reads could not be written.
+        """
+        for name, item in self._items.items():
+            if name not in names or item.stage != "train" or item.running:
                 continue
             start = item.work.start if isinstance(item.work, PlannedRun) else None
-            if start is not None and item.stage == "train":
-                prior = self._starts[start.name]
-                if prior.stage == "failed":
-                    self._fail(item, f"its start {start.name} failed: {prior.reason}")
-                    continue
-                if prior.stage != "done":
-                    if not prior.running:
-                        return self._training(prior)
-                    continue
-            return self._training(item) if item.stage == "train" else self._evaluation(item)
+            if start is None:
+                return self._training(item)
+            prior = self._starts[start.name]
+            if prior.stage == "failed":
+                self._fail(item, f"its start {start.name} failed: {prior.reason}")
+            elif prior.stage == "done":
+                return self._training(item)
+            elif not prior.running:
+                return self._training(prior)
         return None
 
     def _training(self, item: Item) -> Job:
