@@ -14,9 +14,9 @@ from matplotlib.figure import Figure
 
 from jetrl.runs.plot_style import SIZE_INCHES, STYLE
 from jetrl.study.analysis import ALL_POINTS, arm_results, has_collapsed, twin_groups
-from jetrl.study.arm_charts import dose_charts
 from jetrl.study.charts import curve_charts
 from jetrl.study.definition import Definition, definition_of
+from jetrl.study.dose_charts import dose_charts
 from jetrl.study.results import Curves, FinalEvaluation, Results, RunResult, read_results
 from jetrl.study.sections import CollapseSection
 from jetrl.study.tables import accuracy_tables, twin_table
@@ -232,6 +232,23 @@ def test_each_value_of_the_first_axis_has_plots_of_doses_with_whole_axes() -> No
         figure.draw_without_rendering()
         assert axes.get_position().width > 0.8
         assert [line.get_label() for line in axes.lines if line.get_marker() == "D"] == names
+
+
+def test_an_arm_that_deviates_without_a_dose_has_a_mark_beside_the_line() -> None:
+    arms = {"none": 0.0, "some": 1e-3, "other": 1e-2, "exact": 0.0}
+    runs = [
+        run("short", arm, 0, 0.5, [0.5], curves={"mismatch/k3_kl": [kl]})
+        for arm, kl in arms.items()
+    ]
+    doses = {"none": {"dose": 0}, "some": {"dose": 0.5}}
+    accuracy, _ = dose_charts(definition(**doses, other={}, exact={}), runs)
+    axes = Figure().add_subplot()
+    accuracy.draw(axes)
+    (line,) = [line for line in axes.lines if line.get_marker() == "D"]
+    (mark,) = [line for line in axes.lines if line.get_marker() == "s" and len(line.get_xdata())]
+    assert list(line.get_xdata()) == [1e-4, 1e-3]  # no mismatch stands a power of ten below
+    assert list(mark.get_xdata()) == [1e-2]
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["short", "other"]
 
 
 def test_a_dose_at_which_all_runs_end_without_weights_is_in_the_plot_of_lost_runs() -> None:

@@ -13,9 +13,10 @@ from jetrl.runs.plot_style import Chart, to_png
 from jetrl.runs.report_page import Html, figures, folded, join, page, section, table, text, tile
 from jetrl.runs.storing import storing
 from jetrl.study.analysis import arm_results, point_name, twin_groups
-from jetrl.study.arm_charts import accuracy_charts, difference_charts, dose_charts
+from jetrl.study.arm_charts import accuracy_charts, difference_charts
 from jetrl.study.charts import curve_charts
 from jetrl.study.definition import Definition
+from jetrl.study.dose_charts import dose_charts
 from jetrl.study.lost import lost_names, lost_runs
 from jetrl.study.lost_tables import lost_table, seed_tables
 from jetrl.study.plan import grid_points
