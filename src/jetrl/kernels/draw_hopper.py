@@ -37,7 +37,17 @@ _LANES = 64  # of a program, of the BLOCK / 4 of a row
 def row_weights(
     row_ptr, columns, num_columns, temperature, row_max, LOG2_E: tl.constexpr, ONE: tl.constexpr
 ):
-    """Return int64 weights, exp(z - max) * 2**40 rounded half to even; 0 outside the row."""
+    """Return int64 weights, exp(z - max) * 2**40 rounded half to even; 0 outside the row.
+
+    Args:
+        row_ptr: float32 [num_columns], one row's logits.
+        columns: int32, any shape: the columns.
+        num_columns: the vocabulary's size.
+        temperature: a scalar.
+        row_max: max z, a scalar.
+        LOG2_E: log2(e), for exp2 in place of exp.
+        ONE: the weight of the most probable token.
+    """
     z = scaled_logits(row_ptr, columns, num_columns, temperature)
     scaled = tl.math.exp2((z - row_max) * LOG2_E) * ONE
     # Adding 1.5 * 2**23 rounds what is below 2**22; a float32 above that and below 2**23 may keep a

@@ -100,7 +100,9 @@ def statistics_of_lanes(lane_max, lane_sum, lane_moment, LOG2_E: tl.constexpr):
     The order of their sums is what BLOCK, the number of warps and the layout of lanes pin.
 
     Args:
-        lane_max, lane_sum, lane_moment: float32 [BLOCK / 4], as of `lane_statistics`.
+        lane_max: float32 [BLOCK / 4], each lane's max z.
+        lane_sum: float32 [BLOCK / 4], each lane's sum of e, as of `lane_statistics`.
+        lane_moment: float32 [BLOCK / 4], each lane's sum of e * (z - max).
         LOG2_E: log2(e).
     """
     row_max = tl.max(lane_max, 0)

@@ -49,7 +49,7 @@ class _Place:
 
 @dataclass(frozen=True)
 class _Line:
-    """What a plot has of a grid point.
+    """A grid point, as a plot has it.
 
     Attributes:
         name: The name of the line.
