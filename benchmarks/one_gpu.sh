@@ -57,6 +57,9 @@ nvfp4-products)
 # The price of merging an adapter into FP8; 80 s.
 merging)
     "$python" benchmarks/merging.py --out "$out/merging.json" ;;
+# The clock and the power of the card while it decodes; 45 s.
+clocks)
+    "$python" benchmarks/clocks.py --out "$out/clocks.json" ;;
 # Runs of a study: no process is killed, since that may leave the service unusable.
 study)
     study=${2:?STUDY.toml is missing} minutes=${3:?MINUTES are missing}
