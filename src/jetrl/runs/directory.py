@@ -406,10 +406,14 @@ class RunDirectory:
             before = self.plan()
             now = json.loads(json.dumps(plan))
             if before != now:
-                differing = sorted(k for k in before | now if before.get(k) != now.get(k))
+                differing = ", ".join(
+                    f"{key}: {before.get(key)} there, {now.get(key)} here"
+                    for key in sorted(before | now)
+                    if before.get(key) != now.get(key)
+                )
                 raise UserError(
-                    f"run {self.name!r} was started with another precision plan (different: "
-                    f"{', '.join(differing)}); resume with the same one, or start a new run"
+                    f"run {self.name!r} was started with another precision plan ({differing}); "
+                    f"resume with [precision] as in {self.path / 'config.toml'}, or start a new run"
                 )
             self.changed_settings = settings_that_differ(self.config(), tomllib.loads(config_text))
             self.notes += [
