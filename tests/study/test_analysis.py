@@ -12,6 +12,7 @@ import matplotlib as mpl
 import pytest
 from matplotlib.figure import Figure
 
+from jetrl.errors import UserError
 from jetrl.runs.plot_style import SIZE_INCHES, STYLE
 from jetrl.study.analysis import ALL_POINTS, arm_results, has_collapsed, twin_groups
 from jetrl.study.charts import curve_charts
@@ -259,6 +260,12 @@ def test_a_dose_at_which_all_runs_end_without_weights_is_in_the_plot_of_lost_run
     lost.draw(axes)
     (line,) = [line for line in axes.lines if line.get_marker() == "D"]
     assert (list(line.get_xdata()), list(line.get_ydata())) == ([1e-2], [1.0])
+
+
+def test_a_json_file_that_is_no_results_is_named(tmp_path: Path) -> None:
+    (tmp_path / "demo.json").write_text('{"rows": []}')
+    with pytest.raises(UserError, match=r"demo\.json: .*is missing; .* no results of a study"):
+        read_results(tmp_path / "demo.json")
 
 
 def test_results_are_read_back_as_they_were(tmp_path: Path) -> None:

@@ -220,6 +220,10 @@ def read_results(path: Path) -> Results:
         stored = read_stored(path, SCHEMA, MOST_BYTES)
     except FileNotFoundError:
         raise UserError(f"{path}: no such file") from None
+    except UserError as error:
+        raise UserError(
+            f"{error}; the file is no results of a study as `jetrl study STUDY.toml` writes them"
+        ) from None
     runs = {run.name: run for run in stored.runs}
     devices = list(stored.devices)
     failed = dict(stored.failed)
