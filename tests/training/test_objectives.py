@@ -471,6 +471,37 @@ class TestUsers:
         with pytest.raises(UserError, match=r"algorithm\.options\.ta: .* it has tau"):
             objective(name=f"{file}:f", options={"ta": 1})
 
+    def test_an_estimator_gets_its_options_too(self, tmp_path):
+        file = self.write(tmp_path, self.OWN_ADVANTAGES)
+        name, step = f"{file}:mine", StepRewards(np.array([1.0]), np.array([0]), [np.zeros(2)])
+        chosen = objective(name=name, options={"shift": 0.25, "tau": 3.0})
+        assert chosen.advantages(step).advantages[0].tolist() == [0.75, 0.75]
+        tokens = one(0.0, 1.0)
+        chosen(tokens, UpdateSize(1, 1, 1), torch.zeros(1)).loss.backward()
+        assert tokens.trainer_logprobs.grad.item() == -3.0
+        assert objective(name=name).advantages(step).advantages[0].tolist() == [0.5, 0.5]
+        with pytest.raises(UserError, match=r"algorithm\.options\.shfit: .* it has tau, shift"):
+            objective(name=name, options={"shfit": 1})
+
+    OWN_ADVANTAGES = (
+        "from jetrl.settings.algorithms import Algorithm\n"
+        "def shifted(step, shift=0.5): return step.at_tokens(step.rewards - shift)\n"
+        "def push(tokens, tau=1.0): return -tau * tokens.advantages * tokens.trainer_logprobs\n"
+        "mine = Algorithm('mine', '', shifted, push, 'token_mean')\n"
+    )
+
+    def test_the_options_of_a_record_are_settings(self, tmp_path):
+        text = self.OWN_ADVANTAGES.replace("'token_mean'", "'token_mean', options={'shift': 0.1}")
+        with pytest.raises(
+            UserError, match=r"mine\.py:mine: .*'shift'.* algorithm\.options\.shift"
+        ):
+            objective(name=f"{self.write(tmp_path, text)}:mine")
+
+    def test_a_record_without_what_its_built_in_loss_needs(self, tmp_path):
+        text = self.RECORD.replace("'clip': 0.1, ", "")
+        with pytest.raises(UserError, match=r"needs algorithm\.options\.clip, .*'clip': \.\.\."):
+            objective(name=f"{self.write(tmp_path, text)}:mine")
+
     def test_a_missing_file(self):
         with pytest.raises(UserError, match="no such file"):
             objective(name="nowhere.py:f")
@@ -496,7 +527,7 @@ class TestUsers:
     @pytest.mark.parametrize(
         "code, message",
         [
-            ("    return step.rewards", "array for each of the 2 samples"),
+            ("    return step.rewards", r"array for each of the 2 samples.*step\.at_tokens"),
             (
                 "    return [np.ones(3), np.ones(2)]",
                 "of sample 0 are 3, .* as many as its 2 tokens",

@@ -153,6 +153,14 @@ class AlgorithmSettings(Section):
     def problems(self, record: Algorithm) -> Iterator[str]:
         """Yield messages about keys that are set and mean nothing to an algorithm."""
         read = record.options
+        for key in read:
+            if key not in _ALGORITHM_OPTIONS:
+                yield (
+                    f"{self.name}: the options of its Algorithm name {key!r}, which is none of the "
+                    f"settings that an algorithm reads ({', '.join(_ALGORITHM_OPTIONS)}); leave it "
+                    "out there, and give the function an argument of that name, which "
+                    f"algorithm.options.{key} sets"
+                )
         for key in _ALGORITHM_OPTIONS:
             if getattr(self, key) is not None and key not in read:
                 yield (

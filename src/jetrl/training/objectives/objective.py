@@ -62,16 +62,19 @@ class Objective:
             raise UserError("; ".join(problems))
         values = {key: settings.value(key, algorithm) for key in algorithm.options}
         loss, estimator = algorithm.loss, algorithm.advantages
+        own = settings.options
+        _check_own_options(name, own, algorithm)
         token_loss: Callable[[Tokens], TokenLoss]
         if isinstance(loss, str):
-            token_loss = LOSSES[loss](**_options(name, LOSSES[loss], values, settings.options))
+            token_loss = LOSSES[loss](**_options(name, LOSSES[loss], {**values, **own}))
         else:
-            token_loss = UsersLoss(name, loss, _options(name, loss, values, settings.options))
+            token_loss = UsersLoss(name, loss, _options(name, loss, {**values, **own}))
         advantages: Estimator
         if isinstance(estimator, str):
             advantages = ESTIMATORS[estimator](**_options(name, ESTIMATORS[estimator], values))
         else:
-            advantages = UsersEstimator(name, estimator, _options(name, estimator, values))
+            users_options = _options(name, estimator, {**values, **own})
+            advantages = UsersEstimator(name, estimator, users_options)
         aggregation = settings.aggregation or algorithm.aggregation
         correction = Correction.from_settings(settings)
         return cls(algorithm, settings, max_tokens, advantages, token_loss, aggregation, correction)
@@ -149,37 +152,66 @@ class Objective:
         return MicroBatchLoss((loss * weights).sum(), metrics, peaks)
 
 
-def _options(
-    name: str,
-    piece: Callable[..., Any],
-    values: Mapping[str, Any],
-    own: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
-    """Return the options of one piece of an algorithm.
+def _check_own_options(name: str, own: Mapping[str, Any], algorithm: Algorithm) -> None:
+    """Check that each of algorithm.options is an argument of the loss or of a user's estimator.
 
     Args:
         name: The algorithm's name in the settings, for messages.
-        piece: A built-in piece, whose options are the fields of a record, or a user's function,
-            whose options are its arguments after the first.
-        values: The settings that the algorithm reads, by name.
-        own: algorithm.options, of which the piece must have every one; None for a piece that does
-            not get them.
+        own: algorithm.options.
+        algorithm: The record of the algorithm.
 
     Raises:
-        UserError: An option that the piece does not have, or one that it needs is missing.
+        UserError: An option that neither has.
+    """
+    loss, estimator = algorithm.loss, algorithm.advantages
+    taking = [LOSSES[loss] if isinstance(loss, str) else loss]
+    taking += [] if isinstance(estimator, str) else [estimator]
+    known = [argument.name for piece in taking for argument in _arguments(piece)]
+    for key in own:
+        if key not in known:
+            raise UserError(
+                f"algorithm.options.{key}: {name} has no such argument; it has "
+                f"{', '.join(dict.fromkeys(known)) or 'none'}"
+            )
+
+
+def _arguments(piece: Callable[..., Any]) -> list[inspect.Parameter]:
+    """Return the options of one piece of an algorithm.
+
+    Args:
+        piece: A built-in piece, whose options are the fields of a record, or a user's function,
+            whose options are its arguments after the first.
     """
     is_record = isinstance(piece, type)
-    arguments = list(inspect.signature(piece).parameters.values())[0 if is_record else 1 :]
-    names = [argument.name for argument in arguments]
-    for key in (own or {}).keys() - set(names):
-        raise UserError(
-            f"algorithm.options.{key}: {name} has no such argument; it has "
-            f"{', '.join(names) or 'none'}"
-        )
-    known = {**values, **(own or {})}
-    if known.get("clip_high") is None and "clip" in known:
-        known["clip_high"] = known["clip"]
+    return list(inspect.signature(piece).parameters.values())[0 if is_record else 1 :]
+
+
+def _options(name: str, piece: Callable[..., Any], known: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of the options of one piece of an algorithm.
+
+    Args:
+        name: The algorithm's name in the settings, for messages.
+        piece: As `_arguments` takes it.
+        known: Values by name: the settings that the algorithm reads, and algorithm.options where
+            the piece gets them. Those that the piece does not have are left out.
+
+    Raises:
+        UserError: An option that the piece needs is missing.
+    """
+    values = dict(known)
+    if values.get("clip_high") is None and "clip" in values:
+        values["clip_high"] = values["clip"]
+    arguments = _arguments(piece)
     for argument in arguments:
-        if argument.default is inspect.Parameter.empty and argument.name not in known:
-            raise UserError(f"{name} needs algorithm.options.{argument.name}")
-    return {key: known[key] for key in names if key in known}
+        if argument.default is inspect.Parameter.empty and argument.name not in values:
+            where = (
+                ""
+                if not isinstance(piece, type)
+                else (
+                    f", or a default in its record: Algorithm(options={{{argument.name!r}: ...}})"
+                )
+            )
+            raise UserError(f"{name} needs algorithm.options.{argument.name}{where}")
+    return {
+        argument.name: values[argument.name] for argument in arguments if argument.name in values
+    }

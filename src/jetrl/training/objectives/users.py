@@ -155,7 +155,10 @@ def _problem(advantages: object, lengths: Sequence[int]) -> str:
     if isinstance(per_sample, Sequence | np.ndarray):
         arrays = list(map(np.asarray, per_sample))
     if len(arrays) != len(lengths) or any(array.ndim != 1 for array in arrays):
-        return f"must be one array for each of the {len(lengths)} samples, of a number a token"
+        return (
+            f"must be one array for each of the {len(lengths)} samples, of a number a token; "
+            "step.at_tokens(values) makes these of one number a sample"
+        )
     for i, (array, length) in enumerate(zip(arrays, lengths, strict=True)):
         if len(array) != length:
             return f"of sample {i} are {len(array)}, and must be as many as its {length} tokens"
