@@ -570,7 +570,7 @@ def test_adapter_config_json(tmp_path_factory: pytest.TempPathFactory, data: byt
     model = ModelConfig.from_hf(HF_CONFIG)
 
     def read() -> None:
-        assert read_lora(folder).shapes(model)
+        assert read_lora(folder, model).shapes(model)
         base_of(folder)
 
     survives(folder / "adapter_config.json", read)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -265,22 +266,40 @@ def test_an_adapter_of_another_base_is_refused(base: Path, written: Path, tmp_pa
         Policy.from_pretrained(written, plan)
 
 
-def test_settings_say_which_adapter(written: Path) -> None:
-    assert lora_of(AdapterSettings()) is None
-    assert lora_of(AdapterSettings(kind="lora")) == LoRA(32, 32.0)
+def test_settings_say_which_adapter(base: Path, written: Path) -> None:
+    config = ModelConfig.from_hf(json.loads((base / "config.json").read_text()))
+    assert lora_of(AdapterSettings(), config) is None
+    assert lora_of(AdapterSettings(kind="lora"), config) == LoRA(32, 32.0)
     chosen = AdapterSettings(kind="lora", path=str(written), train_norms=True)
-    lora = lora_of(chosen)
+    lora = lora_of(chosen, config)
     assert lora is not None
     assert (lora.rank, lora.alpha, lora.train_norms) == (4, 8.0, True)
     with pytest.raises(UserError, match=r"adapter\.rank = 8, and the adapter in .* has 4"):
-        lora_of(chosen.model_copy(update={"rank": 8}))
+        lora_of(chosen.model_copy(update={"rank": 8}), config)
     with pytest.raises(UserError, match="has its own targets"):
-        lora_of(chosen.model_copy(update={"targets": ("q_proj",)}))
+        lora_of(chosen.model_copy(update={"targets": ("q_proj",)}), config)
     for wrong in ({"rank": 8}, {"path": "x"}, {"train_head": True}):
         with pytest.raises(ValueError, match=r"set adapter\.kind=lora"):
             AdapterSettings(**wrong)
     with pytest.raises(ValueError, match="less than or equal to 512"):
         AdapterSettings(kind="lora", rank=513)
+
+
+def test_targets_that_match_nothing_are_named_by_where_they_stand(
+    base: Path, written: Path, tmp_path: Path
+) -> None:
+    """The memory plan, which asks first, gives the same message as reading the adapter's file."""
+    config = ModelConfig.from_hf(json.loads((base / "config.json").read_text()))
+    with pytest.raises(UserError, match=r"^adapter\.targets: 'wq' matches no linear layer"):
+        lora_of(AdapterSettings(kind="lora", targets=("wq",)), config)
+    path = tmp_path / "adapter"
+    shutil.copytree(written, path)
+    edited(target_modules=["wq"])(path)
+    said = r"adapter_config\.json: target_modules: 'wq' matches no linear layer"
+    chosen = AdapterSettings(kind="lora", path=str(path))
+    for look in (lora_of, lambda settings, config: adapter_of(settings, config, 0)):
+        with pytest.raises(UserError, match=said):
+            look(chosen, config)
 
 
 def test_a_scalar_model_trains_its_head_beside_the_adapter(base: Path, tmp_path: Path) -> None:

@@ -486,7 +486,7 @@ def test_the_models_description_has_the_keys_of_earlier_checkpoints():
     config["model_type"] = "smollm3"
     description = model_dict(SimpleNamespace(config=ModelConfig.from_hf(config), lora=None))
     assert description["layers_without_rope"] == [3]
-    lora = LoRA(8, 16.0, targets_key="adapter_config.json: target_modules")
+    lora = LoRA(8, 16.0)
     model = SimpleNamespace(config=ModelConfig.from_hf(config), lora=lora, base_digest="0")
     assert list(model_dict(model)["adapter"]) == [
         *("rank", "alpha", "rslora", "targets"),

@@ -244,7 +244,7 @@ def memory_plan(
         cards: How many GPUs the run has, one a process.
     """
     plan = PrecisionPlan.from_settings(settings.precision, settings.sampler_deviation)
-    lora = lora_of(settings.adapter)
+    lora = lora_of(settings.adapter, config)
     load, others = load or Workload.of(settings, config), others or OtherModels()
     load = load.of_a_rank(settings, cards)
     tokens = settings.train.tokens_per_micro_batch if tokens is None else tokens

@@ -49,7 +49,6 @@ class LoRA:
         train_embeddings: Train the embedding too, in all its parameters.
         train_norms: Train the norms' weights too.
         train_head: Train the output head too.
-        targets_key: What a message calls the targets: a setting, or a file and its key.
     """
 
     rank: int
@@ -59,7 +58,6 @@ class LoRA:
     train_embeddings: bool = False
     train_norms: bool = False
     train_head: bool = False
-    targets_key: str = field(default="adapter.targets", compare=False, repr=False)
 
     @property
     def scale(self) -> float:
@@ -96,7 +94,7 @@ class LoRA:
         self.check(config)
         whole = parameter_shapes(config)
         shapes: dict[str, AdapterShape] = {}
-        for layer, parts in adapted_parts(config, self.targets, self.targets_key).items():
+        for layer, parts in adapted_parts(config, self.targets).items():
             num_rows, num_columns = whole[f"{layer}.weight"]
             rows = tuple((part.first_row, part.num_rows) for part in parts)
             shapes[layer] = AdapterShape(self.rank, self.scale, num_rows, num_columns, rows)
@@ -126,7 +124,7 @@ def adapted_parts(
     Args:
         config: The model's config.
         targets: As of `LoRA`.
-        key: What a message calls the targets.
+        key: What a message calls the targets: a setting, or a file and its key.
 
     Raises:
         UserError: A target matches no linear layer of the decoder.

@@ -93,11 +93,16 @@ def without_base(path: str | Path) -> UserError:
     return UserError(f"{Path(path) / CONFIG}: {_BASE} names no base; {_NEEDED}")
 
 
-def lora_of(settings: AdapterSettings) -> LoRA | None:
+def lora_of(settings: AdapterSettings, config: ModelConfig) -> LoRA | None:
     """Return the kind of the adapter that settings ask for; None without one.
 
+    Args:
+        settings: The section [adapter].
+        config: The config of the model that the adapter is for.
+
     Raises:
-        UserError: As `read_lora`, of adapter.path; a setting that the adapter there contradicts.
+        UserError: As `read_lora`, of adapter.path; a setting that the adapter there contradicts;
+            targets that match nothing of the model.
     """
     if settings.kind is None:
         return None
@@ -111,8 +116,10 @@ def lora_of(settings: AdapterSettings) -> LoRA | None:
         usual: dict[str, Any] = {"rank": 32, "alpha": 32.0, "rslora": False}
         usual["targets"] = (ALL_LINEAR,)
         usual |= given | dict(zip(_WHOLE, whole, strict=True))
-        return LoRA(**usual)
-    lora = read_lora(settings.path)
+        lora = LoRA(**usual)
+        adapted_parts(config, lora.targets)  # its errors are of the setting
+        return lora
+    lora = read_lora(settings.path, config)
     for key, value in given.items():
         if value != getattr(lora, key) and key != "targets":
             raise UserError(
@@ -139,9 +146,9 @@ def adapter_of(settings: AdapterSettings, config: ModelConfig, seed: int) -> Ada
         seed: The seed of a new adapter.
 
     Raises:
-        UserError: As `lora_of`, `read_adapter` and `LoRA.shapes`.
+        UserError: As `lora_of` and `read_adapter`.
     """
-    lora = lora_of(settings)
+    lora = lora_of(settings, config)
     if lora is None:
         return None
     if settings.path is None:
@@ -154,11 +161,16 @@ def is_scalar(path: str | Path) -> bool:
     return read_object(Path(path) / CONFIG).get("task_type") == "SEQ_CLS"
 
 
-def read_lora(path: str | Path) -> LoRA:
+def read_lora(path: str | Path, config: ModelConfig) -> LoRA:
     """Return the kind of the adapter of a directory, without reading its tensors.
 
+    Args:
+        path: The directory.
+        config: The config of the model that the adapter is for.
+
     Raises:
-        UserError: There is no adapter; it is of a kind, or has a key, that is not supported.
+        UserError: There is no adapter; it is of a kind, or has a key, that is not supported; its
+            targets match nothing of the model.
     """
     directory = Path(path)
     file = directory / CONFIG
@@ -180,8 +192,8 @@ def read_lora(path: str | Path) -> LoRA:
         raise UserError(
             f"{file}: target_modules = {shown_value(targets)}: a list of names, or one text"
         )
-    key = f"{file}: target_modules"
-    return LoRA(rank, float(alpha), contents.get("use_rslora") is True, targets, targets_key=key)
+    adapted_parts(config, targets, key=f"{file}: target_modules")
+    return LoRA(rank, float(alpha), contents.get("use_rslora") is True, targets)
 
 
 def _check_kind(file: Path, contents: Mapping[str, Any]) -> None:
@@ -223,11 +235,11 @@ def read_adapter(path: str | Path, config: ModelConfig, trains: LoRA | None = No
         trains: What is trained whole beside the adapter is as in this one; None: nothing.
 
     Raises:
-        UserError: As `read_lora`; targets that match nothing of the model, tensors that are missing
-            or have another shape, tensors that no target has a place for; a pickled file.
+        UserError: As `read_lora`; tensors that are missing or have another shape, tensors that no
+            target has a place for; a pickled file.
     """
     directory = Path(path)
-    lora = read_lora(directory)
+    lora = read_lora(directory, config)
     if trains is not None:
         lora = dataclasses.replace(lora, **{key: getattr(trains, key) for key in _WHOLE})
     file = directory / TENSORS

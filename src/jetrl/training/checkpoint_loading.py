@@ -76,6 +76,5 @@ def model_dict(policy: Model) -> dict[str, Any]:
         config.pop("layers_without_rope", None)
     if policy.lora is not None:
         config["adapter"] = {**dataclasses.asdict(policy.lora), "base": policy.base_digest}
-        del config["adapter"]["targets_key"]  # where the targets stand says nothing of the model
     configuration: dict[str, Any] = as_json(config)
     return configuration
