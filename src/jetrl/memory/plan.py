@@ -43,8 +43,8 @@ from jetrl.models.attention import kv_bytes_per_token, staged_bytes_per_token
 from jetrl.models.families import ModelConfig, num_parameters
 from jetrl.models.peft import lora_of
 from jetrl.precision.plan import PrecisionPlan
-from jetrl.settings.draft_head_section import verified_drafts
 from jetrl.settings.loading import Settings
+from jetrl.settings.speculation import verified_drafts
 
 Moment = Literal["rollout", "reward", "reference", "backward", "optimizer", "critic"]
 MOMENTS: tuple[Moment, ...] = get_args(Moment)

@@ -30,8 +30,8 @@ from jetrl.precision import PrecisionPlan
 from jetrl.rewards.reward import Reward
 from jetrl.session.checkpoints import RunCheckpoints
 from jetrl.settings.adapter_section import AdapterSettings
-from jetrl.settings.draft_head_section import verified_drafts
 from jetrl.settings.loading import Settings
+from jetrl.settings.speculation import verified_drafts
 from jetrl.tasks import Task, build_task
 from jetrl.training import Critic
 from jetrl.training.checkpoint_files import tensor_differences

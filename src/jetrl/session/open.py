@@ -29,8 +29,8 @@ from jetrl.rollout.engine import RolloutEngine
 from jetrl.runs import check_trackers
 from jetrl.session.building import build_policy, build_reward, choose_device, model_config
 from jetrl.session.examples import trained_examples, worked_answer
-from jetrl.settings.draft_head_section import verified_drafts
 from jetrl.settings.loading import Settings
+from jetrl.settings.speculation import verified_drafts
 from jetrl.tasks import Scorer, Task, build_task
 from jetrl.training.objectives import Objective
 

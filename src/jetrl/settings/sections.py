@@ -17,7 +17,7 @@ from pydantic import Field, field_validator, model_validator
 from jetrl.settings.adapter_section import AdapterSettings
 from jetrl.settings.algorithm_section import AlgorithmSettings
 from jetrl.settings.algorithms import ALGORITHMS, Algorithm
-from jetrl.settings.draft_head_section import DraftHeadSettings, Speculation
+from jetrl.settings.draft_head_section import DraftHeadSettings
 from jetrl.settings.model_sections import CriticSettings, ReferenceSettings, RewardSettings
 from jetrl.settings.precision_section import PrecisionSettings, SamplerDeviationSettings
 from jetrl.settings.presets import PRESETS, is_fp8
@@ -32,6 +32,7 @@ from jetrl.settings.section import (
     Share,
     without_none,
 )
+from jetrl.settings.speculation import Speculation
 
 Schedule = Literal["constant", "linear", "cosine"]
 
