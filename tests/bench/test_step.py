@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,12 +16,17 @@ from jetrl.bench import _ranks
 from jetrl.bench._flow import Choices, Flow, policy_of
 from jetrl.bench._load import Load, flops, load_text, make_samples
 from jetrl.bench._ranks import tensor_digest
+from jetrl.bench._whole_step import draw, train
 from jetrl.bench.shapes import SHAPES
 from jetrl.bench.step import compare, main, measure
 from jetrl.bench.train import measure as measure_training
 from jetrl.errors import UserError
+from jetrl.memory import device as device_memory
+from jetrl.memory.device import DeviceBytes
 from jetrl.models.families import ModelConfig
+from jetrl.rollout.progress import RolloutStats
 from jetrl.training import pack
+from jetrl.training.trainer import TrainedStep
 from jetrl.types import Completion
 
 LOAD = Load(prompts=2, samples=2, prompt_length=20, response_length=12)
@@ -209,3 +215,48 @@ def test_each_rank_needs_a_prompt() -> None:
     load = replace(TAIL, prompts=1)
     with pytest.raises(AssertionError, match="1 prompts for 2 ranks: give each one"):
         run_ranks(2, Flow, policy_of("bf16", CHOICES), load, CHOICES)
+
+
+class Engine:
+    """An engine whose pages hold 40 GiB beside torch's tensors from a rollout to `free_cache`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.pages, self.stats = DeviceBytes(device), RolloutStats()
+
+    def rollout(self) -> list[Completion]:
+        self.pages.bytes = 40 * 2**30
+        return []
+
+    def free_cache(self) -> None:
+        self.pages.bytes = 0
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_the_peak_of_a_phase_is_its_own(exact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pages are the rollout's: they are given back before an update is measured."""
+    peak = [0]
+
+    def holds(gib: int, result: Any) -> Any:
+        peak[0] = max(peak[0], gib * 2**30)
+        return result
+
+    monkeypatch.setattr(device_memory, "_COUNTS", device_memory._Counts())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device=None: peak[0])
+    monkeypatch.setattr(
+        torch.cuda, "reset_peak_memory_stats", lambda device=None: peak.__setitem__(0, 2 * 2**30)
+    )
+    flow = Flow.__new__(Flow)
+    gpu = torch.device("cuda", 0)
+    flow.policy = cast(Any, SimpleNamespace(device=gpu, plan=SimpleNamespace(exact=exact)))
+    flow.engine = engine = cast(Any, Engine(gpu))
+    flow.peaks, flow.captured = {}, (0, 0.0)
+    trained = TrainedStep({}, {"optimizer": 0.0, "requantize": 0.0})
+    flow.trainer = cast(Any, SimpleNamespace(step=lambda samples: holds(12, trained)))
+    monkeypatch.setattr(flow, "sample", lambda seed: holds(3, engine.rollout()))
+    monkeypatch.setattr(flow, "gathered", lambda completions, seed: holds(2, []))
+    monkeypatch.setattr(flow, "old_logprobs", lambda samples: holds(5, []))
+    rollout = draw(flow)
+    assert rollout.peaks == {"rollout": 43.0}
+    own = {"update": 12.0} if exact else {"old_logprobs": 5.0, "update": 12.0}
+    assert train(flow, rollout.samples).peaks == {**rollout.peaks, **own}

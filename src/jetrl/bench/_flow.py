@@ -206,10 +206,18 @@ class Flow:
         return logprobs
 
     def update(self, samples: Sequence[Sample]) -> TrainedStep:
-        """Make the trainer's step."""
+        """Make the trainer's step, once the memory of the rollout's pages is given back."""
+        self.give_pages_back()
+        return self.trainer.step(samples)
+
+    def give_pages_back(self) -> None:
+        """Give the memory of the rollout's pages back, as a run does before other models' work.
+
+        The peak of memory counts from here on: the pages belong to the rollout's.
+        """
         if self.policy.device.type == "cuda":
             self.engine.free_cache()
-        return self.trainer.step(samples)
+            reset_peak()
 
     # What comes before they are measured
 

@@ -88,7 +88,7 @@ def train(flow: Flow, samples: Sequence[Sample]) -> TimedUpdate:
     """Make the trainer's step, after the pass for old log-probs of a plan that is not exact."""
     seconds: dict[str, float] = {}
     if not flow.policy.plan.exact:
-        flow.engine.free_cache()
+        flow.give_pages_back()
         work = lambda: flow.old_logprobs(samples)  # noqa: E731
         seconds["old_logprobs"] = flow.timed("old_logprobs", work)[0]
     whole_s, trained = flow.timed("update", lambda: flow.update(samples))
