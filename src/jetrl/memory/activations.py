@@ -19,11 +19,11 @@ from jetrl.kernels.attention.backward_lists import (
     STORED_DS_BYTES,
 )
 from jetrl.kernels.logit_chunks import rows_at_once
+from jetrl.memory.nvfp4 import nvfp4_product_bytes
 from jetrl.memory.products import ProductBytes
 from jetrl.models.adapter import LoRA
 from jetrl.models.attention import kv_bytes_per_token, staged_bytes_per_token
 from jetrl.models.families import ModelConfig
-from jetrl.precision.nvfp4_layout import FEW_ROWS, ROWS_AT_ONCE, parts_of
 from jetrl.precision.plan import FP8_BLOCK, LinearFormat, PrecisionPlan
 
 _NONE = ProductBytes()
@@ -138,15 +138,15 @@ def _layer_backward_bytes(
     The MLP holds the gradients of its activations and of a weight, attention those of the heads,
     and dS. With adapters there is no gradient of a weight, and gradients of activations are in
     BF16; beside them are the norm's output, made again, and dY and the weight of gate_up as DGrad
-    reads them: turned codes, or an NVFP4 weight widened to BF16.
+    reads them: turned codes, or an NVFP4 weight widened to BF16, and float32 sums.
     """
     tokens, hidden, inner = batch.tokens, config.hidden_size, config.intermediate_size
     # The first micro-batch allocates the gradient of gate_up; later ones add to it in place.
     gradient = 0 if batch.several else 4 * 2 * inner * hidden
     if adapted:
-        gate_up = 2 * inner * hidden if plan.train_linear == "fp8" else 0
-        gate_up = _widened(config, plan, tokens) or gate_up
-        mlp = (6 * hidden + 6 * inner) * tokens + gate_up
+        weight = 2 * inner * hidden if plan.train_linear == "fp8" else 0
+        weight = nvfp4_product_bytes(config, plan, tokens) or weight
+        mlp = (6 * hidden + 6 * inner) * tokens + weight
         if plan.train_linear == "fp8":  # SwiGLU's dY, then Y in its place, and dX twice
             mlp = max(mlp, (4 * hidden + 8 * inner) * tokens)
     elif plan.train_linear == "fp8":
@@ -212,7 +212,8 @@ def forward_bytes(
     attention = wide * (3 * hidden + (3 * heads + 6 * groups) * config.head_dim)
     attention += 4 * heads * config.head_dim
     earlier = max(0, contexts - tokens) * staged_bytes_per_token(config, plan)
-    return max(tokens * mlp, tokens * attention + earlier) + _widened(config, plan, tokens)
+    product = nvfp4_product_bytes(config, plan, tokens)
+    return max(tokens * mlp, tokens * attention + earlier) + product
 
 
 def _layer_bytes(
@@ -239,17 +240,6 @@ def _layer_bytes(
     gates = 2 * wide * config.intermediate_size * tokens
     attention = (qkv + attended + stored) * tokens
     return 2 * entered + attention + gates + linear_input(config.intermediate_size)
-
-
-def _widened(config: ModelConfig, plan: PrecisionPlan, tokens: int) -> int:
-    """Return the most bytes that one product with an NVFP4 weight takes: BF16 weight and sums."""
-    if plan.base != "nvfp4" or tokens <= FEW_ROWS:
-        return 0
-    inner, hidden = config.intermediate_size, config.hidden_size
-    # Of gate and up; of down, whose sums of parts are float32.
-    parts, _ = parts_of(hidden, inner)
-    sums = 8 * min(tokens, ROWS_AT_ONCE) * hidden if parts > 1 else 0
-    return max(4 * inner * hidden, 2 * inner * hidden + sums)
 
 
 def _codes(columns: int, tokens: int) -> int:

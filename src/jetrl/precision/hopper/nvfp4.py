@@ -38,6 +38,7 @@ from jetrl.precision.nvfp4_layout import (
     BLOCK,
     FEW_ROWS,
     ROWS_AT_ONCE,
+    SCALED_ROWS_AT_ONCE,
     UNIT,
     HopperNVFP4,
     RowFactors,
@@ -156,7 +157,7 @@ def _product_in_parts(
     out = torch.empty(x.shape[0], wide.shape[0], dtype=out_dtype, device=x.device)
     # The sums of all of K may be those of a wide weight. Pieces are of like size: a rest of a few
     # rows would be another product of cuBLAS, about whose order of sums nothing is known.
-    pieces = cdiv(x.shape[0], ROWS_AT_ONCE if columns < x.shape[1] else ROWS_AT_ONCE // 4)
+    pieces = cdiv(x.shape[0], ROWS_AT_ONCE if columns < x.shape[1] else SCALED_ROWS_AT_ONCE)
     for rows, product in zip(x.chunk(pieces), out.chunk(pieces), strict=True):
         first, *others = zip(rows.split(columns, 1), wide.split(columns, 1), strict=True)
         sums = torch.mm(first[0], first[1].t(), out_dtype=torch.float32)
