@@ -16,6 +16,7 @@ import subprocess
 from collections.abc import Sequence
 from statistics import fmean
 
+from jetrl.bench._command import command_typed
 from jetrl.bench._timing import Row, print_table, write_results
 from jetrl.bench.parity import make_policy
 from jetrl.bench.shapes import SHAPES
@@ -90,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for sequences in args.sequences:
         rows.append({"shape": args.shape, **decode_row(policy, sequences)})
         print_table(rows[-1:])
-        write_results(args.out, "clocks", "python benchmarks/clocks.py", rows)
+        write_results(args.out, "clocks", command_typed("python benchmarks/clocks.py", argv), rows)
 
 
 if __name__ == "__main__":

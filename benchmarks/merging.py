@@ -24,6 +24,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from jetrl.bench._command import command_typed
 from jetrl.bench._phases import begins
 from jetrl.bench._timing import Row, print_table, write_results
 from jetrl.bench.parity import ALPHA, make_policy
@@ -146,8 +147,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         rows.append({"shape": args.shape, **row_of(policy, args.rank, deviation, batches, load)})
         print_table(rows[-1:])
         if on_gpu:
-            command = "python benchmarks/merging.py"
-            command += f" --shape {args.shape}" if args.shape != "qwen3-8b" else ""
+            command = command_typed("python benchmarks/merging.py", argv)
             write_results(args.out, "merging", command, rows, rank=args.rank)
 
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from jetrl.bench._command import command_typed
 from jetrl.bench._timing import Row, print_table, seconds_in_turn, write_results
 from jetrl.bench.shapes import linear_shapes
 from jetrl.precision.hopper.gemm import fp8_matmul_hopper
@@ -138,9 +139,7 @@ def main() -> None:
         rows += [row for of_layer in of_layers for row in of_layer]
         if not args.cuts:
             rows += [together(same) for same in zip(*of_layers, strict=True)]
-    command = "python benchmarks/nvfp4.py" + " --cuts" * args.cuts
-    command += f" --models {' '.join(args.models)}"
-    command += f" --rows {' '.join(map(str, args.rows))}" if args.rows else ""
+    command = command_typed("python benchmarks/nvfp4.py", None)
     write_results(args.out, "nvfp4", command, rows, weight_bits={"fp8": 8, "nvfp4": 4.5})
     print_table(rows)
 

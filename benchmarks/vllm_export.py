@@ -152,6 +152,7 @@ def compare(
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    from jetrl.bench._command import command_typed
     from jetrl.bench._timing import print_table, write_results
     from jetrl.bench.shapes import SHAPES
 
@@ -188,10 +189,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     rows = compare(ours["logprobs"], theirs)
     print_table(rows)
-    model = f"--shape {args.shape}" + (f" --layers {args.layers}" if args.layers else "")
-    command = f"python benchmarks/vllm_export.py {f'--model {args.model}' if args.model else model}"
-    command += f" --prompts {args.prompts} --tokens {args.tokens}"
-    command += f" --kv-cache-dtype {args.kv_cache_dtype}"
+    command = command_typed("python benchmarks/vllm_export.py", argv)
     from vllm import __version__
 
     write_results(args.out, "vllm_export", command, rows, vllm=__version__)

@@ -51,8 +51,9 @@ import torch
 from in_turn import in_turn
 from vllm_engine import DRAFTS, LINEARS, Setup, measure
 
+from jetrl.bench._command import command_typed
 from jetrl.bench._load import TAILED
-from jetrl.bench._timing import Row, copy_bandwidth, options, print_table, write_results
+from jetrl.bench._timing import Row, copy_bandwidth, print_table, write_results
 from jetrl.bench.shapes import SHAPES
 
 ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
@@ -99,12 +100,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if importlib.util.find_spec("flashinfer") is None:  # vLLM takes it for granted
         os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     engines = args.quantization or [("fp8", "off")]
-    command = f"python benchmarks/vllm_rollout.py --shape {args.shape} --load {args.load}"
-    command += options("quantization", ["+".join(e).removesuffix("+off") for e in engines])
-    if args.kv_cache_dtype:
-        command += f" --kv-cache-dtype {args.kv_cache_dtype}"
-    if args.max_num_seqs:
-        command += f" --max-num-seqs {args.max_num_seqs}"
+    command = command_typed("python benchmarks/vllm_rollout.py", argv)
     jobs = {}
     for quantization, drafts in engines:
         kv = args.kv_cache_dtype or ("auto" if quantization == "none" else "fp8")

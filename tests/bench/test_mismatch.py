@@ -37,7 +37,7 @@ def test_rows_are_measured_and_written(tmp_path: Path, capsys: pytest.CaptureFix
     words = ["--shape", "tiny", "--device", "cpu", "--layers", "1", "--load", "2x4x30"]
     mismatch.main([*words, "--out", str(out)])
     written = json.loads(out.read_text())
-    assert written["command"].endswith("--shape tiny --layers 1 --device cpu --load 2x4x30")
+    assert written["command"].endswith("--shape tiny --device cpu --layers 1 --load 2x4x30")
     rows = {row["sampler"]: row for row in written["rows"]}
     assert list(rows) == list(mismatch.plans())
     for name in ("preset unified", "preset jet", "preset bf16, pinned sums"):

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from jetrl.bench._command import command_typed
 from jetrl.bench.shapes import SHAPES
 from jetrl.errors import MismatchError
 
@@ -250,11 +251,6 @@ def add_shape_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layers", type=int, help="default: the shape's")
 
 
-def options(name: str, values: Iterable[Any] | None) -> str:
-    """Return a repeatable option as a command line has it, with a space before each."""
-    return "".join(f" --{name} {value}" for value in values or ())
-
-
 def report(
     benchmark: str,
     run: Callable[[], list[Row]],
@@ -278,5 +274,5 @@ def report(
     torch.manual_seed(0)
     require_same_bits(benchmark, differences())
     rows = run()
-    write_results(args.out, benchmark, f"jetrl bench {benchmark}", rows)
+    write_results(args.out, benchmark, command_typed(f"jetrl bench {benchmark}", argv), rows)
     print_table(rows)

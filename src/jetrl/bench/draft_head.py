@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from jetrl.bench._command import command_typed
 from jetrl.bench._timing import (
     Row,
     add_shape_arguments,
@@ -130,11 +131,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     print_table(rows)
     if args.device == "cpu":
         return
-    words = [f"jetrl bench draft_head --shape {args.shape} --plan {args.plan}"]
-    words += [f"--sequences {count}" for count in args.sequences or ()]
-    words += [f"--updates {args.updates}"]
+    command = command_typed("jetrl bench draft_head", argv)
     facts = {"shape": args.shape, "plan": args.plan, "known_tokens": len(head.known)}
-    write_results(args.out, "draft_head", " ".join(words), [{**facts, **row} for row in rows])
+    write_results(args.out, "draft_head", command, [{**facts, **row} for row in rows])
 
 
 if __name__ == "__main__":

@@ -24,11 +24,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from jetrl.bench._command import command_typed
 from jetrl.bench._timing import (
     Row,
     add_adapter_argument,
     bench_parser,
-    options,
     print_table,
     watched,
     write_results,
@@ -289,10 +289,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", default="build/bench/layer.json", help="JSON file")
     args = parser.parse_args(argv)
     rows = run(args.shape, args.tokens, args.length, args.row or list(ROWS), args.adapter_rank)
-    command = f"jetrl bench layer --shape {args.shape} --tokens {args.tokens}"
-    command += f" --adapter-rank {args.adapter_rank}" if args.adapter_rank else ""
-    chosen = options("row", [f'"{name}"' for name in args.row or []])
-    write_results(args.out, "layer", f"{command} --length {args.length}{chosen}", rows)
+    write_results(args.out, "layer", command_typed("jetrl bench layer", argv), rows)
     tables = [row.pop("operations_ms") for row in rows]
     print_table(rows)
     print("\nmilliseconds an operation")

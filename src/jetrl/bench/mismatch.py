@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from jetrl.bench._command import command_typed
 from jetrl.bench._timing import add_shape_arguments, bench_parser, print_table, versions
 from jetrl.bench.parity import make_policy, prompts_of
 from jetrl.errors import UserError
@@ -117,12 +118,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         rows.append(row_of(name, Policy(config, plan, masters, args.device), args.load))
     print_table([_shown(row) for row in rows])
     if args.out is not None:
-        layers = "" if args.layers is None else f" --layers {args.layers}"
-        load = "x".join(map(str, args.load))
-        cpu = " --device cpu" if args.device == "cpu" else ""
-        words = f"--shape {args.shape}{layers}{cpu} --load {load}"
         about = {
-            "command": f"jetrl bench mismatch {words}",
+            "command": command_typed("jetrl bench mismatch", argv),
             "device": torch.cuda.get_device_name() if args.device == "cuda" else "cpu",
             "versions": versions(),
             "date": time.strftime("%Y-%m-%d"),

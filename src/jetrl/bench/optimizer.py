@@ -20,12 +20,12 @@ from typing import Any
 
 import torch
 
+from jetrl.bench._command import command_typed
 from jetrl.bench._timing import (
     Row,
     add_shape_arguments,
     bench_parser,
     copy_bandwidth,
-    options,
     print_table,
     require_same_bits,
     seconds_eager,
@@ -157,9 +157,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     torch.manual_seed(0)
     require_same_bits("optimizer", different())
-    command = f"jetrl bench optimizer --shape {args.shape}"
-    command += f" --layers {args.layers}" if args.layers else ""
-    command += options("states", args.states)
+    command = command_typed("jetrl bench optimizer", argv)
     rows: list[Row] = []
     for row in run(args.shape, args.states or STATES, args.layers):
         rows.append({"shape": args.shape, **row})

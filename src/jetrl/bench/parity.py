@@ -23,8 +23,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from jetrl.bench._command import command_typed
 from jetrl.bench._phases import begins
-from jetrl.bench._timing import add_shape_arguments, bench_parser, options, versions
+from jetrl.bench._timing import add_shape_arguments, bench_parser, versions
 from jetrl.bench.shapes import SHAPES
 from jetrl.compiling import compiled_ahead
 from jetrl.models.adapter import Adapter, LoRA
@@ -163,11 +164,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         del policy
     if args.out is not None:
         device = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
-        loads, plans = options("load", args.load), options("plan", args.plan)
-        layers = "" if args.layers is None else f" --layers {args.layers}"
-        proof = " --proof" if args.proof else ""
         about = {
-            "command": f"jetrl bench parity --shape {args.shape}{layers}{plans}{proof}{loads}",
+            "command": command_typed("jetrl bench parity", argv),
             "device": device,
             "versions": versions(),
             "date": time.strftime("%Y-%m-%d"),

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
+from jetrl.bench._command import command_typed
 from jetrl.bench._load import LOADS, load_text
 from jetrl.bench._timing import Row, add_shape_arguments, bench_parser, print_table, write_results
 from jetrl.bench.parity import make_policy
@@ -143,11 +144,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print_table(share_rows)
         model = {"shape": args.shape, "layers": policy.config.num_layers}
         rows += [{**model, **row} for row in share_rows]
-    words = ["jetrl bench partial --shape", args.shape, f"--steps {args.steps}"]
-    words += [] if args.layers is None else [f"--layers {args.layers}"]
-    words += [f"--prompts {args.prompts} --mean {args.mean}"]
-    words += [f"--oversample {share}" for share in shares]
-    write_results(args.out, "partial", " ".join(words), rows)
+    write_results(args.out, "partial", command_typed("jetrl bench partial", argv), rows)
 
 
 if __name__ == "__main__":

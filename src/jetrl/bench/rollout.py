@@ -32,6 +32,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from jetrl.bench._command import command_typed
 from jetrl.bench._load import TAILED, tailed_load
 from jetrl.bench._prefill import prefill_profile
 from jetrl.bench._profile import kernel_rows, totals
@@ -41,7 +42,6 @@ from jetrl.bench._timing import (
     add_shape_arguments,
     bench_parser,
     copy_bandwidth,
-    options,
     print_table,
     write_results,
 )
@@ -371,13 +371,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", default="build/bench/rollout.json", type=Path, help="JSON file")
     args = parser.parse_args(argv)
     cases = args.case or ([] if args.load else [f"{args.batch}x{args.prompt}x{args.response}"])
-    command = f"jetrl bench rollout --shape {args.shape}"
-    command += f" --layers {args.layers}" if args.layers else ""
-    command += options("plan", args.plan) + options("kv", args.kv) + options("case", cases)
-    command += f" --adapter-rank {args.adapter_rank}" * (args.adapter_rank > 0)
-    command += options("base", args.base)
-    command += f" --rounds {args.rounds}" * (args.rounds > 1)
-    command += (f" --load {args.load}" if args.load else "") + " --profile" * args.profile
+    command = command_typed("jetrl bench rollout", argv)
     formats: list[str | None] = args.kv or [None]
     rows: list[Row] = []
     copy_bandwidth()  # every row needs it, and it is measured once, while memory is free

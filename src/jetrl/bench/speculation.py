@@ -27,20 +27,19 @@ the shape of qwen3-8b, a load is expected to take, with S shares: 8 about 8 + 2 
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from jetrl.bench._command import command_typed
 from jetrl.bench._known_drafts import FixedWidth, KnownDrafts, differences, width_rows
 from jetrl.bench._load import LOADS, Load, load_text
 from jetrl.bench._timing import (
     Row,
     add_shape_arguments,
     bench_parser,
-    options,
     print_table,
     write_results,
 )
@@ -230,6 +229,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     drafting = Drafting(shares, head, args.mode, fixed)
     model = {"shape": args.shape, "layers": policy.config.num_layers, "plan": args.plan}
     model |= {"draft_head": True} if args.head else {}
+    command = command_typed("jetrl bench speculation", argv)
     rows: list[Row] = []
     for case in cases or ["1x8x128x1024"]:
         began = time.perf_counter()
@@ -239,23 +239,13 @@ def main(argv: Sequence[str] | None = None) -> None:
             print(f"{case} {last['speculation']} {last['right']}: {last['seconds']} s", flush=True)
             if args.device != "cpu":
                 found = [{**model, **row} for row in (*rows, *of_case)]
-                write_results(args.out, "speculation", _command(args, shares), found)
+                write_results(args.out, "speculation", command, found)
         rows += of_case
         print_table([{k: v for k, v in row.items() if k != "widths"} for row in of_case])
         print(f"{case}: {time.perf_counter() - began:.0f} s", flush=True)
     different = [sum(row[f"different_{what}"] for row in rows) for what in ("tokens", "logprobs")]
     tokens = sum(row["tokens"] for row in rows if row["right"] is not None)
     print(f"{different[0]} tokens and {different[1]} log-probs of {tokens} differ", flush=True)
-
-
-def _command(args: argparse.Namespace, shares: Sequence[float]) -> str:
-    """Return the command that measures the same again."""
-    words = f"jetrl bench speculation --shape {args.shape} --plan {args.plan}"
-    words += "" if args.layers is None else f" --layers {args.layers}"
-    words += " --head" if args.head else ""
-    words += "" if args.mode == "auto" else f" --mode {args.mode}"
-    words += options("load", args.load) + options("case", args.case)
-    return words + options("right", shares) + options("fixed", args.fixed)
 
 
 if __name__ == "__main__":

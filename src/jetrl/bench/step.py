@@ -63,12 +63,13 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import astuple, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from jetrl.bench._command import command_typed
 from jetrl.bench._drafted_step import measure_with_drafts
 from jetrl.bench._flow import Choices, Flow, policy_of
 from jetrl.bench._load import Load, add_load_arguments, load_of, load_text
@@ -83,7 +84,6 @@ from jetrl.bench._timing import (
     bench_parser,
     copy_bandwidth,
     matrix_limit,
-    options,
     print_table,
     write_results,
 )
@@ -293,28 +293,6 @@ def limit_of(device: str) -> float:
     return matrix_limit() if device == "cuda" else 1e12
 
 
-def command_of(name: str, args: argparse.Namespace, load: Load) -> str:
-    """Return the command line that measures a benchmark again.
-
-    Args:
-        name: The name of the benchmark: step or train.
-        args: The arguments of `add_arguments`.
-        load: The load.
-    """
-    ranks = world().size
-    command = f"torchrun --nproc-per-node {ranks} -m " if ranks > 1 else ""
-    command += f"jetrl bench {name} --shape {args.shape}{options('plan', args.plan)}"
-    command += f" --layers {args.layers}" if args.layers else ""
-    command += f" --prompts {load.prompts} --samples {load.samples}"
-    command += f" --prompt-length {load.prompt_length} --response-length {load.response_length}"
-    command += f" --mean-length {load.mean_length}" if load.mean_length else ""
-    command += f" --adapter-rank {args.adapter_rank}" if args.adapter_rank else ""
-    command += " --base nvfp4" if args.base == "nvfp4" else ""
-    if args.tokens_per_micro_batch:
-        command += f" --tokens-per-micro-batch {args.tokens_per_micro_batch}"
-    return command + options("train", args.train)
-
-
 def rows_of(
     args: argparse.Namespace,
     policy: Policy,
@@ -364,8 +342,8 @@ def check_drafts(args: argparse.Namespace) -> None:
             raise UserError(f"--drafts-right and {other} do not go together: leave one out")
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Run `jetrl bench step`."""
+def _parser() -> argparse.ArgumentParser:
+    """Return the parser of `jetrl bench step`."""
     parser = bench_parser("step", __doc__)
     add_arguments(parser, ("bf16", "unified"))
     add_load_arguments(parser, prompts=32, samples=8)
@@ -423,7 +401,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         help="take memory of each GPU until so much is free: 78.75 as on a card of 80 GB",
     )
     parser.add_argument("--out", default="build/bench/step.json", type=Path, help="JSON file")
-    args = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run `jetrl bench step`."""
+    args = _parser().parse_args(argv)
     check_drafts(args)
     choices = replace(
         choices_of(args, args.max_batch_size),
@@ -431,15 +414,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         drafts_right=args.drafts_right,
     )
     loads = [load_of(args), *args.load]
-    command = command_of("step", args, loads[0])
-    command += options("load", ["x".join(map(str, astuple(more))) for more in args.load])
-    for name in ("batch_per_rank", "digest", "exchange", "rollout_only", "one_update"):
-        command += f" --{name.replace('_', '-')}" if getattr(args, name) else ""
-    command += "" if args.drafts_right is None else f" --drafts-right {args.drafts_right:g}"
-    if args.warm_micro_batches:
-        command += f" --warm-micro-batches {args.warm_micro_batches}"
-    if args.leave_free is not None:
-        command += f" --leave-free {args.leave_free:g}"
+    command = command_typed("jetrl bench step", argv)
     if args.batch_per_rank:
         loads = [replace(load, prompts=load.prompts * world().size) for load in loads]
     leave_free(args.leave_free)

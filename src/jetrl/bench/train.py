@@ -26,11 +26,12 @@ from typing import Any
 import torch
 
 import jetrl.training.trainer as trainer_module
+from jetrl.bench._command import command_typed
 from jetrl.bench._flow import Choices, Flow, policy_of, with_logprobs
 from jetrl.bench._load import Load, add_load_arguments, flops, load_of
 from jetrl.bench._profile import idle_pieces
 from jetrl.bench._timing import Row, bench_parser, print_table, watched, write_results
-from jetrl.bench.step import add_arguments, choices_of, command_of, limit_of
+from jetrl.bench.step import add_arguments, choices_of, limit_of
 from jetrl.kernels import logprob_hopper
 from jetrl.memory.out_of_memory import release
 from jetrl.models.policy import Policy
@@ -199,7 +200,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         rows.append({"shape": args.shape, **row})
         if args.device == "cuda":
             facts = {"bf16_matrix_teraflops": round(limit / 1e12, 1)}
-            command = command_of("train", args, load) + (" --profile" if args.profile else "")
+            command = command_typed("jetrl bench train", argv)
             write_results(args.out, "train", command, rows, **facts)
         print_table(row.pop("kernels", []) or [])
         for name in ("settings", "parts_ms", "times_bf16"):

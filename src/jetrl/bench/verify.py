@@ -23,6 +23,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from jetrl.bench._command import command_typed
 from jetrl.bench._profile import totals
 from jetrl.bench._timing import Row, add_shape_arguments, bench_parser, print_table, write_results
 from jetrl.bench.parity import make_policy
@@ -205,13 +206,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     for count, context in cases:
         rows += forwards.time(count, context, forms(count, args.width), args.profile)
         print_table([{k: v for k, v in row.items() if k != "us"} for row in rows])
-    words = [f"jetrl bench verify --shape {args.shape} --plan {args.plan}"]
-    words += [] if args.layers is None else [f"--layers {args.layers}"]
-    words += [f"--case {count}x{context}" for count, context in cases]
-    words += [f"--width {width}" for width in args.width or []]
-    words += ["--profile"] if args.profile else []
+    command = command_typed("jetrl bench verify", argv)
     model = {"shape": args.shape, "layers": policy.config.num_layers, "plan": args.plan}
-    write_results(args.out, "verify", " ".join(words), [{**model, **row} for row in rows])
+    write_results(args.out, "verify", command, [{**model, **row} for row in rows])
 
 
 if __name__ == "__main__":
