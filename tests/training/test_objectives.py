@@ -418,6 +418,19 @@ class TestUsers:
         # d/dlogp of -A tau log(1 + ratio / tau) at ratio 1: -A / (1 + 1 / tau).
         assert tokens.trainer_logprobs.grad.item() == pytest.approx(-3 / 3)
 
+    def test_the_advantages_of_the_document(self, tmp_path):
+        document = Path(__file__).parents[2] / "docs" / "algorithms.md"
+        code = document.read_text().split("```python\n")[3].split("```")[0]
+        record = (
+            "from jetrl.settings.algorithms import Algorithm\n"
+            "mine = Algorithm('mine', '', above_median, 'ratio', 'token_mean')\n"
+        )
+        name = f"{self.write(tmp_path, code + record)}:mine"
+        rewards, groups = np.array([0.0, 1.0, 5.0, 2.0]), np.array([0, 0, 0, 1])
+        step = StepRewards(rewards, groups, [np.zeros(n) for n in (1, 2, 3, 1)])
+        found = objective(name=name, options={"shift": 0.5}).advantages(step).advantages
+        assert [values.tolist() for values in found] == [[-1.5], [-0.5] * 2, [3.5] * 3, [-0.5]]
+
     def test_a_record_chooses_the_other_pieces(self, tmp_path):
         file = self.write(
             tmp_path,
