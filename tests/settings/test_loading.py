@@ -19,6 +19,7 @@ from jetrl.settings.loading import (
     packaged_recipes,
     to_toml,
 )
+from jetrl.settings.names_elsewhere import NAMES_ELSEWHERE
 
 ROOT = Path(__file__).parents[2]
 
@@ -86,6 +87,8 @@ def test_override_values(override: str, section: str, key: str, value: object) -
         ("train.max_tokens=3", "did you mean rollout.max_tokens or eval.max_tokens?"),
         ("train.keep_lst=3", "did you mean checkpoint.keep_last?"),
         ("max_tokens=3", "did you mean rollout.max_tokens or eval.max_tokens?"),
+        ("train.learning_rate=1", "here it is train.lr (docs/coming-from.md)"),
+        ("num_generations=8", "here it is rollout.samples_per_prompt"),
         ("zebra.lr=3", "known sections: run, model, adapter"),
     ],
 )
@@ -93,6 +96,12 @@ def test_an_unknown_key_is_refused_with_the_nearest(override: str, hint: str) ->
     text = message(override)
     assert text.startswith(f"override {override!r}: unknown setting {override.split('=')[0][:4]}")
     assert hint in text
+
+
+def test_names_of_other_libraries_lead_to_settings_that_there_are() -> None:
+    known = {full for full, *_ in describe()}
+    assert {name for name in NAMES_ELSEWHERE.values() if name not in known} == set()
+    assert [name for name in NAMES_ELSEWHERE if any(k.endswith(f".{name}") for k in known)] == []
 
 
 def test_an_unknown_key_of_a_recipe_is_named_with_its_line(tmp_path: Path) -> None:

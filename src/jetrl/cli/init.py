@@ -12,10 +12,12 @@ import argparse
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    from jetrl.models.families import FAMILIES
+
     parser.add_argument("out", metavar="OUT", help="the directory to write")
     parser.add_argument(
         "--family",
-        choices=("qwen3", "qwen2", "llama", "mistral", "smollm3", "phi3"),
+        choices=tuple(FAMILIES),
         default="qwen3",
         help="shape of the decoder",
     )

@@ -116,7 +116,8 @@ def filling(scratch: Path, target: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise StorageError(
-            f"{target}: not written: {error}. Make room there and start again, a run with --resume"
+            f"{target}: not written: {error}. Make room there and type the command again; a run "
+            "goes on with --resume"
         ) from error
     finally:
         if world().is_first:

@@ -25,6 +25,7 @@ from pydantic import BaseModel, ValidationError
 
 from jetrl.errors import UserError
 from jetrl.settings import Settings
+from jetrl.settings.names_elsewhere import NAMES_ELSEWHERE
 
 __all__ = [
     "Settings",
@@ -263,13 +264,18 @@ def _check_tree(
 
 
 def _nearest(key: str, model: type[BaseModel], path: tuple[str, ...]) -> str:
-    """Return a hint for an unknown key: a like name here, or an equal or like one elsewhere."""
+    """Return a hint for an unknown key: a like name here, or an equal or like one elsewhere.
+
+    A name that another library has for a setting counts as equal.
+    """
     here = list(model.model_fields)
     everywhere: dict[str, list[str]] = {}
     for full, *_ in describe():
         everywhere.setdefault(full.split(".")[1], []).append(full)
     if path and key in everywhere:
         return f"did you mean {' or '.join(everywhere[key])}?"
+    if key in NAMES_ELSEWHERE:
+        return f"here it is {NAMES_ELSEWHERE[key]} (docs/coming-from.md)"
     prefix = ".".join((*path, ""))
     if near := difflib.get_close_matches(key, here, n=1, cutoff=0.6):
         return f"did you mean {prefix}{near[0]}?"
