@@ -143,7 +143,7 @@ def next_inputs(state: DecodeState, rows: Tensor, page_size: int) -> DecodeInput
         rows: int64 [B], the slot of each row.
         page_size: tokens of a KV page.
     """
-    count = _check_rows(rows)
+    count = check_rows(rows)
     wide = torch.empty(4, count, dtype=torch.int64, device=rows.device)
     lengths = torch.empty(count, dtype=torch.int32, device=rows.device)
     token_ids, positions, slots, bits = wide.unbind(0)
@@ -168,7 +168,7 @@ def take_draws(
         lse: float32 [B], each row's log-sum-exp, not finite where there was no draw.
         out: where the draws are written: the row of its count, which moves on.
     """
-    count = _check_rows(rows)
+    count = check_rows(rows)
     _take_kernel[(1,)](
         state.token, state.position, state.limit, state.active, state.stops, rows,
         tokens, logprobs, lse, out.tokens, out.logprobs, out.count,
@@ -177,8 +177,15 @@ def take_draws(
     )  # fmt: skip
 
 
-def _check_rows(rows: Tensor) -> int:
-    """Return the number of rows, or raise ValueError for rows that the kernels do not take."""
+def check_rows(rows: Tensor) -> int:
+    """Return the number of rows, once they are what the kernels of decode take.
+
+    Args:
+        rows: int64 [1 to MAX_ROWS], slots, contiguous.
+
+    Raises:
+        ValueError: another dtype, layout or number.
+    """
     count = len(rows)
     if rows.dtype != torch.int64 or not rows.is_contiguous() or not 1 <= count <= MAX_ROWS:
         raise ValueError(

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from jetrl.kernels.decode_hopper import random_bits
+from jetrl.kernels.decode_hopper import check_rows, random_bits
 from jetrl.kernels.decode_state import BROKEN, MAX_ROWS, NOT_DRAWN, DecodeState
 from jetrl.kernels.draft_hopper import ngram_entry
 from jetrl.kernels.draft_state import (
@@ -44,7 +44,8 @@ _LANES = (32, 256, 1024)  # of the kernels' forms; beyond, MAX_ROWS
 
 @triton.jit
 def _shared_rows(
-    wanted, quality, extra, turn, QFACTOR: tl.constexpr, QTOP: tl.constexpr, BITS: tl.constexpr
+    wanted, quality, extra, turn,
+    COST_FACTOR: tl.constexpr, COST_TOP: tl.constexpr, REACH_BITS: tl.constexpr,
 ):  # fmt: skip
     """Return the tokens of each draft that a forward verifies, as `decode_verify.share_rows`.
 
@@ -53,16 +54,17 @@ def _shared_rows(
         quality: int32 [LANES], of `DraftText`.
         extra: the rows for tokens of drafts.
         turn: any number, by which the rows that are left go round.
-        QFACTOR, QTOP, BITS: `draft_state.COST_FACTOR`, COST_TOP and REACH_BITS.
+        COST_FACTOR, COST_TOP, REACH_BITS: of `draft_state`.
     """
-    cost = QFACTOR * (QTOP - quality)
+    # The largest reach for which there are rows, bit by bit from the highest.
+    cost = COST_FACTOR * (COST_TOP - quality)
     reach = 0
-    for i in tl.static_range(BITS):
-        tried = reach + (1 << (BITS - 1 - i))
+    for i in tl.static_range(REACH_BITS):
+        tried = reach + (1 << (REACH_BITS - 1 - i))
         reach = tl.where(tl.sum(tl.minimum(wanted, tried // cost)) <= extra, tried, reach)
     drafted = tl.minimum(wanted, reach // cost)
     following = tl.minimum(wanted, (reach + 1) // cost) > drafted
-    following = following & (reach < (1 << BITS) - 1)
+    following = following & (reach < (1 << REACH_BITS) - 1)
     count = following.to(tl.int32)
     order = (tl.cumsum(count) - 1 + turn) % tl.maximum(tl.sum(count), 1)
     return drafted + (following & (order < extra - tl.sum(drafted))).to(tl.int32)
@@ -74,8 +76,8 @@ def _verify_inputs_kernel(
     draft_ptr, counts_ptr, rows_ptr,
     token_ids_ptr, positions_ptr, slots_ptr, bits_ptr, keys_ptr, lengths_ptr, queries_ptr,
     first_ptr, count, size, pages, width,
-    PAGE: tl.constexpr, DRAFT: tl.constexpr,
-    QFACTOR: tl.constexpr, QTOP: tl.constexpr, BITS: tl.constexpr, LANES: tl.constexpr,
+    PAGE: tl.constexpr, MAX_DRAFT: tl.constexpr, COST_FACTOR: tl.constexpr,
+    COST_TOP: tl.constexpr, REACH_BITS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """Gather the inputs of one forward of decode from its sequences' slots and their drafts.
 
@@ -92,8 +94,8 @@ def _verify_inputs_kernel(
         pages: pages of a table.
         width: the most queries of a sequence.
         PAGE: tokens of a page.
-        DRAFT: tokens of a draft at most.
-        QFACTOR, QTOP, BITS: `draft_state.COST_FACTOR`, COST_TOP and REACH_BITS.
+        MAX_DRAFT: tokens of a draft at most.
+        COST_FACTOR, COST_TOP, REACH_BITS: of `draft_state`.
         LANES: at least count.
     """
     row = tl.arange(0, LANES)  # a single program: rows are shared among all sequences
@@ -111,7 +113,7 @@ def _verify_inputs_kernel(
         quality = tl.load(quality_ptr + slot, mask=active, other=0)
         extra = size - tl.sum(queries)
         turn = tl.sum(position)
-        queries += _shared_rows(wanted, quality, extra, turn, QFACTOR, QTOP, BITS)
+        queries += _shared_rows(wanted, quality, extra, turn, COST_FACTOR, COST_TOP, REACH_BITS)
         queries = tl.where(active, queries, 0)
         first = tl.cumsum(queries) - queries
     length = tl.where(active, position + queries, 0)
@@ -126,7 +128,7 @@ def _verify_inputs_kernel(
     for j in range(width):
         used = j < queries
         at = tl.where(used, position + j, 0)
-        guess = tl.load(draft_ptr + row * DRAFT + (j - 1), mask=used & (j > 0), other=0)
+        guess = tl.load(draft_ptr + row * MAX_DRAFT + (j - 1), mask=used & (j > 0), other=0)
         token = tl.where(j > 0, guess, last)
         page = tl.load(tables_ptr + slot * pages + at // PAGE, mask=used, other=0)
         place = page.to(tl.int64) * PAGE + at % PAGE
@@ -155,8 +157,8 @@ def _verify_inputs_kernel(
 
 @triton.jit
 def _learn(
-    text_ptr, tables_ptr, group, base, end, known, entries,
-    FIRST: tl.constexpr, SECOND: tl.constexpr, FACTOR: tl.constexpr, SHIFT: tl.constexpr,
+    text_ptr, tables_ptr, group, base, end, known, entries, FIRST: tl.constexpr,
+    SECOND: tl.constexpr, HASH_FACTOR: tl.constexpr, HASH_SHIFT: tl.constexpr,
 ):  # fmt: skip
     """Enter the n-grams that end at a position of each sequence into the tables.
 
@@ -168,15 +170,14 @@ def _learn(
         known: which lanes have one.
         entries: the entries of a table.
         FIRST, SECOND: the lengths of n-grams.
-        FACTOR: `draft_state.HASH_FACTOR`.
-        SHIFT: `draft_state.HASH_SHIFT`.
+        HASH_FACTOR, HASH_SHIFT: of `draft_state`.
     """
     last = base + end
     ok = known & (end >= FIRST - 1)
-    entry = ngram_entry(text_ptr, group, last, ok, entries, FIRST, FACTOR, SHIFT)
+    entry = ngram_entry(text_ptr, group, last, ok, entries, FIRST, HASH_FACTOR, HASH_SHIFT)
     tl.store(tables_ptr + entry, last.to(tl.int32), mask=ok)
     ok = known & (end >= SECOND - 1)
-    entry = ngram_entry(text_ptr, group, last, ok, entries, SECOND, FACTOR, SHIFT)
+    entry = ngram_entry(text_ptr, group, last, ok, entries, SECOND, HASH_FACTOR, HASH_SHIFT)
     tl.store(tables_ptr + entries + entry, last.to(tl.int32), mask=ok)
 
 
@@ -190,10 +191,10 @@ def _take_verified_kernel(
     tokens_ptr, logprobs_ptr, lse_ptr,
     out_tokens_ptr, out_logprobs_ptr, out_offers_ptr, out_count_ptr,
     count, out_width, offers_width, text_width, entries, width,
-    DRAFT: tl.constexpr, QONE: tl.constexpr, QSHIFT: tl.constexpr,
-    LAG: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, FACTOR: tl.constexpr,
-    SHIFT: tl.constexpr,
-    NOT_DRAWN: tl.constexpr, BROKEN: tl.constexpr, LANES: tl.constexpr,
+    MAX_DRAFT: tl.constexpr, QUALITY_ONE: tl.constexpr, QUALITY_SHIFT: tl.constexpr,
+    LAG: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, HASH_FACTOR: tl.constexpr,
+    HASH_SHIFT: tl.constexpr, NOT_DRAWN: tl.constexpr, BROKEN: tl.constexpr,
+    LANES: tl.constexpr,
 ):  # fmt: skip
     """Take in one forward's draws: write those that count, move each sequence on or end it.
 
@@ -214,12 +215,12 @@ def _take_verified_kernel(
         text_width: tokens of a slot's row of the text.
         entries: entries of a table of n-grams.
         width: the most queries of a sequence.
-        DRAFT: tokens of a draft at most.
-        QONE, QSHIFT: `draft_state.QUALITY_ONE` and QUALITY_SHIFT.
+        MAX_DRAFT: tokens of a draft at most.
+        QUALITY_ONE, QUALITY_SHIFT: of `draft_state`.
         LAG: tokens that follow an n-gram before it enters the table, at least width.
         FIRST, SECOND: the lengths of n-grams.
-        FACTOR, SHIFT: of `draft_state`, for hashes.
-        NOT_DRAWN, BROKEN: what stands for no token.
+        HASH_FACTOR, HASH_SHIFT: of `draft_state`.
+        NOT_DRAWN, BROKEN: of `decode_state`, what stands for no token.
         LANES: at least count.
     """
     row = tl.arange(0, LANES)  # a single program: it moves the counter on
@@ -262,8 +263,12 @@ def _take_verified_kernel(
         runs_on = tl.where(alive, goes_on, runs_on)
         # The n-gram that ends LAG tokens before: its tokens were written by earlier forwards.
         end = position + 1 + j - LAG
-        _learn(text_ptr, tables_ptr, group, base, end, alive, entries, FIRST, SECOND, FACTOR, SHIFT)
-        guess = tl.load(draft_ptr + row * DRAFT + j, mask=alive & (j < DRAFT), other=NOT_DRAWN)
+        _learn(
+            text_ptr, tables_ptr, group, base, end, alive, entries, FIRST, SECOND,
+            HASH_FACTOR, HASH_SHIFT,
+        )  # fmt: skip
+        drafted = alive & (j < MAX_DRAFT)
+        guess = tl.load(draft_ptr + row * MAX_DRAFT + j, mask=drafted, other=NOT_DRAWN)
         same = token == guess
         hit = hit & (same | (j > 0))
         alive = alive & goes_on & same & (j + 1 < queries)
@@ -272,12 +277,13 @@ def _take_verified_kernel(
     tl.store(position_ptr + slot, position + taken, mask=active)
     tl.store(active_ptr + slot, runs_on.to(tl.int32), mask=active)
     source = tl.load(sources_ptr + row, mask=active, other=0)
+    # The fields of `Verified.offers`.
     offer = queries - 1 + 8 * source + 32 * hit.to(tl.int32) + 64 * offered.to(tl.int32)
     tl.store(out_offers_ptr + at * offers_width + row, tl.where(active, offer, 0), mask=mask)
 
-    # How good the sequence's drafts are.
+    # How good the drafts are: a mean that forgets 2**-QUALITY_SHIFT of itself with each draft.
     before = tl.load(quality_ptr + slot, mask=active, other=0)
-    after = before + ((QONE * hit.to(tl.int32) - before) >> QSHIFT)
+    after = before + ((QUALITY_ONE * hit.to(tl.int32) - before) >> QUALITY_SHIFT)
     tl.store(quality_ptr + slot, after, mask=active & offered)
 
     tl.debug_barrier()  # every lane has read the counter
@@ -304,7 +310,7 @@ def verify_inputs(
         width: the most queries of a sequence.
         size: the rows of the forward.
     """
-    count = _check_rows(rows)
+    count = check_rows(rows)
     if not count <= size <= count * width:
         raise ValueError(f"{size} rows for {count} sequences of 1 to {width} queries")
     wide = torch.empty(4, size, dtype=torch.int64, device=rows.device)
@@ -348,7 +354,7 @@ def take_verified(
         out: where the draws are written.
         width: the most queries of a sequence.
     """
-    count = _check_rows(rows)
+    count = check_rows(rows)
     _take_verified_kernel[(1,)](
         state.token, state.position, state.limit, state.active, state.stops,
         draft_text.text, draft_text.tables, draft_text.group, draft_text.quality,
@@ -363,13 +369,3 @@ def take_verified(
 def _lanes(count: int) -> int:
     """Return the lanes of a kernel for so many sequences: of few sizes, each is compiled."""
     return next((lanes for lanes in _LANES if count <= lanes), MAX_ROWS)
-
-
-def _check_rows(rows: Tensor) -> int:
-    """Return the number of rows, or raise ValueError for rows that the kernels do not take."""
-    count = len(rows)
-    if rows.dtype != torch.int64 or not rows.is_contiguous() or not 1 <= count <= MAX_ROWS:
-        raise ValueError(
-            f"rows: contiguous int64 [1 to {MAX_ROWS}], not {rows.dtype} {list(rows.shape)}"
-        )
-    return count

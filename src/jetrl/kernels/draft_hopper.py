@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from jetrl.kernels.decode_hopper import check_rows
 from jetrl.kernels.decode_state import DecodeState
 from jetrl.kernels.draft_state import (
     HASH_FACTOR,
@@ -30,7 +31,7 @@ _LANES = 32  # rows of a program: a warp's, so that many programs wait side by s
 @triton.jit
 def ngram_entry(
     text_ptr, group, last, mask, entries,
-    ORDER: tl.constexpr, FACTOR: tl.constexpr, SHIFT: tl.constexpr,
+    ORDER: tl.constexpr, HASH_FACTOR: tl.constexpr, HASH_SHIFT: tl.constexpr,
 ):  # fmt: skip
     """Return the entry of a table for the n-gram that ends at a place, as `draft.ngram_entry`.
 
@@ -41,21 +42,21 @@ def ngram_entry(
         mask: which lanes read.
         entries: the entries of the table, a power of two.
         ORDER: tokens of an n-gram.
-        FACTOR: `draft_state.HASH_FACTOR`.
-        SHIFT: `draft_state.HASH_SHIFT`.
+        HASH_FACTOR: of `draft_state`.
+        HASH_SHIFT: of `draft_state`.
     """
     hashed = group
     for back in tl.static_range(ORDER):
         token = tl.load(text_ptr + last - back, mask=mask, other=0).to(tl.int64)
-        hashed = (hashed ^ token) * tl.full([], FACTOR, tl.int64)
+        hashed = (hashed ^ token) * tl.full([], HASH_FACTOR, tl.int64)
         hashed = hashed ^ (hashed >> 32)
-    return (hashed >> SHIFT) & (entries - 1)
+    return (hashed >> HASH_SHIFT) & (entries - 1)
 
 
 @triton.jit
 def _look_up(
     text_ptr, table_ptr, group, end, position, active, entries,
-    ORDER: tl.constexpr, FACTOR: tl.constexpr, SHIFT: tl.constexpr,
+    ORDER: tl.constexpr, HASH_FACTOR: tl.constexpr, HASH_SHIFT: tl.constexpr,
 ):  # fmt: skip
     """Return where the last ORDER tokens of a sequence stood before, and whether they did.
 
@@ -68,11 +69,10 @@ def _look_up(
         active: which sequences run.
         entries: the entries of the table.
         ORDER: tokens of an n-gram.
-        FACTOR: `draft_state.HASH_FACTOR`.
-        SHIFT: `draft_state.HASH_SHIFT`.
+        HASH_FACTOR, HASH_SHIFT: of `draft_state`.
     """
     enough = active & (position >= ORDER - 1)
-    entry = ngram_entry(text_ptr, group, end, enough, entries, ORDER, FACTOR, SHIFT)
+    entry = ngram_entry(text_ptr, group, end, enough, entries, ORDER, HASH_FACTOR, HASH_SHIFT)
     place = tl.load(table_ptr + entry, mask=enough, other=-1).to(tl.int64)
     # What stands there must still be the n-gram: places are written again, hashes collide.
     same = enough & (place >= ORDER - 1) & (place != end)
@@ -88,8 +88,8 @@ def _propose_kernel(
     text_ptr, tables_ptr, group_ptr, position_ptr, active_ptr, rows_ptr,
     tokens_ptr, counts_ptr, sources_ptr,
     count, size, width, slots, entries,
-    FIRST: tl.constexpr, SECOND: tl.constexpr, DRAFT: tl.constexpr, FIRST_ONLY: tl.constexpr,
-    FACTOR: tl.constexpr, SHIFT: tl.constexpr, LANES: tl.constexpr,
+    FIRST: tl.constexpr, SECOND: tl.constexpr, MAX_DRAFT: tl.constexpr, FIRST_ONLY: tl.constexpr,
+    HASH_FACTOR: tl.constexpr, HASH_SHIFT: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """Look up a draft for each row.
 
@@ -104,10 +104,9 @@ def _propose_kernel(
         slots: slots.
         entries: entries of a table.
         FIRST, SECOND: the lengths of n-grams.
-        DRAFT: tokens of a draft at most.
+        MAX_DRAFT: tokens of a draft at most.
         FIRST_ONLY: whether n-grams of the second length lead to no draft.
-        FACTOR: `draft_state.HASH_FACTOR`.
-        SHIFT: `draft_state.HASH_SHIFT`.
+        HASH_FACTOR, HASH_SHIFT: of `draft_state`.
         LANES: rows of a program.
     """
     row = tl.program_id(0) * LANES + tl.arange(0, LANES)
@@ -120,14 +119,14 @@ def _propose_kernel(
 
     # Both tables at once, so that their loads wait side by side; the longer n-gram goes first.
     long_place, long_same = _look_up(
-        text_ptr, tables_ptr, group, end, position, active, entries, FIRST, FACTOR, SHIFT
+        text_ptr, tables_ptr, group, end, position, active, entries, FIRST, HASH_FACTOR, HASH_SHIFT
     )
     place = long_place
     alive = long_same
     if not FIRST_ONLY:
         short_place, short_same = _look_up(
             text_ptr, tables_ptr + entries, group, end, position, active, entries,
-            SECOND, FACTOR, SHIFT,
+            SECOND, HASH_FACTOR, HASH_SHIFT,
         )  # fmt: skip
         place = tl.where(long_same, long_place, short_place)
         alive = long_same | short_same
@@ -136,12 +135,12 @@ def _propose_kernel(
     length = tl.zeros([LANES], tl.int32)
     source = tl.where(place >= slots * width, 2, tl.where(place // width == slot, 0, 1))
     tl.store(sources_ptr + row, tl.where(alive, source, 0).to(tl.int32), mask=mask)
-    for i in tl.static_range(DRAFT):
+    for i in tl.static_range(MAX_DRAFT):
         at = place + 1 + i
         token = tl.load(text_ptr + at, mask=alive & (at < size), other=-1)
         alive = alive & (token >= 0)
         length += alive.to(tl.int32)
-        tl.store(tokens_ptr + row * DRAFT + i, token, mask=mask)
+        tl.store(tokens_ptr + row * MAX_DRAFT + i, token, mask=mask)
     tl.store(counts_ptr + row, length, mask=mask)
 
 
@@ -156,7 +155,7 @@ def propose(
         rows: int64 [B], the slot of each row.
         longest_only: whether only the longest n-grams lead to a draft.
     """
-    count = len(rows)
+    count = check_rows(rows)
     tokens = torch.empty(count, MAX_DRAFT, dtype=torch.int32, device=rows.device)
     counts, sources = torch.empty(2, count, dtype=torch.int32, device=rows.device).unbind(0)
     _propose_kernel[(triton.cdiv(count, _LANES),)](
