@@ -18,14 +18,13 @@ weights_of = kernels.row_weights
 
 @triton.jit
 def _weights_kernel(
-    logits, temperature, row_max, out, columns, BLOCK: tl.constexpr,
-    LOG2_E: tl.constexpr, ONE: tl.constexpr,
+    logits, temperature, row_max, out, columns, BLOCK: tl.constexpr
 ):  # fmt: skip
     row = tl.program_id(0)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     start = logits + row.to(tl.int64) * columns
     t, m = tl.load(temperature + row), tl.load(row_max + row)
-    weights = weights_of(start, at, columns, t, m, LOG2_E, ONE)
+    weights = weights_of(start, at, columns, t, m)
     tl.store(out + row.to(tl.int64) * columns + at, weights, mask=at < columns)
 
 
@@ -35,8 +34,7 @@ def integer_weights(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Te
     grid = (len(logits), triton.cdiv(logits.shape[1], kernels.BLOCK))
     _weights_kernel[grid](
         logits, temperature, row_max, out, logits.shape[1],
-        kernels.BLOCK, kernels.LOG2_E, kernels.WEIGHT_ONE,
-        num_warps=kernels.NUM_WARPS, enable_fp_fusion=False,
+        kernels.BLOCK, num_warps=kernels.NUM_WARPS, enable_fp_fusion=False,
     )  # fmt: skip
     return out
 
@@ -68,3 +66,11 @@ def test_draws_among_what_the_reference_keeps(vocabulary: int, spread: str) -> N
     free, whole, _ = sample(logits, bits, temperature, top_p, top_k, False)
     same = tokens == free  # whatever is kept, the log-prob is of the full distribution
     assert torch.equal(logprobs[same], whole[same])
+
+
+def test_logits_whose_rows_lie_apart_are_refused() -> None:
+    logits = torch.randn(3, 128, device="cuda")[:, :98]
+    bits, top_k = torch.zeros(2, 3, dtype=torch.int64, device="cuda")
+    ones = torch.ones(3, device="cuda")
+    with pytest.raises(ValueError, match="logits is float32 \\[3, 98\\], contiguous"):
+        sample(logits, bits, ones, ones, top_k, False)

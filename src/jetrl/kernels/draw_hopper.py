@@ -1,12 +1,13 @@
 """The integer draw of `kernels.sampling` on Hopper, from a row's full distribution.
 
 A row is the work of many programs, so that a few rows are drawn as fast as the GPU reads them. The
-lanes of the row's statistics are shared out among some, as the trainer's one program has them
-(`lane_statistics`: equal bits of log-probs). Each of the next has a block's int64 weights, and
-leaves their sum: integer sums are the same in any order, so for the same weights this picks the
-reference's token. The last puts the lanes together and reads the one block in which the cumulative
-sum passes the target. The weights come from the hardware's exp2, so they may differ from the CPU's
-in the last bits.
+row's statistics are taken by lanes, each of four neighbouring columns of every block, which are
+shared out among some programs; the trainer's one program has the same lanes (`lane_statistics`), so
+log-probs have equal bits. Each of the next programs has a block's int64 weights, and leaves their
+sum: integer sums are the same in any order, so for the same weights this picks the reference's
+token. The last puts the lanes together and reads the one block in which the cumulative sum passes
+the target. The weights come from the hardware's exp2, so they may differ from the CPU's in the last
+bits.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -29,14 +30,12 @@ from jetrl.kernels.logprob_hopper import (
 )
 from jetrl.precision.hopper.launch import OVERLAPPED, let_next_start, wait_for_previous
 
-WEIGHT_ONE = 2.0**40
-_LANES = 64  # of a program, of the BLOCK / 4 of a row
+WEIGHT_ONE = tl.constexpr(2.0**40)  # the weight of the most probable token
+_LANES = 64  # of a program, of the BLOCK / 4 of a row: two warps
 
 
 @triton.jit
-def row_weights(
-    row_ptr, columns, num_columns, temperature, row_max, LOG2_E: tl.constexpr, ONE: tl.constexpr
-):
+def row_weights(row_ptr, columns, num_columns, temperature, row_max):
     """Return int64 weights, exp(z - max) * 2**40 rounded half to even; 0 outside the row.
 
     Args:
@@ -45,11 +44,9 @@ def row_weights(
         num_columns: the vocabulary's size.
         temperature: a scalar.
         row_max: max z, a scalar.
-        LOG2_E: log2(e), for exp2 in place of exp.
-        ONE: the weight of the most probable token.
     """
     z = scaled_logits(row_ptr, columns, num_columns, temperature)
-    scaled = tl.math.exp2((z - row_max) * LOG2_E) * ONE
+    scaled = tl.math.exp2((z - row_max) * LOG2_E) * WEIGHT_ONE
     # Adding 1.5 * 2**23 rounds what is below 2**22; a float32 above that and below 2**23 may keep a
     # half, which the conversion cuts off, and is an integer from there on.
     magic = tl.full(scaled.shape, 12582912.0, tl.float32)
@@ -89,7 +86,7 @@ def _temperature_of(temperature_ptr, row):
 @triton.jit
 def _sample_lanes_kernel(
     logits_ptr, temperature_ptr, lanes_ptr, num_columns, stride, BLOCK: tl.constexpr,
-    LANES: tl.constexpr, LOG2_E: tl.constexpr,
+    LANES: tl.constexpr,
 ):  # fmt: skip
     """Take the statistics of LANES lanes of one row.
 
@@ -109,7 +106,7 @@ def _sample_lanes_kernel(
     temperature, _ = _temperature_of(temperature_ptr, row)
     lane_max, lane_sum, _ = lane_statistics(
         logits_ptr + row.to(tl.int64) * num_columns, lanes[:, None] * 4 + tl.arange(0, 4)[None, :],
-        num_columns, temperature, BLOCK, LOG2_E,
+        num_columns, temperature, BLOCK,
     )  # fmt: skip
     places = lanes_ptr + row.to(tl.int64) * stride + lanes * 4
     tl.store(places, lane_max)
@@ -121,6 +118,7 @@ def _load_lanes(lanes_ptr, row, stride, BLOCK: tl.constexpr):
     """Return what `_sample_lanes_kernel` left of a row, in the layout in which one program has it.
 
     A lane's four words are its four columns of a block there: so they are read, and two are taken.
+    A sum that is NaN becomes -inf here; of either a row's total is not positive.
     """
     words = tl.arange(0, 4)[None, :]
     places = tl.arange(0, BLOCK // 4)[:, None] * 4 + words
@@ -132,7 +130,7 @@ def _load_lanes(lanes_ptr, row, stride, BLOCK: tl.constexpr):
 @triton.jit
 def _sample_blocks_kernel(
     logits_ptr, temperature_ptr, lanes_ptr, sums_ptr, best_ptr, num_columns, num_blocks, stride,
-    BLOCK: tl.constexpr, LOG2_E: tl.constexpr, ONE: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Sum the weights of one block of a row, and find the first column of a greedy row's maximum.
 
@@ -143,7 +141,6 @@ def _sample_blocks_kernel(
         num_columns: the vocabulary's size.
         num_blocks: blocks of BLOCK columns.
         stride: as of `_sample_lanes_kernel`.
-        ONE: the weight of the most probable token.
     """
     row, block = tl.program_id(0), tl.program_id(1)
     let_next_start()
@@ -153,7 +150,7 @@ def _sample_blocks_kernel(
     lane_max, _ = _load_lanes(lanes_ptr, row, stride, BLOCK)
     row_max = tl.max(lane_max, 0)
     columns = block * BLOCK + tl.arange(0, BLOCK)
-    weights = row_weights(row_ptr, columns, num_columns, temperature, row_max, LOG2_E, ONE)
+    weights = row_weights(row_ptr, columns, num_columns, temperature, row_max)
     tl.store(sums_ptr + row * num_blocks + block, tl.sum(weights, 0))
     if greedy:
         z = scaled_logits(row_ptr, columns, num_columns, temperature)
@@ -165,7 +162,6 @@ def _sample_blocks_kernel(
 def _sample_draw_kernel(
     logits_ptr, bits_ptr, temperature_ptr, lanes_ptr, sums_ptr, best_ptr, tokens_ptr, logprobs_ptr,
     max_ptr, lse_ptr, num_columns, num_blocks, stride, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
-    LOG2_E: tl.constexpr, ONE: tl.constexpr,
 ):  # fmt: skip
     """Draw one row's token.
 
@@ -180,7 +176,6 @@ def _sample_draw_kernel(
         num_blocks: blocks of BLOCK columns.
         stride: as of `_sample_lanes_kernel`.
         BLOCKS: a power of two, at least num_blocks.
-        ONE: the weight of the most probable token.
     """
     row = tl.program_id(0)
     let_next_start()
@@ -188,7 +183,7 @@ def _sample_draw_kernel(
     row_ptr = logits_ptr + row.to(tl.int64) * num_columns
     temperature, greedy = _temperature_of(temperature_ptr, row)
     lane_max, lane_sum = _load_lanes(lanes_ptr, row, stride, BLOCK)
-    row_max, lse, _ = statistics_of_lanes(lane_max, lane_sum, tl.zeros_like(lane_sum), LOG2_E)
+    row_max, lse, _ = statistics_of_lanes(lane_max, lane_sum, tl.zeros_like(lane_sum))
     tl.store(max_ptr + row, row_max)
     tl.store(lse_ptr + row, lse)
     if greedy:
@@ -201,7 +196,7 @@ def _sample_draw_kernel(
         bits = tl.load(bits_ptr + row)
         target, place, before = find_block(sums_ptr + row * num_blocks, num_blocks, bits, BLOCKS)
         columns = place * BLOCK + tl.arange(0, BLOCK)
-        weights = row_weights(row_ptr, columns, num_columns, temperature, row_max, LOG2_E, ONE)
+        weights = row_weights(row_ptr, columns, num_columns, temperature, row_max)
         passed = (before + tl.cumsum(weights, 0) <= target) & (columns < num_columns)
         token = place * BLOCK + tl.sum(passed.to(tl.int32), 0)
 
@@ -242,16 +237,16 @@ def draw(
     best = torch.empty(rows, blocks, dtype=torch.int32, device=device)
     if rows:
         _sample_lanes_kernel[rows, BLOCK // 4 // _LANES](
-            logits, temperature, lanes, vocabulary, stride, BLOCK, _LANES, LOG2_E,
+            logits, temperature, lanes, vocabulary, stride, BLOCK, _LANES,
             num_warps=_LANES // 32, enable_fp_fusion=False, **OVERLAPPED,
         )  # fmt: skip
         _sample_blocks_kernel[rows, blocks](
-            logits, temperature, lanes, sums, best, vocabulary, blocks, stride, BLOCK, LOG2_E,
-            WEIGHT_ONE, num_warps=NUM_WARPS, enable_fp_fusion=False, **OVERLAPPED,
+            logits, temperature, lanes, sums, best, vocabulary, blocks, stride, BLOCK,
+            num_warps=NUM_WARPS, enable_fp_fusion=False, **OVERLAPPED,
         )  # fmt: skip
         _sample_draw_kernel[(rows,)](
             logits, bits, temperature, lanes, sums, best, tokens, logprobs, row_max, lse,
-            vocabulary, blocks, stride, triton.next_power_of_2(blocks), BLOCK, LOG2_E, WEIGHT_ONE,
+            vocabulary, blocks, stride, triton.next_power_of_2(blocks), BLOCK,
             num_warps=NUM_WARPS, enable_fp_fusion=False, **OVERLAPPED,
         )  # fmt: skip
     return tokens, logprobs, row_max, lse, sums

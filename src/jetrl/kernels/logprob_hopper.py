@@ -36,7 +36,7 @@ from jetrl.precision.hopper.gemm import bf16_matmul_hopper
 # Pinned: the bits of every log-prob depend on both.
 BLOCK = 4096
 NUM_WARPS = 8
-LOG2_E = 1.4426950408889634
+LOG2_E = tl.constexpr(1.4426950408889634)
 _CHUNK_GRADIENTS = 2**30  # gradients of logits, BF16, that one GEMM of backward reads
 
 
@@ -57,9 +57,7 @@ def scaled_logits(row_ptr, columns, num_columns, temperature):
 
 
 @triton.jit
-def lane_statistics(
-    row_ptr, columns, num_columns, temperature, BLOCK: tl.constexpr, LOG2_E: tl.constexpr
-):
+def lane_statistics(row_ptr, columns, num_columns, temperature, BLOCK: tl.constexpr):
     """Return each lane's max z, the sum of e = exp(z - max), and that of e * (z - max).
 
     A lane is four neighbouring columns of each block: one 16-byte load. What a lane gets does not
@@ -71,7 +69,6 @@ def lane_statistics(
         num_columns: the vocabulary's size.
         temperature: a scalar.
         BLOCK: columns of a block.
-        LOG2_E: log2(e), for exp2 in place of exp.
     """
     # A lane keeps its own running maximum, so the loop has no reduction across lanes, which the
     # warps would have to meet for.
@@ -94,7 +91,7 @@ def lane_statistics(
 
 
 @triton.jit
-def statistics_of_lanes(lane_max, lane_sum, lane_moment, LOG2_E: tl.constexpr):
+def statistics_of_lanes(lane_max, lane_sum, lane_moment):
     """Return max z, lse, and the mean of z - max under the softmax, from all lanes of a row.
 
     The order of their sums is what BLOCK, the number of warps and the layout of lanes pin.
@@ -103,7 +100,6 @@ def statistics_of_lanes(lane_max, lane_sum, lane_moment, LOG2_E: tl.constexpr):
         lane_max: float32 [BLOCK / 4], each lane's max z.
         lane_sum: float32 [BLOCK / 4], each lane's sum of e, as of `lane_statistics`.
         lane_moment: float32 [BLOCK / 4], each lane's sum of e * (z - max).
-        LOG2_E: log2(e).
     """
     row_max = tl.max(lane_max, 0)
     step = lane_max - row_max
@@ -116,7 +112,7 @@ def statistics_of_lanes(lane_max, lane_sum, lane_moment, LOG2_E: tl.constexpr):
 
 
 @triton.jit
-def row_statistics(row_ptr, num_columns, temperature, BLOCK: tl.constexpr, LOG2_E: tl.constexpr):
+def row_statistics(row_ptr, num_columns, temperature, BLOCK: tl.constexpr):
     """Return max z, lse, and the mean of z - max under the softmax, float32 scalars, in one read.
 
     Args:
@@ -124,19 +120,18 @@ def row_statistics(row_ptr, num_columns, temperature, BLOCK: tl.constexpr, LOG2_
         num_columns: the vocabulary's size.
         temperature: a scalar.
         BLOCK: columns of one pass of the program's lanes.
-        LOG2_E: log2(e), for exp2 in place of exp.
     """
     columns = tl.arange(0, BLOCK // 4)[:, None] * 4 + tl.arange(0, 4)[None, :]
     lane_max, lane_sum, lane_moment = lane_statistics(
-        row_ptr, columns, num_columns, temperature, BLOCK, LOG2_E
+        row_ptr, columns, num_columns, temperature, BLOCK
     )
-    return statistics_of_lanes(lane_max, lane_sum, lane_moment, LOG2_E)
+    return statistics_of_lanes(lane_max, lane_sum, lane_moment)
 
 
 @triton.jit
 def _forward_kernel(
     logits_ptr, chosen_ptr, logprobs_ptr, entropy_ptr, max_ptr, lse_ptr, num_columns, temperature,
-    BLOCK: tl.constexpr, LOG2_E: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Make one row's log-prob and entropy, and keep what backward needs of its softmax.
 
@@ -150,7 +145,7 @@ def _forward_kernel(
     """
     row = tl.program_id(0)
     row_ptr = logits_ptr + row.to(tl.int64) * num_columns
-    row_max, lse, moment = row_statistics(row_ptr, num_columns, temperature, BLOCK, LOG2_E)
+    row_max, lse, moment = row_statistics(row_ptr, num_columns, temperature, BLOCK)
     # In this order, as the sampler subtracts: (z - max) - lse.
     chosen = tl.load(row_ptr + tl.load(chosen_ptr + row))
     tl.store(logprobs_ptr + row, (tl.math.div_rn(chosen, temperature) - row_max) - lse)
@@ -162,7 +157,7 @@ def _forward_kernel(
 @triton.jit
 def _backward_kernel(
     logits_ptr, chosen_ptr, max_ptr, lse_ptr, grad_ptr, out_ptr,
-    num_columns, column_blocks, temperature, BLOCK: tl.constexpr, LOG2_E: tl.constexpr,
+    num_columns, column_blocks, temperature, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Make the gradient of BLOCK of one row's logits: (one at the chosen - softmax) * dlogp / t.
 
@@ -245,7 +240,7 @@ def _reduce(logits: Tensor, chosen: Tensor, temperature: float) -> tuple[Tensor,
     out = torch.empty(4, len(chosen), dtype=torch.float32, device=logits.device)
     if len(chosen):
         _forward_kernel[(len(chosen),)](
-            logits, chosen, *out, logits.shape[1], temperature, BLOCK, LOG2_E,
+            logits, chosen, *out, logits.shape[1], temperature, BLOCK,
             num_warps=NUM_WARPS, enable_fp_fusion=False,
         )  # fmt: skip
     return tuple(out)
@@ -265,7 +260,7 @@ def _logit_gradient(
     if len(chosen):
         _backward_kernel[(len(chosen) * blocks,)](
             logits, chosen, row_max, lse, grad, out, logits.shape[1], blocks, temperature,
-            BLOCK, LOG2_E, num_warps=NUM_WARPS,
+            BLOCK, num_warps=NUM_WARPS,
         )  # fmt: skip
     return out
 

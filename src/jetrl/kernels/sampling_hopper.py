@@ -16,28 +16,27 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from jetrl.kernels.draw_hopper import WEIGHT_ONE, draw, find_block, row_weights
-from jetrl.kernels.logprob_hopper import BLOCK, LOG2_E, NUM_WARPS
+from jetrl.kernels.draw_hopper import draw, find_block, row_weights
+from jetrl.kernels.logprob_hopper import BLOCK, NUM_WARPS
 from jetrl.precision.hopper.checks import check_matrix, check_tensor
 
-_TOP_BITS = 40  # the highest bit of the largest weight; even, since two bits are found at a time
+# The highest bit of the largest weight; even, since two bits are found at a time.
+_TOP_BIT = tl.constexpr(40)
 
 
 @triton.jit
 def _largest_bound(
     row_ptr, num_columns, num_blocks, temperature, row_max, needed, enabled,
-    MASS: tl.constexpr, TOP: tl.constexpr, BLOCK: tl.constexpr,
-    LOG2_E: tl.constexpr, ONE: tl.constexpr,
+    MASS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Return the largest int64 x such that the weights >= x are enough; 0 unless enabled.
 
     Args:
         needed: float64, how many weights are enough, or with MASS what sum of weights.
         enabled: whether there is anything to find; a row that filters nothing reads nothing.
-        TOP: the highest bit of the largest weight.
     """
     bound = tl.zeros([], tl.int64)
-    shift = tl.zeros([], tl.int64) + TOP
+    shift = tl.zeros([], tl.int64) + _TOP_BIT
     # Two bits of the bound at a time, from the highest: one reading of the row tries the three
     # values that they may have beside 0, and the largest that still leaves enough is kept.
     while enabled & (shift >= 0):
@@ -48,7 +47,7 @@ def _largest_bound(
         reach_3 = tl.zeros([], tl.int64)
         for block in range(0, num_blocks):
             columns = block * BLOCK + tl.arange(0, BLOCK)
-            weights = row_weights(row_ptr, columns, num_columns, temperature, row_max, LOG2_E, ONE)
+            weights = row_weights(row_ptr, columns, num_columns, temperature, row_max)
             value = weights if MASS else tl.full(weights.shape, 1, tl.int64)
             reach_1 += tl.sum(tl.where(weights >= first, value, 0), 0)
             reach_2 += tl.sum(tl.where(weights >= second, value, 0), 0)
@@ -66,7 +65,7 @@ def _largest_bound(
 @triton.jit
 def _above(
     row_ptr, num_columns, num_blocks, temperature, row_max, bound,
-    BLOCK: tl.constexpr, LOG2_E: tl.constexpr, ONE: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Return the number and the mass of the weights above a bound, and the mass of all, int64."""
     count = tl.zeros([], tl.int64)
@@ -74,7 +73,7 @@ def _above(
     total = tl.zeros([], tl.int64)
     for block in range(0, num_blocks):
         columns = block * BLOCK + tl.arange(0, BLOCK)
-        weights = row_weights(row_ptr, columns, num_columns, temperature, row_max, LOG2_E, ONE)
+        weights = row_weights(row_ptr, columns, num_columns, temperature, row_max)
         above = weights > bound
         count += tl.sum(above.to(tl.int64), 0)
         mass += tl.sum(tl.where(above, weights, 0), 0)
@@ -108,8 +107,7 @@ def _kept(weights, columns, num_columns, bound, ties_before, limit, mass_above, 
 def _filtered_kernel(
     logits_ptr, bits_ptr, temperature_ptr, top_p_ptr, top_k_ptr,
     tokens_ptr, logprobs_ptr, max_ptr, lse_ptr, sums_ptr, ties_ptr, num_columns, num_blocks,
-    TOP: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, LOG2_E: tl.constexpr,
-    ONE: tl.constexpr,
+    BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Draw one row's token again, among what top_k and top_p keep, unless its temperature is 0.
 
@@ -122,9 +120,7 @@ def _filtered_kernel(
             the ties before it.
         num_columns: the vocabulary's size.
         num_blocks: blocks of BLOCK columns.
-        TOP: the highest bit of the largest weight.
         BLOCKS: a power of two, at least num_blocks.
-        ONE: the weight of the most probable token.
     """
     row = tl.program_id(0)
     row_ptr = logits_ptr + row.to(tl.int64) * num_columns
@@ -137,10 +133,10 @@ def _filtered_kernel(
         by_count = (top_k > 0) & (top_k < num_columns)
         bound = _largest_bound(
             row_ptr, num_columns, num_blocks, temperature, row_max, top_k.to(tl.float64), by_count,
-            False, TOP, BLOCK, LOG2_E, ONE,
+            False, BLOCK,
         )  # fmt: skip
         count, mass, total = _above(
-            row_ptr, num_columns, num_blocks, temperature, row_max, bound, BLOCK, LOG2_E, ONE
+            row_ptr, num_columns, num_blocks, temperature, row_max, bound, BLOCK
         )
         limit = tl.where(by_count, top_k - count, num_columns)
 
@@ -150,20 +146,20 @@ def _filtered_kernel(
         needed = tl.where(top_p < 1.0, top_p * total.to(tl.float64), float("inf"))
         by_mass = _largest_bound(
             row_ptr, num_columns, num_blocks, temperature, row_max, needed, top_p < 1.0,
-            True, TOP, BLOCK, LOG2_E, ONE,
+            True, BLOCK,
         )  # fmt: skip
         if by_mass > bound:
             bound = by_mass
             limit = num_columns.to(tl.int64)
             _, mass, _ = _above(
-                row_ptr, num_columns, num_blocks, temperature, row_max, bound, BLOCK, LOG2_E, ONE
+                row_ptr, num_columns, num_blocks, temperature, row_max, bound, BLOCK
             )
 
         # The draw, as in `kernels.draw_hopper`, of the weights that are kept.
         ties_before = tl.zeros([], tl.int64)
         for block in range(0, num_blocks):
             columns = block * BLOCK + tl.arange(0, BLOCK)
-            weights = row_weights(row_ptr, columns, num_columns, temperature, row_max, LOG2_E, ONE)
+            weights = row_weights(row_ptr, columns, num_columns, temperature, row_max)
             kept, ties = _kept(
                 weights, columns, num_columns, bound, ties_before, limit, mass, needed
             )
@@ -174,7 +170,7 @@ def _filtered_kernel(
         bits = tl.load(bits_ptr + row)
         target, place, before = find_block(sums_ptr + row * num_blocks, num_blocks, bits, BLOCKS)
         columns = place * BLOCK + tl.arange(0, BLOCK)
-        weights = row_weights(row_ptr, columns, num_columns, temperature, row_max, LOG2_E, ONE)
+        weights = row_weights(row_ptr, columns, num_columns, temperature, row_max)
         # Past the last block only for a row without a softmax, which draws nothing.
         ties_before = tl.load(ties_ptr + row * num_blocks + tl.minimum(place, num_blocks - 1))
         kept, _ = _kept(weights, columns, num_columns, bound, ties_before, limit, mass, needed)
@@ -202,6 +198,7 @@ def sample(
     """
     check_matrix("sample", logits, (torch.float32,))
     rows, vocabulary = logits.shape
+    check_tensor("sample", "logits", logits, torch.float32, [rows, vocabulary])
     check_tensor("sample", "bits", bits, torch.int64, [rows])
     check_tensor("sample", "temperature", temperature, torch.float32, [rows])
     check_tensor("sample", "top_p", top_p, torch.float32, [rows])
@@ -211,8 +208,8 @@ def sample(
         blocks = sums.shape[1]
         _filtered_kernel[(rows,)](
             logits, bits, temperature, top_p, top_k, tokens, logprobs, row_max, lse,
-            sums, torch.empty_like(sums), vocabulary, blocks, _TOP_BITS,
-            triton.next_power_of_2(blocks), BLOCK, LOG2_E, WEIGHT_ONE,
+            sums, torch.empty_like(sums), vocabulary, blocks,
+            triton.next_power_of_2(blocks), BLOCK,
             num_warps=NUM_WARPS, enable_fp_fusion=False,
         )  # fmt: skip
     return tokens, logprobs, lse
