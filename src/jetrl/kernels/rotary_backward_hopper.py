@@ -22,7 +22,6 @@ from triton.experimental.gluon import language as gl
 
 from jetrl.kernels.rotary_hopper import (
     HEADS,
-    add,
     angles,
     halves_of,
     heads_layout,
@@ -56,8 +55,8 @@ def _norm_backward(
     # With n = x / rms and g = dy * weight, dx = (g - n * mean(g * n)) / rms. The mean is taken of
     # g * x and divided by rms after, so that the two sums over a head do not wait for each other.
     first_scaled, second_scaled = dfirst * first_weight, dsecond * second_weight
-    mean_square = gl.reduce(first * first + second * second, 1, add) * (1.0 / D)
-    mean_product = gl.reduce(first_scaled * first + second_scaled * second, 1, add) * (1.0 / D)
+    mean_square = gl.sum(first * first + second * second, 1) * (1.0 / D)
+    mean_product = gl.sum(first_scaled * first + second_scaled * second, 1) * (1.0 / D)
     inverse = gl.rsqrt(mean_square + EPS)
     mean = (inverse * mean_product)[:, None]
     inverse = inverse[:, None]
@@ -121,8 +120,8 @@ def _backward_heads(
     # Heads past COUNT were loaded as zeros and add zeros.
     if NORM:
         pairs = gl.arange(0, D // 2, gl.SliceLayout(0, LAYOUT))
-        gl.store(partial_ptr + pairs, gl.reduce(first_sum, 0, add))
-        gl.store(partial_ptr + D // 2 + pairs, gl.reduce(second_sum, 0, add))
+        gl.store(partial_ptr + pairs, gl.sum(first_sum, 0))
+        gl.store(partial_ptr + D // 2 + pairs, gl.sum(second_sum, 0))
 
 
 @gluon.jit(do_not_specialize=["num_tokens"])

@@ -100,12 +100,6 @@ def heads_layout(head_dim: int, num_warps: int) -> gl.DistributedLinearLayout:
 
 
 @gluon.jit
-def add(a, b):
-    """Return a + b, for reductions."""
-    return a + b
-
-
-@gluon.jit
 def _head_maxima(first, second):
     """Return the maximum of |x| of each head, float32 [heads]; NaN if any is."""
     return gl.reduce(tile.larger(gl.abs(first), gl.abs(second)), 1, tile.larger)
@@ -155,7 +149,7 @@ def _head_inverse_rms(first, second, D: gl.constexpr, EPS: gl.constexpr):
     exponent = gl.minimum(gl.maximum(272 - (amax_bits >> 23), 1), 254)
     factor = (exponent << 23).to(gl.float32, bitcast=True)
     each = factor[:, None] + gl.full_like(first, 0.0)
-    total = gl.reduce(_grid_squares(first, each) + _grid_squares(second, each), 1, add)
+    total = gl.sum(_grid_squares(first, each) + _grid_squares(second, each), 1)
     # Back from grid units in float64, and each operation rounded once; D is a power of two.
     unit = ((1150 - exponent).to(gl.int64) << 52).to(gl.float64, bitcast=True)  # 1 / factor
     mean = total.to(gl.float64) * unit * unit
@@ -181,7 +175,7 @@ def load_halves(row_ptr, first_head, COUNT: gl.constexpr, D: gl.constexpr, LAYOU
     heads = first_head + gl.arange(0, 8, gl.SliceLayout(1, LAYOUT))
     pairs = gl.arange(0, D // 2, gl.SliceLayout(0, LAYOUT))
     places = row_ptr + (heads[:, None] * D + pairs[None, :])
-    mask = (heads < COUNT)[:, None] & (pairs < D)[None, :]
+    mask = (heads < COUNT)[:, None]
     return gl.load(places, mask=mask, other=0.0), gl.load(places + D // 2, mask=mask, other=0.0)
 
 
@@ -203,7 +197,7 @@ def store_halves(
     heads = first_head + gl.arange(0, 8, gl.SliceLayout(1, LAYOUT))
     pairs = gl.arange(0, D // 2, gl.SliceLayout(0, LAYOUT))
     places = row_ptr + (heads[:, None] * D + pairs[None, :])
-    mask = (heads < COUNT)[:, None] & (pairs < D)[None, :]
+    mask = (heads < COUNT)[:, None]
     gl.store(places, first, mask=mask)
     gl.store(places + D // 2, second, mask=mask)
 
