@@ -176,15 +176,34 @@ def split_rows(x, ROWS: gl.constexpr):
 
 
 @gluon.jit
+def _maxima_down(x):
+    """Return the maxima of each thread's eight rows, [16, 128], of x >= 0, bfloat16 in TILE.
+
+    Pairs of neighbouring columns share a register.
+    """
+    a, b = split_rows(x, 128)
+    a, b = split_rows(larger_pairs(a, b), 64)
+    a, b = split_rows(larger_pairs(a, b), 32)
+    return larger_pairs(a, b)
+
+
+@gluon.jit
+def _maxima_across(x, ROWS: gl.constexpr):
+    """Return the maxima of each thread's four pairs of a row, [ROWS, 16, 2], of x [ROWS, 128] >= 0.
+
+    The two of a pair, which share a register, do not meet.
+    """
+    a, b = gl.split(gl.permute(gl.reshape(x, [ROWS, 16, 2, 2, 2]), [0, 1, 3, 4, 2]))
+    a, b = gl.split(gl.permute(larger_pairs(a, b), [0, 1, 3, 2]))
+    return larger_pairs(a, b)
+
+
+@gluon.jit
 def column_maxima(x):
     """Return the maxima of |x| of the columns of a tile in TILE, float32 [128]."""
     if x.dtype == gl.bfloat16:
-        # Pairs of columns share a register. A thread's eight rows meet in three steps; then lanes
-        # by shuffles, and warps through shared memory.
-        a, b = split_rows(magnitudes(x), 128)
-        a, b = split_rows(larger_pairs(a, b), 64)
-        a, b = split_rows(larger_pairs(a, b), 32)
-        return gl.reduce(larger_pairs(a, b).to(gl.float32), 0, larger)
+        # Within threads first; then lanes by shuffles, and warps through shared memory.
+        return gl.reduce(_maxima_down(magnitudes(x)).to(gl.float32), 0, larger)
     else:
         return largest(x.to(gl.float32), 0)
 
@@ -193,12 +212,8 @@ def column_maxima(x):
 def row_maxima(x):
     """Return the maxima of |x| of the rows of a tile in TILE, float32 [128]."""
     if x.dtype == gl.bfloat16:
-        # A thread's four pairs of a row in two steps; what meets in the end are the two of a pair,
-        # other lanes and other warps.
-        quadruples = gl.reshape(magnitudes(x), [128, 16, 2, 2, 2])
-        a, b = gl.split(gl.permute(quadruples, [0, 1, 3, 4, 2]))
-        a, b = gl.split(gl.permute(larger_pairs(a, b), [0, 1, 3, 2]))
-        pairs = gl.reshape(larger_pairs(a, b), [128, 32])
+        # Within threads first; what meets in the end are the two of a pair, other lanes and warps.
+        pairs = gl.reshape(_maxima_across(magnitudes(x), 128), [128, 32])
         return gl.reduce(pairs.to(gl.float32), 1, larger)
     else:
         return largest(x.to(gl.float32), 1)
@@ -211,13 +226,7 @@ def tile_maximum(x):
     A thread's 64 values are reduced by pairs, then all threads at once: one meeting of the warps,
     where a reduction along columns and then along rows has several.
     """
-    a, b = split_rows(magnitudes(x), 128)
-    a, b = split_rows(larger_pairs(a, b), 64)
-    a, b = split_rows(larger_pairs(a, b), 32)
-    quadruples = gl.reshape(larger_pairs(a, b), [16, 16, 2, 2, 2])
-    a, b = gl.split(gl.permute(quadruples, [0, 1, 3, 4, 2]))
-    a, b = gl.split(gl.permute(larger_pairs(a, b), [0, 1, 3, 2]))
-    pairs = gl.reshape(larger_pairs(a, b), [512])
+    pairs = gl.reshape(_maxima_across(_maxima_down(magnitudes(x)), 16), [512])
     return gl.reduce(pairs.to(gl.float32), 0, larger)
 
 
