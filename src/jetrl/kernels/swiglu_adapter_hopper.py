@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from jetrl.kernels.swiglu_hopper import LOG2_E, check_backward, sigmoid
+from jetrl.kernels.swiglu_hopper import check_backward, sigmoid, store_values
 from jetrl.precision.hopper.quantize import (
     load_tile,
     round_to_bfloat16,
@@ -31,27 +31,10 @@ from jetrl.precision.quantize import FORMATS, QTensor
 _ROWS = 16  # of a tile: three results for each place are many registers
 
 
-@triton.jit
-def _store_values(ptr, y, rows, column, num_rows, num_columns):
-    """Store some rows of 128 columns as bfloat16.
-
-    Args:
-        ptr: bfloat16 [num_rows, num_columns], written.
-        y: float32 [R, 128].
-        rows: int32 [R], row numbers.
-        column: which 128 columns.
-        num_rows: of the matrix.
-        num_columns: of the matrix.
-    """
-    columns = column * 128 + tl.arange(0, 128)
-    places = rows.to(tl.int64)[:, None] * num_columns + columns[None, :]
-    tl.store(ptr + places, y.to(tl.bfloat16), mask=(rows < num_rows)[:, None])
-
-
 @triton.jit(do_not_specialize=["num_rows", "scale_stride"])
 def swiglu_backward_values_kernel(
     dy_ptr, x_ptr, dx_ptr, codes_ptr, scales_ptr, num_rows, width, scale_stride, column_blocks,
-    ROWS: tl.constexpr, LOG2_E: tl.constexpr,
+    ROWS: tl.constexpr,
     MAXIMUM: tl.constexpr, FLOOR_BITS: tl.constexpr, POW2: tl.constexpr,
 ):  # fmt: skip
     """Make the gradients of ROWS rows of 128 columns of the gate and of up, and y again.
@@ -67,7 +50,6 @@ def swiglu_backward_values_kernel(
         scale_stride: from one line of scales to the next.
         column_blocks: width / 128.
         ROWS: rows of a program. No bit depends on it.
-        LOG2_E: as of `kernels.swiglu_hopper.sigmoid`.
         MAXIMUM: as of `precision.hopper.quantize.rule`.
         FLOOR_BITS: as of `precision.hopper.quantize.rule`.
         POW2: as of `precision.hopper.quantize.rule`.
@@ -77,18 +59,18 @@ def swiglu_backward_values_kernel(
     dy = load_tile(dy_ptr, rows, column, num_rows, width, width)
     gate = load_tile(x_ptr, rows, column, num_rows, width, 2 * width)
     up = load_tile(x_ptr + width, rows, column, num_rows, width, 2 * width)
-    share = sigmoid(gate, LOG2_E)
+    share = sigmoid(gate)
     silu = gate * share
-    _store_values(dy_ptr, silu * up, rows, column, num_rows, width)
+    store_values(dy_ptr, silu * up, rows, column, num_rows, width)
     # silu(g) = g * s with s = sigmoid(g), so d silu / dg = s + g * s * (1 - s).
     dgate = round_to_bfloat16(dy * up * (share + silu * (1.0 - share)))
     dup = round_to_bfloat16(dy * silu)
-    _store_values(dx_ptr, dgate, rows, column, num_rows, 2 * width)
+    store_values(dx_ptr, dgate, rows, column, num_rows, 2 * width)
     store_row_groups(
         dgate, rows, column, num_rows, 2 * width, codes_ptr, scales_ptr, scale_stride,
         MAXIMUM, FLOOR_BITS, POW2,
     )  # fmt: skip
-    _store_values(dx_ptr, dup, rows, column_blocks + column, num_rows, 2 * width)
+    store_values(dx_ptr, dup, rows, column_blocks + column, num_rows, 2 * width)
     store_row_groups(
         dup, rows, column_blocks + column, num_rows, 2 * width, codes_ptr, scales_ptr,
         scale_stride, MAXIMUM, FLOOR_BITS, POW2,
@@ -117,7 +99,7 @@ def swiglu_backward_values_(
     if num_rows:
         swiglu_backward_values_kernel[(cdiv(num_rows, _ROWS) * column_blocks,)](
             dy, gate_up, dx, rows.codes, rows.scales, num_rows, width, rows.scales.stride(1),
-            column_blocks, _ROWS, LOG2_E, **rule("e4m3", scales),
+            column_blocks, _ROWS, **rule("e4m3", scales),
             num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
     return rows, dx

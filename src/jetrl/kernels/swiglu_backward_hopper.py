@@ -83,7 +83,7 @@ _SHARED_3D = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
 
 
 @gluon.jit
-def _sigmoid(gate, LOG2_E: gl.constexpr):
+def _sigmoid(gate):
     """Return what `swiglu_hopper.sigmoid` returns, in Gluon."""
     return gl.inline_asm_elementwise(
         "rcp.approx.ftz.f32 $0, $1;", "=r,r", [1.0 + gl.exp2(gate * -LOG2_E)],
@@ -92,10 +92,10 @@ def _sigmoid(gate, LOG2_E: gl.constexpr):
 
 
 @gluon.jit
-def _gradients(dy, gate, up, LOG2_E: gl.constexpr):
+def _gradients(dy, gate, up):
     """Return bfloat16 y, dgate and dup for bfloat16 dy, gate and up, in `swiglu_hopper`'s order."""
     dy, gate = tile.widen(dy), tile.widen(gate)
-    share = _sigmoid(gate, LOG2_E)
+    share = _sigmoid(gate)
     silu = gate * share
     y = tile.to_bfloat16(silu * tile.widen(up))
     dgate = tile.to_bfloat16(dy * tile.widen(up) * (share + silu * (1.0 - share)))
@@ -218,7 +218,7 @@ def _store_both(
     rows = gl.arange(0, 128, gl.SliceLayout(1, _TILE))
     columns = gl.arange(0, 128, gl.SliceLayout(0, _TILE))
     corner = row_codes_ptr + (block.to(gl.int64) * 128 * stride + column * 128)
-    mask = (rows < num_rows - block * 128)[:, None] & (columns < 128)[None, :]
+    mask = (rows < num_rows - block * 128)[:, None]
     gl.store(corner + (rows.to(gl.int64)[:, None] * stride + columns[None, :]), codes, mask=mask)
     # Along tokens: the same registers by another name, four codes of a column a store.
     multiplier = multipliers.slice(which * 128, 128).load(gl.SliceLayout(0, _TURNED))
@@ -255,13 +255,12 @@ def _store_scales(
     scale, multiplier = tile.scale_and_multiplier(amax, MAXIMUM, FLOOR, POW2)
     multipliers.store(gl.reshape(gl.permute(multiplier, [0, 2, 1]), [512]))
     # Two stores, each by the half of the threads that has such lines: kind 0 columns, kind 1 rows.
-    # What adds nothing or is always true gives pointers and masks all three dimensions.
+    # `kind * 0` gives the pointers all three dimensions.
     columns = column + half * (num_columns // 128)
     places = token_scales_ptr + block.to(gl.int64) * (2 * num_columns) + (columns * 128 + line)
-    gl.store(places + kind * 0, scale, mask=(kind == 0) & (line >= 0) & (half >= 0))
+    gl.store(places + kind * 0, scale, mask=kind == 0)
     places = row_scales_ptr + columns.to(gl.int64) * scale_stride + (block * 128 + line)
-    mask = (kind == 1) & (line < num_rows - block * 128) & (half >= 0)
-    gl.store(places + kind * 0, scale, mask=mask)
+    gl.store(places + kind * 0, scale, mask=(kind == 1) & (line < num_rows - block * 128))
 
 
 @gluon.jit
@@ -293,7 +292,7 @@ def _backward_tiles_kernel(
     dy_desc, x_desc, row_codes_ptr, row_scales_ptr, token_codes_ptr, token_scales_ptr,
     y_codes_ptr, y_scales_ptr,
     num_rows, scale_stride, y_scale_stride, padded_tokens, tiles,
-    num_columns: gl.constexpr, LOG2_E: gl.constexpr, MAXIMUM: gl.constexpr,
+    num_columns: gl.constexpr, MAXIMUM: gl.constexpr,
     Y_MAXIMUM: gl.constexpr, FLOOR: gl.constexpr, POW2: gl.constexpr,
 ):  # fmt: skip
     """Make the gradients and y of a program's tiles of 128 x 128, one after the other, quantized.
@@ -337,7 +336,7 @@ def _backward_tiles_kernel(
         up = staged.index(3 * stage + 2).load(_TILE)
 
         # The three results stay in registers from here on; their maxima go to shared memory.
-        y, dgate, dup = _gradients(dy, gate, up, LOG2_E)
+        y, dgate, dup = _gradients(dy, gate, up)
         parts.slice(0, 4).store(gl.join(_column_parts(dgate), _column_parts(dup)))
         parts.slice(4, 4).store(gl.join(_row_parts(dgate), _row_parts(dup)))
         y_parts.store(_tile_parts(y))
@@ -404,7 +403,7 @@ def swiglu_backward_quantize(
         TensorDescriptor.from_tensor(gate_up, tile_shape, _STAGED),
         rows.codes, rows.scales, tokens.codes, tokens.scales, y.codes, y.scales,
         num_rows, rows.scales.stride(1), y.scales.stride(1), tokens.shape[0], tiles,
-        dy.shape[1], LOG2_E, Y_MAXIMUM=y_maximum,
+        dy.shape[1], Y_MAXIMUM=y_maximum,
         **{**tile_rule(format, scales), "num_warps": _NUM_WARPS},
     )  # fmt: skip
     return rows, tokens, y

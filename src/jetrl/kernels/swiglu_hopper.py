@@ -27,21 +27,21 @@ from jetrl.precision.hopper.launch import OVERLAPPED, let_next_start, wait_for_p
 from jetrl.precision.hopper.quantize import (
     load_tile,
     round_to_bfloat16,
+    rows_of_program,
     rule,
     store_row_groups,
-    tile_rows,
 )
 from jetrl.precision.layout import empty_row_groups
 from jetrl.precision.plan import FP8_BLOCK
 from jetrl.precision.quantize import FORMATS, QTensor
 
-LOG2_E = 1.4426950408889634
+LOG2_E = tl.constexpr(1.4426950408889634)
 _ROWS = 32  # rows of a tile of the plain backward; each row's bits are its own
 _BF16 = (torch.bfloat16,)
 
 
 @triton.jit
-def sigmoid(gate, LOG2_E: tl.constexpr):
+def sigmoid(gate):
     """Return 1 / (1 + exp(-gate)) by the hardware's exp2 and reciprocal; NaN gives NaN.
 
     A gate of -Inf, or so far below 0 that exp2 overflows, gives 0: the reciprocal of Inf.
@@ -52,10 +52,27 @@ def sigmoid(gate, LOG2_E: tl.constexpr):
     )  # fmt: skip
 
 
+@triton.jit
+def store_values(ptr, y, rows, column, num_rows, num_columns):
+    """Store some rows of 128 columns as bfloat16.
+
+    Args:
+        ptr: bfloat16 [num_rows, num_columns], written.
+        y: float32 [R, 128].
+        rows: int32 [R], row numbers.
+        column: which 128 columns.
+        num_rows: of the matrix.
+        num_columns: of the matrix.
+    """
+    columns = column * 128 + tl.arange(0, 128)
+    places = rows.to(tl.int64)[:, None] * num_columns + columns[None, :]
+    tl.store(ptr + places, y.to(tl.bfloat16), mask=(rows < num_rows)[:, None])
+
+
 @triton.jit(do_not_specialize=["num_rows", "scale_stride"])
 def _rows_kernel(
     x_ptr, y_ptr, codes_ptr, scales_ptr, num_rows, num_columns, scale_stride, column_blocks,
-    ROWS: tl.constexpr, WRITE_Y: tl.constexpr, QUANTIZE: tl.constexpr, LOG2_E: tl.constexpr,
+    ROWS: tl.constexpr, WRITE_Y: tl.constexpr, QUANTIZE: tl.constexpr,
     MAXIMUM: tl.constexpr, FLOOR_BITS: tl.constexpr, POW2: tl.constexpr,
 ):  # fmt: skip
     """Make y of ROWS rows and 128 columns, and write it, its groups, or both.
@@ -81,22 +98,20 @@ def _rows_kernel(
     gate = load_tile(x_ptr, rows, column, num_rows, num_columns, 2 * num_columns)
     up = load_tile(x_ptr + num_columns, rows, column, num_rows, num_columns, 2 * num_columns)
     # Rounded to bfloat16 before it is quantized: the codes are those of the BF16 result.
-    y = round_to_bfloat16(gate * sigmoid(gate, LOG2_E) * up)
+    y = round_to_bfloat16(gate * sigmoid(gate) * up)
     if QUANTIZE:
         store_row_groups(
             y, rows, column, num_rows, num_columns, codes_ptr, scales_ptr, scale_stride,
             MAXIMUM, FLOOR_BITS, POW2,
         )  # fmt: skip
     if WRITE_Y:
-        columns = column * 128 + tl.arange(0, 128)
-        places = rows.to(tl.int64)[:, None] * num_columns + columns[None, :]
-        tl.store(y_ptr + places, y.to(tl.bfloat16), mask=(rows < num_rows)[:, None])
+        store_values(y_ptr, y, rows, column, num_rows, num_columns)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _backward_rows_kernel(
     dy_ptr, x_ptr, dx_ptr, num_rows, num_columns, column_blocks,
-    ROWS: tl.constexpr, LOG2_E: tl.constexpr,
+    ROWS: tl.constexpr,
 ):  # fmt: skip
     """Make the gradients of ROWS rows of 128 columns of the gate and of up.
 
@@ -114,7 +129,7 @@ def _backward_rows_kernel(
     gate = load_tile(x_ptr, rows, column, num_rows, num_columns, 2 * num_columns)
     up = load_tile(x_ptr + num_columns, rows, column, num_rows, num_columns, 2 * num_columns)
     # silu(g) = g * s with s = sigmoid(g), so d silu / dg = s + g * s * (1 - s).
-    share = sigmoid(gate, LOG2_E)
+    share = sigmoid(gate)
     silu = gate * share
     dgate = dy * up * (share + silu * (1.0 - share))
     columns = column * 128 + tl.arange(0, 128)
@@ -180,13 +195,13 @@ def _launch_rows(
     column_blocks = width // FP8_BLOCK
     if not num_rows:
         return
-    _rows_kernel[(triton.cdiv(num_rows, tile_rows(num_rows)) * column_blocks,)](
+    _rows_kernel[(triton.cdiv(num_rows, rows_of_program(num_rows)) * column_blocks,)](
         gate_up,
         gate_up if y is None else y,
         rows.codes if rows else gate_up,
         rows.scales if rows else gate_up,
         num_rows, width, rows.scales.stride(1) if rows else 0, column_blocks,
-        tile_rows(num_rows), y is not None, rows is not None, LOG2_E,
+        rows_of_program(num_rows), y is not None, rows is not None,
         **options, num_warps=4, enable_fp_fusion=False, **OVERLAPPED,
     )  # fmt: skip
 
@@ -204,7 +219,7 @@ def swiglu_backward(dy: Tensor, gate_up: Tensor) -> Tensor:
     column_blocks = width // FP8_BLOCK
     if num_rows:
         _backward_rows_kernel[(triton.cdiv(num_rows, _ROWS) * column_blocks,)](
-            dy, gate_up, dx, num_rows, width, column_blocks, _ROWS, LOG2_E,
+            dy, gate_up, dx, num_rows, width, column_blocks, _ROWS,
             num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
     return dx

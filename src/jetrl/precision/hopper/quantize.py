@@ -288,8 +288,8 @@ def tile_rule(format: FP8Format, scales: str) -> dict[str, Any]:
     return {**constants, "FLOOR": AMAX_FLOOR, **TILE_OPTIONS}
 
 
-def tile_rows(num_rows: int) -> int:
-    """Return the rows of a tile of 128 columns that has 1 x 128 groups only.
+def rows_of_program(num_rows: int) -> int:
+    """Return the rows of a program whose tile of 128 columns has 1 x 128 groups only.
 
     They are few for a decode step, where latency is all that counts. Groups are exact, so no bit
     depends on them.
@@ -309,9 +309,9 @@ def quantize_rows(x: Tensor, format: FP8Format = "e4m3", scales: str = "fp32") -
     rows = empty_row_groups(num_rows, num_columns, FORMATS[format][0], x.device)
     column_blocks = cdiv(num_columns, FP8_BLOCK)
     if x.numel():
-        _rows_kernel[(cdiv(num_rows, tile_rows(num_rows)) * column_blocks,)](
+        _rows_kernel[(cdiv(num_rows, rows_of_program(num_rows)) * column_blocks,)](
             x, rows.codes, rows.scales, num_rows, num_columns, x.stride(0), rows.scales.stride(1),
-            column_blocks, tile_rows(num_rows), **rule(format, scales),
+            column_blocks, rows_of_program(num_rows), **rule(format, scales),
             num_warps=4, enable_fp_fusion=False, **OVERLAPPED,
         )  # fmt: skip
     return rows
