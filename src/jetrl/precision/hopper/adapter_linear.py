@@ -21,7 +21,8 @@ from jetrl.precision.hopper.adapter_rows import (
     ready_word,
 )
 from jetrl.precision.hopper.gemm import fp8_matmul_hopper, row_operand
-from jetrl.precision.hopper.gemm_rows import rows_matmul, tiles_beside
+from jetrl.precision.hopper.gemm_rows import rows_matmul
+from jetrl.precision.hopper.gemm_tiles import tiles_beside
 from jetrl.precision.hopper.nvfp4 import nvfp4_matmul_hopper
 from jetrl.precision.hopper.nvfp4_rows import nvfp4_rows_matmul
 from jetrl.precision.nvfp4_layout import HopperNVFP4

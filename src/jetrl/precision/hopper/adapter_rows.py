@@ -44,7 +44,7 @@ CHUNK = 512  # along K; pinned, since the bits depend on it
 MOST_ROWS = 4096  # fewer than these
 _FEW_ROWS = 256  # up to here a program has 16 rows
 _RANKS = 32  # rows of A that a program has
-DOWN_PROGRAM_REGISTERS = 128 * 64  # of a multiprocessor, at most, of a program of 16 rows
+DOWN_PROGRAM_REGISTERS = 128 * 64  # of a program of 16 rows, at most: 128 threads of 64
 
 
 @gluon.jit
@@ -218,8 +218,8 @@ def down_rows_kernel(
     # Every thread has stored before one of them counts the program, which releases the stores of
     # all; who counts last acquires those of the other programs.
     gluon_names.barrier()
-    tile = gl.program_id(0) * gl.num_programs(1) + gl.program_id(1)
-    before = gl.atomic_add(arrived_ptr + tile, 1, sem="acq_rel", scope="gpu")
+    counter = arrived_ptr + (gl.program_id(0) * gl.num_programs(1) + gl.program_id(1))
+    before = gl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
     if before == chunks - 1:
         total = gl.zeros([ROWS, RANKS], gl.float32, mma)
         for first in range(0, chunks, 8):
@@ -234,7 +234,7 @@ def down_rows_kernel(
             for i in gl.static_range(8):
                 total += parts[i]
         gl.store(out_ptr + places, total.to(gl.bfloat16), mask=mask)
-        gl.store(arrived_ptr + tile, 0)
+        gl.store(counter, 0)  # for the next product
 
 
 def arrivals(rank: int, device: torch.device | str) -> Tensor:

@@ -29,13 +29,16 @@ from torch.nn.functional import ScalingType, scaled_mm
 
 from jetrl.errors import UserError
 from jetrl.precision.hopper.gemm_rows import rows_matmul
+from jetrl.precision.hopper.launch import MULTIPROCESSORS
 from jetrl.precision.layout import first_rows, padded_rows, round_up
 from jetrl.precision.plan import FP8_BLOCK
 from jetrl.precision.quantize import QTensor
 
 Backend = Literal["cublas", "deep_gemm", "triton"]
 _FEW_ROWS = 64  # one tile of wgmma: whatever the weight, `gemm_rows` is the fastest
-_WIDE = 16896  # rows of a weight beyond which DeepGEMM is slow with 65 to 128 rows of X
+_WIDE = (
+    128 * MULTIPROCESSORS
+)  # rows of a weight beyond which DeepGEMM is slow with 65 to 128 rows of X
 
 
 def require_hopper(device: torch.device | int | None = None) -> None:

@@ -6,9 +6,10 @@ K blocks in order. How the weight is cut into tiles changes no bit.
 
 All that counts is to keep reading: a program takes 16 to 192 rows of the weight over the whole of
 K, one warp asks for tiles by bulk copy into up to 16 stages of shared memory, and four or eight
-warps multiply. In a captured graph the first tiles of the weight are asked for before the kernel in
-front has ended (`precision.hopper.launch`). Rows of X past the last need not be read: what lies in
-their place in shared memory makes rows of the result that are not written.
+warps multiply (`precision.hopper.gemm_loads`, `precision.hopper.gemm_tiles`). In a captured graph
+the first tiles of the weight are asked for before the kernel in front has ended
+(`precision.hopper.launch`). Rows of X past the last need not be read: what lies in their place in
+shared memory makes rows of the result that are not written.
 
 A stage holds one block of 128 along K: X's codes and scales, and PARTS tiles of the weight's codes.
 Stages form ROUNDS groups of GROUP blocks. A group has two barriers: `arrived`, when its bytes have
@@ -28,8 +29,6 @@ product has fewer stages.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -47,139 +46,17 @@ from jetrl.precision.hopper.adapter_epilogue import (
     AdapterOperands,
     first_columns,
     load_beside,
-    wait_for_rows,
     with_adapter,
 )
-from jetrl.precision.hopper.adapter_rows import down_program_bytes
-from jetrl.precision.hopper.launch import (
-    OVERLAPPED,
-    gluon_let_next_start,
-    gluon_wait_for_previous,
-)
+from jetrl.precision.hopper.gemm_loads import load_operands
+from jetrl.precision.hopper.gemm_tiles import Tiles, tiles_beside, tiles_for
+from jetrl.precision.hopper.launch import OVERLAPPED, gluon_wait_for_previous
+from jetrl.precision.layout import cdiv
 from jetrl.precision.plan import FP8_BLOCK
 from jetrl.precision.quantize import QTensor
 
 _CODES_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
 _SCALES_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-_SHARED_MEMORY = 225 * 1024  # bytes of a multiprocessor, less what two programs and barriers need
-
-
-@dataclass(frozen=True)
-class Tiles:
-    """The cut of a product into programs and stages.
-
-    Attributes:
-        block_m: rows of X that a program has: 64 or 128.
-        parts: tiles of the weight that a program has.
-        block_n: rows of such a tile.
-        rounds: groups of blocks that are in flight.
-        group: blocks of 128 along K that share a pair of barriers.
-    """
-
-    block_m: int
-    parts: int
-    block_n: int
-    rounds: int
-    group: int
-
-
-@gluon.jit
-def _load_weights(
-    w_desc, w_smem, arrived, group, n0, COUNT: gl.constexpr,
-    PARTS: gl.constexpr, BLOCK_N: gl.constexpr, ROUNDS: gl.constexpr, GROUP: gl.constexpr,
-    BLOCK_BYTES: gl.constexpr,
-):  # fmt: skip
-    """Start the copies of the weight's codes for COUNT blocks of a group, from its first block on.
-
-    The barrier is told of all bytes of these blocks, X's too, which `_load_rows` asks for.
-    """
-    bar = arrived.index(group % ROUNDS)
-    mbarrier.expect(bar, COUNT * BLOCK_BYTES)
-    for i in gl.static_range(COUNT):
-        stage = (group % ROUNDS) * GROUP + i
-        for part in gl.static_range(PARTS):
-            gluon_names.tma_load(
-                w_desc, [n0 + part * BLOCK_N, (group * GROUP + i) * 128], bar,
-                w_smem.index(stage * PARTS + part),
-            )  # fmt: skip
-
-
-@gluon.jit
-def _load_rows(
-    x_desc, s_desc, x_smem, s_smem, arrived, group, m0, COUNT: gl.constexpr,
-    BOX_M: gl.constexpr, ROUNDS: gl.constexpr, GROUP: gl.constexpr,
-):  # fmt: skip
-    """Start the copies of X's codes and scales for COUNT blocks of a group.
-
-    Of codes BOX_M rows are copied: a box that reaches past the end of the array is slow.
-    """
-    bar = arrived.index(group % ROUNDS)
-    for i in gl.static_range(COUNT):
-        k = group * GROUP + i
-        stage = (group % ROUNDS) * GROUP + i
-        rows = x_smem.index(stage).slice(0, BOX_M, 0)
-        gluon_names.tma_load(x_desc, [m0, k * 128], bar, rows)
-        gluon_names.tma_load(s_desc, [k, m0], bar, s_smem.index(stage))
-
-
-@gluon.jit
-def _load(
-    x_desc, s_desc, w_desc, x_smem, s_smem, w_smem, arrived, left, ready_ptr, m0, n0, early,
-    KB: gl.constexpr, PARTS: gl.constexpr, BOX_M: gl.constexpr, BLOCK_N: gl.constexpr,
-    ROUNDS: gl.constexpr, GROUP: gl.constexpr, RANK: gl.constexpr, SIGNALLED: gl.constexpr,
-):  # fmt: skip
-    """Do the loading warp's work: keep every stage that is free asked for.
-
-    Args:
-        x_desc: FP8 [M padded, K], boxes of [BOX_M, 128].
-        s_desc: float32 [K / 128, M padded], X's scales, boxes of [1, BLOCK_M].
-        w_desc: FP8 [N, K], boxes of [BLOCK_N, 128].
-        x_smem, s_smem, w_smem: the stages in shared memory.
-        arrived, left: the barriers of each group.
-        ready_ptr: int32, says when X can be read, with SIGNALLED.
-        m0, n0: the program's first rows of X and of the weight.
-        early: whether weights are asked for while the kernel in front still runs; outside of a
-            captured graph that may be the one that writes them.
-        KB: blocks of 128 along K.
-        RANK, SIGNALLED: as of `rows_gemm_kernel`.
-    """
-    BLOCK_BYTES: gl.constexpr = (
-        x_desc.block_type.nbytes + s_desc.block_type.nbytes + PARTS * w_desc.block_type.nbytes
-    )
-    GROUPS: gl.constexpr = KB // GROUP
-    AHEAD: gl.constexpr = ROUNDS if ROUNDS < GROUPS else GROUPS
-    # All stages are free at first. The weights of the first groups do not depend on the kernel in
-    # front; X, which it writes, does.
-    if early == 0:
-        gluon_wait_for_previous()
-    for group in range(AHEAD):
-        _load_weights(
-            w_desc, w_smem, arrived, group, n0, GROUP, PARTS, BLOCK_N, ROUNDS, GROUP, BLOCK_BYTES
-        )
-    wait_for_rows(ready_ptr, SIGNALLED)
-    gluon_let_next_start()
-    for group in range(AHEAD):
-        _load_rows(x_desc, s_desc, x_smem, s_smem, arrived, group, m0, GROUP, BOX_M, ROUNDS, GROUP)
-    # From then on a group's stages are asked for again once the multiplying warps have left them.
-    # The phase of a barrier flips each time round.
-    for group in range(AHEAD, GROUPS):
-        mbarrier.wait(left.index(group % ROUNDS), ((group // ROUNDS) & 1) ^ 1)
-        _load_weights(
-            w_desc, w_smem, arrived, group, n0, GROUP, PARTS, BLOCK_N, ROUNDS, GROUP, BLOCK_BYTES
-        )
-        _load_rows(x_desc, s_desc, x_smem, s_smem, arrived, group, m0, GROUP, BOX_M, ROUNDS, GROUP)
-    # What is left of K is a smaller group.
-    if KB % GROUP:
-        mbarrier.wait(
-            left.index(GROUPS % ROUNDS), ((GROUPS // ROUNDS) & 1) ^ 1, pred=GROUPS >= ROUNDS
-        )
-        _load_weights(
-            w_desc, w_smem, arrived, GROUPS, n0, KB % GROUP, PARTS, BLOCK_N, ROUNDS, GROUP,
-            BLOCK_BYTES,
-        )  # fmt: skip
-        _load_rows(
-            x_desc, s_desc, x_smem, s_smem, arrived, GROUPS, m0, KB % GROUP, BOX_M, ROUNDS, GROUP
-        )
 
 
 @gluon.jit
@@ -249,7 +126,7 @@ def _multiply(
     """Do the multiplying warps' work: all of K for the program's tiles, then their store.
 
     Args:
-        x_smem, s_smem, w_smem, arrived, left, m0, n0, early, KB: as of `_load`.
+        x_smem, s_smem, w_smem, arrived, left, m0, n0, early, KB: as of `gemm_loads.load_operands`.
         ws_ptr, ws_stride: the weight's scales, as of `_multiply_group`.
         y_ptr: bfloat16 [M, N], written.
         columns_ptr, u_smem, b_smem, beside, RANK: the adapter, as of `load_beside`.
@@ -284,12 +161,12 @@ def _multiply(
     if RANK > 0:
         mbarrier.wait(beside.index(0), 0)
     for part in gl.static_range(PARTS):
-        left_columns = (columns + part * BLOCK_N < N)[None, :]
+        in_columns = (columns + part * BLOCK_N < N)[None, :]
         if RANK > 0:
             y = with_adapter(totals[part], u_smem, b_smem, firsts[part], part, RANK // 16)
         else:
             y = totals[part].to(gl.bfloat16)
-        gl.store(places + part * BLOCK_N, y, mask=(rows < M)[:, None] & left_columns)
+        gl.store(places + part * BLOCK_N, y, mask=(rows < M)[:, None] & in_columns)
 
 
 @gluon.jit(do_not_specialize=["M", "early"])
@@ -352,68 +229,21 @@ def rows_gemm_kernel(
         beside = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
         mbarrier.init(beside.index(0), count=1)
     # The warps that multiply, the one that copies, and with an adapter the one that copies that.
+    COPIES: gl.constexpr = 2 if RANK > 0 else 1
     gl.warp_specialize(
         [
             (_multiply, (x_smem, s_smem, w_smem, arrived, left, ws_ptr, ws_stride, y_ptr,
                          columns_ptr, u_smem, b_smem, beside, m0, n0, M, N, early, KB, PARTS,
                          BLOCK_M, BLOCK_N, ROUNDS, GROUP, RANK, mma)),
-            (_load, (x_desc, s_desc, w_desc, x_smem, s_smem, w_smem, arrived, left, ready_ptr,
-                     m0, n0, early, KB, PARTS, BOX_M, BLOCK_N, ROUNDS, GROUP, RANK, SIGNALLED)),
+            (load_operands, (x_desc, s_desc, w_desc, x_smem, s_smem, w_smem, arrived, left,
+                             ready_ptr, m0, n0, early, KB, PARTS, BOX_M, BLOCK_N, ROUNDS, GROUP,
+                             SIGNALLED)),
             (load_beside, (u_desc, b_desc, columns_ptr, u_smem, b_smem, beside, m0, n0, N, early,
                            PARTS, BOX_M, BLOCK_N, RANK)),
-        ][: 3 if RANK > 0 else 2],
-        [1, 1][: 2 if RANK > 0 else 1],
-        [24, 24][: 2 if RANK > 0 else 1],
+        ][: 1 + COPIES],
+        [1, 1][:COPIES],
+        [24, 24][:COPIES],
     )  # fmt: skip
-
-
-def tiles_for(rows: int, n: int) -> Tiles:
-    """Return the cut of a product with a weight of n rows.
-
-    All programs are resident at once on 132 multiprocessors, one each or, where tiles are small,
-    two: that matters more than equal shares (docs/notes-gemm.md).
-    """
-    if rows > 64:
-        for tiles in (Tiles(128, 1, 32, 5, 2), Tiles(128, 1, 64, 4, 2), Tiles(128, 3, 32, 7, 1)):
-            if -(-n // (tiles.parts * tiles.block_n)) <= 132:
-                return tiles
-        return Tiles(128, 3, 64, 5, 1)
-    if n <= 2112:
-        return Tiles(64, 1, 16, 4, 4)
-    if n <= 4224:
-        return Tiles(64, 1, 32, 4, 4)
-    if n <= 8448:
-        return Tiles(64, 1, 32, 4, 2)
-    if n <= 16896:
-        return Tiles(64, 1, 64, 3, 2)
-    if n <= 25344:
-        return Tiles(64, 3, 64, 6, 1)
-    return Tiles(64, 2, 64, 4, 1)
-
-
-def tiles_beside(rows: int, n: int, rank: int) -> Tiles | None:
-    """Return the cut of a product to which an adapter's is added; None where a library is faster.
-
-    It leaves room for the tiles of u and B, and for a program of the product with A, which runs on
-    the same multiprocessor meanwhile. Up to 256 rows are cut where all programs run at once.
-
-    Args:
-        rows: of X.
-        n: rows of the weight.
-        rank: columns of B.
-    """
-    tiles = tiles_for(rows, n)
-    if rows > 128:
-        if rows > 256 or n > 6336:
-            return None
-        tiles = Tiles(128, 1, 64, 4, 2) if n <= 4224 else Tiles(128, 3, 32, 7, 1)
-    block = (tiles.block_m + tiles.parts * tiles.block_n) * 128 + tiles.block_m * 4
-    mine = tiles.parts * (tiles.block_m + tiles.block_n) * rank * 2
-    room = _SHARED_MEMORY - down_program_bytes(rows) - mine
-    rounds = tiles.rounds
-    while rounds > 2 and rounds * tiles.group * block > room:
-        rounds -= 1
-    return replace(tiles, rounds=rounds)
 
 
 def rows_matmul(
@@ -456,7 +286,7 @@ def rows_matmul(
         adapter.check(rows, n)
         beside, columns = adapter.descriptors(box, tiles.block_n), adapter.columns
         ready = adapter.ready
-    grid = (-(-rows // tiles.block_m), -(-n // (tiles.parts * tiles.block_n)))
+    grid = (cdiv(rows, tiles.block_m), cdiv(n, tiles.parts * tiles.block_n))
     rows_gemm_kernel[grid](
         TensorDescriptor(codes, [padded, k], [k, 1], [box, FP8_BLOCK], _CODES_LAYOUT),
         TensorDescriptor(

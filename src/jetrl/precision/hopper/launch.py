@@ -25,6 +25,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 OVERLAPPED = {"launch_pdl": True}
+MULTIPROCESSORS = 132  # of an H100 or H200 in an SXM socket, for which products are cut into tiles
 
 
 @functools.cache

@@ -10,11 +10,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from jetrl.precision.hopper.adapter_rows import DOWN_PROGRAM_REGISTERS, down_program_bytes
+from jetrl.precision.hopper.launch import MULTIPROCESSORS
 from jetrl.precision.layout import cdiv
 from jetrl.precision.nvfp4_layout import BLOCK, UNIT
 
 MOST_ROWS = 128  # of a program
 SHARED_MEMORY = 227 * 1024  # bytes that a program may have
+_OF_SYSTEM = 1024  # bytes of each program's shared memory that are the system's
+_REGISTERS = 65536  # of a multiprocessor
 TRITONS_OWN = 512  # bytes, at most, of what Triton keeps there itself: arguments of warps, padding
 _UNIT_BYTES = 2048 + 256  # of the codes and scales of 32 rows and 128 columns
 _BARRIER = 8  # bytes
@@ -113,7 +116,7 @@ def _measured_cut(rows: int, n: int, parts: int) -> Tiles:
         n: Rows of the weight.
         parts: Parts of K.
     """
-    narrow, wide = n <= 4224, n > 8448
+    narrow, wide = n <= 32 * MULTIPROCESSORS, n > 64 * MULTIPROCESSORS
     if rows <= 16 and parts > 1:
         if not narrow and parts == 2:
             return Tiles(2, 4, 5, 112, True) if rows <= 8 else Tiles(2, 4, 4, 80, True)
@@ -122,7 +125,7 @@ def _measured_cut(rows: int, n: int, parts: int) -> Tiles:
         if parts == 2:
             return Tiles(1, 4, 7 if rows <= 8 else 5, 80, True)
         return Tiles(1, 4, 4 if rows <= 8 else 3, 80, True)
-    if wide and 16 < rows <= 64 and n <= 192 * 132:
+    if wide and 16 < rows <= 64 and n <= 192 * MULTIPROCESSORS:
         return Tiles(2, 1, 6, 112, sides=3)
     if rows <= 32:
         units = 1 if narrow or (rows <= 16 and not wide) else 2
@@ -148,9 +151,11 @@ def tiles_beside(rows: int, n: int, parts: int, rank: int) -> Tiles:
     tiles = _measured_cut(rows, n, parts)
     threads = 128 * (tiles.rings(parts) * tiles.sides + 1)
     programs = cdiv(rows, tiles.block_rows(rows)) * cdiv(n, UNIT * tiles.units * tiles.sides)
-    programs = min(cdiv(programs, 132), 65536 // (threads * tiles.registers))
-    # A kilobyte of shared memory is the system's, of each program.
-    room = (228 * 1024 - down_program_bytes(rows) - 1024) // programs - 1024
+    # Programs of a multiprocessor: no more than there are, nor than its registers are enough for.
+    programs = min(cdiv(programs, MULTIPROCESSORS), _REGISTERS // (threads * tiles.registers))
+    # A multiprocessor has what one program may have, and the system's part of it.
+    whole = SHARED_MEMORY + _OF_SYSTEM
+    room = (whole - down_program_bytes(rows) - _OF_SYSTEM) // programs - _OF_SYSTEM
     tiles = _with_stages_in(room, tiles, rows, parts, rank)
-    registers = (65536 - DOWN_PROGRAM_REGISTERS) // (programs * threads) // 8 * 8
+    registers = (_REGISTERS - DOWN_PROGRAM_REGISTERS) // (programs * threads) // 8 * 8
     return replace(tiles, registers=min(tiles.registers, registers))
