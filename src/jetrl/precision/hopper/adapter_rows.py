@@ -237,23 +237,11 @@ def down_rows_kernel(
         gl.store(counter, 0)  # for the next product
 
 
-def arrivals(rank: int, device: torch.device | str) -> Tensor:
-    """Return the zeros in which the programs of an adapter's product are counted.
-
-    The last of these words is that of `ready_word`.
-
-    Args:
-        rank: rows of A, a multiple of 16.
-        device: where A is.
-    """
-    return torch.zeros(MOST_ROWS // 16 * rank // 16 + 1, dtype=torch.int32, device=device)
-
-
 def ready_word(arrived: Tensor) -> Tensor:
     """Return the word that says when what stands before the product with A can be read, int32 [1].
 
     Args:
-        arrived: int32, of `arrivals`.
+        arrived: int32, as of `project_down_rows`.
     """
     return arrived[-1:]
 
@@ -277,7 +265,8 @@ def project_down_rows(x: Tensor, down: Tensor, arrived: Tensor, signal: bool = F
     Args:
         x: bfloat16 [T, K], its rows contiguous, T below `MOST_ROWS` and K a multiple of 16.
         down: bfloat16 [R, K], A.
-        arrived: int32, of `arrivals`: no two products that run at once share it.
+        arrived: int32 zeros [256 * (R / 16) + 1], a counter for each 16 rows of x and of A, and the
+            word of `ready_word`; no two products that run at once share it.
         signal: whether `ready_word` tells the kernel behind when it may read what the kernel in
             front wrote.
     """
@@ -311,6 +300,8 @@ def _launch(
     check_matrix("project_down", x, (torch.bfloat16,))
     (num_rows, num_columns), rank = x.shape, len(down)
     check_tensor("project_down", "A", down, torch.bfloat16, (rank, num_columns))
+    counters = MOST_ROWS // 16 * rank // 16
+    check_tensor("project_down", "arrived", arrived, torch.int32, (counters + 1,))
     multiple = 16 if codes is None else FP8_BLOCK
     if num_rows >= MOST_ROWS or num_columns % multiple or x.stride(0) % 16:
         raise ValueError(
