@@ -21,7 +21,9 @@ A sequence may have several queries, its newest tokens, when a draft is verified
 sequence another number (`SequenceQueries`). A warp then has as many of them as fill 16 columns
 (`TILE`). Each sees the keys up to its own, so a page is read once for all. The sequence's splits
 are those of its last query: for a query that sees no key of the last split, that split leaves the
-empty state, which changes no bit when it is folded.
+empty state, which changes no bit when it is folded. A sequence without queries has no
+row. So where all of a forward is padding, no warp waits for the kernel in front: the kernels behind
+run too early, and nothing of theirs is used.
 
 With head_dim 128 a head's output is one 1 x 128 group of the output projection's input:
 `attend_decode_quantized` writes the codes and scales that `quantize_rows` would make of the rows.
