@@ -19,6 +19,7 @@ from torch import Tensor
 
 from jetrl.kernels.swiglu import swiglu
 from jetrl.models.norm import RMSNorm
+from jetrl.models.normed_linears import NormedLinears
 from jetrl.models.trace import Trace, tell
 from jetrl.precision.linear import Linear
 from jetrl.precision.plan import Side
@@ -45,11 +46,11 @@ def norm_linear(
     if _fuses(x) and linear.adapter is not None:
         from jetrl.models.layer_adapter_hopper import norm_linear_adapted
 
-        return norm_linear_adapted(x, delta, norm, linear, side, trace)
+        return norm_linear_adapted(x, delta, NormedLinears(norm, (linear,), side, trace))
     if _fuses(x):
         from jetrl.models.layer_hopper import norm_linear_hopper
 
-        return norm_linear_hopper(x, delta, norm, linear, side, trace)
+        return norm_linear_hopper(x, delta, NormedLinears(norm, (linear,), side, trace))
     x = x if delta is None else x + delta
     normed = norm(x)
     tell(trace, "input_norm", normed)
@@ -79,11 +80,11 @@ def norm_mlp(
     if _fuses(x) and not (gate_up.adapter is None and down.adapter is None):
         from jetrl.models.layer_adapter_hopper import norm_mlp_adapted
 
-        return norm_mlp_adapted(x, delta, norm, gate_up, down, side, trace)
+        return norm_mlp_adapted(x, delta, NormedLinears(norm, (gate_up, down), side, trace))
     if _fuses(x):
         from jetrl.models.layer_hopper import norm_mlp_hopper
 
-        return norm_mlp_hopper(x, delta, norm, gate_up, down, side, trace)
+        return norm_mlp_hopper(x, delta, NormedLinears(norm, (gate_up, down), side, trace))
     x = x + delta
     normed = norm(x)
     tell(trace, "post_norm", normed)

@@ -14,7 +14,6 @@ Legend: T tokens, D hidden size, N output features, F intermediate size.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +27,7 @@ from jetrl.kernels.swiglu_hopper import (
     swiglu_forward,
     swiglu_quantize_with_values,
 )
-from jetrl.models.norm import RMSNorm
+from jetrl.models.normed_linears import NormedLinears
 from jetrl.models.trace import Trace, tell
 from jetrl.precision.adapter import (
     AdapterWeight,
@@ -130,10 +129,11 @@ class _Fixed:
     trace: Trace | None
 
     @staticmethod
-    def of(norm: RMSNorm, linears: Sequence[Linear], side: Side, trace: Trace | None) -> _Fixed:
+    def of(layers: NormedLinears) -> _Fixed:
         """Read from the layers what one call on a side needs."""
-        frozen = tuple(_Frozen.of(linear, side) for linear in linears)
-        return _Fixed(norm.eps, norm.rounded, frozen, torch.is_grad_enabled(), trace)
+        norm, keep = layers.norm, torch.is_grad_enabled()
+        frozen = tuple(_Frozen.of(linear, layers.side) for linear in layers.linears)
+        return _Fixed(norm.eps, norm.rounded, frozen, keep, layers.trace)
 
     @property
     def fp8(self) -> bool:
@@ -165,46 +165,31 @@ class _Fixed:
 
 
 def norm_linear_adapted(
-    x: Tensor, delta: Tensor | None, norm: RMSNorm, linear: Linear, side: Side, trace: Trace | None
+    x: Tensor, delta: Tensor | None, layers: NormedLinears
 ) -> tuple[Tensor, Tensor]:
     """Return x + delta [T, D] and linear(norm(x + delta)) [T, N], as `models.layer.norm_linear`.
 
     Args:
         x: The residual stream, bfloat16 [T, D].
         delta: What is added to the stream first, bfloat16 [T, D] or None.
-        norm: The norm in front of the linear layer.
-        linear: The layer, of N output features.
-        side: The side of the flow that calls.
-        trace: A function that sees the norm's output, or None.
+        layers: The norm and the linear layer, of N output features.
     """
-    fixed = _Fixed.of(norm, (linear,), side, trace)
-    total, y = _NormLinear.apply(x, delta, norm.weight, *fixed.linears[0].masters, fixed)
+    fixed = _Fixed.of(layers)
+    total, y = _NormLinear.apply(x, delta, layers.norm.weight, *fixed.linears[0].masters, fixed)
     return total, y
 
 
-def norm_mlp_adapted(
-    x: Tensor,
-    delta: Tensor,
-    norm: RMSNorm,
-    gate_up: Linear,
-    down: Linear,
-    side: Side,
-    trace: Trace | None,
-) -> tuple[Tensor, Tensor]:
+def norm_mlp_adapted(x: Tensor, delta: Tensor, layers: NormedLinears) -> tuple[Tensor, Tensor]:
     """Return x + delta and down(swiglu(gate_up(norm(x + delta)))), as `models.layer.norm_mlp`.
 
     Args:
         x: The residual stream, bfloat16 [T, D].
         delta: What is added to the stream first, bfloat16 [T, D].
-        norm: The norm in front of the layers.
-        gate_up: The layer that makes the gate and, behind it, the values that are gated.
-        down: The layer back to D features.
-        side: The side of the flow that calls.
-        trace: A function that sees the output of each operation but the last, or None.
+        layers: The norm, gate_up and down.
     """
-    fixed = _Fixed.of(norm, (gate_up, down), side, trace)
+    fixed = _Fixed.of(layers)
     masters = (*fixed.linears[0].masters, *fixed.linears[1].masters)
-    total, y = _NormMLP.apply(x, delta, norm.weight, *masters, fixed)
+    total, y = _NormMLP.apply(x, delta, layers.norm.weight, *masters, fixed)
     return total, y
 
 

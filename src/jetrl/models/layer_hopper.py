@@ -33,12 +33,12 @@ from jetrl.kernels.norm_hopper import (
 from jetrl.kernels.swiglu_backward_hopper import swiglu_backward_quantize
 from jetrl.kernels.swiglu_hopper import swiglu_backward, swiglu_forward, swiglu_quantize
 from jetrl.models.norm import RMSNorm
+from jetrl.models.normed_linears import NormedLinears
 from jetrl.models.trace import Trace, tell
 from jetrl.precision.gradients import Gradients
 from jetrl.precision.linear import (
     FP8Weight,
     GEMMInput,
-    Linear,
     Operand,
     OutputGradient,
     dgrad,
@@ -47,7 +47,7 @@ from jetrl.precision.linear import (
     quantize_output_gradient,
     wgrad,
 )
-from jetrl.precision.plan import PrecisionPlan, Side
+from jetrl.precision.plan import PrecisionPlan
 
 
 @dataclass(frozen=True)
@@ -73,11 +73,11 @@ class _Fixed:
     trace: Trace | None
 
     @staticmethod
-    def of(norm: RMSNorm, linears: Sequence[Linear], side: Side, trace: Trace | None) -> _Fixed:
+    def of(layers: NormedLinears) -> _Fixed:
         """Read from the layers what one call on a side needs."""
-        weights = tuple(linear.operand(side) for linear in linears)
-        plan, gradients = linears[0].plan.on(side), linears[0].gradients
-        keep = torch.is_grad_enabled()
+        norm, first, keep = layers.norm, layers.linears[0], torch.is_grad_enabled()
+        weights = tuple(linear.operand(layers.side) for linear in layers.linears)
+        plan, gradients, trace = first.plan.on(layers.side), first.gradients, layers.trace
         return _Fixed(norm.eps, norm.rounded, weights, plan, gradients, keep, trace)
 
     @property
@@ -87,46 +87,34 @@ class _Fixed:
 
 
 def norm_linear_hopper(
-    x: Tensor, delta: Tensor | None, norm: RMSNorm, linear: Linear, side: Side, trace: Trace | None
+    x: Tensor, delta: Tensor | None, layers: NormedLinears
 ) -> tuple[Tensor, Tensor]:
     """Return x + delta [T, D] and linear(norm(x + delta)) [T, N], as `models.layer.norm_linear`.
 
     Args:
         x: The residual stream, bfloat16 [T, D].
         delta: What is added to the stream first, bfloat16 [T, D] or None.
-        norm: The norm in front of the linear layer.
-        linear: The layer, of N output features.
-        side: The side of the flow that calls.
-        trace: A function that sees the norm's output, or None.
+        layers: The norm and the linear layer, of N output features.
     """
-    fixed = _Fixed.of(norm, (linear,), side, trace)
-    total, y = _NormLinear.apply(x, delta, norm.weight, linear.weight, fixed)
+    fixed = _Fixed.of(layers)
+    [linear] = layers.linears
+    total, y = _NormLinear.apply(x, delta, layers.norm.weight, linear.weight, fixed)
     return total, linear.with_bias(y)
 
 
-def norm_mlp_hopper(
-    x: Tensor,
-    delta: Tensor,
-    norm: RMSNorm,
-    gate_up: Linear,
-    down: Linear,
-    side: Side,
-    trace: Trace | None,
-) -> tuple[Tensor, Tensor]:
+def norm_mlp_hopper(x: Tensor, delta: Tensor, layers: NormedLinears) -> tuple[Tensor, Tensor]:
     """Return x + delta and down(swiglu(gate_up(norm(x + delta)))), as `models.layer.norm_mlp`.
 
     Args:
         x: The residual stream, bfloat16 [T, D].
         delta: What is added to the stream first, bfloat16 [T, D].
-        norm: The norm in front of the layers.
-        gate_up: The layer that makes the gate and, behind it, the values that are gated.
-        down: The layer back to D features.
-        side: The side of the flow that calls.
-        trace: A function that sees the output of each operation but the last, or None.
+        layers: The norm, gate_up and down.
     """
+    gate_up, down = layers.linears
     assert gate_up.bias is None, "SwiGLU reads the product of gate_up alone"
-    fixed = _Fixed.of(norm, (gate_up, down), side, trace)
-    total, y = _NormMLP.apply(x, delta, norm.weight, gate_up.weight, down.weight, fixed)
+    fixed = _Fixed.of(layers)
+    masters = (gate_up.weight, down.weight)
+    total, y = _NormMLP.apply(x, delta, layers.norm.weight, *masters, fixed)
     return total, down.with_bias(y)
 
 
