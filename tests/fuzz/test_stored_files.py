@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
@@ -518,6 +518,7 @@ MODELOPT = {
 
 @fuzzed
 @given(data=file_of(MODELOPT))
+@example(data=json.dumps({**MODELOPT, "\ud800": None}).encode())
 def test_hf_quant_config_json(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
     folder = tmp_path_factory.getbasetemp() / "modelopt"
     folder.mkdir(exist_ok=True)

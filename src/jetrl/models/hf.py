@@ -68,11 +68,11 @@ def model_config(path: str | Path) -> ModelConfig:
 
 
 def _of_modelopt(sidecar: Path) -> dict[str, Any]:
-    """Return ModelOpt's file beside config.json, as a quantization_config."""
+    """Return what is read of ModelOpt's file beside config.json, as a quantization_config."""
     contents = read_object(sidecar)
     if not isinstance(contents.get("quantization"), dict):
         raise UserError(f"{sidecar}: no object `quantization`, which ModelOpt writes there")
-    return {**contents, "quant_method": "modelopt"}
+    return {"quant_method": "modelopt", "quantization": contents["quantization"]}
 
 
 def read_generation_config(path: str | Path) -> dict[str, Any]:
