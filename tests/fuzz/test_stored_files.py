@@ -564,6 +564,7 @@ ADAPTER = {
 
 @fuzzed
 @given(data=file_of(ADAPTER))
+@example(data=json.dumps({**ADAPTER, "x" * 5000: -1}).encode())
 def test_adapter_config_json(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
     folder = tmp_path_factory.getbasetemp() / "adapter"
     folder.mkdir(exist_ok=True)

@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase
 
 from jetrl.distributed.world import world
 from jetrl.errors import UserError
-from jetrl.files import shown_value
+from jetrl.files import printable, shown_value
 from jetrl.models.adapter import (
     ALL_LINEAR,
     AdaptedPart,
@@ -220,9 +220,9 @@ def _check_kind(file: Path, contents: Mapping[str, Any]) -> None:
         logger.warning("%s: lora_dropout is not applied here", file)
     for key in sorted(contents.keys() - _READ - _WITHOUT_MEANING - {"use_dora"}):
         if contents[key]:
+            shown = f"{printable(key)} = {shown_value(contents[key])}"
             raise UserError(
-                f"{file}: {key} = {shown_value(contents[key])} is not supported here; an adapter "
-                "without it can be read"
+                f"{file}: {shown} is not supported here; an adapter without it can be read"
             )
 
 
