@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import shutil
@@ -256,3 +257,23 @@ def test_after_the_minutes_what_runs_is_stopped_and_what_is_left_is_said(
     assert main(["study", str(file), "--minutes", "1e-9"]) == 75
     assert [name[:6] for name in EndlessPool.stopped] == ["start-"]
     assert "4 of 4 runs are left; the same command goes on" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("minutes", "begins"), [(0.5, False), (0.6, True), (0.1, True)])
+def test_a_run_begins_where_those_that_are_done_would_have_ended_in_time(
+    copy: Path, monkeypatch: pytest.MonkeyPatch, minutes: float, begins: bool
+) -> None:
+    """A run took 30 s; where that is longer than the whole time a run begins all the same."""
+    results = copy.parent / "out" / "results.json"
+    content = json.loads(results.read_text())
+    content["runs"] = [run for run in content["runs"] if run["seed"] == 0]
+    for run in content["runs"]:
+        run |= {"wall_s": 20.0, "seconds": {**run["seconds"], "final_evaluation": 10.0}}
+    results.write_text(json.dumps(content))
+    EndlessPool.stopped = []
+    monkeypatch.setattr("jetrl.study.processes.Pool", EndlessPool)
+    clock = itertools.count(0, 0.5)
+    time = SimpleNamespace(monotonic=lambda: next(clock), sleep=lambda _: None)
+    monkeypatch.setattr("jetrl.study.places.time", time)
+    assert main(["study", str(copy), "--minutes", str(minutes), "--no-report"]) == 75
+    assert [name[:6] for name in EndlessPool.stopped] == ["start-"] * begins

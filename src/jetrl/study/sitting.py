@@ -35,7 +35,7 @@ from jetrl.study.items import Item, has_begun, look, recipe_file, steps_done
 from jetrl.study.plan import PlannedRun, PlannedStart, recipe_of
 from jetrl.study.processes import Child, Job, last_line
 from jetrl.study.progress import Standing
-from jetrl.study.results import Results
+from jetrl.study.results import FINAL_EVALUATION, Results
 
 MOST_FAILURES = 2
 
@@ -96,17 +96,23 @@ class Sitting:
                 return self._evaluation(item)
         return None
 
-    def next_training(self, names: Container[str]) -> Job | None:
+    def next_training(
+        self, names: Container[str], has_room_for: Callable[[float], bool]
+    ) -> Job | None:
         """Return the training of a run or of its start, which counts as running; None if none can.
 
         Args:
             names: The names of the runs that it may be for.
+            has_room_for: Returns whether there is time for a run of so many seconds.
 
         Raises:
             StorageError: A file that the command reads could not be written.
         """
         for name, item in self._items.items():
             if name not in names or item.stage != "train" or item.running:
+                continue
+            expected_s = self._expected_s(item)
+            if expected_s is not None and not has_room_for(expected_s):
                 continue
             start = item.work.start if isinstance(item.work, PlannedRun) else None
             if start is None:
@@ -119,6 +125,18 @@ class Sitting:
             elif not prior.running:
                 return self._training(prior)
         return None
+
+    def _expected_s(self, item: Item) -> float | None:
+        """Return the seconds that a run takes, as the longest done at its grid point; or None."""
+        assert isinstance(item.work, PlannedRun)
+        run = item.work
+        left = 1 - steps_done(run.path) / run.settings.loop.steps
+        finished = [
+            left * done.wall_s + done.seconds.get(FINAL_EVALUATION, 0.0)
+            for done in self.results.runs.values()
+            if done.point == run.point and done.end == "finished"
+        ]
+        return max(finished, default=None)
 
     def _training(self, item: Item) -> Job:
         """Return the command that trains a run, from the run's last checkpoint if there is one."""
