@@ -261,7 +261,11 @@ def test_after_the_minutes_what_runs_is_stopped_and_what_is_left_is_said(
 
 @pytest.mark.parametrize(("minutes", "begins"), [(0.5, False), (0.6, True), (0.1, True)])
 def test_a_run_begins_where_those_that_are_done_would_have_ended_in_time(
-    copy: Path, monkeypatch: pytest.MonkeyPatch, minutes: float, begins: bool
+    copy: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    minutes: float,
+    begins: bool,
 ) -> None:
     """A run took 30 s; where that is longer than the whole time a run begins all the same."""
     results = copy.parent / "out" / "results.json"
@@ -277,3 +281,5 @@ def test_a_run_begins_where_those_that_are_done_would_have_ended_in_time(
     monkeypatch.setattr("jetrl.study.places.time", time)
     assert main(["study", str(copy), "--minutes", str(minutes), "--no-report"]) == 75
     assert [name[:6] for name in EndlessPool.stopped] == ["start-"] * begins
+    said = "no run that is left would end before the time is up" in capsys.readouterr().out
+    assert said != begins

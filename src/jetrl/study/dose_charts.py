@@ -118,13 +118,7 @@ def _accuracy_chart(plot: str, lines: Sequence[_Line]) -> Chart:
         for x, place, color in _draw(axes, lines, lambda place: place.mean):
             axes.plot([x] * len(place.values), place.values, "o", color=color, **_SEED)
 
-    return Chart(
-        "-".join(filter(None, ["dose-accuracy", plot])),
-        "Final accuracy by mismatch" + f": {plot}" * bool(plot),
-        "against the mean K3 KL of sampler and trainer; dots are seeds",
-        draw,
-        height_with_legend(_legend(lines)),
-    )
+    return _chart("accuracy", "Final accuracy", "dots are seeds", plot, lines, draw)
 
 
 def _lost_chart(plot: str, lines: Sequence[_Line]) -> Chart:
@@ -136,10 +130,22 @@ def _lost_chart(plot: str, lines: Sequence[_Line]) -> Chart:
             axes.plot([x, x], ends, color=color, linewidth=0.8, alpha=0.6)
         axes.set_ylim(-0.04, 1.04)
 
+    return _chart("lost", "Runs lost", "bars are exact intervals", plot, lines, draw)
+
+
+def _chart(
+    key: str,
+    title: str,
+    caption: str,
+    plot: str,
+    lines: Sequence[_Line],
+    draw: Callable[[Axes], None],
+) -> Chart:
+    """Return a plot by mismatch, with a name and words of its own."""
     return Chart(
-        "-".join(filter(None, ["dose-lost", plot])),
-        "Runs lost by mismatch" + f": {plot}" * bool(plot),
-        "against the mean K3 KL of sampler and trainer; bars are exact intervals",
+        "-".join(filter(None, ["dose", key, plot])),
+        f"{title} by mismatch" + f": {plot}" * bool(plot),
+        f"against the mean K3 KL of sampler and trainer; {caption}",
         draw,
         height_with_legend(_legend(lines)),
     )

@@ -91,6 +91,8 @@ def work_off(
             _fill(pool, parts, limit)
             progress.show(standing)
             if not pool.children:
+                if any(sitting.left for sitting in sittings.values()):
+                    progress.event("no run that is left would end before the time is up")
                 return
             if limit.is_over:
                 running = len(pool.children)

@@ -83,7 +83,7 @@ class Sitting:
     # What is to be done
 
     def next_evaluation(self, names: Container[str]) -> Job | None:
-        """Return the evaluation of a run that is trained, which counts as running; None if none is.
+        """Return the evaluation of a trained run, which counts as running then, or None.
 
         Args:
             names: The names of the runs that it may be for.
@@ -99,7 +99,7 @@ class Sitting:
     def next_training(
         self, names: Container[str], has_room_for: Callable[[float], bool]
     ) -> Job | None:
-        """Return the training of a run or of its start, which counts as running; None if none can.
+        """Return the next training of a run or its start, which counts as running then, or None.
 
         Args:
             names: The names of the runs that it may be for.
@@ -111,35 +111,41 @@ class Sitting:
         for name, item in self._items.items():
             if name not in names or item.stage != "train" or item.running:
                 continue
-            expected_s = self._expected_s(item)
+            run = item.work
+            assert isinstance(run, PlannedRun)
+            expected_s = self._expected_s(run)
             if expected_s is not None and not has_room_for(expected_s):
                 continue
-            start = item.work.start if isinstance(item.work, PlannedRun) else None
-            if start is None:
+            if run.start is None:
                 return self._training(item)
-            prior = self._starts[start.name]
+            prior = self._starts[run.start.name]
             if prior.stage == "failed":
-                self._fail(item, f"its start {start.name} failed: {prior.reason}")
+                self._fail(item, f"its start {run.start.name} failed: {prior.reason}")
             elif prior.stage == "done":
                 return self._training(item)
             elif not prior.running:
                 return self._training(prior)
         return None
 
-    def _expected_s(self, item: Item) -> float | None:
-        """Return the seconds that a run takes, as the longest done at its grid point; or None."""
-        assert isinstance(item.work, PlannedRun)
-        run = item.work
-        left = 1 - steps_done(run.path) / run.settings.loop.steps
+    def _expected_s(self, run: PlannedRun) -> float | None:
+        """Return the longest time, in seconds, of a finished run at the same grid point, or None.
+
+        Of its training only the share of the steps counts that the run has yet to make.
+        """
         finished = [
-            left * done.wall_s + done.seconds.get(FINAL_EVALUATION, 0.0)
+            done
             for done in self.results.runs.values()
             if done.point == run.point and done.end == "finished"
         ]
-        return max(finished, default=None)
+        if not finished:
+            return None
+        left = 1 - steps_done(run.path) / run.settings.loop.steps
+        return max(
+            left * done.wall_s + done.seconds.get(FINAL_EVALUATION, 0.0) for done in finished
+        )
 
     def _training(self, item: Item) -> Job:
-        """Return the command that trains a run, from the run's last checkpoint if there is one."""
+        """Return the command that trains a run from its beginning or its last checkpoint."""
         work = item.work
         recipe = recipe_file(work, self.definition)
         with storing(recipe):
