@@ -76,7 +76,7 @@ def _of_modelopt(sidecar: Path) -> dict[str, Any]:
 
 
 def read_generation_config(path: str | Path) -> dict[str, Any]:
-    """Return the contents of `path`/generation_config.json; empty when there is none."""
+    """Return the contents of `path`/generation_config.json, or nothing without that file."""
     file = model_directory(path) / "generation_config.json"
     return read_object(file) if file.exists() else {}
 

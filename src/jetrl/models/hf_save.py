@@ -174,7 +174,7 @@ class _ShardPlan:
         return self.dtype == "fp8" and part.linear_weight and part.layer not in self.bf16_layers
 
     def write(self, directory: Path, weights: Mapping[str, Tensor]) -> None:
-        """Write the safetensors files, and their index when there is more than one."""
+        """Write the safetensors files, and an index where they are several."""
         weight_map: dict[str, str] = {}
         name, whole = "", torch.empty(0)
         for number, shard in enumerate(self.shards, start=1):

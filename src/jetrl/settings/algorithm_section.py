@@ -128,7 +128,7 @@ class AlgorithmSettings(Section):
         return self.name.rpartition(":")[0].endswith(".py")
 
     def value(self, key: str, record: Algorithm) -> Any:
-        """Return a setting, or else the algorithm's own default; None if there is none."""
+        """Return a setting, or the algorithm's default where the setting is not given, or None."""
         own = getattr(self, key)
         return record.options.get(key) if own is None else own
 

@@ -224,7 +224,7 @@ def _apply_override(tree: dict[str, Any], override: str, origins: _Origins) -> N
 
 
 def _annotation(key: str) -> Any:
-    """Return the type of a dotted setting; None if there is none of that name."""
+    """Return the type of the setting of a dotted name, or None for an unknown name."""
     section, _, name = key.partition(".")
     if section not in Settings.model_fields:
         return None

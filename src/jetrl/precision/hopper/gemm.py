@@ -36,9 +36,8 @@ from jetrl.precision.quantize import QTensor
 
 Backend = Literal["cublas", "deep_gemm", "triton"]
 _FEW_ROWS = 64  # one tile of wgmma: whatever the weight, `gemm_rows` is the fastest
-_WIDE = (
-    128 * MULTIPROCESSORS
-)  # rows of a weight beyond which DeepGEMM is slow with 65 to 128 rows of X
+# The rows of a weight beyond which DeepGEMM is slow with 65 to 128 rows of X.
+_WIDE = 128 * MULTIPROCESSORS
 
 
 def require_hopper(device: torch.device | int | None = None) -> None:

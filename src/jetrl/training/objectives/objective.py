@@ -24,7 +24,7 @@ from jetrl.training.objectives.users import UsersEstimator, UsersLoss, load_algo
 
 @dataclass(frozen=True)
 class Objective:
-    """The function that a run optimizes: an algorithm with all of its options.
+    """The function that a run optimizes: an algorithm with the values of all options.
 
     Attributes:
         algorithm: The record of the algorithm.
@@ -204,14 +204,11 @@ def _options(name: str, piece: Callable[..., Any], known: Mapping[str, Any]) -> 
     arguments = _arguments(piece)
     for argument in arguments:
         if argument.default is inspect.Parameter.empty and argument.name not in values:
-            where = (
-                ""
-                if not isinstance(piece, type)
-                else (
-                    f", or a default in its record: Algorithm(options={{{argument.name!r}: ...}})"
-                )
-            )
-            raise UserError(f"{name} needs algorithm.options.{argument.name}{where}")
+            problem = f"{name} needs algorithm.options.{argument.name}"
+            if isinstance(piece, type):
+                default = f"Algorithm(options={{{argument.name!r}: ...}})"
+                problem += f", or a default in its record: {default}"
+            raise UserError(problem)
     return {
         argument.name: values[argument.name] for argument in arguments if argument.name in values
     }
