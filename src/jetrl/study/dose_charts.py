@@ -141,7 +141,7 @@ def _chart(
     lines: Sequence[_Line],
     draw: Callable[[Axes], None],
 ) -> Chart:
-    """Return a plot by mismatch, with a name and words of its own."""
+    """Return a plot by mismatch from a key, a title, a caption and a function that draws it."""
     return Chart(
         "-".join(filter(None, ["dose", key, plot])),
         f"{title} by mismatch" + f": {plot}" * bool(plot),
