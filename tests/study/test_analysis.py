@@ -252,6 +252,28 @@ def test_an_arm_that_deviates_without_a_dose_has_a_mark_beside_the_line() -> Non
     assert [text.get_text() for text in axes.get_legend().get_texts()] == ["short", "other"]
 
 
+def test_a_grid_point_without_doses_has_its_marks_in_the_plot() -> None:
+    """A plot is made only where some grid point has a line of doses to compare with."""
+    tree = dict(definition(none={"dose": 0}, some={"dose": 0.5}, other={}).tree)
+    tree["grid"] = {"length": {"short": {}}, "algorithm": {"grpo": {}, "gspo": {}}}
+    study = definition_of(tree, Path("made-up.toml"))
+    runs = []
+    for algorithm, arm, kl in (
+        ("grpo", "none", 0),
+        ("grpo", "some", 1e-3),
+        ("gspo", "other", 1e-2),
+    ):
+        one = run("short", arm, 0, 0.5, curves={"mismatch/k3_kl": [kl]})
+        point = {"length": "short", "algorithm": algorithm}
+        runs.append(one.model_copy(update={"point": point}))
+    axes = Figure().add_subplot()
+    dose_charts(study, runs)[0].draw(axes)
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["grpo", "gspo", "other"]
+    (mark,) = [line for line in axes.lines if line.get_marker() == "s" and len(line.get_xdata())]
+    assert mark.get_xdata()[0] == pytest.approx(1e-2, rel=0.2)
+    assert dose_charts(study, runs[2:]) == []
+
+
 def test_a_dose_at_which_all_runs_end_without_weights_is_in_the_plot_of_lost_runs() -> None:
     kl = {"mismatch/k3_kl": [1e-2]}
     runs = [run("short", "wild", s, None, [0.5], curves=kl, end="nonfinite") for s in range(2)]

@@ -106,7 +106,7 @@ def arm_results(definition: Definition, runs: Sequence[RunResult]) -> list[ArmRe
     """Return the results of each arm at each grid point, and over all points if there are several.
 
     Over all points that have runs, the value of a seed is its mean over them, for seeds that have
-    all.
+    all. Where the reference arm has no such seed, there are no results over all points.
 
     Args:
         definition: The definition of the study.
@@ -118,8 +118,8 @@ def arm_results(definition: Definition, runs: Sequence[RunResult]) -> list[ArmRe
         chosen = {arm: runs_of(runs, point, arm) for arm in definition.arms}
         results += _results_at(definition, point_name(point), chosen, 1)
     begun = sum(any(run.point == point for run in runs) for point in points)
-    if begun > 1:
-        chosen = {arm: [run for run in runs if run.arm == arm] for arm in definition.arms}
+    chosen = {arm: [run for run in runs if run.arm == arm] for arm in definition.arms}
+    if begun > 1 and by_seed(chosen[definition.reference], common_accuracy, begun):
         results += _results_at(definition, ALL_POINTS, chosen, begun)
     return results
 

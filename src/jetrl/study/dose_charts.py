@@ -90,12 +90,13 @@ def dose_charts(definition: Definition, runs: Sequence[RunResult]) -> list[Chart
                 others[definition.label(arm)] = place
         names = list(point.values())
         plot, line = (names[0], ", ".join(names[1:])) if len(names) > 1 else ("", point_name(point))
-        if doses:
+        if doses or others:
             ordered = sorted(doses, key=lambda place: place.kl)
             plots.setdefault(plot, []).append(_Line(line or "runs", ordered, others))
     charts = []
     for plot, lines in plots.items():
-        charts += [_accuracy_chart(plot, lines), _lost_chart(plot, lines)]
+        if any(line.doses for line in lines):
+            charts += [_accuracy_chart(plot, lines), _lost_chart(plot, lines)]
     return charts
 
 
