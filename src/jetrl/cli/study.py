@@ -218,6 +218,7 @@ def dry_run(work: Work) -> str:
         work: The part.
     """
     from jetrl.runs.attempts import run_state
+    from jetrl.study.outcome import Outcome, kept_outcome
 
     results = work.results
     rows = [("run", "arm", "seed", "steps", "begins from", "state")]
@@ -227,6 +228,8 @@ def dry_run(work: Work) -> str:
             state = "done"
         elif one.path.is_dir():
             state = run_state(one.path)
+            if isinstance(kept_outcome(work.definition, one), Outcome):
+                state = "evaluated, not in the results"
         start = one.start.name if one.start else one.settings.model.path or "random weights"
         rows.append((one.name, one.arm, str(one.seed), str(one.settings.loop.steps), start, state))
     done = sum(one.name in results.runs for one in work.runs)

@@ -12,9 +12,9 @@ from jetrl.runs.history import values_of
 from jetrl.runs.jsonl import Record
 from jetrl.runs.metrics import is_eval_mean
 from jetrl.study.definition import Definition
-from jetrl.study.final_evaluation import Outcome
+from jetrl.study.outcome import Outcome
 from jetrl.study.plan import PlannedRun
-from jetrl.study.results import FINAL_EVALUATION, Curves, End, RunResult, rounded
+from jetrl.study.results import FINAL_EVALUATION, Curves, RunResult, rounded
 
 KEPT_METRICS = (
     "reward/mean",
@@ -28,27 +28,19 @@ KEPT_METRICS = (
 """The metrics of a step that are kept of every run, beside the held-out accuracy."""
 
 
-def result_of(
-    definition: Definition,
-    run: PlannedRun,
-    end: End,
-    reason: str,
-    outcome: Outcome | None,
-    start_sha256: str = "",
-) -> RunResult:
+def result_of(definition: Definition, run: PlannedRun, outcome: Outcome) -> RunResult:
     """Return the result of a run that has ended.
 
     Args:
         definition: The definition of the study.
         run: The run.
-        end: The way it ended.
-        reason: The message that it ended with; "" after its last step.
-        outcome: Its evaluations; None where it left no weights.
-        start_sha256: The SHA-256 of the weights that it began from, as `FirstWeights` has it.
+        outcome: Its evaluations, with the order that says how it ended and what it began from.
 
     Raises:
         UserError: A file of the run is damaged.
     """
+    request = outcome.request
+    assert request is not None
     directory = RunDirectory.open(run.path)
     records, history = directory.metrics("rl"), directory.history()
     steps = [record for record in records if record["step"] > 0]
@@ -61,18 +53,18 @@ def result_of(
         seed=run.seed,
         digest=run.digest,
         said=run.said,
-        end=end,
-        reason=reason,
+        end=request.end,
+        reason=request.reason,
         steps=history.last_step if steps else 0,
         wall_s=rounded(history.elapsed_s) or 0.0,
         attempts=len(directory.attempts()),
         seconds=_seconds(steps) | _seconds_of_evaluation(outcome),
-        weights_sha256=outcome.weights_sha256 if outcome else "",
-        start_sha256=start_sha256,
+        weights_sha256=outcome.weights_sha256,
+        start_sha256=request.start_sha256,
         compared_tokens=history.num_tokens or 0,
         different_tokens=history.num_different or 0,
-        common=outcome.common if outcome else None,
-        own=outcome.own if outcome else None,
+        common=outcome.common,
+        own=outcome.own,
         curves=_thinned(steps, list(names), window),
         held_out=_held_out(records),
     )
@@ -101,9 +93,9 @@ def _seconds(steps: Sequence[Record]) -> dict[str, float]:
     }
 
 
-def _seconds_of_evaluation(outcome: Outcome | None) -> dict[str, float]:
+def _seconds_of_evaluation(outcome: Outcome) -> dict[str, float]:
     """Return the seconds of a run's final evaluation under their own name; {} without one."""
-    return {} if outcome is None else {FINAL_EVALUATION: rounded(outcome.seconds) or 0.0}
+    return {} if outcome.common is None else {FINAL_EVALUATION: rounded(outcome.seconds) or 0.0}
 
 
 def _thinned(steps: Sequence[Record], names: Sequence[str], window: int) -> Curves:

@@ -7,25 +7,22 @@ its outcome is written beside the request.
 from __future__ import annotations
 
 import hashlib
-import json
 import time
 from pathlib import Path
-from typing import Annotated
 
 import torch
-from pydantic import Field, TypeAdapter
 
 from jetrl.cli.opening import find_model, open_policy
 from jetrl.errors import UserError
-from jetrl.files import Count, Finite, Seed, Stored, read_stored
+from jetrl.files import read_stored
+from jetrl.models.peft import is_adapter
 from jetrl.models.policy import Policy
 from jetrl.precision import PrecisionPlan
 from jetrl.randomness import derive_seed
 from jetrl.rewards.evaluate import evaluate_model
 from jetrl.runs.directory import RunDirectory
-from jetrl.runs.jsonl import write_atomically
-from jetrl.runs.storing import storing
 from jetrl.settings.loading import Settings, load_config
+from jetrl.study.outcome import REQUEST, Outcome, Request, outcome_file, write_stored
 from jetrl.study.results import FinalEvaluation
 from jetrl.tasks import Scorer, build_task
 from jetrl.training import Checkpoints
@@ -35,61 +32,10 @@ from jetrl.types import SamplingParams
 MOST_AT_ONCE = 1024  # completions: a step of a small model takes hardly longer for more of them
 
 
-class Request(Stored):
-    """The order to evaluate a run.
-
-    Attributes:
-        run: The run directory.
-        preset: The precision preset that all runs of the study are evaluated in.
-        own: Whether the run is evaluated in its own precision too.
-        prompts: The number of held-out prompts; 0: all.
-        samples: The number of completions a prompt.
-        temperature: The temperature of the draws.
-        top_p: The mass of the most probable tokens that are drawn from.
-        seed: The seed of the draws.
-    """
-
-    run: str
-    preset: str
-    own: bool
-    prompts: Count
-    samples: Annotated[int, Field(ge=1)]
-    temperature: Finite
-    top_p: Finite
-    seed: Seed
-
-
-class Outcome(Stored):
-    """The evaluations of a run.
-
-    Attributes:
-        weights_sha256: The SHA-256 of its final FP32 master weights; "" where only an exported
-            model is left.
-        device: The device that evaluated.
-        common: The evaluation in the study's precision.
-        own: The evaluation in the run's own precision; None where it was not asked for.
-        seconds: The seconds that all of it took, the models opened included.
-    """
-
-    weights_sha256: str
-    device: str
-    common: FinalEvaluation
-    own: FinalEvaluation | None = None
-    seconds: Finite = 0.0
-
-
-REQUEST, OUTCOME = TypeAdapter(Request), TypeAdapter(Outcome)
-
-
-def outcome_file(request: Path) -> Path:
-    """Return the file that gets the outcome of a request."""
-    return request.with_suffix(".outcome.json")
-
-
 def has_weights(run: Path) -> bool:
     """Return whether a run has left weights that can be evaluated."""
     steps = Checkpoints(run / "checkpoints").steps()
-    return bool(steps) or (run / "model" / "config.json").is_file()
+    return bool(steps) or (run / "model" / "config.json").is_file() or is_adapter(run / "model")
 
 
 def sha256_of_weights(run: Path) -> str:
@@ -132,7 +78,14 @@ def evaluated(request: Request) -> Outcome:
         common = _evaluation(policy, settings, request)
         name = _device_name(policy)
     sha256, seconds = sha256_of_weights(run), time.perf_counter() - began
-    return Outcome(weights_sha256=sha256, device=name, common=common, own=own, seconds=seconds)
+    return Outcome(
+        request=request,
+        weights_sha256=sha256,
+        device=name,
+        common=common,
+        own=own,
+        seconds=seconds,
+    )
 
 
 def _evaluation(policy: Policy, settings: Settings, request: Request) -> FinalEvaluation:
@@ -189,6 +142,4 @@ def answer_request(file: Path) -> None:
         request = read_stored(file, REQUEST)
     except FileNotFoundError:
         raise UserError(f"{file}: no such file") from None
-    outcome, target = evaluated(request), outcome_file(file)
-    with storing(target):
-        write_atomically(target, json.dumps(outcome.model_dump(mode="json")) + "\n")
+    write_stored(outcome_file(file), evaluated(request))

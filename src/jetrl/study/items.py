@@ -13,10 +13,12 @@ from jetrl.runs.format import clip
 from jetrl.runs.status import read_status
 from jetrl.settings.loading import Settings, load_config
 from jetrl.study.definition import Definition
+from jetrl.study.final_evaluation import has_weights
+from jetrl.study.outcome import Outcome, kept_outcome
 from jetrl.study.plan import PlannedRun, PlannedStart, recipe_of
 from jetrl.study.results import End, Results
 
-Stage = Literal["train", "evaluate", "done", "failed"]
+Stage = Literal["train", "evaluate", "collect", "done", "failed"]
 
 
 @dataclass
@@ -30,6 +32,7 @@ class Item:
         failures: How often a child process failed.
         end: How the run ended.
         reason: The message that the run ended or failed with.
+        outcome: The outcome that an earlier sitting left, where it has only to be collected.
     """
 
     work: PlannedRun | PlannedStart
@@ -38,6 +41,7 @@ class Item:
     failures: int = 0
     end: End = "finished"
     reason: str = ""
+    outcome: Outcome | None = None
 
     @property
     def is_over(self) -> bool:
@@ -70,11 +74,37 @@ def look(item: Item, definition: Definition, results: Results) -> None:
     elif is_locked(work.path):
         item.stage, item.reason = "failed", f"another process is writing {work.path}"
     elif has_begun(work, definition):
-        state = run_state(work.path)
-        if state == "finished":
-            item.stage = "evaluate" if isinstance(work, PlannedRun) else "done"
+        if isinstance(work, PlannedRun):
+            _look_at_ended(item, work, definition, results)
+        elif run_state(work.path) == "finished":
+            item.stage = "done"
     elif isinstance(work, PlannedStart) and (work.path / "model" / "config.json").is_file():
         item.stage = "done"  # its model was put there from a copy; its name has the digest
+
+
+def _look_at_ended(item: Item, run: PlannedRun, definition: Definition, results: Results) -> None:
+    """Set the stage of a run that is not in the results and has a directory, if its training ended.
+
+    Args:
+        item: The run as a piece of work.
+        run: The run.
+        definition: The definition of the study.
+        results: Its results so far.
+    """
+    outcome = kept_outcome(definition, run)
+    if isinstance(outcome, Outcome):
+        item.stage, item.outcome = "collect", outcome
+    elif run_state(run.path) == "finished":
+        item.stage = "evaluate"
+        if not has_weights(run.path):
+            item.stage = "failed"
+            item.reason = (
+                f"its training is finished, but {run.path} has no weights left to evaluate "
+                "(study.keep_weights = false removes them once a run is in the results), "
+                f"{results.path} has no result of it, and {outcome}. Put the results file or the "
+                "outcome back from a copy, or remove that run directory: the run is then trained "
+                "again"
+            )
 
 
 def has_begun(work: PlannedRun | PlannedStart, definition: Definition) -> bool:

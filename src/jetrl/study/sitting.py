@@ -9,7 +9,6 @@ starts the commands, of one study or of several.
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable, Container, Sequence
 from pathlib import Path
@@ -23,15 +22,18 @@ from jetrl.runs.status import read_status
 from jetrl.runs.storing import storing
 from jetrl.study.collecting import result_of
 from jetrl.study.definition import Definition
-from jetrl.study.final_evaluation import (
+from jetrl.study.final_evaluation import has_weights
+from jetrl.study.first_weights import FirstWeights
+from jetrl.study.items import Item, has_begun, look, recipe_file, steps_done
+from jetrl.study.outcome import (
     OUTCOME,
     Outcome,
     Request,
-    has_weights,
     outcome_file,
+    request_file,
+    request_of,
+    write_stored,
 )
-from jetrl.study.first_weights import FirstWeights
-from jetrl.study.items import Item, has_begun, look, recipe_file, steps_done
 from jetrl.study.plan import PlannedRun, PlannedStart, recipe_of
 from jetrl.study.processes import Child, Job, last_line
 from jetrl.study.progress import Standing
@@ -70,6 +72,9 @@ class Sitting:
             look(item, definition, results)
         for item in self._starts.values():
             look(item, definition, results)
+        for item in self._items.values():
+            if item.outcome is not None:
+                self._finish(item, item.outcome, "put back into the results")
         self._first_weights.check_folders()
         for item in self._items.values():
             if item.stage == "failed":
@@ -158,25 +163,17 @@ class Sitting:
 
     def _evaluation(self, item: Item) -> Job:
         """Return the command that evaluates the final weights of a run."""
-        section, file = self.definition.eval, self._request_file(item)
-        request = Request(
-            run=str(item.work.path),
-            preset=section.preset,
-            own=section.own,
-            prompts=section.prompts,
-            samples=section.samples,
-            temperature=section.temperature,
-            top_p=section.top_p,
-            seed=section.seed,
-        )
-        with storing(file):
-            file.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(file, json.dumps(request.model_dump(mode="json")) + "\n")
+        file = request_file(self.definition, item.work.name)
+        write_stored(file, self._request(item))
         item.running = True
         return self._job(item.work.name, ["study", "--evaluate", str(file)])
 
-    def _request_file(self, item: Item) -> Path:
-        return self.definition.out / "evaluations" / f"{item.work.name}.json"
+    def _request(self, item: Item) -> Request:
+        """Return the order to evaluate a run that has ended."""
+        run = item.work
+        assert isinstance(run, PlannedRun)
+        sha256 = self._first_weights.sha256(run.settings.model.path)
+        return request_of(self.definition, run, item.end, item.reason, sha256)
 
     def _job(self, name: str, words: Sequence[str]) -> Job:
         log = self.definition.out / "logs" / f"{name}.txt"
@@ -204,7 +201,9 @@ class Sitting:
             item.end, item.reason = "nonfinite", read_attempts(item.work.path)[-1].reason
             item.stage = "evaluate"
             if not has_weights(item.work.path):
-                self._finish(item, None)
+                outcome = Outcome(request=self._request(item))
+                write_stored(self._outcome_file(item), outcome)
+                self._finish(item, outcome)
         elif child.process.pid in self._killed:
             self._tell(f"{item.work.name}: killed as arms.kill_after says; it is resumed")
         else:
@@ -228,25 +227,32 @@ class Sitting:
         elif item.stage == "train":
             item.stage = "evaluate"
         else:
-            outcome = read_stored(outcome_file(self._request_file(item)), OUTCOME)
-            self._finish(item, outcome)
+            self._finish(item, read_stored(self._outcome_file(item), OUTCOME))
 
-    def _finish(self, item: Item, outcome: Outcome | None) -> None:
-        """Take down the result of a run."""
+    def _outcome_file(self, item: Item) -> Path:
+        return outcome_file(request_file(self.definition, item.work.name))
+
+    def _finish(self, item: Item, outcome: Outcome, *remarks: str) -> None:
+        """Take down the result of a run.
+
+        Args:
+            item: The run as a piece of work.
+            outcome: Its outcome.
+            remarks: What is said of it beside its results.
+        """
         run = item.work
         assert isinstance(run, PlannedRun)
-        sha256 = self._first_weights.sha256(run.settings.model.path)
-        result = result_of(self.definition, run, item.end, item.reason, outcome, sha256)
-        self.results.add(result, outcome.device if outcome else "")
+        result = result_of(self.definition, run, outcome)
+        self.results.add(result, outcome.device)
         item.stage = "done"
         if not self.definition.study.keep_weights:
             for folder in ("checkpoints", "model"):
                 shutil.rmtree(run.path / folder, ignore_errors=True)
-        words = [f"{result.steps} steps in {duration(result.wall_s)}"]
-        if outcome is not None:
-            words.append(f"held out {100 * outcome.common.mean:.1f}%")
-        if item.end == "nonfinite":
-            words.append(f"collapsed: {clip(item.reason, 120)}")
+        words = [*remarks, f"{result.steps} steps in {duration(result.wall_s)}"]
+        if result.common is not None:
+            words.append(f"held out {100 * result.common.mean:.1f}%")
+        if result.end == "nonfinite":
+            words.append(f"collapsed: {clip(result.reason, 120)}")
         self._tell(f"{run.name}: {', '.join(words)}")
 
     def _fail(self, item: Item, reason: str) -> None:

@@ -1,0 +1,116 @@
+"""A results file that was lost: what the runs left goes into a new one, or it is said why not."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tests.study.test_study import NoPool
+
+from jetrl.cli.main import main
+from jetrl.study.results import read_results
+
+
+@pytest.fixture
+def left(tiny_study: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The study file of the tiny study with all that it left but its results file and weights.
+
+    No command may be started.
+    """
+    monkeypatch.setattr("jetrl.study.processes.Pool", NoPool)
+    monkeypatch.setattr("jetrl.study.places.POLL_S", 0.0)
+    shutil.copytree(
+        tiny_study.parent,
+        tmp_path,
+        dirs_exist_ok=True,
+        ignore=shutil.ignore_patterns("results.json", "checkpoints", "*.html", "plots"),
+    )
+    for folder in (tmp_path / "out" / "runs").iterdir():
+        shutil.rmtree(folder / "model", ignore_errors=True)
+    for path in tmp_path.rglob("*"):
+        if path.suffix in (".toml", ".json") and path.is_file():
+            text = path.read_text()
+            path.write_text(text.replace(str(tiny_study.parent), str(tmp_path)))
+    return tmp_path / "tiny.toml"
+
+
+def test_runs_whose_outcomes_are_there_go_into_the_results_again(
+    left: Path, tiny_study: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["study", str(left), "--dry-run"]) == 0
+    assert capsys.readouterr().out.count("evaluated, not in the results") == 4
+    assert main(["study", str(left), "--no-report"]) == 0
+    assert "pages-s1: put back into the results, 3 steps in " in capsys.readouterr().out
+    before = read_results(tiny_study.parent / "out" / "results.json")
+    again = read_results(left.parent / "out" / "results.json")
+    assert again.runs == before.runs
+    assert again.devices == before.devices == ["CPU"]
+
+
+def test_a_run_that_collapsed_without_weights_goes_into_the_results_again(left: Path) -> None:
+    """The last attempt of such a run failed, and its outcome says that this is a result."""
+    run, file = left.parent / "out" / "runs" / "pages-s0", outcome_of(left, "pages-s0")
+    lines = (run / "attempts.jsonl").read_text().splitlines()
+    end = json.loads(lines[-1]) | {"state": "failed", "reason": "not finite"}
+    (run / "attempts.jsonl").write_text("\n".join([*lines[:-1], json.dumps(end)]) + "\n")
+    request = json.loads(file.read_text())["request"]
+    file.write_text(json.dumps({"request": request | {"end": "nonfinite", "reason": "not finite"}}))
+    assert main(["study", str(left), "--no-report"]) == 0
+    result = read_results(left.parent / "out" / "results.json").runs["pages-s0"]
+    assert (result.end, result.reason, result.common) == ("nonfinite", "not finite", None)
+    assert result.start_sha256 == request["start_sha256"] != ""
+
+
+def outcome_of(left: Path, name: str) -> Path:
+    """Return the file with the outcome of a run."""
+    return left.parent / "out" / "evaluations" / f"{name}.outcome.json"
+
+
+def no_outcome(left: Path) -> None:
+    outcome_of(left, "pages-s1").unlink()
+
+
+def damaged(left: Path) -> None:
+    outcome_of(left, "pages-s1").write_text('{"seconds": ')
+
+
+def of_another_evaluation(left: Path) -> None:
+    left.write_text(left.read_text().replace("samples = 2", "samples = 3"))
+
+
+def of_another_training(left: Path) -> None:
+    path = left.parent / "out" / "runs" / "pages-s1" / "attempts.jsonl"
+    path.write_text(path.read_text() + '{"event": "end", "time": 5.0, "state": "finished"}\n')
+
+
+def of_an_older_version(left: Path) -> None:
+    kept = json.loads(outcome_of(left, "pages-s1").read_text())
+    del kept["request"]
+    outcome_of(left, "pages-s1").write_text(json.dumps(kept))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "why"),
+    [
+        (no_outcome, "there is no "),
+        (damaged, "pages-s1.outcome.json: "),
+        (of_another_evaluation, "is of another evaluation (eval.samples: 2 -> 3)"),
+        (of_another_training, "is of another training than the one that "),
+        (of_an_older_version, "does not say what was evaluated"),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_a_run_with_neither_weights_nor_its_outcome_says_so_and_what_to_do(
+    left: Path, capsys: pytest.CaptureFixture[str], spoil: Callable[[Path], None], why: str
+) -> None:
+    spoil(left)
+    assert main(["study", str(left), "--no-report"]) == 1
+    printed = capsys.readouterr().out
+    line = next(line for line in printed.splitlines() if line.startswith("failed: pages-s1: "))
+    assert "has no weights left to evaluate" in line
+    assert why in line
+    assert "or remove that run directory: the run is then trained again" in line
+    assert "pages-s1" not in read_results(left.parent / "out" / "results.json").runs
