@@ -95,10 +95,12 @@ def main(request: dict[str, Any]) -> dict[str, Any]:
         speculation=request.get("speculation", False),
     )
     found: list[Kernel] = []
+    products: set[tuple[int, int, int]] = set()
     rng = random.Random(0)
     others, missing = 0, []
-    with stand_in(work.multiprocessors, found.append):
+    with stand_in(work.multiprocessors, found.append, lambda *size: products.add(size)):
         launches.go_through(work)
+        multiplied = len(products)
         listed = len(found)
         policy = launches.stand_in_policy(work)
         rounds = [(prompts, ()), (micro_batch, ())] * ROUNDS
@@ -109,7 +111,7 @@ def main(request: dict[str, Any]) -> dict[str, Any]:
             launched(policy, rng, *sizes)
             others += 1
             missing += [f"{launched.__name__} {sizes}: {kernel.key}" for kernel in found[before:]]
-    return {"listed": listed, "others": others, "missing": missing}
+    return {"listed": listed, "others": others, "missing": missing, "products": multiplied}
 
 
 # The stand-in's tensors are on `cuda` to jetrl's own code.

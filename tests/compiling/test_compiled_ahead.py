@@ -56,6 +56,7 @@ def test_launches_of_other_sizes_ask_for_no_other_kernels(
     assert found["listed"] > 30
     assert found["others"] > 15  # launches of other sizes
     assert found["missing"] == []
+    assert (found["products"] > 10) == ("base" not in options)  # sizes that DeepGEMM computes
 
 
 def test_graph_rows_reach_the_largest_batch() -> None:
@@ -67,13 +68,30 @@ def test_a_failing_copy_fails_nothing(
     cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(ahead, "run_apart", lambda *_: os._exit(3))
-    with caplog.at_level(logging.DEBUG), ahead._compiled(work()):
+    with caplog.at_level(logging.DEBUG), ahead._compiled(work(), ahead.TRITON):
         pass
     assert "the process ended without a word" in caplog.text
     assert [record.levelname for record in caplog.records] == ["DEBUG"]
     monkeypatch.setattr(ahead, "_Worker", None)
-    with ahead._compiled(work()):  # does not wait for a copy that would fail again
+    with ahead._compiled(work(), ahead.TRITON):  # does not wait for a copy that would fail again
         pass
+
+
+def test_half_an_answer_and_a_full_disk_fail_nothing(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def answer_half(_: object, answers: int) -> None:
+        os.write(answers, b'{"kernels": 3, "fai')
+        os._exit(0)
+
+    def no_space(*_: object) -> int:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(ahead, "run_apart", answer_half)
+    with caplog.at_level(logging.DEBUG), ahead._compiled(work(), ahead.TRITON):
+        monkeypatch.setattr(os, "write", no_space)
+    assert "the process ended without a word" in caplog.text
+    assert next(cache.glob("jetrl-*.json")).read_text() == ""  # the next run tries again
 
 
 def test_what_was_compiled_before_starts_nothing(
@@ -82,7 +100,7 @@ def test_what_was_compiled_before_starts_nothing(
     starts: list[Work] = []
 
     class Worker:
-        def __init__(self, work: Work) -> None:
+        def __init__(self, work: Work, _: object) -> None:
             starts.append(work)
 
         def report(self, _: float) -> dict[str, int]:
@@ -93,7 +111,7 @@ def test_what_was_compiled_before_starts_nothing(
 
     monkeypatch.setattr(ahead, "_Worker", Worker)
     for plan in ("unified", "unified", "jet", "unified"):
-        with ahead._compiled(work(plan)):
+        with ahead._compiled(work(plan), ahead.TRITON):
             pass
     assert [begun.plan.name for begun in starts] == ["unified", "jet"]
     assert len(list(cache.glob("jetrl-*.json"))) == 2
@@ -102,14 +120,17 @@ def test_what_was_compiled_before_starts_nothing(
 def test_one_of_two_processes_compiles_and_the_other_waits(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with ahead._record(work()) as first, ahead._record(work()) as second:
+    with (
+        ahead._record(work(), ahead.TRITON) as first,
+        ahead._record(work(), ahead.TRITON) as second,
+    ):
         assert ahead._locked(first)
         assert not ahead._locked(second)
         first.write("{}")
         first.flush()
         ahead._wait_for_turn(second, time.monotonic())  # does not wait for the lock
     monkeypatch.setattr(ahead, "_Worker", None)
-    with ahead._compiled(work()):
+    with ahead._compiled(work(), ahead.TRITON):
         pass
 
 
@@ -122,11 +143,16 @@ def test_no_copy_survives_an_error(cache: Path, monkeypatch: pytest.MonkeyPatch)
     began: list[int] = []
     fork = os.fork
     monkeypatch.setattr(os, "fork", lambda: began.append(fork()) or began[-1])
-    with pytest.raises(KeyError), ahead._compiled(work()):
+    with pytest.raises(KeyError), ahead._compiled(work(), ahead.TRITON):
         raise KeyError
     with pytest.raises(ProcessLookupError):
         os.kill(began[0], 0)
     assert next(cache.glob("jetrl-*.json")).read_text() == ""  # the next run tries again
+
+
+def test_runs_on_a_cpu_need_no_triton() -> None:
+    program = "import sys; sys.modules['triton'] = None; import jetrl.session.building"
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def test_on_a_cpu_nothing_is_done(cache: Path) -> None:

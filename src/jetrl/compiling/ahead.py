@@ -1,9 +1,10 @@
 """The side of the run: kernels are compiled by other processes while its block makes the model.
 
-A file beside Triton's cached kernels, named for all that decides which kernels there are, says that
-they were compiled, or why they were not. Where it does, nothing is started. It is also the lock: of
-the ranks of a machine, and of all runs that share the cache, one has the kernels compiled and the
-others wait.
+Triton's kernels and DeepGEMM's are compiled apart, each into its library's own cache. A file in
+that cache, named for all that decides which kernels there are, says that they were compiled, or why
+they were not. Where it does, nothing is started: a kernel that failed is compiled by the run that
+launches it, and is in the cache from then on. The file is also the lock: of the ranks of a machine,
+and of all runs that share the cache, one has the kernels compiled and the others wait.
 """
 
 from __future__ import annotations
@@ -20,14 +21,17 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
 import torch
 
 from jetrl.compiling.launches import Work
-from jetrl.compiling.worker import run_apart
+from jetrl.compiling.products import affordable_processes, cache_folder, compile_products
+from jetrl.compiling.worker import compile_all, run_apart
 from jetrl.distributed.world import world
 from jetrl.models.adapter import Adapter
 from jetrl.models.families import ModelConfig
@@ -36,12 +40,39 @@ from jetrl.precision.plan import PrecisionPlan
 logger = logging.getLogger(__name__)
 
 _PACKAGE = Path(__file__).parents[1]
-_LIMIT_S = 120.0  # Several times what all kernels take on one core.
+_LIMIT_S = 120.0  # All kernels of a run take less on one core.
 _SILENT_S = 5.0
+_ENDING_S = 10.0  # A process that was killed frees its memory of the GPU in less.
 _WAITING = (
-    "compiling the GPU's kernels, as many at once as there are cores; what is compiled is kept in "
-    "Triton's cache, and later runs of this model find it there"
+    "waiting for {}'s kernels, which other processes compile side by side; they are kept in its "
+    "cache, where later runs of this model find them"
 )
+
+
+@dataclass(frozen=True)
+class Compiler:
+    """A library that compiles a run's kernels, and how its cache is filled ahead of the run.
+
+    Attributes:
+        name: The library, as messages call it.
+        cache: Returns the folder in which it keeps compiled kernels.
+        compile: Fills the cache with the kernels of a run and returns a report. It is called in a
+            copy of the run's process that does nothing else.
+    """
+
+    name: str
+    cache: Callable[[], Path]
+    compile: Callable[[Work], dict[str, Any]]
+
+
+def _triton_cache() -> Path:
+    """Return the folder of Triton's cache."""
+    import triton
+
+    return Path(triton.knobs.cache.dir)
+
+
+TRITON = Compiler("Triton", _triton_cache, compile_all)
 
 
 @contextlib.contextmanager
@@ -72,24 +103,49 @@ def compiled_ahead(
         return
     lora = None if adapter is None else adapter.lora
     multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-    with _compiled(Work(config, plan, lora, max_batch_size, multiprocessors, speculation)):
+    work = Work(config, plan, lora, max_batch_size, multiprocessors, speculation)
+    with contextlib.ExitStack() as beside:
+        for compiler in _compilers(work, torch.device(device)):
+            beside.enter_context(_compiled(work, compiler))
         yield
 
 
+def _compilers(work: Work, device: torch.device) -> list[Compiler]:
+    """Return the libraries whose kernels a run compiles ahead on a GPU.
+
+    DeepGEMM's are compiled ahead by processes that need memory of the GPU. Where it has no room for
+    one beside the weights, the run compiles them where it launches.
+    """
+    from jetrl.precision.hopper.gemm import deep_gemm_installed
+
+    if not deep_gemm_installed():
+        return [TRITON]
+    index = torch.cuda.current_device() if device.index is None else device.index
+    free, _ = torch.cuda.mem_get_info(index)
+    most = affordable_processes(work, free, world().size)
+    if most == 0:
+        logger.debug(
+            "kernels of DeepGEMM are not compiled ahead: the GPU has no room beside the weights"
+        )
+        return [TRITON]
+    compile_on_it = partial(compile_products, device=f"cuda:{index}", most=most)
+    return [TRITON, Compiler("DeepGEMM", cache_folder, compile_on_it)]
+
+
 @contextlib.contextmanager
-def _compiled(work: Work) -> Iterator[None]:
-    """Have the kernels of a run compiled beside the block."""
+def _compiled(work: Work, compiler: Compiler) -> Iterator[None]:
+    """Have a library's kernels of a run compiled beside the block."""
     try:
-        record = _record(work)
+        record = _record(work, compiler)
     except OSError as error:
-        logger.debug("kernels are not compiled ahead: %s", error)
+        logger.debug("kernels of %s are not compiled ahead: %s", compiler.name, error)
         yield
         return
     with record:
         if record.seek(0, os.SEEK_END):  # tried before
             yield
             return
-        worker = _Worker(work) if _locked(record) else None
+        worker = _Worker(work, compiler) if _locked(record) else None
         try:
             yield
             began = time.monotonic()
@@ -100,26 +156,28 @@ def _compiled(work: Work) -> Iterator[None]:
             if worker is not None:
                 worker.end()
         if report is not None:
-            record.write(json.dumps(report))
-            record.flush()
-            logger.debug("kernels compiled ahead: %s", report)
+            with contextlib.suppress(OSError):  # On a full disk the next run compiles again.
+                os.write(record.fileno(), json.dumps(report).encode())
+            logger.debug("kernels of %s compiled ahead: %s", compiler.name, report)
 
 
-def _record(work: Work) -> IO[str]:
+def _record(work: Work, compiler: Compiler) -> IO[str]:
     """Return the file that says, once it has contents, how a run's kernels were compiled."""
     import triton
 
-    folder = Path(triton.knobs.cache.dir)
+    folder = compiler.cache()
     folder.mkdir(parents=True, exist_ok=True)
     return open(folder / f"jetrl-{_digest(work, triton.__version__)}.json", "a+", encoding="utf-8")
 
 
 def _digest(work: Work, triton_version: str) -> str:
     """Return a name for all that decides which kernels a run has, and how they are compiled."""
+    from jetrl.precision.hopper.gemm import deep_gemm_installed
+
     digest = hashlib.sha256(repr(work).encode())
-    settings = sorted((k, v) for k, v in os.environ.items() if k.startswith("TRITON_"))
-    deep_gemm = importlib.util.find_spec("deep_gemm") is not None
-    digest.update(repr((triton_version, torch.__version__, deep_gemm, settings)).encode())
+    settings = sorted((k, v) for k, v in os.environ.items() if k.startswith(("TRITON_", "DG_")))
+    versions = triton_version, torch.__version__, deep_gemm_installed()
+    digest.update(repr((*versions, settings)).encode())
     for file in sorted(_PACKAGE.rglob("*.py")):
         digest.update(file.read_bytes())
     return digest.hexdigest()[:32]
@@ -152,16 +210,18 @@ class _Worker:
 
     Args:
         work: What decides which kernels are compiled.
+        compiler: The library that compiles them.
     """
 
-    def __init__(self, work: Work) -> None:
+    def __init__(self, work: Work, compiler: Compiler) -> None:
+        self._name = compiler.name
         self._answers, answers = os.pipe()
         with warnings.catch_warnings():
             # Python warns of threads, which a copy does not have. The copy waits for none of them.
             warnings.simplefilter("ignore", DeprecationWarning)
             self._process = os.fork()
         if self._process == 0:
-            run_apart(work, answers)
+            run_apart(partial(compiler.compile, work), answers)
         os.close(answers)
 
     def report(self, began: float) -> Mapping[str, Any]:
@@ -176,7 +236,7 @@ class _Worker:
             if waited > _LIMIT_S:
                 return _failed(f"not done after {waited:.0f} s")
             if waited > _SILENT_S and not said and world().is_first:
-                print(_WAITING, file=sys.stderr, flush=True)
+                print(_WAITING.format(self._name), file=sys.stderr, flush=True)
                 said = True
             if not select.select([self._answers], [], [], 0.5)[0]:
                 continue
@@ -184,17 +244,41 @@ class _Worker:
             if not part:
                 break
             answer += part
-        if not answer:
+        try:
+            report: Mapping[str, Any] = json.loads(answer)
+        except ValueError:  # It was killed before it began to write, or while it did.
             return _failed("the process ended without a word")
-        report: Mapping[str, Any] = json.loads(answer)
         for problem in report["failed"]:
-            logger.debug("kernels compiled ahead: %s", problem)
+            logger.debug("kernels of %s compiled ahead: %s", self._name, problem)
         return {**report, "waited_s": round(time.monotonic() - began, 2)}
 
     def end(self) -> None:
-        """End the copy and its own copies, wherever they are."""
+        """End the copy and all processes that it started, and wait until they have ended.
+
+        From then on none of them holds memory of the GPU.
+        """
         os.close(self._answers)
         for kill in (os.killpg, os.kill):  # The group is not there before the copy has begun.
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 kill(self._process, signal.SIGKILL)
         os.waitpid(self._process, 0)
+        began = time.monotonic()
+        while _is_alive(self._process) and time.monotonic() - began < _ENDING_S:
+            time.sleep(0.05)
+
+
+def _is_alive(group: int) -> bool:
+    """Return whether any process of a group has not ended.
+
+    One that has ended and was not reaped still counts for `os.killpg`, so /proc is asked as well.
+    """
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # Processes end while they are listed.
+            state, _, of = status.read_text().rpartition(")")[2].split()[:3]
+            if int(of) == group and state not in "ZX":
+                return True
+    return False

@@ -78,16 +78,22 @@ class StandIn(TorchFunctionMode):
         return func(*map(_on_meta, args), **named)
 
 
-def stand_in(multiprocessors: int, hand_over: Callable[[Kernel], None]) -> StandIn:
+def stand_in(
+    multiprocessors: int,
+    hand_over: Callable[[Kernel], None],
+    multiplied: Callable[[int, int, int], object] = lambda *_: None,
+) -> StandIn:
     """Change torch and Triton, and return the context in which code for a GPU runs.
 
     Args:
         multiprocessors: Multiprocessors of the GPU.
         hand_over: Called with each kernel that is to be compiled, once for all compiled alike.
+        multiplied: Called with the size of each product that DeepGEMM would compute: the rows of
+            the left operand, the rows of the weight, and the columns of both.
     """
     _take_torch(multiprocessors)
     _take_triton(hand_over)
-    _take_libraries()
+    _take_libraries(multiplied)
     return StandIn()
 
 
@@ -132,10 +138,15 @@ def _take_triton(hand_over: Callable[[Kernel], None]) -> None:
     function._do_compile = instead
 
 
-def _take_libraries() -> None:
+def _take_libraries(multiplied: Callable[[int, int, int], object]) -> None:
     """Replace DeepGEMM, the mapped memory of KV pages and the digest of a base: they need a GPU."""
+
+    def product(left: Any, weight: Any, *_: Any, **__: Any) -> None:
+        (rows, inputs), outputs = left[0].shape, weight[0].shape[0]
+        multiplied(rows, outputs, inputs)
+
     products: Any = gemm
-    products._load_deep_gemm = lambda: SimpleNamespace(fp8_gemm_nt=lambda *_, **__: None)
+    products._load_deep_gemm = lambda: SimpleNamespace(fp8_gemm_nt=product)
     model: Any = jetrl.models.model
     model.base_digest = lambda *_: ""  # It reads the bytes of weights.
     memory: Any = ModuleType("jetrl.rollout.mapped_memory")

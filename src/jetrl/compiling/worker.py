@@ -13,6 +13,7 @@ import os
 import signal
 import time
 import traceback
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from jetrl.compiling.stand_in_hopper import Kernel
 
 _MOST_PROCESSES = 16
-_MOST_TOLD = 2000  # Characters of a problem.
+MOST_TOLD = 2000  # Characters of a problem.
 _END_WITH_PARENT = 1  # PR_SET_PDEATHSIG of Linux's prctl
 
 
@@ -75,7 +76,7 @@ class Copies:
 
 def _compile(kernel: Kernel) -> int:
     """Compile a kernel and return the exit status of the copy."""
-    _end_with_parent()
+    end_with_parent()
     try:
         kernel.compile()
     except BaseException:  # A copy must never return into the work of its original.
@@ -83,24 +84,24 @@ def _compile(kernel: Kernel) -> int:
     return 0
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
     """Let this process be killed when the one that started it ends, however it ends."""
     ctypes.CDLL(None).prctl(_END_WITH_PARENT, signal.SIGKILL)
 
 
-def run_apart(work: Work, answers: int) -> NoReturn:
+def run_apart(compile_kernels: Callable[[], dict[str, Any]], answers: int) -> NoReturn:
     """Have the kernels of a run compiled, report, and end: all that this copy of the run does.
 
     Args:
-        work: What decides which kernels are compiled.
+        compile_kernels: Compiles them and returns the report.
         answers: The file descriptor of the pipe to which the report is written, as JSON.
     """
     try:
         os.setsid()  # so that the run can end this copy with its own, and Ctrl-C is for the run
-        _end_with_parent()
+        end_with_parent()
         os.nice(5)  # The run itself, which reads weights meanwhile, goes first.
         _forget_the_run()
-        report = compile_all(work)
+        report = compile_kernels()
         with os.fdopen(answers, "w", encoding="utf-8") as pipe:
             json.dump(report, pipe)
     finally:  # Nothing of the run may be done twice.
@@ -113,16 +114,9 @@ def compile_all(work: Work) -> dict[str, Any]:
     Args:
         work: What decides which kernels are compiled.
     """
-    from jetrl.compiling.stand_in_hopper import stand_in
-
     began = time.monotonic()
     copies = Copies(min(_MOST_PROCESSES, len(os.sched_getaffinity(0))))
-    try:
-        with stand_in(work.multiprocessors, copies.compile):
-            go_through(work)
-    except Exception as error:  # What was gone through is compiled, the rest where it is launched.
-        told = "".join(traceback.format_exception(error))
-        copies.failed.append(f"the launches end early: {told[-_MOST_TOLD:]}")
+    copies.failed += list_launches(work, copies.compile)
     listed_s = time.monotonic() - began
     copies.finish()
     return {
@@ -132,6 +126,29 @@ def compile_all(work: Work) -> dict[str, Any]:
         "listed_s": round(listed_s, 2),
         "seconds": round(time.monotonic() - began, 2),
     }
+
+
+def list_launches(
+    work: Work,
+    hand_over: Callable[[Kernel], None],
+    multiplied: Callable[[int, int, int], object] = lambda *_: None,
+) -> list[str]:
+    """Go through the launches of a run without a GPU, and return what went wrong.
+
+    Args:
+        work: What decides which kernels are compiled.
+        hand_over: Called with each kernel that Triton would compile.
+        multiplied: Called with the size of each product that DeepGEMM would compute.
+    """
+    from jetrl.compiling.stand_in_hopper import stand_in
+
+    try:
+        with stand_in(work.multiprocessors, hand_over, multiplied):
+            go_through(work)
+    except Exception as error:  # What was gone through is compiled, the rest where it is launched.
+        told = "".join(traceback.format_exception(error))
+        return [f"the launches end early: {told[-MOST_TOLD:]}"]
+    return []
 
 
 def _forget_the_run() -> None:
