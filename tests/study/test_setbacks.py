@@ -1,0 +1,57 @@
+"""The script reads from the committed results of a study how far its runs fell back."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+from tests.study.test_analysis import run
+
+from jetrl.study.results import Curves
+
+ROOT = Path(__file__).parents[2]
+SPEC = importlib.util.spec_from_file_location(
+    "setbacks", ROOT / "benchmarks" / "study" / "setbacks.py"
+)
+setbacks = importlib.util.module_from_spec(SPEC)
+sys.modules["setbacks"] = setbacks
+SPEC.loader.exec_module(setbacks)
+
+
+def run_with(held_out, kls):
+    """Return a run with these held-out accuracies, and a K3 KL at every second step."""
+    steps = [2 * i for i in range(1, len(kls) + 1)]
+    return run("short", "mixed", 0, 0.5).model_copy(
+        update={
+            "held_out": Curves(steps=list(range(len(held_out))), values={"mean": held_out}),
+            "curves": Curves(steps=steps, values={"mismatch/k3_kl": kls}),
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    "held_out, fall",
+    [([0.5, 0.6, 0.7], 0.0), ([0.5, 0.8, 0.1, 0.9], 0.7), ([0.5, None, 0.3], 0.2), ([], 0.0)],
+)
+def test_a_fall_is_the_most_that_is_lost_from_an_earlier_evaluation(held_out, fall):
+    assert setbacks.setback(run_with(held_out, []), 3.0).fall == pytest.approx(fall)
+
+
+@pytest.mark.parametrize(
+    "kls, rise",
+    [
+        ([1, 1, 1, 1, 4, 4], 10),
+        ([1, 1, 1, 1, 4, 2, 4], None),  # one value alone is no rise
+        ([1, 1, 1, 4, 4, 1], None),  # three values before it are too few
+        ([1, 1, 1, 1, None, 4, 4], 12),
+        ([0, 0, 0, 0, 0, 0], None),
+    ],
+)
+def test_a_rise_is_two_values_in_a_row_above_thrice_the_median(kls, rise):
+    assert setbacks.setback(run_with([], kls), 3.0).rise == rise
+
+
+def test_the_runs_that_fell_far_are_those_that_the_study_names(capsys):
+    setbacks.main([str(ROOT / "benchmarks/results/study/flows_first_start.json")])
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "points, " in line]
+    assert "5m-program-512-mixed-s2: 70 points, 46" in line
