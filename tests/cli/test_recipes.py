@@ -44,7 +44,7 @@ def test_a_recipe_fits_the_gpus_that_it_asks_for(name: str, h200: None, jetrl: C
     recipe = jetrl("recipes", name).out
     assert (count == 1) == ("needs: one h200" in recipe.lower())
     assert (count > 1) == (f"torchrun --standalone --nproc-per-node {count} " in recipe)
-    phases = next(line for line in done.out.splitlines() if line.split()[1:2] == ["all"])
+    phases = next(line for line in done.out.splitlines() if line.split()[1:2] == ["held"])
     assert max(map(float, phases.split()[2:])) < H200_GIB
     assert 'name = "unified"' in done.out or "# precision plan: unified" in done.out
 
@@ -69,7 +69,7 @@ def test_adapters_fit_where_all_parameters_do_not(
     words = ("train", name, "--dry-run", "run.device=cuda", "--gpu-memory", gib)
     done = jetrl(*words)
     assert done.code == 0, done.err
-    phases = next(line for line in done.out.splitlines() if line.split()[1:2] == ["all"])
+    phases = next(line for line in done.out.splitlines() if line.split()[1:2] == ["held"])
     assert max(map(float, phases.split()[2:])) < most
     assert "master weights of the adapter" in done.out
     done = jetrl(*words, "adapter.kind=none", "adapter.rank=none")

@@ -31,7 +31,6 @@ from jetrl.distributed.agreement import LARGEST_SIZE, agree
 from jetrl.distributed.world import world
 from jetrl.errors import OutOfMemoryStop, UserError
 from jetrl.memory.device import free_bytes, peak_bytes, reset_peak
-from jetrl.memory.fitting import MARGIN
 from jetrl.memory.out_of_memory import release
 from jetrl.memory.plan import MemoryPlan, Workload, memory_plan
 from jetrl.models.policy import Policy
@@ -339,7 +338,7 @@ class Flow:
         tokens = given if given and self.load.mean_length else count * self.load.length
         self.chosen |= {"micro_batch_tokens": tokens, "activation_checkpointing": checkpointing}
         planned = world().size > 1 and not given and self._free is not None
-        if planned and self.planned().peak + MARGIN > (self._free or 0):
+        if planned and self.planned().needed > (self._free or 0):
             return False
         settings = self._settings(tokens, checkpointing)
         size = _Tried(tokens)

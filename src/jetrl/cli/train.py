@@ -312,8 +312,9 @@ def dry_run(
             and precision plan have been yielded before.
     """
     from jetrl.memory.device import free_bytes
-    from jetrl.memory.fitting import check_fits, shown
+    from jetrl.memory.fitting import check_fits
     from jetrl.memory.plan import GIB, OtherModels, Workload
+    from jetrl.memory.table import shown
     from jetrl.precision import PrecisionPlan
     from jetrl.session.building import choose_device, model_config
     from jetrl.session.reward_training import plan_reward_memory

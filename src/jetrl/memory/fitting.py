@@ -10,13 +10,12 @@ from jetrl.distributed.agreement import LARGEST_SIZE, agree
 from jetrl.distributed.world import world
 from jetrl.errors import UserError
 from jetrl.memory.plan import GIB, MemoryPlan, OtherModels, Workload, memory_plan
+from jetrl.memory.table import shown
 from jetrl.models.families import ModelConfig
 from jetrl.precision.plan import PrecisionPlan
 from jetrl.settings.loading import Settings, as_override
 
 STEP = 1024  # Micro-batches are planned in multiples of so many tokens.
-# Left out of the plan: the code of kernels (0.2 GiB), and holes between allocations.
-MARGIN = 3 * 2**29
 _MORE_GPUS = (2, 4, 8, 16, 32, 64)  # numbers of GPUs that are tried where one run does not fit
 Remedy = tuple[str, str, object]  # section, key and value of a setting
 _FEW_SEQUENCES = 256  # Decode's graphs and logits take little for so many at once.
@@ -82,7 +81,7 @@ class _Run:
         fewest = self.settings.distributed.same_bits_down_to or self.cards
         for tokens in (most, *range((most - 1) // STEP * STEP, 0, -STEP)):
             plans = [replace(self, cards=n).plan(free, tokens) for n in {fewest, self.cards}]
-            if all(plan.peak + MARGIN <= free for plan in plans):
+            if all(plan.needed <= free for plan in plans):
                 return Fitted(self.plan(free, tokens), tokens, free)
         return None
 
@@ -144,17 +143,8 @@ def check_fits(
     where, each = ("the GPU", "") if tightest.cards == 1 else (f"{tightest.cards} GPUs", " on each")
     raise UserError(
         f"the model does not fit on {where}: even with micro-batches of {least.micro_batch.tokens} "
-        f"tokens it needs {(least.peak + MARGIN) / GIB:.1f} GiB{each}, and {free / GIB:.1f} GiB "
+        f"tokens it needs {least.needed / GIB:.1f} GiB{each}, and {free / GIB:.1f} GiB "
         f"are free\n\n{shown(least)}\n\n{_advice(tightest, free)}"
-    )
-
-
-def shown(plan: MemoryPlan, indent: str = "  ") -> str:
-    """Return the table of a plan as text, each line after `indent`."""
-    lines = plan.table()
-    width = max(len(cells[0]) for cells in lines)
-    return "\n".join(
-        (indent + "  ".join((cells[0].ljust(width), *cells[1:]))).rstrip() for cells in lines
     )
 
 
@@ -226,7 +216,7 @@ def _what_fits(fitted: Fitted, each: str = "") -> str:
         each: What follows the memory.
     """
     tokens = fitted.plan.micro_batch.tokens
-    return f"{fitted.plan.peak / GIB:.1f} GiB{each}, in micro-batches of up to {tokens} tokens"
+    return f"{fitted.plan.needed / GIB:.1f} GiB{each}, in micro-batches of up to {tokens} tokens"
 
 
 def _remedies(run: _Run) -> Iterator[Remedy]:

@@ -51,6 +51,8 @@ MOMENTS: tuple[Moment, ...] = get_args(Moment)
 GIB = 2**30
 # cuBLAS's workspaces, DeepGEMM's and Triton's scratch; measured with torch 2.11.
 _LIBRARIES = 128 * 2**20
+# Of a GPU, for what no row counts: the code of kernels (0.2 GiB), and holes between allocations.
+_RESERVE = 3 * 2**29
 
 
 @dataclass(frozen=True)
@@ -73,10 +75,12 @@ class MemoryPlan:
     Attributes:
         rows: What is held.
         micro_batch: The micro-batch that the plan was made for.
+        reserve: Bytes of a GPU that are left for what no row counts.
     """
 
     rows: tuple[Row, ...]
     micro_batch: PlannedMicroBatch
+    reserve: int = 0
 
     def at(self, moment: Moment) -> int:
         """Return the bytes held at a moment."""
@@ -97,17 +101,10 @@ class MemoryPlan:
         """The largest number of bytes held at any moment."""
         return max(map(self.at, MOMENTS))
 
-    def table(self) -> list[tuple[str, ...]]:
-        """Return the printed table as lines of cells, in GiB: a head, the rows, the sums."""
-        moments = [moment for moment in MOMENTS if self.at(moment)]
-
-        def cells(what: str, sizes: Mapping[Moment, int]) -> tuple[str, ...]:
-            shown = (f"{sizes[m] / GIB:9.3f}" if sizes.get(m) else " " * 9 for m in moments)
-            return (what, *shown)
-
-        head = ("GiB", *(f"{moment:>9}" for moment in moments))
-        rows = [cells(row.what, row.bytes) for row in self.rows]
-        return [head, *rows, cells("all", {moment: self.at(moment) for moment in moments})]
+    @property
+    def needed(self) -> int:
+        """The bytes that a device has to have free for the run: the peak and the reserve."""
+        return self.peak + self.reserve
 
 
 @dataclass(frozen=True)
@@ -266,7 +263,8 @@ def memory_plan(
         critic = (others.critic or config).with_scalar_head()
         own = plan.without_base
         rows += _training("critic: ", "critic", critic, own, batch, settings, cards)
-    return MemoryPlan(tuple(row for row in rows if any(row.bytes.values())), batch)
+    held = tuple(row for row in rows if any(row.bytes.values()))
+    return MemoryPlan(held, batch, 0 if device == "cpu" else _RESERVE)
 
 
 def _moments(settings: Settings, others: OtherModels, load: Workload) -> tuple[Moment, ...]:
