@@ -231,6 +231,25 @@ def test_a_resumed_run_has_its_own_settings_and_the_overrides(
     assert recipe_settings(words).train.lr == load_config("demo").train.lr
 
 
+def test_a_recipe_that_gives_a_resumed_run_other_settings_is_named_with_them(
+    jetrl: Callable, loop: FakeLoop, tmp_path: Path
+) -> None:
+    """Overrides count on both sides, and a recipe that was not typed gives nothing."""
+    place = [f"run.dir={tmp_path}", "run.name=mine"]
+    started = load_config("demo", [*place, "train.lr=0.25", "eval.every=7"])
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "config.toml").write_text(to_toml(started))
+    lr = load_config("demo").train.lr
+    for command in ("train", "sft"):
+        words = (command, "demo", *place, "eval.every=9", "sft.steps=1", "--resume")
+        said = jetrl(*words).err
+        assert f"what demo gives otherwise is not used: train.lr = {lr} (the run: 0.25). To" in said
+        assert str(tmp_path / "mine" / "config.toml") in said
+    assert jetrl("train", *place, "--resume").err == ""
+    assert jetrl("train", tmp_path / "mine" / "config.toml", "--resume").err == ""
+    assert jetrl("train", "demo", *place, "train.lr=0.25", "eval.every=7", "--resume").err == ""
+
+
 def test_sft_refuses_an_out_in_use_before_it_trains(
     jetrl: Callable, loop: FakeLoop, tmp_path: Path
 ) -> None:

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 
 from jetrl.cli.arguments import table, tell
 from jetrl.cli.ranks import goes_on, joined
+from jetrl.cli.resumed import unused_of_recipe
 from jetrl.distributed.world import launched_rank, launched_size, started_by_torchrun
 from jetrl.errors import Terminated, TimeLimitReached, UserError
 
@@ -129,7 +130,8 @@ def recipe_settings(words: Sequence[str], resume: bool = False) -> Settings:
 
     Args:
         words: The recipe and the overrides.
-        resume: True to read the run's own config.toml: the recipe then only says which run.
+        resume: True to read the run's own config.toml: the recipe then only says which run, and
+            what it gives otherwise is printed.
 
     Raises:
         UserError: A second word is no override, or `load_config` refuses the settings.
@@ -144,7 +146,11 @@ def recipe_settings(words: Sequence[str], resume: bool = False) -> Settings:
     settings = load_config(recipes[0] if recipes else DEFAULT_RECIPE, overrides)
     own = Path(settings.run.dir) / str(settings.run.name) / "config.toml"
     if resume and own.is_file():
-        settings = RunDirectory.settings_of_resume(load_config(own, overrides))
+        given, settings = settings, load_config(own, overrides)
+        unused = unused_of_recipe(recipes[0], given, settings, own) if recipes else ""
+        if unused and launched_rank() == 0:
+            tell(unused)
+        settings = RunDirectory.settings_of_resume(settings)
     return settings
 
 
