@@ -75,6 +75,23 @@ def test_asked_for_by_name_it_weighs_one(tmp_path: Path) -> None:
     assert all(line["correction/touched_fraction"] == 0 for line in lines)
 
 
+@pytest.mark.parametrize(
+    "overrides, advised",
+    [
+        (["precision.preset=mixed"], True),
+        (["precision.preset=mixed", "algorithm.correction=icepop"], False),
+        (["precision.preset=bf16"], False),
+        (["precision.preset=unified"], False),
+        (["precision.preset=unified", "sampler_deviation.logit_noise=0.1"], True),
+    ],
+)
+def test_a_mismatch_without_a_correction_is_said_at_the_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], overrides: list[str], advised: bool
+) -> None:
+    run(tmp_path, *overrides)
+    assert ("consider algorithm.correction=tis" in capsys.readouterr().out) == advised
+
+
 PPO = ["algorithm.name=ppo", "critic.path=policy", "critic.lr=1e-3"]
 
 

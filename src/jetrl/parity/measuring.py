@@ -99,19 +99,35 @@ def measure(
     )
 
 
-def check_correction(algorithm: AlgorithmSettings, policy: Policy) -> None:
+def check_correction(algorithm: AlgorithmSettings, policy: Policy) -> list[str]:
     """Refuse a correction of a mismatch that an exact plan does not have, with a measurement.
+
+    Args:
+        algorithm: The settings of the algorithm.
+        policy: The policy, whose plan says whether sampler and trainer differ.
+
+    Returns:
+        What to tell a user whose sampler differs from the trainer, beyond the rounding of one
+        precision, without a correction; nothing for others.
 
     Raises:
         UserError: An exact plan has a correction, without correction_under_exact_plan.
     """
-    correction = algorithm.correction
-    if correction == "none" or not policy.plan.exact or algorithm.correction_under_exact_plan:
-        return
+    correction, plan = algorithm.correction, policy.plan
+    if correction == "none":
+        if plan.rollout_linear == plan.train_linear and not plan.deviation:
+            return []
+        return [
+            f"under the plan {plan.name} sampler and trainer differ: consider "
+            "algorithm.correction=tis or icepop (in docs/study.md some runs without one were lost, "
+            "none with one)"
+        ]
+    if not plan.exact or algorithm.correction_under_exact_plan:
+        return []
     result = measure(policy, num_prompts=4, samples=2, max_tokens=16)
     raise UserError(
         f"algorithm.correction = {correction} corrects nothing under the exact plan "
-        f"{policy.plan.name!r}: {result.different} of {result.tokens} tokens sampled just now "
+        f"{plan.name!r}: {result.different} of {result.tokens} tokens sampled just now "
         f"differ from the trainer's (largest difference {result.max_abs:.3g} nats), so that "
         "every weight is 1, and each step checks all of its tokens. Leave it out, or set "
         "algorithm.correction_under_exact_plan=true"

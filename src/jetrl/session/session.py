@@ -108,7 +108,7 @@ class Session:
             trackers=settings.trackers.names,
             hang_state=lambda: hang_state(context.engine, context.policy),
         )
-        check_correction(settings.algorithm, context.policy)
+        run.display.note(*check_correction(settings.algorithm, context.policy))
 
         # What outlives a step is registered with the checkpoints.
         checkpoints = run.checkpoints
