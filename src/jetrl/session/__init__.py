@@ -3,6 +3,7 @@
 session               the verbs of the loop
 step                  the record of a step, which the verbs pass on
 open, building        models and data
+advantages_trial      a user's advantage function, called before anything is loaded
 training_run          directory, console, phases, checkpoints
 prompt_order          which prompts a step draws
 sampling_params       how completions are drawn

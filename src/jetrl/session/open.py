@@ -27,6 +27,7 @@ from jetrl.rewards.reward import Reward
 from jetrl.rewards.sampling import EncodedPrompt, encode_prompts
 from jetrl.rollout.engine import RolloutEngine
 from jetrl.runs import check_trackers
+from jetrl.session.advantages_trial import try_advantages
 from jetrl.session.building import build_policy, build_reward, choose_device, model_config
 from jetrl.session.examples import trained_examples, worked_answer
 from jetrl.settings.loading import Settings
@@ -189,6 +190,7 @@ def _objective(settings: Settings) -> Objective:
         problems = list(settings.algorithm_problems(objective.algorithm))
         if problems:
             raise UserError("; ".join(problems))
+        try_advantages(objective, settings)
     return objective
 
 

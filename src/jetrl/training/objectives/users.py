@@ -6,11 +6,10 @@ file and line that it came from.
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +65,7 @@ def load_algorithm(name: str) -> Algorithm:
             f"algorithm file {file}: {member!r} is no function and no Algorithm; it has "
             f"{', '.join(key for key, value in vars(module).items() if callable(value)) or 'none'}"
         )
-    return dataclasses.replace(USERS, title=member, loss=algorithm)
+    return replace(USERS, title=member, loss=algorithm)
 
 
 @dataclass(frozen=True)
@@ -91,9 +90,11 @@ class UsersFunction:
             if is_out_of_memory(error):
                 raise
             last = traceback.extract_tb(error.__traceback__)[-1]
+            place = f"{last.filename}, line {last.lineno}"
+            if last.filename == __file__:  # the call itself failed
+                place = "it is called with one argument, and with algorithm.options by name"
             raise self._error(
-                f"{subject} raised {type(error).__name__}: {error} "
-                f"({last.filename}, line {last.lineno})"
+                f"{subject} raised {type(error).__name__}: {error} ({place})"
             ) from error
 
     def _error(self, problem: str) -> UserError:
@@ -136,24 +137,46 @@ class UsersEstimator(UsersFunction):
         Raises:
             UserError: The function raised, or did not return a finite number for each token.
         """
-        advantages = self._call(step, "its advantages")
-        problem = _problem(advantages, [len(penalty) for penalty in step.penalties])
+        returned = self._call(step, "its advantages")
+        lengths = [len(penalty) for penalty in step.penalties]
+        whole = returned if isinstance(returned, Advantages) else Advantages(returned)
+        problem = _problem(whole.advantages, lengths)
+        if not problem and step.values is not None:
+            problem = "have no returns, which the critic learns: return Advantages(..., returns)"
+            if whole.returns is not None:
+                problem = _problem(whole.returns, lengths)
+                problem = problem and f"have returns that do not fit: they {problem}"
         if problem:
-            raise self._error(f"its advantages {problem}")
-        return advantages if isinstance(advantages, Advantages) else Advantages(list(advantages))
+            name = getattr(self.function, "__name__", type(self.function).__name__)
+            raise self._error(f"its advantages {problem}; {name} returned {_described(returned)}")
+        return replace(whole, advantages=list(whole.advantages))
 
 
-def _problem(advantages: object, lengths: Sequence[int]) -> str:
-    """Return what is wrong with the advantages of a user's estimator, "" if nothing is.
+def _described(value: object) -> str:
+    """Return the type of a value in words, with the shape and dtype of arrays."""
+    if isinstance(value, Advantages):
+        return f"Advantages of {_described(value.advantages)}"
+    if isinstance(value, np.ndarray | torch.Tensor):
+        return f"{type(value).__name__} of shape {list(value.shape)}, {value.dtype}"
+    if isinstance(value, list | tuple):
+        first = f", the first {_described(value[0])}" if value else ""
+        return f"{type(value).__name__} of {len(value)}{first}"
+    return "None" if value is None else type(value).__name__
+
+
+def _problem(per_sample: object, lengths: Sequence[int]) -> str:
+    """Return what is wrong with the advantages or returns of a user's estimator, or "".
 
     Args:
-        advantages: What the estimator returned.
+        per_sample: The numbers of each sample, as the estimator returned them.
         lengths: Trained tokens of each sample.
     """
-    per_sample = advantages.advantages if isinstance(advantages, Advantages) else advantages
     arrays = []
     if isinstance(per_sample, Sequence | np.ndarray):
-        arrays = list(map(np.asarray, per_sample))
+        try:
+            arrays = list(map(np.asarray, per_sample))
+        except (RuntimeError, TypeError, ValueError) as error:  # as of a tensor with a gradient
+            return f"cannot be made NumPy arrays ({type(error).__name__}: {error})"
     if len(arrays) != len(lengths) or any(array.ndim != 1 for array in arrays):
         return (
             f"must be one array for each of the {len(lengths)} samples, of a number a token; "
@@ -162,6 +185,8 @@ def _problem(advantages: object, lengths: Sequence[int]) -> str:
     for i, (array, length) in enumerate(zip(arrays, lengths, strict=True)):
         if len(array) != length:
             return f"of sample {i} are {len(array)}, and must be as many as its {length} tokens"
+        if array.dtype.kind not in "fiub":
+            return f"of sample {i} are {array.dtype}, and must be real numbers"
         if not np.isfinite(array).all():
             return f"of sample {i} are not finite"
     return ""
