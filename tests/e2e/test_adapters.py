@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -100,7 +101,14 @@ def test_commands_take_a_run_with_an_adapter(
     prompts = ["12+7=", "--temperature", "0", "--max-tokens", "6", "--device", "cpu"]
     of_run = said("sample", run, *prompts)
     assert said("sample", run / "model", *prompts) == of_run
-    assert "an adapter, float32" in said("export", run, tmp_path / "adapter")
+    base = tmp_path / "base"
+    exported = said("export", run, tmp_path / "adapter", "--base", base)
+    assert "the base of random weights" in exported
+    assert "an adapter, float32" in exported
+    assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())[
+        "base_model_name_or_path"
+    ] == str(base)
+    assert said("sample", tmp_path / "adapter", *prompts) == of_run
     of_export = (tmp_path / "adapter" / "adapter_model.safetensors").read_bytes()
     assert of_export == (run / "model" / "adapter_model.safetensors").read_bytes()
     printed = said("export", run, tmp_path / "whole", "--merge", "--dtype", "float32")
@@ -113,6 +121,36 @@ def test_commands_take_a_run_with_an_adapter(
     assert "has no adapter to merge" in capsys.readouterr().err
     assert main(["export", str(run), str(tmp_path / "x"), "--dtype", "fp8"]) == 2
     assert "add --merge" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("source", "words", "message"),
+    [
+        (
+            "adapter",
+            [],
+            "base of random weights.*add --base DIR to write that base too, or --merge",
+        ),
+        ("adapter", ["--merge", "--base", "OUT"], "--merge writes a whole model"),
+        ("whole", ["--base", "OUT"], "--base is for .* it has no adapter"),
+    ],
+)
+def test_an_adapter_whose_base_no_reader_could_find_is_not_exported(
+    run: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    source: str,
+    words: list[str],
+    message: str,
+) -> None:
+    """Without a name of the base, peft would ask the hub for a model called None."""
+    model = run
+    if source == "whole":
+        model = make_tiny(tmp_path / "whole", num_layers=1, alphabet="0123456789+=")
+    words = [word.replace("OUT", str(tmp_path / "out")) for word in words]
+    assert main(["export", str(model), str(tmp_path / "written"), *words]) == 2
+    assert re.search(message, capsys.readouterr().err)
+    assert not (tmp_path / "written").exists()
 
 
 def test_a_reward_model_is_trained_by_an_adapter_and_merged(

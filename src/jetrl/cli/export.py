@@ -6,6 +6,7 @@ For example:
     jetrl export models/qwen3-8b models/q-fp8 --dtype fp8   block-scaled FP8 (e4m3, 128 x 128)
     jetrl export runs/lora adapters/mine                    of a run with an adapter: PEFT's files
     jetrl export runs/lora models/mine --merge              a whole model, with the adapter merged
+    jetrl export runs/lora adapters/mine --base models/b    and its base, where that is random
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
     from jetrl.models.adapter import Adapter, LoRA
     from jetrl.models.families import ModelConfig
+    from jetrl.models.policy import Policy
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,6 +43,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--merge", action="store_true", help="write a whole model, with the adapter merged into it"
     )
+    parser.add_argument(
+        "--base",
+        metavar="DIR",
+        help="write the base of random weights that an adapter was trained on there, in float32",
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace a model that is at OUT")
     parser.add_argument("--device", choices=DEVICES, default="cpu", help="where to compute")
     add_trust_argument(parser)
@@ -51,6 +58,8 @@ def run(args: argparse.Namespace) -> int:
     from jetrl.models import hf
     from jetrl.models.nvfp4_files import is_nvfp4
 
+    if args.merge and args.base is not None:
+        raise UserError("--base goes with an adapter, and --merge writes a whole model")
     if args.merge:
         _merge(args, _merged_parts(args))
         return 0
@@ -64,9 +73,43 @@ def run(args: argparse.Namespace) -> int:
             f"--dtype {args.dtype} is of a whole model's weights, and {args.model} has an adapter, "
             "which is written in float32: add --merge for a whole model"
         )
+    _name_base(args, policy)
     policy.save_pretrained(args.out, dtype=args.dtype, overwrite=args.overwrite)
     print(f"wrote {args.out} ({args.dtype if policy.lora is None else 'an adapter, float32'})")
     return 0
+
+
+def _name_base(args: argparse.Namespace, policy: Policy) -> None:
+    """Write the base of an adapter on random weights, so that the adapter's directory can name it.
+
+    Raises:
+        UserError: The base has random weights and --base is missing; or --base is given, and there
+            is no adapter, or its base is in a directory already.
+    """
+    from jetrl.models import hf
+
+    if policy.lora is None or policy.base_path is not None:
+        if args.base is not None:
+            known = f"its base is {policy.base_path}" if policy.lora else "it has no adapter"
+            raise UserError(f"--base is for an adapter on random weights; of {args.model} {known}")
+        return
+    if args.base is None:
+        raise UserError(
+            f"{args.model} has an adapter on a base of random weights, which is in no directory "
+            "that adapter_config.json could name, so peft, transformers and vLLM cannot load it: "
+            "add --base DIR to write that base too, or --merge for a whole model"
+        )
+    hf.save_model(
+        args.base,
+        policy.config,
+        _random_weights(args, policy.config, policy.device),
+        "float32",
+        tokenizer=policy.tokenizer,
+        generation_config=policy.generation_config or None,
+        overwrite=args.overwrite,
+    )
+    print(f"wrote {args.base} (float32, the base of random weights)")
+    policy.base_path = str(Path(args.base).resolve())
 
 
 def _widen(args: argparse.Namespace, path: Path) -> None:
@@ -184,16 +227,24 @@ def _base_weights(
     args: argparse.Namespace, parts: _Parts, device: torch.device
 ) -> Iterator[Mapping[str, Tensor]]:
     """Yield the weights of the base, each read or made when it is asked for."""
-    from jetrl.cli.opening import find_model
     from jetrl.models import hf
-    from jetrl.models.tiny import RandomWeights
-    from jetrl.settings.loading import load_config
 
     if parts.base is not None:
         with hf.open_weights(parts.base, parts.base_config, device) as weights:
             yield weights
         return
+    yield _random_weights(args, parts.base_config, device)
+
+
+def _random_weights(
+    args: argparse.Namespace, config: ModelConfig, device: torch.device
+) -> Mapping[str, Tensor]:
+    """Return the base of random weights that the seed of a run makes."""
+    from jetrl.cli.opening import find_model
+    from jetrl.models.tiny import RandomWeights
+    from jetrl.settings.loading import load_config
+
     run = find_model(Path(args.model)).run
     assert run is not None, "a base of random weights is made by the seed of a run"
     seed = load_config(run / "config.toml").run.seed
-    yield RandomWeights(parts.base_config, seed, device)
+    return RandomWeights(config, seed, device)
