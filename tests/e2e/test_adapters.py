@@ -153,6 +153,20 @@ def test_an_adapter_whose_base_no_reader_could_find_is_not_exported(
     assert not (tmp_path / "written").exists()
 
 
+def test_a_checkpoint_over_another_base_than_its_own_is_refused(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Another seed stands for another kind of device, which makes other random weights."""
+    copy = shutil.copytree(run, tmp_path / "copy")
+    config = copy / "config.toml"
+    text = config.read_text()
+    assert "\nseed = 0\n" in text
+    config.write_text(text.replace("\nseed = 0\n", "\nseed = 7\n", 1))
+    for words in (["sample", str(copy), "1+1="], ["export", str(copy), str(tmp_path), "--merge"]):
+        assert main([*words, "--device", "cpu"]) == 2
+        assert "trained on another base than the random weights" in capsys.readouterr().err
+
+
 def test_a_reward_model_is_trained_by_an_adapter_and_merged(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -80,7 +80,9 @@ def open_policy(
         masters = Checkpoints.masters(location.path)
         assert masters is not None  # by find_model
         plan = _plan_over(settings.model.path, plan, preset)
-        return policy_of_masters(settings, plan, masters, alphabet)
+        policy = policy_of_masters(settings, plan, masters, alphabet)
+        _check_base(location.path, policy, settings.model.path)
+        return policy
     if is_adapter(location.path):
         plan = _plan_over(base_of(location.path), plan, preset)
         policy = _with_adapter(location, plan, chosen)
@@ -91,6 +93,28 @@ def open_policy(
             policy = Policy.from_pretrained(location.path, plan, chosen, trains=trains)
     limit_threads(policy.config)
     return policy
+
+
+def _check_base(checkpoint: Path, policy: Policy, base: str | None) -> None:
+    """Check that the adapter of a checkpoint was trained on the base that the policy has.
+
+    Args:
+        checkpoint: The checkpoint.
+        policy: The policy with the checkpoint's adapter.
+        base: The directory of the base; None of random weights.
+
+    Raises:
+        UserError: It was trained on another one.
+    """
+    if Checkpoints.base_digest(checkpoint) in (None, policy.base_digest):
+        return
+    what = (
+        f"what {base} holds now" if base else f"the random weights of its seed on {policy.device}"
+    )
+    other = "put the model of the run back there"
+    if base is None:
+        other = "the seed makes others on a GPU than on a CPU: choose the run's with --device"
+    raise UserError(f"{checkpoint}: its adapter was trained on another base than {what}; {other}")
 
 
 def _nothing(_: str) -> bool:

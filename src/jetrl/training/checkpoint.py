@@ -378,6 +378,16 @@ class Checkpoints:
         alphabet: str | None = state_of(path).get("alphabet")
         return alphabet
 
+    @classmethod
+    def base_digest(cls, path: Path) -> str | None:
+        """Return the digest of the base that the adapter of an undamaged checkpoint was trained on.
+
+        Returns:
+            None where all parameters were trained.
+        """
+        adapter = state_of(path)["model"].get("adapter")
+        return str(adapter.get("base")) if isinstance(adapter, dict) else None
+
     def _put_in_place(self, writing: Path, target: Path) -> None:
         """Give a complete checkpoint its real name; one that has that name goes only afterwards."""
         replaced = self.directory / f"{_REPLACED}{target.name}"
