@@ -28,7 +28,7 @@ PROGRAM = [sys.executable, "-m", "jetrl"]
 
 def test_help_imports_neither_torch_nor_other_heavy_packages() -> None:
     code = (
-        "import sys\n"
+        "import sys, jetrl.cli.arguments\n"
         "from jetrl.cli.main import main\n"
         "assert main(['--help']) == 0\n"
         "heavy = {'torch', 'transformers', 'numpy', 'pydantic', 'matplotlib', 'rich'}\n"

@@ -2,15 +2,16 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 
 import pytest
 from pydantic import ValidationError
 
-from jetrl.cli.arguments import PLANS
+from jetrl.cli import arguments
 from jetrl.errors import UserError
 from jetrl.precision import PrecisionPlan
+from jetrl.presets import DEFAULT_PRESET, PRESETS, key_and_value_formats
 from jetrl.settings import PrecisionSettings
-from jetrl.settings.presets import DEFAULT_PRESET, PRESETS, key_and_value_formats
 
 TABLE = {  # docs/precision.md: rollout linears, training linears, keys and values, rest, lm_head
     "fp32": ("fp32", "fp32", "fp32", "fp32", "fp32"),
@@ -31,9 +32,10 @@ def test_presets_are_the_table(name: str) -> None:
     assert PrecisionPlan.from_dict(plan.to_dict()) == plan
 
 
-def test_the_command_line_has_every_preset() -> None:
-    assert tuple(PRESETS) == PLANS
-    assert DEFAULT_PRESET in PLANS
+def test_a_new_preset_is_a_plan_of_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert DEFAULT_PRESET in PRESETS
+    monkeypatch.setitem(PRESETS, "newest", PRESETS["bf16"])
+    assert runpy.run_path(arguments.__file__)["PLANS"][-1] == "newest"
 
 
 def test_unknown_preset_and_option_are_named() -> None:

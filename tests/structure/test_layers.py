@@ -3,8 +3,9 @@
     {cli, bench, study} -> loop -> session -> {rewards, parity, compiling}
         -> {rollout, training, tasks, runs} -> memory -> models -> kernels -> precision
 
-and everyone may use types, settings, errors, files, randomness, distributed and users_code. rollout
-and training never import each other; tasks and runs know neither the model nor torch.
+and everyone may use types, presets, settings, errors, files, randomness, distributed and
+users_code. rollout and training never import each other; tasks and runs know neither the model nor
+torch.
 """
 
 from __future__ import annotations
@@ -20,7 +21,16 @@ import pytest
 SOURCE = Path(__file__).parents[2] / "src" / "jetrl"
 FILES = sorted(SOURCE.rglob("*.py"))
 
-BASE = {"types", "errors", "files", "randomness", "settings", "distributed", "users_code"}
+BASE = {
+    "types",
+    "errors",
+    "files",
+    "presets",
+    "randomness",
+    "settings",
+    "distributed",
+    "users_code",
+}
 BELOW_ROLLOUT = {"precision", "kernels", "models", "memory"}
 PARTS = {"rollout", "training", "tasks", "runs"}
 EVERYTHING = BASE | BELOW_ROLLOUT | PARTS | {"rewards", "parity", "compiling", "session", "loop"}
@@ -29,8 +39,9 @@ ALLOWED: dict[str, set[str]] = {
     "types": set(),
     "errors": set(),
     "files": {"errors"},
+    "presets": set(),
     "randomness": set(),
-    "settings": {"errors"},
+    "settings": {"errors", "presets"},
     "distributed": {"errors", "files"},
     "users_code": {"errors"},
     "precision": BASE,

@@ -32,7 +32,7 @@ from jetrl.models.policy import Policy
 from jetrl.parity import measure
 from jetrl.precision import PrecisionPlan
 from jetrl.precision.deviation import SamplerDeviation
-from jetrl.settings.presets import LinearFormat
+from jetrl.presets import LinearFormat
 
 _TEMPERATURE = 0.6
 _SPLIT = 256  # Keys after which the other attention begins a new sum.

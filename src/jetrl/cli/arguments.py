@@ -8,9 +8,9 @@ from collections.abc import Iterable, Sequence
 from typing import NoReturn
 
 from jetrl.distributed.console import tell as tell
+from jetrl.presets import PRESETS
 
-# The presets of settings.presets, which needs pydantic.
-PLANS = ("fp32", "bf16", "mixed", "alike", "jet", "unified")
+PLANS = tuple(PRESETS)
 DEVICES = ("auto", "cpu", "cuda")
 
 

@@ -15,6 +15,7 @@ from jetrl.models.nvfp4_files import is_nvfp4
 from jetrl.models.peft import base_of, is_adapter, read_adapter, without_base
 from jetrl.models.policy import Policy
 from jetrl.precision import PrecisionPlan
+from jetrl.presets import DEFAULT_PRESET
 from jetrl.runs import RunDirectory
 from jetrl.session.building import (
     build_policy,
@@ -23,7 +24,6 @@ from jetrl.session.building import (
     policy_of_masters,
 )
 from jetrl.settings.loading import load_config
-from jetrl.settings.presets import DEFAULT_PRESET
 from jetrl.training import Checkpoints
 
 

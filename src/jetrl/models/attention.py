@@ -26,7 +26,7 @@ from jetrl.models.stems import Stems
 from jetrl.models.trace import tell
 from jetrl.precision.plan import PrecisionPlan
 from jetrl.precision.quantize import QTensor
-from jetrl.settings.presets import key_and_value_formats
+from jetrl.presets import key_and_value_formats
 
 
 def kv_bytes_per_token(config: ModelConfig, plan: PrecisionPlan) -> int:

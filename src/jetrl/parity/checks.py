@@ -28,8 +28,8 @@ from jetrl.precision import PrecisionPlan, quantize
 from jetrl.precision.adapter import AdapterShape, AdapterWeight, add_adapter
 from jetrl.precision.gemm import bf16_matmul, fp8_matmul
 from jetrl.precision.linear import Linear
+from jetrl.presets import PRESETS
 from jetrl.randomness import derive_seed
-from jetrl.settings.presets import PRESETS
 
 # Rows of a batch that are computed alone and must have the bits of the whole batch.
 _SLICES = (slice(0, 1), slice(3, 10), slice(5, 69))

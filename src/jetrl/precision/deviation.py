@@ -12,7 +12,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from jetrl.settings.presets import Format, KVFormat, LinearFormat, ScaleRule
+from jetrl.presets import Format, KVFormat, LinearFormat, ScaleRule
 
 
 @dataclass(frozen=True)

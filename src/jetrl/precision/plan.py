@@ -3,7 +3,7 @@
 A format is chosen by the role of an operand (a linear layer of the rollout, a key, a gradient),
 never by a module's name. The sampler and the trainer are handed the same plan; where the plan
 gives both the same formats it promises that they agree bit for bit (`exact`), and a run that does
-not is stopped. The presets are data (`settings.presets`), and a plan's name is for people: what a
+not is stopped. The presets are data (`jetrl.presets`), and a plan's name is for people: what a
 plan does is decided by its fields.
 """
 
@@ -20,8 +20,7 @@ from jetrl.errors import UserError
 from jetrl.files import checked, shown_value
 from jetrl.precision.deviation import NO_DEVIATION, SamplerDeviation
 from jetrl.precision.plan_description import described
-from jetrl.settings import PrecisionSettings, SamplerDeviationSettings
-from jetrl.settings.presets import (
+from jetrl.presets import (
     PRESET_DEVIATIONS,
     PRESETS,
     BaseFormat,
@@ -31,6 +30,7 @@ from jetrl.settings.presets import (
     ScaleRule,
     is_fp8,
 )
+from jetrl.settings import PrecisionSettings, SamplerDeviationSettings
 
 __all__ = [
     "FP8_BLOCK",
@@ -121,7 +121,7 @@ class PrecisionPlan:
 
     @staticmethod
     def preset(name: str) -> PrecisionPlan:
-        """Return the plan of a preset (`settings.presets`); UserError for any other name."""
+        """Return the plan of a preset (`jetrl.presets`); UserError for any other name."""
         if name not in PRESETS:
             raise UserError(f"precision preset {name!r}: use one of {', '.join(PRESETS)}")
         deviation = SamplerDeviation(**PRESET_DEVIATIONS.get(name, {}))

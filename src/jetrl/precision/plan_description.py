@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from jetrl.settings.presets import key_and_value_formats
+from jetrl.presets import key_and_value_formats
 
 if TYPE_CHECKING:
     from jetrl.precision.plan import PrecisionPlan

@@ -16,7 +16,7 @@ from torch import Tensor
 from jetrl.kernels.attention.layout import CODES, stored_dtype
 from jetrl.kernels.attention.reference import stored_values
 from jetrl.precision.plan import PrecisionPlan
-from jetrl.settings.presets import key_and_value_formats
+from jetrl.presets import key_and_value_formats
 
 
 class KVStore:

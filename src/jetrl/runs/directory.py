@@ -31,6 +31,7 @@ from typing import Any, Self
 
 from jetrl.errors import StorageError, UserError
 from jetrl.files import checked, read_stored, read_text
+from jetrl.presets import PRESETS
 from jetrl.runs.attempts import Attempt, RunLock, attempt_logged, read_attempts, run_state
 from jetrl.runs.history import RunHistory, history_of, in_phase, phase_of
 from jetrl.runs.jsonl import (
@@ -46,7 +47,6 @@ from jetrl.runs.rollout_records import record_of
 from jetrl.runs.schemas import ATTEMPT_LINE, METRICS_LINE, PLAN, ROLLOUT_LINE, RUN_CONFIG, Phase
 from jetrl.runs.storing import storing
 from jetrl.settings.loading import Settings, to_toml
-from jetrl.settings.presets import PRESETS
 from jetrl.types import Sample, StepStats
 
 PHASE_ORDER: dict[str, int] = {"sft": 0, "rl": 1}

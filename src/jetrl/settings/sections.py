@@ -14,13 +14,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from jetrl.presets import PRESETS, is_fp8
 from jetrl.settings.adapter_section import AdapterSettings
 from jetrl.settings.algorithm_section import AlgorithmSettings
 from jetrl.settings.algorithms import ALGORITHMS, Algorithm
 from jetrl.settings.draft_head_section import DraftHeadSettings
 from jetrl.settings.model_sections import CriticSettings, ReferenceSettings, RewardSettings
 from jetrl.settings.precision_section import PrecisionSettings, SamplerDeviationSettings
-from jetrl.settings.presets import PRESETS, is_fp8
 from jetrl.settings.section import (
     Beta,
     Mass,

@@ -9,8 +9,8 @@ from typing import Annotated, Any, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from jetrl.presets import Preset
 from jetrl.runs.metrics import check_metrics
-from jetrl.settings.presets import Preset
 from jetrl.settings.section import Mass, NonNegative, NonNegativeFloat, Positive, Section, Share
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_+][A-Za-z0-9_+.-]*$", max_length=40)]

@@ -1,7 +1,7 @@
 """The precision presets: a name, and the format of the operands of each role.
 
-A new preset is a new line of `PRESETS`, which the setting `precision.preset` and `precision.plan`
-read, and its name in `cli.arguments.PLANS`, which has to do without pydantic. No torch.
+A new preset is a new line of `PRESETS`, which the setting `precision.preset`, `precision.plan` and
+the command line's --plan read. No pydantic and no torch, so that a command's help is fast.
 """
 
 from __future__ import annotations
