@@ -33,7 +33,7 @@ from typing import Any
 
 import torch
 import triton
-from stage_reads import disassembled, reads_under_way
+from stage_reads import barrier_of, disassembled, last_barrier, reads_under_way
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import CompiledKernel
@@ -48,11 +48,9 @@ VERIFIED = ((8, 8, 64), (64, 4, 128), (512, 2, 640), (100, 1, 100))  # sequences
 
 SHARED_MEMORY = 227 * 1024  # bytes that a program may have on Hopper
 
-# Kernels that give stages of shared memory back for bulk copies: so many of each are examined.
+# Kernels that give stages of shared memory back for bulk copies.
 STAGED = ("gemm_rows.rows_gemm_kernel", "nvfp4_rows.nvfp4_rows_kernel", "forward.forward_kernel")
-EXAMINED = 4
 
-examined: dict[str, int] = {}  # how many of each were
 compiled: dict[str, int] = {}  # how often each kernel was, by the present piece
 shared: dict[str, int] = {}  # bytes of shared memory of the kernel that was compiled last, by name
 layouts: dict[str, list[str]] = {}  # of the float32 sums of that kernel, of which dimension each
@@ -77,19 +75,33 @@ class NotCompiled:
     run = launch_metadata = staticmethod(lambda *_, **__: None)
 
 
-def check_stages(name: str, code: dict[str, Any]) -> None:
+def check_stages(name: str, code: dict[str, Any], rings: int) -> None:
     """Raise ValueError for a kernel that gives back a stage of which reads may be under way.
 
     An NVFP4 product by wgmma has begun to read its next stage when it gives one back, which this
-    cannot tell from reads of the same one.
+    cannot tell from reads of the same one: it is not examined.
+
+    Args:
+        name: The module and the name of the kernel.
+        code: What Triton compiled, by kind.
+        rings: How many rings of stages an NVFP4 product has. With two, the warps of one arrive at
+            a barrier behind those of all stages, for the sums that they hand over; that gives no
+            stage back, and their next reads are under way.
     """
-    by_wgmma = name.startswith("nvfp4") and "wgmma" in code["ptx"]
-    if by_wgmma or name not in STAGED or examined.get(name, 0) == EXAMINED:
+    if name not in STAGED or (name.startswith("nvfp4") and "wgmma" in code["ptx"]):
         return
-    examined[name] = examined.get(name, 0) + 1
-    found = reads_under_way(disassembled(code["cubin"], knobs.nvidia.nvdisasm.path))
+    text = disassembled(code["cubin"], knobs.nvidia.nvdisasm.path)
+    found = reads_under_way(text)
+    if rings > 1:
+        of_sums = last_barrier(text)
+        found = [arrival for arrival in found if barrier_of(arrival) != of_sums]
     if found:
         raise ValueError(f"reads may be under way when a stage is given back: {found}")
+
+
+def constant(kernel: Any, constants: dict[tuple[int, ...], Any], name: str) -> int:
+    """Return a compile-time constant of a kernel by its name, 1 where the kernel has none."""
+    return constants[(kernel.arg_names.index(name),)] if name in kernel.arg_names else 1
 
 
 def layouts_of_sums(code: str) -> list[str]:
@@ -117,7 +129,7 @@ def take_triton() -> None:
             layouts[name] = layouts_of_sums(kernel.asm.get("ttgir", ""))
             if shared[name] > SHARED_MEMORY:
                 raise ValueError(f"{shared[name]} bytes of shared memory, of {SHARED_MEMORY}")
-            check_stages(name, kernel.asm)
+            check_stages(name, kernel.asm, constant(self, rest[0], "RINGS"))
         except Exception as error:  # the others go on
             told = [line for line in traceback.format_exception(error) if line.strip()]
             failed.setdefault(name, []).append(told[-1][-2000:])
@@ -482,8 +494,6 @@ def nvfp4_shared_memory() -> None:
     )
     from jetrl.precision.nvfp4_layout import parts_of
 
-    # Two rings have an arrival that gives no stage back, which would pass for one that does.
-    examined["nvfp4_rows.nvfp4_rows_kernel"] = EXAMINED
     for rank, rows, n, k in (
         (0, 8, 5120, 25600), (64, 16, 4096, 12288), (0, 64, 24576, 4096), (32, 128, 6144, 4096),
     ):  # fmt: skip

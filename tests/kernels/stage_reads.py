@@ -19,6 +19,7 @@ from pathlib import Path
 LINE = re.compile(r"\s+/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;?\s*/\* 0x[0-9a-f]{16} \*/")
 CONTROL = re.compile(r"/\* 0x([0-9a-f]{16}) \*/")
 READ = re.compile(r"\bLDSM?\b")
+OFFSET = re.compile(r"0x([0-9a-f]+)\]")
 NONE = 7  # the number of no scoreboard
 
 Reads = frozenset[tuple[str, int]]  # loads under way: address and scoreboard
@@ -106,6 +107,11 @@ def _issued(item: Instruction, reads: Reads, fences: Fences) -> tuple[Reads, Fen
     return reads, fences
 
 
+def _arrives(item: Instruction) -> bool:
+    """Return whether an instruction is an arrival of threads at an mbarrier."""
+    return "SYNCS.ARRIVE" in item.text and "A1T0" in item.text
+
+
 def reads_under_way(text: str) -> list[str]:
     """Return each arrival that gives back a stage while loads are under way, with these loads.
 
@@ -133,8 +139,30 @@ def reads_under_way(text: str) -> list[str]:
             state = _behind(item, *state)
             if re.search(r"\bBAR\.", item.text):
                 at_barrier = state[0]
-            elif "SYNCS.ARRIVE" in item.text and "A1T0" in item.text:
+            elif _arrives(item):
                 loads = " ".join(sorted(address for address, _ in at_barrier | state[0]))
                 found += [f"{item.address} {item.text}: {loads}"] if loads else []
             state = _issued(item, *state)
     return found
+
+
+def barrier_of(arrival: str) -> int:
+    """Return the bytes from the address in an arrival's registers to its barrier.
+
+    Barriers that a loop takes in turn have the offset of the first.
+
+    Args:
+        arrival: the text of the instruction, or what `reads_under_way` returns of it.
+    """
+    offset = OFFSET.search(arrival)
+    return int(offset[1], 16) if offset else 0
+
+
+def last_barrier(text: str) -> int:
+    """Return the largest offset of a barrier at which threads arrive.
+
+    Args:
+        text: what `disassembled` returns.
+    """
+    items = [item for item in instructions(text) if isinstance(item, Instruction)]
+    return max(barrier_of(item.text) for item in items if _arrives(item))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from stage_reads import reads_under_way
+from stage_reads import barrier_of, last_barrier, reads_under_way
 
 
 def line(address: int, text: str, code: int, control: int) -> str:
@@ -53,3 +53,11 @@ def test_reads_under_way_are_found(code: tuple[str, ...], early: bool) -> None:
 def test_reads_of_the_turn_before_are_found() -> None:
     assert reads_under_way("\n".join((".L_x_1:", BARRIER, LEAVE, LOAD, AGAIN)))
     assert not reads_under_way("\n".join((".L_x_1:", BARRIER, LEAVE, LOAD, USE, AGAIN)))
+
+
+def test_the_last_barrier_is_told_from_others() -> None:
+    last = LEAVE.replace("[R2+UR5]", "[UR7+0x23ba0]")
+    code = "\n".join((LOAD, BARRIER, LEAVE.replace("[R2+UR5]", "[UR9+0x23b80]"), last, LEAVE))
+    barriers = [barrier_of(arrival) for arrival in reads_under_way(code)]
+    assert barriers == [0x23B80, 0x23BA0, 0]
+    assert last_barrier(code) == 0x23BA0
