@@ -38,10 +38,13 @@ class Held:
         self.now = self.most = 0
 
     def made(self, tensor: Tensor) -> Tensor:
-        """Count a matrix until nothing refers to it."""
-        if tensor.dtype == torch.float32:
-            self._add(tensor.nbytes)
-            weakref.finalize(tensor, self._add, -tensor.nbytes)
+        """Count a matrix until nothing refers to it, if it is float32."""
+        return self.any(tensor) if tensor.dtype == torch.float32 else tensor
+
+    def any(self, tensor: Tensor) -> Tensor:
+        """Count a matrix of any dtype until nothing refers to it."""
+        self._add(tensor.nbytes)
+        weakref.finalize(tensor, self._add, -tensor.nbytes)
         return tensor
 
     def _add(self, count: int) -> None:
@@ -113,6 +116,27 @@ def test_as_many_bytes_as_the_products_hold(
         assert really == counted
 
 
+@pytest.mark.parametrize("coded", [False, True])
+@pytest.mark.parametrize("tokens", [1, 64, 256, 257, 4096])
+@pytest.mark.parametrize("shape", ["qwen3-8b", "qwen3-32b"])
+def test_dgrad_of_few_rows_holds_a_widened_weight(
+    shape: str, tokens: int, coded: bool, held: Held, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def widened(w: HopperNVFP4) -> Tensor:
+        return held.any(torch.empty(w.shape, dtype=torch.bfloat16, device=META))
+
+    monkeypatch.setattr(nvfp4, "widened_hopper", widened)
+    config = ModelConfig.from_hf(SHAPES[shape] | ({"quantization_config": CODED} if coded else {}))
+    inner, hidden = config.intermediate_size, config.hidden_size
+    dy = torch.empty(tokens, 2 * inner, dtype=torch.bfloat16, device=META)
+    nvfp4.nvfp4_dgrad_hopper(dy, weight(2 * inner, hidden, 2 if coded else 1))
+    plan = PrecisionPlan.preset("jet").replace(base="nvfp4")
+    counted = nvfp4_product_bytes(config, plan, tokens, backward=True)
+    assert 4 * inner * hidden <= held.most <= counted
+    if tokens <= 256:
+        assert held.most == counted
+
+
 @pytest.mark.parametrize("shape", ["qwen3-8b", "qwen3-32b"])
 def test_the_plan_counts_sums_of_matrices_that_may_have_scales_of_their_own(shape: str) -> None:
     small = {**SHAPES[shape], "vocab_size": 512}  # so that a layer holds more than the head
@@ -130,8 +154,9 @@ def test_the_plan_counts_sums_of_matrices_that_may_have_scales_of_their_own(shap
         mine, its = ([r for r in p.rows if r.what.startswith(what)] for p in plans)
         return mine[0].bytes[moment] - its[0].bytes[moment]  # type: ignore[index]
 
-    def product(tokens: int) -> int:
-        return nvfp4_product_bytes(coded, plan, tokens) - nvfp4_product_bytes(plain, plan, tokens)
+    def product(tokens: int, backward: bool = False) -> int:
+        mine, its = (nvfp4_product_bytes(c, plan, tokens, backward) for c in (coded, plain))
+        return mine - its
 
     assert more("a forward of 512 ", "rollout") == product(512) > 0
-    assert more("while gradients are made", "backward") == product(4096) > 0
+    assert more("while gradients are made", "backward") == product(4096, backward=True) > 0

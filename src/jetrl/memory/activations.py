@@ -145,7 +145,7 @@ def _layer_backward_bytes(
     gradient = 0 if batch.several else 4 * 2 * inner * hidden
     if adapted:
         weight = 2 * inner * hidden if plan.train_linear == "fp8" else 0
-        weight = nvfp4_product_bytes(config, plan, tokens) or weight
+        weight = nvfp4_product_bytes(config, plan, tokens, backward=True) or weight
         mlp = (6 * hidden + 6 * inner) * tokens + weight
         if plan.train_linear == "fp8":  # SwiGLU's dY, then Y in its place, and dX twice
             mlp = max(mlp, (4 * hidden + 8 * inner) * tokens)

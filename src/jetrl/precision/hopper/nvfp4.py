@@ -138,6 +138,7 @@ def nvfp4_dgrad_hopper(dy: Tensor, w: HopperNVFP4) -> Tensor:
         for start, end, own in w.factor.ranges:
             part = torch.mm(rows[:, start:end], wide[start:end], out_dtype=torch.float32)
             sums.add_(part, alpha=own)
+            del part  # The next product takes its memory.
         product.copy_(sums)
     return out
 
