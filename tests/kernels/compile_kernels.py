@@ -486,12 +486,8 @@ def nvfp4_shared_memory() -> None:
     """Compare the shared memory that is counted for cuts of NVFP4 products with Triton's."""
     from jetrl.precision.hopper.adapter_epilogue import AdapterOperands
     from jetrl.precision.hopper.nvfp4_rows import nvfp4_rows_kernel, nvfp4_rows_matmul
-    from jetrl.precision.hopper.nvfp4_tiles import (
-        TRITONS_OWN,
-        shared_bytes,
-        tiles_beside,
-        tiles_for,
-    )
+    from jetrl.precision.hopper.nvfp4_tiles import shared_bytes, tiles_beside, tiles_for
+    from jetrl.precision.hopper.stages import TRITONS_OWN
     from jetrl.precision.nvfp4_layout import parts_of
 
     for rank, rows, n, k in (

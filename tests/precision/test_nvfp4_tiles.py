@@ -13,13 +13,8 @@ from jetrl.precision.nvfp4_layout import FEW_ROWS, parts_of
 pytest.importorskip("triton", reason="it is there on Linux alone")
 
 from jetrl.precision.hopper.adapter_epilogue import MOST_RANKS
-from jetrl.precision.hopper.nvfp4_tiles import (
-    SHARED_MEMORY,
-    Tiles,
-    shared_bytes,
-    tiles_beside,
-    tiles_for,
-)
+from jetrl.precision.hopper.nvfp4_tiles import Tiles, shared_bytes, tiles_beside, tiles_for
+from jetrl.precision.hopper.stages import SHARED_MEMORY
 
 
 @pytest.mark.parametrize("shape", SHAPES)

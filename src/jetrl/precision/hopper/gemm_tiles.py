@@ -10,9 +10,8 @@ from dataclasses import dataclass, replace
 
 from jetrl.precision.hopper.adapter_rows import down_program_bytes
 from jetrl.precision.hopper.launch import MULTIPROCESSORS
+from jetrl.precision.hopper.stages import BARRIER, fitting_stages, room_beside
 from jetrl.precision.layout import cdiv
-
-_SHARED_MEMORY = 225 * 1024  # bytes of a multiprocessor, less what two programs and barriers need
 
 
 @dataclass(frozen=True)
@@ -79,9 +78,7 @@ def tiles_beside(rows: int, n: int, rank: int) -> Tiles | None:
             return None
         tiles = Tiles(128, 1, 64, 4, 2) if n <= 32 * MULTIPROCESSORS else Tiles(128, 3, 32, 7, 1)
     block = (tiles.block_m + tiles.parts * tiles.block_n) * 128 + tiles.block_m * 4
-    mine = tiles.parts * (tiles.block_m + tiles.block_n) * rank * 2
-    room = _SHARED_MEMORY - down_program_bytes(rows) - mine
-    rounds = tiles.rounds
-    while rounds > 2 and rounds * tiles.group * block > room:
-        rounds -= 1
-    return replace(tiles, rounds=rounds)
+    adapter = tiles.parts * (tiles.block_m + tiles.block_n) * rank * 2 + BARRIER
+    room = room_beside(down_program_bytes(rows))
+    stage = tiles.group * block + 2 * BARRIER
+    return replace(tiles, rounds=fitting_stages(tiles.rounds, stage, adapter, room))

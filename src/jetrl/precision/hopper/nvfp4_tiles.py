@@ -11,16 +11,19 @@ from dataclasses import dataclass, replace
 
 from jetrl.precision.hopper.adapter_rows import DOWN_PROGRAM_REGISTERS, down_program_bytes
 from jetrl.precision.hopper.launch import MULTIPROCESSORS
+from jetrl.precision.hopper.stages import (
+    BARRIER,
+    SHARED_MEMORY,
+    fitting_stages,
+    program_bytes,
+    room_beside,
+)
 from jetrl.precision.layout import cdiv
 from jetrl.precision.nvfp4_layout import BLOCK, UNIT
 
 MOST_ROWS = 128  # of a program
-SHARED_MEMORY = 227 * 1024  # bytes that a program may have
-_OF_SYSTEM = 1024  # bytes of each program's shared memory that are the system's
 _REGISTERS = 65536  # of a multiprocessor
-TRITONS_OWN = 512  # bytes, at most, of what Triton keeps there itself: arguments of warps, padding
 _UNIT_BYTES = 2048 + 256  # of the codes and scales of 32 rows and 128 columns
-_BARRIER = 8  # bytes
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,7 @@ class Tiles:
 
 
 def shared_bytes(tiles: Tiles, rows: int, parts: int, rank: int) -> int:
-    """Return the most bytes of shared memory of a program; what Triton adds may be less.
+    """Return the most bytes of shared memory that a program of a cut takes.
 
     Args:
         tiles: The cut.
@@ -66,11 +69,23 @@ def shared_bytes(tiles: Tiles, rows: int, parts: int, rank: int) -> int:
         parts: Parts of K.
         rank: Columns of an adapter's B; 0 without an adapter.
     """
+    return program_bytes(tiles.rounds, *_stage_and_beside(tiles, rows, parts, rank))
+
+
+def _stage_and_beside(tiles: Tiles, rows: int, parts: int, rank: int) -> tuple[int, int]:
+    """Return the bytes of a stage of all rings, and of the sums and the adapter beside the stages.
+
+    Args:
+        tiles: The cut.
+        rows: Rows of X.
+        parts: Parts of K.
+        rank: Columns of an adapter's B, or 0.
+    """
     rings, block_m, units = tiles.rings(parts), tiles.block_rows(rows), tiles.sides * tiles.units
-    stage = tiles.group * (block_m * BLOCK * 2 + units * _UNIT_BYTES) + 2 * _BARRIER
-    sums = tiles.chains(parts) * 64 * block_m * 4 + _BARRIER if rings > 1 else 0
-    beside = rank * 2 * (tiles.sides * block_m + units * UNIT) + _BARRIER if rank else 0
-    return rings * tiles.rounds * stage + sums + beside + TRITONS_OWN
+    stage = tiles.group * (block_m * BLOCK * 2 + units * _UNIT_BYTES) + 2 * BARRIER
+    sums = tiles.chains(parts) * 64 * block_m * 4 + BARRIER if rings > 1 else 0
+    adapter = rank * 2 * (tiles.sides * block_m + units * UNIT) + BARRIER if rank else 0
+    return rings * stage, sums + adapter
 
 
 def tiles_for(rows: int, n: int, parts: int) -> Tiles:
@@ -94,9 +109,8 @@ def _with_stages_in(room: int, tiles: Tiles, rows: int, parts: int, rank: int) -
         parts: Parts of K.
         rank: Columns of an adapter's B, or 0.
     """
-    while tiles.rounds > 2 and shared_bytes(tiles, rows, parts, rank) > room:
-        tiles = replace(tiles, rounds=tiles.rounds - 1)
-    return tiles
+    sizes = _stage_and_beside(tiles, rows, parts, rank)
+    return replace(tiles, rounds=fitting_stages(tiles.rounds, *sizes, room))
 
 
 def _measured_cut(rows: int, n: int, parts: int) -> Tiles:
@@ -153,9 +167,7 @@ def tiles_beside(rows: int, n: int, parts: int, rank: int) -> Tiles:
     programs = cdiv(rows, tiles.block_rows(rows)) * cdiv(n, UNIT * tiles.units * tiles.sides)
     # Programs of a multiprocessor: no more than there are, nor than its registers are enough for.
     programs = min(cdiv(programs, MULTIPROCESSORS), _REGISTERS // (threads * tiles.registers))
-    # A multiprocessor has what one program may have, and the system's part of it.
-    whole = SHARED_MEMORY + _OF_SYSTEM
-    room = (whole - down_program_bytes(rows) - _OF_SYSTEM) // programs - _OF_SYSTEM
+    room = room_beside(down_program_bytes(rows), programs)
     tiles = _with_stages_in(room, tiles, rows, parts, rank)
     registers = (_REGISTERS - DOWN_PROGRAM_REGISTERS) // (programs * threads) // 8 * 8
     return replace(tiles, registers=min(tiles.registers, registers))
