@@ -20,9 +20,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from jetrl.kernels.exponential_hopper import LOG2_E
 from jetrl.kernels.logprob_hopper import (
     BLOCK,
-    LOG2_E,
     NUM_WARPS,
     lane_statistics,
     scaled_logits,

@@ -28,6 +28,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from jetrl.kernels.exponential_hopper import LOG2_E
 from jetrl.kernels.logit_chunks import rows_at_once
 from jetrl.precision.gradients import Gradients
 from jetrl.precision.hopper.checks import check_matrix, check_tensor
@@ -36,7 +37,6 @@ from jetrl.precision.hopper.gemm import bf16_matmul_hopper
 # Pinned: the bits of every log-prob depend on both.
 BLOCK = 4096
 NUM_WARPS = 8
-LOG2_E = tl.constexpr(1.4426950408889634)
 _CHUNK_GRADIENTS = 2**30  # gradients of logits, BF16, that one GEMM of backward reads
 
 

@@ -17,7 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from jetrl.kernels.swiglu_hopper import check_backward, sigmoid, store_values
+from jetrl.kernels.exponential_hopper import sigmoid
+from jetrl.kernels.swiglu_hopper import check_backward, store_values
 from jetrl.precision.hopper.quantize import (
     load_tile,
     round_to_bfloat16,

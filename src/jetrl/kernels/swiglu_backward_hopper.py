@@ -25,7 +25,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from jetrl.kernels.swiglu_hopper import LOG2_E, check_backward
+from jetrl.kernels.exponential_hopper import gluon_sigmoid
+from jetrl.kernels.swiglu_hopper import check_backward
 from jetrl.precision.hopper import gluon_names, tile
 from jetrl.precision.hopper.launch import multiprocessors
 from jetrl.precision.hopper.quantize import tile_rule
@@ -83,19 +84,10 @@ _SHARED_3D = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
 
 
 @gluon.jit
-def _sigmoid(gate):
-    """Return what `swiglu_hopper.sigmoid` returns, in Gluon."""
-    return gl.inline_asm_elementwise(
-        "rcp.approx.ftz.f32 $0, $1;", "=r,r", [1.0 + gl.exp2(gate * -LOG2_E)],
-        dtype=gl.float32, is_pure=True, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
 def _gradients(dy, gate, up):
     """Return bfloat16 y, dgate and dup for bfloat16 dy, gate and up, in `swiglu_hopper`'s order."""
     dy, gate = tile.widen(dy), tile.widen(gate)
-    share = _sigmoid(gate)
+    share = gluon_sigmoid(gate)
     silu = gate * share
     y = tile.to_bfloat16(silu * tile.widen(up))
     dgate = tile.to_bfloat16(dy * tile.widen(up) * (share + silu * (1.0 - share)))

@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from jetrl.kernels.exponential_hopper import sigmoid
 from jetrl.precision.hopper.checks import check_matrix, check_tensor
 from jetrl.precision.hopper.launch import OVERLAPPED, let_next_start, wait_for_previous
 from jetrl.precision.hopper.quantize import (
@@ -35,21 +36,8 @@ from jetrl.precision.layout import empty_row_groups
 from jetrl.precision.plan import FP8_BLOCK
 from jetrl.precision.quantize import FORMATS, QTensor
 
-LOG2_E = tl.constexpr(1.4426950408889634)
 _ROWS = 32  # rows of a tile of the plain backward; each row's bits are its own
 _BF16 = (torch.bfloat16,)
-
-
-@triton.jit
-def sigmoid(gate):
-    """Return 1 / (1 + exp(-gate)) by the hardware's exp2 and reciprocal; NaN gives NaN.
-
-    A gate of -Inf, or so far below 0 that exp2 overflows, gives 0: the reciprocal of Inf.
-    """
-    return tl.inline_asm_elementwise(
-        "rcp.approx.ftz.f32 $0, $1;", "=r,r", [1.0 + tl.math.exp2(gate * -LOG2_E)],
-        dtype=tl.float32, is_pure=True, pack=1,
-    )  # fmt: skip
 
 
 @triton.jit

@@ -20,7 +20,7 @@ import math
 import torch
 from torch import Tensor
 
-_LOG2_E = 1.4426950408889634
+LOG2_E = 1.4426950408889634
 _LN2_HIGH = 0.693359375
 _LN2_LOW = -2.12194440e-4
 _LN2 = 0.6931471805599453
@@ -92,7 +92,7 @@ def exp_nonpositive(x: Tensor) -> Tensor:
     # x = n * ln 2 + r, with ln 2 in two parts so that r keeps its low bits; exp(r) by polynomial,
     # times 2**n, which is made of its exponent bits.
     clamped = x.clamp(min=_EXP_UNDERFLOW - 1)
-    n = (clamped * _LOG2_E).round_()
+    n = (clamped * LOG2_E).round_()
     r = (clamped - n * _LN2_HIGH).sub_(n * _LN2_LOW)
     y = torch.full_like(r, _EXP_TERMS[0])
     for term in _EXP_TERMS[1:]:

@@ -35,10 +35,10 @@ from jetrl.kernels.attention.backward_dq_recomputed import recomputed_dq
 from jetrl.kernels.attention.backward_lists import BACKWARD_KEYS, DS_TILE_BYTES, STORED_DS_BYTES
 from jetrl.kernels.attention.backward_parts import add_parts, part_bytes
 from jetrl.kernels.attention.layout import KeyValueCodes, QueryTiles, check_queries
+from jetrl.kernels.exponential_hopper import LOG2_E
 from jetrl.precision.layout import cdiv, round_up
 
 _STEP = 64  # rows of the inner loops
-_LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -79,7 +79,7 @@ def delta_kernel(
     line = head.to(tl.int64) * line_stride + row
     lse = tl.load(lse_ptr + head.to(tl.int64) * num_rows + row, mask=ok, other=0.0)
     tl.store(delta_ptr + line, tl.sum(o * do, axis=1), mask=row < line_stride)
-    tl.store(lse2_ptr + line, lse * _LOG2_E, mask=row < line_stride)
+    tl.store(lse2_ptr + line, lse * LOG2_E, mask=row < line_stride)
 
 
 @triton.jit
@@ -223,10 +223,10 @@ def dkdv_kernel(
     v = tl.load(v_ptr + at, mask=ok[:, None], other=0.0).to(tl.bfloat16)
     if SCALED:
         line = key.to(tl.int64) * G + group
-        a = tl.load(ks_ptr + line, mask=ok, other=0.0) * (scale * _LOG2_E)
+        a = tl.load(ks_ptr + line, mask=ok, other=0.0) * (scale * LOG2_E)
         vs = tl.load(vs_ptr + line, mask=ok, other=0.0)
     else:
-        a = tl.full([BLOCK_N], _LOG2_E, tl.float32) * scale
+        a = tl.full([BLOCK_N], LOG2_E, tl.float32) * scale
         vs = a
     dk = tl.zeros([BLOCK_N, D], tl.float32)
     dv = tl.zeros([BLOCK_N, D], tl.float32)

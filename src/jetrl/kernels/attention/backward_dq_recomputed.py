@@ -16,9 +16,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from jetrl.kernels.attention.backward_lists import BACKWARD_QUERIES
 from jetrl.kernels.attention.layout import KeyValueCodes, QueryTiles
+from jetrl.kernels.exponential_hopper import LOG2_E
 
 _STEP = 64  # keys of a step
-_LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
@@ -63,10 +63,10 @@ def _dq_step(
     if SCALED:
         line = group.to(tl.int64) * line_stride + key
         ks = tl.load(ks_ptr + line)
-        p = tl.math.exp2(s * (ks * (scale * _LOG2_E))[None, :] - lse[:, None])
+        p = tl.math.exp2(s * (ks * (scale * LOG2_E))[None, :] - lse[:, None])
         ds = p * (dp * tl.load(vs_ptr + line)[None, :] - delta[:, None]) * ks[None, :]
     else:
-        p = tl.math.exp2(s * (scale * _LOG2_E) - lse[:, None])
+        p = tl.math.exp2(s * (scale * LOG2_E) - lse[:, None])
         ds = p * (dp - delta[:, None])
     if MASKED:
         ds = tl.where(key[None, :] <= row[:, None], ds, 0.0)

@@ -22,7 +22,6 @@ import torch
 import triton
 import triton.language as tl
 from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
 
 OVERLAPPED = {"launch_pdl": True}
 MULTIPROCESSORS = 132  # of an H100 or H200 in an SXM socket, for which products are cut into tiles
@@ -50,17 +49,8 @@ def let_next_start():
     )
 
 
-@gluon.jit
-def gluon_wait_for_previous():
-    """Do what `wait_for_previous` does, in Gluon."""
-    gl.inline_asm_elementwise(
-        "griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
-def gluon_let_next_start():
-    """Do what `let_next_start` does, in Gluon."""
-    gl.inline_asm_elementwise(
-        "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-    )
+# A Gluon kernel can call only functions of Gluon, since Triton compiles the two otherwise. Where a
+# body means the same in both, the function is written for Triton, and a second `jit` makes Gluon's
+# of it.
+gluon_wait_for_previous = gluon.jit(wait_for_previous.fn)
+gluon_let_next_start = gluon.jit(let_next_start.fn)
