@@ -56,10 +56,11 @@ def _shared_rows(
         turn: any number, by which the rows that are left go round.
         COST_FACTOR, COST_TOP, REACH_BITS: of `draft_state`.
     """
-    # The largest reach for which there are rows, bit by bit from the highest.
+    # The largest reach for which there are rows, bit by bit from the highest; a loop that is not
+    # unrolled, since each of its divisions is compiled for seconds.
     cost = COST_FACTOR * (COST_TOP - quality)
     reach = 0
-    for i in tl.static_range(REACH_BITS):
+    for i in range(REACH_BITS):
         tried = reach + (1 << (REACH_BITS - 1 - i))
         reach = tl.where(tl.sum(tl.minimum(wanted, tried // cost)) <= extra, tried, reach)
     drafted = tl.minimum(wanted, reach // cost)
