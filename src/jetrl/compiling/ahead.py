@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import importlib.metadata
 import importlib.util
 import json
 import logging
@@ -21,7 +22,7 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -40,6 +41,8 @@ from jetrl.precision.plan import PrecisionPlan
 logger = logging.getLogger(__name__)
 
 _PACKAGE = Path(__file__).parents[1]
+# Packages that hold DeepGEMM, as its authors and as SGLang's publish it.
+_DEEP_GEMM = "deep-gemm", "sgl-deep-gemm"
 _LIMIT_S = 120.0  # All kernels of a run take less on one core.
 _SILENT_S = 5.0
 _ENDING_S = 10.0  # A process that was killed frees its memory of the GPU in less.
@@ -172,15 +175,22 @@ def _record(work: Work, compiler: Compiler) -> IO[str]:
 
 def _digest(work: Work, triton_version: str) -> str:
     """Return a name for all that decides which kernels a run has, and how they are compiled."""
-    from jetrl.precision.hopper.gemm import deep_gemm_installed
-
     digest = hashlib.sha256(repr(work).encode())
     settings = sorted((k, v) for k, v in os.environ.items() if k.startswith(("TRITON_", "DG_")))
-    versions = triton_version, torch.__version__, deep_gemm_installed()
+    versions = triton_version, torch.__version__, _installed(_DEEP_GEMM)
     digest.update(repr((*versions, settings)).encode())
     for file in sorted(_PACKAGE.rglob("*.py")):
         digest.update(file.read_bytes())
     return digest.hexdigest()[:32]
+
+
+def _installed(distributions: Iterable[str]) -> list[str]:
+    """Return the distributions that are installed, each with its version."""
+    found = []
+    for name in distributions:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found.append(f"{name}=={importlib.metadata.version(name)}")
+    return found
 
 
 def _locked(record: IO[str]) -> bool:
