@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the words of a command that takes a recipe and overrides of its settings."""
+    """Add the positional arguments of a command: a recipe, and settings that replace its own."""
     parser.add_argument(
         "words",
         nargs="*",

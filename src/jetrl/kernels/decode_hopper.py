@@ -53,7 +53,7 @@ def _inputs_kernel(
     token_ids_ptr, positions_ptr, slots_ptr, lengths_ptr, bits_ptr,
     count, width, PAGE: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """Gather one forward's inputs from the slots of its rows, a lane a row.
+    """Gather one forward's inputs from the slots of its rows, one row in each lane.
 
     Args:
         token_ptr, position_ptr, key_ptr, active_ptr, tables_ptr, seed_ptr: of `DecodeState`, read.

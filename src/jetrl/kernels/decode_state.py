@@ -23,7 +23,7 @@ MAX_ROWS = 4096  # of a forward on a GPU, where a single program takes in the dr
 
 @dataclass(frozen=True)
 class DecodeState:
-    """The running sequences as the device knows them, each in a slot of its own.
+    """Holds the running sequences on the device, each in a slot that it keeps until it ends.
 
     Attributes:
         token: int32 [S], the last token drawn, whose key and value are not yet in the cache.

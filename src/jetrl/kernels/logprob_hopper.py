@@ -133,7 +133,7 @@ def _forward_kernel(
     logits_ptr, chosen_ptr, logprobs_ptr, entropy_ptr, max_ptr, lse_ptr, num_columns, temperature,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Make one row's log-prob and entropy, and keep what backward needs of its softmax.
+    """Compute one row's log-prob and entropy, and store what backward needs of its softmax.
 
     Args:
         logits_ptr: float32 [R, num_columns].

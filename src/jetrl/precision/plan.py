@@ -195,7 +195,7 @@ class PrecisionPlan:
 
     @functools.cached_property
     def _of_sampler(self) -> PrecisionPlan:
-        """The plan with the formats and scales of the sampler in place of its own."""
+        """Return the plan with the sampler's formats and scales in place of its own."""
         deviation = self.sampler_deviation
         changes = {
             "rollout_linear": deviation.linears,

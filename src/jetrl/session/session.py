@@ -441,7 +441,7 @@ class Session:
             yield
 
     def _order(self, use: str) -> PromptOrder:
-        """Return an order of the prompts of its own for each use."""
+        """Return a separate order of the prompts for each use."""
         return PromptOrder(self.settings, self.context.prompts, self.context.task.weights, use)
 
     def _held_out(self, step: int) -> Evaluation:
