@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jetrl.errors import UserError
-from jetrl.models.chat import decode
+from jetrl.models.chat import decode, decoder
 from jetrl.models.tiny import train_bpe_tokenizer
 from jetrl.rollout.engine import RolloutEngine
 from jetrl.rollout.options import GenerateOptions
@@ -76,6 +76,18 @@ def test_stop_strings_with_a_byte_level_tokenizer(tmp_path):
             cut for n in range(1, len(tokens) + 1) if (cut := watch.update(tokens[:n])) is not None
         )
         assert found == text[: text.index(stop)]
+
+
+def test_many_short_decodes_give_the_texts_of_one(tmp_path, policy):
+    """The decoder for stop strings: the same texts, special tokens left out."""
+    (tmp_path / "text.txt").write_text("Answer: the Question: a Step " * 20, encoding="utf-8")
+    for tokenizer in (train_bpe_tokenizer([tmp_path / "text.txt"], 300), policy.tokenizer):
+        fast = decoder(tokenizer)
+        ids = range(len(tokenizer))
+        for n in (0, 1, 3, 40):
+            for at in range(0, len(ids), 7):
+                tokens = [ids[(at + 5 * i) % len(ids)] for i in range(n)]
+                assert fast(tokens) == decode(tokenizer, tokens)
 
 
 def test_text_without_its_stop_string_is_whole(engine):

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from jetrl.rollout.sequence import RunningSequence, sequence_keys
+from jetrl.rollout.sequence import NonFiniteLogits, RunningSequence, sequence_keys
 from jetrl.rollout.stopping import MAX_WINDOW, StopRules
 
 
@@ -127,3 +127,52 @@ def test_keys_follow_the_content_and_not_the_call():
     assert len(set(everything)) == len(everything)
     assert all(0 <= key < 2**63 for key in everything)
     assert first[:2] == [6221666611620612040, 5910287043107986753], "keys are stable"
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_draws_taken_in_together_end_where_they_end_one_by_one(seed):
+    """Several forwards' draws at once: the same tokens, text and reason, however they are cut."""
+    rng = random.Random(seed)
+    alphabet = ["a", "b", "\n", "é", "漢", "😀", "END", " "]
+    for number in range(150):
+        said = "".join(rng.choice(alphabet) for _ in range(rng.randint(1, 40))).encode()
+        if rng.random() < 0.3:  # bytes that are no text
+            said = bytes(rng.choice(said + b"\xff\xc3\xf0") for _ in said)
+        strings = (("END", "\n\n", "漢é", "ab"), ("a\ufffd",), ())[number % 3]
+        ids = frozenset({10}) if rng.random() < 0.3 else frozenset()
+        rules = StopRules(rng.randint(1, 60), ids, strings, decode_bytes)
+        single = run(rules, said)
+        several = RunningSequence(index=0, prompt=(1,), key=0, rules=rules)
+        at = 0
+        while at < len(said) and not several.finished:
+            count = rng.randint(1, 16)
+            draws = list(said[at : at + count])
+            before = len(several.generated)
+            taken = several.extend(draws, [-1.0] * len(draws))
+            assert taken == len(several.generated) - before
+            at += count
+        for name in ("generated", "logprobs", "text", "finish_reason"):
+            assert getattr(several, name) == getattr(single, name), (seed, number, name, said)
+
+
+def test_draws_that_are_not_finite_are_not_taken_in_together():
+    sequence = RunningSequence(index=3, prompt=(1,), key=0, rules=StopRules(99))
+    with pytest.raises(NonFiniteLogits):
+        sequence.extend([5, 6, -1], [-1.0] * 3)
+    assert sequence.generated == [5, 6]
+
+
+def test_text_is_decoded_once_for_the_draws_of_a_step():
+    """What a stop string costs the host: two short decodes a step, not two a token."""
+    calls = []
+
+    def decode(ids):
+        calls.append(len(ids))
+        return decode_bytes(ids)
+
+    rules = StopRules(999, strings=("END",), decode=decode)
+    sequence = RunningSequence(index=0, prompt=(1,), key=0, rules=rules)
+    for _ in range(20):
+        sequence.extend(list(b"abcdefgh"), [-1.0] * 8)
+    assert len(calls) == 40
+    assert max(calls) == 16

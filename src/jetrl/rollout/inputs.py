@@ -170,10 +170,7 @@ def _stop_ids(policy: Policy, params: SamplingParams) -> frozenset[int]:
 
 def text_decoder(policy: Policy) -> Decode | None:
     """Return a function from token ids to text, or None when the policy has no tokenizer."""
-    tokenizer = policy.tokenizer
-    if tokenizer is None:
-        return None
-    return lambda token_ids: chat.decode(tokenizer, token_ids)
+    return None if policy.tokenizer is None else chat.decoder(policy.tokenizer)
 
 
 def _integers(token_ids: Iterable[int], index: int) -> list[int]:

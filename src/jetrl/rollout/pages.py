@@ -96,7 +96,10 @@ class PageAllocator:
         Returns:
             (source, destination) pages to copy before the write, or None.
         """
-        fresh = self.allocate(self.write_cost(pages, position, count))
+        cost = self.write_cost(pages, position, count)
+        if not cost:
+            return None
+        fresh = self.allocate(cost)
         first = position // self.page_size
         copy = None
         if first < len(pages) and self._users[pages[first]] > 1:

@@ -183,10 +183,14 @@ class Scheduler:
         plan = self._prefills()
         prefills = bool(plan)
         width = 1 if prefills else width
-        if not prefills:
-            plan, width = ([], 1) if self._prompts_pending else self._decodes(repeats, width)
+        if prefills:
+            fits = self._fits(plan, width)
+        elif self._prompts_pending:
+            fits = True  # Decode goes on from the draws of prompts: nothing is planned before.
+        else:
+            plan, width, fits = self._decodes(repeats, width)
         # A plan that would pre-empt needs to know all tokens of its victims: wait for their draws.
-        if not plan or (self._waits_for_draws() and not self._fits(plan, width)):
+        if not plan or (not fits and self._waits_for_draws()):
             waits = self._waits_for_draws() or any(s.awaiting for s in self.running)
             assert waits, "a step that does nothing"
             return None
@@ -198,7 +202,7 @@ class Scheduler:
                 continue
             start = sequence.num_computed
             written = length if prefills else sequence.most_written(length, width)
-            if not self._make_room(sequence, written):
+            if not fits and not self._make_room(sequence, written):
                 continue  # The sequence was the youngest, and gave up its own pages.
             copy = self.allocator.make_writable(sequence.pages, start, written)
             if copy is not None:
@@ -339,19 +343,24 @@ class Scheduler:
                 plan.append((sequence, length))
         return plan
 
-    def _decodes(self, repeats: int, width: int) -> tuple[list[tuple[RunningSequence, int]], int]:
-        """Return (sequence, forwards) of the next decode step, and the tokens that each may write.
+    def _decodes(
+        self, repeats: int, width: int
+    ) -> tuple[list[tuple[RunningSequence, int]], int, bool]:
+        """Plan the next decode step; where pages are short, of one forward, and then of one token.
 
-        If pages are short it is one forward, and then one token.
+        Returns:
+            (sequence, forwards) of each sequence, the most tokens that each may write in a forward,
+            and whether no sequence loses pages by the step.
         """
         plan = [
             (sequence, min(repeats, sequence.draws_left))
             for sequence in self.running
             if sequence.started and sequence.draws_left and not sequence.awaiting
         ]
-        if max(repeats, width) > 1 and not self._fits(plan, width):
+        fits = self._fits(plan, width)
+        if max(repeats, width) > 1 and not fits:
             return self._decodes(1, width) if repeats > 1 else self._decodes(1, 1)
-        return plan, width
+        return plan, width, fits
 
     def _fits(self, plan: Sequence[tuple[RunningSequence, int]], width: int) -> bool:
         """Return whether a plan can be written without taking pages from any sequence.

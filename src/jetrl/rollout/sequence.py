@@ -152,6 +152,15 @@ class RunningSequence:
             NonFiniteLogits: An id below 0, which stands for logits that are not finite, comes
                 before the end.
         """
+        assert not self.finished, f"sequence {self.index} is finished"
+        assert not self.awaiting, f"sequence {self.index} waits for its environment"
+        if self.rules.none_ends(token_ids, len(self.generated)) and (
+            self._watch is None or self._watch.pass_over(self.generated, token_ids)
+        ):
+            assert len(token_ids) == len(logprobs), f"{len(logprobs)} log-probs of {token_ids}"
+            self.generated += token_ids
+            self.logprobs += logprobs
+            return len(token_ids)
         for count, (token_id, logprob) in enumerate(zip(token_ids, logprobs, strict=True), 1):
             if token_id < 0:
                 raise NonFiniteLogits(self.index)
@@ -167,8 +176,7 @@ class RunningSequence:
         self.generated.append(token_id)
         self.logprobs.append(logprob)
         if self._watch is not None:
-            turn = self.generated[self.turn_start :] if self.turn_start else self.generated
-            self.text = self._watch.update(turn)
+            self.text = self._watch.update(self.generated)
         reason = self.rules.reason_to_stop(
             token_id, len(self.generated), stop_string=self.text is not None
         )
@@ -199,7 +207,7 @@ class RunningSequence:
             self.turn_start = len(self.generated)
             self.environment.append((start, self.turn_start))
             self.text = None
-            self._watch = self.rules.text_watch()
+            self._watch = self.rules.text_watch(self.turn_start)
 
 
 def sequence_keys(prompts: Sequence[Sequence[int]], n: int) -> list[list[int]]:

@@ -10,11 +10,12 @@ middle of a token and span several. Decoding everything again after each token w
 of the length, and decoding each token alone is wrong (a character may take several byte tokens, and
 some tokenizers put a space before a token or not depending on the one before it). So the text grows
 through a small window of tokens, decoded together and committed once it ends in whole characters.
+The draws of a decode step are looked at together, and one by one where a stop string is among them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -45,12 +46,29 @@ class StopRules:
     decode: Decode | None = None
     max_turns: int = 1
 
-    def text_watch(self) -> TextWatch | None:
-        """Return a new watch for the text of one turn, or None when there is no stop string."""
+    def text_watch(self, start: int = 0) -> TextWatch | None:
+        """Return a new watch for the text of one turn, or None when there is no stop string.
+
+        Args:
+            start: The number of tokens of the completion before the turn.
+        """
         if not self.strings:
             return None
         assert self.decode is not None, "stop strings need a decoder"
-        return TextWatch(self.strings, self.decode)
+        return TextWatch(self.strings, self.decode, start)
+
+    def none_ends(self, token_ids: Sequence[int], num_tokens: int) -> bool:
+        """Return whether none of several tokens ends the completion, stop strings apart.
+
+        Args:
+            token_ids: The tokens drawn last; an id below 0 stands for logits that are not finite.
+            num_tokens: Tokens of the completion before them.
+        """
+        return (
+            num_tokens + len(token_ids) < self.max_tokens
+            and self.token_ids.isdisjoint(token_ids)
+            and min(token_ids, default=0) >= 0
+        )
 
     def reason_to_stop(
         self, token_id: int, num_tokens: int, stop_string: bool
@@ -73,36 +91,76 @@ class TextWatch:
     The window is `tokens[first:]`, of which `tokens[first:committed]` is context: these tokens are
     part of `_text` already and are decoded again only so that the tokens after them decode as they
     would in the whole text.
+
+    Args:
+        strings: The stop strings, none empty.
+        decode: Maps token ids to text.
+        start: The number of tokens before the turn, which are not looked at.
     """
 
-    def __init__(self, strings: tuple[str, ...], decode: Decode) -> None:
+    def __init__(self, strings: tuple[str, ...], decode: Decode, start: int = 0) -> None:
         self._strings = strings
         self._decode = decode
         self._reach = max(len(string) for string in strings) - 1
         self._text = ""
-        self._first = 0
-        self._committed = 0
+        self._first = self._committed = start
+        # A character that is not whole yet decodes to the mark, which is gone with its last byte: a
+        # stop string with the mark would have to be looked for after each token.
+        self._at_once = not any(UNFINISHED_CHARACTER in string for string in strings)
 
-    def update(self, tokens: list[int]) -> str | None:
-        """Search the text that the newest tokens add.
+    def pass_over(self, tokens: list[int], added: Sequence[int]) -> bool:
+        """Take in several tokens at once, unless a stop string may have appeared in them.
+
+        Decoding for each token costs the host more than all else that it does for the token.
 
         Args:
-            tokens: All tokens of the turn so far.
+            tokens: All tokens before them.
+            added: Fewer than MAX_WINDOW tokens.
+
+        Returns:
+            False, with nothing taken in, where `update` has to look at each token: a stop string
+            has appeared, or they do not end in whole characters.
+        """
+        if not self._at_once or len(added) >= MAX_WINDOW:
+            return False
+        text, window = self._decoded([*tokens[self._first :], *added])
+        if UNFINISHED_CHARACTER in window or self._ends(text) is not None:
+            return False
+        self._commit(text, len(tokens) + len(added))
+        return True
+
+    def update(self, tokens: list[int]) -> str | None:
+        """Search the text that the newest token adds.
+
+        Args:
+            tokens: All tokens so far.
 
         Returns:
             The text before the first stop string, None while no stop string has appeared.
         """
-        context = self._decode(tokens[self._first : self._committed])
-        window = self._decode(tokens[self._first :])
-        text = self._text + window[len(context) :]
-        searched = max(0, len(self._text) - self._reach)
-        starts = [text.find(string, searched) for string in self._strings]
-        starts = [start for start in starts if start >= 0]
-        if starts:
-            return text[: min(starts)]
+        text, window = self._decoded(tokens[self._first :])
+        end = self._ends(text)
+        if end is not None:
+            return text[:end]
         whole = not window.endswith(UNFINISHED_CHARACTER)
         if whole or len(tokens) - self._committed >= MAX_WINDOW:
-            self._text = text
-            self._first = self._committed
-            self._committed = len(tokens)
+            self._commit(text, len(tokens))
         return None
+
+    def _decoded(self, window_tokens: list[int]) -> tuple[str, str]:
+        """Return the turn's text up to the end of a window, and the window's own text."""
+        context = self._decode(window_tokens[: self._committed - self._first])
+        window = self._decode(window_tokens)
+        return self._text + window[len(context) :], window
+
+    def _ends(self, text: str) -> int | None:
+        """Return where the first stop string begins that is not in the committed text alone."""
+        searched = max(0, len(self._text) - self._reach)
+        starts = [text.find(string, searched) for string in self._strings]
+        return min((start for start in starts if start >= 0), default=None)
+
+    def _commit(self, text: str, num_tokens: int) -> None:
+        """Take a text as that of so many tokens."""
+        self._text = text
+        self._first = self._committed
+        self._committed = num_tokens
