@@ -15,6 +15,7 @@ from jetrl.study.statistics import (
     mean_interval,
     pairs_needed,
     share_interval,
+    signed_rank_test,
     t_cdf,
     t_quantile,
     t_test,
@@ -82,6 +83,26 @@ def test_paired_tests_computed_by_hand() -> None:
     assert flip_test([0.1, 0.1, 0.1, 0.1, 0.1]) == 2 / 32
     assert math.isnan(t_test([1.0]))
     assert math.isnan(flip_test([1.0]))
+
+
+def test_signed_ranks_by_hand_and_against_all_signs():
+    """Ranks 1 to 3 all positive: 1 of 8 ways on each side. Ties have mean ranks, zeros are out."""
+    assert signed_rank_test([0.1, 2.0, 3.0]) == 2 / 8
+    assert signed_rank_test([0.1, 2.0, 300.0, 0.0]) == 2 / 8
+    assert signed_rank_test([1.0, -1.0]) == 1.0
+    assert signed_rank_test([0.0, 0.0]) == 1.0
+    assert math.isnan(signed_rank_test([1.0]))
+    # Differences that are their own ranks, ties among them: the test that flips their signs.
+    for ranks in ([1, 2, 3, -4, 5], [1.5, 1.5, -3, 4.5, 4.5], [-2, 2, 2, 4, 5, 6, -7]):
+        assert signed_rank_test([r / 10 for r in ranks]) == flip_test(ranks)
+
+
+def test_signed_ranks_of_many_pairs():
+    """n = 30 with a sum of 120 on one side: the tabled critical value for p 0.02 is 120."""
+    small = {30, 29, 28, 27, 6}  # ranks that are negative; they add up to 120
+    assert sum(small) == 120
+    p = signed_rank_test([-r if r in small else r for r in range(1, 31)])
+    assert 0.018 < p <= 0.02
 
 
 def test_equivalence_computed_by_hand() -> None:

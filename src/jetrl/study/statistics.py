@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
@@ -44,6 +45,8 @@ class Comparison:
         t_p: The two-sided p-value of the paired t test; NaN for fewer than two pairs.
         flip_p: The two-sided p-value of the exact permutation test, which flips signs; NaN for
             fewer than two pairs or more than `MOST_FLIPPED`.
+        rank_p: The two-sided p-value of the signed-rank test, in which a run that is far off counts
+            as one that is just behind the others; NaN for fewer than two pairs.
         equivalence_p: The p-value of the two one-sided t tests that the difference lies within the
             margin on both sides; NaN for fewer than two pairs.
         pairs_needed: The number of pairs that would show equivalence; see `pairs_needed`.
@@ -52,6 +55,7 @@ class Comparison:
     difference: Interval
     t_p: float
     flip_p: float
+    rank_p: float
     equivalence_p: float
     pairs_needed: int | None
 
@@ -160,6 +164,7 @@ def compare(differences: Sequence[float], margin: float, level: float) -> Compar
         mean_interval(differences, level),
         t_test(differences),
         flip_test(differences),
+        signed_rank_test(differences),
         max(_one_sided(differences, -margin), _one_sided([-d for d in differences], -margin)),
         pairs_needed(differences, margin, level),
     )
@@ -214,6 +219,31 @@ def flip_test(differences: Sequence[float]) -> float:
         total = sum(sign * d for sign, d in zip(signs, differences, strict=True))
         as_large += abs(total) >= own
     return as_large / 2**n
+
+
+def signed_rank_test(differences: Sequence[float]) -> float:
+    """Return the two-sided p-value of Wilcoxon's signed-rank test (1945), exact for any number.
+
+    Differences of 0 are left out, and equal ones have the mean of their ranks. It is the
+    permutation test that flips signs, of ranks in place of differences.
+    """
+    if len(differences) < 2:
+        return math.nan
+    differences = [round(d, 12) for d in differences]  # equal ones may differ in last bits
+    sizes = sorted(abs(d) for d in differences if d)
+    # Twice the mean rank of each size, a whole number: of the ranks first + 1 to last.
+    ranks = {size: bisect_left(sizes, size) + 1 + bisect_right(sizes, size) for size in set(sizes)}
+    # The number of ways to choose the signs, by the sum of the ranks of positive differences.
+    ways = [1]
+    for size in sizes:
+        rank = ranks[size]
+        longer = ways + [0] * rank
+        for total, count in enumerate(ways):
+            longer[total + rank] += count
+        ways = longer
+    own = sum(ranks[d] for d in differences if d > 0)
+    smaller = min(sum(ways[: own + 1]), sum(ways[own:]))
+    return min(1.0, 2 * smaller / 2 ** len(sizes))
 
 
 def adjusted(p_values: Sequence[float]) -> list[float]:

@@ -58,7 +58,7 @@ def accuracy_tables(definition: Definition, results: Sequence[ArmResult]) -> Ite
     )
     head = (
         *("arm", "seeds", f"accuracy ({preset})", "own precision", f"minus {reference}"),
-        *("t test p", "Holm p", "permutation p", "equivalent", "collapsed"),
+        *("t test p", "Holm p", "permutation p", "rank p", "equivalent", "collapsed"),
     )
     for point in dict.fromkeys(result.point for result in results):
         rows = [_accuracy_row(definition, r) for r in results if r.point == point and r.collapsed]
@@ -82,13 +82,14 @@ def _accuracy_row(definition: Definition, result: ArmResult) -> list[str]:
         shown_interval(result.own),
     ]
     if comparison is None:
-        row += [DASH] * 5
+        row += [DASH] * 6
     else:
         row += [
             shown_interval(comparison.difference, signed=True),
             shown_p(comparison.t_p),
             shown_p(result.adjusted_p),
             shown_p(comparison.flip_p),
+            shown_p(comparison.rank_p),
             _equivalence(comparison, 1 - definition.study.level)
             if result.common is not None and result.common.mean > 0
             else "not shown (nothing was learnt)",
