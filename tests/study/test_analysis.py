@@ -77,10 +77,30 @@ def test_differences_are_paired_by_seed() -> None:
     mixed = results["short", "mixed"]
     assert results["short", "bf16"].comparison is None
     assert mixed.comparison is not None
-    assert mixed.comparison.difference.mean == pytest.approx(-0.0095)
-    assert mixed.comparison.difference.n == 2
-    assert mixed.comparison.t_p == pytest.approx(2 * (0.5 - math.atan(19) / math.pi))
+    assert mixed.comparison.tests.difference.mean == pytest.approx(-0.0095)
+    assert mixed.comparison.tests.difference.n == 2
+    assert mixed.comparison.tests.t_p == pytest.approx(2 * (0.5 - math.atan(19) / math.pi))
     assert results["long", "mixed"].common is None
+
+
+def test_arms_are_compared_in_their_own_precision_too() -> None:
+    """Equal under the study's precision, and one point apart in each one's own."""
+    runs = []
+    for seed, accuracy in enumerate((0.5, 0.6, 0.7)):
+        for arm, own in (("bf16", accuracy), ("mixed", accuracy - 0.01)):
+            made = run("short", arm, seed, accuracy)
+            assert made.common is not None
+            in_own = made.common.model_copy(update={"preset": arm, "mean": own})
+            runs.append(made.model_copy(update={"own": in_own}))
+    results = {r.arm: r for r in arm_results(definition(), runs) if r.point == "short"}
+    common, own = results["mixed"].comparison, results["mixed"].own_comparison
+    assert common is not None
+    assert own is not None
+    assert (common.tests.difference.mean, common.tests.rank_p) == (0.0, 1.0)
+    assert own.tests.difference.mean == pytest.approx(-0.01)
+    assert own.tests.rank_p == own.adjusted_rank_p == 2 / 8
+    tables = [t for t in accuracy_tables(definition(), arm_results(definition(), runs)) if t.rows]
+    assert [len(t.rows) for t in tables if t.title.endswith("in its own precision")] == [2]
 
 
 def test_over_all_points_a_seed_counts_once() -> None:
@@ -92,7 +112,7 @@ def test_over_all_points_a_seed_counts_once() -> None:
     assert every["bf16"].common is not None
     assert (every["bf16"].common.mean, every["bf16"].common.n) == (pytest.approx(0.4), 3)
     assert every["mixed"].comparison is not None
-    difference = every["mixed"].comparison.difference
+    difference = every["mixed"].comparison.tests.difference
     assert (difference.mean, difference.n) == (pytest.approx(-0.01), 2)
 
 

@@ -79,7 +79,8 @@ def test_the_report_has_tables_and_pictures(tiny_study: Path) -> None:
     assert "<svg" in page
     assert "http://" not in re.sub(r'xmlns[:\w]*="[^"]*"|"http://www.w3.org[^"]*"', "", page)
     row = next(line for line in tables.splitlines() if line.startswith("| pages of 8 | 2 |"))
-    assert "| +0.00% [+0.00, +0.00] | 1.000 | 1.000 | 1.000 | yes (p below 0.001) | 0 of 2 |" in row
+    equal = "| 1.000 | 1.000 | 1.000 | 1.000 (Holm 1.000) | yes (p below 0.001) | 0 of 2 |"
+    assert f"| +0.00% [+0.00, +0.00] {equal}" in row
     assert "| seed 0 | equal |" in tables
 
 
@@ -225,7 +226,7 @@ def test_a_run_that_diverges_has_collapsed_and_is_no_failure(
     assert (run.end, run.steps, run.common) == ("nonfinite", 1, None)
     assert "not finite" in run.reason
     tables = (tiny_study.parent / "out" / "report.md").read_text()
-    assert "| pages of 8 | 0 (1 without weights) | - | - | - | - | - | - | - | 1 of 1 |" in tables
+    assert "| pages of 8 | 0 (1 without weights) | - | - | - | - | - | - | - | - | 1 of 1 |" in tables
 
 
 class EndlessPool(PoolInThisProcess):

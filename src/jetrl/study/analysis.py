@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -26,6 +25,21 @@ Accuracy = Callable[[RunResult], float | None]
 
 
 @dataclass(frozen=True)
+class ArmComparison:
+    """The differences of an arm from the reference arm, seed by seed.
+
+    Attributes:
+        tests: The mean difference with its interval, and the tests.
+        adjusted_t_p: The p-value of the t test, adjusted for the number of arms (Holm).
+        adjusted_rank_p: The p-value of the signed-rank test, adjusted likewise.
+    """
+
+    tests: Comparison
+    adjusted_t_p: float
+    adjusted_rank_p: float
+
+
+@dataclass(frozen=True)
 class ArmResult:
     """The results of an arm at a grid point.
 
@@ -36,7 +50,7 @@ class ArmResult:
         own: The held-out accuracy in the arm's own precision, over seeds; None without any.
         comparison: The differences of `common` from the reference arm's, seed by seed; None for
             the reference arm and where no seed has both.
-        adjusted_p: The p-value of the t test, adjusted for the number of arms (Holm).
+        own_comparison: The differences of `own` from the reference arm's, likewise.
         collapsed: The share of runs that collapsed, with its interval; None without any run.
         num_collapsed: The number of runs that collapsed.
         without_weights: The number of runs that left no weights to evaluate.
@@ -46,8 +60,8 @@ class ArmResult:
     arm: str
     common: Interval | None
     own: Interval | None
-    comparison: Comparison | None
-    adjusted_p: float
+    comparison: ArmComparison | None
+    own_comparison: ArmComparison | None
     collapsed: Interval | None
     num_collapsed: int
     without_weights: int
@@ -131,34 +145,52 @@ def _results_at(
     num_points: int,
 ) -> list[ArmResult]:
     """Return the results of each arm from its runs at one grid point, or at all points."""
-    level, margin = definition.study.level, definition.study.margin
-    values = {arm: by_seed(own, common_accuracy, num_points) for arm, own in runs.items()}
-    reference = values[definition.reference]
-    comparisons: dict[str, Comparison] = {}
-    for arm, own in values.items():
-        differences = [own[seed] - reference[seed] for seed in sorted(own) if seed in reference]
-        if differences and arm != definition.reference:
-            comparisons[arm] = compare(differences, margin, level)
-    p_values = adjusted([comparison.t_p for comparison in comparisons.values()])
-    adjusted_p = dict(zip(comparisons, p_values, strict=True))
+    level = definition.study.level
+    common = {arm: by_seed(of_arm, common_accuracy, num_points) for arm, of_arm in runs.items()}
+    own = {arm: by_seed(of_arm, own_accuracy, num_points) for arm, of_arm in runs.items()}
+    comparisons, own_comparisons = (_compared(definition, values) for values in (common, own))
     results = []
     for arm, of_arm in runs.items():
-        own_values = by_seed(of_arm, own_accuracy, num_points)
         fallen = sum(has_collapsed(run, definition.collapse) for run in of_arm)
         results.append(
             ArmResult(
                 point=point,
                 arm=arm,
-                common=_interval(values[arm], level),
-                own=_interval(own_values, level),
+                common=_interval(common[arm], level),
+                own=_interval(own[arm], level),
                 comparison=comparisons.get(arm),
-                adjusted_p=adjusted_p.get(arm, math.nan),
+                own_comparison=own_comparisons.get(arm),
                 collapsed=share_interval(fallen, len(of_arm), level) if of_arm else None,
                 num_collapsed=fallen,
                 without_weights=sum(run.common is None for run in of_arm),
             )
         )
     return results
+
+
+def _compared(
+    definition: Definition, values: Mapping[str, Mapping[int, float]]
+) -> dict[str, ArmComparison]:
+    """Return the comparison of each arm with the reference arm, where a seed has both.
+
+    Args:
+        definition: The definition of the study.
+        values: The accuracy of each seed, by arm.
+    """
+    reference = values[definition.reference]
+    tests: dict[str, Comparison] = {}
+    for arm, of_arm in values.items():
+        differences = [
+            of_arm[seed] - reference[seed] for seed in sorted(of_arm) if seed in reference
+        ]
+        if differences and arm != definition.reference:
+            tests[arm] = compare(differences, definition.study.margin, definition.study.level)
+    by_t = adjusted([test.t_p for test in tests.values()])
+    by_rank = adjusted([test.rank_p for test in tests.values()])
+    return {
+        arm: ArmComparison(test, t_p, rank_p)
+        for (arm, test), t_p, rank_p in zip(tests.items(), by_t, by_rank, strict=True)
+    }
 
 
 def by_seed(runs: Sequence[RunResult], accuracy: Accuracy, num_points: int = 1) -> dict[int, float]:

@@ -96,7 +96,7 @@ def _difference_chart(definition: Definition, point: str, rows: Sequence[ArmResu
         axes.axvline(0, color=COLORS["axis"], linewidth=1)
         for place, row in enumerate(rows):
             assert row.comparison is not None
-            interval, color = row.comparison.difference, color_of(definition, row.arm)
+            interval, color = row.comparison.tests.difference, color_of(definition, row.arm)
             if math.isfinite(interval.low):
                 ends = [max(interval.low, -1.0), min(interval.high, 1.0)]
                 axes.plot(ends, [place] * 2, color=color, linewidth=2)

@@ -8,7 +8,14 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from jetrl.runs.format import number, percent
-from jetrl.study.analysis import ArmResult, TwinGroup, mean_of_curve, point_name, runs_of
+from jetrl.study.analysis import (
+    ArmComparison,
+    ArmResult,
+    TwinGroup,
+    mean_of_curve,
+    point_name,
+    runs_of,
+)
 from jetrl.study.definition import Definition
 from jetrl.study.plan import grid_points
 from jetrl.study.results import FINAL_EVALUATION, RunResult
@@ -42,7 +49,7 @@ def accuracy_name(definition: Definition) -> str:
 
 
 def accuracy_tables(definition: Definition, results: Sequence[ArmResult]) -> Iterator[Table]:
-    """Yield the table of final accuracy of each grid point.
+    """Yield the table of final accuracy of each grid point, and of each arm's own precision.
 
     Args:
         definition: The definition of the study.
@@ -56,45 +63,67 @@ def accuracy_tables(definition: Definition, results: Sequence[ArmResult]) -> Ite
         f"two one-sided t tests put the difference within {percent(study.margin)} "
         f"(p below {1 - study.level:.2g})."
     )
-    head = (
-        *("arm", "seeds", f"accuracy ({preset})", "own precision", f"minus {reference}"),
-        *("t test p", "Holm p", "permutation p", "rank p", "equivalent", "collapsed"),
-    )
+    own_note = "The same weights, each evaluated in the precision that it was trained in."
+    tests = (f"minus {reference}", "t test p", "Holm p", "permutation p", "rank p", "equivalent")
+    head = ("arm", "seeds", f"accuracy ({preset})", "own precision", *tests, "collapsed")
+    own_head = ("arm", "seeds", "accuracy (own precision)", *tests)
     for point in dict.fromkeys(result.point for result in results):
-        rows = [_accuracy_row(definition, r) for r in results if r.point == point and r.collapsed]
-        if rows:
-            title = accuracy_name(definition) + f": {point}" * bool(point)
-            yield Table(title, note, head, rows)
+        here = [result for result in results if result.point == point and result.collapsed]
+        title = accuracy_name(definition) + f": {point}" * bool(point)
+        if here:
+            yield Table(title, note, head, [_accuracy_row(definition, r) for r in here])
             note = ""
+        if any(result.own_comparison for result in here):
+            rows = [_own_accuracy_row(definition, r) for r in here]
+            yield Table(f"{title}, in its own precision", own_note, own_head, rows)
+            own_note = ""
 
 
 def _accuracy_row(definition: Definition, result: ArmResult) -> list[str]:
     """Return the row of an arm at a grid point."""
-    comparison, collapsed = result.comparison, result.collapsed
+    collapsed = result.collapsed
     assert collapsed is not None
     seeds = str(result.common.n if result.common else 0)
     if result.without_weights:
         seeds += f" ({result.without_weights} without weights)"
-    row = [
+    return [
         definition.label(result.arm),
         seeds,
         shown_interval(result.common),
         shown_interval(result.own),
+        *_tests(definition, result.common, result.comparison),
+        f"{result.num_collapsed} of {collapsed.n}",
     ]
+
+
+def _own_accuracy_row(definition: Definition, result: ArmResult) -> list[str]:
+    """Return the row of an arm at a grid point, in the arm's own precision."""
+    return [
+        definition.label(result.arm),
+        str(result.own.n if result.own else 0),
+        shown_interval(result.own),
+        *_tests(definition, result.own, result.own_comparison),
+    ]
+
+
+def _tests(
+    definition: Definition, accuracy: Interval | None, comparison: ArmComparison | None
+) -> list[str]:
+    """Return the cells of a comparison with the reference arm: the difference and its tests."""
     if comparison is None:
-        row += [DASH] * 6
-    else:
-        row += [
-            shown_interval(comparison.difference, signed=True),
-            shown_p(comparison.t_p),
-            shown_p(result.adjusted_p),
-            shown_p(comparison.flip_p),
-            shown_p(comparison.rank_p),
-            _equivalence(comparison, 1 - definition.study.level)
-            if result.common is not None and result.common.mean > 0
-            else "not shown (nothing was learnt)",
-        ]
-    return [*row, f"{result.num_collapsed} of {collapsed.n}"]
+        return [DASH] * 6
+    tests, rank = comparison.tests, comparison.adjusted_rank_p
+    learnt = accuracy is not None and accuracy.mean > 0
+    return [
+        shown_interval(tests.difference, signed=True),
+        shown_p(tests.t_p),
+        shown_p(comparison.adjusted_t_p),
+        shown_p(tests.flip_p),
+        DASH if math.isnan(rank) else f"{shown_p(tests.rank_p)} (Holm {shown_p(rank)})",
+        _equivalence(tests, 1 - definition.study.level)
+        if learnt
+        else "not shown (nothing was learnt)",
+    ]
 
 
 def _equivalence(comparison: Comparison, level: float) -> str:

@@ -1,0 +1,125 @@
+"""Runs of a study on 1, 2 and 4 processes: are their final weights equal, bit for bit?
+
+    python benchmarks/study/twin_ranks.py --out benchmarks/results/study/twin_ranks_demo.json
+    python benchmarks/study/twin_ranks.py --study benchmarks/study/twins.toml --out build/ranks.json
+
+One run of the study, the arm `plain` unless another one is named, is made once by itself and once
+by torchrun with each number of processes: on a CPU through gloo, on GPUs through NCCL, a card each.
+Its start is trained once. The file is written after each run, so what is done stays where a later
+run fails. The command ends with exit code 1 where weights differ. On two CPU cores the demo's
+thousand steps take 5 to 10 minutes each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from jetrl.bench._command import command_typed
+from jetrl.bench._timing import write_results
+from jetrl.study.definition import read_definition
+from jetrl.study.final_evaluation import sha256_of_weights
+from jetrl.study.plan import PlannedRun, planned_runs, recipe_of
+
+
+def main() -> None:
+    """Make the runs and write what they end with."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--study", type=Path, default=Path("benchmarks/study/twins_demo.toml"))
+    parser.add_argument("--arm", default="plain")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, help="steps, instead of the study's")
+    parser.add_argument("--processes", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--folder", type=Path, default=Path("build/twin_ranks"))
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    runs = planned_runs(read_definition(args.study))
+    run = next((run for run in runs if run.arm == args.arm and run.seed == args.seed), None)
+    if run is None:
+        parser.error(f"{args.study} has no arm {args.arm} with seed {args.seed}")
+    args.folder.mkdir(parents=True, exist_ok=True)
+    model = trained_start(run, args.folder)
+    typed = command_typed("python benchmarks/study/twin_ranks.py", None)
+    equal, rows = True, list[dict[str, Any]]()
+    for count in args.processes:
+        rows.append(trained(run, model, count, args.steps, args.folder))
+        print(json.dumps(rows[-1]), flush=True)
+        equal = len({row["weights_sha256"] for row in rows}) == 1
+        write_results(
+            args.out, "twin_ranks", typed, rows, study=str(args.study), arm=args.arm, equal=equal
+        )
+    sys.exit(not equal)
+
+
+def trained_start(run: PlannedRun, folder: Path) -> str | None:
+    """Return the model that a run begins from, trained unless it is there; None: it needs none.
+
+    Args:
+        run: The run.
+        folder: The folder for its run directory and recipe.
+    """
+    if run.start is None:
+        return run.settings.model.path
+    model = folder / run.start.name / "model"
+    if not model.exists():
+        recipe = folder / "start.toml"
+        recipe.write_text(recipe_of(run.start.settings), encoding="utf-8")
+        command(1, ["sft", str(recipe), f"run.dir={folder}"])
+    return str(model)
+
+
+def trained(
+    run: PlannedRun, model: str | None, count: int, steps: int | None, folder: Path
+) -> dict[str, Any]:
+    """Train a run by several processes and return what it ended with.
+
+    Args:
+        run: The run.
+        model: The model that it begins from.
+        count: The number of processes; 1: without torchrun.
+        steps: The number of steps; None: the study's.
+        folder: The folder for its run directory and recipe.
+    """
+    name = f"{run.name}-{count}"
+    recipe = folder / f"{name}.toml"
+    recipe.write_text(recipe_of(run.settings), encoding="utf-8")
+    words = ["train", str(recipe), f"run.dir={folder}", f"run.name={name}"]
+    words += [] if model is None else [f"model.path={model}"]
+    words += [] if steps is None else [f"loop.steps={steps}"]
+    began = time.perf_counter()
+    command(count, words)
+    seconds = time.perf_counter() - began
+    lines = (folder / name / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    records = [record for record in map(json.loads, lines) if "mismatch/num_tokens" in record]
+    return {
+        "processes": count,
+        "steps": len(records),
+        "weights_sha256": sha256_of_weights(folder / name),
+        "compared_tokens": int(sum(record["mismatch/num_tokens"] for record in records)),
+        "different_tokens": int(sum(record["mismatch/num_different"] for record in records)),
+        "wall_s": round(seconds, 1),
+    }
+
+
+def command(count: int, words: list[str]) -> None:
+    """Run a command of jetrl by several processes, with a CPU thread each.
+
+    Args:
+        count: The number of processes; 1: without torchrun.
+        words: The words of the command.
+    """
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
+    launch = [sys.executable, *(torchrun if count > 1 else []), "-m", "jetrl", *words]
+    subprocess.run(launch, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+
+
+if __name__ == "__main__":
+    main()
