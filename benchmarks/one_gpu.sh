@@ -7,7 +7,8 @@
 # OUT is the folder of the JSON files, build/bench unless it is given. PYTHON is the interpreter. The
 # seconds are those that one H200 is expected to take, start included. `study` works studies off, or
 # what a queue file names, with runs that share the card under NVIDIA's multi-process service
-# (docs/studies.md); JOBS is their number, and BESIDE a command that runs at the same time.
+# (docs/studies.md); JOBS is their number, PERCENT the share of the card's multiprocessors that each may
+# use (unset: all of them), and BESIDE a command that runs at the same time.
 set -eu
 out=build/bench
 [ "${1:-}" = study ] || out=${2:-$out}
@@ -67,6 +68,7 @@ study)
     CUDA_MPS_PIPE_DIRECTORY=$(mktemp -d)
     CUDA_MPS_LOG_DIRECTORY=$CUDA_MPS_PIPE_DIRECTORY
     export CUDA_MPS_PIPE_DIRECTORY CUDA_MPS_LOG_DIRECTORY OMP_NUM_THREADS=1
+    [ -z "${PERCENT:-}" ] || export CUDA_MPS_ACTIVE_THREAD_PERCENTAGE="$PERCENT"
     nvidia-cuda-mps-control -d
     trap 'echo quit | nvidia-cuda-mps-control' EXIT
     if [ -n "${BESIDE:-}" ]; then sh -c "$BESIDE" & fi
