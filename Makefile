@@ -112,7 +112,7 @@ test-gpu:
 	  $(GPU_PYTHON) -c 'import xdist' 2>/dev/null || { workers=; \
 	    echo "pytest-xdist is not installed for $(GPU_PYTHON): the tests run in one process, which" \
 	      "takes several times as long" >&2; }; \
-	  set -x; PYTHONPATH=src $(GPU_PYTHON) -m pytest -m gpu tests/gpu $$workers
+	  set -x; PYTHONPATH=src$${PYTHONPATH:+:$$PYTHONPATH} $(GPU_PYTHON) -m pytest -m gpu tests/gpu $$workers
 
 # Each writes JSON into build/bench; jetrl bench NAME runs one of them.
 bench:
@@ -120,7 +120,7 @@ bench:
 	  { echo "make bench needs an NVIDIA Hopper GPU (H100, H200) and a torch built for CUDA;" >&2; \
 	    echo "$(GPU_PYTHON) has not: run it there, or name another one with GPU_PYTHON=..." >&2; exit 1; }
 	@for name in quantize norm logprob gemm attention layer optimizer rollout parity train step; do \
-	  PYTHONPATH=src $(GPU_PYTHON) -m jetrl bench $$name --out build/bench/$$name.json || exit 1; done
+	  PYTHONPATH=src$${PYTHONPATH:+:$$PYTHONPATH} $(GPU_PYTHON) -m jetrl bench $$name --out build/bench/$$name.json || exit 1; done
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache
