@@ -13,8 +13,11 @@ import pytest
 from tests.study.conftest import PoolInThisProcess
 
 from jetrl.cli.main import main
+from jetrl.study.definition import read_definition
+from jetrl.study.plan import planned_runs
 from jetrl.study.processes import Child, Job
 from jetrl.study.results import read_results
+from jetrl.study.sitting import Sitting
 
 
 class NoPool(PoolInThisProcess):
@@ -284,3 +287,30 @@ def test_a_run_begins_where_those_that_are_done_would_have_ended_in_time(
     assert [name[:6] for name in EndlessPool.stopped] == ["start-"] * begins
     said = "no run that is left would end before the time is up" in capsys.readouterr().out
     assert said != begins
+
+
+def test_runs_of_this_sitting_say_how_long_the_next_one_takes(copy: Path) -> None:
+    """Earlier ones took 30 s, perhaps on another machine; the first one here took 3."""
+    file = copy.parent / "out" / "results.json"
+    content = json.loads(file.read_text())
+    content["runs"] = [run for run in content["runs"] if run["seed"] == 0]
+    for run in content["runs"]:
+        run |= {"wall_s": 20.0, "seconds": {**run["seconds"], "final_evaluation": 10.0}}
+    file.write_text(json.dumps(content))
+    definition, results = read_definition(copy), read_results(file)
+    sitting = Sitting(definition, planned_runs(definition), results, lambda _: None)
+
+    def expected() -> set[float]:
+        asked: list[float] = []
+
+        def has_room_for(seconds: float) -> bool:
+            asked.append(seconds)
+            return False
+
+        assert sitting.next_training(sitting.left, has_room_for) is None
+        return set(asked)
+
+    assert expected() == {30.0}
+    here = {"name": "unified-s1", "seed": 1, "wall_s": 2.0, "seconds": {"final_evaluation": 1.0}}
+    results.runs["unified-s1"] = results.runs["unified-s0"].model_copy(update=here)
+    assert expected() == {3.0}

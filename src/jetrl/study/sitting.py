@@ -68,6 +68,7 @@ class Sitting:
         self._starts = {name: Item(start) for name, start in starts.items()}
         self._first_weights = FirstWeights(runs, results)
         self._killed: set[int] = set()  # ids of processes that were killed for kill_after
+        self._earlier = set(results.runs)  # names of runs that were done before this sitting
         for item in self._items.values():
             look(item, definition, results)
         for item in self._starts.values():
@@ -135,18 +136,22 @@ class Sitting:
     def _expected_s(self, run: PlannedRun) -> float | None:
         """Return the longest time, in seconds, of a finished run at the same grid point, or None.
 
-        Of its training only the share of the steps counts that the run has yet to make.
+        Runs of this sitting count alone once there is one, since earlier ones may be those of
+        another machine or version. Of a training only the share of the steps counts that the run
+        has yet to make.
         """
-        finished = [
-            done
-            for done in self.results.runs.values()
+        finished = {
+            name: done
+            for name, done in self.results.runs.items()
             if done.point == run.point and done.end == "finished"
-        ]
+        }
         if not finished:
             return None
+        here = [done for name, done in finished.items() if name not in self._earlier]
         left = 1 - steps_done(run.path) / run.settings.loop.steps
         return max(
-            left * done.wall_s + done.seconds.get(FINAL_EVALUATION, 0.0) for done in finished
+            left * done.wall_s + done.seconds.get(FINAL_EVALUATION, 0.0)
+            for done in here or finished.values()
         )
 
     def _training(self, item: Item) -> Job:
