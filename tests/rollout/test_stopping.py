@@ -163,7 +163,7 @@ def test_draws_that_are_not_finite_are_not_taken_in_together():
 
 
 def test_text_is_decoded_once_for_the_draws_of_a_step():
-    """What a stop string costs the host: two short decodes a step, not two a token."""
+    """A stop string costs the host two short decodes a step, not two a token."""
     calls = []
 
     def decode(ids):

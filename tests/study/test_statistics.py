@@ -86,7 +86,7 @@ def test_paired_tests_computed_by_hand() -> None:
 
 
 def test_signed_ranks_by_hand_and_against_all_signs():
-    """Ranks 1 to 3 all positive: 1 of 8 ways on each side. Ties have mean ranks, zeros are out."""
+    """Ranks 1 to 3 that are all positive are 1 of 8 ways on each side; zeros are left out."""
     assert signed_rank_test([0.1, 2.0, 3.0]) == 2 / 8
     assert signed_rank_test([0.1, 2.0, 300.0, 0.0]) == 2 / 8
     assert signed_rank_test([1.0, -1.0]) == 1.0
