@@ -52,7 +52,8 @@ def main() -> None:
     for count in args.processes:
         rows.append(trained(run, model, count, args.steps, args.folder))
         print(json.dumps(rows[-1]), flush=True)
-        equal = len({row["weights_sha256"] for row in rows}) == 1
+        digests = [row["weights_sha256"] for row in rows]
+        equal = all(digests) and len(set(digests)) == 1  # "" where a run left no weights
         write_results(
             args.out, "twin_ranks", typed, rows, study=str(args.study), arm=args.arm, equal=equal
         )

@@ -263,6 +263,15 @@ def test_after_the_minutes_what_runs_is_stopped_and_what_is_left_is_said(
     assert "4 of 4 runs are left; the same command goes on" in capsys.readouterr().out
 
 
+def keep_runs_of_30_s(results: Path) -> None:
+    """Keep the runs of seed 0 in a results file, as if each had taken 30 s with its evaluation."""
+    content = json.loads(results.read_text())
+    content["runs"] = [run for run in content["runs"] if run["seed"] == 0]
+    for run in content["runs"]:
+        run |= {"wall_s": 20.0, "seconds": {**run["seconds"], "final_evaluation": 10.0}}
+    results.write_text(json.dumps(content))
+
+
 @pytest.mark.parametrize(("minutes", "begins"), [(0.5, False), (0.6, True), (0.1, True)])
 def test_a_run_begins_where_those_that_are_done_would_have_ended_in_time(
     copy: Path,
@@ -273,11 +282,7 @@ def test_a_run_begins_where_those_that_are_done_would_have_ended_in_time(
 ) -> None:
     """A run took 30 s; where that is longer than the whole time a run begins all the same."""
     results = copy.parent / "out" / "results.json"
-    content = json.loads(results.read_text())
-    content["runs"] = [run for run in content["runs"] if run["seed"] == 0]
-    for run in content["runs"]:
-        run |= {"wall_s": 20.0, "seconds": {**run["seconds"], "final_evaluation": 10.0}}
-    results.write_text(json.dumps(content))
+    keep_runs_of_30_s(results)
     EndlessPool.stopped = []
     monkeypatch.setattr("jetrl.study.processes.Pool", EndlessPool)
     clock = itertools.count(0, 0.5)
@@ -292,11 +297,7 @@ def test_a_run_begins_where_those_that_are_done_would_have_ended_in_time(
 def test_runs_of_this_sitting_say_how_long_the_next_one_takes(copy: Path) -> None:
     """Earlier ones took 30 s, perhaps on another machine; the first one here took 3."""
     file = copy.parent / "out" / "results.json"
-    content = json.loads(file.read_text())
-    content["runs"] = [run for run in content["runs"] if run["seed"] == 0]
-    for run in content["runs"]:
-        run |= {"wall_s": 20.0, "seconds": {**run["seconds"], "final_evaluation": 10.0}}
-    file.write_text(json.dumps(content))
+    keep_runs_of_30_s(file)
     definition, results = read_definition(copy), read_results(file)
     sitting = Sitting(definition, planned_runs(definition), results, lambda _: None)
 

@@ -205,9 +205,10 @@ def method(definition: Definition, runs: Sequence[RunResult]) -> list[str]:
         "paired by seed: arms of one seed share prompts, draws and first weights until their first "
         "real difference. The permutation test flips the signs of the differences in all ways; "
         "with n seeds its p-value cannot be below 2 / 2^n. The rank p is that of the signed-rank "
-        "test, which one run that is far off does not decide. Holm's method adjusts the t tests "
-        "for the number of arms. Where equivalence is not shown, the number of seeds is named with "
-        "which equal arms whose differences spread as these would pass four times of five.",
+        "test, which one run that is far off does not decide. Holm's method adjusts both for the "
+        "number of arms, t tests and signed-rank tests apart. Where equivalence is not shown, the "
+        "number of seeds is named with which equal arms whose differences spread as these would "
+        "pass four times of five.",
         _rule(definition.collapse),
         f"A run that has not collapsed fell behind if its final accuracy is more than "
         f"{100 * definition.collapse.behind:g} points below the median of the runs of "
