@@ -16,6 +16,7 @@ LinearFormat = Literal[Format, "fp8_weights", "fp8_activations", "nvfp4"]
 BaseFormat = Literal["fp8", "nvfp4"]
 StoredFormat = Literal["fp32", "bf16", "fp8", "int8"]
 KVFormat = Literal[StoredFormat, "int8+fp8", "fp8+int8"]
+KVSetting = Literal["fp8", "int8", "int8+fp8", "fp8+int8", "bf16"]  # what a user may ask for
 ScaleRule = Literal["fp32", "pow2"]
 
 
@@ -43,7 +44,7 @@ PRESETS = {
     "mixed": PresetFormats("fp8", "bf16", "bf16", "bf16", "bf16"),
     "alike": PresetFormats("fp8", "fp8", "bf16", "bf16", "bf16"),
     "jet": PresetFormats("fp8", "fp8", "bf16", "bf16", "bf16"),
-    "unified": PresetFormats("fp8", "fp8", "fp8", "bf16", "bf16"),
+    "unified": PresetFormats("fp8", "fp8", "int8+fp8", "bf16", "bf16"),
 }
 DEFAULT_PRESET = "unified"
 

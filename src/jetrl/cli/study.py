@@ -13,6 +13,7 @@ For example:
     jetrl study doses.toml flows.toml --jobs 15             two studies, which share 15 places
     jetrl study queue.toml --jobs 15 --minutes 9            those that a queue file names
     jetrl study benchmarks/results/study/flows.json         the report from the committed results
+    jetrl study flows.json --reference unified              the same, compared with another arm
 
 The same command goes on: runs that are done are skipped, runs that were cut are resumed with the
 same bits. How to write a study and a queue file: docs/studies.md. Exit codes: 0 done, 1 a run
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = (
         "jetrl study STUDY.toml [...] [--only ARM | AXIS=VALUE | seed=N ...] [--jobs N] "
-        "[--minutes M] [--no-report | --report-only | --dry-run]"
+        "[--minutes M] [--reference ARM] [--no-report | --report-only | --dry-run]"
     )
     parser.add_argument(
         "study",
@@ -77,6 +78,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--no-report", action="store_true", help="run, and leave the report to --report-only"
     )
+    parser.add_argument(
+        "--reference",
+        metavar="ARM",
+        help="compare the others with this arm in the report (default: study.reference)",
+    )
     parser.add_argument("--evaluate", metavar="REQUEST", help=argparse.SUPPRESS)
 
 
@@ -97,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
     from jetrl.study.queue_file import entries_of
 
     entries = entries_of([Path(name) for name in args.study], args.only)
-    opened_files = {entry.file: opened(entry.file) for entry in entries}
+    opened_files = {entry.file: opened(entry.file, args.reference) for entry in entries}
     if args.report_only or all(file.suffix == ".json" for file in opened_files):
         if args.only:
             raise UserError("--only chooses runs to work off; a report is of all that is done")
@@ -117,11 +123,15 @@ def run(args: argparse.Namespace) -> int:
     return work_off(args, queue)
 
 
-def opened(path: Path) -> tuple[Definition, Results]:
+def opened(path: Path, reference: str | None = None) -> tuple[Definition, Results]:
     """Return the definition and the results of a study file, or of a results file.
 
+    Args:
+        path: The file.
+        reference: The arm that the report compares the others with; None: the study's own.
+
     Raises:
-        UserError: It is neither, or it is wrong; the message names the line.
+        UserError: It is neither, or it is wrong; the message names the line. It has no such arm.
     """
     from jetrl.study.definition import definition_of, read_definition
     from jetrl.study.results import Results, read_results
@@ -131,13 +141,20 @@ def opened(path: Path) -> tuple[Definition, Results]:
         definition = definition_of(results.definition, path)
         # A file from elsewhere does not say where its report goes.
         study = definition.study.model_copy(update={"out": None})
-        return dataclasses.replace(definition, study=study), results
-    definition = read_definition(path)
-    if definition.results_file.is_file():
-        results = read_results(definition.results_file)
-        results.source, results.definition = str(path), definition.tree
+        definition = dataclasses.replace(definition, study=study)
     else:
-        results = Results(definition.results_file, str(path), definition.tree)
+        definition = read_definition(path)
+        if definition.results_file.is_file():
+            results = read_results(definition.results_file)
+            results.source, results.definition = str(path), definition.tree
+        else:
+            results = Results(definition.results_file, str(path), definition.tree)
+    if reference is not None:
+        if reference not in definition.arms:
+            known = ", ".join(definition.arms)
+            raise UserError(f"--reference {reference}: {path} has no such arm; it has {known}")
+        study = definition.study.model_copy(update={"reference": reference})
+        definition = dataclasses.replace(definition, study=study)
     return definition, results
 
 

@@ -126,7 +126,8 @@ class RunDirectory:
     def settings_of_resume(cls, settings: Settings) -> Settings:
         """Return the settings of a resume: `precision.kv`, where unset, is what the run began with.
 
-        A preset may have come to mean another format of keys and values since the run was started.
+        `unified` had keys in FP8 before it had them in INT8. Where there is no such run, settings
+        stay as they are.
 
         Raises:
             UserError: The run's name cannot be a folder's, or its plan.json is damaged.

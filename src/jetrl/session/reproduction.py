@@ -31,6 +31,7 @@ from jetrl.errors import UserError
 from jetrl.files import Count, Seed, Step, Stored, checked, read_json, read_stored, shown_value
 from jetrl.models.policy import Policy
 from jetrl.precision import PrecisionPlan
+from jetrl.runs.directory import RunDirectory
 from jetrl.runs.jsonl import write_atomically, write_jsonl
 from jetrl.runs.rollout_records import record_of
 from jetrl.session.building import build_critic, policy_of_masters
@@ -153,7 +154,7 @@ def write_reproduction(
     def begin() -> bool:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        write_atomically(folder / CONFIG, to_toml(settings))
+        write_atomically(folder / CONFIG, to_toml(_naming_kv(settings, policy.plan)))
         return saved_masters is not None and _link(saved_masters, folder)
 
     def complete() -> None:
@@ -177,6 +178,14 @@ def write_reproduction(
     world().from_first("a reproduction", complete)
 
 
+def _naming_kv(settings: Settings, plan: PrecisionPlan) -> Settings:
+    """Return settings that name the plan's format of keys and values, which a preset may change."""
+    if plan.rest == "fp32":
+        return settings
+    precision = settings.precision.model_copy(update={"kv": plan.kv})
+    return settings.model_copy(update={"precision": precision})
+
+
 def replay(path: Path, preset: str | None = None, device: str | None = None) -> Replay:
     """Run a reproduction again, with every operation looked at; no weight is changed.
 
@@ -192,6 +201,7 @@ def replay(path: Path, preset: str | None = None, device: str | None = None) -> 
     """
     folder = path.parent if path.name == FACTS else path
     facts, settings = _read_facts(folder), load_config(folder / CONFIG)
+    settings = RunDirectory.settings_of_resume(settings)  # Older files leave out what kv was.
     if device is not None:
         run = settings.run.model_copy(update={"device": device})
         settings = settings.model_copy(update={"run": run})

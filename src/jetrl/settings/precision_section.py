@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
-from jetrl.presets import DEFAULT_PRESET, BaseFormat, Preset
+from jetrl.presets import DEFAULT_PRESET, BaseFormat, KVSetting, Preset
 from jetrl.settings.section import NonNegative, NonNegativeFloat, Positive, Section
 
 _KEYS_OF_A_BLOCK = 64  # The GPU's attention reads so many keys at a time.
@@ -26,7 +26,7 @@ class PrecisionSettings(Section):
         0, description="decoder layers at the start kept in BF16"
     )
     last_layers_bf16: NonNegative = Field(0, description="decoder layers at the end kept in BF16")
-    kv: Literal["fp8", "int8", "int8+fp8", "fp8+int8", "bf16"] | None = Field(
+    kv: KVSetting | None = Field(
         None, description="keys and values, or keys + values apart; unset: the preset's"
     )
     lm_head: Literal["bf16", "fp8"] | None = Field(
@@ -68,7 +68,7 @@ class SamplerDeviationSettings(Section):
     scales: Literal["fp32", "pow2"] | None = Field(
         None, description="the sampler's FP8 and INT8 scales; unset: the trainer's"
     )
-    kv: Literal["fp8", "int8", "int8+fp8", "fp8+int8", "bf16"] | None = Field(
+    kv: KVSetting | None = Field(
         None, description="the sampler's keys and values; unset: the trainer's"
     )
     attention_split: Positive | None = Field(

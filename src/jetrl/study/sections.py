@@ -9,7 +9,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from jetrl.presets import Preset
+from jetrl.presets import KVSetting, Preset
 from jetrl.runs.metrics import check_metrics
 from jetrl.settings.section import Mass, NonNegative, NonNegativeFloat, Positive, Section, Share
 
@@ -122,6 +122,9 @@ class StartSection(Section):
     """The section `[start]`: supervised training before the runs, whose weights all arms share."""
 
     precision: Preset = Field("bf16", description="precision preset of the supervised training")
+    kv: KVSetting | None = Field(
+        None, description="its keys and values, as precision.kv; unset: the preset's"
+    )
     pinned_sums: bool = Field(
         False,
         description="true: repeats to the bit wherever it is made, as an exact plan does; bf16 and "

@@ -12,7 +12,7 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from statistics import fmean, stdev
+from statistics import fmean, median, stdev
 
 MOST_FLIPPED = 16  # differences whose signs are flipped in all 2**n ways
 MOST_SEEDS = 100  # a number of pairs beyond it is not named
@@ -42,6 +42,7 @@ class Comparison:
 
     Attributes:
         difference: The mean difference with its interval.
+        median: The median difference, which a single run that is far off does not move.
         t_p: The two-sided p-value of the paired t test; NaN for fewer than two pairs.
         flip_p: The two-sided p-value of the exact permutation test, which flips signs; NaN for
             fewer than two pairs or more than `MOST_FLIPPED`.
@@ -53,6 +54,7 @@ class Comparison:
     """
 
     difference: Interval
+    median: float
     t_p: float
     flip_p: float
     rank_p: float
@@ -162,6 +164,7 @@ def compare(differences: Sequence[float], margin: float, level: float) -> Compar
     """
     return Comparison(
         mean_interval(differences, level),
+        median(differences),
         t_test(differences),
         flip_test(differences),
         signed_rank_test(differences),

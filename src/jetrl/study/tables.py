@@ -64,7 +64,10 @@ def accuracy_tables(definition: Definition, results: Sequence[ArmResult]) -> Ite
         f"(p below {1 - study.level:.2g})."
     )
     own_note = "The same weights, each evaluated in the precision that it was trained in."
-    tests = (f"minus {reference}", "t test p", "Holm p", "permutation p", "rank p", "equivalent")
+    tests = (
+        *(f"minus {reference}", "median", "t test p", "Holm p"),
+        *("permutation p", "rank p", "equivalent"),
+    )
     head = ("arm", "seeds", f"accuracy ({preset})", "own precision", *tests, "collapsed")
     own_head = ("arm", "seeds", "accuracy (own precision)", *tests)
     for point in dict.fromkeys(result.point for result in results):
@@ -111,11 +114,12 @@ def _tests(
 ) -> list[str]:
     """Return the cells of a comparison with the reference arm: the difference and its tests."""
     if comparison is None:
-        return [DASH] * 6
+        return [DASH] * 7
     tests, rank = comparison.tests, comparison.adjusted_rank_p
     learnt = accuracy is not None and accuracy.mean > 0
     return [
         shown_interval(tests.difference, signed=True),
+        f"{100 * tests.median:+.2f}%",
         shown_p(tests.t_p),
         shown_p(comparison.adjusted_t_p),
         shown_p(tests.flip_p),
