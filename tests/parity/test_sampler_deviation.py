@@ -79,7 +79,7 @@ def test_each_dose_moves_the_sampler_alone(dose: dict[str, Any]) -> None:
 
 
 def test_what_the_plan_says_anyway_is_no_deviation() -> None:
-    plan = plan_of(linears="fp8", kv="fp8", scales="fp32", lm_head="bf16", logit_noise=0.0)
+    plan = plan_of(linears="fp8", kv="int8+fp8", scales="fp32", lm_head="bf16", logit_noise=0.0)
     assert plan.exact
     assert plan.on("rollout") is plan
 

@@ -19,7 +19,7 @@ TABLE = {  # docs/precision.md: rollout linears, training linears, keys and valu
     "mixed": ("fp8", "bf16", "bf16", "bf16", "bf16"),
     "alike": ("fp8", "fp8", "bf16", "bf16", "bf16"),
     "jet": ("fp8", "fp8", "bf16", "bf16", "bf16"),
-    "unified": ("fp8", "fp8", "fp8", "bf16", "bf16"),
+    "unified": ("fp8", "fp8", "int8+fp8", "bf16", "bf16"),
 }
 
 

@@ -420,7 +420,7 @@ def test_default_pages_are_what_the_batch_can_use(policy, reference, caplog):
         "8 sequences of 17 + 20 - 1 tokens, and parked ones"
     )
     assert engine.stats.preemptions == 0
-    assert "KV cache: 73 pages of 4 tokens, fp8" in caplog.text
+    assert "KV cache: 73 pages of 4 tokens, int8+fp8" in caplog.text
 
     engine.generate([[5, 6]], SamplingParams(max_tokens=4))
     assert engine.stats.pages_total == 73, "a cache that is large enough stays"

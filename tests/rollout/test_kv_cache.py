@@ -79,7 +79,7 @@ def test_a_long_chunk_is_cut_with_equal_bits(config):
     cache = make_cache(config, num_pages=40, page_size=32)
     q, k, v = random_qkv(config, sum(lengths), torch.bfloat16)
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)
-    wanted = attend_packed(q, k, v, cu_seqlens, "fp8")
+    wanted = attend_packed(q, k, v, cu_seqlens, plan_of("unified", None).kv)
     pages = [list(range(19)), list(range(19, 29))]
     spans = [Span(0, 0, 600, pages[0]), Span(600, 0, 300, pages[1])]
     got = cache.key_values(spans).attend_heads(0, q, k, v)

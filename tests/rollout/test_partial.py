@@ -12,7 +12,7 @@ from jetrl.rollout.partial import Partial
 from jetrl.types import SamplingParams
 
 PROMPTS = [[5, 6, 7], [9] * 17, [11, 12, 13, 14], [20], [40, 41, 42, 43]]
-PARAMS = SamplingParams(n=3, max_tokens=30, temperature=0.9, stop_token_ids=(33, 34, 35), seed=7)
+PARAMS = SamplingParams(n=3, max_tokens=30, temperature=0.9, stop_token_ids=(33, 34, 35), seed=6)
 
 
 def groups_of(left, n=PARAMS.n):

@@ -15,6 +15,7 @@ import jetrl.precision.linear as linear
 from jetrl import load_config, train
 from jetrl.cli.main import main
 from jetrl.errors import NonFiniteError, UserError
+from jetrl.presets import PRESETS
 from jetrl.runs import RunDirectory, reproducible
 from jetrl.session import Session
 from jetrl.session.reproduction import replay
@@ -142,6 +143,29 @@ def test_a_nan_forward_stops_the_run_names_the_operation_and_can_be_replayed(
     assert main(["replay", str(folder)]) == 0
     assert "every value is finite" in capsys.readouterr().out
     assert main(["replay", str(folder), "--plan", "bf16"]) == 0
+
+
+def test_a_replay_has_the_keys_and_values_that_the_preset_meant(
+    tmp_path: Path, bad_at: Any, bad_swiglu: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = bad_at(2)
+    bad_swiglu(state)
+    with pytest.raises(NonFiniteError):
+        train(settings(tmp_path, "loop.steps=2"))
+    state["on"] = False
+    folder = tmp_path / "run" / "nonfinite" / "step_000002"
+    wanted = replay(folder).numbers
+    meant = PRESETS["unified"]
+    assert load_config(folder / "config.toml").precision.kv == meant.kv
+    monkeypatch.setitem(PRESETS, "unified", meant._replace(kv="bf16"))
+    assert replay(folder).numbers == wanted
+    text = (folder / "config.toml").read_text()
+    old = text.replace(f'kv = "{meant.kv}"\n', "")  # as it was before formats were named
+    assert old != text
+    (folder / "config.toml").write_text(old)
+    assert replay(folder).numbers == wanted, "the run's own plan says so"
+    (tmp_path / "run" / "plan.json").unlink()
+    assert replay(folder).numbers != wanted, "the formats do differ"
 
 
 def test_a_nan_on_the_way_back_is_named_too(

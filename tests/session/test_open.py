@@ -258,7 +258,7 @@ def test_a_resumed_run_keeps_the_keys_and_values_that_its_preset_meant(
     other = "bf16" if meant.kv != "bf16" else "fp8"
     monkeypatch.setitem(PRESETS, "unified", meant._replace(kv=other))
     own = old / "config.toml"
-    with pytest.raises(UserError, match=r"another precision plan \(kv: \w+ there, \w+ here\)"):
+    with pytest.raises(UserError, match=r"another precision plan \(kv: \S+ there, \S+ here\)"):
         train(load_config(own, [f"precision.kv={other}"]), resume=True)
     assert train(load_config(own, ["loop.steps=2"]), resume=True).steps == 2
     assert recipe_settings(["demo", *words, "run.name=old"], resume=True).precision.kv == meant.kv

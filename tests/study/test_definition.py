@@ -113,6 +113,19 @@ def test_a_start_with_pinned_sums_is_exact(study: Read) -> None:
     assert (plans[False].exact, plans[True].exact) == (False, True)
 
 
+def test_a_start_names_its_keys_and_values(study: Read) -> None:
+    """A preset may come to mean another format, and then the weights would not repeat."""
+    starts = {}
+    for kv in ("", "kv = 'fp8'\n", "kv = 'bf16'\n"):
+        text = HEAD + "[start]\nsft.steps = 3\nprecision = 'unified'\n" + kv + ARMS
+        start = planned_runs(study(text))[0].start
+        assert start is not None
+        starts[kv] = start
+        if kv:
+            assert f"kv = '{start.settings.precision.kv}'\n" == kv
+    assert len({start.name for start in starts.values()}) == 3
+
+
 def test_another_task_sets_the_options_of_the_first_aside(study: Read) -> None:
     definition = study(
         HEAD

@@ -82,7 +82,7 @@ def test_the_report_has_tables_and_pictures(tiny_study: Path) -> None:
     assert "<svg" in page
     assert "http://" not in re.sub(r'xmlns[:\w]*="[^"]*"|"http://www.w3.org[^"]*"', "", page)
     row = next(line for line in tables.splitlines() if line.startswith("| pages of 8 | 2 |"))
-    equal = "| 1.000 | 1.000 | 1.000 | 1.000 (Holm 1.000) | yes (p below 0.001) | 0 of 2 |"
+    equal = "| +0.00% | 1.000 | 1.000 | 1.000 | 1.000 (Holm 1.000) | yes (p below 0.001) | 0 of 2 |"
     assert f"| +0.00% [+0.00, +0.00] {equal}" in row
     assert "| seed 0 | equal |" in tables
 
@@ -202,13 +202,30 @@ def test_a_start_that_was_put_back_from_a_copy_is_not_trained_again(
         (["FILE", "--minutes", "-1"], "--minutes -1: a number above 0"),
         (["FILE", "--only", "unify"], "--only unify: no such arm or value"),
         (["FILE", "--only", "pages", "--report-only"], "a report is of all that is done"),
+        (["FILE", "--reference", "bf17"], "--reference bf17: FILE has no such arm; it has "),
     ],
 )
 def test_wrong_words(
     copy: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
 ) -> None:
     assert main(["study", *(word.replace("FILE", str(copy)) for word in words)]) == 2
-    assert message in capsys.readouterr().err
+    assert message.replace("FILE", str(copy)) in capsys.readouterr().err
+
+
+def test_a_report_compares_with_the_arm_that_is_asked_for(copy: Path) -> None:
+    report = copy.parent / "out" / "report.md"
+    assert main(["study", str(copy), "--report-only"]) == 0
+    assert "minus unified" in report.read_text()
+    assert main(["study", str(copy), "--report-only", "--reference", "pages"]) == 0
+    text = report.read_text()
+    assert "minus pages of 8" in text
+    assert "minus unified" not in text
+    row = next(line for line in text.splitlines() if line.startswith("| pages of 8 | 2 |"))
+    assert "| - | - | - | - | - | - | - |" in row, "it is not compared with itself"
+    assert (
+        read_results(copy.parent / "out" / "results.json").definition["study"].get("reference")
+        != "pages"
+    ), "the study keeps its own"
 
 
 def test_a_run_that_diverges_has_collapsed_and_is_no_failure(
@@ -229,7 +246,7 @@ def test_a_run_that_diverges_has_collapsed_and_is_no_failure(
     assert (run.end, run.steps, run.common) == ("nonfinite", 1, None)
     assert "not finite" in run.reason
     tables = (tiny_study.parent / "out" / "report.md").read_text()
-    assert f"| pages of 8 | 0 (1 without weights) {'| - ' * 8}| 1 of 1 |" in tables
+    assert f"| pages of 8 | 0 (1 without weights) {'| - ' * 9}| 1 of 1 |" in tables
 
 
 class EndlessPool(PoolInThisProcess):
