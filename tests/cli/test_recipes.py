@@ -46,7 +46,7 @@ def test_a_recipe_fits_the_gpus_that_it_asks_for(name: str, h200: None, jetrl: C
     assert (count > 1) == (f"torchrun --standalone --nproc-per-node {count} " in recipe)
     phases = next(line for line in done.out.splitlines() if line.split()[1:2] == ["held"])
     assert max(map(float, phases.split()[2:])) < H200_GIB
-    assert 'name = "unified"' in done.out or "# precision plan: unified" in done.out
+    assert "bit for bit equal (checked every step)" in done.out
 
 
 def test_14b_does_not_fit_one_gpu(h200: None, jetrl: Callable) -> None:
