@@ -8,6 +8,7 @@ import pytest
 from jetrl.study.definition import read_definition
 from jetrl.study.plan import chosen, planned_runs
 from jetrl.study.queue_file import entries_of
+from jetrl.study.results import read_results
 
 ROOT = Path(__file__).parents[2]
 QUEUES = sorted((ROOT / "benchmarks" / "study").glob("queue*.toml"))
@@ -27,6 +28,18 @@ def test_a_committed_study_has_valid_runs(file, monkeypatch):
     for run in runs:
         config = run.settings.model.config
         assert not isinstance(config, str) or (ROOT / config).is_file()
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_committed_results_are_of_what_the_study_file_says(file, monkeypatch):
+    """Else its command would end with a message, after a change of a recipe or of a default."""
+    monkeypatch.chdir(ROOT)
+    definition = read_definition(file)
+    results = read_results(definition.results_file)
+    planned = {run.name: run for run in planned_runs(definition)}
+    for name, run in results.runs.items():
+        assert run.digest == planned[name].digest or run.said == planned[name].said, name
+    assert results.definition == definition.tree
 
 
 @pytest.mark.parametrize("file", QUEUES, ids=lambda file: file.stem)
