@@ -2,21 +2,19 @@
 
     python benchmarks/key_outliers.py --out build/key_outliers.json      5 seconds on one core
 
-Some models, Qwen2.5 above all, add a bias to their keys that makes a few channels many times
-larger than the others. A scale serves all channels of a head, so INT8 then has few steps left for
-the others, while FP8 has as many bits for a small value as for a large one. Here keys are normal
-draws of 128 channels; one pair that is rotated together has a constant added, RATIO times the
-spread of the others, before the rotary embedding, which turns that pair slowly. Queries are normal
-draws as well. The file has for each ratio and format the root mean square of what scores are off,
-over 1,024 keys of a query, without what all keys of the query are off alike, which softmax does not
-see; and the mean total variation between the attention weights and the exact ones.
+Some models, Qwen2.5 above all, are said to add a bias to their keys that makes a few channels many
+times larger than the others. A scale serves all channels of a head, so INT8 then has few steps left
+for the others, while FP8 has as many bits for a small value as for a large one. Here keys are
+normal draws of 128 channels; one pair that is rotated together has a constant added, RATIO times
+the spread of the others, before the rotary embedding, which turns that pair slowly. Queries are
+normal draws as well. The file has for each ratio and format the root mean square of what scores are
+off, over 1,024 keys of a query, without what all keys of the query are off alike, which softmax
+does not see; and the mean total variation between the attention weights and the exact ones.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +22,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from jetrl.bench._timing import print_table, write_results
 from jetrl.kernels.attention.reference import quantize_kv, stored_values
 from jetrl.kernels.rotary import rotary, rotary_table
-from jetrl.runs.attempts import versions
 
 CHANNELS, KEYS, QUERIES, DRAWS = 128, 1024, 64, 16
 PAIR = 60  # Channels 60 and 124 are rotated together, by 2.4e-6 of a radian a token.
@@ -70,18 +68,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("build/key_outliers.json"))
     args = parser.parse_args()
     rows = [row_of(ratio, format) for ratio in RATIOS for format in FORMATS]
-    for row in rows:
-        print(row)
-    results = {
-        "benchmark": "key_outliers",
-        "command": "python benchmarks/key_outliers.py",
-        "device": "CPU",
-        "versions": versions(),
-        "date": datetime.date.today().isoformat(),
-        "rows": rows,
-    }
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    print_table(rows)
+    write_results(args.out, "key_outliers", "python benchmarks/key_outliers.py", rows, device="CPU")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
 import functools
 import importlib.metadata
 import json
@@ -28,7 +27,9 @@ import torch
 from torch import Tensor
 
 import jetrl
-from jetrl.kernels.adamw import adamw_ref_, adamw_scalars
+from jetrl.bench._timing import write_results
+from jetrl.kernels.adamw import adamw_ref_
+from jetrl.kernels.adamw_scalars import adamw_scalars
 from jetrl.precision import dequantize, quantize
 from jetrl.training.optimizer import Optimizer
 
@@ -236,16 +237,8 @@ def main() -> None:
         }
         rows.append({"moments": name, "bytes": float(size), "percent": percent})
         print(json.dumps(rows[-1]), flush=True)
-    results = {
-        "benchmark": "optimizer_states",
-        "command": "python benchmarks/optimizer_states.py",
-        "device": "CPU",
-        "versions": {"torch": torch.__version__},
-        "date": datetime.date.today().isoformat(),
-        "rows": rows,
-    }
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    command = "python benchmarks/optimizer_states.py"
+    write_results(args.out, "optimizer_states", command, rows, device="CPU")
 
 
 if __name__ == "__main__":
