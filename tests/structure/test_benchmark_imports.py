@@ -1,4 +1,4 @@
-"""The scripts of benchmarks import names that jetrl has: no run of CI starts most of them."""
+"""Scripts of benchmarks import names that jetrl has, since no run of CI starts most of them."""
 
 import ast
 import importlib
