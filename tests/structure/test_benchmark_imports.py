@@ -1,4 +1,4 @@
-"""Scripts of benchmarks import names that jetrl has, since no run of CI starts most of them."""
+"""The scripts of benchmarks import only names that the package has."""
 
 import ast
 import importlib
