@@ -5,9 +5,10 @@
 
 One run of the study, the arm `plain` unless another one is named, is made once by itself and once
 by torchrun with each number of processes: on a CPU through gloo, on GPUs through NCCL, a card each.
-Its start is trained once. The file is written after each run, so what is done stays where a later
-run fails. The command ends with exit code 1 where weights differ. On two CPU cores the demo's
-thousand steps take 5 to 10 minutes each.
+Its start is trained once. The file is written after each run. A run that ended is not made again
+while its directory is in FOLDER, and one that was cut goes on: the same command finishes what a
+time limit interrupts. The command ends with exit code 1 where weights differ. On two CPU cores the
+demo's thousand steps take 5 to 10 minutes each.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -48,20 +48,23 @@ def main() -> None:
     args.folder.mkdir(parents=True, exist_ok=True)
     model = trained_start(run, args.folder)
     typed = command_typed("python benchmarks/study/twin_ranks.py", None)
-    equal, rows = True, list[dict[str, Any]]()
+    facts = {"study": str(args.study), "arm": args.arm, "seed": args.seed}
+    equal: bool | None = None  # of one run: there is nothing to compare it with
+    rows = list[dict[str, Any]]()
     for count in args.processes:
         rows.append(trained(run, model, count, args.steps, args.folder))
         print(json.dumps(rows[-1]), flush=True)
         digests = [row["weights_sha256"] for row in rows]
-        equal = all(digests) and len(set(digests)) == 1  # "" where a run left no weights
-        write_results(
-            args.out, "twin_ranks", typed, rows, study=str(args.study), arm=args.arm, equal=equal
-        )
-    sys.exit(not equal)
+        if len(digests) > 1:
+            equal = all(digests) and len(set(digests)) == 1  # "" where a run left no weights
+        write_results(args.out, "twin_ranks", typed, rows, **facts, equal=equal)
+    sys.exit(equal is False)
 
 
 def trained_start(run: PlannedRun, folder: Path) -> str | None:
-    """Return the model that a run begins from, trained unless it is there; None: it needs none.
+    """Return the model that a run begins from, trained unless it is there, or None.
+
+    None is returned for a run that begins from random weights.
 
     Args:
         run: The run.
@@ -73,14 +76,14 @@ def trained_start(run: PlannedRun, folder: Path) -> str | None:
     if not model.exists():
         recipe = folder / "start.toml"
         recipe.write_text(recipe_of(run.start.settings), encoding="utf-8")
-        command(1, ["sft", str(recipe), f"run.dir={folder}"])
+        command(1, ["sft", str(recipe), f"run.dir={folder}", *resumed(folder / run.start.name)])
     return str(model)
 
 
 def trained(
     run: PlannedRun, model: str | None, count: int, steps: int | None, folder: Path
 ) -> dict[str, Any]:
-    """Train a run by several processes and return what it ended with.
+    """Return what a run by several processes ended with, which is made as far as it is not there.
 
     Args:
         run: The run.
@@ -89,15 +92,14 @@ def trained(
         steps: The number of steps; None: the study's.
         folder: The folder for its run directory and recipe.
     """
-    name = f"{run.name}-{count}"
-    recipe = folder / f"{name}.toml"
-    recipe.write_text(recipe_of(run.settings), encoding="utf-8")
-    words = ["train", str(recipe), f"run.dir={folder}", f"run.name={name}"]
-    words += [] if model is None else [f"model.path={model}"]
-    words += [] if steps is None else [f"loop.steps={steps}"]
-    began = time.perf_counter()
-    command(count, words)
-    seconds = time.perf_counter() - began
+    steps = steps or run.settings.loop.steps
+    name = f"{run.name}-{run.digest[:8]}-{steps}-steps-{count}"
+    if not (folder / name / "model").exists():
+        recipe = folder / f"{name}.toml"
+        recipe.write_text(recipe_of(run.settings), encoding="utf-8")
+        words = ["train", str(recipe), f"run.dir={folder}", f"run.name={name}"]
+        words += [f"loop.steps={steps}", *([f"model.path={model}"] if model else [])]
+        command(count, [*words, *resumed(folder / name)])
     lines = (folder / name / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     records = [record for record in map(json.loads, lines) if "mismatch/num_tokens" in record]
     return {
@@ -106,8 +108,17 @@ def trained(
         "weights_sha256": sha256_of_weights(folder / name),
         "compared_tokens": int(sum(record["mismatch/num_tokens"] for record in records)),
         "different_tokens": int(sum(record["mismatch/num_different"] for record in records)),
-        "wall_s": round(seconds, 1),
+        "steps_s": round(sum(record["timing/step_s"] for record in records), 1),
     }
+
+
+def resumed(run: Path) -> list[str]:
+    """Return the option with which a command goes on with a run, if the run was begun.
+
+    Args:
+        run: The run's directory.
+    """
+    return ["--resume"] if (run / "config.toml").exists() else []
 
 
 def command(count: int, words: list[str]) -> None:
