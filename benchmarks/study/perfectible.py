@@ -54,7 +54,7 @@ GROUNDS = {
         [
             f"model.config={HERE / 'models' / '5m.json'}",
             "model.tokenizer=characters",
-            "precision.pinned_sums=true",  # its weights repeat on every machine
+            "precision.pinned_sums=true",  # its weights repeat on the same card
             "task.name=program",
             "task.options.rounds=4",
             "task.options.mistakes=0.6",

@@ -13,6 +13,8 @@ from jetrl.study.results import read_results
 ROOT = Path(__file__).parents[2]
 QUEUES = sorted((ROOT / "benchmarks" / "study").glob("queue*.toml"))
 FILES = sorted({*(ROOT / "benchmarks" / "study").glob("*.toml")}.difference(QUEUES))
+RESULTS = ROOT / "benchmarks" / "results" / "study"
+BEGUN = [file for file in FILES if (RESULTS / f"{file.stem}.json").is_file()]
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
@@ -30,7 +32,7 @@ def test_a_committed_study_has_valid_runs(file, monkeypatch):
         assert not isinstance(config, str) or (ROOT / config).is_file()
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+@pytest.mark.parametrize("file", BEGUN, ids=lambda file: file.stem)
 def test_committed_results_are_of_what_the_study_file_says(file, monkeypatch):
     """Else its command would end with a message, after a change of a recipe or of a default."""
     monkeypatch.chdir(ROOT)
@@ -50,5 +52,5 @@ def test_a_committed_queue_names_runs(file, monkeypatch):
 
 
 def test_there_are_committed_studies():
-    assert {"flows", "doses", "ablations", "twins", "sanity"} <= {file.stem for file in FILES}
-    assert {"queue", "queue_sanity"} <= {file.stem for file in QUEUES}
+    assert {"flows", "doses", "ablations", "twins", "sanity"} <= {file.stem for file in BEGUN}
+    assert {"queue"} <= {file.stem for file in QUEUES}

@@ -127,8 +127,8 @@ class StartSection(Section):
     )
     pinned_sums: bool = Field(
         False,
-        description="true: repeats to the bit wherever it is made, as an exact plan does; bf16 and "
-        "mixed do not otherwise on a GPU",
+        description="true: repeats to the bit on the same kind of card, as an exact plan does; "
+        "bf16 and mixed do not otherwise on a GPU",
     )
     seed: NonNegative | None = Field(
         None, description="run.seed of one start for all seeds; unset: one start for each seed"
