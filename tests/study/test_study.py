@@ -172,7 +172,7 @@ def test_what_fails_is_tried_once_more_and_then_reported(
     assert start.startswith("start-")
     assert calls == ["pages-s0", "pages-s0", "pages-s1", "pages-s1"]
     printed = capsys.readouterr().out
-    assert "failed: pages-s1: exit code 2: error: nothing works today" in printed
+    assert "failed: pages-s0, pages-s1: exit code 2: error: nothing works today" in printed
 
 
 def test_a_start_that_was_put_back_from_a_copy_is_not_trained_again(

@@ -204,8 +204,10 @@ def ended(sitting: Sitting, with_report: bool) -> int:
     code = 1 if results.failed or not results.runs else 0
     if results.runs and with_report:
         code = report(definition, results)
-    for name, reason in results.failed.items():
-        print(f"failed: {name}: {reason}")
+    for reason in dict.fromkeys(results.failed.values()):
+        names = [name for name, own in results.failed.items() if own == reason]
+        more = f" and {len(names) - 3} more" * (len(names) > 3)
+        print(f"failed: {', '.join(names[:3])}{more}: {reason}")
     if sitting.left:
         total = sitting.standing().total
         print(f"{len(sitting.left)} of {total} runs are left; the same command goes on")

@@ -23,14 +23,15 @@ class FirstWeights:
         self._runs, self._results = runs, results
         self._known: dict[str, str] = {}
 
-    def check_folders(self) -> None:
-        """Check each model folder that is there against the results.
-
-        Raises:
-            UserError: Results began from other weights.
-        """
-        for folder in {run.settings.model.path for run in self._runs}:
-            self.sha256(folder)
+    def wrong_folders(self) -> dict[str, str]:
+        """Return the folders with other weights than results began from, each with a message."""
+        wrong = dict[str, str]()
+        for folder in filter(None, {run.settings.model.path for run in self._runs}):
+            try:
+                self.sha256(folder)
+            except UserError as error:
+                wrong[folder] = str(error)
+        return wrong
 
     def sha256(self, folder: str | None) -> str:
         """Return the SHA-256 of a model's weights; "" for none, or one that is in no folder here.

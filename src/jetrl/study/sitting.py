@@ -76,10 +76,11 @@ class Sitting:
         for item in self._items.values():
             if item.outcome is not None:
                 self._finish(item, item.outcome, "put back into the results")
-        self._first_weights.check_folders()
-        for item in self._items.values():
+        for item in (*self._items.values(), *self._starts.values()):
             if item.stage == "failed":
                 self._fail(item, item.reason)
+        for folder, reason in self._first_weights.wrong_folders().items():
+            self._fail_beginning(folder, reason)
 
     @property
     def left(self) -> list[str]:
@@ -125,11 +126,9 @@ class Sitting:
             if run.start is None:
                 return self._training(item)
             prior = self._starts[run.start.name]
-            if prior.stage == "failed":
-                self._fail(item, f"its start {run.start.name} failed: {prior.reason}")
-            elif prior.stage == "done":
+            if prior.stage == "done":
                 return self._training(item)
-            elif not prior.running:
+            if not prior.running:
                 return self._training(prior)
         return None
 
@@ -267,6 +266,27 @@ class Sitting:
         if isinstance(item.work, PlannedRun):
             self.results.failed[item.work.name] = reason
             self.results.write()
+        else:
+            self._fail_beginning(str(item.work.path / "model"), reason)
+
+    def _fail_beginning(self, folder: str, reason: str) -> None:
+        """Take down that the runs that would begin from a model have failed, in one line.
+
+        Args:
+            folder: The folder of the model.
+            reason: Why it cannot be begun from.
+        """
+        refused = [
+            item
+            for item in self._items.values()
+            if item.work.settings.model.path == folder and not item.is_over
+        ]
+        for item in refused:
+            item.stage, item.reason = "failed", reason
+            self.results.failed[item.work.name] = reason
+        if refused:
+            self.results.write()
+            self._tell(f"{len(refused)} runs that begin from {folder} failed: {clip(reason, 300)}")
 
     # Kills, and the standing
 
