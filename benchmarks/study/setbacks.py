@@ -1,11 +1,13 @@
-"""How far runs fall back on the way, and whether a rising mismatch tells of it.
+"""How far runs fall back on the way, and whether a rising mismatch or the reward tells of it.
 
     python benchmarks/study/setbacks.py benchmarks/results/study/flows.json ...
 
 A run's *fall* is the most that its held-out accuracy loses between an evaluation and a later one.
 Its K3 KL *rises* where two kept values in a row are above `--rise` times the median of all before
-them, of which there must be four. From committed results alone, in seconds: a line for each grid
-point and arm, which names the runs that fell by more than `--fall`.
+them, of which there must be four. Its reward *collapses* by the rule by which a run warns of it
+(docs/numbers.md), here on the kept values, each a mean over some steps. From committed results
+alone, in seconds: a line for each grid point and arm, which names the runs that fell by more than
+`--fall`; then how many of the runs that were lost, and of the others, each sign marked.
 """
 
 from __future__ import annotations
@@ -16,11 +18,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
+from jetrl.runs.anomalies import ENOUGH, RECENT, WINDOW, reward_collapses
 from jetrl.study.analysis import point_name
 from jetrl.study.charts import MISMATCH
+from jetrl.study.definition import definition_of
+from jetrl.study.lost import lost_names
 from jetrl.study.results import Curves, RunResult, read_results
 
 _LEAST = 4  # kept values of the K3 KL before the first that may be a rise
+_ENDS = ("collapsed", "behind", "others")
 
 
 @dataclass(frozen=True)
@@ -31,11 +37,15 @@ class Setback:
         name: The run.
         fall: The most that its held-out accuracy lost; 0 where it never did.
         rise: The step at which its K3 KL rose; None where it did not.
+        has_mismatch: Whether sampler and trainer differed at all.
+        collapse: The step at which its reward collapsed; None where it did not.
     """
 
     name: str
     fall: float
     rise: int | None
+    has_mismatch: bool
+    collapse: int | None
 
 
 def setback(run: RunResult, times: float) -> Setback:
@@ -50,7 +60,9 @@ def setback(run: RunResult, times: float) -> Setback:
         if value is not None:
             best = max(best, value)
             fall = max(fall, best - value)
-    return Setback(run.name, fall, _rise(run.curves, times))
+    has_mismatch = any(run.curves.values.get(MISMATCH, []))
+    rise, collapse = _rise(run.curves, times), _reward_collapse(run.curves)
+    return Setback(run.name, fall, rise, has_mismatch, collapse)
 
 
 def _rise(curves: Curves, times: float) -> int | None:
@@ -62,6 +74,39 @@ def _rise(curves: Curves, times: float) -> int | None:
         if min(values[i : i + 2]) > times * median(values[:i]) > 0:
             return kept[i][0]
     return None
+
+
+def _reward_collapse(curves: Curves) -> int | None:
+    """Return the step at which a run's kept rewards collapse as those of single steps would."""
+    pairs = zip(curves.steps, curves.values.get("reward/mean", []), strict=False)
+    kept = [(step, value) for step, value in pairs if value is not None]
+    if len(kept) < 2:
+        return None
+    apart = kept[1][0] - kept[0][0]  # steps from one kept value to the next
+    recent = max(1, round(RECENT / apart))
+    enough, window = (recent + max(2, round(count / apart)) for count in (ENOUGH, WINDOW - RECENT))
+    for i in range(enough, len(kept) + 1):
+        if reward_collapses([value for _, value in kept[max(0, i - window) : i]], recent):
+            return kept[i - 1][0]
+    return None
+
+
+def signs(ends: dict[str, list[Setback]]) -> str:
+    """Return a Markdown table of how many runs each sign marked.
+
+    Args:
+        ends: The setbacks of the runs that ended in each way of `_ENDS`.
+    """
+    lines = [f"| sign | {' | '.join(_ENDS)} |", "| --- | --- | --- | --- |"]
+    cells = [_marked([one.collapse for one in ends[end]]) for end in _ENDS]
+    lines.append(f"| the reward collapses | {' | '.join(cells)} |")
+    cells = [_marked([one.rise for one in ends[end] if one.has_mismatch]) for end in _ENDS]
+    lines.append(f"| the K3 KL rises, of runs that have one | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _marked(steps: list[int | None]) -> str:
+    return f"{sum(step is not None for step in steps)} of {len(steps)}"
 
 
 def table(setbacks: dict[tuple[str, str], list[Setback]], fall: float) -> str:
@@ -98,11 +143,16 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--rise", type=float, default=3.0, help="times the median before")
     args = parser.parse_args(words)
     setbacks: dict[tuple[str, str], list[Setback]] = {}
+    ends: dict[str, list[Setback]] = {end: [] for end in _ENDS}
     for path in args.results:
-        for run in read_results(path).runs.values():
+        results = read_results(path)
+        lost = lost_names(definition_of(results.definition, path), [*results.runs.values()])
+        for run in results.runs.values():
             place = (f"{path.stem}: {point_name(run.point)}", run.arm)
-            setbacks.setdefault(place, []).append(setback(run, args.rise))
-    print(table(setbacks, args.fall))
+            one = setback(run, args.rise)
+            setbacks.setdefault(place, []).append(one)
+            ends[lost.get(run.name, "others")].append(one)
+    print(table(setbacks, args.fall), signs(ends), sep="\n\n")
 
 
 if __name__ == "__main__":

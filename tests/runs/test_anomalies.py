@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from jetrl.runs.anomalies import ENOUGH, WINDOW, Anomalies
+from jetrl.runs.anomalies import ENOUGH, RECENT, WINDOW, Anomalies
 
 
 def step(norm=1.0, loss=0.0, entropy=2.0, reward=0.3):
@@ -81,6 +81,32 @@ def test_entropy_that_runs_away_without_reward(target, word):
 def test_a_policy_that_learns_its_task_may_be_sure_of_itself():
     steps = [step(entropy=2 * 0.9**k, reward=1 - 0.95**k) for k in range(60)]
     assert said(steps) == []
+
+
+def test_a_reward_that_collapses_is_said_once():
+    steps = usual(40) + [step(reward=0.02) for _ in range(40)]
+    ((at, text),) = said(steps)
+    assert 40 <= at < 40 + RECENT
+    assert text.startswith("reward collapses, from 0.288 to 0.0916 in 4 steps")
+    assert "train.updates_per_step" in text
+
+
+def test_a_reward_that_collapses_while_it_rises():
+    """As a run of the study did, whose reward rose to 0.7 and fell to 0 within 14 steps."""
+    up = [step(reward=0.4 + 0.02 * k) for k in range(16)]
+    down = [step(reward=max(0.7 - 0.1 * k, 0.0)) for k in range(10)]
+    assert [text.partition(",")[0] for _, text in said([*up, *down])] == ["reward collapses"]
+
+
+@pytest.mark.parametrize("share, samples", [(0.005, 128), (0.05, 32), (0.1, 32), (0.5, 8)])
+def test_rewards_that_few_samples_have_do_not_collapse(share, samples):
+    rng = random.Random(0)
+    rewards = [sum(rng.random() < share for _ in range(samples)) / samples for _ in range(2000)]
+    assert said([step(reward=reward) for reward in rewards]) == []
+
+
+def test_a_reward_below_zero_has_no_half():
+    assert said([step(reward=-1.0)] * 20 + [step(reward=-3.0)] * 20) == []
 
 
 def test_a_resumed_run_sees_the_same():

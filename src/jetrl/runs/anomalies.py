@@ -1,4 +1,4 @@
-"""Numbers of a run that went out of bounds: spikes of loss and gradient, and runaway entropy.
+"""Numbers of a run that went out of bounds: spikes, runaway entropy, and a reward that collapses.
 
 Each number is measured against the steps just before, so there is nothing to tune to a model.
 
@@ -6,13 +6,15 @@ A spike is a value far outside of the range of the last `WINDOW` steps: SPIKE ro
 deviations (1.4826 times the median absolute deviation) from their median, and well beyond it in
 size. Entropy is compared over a longer way, the newest RECENT steps with the older half of the
 window, and only where the reward did not rise: a policy that has learnt its task is sure of itself,
-and rightly.
+and rightly. A reward collapses where the mean of the newest RECENT steps is below half of the
+median of the steps before, and lower by more than single steps differ from one another.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from statistics import median
 
 from jetrl.runs.format import number
@@ -28,6 +30,8 @@ SPIKE_LOSS = 0.1  # a policy loss is a mean of advantages of size 1: smaller jum
 COLLAPSED, EXPLODED = 0.25, 2.0  # of the entropy before
 EXPLOSION_NATS = 0.5
 SAME_REWARD = 0.05  # of the rewards' range in the window: less is no rise
+LEFT_REWARD = 0.5  # of the reward before: less is a collapse
+REWARD_NOISE = 3.0  # standard deviations of single steps
 
 
 class Anomalies(Watch):
@@ -41,6 +45,7 @@ class Anomalies(Watch):
             "gradient": self._gradient_spike(metrics),
             "loss": self._loss_spike(metrics),
             "entropy": self._entropy(metrics),
+            "reward": self._reward(metrics),
         }
         self._steps.append(metrics)
         return {kind: text for kind, text in texts.items() if text}
@@ -96,6 +101,35 @@ class Anomalies(Watch):
                 "algorithm.kl, or go back to a checkpoint"
             )
         return ""
+
+    def _reward(self, metrics: Mapping[str, float]) -> str:
+        rewards = [*self._values("reward/mean"), metrics.get("reward/mean", math.nan)]
+        if len(rewards) < ENOUGH + RECENT or not reward_collapses(rewards, RECENT):
+            return ""
+        before, now = median(rewards[:-RECENT]), mean(rewards[-RECENT:])
+        return (
+            f"reward collapses, from {number(before)} to {number(now)} in {RECENT} steps: unless "
+            "scorers fail (reward/failures), go back to a checkpoint, with a lower train.lr or "
+            "fewer updates a step (train.updates_per_step)"
+        )
+
+
+def reward_collapses(rewards: Sequence[float], recent: int) -> bool:
+    """Return whether the newest rewards are less than half of those before, and not by chance.
+
+    Rewards of which most are negative have no half, and never collapse.
+
+    Args:
+        rewards: The mean rewards of steps, in order.
+        recent: How many of them are the newest; there must be at least two before them.
+    """
+    before, now = rewards[:-recent], mean(rewards[-recent:])
+    steps = [abs(new - old) for old, new in pairwise(before)]
+    # Differences of neighbours do not grow with a trend. They are 1.128 deviations in the mean and
+    # 0.954 in the median, which is 0 where most steps have the same reward.
+    noise = median(steps) / 0.954 or mean(steps) / 1.128
+    usual = median(before)
+    return usual > 0 and now < LEFT_REWARD * usual and usual - now > REWARD_NOISE * noise
 
 
 def _spread(values: list[float]) -> float:
