@@ -92,7 +92,7 @@ def test_a_reward_that_collapses_is_said_once():
 
 
 def test_a_reward_that_collapses_while_it_rises():
-    """As a run of the study did, whose reward rose to 0.7 and fell to 0 within 14 steps."""
+    """Runs of the study did so: their rewards rose to 0.7 and fell to 0 within 14 steps."""
     up = [step(reward=0.4 + 0.02 * k) for k in range(16)]
     down = [step(reward=max(0.7 - 0.1 * k, 0.0)) for k in range(10)]
     assert [text.partition(",")[0] for _, text in said([*up, *down])] == ["reward collapses"]
