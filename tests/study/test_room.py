@@ -1,0 +1,86 @@
+"""A study says before its first run whether the runs side by side fit a card's memory."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from jetrl.memory.plan import GIB
+from jetrl.study.definition import definition_of
+from jetrl.study.plan import PlannedRun, planned_runs
+from jetrl.study.room import room_of, room_warning
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> list[PlannedRun]:
+    """Five runs with small micro-batches and five with large ones, of 5.4 million parameters."""
+    tree = {
+        "study": {"name": "s", "seeds": [0, 1, 2, 3, 4], "out": str(tmp_path / "out")},
+        "settings": {
+            "recipe": "demo",
+            "model": {"config": str(ROOT / "benchmarks/study/models/5m.json")},
+            "rollout": {"max_tokens": 500},
+        },
+        "start": {"seed": 0},
+        "arms": {
+            "small": {"train": {"tokens_per_micro_batch": 2048}},
+            "large": {"train": {"tokens_per_micro_batch": 65536}},
+        },
+    }
+    return planned_runs(definition_of(tree, tmp_path / "s.toml"))
+
+
+def gib_in(warning: str) -> list[float]:
+    return [float(number) for number in re.findall(r"\d+\.\d", warning)]
+
+
+def test_the_largest_runs_are_counted_and_the_jobs_that_fit_are_named(
+    runs: list[PlannedRun],
+) -> None:
+    alone = gib_in(room_warning(runs, 1, 1, 1))[2]
+    assert alone > 2
+    room = round(3.5 * alone * GIB)
+    warning = room_warning(runs, 4, 1, room)
+    together, has, again = gib_in(warning)
+    assert (together, has, again) == pytest.approx((4 * alone, 3.5 * alone, alone), abs=0.3)
+    assert warning.startswith("warning: 4 runs at once may need")
+    assert "large-s0 alone" in warning
+    assert "--jobs 3 fits" in warning
+    assert room_warning(runs, 3, 1, room) == ""
+
+
+def test_small_runs_may_stand_beside_large_ones(runs: list[PlannedRun]) -> None:
+    """Beyond the five large ones the small ones count, each with what it needs itself."""
+    small = gib_in(room_warning(runs[:1], 1, 1, 1))[2]
+    large = gib_in(room_warning(runs, 1, 1, 1))[2]
+    assert small < large
+    assert gib_in(room_warning(runs, 10, 1, 1))[0] == pytest.approx(5 * (small + large), abs=0.8)
+    assert gib_in(room_warning(runs, 5, 2, 1))[0] == pytest.approx(2.5 * (small + large), abs=0.8)
+
+
+def test_one_that_is_too_large_by_itself(runs: list[PlannedRun]) -> None:
+    warning = room_warning(runs, 2, 0, GIB // 1024)
+    assert "not even one is sure to fit" in warning
+    assert "the CPU has" in warning
+
+
+def test_nothing_is_said_where_the_room_is_not_known_or_nothing_is_left(
+    runs: list[PlannedRun],
+) -> None:
+    assert room_warning(runs, 100, 1, None) == ""
+    assert room_warning([], 4, 1, 1) == ""
+
+
+def test_the_room_is_that_of_the_smallest_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Card:
+        def __init__(self, number: int) -> None:
+            self.total_memory = (80 - number) * GIB
+
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("torch.cuda.get_device_properties", Card)
+    assert room_of(["0", "1"]) == 79 * GIB
+    assert room_of([]) > 0
