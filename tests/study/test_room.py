@@ -49,7 +49,7 @@ def test_the_largest_runs_are_counted_and_the_jobs_that_fit_are_named(
     assert (together, has, again) == pytest.approx((4 * alone, 3.5 * alone, alone), abs=0.3)
     assert warning.startswith("warning: 4 runs at once may need")
     assert "large-s0 alone" in warning
-    assert "--jobs 3 fits" in warning
+    assert "take --jobs 3 or a smaller train.tokens_per_micro_batch" in warning
     assert room_warning(runs, 3, 1, room) == ""
 
 

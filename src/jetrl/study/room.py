@@ -53,11 +53,11 @@ def room_warning(runs: Sequence[PlannedRun], jobs: int, num_cards: int, room: in
         return ""
     fitting = max((count for count in range(1, jobs) if held(count) <= room), default=0)
     need, name = needs[0]
-    advice = f"--jobs {fitting} fits" if fitting else "not even one is sure to fit"
+    fewer = f"take --jobs {fitting} or" if fitting else "not even one is sure to fit, so take"
     return (
         f"warning: {min(jobs, len(needs))} runs at once may need {held(jobs) / GIB:.1f} GiB, and "
         f"{'a card' if num_cards else 'the CPU'} has {room / GIB:.1f} ({name} alone "
-        f"{need / GIB:.1f}, with prompts as long as answers): {advice}, or take a smaller "
+        f"{need / GIB:.1f}, with prompts as long as answers): {fewer} a smaller "
         "train.tokens_per_micro_batch. A run that finds too little makes smaller micro-batches by "
         "itself, which changes its bits"
     )
