@@ -168,17 +168,19 @@ def work_off(args: argparse.Namespace, queue: Sequence[Work]) -> int:
     from jetrl.runs.attempts import RunLock
     from jetrl.study import places
     from jetrl.study.checks import check_runs
+    from jetrl.study.machine import kind_warning, room_of, room_warning
     from jetrl.study.processes import Pool, cards_for
     from jetrl.study.progress import Progress
     from jetrl.study.queue import parts_of
-    from jetrl.study.room import room_of, room_warning
 
     check_runs([run for work in queue for run in work.runs])
     first = queue[0]
     cards = cards_for(first.runs[0].settings.run.device)
     jobs = args.jobs or first.definition.study.jobs or (4 if cards else 1)
     left = [run for work in queue for run in work.runs if run.name not in work.results.runs]
-    if warning := room_warning(left, jobs, len(cards), room_of(cards)):
+    warnings = [room_warning(left, jobs, len(cards), room_of(cards))]
+    warnings += [kind_warning(work.runs, work.results, cards) for work in queue]
+    for warning in dict.fromkeys(filter(None, warnings)):
         tell(warning)
     before = signal.signal(signal.SIGTERM, _terminate)
     with contextlib.ExitStack() as locks:

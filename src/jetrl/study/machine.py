@@ -1,7 +1,8 @@
-"""A look ahead at whether the runs that a study makes side by side fit the memory of a card.
+"""A look ahead at the machine that makes the runs of a study: its memory and its kind of card.
 
 A run that finds less memory than it needs is trained in smaller micro-batches, which changes its
-bits. So what runs beside it would show in its results.
+bits: so what runs beside it would show in its results. And a start that is trained again on another
+kind of card may get other weights than those that earlier runs began from.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from jetrl.memory.device import free_bytes
 from jetrl.memory.plan import GIB, OtherModels, Workload, memory_plan
 from jetrl.session.building import model_config
 from jetrl.study.plan import PlannedRun
+from jetrl.study.results import Results
 
 
 def room_of(cards: Sequence[str]) -> int | None:
@@ -60,6 +62,33 @@ def room_warning(runs: Sequence[PlannedRun], jobs: int, num_cards: int, room: in
         f"{need / GIB:.1f}, with prompts as long as answers): {fewer} a smaller "
         "train.tokens_per_micro_batch. A run that finds too little makes smaller micro-batches by "
         "itself, which changes its bits"
+    )
+
+
+def kind_warning(runs: Sequence[PlannedRun], results: Results, cards: Sequence[str]) -> str:
+    """Return a warning where starts would be trained again on another kind of card, or "".
+
+    Args:
+        runs: The runs of a study that are worked off, those that are done among them.
+        results: The results of the study so far.
+        cards: The GPUs of the study; none: it runs on the CPU.
+    """
+    numbers = range(torch.cuda.device_count()) if cards else ()
+    here = sorted({torch.cuda.get_device_name(number) for number in numbers}) or ["CPU"]
+    starts = {run.name: run.start for run in runs if run.start is not None}
+    begun = {start.name for name, start in starts.items() if name in results.runs}
+    again = {
+        start.name
+        for name, start in starts.items()
+        if name not in results.runs and not (start.path / "model").exists()
+    }
+    if not begun & again or set(here) & set(results.devices):
+        return ""
+    return (
+        f"warning: {results.path} has runs of {', '.join(results.devices)}, and this machine has "
+        f"{', '.join(here)}: if {', '.join(sorted(begun & again))} gets other weights when it is "
+        "trained again here, the runs that begin from it fail. Take the same kind of card, or put "
+        "the start back from a copy"
     )
 
 

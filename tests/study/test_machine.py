@@ -1,4 +1,4 @@
-"""A study says before its first run whether the runs side by side fit a card's memory."""
+"""A study warns before its first run of too little memory, and of another kind of card."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import re
 from pathlib import Path
 
 import pytest
+from tests.study.test_analysis import run
 
 from jetrl.memory.plan import GIB
 from jetrl.study.definition import definition_of
+from jetrl.study.machine import kind_warning, room_of, room_warning
 from jetrl.study.plan import PlannedRun, planned_runs
-from jetrl.study.room import room_of, room_warning
+from jetrl.study.results import Results
 
 ROOT = Path(__file__).parents[2]
 
@@ -84,3 +86,24 @@ def test_the_room_is_that_of_the_smallest_card(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("torch.cuda.get_device_properties", Card)
     assert room_of(["0", "1"]) == 79 * GIB
     assert room_of([]) > 0
+
+
+def test_another_kind_of_card_is_named_with_the_starts_that_are_trained_again(
+    runs: list[PlannedRun], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda _: "NVIDIA H100")
+    results = Results(Path("r.json"), "s.toml", {}, devices=["NVIDIA H200"])
+    assert kind_warning(runs, results, ["0", "1"]) == "", "nothing is done yet"
+    results.runs = {runs[0].name: run("", "small", 0, 0.5)}
+    warning = kind_warning(runs, results, ["0", "1"])
+    assert warning.startswith("warning: r.json has runs of NVIDIA H200, and this machine has NVIDI")
+    assert runs[0].start is not None
+    assert runs[0].start.name in warning
+    assert "this machine has CPU" in kind_warning(runs, results, [])
+    assert kind_warning(runs[:1], results, ["0", "1"]) == "", "nothing is left"
+    results.devices.append("NVIDIA H100")
+    assert kind_warning(runs, results, ["0", "1"]) == ""
+    results.devices.pop()
+    (runs[0].start.path / "model").mkdir(parents=True)
+    assert kind_warning(runs, results, ["0", "1"]) == "", "the start is there"
