@@ -83,7 +83,9 @@ def trained_start(run: PlannedRun, folder: Path) -> str | None:
 def trained(
     run: PlannedRun, model: str | None, count: int, steps: int | None, folder: Path
 ) -> dict[str, Any]:
-    """Return what a run by several processes ended with, which is made as far as it is not there.
+    """Return what a run by several processes ended with.
+
+    A run without a final model in its directory is begun, or resumed where it was cut.
 
     Args:
         run: The run.

@@ -106,4 +106,5 @@ def test_another_kind_of_card_is_named_with_the_starts_that_are_trained_again(
     assert kind_warning(runs, results, ["0", "1"]) == ""
     results.devices.pop()
     (runs[0].start.path / "model").mkdir(parents=True)
+    (runs[0].start.path / "model" / "config.json").touch()
     assert kind_warning(runs, results, ["0", "1"]) == "", "the start is there"

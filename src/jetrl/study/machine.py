@@ -31,7 +31,9 @@ def room_of(cards: Sequence[str]) -> int | None:
 
 
 def room_warning(runs: Sequence[PlannedRun], jobs: int, num_cards: int, room: int | None) -> str:
-    """Return a warning where runs side by side may need more memory than there is, or "".
+    """Return a warning about runs side by side that may need more memory than the device has.
+
+    The warning is empty where they fit.
 
     Args:
         runs: The runs that are left to do.
@@ -66,7 +68,9 @@ def room_warning(runs: Sequence[PlannedRun], jobs: int, num_cards: int, room: in
 
 
 def kind_warning(runs: Sequence[PlannedRun], results: Results, cards: Sequence[str]) -> str:
-    """Return a warning where starts would be trained again on another kind of card, or "".
+    """Return a warning about starts that would be trained again on another kind of card.
+
+    The warning is empty where there is no such start.
 
     Args:
         runs: The runs of a study that are worked off, those that are done among them.
@@ -80,7 +84,7 @@ def kind_warning(runs: Sequence[PlannedRun], results: Results, cards: Sequence[s
     again = {
         start.name
         for name, start in starts.items()
-        if name not in results.runs and not (start.path / "model").exists()
+        if name not in results.runs and not (start.path / "model" / "config.json").is_file()
     }
     if not begun & again or set(here) & set(results.devices):
         return ""
