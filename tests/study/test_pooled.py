@@ -1,0 +1,72 @@
+"""The script puts pairs of several studies together, as the committed results have them."""
+
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+
+from jetrl.errors import UserError
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results" / "study"
+SPEC = importlib.util.spec_from_file_location("pooled", ROOT / "benchmarks" / "study" / "pooled.py")
+pooled = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(pooled)
+
+BEHIND = f"{RESULTS / 'behind.json'}:kv-int8:bf16"
+LOSSES = f"{RESULTS / 'losses.json'}:unified:bf16"
+
+
+def printed(capsys, *words):
+    """Return what the script prints."""
+    pooled.main(words)
+    return capsys.readouterr().out
+
+
+def test_one_study_has_the_figures_of_its_report(capsys):
+    line = printed(capsys, BEHIND)
+    assert line.startswith("30 pairs from 1 start, 30 in their own precision: mean +0.26 [-0.28,")
+    assert "signed ranks p 0.7265, within 1% p 0.0043" in line
+
+
+def test_pairs_of_two_studies_are_put_together(capsys):
+    """A grid point can be named, and a study without a grid counts whole."""
+    line = printed(capsys, BEHIND, LOSSES, "--point", "30m-program-64")
+    assert line.startswith("60 pairs from 1 start, 30 in their own precision: ")
+    whole = printed(capsys, BEHIND, LOSSES)
+    assert whole.startswith("90 pairs from 2 starts, 30 in their own precision: ")
+    means = [float(re.search(r"mean ([-+][0-9.]+)", one)[1]) for one in (line, whole)]
+    assert means == [-0.54, 0.44]  # of +0.26, -1.34 and, at the other point, +2.40
+
+
+def test_an_arm_with_itself_is_equal(capsys):
+    line = printed(capsys, f"{RESULTS / 'behind.json'}:bf16:bf16")
+    assert "mean +0.00 [+0.00, +0.00]" in line
+    assert "below in 0" in line
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["behind.json"], "say FILE:ARM:ARM"),
+        ([f"{RESULTS / 'behind.json'}:int8:bf16"], "has no run of 'int8'; there are bf16, ends-"),
+        (["missing.json:a:b"], "missing.json"),
+    ],
+)
+def test_wrong_words_are_errors(words, message):
+    with pytest.raises(UserError, match=message):
+        pooled.main(words)
+
+
+def test_a_point_without_a_pair_is_an_error(capsys):
+    with pytest.raises(SystemExit):
+        pooled.main([LOSSES, "--point", "30m"])
+    assert "no pair of runs at '30m'" in capsys.readouterr().err
+
+
+def test_other_first_weights_are_an_error():
+    runs = [run for run, _ in pooled.pairs(LOSSES, None)]
+    other = next(run for run in runs if run.start_sha256 != runs[0].start_sha256)
+    with pytest.raises(UserError, match="began from different weights"):
+        pooled.difference(runs[0], other)
