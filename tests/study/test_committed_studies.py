@@ -1,4 +1,4 @@
-"""The study and queue files of this repository can be run: settings, arms and metrics are known."""
+"""The study files of this repository can be run: settings, arms and metrics are known."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -6,13 +6,11 @@ from pathlib import Path
 import pytest
 
 from jetrl.study.definition import read_definition
-from jetrl.study.plan import chosen, planned_runs
-from jetrl.study.queue_file import entries_of
+from jetrl.study.plan import planned_runs
 from jetrl.study.results import read_results
 
 ROOT = Path(__file__).parents[2]
-QUEUES = sorted((ROOT / "benchmarks" / "study").glob("queue*.toml"))
-FILES = sorted({*(ROOT / "benchmarks" / "study").glob("*.toml")}.difference(QUEUES))
+FILES = sorted((ROOT / "benchmarks" / "study").glob("*.toml"))
 RESULTS = ROOT / "benchmarks" / "results" / "study"
 BEGUN = [file for file in FILES if (RESULTS / f"{file.stem}.json").is_file()]
 
@@ -44,13 +42,5 @@ def test_committed_results_are_of_what_the_study_file_says(file, monkeypatch):
     assert results.definition == definition.tree
 
 
-@pytest.mark.parametrize("file", QUEUES, ids=lambda file: file.stem)
-def test_a_committed_queue_names_runs(file, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    for entry in entries_of([file], []):
-        assert chosen(planned_runs(read_definition(entry.file)), entry.only)
-
-
 def test_there_are_committed_studies():
     assert {"flows", "doses", "ablations", "twins", "sanity"} <= {file.stem for file in BEGUN}
-    assert {"queue"} <= {file.stem for file in QUEUES}
