@@ -207,3 +207,12 @@ def test_the_live_line_estimates_the_time_that_is_left() -> None:
         "2 of 4 runs done, 1 failed, 1m 00s, about 2m 00s left | bf16-s0 3/9"
     )
     assert "left" not in progress.line(Standing(1, 0, 4, 25.0, 100.0, []), 5.0)
+
+
+def test_no_time_is_foretold_from_hardly_any_work() -> None:
+    """A minute of compiling and of starts once foretold 18 days."""
+    progress = Progress()
+    progress.begin(Standing(0, 0, 4, 0.0, 100.0, []))
+    assert progress.line(Standing(0, 0, 4, 0.1, 100.0, []), 60.0) == "0 of 4 runs done, 1m 00s"
+    last = progress.line(Standing(3, 0, 4, 100.0, 100.0, ["bf16-s0 evaluated"]), 60.0)
+    assert last == "3 of 4 runs done, 1m 00s, nearly done | bf16-s0 evaluated"

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from jetrl.runs.format import clip, duration, visible
 
 REFRESH_S, QUIET_S = 0.5, 60.0  # between live lines: on a terminal, and in a log
+_FORESEEN = 0.05  # share of the work after which the time that is left can be estimated
 
 
 @dataclass(frozen=True)
@@ -104,9 +105,11 @@ class Progress:
             pieces.append(f"{standing.failed} failed")
         pieces.append(duration(elapsed_s))
         made = standing.work_done - self._first.work_done
-        if made > 0:
-            left = elapsed_s * (standing.work - standing.work_done) / made
-            pieces.append(f"about {duration(left)} left")
+        left = standing.work - standing.work_done
+        if made and made >= _FORESEEN * (made + left):
+            # Once all steps are made, the last runs are still evaluated.
+            text = f"about {duration(elapsed_s * left / made)} left" if left else "nearly done"
+            pieces.append(text)
         return ", ".join(pieces) + "".join(f" | {words}" for words in standing.running)
 
     def _cleared(self, text: str) -> str:
