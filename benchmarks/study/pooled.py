@@ -5,9 +5,9 @@
 Each word names a results file, an arm, and the arm that it is compared with. All pairs of runs of
 one study, grid point and seed are put together: their mean difference with its interval, the
 median, the signed-rank test and the test of equivalence, as in a report (docs/studies.md). From
-committed results alone, in seconds. Runs are taken with their accuracy in their own precision
-where both of a pair have it, and otherwise in that of the study; the line says of how many pairs.
-Two runs of a pair that began from different weights are an error.
+committed results alone, in seconds. The accuracy of a run is that in its own precision where both
+runs of a pair have one, and otherwise that in the precision of the study; the line says how many
+pairs have their own. Two runs of a pair that began from different weights are an error.
 
 Such a sum is no test of its own where it was formed after its studies were seen.
 """
@@ -23,6 +23,7 @@ from jetrl.errors import UserError
 from jetrl.study.analysis import common_accuracy, own_accuracy, point_name
 from jetrl.study.results import RunResult, read_results
 from jetrl.study.statistics import compare
+from jetrl.study.tables import shown_interval, shown_p
 
 
 def pairs(word: str, point: str | None) -> Iterator[tuple[RunResult, RunResult]]:
@@ -88,20 +89,15 @@ def main(words: Sequence[str] | None = None) -> None:
     found = [difference(*pair) for pair in runs]
     differences = [value for value, _ in found]
     result = compare(differences, args.margin, 0.95)
-    mean = result.difference
     starts = len({run.start_sha256 for run, _ in runs})
     print(
         f"{len(runs)} pairs from {starts} start{'s' * (starts > 1)}, "
-        f"{sum(own for _, own in found)} in their own precision: mean {points(mean.mean)} "
-        f"[{points(mean.low)}, {points(mean.high)}], median {points(result.median)}, "
-        f"below in {sum(value < 0 for value in differences)}; signed ranks p {result.rank_p:.4f}, "
-        f"within {100 * args.margin:g}% p {result.equivalence_p:.4f}"
+        f"{sum(own for _, own in found)} in their own precision: "
+        f"mean {shown_interval(result.difference, signed=True)}, "
+        f"median {100 * result.median:+.2f}%, below in {sum(value < 0 for value in differences)}; "
+        f"signed ranks p {shown_p(result.rank_p)}, "
+        f"within {100 * args.margin:g}% p {shown_p(result.equivalence_p)}"
     )
-
-
-def points(share: float) -> str:
-    """Return a difference in percentage points, with its sign."""
-    return f"{100 * share:+.2f}"
 
 
 if __name__ == "__main__":
