@@ -1,401 +1,250 @@
 #!/usr/bin/env python3
-"""Print measures of the sources: how they are laid out, worded and connected.
+"""Measure the sources, and hold them to the budget of tools/budget.toml.
 
-    python tools/house.py                    the working tree
-    python tools/house.py --base 746c0b4     a commit's measures beside the working tree's
+    python tools/house.py            print each measure beside its budget
+    python tools/house.py --check    fail if a measure is over its budget (part of make check)
+    python tools/house.py --lower    lower the budget to the current measures, never raise it
+    python tools/house.py --hops     also count the calls from `jetrl train` to `backward()`
 
-The measures are read from the sources of src/jetrl, but for the hops from the command to
-`backward()`: for these a recipe of one step, with a model of one layer, is run on the CPU, and the
-Python stack of the last `Tensor.backward` is taken. Nothing is written into either tree.
+To raise a number, edit tools/budget.toml and add a line to LOG.md that says what users get for it.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import importlib
 import io
 import json
 import os
-import signal
+import re
 import subprocess
 import sys
-import tarfile
 import tempfile
 import tokenize
 import tomllib
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
 from pathlib import Path
 
-from docstrings import FRAGMENT
-from module_graph import read_graph
+from docstrings import violations
 
 ROOT = Path(__file__).resolve().parents[1]
+BUDGET = Path(__file__).with_name("budget.toml")
+AT_LEAST = {"comments in training, rollout, session (%)"}  # the other measures may only fall
 
-# The demo with one update of a model of one layer; every setting is as old as the command.
-TINY = [
-    "sft.steps=0",
-    "loop.steps=1",
-    "rollout.prompts_per_step=4",
-    "rollout.samples_per_prompt=4",
-    "rollout.max_tokens=6",
-    "eval.prompts=4",
-    "eval.max_tokens=6",
-    "train.updates_per_step=1",
-    "train.warmup_steps=0",
-    "report.enabled=false",
-    "model.config.num_hidden_layers=1",
-    "model.config.max_position_embeddings=64",
-]
-
-# Run in a process whose PYTHONPATH is the tree's src: calls the command's `main` and prints, as the
-# last line, the frames (file, line, function) of the last backward, from `main` inwards.
-PROBE = """
-import importlib, json, os, sys
-import torch
-
-module, function, *arguments = sys.argv[1:]
-main = getattr(importlib.import_module(module), function)
-package = os.path.dirname(importlib.import_module("jetrl").__file__)
-stacks = []
-
-def watched(original):
-    def backward(*args, **kwargs):
-        frame, frames = sys._getframe(1), []
-        while frame is not None:
-            code = frame.f_code
-            frames.insert(0, (code.co_filename, frame.f_lineno, code.co_qualname))
-            if code is main.__code__:
-                break
-            frame = frame.f_back
-        stacks.append(frames)
-        return original(*args, **kwargs)
-    return backward
-
-torch.Tensor.backward = watched(torch.Tensor.backward)
-code = main(arguments)
-inside = [
-    (os.path.relpath(file, package), line, name)
-    for file, line, name in (stacks[-1] if stacks else [])
-    if file.startswith(package + os.sep) and not name.endswith(("comp>", "<genexpr>"))
-]
-print()
-print(json.dumps({"code": code, "frames": inside}))
-"""
-
-
-@dataclass(frozen=True)
-class Measure:
-    """A row of the table.
-
-    Attributes:
-        name: What is measured.
-        aim: The value aimed at; "" where no value is.
-    """
-
-    name: str
-    aim: str = ""
-
-
-MEASURES = {
-    "fragments": Measure("docstrings that open with a fragment", "under 2%"),
-    "docstrings": Measure("docstrings in all"),
-    "entries": Measure("entries at the top of src/jetrl", "about 20"),
-    "strings": Measure("string imports", "0"),
-    "computed": Measure("  beside these, by a name from a table or an argument"),
-    "public": Measure("  beside these, packages' public names on first use"),
-    "circles": Measure("circles between modules", "0"),
-    "comments": Measure("comment lines, of code and comments"),
-    "kernel comments": Measure("  in kernels", "6 to 10%"),
-    "engine comments": Measure("  in the rollout's scheduler and engine", "6 to 10%"),
-    "file": Measure("longest file, lines", "500 at most"),
-    "function": Measure("longest function outside kernels, lines", "60"),
-    "kernel": Measure("longest function of kernels, lines", "120"),
-    "lines": Measure("lines in all", "30,000 or fewer"),
-    "code": Measure("  code"),
-    "docstring lines": Measure("  docstrings"),
-    "comment lines": Measure("  comments"),
-    "blank": Measure("  blank"),
-    "modules": Measure("modules"),
-    "readme": Measure("README lines before its list of documents", "120"),
-    "hops": Measure("from the command to backward()", "6 calls, 4 files"),
+# Words of a rare feature, and the files that are its own. Every other place is counted.
+RARE = {
+    "adapters": (r"adapter|lora", r"adapter|peft|merging"),
+    "ranks": (r"\brank|\bworld\(", r"distributed/|rank|replica|process_group"),
+    "critic": (r"critic", r"critic|scalar_model"),
+    "partial rollouts": (r"partial", r"partial"),
+    "speculation": (r"speculat", r"speculat|draft|verify"),
+    "sampler deviation": (r"deviation|noise", r"deviation|noise"),
+    "NVFP4": (r"nvfp4", r"nvfp4"),
+    "draft head": (r"draft_?head", r"draft_?head|head_drafts"),
 }
+FILES_WITH = {
+    "files with gate_up|swiglu|intermediate": r"gate_up|swiglu|intermediate",
+    "files with is_cuda": r"is_cuda",
+}
+DOCUMENTS = {"LOG.md": "bytes", "docs/benchmarks.md": "lines", "docs/study.md": "lines"}
+
+# The demo with one update of a model of one layer.
+TINY = """sft.steps=0 loop.steps=1 rollout.prompts_per_step=4 rollout.samples_per_prompt=4
+rollout.max_tokens=6 eval.prompts=4 eval.max_tokens=6 train.updates_per_step=1 train.warmup_steps=0
+report.enabled=false model.config.num_hidden_layers=1 model.config.max_position_embeddings=64"""
 
 
-@dataclass
-class Lines:
-    """The lines of some files by kind.
-
-    Attributes:
-        code: Lines with code, among them those inside of a string that is no docstring.
-        docstring: Lines of docstrings, the blank ones among them included.
-        comment: Lines with nothing but a comment.
-        blank: Empty lines.
-    """
-
-    code: int = 0
-    docstring: int = 0
-    comment: int = 0
-    blank: int = 0
-
-    @property
-    def all(self) -> int:
-        """The number of lines of every kind together."""
-        return self.code + self.docstring + self.comment + self.blank
-
-    def add(self, other: Lines) -> None:
-        """Add the numbers of another record to these numbers."""
-        self.code += other.code
-        self.docstring += other.docstring
-        self.comment += other.comment
-        self.blank += other.blank
-
-    def comment_share(self) -> str:
-        """Return the share and the number of comment lines among lines of code and comments."""
-        return share(self.comment, self.code + self.comment)
-
-
-def share(part: int, whole: int) -> str:
-    """Return a percentage with the two counts it was made of."""
-    return f"{100 * part / max(whole, 1):.1f}% ({part:,} of {whole:,})"
-
-
-@dataclass(frozen=True)
-class Source:
-    """A Python file, read and parsed.
-
-    Attributes:
-        name: Path inside of src/jetrl.
-        text: Contents.
-        tree: Syntax tree of the contents.
-    """
-
-    name: str
-    text: str
-    tree: ast.Module
-
-    def is_kernel(self) -> bool:
-        """Return True for a file of kernels: by its folder, or for a function that is compiled."""
-        if {"kernels", "hopper"} & set(Path(self.name).parts[:-1]):
-            return True
-        functions = (node for node in ast.walk(self.tree) if isinstance(node, ast.FunctionDef))
-        decorators = (ast.unparse(item) for f in functions for item in f.decorator_list)
-        return any(text.split("(")[0].endswith("jit") for text in decorators)
-
-    def is_engine(self) -> bool:
-        """Return True for the scheduler and the engine of the rollout."""
-        path = Path(self.name)
-        return path.parts[0] == "rollout" and path.stem.startswith(("scheduler", "engine"))
-
-    def lines(self) -> Lines:
-        """Count the lines of each kind."""
-        docstring: set[int] = set()
-        for node in ast.walk(self.tree):
-            if not isinstance(node, ast.Expr) or not isinstance(node.value, ast.Constant):
-                continue
-            if isinstance(node.value.value, str):
+def kinds(text: str, tree: ast.Module) -> dict[str, set[int]]:
+    """Return the line numbers of code, docstrings and comments."""
+    docstring: set[int] = set()
+    for node in ast.walk(tree):
+        match node:
+            case ast.Expr(value=ast.Constant(value=str())):
                 docstring |= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
-        comment, code = set(), set()
-        empty = (tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
-        for token in tokenize.generate_tokens(io.StringIO(self.text).readline):
-            span = set(range(token.start[0], token.end[0] + 1))
-            if token.type == tokenize.COMMENT:
-                comment |= span
-            elif token.type not in (*empty, tokenize.ENDMARKER):
-                code |= span
-        code -= docstring
-        comment -= code | docstring
-        blank = len(self.text.splitlines()) - len(code | comment | docstring)
-        return Lines(len(code), len(docstring), len(comment), blank)
-
-    def longest_function(self) -> tuple[int, str]:
-        """Return the lines of the longest function, and its place; (0, "") without a function."""
-        functions = [
-            ((node.end_lineno or 0) - node.lineno + 1, f"{self.name} {node.name}")
-            for node in ast.walk(self.tree)
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-        ]
-        return max(functions, default=(0, ""))
+    comment, code = set(), set()
+    empty = (tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        span = set(range(token.start[0], token.end[0] + 1))
+        if token.type == tokenize.COMMENT:
+            comment |= span
+        elif token.type not in empty:
+            code |= span
+    code -= docstring
+    return {"code": code, "docstring": docstring, "comment": comment - code - docstring}
 
 
-def read_sources(package: Path) -> list[Source]:
-    """Return every Python file of a package."""
-    sources = []
-    for path in sorted(package.rglob("*.py")):
-        text = path.read_text(encoding="utf-8")
-        sources.append(Source(str(path.relative_to(package)), text, ast.parse(text)))
-    return sources
+def python_files(folder: Path) -> dict[str, str]:
+    return {
+        str(path.relative_to(folder)): path.read_text(encoding="utf-8")
+        for path in sorted(folder.rglob("*.py"))
+    }
 
 
-def docstring_first_lines(sources: Iterable[Source]) -> list[str]:
-    """Return the first line of the docstring of each module, class and function."""
-    first = []
-    for source in sources:
-        for node in ast.walk(source.tree):
-            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-                text = ast.get_docstring(node)
-                if text and text.strip():
-                    first.append(text.strip().splitlines()[0])
-    return first
+def public_names(tree: ast.Module) -> list[str]:
+    """Return the functions and classes that a module defines for others."""
+    kinds_of_name = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    names = [node.name for node in tree.body if isinstance(node, kinds_of_name)]
+    return [name for name in names if not name.startswith("_")]
 
 
-def readme_lines(root: Path) -> int:
-    """Return the number of README lines before the heading of its list of documents."""
-    lines = (root / "README.md").read_text(encoding="utf-8").splitlines()
-    for number, line in enumerate(lines):
-        if line.startswith("#") and "document" in line.lower():
-            return number
-    return len(lines)
+def rare_places(files: dict[str, str], words: str, own: str) -> int:
+    """Count the lines of code that name a feature outside of the feature's own files."""
+    pattern, mine = re.compile(words, re.IGNORECASE), re.compile(own)
+    return sum(
+        bool(pattern.search(line)) and not line.lstrip().startswith(("#", "import", "from"))
+        for name, text in files.items()
+        if not mine.search(name) and not name.startswith("settings/")
+        for line in text.splitlines()
+    )
 
 
-def hops(root: Path, show: bool) -> str:
-    """Return how many calls, in how many files, lead from the command to the update's backward.
+def bodies(files: dict[str, str]) -> tuple[int, int]:
+    """Return the lines of comments and of code in training, rollout and session."""
+    comments = code = 0
+    for name, text in files.items():
+        if name.split("/")[0] in ("training", "rollout", "session"):
+            lines = kinds(text, ast.parse(text))
+            comments += len(lines["comment"])
+            code += len(lines["code"])
+    return comments, code
 
-    Args:
-        root: Tree whose `jetrl train` is run.
-        show: True to print the calls to standard error.
-    """
-    project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    entry = project["scripts"]["jetrl"]
+
+def measures(root: Path = ROOT) -> dict[str, float]:
+    """Return each measure of a tree by name, as budget.toml has them."""
+    package = root / "src" / "jetrl"
+    files = python_files(package)
+    trees = {name: ast.parse(text) for name, text in files.items()}
+    lines = [kinds(text, trees[name]) for name, text in files.items()]
+    code, docstring = (sum(len(item[key]) for item in lines) for key in ("code", "docstring"))
+    comments, in_bodies = bodies(files)
+    entries = [
+        p for p in package.iterdir() if p.suffix == ".py" or (p.is_dir() and p.name[0] != "_")
+    ]
+    readme = (root / "README.md").read_text(encoding="utf-8").splitlines()
+    heading = [i for i, line in enumerate(readme) if re.match(r"#.*document", line, re.IGNORECASE)]
+    found: dict[str, float] = {
+        "source lines": sum(len(text.splitlines()) for text in files.values()),
+        "code lines": code,
+        "docstring lines per code line": round(docstring / max(code, 1), 3),
+        "docstring entries that repeat a name": sum(
+            rule == "repeats" for text in files.values() for _, rule, _ in violations(text, True)
+        ),
+        "comments in training, rollout, session (%)": round(100 * comments / max(in_bodies, 1), 1),
+        "files": len(files),
+        "public names": sum(len(public_names(tree)) for tree in trees.values()),
+        "entries at the top": len(entries),
+        "test lines": sum(len(text.splitlines()) for text in python_files(root / "tests").values()),
+        "README lines before its list": heading[0] if heading else len(readme),
+    }
+    for name, words in FILES_WITH.items():
+        found[name] = sum(bool(re.search(words, text)) for text in files.values())
+    for name, (words, own) in RARE.items():
+        found[f"{name} outside its files"] = rare_places(files, words, own)
+    for name, unit in DOCUMENTS.items():
+        text = (root / name).read_text(encoding="utf-8")
+        found[f"{name} {unit}"] = len(text.encode() if unit == "bytes" else text.splitlines())
+    return found
+
+
+def hops() -> list[tuple[str, int, str]]:
+    """Run one tiny step and return the frames from the command to its last `backward()`."""
     with tempfile.TemporaryDirectory() as folder:
-        arguments = ["train", "demo", *TINY, f"run.dir={folder}", "run.name=hops"]
+        arguments = ["train", "demo", *TINY.split(), f"run.dir={folder}", "run.name=hops"]
         done = subprocess.run(
-            [sys.executable, "-c", PROBE, *entry.split(":"), *arguments],
-            env={**os.environ, "PYTHONPATH": str(root / "src"), "OMP_NUM_THREADS": "1"},
-            cwd=folder,
+            [sys.executable, __file__, "--probe", *arguments],
+            env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"},
             capture_output=True,
             text=True,
             check=False,
         )
-    try:
-        result = json.loads(done.stdout.splitlines()[-1])
-    except (IndexError, ValueError):
-        result = {"code": done.returncode, "frames": []}
-    frames = result["frames"]
-    if result["code"] or not frames:
-        print(f"jetrl train ended with {result['code']}:\n{done.stderr[-2000:]}", file=sys.stderr)
-        return "not measured"
-    if show:
-        print(f"from `jetrl train` to backward(), {root}:", file=sys.stderr)
-        for file, line, name in frames:
-            print(f"  {file}:{line} {name}", file=sys.stderr)
-    return f"{len(frames)} calls, {len({file for file, _, _ in frames})} files"
-
-
-def measures(root: Path, show: bool = False) -> dict[str, str]:
-    """Return the value of each measure of a tree, by the keys of `MEASURES`.
-
-    Args:
-        root: Folder that holds src/jetrl, README.md and pyproject.toml.
-        show: True to print what was counted (circles, string imports, calls) to standard error.
-    """
-    package = root / "src" / "jetrl"
-    sources = read_sources(package)
-    kernels = {source.name for source in sources if source.is_kernel()}
-    totals = {"all": Lines(), "kernels": Lines(), "engine": Lines()}
-    for source in sources:
-        lines = source.lines()
-        totals["all"].add(lines)
-        if source.name in kernels:
-            totals["kernels"].add(lines)
-        if source.is_engine():
-            totals["engine"].add(lines)
-    first = docstring_first_lines(sources)
-    graph = read_graph(package)
-    kinds = [place.kind for place in graph.strings]
-    if show:
-        for circle in graph.circles():
-            print(f"circle: {', '.join(circle)}", file=sys.stderr)
-        for place in graph.strings:
-            if place.kind != "public":
-                print(f"string import: {place.module}:{place.line} ({place.kind})", file=sys.stderr)
-    longest = [(source.longest_function(), source.name in kernels) for source in sources]
-    entries = [
-        item
-        for item in package.iterdir()
-        if item.suffix == ".py" or (item.is_dir() and item.name != "__pycache__")
-    ]
-    file_lines, file = max((len(source.text.splitlines()), source.name) for source in sources)
-    outside = max(item for item, kernel in longest if not kernel)
-    inside = max((item for item, kernel in longest if kernel), default=(0, ""))
-    circles = graph.circles()
-    every = totals["all"]
-    return {
-        "fragments": share(sum(1 for line in first if FRAGMENT.match(line)), len(first)),
-        "docstrings": f"{len(first):,}",
-        "entries": str(len(entries)),
-        "strings": str(kinds.count("named")),
-        "computed": str(kinds.count("computed")),
-        "public": str(kinds.count("public")),
-        "circles": f"{len(circles)} ({sum(map(len, circles))} modules)" if circles else "0",
-        "comments": every.comment_share(),
-        "kernel comments": totals["kernels"].comment_share(),
-        "engine comments": totals["engine"].comment_share(),
-        "file": f"{file_lines} ({file})",
-        "function": f"{outside[0]} ({outside[1]})",
-        "kernel": f"{inside[0]} ({inside[1]})",
-        "lines": f"{every.all:,}",
-        "code": f"{every.code:,}",
-        "docstring lines": f"{every.docstring:,}",
-        "comment lines": f"{every.comment:,}",
-        "blank": f"{every.blank:,}",
-        "modules": str(len(sources)),
-        "readme": str(readme_lines(root)),
-        "hops": hops(root, show),
-    }
-
-
-def table(before: dict[str, str], now: dict[str, str]) -> str:
-    """Return a Markdown table with a row for each measure.
-
-    Args:
-        before: Values of the commit that is compared with; empty without one.
-        now: Values of the working tree.
-    """
-    rows = [("measure", "before", "now", "aim"), ("---",) * 4]
-    for key, measure in MEASURES.items():
-        rows.append((measure.name, before.get(key, ""), now[key], measure.aim))
-    widths = [max(len(row[column]) for row in rows) for column in range(4)]
-    return "\n".join(
-        f"| {' | '.join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))} |"
-        for row in rows
-    )
-
-
-def measures_of_commit(commit: str, show: bool) -> dict[str, str]:
-    """Return the measures of a commit of this repository, unpacked into a temporary folder.
-
-    Args:
-        commit: Anything that git takes for a commit.
-        show: True to print what was counted to standard error.
-
-    Raises:
-        SystemExit: Git knows no such commit.
-    """
-    done = subprocess.run(
-        ["git", "archive", "--format=tar", commit], cwd=ROOT, capture_output=True, check=False
-    )
     if done.returncode:
-        raise SystemExit(f"error: {done.stderr.decode().strip()}")
-    with tempfile.TemporaryDirectory() as folder:
-        with tarfile.open(fileobj=io.BytesIO(done.stdout)) as archive:
-            archive.extractall(folder, filter="data")
-        return measures(Path(folder), show)
+        raise SystemExit(f"jetrl train ended with {done.returncode}:\n{done.stderr[-2000:]}")
+    return [(file, line, name) for file, line, name in json.loads(done.stdout.splitlines()[-1])]
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Print the table of measures."""
+def probe(arguments: list[str]) -> None:
+    """Run a command of jetrl; print the frames (file, line, function) of the last `backward()`."""
+    torch = importlib.import_module("torch")
+    main = importlib.import_module("jetrl.cli.main").main
+    package = str(ROOT / "src" / "jetrl")
+    stack: list[tuple[str, int, str]] = []
+    original = torch.Tensor.backward
+
+    def backward(*args: object, **kwargs: object) -> object:
+        stack.clear()
+        frame = sys._getframe(1)
+        while frame is not None and frame.f_code is not main.__code__:
+            if frame.f_code.co_filename.startswith(package):
+                file = os.path.relpath(frame.f_code.co_filename, package)
+                stack.insert(0, (file, frame.f_lineno, frame.f_code.co_qualname))
+            frame = frame.f_back
+        return original(*args, **kwargs)
+
+    torch.Tensor.backward = backward
+    code = main(arguments)
+    inside = [item for item in stack if not item[2].endswith(("comp>", "<genexpr>"))]
+    print("\n" + json.dumps([("cli/main.py", main.__code__.co_firstlineno, "main"), *inside]))
+    sys.exit(code)
+
+
+def read_budget() -> dict[str, float]:
+    return tomllib.loads(BUDGET.read_text(encoding="utf-8"))["budget"]
+
+
+def write_budget(budget: dict[str, float]) -> None:
+    lines = [
+        "# `make check` holds these numbers. They only fall; the share of comments only rises:",
+        "# `python tools/house.py --lower`. Raising one takes a line in LOG.md.",
+        "[budget]",
+        *(f'"{name}" = {value}' for name, value in budget.items()),
+    ]
+    BUDGET.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def over(found: dict[str, float], budget: dict[str, float]) -> list[str]:
+    """Return a line for each measure that breaks its budget or has none."""
+    lines = []
+    for name, value in found.items():
+        if name not in budget:
+            lines.append(f"{name}: {value:g}, without a budget in tools/budget.toml")
+        elif value < budget[name] if name in AT_LEAST else value > budget[name]:
+            lines.append(f"{name}: {value:g}, and the budget is {budget[name]:g}")
+    return lines
+
+
+def table(found: dict[str, float], budget: dict[str, float]) -> Iterable[str]:
+    width = max(map(len, found))
+    yield f"{'measure':{width}}  {'now':>10}  {'budget':>10}"
+    for name, value in found.items():
+        limit = f"{budget[name]:,}" if name in budget else "none"
+        yield f"{name:{width}}  {value:>10,}  {limit:>10}"
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--base", metavar="COMMIT", help="measure this commit too")
-    parser.add_argument("--show", action="store_true", help="print circles, strings and calls")
-    args = parser.parse_args(argv)
-    before = measures_of_commit(args.base, args.show) if args.base else {}
-    print(table(before, measures(ROOT, args.show)))
-    return 0
+    for option in ("check", "lower", "hops"):
+        parser.add_argument(f"--{option}", action="store_true")
+    args = parser.parse_args()
+    found, budget = measures(), read_budget()
+    if args.lower:
+        best = {n: (max if n in AT_LEAST else min)(v, budget.get(n, v)) for n, v in found.items()}
+        write_budget(best)
+        budget = best
+    broken = over(found, budget)
+    if not args.check:
+        print("\n".join(table(found, budget)))
+    if args.hops:
+        frames = hops()
+        print("\n".join(f"  {file}:{line} {name}" for file, line, name in frames))
+        print(f"to backward(): {len(frames)} calls, {len({file for file, _, _ in frames})} files")
+    print("\n".join(broken) if broken else "every measure is within its budget")
+    return bool(args.check and broken)
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # the output may go to head
+    if sys.argv[1:2] == ["--probe"]:
+        probe(sys.argv[2:])
     sys.exit(main())

@@ -15,7 +15,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 QUANTIZER = SOURCE / "precision" / "quantize.py"
 
 CASTS = ("to", "type", "tensor", "as_tensor", "_to_copy")
-MAX_FILE_LINES = 500
+MAX_FILE_LINES = 700
 MAX_FUNCTION_LINES = 150
 ONE_SCREEN = 120
 
@@ -74,7 +74,7 @@ def longest(sizes: list[tuple[int, str]], title: str) -> str:
 
 def test_files_are_short() -> None:
     sizes = [(len(path.read_text(encoding="utf-8").splitlines()), name_of(path)) for path in FILES]
-    report = longest(sizes, "longest files (aim 300):")
+    report = longest(sizes, "longest files:")
     print(report)
     assert max(sizes)[0] <= MAX_FILE_LINES, report
 
