@@ -20,6 +20,9 @@ from jetrl.models.model import Model
 from jetrl.rewards.sampling import EncodedPrompt
 from jetrl.types import Sample
 
+_BLOCK = 2**22  # words whose products are held at a time: 32 MiB
+_FACTOR = -0x61C8864680B583EB  # odd, as an int64: 2**64 over the golden ratio
+
 
 def compare_prompts(step: int, prompts: Sequence[EncodedPrompt]) -> None:
     """Check that all ranks have drawn the same prompts for a step.
@@ -90,13 +93,14 @@ def compare_weights(when: str, *models: Model, beside: Mapping[str, Tensor] | No
         whole = {n: m.detach() for n, m in weights.masters.items() if n not in weights.shards}
         for name, tensor in (weights.quantized_tensors() | whole).items():
             tensors[prefix + name] = tensor
-    sums = torch.stack([_sum(tensor) for tensor in tensors.values()]).tolist()
-    all_sums = world().gather("sums of the weights", sums)
-    ranks = ranks_that_differ(all_sums)
+    factors = _factors(models[0].device)
+    digests = torch.stack([_in_order(tensor, factors) for tensor in tensors.values()]).tolist()
+    all_digests = world().gather("digests of the weights", digests)
+    ranks = ranks_that_differ(all_digests)
     if not ranks:
         return
-    usual = next(sums for rank, sums in enumerate(all_sums) if rank not in ranks)
-    places = zip(tensors, all_sums[ranks[0]], usual, strict=True)
+    usual = next(digests for rank, digests in enumerate(all_digests) if rank not in ranks)
+    places = zip(tensors, all_digests[ranks[0]], usual, strict=True)
     differing = [name for name, there, here in places if there != here]
     raise RanksDiffer(
         f"{named(ranks)} differ{'s' * (len(ranks) == 1)} from the other ranks in "
@@ -105,11 +109,27 @@ def compare_weights(when: str, *models: Model, beside: Mapping[str, Tensor] | No
     )
 
 
-def _sum(tensor: Tensor) -> Tensor:
-    """Return the sum of a tensor's bytes, as 64-bit words that wrap around: int64 []."""
+def _factors(device: torch.device) -> Tensor:
+    """Return the odd factors of the words of a block, int64 [_BLOCK], the same on any device."""
+    mixed = torch.arange(1, _BLOCK + 1, device=device) * _FACTOR  # modulo 2**64
+    return (mixed ^ (mixed >> 29)) * _FACTOR | 1
+
+
+def _in_order(tensor: Tensor, factors: Tensor) -> Tensor:
+    """Return a digest of a tensor's bytes and of their order: int64 [], modulo 2**64.
+
+    An odd factor loses no change of a word, and words of 32 bits leave room for it: exchanged words
+    would have to differ by a multiple of 2**31 to have a chance of the same sum.
+    """
     data = tensor.contiguous().reshape(-1).view(torch.uint8)
-    words = len(data) // 8 * 8 if data.data_ptr() % 8 == 0 else 0
-    return data[:words].view(torch.int64).sum() + data[words:].sum(dtype=torch.int64)
+    if data.storage_offset() % 4:
+        data = data.clone()
+    words = len(data) // 4 * 4
+    digest = factors.new_zeros(())
+    for part in (data[:words].view(torch.int32), data[words:]):
+        for block in part.split(len(factors)):
+            digest = digest * _FACTOR + (block * factors[: len(block)]).sum()
+    return digest
 
 
 def _digest(value: object) -> str:
