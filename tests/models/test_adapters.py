@@ -99,7 +99,7 @@ def test_targets_are_read_as_peft_reads_them() -> None:
         (("q_proj", "wqkv"), "'wqkv' matches no linear layer.*called down_proj, gate_proj"),
         (("lm_head",), "adapter.train_head"),
         ("mixer.*", "'mixer.*' matches no linear layer"),
-        ("(", "not a regular expression"),
+        ("(", "not a usable regular expression: missing \\)"),
         ((), "empty"),
     ):
         with pytest.raises(UserError, match=said):

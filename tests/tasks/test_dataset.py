@@ -236,6 +236,7 @@ def test_bad_rows_are_named_by_file_and_line(tmp_path, rows, options, message) -
         ({"answer": ""}, "checker 'math' compares with it"),
         ({"checker": "regex"}, "the checker 'regex' needs one"),
         ({"checker": "regex", "pattern": "("}, "not a regular expression: missing"),
+        ({"checker": "regex", "pattern": "a{99999999999}"}, "not a regular expression: the rep"),
         ({"pattern": "x"}, "only the checker 'regex'"),
         ({"checker": "exact", "strict": True}, "only the checker 'math'"),
         ({"stop": "\n"}, "give a list of texts"),

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -28,6 +27,7 @@ from jetrl.files import shown_value
 from jetrl.models.coded_weights import CodedWeights, codes_of, left_wide
 from jetrl.models.families import ModelConfig, parameter_shapes
 from jetrl.models.hf_names import StoredTensor, stored_tensors
+from jetrl.models.patterns import matching
 from jetrl.precision.adapter import AdapterShape
 from jetrl.precision.nvfp4 import NVFP4Tensor
 from jetrl.randomness import derive_seed
@@ -157,18 +157,11 @@ def _chosen(names: list[str], targets: tuple[str, ...] | str, key: str) -> set[s
     kinds = sorted({name.rpartition(".")[2] for name in names})
     known = f"the model's linear layers are called {', '.join(kinds)}"
     if isinstance(targets, str):
-        shown = shown_value(targets)
-        try:
-            pattern = re.compile(targets)
-        except re.error as error:
-            raise UserError(f"{key} = {shown}: not a regular expression: {error}") from None
-        chosen = {
-            name
-            for name in names
-            if pattern.fullmatch(name) or pattern.fullmatch(name.removeprefix("model."))
-        }
+        short = {name.removeprefix("model."): name for name in names}
+        matched = matching([targets], [*names, *short], key)
+        chosen = {short.get(name, name) for name in matched}
         if not chosen:
-            raise UserError(f"{key} = {shown} matches no linear layer; {known}")
+            raise UserError(f"{key} = {shown_value(targets)} matches no linear layer; {known}")
         return chosen
     chosen = set()
     for target in targets:

@@ -22,8 +22,7 @@ of memory. Scales of keys and values are not read: their format is the precision
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -36,6 +35,7 @@ from jetrl.errors import UserError
 from jetrl.files import shown_value
 from jetrl.models.families import ModelConfig
 from jetrl.models.hf_names import StoredTensor, stored_tensors
+from jetrl.models.patterns import matching
 from jetrl.precision.nvfp4 import NVFP4_GROUP, NVFP4Tensor
 from jetrl.precision.plan import PrecisionPlan
 
@@ -73,26 +73,26 @@ class NVFP4Layout:
         """
         return tuple(weight + end for end in self.ends)
 
-    def leaves_out(self, layer: str) -> bool:
-        """Return whether a stored layer stays in 16 bits, by what config.json says."""
-        coded = not self.coded or any(_matches(pattern, layer) for pattern in self.coded)
-        return not coded or any(_matches(pattern, layer) for pattern in self.left_out)
+    def left_in_16_bits(self, layers: Sequence[str]) -> set[str]:
+        """Return the stored layers that stay in 16 bits, by what config.json says."""
+        coded = _matching(self.coded, layers) if self.coded else set(layers)
+        return set(layers) - coded | _matching(self.left_out, layers)
 
 
-def _matches(pattern: str, layer: str) -> bool:
-    """Return whether a pattern stands for a layer.
+def _matching(patterns: Sequence[str], layers: Sequence[str]) -> set[str]:
+    """Return the layers that one of some patterns stands for.
 
-    Args:
-        pattern: The name of the layer or of a module around it, with wildcards or not; or a regular
-            expression behind `re:`.
-        layer: The layer's name.
+    A pattern is the name of a layer or of a module around it, with wildcards or not; or a regular
+    expression behind `re:`.
     """
-    if not pattern.startswith("re:"):
-        return fnmatchcase(layer, pattern) or layer.startswith(f"{pattern}.")
-    try:
-        return re.match(pattern.removeprefix("re:"), layer) is not None
-    except re.error:
-        return False
+    plain = [pattern for pattern in patterns if not pattern.startswith("re:")]
+    expressions = [p.removeprefix("re:") for p in patterns if p.startswith("re:")]
+    key = "config.json: quantization_config"
+    return matching(expressions, layers, key, whole=False) | {
+        layer
+        for layer in layers
+        if any(fnmatchcase(layer, p) or layer.startswith(f"{p}.") for p in plain)
+    }
 
 
 _MODELOPT = NVFP4Layout(
@@ -232,13 +232,15 @@ def left_in_16_bits(config: ModelConfig) -> set[str]:
         config: The model of the directory's config.json, which is all that is read.
     """
     layout = nvfp4_layout(config.raw.get("quantization_config"))
-    if layout is None or not layout.left_out:
+    if layout is None:
         return set()
-    return {
-        name
+    linears = {
+        name: {part.name.removesuffix(".weight") for part in parts}
         for name, parts in stored_tensors(config).items()
-        if all(p.linear_weight and layout.leaves_out(p.name.removesuffix(".weight")) for p in parts)
+        if parts[0].linear_weight
     }
+    left = layout.left_in_16_bits([layer for layers in linears.values() for layer in layers])
+    return {name for name, layers in linears.items() if layers <= left}
 
 
 def check_base(config: ModelConfig, plan: PrecisionPlan, path: str | Path) -> None:

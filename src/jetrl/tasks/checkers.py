@@ -87,7 +87,7 @@ def _regex(pattern: str | None) -> Checker:
         )
     try:
         compiled = re.compile(pattern, re.DOTALL)
-    except re.error as error:
+    except (re.error, OverflowError, RecursionError) as error:
         raise UserError(
             f"task.options.pattern = {pattern!r}: not a regular expression: {error}"
         ) from None
