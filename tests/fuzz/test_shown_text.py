@@ -10,12 +10,14 @@ import random
 import re
 import unicodedata
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 
+from jetrl import cli
 from jetrl.rollout.stopping import StopRules
 from jetrl.runs.console import Console
-from jetrl.runs.format import visible
+from jetrl.runs.format import json_text, visible
 from jetrl.runs.report import _sample
 from jetrl.runs.report_page import folded, page, section, table, text
 from jetrl.runs.rollout_records import record_of
@@ -171,3 +173,18 @@ def test_any_reply_text_is_cut_at_its_first_stop_string():
             if cut is not None:
                 break
         assert (cut is None) == (re.search("[<\x1b]", source) is None)
+
+
+@pytest.mark.parametrize("indent", [None, 2])
+def test_json_for_a_terminal_has_the_same_value_and_no_control_character(indent):
+    for seed in range(3):
+        value = {text: [text, 1.5, None] for text in texts(seed, 300)}
+        shown = json_text(value, indent)
+        assert json.loads(shown) == value
+        assert all(c == "\n" or unicodedata.category(c)[0] != "C" or c == "\ue000" for c in shown)
+        assert shown.encode().decode().count("é") == str(value).count("é")
+
+
+def test_every_command_prints_its_json_in_one_way():
+    files = sorted(Path(cli.__file__).parent.glob("*.py"))
+    assert [file.name for file in files if "json.dumps" in file.read_text(encoding="utf-8")] == []

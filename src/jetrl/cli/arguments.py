@@ -1,11 +1,11 @@
-"""Parts that several commands share: the form of help, common arguments, tables of text."""
+"""Parts that several commands share: the form of help, common arguments, tables and JSON."""
 
 from __future__ import annotations
 
 import argparse
 import re
 from collections.abc import Iterable, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from jetrl.distributed.console import tell as tell
 from jetrl.presets import PRESETS
@@ -32,6 +32,13 @@ class Parser(argparse.ArgumentParser):
         """End the program with a message about its arguments."""
         setting = re.search(r"unrecognized arguments: --(\w+\.[\w.]+)", message)
         super().error(message + (f"; a setting is {setting[1]}=VALUE" if setting else ""))
+
+
+def print_json(value: Any, indent: int | None = 2) -> None:
+    """Print a value as JSON, for the option --json; a terminal is safe from its texts."""
+    from jetrl.runs.format import json_text
+
+    print(json_text(value, indent))
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:

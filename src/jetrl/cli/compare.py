@@ -15,10 +15,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 from pathlib import Path
 
-from jetrl.cli.arguments import table
+from jetrl.cli.arguments import print_json, table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
     comparison = compare_runs([find_run(name, Path(args.dir)) for name in args.run])
     if args.json:
         facts = {"same": comparison.same, **dataclasses.asdict(comparison)}
-        print(json.dumps(facts, indent=2, default=str))
+        print_json(facts)
     else:
         first, *others = comparison.runs
         lines = [table(comparison_rows(comparison)), ""]

@@ -10,10 +10,9 @@ For example:
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
-from jetrl.cli.arguments import table
+from jetrl.cli.arguments import print_json, table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
 
         findings = run_checks(find_run(args.run, Path(args.dir)))
     if args.json:
-        print(json.dumps([finding._asdict() for finding in findings], indent=2))
+        print_json([finding._asdict() for finding in findings])
     else:
         from jetrl.runs.format import visible
 

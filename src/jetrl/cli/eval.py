@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import sys
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -29,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jetrl.cli.arguments import add_model_arguments, add_sampling_arguments, table
+from jetrl.cli.arguments import add_model_arguments, add_sampling_arguments, print_json, table
 from jetrl.errors import UserError
 from jetrl.randomness import derive_seed
 from jetrl.users_code import files_named, trust_only
@@ -85,15 +84,12 @@ def run(args: argparse.Namespace) -> int:
             policy = policy or opened(args)
             policy.plain_text = own.task.special_tokens_as_text
             results[own.label] = evaluated(own, policy, task, scorer)
-    if len(results) == 1:
-        result = next(iter(results.values()))
-        print(as_json(result) if args.json else as_text(result, sets[0].params.n))
-    elif args.json:
-        print(
-            json.dumps(
-                {"sets": {name: as_object(r) for name, r in results.items()}}, ensure_ascii=False
-            )
-        )
+    if args.json:
+        objects = {name: as_object(result) for name, result in results.items()}
+        one, *others = objects.values()
+        print_json({"sets": objects} if others else one, indent=None)
+    elif len(results) == 1:
+        print(as_text(next(iter(results.values())), sets[0].params.n))
     else:
         print(as_table(results, sets[0].params.n))
     return 0
@@ -327,6 +323,8 @@ def task_options(options: Sequence[str]) -> dict[str, Any]:
 def as_text(result: Evaluation, samples: int) -> str:
     """Return the results as a table; print the first failure of scoring on stderr."""
     num_prompts = len(result.samples) // samples
+    from jetrl.runs.format import visible
+
     rows = [
         ("prompts", str(num_prompts)),
         (f"mean@{samples}", f"{result.mean:.4f}"),
@@ -335,14 +333,13 @@ def as_text(result: Evaluation, samples: int) -> str:
         ("response length", f"{result.response_length:.1f} tokens"),
         ("cut off", f"{100 * result.clip_ratio:.1f}%"),
     ]
-    for task, own in result.by_task.items():
+    for name, own in result.by_task.items():
+        task = visible(name)
         rows.append((f"{task}: mean@{samples}", f"{own.mean:.4f}"))
         if samples > 1:
             rows.append((f"{task}: pass@{samples}", f"{own.pass_at_k[samples]:.4f}"))
     if result.failures:
         rows.append(("not judged", f"{result.failures} (counted as 0)"))
-        from jetrl.runs.format import visible
-
         reason = next(sample.failure for sample in result.samples if sample.failure)
         print(f"first failure: {visible(reason, newlines=True)}", file=sys.stderr)
     return table(rows)
@@ -366,11 +363,6 @@ def as_table(results: Mapping[str, Evaluation], samples: int) -> str:
         rows.append([*row, f"{result.response_length:.1f}", cut, failures])
     mean = sum(result.mean for result in results.values()) / len(results)
     return table([[*head, "tokens", "cut off", "not judged"], *rows, ["mean", "", f"{mean:.4f}"]])
-
-
-def as_json(result: Evaluation) -> str:
-    """Return the results of a set as JSON."""
-    return json.dumps(as_object(result), ensure_ascii=False)
 
 
 def as_object(result: Evaluation) -> dict[str, Any]:

@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 
-from jetrl.cli.arguments import add_model_arguments, table
+from jetrl.cli.arguments import add_model_arguments, print_json, table
 from jetrl.errors import UserError
 from jetrl.types import SamplingParams
 
@@ -65,7 +64,10 @@ def run(args: argparse.Namespace) -> int:
         if pair is not None:
             prompt, completion = pair
             facts["located"] = located(policy, prompt, completion, args.temperature)
-    print(json.dumps(facts, indent=2) if args.json else as_text(facts))
+    if args.json:
+        print_json(facts)
+    else:
+        print(as_text(facts))
     return 1 if policy.plan.exact and result.different else 0
 
 

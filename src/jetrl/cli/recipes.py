@@ -10,9 +10,10 @@ For example:
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import textwrap
+
+from jetrl.cli.arguments import print_json
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
         name: description(find_recipe(name).read_text("utf-8")) for name in packaged_recipes()
     }
     if args.json:
-        print(json.dumps([{"name": name, **about} for name, about in recipes.items()], indent=2))
+        print_json([{"name": name, **about} for name, about in recipes.items()])
         return 0
     width = max(shutil.get_terminal_size((100, 24)).columns, 60)
     for name, about in recipes.items():

@@ -14,10 +14,10 @@ again, 0 if everything is finite.
 from __future__ import annotations
 
 import argparse
-import json
+import dataclasses
 from typing import TYPE_CHECKING
 
-from jetrl.cli.arguments import DEVICES, PLANS, add_trust_argument, table
+from jetrl.cli.arguments import DEVICES, PLANS, add_trust_argument, print_json, table
 from jetrl.errors import NonFiniteError
 
 if TYPE_CHECKING:
@@ -41,7 +41,10 @@ def run(args: argparse.Namespace) -> int:
     from jetrl.session.reproduction import replay
 
     replayed = replay(Path(args.path), args.plan, args.device)
-    print(as_json(replayed) if args.json else visible(as_text(replayed), newlines=True))
+    if args.json:
+        print_json(dataclasses.asdict(replayed) | {"finite": replayed.finite}, indent=1)
+    else:
+        print(visible(as_text(replayed), newlines=True))
     return 0 if replayed.finite else NonFiniteError.exit_code
 
 
@@ -59,10 +62,3 @@ def as_text(replayed: Replay) -> str:
         *((f"gradient norm of {name}", f"{norm:.6g}") for name, norm in replayed.norms[:SHOWN]),
     ]
     return table(rows)
-
-
-def as_json(replayed: Replay) -> str:
-    """Return the replay as JSON."""
-    import dataclasses
-
-    return json.dumps(dataclasses.asdict(replayed) | {"finite": replayed.finite}, indent=1)

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 from pathlib import Path
 
+from jetrl.cli.arguments import print_json
 from jetrl.errors import UserError
 
 
@@ -104,7 +104,7 @@ def list_command(folder: Path, as_json: bool) -> int:
 
     rows = list_runs(folder)
     if as_json:
-        print(json.dumps([dataclasses.asdict(row) for row in rows], indent=2, default=str))
+        print_json([dataclasses.asdict(row) for row in rows])
     elif not rows:
         print(f"no runs in {folder}")
     else:
@@ -132,4 +132,4 @@ def show_command(path: Path, as_json: bool) -> None:
         **dataclasses.asdict(directory.history()),
         "last_line": last[0] if last else None,
     }
-    print(json.dumps(facts, indent=2))
+    print_json(facts)

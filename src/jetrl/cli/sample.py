@@ -10,13 +10,12 @@ For example:
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from jetrl.cli.arguments import add_model_arguments, add_sampling_arguments
+from jetrl.cli.arguments import add_model_arguments, add_sampling_arguments, print_json
 from jetrl.errors import UserError
 
 if TYPE_CHECKING:
@@ -64,7 +63,10 @@ def run(args: argparse.Namespace) -> int:
     completions = engine.generate(prompts, params, system_prompt=args.system)
     for index, completion in enumerate(completions):
         prompt = prompts[index // params.n]
-        print(as_json(prompt, completion) if args.json else as_text(prompt, completion))
+        if args.json:
+            print_json(as_object(prompt, completion), indent=None)
+        else:
+            print(as_text(prompt, completion))
     return 0
 
 
@@ -102,16 +104,13 @@ def as_text(prompt: Prompt, completion: Completion) -> str:
     return f"{text}\n  [{facts}]"
 
 
-def as_json(prompt: Prompt, completion: Completion) -> str:
-    """Return one completion as a line of JSON, with its tokens and their log-probs."""
-    return json.dumps(
-        {
-            "prompt": prompt.asked,
-            "completion": completion.text,
-            "finish_reason": completion.finish_reason,
-            "logprob": math.fsum(completion.logprobs),
-            "token_ids": completion.token_ids,
-            "logprobs": completion.logprobs,
-        },
-        ensure_ascii=False,
-    )
+def as_object(prompt: Prompt, completion: Completion) -> dict[str, Any]:
+    """Return one completion with its tokens and their log-probs, for --json."""
+    return {
+        "prompt": prompt.asked,
+        "completion": completion.text,
+        "finish_reason": completion.finish_reason,
+        "logprob": math.fsum(completion.logprobs),
+        "token_ids": completion.token_ids,
+        "logprobs": completion.logprobs,
+    }

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import math
+import re
 import time
 import unicodedata
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 Item = TypeVar("Item")
 LONGEST = 1e19  # numbers from here on are written with an exponent: they would fill the line
@@ -76,13 +78,31 @@ def visible(text: str, newlines: bool = False) -> str:
     """
 
     def safe(character: str) -> str:
-        if newlines and character == "\n":
+        if (newlines and character == "\n") or not _drives_terminal(character):
             return character
-        if unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zl", "Zp"):
-            return character.encode("unicode_escape").decode("ascii")
-        return character
+        return character.encode("unicode_escape").decode("ascii")
 
     return "".join(map(safe, text))
+
+
+def json_text(value: Any, indent: int | None = None) -> str:
+    """Return a value as JSON that cannot drive a terminal and reads back as the same value."""
+
+    def safe(match: re.Match[str]) -> str:
+        character = match[0]
+        if not _drives_terminal(character):
+            return character
+        return "\\u007f" if character == "\x7f" else json.dumps(character)[1:-1]
+
+    text = json.dumps(value, indent=indent, ensure_ascii=False, default=str)
+    return re.sub(
+        r"[^\n -~]", safe, text
+    )  # json.dumps escapes control characters of ASCII but \x7f
+
+
+def _drives_terminal(character: str) -> bool:
+    """Return whether a character is a control, format or direction character, or half of one."""
+    return unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zl", "Zp")
 
 
 def spread(items: Sequence[Item], num: int) -> list[Item]:
