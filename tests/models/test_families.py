@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import copy
+
 import numpy as np
 import pytest
 from transformers import (
+    CONFIG_MAPPING,
     LlamaConfig,
-    MistralConfig,
-    Phi3Config,
-    Qwen2Config,
     Qwen3Config,
     SmolLM3Config,
 )
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from jetrl.errors import UserError
+from jetrl.models.config_schema import HfConfig
 from jetrl.models.families import (
     FAMILIES,
     ModelConfig,
@@ -22,7 +23,7 @@ from jetrl.models.families import (
     num_parameters,
     parameter_shapes,
 )
-from jetrl.models.rope import RopeScaling, YarnScaling
+from jetrl.models.rope import TYPES, RopeScaling, YarnScaling
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -83,19 +84,76 @@ def test_one_of_architectures_and_model_type_is_enough(named_by: str) -> None:
     assert ModelConfig.from_hf(config_json("llama", **{other: None})).family == "llama"
 
 
-def test_keys_that_may_be_absent_have_the_defaults_of_transformers() -> None:
-    absent = dict.fromkeys(
-        ("num_key_value_heads", "head_dim", "rope_theta", "tie_word_embeddings", "eos_token_id")
-    )
-    config = ModelConfig.from_hf(config_json("qwen2", **absent))
-    theirs = Qwen2Config(hidden_size=64, num_attention_heads=4)
-    assert (config.num_kv_heads, config.head_dim) == (4, 16)
+WIDE = {  # no value is a default
+    "hidden_size": 512,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 16,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 3e-4,
+    "rope_theta": 5e4,
+    "num_hidden_layers": 7,
+    "no_rope_layer_interval": 3,
+}
+SIZES = {"vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"}
+SIZES |= {"num_attention_heads", "max_position_embeddings"}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("key", [None, *HfConfig.model_fields])
+def test_an_absent_key_has_the_value_that_transformers_gives_it(
+    family: str, key: str | None
+) -> None:
+    full = config_json(family, **WIDE, tie_word_embeddings=family != "smollm3")
+    full = {"sliding_window": None, "use_sliding_window": False, **full}
+    file = {name: value for name, value in full.items() if name != key}
+    if key in SIZES:
+        with pytest.raises(UserError, match=f"{key} is missing"):
+            ModelConfig.from_hf(file)
+        return
+    theirs = CONFIG_MAPPING[family].from_dict(file)
+    windows = FAMILIES[family].window_in_use and theirs.sliding_window is not None
+    if windows:
+        with pytest.raises(UserError, match="sliding_window = 4096 is below"):
+            ModelConfig.from_hf(file)
+        return
+    config = ModelConfig.from_hf(file)
+    head_dim = getattr(theirs, "head_dim", None) or 512 // 32
+    assert (config.head_dim, config.num_kv_heads) == (head_dim, theirs.num_key_value_heads)
+    assert (config.rms_norm_eps, config.hidden_size) == (theirs.rms_norm_eps, theirs.hidden_size)
     assert config.rope_theta == theirs.rope_parameters["rope_theta"]
-    assert config.tie_word_embeddings is theirs.tie_word_embeddings is False
-    assert config.eos_token_ids == ()
-    assert ModelConfig.from_hf(config_json("qwen3", head_dim=None)).head_dim == (
-        Qwen3Config().head_dim
-    )
+    assert config.rope_scaling is None
+    assert config.tie_word_embeddings is theirs.tie_word_embeddings
+    rotated = getattr(theirs, "no_rope_layers", [1] * 7)
+    assert config.layers_without_rope == tuple(i for i in range(7) if not rotated[i])
+
+
+def test_only_ends_of_text_have_no_default() -> None:
+    """transformers' are ids of each family's first tokenizer; the tokenizer has its own here."""
+    assert ModelConfig.from_hf(config_json("llama", eos_token_id=None)).eos_token_ids == ()
+    assert "eos_token_id" not in HfConfig.model_fields
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("kind", ["llama3", "yarn", "su", "longrope"])
+@pytest.mark.parametrize("key", ["rope_type", "type"])
+def test_a_rotary_rule_is_the_one_that_transformers_makes_of_its_name(
+    family: str, kind: str, key: str
+) -> None:
+    rope = {key: kind, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    rope |= {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    file = {**config_json(family, **WIDE), "rope_scaling": rope, "sliding_window": None}
+    try:
+        theirs = CONFIG_MAPPING[family].from_dict(copy.deepcopy(file)).rope_parameters
+    except Exception as error:  # of several kinds
+        theirs = {"rope_type": str(error)}
+    if theirs["rope_type"] != kind or kind not in TYPES:
+        with pytest.raises(UserError, match=f"rope type '{kind}'; supported for this family"):
+            ModelConfig.from_hf(file)
+        return
+    scaling = ModelConfig.from_hf(file).rope_scaling
+    assert isinstance(scaling, {"llama3": RopeScaling, "yarn": YarnScaling}[kind])
+    original = theirs["original_max_position_embeddings"]
+    assert scaling.original_max_position_embeddings == original
 
 
 def test_rope_of_transformers_4_and_5_read_the_same() -> None:
@@ -110,33 +168,14 @@ def test_rope_of_transformers_4_and_5_read_the_same() -> None:
     assert ModelConfig.from_hf(plain) == ModelConfig.from_hf(config_json())
 
 
-THEIRS = {
-    "llama": LlamaConfig,
-    "qwen2": Qwen2Config,
-    "qwen3": Qwen3Config,
-    "mistral": MistralConfig,
-    "smollm3": SmolLM3Config,
-    "phi3": Phi3Config,
-}
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_configs_that_transformers_writes_are_read(family: str) -> None:
     window = {"sliding_window": None} if family == "mistral" else {}
-    theirs = THEIRS[family](rope_theta=3e4, num_hidden_layers=3, **window)
+    theirs = CONFIG_MAPPING[family](rope_theta=3e4, num_hidden_layers=3, **window)
     config = ModelConfig.from_hf(theirs.to_dict())
     assert (config.rope_theta, config.num_layers) == (3e4, 3)
     head_dim = getattr(theirs, "head_dim", theirs.hidden_size // theirs.num_attention_heads)
     assert config.head_dim == head_dim
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_absent_norm_epsilon_and_theta_are_those_of_transformers(family: str) -> None:
-    absent = config_json(family, rms_norm_eps=None, rope_theta=None, hidden_act="swish")
-    theirs = THEIRS[family]()
-    config = ModelConfig.from_hf(absent)
-    assert config.rms_norm_eps == theirs.rms_norm_eps
-    assert config.rope_theta == theirs.rope_parameters["rope_theta"]
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,8 @@ HOSTILE = {
     "length": ("a" * 10_001, "more than 10000 characters"),
 }
 CONFIG = {"model_type": "qwen3", "vocab_size": 16, "hidden_size": 16, "intermediate_size": 16}
-CONFIG |= {"num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 16}
+CONFIG |= {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+CONFIG |= {"max_position_embeddings": 16}
 
 
 def test_names_are_matched_whole_or_from_their_beginning() -> None:

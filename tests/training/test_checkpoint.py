@@ -474,7 +474,13 @@ def test_nothing_is_pickled(made, tmp_path):
 def test_the_models_description_has_the_keys_of_earlier_checkpoints():
     """A run resumes where the checkpoint describes the same model, in the same keys."""
     sizes = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 4}
-    config = {"model_type": "llama", **sizes, "num_attention_heads": 2, "rms_norm_eps": 1e-6}
+    config = {
+        "model_type": "llama",
+        **sizes,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-6,
+    }
     config["max_position_embeddings"] = 16
     description = model_dict(SimpleNamespace(config=ModelConfig.from_hf(config), lora=None))
     assert list(description) == [

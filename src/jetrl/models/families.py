@@ -15,29 +15,28 @@ Rotary frequencies may be stretched by the llama3 or the YaRN rule (rope.py). A 
 asks for something this decoder does not compute (another architecture, a sliding window, an
 attention bias, another activation) is refused here, at start, by name, with the family that is
 nearest: a model that loads is a model whose numbers are right. Keys that only matter to dropout,
-caching or initialisation are ignored. No torch in this file.
+caching or initialisation are ignored. What a file leaves out is transformers' default. No torch in
+this file.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import inspect
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
+from transformers import CONFIG_MAPPING
 
 from jetrl.errors import UserError
 from jetrl.files import checked, printable, shown_value
-from jetrl.models.config_schema import HF_CONFIG
+from jetrl.models.config_schema import HF_CONFIG, HfConfig
 from jetrl.models.config_values import flag, integer, positive
-from jetrl.models.rope import (
-    DEFAULT_THETA,
-    Scaling,
-    frequencies_of,
-    read_rope,
-)
+from jetrl.models.rope import TYPES, Scaling, frequencies_of, read_rope
 
 
 @dataclass(frozen=True)
@@ -49,18 +48,17 @@ class Family:
         qkv_bias: Whether the linear layer of Q, K and V has a bias.
         qk_norm: Whether query and key heads are normalised.
         fused: Whether a checkpoint keeps Q, K and V in one tensor, and gate and up in another.
-        rms_norm_eps: The epsilon of norms where config.json names none, as in transformers.
-        rope_theta: The base of the rotary frequencies where config.json names none.
         window_in_use: Whether a `sliding_window` is in use without `use_sliding_window`.
+        rope_types: The rotary rules that transformers computes as their names say: for phi3,
+            `yarn` and `su` are old names of longrope.
     """
 
     architecture: str
     qkv_bias: bool = False
     qk_norm: bool = False
     fused: bool = False
-    rms_norm_eps: float = 1e-6
-    rope_theta: float = DEFAULT_THETA
     window_in_use: bool = False
+    rope_types: tuple[str, ...] = TYPES
 
 
 FAMILIES: dict[str, Family] = {
@@ -68,8 +66,8 @@ FAMILIES: dict[str, Family] = {
     "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True),
     "llama": Family("LlamaForCausalLM"),
     "mistral": Family("MistralForCausalLM", window_in_use=True),
-    "smollm3": Family("SmolLM3ForCausalLM", rope_theta=2000000.0),
-    "phi3": Family("Phi3ForCausalLM", fused=True, rms_norm_eps=1e-5, window_in_use=True),
+    "smollm3": Family("SmolLM3ForCausalLM"),
+    "phi3": Family("Phi3ForCausalLM", fused=True, window_in_use=True, rope_types=("default",)),
 }
 _EXPERTS, _IMAGES = "it has mixtures of experts", "it reads images"
 # By model_type of what is refused: the family that is nearest, and what that one lacks.
@@ -106,7 +104,11 @@ Head = Literal["lm", "score"]
 _LM, _SCORE = "ForCausalLM", "ForSequenceClassification"  # endings of an architecture's name
 _SMALL_TABLE = 2**29  # bytes of a table of rotary positions that any model may have
 _MOST_TOKENS = 2**31  # of a vocabulary
-_QWEN3_HEAD_DIM = 128  # of Qwen3 when config.json names none, as in transformers
+# They have to be there, though transformers has defaults: a file without them is damaged.
+_SIZES = {
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "max_position_embeddings",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -179,6 +181,7 @@ class ModelConfig:
         """
         checked(HF_CONFIG, config, "config.json")
         family, head = _family(config)
+        raw, config = config, {**defaults(family), **config}
         _refuse_unsupported(config, family)
         shared = FAMILIES[family]
         hidden_size = integer(config, "hidden_size")
@@ -190,7 +193,7 @@ class ModelConfig:
                 f"num_key_value_heads = {num_kv_heads}"
             )
         max_position_embeddings = integer(config, "max_position_embeddings")
-        rope_theta, rope_scaling = read_rope(config, max_position_embeddings, shared.rope_theta)
+        rope_theta, rope_scaling = read_rope(config, max_position_embeddings, shared.rope_types)
         num_layers = integer(config, "num_hidden_layers")
         model = cls(
             family=family,
@@ -200,8 +203,8 @@ class ModelConfig:
             num_layers=num_layers,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
-            head_dim=_head_dim(config, family, hidden_size, num_heads),
-            rms_norm_eps=positive(config, "rms_norm_eps", default=shared.rms_norm_eps),
+            head_dim=_head_dim(config, hidden_size, num_heads),
+            rms_norm_eps=positive(config, "rms_norm_eps"),
             rope_theta=rope_theta,
             rope_scaling=rope_scaling,
             tie_word_embeddings=head == "lm" and flag(config, "tie_word_embeddings"),
@@ -209,12 +212,27 @@ class ModelConfig:
             qk_norm=shared.qk_norm,
             max_position_embeddings=max_position_embeddings,
             eos_token_ids=token_ids(config.get("eos_token_id"), "config.json: eos_token_id"),
-            raw=dict(config),
+            raw=dict(raw),
             head=head,
             layers_without_rope=_layers_without_rope(config, family, num_layers),
         )
         _check_positions(model)
         return model
+
+
+@functools.cache
+def defaults(family: str) -> Mapping[str, Any]:
+    """Return the values that transformers gives the keys that a family's config.json leaves out.
+
+    An absent key is not null: a Mistral without `sliding_window` has a window of 4096 tokens.
+    """
+    kind = CONFIG_MAPPING[family]
+    known: dict[str, Any] = {}
+    for base in reversed(kind.__mro__):
+        parameters = inspect.signature(base.__init__).parameters.items()  # type: ignore[misc]
+        known |= {name: p.default for name, p in parameters if p.default is not p.empty}
+    known["rope_theta"] = kind().rope_parameters["rope_theta"]
+    return {key: known[key] for key in known.keys() & HfConfig.model_fields.keys() - _SIZES}
 
 
 def inverse_frequencies(config: ModelConfig) -> np.ndarray:
@@ -330,8 +348,9 @@ def _refuse_unsupported(config: Mapping[str, Any], family: str) -> None:
     if FAMILIES[family].window_in_use and window is not None and window < context:
         raise UserError(
             f"config.json: sliding_window = {window!r} is below max_position_embeddings = "
-            f"{context}, and sliding-window attention is not supported; set it to null if full "
-            f"attention is meant, or max_position_embeddings to {window}"
+            f"{context}, and sliding-window attention is not supported; set it to null (absent, it "
+            f"is transformers' default) if full attention is meant, or max_position_embeddings to "
+            f"{window}"
         )
     layer_types = set(config.get("layer_types") or ()) - {"full_attention"}
     if layer_types:
@@ -342,16 +361,14 @@ def _refuse_unsupported(config: Mapping[str, Any], family: str) -> None:
     for key in ("attention_bias", "mlp_bias"):
         if flag(config, key):
             raise UserError(f"config.json: {key} is true, which is not supported for {family}")
-    activation = config.get("hidden_act", "silu")
+    activation = config.get("hidden_act")
     if activation not in ("silu", "swish"):  # two names of one function
         raise UserError(f"config.json: hidden_act = {activation!r}; only 'silu' is supported")
 
 
-def _head_dim(config: Mapping[str, Any], family: str, hidden_size: int, num_heads: int) -> int:
-    """Return the head size of a config.json, or else the default of its family."""
-    if config.get("head_dim") is None and family == "qwen3":
-        head_dim = _QWEN3_HEAD_DIM
-    elif config.get("head_dim") is None:
+def _head_dim(config: Mapping[str, Any], hidden_size: int, num_heads: int) -> int:
+    """Return the head size of a config.json, or else the quotient of its sizes."""
+    if config.get("head_dim") is None:
         if hidden_size % num_heads:
             raise UserError(
                 f"config.json: hidden_size = {hidden_size} is not a multiple of "
@@ -373,7 +390,7 @@ def _layers_without_rope(
         return ()
     rotated = config.get("no_rope_layers")
     if rotated is None:
-        every = integer(config, "no_rope_layer_interval", 4)
+        every = integer(config, "no_rope_layer_interval")
         return tuple(range(every - 1, num_layers, every))
     if not isinstance(rotated, list) or len(rotated) < num_layers or set(rotated) - {0, 1}:
         raise UserError(

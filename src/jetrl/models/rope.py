@@ -19,7 +19,6 @@ from jetrl.models.config_values import flag, integer, positive
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_THETA = 10000.0  # of most families when config.json names none, as in transformers
 TYPES = ("default", "llama3", "yarn")
 
 
@@ -130,16 +129,16 @@ def frequencies_of(head_dim: int, theta: float, scaling: Scaling | None) -> np.n
 
 
 def read_rope(
-    config: Mapping[str, Any], max_positions: int, default_theta: float = DEFAULT_THETA
+    config: Mapping[str, Any], max_positions: int, types: tuple[str, ...] = TYPES
 ) -> tuple[float, Scaling | None]:
     """Return theta and the rule, from `rope_parameters` (transformers 5) or transformers 4's keys.
 
     Where both are there, the choice is that of transformers.
 
     Args:
-        config: The config.json.
+        config: The config.json, with `rope_theta` of the family if it names none.
         max_positions: The context, in tokens.
-        default_theta: The family's theta where config.json names none.
+        types: The rules that the family may have.
     """
     key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     rope = config.get(key) or {}
@@ -147,7 +146,7 @@ def read_rope(
         raise UserError(f"config.json: {key} = {rope!r}: an object is expected")
     if any(isinstance(value, Mapping) for value in rope.values()):
         raise UserError(f"config.json: {key} differs by layer type, which is not supported")
-    rope = {"rope_theta": config.get("rope_theta", default_theta)} | dict(rope)
+    rope = {"rope_theta": config.get("rope_theta")} | dict(rope)
     theta = positive(rope, "rope_theta", where=f"config.json ({key})")
     share = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
     if share not in (None, 1, 1.0):
@@ -158,10 +157,10 @@ def read_rope(
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return theta, None
-    if kind not in TYPES:
+    if kind not in types:
         raise UserError(
-            f"config.json: {key} has rope type {kind!r}; supported: "
-            f"{', '.join(repr(name) for name in TYPES)}"
+            f"config.json: {key} has rope type {kind!r}; supported for this family: "
+            f"{', '.join(repr(name) for name in types)}"
         )
     where = f"config.json ({key}, {kind})"
     original = integer({**rope, **config}, "original_max_position_embeddings", max_positions)

@@ -215,6 +215,8 @@ def make_tiny(
             "high_freq_factor": 4.0,
             "original_max_position_embeddings": max(1, max_position_embeddings // 4),
         }
+    if FAMILIES[family].window_in_use:
+        raw["sliding_window"] = None  # an absent one is transformers' default
     config = ModelConfig.from_hf(raw)
     generation_config = {"eos_token_id": end_ids, "pad_token_id": made.pad_token_id}
     weights = random_weights(config, seed)
