@@ -34,8 +34,8 @@ Step = Annotated[int, Field(ge=0, le=MOST_STEPS)]
 """The number of a training step or update."""
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]
 """A seed of random draws."""
-UnixTime = Annotated[float, Field(ge=0, le=253_402_300_799, allow_inf_nan=False)]
-"""A time in seconds since 1970, up to the year 9999."""
+UnixTime = Annotated[float, Field(ge=-2_208_988_800, le=253_402_300_799, allow_inf_nan=False)]
+"""A time in seconds since 1970, from 1900 (a clock may be wrong) to the year 9999."""
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 """A number that is neither NaN nor infinite."""
 

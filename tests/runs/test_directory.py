@@ -90,6 +90,14 @@ def test_metrics_read_back_bit_equal(create):
         assert list(line)[:2] == ["step", "time"]
 
 
+def test_lines_of_a_clock_before_1970_are_read(create, monkeypatch):
+    monkeypatch.setattr("time.time", lambda: -86400.5)
+    with create() as run, run.attempt(["jetrl"]):
+        run.write_step(StepStats(1, {}))
+    assert run.metrics()[0]["time"] == run.attempts()[0].ended == -86400.5
+    assert run.state() == "finished"
+
+
 def test_each_step_is_on_disk_when_write_returns(create):
     with create() as run:
         for step in (1, 2):
