@@ -15,6 +15,9 @@ from pathlib import Path
 
 from jetrl.errors import UserError
 
+USERS_ERRORS = (Exception, SystemExit)
+"""What a user's code may raise: its `sys.exit()` would end a run without a word."""
+
 _trusted: frozenset[Path] | None = None  # None: every file
 
 

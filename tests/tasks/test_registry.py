@@ -152,6 +152,8 @@ class Odd(Task):
     def prompts(self, split):
         if split == "bad":
             raise UserError("its own words")
+        if split == "left":
+            sys.exit(0)
         if split == "forgotten":
             return None
         return [1 / 0] if split == "train" else ["a text"]
@@ -166,6 +168,7 @@ class Odd(Task):
         ),
         ("test", r"task odd: item 0 of prompts\('test'\) is no Prompt but 'a text'"),
         ("bad", "^its own words$"),
+        ("left", r"prompts\('left'\) raised SystemExit: 0 \(.*test_registry\.py, line"),
         ("forgotten", r"task odd: prompts\('forgotten'\) returned nothing: add the return"),
     ],
 )

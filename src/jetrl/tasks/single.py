@@ -21,6 +21,7 @@ from jetrl.tasks.program import Program
 from jetrl.tasks.reasoning import ReasoningGym
 from jetrl.tasks.user_files import load_task_class
 from jetrl.types import Prompt
+from jetrl.users_code import USERS_ERRORS
 
 GSM8K_ON_THE_HUB = "openai/gsm8k"
 BUILT_IN: dict[str, type[Task]] = {
@@ -76,7 +77,7 @@ def build(task_class: type[Task], name: str, options: dict[str, Any]) -> Task:
         return task_class(**options)
     except UserError:
         raise
-    except Exception as error:
+    except USERS_ERRORS as error:
         arguments = ", ".join(f"{key}={value!r}" for key, value in options.items())
         raise UserError(
             f"task {name}: {task_class.__name__}({arguments}) raised {describe_error(error)}"
@@ -95,7 +96,7 @@ def read_prompts(task: Task, split: str) -> list[Prompt]:
         prompts = None if items is None else list(items)
     except UserError:
         raise
-    except Exception as error:
+    except USERS_ERRORS as error:
         raise UserError(
             f"task {task.label}: prompts({split!r}) raised {describe_error(error)}"
         ) from error

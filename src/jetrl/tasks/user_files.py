@@ -21,7 +21,7 @@ from typing import Any
 from jetrl.errors import UserError
 from jetrl.tasks.base import Task
 from jetrl.tasks.messages import nearest
-from jetrl.users_code import check_trusted
+from jetrl.users_code import USERS_ERRORS, check_trusted
 
 _MODULES = "jetrl_user_task_"  # start of the names of users' modules in sys.modules
 _FIXED_SOURCES: dict[str, bytes] = {}
@@ -135,7 +135,7 @@ def _load_module(file: Path, label: str) -> ModuleType:
         sys.path.append(str(file.parent))
     try:
         loader.exec_module(module)
-    except (Exception, SystemExit) as error:
+    except USERS_ERRORS as error:
         del sys.modules[module_name]
         raise UserError(f"task file {_import_failure(error, file)}") from error
     return module

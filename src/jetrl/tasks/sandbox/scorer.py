@@ -36,6 +36,7 @@ from jetrl.tasks.sandbox.wire import WorkerReply
 from jetrl.tasks.sandbox.worker import Item, WorkerSetup, score_safely
 from jetrl.tasks.user_files import loaded_sources
 from jetrl.types import Prompt, Reply, Score, Turn
+from jetrl.users_code import USERS_ERRORS
 
 logger = logging.getLogger(__name__)
 
@@ -351,7 +352,7 @@ class Scorer:
             cases = list(self._task.self_test())
         except UserError:
             raise
-        except Exception as error:
+        except USERS_ERRORS as error:
             raise UserError(f"task {label}: its prompts fail: {describe_error(error)}") from error
         if self._task.max_turns > 1:
             self._test_steps([(prompt, completion) for prompt, completion, _ in cases])

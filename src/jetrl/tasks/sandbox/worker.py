@@ -49,6 +49,7 @@ from jetrl.tasks.sandbox.wire import (
 )
 from jetrl.tasks.user_files import use_sources
 from jetrl.types import Prompt, Turn
+from jetrl.users_code import USERS_ERRORS
 
 STDERR = 2
 CLOCK_FACTOR = 10  # seconds by the clock, for each second of processor time that a score may take
@@ -122,7 +123,7 @@ def main(descriptor: int) -> None:
     except UserError as error:
         connection.sendall(started_line(str(error)))
         return
-    except Exception as error:
+    except USERS_ERRORS as error:
         connection.sendall(started_line(f"task {setup.name}: {describe_error(error)}"))
         return
     if setup.memory_mib:

@@ -21,7 +21,7 @@ from jetrl.memory.out_of_memory import is_out_of_memory
 from jetrl.settings.algorithms import USERS, Algorithm
 from jetrl.training.advantages import Advantages, StepRewards
 from jetrl.training.objectives.tokens import TokenLoss, Tokens
-from jetrl.users_code import check_trusted
+from jetrl.users_code import USERS_ERRORS, check_trusted
 
 
 def load_algorithm(name: str) -> Algorithm:
@@ -47,7 +47,7 @@ def load_algorithm(name: str) -> Algorithm:
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
+    except USERS_ERRORS as error:
         lines = [
             frame.lineno
             for frame in traceback.extract_tb(error.__traceback__)
@@ -86,7 +86,7 @@ class UsersFunction:
         """Return what the function returns; an error in the function becomes a `UserError`."""
         try:
             return self.function(argument, **self.options)
-        except Exception as error:
+        except USERS_ERRORS as error:
             if is_out_of_memory(error):
                 raise
             last = traceback.extract_tb(error.__traceback__)[-1]
