@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -115,6 +116,15 @@ def test_what_was_compiled_before_starts_nothing(
             pass
     assert [begun.plan.name for begun in starts] == ["unified", "jet"]
     assert len(list(cache.glob("jetrl-*.json"))) == 2
+
+
+def test_without_file_locks_nobody_waits(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", no_locks)
+    with ahead._record(work(), ahead.TRITON) as record:
+        assert ahead._locked(record)
 
 
 def test_one_of_two_processes_compiles_and_the_other_waits(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -73,6 +74,19 @@ def test_the_system_tells_of_processes(other: ProcessId) -> None:
     while not is_gone(other) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert is_gone(other)  # and not yet waited for
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.EACCES, errno.EIO])
+def test_a_process_that_cannot_be_asked_for_is_not_gone(
+    number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> str:
+        raise OSError(number, os.strerror(number))
+
+    me = this_process()
+    monkeypatch.setattr(Path, "read_text", fail)
+    assert not is_gone(me)
+    assert not is_stopped(me)
 
 
 def test_a_rank_that_is_well_is_no_trouble(watch: PeerWatch) -> None:

@@ -138,5 +138,5 @@ def test_masters_of_another_kind_are_named(tmp_path):
     save_file({"x": torch.ones(2)}, tmp_path / "x.safetensors")
     assert set(load_tensors(tmp_path / "x.safetensors")) == {"x"}
     (tmp_path / "x.safetensors").write_bytes(b"[]")
-    with pytest.raises(UserError, match=r"x\.safetensors: missing or not a safetensors file"):
+    with pytest.raises(UserError, match=r"x\.safetensors: truncated or not a safetensors file"):
         load_tensors(tmp_path / "x.safetensors")

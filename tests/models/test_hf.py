@@ -215,6 +215,18 @@ def test_damaged_safetensors(damage: str, tmp_path: Path) -> None:
         read_model(tmp_path / "m")
 
 
+def test_a_file_that_cannot_be_opened_is_not_called_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    write_qwen3(tmp_path / "m")
+    monkeypatch.setattr("jetrl.models.hf_files.safe_open", fail)
+    with pytest.raises(UserError, match=r"model\.safetensors: Too many open files$"):
+        read_model(tmp_path / "m")
+
+
 def test_missing_tensor_names_it_and_the_file(tmp_path: Path) -> None:
     write_qwen3(tmp_path / "m")
     rewrite(tmp_path / "m", lambda tensors: tensors.pop("model.layers.1.self_attn.k_norm.weight"))

@@ -112,7 +112,7 @@ def test_damaged_files_are_named(tmp_path):
     with pytest.raises(UserError, match="No such file"):
         read_micro_batches(file, CONFIG, "cpu")
     file.write_bytes(b"damaged")
-    with pytest.raises(UserError, match="missing or not a safetensors file"):
+    with pytest.raises(UserError, match="truncated or not a safetensors file"):
         read_micro_batches(file, CONFIG, "cpu")
     save_file({}, file)
     with pytest.raises(UserError, match="no micro-batch"):

@@ -197,8 +197,10 @@ def _locked(record: IO[str]) -> bool:
     """Return whether this process is now the one that has the kernels compiled."""
     try:
         fcntl.flock(record, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except BlockingIOError:
         return False
+    except OSError:  # a file system without locks: each process compiles for itself
+        return True
     return True
 
 

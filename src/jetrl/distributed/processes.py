@@ -67,11 +67,13 @@ def started_before(process: int, moment: float) -> bool | None:
 
 
 def _state(process: ProcessId) -> str:
-    """Return the letter of a process's state; an empty text for a process that is gone."""
+    """Return the letter of a process's state: "" if it is gone, "?" if it cannot be asked now."""
     try:
         fields = _fields(process.pid)
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return ""
+    except OSError:  # such as no free descriptor
+        return "?"
     return fields[_STATE] if int(fields[_STARTED]) == process.born else ""
 
 

@@ -73,8 +73,8 @@ def _room(group: Path, limit: str, used: str, files: str, shared: str) -> Iterat
 
 
 def _text(file: Path) -> str:
-    """Return the text of a file, empty where the file does not exist."""
+    """Return the text of a file; empty if it does not exist or may not be read."""
     try:
         return os.fsdecode(file.read_bytes())
-    except OSError:
+    except (FileNotFoundError, PermissionError):
         return ""

@@ -5,8 +5,10 @@ Whatever is missing or damaged is an error that names the file and says what to 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -71,19 +73,32 @@ def _refuse_without_weights(directory: Path) -> None:
     raise UserError(f"{directory}: no weights; {_CONTENTS}")
 
 
+@contextlib.contextmanager
+def reading_tensors(file: Path) -> Iterator[None]:
+    """Turn an error of reading a safetensors file into one that says what is wrong with it.
+
+    Raises:
+        UserError: The file is missing, no regular file, cannot be read, or is not safetensors.
+    """
+    try:
+        open_regular(file).close()
+        yield
+    except OSError as error:  # a file on a failing disk may be whole: only what the error says
+        raise UserError(f"{file}: {error.strerror or first_line(error)}") from None
+    except SafetensorError as error:
+        raise UserError(
+            f"{file}: truncated or not a safetensors file ({first_line(error)}); download or "
+            "write it again"
+        ) from error
+
+
 def open_tensors(file: Path) -> Any:
     """Return a safetensors file opened for reading on the CPU and mapped into memory.
 
     It is a context manager with `keys`, `get_slice` and `get_tensor`.
     """
-    try:
-        open_regular(file).close()
+    with reading_tensors(file):
         return safe_open(str(file), framework="pt", device="cpu")
-    except (SafetensorError, OSError) as error:
-        raise UserError(
-            f"{file}: truncated or not a safetensors file ({first_line(error)}); download or "
-            "write it again"
-        ) from error
 
 
 def load_tensors(file: Path) -> dict[str, Tensor]:
@@ -92,12 +107,8 @@ def load_tensors(file: Path) -> dict[str, Tensor]:
     Raises:
         UserError: The file is missing, no regular file, or not safetensors.
     """
-    try:
-        open_regular(file).close()
+    with reading_tensors(file):
         return load_file(file)
-    except (SafetensorError, OSError) as error:
-        reason = getattr(error, "strerror", None) or first_line(error)
-        raise UserError(f"{file}: missing or not a safetensors file ({reason})") from None
 
 
 def model_directory(path: str | Path, part: Part = "small") -> Path:

@@ -174,10 +174,13 @@ def is_locked(path: Path) -> bool:
 
     A process that calls this function at the same moment does not count. Where the file system
     gives no locks no process can be writing: `RunLock` refuses.
+
+    Raises:
+        UserError: The lock cannot be opened, so nobody can say.
     """
     try:
         file = open_regular(path / ".lock")
-    except (OSError, UserError):
+    except FileNotFoundError:
         return False
     with file:
         try:

@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 
 from jetrl.distributed.shards import Shard
 from jetrl.errors import UserError
-from jetrl.files import open_regular
-from jetrl.models.hf_files import first_line
+from jetrl.models.hf_files import reading_tensors
 
 ShardOf = Callable[[str], Shard | None]
 
@@ -61,16 +60,12 @@ class StoredTensors(Mapping[str, torch.Tensor]):
 
     def _open_file(self) -> None:
         """Open the one file."""
-        try:
-            open_regular(self._path).close()
+        with reading_tensors(self._path):
             self._file = safe_open(str(self._path), framework="pt", device="cpu")
             self.layouts = {}
             for name in self._file.keys():  # noqa: SIM118  (not a mapping)
                 shape = torch.Size(self._file.get_slice(name).get_shape())
                 self.layouts[name] = Layout(self._rows_of_file(name, slice(0, 0)).dtype, shape)
-        except (SafetensorError, OSError) as error:
-            reason = getattr(error, "strerror", None) or first_line(error)
-            raise UserError(f"{self._path}: missing or not a safetensors file ({reason})") from None
         self._read = self._rows_of_file
 
     def _rows_of_file(self, name: str, rows: slice | None) -> torch.Tensor:
