@@ -11,7 +11,10 @@ smaller; 75 run.max_hours reached (go on with --resume); 130 Ctrl-C; 143 SIGTERM
 
 from __future__ import annotations
 
+import errno
 import traceback
+
+_OF_DISKS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE)
 
 
 class UserError(ValueError):
@@ -83,6 +86,13 @@ class Terminated(BaseException):
     exit_code = 143
 
 
+def is_of_disk(error: BaseException) -> bool:
+    """Return whether an error says that a disk is full, read-only or failing."""
+    if not isinstance(error, OSError):
+        return False
+    return error.errno in _OF_DISKS or "No usable temporary directory" in str(error)  # tempfile's
+
+
 def ending(error: BaseException) -> tuple[str, int]:
     """Return what the command line prints of an error that ends it, and the exit code."""
     if isinstance(error, UserError):
@@ -93,4 +103,8 @@ def ending(error: BaseException) -> tuple[str, int]:
         return "interrupted", 130
     if isinstance(error, Terminated):
         return "terminated", Terminated.exit_code
+    if isinstance(error, OSError) and is_of_disk(error):
+        where = f"{error.filename}: " if error.filename else ""
+        words = f"stopped: {where}{error.strerror}. What was written before is whole; make room"
+        return f"{words} and start the command again", StorageError.exit_code
     return "".join(traceback.format_exception(error)).rstrip(), 1

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
+import re
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,6 +27,8 @@ from jetrl.errors import (
 from jetrl.settings.loading import describe
 
 PROGRAM = [sys.executable, "-m", "jetrl"]
+DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+MAKE_ROOM = "What was written before is whole; make room and start the command again\n"
 
 
 def test_help_imports_neither_torch_nor_other_heavy_packages() -> None:
@@ -129,6 +134,12 @@ def test_an_unknown_option_is_refused(capsys: pytest.CaptureFixture[str]) -> Non
         (MismatchError("3 tokens differ"), 3, "stopped: 3 tokens differ\n"),
         (NonFiniteError("NaN"), 4, "stopped: NaN\n"),
         (StorageError("disk full"), 6, "stopped: disk full\n"),
+        *((OSError(number, "Full", "a"), 6, f"stopped: a: Full. {MAKE_ROOM}") for number in DISK),
+        (
+            FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']"),
+            6,
+            f"stopped: No usable temporary directory found in ['/tmp']. {MAKE_ROOM}",
+        ),
         (KeyboardInterrupt(), 130, "interrupted\n"),
         (Terminated(), 143, "terminated\n"),
     ],
@@ -157,6 +168,42 @@ def test_a_bug_of_ours_keeps_its_traceback(
     monkeypatch.setattr(jetrl_export(), "run", fail)
     with pytest.raises(AssertionError, match="ours"):
         jetrl("export", "a", "b")
+
+
+def test_sys_exit_in_a_user_s_code_is_named(
+    jetrl: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jetrl_export(), "run", lambda args: sys.exit(0))
+    done = jetrl("export", "a", "b")
+    assert done.code == 2
+    assert re.search(r"left by sys\.exit\(\): SystemExit: 0 \(.*test_main\.py, line", done.err)
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_files_do_not_take_the_numbers_of_closed_streams(closed: str, tmp_path: Path) -> None:
+    code = (
+        "import os, sys; from jetrl.cli.main import main; assert main(['--help']) == 0\n"
+        "assert os.open('file', os.O_WRONLY | os.O_CREAT) > 2\n"
+        "print('text'); print('text', file=sys.stderr)\n"
+        "os.system('echo text')\n"
+    )
+    done = subprocess.run(
+        ["sh", "-c", f'exec "$0" -c "$1" {closed}', sys.executable, code],
+        cwd=tmp_path,
+        capture_output=True,
+        check=False,
+    )
+    assert (done.returncode, b"Traceback" in done.stderr) == (0, False)
+    assert (tmp_path / "file").read_bytes() == b""
+
+
+def test_output_to_a_full_disk_ends_as_a_file_that_cannot_be_written() -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [*PROGRAM, "--help"], stdout=full, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert done.returncode == StorageError.exit_code
+    assert done.stderr == f"stopped: No space left on device. {MAKE_ROOM}"
 
 
 def test_a_closed_pipe_is_no_traceback() -> None:

@@ -6,6 +6,7 @@ The disk is a small tmpfs in a mount namespace of its own, where the system lets
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 import stat
 import subprocess
@@ -18,8 +19,9 @@ from typing import Any
 import pytest
 
 from jetrl import train
+from jetrl.cli.main import main
 from jetrl.errors import StorageError
-from jetrl.runs import RunDirectory
+from jetrl.runs import RunDirectory, jsonl
 from jetrl.session import Session
 from jetrl.training import Checkpoints
 
@@ -113,6 +115,35 @@ def test_a_real_full_disk(
     assert message in done.stderr
     assert "go on with --resume" in done.stderr
     assert done.stdout.rstrip().endswith("same bits")
+
+
+@pytest.mark.parametrize("room", [0, 1000, 3000])
+def test_a_disk_that_is_full_from_the_start(
+    room: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first file, a later one or the first rollouts do not fit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, hard))
+    try:
+        code = main(["train", "demo", *WORDS, f"run.dir={tmp_path}", "loop.steps=2"])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert code == 6
+    assert "File too large" in capsys.readouterr().err
+
+
+def test_a_sentence_that_cannot_be_written(
+    small: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, text: str) -> None:
+        if path.name == "reading.txt":
+            raise OSError(28, "No space left on device")
+        write(path, text)
+
+    write = jsonl.write_atomically
+    monkeypatch.setattr("jetrl.runs.directory.write_atomically", full)
+    with pytest.raises(StorageError, match=r"reading\.txt could not be written: No space"):
+        train(small())
 
 
 @pytest.mark.parametrize("name", ["log.txt", "status.json", "hang.txt"])

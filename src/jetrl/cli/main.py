@@ -14,6 +14,7 @@ import difflib
 import importlib
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -21,7 +22,7 @@ from typing import Any
 from jetrl.cli import ranks
 from jetrl.cli.arguments import HelpFormatter, Parser, tell
 from jetrl.distributed.world import launched_rank, launched_size
-from jetrl.errors import RunStopped, Terminated, UserError, ending
+from jetrl.errors import RunStopped, Terminated, UserError, ending, is_of_disk
 from jetrl.memory.cpu import keep_freed
 from jetrl.users_code import trust_only
 
@@ -49,6 +50,7 @@ RUN_USERS_FILES = ("train", "sft", "study")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    _open_closed_streams()
     _set_allocators()
     several = launched_size() > 1
     cause: BaseException
@@ -58,18 +60,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = _command(arguments)
         if several and code:
             ranks.exit_now(code)
+        sys.stdout.flush()  # here, where its errors are caught, and not when Python ends
         return code
     except (UserError, RunStopped, KeyboardInterrupt, Terminated) as error:
         cause = error
     except BrokenPipeError:  # the reader of our output went away: `jetrl runs list | head -1`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return 1
     except SystemExit as end:
         if several and end.code:  # wrong words; argparse has said so
             ranks.end("", 2, printed=True)
         raise
     except Exception as error:
-        if not several:
+        if not several and not is_of_disk(error):
             raise
         cause = error
     words, code = ending(cause)
@@ -77,7 +80,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     if several:
         ranks.end(words, code, cause)
     tell(words)
+    try:
+        sys.stdout.flush()
+    except OSError:  # it goes to a full disk
+        _drop_output()
     return code
+
+
+def _open_closed_streams() -> None:
+    """Open the null device in place of closed standard streams: files would take their numbers."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            stream = open(os.devnull, mode, encoding="utf-8")  # noqa: SIM115
+            os.set_inheritable(stream.fileno(), True)
+            setattr(sys, name, stream)
+
+
+def _drop_output() -> None:
+    """Send what is left of the output nowhere: Python's end would write it again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _command(arguments: Sequence[str]) -> int:
@@ -95,8 +116,14 @@ def _command(arguments: Sequence[str]) -> int:
             "without torchrun"
         )
     with _users_files(arguments[0], words):
-        code: int = command.run(words)
-    sys.stdout.flush()  # here, where a closed pipe is caught, and not when Python ends
+        try:
+            code: int = command.run(words)
+        except SystemExit as end:
+            if traceback.extract_tb(end.__traceback__)[-1].filename == argparse.__file__:
+                raise  # a command that parses more words itself
+            from jetrl.tasks.messages import describe_error
+
+            raise UserError(f"the command was left by sys.exit(): {describe_error(end)}") from end
     return code
 
 

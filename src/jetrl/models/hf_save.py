@@ -14,7 +14,6 @@ rank 0 is raised by all ranks.
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
 import shutil
@@ -31,14 +30,13 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from jetrl.distributed.world import world
-from jetrl.errors import StorageError, UserError
+from jetrl.errors import StorageError, UserError, is_of_disk
 from jetrl.models.families import ModelConfig
 from jetrl.models.hf_files import sync
 from jetrl.models.hf_names import FP8_BLOCK, SCALE_SUFFIX, StoredTensor, stored_tensors
 from jetrl.precision.quantize import quantize
 
 SaveDtype = Literal["bfloat16", "float32", "fp8"]
-_OF_DISKS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE)
 
 
 def save_model(
@@ -132,7 +130,7 @@ def begin_directory(target: Path, overwrite: bool) -> Path:
         return Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent))
     except OSError as error:
         message = f"{target}: cannot write there: {error.strerror or error}"
-        kind = StorageError if error.errno in _OF_DISKS else UserError
+        kind = StorageError if is_of_disk(error) else UserError
         raise kind(message) from error
 
 

@@ -29,7 +29,7 @@ from contextlib import AbstractContextManager, closing
 from pathlib import Path
 from typing import Any, Self
 
-from jetrl.errors import StorageError, UserError
+from jetrl.errors import StorageError, UserError, is_of_disk
 from jetrl.files import checked, read_stored, read_text
 from jetrl.presets import PRESETS
 from jetrl.runs.attempts import Attempt, RunLock, attempt_logged, read_attempts, run_state
@@ -106,6 +106,7 @@ class RunDirectory:
             UserError: The name cannot be a folder's, is in use (an attempt that ended before its
                 first step leaves it free), or is being written by another process; there is nothing
                 to resume; the precision plan is another one on resume; permission is missing.
+            StorageError: The disk is full.
         """
         run = cls(Path(settings.run.dir) / _checked_name(settings.run.name))
         try:
@@ -119,7 +120,8 @@ class RunDirectory:
                 run.close()
                 raise
         except OSError as error:
-            raise UserError(f"run directory {run.path}: {error.strerror or error}") from None
+            kind = StorageError if is_of_disk(error) else UserError
+            raise kind(f"run directory {run.path}: {error.strerror or error}") from None
         return run
 
     @classmethod
@@ -317,7 +319,8 @@ class RunDirectory:
 
     def write_reading(self, sentence: str) -> None:
         """Write how people read the task's completions, for the report."""
-        write_atomically(self.path / READING, sentence + "\n")
+        with storing(self.path / READING):
+            write_atomically(self.path / READING, sentence + "\n")
 
     def reading(self) -> str:
         """Return how people read the task's completions; "" where nothing has to be said."""
