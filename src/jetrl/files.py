@@ -25,6 +25,11 @@ T = TypeVar("T")
 
 MOST_BYTES = 2**24
 """The largest size of a file of one JSON or TOML value, in bytes, where a reader names no other."""
+MOST_TEXT = 2**25
+"""The largest size of a line of a data file in bytes, and of a text for a model in characters.
+
+A text of a million tokens takes about a fifth of it.
+"""
 MOST_SHOWN = 60  # characters of a wrong value or key in a message
 MOST_STEPS = 10**12
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from jetrl.errors import UserError
-from jetrl.tasks import get_task, read_prompts
+from jetrl.tasks import get_task, read_prompts, rows
 from jetrl.tasks.rows import read_jsonl
 from jetrl.types import Prompt, Score
 
@@ -264,3 +264,87 @@ def test_whole_numbers_of_thousands_of_digits_are_texts(tmp_path):
     file.write_text('{"q": "?", "a": %s}\n' % ("9" * 5000))
     with pytest.raises(UserError, match=r"rows\.jsonl, line 1: not JSON that can be read"):
         list(get_task("dataset", path=str(file), prompt="q", answer="a").prompts("train"))
+
+
+VERL = {
+    "prompt": [{"role": "user", "content": "2+3?"}],
+    "reward_model": {"style": "rule", "ground_truth": 5},
+    "extra_info": {"index": 7, "unit": "m", "worked": "5."},
+}
+
+
+def test_a_dotted_path_names_a_part_of_a_row(tmp_path):
+    write(tmp_path / "train.jsonl", VERL)
+    task = get_task(
+        "dataset",
+        path=str(tmp_path),
+        answer="reward_model.ground_truth",
+        id="extra_info.index",
+        demonstration="extra_info.worked",
+        template="In {extra_info.unit}, {0.5} and {...}?",
+    )
+    (prompt,) = read_prompts(task, "train")
+    assert (prompt.id, prompt.answer, prompt.asked) == ("7", "5", "In m, {0.5} and {...}?")
+    assert task.demonstration(prompt) == "5."
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"answer": "reward_model"}, r"named reward_model.style or reward_model.ground_truth$"),
+        ({"answer": "reward_model.truth"}, r"no field 'truth' in 'reward_model'; did you mean gr"),
+        ({"answer": "reward_model.style.x"}, r"no field 'x' in 'reward_model.style', which has no"),
+        ({"answer": "ground_truth"}, r"line 1: no field 'ground_truth'"),
+        ({"answer": "extra_info.unit", "template": "{reward_model}"}, "is {.*take; a part of it"),
+        ({"answer": "extra_info.unit", "template": "{prompt}"}, "not a text that .*template"),
+    ],
+)
+def test_wrong_paths_say_what_there_is(tmp_path, options, message):
+    write(tmp_path / "train.jsonl", VERL)
+    with pytest.raises(UserError, match=message):
+        read_prompts(get_task("dataset", path=str(tmp_path), **options), "train")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"template": r"{prompt} Answer in \boxed{answer}."},
+        {"template": "{gold.value}", "answer": "gold.value"},
+        {"template": "{gold}", "answer": "gold.value"},
+        *({"template": "{prompt} {worked}", r: "worked"} for r in ("demonstration", "chosen")),
+        {"template": "{bad}", "chosen": "good", "rejected": "bad"},
+    ],
+)
+def test_a_template_cannot_print_the_answer(tmp_path, options):
+    path = write(tmp_path / "rows.jsonl", *ROWS)
+    with pytest.raises(UserError, match=r"template takes \{\w+.*put spaces inside"):
+        get_task("dataset", path=path, **options)
+    spaced = options["template"].replace("{", "{ ").replace("}", " }")
+    prompts = read_prompts(get_task("dataset", path=path, template=spaced), "train")
+    assert prompts[0].asked == spaced
+
+
+def test_messages_as_json_text_are_messages(tmp_path):
+    text = json.dumps(VERL["prompt"])
+    plain = ["[1, 2] has which sum?", '["a"]', "[]", '[{"x": 1}]', '{"role": "r", "content": "c"}']
+    rows = [{"prompt": p, "answer": "5"} for p in (f" {text}", *plain)]
+    path = Path(write(tmp_path / "train.jsonl", *rows)).parent
+    prompts = read_prompts(get_task("dataset", path=str(path)), "train")
+    assert prompts[0].messages == tuple(VERL["prompt"])
+    assert [p.asked for p in prompts[1:]] == plain
+    with pytest.raises(UserError, match="format is 'text'"):
+        read_prompts(get_task("dataset", path=str(path), format="text"), "train")
+    for broken in (str(VERL["prompt"]), text[:-1]):
+        write(tmp_path / "train.jsonl", {"prompt": broken, "answer": "5"})
+        with pytest.raises(UserError, match=r"line 1: .*looks like messages .* store a list"):
+            read_prompts(get_task("dataset", path=str(path)), "train")
+
+
+def test_a_line_is_bounded_and_read_no_further(tmp_path, monkeypatch):
+    monkeypatch.setattr(rows, "MOST_TEXT", 100)
+    path = Path(write(tmp_path / "rows.jsonl", "x" * 99, "y" * 100))
+    with pytest.raises(UserError, match="line 1: not JSON"):
+        list(read_jsonl(path))
+    path.write_text("\n" + "y" * 101)
+    with pytest.raises(UserError, match=r"line 2: longer than .*one object a line"):
+        list(read_jsonl(path))

@@ -6,6 +6,7 @@ checker scores completions (checkers.py).
 
 from __future__ import annotations
 
+import json
 import math
 import random
 import re
@@ -18,24 +19,31 @@ from jetrl.tasks.answers import answer_key
 from jetrl.tasks.base import Task
 from jetrl.tasks.checkers import get_checker
 from jetrl.tasks.messages import check_format, nearest, question_content
-from jetrl.tasks.rows import Row, check_path, read_rows, splits_of
+from jetrl.tasks.rows import Row, check_path, read_rows, splits_of, value_at
 from jetrl.types import Prompt, Score
+
+# A field in a template. A dotted path begins with a letter: {0.5} is LaTeX.
+_FIELD = re.compile(r"\{(\w+|[^\W\d]\w*(?:\.\w+)+)\}")
+_LIKE_MESSAGES = re.compile(r"""\s*\[\s*\{(?=.*['"]role['"]\s*:)(?=.*['"]content['"]\s*:)""", re.S)
 
 
 class Dataset(Task):
     """The rows of a file, a folder or a data set's name, each one a prompt.
 
+    A field is named by its key, or by a dotted path to a part of it (reward_model.ground_truth).
+
     Args:
         path: A folder with `train.jsonl` and `test.jsonl` (or .parquet); one such file; a folder
             that `datasets` saved; or a name that `datasets` loads, such as openai/gsm8k.
-        prompt: The field with the question: a text, or a list of messages with role and content.
+        prompt: The field with the question: a text, or a list of messages with role and content
+            (or the JSON of one).
         answer: The field with the right answer; a number is taken as its text. "": none.
         demonstration: The field with a worked completion for supervised training; "": none.
         chosen: The field with the better of two completions, for a reward model; "": none.
         rejected: The field with the worse of two completions, for a reward model; "": none.
         id: The field that names a row; "": its split and number.
         template: The text of the question, with `{field}` for each field to take from the row;
-            default: the prompt field alone.
+            default: the prompt field alone. It cannot take the answer or a completion.
         checker: math, exact, regex or file.py:function (checkers.py).
         pattern: The regular expression of the checker regex.
         strict: Whether the checker math takes marked answers only.
@@ -82,6 +90,7 @@ class Dataset(Task):
         self.fields = {"prompt": prompt, "answer": answer, "demonstration": demonstration, "id": id}
         self.fields |= {"chosen": chosen, "rejected": rejected}
         self.template, self.format = template, format
+        self._check_template()
         self.test_share, self.seed = test_share, seed
         self.stop = tuple(stop)
         self._check = get_checker(checker, pattern, strict)
@@ -115,12 +124,23 @@ class Dataset(Task):
         return answer_key(completion, self._strict) if self._needs_answer else None
 
     def demonstration(self, prompt: Prompt) -> str | None:
-        worked = prompt.metadata.get(self.fields["demonstration"])
+        worked = value_at(prompt.metadata, self.fields["demonstration"])
         return None if worked is None else str(worked)
 
     def preference(self, prompt: Prompt) -> tuple[str, str] | None:
-        better, worse = (prompt.metadata.get(self.fields[n]) for n in ("chosen", "rejected"))
+        better, worse = (value_at(prompt.metadata, self.fields[n]) for n in ("chosen", "rejected"))
         return None if better is None or worse is None else (str(better), str(worse))
+
+    def _check_template(self) -> None:
+        """Raise `UserError` for a template that prints the answer or a completion."""
+        for field in _FIELD.findall(self.template or ""):
+            for role in ("answer", "demonstration", "chosen", "rejected"):
+                if f"{self.fields[role]}.".startswith(f"{field}."):
+                    raise UserError(
+                        f"task.options.template takes {{{field}}}, the field of task.options.{role}"
+                        ", so the prompt would hold what the model is to write; take it out. To "
+                        f"write these words as they are, put spaces inside: {{ {field} }}"
+                    )
 
     def _shuffled_split(self, rows: list[tuple[Row, str]], split: str) -> list[tuple[Row, str]]:
         """Return a split of data that has no splits: drawn by a seed, in the order of the data."""
@@ -132,9 +152,9 @@ class Dataset(Task):
 
     def _prompt(self, number: str, row: Row, where: str) -> Prompt:
         if self.template is None:
-            question = self._field(row, "prompt", where)
+            question = _messages(self._field(row, "prompt", where), self.fields["prompt"], where)
         else:
-            question = re.sub(r"\{(\w+)\}", lambda m: self._fill(row, m[1], where), self.template)
+            question = _FIELD.sub(lambda m: self._fill(row, m[1], where), self.template)
         answer = self._text(row, "answer", where)
         if self._needs_answer and not (answer or "").strip():
             raise UserError(
@@ -170,7 +190,7 @@ class Dataset(Task):
         if not isinstance(value, str) and not number:
             raise UserError(
                 f"{where}: field {self.fields[role]!r} (the {role}) is {value!r:.60}, not a text "
-                "or a number"
+                f"or a number{_parts(self.fields[role], value)}"
             )
         # written out, where str says 1e-05
         return format(Decimal(repr(value)), "f") if isinstance(value, float) else str(value)
@@ -179,15 +199,61 @@ class Dataset(Task):
         return _value(row, self.fields[role], where, f"task.options.{role} names it")
 
     def _fill(self, row: Row, field: str, where: str) -> str:
-        return str(_value(row, field, where, "task.options.template takes it"))
+        value = _value(row, field, where, "task.options.template takes it")
+        if isinstance(value, Mapping) or _are_messages(_messages(value, field, where)):
+            raise UserError(
+                f"{where}: field {field!r} is {value!r:.60}, not a text that "
+                f"task.options.template could take{_parts(field, value)}"
+            )
+        return str(value)
 
 
 def _value(row: Row, field: str, where: str, why: str) -> Any:
-    if field not in row:
-        raise UserError(f"{where}: no field {field!r}{nearest(field, list(row))} ({why})")
-    if row[field] is None:
-        raise UserError(f"{where}: field {field!r} is empty (null); fill it, or drop the row")
-    return row[field]
+    value = value_at(row, field)
+    if value is not None:
+        return value
+    inside: Any = row
+    path = [field] if field in row else field.split(".")
+    for depth, name in enumerate(path):
+        before = f" in {'.'.join(path[:depth])!r}" if depth else ""
+        if not isinstance(inside, Mapping):
+            raise UserError(f"{where}: no field {name!r}{before}, which has no parts ({why})")
+        if name not in inside:
+            near = nearest(name, list(inside))
+            raise UserError(f"{where}: no field {name!r}{before}{near} ({why})")
+        inside = inside[name]
+    raise UserError(f"{where}: field {field!r} is empty (null); fill it, or drop the row")
+
+
+def _parts(field: str, value: Any) -> str:
+    """Return a hint at the dotted paths into a value that is an object, "" for others."""
+    if not isinstance(value, Mapping) or not value:
+        return ""
+    return f"; a part of it is named {' or '.join(f'{field}.{key}' for key in list(value)[:4])}"
+
+
+def _messages(value: Any, field: str, where: str) -> Any:
+    """Return parsed messages for a text that is the JSON of a list of messages, else the value."""
+    if not isinstance(value, str) or not value.lstrip().startswith("["):
+        return value
+    try:
+        parsed = json.loads(value)
+    except (ValueError, RecursionError):
+        parsed = None
+    if _are_messages(parsed):
+        return parsed
+    if _LIKE_MESSAGES.match(value):
+        raise UserError(
+            f"{where}: field {field!r} is the text {value!r:.60}, which looks like messages and is "
+            "not the JSON of a list of them, each with role and content; store a list"
+        )
+    return value
+
+
+def _are_messages(value: Any) -> bool:
+    return isinstance(value, list | tuple) and all(
+        isinstance(item, Mapping) and {"role", "content"} <= item.keys() for item in value or [None]
+    )
 
 
 def _message(item: object, field: str, where: str) -> Mapping[str, str]:

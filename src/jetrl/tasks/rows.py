@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from jetrl.errors import UserError
+from jetrl.files import MOST_TEXT
 
 Row = Mapping[str, Any]
 SUFFIXES = (".jsonl", ".parquet")
@@ -76,18 +77,18 @@ def read_rows(path: str, split: str, config: str | None = None) -> Iterator[tupl
 
 def read_jsonl(file: Path) -> Iterator[tuple[Row, str]]:
     """Yield the objects of a JSONL file, each with its file and line; skip blank lines."""
-    try:
-        contents = file.read_bytes()
-        text = contents.decode("utf-8-sig")  # some editors put a mark in front
-    except OSError as error:
-        raise UserError(f"{file}: {error.strerror or error}") from None
-    except UnicodeDecodeError as error:
-        bad = contents.count(b"\n", 0, error.start) + 1
-        raise UserError(f"{file}, line {bad}: not UTF-8 text ({error.reason})") from None
-    for number, line in enumerate(text.split("\n"), start=1):
+    for number, contents in enumerate(_lines(file), start=1):
+        where = f"{file}, line {number}"
+        if len(contents) > MOST_TEXT:
+            raise UserError(
+                f"{where}: longer than {MOST_TEXT / 2**20:g} MiB; JSONL has one object a line"
+            )
+        try:
+            line = contents.decode("utf-8-sig" if number == 1 else "utf-8")  # editors put a mark
+        except UnicodeDecodeError as error:
+            raise UserError(f"{where}: not UTF-8 text ({error.reason})") from None
         if not line.strip():
             continue
-        where = f"{file}, line {number}"
         try:
             row = json.loads(line)
         except json.JSONDecodeError as error:
@@ -108,6 +109,15 @@ def read_jsonl(file: Path) -> Iterator[tuple[Row, str]]:
                     "which no text can hold; was a string cut in two?"
                 ) from None
         yield row, where
+
+
+def _lines(file: Path) -> Iterator[bytes]:
+    """Yield the lines of a file; of one that is too long, the beginning."""
+    try:
+        with file.open("rb") as lines:
+            yield from iter(lambda: lines.readline(MOST_TEXT + 1), b"")
+    except OSError as error:
+        raise UserError(f"{file}: {error.strerror or error}") from None
 
 
 def _parquet_rows(file: Path) -> Iterator[tuple[Row, str]]:
@@ -144,6 +154,16 @@ def _named_rows(name: str, split: str, config: str | None) -> Iterator[tuple[Row
             f"(config {config!r}, split {split!r}): {type(error).__name__}: {error}"
         ) from error
     return ((row, f"{name}, {split} row {number}") for number, row in enumerate(rows))
+
+
+def value_at(row: Row, path: str) -> Any:
+    """Return a field of a row, or a part of one by a dotted path; None if the row has none."""
+    if path in row:
+        return row[path]
+    value: Any = row
+    for name in path.split("."):
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return value
 
 
 def _package(name: str, why: str) -> ModuleType:
