@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -17,7 +19,7 @@ from jetrl.models.chat import (
 )
 from jetrl.models.tiny import character_tokenizer
 from jetrl.models.tiny_tokenizers import train_bpe_tokenizer
-from jetrl.types import Prompt, Turn
+from jetrl.types import PlainText, Prompt, Turn
 
 TEMPLATE = (
     "{% for m in messages %}"
@@ -161,6 +163,45 @@ def test_characters_without_a_token_are_named(tokenizer: PreTrainedTokenizerFast
 def test_empty_prompt(tokenizer: PreTrainedTokenizerFast) -> None:
     with pytest.raises(UserError, match="'p1': no tokens"):
         encode_prompt(tokenizer, Prompt("p1", text=""))
+
+
+PREFILL = "Let me think.\n<think>"
+EMPTY_THOUGHT = "{{ '<think>\n\n</think>\n\n' if loop.last and message['role'] == 'assistant' }}"
+
+
+@pytest.mark.parametrize("thought", ["", EMPTY_THOUGHT], ids=["chatml", "qwen3"])
+@pytest.mark.parametrize("system", [None, "Be brief."])
+@pytest.mark.parametrize("plain_text", ["replies", "all"])
+def test_a_last_message_of_the_assistant_is_continued(
+    chatml: PreTrainedTokenizerBase, thought: str, system: str | None, plain_text: PlainText
+) -> None:
+    """The text is that of transformers, without the empty thought of Qwen3's template."""
+    chatml = copy.deepcopy(chatml)
+    chatml.add_tokens(["<think>", "</think>"])
+    plain = chatml.chat_template
+    content = "+ message['content']"
+    assert content in plain
+    chatml.chat_template = plain.replace(content, "}}" + thought + "{{" + content[1:])
+    begun = says(("user", "2+2?"), ("assistant", PREFILL))
+    token_ids = encode_prompt(chatml, begun, system, plain_text)
+    first = [{"role": "system", "content": system}] if system else []
+    chatml.chat_template = plain
+    whole = chatml.apply_chat_template(
+        [*first, *begun.messages], continue_final_message=True, tokenize=False
+    )
+    assert chatml.decode(token_ids) == whole
+    assert token_ids == chatml.encode(whole, add_special_tokens=False)
+    assert token_ids[-1] == chatml.convert_tokens_to_ids("<think>")
+    opened = encode_prompt(chatml, says(("user", "2+2?")), system)
+    assert token_ids == opened + encode_text(chatml, PREFILL, begin=False)
+
+
+def test_a_begun_turn_does_not_open_the_thought_again(chat: PreTrainedTokenizerFast) -> None:
+    chat.chat_template = TEMPLATE.replace("'[assistant:'", "'[assistant:\\n<think>\\n'")
+    begun = encode_prompt(chat, says(("user", "2+2?"), ("assistant", "4, ")))
+    assert decode(chat, begun) == "[user:2+2?][assistant:\n<think>\n4, "
+    with pytest.raises(UserError, match=r"'p1': its last .*begins with '<think>', with which"):
+        encode_prompt(chat, says(("user", "2+2?"), ("assistant", "<think>4, ")))
 
 
 QWEN = (

@@ -6,7 +6,8 @@ tokenizer that closes a text with an end token would end the sequence before the
 already starts with that token does not get a second one.
 
 Messages go through the tokenizer's chat template with the opening of an assistant turn at the end.
-The template writes all special tokens itself, so none are added to its output.
+The template writes all special tokens itself, so none are added to its output. If the last message
+is the assistant's, its text follows the opening as it stands, and the model continues it.
 
 Special tokens in the environment's text are encoded as text, not as control tokens, and on request
 so are those of prompts and worked answers (special_tokens.py).
@@ -285,16 +286,29 @@ def _encode_messages(
     where: str,
     plain_text: PlainText,
 ) -> list[int]:
-    """Return the token ids of messages by the chat template, an assistant's turn opened."""
+    """Return the token ids of messages by the chat template, an assistant's turn opened.
+
+    A last message of the assistant is the beginning of that turn.
+    """
+    _check_messages(messages, where)
     conversation, names = [dict(message) for message in messages], dict[str, str]()
     if plain_text == "all":
-        _check_messages(conversation, where)
         conversation, names = hide_special_tokens(tokenizer, conversation)
     if system_prompt is not None:
         if any(message.get("role") == "system" for message in conversation):
             raise UserError(f"{where} has a system message of its own; unset the system prompt")
         conversation.insert(0, {"role": "system", "content": system_prompt})
+    begun = ""
+    if conversation[-1:] and conversation[-1]["role"] == "assistant":
+        begun = conversation.pop()["content"]
     text = _render(tokenizer, conversation, where, open_turn=True)
+    opening = text.split()[-1:]
+    if begun and opening and begun.lstrip().startswith(opening[0]):
+        raise UserError(
+            f"{where}: its last message, the assistant's, begins with {opening[0]!r}, with which "
+            "the chat template opens the turn already; leave that out of the message"
+        )
+    text += begun  # as the model would have written it; transformers: continue_final_message
     for message in conversation:
         if message["role"] != "assistant":  # of which templates leave out old thoughts
             _check_written(message, text, where)
