@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import types
 from pathlib import Path
@@ -134,3 +135,14 @@ def test_trackers_get_settings_steps_and_summary_and_a_failing_one_stops_nothing
     last = RunDirectory.open(done.run_path).metrics()[-1]
     assert calls[3][1]["summary/reward/mean/last"] == last["reward/mean"]
     assert (done.run_path / "log.txt").read_text().count("tracker trackio could not") == 1
+
+
+def test_rows_that_changed_are_noticed_by_a_resumed_run(tmp_path: Path, caplog: Any) -> None:
+    rows = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(8)]
+    file = tmp_path / "rows.jsonl"
+    words = ("task=dataset", f"task.path={file}", "task.options.format=text")
+    for steps, changed in ((1, {}), (2, {}), (3, {"answer": "9"})):
+        assert "not those of the checkpoint" not in caplog.text
+        file.write_text("".join(json.dumps(row | changed) + "\n" for row in rows))
+        run(tmp_path, "cut", *words, f"loop.steps={steps}", resume=steps > 1)
+    assert "not those of the checkpoint" in caplog.text

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from jetrl.rewards.sampling import EncodedPrompt
-from jetrl.session.prompt_order import PromptOrder
+from jetrl.session.prompt_order import PromptDigest, PromptOrder
 from jetrl.settings.loading import load_config
 from jetrl.types import Completion, Prompt, Sample, Score
 
@@ -29,3 +29,18 @@ def test_solved_is_what_evaluation_calls_solved(words, reward, parts, solved) ->
     completion = Completion((2,), (0.0,), "stop")
     drawing.observe([Sample(prompt, 0, (1,), completion, Score(reward, parts))])
     assert drawing.state() == {"a": [solved, 1]}
+
+
+@pytest.mark.parametrize(
+    "prompt, token_ids, warned",
+    [
+        (Prompt(id="a", text="?", answer="1"), (1, 2), False),
+        (Prompt(id="b", text="?", answer="1"), (1, 2), True),
+        (Prompt(id="a", text="?", answer="2"), (1, 2), True),
+        (Prompt(id="a", text="?", answer="1"), (1, 3), True),
+    ],
+)
+def test_a_resumed_run_is_warned_of_other_prompts(caplog, prompt, token_ids, warned) -> None:
+    stored = PromptDigest([EncodedPrompt(Prompt(id="a", text="?", answer="1"), (1, 2))]).state()
+    PromptDigest([EncodedPrompt(prompt, token_ids)]).load_state(stored)
+    assert ("are not those of the checkpoint" in caplog.text) == warned

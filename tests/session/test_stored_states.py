@@ -14,6 +14,7 @@ EXTRA = {
     "seed": 3,
     "metrics": {"reward/mean": 0.5, "policy/loss": float("nan")},
     "states": {
+        "data": "0123456789abcdef",
         "prompts": {"p": [1.5, 2.0]},
         "partial rollouts": [["p", [MEMBER]]],
         "micro_batches": {"tokens": 8, "setting": 16},
@@ -38,6 +39,7 @@ def test_a_checkpoint_without_a_part_fits():
 ODD = [
     ({"guard": {"in_a_row": -1}}, "guard.in_a_row = -1"),
     ({"guard": None, "clip": {"steps": 1, "low": float("nan"), "high": 1}}, "clip.low = nan"),
+    ({"data": "0123"}, "data = '0123'"),
     ({"prompts": {"p": [1.0]}}, "prompts.p"),
     ({"prompts": {"p": ["1", 2]}}, "prompts.p.0 = '1'"),
     ({"micro_batches": {"tokens": 0, "setting": 1}}, "micro_batches.tokens = 0"),

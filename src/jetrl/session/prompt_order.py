@@ -10,6 +10,9 @@ draws themselves are counted.
 
 from __future__ import annotations
 
+import hashlib
+import logging
+from array import array
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -21,6 +24,8 @@ from jetrl.randomness import derive_seed, draw_range, shares, weighted_draw
 from jetrl.rewards.sampling import EncodedPrompt
 from jetrl.settings.loading import Settings
 from jetrl.types import Sample
+
+logger = logging.getLogger(__name__)
 
 PRIOR = 1.0  # completions that a prompt counts as solved, and as many as not, before it was tried
 MEMORY = 0.5  # what a completion still counts when the prompt is tried again
@@ -64,6 +69,33 @@ class PassRates:
     def load_state(self, state: Mapping[str, Sequence[float]]) -> None:
         """Take over the history that `state` returned."""
         self._history = {key: (float(counts[0]), float(counts[1])) for key, counts in state.items()}
+
+
+class PromptDigest:
+    """A digest of the prompts and their answers, which warns when a resumed run has others.
+
+    Args:
+        prompts: The prompts of the split.
+    """
+
+    def __init__(self, prompts: Sequence[EncodedPrompt]) -> None:
+        digest = hashlib.blake2b(digest_size=8)
+        for prompt in prompts:
+            digest.update(array("q", prompt.token_ids))
+            digest.update(repr((prompt.prompt.id, prompt.prompt.answer)).encode())
+        self._digest = digest.hexdigest()
+
+    def state(self) -> str:
+        return self._digest
+
+    def load_state(self, state: str | None) -> None:
+        """Warn if the digest of a checkpoint is of other prompts."""
+        if state not in (None, self._digest):
+            logger.warning(
+                "the training prompts or their answers are not those of the checkpoint: the data, "
+                "its options, the system prompt or the tokenizer changed; training continues on "
+                "the new ones, and is not what an uncut run on either would be"
+            )
 
 
 class ShuffledPrompts:

@@ -62,6 +62,7 @@ class MicroBatchState(Stored):
     setting: Positive
 
 
+Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
 RolloutSizes = Annotated[list[Positive | None], Field(min_length=3, max_length=3)]
 
 
@@ -87,6 +88,7 @@ class States(Stored):
     """The states of a run's parts, by the name that each part registers.
 
     Attributes:
+        data: The digest of the prompts; none of a version that kept no such digest.
         prompts: The pass rates of prompts, [solved, tried] by prompt id.
         partial_rollouts: The groups that wait, each a prompt id and its completions.
         micro_batches: The size of micro-batches.
@@ -97,6 +99,7 @@ class States(Stored):
         clip: The calibrated clip bounds.
     """
 
+    data: Digest | None = None
     prompts: dict[str, PassRate] = Field(default_factory=dict)
     partial_rollouts: list[WaitingGroup] = Field(default_factory=list, alias="partial rollouts")
     micro_batches: MicroBatchState | None = None

@@ -34,6 +34,7 @@ from jetrl.session.display import Display, SilentDisplay
 from jetrl.session.memory_peaks import MemoryPeaks, memory_plan_notes, micro_batch_notes
 from jetrl.session.open import TrainingContext
 from jetrl.session.phases import Phases
+from jetrl.session.prompt_order import PromptDigest
 from jetrl.session.rank_progress import RankProgress
 from jetrl.session.stop_signals import StopSignals
 from jetrl.session.watchdog import Watchdog
@@ -133,6 +134,7 @@ class TrainingRun:
 
         # What is still done when the run is left: the checkpoint that is being written comes first.
         self.checkpoints = RunCheckpoints(self.directory, settings)
+        self.checkpoints.register("data", PromptDigest(context.prompts))
         stack.enter_context(self.stops.handled())
         stack.callback(self.display.close)
         stack.push(lambda _, error, __: self._settle(error))
