@@ -10,12 +10,15 @@ import tracemalloc
 import pytest
 import torch
 from safetensors.torch import save_file
+from tokenizers import normalizers
 
 from jetrl.errors import UserError
 from jetrl.models import hf
+from jetrl.models.chat import encode_text
 from jetrl.models.hf_files import load_tensors
 from jetrl.models.policy import Policy
-from jetrl.models.tiny import make_tiny
+from jetrl.models.tiny import character_tokenizer, make_tiny
+from jetrl.models.tokenizer_files import encode
 from jetrl.precision import PrecisionPlan
 
 PLAN = PrecisionPlan.preset("bf16")
@@ -105,22 +108,99 @@ def doubled(times):
     return {"type": "Sequence", "normalizers": [replace] * times}
 
 
-NORMALIZERS = [
-    pytest.param(doubled(30), "256 times as long", id="doubled"),
-    pytest.param({"type": "Sequence", "normalizers": [doubled(5), doubled(5)]}, "256", id="nested"),
+def sequence(key, stage, times):
+    return {"type": "Sequence", key: [stage] * times}
+
+
+def between(content):
+    return {"type": "Replace", "pattern": {"Regex": ""}, "content": content}
+
+
+BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+SPACES = {"type": "Metaspace", "replacement": "x", "prepend_scheme": "always", "split": True}
+TWICE = {
+    "type": "TemplateProcessing",
+    "single": [{"Sequence": {"id": "A", "type_id": 0}}] * 2,
+    "pair": [],
+    "special_tokens": {},
+}
+IDS = {"<s>": {"id": "<s>", "ids": [0] * 5000, "tokens": ["<s>"] * 5000}}
+one_for_one = {"type": "Replace", "pattern": {"String": "a"}, "content": "b"}
+LONGER = [
+    pytest.param({"normalizer": doubled(30)}, "4096 times as long", id="doubled"),
+    pytest.param({"normalizer": sequence("normalizers", doubled(7), 2)}, "4096", id="nested"),
+    pytest.param({"normalizer": between("a" * 5000)}, "4096", id="between"),
+    pytest.param({"normalizer": sequence("normalizers", BYTES, 20)}, "4096", id="bytes"),
     pytest.param(
-        {"type": "Replace", "pattern": {"Regex": ""}, "content": "a" * 300}, "256", id="between"
+        {"normalizer": sequence("normalizers", {"type": "NFC"}, 10**5)}, "4096", id="many"
     ),
-    pytest.param({"type": "Replace"}, "not a tokenizer's", id="without-fields"),
-    pytest.param([1], "not a tokenizer's", id="list"),
+    pytest.param(
+        {"normalizer": {"type": "Sequence", "a": [], "normalizers": [one_for_one | BYTES] * 20}},
+        "4096",
+        id="keys-of-others",
+    ),
+    pytest.param({"normalizer": sequence("normalizers", one_for_one, 999)}, "4096", id="equal"),
+    pytest.param({"pre_tokenizer": sequence("pretokenizers", BYTES, 20)}, "4096", id="pre-bytes"),
+    pytest.param({"pre_tokenizer": sequence("pretokenizers", SPACES, 20)}, "4096", id="spaces"),
+    pytest.param({"post_processor": sequence("processors", TWICE, 40)}, "4096", id="template"),
+    pytest.param({"post_processor": TWICE | {"special_tokens": IDS}}, "4096", id="ids"),
+    pytest.param({"decoder": sequence("decoders", between("ab"), 9)}, "4096", id="decoder"),
+    pytest.param({"normalizer": [1]}, "not a tokenizer's", id="list"),
+    pytest.param({"normalizer": {"type": "Replace"}}, "not a tokenizer's", id="no-fields"),
 ]
 
 
-@pytest.mark.parametrize("normalizer, message", NORMALIZERS)
-def test_a_normalizer_that_multiplies_is_refused(copy, normalizer, message):
-    change(copy / "tokenizer.json", normalizer=normalizer)
-    with pytest.raises(UserError, match=rf"tokenizer\.json: normalizer.*{message}"):
+@pytest.mark.parametrize("parts, message", LONGER)
+def test_a_tokenizer_that_multiplies_is_refused(copy, parts, message):
+    change(copy / "tokenizer.json", **parts)
+    key = next(iter(parts))
+    with pytest.raises(UserError, match=rf"tokenizer\.json: {key}.*{message}"):
         hf.load_tokenizer(copy)
+
+
+def test_parts_of_a_tokenizer_multiply_together(copy):
+    growing = {"normalizer": doubled(8), "pre_tokenizer": sequence("pretokenizers", BYTES, 8)}
+    change(copy / "tokenizer.json", **growing)
+    with pytest.raises(UserError, match="pre_tokenizer: it could make a text more than 4096"):
+        hf.load_tokenizer(copy)
+
+
+FILES = [
+    ("tokenizer_config.json", 2**24),
+    ("special_tokens_map.json", 2**24),
+    ("added_tokens.json", 2**24),
+    ("chat_template.jinja", 2**20),
+    ("additional_chat_templates/tools.jinja", 2**20),
+    ("vocab.txt", 2**28),
+    ("tokenizer.model", 2**28),
+]
+
+
+@pytest.mark.parametrize("name, most", FILES)
+def test_a_file_that_is_too_large_is_not_read(copy, name, most):
+    (copy / name).parent.mkdir(exist_ok=True)
+    with (copy / name).open("wb") as file:
+        file.truncate(most + 1)
+    with pytest.raises(UserError, match=rf"{name}: larger than {most / 2**20:g} MiB"):
+        hf.load_tokenizer(copy)
+
+
+def test_a_token_of_excessive_length_is_refused(copy):
+    added = json.loads((copy / "tokenizer.json").read_text())["added_tokens"]
+    added.append(added[0] | {"id": 9000, "content": "a" * 2**15})
+    change(copy / "tokenizer.json", added_tokens=added)
+    with pytest.raises(UserError, match=r"a token of 32,768 characters"):
+        hf.load_tokenizer(copy)
+
+
+def test_tokens_out_of_a_tokenizer_are_bounded():
+    tokenizer = character_tokenizer()
+    tokenizer.backend_tokenizer.normalizer = normalizers.Replace("1", "1" * 1000)
+    assert len(encode(tokenizer, "1" + "2" * 20)) == 1020
+    with pytest.raises(UserError, match=r"text: the tokenizer makes 1,002 tokens of 3 characters"):
+        encode_text(tokenizer, "212")
+    with pytest.raises(UserError, match=r"text: a text of 33,554,433 characters, and at most"):
+        encode_text(tokenizer, "2" * (2**25 + 1))
 
 
 def test_normalizers_of_real_tokenizers_are_taken(copy):
@@ -128,9 +208,16 @@ def test_normalizers_of_real_tokenizers_are_taken(copy):
         {"type": "Prepend", "prepend": "\u2581"},
         {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"},
         {"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "},
-        {"type": "NFC"},
+        *({"type": kind} for kind in ("NFKD", "StripAccents", "Lowercase")),
     ]
-    change(copy / "tokenizer.json", normalizer={"type": "Sequence", "normalizers": stages})
+    pre = sequence("pretokenizers", BYTES, 4)
+    post = {"type": "Sequence", "processors": [BYTES, TWICE | {"special_tokens": {}}]}
+    change(
+        copy / "tokenizer.json",
+        normalizer={"type": "Sequence", "normalizers": stages},
+        pre_tokenizer=pre,
+        post_processor=post,
+    )
     hf.load_tokenizer(copy)
 
 

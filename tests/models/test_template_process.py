@@ -54,6 +54,7 @@ BOMBS = [
     pytest.param("{{ 'a' | center(2**33) }}", "memory", id="filter"),
     pytest.param("{{ 9 ** (9 ** 9) }}", "longer than 0.5 s", id="power"),
     pytest.param("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "recursion", id="recursion"),
+    pytest.param("{{ 'a' * 2**24 }}", r"a text of 16,777,\d+ bytes, and at most 6", id="long"),
     pytest.param("{{ raise_exception('not for you') }}", "^not for you$", id="its-own-error"),
     pytest.param("{{ ''.__class__.__mro__ }}", "unsafe", id="sandbox"),
 ]
@@ -64,6 +65,22 @@ def test_a_bomb_is_an_error_and_the_next_template_is_rendered(process, template,
     with pytest.raises(TemplateError, match=message):
         process.render(request(template))
     assert process.render(request("{{ messages[1].content }}")) == "2"
+
+
+def test_a_text_many_times_the_template_is_rendered(process):
+    """The bound is on what is far longer than the messages: it must not cut a long conversation."""
+    messages = [{"role": "user", "content": "é\n" * 10**6}] * 2
+    text = process.render(
+        request("{% for m in messages %}{{ m.content | tojson }}{% endfor %}", messages)
+    )
+    assert len(text) > 4 * 10**6
+
+
+def test_a_long_template_is_not_rendered():
+    tokenizer = character_tokenizer()
+    tokenizer.chat_template = "a" * (2**20 + 1)
+    with pytest.raises(TemplateError, match="it has 1,048,577 characters, at most"):
+        render_messages(tokenizer, MESSAGES, open_turn=False)
 
 
 def test_a_prompt_names_the_bomb(monkeypatch, process):

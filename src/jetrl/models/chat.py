@@ -23,6 +23,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from jetrl.errors import UserError
 from jetrl.models.special_tokens import encode_hidden, has_special_tokens, hide_special_tokens
 from jetrl.models.template_process import TemplateError, render_messages
+from jetrl.models.tokenizer_files import encode
 from jetrl.types import Example, PlainText, Prompt, Turn
 
 _MARK = "jetrl-marks-the-assistant"  # what a template writes around it is cut at this text
@@ -93,12 +94,13 @@ def encode_text(
     """
     try:
         as_text = as_text and has_special_tokens(tokenizer, text)
-        split = {"split_special_tokens": True} if as_text else {}
-        plain = tokenizer.encode(text, add_special_tokens=False, **split)
+        plain = encode(tokenizer, text, as_text=as_text)
         bos = tokenizer.bos_token_id
         if begin and bos is not None and plain[:1] != [bos]:
-            opened = tokenizer.encode(text, add_special_tokens=True, **split)
+            opened = encode(tokenizer, text, special=True, as_text=as_text)
             return [bos, *plain] if opened[:1] == [bos] else plain
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from None
     except Exception as error:  # the tokenizers library raises bare Exception
         raise UserError(f"{where}: {_lacking(tokenizer, text) or error}") from error
     return plain

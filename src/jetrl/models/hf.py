@@ -20,7 +20,7 @@ from jetrl.models.hf_save import save_model
 from jetrl.models.hf_weights import open_weights
 from jetrl.models.hub import TOKENIZER_FILES
 from jetrl.models.nvfp4_files import SIDECAR, nvfp4_layout
-from jetrl.models.tokenizer_files import check_tokenizer_files
+from jetrl.models.tokenizer_files import check_tokenizer_files, check_vocabulary
 
 __all__ = [
     "eos_token_ids",
@@ -117,6 +117,7 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     """
     directory = model_directory(path)
     tokenizer = _load_tokenizer(directory)
+    check_vocabulary(tokenizer, directory)
     files = tokenizer.vocab_files_names.values()
     if files and not any((directory / file).is_file() for file in files):
         # transformers makes one of the settings alone, which encodes every text to nothing

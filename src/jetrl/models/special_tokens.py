@@ -16,6 +16,8 @@ from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
+from jetrl.models.tokenizer_files import encode
+
 _PLACEHOLDER = "jetrlplaceholder"  # letters and digits, which templates leave as they are
 
 
@@ -89,7 +91,7 @@ def encode_hidden(
             token_ids.append(control)
         elif part:
             part = hidden.shown(part)
-            token_ids += tokenizer.encode(part, add_special_tokens=False, split_special_tokens=True)
+            token_ids += encode(tokenizer, part, as_text=True)
     return token_ids
 
 

@@ -19,9 +19,11 @@ from typing import IO, Any
 
 from transformers import PreTrainedTokenizerBase
 
+from jetrl.models.tokenizer_files import MOST_TEMPLATE
+
 LIMIT_S = 5.0
 MEMORY_MIB = 512
-_MOST_REPLY = 2**28  # bytes
+_CACHED = 2**16  # bytes of a request whose text is kept
 
 _PROGRAM = """\
 import json, sys
@@ -53,8 +55,10 @@ class TemplateProcess:
         """Return the text of a request, a line of JSON.
 
         Raises:
-            TemplateError: The template raised an error, or took too much time or memory.
+            TemplateError: The template raised an error, took too much time or memory, or gave a
+                text that is far longer than the request.
         """
+        most = 2**16 + 8 * len(request)  # the reply's messages are at most as long as the request's
         with self._lock:
             process = self._started()
             assert process.stdin is not None
@@ -62,10 +66,13 @@ class TemplateProcess:
             try:
                 process.stdin.write(request + b"\n")
                 process.stdin.flush()
-                reply = _read_reply(process.stdout)
+                reply = _read_reply(process.stdout, most)
             except (BrokenPipeError, EOFError, ValueError):
                 self._process = None
                 raise TemplateError(self._why_ended(process)) from None
+            except TemplateError:
+                self.close()
+                raise
             except BaseException:  # Ctrl-C between a request and its reply
                 self._process = None
                 process.kill()
@@ -103,17 +110,20 @@ class TemplateProcess:
         return f"the process that renders it ended ({code}), for lack of memory or by a crash"
 
 
-def _read_reply(stream: IO[bytes]) -> dict[str, Any]:
-    """Return the next reply of a process.
+def _read_reply(stream: IO[bytes], most: int) -> dict[str, Any]:
+    """Return the next reply of a process, of at most `most` bytes.
 
     Raises:
         EOFError: The process ended.
-        ValueError: The reply is none, or too long.
+        ValueError: The reply is none.
+        TemplateError: The reply is longer.
     """
     head = stream.read(8)
     size = int.from_bytes(head, "little")
-    if len(head) < 8 or size > _MOST_REPLY:
+    if len(head) < 8:
         raise EOFError
+    if size > most:
+        raise TemplateError(f"it gives a text of {size:,} bytes, and at most {most:,} are read")
     body = stream.read(size)
     if len(body) < size:
         raise EOFError
@@ -144,12 +154,16 @@ def render_messages(
         open_turn: Whether the text ends with the opening of an assistant's turn.
 
     Raises:
-        TemplateError: The template raised an error, or took too much time or memory.
+        TemplateError: The template is too long; or as `TemplateProcess.render`.
     """
+    template = tokenizer.get_chat_template()
+    if len(template) > MOST_TEMPLATE:
+        raise TemplateError(f"it has {len(template):,} characters, at most {MOST_TEMPLATE:,}")
     request = {
-        "template": tokenizer.get_chat_template(),
+        "template": template,
         "messages": [{k: v for k, v in m.items() if v is not None} for m in messages],
         "open_turn": open_turn,
         "special_tokens": tokenizer.special_tokens_map,
     }
-    return _rendered(json.dumps(request, default=str).encode())
+    line = json.dumps(request, default=str).encode()
+    return _rendered(line) if len(line) < _CACHED else _shared().render(line)

@@ -1,89 +1,138 @@
-"""Checks of a tokenizer's files before a library reads them.
+"""Bounds on the files of a tokenizer, and on the tokens of a text.
 
-A tokenizer's normalizers rewrite a text one after another, and each may write more than it read:
-thirty that double a letter make a gigabyte of it. How much longer a text can get follows from the
-file, so that is where it is refused.
+A tokenizer's stages rewrite a text one after another in a library of others, in this process, and
+each may write more than it read. A stage at most doubles a text, unless the file brings a text or a
+list that it writes; so the file bounds the product, before the library reads it. What comes out is
+bounded again by `encode`, which makes all tokens.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from jetrl.errors import UserError
-from jetrl.files import read_json, shown_value
+from transformers import PreTrainedTokenizerBase
 
-MOST_GROWTH = 256  # times: what the normalizers of a tokenizer may lengthen a text by
-_MOST_BYTES = 2**28  # of tokenizer.json; those of the largest vocabularies have 40 MiB
-_MOST_STAGES = 1000
+from jetrl.errors import UserError
+from jetrl.files import MOST_BYTES, MOST_TEXT, read_json, shown_value
+
+MOST_TEMPLATE = 2**20
+"""The most characters of a chat template; the longest of real models have 30,000."""
+MOST_GROWTH = 4096
+"""The most times that the stages of a tokenizer may lengthen a text, by their bound."""
+_MOST_TOKENS = 64  # per character; one character of Unicode (U+FDFA) becomes 33 bytes under NFKC
+_MOST_TOKEN = 2**14  # characters of one token
+_MOST_VOCABULARY = 2**28  # bytes of a file; tokenizer.json of the largest vocabularies has 40 MiB
+_SMALL = (
+    *("added_tokens.json", "chat_template.json", "config.json", "generation_config.json"),
+    *("special_tokens_map.json", "tokenizer_config.json"),
+)
+_READ = (".json", ".jinja", ".txt", ".model", ".tiktoken")
 
 
 def check_tokenizer_files(directory: Path) -> None:
-    """Check the files of a tokenizer's directory.
+    """Check the files of a tokenizer's directory before a library reads them.
 
     Raises:
-        UserError: Something in the directory is no file that could be read; tokenizer.json is
-            damaged, or describes a tokenizer that makes texts far longer.
+        UserError: Something in the directory is no file that could be read, or too large to be a
+            tokenizer's; tokenizer.json is damaged, or describes a tokenizer that makes texts far
+            longer.
     """
-    for entry in sorted(directory.iterdir()):
+    for entry in sorted((*directory.iterdir(), *directory.glob("additional_chat_templates/*"))):
         if entry.exists() and not entry.is_file() and not entry.is_dir():
             raise UserError(f"{entry}: not a regular file (a pipe or a device)")
+        most = MOST_BYTES if entry.name in _SMALL else _MOST_VOCABULARY
+        most = MOST_TEMPLATE if entry.suffix == ".jinja" else most
+        if entry.suffix in _READ and entry.is_file() and entry.stat().st_size > most:
+            raise UserError(f"{entry}: larger than {most / 2**20:g} MiB, the most that is read")
     file = directory / "tokenizer.json"
     if not file.exists():
         return
     try:
-        contents = read_json(file, _MOST_BYTES)
+        contents = read_json(file, _MOST_VOCABULARY)
     except UserError as error:
         raise UserError(f"{directory}: the tokenizer does not load: {error}") from None
     if not isinstance(contents, dict):
         raise UserError(f"{file}: a JSON object is expected")
-    for key, inside in (("normalizer", "normalizers"), ("decoder", "decoders")):
-        try:
-            growth = _growth(contents.get(key), inside)
-        except (TypeError, KeyError, AttributeError):
-            value = shown_value(contents.get(key))
-            raise UserError(f"{file}: {key} = {value}: not a tokenizer's") from None
-        if growth > MOST_GROWTH:
-            raise UserError(
-                f"{file}: {key}: it can make a text {MOST_GROWTH} times as long and more, which no "
-                "tokenizer needs"
-            )
+    for keys in (("normalizer", "pre_tokenizer", "post_processor"), ("decoder",)):
+        growth = 1.0
+        for key in keys:
+            try:
+                growth *= math.prod(map(_growth, _stages(contents.get(key))))
+            except (TypeError, KeyError, AttributeError):
+                value = shown_value(contents.get(key))
+                raise UserError(f"{file}: {key} = {value}: not a tokenizer's") from None
+            if growth > MOST_GROWTH:
+                raise UserError(
+                    f"{file}: {key}: it could make a text more than {MOST_GROWTH} times as long, "
+                    "which no tokenizer needs"
+                )
 
 
-def _growth(part: Any, inside: str) -> float:
-    """Return how many times as long a normalizer or decoder can make a text, an upper bound.
+def _growth(stage: dict[str, Any]) -> float:
+    """Return how many times as long a stage can make a text, an upper bound.
 
-    Args:
-        part: The JSON of the normalizer or decoder.
-        inside: The key of a sequence's stages.
-
-    Raises:
-        TypeError, KeyError, AttributeError: The JSON is none of a tokenizer's.
+    It is above 1, so that the number of stages is bounded too.
     """
-    growth = 1.0
-    for number, stage in enumerate(_stages(part, inside)):
-        if stage["type"] == "Replace":
-            content, pattern = stage["content"], stage["pattern"]
-            if "String" in pattern:
-                growth *= max(1.0, len(content) / max(1, len(pattern["String"])))
-            else:  # a pattern may match between any two characters
-                growth *= 1.0 + len(content)
-        elif stage["type"] == "Prepend":
-            growth += len(stage["prepend"])
-        if growth > MOST_GROWTH or number > _MOST_STAGES:
-            return float("inf")
-    return growth
+    if stage["type"] == "Replace":
+        content, pattern = stage["content"], stage["pattern"]
+        if "String" in pattern:
+            return max(1.01, len(content) / max(1, len(pattern["String"])))
+        return 1.0 + len(content)  # a pattern may match between any two characters
+    if stage["type"] == "TemplateProcessing":  # the text and special tokens, as often as it says
+        ids = [len(token["ids"]) for token in stage.get("special_tokens", {}).values()]
+        return len(stage["single"]) * max([1.0, *ids])
+    return max(2.0, 1.0 + len(stage.get("prepend", "")))
 
 
-def _stages(part: Any, inside: str) -> Iterator[dict[str, Any]]:
-    """Yield the stages of a normalizer or decoder, those of sequences within sequences too."""
+def _stages(part: Any) -> Iterator[dict[str, Any]]:
+    """Yield the stages of a part in no order, those of sequences within sequences too."""
     left = [part] if part is not None else []
     while left:
-        stage = left.pop(0)
+        stage = left.pop()
         if not isinstance(stage.get("type"), str):
             raise TypeError("a stage without a type")
         if stage["type"] == "Sequence":
-            left = [*stage[inside], *left]
+            left += chain.from_iterable(v for v in stage.values() if isinstance(v, list))
         else:
             yield stage
+
+
+def check_vocabulary(tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
+    """Raise `UserError` where one token of a tokenizer is a text of excessive length."""
+    longest = max(map(len, tokenizer.get_vocab()), default=0)
+    if longest > _MOST_TOKEN:
+        raise UserError(
+            f"{directory}: the tokenizer has a token of {longest:,} characters, and at most "
+            f"{_MOST_TOKEN:,} are read"
+        )
+
+
+def encode(
+    tokenizer: PreTrainedTokenizerBase, text: str, special: bool = False, as_text: bool = False
+) -> list[int]:
+    """Return the token ids of a text: the one call of a tokenizer's own `encode`.
+
+    Args:
+        tokenizer: The tokenizer.
+        text: The text.
+        special: Whether the tokenizer adds its special tokens, such as one at the beginning.
+        as_text: Encode special tokens in the text as text.
+
+    Raises:
+        UserError: The text is too long, or the tokenizer makes far more tokens than characters.
+        Exception: The tokenizer has no token for some of the text; of the tokenizers library.
+    """
+    if len(text) > MOST_TEXT:
+        raise UserError(f"a text of {len(text):,} characters, and at most {MOST_TEXT:,} are read")
+    split = {"split_special_tokens": True} if as_text else {}
+    token_ids: list[int] = tokenizer.encode(text, add_special_tokens=special, **split)
+    if len(token_ids) > _MOST_TOKENS * (1 + len(text)):
+        raise UserError(
+            f"the tokenizer makes {len(token_ids):,} tokens of {len(text):,} characters, more than "
+            f"{_MOST_TOKENS} of each; is its directory damaged?"
+        )
+    return token_ids

@@ -95,9 +95,7 @@ def json_text(value: Any, indent: int | None = None) -> str:
         return "\\u007f" if character == "\x7f" else json.dumps(character)[1:-1]
 
     text = json.dumps(value, indent=indent, ensure_ascii=False, default=str)
-    return re.sub(
-        r"[^\n -~]", safe, text
-    )  # json.dumps escapes control characters of ASCII but \x7f
+    return re.sub(r"[^\n -~]", safe, text)
 
 
 def _drives_terminal(character: str) -> bool:
