@@ -3,11 +3,13 @@
     python benchmarks/study/pooled.py benchmarks/results/study/behind.json:kv-int8:bf16 ...
 
 Each word names a results file, an arm, and the arm that it is compared with. All pairs of runs of
-one study, grid point and seed are put together: their mean difference with its interval, the
-median, the signed-rank test and the test of equivalence, as in a report (docs/studies.md). From
-committed results alone, in seconds. The accuracy of a run is that in its own precision where both
-runs of a pair have one, and otherwise that in the precision of the study; the line says how many
-pairs have their own. Two runs of a pair that began from different weights are an error.
+one study, grid point and seed are put together: their rank estimate and their mean difference,
+each with its interval, the signed-rank test and the test of equivalence. The rank estimate
+(Hodges-Lehmann) is the median of all pairwise averages; its interval is that of the signed-rank
+test, so one collapsed run does not decide it. From committed results, in seconds. The accuracy of
+a run is that in its own precision if both runs of a pair have one, unless `--common` is given, and
+otherwise that in the precision of the study; the line says how many pairs have their own. Two runs
+of a pair that began from different weights are an error.
 
 Such a sum is no test of its own where it was formed after its studies were seen.
 """
@@ -15,9 +17,11 @@ Such a sum is no test of its own where it was formed after its studies were seen
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from statistics import median
 
 from jetrl.errors import UserError
 from jetrl.study.analysis import common_accuracy, own_accuracy, point_name
@@ -26,12 +30,26 @@ from jetrl.study.statistics import compare
 from jetrl.study.tables import shown_interval, shown_p
 
 
-def pairs(word: str, point: str | None) -> Iterator[tuple[RunResult, RunResult]]:
+def rank_estimate(differences: Sequence[float]) -> tuple[float, float, float]:
+    """Return the Hodges-Lehmann estimate and its exact 95% interval, infinite for few pairs."""
+    n = len(differences)
+    averages = sorted((a + b) / 2 for i, a in enumerate(differences) for b in differences[i:])
+    sets = [1] + [0] * len(averages)  # of ranks with each sum
+    for rank in range(1, n + 1):
+        for total in range(len(averages), rank - 1, -1):
+            sets[total] += sets[total - rank]
+    outside = next(k for k in range(len(sets)) if 40 * sum(sets[: k + 1]) > 2**n)
+    if not outside:
+        return median(averages), -math.inf, math.inf
+    return median(averages), averages[outside - 1], averages[-outside]
+
+
+def pairs(word: str, points: Sequence[str]) -> Iterator[tuple[RunResult, RunResult]]:
     """Yield the two runs of each grid point and seed that both arms have.
 
     Args:
         word: FILE:ARM:ARM, as the command has it.
-        point: The only grid point that counts, if any is named; studies without a grid count whole.
+        points: The grid points that count; none: all. Studies without a grid count whole.
 
     Raises:
         UserError: The word has another form, or the file has no run of an arm.
@@ -46,23 +64,24 @@ def pairs(word: str, point: str | None) -> Iterator[tuple[RunResult, RunResult]]
     places = {(run.arm, point_name(run.point), run.seed): run for run in runs}
     for (arm, where, seed), run in places.items():
         other = places.get((arms[1], where, seed))
-        if arm == arms[0] and other is not None and (point is None or where in ("", point)):
+        if arm == arms[0] and other is not None and (not points or where in ("", *points)):
             yield run, other
 
 
-def difference(run: RunResult, other: RunResult) -> tuple[float, bool]:
+def difference(run: RunResult, other: RunResult, common: bool = False) -> tuple[float, bool]:
     """Return how far a run ends above another one, and whether each has its own precision.
 
     Args:
         run: The run.
         other: The run of the other arm with the same seed.
+        common: Compare them in the precision of the study only.
 
     Raises:
         UserError: They began from different weights, or one of them was not evaluated.
     """
     if run.start_sha256 != other.start_sha256:
         raise UserError(f"{run.name} and {other.name} began from different weights")
-    for accuracy in (own_accuracy, common_accuracy):
+    for accuracy in (own_accuracy, common_accuracy)[common:]:
         first, second = accuracy(run), accuracy(other)
         if first is not None and second is not None:
             return first - second, accuracy is own_accuracy
@@ -80,21 +99,24 @@ def main(words: Sequence[str] | None = None) -> None:
     """
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("pairs", nargs="+", metavar="FILE:ARM:ARM")
-    parser.add_argument("--point", help="count this grid point alone, such as '30m-program-64'")
+    parser.add_argument("--point", action="append", default=[], help="count only this grid point")
+    parser.add_argument("--common", action="store_true", help="in the precision of the study")
     parser.add_argument("--margin", type=float, default=0.01, help="as study.margin")
     args = parser.parse_args(words)
     runs = [pair for word in args.pairs for pair in pairs(word, args.point)]
     if not runs:
-        parser.error(f"no pair of runs at {args.point!r}")
-    found = [difference(*pair) for pair in runs]
+        parser.error(f"no pair of runs at {', '.join(args.point) or 'any point'}")
+    found = [difference(*pair, args.common) for pair in runs]
     differences = [value for value, _ in found]
     result = compare(differences, args.margin, 0.95)
+    estimate, low, high = (100 * value for value in rank_estimate(differences))
     starts = len({run.start_sha256 for run, _ in runs})
     print(
         f"{len(runs)} pairs from {starts} start{'s' * (starts > 1)}, "
         f"{sum(own for _, own in found)} in their own precision: "
+        f"rank estimate {estimate:+.2f}% [{low:+.2f}, {high:+.2f}], "
         f"mean {shown_interval(result.difference, signed=True)}, "
-        f"median {100 * result.median:+.2f}%, below in {sum(value < 0 for value in differences)}; "
+        f"below in {sum(value < 0 for value in differences)}; "
         f"signed ranks p {shown_p(result.rank_p)}, "
         f"within {100 * args.margin:g}% p {shown_p(result.equivalence_p)}"
     )

@@ -26,9 +26,16 @@ def printed(capsys, *words):
 
 def test_one_study_has_the_figures_of_its_report(capsys):
     assert printed(capsys, BEHIND) == (
-        "30 pairs from 1 start, 30 in their own precision: mean +0.26% [-0.28, +0.80], "
-        "median +0.07%, below in 14; signed ranks p 0.727, within 1% p 0.004\n"
+        "30 pairs from 1 start, 30 in their own precision: rank estimate +0.07% [-0.33, +0.55], "
+        "mean +0.26% [-0.28, +0.80], below in 14; signed ranks p 0.727, within 1% p 0.004\n"
     )
+
+
+def test_one_collapsed_run_does_not_decide_the_rank_estimate():
+    """The 95% interval of six pairs is their whole range."""
+    assert pooled.rank_estimate([0, 1, 2, 3, 4, 5]) == (2.5, 0, 5)
+    estimate, low, high = pooled.rank_estimate([*range(10), -100])
+    assert (estimate, low, high) == (4.0, -45.5, 6.5)
 
 
 def test_pairs_of_two_studies_are_put_together(capsys):
@@ -63,11 +70,11 @@ def test_wrong_words_are_errors(words, message):
 def test_a_point_without_a_pair_is_an_error(capsys):
     with pytest.raises(SystemExit):
         pooled.main([LOSSES, "--point", "30m"])
-    assert "no pair of runs at '30m'" in capsys.readouterr().err
+    assert "no pair of runs at 30m" in capsys.readouterr().err
 
 
 def test_other_first_weights_are_an_error():
-    runs = [run for run, _ in pooled.pairs(LOSSES, None)]
+    runs = [run for run, _ in pooled.pairs(LOSSES, [])]
     other = next(run for run in runs if run.start_sha256 != runs[0].start_sha256)
     with pytest.raises(UserError, match="began from different weights"):
         pooled.difference(runs[0], other)
