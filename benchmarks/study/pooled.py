@@ -20,6 +20,7 @@ import argparse
 import math
 import sys
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from pathlib import Path
 from statistics import median
 
@@ -38,7 +39,7 @@ def rank_estimate(differences: Sequence[float]) -> tuple[float, float, float]:
     for rank in range(1, n + 1):
         for total in range(len(averages), rank - 1, -1):
             sets[total] += sets[total - rank]
-    outside = next(k for k in range(len(sets)) if 40 * sum(sets[: k + 1]) > 2**n)
+    outside = next(k for k, below in enumerate(accumulate(sets)) if 40 * below > 2**n)
     if not outside:
         return median(averages), -math.inf, math.inf
     return median(averages), averages[outside - 1], averages[-outside]
